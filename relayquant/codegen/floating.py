@@ -34,7 +34,6 @@ from relayquant.codegen.kernels.floating.conv_transpose import (
     make_conv2d_transpose,
     pack_conv2d_transpose,
 )
-from relayquant.codegen.kernels.floating.copy import FloatCopy, make_copy
 from relayquant.codegen.kernels.floating.gemm import (
     FloatDense,
     FloatMatmul,
@@ -45,9 +44,11 @@ from relayquant.codegen.kernels.floating.gemm import (
 from relayquant.codegen.kernels.floating.matmul_transposed_b import FEW_ROWS, FloatDots, make_dots
 from relayquant.codegen.kernels.floating.tile import (
     FEWEST_CHANNELS,
+    FloatCopy,
     FloatEpilogue,
     FloatIsa,
     choose_float_isa,
+    make_copy,
 )
 from relayquant.codegen.kernels.floating.winograd import (
     make_winograd,

@@ -24,7 +24,7 @@ from tvm.sym import Analyzer
 from tvm.target import Target
 
 from relayquant.base.runtime import ALIGNMENT
-from relayquant.codegen.kernels.isa.architecture import ARCHITECTURES_64, read_triple
+from relayquant.codegen.kernels.isa.target import ARCHITECTURES_64, read_triple
 from relayquant.ir.rewrite.expressions import list_bindings, op_name
 from relayquant.ir.rewrite.inline import substitute
 

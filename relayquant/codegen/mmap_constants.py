@@ -26,7 +26,7 @@ from tvm.target import Target
 from relayquant.base._tvm import build_bytecode
 from relayquant.base.runtime import ALIGNMENT, view_constant
 from relayquant.base.storage.files import TEMPORARY, open_temporary_folder, write_text, writing
-from relayquant.codegen.kernels.isa.architecture import ARCHITECTURES_64, read_triple
+from relayquant.codegen.kernels.isa.target import ARCHITECTURES_64, read_triple
 
 #: Bytes from which a constant is one of these. To ask for one takes some 100 nanoseconds, a
 #: hundredth of the time in which a kernel reads as much.

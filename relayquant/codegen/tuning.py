@@ -30,9 +30,9 @@ from relayquant.codegen.kernels.integer.winograd import (
     pack_winograd,
     saves_time,
 )
-from relayquant.codegen.kernels.isa.architecture import find_architecture
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.isa.target import (
+    find_architecture,
     host_config,
     list_instructions,
     name_cpu,

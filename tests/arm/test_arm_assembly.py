@@ -23,7 +23,6 @@ from relayquant.codegen.kernels.integer.matmul import (
 )
 from relayquant.codegen.kernels.integer.pool import AvgPool2d, PoolWindow, build_avg_pool2d
 from relayquant.codegen.kernels.integer.specs import Conv2d
-from relayquant.codegen.kernels.isa.architecture import Architecture, find_architecture
 from relayquant.codegen.kernels.isa.arm import (
     LARGEST_PAIRED,
     NEON,
@@ -37,7 +36,7 @@ from relayquant.codegen.kernels.isa.arm import (
 )
 from relayquant.codegen.kernels.isa.base import PORTABLE, Isa
 from relayquant.codegen.kernels.isa.select import select_isa
-from relayquant.codegen.kernels.isa.target import resolve_target
+from relayquant.codegen.kernels.isa.target import Architecture, find_architecture, resolve_target
 from relayquant.errors import ConfigError
 
 ARM32_TRIPLE = "armv7l-linux-gnueabihf"

@@ -26,11 +26,10 @@ from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual
 from relayquant.codegen.kernels.integer.grouped import GroupedDense, build_grouped_dense
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense
 from relayquant.codegen.kernels.integer.winograd import build_winograd
-from relayquant.codegen.kernels.isa.architecture import Architecture, find_architecture
 from relayquant.codegen.kernels.isa.arm import NEON_BYTES, NEON_PAIRS
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.isa.select import select_isa
-from relayquant.codegen.kernels.isa.target import resolve_target
+from relayquant.codegen.kernels.isa.target import Architecture, find_architecture, resolve_target
 
 
 @dataclass(frozen=True)

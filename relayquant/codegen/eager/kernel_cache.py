@@ -19,10 +19,10 @@ from tvm import tirx
 from tvm.target import Target
 
 from relayquant.base.runtime import count_threads
+from relayquant.codegen.host_functions import lower_prescheduled
 from relayquant.codegen.kernels.emit import IS_SCHEDULED
 from relayquant.codegen.kernels.floating.tile import FloatIsa, choose_float_isa
 from relayquant.codegen.kernels.isa.target import host_config, resolve_target
-from relayquant.codegen.kernels.lowering import lower_by_hand
 
 #: Steps hand over what fits: to check each argument again would be half of a kernel's code.
 CONFIG = {"tirx.disable_assert": True}
@@ -100,7 +100,7 @@ def compile_kernel(key: KernelKey, isa: FloatIsa, target: Target) -> Callable[..
     """A kernel alone, with serial loops."""
     name = "kernel"
     func = make_serial(key.make(key.spec, isa, name)).with_attr(IS_SCHEDULED, True)
-    with tvm.transform.PassContext(config=CONFIG), lower_by_hand():
+    with tvm.transform.PassContext(config=CONFIG), lower_prescheduled():
         return tvm.tirx.build(tvm.IRModule({name: func}), target)[name]
 
 

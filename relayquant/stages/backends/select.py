@@ -7,8 +7,7 @@ from typing import Any
 import tvm
 
 from relayquant.base.arguments import check_arguments
-from relayquant.codegen.kernels.isa.architecture import Architecture, find_architecture
-from relayquant.codegen.kernels.isa.target import resolve_target
+from relayquant.codegen.kernels.isa.target import Architecture, find_architecture, resolve_target
 from relayquant.config import BackendConfig
 from relayquant.errors import ConfigError, suggest_name
 from relayquant.ir.ledger import find_ledger

@@ -12,18 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 from tvm.target.codegen import llvm_cpu_has_features
+from tvm.tirx import PrimFunc
 
 from relayquant.codegen.kernels.emit import (
     CACHE_LINE,
+    PARALLEL_BYTES,
     alloc_vectors,
     broadcast,
+    build_kernel,
     emit_prefetch,
+    emit_vector_loop,
     load_vector,
     store_vector,
 )
@@ -271,3 +276,36 @@ def declare_arguments(
 def static(value: Any) -> int | None:
     """A Python int if the extent is known, else None."""
     return int(value) if isinstance(value, int | tirx.IntImm) else None
+
+
+@dataclass(frozen=True)
+class FloatCopy:
+    """A part of a concatenation: a copy of `shape` (..., C) into `columns` (first, count) of a
+    tensor of `count` columns; the leading extents may be symbolic.
+    """
+
+    shape: tuple[Any, ...]
+    columns: tuple[int, int]
+
+
+def make_copy(spec: FloatCopy, isa: FloatIsa, name: str = "float_copy") -> PrimFunc:
+    """PrimFunc(x, y), callable through `call_tir`; other columns of y stay as they are."""
+    (*leading, width), (first, pitch) = spec.shape, spec.columns
+    rows: Any = 1
+    for extent in leading:
+        known = static(extent)
+        rows = rows * (extent if known is None else known)
+
+    def body() -> None:
+        x, y = declare_arguments(("x", spec.shape), ("y", (*leading, pitch)))
+        size = prod(static(extent) or 1 for extent in spec.shape)
+        with (T.parallel if size * 4 >= PARALLEL_BYTES else T.serial)(rows) as row:
+            emit_vector_loop(
+                width,
+                isa.lanes,
+                lambda at, lanes: store_vector(
+                    y, load_vector(x, row * width + at, lanes), row * pitch + first + at, lanes
+                ),
+            )
+
+    return build_kernel(name, body)

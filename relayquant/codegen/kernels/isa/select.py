@@ -6,9 +6,9 @@ from tvm.target import Target
 from tvm.target.codegen import llvm_cpu_has_features
 
 from relayquant.codegen.kernels.integer.lookup import AARCH64_SHUFFLES, X86_SHUFFLES, ByteShuffle
-from relayquant.codegen.kernels.isa.architecture import Architecture, find_architecture
 from relayquant.codegen.kernels.isa.arm import AARCH64_ISAS, ARM32_ISAS
 from relayquant.codegen.kernels.isa.base import PORTABLE, X86_ISAS, Isa
+from relayquant.codegen.kernels.isa.target import Architecture, find_architecture
 from relayquant.codegen.kernels.isa.timing import TIMINGS
 
 #: Fastest first; `select_isa` takes the first whose features the target has.
