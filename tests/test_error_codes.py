@@ -3,94 +3,179 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import copy
+import doctest
 import pickle
 import re
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tvm
 from tvm import relax
 
 import relayquant as rq
 from relayquant import errors
+from relayquant.base.arguments import check_type
 from relayquant.base.storage.files import reading
-from relayquant.errors import KINDS, add_code, find_code, warn_user
-from relayquant.flow.testing.check import PatternMismatch
+from relayquant.errors import add_code, warn_user
 from relayquant.ir.reference.affine import wrap_sums
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "relayquant"
 PAGES = {path.stem: path for path in sorted((ROOT / "docs/errors").glob("RQ*.md"))}
-CLASSES = {
-    name: kind
-    for name, kind in {**vars(errors), "PatternMismatch": PatternMismatch}.items()
-    if isinstance(kind, type) and issubclass(kind, rq.RelayQuantError)
+TREES = {
+    path.relative_to(ROOT).as_posix(): ast.parse(path.read_text("utf-8"))
+    for path in sorted(PACKAGE.rglob("*.py"))
 }
-WARNINGS = {kind.__name__: kind for kind in (rq.AccuracyWarning, rq.DataWarning, RuntimeWarning)}
+NODES = [(path, node) for path, tree in TREES.items() for node in ast.walk(tree)]
 
 
-def find_raised() -> Iterator[tuple[str, type[Exception]]]:
-    """(place, class) of every error that is made, and of every warning, in the package."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if not isinstance(node, ast.Call) or module == "relayquant.errors":
-                continue
-            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            if name in CLASSES:
-                yield f"{module}:{node.lineno}", CLASSES[name]
-            elif name == "warn_user":
-                category = next((ast.unparse(arg) for arg in node.args[1:]), "")
-                yield f"{module}:{node.lineno}", WARNINGS.get(category, UserWarning)
+def read_name(node: ast.expr | None) -> str:
+    """ "ModelError" of `ModelError` and of `errors.ModelError`; "" if it is no name."""
+    return str(getattr(node, "attr", getattr(node, "id", "")))
 
 
-RAISED = list(find_raised())
+def find_classes() -> dict[str, set[str]]:
+    """Every error class of the package -> it and what it derives from, of ours."""
+    found = {"RelayQuantError": {"RelayQuantError"}}
+    definitions = [node for _, node in NODES if isinstance(node, ast.ClassDef)]
+    for _ in definitions:
+        for node in definitions:
+            bases = [found[name] for base in node.bases if (name := read_name(base)) in found]
+            if bases:
+                found[node.name] = {node.name}.union(*bases)
+    return found
 
 
-def test_kinds__what_is_raised_anywhere_has_a_code():
-    assert len(RAISED) > 600
-    assert {place for place, kind in RAISED if not find_code(kind, place.split(":")[0])} == set()
+CLASSES = find_classes()
+#: Functions and classes of the package: what these make has its code where they make it.
+DEFINED = {
+    node.name
+    for _, node in NODES
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+}
+
+#: Parameters and fields that hold a class of ours, by their annotation.
+HOLDERS = {
+    read_name(node.target) if isinstance(node, ast.AnnAssign) else node.arg
+    for _, node in NODES
+    if isinstance(node, ast.AnnAssign | ast.arg)
+    and isinstance(hint := node.annotation, ast.Subscript)
+    and read_name(hint.value) == "type"
+    and read_name(hint.slice) in CLASSES
+}
 
 
-def test_kinds__each_is_raised_somewhere():
-    used = {find_code(kind, place.split(":")[0]) for place, kind in RAISED}
-    assert used == {kind.code for kind in KINDS}
+@dataclass(frozen=True)
+class Site:
+    """Where an error is made or a warning is given.
+
+    Attributes:
+        kind: Name of the class; "" if the class is an argument.
+        code: What the source says: a literal, or other code.
+    """
+
+    place: str
+    kind: str
+    code: object
 
 
-@pytest.mark.parametrize("module", ["arguments", "storage.files"])
-def test_kinds__of_any_class_where_the_class_is_an_argument(module):
-    """What checks arguments, and what reads files, are told of which class the error is to be."""
-    public = (rq.ConfigError, rq.ModelError, rq.DataError)
-    assert len({find_code(kind, f"relayquant.{module}") for kind in public} - {""}) == 1
+def find_sites() -> Iterator[Site]:
+    """Where the package calls a class of ours, raises a class that a variable holds, or warns.
+
+    An error that is made in one place and raised in another is found where it is made.
+    """
+    raised = {id(node.exc) for _, node in NODES if isinstance(node, ast.Raise)}
+    for path, node in NODES:
+        if not isinstance(node, ast.Call) or path == "relayquant/errors.py":
+            continue
+        name = read_name(node.func)
+        given = {keyword.arg: keyword.value for keyword in node.keywords}
+        if name == "warn_user":
+            category = given.get("category", node.args[1] if len(node.args) > 1 else None)
+            kind = read_name(category) or "UserWarning"
+        elif name in CLASSES:
+            kind = name
+        elif id(node) in raised and is_variable(node.func):
+            kind = ""
+        else:
+            continue
+        code = given.get("code")
+        literal = code.value if isinstance(code, ast.Constant) else code and ast.unparse(code)
+        yield Site(f"{path}:{node.lineno}", kind, literal)
 
 
-def test_kinds__each_code_once_and_modules_that_exist():
-    codes = [kind.code for kind in KINDS]
-    assert len(codes) == len(set(codes))
-    for kind in KINDS:
-        for name in kind.modules:
-            path = PACKAGE.joinpath(*name.split(".")) if name else PACKAGE
-            assert path.is_dir() or path.with_suffix(".py").is_file(), name
+def is_variable(function: ast.expr) -> bool:
+    """Whether what is raised is a class that a variable or a field holds."""
+    name = read_name(function)
+    if isinstance(function, ast.Attribute):
+        return name in HOLDERS
+    return name[:1].islower() and name not in DEFINED and not hasattr(builtins, name)
+
+
+SITES = list(find_sites())
+
+
+def test_sites__are_all_found():
+    """Of every kind: a class, a subclass of one, a class that is an argument, a warning."""
+    kinds = {site.kind for site in SITES}
+    assert len(SITES) > 600
+    assert kinds >= set(CLASSES) - {"RelayQuantError"} | {"", "UserWarning", "AccuracyWarning"}
+    assert {"PatternMismatch", "NotFiniteError"} <= set(CLASSES)
+
+
+def test_sites__each_has_a_literal_code():
+    wrong = [site for site in SITES if not re.fullmatch(r"RQ\d{3}", str(site.code))]
+    assert wrong == []
 
 
 def test_pages__one_for_each_code():
-    assert sorted(PAGES) == sorted(kind.code for kind in KINDS)
+    assert sorted(PAGES) == sorted({str(site.code) for site in SITES})
+    assert len(PAGES) <= 26
+
+
+def read_parts(code: str) -> dict[str, str]:
+    """The parts of a page by their heads."""
+    text = PAGES[code].read_text("utf-8")
+    assert re.match(rf"# {code}: [A-Zt].*[^.]\n", text)
+    found = re.findall(r"^\*\*(.+?)\.\*\* (.+?)(?=\n\n\*\*|\n*\Z)", text, re.MULTILINE | re.DOTALL)
+    return dict(found)
 
 
 @pytest.mark.parametrize("code", PAGES)
 def test_pages__say_what_why_and_what_to_do(code):
-    """And which classes are raised with it."""
-    text = PAGES[code].read_text("utf-8")
-    assert re.match(rf"# {code}: [A-Z].*[^.]\n", text)
-    parts = re.findall(r"^\*\*(.+?)\*\* (.+?)(?=\n\n|\n*\Z)", text, re.MULTILINE | re.DOTALL)
-    assert [head for head, _ in parts] == ["What.", "Why.", "What to do."]
-    assert all(len(body) > 30 for _, body in parts)
-    named = set(re.findall(r"`(\w+(?:Error|Warning))`", parts[0][1]))
-    (kind,) = (kind for kind in KINDS if kind.code == code)
-    assert {each.__name__ for each in kind.raises} <= named
+    """And which classes are raised with it: those, and no others."""
+    parts = read_parts(code)
+    assert list(parts) == ["What", "Why", "What to do", "Seen as"]
+    assert all(len(body) > 30 for body in parts.values())
+    named = set(re.findall(r"`(\w+(?:Error|Warning|Mismatch))`", parts["What"]))
+    kinds = {site.kind for site in SITES if site.code == code}
+    if "" in kinds:  # the class is an argument: whatever the page names
+        assert len(named) > 1
+    for kind in kinds - {""}:
+        assert named & CLASSES.get(kind, {kind}), kind
+    derived = {name for kind in kinds for name in CLASSES.get(kind, {kind})}
+    builtin = {"OSError", "ImportError"}
+    assert named - builtin <= derived or "" in kinds
+
+
+@pytest.mark.parametrize("code", PAGES)
+def test_pages__example_ends_with_the_code(code):
+    """`tests/test_docs.py` runs it."""
+    parts = read_parts(code)
+    session = re.sub(r"^```.*$", "", parts["Seen as"], flags=re.MULTILINE)
+    *rest, last = doctest.DocTestParser().get_examples(session)
+    assert last.exc_msg is not None
+    assert last.exc_msg.endswith(f" [{code}]\n")
+    assert all(example.exc_msg is None for example in rest)
+    raised = re.match(r"[\w.]+", last.exc_msg)
+    assert raised
+    assert f"`{raised[0].rpartition('.')[2]}`" in parts["What"]
 
 
 def raise_in_tvm():
@@ -99,21 +184,36 @@ def raise_in_tvm():
     relax.BlockBuilder().normalize(value)
 
 
-def read_what_is_no_file():
-    with reading("x.json", "prepared model", rq.ConfigError):
+def read_what_is_no_file(kind=rq.ConfigError):
+    with reading("x.json", "prepared model", kind):
         raise KeyError("format")
+
+
+@pytest.mark.parametrize("kind", [rq.ConfigError, rq.ModelError, rq.DataError])
+def test_code__of_any_class_where_the_class_is_an_argument(kind):
+    """What reads files is told of which class the error is to be."""
+    with pytest.raises(kind) as caught:
+        read_what_is_no_file(kind)
+    assert caught.value.code == "RQ502"
+
+
+def test_code__of_arguments_is_one_for_every_class():
+    for hint, kind in ((int, rq.ConfigError), (tvm.IRModule, rq.ModelError)):
+        with pytest.raises(kind) as caught:
+            check_type("x", hint, "f: x")
+        assert caught.value.code == "RQ101"
 
 
 @pytest.mark.parametrize(
     ("call", "code"),
     [
-        (lambda: rq.QSpec("int7"), "RQ103"),
+        (lambda: rq.QSpec("int7"), "RQ101"),
         (lambda: rq.load("model.unknown"), "RQ201"),
         (lambda: rq.quantize("model.onnx", None, []), "RQ101"),
-        (lambda: rq.save_qparams({}, "/no/such/folder/q.json"), "RQ601"),
-        (raise_in_tvm, "RQ501"),
-        (read_what_is_no_file, "RQ602"),
-        (lambda: rq.BackendConfig.from_dict({"nam": "x"}, ()), "RQ102"),
+        (lambda: rq.save_qparams({}, "/no/such/folder/q.json"), "RQ501"),
+        (raise_in_tvm, "RQ601"),
+        (read_what_is_no_file, "RQ502"),
+        (lambda: rq.BackendConfig.from_dict({"nam": "x"}, ()), "RQ101"),
         (lambda: rq.compile(None, "llvm -mcpu"), "RQ101"),
     ],
 )
@@ -128,6 +228,14 @@ def test_message__ends_with_the_code(call, code):
         assert (type(same), str(same), same.code) == (type(error), str(error), code)
 
 
+@pytest.mark.parametrize("name", sorted(set(CLASSES) & set(vars(errors))))
+def test_classes__copies_and_pickles_keep_the_code(name):
+    """Of every class, whatever its constructor takes."""
+    error = getattr(errors, name)("Wrong.", code="RQ202")
+    for same in (copy.copy(error), copy.deepcopy(error), pickle.loads(pickle.dumps(error))):
+        assert (type(same), str(same), same.code) == (type(error), "Wrong. [RQ202]", "RQ202")
+
+
 def test_message__of_other_code_has_none():
     error = rq.ModelError("My own.")
     assert (str(error), error.code) == ("My own.", "")
@@ -136,14 +244,14 @@ def test_message__of_other_code_has_none():
 @pytest.mark.parametrize(
     ("message", "shown"),
     [
-        ("Wrong.", "Wrong. [RQ103]"),
-        ("Row 1: Wrong. [RQ501]", "Row 1: Wrong. [RQ501]"),
-        ("Row 1: Wrong. [RQ501]. Try another.", "Row 1: Wrong. Try another. [RQ501]"),
-        ("Row 1: wrong [RQ501]; row 2: wrong [RQ204].", "Row 1: wrong; row 2: wrong. [RQ501]"),
+        ("Wrong.", "Wrong. [RQ101]"),
+        ("Row 1: Wrong. [RQ601]", "Row 1: Wrong. [RQ601]"),
+        ("Row 1: Wrong. [RQ601]. Try another.", "Row 1: Wrong. Try another. [RQ601]"),
+        ("Row 1: wrong [RQ601]; row 2: wrong [RQ202].", "Row 1: wrong; row 2: wrong. [RQ601]"),
     ],
 )
 def test_add_code__what_is_quoted_is_nearer_to_the_cause(message, shown):
-    assert add_code(message, rq.ConfigError, "relayquant.base.qtypes") == shown
+    assert add_code(message, "RQ101") == shown
 
 
 def test_warning__ends_with_the_code():
@@ -151,4 +259,4 @@ def test_warning__ends_with_the_code():
         warnings.simplefilter("always")
         wrap_sums(np.array([2**40]), "dense")
         warn_user("My own.")
-    assert [str(w.message)[-8:] for w in caught] == [" [RQ502]", "My own."[-8:]]
+    assert [str(w.message)[-8:] for w in caught] == [" [RQ402]", "My own."[-8:]]
