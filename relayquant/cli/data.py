@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,24 +13,6 @@ from relayquant.cli.files import bind_weights
 from relayquant.data.images import PRESETS, Preprocessing, list_images, open_images, read_labels
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError, DataError, format_count
-
-
-def add_data(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """`--data FILE.npz or FOLDER`, and `--preprocess`."""
-    parser.add_argument(
-        "--data",
-        type=Path,
-        required=required,
-        metavar="DATA",
-        help="representative inputs: an .npz with one array for each input of the model, samples "
-        "first; or a folder of pictures",
-    )
-    parser.add_argument(
-        "--preprocess",
-        metavar="SPEC",
-        help=f"what happens to pictures: {', '.join(PRESETS)}; or with changes, such as "
-        "imagenet,size=232 or mean=0.5:0.5:0.5,std=0.5,order=bgr,layout=nhwc,crop=160,scale=255",
-    )
 
 
 def open_data(options: argparse.Namespace, mod: tvm.IRModule, params: Any) -> Any:

@@ -1,4 +1,4 @@
-"""For the command line: reads models from files."""
+"""For the command line: models are read from files and written to them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import tvm
 
 import relayquant as rq
-from relayquant.base.storage.files import decode_json, read_text, reading
+from relayquant.base.storage.files import decode_json, read_text, reading, write_text, write_whole
 from relayquant.base.storage.module_file import ARCHIVE_SUFFIX, WHAT, read_module
 from relayquant.errors import ConfigError, ModelError
 from relayquant.ir.ledger import find_ledger
@@ -19,6 +19,15 @@ from relayquant.stages.preparation.bind import bind_params
 
 #: A Relax module as `tvm.ir.save_json` wrote it, float or quantized.
 MODULE_SUFFIX = ".json"
+#: ending -> what is written
+ENDINGS = {
+    ".json": "the module, which `relayquant export` takes",
+    ".onnx": "ONNX with QuantizeLinear and DequantizeLinear",
+    ".rqm": "the module too, its weights as many bytes as they are",
+    ".relay": "Relay text, with its parameters in .params beside it",
+    ".so": "a compiled library",
+}
+LIBRARIES = (".so", ".dylib", ".dll")
 #: bytes; a line for each of 100,000 operators has less
 MAX_MAPPING_SIZE = 1 << 26
 
@@ -45,8 +54,7 @@ def load_model(
     inputs = collect(value, "--input")
     if not path.is_file():
         raise ModelError(f"There is no model file {path}.", code="RQ201")
-    is_module = path.suffix == MODULE_SUFFIX and not is_relay_json(_read_head(path))
-    if is_module or path.suffix == ARCHIVE_SUFFIX:
+    if is_module_file(path):
         if shapes or inputs:
             raise ModelError(
                 f"{path} is a Relax module, whose inputs are what they are. --shape and --input "
@@ -67,9 +75,12 @@ def collect(pairs: Sequence[tuple[str, Any]], option: str) -> dict[str, Any] | N
     return found or None
 
 
-def _read_head(path: Path) -> str:
+def is_module_file(path: Path) -> bool:
+    """Whether a file is to hold a Relax module."""
+    if path.suffix != MODULE_SUFFIX:
+        return path.suffix == ARCHIVE_SUFFIX
     with path.open(encoding="utf-8", errors="replace") as file:
-        return file.read(1000)
+        return not is_relay_json(file.read(1000))
 
 
 def load_module(path: Path) -> tvm.IRModule:
@@ -106,3 +117,38 @@ def bind_weights(mod: tvm.IRModule, params: Mapping[str, Any] | None) -> tvm.IRM
     editor = Editor(mod)
     bind_params(editor, params)
     return editor.build()
+
+
+def check_ending(path: Path) -> None:
+    """Check that the ending of a path names a kind of file that is written.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if path.suffix not in (*ENDINGS, *LIBRARIES):
+        kinds = "; ".join(f"{ending} ({what})" for ending, what in ENDINGS.items())
+        raise ConfigError(f"-o {path}: a module is written as {kinds}.", code="RQ102")
+
+
+def write_module(
+    mod: tvm.IRModule, path: Path, target: Any = None, tune: bool | Path = False
+) -> list[Path]:
+    """Write a module as the ending of `path` says; the files that were written."""
+    check_ending(path)
+    if path.suffix == ".onnx":
+        rq.export_onnx(mod, path)
+    elif path.suffix in LIBRARIES:
+        executable = rq.compile(mod, target, tune=tune)
+        write_whole(path, lambda file: executable.export_library(str(file)))
+    elif path.suffix == ".relay":
+        text, params = rq.relay.to_text(mod)
+        write_text(path, text)
+        beside = path.with_suffix(".params")
+        rq.relay.save_params(params, beside)
+        return [path, beside]
+    elif path.suffix == ARCHIVE_SUFFIX:
+        rq.save_module(mod, path)
+    else:
+        text = tvm.ir.save_json(mod)
+        write_text(path, text)
+    return [path]

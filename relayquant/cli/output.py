@@ -1,55 +1,167 @@
-"""For the command line: a quantized module becomes a file, whose ending says of which kind."""
+"""For the command line: what a command prints. People read it as it comes; with --json machines get
+it whole, in the end, as one document of one schema, also if the command failed.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import tvm
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
-import relayquant as rq
-from relayquant.base.storage.files import write_text, write_whole
-from relayquant.base.storage.module_file import ARCHIVE_SUFFIX
-from relayquant.errors import ConfigError
+    from relayquant.ir.ledger import Ledger
+    from relayquant.plots import ProgressReport
 
-#: ending -> what is written
-ENDINGS = {
-    ".json": "the module, which `relayquant compile` takes",
-    ".onnx": "ONNX with QuantizeLinear and DequantizeLinear",
-    ".rqm": "the module too, its weights as many bytes as they are",
-    ".relay": "Relay text, with its parameters in .params beside it",
-    ".so": "a compiled library",
+# Help and mistakes are printed without TVM: what commands print is imported where it is used.
+
+#: Of the document; it grows where a key is renamed or removed, not where one is added.
+SCHEMA = 1
+
+
+class ExitCode(enum.IntEnum):
+    """What the exit code of a command says."""
+
+    OK = 0
+    FOUND = 1
+    USER_ERROR = 2
+    INTERNAL_ERROR = 70  # EX_SOFTWARE of sysexits.h
+    INTERRUPTED = 130  # as shells have it: 128 + SIGINT
+    CUT_OFF = 141  # as shells have it: 128 + SIGPIPE
+
+
+#: exit code -> when a command ends with it
+MEANINGS = {
+    ExitCode.OK: "it did what was asked, and nothing looks wrong",
+    ExitCode.FOUND: "it did what was asked and found something: `lint` data that looks wrong, "
+    "`verify` values that differ, `quantize --metric` no module within --max-drop",
+    ExitCode.USER_ERROR: "something that was given is wrong, or a file cannot be read or written",
+    ExitCode.INTERNAL_ERROR: "an error of relayquant's own; `--debug` shows where",
+    ExitCode.INTERRUPTED: "Ctrl-C; the message says whether and how it goes on",
+    ExitCode.CUT_OFF: "who read its output stopped reading, as `head` does",
 }
 
 
-def check_ending(path: Path) -> None:
-    """Whether there is such a kind.
+class CommandOutput:
+    """What one command prints: at once on standard output, or as JSON when it is finished.
 
-    Raises:
-        ConfigError: there is none.
+    Attributes:
+        command: Its name.
+        summary: Name -> number or text.
+        tables: Name -> rows, each a dict.
+        files: What was written.
+        warnings, error: Set by `main`.
+        is_quiet: Whether nothing is printed but errors.
+        is_json: Whether a document is printed in place of text.
+        show_all: Whether people want every row.
     """
-    if path.suffix not in ENDINGS:
-        kinds = "; ".join(f"{ending} ({what})" for ending, what in ENDINGS.items())
-        raise ConfigError(f"-o {path}: a quantized module is written as {kinds}.", code="RQ102")
+
+    def __init__(
+        self,
+        command: str = "",
+        *,
+        is_quiet: bool = False,
+        is_json: bool = False,
+        show_all: bool = False,
+    ) -> None:
+        self.command = command
+        self.is_quiet, self.is_json, self.show_all = is_quiet, is_json, show_all
+        self.summary: dict[str, Any] = {}
+        self.tables: dict[str, list[Any]] = {}
+        self.files: list[Path] = []
+        self.warnings: list[str] = []
+        self.error: dict[str, str] | None = None
+
+    def print(self, *what: RenderableType) -> None:
+        """Lines and tables for people."""
+        if not self.is_quiet and not self.is_json:
+            from relayquant.plots import make_console
+
+            console = make_console()
+            for part in what:
+                console.print(part)
+
+    def add_values(self, **values: Any) -> None:
+        """Numbers and texts for machines."""
+        self.summary.update(values)
+
+    def add_table(self, name: str, rows: Iterable[Any]) -> None:
+        """Rows for machines, dicts or dataclasses."""
+        self.tables[name] = [*rows]
+
+    def add_file(self, path: Path) -> None:
+        """A file that was written, for both."""
+        self.files.append(path)
+        self.print(f"wrote {path}")
+
+    def add_ledger(self, ledger: Ledger, title: str = "") -> None:
+        """What was quantized, for both: how much, then what was not and why, then what was seen.
+        With --all people get every operator.
+        """
+        from relayquant.plots import ledger_table, list_findings
+
+        data = ledger.to_dict()
+        self.add_table("operators", data.pop("operators"))
+        self.add_values(operators=len(ledger.rows), quantized=len(ledger.quantized), **data)
+        self.print(
+            ledger_table(self.tables["operators"], title, show_all=self.show_all),
+            *list_findings(ledger),
+        )
+
+    def open_progress(self) -> ProgressReport:
+        """Bars on standard error, where that is a terminal."""
+        from relayquant.plots import ProgressReport
+
+        return ProgressReport(quiet=self.is_quiet)
+
+    def make_document(self, code: ExitCode) -> dict[str, Any]:
+        """The document."""
+        return {
+            "schema": SCHEMA,
+            "relayquant": metadata.version("relayquant"),
+            "command": self.command,
+            "exit_code": int(code),
+            "error": self.error,
+            "warnings": self.warnings,
+            "summary": make_plain(self.summary),
+            "tables": make_plain(self.tables),
+            "files": make_plain(self.files),
+        }
+
+    def finish(self, code: ExitCode) -> None:
+        """Print the document, if it was asked for."""
+        if self.is_json:
+            # JSON has neither NaN nor infinity, and not every reader is lenient.
+            json.dump(self.make_document(code), sys.stdout, indent=1, allow_nan=False)
+            sys.stdout.write("\n")
 
 
-def write_module(qmod: tvm.IRModule, path: Path, target: Any = None) -> list[Path]:
-    """Write a quantized module; the files that were written."""
-    check_ending(path)
-    if path.suffix == ".onnx":
-        rq.export_onnx(qmod, path)
-    elif path.suffix == ".so":
-        executable = rq.compile(qmod, target)
-        write_whole(path, lambda file: executable.export_library(str(file)))
-    elif path.suffix == ".relay":
-        text, params = rq.relay.to_text(qmod)
-        write_text(path, text)
-        beside = path.with_suffix(".params")
-        rq.relay.save_params(params, beside)
-        return [path, beside]
-    elif path.suffix == ARCHIVE_SUFFIX:
-        rq.save_module(qmod, path)
-    else:
-        text = tvm.ir.save_json(qmod)
-        write_text(path, text)
-    return [path]
+def make_plain(value: Any) -> Any:
+    """A value as JSON has it: NaN is null, an infinity "Infinity" or "-Infinity", which the numbers
+    of Python and JavaScript are made of.
+    """
+    if isinstance(value, enum.Enum):
+        return make_plain(value.value)
+    if hasattr(value, "tolist"):  # an array, or a number of numpy
+        value = value.tolist()
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return None if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): make_plain(item) for key, item in value.items()}
+    if dataclasses.is_dataclass(value):
+        shown = [field.name for field in dataclasses.fields(value) if field.repr]
+        return {name: make_plain(getattr(value, name)) for name in shown}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [make_plain(item) for item in value]
+    return str(value)

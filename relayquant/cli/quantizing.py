@@ -1,6 +1,4 @@
-"""For the command line: the options of `quantize` and `search`, and what `relayquant.quantize` gets
-for them.
-"""
+"""For the command line: the options of `quantize` become arguments of `relayquant.quantize`."""
 
 from __future__ import annotations
 
@@ -12,13 +10,12 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import relayquant as rq
-from relayquant.cli.arguments import add_backend, add_effort, read_backend
 from relayquant.cli.data import METRICS
 from relayquant.cli.files import load_mapping
+from relayquant.cli.options import read_backend
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.config import BackendConfig
 from relayquant.errors import ConfigError, DataError
@@ -35,52 +32,6 @@ OBSERVERS = {
 }
 
 
-def add_quantizing(parser: argparse.ArgumentParser) -> None:
-    """How a model is quantized."""
-    add_backend(parser)
-    parser.add_argument("--target", help="what it will run on, e.g. 'llvm -mcpu=cascadelake'")
-    parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE.json",
-        help="a QConfigMapping: which operators are quantized how (`search` and `sensitivity "
-        "--keep` write one)",
-    )
-    add_effort(parser)
-    parser.add_argument(
-        "--model-type",
-        choices=[kind.value for kind in rq.ModelType],
-        help="quantize products alone and smooth what they read, as transformers need it",
-    )
-    parser.add_argument(
-        "--observer", choices=list(OBSERVERS), help="how ranges are picked (default: by --effort)"
-    )
-    parser.add_argument(
-        "--weights", choices=["int8", "int4"], help="integers of weights (default: int8)"
-    )
-    parser.add_argument(
-        "--checkpoint", type=Path, metavar="FOLDER", help="go on from here after an interruption"
-    )
-
-
-def add_search(parser: argparse.ArgumentParser) -> None:
-    """What is to be kept, and how long it may take."""
-    parser.add_argument(
-        "--metric",
-        choices=[*METRICS],
-        help="put back to float what it takes to keep this within --max-drop: top1, the share of "
-        "right answers (needs --labels), or agreement, that of the float model's answers",
-    )
-    parser.add_argument(
-        "--labels",
-        type=Path,
-        metavar="FILE.txt",
-        help="classes: a line 'NAME CLASS' for each picture, or a line 'CLASS' for each sample",
-    )
-    parser.add_argument("--max-drop", type=float, metavar="X", help="default: 0.01")
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="end of the search")
-
-
 def check_search(options: argparse.Namespace) -> None:
     """Options of the search go together.
 
@@ -94,7 +45,11 @@ def check_search(options: argparse.Namespace) -> None:
         )
     given = [
         name
-        for name, value in {"--max-drop": options.max_drop, "--budget": options.budget}.items()
+        for name, value in {
+            "--max-drop": options.max_drop,
+            "--time-limit": options.time_limit,
+            "--save-config": options.save_config,
+        }.items()
         if value is not None
     ]
     if options.metric is None and given:
@@ -103,16 +58,16 @@ def check_search(options: argparse.Namespace) -> None:
         )
     if options.max_drop is not None and not options.max_drop >= 0:
         raise ConfigError(f"--max-drop is {options.max_drop:g}; allowed: 0 or more.", code="RQ102")
-    if options.budget is not None and not options.budget > 0:
+    if options.time_limit is not None and not options.time_limit > 0:
         raise ConfigError(
-            f"--budget is {options.budget:g}; allowed: more than 0 seconds.", code="RQ102"
+            f"--time-limit is {options.time_limit:g}; allowed: more than 0 seconds.", code="RQ102"
         )
     if options.labels is not None and not options.labels.is_file():
         raise DataError(f"There is no file of labels {options.labels}.", code="RQ301")
 
 
 def read_quantizing(options: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `relayquant.quantize`, of the options of `add_quantizing`.
+    """Arguments of `relayquant.quantize`, of the options but those of a search.
 
     Raises:
         ConfigError: one of them is wrong.
@@ -135,10 +90,10 @@ def read_quantizing(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_search(options: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `relayquant.quantize`, of the options of `add_search`."""
+    """Arguments of `relayquant.quantize`, of the options of a search."""
     if options.metric is None:
         return {}
-    given = {"max_drop": options.max_drop, "budget": options.budget}
+    given = {"max_drop": options.max_drop, "budget": options.time_limit}
     return {
         "metric": METRICS[options.metric](options),
         **{name: value for name, value in given.items() if value is not None},

@@ -15,7 +15,10 @@ from relayquant.stages.calibration.checkpoint import Workspace
 
 #: options that change nothing that was computed, so that the work goes on with others
 FREE_OPTIONS = frozenset(
-    {"run", "command", "json", "quiet", "all", "debug", "report", "workers", "budget", "checkpoint"}
+    {
+        *("command", "json", "quiet", "all", "debug"),
+        *("report", "save_config", "workers", "time_limit", "checkpoint"),
+    }
 )
 
 
@@ -35,13 +38,13 @@ class KeptWork:
     is_own: bool
 
     @staticmethod
-    def of(options: argparse.Namespace, output: Path) -> KeptWork:
-        """Of a command that searches where `options.metric` says so.
+    def of(options: argparse.Namespace, output: Path, *, is_search: bool = False) -> KeptWork:
+        """Of a command with these options that writes `output`.
 
         Raises:
             FileError: the folder that the user named cannot be made.
         """
-        is_search, folder = options.metric is not None, options.checkpoint
+        folder = options.checkpoint
         if folder is None:
             kind = "search" if is_search else "checkpoint"
             name = f"{output.name}.{kind}-{digest_options(options)}"

@@ -26,7 +26,7 @@ from relayquant.analysis.engines import Contender, Engine, measure_engines
 from relayquant.analysis.latency import Latency
 from relayquant.analysis.other_engines import RIVALS, list_versions, prepare_rivals
 from relayquant.base.storage.files import open_temporary_folder, write_whole
-from relayquant.cli.bench import export_own, quantize_quickly
+from relayquant.cli.commands.bench import export_own, quantize_quickly
 from relayquant.codegen.kernels.isa.target import name_cpu
 from relayquant.formats.load import load
 from relayquant.ir.rewrite.editor import Editor

@@ -17,7 +17,7 @@ from relayquant.analysis.latency import Latency
 from relayquant.analysis.onnxruntime_baseline import quantize_with_onnxruntime
 from relayquant.analysis.openvino_baseline import has_nncf
 from relayquant.analysis.other_engines import RIVALS
-from relayquant.cli import bench
+from relayquant.cli.commands import bench
 from relayquant.demo import load_digits
 
 QUICK = ["--repeat", "1", "--operators", "2", "--threads", "1"]

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from relayquant import cli
-from relayquant.cli.answer import ExitCode
+from relayquant.cli.output import ExitCode
+from relayquant.cli.parsers import COMMANDS
 
 
 def complete(script: str, words: list[str], folder: Path) -> set[str]:
@@ -33,10 +34,10 @@ def test_completion__in_bash(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     pytest.importorskip("shtab")
     if shutil.which("bash") is None:
         pytest.skip("no bash here")
-    assert cli.main(["completion", "bash"]) == ExitCode.OK
+    assert cli.main(["--completion", "bash"]) == ExitCode.OK
     script = capsys.readouterr().out
     (tmp_path / "model.onnx").touch()
-    names = {module.__name__.rpartition(".")[2].rstrip("_") for module in cli.COMMANDS}
+    names = {command.name for command in COMMANDS}
     assert names <= complete(script, ["relayquant", ""], tmp_path)
     assert complete(script, ["relayquant", "quan"], tmp_path) == {"quantize"}
     assert "--max-drop" in complete(script, ["relayquant", "quantize", "--ma"], tmp_path)
@@ -44,7 +45,7 @@ def test_completion__in_bash(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert efforts == {"fast", "balanced", "best"}
     assert "model.onnx" in complete(script, ["relayquant", "quantize", "mod"], tmp_path)
     for shell in ("zsh", "tcsh"):
-        assert cli.main(["completion", shell]) == ExitCode.OK
+        assert cli.main(["--completion", shell]) == ExitCode.OK
         assert "relayquant" in capsys.readouterr().out
 
 
@@ -59,5 +60,5 @@ def test_completion__says_what_to_install(
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    assert cli.main(["completion", "zsh"]) == ExitCode.USER_ERROR
+    assert cli.main(["--completion", "zsh"]) == ExitCode.USER_ERROR
     assert "pip install relayquant[completion]" in capsys.readouterr().err

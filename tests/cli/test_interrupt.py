@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from relayquant import cli
-from relayquant.cli.answer import ExitCode
+from relayquant.cli.output import ExitCode
 from relayquant.demo import load_digits
 
 #: The command, and what slows its data down: a signal is to meet it at work.
@@ -79,17 +79,17 @@ def test_quantize__goes_on_after_a_signal(
     assert Path("q.json").read_bytes() == went_on
 
 
-def test_search__goes_on_after_a_signal(
+def test_quantize__search_goes_on_after_a_signal(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["search", "digits.onnx", "--data", "data.npz", "--effort", "fast", "-o", "p.json"]
-    words += ["--weights", "int4", "--max-drop", "0"]
+    words = ["quantize", "digits.onnx", "--data", "data.npz", "--effort", "fast", "-o", "p.json"]
+    words += ["--weights", "int4", "--metric", "agreement", "--max-drop", "0"]
     interrupt(folder, words, "search", 1)
     (kept,) = folder.glob("p.json.search-*")
     assert json.loads(kept.read_text())["trials"]
     monkeypatch.chdir(folder)
     assert cli.main([*words, "--json"]) == ExitCode.OK
-    assert json.loads(capsys.readouterr().out)["summary"]["is_met"]
+    assert json.loads(capsys.readouterr().out)["summary"]["search"]["is_met"]
     assert not kept.exists()
 
 
@@ -110,9 +110,9 @@ def test_quantize__a_failure_leaves_no_checkpoint(
 
 
 def test_output__that_nobody_reads_any_more() -> None:
-    """As `relayquant backend x86 | head -1` leaves it: no traceback, the exit code of shells."""
+    """As `relayquant inspect x86 | head -1` leaves it: no traceback, the exit code of shells."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "relayquant", "backend", "x86"],
+        [sys.executable, "-m", "relayquant", "inspect", "x86"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 import warnings
 from importlib import metadata
 from pathlib import Path
@@ -9,12 +13,25 @@ from pathlib import Path
 import pytest
 
 from relayquant import cli
-from relayquant.cli.answer import ExitCode
+from relayquant.analysis.other_engines import RIVALS
+from relayquant.base.qtypes import Scheme
+from relayquant.cli import commands, parsers
+from relayquant.cli.data import METRICS
+from relayquant.cli.output import ExitCode
+from relayquant.cli.parsers import OTHER_VERBS
+from relayquant.cli.quantizing import OBSERVERS
+from relayquant.config import ModelType
+from relayquant.data.images import PRESETS
 from relayquant.errors import ModelError
+from relayquant.flow.settings import Guard
+from relayquant.stages.effort import Effort
 
-COMMANDS = [module.__name__.rpartition(".")[2].rstrip("_") for module in cli.COMMANDS]
+COMMANDS = [command.name for command in parsers.COMMANDS]
 DATA = ["--data", "data.npz"]
 FILES = ["a.onnx", "b.json", *DATA]
+#: what help and mistakes do without
+HEAVY = ["tvm", "tvm_ffi", "numpy", "onnx", "torch", "rich"]
+SEARCH = ["quantize", "a.onnx", *DATA, "--metric", "agreement"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -26,8 +43,12 @@ def test_main__every_command_has_help(command: str, capsys: pytest.CaptureFixtur
 
 
 def test_main__no_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([]) == ExitCode.USER_ERROR
-    assert "COMMAND" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        cli.main([])
+    assert not stop.value.code
+    text = capsys.readouterr().out
+    assert all(re.search(rf"^  {name} +\S", text, re.MULTILINE) for name in COMMANDS)
+    assert max(map(len, text.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(
@@ -41,30 +62,43 @@ def test_main__no_command(capsys: pytest.CaptureFixture[str]) -> None:
             ["quantize", "a.onnx", *DATA, "--metric", "top1"],
             "--metric top1 and --labels go together",
         ),
-        (["quantize", "a.onnx", *DATA, "--budget", "3"], "nothing is searched without --metric"),
+        (
+            ["quantize", "a.onnx", *DATA, "--time-limit", "3"],
+            "nothing is searched without --metric",
+        ),
         (["report", "a.onnx", *DATA, "-o", "no/a.html"], "there is no folder no."),
         (["export", "a.json", "-o", "a.txt"], "is written as .json"),
-        (["verify", "a.json", *DATA, "--batches", "0"], "--batches is 0; allowed: 1 or more."),
-        (["compile", "missing.json"], "There is no model file missing.json."),
-        (["compile", "missing.json", "-o", "a.txt"], "a library is written as .so"),
+        (["verify", "a.json", *DATA, "--samples", "0"], "--samples is 0; allowed: 1 or more."),
+        (["export", "missing.json", "-o", "a.so"], "There is no model file missing.json."),
+        (["export", "missing.json"], "the following arguments are required: -o"),
+        (["export", "a.json", "-o", "a.onnx", "--tune"], "--tune: only a library is compiled"),
         (["compare", *FILES], "There is no model file a.onnx."),
-        (["demo", "--runs", "0"], "--runs is 0; allowed: 1 or more."),
+        (["demo", "--repeat", "0"], "--repeat is 0; allowed: 1 or more."),
         # What costs nothing to know is said before the model is read.
-        (["compile", "missing.onnx", "-o", "no/a.so"], "there is no folder no."),
-        (["compile", "missing.onnx", "--target", "nonsense"], "does not accept target nonsense"),
+        (["export", "missing.onnx", "-o", "no/a.so"], "there is no folder no."),
+        (
+            ["export", "missing.onnx", "-o", "a.so", "--target", "nonsense"],
+            "does not accept target nonsense",
+        ),
         (["lint", "a.onnx", "--data", "no.npz"], "There is no data file no.npz,"),
         (["compare", "a.onnx", "b.json", "--data", "no.npz"], "There is no data file no.npz,"),
         (["compare", *FILES, "--csv", "no/a.csv"], "there is no folder no."),
-        (["compare", *FILES, "--batches", "0"], "--batches is 0; allowed: 1 or more."),
+        (["compare", *FILES, "--samples", "0"], "--samples is 0; allowed: 1 or more."),
         (["quantize", "a.onnx", *DATA, "--backend", "arn"], "Did you mean 'arm'?"),
         (["sensitivity", "a.onnx", *DATA, "--samples", "0"], "--samples is 0; allowed: 1 or more"),
         (["sensitivity", "a.onnx", *DATA, "--keep", "0", "-o", "a.json"], "--keep is 0; allowed"),
         (["bench", "a.onnx", "--backend", "arn"], "Did you mean 'arm'?"),
-        (["nothing"], "invalid choice: 'nothing'"),
+        (["nothing"], "There is no command 'nothing', and no file of that name. Commands: inspect"),
+        (["qantize"], "Did you mean 'quantize'?"),
         (["nothing.onnx"], "There is no file nothing.onnx, and no command of that name."),
-        (["quantize"], "the following arguments are required: model"),
-        (["quantize", "a.onnx"], "needs --data; only with --group-size it does without"),
-        (["quantize", "a.onnx", *DATA, "--group-size", "32"], "say --weights int4, too"),
+        (["quantize"], "the following arguments are required: --data"),
+        (["quantize", *DATA], "the following arguments are required: MODEL"),
+        (["quantize", "a.onnx"], "the following arguments are required: --data"),
+        (["quantize", "a.onnx", *DATA, "--group-size", "32"], "arguments: --group-size 32"),
+        (["compress", "a.onnx", "--group-size", "0"], "--group-size is 0; allowed: 1 or more."),
+        (["compress", "a.onnx", "--max-size", "2kilos"], "'2kilos' is no size: a number above 0"),
+        (["compress", "a.onnx", "--max-size", "-1MB"], "--max-size: expected one argument"),
+        (["compress", "a.onnx", "--max-size", "0"], "'0' is no size"),
         (["quantize", "a.onnx", *DATA, "--workers", "0"], "--workers is 0; allowed: 1 or more."),
         (["quantize", "a.onnx", *DATA, "--target", "nonsense"], "does not accept target nonsense"),
         (["quantize", "a.onnx", *DATA, "--backend", "no.json"], "--backend no.json: there is no"),
@@ -76,17 +110,19 @@ def test_main__no_command(capsys: pytest.CaptureFixture[str]) -> None:
             ["quantize", "a.onnx", *DATA, "--metric", "agreement", "--workers", "2"],
             "may put any operator back to float; not together with --workers.",
         ),
-        (
-            ["quantize", "a.onnx", *DATA, "--weights", "int4", "--group-size", "32"],
-            "leaves all else in float; not together with --data.",
-        ),
-        (["search", "a.onnx", *DATA, "--max-drop", "-1"], "--max-drop is -1; allowed: 0 or more."),
-        (["search", "a.onnx", *DATA, "--budget", "0"], "--budget is 0; allowed: more than 0"),
-        (["search", "a.onnx", *DATA, "--metric", "top1"], "--metric top1 and --labels go together"),
-        (["plot", "ranges", "a.onnx", *DATA, "-o", "no/a.png"], "there is no folder no."),
-        (["plot", "ranges", "a.onnx", *DATA, "--quantized", "b.json"], "--quantized: ranges is"),
-        (["backend", "arn"], "Did you mean 'arm'?"),
-        (["backend", "x86", "nn.conv9d"], "Backend 'x86' cannot run 'nn.conv9d'"),
+        ([*SEARCH, "--max-drop", "-1"], "--max-drop is -1; allowed: 0 or more."),
+        ([*SEARCH, "--time-limit", "0"], "--time-limit is 0; allowed: more than 0"),
+        ([*SEARCH, "--labels", "no.txt"], "--metric top1 and --labels go together"),
+        ([*SEARCH, "--save-config", "no/a.json"], "there is no folder no."),
+        (["quantize", "a.onnx", *DATA, "--save-config", "a.json"], "searched without --metric"),
+        (["report", "a.onnx", *DATA, "--pictures", "no/folder"], "no/folder"),
+        (["sensitivity", "a.onnx", *DATA, "--plot", "no/a.png"], "there is no folder no."),
+        (["bench", "a.onnx", "--plot", "no/a.png"], "there is no folder no."),
+        (["bench", "a.onnx", "--samples", "0"], "--samples is 0; allowed: 1 or more."),
+        (["inspect", "arn"], "Did you mean 'arm'?"),
+        (["inspect", "x86", "--operator", "nn.conv9d"], "Backend 'x86' cannot run 'nn.conv9d'"),
+        (["inspect", "a.onnx", "--operator", "nn.conv2d"], "--operator: for a backend"),
+        (["inspect", "a.onnx", "-o", "b.json"], "-o: for a backend, such as `relayquant inspect"),
     ],
 )
 def test_main__a_mistake_is_one_line(
@@ -131,7 +167,7 @@ def test_main__a_warning_is_one_line(
         warnings.warn("this looks\nwrong", UserWarning, stacklevel=1)
         return ExitCode.OK
 
-    monkeypatch.setattr("relayquant.cli.inspect_.run", warn)
+    monkeypatch.setattr("relayquant.cli.commands.inspect.run", warn)
     assert cli.main(["inspect", "model.onnx"]) == 0
     assert capsys.readouterr().err == "relayquant: warning: this looks wrong\n"
 
@@ -142,7 +178,7 @@ def test_main__what_nobody_thought_of_is_one_line(
     def fail(options: object, answer: object) -> ExitCode:
         raise KeyError("x")
 
-    monkeypatch.setattr("relayquant.cli.inspect_.run", fail)
+    monkeypatch.setattr("relayquant.cli.commands.inspect.run", fail)
     assert cli.main(["inspect", "model.onnx"]) == ExitCode.INTERNAL_ERROR
     text = "relayquant: internal error: KeyError: 'x' (--debug shows where)\n"
     assert capsys.readouterr().err == text
@@ -154,5 +190,100 @@ def test_main__interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(options: object, answer: object) -> ExitCode:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("relayquant.cli.inspect_.run", interrupt)
+    monkeypatch.setattr("relayquant.cli.commands.inspect.run", interrupt)
     assert cli.main(["inspect", "model.onnx"]) == ExitCode.INTERRUPTED
+
+
+def test_commands__are_modules_of_their_names() -> None:
+    files = {path.stem for path in Path(commands.__path__[0]).glob("*.py")}
+    assert files == {*COMMANDS, "completion", "__init__"}
+
+
+def test_parsers__choices_are_those_of_what_takes_them() -> None:
+    assert set(parsers.EFFORTS) == {level.value for level in Effort}
+    assert set(parsers.GUARDS) == {action.value for action in Guard}
+    assert set(parsers.MODEL_TYPES) == {kind.value for kind in ModelType}
+    assert set(parsers.SCHEMES) == {scheme.value for scheme in Scheme}
+    assert set(parsers.OBSERVERS) == set(OBSERVERS)
+    assert set(parsers.METRICS) == set(METRICS)
+    assert set(parsers.ENGINES) == set(RIVALS)
+    assert set(parsers.PRESETS) == set(PRESETS)
+
+
+@pytest.mark.parametrize("verb", OTHER_VERBS)
+def test_main__a_verb_of_another_tool(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line with a code says what to type, and that can be typed."""
+    assert cli.main([verb, "model.onnx", "--any"]) == ExitCode.USER_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    advice = OTHER_VERBS[verb]
+    start = f"relayquant: error: There is no command {verb!r}. Use: {advice} [RQ"
+    assert line.startswith(start)
+    assert verb not in COMMANDS
+    named = set(re.findall(r"relayquant (\w+)", advice))
+    assert named <= set(COMMANDS)
+    assert named or "relayquant --" in advice or "in Python" in advice
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["report", "a.onnx", "b.json", "--data", "x.npz"],
+        ["report", "a.onnx", "--data", "x.npz", "b.json"],
+        ["report", "--data", "x.npz", "a.onnx", "b.json", "--json"],
+        ["--json", "report", "--data", "x.npz", "a.onnx", "--latency", "b.json"],
+    ],
+)
+def test_parsers__arguments_in_any_order(words: list[str]) -> None:
+    options = parsers.parse_words(words)
+    found = options.command, str(options.model), str(options.qmodel), str(options.data)
+    assert found == ("report", "a.onnx", "b.json", "x.npz")
+    assert getattr(options, "json", False) == ("--json" in words)
+
+
+def test_parsers__a_quantized_module_may_be_left_out() -> None:
+    assert parsers.parse_words(["report", "a.onnx", "--data", "x.npz"]).qmodel is None
+
+
+@pytest.mark.parametrize(
+    ("words", "tune"), [([], False), (["--tune"], True), (["--tune", "x"], Path("x"))]
+)
+def test_parsers__tune_takes_a_file(words: list[str], tune: object) -> None:
+    assert parsers.parse_words(["export", "a.onnx", "-o", "a.so", *words]).tune == tune
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("1500", 1500), ("2kB", 2000), ("1.5MB", 1_500_000), ("2GB", 2 * 10**9)]
+)
+def test_parsers__size(text: str, size: int) -> None:
+    assert parsers.parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ([], 0),
+        (["--help"], 0),
+        (["--version"], 0),
+        (["benchmark"], 2),
+        (["qantize", "--json"], 2),
+        (["quantize"], 2),
+        (["quantize", "--help"], 0),
+    ],
+)
+def test_main__answers_without_tvm(words: list[str], code: int) -> None:
+    program = (
+        "import atexit, sys\n"
+        f"heavy = {HEAVY}\n"
+        "atexit.register(lambda: print('loaded:', [n for n in heavy if n in sys.modules]))\n"
+        "from relayquant.cli import main\n"
+        f"sys.exit(main({words}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == code, done.stderr
+    assert done.stdout.endswith("loaded: []\n")

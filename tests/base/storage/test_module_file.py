@@ -17,8 +17,7 @@ from tvm.relax import op
 import relayquant as rq
 from relayquant.base.storage.archive import Archive, read_archive, write_archive
 from relayquant.base.storage.module_file import GRAPH, KIND, WHAT, check_tensor, parse_module
-from relayquant.cli.files import load_model, load_module
-from relayquant.cli.output import write_module
+from relayquant.cli.files import load_model, load_module, write_module
 from relayquant.errors import ModelError
 
 

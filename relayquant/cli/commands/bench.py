@@ -1,14 +1,4 @@
-"""`relayquant bench`: how fast a model runs as float and as int8, and where the time goes.
-
-Latency is that of one run on one batch, without the copies in and out. The contenders take turns
-on the same inputs; a ratio above 1 means slower than the first line.
-
---against times other engines too: the float model, the int8 model of their own quantizer (ONNX
-Runtime's; NNCF's for OpenVINO, where it is installed), and our int8 model as QDQ. Each contender
-then has a process of its own. All engines get --threads: those of a compiled module spin for some
-20 microseconds after a kernel, those of ONNX Runtime during a run, OpenVINO's as they come (with
-the hint for latency).
-"""
+"""`relayquant bench`: how fast a model runs as float and as int8, and where the time goes."""
 
 from __future__ import annotations
 
@@ -33,64 +23,36 @@ from relayquant.analysis.peak import measure_peak
 from relayquant.analysis.profile import compile_with_sites, profile_executable
 from relayquant.base.runtime import Executor, count_cores
 from relayquant.base.storage.files import TEMPORARY, open_temporary_folder, writing
-from relayquant.cli.answer import Answer, ExitCode, make_plain
-from relayquant.cli.arguments import add_backend, add_model, add_tune, check_options, read_backend
+from relayquant.cli.data import open_data
 from relayquant.cli.files import bind_weights, load_model, load_module
 from relayquant.cli.measure import bind_run
+from relayquant.cli.options import check_options, read_backend
+from relayquant.cli.output import CommandOutput, ExitCode, make_plain
 from relayquant.codegen.kernels.isa.target import name_cpu, resolve_target
 from relayquant.config import BackendConfig, BiasCorrection, FitSettings, WeightRounding
-from relayquant.data import InputInfo, open_dataset
+from relayquant.data import InputInfo, count_samples, open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError, ModelError, format_count
 from relayquant.ir.rewrite.entry import name_main
+from relayquant.plots import plot_latency
 from relayquant.plots.bench import kernel_table, latency_table, operator_table
+from relayquant.plots.pictures import check_picture
 
 Batch = Mapping[str, np.ndarray]
 
+#: to calibrate on where no number of samples is given
+BATCHES = 4
 #: How weights are rounded does not change how fast they are multiplied.
 QUICK_FIT = FitSettings(rounding=WeightRounding.NEAREST, bias=BiasCorrection.NONE)
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "bench",
-        help="measure speed, and where the time goes",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_model(parser, "the float model")
-    parser.add_argument(
-        "--against",
-        action="append",
-        choices=[*RIVALS],
-        default=[],
-        help="time this too, float and int8 (MODEL must be .onnx); may be repeated",
-    )
-    parser.add_argument(
-        "--data", type=Path, metavar="FILE.npz", help="inputs to calibrate and run on"
-    )
-    parser.add_argument(
-        "--quantized", type=Path, metavar="FILE.json", help="use this module as int8"
-    )
-    add_backend(parser)
-    parser.add_argument("--threads", type=int, metavar="N", help="default: all cores")
-    parser.add_argument("--batch", type=int, default=1, help="samples if the model leaves it open")
-    parser.add_argument("--repeat", type=int, default=20, help="turns of each (default: 20)")
-    parser.add_argument(
-        "--batches", type=int, default=4, help="batches to calibrate on (default: 4)"
-    )
-    parser.add_argument(
-        "--operators", type=int, default=15, metavar="N", help="rows of slowest kernels; 0: none"
-    )
-    add_tune(parser)
-    parser.set_defaults(run=run)
-
-
-def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
+def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     threads = count_cores() if options.threads is None else options.threads
-    names = ("batch", "repeat", "batches")
-    counts = {"--threads": threads, **{f"--{name}": getattr(options, name) for name in names}}
-    check_options(options, counts=counts)
+    counts = {"--threads": threads, "--batch": options.batch}
+    counts |= {"--repeat": options.repeat, "--samples": options.samples}
+    check_options(options, counts=counts, outputs=(options.plot,))
+    if options.plot is not None:
+        check_picture(options.plot)
     if options.operators < 0:
         raise ConfigError(f"--operators is {options.operators}; allowed: 0 or more.", code="RQ102")
     rivals = [RIVALS[name] for name in dict.fromkeys(options.against)]
@@ -108,23 +70,23 @@ def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
     with ExitStack() as stack:
         stack.enter_context(use_threads(threads))
         mod = bind_weights(*load_model(options.model, options.shape, options.input))
-        batches = read_batches(options, describe_inputs(mod))
+        batches = read_batches(options, mod)
         inputs = [*batches[0].values()]
         if options.data is None:
-            answer.say("inputs: random numbers; give --data for real ones")
-        if options.quantized is None:
+            output.print("inputs: random numbers; give --data for real ones")
+        if options.qmodel is None:
             start = time.perf_counter()
             qmod = quantize_quickly(mod, batches, read_backend(options.backend))
-            answer.say(f"quantized in {time.perf_counter() - start:.1f} s")
+            output.print(f"quantized in {time.perf_counter() - start:.1f} s")
         else:
-            qmod = name_main(load_module(options.quantized))
+            qmod = name_main(load_module(options.qmodel))
         compile_module = partial(rq.compile, tune=options.tune)
         modules = {"relayquant int8": qmod, "relayquant float": mod}
         executables, sites = {}, {}
         for name, module in modules.items():
             start = time.perf_counter()
             executables[name], sites[name] = compile_with_sites(module, compile_module)
-            answer.say(f"{name}: compiled in {time.perf_counter() - start:.1f} s")
+            output.print(f"{name}: compiled in {time.perf_counter() - start:.1f} s")
         if rivals:
             folder = stack.enter_context(open_temporary_folder())
             rivalry = prepare_rivals(rivals, options.model, qmod, batches, folder)
@@ -133,7 +95,7 @@ def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
                 contenders, batches[0], threads=threads, rounds=options.repeat
             )
             for name, reason in {**rivalry.failures, **comparison.failures}.items():
-                answer.say(f"{name} is left out: {reason}")
+                output.print(f"{name} is left out: {reason}")
             latencies = comparison.latencies
             if "relayquant int8" not in latencies:
                 raise ModelError(
@@ -142,30 +104,33 @@ def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
         else:
             runs = {name: bind_run(Executor(each), inputs) for name, each in executables.items()}
             latencies = measure_latency(runs, options.repeat)
-        answer.say(f"{name_cpu()}; {', '.join(list_versions(rivals))}")
+        output.print(f"{name_cpu()}; {', '.join(list_versions(rivals))}")
         shapes = ", ".join(f"{name} {array.shape}" for name, array in batches[0].items())
         title = f"{options.model.name}: {shapes}, {format_count(threads, 'thread')}"
-        answer.note(cpu=name_cpu(), versions=list_versions(rivals), threads=threads)
+        output.add_values(cpu=name_cpu(), versions=list_versions(rivals), threads=threads)
         shown = [{"name": name, **make_plain(row)} for name, row in latencies.items()]
-        answer.add_table("latencies", shown)
-        answer.say(latency_table(latencies, "relayquant int8", title))
+        output.add_table("latencies", shown)
+        output.print(latency_table(latencies, "relayquant int8", title))
+        if options.plot is not None:
+            plot_latency(latencies, options.plot)
+            output.add_file(options.plot)
         if options.operators:
             peak = measure_peak(resolve_target(None)) * threads
-            answer.say(f"integer peak of {format_count(threads, 'core')}: {peak:.0f} GOP/s")
-            answer.note(peak_gops=peak)
+            output.print(f"integer peak of {format_count(threads, 'core')}: {peak:.0f} GOP/s")
+            output.add_values(peak_gops=peak)
             calls: list[dict[str, Any]] = []
             for name, module in modules.items():
                 profile = profile_executable(executables[name], sites[name], module, inputs)
-                answer.say(kernel_table(profile, peak, f"{name}: kinds of kernels"))
+                output.print(kernel_table(profile, peak, f"{name}: kinds of kernels"))
                 calls += [{"module": name, **make_plain(row)} for row in profile.operators]
-                rows = None if answer.show_all else options.operators
+                rows = None if output.show_all else options.operators
                 table = operator_table(profile, peak, rows, f"{name}: slowest calls")
-                answer.say(table)
-                answer.say(
+                output.print(table)
+                output.print(
                     f"outside of kernels: {profile.outside * 1e6:.0f} us of "
                     f"{profile.total * 1e6:.0f} us, {format_count(profile.machine_calls, 'call')}"
                 )
-            answer.add_table("kernels", calls)
+            output.add_table("kernels", calls)
     return ExitCode.OK
 
 
@@ -199,22 +164,39 @@ def use_threads(count: int) -> Iterator[None]:
             os.environ[variable] = before
 
 
-def read_batches(options: argparse.Namespace, inputs: Sequence[InputInfo]) -> list[Batch]:
-    """Batches to calibrate on, the first of which is timed: from --data, or random.
+def read_batches(options: argparse.Namespace, mod: tvm.IRModule) -> list[Batch]:
+    """Batches to calibrate on, the first of which is timed: of --data, or random.
 
     Raises:
         DataError: the data does not fit the model.
         ConfigError: the shape of a random input cannot be known.
     """
-    if options.data is not None:
-        is_open = isinstance(inputs[0].shape[0], str) if inputs[0].shape else False
-        dataset = open_dataset(options.data, inputs, batch_size=options.batch if is_open else None)
-        return list(islice(iter(dataset), options.batches))
-    rng = np.random.default_rng(0)
-    return [
-        {info.name: draw_input(rng, info, options.batch) for info in inputs}
-        for _ in range(options.batches)
-    ]
+    inputs, found = describe_inputs(mod), []
+    for batch in open_batches(options, mod, inputs):
+        found.append(batch)
+        samples = sum(count_samples(batch) for batch in found)
+        if len(found) == BATCHES if options.samples is None else samples >= options.samples:
+            break
+    return found
+
+
+def open_batches(
+    options: argparse.Namespace, mod: tvm.IRModule, inputs: Sequence[InputInfo]
+) -> Iterator[Batch]:
+    """Batches of --batch samples, where the model leaves that open; without end if random."""
+    if options.data is None:
+        rng = np.random.default_rng(0)
+        while True:
+            yield {info.name: draw_input(rng, info, options.batch) for info in inputs}
+    is_open = bool(inputs[0].shape) and isinstance(inputs[0].shape[0], str)
+    size = options.batch if is_open else None
+    data = open_data(options, mod, None)
+    if options.data.is_file():
+        yield from open_dataset(data, inputs, batch_size=size)
+        return
+    pictures = iter(open_dataset(data, inputs))
+    while taken := list(islice(pictures, size or 1)):
+        yield {name: np.concatenate([each[name] for each in taken]) for name in taken[0]}
 
 
 def draw_input(rng: np.random.Generator, info: InputInfo, batch: int) -> np.ndarray:

@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 import relayquant as rq
 from relayquant.base.runtime import Executor
-from relayquant.cli.answer import Answer, ExitCode
-from relayquant.cli.arguments import add_backend, check_options, read_backend
 from relayquant.cli.files import bind_weights
 from relayquant.cli.measure import time_interleaved
+from relayquant.cli.options import check_options, read_backend
+from relayquant.cli.output import CommandOutput, ExitCode
 from relayquant.demo import load_digits
 from relayquant.errors import format_count
 from relayquant.ir.rewrite.constants import count_constant_bytes
 from relayquant.plots import summary_table
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "demo", help="quantize and measure the built-in example", description=__doc__
-    )
-    add_backend(parser)
-    parser.add_argument(
-        "--batch", type=int, default=64, help="digits in one timed run (default: 64)"
-    )
-    parser.add_argument("--runs", type=int, default=50, help="timed runs of each (default: 50)")
-    parser.set_defaults(run=run)
-
-
-def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
-    check_options(options, counts={"--batch": options.batch, "--runs": options.runs})
+def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
+    check_options(options, counts={"--batch": options.batch, "--repeat": options.repeat})
     demo = load_digits()
     mod, params = rq.load(demo.model_path)
-    with answer.open_progress() as progress:
+    with output.open_progress() as progress:
         qmod = rq.quantize(
             mod,
             params,
@@ -44,7 +31,7 @@ def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
     modules = {"float": bind_weights(mod, params), "int8": qmod}
     models = {name: Executor(rq.compile(module)) for name, module in modules.items()}
     timed = demo.images[: options.batch]
-    seconds = time_interleaved(list(models.values()), [timed], options.runs)
+    seconds = time_interleaved(list(models.values()), [timed], options.repeat)
     ratio = seconds[0] / seconds[1]
     rows = []
     for (name, model), median in zip(models.items(), seconds, strict=True):
@@ -57,11 +44,11 @@ def run(options: argparse.Namespace, answer: Answer) -> ExitCode:
             "accuracy": f"{right.mean():.2%} of {format_count(len(right), 'held-out digit')}",
             "constants": f"{size / 1000:.1f} kB",
             "speed": f"{median / len(timed) * 1e6:.2f} microseconds per digit "
-            f"(median of {options.runs} interleaved runs)",
+            f"(median of {options.repeat} interleaved runs)",
         }
-        answer.say(summary_table(values, title=name))
-    answer.add_table("models", rows)
-    answer.note(speedup=ratio)
-    answer.say(f"int8 runs at {ratio:.2f} times the speed of float")
-    answer.add_ledger(rq.ledger(qmod), title="operators")
+        output.print(summary_table(values, title=name))
+    output.add_table("models", rows)
+    output.add_values(speedup=ratio)
+    output.print(f"int8 runs at {ratio:.2f} times the speed of float")
+    output.add_ledger(rq.ledger(qmod), title="operators")
     return ExitCode.OK

@@ -1,0 +1,35 @@
+"""`relayquant export`: a module becomes another kind of file."""
+
+from __future__ import annotations
+
+import argparse
+
+import relayquant as rq
+from relayquant.cli.files import LIBRARIES, bind_weights, check_ending, load_model, write_module
+from relayquant.cli.options import check_options
+from relayquant.cli.output import CommandOutput, ExitCode
+from relayquant.codegen.kernels.isa.target import resolve_target
+from relayquant.errors import ConfigError
+from relayquant.ir.ledger import find_ledger
+from relayquant.stages.conversion.partial import has_quantized_values
+
+
+def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
+    path = options.output
+    check_ending(path)
+    is_library = path.suffix in LIBRARIES
+    given = {"--target": options.target is not None, "--tune": options.tune is not False}
+    named = [name for name, is_given in given.items() if is_given]
+    if named and not is_library:
+        raise ConfigError(
+            f"{' and '.join(named)}: only a library is compiled; say -o FILE.so.", code="RQ102"
+        )
+    check_options(options, outputs=(path,))
+    target = resolve_target(options.target) if is_library else None
+    mod = bind_weights(*load_model(options.model, options.shape, options.input))
+    if is_library and find_ledger(mod) is None and has_quantized_values(mod):
+        # Quantized by another tool, with its own parameters: integers as the target takes them.
+        mod = rq.lower(mod, rq.default_backend(target))
+    for written in write_module(mod, path, target, options.tune):
+        output.add_file(written)
+    return ExitCode.OK

@@ -1,0 +1,42 @@
+"""`relayquant lint`: what looks wrong with calibration data, before it is used."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from typing import Any
+
+import relayquant as rq
+from relayquant.analysis.lint import find_unchecked
+from relayquant.cli.data import open_data, read_classes
+from relayquant.cli.files import load_model
+from relayquant.cli.options import check_options
+from relayquant.cli.output import CommandOutput, ExitCode
+from relayquant.plots import findings_table
+
+
+def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
+    check_options(options)
+    labels = None if options.labels is None else read_classes(options)
+    mod, params = load_model(options.model, options.shape, options.input)
+    data = open_data(options, mod, params)
+    findings = rq.lint(mod, params, data, labels)
+    output.print(findings_table(findings, title=f"{options.data} for {options.model}"))
+    if labels is None and options.data.is_dir():
+        for name in find_unchecked(mod, params):
+            output.print(
+                f"Whether pictures for {name!r} are normalized as in training cannot be seen: no "
+                "batch norm follows the first layer. --labels tells."
+            )
+    counts = Counter(finding.severity.value for finding in findings)
+    output.add_values(**{severity.value: counts[severity.value] for severity in rq.Severity})
+    output.add_table("findings", findings)
+    if options.growth:
+        rows: list[dict[str, Any]] = []
+        for name, curve in rq.measure_growth(mod, params, data).items():
+            steps = ", ".join(f"{share:.0%} after {samples}" for samples, share in curve)
+            output.print(f"range of {name}: {steps}")
+            rows += [{"input": name, "samples": count, "share": share} for count, share in curve]
+        output.add_table("growth", rows)
+    is_clean = all(finding.severity is rq.Severity.INFO for finding in findings)
+    return ExitCode.OK if is_clean else ExitCode.FOUND

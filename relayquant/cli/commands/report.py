@@ -1,0 +1,104 @@
+"""`relayquant report`: a page of what quantization did to a model."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import relayquant as rq
+from relayquant.base.storage.files import writing
+from relayquant.cli.data import make_top1, open_data
+from relayquant.cli.files import load_model, load_module
+from relayquant.cli.options import check_options, read_backend
+from relayquant.cli.output import CommandOutput, ExitCode
+from relayquant.errors import DataError
+from relayquant.plots import Report, plot_error_by_depth, plot_latency, plot_sensitivity
+from relayquant.plots.page import check_installed, count_shares
+from relayquant.plots.pictures import DrawnRange, collect_ranges, draw_ranges
+
+
+def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
+    path = options.output or options.model.with_suffix(".html")
+    check_options(options, counts={"--samples": options.samples}, outputs=(path,))
+    check_installed()
+    if options.labels is not None and not options.labels.is_file():
+        raise DataError(f"There is no file of labels {options.labels}.", code="RQ301")
+    if options.pictures is not None:
+        with writing(options.pictures, "--pictures is to be a folder that can be written."):
+            options.pictures.mkdir(exist_ok=True)
+    mod, params = load_model(options.model, options.shape, options.input)
+    data = open_data(options, mod, params)
+    backend = read_backend(options.backend)
+    other = None if options.other is None else load_module(options.other)
+    ranges: list[DrawnRange] = []
+    with output.open_progress() as progress:
+        if options.qmodel is not None:
+            qmod = load_module(options.qmodel)
+        else:
+            qmod = rq.quantize(
+                mod, params, data, backend=backend, effort=options.effort, callbacks=(progress,)
+            )
+        if options.pictures is not None:
+            prepared = rq.prepare(
+                mod,
+                params,
+                None,
+                backend,
+                dataset=data,
+                effort=options.effort,
+                callbacks=(progress,),
+            )
+            prepared = rq.calibrate(prepared, data, callbacks=(progress,))
+            ranges = collect_ranges(prepared, data, samples=options.samples)
+        report = rq.make_report(
+            mod,
+            qmod,
+            data,
+            params,
+            backend=backend,
+            metric=None if options.labels is None else make_top1(options),
+            latency=options.latency,
+            other=other,
+            samples=options.samples,
+            title=options.model.name,
+            callbacks=(progress,),
+        )
+    report.save(path)
+    found = report.data
+    gaps = found.compare.outputs
+    output.add_values(samples=found.compare.samples, shares=count_shares(found), bytes=found.sizes)
+    output.add_values(score=found.score, latencies=found.latencies or None)
+    output.add_table("outputs", [{"sqnr": g.sqnr, "disagreement": g.disagreement} for g in gaps])
+    suggestion = found.suggestion.names if found.suggestion else ()
+    output.add_table("suggestion", [{"name": name, "dtype": "float32"} for name in suggestion])
+    output.print(str(report))
+    output.add_file(path)
+    if options.pictures is not None:
+        output.add_table("ranges", [describe_range(each) for each in ranges])
+        for picture in draw_pictures(report, ranges, options.pictures):
+            output.add_file(picture)
+    return ExitCode.OK
+
+
+def describe_range(drawn: DrawnRange) -> dict[str, Any]:
+    """A row of the table `ranges`."""
+    names = ("name", "unit", "chosen", "outside")
+    return {name: getattr(drawn, name) for name in names}
+
+
+def draw_pictures(report: Report, ranges: list[DrawnRange], folder: Path) -> list[Path]:
+    """Draw what was measured, each as a file; the files that were written."""
+    found = report.data
+    drawn = {
+        "ranges": (draw_ranges, ranges),
+        "error": (plot_error_by_depth, found.compare if found.compare.rows else None),
+        "sensitivity": (plot_sensitivity, found.ranking),
+        "latency": (plot_latency, found.latencies),
+    }
+    paths = []
+    for name, (draw, measured) in drawn.items():
+        if measured:
+            paths.append(folder / f"{name}.png")
+            draw(measured, paths[-1])
+    return paths

@@ -1,0 +1,66 @@
+"""`relayquant sensitivity`: which operators lose accuracy, each quantized alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import relayquant as rq
+from relayquant.base.storage.files import write_text
+from relayquant.cli.data import open_data
+from relayquant.cli.files import load_model
+from relayquant.cli.options import check_options, read_backend
+from relayquant.cli.output import CommandOutput, ExitCode
+from relayquant.errors import ConfigError, format_count
+from relayquant.plots import plot_sensitivity, sensitivity_table
+from relayquant.plots.pictures import check_picture
+
+#: operators that are printed without --all
+SHOWN = 20
+
+
+def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
+    if (options.keep is None) != (options.output is None):
+        raise ConfigError(
+            "--keep N and -o FILE.json go together: give both, or none of them.", code="RQ102"
+        )
+    counts = {"--samples": options.samples, "--keep": options.keep}
+    check_options(options, counts=counts, outputs=(options.csv, options.output, options.plot))
+    if options.plot is not None:
+        check_picture(options.plot)
+    mod, params = load_model(options.model, options.shape, options.input)
+    data = open_data(options, mod, params)
+    with output.open_progress() as progress:
+        prepared = rq.prepare(
+            mod,
+            params,
+            None,
+            read_backend(options.backend),
+            dataset=data,
+            effort=options.effort,
+            callbacks=(progress,),
+        )
+        most = sum(operator.quantized for operator in prepared.plan.operators)
+        if options.keep is not None and options.keep > most:
+            raise ConfigError(
+                f"--keep is {options.keep}; the model has {format_count(most, 'operator')} to "
+                "rank.",
+                code="RQ102",
+            )
+        prepared = rq.calibrate(prepared, data, callbacks=(progress,))
+        report = rq.sensitivity(prepared, data, samples=options.samples, callbacks=(progress,))
+    output.add_values(metric=report.metric, score=report.score, samples=report.samples)
+    output.add_table("operators", report.rows)
+    shown = None if output.show_all else SHOWN
+    output.print(sensitivity_table(report, title=str(options.model), rows=shown))
+    if options.csv is not None:
+        write_text(options.csv, report.to_csv())
+        output.add_file(options.csv)
+    if options.plot is not None:
+        plot_sensitivity(report, options.plot)
+        output.add_file(options.plot)
+    if options.keep is not None:
+        text = json.dumps(report.to_mapping(options.keep).to_dict(), indent=1)
+        write_text(options.output, text)
+        output.add_file(options.output)
+    return ExitCode.OK
