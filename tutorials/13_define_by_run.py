@@ -3,7 +3,7 @@ Models that only run
 ====================
 
 Python code that decides by what it computes: no graph holds it, ``torch.export`` refuses it. It is
-calibrated by calling it, and its straight runs of operators become integer modules.
+calibrated by calling it, and its regions of operators become integer modules.
 PyTorch is not installed with relayquant: ``pip install 'relayquant[torch]'``.
 """
 
@@ -61,8 +61,8 @@ for image in images[1:]:
 # feeds the next, also round the loop, integers pass.
 
 quantized = rq.torch.convert(prepared)
-for run in quantized.runs:
-    operators = [str(site.module or site.operator) for site in run.block.sites]
+for run in quantized.regions:
+    operators = [str(site.module or site.operator) for site in run.region.sites]
     print("run:", ", ".join(operators))
 with torch.no_grad():
     for image in images[::2]:

@@ -38,7 +38,7 @@ def convert(prepared: Any) -> Any:
 
     Of `prepare`, an object that is called like the model. Where `torch.export` takes the model as a
     whole, it is one integer module, the same that `quantize` gives (`.mod`). Elsewhere the user's
-    code runs, and its straight runs of operators are integer modules (`.runs`), called without
+    code runs, and its regions of operators are integer modules (`.regions`), called without
     copies; where one feeds the next, integers pass. `.modules` are the integer modules of either
     kind, and `.ledger` says of every operator, also of those in PyTorch, what became of it.
 

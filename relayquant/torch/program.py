@@ -26,13 +26,13 @@ from relayquant.ir.rewrite.graph import iterate_results
 from relayquant.ir.rewrite.lifetimes import find_ends
 from relayquant.stages.prepared import CalibrationGraph
 from relayquant.torch.operators import TORCH_OPERATORS
-from relayquant.torch.submodule_cut import Opening
+from relayquant.torch.submodule_cut import Placeholder
 
 #: (key of a group, channel axis, value) -> the value as the group rounds it
 Rounding = Callable[[str, int, torch.Tensor], torch.Tensor]
 #: value -> what takes its place, and parameters that change for what comes behind, by name
 Visitor = Callable[[torch.Tensor], tuple[torch.Tensor, Mapping[str, Any]]]
-#: (number of an opening, what is called there is called with) -> what it gives
+#: (number of a placeholder, what is called there is called with) -> what it gives
 Filler = Callable[[int, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 #: A float32 constant that trains: (value that reads it, number of the argument)
 ConstantPlace = tuple[str, int]
@@ -89,7 +89,7 @@ class TorchProgram:
     Attributes:
         graph: The calibration graph.
         steps: In order.
-        result: Reads what the function returns, but for what openings take.
+        result: Reads what the function returns, but for what placeholders take.
         constants: Those of the function, as they were.
         trained: float32 constants that train, by the first place that reads each.
     """
@@ -143,7 +143,7 @@ class TorchProgram:
             parameters: Weights and biases by the name of their parameter of main.
             constants: Those in `trained` as they are now.
             round_value: What rounds the values of a group.
-            fill: What is called at openings.
+            fill: What is called at placeholders.
 
         Raises:
             DataError: the inputs do not fit the function.
@@ -206,15 +206,15 @@ def bind_input(values: Values, var: relax.Var, value: Any) -> None:
 
 
 def build_program(
-    graph: CalibrationGraph, openings: Sequence[Opening] = (), fixed: Collection[str] = ()
+    graph: CalibrationGraph, placeholders: Sequence[Placeholder] = (), fixed: Collection[str] = ()
 ) -> TorchProgram:
-    """The steps of a calibration graph; with openings, of one that has them. Constants that the
+    """The steps of a calibration graph; with placeholders, of one that has them. Constants that the
     values `fixed` are computed of do not train.
 
     Raises:
         ModelError: operators have no torch form; names all of them.
     """
-    return ProgramBuilder(graph, fixed).build(openings)
+    return ProgramBuilder(graph, fixed).build(placeholders)
 
 
 class ProgramBuilder:
@@ -229,7 +229,7 @@ class ProgramBuilder:
         self.places: dict[GenericConst, ConstantPlace] = {}
         self.missing: dict[str, str] = {}
 
-    def build(self, openings: Sequence[Opening] = ()) -> TorchProgram:
+    def build(self, placeholders: Sequence[Placeholder] = ()) -> TorchProgram:
         steps = [step for binding in self.view.bindings if (step := self.make_step(binding))]
         if self.missing:
             listed = ", ".join(f"{op} ({name!r})" for op, name in sorted(self.missing.items()))
@@ -242,13 +242,13 @@ class ProgramBuilder:
         result = body.body if isinstance(body, relax.SeqExpr) else body
         by_name = {var.name: var for var in self.main.params}
         inputs = [by_name[name] for name in self.graph.inputs]
-        if openings:
+        if placeholders:
             fields = self.list_results(result)
-            filled = {inputs[i]: None for opening in openings for i in opening.given}
-            steps += self.make_openings(openings, inputs, fields)
+            filled = {inputs[i]: None for placeholder in placeholders for i in placeholder.given}
+            steps += self.make_openings(placeholders, inputs, fields)
             steps = order_steps(steps, {*self.main.params} - filled.keys())
             inputs = [var for var in inputs if var not in filled]
-            taken = {i for opening in openings for i in opening.taken}
+            taken = {i for placeholder in placeholders for i in placeholder.taken}
             own = [expr for i, expr in enumerate(fields) if i not in taken]
             result = own[0] if len(own) == 1 else relax.Tuple(own)
         kept = {*self.main.params, *relax.analysis.free_vars(result)}
@@ -273,15 +273,15 @@ class ProgramBuilder:
 
     def make_openings(
         self,
-        openings: Sequence[Opening],
+        placeholders: Sequence[Placeholder],
         inputs: Sequence[relax.Var],
         results: Sequence[relax.Expr],
     ) -> list[TorchStep]:
-        """The steps that call what is called at openings, and those that store what it gives."""
+        """The steps that call what stands at placeholders, and those that store what it gives."""
         steps: list[TorchStep] = []
-        for number, opening in enumerate(openings):
-            row = relax.Var(f"opening {number}", relax.TupleType([]))
-            taken = [results[i] for i in opening.taken]
+        for number, placeholder in enumerate(placeholders):
+            row = relax.Var(f"placeholder {number}", relax.TupleType([]))
+            taken = [results[i] for i in placeholder.taken]
             readers = [self.read(expr) for expr in taken]
 
             def call(
@@ -291,7 +291,7 @@ class ProgramBuilder:
 
             reads = (var for expr in taken for var in relax.analysis.free_vars(expr))
             steps.append(TorchStep(row, call, tuple(reads)))
-            for place, i in enumerate(opening.given):
+            for place, i in enumerate(placeholder.given):
 
                 def store(
                     values: Values, var: relax.Var = inputs[i], row: Any = row, place: int = place

@@ -21,7 +21,7 @@ from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE, QUANTIZE
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
 from relayquant.stages.prepared import CalibrationGraph
 from relayquant.torch.program import ProgramBuilder, Reader, Values, make_conform
-from relayquant.torch.submodule_cut import Opening, Parts, TensorTree
+from relayquant.torch.submodule_cut import Parts, Placeholder, TensorTree
 
 QUANTIZE_ROWS = "relax.qnn.quantize_rows"
 
@@ -36,7 +36,7 @@ class ReferenceModule(nn.Module):
         self,
         mod: tvm.IRModule,
         inputs: tuple[str, ...],
-        openings: Sequence[Opening] = (),
+        placeholders: Sequence[Placeholder] = (),
         parts: Mapping[str, nn.Module] | None = None,
         form: TensorTree | None = None,
     ) -> None:
@@ -44,13 +44,13 @@ class ReferenceModule(nn.Module):
         Args:
             mod: The reference form.
             inputs: Names of its inputs, in the order in which it is called.
-            openings: Where it calls submodules.
+            placeholders: Where it calls submodules.
             parts: These, by path.
             form: What the model returns, but for its tensors; None: a tensor, or a flat tuple.
         """
         super().__init__()
-        self.program = ReferenceBuilder(CalibrationGraph(mod, {}, inputs)).build(openings)
-        self.openings, self.form = tuple(openings), form
+        self.program = ReferenceBuilder(CalibrationGraph(mod, {}, inputs)).build(placeholders)
+        self.placeholders, self.form = tuple(placeholders), form
         self.parts = Parts(parts or {})
         for i, constant in enumerate(self.program.constants.values()):
             self.register_buffer(f"constant_{i}", constant)
@@ -62,7 +62,7 @@ class ReferenceModule(nn.Module):
             constant: self.get_buffer(name)
             for constant, name in zip(self.program.constants, names, strict=True)
         }
-        fill = self.parts.make_filler(self.openings)
+        fill = self.parts.make_filler(self.placeholders)
         result = self.program.run(inputs, {}, constants, refuse_rounding, {}, fill)
         return result if self.form is None else self.form.join(TensorTree.split(result)[1])
 

@@ -34,10 +34,10 @@ from relayquant.torch.custom_config import PrepareCustomConfig, StandaloneRule, 
 from relayquant.torch.exporting import export, free_batch, load_module
 from relayquant.torch.reference_module import ReferenceModule
 from relayquant.torch.submodule_cut import (
-    OpenedModule,
+    CutModule,
     SubmoduleCall,
     Tensors,
-    open_module,
+    cut_module,
     place,
     record_calls,
 )
@@ -64,9 +64,9 @@ class Unit:
     """A module that is calibrated by itself, its standalone and custom submodules apart.
 
     Attributes:
-        mod, params: The float graph, with an opening for each call of such a submodule.
+        mod, params: The float graph, with a placeholder for each call of such a submodule.
         prepared: The same, calibrated.
-        opened: Where the openings are.
+        opened: Where the placeholders are.
         parts: What is called there, by path; of custom submodules the observed form.
         forms: The quantized form of each of the latter.
         path: Where the whole model has the module; "" for itself.
@@ -76,7 +76,7 @@ class Unit:
     mod: tvm.IRModule
     params: Mapping[str, Any]
     prepared: PreparedModel
-    opened: OpenedModule
+    opened: CutModule
     parts: Mapping[str, nn.Module]
     forms: Mapping[str, QuantizedForm]
     path: str
@@ -192,7 +192,7 @@ def prepare_standalone(
     found: dict[str, nn.Module] = {}
     for path, rule in alone.items():
         own = [call.taken for row in calls for call in row if call.path == path]
-        shell, config, given = place_in_shell(module, path, rule, mapping)
+        shell, config, given = place_in_wrapper(module, path, rule, mapping)
         backend = settings.backend if rule.backend is None else resolve_backend(rule.backend)
         each = replace(settings, backend=backend)
         found[path] = finish(prepare_unit(shell, config, own, given, each, finish, path))
@@ -220,7 +220,7 @@ def prepare_unit(
     parts = {name: twin.get_submodule(name) for name in custom}
     parts |= prepare_standalone(twin, alone, calls, mapping, settings, finish)
     names = [info.name for info in describe_examples(module, batches[0])]
-    opened = open_module(twin, names, batches[0], calls[0])
+    opened = cut_module(twin, names, batches[0], calls[0])
     rows = [
         (*batch, *(tensor for call in row for tensor in call.given))
         for batch, row in zip(batches, calls, strict=True)
@@ -251,7 +251,7 @@ def finish_reference(unit: Unit) -> ReferenceModule:
             check_input(reference, value.name, unit.path)
     parts = {**unit.parts, **{path: f.build(unit.parts[path]) for path, f in unit.forms.items()}}
     names = unit.prepared.graph.inputs
-    return ReferenceModule(reference, names, opened.openings, parts, opened.form)
+    return ReferenceModule(reference, names, opened.placeholders, parts, opened.form)
 
 
 def describe_examples(
@@ -317,7 +317,7 @@ def check_form(path: str, form: nn.Module, examples: tuple[torch.Tensor, ...]) -
         ) from error
 
 
-def place_in_shell(
+def place_in_wrapper(
     module: nn.Module, path: str, rule: StandaloneRule, mapping: QConfigMapping | None
 ) -> tuple[nn.Module, PrepareCustomConfig, QConfigMapping | None]:
     """The standalone module at a path, or what holds it there alone; and its configuration and
@@ -328,7 +328,7 @@ def place_in_shell(
     if rule.qconfig_mapping is not None or mapping is None:
         return part, config, rule.qconfig_mapping
     # Names in the caller's mapping are paths of the whole model.
-    return Shell(path, part), config.within(path, part), make_optional(mapping, Selector)
+    return Wrapper(path, part), config.within(path, part), make_optional(mapping, Selector)
 
 
 def check_input(reference: Any, name: str, path: str) -> None:
@@ -349,7 +349,7 @@ def check_input(reference: Any, name: str, path: str) -> None:
         )
 
 
-class Shell(nn.Module):
+class Wrapper(nn.Module):
     """A module that holds another one at its path, so that values get the names that they have in
     the whole model.
     """

@@ -1,4 +1,5 @@
-"""A module without some of its submodules: a graph of its own, with an opening where it calls one.
+"""A module without some of its submodules: a graph of its own, with a placeholder where it calls
+one.
 
 In front of the data flow. What the graph computes for a call leaves it as further results; what the
 call gives enters it as further inputs. So a submodule may be anything that PyTorch calls, and the
@@ -67,7 +68,7 @@ class SubmoduleCall:
 
 
 @dataclass(frozen=True)
-class Opening:
+class Placeholder:
     """Where a graph calls a submodule.
 
     Attributes:
@@ -161,7 +162,7 @@ class Stub(nn.Module):
 
 
 class Visit:
-    """One run of a module with openings."""
+    """One run of a module with placeholders."""
 
     def __init__(self, calls: Sequence[SubmoduleCall]) -> None:
         self._forms = [call.form for call in calls]
@@ -184,27 +185,27 @@ class Visit:
 
 
 @dataclass(frozen=True, eq=False)
-class OpenedModule:
-    """A module with openings.
+class CutModule:
+    """A module with placeholders.
 
     Attributes:
         module: It takes, behind its own inputs, what calls of submodules give, and returns, behind
             its own results, what they are called with.
-        openings: Where.
+        placeholders: Where.
         form: Of its own results.
         count: How many tensors these are.
     """
 
     module: nn.Module
-    openings: tuple[Opening, ...]
+    placeholders: tuple[Placeholder, ...]
     form: TensorTree
     count: int
 
 
-def open_module(
+def cut_module(
     module: nn.Module, names: Sequence[str], example: Tensors, calls: Sequence[SubmoduleCall]
-) -> OpenedModule:
-    """A copy of a module with an opening for each of these calls, which it makes for an example.
+) -> CutModule:
+    """A copy of a module with a placeholder for each of these calls, which it makes for an example.
 
     x -> f(part(g(x))) becomes x, given -> f(given), g(x).
 
@@ -225,15 +226,15 @@ def open_module(
     with evaluation_mode(twin), torch.no_grad():
         form, results = TensorTree.split(call_twin(*example))
     inputs, outputs = len(names), len(results)
-    openings: list[Opening] = []
+    placeholders: list[Placeholder] = []
     for call in calls:
         taken = tuple(range(outputs, outputs := outputs + len(call.taken)))
         given = tuple(range(inputs, inputs := inputs + len(call.given)))
-        openings.append(Opening(call.path, taken, given))
+        placeholders.append(Placeholder(call.path, taken, given))
     given_names = (f"given_{i}" for i in range(inputs - len(names)))
     forward.__signature__ = list_parameters([*names, *given_names])  # names of the graph's inputs
     twin.forward = forward
-    return OpenedModule(twin, tuple(openings), form, len(results))
+    return CutModule(twin, tuple(placeholders), form, len(results))
 
 
 def name_parameter(key: str) -> str:
@@ -242,7 +243,7 @@ def name_parameter(key: str) -> str:
 
 
 class Parts(nn.ModuleDict):
-    """What is called at openings, by path; dots are written as slashes, as torch allows none."""
+    """What stands at placeholders, by path; dots are written as slashes, as torch allows none."""
 
     def __init__(self, parts: Mapping[str, nn.Module]) -> None:
         super().__init__({name_parameter(path): part for path, part in parts.items()})
@@ -251,11 +252,11 @@ class Parts(nn.ModuleDict):
         """The one at a path."""
         return self[name_parameter(path)]
 
-    def make_filler(self, openings: Sequence[Opening]) -> Callable[[int, Any], Tensors]:
-        """What `TorchProgram.run` calls at openings."""
+    def make_filler(self, placeholders: Sequence[Placeholder]) -> Callable[[int, Any], Tensors]:
+        """What `TorchProgram.run` calls at placeholders."""
 
         def fill(number: int, taken: Sequence[torch.Tensor]) -> Tensors:
-            return TensorTree.split(self.find(openings[number].path)(*taken))[1]
+            return TensorTree.split(self.find(placeholders[number].path)(*taken))[1]
 
         return fill
 

@@ -226,8 +226,8 @@ class TrainableModule(nn.Module):
     ) -> None:
         super().__init__()
         check_trainable(prepared)
-        openings = unit.opened.openings if unit else ()
-        program = build_program(prepared.graph, openings, find_chained(prepared.plan))
+        placeholders = unit.opened.placeholders if unit else ()
+        program = build_program(prepared.graph, placeholders, find_chained(prepared.plan))
         self.source = Source(prepared, program, unit, form)
         self.parts = Parts(unit.parts if unit else {})
         parameters = prepared.parameters
@@ -322,7 +322,7 @@ class TrainableModule(nn.Module):
             for key, value in self.fold_constants().items()
         }
         unit = self.source.unit
-        fill = self.parts.make_filler(unit.opened.openings if unit else ())
+        fill = self.parts.make_filler(unit.opened.placeholders if unit else ())
         values = program.begin(inputs, parameters, trained, self.round_value, fill)
         for name, key in self.grids.items():
             var = program.by_name[name]

@@ -1,10 +1,10 @@
 """Models that only run: PyTorch code that no graph holds is calibrated by calling it, and its
-straight runs of operators become integer modules.
+regions, whose operators always follow one another, become integer modules.
 
 In front of the data flow. The code runs under `recording`, which writes down the operators it
-calls (`call_sites`, `tape`); `blocks` cuts what was recorded where control flow may part; `runs`
-makes a Relax module of each part and quantizes it; `executing` runs the code again with these.
-PyTorch is imported when `prepare` is called.
+calls (`call_sites`, `tape`); `regions` cuts what was recorded where control flow may part;
+`quantized_regions` makes a Relax module of each part and quantizes it; `executing` runs the code
+again with these. PyTorch is imported when `prepare` is called.
 """
 
 from relayquant.config import Unseen

@@ -1,10 +1,10 @@
-"""Define-by-run, convert: where one run feeds the next, and whether integers may cross there.
+"""Define-by-run, convert: where one region feeds the next, and whether integers may cross there.
 
-Values that meet at one input of a run, from two branches or round a loop, have one grid: such
-borders are joined until no value crosses two of them. A border is integer when the runs that
-compute what crosses it, and one that reads it, quantize it anyway; its grid is picked by the
+Values that meet at one input of a region, from two branches or round a loop, have one grid: such
+boundaries are joined until no value crosses two of them. A boundary is integer when the regions
+that compute what crosses it, and one that reads it, quantize it anyway; its grid is picked by the
 observer of the latter, from all values that crossed. What is read in float, too, is not rounded for
-that: the run gives it both ways.
+that: the region gives it both ways.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import iterate_results, result_expr
 from relayquant.stages.calibration.observer_selection import OutputSQNR
 from relayquant.stages.prepared import PreparedModel
-from relayquant.torch.define_by_run.blocks import Input, StraightRun
+from relayquant.torch.define_by_run.regions import Input, Region
 from relayquant.torch.define_by_run.tape import Tape
 
-#: number of what calls the model, as if it were a run
+#: number of what calls the model, as if it were a region
 OUTSIDE = -1
 
 
 @dataclass(frozen=True, order=True)
 class Port:
-    """An input or output of a run, by number; of the run `OUTSIDE`, an argument of the model, which
-    comes out of there, or what the model returns.
+    """An input or output of a region, by number; of the region `OUTSIDE`, an argument of the model,
+    which comes out of there, or what the model returns.
     """
 
-    block: int
+    region: int
     is_output: bool
     number: int
 
 
 @dataclass(frozen=True)
-class Border:
-    """Inputs and outputs of runs that are one value of the model, and its grid.
+class Boundary:
+    """Inputs and outputs of regions that are one value of the model, and its grid.
 
     `exact` are outputs among them that are read in float as well.
     """
@@ -55,31 +55,31 @@ class Border:
     exact: frozenset[Port] = frozenset()
 
 
-def find_made(tapes: Sequence[Tape], blocks: Sequence[StraightRun]) -> dict[tuple[int, int], Port]:
-    """(tape, value) -> the output of a run that it is."""
+def find_made(tapes: Sequence[Tape], regions: Sequence[Region]) -> dict[tuple[int, int], Port]:
+    """(tape, value) -> the output of a region that it is."""
     made: dict[tuple[int, int], Port] = {}
-    for b, block in enumerate(blocks):
-        for each in block.passes:
+    for b, region in enumerate(regions):
+        for each in region.passes:
             inside: dict[int, int] = {}
-            for i, step in zip(each.steps, block.steps, strict=True):
+            for i, step in zip(each.steps, region.steps, strict=True):
                 inside.update(zip(step.results, tapes[each.tape].steps[i].results, strict=True))
-            for k, number in enumerate(block.outputs):
+            for k, number in enumerate(region.outputs):
                 made[each.tape, inside[number]] = Port(b, True, k)
     return made
 
 
-def find_owned(tapes: Sequence[Tape], blocks: Sequence[StraightRun]) -> list[set[int]]:
-    """Of each tape, the steps that are part of a run."""
+def find_owned(tapes: Sequence[Tape], regions: Sequence[Region]) -> list[set[int]]:
+    """Of each tape, the steps that are part of a region."""
     owned = [set[int]() for _ in tapes]
-    for block in blocks:
-        for each in block.passes:
+    for region in regions:
+        for each in region.passes:
             owned[each.tape].update(each.steps)
     return owned
 
 
-def find_meetings(
+def find_joins(
     tapes: Sequence[Tape],
-    blocks: Sequence[StraightRun],
+    regions: Sequence[Region],
     inputs: Collection[int] = (),
     outputs: Collection[int] = (),
 ) -> list[frozenset[Port]]:
@@ -88,11 +88,11 @@ def find_meetings(
     `inputs` and `outputs` are the tensors that the model takes and returns, by number, that are to
     be ports too.
     """
-    made = find_made(tapes, blocks)
+    made = find_made(tapes, regions)
     reads: list[tuple[tuple[int, int], Port]] = []
-    for b, block in enumerate(blocks):
-        for each in block.passes:
-            for k, value in enumerate(read_inputs(tapes[each.tape], block, each.steps)):
+    for b, region in enumerate(regions):
+        for each in region.passes:
+            for k, value in enumerate(read_inputs(tapes[each.tape], region, each.steps)):
                 reads.append(((each.tape, value), Port(b, False, k)))
     for t, tape in enumerate(tapes):
         for value, k in tape.entries.items():
@@ -111,12 +111,12 @@ def find_meetings(
 
 
 def find_float_reads(
-    tapes: Sequence[Tape], blocks: Sequence[StraightRun], outputs: Collection[int] = ()
+    tapes: Sequence[Tape], regions: Sequence[Region], outputs: Collection[int] = ()
 ) -> set[Port]:
-    """Outputs of runs that operators in PyTorch read, or the user; but for what the model returns
-    as integers, the tensors of these numbers.
+    """Outputs of regions that operators in PyTorch read, or the user; but for what the model
+    returns as integers, the tensors of these numbers.
     """
-    owned, made = find_owned(tapes, blocks), find_made(tapes, blocks)
+    owned, made = find_owned(tapes, regions), find_made(tapes, regions)
     read: set[Port] = set()
     for t, tape in enumerate(tapes):
         floats = {value for k, value in enumerate(tape.results) if k not in outputs}
@@ -129,16 +129,16 @@ def find_float_reads(
 
 
 def is_read_inside(prepared: PreparedModel, number: int) -> bool:
-    """Whether operators of a run read an output of it themselves."""
+    """Whether operators of a region read an output of it themselves."""
     graph = Graph(prepared.mod)
     result = list(iterate_results(result_expr(graph)))[number]
     return isinstance(result, relax.Var) and bool(graph.users[result])
 
 
-def read_inputs(tape: Tape, block: StraightRun, steps: Sequence[int]) -> list[int]:
-    """Numbers of the values that the inputs of a run are in one pass."""
+def read_inputs(tape: Tape, region: Region, steps: Sequence[int]) -> list[int]:
+    """Numbers of the values that the inputs of a region are in one pass."""
     found: dict[int, int] = {}
-    for i, step in zip(steps, block.steps, strict=True):
+    for i, step in zip(steps, region.steps, strict=True):
         for operand, source in zip(tape.steps[i].operands, step.sources, strict=True):
             if isinstance(source, Input) and isinstance(operand, int):
                 found[source.number] = operand
@@ -146,7 +146,7 @@ def read_inputs(tape: Tape, block: StraightRun, steps: Sequence[int]) -> list[in
 
 
 def name_ports(prepared: PreparedModel) -> tuple[list[str], list[str]]:
-    """Names of the inputs and of the outputs of a run's module; "" for an output that is no
+    """Names of the inputs and of the outputs of a region's module; "" for an output that is no
     value of its own.
     """
     graph = Graph(prepared.mod)
@@ -167,39 +167,39 @@ def find_group(prepared: PreparedModel, name: str) -> GroupPlan | None:
     return None if group.info.spec.is_per_channel or group.constant is not None else group
 
 
-def choose_borders(
-    meetings: Sequence[frozenset[Port]],
+def choose_boundaries(
+    joins: Sequence[frozenset[Port]],
     graphs: Mapping[int, tvm.IRModule],
-    plan_run: Callable[..., PreparedModel],
+    plan_region: Callable[..., PreparedModel],
     observer: Observer | None,
     read_values: Callable[[Port], Iterator[np.ndarray]],
     float_reads: Collection[Port],
     returned_dtype: str,
-) -> list[Border]:
-    """The borders that integers cross.
+) -> list[Boundary]:
+    """The boundaries that integers cross.
 
     Args:
-        meetings: As `find_meetings` gives them.
-        graphs: By number, the modules of the runs that are quantized.
-        plan_run: (module, output_dtypes) -> its plan; ConfigError where an output cannot be so.
-        observer: What picks the grids; None: that of the first run that reads the values.
-        read_values: Input of a run, or what the model returns -> all arrays that came there.
+        joins: As `find_joins` gives them.
+        graphs: By number, the modules of the regions that are quantized.
+        plan_region: (module, output_dtypes) -> its plan; ConfigError where an output cannot be so.
+        observer: What picks the grids; None: that of the first region that reads the values.
+        read_values: Input of a region, or what the model returns -> all arrays that came there.
         float_reads: Outputs that PyTorch reads.
-        returned_dtype: Of what the model returns, where no run reads it.
+        returned_dtype: Of what the model returns, where no region reads it.
     """
-    plans = {number: plan_run(mod, {}) for number, mod in graphs.items()}
-    borders = []
-    for ports in meetings:
-        makers = [port for port in ports if port.is_output and port.block != OUTSIDE]
-        if any(port.block not in plans for port in makers):
+    plans = {number: plan_region(mod, {}) for number, mod in graphs.items()}
+    boundaries = []
+    for ports in joins:
+        makers = [port for port in ports if port.is_output and port.region != OUTSIDE]
+        if any(port.region not in plans for port in makers):
             continue
         read = {
             port: find_port_group(plans, port)
             for port in sorted(ports)
-            if not port.is_output and port.block in plans
+            if not port.is_output and port.region in plans
         }
         readers = {port: group for port, group in read.items() if group is not None}
-        outside = {port for port in ports if port.block == OUTSIDE}
+        outside = {port for port in ports if port.region == OUTSIDE}
         returned = [port for port in outside if not port.is_output]
         first = next(iter(readers.values()), None)
         if first is None and not returned:
@@ -207,11 +207,12 @@ def choose_borders(
         dtype = returned_dtype if first is None else first.info.spec.dtype
         try:
             of_makers = {
-                port: plan_run(graphs[port.block], {port.number: dtype}) for port in sorted(makers)
+                port: plan_region(graphs[port.region], {port.number: dtype})
+                for port in sorted(makers)
             }
         except ConfigError:
             continue
-        made = [find_port_group({port.block: plan}, port) for port, plan in of_makers.items()]
+        made = [find_port_group({port.region: plan}, port) for port, plan in of_makers.items()]
         groups = [*readers.values(), *made]
         first = next(iter(groups), None)
         if first is None or not all(g is not None and is_alike(g, first) for g in groups):
@@ -226,15 +227,15 @@ def choose_borders(
         exact = frozenset(
             port for port in makers
             if crossed != ports or port in float_reads
-            or is_read_inside(plans[port.block], port.number)
+            or is_read_inside(plans[port.region], port.number)
         )  # fmt: skip
-        borders.append(Border(crossed, picker.observe(first.info, values), exact))
-    return borders
+        boundaries.append(Boundary(crossed, picker.observe(first.info, values), exact))
+    return boundaries
 
 
 def find_port_group(plans: Mapping[int, PreparedModel], port: Port) -> GroupPlan | None:
     """The group of an input or output."""
-    prepared = plans[port.block]
+    prepared = plans[port.region]
     name = name_ports(prepared)[port.is_output][port.number]
     return find_group(prepared, name)
 

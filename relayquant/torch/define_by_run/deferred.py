@@ -1,4 +1,4 @@
-"""Define-by-run, converted: values of a run that its operators return before it is computed.
+"""Define-by-run, converted: values of a region that its operators return before it is computed.
 
 They are made often: those that nobody holds any more serve again.
 """
@@ -20,7 +20,7 @@ from relayquant.torch.define_by_run.functions import is_metadata, name_function
 
 
 class Computation(Protocol):
-    """What computes values that no module gives: a pass of a run."""
+    """What computes values that no module gives: a pass of a region."""
 
     def compute_in_float(self) -> Mapping[int, torch.Tensor]:
         """The values that the code has come to, by number."""
@@ -28,14 +28,14 @@ class Computation(Protocol):
 
 
 class DeferredTensor(torch.Tensor):
-    """A value of a run: shape and dtype now, its numbers when the run is through.
+    """A value of a region: shape and dtype now, its numbers when the region is through.
 
     Attributes:
-        passing: The pass of the run that computes it; None once it has its numbers.
+        passing: The pass of the region that computes it; None once it has its numbers.
         form: Shape and dtype.
-        number: Which value of the run.
+        number: Which value of the region.
         floats: Its numbers, once they are needed in float.
-        integers: Its numbers on the grid of a border.
+        integers: Its numbers on the grid of a boundary.
     """
 
     passing: Computation | None

@@ -55,7 +55,7 @@ def prepare(
         example_inputs: Arguments of a first call, which counts as calibration.
         qconfig_mapping: As for `relayquant.quantize`; names are paths of modules, of a callable
             with the name in front under which it finds them. A number of a line for the n-th
-            operator of a type counts within a straight run.
+            operator of a type counts within a region.
         backend, effort, calibration: As for `relayquant.quantize`.
         unseen: What the converted model does at an operator that calibration never passed; a value
             of `Unseen` will do.

@@ -1,13 +1,13 @@
-"""Define-by-run, converted: the user's code runs again, and its straight runs are integer modules.
+"""Define-by-run, converted: the user's code runs again, and its regions are integer modules.
 
-An operator of a run computes nothing when the code calls it: it returns a `DeferredTensor`, which
-knows its shape. With the run's last operator the module is called and all of them have values.
-From one run to the next these stay integers where the border is; code that looks at one in any
-other way gets a float tensor.
+An operator of a region computes nothing when the code calls it: it returns a `DeferredTensor`,
+which knows its shape. With the region's last operator the module is called and all of them have
+values. From one region to the next these stay integers where the boundary is; code that looks at
+one in any other way gets a float tensor.
 
 What the code does between two operators is Python, and takes longer than small models compute: the
-operator that a run expects next is known by a look at its place, and whole modules of PyTorch's are
-taken at once (`module_calls`).
+operator that a region expects next is known by a look at its place, and whole modules of PyTorch's
+are taken at once (`module_calls`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from relayquant.torch.define_by_run.arguments import (
     read_result,
     split_arguments,
 )
-from relayquant.torch.define_by_run.blocks import Form, Input, Inside, Source
 from relayquant.torch.define_by_run.call_sites import CALL_MODULE, CallSite, SiteKey, SiteTable
 from relayquant.torch.define_by_run.deferred import (
     DeferredTensor,
@@ -50,7 +49,8 @@ from relayquant.torch.define_by_run.deferred import (
 from relayquant.torch.define_by_run.forwards import ModuleCall
 from relayquant.torch.define_by_run.functions import NUMBERS, may_write
 from relayquant.torch.define_by_run.graphs import run_steps
-from relayquant.torch.define_by_run.regions import QuantizedRun
+from relayquant.torch.define_by_run.quantized_regions import QuantizedRegion
+from relayquant.torch.define_by_run.regions import Form, Input, Inside, Source
 from relayquant.torch.define_by_run.tape import ModelConstants, check_order, is_view
 
 
@@ -122,30 +122,30 @@ def import_tensor(tensor: Any) -> torch.Tensor:
     return torch._C._from_dlpack(tensor.__dlpack__())
 
 
-class RunPlayer:
-    """A run that is ready to be called: what each of its operators expects."""
+class RegionPlayer:
+    """A region that is ready to be called: what each of its operators expects."""
 
-    def __init__(self, run: QuantizedRun, constants: ModelConstants) -> None:
+    def __init__(self, run: QuantizedRegion, constants: ModelConstants) -> None:
         self.run, self.constants = run, constants
-        self.block = run.block
+        self.region = run.region
         self.module = CompiledModule(run.executable)
         self._forms: dict[tuple[int, Any], list[tuple[tuple[int, ...], Any]]] = {}
-        self.is_fixed = all(None not in form.shape for form in self.block.forms)
+        self.is_fixed = all(None not in form.shape for form in self.region.forms)
         #: whether all that the module gives is float
         self.is_float = not any(run.outputs)
-        self.fixed_forms = [(form.shape, form.dtype) for form in self.block.forms]
+        self.fixed_forms = [(form.shape, form.dtype) for form in self.region.forms]
         self.places: tuple[Place, ...] = ()  # of its operators
         #: number of the last operator's result, where it is one float tensor of the module
         self.last: int | None = None
-        last = self.block.steps[-1]
+        last = self.region.steps[-1]
         if last.step.form == SINGLE and not last.step.target:
-            floats = zip(self.block.outputs, run.outputs, strict=True)
+            floats = zip(self.region.outputs, run.outputs, strict=True)
             if (last.results[0], None) in floats:
                 self.last = last.results[0]
 
     def find_forms(self, number: int, tensors: Sequence[torch.Tensor]) -> Any:
         """Shapes and dtypes of the results of a step, for tensors of these shapes."""
-        step = self.block.steps[number]
+        step = self.region.steps[number]
         if self.is_fixed:
             return [self.fixed_forms[k] for k in step.results]
         with torch._C.DisableTorchFunctionSubclass():
@@ -168,27 +168,27 @@ def align(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
-class RunPass:
-    """One time that the code goes through a run.
+class RegionPass:
+    """One time that the code goes through a region.
 
     Attributes:
         position: Number of the operator that comes next.
-        inputs: What the run has been given so far.
+        inputs: What the region has been given so far.
         values: What it has returned, by number; None for what nobody was given.
     """
 
-    def __init__(self, player: RunPlayer, code: RunningCode) -> None:
+    def __init__(self, player: RegionPlayer, code: RunningCode) -> None:
         self.player, self.code = player, code
         self.position = 0
-        self.inputs: list[torch.Tensor | None] = [None] * len(player.block.inputs)
-        self.values: list[DeferredTensor | None] = [None] * len(player.block.forms)
+        self.inputs: list[torch.Tensor | None] = [None] * len(player.region.inputs)
+        self.values: list[DeferredTensor | None] = [None] * len(player.region.forms)
         self._floats: dict[int, torch.Tensor] = {}
 
     def take(self, arguments: Any, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the next operator is called as in calibration; its inputs are kept. `arguments`
         is None where they are known to be those.
         """
-        step = self.player.block.steps[self.position]
+        step = self.player.region.steps[self.position]
         if arguments is not None and not is_equal(arguments, step.step.call.arguments):
             return False
         if len(tensors) != len(step.sources):
@@ -207,7 +207,7 @@ class RunPass:
             known = self.inputs[source.number]
             if known is not None:
                 return known is tensor
-            if not is_form(tensor, self.player.block.inputs[source.number]):
+            if not is_form(tensor, self.player.region.inputs[source.number]):
                 return False
             self.inputs[source.number] = tensor
             return True
@@ -215,13 +215,13 @@ class RunPass:
 
     def advance(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The result of the operator that `take` took."""
-        block = self.player.block
-        step = block.steps[self.position]
+        region = self.player.region
+        step = region.steps[self.position]
         self.position += 1
-        is_last = self.position == len(block.steps)
+        is_last = self.position == len(region.steps)
         is_own = step.step.is_same and type(step.sources[0]) is Inside
         if step.step.target or is_own:
-            # It writes into a value of this run, or returns it: the same tensor, another value.
+            # It writes into a value of this region, or returns it: the same tensor, another value.
             value = tensors[0]
             self.values[value.number] = None
             value.number = step.results[0]
@@ -242,7 +242,7 @@ class RunPass:
         """Go on at operator `end`; the values of these numbers are what the code gets."""
         player = self.player
         self.position = end
-        is_last = end == len(player.block.steps)
+        is_last = end == len(player.region.steps)
         if is_last and player.last is not None and numbers == (player.last,) and not form.kind:
             return self.finish()[player.last]
         result = form.build([self.defer(k, player.fixed_forms[k]) for k in numbers])
@@ -251,7 +251,7 @@ class RunPass:
         return result
 
     def defer(self, number: int, form: tuple[tuple[int, ...], Any]) -> DeferredTensor:
-        """A value of the run that is not computed yet."""
+        """A value of the region that is not computed yet."""
         value = self.code.pool.make((self.player, number), form, self, number)
         self.values[number] = value
         return value
@@ -262,7 +262,7 @@ class RunPass:
         """
         self.code.passing = None
         player = self.player
-        run, numbers = player.run, player.block.outputs
+        run, numbers = player.run, player.region.outputs
         with torch._C.DisableTorchFunction():
             outputs = player.module.call(list(map(take_grid, self.inputs, run.inputs)))
         if player.is_float:
@@ -272,7 +272,7 @@ class RunPass:
                 if value is not None:
                     value.floats = result
                     if not self.code.defers:
-                        value.passing = None  # what the run was given, and was before, may go
+                        value.passing = None  # what the region was given, and was before, may go
             self.values = []
             return floats
         integers = dict(zip(run.exact, outputs[len(numbers) :], strict=True))
@@ -293,13 +293,13 @@ class RunPass:
         return floats
 
     def compute_in_float(self) -> dict[int, torch.Tensor]:
-        """All values that the code has come to, in PyTorch, by number. The run is left: its other
-        operators run in PyTorch too.
+        """All values that the code has come to, in PyTorch, by number. The region is left: its
+        other operators run in PyTorch too.
         """
         if self.code.passing is self:
             self.code.leave_run()
         if not self._floats:
-            steps = self.player.block.steps[: self.position]
+            steps = self.player.region.steps[: self.position]
             inputs = [None if tensor is None else take_real(tensor) for tensor in self.inputs]
             values: dict[int, torch.Tensor] = {}
             for _ in run_steps(steps, self.player.constants, inputs, values):
@@ -323,7 +323,7 @@ def is_form(tensor: torch.Tensor, form: Form) -> bool:
 
 
 def take_grid(tensor: Any, qparams: QParams | None) -> torch.Tensor:
-    """What a run takes: a float tensor, or integers on the grid of a border."""
+    """What a region takes: a float tensor, or integers on the grid of a boundary."""
     if qparams is None:
         return take_real(tensor)
     if type(tensor) is DeferredTensor and tensor.integers is not None:
@@ -334,7 +334,7 @@ def take_grid(tensor: Any, qparams: QParams | None) -> torch.Tensor:
 
 
 class RunningCode(TorchFunctionMode):
-    """Runs the user's code with its straight runs as integer modules; for one call."""
+    """Runs the user's code with its regions as integer modules; for one call."""
 
     def __init__(
         self,
@@ -350,10 +350,10 @@ class RunningCode(TorchFunctionMode):
         super().__init__()
         self.sites, self.places, self.unseen, self.order = sites, places, unseen, order
         self.pool, self._calls, self._parts = pool, calls, parts
-        #: whether values of runs are to say which they are, though their numbers are known
+        #: whether values of regions are to say which they are, though their numbers are known
         self.defers = False
         self._depth = torch._C._len_torch_function_stack() + 1
-        self.passing: RunPass | None = None
+        self.passing: RegionPass | None = None
         self._warned = warned  # operators that were spoken of
         self._count = 0  # operators so far
 
@@ -402,7 +402,7 @@ class RunningCode(TorchFunctionMode):
             if place.number:
                 self.report_way(place.site)
                 return self.run_in_float(func, name, args, kwargs, tensors)
-            passing = self.passing = RunPass(place.player, self)
+            passing = self.passing = RegionPass(place.player, self)
         if not passing.take(arguments, tensors):
             self.report_arguments(place, tensors)
             return self.run_in_float(func, name, args, kwargs, tensors)
@@ -450,7 +450,7 @@ class RunningCode(TorchFunctionMode):
     def leave_run(self) -> None:
         """What was deferred of the current run does not come to its end."""
         if self.passing is not None:
-            steps = self.passing.player.block.steps
+            steps = self.passing.player.region.steps
             site = steps[min(self.passing.position, len(steps) - 1)].step.site
             self.passing = None
             self.report_way(site)
@@ -461,7 +461,7 @@ class RunningCode(TorchFunctionMode):
             self._warned.add(site)
             warn_user(
                 f"The code comes to {site} on a way that calibration never took: the operators of "
-                "that straight run are computed in PyTorch, in float. Call the prepared model with "
+                "that region are computed in PyTorch, in float. Call the prepared model with "
                 "inputs that take this way, and convert it again.",
                 code="RQ208",
             )
@@ -504,7 +504,7 @@ class RunningCode(TorchFunctionMode):
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where an operator of the code runs: number of it in a run; in PyTorch if `player` is None.
+    """Where an operator of the code runs: number of it in a region; in PyTorch if `player` is None.
 
     Attributes:
         arguments: Those it is called with, where they can be compared as they come.
@@ -513,7 +513,7 @@ class Place:
     """
 
     site: CallSite
-    player: RunPlayer | None = None
+    player: RegionPlayer | None = None
     number: int = 0
     arguments: FlatArguments | None = None
     function: Any = None

@@ -71,7 +71,7 @@ SIZED_BY_VALUES = frozenset(
 #: Functions that may change running statistics, which is not counted as a write -> the name of the
 #: argument that says so, which is the sixth, and its default
 STATISTICS = {"batch_norm": ("training", False), "instance_norm": ("use_input_stats", True)}
-#: Functions that give a number of Python's: no part of a run.
+#: Functions that give a number of Python's: no part of a region.
 NUMBERS = frozenset(["item", "tolist", "__bool__", "__int__", "__float__", "__index__"])
 #: Operators of Python that write into their first argument -> the same that does not.
 IN_PLACE = {
@@ -97,7 +97,7 @@ WRITERS = frozenset(
 
 
 @dataclass(frozen=True, eq=False)
-class PartFunction:
+class SubmoduleFunction:
     """A standalone or custom module, as the function that is called in its place.
 
     Attributes:
@@ -116,7 +116,7 @@ class PartFunction:
 
 def name_function(function: Callable[..., Any]) -> str:
     """Its name; that of the property where it reads one."""
-    if isinstance(function, PartFunction):
+    if isinstance(function, SubmoduleFunction):
         return function.name
     name = getattr(function, "__name__", type(function).__name__)
     if name == "__get__":

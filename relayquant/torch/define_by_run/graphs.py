@@ -1,4 +1,4 @@
-"""Define-by-run, convert: a straight run -> a Relax module, through torch.export and its importer.
+"""Define-by-run, convert: a region -> a Relax module, through torch.export and its importer.
 
 Values get the names that they have in a model that exports as a whole: those of the user's modules.
 """
@@ -14,7 +14,7 @@ import tvm
 from relayquant.errors import ModelError
 from relayquant.formats.readers import import_torch
 from relayquant.torch.define_by_run.arguments import read_result
-from relayquant.torch.define_by_run.blocks import Input, Inside, RunStep, StraightRun
+from relayquant.torch.define_by_run.regions import Input, Inside, Region, RegionStep
 from relayquant.torch.define_by_run.tape import ModelConstants
 from relayquant.torch.exporting import export
 
@@ -25,7 +25,7 @@ _STEPS = "relayquant steps"
 class StepModule(torch.nn.Module):
     """One step, a module of its own so that the graph says which nodes it became."""
 
-    def __init__(self, step: RunStep) -> None:
+    def __init__(self, step: RegionStep) -> None:
         super().__init__()
         self.step = step
 
@@ -35,14 +35,14 @@ class StepModule(torch.nn.Module):
 
 
 class RunModule(torch.nn.Module):
-    """A straight run as a module for torch.export: inputs -> the values that are read elsewhere.
+    """A region as a module for torch.export: inputs -> the values that are read elsewhere.
 
     Its own attributes have names that no attribute of the user's has.
     """
 
     def __init__(
         self,
-        steps: Sequence[RunStep],
+        steps: Sequence[RegionStep],
         outputs: Sequence[int],
         constants: ModelConstants,
     ) -> None:
@@ -90,13 +90,13 @@ def find_constant(root: torch.nn.Module, path: str) -> torch.Tensor:
 
 
 def build_graph(
-    steps: Sequence[RunStep],
+    steps: Sequence[RegionStep],
     outputs: Sequence[int],
     constants: ModelConstants,
     inputs: Sequence[torch.Tensor],
     sizes: Sequence[tuple[int | None, ...]],
 ) -> tvm.IRModule:
-    """The Relax module of the steps of a run.
+    """The Relax module of the steps of a region.
 
     Args:
         steps: The steps.
@@ -134,11 +134,11 @@ def name_nodes(program: Any, paths: Sequence[str]) -> None:
 
 
 def find_refused(
-    block: StraightRun, constants: ModelConstants, inputs: Sequence[torch.Tensor]
+    region: Region, constants: ModelConstants, inputs: Sequence[torch.Tensor]
 ) -> dict[int, ModelError]:
-    """Steps of a run that no graph takes, each tried alone on what it reads for these inputs."""
+    """Steps of a region that no graph takes, each tried alone on what it reads for these inputs."""
     found: dict[int, ModelError] = {}
-    for i, (step, operands) in enumerate(run_steps(block.steps, constants, inputs)):
+    for i, (step, operands) in enumerate(run_steps(region.steps, constants, inputs)):
         kept = [
             (tensor, source)
             for tensor, source in zip(operands, step.sources, strict=True)
@@ -149,7 +149,7 @@ def find_refused(
             Input(next(numbers)) if isinstance(source, Input | Inside) else source
             for source in step.sources
         )
-        alone = RunStep(step.step, sources, step.results)
+        alone = RegionStep(step.step, sources, step.results)
         tensors = [tensor for tensor, _ in kept]
         try:
             build_graph([alone], step.results, constants, tensors, [t.shape for t in tensors])
@@ -159,11 +159,11 @@ def find_refused(
 
 
 def run_steps(
-    steps: Sequence[RunStep],
+    steps: Sequence[RegionStep],
     constants: ModelConstants,
     inputs: Sequence[torch.Tensor | None],
     values: dict[int, torch.Tensor] | None = None,
-) -> Iterator[tuple[RunStep, list[Any]]]:
+) -> Iterator[tuple[RegionStep, list[Any]]]:
     """Run steps in PyTorch: each with the tensors it reads; `values` are filled."""
     values = {} if values is None else values
     for step in steps:

@@ -1,7 +1,7 @@
 """Define-by-run, convert: inputs and outputs of the model that are integers.
 
-What the caller gives crosses a border into the straight runs that read it, and what they compute
-crosses one out to the caller; between two runs integers cross in the same way (`borders`).
+What the caller gives crosses a boundary into the regions that read it, and what they compute
+crosses one out to the caller; between two regions integers cross in the same way (`boundaries`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from relayquant.errors import ConfigError, DataError, warn_user
 from relayquant.ir.ledger import InterfaceValue
 from relayquant.stages.conversion.io_dtypes import shift_qparams
 from relayquant.torch.define_by_run.arguments import join_arguments, split_arguments
-from relayquant.torch.define_by_run.blocks import StraightRun
-from relayquant.torch.define_by_run.boundaries import OUTSIDE, Border, Port, find_made, find_owned
+from relayquant.torch.define_by_run.boundaries import OUTSIDE, Boundary, Port, find_made, find_owned
 from relayquant.torch.define_by_run.call_sites import CallSite
 from relayquant.torch.define_by_run.deferred import (
     DeferredTensor,
@@ -27,16 +26,17 @@ from relayquant.torch.define_by_run.deferred import (
     replace_tensors,
     take_float,
 )
+from relayquant.torch.define_by_run.regions import Region
 from relayquant.torch.define_by_run.tape import Tape, TensorFile
 
 
 @dataclass(frozen=True, eq=False)
-class Passage:
+class QuantizedPort:
     """An input or output of the model that is integers.
 
     Attributes:
         number: Which tensor among the arguments, or among what the model returns.
-        inside: The grid that runs have it on.
+        inside: The grid that regions have it on.
         outside: The same, in the dtype that the caller has: the zero point moves.
     """
 
@@ -74,8 +74,8 @@ class ModelInterface:
         inputs, outputs: All of them, for the ledger; of a model that takes and gives floats, none.
     """
 
-    entries: Mapping[int, Passage] = field(default_factory=dict)
-    exits: Mapping[int, Passage] = field(default_factory=dict)
+    entries: Mapping[int, QuantizedPort] = field(default_factory=dict)
+    exits: Mapping[int, QuantizedPort] = field(default_factory=dict)
     inputs: tuple[InterfaceValue, ...] = ()
     outputs: tuple[InterfaceValue, ...] = ()
 
@@ -138,28 +138,28 @@ def move_zero(tensor: torch.Tensor, have: QParams, want: QParams) -> torch.Tenso
 
 def find_interface(
     tapes: Sequence[Tape],
-    blocks: Sequence[StraightRun],
+    regions: Sequence[Region],
     quantized: Collection[int],
-    borders: Sequence[Border],
+    boundaries: Sequence[Boundary],
     file: TensorFile,
     input_dtypes: Mapping[int, str],
     output_dtypes: Mapping[int, str],
 ) -> ModelInterface:
-    """The inputs and outputs of a model whose runs have these borders; the numbers of those that
-    are integer modules are `quantized`.
+    """The inputs and outputs of a model whose regions have these boundaries; the numbers of those
+    that are integer modules are `quantized`.
 
     Raises:
         ConfigError: one that is to be integers cannot be.
     """
     if not input_dtypes and not output_dtypes:
         return ModelInterface()
-    first, owned = tapes[0], find_owned(tapes, [blocks[number] for number in quantized])
-    grids = {port: border.qparams for border in borders for port in border.ports}
+    first, owned = tapes[0], find_owned(tapes, [regions[number] for number in quantized])
+    grids = {port: boundary.qparams for boundary in boundaries for port in boundary.ports}
     entries = {
         k: find_entry(tapes, owned, grids, k, dtype) for k, dtype in sorted(input_dtypes.items())
     }
     exits = {
-        k: find_exit(tapes, blocks, grids, k, dtype) for k, dtype in sorted(output_dtypes.items())
+        k: find_exit(tapes, regions, grids, k, dtype) for k, dtype in sorted(output_dtypes.items())
     }
     inputs = describe_values("input", first.inputs, file, entries)
     return ModelInterface(
@@ -168,7 +168,7 @@ def find_interface(
 
 
 def describe_values(
-    what: str, numbers: Sequence[int], file: TensorFile, passages: Mapping[int, Passage]
+    what: str, numbers: Sequence[int], file: TensorFile, passages: Mapping[int, QuantizedPort]
 ) -> tuple[InterfaceValue, ...]:
     """The rows of the ledger for inputs or outputs, whose values of the first call are these."""
 
@@ -198,11 +198,11 @@ def find_entry(
     grids: Mapping[Port, QParams],
     number: int,
     dtype: str,
-) -> Passage:
+) -> QuantizedPort:
     """An input as integers; says which operators in PyTorch read it.
 
     Raises:
-        ConfigError: no run reads it as integers.
+        ConfigError: no region reads it as integers.
     """
     for tape in tapes:
         check_number("input", number, len(tape.inputs))
@@ -218,7 +218,7 @@ def find_entry(
         cause = f"PyTorch reads it, in {listed}, and " if readers else ""
         raise ConfigError(
             f"set_input_quantized_indexes: input {number} of the model is no integer: {cause}no "
-            "straight run reads it on one grid of integers. Leave it out, or quantize what reads "
+            "region reads it on one grid of integers. Leave it out, or quantize what reads "
             "it; the ledger of the converted model says why that stays in float.",
             code="RQ103",
         )
@@ -228,24 +228,24 @@ def find_entry(
             "it is converted to float in each call.",
             code="RQ208",
         )
-    return Passage(number, grid, shift_qparams(grid, dtype, f"input {number}"))
+    return QuantizedPort(number, grid, shift_qparams(grid, dtype, f"input {number}"))
 
 
 def find_exit(
     tapes: Sequence[Tape],
-    blocks: Sequence[StraightRun],
+    regions: Sequence[Region],
     grids: Mapping[Port, QParams],
     number: int,
     dtype: str,
-) -> Passage:
+) -> QuantizedPort:
     """An output as integers.
 
     Raises:
-        ConfigError: a call of calibration returned there what no run computes as integers.
+        ConfigError: a call of calibration returned there what no region computes as integers.
     """
     for tape in tapes:
         check_number("output", number, len(tape.results))
-    made = find_made(tapes, blocks)
+    made = find_made(tapes, regions)
     grid = grids.get(Port(OUTSIDE, False, number))
 
     def is_integer(t: int, value: int | None) -> bool:
@@ -260,9 +260,9 @@ def find_exit(
         what = "what comes from outside of it" if maker is None else str(maker.site)
         raise ConfigError(
             f"set_output_quantized_indexes: output {number} of the model is no integer: it is "
-            f"{what}, which no straight run computes as integers on one grid. Leave it out, or "
+            f"{what}, which no region computes as integers on one grid. Leave it out, or "
             "quantize what computes it; the ledger of the converted model says why that stays "
             "in float.",
             code="RQ103",
         )
-    return Passage(number, grid, shift_qparams(grid, dtype, f"output {number}"))
+    return QuantizedPort(number, grid, shift_qparams(grid, dtype, f"output {number}"))

@@ -1,8 +1,8 @@
-"""Define-by-run, converted: a call of a module of PyTorch's stands for a span of a run.
+"""Define-by-run, converted: a call of a module of PyTorch's stands for a span of a region.
 
 The code of such a module computes and does nothing else: it prints nothing, counts nothing and
 keeps nothing. So, where all its operators at one place of the user's code are neighbours in one
-run, it need not run: the pass goes on behind them. How arguments and results are connected with
+region, it need not run: the pass goes on behind them. How arguments and results are connected with
 them is learned from a call that did run.
 
 A module of the user's own may do anything, and always runs.
@@ -24,11 +24,11 @@ from relayquant.torch.define_by_run.arguments import (
     read_result,
     split_arguments,
 )
-from relayquant.torch.define_by_run.blocks import Input, Inside, Source
 from relayquant.torch.define_by_run.call_sites import SiteKey
 from relayquant.torch.define_by_run.deferred import DeferredTensor
-from relayquant.torch.define_by_run.executing import Place, RunningCode, RunPass, RunPlayer
+from relayquant.torch.define_by_run.executing import Place, RegionPass, RegionPlayer, RunningCode
 from relayquant.torch.define_by_run.forwards import has_own_forward
+from relayquant.torch.define_by_run.regions import Input, Inside, Source
 
 #: (id of a module, places around its call)
 CallKey = tuple[int, tuple[tuple[int, int], ...]]
@@ -40,12 +40,12 @@ ATTEMPTS = 3
 
 @dataclass(frozen=True, eq=False)
 class RunSpan:
-    """Operators of a run that a module's call stands for: from number `start` to before `end`;
+    """Operators of a region that a module's call stands for: from number `start` to before `end`;
     `is_same`: one that returns the tensor that the module is given.
     """
 
     module: torch.nn.Module
-    player: RunPlayer
+    player: RegionPlayer
     start: int
     end: int
     is_same: bool = False
@@ -107,7 +107,7 @@ class KnownCall:
         if passing is None:
             if span.start:
                 return None
-            passing = RunPass(span.player, caller)
+            passing = RegionPass(span.player, caller)
         elif passing.player is not span.player or passing.position != span.start:
             return None
         tensors = known.match(args, kwargs)
@@ -145,11 +145,11 @@ class KnownCall:
         template, tensors = lesson
         span, read = self.span, read_result(result)
         passing = getattr(read[1][0], "passing", None) if read else None
-        if not isinstance(passing, RunPass) or passing.player is not span.player:
+        if not isinstance(passing, RegionPass) or passing.player is not span.player:
             return
         if read is None or passing.position != span.end:
             return
-        steps = span.player.block.steps[span.start : span.end]
+        steps = span.player.region.steps[span.start : span.end]
         inside = {number for step in steps for number in step.results}
         sources = {
             source
@@ -160,7 +160,7 @@ class KnownCall:
         }
         found = [find_source(tensor, passing, sources) for tensor in tensors]
         if span.is_same and len(tensors) == len(sources) == 1 and read[1][0] is tensors[0]:
-            found = list(sources)  # it has become another value of the run
+            found = list(sources)  # it has become another value of the region
         if None in found or set(found) != sources:
             return
         results = tuple(getattr(value, "number", -1) for value in read[1])
@@ -187,7 +187,9 @@ class KnownCall:
         )
 
 
-def find_source(tensor: torch.Tensor, passing: RunPass, sources: Iterable[Source]) -> Source | None:
+def find_source(
+    tensor: torch.Tensor, passing: RegionPass, sources: Iterable[Source]
+) -> Source | None:
     """What operators of a pass read where they read a tensor; None if they do not."""
     for source in sources:
         if isinstance(source, Inside):
@@ -213,7 +215,7 @@ def is_unchanged(module: torch.nn.Module, known: Connection) -> bool:
 def find_calls(
     modules: Iterable[torch.nn.Module], places: Mapping[SiteKey, Place]
 ) -> dict[CallKey, KnownCall]:
-    """The calls of modules that stand for a span of a run of known sizes."""
+    """The calls of modules that stand for a span of a region of known sizes."""
     own = {id(module): module for module in modules if has_own_forward(module)}
     inside: dict[CallKey, list[Place]] = defaultdict(list)
     for (module, _, _, outer), place in places.items():
@@ -233,8 +235,8 @@ def find_span(module: torch.nn.Module, places: Sequence[Place]) -> RunSpan | Non
         return None
     numbers = sorted(place.number for place in places)
     start, end = numbers[0], numbers[-1] + 1
-    steps = player.block.steps[start:end]
-    has_sizes = player.is_fixed and all(None not in form.shape for form in player.block.inputs)
+    steps = player.region.steps[start:end]
+    has_sizes = player.is_fixed and all(None not in form.shape for form in player.region.inputs)
     is_same = any(step.step.is_same for step in steps)
     is_new = not any(step.step.target for step in steps) and (not is_same or len(steps) == 1)
     if end - start != len(numbers) or not has_sizes or not is_new:

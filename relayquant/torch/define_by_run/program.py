@@ -37,17 +37,21 @@ from relayquant.torch.define_by_run.deferred import ValuePool, compute_result
 from relayquant.torch.define_by_run.executing import (
     CompiledModule,
     Place,
+    RegionPlayer,
     RunningCode,
-    RunPlayer,
 )
 from relayquant.torch.define_by_run.forwards import ModuleForward, replacing_forwards
 from relayquant.torch.define_by_run.interface import ModelInterface, check_integers, list_tensors
 from relayquant.torch.define_by_run.module_calls import find_calls
-from relayquant.torch.define_by_run.regions import QuantizedRun, join_ledgers, quantize_runs
+from relayquant.torch.define_by_run.quantized_regions import (
+    QuantizedRegion,
+    join_ledgers,
+    quantize_regions,
+)
 from relayquant.torch.define_by_run.settling import settle_constants
 from relayquant.torch.define_by_run.submodule_calls import (
-    ModelParts,
-    PartCall,
+    ObservedCall,
+    ObservedSubmodules,
     StandaloneModule,
     find_dynamic,
 )
@@ -140,12 +144,12 @@ class PreparedProgram(Uncopied):
         #: of each call, whether it changed an attribute of a module
         self._changes: list[bool] = []
         self._known: dict[SiteKey, KnownOperator] = {}
-        self._parts: ModelParts | None = None
-        self._part_calls: dict[int, PartCall] = {}
+        self._parts: ObservedSubmodules | None = None
+        self._part_calls: dict[int, ObservedCall] = {}
         if config is not None:
             whole, given = join_modules(model), settings.qconfig_mapping
             if config.standalone or config.custom:
-                self._parts = ModelParts.find(whole, config, given, self._file)
+                self._parts = ObservedSubmodules.find(whole, config, given, self._file)
                 self._part_calls = self._parts.observe()
             mapping = given or default_mapping(settings.backend, settings.level)
             mapping = config.extend_mapping(mapping, whole)
@@ -215,14 +219,14 @@ class PreparedProgram(Uncopied):
         whole = self._quantize_whole(tapes)
         if whole is not None:
             return whole
-        runs, interface = quantize_runs(tapes, self._constants, self._file, self.settings)
+        regions, interface = quantize_regions(tapes, self._constants, self._file, self.settings)
         forms = {} if self._parts is None else self._parts.convert(self.settings)
         calls = {} if self._parts is None else self._parts.make_calls(forms)
         return QuantizedProgram(
             self.model,
             self._table,
             self._constants,
-            runs,
+            regions,
             self.unseen,
             self.order,
             forms,
@@ -317,12 +321,12 @@ class QuantizedWhole(Uncopied):
 
 
 class QuantizedProgram(Uncopied):
-    """A model whose straight runs are integer modules, called from its own code. Several threads
+    """A model whose regions are integer modules, called from its own code. Several threads
     may call it, as far as that code allows it.
 
     Attributes:
         model: The user's model, whose code runs.
-        runs: The straight runs.
+        regions: The integer modules, each with the operators that it stands for.
         sites: The operators that calibration came to.
         parts: What is called in the places of standalone and custom modules, by path: a
             `StandaloneModule`, or the quantized form.
@@ -333,21 +337,21 @@ class QuantizedProgram(Uncopied):
         model: Callable[..., Any],
         table: SiteTable,
         constants: ModelConstants,
-        runs: Sequence[QuantizedRun],
+        regions: Sequence[QuantizedRegion],
         unseen: Unseen,
         order: Sequence[CallSite] | None,
         forms: Mapping[str, Any],
-        part_calls: Mapping[int, PartCall],
+        part_calls: Mapping[int, ObservedCall],
         interface: ModelInterface,
     ) -> None:
         self._interface = interface
         self.parts, self._part_calls = dict(forms), part_calls
-        self.model, self.runs = model, tuple(runs)
+        self.model, self.regions = model, tuple(regions)
         self._table, self._unseen, self._order = table, unseen, order
         self._warned: set[CallSite] = set()
         self._evaluation = Evaluation(table.parts)
         self._thread = threading.local()  # its `pool`: values for calls to come
-        self._places = find_places(table, self.runs, constants)
+        self._places = find_places(table, self.regions, constants)
         self._calls = find_calls(table.parts, self._places)
         modules = {id(call.span.module): call.span.module for call in self._calls.values()}
         self._forwards = (
@@ -363,13 +367,13 @@ class QuantizedProgram(Uncopied):
     def modules(self) -> tuple[tvm.IRModule, ...]:
         """The integer modules that the model is made of."""
         alone = (p.mod for p in self.parts.values() if isinstance(p, StandaloneModule))
-        return (*(run.mod for run in self.runs), *alone)
+        return (*(region.mod for region in self.regions), *alone)
 
     @property
     def ledger(self) -> Ledger:
         """What was quantized, and why what was not, of all parts: integer modules and PyTorch."""
         alone = [p.ledger for p in self.parts.values() if isinstance(p, StandaloneModule)]
-        joined = join_ledgers(self.runs, self.sites, alone)
+        joined = join_ledgers(self.regions, self.sites, alone)
         return replace(joined, inputs=self._interface.inputs, outputs=self._interface.outputs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -408,21 +412,21 @@ class QuantizedProgram(Uncopied):
 
 
 def replace_forwards(
-    calls: Mapping[int, PartCall], modules: Sequence[torch.nn.Module]
+    calls: Mapping[int, ObservedCall], modules: Sequence[torch.nn.Module]
 ) -> tuple[ModuleForward, ...]:
     """What stands in for the `forward` of modules that are called another way."""
     return tuple(ModuleForward(module) for module in modules if id(module) in calls)
 
 
 def find_places(
-    table: SiteTable, runs: Sequence[QuantizedRun], constants: ModelConstants
+    table: SiteTable, regions: Sequence[QuantizedRegion], constants: ModelConstants
 ) -> dict[SiteKey, Place]:
     """Where each operator runs."""
     keys = {site: key for key, site in table.sites.items()}
     places: dict[CallSite, Place] = {}
-    for run in runs:
-        player = RunPlayer(run, constants)
-        for number, step in enumerate(run.block.steps):
+    for region in regions:
+        player = RegionPlayer(region, constants)
+        for number, step in enumerate(region.region.steps):
             site, call = step.step.site, step.step.call
             (caller, instruction), *_ = (*keys[site][2], (0, -1))
             places[site] = Place(
@@ -434,7 +438,7 @@ def find_places(
                 caller,
                 instruction,
             )
-        player.places = tuple(places[site] for site in run.block.sites)
+        player.places = tuple(places[site] for site in player.region.sites)
     return {key: places.get(site, Place(site)) for key, site in table.sites.items()}
 
 

@@ -1,349 +1,332 @@
-"""Define-by-run, convert: straight runs of recorded operators -> integer modules, compiled.
+"""Define-by-run, after calibration: tapes of calls -> the regions of the user's code.
 
-Each run goes through the one pipeline, `relayquant.quantize`, on what came to its inputs during
-calibration; that is computed by running the tapes again.
+As a compiler finds basic blocks: an operator begins a region where calls come to it from different
+operators, or go on from the one before to different ones. A region ends before an operator that
+stays in PyTorch reads what it computes (`bool(x.max() > 1)`). So each operator belongs to one
+region, and any path through the code is a sequence of whole regions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-import numpy as np
-import torch  # pyright: ignore[reportMissingImports]
-import tvm
-from tvm import relax
-
-from relayquant.base.qtypes import QParams
-from relayquant.config import QConfigMapping
-from relayquant.config.mapping import Selector
-from relayquant.config.observers import Observer
-from relayquant.errors import ConfigError, ModelError
-from relayquant.flow.pipeline import prepare_model
-from relayquant.flow.quantizer import quantize
-from relayquant.flow.settings import PrepareSettings, QuantizeSettings
-from relayquant.ir.dialect import qnn
-from relayquant.ir.ledger import Ledger, LedgerRow, ledger_attrs, read_ledger
-from relayquant.ir.plan import Support
-from relayquant.ir.rewrite import Emitter, Graph, rewrite_main
-from relayquant.ir.rewrite.graph import iterate_results, result_expr
-from relayquant.stages.compilation import compile
-from relayquant.stages.prepared import PreparedModel
-from relayquant.torch.define_by_run.blocks import Input, StraightRun, find_blocks
-from relayquant.torch.define_by_run.boundaries import (
-    OUTSIDE,
-    Border,
-    Port,
-    choose_borders,
-    find_float_reads,
-    find_meetings,
-    name_ports,
-)
+from relayquant.torch.define_by_run.arguments import is_equal
 from relayquant.torch.define_by_run.call_sites import CallSite
-from relayquant.torch.define_by_run.graphs import build_graph, find_refused
-from relayquant.torch.define_by_run.interface import ModelInterface, find_interface
-from relayquant.torch.define_by_run.tape import ModelConstants, Tape, TapeStep, TensorFile, replay
+from relayquant.torch.define_by_run.tape import Call, ModelConstant, Tape, TapeStep, ValueForm
+
+VARIES = "an argument of it that is no tensor differs from call to call"
+RANK_VARIES = "the rank or dtype of its tensors differs from call to call"
+SOMETIMES_SAME = "it returns the tensor that it is called with in some calls only"
+OTHER_CONSTANT = "it reads another parameter, or none, from call to call"
+OTHER_CONSTANT_ADVICE = "Write it as modules, each with a parameter, or as an operator for each."
+VARIES_ADVICE = "Compute it with tensors, or make it a constant of the code."
+
+
+@dataclass(frozen=True)
+class Inside:
+    """A value of the same region, by its number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Input:
+    """An input of the region, by its number."""
+
+    number: int
+
+
+#: What a step of a region reads.
+Source = Inside | Input | ModelConstant
 
 
 @dataclass(frozen=True, eq=False)
-class QuantizedRun:
-    """A straight run as an integer module.
+class RegionStep:
+    """A step of a region: what it reads, and the numbers of the values it computes.
+
+    `step` is one of those that were recorded, for its call and its form.
+    """
+
+    step: TapeStep
+    sources: tuple[Source, ...]
+    results: tuple[int, ...]
+
+    @property
+    def call(self) -> Call:
+        """What it computes, without writing into anything."""
+        assert self.step.pure is not None
+        return self.step.pure
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One time that a call went through a region: number of the tape, and of the steps."""
+
+    tape: int
+    steps: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Form:
+    """Shape and dtype of a value in all passes; None for a size that differs."""
+
+    shape: tuple[int | None, ...]
+    dtype: object
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """Operators that follow one another in every call, whatever branch the code takes.
 
     Attributes:
-        block: The operators it stands for.
-        mod: The integer module; its ledger says what was quantized.
-        executable: It, compiled for this machine.
-        inputs, outputs: Their grids; None for those in float, and for those that are no floats.
-        exact: Numbers of the outputs on a grid that the module gives in float, and again, behind
-            all outputs and in this order, as integers.
+        steps: In their order.
+        forms: Of the values that it computes; a size of None differs from pass to pass.
+        inputs: Of the tensors that it reads and that are no constants; likewise.
+        outputs: Numbers of the values that are read elsewhere.
+        passes: All of them.
     """
 
-    block: StraightRun
-    mod: tvm.IRModule
-    executable: Any
-    inputs: tuple[QParams | None, ...]
-    outputs: tuple[QParams | None, ...]
-    exact: tuple[int, ...] = ()
+    steps: tuple[RegionStep, ...]
+    forms: tuple[Form, ...]
+    inputs: tuple[Form, ...]
+    outputs: tuple[int, ...]
+    passes: tuple[Pass, ...]
+
+    @property
+    def sites(self) -> tuple[CallSite, ...]:
+        return tuple(each.step.site for each in self.steps)
 
 
-class RunData:
-    """What came to the inputs of each run, on disk."""
+class Cuts:
+    """What the search for regions has found so far; it only grows.
 
-    def __init__(
-        self,
-        tapes: Sequence[Tape],
-        blocks: Sequence[StraightRun],
-        constants: ModelConstants,
-        file: TensorFile,
-    ) -> None:
-        self._file = TensorFile()
-        #: of each run and pass: number of the input -> its number in the file
-        self._rows = [[dict[int, int]() for _ in block.passes] for block in blocks]
-        wanted: dict[tuple[int, int], tuple[int, int, int]] = {}  # (tape, step) -> run, pass, step
-        for b, block in enumerate(blocks):
-            for p, each in enumerate(block.passes):
-                wanted.update(((each.tape, i), (b, p, k)) for k, i in enumerate(each.steps))
-        for t, tape in enumerate(tapes):
-
-            def observe(i: int, _: TapeStep, tensors: list[torch.Tensor], t: int = t) -> None:
-                if (t, i) not in wanted:
-                    return
-                b, p, k = wanted[t, i]
-                row = self._rows[b][p]
-                for tensor, source in zip(tensors, blocks[b].steps[k].sources, strict=True):
-                    if isinstance(source, Input) and source.number not in row:
-                        row[source.number] = self._file.append(tensor)
-
-            replay(tape, constants, file, observe)
-
-    def read_port(self, port: Port) -> Iterator[np.ndarray]:
-        """All arrays that came to one input of a run, but for empty ones."""
-        for row in self._rows[port.block]:
-            array = self._file.read(row[port.number]).numpy()
-            if array.size:
-                yield array
-
-    def iterate(self, block: int) -> Iterator[tuple[np.ndarray, ...]]:
-        """The inputs of each pass of a run; those of no element, as of an empty batch, say
-        nothing, unless there are no others.
-        """
-        is_empty = True
-        for row in self._rows[block]:
-            arrays = tuple(self._file.read(row[number]).numpy() for number in range(len(row)))
-            if all(array.size for array in arrays):
-                is_empty = False
-                yield arrays
-        if is_empty:
-            yield tuple(tensor.numpy() for tensor in self.example(block))
-
-    def example(self, block: int) -> list[torch.Tensor]:
-        """The inputs of the first pass."""
-        row = self._rows[block][0]
-        return [self._file.read(row[number]) for number in range(len(row))]
-
-
-def quantize_runs(
-    tapes: Sequence[Tape], constants: ModelConstants, file: TensorFile, settings: QuantizeSettings
-) -> tuple[list[QuantizedRun], ModelInterface]:
-    """The runs of all tapes that hold something to quantize; and what the model takes and gives.
-
-    What stays in PyTorch has the reason at its site.
-
-    Raises:
-        ConfigError: a line of the mapping decides for no operator of any run; or an input or output
-            of the model cannot be integers.
+    Attributes:
+        eager: Operators that stay in PyTorch.
+        leaders: Operators that begin a region.
+        ends: Operators that end one.
     """
-    inputs, outputs = (
-        {int(k): dtype for k, dtype in (asked or {}).items()}
-        for asked in (settings.input_dtypes, settings.output_dtypes)
-    )
-    blocks, graphs, data = build_graphs(tapes, constants, file)
-    mapping = settings.qconfig_mapping
-    if mapping is not None:
-        rules = tuple(replace(rule, optional=True) for rule in mapping.rules)
-        settings = replace(settings, qconfig_mapping=QConfigMapping(rules))
 
-    def plan_run(mod: tvm.IRModule, output_dtypes: Mapping[int, str]) -> PreparedModel:
-        quiet = PrepareSettings(effort=settings.level, output_dtypes=output_dtypes or None)
-        backend = settings.backend
-        return prepare_model(mod, None, None, settings.qconfig_mapping, backend, quiet)
-
-    plans = {number: plan_run(mod, {}) for number, mod in graphs.items()}
-    for number, prepared in plans.items():
-        if not any(operator.quantized for operator in prepared.plan.operators):
-            reasons = {op.reason: op.advice for op in prepared.plan.operators if op.reason}
-            reason, advice = next(iter(reasons.items()), ("it is not quantized", ""))
-            for site in blocks[number].sites:
-                site.reason, site.advice = site.reason or reason, site.advice or advice
-            del graphs[number]
-    observer = settings.calibration if isinstance(settings.calibration, Observer) else None
-
-    def read_port(port: Port) -> Iterator[np.ndarray]:
-        if port.block != OUTSIDE:
-            yield from data.read_port(port)
-            return
-        for tape in tapes:  # what the model has returned
-            array = file.read(tape.given[port.number]).numpy()
-            if array.size:
-                yield array
-
-    meetings = find_meetings(tapes, blocks, inputs, outputs)
-    floats = find_float_reads(tapes, blocks, outputs)
-    dtype = settings.backend.default_qconfig.activation.spec.dtype
-    borders = choose_borders(meetings, graphs, plan_run, observer, read_port, floats, dtype)
-    interface = find_interface(tapes, blocks, graphs, borders, file, inputs, outputs)
-    runs = [
-        quantize_run(number, blocks[number], mod, plans[number], borders, data, settings)
-        for number, mod in graphs.items()
-    ]
-    if mapping is not None:
-        check_rules(mapping, plans.values())
-    return runs, interface
+    def __init__(self, eager: set[CallSite]) -> None:
+        self.eager = eager
+        self.leaders: set[CallSite] = set()
+        self.ends: set[CallSite] = set()
 
 
-def build_graphs(
-    tapes: Sequence[Tape], constants: ModelConstants, file: TensorFile
-) -> tuple[list[StraightRun], dict[int, tvm.IRModule], RunData]:
-    """The straight runs, the Relax module of each by its number, and their data."""
-    eager: set[CallSite] = set()
-    known: dict[tuple[CallSite, ...], tuple[tuple[int, ...], tvm.IRModule]] = {}
+class _Changed(Exception):
+    """The cuts have changed: what was found with them is void."""
+
+
+def find_regions(tapes: Sequence[Tape], eager: set[CallSite]) -> list[Region]:
+    """The regions of all tapes, in the order in which calls first came to them.
+
+    `eager` are operators that stay in PyTorch; those that cannot be part of a region are added,
+    with the reason at the site.
+    """
+    cuts = Cuts(eager)
+    for tape in tapes:
+        cuts.eager.update(step.site for step in tape.steps if step.pure is None)
+        cuts.eager.update(tape.eager)
     while True:
-        blocks = find_blocks(tapes, eager)
-        data = RunData(tapes, blocks, constants, file)
-        graphs: dict[int, tvm.IRModule] = {}
-        is_refused = False
-        for b, block in enumerate(blocks):
-            outputs, mod = known.get(block.sites, ((), None))
-            if mod is None or outputs != block.outputs:
-                shapes = [form.shape for form in block.inputs]
-                try:
-                    mod = build_graph(
-                        block.steps, block.outputs, constants, data.example(b), shapes
-                    )
-                except ModelError as error:
-                    refuse_block(block, constants, data.example(b), error, eager)
-                    is_refused = True
-                    continue
-                known[block.sites] = block.outputs, mod
-            graphs[b] = mod
-        if not is_refused:
-            return blocks, graphs, data
+        try:
+            return list(_form_regions(tapes, cuts))
+        except _Changed:
+            continue
 
 
-def refuse_block(
-    block: StraightRun,
-    constants: ModelConstants,
-    inputs: Sequence[torch.Tensor],
-    error: ModelError,
-    eager: set[CallSite],
-) -> None:
-    """No graph takes a run: its operators that no graph takes alone stay in PyTorch; all of them
-    where there is none such.
+def _form_regions(tapes: Sequence[Tape], cuts: Cuts) -> Iterator[Region]:
+    find_leaders(tapes, cuts)
+    passes: dict[CallSite, list[Pass]] = {}
+    owners: dict[tuple[int, int], tuple[CallSite, int]] = {}  # (tape, step) -> region, pass
+    for t, tape in enumerate(tapes):
+        for steps in cut_tape(tape, cuts):
+            leader = tape.steps[steps[0]].site
+            of_run = passes.setdefault(leader, [])
+            owners.update(((t, i), (leader, len(of_run))) for i in steps)
+            of_run.append(Pass(t, tuple(steps)))
+    read = find_read_values(tapes, owners)
+    for of_run in passes.values():
+        yield form_region(tapes, of_run, read, cuts)
+
+
+def find_leaders(tapes: Sequence[Tape], cuts: Cuts) -> None:
+    """Operators that do not always follow the same one, or follow one that goes on to others."""
+    before: dict[CallSite, set[CallSite | None]] = defaultdict(set)
+    after: dict[CallSite, set[CallSite | None]] = defaultdict(set)
+    for tape in tapes:
+        last: CallSite | None = None
+        for step in tape.steps:
+            if step.site in cuts.eager:
+                continue
+            before[step.site].add(last)
+            if last is not None:
+                after[last].add(step.site)
+            last = step.site
+        if last is not None:
+            after[last].add(None)
+    for site, places in before.items():
+        if len(places) > 1 or None in places:
+            cuts.leaders.add(site)
+    for site, places in after.items():
+        if len(places) > 1:
+            cuts.ends.add(site)
+
+
+def cut_tape(tape: Tape, cuts: Cuts) -> Iterator[list[int]]:
+    """Numbers of the steps of each pass; finds new ends."""
+    current: list[int] = []
+    touched: set[object] = set()  # values that the pass computes
+    inputs: set[object] = set()  # and those that it reads
+    for i, step in enumerate(tape.steps):
+        if step.site in cuts.eager:
+            is_reader = not touched.isdisjoint(step.operands)
+            is_writer = step.writes and not inputs.isdisjoint(step.operands)
+            if current and (is_reader or is_writer):
+                last = tape.steps[current[-1]].site
+                if last not in cuts.ends:
+                    cuts.ends.add(last)
+                    raise _Changed
+            continue
+        is_end = bool(current) and tape.steps[current[-1]].site in cuts.ends
+        if current and (is_end or step.site in cuts.leaders):
+            yield current
+            current, touched, inputs = [], set(), set()
+        current.append(i)
+        inputs.update(step.operands)
+        touched.update(step.results)
+        is_end = step.site in cuts.ends
+        if is_end:
+            yield current
+            current, touched, inputs = [], set(), set()
+    if current:
+        yield current
+
+
+def find_read_values(
+    tapes: Sequence[Tape], owners: Mapping[tuple[int, int], tuple[CallSite, int]]
+) -> list[set[int]]:
+    """Of each tape, the values that are read outside of the pass that computes them, or still
+    exist when the call is over.
     """
-    found = find_refused(block, constants, inputs)
-    for i, site in enumerate(block.sites):
-        if i in found or not found:
-            site.reason = str(found.get(i, error)).split("\n")[0]
-            site.advice = "Write it with other operators, or leave it in PyTorch."
-            eager.add(site)
+    found: list[set[int]] = []
+    for t, tape in enumerate(tapes):
+        makers: dict[int, tuple[CallSite, int] | None] = {}
+        read = set(tape.alive)
+        for i, step in enumerate(tape.steps):
+            owner = owners.get((t, i))
+            for value in step.operands:
+                if isinstance(value, int) and (owner is None or makers.get(value) != owner):
+                    read.add(value)
+            makers.update(dict.fromkeys(step.results, owner))
+        found.append(read)
+    return found
 
 
-def quantize_run(
-    number: int,
-    block: StraightRun,
-    mod: tvm.IRModule,
-    prepared: PreparedModel,
-    borders: Collection[Border],
-    data: RunData,
-    settings: QuantizeSettings,
-) -> QuantizedRun:
-    """One run, quantized with the grids of its borders and compiled."""
-    inputs, outputs = name_ports(prepared)
-    grids: dict[Port, QParams] = {
-        port: border.qparams for border in borders for port in border.ports if port.block == number
-    }
-    exact = sorted(port for border in borders for port in border.exact if port.block == number)
-    planned = {port: qparams for port, qparams in grids.items() if port not in exact}
-    dtypes = {port: qparams.dtype for port, qparams in planned.items()}
-    qmod = quantize(
-        mod,
-        None,
-        lambda: data.iterate(number),
-        qconfig_mapping=settings.qconfig_mapping,
-        backend=settings.backend,
-        effort=settings.effort,
-        calibration=settings.calibration,
-        parameters={
-            (outputs if port.is_output else inputs)[port.number]: qparams
-            for port, qparams in planned.items()
-        },
-        input_dtypes={port.number: d for port, d in dtypes.items() if not port.is_output},
-        output_dtypes={port.number: d for port, d in dtypes.items() if port.is_output},
-    )
-    qmod = add_integer_outputs(qmod, {port.number: grids[port] for port in exact})
-    return QuantizedRun(
-        block,
-        qmod,
-        compile(qmod),
-        tuple(grids.get(Port(number, False, k)) for k in range(len(block.inputs))),
-        tuple(grids.get(Port(number, True, k)) for k in range(len(block.outputs))),
-        tuple(port.number for port in exact),
-    )
-
-
-def add_integer_outputs(mod: tvm.IRModule, grids: Mapping[int, QParams]) -> tvm.IRModule:
-    """main with further results, behind its own: some of these, by number, on a grid.
-
-    return x -> return (x, quantize(x)), which their ledger tells of.
-    """
-    if not grids:
-        return mod
-    graph, ledger = Graph(mod), read_ledger(mod)
-    results = list(iterate_results(result_expr(graph)))
-    rows = [
-        replace(ledger.outputs[k], requested=grid.dtype).with_qparams(grid)
-        for k, grid in grids.items()
-    ]
-    ledger = replace(ledger, outputs=(*ledger.outputs, *rows))
-
-    def give_both(emitter: Emitter, out: relax.Expr) -> relax.Expr:
-        integers = []
-        for k, grid in grids.items():
-            scale, zero = relax.const(grid.scale, "float32"), relax.const(grid.zero_point, "int32")
-            real = emitter.get(results[k])
-            value = qnn.quantize(real, scale, zero, out_dtype=grid.dtype)
-            integers.append(emitter.emit(value, f"{ledger.outputs[k].name}.border"))
-        return relax.Tuple([*map(emitter.get, results), *integers])
-
-    return rewrite_main(
-        mod, lambda e, b: e.get(b.value), result=give_both, attrs=ledger_attrs(ledger)
-    )
-
-
-def check_rules(mapping: QConfigMapping, plans: Collection[PreparedModel]) -> None:
-    """That each line of the mapping decides for an operator of some run.
+def form_region(
+    tapes: Sequence[Tape], passes: Sequence[Pass], read: Sequence[set[int]], cuts: Cuts
+) -> Region:
+    """The region whose passes these are.
 
     Raises:
-        ConfigError: one does not.
+        _Changed: the passes do not agree; the cuts now say so.
     """
-    operators = [operator for prepared in plans for operator in prepared.plan.operators]
-    used = {operator.rule for operator in operators}
-    for rule in mapping.rules:
-        is_idle = rule.description not in used and not rule.optional
-        if is_idle and rule.kind is not Selector.GLOBAL:
-            names = ", ".join(sorted({operator.name for operator in operators}))
-            raise ConfigError(
-                f"The line {rule.description} of the QConfigMapping decides for no operator that "
-                f"calibration came to. Their names: {names}.",
-                code="RQ103",
-            )
+    rows = [[tapes[each.tape].steps[i] for i in each.steps] for each in passes]
+    inputs: dict[tuple[int, ...], int] = {}  # what it is in each pass -> number of the input
+    steps: list[RegionStep] = []
+    inside = [dict[int, int]() for _ in passes]  # of each pass: value of the tape -> of the region
+    count = 0
+    for k, first in enumerate(rows[0]):
+        column = [row[k] for row in rows]
+        check_calls(column, cuts)
+        sources: list[Source] = []
+        for place in range(len(first.operands)):
+            operands = [step.operands[place] for step in column]
+            source = find_source(operands, inside)
+            if source is None and any(isinstance(operand, ModelConstant) for operand in operands):
+                refuse(first.site, cuts, OTHER_CONSTANT, OTHER_CONSTANT_ADVICE)
+            if source is None:
+                cuts.leaders.add(first.site)
+                raise _Changed
+            if isinstance(source, tuple):
+                source = Input(inputs.setdefault(source, len(inputs)))
+            sources.append(source)
+        if first.target and not isinstance(sources[0], Inside):
+            refuse(first.site, cuts, "it writes into a tensor of another part of the code", "")
+        is_lent = first.is_same and not isinstance(sources[0], Inside)
+        if is_lent and any(first.site in tapes[each.tape].rewritten for each in passes):
+            refuse(first.site, cuts, "it returns a tensor that is written into", "")
+        results = tuple(range(count, count + len(first.results)))
+        count += len(results)
+        for values, step in zip(inside, column, strict=True):
+            values.update(zip(step.results, results, strict=True))
+        steps.append(RegionStep(first, tuple(sources), results))
+    forms: list[list[ValueForm]] = [[] for _ in range(count)]
+    outputs: set[int] = set()
+    for each, values in zip(passes, inside, strict=True):
+        for value, number in values.items():
+            forms[number].append(tapes[each.tape].forms[value])
+            if value in read[each.tape]:
+                outputs.add(number)
+    of_inputs = [
+        [tapes[each.tape].forms[value] for each, value in zip(passes, values, strict=True)]
+        for values in inputs
+    ]
+    for of_one in (*forms, *of_inputs):
+        if len({(len(form.shape), form.dtype) for form in of_one}) > 1:
+            refuse(rows[0][0].site, cuts, RANK_VARIES)
+    return Region(
+        tuple(steps),
+        tuple(map(join_forms, forms)),
+        tuple(map(join_forms, of_inputs)),
+        tuple(sorted(outputs)),
+        tuple(passes),
+    )
 
 
-def join_ledgers(
-    runs: Sequence[QuantizedRun], sites: Collection[CallSite], alone: Sequence[Ledger] = ()
-) -> Ledger:
-    """One ledger of all parts: the rows of each run and of each standalone module, and one for each
-    operator in PyTorch.
+def check_calls(column: Sequence[TapeStep], cuts: Cuts) -> None:
+    """That an operator has the same arguments in all passes, but for its tensors."""
+    first = column[0]
+    assert first.pure is not None
+    for step in column[1:]:
+        assert step.pure is not None
+        if step.is_same != first.is_same:
+            refuse(first.site, cuts, SOMETIMES_SAME)
+        if step.form != first.form or not is_equal(step.pure.arguments, first.pure.arguments):
+            refuse(first.site, cuts, VARIES, VARIES_ADVICE)
+
+
+def refuse(site: CallSite, cuts: Cuts, reason: str, advice: str = "") -> None:
+    """An operator stays in PyTorch; what was found with the cuts so far is void."""
+    site.reason, site.advice = reason, advice
+    cuts.eager.add(site)
+    raise _Changed
+
+
+def find_source(
+    operands: Sequence[int | ModelConstant], inside: Sequence[Mapping[int, int]]
+) -> Source | tuple[int, ...] | None:
+    """What an operand is in all passes: a value of the region, a constant, or the values it is from
+    outside. None where it is not the same kind of thing in all of them.
     """
-    ledgers = [*(read_ledger(run.mod) for run in runs), *alone]
-    inside = {site for run in runs for site in run.block.sites}
-    rows = [row for ledger in ledgers for row in ledger.rows]
-    for site in sites:
-        if site not in inside:
-            rows.append(
-                LedgerRow(
-                    f"{site.module}.{site.operator}" if site.module else site.operator,
-                    site.operator,
-                    False,
-                    "",
-                    "",
-                    site.reason or "it stays in PyTorch",
-                    site.advice,
-                    sources=(site.place,),
-                    support=Support.PATTERN_UNKNOWN.value,
-                )
-            )
-    if not ledgers:
-        return Ledger(tuple(rows))
-    return replace(ledgers[0], rows=tuple(rows), inputs=(), outputs=(), guard=None)
+    kinds = {
+        operand if isinstance(operand, ModelConstant) else values.get(operand)
+        for operand, values in zip(operands, inside, strict=True)
+    }
+    if len(kinds) == 1:
+        (kind,) = kinds
+        if isinstance(kind, ModelConstant):
+            return kind
+        if kind is not None:
+            return Inside(kind)
+    if kinds != {None}:
+        return None
+    return tuple(operand for operand in operands if isinstance(operand, int))
+
+
+def join_forms(forms: Sequence[ValueForm]) -> Form:
+    """The form of a value from that in each pass."""
+    shapes = zip(*(form.shape for form in forms), strict=True)
+    return Form(
+        tuple(sizes[0] if len(set(sizes)) == 1 else None for sizes in shapes), forms[0].dtype
+    )

@@ -25,18 +25,18 @@ from relayquant.stages.effort import default_mapping
 from relayquant.torch.custom_config import PrepareCustomConfig, StandaloneRule
 from relayquant.torch.define_by_run.deferred import dequantize_tensor, quantize_tensor
 from relayquant.torch.define_by_run.executing import CompiledModule
-from relayquant.torch.define_by_run.functions import PartFunction
+from relayquant.torch.define_by_run.functions import SubmoduleFunction
 from relayquant.torch.define_by_run.tape import TensorFile
 from relayquant.torch.exported import apply_config
 from relayquant.torch.exporting import load_module
-from relayquant.torch.standalone import Shell, call_builder, place_in_shell
+from relayquant.torch.standalone import Wrapper, call_builder, place_in_wrapper
 from relayquant.torch.submodule_cut import TensorTree
 
 
-class PartCall:
+class ObservedCall:
     """A call of a standalone or custom module: as `forwards.ModuleCall`."""
 
-    def __init__(self, function: PartFunction) -> None:
+    def __init__(self, function: SubmoduleFunction) -> None:
         self.function = function
 
     def play(self, caller: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -100,7 +100,7 @@ class ObservedStandalone:
         if self._form is None:
             return None
         mapping = given or default_mapping(settings.backend, settings.level)
-        shell, config, given = place_in_shell(whole, self._path, rule, mapping)
+        shell, config, given = place_in_wrapper(whole, self._path, rule, mapping)
         calls = [tuple(map(self._file.read, call)) for call in self._calls]
         options = {
             "backend": rule.backend or settings.backend,
@@ -111,11 +111,11 @@ class ObservedStandalone:
         arrays = [tuple(tensor.numpy() for tensor in call) for call in calls]
         part, options = apply_config(shell, config, calls[0], arrays, options)
         shapes = find_dynamic([tuple(tuple(t.shape) for t in call) for call in calls])
-        if shapes is not None and isinstance(shell, Shell):
+        if shapes is not None and isinstance(shell, Wrapper):
             shapes = (shapes,)
         mod, params = load_module(part, calls[0], dynamic_shapes=shapes)
         qmod = quantize(mod, params, arrays, **options)
-        prefix = "" if isinstance(shell, Shell) else f"{self._path}."
+        prefix = "" if isinstance(shell, Wrapper) else f"{self._path}."
         return StandaloneModule(qmod, prefix, self._form)
 
 
@@ -159,9 +159,9 @@ class StandaloneModule:
 
     def __call__(self, *args: torch.Tensor) -> Any:
         """What the float module would give."""
-        given = [*map(enter_grid, args, self._inputs)]
+        given = [*map(quantize_by, args, self._inputs)]
         results = self._module.call(given)
-        return self._form.join([*map(leave_grid, results, self._outputs)])
+        return self._form.join([*map(dequantize_by, results, self._outputs)])
 
 
 def find_grids(values: Sequence[Any]) -> list[QParams | None]:
@@ -169,18 +169,18 @@ def find_grids(values: Sequence[Any]) -> list[QParams | None]:
     return [value.qparams if value.is_integer else None for value in values]
 
 
-def enter_grid(tensor: torch.Tensor, grid: QParams | None) -> torch.Tensor:
+def quantize_by(tensor: torch.Tensor, grid: QParams | None) -> torch.Tensor:
     """A float tensor as a module takes it."""
     return tensor if grid is None else quantize_tensor(tensor, grid)
 
 
-def leave_grid(tensor: torch.Tensor, grid: QParams | None) -> torch.Tensor:
+def dequantize_by(tensor: torch.Tensor, grid: QParams | None) -> torch.Tensor:
     """What a module gives as a float tensor."""
     return tensor if grid is None else dequantize_tensor(tensor, grid)
 
 
 @dataclass(frozen=True, eq=False)
-class ModelParts:
+class ObservedSubmodules:
     """The standalone and custom modules of a prepared model.
 
     Attributes:
@@ -198,7 +198,7 @@ class ModelParts:
     @staticmethod
     def find(
         whole: nn.Module, config: PrepareCustomConfig, mapping: Any, file: TensorFile
-    ) -> ModelParts:
+    ) -> ObservedSubmodules:
         """Those that a configuration names.
 
         Raises:
@@ -212,11 +212,11 @@ class ModelParts:
             path: (call_builder(kind.from_float, whole.get_submodule(path), path).eval(), quantized)
             for path, (kind, quantized) in config.find_custom(whole).items()
         }
-        return ModelParts(whole, alone, custom, mapping)
+        return ObservedSubmodules(whole, alone, custom, mapping)
 
-    def make_calls(self, forms: Mapping[str, Callable[..., Any]]) -> dict[int, PartCall]:
+    def make_calls(self, forms: Mapping[str, Callable[..., Any]]) -> dict[int, ObservedCall]:
         """id of a module -> the call of what is called in its place, of those with a path here."""
-        calls: dict[int, PartCall] = {}
+        calls: dict[int, ObservedCall] = {}
         for path, form in forms.items():
             reason = (
                 "it is standalone: an integer module of its own"
@@ -224,11 +224,11 @@ class ModelParts:
                 else "it is custom: its quantized form is called"
             )
             part = self.whole.get_submodule(path)
-            function = PartFunction(type(part).__name__, form, reason)
-            calls[id(part)] = PartCall(function)
+            function = SubmoduleFunction(type(part).__name__, form, reason)
+            calls[id(part)] = ObservedCall(function)
         return calls
 
-    def observe(self) -> dict[int, PartCall]:
+    def observe(self) -> dict[int, ObservedCall]:
         """What is called while the model is calibrated."""
         forms: dict[str, Callable[..., Any]] = {p: form for p, (form, _) in self.observed.items()}
         forms.update((path, form) for path, (form, _) in self.standalone.items())

@@ -2,7 +2,7 @@
 
 A tape can be run again by itself: control flow has been decided, and what came from outside is
 stored. So nothing is observed while the user's code runs, and calibration sees what it needs,
-whatever the straight runs turn out to be once all calls are known.
+whatever the regions turn out to be once all calls are known.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from relayquant.torch.define_by_run.functions import (
     DROPOUT,
     RANDOM,
     SIZED_BY_VALUES,
-    PartFunction,
+    SubmoduleFunction,
     changes_statistics,
     find_pure,
     may_write,
@@ -516,7 +516,9 @@ class RecordedCall(TorchFunctionMode):
         if replaces_memory(func, name):
             written = [0]
         form, outputs = read_result(result) or (None, [])
-        is_part = isinstance(func, PartFunction)  # it is called once, and what it gives is stored
+        is_part = isinstance(
+            func, SubmoduleFunction
+        )  # it is called once, and what it gives is stored
         is_drawn = is_part or name in RANDOM
         is_drawn |= name in DROPOUT and bool(kwargs.get("training", True))
         is_cast = torch.is_autocast_enabled("cpu")  # what it gives depends on where it is called
@@ -676,7 +678,7 @@ def explain_eager(
         is_cast: Whether it was called under autocast.
         is_drawn: Whether it gives another result each time.
     """
-    if isinstance(call.function, PartFunction):
+    if isinstance(call.function, SubmoduleFunction):
         return call.function.reason, ""
     if changes_statistics(call.function, name, *call.arguments):
         return "running statistics follow what it is given", "Call it in evaluation mode."

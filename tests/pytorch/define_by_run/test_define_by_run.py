@@ -1,4 +1,4 @@
-"""Models that only run: calibrated by calling, converted in straight runs."""
+"""Models that only run: calibrated by calling, converted in regions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from torch import nn  # noqa: E402
 from relayquant.torch.define_by_run.arguments import FlatArguments, Slot, is_equal  # noqa: E402
 from relayquant.torch.define_by_run.executing import (  # noqa: E402
     DeferredTensor,
-    RunPlayer,
+    RegionPlayer,
     quantize_tensor,
 )
 from relayquant.torch.define_by_run.tape import KnownOperator, replay  # noqa: E402
@@ -147,7 +147,7 @@ def test_if_and_while__as_good_as_each_part_by_hand(early_exit):
 def test_if_and_while__runs_are_the_straight_parts_of_the_code(early_exit):
     _, prepared, converted = early_exit
     assert prepared.calls == 20
-    starts = [run.block.sites[0] for run in converted.runs]
+    starts = [run.region.sites[0] for run in converted.regions]
     assert [(site.module, site.operator) for site in starts] == [
         ("stem", "conv2d"),
         ("", "mean"),
@@ -155,17 +155,17 @@ def test_if_and_while__runs_are_the_straight_parts_of_the_code(early_exit):
         ("", "mean"),
     ]
     assert starts[1].line < starts[3].line, "the heads of the two branches are two operators"
-    sizes = [len({site for run in converted.runs for site in run.block.sites})]
-    assert sizes == [sum(len(run.block.sites) for run in converted.runs)], "each in one run"
+    sizes = [len({site for run in converted.regions for site in run.region.sites})]
+    assert sizes == [sum(len(run.region.sites) for run in converted.regions)], "each in one run"
 
 
-def test_border__integers_pass_from_run_to_run_and_round_the_loop(early_exit, monkeypatch):
+def test_boundary__integers_pass_from_run_to_run_and_round_the_loop(early_exit, monkeypatch):
     """What enters the loop, from the branch before and from itself, has one grid; no copies."""
     _, _, converted = early_exit
-    first, _, again, _ = converted.runs
+    first, _, again, _ = converted.regions
     assert first.outputs[0] is again.inputs[0] is again.outputs[0] is not None
     given, made = [], []
-    call = type(RunPlayer(first, None).module).call
+    call = type(RegionPlayer(first, None).module).call
 
     def watch(self, inputs):
         outputs = call(self, inputs)
@@ -180,15 +180,15 @@ def test_border__integers_pass_from_run_to_run_and_round_the_loop(early_exit, mo
     assert all(each in made for each in passed)
 
 
-def test_border__what_is_read_in_float_is_not_rounded_for_it(early_exit, monkeypatch):
+def test_boundary__what_is_read_in_float_is_not_rounded_for_it(early_exit, monkeypatch):
     """Values that shrink from pass to pass cross on one grid, that of the largest. Conditions and
-    heads read them as exactly as without a border: the same decisions, each answer as good.
+    heads read them as exactly as without a boundary: the same decisions, each answer as good.
     """
     model, prepared, converted = early_exit
-    assert [run.exact for run in converted.runs] == [(0,), (), (0,), ()]
-    assert converted.runs[2].inputs[0] is converted.runs[0].outputs[0] is not None
+    assert [run.exact for run in converted.regions] == [(0,), (), (0,), ()]
+    assert converted.regions[2].inputs[0] is converted.regions[0].outputs[0] is not None
     monkeypatch.setattr(
-        "relayquant.torch.define_by_run.regions.choose_borders", lambda *arguments: []
+        "relayquant.torch.define_by_run.quantized_regions.choose_boundaries", lambda *arguments: []
     )
     apart = rq.torch.convert(prepared)
     test = draw_images(15, 1)
@@ -212,17 +212,17 @@ class Chained(nn.Module):
         return x
 
 
-def test_border__what_is_read_as_integers_alone_is_given_so():
+def test_boundary__what_is_read_as_integers_alone_is_given_so():
     model = seed(Chained)
     images = [torch.randn(1, 4, 6, 6) for _ in range(4)]
     prepared = rq.torch.prepare(model, (images[0], torch.ones(2)), effort="fast")
     for image in images[1:]:
         prepared(image, torch.ones(2))
     converted = rq.torch.convert(prepared)
-    first, second, last = converted.runs
+    first, second, last = converted.regions
     assert first.outputs[0] is second.inputs[0] is not None
     assert second.outputs[0] is last.inputs[0] is not None
-    assert [run.exact for run in converted.runs] == [(), (), ()]
+    assert [run.exact for run in converted.regions] == [(), (), ()]
     assert last.outputs == (None,)
     with torch.no_grad():
         want = model(images[0], torch.ones(2))
@@ -307,8 +307,8 @@ def test_gru_loop__as_good_as_the_cell_by_hand(writer):
 
 def test_gru_loop__one_run_whatever_the_length(writer):
     model, converted = writer
-    (run,) = converted.runs
-    assert [site.operator for site in run.block.sites][-2:] == ["gru_cell", "linear"]
+    (run,) = converted.regions
+    assert [site.operator for site in run.region.sites][-2:] == ["gru_cell", "linear"]
     long = torch.ones(40, dtype=torch.int64)
     (expected,) = run_float(model, [long])
     assert converted(long).shape == expected.shape
@@ -674,8 +674,8 @@ def test_aliases__of_a_tensor_that_is_returned_as_it_is_stay_in_the_run():
         return (LAYER(z), y) if x.sum() < 1e6 else x
 
     converted = rq.torch.convert(calibrate(run, [UP, DOWN]))
-    first = converted.runs[0]
-    assert [site.operator for site in first.block.sites][:4] == [
+    first = converted.regions[0]
+    assert [site.operator for site in first.region.sites][:4] == [
         "linear", "contiguous", "dropout", "relu_",
     ]  # fmt: skip
     with torch.no_grad():
@@ -816,7 +816,7 @@ def test_refused_operator__stays_in_pytorch_and_cuts_the_run():
     prepared = rq.torch.prepare(run, (UP,), effort="fast")
     prepared(DOWN)
     converted = rq.torch.convert(prepared)
-    assert len(converted.runs) == 2
+    assert len(converted.regions) == 2
     (row,) = [row for row in converted.ledger.rows if "bessel" in row.op]
     assert "Not supported" in row.reason
     assert row.advice
@@ -867,7 +867,7 @@ def test_arguments__number_of_another_type_is_named():
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8"])
 def test_quantize_tensor__bits_of_the_operator(dtype):
-    """At a border, in PyTorch, what `qnn.quantize` computes: also at ties and beyond the range."""
+    """At a boundary, in PyTorch, what `qnn.quantize` computes; also ties and beyond the range."""
     from relayquant.base.qtypes import QParams
     from relayquant.ir.reference.qnn import quantize
 

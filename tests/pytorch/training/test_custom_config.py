@@ -547,7 +547,7 @@ def test_set_input_quantized_indexes__of_code_that_runs():
     ]  # fmt: skip
     taken, given = ledger.inputs[0], ledger.outputs[0]
     _, floats = prepare_all("prepare", net, data, None)
-    first = [run.inputs[0] for run in converted.runs]
+    first = [run.inputs[0] for run in converted.regions]
     assert len(first) == 3
     assert all(grid is not None and grid.dtype == "uint8" for grid in first)
     for batch in data:
@@ -581,7 +581,7 @@ def test_set_output_quantized_indexes__of_code_that_runs_in_another_dtype():
     whole = rq.torch.quantize(net.c, (data[0],), data, backend=rq.GENERIC, **given)
     for ledger in (converted.ledger, rq.ledger(whole)):
         assert ledger.inputs[0].dtype == ledger.outputs[0].dtype == "uint8"
-    assert converted.runs[0].inputs[0].dtype == "int8"
+    assert converted.regions[0].inputs[0].dtype == "int8"
     taken, given = converted.ledger.inputs[0], converted.ledger.outputs[0]
     integers = torch.quantize_per_tensor(
         data[0], taken.scale[0], taken.zero_point[0], torch.quint8

@@ -1,0 +1,354 @@
+"""Define-by-run, convert: regions of recorded operators -> integer modules, compiled.
+
+Each region goes through the one pipeline, `relayquant.quantize`, on what came to its inputs during
+calibration; that is computed by running the tapes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch  # pyright: ignore[reportMissingImports]
+import tvm
+from tvm import relax
+
+from relayquant.base.qtypes import QParams
+from relayquant.config import QConfigMapping
+from relayquant.config.mapping import Selector
+from relayquant.config.observers import Observer
+from relayquant.errors import ConfigError, ModelError
+from relayquant.flow.pipeline import prepare_model
+from relayquant.flow.quantizer import quantize
+from relayquant.flow.settings import PrepareSettings, QuantizeSettings
+from relayquant.ir.dialect import qnn
+from relayquant.ir.ledger import Ledger, LedgerRow, ledger_attrs, read_ledger
+from relayquant.ir.plan import Support
+from relayquant.ir.rewrite import Emitter, Graph, rewrite_main
+from relayquant.ir.rewrite.graph import iterate_results, result_expr
+from relayquant.stages.compilation import compile
+from relayquant.stages.prepared import PreparedModel
+from relayquant.torch.define_by_run.boundaries import (
+    OUTSIDE,
+    Boundary,
+    Port,
+    choose_boundaries,
+    find_float_reads,
+    find_joins,
+    name_ports,
+)
+from relayquant.torch.define_by_run.call_sites import CallSite
+from relayquant.torch.define_by_run.graphs import build_graph, find_refused
+from relayquant.torch.define_by_run.interface import ModelInterface, find_interface
+from relayquant.torch.define_by_run.regions import Input, Region, find_regions
+from relayquant.torch.define_by_run.tape import ModelConstants, Tape, TapeStep, TensorFile, replay
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedRegion:
+    """A region as an integer module.
+
+    Attributes:
+        region: The operators it stands for.
+        mod: The integer module; its ledger says what was quantized.
+        executable: It, compiled for this machine.
+        inputs, outputs: Their grids; None for those in float, and for those that are no floats.
+        exact: Numbers of the outputs on a grid that the module gives in float, and again, behind
+            all outputs and in this order, as integers.
+    """
+
+    region: Region
+    mod: tvm.IRModule
+    executable: Any
+    inputs: tuple[QParams | None, ...]
+    outputs: tuple[QParams | None, ...]
+    exact: tuple[int, ...] = ()
+
+
+class RegionData:
+    """What came to the inputs of each region, on disk."""
+
+    def __init__(
+        self,
+        tapes: Sequence[Tape],
+        regions: Sequence[Region],
+        constants: ModelConstants,
+        file: TensorFile,
+    ) -> None:
+        self._file = TensorFile()
+        #: of each region and pass: number of the input -> its number in the file
+        self._rows = [[dict[int, int]() for _ in region.passes] for region in regions]
+        wanted: dict[tuple[int, int], tuple[int, int, int]] = {}  # (tape, step) -> run, pass, step
+        for b, region in enumerate(regions):
+            for p, each in enumerate(region.passes):
+                wanted.update(((each.tape, i), (b, p, k)) for k, i in enumerate(each.steps))
+        for t, tape in enumerate(tapes):
+
+            def observe(i: int, _: TapeStep, tensors: list[torch.Tensor], t: int = t) -> None:
+                if (t, i) not in wanted:
+                    return
+                b, p, k = wanted[t, i]
+                row = self._rows[b][p]
+                for tensor, source in zip(tensors, regions[b].steps[k].sources, strict=True):
+                    if isinstance(source, Input) and source.number not in row:
+                        row[source.number] = self._file.append(tensor)
+
+            replay(tape, constants, file, observe)
+
+    def read_port(self, port: Port) -> Iterator[np.ndarray]:
+        """All arrays that came to one input of a region, but for empty ones."""
+        for row in self._rows[port.region]:
+            array = self._file.read(row[port.number]).numpy()
+            if array.size:
+                yield array
+
+    def iterate(self, region: int) -> Iterator[tuple[np.ndarray, ...]]:
+        """The inputs of each pass of a region; those of no element, as of an empty batch, say
+        nothing, unless there are no others.
+        """
+        is_empty = True
+        for row in self._rows[region]:
+            arrays = tuple(self._file.read(row[number]).numpy() for number in range(len(row)))
+            if all(array.size for array in arrays):
+                is_empty = False
+                yield arrays
+        if is_empty:
+            yield tuple(tensor.numpy() for tensor in self.example(region))
+
+    def example(self, region: int) -> list[torch.Tensor]:
+        """The inputs of the first pass."""
+        row = self._rows[region][0]
+        return [self._file.read(row[number]) for number in range(len(row))]
+
+
+def quantize_regions(
+    tapes: Sequence[Tape], constants: ModelConstants, file: TensorFile, settings: QuantizeSettings
+) -> tuple[list[QuantizedRegion], ModelInterface]:
+    """The regions of all tapes that hold something to quantize; and what the model takes and gives.
+
+    What stays in PyTorch has the reason at its site.
+
+    Raises:
+        ConfigError: a line of the mapping decides for no operator of any region; or an input or
+            output of the model cannot be integers.
+    """
+    inputs, outputs = (
+        {int(k): dtype for k, dtype in (asked or {}).items()}
+        for asked in (settings.input_dtypes, settings.output_dtypes)
+    )
+    regions, graphs, data = build_graphs(tapes, constants, file)
+    mapping = settings.qconfig_mapping
+    if mapping is not None:
+        rules = tuple(replace(rule, optional=True) for rule in mapping.rules)
+        settings = replace(settings, qconfig_mapping=QConfigMapping(rules))
+
+    def plan_region(mod: tvm.IRModule, output_dtypes: Mapping[int, str]) -> PreparedModel:
+        quiet = PrepareSettings(effort=settings.level, output_dtypes=output_dtypes or None)
+        backend = settings.backend
+        return prepare_model(mod, None, None, settings.qconfig_mapping, backend, quiet)
+
+    plans = {number: plan_region(mod, {}) for number, mod in graphs.items()}
+    for number, prepared in plans.items():
+        if not any(operator.quantized for operator in prepared.plan.operators):
+            reasons = {op.reason: op.advice for op in prepared.plan.operators if op.reason}
+            reason, advice = next(iter(reasons.items()), ("it is not quantized", ""))
+            for site in regions[number].sites:
+                site.reason, site.advice = site.reason or reason, site.advice or advice
+            del graphs[number]
+    observer = settings.calibration if isinstance(settings.calibration, Observer) else None
+
+    def read_port(port: Port) -> Iterator[np.ndarray]:
+        if port.region != OUTSIDE:
+            yield from data.read_port(port)
+            return
+        for tape in tapes:  # what the model has returned
+            array = file.read(tape.given[port.number]).numpy()
+            if array.size:
+                yield array
+
+    joins = find_joins(tapes, regions, inputs, outputs)
+    floats = find_float_reads(tapes, regions, outputs)
+    dtype = settings.backend.default_qconfig.activation.spec.dtype
+    boundaries = choose_boundaries(joins, graphs, plan_region, observer, read_port, floats, dtype)
+    interface = find_interface(tapes, regions, graphs, boundaries, file, inputs, outputs)
+    quantized = [
+        quantize_region(number, regions[number], mod, plans[number], boundaries, data, settings)
+        for number, mod in graphs.items()
+    ]
+    if mapping is not None:
+        check_rules(mapping, plans.values())
+    return quantized, interface
+
+
+def build_graphs(
+    tapes: Sequence[Tape], constants: ModelConstants, file: TensorFile
+) -> tuple[list[Region], dict[int, tvm.IRModule], RegionData]:
+    """The regions, the Relax module of each by its number, and their data."""
+    eager: set[CallSite] = set()
+    known: dict[tuple[CallSite, ...], tuple[tuple[int, ...], tvm.IRModule]] = {}
+    while True:
+        regions = find_regions(tapes, eager)
+        data = RegionData(tapes, regions, constants, file)
+        graphs: dict[int, tvm.IRModule] = {}
+        is_refused = False
+        for b, region in enumerate(regions):
+            outputs, mod = known.get(region.sites, ((), None))
+            if mod is None or outputs != region.outputs:
+                shapes = [form.shape for form in region.inputs]
+                try:
+                    mod = build_graph(
+                        region.steps, region.outputs, constants, data.example(b), shapes
+                    )
+                except ModelError as error:
+                    refuse_region(region, constants, data.example(b), error, eager)
+                    is_refused = True
+                    continue
+                known[region.sites] = region.outputs, mod
+            graphs[b] = mod
+        if not is_refused:
+            return regions, graphs, data
+
+
+def refuse_region(
+    region: Region,
+    constants: ModelConstants,
+    inputs: Sequence[torch.Tensor],
+    error: ModelError,
+    eager: set[CallSite],
+) -> None:
+    """No graph takes a region: its operators that no graph takes alone stay in PyTorch; all of them
+    where there is none such.
+    """
+    found = find_refused(region, constants, inputs)
+    for i, site in enumerate(region.sites):
+        if i in found or not found:
+            site.reason = str(found.get(i, error)).split("\n")[0]
+            site.advice = "Write it with other operators, or leave it in PyTorch."
+            eager.add(site)
+
+
+def quantize_region(
+    number: int,
+    region: Region,
+    mod: tvm.IRModule,
+    prepared: PreparedModel,
+    boundaries: Collection[Boundary],
+    data: RegionData,
+    settings: QuantizeSettings,
+) -> QuantizedRegion:
+    """One region, quantized with the grids of its boundaries and compiled."""
+    inputs, outputs = name_ports(prepared)
+    grids: dict[Port, QParams] = {
+        port: boundary.qparams
+        for boundary in boundaries
+        for port in boundary.ports
+        if port.region == number
+    }
+    exact = sorted(
+        port for boundary in boundaries for port in boundary.exact if port.region == number
+    )
+    planned = {port: qparams for port, qparams in grids.items() if port not in exact}
+    dtypes = {port: qparams.dtype for port, qparams in planned.items()}
+    qmod = quantize(
+        mod,
+        None,
+        lambda: data.iterate(number),
+        qconfig_mapping=settings.qconfig_mapping,
+        backend=settings.backend,
+        effort=settings.effort,
+        calibration=settings.calibration,
+        parameters={
+            (outputs if port.is_output else inputs)[port.number]: qparams
+            for port, qparams in planned.items()
+        },
+        input_dtypes={port.number: d for port, d in dtypes.items() if not port.is_output},
+        output_dtypes={port.number: d for port, d in dtypes.items() if port.is_output},
+    )
+    qmod = add_integer_outputs(qmod, {port.number: grids[port] for port in exact})
+    return QuantizedRegion(
+        region,
+        qmod,
+        compile(qmod),
+        tuple(grids.get(Port(number, False, k)) for k in range(len(region.inputs))),
+        tuple(grids.get(Port(number, True, k)) for k in range(len(region.outputs))),
+        tuple(port.number for port in exact),
+    )
+
+
+def add_integer_outputs(mod: tvm.IRModule, grids: Mapping[int, QParams]) -> tvm.IRModule:
+    """main with further results, behind its own: some of these, by number, on a grid.
+
+    return x -> return (x, quantize(x)), which their ledger tells of.
+    """
+    if not grids:
+        return mod
+    graph, ledger = Graph(mod), read_ledger(mod)
+    results = list(iterate_results(result_expr(graph)))
+    rows = [
+        replace(ledger.outputs[k], requested=grid.dtype).with_qparams(grid)
+        for k, grid in grids.items()
+    ]
+    ledger = replace(ledger, outputs=(*ledger.outputs, *rows))
+
+    def give_both(emitter: Emitter, out: relax.Expr) -> relax.Expr:
+        integers = []
+        for k, grid in grids.items():
+            scale, zero = relax.const(grid.scale, "float32"), relax.const(grid.zero_point, "int32")
+            real = emitter.get(results[k])
+            value = qnn.quantize(real, scale, zero, out_dtype=grid.dtype)
+            integers.append(emitter.emit(value, f"{ledger.outputs[k].name}.boundary"))
+        return relax.Tuple([*map(emitter.get, results), *integers])
+
+    return rewrite_main(
+        mod, lambda e, b: e.get(b.value), result=give_both, attrs=ledger_attrs(ledger)
+    )
+
+
+def check_rules(mapping: QConfigMapping, plans: Collection[PreparedModel]) -> None:
+    """That each line of the mapping decides for an operator of some region.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    operators = [operator for prepared in plans for operator in prepared.plan.operators]
+    used = {operator.rule for operator in operators}
+    for rule in mapping.rules:
+        is_idle = rule.description not in used and not rule.optional
+        if is_idle and rule.kind is not Selector.GLOBAL:
+            names = ", ".join(sorted({operator.name for operator in operators}))
+            raise ConfigError(
+                f"The line {rule.description} of the QConfigMapping decides for no operator that "
+                f"calibration came to. Their names: {names}.",
+                code="RQ103",
+            )
+
+
+def join_ledgers(
+    regions: Sequence[QuantizedRegion], sites: Collection[CallSite], alone: Sequence[Ledger] = ()
+) -> Ledger:
+    """One ledger of all parts: the rows of each region and of each standalone module, and one for
+    each operator in PyTorch.
+    """
+    ledgers = [*(read_ledger(region.mod) for region in regions), *alone]
+    inside = {site for region in regions for site in region.region.sites}
+    rows = [row for ledger in ledgers for row in ledger.rows]
+    for site in sites:
+        if site not in inside:
+            rows.append(
+                LedgerRow(
+                    f"{site.module}.{site.operator}" if site.module else site.operator,
+                    site.operator,
+                    False,
+                    "",
+                    "",
+                    site.reason or "it stays in PyTorch",
+                    site.advice,
+                    sources=(site.place,),
+                    support=Support.PATTERN_UNKNOWN.value,
+                )
+            )
+    if not ledgers:
+        return Ledger(tuple(rows))
+    return replace(ledgers[0], rows=tuple(rows), inputs=(), outputs=(), guard=None)
