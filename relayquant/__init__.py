@@ -78,7 +78,7 @@ if TYPE_CHECKING:
         WorkerError,
     )
     from relayquant.flow.compression import compress_weights
-    from relayquant.flow.equalization.layers import equalize_layers, smooth_activations
+    from relayquant.flow.equalizing import equalize_layers, smooth_activations
     from relayquant.flow.evaluation import accumulator_report, compare, ledger, sensitivity, verify
     from relayquant.flow.quantizer import quantize
     from relayquant.flow.refine.prepared_edit import load_prepared, merge_statistics, save_prepared
@@ -247,7 +247,7 @@ __getattr__, __dir__ = lazy.gather(
             "ModelError QnnError RelayQuantError WorkerError"
         ),
         "relayquant.flow.compression": "compress_weights",
-        "relayquant.flow.equalization.layers": "equalize_layers smooth_activations",
+        "relayquant.flow.equalizing": "equalize_layers smooth_activations",
         "relayquant.flow.evaluation": "accumulator_report compare ledger sensitivity verify",
         "relayquant.flow.quantizer": "quantize",
         "relayquant.flow.refine.prepared_edit": "load_prepared merge_statistics save_prepared",

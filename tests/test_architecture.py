@@ -40,7 +40,7 @@ ROOMS: list[str] = [
     "__main__",
 ]
 #: Each is replaceable alone, so none may know another.
-STAGES = {"preparation", "annotation", "simulation", "calibration", "conversion"}
+STAGES = {"preparation", "equalization", "annotation", "simulation", "calibration", "conversion"}
 
 #: Names that say nothing of what is inside.
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "misc"}

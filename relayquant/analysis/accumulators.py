@@ -16,7 +16,6 @@ import tvm
 from tvm import relax
 from tvm.ir import Call
 
-from relayquant.analysis.verify import expose_values
 from relayquant.base.plain_data import PlainFields
 from relayquant.base.qtypes import INTEGER_LIMITS
 from relayquant.base.runtime import LoadModule
@@ -25,7 +24,7 @@ from relayquant.errors import ModelError, format_count, warn_user
 from relayquant.ir.dialect.accumulator_range import PRODUCTS, bound_sums
 from relayquant.ir.ledger import LedgerRow, read_ledger
 from relayquant.ir.ops.find import find_sum
-from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite import Graph, expose_values
 from relayquant.ir.rewrite.graph import constant_value
 from relayquant.stages.prepared import PreparedModel
 

@@ -16,7 +16,6 @@ import tvm
 
 from relayquant.analysis.error_statistics import ErrorSums
 from relayquant.analysis.outputs import GapSums, Interface, OutputGap
-from relayquant.analysis.verify import expose_values
 from relayquant.base.qtypes import INTEGER_LIMITS
 from relayquant.base.runtime import LoadModule
 from relayquant.base.tables import format_csv, format_html
@@ -24,7 +23,7 @@ from relayquant.codegen.eager import EagerModule
 from relayquant.data import count_samples
 from relayquant.errors import ModelError, format_count
 from relayquant.ir.ledger import Ledger, LedgerRow, read_ledger
-from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite import Graph, expose_values
 from relayquant.ir.rewrite.graph import free_vars, tensor_dtype
 from relayquant.stages.calibration.subgraphs import build_function, collect_ancestors
 from relayquant.stages.preparation import prepare_module

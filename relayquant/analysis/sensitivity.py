@@ -24,7 +24,7 @@ from relayquant.base.tables import format_csv, format_html
 from relayquant.codegen.eager import EagerModule, Recording, Replay
 from relayquant.config import Effort, QConfig, QConfigMapping
 from relayquant.config.mapping import MappingRule, Selector, count_parts
-from relayquant.data import Dataset, count_samples
+from relayquant.data import Dataset, count_samples, take_samples
 from relayquant.errors import ConfigError, DataError, format_count
 from relayquant.ir.plan import OperatorPlan
 from relayquant.stages.annotation.match import find_sites
@@ -177,18 +177,6 @@ def find_groups(operator: OperatorPlan) -> tuple[str, ...]:
     """Keys of the parameters of its operands and its result."""
     keys = [key for _, key in operator.operands]
     return (*keys, operator.output) if operator.output is not None else tuple(keys)
-
-
-def take_samples(data: Dataset, samples: int) -> Dataset:
-    """The first batches that hold at least `samples` samples, or all."""
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-        raise ConfigError(f"samples is {samples!r}; allowed: an integer >= 1.", code="RQ101")
-    batches = found = 0
-    for batch in data:
-        batches, found = batches + 1, found + count_samples(batch)
-        if found >= samples:
-            break
-    return data.head(batches)
 
 
 class Simulation:

@@ -20,7 +20,7 @@ from relayquant.ir.reference import run_values
 from relayquant.ir.reference.frame import Frame
 from relayquant.ir.reference.inputs import bind_inputs
 from relayquant.ir.reference.interpreter import ExecutedBinding, record_value
-from relayquant.ir.rewrite import Graph, rewrite_main
+from relayquant.ir.rewrite import Graph, expose_values
 from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype
 
 #: Larger than the lower quartile by more, values are no terms of the same sums.
@@ -251,20 +251,6 @@ def find_slack(floats: np.ndarray, rtol: float, atol: float) -> np.ndarray:
     some = sizes[sizes > 0]
     most = MOST_TIMES * np.quantile(some, 0.25, method="lower") if some.size else 0.0
     return rtol * sizes + atol * max(min(sizes.max(initial=1), most), 1)
-
-
-def expose_values(mod: tvm.IRModule, names: list[str]) -> tvm.IRModule:
-    """The module with main returning the named values before its own results."""
-    found: dict[str, relax.Expr] = {}
-
-    def visit(emitter, binding: relax.VarBinding) -> relax.Expr:
-        value = emitter.bind(binding.var, emitter.get(binding.value))
-        found[binding.var.name] = value
-        return value
-
-    return rewrite_main(
-        mod, visit, result=lambda emitter, out: relax.Tuple([*(found[n] for n in names), out])
-    )
 
 
 def find_results(graph: Graph) -> Iterator[tuple[str, np.ndarray | None]]:

@@ -6,7 +6,7 @@ batch is checked against the model's inputs before any of it reaches compiled co
 
 from relayquant.data.dataset import Dataset, open_dataset
 from relayquant.data.item import Batch, InputInfo, convert_item, count_samples
-from relayquant.data.sampling import SpreadSample, has_free_batch
+from relayquant.data.sampling import SpreadSample, has_free_batch, take_samples
 
 __all__ = [
     "Batch",
@@ -17,4 +17,5 @@ __all__ = [
     "count_samples",
     "has_free_batch",
     "open_dataset",
+    "take_samples",
 ]

@@ -9,6 +9,7 @@ import numpy as np
 
 from relayquant.data.dataset import Dataset
 from relayquant.data.item import Batch, InputInfo, count_samples
+from relayquant.errors import ConfigError
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,3 +176,15 @@ def has_free_batch(inputs: Sequence[InputInfo]) -> bool:
     """Whether batches may have any size: the first dimension of all inputs has one name."""
     firsts = {info.shape[0] if info.shape else 1 for info in inputs}
     return len(firsts) == 1 and all(isinstance(first, str) for first in firsts)
+
+
+def take_samples(data: Dataset, samples: int) -> Dataset:
+    """The first batches that hold at least `samples` samples, or all."""
+    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+        raise ConfigError(f"samples is {samples!r}; allowed: an integer >= 1.", code="RQ101")
+    batches = found = 0
+    for batch in data:
+        batches, found = batches + 1, found + count_samples(batch)
+        if found >= samples:
+            break
+    return data.head(batches)

@@ -23,11 +23,11 @@ from relayquant.base.events import Callback, CallbackList
 from relayquant.data import open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError
-from relayquant.flow.equalization.cross_layer import add_exponents, read_exponents, scale_layers
 from relayquant.flow.pipeline import measure_sums
 from relayquant.ir.ledger import Ledger, read_ledger
 from relayquant.ir.rewrite.entry import name_main
 from relayquant.stages.compilation import compile, compile_draft
+from relayquant.stages.equalization.cross_layer import add_exponents, read_exponents, scale_layers
 from relayquant.stages.preparation import prepare_module
 from relayquant.stages.prepared import PreparedModel
 

@@ -24,9 +24,6 @@ from relayquant.config.observers.base import NotFiniteError
 from relayquant.data import open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ModelError, format_count
-from relayquant.flow.equalization.cross_layer import read_exponents
-from relayquant.flow.equalization.equalize import equalize
-from relayquant.flow.equalization.layers import equalize_planned, smooth_products
 from relayquant.flow.settings import CalibrateSettings, PrepareSettings, QuantizeSettings
 from relayquant.ir.dialect.legality import Stage, check_stage
 from relayquant.ir.ledger import find_ledger
@@ -58,6 +55,7 @@ from relayquant.stages.effort import (
     describe_choices,
     describe_observers,
 )
+from relayquant.stages.equalization import add_scales, move_scales, read_exponents
 from relayquant.stages.preparation import prepare_module
 from relayquant.stages.preparation.bias import add_planned_biases
 from relayquant.stages.preparation.finite import check_planned
@@ -110,11 +108,9 @@ def prepare_model(
     inputs, outputs = describe_interface(
         canonical, settings.input_dtypes or {}, settings.output_dtypes or {}
     )
-    if dataset is not None:
-        kept = {value.name for value in inputs if value.is_integer}
-        canonical = run("equalize", equalize, canonical, dataset, kept)
-    if settings.model_type is not None:
-        canonical = run("smooth", smooth_products, canonical, dataset, settings.model_type)
+    kept = {value.name for value in inputs if value.is_integer}
+    if dataset is not None or settings.model_type is not None:
+        canonical = run("equalize", add_scales, canonical, dataset, kept, settings.model_type)
 
     def make_plan(module: tvm.IRModule) -> Plan:
         return annotate(
@@ -125,7 +121,7 @@ def prepare_model(
     known = find_known(canonical) if is_quantized else {}
     plan = fix_parameters(canonical, plan, known, settings.parameters, Fixed)
     if level.equalizes_layers and dataset is not None:
-        canonical = run("equalize layers", equalize_planned, canonical, plan, dataset)
+        canonical = run("equalize layers", move_scales, canonical, plan, dataset)
     if level.fit.bias is not BiasCorrection.NONE:
         canonical, plan = add_planned_biases(canonical, plan, mapping, backend, make_plan)
     graph = run("simulate", build_calibration_graph, canonical, plan, backend)

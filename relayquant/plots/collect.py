@@ -41,7 +41,6 @@ from relayquant.analysis.sensitivity import (
     apply_metric,
     find_rounding_operators,
     name_metric,
-    take_samples,
 )
 from relayquant.base.events import CallbackList
 from relayquant.base.qtypes import INTEGER_LIMITS
@@ -49,7 +48,7 @@ from relayquant.base.runtime import Executor, LoadModule, as_tensor, count_cores
 from relayquant.codegen.eager import EagerModule
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.config import BackendConfig, Effort
-from relayquant.data import Dataset, count_samples, open_dataset
+from relayquant.data import Dataset, count_samples, open_dataset, take_samples
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError
 from relayquant.flow.evaluation import align_modules, sensitivity

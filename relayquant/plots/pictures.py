@@ -16,17 +16,16 @@ import numpy as np
 
 from relayquant.analysis import CompareReport
 from relayquant.analysis.latency import Latency
-from relayquant.analysis.sensitivity import SensitivityReport, take_samples
-from relayquant.analysis.verify import expose_values
+from relayquant.analysis.sensitivity import SensitivityReport
 from relayquant.base.arguments import check_arguments
 from relayquant.base.storage.files import write_whole
 from relayquant.codegen.eager import EagerModule
-from relayquant.data import open_dataset
+from relayquant.data import open_dataset, take_samples
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError, MissingDependencyError
 from relayquant.ir.ops.find import match_operator, operand_constant
 from relayquant.ir.plan import GroupPlan
-from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite import Graph, expose_values
 from relayquant.plots.text import LOW_SQNR
 from relayquant.stages.prepared import PreparedModel
 

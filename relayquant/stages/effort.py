@@ -39,7 +39,7 @@ class EffortSettings:
         fit: How weights are rounded and biases corrected.
         order: When parameters are picked.
         equalizes_layers: Whether layers are scaled against one another first, where it is worth
-            it (`flow.equalization`).
+            it (`stages.equalization`).
     """
 
     activation: Observer

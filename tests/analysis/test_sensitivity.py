@@ -14,11 +14,10 @@ from relayquant.analysis.sensitivity import (
     find_rounding_operators,
     join_batches,
     measure_sensitivity,
-    take_samples,
 )
 from relayquant.base.events import CallbackList
 from relayquant.base.runtime import Executor
-from relayquant.data import open_dataset
+from relayquant.data import open_dataset, take_samples
 from relayquant.data.item import describe_inputs
 from relayquant.stages.annotation import annotate
 

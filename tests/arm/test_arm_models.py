@@ -15,10 +15,9 @@ from float_models import Chain, build_model, draw_batches
 from tvm import relax
 
 import relayquant as rq
-from relayquant.analysis.verify import expose_values
 from relayquant.base.runtime import Executor
 from relayquant.demo import load_digits
-from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite import Graph, expose_values
 from relayquant.ir.rewrite.graph import tensor_dtype
 from relayquant.stages.backends import default_backend
 

@@ -8,7 +8,7 @@ from relayquant.ir.rewrite.attributes import check_attributes
 from relayquant.ir.rewrite.graph import Graph
 from relayquant.ir.rewrite.pattern import Match, Matcher, Pattern
 from relayquant.ir.rewrite.rule import Rule, Skip, apply_rules
-from relayquant.ir.rewrite.walker import Emitter, rewrite_main
+from relayquant.ir.rewrite.walker import Emitter, expose_values, rewrite_main
 
 __all__ = [
     "Emitter",
@@ -20,5 +20,6 @@ __all__ = [
     "Skip",
     "apply_rules",
     "check_attributes",
+    "expose_values",
     "rewrite_main",
 ]

@@ -203,3 +203,17 @@ def tidy_module(mod: tvm.IRModule) -> tvm.IRModule:
     mod = passes(mod)
     relax.analysis.well_formed(mod)
     return mod
+
+
+def expose_values(mod: tvm.IRModule, names: list[str]) -> tvm.IRModule:
+    """The module with main returning the named values before its own results."""
+    found: dict[str, relax.Expr] = {}
+
+    def visit(emitter: Emitter, binding: relax.VarBinding) -> relax.Expr:
+        value = emitter.bind(binding.var, emitter.get(binding.value))
+        found[binding.var.name] = value
+        return value
+
+    return rewrite_main(
+        mod, visit, result=lambda emitter, out: relax.Tuple([*(found[n] for n in names), out])
+    )

@@ -10,19 +10,19 @@ from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
-from relayquant.flow.equalization.cross_layer import (
+from relayquant.ir import reference
+from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.graph import constant_value
+from relayquant.stages.equalization.cross_layer import (
     EQUALIZED_ATTR,
     channel_ranges,
     choose_exponents,
-    choose_scales,
+    even_ranges,
     find_between,
     read_exponents,
     record_exponents,
     scale_layers,
 )
-from relayquant.ir import reference
-from relayquant.ir.rewrite import Graph
-from relayquant.ir.rewrite.graph import constant_value
 
 RNG = np.random.default_rng(3)
 SPREAD = np.geomspace(0.01, 10, 6).astype("float32").reshape(6, 1, 1, 1)
@@ -112,8 +112,8 @@ def test_equalize_layers__a_clip_from_below_is_declined() -> None:
     assert "at -1 and 1" in declined["depthwise"]
 
 
-def test_choose_scales__square_root_of_the_ratio_as_a_power_of_two() -> None:
-    scales = choose_scales(np.array([16.0, 1.0, 0.0, 3.0, 5.0]), np.array([1.0, 64.0, 2.0, 1.0, 0]))
+def test_even_ranges__square_root_of_the_ratio_as_a_power_of_two() -> None:
+    scales = even_ranges(np.array([16.0, 1.0, 0.0, 3.0, 5.0]), np.array([1.0, 64.0, 2.0, 1.0, 0]))
     np.testing.assert_array_equal(scales, np.float32([4, 0.125, 1, 1, 1]))
 
 

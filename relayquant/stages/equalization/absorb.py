@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 from tvm import relax
 
-from relayquant.flow.equalization.cross_layer import Declined
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import constant_value, tensor_shape
+from relayquant.stages.equalization.channels import MATMUL
+from relayquant.stages.equalization.cross_layer import Declined
 
-MATMUL = "relax.matmul"
 #: elements of an array of channels behind a reshape, at most
 MAX_CHANNELS = 1 << 20
 

@@ -1,4 +1,4 @@
-"""Optional last step of prepare: channels that a matrix product sums over are scaled, so that the
+"""Equalize, before the plan: channels that a matrix product sums over are scaled, so that the
 activations, which have one scale per tensor, spread less.
 
 matmul(layer_norm(x, g, b), w) -> matmul(layer_norm(x, g / s, b / s), s * w)
@@ -37,12 +37,19 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.errors import ConfigError
-from relayquant.flow.equalization.absorb import MATMUL, Channels, Edit, absorb
-from relayquant.flow.equalization.cross_layer import Declined
-from relayquant.flow.equalization.equalize import STEPS, ChannelStatistics, estimate_noise
 from relayquant.ir import reference
 from relayquant.ir.rewrite import Emitter, Graph, rewrite_main
 from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_shape
+from relayquant.stages.equalization.absorb import Channels, Edit, absorb
+from relayquant.stages.equalization.channels import (
+    MATMUL,
+    STEPS,
+    ChannelStatistics,
+    divide_range,
+    estimate_noise,
+    find_products,
+)
+from relayquant.stages.equalization.cross_layer import Declined
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,10 +157,7 @@ def choose_scales(left: np.ndarray, right: np.ndarray, alpha: float) -> np.ndarr
 
     left, right: Largest magnitude of each channel of both factors, (C,).
     """
-    usable = (left > 0) & (right > 0)
-    left, right = np.where(usable, left, 1.0), np.where(usable, right, 1.0)
-    exponent = alpha * np.log2(left) - (1 - alpha) * np.log2(right)
-    return np.where(usable, np.exp2(np.rint(exponent)), 1.0)
+    return np.exp2(np.rint(divide_range(left, right, alpha)))
 
 
 def estimate_product_noise(left: ChannelStatistics, right: ChannelStatistics) -> float:
@@ -241,7 +245,7 @@ def find_sites(
     and those whose cannot; with `inserts` those that a multiplication has to scale, too, which are
     all unless `absorbs`.
 
-    Inputs of the model are left out: `equalize_inputs` scales them.
+    Inputs of the model are left out: `inputs` scales them.
     """
     sites, declined = [], []
     for binding in graph.bindings:
@@ -290,11 +294,6 @@ def find_inserted_site(graph: Graph, left: relax.Var) -> SmoothingSite | None:
     return SmoothingSite(left, channels, (), edit_weights(products, channels))
 
 
-def find_products(graph: Graph, left: relax.Var) -> list[relax.Var]:
-    """Products of `left` with constant float32 matrices."""
-    return [user for user in graph.users[left] if is_weighted_product(graph, user, left)]
-
-
 def edit_weights(products: Iterable[relax.Var], channels: Channels) -> tuple[Edit, ...]:
     """The weights of products, whose rows are the channels of their data."""
     rows = np.arange(channels.size).reshape(-1, 1)
@@ -337,14 +336,6 @@ def find_product_site(graph: Graph, product: relax.Var) -> SmoothingSite | Decli
             return found
         edits.append(found)
     return SmoothingSite(left, channels[0], edits[0], edits[1], right, channels[1])
-
-
-def is_weighted_product(graph: Graph, user: relax.Var, left: relax.Var) -> bool:
-    """Whether `user` is a product of `left` with a constant float32 matrix."""
-    if graph.op_name(user) != MATMUL or not graph.values[user].args[0].same_as(left):
-        return False
-    weight = constant_value(graph.values[user].args[1])
-    return weight is not None and weight.ndim == 2 and weight.dtype == np.float32
 
 
 def number_channels(shape: tuple[int | str, ...], axes: tuple[int, ...]) -> Channels | None:

@@ -10,15 +10,15 @@ from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
-from relayquant.flow.equalization.cross_layer import (
+from relayquant.ir import reference
+from relayquant.stages.equalization.cross_layer import (
     add_exponents,
     choose_exponents,
-    estimate_noise,
+    find_noise_ratio,
     read_exponents,
     record_exponents,
     scale_layers,
 )
-from relayquant.ir import reference
 
 RNG = np.random.default_rng(5)
 SPREAD = np.geomspace(0.004, 2, 8).astype("float32").reshape(8, 1, 1, 1)
@@ -81,8 +81,8 @@ def test_best__what_is_not_worth_it_is_left_alone() -> None:
     assert not read_exponents(prepared.mod)
 
 
-def test_estimate_noise__largest_over_mean_square() -> None:
-    assert estimate_noise(np.float32([[3, -4], [0, 5]])) == pytest.approx(25 / 12.5)
+def test_find_noise_ratio__largest_over_mean_square() -> None:
+    assert find_noise_ratio(np.float32([[3, -4], [0, 5]])) == pytest.approx(25 / 12.5)
 
 
 @pytest.mark.parametrize("effort", ["balanced", "best"])

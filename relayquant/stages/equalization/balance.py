@@ -1,4 +1,4 @@
-"""Optional last step of prepare: channels between two layers whose weights have a scale per channel
+"""Equalize, after the plan: channels between two layers whose weights have a scale per channel
 are scaled so that one scale serves the values between them.
 
 linear(relu(linear(x, w1) + b1), w2) -> linear(relu(linear(x, w1 / s) + b1 / s), s * w2), as in
@@ -7,7 +7,7 @@ those of a depthwise w2 too; but the value between the layers has one scale, whi
 of a hundredth of the range one bit. Its own range r would be the best s, were it not that other
 layers pay for it with the resolution of w2. So s = r^a / (range of w2)^(1 - a), SmoothQuant's
 (https://arxiv.org/abs/2211.10438, equation 4), with the a at which the noise of both together, by
-`equalize.estimate_noise` and what samples show of the channels, is least.
+`channels.estimate_noise` and what samples show of the channels, is least.
 
 Measured on a convolution, a depthwise and another one with relu between them, the ranges of whose
 channels lie between e^-3 and e^3: the outputs go from 6 to 32 dB. MobileNet 0.75, ResNet-20 and
@@ -21,7 +21,13 @@ from collections.abc import Collection, Mapping
 import numpy as np
 import tvm
 
-from relayquant.flow.equalization.cross_layer import (
+from relayquant.ir.rewrite import Graph
+from relayquant.stages.equalization.channels import (
+    ChannelStatistics,
+    divide_range,
+    estimate_noise,
+)
+from relayquant.stages.equalization.cross_layer import (
     MOST_OCTAVES,
     Exponents,
     LayerPair,
@@ -29,8 +35,6 @@ from relayquant.flow.equalization.cross_layer import (
     find_pairs,
     read_constants,
 )
-from relayquant.flow.equalization.equalize import ChannelStatistics, estimate_noise
-from relayquant.ir.rewrite import Graph
 
 #: the powers a that are tried
 POWERS = (0.5, 0.75, 1.0)
@@ -98,21 +102,19 @@ def balance_pair(
     if not before / VARIANCE > NOTABLE_NOISE * signal:
         return still
     ranges = np.abs(rows).max(axis=(1, 3)).reshape(-1)
-    tried = [choose_exponents(seen.largest, ranges, power, limits) for power in POWERS]
+    tried = [share_range(seen.largest, ranges, power, limits) for power in POWERS]
     best = min(tried, key=noise)
     return best if before > WORTHWHILE_GAIN * noise(best) else still
 
 
-def choose_exponents(
+def share_range(
     largest: np.ndarray, ranges: np.ndarray, power: float, limits: tuple[np.ndarray, np.ndarray]
 ) -> np.ndarray:
     """log2 of largest^power / ranges^(1 - power) per channel, rounded, around their median; 0 where
     one of them is 0.
     """
     usable = (largest > 0) & (ranges > 0)
-    logs = np.zeros(len(largest))
-    values, weights = np.log2(largest[usable]), np.log2(ranges[usable])
-    logs[usable] = power * values - (1 - power) * weights
+    logs = divide_range(largest, ranges, power)
     logs[usable] -= np.median(logs[usable]) if usable.any() else 0.0
     low, high = limits
     most = np.clip(np.rint(logs), -MOST_OCTAVES, MOST_OCTAVES)

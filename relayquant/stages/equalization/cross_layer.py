@@ -1,4 +1,4 @@
-"""Optional last step of prepare: channels between two layers are scaled so that both use their
+"""Equalize, after the plan: channels between two layers are scaled so that both use their
 range alike.
 
 linear(relu(linear(x, w1) + b1), w2) -> linear(relu(linear(x, w1 / s) + b1 / s), s * w2), with one
@@ -17,7 +17,7 @@ same on that data.
 Measured with one scale per weight and `effort="best"`: the logits of MobileNet 0.75, whose dead
 channels have the largest weights, go from 15.1 to 17.2 dB, and from 94 % to 97 % agreement with
 float (15.9 to 17.6 dB and 93 % to 95 % when calibrated on other images). A DS-CNN without such
-channels would go from 31.3 to 29.6 dB, hence `is_worthwhile`.
+channels would go from 31.3 to 29.6 dB, hence `is_clear_gain`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from tvm.ir import Call
 from relayquant.errors import ModelError
 from relayquant.ir.rewrite import Emitter, Graph, rewrite_main
 from relayquant.ir.rewrite.graph import constant_value, tensor_shape
+from relayquant.stages.equalization.channels import MATMUL
 
-MATMUL, ADD = "relax.matmul", "relax.add"
+ADD = "relax.add"
 TRANSPOSED = frozenset({"relax.nn.conv1d_transpose", "relax.nn.conv2d_transpose"})
 LAYERS = frozenset({MATMUL, "relax.nn.conv1d", "relax.nn.conv2d", *TRANSPOSED})
 POOLS = frozenset({"relax.nn.max_pool2d", "relax.nn.avg_pool2d"})
@@ -144,7 +145,7 @@ def choose_exponents(
     for _ in range(SWEEPS):
         changed = False
         for pair, (low, high), done in zip(pairs, limits, exponents, strict=True):
-            scales = choose_scales(
+            scales = even_ranges(
                 channel_ranges(arrays[pair.first], pair.first_axis),
                 np.abs(pair.reads.split(arrays[pair.second])).max(axis=(1, 3)).reshape(-1),
             )
@@ -182,7 +183,7 @@ def scale_layers(mod: tvm.IRModule, exponents: Exponents) -> tvm.IRModule:
     return rewrite_main(mod, visit)
 
 
-def is_worthwhile(before: tvm.IRModule, after: tvm.IRModule) -> bool:
+def is_clear_gain(before: tvm.IRModule, after: tvm.IRModule) -> bool:
     """Whether the weights of a prepared module lose clearly less to one scale each after scaling.
 
     The noise of rounding with one scale is largest^2 / mean square of the weights, up to a factor.
@@ -190,7 +191,7 @@ def is_worthwhile(before: tvm.IRModule, after: tvm.IRModule) -> bool:
     """
     old, new = (list_weights(mod) for mod in (before, after))
     gains = [
-        10 * np.log10(estimate_noise(weight) / estimate_noise(new[name]))
+        10 * np.log10(find_noise_ratio(weight) / find_noise_ratio(new[name]))
         for name, weight in old.items()
         if weight.any() and not np.array_equal(weight, new[name])
     ]
@@ -204,7 +205,7 @@ def list_weights(mod: tvm.IRModule) -> dict[str, np.ndarray]:
     return {name: weight for name, weight in found.items() if weight is not None}
 
 
-def estimate_noise(weight: np.ndarray) -> float:
+def find_noise_ratio(weight: np.ndarray) -> float:
     """Noise to signal ratio of rounding with one scale, up to a factor; the weight is not 0."""
     wide = weight.astype("float64")
     return float(np.abs(wide).max() ** 2 / np.square(wide).mean())
@@ -403,7 +404,7 @@ def scale_pair(pair: LayerPair, arrays: dict[relax.Var, np.ndarray], exponents: 
         arrays[pair.bias] = bias / scales.reshape(bias.shape)
 
 
-def choose_scales(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+def even_ranges(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """Power of two next to sqrt(r1 / r2) for each channel, float32; 1 where a range is 0."""
     usable = (first > 0) & (second > 0)
     ratio = np.where(usable, first, 1.0) / np.where(usable, second, 1.0)

@@ -1,33 +1,32 @@
-"""Before the data flow, if asked for: float module -> the same function, easier to quantize. And
-between annotate and simulate: what a level of effort does of it.
+"""Equalize: float module + data -> the same function with channels that are easier to quantize.
+
+Two steps. What adds operators, `add_scales`, comes before the plan, which speaks of them. What
+moves factors between constants, `move_scales`, comes after it: the plan says which weights have one
+scale, and which values have parameters that must stay right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tvm
 
-from relayquant.analysis.sensitivity import take_samples
-from relayquant.analysis.verify import expose_values
-from relayquant.base.arguments import check_arguments
 from relayquant.codegen.eager import EagerModule
 from relayquant.config import ModelType
 from relayquant.config.model_type import MODEL_TYPES
 from relayquant.config.observers import Fixed
-from relayquant.data import Batch, SpreadSample, count_samples, open_dataset
+from relayquant.data import Batch, SpreadSample, count_samples, open_dataset, take_samples
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError
-from relayquant.flow.equalization import cross_layer, smooth
-from relayquant.flow.equalization import cross_layer_per_channel as balance
-from relayquant.flow.equalization.cross_layer import Declined, Exponents, LayerPair
-from relayquant.flow.equalization.equalize import measure_channels
 from relayquant.ir.dialect.cost import count_macs
 from relayquant.ir.plan import Plan
-from relayquant.ir.rewrite import Graph
-from relayquant.stages.preparation import prepare_module
+from relayquant.ir.rewrite import Graph, expose_values
+from relayquant.stages.equalization import balance, cross_layer, smooth
+from relayquant.stages.equalization.channels import measure_channels
+from relayquant.stages.equalization.cross_layer import Exponents, LayerPair
+from relayquant.stages.equalization.inputs import scale_inputs
 
 #: samples that tell whether equalizing is worth it, at least and at most, and multiply-adds of the
 #: float model that are spent on them
@@ -38,25 +37,48 @@ SAMPLE_WORK = 2e9
 SMOOTHING_SAMPLES = 32
 
 
-@check_arguments
-def equalize_layers(
-    mod: tvm.IRModule, params: Mapping[str, Any] | None = None
-) -> tuple[tvm.IRModule, tuple[Declined, ...]]:
-    """The same float function with the channels between its layers scaled (cross-layer
-    equalization), to be quantized in place of `mod`; and the values that had to stay, with reasons.
-
-    The ranges of weights are made alike, which is best for weights with one scale per tensor, and
-    helps weights with a scale per channel where values between the layers, which always have one
-    scale, have channels of very different ranges. `quantize` does what is worth it by itself, by
-    the ranges that values have on data, except with effort "fast".
+def add_scales(
+    canonical: tvm.IRModule,
+    dataset: Any,
+    kept: Collection[str] = (),
+    model_type: ModelType | None = None,
+) -> tvm.IRModule:
+    """The prepared module with multiplications by one power of two for each channel before its
+    products: of its inputs, where that is worth it, but not of those `kept`; and of all that
+    products with weights read, where a model of this type needs it.
 
     Raises:
-        ModelError: the model is not one this package can work with.
+        ConfigError: there is a type and no data.
+        DataError: the data does not fit the model.
     """
-    return cross_layer.equalize_layers(prepare_module(mod, params))
+    if dataset is not None:
+        canonical = scale_inputs(canonical, dataset, kept)
+    if model_type is not None:
+        canonical = smooth_products(canonical, dataset, model_type)
+    return canonical
 
 
-def equalize_planned(canonical: tvm.IRModule, plan: Plan, dataset: Any) -> tvm.IRModule:
+def smooth_products(canonical: tvm.IRModule, dataset: Any, model_type: ModelType) -> tvm.IRModule:
+    """The prepared module with what products with weights read multiplied before them, as a model
+    of this type needs it. All other values stay as they are: parameters that are fixed stay right,
+    and a comparison with the float model finds the same values.
+
+    Raises:
+        ConfigError: there is no data.
+        DataError: the data does not fit the model.
+    """
+    if dataset is None:
+        raise ConfigError(
+            f"model_type={model_type}: data is measured by channel, so dataset=None does not go "
+            "with it. Pass some samples, or leave model_type out.",
+            code="RQ102",
+        )
+    batches = take_samples(open_dataset(dataset, describe_inputs(canonical)), SMOOTHING_SAMPLES)
+    alpha = MODEL_TYPES[model_type].alpha
+    return smooth.smooth_activations(canonical, batches, alpha, absorbs=False, inserts=True)[0]
+
+
+def move_scales(canonical: tvm.IRModule, plan: Plan, dataset: Any) -> tvm.IRModule:
     """The prepared module with the channels between its layers scaled where that is worth it, for
     weights with one scale (`cross_layer`) and with a scale per channel (`balance`).
 
@@ -115,7 +137,7 @@ def equalize_ranges(
     layers = {pair.first.name for pair in pairs}
     exponents = cross_layer.choose_exponents(canonical, peaks, layers)
     scaled = cross_layer.scale_layers(canonical, exponents)
-    if not cross_layer.is_worthwhile(canonical, scaled):
+    if not cross_layer.is_clear_gain(canonical, scaled):
         return canonical
     return scale_and_record(canonical, exponents)
 
@@ -171,60 +193,3 @@ def run_values(
         results = values.run("main", [batch[name] for name in params])
         found = zip(axes.items(), results, strict=False)
         yield {name: np.moveaxis(array, axis, -1) for (name, axis), array in found}
-
-
-def smooth_products(canonical: tvm.IRModule, dataset: Any, model_type: ModelType) -> tvm.IRModule:
-    """The prepared module with what products with weights read multiplied before them, as a model
-    of this type needs it. All other values stay as they are: parameters that are fixed stay right,
-    and a comparison with the float model finds the same values.
-
-    Raises:
-        ConfigError: there is no data.
-        DataError: the data does not fit the model.
-    """
-    if dataset is None:
-        raise ConfigError(
-            f"model_type={model_type}: data is measured by channel, so dataset=None does not go "
-            "with it. Pass some samples, or leave model_type out.",
-            code="RQ102",
-        )
-    batches = take_samples(open_dataset(dataset, describe_inputs(canonical)), SMOOTHING_SAMPLES)
-    alpha = MODEL_TYPES[model_type].alpha
-    return smooth.smooth_activations(canonical, batches, alpha, absorbs=False, inserts=True)[0]
-
-
-@check_arguments
-def smooth_activations(
-    mod: tvm.IRModule,
-    params: Mapping[str, Any] | None,
-    dataset: Any,
-    *,
-    alpha: float = 0.5,
-    samples: int = SMOOTHING_SAMPLES,
-    inserts: bool = False,
-) -> tuple[tvm.IRModule, tuple[Declined, ...]]:
-    """The same float function, to be quantized in place of `mod`, with part of what makes the
-    activations of matrix products hard to quantize moved into their weights (SmoothQuant); and the
-    values that had to stay, with reasons.
-
-    For transformers with a few channels far larger than the rest. Constants before the product take
-    the inverse scales: no operator is added, unless `inserts`.
-
-    Args:
-        mod, params, dataset: As for `quantize`.
-        alpha: How much goes to the weights, 0 to 1; 0.5 is the paper's.
-        samples: Ranges by channel are those of the first samples, about so many; run in numpy.
-        inserts: Values that no constant takes the scales for, as those that a residual sum reads
-            too, are multiplied before their products ("<name>.smooth"). Leave other operators than
-            products in float then, `QConfigMapping().set_object_type("relax.matmul", qconfig)`, or
-            the multiplication reads what is rounded already. `quantize` does both with
-            `model_type=ModelType.TRANSFORMER`.
-
-    Raises:
-        ModelError: the model is not one this package can work with.
-        DataError: the data does not fit the model.
-        ConfigError: alpha or samples is out of range.
-    """
-    canonical = prepare_module(mod, params)
-    batches = take_samples(open_dataset(dataset, describe_inputs(canonical)), samples)
-    return smooth.smooth_activations(canonical, batches, alpha, inserts=inserts)

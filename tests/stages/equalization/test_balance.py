@@ -12,18 +12,18 @@ from tvm import relax
 
 import relayquant as rq
 from relayquant.analysis.outputs import measure_gaps
-from relayquant.flow.equalization.cross_layer import (
+from relayquant.ir import reference
+from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.graph import constant_value
+from relayquant.stages.equalization.balance import balance_pair, share_range
+from relayquant.stages.equalization.channels import ChannelStatistics
+from relayquant.stages.equalization.cross_layer import (
     MOST_OCTAVES,
     ChannelReads,
     find_pairs,
     read_exponents,
     scale_layers,
 )
-from relayquant.flow.equalization.cross_layer_per_channel import balance_pair, choose_exponents
-from relayquant.flow.equalization.equalize import ChannelStatistics
-from relayquant.ir import reference
-from relayquant.ir.rewrite import Graph
-from relayquant.ir.rewrite.graph import constant_value
 
 op = relax.op
 CHANNELS = 8
@@ -193,12 +193,12 @@ def test_balance_pair__bounds_and_channels_that_say_nothing() -> None:
     assert not balance_pair(pair, weight * along(UNEVEN, 1, 4), alike, free).any()
 
 
-def test_choose_exponents__equation_4_as_powers_of_two_around_their_median() -> None:
+def test_share_range__equation_4_as_powers_of_two_around_their_median() -> None:
     free = np.full(4, -MOST_OCTAVES), np.full(4, MOST_OCTAVES)
     largest, ranges = np.array([16.0, 1.0, 0.0, 64.0]), np.array([1.0, 64.0, 2.0, 4.0])
-    np.testing.assert_array_equal(choose_exponents(largest, ranges, 1.0, free), [0, -4, 0, 2])
-    np.testing.assert_array_equal(choose_exponents(largest, ranges, 0.5, free), [0, -5, 0, 0])
-    huge = choose_exponents(largest**9, ranges, 1.0, free)
+    np.testing.assert_array_equal(share_range(largest, ranges, 1.0, free), [0, -4, 0, 2])
+    np.testing.assert_array_equal(share_range(largest, ranges, 0.5, free), [0, -5, 0, 0])
+    huge = share_range(largest**9, ranges, 1.0, free)
     np.testing.assert_array_equal(huge, [0, -MOST_OCTAVES, 0, MOST_OCTAVES])
 
 

@@ -11,12 +11,8 @@ from tvm.script import relax as R
 
 import relayquant as rq
 from relayquant.base.runtime import Executor
-from relayquant.flow.equalization.equalize import (
-    ChannelStatistics,
-    equalize_inputs,
-    find_products,
-    measure_channels,
-)
+from relayquant.stages.equalization.channels import ChannelStatistics, measure_channels
+from relayquant.stages.equalization.inputs import equalize_inputs, find_scaled_inputs
 
 RNG = np.random.default_rng(8)
 RANGES = np.geomspace(300, 1, 12).astype("float32")
@@ -44,7 +40,7 @@ def draw_batches(count: int, ranges: np.ndarray = RANGES) -> list[np.ndarray]:
 
 
 def measure(mod: tvm.IRModule, batches: list[np.ndarray]) -> dict[str, ChannelStatistics]:
-    return measure_channels([{"x": batch} for batch in batches], find_products(mod))
+    return measure_channels([{"x": batch} for batch in batches], find_scaled_inputs(mod))
 
 
 def test_measure_channels__streams():

@@ -13,17 +13,17 @@ from tvm.relax import op
 
 import relayquant as rq
 from relayquant.analysis.outputs import measure_gaps
-from relayquant.flow.equalization.absorb import absorb, reshape_channels
-from relayquant.flow.equalization.equalize import ChannelStatistics
-from relayquant.flow.equalization.smooth import (
+from relayquant.ir import reference
+from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.graph import constant_value
+from relayquant.stages.equalization.absorb import absorb, reshape_channels
+from relayquant.stages.equalization.channels import ChannelStatistics
+from relayquant.stages.equalization.smooth import (
     choose_scales,
     estimate_product_noise,
     find_sites,
     number_channels,
 )
-from relayquant.ir import reference
-from relayquant.ir.rewrite import Graph
-from relayquant.ir.rewrite.graph import constant_value
 from relayquant.stages.preparation import prepare_module
 
 TOKENS, WIDTH, HEADS = 6, 16, 2

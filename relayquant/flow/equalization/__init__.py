@@ -1,1 +1,0 @@
-"""Float module -> the same function with channels that are easier to quantize."""

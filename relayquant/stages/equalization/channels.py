@@ -1,0 +1,97 @@
+"""What is known of the channels of a value, and what rounding them costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from tvm import relax
+
+from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.graph import constant_value
+
+MATMUL = "relax.matmul"
+#: steps of an 8-bit value on either side of zero
+STEPS = 127.0
+
+
+@dataclass(frozen=True, eq=False)
+class ChannelStatistics:
+    """What is known of the channels (last axis) of a value: float64 (C,), or (G, C) in groups."""
+
+    largest: np.ndarray  #: largest magnitude
+    mean_square: np.ndarray
+
+    def scales(self) -> np.ndarray:
+        """Power of two next to the largest magnitude of each channel, float32; 1 where all
+        are 0.
+        """
+        magnitude = np.where(self.largest > 0, self.largest, 1.0)
+        return np.exp2(np.rint(np.log2(magnitude))).astype("float32")
+
+    def divide(self, scales: np.ndarray) -> ChannelStatistics:
+        """Those of the channels divided by `scales` (C,)."""
+        return ChannelStatistics(self.largest / scales, self.mean_square / scales**2)
+
+
+def measure_channels(
+    batches: Iterable[Mapping[str, np.ndarray]], names: Iterable[str]
+) -> dict[str, ChannelStatistics]:
+    """Statistics of the named values over a data set of `{input: array}`; memory does not grow with
+    it.
+    """
+    names = tuple(names)
+    largest: dict[str, np.ndarray] = {}
+    squares: dict[str, np.ndarray] = {}
+    rows = dict.fromkeys(names, 0)
+    for batch in batches:
+        for name in names:
+            values = np.asarray(batch[name], "float64")
+            values = values.reshape(-1, values.shape[-1])
+            peak, square = np.abs(values).max(axis=0, initial=0.0), (values**2).sum(axis=0)
+            largest[name] = np.maximum(largest.get(name, 0.0), peak)
+            squares[name] = squares.get(name, 0.0) + square
+            rows[name] += len(values)
+    return {
+        name: ChannelStatistics(largest[name], squares[name] / max(rows[name], 1))
+        for name in names
+        if name in largest
+    }
+
+
+def estimate_noise(weight: np.ndarray, statistics: ChannelStatistics) -> float:
+    """Mean square error of x @ weight when both are rounded to 8 bits, up to a common factor.
+
+    The rounding of x has the variance of its step for every channel, and meets all weights of the
+    channel; that of the weights has one step per output, and meets the mean square of every
+    channel. `weight`: (C, N); (G, C, N) where the channels of a group meet its own weights only.
+    """
+    step = statistics.largest.max() / STEPS
+    steps = np.abs(weight).max(axis=-2) / STEPS
+    of_data = step**2 * np.square(weight, dtype="float64").sum()
+    squares = np.square(steps, dtype="float64").sum(axis=-1)
+    of_weights = (squares * statistics.mean_square.sum(axis=-1)).sum()
+    return float(of_data + of_weights)
+
+
+def divide_range(largest: np.ndarray, others: np.ndarray, power: float) -> np.ndarray:
+    """log2 of largest^power / others^(1 - power) by channel, float64 (C,); 0 where one of them is
+    0. So much of the range of a channel goes to what it meets (SmoothQuant, equation 4).
+    """
+    usable = (largest > 0) & (others > 0)
+    values, weights = (np.log2(np.where(usable, each, 1.0)) for each in (largest, others))
+    return np.where(usable, power * values - (1 - power) * weights, 0.0)
+
+
+def find_products(graph: Graph, left: relax.Var) -> list[relax.Var]:
+    """Products of `left` with constant float32 matrices."""
+    return [user for user in graph.users[left] if is_weighted_product(graph, user, left)]
+
+
+def is_weighted_product(graph: Graph, user: relax.Var, left: relax.Var) -> bool:
+    """Whether `user` is a product of `left` with a constant float32 matrix."""
+    if graph.op_name(user) != MATMUL or not graph.values[user].args[0].same_as(left):
+        return False
+    weight = constant_value(graph.values[user].args[1])
+    return weight is not None and weight.ndim == 2 and weight.dtype == np.float32

@@ -1,0 +1,101 @@
+"""Equalize, before the plan: inputs whose channels differ much in range are scaled to one
+range.
+
+matmul(x, w) -> matmul(multiply(x, 1 / d), d * w), with one power of two d per channel (row of w).
+
+One scale for a whole input gives its smallest channels few steps: of cepstral coefficients, the
+first is a hundred times larger than the last, and carries no more information. Dividing each
+channel by its range leaves the model what it is, bit for bit, since a power of two changes no
+mantissa; the weights, which have one scale per output, pay with some of their resolution. What is
+gained and paid is estimated, and nothing is done unless it is worth it. Scaling channels against
+the next layer's weights is Nagel et al. 2019, "Data-free quantization through weight equalization
+and bias correction", section 4.1 (https://arxiv.org/abs/1906.04721); here the range comes from
+data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from relayquant.data import open_dataset
+from relayquant.data.item import describe_inputs
+from relayquant.ir.rewrite import Emitter, Graph, rewrite_main
+from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+from relayquant.stages.equalization.channels import (
+    ChannelStatistics,
+    estimate_noise,
+    find_products,
+    measure_channels,
+)
+
+#: the estimated noise of the product must fall by this factor
+WORTHWHILE_GAIN = 2.0
+
+
+def find_scaled_inputs(mod: tvm.IRModule) -> dict[str, list[relax.Var]]:
+    """Input name -> products with a constant matrix that read it, of a prepared module."""
+    graph = Graph(mod)
+    found: dict[str, list[relax.Var]] = {}
+    for param in graph.func.params:
+        shape = tensor_shape(param)
+        if tensor_dtype(param) == "float32" and shape and isinstance(shape[-1], int):
+            found[param.name] = find_products(graph, param)
+    return {name: products for name, products in found.items() if products}
+
+
+def is_more_exact(weights: Iterable[np.ndarray], statistics: ChannelStatistics) -> bool:
+    """Whether equal ranges of the channels make the products that read them clearly more exact."""
+    weights, scales = tuple(weights), statistics.scales().astype("float64")
+    scaled = statistics.divide(scales)
+    before = sum(estimate_noise(weight, statistics) for weight in weights)
+    after = sum(estimate_noise(weight * scales[:, None], scaled) for weight in weights)
+    return before > WORTHWHILE_GAIN * after
+
+
+def scale_inputs(canonical: tvm.IRModule, dataset: Any, kept: Collection[str] = ()) -> tvm.IRModule:
+    """A prepared module with the channels of its inputs brought to one range, where that is worth
+    it; `kept` stay.
+    """
+    data = open_dataset(dataset, describe_inputs(canonical))  # what is no data set is told here
+    names = [name for name in find_scaled_inputs(canonical) if name not in kept]
+    return equalize_inputs(canonical, measure_channels(data, names)) if names else canonical
+
+
+def equalize_inputs(mod: tvm.IRModule, statistics: Mapping[str, ChannelStatistics]) -> tvm.IRModule:
+    """The module with those inputs scaled where it is worth it; the same function, bit for bit.
+
+    `mod` is prepared; the scaled input `x` is a value `x.equalized`. Inputs without statistics stay
+    as they are.
+    """
+    graph = Graph(mod)
+    scales: dict[relax.Var, tuple[str, np.ndarray]] = {}
+    for name, products in find_scaled_inputs(mod).items():
+        weights = [constant_value(graph.values[var].args[1]) for var in products]
+        if name in statistics and is_more_exact(
+            [weight for weight in weights if weight is not None], statistics[name]
+        ):
+            scales.update(dict.fromkeys(products, (name, statistics[name].scales())))
+    if not scales:
+        return mod
+    equalized: dict[str, relax.Expr] = {}
+
+    def visit(emitter: Emitter, binding: relax.VarBinding) -> relax.Expr:
+        if binding.var not in scales:
+            return emitter.get(binding.value)
+        call = graph.values[binding.var]
+        name, scale = scales[binding.var]
+        if name not in equalized:
+            product = relax.op.multiply(
+                emitter.get(call.args[0]), relax.const(1.0 / scale, "float32")
+            )
+            equalized[name] = emitter.emit(product, f"{name}.equalized")
+        weight = constant_value(call.args[1]) * scale[:, None]
+        out_dtype = str(call.attrs.out_dtype) if call.attrs.out_dtype else None
+        return relax.op.matmul(equalized[name], relax.const(weight, "float32"), out_dtype)
+
+    return rewrite_main(mod, visit)
