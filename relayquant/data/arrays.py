@@ -59,7 +59,9 @@ def plan_cut(
     count = next(iter(counts.values()))
     if count == 0:
         raise DataError(
-            "The arrays of the data set hold no sample: axis 0 has length 0.", code="RQ303"
+            "The arrays of the data set hold no sample: axis 0 has length 0. Give at least one, "
+            "and a few hundred for good ranges.",
+            code="RQ303",
         )
     extra = {len(shapes[info.name]) - len(info.shape) for info in inputs}
     if extra not in ({0}, {1}):

@@ -73,8 +73,8 @@ class Preprocessing:
             )
         if self.size is not None and self.crop is not None and self.crop > self.size:
             raise ConfigError(
-                f"Preprocessing cuts {self.crop} from a shorter side of {self.size}; allowed: a "
-                "crop up to the size.",
+                f"Preprocessing has crop={self.crop}, more than size={self.size}; allowed: a crop "
+                "up to the size.",
                 code="RQ301",
             )
 
@@ -249,7 +249,8 @@ def open_images(
                     yield {info.name: preprocessing.apply(image, info)}
             except (OSError, Image.DecompressionBombError, SyntaxError) as error:
                 raise DataError(
-                    f"{path} is no picture that can be read: {error}", code="RQ301"
+                    f"{path} is no picture that can be read: {error}. Remove it, or convert it.",
+                    code="RQ301",
                 ) from error
 
     return read
@@ -285,7 +286,9 @@ def read_labels(
         if not missing:
             return np.array([named[name] for name in names])
         raise DataError(
-            f"{path} has no line for {missing[0]!r}, and {len(missing)} are missing.", code="RQ301"
+            f"{path} has no line for {format_count(len(missing), 'picture')}, the first is "
+            f"{missing[0]!r}. Add a line 'NAME CLASS' for each.",
+            code="RQ301",
         )
     allowed = "a line 'CLASS' for each sample"
     if images is not None:

@@ -337,8 +337,8 @@ def test_export__shape_and_input_of_the_model(rated: Path, rate: str, gain: int)
         (["--shape", "x=2,0"], "gives 'x' no shape"),
         (["--input", "rate=fast"], "gives 'rate' no value"),
         (["--input", "rate=1", "--input", "rate=2"], "--input is given twice"),
-        (["--input", "speed=1"], "names an input 'speed'"),
-        (["--input", "rate=1.5"], "none of int64"),
+        (["--input", "speed=1"], "names 'speed', which is no input"),
+        (["--input", "rate=1.5"], "does not fit int64"),
         (["--shape", "z=2,480", "--input", "rate=1"], "'z'"),
     ],
 )

@@ -123,7 +123,7 @@ def test_read_labels__by_name_and_in_order(folder):
         assert read_labels(file, images, folder).tolist() == [3, 7]
     for text, message in {
         "3\n": "has no line for|has no labels",
-        "b.png 3\n": "no line for 'deep/c.png'",
+        "b.png 3\n": "no line for 1 picture, the first is 'deep/c.png'",
         "b.png cat\n": "no integer",
         "": "has no labels",
     }.items():

@@ -101,7 +101,7 @@ REFUSED = {
     "split(%x, indices_or_sections=5, axis=1)": "5 does not divide",
     "concatenate(%x, axis=0)": "argument 1 must be a tuple",
     "nn.softmax(%x, axis=4)": "axis 4 does not exist",
-    "nn.bias_add(%x, %b)": "the bias has 5 values, axis 1 3",
+    "nn.bias_add(%x, %b)": "the bias has 5 values; allowed: 3, the size of axis 1",
     "topk(%x, k=9)": "k is 9",
     "zeros(shape=[1000000000, 1000000000])": "is not allowed",
     "nn.max_pool2d(%x, pool_size=[0, 2])": "pool_size",

@@ -79,7 +79,9 @@ def convert_clip(site: Site) -> relax.Expr:
         return op.clip(x, float(low), float(high))
     info = np.iinfo(tensor_dtype(x))
     if not low <= high:
-        raise ModelError(f"it clips to [{low}, {high}], which is empty.", code="RQ202")
+        raise ModelError(
+            f"a_min is {low} and a_max {high}; allowed: a_min up to a_max.", code="RQ202"
+        )
     low, high = (math.trunc(min(max(bound, info.min), info.max)) for bound in (low, high))
     return op.clip(x, low, high)
 
@@ -129,7 +131,8 @@ def convert_bias_add(site: Site) -> relax.Expr:
     shape[axis] = channels
     if site.dims(x)[axis] != channels:
         raise ModelError(
-            f"the bias has {format_count(channels, 'value')}, axis {axis} {site.dims(x)[axis]}.",
+            f"the bias has {format_count(channels, 'value')}; allowed: {site.dims(x)[axis]}, the "
+            f"size of axis {axis}.",
             code="RQ202",
         )
     return op.add(x, bias if axis == ndim - 1 else site.reshape(bias, shape))
@@ -176,7 +179,9 @@ def convert_fixed_point_multiply(site: Site) -> relax.Expr:
     is_signed = kind in ("int8", "int16", "int32", "int64")
     if not is_signed or not -31 <= shift <= 31 or not 0 <= multiplier < 2**31:
         raise ModelError(
-            "allowed: signed integers, a multiplier below 2^31, a shift within +-31.", code="RQ202"
+            f"it multiplies {kind} by {multiplier} and shifts by {shift}; allowed: signed "
+            "integers, a multiplier from 0 to 2^31 - 1, a shift from -31 to 31.",
+            code="RQ202",
         )
     wide = x if kind == "int64" else site.emit(op.astype(x, "int64"))
     if shift > 0:

@@ -96,8 +96,8 @@ def check_layout(name: str, layout: str, letters: str) -> None:
 def check_out_layout(site: Site, layout: str) -> None:
     if site.attrs["out_layout"] not in ("", layout):
         raise ModelError(
-            f"out_layout {site.attrs['out_layout']!r} is not supported; allowed: that of the data, "
-            f"{layout!r}.",
+            f"out_layout {site.attrs['out_layout']!r} is not supported; allowed: {layout!r}, the "
+            "layout of the data.",
             code="RQ202",
         )
 
@@ -139,12 +139,14 @@ def check_channels(site: Site, weight: relax.Expr, layout: str) -> None:
     found = shape[layout.index("O")]
     if channels is not None and found != channels:
         raise ModelError(
-            f"attribute channels is {channels}, but the weight has {found}.", code="RQ202"
+            f"attribute channels is {channels}, but the weight has "
+            f"{format_count(found, 'output channel')}.",
+            code="RQ202",
         )
     window = tuple(size for size, axis in zip(shape, layout, strict=True) if axis not in "OI")
     if kernel is not None and window != tuple(kernel):
         raise ModelError(
-            f"attribute kernel_size is {kernel}, but the weight has {window}.", code="RQ202"
+            f"attribute kernel_size is {kernel}, but the weight's window is {window}.", code="RQ202"
         )
 
 
@@ -253,13 +255,14 @@ def check_transposed_channels(site: Site, weight: relax.Expr, layout: str) -> No
     if isinstance(found, int) and attrs["channels"] not in (None, found * attrs["groups"]):
         raise ModelError(
             f"attribute channels is {attrs['channels']}, but the weight has "
-            f"{found * attrs['groups']}.",
+            f"{format_count(found * attrs['groups'], 'output channel')}.",
             code="RQ202",
         )
     window = tuple(size for size, axis in zip(shape, layout, strict=True) if axis not in "OI")
     if attrs["kernel_size"] is not None and window != tuple(attrs["kernel_size"]):
         raise ModelError(
-            f"attribute kernel_size is {attrs['kernel_size']}, but the weight has {window}.",
+            f"attribute kernel_size is {attrs['kernel_size']}, but the weight's window is "
+            f"{window}.",
             code="RQ202",
         )
 
@@ -313,7 +316,8 @@ def check_units(site: Site, weight: relax.Expr) -> None:
         )
     if units is not None and shape[0] != units:
         raise ModelError(
-            f"attribute units is {units}, but the weight has {shape[0]}.", code="RQ202"
+            f"attribute units is {units}, but the weight has {format_count(shape[0], 'output')}.",
+            code="RQ202",
         )
 
 

@@ -109,7 +109,7 @@ def arg_reduction(function: Callable[..., relax.Expr]) -> Callable[[Site], relax
             data = site.reshape(data, [*(shape[axis] for axis in kept), count])
             axes = [len(kept)]
         if not axes:
-            raise ModelError("it reduces no axis.", code="RQ202")
+            raise ModelError("it reduces no axis; allowed: one axis or more.", code="RQ202")
         if is_last:
             data = site.emit(op.flip(data, axes[0]))
         keepdims = site.attrs["keepdims"] and result is None
@@ -130,7 +130,9 @@ def convert_topk(site: Site) -> relax.Expr:
     count = size if attrs["k"] is None or attrs["k"] < 1 else attrs["k"]
     if count > size or attrs["ret_type"] not in ("both", "values", "indices"):
         raise ModelError(
-            f"k is {count}, ret_type {attrs['ret_type']!r}; the axis has {size}.", code="RQ202"
+            f"k is {count} and ret_type {attrs['ret_type']!r}; allowed: k up to {size}, the size "
+            "of the axis, and 'both', 'values' or 'indices'.",
+            code="RQ202",
         )
     kind = attrs["dtype"] or "int32"
     if attrs["ret_type"] == "values":
@@ -206,7 +208,9 @@ def convert_one_hot(site: Site) -> relax.Expr:
     on, off = (site.constant(i) for i in (1, 2))
     if not 1 <= attrs["depth"] <= 2**24 or on.size != 1 or off.size != 1:
         raise ModelError(
-            f"depth is {attrs['depth']}; allowed: 1 to 16 million, and two numbers.", code="RQ202"
+            f"depth is {attrs['depth']}, on_value has shape {on.shape} and off_value {off.shape}; "
+            f"allowed: a depth of 1 to {2**24}, and one number for each value.",
+            code="RQ202",
         )
     kind = attrs["dtype"] or str(on.dtype)
     axis = attrs["axis"]

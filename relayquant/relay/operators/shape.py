@@ -103,7 +103,11 @@ def split_dim(size: int, first: int, second: int) -> list[int]:
     elif second == -1 and first > 0:
         second = size // first
     if first < 1 or second < 1 or first * second != size:
-        raise ModelError(f"newshape splits {size} into {first} and {second}.", code="RQ202")
+        raise ModelError(
+            f"newshape splits {size} into {first} and {second}; allowed: two sizes with that "
+            "product.",
+            code="RQ202",
+        )
     return [first, second]
 
 
@@ -149,7 +153,7 @@ def convert_reshape_like(site: Site) -> relax.Expr:
         stop = len(shape) if end is None else end if end >= 0 else end + len(shape)
         if not start <= stop <= len(shape):
             raise ModelError(
-                f"{side}_begin is {begin} and {side}_end {end}, of "
+                f"{side}_begin is {begin} and {side}_end {end}; allowed: a range within "
                 f"{format_count(len(shape), 'axis')}.",
                 code="RQ202",
             )
@@ -250,7 +254,8 @@ def convert_space_to_depth(site: Site) -> relax.Expr:
 def check_block(layout: str, mode: str) -> None:
     if layout not in ("NCHW", "NHWC") or mode not in ("DCR", "CRD"):
         raise ModelError(
-            f"layout {layout!r}, mode {mode!r}; allowed: NCHW, NHWC and DCR, CRD.", code="RQ202"
+            f"layout is {layout!r} and mode {mode!r}; allowed: NCHW or NHWC, and DCR or CRD.",
+            code="RQ202",
         )
 
 
@@ -298,7 +303,9 @@ def convert_strided_slice(site: Site) -> relax.Expr:
     axes = [site.axis(axis, len(shape)) for axis in axes]
     if len(begin) != len(axes) or len(end) > len(axes) or len(set(axes)) != len(axes):
         raise ModelError(
-            f"begin {begin}, end {end} and axes {axes} do not fit together.", code="RQ202"
+            f"begin is {begin}, end {end} and axes {axes}; allowed: one begin and up to one end "
+            "for each axis, and no axis twice.",
+            code="RQ202",
         )
     if len(strides) == 1:
         strides = strides * len(axes)
@@ -369,7 +376,9 @@ def convert_mirror_pad(site: Site) -> relax.Expr:
     shape = site.shape(data)
     if mode not in ("SYMMETRIC", "REFLECT") or len(widths) != len(shape):
         raise ModelError(
-            f"mode {mode!r}, pad_width {widths}; allowed: SYMMETRIC, REFLECT, pairs.", code="RQ202"
+            f"mode is {mode!r} and pad_width {widths}; allowed: SYMMETRIC or REFLECT, and a pair "
+            f"of widths for each of {format_count(len(shape), 'axis')}.",
+            code="RQ202",
         )
     for axis, pair in enumerate(widths):
         most = shape[axis] - (mode == "REFLECT")
@@ -439,7 +448,8 @@ def convert_resize2d(site: Site) -> relax.Expr:
     if wanted != kind:  # TVM's compiler of Relax does not look at out_dtype
         if not wanted.startswith("float"):
             raise ModelError(
-                f"out_dtype is {wanted!r}; allowed: that of the data, or a float.", code="RQ202"
+                f"out_dtype is {wanted!r}; allowed: {kind!r}, the dtype of the data, or a float.",
+                code="RQ202",
             )
         data = site.emit(op.astype(data, wanted))
 

@@ -224,7 +224,9 @@ def fix_shapes(
     for name in shapes:
         if name not in names:
             raise ModelError(
-                f"shapes= names an input {name!r}. {suggest_name(name, names)}", code="RQ103"
+                f"shapes= names {name!r}, which is no input of the model. "
+                f"{suggest_name(name, names)}",
+                code="RQ103",
             )
     return [fix_shape(info, shapes.get(info.name)) for info in inputs]
 
@@ -257,8 +259,8 @@ def fix_shape(info: onnx.ValueInfoProto, wanted: Sequence[int | str] | None) -> 
     if wanted is not None:
         if has_shape and len(shape.dim) != len(wanted):
             raise ModelError(
-                f"shapes= gives input {info.name!r} the shape {tuple(wanted)}; the model has "
-                f"{format_count(len(shape.dim), 'dimension')} there.",
+                f"shapes= gives input {info.name!r} the shape {tuple(wanted)}; allowed: "
+                f"{format_count(len(shape.dim), 'size')}, one for each dimension of the input.",
                 code="RQ101",
             )
         while len(shape.dim) < len(wanted):
@@ -280,8 +282,8 @@ def fix_size(dim: onnx.TensorShapeProto.Dimension, size: int | str, name: str) -
     if isinstance(size, str):
         if dim.dim_value:
             raise ModelError(
-                f"shapes= makes a dimension of input {name!r} symbolic ({size!r}) that the model "
-                f"fixes to {dim.dim_value}.",
+                f"shapes= gives a dimension of input {name!r} the name {size!r}, but the model "
+                f"fixes it to {dim.dim_value}. Write {dim.dim_value} there.",
                 code="RQ101",
             )
         dim.dim_param = size
@@ -293,8 +295,8 @@ def fix_size(dim: onnx.TensorShapeProto.Dimension, size: int | str, name: str) -
         )
     elif dim.dim_value not in (0, size):
         raise ModelError(
-            f"shapes= gives input {name!r} another size than the model, which fixes a dimension to "
-            f"{dim.dim_value} where {size} is wanted.",
+            f"shapes= gives a dimension of input {name!r} the size {size}, but the model fixes it "
+            f"to {dim.dim_value}. Write {dim.dim_value} there.",
             code="RQ101",
         )
     else:

@@ -31,7 +31,9 @@ def fix_inputs(graph: onnx.GraphProto, inputs: Inputs) -> list[onnx.TensorProto]
     for name, value in inputs.items():
         if name not in infos:
             raise ModelError(
-                f"inputs= names an input {name!r}. {suggest_name(name, list(infos))}", code="RQ103"
+                f"inputs= names {name!r}, which is no input of the model. "
+                f"{suggest_name(name, list(infos))}",
+                code="RQ103",
             )
         tensor = infos[name].type.tensor_type
         array = convert_value(name, value, helper.tensor_dtype_to_np_dtype(tensor.elem_type))
@@ -42,8 +44,8 @@ def fix_inputs(graph: onnx.GraphProto, inputs: Inputs) -> list[onnx.TensorProto]
         if tensor.HasField("shape") and not fits:
             shape = tuple(dim.dim_param or dim.dim_value for dim in tensor.shape.dim)
             raise ModelError(
-                f"inputs= gives input {name!r} a value of shape {array.shape}; the model has "
-                f"{shape} there.",
+                f"inputs= gives input {name!r} a value of shape {array.shape}; allowed: "
+                f"{shape}, the shape of the input.",
                 code="RQ101",
             )
         constants.append(numpy_helper.from_array(array, name))
@@ -58,13 +60,13 @@ def convert_value(name: str, value: Any, dtype: np.dtype) -> np.ndarray:
             converted = array.astype(dtype)
     except (TypeError, ValueError, OverflowError) as error:
         raise ModelError(
-            f"inputs= gives input {name!r} no value of {dtype}: {error}.", code="RQ101"
+            f"inputs= gives input {name!r} a value that cannot be {dtype}: {error}.", code="RQ101"
         ) from error
     is_float = dtype.kind == "f" and array.dtype.kind in "iuf"
     if array.dtype.kind not in "biuf" or not (is_float or np.array_equal(converted, array)):
         raise ModelError(
-            f"inputs= gives input {name!r} the value {value!r}, which is none of {dtype}, the "
-            "type of that input.",
+            f"inputs= gives input {name!r} the value {value!r}, which does not fit {dtype}, the "
+            "dtype of the input.",
             code="RQ101",
         )
     return converted

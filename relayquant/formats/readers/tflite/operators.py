@@ -158,7 +158,9 @@ def split(data: relax.Expr, sizes: list[int], axis: int, is_share: bool = False)
     rest = whole - sum(size for size in sizes if size >= 0)
     sizes = [rest if size == -1 else size for size in sizes]
     if sum(sizes) != whole or min(sizes) < 0:
-        raise Refusal(f"its parts are {sizes} of {whole}; supported: parts of that sum")
+        raise Refusal(
+            f"its parts are {sizes} of an axis of {whole}; supported: parts that add up to it"
+        )
     if len(sizes) == 1:
         return data
     return relax.op.split(data, np.cumsum(sizes)[:-1].tolist(), axis)
@@ -263,7 +265,9 @@ def convert_update(converter: Any, op: Any) -> relax.Expr:
     shape, sizes = find_shape(data), find_shape(update)
     last = np.subtract(shape, sizes)
     if len(sizes) != len(shape) or (last < 0).any():
-        raise Refusal(f"its update has shape {sizes}, its operand {shape}")
+        raise Refusal(
+            f"its update has shape {sizes}; supported: up to {shape}, the shape of its operand"
+        )
     place = bb.emit(relax.op.astype(start, "int64"))
     place = bb.emit(relax.op.maximum(place, relax.const(0, "int64")))
     place = bb.emit(relax.op.minimum(place, relax.const(last.astype("int64"), "int64")))
