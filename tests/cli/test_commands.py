@@ -9,6 +9,9 @@ import numpy as np
 import onnx
 import pytest
 import tvm
+from tvm import relax
+from tvm.script import ir as I
+from tvm.script import relax as R
 
 import relayquant as rq
 from relayquant import cli
@@ -271,6 +274,50 @@ def test_export__a_model_of_another_tool_runs_on_integers_as_the_target_takes_th
     assert rq.ledger(ours).quantized
     assert rq.ledger(same).backend == rq.default_backend().name
     assert find_ledger(plain) is None
+
+
+STEP, ZERO = relax.const(0.05, "float32"), relax.const(3, "int8")
+WEIGHT = relax.const(np.eye(8, dtype="int8") * np.int8(40), "int8")
+WEIGHT_STEP, WEIGHT_ZERO = relax.const(0.01, "float32"), relax.const(0, "int8")
+
+
+@I.ir_module
+class QdqOfRelax:
+    """As importers give it that know nothing of the dialect."""
+
+    @R.function
+    def main(x: R.Tensor((4, 8), "float32")) -> R.Tensor((4, 8), "float32"):
+        with R.dataflow():
+            q = R.quantize(x, STEP, ZERO, axis=0, out_dtype="int8")
+            d = R.dequantize(q, STEP, ZERO, axis=0, out_dtype="float32")
+            w = R.dequantize(WEIGHT, WEIGHT_STEP, WEIGHT_ZERO, axis=0, out_dtype="float32")
+            y = R.matmul(d, w)
+            p = R.quantize(y, STEP, ZERO, axis=0, out_dtype="int8")
+            z = R.dequantize(p, STEP, ZERO, axis=0, out_dtype="float32")
+            R.output(z)
+        return z
+
+
+def test_export__quantize_and_dequantize_of_relax_run_on_integers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "qdq.json"
+    path.write_text(tvm.ir.save_json(QdqOfRelax))
+    assert cli.main([str(path)]) == 0
+    assert "qdq.json: quantized model (Relax)" in capsys.readouterr().out
+    real, compiled = rq.compile, []
+    monkeypatch.setattr(
+        rq, "compile", lambda mod, *a, **k: compiled.append(mod) or real(mod, *a, **k)
+    )
+    assert cli.main(["export", str(path), "-o", str(tmp_path / "x.so")]) == 0
+    (mod,) = compiled
+    assert [row.op for row in rq.ledger(mod).quantized] == ["matmul"]
+    run = tvm.relax.VirtualMachine(tvm.runtime.load_module(str(tmp_path / "x.so")), tvm.cpu())
+    x = np.linspace(-4, 4, 32, dtype="float32").reshape(4, 8)
+    q = np.clip(np.round(x / np.float32(0.05)) + 3, -128, 127)
+    y = np.clip(np.round((q - 3) * 0.4) + 3, -128, 127)
+    got = run["main"](tvm.runtime.tensor(x)).numpy()
+    np.testing.assert_allclose(got, (y - 3) * 0.05, atol=1e-6)
 
 
 @pytest.fixture(scope="module")

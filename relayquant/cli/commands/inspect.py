@@ -43,7 +43,7 @@ from relayquant.stages.backends import BACKENDS, resolve_backend
 from relayquant.stages.conversion.partial import has_quantized_values
 
 #: operators of a model for which planning takes less than a second
-PLANNED_OPERATORS = 1000
+PLANNED_OPERATORS = 300
 
 
 def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:

@@ -31,11 +31,17 @@ from relayquant.stages.conversion import (
 from relayquant.stages.conversion.io_dtypes import shift_qparams
 from relayquant.stages.conversion.qnn_form import read_dequantize, read_qparams
 
+#: of Relax, in modules that are not canonical yet
+QDQ_OPERATORS = ("relax.quantize", "relax.dequantize")
+
 
 def has_quantized_values(mod: tvm.IRModule) -> bool:
-    """Whether main holds an operator of the dialect."""
+    """Whether main holds an operator of the dialect, or one of Relax that importers make and that a
+    canonical module has in the dialect.
+    """
     graph = Graph(mod)
-    return any(graph.op_name(b.var).startswith("relax.qnn.") for b in graph.bindings)
+    names = (graph.op_name(binding.var) for binding in graph.bindings)
+    return any(name.startswith("relax.qnn.") or name in QDQ_OPERATORS for name in names)
 
 
 def realize_quantized(canonical: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
