@@ -7,11 +7,13 @@ registered. `check_pattern` tells whether a row means the same at every stage.
 """
 
 from relayquant.base.qtypes import Role
-from relayquant.config.observers import Observer, State
+from relayquant.config.observers import Observer
+from relayquant.config.observers.base import State
 from relayquant.flow.testing.check import PatternMismatch, PatternReport, check_pattern
 from relayquant.flow.testing.draw import ModelBuilder
 from relayquant.ir.dialect import qnn
 from relayquant.ir.ops import (
+    BUILTIN_OPS,
     Kind,
     Operand,
     Output,
@@ -25,6 +27,7 @@ from relayquant.ir.rewrite import Emitter, Match, Pattern, Rule, Skip
 from relayquant.stages.conversion import AffineRule
 
 __all__ = [
+    "BUILTIN_OPS",
     "AffineRule",
     "Emitter",
     "Kind",

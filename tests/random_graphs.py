@@ -306,7 +306,7 @@ def draw_specs(draw: st.DrawFn, dtypes: tuple[str, ...]) -> rq.QSpec:
     """How an activation is quantized: dtype, scheme, and sometimes a part of its range or powers of
     two.
     """
-    spec = rq.QSpec(draw(st.sampled_from(dtypes)), draw(st.sampled_from(rq.Scheme)))
+    spec = rq.QSpec(draw(st.sampled_from(dtypes)), draw(st.sampled_from(rq.config.Scheme)))
     if draw(st.integers(0, 4)) == 0:
         spec = spec.with_reduced_range()
     return replace(spec, power_of_two=draw(st.integers(0, 4)) == 0)
@@ -318,13 +318,17 @@ def draw_qconfigs(draw: st.DrawFn, dtypes: tuple[str, ...]) -> rq.QConfig:
     channel; sometimes an output of its own.
     """
     low, high = draw(st.sampled_from(((-127, 127), (-128, 127), (-8, 7), (-7, 7))))
-    granularity = draw(st.sampled_from([rq.Granularity.PER_TENSOR, rq.Granularity.PER_CHANNEL]))
-    weight = rq.QSpec("int8", rq.Scheme.SYMMETRIC, granularity, quant_min=low, quant_max=high)
+    granularity = draw(
+        st.sampled_from([rq.config.Granularity.PER_TENSOR, rq.config.Granularity.PER_CHANNEL])
+    )
+    weight = rq.QSpec(
+        "int8", rq.config.Scheme.SYMMETRIC, granularity, quant_min=low, quant_max=high
+    )
     output = None
     if draw(st.booleans()):
-        output = rq.TensorConfig(draw(draw_specs(dtypes)), rq.MinMax())
-    activation = rq.TensorConfig(draw(draw_specs(dtypes)), rq.MinMax())
-    return rq.QConfig(activation, rq.TensorConfig(weight, rq.MinMax()), output)
+        output = rq.TensorConfig(draw(draw_specs(dtypes)), rq.observers.MinMax())
+    activation = rq.TensorConfig(draw(draw_specs(dtypes)), rq.observers.MinMax())
+    return rq.QConfig(activation, rq.TensorConfig(weight, rq.observers.MinMax()), output)
 
 
 @st.composite
@@ -334,7 +338,7 @@ def draw_configurations(draw: st.DrawFn, mod: tvm.IRModule) -> tuple[str, rq.QCo
     if draw(st.integers(0, 3)) == 0:
         return backend, None
     qconfigs = draw_qconfigs(ACTIVATIONS[backend])
-    some = st.one_of(qconfigs, qconfigs, st.none(), st.just(rq.FLOAT16))
+    some = st.one_of(qconfigs, qconfigs, st.none(), st.just(rq.config.FLOAT16))
     mapping = rq.QConfigMapping().set_global(draw(st.one_of(qconfigs, st.none())))
     # The operators that the prepared model has are those that a line may select.
     operators = rq.prepare(mod, None, rq.QConfigMapping().set_global(None)).plan.operators

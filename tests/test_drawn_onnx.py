@@ -69,7 +69,7 @@ def check_integer(seed: int) -> None:
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of random graphs, what looks wrong with them
-        qmod = rq.quantize(mod, None, data, effort="fast", guard=rq.Guard.OFF)
+        qmod = rq.quantize(mod, None, data, effort="fast", guard=rq.config.Guard.OFF)
     for sample in samples:
         try:
             report = rq.verify(qmod, sample)

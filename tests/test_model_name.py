@@ -33,7 +33,7 @@ def small_model() -> tvm.IRModule:
 MOD = small_model()
 DATA = draw_batches(MOD, 4)
 FORWARD = rename_function(MOD, "main", "forward")
-QUANTIZED = rq.quantize(MOD, None, DATA, backend="x86", effort="fast", guard=rq.Guard.OFF)
+QUANTIZED = rq.quantize(MOD, None, DATA, backend="x86", effort="fast", guard=rq.config.Guard.OFF)
 QUANTIZED_FORWARD = rename_function(QUANTIZED, "main", "forward")
 REFERENCE = rq.convert_to_reference(
     rq.calibrate(rq.prepare(MOD, None, backend_config="x86", effort="fast"), DATA)
@@ -68,17 +68,21 @@ ENTRIES: dict[Callable[..., Any], Callable[[Any, Any, Path], Any]] = {
     rq.compress_weights: lambda mod, qmod, _: rename_model(
         rq.compress_weights(mod, group_size=None)
     ).script(),
-    rq.finetune: lambda mod, qmod, _: rq.finetune(mod, None, DATA, steps=2, effort="fast").script(),
-    rq.torch.from_module: lambda mod, qmod, _: [
-        (name, value.tolist()) for name, value in rq.torch.from_module(mod).state_dict().items()
+    rq.torch.finetune: lambda mod, qmod, _: rq.torch.finetune(
+        mod, None, DATA, steps=2, effort="fast"
+    ).script(),
+    rq.torch.from_relax: lambda mod, qmod, _: [
+        (name, value.tolist()) for name, value in rq.torch.from_relax(mod).state_dict().items()
     ],
-    rq.make_report: lambda mod, qmod, _: rq.make_report(mod, qmod, DATA, rank=False).html,
+    rq.report: lambda mod, qmod, _: rq.report(mod, qmod, DATA, rank=False).html,
     rq.verify: lambda mod, qmod, _: [rq.verify(m, DATA[0]).is_equal for m in (mod, qmod)],
     rq.compare: lambda mod, qmod, _: str(rq.compare(mod, qmod, DATA)),
     rq.ledger: lambda mod, qmod, _: rq.ledger(qmod).to_dict(),
     rq.lint: lambda mod, qmod, _: rq.lint(mod, None, DATA),
-    rq.measure_growth: lambda mod, qmod, _: rq.measure_growth(mod, None, DATA),
-    rq.accumulator_report: lambda mod, qmod, _: rq.accumulator_report(qmod, DATA).rows,
+    rq.analysis.measure_growth: lambda mod, qmod, _: rq.analysis.measure_growth(mod, None, DATA),
+    rq.analysis.accumulator_report: lambda mod, qmod, _: (
+        rq.analysis.accumulator_report(qmod, DATA).rows
+    ),
     rq.equalize_layers: lambda mod, qmod, _: rq.equalize_layers(mod)[0].script(),
     rq.smooth_activations: lambda mod, qmod, _: rq.smooth_activations(mod, None, DATA)[0].script(),
     rq.export_onnx: lambda mod, qmod, folder: read_file(
@@ -114,7 +118,7 @@ def test_entries__are_all_that_take_a_module():
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.__name__)
 def test_entry__takes_a_model_of_any_name(entry, tmp_path):
-    if entry in (rq.finetune, rq.torch.from_module):
+    if entry in (rq.torch.finetune, rq.torch.from_relax):
         pytest.importorskip("torch")
     before = FORWARD.script(show_meta=True)
     found = ENTRIES[entry](FORWARD, QUANTIZED_FORWARD, tmp_path)
@@ -163,7 +167,7 @@ def test_frontend_nn__is_quantized_and_compiled_as_exported():
     x = DATA[0]["x"]
     want = np.maximum(x @ weights["fc.weight"].T + weights["fc.bias"], 0)
     for params in (weights, {"forward": [*weights.values()]}, {"main": [*weights.values()]}):
-        qmod = rq.quantize(mod, params, DATA, effort="fast", guard=rq.Guard.OFF)
+        qmod = rq.quantize(mod, params, DATA, effort="fast", guard=rq.config.Guard.OFF)
         np.testing.assert_allclose(rq.reference.run(qmod, x)[0], want, atol=0.1)
     # Weights without values are inputs of what is compiled.
     found = Executor(rq.compile(mod)).run("forward", [x, *weights.values()])

@@ -22,8 +22,8 @@ def prepared():
 
 
 def test_representation__of_a_backend():
-    assert repr(rq.X86).startswith("BackendConfig('x86': ")
-    longest = max(rq.X86.patterns, key=lambda row: len(repr(row)))
+    assert repr(rq.get_backend_config("x86")).startswith("BackendConfig('x86': ")
+    longest = max(rq.get_backend_config("x86").patterns, key=lambda row: len(repr(row)))
     assert len(repr(longest.pattern)) < SCREEN
 
 

@@ -26,7 +26,7 @@ def test_tutorial__runs(path, tmp_path):
 #: What of the package a tutorial may import, since a user may.
 PUBLIC = {
     "relayquant",
-    *(f"relayquant.{name}" for name in ("demo", "extend", "relay", "report", "testing", "torch")),
+    *(f"relayquant.{name}" for name in ("demo", "extend", "plots", "relay", "torch")),
 }
 
 

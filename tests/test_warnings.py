@@ -29,7 +29,11 @@ def clip(info, samples):
 
 
 def prepare_with_an_idle_line(folder):
-    line = rq.QConfigMapping().set_global(rq.X86.default_qconfig).set_module_name("a", None)
+    line = (
+        rq.QConfigMapping()
+        .set_global(rq.get_backend_config("x86").default_qconfig)
+        .set_module_name("a", None)
+    )
     rq.prepare(model(), None, line.set_module_name_regex("a", None), "x86")
 
 
@@ -58,8 +62,10 @@ CALLS = [
     prepare_with_unused_parameters,
     calibrate_with_another_name,
     lambda folder: quantize_badly(folder, effort="fast"),
-    lambda folder: quantize_badly(folder, guard=rq.Guard.REVERT, effort="fast"),
-    lambda folder: quantize_badly(folder, guard=rq.GuardSettings(min_sqnr=-99), effort="fast"),
+    lambda folder: quantize_badly(folder, guard=rq.config.Guard.REVERT, effort="fast"),
+    lambda folder: quantize_badly(
+        folder, guard=rq.config.GuardSettings(min_sqnr=-99), effort="fast"
+    ),
     quantize_without_a_good_score,
     lambda folder: wrap_sums(np.array([2**40]), "dense"),
 ]

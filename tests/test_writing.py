@@ -20,7 +20,7 @@ import relayquant as rq
 from relayquant import cli
 from relayquant.base.storage.files import check_writable, write_whole
 from relayquant.flow.refine.search_state import SearchState
-from relayquant.plots import plot_error_by_depth, plot_ranges
+from relayquant.plots.pictures import plot_error_by_depth, plot_ranges
 
 PACKAGE = Path(rq.__file__).parent
 
@@ -106,14 +106,16 @@ def test_write__a_folder_of_that_name(prepared, qmod, tmp_path, suffix):
 def test_write__a_folder_that_is_read_only(prepared, qmod, tmp_path, suffix):
     folder = tmp_path / "locked"
     folder.mkdir(0o500)
-    with pytest.raises(rq.FileError, match="Permission denied") as error:
+    with pytest.raises(rq.errors.FileError, match="Permission denied") as error:
         WRITERS[suffix](prepared, qmod, folder / f"x{suffix}")
     assert error.value.errno == errno.EACCES
 
 
 def test_write__a_device_takes_what_it_takes(prepared, tmp_path):
     """And stays a device: nothing is renamed into its place."""
-    with pytest.raises(rq.FileError, match=r"Cannot write /dev/full: No space.*Free space") as full:
+    with pytest.raises(
+        rq.errors.FileError, match=r"Cannot write /dev/full: No space.*Free space"
+    ) as full:
         rq.save_qparams(prepared.parameters, "/dev/full")
     assert full.value.errno == errno.ENOSPC
     rq.save_qparams(prepared.parameters, "/dev/null")
@@ -141,7 +143,9 @@ def test_write__through_a_link(tmp_path):
     target.unlink()
     target.parent.rmdir()
     for act in (check_writable, lambda path: write_whole(path, Path.touch)):
-        with pytest.raises(rq.FileError, match=rf"a\.json: there is no folder {target.parent}\."):
+        with pytest.raises(
+            rq.errors.FileError, match=rf"a\.json: there is no folder {target.parent}\."
+        ):
             act(link)
 
 
@@ -151,7 +155,9 @@ def test_write__the_file_that_is_missing_is_named(tmp_path):
     def write(path: Path) -> None:
         raise FileNotFoundError(errno.ENOENT, "", "g++-none")
 
-    with pytest.raises(rq.FileError, match=r"Cannot write .*/x\.so: g\+\+-none: No such file"):
+    with pytest.raises(
+        rq.errors.FileError, match=r"Cannot write .*/x\.so: g\+\+-none: No such file"
+    ):
         write_whole(tmp_path / "x.so", write)
 
 
@@ -170,7 +176,9 @@ def test_checkpoint__a_folder_that_cannot_be_removed_stays_empty(tmp_path, monke
 
 def test_calibrate__no_place_for_temporary_files(monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", "/proc")
-    with pytest.raises(rq.FileError, match=r"Cannot write temporary files: .* Set TMPDIR to"):
+    with pytest.raises(
+        rq.errors.FileError, match=r"Cannot write temporary files: .* Set TMPDIR to"
+    ):
         rq.calibrate(rq.prepare(model(), effort="fast"), draw_batches(model(), 2))
 
 
@@ -209,7 +217,7 @@ def test_command__says_so_before_the_work(command, place, tmp_path, monkeypatch,
 
 
 def test_file_error__is_an_os_error_and_travels():
-    error = pickle.loads(pickle.dumps(rq.FileError("Cannot write x.", errno.ENOSPC)))
+    error = pickle.loads(pickle.dumps(rq.errors.FileError("Cannot write x.", errno.ENOSPC)))
     assert isinstance(error, OSError)
     assert (str(error), error.errno) == ("Cannot write x.", errno.ENOSPC)
 

@@ -30,7 +30,12 @@ def sqnr(qmod) -> float:
     return float(10 * np.log10((expected**2).sum() / ((got - expected) ** 2).sum()))
 
 
-for observer in (rq.MinMax(), rq.Percentile(99.9), rq.MSE(), rq.KLDivergence()):
+for observer in (
+    rq.observers.MinMax(),
+    rq.observers.Percentile(99.9),
+    rq.observers.MSE(),
+    rq.observers.KLDivergence(),
+):
     qmod = rq.quantize(mod, params, demo.calibration, calibration=observer)
     print(f"{observer.name:14s} {sqnr(qmod):5.1f} dB")
 
@@ -44,7 +49,7 @@ for observer in (rq.MinMax(), rq.Percentile(99.9), rq.MSE(), rq.KLDivergence()):
 # parameters picked so far, and ``context.run(inputs)``, which computes every value with these.
 
 
-def cover_three_sigma(info: rq.ValueInfo, samples) -> rq.QParams:
+def cover_three_sigma(info: rq.observers.ValueInfo, samples) -> rq.QParams:
     """Cover the mean plus and minus three standard deviations, but nothing that does not occur."""
     data = np.concatenate([array.reshape(-1) for array in samples])
     low = max(data.min(), data.mean() - 3 * data.std())
@@ -61,9 +66,9 @@ print(f"three sigma    {sqnr(qmod):5.1f} dB")
 # A ``QConfig`` says how the tensors of an operator are quantized, a ``QConfigMapping`` which
 # operators get it. ``None`` keeps an operator in float, and the ledger says so.
 
-default = rq.X86.default_qconfig
+default = rq.get_backend_config("x86").default_qconfig
 precise = rq.QConfig(
-    activation=rq.TensorConfig(default.activation.spec, rq.MSE()), weight=default.weight
+    activation=rq.TensorConfig(default.activation.spec, rq.observers.MSE()), weight=default.weight
 )
 first = rq.ledger(qmod).rows[0]
 mapping = (

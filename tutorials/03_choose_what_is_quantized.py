@@ -35,17 +35,17 @@ for operator in prepared.plan.operators:
 # float, ``FLOAT16`` computes it in float16. Names are those of the values, or of the nodes in the
 # source model.
 
-default = rq.GENERIC.default_qconfig
-int16 = replace(default, activation=rq.TensorConfig(rq.QSpec("int16"), rq.MinMax()))
+default = rq.get_backend_config("generic").default_qconfig
+int16 = replace(default, activation=rq.TensorConfig(rq.QSpec("int16"), rq.observers.MinMax()))
 four_bits = replace(default.weight.spec, quant_min=-7, quant_max=7)
-int4_weights = replace(default, weight=rq.TensorConfig(four_bits, rq.MSE()))
+int4_weights = replace(default, weight=rq.TensorConfig(four_bits, rq.observers.MSE()))
 last = prepared.plan.operators[-1].name
 mapping = (
     rq.QConfigMapping()
     .set_global(default)
     .set_object_type("matmul", int16)
     .set_module_name_object_type_order("", "nn.conv2d", 1, int4_weights)
-    .set_module_name(last, rq.FLOAT16)
+    .set_module_name(last, rq.config.FLOAT16)
 )
 qmod = rq.quantize(mod, params, data, backend="generic", qconfig_mapping=mapping)
 for row in rq.ledger(qmod).rows:
@@ -68,8 +68,8 @@ except rq.ConfigError as error:
 # A backend says which dtypes it runs for which pattern. What it cannot serve stays in float with a
 # warning, or is one error for all of it with ``strict=True``.
 
-print(rq.X86.explain("conv2d_bias_relu"))
-uint16 = replace(default, activation=rq.TensorConfig(rq.QSpec("uint16"), rq.MinMax()))
+print(rq.get_backend_config("x86").explain("conv2d_bias_relu"))
+uint16 = replace(default, activation=rq.TensorConfig(rq.QSpec("uint16"), rq.observers.MinMax()))
 wide = rq.QConfigMapping().set_global(uint16)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
@@ -105,7 +105,7 @@ with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "digits.prepared"
     rq.save_prepared(prepared, path)
     parts = [
-        rq.calibrate(rq.load_prepared(path), share, order=rq.Order.PARALLEL)
+        rq.calibrate(rq.load_prepared(path), share, order=rq.config.Order.PARALLEL)
         for share in (data[:2], data[2:])
     ]
 merged = rq.merge_statistics(*parts)
@@ -117,7 +117,7 @@ merged = rq.merge_statistics(*parts)
 # all, whether a person writes it or a search found it.
 
 key = "conv2/relu"
-wide = rq.TensorConfig(rq.QSpec("int16", rq.Scheme.SYMMETRIC), rq.MinMax())
+wide = rq.TensorConfig(rq.QSpec("int16", rq.config.Scheme.SYMMETRIC), rq.observers.MinMax())
 line = mapping.set_module_name(key, rq.QConfig(activation=wide, weight=default.weight))
 changed = rq.calibrate(rq.prepare(mod, params, line, "generic"), data)
 qmod = rq.lower(changed)

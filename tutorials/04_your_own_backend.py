@@ -93,22 +93,30 @@ def npu_pattern(softmax):
 # One table: dtypes with constraints, and the parameters of a softmax, which lies between 0 and 1
 # whatever the data. The longer pattern comes first.
 
-BYTE = rq.DTypeWithConstraints(
-    "int8", schemes=(rq.Scheme.SYMMETRIC,), granularities=(rq.Granularity.PER_TENSOR,),
+BYTE = rq.config.DTypeWithConstraints(
+    "int8",
+    schemes=(rq.config.Scheme.SYMMETRIC,),
+    granularities=(rq.config.Granularity.PER_TENSOR,),
     quant_min_lower_bound=-127,
-)  # fmt: skip
-DTYPES = (rq.DTypeConfig(input=BYTE, output=BYTE),)
-SPEC = rq.TensorConfig(rq.QSpec("int8", rq.Scheme.SYMMETRIC, quant_min=-127), rq.MinMax())
+)
+DTYPES = (rq.config.DTypeConfig(input=BYTE, output=BYTE),)
+SPEC = rq.TensorConfig(
+    rq.QSpec("int8", rq.config.Scheme.SYMMETRIC, quant_min=-127), rq.observers.MinMax()
+)
 NPU = rq.BackendConfig(
     "npu",
     patterns=(
-        rq.PatternConfig(
+        rq.config.PatternConfig(
             npu_pattern(softmax=True),
             DTYPES,
-            rq.ObservationType.OUTPUT_USE_FIXED_QPARAMS,
-            (rq.FixedOutput("int8", rq.Scheme.SYMMETRIC, rq.Fixed(1 / 127, 0)),),
+            rq.config.ObservationType.OUTPUT_USE_FIXED_QPARAMS,
+            (
+                rq.config.FixedOutput(
+                    "int8", rq.config.Scheme.SYMMETRIC, rq.observers.Fixed(1 / 127, 0)
+                ),
+            ),
         ),
-        rq.PatternConfig(npu_pattern(softmax=False), DTYPES),
+        rq.config.PatternConfig(npu_pattern(softmax=False), DTYPES),
     ),
     default_qconfig=rq.QConfig(activation=SPEC, weight=SPEC),
 )
@@ -172,12 +180,12 @@ assert np.abs(have - want).max() < 0.05 * np.abs(want).max()
 NARROW = rq.BackendConfig(
     "narrow",
     patterns=tuple(
-        rq.PatternConfig(
-            row.pattern, (rq.DTypeConfig(input="int8", output="int8", accumulator="int14"),)
+        rq.config.PatternConfig(
+            row.pattern, (rq.config.DTypeConfig(input="int8", output="int8", accumulator="int14"),)
         )
-        for row in rq.ARM.patterns
+        for row in rq.get_backend_config("arm").patterns
     ),
-    default_qconfig=rq.ARM.default_qconfig,
+    default_qconfig=rq.get_backend_config("arm").default_qconfig,
 )
 narrow = rq.calibrate(rq.prepare(mod, None, None, NARROW), data)
-print(rq.accumulator_report(narrow, data))
+print(rq.analysis.accumulator_report(narrow, data))

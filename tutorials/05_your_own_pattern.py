@@ -93,6 +93,6 @@ with builder.function("main", [x]):
 mod: tvm.IRModule = builder.finalize()
 
 batches = [rng.standard_normal((1, 3, 8, 8)).astype("float32") for _ in range(8)]
-qmod = rq.quantize(mod, None, batches, backend=rq.X86.with_pattern(ROW))
+qmod = rq.quantize(mod, None, batches, backend=rq.get_backend_config("x86").with_pattern(ROW))
 print(rq.ledger(qmod))
 print(f"compiled code equals numpy: {rq.verify(qmod, batches[0]).is_equal}")

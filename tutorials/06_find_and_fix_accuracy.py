@@ -38,7 +38,7 @@ for finding in rq.lint(mod, params, [batch * 255 for batch in demo.calibration])
 BROKEN = "conv2/relu"
 
 
-def pick_range(info: rq.ValueInfo, samples) -> rq.QParams:
+def pick_range(info: rq.observers.ValueInfo, samples) -> rq.QParams:
     low = min(float(array.min()) for array in samples)
     high = max(float(array.max()) for array in samples)
     return rq.choose_qparams(low, high / (50 if info.name == BROKEN else 1), info.spec)
@@ -68,7 +68,7 @@ print(f"with the guard: error {relative_error(guarded):.1%}")
 # The guard saves the answers, not the integers. To find the cause, look at the model as it is
 # without it.
 
-bad = rq.quantize(mod, params, demo.calibration, calibration=pick_range, guard=rq.Guard.OFF)
+bad = rq.quantize(mod, params, demo.calibration, calibration=pick_range, guard=rq.config.Guard.OFF)
 print(f"broken: error {relative_error(bad):.1%}")
 
 # %%
@@ -86,8 +86,8 @@ print(f"it starts at {first.name}: {first.saturated:.0%} of its elements are cut
 
 # %%
 # ``relayquant compare model.onnx model.json --data x.npz --values --plot sqnr.png`` prints and
-# draws the same; ``rq.plot_ranges`` draws histograms with the range that was chosen, and
-# ``rq.make_report(mod, bad, demo.calibration, params).save("report.html")`` puts all on one page.
+# draws the same; ``rq.plots.plot_ranges`` draws histograms with the range that was chosen, and
+# ``rq.report(mod, bad, demo.calibration, params).save("report.html")`` puts all on one page.
 #
 # Which operators matter?
 # -----------------------

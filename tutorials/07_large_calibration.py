@@ -120,7 +120,7 @@ def use_processes(folder: Path) -> bytes:
 # Files instead of an executor
 # ----------------------------
 # Where processes cannot talk to each other, each calibrates with its own data and writes a file.
-# With ``order=rq.Order.PARALLEL``, the default but for ``effort="best"``, all values are observed
+# With ``order="parallel"``, the default but for ``effort="best"``, all values are observed
 # in the float model, so that what two processes saw can be put together. (In topological order
 # each value is seen with everything before it already rounded, and only one process can decide.)
 
@@ -130,11 +130,11 @@ def merge_files(folder: Path) -> None:
     parts = []
     for i, part in enumerate((batches[:40], batches[40:])):
         prepared = prepare()
-        prepared = rq.calibrate(prepared, part, order=rq.Order.PARALLEL)
+        prepared = rq.calibrate(prepared, part, order=rq.config.Order.PARALLEL)
         save(prepared, folder / f"part{i}")
         parts.append(rq.load_prepared(folder / f"part{i}"))
     merged = rq.merge_statistics(*parts)
-    whole = rq.calibrate(prepare(), batches, order=rq.Order.PARALLEL)
+    whole = rq.calibrate(prepare(), batches, order=rq.config.Order.PARALLEL)
     same = merged.parameters == whole.parameters
     print(f"parameters of two files together are those of all data: {same}")
 

@@ -67,7 +67,11 @@ print(f"compiled code equals numpy: {rq.verify(qmod, [x.numpy()]).is_equal}")
 # Values are named after the modules that compute them, so a line of a ``QConfigMapping`` selects a
 # layer, or all that is below a module.
 
-mapping = rq.QConfigMapping().set_global(rq.X86.default_qconfig).set_module_name("block.0", None)
+mapping = (
+    rq.QConfigMapping()
+    .set_global(rq.get_backend_config("x86").default_qconfig)
+    .set_module_name("block.0", None)
+)
 mixed = rq.torch.quantize(module, (batches[0],), batches, qconfig_mapping=mapping, effort="fast")
 print("left in float:", [row.name for row in rq.ledger(mixed).rows if not row.quantized])
 
@@ -79,5 +83,5 @@ print("left in float:", [row.name for row in rq.ledger(mixed).rows if not row.qu
 # keeps its parameters: pass it to ``rq.lower``.
 
 program = rq.torch.export(module, (batches[0],))
-mod, params = rq.torch.load(program)
+mod, params = rq.load(program)
 print([param.name for param in mod["main"].params], "->", mod["main"].ret_ty)

@@ -56,7 +56,7 @@ print("equal to our own:", np.array_equal(run(qmod), run(own)))
 # Here one convolution stays in float, as a careful colleague might have left it.
 
 first = next(row.name for row in rq.ledger(own).rows if row.op == "nn.conv2d")
-qconfig = rq.X86.default_qconfig
+qconfig = rq.get_backend_config("x86").default_qconfig
 mapping = rq.QConfigMapping().set_global(qconfig).set_module_name(first, None)
 partial = rq.prepare(mod, params, mapping, effort="fast")
 partial = rq.calibrate(partial, demo.calibration)

@@ -13,7 +13,7 @@ Without a board and without an emulator this tutorial compiles, says what is mis
 # Quantize for Arm
 # ----------------
 # Backends differ in the integers they want: the dot-product instructions of x86 take uint8
-# activations, those of Arm int8. ``rq.default_backend`` knows which backend suits a target.
+# activations, those of Arm int8. ``rq.get_backend_config`` knows which backend suits a target.
 #
 # The target names the CPU. What it can do follows from the name, and nothing is taken from the PC:
 # a Cortex-A53 gets widening multiplies, a Cortex-A76 the ``sdot`` instruction.
@@ -37,7 +37,7 @@ target = {"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": CPU}
 
 demo = load_digits()
 mod, params = rq.load(str(demo.model_path))
-backend = rq.default_backend(target)
+backend = rq.get_backend_config(target=target)
 qmod = rq.quantize(mod, params, demo.calibration, backend=backend)
 print(f"quantized for the backend {backend.name!r}")
 

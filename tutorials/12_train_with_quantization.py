@@ -28,8 +28,13 @@ demo = load_digits(batch=32)
 mod, params = rq.load(demo.model_path)
 (expected,) = rq.reference.run(mod, [demo.images])
 
-spec = rq.QSpec("int8", rq.Scheme.SYMMETRIC, rq.Granularity.PER_CHANNEL, quant_min=-2, quant_max=1)
-config = rq.QConfig(rq.X86.default_qconfig.activation, rq.TensorConfig(spec, rq.MinMax()))
+spec = rq.QSpec(
+    "int8", rq.config.Scheme.SYMMETRIC, rq.config.Granularity.PER_CHANNEL, quant_min=-2, quant_max=1
+)
+config = rq.QConfig(
+    rq.get_backend_config("x86").default_qconfig.activation,
+    rq.TensorConfig(spec, rq.observers.MinMax()),
+)
 options = {"qconfig_mapping": rq.QConfigMapping().set_global(config), "backend": "x86"}
 
 
@@ -38,7 +43,7 @@ def measure(module):
     return (got.argmax(1) == expected.argmax(1)).mean()
 
 
-calibrated = rq.quantize(mod, params, demo.calibration, guard=rq.Guard.OFF, **options)
+calibrated = rq.quantize(mod, params, demo.calibration, guard=rq.config.Guard.OFF, **options)
 print(f"calibrated: {measure(calibrated):.1%} of the answers of float")
 
 # %%
@@ -56,7 +61,7 @@ class Report(rq.Callback):
         print(f"step {event.step:3d}: loss {event.loss:7.4f}, validation {event.score:.4f}")
 
 
-trained = rq.finetune(
+trained = rq.torch.finetune(
     mod,
     params,
     demo.calibration,
@@ -72,11 +77,11 @@ print(rq.ledger(trained).to_dict()["choices"]["training"])
 # %%
 # Your own loop
 # -------------
-# ``from_module`` gives a ``torch.nn.Module`` of a Relax module, ``prepare_qat`` of a PyTorch one.
+# ``from_relax`` gives a ``torch.nn.Module`` of a Relax module, ``prepare_qat`` of a PyTorch one.
 # It rounds where the integer module will, and any loop trains it: here 8 bits on float's answers.
 
-module = rq.torch.from_module(mod, params, calibration=demo.calibration, effort="fast")
-teacher = rq.torch.from_module(mod, params)
+module = rq.torch.from_relax(mod, params, calibration=demo.calibration, effort="fast")
+teacher = rq.torch.from_relax(mod, params)
 batches = [torch.from_numpy(batch) for batch in demo.calibration]
 optimizer = torch.optim.Adam(module.parameters(), lr=1e-4)
 module.train()

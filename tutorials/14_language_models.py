@@ -38,7 +38,7 @@ mod = llama.export_llama(sizes)
 # classifier; tables keep 8 bits unless ``table_bits`` says otherwise. ``activation`` makes integers
 # of the rows of data when the model runs, one scale for each row; without it, products are float.
 
-rows = rq.QSpec("int8", rq.Scheme.SYMMETRIC, rq.Granularity.PER_ROW, is_dynamic=True)
+rows = rq.QSpec("int8", rq.config.Scheme.SYMMETRIC, rq.config.Granularity.PER_ROW, is_dynamic=True)
 small = rq.compress_weights(mod, params, bits=4, group_size=32, activation=rows)
 for row in rq.ledger(small).rows[:7]:
     print(row.name, row.op, row.dtype, row.rule)

@@ -29,7 +29,7 @@ def read_backend(given: str | None) -> BackendConfig | None:
         raise ConfigError(f"--backend {given}: there is no such file.", code="RQ102")
     with reading(path, "backend (a BackendConfig as JSON)", ConfigError):
         data = decode_json(read_text(path, MAX_BACKEND_SIZE))
-        return BackendConfig.from_dict(data, rq.BUILTIN_OPS, where=str(path))
+        return BackendConfig.from_dict(data, rq.extend.BUILTIN_OPS, where=str(path))
 
 
 def check_options(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from relayquant.ir.ledger import Ledger
-    from relayquant.plots import ProgressReport
+    from relayquant.plots.progress import ProgressReport
 
 # Help and mistakes are printed without TVM: what commands print is imported where it is used.
 
@@ -82,7 +82,7 @@ class CommandOutput:
     def print(self, *what: RenderableType) -> None:
         """Lines and tables for people."""
         if not self.is_quiet and not self.is_json:
-            from relayquant.plots import make_console
+            from relayquant.plots.text import make_console
 
             console = make_console()
             for part in what:
@@ -105,7 +105,7 @@ class CommandOutput:
         """What was quantized, for both: how much, then what was not and why, then what was seen.
         With --all people get every operator.
         """
-        from relayquant.plots import ledger_table, list_findings
+        from relayquant.plots.text import ledger_table, list_findings
 
         data = ledger.to_dict()
         self.add_table("operators", data.pop("operators"))
@@ -117,7 +117,7 @@ class CommandOutput:
 
     def open_progress(self) -> ProgressReport:
         """Bars on standard error, where that is a terminal."""
-        from relayquant.plots import ProgressReport
+        from relayquant.plots.progress import ProgressReport
 
         return ProgressReport(quiet=self.is_quiet)
 

@@ -23,12 +23,12 @@ from relayquant.stages.backends import resolve_backend
 
 #: what `--observer` names
 OBSERVERS = {
-    "minmax": rq.MinMax(),
-    "average-max": rq.AverageMax(),
-    "moving-average": rq.MovingAverageMinMax(),
-    "percentile": rq.Percentile(),
-    "mse": rq.MSE(),
-    "kl": rq.KLDivergence(),
+    "minmax": rq.observers.MinMax(),
+    "average-max": rq.observers.AverageMax(),
+    "moving-average": rq.observers.MovingAverageMinMax(),
+    "percentile": rq.observers.Percentile(),
+    "mse": rq.observers.MSE(),
+    "kl": rq.observers.KLDivergence(),
 }
 
 
@@ -74,7 +74,7 @@ def read_quantizing(options: argparse.Namespace) -> dict[str, Any]:
     """
     backend = read_backend(options.backend)
     if backend is None and options.target is not None:
-        backend = rq.default_backend(resolve_target(options.target))
+        backend = rq.get_backend_config(target=resolve_target(options.target))
     mapping = None if options.config is None else load_mapping(options.config)
     if options.weights == "int4":
         if mapping is not None:
@@ -85,7 +85,7 @@ def read_quantizing(options: argparse.Namespace) -> dict[str, Any]:
         "qconfig_mapping": mapping,
         "calibration": OBSERVERS.get(options.observer),
         "effort": options.effort,
-        "model_type": rq.ModelType(options.model_type) if options.model_type else None,
+        "model_type": rq.config.ModelType(options.model_type) if options.model_type else None,
     }
 
 
@@ -108,7 +108,7 @@ def make_int4(backend: BackendConfig) -> rq.QConfigMapping:
             f"--weights int4: backend {backend.name!r} has no default to change.", code="RQ102"
         )
     spec = replace(default.weight.spec, quant_min=-7, quant_max=7)
-    narrow = replace(default, weight=rq.TensorConfig(spec, rq.MSE()))
+    narrow = replace(default, weight=rq.TensorConfig(spec, rq.observers.MSE()))
     return rq.QConfigMapping().set_global(narrow)
 
 

@@ -21,6 +21,7 @@ from relayquant.config.choices import (
     Guard,
     Order,
     Ranges,
+    Support,
     Unseen,
     WeightRounding,
 )
@@ -70,6 +71,7 @@ __all__ = [
     "Role",
     "Rounding",
     "Scheme",
+    "Support",
     "TensorConfig",
     "Unseen",
     "WeightRounding",

@@ -64,7 +64,7 @@ class QuantPattern(Protocol):
 
 @runtime_checkable
 class AnyAffineRule(Protocol):
-    """What configuration needs to know of a rule of the allow-list (`relayquant.AffineRule`)."""
+    """What configuration needs of a rule of the allow-list (`relayquant.extend.AffineRule`)."""
 
     @property
     def op(self) -> str: ...
@@ -180,8 +180,8 @@ class BackendConfig:
     Attributes:
         name: For messages and the ledger.
         patterns: Rows, the longest patterns first.
-        affine_rules: Rules of the allow-list (`relayquant.AffineRule`), tried before the built-in
-            ones.
+        affine_rules: Rules of the allow-list (`relayquant.extend.AffineRule`), tried before the
+            built-in ones.
         fusers: Rewrites of the float model (`relayquant.extend.Rule`) before it is planned.
         default_qconfig: For all operators when the user gives no QConfigMapping.
         float_dtypes: Narrow float dtypes that it computes any operator in (`FloatConfig`).
@@ -368,7 +368,7 @@ class BackendConfig:
         fusers: Iterable[AnyFuser] = (),
     ) -> BackendConfig:
         """What `to_dict` wrote. `patterns` are the operator rows it may name
-        (`relayquant.BUILTIN_OPS` and your own).
+        (`relayquant.extend.BUILTIN_OPS` and your own).
 
         Raises:
             ConfigError: an unknown key or pattern (names the nearest), a missing one, or a value

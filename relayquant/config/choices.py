@@ -85,3 +85,13 @@ class Unseen(enum.Enum):
 
     ERROR = "error"  #: an error that names it, and what to calibrate
     FLOAT = "float"  #: it stays in PyTorch, in float
+
+
+class Support(enum.Enum):
+    """What became of the QConfig that the mapping gave an operator: FX's three cases, two more."""
+
+    SERVED = "served"  #: the backend has the pattern and runs these dtypes
+    DTYPE_UNSUPPORTED = "dtype unsupported"  #: it has the pattern, and runs other dtypes
+    PATTERN_UNKNOWN = "pattern unknown"  #: it has no pattern for the operator
+    FORM_UNSUPPORTED = "form unsupported"  #: its pattern does not take this use of the operator
+    NOT_ASKED = "not asked"  #: no QConfig asks for it

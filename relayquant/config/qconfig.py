@@ -41,7 +41,7 @@ def check_calibration(calibration: object, where: str) -> None:
         return
     if not callable(calibration):
         raise ConfigError(f"{where} is {calibration!r}; allowed: {allowed}.", code="RQ101")
-    # The third is the context; see `relayquant.CalibrationContext`.
+    # The third is the context; see `relayquant.observers.CalibrationContext`.
     if not takes_arguments(calibration, 2) and not takes_arguments(calibration, 3):
         raise ConfigError(
             f"{where} is {getattr(calibration, '__qualname__', calibration)}, which cannot be "

@@ -9,15 +9,11 @@ from typing import Any
 
 import tvm
 
-from relayquant.analysis import (
-    AccumulatorReport,
-    CompareReport,
-    Verifier,
-    VerifyReport,
-    compare_modules,
-)
+from relayquant.analysis.accumulators import AccumulatorReport
+from relayquant.analysis.compare import CompareReport, compare_modules
 from relayquant.analysis.loader import bind_loader
 from relayquant.analysis.sensitivity import Metric, SensitivityReport, measure_sensitivity
+from relayquant.analysis.verify import Verifier, VerifyReport
 from relayquant.base.arguments import check_arguments
 from relayquant.base.events import Callback, CallbackList
 from relayquant.data import open_dataset

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tvm
 
-from relayquant.analysis import AccumulatorReport, fit_scales, measure_accumulators
+from relayquant.analysis.accumulators import AccumulatorReport, fit_scales, measure_accumulators
 from relayquant.analysis.loader import bind_loader
 from relayquant.codegen.eager import EagerModule
 from relayquant.config import BackendConfig, BiasCorrection, Effort, OverflowBound, QConfigMapping

@@ -43,7 +43,7 @@ def quantize(
             operator gets the parameters of its data at run time (`QSpec(is_dynamic=True)`) or
             from the user (`Fixed`). The guard has nothing to look at then.
         backend: "x86", "x86-7bit", "arm", "generic", or a BackendConfig; None for that of this
-            machine. To run elsewhere, `relayquant.default_backend(target)`.
+            machine. To run elsewhere, `relayquant.get_backend_config(target=target)`.
         qconfig_mapping: Which operator is quantized how; the backend's default for all when None.
         calibration: Observer, or callable `(ValueInfo, samples) -> QParams`, for all activations;
             a callable with a third parameter gets a `CalibrationContext`: the calibration graph,

@@ -8,7 +8,6 @@ names.
 from __future__ import annotations
 
 import dataclasses
-import enum
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,22 +15,12 @@ from typing import Any
 from relayquant.base.arguments import check_arguments
 from relayquant.base.plain_data import NamedSettings, PlainFields, check_keys, read_fields
 from relayquant.base.qtypes import QSpec, ValueInfo
-from relayquant.config import Accumulator
+from relayquant.config import Accumulator, Support
 from relayquant.config.qconfig import check_calibration
 from relayquant.errors import ConfigError, suggest_name
 
 #: what plain data of a group says behind the fields of its `info`
 GROUP_KEYS = ("members", "points", "clamped", "constant", "base", "is_fixed", "calibration")
-
-
-class Support(enum.Enum):
-    """What became of the QConfig that the mapping gave an operator: FX's three cases, two more."""
-
-    SERVED = "served"  #: the backend has the pattern and runs these dtypes
-    DTYPE_UNSUPPORTED = "dtype unsupported"  #: it has the pattern, and runs other dtypes
-    PATTERN_UNKNOWN = "pattern unknown"  #: it has no pattern for the operator
-    FORM_UNSUPPORTED = "form unsupported"  #: its pattern does not take this use of the operator
-    NOT_ASKED = "not asked"  #: no QConfig asks for it
 
 
 @dataclass(frozen=True)

@@ -2,37 +2,37 @@
 takes long.
 """
 
-from relayquant.plots.build import Report, make_report
-from relayquant.plots.pictures import (
-    plot_error_by_depth,
-    plot_latency,
-    plot_ranges,
-    plot_sensitivity,
-)
-from relayquant.plots.progress import ProgressReport
-from relayquant.plots.text import (
-    compare_table,
-    findings_table,
-    ledger_table,
-    list_findings,
-    make_console,
-    sensitivity_table,
-    summary_table,
-)
+from typing import TYPE_CHECKING
+
+from relayquant.base import lazy
+
+if TYPE_CHECKING:
+    from relayquant.plots.build import Report
+    from relayquant.plots.pictures import (
+        plot_error_by_depth,
+        plot_latency,
+        plot_ranges,
+        plot_sensitivity,
+    )
+    from relayquant.plots.text import compare_table, make_console
 
 __all__ = [
-    "ProgressReport",
     "Report",
     "compare_table",
-    "findings_table",
-    "ledger_table",
-    "list_findings",
     "make_console",
-    "make_report",
     "plot_error_by_depth",
     "plot_latency",
     "plot_ranges",
     "plot_sensitivity",
-    "sensitivity_table",
-    "summary_table",
 ]
+
+__getattr__, __dir__ = lazy.gather(
+    __name__,
+    {
+        "relayquant.plots.build": "Report",
+        "relayquant.plots.pictures": (
+            "plot_error_by_depth plot_latency plot_ranges plot_sensitivity"
+        ),
+        "relayquant.plots.text": "compare_table make_console",
+    },
+)

@@ -21,7 +21,7 @@ from relayquant.plots.page import check_installed, describe_report, frame_page, 
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """What `relayquant.make_report` measured, as one HTML page.
+    """What `relayquant.report` measured, as one HTML page.
 
     Attributes:
         data: The measured values.
@@ -50,7 +50,7 @@ class Report:
 
 
 @check_arguments
-def make_report(
+def report(
     mod: tvm.IRModule,
     qmod: tvm.IRModule,
     dataset: Any,
@@ -90,7 +90,7 @@ def make_report(
         DataError: the data does not fit the model.
     """
     if samples < 1:
-        raise ConfigError(f"make_report: samples is {samples}; allowed: 1 or more.", code="RQ101")
+        raise ConfigError(f"report: samples is {samples}; allowed: 1 or more.", code="RQ101")
     if metric is not None:
         check_metric(metric)
     check_installed()

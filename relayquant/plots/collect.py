@@ -15,13 +15,8 @@ from typing import Any
 import numpy as np
 import tvm
 
-from relayquant.analysis import (
-    AccumulatorReport,
-    AccumulatorRow,
-    CompareReport,
-    CompareRow,
-    compare_modules,
-)
+from relayquant.analysis.accumulators import AccumulatorReport, AccumulatorRow
+from relayquant.analysis.compare import CompareReport, CompareRow, compare_modules
 from relayquant.analysis.latency import Latency, measure_latency
 from relayquant.analysis.lint import Finding, Severity, lint
 from relayquant.analysis.loader import bind_loader
@@ -198,7 +193,7 @@ class ReportData:
 
 @dataclass(frozen=True)
 class ReportSettings:
-    """What is measured besides the errors; see `relayquant.make_report`."""
+    """What is measured besides the errors; see `relayquant.report`."""
 
     metric: Metric | None = None
     latency: bool = False
@@ -217,7 +212,7 @@ def collect_report(
     settings: ReportSettings,
     callbacks: CallbackList,
 ) -> ReportData:
-    """Measure what a report shows; see `relayquant.make_report`."""
+    """Measure what a report shows; see `relayquant.report`."""
     run = callbacks.run_stage
     canonical, quantized = align_modules(mod, qmod, params)
     ledger = read_ledger(quantized)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from relayquant.analysis import CompareReport
+from relayquant.analysis.compare import CompareReport
 from relayquant.analysis.latency import Latency
 from relayquant.analysis.sensitivity import SensitivityReport
 from relayquant.base.arguments import check_arguments
@@ -140,7 +140,7 @@ def plot_latency(latencies: Mapping[str, Latency], path: str | Path | None = Non
     """The best and the median time of each contender.
 
     Args:
-        latencies: Name -> time, as `relayquant.measure_latency` gives it.
+        latencies: Name -> time, as `relayquant.analysis.measure_latency` gives it.
         path: As for `plot_error_by_depth`.
 
     Raises:

@@ -9,8 +9,7 @@ from typing import Any, TextIO
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from relayquant.analysis import CompareReport
-from relayquant.analysis.compare import CompareRow
+from relayquant.analysis.compare import CompareReport, CompareRow
 from relayquant.analysis.lint import Finding, Severity
 from relayquant.analysis.sensitivity import SensitivityReport
 from relayquant.errors import format_count

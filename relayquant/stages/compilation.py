@@ -26,7 +26,7 @@ from relayquant.stages.preparation import prepare_module
 
 
 @check_arguments
-def pipeline(target: Any = None) -> tvm.transform.Pass:
+def get_pipeline(target: Any = None) -> tvm.transform.Pass:
     """The relax pipeline for a target, for `tvm.compile(mod, target, relax_pipeline=...)`.
 
     A float model is brought into canonical form first (batch norms folded); a quantized one is
@@ -36,7 +36,7 @@ def pipeline(target: Any = None) -> tvm.transform.Pass:
 
 
 def adapt_pipeline(lowering: tvm.transform.Pass) -> tvm.transform.Pass:
-    """What `pipeline` gives, of the pipeline of a target."""
+    """What `get_pipeline` gives, of the pipeline of a target."""
 
     def run(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         entry = find_entry(mod)
@@ -75,7 +75,7 @@ def compile(
     stop_spinning()
     resolved = resolve_target(target)
     if tune is False:
-        return build(mod, resolved, pipeline(resolved))
+        return build(mod, resolved, get_pipeline(resolved))
     with open_tuner(resolved, None if tune is True else Path(tune)) as choose_form:
         return build(mod, resolved, adapt_pipeline(make_pipeline(resolved, choose_form)))
 

@@ -4,26 +4,40 @@ PyTorch is an extra.
 Around the data flow. PyTorch is imported when a function of this package is called.
 """
 
-from relayquant.config import BatchNorm, Ranges, Unseen
-from relayquant.formats.readers import import_torch as load
-from relayquant.torch.conversion import convert, convert_to_reference
-from relayquant.torch.custom_config import PrepareCustomConfig
-from relayquant.torch.define_by_run import prepare
-from relayquant.torch.exported import quantize
-from relayquant.torch.exporting import export
-from relayquant.torch.training import from_module, prepare_qat
+from typing import TYPE_CHECKING
+
+from relayquant.base import lazy
+
+if TYPE_CHECKING:
+    from relayquant.torch.conversion import convert, convert_to_reference
+    from relayquant.torch.custom_config import PrepareCustomConfig
+    from relayquant.torch.define_by_run import prepare
+    from relayquant.torch.exported import quantize
+    from relayquant.torch.exporting import export
+    from relayquant.torch.finetuning import finetune
+    from relayquant.torch.training import from_relax, prepare_qat
 
 __all__ = [
-    "BatchNorm",
     "PrepareCustomConfig",
-    "Ranges",
-    "Unseen",
     "convert",
     "convert_to_reference",
     "export",
-    "from_module",
-    "load",
+    "finetune",
+    "from_relax",
     "prepare",
     "prepare_qat",
     "quantize",
 ]
+
+__getattr__, __dir__ = lazy.gather(
+    __name__,
+    {
+        "relayquant.torch.conversion": "convert convert_to_reference",
+        "relayquant.torch.custom_config": "PrepareCustomConfig",
+        "relayquant.torch.define_by_run": "prepare",
+        "relayquant.torch.exported": "quantize",
+        "relayquant.torch.exporting": "export",
+        "relayquant.torch.finetuning": "finetune",
+        "relayquant.torch.training": "from_relax prepare_qat",
+    },
+)

@@ -1,7 +1,7 @@
 """Prepared PyTorch models -> what runs on integers: `convert`; or a torch module in reference form
 (dequantize - float operator - quantize): `convert_to_reference`.
 
-Behind `prepare`, `prepare_qat` and `from_module`; what they return knows how it is converted.
+Behind `prepare`, `prepare_qat` and `from_relax`; what they return knows how it is converted.
 PyTorch is an extra and is imported when a function here is called.
 """
 
@@ -30,7 +30,7 @@ class Convertible(Protocol):
 
 
 def convert(prepared: Any) -> Any:
-    """The quantized model of what `prepare`, `prepare_qat` or `from_module` gave.
+    """The quantized model of what `prepare`, `prepare_qat` or `from_relax` gave.
 
     Of the latter two, the integer module of the normal pipeline, with its ledger; of a model that
     is not quantized, the float module. The module in evaluation mode and the integer module agree
@@ -49,7 +49,7 @@ def convert(prepared: Any) -> Any:
     """
     if not isinstance(prepared, Convertible):
         raise ConfigError(
-            "convert takes what prepare, prepare_qat or from_module gave, got "
+            "convert takes what prepare, prepare_qat or from_relax gave, got "
             f"{type(prepared).__name__}. For a module that is neither calibrated nor trained, use "
             "relayquant.torch.quantize(module, example_inputs, dataset).",
             code="RQ105",
@@ -71,7 +71,7 @@ def convert_to_reference(prepared: Any) -> Any:
 
     Args:
         prepared: A calibrated model, as `relayquant.calibrate` returns it; or what `prepare_qat` or
-            `from_module` gave, as it is trained now.
+            `from_relax` gave, as it is trained now.
 
     Returns:
         A module that takes the model's inputs, in order, and gives what the model gives. It does
@@ -89,7 +89,7 @@ def convert_to_reference(prepared: Any) -> Any:
     if not isinstance(prepared, PreparedModel):
         raise ConfigError(
             "relayquant.torch.convert_to_reference takes a calibrated model, or what prepare_qat "
-            f"or from_module gave, got {type(prepared).__name__}.",
+            f"or from_relax gave, got {type(prepared).__name__}.",
             code="RQ105",
         )
     from relayquant.torch.reference_module import ReferenceModule

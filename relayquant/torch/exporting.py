@@ -123,7 +123,7 @@ def check_module(module: Any) -> None:
     if not isinstance(module, torch.nn.Module):
         raise ModelError(
             f"relayquant.torch takes a torch.nn.Module, got {type(module).__name__}. "
-            "For an exported program or a .pt2 file, use relayquant.torch.load.",
+            "For an exported program or a .pt2 file, use relayquant.load.",
             code="RQ201",
         )
 

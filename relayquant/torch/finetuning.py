@@ -27,7 +27,7 @@ from relayquant.flow.pipeline import lower_prepared
 from relayquant.flow.settings import RunSettings, takes_settings
 from relayquant.stages.effort import resolve_effort
 from relayquant.stages.prepared import PreparedModel
-from relayquant.torch.training import from_module, import_trainable
+from relayquant.torch.training import from_relax, import_trainable
 
 #: (outputs, outputs of the float model) -> loss; a third parameter gets the item of the data set
 Loss = Callable[..., Any]
@@ -36,7 +36,7 @@ Loss = Callable[..., Any]
 @check_fields
 @dataclass(frozen=True, kw_only=True)
 class FinetuneSettings(RunSettings):
-    """What `relayquant.finetune` is told besides model, data and loss.
+    """What `relayquant.torch.finetune` is told besides model, data and loss.
 
     Raises:
         ConfigError: one of them is out of range.
@@ -147,7 +147,7 @@ def finetune(
             takes as long as some hundred steps in deep networks, and holds what is alive of these
             items in memory.
         backend, qconfig_mapping, effort: As for `quantize`.
-        ranges, weight_ranges: What ranges do, see `relayquant.torch.Ranges`.
+        ranges, weight_ranges: What ranges do, see `relayquant.config.Ranges`.
         calibration: Data set that gives the first ranges; `batches` if None.
         validation: Data set that is not trained on, to choose the best state by. The more samples
             it has, the smaller a gain it can tell from chance.
@@ -186,12 +186,12 @@ def finetune(
     run = settings.events.run_stage
     is_calibrated = isinstance(mod, PreparedModel)
     # Of a module this is done first, so that what cannot be trained is said before the work.
-    known = mod if isinstance(mod, PreparedModel) else from_module(mod, params).source.prepared
+    known = mod if isinstance(mod, PreparedModel) else from_relax(mod, params).source.prepared
     data = TrainingData(batches, describe_inputs(known.mod))
     calibration = data.dataset if settings.calibration is None else settings.calibration
     student = run(
         "calibrate",
-        from_module,
+        from_relax,
         mod,
         params,
         settings.qconfig_mapping,
@@ -203,7 +203,7 @@ def finetune(
     )
     # The float model as it was prepared: values inside have the same names, and the same scales
     # where layers were scaled against one another.
-    teacher = from_module(student.source.prepared.mod)
+    teacher = from_relax(student.source.prepared.mod)
     summary = run("train", train, student, teacher, data, loss, settings)
     trained = student.to_prepared()
     choices = {**trained.choices, "training": f"{trained.choices['training']}, {summary}"}

@@ -199,7 +199,7 @@ class LiveBatchNorm(nn.Module):
 
 class TrainableModule(nn.Module):
     """A model that trains with its quantization: values are rounded where, and as, the integer
-    module rounds them. What `relayquant.torch.prepare_qat` and `from_module` give, and
+    module rounds them. What `relayquant.torch.prepare_qat` and `from_relax` give, and
     `relayquant.torch.convert` takes.
 
     Called with the model's inputs, in order; gives what the model gives, a tensor or a tuple.
@@ -694,7 +694,7 @@ def check_trainable(prepared: PreparedModel) -> None:
         if operator.accumulator is not None:
             reason = (
                 "has a narrow accumulator, whose overflow has no gradient: prepare for a backend "
-                "without, and use relayquant.accumulator_report on the result"
+                "without, and use relayquant.analysis.accumulator_report on the result"
             )
         elif operator.grouped is not None:
             reason = (

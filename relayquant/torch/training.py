@@ -1,4 +1,4 @@
-"""Quantization-aware training: `prepare_qat` and `from_module` give a torch module that trains,
+"""Quantization-aware training: `prepare_qat` and `from_relax` give a torch module that trains,
 `convert` makes the integer module of it.
 
 Around the data flow: export, load, prepare and calibrate come before the training; convert, expand,
@@ -194,7 +194,7 @@ def read_form(
 
 
 @check_arguments
-def from_module(
+def from_relax(
     mod: tvm.IRModule | PreparedModel,
     params: Mapping[str, Any] | None = None,
     qconfig_mapping: QConfigMapping | None = None,
@@ -226,7 +226,7 @@ def from_module(
         given = params, qconfig_mapping, backend, calibration
         if any(value is not None for value in given) or batch_norm is BatchNorm.LIVE:
             raise ConfigError(
-                "from_module got a calibrated model, which has its parameters, mapping, backend "
+                "from_relax got a calibrated model, which has its parameters, mapping, backend "
                 "and data, and folded batch norms. Give ranges and weight_ranges only, or start "
                 "from the module.",
                 code="RQ102",

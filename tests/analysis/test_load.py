@@ -19,7 +19,7 @@ from relayquant.stages.compilation import compile_draft
 def quantized():
     mod = build_model(lambda emit, x: emit.conv_bias("y", x), MAP)
     data = [np.random.default_rng(i).normal(size=MAP).astype("float32") for i in range(3)]
-    return rq.quantize(mod, None, data, effort="fast", guard=rq.Guard.OFF), data
+    return rq.quantize(mod, None, data, effort="fast", guard=rq.config.Guard.OFF), data
 
 
 def test_load_integers__compiles_for_many_samples(quantized):

@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import tvm
+from relayquant.data.inputs import describe_inputs
 from tvm import relax
 
 import relayquant as rq
@@ -100,7 +101,7 @@ def prepare(pixels, text, layout="NCHW"):
 
 
 def checks(findings):
-    return [f.check for f in findings if f.severity is not rq.Severity.INFO]
+    return [f.check for f in findings if f.severity is not rq.analysis.Severity.INFO]
 
 
 @pytest.mark.parametrize("text", FORMS)
@@ -108,9 +109,7 @@ def test_forms__as_the_command_line_prepares_a_picture(text):
     """Each is what `Preprocessing` does to a picture, in its order of channels."""
     image = pytest.importorskip("PIL.Image", reason="pip install relayquant[images]")
     pixels = np.random.default_rng(0).integers(0, 256, (6, 6, 3)).astype("uint8")
-    (info,) = rq.datasets.inputs.describe_inputs(
-        build_network(np.ones((2, 3, 6, 6), "float32"), [0, 1])
-    )
+    (info,) = describe_inputs(build_network(np.ones((2, 3, 6, 6), "float32"), [0, 1]))
     known = Preprocessing.parse(f"{text},crop=6,size=6")
     want = known.apply(image.fromarray(pixels), info)
     got = RAW.convert(pixels.transpose(2, 0, 1)[None].astype("float32"), 1, FORMS[text])
@@ -174,7 +173,7 @@ def test_lint__labels_that_count_from_one(coloured):
     (finding,) = [
         f
         for f in lint(mod, None, prepare(pixels, "tflite"), labels + 1)
-        if f.severity is rq.Severity.WARNING
+        if f.severity is rq.analysis.Severity.WARNING
     ]
     assert finding.check == "labels"
     assert "with -1" in finding.what

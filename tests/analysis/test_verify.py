@@ -10,7 +10,7 @@ from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
-from relayquant.analysis import Verifier
+from relayquant.analysis.verify import Verifier
 from relayquant.ir.rewrite import rewrite_main
 
 

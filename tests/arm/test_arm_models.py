@@ -19,7 +19,6 @@ from relayquant.base.runtime import Executor
 from relayquant.demo import load_digits
 from relayquant.ir.rewrite import Graph, expose_values
 from relayquant.ir.rewrite.graph import tensor_dtype
-from relayquant.stages.backends import default_backend
 
 Quantized = tuple[tvm.IRModule, np.ndarray]
 
@@ -158,4 +157,4 @@ def test_model__runs_on_arm_kernels(cpu):
     text = rq.compile(mod, target_of(cpu)).mod.imports[0].inspect_source("asm")
     assert ("sdot" in text) == (cpu != "cortex-a53")
     assert ("smmla" in text) == (cpu == MATRIX_CPU)
-    assert default_backend(target_of(cpu)) is rq.ARM
+    assert default_backend(target_of(cpu)) is rq.get_backend_config("arm")

@@ -13,8 +13,11 @@ import pytest
 from float_models import MAP, build_model, draw_batches
 
 import relayquant as rq
+from relayquant.config import Role, Scheme
+from relayquant.formats.readers import import_onnx, import_tflite, import_torch
 from relayquant.ir.ops import Kind, Operand, Output, QuantOp
 from relayquant.ir.ops.find import find_pattern
+from relayquant.stages.backends import X86
 
 ERRORS = (rq.ConfigError, rq.ModelError, rq.DataError)
 
@@ -27,7 +30,7 @@ PROBES: dict[str, Any] = {
     "text": "no such thing",
     "names": ["x"],
     "table": {"x": 1},
-    "class": rq.MinMax,
+    "class": rq.observers.MinMax,
     "function": lambda one: one,
     "object": object(),
     "bytes": b"x",
@@ -42,11 +45,11 @@ MOD = conv_model()
 DATA = draw_batches(MOD, 1)
 DENSE = build_model(lambda emit, x: emit.dense("d", x, 4), (4, 16))
 PREPARED = rq.prepare(MOD)
-QCONFIG = rq.X86.default_qconfig
+QCONFIG = X86.default_qconfig
 SPEC = rq.QSpec()
-ROW = find_pattern(rq.X86, "conv2d")
-RULE = rq.AffineRule("relax.flip", lambda call, operand: operand)
-DTYPES = rq.DTypeConfig(input="int8", output="int8")
+ROW = find_pattern(X86, "conv2d")
+RULE = rq.extend.AffineRule("relax.flip", lambda call, operand: operand)
+DTYPES = rq.config.DTypeConfig(input="int8", output="int8")
 MAPPING = rq.QConfigMapping()
 
 MODEL = {"mod": MOD, "params": None}
@@ -86,16 +89,16 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "calibrate": (rq.calibrate, {"prepared": PREPARED, "dataset": DATA}),
     "convert_to_reference": (rq.convert_to_reference, {"prepared": PREPARED}),
     "lower": (rq.lower, {"reference": MOD}),
-    "pipeline": (rq.pipeline, {}),
+    "pipeline": (rq.get_pipeline, {}),
     "compile": (rq.compile, {"mod": MOD}),
     "verify": (rq.verify, {"mod": MOD, "inputs": DATA[0]}),
     "compare": (rq.compare, {"mod": MOD, "quantized": MOD, "dataset": DATA}),
     "ledger": (rq.ledger, {"mod": MOD}),
-    "accumulator_report": (rq.accumulator_report, {"model": PREPARED, "dataset": DATA}),
+    "accumulator_report": (rq.analysis.accumulator_report, {"model": PREPARED, "dataset": DATA}),
     "sensitivity": (rq.sensitivity, {"prepared": PREPARED, "dataset": DATA}),
     "equalize_layers": (rq.equalize_layers, {"mod": MOD}),
     "smooth_activations": (rq.smooth_activations, {**MODEL, "dataset": DATA}),
-    "default_backend": (rq.default_backend, {}),
+    "default_backend": (rq.get_backend_config, {}),
     "export_onnx": (rq.export_onnx, {"mod": MOD, "path": "never.onnx"}),
     "load_prepared": (rq.load_prepared, {"path": "never"}),
     "merge_statistics": (rq.merge_statistics, {"first": PREPARED}),
@@ -104,43 +107,45 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "load_qparams": (rq.load_qparams, {"path": "never"}),
     "save_qparams": (rq.save_qparams, {"parameters": {}, "path": "/no/folder"}),
     "lint": (rq.lint, {**MODEL, "dataset": DATA}),
-    "measure_latency": (rq.measure_latency, {"contenders": {"a": dict}, "rounds": 1}),
-    "measure_growth": (rq.measure_growth, {**MODEL, "dataset": DATA}),
+    "measure_latency": (rq.analysis.measure_latency, {"contenders": {"a": dict}, "rounds": 1}),
+    "measure_growth": (rq.analysis.measure_growth, {**MODEL, "dataset": DATA}),
     "load": (rq.load, {"model": "never"}),
     "load_gguf": (rq.load_gguf, {"path": "never"}),
-    "import_tflite": (rq.import_tflite, {"path": "never"}),
-    "import_torch": (rq.import_torch, {"program_or_path": "never"}),
-    "import_onnx": (rq.import_onnx, {"model_or_path": "never"}),
+    "import_tflite": (import_tflite, {"path": "never"}),
+    "import_torch": (import_torch, {"program_or_path": "never"}),
+    "import_onnx": (import_onnx, {"model_or_path": "never"}),
     "compress_weights": (rq.compress_weights, {"mod": DENSE}),
-    "finetune": (rq.finetune, {**MODEL, "batches": DATA}),
-    "make_report": (rq.make_report, {"mod": MOD, "qmod": MOD, "dataset": DATA}),
-    "plot_error_by_depth": (rq.plot_error_by_depth, {"report": None}),
-    "plot_latency": (rq.plot_latency, {"latencies": {}}),
-    "plot_ranges": (rq.plot_ranges, {"prepared": PREPARED, "dataset": DATA}),
-    "plot_sensitivity": (rq.plot_sensitivity, {"report": None}),
+    "finetune": (rq.torch.finetune, {**MODEL, "batches": DATA}),
+    "make_report": (rq.report, {"mod": MOD, "qmod": MOD, "dataset": DATA}),
+    "plot_error_by_depth": (rq.plots.plot_error_by_depth, {"report": None}),
+    "plot_latency": (rq.plots.plot_latency, {"latencies": {}}),
+    "plot_ranges": (rq.plots.plot_ranges, {"prepared": PREPARED, "dataset": DATA}),
+    "plot_sensitivity": (rq.plots.plot_sensitivity, {"report": None}),
     "choose_qparams": (rq.choose_qparams, {"low": -1.0, "high": 1.0, "spec": SPEC}),
     "relay.from_text": (rq.relay.from_text, {"text": ""}),
     "relay.from_json": (rq.relay.from_json, {"text": ""}),
     "relay.to_text": (rq.relay.to_text, {"mod": MOD}),
     "QSpec": (rq.QSpec, {}),
-    "TensorConfig": (rq.TensorConfig, {"spec": SPEC, "calibration": rq.MinMax()}),
+    "TensorConfig": (rq.TensorConfig, {"spec": SPEC, "calibration": rq.observers.MinMax()}),
     "QConfig": (rq.QConfig, {"activation": QCONFIG.activation, "weight": QCONFIG.weight}),
-    "FloatConfig": (rq.FloatConfig, {"dtype": "float16"}),
-    "Accumulator": (rq.Accumulator, {}),
-    "DTypeWithConstraints": (rq.DTypeWithConstraints, {"dtype": "int8"}),
-    "DTypeConfig": (rq.DTypeConfig, {"input": "int8", "output": "int8"}),
+    "FloatConfig": (rq.config.FloatConfig, {"dtype": "float16"}),
+    "Accumulator": (rq.config.Accumulator, {}),
+    "DTypeWithConstraints": (rq.config.DTypeWithConstraints, {"dtype": "int8"}),
+    "DTypeConfig": (rq.config.DTypeConfig, {"input": "int8", "output": "int8"}),
     "FixedOutput": (
-        rq.FixedOutput,
-        {"dtype": "int8", "scheme": rq.Scheme.AFFINE, "calibration": rq.Fixed(1.0, 0)},
+        rq.config.FixedOutput,
+        {"dtype": "int8", "scheme": Scheme.AFFINE, "calibration": rq.observers.Fixed(1.0, 0)},
     ),
-    "PatternConfig": (rq.PatternConfig, {"pattern": ROW, "dtypes": (DTYPES,)}),
+    "PatternConfig": (rq.config.PatternConfig, {"pattern": ROW, "dtypes": (DTYPES,)}),
     "BackendConfig": (rq.BackendConfig, {"name": "mine"}),
-    "AffineRule": (rq.AffineRule, {"op": "relax.flip", "rewrite": RULE.rewrite}),
-    "Skip": (rq.Skip, {"reason": "no"}),
-    "ValueInfo": (rq.ValueInfo, {"name": "x", "role": rq.Role.WEIGHT, "spec": SPEC, "shape": (2,)}),
-    "GuardSettings": (rq.GuardSettings, {}),
-    "FitSettings": (rq.FitSettings, {}),
-    "AdaRoundSettings": (rq.AdaRoundSettings, {}),
+    "AffineRule": (rq.extend.AffineRule, {"op": "relax.flip", "rewrite": RULE.rewrite}),
+    "Skip": (rq.extend.Skip, {"reason": "no"}),
+    "ValueInfo": (
+        rq.observers.ValueInfo, {"name": "x", "role": Role.WEIGHT, "spec": SPEC, "shape": (2,)}
+    ),
+    "GuardSettings": (rq.config.GuardSettings, {}),
+    "FitSettings": (rq.config.FitSettings, {}),
+    "AdaRoundSettings": (rq.config.AdaRoundSettings, {}),
     "QuantOp": (
         QuantOp,
         {
@@ -148,14 +153,14 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "kind": Kind.ANCHOR, "output": Output.OWN, "realize": None,
         },
     ),
-    "BackendConfig.with_pattern": (rq.X86.with_pattern, {"pattern": ROW}),
-    "BackendConfig.without_pattern": (rq.X86.without_pattern, {"name": "conv2d"}),
-    "BackendConfig.with_affine_rule": (rq.X86.with_affine_rule, {"rule": RULE}),
-    "BackendConfig.find_pattern": (rq.X86.find_pattern, {"name": "conv2d"}),
-    "BackendConfig.explain": (rq.X86.explain, {}),
+    "BackendConfig.with_pattern": (X86.with_pattern, {"pattern": ROW}),
+    "BackendConfig.without_pattern": (X86.without_pattern, {"name": "conv2d"}),
+    "BackendConfig.with_affine_rule": (X86.with_affine_rule, {"rule": RULE}),
+    "BackendConfig.find_pattern": (X86.find_pattern, {"name": "conv2d"}),
+    "BackendConfig.explain": (X86.explain, {}),
     "BackendConfig.from_dict": (
         rq.BackendConfig.from_dict,
-        {"data": rq.X86.to_dict(), "patterns": rq.BUILTIN_OPS},
+        {"data": X86.to_dict(), "patterns": rq.extend.BUILTIN_OPS},
     ),
     "QConfigMapping.set_global": (MAPPING.set_global, {"qconfig": None}),
     "QConfigMapping.set_object_type": (MAPPING.set_object_type, {"op": "add", "qconfig": None}),

@@ -13,7 +13,7 @@ import pytest
 import relayquant
 
 #: Packages all of whose names are loaded when they are used.
-PACKAGES = ["relayquant"]
+PACKAGES = ["relayquant", "relayquant.plots", "relayquant.torch"]
 
 
 def run_python(program: str) -> str:

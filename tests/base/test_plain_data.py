@@ -35,15 +35,19 @@ from relayquant.ir.ledger import (
     SpeedResult,
 )
 
-SPEC = rq.QSpec("int8", rq.Scheme.SYMMETRIC, rq.Granularity.PER_CHANNEL, -127, scale_min=1e-6)
-TENSOR = rq.TensorConfig(SPEC, rq.Percentile(99.9))
+SPEC = rq.QSpec(
+    "int8", rq.config.Scheme.SYMMETRIC, rq.config.Granularity.PER_CHANNEL, -127, scale_min=1e-6
+)
+TENSOR = rq.TensorConfig(SPEC, rq.observers.Percentile(99.9))
 QCONFIG = rq.QConfig(TENSOR, TENSOR, bias=replace(TENSOR, spec=rq.QSpec("int16")))
-INFO = qtypes.ValueInfo("w", rq.Role.WEIGHT, SPEC, ("n", 3), 1, ("conv",))
-GROUP = plan.GroupPlan(INFO, ("w",), ("w",), rq.MinMax(), ("conv", "weight"), None, (), True)
+INFO = qtypes.ValueInfo("w", rq.config.Role.WEIGHT, SPEC, ("n", 3), 1, ("conv",))
+GROUP = plan.GroupPlan(
+    INFO, ("w",), ("w",), rq.observers.MinMax(), ("conv", "weight"), None, (), True
+)
 OPERATOR = plan.OperatorPlan(
     *("conv", "relax.nn.conv2d", ("conv.1", "conv"), "conv2d", True, (("weight", "w"),), None),
     support=plan.Support.DTYPE_UNSUPPORTED,
-    accumulator=rq.Accumulator(14, rq.Overflow.WRAP),
+    accumulator=rq.config.Accumulator(14, rq.config.Overflow.WRAP),
     dynamic=rq.QSpec("uint8", is_dynamic=True),
 )
 ROW = LedgerRow("conv", "nn.conv2d", True, "conv2d", "int8", values=("a",), scale=(0.1,))
@@ -57,11 +61,13 @@ VALUES = [
     *(TENSOR, QCONFIG, INFO, GROUP, replace(GROUP, calibration=None), OPERATOR),
     rq.TensorConfig(rq.QSpec("uint8", is_dynamic=True)),
     plan.Plan((OPERATOR,), (GROUP,), {"w": ("w", "w:2")}),
-    rq.Accumulator(20, rq.Overflow.WRAP, rq.OverflowBound.WORST_CASE),
-    rq.DTypeWithConstraints("int8", (rq.Scheme.AFFINE,), quant_min_lower_bound=-127),
-    rq.DTypeConfig(input="int8", output=rq.DTypeWithConstraints("uint8", power_of_two=True)),
-    rq.DTypeConfig(input="int8", output="int8", accumulator="int14 wrap"),
-    backend.FixedOutput("uint8", rq.Scheme.AFFINE, rq.Fixed(1 / 256, 0)),
+    rq.config.Accumulator(20, rq.config.Overflow.WRAP, rq.config.OverflowBound.WORST_CASE),
+    rq.config.DTypeWithConstraints("int8", (rq.config.Scheme.AFFINE,), quant_min_lower_bound=-127),
+    rq.config.DTypeConfig(
+        input="int8", output=rq.config.DTypeWithConstraints("uint8", power_of_two=True)
+    ),
+    rq.config.DTypeConfig(input="int8", output="int8", accumulator="int14 wrap"),
+    backend.FixedOutput("uint8", rq.config.Scheme.AFFINE, rq.observers.Fixed(1 / 256, 0)),
     *(ROW, FOUND, SpeedResult(1.0, 0.5, ("a",), {"global": "float"})),
     InterfaceValue("x", "uint8", "uint8", (0.5,), (3,)),
     GuardResult(4, 30.0, reverted=("a", "b"), worst=12.0),
@@ -139,9 +145,9 @@ def test_from_dict__path_through_lists_and_dicts():
 
 def test_to_dict__a_class_of_the_users_own():
     """`NamedSettings` need no annotations that can be evaluated."""
-    data = rq.Percentile(99.5).to_dict()
+    data = rq.observers.Percentile(99.5).to_dict()
     assert data["name"] == "Percentile"
-    assert NamedSettings.from_dict(data) == rq.Percentile(99.5)
+    assert NamedSettings.from_dict(data) == rq.observers.Percentile(99.5)
 
 
 #: "file:class" -> why its fields are not its plain form.

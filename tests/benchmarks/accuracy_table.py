@@ -44,8 +44,8 @@ FIT, LENGTH, POSITIONS, GREEDY = 64, 128, 2000, 200
 SENTENCES, FIT_SENTENCES = 500, 128
 #: Columns of a weight for NNCF are a multiple of its groups.
 GROUP = 32
-ROWS = rq.QSpec("int8", rq.Scheme.SYMMETRIC, rq.Granularity.PER_ROW, is_dynamic=True)
-AFFINE_ROWS = rq.QSpec("int8", is_dynamic=True, granularity=rq.Granularity.PER_ROW)
+ROWS = rq.QSpec("int8", rq.config.Scheme.SYMMETRIC, rq.config.Granularity.PER_ROW, is_dynamic=True)
+AFFINE_ROWS = rq.QSpec("int8", is_dynamic=True, granularity=rq.config.Granularity.PER_ROW)
 
 Array = np.ndarray
 #: tokens (n,) -> logarithms of probabilities of the next token (n, vocabulary), float64
@@ -271,10 +271,12 @@ class Sentences:
         """(what was done, how it came out) for modules of ours."""
         mod, params = rq.load(self.path)
         data = [{"ids": row} for row in self.fit]
-        spec = rq.QSpec("int8", rq.Scheme.SYMMETRIC, rq.Granularity.PER_CHANNEL)
-        config = rq.QConfig(rq.TensorConfig(AFFINE_ROWS), rq.TensorConfig(spec, rq.MinMax()))
+        spec = rq.QSpec("int8", rq.config.Scheme.SYMMETRIC, rq.config.Granularity.PER_CHANNEL)
+        config = rq.QConfig(
+            rq.TensorConfig(AFFINE_ROWS), rq.TensorConfig(spec, rq.observers.MinMax())
+        )
         rows = rq.QConfigMapping().set_object_type("relax.matmul", config, optional=True)
-        transformer = rq.ModelType.TRANSFORMER
+        transformer = rq.config.ModelType.TRANSFORMER
         kinds: list[tuple[str, Callable[[], tvm.IRModule]]] = [
             ("int8, transformer", partial(rq.quantize, mod, params, data, model_type=transformer)),
             ("int8", partial(rq.quantize, mod, params, data)),

@@ -25,8 +25,13 @@ GROUP = 32
 BATCHES = 2
 #: int8 with a scale for each row, weights per channel
 DYNAMIC = rq.QConfig(
-    rq.TensorConfig(rq.QSpec("int8", rq.Scheme.SYMMETRIC, rq.Granularity.PER_ROW, is_dynamic=True)),
-    rq.TensorConfig(rq.QSpec("int8", rq.Scheme.SYMMETRIC, rq.Granularity.PER_CHANNEL), rq.MinMax()),
+    rq.TensorConfig(
+        rq.QSpec("int8", rq.config.Scheme.SYMMETRIC, rq.config.Granularity.PER_ROW, is_dynamic=True)
+    ),
+    rq.TensorConfig(
+        rq.QSpec("int8", rq.config.Scheme.SYMMETRIC, rq.config.Granularity.PER_CHANNEL),
+        rq.observers.MinMax(),
+    ),
 )
 
 

@@ -2,8 +2,8 @@
 
     python tests/benchmarks/training_table.py [--rows "ResNet-20, 4/4" ...] [--data DIR]
 
-Each row is one call of `relayquant.finetune` on real data without labels: the first part of the
-samples trains, the next chooses the best state (and calibrates, as the first does), the last is
+Each row is one call of `relayquant.torch.finetune` on real data without labels: the first part of
+the samples trains, the next chooses the best state (and calibrates, as the first does), the last is
 measured on, once. What counts is agreement: the share of samples where the likeliest answer is
 float's. Numbers go to docs/training.json, where those of other rows stay as they were, and the
 table is written from it. Needs torch, the models and the data; what is missing is named.
@@ -62,7 +62,7 @@ class Row:
     load: Callable[[Path], Samples]
     weight_bits: int
     activation_bits: int
-    granularity: rq.Granularity = rq.Granularity.PER_CHANNEL
+    granularity: rq.config.Granularity = rq.config.Granularity.PER_CHANNEL
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -252,7 +252,7 @@ ROWS: dict[str, Row] = {
         partial(load_mobilenet, batch=6),
         8,
         8,
-        rq.Granularity.PER_TENSOR,
+        rq.config.Granularity.PER_TENSOR,
         {**NEAR, "steps": 50, "lr": 1e-3},
     ),
 }
@@ -260,11 +260,15 @@ ROWS: dict[str, Row] = {
 
 def make_mapping(row: Row) -> rq.QConfigMapping:
     """Weights -h..h (of 2 bits -2..1), activations 0..2^bits - 1, in bytes."""
-    base, half = rq.X86.default_qconfig, 2 ** (row.weight_bits - 1) - 1
+    base, half = rq.get_backend_config("x86").default_qconfig, 2 ** (row.weight_bits - 1) - 1
     low, high = (-2, 1) if row.weight_bits == 2 else (-half, half)
-    weight = rq.QSpec("int8", rq.Scheme.SYMMETRIC, row.granularity, quant_min=low, quant_max=high)
+    weight = rq.QSpec(
+        "int8", rq.config.Scheme.SYMMETRIC, row.granularity, quant_min=low, quant_max=high
+    )
     spec = rq.QSpec("uint8", quant_max=2**row.activation_bits - 1)
-    config = rq.QConfig(replace(base.activation, spec=spec), rq.TensorConfig(weight, rq.MinMax()))
+    config = rq.QConfig(
+        replace(base.activation, spec=spec), rq.TensorConfig(weight, rq.observers.MinMax())
+    )
     return rq.QConfigMapping().set_global(apply_effort(config, Effort.BEST))
 
 
@@ -277,7 +281,7 @@ def measure_row(row: Row, folder: Path) -> dict[str, Any]:
     prepared = calibrate_row(row, samples)
     begun = time.process_time()
     drawn = Drawn(samples, row.options["steps"])
-    trained = rq.finetune(
+    trained = rq.torch.finetune(
         prepared, None, drawn, validation=samples.validation, callbacks=Report(), **row.options
     )
     seconds = time.process_time() - begun

@@ -244,7 +244,7 @@ def test_demo__accuracy_size_speed_and_ledger(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("target", "backend"),
     [
-        (None, rq.default_backend().name),
+        (None, rq.get_backend_config().name),
         ("llvm -mtriple=aarch64-linux-gnu", "arm"),
         ("llvm -mtriple=x86_64-linux-gnu", "x86"),
     ],
@@ -272,7 +272,7 @@ def test_export__a_model_of_another_tool_runs_on_integers_as_the_target_takes_th
     ours, same, plain = compiled
     assert rq.ledger(ours).backend == backend
     assert rq.ledger(ours).quantized
-    assert rq.ledger(same).backend == rq.default_backend().name
+    assert rq.ledger(same).backend == rq.get_backend_config().name
     assert find_ledger(plain) is None
 
 

@@ -25,7 +25,7 @@ def body(emit, x):
 
 for name, function in sorted(
     (str(var.name_hint), function)
-    for var, function in rq.pipeline("llvm -mcpu=haswell")(build_model(body, ("n", 32)))
+    for var, function in rq.get_pipeline("llvm -mcpu=haswell")(build_model(body, ("n", 32)))
     .functions.items()
 ):
     if not name.startswith("shape_func"):

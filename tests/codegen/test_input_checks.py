@@ -223,7 +223,7 @@ def test_check_inputs__kernels_of_operators_are_inner(rows):
     mod = make_module(
         lambda x: relax.op.nn.softmax(relax.op.nn.relu(relax.op.concat([x, x], 0))), tensor(n, 16)
     )
-    lowered = rq.pipeline()(mod)
+    lowered = rq.get_pipeline()(mod)
     kernels = {
         gv.name_hint: IS_INNER in (func.attrs or {})
         for gv, func in lowered.functions_items()

@@ -129,7 +129,9 @@ def attention(builder, x):
 INT16 = rq.QConfigMapping().set_global(
     replace(
         X86.default_qconfig,
-        activation=rq.TensorConfig(rq.QSpec("int16", rq.Scheme.SYMMETRIC), rq.MinMax()),
+        activation=rq.TensorConfig(
+            rq.QSpec("int16", rq.config.Scheme.SYMMETRIC), rq.observers.MinMax()
+        ),
     )
 )
 
@@ -296,7 +298,7 @@ def test_lower_integer__fuses_operators_on_few_values(units, symbolic, is_fused)
     fused = {f"relax.qnn.{name}" for name in ("lookup", "mul", "subtract")}
     assert left & fused == (fused if is_fused else set())
     # The look at the inputs, quantize, two products, and all between them.
-    functions = [f for f in rq.pipeline(target)(qmod).functions.values() if is_kernel(f)]
+    functions = [f for f in rq.get_pipeline(target)(qmod).functions.values() if is_kernel(f)]
     assert (len(functions) == 5) == is_fused
     got = Executor(rq.compile(qmod)).run("main", [x])[0]
     np.testing.assert_array_equal(got, rq.reference.run(qmod, [x])[0])

@@ -59,7 +59,7 @@ def take_eager(mod: tvm.IRModule) -> Taken:
 
 
 def take_integer(mod: tvm.IRModule) -> Taken:
-    qmod = rq.quantize(mod, None, draw_batches(mod, 4), effort="fast", guard=rq.Guard.OFF)
+    qmod = rq.quantize(mod, None, draw_batches(mod, 4), effort="fast", guard=rq.config.Guard.OFF)
     context = KernelContext(Graph(convert_layout(qmod)), select_isa(TARGET))
     tails = [
         follow_product(context, var, int(var.ty.shape.values[-1]))

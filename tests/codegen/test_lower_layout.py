@@ -122,7 +122,7 @@ def test_convert_layout__sequences_stay_in_the_layout_of_the_kernels():
 
     mod = build_model(body, SEQUENCE)
     data = {"x": np.random.default_rng(1).standard_normal(SEQUENCE).astype("float32")}
-    qmod = rq.quantize(mod, None, [data], effort="fast", guard=rq.Guard.OFF)
+    qmod = rq.quantize(mod, None, [data], effort="fast", guard=rq.config.Guard.OFF)
     lowered = lower_integer(convert_layout(qmod), resolve_target(None))
     text = str(lowered["main"])
     assert text.count("R.call_tir(qnn_conv1d") == 3
@@ -145,12 +145,14 @@ def test_convert_layout__scalars_beside_a_convolution(scalars, batch):
 
 def test_convert_layout__parameters_of_the_run_time_beside_a_convolution():
     mod = build_model(lambda emit, x: emit.dense("last", emit.conv_bias("first", x), 5), MAP)
-    weight = rq.TensorConfig(rq.QSpec("int8"), rq.MinMax())
-    static = rq.QConfig(rq.TensorConfig(rq.QSpec("uint8"), rq.MinMax()), weight)
+    weight = rq.TensorConfig(rq.QSpec("int8"), rq.observers.MinMax())
+    static = rq.QConfig(rq.TensorConfig(rq.QSpec("uint8"), rq.observers.MinMax()), weight)
     dynamic = rq.QConfig(rq.TensorConfig(rq.QSpec("uint8", is_dynamic=True)), weight)
     mapping = rq.QConfigMapping().set_global(static).set_object_type("relax.matmul", dynamic)
     data = draw_batches(mod, 2)
-    qmod = rq.quantize(mod, None, data, qconfig_mapping=mapping, effort="fast", guard=rq.Guard.OFF)
+    qmod = rq.quantize(
+        mod, None, data, qconfig_mapping=mapping, effort="fast", guard=rq.config.Guard.OFF
+    )
     assert rq.verify(qmod, data[0]).is_equal
 
 
@@ -160,7 +162,7 @@ def check_same_numbers(mod, shape: tuple[int, ...]) -> None:
     (expected,) = rq.reference.run(mod, data)
     (found,) = Executor(rq.compile(mod)).run("main", [*data.values()])
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
-    qmod = rq.quantize(mod, None, [data], effort="fast", guard=rq.Guard.OFF)
+    qmod = rq.quantize(mod, None, [data], effort="fast", guard=rq.config.Guard.OFF)
     assert rq.verify(qmod, data).is_equal
     (integer,) = rq.reference.run(qmod, data)
     assert np.abs(integer - expected).max() < 0.1 * np.abs(expected).max()
@@ -175,7 +177,7 @@ def test_convert_layout__kernels_of_constants_are_not_evaluated():
 
     mod = build_model(body, MAP)
     data = {"x": np.random.default_rng(1).standard_normal(MAP).astype("float32")}
-    qmod = rq.quantize(mod, None, [data], effort="fast", guard=rq.Guard.OFF)
+    qmod = rq.quantize(mod, None, [data], effort="fast", guard=rq.config.Guard.OFF)
     assert rq.verify(qmod, data).is_equal
 
 

@@ -126,7 +126,11 @@ def count_nodes(expr: tirx.Expr, values: dict[tirx.Var, int]) -> int:
 def count_lowered(mod: tvm.IRModule) -> int:
     """Nodes of all stores of a module as the LLVM code generation gets them."""
     target = resolve_target(None)
-    passes = [rq.pipeline(target), tirx.transform.BindTarget(target), tirx.transform.LowerIntrin()]
+    passes = [
+        rq.get_pipeline(target),
+        tirx.transform.BindTarget(target),
+        tirx.transform.LowerIntrin(),
+    ]
     stores: list[tirx.BufferStore] = []
     for func in tvm.transform.Sequential(passes)(mod).functions.values():
         if isinstance(func, tirx.PrimFunc):

@@ -23,15 +23,15 @@ from relayquant.flow.testing.check import observe_parameters
 from relayquant.ir.ops import BUILTIN_OPS
 from relayquant.ir.reference import run_values
 
-UNIT = rq.Fixed(scale=1.0, zero_point=0)
+UNIT = rq.observers.Fixed(scale=1.0, zero_point=0)
 #: real values are the integers themselves
 INTEGERS = rq.QConfig(
     rq.TensorConfig(rq.QSpec("int8"), UNIT),
-    rq.TensorConfig(rq.QSpec("int8", rq.Scheme.SYMMETRIC), UNIT),
+    rq.TensorConfig(rq.QSpec("int8", rq.config.Scheme.SYMMETRIC), UNIT),
 )
 
 
-def make_backend(accumulator: rq.Accumulator | str) -> rq.BackendConfig:
+def make_backend(accumulator: rq.config.Accumulator | str) -> rq.BackendConfig:
     """The backend `generic` with another accumulator."""
     patterns = tuple(
         replace(
@@ -42,15 +42,15 @@ def make_backend(accumulator: rq.Accumulator | str) -> rq.BackendConfig:
                 if not d.is_dynamic and not d.is_grouped
             ),
         )
-        for row in rq.GENERIC.patterns
+        for row in rq.get_backend_config("generic").patterns
     )
-    return replace(rq.GENERIC, name="narrow", patterns=patterns)
+    return replace(rq.get_backend_config("generic"), name="narrow", patterns=patterns)
 
 
-def narrow_exactly(total: int, accumulator: rq.Accumulator) -> int:
+def narrow_exactly(total: int, accumulator: rq.config.Accumulator) -> int:
     """One sum in Python integers."""
     half = 2 ** (accumulator.bits - 1)
-    if accumulator.overflow is rq.Overflow.SATURATE:
+    if accumulator.overflow is rq.config.Overflow.SATURATE:
         return max(-half, min(half - 1, total))
     return (total + half) % (2 * half) - half
 
@@ -95,10 +95,10 @@ def make_product(kind: str, seed: int, k: int) -> tuple[tvm.IRModule, dict, np.n
     seed=st.integers(0, 10**6),
     k=st.integers(1, 12),
     bits=st.integers(8, 20),
-    overflow=st.sampled_from(rq.Overflow),
+    overflow=st.sampled_from(rq.config.Overflow),
 )
 def test_accumulator__every_form_is_exact(kind, seed, k, bits, overflow):
-    accumulator = rq.Accumulator(bits, overflow, rq.OverflowBound.NONE)
+    accumulator = rq.config.Accumulator(bits, overflow, rq.config.OverflowBound.NONE)
     mod, inputs, sums = make_product(kind, seed, k)
     want = np.vectorize(lambda total: narrow_exactly(int(total), accumulator))(sums)
     np.testing.assert_array_equal(accumulator.narrow(sums), want)
@@ -131,22 +131,22 @@ def test_accumulator__compiled_code_equals_numpy():
     prepared = observe_parameters(prepared, data)
     qmod = rq.lower(rq.convert_to_reference(prepared), backend)
     rows = {row.name: row.accumulator for row in rq.ledger(qmod).rows}
-    expected = rq.Accumulator.parse(text).description
+    expected = rq.config.Accumulator.parse(text).description
     assert rows == {
         name: expected if name in ("stem", "one", "two", "deep", "out") else "" for name in rows
     }
-    report = rq.accumulator_report(qmod, data)
+    report = rq.analysis.accumulator_report(qmod, data)
     assert len(report.overflowing) == 5
     assert rq.verify(qmod, data[0]).is_equal
 
 
 def test_report__counts_and_bounds():
     mod, inputs, sums = make_product("dense", 7, 12)
-    backend = make_backend(rq.Accumulator(14, bound=rq.OverflowBound.NONE))
+    backend = make_backend(rq.config.Accumulator(14, bound=rq.config.OverflowBound.NONE))
     mapping = rq.QConfigMapping().set_global(INTEGERS)
     prepared = rq.prepare(mod, None, mapping, backend)
     prepared = rq.calibrate(prepared, [inputs])
-    (row,) = rq.accumulator_report(prepared, [inputs, inputs]).rows
+    (row,) = rq.analysis.accumulator_report(prepared, [inputs, inputs]).rows
     flat = sums.reshape(-1, 3)
     outside = (flat < -8192) | (flat > 8191)
     assert row.name == "out"
@@ -158,11 +158,15 @@ def test_report__counts_and_bounds():
     weight, bias = draw_integers(9, 12, 3).astype("int64"), draw_integers(8, 3).astype("int64") * 5
     top = np.maximum(weight * 127, weight * -128).sum(0) + np.maximum(bias, 0)
     assert row.bound_high == tuple(top.tolist())
-    json.dumps(rq.accumulator_report(prepared, [inputs]).to_dict())
-    assert "out: int14 saturate (-8192..8191)" in str(rq.accumulator_report(prepared, [inputs]))
+    json.dumps(rq.analysis.accumulator_report(prepared, [inputs]).to_dict())
+    assert "out: int14 saturate (-8192..8191)" in str(
+        rq.analysis.accumulator_report(prepared, [inputs])
+    )
 
 
-@pytest.mark.parametrize("bound", [rq.OverflowBound.OBSERVED, rq.OverflowBound.WORST_CASE])
+@pytest.mark.parametrize(
+    "bound", [rq.config.OverflowBound.OBSERVED, rq.config.OverflowBound.WORST_CASE]
+)
 def test_calibrate__raises_scales_until_sums_fit(bound):
     def body(emit, x, y):
         conv = emit("conv", op.nn.relu(emit.conv_bias("conv.b", x)))
@@ -170,11 +174,11 @@ def test_calibrate__raises_scales_until_sums_fit(bound):
 
     mod = build_model(body, MAP, (1, 4, 6, 6))
     data = draw_batches(mod, 2)
-    prepared = rq.prepare(mod, None, None, make_backend(rq.Accumulator(14, bound=bound)))
+    prepared = rq.prepare(mod, None, None, make_backend(rq.config.Accumulator(14, bound=bound)))
     plain = rq.prepare(mod, None, None, "generic")
-    before = rq.calibrate(plain, data, order=rq.Order.PARALLEL).parameters
-    prepared = rq.calibrate(prepared, data, order=rq.Order.PARALLEL)
-    report = rq.accumulator_report(prepared, data)
+    before = rq.calibrate(plain, data, order=rq.config.Order.PARALLEL).parameters
+    prepared = rq.calibrate(prepared, data, order=rq.config.Order.PARALLEL)
+    report = rq.analysis.accumulator_report(prepared, data)
     assert not report.overflowing
     assert (report.row("conv").excess(bound) <= 1).all()
     assert {row.name for row in report.rows} == {"conv", "both"}
@@ -185,8 +189,11 @@ def test_calibrate__raises_scales_until_sums_fit(bound):
 
 
 def test_calibrate__warns_where_scales_may_not_grow():
-    weight = rq.QSpec("int8", rq.Scheme.SYMMETRIC, scale_max=0.01)
-    config = replace(rq.GENERIC.default_qconfig, weight=rq.TensorConfig(weight, rq.MinMax()))
+    weight = rq.QSpec("int8", rq.config.Scheme.SYMMETRIC, scale_max=0.01)
+    config = replace(
+        rq.get_backend_config("generic").default_qconfig,
+        weight=rq.TensorConfig(weight, rq.observers.MinMax()),
+    )
     mod = build_model(lambda e, x: e.conv("out", x), MAP)
     mapping = rq.QConfigMapping().set_global(config)
     prepared = rq.prepare(mod, None, mapping, make_backend("int9"))
@@ -195,31 +202,35 @@ def test_calibrate__warns_where_scales_may_not_grow():
 
 
 def test_plain_data__backend_and_plan():
-    backend = make_backend(rq.Accumulator(14, rq.Overflow.WRAP, rq.OverflowBound.WORST_CASE))
+    backend = make_backend(
+        rq.config.Accumulator(14, rq.config.Overflow.WRAP, rq.config.OverflowBound.WORST_CASE)
+    )
     data = json.loads(json.dumps(backend.to_dict()))
     assert rq.BackendConfig.from_dict(data, BUILTIN_OPS) == backend
     assert "accumulator int14 wrap" in backend.explain("conv2d")
-    row = rq.DTypeConfig.from_dict({"input": "int8", "output": "int8", "accumulator": "int14"})
-    assert row.accumulator == rq.Accumulator(14)
+    row = rq.config.DTypeConfig.from_dict(
+        {"input": "int8", "output": "int8", "accumulator": "int14"}
+    )
+    assert row.accumulator == rq.config.Accumulator(14)
     plan = rq.prepare(residual_model(), None, None, backend).plan
     assert rq.Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
     assert plan.operator("stem").accumulator == backend.patterns[0].dtypes[0].accumulator
     assert plan.operator("left").accumulator is None
 
 
-BYTE_DTYPES = partial(rq.DTypeConfig, input="int8", output="int8")
+BYTE_DTYPES = partial(rq.config.DTypeConfig, input="int8", output="int8")
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: rq.Accumulator(7), "bits is 7; allowed: 8 to 32"),
-        (lambda: rq.Accumulator(14.0), "bits is 14.0"),
-        (lambda: rq.Accumulator(14, "wrap"), "overflow is 'wrap'; allowed: a member of Overflow"),
+        (lambda: rq.config.Accumulator(7), "bits is 7; allowed: 8 to 32"),
+        (lambda: rq.config.Accumulator(14.0), "bits is 14.0"),
+        (lambda: rq.config.Accumulator(14, 1), "overflow is 1; allowed: a member of Overflow"),
         (lambda: BYTE_DTYPES(accumulator="in14"), "DTypeConfig.accumulator is"),
         (lambda: BYTE_DTYPES(accumulator=14), "allowed: an Accumulator"),
         (
-            lambda: rq.DTypeConfig.from_dict(
+            lambda: rq.config.DTypeConfig.from_dict(
                 {"input": "int8", "output": "int8", "accumulator": {"bits": 14, "overflw": "wrap"}}
             ),
             "accumulator has no key 'overflw'. Did you mean 'overflow'",

@@ -18,15 +18,15 @@ from tvm.relax import op
 
 import relayquant as rq
 from relayquant.base.runtime import Executor
+from relayquant.config import Support
 from relayquant.ir.dialect import qnn
 from relayquant.ir.ops.dynamic import quantize_at_run_time
-from relayquant.ir.plan import Support
 from relayquant.ir.rewrite import Graph
 from relayquant.stages.backends import ARM, GENERIC, X86
 
 SPEC = rq.QSpec("uint8", is_dynamic=True)
-SYMMETRIC = replace(SPEC, scheme=rq.Scheme.SYMMETRIC)
-BY_ROW = replace(SPEC, granularity=rq.Granularity.PER_ROW)
+SYMMETRIC = replace(SPEC, scheme=rq.config.Scheme.SYMMETRIC)
+BY_ROW = replace(SPEC, granularity=rq.config.Granularity.PER_ROW)
 WEIGHT = X86.default_qconfig.weight
 
 
@@ -80,13 +80,19 @@ def test_plan__survives_a_file(tmp_path):
     ("build", "message"),
     [
         (lambda: replace(SYMMETRIC, quant_max=100), "in 0..100 is symmetric; allowed: all of 8"),
-        (lambda: replace(SPEC, granularity=rq.Granularity.PER_CHANNEL), "one set of parameters"),
+        (
+            lambda: replace(SPEC, granularity=rq.config.Granularity.PER_CHANNEL),
+            "one set of parameters",
+        ),
         (lambda: replace(SPEC, power_of_two=True), "leave PER_CHANNEL, power_of_two"),
         (lambda: replace(SPEC, scale_min=0.1), "leave PER_CHANNEL, power_of_two"),
         (lambda: replace(BY_ROW, is_dynamic=False), "PER_ROW, whose parameters are computed when"),
         (lambda: replace(BY_ROW, dtype="int16", quant_max=None), "with PER_ROW: int8, uint8"),
         (lambda: rq.QSpec(is_dynamic="yes"), "is_dynamic is 'yes'; allowed: True or False"),
-        (lambda: rq.TensorConfig(SPEC, rq.MinMax()), "computed at run time. Leave the observer"),
+        (
+            lambda: rq.TensorConfig(SPEC, rq.observers.MinMax()),
+            "computed at run time. Leave the observer",
+        ),
         (lambda: rq.TensorConfig(rq.QSpec("uint8")), "calibration is missing; give an observer"),
         (lambda: rq.QConfig(WEIGHT, rq.TensorConfig(SPEC)), "QConfig.weight is dynamic; only"),
         (
@@ -120,13 +126,13 @@ def test_find_conflict__names_the_tensor(qconfig, message):
         ({"accumulator": "int14"}, "accumulator is int14 saturate, but that of a dynamic operator"),
         ({"input": "float32"}, "DTypeConfig.input is float32: no QConfig fits"),
         (
-            {"input": rq.DTypeWithConstraints("uint8", power_of_two=True)},
+            {"input": rq.config.DTypeWithConstraints("uint8", power_of_two=True)},
             "input is uint8 power_of_two, but parameters of the run time are one set per tensor or",
         ),
     ],
 )
 def test_dtypes__that_no_dynamic_qconfig_can_fit_are_refused(change, message):
-    row = rq.DTypeConfig(input="uint8", output="float32", bias="float32", is_dynamic=True)
+    row = rq.config.DTypeConfig(input="uint8", output="float32", bias="float32", is_dynamic=True)
     assert row.find_conflict(DYNAMIC) is None
     with pytest.raises(rq.ConfigError, match=message):
         replace(row, **change)
@@ -225,7 +231,7 @@ def test_realize__one_dense():
             GENERIC,
             rq.QConfig(
                 dynamic_qconfig(quant_max=127).activation,
-                rq.TensorConfig(rq.QSpec("int8"), rq.MinMax()),
+                rq.TensorConfig(rq.QSpec("int8"), rq.observers.MinMax()),
             ),
         ),
     ],
@@ -252,7 +258,7 @@ def test_quantize__needs_no_data_and_compiled_equals_numpy(backend, qconfig):
 
 def quantize_by_hand(x, spec):
     """(integers, scale, zero point) by int64 and float64, the latter two with an axis of 1 last."""
-    axis = -1 if spec.granularity is rq.Granularity.PER_ROW else None
+    axis = -1 if spec.granularity is rq.config.Granularity.PER_ROW else None
     x = x.astype("float64")
     low, high = (np.asarray(f(x, axis=axis, keepdims=True)) for f in (np.min, np.max))
     low, high = np.minimum(low, 0), np.maximum(high, 0)
@@ -270,7 +276,7 @@ def quantize_by_hand(x, spec):
 
 #: Each pair of a shape, a scheme, and a backend with a dtype.
 PER_ROW_CASES = [
-    (shape, list(rq.Scheme)[(i + j) % len(rq.Scheme)], backend, dtype)
+    (shape, list(rq.config.Scheme)[(i + j) % len(rq.config.Scheme)], backend, dtype)
     for i, shape in enumerate([("n", 20), (2, "n", 20), (3, 2, 20)])
     for j, (backend, dtype) in enumerate(
         [(X86, "uint8"), (X86, "int8"), (ARM, "int8"), (ARM, "uint8")]
@@ -281,7 +287,7 @@ PER_ROW_CASES = [
 @pytest.mark.parametrize(("shape", "scheme", "backend", "dtype"), PER_ROW_CASES)
 def test_per_row__a_set_of_parameters_for_each_row(shape, scheme, backend, dtype):
     """Rows of very different size: each is as precise as if it were alone."""
-    spec = rq.QSpec(dtype, scheme, rq.Granularity.PER_ROW, is_dynamic=True)
+    spec = rq.QSpec(dtype, scheme, rq.config.Granularity.PER_ROW, is_dynamic=True)
 
     def body(emit, x):
         return emit("y", op.add(emit.dense("y.dot", x, 5), emit.constant(5)))
@@ -338,7 +344,7 @@ def test_per_row__parameters_are_those_of_pytorch():
 
 
 def test_per_row__is_for_products_alone():
-    spec = rq.QSpec("uint8", granularity=rq.Granularity.PER_ROW, is_dynamic=True)
+    spec = rq.QSpec("uint8", granularity=rq.config.Granularity.PER_ROW, is_dynamic=True)
     mapping = rq.QConfigMapping().set_global(rq.QConfig(rq.TensorConfig(spec), WEIGHT))
     model = build_model(lambda emit, x: emit.conv("conv", x), MAP)
     (row,) = rq.prepare(model, None, mapping, X86).plan.operators

@@ -146,7 +146,11 @@ def test_set_object_type__sizes_of_the_run_time_leave_a_padded_convolution_in_fl
     weight = random.normal(0, 1, (4, 3, 3, 3)).astype("float32")
     build = convolve("conv2d", ("NCHW", "OIHW"), weight, {"padding": (1, 1, 1, 1)})
     qmod = rq.quantize(
-        build((1, 3, "h", "w")), None, None, qconfig_mapping=make_mapping(), guard=rq.Guard.OFF
+        build((1, 3, "h", "w")),
+        None,
+        None,
+        qconfig_mapping=make_mapping(),
+        guard=rq.config.Guard.OFF,
     )
     (row,) = rq.ledger(qmod).rows
     assert not row.quantized

@@ -19,10 +19,12 @@ from relayquant.ir.rewrite.graph import constant_value
 from relayquant.stages.backends import ARM, GENERIC, X86
 
 ROWS = rq.TensorConfig(
-    rq.QSpec("int8", rq.Scheme.SYMMETRIC, rq.Granularity.PER_ROW, is_dynamic=True)
+    rq.QSpec("int8", rq.config.Scheme.SYMMETRIC, rq.config.Granularity.PER_ROW, is_dynamic=True)
 )
-SYMMETRIC = rq.Scheme.SYMMETRIC
-AFFINE = rq.TensorConfig(rq.QSpec("int8", granularity=rq.Granularity.PER_ROW, is_dynamic=True))
+SYMMETRIC = rq.config.Scheme.SYMMETRIC
+AFFINE = rq.TensorConfig(
+    rq.QSpec("int8", granularity=rq.config.Granularity.PER_ROW, is_dynamic=True)
+)
 
 
 def group_weights(*args, activation=None, group_size=16, **settings) -> rq.QConfig:
@@ -101,7 +103,7 @@ WRONG = {
         None, group_weights().weight, bias=X86.default_qconfig.weight
     ),
     r"has a group_size: each group gets": lambda: rq.TensorConfig(
-        group_weights().weight.spec, rq.MinMax()
+        group_weights().weight.spec, rq.observers.MinMax()
     ),
     r"weight is None; allowed": lambda: rq.QConfig(None, None),
     r"input is uint8, not float32 or int8": lambda: DTypeConfig(
@@ -200,7 +202,7 @@ def test_quantize__compiles_beside_integer_operators(model):
     mapping = rq.QConfigMapping().set_global(X86.default_qconfig)
     mapping = mapping.set_module_name("down", group_weights(activation=ROWS))
     data = draw_batches(model, 2, n=8)
-    q = quantize(model, mapping, data, backend=X86, guard=rq.Guard.OFF)
+    q = quantize(model, mapping, data, backend=X86, guard=rq.config.Guard.OFF)
     assert [row.dtype for row in rq.ledger(q).quantized][1] == "int4"
     assert rq.verify(q, data[0]).is_equal
 
@@ -221,14 +223,16 @@ def test_mapping__a_line_by_name_beside_integer_operators(model):
     data = draw_batches(model, 4, n=8)
     alone = group_weights("int8", SYMMETRIC, quant_min=-2, quant_max=1)
     mapping = rq.QConfigMapping().set_global(X86.default_qconfig).set_module_name("up", alone)
-    q = quantize(model, mapping, data, backend=X86, guard=rq.Guard.OFF)
+    q = quantize(model, mapping, data, backend=X86, guard=rq.config.Guard.OFF)
     assert {row.name: row.dtype for row in rq.ledger(q).quantized if row.op == "matmul"} == {
         "up": "int2",
         "down": "int32",
         "head": "int32",
     }
     prepared = rq.prepare(model, None, mapping, X86)
-    calibrated = rq.calibrate(prepared, data, calibration=rq.MinMax(), order=rq.Order.TOPOLOGICAL)
+    calibrated = rq.calibrate(
+        prepared, data, calibration=rq.observers.MinMax(), order=rq.config.Order.TOPOLOGICAL
+    )
     weight, bias = calibrated.constants["up:weight"], prepared.graph.constants["up:bias"].value
     x = np.concatenate([batch["x"] for batch in data])
     seen = (x @ weight + bias).max()
@@ -265,7 +269,7 @@ def test_prepared__survives_a_file(model, tmp_path):
 
 def test_strict__a_backend_without_weights_in_groups_says_so(model):
     rows = tuple(
-        rq.PatternConfig(row.pattern, tuple(d for d in row.dtypes if not d.is_grouped))
+        rq.config.PatternConfig(row.pattern, tuple(d for d in row.dtypes if not d.is_grouped))
         for row in X86.patterns
     )
     backend = rq.BackendConfig("mine", rows)

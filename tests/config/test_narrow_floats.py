@@ -19,7 +19,7 @@ from relayquant.ir.reference import run_values
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import tensor_dtype
 
-DEFAULT = rq.QConfigMapping().set_global(rq.GENERIC.default_qconfig)
+DEFAULT = rq.QConfigMapping().set_global(rq.get_backend_config("generic").default_qconfig)
 ISLAND = ("mid", "soft", "pool")
 
 
@@ -40,14 +40,16 @@ def island_model():
 def make_mapping():
     mapping = DEFAULT.set_object_type("exp", None)
     for name in ISLAND:
-        mapping = mapping.set_module_name(name, rq.FLOAT16)
+        mapping = mapping.set_module_name(name, rq.config.FLOAT16)
     return mapping
 
 
 def run_island(data):
-    prepared = rq.prepare(island_model(), None, make_mapping(), rq.GENERIC, strict=True)
+    prepared = rq.prepare(
+        island_model(), None, make_mapping(), rq.get_backend_config("generic"), strict=True
+    )
     prepared = observe_parameters(prepared, data)
-    return prepared, rq.lower(rq.convert_to_reference(prepared), rq.GENERIC)
+    return prepared, rq.lower(rq.convert_to_reference(prepared), rq.get_backend_config("generic"))
 
 
 def find_casts(mod) -> list[tuple[str, str]]:
@@ -117,10 +119,10 @@ def test_operators_of_several_roundings__round_to_float16_once():
         return relax.Tuple([emit(name, make(x)) for name, make in ROUNDING.items()])
 
     mod = build_model(body, (1, 4, 24, 24))
-    mapping = DEFAULT.set_global(rq.FLOAT16)
-    prepared = rq.prepare(mod, None, mapping, rq.GENERIC)
+    mapping = DEFAULT.set_global(rq.config.FLOAT16)
+    prepared = rq.prepare(mod, None, mapping, rq.get_backend_config("generic"))
     assert {row.compute for row in prepared.plan.operators} == {"float16"}
-    qmod = rq.lower(rq.convert_to_reference(prepared), rq.GENERIC)
+    qmod = rq.lower(rq.convert_to_reference(prepared), rq.get_backend_config("generic"))
     x = np.random.default_rng(0).uniform(0.01, 2, (1, 4, 24, 24)).astype("float32")
     y = x.astype("float16").astype("float64")
     inner = np.vectorize(math.erf)(y / np.sqrt(2))
@@ -149,10 +151,12 @@ def test_operators_of_several_roundings__round_to_float16_once():
 
 
 def test_island__a_backend_without_float16_says_so():
-    backend = replace(rq.GENERIC, float_dtypes=())
+    backend = replace(rq.get_backend_config("generic"), float_dtypes=())
     with pytest.raises(rq.ConfigError, match=r"soft .nn.softmax, dtype unsupported.*in float16"):
         rq.prepare(island_model(), None, make_mapping(), backend, strict=True)
-    assert "backend x86, any operator also in float16" in rq.X86.explain("conv2d")
+    assert "backend x86, any operator also in float16" in rq.get_backend_config("x86").explain(
+        "conv2d"
+    )
 
 
 def test_plain_data__by_name():
@@ -164,4 +168,4 @@ def test_plain_data__by_name():
     with pytest.raises(rq.ConfigError, match=r"qconfig is 'flaot16'. Did you mean 'float16'"):
         rq.QConfigMapping.from_dict(data)
     with pytest.raises(rq.ConfigError, match=r"FloatConfig.dtype is 'float64'"):
-        rq.FloatConfig("float64")
+        rq.config.FloatConfig("float64")

@@ -19,7 +19,7 @@ CONV = OperatorSite(("net.conv", "Conv_1"), "relax.nn.conv2d", "conv2d_relu")
 def with_bits(low: int) -> rq.QConfig:
     """A QConfig that differs from others by its weights' quant_min."""
     spec = replace(CONFIG.weight.spec, quant_min=low)
-    return replace(CONFIG, weight=rq.TensorConfig(spec, rq.MinMax()))
+    return replace(CONFIG, weight=rq.TensorConfig(spec, rq.observers.MinMax()))
 
 
 LINES = [
@@ -101,7 +101,7 @@ def test_find_rule__is_that_of_torch_on_drawn_mappings():
         ours, theirs = rq.QConfigMapping(), torch.ao.quantization.QConfigMapping()
         for number in range(rng.integers(1, 9)):
             spec = replace(CONFIG.weight.spec, quant_min=-100 - number)
-            qconfig = replace(CONFIG, weight=rq.TensorConfig(spec, rq.MinMax()))
+            qconfig = replace(CONFIG, weight=rq.TensorConfig(spec, rq.observers.MinMax()))
             if rng.random() < 0.2:
                 qconfig = None
             kind, path = rng.integers(5), str(rng.choice(paths))
@@ -162,7 +162,7 @@ def test_find_rule__order_counts_operators_of_the_type_below_the_name():
 
 
 @dataclass(frozen=True)
-class Halved(rq.MinMax):
+class Halved(rq.observers.MinMax):
     """An observer of a user's own, registered nowhere."""
 
     factor: float = 0.5
@@ -173,7 +173,7 @@ FULL = (
     .set_global(CONFIG)
     .set_object_type("matmul", None)
     .set_module_name_regex(
-        "a.*", replace(CONFIG, output=rq.TensorConfig(rq.QSpec("int16"), rq.MSE()))
+        "a.*", replace(CONFIG, output=rq.TensorConfig(rq.QSpec("int16"), rq.observers.MSE()))
     )
     .set_module_name(
         "b",
@@ -181,7 +181,8 @@ FULL = (
             CONFIG,
             activation=rq.TensorConfig(rq.QSpec("uint8", power_of_two=True), Halved(0.25)),
             bias=rq.TensorConfig(
-                rq.QSpec("int16", rq.Scheme.SYMMETRIC), rq.Fixed(low=(0, 1), high=(1, 2))
+                rq.QSpec("int16", rq.config.Scheme.SYMMETRIC),
+                rq.observers.Fixed(low=(0, 1), high=(1, 2)),
             ),
         ),
     )
@@ -267,8 +268,8 @@ def test_to_dict__a_callable_has_no_plain_form():
     [
         (lambda: rq.QConfigMapping().set_global(3), "expected a QConfig or None"),
         (lambda: rq.QConfigMapping().set_module_name(3, None), "no text"),
-        (lambda: rq.QConfig(rq.MinMax(), CONFIG.weight), "QConfig.activation is MinMax"),
-        (lambda: rq.TensorConfig("int8", rq.MinMax()), "TensorConfig.spec is 'int8'"),
+        (lambda: rq.QConfig(rq.observers.MinMax(), CONFIG.weight), "QConfig.activation is MinMax"),
+        (lambda: rq.TensorConfig("int8", rq.observers.MinMax()), "TensorConfig.spec is 'int8'"),
         (lambda: rq.QSpec("int8", "symmetric"), "QSpec.scheme is 'symmetric'"),
         (
             lambda: rq.QSpec("int8", power_of_two=True, scale_min=0.6, scale_max=0.9),
@@ -305,12 +306,13 @@ def test_plain_data__is_what_toml_reads():
     tomllib = pytest.importorskip("tomllib", reason="tomllib comes with Python 3.11")
     mapping = rq.QConfigMapping.from_dict(tomllib.loads(TOML))
     expected = rq.QConfig(
-        rq.TensorConfig(rq.QSpec("uint8"), rq.Percentile(99.5)),
+        rq.TensorConfig(rq.QSpec("uint8"), rq.observers.Percentile(99.5)),
         rq.TensorConfig(
-            rq.QSpec("int4", rq.Scheme.SYMMETRIC, rq.Granularity.PER_CHANNEL), rq.MSE()
+            rq.QSpec("int4", rq.config.Scheme.SYMMETRIC, rq.config.Granularity.PER_CHANNEL),
+            rq.observers.MSE(),
         ),
     )
     assert mapping.find_rule(OperatorSite(("other",), "relax.nn.conv2d")).qconfig == expected
     assert mapping.find_rule(OperatorSite(("d",), "relax.matmul")).qconfig is None
-    assert mapping.find_rule(CONV).qconfig == rq.FLOAT16
+    assert mapping.find_rule(CONV).qconfig == rq.config.FLOAT16
     assert rq.QConfigMapping.from_dict(mapping.to_dict()) == mapping

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import relayquant as rq
 from relayquant.base.qtypes import check_qparams, conform_scale
 
-POWERS = rq.QSpec("int8", rq.Scheme.SYMMETRIC, quant_min=-127, power_of_two=True)
-INFO = rq.ValueInfo("v", rq.Role.ACTIVATION, POWERS, (1, 4))
+POWERS = rq.QSpec("int8", rq.config.Scheme.SYMMETRIC, quant_min=-127, power_of_two=True)
+INFO = rq.observers.ValueInfo("v", rq.config.Role.ACTIVATION, POWERS, (1, 4))
 
 
 @given(st.floats(1e-20, 1e20), st.floats(1e-20, 1e20))
@@ -31,7 +31,13 @@ def test_power_of_two__exact_scale_is_kept():
 
 
 @pytest.mark.parametrize(
-    "observer", [rq.MinMax(), rq.MSE(), rq.Percentile(99.0), rq.KLDivergence()]
+    "observer",
+    [
+        rq.observers.MinMax(),
+        rq.observers.MSE(),
+        rq.observers.Percentile(99.0),
+        rq.observers.KLDivergence(),
+    ],
 )
 def test_power_of_two__every_observer(observer):
     values = np.random.default_rng(0).standard_normal((8, 64)).astype("float32")

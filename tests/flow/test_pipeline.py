@@ -201,15 +201,15 @@ def test_steps__equal_quantize():
     prepared = rq.prepare(mod)
     prepared = rq.calibrate(prepared, data)
     steps = rq.lower(rq.convert_to_reference(prepared), "x86")
-    whole = rq.quantize(mod, None, data, guard=rq.Guard.OFF)
+    whole = rq.quantize(mod, None, data, guard=rq.config.Guard.OFF)
     tvm.ir.assert_structural_equal(steps["main"], whole["main"], map_free_vars=True)
 
 
 def test_quantize__what_a_backend_cannot_run():
     mod = residual_model()
     data = draw_batches(mod, 1)
-    config = rq.X86.default_qconfig
-    wide = replace(config, activation=rq.TensorConfig(rq.QSpec("uint16"), rq.MinMax()))
+    config = rq.get_backend_config("x86").default_qconfig
+    wide = replace(config, activation=rq.TensorConfig(rq.QSpec("uint16"), rq.observers.MinMax()))
     mapping = rq.QConfigMapping().set_global(wide)
     with pytest.raises(rq.ConfigError, match=r"stem \(.*uint16.*uint8"):
         rq.quantize(mod, None, data, qconfig_mapping=mapping, strict=True)
@@ -342,7 +342,7 @@ def check_rows(stages: Stages) -> None:
 )
 def test_ledger__says_what_the_effort_picked(effort, activations, weights):
     mod = build_model(lambda emit, x: emit.dense("y", x, 3), (4, 5))
-    qmod = rq.quantize(mod, None, draw_batches(mod, 2), effort=effort, guard=rq.Guard.OFF)
+    qmod = rq.quantize(mod, None, draw_batches(mod, 2), effort=effort, guard=rq.config.Guard.OFF)
     choices = rq.ledger(qmod).choices
     assert choices["activations"] == activations
     assert choices["weights"].endswith(weights)
@@ -352,7 +352,9 @@ def test_ledger__says_what_the_effort_picked(effort, activations, weights):
 def test_ledger__says_what_the_user_picked():
     mod = build_model(lambda emit, x: emit.dense("y", x, 3), (4, 5))
     prepared = rq.prepare(mod)
-    prepared = rq.calibrate(prepared, draw_batches(mod, 2), calibration=rq.Percentile(99.0))
+    prepared = rq.calibrate(
+        prepared, draw_batches(mod, 2), calibration=rq.observers.Percentile(99.0)
+    )
     assert prepared.choices["activations"] == "Percentile(percentile=99.0)"
 
 
@@ -402,7 +404,7 @@ def test_quantize__max_pool_of_padding_alone_stays_float(attrs, is_quantized):
         (1, 4, 7, 7),
     )
     data = draw_batches(mod, 2)
-    qmod = rq.quantize(mod, None, data, effort="fast", guard=rq.Guard.OFF)
+    qmod = rq.quantize(mod, None, data, effort="fast", guard=rq.config.Guard.OFF)
     (row,) = [row for row in rq.ledger(qmod).rows if row.name == "pool"]
     assert row.quantized == is_quantized
     assert is_quantized or "padding alone" in row.reason

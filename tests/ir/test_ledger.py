@@ -16,7 +16,7 @@ from tvm.relax import op
 import relayquant as rq
 from relayquant.ir.dialect import qnn
 from relayquant.ir.ledger import Ledger, find_ledger
-from relayquant.plots import ledger_table, make_console
+from relayquant.plots.text import ledger_table, make_console
 
 
 @pytest.fixture(scope="module")
@@ -98,12 +98,12 @@ def test_ledger__float_module_has_none():
 
 def test_ledger__names_rows_of_the_user_that_were_passed_over():
     def decline(match):
-        return rq.Skip("only every second Tuesday", "come again")
+        return rq.extend.Skip("only every second Tuesday", "come again")
 
     mod = residual_model()
-    builtin = next(op for op in rq.BUILTIN_OPS if op.name == "conv2d")
+    builtin = next(op for op in rq.extend.BUILTIN_OPS if op.name == "conv2d")
     row = replace(builtin, name="mine", check=decline)
-    backend = rq.X86.with_pattern(row)
+    backend = rq.get_backend_config("x86").with_pattern(row)
     qmod = rq.quantize(mod, None, draw_batches(mod, 2), backend=backend, effort="fast")
     ledger = rq.ledger(qmod)
     convs = [row for row in ledger.rows if row.op == "nn.conv2d"]
@@ -126,9 +126,11 @@ def test_ledger__names_rows_of_the_user_that_lower_passed_over():
         weight = emit("w", qnn.dequantize(relax.const(np.ones((4, 4, 1, 1), "int8")), 0.5, 0))
         return emit("c", op.nn.conv2d(data, weight))
 
-    builtin = next(op for op in rq.BUILTIN_OPS if op.name == "conv2d")
-    row = replace(builtin, name="mine", check=lambda match: rq.Skip("only every second Tuesday"))
-    lowered = rq.lower(build_model(body, MAP), rq.X86.with_pattern(row))
+    builtin = next(op for op in rq.extend.BUILTIN_OPS if op.name == "conv2d")
+    row = replace(
+        builtin, name="mine", check=lambda match: rq.extend.Skip("only every second Tuesday")
+    )
+    lowered = rq.lower(build_model(body, MAP), rq.get_backend_config("x86").with_pattern(row))
     found = rq.ledger(lowered).row("c")
     assert found.quantized
     assert [(each.pattern, each.reason) for each in found.passed_over] == [

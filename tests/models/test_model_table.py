@@ -16,6 +16,7 @@ from light_models import SHAPE, find_path, load_light
 
 import relayquant as rq
 from relayquant.base.runtime import Executor
+from relayquant.formats.readers import import_onnx
 
 #: operators with weights, or with two computed factors: what quantization is for
 ANCHORS = ("nn.conv1d", "nn.conv2d", "matmul")
@@ -76,7 +77,7 @@ CHEAP = ("squeezenet",)
 def test_light_model__quantized_compiled_and_run(name):
     if not find_path(name).exists():
         pytest.skip(f"this onnx package has no {find_path(name).name}")
-    mod, params = rq.import_onnx(load_light(name))
+    mod, params = import_onnx(load_light(name))
     rng = np.random.default_rng(0)
     samples = [rng.standard_normal(SHAPE, "float32") for _ in range(3)]
     check(LIGHT[name], mod, params, samples)

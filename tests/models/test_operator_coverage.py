@@ -9,6 +9,7 @@ from operator_cases import FAMILIES, SHAPE, Case, Outcome, build_model
 
 import relayquant as rq
 from relayquant.base.runtime import Executor
+from relayquant.formats.readers import import_onnx
 from relayquant.ir.ledger import LedgerRow
 from relayquant.ir.ops import BUILTIN_OPS, Kind
 from relayquant.stages.compilation import compile_draft
@@ -34,10 +35,10 @@ def test_operators__quantize_pass_or_say_why_not(family, tmp_path):
     ort = pytest.importorskip("onnxruntime")
     cases = FAMILIES[family]
     model = build_model(cases)
-    mod, params = rq.import_onnx(model)
+    mod, params = import_onnx(model)
     rng = np.random.default_rng(1)
     data = [rng.standard_normal(SHAPE).astype("float32") for _ in range(2)]
-    qmod = rq.quantize(mod, params, data, effort="fast", guard=rq.Guard.OFF)
+    qmod = rq.quantize(mod, params, data, effort="fast", guard=rq.config.Guard.OFF)
 
     rows: dict[str, list[LedgerRow]] = {}
     for row in rq.ledger(qmod).rows:

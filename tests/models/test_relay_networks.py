@@ -29,7 +29,9 @@ CMSIS_NN = {
 def quantize_case(case, count=4):
     """(integer module, its input, shape of one sample)."""
     mod, params = rq.load(str(case.model))
-    qmod = rq.quantize(mod, params, case.calibration[:count], effort="fast", guard=rq.Guard.OFF)
+    qmod = rq.quantize(
+        mod, params, case.calibration[:count], effort="fast", guard=rq.config.Guard.OFF
+    )
     return qmod, qmod["main"].params[0].name, (1, *case.samples.shape[1:])
 
 

@@ -9,6 +9,7 @@ import pytest
 
 import relayquant as rq
 from relayquant.base.runtime import Executor
+from relayquant.formats.readers import import_torch
 
 torch = pytest.importorskip("torch", reason="pip install torch")
 
@@ -37,13 +38,13 @@ def test_architecture__float_and_integer(name, batch):
     if batch == "symbolic":
         axes, example = ({0: torch.export.Dim("n", min=1, max=64)},), np.repeat(example, 2, 0)
     program = torch.export.export(network, (torch.from_numpy(example),), dynamic_shapes=axes)
-    mod, _ = rq.import_torch(program)
+    mod, _ = import_torch(program)
     expected = [network(torch.from_numpy(sample)).detach().numpy() for sample in samples]
     executor = Executor(rq.compile(mod))
     for sample, want in zip(samples, expected, strict=True):
         (got,) = executor.run("main", [sample])
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
-    qmod = rq.quantize(mod, None, samples, guard=rq.Guard.OFF)
+    qmod = rq.quantize(mod, None, samples, guard=rq.config.Guard.OFF)
     assert rq.verify(qmod, [samples[0]]).is_equal
     executor = Executor(rq.compile(qmod))
     integer = [executor.run("main", [sample])[0] for sample in samples]

@@ -49,7 +49,7 @@ def test_twins__equal_results(name, request, tmp_path):
         mod, params = rq.load(path)
         assert not params
         floats.append(run(mod))
-        qmod = rq.quantize(mod, None, calibration, effort="fast", guard=rq.Guard.OFF)
+        qmod = rq.quantize(mod, None, calibration, effort="fast", guard=rq.config.Guard.OFF)
         integers.append(run(qmod))
     np.testing.assert_allclose(*floats, rtol=1e-5, atol=1e-5)
     assert (integers[0].argmax(1) == integers[1].argmax(1)).all()

@@ -37,17 +37,21 @@ def report(hostile):
     for package in ("jinja2", "grandalf", "matplotlib"):
         pytest.importorskip(package)
     mod, batches = hostile
-    qmod = rq.quantize(mod, None, batches, effort="fast", guard=rq.Guard.OFF)
+    qmod = rq.quantize(mod, None, batches, effort="fast", guard=rq.config.Guard.OFF)
     first = rq.ledger(qmod).quantized[0].name
-    mapping = rq.QConfigMapping().set_global(rq.X86.default_qconfig).set_module_name(first, None)
+    mapping = (
+        rq.QConfigMapping()
+        .set_global(rq.get_backend_config("x86").default_qconfig)
+        .set_module_name(first, None)
+    )
     other = rq.quantize(
         mod, None, batches, backend="x86", qconfig_mapping=mapping, effort="fast",
-        guard=rq.Guard.OFF,
+        guard=rq.config.Guard.OFF,
     )  # fmt: skip
 
     def closeness(expected, got):
         return -float(abs(expected[0] - got[0]).max())
 
-    return rq.make_report(
+    return rq.report(
         mod, qmod, batches, metric=closeness, latency=True, other=other, title="<b>hostile"
     )

@@ -12,19 +12,18 @@ from rich.console import Console
 
 import relayquant as rq
 from relayquant import cli
-from relayquant.analysis import CompareReport, CompareRow
+from relayquant.analysis.compare import CompareReport, CompareRow
 from relayquant.analysis.latency import Latency
 from relayquant.analysis.sensitivity import SensitivityReport, SensitivityRow
 from relayquant.demo import load_digits
-from relayquant.plots import (
-    compare_table,
-    make_console,
+from relayquant.plots.pictures import (
+    collect_ranges,
     plot_error_by_depth,
     plot_latency,
     plot_ranges,
     plot_sensitivity,
 )
-from relayquant.plots.pictures import collect_ranges
+from relayquant.plots.text import compare_table, make_console
 
 PNG = b"\x89PNG\r\n"
 
@@ -103,7 +102,7 @@ def test_plot_error_by_depth__without_matplotlib_says_what_to_install(tmp_path, 
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(rq.MissingDependencyError, match=r"relayquant\[plot\]"):
+    with pytest.raises(rq.errors.MissingDependencyError, match=r"relayquant\[plot\]"):
         plot_error_by_depth(make_report(), tmp_path / "sqnr.png")
 
 

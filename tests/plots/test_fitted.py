@@ -14,20 +14,20 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from relayquant.analysis import CompareReport, CompareRow
+from relayquant.analysis.compare import CompareReport, CompareRow
 from relayquant.analysis.latency import Latency
 from relayquant.analysis.lint import Finding, Severity
 from relayquant.analysis.profile import OperatorTime, Profile
 from relayquant.analysis.sensitivity import SensitivityReport, SensitivityRow
-from relayquant.plots import (
+from relayquant.plots.bench import kernel_table, latency_table, operator_table
+from relayquant.plots.terminal_table import Column, Fit, FittedTable
+from relayquant.plots.text import (
     compare_table,
     findings_table,
     ledger_table,
     sensitivity_table,
     summary_table,
 )
-from relayquant.plots.bench import kernel_table, latency_table, operator_table
-from relayquant.plots.terminal_table import Column, Fit, FittedTable
 
 NAMES = ["conv", "encoder/layers/11/attention/query/projection/matmul", "a[0]/b", "x" * 150]
 REASON = "no pattern of the backend matches it: its weights are no constant"

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from relayquant.base.events import ProgressEvent, StageEvent
-from relayquant.plots import ProgressReport
+from relayquant.plots.progress import ProgressReport
 
 
 def make_report(terminal: bool) -> tuple[ProgressReport, io.StringIO]:

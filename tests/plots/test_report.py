@@ -134,16 +134,16 @@ def test_report__save_and_notebook(report, tmp_path):
     assert tag == "iframe"
     assert attributes["srcdoc"] == report.html
     assert attributes["sandbox"] == "allow-scripts"
-    with pytest.raises(rq.FileError, match="no folder"):
+    with pytest.raises(rq.errors.FileError, match="no folder"):
         report.save(tmp_path / "no" / "report.html")
 
 
 def test_make_report__says_what_is_wrong(hostile, monkeypatch):
     mod, batches = hostile
     with pytest.raises(rq.ModelError, match="carries no ledger"):
-        rq.make_report(mod, mod, batches)
+        rq.report(mod, mod, batches)
     with pytest.raises(rq.ConfigError, match="samples is 0"):
-        rq.make_report(mod, mod, batches, samples=0)
+        rq.report(mod, mod, batches, samples=0)
     real = builtins.__import__
 
     for module, package in {"jinja2": "Jinja2", "grandalf": "grandalf"}.items():
@@ -155,8 +155,8 @@ def test_make_report__says_what_is_wrong(hostile, monkeypatch):
 
         monkeypatch.setattr("relayquant.plots.page.import_module", refuse)
         message = rf"needs {package}.*pip install relayquant\[report\]"
-        with pytest.raises(rq.MissingDependencyError, match=message):
-            rq.make_report(mod, mod, batches)
+        with pytest.raises(rq.errors.MissingDependencyError, match=message):
+            rq.report(mod, mod, batches)
 
 
 def test_suggest_float__brings_what_it_says():
@@ -231,7 +231,7 @@ def test_find_sources__what_only_the_integer_module_has_stands_behind_its_input(
     mod = build_model(lambda emit, x: emit.dense("out", emit.dense("first", x, 8), 4), (4, 16))
     spread = np.geomspace(1e-2, 1e2, 16).astype("float32")
     batches = [{"x": batch["x"] * spread} for batch in draw_batches(mod, 4)]
-    qmod = rq.quantize(mod, None, batches, effort="fast", guard=rq.Guard.OFF)
+    qmod = rq.quantize(mod, None, batches, effort="fast", guard=rq.config.Guard.OFF)
     ledger = rq.ledger(qmod)
     names = [row.name for row in ledger.rows]
     (added,) = [i for i, name in enumerate(names) if name.endswith("equalized")]
@@ -245,7 +245,7 @@ def test_find_sources__what_only_the_integer_module_has_stands_behind_its_input(
 def test_make_report__compiles_for_this_machine_once(hostile, monkeypatch):
     """What is timed, looked into and scored is one executable of each model."""
     mod, batches = hostile
-    qmod = rq.quantize(mod, None, batches, effort="fast", guard=rq.Guard.OFF)
+    qmod = rq.quantize(mod, None, batches, effort="fast", guard=rq.config.Guard.OFF)
     built = []
     real = collect.compile
 
@@ -255,9 +255,7 @@ def test_make_report__compiles_for_this_machine_once(hostile, monkeypatch):
 
     monkeypatch.setattr(collect, "compile", count)
     monkeypatch.setattr(collect, "compile_draft", lambda module: pytest.fail("compiled again"))
-    found = rq.make_report(
-        mod, qmod, batches, metric=lambda a, b: 0.0, latency=True, rank=False
-    ).data
+    found = rq.report(mod, qmod, batches, metric=lambda a, b: 0.0, latency=True, rank=False).data
     assert len(built) == 2
     assert {*found.latencies} == {"float", "int8"}
     assert found.score is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from relayquant.plots import ledger_table, make_console, summary_table
+from relayquant.plots.text import ledger_table, make_console, summary_table
 
 
 def make_row(name: str, **values: Any) -> dict[str, Any]:

@@ -47,7 +47,11 @@ def test_float__quantized_by_its_names():
     }
     mod = from_text(FLOAT, params)
     data = [rng.standard_normal((1, 3, 8, 8)).astype("float32") for _ in range(16)]
-    mapping = rq.QConfigMapping().set_global(rq.X86.default_qconfig).set_module_name("fc", None)
+    mapping = (
+        rq.QConfigMapping()
+        .set_global(rq.get_backend_config("x86").default_qconfig)
+        .set_module_name("fc", None)
+    )
     qmod = rq.quantize(mod, None, data, qconfig_mapping=mapping, effort="fast")
     rows = {row["name"]: row for row in rq.ledger(qmod).to_dict()["operators"]}
     assert rows["relu1"]["quantized"]

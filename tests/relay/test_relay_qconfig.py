@@ -100,7 +100,9 @@ def test_global_scale__needs_no_data(model):
     mod, data = model
     qmod, names = quantized_names(mod)
     assert names == {"relu2", "sum"}
-    prepared = rq.prepare(mod, None, qconfig().mapping, rq.GENERIC, effort="fast")
+    prepared = rq.prepare(
+        mod, None, qconfig().mapping, rq.get_backend_config("generic"), effort="fast"
+    )
     prepared = rq.calibrate(prepared, None)
     picked = [prepared.parameters[group.key] for group in prepared.plan.activations]
     assert picked
@@ -150,7 +152,7 @@ def test_options__a_model_without_convolutions_or_dense_layers():
 def test_bits__are_those_of_the_specs():
     config = qconfig(nbit_input=6, nbit_weight=4, global_scale=4.0).qconfig
     assert config.activation.spec.limits == (-31, 31)
-    assert config.activation.calibration == rq.Fixed(scale=4 / 32)
+    assert config.activation.calibration == rq.observers.Fixed(scale=4 / 32)
     assert config.weight.spec.limits == (-7, 7)
     assert config.weight.spec.power_of_two
     assert not qconfig(weight_scale="max").qconfig.weight.spec.power_of_two
@@ -288,7 +290,11 @@ def test_modes__near_names(value, near):
 )
 def test_object_type__takes_names_of_relay(model, name, kept):
     mod, _ = model
-    mapping = rq.QConfigMapping().set_global(rq.X86.default_qconfig).set_object_type(name, None)
+    mapping = (
+        rq.QConfigMapping()
+        .set_global(rq.get_backend_config("x86").default_qconfig)
+        .set_object_type(name, None)
+    )
     plan = rq.prepare(mod, None, mapping).plan
     assert "object_type" in {op.name: op for op in plan.operators}[kept].reason
 
@@ -300,7 +306,11 @@ def test_object_type__dense_is_no_batch_matmul():
       let %fc = nn.dense(%flat, %w, units=4); %fc }"""
     mod = from_text(text, {"w": np.eye(4, dtype="float32")})
     for name, kept in (("nn.dense", "fc"), ("nn.batch_matmul", "square"), ("nn.matmul", "both")):
-        mapping = rq.QConfigMapping().set_global(rq.X86.default_qconfig).set_object_type(name, None)
+        mapping = (
+            rq.QConfigMapping()
+            .set_global(rq.get_backend_config("x86").default_qconfig)
+            .set_object_type(name, None)
+        )
         plan = rq.prepare(mod, None, mapping).plan
         found = {op.name for op in plan.operators if "object_type" in op.reason}
         assert found & {"fc", "square"} == ({kept} if kept != "both" else {"fc", "square"})

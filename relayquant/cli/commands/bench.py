@@ -34,9 +34,8 @@ from relayquant.data import InputInfo, count_samples, open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError, ModelError, format_count
 from relayquant.ir.rewrite.entry import name_main
-from relayquant.plots import plot_latency
 from relayquant.plots.bench import kernel_table, latency_table, operator_table
-from relayquant.plots.pictures import check_picture
+from relayquant.plots.pictures import check_picture, plot_latency
 
 Batch = Mapping[str, np.ndarray]
 

@@ -20,9 +20,8 @@ from relayquant.data import count_samples, open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ModelError
 from relayquant.ir.rewrite.entry import name_main
-from relayquant.plots import summary_table
 from relayquant.plots.pictures import check_picture, plot_error_by_depth
-from relayquant.plots.text import compare_table
+from relayquant.plots.text import compare_table, summary_table
 
 
 def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:

@@ -13,7 +13,7 @@ from relayquant.cli.output import CommandOutput, ExitCode
 from relayquant.demo import load_digits
 from relayquant.errors import format_count
 from relayquant.ir.rewrite.constants import count_constant_bytes
-from relayquant.plots import summary_table
+from relayquant.plots.text import summary_table
 
 
 def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:

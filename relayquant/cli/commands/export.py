@@ -29,7 +29,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     mod = bind_weights(*load_model(options.model, options.shape, options.input))
     if is_library and find_ledger(mod) is None and has_quantized_values(mod):
         # Quantized by another tool, with its own parameters: integers as the target takes them.
-        mod = rq.lower(mod, rq.default_backend(target))
+        mod = rq.lower(mod, rq.get_backend_config(target=target))
     for written in write_module(mod, path, target, options.tune):
         output.add_file(written)
     return ExitCode.OK

@@ -36,9 +36,9 @@ from relayquant.ir.rewrite.graph import (
     tensor_dtype,
     tensor_shape,
 )
-from relayquant.plots import summary_table
 from relayquant.plots.page import show_bytes
 from relayquant.plots.terminal_table import Column, Fit, FittedTable
+from relayquant.plots.text import summary_table
 from relayquant.stages.backends import BACKENDS, resolve_backend
 from relayquant.stages.conversion.partial import has_quantized_values
 

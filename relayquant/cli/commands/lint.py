@@ -12,7 +12,7 @@ from relayquant.cli.data import open_data, read_classes
 from relayquant.cli.files import load_model
 from relayquant.cli.options import check_options
 from relayquant.cli.output import CommandOutput, ExitCode
-from relayquant.plots import findings_table
+from relayquant.plots.text import findings_table
 
 
 def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
@@ -29,14 +29,16 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
                 "batch norm follows the first layer. --labels tells."
             )
     counts = Counter(finding.severity.value for finding in findings)
-    output.add_values(**{severity.value: counts[severity.value] for severity in rq.Severity})
+    output.add_values(
+        **{severity.value: counts[severity.value] for severity in rq.analysis.Severity}
+    )
     output.add_table("findings", findings)
     if options.growth:
         rows: list[dict[str, Any]] = []
-        for name, curve in rq.measure_growth(mod, params, data).items():
+        for name, curve in rq.analysis.measure_growth(mod, params, data).items():
             steps = ", ".join(f"{share:.0%} after {samples}" for samples, share in curve)
             output.print(f"range of {name}: {steps}")
             rows += [{"input": name, "samples": count, "share": share} for count, share in curve]
         output.add_table("growth", rows)
-    is_clean = all(finding.severity is rq.Severity.INFO for finding in findings)
+    is_clean = all(finding.severity is rq.analysis.Severity.INFO for finding in findings)
     return ExitCode.OK if is_clean else ExitCode.FOUND

@@ -51,7 +51,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
         for written in write_module(qmod, path, options.target):
             output.add_file(written)
         if options.report is not None:
-            report = rq.make_report(
+            report = rq.report(
                 mod,
                 qmod,
                 data,
@@ -81,7 +81,7 @@ def read_settings(options: argparse.Namespace) -> dict[str, Any]:
         "input_dtypes": read_dtypes(options.input_dtype, "--input-dtype"),
         "output_dtypes": read_dtypes(options.output_dtype, "--output-dtype"),
         "strict": options.strict,
-        "guard": rq.Guard(options.guard) if options.guard else None,
+        "guard": rq.config.Guard(options.guard) if options.guard else None,
         "keep_faster": options.only_if_faster,
     }
 

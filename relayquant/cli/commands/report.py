@@ -13,9 +13,16 @@ from relayquant.cli.files import load_model, load_module
 from relayquant.cli.options import check_options, read_backend
 from relayquant.cli.output import CommandOutput, ExitCode
 from relayquant.errors import DataError
-from relayquant.plots import Report, plot_error_by_depth, plot_latency, plot_sensitivity
+from relayquant.plots.build import Report
 from relayquant.plots.page import check_installed, count_shares
-from relayquant.plots.pictures import DrawnRange, collect_ranges, draw_ranges
+from relayquant.plots.pictures import (
+    DrawnRange,
+    collect_ranges,
+    draw_ranges,
+    plot_error_by_depth,
+    plot_latency,
+    plot_sensitivity,
+)
 
 
 def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
@@ -51,7 +58,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
             )
             prepared = rq.calibrate(prepared, data, callbacks=(progress,))
             ranges = collect_ranges(prepared, data, samples=options.samples)
-        report = rq.make_report(
+        report = rq.report(
             mod,
             qmod,
             data,

@@ -12,8 +12,8 @@ from relayquant.cli.files import load_model
 from relayquant.cli.options import check_options, read_backend
 from relayquant.cli.output import CommandOutput, ExitCode
 from relayquant.errors import ConfigError, format_count
-from relayquant.plots import plot_sensitivity, sensitivity_table
-from relayquant.plots.pictures import check_picture
+from relayquant.plots.pictures import check_picture, plot_sensitivity
+from relayquant.plots.text import sensitivity_table
 
 #: operators that are printed without --all
 SHOWN = 20

@@ -130,7 +130,7 @@ def guard_module(
         advice = (
             "In simulation the quantized model follows the float model, so neither ranges nor data "
             "are the cause but integers, such as sums that do not fit int32: see "
-            "relayquant.accumulator_report. guard=Guard.OFF silences this."
+            "relayquant.analysis.accumulator_report. guard=Guard.OFF silences this."
         )
     # What was mended on some samples is mended less on others.
     wide = look_at_samples(prepared, changed, sample, guarding, tuned, 2 * len(look.numbers))

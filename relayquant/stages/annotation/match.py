@@ -20,13 +20,14 @@ from relayquant.config import (
     PatternConfig,
     QConfig,
     QConfigMapping,
+    Support,
 )
 from relayquant.config.mapping import MappingRule, OperatorSite, Selector
 from relayquant.ir.ops import Kind, Operand, Output, QuantOp
 from relayquant.ir.ops.callbacks import run_check, run_match
 from relayquant.ir.ops.find import order_rows
 from relayquant.ir.ops.passed_over import describe_owner, find_passed_over
-from relayquant.ir.plan import PassedOver, Plan, Support
+from relayquant.ir.plan import PassedOver, Plan
 from relayquant.ir.rewrite import Graph, Match, Skip
 from relayquant.ir.rewrite.function import read_sources
 from relayquant.ir.rewrite.graph import call_name, tensor_dtype

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import tvm
 
-from relayquant.config import BackendConfig, QConfigMapping
+from relayquant.config import BackendConfig, QConfigMapping, Support
 from relayquant.errors import ConfigError, format_count, warn_user
-from relayquant.ir.plan import OperatorPlan, Plan, Support
+from relayquant.ir.plan import OperatorPlan, Plan
 from relayquant.stages.annotation.match import find_sites
 
 #: reasons that are named where nothing at all is quantized
@@ -103,7 +103,7 @@ def describe_nothing(plan: Plan, mapping: QConfigMapping, backend: BackendConfig
         return ""
     remedy = (
         "QConfigMapping().set_global(QConfig(...)) says how all are quantized that no other line "
-        "selects, e.g. set_global(relayquant.X86.default_qconfig)."
+        "selects, e.g. set_global(relayquant.get_backend_config('x86').default_qconfig)."
     )
     if not mapping.rules:
         return (

@@ -5,8 +5,8 @@ from relayquant.stages.backends.arm import ARM
 from relayquant.stages.backends.generic import GENERIC
 from relayquant.stages.backends.select import (
     BACKENDS,
-    default_backend,
     find_backend,
+    get_backend_config,
     resolve_backend,
 )
 from relayquant.stages.backends.x86 import X86, X86_7BIT
@@ -18,7 +18,7 @@ __all__ = [
     "GENERIC",
     "X86",
     "X86_7BIT",
-    "default_backend",
     "find_backend",
+    "get_backend_config",
     "resolve_backend",
 ]

@@ -26,7 +26,7 @@ def resolve_backend(backend: BackendConfig | str | None) -> BackendConfig:
         ConfigError: no backend has this name.
     """
     if backend is None:
-        return default_backend()
+        return get_backend_config()
     if isinstance(backend, BackendConfig):
         return backend
     for known in BACKENDS:
@@ -61,15 +61,24 @@ def find_backend(mod: tvm.IRModule, backend: BackendConfig | str | None) -> Back
 
 
 @check_arguments
-def default_backend(target: Any = None) -> BackendConfig:
-    """The backend whose activations the kernels of `target` take as they are.
+def get_backend_config(name: str | None = None, *, target: Any = None) -> BackendConfig:
+    """A backend by its name; without one, the backend whose activations the kernels of `target`
+    take as they are.
 
     Args:
+        name: "x86", "x86-7bit", "arm", "generic" or "accelerator".
         target: As for `relayquant.compile`: None for this machine, a Target, a dict or a string.
 
     Raises:
-        ConfigError: TVM does not accept the target.
+        ConfigError: no backend has this name, TVM does not accept the target, or both are given.
     """
+    if name is not None:
+        if target is not None:
+            raise ConfigError(
+                "get_backend_config takes the name of a backend or a target, not both.",
+                code="RQ102",
+            )
+        return resolve_backend(name)
     backends = {
         Architecture.X86: X86,
         Architecture.AARCH64: ARM,

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from relayquant.base.arguments import takes_arguments
 from relayquant.base.qtypes import QParams, ValueInfo, check_qparams, conform_scale
-from relayquant.config.observers import AnyObserver, Observer
+from relayquant.config.observers import Observer
+from relayquant.config.observers.base import AnyObserver
 from relayquant.errors import ConfigError, RelayQuantError
 from relayquant.ir import reference
 from relayquant.ir.plan import GroupPlan, Plan

@@ -228,7 +228,7 @@ def check_planned(mod: tvm.IRModule, plan: Plan, constants: Mapping[str, Constan
             raise ModelError(
                 f"The {operand} of {name!r}{origin} holds {reason}, for which no integer stands. "
                 "Check the file of the model; if this is meant, keep the operator in float: "
-                f"qconfig_mapping=QConfigMapping().set_global(relayquant.X86.default_qconfig)"
+                f"qconfig_mapping=QConfigMapping().set_global(relayquant.get_backend_config('x86').default_qconfig)"
                 f".set_module_name({name!r}, None), with your backend for X86.",
                 code="RQ204",
             )

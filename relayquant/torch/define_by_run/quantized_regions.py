@@ -16,7 +16,7 @@ import tvm
 from tvm import relax
 
 from relayquant.base.qtypes import QParams
-from relayquant.config import QConfigMapping
+from relayquant.config import QConfigMapping, Support
 from relayquant.config.mapping import Selector
 from relayquant.config.observers import Observer
 from relayquant.errors import ConfigError, ModelError
@@ -25,7 +25,6 @@ from relayquant.flow.quantizer import quantize
 from relayquant.flow.settings import PrepareSettings, QuantizeSettings
 from relayquant.ir.dialect import qnn
 from relayquant.ir.ledger import Ledger, LedgerRow, ledger_attrs, read_ledger
-from relayquant.ir.plan import Support
 from relayquant.ir.rewrite import Emitter, Graph, rewrite_main
 from relayquant.ir.rewrite.graph import iterate_results, result_expr
 from relayquant.stages.compilation import compile

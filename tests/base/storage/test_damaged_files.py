@@ -75,18 +75,22 @@ def write(name: str, text: str | bytes) -> Callable[[Path], Path]:
 
 def make_prepared(folder: Path) -> Path:
     prepared = rq.prepare(model(), effort="fast")
-    prepared = rq.calibrate(prepared, draw_batches(model(), 3), order=rq.Order.PARALLEL)
+    prepared = rq.calibrate(prepared, draw_batches(model(), 3), order=rq.config.Order.PARALLEL)
     rq.save_prepared(prepared, folder / "model.prepared")
     return folder / "model.prepared"
 
 
 def make_module(folder: Path) -> Path:
-    qmod = rq.quantize(model(), None, draw_batches(model(), 3), effort="fast", guard=rq.Guard.OFF)
+    qmod = rq.quantize(
+        model(), None, draw_batches(model(), 3), effort="fast", guard=rq.config.Guard.OFF
+    )
     return write("model.json", tvm.ir.save_json(qmod))(folder)
 
 
 def make_archive(folder: Path) -> Path:
-    qmod = rq.quantize(model(), None, draw_batches(model(), 3), effort="fast", guard=rq.Guard.OFF)
+    qmod = rq.quantize(
+        model(), None, draw_batches(model(), 3), effort="fast", guard=rq.config.Guard.OFF
+    )
     return rq.save_module(qmod, folder / "model.rqm")
 
 
@@ -101,7 +105,9 @@ PARAMETERS = {
     "x": rq.QParams(np.float32(0.1), 3, "uint8"),
     "w": rq.QParams(np.array([0.1, 0.3], "float32"), np.zeros(2), "int8", 1),
 }
-INFO = rq.ValueInfo("x", rq.Role.ACTIVATION, rq.QSpec("uint8", rq.Scheme.AFFINE), MAP)
+INFO = rq.observers.ValueInfo(
+    "x", rq.config.Role.ACTIVATION, rq.QSpec("uint8", rq.config.Scheme.AFFINE), MAP
+)
 OBSERVED = {"x": GroupObservation(MinMax(), INFO, ("x",))}
 TASK = ShardTask((), Shard(0, 0, 3), ValueStore(Path()), OBSERVED, {}, ())
 
@@ -156,7 +162,11 @@ def make_search(folder: Path) -> Path:
     return folder / "search.json"
 
 
-MAPPING = rq.QConfigMapping().set_global(rq.X86.default_qconfig).set_module_name("a", None)
+MAPPING = (
+    rq.QConfigMapping()
+    .set_global(rq.get_backend_config("x86").default_qconfig)
+    .set_module_name("a", None)
+)
 
 # --- Those of others ------------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ def test_save_module__has_the_bytes_of_codes_and_scales(tmp_path, bits, group_si
 def test_save_module__of_an_integer_model(tmp_path):
     mod = build_model(lambda e, x: e.conv("out", e("r", op.nn.relu(e.conv("a", x)))), MAP)
     batches = draw_batches(mod, 3)
-    qmod = rq.quantize(mod, None, batches, effort="fast", guard=rq.Guard.OFF)
+    qmod = rq.quantize(mod, None, batches, effort="fast", guard=rq.config.Guard.OFF)
     (path,) = write_module(qmod, tmp_path / "m.rqm")  # -o of the command line
     for again in (load_module(path), load_model(path)[0]):
         one, two = (rq.reference.run(each, batches[0])[0] for each in (qmod, again))

@@ -56,7 +56,7 @@ def test_onnxruntime__its_own_calibrator(tmp_path, monkeypatch):
 
 
 def test_onnxruntime__plain_ranges_and_text(tmp_path):
-    expected = {"conv 1": rq.choose_qparams(-2.0, 2.0, rq.QSpec("int8", rq.Scheme.AFFINE))}
+    expected = {"conv 1": rq.choose_qparams(-2.0, 2.0, rq.QSpec("int8", rq.config.Scheme.AFFINE))}
     assert load(tmp_path, '{"conv 1": [-2, 2]}', dtype="int8") == expected
     assert load(tmp_path, "conv 1 2.0\n", dtype="int8") == expected
 

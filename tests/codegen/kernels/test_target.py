@@ -139,7 +139,7 @@ def test_compile__sums_stay_in_registers(cpu):
 
     mod = build_model(body, (1, 64, 14, 14))
     data = draw_batches(mod, 1)
-    qmod = rq.quantize(mod, None, data, effort="fast", guard=rq.Guard.OFF)
+    qmod = rq.quantize(mod, None, data, effort="fast", guard=rq.config.Guard.OFF)
     (library,) = rq.compile(qmod, f"llvm -mcpu={cpu}").mod.imports
     lines = library.inspect_source("asm").splitlines()
     products = [line for line in lines if re.search("vpdpbusd|vpmaddwd", line)]

@@ -200,7 +200,7 @@ def test_compress__nothing_to_compress_for_reasons():
 def test_row_scales__of_weights_in_groups_are_those_of_int8():
     weight = rq.TensorConfig(rq.QSpec("int4", group_size=32))
     assert rq.QConfig(rq.TensorConfig(ROWS), weight).is_grouped
-    rows = rq.QSpec("uint8", is_dynamic=True, granularity=rq.Granularity.PER_ROW)
+    rows = rq.QSpec("uint8", is_dynamic=True, granularity=rq.config.Granularity.PER_ROW)
     with pytest.raises(ConfigError, match=r"group_size=32, with which activations are None"):
         rq.QConfig(rq.TensorConfig(rows), weight)
 

@@ -20,7 +20,7 @@ from relayquant.errors import ConfigError, ModelError
 WIDTH, HEADS, GROUPS, VOCABULARY = 64, 4, 2, 96
 TOKENS = [3, 17, 90, 5]
 HEAD = WIDTH // HEADS
-ROWS = rq.QSpec("int8", rq.Scheme.SYMMETRIC, rq.Granularity.PER_ROW, is_dynamic=True)
+ROWS = rq.QSpec("int8", rq.config.Scheme.SYMMETRIC, rq.config.Granularity.PER_ROW, is_dynamic=True)
 
 
 class Layer(nn.Module):

@@ -25,6 +25,7 @@ from relayquant.flow.refine.guard import (
     guard_module,
     is_doubtful,
     is_parted,
+    is_settled,
     pick_worst,
     plan_looks,
     take_sample,

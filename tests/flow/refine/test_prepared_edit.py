@@ -26,7 +26,7 @@ NEAREST = FitSettings(WeightRounding.NEAREST, BiasCorrection.NONE)
 def prepare(observer=None, **options) -> rq.PreparedModel:
     mapping = None
     if observer is not None:
-        config = rq.GENERIC.default_qconfig
+        config = rq.get_backend_config("generic").default_qconfig
         activation = rq.TensorConfig(config.activation.spec, observer)
         mapping = rq.QConfigMapping().set_global(replace(config, activation=activation))
     return rq.prepare(residual_model(), None, mapping, "generic", **options)
@@ -36,7 +36,7 @@ def convert(prepared: rq.PreparedModel):
     return rq.lower(rq.convert_to_reference(prepared), prepared.backend)
 
 
-@pytest.mark.parametrize("order", rq.Order)
+@pytest.mark.parametrize("order", rq.config.Order)
 def test_save__converts_to_the_same_in_another_process(order, tmp_path):
     prepared = rq.calibrate(prepare(output_dtypes={"out": "uint8"}), DATA, order=order)
     path, out = tmp_path / "model.prepared", tmp_path / "out.npy"
@@ -101,11 +101,13 @@ def test_load__names_the_wrong_key(tmp_path):
         rq.load_prepared(other)
 
 
-@pytest.mark.parametrize("observer", [rq.MinMax(), rq.MSE(), rq.AverageMax()])
+@pytest.mark.parametrize(
+    "observer", [rq.observers.MinMax(), rq.observers.MSE(), rq.observers.AverageMax()]
+)
 def test_merge__two_halves_are_the_whole(observer):
-    whole = rq.calibrate(prepare(observer), DATA, order=rq.Order.PARALLEL, fit=NEAREST)
+    whole = rq.calibrate(prepare(observer), DATA, order=rq.config.Order.PARALLEL, fit=NEAREST)
     halves = [
-        rq.calibrate(prepare(observer), part, order=rq.Order.PARALLEL, fit=NEAREST)
+        rq.calibrate(prepare(observer), part, order=rq.config.Order.PARALLEL, fit=NEAREST)
         for part in (DATA[:3], DATA[3:])
     ]
     merged = rq.merge_statistics(*halves)
@@ -118,19 +120,21 @@ def test_merge__two_halves_are_the_whole(observer):
 
 
 def test_merge__what_does_not_belong_together():
-    parallel = rq.calibrate(prepare(rq.MinMax()), DATA[:1], order=rq.Order.PARALLEL, fit=NEAREST)
-    order = rq.Order.TOPOLOGICAL
-    topological = rq.calibrate(prepare(rq.MinMax()), DATA[:1], order=order, fit=NEAREST)
+    parallel = rq.calibrate(
+        prepare(rq.observers.MinMax()), DATA[:1], order=rq.config.Order.PARALLEL, fit=NEAREST
+    )
+    order = rq.config.Order.TOPOLOGICAL
+    topological = rq.calibrate(prepare(rq.observers.MinMax()), DATA[:1], order=order, fit=NEAREST)
     assert not topological.statistics
     with pytest.raises(rq.ConfigError, match=r"model 1 has no statistics.*Order.PARALLEL"):
         rq.merge_statistics(parallel, topological)
     with pytest.raises(rq.ConfigError, match="model 1 has another plan"):
-        rq.merge_statistics(parallel, prepare(rq.MSE()))
+        rq.merge_statistics(parallel, prepare(rq.observers.MSE()))
 
 
-@pytest.mark.parametrize("observer", [rq.MinMax(), rq.RelativeMSE()])
+@pytest.mark.parametrize("observer", [rq.observers.MinMax(), rq.observers.RelativeMSE()])
 def test_replace__another_spec_keeps_the_rest(observer):
-    prepared = rq.calibrate(prepare(observer), DATA, order=rq.Order.PARALLEL)
+    prepared = rq.calibrate(prepare(observer), DATA, order=rq.config.Order.PARALLEL)
     wide = rq.QSpec("int16")
     edited = replace_plan(prepared, prepared.plan.replace("deep", spec=wide))
     assert edited.parameters["deep"].dtype == "int16"
@@ -143,8 +147,8 @@ def test_replace__another_spec_keeps_the_rest(observer):
 
 
 def test_replace__another_observer_asks_for_data():
-    prepared = rq.calibrate(prepare(rq.MinMax()), DATA)
-    plan = prepared.plan.replace("deep", calibration=rq.Fixed(low=0.0, high=3.0))
+    prepared = rq.calibrate(prepare(rq.observers.MinMax()), DATA)
+    plan = prepared.plan.replace("deep", calibration=rq.observers.Fixed(low=0.0, high=3.0))
     edited = replace_plan(prepared, plan)
     with pytest.raises(rq.ConfigError, match=r"1 of .* values without parameters yet.*'deep'"):
         convert(edited)
@@ -153,7 +157,7 @@ def test_replace__another_observer_asks_for_data():
 
 
 def test_replace__weights_are_picked_at_once():
-    prepared = rq.calibrate(prepare(rq.MinMax()), DATA)
+    prepared = rq.calibrate(prepare(rq.observers.MinMax()), DATA)
     spec = prepared.plan.group("stem:weight").info.spec
     four = replace(spec, quant_min=-7, quant_max=7)
     edited = replace_plan(prepared, prepared.plan.replace("stem:weight", spec=four))
@@ -166,7 +170,11 @@ def test_replace__weights_are_picked_at_once():
     ("key", "spec", "message"),
     [
         ("depe", rq.QSpec("int8"), "no quantized value 'depe'. Did you mean 'deep'"),
-        ("deep", rq.QSpec("int8", granularity=rq.Granularity.PER_CHANNEL), "no channel axis"),
+        (
+            "deep",
+            rq.QSpec("int8", granularity=rq.config.Granularity.PER_CHANNEL),
+            "no channel axis",
+        ),
         ("deep", rq.QSpec("uint16"), "cannot run operator 'deep'.*dtype uint16"),
     ],
 )
@@ -177,7 +185,7 @@ def test_replace__what_is_not_possible(key, spec, message):
 
 
 def test_keep_parameters__the_rest_keeps_its_parameters():
-    prepared = rq.calibrate(prepare(rq.MinMax()), DATA, order=rq.Order.PARALLEL)
+    prepared = rq.calibrate(prepare(rq.observers.MinMax()), DATA, order=rq.config.Order.PARALLEL)
     edited = keep_parameters(prepared, ["two"], DATA, None)
     assert not edited.plan.operator("two").quantized
     assert prepared.plan.operator("two").quantized

@@ -28,7 +28,7 @@ from relayquant.flow.refine.search_state import SearchState, trial_key
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.ledger import Ledger, SearchResult
 from relayquant.ir.plan import OperatorPlan
-from relayquant.plots import list_findings
+from relayquant.plots.text import list_findings
 
 BROKEN = "conv2/relu"
 
@@ -210,10 +210,10 @@ def test_search_integers__more_if_short_of_the_bound_fewer_if_within():
 
 
 def test_make_wide__int16_of_the_backend():
-    prepared = SimpleNamespace(backend=rq.X86)
+    prepared = SimpleNamespace(backend=rq.get_backend_config("x86"))
     wide = make_wide(prepared)
     assert wide.activation.spec.dtype == "int16"
-    assert wide.weight == rq.X86.default_qconfig.weight
+    assert wide.weight == rq.get_backend_config("x86").default_qconfig.weight
 
 
 @pytest.mark.parametrize("promise", [{"strict": True}, {"input_dtypes": {"image": "uint8"}}])
@@ -283,7 +283,7 @@ def test_search__what_is_wrong_shows_before_the_work(digits, tmp_path):
 
     with pytest.raises(rq.ConfigError, match="metric is 'accuracy'; allowed: a function"):
         search(metric="accuracy")
-    with pytest.raises(rq.FileError, match="there is no folder"):
+    with pytest.raises(rq.errors.FileError, match="there is no folder"):
         search(search_state=tmp_path / "none" / "search.json")
     with pytest.raises(rq.DataError, match=r"none\.npz"):
         search(validation=tmp_path / "none.npz")

@@ -16,6 +16,7 @@ from quantized_models import GraphBuilder
 
 import relayquant as rq
 from relayquant.errors import ModelError, RelayQuantError
+from relayquant.formats.readers import import_onnx
 
 SHAPE = (1, 4, 8, 8)
 HUGE = 2**40
@@ -112,7 +113,7 @@ def test_onnx__absurd_operators(make, message):
     y = make(b)
     model = b.model({"x": ("float32", SHAPE)}, {y: ("float32", None)})
     with pytest.raises(ModelError, match=f"(?i){message}"):
-        rq.import_onnx(model)
+        import_onnx(model)
 
 
 @pytest.mark.parametrize("shape", [(HUGE, HUGE), (-3, 4)])
@@ -120,14 +121,14 @@ def test_onnx__absurd_shapes(shape):
     b = GraphBuilder()
     y = b.node("Relu", "x")
     with pytest.raises(ModelError, match="'x' has the shape"):
-        rq.import_onnx(b.model({"x": ("float32", shape)}, {y: ("float32", None)}))
+        import_onnx(b.model({"x": ("float32", shape)}, {y: ("float32", None)}))
     b = GraphBuilder()
     tensor = numpy_helper.from_array(np.ones(4, "float32"), "w")
     tensor.dims[:] = shape
     b.constants.append(tensor)
     y = b.node("Add", "x", "w")
     with pytest.raises(ModelError, match="'w' has the shape"):
-        rq.import_onnx(b.model({"x": ("float32", SHAPE)}, {y: ("float32", None)}))
+        import_onnx(b.model({"x": ("float32", SHAPE)}, {y: ("float32", None)}))
 
 
 def make_function(name: str, *calls: str) -> onnx.FunctionProto:
@@ -178,7 +179,7 @@ def double(count: int) -> list[onnx.FunctionProto]:
 )
 def test_onnx__functions_without_bound(functions, message):
     with pytest.raises(ModelError, match=message):
-        rq.import_onnx(call_function(*functions))
+        import_onnx(call_function(*functions))
 
 
 def test_onnx__functions_within_bounds():

@@ -19,8 +19,10 @@ from relayquant.ir.rewrite import Graph
 
 runtime = pytest.importorskip("onnxruntime")
 MICROSOFT = "com.microsoft"
-ROWS = rq.QSpec("int8", rq.Scheme.SYMMETRIC, rq.Granularity.PER_ROW, is_dynamic=True)
-AFFINE_ROWS = rq.QSpec("int8", rq.Scheme.AFFINE, rq.Granularity.PER_ROW, is_dynamic=True)
+ROWS = rq.QSpec("int8", rq.config.Scheme.SYMMETRIC, rq.config.Granularity.PER_ROW, is_dynamic=True)
+AFFINE_ROWS = rq.QSpec(
+    "int8", rq.config.Scheme.AFFINE, rq.config.Granularity.PER_ROW, is_dynamic=True
+)
 
 
 def make_file(path, nodes, tensors, shape, dtype=TensorProto.FLOAT):
@@ -511,10 +513,10 @@ def test_export__runs_elsewhere_and_is_read_back(tmp_path, settings):
     x = draw((4, 48))
     expected = rq.reference.run(q, {"x": x})[0]
     size = np.abs(expected).max()
-    for form in rq.GroupedForm:
+    for form in rq.config.GroupedForm:
         path = rq.export_onnx(q, tmp_path / "q.onnx", grouped=form)
         found = run_file(path, x)
-        if form is rq.GroupedForm.BLOCKS:
+        if form is rq.config.GroupedForm.BLOCKS:
             (same,) = ReferenceEvaluator(str(path)).run(None, {"x": x})
             np.testing.assert_allclose(same, expected, rtol=1e-4, atol=1e-5 * size)
             np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * size)
@@ -526,13 +528,13 @@ def test_export__runs_elsewhere_and_is_read_back(tmp_path, settings):
             rq.reference.run(again, {"x": x})[0], expected, rtol=1e-4, atol=nearly * size
         )
         kinds = [node.op_type for node in onnx.load(str(path)).graph.node]
-        has_nbits = form is rq.GroupedForm.NBITS and settings["group_size"] is not None
+        has_nbits = form is rq.config.GroupedForm.NBITS and settings["group_size"] is not None
         assert ("MatMulNBits" in kinds) is has_nbits
 
 
 def test_export__four_bits_take_half_a_byte(tmp_path):
     q = compress(tmp_path / "f.onnx", bits=4, group_size=16)
-    for form in rq.GroupedForm:
+    for form in rq.config.GroupedForm:
         model = onnx.load(str(rq.export_onnx(q, tmp_path / "q.onnx", grouped=form)))
         sizes = {t.name: len(t.raw_data) for t in model.graph.initializer}
         assert sizes["h.weight"] == 48 * 10 // 2

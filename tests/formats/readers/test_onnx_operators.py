@@ -281,7 +281,7 @@ def quantize_node(nodes, shape, weights, opset):
     model = make_model(nodes, {"x": shape}, weights=weights, opset=opset)
     mod, _ = import_onnx(model)
     data = [{"x": draw(*shape)} for _ in range(4)]
-    return rq.quantize(mod, None, data, effort="fast", guard=rq.Guard.OFF), data
+    return rq.quantize(mod, None, data, effort="fast", guard=rq.config.Guard.OFF), data
 
 
 @pytest.mark.parametrize(

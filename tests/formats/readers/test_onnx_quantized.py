@@ -15,6 +15,7 @@ from quantized_models import GraphBuilder, run_onnxruntime
 import relayquant as rq
 from relayquant.base.runtime import Executor
 from relayquant.errors import ModelError
+from relayquant.formats.readers import import_onnx
 from relayquant.ir.rewrite import Graph
 
 SHAPE = (2, 4, 9, 9)
@@ -33,7 +34,7 @@ def operators(mod) -> Counter:
 def check(model, data=None, *, step: float = STEP, steps: int = 1):
     """Lower the model; its outputs are within `steps` of ONNX Runtime's. Returns the module."""
     data = input_data() if data is None else data
-    mod, _ = rq.import_onnx(model)
+    mod, _ = import_onnx(model)
     qmod = rq.lower(mod)
     (expected,) = run_onnxruntime(model, {"x": data})
     (got,) = rq.reference.run(qmod, [data])
@@ -75,7 +76,7 @@ def test_conv__compiled_equals_reference():
     b = GraphBuilder()
     y = convolution(b, b.round_trip("x", 0.02, np.int8(3)))
     y = b.round_trip(y, STEP, np.int8(0))
-    mod, _ = rq.import_onnx(b.model({"x": ("float32", SHAPE)}, {y: OUT["dtype"]}))
+    mod, _ = import_onnx(b.model({"x": ("float32", SHAPE)}, {y: OUT["dtype"]}))
     qmod = rq.lower(mod)
     (got,) = Executor(rq.compile(qmod)).run("main", [input_data()])
     np.testing.assert_array_equal(got, rq.reference.run(qmod, [input_data()])[0])
@@ -147,7 +148,7 @@ def test_placement__becomes_integer(place, forbidden):
 def test_merge__equal_pairs_are_one():
     b = GraphBuilder()
     y = pair_for_each_reader(b, convolution(b, b.round_trip("x", 0.02, np.uint8(120))))
-    mod, _ = rq.import_onnx(b.model({"x": ("float32", SHAPE)}, {y: ("float32", None)}))
+    mod, _ = import_onnx(b.model({"x": ("float32", SHAPE)}, {y: ("float32", None)}))
     assert operators(rq.lower(mod))["qnn.requantize"] == 1
 
 
@@ -222,7 +223,7 @@ def test_ledger__says_why_an_operator_stays_in_float():
     x = b.round_trip("x", 0.02, np.uint8(120))
     y = b.node("Conv", x, b.constant(b.random.normal(0, 1, (8, 4, 1, 1)).astype("float32")))
     y = b.round_trip(y, STEP, np.uint8(120))
-    mod, _ = rq.import_onnx(b.model({"x": ("float32", SHAPE)}, {y: OUT["dtype"]}))
+    mod, _ = import_onnx(b.model({"x": ("float32", SHAPE)}, {y: OUT["dtype"]}))
     (row,) = rq.ledger(rq.lower(mod)).rows
     assert not row.quantized
     assert "weight is not dequantized" in row.reason
@@ -232,7 +233,7 @@ def test_ledger__says_why_an_operator_stays_in_float():
 def test_lower__refuses_a_float_model():
     b = GraphBuilder()
     y = b.node("Relu", "x")
-    mod, _ = rq.import_onnx(b.model({"x": ("float32", SHAPE)}, {y: ("float32", SHAPE)}))
+    mod, _ = import_onnx(b.model({"x": ("float32", SHAPE)}, {y: ("float32", SHAPE)}))
     with pytest.raises(ModelError, match=r"no quantized value.*relayquant\.quantize"):
         rq.lower(mod)
 
@@ -255,7 +256,7 @@ def test_quantize_linear__error_names_the_node(attrs, scale, dtype, message):
     y = b.node("QuantizeLinear", *operands, **attrs)
     model = b.model({"x": ("float32", SHAPE)}, {y: ("uint8", SHAPE)}, opset=21)
     with pytest.raises(ModelError, match=message) as caught:
-        rq.import_onnx(model)
+        import_onnx(model)
     assert y in str(caught.value)
 
 
@@ -292,7 +293,7 @@ def test_quantize_linear__as_the_onnx_reference(dtype, axis):
         graph, opset_imports=[helper.make_opsetid("", 25 if "2" in dtype else 21)]
     )
     (want,) = ReferenceEvaluator(model).run(None, {"x": input_data()})
-    (got,) = rq.reference.run(rq.import_onnx(model)[0], [input_data()])
+    (got,) = rq.reference.run(import_onnx(model)[0], [input_data()])
     np.testing.assert_array_equal(got, want)
 
 
@@ -318,7 +319,7 @@ def test_pad__with_a_value_of_the_run_time(form, dtype):
     sizes = [size if isinstance(size, int) else 3 for size in shape]
     inputs = [np.arange(np.prod(sizes)).reshape(sizes).astype(dtype), np.array([77], dtype)]
     (expected,) = run_onnxruntime(model, dict(zip(("x", "v"), inputs, strict=True)))
-    mod, _ = rq.import_onnx(model)
+    mod, _ = import_onnx(model)
     for found in (rq.reference.run(mod, inputs), Executor(rq.compile(mod)).run("main", inputs)):
         np.testing.assert_array_equal(found[0], expected)
 

@@ -12,6 +12,7 @@ from quantized_models import GraphBuilder, run_onnxruntime
 import relayquant as rq
 from relayquant.base.runtime import Executor
 from relayquant.errors import ModelError
+from relayquant.formats.readers import import_onnx
 from relayquant.ir.rewrite import Graph
 
 SHAPE = (2, 4, 8, 8)
@@ -44,7 +45,7 @@ def check(
     limits = np.iinfo(x_dtype)
     data = np.random.default_rng(1).integers(limits.min, limits.max + 1, shape).astype(x_dtype)
     (expected,) = run_onnxruntime(model, {"x": data})
-    qmod = rq.lower(rq.import_onnx(model)[0])
+    qmod = rq.lower(import_onnx(model)[0])
     (got,) = rq.reference.run(qmod, [data])
     assert got.dtype == expected.dtype
     difference = np.abs(got.astype("int64") - expected.astype("int64"))
@@ -166,7 +167,7 @@ def test_dynamic_quantize_and_matmul_integer(weight):
     y = b.node("Cast", y, to=TensorProto.FLOAT)
     y = b.node("Mul", y, b.node("Mul", scale, b.constant(np.float32(0.01))))
     model = b.model({"x": ("float32", (3, 16))}, {y: ("float32", (3, 5))})
-    qmod = rq.lower(rq.import_onnx(model)[0])
+    qmod = rq.lower(import_onnx(model)[0])
     assert operators(qmod)["qnn.dense"] == 1
     for data in (np.random.default_rng(0).normal(0, 1, (3, 16)), np.zeros((3, 16))):
         data = data.astype("float32")
@@ -184,7 +185,7 @@ def test_matmul_integer__of_two_values():
     model = b.model({"x": ("uint8", (2, 3, 4))}, {y: ("int32", (2, 3, 3))})
     data = np.random.default_rng(0).integers(0, 256, (2, 3, 4)).astype("uint8")
     (expected,) = run_onnxruntime(model, {"x": data})
-    (got,) = rq.reference.run(rq.lower(rq.import_onnx(model)[0]), [data])
+    (got,) = rq.reference.run(rq.lower(import_onnx(model)[0]), [data])
     np.testing.assert_array_equal(got, expected)
 
 
@@ -208,7 +209,7 @@ def test_matmul_integer__zero_points_of_rows_and_columns(zero, is_constant, kind
     wide = [each.astype("int64") for each in (data, rows, weight, columns)]
     row_zero = wide[1][:, None] if len(zero) == 1 else wide[1]
     expected = (wide[0] - row_zero) @ (wide[2] - wide[3])
-    qmod = rq.lower(rq.import_onnx(model)[0])
+    qmod = rq.lower(import_onnx(model)[0])
     np.testing.assert_array_equal(rq.reference.run(qmod, given)[0], expected)
 
 
@@ -219,7 +220,7 @@ def test_conv_integer__pads_with_the_zero_point():
     model = b.model({"x": ("uint8", SHAPE)}, {y: ("int32", (2, 8, 8, 8))})
     data = np.random.default_rng(0).integers(0, 256, SHAPE).astype("uint8")
     (expected,) = run_onnxruntime(model, {"x": data})
-    (got,) = rq.reference.run(rq.lower(rq.import_onnx(model)[0]), [data])
+    (got,) = rq.reference.run(rq.lower(import_onnx(model)[0]), [data])
     np.testing.assert_array_equal(got, expected)
 
 
@@ -234,7 +235,7 @@ def test_dynamic_quantize_and_conv_integer(weight, zero, groups, pads):
     y = b.node("ConvInteger", x, b.constant(w), x_zero, b.constant(np.array(zero, weight)), **attrs)
     y = b.node("Mul", b.node("Cast", y, to=TensorProto.FLOAT), scale)
     model = b.model({"x": ("float32", SHAPE)}, {y: ("float32", None)})
-    qmod = rq.lower(rq.import_onnx(model)[0])
+    qmod = rq.lower(import_onnx(model)[0])
     assert operators(qmod)["qnn.conv2d"] == 1
     data = np.random.default_rng(0).normal(0, 1, SHAPE).astype("float32")
     (expected,) = run_onnxruntime(model, {"x": data})
@@ -258,7 +259,7 @@ def test_malformed__error_names_the_node(op, domain, attrs, inputs, message):
     y = b.node(op, *names, domain=domain, **attrs)
     model = b.model({"x": ("uint8", SHAPE)}, {y: ("uint8", None)})
     with pytest.raises(ModelError, match=message) as caught:
-        rq.import_onnx(model)
+        import_onnx(model)
     assert op in str(caught.value)
 
 
@@ -268,7 +269,7 @@ def test_malformed__conv_integer_with_auto_pad():
     y = b.node("ConvInteger", "x", weight, auto_pad="SAME_UPPER")
     model = b.model({"x": ("uint8", SHAPE)}, {y: ("int32", None)})
     with pytest.raises(ModelError, match=r"ConvInteger.*auto_pad"):
-        rq.import_onnx(model)
+        import_onnx(model)
 
 
 def test_quantize__to_4_bits_is_clipped():
@@ -278,5 +279,5 @@ def test_quantize__to_4_bits_is_clipped():
     y = b.node("DequantizeLinear", q, b.constant(np.float32(0.1)), "zero")
     model = b.model({"x": ("float32", (50,))}, {y: ("float32", (50,))}, opset=21)
     data = np.linspace(-2, 2, 50).astype("float32")
-    (got,) = rq.reference.run(rq.import_onnx(model)[0], [data])
+    (got,) = rq.reference.run(import_onnx(model)[0], [data])
     np.testing.assert_allclose(got, run_onnxruntime(model, {"x": data})[0], atol=1e-6)

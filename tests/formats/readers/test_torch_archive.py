@@ -251,7 +251,9 @@ def test_module__told_from_a_program():
 def test_older_torch__is_refused(monkeypatch):
     program = torch.export.export(torch.nn.ReLU(), (torch.zeros(2),))
     monkeypatch.setattr(torch, "__version__", "2.8.0+cpu")
-    with pytest.raises(rq.MissingDependencyError, match=r"needs PyTorch 2\.9 or later.*2\.8\.0"):
+    with pytest.raises(
+        rq.errors.MissingDependencyError, match=r"needs PyTorch 2\.9 or later.*2\.8\.0"
+    ):
         rq.load(program)
 
 

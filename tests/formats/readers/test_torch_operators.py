@@ -10,6 +10,7 @@ from tvm import relax
 
 import relayquant as rq
 from relayquant.errors import ModelError
+from relayquant.formats.readers import import_torch
 from relayquant.ir.rewrite import Graph
 
 torch = pytest.importorskip("torch", reason="pip install torch")
@@ -36,7 +37,7 @@ def load(function, x):
         def forward(self, x):
             return function(x)
 
-    return rq.import_torch(torch.export.export(Module(), (x,)))[0]
+    return import_torch(torch.export.export(Module(), (x,)))[0]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -245,7 +246,7 @@ def test_result__that_is_none_is_left_out():
 
     torch.manual_seed(0)
     module, x = Attention().eval(), torch.randn(2, 5, 8)
-    mod, _ = rq.import_torch(torch.export.export(module, (x,)))
+    mod, _ = import_torch(torch.export.export(module, (x,)))
     (got,) = rq.reference.run(mod, [x.numpy()])
     np.testing.assert_allclose(got, module(x)[0].detach().numpy(), rtol=1e-4, atol=1e-5)
 
@@ -301,7 +302,7 @@ def assert_program_equals(function, parts):
             return function(*parts)
 
     module = Module()
-    mod, _ = rq.import_torch(torch.export.export(module, tuple(parts)))
+    mod, _ = import_torch(torch.export.export(module, tuple(parts)))
     (got,) = rq.reference.run(mod, [part.numpy() for part in parts])
     np.testing.assert_allclose(got, module(*parts).numpy(), rtol=1e-5, atol=1e-5)
 
@@ -316,7 +317,7 @@ def test_attention__of_a_length_that_is_known_at_run_time():
     program = torch.export.export(
         Module(), (torch.zeros(2, 4, 12, 8),), dynamic_shapes=({2: length},)
     )
-    mod, _ = rq.import_torch(program)
+    mod, _ = import_torch(program)
     q = torch.from_numpy(np.random.default_rng(0).normal(size=(2, 4, 7, 8)).astype("float32"))
     machine = relax.VirtualMachine(rq.compile(mod), tvm.cpu())
     got = machine["main"](tvm.runtime.tensor(q.numpy())).numpy()
@@ -512,7 +513,7 @@ def test_size__known_at_run_time_in_arithmetic(name):
     length = torch.export.Dim("length", min=6, max=64)
     program = torch.export.export(Module(), (torch.zeros(2, 8, 4),), dynamic_shapes=({1: length},))
     x = torch.linspace(-2, 2, 72).reshape(2, 9, 4)
-    machine = relax.VirtualMachine(rq.compile(rq.import_torch(program)[0]), tvm.cpu())
+    machine = relax.VirtualMachine(rq.compile(import_torch(program)[0]), tvm.cpu())
     got, expected = machine["main"](tvm.runtime.tensor(x.numpy())).numpy(), Module()(x).numpy()
     assert got.dtype == expected.dtype
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
@@ -527,7 +528,7 @@ def test_shift__by_more_than_the_type_has():
 def test_erfc__is_exact_where_it_is_small(dtype, last, rtol):
     """Down to the smallest numbers of the type; 1 - erf(x) is 0 long before."""
     data = np.concatenate([np.linspace(-6, last, 2000), [np.inf, -np.inf, np.nan]]).astype(dtype)
-    mod, _ = rq.import_torch(load_program(torch.erfc, (torch.from_numpy(data),)))
+    mod, _ = import_torch(load_program(torch.erfc, (torch.from_numpy(data),)))
     machine = relax.VirtualMachine(rq.compile(mod), tvm.cpu())
     expected = special.erfc(data.astype("float64"))
     for got in (machine["main"](tvm.runtime.tensor(data)).numpy(), *rq.reference.run(mod, [data])):
@@ -547,7 +548,7 @@ def load_program(function, parts):
 
 def check_as_torch(function, parts):
     """Reference and compiled code give PyTorch's type and values."""
-    mod, _ = rq.import_torch(load_program(function, parts))
+    mod, _ = import_torch(load_program(function, parts))
     arrays = [part.numpy() for part in parts]
     expected = function(*parts).numpy()
     (found,) = rq.reference.run(mod, arrays)

@@ -53,7 +53,7 @@ def test_module_name__selects_the_layer():
     module, x = make(ResidualNet), torch.randn(2, 3, 8, 8)
     mapping = (
         rq.QConfigMapping()
-        .set_global(rq.X86.default_qconfig)
+        .set_global(rq.get_backend_config("x86").default_qconfig)
         .set_module_name("layer1.0.conv1", None)
     )
     qmod = rq.torch.quantize(module, (x,), [x], qconfig_mapping=mapping, effort="fast")
@@ -98,7 +98,7 @@ def make_pt2e():
 
 def test_pt2e__keeps_its_parameters_and_computes_on_integers():
     module, x = make_pt2e(), torch.randn(2, 3, 6, 6)
-    mod, params = rq.torch.load(rq.torch.export(module, (x,)))
+    mod, params = rq.load(rq.torch.export(module, (x,)))
     assert params == {}
     assert "R.qnn.dequantize" in mod.script()
     expected = module(x).detach().numpy()
@@ -142,7 +142,7 @@ def make_dynamic():
 
 def test_pt2e__dynamic_keeps_the_parameters_of_the_run_time():
     module, x = make_dynamic(), torch.randn(3, 8)
-    mod, _ = rq.torch.load(rq.torch.export(module, (x,)))
+    mod, _ = rq.load(rq.torch.export(module, (x,)))
     qmod = rq.lower(mod)
     (row,) = [row for row in rq.ledger(qmod).rows if row.op == "matmul"]
     assert not row.quantized
@@ -169,7 +169,7 @@ def test_pt2e__parameters_that_are_refused_in_words():
 
     program = rq.torch.export(Computed(), (torch.randn(3, 4), torch.rand(3) + 1))
     with pytest.raises(ModelError) as found:
-        rq.torch.load(program)
+        rq.load(program)
     assert "the scale of quantize_per_channel is computed at run time; supported:" in str(
         found.value
     )

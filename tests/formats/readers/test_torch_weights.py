@@ -9,6 +9,7 @@ import pytest
 import tvm
 
 import relayquant as rq
+from relayquant.base.runtime import as_array
 
 torch = pytest.importorskip("torch", reason="pip install torch")
 
@@ -98,7 +99,7 @@ def test_tied_weights__are_one_constant():
     tvm.relax.analysis.post_order_visit(
         mod["main"],
         lambda expr: (
-            places.add(rq.runtime.as_array(expr.value).ctypes.data)
+            places.add(as_array(expr.value).ctypes.data)
             if isinstance(expr, tvm.ir.GenericConst) and expr.value.shape == (4, 4)
             else None
         ),

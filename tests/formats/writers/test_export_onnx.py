@@ -134,9 +134,9 @@ def test_layout__nhwc_is_transposed(tmp_path):
 
 def test_int16__has_opset_21(tmp_path):
     mod = build_model(lambda emit, x: emit.conv_bias("two", emit.conv_bias("one", x)), MAP)
-    spec = rq.TensorConfig(rq.QSpec("int16", rq.Scheme.SYMMETRIC), rq.MinMax())
+    spec = rq.TensorConfig(rq.QSpec("int16", rq.config.Scheme.SYMMETRIC), rq.observers.MinMax())
     mapping = rq.QConfigMapping().set_global(
-        rq.QConfig(activation=spec, weight=rq.GENERIC.default_qconfig.weight)
+        rq.QConfig(activation=spec, weight=rq.get_backend_config("generic").default_qconfig.weight)
     )
     prepared = rq.prepare(mod, None, mapping, "generic")
     prepared = rq.calibrate(prepared, draw_batches(mod, 4))

@@ -14,13 +14,13 @@ from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
+from relayquant.config import Support
 from relayquant.flow.testing.check import observe_parameters
 from relayquant.flow.testing.draw import ModelBuilder, draw_inputs
 from relayquant.ir.dialect import qnn
 from relayquant.ir.ops import Quantized, QuantOp
 from relayquant.ir.ops.build import unary_pattern
 from relayquant.ir.ops.lut import TABLE_OPS
-from relayquant.ir.plan import Support
 from relayquant.ir.reference import UNARY_FUNCTIONS, build_table
 from relayquant.ir.rewrite.attributes import find_unmodelled
 from relayquant.stages.backends import GENERIC

@@ -72,7 +72,7 @@ def fail(*args):
 
 
 def test_callbacks__right_ones_are_used():
-    row = rq.ledger(run(rq.X86.with_pattern(make_row()))).row("s")
+    row = rq.ledger(run(rq.get_backend_config("x86").with_pattern(make_row()))).row("s")
     assert row is not None
     assert (row.pattern, row.quantized) == ("mine", True)
 
@@ -97,7 +97,7 @@ WRONG = {
 @pytest.mark.parametrize("callback", ["simulate", "realize"])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_value__is_checked(callback, wrong):
-    backend = rq.X86.with_pattern(make_row(**{callback: WRONG[wrong]}))
+    backend = rq.get_backend_config("x86").with_pattern(make_row(**{callback: WRONG[wrong]}))
     with pytest.raises(rq.ConfigError) as error:
         run(backend)
     assert str(error.value).startswith(f"Operator 's', pattern 'mine': callback {callback} ")
@@ -105,7 +105,7 @@ def test_value__is_checked(callback, wrong):
     if "raised" not in wrong:
         assert "of float32 (1, 4, 6, 6), which is what the float op" in str(error.value)
     # Nothing is left behind by what failed on the way.
-    assert rq.ledger(run(rq.X86.with_pattern(make_row()))).row("s").quantized
+    assert rq.ledger(run(rq.get_backend_config("x86").with_pattern(make_row()))).row("s").quantized
 
 
 def test_value__an_operator_of_the_dialect_that_refuses_is_no_silence():
@@ -114,7 +114,7 @@ def test_value__an_operator_of_the_dialect_that_refuses_is_no_silence():
         return context.emit(qnn.dequantize(data.value, data.value, data.zero_point), "bad")
 
     with pytest.raises(rq.ConfigError, match=r"Operator 's', pattern 'mine': callback realize rai"):
-        run(rq.X86.with_pattern(make_row(realize=wrong)))
+        run(rq.get_backend_config("x86").with_pattern(make_row(realize=wrong)))
 
 
 class Matcher:
@@ -136,7 +136,9 @@ class Matcher:
 )
 def test_check_and_match__are_checked(callbacks, message):
     with pytest.raises(rq.ConfigError, match=f"^Operator '.*', pattern 'mine': {message}"):
-        rq.prepare(MOD, None, None, rq.X86.with_pattern(make_row(**callbacks)))
+        rq.prepare(
+            MOD, None, None, rq.get_backend_config("x86").with_pattern(make_row(**callbacks))
+        )
 
 
 @pytest.mark.parametrize(
@@ -144,11 +146,11 @@ def test_check_and_match__are_checked(callbacks, message):
     [(lambda match: 7, "returned 7; allowed: an axis of the operand"), (fail, "raised ZeroDiv")],
 )
 def test_axis__is_checked(axis, message):
-    row = find_pattern(rq.X86, "conv2d")
+    row = find_pattern(rq.get_backend_config("x86"), "conv2d")
     operands = tuple(
         replace(part, axis=axis) if part.name == "weight" else part for part in row.operands
     )
-    backend = rq.X86.with_pattern(replace(row, operands=operands))
+    backend = rq.get_backend_config("x86").with_pattern(replace(row, operands=operands))
     with pytest.raises(
         rq.ConfigError, match="pattern 'conv2d': callback axis of 'weight' " + message
     ):
@@ -162,7 +164,10 @@ def run_rule(rewrite, **more):
     """flip, which the backend has no row for, by a rule alone."""
     mod = between("f", lambda a: op.flip(a, 2))
     return run(
-        rq.X86.with_affine_rule(rq.AffineRule("relax.flip", rewrite, ("axis",), **more)), mod
+        rq.get_backend_config("x86").with_affine_rule(
+            rq.extend.AffineRule("relax.flip", rewrite, ("axis",), **more)
+        ),
+        mod,
     )
 
 
@@ -213,8 +218,8 @@ def test_rule__may_return_other_parameters_where_it_says_so():
     """Every value of the result is twice the operand's, which the model's float operator is not:
     what counts here is that the plan calibrates it on its own."""
     mod = between("f", lambda a: op.flip(a, 2))
-    rule = rq.AffineRule("relax.flip", double, ("axis",), shares_parameters=False)
-    plan = rq.prepare(mod, None, None, rq.X86.with_affine_rule(rule)).plan
+    rule = rq.extend.AffineRule("relax.flip", double, ("axis",), shares_parameters=False)
+    plan = rq.prepare(mod, None, None, rq.get_backend_config("x86").with_affine_rule(rule)).plan
     assert plan.value_groups["f"] == ("f",)
     assert plan.value_groups["a"] == ("a",)
     row = rq.ledger(run_rule(double, shares_parameters=False)).row("f")

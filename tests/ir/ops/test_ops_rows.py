@@ -174,7 +174,7 @@ def test_products__whichever_factor_is_constant_or_a_vector():
 
     data = [{"x": draw(2, 4, 6), "y": draw(4)} for _ in range(2)]
     mod = build_model(body, (2, 4, 6), (4,))
-    qmod = rq.quantize(mod, None, data, effort="fast", guard=rq.Guard.OFF)
+    qmod = rq.quantize(mod, None, data, effort="fast", guard=rq.config.Guard.OFF)
     assert [row.name for row in rq.ledger(qmod).rows if not row.quantized] == []
     expected = [np.matmul(*factors(*data[0].values())) for factors in products.values()]
     expected[-1] = expected[-1] + column

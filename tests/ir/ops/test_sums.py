@@ -36,16 +36,16 @@ BIAS, FAR = 1000, 2.0**40
 LIMIT = 2**31
 
 
-def make_backend(accumulator: rq.Accumulator | str = "int64") -> rq.BackendConfig:
+def make_backend(accumulator: rq.config.Accumulator | str = "int64") -> rq.BackendConfig:
     """All summing rows on all pairs of dtypes."""
     dtypes = tuple(
-        rq.DTypeConfig(input=data, output=out, weight=weight, accumulator=accumulator)
+        rq.config.DTypeConfig(input=data, output=out, weight=weight, accumulator=accumulator)
         for data in DTYPES
         for weight in DTYPES
         for out in DTYPES
     )
-    rows = tuple(rq.PatternConfig(row, dtypes) for row in SUMMING.values())
-    return replace(rq.GENERIC, name="wide", patterns=rows)
+    rows = tuple(rq.config.PatternConfig(row, dtypes) for row in SUMMING.values())
+    return replace(rq.get_backend_config("generic"), name="wide", patterns=rows)
 
 
 def span(dtype: str) -> int:
@@ -56,11 +56,11 @@ def span(dtype: str) -> int:
 
 def fixed_config(data: str, weight: str) -> rq.QConfig:
     """Real values are integers less the lowest one of their dtype; weights those of int8."""
-    lowest = rq.Fixed(scale=1.0, zero_point=INTEGER_LIMITS[data][0])
+    lowest = rq.observers.Fixed(scale=1.0, zero_point=INTEGER_LIMITS[data][0])
     zero = 0 if weight != "uint8" else 128
     return rq.QConfig(
         rq.TensorConfig(rq.QSpec(data), lowest),
-        rq.TensorConfig(rq.QSpec(weight), rq.Fixed(scale=1.0, zero_point=zero)),
+        rq.TensorConfig(rq.QSpec(weight), rq.observers.Fixed(scale=1.0, zero_point=zero)),
     )
 
 
@@ -236,9 +236,10 @@ def test_parts__of_a_convolution_run_on_kernels():
 
     mod = build_model(body, x.shape)
     config = rq.QConfig(
-        rq.TensorConfig(rq.QSpec("int16"), rq.MinMax()), rq.X86.default_qconfig.weight
+        rq.TensorConfig(rq.QSpec("int16"), rq.observers.MinMax()),
+        rq.get_backend_config("x86").default_qconfig.weight,
     )
-    integer = quantize_fixed(mod, config, rq.X86, {"x": x})
+    integer = quantize_fixed(mod, config, rq.get_backend_config("x86"), {"x": x})
     parted = Graph(part_wide_sums(integer))
     convs = [b.var for b in parted.bindings if parted.op_name(b.var) == "relax.qnn.conv2d"]
     assert len(convs) > 1
@@ -264,7 +265,9 @@ def test_groups__keep_the_loop_nest_of_64_bits():
 
 def test_dynamic__sums_that_int32_does_not_hold():
     count = 140_000
-    weight = rq.TensorConfig(rq.QSpec("int8", rq.Scheme.SYMMETRIC), rq.Fixed(1 / 127, 0))
+    weight = rq.TensorConfig(
+        rq.QSpec("int8", rq.config.Scheme.SYMMETRIC), rq.observers.Fixed(1 / 127, 0)
+    )
     config = rq.QConfig(rq.TensorConfig(rq.QSpec("uint8", is_dynamic=True)), weight)
     x = np.ones((2, count), "float32")
     mod = build_model(
@@ -272,20 +275,22 @@ def test_dynamic__sums_that_int32_does_not_hold():
     )
     mapping = rq.QConfigMapping().set_global(config)
     integer = rq.lower(rq.convert_to_reference(rq.calibrate(
-        rq.prepare(mod, None, mapping, rq.GENERIC), [{"x": x}]
+        rq.prepare(mod, None, mapping, rq.get_backend_config("generic")), [{"x": x}]
     )))  # fmt: skip
     assert rq.ledger(integer).row("out").accumulator == "int64"
     have = rq.reference.run(integer, {"x": x})[0]
     np.testing.assert_allclose(have, x.astype("float64") @ np.ones((count, 2)), rtol=1e-6)
     assert rq.verify(integer, {"x": x}).is_equal
-    (row,) = rq.accumulator_report(integer, [{"x": x}]).rows
+    (row,) = rq.analysis.accumulator_report(integer, [{"x": x}]).rows
     assert row.worst == count * 255 * 127
     assert (row.highest, row.channels) == (row.bound_high, ())
 
 
-@pytest.mark.parametrize(("bits", "overflow"), [(32, rq.Overflow.SATURATE), (14, rq.Overflow.WRAP)])
+@pytest.mark.parametrize(
+    ("bits", "overflow"), [(32, rq.config.Overflow.SATURATE), (14, rq.config.Overflow.WRAP)]
+)
 def test_narrow_register__gets_the_exact_sum(bits, overflow):
-    accumulator = rq.Accumulator(bits, overflow, rq.OverflowBound.NONE)
+    accumulator = rq.config.Accumulator(bits, overflow, rq.config.OverflowBound.NONE)
     row = SUMMING["dense"]
     count = count_needed(row, "int16", "int8")
     mod, inputs, exact = make_row_model(row, count, 127, {"x": span("int16")})
@@ -295,7 +300,7 @@ def test_narrow_register__gets_the_exact_sum(bits, overflow):
     have = rq.reference.run(integer, inputs)[0].reshape(-1)
     np.testing.assert_array_equal(have, want.astype("float32"))
     assert rq.verify(integer, inputs).is_equal
-    report = rq.accumulator_report(integer, [inputs])
+    report = rq.analysis.accumulator_report(integer, [inputs])
     (entry,) = report.rows
     assert (entry.highest[0], entry.lowest[1]) == tuple(exact)
     assert entry.overflows == (1, 1)
@@ -307,8 +312,8 @@ def test_report__counts_registers_of_the_kernels():
     count = count_needed(row, "int16", "int8")
     mod, inputs, exact = make_row_model(row, count, 127, {"x": span("int16")})
     integer = quantize_fixed(mod, fixed_config("int16", "int8"), make_backend(), inputs)
-    (entry,) = rq.accumulator_report(integer, [inputs]).rows
-    assert entry.accumulator == rq.Accumulator(64)
+    (entry,) = rq.analysis.accumulator_report(integer, [inputs]).rows
+    assert entry.accumulator == rq.config.Accumulator(64)
     assert (entry.lowest, entry.highest) == (tuple(exact),) * 2
     assert (entry.bound_high[0], entry.bound_low[1]) == tuple(exact)
     assert not entry.channels
@@ -381,7 +386,7 @@ def test_onnx__written_and_read_again(tmp_path):
     evaluator = pytest.importorskip("onnx.reference").ReferenceEvaluator(str(path))
     (want,) = evaluator.run(None, inputs)
     np.testing.assert_allclose(want.reshape(-1), exact, rtol=1e-6)  # sums in float
-    adopted = rq.lower(rq.load(path)[0], rq.GENERIC)
+    adopted = rq.lower(rq.load(path)[0], rq.get_backend_config("generic"))
     assert [entry.accumulator for entry in rq.ledger(adopted).quantized] == ["int64"]
     (have,) = rq.reference.run(adopted, inputs)
     np.testing.assert_array_equal(have.reshape(-1), np.array(exact, "float32"))

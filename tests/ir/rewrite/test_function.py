@@ -63,7 +63,7 @@ def test_quantize_and_compile__in_threads(switch_often):
     data = draw_batches(models[0], 2)
 
     def run(mod):
-        qmod = rq.quantize(mod, None, data, effort="fast", guard=rq.Guard.OFF)
+        qmod = rq.quantize(mod, None, data, effort="fast", guard=rq.config.Guard.OFF)
         rq.compile(qmod)
         return qmod
 

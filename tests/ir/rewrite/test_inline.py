@@ -99,7 +99,7 @@ def test_inline__each_call_names_its_values():
 
 def test_inline__a_call_is_selected_by_its_name():
     data = [RNG.standard_normal((4, 16)).astype("float32") for _ in range(8)]
-    mapping = rq.QConfigMapping().set_global(rq.GENERIC.default_qconfig)
+    mapping = rq.QConfigMapping().set_global(rq.get_backend_config("generic").default_qconfig)
     mapping = mapping.set_module_name("first", None)
     qmod = rq.quantize(Nested, WEIGHTS, data, backend="generic", qconfig_mapping=mapping)
     rows = rq.ledger(qmod).to_dict()["operators"]

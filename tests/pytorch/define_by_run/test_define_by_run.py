@@ -793,7 +793,11 @@ def test_sizes__that_differ_in_calibration_are_free():
 
 def test_mapping__names_are_module_paths():
     model = seed(Branch)
-    mapping = rq.QConfigMapping().set_global(rq.X86.default_qconfig).set_module_name("second", None)
+    mapping = (
+        rq.QConfigMapping()
+        .set_global(rq.get_backend_config("x86").default_qconfig)
+        .set_module_name("second", None)
+    )
     prepared = calibrate(model, [UP, DOWN], qconfig_mapping=mapping, backend="x86")
     rows = {row.name: row for row in rq.torch.convert(prepared).ledger.rows}
     assert rows["first"].quantized

@@ -27,16 +27,16 @@ from relayquant.torch.custom_config import StandaloneRule  # noqa: E402
 OPTIONS = {"backend": "x86", "effort": "fast"}
 FOUR_BITS = rq.QConfigMapping().set_global(
     rq.QConfig(
-        rq.X86.default_qconfig.activation,
+        rq.get_backend_config("x86").default_qconfig.activation,
         rq.TensorConfig(
             rq.QSpec(
                 "int8",
-                rq.Scheme.SYMMETRIC,
-                rq.Granularity.PER_CHANNEL,
+                rq.config.Scheme.SYMMETRIC,
+                rq.config.Granularity.PER_CHANNEL,
                 quant_min=-7,
                 quant_max=7,
             ),
-            rq.MinMax(),
+            rq.observers.MinMax(),
         ),
     )
 )
@@ -80,8 +80,10 @@ def test_set_non_traceable_module_classes__stay_in_float_as_in_fx(by_class):
     assert not any(row.quantized for row in within)
     assert {row.name for row in rows if row.quantized} >= {"relu", "fc"}
     # A line of the user's for a part of them does not count.
-    mapping = rq.QConfigMapping().set_global(rq.X86.default_qconfig)
-    mapping = mapping.set_module_name("layer1.0.conv1", rq.X86.default_qconfig)
+    mapping = rq.QConfigMapping().set_global(rq.get_backend_config("x86").default_qconfig)
+    mapping = mapping.set_module_name(
+        "layer1.0.conv1", rq.get_backend_config("x86").default_qconfig
+    )
     again = rq.torch.quantize(
         net, (data[0],), data, prepare_custom_config=ours, qconfig_mapping=mapping, **OPTIONS
     )
@@ -100,7 +102,8 @@ class Around(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    "mapping", [rq.QConfigMapping().set_global(rq.X86.default_qconfig), FOUR_BITS]
+    "mapping",
+    [rq.QConfigMapping().set_global(rq.get_backend_config("x86").default_qconfig), FOUR_BITS],
 )
 def test_set_standalone_module_name__quantized_by_itself(mapping):
     """In a model of floats it is the module that quantizing it alone gives, with its own config."""
@@ -112,7 +115,7 @@ def test_set_standalone_module_name__quantized_by_itself(mapping):
     whole = rq.torch.quantize(
         net, (data[0],), data, prepare_custom_config=config, qconfig_mapping=rest, **OPTIONS
     )
-    options = {**OPTIONS, "guard": rq.Guard.OFF}
+    options = {**OPTIONS, "guard": rq.config.Guard.OFF}
     alone = rq.torch.quantize(block, (data[0],), data, qconfig_mapping=mapping, **options)
     (got,), (want,) = (rq.reference.run(m, [data[1].numpy()]) for m in (whole, alone))
     np.testing.assert_array_equal(got, want)
@@ -122,7 +125,7 @@ def test_set_standalone_module_name__quantized_by_itself(mapping):
 def test_set_standalone_module_name__without_a_mapping_as_the_caller_says():
     """As in FX; names in it are those of the whole model."""
     net, data = make_net()
-    mapping = rq.QConfigMapping().set_global(rq.X86.default_qconfig)
+    mapping = rq.QConfigMapping().set_global(rq.get_backend_config("x86").default_qconfig)
     mapping = mapping.set_module_name("layer1.0.conv1", None).set_module_name("layer1.1", None)
     config = PrepareCustomConfig().set_standalone_module_name("layer1.0")
     qmod = rq.torch.quantize(
@@ -223,7 +226,7 @@ def test_set_standalone_module_name__float_modules_within():
 
 
 CONV = "relax.qnn.conv2d"
-GIVEN = rq.QConfigMapping().set_global(rq.X86.default_qconfig)
+GIVEN = rq.QConfigMapping().set_global(rq.get_backend_config("x86").default_qconfig)
 
 
 @pytest.mark.parametrize(
@@ -425,7 +428,7 @@ def test_set_input_quantized_indexes__same_scales_give_the_integers_of_fx(functi
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.ReLU(), torch.nn.Linear(16, 7))
     net, data = net.eval(), [torch.randn(64, 12) for _ in range(4)]
-    mod, params = rq.torch.load(rq.torch.export(net, (data[0],)))
+    mod, params = rq.load(rq.torch.export(net, (data[0],)))
     plain = rq.calibrate(rq.prepare(mod, params, effort="fast"), data)
     inner = plain.parameters[plain.plan.value_groups["1"][0]]
     prepared, converted = prepare_all(function, net, data, INTEGERS)
@@ -569,16 +572,21 @@ def test_set_output_quantized_indexes__of_code_that_runs_in_another_dtype():
     """A mapping of int8 makes runs of int8; the caller has the dtype of the backend, uint8, as of
     a model that exports.
     """
-    qconfig = rq.QConfig(rq.ARM.default_qconfig.activation, rq.GENERIC.default_qconfig.weight)
+    qconfig = rq.QConfig(
+        rq.get_backend_config("arm").default_qconfig.activation,
+        rq.get_backend_config("generic").default_qconfig.weight,
+    )
     mapping = rq.QConfigMapping().set_global(qconfig)
     net, data = make_cut()
     given = {"prepare_custom_config": INTEGERS, "qconfig_mapping": mapping, "effort": "fast"}
-    prepared = rq.torch.prepare(net, (data[0],), backend=rq.GENERIC, **given)
+    prepared = rq.torch.prepare(net, (data[0],), backend=rq.get_backend_config("generic"), **given)
     for batch in data[1:]:
         prepared(batch)
     with pytest.warns(UserWarning, match="read in PyTorch"):
         converted = rq.torch.convert(prepared)
-    whole = rq.torch.quantize(net.c, (data[0],), data, backend=rq.GENERIC, **given)
+    whole = rq.torch.quantize(
+        net.c, (data[0],), data, backend=rq.get_backend_config("generic"), **given
+    )
     for ledger in (converted.ledger, rq.ledger(whole)):
         assert ledger.inputs[0].dtype == ledger.outputs[0].dtype == "uint8"
     assert converted.regions[0].inputs[0].dtype == "int8"

@@ -19,7 +19,7 @@ from relayquant.ir.reference import run
 torch = pytest.importorskip("torch", reason="pip install torch")
 
 TWO_BITS = rq.QSpec(
-    "int8", rq.Scheme.SYMMETRIC, rq.Granularity.PER_CHANNEL, quant_min=-2, quant_max=1
+    "int8", rq.config.Scheme.SYMMETRIC, rq.config.Granularity.PER_CHANNEL, quant_min=-2, quant_max=1
 )
 
 
@@ -39,9 +39,9 @@ class Watch(rq.Callback):
 
 
 def make_mapping(weight: rq.QSpec = TWO_BITS) -> rq.QConfigMapping:
-    config = rq.X86.default_qconfig
+    config = rq.get_backend_config("x86").default_qconfig
     return rq.QConfigMapping().set_global(
-        rq.QConfig(config.activation, rq.TensorConfig(weight, rq.MinMax()))
+        rq.QConfig(config.activation, rq.TensorConfig(weight, rq.observers.MinMax()))
     )
 
 
@@ -49,9 +49,9 @@ def test_finetune__digits_with_weights_of_two_bits():
     demo = load_digits(batch=32)
     mod, params = rq.load(demo.model_path)
     options = {"qconfig_mapping": make_mapping(), "backend": "x86", "effort": "fast"}
-    before = rq.quantize(mod, params, demo.calibration, guard=rq.Guard.OFF, **options)
+    before = rq.quantize(mod, params, demo.calibration, guard=rq.config.Guard.OFF, **options)
     watch = Watch()
-    after = rq.finetune(
+    after = rq.torch.finetune(
         mod, params, demo.calibration, steps=60, lr=3e-2, validation=demo.calibration,
         callbacks=watch, **options,
     )  # fmt: skip
@@ -69,7 +69,7 @@ def test_finetune__digits_with_weights_of_two_bits():
 def tune(path=None, callbacks=(), data=None, **options):
     """A short training of a small model."""
     mod = residual_model()
-    return rq.finetune(
+    return rq.torch.finetune(
         mod,
         None,
         draw_batches(mod, 3) if data is None else data,
@@ -92,11 +92,11 @@ def test_finetune__calibrated_model_gives_the_same():
     data = draw_batches(mod, 3)
     prepared = rq.prepare(mod, None, None, "x86", data, effort="fast")
     prepared = rq.calibrate(prepared, data)
-    got = rq.finetune(prepared, None, data, steps=4)
-    expected = rq.finetune(mod, None, data, steps=4, effort="fast", backend="x86")
+    got = rq.torch.finetune(prepared, None, data, steps=4)
+    expected = rq.torch.finetune(mod, None, data, steps=4, effort="fast", backend="x86")
     np.testing.assert_array_equal(run(got, batch)[0], run(expected, batch)[0])
     with pytest.raises(ConfigError, match="got a calibrated model, which has its parameters"):
-        rq.finetune(prepared, None, data, steps=4, backend="x86")
+        rq.torch.finetune(prepared, None, data, steps=4, backend="x86")
 
 
 def test_checkpoint__same_bits_after_resuming(tmp_path):
@@ -129,7 +129,7 @@ def test_validation__never_worse_and_patience_ends():
     (batch,) = draw_batches(mod, 1, seed=3)
     got = tune(callbacks=watch, lr=3.0, patience=2)
     expected = rq.quantize(
-        mod, None, draw_batches(mod, 3), effort="fast", backend="x86", guard=rq.Guard.OFF
+        mod, None, draw_batches(mod, 3), effort="fast", backend="x86", guard=rq.config.Guard.OFF
     )
     np.testing.assert_array_equal(run(got, batch)[0], run(expected, batch)[0])
     assert [event.step for event in watch.events] == [0, 2, 4]
@@ -151,7 +151,7 @@ def test_validation__gains_by_chance_leave_the_calibrated_state(seed):
         return size - size.detach() + torch.randn((), generator=noise)
 
     got = tune(loss=loss, validation=validation, callbacks=watch, steps=40)
-    before = rq.quantize(mod, None, data, effort="fast", backend="x86", guard=rq.Guard.OFF)
+    before = rq.quantize(mod, None, data, effort="fast", backend="x86", guard=rq.config.Guard.OFF)
     np.testing.assert_array_equal(run(got, data[0])[0], run(before, data[0])[0])
     assert sum(event.is_best for event in watch.events) > 1, "some state was the best by chance"
     assert "within the noise of validation" in rq.ledger(got).to_dict()["choices"]["training"]
@@ -231,10 +231,10 @@ def train_student(loss=None, **options):
     from relayquant.torch.training_loop import train
 
     mod = residual_model()
-    teacher = rq.torch.from_module(mod, None)
-    student = rq.torch.from_module(
+    teacher = rq.torch.from_relax(mod, None)
+    student = rq.torch.from_relax(
         mod, None, backend="x86", calibration=draw_batches(mod, 3), effort="fast",
-        qconfig_mapping=make_mapping(), ranges=rq.torch.Ranges.LEARNED,
+        qconfig_mapping=make_mapping(), ranges=rq.config.Ranges.LEARNED,
     )  # fmt: skip
     before = {name: value.clone() for name, value in student.state_dict().items()}
     data = TrainingData(draw_batches(mod, 3), describe_inputs(mod))
@@ -377,7 +377,7 @@ def test_validation__by_the_loss_of_the_user():
 def test_finetune__metric_without_data_refused():
     mod = residual_model()
     with pytest.raises(ConfigError, match="no validation data to measure on"):
-        rq.finetune(mod, None, draw_batches(mod, 1), metric=lambda a, b: 0.0)
+        rq.torch.finetune(mod, None, draw_batches(mod, 1), metric=lambda a, b: 0.0)
 
 
 def score_nan(expected, got):

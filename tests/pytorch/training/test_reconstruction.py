@@ -41,7 +41,7 @@ def test_fit_sums__as_least_squares(with_bias):
 
 def make_pair(mod, params, calibration, **options):
     """(trainable module, calibrated; the float one; the batches as tensors)."""
-    student = rq.torch.from_module(
+    student = rq.torch.from_relax(
         mod, params, make_mapping(), "x86", calibration=calibration, **options
     )
     names = [var.name for var in student.source.program.inputs]
@@ -49,7 +49,7 @@ def make_pair(mod, params, calibration, **options):
         [torch.from_numpy(np.array(batch[n] if isinstance(batch, dict) else batch)) for n in names]
         for batch in calibration
     ]
-    return student, rq.torch.from_module(student.source.prepared.mod), batches
+    return student, rq.torch.from_relax(student.source.prepared.mod), batches
 
 
 def test_reconstruct__digits_with_weights_of_two_bits():
@@ -76,7 +76,7 @@ def test_reconstruct__scales_that_do_not_learn_stay():
     from relayquant.torch.reconstruction import reconstruct
 
     mod = residual_model()
-    for ranges in (rq.torch.Ranges.FROZEN, rq.torch.Ranges.LEARNED):
+    for ranges in (rq.config.Ranges.FROZEN, rq.config.Ranges.LEARNED):
         student, teacher, batches = make_pair(
             mod, None, draw_batches(mod, 3), effort="fast", weight_ranges=ranges
         )
@@ -90,7 +90,7 @@ def test_reconstruct__scales_that_do_not_learn_stay():
             for q in student.list_quantizers()
             if q.group.constant is not None
         ]
-        assert all(same) == (ranges is rq.torch.Ranges.FROZEN)
+        assert all(same) == (ranges is rq.config.Ranges.FROZEN)
 
 
 def test_reconstruct__values_that_are_not_finite_refused():
@@ -159,7 +159,7 @@ def test_finetune__a_worse_reconstruction_is_not_given(steps, is_metric, monkeyp
     options |= {"steps": steps, "lr": 1e-9, "patience": 2}
     got = tune(callbacks=watch, reconstruction=2, **options)
     expected = rq.quantize(
-        mod, None, draw_batches(mod, 3), effort="fast", backend="x86", guard=rq.Guard.OFF
+        mod, None, draw_batches(mod, 3), effort="fast", backend="x86", guard=rq.config.Guard.OFF
     )
     np.testing.assert_array_equal(run(got, batch)[0], run(expected, batch)[0])
     first, second, *rest = (event.score for event in watch.events)

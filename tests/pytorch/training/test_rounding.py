@@ -32,9 +32,9 @@ def draw(seed: int, *shape: int, scale: float = 1.0) -> np.ndarray:
 
 def make_group(spec: rq.QSpec, constant: bool = False) -> GroupPlan:
     axis = 1 if spec.is_per_channel else None
-    role = rq.Role.WEIGHT if constant else rq.Role.ACTIVATION
-    info = rq.ValueInfo("v", role, spec, SHAPE, axis)
-    return GroupPlan(info, (), ("v",), rq.MinMax(), ("v", "weight") if constant else None)
+    role = rq.config.Role.WEIGHT if constant else rq.config.Role.ACTIVATION
+    info = rq.observers.ValueInfo("v", role, spec, SHAPE, axis)
+    return GroupPlan(info, (), ("v",), rq.observers.MinMax(), ("v", "weight") if constant else None)
 
 
 def make_quantizer(spec: rq.QSpec, ranges: Ranges, x: np.ndarray, constant: bool = False):
@@ -52,8 +52,10 @@ def round_in_numpy(x: np.ndarray, qparams: QParams, limits: tuple[int, int]) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scheme", rq.Scheme)
-@pytest.mark.parametrize("granularity", [rq.Granularity.PER_TENSOR, rq.Granularity.PER_CHANNEL])
+@pytest.mark.parametrize("scheme", rq.config.Scheme)
+@pytest.mark.parametrize(
+    "granularity", [rq.config.Granularity.PER_TENSOR, rq.config.Granularity.PER_CHANNEL]
+)
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("is_narrow", [False, True])
 def test_values__those_of_the_integer_operators(
@@ -172,7 +174,7 @@ def test_round_softly__gradient_is_that_of_its_values(sharpness):
 
 def test_sharpness__counts_in_training_alone():
     x = draw(0, *SHAPE)
-    spec = rq.QSpec("int8", rq.Scheme.SYMMETRIC)
+    spec = rq.QSpec("int8", rq.config.Scheme.SYMMETRIC)
     quantizer, qparams = make_quantizer(spec, Ranges.LEARNED, x, constant=True)
     quantizer.sharpness, value = 8.0, torch.from_numpy(x)
     assert not torch.equal(quantizer.train()(value, 1), quantizer.eval()(value, 1))
@@ -234,7 +236,9 @@ def test_moving_average__is_that_of_pytorch():
 
 
 def test_moving_average__weights_have_the_range_of_now():
-    spec = rq.QSpec("int8", rq.Scheme.SYMMETRIC, rq.Granularity.PER_CHANNEL, quant_min=-127)
+    spec = rq.QSpec(
+        "int8", rq.config.Scheme.SYMMETRIC, rq.config.Granularity.PER_CHANNEL, quant_min=-127
+    )
     x = draw(0, *SHAPE)
     quantizer, _ = make_quantizer(spec, Ranges.MOVING_AVERAGE, x, constant=True)
     new = torch.from_numpy(3 * draw(1, *SHAPE))

@@ -18,7 +18,7 @@ MODELS = {ResidualNet: (3, 8, 8), InvertedResiduals: (8, 8, 8), Transformer: (6,
 def calibrate(kind, backend):
     torch.manual_seed(0)
     module, data = make(kind), [torch.randn(4, *MODELS[kind]) for _ in range(2)]
-    mod, params = rq.torch.load(rq.torch.export(module, (data[0],)))
+    mod, params = rq.load(rq.torch.export(module, (data[0],)))
     prepared = rq.prepare(mod, params, None, backend, data, effort="fast")
     return rq.calibrate(prepared, data), data[0]
 
@@ -38,7 +38,7 @@ def test_convert_to_reference_fx__torch_module_and_back(kind, backend):
     program = torch.export.export(module, (x,))
     called = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
     assert "quantized_decomposed.quantize_per_tensor.default" in called
-    read, params = rq.torch.load(program)
+    read, params = rq.load(program)
     assert not params
     (again,) = rq.reference.run(rq.lower(read, backend), [x.numpy()])
     (direct,) = rq.reference.run(rq.lower(prepared), [x.numpy()])
@@ -61,15 +61,17 @@ def test_convert_to_reference_fx__of_what_was_trained():
 
 
 @pytest.mark.parametrize("backend", ["x86", "arm"])
-@pytest.mark.parametrize("scheme", rq.Scheme)
-@pytest.mark.parametrize("granularity", [rq.Granularity.PER_TENSOR, rq.Granularity.PER_ROW])
+@pytest.mark.parametrize("scheme", rq.config.Scheme)
+@pytest.mark.parametrize(
+    "granularity", [rq.config.Granularity.PER_TENSOR, rq.config.Granularity.PER_ROW]
+)
 def test_convert_to_reference_fx__parameters_of_the_run_time(granularity, scheme, backend):
-    default = rq.X86 if backend == "x86" else rq.ARM
+    default = rq.get_backend_config("x86") if backend == "x86" else rq.get_backend_config("arm")
     dtype = default.default_qconfig.activation.spec.dtype
     spec = rq.QSpec(dtype, scheme, granularity, is_dynamic=True)
     qconfig = rq.QConfig(rq.TensorConfig(spec), default.default_qconfig.weight)
     module, x = torch.nn.Linear(8, 4), torch.randn(2, 3, 8)
-    mod, params = rq.torch.load(rq.torch.export(module, (x,)))
+    mod, params = rq.load(rq.torch.export(module, (x,)))
     mapping = rq.QConfigMapping().set_global(qconfig)
     prepared = rq.calibrate(rq.prepare(mod, params, mapping, backend), None)
     got = rq.torch.convert_to_reference(prepared)(x).numpy()

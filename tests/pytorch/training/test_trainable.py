@@ -22,7 +22,7 @@ from relayquant.ir.reference import run, run_values
 def test_torch_missing__extra_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'relayquant\[torch\]'"):
-        rq.torch.from_module(residual_model())
+        rq.torch.from_relax(residual_model())
 
 
 torch = pytest.importorskip("torch", reason="pip install torch")
@@ -91,7 +91,7 @@ def test_contract__same_answers_value_after_value(bits):
     mod, params = rq.load(demo.model_path)
     weight = rq.QSpec("int8", SYMMETRIC, CHANNELS, quant_min=-most - (bits == 2), quant_max=most)
     mapping = quantize_as(rq.QSpec("uint8", quant_max=15 if bits < 8 else 255), weight)
-    module = rq.torch.from_module(
+    module = rq.torch.from_relax(
         mod, params, mapping, "x86", calibration=demo.calibration, effort="fast"
     )
     train(module, torch.from_numpy(np.concatenate([*demo.calibration])[:64]), steps=20)
@@ -133,12 +133,13 @@ def test_contract__sums_on_the_border_of_two_steps(activation, groups):
 
 def quantize_as(activation: rq.QSpec, weight: rq.QSpec) -> rq.QConfigMapping:
     config = rq.QConfig(
-        rq.TensorConfig(activation, rq.MinMax()), rq.TensorConfig(weight, rq.MinMax())
+        rq.TensorConfig(activation, rq.observers.MinMax()),
+        rq.TensorConfig(weight, rq.observers.MinMax()),
     )
     return rq.QConfigMapping().set_global(config)
 
 
-SYMMETRIC, CHANNELS = rq.Scheme.SYMMETRIC, rq.Granularity.PER_CHANNEL
+SYMMETRIC, CHANNELS = rq.config.Scheme.SYMMETRIC, rq.config.Granularity.PER_CHANNEL
 #: name -> (backend, activations, weights)
 FORMATS = {
     "x86": ("x86", rq.QSpec("uint8"), rq.QSpec("int8", SYMMETRIC, CHANNELS, -127)),
@@ -165,7 +166,7 @@ def test_contract__one_step_in_every_value(name):
     mod = residual_model()
     data = draw_batches(mod, 3)
     for ranges in Ranges:
-        module = rq.torch.from_module(
+        module = rq.torch.from_relax(
             mod, None, quantize_as(*specs), backend, calibration=data, ranges=ranges, effort="fast"
         )
         losses = train(module, torch.from_numpy(data[0]["x"]))
@@ -216,8 +217,8 @@ def test_untrained__is_what_quantize_gives():
     """Calibration is where training starts: its roundings too."""
     mod = residual_model()
     data = draw_batches(mod, 3)
-    expected = rq.quantize(mod, None, data, guard=rq.Guard.OFF, backend="x86")
-    module = rq.torch.from_module(mod, None, None, "x86", calibration=data)
+    expected = rq.quantize(mod, None, data, guard=rq.config.Guard.OFF, backend="x86")
+    module = rq.torch.from_relax(mod, None, None, "x86", calibration=data)
     (got,), (want,) = run(rq.torch.convert(module), data[0]), run(expected, data[0])
     np.testing.assert_array_equal(got, want)
 
@@ -269,7 +270,7 @@ def test_freeze__ranges_stay_until_thawed(ranges):
     mod = residual_model()
     data = draw_batches(mod, 2)
     x = 10 * torch.from_numpy(data[0]["x"])
-    module = rq.torch.from_module(mod, calibration=data, ranges=ranges, effort="fast")
+    module = rq.torch.from_relax(mod, calibration=data, ranges=ranges, effort="fast")
 
     def read():
         return [quantizer.qparams for quantizer in module.list_quantizers()]
@@ -284,12 +285,12 @@ def test_freeze__ranges_stay_until_thawed(ranges):
 
 def test_freeze__given_parameters_stay():
     """What the user or the backend fixes is not learned."""
-    config = rq.X86.default_qconfig
-    fixed = rq.TensorConfig(config.activation.spec, rq.Fixed(scale=0.05, zero_point=100))
+    config = rq.get_backend_config("x86").default_qconfig
+    fixed = rq.TensorConfig(config.activation.spec, rq.observers.Fixed(scale=0.05, zero_point=100))
     mapping = rq.QConfigMapping().set_global(rq.QConfig(fixed, config.weight))
     mod = residual_model()
     data = draw_batches(mod, 2)
-    module = rq.torch.from_module(mod, None, mapping, "x86", calibration=data)
+    module = rq.torch.from_relax(mod, None, mapping, "x86", calibration=data)
     train(module, torch.from_numpy(data[0]["x"]))
     kinds = {
         q.group.constant is None: float(q.qparams.scale.flat[0]) for q in module.list_quantizers()
@@ -303,7 +304,7 @@ def test_freeze__given_parameters_stay():
 def test_from_module__float_trains_and_comes_back():
     mod = residual_model()
     (batch,) = draw_batches(mod, 1)
-    module, x = rq.torch.from_module(mod), torch.from_numpy(batch["x"])
+    module, x = rq.torch.from_relax(mod), torch.from_numpy(batch["x"])
     assert not module.is_quantized
     np.testing.assert_allclose(module(x).detach().numpy(), run(mod, batch)[0], rtol=1e-4, atol=1e-5)
     losses = train(module, x)
@@ -317,7 +318,7 @@ def test_operators_left_in_float__train_too():
     source, batch = make(ResidualNet), torch.randn(4, 3, 8, 8)
     mapping = (
         rq.QConfigMapping()
-        .set_global(rq.X86.default_qconfig)
+        .set_global(rq.get_backend_config("x86").default_qconfig)
         .set_module_name("layer1.0.conv1", None)
         .set_module_name("fc", None)
     )
@@ -334,17 +335,17 @@ def test_operators_left_in_float__train_too():
 
 
 def test_convert__diverged_and_others_refused():
-    module = rq.torch.from_module(residual_model(), calibration=draw_batches(residual_model(), 1))
+    module = rq.torch.from_relax(residual_model(), calibration=draw_batches(residual_model(), 1))
     with torch.no_grad():
         next(iter(module.weights.values())).fill_(float("nan"))
     with pytest.raises(ConfigError, match=r"Parameter 'weights\..*' is NaN or infinite"):
         rq.torch.convert(module)
-    with pytest.raises(ConfigError, match=r"prepare_qat or from_module gave, got Linear"):
+    with pytest.raises(ConfigError, match=r"prepare_qat or from_relax gave, got Linear"):
         rq.torch.convert(torch.nn.Linear(2, 2))
     prepared = rq.calibrate(rq.prepare(residual_model()), draw_batches(residual_model(), 1))
-    assert rq.torch.from_module(prepared).is_quantized
+    assert rq.torch.from_relax(prepared).is_quantized
     with pytest.raises(ConfigError, match="calibrated model, which has its parameters"):
-        rq.torch.from_module(prepared, backend="arm")
+        rq.torch.from_relax(prepared, backend="arm")
 
 
 def test_dynamic_and_narrow__refused_with_the_reason():
@@ -360,11 +361,11 @@ def test_dynamic_and_narrow__refused_with_the_reason():
                 if not (d.is_dynamic or d.is_grouped)
             ),
         )
-        for row in rq.GENERIC.patterns
+        for row in rq.get_backend_config("generic").patterns
     )
-    narrow = replace(rq.GENERIC, name="narrow", patterns=patterns)
+    narrow = replace(rq.get_backend_config("generic"), name="narrow", patterns=patterns)
     with pytest.raises(ConfigError, match="narrow accumulator, whose overflow has no gradient"):
-        rq.torch.from_module(mod, None, None, narrow, calibration=draw_batches(mod, 1))
+        rq.torch.from_relax(mod, None, None, narrow, calibration=draw_batches(mod, 1))
 
     def body(emit, x):
         return emit.dense("d", x, 4)
@@ -372,10 +373,10 @@ def test_dynamic_and_narrow__refused_with_the_reason():
     dense = build_model(body, (2, 8))
     config = rq.QConfig(
         rq.TensorConfig(rq.QSpec("uint8", is_dynamic=True)),
-        rq.X86.default_qconfig.weight,
+        rq.get_backend_config("x86").default_qconfig.weight,
     )
     with pytest.raises(ConfigError, match="'d' cannot be trained: it gets parameters of the run"):
-        rq.torch.from_module(
+        rq.torch.from_relax(
             dense, None, rq.QConfigMapping().set_global(config), calibration=draw_batches(dense, 1)
         )
 
@@ -387,7 +388,7 @@ def test_operator_without_torch_form__refused():
     with pytest.raises(
         ModelError, match=r"1 operator of the model cannot be trained: image\.resize2d \('s'\)"
     ):
-        rq.torch.from_module(build_model(body, MAP))
+        rq.torch.from_relax(build_model(body, MAP))
 
 
 def test_contract__bias_of_large_weights():

@@ -23,20 +23,20 @@ from relayquant.stages.annotation import annotate
 from relayquant.stages.annotation.match import claim_operators
 from relayquant.stages.preparation import prepare_module
 
-DEFAULT = rq.QConfigMapping().set_global(rq.X86.default_qconfig)
+DEFAULT = rq.QConfigMapping().set_global(rq.get_backend_config("x86").default_qconfig)
 
 
 def weighted_row(name: str, of: str, *, add: bool = False, **changes) -> QuantOp:
     """An anchor row of a user: op(data, weight), perhaps with an add."""
     data, weight, bias = wildcard(), wildcard(), wildcard()
     root, parts = is_op(of)(data, weight), {"data": data, "weight": weight}
-    operands = (Operand("data"), Operand("weight", rq.Role.WEIGHT, lambda match: 0))
+    operands = (Operand("data"), Operand("weight", rq.config.Role.WEIGHT, lambda match: 0))
     if add:
         root, parts = is_op("relax.add")(root, bias), {**parts, "bias": bias}
-        operands += (Operand("bias", rq.Role.BIAS),)
+        operands += (Operand("bias", rq.config.Role.BIAS),)
     row = QuantOp(
         name, of, Pattern(root, parts), operands, Kind.ANCHOR, Output.WHEN_WANTED,
-        lambda context: rq.Skip("no integers here"), attributes=("padding",),
+        lambda context: rq.extend.Skip("no integers here"), attributes=("padding",),
     )  # fmt: skip
     return replace(row, **changes)
 
@@ -57,7 +57,7 @@ def plan_of(mod, backend) -> rq.Plan:
 
 
 def test_claims__a_row_of_the_user_is_not_cut_by_one_that_ends_further_down():
-    plan = plan_of(volumes(), rq.X86.with_pattern(CONV3D))
+    plan = plan_of(volumes(), rq.get_backend_config("x86").with_pattern(CONV3D))
     row = plan.operator("a")
     assert (row.pattern, row.quantized, row.values) == ("conv3d_add", True, ("c", "a"))
     assert plan.operator("r").pattern == "relu"
@@ -68,18 +68,20 @@ def test_claims__a_row_of_the_user_is_not_cut_by_a_longer_anchor_row():
         return emit("r", op.nn.relu(emit.conv_bias("a", x)))
 
     user = weighted_row("mine", "relax.nn.conv2d")
-    plan = plan_of(build_model(body, MAP), rq.X86.with_pattern(user))
+    plan = plan_of(build_model(body, MAP), rq.get_backend_config("x86").with_pattern(user))
     assert [row.pattern for row in plan.operators] == ["mine", "add_relu_constant_rhs"]
     # The same pattern with dtypes of its own is the table's: it is no user's, and cuts nothing.
-    backend = rq.X86.with_pattern(find_pattern(rq.X86, "conv2d"))
+    backend = rq.get_backend_config("x86").with_pattern(
+        find_pattern(rq.get_backend_config("x86"), "conv2d")
+    )
     plan = plan_of(build_model(body, MAP), backend)
     assert [row.pattern for row in plan.operators] == ["conv2d_bias_relu"]
 
 
 def test_claims__survive_plain_data():
-    backend = rq.X86.with_pattern(CONV3D)
+    backend = rq.get_backend_config("x86").with_pattern(CONV3D)
     data = backend.to_dict()
-    again = rq.BackendConfig.from_dict(data, (*rq.BUILTIN_OPS, CONV3D))
+    again = rq.BackendConfig.from_dict(data, (*rq.extend.BUILTIN_OPS, CONV3D))
     assert again == backend
     assert [row.claims_first for row in again.patterns[:2]] == [True, False]
 
@@ -89,15 +91,16 @@ def test_claims__of_two_rows_of_the_user_the_anchor_claims_first(first):
     lhs, rhs = wildcard(), wildcard()
     follower = QuantOp(
         "sum", "relax.add", Pattern(is_op("relax.add")(lhs, rhs), {"lhs": lhs, "rhs": rhs}),
-        (Operand("lhs"), Operand("rhs")), Kind.FOLLOWER, Output.OWN, lambda context: rq.Skip("no"),
+        (Operand("lhs"), Operand("rhs")), Kind.FOLLOWER, Output.OWN,
+        lambda context: rq.extend.Skip("no"),
     )  # fmt: skip
     rows = [follower, CONV3D] if first else [CONV3D, follower]
-    backend = rq.X86.with_pattern(rows[0]).with_pattern(rows[1])
+    backend = rq.get_backend_config("x86").with_pattern(rows[0]).with_pattern(rows[1])
     assert plan_of(volumes(), backend).operator("a").pattern == "conv3d_add"
 
 
 def refuse(match):
-    return rq.Skip("only every second Tuesday", "come again")
+    return rq.extend.Skip("only every second Tuesday", "come again")
 
 
 def relu_row() -> QuantOp:
@@ -106,7 +109,7 @@ def relu_row() -> QuantOp:
     root = is_op("relax.nn.relu")(is_op("relax.add")(value, wildcard()))
     return QuantOp(
         "three", "relax.nn.relu", Pattern(root, {"data": value}), (Operand("data"),), Kind.ANCHOR,
-        Output.OWN, lambda context: rq.Skip("no integers here"),
+        Output.OWN, lambda context: rq.extend.Skip("no integers here"),
     )  # fmt: skip
 
 
@@ -136,7 +139,7 @@ def strange_row() -> QuantOp:
     ],
 )
 def test_reason__is_the_true_one(rows, reason, advice):
-    backend = rq.X86
+    backend = rq.get_backend_config("x86")
     for row in rows:
         backend = backend.with_pattern(row)
     row = plan_of(volumes(), backend).operator("c")
@@ -169,14 +172,16 @@ def check_anchors_have_what_they_want(mod, backend):
 @settings(max_examples=count_examples(15), deadline=None, suppress_health_check=list(HealthCheck))
 @given(draw_models())
 def test_claims__no_row_without_an_anchor_takes_what_an_anchor_wants(mod):
-    check_anchors_have_what_they_want(prepare_module(mod), rq.X86)
+    check_anchors_have_what_they_want(prepare_module(mod), rq.get_backend_config("x86"))
 
 
 def test_claims__no_row_without_an_anchor_takes_what_an_anchor_wants__residual():
     mod = prepare_module(residual_model())
-    assert check_anchors_have_what_they_want(mod, rq.X86) > 5
+    assert check_anchors_have_what_they_want(mod, rq.get_backend_config("x86")) > 5
     # Whatever the order of the table.
-    backwards = replace(rq.X86, patterns=rq.X86.patterns[::-1])
+    backwards = replace(
+        rq.get_backend_config("x86"), patterns=rq.get_backend_config("x86").patterns[::-1]
+    )
     assert check_anchors_have_what_they_want(mod, backwards) > 5
     kinds = [{row.pattern.kind is Kind.ANCHOR for row in part} for part in order_rows(backwards)]
     assert kinds == [{True}, {False}]
@@ -213,7 +218,7 @@ def test_dequantized_constant__decides_as_the_same_constant_in_float(operator, h
         return build_model(body, WHOLE)
 
     def decide(mod):
-        operators = annotate(prepare_module(mod), rq.X86, DEFAULT).operators
+        operators = annotate(prepare_module(mod), rq.get_backend_config("x86"), DEFAULT).operators
         return {row.name: row.quantized for row in operators if row.name != "c"}
 
     decided = decide(build(True))
@@ -227,7 +232,7 @@ def test_dequantized_constant__is_not_quantized_again():
         mean = emit("m", op.mean(constant, [2, 3], keepdims=True))
         return emit("s", op.nn.softmax(emit("a", op.add(x, mean))))
 
-    plan = annotate(prepare_module(build_model(body, WHOLE)), rq.X86, DEFAULT)
+    plan = annotate(prepare_module(build_model(body, WHOLE)), rq.get_backend_config("x86"), DEFAULT)
     assert not plan.operator("m").quantized
 
 
@@ -258,30 +263,44 @@ def images(*, is_shared: bool = False, **attributes):
 
 def add_last(row: QuantOp) -> rq.BackendConfig:
     """The backend with a row of the user's behind all others."""
-    last = rq.PatternConfig(row, rq.X86.patterns[0].dtypes)
-    return replace(rq.X86, patterns=(*rq.X86.patterns, last))
+    last = rq.config.PatternConfig(row, rq.get_backend_config("x86").patterns[0].dtypes)
+    return replace(
+        rq.get_backend_config("x86"), patterns=(*rq.get_backend_config("x86").patterns, last)
+    )
 
 
 def dynamic() -> rq.QConfigMapping:
     data = rq.TensorConfig(rq.QSpec("uint8", is_dynamic=True))
-    return rq.QConfigMapping().set_global(replace(rq.X86.default_qconfig, activation=data))
+    return rq.QConfigMapping().set_global(
+        replace(rq.get_backend_config("x86").default_qconfig, activation=data)
+    )
 
 
 @pytest.mark.parametrize(
     ("mod", "backend", "mapping", "reason"),
     [
-        (images(), rq.X86.with_pattern(replace(CONV2D, check=refuse)), DEFAULT, "second Tuesday"),
-        (images(dilation=2), rq.X86.with_pattern(CONV2D), DEFAULT, "dilation"),
+        (
+            images(),
+            rq.get_backend_config("x86").with_pattern(replace(CONV2D, check=refuse)),
+            DEFAULT,
+            "second Tuesday",
+        ),
+        (
+            images(dilation=2),
+            rq.get_backend_config("x86").with_pattern(CONV2D),
+            DEFAULT,
+            "dilation",
+        ),
         (
             images(is_shared=True),
-            rq.X86.with_pattern(replace(relu_row(), name="mine")),
+            rq.get_backend_config("x86").with_pattern(replace(relu_row(), name="mine")),
             DEFAULT,
             "it would take 'a', which is an output of the model or is read by another operator",
         ),
         (images(), add_last(CONV2D), DEFAULT, "took for 'r' before"),
         (
             residual_model(),
-            rq.X86.with_pattern(residual_row()),
+            rq.get_backend_config("x86").with_pattern(residual_row()),
             dynamic(),
             "makes the result of the",
         ),
@@ -302,15 +321,19 @@ def test_passed_over__names_the_row_of_the_user(mod, backend, mapping, reason):
 
 def test_passed_over__a_row_that_takes_the_operator_is_its_pattern():
     """Also where the operator stays in float: for its dtypes, its QConfig."""
-    narrow = (rq.DTypeConfig(input="int16", output="int16", weight="int8"),)
+    narrow = (rq.config.DTypeConfig(input="int16", output="int16", weight="int8"),)
     for backend, mapping, reason in (
-        (rq.X86.with_pattern(CONV2D, narrow), DEFAULT, "cannot run mine so"),
+        (rq.get_backend_config("x86").with_pattern(CONV2D, narrow), DEFAULT, "cannot run mine so"),
         (
-            rq.X86.with_pattern(CONV2D),
+            rq.get_backend_config("x86").with_pattern(CONV2D),
             DEFAULT.set_object_type("nn.conv2d", None),
             "kept in float",
         ),
-        (rq.X86.with_pattern(CONV2D), dynamic(), "cannot run mine so: parameters of the run"),
+        (
+            rq.get_backend_config("x86").with_pattern(CONV2D),
+            dynamic(),
+            "cannot run mine so: parameters of the run",
+        ),
     ):
         row = rq.prepare(images(), None, mapping, backend).plan.operator("c")
         assert (row.pattern, row.quantized, row.passed_over) == ("mine", False, ())
@@ -320,6 +343,9 @@ def test_passed_over__a_row_that_takes_the_operator_is_its_pattern():
 def test_passed_over__no_row_of_the_table_nor_behind_another_of_the_user():
     longer = weighted_row("longer", "relax.nn.conv2d", add=True)
     shorter = replace(CONV2D, name="shorter")
-    for backend in (rq.X86, rq.X86.with_pattern(shorter).with_pattern(longer)):
+    for backend in (
+        rq.get_backend_config("x86"),
+        rq.get_backend_config("x86").with_pattern(shorter).with_pattern(longer),
+    ):
         plan = rq.prepare(images(), None, DEFAULT, backend).plan
         assert not any(row.passed_over for row in plan.operators)

@@ -172,7 +172,7 @@ def test_nothing_quantized__is_one_warning_and_with_strict_an_error(mapping, bac
         prepare(mapping, backend_config=backend, strict=True)
 
 
-@pytest.mark.parametrize("qconfig", [None, rq.FLOAT16])
+@pytest.mark.parametrize("qconfig", [None, rq.config.FLOAT16])
 def test_nothing_quantized__is_no_warning_where_that_is_what_the_mapping_says(qconfig):
     plan = quiet(rq.QConfigMapping().set_global(qconfig))
     assert not any(op.quantized for op in plan.operators)
@@ -185,7 +185,7 @@ def test_mapping__operator_inside_a_pattern_is_named():
 
 
 def test_mapping__what_the_backend_cannot_run_is_marked():
-    wide = replace(CONFIG, activation=rq.TensorConfig(rq.QSpec("uint16"), rq.MinMax()))
+    wide = replace(CONFIG, activation=rq.TensorConfig(rq.QSpec("uint16"), rq.observers.MinMax()))
     plan = annotate(two_convs(), X86, rq.QConfigMapping().set_global(wide))
     row = plan.operator("net.second")
     assert row.is_unserved
@@ -195,7 +195,7 @@ def test_mapping__what_the_backend_cannot_run_is_marked():
 
 
 def test_mapping__any_of_several_dtypes_serves():
-    int8 = replace(CONFIG, activation=rq.TensorConfig(rq.QSpec("int8"), rq.MinMax()))
+    int8 = replace(CONFIG, activation=rq.TensorConfig(rq.QSpec("int8"), rq.observers.MinMax()))
     assert floats(rq.QConfigMapping().set_global(int8), GENERIC) == {}
     assert "net.first" in floats(rq.QConfigMapping().set_global(int8), X86)
 
@@ -204,7 +204,7 @@ def test_mapping__any_of_several_dtypes_serves():
 
 
 def with_output(spec: rq.QSpec) -> rq.QConfig:
-    return replace(CONFIG, output=rq.TensorConfig(spec, rq.Percentile(99.0)))
+    return replace(CONFIG, output=rq.TensorConfig(spec, rq.observers.Percentile(99.0)))
 
 
 def test_output__observer_of_the_producer_wins_as_in_fx():
@@ -212,7 +212,7 @@ def test_output__observer_of_the_producer_wins_as_in_fx():
     mapping = DEFAULT.set_module_name("net.first", with_output(CONFIG.activation.spec))
     plan = annotate(two_convs(), X86, mapping)
     assert plan.value_groups["net.first"] == ("net.first",)
-    assert plan.group("net.first").calibration == rq.Percentile(99.0)
+    assert plan.group("net.first").calibration == rq.observers.Percentile(99.0)
     assert plan.group("x").calibration == CONFIG.activation.calibration
     assert plan.group("net.second").calibration == CONFIG.activation.calibration
 
@@ -222,5 +222,5 @@ def test_output__of_another_dtype_is_requantized_for_the_reader():
     plan = annotate(two_convs(), GENERIC, mapping)
     assert plan.value_groups["net.first"] == ("net.first", "net.first:uint8")
     first, second = plan.group("net.first"), plan.group("net.first:uint8")
-    assert (first.info.spec.dtype, first.calibration) == ("int8", rq.Percentile(99.0))
+    assert (first.info.spec.dtype, first.calibration) == ("int8", rq.observers.Percentile(99.0))
     assert (second.info.spec.dtype, second.base) == ("uint8", "net.first")

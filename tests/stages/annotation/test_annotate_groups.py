@@ -27,7 +27,7 @@ def plan_of(body, *shapes, mapping=DEFAULT, backend=X86) -> Plan:
 
 def with_activation(dtype: str, scheme: Scheme = Scheme.AFFINE) -> rq.QConfig:
     config = X86.default_qconfig
-    return replace(config, activation=TensorConfig(QSpec(dtype, scheme), rq.MinMax()))
+    return replace(config, activation=TensorConfig(QSpec(dtype, scheme), rq.observers.MinMax()))
 
 
 def activation_keys(plan: Plan) -> list[str]:
@@ -289,7 +289,9 @@ def test_group__first_consumer_picks_the_observer(first_reads):
         return relax.Tuple([emit.conv("one", one), emit.conv("two", two)])
 
     config = X86.default_qconfig
-    first = replace(config, activation=TensorConfig(config.activation.spec, rq.Percentile(99.0)))
+    first = replace(
+        config, activation=TensorConfig(config.activation.spec, rq.observers.Percentile(99.0))
+    )
     mapping = DEFAULT.set_module_name("one", first)
     plan = plan_of(body, mapping=mapping)
-    assert plan.group(plan.value_groups["a"][0]).calibration == rq.Percentile(99.0)
+    assert plan.group(plan.value_groups["a"][0]).calibration == rq.observers.Percentile(99.0)

@@ -16,9 +16,9 @@ from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
+from relayquant.config import Support
 from relayquant.flow.testing.check import observe_parameters
 from relayquant.ir.ops import BUILTIN_OPS
-from relayquant.ir.plan import Support
 from relayquant.ir.reference import run_values
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import constant_value
@@ -28,7 +28,7 @@ CONFIG = GENERIC.default_qconfig
 
 
 def with_activation(spec: rq.QSpec) -> rq.QConfig:
-    return replace(CONFIG, activation=rq.TensorConfig(spec, rq.MinMax()))
+    return replace(CONFIG, activation=rq.TensorConfig(spec, rq.observers.MinMax()))
 
 
 def softmax_model() -> tvm.IRModule:
@@ -89,17 +89,17 @@ def test_explain__pattern_operator_and_all():
 
 
 def spec_for(**changes) -> rq.QSpec:
-    return rq.QSpec("int8", rq.Scheme.SYMMETRIC, **changes)
+    return rq.QSpec("int8", rq.config.Scheme.SYMMETRIC, **changes)
 
 
 @pytest.mark.parametrize(
     ("constraints", "spec", "reason"),
     [
         ({}, spec_for(), None),
-        ({"schemes": (rq.Scheme.AFFINE,)}, spec_for(), "scheme symmetric is not supported"),
+        ({"schemes": (rq.config.Scheme.AFFINE,)}, spec_for(), "scheme symmetric is not supported"),
         (
-            {"granularities": (rq.Granularity.PER_TENSOR,)},
-            spec_for(granularity=rq.Granularity.PER_CHANNEL),
+            {"granularities": (rq.config.Granularity.PER_TENSOR,)},
+            spec_for(granularity=rq.config.Granularity.PER_CHANNEL),
             "granularity per_channel is not supported",
         ),
         ({"quant_min_lower_bound": -127}, spec_for(), "quant_min -128 is below -127"),
@@ -117,12 +117,12 @@ def spec_for(**changes) -> rq.QSpec:
     ],
 )
 def test_constraints__each_is_checked(constraints, spec, reason):
-    found = rq.DTypeWithConstraints("int8", **constraints).find_conflict(spec, "weight")
+    found = rq.config.DTypeWithConstraints("int8", **constraints).find_conflict(spec, "weight")
     assert found == reason if reason is None else reason in found
 
 
 def test_dtypes__dynamic_serves_no_static_qconfig():
-    row = rq.DTypeConfig(input="uint8", output="float32", bias="float32", is_dynamic=True)
+    row = rq.config.DTypeConfig(input="uint8", output="float32", bias="float32", is_dynamic=True)
     assert "static" in row.find_conflict(CONFIG)
     assert row.description.endswith("dynamic")
 
@@ -182,7 +182,7 @@ def test_support__an_operator_named_in_vain_is_warned_about():
 
 def weights(low: int, high: int = 7) -> rq.QConfig:
     spec = replace(CONFIG.weight.spec, quant_min=low, quant_max=high)
-    return replace(CONFIG, weight=rq.TensorConfig(spec, rq.MSE()))
+    return replace(CONFIG, weight=rq.TensorConfig(spec, rq.observers.MSE()))
 
 
 NARROW_BIAS = replace(
@@ -215,7 +215,8 @@ CASES = {
         replace(
             CONFIG,
             weight=rq.TensorConfig(
-                replace(CONFIG.weight.spec, dtype="int4", quant_min=-7, quant_max=7), rq.MSE()
+                replace(CONFIG.weight.spec, dtype="int4", quant_min=-7, quant_max=7),
+                rq.observers.MSE(),
             ),
         ),
     ),
@@ -223,7 +224,12 @@ CASES = {
     "accelerator": (ACCELERATOR, ACCELERATOR.default_qconfig),
     "int8 bias": (
         NARROW_BIAS,
-        replace(CONFIG, bias=rq.TensorConfig(rq.QSpec("int8", rq.Scheme.SYMMETRIC), rq.MinMax())),
+        replace(
+            CONFIG,
+            bias=rq.TensorConfig(
+                rq.QSpec("int8", rq.config.Scheme.SYMMETRIC), rq.observers.MinMax()
+            ),
+        ),
     ),
 }
 
@@ -298,7 +304,7 @@ def test_backend__own_bias_is_on_its_grid():
     mapping = rq.QConfigMapping().set_global(qconfig)
     prepared = rq.prepare(mod, None, mapping, backend)
     key = "stem:bias"
-    assert prepared.plan.group(key).info.role is rq.Role.BIAS
+    assert prepared.plan.group(key).info.role is rq.config.Role.BIAS
     prepared = rq.calibrate(prepared, draw_batches(mod, 3))
     reference = rq.convert_to_reference(prepared)
     bias = rq.reference.interpreter.run_values(reference, draw_batches(mod, 1)[0])["stem.bias"]
@@ -309,7 +315,7 @@ def test_backend__own_bias_is_on_its_grid():
 def test_observation__shared_with_input():
     """The backend says that a mean keeps the grid of its input; the model runs so."""
     rows = tuple(
-        replace(r, observation=rq.ObservationType.OUTPUT_SHARE_OBSERVER_WITH_INPUT)
+        replace(r, observation=rq.config.ObservationType.OUTPUT_SHARE_OBSERVER_WITH_INPUT)
         if r.pattern.name in ("mean", "avg_pool2d")
         else r
         for r in X86.patterns
@@ -326,7 +332,7 @@ def test_observation__shared_with_input():
 
 def test_observation__not_observed_stays_in_float():
     rows = tuple(
-        replace(r, observation=rq.ObservationType.INPUT_OUTPUT_NOT_OBSERVED)
+        replace(r, observation=rq.config.ObservationType.INPUT_OUTPUT_NOT_OBSERVED)
         if r.pattern.name == "mean"
         else r
         for r in X86.patterns
@@ -348,7 +354,7 @@ def test_observation__fixed_parameters_whatever_the_data():
     data = draw_batches(mod, 3)
     prepared = rq.prepare(mod, None, None, ACCELERATOR, strict=True)
     assert prepared.plan.group("gate").is_fixed
-    prepared = rq.calibrate(prepared, data, calibration=rq.MinMax())
+    prepared = rq.calibrate(prepared, data, calibration=rq.observers.MinMax())
     assert float(prepared.parameters["gate"].scale) == 1 / 128
     qmod = rq.lower(rq.convert_to_reference(prepared), ACCELERATOR)
     assert rq.verify(qmod, data[0]).is_equal
@@ -372,14 +378,14 @@ def test_observation__no_fixed_parameters_for_the_dtype():
 def test_observation__fixed_parameters_as_in_fx(backend, name, dtype, scale, zero_point):
     spec = rq.QSpec(dtype)
     observer = backend.find_pattern(name).find_fixed(spec)
-    picked = observer.observe(rq.ValueInfo("v", rq.Role.OUTPUT, spec, (1,)), [])
+    picked = observer.observe(rq.observers.ValueInfo("v", rq.config.Role.OUTPUT, spec, (1,)), [])
     assert (float(picked.scale), int(picked.zero_point)) == (scale, zero_point)
 
 
 def test_observation__fixed_parameters_keep_within_a_reduced_range():
     spec = rq.QSpec("uint8").with_reduced_range()
     observer = X86.find_pattern("sigmoid").find_fixed(spec)
-    picked = observer.observe(rq.ValueInfo("v", rq.Role.OUTPUT, spec, (1,)), [])
+    picked = observer.observe(rq.observers.ValueInfo("v", rq.config.Role.OUTPUT, spec, (1,)), [])
     assert 127 * float(picked.scale) == pytest.approx(255 / 256)
 
 
@@ -474,7 +480,7 @@ def test_mixed__operators_of_one_dtype_round_once(name, source, result):
     """The operands are widened, or the result narrowed: exactly, so that one rounding is left."""
     mod = same_dtype_model(name)
     data = draw_batches(mod, 2)
-    own = rq.TensorConfig(rq.QSpec(result), rq.MinMax())
+    own = rq.TensorConfig(rq.QSpec(result), rq.observers.MinMax())
     mapping = (
         rq.QConfigMapping()
         .set_global(with_activation(rq.QSpec(result)))
@@ -530,7 +536,7 @@ def test_int4__is_stored_in_int8_within_its_range():
     for weight in weights:
         assert weight.dtype == "int8"
         assert -8 <= weight.min() < 0 < weight.max() <= 7
-    edited = prepared.plan.replace("stem:weight", spec=rq.QSpec("int4", rq.Scheme.SYMMETRIC))
+    edited = prepared.plan.replace("stem:weight", spec=rq.QSpec("int4", rq.config.Scheme.SYMMETRIC))
     assert edited.group("stem:weight").info.spec.limits == (-8, 7)
     assert edited.group("stem:weight").info.spec.dtype == "int8"
 
@@ -557,9 +563,9 @@ def product_model(kind: str) -> tvm.IRModule:
 @pytest.mark.parametrize(
     ("kind", "scheme", "reason"),
     [
-        ("multiply", rq.Scheme.SYMMETRIC, None),
-        ("multiply", rq.Scheme.AFFINE, "activation scheme affine is not supported"),
-        ("matmul", rq.Scheme.SYMMETRIC, "activation dtype int16 is asked for"),
+        ("multiply", rq.config.Scheme.SYMMETRIC, None),
+        ("multiply", rq.config.Scheme.AFFINE, "activation scheme affine is not supported"),
+        ("matmul", rq.config.Scheme.SYMMETRIC, "activation dtype int16 is asked for"),
     ],
 )
 @pytest.mark.parametrize("backend", [X86, ARM, GENERIC], ids=lambda b: b.name)
@@ -571,7 +577,7 @@ def test_int16__products_that_overflow_stay_in_float(backend, kind, scheme, reas
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # says what the ledger's row says
         qmod = rq.quantize(
-            mod, None, data, backend=backend, qconfig_mapping=mapping, guard=rq.Guard.OFF
+            mod, None, data, backend=backend, qconfig_mapping=mapping, guard=rq.config.Guard.OFF
         )
     row = rq.ledger(qmod).row("y")
     assert row.quantized == (reason is None)

@@ -12,7 +12,7 @@ from tvm.target import Target
 import relayquant as rq
 from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.errors import ConfigError
-from relayquant.stages.backends import ARM, GENERIC, X86, default_backend, resolve_backend
+from relayquant.stages.backends import ARM, GENERIC, X86, get_backend_config, resolve_backend
 
 
 @pytest.mark.parametrize(
@@ -28,20 +28,20 @@ from relayquant.stages.backends import ARM, GENERIC, X86, default_backend, resol
     ],
 )
 def test_default_backend__by_architecture(target, backend):
-    assert default_backend(target) is backend
+    assert get_backend_config(target=target) is backend
 
 
 @pytest.mark.parametrize("mcpu", ["cortex-a53", "cortex-a76"])
 def test_default_backend__takes_activations_as_the_kernels_do(mcpu):
     target = Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": mcpu})
-    activation = default_backend(target).default_qconfig.activation
+    activation = get_backend_config(target=target).default_qconfig.activation
     assert activation is not None
     assert activation.spec.dtype == select_isa(target).activation
 
 
 def test_default_backend__target_that_tvm_does_not_know():
     with pytest.raises(ConfigError, match="nonsense"):
-        default_backend("nonsense -mcpu=x")
+        get_backend_config(target="nonsense -mcpu=x")
 
 
 TARGET = "relayquant.codegen.kernels.isa.target"
@@ -53,7 +53,7 @@ def test_resolve_backend__none_is_that_of_this_machine(monkeypatch, machine, bac
     target = {"kind": "llvm", "mtriple": f"{machine}-linux-gnu"}
     monkeypatch.setattr(importlib.import_module(TARGET), "host_config", lambda: target)
     assert resolve_backend(None) is backend
-    assert rq.default_backend() is backend
+    assert rq.get_backend_config() is backend
     mod = build_model(lambda emit, x: emit.conv("a", x), MAP)
     assert rq.prepare(mod).backend is backend
 

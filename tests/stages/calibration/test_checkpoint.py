@@ -80,10 +80,10 @@ def calibrate(prepared, tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        {"order": rq.Order.TOPOLOGICAL},
-        {"order": rq.Order.TOPOLOGICAL, "calibration": rq.MovingAverageMinMax()},
-        {"order": rq.Order.PARALLEL, "calibration": rq.MSE()},
-        {"order": rq.Order.PARALLEL, "fit": rq.FitSettings(values=1)},
+        {"order": rq.config.Order.TOPOLOGICAL},
+        {"order": rq.config.Order.TOPOLOGICAL, "calibration": rq.observers.MovingAverageMinMax()},
+        {"order": rq.config.Order.PARALLEL, "calibration": rq.observers.MSE()},
+        {"order": rq.config.Order.PARALLEL, "fit": rq.config.FitSettings(values=1)},
     ],
 )
 def test_checkpoint__goes_on_from_wherever_it_was_stopped(calibrate, tmp_path, options):
@@ -295,10 +295,10 @@ def stopped(calibrate, tmp_path) -> Path:
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"order": rq.Order.PARALLEL}, r"differs: order \(was topological, is parallel\)\."),
-        ({"fit": rq.FitSettings(sweeps=3)}, r"differs: fit \(was .*is .*sweeps=3"),
+        ({"order": rq.config.Order.PARALLEL}, r"differs: order \(was topological, is parallel\)\."),
+        ({"fit": rq.config.FitSettings(sweeps=3)}, r"differs: fit \(was .*is .*sweeps=3"),
         (
-            {"calibration": rq.MSE()},
+            {"calibration": rq.observers.MSE()},
             r"differs: calibration \(was that of the plan, is MSE\(bins=4096\)\)",
         ),
         ({"of": "plan"}, "differs: plan\\."),
@@ -307,7 +307,7 @@ def stopped(calibrate, tmp_path) -> Path:
 )
 def test_checkpoint__other_arguments_are_named(calibrate, stopped, options, what):
     if options.get("of") == "plan":
-        plain = rq.QConfigMapping().set_global(rq.X86.default_qconfig)
+        plain = rq.QConfigMapping().set_global(rq.get_backend_config("x86").default_qconfig)
         options = {"of": rq.prepare(model(), None, plain)}
     elif options.get("of") == "model":
         other = build_model(lambda e, x: e.conv("out", e.conv("a", x)), MAP)

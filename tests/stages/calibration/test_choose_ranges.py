@@ -154,7 +154,7 @@ def test_find_sections__by_the_outputs_that_values_reach():
 
 def test_quantize__rare_outputs_are_not_worse_than_with_minmax_and_the_ledger_says_why():
     mod, data, other = two_heads(), draw_rare(128), [np.concatenate(draw_rare(64, seed=1))]
-    guard = rq.Guard.OFF
+    guard = rq.config.Guard.OFF
 
     def noise(qmod) -> np.ndarray:
         total = np.zeros(2)
@@ -165,7 +165,7 @@ def test_quantize__rare_outputs_are_not_worse_than_with_minmax_and_the_ledger_sa
 
     default, full, relative = (
         rq.quantize(mod, None, data, calibration=calibration, guard=guard)
-        for calibration in (None, rq.MinMax(), rq.RelativeMSE())
+        for calibration in (None, rq.observers.MinMax(), rq.observers.RelativeMSE())
     )
     worse = 10 * np.log10(noise(relative) / noise(full))
     assert worse.max() > 3  # what the rows usually are says nothing of the rare ones
@@ -179,9 +179,9 @@ def test_quantize__rare_outputs_are_not_worse_than_with_minmax_and_the_ledger_sa
 
 def test_calibrate__an_observer_that_the_user_names_is_taken_as_it_is():
     prepared = rq.prepare(two_heads())
-    prepared = rq.calibrate(prepared, draw_rare(16), calibration=rq.Percentile(99.0))
+    prepared = rq.calibrate(prepared, draw_rare(16), calibration=rq.observers.Percentile(99.0))
     assert set(prepared.observers.values()) == {"Percentile"}
-    prepared = rq.calibrate(prepared, draw_rare(16), order=rq.Order.TOPOLOGICAL)
+    prepared = rq.calibrate(prepared, draw_rare(16), order=rq.config.Order.TOPOLOGICAL)
     assert set(prepared.observers.values()) <= {RELATIVE, MINMAX}
     assert prepared.observers["a"] == RELATIVE  # in this order there are no outputs to look at
 

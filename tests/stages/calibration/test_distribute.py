@@ -49,9 +49,9 @@ def calibrated(path: Path, **options) -> bytes:
 @pytest.mark.parametrize(
     "options",
     [
-        {"order": rq.Order.TOPOLOGICAL},
-        {"order": rq.Order.PARALLEL, "calibration": rq.AverageMax()},
-        {"order": rq.Order.PARALLEL, "fit": rq.FitSettings(values=1)},
+        {"order": rq.config.Order.TOPOLOGICAL},
+        {"order": rq.config.Order.PARALLEL, "calibration": rq.observers.AverageMax()},
+        {"order": rq.config.Order.PARALLEL, "fit": rq.config.FitSettings(values=1)},
     ],
 )
 def test_processes__give_the_same_bytes(pool, tmp_path, options):
@@ -72,7 +72,7 @@ def test_processes__with_a_checkpoint_and_a_callable(pool, tmp_path):
 
 
 @dataclass(frozen=True)
-class Deadly(rq.MinMax):
+class Deadly(rq.observers.MinMax):
     """Takes its process with it, once it has seen a few batches."""
 
     def update(self, state, array):
@@ -87,7 +87,7 @@ def test_processes__a_dead_one_is_reported_and_the_work_is_not_lost(tmp_path):
     with (
         futures.ProcessPoolExecutor(1, mp_context=context) as executor,
         pytest.raises(
-            rq.WorkerError,
+            rq.errors.WorkerError,
             match=r"Batches \d+\.\.\d+ \(shard \d+\) were not calibrated: in attempt 1 a worker "
             r"failed with BrokenProcessPool.* observe 'x'",
         ),
@@ -123,7 +123,9 @@ def test_retry__a_shard_that_failed_is_done_again(tmp_path):
 
 def test_retry__ends(tmp_path):
     executor = Inline(*range(3, 1000))
-    with pytest.raises(rq.WorkerError, match=r"in attempt 3 a worker failed with OSError: the nod"):
+    with pytest.raises(
+        rq.errors.WorkerError, match=r"in attempt 3 a worker failed with OSError: the nod"
+    ):
         calibrated(tmp_path / "there", effort="fast", executor=executor)
 
 
@@ -146,7 +148,7 @@ class Silent(futures.Executor):
 def test_silence__is_an_error_that_names_the_batches(tmp_path):
     executor, path = Silent(), tmp_path / "checkpoint"
     with pytest.raises(
-        rq.WorkerError,
+        rq.errors.WorkerError,
         match=r"Batches 0\.\.1, 2\.\.3, 4\.\.5 and 17 shards more were not calibrated: no worker "
         r"has returned anything for 0\.1 seconds.*longer worker_timeout=",
     ):
@@ -159,7 +161,7 @@ def test_silence__is_an_error_that_names_the_batches(tmp_path):
 
 
 @dataclass(frozen=True)
-class Hanging(rq.MinMax):
+class Hanging(rq.observers.MinMax):
     """Does not come back, as far as a test can wait."""
 
     def update(self, state, array):
@@ -171,7 +173,9 @@ def test_silence__processes_are_killed_so_that_the_pool_can_be_left(tmp_path):
     context = multiprocessing.get_context("spawn")
     others = set(multiprocessing.active_children())
     with futures.ProcessPoolExecutor(1, mp_context=context) as executor:
-        with pytest.raises(rq.WorkerError, match="no worker has returned anything for 1 seconds"):
+        with pytest.raises(
+            rq.errors.WorkerError, match="no worker has returned anything for 1 seconds"
+        ):
             calibrated(tmp_path / "out", executor=executor, calibration=Hanging(), worker_timeout=1)
         processes = set(multiprocessing.active_children()) - others
         for process in processes:
@@ -229,7 +233,7 @@ def test_executor__what_is_none():
         rq.calibrate(prepared, data(), executor=executor)
     with futures.ThreadPoolExecutor(1) as executor:
         pass
-    with pytest.raises(rq.WorkerError, match="cannot schedule new futures after shutdown"):
+    with pytest.raises(rq.errors.WorkerError, match="cannot schedule new futures after shutdown"):
         rq.calibrate(prepared, data(), executor=executor)
 
 

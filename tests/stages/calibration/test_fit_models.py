@@ -71,21 +71,23 @@ def test_quantize__compiled_equals_numpy(effort: str) -> None:
     assert rq.ledger(quantized).to_dict()["effort"] == effort
 
 
-def weight_config(granularity: rq.Granularity, limit: int) -> rq.QConfigMapping:
-    spec = rq.QSpec("int8", rq.Scheme.SYMMETRIC, granularity, quant_min=-limit, quant_max=limit)
-    default = rq.X86.default_qconfig
+def weight_config(granularity: rq.config.Granularity, limit: int) -> rq.QConfigMapping:
+    spec = rq.QSpec(
+        "int8", rq.config.Scheme.SYMMETRIC, granularity, quant_min=-limit, quant_max=limit
+    )
+    default = rq.get_backend_config("x86").default_qconfig
     assert default is not None
-    config = rq.QConfig(default.activation, rq.TensorConfig(spec, rq.MinMax()))
+    config = rq.QConfig(default.activation, rq.TensorConfig(spec, rq.observers.MinMax()))
     return rq.QConfigMapping().set_global(config)
 
 
 @pytest.mark.parametrize(
     ("granularity", "limit", "gain"),
-    [(rq.Granularity.PER_CHANNEL, 7, 3.0), (rq.Granularity.PER_TENSOR, 127, 3.0)],
+    [(rq.config.Granularity.PER_CHANNEL, 7, 3.0), (rq.config.Granularity.PER_TENSOR, 127, 3.0)],
     ids=["4 bits", "one scale per tensor"],
 )
 def test_quantize__fitted_weights_lose_less(
-    granularity: rq.Granularity, limit: int, gain: float
+    granularity: rq.config.Granularity, limit: int, gain: float
 ) -> None:
     mod, data = build_net(), draw_batches(6)
     mapping = weight_config(granularity, limit)
@@ -140,18 +142,18 @@ def test_calibrate__is_deterministic() -> None:
 
 
 def test_calibrate__later_values_see_fitted_weights() -> None:
-    def pick(rounding: rq.WeightRounding) -> rq.QParams:
-        mapping = weight_config(rq.Granularity.PER_CHANNEL, 3)
+    def pick(rounding: rq.config.WeightRounding) -> rq.QParams:
+        mapping = weight_config(rq.config.Granularity.PER_CHANNEL, 3)
         prepared = rq.prepare(build_net(), None, mapping)
-        settings = rq.FitSettings(rounding, rq.BiasCorrection.NONE)
-        order = rq.Order.TOPOLOGICAL
+        settings = rq.config.FitSettings(rounding, rq.config.BiasCorrection.NONE)
+        order = rq.config.Order.TOPOLOGICAL
         prepared = rq.calibrate(
-            prepared, draw_batches(2), calibration=rq.MinMax(), fit=settings, order=order
+            prepared, draw_batches(2), calibration=rq.observers.MinMax(), fit=settings, order=order
         )
-        assert bool(prepared.constants) == (rounding is rq.WeightRounding.OPTIMAL)
+        assert bool(prepared.constants) == (rounding is rq.config.WeightRounding.OPTIMAL)
         return prepared.parameters["grouped"]
 
-    assert pick(rq.WeightRounding.OPTIMAL) != pick(rq.WeightRounding.NEAREST)
+    assert pick(rq.config.WeightRounding.OPTIMAL) != pick(rq.config.WeightRounding.NEAREST)
 
 
 def test_calibrate__nearest_without_correction_leaves_constants_alone() -> None:
@@ -178,7 +180,9 @@ def test_quantize__transposed_convolutions_are_fitted(groups: int) -> None:
     mix = rng.standard_normal((8, 8)) * np.geomspace(1, 0.05, 8)
     draws = rng.uniform(0, 1, (9, 2, 7, 7, 8)) @ mix.T
     data = list(np.ascontiguousarray(draws.transpose(0, 1, 4, 2, 3)).astype("float32"))
-    granularity = rq.Granularity.PER_CHANNEL if groups == 1 else rq.Granularity.PER_TENSOR
+    granularity = (
+        rq.config.Granularity.PER_CHANNEL if groups == 1 else rq.config.Granularity.PER_TENSOR
+    )
     found = {}
     for effort in ("fast", "balanced"):
         quantized = rq.quantize(
@@ -187,7 +191,7 @@ def test_quantize__transposed_convolutions_are_fitted(groups: int) -> None:
             data[:6],
             qconfig_mapping=weight_config(granularity, 7),
             effort=effort,
-            guard=rq.Guard.OFF,
+            guard=rq.config.Guard.OFF,
         )
         errors = [
             np.square(reference.run(mod, [x])[0] - reference.run(quantized, [x])[0]).sum()

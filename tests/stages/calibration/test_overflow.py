@@ -51,7 +51,7 @@ def make_weight(value: float) -> np.ndarray:
 DATA = [{"x": draw(seed, (2, 8))} for seed in range(4)]
 
 
-@pytest.mark.parametrize("effort", [rq.Effort.BALANCED, rq.Effort.BEST])
+@pytest.mark.parametrize("effort", [rq.config.Effort.BALANCED, rq.config.Effort.BEST])
 @pytest.mark.parametrize("value", [1e30, 3e38])
 def test_quantize__names_the_operator_and_its_largest_constant(value, effort):
     """Whatever meets the numbers first: an observer, or the fit of a later weight."""

@@ -25,14 +25,14 @@ def small_model(shape=MAP):
     return build_model(lambda e, x: e.conv("out", e("r", op.nn.relu(e.conv("a", x)))), shape)
 
 
-def plan(order: rq.Order, *, fits: bool = True):
+def plan(order: rq.config.Order, *, fits: bool = True):
     prepared = rq.prepare(residual_model())
     stops = prepared.graph.fits if fits else ()
     return prepared, plan_phases(prepared.graph, prepared.plan, order, stops)
 
 
 def test_phases__topological_is_one_choice_a_step():
-    prepared, (phase,) = plan(rq.Order.TOPOLOGICAL)
+    prepared, (phase,) = plan(rq.config.Order.TOPOLOGICAL)
     assert not phase.is_float
     assert not phase.is_part
     chosen = [(segment.groups, segment.fits) for (segment,) in phase.steps]
@@ -43,7 +43,7 @@ def test_phases__topological_is_one_choice_a_step():
 
 
 def test_phases__parallel_observes_all_then_fits_one_by_one():
-    prepared, (observe, fit) = plan(rq.Order.PARALLEL)
+    prepared, (observe, fit) = plan(rq.config.Order.PARALLEL)
     (step,) = observe.steps
     assert observe.is_float
     assert not observe.is_part
@@ -60,7 +60,7 @@ def test_phases__parallel_observes_all_then_fits_one_by_one():
 
 
 def test_phases__parallel_without_fits_is_one_pass():
-    _, (phase,) = plan(rq.Order.PARALLEL, fits=False)
+    _, (phase,) = plan(rq.config.Order.PARALLEL, fits=False)
     assert len(phase.steps) == 1
 
 
@@ -93,18 +93,18 @@ def test_choose_batches__are_evenly_spread():
 
 def test_parallel__weights_are_fitted_on_a_part_with_all_ranges_known():
     """As calibrating that part alone with the ranges of the whole data."""
-    mod, fit = small_model(), rq.FitSettings(values=1)
+    mod, fit = small_model(), rq.config.FitSettings(values=1)
     data = draw_batches(mod, 80)
-    whole = rq.calibrate(rq.prepare(mod), data, order=rq.Order.PARALLEL, fit=fit)
+    whole = rq.calibrate(rq.prepare(mod), data, order=rq.config.Order.PARALLEL, fit=fit)
     ranges = {g.key: whole.parameters[g.key] for g in whole.plan.activations}
     part = [data[i] for i in choose_batches(80, FEWEST_SAMPLES)]
     alone = rq.prepare(mod, parameters=ranges)
-    alone = rq.calibrate(alone, part, order=rq.Order.TOPOLOGICAL)
+    alone = rq.calibrate(alone, part, order=rq.config.Order.TOPOLOGICAL)
     assert whole.parameters == alone.parameters
     assert whole.constants.keys() == alone.constants.keys()
     for key, array in whole.constants.items():
         np.testing.assert_array_equal(array, alone.constants[key])
-    other = rq.calibrate(rq.prepare(mod), data, order=rq.Order.PARALLEL)
+    other = rq.calibrate(rq.prepare(mod), data, order=rq.config.Order.PARALLEL)
     assert any((other.constants[key] != array).any() for key, array in whole.constants.items())
 
 
@@ -142,7 +142,7 @@ def test_parallel__of_many_values_few_wait_to_be_observed(monkeypatch):
 
 
 @dataclass(frozen=True)
-class Counting(rq.MinMax):
+class Counting(rq.observers.MinMax):
     """Counts the arrays that it is shown at once."""
 
     seen: list[int] = field(default_factory=list)

@@ -54,7 +54,7 @@ def brute_force(prepared: rq.PreparedModel, data) -> dict[str, rq.QParams]:
         for batch in data:
             values = {**batch, **run_simulated(trial, batch)}
             arrays += [values[name] for name in group.points]
-        picked[group.key] = rq.MinMax().observe(group.info, arrays)
+        picked[group.key] = rq.observers.MinMax().observe(group.info, arrays)
     return picked
 
 
@@ -62,7 +62,7 @@ def brute_force(prepared: rq.PreparedModel, data) -> dict[str, rq.QParams]:
 def test_topological__equals_rerunning_the_whole_graph_for_each_group(model):
     mod = model()
     data = draw_batches(mod, 3)
-    prepared = calibrate(mod, data, order=rq.Order.TOPOLOGICAL)
+    prepared = calibrate(mod, data, order=rq.config.Order.TOPOLOGICAL)
     expected = brute_force(prepared, data)
     assert prepared.parameters.keys() == expected.keys()
     for key, qparams in expected.items():
@@ -75,7 +75,7 @@ def test_topological__equals_rerunning_the_whole_graph_for_each_group(model):
 def test_topological__differs_from_float_statistics():
     mod = branched_model()
     data = draw_batches(mod, 3)
-    one, other = (calibrate(mod, data, order=order) for order in rq.Order)
+    one, other = (calibrate(mod, data, order=order) for order in rq.config.Order)
     assert one.parameters["x"] == other.parameters["x"]
     assert any(one.parameters[key] != other.parameters[key] for key in one.parameters)
 
@@ -84,13 +84,13 @@ def test_topological__differs_from_float_statistics():
 def test_parallel__equals_statistics_of_the_float_model(model):
     mod = model()
     data = draw_batches(mod, 3)
-    prepared = calibrate(mod, data, order=rq.Order.PARALLEL)
+    prepared = calibrate(mod, data, order=rq.config.Order.PARALLEL)
     for group in prepared.plan.activations:
         arrays = []
         for batch in data:
             values = {**batch, **rq.reference.run_values(prepared.mod, batch)}
             arrays += [values[name] for name in group.points]
-        expected = rq.MinMax().observe(group.info, arrays)
+        expected = rq.observers.MinMax().observe(group.info, arrays)
         have = prepared.parameters[group.key]
         np.testing.assert_allclose(have.scale, expected.scale, rtol=1e-5, err_msg=group.key)
         np.testing.assert_array_equal(have.zero_point, expected.zero_point)
@@ -139,9 +139,16 @@ def test_calibrate__two_threads_one_prepared_model(tmp_path):
             assert list(pool.map(calibrate_share, range(4))) == alone
 
 
-@pytest.mark.parametrize("order", list(rq.Order))
+@pytest.mark.parametrize("order", list(rq.config.Order))
 @pytest.mark.parametrize(
-    "observer", [rq.MinMax(), rq.Percentile(99.9), rq.KLDivergence(), rq.MSE(), rq.AverageMax()]
+    "observer",
+    [
+        rq.observers.MinMax(),
+        rq.observers.Percentile(99.9),
+        rq.observers.KLDivergence(),
+        rq.observers.MSE(),
+        rq.observers.AverageMax(),
+    ],
 )
 def test_calibrate__observers(observer, order):
     mod = small_model()
@@ -154,14 +161,16 @@ def test_calibrate__observers(observer, order):
 def test_calibrate__fixed():
     mod = small_model()
     prepared = rq.calibrate(
-        rq.prepare(mod, effort="fast"), draw_batches(mod, 1), calibration=rq.Fixed(0.125, 100)
+        rq.prepare(mod, effort="fast"),
+        draw_batches(mod, 1),
+        calibration=rq.observers.Fixed(0.125, 100),
     )
     for group in prepared.plan.activations:
         assert float(prepared.parameters[group.key].scale) == 0.125
         assert int(prepared.parameters[group.key].zero_point) == 100
 
 
-@pytest.mark.parametrize("order", list(rq.Order))
+@pytest.mark.parametrize("order", list(rq.config.Order))
 def test_calibrate__callable_sees_every_sample_again_and_again(order):
     mod = branched_model()
     data = draw_batches(mod, 3)
@@ -201,7 +210,7 @@ def test_calibrate__callable_with_a_third_parameter_sees_the_graph_and_what_was_
             want = np.concatenate([values[name].reshape(-1) for name in points])
             np.testing.assert_allclose(have.reshape(-1), want, rtol=1e-5, atol=1e-5)
         picked.append(info.name)
-        qparams = rq.MinMax().observe(info, list(samples))
+        qparams = rq.observers.MinMax().observe(info, list(samples))
         # What is tried changes nothing that was picked.
         tried = context.run(data[0], {info.name: qparams})
         assert tried.keys() == context.run(data[0]).keys()
@@ -209,9 +218,9 @@ def test_calibrate__callable_with_a_third_parameter_sees_the_graph_and_what_was_
             context.parameters[info.name] = qparams
         return qparams
 
-    prepared = calibrate(mod, data, calibration=pick, order=rq.Order.TOPOLOGICAL)
+    prepared = calibrate(mod, data, calibration=pick, order=rq.config.Order.TOPOLOGICAL)
     assert sorted(picked) == sorted(group.key for group in prepared.plan.activations)
-    assert prepared.parameters == calibrate(mod, data, order=rq.Order.TOPOLOGICAL).parameters
+    assert prepared.parameters == calibrate(mod, data, order=rq.config.Order.TOPOLOGICAL).parameters
 
 
 def test_calibrate__without_data_names_the_operators_that_need_it():
@@ -288,7 +297,7 @@ def test_calibrate__every_batch_runs_every_operator_once(monkeypatch):
     assert all(calls.count(name) == 4 for name in segments)
 
 
-@pytest.mark.parametrize("order", list(rq.Order))
+@pytest.mark.parametrize("order", list(rq.config.Order))
 def test_calibrate__memory_does_not_grow_with_the_data(order, tmp_path, monkeypatch):
     """Values of all batches wait on disk: numpy holds a few batches at most."""
     mod = build_model(
@@ -372,7 +381,7 @@ def test_calibrate__store_is_emptied_even_when_it_fails(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("order", rq.Order)
+@pytest.mark.parametrize("order", rq.config.Order)
 def test_data__whose_squares_overflow_is_named(order):
     """1e30 is a number in float32 and its square is none: no scale is NaN because of it."""
     mod = build_model(lambda emit, x: emit.conv("a", x), MAP)

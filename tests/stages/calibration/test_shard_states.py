@@ -13,7 +13,7 @@ from relayquant.stages.calibration.weights.ranges import SampledRows
 from relayquant.stages.calibration.weights.statistics import InputStatistics
 
 DENSE = LinearView(None, (1, 0))
-INFO = rq.ValueInfo("x", rq.Role.ACTIVATION, rq.QSpec("uint8"), (1, 3))
+INFO = rq.observers.ValueInfo("x", rq.config.Role.ACTIVATION, rq.QSpec("uint8"), (1, 3))
 ARRAYS = [np.random.default_rng(i).normal(size=(7, 3)).astype("float32") for i in range(12)]
 
 
@@ -54,7 +54,7 @@ def test_input_statistics__without_second_moments():
 
 
 def test_relative_mse__its_sample_does_not_depend_on_the_order():
-    observer = rq.RelativeMSE(values=60)
+    observer = rq.observers.RelativeMSE(values=60)
     whole = gather(observer, ARRAYS)
     merged = observer.merge(gather(observer, ARRAYS[5:]), gather(observer, ARRAYS[:5]))
     rows = [SampledRows.join(state.parts).take(20) for state in (whole, merged)]
@@ -64,7 +64,7 @@ def test_relative_mse__its_sample_does_not_depend_on_the_order():
 
 
 def test_moving_average__merging_is_going_on():
-    observer = rq.MovingAverageMinMax(0.8)
+    observer = rq.observers.MovingAverageMinMax(0.8)
     whole = gather(observer, ARRAYS)
     low, high = None, None
     for array in ARRAYS:

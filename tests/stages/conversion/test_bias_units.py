@@ -76,7 +76,7 @@ def quantize_in_steps(model, x, mapping=None, backend="x86"):
     """(reference form, integer module): without the guard, which puts back to float."""
     mod, params = rq.load(model)
     prepared = rq.prepare(mod, params, mapping, backend)
-    prepared = rq.calibrate(prepared, [{"x": x}], calibration=rq.MinMax())
+    prepared = rq.calibrate(prepared, [{"x": x}], calibration=rq.observers.MinMax())
     reference = rq.convert_to_reference(prepared)
     return reference, rq.lower(reference, prepared.backend)
 
@@ -130,14 +130,14 @@ def test_channels_with_tiny_weights__give_their_bias(layer, sizes, is_whole, is_
 @pytest.mark.parametrize("bits", [None, 16])
 def test_tensors_with_one_scale__give_their_bias(is_whole, bits):
     """Also in a register of 16 bits, which the bias must not fill."""
-    spec = rq.QSpec("int8", rq.Scheme.SYMMETRIC, quant_min=-127)
-    activation = rq.TensorConfig(rq.QSpec("uint8"), rq.MinMax())
-    qconfig = rq.QConfig(activation, rq.TensorConfig(spec, rq.MinMax()))
+    spec = rq.QSpec("int8", rq.config.Scheme.SYMMETRIC, quant_min=-127)
+    activation = rq.TensorConfig(rq.QSpec("uint8"), rq.observers.MinMax())
+    qconfig = rq.QConfig(activation, rq.TensorConfig(spec, rq.observers.MinMax()))
     mapping = rq.QConfigMapping().set_global(qconfig)
-    backend = rq.default_backend()
+    backend = rq.get_backend_config()
     if bits is not None:
         row = backend.find_pattern("conv2d_bias")
-        narrow = replace(row.dtypes[0], accumulator=rq.Accumulator(bits))
+        narrow = replace(row.dtypes[0], accumulator=rq.config.Accumulator(bits))
         patterns = [
             replace(each, dtypes=(narrow,)) if each is row else each for each in backend.patterns
         ]

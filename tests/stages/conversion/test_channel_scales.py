@@ -155,7 +155,7 @@ def test_lower__scales_of_any_axis(name, shifted, closed):
 def measure_sqnr(model, feed) -> float:
     """How near what `quantize` makes of a Q/DQ model is to what ONNX Runtime computes, in dB."""
     mod, params = rq.load(model)
-    qmod = rq.quantize(mod, params, [feed] * 2, effort="fast", guard=rq.Guard.OFF)
+    qmod = rq.quantize(mod, params, [feed] * 2, effort="fast", guard=rq.config.Guard.OFF)
     assert all(row.quantized for row in rq.ledger(qmod).rows)
     assert rq.verify(qmod, feed, None)
     expected = compute_expected(model, feed)

@@ -499,7 +499,7 @@ def test_quantize_over_relu__not_where_the_plan_keeps_it_in_float():
         mapping = rq.QConfigMapping().set_global(X86.default_qconfig)
         mapping = mapping.set_module_name("r", None) if kept else mapping
         qmod = rq.quantize(
-            mod, None, data, qconfig_mapping=mapping, effort="fast", guard=rq.Guard.OFF
+            mod, None, data, qconfig_mapping=mapping, effort="fast", guard=rq.config.Guard.OFF
         )
         names = [str(b.value.op.name) for b in qmod["main"].body.blocks[0].bindings]
         assert ("relax.nn.relu" in names) == kept

@@ -58,7 +58,7 @@ def square_model():
 
 def test_pattern_of_the_user__is_tried_first_and_used():
     calls: list = []
-    backend = rq.X86.with_pattern(square_op(calls=calls))
+    backend = rq.get_backend_config("x86").with_pattern(square_op(calls=calls))
     mod = square_model()
     data = draw_batches(mod, 2)
     qmod = rq.quantize(mod, None, data, backend=backend)
@@ -81,7 +81,9 @@ def test_pattern_of_the_user__is_tried_first_and_used():
 def test_pattern_of_the_user__a_callback_that_declines_is_in_the_ledger():
     mod = square_model()
     data = draw_batches(mod, 2)
-    qmod = rq.quantize(mod, None, data, backend=rq.X86.with_pattern(square_op(declines=True)))
+    qmod = rq.quantize(
+        mod, None, data, backend=rq.get_backend_config("x86").with_pattern(square_op(declines=True))
+    )
     row = rq.ledger(qmod).row("s")
     assert row is not None
     assert not row.quantized
@@ -93,7 +95,7 @@ def test_pattern_of_the_user__needs_dtypes():
     empty = rq.BackendConfig("empty")
     with pytest.raises(rq.ConfigError, match="no pattern to take dtypes from"):
         empty.with_pattern(square_op())
-    dtypes = [rq.DTypeConfig(input="uint8", output="uint8")]
+    dtypes = [rq.config.DTypeConfig(input="uint8", output="uint8")]
     backend = empty.with_pattern(square_op(), dtypes)
     assert backend.find_pattern("square").dtypes == tuple(dtypes)
     assert empty.patterns == ()
@@ -118,23 +120,25 @@ def test_rule_of_the_user__carries_integers_through_an_operator():
 
     mod = build_model(body, MAP)
     inputs = draw_batches(mod, 2)
-    rule = rq.AffineRule("relax.flip", rewrite, attributes=("axis",))
-    backend = rq.X86.with_pattern(flip).with_affine_rule(rule)
+    rule = rq.extend.AffineRule("relax.flip", rewrite, attributes=("axis",))
+    backend = rq.get_backend_config("x86").with_pattern(flip).with_affine_rule(rule)
     qmod = rq.quantize(mod, None, inputs, backend=backend)
     graph = Graph(qmod)
     assert str(graph.vars["f"].ty.dtype) == "uint8"
     assert rq.verify(qmod, inputs[0]).is_equal
     # The pattern without the rule: planned, but the ledger says what is missing.
-    qmod = rq.quantize(mod, None, inputs, backend=rq.X86.with_pattern(flip))
+    qmod = rq.quantize(mod, None, inputs, backend=rq.get_backend_config("x86").with_pattern(flip))
     row = rq.ledger(qmod).row("f")
     assert row is not None
     assert not row.quantized
     assert "no rule" in row.reason
     # A rule, or a pattern, that does not name the axis cannot know what it does to the values.
-    unnamed = rq.AffineRule("relax.flip", rewrite)
+    unnamed = rq.extend.AffineRule("relax.flip", rewrite)
     for served in (
-        rq.X86.with_pattern(flip).with_affine_rule(unnamed),
-        rq.X86.with_pattern(replace(flip, attributes=())).with_affine_rule(rule),
+        rq.get_backend_config("x86").with_pattern(flip).with_affine_rule(unnamed),
+        rq.get_backend_config("x86")
+        .with_pattern(replace(flip, attributes=()))
+        .with_affine_rule(rule),
     ):
         row = rq.ledger(rq.quantize(mod, None, inputs, backend=served)).row("f")
         assert row is not None
@@ -160,7 +164,9 @@ def test_rule_of_the_user__alone_extends_the_plan():
 
     mod = flip_model()
     inputs = draw_batches(mod, 2)
-    backend = rq.X86.with_affine_rule(rq.AffineRule("relax.flip", rewrite, attributes=("axis",)))
+    backend = rq.get_backend_config("x86").with_affine_rule(
+        rq.extend.AffineRule("relax.flip", rewrite, attributes=("axis",))
+    )
     qmod = rq.quantize(mod, None, inputs, backend=backend, effort="fast")
     assert len(calls) == 1
     graph = Graph(qmod)
@@ -170,7 +176,9 @@ def test_rule_of_the_user__alone_extends_the_plan():
     assert (row.quantized, row.pattern) == (True, "flip (affine rule)")
     assert rq.verify(qmod, inputs[0]).is_equal
     # It lives in plain data, where the rule is named.
-    again = rq.BackendConfig.from_dict(backend.to_dict(), rq.BUILTIN_OPS, backend.affine_rules)
+    again = rq.BackendConfig.from_dict(
+        backend.to_dict(), rq.extend.BUILTIN_OPS, backend.affine_rules
+    )
     assert again == backend
 
 
@@ -179,7 +187,9 @@ def test_rule_of_the_user__a_skip_is_in_the_ledger():
         return Skip("this flip is too large", "flip it before")
 
     mod = flip_model()
-    backend = rq.X86.with_affine_rule(rq.AffineRule("relax.flip", rewrite, attributes=("axis",)))
+    backend = rq.get_backend_config("x86").with_affine_rule(
+        rq.extend.AffineRule("relax.flip", rewrite, attributes=("axis",))
+    )
     qmod = rq.quantize(mod, None, draw_batches(mod, 2), backend=backend, effort="fast")
     row = rq.ledger(qmod).row("f")
     assert row is not None
@@ -195,12 +205,12 @@ def test_rule_of_the_user__its_skip_wins_over_that_of_a_built_in_rule():
         return emit.conv("out", emit("m", op.image.resize2d(
             emit.conv("a", x), (12, 12), layout="NCHW", method="linear")))  # fmt: skip
 
-    rule = rq.AffineRule(
+    rule = rq.extend.AffineRule(
         "relax.image.resize2d",
         lambda call, operand: Skip("mine"),
         attributes=("layout", "method"),
     )
-    backend = rq.X86.without_pattern("resize_nearest").with_affine_rule(rule)
+    backend = rq.get_backend_config("x86").without_pattern("resize_nearest").with_affine_rule(rule)
     mod = build_model(body, MAP)
     qmod = rq.quantize(mod, None, draw_batches(mod, 2), backend=backend, effort="fast")
     row = rq.ledger(qmod).row("m")

@@ -25,7 +25,7 @@ def quantize(mod, data, **options) -> tvm.IRModule:
 def to_integer(value, array):
     qparams = value.qparams
     return numpy_qnn.quantize(array, qparams.scale, qparams.zero_point, out_dtype=qparams.dtype,
-                              rounding=rq.Rounding.TONEAREST_EVEN)  # fmt: skip
+                              rounding=rq.config.Rounding.TONEAREST_EVEN)  # fmt: skip
 
 
 def to_real(value, array):
@@ -147,7 +147,11 @@ def test_interface__what_is_not_possible(options, message):
 
 def test_ledger__rows_tell_scheme_rule_and_support():
     mod = residual_model()
-    mapping = rq.QConfigMapping().set_global(rq.X86.default_qconfig).set_module_name("mean", None)
+    mapping = (
+        rq.QConfigMapping()
+        .set_global(rq.get_backend_config("x86").default_qconfig)
+        .set_module_name("mean", None)
+    )
     rows = {
         r.name: r
         for r in rq.ledger(quantize(mod, draw_batches(mod, 2), qconfig_mapping=mapping)).rows

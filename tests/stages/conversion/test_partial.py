@@ -14,6 +14,7 @@ from quantized_models import GraphBuilder
 import relayquant as rq
 from relayquant.config.observers import Fixed
 from relayquant.errors import ConfigError, ModelError
+from relayquant.formats.readers import import_onnx
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import constant_value
 from relayquant.stages.conversion.partial import fix_parameters
@@ -49,7 +50,7 @@ def operators(mod) -> Counter:
 
 @pytest.mark.parametrize(("dtype", "backend"), [("uint8", "x86"), ("int8", "arm")])
 def test_quantize__finishes_what_is_float(dtype, backend):
-    mod, _ = rq.import_onnx(half_quantized(dtype))
+    mod, _ = import_onnx(half_quantized(dtype))
     before = rq.lower(mod, backend)
     assert operators(before)["nn.conv2d"] == 1
     assert [row.op for row in rq.ledger(before).floating] == ["nn.conv2d"]
@@ -65,7 +66,7 @@ def test_quantize__finishes_what_is_float(dtype, backend):
 
 
 def test_quantize__keeps_the_parameters():
-    mod, _ = rq.import_onnx(half_quantized())
+    mod, _ = import_onnx(half_quantized())
     scales = [
         set(
             np.concatenate(
@@ -87,13 +88,13 @@ def test_quantize__a_finished_model_needs_no_calibration():
     b = GraphBuilder()
     weight, _ = b.weight((4, 4, 3, 3))
     y = b.round_trip(b.node("Conv", b.round_trip("x", 0.02, np.uint8(9)), weight), 0.1, np.uint8(9))
-    mod, _ = rq.import_onnx(b.model({"x": ("float32", SHAPE)}, {y: ("float32", (2, 4, 6, 6))}))
+    mod, _ = import_onnx(b.model({"x": ("float32", SHAPE)}, {y: ("float32", (2, 4, 6, 6))}))
     one, two = rq.lower(mod), rq.quantize(mod, None, batches(), effort="fast")
     np.testing.assert_array_equal(*(rq.reference.run(m, [batches()[0]])[0] for m in (one, two)))
 
 
 def test_quantize__our_own_result_is_refused():
-    mod, _ = rq.import_onnx(half_quantized())
+    mod, _ = import_onnx(half_quantized())
     qmod = rq.quantize(mod, None, batches(), effort="fast")
     with pytest.raises(ModelError, match="cannot be quantized again"):
         rq.quantize(qmod, None, batches())
@@ -104,7 +105,7 @@ def float_model():
     filters = b.constant(b.random.normal(0, 0.2, (4, 4, 3, 3)).astype("float32"))
     y = b.node("Relu", b.node("Conv", "x", filters, pads=[1, 1, 1, 1]))
     y = b.node("Conv", y, filters, pads=[1, 1, 1, 1])
-    return rq.import_onnx(b.model({"x": ("float32", SHAPE)}, {y: ("float32", SHAPE)}))[0]
+    return import_onnx(b.model({"x": ("float32", SHAPE)}, {y: ("float32", SHAPE)}))[0]
 
 
 def test_parameters__of_the_user_are_not_calibrated():
@@ -122,7 +123,7 @@ def named_model():
     y = b.node("Conv", "x", b.constant(draw(4, 4, 3, 3), "one"), b.constant(draw(4)))
     y = b.node("Conv", b.node("Relu", y), b.constant(draw(4, 4, 3, 3), "two"))
     y = b.node("Gemm", b.node("Flatten", y), b.constant(draw(5, 64), "three"), transB=1)
-    return rq.import_onnx(b.model({"x": ("float32", SHAPE)}, {y: ("float32", (2, 5))}))[0]
+    return import_onnx(b.model({"x": ("float32", SHAPE)}, {y: ("float32", (2, 5))}))[0]
 
 
 def test_parameters__of_weights_by_their_names():
@@ -168,19 +169,19 @@ def test_parameters__that_do_not_fit(name, qparams, message):
 
 
 @pytest.mark.parametrize(
-    ("zero_point", "scheme"), [(128, rq.Scheme.SYMMETRIC), (120, rq.Scheme.AFFINE)]
+    ("zero_point", "scheme"), [(128, rq.config.Scheme.SYMMETRIC), (120, rq.config.Scheme.AFFINE)]
 )
 def test_parameters__scheme_is_theirs(zero_point, scheme):
     """Symmetric only where the configuration says so and the zero point is in the middle."""
-    config = rq.X86.default_qconfig
-    for wanted in rq.Scheme:
+    config = rq.get_backend_config("x86").default_qconfig
+    for wanted in rq.config.Scheme:
         spec = rq.QSpec("uint8", wanted)
         mapping = rq.QConfigMapping().set_global(
             replace(config, activation=replace(config.activation, spec=spec))
         )
         given = {"x": rq.QParams(0.0625, zero_point, "uint8")}
         plan = rq.prepare(float_model(), None, mapping, parameters=given).plan
-        both = scheme if wanted is rq.Scheme.SYMMETRIC else rq.Scheme.AFFINE
+        both = scheme if wanted is rq.config.Scheme.SYMMETRIC else rq.config.Scheme.AFFINE
         assert plan.group("x").info.spec.scheme is both
 
 
@@ -190,8 +191,8 @@ def test_parameters__of_channels_are_symmetric_only_together(zero_points, scheme
     given = {"one": rq.QParams(scales, np.tile(zero_points, 2), "int8", 0)}
     plan = rq.prepare(named_model(), parameters=given, effort="fast").plan
     (fixed,) = [group for group in plan.groups if group.is_fixed]
-    assert fixed.info.spec.scheme is rq.Scheme[scheme]
-    assert fixed.info.spec.granularity is rq.Granularity.PER_CHANNEL
+    assert fixed.info.spec.scheme is rq.config.Scheme[scheme]
+    assert fixed.info.spec.granularity is rq.config.Granularity.PER_CHANNEL
 
 
 def test_fix_parameters__of_the_model_in_another_width_are_left_to_calibration():

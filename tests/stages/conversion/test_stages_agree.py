@@ -124,7 +124,11 @@ def test_reference_of_another_backend__says_so():
     mod = residual_model()
     prepared = rq.calibrate(rq.prepare(mod), draw_batches(mod, 1))
     reference = rq.convert_to_reference(prepared)
-    empty = replace(rq.GENERIC, name="mine", patterns=rq.GENERIC.patterns[-3:])
+    empty = replace(
+        rq.get_backend_config("generic"),
+        name="mine",
+        patterns=rq.get_backend_config("generic").patterns[-3:],
+    )
     with pytest.raises(rq.ConfigError, match="Backend 'mine' has no pattern 'conv2d_bias_relu'"):
         rq.lower(reference, empty)
 
@@ -132,7 +136,10 @@ def test_reference_of_another_backend__says_so():
 def test_lower__a_prepared_model_knows_its_backend():
     mod = residual_model()
     given = {}
-    for backend in (rq.ARM, replace(rq.GENERIC, name="mine")):
+    for backend in (
+        rq.get_backend_config("arm"),
+        replace(rq.get_backend_config("generic"), name="mine"),
+    ):
         prepared = rq.calibrate(rq.prepare(mod, None, None, backend), draw_batches(mod, 1))
         reference, want = rq.convert_to_reference(prepared), rq.lower(prepared)
         assert rq.ledger(want).backend == backend.name

@@ -125,7 +125,7 @@ def build(kind: str, uneven: bool, between: str = "relu") -> tvm.IRModule:
 def quantize(mod: tvm.IRModule, effort: str) -> tuple[float, tvm.IRModule]:
     """(dB at the output, on data whose extremes were seen; module)."""
     data = draw_batches(mod, 6)
-    qmod = rq.quantize(mod, None, data, effort=effort, guard=rq.Guard.OFF)
+    qmod = rq.quantize(mod, None, data, effort=effort, guard=rq.config.Guard.OFF)
     (gap,) = measure_gaps(mod, qmod, data)
     return gap.sqnr, qmod
 

@@ -10,6 +10,8 @@ from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
+from relayquant.analysis.compare import CompareReport
+from relayquant.config import Guard
 from relayquant.ir import reference
 from relayquant.stages.equalization.cross_layer import (
     add_exponents,
@@ -26,7 +28,9 @@ W1 = RNG.standard_normal((8, 3, 3, 3)).astype("float32") * SPREAD
 W2 = RNG.standard_normal((8, 1, 3, 3)).astype("float32") / SPREAD
 W3 = RNG.standard_normal((4, 8, 1, 1)).astype("float32") * SPREAD[::-1].reshape(1, 8, 1, 1)
 DATA = [RNG.standard_normal((1, 3, 8, 8)).astype("float32") / 20 for _ in range(4)]
-PER_TENSOR = rq.QSpec("int8", rq.Scheme.SYMMETRIC, rq.Granularity.PER_TENSOR, quant_min=-127)
+PER_TENSOR = rq.QSpec(
+    "int8", rq.config.Scheme.SYMMETRIC, rq.config.Granularity.PER_TENSOR, quant_min=-127
+)
 
 
 def build_chain(*weights: np.ndarray) -> tvm.IRModule:
@@ -45,16 +49,16 @@ def build_chain(*weights: np.ndarray) -> tvm.IRModule:
 
 def make_mapping(activation: rq.TensorConfig | None = None) -> rq.QConfigMapping:
     """Weights with one scale each."""
-    default = rq.X86.default_qconfig
-    weight = rq.TensorConfig(PER_TENSOR, rq.MinMax())
+    default = rq.get_backend_config("x86").default_qconfig
+    weight = rq.TensorConfig(PER_TENSOR, rq.observers.MinMax())
     return rq.QConfigMapping().set_global(rq.QConfig(activation or default.activation, weight))
 
 
 def quantize(effort: str = "best", **options) -> tvm.IRModule:
-    return rq.quantize(build_chain(), None, DATA, effort=effort, guard=rq.Guard.OFF, **options)
+    return rq.quantize(build_chain(), None, DATA, effort=effort, guard=Guard.OFF, **options)
 
 
-def measure(qmod: tvm.IRModule) -> rq.CompareReport:
+def measure(qmod: tvm.IRModule) -> CompareReport:
     return rq.compare(build_chain(), qmod, DATA)
 
 
@@ -116,7 +120,7 @@ def test_best__parameters_of_the_equalized_module_fit_it() -> None:
         qconfig_mapping=make_mapping(),
         parameters=given,
         effort="best",
-        guard=rq.Guard.OFF,
+        guard=rq.config.Guard.OFF,
     )
     assert read_exponents(again) == read_exponents(prepared.mod)
     assert measure(again).rows[-1].sqnr == pytest.approx(measure(first).rows[-1].sqnr, abs=3)
@@ -137,7 +141,7 @@ def test_best__values_with_fixed_parameters_are_not_scaled(how: str) -> None:
         qmod = quantize(qconfig_mapping=make_mapping(), parameters=given)
         assert set(read_exponents(qmod)) == {"first"}
         return
-    fixed = rq.TensorConfig(rq.QSpec("uint8"), rq.Fixed(float(scale), 0))
+    fixed = rq.TensorConfig(rq.QSpec("uint8"), rq.observers.Fixed(float(scale), 0))
     assert not read_exponents(quantize(qconfig_mapping=make_mapping(fixed)))
 
 
@@ -152,7 +156,7 @@ def test_finetune__values_inside_have_the_units_of_the_equalized_layers() -> Non
         def on_training(self, event) -> None:
             losses.append(event.loss)
 
-    trained = rq.finetune(
+    trained = rq.torch.finetune(
         build_chain(), None, DATA, lambda got, want: got[0].sum() * 0, inner_weight=1.0, steps=1,
         lr=1e-6, qconfig_mapping=make_mapping(), callbacks=Watch(),
     )  # fmt: skip

@@ -104,7 +104,7 @@ def test_smooth__finds_all_products_of_a_block() -> None:
 def test_smooth__loses_less_to_8_bits() -> None:
     gaps = []
     for mod in (MODEL, rq.smooth_activations(MODEL, None, DATA)[0]):
-        qmod = rq.quantize(mod, None, DATA, effort="fast", guard=rq.Guard.OFF)
+        qmod = rq.quantize(mod, None, DATA, effort="fast", guard=rq.config.Guard.OFF)
         gaps.append(measure_gaps(MODEL, qmod, draw_batches(MODEL, 4, seed=9))[0].sqnr)
     assert gaps[1] > gaps[0] + 3
 
@@ -174,12 +174,14 @@ def largest_of(mod: tvm.IRModule, name: str, batch: dict[str, np.ndarray]) -> np
 
 def test_smooth__inserted_loses_less_to_8_bits() -> None:
     mod = make_declined("residual")
-    products = rq.QConfigMapping().set_object_type("relax.matmul", rq.X86.default_qconfig)
+    products = rq.QConfigMapping().set_object_type(
+        "relax.matmul", rq.get_backend_config("x86").default_qconfig
+    )
     data, gaps = draw_batches(mod, 3), []
     for inserts in (False, True):
         smoothed, _ = rq.smooth_activations(mod, None, data, inserts=inserts)
         qmod = rq.quantize(
-            smoothed, None, data, qconfig_mapping=products, effort="fast", guard=rq.Guard.OFF
+            smoothed, None, data, qconfig_mapping=products, effort="fast", guard=rq.config.Guard.OFF
         )
         gaps.append(measure_gaps(mod, qmod, draw_batches(mod, 4, seed=9))[0].sqnr)
     assert gaps[1] > gaps[0] + 3
@@ -204,14 +206,14 @@ def post_norm(emit: Chain, x: relax.Expr) -> relax.Expr:
 def test_model_type__a_transformer_loses_less_to_8_bits(block, backend) -> None:
     mod = build_model(block, (2, TOKENS, WIDTH))
     data, gaps = draw_batches(mod, 3), []
-    for model_type in (None, rq.ModelType.TRANSFORMER):
+    for model_type in (None, rq.config.ModelType.TRANSFORMER):
         qmod = rq.quantize(
             mod,
             None,
             data,
             model_type=model_type,
             backend=backend,
-            guard=rq.Guard.OFF,
+            guard=rq.config.Guard.OFF,
         )
         gaps.append(measure_gaps(mod, qmod, draw_batches(mod, 4, seed=9))[0].sqnr)
     rows = rq.ledger(qmod).rows
@@ -223,7 +225,7 @@ def test_model_type__a_transformer_loses_less_to_8_bits(block, backend) -> None:
 @pytest.mark.parametrize("block", [transformer, post_norm])
 def test_model_type__no_value_of_the_model_changes(block) -> None:
     """Hence fixed parameters stay right, and `compare` finds the values of the float model."""
-    mod, kind = build_model(block, (2, TOKENS, WIDTH)), rq.ModelType.TRANSFORMER
+    mod, kind = build_model(block, (2, TOKENS, WIDTH)), rq.config.ModelType.TRANSFORMER
     batch = draw_batches(mod, 1)[0]
     prepared = rq.prepare(mod, dataset=[batch], effort="fast", model_type=kind)
     before, after = (reference.run_values(m, batch) for m in (prepare_module(mod), prepared.mod))
@@ -236,8 +238,10 @@ def test_model_type__no_value_of_the_model_changes(block) -> None:
 
 
 def test_model_type__a_mapping_decides_what_is_quantized() -> None:
-    mapping = rq.QConfigMapping().set_module_name("f2", rq.X86.default_qconfig)
-    kind = rq.ModelType.TRANSFORMER
+    mapping = rq.QConfigMapping().set_module_name(
+        "f2", rq.get_backend_config("x86").default_qconfig
+    )
+    kind = rq.config.ModelType.TRANSFORMER
     prepared = rq.prepare(MODEL, None, mapping, "x86", DATA, effort="fast", model_type=kind)
     assert [op.name for op in prepared.plan.operators if op.quantized] == ["f2"]
     assert "relu.smooth" in Graph(prepared.mod).vars
@@ -245,7 +249,7 @@ def test_model_type__a_mapping_decides_what_is_quantized() -> None:
 
 def test_model_type__refuses_no_data() -> None:
     with pytest.raises(rq.ConfigError, match="data is measured by channel"):
-        rq.prepare(MODEL, model_type=rq.ModelType.TRANSFORMER)
+        rq.prepare(MODEL, model_type=rq.config.ModelType.TRANSFORMER)
 
 
 def test_smooth__nothing_to_gain_changes_nothing() -> None:

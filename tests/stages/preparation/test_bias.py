@@ -59,8 +59,8 @@ def make_model(kind: str, bias: str, activation: bool = True):
 
 
 def prepare(mod, **options) -> rq.PreparedModel:
-    default = rq.X86.default_qconfig
-    config = replace(default, weight=rq.TensorConfig(COARSE, rq.MinMax()))
+    default = rq.get_backend_config("x86").default_qconfig
+    config = replace(default, weight=rq.TensorConfig(COARSE, rq.observers.MinMax()))
     return rq.prepare(mod, None, rq.QConfigMapping().set_global(config), **options)
 
 
@@ -112,16 +112,21 @@ def test_prepare__fast_adds_nothing_and_the_ledger_says_what_was_not_corrected()
 
 def test_prepare__backend_without_a_row_for_it_keeps_its_integers() -> None:
     mod, _ = make_model("dense", "none", activation=False)
-    rows = tuple(row for row in rq.X86.patterns if "bias" not in row.pattern.name)
-    prepared = rq.prepare(mod, None, None, replace(rq.X86, patterns=rows))
+    rows = tuple(
+        row for row in rq.get_backend_config("x86").patterns if "bias" not in row.pattern.name
+    )
+    prepared = rq.prepare(mod, None, None, replace(rq.get_backend_config("x86"), patterns=rows))
     assert prepared.plan.operator("linear").quantized
     assert "linear:bias" not in prepared.graph.constants
 
 
 def test_prepare__line_for_a_pattern_still_decides() -> None:
     mod, _ = make_model("dense", "none")
-    coarse = replace(rq.X86.default_qconfig, weight=rq.TensorConfig(COARSE, rq.MinMax()))
-    mapping = rq.QConfigMapping().set_global(rq.X86.default_qconfig)
+    coarse = replace(
+        rq.get_backend_config("x86").default_qconfig,
+        weight=rq.TensorConfig(COARSE, rq.observers.MinMax()),
+    )
+    mapping = rq.QConfigMapping().set_global(rq.get_backend_config("x86").default_qconfig)
     prepared = rq.prepare(mod, None, mapping.set_object_type("dense_relu", coarse))
     assert prepared.plan.group("act:weight").info.spec == COARSE
 

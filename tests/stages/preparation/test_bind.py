@@ -53,7 +53,7 @@ def run_network(params: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
 
 def test_describe_weights__module_paths_select_layers(network):
     mod, params, data = network
-    mapping = rq.QConfigMapping().set_global(rq.GENERIC.default_qconfig)
+    mapping = rq.QConfigMapping().set_global(rq.get_backend_config("generic").default_qconfig)
     mapping = mapping.set_module_name("block1", None)
     qmod = rq.quantize(mod, params, data, backend="generic", qconfig_mapping=mapping)
     rows = [row for row in rq.ledger(qmod).to_dict()["operators"] if row["op"] == "matmul"]

@@ -181,7 +181,7 @@ def test_infinite_bias__of_an_operator_in_float_is_legal(tmp_path):
     constants = draw_constants()
     constants["C"][3] = -np.inf
     mod, params = make_network(tmp_path, constants)
-    every = rq.QConfigMapping().set_global(rq.X86.default_qconfig)
+    every = rq.QConfigMapping().set_global(rq.get_backend_config("x86").default_qconfig)
     mapping = every.set_module_name("y", None)
     data = draw_data(1, 3, 8, 8)
     qmod = rq.quantize(mod, params, data, qconfig_mapping=mapping, backend="x86")
@@ -218,4 +218,4 @@ def test_finetune__names_the_constant(tmp_path):
     constants["M"][0, 1] = np.nan
     mod, params = make_network(tmp_path, constants)
     with pytest.raises(rq.ModelError, match=r"^The constant 'M', which 'y\.1' \(matmul\) reads"):
-        rq.finetune(mod, params, draw_data(1, 3, 8, 8))
+        rq.torch.finetune(mod, params, draw_data(1, 3, 8, 8))

@@ -44,7 +44,7 @@ def model():
 
 
 def test_additional_fuser_method_mapping__a_rule_of_the_user_is_tried_before_annotate():
-    mod, backend = model(), rq.X86.with_fuser(FUSER)
+    mod, backend = model(), rq.get_backend_config("x86").with_fuser(FUSER)
     data = draw_batches(mod, 4)
     plain, fused = (
         [
@@ -52,7 +52,7 @@ def test_additional_fuser_method_mapping__a_rule_of_the_user_is_tried_before_ann
             for row in rq.prepare(mod, None, None, b).plan.operators
             if row.op.endswith("matmul")
         ]
-        for b in (rq.X86, backend)
+        for b in (rq.get_backend_config("x86"), backend)
     )
     assert len(plain) == 4
     assert fused == ["dense_bias_relu", "dense_bias"], "what is fused is fused with what follows"
@@ -83,8 +83,8 @@ def test_additional_fuser_method_mapping__as_fuse_fx_does():
     assert quantization is not None
     assert sum(isinstance(part, nn.Linear) for part in theirs.modules()) == 1
     x = torch.randn(4, 10)
-    mod, params = rq.torch.load(rq.torch.export(net, (x,)))
-    prepared = rq.prepare(mod, params, None, rq.X86.with_fuser(FUSER))
+    mod, params = rq.load(rq.torch.export(net, (x,)))
+    prepared = rq.prepare(mod, params, None, rq.get_backend_config("x86").with_fuser(FUSER))
     assert len(prepared.plan.operators) == 1
     (got,) = rq.reference.run(prepared.mod, [x.numpy()])
     np.testing.assert_allclose(got, theirs(x).detach().numpy(), rtol=1e-5, atol=1e-6)
@@ -92,13 +92,13 @@ def test_additional_fuser_method_mapping__as_fuse_fx_does():
 
 def test_with_fuser__replaces_one_of_its_name_and_lives_in_plain_data():
     other = Rule("two products", chain_pattern(), lambda emitter, match: Skip("never"))
-    backend = rq.X86.with_fuser(FUSER).with_fuser(other)
+    backend = rq.get_backend_config("x86").with_fuser(FUSER).with_fuser(other)
     assert backend.fusers == (other,)
     data = json.loads(json.dumps(backend.to_dict()))
-    again = rq.BackendConfig.from_dict(data, rq.BUILTIN_OPS, fusers=[other])
+    again = rq.BackendConfig.from_dict(data, rq.extend.BUILTIN_OPS, fusers=[other])
     assert again == backend
     with pytest.raises(rq.ConfigError, match=r"fusers names 'two products', which was not passed"):
-        rq.BackendConfig.from_dict(data, rq.BUILTIN_OPS)
+        rq.BackendConfig.from_dict(data, rq.extend.BUILTIN_OPS)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +117,6 @@ def test_with_fuser__replaces_one_of_its_name_and_lives_in_plain_data():
     ],
 )
 def test_with_fuser__names_the_rule_that_goes_wrong(rewrite, message):
-    backend = rq.X86.with_fuser(Rule("mine", chain_pattern(), rewrite))
+    backend = rq.get_backend_config("x86").with_fuser(Rule("mine", chain_pattern(), rewrite))
     with pytest.raises(rq.ConfigError, match=message):
         rq.prepare(model(), None, None, backend)

@@ -128,7 +128,9 @@ def test_graph__second_specification_is_rounded_wherever_the_value_is_moved():
         t = emit("t", op.nn.max_pool2d(emit.conv("a", x), (2, 2)))
         return relax.Tuple([emit.conv("u", t), emit.conv("s", t)])
 
-    int8 = replace(X86.default_qconfig, activation=rq.TensorConfig(rq.QSpec("int8"), rq.MinMax()))
+    int8 = replace(
+        X86.default_qconfig, activation=rq.TensorConfig(rq.QSpec("int8"), rq.observers.MinMax())
+    )
     mapping = QConfigMapping().set_global(GENERIC.default_qconfig).set_module_name("s", int8)
     prepared = rq.prepare(build_model(body, MAP), None, mapping, "generic")
     first, second = prepared.plan.value_groups["t"]

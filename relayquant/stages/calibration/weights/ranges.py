@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relayquant.base.qtypes import QParams, QSpec, ValueInfo, choose_qparams
-from relayquant.config.observers import Observer, State, require_arrays
-from relayquant.config.observers.base import NotFiniteError
+from relayquant.config.observers import Observer
+from relayquant.config.observers.base import NotFiniteError, State, require_arrays
 from relayquant.config.observers.search import search_ranges
 from relayquant.errors import ConfigError, DataError
 from relayquant.stages.calibration.weights.statistics import round_to_grid
