@@ -281,13 +281,11 @@ def public_functions() -> dict[str, ast.FunctionDef]:
 DATA_COMES_LATER = {"prepare": "called as in PyTorch FX: model, qconfig_mapping, backend_config"}
 
 
-def rank_argument(name: str, names: list[str]) -> int:
+def rank_argument(name: str) -> int:
     """What comes first: the model with its parameters; what became of it; data; all else."""
-    if name in ("mod", "prepared", "model", "reference") or (
-        name == "params" and "quantized" not in names
-    ):
+    if name in ("mod", "params", "prepared", "model", "reference"):
         return 0
-    return {"quantized": 1, "dataset": 2, "inputs": 2}.get(name, 3)
+    return {"qmod": 1, "dataset": 2, "inputs": 2}.get(name, 3)
 
 
 def test_signatures__found() -> None:
@@ -301,7 +299,7 @@ def test_signatures__model_then_result_then_data() -> None:
     other = {}
     for name, function in public_functions().items():
         names = [argument.arg for argument in function.args.args]
-        ranks = [rank_argument(each, names) for each in names]
+        ranks = [rank_argument(each) for each in names]
         if ranks != sorted(ranks):
             other[name] = names
     assert other.keys() == DATA_COMES_LATER.keys(), other

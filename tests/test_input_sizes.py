@@ -92,7 +92,7 @@ def test_executor__sizes_of_one_name():
         lambda inputs: rq.verify(Fixed, inputs, None),
         lambda inputs: rq.quantize(Fixed, None, [tuple(inputs)]),
         lambda inputs: rq.calibrate(rq.prepare(Fixed), [tuple(inputs)]),
-        lambda inputs: rq.compare(Fixed, quantize_fixed(), [tuple(inputs)]),
+        lambda inputs: rq.compare(Fixed, None, quantize_fixed(), [tuple(inputs)]),
     ],
     ids=["reference", "verify", "quantize", "calibrate", "compare"],
 )

@@ -74,9 +74,9 @@ ENTRIES: dict[Callable[..., Any], Callable[[Any, Any, Path], Any]] = {
     rq.torch.from_relax: lambda mod, qmod, _: [
         (name, value.tolist()) for name, value in rq.torch.from_relax(mod).state_dict().items()
     ],
-    rq.report: lambda mod, qmod, _: rq.report(mod, qmod, DATA, rank=False).html,
+    rq.report: lambda mod, qmod, _: rq.report(mod, None, qmod, DATA, rank=False).html,
     rq.verify: lambda mod, qmod, _: [rq.verify(m, DATA[0]).is_equal for m in (mod, qmod)],
-    rq.compare: lambda mod, qmod, _: str(rq.compare(mod, qmod, DATA)),
+    rq.compare: lambda mod, qmod, _: str(rq.compare(mod, None, qmod, DATA)),
     rq.ledger: lambda mod, qmod, _: rq.ledger(qmod).to_dict(),
     rq.lint: lambda mod, qmod, _: rq.lint(mod, None, DATA),
     rq.analysis.measure_growth: lambda mod, qmod, _: rq.analysis.measure_growth(mod, None, DATA),

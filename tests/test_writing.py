@@ -41,7 +41,7 @@ def qmod(prepared):
 
 def write_plot(prepared, qmod, path: Path) -> None:
     pytest.importorskip("matplotlib")
-    plot_error_by_depth(rq.compare(model(), qmod, draw_batches(model(), 1)), path)
+    plot_error_by_depth(rq.compare(model(), None, qmod, draw_batches(model(), 1)), path)
 
 
 def write_histograms(prepared, qmod, path: Path) -> None:

@@ -78,7 +78,7 @@ print(f"broken: error {relative_error(bad):.1%}")
 # it quantized. *Alone* is what the operator does by itself. The first value that drops is where to
 # look; *saturated* says that its range is too small.
 
-report = rq.compare(mod, bad, demo.calibration, params)
+report = rq.compare(mod, params, bad, demo.calibration)
 console.print(compare_table(report))
 first = report.first_below(15)
 assert first is not None
@@ -87,7 +87,7 @@ print(f"it starts at {first.name}: {first.saturated:.0%} of its elements are cut
 # %%
 # ``relayquant compare model.onnx model.json --data x.npz --values --plot sqnr.png`` prints and
 # draws the same; ``rq.plots.plot_ranges`` draws histograms with the range that was chosen, and
-# ``rq.report(mod, bad, demo.calibration, params).save("report.html")`` puts all on one page.
+# ``rq.report(mod, params, bad, demo.calibration).save("report.html")`` puts all on one page.
 #
 # Which operators matter?
 # -----------------------

@@ -58,23 +58,23 @@ def compile_to_verify(mod: tvm.IRModule, target: Any = None) -> Verifier:
 @check_arguments
 def compare(
     mod: tvm.IRModule,
-    quantized: tvm.IRModule,
+    params: Mapping[str, Any] | None,
+    qmod: tvm.IRModule,
     dataset: Any,
-    params: Mapping[str, Any] | None = None,
 ) -> CompareReport:
     """How far every value of a quantized module is from the float model, and where it starts.
 
     Args:
         mod: The float module, as it was given to `quantize`.
-        quantized: What `quantize` made of it.
+        params: Parameters of the float module; None if they are bound.
+        qmod: What `quantize` made of it.
         dataset: As for `quantize`; a few dozen samples tell enough.
-        params: Parameters of the float module, if they are not bound.
 
     Raises:
         ModelError: the quantized module was not made from this float module.
         DataError: the data does not fit the model.
     """
-    canonical, quantized = align_modules(mod, quantized, params)
+    canonical, quantized = align_modules(mod, qmod, params)
     data = open_dataset(dataset, describe_inputs(canonical))
     # The first batch is read: what is wrong with the data shows before anything is compiled.
     return compare_modules(canonical, quantized, data, bind_loader(data, compile_draft))

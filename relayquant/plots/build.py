@@ -52,9 +52,9 @@ class Report:
 @check_arguments
 def report(
     mod: tvm.IRModule,
+    params: Mapping[str, Any] | None,
     qmod: tvm.IRModule,
     dataset: Any,
-    params: Mapping[str, Any] | None = None,
     *,
     metric: Metric | None = None,
     latency: bool = False,
@@ -70,9 +70,9 @@ def report(
 
     Args:
         mod: The float module, as it was given to `quantize`.
+        params: Parameters of the float module; None if they are bound.
         qmod: What `quantize` made of it.
         dataset: As for `quantize`.
-        params: Parameters of the float module, if they are not bound.
         metric: As for `quantize`; measured on all of the data.
         latency: Compile both modules for this machine, and time them and each kernel.
         other: Another quantized module of the same float module, to be shown beside it.

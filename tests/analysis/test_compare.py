@@ -24,7 +24,7 @@ def digits():
 @pytest.fixture(scope="module")
 def report(digits):
     mod, params, data = digits
-    return rq.compare(mod, rq.quantize(mod, params, data), data, params)
+    return rq.compare(mod, params, rq.quantize(mod, params, data), data)
 
 
 def test_error_sums__are_those_of_the_concatenation():
@@ -85,7 +85,7 @@ def test_compare__names_the_value_where_it_goes_wrong(digits):
         return rq.choose_qparams(0.0, high / (50 if info.name == "conv2/relu" else 1), info.spec)
 
     wrong = rq.quantize(mod, params, data, calibration=clip_one, guard=rq.config.Guard.OFF)
-    report = rq.compare(mod, wrong, data, params)
+    report = rq.compare(mod, params, wrong, data)
     assert report.first_below(15).name == "conv2/relu"
     assert str(report).endswith("; the first below 15 dB is conv2/relu")
     rows = {row.name: row for row in report.rows}
@@ -110,7 +110,7 @@ def test_compare__csv_reads_back(report):
 def test_compare__module_without_ledger_is_an_error(digits):
     mod, params, data = digits
     with pytest.raises(rq.ModelError, match="carries no ledger"):
-        rq.compare(mod, mod, data, params)
+        rq.compare(mod, params, mod, data)
 
 
 def test_compare__module_of_another_model_is_an_error(digits):
@@ -130,13 +130,13 @@ def test_compare__module_of_another_model_is_an_error(digits):
 
     qmod = rq.quantize(mod, params, data)
     with pytest.raises(rq.ModelError, match="no value in common"):
-        rq.compare(Other, qmod, data)
+        rq.compare(Other, None, qmod, data)
 
 
 def test_compare__integer_inputs_and_outputs_say_the_same(digits):
     mod, params, data = digits
     settings = {"effort": "fast"}
-    plain = rq.compare(mod, rq.quantize(mod, params, data, **settings), data, params)
+    plain = rq.compare(mod, params, rq.quantize(mod, params, data, **settings), data)
     qmod = rq.quantize(
         mod,
         params,
@@ -145,7 +145,7 @@ def test_compare__integer_inputs_and_outputs_say_the_same(digits):
         output_dtypes={"logits": "int8"},
         **settings,
     )
-    report = rq.compare(mod, qmod, data, params)
+    report = rq.compare(mod, params, qmod, data)
     assert [row.name for row in report.rows] == [row.name for row in plain.rows]
     # An integer output makes the last operator round its result, so only those before are equal.
     for row, other in zip(report.rows[:-1], plain.rows[:-1], strict=True):
@@ -156,7 +156,7 @@ def test_compare__integer_inputs_and_outputs_say_the_same(digits):
 def test_compare__prepared_model_is_an_error(digits):
     mod, params, data = digits
     with pytest.raises(rq.ModelError, match=r"quantized is PreparedModel.*allowed: a tvm.IRModule"):
-        rq.compare(mod, rq.prepare(mod, params), data, params)
+        rq.compare(mod, params, rq.prepare(mod, params), data)
 
 
 def test_compare__no_data_shows_before_anything_is_compiled(digits, monkeypatch):
@@ -168,11 +168,11 @@ def test_compare__no_data_shows_before_anything_is_compiled(digits, monkeypatch)
 
     monkeypatch.setattr(tvm, "compile", fail)
     with pytest.raises(rq.DataError, match="yields no sample"):
-        rq.compare(mod, qmod, [], params)
+        rq.compare(mod, params, qmod, [])
 
 
 def test_compare__data_that_may_not_be_written(digits, report):
     mod, params, data = digits
     frozen = [np.frombuffer(a.tobytes(), a.dtype).reshape(a.shape) for a in data]
-    found = rq.compare(mod, rq.quantize(mod, params, data), frozen, params)
+    found = rq.compare(mod, params, rq.quantize(mod, params, data), frozen)
     assert found == report

@@ -246,7 +246,7 @@ def test_analysis__compares_and_ranks_what_has_weights_in_groups(model):
     fine = group_weights("int8", SYMMETRIC)
     mapping = rq.QConfigMapping().set_global(fine).set_module_name("down", coarse)
     q = quantize(model, mapping)
-    rows = {row.name: row for row in rq.compare(model, q, data).rows}
+    rows = {row.name: row for row in rq.compare(model, None, q, data).rows}
     assert rows["down"].sqnr < rows["up"].sqnr
     calibrated = rq.calibrate(rq.prepare(model, None, mapping), data)
     report = rq.sensitivity(calibrated, data)

@@ -53,5 +53,5 @@ def report(hostile):
         return -float(abs(expected[0] - got[0]).max())
 
     return rq.report(
-        mod, qmod, batches, metric=closeness, latency=True, other=other, title="<b>hostile"
+        mod, None, qmod, batches, metric=closeness, latency=True, other=other, title="<b>hostile"
     )

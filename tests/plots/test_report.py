@@ -141,9 +141,9 @@ def test_report__save_and_notebook(report, tmp_path):
 def test_make_report__says_what_is_wrong(hostile, monkeypatch):
     mod, batches = hostile
     with pytest.raises(rq.ModelError, match="carries no ledger"):
-        rq.report(mod, mod, batches)
+        rq.report(mod, None, mod, batches)
     with pytest.raises(rq.ConfigError, match="samples is 0"):
-        rq.report(mod, mod, batches, samples=0)
+        rq.report(mod, None, mod, batches, samples=0)
     real = builtins.__import__
 
     for module, package in {"jinja2": "Jinja2", "grandalf": "grandalf"}.items():
@@ -156,7 +156,7 @@ def test_make_report__says_what_is_wrong(hostile, monkeypatch):
         monkeypatch.setattr("relayquant.plots.page.import_module", refuse)
         message = rf"needs {package}.*pip install relayquant\[report\]"
         with pytest.raises(rq.errors.MissingDependencyError, match=message):
-            rq.report(mod, mod, batches)
+            rq.report(mod, None, mod, batches)
 
 
 def test_suggest_float__brings_what_it_says():
@@ -255,7 +255,9 @@ def test_make_report__compiles_for_this_machine_once(hostile, monkeypatch):
 
     monkeypatch.setattr(collect, "compile", count)
     monkeypatch.setattr(collect, "compile_draft", lambda module: pytest.fail("compiled again"))
-    found = rq.report(mod, qmod, batches, metric=lambda a, b: 0.0, latency=True, rank=False).data
+    found = rq.report(
+        mod, None, qmod, batches, metric=lambda a, b: 0.0, latency=True, rank=False
+    ).data
     assert len(built) == 2
     assert {*found.latencies} == {"float", "int8"}
     assert found.score is not None

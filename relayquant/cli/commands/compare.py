@@ -64,7 +64,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
             values["same top-1"] = f"{row.top1:.2%}"
         output.print(summary_table(values, title=f"output {index}"))
     if options.values or options.csv is not None or options.plot is not None:
-        report = rq.compare(mod, qmod, dataset)
+        report = rq.compare(mod, None, qmod, dataset)
         output.add_table("values", report.rows)
         if options.values:
             output.print(compare_table(report, title="values", show_all=output.show_all))

@@ -53,9 +53,9 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
         if options.report is not None:
             report = rq.report(
                 mod,
+                params,
                 qmod,
                 data,
-                params,
                 metric=settings.get("metric"),
                 backend=settings["backend"],
                 title=f"{options.model.name}, quantized",

@@ -60,9 +60,9 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
             ranges = collect_ranges(prepared, data, samples=options.samples)
         report = rq.report(
             mod,
+            params,
             qmod,
             data,
-            params,
             backend=backend,
             metric=None if options.labels is None else make_top1(options),
             latency=options.latency,

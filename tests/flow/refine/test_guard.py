@@ -389,7 +389,9 @@ def test_find_first_off__zero_points_are_taken_off():
     qmod = rq.lower(rq.convert_to_reference(prepared), prepared.backend)
     rows = [row for row in rq.ledger(qmod).quantized if row.zero_point]
     assert all(64 < row.zero_point[0] < 192 for row in rows)
-    sqnr = {row.name: row.sqnr for row in rq.compare(mod, qmod, data).rows if row.name in "abc"}
+    sqnr = {
+        row.name: row.sqnr for row in rq.compare(mod, None, qmod, data).rows if row.name in "abc"
+    }
     worst = min(sqnr, key=lambda name: sqnr[name])
     assert worst != "a"
     assert find_first_off(prepared, qmod, data) == worst

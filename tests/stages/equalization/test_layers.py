@@ -59,7 +59,7 @@ def quantize(effort: str = "best", **options) -> tvm.IRModule:
 
 
 def measure(qmod: tvm.IRModule) -> CompareReport:
-    return rq.compare(build_chain(), qmod, DATA)
+    return rq.compare(build_chain(), None, qmod, DATA)
 
 
 def test_best__equalizes_layers_of_one_scale_and_says_so() -> None:
@@ -105,7 +105,7 @@ def test_best__compare_takes_the_equalized_float_model_too() -> None:
     assert read_exponents(prepared.mod)
     prepared = rq.calibrate(prepared, DATA)
     qmod = rq.lower(rq.convert_to_reference(prepared))
-    assert rq.compare(prepared.mod, qmod, DATA).rows == measure(qmod).rows
+    assert rq.compare(prepared.mod, None, qmod, DATA).rows == measure(qmod).rows
 
 
 def test_best__parameters_of_the_equalized_module_fit_it() -> None:
