@@ -27,8 +27,7 @@ from relayquant.errors import ModelError, format_count
 from relayquant.flow.settings import CalibrateSettings, PrepareSettings, QuantizeSettings
 from relayquant.ir.dialect.legality import Stage, check_stage
 from relayquant.ir.ledger import find_ledger
-from relayquant.ir.plan import Plan
-from relayquant.stages.annotation import annotate, review_plan
+from relayquant.stages.annotation import add_biases, annotate, review_plan
 from relayquant.stages.backends import resolve_backend
 from relayquant.stages.calibration.overflow import find_cause
 from relayquant.stages.calibration.runner import pick_parameters
@@ -57,7 +56,6 @@ from relayquant.stages.effort import (
 )
 from relayquant.stages.equalization import add_scales, move_scales, read_exponents
 from relayquant.stages.preparation import prepare_module
-from relayquant.stages.preparation.bias import add_planned_biases
 from relayquant.stages.preparation.finite import check_planned
 from relayquant.stages.preparation.fusers import apply_fusers
 from relayquant.stages.prepared import PreparedModel
@@ -112,18 +110,14 @@ def prepare_model(
     if dataset is not None or settings.model_type is not None:
         canonical = run("equalize", add_scales, canonical, dataset, kept, settings.model_type)
 
-    def make_plan(module: tvm.IRModule) -> Plan:
-        return annotate(
-            module, backend, mapping, {value.name for value in outputs if value.is_integer}
-        )
-
-    plan = run("annotate", make_plan, canonical)
+    wanted = {value.name for value in outputs if value.is_integer}
+    plan = run("annotate", annotate, canonical, backend, mapping, wanted)
     known = find_known(canonical) if is_quantized else {}
     plan = fix_parameters(canonical, plan, known, settings.parameters, Fixed)
     if level.equalizes_layers and dataset is not None:
         canonical = run("equalize layers", move_scales, canonical, plan, dataset)
     if level.fit.bias is not BiasCorrection.NONE:
-        canonical, plan = add_planned_biases(canonical, plan, mapping, backend, make_plan)
+        canonical, plan = add_biases(canonical, plan, backend, mapping)
     graph = run("simulate", build_calibration_graph, canonical, plan, backend)
     check_stage(graph.mod, Stage.SIMULATED, with_integers=is_quantized)
     check_planned(canonical, plan, graph.constants)

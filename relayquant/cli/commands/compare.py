@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 import relayquant as rq
-from relayquant.analysis.sensitivity import take_samples
 from relayquant.base.runtime import Executor
 from relayquant.base.storage.files import write_text
 from relayquant.cli.data import open_data
@@ -16,7 +15,7 @@ from relayquant.cli.files import bind_weights, load_model, load_module
 from relayquant.cli.measure import compare_outputs
 from relayquant.cli.options import check_options
 from relayquant.cli.output import CommandOutput, ExitCode, make_plain
-from relayquant.data import count_samples, open_dataset
+from relayquant.data import count_samples, open_dataset, take_samples
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ModelError
 from relayquant.ir.rewrite.entry import name_main

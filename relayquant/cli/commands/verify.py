@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from relayquant.analysis.sensitivity import take_samples
 from relayquant.cli.data import open_data
 from relayquant.cli.files import load_module
 from relayquant.cli.options import check_options
 from relayquant.cli.output import CommandOutput, ExitCode, make_plain
-from relayquant.data import count_samples, open_dataset
+from relayquant.data import count_samples, open_dataset, take_samples
 from relayquant.data.item import describe_inputs
 from relayquant.errors import format_count
 from relayquant.flow.evaluation import compile_to_verify

@@ -30,10 +30,13 @@ from relayquant.ir.ops.passed_over import describe_owner, find_passed_over
 from relayquant.ir.plan import PassedOver, Plan
 from relayquant.ir.rewrite import Graph, Match, Skip
 from relayquant.ir.rewrite.function import read_sources
-from relayquant.ir.rewrite.graph import call_name, tensor_dtype
+from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype
 
 #: patterns that are named for an operator that none of them matches
 MOST_NAMES = 4
+
+#: behind the name of a value that gets a bias: what it was before
+UNBIASED = "_unbiased"
 
 #: the operand that rows add to sums of products
 RESIDUAL = "residual"
@@ -189,10 +192,15 @@ class Sites:
 
     @cached_property
     def order(self) -> tuple[dict[str, tuple[tuple[str, ...], ...]], dict[relax.Var, int]]:
-        """(names of all operators by type, place of each value among those of its type)."""
+        """(names of all operators by type, place of each value among those of its type); sums with
+        an added bias are none of the model's, and have no place.
+        """
         peers: dict[str, list[tuple[str, ...]]] = {}
         places: dict[relax.Var, int] = {}
         for binding in self.graph.bindings:
+            if is_added_bias(self.graph, binding.var):
+                places[binding.var] = -1
+                continue
             same = peers.setdefault(self.graph.op_name(binding.var), [])
             places[binding.var] = len(same)
             same.append(self.names((binding.var,)))
@@ -213,6 +221,16 @@ class Sites:
         return OperatorSite(
             self.names(variables), op, pattern, places.get(main, 0), peers.get(op, ())
         )
+
+
+def is_added_bias(graph: Graph, var: relax.Var) -> bool:
+    """Whether a value is the sum with a bias of zeros that `add_biases` added."""
+    if graph.op_name(var) != "relax.add":
+        return False
+    product, bias = graph.values[var].args
+    array = constant_value(bias)
+    name = getattr(product, "name", "")
+    return array is not None and not array.any() and name.startswith(f"{var.name}{UNBIASED}")
 
 
 def find_sites(mod: tvm.IRModule, plan: Plan) -> dict[str, OperatorSite]:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import tvm
 from float_models import Chain, build_model, draw_batches
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from random_graphs import draw_configurations, draw_models
 from tvm import relax
 
 import relayquant as rq
 from relayquant.analysis.sensitivity import add_float_lines
 from relayquant.config import BiasCorrection, FitSettings, WeightRounding
 from relayquant.ir import reference
-from relayquant.stages.preparation.bias import add_biases
+from relayquant.stages.annotation import add_biases, annotate
+from relayquant.stages.backends import resolve_backend
 
 op = relax.op
 
@@ -78,7 +84,10 @@ def test_prepare__every_fitted_operator_has_a_bias_per_channel(kind: str, bias: 
         want, got = (reference.run(m, batch)[0] for m in (mod, prepared.mod))
         np.testing.assert_array_equal(got, want)
     # Nothing is left to do, also for who begins with the prepared module.
-    assert add_biases(prepared.mod, prepared.plan, prepared.backend) is prepared.mod
+    given = prepared.mod, prepared.plan
+    mod, plan = add_biases(*given, prepared.backend, prepared.mapping)
+    assert mod is prepared.mod
+    assert plan is prepared.plan
     again = prepare(prepared.mod)
     assert set(again.graph.constants) == set(prepared.graph.constants)
 
@@ -157,3 +166,67 @@ def test_prepare__added_product_shares_the_source_of_its_sum() -> None:
     assert {"fc/MatMul"} <= set(prepared.plan.operator("act").sources)
     kept = prepared.mod["main"].attrs["relayquant.sources"]
     assert '"linear_unbiased": {"node": "fc/MatMul"' in str(kept)
+
+
+def sum_model() -> tvm.IRModule:
+    """Two convolutions without a bias, then two sums that a line may name by their place."""
+
+    def body(emit: Chain, x: relax.Expr) -> relax.Expr:
+        def conv(name: str, value: relax.Expr) -> relax.Expr:
+            return emit(name, op.nn.conv2d(value, emit.constant(4, 4, 3, 3), padding=1))
+
+        def pool(name: str, value: relax.Expr) -> relax.Expr:
+            return emit(name, op.nn.max_pool2d(value, (3, 3), (1, 1), (1, 1)))
+
+        first = conv("first", x)
+        second = emit("second", op.nn.relu(conv("second.sum", first)))
+        one = emit("one", op.add(second, pool("pool", first)))
+        return conv("out", emit("two", op.add(one, pool("pool2", second))))
+
+    return build_model(body, (2, 4, 5, 5))
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_prepare__lines_count_the_operators_of_the_model_alone(place: int) -> None:
+    """Added biases are no sums that a line by place could mean."""
+    line = rq.QConfigMapping().set_global(rq.X86.default_qconfig)
+    line = line.set_module_name_object_type_order("", "add", place, None)
+    rows = {}
+    for effort in ("fast", "balanced"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a line that decides nothing would be one
+            prepared = rq.prepare(sum_model(), None, line, "x86", effort=effort)
+        again = annotate(prepared.mod, prepared.backend, line)
+        assert again.to_dict() == prepared.plan.to_dict()
+        rows[effort] = [(row.name, row.quantized, row.rule) for row in again.operators]
+    assert rows["balanced"] == rows["fast"]
+    chosen = [name for name, _, rule in rows["fast"] if "order" in rule]
+    assert chosen == [("one", "two")[place]]
+
+
+def test_prepare__a_sum_of_the_backend_is_no_bias() -> None:
+    """Where no row takes a product with its bias, the bias would be an operator more."""
+    names = ("add", "conv2d", "conv2d_relu")
+    rows = tuple(row for row in rq.X86.patterns if row.pattern.name in names)
+    assert len(rows) == len(names)
+    prepared = rq.prepare(block_model(), None, None, replace(rq.X86, patterns=rows))
+    assert [row.values for row in prepared.plan.operators if row.quantized] == [("linear", "act")]
+
+
+def block_model() -> tvm.IRModule:
+    return make_model("conv2d", "none")[0]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(draw_models(), st.data())
+def test_add_biases__plan_is_that_of_the_changed_module(mod: tvm.IRModule, data) -> None:
+    """The refined plan says what a new one of the module with biases would say."""
+    backend, mapping = data.draw(draw_configurations(mod))
+    mapping = mapping or rq.QConfigMapping().set_global(
+        resolve_backend(backend).default_qconfig
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = rq.prepare(mod, None, mapping, backend, effort="fast")
+    changed, plan = add_biases(plain.mod, plain.plan, plain.backend, mapping)
+    assert plan.to_dict() == annotate(changed, plain.backend, mapping).to_dict()

@@ -1,0 +1,203 @@
+"""Last step of annotate, where weights are fitted: module and plan -> both with a bias of zeros at
+linear operators that have none, so that calibration has where to put what rounding the weights
+changes in the mean.
+
+y = linear(x, w) -> y_unbiased = linear(x, w); y = y_unbiased + 0, one number per output channel:
+the same function. In integers a bias costs nothing: kernels begin their sums with it. (Zeros that a
+model has itself stay in the canonical form, and a single number becomes one for each channel.)
+
+The plan is not made anew. All biases are added, and who would take each operator then is asked
+once: what another row or another line of the mapping would take stays without. The others have
+their rows changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from relayquant.base.qtypes import Role
+from relayquant.config import BackendConfig, QConfigMapping
+from relayquant.ir.ops import Kind
+from relayquant.ir.ops.find import find_pattern, match_operator
+from relayquant.ir.plan import GroupPlan, OperatorPlan, Plan
+from relayquant.ir.rewrite import Emitter, Graph, Match, rewrite_main
+from relayquant.ir.rewrite.function import SOURCES_ATTR, read_sources
+from relayquant.ir.rewrite.graph import constant_value, tensor_shape
+from relayquant.stages.annotation.match import UNBIASED, Claim, claim_operators
+from relayquant.stages.annotation.shared_qparams import weight_group
+
+#: products and convolutions, which take a bias
+LINEAR = frozenset(
+    {
+        "relax.matmul",
+        "relax.nn.conv1d",
+        "relax.nn.conv2d",
+        "relax.nn.conv1d_transpose",
+        "relax.nn.conv2d_transpose",
+    }
+)
+#: value that a product or convolution computes -> its bias
+Biases = Mapping[str, np.ndarray]
+
+
+def add_biases(
+    canonical: tvm.IRModule, plan: Plan, backend: BackendConfig, mapping: QConfigMapping
+) -> tuple[tvm.IRModule, Plan]:
+    """(module, plan) with a bias per channel at every operator that the plan quantizes with a
+    constant weight; both as they are if all have one.
+
+    An operator stays without where a line of the mapping is for the pattern without a bias, where
+    another line would decide for the one with a bias, and where the backend has no row for the
+    whole of it.
+    Where data gets parameters of the run time, a bias is a float operator more, and there may be no
+    data to correct it by: those get none.
+    """
+    missing = find_missing_biases(Graph(canonical), plan, backend, mapping)
+    if not missing:
+        return canonical, plan
+    changed, products = insert_biases(canonical, dict(missing.values()))
+    claims = {each.root.name: each for each in claim_operators(Graph(changed), backend, mapping)}
+    taken = {
+        name: claims[name]
+        for name, (linear, _) in missing.items()
+        if name in claims and is_same(plan.operator(name), claims[name], products[linear])
+    }
+    kept = {missing[name][0]: missing[name][1] for name in taken}
+    if len(taken) < len(missing):
+        changed, products = insert_biases(canonical, kept)
+    return changed, refine_plan(plan, taken, products) if kept else plan
+
+
+def find_missing_biases(
+    graph: Graph, plan: Plan, backend: BackendConfig, mapping: QConfigMapping
+) -> dict[str, tuple[str, np.ndarray]]:
+    """Operator -> (value of its product or convolution, the bias that it may get)."""
+    selected = {key for rule in mapping.rules for key in (rule.key, rule.object_type) if key}
+    found: dict[str, tuple[str, np.ndarray]] = {}
+    for operator in plan.operators:
+        if not operator.quantized or operator.has_float_data or operator.pattern in selected:
+            continue
+        bias = find_missing_bias(graph, backend, operator)
+        if bias is not None:
+            found[operator.name] = bias
+    return found
+
+
+def find_missing_bias(
+    graph: Graph, backend: BackendConfig, operator: OperatorPlan
+) -> tuple[str, np.ndarray] | None:
+    """(value of the product or convolution, the bias that it is to have): zeros float32, shaped to
+    broadcast. None where the operator has one, or none could be corrected.
+    """
+    row = find_pattern(backend, operator.pattern) if operator.pattern else None
+    if row is None or row.kind is not Kind.ANCHOR or row.accumulator_axis is None:
+        return None
+    if Role.WEIGHT not in {operand.role for operand in row.operands}:
+        return None
+    match = match_operator(graph, backend, operator)
+    axis, linear = row.accumulator_axis(match), find_linear(match)
+    if "bias" in match.parts or axis is None or linear is None:
+        return None
+    shape = tensor_shape(linear)
+    if shape is None:  # what it is added to must have its rank
+        return None
+    channels, rank = int(shape[axis]), len(shape)
+    # Of the rank of the result, as importers write it: what else broadcasts keeps its layout.
+    shape = [channels if i == axis else 1 for i in range(rank)] if axis < rank - 1 else [channels]
+    return linear.name, np.zeros(shape, "float32")
+
+
+def find_linear(match: Match) -> relax.Var | None:
+    """The value that a matched product or convolution with a constant float32 weight computes."""
+    weight = constant_value(match.parts["weight"])
+    if weight is None or weight.dtype != np.float32:
+        return None
+    for var in match.vars:
+        call = match.graph.call_of(var)
+        if call is not None and match.graph.op_name(var) in LINEAR:
+            return var
+    return None
+
+
+def insert_biases(mod: tvm.IRModule, biases: Biases) -> tuple[tvm.IRModule, dict[str, str]]:
+    """(module with these biases, value -> name of what it was before the bias is added)."""
+    sources = read_sources(mod["main"])
+    products: dict[str, str] = {}
+
+    def visit(emitter: Emitter, binding: relax.VarBinding) -> relax.Expr:
+        value, name = emitter.get(binding.value), binding.var.name
+        if name not in biases:
+            return value
+        product = emitter.emit(value, f"{name}{UNBIASED}")
+        products[name] = product.name
+        if name in sources:
+            sources[product.name] = sources[name]
+        return relax.op.add(product, relax.const(biases[name], "float32"))
+
+    changed = rewrite_main(mod, visit) if biases else mod
+    if not sources or not biases:
+        return changed, products
+    note = {SOURCES_ATTR: json.dumps(sources)}
+    same = rewrite_main(changed, lambda emitter, binding: emitter.get(binding.value), attrs=note)
+    return same, products
+
+
+def is_same(operator: OperatorPlan, claim: Claim, product: str) -> bool:
+    """Whether the planned operator with a bias is what was claimed, by the same line."""
+    values = {var.name for var in claim.vars}
+    is_whole = claim.kind is Kind.ANCHOR and values == {*operator.values, product}
+    rule = claim.rule.description if claim.rule is not None else ""
+    return is_whole and claim.can_quantize and rule == operator.rule
+
+
+def refine_plan(plan: Plan, claims: Mapping[str, Claim], products: Mapping[str, str]) -> Plan:
+    """The plan with these operators as they were claimed with a bias; `products` are the names of
+    what reads their data now. All other decisions stand.
+    """
+    operators, groups = list(plan.operators), list(plan.groups)
+    for i, operator in enumerate(operators):
+        if operator.name in claims:
+            claim = claims[operator.name]
+            added = group_bias(claim)
+            operators[i] = refine_operator(operator, claim, added)
+            at = [group.constant == (operator.name, "weight") for group in groups].index(True)
+            groups[at + 1 : at + 1] = added
+    renamed = [group if group.constant else rename_consumers(group, products) for group in groups]
+    return replace(plan, operators=tuple(operators), groups=tuple(renamed))
+
+
+def refine_operator(
+    operator: OperatorPlan, claim: Claim, added: Collection[GroupPlan]
+) -> OperatorPlan:
+    """The row of an operator with a bias."""
+    keys = dict(operator.operands)
+    keys.update((group.constant[1], group.key) for group in added if group.constant)
+    return replace(
+        operator,
+        values=tuple(var.name for var in claim.vars),
+        pattern=claim.pattern.name if claim.pattern is not None else "",
+        operands=tuple((name, keys[name]) for name, *_ in claim.operands() if name in keys),
+        sources=claim.sources,
+        accumulator=claim.accumulator,
+        passed_over=claim.passed_over,
+    )
+
+
+def group_bias(claim: Claim) -> list[GroupPlan]:
+    """The group of the bias, where it is rounded to a grid of its own."""
+    if claim.qconfig is None or not claim.qconfig.has_own_bias:
+        return []
+    rows = [row for row in claim.operands() if row[2].role is Role.BIAS]
+    return [weight_group(claim, name, expr, operand) for name, expr, operand in rows]
+
+
+def rename_consumers(group: GroupPlan, products: Mapping[str, str]) -> GroupPlan:
+    """The group of values whose readers have other names now."""
+    consumers = tuple(products.get(name, name) for name in group.info.consumers)
+    return replace(group, info=replace(group.info, consumers=consumers))
