@@ -372,6 +372,8 @@ class FunctionLowering:
             return decline("too few channels")
         if min(spec.padding) < 0:
             return decline("the padding is negative")
+        if min(spec.out_size) < 1:
+            return decline("the result is empty")
         tail = self.follow(root, outputs)
         concat, epilogue = self.choose_epilogue(tail)
         spec = replace(spec, epilogue=epilogue)

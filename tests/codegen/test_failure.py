@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import tvm
 from tvm import relax
@@ -35,6 +36,18 @@ def test_compile__names_what_has_no_code(compute, dtype, said):
     assert said in str(caught.value)
     assert "cast the operands" in str(caught.value)
     assert caught.value.__cause__ is not None
+
+
+def test_compile__a_convolution_that_leaves_nothing():
+    x, builder = relax.Var("x", relax.TensorType((1, 8, 2, 5), "float32")), relax.BlockBuilder()
+    weight = relax.const(np.ones((8, 8, 3, 3), "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            y = builder.emit_output(relax.op.nn.conv2d(x, weight))
+        builder.emit_func_output(y)
+    with pytest.raises(rq.ModelError, match=r"nn\.conv2d .* Invalid conv parameters") as caught:
+        rq.compile(builder.finalize())
+    assert caught.value.code == "RQ206"
 
 
 def test_compile__sizes_that_only_other_values_have():

@@ -18,6 +18,7 @@ from relayquant.codegen.eager.operand import Operand
 from relayquant.codegen.kernels.floating.conv import FloatConv2d, make_conv2d, pack_conv2d
 from relayquant.codegen.kernels.floating.gemm import FloatDense, make_dense, pack_dense
 from relayquant.codegen.kernels.floating.tile import FEWEST_CHANNELS, FloatEpilogue, FloatIsa
+from relayquant.errors import ModelError
 from relayquant.ir.reference.frame import Frame
 from relayquant.ir.rewrite.epilogue_pattern import Tail
 from relayquant.ir.rewrite.expressions import expand_padding, pair, shape_of, static_sizes
@@ -248,9 +249,25 @@ class ProductStep:
         make = make_any_dense if isinstance(spec, FloatDense) else make_any_conv2d
         return KernelKey(make, spec)
 
+    def find_spec(self, sizes: Sequence[int | None]) -> FloatConv2d | FloatDense | None:
+        """What multiplies data of these sizes; None if they leave it open.
+
+        Raises:
+            ModelError: nothing is left of the data, as in the numpy form of a convolution.
+        """
+        spec = self.layout.find_spec(sizes, self.epilogue)
+        if isinstance(spec, FloatConv2d) and min(spec.out_size) < 1:
+            raise ModelError(
+                f"value {self.result.name!r}: a convolution with a {spec.kernel} kernel "
+                f"leaves nothing of data of {spec.height} x {spec.width}. Pass larger inputs, or "
+                "pad them in the model.",
+                code="RQ206",
+            )
+        return spec
+
     def find_kernel(self) -> KernelKey | None:
         """The kernel, if it does not depend on the data."""
-        spec = self.layout.find_spec(self.layout.sizes, self.epilogue)
+        spec = self.find_spec(self.layout.sizes)
         return None if spec is None else self.key(spec)
 
     def run(self, frame: Frame) -> None:
@@ -274,7 +291,7 @@ class ProductStep:
 
     def plan_call(self, sizes: tuple[int, ...]) -> ProductCall:
         """How data of the shape `sizes` (N, spatial, C) is multiplied."""
-        spec = self.layout.find_spec(sizes, self.epilogue)
+        spec = self.find_spec(sizes)
         assert spec is not None  # all sizes of an array are known
         out = self.layout.out_shape(sizes, spec)
         views = [sizes, out]

@@ -214,6 +214,17 @@ def test_errors__are_those_of_the_reference():
         module.run("main", [np.zeros((1, 4, 5, 6), "float32")])
 
 
+@pytest.mark.parametrize("height", [2, "h"], ids=["known", "symbolic"])
+@pytest.mark.parametrize("attrs", [{}, {"dilation": 2}, {"strides": 2}])
+def test_errors__of_data_that_a_convolution_leaves_nothing_of(height, attrs):
+    mod = conv2d_model((1, 4, height, 5), (8, 4, 3, 3), **attrs)
+    arrays = [np.zeros((1, 4, 2, 5), "float32")]
+    with pytest.raises(rq.ModelError, match="leaves nothing"):
+        EagerModule(mod).run("main", arrays)
+    with pytest.raises(rq.ModelError, match="leaves nothing"):
+        run(mod, arrays)
+
+
 def test_errors__also_behind_calls_that_were_fine():
     mod = build_model(lambda e, x, y: e("s", op.add(e.conv("a", x), e.conv("b", y))), MAP, MAP)
     module, (x, y) = EagerModule(mod), draw(mod, 2)
