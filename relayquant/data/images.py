@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from relayquant.base.storage.files import read_text, reading
 from relayquant.data.item import Batch, InputInfo
 from relayquant.errors import (
     ConfigError,
@@ -24,6 +25,8 @@ from relayquant.errors import (
 
 #: endings of files in a folder that are read as pictures
 SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+#: Largest file of labels: some ten million lines.
+MAX_LABELS_BYTES = 1 << 28
 
 
 class ChannelOrder(enum.Enum):
@@ -270,7 +273,9 @@ def read_labels(
     Raises:
         DataError: a line is of another form, or a sample has none.
     """
-    lines = [line.replace(",", " ").split() for line in path.read_text("utf-8").splitlines()]
+    with reading(path, "file of labels"):
+        text = read_text(path, MAX_LABELS_BYTES)
+    lines = [line.replace(",", " ").split() for line in text.splitlines()]
     lines = [line for line in lines if line]
     widths = {len(line) for line in lines}
     in_order = widths == {1} and images is not None and len(lines) == len(images)

@@ -116,6 +116,19 @@ def test_open_images__a_picture_that_would_fill_the_memory(tmp_path, monkeypatch
         read_one(tmp_path, "unit", (1, 3, 8, 8))
 
 
+def test_read_labels__what_is_no_text(tmp_path):
+    file = tmp_path / "labels.txt"
+    file.write_bytes(b"\xff\xfe\x00")
+    for path, message in {
+        file: "is no file of labels, or is damaged",
+        tmp_path: "it is a folder",
+        tmp_path / "none.txt": "There is no file",
+    }.items():
+        with pytest.raises(rq.DataError, match=message) as caught:
+            read_labels(path)
+        assert caught.value.code == "RQ502"
+
+
 def test_read_labels__by_name_and_in_order(folder):
     images, file = list_images(folder), folder / "labels.txt"
     for text in ("deep/c.png,7\nb.png,3\n", "3\n7\n"):
