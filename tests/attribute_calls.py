@@ -7,6 +7,7 @@ the tests of every stage that draw from here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,26 @@ VALUES: dict[str, list[Any]] = {
     "coordinate_transformation_mode": ["align_corners", "half_pixel"],
     "alpha": [0.3, 1.5, -0.4],
     "rounding_method": ["round", "ceil", "round_prefer_floor"],
+    "dtype": ["float64", "float16"],
+    "relax.argsort.dtype": ["int64"],
+    "relax.topk.dtype": ["int64"],
+    "ret_type": ["indices", "both"],
+    "subscripts": ["ij,jk->ki", "ij,jk->j"],
+    "relax.repeat.repeats": [3],
+    "relax.repeat.axis": [1, -2, None],
+    "indices_or_sections": [3, [1, 2]],
+    "relax.split.axis": [0, -2],
+    "relax.stack.axis": [1, -1],
+    "output_size": [[3], [6]],
+    "num_groups": [1, 4],
+    "channel_axis": [0, 2, -2],
+    "relax.nn.group_norm.axes": [[2], [2, 3], [-1, -2]],
+    "relax.nn.instance_norm.axes": [[2], [2, 3], [-1, -2]],
+    "relax.nn.layer_norm.axes": [[0], [-2]],
+    "relax.nn.rms_norm.axes": [[0], [-2]],
+    "relax.nn.attention.scale": [0.3],
+    "causal_mask": ["TopLeft", "BottomRight"],
+    "window_size": [2],
 }
 
 
@@ -70,6 +91,11 @@ def draw_resize(shape: tuple[int, ...] = (1, 4, 6, 6), **attrs: Any):
     return lambda b: op.image.resize2d(b.activation(*shape), (9, 4), **given)
 
 
+def draw_attention_bias(b: ModelBuilder, **given: Any) -> relax.Expr:
+    operands = [b.activation(1, 4, 2, 8) for _ in range(3)]
+    return op.nn.attention(*operands, b.constant(1, 2, 4, 4), **given)
+
+
 #: operator -> a call whose attributes are varied, where that of `check_pattern` does not do
 BASES: dict[str, Callable[[ModelBuilder], relax.Expr]] = {
     "relax.nn.conv1d": draw_conv(op.nn.conv1d, 1, (5, 4, 3)),
@@ -84,7 +110,57 @@ BASES: dict[str, Callable[[ModelBuilder], relax.Expr]] = {
         b.activation(4, 4), relax.const(np.arange(16).reshape(4, 4) * 7 % 4, "int64")
     ),
     "relax.squeeze": lambda b: op.squeeze(b.activation(2, 1, 1, 4)),
-}
+    "relax.topk": lambda b: op.topk(b.activation(2, 6), 2, ret_type="values"),
+    "relax.einsum": lambda b: op.einsum([b.activation(2, 6), b.constant(6, 3)], "ij,jk->ik"),
+    "relax.flip": lambda b: op.flip(b.activation(2, 6), 0),
+    "relax.repeat": lambda b: op.repeat(b.activation(2, 6), 2, 0),
+    "relax.split": lambda b: op.split(b.activation(6, 6), 2, 1),
+    "relax.stack": lambda b: op.stack([b.activation(2, 6), b.constant(2, 6)], 0),
+    "relax.strided_slice": lambda b: op.strided_slice(b.activation(4, 6), [1], [1], [5], [2]),
+    "relax.astype": lambda b: op.astype(b.activation(2, 6), "int32"),
+    "relax.full": lambda b: op.full((2, 6), relax.const(1.5), "float32"),
+    "relax.full_like": lambda b: op.full_like(b.activation(2, 6), relax.const(1.5)),
+    "relax.ones": lambda b: op.ones((2, 6), "float32"),
+    "relax.zeros": lambda b: op.zeros((2, 6), "float32"),
+    "relax.nn.conv3d": draw_conv(op.nn.conv3d, 3, (5, 4, 3, 3, 3)),
+    "relax.nn.conv1d_transpose": draw_conv(op.nn.conv1d_transpose, 1, (4, 5, 3)),
+    "relax.nn.conv3d_transpose": draw_conv(op.nn.conv3d_transpose, 3, (4, 5, 3, 3, 3)),
+    "relax.nn.max_pool3d": draw_pool(op.nn.max_pool3d, 3, strides=2),
+    "relax.nn.avg_pool1d": draw_pool(op.nn.avg_pool1d, 1, strides=2, padding=1),
+    "relax.nn.avg_pool3d": draw_pool(op.nn.avg_pool3d, 3, strides=2, padding=1),
+    "relax.nn.adaptive_avg_pool1d": lambda b: op.nn.adaptive_avg_pool1d(b.activation(1, 4, 7), 2),
+    "relax.nn.adaptive_avg_pool2d": lambda b: op.nn.adaptive_avg_pool2d(
+        b.activation(1, 4, 7, 6), 2
+    ),
+    "relax.nn.attention": lambda b: op.nn.attention(*(b.activation(1, 4, 2, 8) for _ in range(3))),
+    "relax.nn.attention_bias": draw_attention_bias,
+    "relax.nn.batch_norm": lambda b: op.nn.batch_norm(
+        b.activation(4, 4), *(b.constant(4) for _ in range(3)),
+        relax.const(np.float32([1, 2, 3, 4])), axis=1, training=False,
+    ),
+    "relax.clip": lambda b: op.clip(b.activation(2, 6), -0.5, 0.5),
+    "relax.where": lambda b: op.where(
+        relax.const(np.eye(2, 6, dtype=bool)), b.activation(2, 6), b.constant(2, 6)
+    ),
+    "relax.collapse_sum_to": lambda b: op.collapse_sum_to(b.activation(2, 6), (1, 6)),
+    "relax.broadcast_to": lambda b: op.broadcast_to(b.activation(2, 6), (3, 2, 6)),
+    "relax.reshape": lambda b: op.reshape(b.activation(2, 6), (3, 4)),
+    "relax.shape_to_tensor": lambda b: op.shape_to_tensor(relax.ShapeExpr([2, 3])),
+    "relax.tensor_to_shape": lambda b: op.tensor_to_shape(relax.const(np.int64([2, 3]))),
+    "relax.tril": lambda b: op.tril(b.activation(6, 6)),
+    "relax.triu": lambda b: op.triu(b.activation(6, 6)),
+    "relax.nn.group_norm": lambda b: op.nn.group_norm(
+        b.activation(4, 4, 4, 4), b.constant(4), b.constant(4), 2, 1, [3]
+    ),
+    "relax.nn.instance_norm": lambda b: op.nn.instance_norm(
+        b.activation(4, 4, 4, 4), b.constant(4), b.constant(4), 1, [3]
+    ),
+    "relax.nn.layer_norm": lambda b: op.nn.layer_norm(
+        b.activation(4, 4), b.constant(4), b.constant(4), [-1]
+    ),
+    "relax.nn.rms_norm": lambda b: op.nn.rms_norm(b.activation(4, 4), b.constant(4), [1]),
+    "relax.nn.pixel_shuffle": lambda b: op.nn.pixel_shuffle(b.activation(1, 36, 2, 3), 2),
+}  # fmt: skip
 
 #: operator -> (attributes, a call that has others than their defaults)
 CALLS: dict[str, tuple[tuple[str, Callable[[ModelBuilder], relax.Expr]], ...]] = {
@@ -125,7 +201,55 @@ CALLS: dict[str, tuple[tuple[str, Callable[[ModelBuilder], relax.Expr]], ...]] =
             b.activation(4, 6, 3), relax.const(np.array([[2], [5], [0], [2]]), "int64"),
             batch_dims=1)),
     ),
+    "relax.nn.attention_bias": tuple(
+        (next(iter(given)), partial(draw_attention_bias, **given))
+        for given in ({"scale": 0.3}, {"causal_mask": "TopLeft"}, {"window_size": 2})
+    ),
 }  # fmt: skip
+
+
+def draw_more_calls() -> Iterator[tuple[str, tuple[tuple[str, Any], ...]]]:
+    """As CALLS, of operators on volumes and rows: those whose layouts have other letters."""
+    for name, letters, kernel in (
+        ("conv3d", "DHW", (5, 4)), ("conv1d_transpose", "W", (4, 5)),
+        ("conv3d_transpose", "DHW", (4, 5)),
+    ):  # fmt: skip
+        make, rank, is_transposed = getattr(op.nn, name), len(letters), kernel[0] == 4
+        spatial, first = (3,) * rank, ("IO" if is_transposed else "OI") + letters
+        moved = (*spatial, *kernel) if is_transposed else (kernel[0], *spatial, kernel[1])
+        layout = f"{letters}IO" if is_transposed else f"O{letters}I"
+        grouped = (4, 3, *spatial) if is_transposed else (6, 2, *spatial)
+        wider = (
+            "output_padding",
+            draw_conv(make, rank, (*kernel, *spatial), strides=2, output_padding=1),
+        )
+        yield f"relax.nn.{name}", (
+            ("data_layout kernel_layout", draw_conv(
+                make, rank, moved, data_layout=f"N{letters}C", kernel_layout=layout)),
+            ("groups", draw_conv(make, rank, grouped, groups=2, kernel_layout=first)),
+            ("out_layout", draw_conv(make, rank, (*kernel, *spatial), out_layout=f"N{letters}C")),
+            *([wider] * is_transposed),
+        )  # fmt: skip
+    for name, letters in (
+        ("max_pool3d", "DHW"), ("avg_pool1d", "W"), ("avg_pool3d", "DHW"),
+        ("adaptive_avg_pool1d", "W"), ("adaptive_avg_pool2d", "HW"),
+    ):  # fmt: skip
+        make, sizes = getattr(op.nn, name), (5, 6, 7)[: len(letters)]
+
+        def draw(b: ModelBuilder, shape: Any, make: Any = make, **given: Any) -> relax.Expr:
+            return make(b.activation(*shape), 2, **given)
+
+        last = f"N{letters}C"
+        yield (
+            f"relax.nn.{name}",
+            (
+                ("layout", partial(draw, shape=(1, *sizes, 4), layout=last)),
+                ("out_layout", partial(draw, shape=(1, 4, *sizes), out_layout=last)),
+            ),
+        )
+
+
+CALLS |= dict(draw_more_calls())
 
 
 def move_channels(x: relax.Expr, last: bool) -> relax.Expr:

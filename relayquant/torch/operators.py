@@ -1,13 +1,14 @@
-"""Torch forms of Relax operators, as rows of one table: what `program` interprets modules with.
+"""PyTorch as the library of rows: what `program` interprets modules with.
 
-As `reference.relax`, and with the same arguments: tensors, tuples of tensors, tuples of
-ints (shapes) or numbers, and the attributes by name. Gradients flow through every row that has any.
+The rows are those of `reference.relax`, with the same arguments: tensors, tuples of tensors, tuples
+of ints (shapes) or numbers, and the attributes by name. Gradients flow through every row that has
+any.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,69 +22,11 @@ from relayquant.ir.reference.convolution import (
     get_spatial_letters,
     split_padding,
 )
-from relayquant.ir.reference.relax.attributes import to_axes, to_ints
-from relayquant.ir.reference.unary import RELAX_UNARY, Unary
+from relayquant.ir.reference.relax import ROWS
+from relayquant.ir.reference.relax.row import Row, bind_rows, to_ints
+from relayquant.ir.reference.unary import Unary
 
 Tensor = torch.Tensor
-TorchFunction = Callable[[list[Any], Any], Any]
-
-
-def find_dtype(name: Any, default: torch.dtype) -> torch.dtype:
-    """A dtype attribute; `default` where it is empty."""
-    text = "" if name is None else str(name)
-    return default if text in ("", "void") else getattr(torch, text)
-
-
-def plain(function: Callable[..., Any]) -> TorchFunction:
-    """A row that applies a function to the arguments and needs no attributes."""
-    return lambda args, attrs: function(*args)
-
-
-def as_tensors(args: Iterable[Any]) -> list[Tensor]:
-    """Numbers as tensors among tensors."""
-    return [arg if isinstance(arg, Tensor) else torch.as_tensor(arg) for arg in args]
-
-
-# Elementwise -----------------------------------------------------------------------------------
-
-
-def make_unary(row: Unary) -> TorchFunction | None:
-    """The torch function of a row's name; None where torch has none."""
-    if row.name == "gelu_tanh":
-        return lambda args, attrs: F.gelu(args[0], approximate="tanh")
-    function = getattr(torch, row.name, None) or getattr(F, row.name, None)
-    if function is None:
-        return None
-    return lambda args, attrs: function(
-        args[0], **{name: getattr(attrs, name) for name in row.attributes}
-    )
-
-
-def binary(function: Callable[[Tensor, Tensor], Tensor]) -> TorchFunction:
-    """A row of a function of two tensors, either of which may be a number."""
-    return lambda args, attrs: function(*as_tensors(args))
-
-
-def divide(left: Tensor, right: Tensor) -> Tensor:
-    """Integers truncate toward zero, as in C."""
-    is_float = left.is_floating_point() or right.is_floating_point()
-    return torch.div(left, right) if is_float else torch.div(left, right, rounding_mode="trunc")
-
-
-def clip(args: list[Any], attrs: Any) -> Tensor:
-    """Of floats hardtanh, whose gradient is one pass; that of clamp is three comparisons. At the
-    bounds themselves it is 0.
-    """
-    data, low, high = args
-    if data.is_floating_point() and low <= high:
-        return F.hardtanh(data, float(low), float(high))
-    return torch.clamp(data, low, high)
-
-
-def prelu(args: list[Any], attrs: Any) -> Tensor:
-    data, slope = args
-    return torch.where(data > 0, data, data * align(slope, [int(attrs.axis)], data.ndim))
-
 
 # Convolution, pooling, products ----------------------------------------------------------------
 
@@ -119,7 +62,7 @@ CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 CONVOLVE_TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
-def convolution(args: list[Any], attrs: Any) -> Tensor:
+def convolve(args: list[Any], attrs: Any) -> Tensor:
     letters = get_spatial_letters(attrs.data_layout)
     rank, order = len(letters), f"NC{letters}"
     data = permute(args[0], attrs.data_layout, order)
@@ -132,7 +75,7 @@ def convolution(args: list[Any], attrs: Any) -> Tensor:
     return permute(result, order, attrs.out_layout or attrs.data_layout)
 
 
-def transposed_convolution(args: list[Any], attrs: Any) -> Tensor:
+def convolve_transposed(args: list[Any], attrs: Any) -> Tensor:
     """The kernel has I = input channels and O = output channels / groups. What is padded is cut
     off the full result.
     """
@@ -149,10 +92,6 @@ def transposed_convolution(args: list[Any], attrs: Any) -> Tensor:
     for axis, (before, after) in enumerate(edges, start=2):
         result = result.narrow(axis, before, result.shape[axis] - before - after)
     return permute(result, order, attrs.out_layout or attrs.data_layout)
-
-
-def matmul(args: list[Any], attrs: Any) -> Tensor:
-    return torch.matmul(*args)
 
 
 def open_window(data: Tensor, attrs: Any, value: float) -> tuple[Tensor, Window, list[int], str]:
@@ -216,9 +155,6 @@ def adaptive_avg_pool(args: list[Any], attrs: Any) -> Tensor:
     return permute(result, order, attrs.out_layout or attrs.layout)
 
 
-PAD_MODES = {"constant": "constant", "reflect": "reflect", "replicate": "replicate"}
-
-
 def pad(args: list[Any], attrs: Any) -> Tensor:
     """Modes other than constant by indices, which torch pads at any rank with."""
     (data,) = args
@@ -250,98 +186,28 @@ def fold_index(at: Tensor, size: int, mode: str) -> Tensor:
     )
 
 
-# Normalization ---------------------------------------------------------------------------------
+# The library -----------------------------------------------------------------------------------
 
 
-def align(values: Tensor, axes: Sequence[int], ndim: int) -> Tensor:
-    """Parameters of the given axes, in their order, shaped to broadcast against `ndim` axes."""
-    positions = [axis % ndim for axis in axes]
-    if values.ndim > 1:
-        values = values.permute(sorted(range(len(positions)), key=positions.__getitem__))
-    shape = [1] * ndim
-    for position, size in zip(sorted(positions), values.shape, strict=True):
-        shape[position] = size
-    return values.reshape(shape)
+def skip_zero(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """A quotient or remainder; of integers it is 0 where the divisor is, as in numpy."""
+
+    def compute(left: Tensor, right: Tensor) -> Tensor:
+        if left.is_floating_point() or right.is_floating_point() or right.all():
+            return function(left, right)
+        return torch.where(right == 0, 0, function(left, torch.where(right == 0, 1, right)))
+
+    return compute
 
 
-def normalize(x: Tensor, axes: Sequence[int], epsilon: float) -> Tensor:
-    """(x - mean) / sqrt(variance + epsilon) over `axes`."""
-    centred = x - x.mean(tuple(axes), keepdim=True)
-    variance = (centred * centred).mean(tuple(axes), keepdim=True)
-    return centred * torch.rsqrt(variance + epsilon)
+def reduce(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A reduction of axes, all of them where they are None."""
 
-
-def apply_affine(x: Tensor, args: list[Any], axes: Sequence[int], attrs: Any) -> Tensor:
-    """x * gamma + beta, with gamma and beta the second and third argument along `axes`."""
-    if attrs.scale:
-        x = x * align(args[1], axes, x.ndim)
-    if attrs.center:
-        x = x + align(args[2], axes, x.ndim)
-    return x
-
-
-def layer_norm(args: list[Any], attrs: Any) -> Tensor:
-    axes = to_ints(attrs.axes)
-    return apply_affine(normalize(args[0], axes, attrs.epsilon), args, axes, attrs)
-
-
-def instance_norm(args: list[Any], attrs: Any) -> Tensor:
-    normal = normalize(args[0], to_ints(attrs.axes), attrs.epsilon)
-    return apply_affine(normal, args, (int(attrs.channel_axis),), attrs)
-
-
-def group_norm(args: list[Any], attrs: Any) -> Tensor:
-    data, groups = args[0], int(attrs.num_groups)
-    axis = int(attrs.channel_axis) % data.ndim
-    shape = tuple(data.shape)
-    split = (*shape[:axis], groups, shape[axis] // groups, *shape[axis + 1 :])
-    axes = [a % data.ndim for a in to_ints(attrs.axes)]
-    # In the split array axes after the channel axis move by one; a group's channels are one of
-    # them.
-    moved = tuple(sorted({axis + 1, *(a + (a > axis) for a in axes if a != axis)}))
-    normal = normalize(data.reshape(split), moved, attrs.epsilon).reshape(shape)
-    return apply_affine(normal, args, (axis,), attrs)
-
-
-def rms_norm(args: list[Any], attrs: Any) -> Tensor:
-    data, weight = args[:2]
-    axes = to_ints(attrs.axes)
-    square = (data * data).mean(axes, keepdim=True)
-    return data * torch.rsqrt(square + attrs.epsilon) * align(weight, axes, data.ndim)
-
-
-def batch_norm(args: list[Any], attrs: Any) -> Any:
-    """With the statistics that it has: (result, moving mean, moving variance).
-
-    Raises:
-        ModelError: it normalizes by the statistics of the batch (`training`).
-    """
-    if attrs.training:
-        raise ModelError(
-            "nn.batch_norm has no torch form for training=True; allowed: False, with the moving "
-            "statistics. Export the model in eval mode.",
-            code="RQ206",
-        )
-    data, _, _, mean, variance = args
-    axes = (int(attrs.axis),)
-    centred = data - align(mean, axes, data.ndim)
-    normal = centred / torch.sqrt(align(variance, axes, data.ndim) + attrs.epsilon)
-    return apply_affine(normal, args, axes, attrs), mean, variance
-
-
-# Reductions ------------------------------------------------------------------------------------
-
-
-def reduction(function: Callable[..., Tensor]) -> TorchFunction:
-    """A row that reduces `axis`, all axes where it names none."""
-
-    def reduce(args: list[Any], attrs: Any) -> Tensor:
-        (data,) = args
-        axes = to_axes(attrs.axis)
+    def compute(data: Tensor, axes: tuple[int, ...] | None, keepdims: bool) -> Tensor:
         axes = tuple(range(data.ndim)) if axes is None else axes
-        return function(data, axes, keepdim=bool(attrs.keepdims)) if axes else data
+        return function(data, axes, keepdim=keepdims) if axes else data
 
-    return reduce
+    return compute
 
 
 def mean(data: Tensor, axes: tuple[int, ...], keepdim: bool) -> Tensor:
@@ -364,292 +230,131 @@ def population(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda data, axes, keepdim: function(data, axes, correction=0, keepdim=keepdim)
 
 
-def arg_reduction(function: Callable[..., Tensor]) -> TorchFunction:
-    """argmax or argmin."""
-
-    def reduce(args: list[Any], attrs: Any) -> Tensor:
-        axis = None if attrs.axis is None else int(attrs.axis)
-        return function(args[0], dim=axis, keepdim=bool(attrs.keepdims))
-
-    return reduce
+def divide(left: Tensor, right: Tensor) -> Tensor:
+    """Integers truncate toward zero, as in C."""
+    is_float = left.is_floating_point() or right.is_floating_point()
+    return torch.div(left, right) if is_float else torch.div(left, right, rounding_mode="trunc")
 
 
-def sort(args: list[Any], attrs: Any) -> Tensor:
-    (data,), axis = args, int(attrs.axis)
-    return torch.sort(data, stable=True, dim=axis, descending=bool(attrs.descending)).values
+class Torch:
+    """What rows call of PyTorch."""
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
-def argsort(args: list[Any], attrs: Any) -> Tensor:
-    (data,), axis = args, int(attrs.axis)
-    order = torch.argsort(data, stable=True, dim=axis, descending=bool(attrs.descending))
-    return order.to(find_dtype(attrs.dtype, torch.int32))
+    convolve = staticmethod(convolve)
+    convolve_transposed = staticmethod(convolve_transposed)
+    max_pool = staticmethod(max_pool)
+    avg_pool = staticmethod(avg_pool)
+    adaptive_avg_pool = staticmethod(adaptive_avg_pool)
+    pad = staticmethod(pad)
 
+    sum = staticmethod(reduce(torch.sum))
+    prod = staticmethod(reduce(product))
+    max = staticmethod(reduce(torch.amax))
+    min = staticmethod(reduce(torch.amin))
+    mean = staticmethod(reduce(mean))
+    variance = staticmethod(reduce(population(torch.var)))
+    std = staticmethod(reduce(population(torch.std)))
 
-def topk(args: list[Any], attrs: Any) -> Any:
-    """The k first in order, of equals the first one first; all where k is less than 1."""
-    (data,), axis = args, int(attrs.axis)
-    values, indices = torch.sort(data, stable=True, dim=axis, descending=bool(attrs.largest))
-    if int(attrs.k) > 0:
-        count = min(int(attrs.k), data.shape[axis])
-        values, indices = values.narrow(axis, 0, count), indices.narrow(axis, 0, count)
-    indices = indices.to(find_dtype(attrs.dtype, torch.int32))
-    return {"both": (values, indices), "values": values, "indices": indices}[str(attrs.ret_type)]
+    divide = staticmethod(skip_zero(divide))
+    floor_divide = staticmethod(skip_zero(torch.floor_divide))
+    fmod = staticmethod(skip_zero(torch.fmod))
+    remainder = staticmethod(skip_zero(torch.remainder))
+    equal = staticmethod(torch.eq)
+    power = staticmethod(torch.pow)
+    permute = staticmethod(torch.permute)
+    plain_softmax = staticmethod(torch.softmax)
+    repeat = staticmethod(torch.repeat_interleave)
 
+    # ---- tensors, dtypes ----
 
-def cumulative(function: Callable[..., Tensor]) -> TorchFunction:
-    """cumsum or cumprod; with `exclusive` of the elements before each one."""
+    @staticmethod
+    def convert_numbers(args: list[Any]) -> list[Tensor]:
+        """Numbers as tensors among tensors."""
+        return [arg if isinstance(arg, Tensor) else torch.as_tensor(arg) for arg in args]
 
-    def scan(args: list[Any], attrs: Any) -> Tensor:
-        (data,) = args
-        axis = 0 if attrs.axis is None else int(attrs.axis)
-        data = data.reshape(-1) if attrs.axis is None else data
-        if attrs.exclusive and data.shape[axis]:
-            first = torch.full_like(data.narrow(axis, 0, 1), function is torch.cumprod)
-            data = torch.cat([first, data.narrow(axis, 0, data.shape[axis] - 1)], axis)
-        return function(data, axis, dtype=find_dtype(attrs.dtype, data.dtype))
+    @staticmethod
+    def find_dtype(value: Any, default: Any) -> torch.dtype:
+        """A dtype attribute, or `default` where it is empty."""
+        text = "" if value is None else str(value)
+        found = default if text in ("", "void") else text
+        return found if isinstance(found, torch.dtype) else getattr(torch, found)
 
-    return scan
+    @staticmethod
+    def cast(data: Tensor, dtype: torch.dtype) -> Tensor:
+        return data.to(dtype)
 
-
-# Shape -----------------------------------------------------------------------------------------
-
-
-def squeeze(args: list[Any], attrs: Any) -> Tensor:
-    """Axes whose length is not 1 stay, as in TVM."""
-    axes = to_axes(attrs.axis)
-    return torch.squeeze(args[0]) if axes is None else torch.squeeze(args[0], axes)
-
-
-def concat(args: list[Any], attrs: Any) -> Tensor:
-    return torch.cat(args[0], 0 if attrs.axis is None else int(attrs.axis))
-
-
-def split(args: list[Any], attrs: Any) -> Any:
-    """Sections of ceil(length / count), or cut at indices; a single one is no tuple."""
-    (data,) = args
-    axis, where = int(attrs.axis), attrs.indices_or_sections
-    length = data.shape[axis]
-    if hasattr(where, "__len__"):
-        cuts = [min(cut, length) for cut in to_ints(where)]
-    else:
-        step = -(-length // int(where))
-        cuts = [min(i * step, length) for i in range(1, int(where))]
-    if not cuts:
+    @staticmethod
+    def widen(data: Tensor) -> Tensor:
+        """Training computes in the dtype that it has."""
         return data
-    sizes = [b - a for a, b in zip([0, *cuts], [*cuts, length], strict=True)]
-    return torch.split(data, sizes, axis)
 
+    @staticmethod
+    def full(shape: Sequence[int], value: Any, dtype: torch.dtype) -> Tensor:
+        """One value, expanded: a gradient flows into it."""
+        return torch.as_tensor(value).to(dtype).expand(tuple(shape))
 
-def strided_slice(args: list[Any], attrs: Any) -> Tensor:
-    data, axes, begin, end, *rest = args
-    strides = rest[0] if rest else (1,) * len(axes)
-    for axis, first, last, step in zip(axes, begin, end, strides, strict=True):
-        length = data.shape[axis]
-        # A negative step that ends before index 0 ends at "nothing", which a slice writes None.
-        stop = None if step < 0 and last < -length else int(last)
-        at = range(length)[int(first) : stop : int(step)]
-        if step > 0:
-            index = [slice(None)] * data.ndim
-            index[axis] = slice(at.start, at.stop, at.step)
-            data = data[tuple(index)]
-        else:
-            data = data.index_select(int(axis), torch.tensor(list(at), dtype=torch.int64))
-    return data
+    @staticmethod
+    def select(data: Tensor, indices: Tensor, axis: int) -> Tensor:
+        return data.index_select(axis, indices.to(torch.int64))
 
-
-def take(args: list[Any], attrs: Any) -> Tensor:
-    data, indices = args
-    indices = torch.as_tensor(indices)
-    if attrs.axis is None:
-        data, axis = data.reshape(-1), 0
-    else:
-        axis = int(attrs.axis) % data.ndim
-    length = data.shape[axis]
-    flat = indices.reshape(-1).to(torch.int64)
-    if str(attrs.mode) == "wrap":
-        flat = flat.remainder(length)
-    elif str(attrs.mode) == "clip":
-        flat = flat.clamp(0, length - 1)
-    else:
-        flat = torch.where(flat < 0, flat + length, flat)
-    shape = (*data.shape[:axis], *indices.shape, *data.shape[axis + 1 :])
-    return data.index_select(axis, flat).reshape(shape)
-
-
-def gather_elements(args: list[Any], attrs: Any) -> Tensor:
-    data, indices = args
-    axis = int(attrs.axis)
-    indices = indices.to(torch.int64)
-    return torch.gather(data, axis, torch.where(indices < 0, indices + data.shape[axis], indices))
-
-
-def permute_dims(args: list[Any], attrs: Any) -> Tensor:
-    (data,) = args
-    return data.permute(
-        tuple(reversed(range(data.ndim))) if attrs.axes is None else to_ints(attrs.axes)
-    )
-
-
-def expand_dims(args: list[Any], attrs: Any) -> Tensor:
-    (data,) = args
-    axes = to_ints(attrs.axis)
-    rank = data.ndim + len(axes)
-    for axis in sorted(axis % rank for axis in axes):
-        data = data.unsqueeze(axis)
-    return data
-
-
-def tile(args: list[Any], attrs: Any) -> Tensor:
-    return torch.tile(args[0], to_ints(attrs.repeats))
-
-
-def repeat(args: list[Any], attrs: Any) -> Tensor:
-    axis = None if attrs.axis is None else int(attrs.axis)
-    return torch.repeat_interleave(args[0], int(attrs.repeats), axis)
-
-
-def full(args: list[Any], attrs: Any) -> Tensor:
-    shape, value = args
-    value = torch.as_tensor(value)
-    return value.to(find_dtype(attrs.dtype, value.dtype)).expand(shape)
-
-
-def full_like(args: list[Any], attrs: Any) -> Tensor:
-    data, value = args
-    return torch.as_tensor(value).to(find_dtype(attrs.dtype, data.dtype)).expand(data.shape)
-
-
-def filled(value: int) -> TorchFunction:
-    """zeros or ones of a shape, or like a tensor."""
-
-    def fill(args: list[Any], attrs: Any) -> Tensor:
-        (like,) = args
-        is_tensor = isinstance(like, Tensor)
-        default = like.dtype if is_tensor else torch.float32
-        shape = like.shape if is_tensor else like
-        return torch.full(tuple(shape), value, dtype=find_dtype(attrs.dtype, default))
-
-    return fill
-
-
-def attention(args: list[Any], attrs: Any) -> Tensor:
-    """softmax(q k^T * scale) v with q, k, v of shape (batch, sequence, heads, size)."""
-    if attrs.causal_mask is not None or attrs.window_size is not None:
-        raise ModelError(
-            "nn.attention has no torch form for causal_mask and window_size; allowed: neither.",
-            code="RQ206",
+    @staticmethod
+    def take_along(data: Tensor, indices: Tensor, axis: int) -> Tensor:
+        indices = indices.to(torch.int64)
+        return torch.gather(
+            data, axis, torch.where(indices < 0, indices + data.shape[axis], indices)
         )
-    q, k, v = (operand.transpose(1, 2) for operand in args[:3])
-    scale = q.shape[-1] ** -0.5 if attrs.scale is None else float(attrs.scale)
-    scores = q @ k.transpose(-1, -2) * scale
-    if len(args) > 3:
-        scores = scores + args[3]
-    return (scores.softmax(-1) @ v).transpose(1, 2)
 
+    @staticmethod
+    def find_order(data: Tensor, axis: int, descending: bool) -> Tensor:
+        """Indices in the order of the data; of equals the first comes first."""
+        return torch.argsort(data, stable=True, dim=axis, descending=descending)
+
+    # ---- what has a gradient of its own ----
+
+    @staticmethod
+    def compute_unary(unary: Unary, data: Tensor, **attributes: Any) -> Tensor:
+        if unary.name == "gelu_tanh":
+            return F.gelu(data, approximate="tanh")
+        function = getattr(torch, unary.name, None) or getattr(F, unary.name)
+        return function(data, **attributes)
+
+    @staticmethod
+    def clip(args: list[Any], attrs: Any) -> Tensor:
+        """Of floats hardtanh, whose gradient is one pass; that of clamp is three comparisons. At
+        the bounds themselves it is 0.
+        """
+        data, low, high = args
+        if data.is_floating_point() and low <= high:
+            return F.hardtanh(data, float(low), float(high))
+        return torch.clamp(data, low, high)
+
+    @staticmethod
+    def leaky_relu(args: list[Any], attrs: Any) -> Tensor:
+        return F.leaky_relu(args[0], float(attrs.alpha))
+
+    @staticmethod
+    def softmax(args: list[Any], attrs: Any) -> Tensor:
+        return torch.softmax(args[0], int(attrs.axis))
+
+    @staticmethod
+    def log_softmax(args: list[Any], attrs: Any) -> Tensor:
+        return torch.log_softmax(args[0], int(attrs.axis))
+
+    @staticmethod
+    def multiply_matrices(args: list[Any], attrs: Any) -> Tensor:
+        return torch.matmul(*args)
+
+    @staticmethod
+    def mean_along(data: Tensor, axes: Sequence[int]) -> Tensor:
+        return data.mean(tuple(axes), keepdim=True)
+
+
+#: Name of the operator without "relax." -> its row, of those that models that train are made of.
+TRAINED_ROWS: Mapping[str, Row] = {row.name: row for row in ROWS if not row.is_reference_only}
 
 #: Name of the operator without "relax." -> its torch form.
-TORCH_OPERATORS: Mapping[str, TorchFunction] = {
-    **{row.relax: made for row in RELAX_UNARY.values() if (made := make_unary(row)) is not None},
-    # arithmetic
-    "add": binary(torch.add),
-    "atan2": binary(torch.atan2),
-    "clip": clip,
-    "divide": binary(divide),
-    "equal": binary(torch.eq),
-    "ewise_fma": plain(lambda x, y, z: x * y + z),
-    "floor_divide": binary(torch.floor_divide),
-    "floor_mod": binary(torch.remainder),
-    "greater": binary(torch.gt),
-    "greater_equal": binary(torch.ge),
-    "less": binary(torch.lt),
-    "less_equal": binary(torch.le),
-    "log_add_exp": binary(torch.logaddexp),
-    "logical_and": binary(torch.logical_and),
-    "logical_or": binary(torch.logical_or),
-    "logical_xor": binary(torch.logical_xor),
-    "maximum": binary(torch.maximum),
-    "minimum": binary(torch.minimum),
-    "mod": binary(torch.fmod),
-    "multiply": binary(torch.mul),
-    "not_equal": binary(torch.ne),
-    "power": binary(torch.pow),
-    "subtract": binary(torch.sub),
-    "where": plain(torch.where),
-    # neural network
-    "nn.adaptive_avg_pool1d": adaptive_avg_pool,
-    "nn.adaptive_avg_pool2d": adaptive_avg_pool,
-    "nn.attention": attention,
-    "nn.attention_bias": attention,
-    "nn.avg_pool1d": avg_pool,
-    "nn.avg_pool2d": avg_pool,
-    "nn.avg_pool3d": avg_pool,
-    "nn.batch_flatten": plain(lambda x: x.reshape(x.shape[0], -1)),
-    "nn.batch_norm": batch_norm,
-    "nn.conv1d": convolution,
-    "nn.conv1d_transpose": transposed_convolution,
-    "nn.conv2d": convolution,
-    "nn.conv2d_transpose": transposed_convolution,
-    "nn.conv3d_transpose": transposed_convolution,
-    "nn.conv3d": convolution,
-    "nn.dropout": plain(lambda x: (x, torch.ones_like(x))),
-    "nn.group_norm": group_norm,
-    "nn.instance_norm": instance_norm,
-    "nn.layer_norm": layer_norm,
-    "nn.leakyrelu": lambda args, attrs: F.leaky_relu(args[0], float(attrs.alpha)),
-    "nn.log_softmax": lambda args, attrs: torch.log_softmax(args[0], int(attrs.axis)),
-    "nn.max_pool1d": max_pool,
-    "nn.max_pool2d": max_pool,
-    "nn.max_pool3d": max_pool,
-    "nn.pad": pad,
-    "nn.pixel_shuffle": lambda args, attrs: F.pixel_shuffle(args[0], int(attrs.upscale_factor)),
-    "nn.prelu": prelu,
-    "nn.rms_norm": rms_norm,
-    "nn.softmax": lambda args, attrs: torch.softmax(args[0], int(attrs.axis)),
-    "matmul": matmul,
-    # reductions
-    "argmax": arg_reduction(torch.argmax),
-    "argmin": arg_reduction(torch.argmin),
-    "argsort": argsort,
-    "cumprod": cumulative(torch.cumprod),
-    "cumsum": cumulative(torch.cumsum),
-    "max": reduction(torch.amax),
-    "mean": reduction(mean),
-    "min": reduction(torch.amin),
-    "prod": reduction(product),
-    "sort": sort,
-    "std": reduction(population(torch.std)),
-    "sum": reduction(torch.sum),
-    "topk": topk,
-    "variance": reduction(population(torch.var)),
-    # shape and indexing
-    "astype": lambda args, attrs: args[0].to(find_dtype(attrs.dtype, args[0].dtype)),
-    "broadcast_to": plain(lambda x, shape: x.expand(shape)),
-    "collapse_sum_to": plain(lambda x, shape: x.sum_to_size(*shape)),
-    "concat": concat,
-    "einsum": lambda args, attrs: torch.einsum(str(attrs.subscripts), *args[0]),
-    "expand_dims": expand_dims,
-    "flatten": plain(lambda x: x.reshape(-1)),
-    "flip": lambda args, attrs: torch.flip(args[0], (int(attrs.axis),)),
-    "gather_elements": gather_elements,
-    "permute_dims": permute_dims,
-    "repeat": repeat,
-    "reshape": plain(lambda x, shape: x.reshape(shape)),
-    "shape_of": plain(lambda x: tuple(x.shape)),
-    "shape_to_tensor": plain(lambda shape: torch.tensor(shape, dtype=torch.int64)),
-    "split": split,
-    "squeeze": squeeze,
-    "stack": lambda args, attrs: torch.stack(tuple(args[0]), int(attrs.axis)),
-    "strided_slice": strided_slice,
-    "take": take,
-    "tensor_to_shape": plain(lambda x: tuple(int(size) for size in x)),
-    "tile": tile,
-    "tril": plain(torch.tril),
-    "triu": plain(torch.triu),
-    # creation
-    "full": full,
-    "full_like": full_like,
-    "ones": filled(1),
-    "ones_like": filled(1),
-    "zeros": filled(0),
-    "zeros_like": filled(0),
-}
+TORCH_OPERATORS: Mapping[str, Callable[[list[Any], Any], Any]] = bind_rows(
+    TRAINED_ROWS.values(), Torch()
+)

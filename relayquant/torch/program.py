@@ -20,12 +20,12 @@ from tvm.ir import Call, GenericConst
 from relayquant.errors import DataError, ModelError, format_count
 from relayquant.ir.reference.frame import Frame, match_shape
 from relayquant.ir.reference.single_call import get_tensor_dtype
-from relayquant.ir.rewrite.attributes import read_attributes
+from relayquant.ir.rewrite.attributes import find_unmodelled, read_attributes
 from relayquant.ir.rewrite.expressions import FunctionGraph, op_name
 from relayquant.ir.rewrite.graph import iterate_results
 from relayquant.ir.rewrite.lifetimes import find_ends
 from relayquant.stages.prepared import CalibrationGraph
-from relayquant.torch.operators import TORCH_OPERATORS
+from relayquant.torch.operators import TORCH_OPERATORS, TRAINED_ROWS
 from relayquant.torch.submodule_cut import Placeholder
 
 #: (key of a group, channel axis, value) -> the value as the group rounds it
@@ -346,9 +346,10 @@ class ProgramBuilder:
 
     def make_call(self, call: Call, name: str, var: relax.Var) -> Reader:
         """What computes a call of an operator."""
-        function = TORCH_OPERATORS.get(name.removeprefix("relax."))
-        if function is None:
-            self.missing.setdefault(name.removeprefix("relax.") or str(call.op), var.name)
+        operator = name.removeprefix("relax.")
+        function, reason = TORCH_OPERATORS.get(operator), self.explain_missing(call, operator)
+        if function is None or reason:
+            self.missing.setdefault(reason or operator or str(call.op), var.name)
             return lambda values: None
         if name in WEIGHTED and var.name not in self.fixed:
             for i, arg in enumerate(call.args):
@@ -361,6 +362,15 @@ class ProgramBuilder:
             return conform(function([read(values) for read in readers], attrs))
 
         return compute
+
+    def explain_missing(self, call: Call, operator: str) -> str:
+        """Operator and attribute of a call that its row does not model; "" if there is none."""
+        row = TRAINED_ROWS.get(operator)
+        if row is None:
+            return ""
+        unmodelled = find_unmodelled([call], row.attributes)
+        refused = row.refuse(SimpleNamespace(**read_attributes(call)))
+        return str(unmodelled) if unmodelled else f"{operator} has {refused}" if refused else ""
 
     def note_trained(self, expr: relax.Expr, place: ConstantPlace) -> None:
         """A float32 constant that is more than a number trains; once, if several read it."""

@@ -20,7 +20,7 @@ from relayquant.errors import ModelError
 from relayquant.formats.writers.onnx_builder import Affine, OnnxBuilder, read_affine
 from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE
 from relayquant.ir.reference.convolution import count_window_values
-from relayquant.ir.reference.relax.neural import get_window
+from relayquant.ir.reference.relax.windows import get_window
 from relayquant.ir.reference.unary import RELAX_UNARY, evaluate_formula
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 

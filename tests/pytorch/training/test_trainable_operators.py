@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from interpreter_cases import CASES, build, c, find_unread, floats
@@ -67,6 +69,24 @@ def test_operators__read_every_attribute(monkeypatch):
 
     names = sorted(set(CASES) - REFUSED - INTEGER_PRODUCTS)
     assert find_unread(TORCH_OPERATORS, names, compute) == []
+
+
+def test_attribute__that_a_row_does_not_name_is_refused(monkeypatch):
+    row = program.TRAINED_ROWS["cumsum"]
+    monkeypatch.setitem(program.TRAINED_ROWS, "cumsum", replace(row, attributes=("axis", "dtype")))
+    make, *arrays = CASES["cumsum"]
+    run_torch(build(make, *arrays), arrays)
+    make, *arrays = CASES["cumsum_exclusive"]
+    with pytest.raises(ModelError, match=r"cumsum has exclusive=True"):
+        run_torch(build(make, *arrays), arrays)
+
+
+@pytest.mark.parametrize("operator", ["divide", "floor_divide", "floor_mod", "mod"])
+def test_division__of_integers_by_zero_is_that_of_the_reference(operator):
+    arrays = [np.int32([7, -7, 0, 5]), np.int32([0, 2, 0, -3])]
+    mod = build(getattr(op, operator), *arrays)
+    (got,), _ = run_torch(mod, arrays)
+    np.testing.assert_array_equal(got.numpy(), run(mod, arrays)[0])
 
 
 def test_batch_norm__by_the_statistics_of_the_batch_is_refused():

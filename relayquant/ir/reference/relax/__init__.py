@@ -1,17 +1,17 @@
-"""Numpy forms of the usual Relax operators, as rows of one table for the interpreter."""
+"""Meanings of the usual Relax operators, as rows of one table for the interpreter and for training.
+
+See `row` for what a row is.
+"""
 
 from __future__ import annotations
 
-from relayquant.ir.reference.relax import neural, tensors, vision
-from relayquant.ir.reference.relax.attributes import OperatorFunction
-from relayquant.ir.reference.unary import RELAX_UNARY
+from relayquant.ir.reference.relax import neural, tensors
+from relayquant.ir.reference.relax.numpy_library import Numpy
+from relayquant.ir.reference.relax.row import OperatorFunction, Row, bind_rows
+
+ROWS: tuple[Row, ...] = (*tensors.ROWS, *neural.ROWS)
 
 #: Name of the operator without "relax." -> its numpy form.
-OPERATORS: dict[str, OperatorFunction] = {
-    **{row.relax: row.evaluate for row in RELAX_UNARY.values()},
-    **tensors.OPERATORS,
-    **neural.OPERATORS,
-    **vision.OPERATORS,
-}
+OPERATORS: dict[str, OperatorFunction] = bind_rows(ROWS, Numpy())
 
-__all__ = ["OPERATORS"]
+__all__ = ["OPERATORS", "ROWS"]

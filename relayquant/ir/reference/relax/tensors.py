@@ -1,427 +1,340 @@
-"""Numpy forms of Relax's operators on tensors: arithmetic, reductions, shapes, indices, creation.
+"""Rows of Relax's operators on tensors: arithmetic, reductions, shapes, indices, creation.
 
-A row maps the operator's name to a function of (arguments, attributes): arguments are arrays,
-tuples of arrays, tuples of ints (shapes) or numbers, as the operator takes them. The function may
-give NotImplemented for attributes it does not cover; the interpreter then compiles the operator.
-Integer operators keep the dtype, as in TVM; the interpreter casts a result to the dtype TVM infers.
+Integer operators keep the dtype, as in TVM; whoever executes a row casts its result to the dtype
+that TVM infers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from relayquant.errors import DataError
-from relayquant.ir.reference.relax.attributes import (
-    OperatorFunction,
-    align,
-    plain,
-    to_axes,
-    to_dtype,
-    to_ints,
-    widen,
-)
-from relayquant.ir.reference.row_arithmetic import mean_along
-
-# Elementwise -----------------------------------------------------------------------------------
+from relayquant.ir.reference.relax.row import Meaning, Row, call, own, to_axes, to_axis, to_ints
+from relayquant.ir.reference.unary import RELAX_UNARY, Unary
 
 
-def divide(args: list[Any], attrs: Any) -> Any:
-    """True division of floats; integers truncate toward zero, as in C."""
-    left, right = args
-    if np.asarray(left).dtype.kind in "iu":
-        return truncate_divide(left, right)
-    return np.divide(left, right)
+def make_unary(unary: Unary) -> Row:
+    """The row of a function of one value."""
+
+    def compute(xp: Any, args: list[Any], attrs: Any) -> Any:
+        given = {name: getattr(attrs, name) for name in unary.attributes}
+        return xp.compute_unary(unary, args[0], **given)
+
+    return Row(unary.relax, compute, unary.attributes)
 
 
-def power(args: list[Any], attrs: Any) -> Any:
-    """x ** n; of integers modulo 2^bits, and for n below 0 1 / x ** -n without its part after the
-    point, 0 of 0, as in PyTorch.
-    """
-    base, exponent = args
-    if base.dtype.kind != "i" or not (exponent < 0).any():
-        return np.power(base, exponent)
-    sign = np.where(exponent & 1, base, 1)
-    fraction = np.where((base == 1) | (base == -1), sign, 0)
-    return np.where(exponent < 0, fraction, np.power(base, np.maximum(exponent, 0)))
+# Reductions and orders -------------------------------------------------------------------------
 
 
-def truncate_divide(left: Any, right: Any) -> Any:
-    """Integer quotient rounded toward zero; 0 of a division by 0."""
-    quotient = np.floor_divide(left, right)
-    inexact = (quotient * right != left) & (np.asarray(right) != 0)
-    return quotient + (inexact & ((np.asarray(left) < 0) != (np.asarray(right) < 0)))
+def reduce(function: str) -> Meaning:
+    """A reduction of `axis`, all axes where it names none."""
+
+    def compute(xp: Any, args: list[Any], attrs: Any) -> Any:
+        return getattr(xp, function)(args[0], to_axes(attrs.axis), bool(attrs.keepdims))
+
+    return compute
 
 
-def truncated_mod(args: list[Any], attrs: Any) -> Any:
-    """Remainder with the sign of the dividend, as in C."""
-    return np.fmod(*args)
-
-
-def clip(args: list[Any], attrs: Any) -> Any:
-    """Limits are floats; for integer data they are truncated and held within its dtype."""
-    data, low, high = args
-    if data.dtype.kind in "iu":
-        info = np.iinfo(data.dtype)
-        low, high = (int(min(max(limit, info.min), info.max)) for limit in (low, high))
-    return np.minimum(np.maximum(data, data.dtype.type(low)), data.dtype.type(high))
-
-
-# Reductions ------------------------------------------------------------------------------------
-
-
-def reduction(function: Callable[..., Any]) -> OperatorFunction:
-    """A row that reduces `axis` by a numpy function which keeps the dtype."""
-
-    def reduce(args: list[Any], attrs: Any) -> Any:
-        (data,) = args
-        extra = {"dtype": data.dtype} if function in (np.sum, np.prod) else {}
-        return function(data, axis=to_axes(attrs.axis), keepdims=bool(attrs.keepdims), **extra)
-
-    return reduce
-
-
-def mean(args: list[Any], attrs: Any) -> Any:
-    """Of float32 rows: in a stated order. Of integers: the wrapping sum, divided toward zero."""
-    (data,) = args
-    axes, keepdims = to_axes(attrs.axis), bool(attrs.keepdims)
-    if data.dtype.kind not in "iu":
-        if axes is None:
-            return np.mean(data, keepdims=keepdims)
-        result = mean_along(data, axes)
-        return result if keepdims else np.squeeze(result, axes)
-    total = np.sum(data, axis=axes, keepdims=keepdims, dtype=data.dtype)
-    count = data.size // max(np.asarray(total).size, 1)
-    return truncate_divide(np.asarray(total).astype("int64"), np.int64(count))
-
-
-def variance(args: list[Any], attrs: Any) -> Any:
-    """Population variance of floats."""
-    (data,) = args
-    if data.dtype.kind in "iu":
-        return NotImplemented
-    return np.var(data, axis=to_axes(attrs.axis), keepdims=bool(attrs.keepdims))
-
-
-def standard_deviation(args: list[Any], attrs: Any) -> Any:
-    result = variance(args, attrs)
-    return result if result is NotImplemented else np.sqrt(result)
-
-
-def arg_reduction(function: Callable[..., Any]) -> OperatorFunction:
+def find_extreme(function: str) -> Meaning:
     """argmax or argmin: the first index that attains it."""
 
-    def reduce(args: list[Any], attrs: Any) -> Any:
-        axis = None if attrs.axis is None else int(attrs.axis)
-        return function(args[0], axis=axis, keepdims=bool(attrs.keepdims))
+    def compute(xp: Any, args: list[Any], attrs: Any) -> Any:
+        axis, keepdims = to_axis(attrs.axis), bool(attrs.keepdims)
+        return getattr(xp, function)(args[0], axis=axis, keepdims=keepdims)
 
-    return reduce
-
-
-def find_order(data: Any, axis: int, descending: bool) -> Any:
-    """Indices in the order of the data; of equals the first comes first."""
-    if not descending:
-        return np.argsort(data, axis=axis, kind="stable")
-    backwards = np.argsort(np.flip(data, axis), axis=axis, kind="stable")
-    return data.shape[axis] - 1 - np.flip(backwards, axis)
+    return compute
 
 
-def sort(args: list[Any], attrs: Any) -> Any:
-    order = find_order(args[0], int(attrs.axis), bool(attrs.descending))
-    return np.take_along_axis(args[0], order, int(attrs.axis))
+def sort(xp: Any, args: list[Any], attrs: Any) -> Any:
+    (data,), axis = args, int(attrs.axis)
+    return xp.take_along(data, xp.find_order(data, axis, bool(attrs.descending)), axis)
 
 
-def argsort(args: list[Any], attrs: Any) -> Any:
-    order = find_order(args[0], int(attrs.axis), bool(attrs.descending))
-    return order.astype(to_dtype(attrs.dtype, "int32"))
+def argsort(xp: Any, args: list[Any], attrs: Any) -> Any:
+    order = xp.find_order(args[0], int(attrs.axis), bool(attrs.descending))
+    return xp.cast(order, xp.find_dtype(attrs.dtype, "int32"))
 
 
-def topk(args: list[Any], attrs: Any) -> Any:
+def topk(xp: Any, args: list[Any], attrs: Any) -> Any:
     """The k first in order, all where k is less than 1: values, indices or both."""
     (data,), axis = args, int(attrs.axis)
-    order = find_order(data, axis, bool(attrs.largest))
+    order = xp.find_order(data, axis, bool(attrs.largest))
     if int(attrs.k) > 0:
-        order = np.take(order, range(min(int(attrs.k), data.shape[axis])), axis)
-    values = np.take_along_axis(data, order, axis)
-    indices = order.astype(to_dtype(attrs.dtype, "int32"))
+        order = cut(order, axis, 0, min(int(attrs.k), data.shape[axis]))
+    values = xp.take_along(data, order, axis)
+    indices = xp.cast(order, xp.find_dtype(attrs.dtype, "int32"))
     return {"both": (values, indices), "values": values, "indices": indices}[str(attrs.ret_type)]
 
 
-def cumulative(function: Callable[..., Any]) -> OperatorFunction:
+def accumulate(function: str) -> Meaning:
     """cumsum or cumprod in the dtype of the data or of the attribute; with `exclusive` of the
     elements before each one.
     """
 
-    def scan(args: list[Any], attrs: Any) -> Any:
-        data = args[0].ravel() if attrs.axis is None else args[0]
+    def compute(xp: Any, args: list[Any], attrs: Any) -> Any:
+        data = args[0].reshape(-1) if attrs.axis is None else args[0]
         axis = 0 if attrs.axis is None else int(attrs.axis)
         if attrs.exclusive and data.shape[axis]:
-            first = np.full_like(np.take(data, [0], axis), function is np.cumprod)
-            data = np.concatenate([first, np.delete(data, -1, axis)], axis)
-        return function(data, axis=axis, dtype=to_dtype(attrs.dtype, data.dtype))
+            first = xp.full_like(cut(data, axis, 0, 1), function == "cumprod")
+            data = xp.concatenate([first, cut(data, axis, 0, data.shape[axis] - 1)], axis=axis)
+        dtype = xp.find_dtype(attrs.dtype, data.dtype)
+        return getattr(xp, function)(data, axis=axis, dtype=dtype)
 
-    return scan
+    return compute
 
 
 # Shape -----------------------------------------------------------------------------------------
 
 
-def squeeze(args: list[Any], attrs: Any) -> Any:
+def cut(data: Any, axis: int, start: int, stop: int, step: int = 1) -> Any:
+    """Indices start, start + step, ... before stop of an axis."""
+    return data[(*(slice(None),) * (axis % data.ndim), slice(start, stop, step))]
+
+
+def squeeze(xp: Any, args: list[Any], attrs: Any) -> Any:
     """Axes whose length is not 1 stay, as in TVM."""
-    (data,) = args
-    axes = to_axes(attrs.axis)
-    chosen = range(data.ndim) if axes is None else (axis % data.ndim for axis in axes)
-    return np.squeeze(data, axis=tuple(axis for axis in chosen if data.shape[axis] == 1))
+    (data,), axes = args, to_axes(attrs.axis)
+    chosen = set(range(data.ndim)) if axes is None else {axis % data.ndim for axis in axes}
+    return data.reshape([n for i, n in enumerate(data.shape) if n != 1 or i not in chosen])
 
 
-def concat(args: list[Any], attrs: Any) -> Any:
-    return np.concatenate(args[0], axis=0 if attrs.axis is None else int(attrs.axis))
+def expand_dims(xp: Any, args: list[Any], attrs: Any) -> Any:
+    (data,), axes = args, to_ints(attrs.axis)
+    shape = list(data.shape)
+    for axis in sorted(axis % (data.ndim + len(axes)) for axis in axes):
+        shape.insert(axis, 1)
+    return data.reshape(shape)
 
 
-def split(args: list[Any], attrs: Any) -> Any:
+def concat(xp: Any, args: list[Any], attrs: Any) -> Any:
+    return xp.concatenate(args[0], axis=0 if attrs.axis is None else int(attrs.axis))
+
+
+def split(xp: Any, args: list[Any], attrs: Any) -> Any:
     """Sections of ceil(length / count), the last one shorter, or cut at indices; a single one is no
     tuple, as TVM infers it.
     """
     (data,) = args
     axis, where = int(attrs.axis), attrs.indices_or_sections
+    length = data.shape[axis]
     if hasattr(where, "__len__"):
-        cuts = list(to_ints(where))
+        stops = to_ints(where)
     else:
-        step = -(-data.shape[axis] // int(where))
-        cuts = [i * step for i in range(1, int(where))]
-    return tuple(np.split(data, cuts, axis=axis)) if cuts else data
+        step = -(-length // int(where))
+        stops = [i * step for i in range(1, int(where))]
+    if not stops:
+        return data
+    ends = zip([0, *stops], [*stops, length], strict=True)
+    return tuple(cut(data, axis, start, stop) for start, stop in ends)
 
 
-def strided_slice(args: list[Any], attrs: Any) -> Any:
+def strided_slice(xp: Any, args: list[Any], attrs: Any) -> Any:
     data, axes, begin, end, *rest = args
     strides = rest[0] if rest else (1,) * len(axes)
-    at: list[Any] = [slice(None)] * data.ndim
     for axis, first, last, step in zip(axes, begin, end, strides, strict=True):
+        length = data.shape[axis]
         # A negative step that ends before index 0 ends at "nothing", which a slice writes None.
-        stop = None if step < 0 and last < -data.shape[axis] else int(last)
-        at[int(axis)] = slice(int(first), stop, int(step))
-    return data[tuple(at)]
+        stop = None if step < 0 and last < -length else int(last)
+        at = range(length)[int(first) : stop : int(step)]
+        if at.step > 0:
+            data = cut(data, int(axis), at.start, at.stop, at.step)
+        else:
+            data = xp.select(
+                data, xp.asarray(list(at), dtype=xp.find_dtype("int64", "")), int(axis)
+            )
+    return data
 
 
-def take(args: list[Any], attrs: Any) -> Any:
-    data, indices = args
-    axis = None if attrs.axis is None else int(attrs.axis)
-    mode = {"wrap": "wrap", "clip": "clip"}.get(str(attrs.mode), "raise")
-    indices, length = np.asarray(indices), data.size if axis is None else data.shape[axis]
-    if mode == "raise" and ((indices < -length) | (indices >= length)).any():
-        raise DataError(
-            f"indices {indices.min()}..{indices.max()} do not fit an axis of length {length}; "
-            f"allowed: 0..{length - 1}, or mode 'clip' or 'wrap'.",
-            code="RQ302",
-        )
-    return np.take(data, indices, axis=axis, mode=mode)
+def take(xp: Any, args: list[Any], attrs: Any) -> Any:
+    """Indices below 0 count from the end.
+
+    Raises:
+        DataError: an index is outside the axis, and the mode is neither wrap nor clip.
+    """
+    data, indices, mode = args[0], xp.asarray(args[1]), str(attrs.mode)
+    if attrs.axis is None:
+        data, axis = data.reshape(-1), 0
+    else:
+        axis = int(attrs.axis) % data.ndim
+    length, flat = data.shape[axis], indices.reshape(-1)
+    if mode == "wrap":
+        flat = flat % length
+    elif mode == "clip":
+        flat = flat.clip(0, length - 1)
+    else:
+        if ((flat < -length) | (flat >= length)).any():
+            raise DataError(
+                f"indices {flat.min()}..{flat.max()} do not fit an axis of length {length}; "
+                f"allowed: 0..{length - 1}, or mode 'clip' or 'wrap'.",
+                code="RQ302",
+            )
+        flat = xp.where(flat < 0, flat + length, flat)
+    shape = (*data.shape[:axis], *indices.shape, *data.shape[axis + 1 :])
+    return xp.select(data, flat, axis).reshape(shape)
 
 
-def pad(args: list[Any], attrs: Any) -> Any:
-    (data,) = args
-    widths = np.reshape(to_ints(attrs.pad_width), (-1, 2)).tolist()
-    mode = str(attrs.pad_mode)
-    if mode == "constant":
-        return np.pad(data, widths, constant_values=data.dtype.type(attrs.pad_value))
-    numpy_mode = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}.get(mode)
-    return NotImplemented if numpy_mode is None else np.pad(data, widths, mode=numpy_mode)
+def permute_dims(xp: Any, args: list[Any], attrs: Any) -> Any:
+    axes = reversed(range(args[0].ndim)) if attrs.axes is None else to_ints(attrs.axes)
+    return xp.permute(args[0], tuple(axes))
 
 
-def reshape(args: list[Any], attrs: Any) -> Any:
-    data, shape = args
-    return np.reshape(data, shape)
-
-
-def flatten(args: list[Any], attrs: Any) -> Any:
-    return np.reshape(args[0], -1)
-
-
-def batch_flatten(args: list[Any], attrs: Any) -> Any:
-    return np.reshape(args[0], (args[0].shape[0], -1))
-
-
-def expand_dims(args: list[Any], attrs: Any) -> Any:
-    return np.expand_dims(args[0], to_ints(attrs.axis))
-
-
-def permute_dims(args: list[Any], attrs: Any) -> Any:
-    return np.transpose(args[0], None if attrs.axes is None else to_ints(attrs.axes))
-
-
-def collapse_sum_to(args: list[Any], attrs: Any) -> Any:
+def collapse_sum_to(xp: Any, args: list[Any], attrs: Any) -> Any:
     """The sum that undoes broadcasting to `data` from the given shape."""
     data, shape = args
     extra = data.ndim - len(shape)
     axes = [i for i in range(data.ndim) if i < extra or shape[i - extra] != data.shape[i]]
-    return np.reshape(data.sum(axis=tuple(axes), dtype=data.dtype), shape)
-
-
-def tile(args: list[Any], attrs: Any) -> Any:
-    return np.tile(args[0], to_ints(attrs.repeats))
-
-
-def repeat(args: list[Any], attrs: Any) -> Any:
-    axis = None if attrs.axis is None else int(attrs.axis)
-    return np.repeat(args[0], int(attrs.repeats), axis=axis)
-
-
-def gather_nd(args: list[Any], attrs: Any) -> Any:
-    data, indices = args
-    if int(attrs.batch_dims):
-        return NotImplemented
-    return data[tuple(np.moveaxis(indices, -1, 0))]
-
-
-def one_hot(args: list[Any], attrs: Any) -> Any:
-    indices, on, off = args
-    axis = int(attrs.axis) % (indices.ndim + 1)
-    hot = np.expand_dims(indices, axis) == align(
-        np.arange(int(attrs.depth)), (axis,), indices.ndim + 1
-    )
-    return np.where(hot, on, off)
+    return xp.sum(data, tuple(axes), False).reshape(shape)
 
 
 # Creation --------------------------------------------------------------------------------------
 
 
-def full(args: list[Any], attrs: Any) -> Any:
-    shape, value = args
-    return np.full(shape, value, to_dtype(attrs.dtype, np.asarray(value).dtype))
+def full(xp: Any, args: list[Any], attrs: Any) -> Any:
+    """Of a shape, or like an array."""
+    like, value = args
+    default = like.dtype if hasattr(like, "dtype") else xp.asarray(value).dtype
+    return xp.full(getattr(like, "shape", like), value, xp.find_dtype(attrs.dtype, default))
 
 
-def full_like(args: list[Any], attrs: Any) -> Any:
-    data, value = args
-    return np.full(data.shape, value, to_dtype(attrs.dtype, data.dtype))
+def fill(value: int) -> Meaning:
+    """Zeros or ones, of a shape or like an array."""
+
+    def compute(xp: Any, args: list[Any], attrs: Any) -> Any:
+        (like,) = args
+        dtype = xp.find_dtype(attrs.dtype, getattr(like, "dtype", "float32"))
+        return xp.full(getattr(like, "shape", like), value, dtype)
+
+    return compute
 
 
-def filled(value: int) -> OperatorFunction:
-    """zeros or ones of a shape."""
-    return lambda args, attrs: np.full(args[0], value, to_dtype(attrs.dtype, "float32"))
+def flatten(xp: Any, args: list[Any], attrs: Any) -> Any:
+    return args[0].reshape(-1)
 
 
-def filled_like(value: int) -> OperatorFunction:
-    """zeros_like or ones_like."""
-    return lambda args, attrs: np.full(args[0].shape, value, to_dtype(attrs.dtype, args[0].dtype))
+def batch_flatten(xp: Any, args: list[Any], attrs: Any) -> Any:
+    return args[0].reshape((args[0].shape[0], -1))
 
 
-def arange(args: list[Any], attrs: Any) -> Any:
-    return np.arange(*args, dtype=to_dtype(attrs.dtype, "int64"))
+def find_sizes(xp: Any, args: list[Any], attrs: Any) -> Any:
+    return tuple(int(size) for size in args[0].shape)
 
 
-def astype(args: list[Any], attrs: Any) -> Any:
-    return args[0].astype(str(attrs.dtype))
+def read_sizes(xp: Any, args: list[Any], attrs: Any) -> Any:
+    return tuple(int(size) for size in args[0])
 
 
-def quantize(args: list[Any], attrs: Any) -> Any:
-    """relax.quantize: clip(round_half_even(x / s) + z) in float32."""
-    data, scale, zero_point = args
-    axes = (int(attrs.axis),)
-    s, z = (align(p, axes, data.ndim) if p.ndim else p for p in (scale, zero_point))
-    rounded = np.rint(widen(data) / s.astype("float32")) + z.astype("float32")
-    dtype = np.dtype(str(attrs.out_dtype))
-    if dtype.kind not in "iu":
-        return NotImplemented
-    info = np.iinfo(dtype)
-    return np.clip(rounded, info.min, info.max).astype(dtype)
+REDUCED = ("axis", "keepdims")
 
-
-def dequantize(args: list[Any], attrs: Any) -> Any:
-    """relax.dequantize: float(int32(q) - z) * s."""
-    data, scale, zero_point = args
-    if data.dtype.kind not in "iu":
-        return NotImplemented
-    axes = (int(attrs.axis),)
-    s, z = (align(p, axes, data.ndim) if p.ndim else p for p in (scale, zero_point))
-    return (data.astype("int32") - z.astype("int32")).astype("float32") * s.astype("float32")
-
-
-#: Name of the operator without "relax." -> its numpy form.
-OPERATORS: dict[str, OperatorFunction] = {
+ROWS: tuple[Row, ...] = (
+    *map(make_unary, RELAX_UNARY.values()),
     # arithmetic
-    "add": plain(np.add),
-    "atan2": plain(np.arctan2),
-    "bitwise_and": plain(np.bitwise_and),
-    "bitwise_or": plain(np.bitwise_or),
-    "bitwise_xor": plain(np.bitwise_xor),
-    "clip": clip,
-    "divide": divide,
-    "equal": plain(np.equal),
-    "ewise_fma": plain(lambda x, y, z: x * y + z),
-    "floor_divide": plain(np.floor_divide),
-    "floor_mod": plain(np.mod),
-    "greater": plain(np.greater),
-    "greater_equal": plain(np.greater_equal),
-    "left_shift": plain(np.left_shift),
-    "less": plain(np.less),
-    "less_equal": plain(np.less_equal),
-    "log_add_exp": plain(np.logaddexp),
-    "logical_and": plain(np.logical_and),
-    "logical_or": plain(np.logical_or),
-    "logical_xor": plain(np.logical_xor),
-    "maximum": plain(np.maximum),
-    "minimum": plain(np.minimum),
-    "mod": truncated_mod,
-    "multiply": plain(np.multiply),
-    "not_equal": plain(np.not_equal),
-    "power": power,
-    "right_shift": plain(np.right_shift),
-    "subtract": plain(np.subtract),
-    "where": plain(np.where),
+    Row("add", call("add")),
+    Row("atan2", call("arctan2")),
+    Row("bitwise_and", call("bitwise_and"), is_reference_only=True),
+    Row("bitwise_or", call("bitwise_or"), is_reference_only=True),
+    Row("bitwise_xor", call("bitwise_xor"), is_reference_only=True),
+    Row("clip", own("clip")),
+    Row("divide", call("divide")),
+    Row("equal", call("equal")),
+    Row("ewise_fma", lambda xp, args, attrs: args[0] * args[1] + args[2]),
+    Row("floor_divide", call("floor_divide")),
+    Row("floor_mod", call("remainder")),
+    Row("greater", call("greater")),
+    Row("greater_equal", call("greater_equal")),
+    Row("left_shift", call("left_shift"), is_reference_only=True),
+    Row("less", call("less")),
+    Row("less_equal", call("less_equal")),
+    Row("log_add_exp", call("logaddexp")),
+    Row("logical_and", call("logical_and")),
+    Row("logical_or", call("logical_or")),
+    Row("logical_xor", call("logical_xor")),
+    Row("maximum", call("maximum")),
+    Row("minimum", call("minimum")),
+    Row("mod", call("fmod")),
+    Row("multiply", call("multiply")),
+    Row("not_equal", call("not_equal")),
+    Row("power", call("power")),
+    Row("right_shift", call("right_shift"), is_reference_only=True),
+    Row("subtract", call("subtract")),
+    Row("where", call("where")),
     # affine spaces
-    "dequantize": dequantize,
-    "quantize": quantize,
+    Row("dequantize", own("dequantize"), ("axis", "out_dtype"), is_reference_only=True),
+    Row("quantize", own("quantize"), ("axis", "out_dtype"), is_reference_only=True),
     # reductions
-    "argmax": arg_reduction(np.argmax),
-    "argmin": arg_reduction(np.argmin),
-    "argsort": argsort,
-    "cumprod": cumulative(np.cumprod),
-    "cumsum": cumulative(np.cumsum),
-    "max": reduction(np.max),
-    "mean": mean,
-    "min": reduction(np.min),
-    "prod": reduction(np.prod),
-    "sort": sort,
-    "std": standard_deviation,
-    "sum": reduction(np.sum),
-    "topk": topk,
-    "variance": variance,
+    Row("argmax", find_extreme("argmax"), REDUCED),
+    Row("argmin", find_extreme("argmin"), REDUCED),
+    Row("argsort", argsort, ("axis", "descending", "dtype")),
+    Row("cumprod", accumulate("cumprod"), ("axis", "dtype", "exclusive")),
+    Row("cumsum", accumulate("cumsum"), ("axis", "dtype", "exclusive")),
+    Row("max", reduce("max"), REDUCED),
+    Row("mean", reduce("mean"), REDUCED),
+    Row("min", reduce("min"), REDUCED),
+    Row("prod", reduce("prod"), REDUCED),
+    Row("sort", sort, ("axis", "descending")),
+    Row("std", reduce("std"), REDUCED),
+    Row("sum", reduce("sum"), REDUCED),
+    Row("topk", topk, ("k", "axis", "ret_type", "largest", "dtype")),
+    Row("variance", reduce("variance"), REDUCED),
     # shape and indexing
-    "astype": astype,
-    "broadcast_to": plain(np.broadcast_to),
-    "collapse_sum_to": collapse_sum_to,
-    "concat": concat,
-    "einsum": lambda args, attrs: np.einsum(str(attrs.subscripts), *args[0]),
-    "expand_dims": expand_dims,
-    "flatten": flatten,
-    "flip": lambda args, attrs: np.flip(args[0], int(attrs.axis)),
-    "gather_elements": lambda args, attrs: np.take_along_axis(args[0], args[1], int(attrs.axis)),
-    "gather_nd": gather_nd,
-    "nn.batch_flatten": batch_flatten,
-    "nn.pad": pad,
-    "one_hot": one_hot,
-    "permute_dims": permute_dims,
-    "repeat": repeat,
-    "reshape": reshape,
-    "shape_of": plain(lambda x: tuple(int(size) for size in x.shape)),
-    "shape_to_tensor": plain(lambda shape: np.asarray(shape, "int64")),
-    "split": split,
-    "squeeze": squeeze,
-    "stack": lambda args, attrs: np.stack(args[0], axis=int(attrs.axis)),
-    "strided_slice": strided_slice,
-    "take": take,
-    "tensor_to_shape": plain(lambda x: tuple(int(size) for size in x)),
-    "tile": tile,
-    "tril": plain(np.tril),
-    "triu": plain(np.triu),
+    Row(
+        "astype",
+        lambda xp, args, attrs: xp.cast(args[0], xp.find_dtype(attrs.dtype, args[0].dtype)),
+        ("dtype",),
+    ),
+    Row("broadcast_to", lambda xp, args, attrs: xp.broadcast_to(*args)),
+    Row("collapse_sum_to", collapse_sum_to),
+    Row("concat", concat, ("axis",)),
+    Row(
+        "einsum",
+        lambda xp, args, attrs: xp.einsum(str(attrs.subscripts), *args[0]),
+        ("subscripts",),
+    ),
+    Row("expand_dims", expand_dims, ("axis",)),
+    Row("flatten", flatten),
+    Row("flip", lambda xp, args, attrs: xp.flip(args[0], (int(attrs.axis),)), ("axis",)),
+    Row(
+        "gather_elements",
+        lambda xp, args, attrs: xp.take_along(args[0], args[1], int(attrs.axis)),
+        ("axis",),
+    ),
+    Row(
+        "gather_nd",
+        own("gather_nd"),
+        ("batch_dims",),
+        lambda attrs: f"batch_dims={attrs.batch_dims}" if int(attrs.batch_dims) else "",
+        is_reference_only=True,
+    ),
+    Row("nn.batch_flatten", batch_flatten),
+    Row("nn.pad", own("pad"), ("pad_width", "pad_mode", "pad_value")),
+    Row("one_hot", own("one_hot"), ("depth", "axis"), is_reference_only=True),
+    Row("permute_dims", permute_dims, ("axes",)),
+    Row(
+        "repeat",
+        lambda xp, args, attrs: xp.repeat(args[0], int(attrs.repeats), to_axis(attrs.axis)),
+        ("repeats", "axis"),
+    ),
+    Row("reshape", lambda xp, args, attrs: args[0].reshape(args[1])),
+    Row("shape_of", find_sizes),
+    Row(
+        "shape_to_tensor",
+        lambda xp, args, attrs: xp.asarray(args[0], dtype=xp.find_dtype("int64", "")),
+    ),
+    Row("split", split, ("indices_or_sections", "axis")),
+    Row("squeeze", squeeze, ("axis",)),
+    Row("stack", lambda xp, args, attrs: xp.stack(args[0], axis=int(attrs.axis)), ("axis",)),
+    Row("strided_slice", strided_slice, ("assume_inbound",)),
+    Row("take", take, ("axis", "mode")),
+    Row("tensor_to_shape", read_sizes),
+    Row("tile", lambda xp, args, attrs: xp.tile(args[0], to_ints(attrs.repeats)), ("repeats",)),
+    Row("tril", lambda xp, args, attrs: xp.tril(*args)),
+    Row("triu", lambda xp, args, attrs: xp.triu(*args)),
     # creation
-    "arange": arange,
-    "eye": lambda args, attrs: np.eye(*args, dtype=to_dtype(attrs.dtype, "float32")),
-    "full": full,
-    "full_like": full_like,
-    "ones": filled(1),
-    "ones_like": filled_like(1),
-    "zeros": filled(0),
-    "zeros_like": filled_like(0),
-}
+    Row("arange", own("arange"), ("dtype",), is_reference_only=True),
+    Row("eye", own("eye"), ("dtype",), is_reference_only=True),
+    Row("full", full, ("dtype",)),
+    Row("full_like", full, ("dtype",)),
+    Row("ones", fill(1), ("dtype",)),
+    Row("ones_like", fill(1), ("dtype",)),
+    Row("zeros", fill(0), ("dtype",)),
+    Row("zeros_like", fill(0), ("dtype",)),
+)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from relayquant.ir.reference.relax.attributes import Array, OperatorFunction
+Array = np.ndarray[Any, Any]
 
 
 def select_boxes(args: list[Any], attrs: Any) -> Any:
@@ -54,6 +54,3 @@ def measure_overlap(first: Array, second: Array) -> Any:
     areas = [np.prod(box[2:] - box[:2], dtype=box.dtype) for box in (first, second)]
     whole = areas[0] + areas[1] - shared
     return shared / whole if whole > 0 else whole.dtype.type(0)
-
-
-OPERATORS: dict[str, OperatorFunction] = {"vision.all_class_non_max_suppression": select_boxes}

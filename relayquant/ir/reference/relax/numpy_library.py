@@ -1,0 +1,235 @@
+"""numpy as the library of rows: numpy itself, and what the reference computes in a way of its own.
+
+The floats that integers are rounded from are the same in compiled code, so sums along rows and
+softmax have a stated order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from relayquant.ir.reference.relax import windows
+from relayquant.ir.reference.relax.row import align, to_axes, to_ints
+from relayquant.ir.reference.relax.vision import select_boxes
+from relayquant.ir.reference.relax.windows import truncate_divide, widen, widen_factors
+from relayquant.ir.reference.row_arithmetic import mean_along, softmax_along
+from relayquant.ir.reference.unary import Unary
+
+Array = np.ndarray[Any, Any]
+
+
+class Numpy:
+    """What rows call of numpy."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    convolve = staticmethod(windows.convolve)
+    convolve_transposed = staticmethod(windows.convolve_transposed)
+    max_pool = staticmethod(windows.max_pool)
+    avg_pool = staticmethod(windows.avg_pool)
+    adaptive_avg_pool = staticmethod(windows.adaptive_avg_pool)
+    select_boxes = staticmethod(select_boxes)
+    mean_along = staticmethod(mean_along)
+    permute = staticmethod(np.transpose)
+    take_along = staticmethod(np.take_along_axis)
+    widen = staticmethod(widen)
+
+    # ---- arrays, dtypes ----
+
+    @staticmethod
+    def convert_numbers(args: list[Any]) -> list[Any]:
+        """numpy takes numbers among arrays."""
+        return args
+
+    @staticmethod
+    def find_dtype(value: Any, default: Any) -> str:
+        """A dtype attribute, or `default` where it is empty."""
+        text = "" if value is None else str(value)
+        return text if text not in ("", "void") else np.dtype(default).name
+
+    @staticmethod
+    def cast(data: Array, dtype: str) -> Array:
+        return data.astype(dtype)
+
+    @staticmethod
+    def select(data: Array, indices: Array, axis: int) -> Array:
+        """The elements of an axis at some indices (n,), none of which is below 0."""
+        return np.take(data, indices, axis=axis)
+
+    @staticmethod
+    def find_order(data: Array, axis: int, descending: bool) -> Array:
+        """Indices in the order of the data; of equals the first comes first."""
+        if not descending:
+            return np.argsort(data, axis=axis, kind="stable")
+        backwards = np.argsort(np.flip(data, axis), axis=axis, kind="stable")
+        return data.shape[axis] - 1 - np.flip(backwards, axis)
+
+    # ---- elementwise ----
+
+    @staticmethod
+    def compute_unary(unary: Unary, data: Array, **attributes: Any) -> Array:
+        return unary.function(data, **attributes)
+
+    @staticmethod
+    def rsqrt(data: Array) -> Array:
+        return 1 / np.sqrt(data)
+
+    @staticmethod
+    def divide(left: Any, right: Any) -> Any:
+        """True division of floats; integers truncate toward zero, as in C."""
+        if np.asarray(left).dtype.kind in "iu":
+            return truncate_divide(left, right)
+        return np.divide(left, right)
+
+    @staticmethod
+    def power(base: Array, exponent: Array) -> Array:
+        """x ** n; of integers modulo 2^bits, and for n below 0 1 / x ** -n without its part after
+        the point, 0 of 0, as in PyTorch.
+        """
+        if base.dtype.kind != "i" or not (exponent < 0).any():
+            return np.power(base, exponent)
+        sign = np.where(exponent & 1, base, 1)
+        fraction = np.where((base == 1) | (base == -1), sign, 0)
+        return np.where(exponent < 0, fraction, np.power(base, np.maximum(exponent, 0)))
+
+    @staticmethod
+    def clip(args: list[Any], attrs: Any) -> Array:
+        """Limits are floats; for integer data they are truncated and held within its dtype."""
+        data, low, high = args
+        if data.dtype.kind in "iu":
+            info = np.iinfo(data.dtype)
+            low, high = (int(min(max(limit, info.min), info.max)) for limit in (low, high))
+        return np.minimum(np.maximum(data, data.dtype.type(low)), data.dtype.type(high))
+
+    @staticmethod
+    def leaky_relu(args: list[Any], attrs: Any) -> Array:
+        return np.where(args[0] > 0, args[0], args[0] * attrs.alpha)
+
+    # ---- sums ----
+
+    @staticmethod
+    def plain_softmax(x: Array, axis: int) -> Array:
+        """In no stated order."""
+        exponential = np.exp(x - x.max(axis=axis, keepdims=True))
+        return exponential / exponential.sum(axis=axis, keepdims=True)
+
+    @staticmethod
+    def softmax(args: list[Any], attrs: Any) -> Array:
+        """Of float32 in a stated order."""
+        (x,), axis = args, int(attrs.axis)
+        return softmax_along(x, axis) if x.dtype == np.float32 else Numpy.plain_softmax(x, axis)
+
+    @staticmethod
+    def log_softmax(args: list[Any], attrs: Any) -> Array:
+        (x,), axis = args, int(attrs.axis)
+        shifted = x - x.max(axis=axis, keepdims=True)
+        return shifted - np.log(np.exp(shifted).sum(axis=axis, keepdims=True))
+
+    @staticmethod
+    def multiply_matrices(args: list[Any], attrs: Any) -> Array:
+        return windows.finish_product(np.matmul(*widen_factors(*args)), args[0])
+
+    @staticmethod
+    def sum(data: Array, axes: Any, keepdims: bool) -> Any:
+        return np.sum(data, axis=axes, keepdims=keepdims, dtype=data.dtype)
+
+    @staticmethod
+    def prod(data: Array, axes: Any, keepdims: bool) -> Any:
+        return np.prod(data, axis=axes, keepdims=keepdims, dtype=data.dtype)
+
+    @staticmethod
+    def max(data: Array, axes: Any, keepdims: bool) -> Any:
+        return np.max(data, axis=axes, keepdims=keepdims)
+
+    @staticmethod
+    def min(data: Array, axes: Any, keepdims: bool) -> Any:
+        return np.min(data, axis=axes, keepdims=keepdims)
+
+    @staticmethod
+    def mean(data: Array, axes: Any, keepdims: bool) -> Any:
+        """Of float32 rows: in a stated order. Of integers: the wrapping sum, divided toward
+        zero.
+        """
+        if data.dtype.kind not in "iu":
+            if axes is None:
+                return np.mean(data, keepdims=keepdims)
+            result = mean_along(data, axes)
+            return result if keepdims else np.squeeze(result, axes)
+        total = Numpy.sum(data, axes, keepdims)
+        count = data.size // max(np.asarray(total).size, 1)
+        return truncate_divide(np.asarray(total).astype("int64"), np.int64(count))
+
+    @staticmethod
+    def variance(data: Array, axes: Any, keepdims: bool) -> Any:
+        """Population variance of floats."""
+        if data.dtype.kind in "iu":
+            return NotImplemented
+        return np.var(data, axis=axes, keepdims=keepdims)
+
+    @staticmethod
+    def std(data: Array, axes: Any, keepdims: bool) -> Any:
+        result = Numpy.variance(data, axes, keepdims)
+        return result if result is NotImplemented else np.sqrt(result)
+
+    # ---- shape, indices, creation ----
+
+    @staticmethod
+    def pad(args: list[Any], attrs: Any) -> Any:
+        (data,), mode = args, str(attrs.pad_mode)
+        widths = np.reshape(to_ints(attrs.pad_width), (-1, 2)).tolist()
+        if mode == "constant":
+            return np.pad(data, widths, constant_values=data.dtype.type(attrs.pad_value))
+        numpy_mode = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}.get(mode)
+        return NotImplemented if numpy_mode is None else np.pad(data, widths, mode=numpy_mode)
+
+    @staticmethod
+    def gather_nd(args: list[Any], attrs: Any) -> Array:
+        return args[0][tuple(np.moveaxis(args[1], -1, 0))]
+
+    @staticmethod
+    def one_hot(args: list[Any], attrs: Any) -> Array:
+        indices, on, off = args
+        ndim = indices.ndim + 1
+        axis = int(attrs.axis) % ndim
+        every = align(Numpy(), np.arange(int(attrs.depth)), (axis,), ndim)
+        return np.where(np.expand_dims(indices, axis) == every, on, off)
+
+    @staticmethod
+    def arange(args: list[Any], attrs: Any) -> Array:
+        return np.arange(*args, dtype=Numpy.find_dtype(attrs.dtype, "int64"))
+
+    @staticmethod
+    def eye(args: list[Any], attrs: Any) -> Array:
+        return np.eye(*args, dtype=Numpy.find_dtype(attrs.dtype, "float32"))
+
+    # ---- affine spaces ----
+
+    @staticmethod
+    def quantize(args: list[Any], attrs: Any) -> Any:
+        """relax.quantize: clip(round_half_even(x / s) + z) in float32."""
+        dtype = np.dtype(str(attrs.out_dtype))
+        if dtype.kind not in "iu":
+            return NotImplemented
+        data, scale, zero_point = align_parameters(args, attrs)
+        rounded = np.rint(widen(data) / scale.astype("float32")) + zero_point.astype("float32")
+        info = np.iinfo(dtype)
+        return np.clip(rounded, info.min, info.max).astype(dtype)
+
+    @staticmethod
+    def dequantize(args: list[Any], attrs: Any) -> Any:
+        """relax.dequantize: float(int32(q) - z) * s."""
+        data, scale, zero_point = align_parameters(args, attrs)
+        if data.dtype.kind not in "iu":
+            return NotImplemented
+        centred = data.astype("int32") - zero_point.astype("int32")
+        return centred.astype("float32") * scale.astype("float32")
+
+
+def align_parameters(args: list[Any], attrs: Any) -> list[Any]:
+    """Data, scale and zero point, the last two along the channel axis unless they are numbers."""
+    data, *parameters = args
+    axes = to_axes(attrs.axis) or ()
+    return [data, *(align(Numpy(), p, axes, data.ndim) if p.ndim else p for p in parameters)]

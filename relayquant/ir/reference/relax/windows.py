@@ -1,0 +1,136 @@
+"""Numpy forms of Relax's products and pools over windows, and what sums of integers need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from relayquant.ir.reference import convolution
+from relayquant.ir.reference.convolution import (
+    Window,
+    count_window_values,
+    expand_per_axis,
+    get_spatial_letters,
+    permute_layout,
+    pool_windows,
+)
+from relayquant.ir.reference.relax.row import OperatorFunction, to_ints
+
+Array = np.ndarray[Any, Any]
+
+
+def widen(array: Array) -> Array:
+    """Floats as float32 at least, integers as float64."""
+    if array.dtype.kind in "iu":
+        return array.astype("float64")
+    return array.astype("float32") if array.dtype.itemsize < 4 else array
+
+
+def widen_factors(left: Array, right: Array) -> tuple[Array, Array]:
+    """The operands of a sum of products: floats as float32 at least; integers as float64, which is
+    fast, where that is exact for every sum, else as int64, which wraps around.
+    """
+    if left.dtype.kind in "iu" and left.size and right.size:
+        largest = [max(int(each.max()), -int(each.min())) for each in (left, right)]
+        if largest[0] * largest[1] * min(left.size, right.size) >= 2**53:
+            return left.astype("int64"), right.astype("int64")
+    return widen(left), widen(right)
+
+
+def finish_product(result: Array, operand: Array) -> Array:
+    """A product or sum of products of integers wraps; whoever executes it casts it to the dtype
+    that TVM infers.
+    """
+    return result.astype("int64") if operand.dtype.kind in "iu" else result
+
+
+def truncate_divide(left: Any, right: Any) -> Any:
+    """Integer quotient rounded toward zero; 0 of a division by 0."""
+    quotient = np.floor_divide(left, right)
+    inexact = (quotient * right != left) & (np.asarray(right) != 0)
+    return quotient + (inexact & ((np.asarray(left) < 0) != (np.asarray(right) < 0)))
+
+
+def sum_products(convolve: Callable[..., Array], *more: str) -> OperatorFunction:
+    """A convolution; `more` are attributes that name an extent per axis."""
+
+    def compute(args: list[Any], attrs: Any) -> Any:
+        data, kernel = widen_factors(*args)
+        extents = ("strides", "padding", "dilation", *more)
+        result = convolve(
+            data,
+            kernel,
+            **{name: to_ints(getattr(attrs, name)) for name in extents},
+            groups=int(attrs.groups),
+            data_layout=attrs.data_layout,
+            kernel_layout=attrs.kernel_layout,
+            out_layout=attrs.out_layout,
+        )
+        return finish_product(result, args[0])
+
+    return compute
+
+
+convolve = sum_products(convolution.convolve)
+convolve_transposed = sum_products(convolution.convolve_transposed, "output_padding")
+
+
+def get_window(attrs: Any) -> Window:
+    """The window of a pool's attributes."""
+    return Window(
+        to_ints(attrs.pool_size),
+        to_ints(attrs.strides),
+        to_ints(attrs.dilation),
+        to_ints(attrs.padding),
+        bool(attrs.ceil_mode),
+        attrs.layout,
+    )
+
+
+def to_out_layout(channels_last: Array, attrs: Any) -> Array:
+    """A pool's result, axes N, spatial, C, in the layout of the operator's output."""
+    layout = attrs.out_layout or attrs.layout
+    return permute_layout(channels_last, "N" + get_spatial_letters(layout) + "C", layout)
+
+
+def max_pool(args: list[Any], attrs: Any) -> Any:
+    (data,) = args
+    lowest = np.iinfo(data.dtype).min if data.dtype.kind in "iu" else -np.inf
+    taps = pool_windows(data, get_window(attrs), lowest)
+    result = next(taps)
+    for tap in taps:
+        result = np.maximum(result, tap)
+    return to_out_layout(result, attrs)
+
+
+def avg_pool(args: list[Any], attrs: Any) -> Any:
+    (data,) = args
+    window = get_window(attrs)
+    total = np.zeros((), data.dtype)
+    for tap in pool_windows(data, window, 0):
+        total = total + tap
+    count = count_window_values(data.shape, window, bool(attrs.count_include_pad))
+    if data.dtype.kind in "iu":
+        return to_out_layout(truncate_divide(total.astype("int64"), count), attrs)
+    return to_out_layout(total / count.astype(data.dtype), attrs)
+
+
+def adaptive_avg_pool(args: list[Any], attrs: Any) -> Any:
+    """Output i averages from floor(i * size / out) to ceil((i + 1) * size / out)."""
+    (data,) = args
+    letters = get_spatial_letters(attrs.layout)
+    result = permute_layout(data, attrs.layout, "N" + letters + "C")
+    sizes = result.shape[1:-1]
+    outputs = (
+        expand_per_axis(to_ints(attrs.output_size), len(letters)) if attrs.output_size else sizes
+    )
+    for axis, (size, out) in enumerate(zip(sizes, outputs, strict=True), start=1):
+        parts = []
+        for i in range(out):
+            window = slice(i * size // out, -(-(i + 1) * size // out))
+            at = (slice(None),) * axis + (window,)
+            parts.append(result[at].mean(axis=axis, keepdims=True))
+        result = np.concatenate(parts, axis=axis)
+    return to_out_layout(result, attrs)
