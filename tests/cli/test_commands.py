@@ -12,6 +12,7 @@ import tvm
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
+from tvm.script import tirx as T
 
 import relayquant as rq
 from relayquant import cli
@@ -106,6 +107,39 @@ def test_quantize__model_type(folder: Path, tmp_path: Path) -> None:
     assert found == {"matmul", "nn.conv2d"}
 
 
+@pytest.mark.parametrize(
+    ("options", "dtype", "scheme", "groups", "weights"),
+    [
+        ([], "int4", "symmetric", 32, "without data"),
+        (
+            ["--bits", "3", "--scheme", "affine", "--group-size", "16"],
+            *("int3", "affine", 16, "without data"),
+        ),
+        (  # there is room for 8 bits
+            ["--data", "calibration.npz", "--effort", "fast", "--max-size", "1kB"],
+            *("int8", "symmetric", 32, "weighted by data"),
+        ),
+    ],
+)
+def test_compress__options_reach_the_compression(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    dtype: str,
+    scheme: str,
+    groups: int,
+    weights: str,
+) -> None:
+    monkeypatch.chdir(folder)
+    name = "digits.int3.json" if "3" in options else "digits.int4.json"
+    assert cli.main(["compress", "digits.onnx", *options, "--quiet"]) == 0
+    ledger = rq.ledger(tvm.ir.load_json(Path(name).read_text()))
+    (row,) = ledger.rows
+    assert (row.op, row.dtype, row.scheme) == ("matmul", dtype, scheme)
+    assert row.rule.startswith(f"groups of {groups}, ")
+    assert ledger.choices["weights"].endswith(weights)
+
+
 def test_export_and_verify(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,6 +164,30 @@ def test_main__a_file_alone_is_described(folder: Path, capsys: pytest.CaptureFix
     text = capsys.readouterr().out
     assert "quantized model" in text
     assert "relayquant export" in text
+
+
+@I.ir_module
+class ManyOutputs:
+    @R.function
+    def main(x: R.Tensor(("n", 4), "float32"), s: R.Tensor((), "int64")):
+        n = T.int64()
+        with R.dataflow():
+            y = R.nn.relu(x)
+            z = R.split(y, 2, axis=1)
+            size = R.shape([n, 4])
+            R.output(y, z, size)
+        return (y, (z, size), x)
+
+
+def test_inspect__outputs_of_every_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "many.json"
+    path.write_text(tvm.ir.save_json(ManyOutputs))
+    assert cli.main([str(path)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  output")]
+    assert [line.split()[1] for line in lines] == ["y", "z", "size", "x.output"]
+    assert lines[0] == "  output  y (n, 4) float32"
+    assert "Tuple" in lines[1]
+    assert "Shape" in lines[2]
 
 
 def test_inspect__ledger_of_the_quantized_module(

@@ -93,6 +93,21 @@ def test_quantize__search_goes_on_after_a_signal(
     assert not kept.exists()
 
 
+def test_compress__goes_on_after_a_signal(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["compress", "digits.onnx", "--data", "data.npz", "-o", "w.json"]
+    said = interrupt(folder, words, "compress weights", 1)
+    (kept,) = folder.glob("w.json.checkpoint-*")
+    assert said.endswith(f"what was done is in {kept.name}: the same command goes on")
+    monkeypatch.chdir(folder)
+    assert cli.main([*words, "--quiet"]) == ExitCode.OK
+    assert not kept.exists()
+    went_on = Path("w.json").read_bytes()
+    assert cli.main([*words, "--quiet"]) == ExitCode.OK
+    assert Path("w.json").read_bytes() == went_on
+
+
 def test_quantize__a_failure_leaves_no_checkpoint(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

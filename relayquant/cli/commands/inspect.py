@@ -16,7 +16,6 @@ from relayquant.cli.files import bind_weights, is_module_file, load_model
 from relayquant.cli.options import MAX_BACKEND_SIZE, check_options, read_backend
 from relayquant.cli.output import CommandOutput, ExitCode
 from relayquant.config import BackendConfig
-from relayquant.data import InputInfo
 from relayquant.data.item import describe_inputs
 from relayquant.errors import (
     ConfigError,
@@ -130,12 +129,13 @@ def show_model(path: Path, options: argparse.Namespace, output: CommandOutput) -
     size = count_constant_bytes(mod)
     output.add_values(path=path, kind=kind, format=name_format(path), bytes=size)
     output.print(f"{path}: {kind} ({name_format(path)}), {show_bytes(size)} of constants")
-    values = {"inputs": describe_inputs(mod), "outputs": describe_outputs(mod)}
-    for side, infos in values.items():
-        rows = [{"name": i.name, "shape": i.shape, "dtype": i.dtype} for i in infos]
-        output.add_table(side, rows)
-        for info in infos:
-            output.print(f"  {side[:-1]:6}  {info.name} {info.shape_text} {info.dtype}")
+    inputs = [(info.name, info.shape, info.dtype) for info in describe_inputs(mod)]
+    for side, values in {"inputs": inputs, "outputs": describe_outputs(mod)}.items():
+        names = ("name", "shape", "dtype")
+        output.add_table(side, [dict(zip(names, value, strict=True)) for value in values])
+        for name, shape, dtype in values:
+            sizes = "" if shape is None else f" ({', '.join(map(str, shape))})"
+            output.print(f"  {side[:-1]:6}  {name}{sizes} {dtype}")
     if ledger is not None:
         output.add_ledger(ledger)
     else:
@@ -154,13 +154,14 @@ def name_format(path: Path) -> str:
     return "Relax" if is_module_file(path) else kinds[path.suffix.lower()]
 
 
-def describe_outputs(mod: tvm.IRModule) -> list[InputInfo]:
-    """Names, shapes and dtypes of the results of main."""
+def describe_outputs(mod: tvm.IRModule) -> list[tuple[str, tuple[int | str, ...] | None, str]]:
+    """Name, shape and dtype of each result of main; no shape, and the type, if it is no tensor."""
     found = []
     for number, expr in enumerate(iterate_results(result_expr(Graph(mod)))):
         name = expr.name if isinstance(expr, tvm.relax.Var) else str(number)
-        shape = tensor_shape(expr)
-        found.append(InputInfo(name, ("?",) if shape is None else shape, tensor_dtype(expr)))
+        is_tensor = isinstance(expr.ty, tvm.relax.TensorType)
+        shape = tensor_shape(expr) if is_tensor else None
+        found.append((name, shape, tensor_dtype(expr) if is_tensor else str(expr.ty)))
     return found
 
 
