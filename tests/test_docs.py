@@ -129,18 +129,35 @@ def test_index__leads_to_every_page():
     assert sorted(page for page in pages if f"]({page})" not in index) == []
 
 
+def load_script(name: str):
+    """A module of docs/, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_drawing__has_the_stages_of_the_pipeline():
     """What `lower` means on a target, kernels and loops, happens in `compile`."""
     source = Path(rq.__file__).parent.joinpath("flow", "pipeline.py").read_text("utf-8")
     stages = re.findall(r"(\w+) ->", ast.get_docstring(ast.parse(source)))
-    texts = ElementTree.parse(DOCS / "data_flow.svg").iter("{http://www.w3.org/2000/svg}text")
+    texts = list(ElementTree.parse(DOCS / "data_flow.svg").iter("{http://www.w3.org/2000/svg}text"))
     assert [t.text for t in texts if t.get("class") == "stage"] == [*stages, "compile"]
+    # Each step that the page runs is a box, or is written at an arrow back.
+    returns = ", ".join(t.text for t in texts if t.get("class") == "return").split(", ")
+    drawing = load_script("data_flow")
+    assert {"prepare", "annotate", "fit accumulators"} <= set(drawing.read_runs())
+    assert set(drawing.read_runs()) <= {*stages, *returns, "lower"}
+
+
+def test_drawing__is_made_by_its_script():
+    """`python docs/data_flow.py` writes it anew."""
+    drawing = load_script("data_flow")
+    assert (DOCS / "data_flow.svg").read_text("utf-8") == drawing.draw_flow()
 
 
 def test_operator_table__has_every_operator_of_every_backend():
-    spec = importlib.util.spec_from_file_location("operator_table", DOCS / "operator_table.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script("operator_table")
     head, _, *lines = module.format_table().splitlines()
     assert [cell.strip() for cell in head.split("|")[4:-1]] == [b.name for b in BACKENDS]
     found = {}
@@ -180,9 +197,7 @@ def test_site__builds_without_warnings(tmp_path: Path) -> None:
 
 def test_rooms__are_drawn_from_the_imports():
     """`python docs/rooms.py` writes the picture and the table anew."""
-    spec = importlib.util.spec_from_file_location("rooms", DOCS / "rooms.py")
-    rooms = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(rooms)
+    rooms = load_script("rooms")
     page = (DOCS / "design.md").read_text("utf-8")
     assert (DOCS / "rooms.svg").read_text("utf-8") == rooms.draw_rooms()
     assert rooms.write_page(page) == page

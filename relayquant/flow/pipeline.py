@@ -1,5 +1,5 @@
-"""The data flow on one page: load -> prepare -> annotate -> simulate -> calibrate -> convert ->
-expand -> fold -> lower.
+"""The data flow on one page: load -> prepare -> equalize -> annotate -> simulate -> calibrate ->
+convert -> expand -> fold -> lower.
 
 The only module that knows all stages. Each stage takes values and gives new ones; none edits its
 input. `steps` and `quantizer` are what users call.
