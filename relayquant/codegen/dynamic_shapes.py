@@ -11,7 +11,7 @@ import tvm
 from tvm import relax, tirx
 from tvm.ir import Call
 
-from relayquant.codegen.floating import OPAQUE
+from relayquant.codegen.lowering import OPAQUE
 from relayquant.ir.rewrite.expressions import list_bindings
 
 

@@ -7,31 +7,27 @@ computes too.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
-import numpy as np
 import tvm
-from tvm import relax
 from tvm.target import Target
 
-from relayquant.codegen.floating import OPAQUE
 from relayquant.codegen.kernels.integer.lookup import ByteShuffle
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.isa.select import select_isa, select_shuffle
 from relayquant.codegen.layout import is_one_block
-from relayquant.codegen.rules.elementwise import ELEMENTWISE_RULES, is_fused
-from relayquant.codegen.rules.kernel_call import KernelCall, KernelContext, KernelRule
+from relayquant.codegen.lowering import BlockView, Lowered, lower_functions
+from relayquant.codegen.rules.elementwise import ELEMENTWISE_RULES
+from relayquant.codegen.rules.kernel_call import IntegerRule, KernelContext
 from relayquant.codegen.rules.linear import LINEAR_RULES
 from relayquant.codegen.shared_kernels import share_kernels
 from relayquant.codegen.tuning import ChooseForm, keep_estimate
-from relayquant.ir.dialect.cost import MACS_ATTR, count_macs
-from relayquant.ir.rewrite import Emitter, Graph, rewrite_main
-from relayquant.ir.rewrite.rule import OnSkip, fire_first, log_skip, select_rules
+from relayquant.ir.dialect.cost import count_macs
+from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.rule import OnSkip, log_skip
+from relayquant.ir.rewrite.walker import tidy_module
 
-logger = logging.getLogger("relayquant.codegen")
-
-KERNEL_RULES: tuple[KernelRule, ...] = (*LINEAR_RULES, *ELEMENTWISE_RULES)
+KERNEL_RULES: tuple[IntegerRule, ...] = (*LINEAR_RULES, *ELEMENTWISE_RULES)
 
 
 def lower_integer(
@@ -61,7 +57,7 @@ def call_kernels(
     mod: tvm.IRModule,
     isa: Isa,
     shuffle: ByteShuffle | None = None,
-    rules: Sequence[KernelRule] = KERNEL_RULES,
+    rules: Sequence[IntegerRule] = KERNEL_RULES,
     on_skip: OnSkip = log_skip,
     choose_form: ChooseForm = keep_estimate,
 ) -> tvm.IRModule:
@@ -69,59 +65,17 @@ def call_kernels(
     the others are not, and where a chain ends.
     """
     graph = Graph(mod)
-    calls = find_calls(KernelContext(graph, isa, shuffle, choose_form, on_skip), rules)
-    inner = {var for call in calls.values() for var in call.vars[:-1]}
 
-    def visit(emitter: Emitter, binding: relax.VarBinding) -> relax.Expr | None:
-        if binding.var in inner:
-            return None
-        call = calls.get(binding.var)
-        if call is None:
-            return emitter.get(binding.value)
-        return emit_call(emitter, call, count_call_macs(graph, call))
+    def make_context(block: BlockView) -> KernelContext:
+        return KernelContext(graph, isa, shuffle, choose_form, on_skip, block.taken)
 
-    return rewrite_main(mod, visit)
+    def share(calls: list[Lowered]) -> list[Lowered]:
+        # Only products take long to compile; the others are faster where LLVM knows the numbers.
+        products = [call for call in calls if any(count_macs(graph.call_of(v)) for v in call.vars)]
+        shared = dict(zip(products, share_kernels(products), strict=True))
+        return [shared.get(call, call) for call in calls]
 
-
-def find_calls(context: KernelContext, rules: Sequence[KernelRule]) -> dict[relax.Var, KernelCall]:
-    """Result variable -> kernel call, each value in at most one."""
-    calls: list[KernelCall] = []
-    taken: set[relax.Var] = set()
-    for binding in context.graph.bindings:
-        var = binding.var
-        if var in taken:
-            continue
-        if is_fused(context.graph, var, taken):
-            logger.debug("no kernel for %s: few values, fused with its neighbours", var.name)
-            continue
-        tried = ((rule, var) for rule in select_rules(rules, context.graph.op_name(var)))
-        found = fire_first(tried, context, var.name, context.on_skip)
-        if found is not None:
-            calls.append(found[1])
-            taken.update(found[1].vars)
-    # Only products take long to compile; the others are faster where LLVM knows the numbers.
-    products = [call for call in calls if count_call_macs(context.graph, call)]
-    shared = zip(products, share_kernels(products), strict=True)
-    replaced = {call.vars[-1]: new for call, new in shared}
-    return {call.vars[-1]: replaced.get(call.vars[-1], call) for call in calls}
-
-
-def count_call_macs(graph: Graph, call: KernelCall) -> int:
-    """Multiply-adds of one call."""
-    return sum(count_macs(graph.call_of(var)) for var in call.vars)
-
-
-def emit_call(emitter: Emitter, call: KernelCall, macs: int) -> relax.Expr:
-    """call_tir of the kernel, `macs` multiply-adds; equal kernels are added to the module once."""
-    name = str(call.func.attrs["global_symbol"])
-    func = call.func.without_attr("global_symbol").with_attrs(
-        {"op_pattern": OPAQUE, MACS_ATTR: macs}
+    lowered = lower_functions(
+        graph.mod, rules, make_context, on_skip=on_skip, share=share, only="main"
     )
-    function = emitter.builder.add_func(func, name)
-    operands = [
-        relax.const(operand, str(operand.dtype))
-        if isinstance(operand, np.ndarray)
-        else emitter.get(operand)
-        for operand in call.operands
-    ]
-    return relax.call_tir(function, relax.Tuple(operands), call.vars[-1].ty)
+    return tidy_module(lowered)

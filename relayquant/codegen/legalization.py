@@ -13,9 +13,9 @@ from tvm import relax, te, tirx, topi
 from tvm.ir import Call
 
 from relayquant.codegen.divisions import DIVISION_LEGALIZATIONS
-from relayquant.codegen.floating import mark_kernel
 from relayquant.codegen.kernels.floating.softmax import Softmax, make_softmax
 from relayquant.codegen.logical_and_bitwise import BITS, legalize_as_tvm
+from relayquant.codegen.lowering import mark_kernel
 from relayquant.ir.rewrite.expressions import same_type, shape_of
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 

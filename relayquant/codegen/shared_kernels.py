@@ -19,7 +19,7 @@ from tvm import s_tir, tirx
 from tvm.tirx import PrimFunc
 
 from relayquant.codegen.kernels.isa.base import Expr
-from relayquant.codegen.rules.kernel_call import KernelCall
+from relayquant.codegen.lowering import Kernel, Lowered
 
 
 @dataclass(frozen=True)
@@ -38,19 +38,19 @@ class Skeleton:
     numbers: tuple[Number, ...]
 
 
-def share_kernels(calls: Sequence[KernelCall]) -> list[KernelCall]:
+def share_kernels(calls: Sequence[Lowered]) -> list[Lowered]:
     """The same calls in the same order, of kernels that read what is different between them."""
-    skeletons = [read_skeleton(call.func) for call in calls]
+    skeletons = [read_skeleton(call.kernel.func) for call in calls]
     shared = list(calls)
     for group in group_equal([skeleton.func for skeleton in skeletons]):
         numbers = [skeletons[i].numbers for i in group]
         varying = [k for k, column in enumerate(zip(*numbers, strict=True)) if len(set(column)) > 1]
         if not varying:
             continue
-        func = take_operands(calls[group[0]].func, numbers[0], varying)
+        kernel = Kernel.of(take_operands(calls[group[0]].kernel.func, numbers[0], varying))
         for i, own in zip(group, numbers, strict=True):
             operands = gather_operands([own[k] for k in varying])
-            shared[i] = replace(calls[i], func=func, operands=(*calls[i].operands, *operands))
+            shared[i] = replace(calls[i], kernel=kernel, operands=(*calls[i].operands, *operands))
     return shared
 
 

@@ -13,7 +13,7 @@ import tvm
 from tvm import relax, tirx
 from tvm.ir import Call
 
-from relayquant.codegen.floating import OPAQUE
+from relayquant.codegen.lowering import OPAQUE
 from relayquant.ir.rewrite.expressions import list_bindings, op_name
 
 #: relax::OpPatternKind::kInjective: each element is computed of elements at any places.

@@ -9,20 +9,21 @@ import tvm
 from relayquant.codegen.kernels.integer.elementwise import Requantize, Space, build_requantize
 from relayquant.codegen.kernels.integer.epilogue import Epilogue
 from relayquant.codegen.kernels.isa.target import resolve_target
-from relayquant.codegen.rules.kernel_call import KernelCall
+from relayquant.codegen.lowering import Lowered
+from relayquant.codegen.rules.kernel_call import call_built
 from relayquant.codegen.shared_kernels import read_skeleton, share_kernels
 
 DATA = np.arange(64).astype("uint8")
 
 
-def call_of(zero_point: int, factor: float, out_zero: int, size: int = 64) -> KernelCall:
+def call_of(zero_point: int, factor: float, out_zero: int, size: int = 64) -> Lowered:
     data = Space("uint8", zero_point, factor)
     func = build_requantize(Requantize((size,), data, Epilogue(zero_point=out_zero)))
-    return KernelCall((), func, (DATA[:size],))
+    return call_built((), func, (DATA[:size],))
 
 
-def run(call: KernelCall) -> np.ndarray:
-    kernel = tvm.compile(tvm.IRModule({"main": call.func}), target=resolve_target(None))[
+def run(call: Lowered) -> np.ndarray:
+    kernel = tvm.compile(tvm.IRModule({"main": call.kernel.func}), target=resolve_target(None))[
         "requantize"
     ]
     y = tvm.runtime.tensor(np.zeros(len(call.operands[0]), "uint8"))
@@ -33,7 +34,7 @@ def run(call: KernelCall) -> np.ndarray:
 def test_share_kernels__numbers_become_operands():
     calls = [call_of(3, 0.5, 7), call_of(4, 0.25, 7), call_of(3, 0.25, 7)]
     shared = share_kernels(calls)
-    assert len({call.func for call in shared}) == 1
+    assert len({call.kernel.func for call in shared}) == 1
     # The output's zero point and bounds are the same in all.
     assert [[list(array) for array in call.operands[1:]] for call in shared] == [
         [[3], [0.5]],
@@ -57,6 +58,6 @@ def test_share_kernels__keeps_what_nothing_shares(others):
 
 def test_read_skeleton__tells_zeros_apart():
     """0.0 and -0.0 are equal as numbers, but not in every result."""
-    positive, negative = (read_skeleton(call_of(3, zero, 7).func) for zero in (0.0, -0.0))
+    positive, negative = (read_skeleton(call_of(3, zero, 7).kernel.func) for zero in (0.0, -0.0))
     tvm.ir.assert_structural_equal(positive.func, negative.func)
     assert positive.numbers != negative.numbers

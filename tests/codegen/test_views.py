@@ -9,7 +9,7 @@ from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
-from relayquant.codegen.floating import OPAQUE
+from relayquant.codegen.lowering import OPAQUE
 from relayquant.codegen.views import KEEP_VIEWS
 
 SHAPE = (2, 3, 20, 16)

@@ -4,9 +4,9 @@ joins, pools.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from math import prod
 
 import numpy as np
@@ -48,12 +48,13 @@ from relayquant.codegen.kernels.integer.pool import (
     build_mean,
     most_values,
 )
+from relayquant.codegen.lowering import Lowered
 from relayquant.codegen.rules.epilogue import absorb_clip
 from relayquant.codegen.rules.kernel_call import (
-    KernelCall,
+    IntegerRule,
     KernelContext,
-    KernelRule,
     build_for_batch,
+    call_built,
     element_count,
     is_activation,
     is_byte,
@@ -68,7 +69,7 @@ from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE
 from relayquant.ir.rewrite import Graph, Skip
 from relayquant.ir.rewrite.expressions import expand_padding, pair
 from relayquant.ir.rewrite.graph import constant_value, free_vars, tensor_dtype, tensor_shape
-from relayquant.ir.rewrite.rule import make_rule
+from relayquant.ir.rewrite.rule import decline, make_rule
 
 #: Values of a tensor up to which a call costs more than the work: 0.3 us, as much as 256 look-ups
 #: one by one, which is how fused functions do them.
@@ -105,7 +106,7 @@ def has_few_values(graph: Graph, var: relax.Var) -> bool:
     return element_count([int(dim) for dim in shape]) <= FEW_VALUES
 
 
-def lower_quantize(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
+def lower_quantize(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     """qnn.quantize with one scale; and a transpose of images behind it."""
     call, shape = context.call(var), split_batch(context.call(var).args[0])
     found = read_quantize(context, var)
@@ -116,9 +117,9 @@ def lower_quantize(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
     # Not with a symbolic batch: MobileNet became 18 % slower, its buffers not being planned.
     if turned is not None and not shape[0] and is_image_transpose(context.call(turned), shape[1]):
         func = build_quantize_image(QuantizeImage(spec), "qnn_quantize_image")
-        return KernelCall((*vars_, turned), func, (call.args[0],))
+        return call_built((*vars_, turned), func, (call.args[0],))
     func = build_for_batch(lambda: build_quantize(spec, "qnn_quantize"), shape[0], (0, 1))
-    return KernelCall(vars_, func, (call.args[0],))
+    return call_built(vars_, func, (call.args[0],))
 
 
 def read_quantize(
@@ -138,7 +139,7 @@ def read_quantize(
     return vars_, Quantize(static, numbers[0], out, context.isa.has_fma)
 
 
-def lower_softmax(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
+def lower_softmax(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     """nn.softmax of float32; a number above 0 before it, and the integers of its results alone."""
     call, factor, vars_ = context.call(var), None, (var,)
     data = call.args[0]
@@ -160,7 +161,7 @@ def lower_softmax(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
     found = Skip("") if codes is None or extents[-1] is None else read_quantize(context, codes)
     if not isinstance(found, Skip):
         vars_, spec = (*vars_, *found[0]), replace(spec, quantized=found[1])
-    return KernelCall(vars_, make_softmax(spec), (data,))
+    return call_built(vars_, make_softmax(spec), (data,))
 
 
 def is_image_transpose(call: Call, shape: tuple[int, ...]) -> bool:
@@ -169,7 +170,7 @@ def is_image_transpose(call: Call, shape: tuple[int, ...]) -> bool:
     return axes == [0, 2, 3, 1] and shape[1] <= IMAGE_CHANNELS
 
 
-def lower_dequantize(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
+def lower_dequantize(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     """qnn.dequantize with one scale."""
     call = context.call(var)
     shape, numbers = split_batch(call.args[0]), scalars(*call.args[1:3])
@@ -179,10 +180,10 @@ def lower_dequantize(context: KernelContext, var: relax.Var) -> KernelCall | Ski
         return Skip("sums of 64 bits")
     spec = Dequantize(shape[1], tensor_dtype(call.args[0]), int(numbers[1]), numbers[0])
     func = build_for_batch(lambda: build_dequantize(spec, "qnn_dequantize"), shape[0], (0, 1))
-    return KernelCall((var,), func, (call.args[0],))
+    return call_built((var,), func, (call.args[0],))
 
 
-def lower_channel_scales(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
+def lower_channel_scales(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     """qnn.dequantize and qnn.requantize with one scale for each index along an axis."""
     op = context.graph.op_name(var)
     call = context.call(var)
@@ -210,10 +211,10 @@ def lower_channel_scales(context: KernelContext, var: relax.Var) -> KernelCall |
         factors = multiplier(scale, numbers[0])
     spec = ScaleChannels(shape[1], axis, dtype, int(zero_points.flat[0]), out)
     func = build_for_batch(lambda: build_scale_channels(spec, "qnn_channels"), shape[0], (0, 2))
-    return KernelCall(vars_, func, (call.args[0], factors))
+    return call_built(vars_, func, (call.args[0], factors))
 
 
-def lower_requantize(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
+def lower_requantize(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     """qnn.requantize with one scale on either side."""
     call = context.call(var)
     shape, numbers = split_batch(call.args[0]), scalars(*call.args[1:5])
@@ -227,10 +228,10 @@ def lower_requantize(context: KernelContext, var: relax.Var) -> KernelCall | Ski
     data = Space(tensor_dtype(call.args[0]), int(z_in), float(multiplier(s_in, s_out)))
     spec = Requantize(shape[1], data, out)
     func = build_for_batch(lambda: build_requantize(spec, "qnn_requantize"), shape[0], (0, 1))
-    return KernelCall(vars_, func, (call.args[0],))
+    return call_built(vars_, func, (call.args[0],))
 
 
-def lower_binary(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
+def lower_binary(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     """qnn.add, subtract and mul with one scale each; the second operand may be broadcast."""
     op = context.graph.op_name(var)
     call = context.call(var)
@@ -269,10 +270,10 @@ def lower_binary(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
         right = Space(dtypes[1], int(rz), sign * float(multiplier(rs, os)))
         total = Add(shape, left, right, out, rhs_shape)
         func = build_for_batch(lambda: build_add(total, "qnn_add"), symbolic, positions)
-    return KernelCall(vars_, func, (lhs, rhs))
+    return call_built(vars_, func, (lhs, rhs))
 
 
-def lower_lookup(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
+def lower_lookup(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     """qnn.lookup."""
     call = context.call(var)
     shape = split_batch(call.args[0])
@@ -282,10 +283,10 @@ def lower_lookup(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
     func = build_for_batch(
         lambda: build_lookup(spec, context.shuffle, "qnn_lookup"), shape[0], (0, 2)
     )
-    return KernelCall((var,), func, (call.args[0], call.args[1]))
+    return call_built((var,), func, (call.args[0], call.args[1]))
 
 
-def lower_concatenate(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
+def lower_concatenate(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     """qnn.concatenate of a literal tuple."""
     call = context.call(var)
     if not all(isinstance(arg, relax.Tuple) for arg in call.args[:3]):
@@ -311,7 +312,7 @@ def lower_concatenate(context: KernelContext, var: relax.Var) -> KernelCall | Sk
     func = build_for_batch(
         lambda: build_concatenate(spec, "qnn_concatenate"), symbolic == {True}, range(count + 1)
     )
-    return KernelCall(vars_, func, tuple(parts))
+    return call_built(vars_, func, tuple(parts))
 
 
 def make_window(call: Call, shape: tuple[int, ...]) -> PoolWindow:
@@ -324,7 +325,7 @@ def make_window(call: Call, shape: tuple[int, ...]) -> PoolWindow:
     )  # fmt: skip
 
 
-def lower_max_pool2d(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
+def lower_max_pool2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     """nn.max_pool2d of integer NHWC data."""
     call = context.call(var)
     shape = split_batch(call.args[0])
@@ -334,10 +335,10 @@ def lower_max_pool2d(context: KernelContext, var: relax.Var) -> KernelCall | Ski
         return Skip(f"the result is in layout {call.attrs.out_layout}")
     spec = MaxPool2d(make_window(call, shape[1]), tensor_dtype(var))
     func = build_for_batch(lambda: build_max_pool2d(spec, "qnn_max_pool2d"), shape[0], (0, 1))
-    return KernelCall((var,), func, (call.args[0],))
+    return call_built((var,), func, (call.args[0],))
 
 
-def lower_average(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
+def lower_average(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     """qnn.avg_pool2d of NHWC data, and qnn.mean over neighbouring axes."""
     op = context.graph.op_name(var)
     call = context.call(var)
@@ -360,17 +361,17 @@ def lower_average(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
         if mean.extents[1] > most_values(data.dtype) or result is None:
             return Skip("the mean is over too many values")
         func = build_for_batch(lambda: build_mean(mean, "qnn_average", result[1]), shape[0], (0, 1))
-        return KernelCall(vars_, func, (call.args[0],))
+        return call_built(vars_, func, (call.args[0],))
     if str(call.attrs.layout) != "NHWC":
         return Skip(f"layout {call.attrs.layout}")
     spec = AvgPool2d(make_window(call, shape[1]), data, out, bool(call.attrs.count_include_pad))
     if prod(spec.window.kernel) > most_values(data.dtype):
         return Skip("the window has too many values")
     func = build_for_batch(lambda: build_avg_pool2d(spec, "qnn_average"), shape[0], (0, 1))
-    return KernelCall(vars_, func, (call.args[0],))
+    return call_built(vars_, func, (call.args[0],))
 
 
-def lower_clip(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
+def lower_clip(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     """clip of data that no kernel before it took: a requantize with equal parameters."""
     call = context.call(var)
     shape = split_batch(call.args[0])
@@ -382,19 +383,33 @@ def lower_clip(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
     out = Epilogue(Store.REQUANTIZE, dtype, 0, max(low, limits[0]), min(high, limits[1]))
     spec = Requantize(shape[1], Space(dtype, 0, 1.0), out)
     func = build_for_batch(lambda: build_requantize(spec, "qnn_clip"), shape[0], (0, 1))
-    return KernelCall((var,), func, (call.args[0],))
+    return call_built((var,), func, (call.args[0],))
 
 
-ELEMENTWISE_RULES: tuple[KernelRule, ...] = (
+def unless_fused(
+    lower: Callable[[KernelContext, relax.Var], Lowered | Skip],
+) -> Callable[[KernelContext, relax.Var], Lowered | Skip]:
+    """The rule, which declines where FuseOps does better; see `is_fused`."""
+
+    @wraps(lower)
+    def rewrite(context: KernelContext, var: relax.Var) -> Lowered | Skip:
+        if is_fused(context.graph, var, context.taken):
+            return decline("few values, fused with its neighbours")
+        return lower(context, var)
+
+    return rewrite
+
+
+ELEMENTWISE_RULES: tuple[IntegerRule, ...] = (
     make_rule(lower_softmax, "relax.multiply", "relax.nn.softmax"),
-    make_rule(lower_quantize, "relax.qnn.quantize"),
-    make_rule(lower_dequantize, "relax.qnn.dequantize"),
-    make_rule(lower_requantize, "relax.qnn.requantize"),
-    make_rule(lower_channel_scales, "relax.qnn.dequantize", "relax.qnn.requantize"),
-    make_rule(lower_binary, "relax.qnn.add", "relax.qnn.subtract", "relax.qnn.mul"),
-    make_rule(lower_lookup, "relax.qnn.lookup"),
-    make_rule(lower_concatenate, "relax.qnn.concatenate"),
+    make_rule(unless_fused(lower_quantize), "relax.qnn.quantize"),
+    make_rule(unless_fused(lower_dequantize), "relax.qnn.dequantize"),
+    make_rule(unless_fused(lower_requantize), "relax.qnn.requantize"),
+    make_rule(unless_fused(lower_channel_scales), "relax.qnn.dequantize", "relax.qnn.requantize"),
+    make_rule(unless_fused(lower_binary), "relax.qnn.add", "relax.qnn.subtract", "relax.qnn.mul"),
+    make_rule(unless_fused(lower_lookup), "relax.qnn.lookup"),
+    make_rule(unless_fused(lower_concatenate), "relax.qnn.concatenate"),
     make_rule(lower_max_pool2d, "relax.nn.max_pool2d"),
-    make_rule(lower_average, "relax.qnn.avg_pool2d", "relax.qnn.mean"),
-    make_rule(lower_clip, "relax.clip"),
+    make_rule(unless_fused(lower_average), "relax.qnn.avg_pool2d", "relax.qnn.mean"),
+    make_rule(unless_fused(lower_clip), "relax.clip"),
 )

@@ -1,10 +1,8 @@
-"""What a kernel rule gives: the values it replaces, the kernel, and its operands; and reading the
-graph for it.
-"""
+"""What rules of integer kernels get, and how they read operands."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from math import prod
 
@@ -16,23 +14,12 @@ from tvm.tirx import PrimFunc
 from relayquant.codegen.kernels.emit import repeat_over_batch
 from relayquant.codegen.kernels.integer.lookup import ByteShuffle
 from relayquant.codegen.kernels.isa.base import Isa
+from relayquant.codegen.lowering import Kernel, KernelRule, Lowered, Operand
 from relayquant.codegen.tuning import ChooseForm, keep_estimate
 from relayquant.ir.reference.fixed_point import hold_multiplier
-from relayquant.ir.rewrite import Graph, Rule
+from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.rule import OnSkip, log_skip
-
-#: An operand of a kernel: a value of the graph, or a constant made for the kernel.
-KernelOperand = relax.Expr | np.ndarray
-
-
-@dataclass(frozen=True, eq=False)
-class KernelCall:
-    """One call of a kernel that computes the last of `vars`; the others become part of it."""
-
-    vars: tuple[relax.Var, ...]
-    func: PrimFunc
-    operands: tuple[KernelOperand, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +31,7 @@ class KernelContext:
     shuffle: ByteShuffle | None = None  #: how bytes are looked up, where there is a way
     choose_form: ChooseForm = keep_estimate  #: how a convolution is computed
     on_skip: OnSkip = log_skip  #: hears why a rule declines, or where a kernel ends
+    taken: Set[relax.Var] = frozenset()  #: values that a kernel computes already
 
     def next(self, var: relax.Var, *ops: str) -> relax.Var | None:
         """The only reader of `var` if it is one of these operators."""
@@ -59,7 +47,14 @@ class KernelContext:
 
 
 #: `rewrite(context, var)` returns the kernel that starts at the value `var`.
-KernelRule = Rule[KernelContext, relax.Var, KernelCall]
+IntegerRule = KernelRule[KernelContext]
+
+
+def call_built(
+    vars_: tuple[relax.Var, ...], func: PrimFunc, operands: Sequence[Operand]
+) -> Lowered:
+    """The call of a kernel that is built already."""
+    return Lowered(vars_, Kernel.of(func), tuple(operands))
 
 
 def scalar(expr: relax.Expr) -> float | None:

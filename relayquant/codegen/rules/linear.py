@@ -26,12 +26,13 @@ from relayquant.codegen.kernels.integer.dynamic_rows import build_dense_rows, pa
 from relayquant.codegen.kernels.integer.matmul import BatchMatmul, build_batch_matmul
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, PackedWeights
 from relayquant.codegen.kernels.integer.winograd import build_winograd, can_winograd, pack_winograd
+from relayquant.codegen.lowering import Lowered
 from relayquant.codegen.rules.epilogue import UNBIASED_TAKES, IntegerTail, follow_product
 from relayquant.codegen.rules.kernel_call import (
-    KernelCall,
+    IntegerRule,
     KernelContext,
-    KernelRule,
     build_for_batch,
+    call_built,
     is_activation,
     is_byte,
     scalar,
@@ -92,15 +93,15 @@ def read_linear(
 
 def make_call(
     linear: Linear, tail: IntegerTail, packed: PackedWeights, build: Callable[[], PrimFunc]
-) -> KernelCall:
+) -> Lowered:
     """The kernel call of a linear operator: data, packed constants, residual."""
     operands = (linear.call.args[0], *packed.arguments(), *tail.residuals)
     # With a batch: the data, the residual and the result; constants have none.
     batched = [0, *range(len(operands) - len(tail.residuals), len(operands) + 1)]
-    return KernelCall(tail.vars, build_for_batch(build, linear.is_symbolic, batched), operands)
+    return call_built(tail.vars, build_for_batch(build, linear.is_symbolic, batched), operands)
 
 
-def lower_conv2d(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
+def lower_conv2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     """qnn.conv2d in NHWC with constant OHWI weights; qnn.conv1d in NWC with OWI weights, as a
     convolution of height 1.
     """
@@ -149,7 +150,7 @@ def lower_conv2d(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
     )
 
 
-def lower_conv2d_transpose(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
+def lower_conv2d_transpose(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     """qnn.conv2d_transpose in NHWC with constant weights."""
     layouts = tuple(("NHWC", kernel) for kernel in ("OHWI", "IHWO", "IOHW", "HWIO", "HWOI"))
     linear = read_linear(context, var, layouts)
@@ -195,7 +196,7 @@ def order_transposed_weight(weight: np.ndarray, layout: str, groups: int) -> np.
     )
 
 
-def lower_dense(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
+def lower_dense(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     """qnn.dense with constant weights; all leading dimensions are rows, static or symbolic."""
     linear = read_linear(context, var, split=split_rows)
     if isinstance(linear, Skip):
@@ -223,10 +224,10 @@ def lower_dense(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
     else:
         out_shape = (*linear.shape[:-1], units)
         func = build_dense(spec, isa, "qnn_dense", linear.shape, out_shape)
-    return KernelCall(tail.vars, func, operands)
+    return call_built(tail.vars, func, operands)
 
 
-def lower_batch_matmul(context: KernelContext, var: relax.Var) -> KernelCall | Skip:
+def lower_batch_matmul(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     """qnn.batch_matmul of two computed operands with equal batch dimensions; the second one may be
     transposed, see `read_transposed`.
     """
@@ -269,7 +270,7 @@ def lower_batch_matmul(context: KernelContext, var: relax.Var) -> KernelCall | S
         symbolic,
         range(3 + len(tail.residuals)),
     )
-    return KernelCall(tail.vars, func, (call.args[0], second, *tail.residuals))
+    return call_built(tail.vars, func, (call.args[0], second, *tail.residuals))
 
 
 def read_transposed(context: KernelContext, expr: relax.Expr) -> tuple[relax.Expr, int | None]:
@@ -293,7 +294,7 @@ def read_transposed(context: KernelContext, expr: relax.Expr) -> tuple[relax.Exp
     return expr, None
 
 
-LINEAR_RULES: tuple[KernelRule, ...] = (
+LINEAR_RULES: tuple[IntegerRule, ...] = (
     make_rule(lower_conv2d, "relax.qnn.conv2d", "relax.qnn.conv1d"),
     make_rule(lower_conv2d_transpose, "relax.qnn.conv2d_transpose"),
     make_rule(lower_dense, "relax.qnn.dense"),

@@ -1,0 +1,361 @@
+"""Rules -> kernels: the one way in which operators of a module become calls of kernels.
+
+    v1 = op(x); v2 = op'(v1, y)    ->    v2 = call_tir(kernel, x, constants, y)
+
+Each family of kernels (`integer`, `row_norms`, `grouped`, `floating`) is a list of rules. A rule
+reads values of a `BlockView` and returns `Lowered`, or says why it declines. `lower_functions` does
+the rest: it tries the rules at every value, builds each kernel once and rewrites the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+from tvm import relax
+from tvm.ir import BaseFunc, Call, GlobalVar, IRModule, TupleType
+from tvm.tirx import PrimFunc
+
+from relayquant.codegen.kernels.emit import IS_SCHEDULED
+from relayquant.ir.dialect.cost import MACS_ATTR, count_macs
+from relayquant.ir.rewrite.expressions import FunctionGraph, op_name
+from relayquant.ir.rewrite.rule import OnSkip, Rule, fire_first, log_skip, select_rules
+
+#: relax::OpPatternKind::kOpaque: FuseOps must not put anything into a finished kernel
+OPAQUE = 8
+
+#: An operand of a kernel: a value of the graph, or a constant made for the kernel.
+Operand = relax.Expr | np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A kernel before it is built: those of one name with equal specifications are one function.
+
+    Attributes:
+        name: What the module calls it.
+        spec: What it computes, all that `build` depends on.
+        build: Makes the function.
+    """
+
+    name: str
+    spec: Hashable
+    build: Callable[[], PrimFunc]
+
+    @staticmethod
+    def of(func: PrimFunc) -> Kernel:
+        """A function that is built already: one with functions that are structurally equal."""
+        return Kernel(str(func.attrs["global_symbol"]), func, lambda: func)
+
+    @cached_property
+    def func(self) -> PrimFunc:
+        """The function, built once."""
+        return self.build()
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """What a rule returns: values that one call of a kernel computes.
+
+    Attributes:
+        vars: The values, the last being the result; the others become part of the kernel.
+        kernel: What computes them.
+        operands: Its arguments before the results.
+        results: The values that others read where these are several; the kernel has an output for
+            each of their tensors, in this order. The call stands where the first is bound.
+        before: Other kernels that run first, for weights that are packed at run time, say.
+        concat: The concatenation whose part the result is: the kernel writes it where it belongs.
+    """
+
+    vars: tuple[relax.Var, ...]
+    kernel: Kernel
+    operands: tuple[Operand, ...]
+    results: tuple[relax.Var, ...] = ()
+    before: tuple[Lowered, ...] = ()
+    concat: relax.Var | None = None
+
+    @property
+    def first(self) -> relax.Var:
+        """The value where the call stands."""
+        return self.results[0] if self.results else self.vars[-1]
+
+
+def mark_kernel(func: PrimFunc, macs: int) -> BaseFunc:
+    """A finished kernel of `macs` multiply-adds as a module takes it: no pass fuses or schedules
+    it, and the module names it.
+    """
+    # Opaque: FuseTIR cannot merge a kernel that has no blocks with its neighbours.
+    marks = {"op_pattern": OPAQUE, IS_SCHEDULED: True, MACS_ATTR: macs}
+    return func.without_attr("global_symbol").with_attrs(marks)
+
+
+class KernelTable:
+    """The kernels and the packed constants of one module, each made once."""
+
+    def __init__(self, mod: IRModule) -> None:
+        self.builder = relax.BlockBuilder(mod)
+        self._kernels: dict[tuple[str, Hashable], GlobalVar] = {}
+        self._packed: dict[Hashable, tuple[relax.Expr, ...]] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no kernel was asked for."""
+        return not self._kernels
+
+    def get(self, kernel: Kernel, macs: int) -> GlobalVar:
+        """The function of a kernel in the module, where its attribute MACS_ATTR is `macs`."""
+        key = kernel.name, kernel.spec
+        if key not in self._kernels:
+            func = mark_kernel(kernel.func, macs)
+            self._kernels[key] = self.builder.add_func(func, kernel.name)
+        return self._kernels[key]
+
+    def pack(
+        self, key: Hashable, make: Callable[[], Iterable[np.ndarray]]
+    ) -> tuple[relax.Expr, ...]:
+        """Constants for several calls that have the same `key`."""
+        if key not in self._packed:
+            self._packed[key] = tuple(relax.const(array) for array in make())
+        return self._packed[key]
+
+
+@dataclass(frozen=True, eq=False)
+class BlockView:
+    """What rules see of a block: calls and readers inside of it, and what is taken already.
+
+    Attributes:
+        graph: The function of the block.
+        bindings: What is bound in it.
+        table: What was made for the module so far.
+        on_skip: Hears why a rule declines, or where a kernel ends.
+        taken: Values that a kernel computes already: a sum of two products belongs to one of them.
+        placed: Concatenation -> its parts that kernels write where they belong.
+    """
+
+    graph: FunctionGraph
+    bindings: Sequence[relax.Binding]
+    table: KernelTable
+    on_skip: OnSkip
+    taken: set[relax.Var] = field(default_factory=set)
+    placed: dict[relax.Var, set[relax.Var]] = field(default_factory=dict)
+
+    @cached_property
+    def values(self) -> dict[relax.Var, relax.Expr]:
+        """Bound variable -> its value, of this block."""
+        return {b.var: b.value for b in self.bindings if not isinstance(b, relax.MatchCast)}
+
+    def call_of(self, expr: relax.Expr, /) -> Call | None:
+        """The call that computes a value, in this block or before it."""
+        if not isinstance(expr, relax.Var):
+            return None
+        value = self.values.get(expr)
+        return value if isinstance(value, Call) else self.graph.call_of(expr)
+
+    def only_user(self, var: relax.Var, /) -> relax.Var | None:
+        """The only value that reads `var`, if it is in this block."""
+        user = self.graph.only_user(var)
+        return user if user in self.values else None
+
+    def users_of(self, var: relax.Var) -> list[relax.Var]:
+        """The values of this block that read `var`, one for each time."""
+        return [user for user in self.graph.users_of(var) if user in self.values]
+
+    def is_free(self, var: relax.Var) -> bool:
+        """Whether no kernel computes a value so far."""
+        return var not in self.taken
+
+    def claim(self, lowered: Lowered) -> None:
+        """Keep what a rule found for its kernel."""
+        self.taken.update(lowered.vars)
+        for part in (*lowered.before, lowered):
+            if part.concat is not None:
+                self.placed.setdefault(part.concat, set()).add(part.vars[-1])
+
+
+ContextT = TypeVar("ContextT")
+KernelRule = Rule[ContextT, relax.Var, Lowered]
+
+
+def lower_functions(
+    mod: IRModule,
+    rules: Sequence[KernelRule[ContextT]],
+    make_context: Callable[[BlockView], ContextT],
+    *,
+    on_skip: OnSkip = log_skip,
+    share: Callable[[list[Lowered]], list[Lowered]] = list,
+    in_any_block: bool = False,
+    only: str | None = None,
+) -> IRModule:
+    """The module with calls of kernels in place of what rules take; names and types stay.
+
+    Args:
+        mod: Not changed.
+        rules: Tried at every value in order; the first that takes it wins.
+        make_context: What the rules get beside the value.
+        on_skip: Hears of each rule that declines.
+        share: Makes calls of fewer kernels, for all calls of a block.
+        in_any_block: Whether blocks that are no dataflow blocks are rewritten too, and those of
+            branches.
+        only: The name of the one function that is lowered; None: all are.
+    """
+    table = KernelTable(mod)
+
+    def lower_block(graph: FunctionGraph, bindings: Sequence[relax.Binding]) -> list[relax.Binding]:
+        block = BlockView(graph, bindings, table, on_skip)
+        calls = share(claim_values(block, rules, make_context(block)))
+        return BlockEmitter(block, calls).run()
+
+    def lower_blocks(graph: FunctionGraph, body: relax.SeqExpr) -> relax.SeqExpr:
+        blocks = []
+        for block in body.blocks:
+            if isinstance(block, relax.DataflowBlock):
+                block = relax.DataflowBlock(lower_block(graph, block.bindings))
+            elif in_any_block:
+                inner = [lower_branches(graph, binding) for binding in block.bindings]
+                block = relax.BindingBlock(lower_block(graph, inner))
+            blocks.append(block)
+        return relax.SeqExpr(blocks, body.body)
+
+    def lower_branches(graph: FunctionGraph, binding: relax.Binding) -> relax.Binding:
+        value = binding.value
+        if not isinstance(value, relax.If):
+            return binding
+        branches = lower_blocks(graph, value.true_branch), lower_blocks(graph, value.false_branch)
+        lowered = table.builder.normalize(relax.If(value.cond, *branches))
+        return relax.VarBinding(binding.var, lowered)
+
+    for gvar, func in list(mod.functions_items()):
+        if only not in (None, gvar.name_hint):
+            continue
+        if isinstance(func, relax.Function) and isinstance(func.body, relax.SeqExpr):
+            body = lower_blocks(FunctionGraph(func), func.body)
+            new = relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs)
+            table.builder.update_func(gvar, new)
+    if table.is_empty:
+        return mod
+    mod = relax.transform.Normalize()(table.builder.get())
+    relax.analysis.well_formed(mod)
+    return mod
+
+
+def claim_values(
+    block: BlockView, rules: Sequence[KernelRule[ContextT]], context: ContextT
+) -> list[Lowered]:
+    """What rules find in a block, each value in at most one kernel."""
+    found: list[Lowered] = []
+    for binding in block.bindings:
+        var = binding.var
+        if var in block.taken or var not in block.values:
+            continue
+        chosen = select_rules(rules, op_name(block.values[var]))
+        fired = fire_first(((rule, var) for rule in chosen), context, var.name, block.on_skip)
+        if fired is not None:
+            block.claim(fired[1])
+            found.append(fired[1])
+    return found
+
+
+class BlockEmitter:
+    """Writes the bindings of a block with calls of kernels.
+
+    A concatenation that kernels write into is the tensor with all that is written so far:
+
+        concat(f(x), g(x))    ->    t = call_tir(f, x); t' = call_tir_inplace(g, x, t)
+    """
+
+    def __init__(self, block: BlockView, calls: Sequence[Lowered]) -> None:
+        self.block, self.builder = block, block.table.builder
+        self.calls = {call.first: call for call in calls}
+        #: result of a kernel of several results -> its values
+        self.results: dict[relax.Var, list[relax.Expr]] = {}
+        self.is_result = {result for call in calls for result in call.results}
+        #: concatenation -> how many parts are not written yet, and the tensor with the others
+        self.missing = {concat: len(block.values[concat].args[0].fields) for concat in block.placed}
+        self.written: dict[relax.Var, relax.Var] = {}
+        self.bindings: list[relax.Binding] = []
+
+    def run(self) -> list[relax.Binding]:
+        """The bindings in order."""
+        for binding in self.block.bindings:
+            var = binding.var
+            if var in self.calls:
+                self.emit_call(self.calls[var])
+            if var in self.is_result:
+                self.bind_result(var)
+            elif self.block.is_free(var) and var not in self.missing:
+                self.bindings.append(binding)
+        return self.bindings
+
+    def bind(self, var: relax.Var, value: relax.Expr) -> None:
+        """var = value."""
+        self.bindings.append(relax.VarBinding(var, self.builder.normalize(value)))
+
+    def emit_call(self, call: Lowered) -> None:
+        """Call a kernel, after those that run before it."""
+        for earlier in call.before:
+            self.emit_call(earlier)
+        values = self.block.values
+        macs = sum(count_macs(values[var]) for var in call.vars if var in values)
+        function = self.block.table.get(call.kernel, macs)
+        operands = [
+            relax.const(operand, str(operand.dtype)) if isinstance(operand, np.ndarray) else operand
+            for operand in call.operands
+        ]
+        if call.concat is not None:
+            self.write_part(call, call.concat, function, operands)
+        elif call.results:
+            self.bind_all(call.results, function, operands)
+        else:
+            var = call.vars[-1]
+            self.bind(var, relax.call_tir(function, relax.Tuple(operands), list_types(var)))
+
+    def bind_all(
+        self, results: Sequence[relax.Var], function: GlobalVar, operands: list[relax.Expr]
+    ) -> None:
+        """The tuple of all outputs of a kernel of several results."""
+        types = [ty for result in results for ty in list_types(result)]
+        outputs = relax.DataflowVar(f"{results[0].name}_outputs", TupleType(types))
+        self.bind(outputs, relax.call_tir(function, relax.Tuple(operands), types))
+        fields = iter(range(len(types)))
+        for result in results:
+            self.results[result] = [
+                relax.TupleGetItem(outputs, next(fields)) for _ in list_types(result)
+            ]
+
+    def bind_result(self, var: relax.Var) -> None:
+        """One of several results."""
+        fields = self.results[var]
+        if not isinstance(var.ty, TupleType):
+            self.bind(var, fields[0])
+            return
+        parts = [relax.DataflowVar(f"{var.name}_{i}", ty) for i, ty in enumerate(list_types(var))]
+        for part, value in zip(parts, fields, strict=True):
+            self.bind(part, value)
+        self.bind(var, relax.Tuple(parts))
+
+    def write_part(
+        self, call: Lowered, whole: relax.Var, function: GlobalVar, operands: list[relax.Expr]
+    ) -> None:
+        """A part of a concatenation; the last part that is written gives the whole."""
+        var = whole
+        self.missing[whole] -= 1
+        if self.missing[whole]:
+            result = call.vars[-1]
+            name = f"{whole.name}_part" if result.same_as(whole) else result.name
+            var = relax.DataflowVar(name, whole.ty)
+        before = self.written.get(whole)
+        if before is None:
+            value = relax.call_tir(function, relax.Tuple(operands), whole.ty)
+        else:
+            at = len(operands)
+            value = relax.op.call_tir_inplace(function, [*operands, before], at, whole.ty)
+        self.bind(var, value)
+        self.written[whole] = var
+
+
+def list_types(var: relax.Var) -> list[Any]:
+    """The types of the tensors of a value."""
+    return list(var.ty.fields) if isinstance(var.ty, TupleType) else [var.ty]
