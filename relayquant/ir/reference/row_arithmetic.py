@@ -47,7 +47,6 @@ def mean_along(data: Array, axes: tuple[int, ...]) -> Array:
     return np.mean(data, axis=axes, keepdims=True)
 
 
-Array = np.ndarray[Any, Any]
 F32 = np.float32
 
 #: e^r on -ln(2)/2 .. ln(2)/2: coefficients, that of the highest power first.
