@@ -41,6 +41,9 @@ POINTS = IN * IN
 CHUNK_BYTES = 640 * 1024
 #: Chunks times parts that an image has at least, if it has the channels: work for so many threads.
 LEAST_ITEMS = 8
+#: Tiles that a chunk has at least where only the number of threads asks for more chunks, and parts
+#: share inputs: all weights are read for each.
+LEAST_TILES = 7
 #: Channels of a part.
 PART_CHANNELS = 64
 
@@ -82,6 +85,8 @@ class TileGrid:
         tile_bytes: Of transformed activations and products of a tile.
         images: How many there are at least.
         is_parallel: Whether threads share the work.
+        shares_inputs: Whether the parts of a chunk read the same transformed activations, as
+            integers do; floats are transformed again for each part.
     """
 
     out_size: tuple[int, int]
@@ -89,6 +94,7 @@ class TileGrid:
     tile_bytes: int
     images: int
     is_parallel: bool
+    shares_inputs: bool = False
 
     @cached_property
     def tiles(self) -> tuple[int, int]:
@@ -101,7 +107,10 @@ class TileGrid:
         """Parts of the rows of tiles: one, or an even number, which two threads share."""
         rows, cols = self.tiles
         count = ceil_div(rows, max(CHUNK_BYTES // (cols * self.tile_bytes), 1))
-        if self.is_parallel:
+        if self.is_parallel and self.shares_inputs:
+            wanted = ceil_div(LEAST_ITEMS, self.images)
+            count = max(count, min(wanted, rows // ceil_div(LEAST_TILES, cols)))
+        elif self.is_parallel:
             parts = ceil_div(self.out_channels, PART_CHANNELS)
             count = max(count, ceil_div(LEAST_ITEMS, self.images * parts))
         return min(count + count % 2, rows) if count > 1 else 1
@@ -117,7 +126,7 @@ class TileGrid:
         return ceil_div(self.tiles[0], self.chunks) * self.tiles[1]
 
     def count_parts(self, panels: int) -> int:
-        """Parts of so many panels, each of which transforms the activations of a chunk again."""
+        """Parts of so many panels, as many as there are threads without work."""
         if not self.is_parallel:
             return 1
         return min(max(LEAST_ITEMS // (self.images * self.chunks), 1), panels)
@@ -158,7 +167,12 @@ class Share:
 def loop_over_shares(grid: TileGrid, batch: Any, panels: int) -> Iterator[Share]:
     """All chunks and parts of all images, by threads where these share the work."""
     rows, parts = grid.tiles[0], grid.count_parts(panels)
-    with loop_over((batch, grid.chunks, parts), grid.is_parallel) as (n, chunk, part):
+    counts = (batch, grid.chunks, parts)
+    if grid.shares_inputs:
+        # A part's chunks follow each other, so that its weights come from far once, for one thread.
+        counts = (batch, parts, grid.chunks)
+    with loop_over(counts, grid.is_parallel) as (n, *indices):
+        chunk, part = reversed(indices) if grid.shares_inputs else indices
         first = T.bind(chunk * rows // grid.chunks)
         count = T.bind((chunk + 1) * rows // grid.chunks - first)
         own = PanelRange(*[T.bind((part + i) * panels // parts) for i in range(2)])

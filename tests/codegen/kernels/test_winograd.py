@@ -183,7 +183,7 @@ def test_winograd__where_it_can_and_pays(changes, isa, expected):
 )
 def test_winograd_plan__work_for_many_threads(changes, expected):
     plan = WinogradPlan(replace(LAYER, **changes), VNNI512)
-    assert (plan.chunks, plan.parts) == expected
+    assert (plan.grid.chunks, plan.parts) == expected
 
 
 @pytest.mark.parametrize("height", [7, 28, 56, 57, 224])
@@ -192,9 +192,10 @@ def test_winograd_plan__chunks(height, channels):
     """Two threads have as many of them, and every chunk has enough tiles for the product's tile."""
     spec = replace(LAYER, height=height, width=height, in_channels=channels, out_channels=channels)
     plan = WinogradPlan(spec, VNNI512)
-    assert plan.chunks == 1 or plan.chunks % 2 == 0 or plan.chunks == plan.tiles[0]
-    bounds = [chunk * plan.tiles[0] // plan.chunks for chunk in range(plan.chunks + 1)]
-    sizes = np.diff(bounds) * plan.tiles[1]
-    assert bounds[-1] == plan.tiles[0]
-    assert max(sizes) <= plan.most_tiles
+    grid = plan.grid
+    assert grid.chunks == 1 or grid.chunks % 2 == 0 or grid.chunks == grid.tiles[0]
+    bounds = [chunk * grid.tiles[0] // grid.chunks for chunk in range(grid.chunks + 1)]
+    sizes = np.diff(bounds) * grid.tiles[1]
+    assert bounds[-1] == grid.tiles[0]
+    assert max(sizes) <= grid.most_tiles
     assert min(sizes) >= plan.product.tile.cols

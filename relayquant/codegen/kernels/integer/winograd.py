@@ -43,7 +43,6 @@ from relayquant.codegen.kernels.emit import (
     alloc_vectors,
     alloc_workspace,
     build_kernel,
-    ceil_div,
     constant,
     load_vector,
     loop_over,
@@ -65,14 +64,14 @@ from relayquant.codegen.kernels.integer.saturating_pack import can_narrow
 from relayquant.codegen.kernels.integer.specs import Conv2d, PackedWeights, pack_channels
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa, Wrapping, emit_wrapping
 from relayquant.codegen.kernels.winograd import (
-    CHUNK_BYTES,
     IN,
-    LEAST_ITEMS,
     OUT,
     POINTS,
     PanelRange,
+    TileGrid,
     TileResults,
     can_transform,
+    loop_over_shares,
     view_buffer,
     view_buffers,
 )
@@ -85,10 +84,6 @@ WEIGHT_TRANSFORM = np.array(
 INVERSE_OF_9, SHIFT = pow(9, -1, 2**32), 6
 #: Sums of weights times activations less 128 must be smaller in magnitude.
 LARGEST_SUM = 2**25
-#: Tiles that a chunk has at least where only the number of threads asks for more chunks: all
-#: weights are read for each.
-LEAST_TILES = 7
-
 #: Times in units of a dot product, measured on Zen 4: both transforms of a tile, of one vector;
 #: and bytes of weights that are read meanwhile from the last-level cache.
 INPUT_COST, OUTPUT_COST, BYTES_PER_DOT = 145, 175, 12
@@ -106,47 +101,30 @@ class WinogradPlan:
     isa: Isa
 
     @cached_property
-    def tiles(self) -> tuple[int, int]:
-        """(rows, columns) of tiles; the last of each is moved back into the image."""
-        rows, cols = self.spec.out_size
-        return ceil_div(rows, OUT), ceil_div(cols, OUT)
-
-    @cached_property
-    def chunks(self) -> int:
-        """Parts of the rows of tiles: one, or an even number, which two threads share."""
-        rows, cols = self.tiles
-        bytes_per_tile = POINTS * (2 * self.spec.in_channels + 4 * self.spec.out_channels)
-        count = ceil_div(rows, max(CHUNK_BYTES // (cols * bytes_per_tile), 1))
-        if self.is_parallel:
-            wanted = ceil_div(LEAST_ITEMS, self.spec.batch)
-            count = max(count, min(wanted, rows // ceil_div(LEAST_TILES, cols)))
-        return min(count + count % 2, rows) if count > 1 else 1
+    def grid(self) -> TileGrid:
+        """The tiles, and how they are dealt out."""
+        spec = self.spec
+        tile_bytes = POINTS * (2 * spec.in_channels + 4 * spec.out_channels)
+        cost = spec.macs // 2 + STORE_COST * prod(spec.out_shape)
+        cost += WEIGHT_COST * POINTS * spec.in_channels * spec.out_channels
+        return TileGrid(
+            spec.out_size,
+            spec.out_channels,
+            tile_bytes,
+            spec.batch,
+            is_parallel=cost >= PARALLEL_THRESHOLD,
+            shares_inputs=True,
+        )
 
     @cached_property
     def parts(self) -> int:
         """Parts of the panels, which all read the same transformed activations."""
-        if not self.is_parallel:
-            return 1
-        return min(max(LEAST_ITEMS // (self.spec.batch * self.chunks), 1), self.product.panels)
-
-    @cached_property
-    def is_parallel(self) -> bool:
-        """Whether threads share the work."""
-        spec = self.spec
-        cost = spec.macs // 2 + STORE_COST * prod(spec.out_shape)
-        return cost + WEIGHT_COST * POINTS * spec.in_channels * spec.out_channels >= (
-            PARALLEL_THRESHOLD
-        )
-
-    @cached_property
-    def most_tiles(self) -> int:
-        """Tiles of the largest chunk."""
-        return ceil_div(self.tiles[0], self.chunks) * self.tiles[1]
+        return self.grid.count_parts(self.product.panels)
 
     @cached_property
     def product(self) -> ConvPlan:
         """The matrix product of one element; its pixels are the tiles of the smallest chunk."""
-        tiles = self.tiles[0] // self.chunks * self.tiles[1]
+        tiles = self.grid.least_tiles
         channels = self.spec.in_channels, self.spec.out_channels
         stored, tile = Epilogue(Store.ACCUMULATOR, "int32"), self.spec.tile
         spec = Conv2d(1, 1, tiles, *channels, (1, 1), in_dtype="int16", epilogue=stored, tile=tile)
@@ -162,13 +140,13 @@ class WinogradPlan:
     def input_stride(self) -> int:
         """From one element to the next in transformed activations: by a cache line more than the
         tiles have, or all 36 might meet in one set of the cache."""
-        tiles = prod(self.tiles) if self.parts > 1 else self.most_tiles
+        tiles = prod(self.grid.tiles) if self.parts > 1 else self.grid.most_tiles
         return tiles * self.spec.in_channels + 2 * self.isa.lanes
 
     @cached_property
     def sum_stride(self) -> int:
         """From one element to the next in the products."""
-        return self.most_tiles * self.spec.out_channels + self.isa.lanes
+        return self.grid.most_tiles * self.spec.out_channels + self.isa.lanes
 
     @cached_property
     def weight_size(self) -> int:
@@ -184,7 +162,7 @@ class WinogradPlan:
         vectors = self.product.vectors
         dots = POINTS * vectors * self.product.words
         inputs = self.spec.in_channels // self.input_lanes * INPUT_COST
-        tiles = prod(self.tiles) * (dots + inputs + vectors * OUTPUT_COST)
+        tiles = prod(self.grid.tiles) * (dots + inputs + vectors * OUTPUT_COST)
         return tiles + self.weight_bytes / BYTES_PER_DOT
 
 
@@ -239,37 +217,32 @@ def build_winograd(
 
 def emit_shares(plan: WinogradPlan, operands: Operands, image: Image) -> None:
     """All results of padded activations, a share of the work after the other."""
-    spec, (rows, cols), panels = plan.spec, plan.tiles, plan.product.panels
-    # A part's chunks follow each other, so that its weights come from far once, for one thread.
-    shares = spec.batch, plan.parts, plan.chunks
+    spec, grid = plan.spec, plan.grid
+    rows, cols = grid.tiles
     with ExitStack() as held:
         common = None
         if plan.parts > 1:  # which all read the same
             size = spec.batch * POINTS * plan.input_stride
             (common,) = held.enter_context(view_buffers(alloc_workspace(size, "int16")))
-            with loop_over((spec.batch, rows, cols), plan.is_parallel) as (n, row, col):
-                at = locate_results(plan, n, row, col, row * cols + col)
+            with loop_over((spec.batch, rows, cols), grid.is_parallel) as (n, row, col):
+                at = grid.locate_results(n, row, col, row * cols + col)
                 emit_inputs(plan, image, common, at, n * (POINTS * plan.input_stride))
-        n, part, chunk = held.enter_context(loop_over(shares, plan.is_parallel))
-        first = T.bind(chunk * rows // plan.chunks)
-        count = T.bind((chunk + 1) * rows // plan.chunks - first)
-        own = PanelRange(*[T.bind((part + i) * panels // plan.parts) for i in range(2)])
+        share = held.enter_context(loop_over_shares(grid, spec.batch, plan.product.panels))
         size = POINTS * plan.sum_stride
         (sums,) = held.enter_context(view_buffers(alloc_workspace(size, "int32")))
         if common is None:
             size = POINTS * plan.input_stride
             (inputs,) = held.enter_context(view_buffers(alloc_workspace(size, "int16")))
             origin: Expr = 0
-            with T.grid(count, cols) as (row, col):
-                at = locate_results(plan, n, first + row, col, row * cols + col)
+            with share.loop_over_tiles() as at:
                 emit_inputs(plan, image, inputs, at, 0)
         else:
-            start = n * (POINTS * plan.input_stride) + first * (cols * spec.in_channels)
-            inputs, origin = common, T.bind(start)
-        emit_products(plan, operands, inputs, origin, sums, count * cols, own)
-        with T.grid(count, cols) as (row, col):
-            at = locate_results(plan, n, first + row, col, row * cols + col)
-            emit_results(plan, operands, sums, at, own)
+            start = share.image * (POINTS * plan.input_stride)
+            inputs = common
+            origin = T.bind(start + share.first_row * (cols * spec.in_channels))
+        emit_products(plan, operands, inputs, origin, sums, share.tiles, share.own)
+        with share.loop_over_tiles() as at:
+            emit_results(plan, operands, sums, at, share.own)
 
 
 def alloc_columns(rows: int, lanes: int, dtype: str) -> list[Buffer]:
@@ -280,15 +253,6 @@ def alloc_columns(rows: int, lanes: int, dtype: str) -> list[Buffer]:
 def centre_activations(isa: Isa) -> Isa:
     """Activations less 128 instead of uint8: then B d B' and sums are small enough."""
     return replace(isa, activation="int8")
-
-
-def locate_results(plan: WinogradPlan, n: Expr, row: Expr, col: Expr, number: Expr) -> TileResults:
-    """The tile with these indices; the last of an axis is moved back."""
-    starts = [
-        T.bind(T.min(index * OUT, size - OUT) if size % OUT else index * OUT)
-        for index, size in zip((row, col), plan.spec.out_size, strict=True)
-    ]
-    return TileResults(T.bind(number), n, *starts)
 
 
 def emit_inputs(
