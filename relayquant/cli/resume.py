@@ -23,14 +23,14 @@ FREE_OPTIONS = frozenset(
 
 
 @dataclass(frozen=True)
-class KeptWork:
+class ResumeState:
     """Where the work of one command is kept.
 
     Attributes:
-        path: A folder, the checkpoint of a calibration; or the JSON file of a search.
-        is_search: Which of them.
-        is_own: Whether the user named no place: then it is beside the output, and its name has a
-            digest of the options, so that another command does not meet it.
+        path: The checkpoint of a calibration, a folder; or the JSON file of a search.
+        is_search: Whether it is the file of a search.
+        is_own: Whether the user named no place. Then the path is beside the output, and its name
+            has a digest of the options, so that another command does not read it.
     """
 
     path: Path
@@ -38,7 +38,7 @@ class KeptWork:
     is_own: bool
 
     @staticmethod
-    def of(options: argparse.Namespace, output: Path, *, is_search: bool = False) -> KeptWork:
+    def of(options: argparse.Namespace, output: Path, *, is_search: bool = False) -> ResumeState:
         """Of a command with these options that writes `output`.
 
         Raises:
@@ -48,11 +48,11 @@ class KeptWork:
         if folder is None:
             kind = "search" if is_search else "checkpoint"
             name = f"{output.name}.{kind}-{digest_options(options)}"
-            return KeptWork(output.with_name(name), is_search, True)
+            return ResumeState(output.with_name(name), is_search, True)
         if is_search:
             with writing(folder, "--checkpoint is to be a folder that can be written."):
                 folder.mkdir(exist_ok=True)
-        return KeptWork(folder / "search.json" if is_search else folder, is_search, False)
+        return ResumeState(folder / "search.json" if is_search else folder, is_search, False)
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from relayquant.analysis.onnxruntime_baseline import quantize_with_onnxruntime
 from relayquant.analysis.openvino_baseline import has_nncf
 from relayquant.analysis.other_engines import RIVALS
 from relayquant.cli.commands import bench
+from relayquant.cli.files import bind_weights, load_model
+from relayquant.cli.parsers import parse_words
 from relayquant.demo import load_digits
 
 QUICK = ["--repeat", "1", "--operators", "2", "--threads", "1"]
@@ -72,6 +74,39 @@ def test_bench__against_openvino_and_onnxruntime(
     assert ("openvino int8, NNCF" in rows) == has_nncf()
     assert "left out" not in text
     assert re.search(r"openvino \d", text)
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "sizes"),
+    [
+        ([], [], [1] * 4),
+        ([], ["--batch", "3", "--samples", "7"], [3] * 3),
+        (["--data", "digits.npz"], [], [1] * 4),
+        (["--data", "digits.npz"], ["--batch", "3", "--samples", "5"], [3, 3]),
+        (["--data", "digits.npz"], ["--batch", "4", "--samples", "100"], [4, 4, 2]),
+        (["--data", "pictures", "--preprocess", "unit"], [], [1] * 4),
+        (["--data", "pictures", "--preprocess", "unit"], ["--batch", "4"], [4, 2]),
+    ],
+)
+def test_bench__batches(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    source: list[str],
+    options: list[str],
+    sizes: list[int],
+) -> None:
+    if "pictures" in source:
+        image = pytest.importorskip("PIL.Image")
+        (folder / "pictures").mkdir(exist_ok=True)
+        for i in range(6):
+            image.new("L", (8, 8), 40 * i).save(folder / "pictures" / f"{i}.png")
+    monkeypatch.chdir(folder)
+    parsed = parse_words(["bench", "digits.onnx", *source, *options])
+    batches = bench.read_batches(parsed, bind_weights(*load_model(parsed.model)))
+    assert [len(batch["image"]) for batch in batches] == sizes
+    if "pictures" in source:
+        values = np.concatenate([batch["image"] for batch in batches])[:, 0, 0, 0]
+        np.testing.assert_allclose(values, np.arange(len(values)) * 40 / 255, atol=1e-6)
 
 
 def read_rows(text: str) -> list[str]:

@@ -150,6 +150,8 @@ def test_export_and_verify(
     data = ["--data", str(folder / "calibration.npz")]
     assert cli.main(["verify", module, *data]) == 0
     assert capsys.readouterr().out.startswith("bit for bit as the reference: ")
+    assert cli.main(["verify", module, *data, "--samples", "3"]) == 0
+    assert capsys.readouterr().out.endswith(", 3 samples\n")
 
 
 def test_main__a_file_alone_is_described(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

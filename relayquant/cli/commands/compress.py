@@ -10,7 +10,7 @@ from relayquant.cli.files import MODULE_SUFFIX, check_ending, load_model, write_
 from relayquant.cli.options import check_options
 from relayquant.cli.output import CommandOutput, ExitCode
 from relayquant.cli.quantizing import open_workers
-from relayquant.cli.resume import KeptWork
+from relayquant.cli.resume import ResumeState
 from relayquant.codegen.kernels.isa.target import resolve_target
 
 
@@ -23,7 +23,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
         resolve_target(options.target)
     mod, params = load_model(options.model, options.shape, options.input)
     data = open_data(options, mod, params)
-    kept = KeptWork.of(options, path)
+    kept = ResumeState.of(options, path)
     progress, workers = output.open_progress(), open_workers(options.workers)
     with progress, kept.keep(), workers as executor:
         qmod = rq.compress_weights(

@@ -19,7 +19,7 @@ from relayquant.cli.quantizing import (
     read_quantizing,
     read_search,
 )
-from relayquant.cli.resume import KeptWork
+from relayquant.cli.resume import ResumeState
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.errors import ConfigError
 from relayquant.plots.page import check_installed
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     settings = read_settings(options)
     mod, params = load_model(options.model, options.shape, options.input)
     data = open_data(options, mod, params)
-    kept = KeptWork.of(options, path, is_search=options.metric is not None)
+    kept = ResumeState.of(options, path, is_search=options.metric is not None)
     with output.open_progress() as progress:
         with kept.keep(), open_workers(options.workers) as executor:
             settings |= {} if executor is None else {"executor": executor}
