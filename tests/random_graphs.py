@@ -341,7 +341,9 @@ def draw_configurations(draw: st.DrawFn, mod: tvm.IRModule) -> tuple[str, rq.QCo
     some = st.one_of(qconfigs, qconfigs, st.none(), st.just(rq.config.FLOAT16))
     mapping = rq.QConfigMapping().set_global(draw(st.one_of(qconfigs, st.none())))
     # The operators that the prepared model has are those that a line may select.
-    operators = rq.prepare(mod, None, rq.QConfigMapping().set_global(None)).plan.operators
+    operators = rq.prepare(
+        mod, None, qconfig_mapping=rq.QConfigMapping().set_global(None)
+    ).plan.operators
     if operators:
         for op in draw(st.lists(st.sampled_from(operators), max_size=3)):
             mapping = mapping.set_module_name(op.name, draw(some))

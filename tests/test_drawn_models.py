@@ -32,7 +32,7 @@ def test_drawn_model__every_target(symbolic, draw):
 
 def check_model(mod, backend: str, targets) -> None:
     data = draw_batches(mod, 3, n=3)
-    prepared = rq.prepare(mod, None, None, backend)
+    prepared = rq.prepare(mod, None, backend=backend)
     prepared = observe_parameters(prepared, data)
     qmod = rq.lower(rq.convert_to_reference(prepared), prepared.backend)
     for got, want in zip(

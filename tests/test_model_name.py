@@ -36,7 +36,7 @@ FORWARD = rename_function(MOD, "main", "forward")
 QUANTIZED = rq.quantize(MOD, None, DATA, backend="x86", effort="fast", guard=rq.config.Guard.OFF)
 QUANTIZED_FORWARD = rename_function(QUANTIZED, "main", "forward")
 REFERENCE = rq.convert_to_reference(
-    rq.calibrate(rq.prepare(MOD, None, backend_config="x86", effort="fast"), DATA)
+    rq.calibrate(rq.prepare(MOD, None, backend="x86", effort="fast"), DATA)
 )
 
 

@@ -18,7 +18,7 @@ def prepared():
             x = emit.conv_bias("y", x)
         return x
 
-    return rq.prepare(build_model(body, (1, 8, 4, 4)), None, None, "x86")
+    return rq.prepare(build_model(body, (1, 8, 4, 4)), None, backend="x86")
 
 
 def test_representation__of_a_backend():

@@ -34,11 +34,11 @@ def prepare_with_an_idle_line(folder):
         .set_global(rq.get_backend_config("x86").default_qconfig)
         .set_module_name("a", None)
     )
-    rq.prepare(model(), None, line.set_module_name_regex("a", None), "x86")
+    rq.prepare(model(), None, qconfig_mapping=line.set_module_name_regex("a", None), backend="x86")
 
 
 def prepare_with_unused_parameters(folder):
-    rq.prepare(model(), parameters={"a": rq.QParams(0.1, 0, "uint8")}, effort="fast")
+    rq.prepare(model(), qparams={"a": rq.QParams(0.1, 0, "uint8")}, effort="fast")
 
 
 def calibrate_with_another_name(folder):

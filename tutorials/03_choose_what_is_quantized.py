@@ -23,7 +23,7 @@ from relayquant.demo import load_digits
 demo = load_digits()
 mod, params = rq.load(str(demo.model_path))
 data = demo.calibration[:4]
-prepared = rq.prepare(mod, params, None, "generic")
+prepared = rq.prepare(mod, params, backend="generic")
 for operator in prepared.plan.operators:
     print(f"{operator.name:24s} {operator.op:24s} {operator.pattern}")
 
@@ -73,10 +73,10 @@ uint16 = replace(default, activation=rq.TensorConfig(rq.QSpec("uint16"), rq.obse
 wide = rq.QConfigMapping().set_global(uint16)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    rq.prepare(mod, params, wide, "x86")
+    rq.prepare(mod, params, qconfig_mapping=wide, backend="x86")
 print(str(caught[0].message).splitlines()[0])
 try:
-    rq.prepare(mod, params, wide, "x86", strict=True)
+    rq.prepare(mod, params, qconfig_mapping=wide, backend="x86", strict=True)
 except rq.ConfigError as error:
     print(str(error).splitlines()[0])
 
@@ -119,7 +119,7 @@ merged = rq.merge_statistics(*parts)
 key = "conv2/relu"
 wide = rq.TensorConfig(rq.QSpec("int16", rq.config.Scheme.SYMMETRIC), rq.observers.MinMax())
 line = mapping.set_module_name(key, rq.QConfig(activation=wide, weight=default.weight))
-changed = rq.calibrate(rq.prepare(mod, params, line, "generic"), data)
+changed = rq.calibrate(rq.prepare(mod, params, qconfig_mapping=line, backend="generic"), data)
 qmod = rq.lower(changed)
 images = demo.images[:64]
 want = rq.reference.run(merged.mod, [images])[0]

@@ -151,7 +151,7 @@ data = [
 # From the float model to the hardware
 # ------------------------------------
 
-prepared = rq.prepare(mod, None, None, NPU, strict=True, output_dtypes={"mixed": "int8"})
+prepared = rq.prepare(mod, None, backend=NPU, strict=True, output_dtypes={"mixed": "int8"})
 prepared = rq.calibrate(prepared, data)
 reference = rq.convert_to_reference(prepared)
 npu_mod = rq.lower(prepared)
@@ -187,5 +187,5 @@ NARROW = rq.BackendConfig(
     ),
     default_qconfig=rq.get_backend_config("arm").default_qconfig,
 )
-narrow = rq.calibrate(rq.prepare(mod, None, None, NARROW), data)
+narrow = rq.calibrate(rq.prepare(mod, None, backend=NARROW), data)
 print(rq.analysis.accumulator_report(narrow, data))

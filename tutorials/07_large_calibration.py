@@ -100,7 +100,7 @@ def stop_and_go_on(folder: Path) -> bytes:
 # %%
 # Several processes
 # -----------------
-# ``executor=`` takes any ``concurrent.futures.Executor``: here two processes, on a cluster
+# ``workers=`` takes any ``concurrent.futures.Executor``: here two processes, on a cluster
 # ``dask.distributed.Client(...).get_executor()``. Each step's batches are cut into shards, the
 # workers run them, and what their observers saw is merged in the order of the data. Processes must
 # be spawned, not forked. A worker that dies is an error that names its batches; together with
@@ -112,7 +112,7 @@ def use_processes(folder: Path) -> bytes:
     context = multiprocessing.get_context("spawn")
     prepared = prepare()
     with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as executor:
-        prepared = rq.calibrate(prepared, draw_samples, executor=executor)
+        prepared = rq.calibrate(prepared, draw_samples, workers=executor)
     return save(prepared, folder / "parallel")
 
 

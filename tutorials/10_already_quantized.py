@@ -58,7 +58,7 @@ print("equal to our own:", np.array_equal(run(qmod), run(own)))
 first = next(row.name for row in rq.ledger(own).rows if row.op == "nn.conv2d")
 qconfig = rq.get_backend_config("x86").default_qconfig
 mapping = rq.QConfigMapping().set_global(qconfig).set_module_name(first, None)
-partial = rq.prepare(mod, params, mapping, effort="fast")
+partial = rq.prepare(mod, params, qconfig_mapping=mapping, effort="fast")
 partial = rq.calibrate(partial, demo.calibration)
 path = rq.export_onnx(rq.convert_to_reference(partial), folder / "digits.partial.onnx")
 
@@ -85,6 +85,6 @@ for name, module in (("partial", rq.lower(half)), ("finished", finished)):
 
 image = {name: q for name, q in prepared.parameters.items() if name == "image"}
 file = rq.save_qparams(image, folder / "parameters.json")
-again = rq.prepare(mod, params, parameters=rq.load_qparams(file), effort="fast")
+again = rq.prepare(mod, params, qparams=rq.load_qparams(file), effort="fast")
 again = rq.calibrate(again, demo.calibration)
 print("kept:", again.parameters["image"] == prepared.parameters["image"])

@@ -35,8 +35,9 @@ mod = llama.export_llama(sizes)
 # Four bits
 # ---------
 # A weight that both functions read is held once, and so is the table that is the embedding and the
-# classifier; tables keep 8 bits unless ``table_bits`` says otherwise. ``activation`` makes integers
-# of the rows of data when the model runs, one scale for each row; without it, products are float.
+# classifier; tables keep 8 bits unless ``embedding_bits`` says otherwise. ``activation`` makes
+# integers of the rows of data when the model runs, one scale for each row; without it, products are
+# float.
 
 rows = rq.QSpec("int8", rq.config.Scheme.SYMMETRIC, rq.config.Granularity.PER_ROW, is_dynamic=True)
 small = rq.compress_weights(mod, params, bits=4, group_size=32, activation=rows)

@@ -113,7 +113,7 @@ def prepare_model(
     wanted = {value.name for value in outputs if value.is_integer}
     plan = run("annotate", annotate, canonical, backend, mapping, wanted)
     known = find_known(canonical) if is_quantized else {}
-    plan = fix_parameters(canonical, plan, known, settings.parameters, Fixed)
+    plan = fix_parameters(canonical, plan, known, settings.qparams, Fixed)
     if level.equalizes_layers and dataset is not None:
         canonical = run("equalize layers", move_scales, canonical, plan, dataset)
     if level.fit.bias is not BiasCorrection.NONE:
@@ -172,7 +172,7 @@ def calibrate_model(
             min_scales=min_scales,
             # Rounds after the first begin with what it found: they are no part of the checkpoint.
             checkpoint=None if min_scales else settings.checkpoint,
-            executor=settings.executor,
+            workers=settings.workers,
             worker_timeout=settings.worker_timeout,
         )
         return replace(

@@ -4,13 +4,18 @@ search that a metric asks for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent import futures
+from pathlib import Path
 from typing import Any
 
 import tvm
 
 from relayquant.analysis.sensitivity import Metric
-from relayquant.config import Guard
+from relayquant.base.arguments import check_arguments
+from relayquant.base.events import Callback
+from relayquant.base.qtypes import QParams
+from relayquant.config import BackendConfig, Effort, Guard, GuardSettings, ModelType, QConfigMapping
 from relayquant.data import SpreadSample, open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.errors import AccuracyWarning, ConfigError, format_count, warn_user
@@ -18,16 +23,35 @@ from relayquant.flow.pipeline import quantize_once
 from relayquant.flow.refine.guard import guard_module, start_sample
 from relayquant.flow.refine.search import search_operators
 from relayquant.flow.refine.speed import Stopwatch, keep_faster_float
-from relayquant.flow.settings import QuantizeSettings, takes_settings
+from relayquant.flow.settings import MAX_DROP, QuantizeSettings
 from relayquant.stages.prepared import PreparedModel
 
 
-@takes_settings(QuantizeSettings)
+@check_arguments
 def quantize(
     mod: tvm.IRModule,
     params: Mapping[str, Any] | None,
     dataset: Any,
-    settings: QuantizeSettings,
+    *,
+    backend: BackendConfig | str | None = None,
+    qconfig_mapping: QConfigMapping | None = None,
+    calibration: Any = None,
+    effort: Effort | str = Effort.BALANCED,
+    model_type: ModelType | None = None,
+    input_dtypes: Mapping[str | int, str] | None = None,
+    output_dtypes: Mapping[str | int, str] | None = None,
+    qparams: Mapping[str, QParams] | None = None,
+    strict: bool = False,
+    guard: Guard | GuardSettings | None = None,
+    metric: Metric | None = None,
+    max_drop: float = MAX_DROP,
+    budget: float | None = None,
+    validation: Any = None,
+    search_state: str | Path | None = None,
+    only_if_faster: bool = False,
+    workers: futures.Executor | None = None,
+    checkpoint: str | Path | None = None,
+    callbacks: Iterable[Callback] | Callback = (),
 ) -> tvm.IRModule:
     """Quantize a float model after training, or what is still float of one that is quantized in
     part.
@@ -57,11 +81,11 @@ def quantize(
         input_dtypes, output_dtypes: {name or index: integer dtype} of what main is to take and
             return as integers, e.g. {"x": "uint8"} or {0: "uint8"}. `ledger(qmod).inputs` and
             `.outputs` hold their scales and zero points.
-        parameters: {value: QParams} that are not calibrated any more; see `load_qparams`.
+        qparams: {value: QParams} that are not calibrated any more; see `load_qparams`.
         callbacks: See `relayquant.base.events.Callback`.
         strict: Raise one error that lists every operator whose QConfig cannot be served, instead of
             keeping them in float.
-        checkpoint, executor: See `calibrate`.
+        checkpoint, workers: See `calibrate`.
         guard: What happens when the integer model does not follow the float model on samples of
             the data. None: operators that cause it are put back to float, with a
             warning; with effort "fast", and where it follows but loosely, there is only the
@@ -82,10 +106,10 @@ def quantize(
         search_state: A JSON file that is written, whole, after every measurement: what was
             measured, and the best mapping so far. A search that finds it there goes on from it, if
             model, settings and data are the same, and the metric of the float model is.
-        keep_faster: Time the kernels of both models on this machine, on the first batch, and keep
-            operators in float that are faster so; only if the whole model is, and with a metric
-            only as long as that is within the bound, or no worse. What was measured is
-            in `ledger(qmod).speed`, with the mapping that makes the module again anywhere.
+        only_if_faster: Time the kernels of both models on this machine, on the first batch, and
+            keep operators in float that are faster so; only if the whole model is, and with a
+            metric only as long as that is within the bound, or no worse. What was measured is in
+            `ledger(qmod).speed`, with the mapping that makes the module again anywhere.
 
     Returns:
         A module with the same inputs and outputs that computes on integers. `tvm.compile` takes it
@@ -96,10 +120,31 @@ def quantize(
     Raises:
         ModelError, DataError, ConfigError: the model, the data or the configuration is wrong.
     """
-    if settings.keep_faster and dataset is None:
+    settings = QuantizeSettings(
+        backend=backend,
+        qconfig_mapping=qconfig_mapping,
+        calibration=calibration,
+        effort=effort,
+        model_type=model_type,
+        input_dtypes=input_dtypes,
+        output_dtypes=output_dtypes,
+        qparams=qparams,
+        strict=strict,
+        guard=guard,
+        metric=metric,
+        max_drop=max_drop,
+        budget=budget,
+        validation=validation,
+        search_state=search_state,
+        only_if_faster=only_if_faster,
+        workers=workers,
+        checkpoint=checkpoint,
+        callbacks=callbacks,
+    )
+    if settings.only_if_faster and dataset is None:
         raise ConfigError(
-            "quantize(keep_faster=True) runs the model on its data: dataset=None does not go with "
-            "it.",
+            "quantize(only_if_faster=True) runs the model on its data: dataset=None does not go "
+            "with it.",
             code="RQ102",
         )
     if settings.metric is not None:
@@ -119,7 +164,7 @@ def quantize(
     prepared, qmod = quantize_once(mod, params, dataset, settings, watch)
     if dataset is None:
         return qmod
-    if settings.keep_faster:
+    if settings.only_if_faster:
         batch = next(iter(open_dataset(dataset, describe_inputs(prepared.mod))))
         stopwatch = Stopwatch.on_this_machine([*batch.values()])
         prepared, qmod = run(

@@ -1,25 +1,19 @@
 """What a run of the pipeline is told besides the model and the data, checked before anything takes
 time.
 
-Each setting is declared once, here: `takes_settings` shows it in the signatures of the public
-functions, as an argument by name. What it means is said where users look: at
-`relayquant.quantize`.
+Each is an argument by name of a public function, which makes one value of all; what it means is
+said where users look: at `relayquant.quantize`.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent import futures
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec, Protocol, TypeVar, get_type_hints, overload
-
-import tvm
+from typing import Any
 
 from relayquant.analysis.sensitivity import Metric, check_metric
-from relayquant.base.arguments import check_arguments
 from relayquant.base.events import Callback, CallbackList
 from relayquant.base.qtypes import QParams
 from relayquant.config import (
@@ -35,10 +29,6 @@ from relayquant.config import (
 from relayquant.errors import ConfigError
 from relayquant.stages.calibration.dispatch import WORKER_TIMEOUT
 from relayquant.stages.effort import resolve_effort
-from relayquant.stages.prepared import PreparedModel
-
-P = ParamSpec("P")
-R_co = TypeVar("R_co", covariant=True)
 
 #: how far a metric may fall by default: a point of an accuracy
 MAX_DROP = 0.01
@@ -75,7 +65,7 @@ class PrepareSettings(RunSettings):
     model_type: ModelType | None = None
     input_dtypes: Mapping[str | int, str] | None = None
     output_dtypes: Mapping[str | int, str] | None = None
-    parameters: Mapping[str, QParams] | None = None
+    qparams: Mapping[str, QParams] | None = None
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -101,7 +91,7 @@ class CalibrateSettings(RunSettings):
     order: Order | None = None
     fit: FitSettings | None = None
     checkpoint: str | Path | None = None
-    executor: futures.Executor | None = None
+    workers: futures.Executor | None = None
     worker_timeout: float | None = WORKER_TIMEOUT
 
 
@@ -117,21 +107,21 @@ class QuantizeSettings(PrepareSettings):
     qconfig_mapping: QConfigMapping | None = None
     calibration: Any = None
     checkpoint: str | Path | None = None
-    executor: futures.Executor | None = None
+    workers: futures.Executor | None = None
     guard: Guard | GuardSettings | None = None
     metric: Metric | None = None
     max_drop: float = MAX_DROP
     budget: float | None = None
     validation: Any = None
     search_state: str | Path | None = None
-    keep_faster: bool = False
+    only_if_faster: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.keep_faster and self.promises_integers:
+        if self.only_if_faster and self.promises_integers:
             raise ConfigError(
-                "quantize(keep_faster=True) puts operators back to float: strict, input_dtypes and "
-                "output_dtypes do not go with it.",
+                "quantize(only_if_faster=True) puts operators back to float: strict, input_dtypes "
+                "and output_dtypes do not go with it.",
                 code="RQ102",
             )
         if not self.max_drop >= 0 or not (self.budget is None or self.budget > 0):
@@ -155,11 +145,11 @@ class QuantizeSettings(PrepareSettings):
             )
         if self.metric is not None:
             check_metric(self.metric)
-            if self.promises_integers or self.parameters or self.checkpoint or self.executor:
+            if self.promises_integers or self.qparams or self.checkpoint or self.workers:
                 raise ConfigError(
                     "quantize(metric=) quantizes several times and may put any operator back to "
-                    "float: strict, input_dtypes, output_dtypes, parameters, checkpoint and "
-                    "executor do not apply. Search without them, then quantize with "
+                    "float: strict, input_dtypes, output_dtypes, qparams, checkpoint and "
+                    "workers do not apply. Search without them, then quantize with "
                     "qconfig_mapping=QConfigMapping.from_dict(ledger(qmod).search.mapping) and "
                     "them.",
                     code="RQ102",
@@ -177,91 +167,5 @@ class QuantizeSettings(PrepareSettings):
             calibration=self.calibration,
             callbacks=self.callbacks,
             checkpoint=self.checkpoint,
-            executor=self.executor,
+            workers=self.workers,
         )
-
-
-# --- Signatures -------------------------------------------------------------------------------
-
-
-class OfModelAndData(Protocol[P, R_co]):
-    """What `quantize` is to a type checker: its own arguments, then the settings."""
-
-    def __call__(
-        self,
-        mod: tvm.IRModule,
-        params: Mapping[str, Any] | None,
-        dataset: Any,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> R_co: ...
-
-
-class OfModelAndMapping(Protocol[P, R_co]):
-    """What `prepare` is to a type checker."""
-
-    def __call__(
-        self,
-        mod: tvm.IRModule,
-        params: Mapping[str, Any] | None = None,
-        qconfig_mapping: QConfigMapping | None = None,
-        backend_config: BackendConfig | str | None = None,
-        dataset: Any = None,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> R_co: ...
-
-
-class OfPreparedAndData(Protocol[P, R_co]):
-    """What `calibrate` is to a type checker."""
-
-    def __call__(
-        self, prepared: PreparedModel, dataset: Any, *args: P.args, **kwargs: P.kwargs
-    ) -> R_co: ...
-
-
-@overload
-def takes_settings(  # pyright: ignore[reportOverlappingOverload]
-    kind: Callable[P, QuantizeSettings],
-) -> Callable[[Callable[..., R_co]], OfModelAndData[P, R_co]]: ...
-
-
-@overload
-def takes_settings(
-    kind: Callable[P, PrepareSettings],
-) -> Callable[[Callable[..., R_co]], OfModelAndMapping[P, R_co]]: ...
-
-
-@overload
-def takes_settings(
-    kind: Callable[P, CalibrateSettings],
-) -> Callable[[Callable[..., R_co]], OfPreparedAndData[P, R_co]]: ...
-
-
-def takes_settings(kind: Any) -> Any:
-    """A function whose last argument is settings -> one that takes them by name, each checked
-    against its annotation: `f(mod, settings)` -> `f(mod, *, effort=..., strict=...)`.
-
-    `help`, completion, `inspect.signature` and type checkers see every one of them.
-    """
-    rows = {row.name: row for row in fields(kind)}
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(function)
-        *own, last = signature.parameters.values()
-        named = [
-            inspect.Parameter(name, last.KEYWORD_ONLY, default=row.default, annotation=row.type)
-            for name, row in rows.items()
-        ]
-
-        @functools.wraps(function)
-        def taking(*args: Any, **given: Any) -> Any:
-            settings = kind(**{name: given.pop(name) for name in [*given] if name in rows})
-            return function(*args, **given, **{last.name: settings})
-
-        taking.__signature__ = signature.replace(parameters=[*own, *named])  # pyright: ignore[reportFunctionMemberAccess]
-        # The settings' types are known in this module, the function's own in that of the function.
-        taking.__annotations__ = {**get_type_hints(kind), **function.__annotations__}
-        return check_arguments(taking)
-
-    return decorate

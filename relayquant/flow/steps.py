@@ -4,13 +4,17 @@ convert_to_reference and lower, named as in PyTorch FX.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent import futures
+from pathlib import Path
 from typing import Any
 
 import tvm
 
 from relayquant.base.arguments import check_arguments
-from relayquant.config import BackendConfig, QConfigMapping
+from relayquant.base.events import Callback
+from relayquant.base.qtypes import QParams
+from relayquant.config import BackendConfig, Effort, FitSettings, ModelType, Order, QConfigMapping
 from relayquant.errors import ConfigError
 from relayquant.flow.pipeline import (
     calibrate_model,
@@ -20,20 +24,27 @@ from relayquant.flow.pipeline import (
     prepare_model,
     review_prepared,
 )
-from relayquant.flow.settings import CalibrateSettings, PrepareSettings, takes_settings
+from relayquant.flow.settings import CalibrateSettings, PrepareSettings
 from relayquant.stages.backends import find_backend, resolve_backend
+from relayquant.stages.calibration.dispatch import WORKER_TIMEOUT
 from relayquant.stages.prepared import PreparedModel
 
 
-@takes_settings(PrepareSettings)
+@check_arguments
 def prepare(
     mod: tvm.IRModule,
     params: Mapping[str, Any] | None = None,
-    qconfig_mapping: QConfigMapping | None = None,
-    backend_config: BackendConfig | str | None = None,
     dataset: Any = None,
     *,
-    settings: PrepareSettings,
+    qconfig_mapping: QConfigMapping | None = None,
+    backend: BackendConfig | str | None = None,
+    effort: Effort | str = Effort.BALANCED,
+    model_type: ModelType | None = None,
+    input_dtypes: Mapping[str | int, str] | None = None,
+    output_dtypes: Mapping[str | int, str] | None = None,
+    qparams: Mapping[str, QParams] | None = None,
+    strict: bool = False,
+    callbacks: Iterable[Callback] | Callback = (),
 ) -> PreparedModel:
     """Canonical float module, plan and calibration graph of a model.
 
@@ -48,22 +59,42 @@ def prepare(
             what the backend cannot do, has a line that decides nothing, or quantizes nothing. These
             are warnings else.
     """
+    settings = PrepareSettings(
+        effort=effort,
+        model_type=model_type,
+        input_dtypes=input_dtypes,
+        output_dtypes=output_dtypes,
+        qparams=qparams,
+        strict=strict,
+        callbacks=callbacks,
+    )
     prepared = prepare_model(
-        mod, params, dataset, qconfig_mapping, resolve_backend(backend_config), settings
+        mod, params, dataset, qconfig_mapping, resolve_backend(backend), settings
     )
     review_prepared(prepared, settings.strict)
     return prepared
 
 
-@takes_settings(CalibrateSettings)
-def calibrate(prepared: PreparedModel, dataset: Any, settings: CalibrateSettings) -> PreparedModel:
+@check_arguments
+def calibrate(
+    prepared: PreparedModel,
+    dataset: Any,
+    *,
+    calibration: Any = None,
+    order: Order | None = None,
+    fit: FitSettings | None = None,
+    workers: futures.Executor | None = None,
+    worker_timeout: float | None = WORKER_TIMEOUT,
+    checkpoint: str | Path | None = None,
+    callbacks: Iterable[Callback] | Callback = (),
+) -> PreparedModel:
     """The prepared model with the parameters of every quantized value, picked from data.
 
     Where the backend's accumulators are narrow, the scales of weights (of the second factor of a
     product of two activations) are raised until the sums fit, as `Accumulator.bound` says, and
     calibration starts again with them; a warning names what still does not fit.
     Memory does not grow with the data: statistics stream, and values that later steps need wait on
-    disk. The result depends on neither `checkpoint` nor `executor`, nor on the number of workers,
+    disk. The result depends on neither `checkpoint` nor `workers`, nor on the number of workers,
     bit for bit, as long as all processors are of one kind.
 
     Args:
@@ -79,7 +110,7 @@ def calibrate(prepared: PreparedModel, dataset: Any, settings: CalibrateSettings
             it is the same, and nothing that was computed is computed twice. Deleted in the end. It
             holds the values that wait, about (largest activations alive at once) x samples x 4
             bytes; without it they are in the system's temporary directory.
-        executor: Any `concurrent.futures.Executor`: a ProcessPoolExecutor whose processes are
+        workers: Any `concurrent.futures.Executor`: a ProcessPoolExecutor whose processes are
             spawned, `dask.distributed.Client(...).get_executor()`. Its workers run the model on
             shards of the data; they must see the folder, so across machines name a `checkpoint` on
             a file system that they share. Callables pick parameters in this process.
@@ -96,6 +127,15 @@ def calibrate(prepared: PreparedModel, dataset: Any, settings: CalibrateSettings
             folder belongs to another calibration (the message says what differs).
         WorkerError: workers died, hang, or failed again and again; names the batches.
     """
+    settings = CalibrateSettings(
+        calibration=calibration,
+        order=order,
+        fit=fit,
+        workers=workers,
+        worker_timeout=worker_timeout,
+        checkpoint=checkpoint,
+        callbacks=callbacks,
+    )
     return calibrate_model(prepared, dataset, settings)
 
 
@@ -111,14 +151,14 @@ def convert_to_reference(prepared: PreparedModel) -> tvm.IRModule:
 
 @check_arguments
 def lower(
-    reference: tvm.IRModule | PreparedModel, backend_config: BackendConfig | str | None = None
+    reference: tvm.IRModule | PreparedModel, backend: BackendConfig | str | None = None
 ) -> tvm.IRModule:
     """The integer module of a calibrated model or of its reference form.
 
     Args:
         reference: A calibrated model; what `convert_to_reference` gave; or a model that was
             quantized elsewhere as `load` reads it, with its own quantize and dequantize operators.
-        backend_config: For a module of the last kind, the backend to run it on; None for that of
+        backend: For a module of the last kind, the backend to run it on; None for that of
             this machine. What was prepared knows its backend: a calibrated model all of it, a
             reference form the name. Its BackendConfig is to be given only where that is none of
             the built-in names.
@@ -128,11 +168,11 @@ def lower(
         ModelError: the module holds no quantized value.
     """
     if not isinstance(reference, PreparedModel):
-        return lower_module(reference, find_backend(reference, backend_config))
-    if backend_config is not None and resolve_backend(backend_config) != reference.backend:
+        return lower_module(reference, find_backend(reference, backend))
+    if backend is not None and resolve_backend(backend) != reference.backend:
         raise ConfigError(
             f"lower: the model was prepared for backend {reference.backend.name!r} and runs on no "
-            "other. Leave backend_config out, or prepare it for the other.",
+            "other. Leave backend out, or prepare it for the other.",
             code="RQ105",
         )
     return lower_prepared(reference)

@@ -385,12 +385,16 @@ def recalibrate(
 ) -> PreparedModel:
     """A calibrated model, with effort "fast", in which the same operators are in float."""
     mapping = default_mapping(backend, Effort.FAST)
-    prepared = prepare(mod, params, mapping, backend, data, effort=Effort.FAST)
+    prepared = prepare(
+        mod, params, data, qconfig_mapping=mapping, backend=backend, effort=Effort.FAST
+    )
     floating = {row.name for row in ledger.floating}
     names = [op.name for op in prepared.plan.operators if op.quantized and op.name in floating]
     if names:
         mapping = add_float_lines(prepared, names, mapping)
-        prepared = prepare(mod, params, mapping, backend, data, effort=Effort.FAST)
+        prepared = prepare(
+            mod, params, data, qconfig_mapping=mapping, backend=backend, effort=Effort.FAST
+        )
     return calibrate(prepared, data)
 
 

@@ -7,7 +7,7 @@ here, the loop is in `loop`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ import numpy as np
 import tvm
 
 from relayquant.analysis.sensitivity import Metric, check_metric
-from relayquant.base.arguments import check_fields, takes_arguments
+from relayquant.base.arguments import check_arguments, check_fields, takes_arguments
+from relayquant.base.events import Callback
 from relayquant.base.storage.files import check_writable
 from relayquant.config import BackendConfig, Effort, QConfigMapping, Ranges
 from relayquant.data import Dataset, InputInfo, open_dataset
@@ -24,7 +25,7 @@ from relayquant.data.item import describe_inputs, is_array
 from relayquant.data.iterable import open_iterable
 from relayquant.errors import ConfigError
 from relayquant.flow.pipeline import lower_prepared
-from relayquant.flow.settings import RunSettings, takes_settings
+from relayquant.flow.settings import RunSettings
 from relayquant.stages.effort import resolve_effort
 from relayquant.stages.prepared import PreparedModel
 from relayquant.torch.training import from_relax, import_trainable
@@ -44,8 +45,8 @@ class FinetuneSettings(RunSettings):
 
     steps: int = 400
     lr: float = 3e-3
-    scale_rate: float = 1.0
-    inner_weight: float = 0.0
+    scale_lr: float = 1.0
+    hidden_weight: float = 0.0
     reconstruction: int = 0
     backend: BackendConfig | str | None = None
     qconfig_mapping: QConfigMapping | None = None
@@ -68,7 +69,7 @@ class FinetuneSettings(RunSettings):
             for name, value in (
                 ("steps", None if only_fits else self.steps),
                 ("lr", self.lr),
-                ("scale_rate", self.scale_rate),
+                ("scale_lr", self.scale_lr),
                 ("evaluate_every", self.evaluate_every),
                 ("patience", self.patience),
             )
@@ -81,7 +82,7 @@ class FinetuneSettings(RunSettings):
                 code="RQ101",
             )
         for name, value in (
-            ("inner_weight", self.inner_weight),
+            ("hidden_weight", self.hidden_weight),
             ("reconstruction", self.reconstruction),
         ):
             if not value >= 0:
@@ -103,14 +104,30 @@ class FinetuneSettings(RunSettings):
         return self.evaluate_every or max(1, self.steps // 10)
 
 
-@takes_settings(FinetuneSettings)
+@check_arguments
 def finetune(
     mod: tvm.IRModule | PreparedModel,
     params: Mapping[str, Any] | None,
     batches: Any,
     loss: Loss | None = None,
     *,
-    settings: FinetuneSettings,
+    steps: int = 400,
+    lr: float = 3e-3,
+    scale_lr: float = 1.0,
+    hidden_weight: float = 0.0,
+    reconstruction: int = 0,
+    backend: BackendConfig | str | None = None,
+    qconfig_mapping: QConfigMapping | None = None,
+    effort: Effort | str = Effort.BEST,
+    ranges: Ranges = Ranges.LEARNED,
+    weight_ranges: Ranges | None = None,
+    calibration: Any = None,
+    validation: Any = None,
+    metric: Metric | None = None,
+    evaluate_every: int | None = None,
+    patience: int | None = None,
+    checkpoint: str | Path | None = None,
+    callbacks: Iterable[Callback] | Callback = (),
 ) -> tvm.IRModule:
     """Quantize a model, and train it to give again what the float model gives.
 
@@ -136,9 +153,9 @@ def finetune(
         lr: Of a step, relative to the root mean square of the weights of each output channel. A
             weight becomes another when it has moved about half a step of its grid: few bits, or few
             steps, want more.
-        scale_rate: How many times as fast as weights learned scales move; weights move along with
+        scale_lr: How many times as fast as weights learned scales move; weights move along with
             theirs, so that no level of them changes by it.
-        inner_weight: How much it counts, beside `loss`, that operators inside give what they gave
+        hidden_weight: How much it counts, beside `loss`, that operators inside give what they gave
             in float: the squared distance relative to the size, the mean over operators. It is for
             networks so deep that outputs alone say little.
         reconstruction: How many items of `batches`, all if they are fewer, weights are fitted to
@@ -172,6 +189,25 @@ def finetune(
         ConfigError: a setting is wrong, or the checkpoint belongs to another training.
         DataError: the data does not fit the model, or is not that of the checkpoint.
     """
+    settings = FinetuneSettings(
+        steps=steps,
+        lr=lr,
+        scale_lr=scale_lr,
+        hidden_weight=hidden_weight,
+        reconstruction=reconstruction,
+        backend=backend,
+        qconfig_mapping=qconfig_mapping,
+        effort=effort,
+        ranges=ranges,
+        weight_ranges=weight_ranges,
+        calibration=calibration,
+        validation=validation,
+        metric=metric,
+        evaluate_every=evaluate_every,
+        patience=patience,
+        checkpoint=checkpoint,
+        callbacks=callbacks,
+    )
     import_trainable()
     from relayquant.torch.training_loop import train
 

@@ -112,12 +112,12 @@ class _Training:
         units = measure_units(student)
         scales = {id(quantizer.log_factor) for quantizer in student.list_quantizers()}
         self.units = [
-            units[name] * (settings.scale_rate if id(p) in scales else 1.0)
+            units[name] * (settings.scale_lr if id(p) in scales else 1.0)
             for name, p in student.named_parameters()
             if p.requires_grad
         ]
         self.scaled = list(find_scaled(student))
-        self.inner = find_inner(student, teacher) if settings.inner_weight else []
+        self.inner = find_inner(student, teacher) if settings.hidden_weight else []
         self.path = None if settings.checkpoint is None else Path(settings.checkpoint)
         self.validation = None
         if settings.validation is not None:
@@ -206,7 +206,7 @@ class _Training:
         loss = self.measure(as_list(outputs), as_list(expected), item)
         if self.inner:
             distances = [measure_distance(found[name], inside[name]) for name in self.inner]
-            loss = loss + settings.inner_weight * torch.stack(distances).mean()
+            loss = loss + settings.hidden_weight * torch.stack(distances).mean()
         self.optimizer.zero_grad()
         loss.backward()
         self.step_relative()
@@ -389,7 +389,7 @@ class _Training:
             "model": digest_text(tvm.ir.save_json(prepared.graph.mod)),
             "state": digest_text("".join(f"{k}{v.tobytes()}" for k, v in self.start.items())),
             "settings": f"{format_count(settings.steps, 'step')}, lr {settings.lr}, scales "
-            f"{settings.scale_rate}, inside {settings.inner_weight}, "
+            f"{settings.scale_lr}, inside {settings.hidden_weight}, "
             f"reconstruction {settings.reconstruction}, "
             f"{settings.ranges.value}, evaluated every {settings.interval}, "
             f"patience {settings.patience}, loss {loss}",

@@ -226,10 +226,10 @@ def score_answers(expected: Sequence[Array], got: Sequence[Array]) -> float:
 
 
 #: of a network whose weights of a few bits have to move to other levels, and of one that may not
-FAR: dict[str, Any] = {"steps": 800, "lr": 1e-2, "scale_rate": 1.5, "inner_weight": 0.3}
-SMALL: dict[str, Any] = {"steps": 500, "lr": 3e-3, "scale_rate": 2.0}
+FAR: dict[str, Any] = {"steps": 800, "lr": 1e-2, "scale_lr": 1.5, "hidden_weight": 0.3}
+SMALL: dict[str, Any] = {"steps": 500, "lr": 3e-3, "scale_lr": 2.0}
 NEAR: dict[str, Any] = {
-    "steps": 250, "lr": 2e-3, "scale_rate": 0.5, "inner_weight": 1.0, "loss": match_answers,
+    "steps": 250, "lr": 2e-3, "scale_lr": 0.5, "hidden_weight": 1.0, "loss": match_answers,
 }  # fmt: skip
 ROWS: dict[str, Row] = {
     "ResNet-20, 4/4": Row(load_resnet20, 4, 4, options=FAR),
@@ -303,7 +303,9 @@ def calibrate_row(row: Row, samples: Samples) -> rq.PreparedModel:
     """What `effort="best"` makes of it without training."""
     mod, params = rq.load(samples.model)
     calibration = samples.calibration
-    prepared = rq.prepare(mod, params, make_mapping(row), "x86", calibration, effort="best")
+    prepared = rq.prepare(
+        mod, params, calibration, qconfig_mapping=make_mapping(row), backend="x86", effort="best"
+    )
     return rq.calibrate(prepared, calibration)
 
 

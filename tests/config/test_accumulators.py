@@ -106,7 +106,7 @@ def test_accumulator__every_form_is_exact(kind, seed, k, bits, overflow):
         want = np.maximum(want, 0)  # the activation comes behind the accumulator
     backend = make_backend(accumulator)
     mapping = rq.QConfigMapping().set_global(INTEGERS)
-    prepared = rq.prepare(mod, None, mapping, backend, strict=True)
+    prepared = rq.prepare(mod, None, qconfig_mapping=mapping, backend=backend, strict=True)
     prepared = observe_parameters(prepared, [inputs])
     reference = rq.convert_to_reference(prepared)
     arguments = prepared.graph.arguments(prepared.parameters)
@@ -127,7 +127,7 @@ def test_accumulator__compiled_code_equals_numpy():
     backend = make_backend(text)
     mod = residual_model()
     data = draw_batches(mod, 2)
-    prepared = rq.prepare(mod, None, None, backend, strict=True)
+    prepared = rq.prepare(mod, None, backend=backend, strict=True)
     prepared = observe_parameters(prepared, data)
     qmod = rq.lower(rq.convert_to_reference(prepared), backend)
     rows = {row.name: row.accumulator for row in rq.ledger(qmod).rows}
@@ -144,7 +144,7 @@ def test_report__counts_and_bounds():
     mod, inputs, sums = make_product("dense", 7, 12)
     backend = make_backend(rq.config.Accumulator(14, bound=rq.config.OverflowBound.NONE))
     mapping = rq.QConfigMapping().set_global(INTEGERS)
-    prepared = rq.prepare(mod, None, mapping, backend)
+    prepared = rq.prepare(mod, None, qconfig_mapping=mapping, backend=backend)
     prepared = rq.calibrate(prepared, [inputs])
     (row,) = rq.analysis.accumulator_report(prepared, [inputs, inputs]).rows
     flat = sums.reshape(-1, 3)
@@ -174,8 +174,8 @@ def test_calibrate__raises_scales_until_sums_fit(bound):
 
     mod = build_model(body, MAP, (1, 4, 6, 6))
     data = draw_batches(mod, 2)
-    prepared = rq.prepare(mod, None, None, make_backend(rq.config.Accumulator(14, bound=bound)))
-    plain = rq.prepare(mod, None, None, "generic")
+    prepared = rq.prepare(mod, None, backend=make_backend(rq.config.Accumulator(14, bound=bound)))
+    plain = rq.prepare(mod, None, backend="generic")
     before = rq.calibrate(plain, data, order=rq.config.Order.PARALLEL).parameters
     prepared = rq.calibrate(prepared, data, order=rq.config.Order.PARALLEL)
     report = rq.analysis.accumulator_report(prepared, data)
@@ -196,7 +196,7 @@ def test_calibrate__warns_where_scales_may_not_grow():
     )
     mod = build_model(lambda e, x: e.conv("out", x), MAP)
     mapping = rq.QConfigMapping().set_global(config)
-    prepared = rq.prepare(mod, None, mapping, make_backend("int9"))
+    prepared = rq.prepare(mod, None, qconfig_mapping=mapping, backend=make_backend("int9"))
     with pytest.warns(UserWarning, match="still overflow.*'out:weight'"):
         rq.calibrate(prepared, draw_batches(mod, 1))
 
@@ -212,7 +212,7 @@ def test_plain_data__backend_and_plan():
         {"input": "int8", "output": "int8", "accumulator": "int14"}
     )
     assert row.accumulator == rq.config.Accumulator(14)
-    plan = rq.prepare(residual_model(), None, None, backend).plan
+    plan = rq.prepare(residual_model(), None, backend=backend).plan
     assert rq.Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
     assert plan.operator("stem").accumulator == backend.patterns[0].dtypes[0].accumulator
     assert plan.operator("left").accumulator is None

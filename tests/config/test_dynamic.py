@@ -70,7 +70,7 @@ def test_plain_data__survives_json():
 
 
 def test_plan__survives_a_file(tmp_path):
-    prepared = rq.prepare(chain_model(), None, EVERYWHERE)
+    prepared = rq.prepare(chain_model(), None, qconfig_mapping=EVERYWHERE)
     assert [row.dynamic for row in prepared.plan.operators] == [SPEC] * 3
     rq.save_prepared(prepared, tmp_path / "model.rq")
     assert rq.load_prepared(tmp_path / "model.rq").plan == prepared.plan
@@ -153,7 +153,7 @@ def test_support__only_operators_with_weights_are_served():
         flat = emit("flat", op.reshape(emit.conv("conv", x), (1, 144)))
         return emit.dense("dense", flat, 4)
 
-    plan = rq.prepare(build_model(body, MAP), None, EVERYWHERE).plan
+    plan = rq.prepare(build_model(body, MAP), None, qconfig_mapping=EVERYWHERE).plan
     found = {row.name: (row.quantized, row.support) for row in plan.operators}
     assert found == {
         "conv": (True, Support.SERVED),
@@ -167,7 +167,7 @@ def test_support__an_operator_selected_by_type_is_reported():
     model = build_model(lambda emit, x: emit("y", op.add(x, x)), (2, 3))
     mapping = rq.QConfigMapping().set_object_type("add", DYNAMIC)
     with pytest.raises(rq.ConfigError, match=r"y \(add, dtype unsupported\).*static"):
-        rq.prepare(model, None, mapping, strict=True)
+        rq.prepare(model, None, qconfig_mapping=mapping, strict=True)
 
 
 def test_support__a_pattern_without_the_callback_is_reported():
@@ -175,19 +175,19 @@ def test_support__a_pattern_without_the_callback_is_reported():
     backend = X86.with_pattern(replace(row.pattern, realize_dynamic=None), row.dtypes)
     model = build_model(lambda emit, x: emit.dense("y", x, 4), (2, 3))
     with pytest.raises(rq.ConfigError, match=r"no callback for parameters of.*realize"):
-        rq.prepare(model, None, EVERYWHERE, backend, strict=True)
+        rq.prepare(model, None, qconfig_mapping=EVERYWHERE, backend=backend, strict=True)
 
 
 def test_output_dtypes__a_dynamic_result_is_float():
     with pytest.raises(rq.ConfigError, match=r"'c' .matmul. is computed in float: its data has"):
-        rq.prepare(chain_model(), None, EVERYWHERE, output_dtypes={"c": "uint8"})
+        rq.prepare(chain_model(), None, qconfig_mapping=EVERYWHERE, output_dtypes={"c": "uint8"})
 
 
 def test_plan__a_dynamic_operator_neither_takes_nor_gives_integers():
     """a -> b (dynamic) -> c: the result of a stays float, c quantizes that of b for itself."""
     mapping = rq.QConfigMapping().set_global(X86.default_qconfig).set_module_name("b", DYNAMIC)
     model = chain_model()
-    plan = rq.prepare(model, None, mapping).plan
+    plan = rq.prepare(model, None, qconfig_mapping=mapping).plan
     assert plan.operator("b").operands == (("weight", "b:weight"),)
     assert plan.operator("a").output is None
     assert plan.operator("c").operands[0] == ("data", "b")
@@ -203,7 +203,7 @@ def test_reference_form__readers_share_the_parameters():
     def body(emit, x):
         return relax.Tuple([emit.dense("q", x, 4), emit.dense("k", x, 4)])
 
-    prepared = rq.prepare(build_model(body, ("n", 8)), None, EVERYWHERE)
+    prepared = rq.prepare(build_model(body, ("n", 8)), None, qconfig_mapping=EVERYWHERE)
     reference = rq.convert_to_reference(rq.calibrate(prepared, None))
     assert operators(reference).count("qnn.quantize") == 1
     assert operators(rq.lower(reference)).count("qnn.quantize") == 1
@@ -244,7 +244,7 @@ def test_quantize__needs_no_data_and_compiled_equals_numpy(backend, qconfig):
     rows = rq.ledger(qmod).rows
     assert [(r.quantized, r.is_dynamic) for r in rows] == [(True, True)] * 3
     assert "dynamic" in str(rq.ledger(qmod))
-    prepared = rq.calibrate(rq.prepare(model, None, mapping, backend), None)
+    prepared = rq.calibrate(rq.prepare(model, None, qconfig_mapping=mapping, backend=backend), None)
     reference = rq.convert_to_reference(prepared)
     random = np.random.default_rng(0)
     compiled = Executor(rq.compile(qmod))
@@ -347,7 +347,7 @@ def test_per_row__is_for_products_alone():
     spec = rq.QSpec("uint8", granularity=rq.config.Granularity.PER_ROW, is_dynamic=True)
     mapping = rq.QConfigMapping().set_global(rq.QConfig(rq.TensorConfig(spec), WEIGHT))
     model = build_model(lambda emit, x: emit.conv("conv", x), MAP)
-    (row,) = rq.prepare(model, None, mapping, X86).plan.operators
+    (row,) = rq.prepare(model, None, qconfig_mapping=mapping, backend=X86).plan.operators
     assert "activation granularity per_row is not supported" in row.reason
 
 
@@ -362,7 +362,10 @@ def test_per_row__of_an_unknown_shape_stays_float_and_says_so():
 
     model = build_model(body, ("n", 20))
     mapping = rq.QConfigMapping().set_global(rq.QConfig(rq.TensorConfig(BY_ROW), WEIGHT))
-    rows = {row.name: row for row in rq.prepare(model, None, mapping, X86).plan.operators}
+    rows = {
+        row.name: row
+        for row in rq.prepare(model, None, qconfig_mapping=mapping, backend=X86).plan.operators
+    }
     assert rows["first"].quantized
     assert not rows["y"].quantized
     assert "the shape of its data is not known" in rows["y"].reason

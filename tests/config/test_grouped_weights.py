@@ -229,7 +229,7 @@ def test_mapping__a_line_by_name_beside_integer_operators(model):
         "down": "int32",
         "head": "int32",
     }
-    prepared = rq.prepare(model, None, mapping, X86)
+    prepared = rq.prepare(model, None, qconfig_mapping=mapping, backend=X86)
     calibrated = rq.calibrate(
         prepared, data, calibration=rq.observers.MinMax(), order=rq.config.Order.TOPOLOGICAL
     )
@@ -248,7 +248,7 @@ def test_analysis__compares_and_ranks_what_has_weights_in_groups(model):
     q = quantize(model, mapping)
     rows = {row.name: row for row in rq.compare(model, None, q, data).rows}
     assert rows["down"].sqnr < rows["up"].sqnr
-    calibrated = rq.calibrate(rq.prepare(model, None, mapping), data)
+    calibrated = rq.calibrate(rq.prepare(model, None, qconfig_mapping=mapping), data)
     report = rq.sensitivity(calibrated, data)
     assert report.rows[0].name == "down"
     assert {row.name for row in report.rows} == {"up", "down", "head"}
@@ -258,7 +258,9 @@ def test_analysis__compares_and_ranks_what_has_weights_in_groups(model):
 
 def test_prepared__survives_a_file(model, tmp_path):
     mapping = rq.QConfigMapping().set_global(group_weights(activation=ROWS))
-    calibrated = rq.calibrate(rq.prepare(model, None, mapping), draw_batches(model, 1, n=2))
+    calibrated = rq.calibrate(
+        rq.prepare(model, None, qconfig_mapping=mapping), draw_batches(model, 1, n=2)
+    )
     rq.save_prepared(calibrated, tmp_path / "p.rq")
     loaded = rq.load_prepared(tmp_path / "p.rq")
     assert loaded.plan == calibrated.plan

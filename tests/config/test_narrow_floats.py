@@ -46,7 +46,11 @@ def make_mapping():
 
 def run_island(data):
     prepared = rq.prepare(
-        island_model(), None, make_mapping(), rq.get_backend_config("generic"), strict=True
+        island_model(),
+        None,
+        qconfig_mapping=make_mapping(),
+        backend=rq.get_backend_config("generic"),
+        strict=True,
     )
     prepared = observe_parameters(prepared, data)
     return prepared, rq.lower(rq.convert_to_reference(prepared), rq.get_backend_config("generic"))
@@ -120,7 +124,9 @@ def test_operators_of_several_roundings__round_to_float16_once():
 
     mod = build_model(body, (1, 4, 24, 24))
     mapping = DEFAULT.set_global(rq.config.FLOAT16)
-    prepared = rq.prepare(mod, None, mapping, rq.get_backend_config("generic"))
+    prepared = rq.prepare(
+        mod, None, qconfig_mapping=mapping, backend=rq.get_backend_config("generic")
+    )
     assert {row.compute for row in prepared.plan.operators} == {"float16"}
     qmod = rq.lower(rq.convert_to_reference(prepared), rq.get_backend_config("generic"))
     x = np.random.default_rng(0).uniform(0.01, 2, (1, 4, 24, 24)).astype("float32")
@@ -153,7 +159,9 @@ def test_operators_of_several_roundings__round_to_float16_once():
 def test_island__a_backend_without_float16_says_so():
     backend = replace(rq.get_backend_config("generic"), float_dtypes=())
     with pytest.raises(rq.ConfigError, match=r"soft .nn.softmax, dtype unsupported.*in float16"):
-        rq.prepare(island_model(), None, make_mapping(), backend, strict=True)
+        rq.prepare(
+            island_model(), None, qconfig_mapping=make_mapping(), backend=backend, strict=True
+        )
     assert "backend x86, any operator also in float16" in rq.get_backend_config("x86").explain(
         "conv2d"
     )

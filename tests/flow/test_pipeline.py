@@ -292,7 +292,7 @@ def check_random_model(mod, backend, mapping, number: int) -> None:
     data = draw_inputs(mod, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # drawn configurations ask for what a backend cannot do
-        prepared = rq.prepare(mod, None, mapping, backend)
+        prepared = rq.prepare(mod, None, qconfig_mapping=mapping, backend=backend)
     if number % 20 == 10:
         prepared = rq.calibrate(prepared, data)
     else:

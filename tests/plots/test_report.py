@@ -183,7 +183,9 @@ def test_suggest_float__brings_what_it_says():
     assert found is not None
     assert found.names == tuple(row.name for row in ranking.rows[: len(found.names)])
     assert found.after >= found.before + 3
-    again = rq.prepare(mod, None, rq.QConfigMapping.from_dict(found.mapping), effort="fast")
+    again = rq.prepare(
+        mod, None, qconfig_mapping=rq.QConfigMapping.from_dict(found.mapping), effort="fast"
+    )
     assert {op.name for op in again.plan.operators if not op.quantized} == set(found.names)
 
 

@@ -157,7 +157,7 @@ def test_page__the_patch_is_copied_or_selected(browser, report, hostile, tmp_pat
     if find(browser, "#copied").text != "copied":
         assert browser.execute_script("return String(getSelection())").strip() == shown
     patch = rq.QConfigMapping.from_dict(json.loads(shown))
-    prepared = rq.prepare(hostile[0], None, patch, effort="fast")
+    prepared = rq.prepare(hostile[0], None, qconfig_mapping=patch, effort="fast")
     floating = {op.name for op in prepared.plan.operators if not op.quantized}
     assert report.data.ranking.rows[0].name in floating
 

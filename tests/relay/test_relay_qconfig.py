@@ -101,7 +101,11 @@ def test_global_scale__needs_no_data(model):
     qmod, names = quantized_names(mod)
     assert names == {"relu2", "sum"}
     prepared = rq.prepare(
-        mod, None, qconfig().mapping, rq.get_backend_config("generic"), effort="fast"
+        mod,
+        None,
+        qconfig_mapping=qconfig().mapping,
+        backend=rq.get_backend_config("generic"),
+        effort="fast",
     )
     prepared = rq.calibrate(prepared, None)
     picked = [prepared.parameters[group.key] for group in prepared.plan.activations]
@@ -295,7 +299,7 @@ def test_object_type__takes_names_of_relay(model, name, kept):
         .set_global(rq.get_backend_config("x86").default_qconfig)
         .set_object_type(name, None)
     )
-    plan = rq.prepare(mod, None, mapping).plan
+    plan = rq.prepare(mod, None, qconfig_mapping=mapping).plan
     assert "object_type" in {op.name: op for op in plan.operators}[kept].reason
 
 
@@ -311,7 +315,7 @@ def test_object_type__dense_is_no_batch_matmul():
             .set_global(rq.get_backend_config("x86").default_qconfig)
             .set_object_type(name, None)
         )
-        plan = rq.prepare(mod, None, mapping).plan
+        plan = rq.prepare(mod, None, qconfig_mapping=mapping).plan
         found = {op.name for op in plan.operators if "object_type" in op.reason}
         assert found & {"fc", "square"} == ({kept} if kept != "both" else {"fc", "square"})
 
@@ -319,7 +323,7 @@ def test_object_type__dense_is_no_batch_matmul():
 def test_object_type__unknown_name_is_an_error_with_a_suggestion(model):
     mapping = rq.QConfigMapping().set_object_type("nn.dence", None)
     with pytest.raises(ConfigError, match=r"'nn\.dence' selects no operator.*mean 'nn\.dense'"):
-        rq.prepare(model[0], None, mapping)
+        rq.prepare(model[0], None, qconfig_mapping=mapping)
 
 
 def test_optional_lines__are_written_and_read():

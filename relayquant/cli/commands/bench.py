@@ -220,6 +220,6 @@ def quantize_quickly(
     mod: tvm.IRModule, batches: Sequence[Batch], backend: BackendConfig | None
 ) -> tvm.IRModule:
     """The quantized module, with weights rounded to nearest."""
-    prepared = rq.prepare(mod, None, None, backend)
+    prepared = rq.prepare(mod, None, backend=backend)
     prepared = rq.calibrate(prepared, [dict(batch) for batch in batches], fit=QUICK_FIT)
     return rq.lower(rq.convert_to_reference(prepared), prepared.backend)

@@ -33,10 +33,10 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
             bits=options.bits,
             group_size=options.group_size,
             is_symmetric=options.scheme == "symmetric",
-            table_bits=options.embedding_bits,
+            embedding_bits=options.embedding_bits,
             effort=options.effort,
             max_size=options.max_size,
-            executor=executor,
+            workers=executor,
             callbacks=(progress,),
             **kept.arguments,
         )

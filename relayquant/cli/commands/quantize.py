@@ -42,7 +42,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     kept = ResumeState.of(options, path, is_search=options.metric is not None)
     with output.open_progress() as progress:
         with kept.keep(), open_workers(options.workers) as executor:
-            settings |= {} if executor is None else {"executor": executor}
+            settings |= {} if executor is None else {"workers": executor}
             qmod = rq.quantize(
                 mod, params, data, callbacks=(progress,), **settings, **kept.arguments
             )
@@ -82,7 +82,7 @@ def read_settings(options: argparse.Namespace) -> dict[str, Any]:
         "output_dtypes": read_dtypes(options.output_dtype, "--output-dtype"),
         "strict": options.strict,
         "guard": rq.config.Guard(options.guard) if options.guard else None,
-        "keep_faster": options.only_if_faster,
+        "only_if_faster": options.only_if_faster,
     }
 
 

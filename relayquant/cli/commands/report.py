@@ -48,13 +48,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
             )
         if options.pictures is not None:
             prepared = rq.prepare(
-                mod,
-                params,
-                None,
-                backend,
-                dataset=data,
-                effort=options.effort,
-                callbacks=(progress,),
+                mod, params, data, backend=backend, effort=options.effort, callbacks=(progress,)
             )
             prepared = rq.calibrate(prepared, data, callbacks=(progress,))
             ranges = collect_ranges(prepared, data, samples=options.samples)

@@ -34,9 +34,8 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
         prepared = rq.prepare(
             mod,
             params,
-            None,
-            read_backend(options.backend),
-            dataset=data,
+            data,
+            backend=read_backend(options.backend),
             effort=options.effort,
             callbacks=(progress,),
         )

@@ -46,7 +46,7 @@ def choose_formats(
     if room < 0:
         raise ConfigError(
             f"compress_weights: the weights of bits={settings.bits} and "
-            f"table_bits={settings.table_bits} take "
+            f"embedding_bits={settings.embedding_bits} take "
             f"{format_count(sum(sizes.values()), 'byte')} with their scales, "
             f"allowed are {limit} by max_size or max_bits. Use fewer bits or larger groups.",
             code="RQ102",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent import futures
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,12 @@ import tvm
 from tvm import relax
 from tvm.ir import Call
 
+from relayquant.base.arguments import check_arguments
+from relayquant.base.events import Callback
 from relayquant.base.grouping import GroupedWeight, GroupFormat
 from relayquant.base.qtypes import QSpec
 from relayquant.base.runtime import view_constant
+from relayquant.config import Effort
 from relayquant.errors import ModelError
 from relayquant.flow.compression.bit_allocation import choose_formats
 from relayquant.flow.compression.experts import split_experts
@@ -27,7 +32,6 @@ from relayquant.flow.compression.fit_layers import (
 from relayquant.flow.compression.packed_params import unpack_params
 from relayquant.flow.compression.settings import CompressSettings
 from relayquant.flow.compression.sources import WeightSource, bind_params, open_params
-from relayquant.flow.settings import takes_settings
 from relayquant.ir.dialect import qnn
 from relayquant.ir.ledger import Ledger, LedgerRow, attach_ledger
 from relayquant.ir.ops.base import IntegerRows
@@ -38,13 +42,26 @@ from relayquant.ir.rewrite.graph import call_name, tensor_shape
 SHOWN_REFUSALS = 3
 
 
-@takes_settings(CompressSettings)
+@check_arguments
 def compress_weights(
     mod: tvm.IRModule,
     params: Mapping[str, Any] | Sequence[tuple[str, Any]] | None = None,
     dataset: Any = None,
     *,
-    settings: CompressSettings,
+    bits: int = 4,
+    group_size: int | None = 32,
+    is_symmetric: bool = True,
+    scale_dtype: str = "float32",
+    activation: QSpec | None = None,
+    embedding_bits: int | None = 8,
+    effort: Effort | str = Effort.BALANCED,
+    function: str | None = None,
+    max_loss: float | None = None,
+    max_size: int | None = None,
+    max_bits: float | None = None,
+    checkpoint: str | Path | None = None,
+    workers: futures.Executor | None = None,
+    callbacks: Iterable[Callback] | Callback = (),
 ) -> tvm.IRModule:
     """A module whose weights of matrix products and embeddings have few bits.
 
@@ -75,8 +92,8 @@ def compress_weights(
             `QSpec("int8", Scheme.SYMMETRIC, Granularity.PER_ROW, is_dynamic=True)`, which has
             kernels of its own; affine, rows of one sign have twice the steps. None: they stay
             float32, and the products are float.
-        table_bits: Of tables that rows are taken of (embeddings), also where a product reads the
-            same table (a classifier): models lose most by these. None: they stay float.
+        embedding_bits: Of tables that rows are taken of (embeddings), also where a product reads
+            the same table (a classifier): models lose most by these. None: they stay float.
         effort: What data is used for. "fast": weights that meet large inputs count more when scales
             are chosen. "balanced": codes make up for one another's rounding, and scales follow.
             "best": both move by turns until little changes, and each product makes up for what
@@ -90,7 +107,7 @@ def compress_weights(
         max_bits: The same as a mean number of bits for each weight.
         checkpoint: A folder that each finished weight is written to. A run that was stopped goes on
             from there when it is started again with the same arguments. Deleted in the end.
-        executor: A `concurrent.futures` executor of processes, on which rows of weights are fitted
+        workers: A `concurrent.futures` executor of processes, on which rows of weights are fitted
             to data; it changes no bit. None: threads of this process do that.
         callbacks: Told of each finished weight.
 
@@ -103,6 +120,22 @@ def compress_weights(
         DataError: the data does not fit the function.
         WorkerError: the executor's workers fail, or hang.
     """
+    settings = CompressSettings(
+        bits=bits,
+        group_size=group_size,
+        is_symmetric=is_symmetric,
+        scale_dtype=scale_dtype,
+        activation=activation,
+        embedding_bits=embedding_bits,
+        effort=effort,
+        function=function,
+        max_loss=max_loss,
+        max_size=max_size,
+        max_bits=max_bits,
+        checkpoint=checkpoint,
+        workers=workers,
+        callbacks=callbacks,
+    )
     given = params if isinstance(params, Mapping) or params is None else dict(params)
     if given:
         mod = unpack_params(mod, list(given), is_ordered=given is not params)
@@ -110,7 +143,7 @@ def compress_weights(
     mod, sources = split_experts(mod, sources)
     uses = find_weights(mod, sources)
     tables = {use.source.key for use in uses if use.op == "take" and not use.source.is_stack}
-    if settings.table_bits is None:
+    if settings.embedding_bits is None:
         uses = [
             use.refuse("tables stay float") if use.source.key in tables else use for use in uses
         ]
@@ -126,7 +159,7 @@ def compress_weights(
     form = GroupFormat(
         settings.bits, settings.group_size, settings.is_symmetric, settings.scale_dtype
     )
-    table_form = replace(form, bits=settings.table_bits or form.bits)
+    table_form = replace(form, bits=settings.embedding_bits or form.bits)
     forms = {use.key: table_form if use.source.key in tables else form for use in wanted}
     data = open_data(mod, sources, wanted, dataset, settings)
     forms, kept = choose_formats(wanted, forms, data, settings)

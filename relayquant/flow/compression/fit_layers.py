@@ -144,7 +144,7 @@ def fit_weights(
 
     with (
         open_results(uses, forms, data, settings) as workspace,
-        open_workers(settings.executor, workspace) as run,
+        open_workers(settings.workers, workspace) as run,
     ):
 
         def find(use: WeightUse, gram: Gram | None) -> GroupedWeight:

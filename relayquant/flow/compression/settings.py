@@ -30,21 +30,21 @@ class CompressSettings(RunSettings):
     is_symmetric: bool = True
     scale_dtype: str = "float32"
     activation: QSpec | None = None
-    table_bits: int | None = 8
+    embedding_bits: int | None = 8
     effort: Effort | str = Effort.BALANCED
     function: str | None = None
     max_loss: float | None = None
     max_size: int | None = None
     max_bits: float | None = None
     checkpoint: str | Path | None = None
-    executor: futures.Executor | None = None
+    workers: futures.Executor | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         resolve_effort(self.effort)
-        if self.executor is not None:
-            check_executor(self.executor)
-        for name, bits in (("bits", self.bits), ("table_bits", self.table_bits)):
+        if self.workers is not None:
+            check_executor(self.workers)
+        for name, bits in (("bits", self.bits), ("embedding_bits", self.embedding_bits)):
             if bits not in (CODE_BITS if name == "bits" else (None, *CODE_BITS)):
                 raise ConfigError(
                     f"compress_weights: {name}={bits}; allowed: 2, 3, 4 or 8.", code="RQ101"

@@ -228,14 +228,12 @@ def save_prepared(prepared: PreparedModel, path: str | Path) -> None:
 
 
 @check_arguments
-def load_prepared(
-    path: str | Path, backend_config: BackendConfig | str | None = None
-) -> PreparedModel:
+def load_prepared(path: str | Path, backend: BackendConfig | str | None = None) -> PreparedModel:
     """What `save_prepared` wrote.
 
     Args:
         path: The file.
-        backend_config: The backend, whose patterns are code and not in the file; by default that of
+        backend: The backend, whose patterns are code and not in the file; by default that of
             the same name.
 
     Raises:
@@ -248,7 +246,7 @@ def load_prepared(
         header, arrays = archive.header, archive.arrays
         mod = parse_module(archive.texts[MODULE])
         plan = Plan.from_dict(header["plan"])
-        backend = resolve_backend(header["backend"] if backend_config is None else backend_config)
+        backend = resolve_backend(header["backend"] if backend is None else backend)
         if backend.name != header["backend"]:
             raise ConfigError(
                 f"{path} was prepared for backend {header['backend']!r}, not {backend.name!r}.",

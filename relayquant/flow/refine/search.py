@@ -108,7 +108,7 @@ def search_operators(
     best = trials.best
     changed, module = trials.take_best()
     mapping, score = trials.find_mapping(best.names, best.dtype), best.score
-    if settings.keep_faster:
+    if settings.only_if_faster:
         stopwatch = Stopwatch.on_this_machine([*next(iter(data)).values()])
         least = min(bound, best.score)
         accepted: list[float] = []

@@ -139,7 +139,7 @@ def keep_faster_float(
                 f"faster in float on this machine: {part.float_ * 1e6:.1f} us{others}, "
                 f"{part.integer * 1e6:.1f} us on integers"
             )
-            ledger = ledger.with_refusal(name, reason, "keep_faster=False quantizes it")
+            ledger = ledger.with_refusal(name, reason, "only_if_faster=False quantizes it")
     return changed, write_ledger(module, ledger)
 
 

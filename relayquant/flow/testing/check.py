@@ -158,7 +158,7 @@ def prepare_example(
     first, *others = served.patterns
     served = replace(served, patterns=(replace(first, claims_first=True), *others))
     # With "fast" nothing is added that the row does not have, as a bias to be corrected.
-    return prepare(mod, None, mapping, served, effort=Effort.FAST)
+    return prepare(mod, None, qconfig_mapping=mapping, backend=served, effort=Effort.FAST)
 
 
 def observe_parameters(

@@ -77,12 +77,12 @@ def pick_parameters(
     fit: FitSettings = DEFAULT_FIT,
     min_scales: Mapping[str, np.ndarray] | None = None,
     checkpoint: str | Path | None = None,
-    executor: futures.Executor | None = None,
+    workers: futures.Executor | None = None,
     worker_timeout: float | None = WORKER_TIMEOUT,
 ) -> CalibrationResult:
     """Parameters of every group of the plan, and fitted constants.
 
-    The result depends on neither `checkpoint` nor `executor`, bit for bit.
+    The result depends on neither `checkpoint` nor `workers`, bit for bit.
 
     Args:
         prepared: The prepared model; not changed.
@@ -96,7 +96,8 @@ def pick_parameters(
         checkpoint: A folder to work in, from which a calibration that was stopped goes on; by
             default one in the system's temporary directory, which is removed. It needs about
             (largest activations alive at once) x (number of samples) x 4 bytes.
-        executor: Whose workers run the shards of each segment. They must see the folder.
+        workers: An executor whose processes run the shards of each segment. They must see
+            the folder.
         worker_timeout: Seconds without a shard from any of them after which they hang.
 
     Raises:
@@ -108,7 +109,7 @@ def pick_parameters(
     callbacks = callbacks or CallbackList()
     plan = prepared.plan
     override = resolve_calibration(calibration) if calibration is not None else None
-    pool = check_executor(executor) if executor is not None else None
+    pool = check_executor(workers) if workers is not None else None
     timeout = check_timeout(worker_timeout)
     pickers = [override or resolve_calibration(group.calibration) for group in plan.activations]
     needs_data = bool(plan.activations)

@@ -258,7 +258,7 @@ def quantize_region(
         backend=settings.backend,
         effort=settings.effort,
         calibration=settings.calibration,
-        parameters={
+        qparams={
             (outputs if port.is_output else inputs)[port.number]: qparams
             for port, qparams in planned.items()
         },

@@ -81,7 +81,7 @@ def test_compress__ledger_names_each_operator_and_what_it_got(llama):
     assert len(rows) == 14
     assert {row.name.split(".")[0] for row in rows} == {"prefill", "decode"}
     assert [row.dtype for row in rows[:7]] == ["int8", *["int4"] * 5, "int8"]
-    floats = rq.ledger(rq.compress_weights(*llama, table_bits=None)).floating
+    floats = rq.ledger(rq.compress_weights(*llama, embedding_bits=None)).floating
     assert {row.reason for row in floats} == {"tables stay float"}
     assert len(floats) == 4
 
@@ -158,7 +158,7 @@ def test_quantize_groups__scales_of_float16():
 
 WRONG = {
     r"bits=5; allowed: 2, 3, 4 or 8": {"bits": 5},
-    r"table_bits=1; allowed": {"table_bits": 1},
+    r"embedding_bits=1; allowed": {"embedding_bits": 1},
     r"group_size=8; allowed: 16 to 256, or None": {"group_size": 8},
     r"scale_dtype='bfloat16'; allowed: float32, float16": {"scale_dtype": "bfloat16"},
     r"allowed: None, or QSpec\('int8', is_dynamic=True": {"activation": rq.QSpec("int8")},
@@ -291,7 +291,7 @@ def test_compress__unusable_weights_are_named(value):
 @pytest.mark.parametrize("is_symmetric", [True, False])
 def test_compress__scales_that_float16_does_not_hold(is_symmetric):
     mod = make_lookup(np.full((6, 32), 1e8, "float32"), "wrap")
-    options = {"table_bits": 4, "is_symmetric": is_symmetric}
+    options = {"embedding_bits": 4, "is_symmetric": is_symmetric}
     with pytest.raises(
         ModelError, match=r"take at 'rows' of 'main': weights up to 1e\+08.*beyond 65504.*float32"
     ):

@@ -198,7 +198,7 @@ def test_max_size__as_many_weights_keep_8_bits_as_fit(llama, has_data):
 
 def test_max_bits__is_a_mean_over_all_weights(llama):
     count = sum(v.size for v in llama[1].values() if v.ndim > 1)
-    q = rq.compress_weights(*llama, bits=2, table_bits=4, max_bits=6.5)
+    q = rq.compress_weights(*llama, bits=2, embedding_bits=4, max_bits=6.5)
     assert 5.5 < count_bytes_of(q) * 8 / count <= 6.5
 
 
@@ -287,7 +287,7 @@ def test_params__of_a_file_in_place(llama, tmp_path):
 
 def test_params__float_weights_stay_once(llama):
     """Tables that stay are constants, one for both functions; the other weights are gone."""
-    q = rq.compress_weights(*llama, table_bits=None)
+    q = rq.compress_weights(*llama, embedding_bits=None)
     floats = {}
     for name in ("prefill", "decode"):
         tvm.relax.analysis.post_order_visit(
@@ -311,7 +311,7 @@ def test_data__weights_are_not_copied_to_be_looked_at(llama, monkeypatch):
     assert not use.array.flags.writeable
     assert not own.array.flags.writeable
     monkeypatch.setattr(tvm.runtime.Tensor, "numpy", None)
-    compress_with_data(llama, bits=2, table_bits=4, max_bits=6)
+    compress_with_data(llama, bits=2, embedding_bits=4, max_bits=6)
 
 
 def test_max_loss__a_weight_of_8_bits_is_fitted_once(llama, monkeypatch):

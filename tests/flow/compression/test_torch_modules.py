@@ -51,7 +51,7 @@ def modules():
     for is_symbolic in (False, True):
         shapes = length if is_symbolic else None
         program = torch.export.export(model, (IDS,), dynamic_shapes=shapes)
-        found[is_symbolic] = rq.compress_weights(*rq.load(program), bits=4, table_bits=8)
+        found[is_symbolic] = rq.compress_weights(*rq.load(program), bits=4, embedding_bits=8)
     return model, found
 
 

@@ -59,12 +59,12 @@ def test_executor__processes_give_the_same_bits(llama, few_rows, settings, tmp_p
     expected = compress_with_data(llama, **settings)
     context = multiprocessing.get_context("spawn")
     with futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-        found = compress_with_data(llama, executor=pool, **settings)
+        found = compress_with_data(llama, workers=pool, **settings)
         tvm.ir.assert_structural_equal(found, expected)
         path = tmp_path / "weights"
         with pytest.raises(Stopped):
             compress_with_data(llama, checkpoint=path, callbacks=StopAfter(3), **settings)
-        found = compress_with_data(llama, checkpoint=path, executor=pool, **settings)
+        found = compress_with_data(llama, checkpoint=path, workers=pool, **settings)
     tvm.ir.assert_structural_equal(found, expected)
     assert not path.exists()
 
@@ -74,7 +74,7 @@ def test_executor__what_fails_is_given_out_again(llama, few_rows, is_kept, monke
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     expected, executor = compress_with_data(llama), Inline(1, 4)
     kept = {"checkpoint": tmp_path / "kept"} if is_kept else {}
-    tvm.ir.assert_structural_equal(compress_with_data(llama, executor=executor, **kept), expected)
+    tvm.ir.assert_structural_equal(compress_with_data(llama, workers=executor, **kept), expected)
     assert executor.calls == (6 + 3 + 4 + 4 + 4) + 2  # five weights by 12 or 9 rows; two again
     assert len(executor.files) == 4  # two of the weights read one value
     assert not list(tmp_path.iterdir())
@@ -83,7 +83,7 @@ def test_executor__what_fails_is_given_out_again(llama, few_rows, is_kept, monke
         match=r"Rows from \d+ and columns from 0 of a weight were not fitted: in attempt 3 a "
         r"worker failed with MemoryError: no more",
     ):
-        compress_with_data(llama, executor=Inline(*range(2, 999)), **kept)
+        compress_with_data(llama, workers=Inline(*range(2, 999)), **kept)
 
 
 def test_executor__weights_that_read_one_value_share_a_file(monkeypatch, tmp_path):
@@ -107,7 +107,7 @@ def test_executor__weights_that_read_one_value_share_a_file(monkeypatch, tmp_pat
 
     monkeypatch.setattr(workers, "write_problem", watch)
     executor = Inline()
-    rq.compress_weights(builder.finalize(), None, data, executor=executor)
+    rq.compress_weights(builder.finalize(), None, data, workers=executor)
     assert executor.calls == 4
     assert len(written) == 2
     assert there == [[], []]
@@ -117,35 +117,35 @@ def test_executor__weights_that_read_one_value_share_a_file(monkeypatch, tmp_pat
 def test_executor__workers_that_hang(llama, monkeypatch):
     monkeypatch.setattr(workers, "WORKER_TIMEOUT", 0.05)
     with pytest.raises(rq.RelayQuantError, match=r"1 part of a weight not fitted: no worker"):
-        compress_with_data(llama, executor=Silent())
+        compress_with_data(llama, workers=Silent())
 
 
 def test_executor__is_used_for_data_alone(llama):
     executor = Inline()
-    rq.compress_weights(*llama, executor=executor)
-    compress_with_data(llama, effort="fast", executor=executor)
+    rq.compress_weights(*llama, workers=executor)
+    compress_with_data(llama, effort="fast", workers=executor)
     assert executor.calls == 0
 
 
 def test_executor__refuses():
     with pytest.raises(rq.ConfigError, match="executor is 2; allowed: "):
-        rq.compress_weights(*make_llama(), executor=2)
+        rq.compress_weights(*make_llama(), workers=2)
     context = multiprocessing.get_context("fork")
     with (
         futures.ProcessPoolExecutor(1, mp_context=context) as pool,
         pytest.raises(rq.ConfigError, match="forks this process"),
     ):
-        rq.compress_weights(*make_llama(), executor=pool)
+        rq.compress_weights(*make_llama(), workers=pool)
 
 
 def test_executor__workers_tell_runs_in_one_folder_apart(llama, few_rows, tmp_path):
     """A worker that outlives a run keeps what it loaded last, by its path."""
     expected, kept = compress_with_data(llama), {"checkpoint": tmp_path / "weights"}
     workers.load_problem.cache_clear()
-    other = {"dataset": draw_texts(3), "executor": Inline(), "callbacks": StopAfter(2)}
+    other = {"dataset": draw_texts(3), "workers": Inline(), "callbacks": StopAfter(2)}
     with pytest.raises(Stopped):
         compress_with_data(llama, **other, **kept)
     assert workers.load_problem.cache_info().currsize == 1
     shutil.rmtree(tmp_path / "weights")
-    found = compress_with_data(llama, executor=Inline(), **kept)
+    found = compress_with_data(llama, workers=Inline(), **kept)
     tvm.ir.assert_structural_equal(found, expected)

@@ -385,7 +385,7 @@ def test_find_first_off__zero_points_are_taken_off():
 
     mod = build_model(body, MAP)
     data = draw_batches(mod, 2)
-    prepared = rq.calibrate(rq.prepare(mod, None, None, "x86", effort="fast"), data)
+    prepared = rq.calibrate(rq.prepare(mod, None, backend="x86", effort="fast"), data)
     qmod = rq.lower(rq.convert_to_reference(prepared), prepared.backend)
     rows = [row for row in rq.ledger(qmod).quantized if row.zero_point]
     assert all(64 < row.zero_point[0] < 192 for row in rows)

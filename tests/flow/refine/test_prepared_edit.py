@@ -29,7 +29,7 @@ def prepare(observer=None, **options) -> rq.PreparedModel:
         config = rq.get_backend_config("generic").default_qconfig
         activation = rq.TensorConfig(config.activation.spec, observer)
         mapping = rq.QConfigMapping().set_global(replace(config, activation=activation))
-    return rq.prepare(residual_model(), None, mapping, "generic", **options)
+    return rq.prepare(residual_model(), None, qconfig_mapping=mapping, backend="generic", **options)
 
 
 def convert(prepared: rq.PreparedModel):

@@ -99,7 +99,7 @@ def test_search__puts_back_what_is_broken(digits, tmp_path):
     assert state["best"]["reverted"] == [BROKEN]
     assert ledger.search.mapping == state["best"]["mapping"]
     assert rq.QConfigMapping.from_dict(state["best"]["mapping"]) == mapping
-    prepared = rq.prepare(mod, params, mapping, dataset=data, effort="fast")
+    prepared = rq.prepare(mod, params, data, qconfig_mapping=mapping, effort="fast")
     prepared = rq.calibrate(prepared, data, calibration=clip_one)
     again = rq.lower(rq.convert_to_reference(prepared))
     for one, other in zip(rq.reference.run(again, data), rq.reference.run(qmod, data), strict=True):

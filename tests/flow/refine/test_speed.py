@@ -1,4 +1,4 @@
-"""keep_faster: blocks that no kernel crosses, float only where the whole model gains, reasons."""
+"""only_if_faster: blocks that no kernel crosses, float only where all of the model gains, why."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def test_keep_faster__what_gains_more_than_its_conversions(calibrated):
     # All other parameters are as they were, and the mapping makes the same choice again.
     assert all(changed.parameters[k] is prepared.parameters[k] for k in changed.parameters)
     mapping = rq.QConfigMapping.from_dict(ledger.speed.mapping)
-    again = rq.prepare(*rq.load(str(load_digits().model_path)), mapping, effort="fast")
+    mod, params = rq.load(str(load_digits().model_path))
+    again = rq.prepare(mod, params, qconfig_mapping=mapping, effort="fast")
     assert [op.name for op in again.plan.operators if not op.quantized] == ["block1/relu"]
     (expected,), (got,) = (rq.reference.run(mod, data) for mod in (prepared.mod, module))
     assert (expected.argmax(1) == got.argmax(1)).mean() > 0.9
@@ -148,8 +149,10 @@ def test_stopwatch__names_of_both_forms_are_values_of_the_model(calibrated):
 @pytest.mark.parametrize("promise", [{"strict": True}, {"input_dtypes": {"image": "uint8"}}])
 def test_quantize__keep_faster_and_promised_integers_exclude_each_other(promise):
     demo = load_digits()
-    with pytest.raises(rq.ConfigError, match="keep_faster=True"):
-        rq.quantize(*rq.load(str(demo.model_path)), demo.calibration, keep_faster=True, **promise)
+    with pytest.raises(rq.ConfigError, match="only_if_faster=True"):
+        rq.quantize(
+            *rq.load(str(demo.model_path)), demo.calibration, only_if_faster=True, **promise
+        )
 
 
 @pytest.mark.parametrize("with_metric", [False, True])
@@ -173,7 +176,7 @@ def test_quantize__keep_faster_measures_and_says_so(with_metric, monkeypatch):
     monkeypatch.setattr(Stopwatch, "on_this_machine", staticmethod(on_this_machine))
     metric = {"metric": lambda a, b: -float(np.abs(a[0] - b[0]).max()), "max_drop": 9.0}
     options = metric if with_metric else {}
-    qmod = rq.quantize(mod, None, data, effort="fast", keep_faster=True, **options)
+    qmod = rq.quantize(mod, None, data, effort="fast", only_if_faster=True, **options)
     ledger = rq.ledger(qmod)
     assert ledger.speed.reverted == ("h", "y")
     assert (ledger.speed.before, ledger.speed.after) == (3.0, 1.0)

@@ -31,7 +31,7 @@ def run_file(path, inputs: dict) -> list[np.ndarray]:
 def quantize_steps(mod: tvm.IRModule, backend="x86", **settings):
     """(reference form, integer module, one batch)."""
     batches = draw_batches(mod, 4, n=2)
-    prepared = rq.prepare(mod, None, None, backend, effort="fast", **settings)
+    prepared = rq.prepare(mod, None, backend=backend, effort="fast", **settings)
     prepared = rq.calibrate(prepared, batches)
     reference = rq.convert_to_reference(prepared)
     return reference, rq.lower(reference, prepared.backend), batches[0]
@@ -138,7 +138,7 @@ def test_int16__has_opset_21(tmp_path):
     mapping = rq.QConfigMapping().set_global(
         rq.QConfig(activation=spec, weight=rq.get_backend_config("generic").default_qconfig.weight)
     )
-    prepared = rq.prepare(mod, None, mapping, "generic")
+    prepared = rq.prepare(mod, None, qconfig_mapping=mapping, backend="generic")
     prepared = rq.calibrate(prepared, draw_batches(mod, 4))
     reference = rq.convert_to_reference(prepared)
     path = rq.export_onnx(reference, tmp_path / "m.onnx")

@@ -33,7 +33,7 @@ def find_wrong(name: str, backend: rq.BackendConfig = GENERIC) -> dict[str, str]
     """What is varied -> how the quantized model differs from TVM's float operator."""
     b, values, mod, usual = build_models(name)
     inputs = draw_inputs(b, 2)
-    prepared = rq.prepare(mod, None, None, backend)
+    prepared = rq.prepare(mod, None, backend=backend)
     prepared = observe_parameters(prepared, inputs)
     integer = rq.lower(rq.convert_to_reference(prepared), backend)
     wrong = {}
@@ -84,7 +84,7 @@ def test_row_of_the_user__attribute_without_a_name_is_declined():
     steep = b.emit(op.nn.softplus(b.activation(2, 6), beta=3.0), "steep")
     mod = b.finish(op.concat([plain, steep]))
     backend = GENERIC.with_pattern(softplus_row())
-    plan = rq.prepare(mod, None, None, backend).plan
+    plan = rq.prepare(mod, None, backend=backend).plan
     assert plan.operator(plain.name).quantized
     row = plan.operator(steep.name)
     assert not row.quantized

@@ -53,7 +53,7 @@ def realize(context):
 
 def run(backend, mod=MOD):
     """All stages without compiling: parameters are made up."""
-    prepared = rq.prepare(mod, None, None, backend)
+    prepared = rq.prepare(mod, None, backend=backend)
     parameters = {}
     for group in prepared.plan.groups:
         info = group.info
@@ -137,7 +137,7 @@ class Matcher:
 def test_check_and_match__are_checked(callbacks, message):
     with pytest.raises(rq.ConfigError, match=f"^Operator '.*', pattern 'mine': {message}"):
         rq.prepare(
-            MOD, None, None, rq.get_backend_config("x86").with_pattern(make_row(**callbacks))
+            MOD, None, backend=rq.get_backend_config("x86").with_pattern(make_row(**callbacks))
         )
 
 
@@ -154,7 +154,7 @@ def test_axis__is_checked(axis, message):
     with pytest.raises(
         rq.ConfigError, match="pattern 'conv2d': callback axis of 'weight' " + message
     ):
-        rq.prepare(MOD, None, None, backend)
+        rq.prepare(MOD, None, backend=backend)
 
 
 # --- rules of the allow-list --------------------------------------------------------------------
@@ -219,7 +219,7 @@ def test_rule__may_return_other_parameters_where_it_says_so():
     what counts here is that the plan calibrates it on its own."""
     mod = between("f", lambda a: op.flip(a, 2))
     rule = rq.extend.AffineRule("relax.flip", double, ("axis",), shares_parameters=False)
-    plan = rq.prepare(mod, None, None, rq.get_backend_config("x86").with_affine_rule(rule)).plan
+    plan = rq.prepare(mod, None, backend=rq.get_backend_config("x86").with_affine_rule(rule)).plan
     assert plan.value_groups["f"] == ("f",)
     assert plan.value_groups["a"] == ("a",)
     row = rq.ledger(run_rule(double, shares_parameters=False)).row("f")

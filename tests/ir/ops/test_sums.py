@@ -128,7 +128,7 @@ def make_row_model(row: QuantOp, count: int, factor: float, inputs: dict[str, np
 def quantize_fixed(mod: tvm.IRModule, config: rq.QConfig, backend: rq.BackendConfig, inputs):
     """The integer module by parameters that are given."""
     mapping = rq.QConfigMapping().set_global(config)
-    prepared = rq.prepare(mod, None, mapping, backend, strict=True)
+    prepared = rq.prepare(mod, None, qconfig_mapping=mapping, backend=backend, strict=True)
     prepared = observe_parameters(prepared, [inputs])
     return rq.lower(rq.convert_to_reference(prepared), backend)
 
@@ -275,7 +275,7 @@ def test_dynamic__sums_that_int32_does_not_hold():
     )
     mapping = rq.QConfigMapping().set_global(config)
     integer = rq.lower(rq.convert_to_reference(rq.calibrate(
-        rq.prepare(mod, None, mapping, rq.get_backend_config("generic")), [{"x": x}]
+        rq.prepare(mod, None, qconfig_mapping=mapping, backend="generic"), [{"x": x}]
     )))  # fmt: skip
     assert rq.ledger(integer).row("out").accumulator == "int64"
     have = rq.reference.run(integer, {"x": x})[0]

@@ -90,7 +90,7 @@ def test_finetune__calibrated_model_gives_the_same():
     """`finetune` of what `calibrate` gives, and of the module, are one training."""
     mod, (batch,) = residual_model(), draw_batches(residual_model(), 1, seed=2)
     data = draw_batches(mod, 3)
-    prepared = rq.prepare(mod, None, None, "x86", data, effort="fast")
+    prepared = rq.prepare(mod, None, data, backend="x86", effort="fast")
     prepared = rq.calibrate(prepared, data)
     got = rq.torch.finetune(prepared, None, data, steps=4)
     expected = rq.torch.finetune(mod, None, data, steps=4, effort="fast", backend="x86")
@@ -204,9 +204,9 @@ def test_loss_and_metric__of_the_user():
     [
         ({"steps": 0}, r"finetune got steps=0; allowed: numbers above 0"),
         ({"lr": -1.0}, r"finetune got lr=-1.0"),
-        ({"scale_rate": 0.0}, r"finetune got scale_rate=0.0; allowed: numbers above 0"),
-        ({"inner_weight": -0.1}, r"finetune got inner_weight=-0.1; allowed: 0 and more"),
-        ({"inner_weight": float("nan")}, r"finetune got inner_weight=nan; allowed: 0 and more"),
+        ({"scale_lr": 0.0}, r"finetune got scale_lr=0.0; allowed: numbers above 0"),
+        ({"hidden_weight": -0.1}, r"finetune got hidden_weight=-0.1; allowed: 0 and more"),
+        ({"hidden_weight": float("nan")}, r"finetune got hidden_weight=nan; allowed: 0 and more"),
         ({"reconstruction": -1}, r"finetune got reconstruction=-1; allowed: 0 and more"),
         ({"loss": lambda: 0}, "loss cannot be called with"),
         ({"loss": lambda outputs, expected: 1.0}, "loss returned a float; allowed: a tensor"),
@@ -248,7 +248,7 @@ def test_scale_rate__learned_scales_alone_move_so_many_times_as_far():
 
     moved = []
     for rate in (1.0, 5.0):
-        student, _, before = train_student(steps=1, lr=1e-3, scale_rate=rate)
+        student, _, before = train_student(steps=1, lr=1e-3, scale_lr=rate)
         for scaled in find_scaled(student):
             scaled.weight.data /= align(scaled.factor.detach().exp(), scaled.weight)
         after = student.state_dict()
@@ -311,7 +311,7 @@ def find_levels(student):
 def test_scales__move_and_levels_of_weights_stay():
     """What calibration fitted is in the levels, whose errors make up for one another."""
     before, _, _ = train_student(steps=1, lr=1e-9)
-    after, _, _ = train_student(steps=1, lr=1e-5, scale_rate=1e4)
+    after, _, _ = train_student(steps=1, lr=1e-5, scale_lr=1e4)
     first, second = find_levels(before), find_levels(after)
     assert first
     for key, levels in first.items():
@@ -346,7 +346,7 @@ def test_inner_weight__values_inside_come_nearer_where_outputs_say_nothing():
     (batch,) = draw_batches(residual_model(), 1)
     inputs, distances = [torch.from_numpy(value) for value in batch.values()], []
     for weight in (0.0, 1.0):
-        student, teacher, _ = train_student(silent, steps=12, lr=3e-2, inner_weight=weight)
+        student, teacher, _ = train_student(silent, steps=12, lr=3e-2, hidden_weight=weight)
         names = find_inner(student, teacher)
         assert len(names) >= 3, "the operators of the model"
         with torch.no_grad():

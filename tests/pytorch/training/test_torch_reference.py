@@ -19,7 +19,7 @@ def calibrate(kind, backend):
     torch.manual_seed(0)
     module, data = make(kind), [torch.randn(4, *MODELS[kind]) for _ in range(2)]
     mod, params = rq.load(rq.torch.export(module, (data[0],)))
-    prepared = rq.prepare(mod, params, None, backend, data, effort="fast")
+    prepared = rq.prepare(mod, params, data, backend=backend, effort="fast")
     return rq.calibrate(prepared, data), data[0]
 
 
@@ -73,7 +73,7 @@ def test_convert_to_reference_fx__parameters_of_the_run_time(granularity, scheme
     module, x = torch.nn.Linear(8, 4), torch.randn(2, 3, 8)
     mod, params = rq.load(rq.torch.export(module, (x,)))
     mapping = rq.QConfigMapping().set_global(qconfig)
-    prepared = rq.calibrate(rq.prepare(mod, params, mapping, backend), None)
+    prepared = rq.calibrate(rq.prepare(mod, params, qconfig_mapping=mapping, backend=backend), None)
     got = rq.torch.convert_to_reference(prepared)(x).numpy()
     (want,) = rq.reference.run(rq.convert_to_reference(prepared), [x.numpy()])
     np.testing.assert_allclose(got, want, atol=1e-2 * np.abs(want).max())

@@ -53,7 +53,7 @@ CONV3D = weighted_row("conv3d_add", "relax.nn.conv3d", add=True)
 
 
 def plan_of(mod, backend) -> rq.Plan:
-    return rq.prepare(mod, None, DEFAULT, backend).plan
+    return rq.prepare(mod, None, qconfig_mapping=DEFAULT, backend=backend).plan
 
 
 def test_claims__a_row_of_the_user_is_not_cut_by_one_that_ends_further_down():
@@ -308,7 +308,7 @@ def dynamic() -> rq.QConfigMapping:
     ids=["check", "attribute", "shared value", "claimed before", "run time"],
 )
 def test_passed_over__names_the_row_of_the_user(mod, backend, mapping, reason):
-    plan = rq.prepare(mod, None, mapping, backend).plan
+    plan = rq.prepare(mod, None, qconfig_mapping=mapping, backend=backend).plan
     named = [row for row in plan.operators if row.passed_over]
     assert named
     for row in named:
@@ -335,7 +335,9 @@ def test_passed_over__a_row_that_takes_the_operator_is_its_pattern():
             "cannot run mine so: parameters of the run",
         ),
     ):
-        row = rq.prepare(images(), None, mapping, backend).plan.operator("c")
+        row = rq.prepare(images(), None, qconfig_mapping=mapping, backend=backend).plan.operator(
+            "c"
+        )
         assert (row.pattern, row.quantized, row.passed_over) == ("mine", False, ())
         assert reason in row.reason
 
@@ -347,5 +349,5 @@ def test_passed_over__no_row_of_the_table_nor_behind_another_of_the_user():
         rq.get_backend_config("x86"),
         rq.get_backend_config("x86").with_pattern(shorter).with_pattern(longer),
     ):
-        plan = rq.prepare(images(), None, DEFAULT, backend).plan
+        plan = rq.prepare(images(), None, qconfig_mapping=DEFAULT, backend=backend).plan
         assert not any(row.passed_over for row in plan.operators)

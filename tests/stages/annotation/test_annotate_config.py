@@ -95,7 +95,7 @@ def test_mapping__line_that_selects_nothing(mapping, message):
 
 
 def prepare(mapping, **more):
-    return rq.prepare(two_convs(), None, mapping, **more)
+    return rq.prepare(two_convs(), None, qconfig_mapping=mapping, **more)
 
 
 @pytest.mark.parametrize(
@@ -164,12 +164,12 @@ NO_DEFAULT = replace(X86, default_qconfig=None)
 )
 def test_nothing_quantized__is_one_warning_and_with_strict_an_error(mapping, backend, message):
     with pytest.warns(UserWarning, match=message) as seen:
-        plan = prepare(mapping, backend_config=backend).plan
+        plan = prepare(mapping, backend=backend).plan
     assert len(seen) == 1
     assert seen[0].filename == __file__
     assert not any(op.quantized for op in plan.operators)
     with pytest.raises(rq.ConfigError, match=message):
-        prepare(mapping, backend_config=backend, strict=True)
+        prepare(mapping, backend=backend, strict=True)
 
 
 @pytest.mark.parametrize("qconfig", [None, rq.config.FLOAT16])

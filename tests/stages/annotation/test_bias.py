@@ -67,7 +67,7 @@ def make_model(kind: str, bias: str, activation: bool = True):
 def prepare(mod, **options) -> rq.PreparedModel:
     default = rq.get_backend_config("x86").default_qconfig
     config = replace(default, weight=rq.TensorConfig(COARSE, rq.observers.MinMax()))
-    return rq.prepare(mod, None, rq.QConfigMapping().set_global(config), **options)
+    return rq.prepare(mod, None, qconfig_mapping=rq.QConfigMapping().set_global(config), **options)
 
 
 @pytest.mark.parametrize("bias", BIASES)
@@ -124,7 +124,7 @@ def test_prepare__backend_without_a_row_for_it_keeps_its_integers() -> None:
     rows = tuple(
         row for row in rq.get_backend_config("x86").patterns if "bias" not in row.pattern.name
     )
-    prepared = rq.prepare(mod, None, None, replace(rq.get_backend_config("x86"), patterns=rows))
+    prepared = rq.prepare(mod, None, backend=replace(rq.get_backend_config("x86"), patterns=rows))
     assert prepared.plan.operator("linear").quantized
     assert "linear:bias" not in prepared.graph.constants
 
@@ -136,7 +136,7 @@ def test_prepare__line_for_a_pattern_still_decides() -> None:
         weight=rq.TensorConfig(COARSE, rq.observers.MinMax()),
     )
     mapping = rq.QConfigMapping().set_global(rq.get_backend_config("x86").default_qconfig)
-    prepared = rq.prepare(mod, None, mapping.set_object_type("dense_relu", coarse))
+    prepared = rq.prepare(mod, None, qconfig_mapping=mapping.set_object_type("dense_relu", coarse))
     assert prepared.plan.group("act:weight").info.spec == COARSE
 
 
@@ -153,7 +153,7 @@ def test_search__mapping_of_a_prepared_module_makes_it_again(kind: str) -> None:
     prepared = prepare(mod)
     mapping = add_float_lines(prepared, ["block"], prepared.mapping)
     with pytest.warns(UserWarning, match="Nothing is quantized"):
-        again = rq.prepare(mod, None, mapping)
+        again = rq.prepare(mod, None, qconfig_mapping=mapping)
     assert not again.plan.operator("block").quantized
     assert mapping == add_float_lines(again, ["block"], prepared.mapping)
 
@@ -195,7 +195,9 @@ def test_prepare__lines_count_the_operators_of_the_model_alone(place: int) -> No
     for effort in ("fast", "balanced"):
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # a line that decides nothing would be one
-            prepared = rq.prepare(sum_model(), None, line, "x86", effort=effort)
+            prepared = rq.prepare(
+                sum_model(), None, qconfig_mapping=line, backend="x86", effort=effort
+            )
         again = annotate(prepared.mod, prepared.backend, line)
         assert again.to_dict() == prepared.plan.to_dict()
         rows[effort] = [(row.name, row.quantized, row.rule) for row in again.operators]
@@ -209,7 +211,7 @@ def test_prepare__a_sum_of_the_backend_is_no_bias() -> None:
     names = ("add", "conv2d", "conv2d_relu")
     rows = tuple(row for row in rq.X86.patterns if row.pattern.name in names)
     assert len(rows) == len(names)
-    prepared = rq.prepare(block_model(), None, None, replace(rq.X86, patterns=rows))
+    prepared = rq.prepare(block_model(), None, backend=replace(rq.X86, patterns=rows))
     assert [row.values for row in prepared.plan.operators if row.quantized] == [("linear", "act")]
 
 
@@ -227,6 +229,6 @@ def test_add_biases__plan_is_that_of_the_changed_module(mod: tvm.IRModule, data)
     )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        plain = rq.prepare(mod, None, mapping, backend, effort="fast")
+        plain = rq.prepare(mod, None, qconfig_mapping=mapping, backend=backend, effort="fast")
     changed, plan = add_biases(plain.mod, plain.plan, plain.backend, mapping)
     assert plan.to_dict() == annotate(changed, plain.backend, mapping).to_dict()

@@ -131,7 +131,7 @@ def test_dtypes__dynamic_serves_no_static_qconfig():
 
 
 def prepare(backend=X86, mapping=None, **options) -> rq.PreparedModel:
-    return rq.prepare(softmax_model(), None, mapping, backend, **options)
+    return rq.prepare(softmax_model(), None, qconfig_mapping=mapping, backend=backend, **options)
 
 
 def test_support__three_cases_in_the_plan():
@@ -243,7 +243,7 @@ def test_backend__whole_model(case):
     mod = residual_model()
     data = draw_batches(mod, 6)
     mapping = rq.QConfigMapping().set_global(qconfig)
-    stages = run_stages(mod, data, qconfig_mapping=mapping, backend_config=backend, strict=True)
+    stages = run_stages(mod, data, qconfig_mapping=mapping, backend=backend, strict=True)
     ledger = rq.ledger(stages.integer)
     assert not ledger.floating
     for group in stages.prepared.plan.groups:
@@ -290,7 +290,7 @@ def integer_constants(mod: tvm.IRModule) -> list[np.ndarray]:
 def test_backend__int4_weights_are_int4(low):
     mod = residual_model()
     mapping = rq.QConfigMapping().set_global(weights(low))
-    stages = run_stages(mod, draw_batches(mod, 3), qconfig_mapping=mapping, backend_config=GENERIC)
+    stages = run_stages(mod, draw_batches(mod, 3), qconfig_mapping=mapping, backend=GENERIC)
     found = integer_constants(stages.integer)
     assert found
     assert min(a.min() for a in found) >= low
@@ -302,7 +302,7 @@ def test_backend__own_bias_is_on_its_grid():
     backend, qconfig = CASES["int8 bias"]
     mod = residual_model()
     mapping = rq.QConfigMapping().set_global(qconfig)
-    prepared = rq.prepare(mod, None, mapping, backend)
+    prepared = rq.prepare(mod, None, qconfig_mapping=mapping, backend=backend)
     key = "stem:bias"
     assert prepared.plan.group(key).info.role is rq.config.Role.BIAS
     prepared = rq.calibrate(prepared, draw_batches(mod, 3))
@@ -322,7 +322,7 @@ def test_observation__shared_with_input():
     )
     mod = residual_model()
     data = draw_batches(mod, 4)
-    stages = run_stages(mod, data, backend_config=replace(X86, patterns=rows))
+    stages = run_stages(mod, data, backend=replace(X86, patterns=rows))
     groups = stages.prepared.plan.value_groups
     assert groups["mean"] == groups["deep"]
     assert groups["right"] == groups["two"]
@@ -337,7 +337,7 @@ def test_observation__not_observed_stays_in_float():
         else r
         for r in X86.patterns
     )
-    plan = rq.prepare(residual_model(), None, None, replace(X86, patterns=rows), strict=True).plan
+    plan = rq.prepare(residual_model(), None, backend=replace(X86, patterns=rows), strict=True).plan
     assert "in float on purpose" in plan.operator("mean").reason
 
 
@@ -352,7 +352,7 @@ def gate_model() -> tvm.IRModule:
 def test_observation__fixed_parameters_whatever_the_data():
     mod = gate_model()
     data = draw_batches(mod, 3)
-    prepared = rq.prepare(mod, None, None, ACCELERATOR, strict=True)
+    prepared = rq.prepare(mod, None, backend=ACCELERATOR, strict=True)
     assert prepared.plan.group("gate").is_fixed
     prepared = rq.calibrate(prepared, data, calibration=rq.observers.MinMax())
     assert float(prepared.parameters["gate"].scale) == 1 / 128
@@ -419,7 +419,7 @@ def test_mixed__requantize_between_dtypes_and_none_twice(backend, groups):
     data = draw_batches(mod, 4)
     wide = with_activation(rq.QSpec("int16"))
     mapping = rq.QConfigMapping().set_global(wide).set_module_name("first", CONFIG)
-    stages = run_stages(mod, data, qconfig_mapping=mapping, backend_config=backend, strict=True)
+    stages = run_stages(mod, data, qconfig_mapping=mapping, backend=backend, strict=True)
     assert stages.prepared.plan.value_groups["first"] == groups
     values = [b.value for b in stages.integer["main"].body.blocks[0].bindings]
     ops = [str(value.op.name) for value in values if hasattr(value, "op")]
@@ -444,7 +444,7 @@ def test_mixed__float_operator_between():
     mapping = rq.QConfigMapping().set_global(CONFIG).set_module_name("two", None)
     mod = residual_model()
     data = draw_batches(mod, 4)
-    stages = run_stages(mod, data, qconfig_mapping=mapping, backend_config=GENERIC)
+    stages = run_stages(mod, data, qconfig_mapping=mapping, backend=GENERIC)
     assert rq.ledger(stages.integer).row("two").reason.startswith("kept in float")
     assert rq.verify(stages.integer, data[0]).is_equal
     want = rq.reference.run(mod, data[0])[0]
@@ -486,7 +486,7 @@ def test_mixed__operators_of_one_dtype_round_once(name, source, result):
         .set_global(with_activation(rq.QSpec(result)))
         .set_module_name("it", replace(with_activation(rq.QSpec(source)), output=own))
     )
-    prepared = rq.prepare(mod, None, mapping, GENERIC, strict=True)
+    prepared = rq.prepare(mod, None, qconfig_mapping=mapping, backend=GENERIC, strict=True)
     prepared = observe_parameters(prepared, data)
     integer = rq.lower(rq.convert_to_reference(prepared), GENERIC)
     values = run_values(integer, data[0])
@@ -522,7 +522,7 @@ def test_int4__is_stored_in_int8_within_its_range():
     data = CONFIG.to_dict()
     data["weight"]["spec"] |= {"dtype": "int4", "quant_min": -8, "quant_max": 7}
     mapping = rq.QConfigMapping.from_dict({"global": data})
-    prepared = rq.prepare(mod, None, mapping, X86, strict=True)
+    prepared = rq.prepare(mod, None, qconfig_mapping=mapping, backend=X86, strict=True)
     prepared = observe_parameters(prepared, draw_batches(mod, 1))
     assert {group.info.spec.dtype for group in prepared.plan.weights} == {"int8"}
     integer = rq.lower(rq.convert_to_reference(prepared), X86)
@@ -544,7 +544,7 @@ def test_int4__is_stored_in_int8_within_its_range():
 def test_tiny_scales__of_two_activations_do_not_underflow():
     mod = build_model(lambda e, x, y: e("out", op.matmul(x, y)), (2, 3, 4), (2, 4, 3))
     inputs = {"x": np.full((2, 3, 4), 1e-33, "f4"), "y": np.full((2, 4, 3), 1e-33, "f4")}
-    prepared = rq.prepare(mod, None, None, X86)
+    prepared = rq.prepare(mod, None, backend=X86)
     prepared = observe_parameters(prepared, [inputs])
     integer = rq.lower(rq.convert_to_reference(prepared), X86)
     assert np.abs(rq.reference.run(integer, inputs)[0]).max() < 1e-30

@@ -308,7 +308,7 @@ def stopped(calibrate, tmp_path) -> Path:
 def test_checkpoint__other_arguments_are_named(calibrate, stopped, options, what):
     if options.get("of") == "plan":
         plain = rq.QConfigMapping().set_global(rq.get_backend_config("x86").default_qconfig)
-        options = {"of": rq.prepare(model(), None, plain)}
+        options = {"of": rq.prepare(model(), None, qconfig_mapping=plain)}
     elif options.get("of") == "model":
         other = build_model(lambda e, x: e.conv("out", e.conv("a", x)), MAP)
         options = {"of": rq.prepare(other)}

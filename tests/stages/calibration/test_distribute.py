@@ -56,7 +56,7 @@ def calibrated(path: Path, **options) -> bytes:
 )
 def test_processes__give_the_same_bytes(pool, tmp_path, options):
     want = calibrated(tmp_path / "here", **options)
-    assert calibrated(tmp_path / "there", executor=pool, **options) == want
+    assert calibrated(tmp_path / "there", workers=pool, **options) == want
 
 
 def test_processes__with_a_checkpoint_and_a_callable(pool, tmp_path):
@@ -66,7 +66,7 @@ def test_processes__with_a_checkpoint_and_a_callable(pool, tmp_path):
 
     want = calibrated(tmp_path / "here", calibration=pick)
     path = tmp_path / "checkpoint"
-    have = calibrated(tmp_path / "there", calibration=pick, executor=pool, checkpoint=path)
+    have = calibrated(tmp_path / "there", calibration=pick, workers=pool, checkpoint=path)
     assert have == want
     assert not path.exists()
 
@@ -92,7 +92,7 @@ def test_processes__a_dead_one_is_reported_and_the_work_is_not_lost(tmp_path):
             r"failed with BrokenProcessPool.* observe 'x'",
         ),
     ):
-        calibrated(tmp_path / "out", executor=executor, calibration=Deadly(), checkpoint=path)
+        calibrated(tmp_path / "out", workers=executor, calibration=Deadly(), checkpoint=path)
     assert (path / "data.json").exists()
 
 
@@ -117,7 +117,7 @@ class Inline(futures.Executor):
 def test_retry__a_shard_that_failed_is_done_again(tmp_path):
     want = calibrated(tmp_path / "here", effort="fast")
     executor = Inline(1, 2, 15)
-    assert calibrated(tmp_path / "there", effort="fast", executor=executor) == want
+    assert calibrated(tmp_path / "there", effort="fast", workers=executor) == want
     assert executor.calls == 20 + 3  # the shards, and three times again
 
 
@@ -126,7 +126,7 @@ def test_retry__ends(tmp_path):
     with pytest.raises(
         rq.errors.WorkerError, match=r"in attempt 3 a worker failed with OSError: the nod"
     ):
-        calibrated(tmp_path / "there", effort="fast", executor=executor)
+        calibrated(tmp_path / "there", effort="fast", workers=executor)
 
 
 # --- Workers that hang ----------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def test_silence__is_an_error_that_names_the_batches(tmp_path):
         r"has returned anything for 0\.1 seconds.*longer worker_timeout=",
     ):
         calibrated(
-            tmp_path / "out", effort="fast", executor=executor, checkpoint=path, worker_timeout=0.1
+            tmp_path / "out", effort="fast", workers=executor, checkpoint=path, worker_timeout=0.1
         )
     assert all(future.cancelled() for future in executor.futures)
     want = calibrated(tmp_path / "here", effort="fast")
@@ -176,7 +176,7 @@ def test_silence__processes_are_killed_so_that_the_pool_can_be_left(tmp_path):
         with pytest.raises(
             rq.errors.WorkerError, match="no worker has returned anything for 1 seconds"
         ):
-            calibrated(tmp_path / "out", executor=executor, calibration=Hanging(), worker_timeout=1)
+            calibrated(tmp_path / "out", workers=executor, calibration=Hanging(), worker_timeout=1)
         processes = set(multiprocessing.active_children()) - others
         for process in processes:
             process.join(60)
@@ -189,7 +189,7 @@ def test_interrupt__leaves_nothing_in_the_executor(tmp_path):
     timer = threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT))
     executor, path = Silent(timer.start), tmp_path / "checkpoint"
     with pytest.raises(KeyboardInterrupt):
-        calibrated(tmp_path / "out", effort="fast", executor=executor, checkpoint=path)
+        calibrated(tmp_path / "out", effort="fast", workers=executor, checkpoint=path)
     assert all(future.cancelled() for future in executor.futures)
     want = calibrated(tmp_path / "here", effort="fast")
     assert calibrated(tmp_path / "out", effort="fast", checkpoint=path) == want
@@ -199,13 +199,13 @@ def test_interrupt__leaves_nothing_in_the_executor(tmp_path):
 def test_timeout__what_is_none(seconds):
     prepared = rq.prepare(model(), effort="fast")
     with pytest.raises(rq.ConfigError, match=r"worker_timeout is .*; allowed: seconds, more than"):
-        rq.calibrate(prepared, data(), executor=Inline(), worker_timeout=seconds)
+        rq.calibrate(prepared, data(), workers=Inline(), worker_timeout=seconds)
 
 
 def test_threads__share_one_virtual_machine(tmp_path):
     want = calibrated(tmp_path / "here", effort="fast")
     with futures.ThreadPoolExecutor(4) as executor:
-        assert calibrated(tmp_path / "there", effort="fast", executor=executor) == want
+        assert calibrated(tmp_path / "there", effort="fast", workers=executor) == want
 
 
 def test_error__of_the_data_is_the_same_as_here():
@@ -216,7 +216,7 @@ def test_error__of_the_data_is_the_same_as_here():
     messages = []
     for executor in (None, Inline()):
         with pytest.raises(rq.DataError, match="infinite") as caught:
-            rq.calibrate(rq.prepare(model(), effort="fast"), bad, executor=executor)
+            rq.calibrate(rq.prepare(model(), effort="fast"), bad, workers=executor)
         messages.append(str(caught.value))
     assert messages[0] == messages[1]
 
@@ -224,17 +224,17 @@ def test_error__of_the_data_is_the_same_as_here():
 def test_executor__what_is_none():
     prepared = rq.prepare(model(), effort="fast")
     with pytest.raises(rq.ConfigError, match="executor is 2; allowed: an Executor"):
-        rq.calibrate(prepared, data(), executor=2)
+        rq.calibrate(prepared, data(), workers=2)
     context = multiprocessing.get_context("fork")
     with (
         futures.ProcessPoolExecutor(1, mp_context=context) as executor,
         pytest.raises(rq.ConfigError, match=r"forks this process.*get_context.'spawn'"),
     ):
-        rq.calibrate(prepared, data(), executor=executor)
+        rq.calibrate(prepared, data(), workers=executor)
     with futures.ThreadPoolExecutor(1) as executor:
         pass
     with pytest.raises(rq.errors.WorkerError, match="cannot schedule new futures after shutdown"):
-        rq.calibrate(prepared, data(), executor=executor)
+        rq.calibrate(prepared, data(), workers=executor)
 
 
 def test_dask__a_local_cluster(tmp_path):
@@ -246,5 +246,5 @@ def test_dask__a_local_cluster(tmp_path):
         ) as cluster,
         distributed.Client(cluster) as client,
     ):
-        have = calibrated(tmp_path / "there", effort="fast", executor=client.get_executor())
+        have = calibrated(tmp_path / "there", effort="fast", workers=client.get_executor())
     assert have == want

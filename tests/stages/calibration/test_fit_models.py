@@ -144,7 +144,7 @@ def test_calibrate__is_deterministic() -> None:
 def test_calibrate__later_values_see_fitted_weights() -> None:
     def pick(rounding: rq.config.WeightRounding) -> rq.QParams:
         mapping = weight_config(rq.config.Granularity.PER_CHANNEL, 3)
-        prepared = rq.prepare(build_net(), None, mapping)
+        prepared = rq.prepare(build_net(), None, qconfig_mapping=mapping)
         settings = rq.config.FitSettings(rounding, rq.config.BiasCorrection.NONE)
         order = rq.config.Order.TOPOLOGICAL
         prepared = rq.calibrate(

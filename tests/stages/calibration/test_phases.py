@@ -98,7 +98,7 @@ def test_parallel__weights_are_fitted_on_a_part_with_all_ranges_known():
     whole = rq.calibrate(rq.prepare(mod), data, order=rq.config.Order.PARALLEL, fit=fit)
     ranges = {g.key: whole.parameters[g.key] for g in whole.plan.activations}
     part = [data[i] for i in choose_batches(80, FEWEST_SAMPLES)]
-    alone = rq.prepare(mod, parameters=ranges)
+    alone = rq.prepare(mod, qparams=ranges)
     alone = rq.calibrate(alone, part, order=rq.config.Order.TOPOLOGICAL)
     assert whole.parameters == alone.parameters
     assert whole.constants.keys() == alone.constants.keys()

@@ -75,7 +75,7 @@ def make_layer(layer: str, weight, bias, *, is_followed: bool) -> onnx.ModelProt
 def quantize_in_steps(model, x, mapping=None, backend="x86"):
     """(reference form, integer module): without the guard, which puts back to float."""
     mod, params = rq.load(model)
-    prepared = rq.prepare(mod, params, mapping, backend)
+    prepared = rq.prepare(mod, params, qconfig_mapping=mapping, backend=backend)
     prepared = rq.calibrate(prepared, [{"x": x}], calibration=rq.observers.MinMax())
     reference = rq.convert_to_reference(prepared)
     return reference, rq.lower(reference, prepared.backend)

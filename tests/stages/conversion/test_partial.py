@@ -111,7 +111,7 @@ def float_model():
 def test_parameters__of_the_user_are_not_calibrated():
     mod = float_model()
     given = {"x": rq.QParams(0.0625, -5, "int8")}
-    prepared = rq.prepare(mod, parameters=given, effort="fast")
+    prepared = rq.prepare(mod, qparams=given, effort="fast")
     prepared = rq.calibrate(prepared, batches())
     assert prepared.parameters["x"] == rq.QParams(0.0625, 123, "uint8")
 
@@ -133,7 +133,7 @@ def test_parameters__of_weights_by_their_names():
         "two": rq.QParams(scales[0], 0, "int8"),
         "three": rq.QParams(scales, np.zeros(5), "int8", 0),
     }
-    prepared = rq.prepare(named_model(), parameters=given, effort="fast")
+    prepared = rq.prepare(named_model(), qparams=given, effort="fast")
     prepared = rq.calibrate(prepared, batches())
     weights = [group for group in prepared.plan.groups if group.constant is not None]
     found = [prepared.parameters[group.key] for group in weights if group.info.axis != 0]
@@ -152,7 +152,7 @@ def test_parameters__of_values_inside_an_operator_warn():
     inner = relu.args[0].name
     given = {inner: rq.QParams(0.1, 0, "uint8")}
     with pytest.warns(UserWarning, match=rf"1 of the given parameters are not used.*'{inner}'"):
-        rq.prepare(mod, parameters=given, effort="fast")
+        rq.prepare(mod, qparams=given, effort="fast")
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_parameters__of_values_inside_an_operator_warn():
 )
 def test_parameters__that_do_not_fit(name, qparams, message):
     with pytest.raises(ConfigError, match=message):
-        rq.prepare(float_model(), parameters={name: qparams})
+        rq.prepare(float_model(), qparams={name: qparams})
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_parameters__scheme_is_theirs(zero_point, scheme):
             replace(config, activation=replace(config.activation, spec=spec))
         )
         given = {"x": rq.QParams(0.0625, zero_point, "uint8")}
-        plan = rq.prepare(float_model(), None, mapping, parameters=given).plan
+        plan = rq.prepare(float_model(), None, qconfig_mapping=mapping, qparams=given).plan
         both = scheme if wanted is rq.config.Scheme.SYMMETRIC else rq.config.Scheme.AFFINE
         assert plan.group("x").info.spec.scheme is both
 
@@ -189,14 +189,14 @@ def test_parameters__scheme_is_theirs(zero_point, scheme):
 def test_parameters__of_channels_are_symmetric_only_together(zero_points, scheme):
     scales = np.linspace(0.004, 0.01, 4)
     given = {"one": rq.QParams(scales, np.tile(zero_points, 2), "int8", 0)}
-    plan = rq.prepare(named_model(), parameters=given, effort="fast").plan
+    plan = rq.prepare(named_model(), qparams=given, effort="fast").plan
     (fixed,) = [group for group in plan.groups if group.is_fixed]
     assert fixed.info.spec.scheme is rq.config.Scheme[scheme]
     assert fixed.info.spec.granularity is rq.config.Granularity.PER_CHANNEL
 
 
 def test_fix_parameters__of_the_model_in_another_width_are_left_to_calibration():
-    prepared = rq.prepare(float_model(), backend_config="x86", effort="fast")
+    prepared = rq.prepare(float_model(), backend="x86", effort="fast")
 
     def fix(dtype):
         found = {"x": rq.QParams(0.1, 0, dtype)}

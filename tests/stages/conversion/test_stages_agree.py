@@ -78,7 +78,7 @@ def attention_model():
 def test_stages_agree__on_small_models(model, least, backend):
     mod = model()
     data = draw_batches(mod, 3)
-    assert check_agreement(mod, data, data[0], backend_config=backend) >= least
+    assert check_agreement(mod, data, data[0], backend=backend) >= least
 
 
 def test_stages_agree__resnet20(shared_data):
@@ -140,7 +140,7 @@ def test_lower__a_prepared_model_knows_its_backend():
         rq.get_backend_config("arm"),
         replace(rq.get_backend_config("generic"), name="mine"),
     ):
-        prepared = rq.calibrate(rq.prepare(mod, None, None, backend), draw_batches(mod, 1))
+        prepared = rq.calibrate(rq.prepare(mod, None, backend=backend), draw_batches(mod, 1))
         reference, want = rq.convert_to_reference(prepared), rq.lower(prepared)
         assert rq.ledger(want).backend == backend.name
         again = rq.lower(reference, backend)

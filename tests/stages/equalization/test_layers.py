@@ -81,7 +81,7 @@ def test_best__what_is_not_worth_it_is_left_alone() -> None:
     even = build_chain(W1 / SPREAD, W2 * SPREAD / 64, W3)
     peaks = dict.fromkeys(("first_clip", "depthwise_clip"), np.full(8, 3, "float32"))
     assert any(choose_exponents(even, peaks)["first"])
-    prepared = rq.prepare(even, None, make_mapping(), dataset=DATA, effort="best")
+    prepared = rq.prepare(even, None, DATA, qconfig_mapping=make_mapping(), effort="best")
     assert not read_exponents(prepared.mod)
 
 
@@ -101,7 +101,7 @@ def test_quantize__per_channel_is_balanced_too_and_nothing_is_clipped(effort: st
 
 
 def test_best__compare_takes_the_equalized_float_model_too() -> None:
-    prepared = rq.prepare(build_chain(), None, make_mapping(), dataset=DATA, effort="best")
+    prepared = rq.prepare(build_chain(), None, DATA, qconfig_mapping=make_mapping(), effort="best")
     assert read_exponents(prepared.mod)
     prepared = rq.calibrate(prepared, DATA)
     qmod = rq.lower(rq.convert_to_reference(prepared))
@@ -109,7 +109,7 @@ def test_best__compare_takes_the_equalized_float_model_too() -> None:
 
 
 def test_best__parameters_of_the_equalized_module_fit_it() -> None:
-    prepared = rq.prepare(build_chain(), None, make_mapping(), dataset=DATA, effort="best")
+    prepared = rq.prepare(build_chain(), None, DATA, qconfig_mapping=make_mapping(), effort="best")
     prepared = rq.calibrate(prepared, DATA)
     first = rq.lower(rq.convert_to_reference(prepared))
     given = prepared.parameters
@@ -118,7 +118,7 @@ def test_best__parameters_of_the_equalized_module_fit_it() -> None:
         None,
         DATA,
         qconfig_mapping=make_mapping(),
-        parameters=given,
+        qparams=given,
         effort="best",
         guard=rq.config.Guard.OFF,
     )
@@ -138,7 +138,7 @@ def test_best__values_with_fixed_parameters_are_not_scaled(how: str) -> None:
     scale = np.float32(6 / 255)
     if how == "parameters":
         given = {"depthwise_clip": rq.QParams(scale, np.int32(0), "uint8")}
-        qmod = quantize(qconfig_mapping=make_mapping(), parameters=given)
+        qmod = quantize(qconfig_mapping=make_mapping(), qparams=given)
         assert set(read_exponents(qmod)) == {"first"}
         return
     fixed = rq.TensorConfig(rq.QSpec("uint8"), rq.observers.Fixed(float(scale), 0))
@@ -157,7 +157,7 @@ def test_finetune__values_inside_have_the_units_of_the_equalized_layers() -> Non
             losses.append(event.loss)
 
     trained = rq.torch.finetune(
-        build_chain(), None, DATA, lambda got, want: got[0].sum() * 0, inner_weight=1.0, steps=1,
+        build_chain(), None, DATA, lambda got, want: got[0].sum() * 0, hidden_weight=1.0, steps=1,
         lr=1e-6, qconfig_mapping=make_mapping(), callbacks=Watch(),
     )  # fmt: skip
     assert "equalized" in rq.ledger(trained).choices

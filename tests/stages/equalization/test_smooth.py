@@ -242,7 +242,9 @@ def test_model_type__a_mapping_decides_what_is_quantized() -> None:
         "f2", rq.get_backend_config("x86").default_qconfig
     )
     kind = rq.config.ModelType.TRANSFORMER
-    prepared = rq.prepare(MODEL, None, mapping, "x86", DATA, effort="fast", model_type=kind)
+    prepared = rq.prepare(
+        MODEL, None, DATA, qconfig_mapping=mapping, backend="x86", effort="fast", model_type=kind
+    )
     assert [op.name for op in prepared.plan.operators if op.quantized] == ["f2"]
     assert "relu.smooth" in Graph(prepared.mod).vars
 

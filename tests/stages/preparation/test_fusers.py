@@ -49,7 +49,7 @@ def test_additional_fuser_method_mapping__a_rule_of_the_user_is_tried_before_ann
     plain, fused = (
         [
             row.pattern
-            for row in rq.prepare(mod, None, None, b).plan.operators
+            for row in rq.prepare(mod, None, backend=b).plan.operators
             if row.op.endswith("matmul")
         ]
         for b in (rq.get_backend_config("x86"), backend)
@@ -66,7 +66,7 @@ def test_additional_fuser_method_mapping__as_fuse_fx_does():
     """FX with a fuser of two linear layers, and ours: one layer each, the same function."""
     torch = pytest.importorskip("torch")
     quantization = pytest.importorskip("torch.ao.quantization")
-    from torch.ao.quantization.backend_config import BackendConfig, BackendPatternConfig
+    from torch.ao.quantization.backend import BackendConfig, BackendPatternConfig
     from torch.ao.quantization.quantize_fx import fuse_fx
 
     nn = torch.nn
@@ -79,12 +79,12 @@ def test_additional_fuser_method_mapping__as_fuse_fx_does():
         return both
 
     row = BackendPatternConfig((nn.Linear, nn.Linear)).set_fuser_method(join)
-    theirs = fuse_fx(net, backend_config=BackendConfig().set_backend_pattern_config(row))
+    theirs = fuse_fx(net, backend=BackendConfig().set_backend_pattern_config(row))
     assert quantization is not None
     assert sum(isinstance(part, nn.Linear) for part in theirs.modules()) == 1
     x = torch.randn(4, 10)
     mod, params = rq.load(rq.torch.export(net, (x,)))
-    prepared = rq.prepare(mod, params, None, rq.get_backend_config("x86").with_fuser(FUSER))
+    prepared = rq.prepare(mod, params, backend=rq.get_backend_config("x86").with_fuser(FUSER))
     assert len(prepared.plan.operators) == 1
     (got,) = rq.reference.run(prepared.mod, [x.numpy()])
     np.testing.assert_allclose(got, theirs(x).detach().numpy(), rtol=1e-5, atol=1e-6)
@@ -119,4 +119,4 @@ def test_with_fuser__replaces_one_of_its_name_and_lives_in_plain_data():
 def test_with_fuser__names_the_rule_that_goes_wrong(rewrite, message):
     backend = rq.get_backend_config("x86").with_fuser(Rule("mine", chain_pattern(), rewrite))
     with pytest.raises(rq.ConfigError, match=message):
-        rq.prepare(model(), None, None, backend)
+        rq.prepare(model(), None, backend=backend)

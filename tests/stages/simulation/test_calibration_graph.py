@@ -132,7 +132,7 @@ def test_graph__second_specification_is_rounded_wherever_the_value_is_moved():
         X86.default_qconfig, activation=rq.TensorConfig(rq.QSpec("int8"), rq.observers.MinMax())
     )
     mapping = QConfigMapping().set_global(GENERIC.default_qconfig).set_module_name("s", int8)
-    prepared = rq.prepare(build_model(body, MAP), None, mapping, "generic")
+    prepared = rq.prepare(build_model(body, MAP), None, qconfig_mapping=mapping, backend="generic")
     first, second = prepared.plan.value_groups["t"]
     view = Graph(prepared.graph.mod)
 
