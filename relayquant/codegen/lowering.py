@@ -19,7 +19,9 @@ from tvm import relax
 from tvm.ir import BaseFunc, Call, GlobalVar, IRModule, TupleType
 from tvm.tirx import PrimFunc
 
+from relayquant.codegen.expanded_weights import call_expansion
 from relayquant.codegen.kernels.emit import IS_SCHEDULED
+from relayquant.codegen.kernels.expansion import Expanded
 from relayquant.ir.dialect.cost import MACS_ATTR, count_macs
 from relayquant.ir.rewrite.expressions import FunctionGraph, op_name
 from relayquant.ir.rewrite.rule import OnSkip, Rule, fire_first, log_skip, select_rules
@@ -28,7 +30,7 @@ from relayquant.ir.rewrite.rule import OnSkip, Rule, fire_first, log_skip, selec
 OPAQUE = 8
 
 #: An operand of a kernel: a value of the graph, or a constant made for the kernel.
-Operand = relax.Expr | np.ndarray
+Operand = relax.Expr | np.ndarray | Expanded
 
 
 @dataclass(frozen=True, eq=False)
@@ -300,10 +302,7 @@ class BlockEmitter:
         values = self.block.values
         macs = sum(count_macs(values[var]) for var in call.vars if var in values)
         function = self.block.table.get(call.kernel, macs)
-        operands = [
-            relax.const(operand, str(operand.dtype)) if isinstance(operand, np.ndarray) else operand
-            for operand in call.operands
-        ]
+        operands = [self.emit_operand(operand, call.vars[-1].name) for operand in call.operands]
         if call.concat is not None:
             self.write_part(call, call.concat, function, operands)
         elif call.results:
@@ -311,6 +310,17 @@ class BlockEmitter:
         else:
             var = call.vars[-1]
             self.bind(var, relax.call_tir(function, relax.Tuple(operands), list_types(var)))
+
+    def emit_operand(self, operand: Operand, name: str) -> relax.Expr:
+        """What the kernel that computes the value `name` gets for an operand."""
+        if isinstance(operand, np.ndarray):
+            return relax.const(operand, str(operand.dtype))
+        if not isinstance(operand, Expanded):
+            return operand
+        expansion = self.builder.normalize(call_expansion(operand))
+        weights = relax.DataflowVar(f"{name}_weights", expansion.ty)
+        self.bind(weights, expansion)
+        return weights
 
     def bind_all(
         self, results: Sequence[relax.Var], function: GlobalVar, operands: list[relax.Expr]

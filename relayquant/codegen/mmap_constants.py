@@ -8,6 +8,11 @@ library, and its code asks for them by number:
 
 Processes that load the same library share their pages, and pages that nobody reads are never
 loaded. A library needs nothing for it but the runtime of TVM that it is loaded by.
+
+Weights that a kernel reads transformed, four or eight times as large, are in the file as they were.
+The first time they are asked for they are expanded, into zeroed memory of the library:
+
+    w = relayquant_expand_int16(c[7])   ->   w = relayquant_constant(7)
 """
 
 from __future__ import annotations
@@ -26,6 +31,8 @@ from tvm.target import Target
 from relayquant.base._tvm import build_bytecode
 from relayquant.base.runtime import ALIGNMENT, view_constant
 from relayquant.base.storage.files import TEMPORARY, open_temporary_folder, write_text, writing
+from relayquant.codegen.expanded_weights import expand_weights, read_expansion
+from relayquant.codegen.kernels.expansion import Expanded
 from relayquant.codegen.kernels.isa.target import ARCHITECTURES_64, read_triple
 
 #: Bytes from which a constant is one of these. To ask for one takes some 100 nanoseconds, a
@@ -33,6 +40,11 @@ from relayquant.codegen.kernels.isa.target import ARCHITECTURES_64, read_triple
 LEAST_BYTES = 256 * 1024
 #: The function of a library that answers with constants.
 PROVIDER = "relayquant_constant"
+#: Of a constant that is stored as it is read.
+NO_SOURCE = "%source zeroinitializer"
+
+#: A constant of a library, as it is read or expanded of what is stored.
+Large = GenericConst | Expanded
 
 
 class MappedExecutable(relax.VMExecutable):
@@ -51,7 +63,7 @@ class MappedExecutable(relax.VMExecutable):
             with writing(file_name):
                 return super().export_library(file_name, addons=addons, **options)
         (kernels,) = self.mod.imports
-        called = call_provider(self._lowered, constants)
+        called = expand_weights(call_provider(self._lowered, constants))
         with open_temporary_folder() as folder:
             described = str(kernels["_get_target_string"]())
             compiled = write_constants([*constants.values()], self._target, described, folder)
@@ -71,14 +83,17 @@ def can_map(mod: tvm.IRModule, target: Target) -> bool:
     return architecture in ARCHITECTURES_64 and "linux" in system
 
 
-def find_large_constants(mod: tvm.IRModule) -> dict[int, GenericConst]:
+def find_large_constants(mod: tvm.IRModule) -> dict[int, Large]:
     """Address of the values -> constant, for the large ones that kernels of a lowered module read;
-    equal addresses are one constant.
+    equal addresses are one constant. What is large once it is expanded is one of them.
     """
-    found: dict[int, GenericConst] = {}
+    found: dict[int, Large] = {}
 
     def visit(expr: relax.Expr) -> None:
-        if is_kernel_call(mod, expr):
+        expansion = read_expansion(expr)
+        if expansion is not None and expansion.byte_count >= LEAST_BYTES:
+            found[find_address(expr.args[0])] = expansion
+        elif is_kernel_call(mod, expr):
             found.update({key: arg for arg in expr.args if (key := find_key(arg)) is not None})
 
     for func in mod.functions.values():
@@ -104,10 +119,15 @@ def find_key(expr: relax.Expr) -> int | None:
         return None
     tensor = expr.value
     size = np.prod(tensor.shape, dtype="int64") * tensor.dtype.itemsize
-    return tensor.data_ptr() if size >= LEAST_BYTES else None
+    return find_address(expr) if size >= LEAST_BYTES else None
 
 
-def call_provider(mod: tvm.IRModule, constants: Mapping[int, GenericConst]) -> tvm.IRModule:
+def find_address(constant: GenericConst) -> int:
+    """Where the values of a constant lie."""
+    return constant.value.data_ptr()
+
+
+def call_provider(mod: tvm.IRModule, constants: Mapping[int, Large]) -> tvm.IRModule:
     """The lowered module whose kernels get those constants from the provider, by their order."""
     numbers = {key: i for i, key in enumerate(constants)}
     mutator = ProviderCalls(mod, numbers)
@@ -120,30 +140,40 @@ def call_provider(mod: tvm.IRModule, constants: Mapping[int, GenericConst]) -> t
 
 @relax.expr_functor.mutator
 class ProviderCalls(relax.PyExprMutator):
-    """kernel(x, constant, y)  ->  w = relayquant_constant(number); kernel(x, w, y)"""
+    """kernel(x, constant, y)  ->  w = relayquant_constant(number); kernel(x, w, y)
+
+    w = relayquant_expand_int16(constant)  ->  w = relayquant_constant(number)
+    """
 
     def __init__(self, mod: tvm.IRModule, numbers: Mapping[int, int]) -> None:
         super().__init__()
         self.mod, self.numbers = mod, numbers
 
     def visit_call_(self, op: Call) -> relax.Expr:
+        if read_expansion(op) is not None:
+            call = self.ask(find_address(op.args[0]), op.ty)
+            return op if call is None else call
         if not is_kernel_call(self.mod, op):
             return super().visit_call_(op)
         return Call(op.op, [self.provide(arg) for arg in op.args], op.attrs, op.ty_args)
 
     def provide(self, expr: relax.Expr) -> relax.Expr:
-        number = self.numbers.get(find_key(expr) or 0)
+        call = self.ask(find_key(expr) or 0, expr.ty)
+        return self.visit_expr(expr) if call is None else self.builder_.emit(call)
+
+    def ask(self, key: int, ty: Any) -> Call | None:
+        """The call that gives the constant at this address, if the provider has it."""
+        number = self.numbers.get(key)
         if number is None:
-            return self.visit_expr(expr)
-        index = relax.prim_value(number)
-        return self.builder_.emit(Call(relax.ExternFunc(PROVIDER), [index], None, [expr.ty]))
+            return None
+        return Call(relax.ExternFunc(PROVIDER), [relax.prim_value(number)], None, [ty])
 
 
 # ---------------------------------------------------------------- the data of a library
 
 
 def write_constants(
-    constants: Sequence[GenericConst], target: Target, described: str, folder: Path
+    constants: Sequence[Large], target: Target, described: str, folder: Path
 ) -> Path:
     """Object file with the constants and their provider (`mapped.ll`); LLVM writes it, as it does
     that of the kernels, so that a linker is all that is needed behind it. `described`: the
@@ -155,7 +185,8 @@ def write_constants(
         for constant in constants:
             file.write(bytes(-end % ALIGNMENT))
             starts.append(end + -end % ALIGNMENT)
-            values = view_constant(constant.value)
+            is_expanded = isinstance(constant, Expanded)
+            values = constant.taps if is_expanded else view_constant(constant.value)
             file.write(values.reshape(-1).view("uint8").data)
             end = starts[-1] + values.nbytes
     write_text(source, format_source(constants, starts, target, described, data))
@@ -164,7 +195,7 @@ def write_constants(
 
 
 def format_source(
-    constants: Sequence[GenericConst],
+    constants: Sequence[Large],
     starts: Sequence[int],
     target: Target,
     described: str,
@@ -172,19 +203,23 @@ def format_source(
 ) -> str:
     """`mapped.ll` for constants that begin at `starts` of a file."""
     text = importlib.resources.files(__package__).joinpath("mapped.ll").read_text("utf-8")
-    shapes, tensors = [], []
+    shapes, tensors, sources, end = [], [], [], 0
     for i, (constant, start) in enumerate(zip(constants, starts, strict=True)):
-        tensor = constant.value
-        sizes = [int(size) for size in tensor.shape]
+        values, source = f"ptr getelementptr (i8, ptr @relayquant_data, i64 {start})", NO_SOURCE
+        if isinstance(constant, Expanded):
+            source = f"%source {{ {values}, ptr @{constant.rule.name}, i64 {constant.columns} }}"
+            values = f"ptr getelementptr (i8, ptr @memory, i64 {end})"
+            end += constant.byte_count + -constant.byte_count % ALIGNMENT
+        sizes, kind = read_type(constant)
         extents = ", ".join(f"i64 {size}" for size in sizes)
         shapes.append(f"@shape{i} = private constant [{len(sizes)} x i64] [{extents}]")
-        kind = tensor.dtype
+        sources.append(source)
         tensors.append(
-            "%managed { %tensor { "
-            f"ptr getelementptr (i8, ptr @relayquant_data, i64 {start}), i32 1, i32 0, "
+            f"%managed {{ %tensor {{ {values}, i32 1, i32 0, "
             f"i32 {len(sizes)}, i8 {int(kind.type_code)}, i8 {kind.bits}, i16 {kind.lanes}, "
             f"ptr @shape{i}, ptr null, i64 0 }}, ptr null, ptr null }}"
         )
+    expanders = sorted({each.rule.name for each in constants if isinstance(each, Expanded)})
     return text.format(
         triple=read_triple(target),
         target=escape(described),
@@ -194,7 +229,17 @@ def format_source(
         shapes="\n".join(shapes),
         count=len(tensors),
         tensors=",\n    ".join(tensors),
+        sources=",\n    ".join(sources),
+        bytes=end,
+        expanders="\n".join(f"declare hidden i32 @{name}(ptr, ptr, i64)" for name in expanders),
     )
+
+
+def read_type(constant: Large) -> tuple[list[int], Any]:
+    """Shape and dtype of the tensor that a kernel gets."""
+    if isinstance(constant, Expanded):
+        return [constant.size], tvm.DataType(constant.rule.dtype)
+    return [int(size) for size in constant.value.shape], constant.value.dtype
 
 
 def quote(text: str) -> str:

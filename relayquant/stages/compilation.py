@@ -15,10 +15,11 @@ from tvm.target import Target
 from relayquant.base.arguments import check_arguments
 from relayquant.base.runtime import stop_spinning
 from relayquant.codegen import make_pipeline, open_tuner
+from relayquant.codegen.expanded_weights import EXPAND_WEIGHTS, add_expanders, expand_weights
 from relayquant.codegen.failure import explain_failure
 from relayquant.codegen.host_functions import name_kernel_pipeline
 from relayquant.codegen.kernels.isa.target import host_config, resolve_target
-from relayquant.codegen.mmap_constants import MappedExecutable
+from relayquant.codegen.mmap_constants import MappedExecutable, can_map
 from relayquant.errors import RelayQuantError
 from relayquant.ir.rewrite.entry import MAIN, find_entry, name_main, rename_function
 from relayquant.ir.rewrite.graph import call_name
@@ -32,11 +33,12 @@ def get_pipeline(target: Any = None) -> tvm.transform.Pass:
     A float model is brought into canonical form first (batch norms folded); a quantized one is
     already. The model keeps its name: what was `forward` is called so in the executable.
     """
-    return adapt_pipeline(make_pipeline(resolve_target(target)))
+    lowering = adapt_pipeline(make_pipeline(resolve_target(target)))
+    return tvm.transform.Sequential([lowering, EXPAND_WEIGHTS])
 
 
 def adapt_pipeline(lowering: tvm.transform.Pass) -> tvm.transform.Pass:
-    """What `get_pipeline` gives, of the pipeline of a target."""
+    """What `get_pipeline` gives, of the pipeline of a target, with calls that expand weights."""
 
     def run(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         entry = find_entry(mod)
@@ -75,18 +77,22 @@ def compile(
     stop_spinning()
     resolved = resolve_target(target)
     if tune is False:
-        return build(mod, resolved, get_pipeline(resolved))
+        return build(mod, resolved, adapt_pipeline(make_pipeline(resolved)))
     with open_tuner(resolved, None if tune is True else Path(tune)) as choose_form:
         return build(mod, resolved, adapt_pipeline(make_pipeline(resolved, choose_form)))
 
 
 def build(mod: tvm.IRModule, target: Target, lowering: tvm.transform.Pass) -> MappedExecutable:
-    """What `tvm.compile` makes of a module, with what it was lowered to."""
+    """What `tvm.compile` makes of a module, with what it was lowered to.
+
+    What `lowering` gives has calls that expand weights.
+    """
     lowered = []
 
     def keep(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         lowered.append(lowering(mod))
-        return lowered[0]
+        can_expand = can_map(lowered[0], target)
+        return expand_weights(add_expanders(lowered[0]) if can_expand else lowered[0])
 
     keeping: Any = tvm.transform.module_pass(keep, opt_level=0, name="relayquant.keep")
     try:

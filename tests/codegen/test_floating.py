@@ -11,6 +11,7 @@ from tvm.relax.backend.cpu_generic import get_default_pipeline
 from tvm.relax.backend.cpu_generic import pipeline as stages
 
 import relayquant as rq
+from relayquant.codegen.expanded_weights import EXPAND_WEIGHTS
 from relayquant.codegen.floating import lower_float
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.layout import convert_layout
@@ -59,6 +60,7 @@ def check_same(mod: tvm.IRModule, *arrays: np.ndarray) -> tvm.IRModule:
                 create_schedule_pass(TARGET),
                 *stages.dataflow_lower_passes(TARGET),
                 *stages.finalize_passes(TARGET),
+                EXPAND_WEIGHTS,
             ]
             return tvm.transform.Sequential(passes)(lower_float(convert_layout(mod), TARGET))
 

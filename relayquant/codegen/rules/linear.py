@@ -95,7 +95,7 @@ def make_call(
     linear: Linear, tail: IntegerTail, packed: PackedWeights, build: Callable[[], PrimFunc]
 ) -> Lowered:
     """The kernel call of a linear operator: data, packed constants, residual."""
-    operands = (linear.call.args[0], *packed.arguments(), *tail.residuals)
+    operands = (linear.call.args[0], *packed.operands(), *tail.residuals)
     # With a batch: the data, the residual and the result; constants have none.
     batched = [0, *range(len(operands) - len(tail.residuals), len(operands) + 1)]
     return call_built(tail.vars, build_for_batch(build, linear.is_symbolic, batched), operands)

@@ -42,7 +42,7 @@ def check_winograd(spec: FloatConv2d, isa=HOST, symbolic: bool = False) -> None:
     w = draw(rng, *spec.weight_shape) / np.float32(3 * spec.in_channels**0.5)
     expected, operands = finish(convolve(x, w, spec), spec.epilogue, rng)
     made = replace(spec, batch=tirx.Var("n", "int64")) if symbolic else spec
-    packed = pack_winograd(w, made, isa)
+    packed = pack_winograd(w, made, isa).expand()
     out = np.full(spec.out_shape, np.nan, "float32")
     got = run_kernel(make_winograd(made, isa), x, packed, *operands, out)
     first = spec.epilogue.first
@@ -80,7 +80,8 @@ def measure_errors(spec: FloatConv2d, x: np.ndarray, w: np.ndarray) -> tuple[flo
     exact = convolve(x, w, spec)
     out = np.zeros(exact.shape, "float32")
     direct = run_kernel(make_conv2d(spec, HOST), x, pack_conv2d(w, spec, HOST), out)
-    transformed = run_kernel(make_winograd(spec, HOST), x, pack_winograd(w, spec, HOST), out)
+    packed = pack_winograd(w, spec, HOST).expand()
+    transformed = run_kernel(make_winograd(spec, HOST), x, packed, out)
     errors = [np.sqrt(np.mean((got - exact) ** 2)) for got in (direct, transformed)]
     return float(errors[0]), float(errors[1])
 
@@ -100,7 +101,8 @@ def test_make_winograd__zeros_give_zero():
     spec = CASES["tiles that overlap"]
     w = draw(np.random.default_rng(0), *spec.weight_shape)
     x, out = np.zeros(spec.in_shape, "float32"), np.ones(spec.out_shape, "float32")
-    got = run_kernel(make_winograd(spec, HOST), x, pack_winograd(w, spec, HOST), out)
+    packed = pack_winograd(w, spec, HOST).expand()
+    got = run_kernel(make_winograd(spec, HOST), x, packed, out)
     np.testing.assert_array_equal(got, 0)
 
 

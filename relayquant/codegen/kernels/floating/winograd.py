@@ -24,6 +24,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
 from relayquant.codegen.kernels.emit import alloc_workspace, build_kernel, constant, store_vector
+from relayquant.codegen.kernels.expansion import Expanded, Expansion
 from relayquant.codegen.kernels.floating.conv import (
     FloatConv2d,
     count_macs,
@@ -295,25 +296,27 @@ def transform_sums(m: list[Expr], lanes: int) -> list[Expr]:
     ]
 
 
-def transform_weights(weight: NDArray[np.float32]) -> NDArray[np.float32]:
-    """G w G' of OHWI weights: (6, 6, O, I), computed in float64 and rounded once."""
+def make_weight_transform() -> NDArray[np.float64]:
+    """G."""
     p, q = NEAR**2, FAR**2
     near, far = 2 * p * (p - q), 2 * q * (q - p)
-    g = np.array(
+    return np.array(
         [[1 / (p * q), 0, 0]]
         + [[1 / n, x / n, x * x / n] for x, n in ((NEAR, near), (-NEAR, near))]
         + [[1 / n, x / n, x * x / n] for x, n in ((FAR, far), (-FAR, far))]
         + [[0, 0, 1]]
     )
-    rows = np.tensordot(g, weight.astype("float64"), (1, 1))  # [6, O, 3, I]
-    return np.tensordot(g, rows, (1, 2)).swapaxes(0, 1).astype("float32")
 
 
-def pack_winograd(
-    weight: NDArray[np.float32], spec: FloatConv2d, isa: FloatIsa
-) -> NDArray[np.float32]:
-    """OHWI -> flat [element][panel][I][vector of the panel][lanes]."""
+#: G w G', computed in float64 and rounded once.
+EXPANSION = Expansion(
+    np.kron(make_weight_transform(), make_weight_transform()), "float32", "float64", "float32"
+)
+
+
+def pack_winograd(weight: NDArray[np.float32], spec: FloatConv2d, isa: FloatIsa) -> Expanded:
+    """OHWI -> [element][panel][I][vector of the panel][lanes]."""
     panels = FloatWinogradPlan(spec, isa).panels
-    points = transform_weights(weight)
-    points = points.reshape(POINTS, panels.full, panels.blocks, isa.lanes, spec.in_channels)
-    return np.ascontiguousarray(points.transpose(0, 1, 4, 2, 3)).reshape(-1)
+    taps = weight.reshape(panels.full, panels.blocks, isa.lanes, -1, spec.in_channels)
+    packed = np.ascontiguousarray(taps.transpose(3, 0, 4, 1, 2))
+    return Expanded(EXPANSION, packed.reshape(len(packed), -1))

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relayquant.codegen.kernels.conv_shape import Conv2dShape
+from relayquant.codegen.kernels.expansion import Expanded
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, has_small_multipliers
 from relayquant.errors import format_count
 
@@ -96,14 +97,18 @@ class Dense:
 class PackedWeights:
     """Constant operands of a kernel in argument order; see `pack_conv2d`."""
 
-    weight: NDArray[np.integer]  #: flat, in the order the kernel reads
+    weight: NDArray[np.integer] | Expanded  #: flat, in the order the kernel reads
     bias: NDArray[np.int32]  #: with the input zero point folded in
     multiplier: NDArray[np.float32] | None  #: None when the kernel stores accumulators
 
-    def arguments(self) -> list[NDArray]:
+    def operands(self) -> list[NDArray | Expanded]:
         """What follows the data argument of the kernel."""
-        constants: list[NDArray] = [self.weight, self.bias]
+        constants: list[NDArray | Expanded] = [self.weight, self.bias]
         return constants if self.multiplier is None else [*constants, self.multiplier]
+
+    def arguments(self) -> list[NDArray]:
+        """The operands as the kernel reads them."""
+        return [each.expand() if isinstance(each, Expanded) else each for each in self.operands()]
 
 
 def fold_zero_point(

@@ -49,6 +49,7 @@ from relayquant.codegen.kernels.emit import (
     store_vector,
     vector,
 )
+from relayquant.codegen.kernels.expansion import Expanded, Expansion
 from relayquant.codegen.kernels.integer.conv import Placement, emit_reduction, locate_tile
 from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, choose_plan, pack_panels
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Store
@@ -78,8 +79,10 @@ from relayquant.codegen.kernels.winograd import (
 
 #: G.
 WEIGHT_TRANSFORM = np.array(
-    [[6, 0, 0], [4, 4, 4], [4, -4, 4], [1, 2, 4], [1, -2, 4], [0, 0, 12]], "int64"
+    [[6, 0, 0], [4, 4, 4], [4, -4, 4], [1, 2, 4], [1, -2, 4], [0, 0, 12]], "float64"
 )
+#: G w G'.
+EXPANSION = Expansion(np.kron(WEIGHT_TRANSFORM, WEIGHT_TRANSFORM), "int8", "int16", "int16")
 #: Results come out 9 * 2**6 times as large.
 INVERSE_OF_9, SHIFT = pow(9, -1, 2**32), 6
 #: Sums of weights times activations less 128 must be smaller in magnitude.
@@ -426,16 +429,6 @@ def pack_winograd(
             f"below {LARGEST_SUM}. Take build_conv2d and pack_conv2d.",
         )
     plan = WinogradPlan(spec, isa)
-    points = transform_weights(weight).reshape(POINTS, spec.out_channels, 1, 1, spec.in_channels)
-    packed = np.concatenate([pack_panels(plan.product, point) for point in points])
-    return PackedWeights(packed, folded, factors)
-
-
-def transform_weights(weight: NDArray[np.int8]) -> NDArray[np.int16]:
-    """G w G' of OHWI weights, [point, O, I]."""
-    outputs, _, _, inputs = weight.shape
-    taps = weight.reshape(outputs, -1, inputs).swapaxes(0, 1).reshape(-1, outputs * inputs)
-    # Integers below 2**24, which float32 has; products of integers take numpy 20 times as long.
-    both = np.kron(WEIGHT_TRANSFORM, WEIGHT_TRANSFORM).astype("float32")
-    points = (both @ taps.astype("float32")).astype("int16")
-    return points.reshape(POINTS, outputs, inputs)
+    taps = weight.reshape(spec.out_channels, -1, 1, 1, spec.in_channels).swapaxes(0, 1)
+    packed = np.stack([pack_panels(plan.product, tap) for tap in taps]).astype("int8")
+    return PackedWeights(Expanded(EXPANSION, packed), folded, factors)

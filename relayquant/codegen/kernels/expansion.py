@@ -1,0 +1,137 @@
+"""Packed weights that a few weights stand for: the weights of Winograd's transforms.
+
+    expanded[p, n] = sum over t of matrix[p, t] * taps[t, n]
+
+A library holds the taps, and expands them when a kernel first asks for the weights. Numpy does the
+same here, for modules in memory: to the bit, because all products are exact and sums have one
+order. So it does not matter which targets make one FMA of a product and a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tvm.ir import PrimType
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import PrimFunc
+
+from relayquant.codegen.kernels.emit import constant, load_vector, store_vector, vector
+from relayquant.codegen.kernels.isa.base import Expr
+
+#: Bytes of a vector of sums.
+VECTOR_BYTES = 64
+#: Columns that numpy expands at once: their taps stay in the second-level cache.
+COLUMNS = 8192
+#: Low bits of a float64 that a coefficient must not have: 29 bits times the 24 of a float32 fit 53.
+LOW_BITS = 2**24 - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Expansion:
+    """The sums of one kind of weights.
+
+    Attributes:
+        matrix: float64 [points, taps]; integers if sums are integers.
+        taps: Dtype of what is stored.
+        sums: Dtype in which products are added up: float64, or integers that hold all results.
+        dtype: Dtype of the expanded weights.
+    """
+
+    matrix: NDArray[np.float64]
+    taps: str
+    sums: str
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        """Name of the function that expands such weights in a library."""
+        return f"relayquant_expand_{self.dtype}"
+
+    def list_terms(self) -> list[list[tuple[int, float]]]:
+        """Of each point: the (tap, coefficient) whose products are added up, in this order."""
+        parts = split_coefficients if self.sums == "float64" else lambda value: iter([value])
+        return [
+            [(tap, part) for tap, value in enumerate(row) for part in parts(float(value)) if part]
+            for row in self.matrix
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class Expanded:
+    """Weights as a library stores them: taps [taps, columns], the columns in a kernel's order."""
+
+    rule: Expansion
+    taps: NDArray
+
+    @property
+    def columns(self) -> int:
+        """Columns of the matrix of taps."""
+        return self.taps.shape[1]
+
+    @property
+    def size(self) -> int:
+        """Elements of the expanded weights."""
+        return len(self.rule.matrix) * self.columns
+
+    @property
+    def byte_count(self) -> int:
+        """Bytes of the expanded weights."""
+        return self.size * np.dtype(self.rule.dtype).itemsize
+
+    def expand(self) -> NDArray:
+        """The weights [points * columns] that the kernel reads."""
+        rule, terms = self.rule, self.rule.list_terms()
+        points = np.empty((len(terms), self.columns), rule.dtype)
+        for start in range(0, self.columns, COLUMNS):
+            taps = self.taps[:, start : start + COLUMNS].astype(rule.sums)
+            sums, product = np.empty_like(taps[0]), np.empty_like(taps[0])
+            for point, row in zip(points, terms, strict=True):
+                sums[:] = 0
+                for tap, coefficient in row:
+                    np.multiply(taps[tap], sums.dtype.type(coefficient), out=product)
+                    np.add(sums, product, out=sums)
+                point[start : start + COLUMNS] = sums
+        return points.reshape(-1)
+
+
+def split_coefficients(value: float) -> Iterator[float]:
+    """Two numbers whose sum is `value`, and whose products with a float32 a float64 can hold."""
+    high = (np.array(value).view("int64") & ~LOW_BITS).view("float64")
+    yield float(high)
+    yield value - float(high)
+
+
+def build_expansion(rule: Expansion) -> PrimFunc:
+    """int32 function(taps, expanded, columns) of C, which returns 0, for 64 columns or more."""
+    lanes, terms = VECTOR_BYTES // np.dtype(rule.sums).itemsize, rule.list_terms()
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name(rule.name)
+        # 1: its arguments are packed already, as far as TVM is concerned.
+        T.func_attr({"global_symbol": rule.name, "calling_conv": 1, "tirx.noalias": True})
+        source = T.arg("source", T.handle(rule.taps))
+        target = T.arg("target", T.handle(rule.dtype))
+        columns = T.arg("columns", T.int64())
+        T.func_ret(PrimType("int32"))
+        taps = T.decl_buffer((rule.matrix.shape[1] * columns,), rule.taps, data=source)
+        expanded = T.decl_buffer((len(terms) * columns,), rule.dtype, data=target)
+        wide = vector(rule.sums, lanes)
+        with T.serial(T.floordiv(columns + (lanes - 1), T.int64(lanes))) as index:
+            first = T.bind(T.min(index * lanes, columns - lanes))  # the last one overlaps
+            loaded = [
+                T.bind(T.Cast(wide, load_vector(taps, tap * columns + first, lanes)))
+                for tap in range(rule.matrix.shape[1])
+            ]
+            for point, row in enumerate(terms):
+                total: Expr = constant(rule.sums, 0, lanes)
+                for tap, coefficient in row:
+                    total = total + loaded[tap] * constant(rule.sums, coefficient, lanes)
+                value = T.Cast(vector(rule.dtype, lanes), total)
+                store_vector(expanded, value, point * columns + first, lanes)
+        T.add_to_parent(T.Return(T.int32(0)))
+    func: Any = builder.get()
+    return func
