@@ -17,11 +17,11 @@ class RelayQuantError(Exception):
     """Base of all errors raised on purpose by relayquant.
 
     The message ends with a code, "[RQ202]". `docs/errors` has a page for each code. An error that
-    quotes another error keeps the other's code, which is nearer to the cause.
+    quotes another error keeps the quoted code, which is closer to the cause.
 
     Args:
         message: What is wrong, where, what is allowed and what to do.
-        code: Name of the page; "" for errors that code outside relayquant raises.
+        code: Name of the page. "" if the error came from outside relayquant.
     """
 
     def __init__(self, message: str = "", *, code: str = "") -> None:
@@ -29,7 +29,7 @@ class RelayQuantError(Exception):
 
     @property
     def code(self) -> str:
-        """The code at the end of the message, "" if there is none."""
+        """The code at the end of the message, or "" if there is none."""
         return find_shown(str(self))
 
 
@@ -46,15 +46,16 @@ class DataError(RelayQuantError, ValueError):
 
 
 class QnnError(RelayQuantError, ValueError):
-    """A `relax.qnn` operator was given operands or attributes it does not allow."""
+    """A `relax.qnn` operator has operands or attributes that it does not allow."""
 
 
 class FileError(RelayQuantError, OSError):
-    """A file or a folder cannot be written: there is no such folder, a right is missing, the disk
-    is full.
+    """A file or a folder cannot be written: its folder does not exist, a permission is missing, or
+    the disk is full.
 
     Attributes:
-        errno: The number of the system's error, as in any OSError; None if the system had none.
+        errno: The number of the system's error, as in any OSError. None if the error did not come
+            from the system.
     """
 
     def __init__(self, message: str, number: int | None = None, *, code: str = "") -> None:
@@ -62,16 +63,16 @@ class FileError(RelayQuantError, OSError):
         self.errno = number
 
     def __reduce__(self) -> tuple[type[FileError], tuple[object, ...]]:
-        """With the number, which an OSError of one argument forgets."""
+        """Keep `errno`: an OSError with one argument loses it when pickled."""
         return type(self), (*self.args, self.errno)
 
 
 class WorkerError(RelayQuantError, RuntimeError):
-    """Another process that was to do a part of the work died, hangs, or failed again and again."""
+    """Another process with a part of the work died, hangs, or failed repeatedly."""
 
 
 class MissingDependencyError(RelayQuantError, ImportError):
-    """An optional package is needed; the message says which extra installs it."""
+    """An optional package is missing. The message names the extra that installs it."""
 
 
 class AccuracyWarning(UserWarning):
@@ -79,7 +80,7 @@ class AccuracyWarning(UserWarning):
 
 
 class DataWarning(UserWarning):
-    """Calibration data looks wrong: `relayquant.lint` tells more."""
+    """Calibration data looks wrong. `relayquant.lint` gives details."""
 
 
 CODE = re.compile(r"\[(RQ\d{3})\]")
@@ -88,20 +89,20 @@ SHOWN = re.compile(r"\.? \[RQ\d{3}\](?=\.)| \[RQ\d{3}\]")
 
 
 def add_code(message: str, code: str) -> str:
-    """A message with a code at its end: the first that it quotes, else `code`."""
+    """Append a code to a message: the first code that it quotes, else `code`."""
     code = find_shown(message) or code
     text = SHOWN.sub("", message)
     return f"{text} [{code}]" if code else text
 
 
 def find_shown(message: str) -> str:
-    """The first code in a message, "" if there is none."""
+    """Return the first code in a message, or "" if there is none."""
     found = CODE.search(message)
     return found[1] if found else ""
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning, *, code: str = "") -> None:
-    """A warning that names the line which called this package, however deep it is raised."""
+    """Warn with the line that called this package, however deep the warning is raised."""
     message = add_code(message, code)
     package = __name__.partition(".")[0]
     frame, level = inspect.currentframe(), 0
@@ -111,21 +112,21 @@ def warn_user(message: str, category: type[Warning] = UserWarning, *, code: str 
 
 
 def belongs_to(module: str, package: str) -> bool:
-    """Whether a module is a package or in it."""
+    """Return whether a module is a package or inside it."""
     return module == package or module.startswith(f"{package}.")
 
 
-#: Nouns whose plural follows no rule of `form_plural`.
+#: Nouns with irregular plurals, see `form_plural`.
 IRREGULAR_PLURALS = {"axis": "axes", "index": "indices"}
 
 
 def format_count(number: int, noun: str) -> str:
-    """ "1 operator", "2 operators", "2 batches", "3 spatial axes", "0 entries"."""
+    """Format a count: "1 operator", "2 operators", "2 batches", "3 spatial axes", "0 entries"."""
     return f"{number} {noun if number == 1 else form_plural(noun)}"
 
 
 def form_plural(noun: str) -> str:
-    """The plural of a noun; of several words, such as "zero point", that of the last."""
+    """Return the plural of a noun. In a phrase like "zero point", the last word changes."""
     rest, space, last = noun.rpartition(" ")
     if last in IRREGULAR_PLURALS:
         plural = IRREGULAR_PLURALS[last]
@@ -139,11 +140,11 @@ def form_plural(noun: str) -> str:
 
 
 def suggest_sizes(name: str, wanted: Sequence[object], given: Sequence[int]) -> str:
-    """A sentence with what makes a model take an input of these sizes, "" where none is wrong or
-    the number of axes is.
+    """Suggest how to load a model that accepts an input of these sizes. "" if no size is wrong or
+    the rank differs.
 
     Args:
-        wanted: Sizes of the model; what is no int is free already.
+        wanted: Sizes of the model. A size that is not an int is free already.
     """
     if len(wanted) != len(given):
         return ""
@@ -164,7 +165,7 @@ def suggest_sizes(name: str, wanted: Sequence[object], given: Sequence[int]) -> 
 
 
 def suggest_name(wrong: str, known: Iterable[str]) -> str:
-    """A sentence that offers the nearest of `known` to `wrong`, or lists what is known."""
+    """Suggest the member of `known` that is nearest to `wrong`, or list the known ones."""
     known = sorted(set(known))
     near = difflib.get_close_matches(wrong, known, n=1)
     if near:

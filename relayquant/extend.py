@@ -1,9 +1,10 @@
-"""For authors of operator rows, backends and observers: all that their code names, from one import.
+"""Everything that authors of operator rows, backends and observers need, from one import.
 
-A row needs a name, the operator, a pattern with its operands, and a `realize`; a backend takes it
-by `BackendConfig.with_pattern`. A `Rule` rewrites the float model before it is planned, and goes to
-`BackendConfig.with_fuser`. An observer is a class between `Observer` and `State`. Nothing is
-registered. `check_pattern` tells whether a row means the same at every stage.
+A row needs a name, the operator, a pattern with its operands, and a `realize`.
+`BackendConfig.with_pattern` adds it to a backend. A `Rule` rewrites the float model before it is
+planned, and `BackendConfig.with_fuser` adds it. An observer is a subclass of `Observer`, with a
+subclass of `State`. Nothing is registered. `check_pattern` checks that a row means the same at
+every stage.
 """
 
 from relayquant.base.qtypes import Role
