@@ -1,3 +1,3 @@
-"""What every room stands on: values that describe numbers, checks of arguments, events, plain data,
-files, and the call of compiled functions.
+"""The bottom layer: types that describe numbers, argument checks, events, plain data, files, and
+calls of compiled functions.
 """

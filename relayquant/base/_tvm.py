@@ -21,15 +21,16 @@ SUPPORTED = {
 }
 
 
-#: Held while one of TVM's frontends runs: they note the functions that they build in one list for
-#: the whole process, and of two at once one would fail.
+#: Held while a TVM frontend runs. A frontend records the functions that it builds in one list per
+#: process, so two frontends at once would fail.
 FRONTEND_LOCK = threading.Lock()
 
 
 def parse_version(text: str) -> tuple[int, ...]:
-    """Comparable form of a release: "0.1.14.post1" -> (0, 1, 14, 2), "0.1.14" -> (0, 1, 14, 0).
+    """Return a comparable form of a release: "0.1.14.post1" -> (0, 1, 14, 2), "0.1.14" -> (0, 1,
+    14, 0).
 
-    A post-release counts from 1, so that it comes after the release it follows, as PEP 440 has it.
+    A post-release counts from 1, so it sorts after the release that it follows, as in PEP 440.
     """
     release, _, post = text.split("+")[0].partition(".post")
     numbers = [int(part) for part in re.findall(r"\d+", release)][:3]
@@ -38,10 +39,10 @@ def parse_version(text: str) -> tuple[int, ...]:
 
 
 def check_versions() -> None:
-    """Raise ImportError unless the installed TVM packages are ones this package works with.
+    """Raise ImportError unless the installed TVM packages have supported versions.
 
-    Reads package metadata only, so that it runs before TVM is loaded: a wrong version would not
-    fail here but crash the process later.
+    Reads package metadata only and runs before TVM is loaded. A wrong version would not fail here,
+    but crash the process later.
     """
     for package, (first, end, reason) in SUPPORTED.items():
         try:
@@ -58,7 +59,7 @@ def check_versions() -> None:
             )
 
 
-#: What the virtual machine says of an argument that does not fit its parameter.
+#: The virtual machine's error for an argument that does not fit its parameter.
 ARGUMENT_ERROR = re.compile(
     r"ErrorContext\(fn=(?P<function>[^,]*), loc=param\[(?P<index>\d+)\], param=(?P<name>.*?), "
     r"annotation=R\.Tensor\((?:\((?P<shape>[^)]*)\), )?dtype=\"(?P<dtype>\w+)\""
@@ -67,10 +68,10 @@ ARGUMENT_ERROR = re.compile(
 
 @dataclass(frozen=True)
 class ArgumentError:
-    """An argument of a compiled function that does not fit: which, and what the function takes.
+    """An argument that does not fit a parameter of a compiled function.
 
     Attributes:
-        shape: Sizes; a size of the run time is its name. None: any.
+        shape: Allowed sizes. A symbolic size is given by name. None allows any shape.
     """
 
     function: str
@@ -81,7 +82,7 @@ class ArgumentError:
 
 
 def read_argument_error(error: Exception) -> ArgumentError | None:
-    """What an error of the virtual machine says of an argument; None if it is another error."""
+    """Parse an error of the virtual machine that names an argument. None for any other error."""
     found = ARGUMENT_ERROR.search(str(error))
     if found is None:
         return None
@@ -97,28 +98,28 @@ def read_argument_error(error: Exception) -> ArgumentError | None:
 
 
 def load_onnx_frontend() -> Any:
-    """TVM's ONNX frontend: ONNXGraphImporter, _get_convert_map, onnx_input."""
+    """Return parts of TVM's ONNX frontend: ONNXGraphImporter, _get_convert_map, onnx_input."""
     from tvm.relax.frontend.onnx import onnx_frontend
 
     return onnx_frontend
 
 
 def load_tflite_frontend() -> Any:
-    """TVM's TFLite frontend: OperatorConverter, from_tflite, get_tensor_name."""
+    """Return parts of TVM's TFLite frontend: OperatorConverter, from_tflite, get_tensor_name."""
     from tvm.relax.frontend.tflite import tflite_frontend
 
     return tflite_frontend
 
 
 def load_torch_frontend() -> Any:
-    """TVM's torch.export frontend: ExportedProgramImporter. Needs torch."""
+    """Return TVM's torch.export frontend: ExportedProgramImporter. Needs torch."""
     from tvm.relax.frontend.torch import exported_program_translator
 
     return exported_program_translator
 
 
 def build_bytecode(lowered: Any, target: Any, kernels: Any) -> Any:
-    """The executable of a lowered module whose functions of TIR are compiled already, to the
+    """Build the executable of a lowered module whose TIR functions are already compiled into the
     library `kernels`.
     """
     from tvm import relax
@@ -131,9 +132,10 @@ def build_bytecode(lowered: Any, target: Any, kernels: Any) -> Any:
 
 @functools.cache
 def find_fields(type_key: str) -> dict[str, str]:
-    """Field -> type of what it holds, of an object type and those above it, by TVM's reflection.
+    """Return field name -> type name for an object type and its base types, from TVM's reflection.
 
-    "int", "float", "bool", "DataType" and "Device" are values; anything else is an object.
+    The types "int", "float", "bool", "DataType" and "Device" are values. Any other type is an
+    object.
 
     Raises:
         ValueError: there is no such type.
@@ -142,7 +144,7 @@ def find_fields(type_key: str) -> dict[str, str]:
     info = _find_type(type_key)
     while info is not None:
         for field in info.fields or ():
-            schema = field.metadata["type_schema"]  # read already, once somebody has asked for it
+            schema = field.metadata["type_schema"]  # cached by an earlier call
             schema = json.loads(schema) if isinstance(schema, str) else schema
             fields[field.name] = schema["type"]
         info = info.parent_type_info

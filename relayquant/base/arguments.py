@@ -1,8 +1,8 @@
-"""Arguments of public functions against their annotations: a wrong type is an error that says what
-is allowed, before any work is done.
+"""Check arguments of public functions against their annotations. A wrong type raises an error that
+says what is allowed, before any work is done.
 
-`check_arguments` decorates functions and methods, `check_fields` dataclasses. Annotations are what
-readers and type checkers see, so that what is documented and what is checked cannot differ.
+`check_arguments` decorates functions and methods, `check_fields` dataclasses. Readers and type
+checkers see the same annotations, so documentation and checks cannot differ.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from relayquant.errors import (
 P = ParamSpec("P")
 R = TypeVar("R")
 ClassT = TypeVar("ClassT", bound=type)
-#: tells whether a value is of a type
+#: tests whether a value is of a type
 Test = Callable[[Any], bool]
 
-#: classes of what stands for a model, by name: this module knows none of them
+#: names of the model classes (this module imports none of them)
 MODELS = ("IRModule", "PreparedModel")
 
 
 def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, which raises before it starts if an argument is not what its annotation says.
+    """Decorate `function` to raise before it starts if an argument does not match its annotation.
 
     Raises:
         ModelError: the annotation is a module or a prepared model.
-        ConfigError: any other.
-        TypeError: an argument has another name, or one is missing.
+        ConfigError: any other annotation does not match.
+        TypeError: an argument has an unknown name, or one is missing.
     """
     signature = inspect.signature(function)
 
@@ -76,8 +76,8 @@ def describe_call(
     given: Mapping[str, Any],
     error: TypeError,
 ) -> str:
-    """Why arguments do not fit a function, as Python says it, with its name and the nearest one
-    that it has.
+    """Describe why arguments do not fit a function: Python's message and the nearest known argument
+    name.
     """
     text = f"{function.__name__}() {error}"
     unknown = next((name for name in given if name not in signature.parameters), None)
@@ -85,8 +85,8 @@ def describe_call(
 
 
 def check_fields(kind: ClassT) -> ClassT:
-    """A dataclass whose construction raises ConfigError for a field that is not what its annotation
-    says. What its own `__post_init__` refuses, it refuses in its own words.
+    """Decorate a dataclass so that its constructor raises ConfigError for a field that does not
+    match its annotation. Errors of the class's own `__post_init__` pass through.
     """
     init = kind.__init__
 
@@ -100,7 +100,7 @@ def check_fields(kind: ClassT) -> ClassT:
         except RelayQuantError:
             raise
         except Exception:
-            # Of a field of the wrong type the class's own checks may make anything.
+            # With a field of a wrong type, `__post_init__` may raise anything.
             check_each(self)
             raise
         check_each(self)
@@ -121,8 +121,8 @@ def check_fields(kind: ClassT) -> ClassT:
 
 @functools.cache
 def find_hints(of: Any) -> Mapping[str, Any]:
-    """The annotations of a function or class, evaluated: at the first call, when all modules are
-    loaded.
+    """Evaluate the annotations of a function or class. Called at the first use, when all modules
+    are loaded.
     """
     return typing.get_type_hints(of)
 
@@ -130,8 +130,8 @@ def find_hints(of: Any) -> Mapping[str, Any]:
 def check_type(value: object, hint: Any, where: str) -> None:
     """Raise ConfigError (ModelError where a model is wanted) if `value` is not of type `hint`.
 
-    Elements of tuples, lists and dicts are checked; those of iterators, which can be read once, are
-    not.
+    Elements of tuples, lists and dicts are checked. Elements of iterators are not, because an
+    iterator can be read only once.
     """
     if has_type(value, hint):
         return
@@ -144,38 +144,38 @@ def check_type(value: object, hint: Any, where: str) -> None:
 
 
 def takes_arguments(function: Callable[..., Any], count: int) -> bool:
-    """Whether a function can be called with so many positional arguments."""
+    """Return whether a function can be called with `count` positional arguments."""
     try:
         inspect.signature(function).bind(*[None] * count)
     except TypeError:
         return False
     except ValueError:
-        pass  # a built-in that does not tell: the call itself will
+        pass  # a built-in without a signature: the call itself will show it
     return True
 
 
 def describe_value(value: object) -> str:
-    """In a message: short, and not more than its type where it has no text of its own."""
+    """Describe a value for a message: its short text, or its type if it has no text."""
     if type(value).__repr__ is object.__repr__ or callable(value):
         return f"a {type(value).__name__}"
     return reprlib.repr(value)
 
 
 def has_type(value: object, hint: Any) -> bool:
-    """Whether a value is of an annotated type, as far as that can be seen without using it up."""
+    """Return whether a value is of an annotated type, without reading iterators."""
     return find_test(hint)(value)
 
 
 @functools.cache
 def find_test(hint: Any) -> Test:
-    """What tells whether a value is of an annotated type: an annotation is taken apart once."""
+    """Return a test for values of an annotated type. Each annotation is analyzed once."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or hint is object or isinstance(hint, TypeVar):
         return lambda value: True
     if hint is None or hint is type(None):
         return lambda value: value is None
     if origin in (typing.Union, types.UnionType):
-        # classes are asked for first, all at once
+        # One `isinstance` call covers all classes.
         plain = tuple(one for one in args if isinstance(one, type) and is_plain(one))
         tests = [find_test(one) for one in args if one not in plain]
         return lambda value: isinstance(value, plain) or any(test(value) for test in tests)
@@ -193,17 +193,17 @@ def find_test(hint: Any) -> Test:
 
 
 def is_plain(kind: object) -> bool:
-    """Whether instances of a class are all that an annotation with it allows, and nothing less."""
+    """Return whether an annotation with this class allows all its instances and nothing else."""
     return kind not in (bool, int, float, object, Any) and not typing.get_origin(kind)
 
 
 def find_element_test(origin: type, args: tuple[Any, ...]) -> Test:
-    """What tells whether the elements of a collection are of their types; one text is no collection
-    of names.
+    """Return a test for the elements of a collection. A single text is not a collection of
+    names.
     """
     if issubclass(origin, Mapping):
         key, item = map(find_test, args or (Any, Any))
-        # values of any type are not looked at: a mapping may load them
+        # Values of any type are not read: a mapping may load them.
         takes_all = args[1:] in ((), (Any,))
         return lambda value: all(map(key, value)) and (takes_all or all(map(item, value.values())))
     if not args:
@@ -223,7 +223,7 @@ def find_element_test(origin: type, args: tuple[Any, ...]) -> Test:
     return holds
 
 
-#: types in the words of messages
+#: names of types in messages
 WORDS = {int: "an integer", float: "a number", bool: "True or False", str: "text"}
 NAMES = {
     "IRModule": "a tvm.IRModule",
@@ -234,7 +234,7 @@ NAMES = {
 
 
 def describe_type(hint: Any) -> str:
-    """What an annotation allows: "a QConfigMapping, or None"."""
+    """Describe what an annotation allows: "a QConfigMapping, or None"."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is None or hint is type(None):
         return "None"
@@ -265,7 +265,7 @@ def describe_type(hint: Any) -> str:
 
 
 def describe_not_finite(array: np.ndarray) -> str:
-    """How many elements are NaN and infinite, in words; "" if none is."""
+    """Count NaN and infinite elements in words. "" if there are none."""
     low, high = array.min(initial=0), array.max(initial=0)  # NaN passes through both
     if np.isfinite(low) and np.isfinite(high):
         return ""

@@ -1,7 +1,7 @@
-"""Events that long-running stages report; a callback overrides what it wants to hear.
+"""Events that long-running stages report to callbacks.
 
-Pass instances as `callbacks=` to `quantize` and `calibrate`. Nothing is printed by the stages
-themselves.
+Pass instances of `Callback` as `callbacks=` to `quantize` and `calibrate`, and override the methods
+you need. The stages print nothing themselves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class StageEvent:
-    """A stage of the pipeline started or ended; `seconds` is 0.0 at the start."""
+    """The start or end of a pipeline stage. `seconds` is 0.0 at the start."""
 
     stage: str
     seconds: float = 0.0
@@ -27,7 +27,7 @@ class StageEvent:
 
 @dataclass(frozen=True)
 class ProgressEvent:
-    """`done` of `total` units of a task; total is None when it cannot be known."""
+    """Progress of a task: `done` of `total` units. `total` is None if it is not known."""
 
     task: str
     done: int
@@ -37,7 +37,7 @@ class ProgressEvent:
 
 @dataclass(frozen=True)
 class ParametersEvent:
-    """The parameters of one value were picked."""
+    """The quantization parameters of one value were chosen."""
 
     info: ValueInfo
     qparams: QParams
@@ -45,8 +45,12 @@ class ParametersEvent:
 
 @dataclass(frozen=True)
 class TrainingEvent:
-    """The state of a training after `step` of `steps`: the mean loss since the event before (NaN
-    where there was no step), and what validation gave, None without; `is_best` so far.
+    """Training progress after `step` of `steps`.
+
+    Attributes:
+        loss: Mean loss since the previous event. NaN if there was no step.
+        score: Result of the validation. None without one.
+        is_best: Whether this state is the best so far.
     """
 
     step: int
@@ -57,22 +61,22 @@ class TrainingEvent:
 
 
 class Callback:
-    """Base of all callbacks: every method does nothing."""
+    """Base of all callbacks. Every method does nothing."""
 
     def on_stage_start(self, event: StageEvent) -> None:
-        """A stage begins."""
+        """Called when a stage begins."""
 
     def on_stage_end(self, event: StageEvent) -> None:
-        """A stage ended."""
+        """Called when a stage ends."""
 
     def on_progress(self, event: ProgressEvent) -> None:
-        """A long task advanced."""
+        """Called when a long task advances."""
 
     def on_parameters(self, event: ParametersEvent) -> None:
-        """Parameters of one value were picked, in topological order."""
+        """Called when parameters of one value were chosen, in topological order."""
 
     def on_training(self, event: TrainingEvent) -> None:
-        """A training was measured."""
+        """Called when a training state was measured."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ class CallbackList(Callback):
             callback.on_training(event)
 
     def run_stage(self, name: str, stage: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """What a stage gives, run between its two events."""
+        """Run a stage between its start and end events and return its result."""
         self.on_stage_start(StageEvent(name))
         start = time.perf_counter()
         result = stage(*args, **kwargs)

@@ -1,4 +1,7 @@
-"""Float weights -> codes, scales and zero points of groups; see `relayquant.base.packing`."""
+"""Quantize weights in groups: float weights -> packed codes, scales and zero points.
+
+`relayquant.base.packing` describes the codes.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +22,21 @@ from relayquant.base.runtime import map_on_threads
 
 Array = np.ndarray
 
-#: Shares of the range that are tried as the range of the codes, the whole first; and how far beside
-#: the best of them another two.
+#: Shares of the range that the codes may cover, the whole range first. NEAR: two more shares are
+#: tried, at this distance on both sides of the best one.
 SHARES, NEAR = (1.0, 0.92, 0.84, 0.76, 0.68, 0.6), 0.04
-#: Scales below it would have no inverse.
+#: Smaller scales have no finite inverse.
 SMALLEST_SCALE = 1e-30
-#: Weights that are worked on at once, and those whose scales are chosen at once: these are in the
-#: second level cache.
+#: Number of weights processed at once, and number of weights whose scales are chosen at once (they
+#: fit into the second-level cache).
 CHUNK, CACHED = 1 << 22, 1 << 18
 
 
 @dataclass(frozen=True)
 class GroupFormat:
-    """How weights are held: bits of a code, weights with one scale, and what scales are.
+    """How grouped weights are stored: bits per code, group size, symmetry, and dtype of the scales.
 
-    `group_size` None is one group for each row.
+    With `group_size` None, each row is one group.
     """
 
     bits: int = 4
@@ -43,12 +46,12 @@ class GroupFormat:
 
     @staticmethod
     def of(spec: QSpec) -> GroupFormat:
-        """What a specification with a `group_size` asks for."""
+        """Return the format for a specification with a `group_size`."""
         size = None if spec.group_size == WHOLE_ROW else spec.group_size
         return GroupFormat(spec.code_bits, size, spec.is_symmetric, spec.scale_dtype)
 
     def size(self, features: int) -> int:
-        """Weights of a group, of rows of so many."""
+        """Return the number of weights per group for rows of `features` weights."""
         return features if self.group_size is None else min(self.group_size, features)
 
 
@@ -57,9 +60,9 @@ class GroupedWeight:
     """A weight (N, K) as `qnn.grouped_dense` takes it.
 
     Attributes:
-        codes: Packed, uint8 (N, bytes of a row).
+        codes: Packed, uint8 (N, bytes per row).
         scale: (N, groups), in the dtype of the format.
-        zero_point: uint8 (N, groups), or () where the format is symmetric.
+        zero_point: uint8 (N, groups), or () for a symmetric format.
         features: K.
     """
 
@@ -71,16 +74,16 @@ class GroupedWeight:
 
     @property
     def group_size(self) -> int:
-        """Weights of a group."""
+        """Number of weights per group."""
         return self.format.size(self.features)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the three arrays."""
+        """Size of the three arrays in bytes."""
         return self.codes.nbytes + self.scale.nbytes + self.zero_point.nbytes
 
     def decode(self) -> Array:
-        """The weight that the codes stand for, float32 (N, K)."""
+        """Dequantize the codes to a weight, float32 (N, K)."""
         found = np.empty((len(self.codes), self.features), "float32")
         step = max(1, CACHED // self.features)
         for start in range(0, len(found), step):
@@ -89,7 +92,7 @@ class GroupedWeight:
         return found
 
     def decode_rows(self, rows: slice, out: Array) -> None:
-        """Put what some rows of codes stand for into `out`."""
+        """Dequantize some rows of codes into `out`."""
         spread = lambda values: spread_groups(values, self.group_size, self.features)  # noqa: E731
         out[:] = unpack_codes(self.codes[rows], self.format.bits, self.features)
         out -= spread(self.zero_point[rows]) if self.zero_point.ndim else self.zero_point
@@ -99,9 +102,11 @@ class GroupedWeight:
 def quantize_groups(
     weight: Array, form: GroupFormat, importance: Array | None = None
 ) -> GroupedWeight:
-    """Codes nearest to a weight (N, K) float, by the scales of the least squared error.
+    """Quantize a weight (N, K) to the nearest codes, with the scales of the smallest squared error.
 
-    importance: (K,), how much the squared error of each column counts; None: all the same.
+    Args:
+        importance: (K,), the factor of each column's squared error. None weights all columns
+            equally.
     """
     rows, features = weight.shape
     step = max(1, CHUNK // (4 * features))
@@ -122,7 +127,7 @@ def quantize_groups(
 def quantize_rows_of(
     weight: Array, form: GroupFormat, importance: Array | None
 ) -> tuple[Array, Array, Array]:
-    """(packed codes, scales, zero points) of some rows."""
+    """Return (packed codes, scales, zero points) of some rows."""
     weight = np.asarray(weight, "float32")
     scale, zero_point = choose_scales(weight, form, importance)
     codes = round_codes(weight, scale, zero_point, form)
@@ -130,7 +135,7 @@ def quantize_rows_of(
 
 
 def round_codes(weight: Array, scale: Array, zero_point: Array, form: GroupFormat) -> Array:
-    """Nearest codes, uint8, of a weight (N, K) by scales and zero points (N, G)."""
+    """Round a weight (N, K) to the nearest codes, uint8, with scales and zero points (N, G)."""
     size, features = form.size(weight.shape[1]), weight.shape[1]
     steps = spread_groups(scale.astype("float32"), size, features)
     zeros = spread_groups(zero_point.astype("float32"), size, features)
@@ -140,12 +145,15 @@ def round_codes(weight: Array, scale: Array, zero_point: Array, form: GroupForma
 def choose_scales(
     weight: Array, form: GroupFormat, importance: Array | None = None
 ) -> tuple[Array, Array]:
-    """(scales in the dtype of the format, zero points float32), (N, G) each, of a weight (N, K).
+    """Choose the scales of a weight (N, K) by the smallest squared error.
 
-    Of each group the range that loses least among `SHARES` of its own. A symmetric range uses all
-    codes: the weight of the largest magnitude gets the lowest code, of which there is one more
-    below the middle than above, by a negative scale where it is positive; scales that are positive
-    alone lose one of the codes, which at 2 and 3 bits are few.
+    For each group, every share in `SHARES` of its range is tried, and the one with the smallest
+    error is kept. A symmetric format has one more code below the middle than above. The weight of
+    the largest magnitude gets the lowest code, so a positive one needs a negative scale. With
+    positive scales only, one code would stay unused, which matters at 2 and 3 bits.
+
+    Returns:
+        (scales in the dtype of the format, zero points float32), each (N, G).
     """
     size, (rows, features) = form.size(weight.shape[1]), weight.shape
     groups = count_groups(features, size)
@@ -157,9 +165,9 @@ def choose_scales(
     for start, first in itertools.product(range(0, rows, step), range(0, groups, width)):
         own, some = slice(start, start + step), slice(first, first + width)
         part = weight[own, first * size : (first + width) * size]
-        # What fills the last group is a copy of its last weight, which changes no range.
+        # The last group is filled with copies of its last weight, which do not change the range.
         part = np.pad(part, [(0, 0), (0, -part.shape[1] % size)], mode="edge")
-        # Rows last: what differs between groups is then next to each other in memory.
+        # Rows go last, so that the same weight of neighbouring groups is adjacent in memory.
         grouped = np.ascontiguousarray(part.T).reshape(-1, size, len(part))
         found = choose_of_groups(grouped, form, counts[some])
         scale[own, some], zero_point[own, some] = (each.T for each in found)
@@ -167,15 +175,16 @@ def choose_scales(
 
 
 def choose_of_groups(grouped: Array, form: GroupFormat, counts: Array) -> tuple[Array, Array]:
-    """(scales, zero points), (G, N) each, of groups (G, size, N), the squared errors of whose
-    weights count `counts` (G, size).
+    """Choose (scales, zero points), each (G, N), for groups (G, size, N).
+
+    `counts` (G, size) are the factors of the squared errors.
     """
     low, high, error = grouped.min(axis=1), grouped.max(axis=1), np.empty_like(grouped)
 
     def attempt(share: Array, is_signed: bool) -> tuple[Array, ...]:
         scale, zero = place_codes(low, high, share, is_signed, form)
         steps, most = scale.astype("float32")[:, None], np.float32((1 << form.bits) - 1)
-        # In place: what is worked on stays in the cache.
+        # In place: the working set stays in the cache.
         with np.errstate(invalid="ignore"):
             np.multiply(grouped, 1 / steps, out=error)
             np.rint(error, out=error)
@@ -200,7 +209,9 @@ def choose_of_groups(grouped: Array, form: GroupFormat, counts: Array) -> tuple[
 
 
 def choose_less(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Of two tuples of arrays, at each place what belongs to the smaller number of their first."""
+    """Choose between two tuples of arrays elementwise, by the smaller value in their first
+    arrays.
+    """
     is_less = other[0] < one[0]
     return tuple(np.where(is_less, b, a) for a, b in zip(one, other, strict=True))
 
@@ -208,8 +219,12 @@ def choose_less(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array
 def place_codes(
     low: Array, high: Array, share: Array, is_signed: bool, form: GroupFormat
 ) -> tuple[Array, Array]:
-    """(scales in the dtype of the format, zero points float32) by which the codes cover a share of
-    the range from `low` to `high`; symmetric ones have a sign where `is_signed`.
+    """Compute scales and zero points with which the codes cover a share of the range `low`..`high`.
+
+    With `is_signed`, the scales of a symmetric format may be negative.
+
+    Returns:
+        (scales in the dtype of the format, zero points float32).
     """
     highest, middle = (1 << form.bits) - 1, np.float32(middle_code(form.bits))
     bottom = np.minimum(low, 0) * share
@@ -219,9 +234,9 @@ def place_codes(
     else:
         scale = (np.maximum(high, 0) * share - bottom) / highest
     scale = np.where(abs(scale) > SMALLEST_SCALE, scale, np.float32(1))
-    with np.errstate(over="ignore"):  # callers refuse scales that are not finite
+    with np.errstate(over="ignore"):  # Callers reject scales that are not finite.
         scale = scale.astype(form.scale_dtype)
-    # What float16 rounds to nothing has no inverse.
+    # A scale that float16 rounds to 0 has no inverse.
     scale = np.where(scale == 0, np.finfo(form.scale_dtype).tiny, scale)
     if form.is_symmetric:
         return scale, np.full_like(bottom, middle)

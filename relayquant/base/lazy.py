@@ -1,5 +1,5 @@
-"""Names of a package that are loaded when they are first used: what stands above it or takes long
-to import does not have to be there before.
+"""Load the names of a package when they are first used. Imports of higher rooms and slow imports
+are delayed until then.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ def gather(
     names: Mapping[str, str],
     modules: Mapping[str, str] | None = None,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package (PEP 562).
+    """Make `__getattr__` and `__dir__` of a package (PEP 562).
 
     Args:
         package: The package's `__name__`.
-        names: Module -> those of its names that the package has as well, with spaces between.
-        modules: Name -> module that the package has by this name.
+        names: Module -> the names that the package re-exports from it, separated by spaces.
+        modules: Name in the package -> module.
     """
     places = {name: module for module, found in names.items() for name in found.split()}
     modules = modules or {}

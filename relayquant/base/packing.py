@@ -1,12 +1,12 @@
-"""Integers of 2, 3, 4 and 8 bits side by side in bytes: how grouped weights are held and saved.
+"""Pack integers of 2, 3, 4 and 8 bits into bytes: the storage format of grouped weights.
 
-A *code* is an unsigned integer of so many bits. A row of codes is one string of bits, lowest first:
-code k has bits k * bits .. (k + 1) * bits, bit i of the row is bit i % 8 of byte i // 8. For 4 bits
-that is the even code in the low half of a byte, as ONNX has int4 and MatMulNBits. Each row begins
-with a byte of its own.
+A *code* is an unsigned integer with 2, 3, 4 or 8 bits. A row of codes is one string of bits, lowest
+bit first: code k has the bits k * bits .. (k + 1) * bits, and bit i of the row is bit i % 8 of byte
+i // 8. With 4 bits, the even code is in the low half of a byte, as in ONNX's int4 and MatMulNBits.
+Each row begins at a byte boundary.
 
-A weight in *groups*: codes c (N, K) with one scale, and one zero point z, for each `group_size`
-neighbours of a row, of which the last group may have fewer: real = scale * (c - z).
+A weight in *groups* has codes c (N, K). Each `group_size` neighbours of a row share one scale and
+one zero point z. The last group of a row may be smaller. real = scale * (c - z).
 """
 
 from __future__ import annotations
@@ -18,27 +18,29 @@ from numpy.typing import NDArray
 
 Codes = NDArray[np.uint8]
 
-#: Bits that a code may have.
+#: Supported bits per code.
 CODE_BITS = (2, 3, 4, 8)
 
 
 def count_bytes(length: int, bits: int) -> int:
-    """Bytes of a row of `length` codes."""
+    """Count the bytes of a row of `length` codes."""
     return -(-length * bits // 8)
 
 
 def count_groups(length: int, group_size: int) -> int:
-    """Groups of a row of `length` codes; the last may not be full."""
+    """Count the groups of a row of `length` codes. The last group may be smaller."""
     return -(-length // group_size)
 
 
 def middle_code(bits: int) -> int:
-    """The zero point of a symmetric scheme: the code of integer 0 in two's complement, moved."""
+    """Return the zero point of a symmetric format: the code of integer 0."""
     return 1 << (bits - 1)
 
 
 def pack_codes(codes: NDArray[Any], bits: int) -> Codes:
-    """Codes (..., K) below 2**bits -> bytes (..., count_bytes(K, bits)); unused bits are 0."""
+    """Pack codes (..., K) below 2**bits into bytes (..., count_bytes(K, bits)). Unused bits
+    are 0.
+    """
     codes = np.ascontiguousarray(codes, "uint8")
     if bits == 8:
         return codes
@@ -55,7 +57,7 @@ def pack_codes(codes: NDArray[Any], bits: int) -> Codes:
 
 
 def unpack_codes(packed: Codes, bits: int, length: int) -> Codes:
-    """Bytes (..., count_bytes(length, bits)) -> codes (..., length)."""
+    """Unpack bytes (..., count_bytes(length, bits)) into codes (..., length)."""
     if bits == 8:
         return packed[..., :length]
     if bits in (2, 4):
@@ -72,5 +74,5 @@ def unpack_codes(packed: Codes, bits: int, length: int) -> Codes:
 
 
 def spread_groups(values: NDArray[Any], group_size: int, length: int) -> NDArray[Any]:
-    """One value for each group (..., G) -> one for each code (..., length)."""
+    """Repeat values per group (..., G) to values per code (..., length)."""
     return np.repeat(values, group_size, axis=-1)[..., :length]

@@ -1,8 +1,8 @@
-"""Frozen values <-> plain data (what JSON and TOML hold); errors name the wrong key and the nearest
+"""Frozen values <-> plain data, as JSON and TOML hold it. Errors name the wrong key and the nearest
 right one.
 
-A frozen dataclass below `PlainFields` is written field by field and read back by its annotations:
-nothing is said twice. What has another form than its fields overrides `to_dict` and `from_dict`.
+A frozen dataclass that extends `PlainFields` is written field by field and read back by its
+annotations. A class whose plain data differs from its fields overrides `to_dict` and `from_dict`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SettingsT = TypeVar("SettingsT", bound="NamedSettings")
 
 
 def check_mapping(data: object, where: str) -> Mapping[str, Any]:
-    """`data` if it is a dict with text keys.
+    """Return `data` if it is a dict with text keys.
 
     Raises:
         ConfigError: it is not.
@@ -39,7 +39,7 @@ def check_mapping(data: object, where: str) -> Mapping[str, Any]:
 def check_keys(
     data: object, allowed: Iterable[str], where: str, required: Iterable[str] = ()
 ) -> Mapping[str, Any]:
-    """`data` if it is a dict with these keys only, and all `required` ones.
+    """Return `data` if it is a dict with only `allowed` keys and all `required` keys.
 
     Raises:
         ConfigError: names the first wrong key and the nearest right one, or the missing keys.
@@ -57,17 +57,17 @@ def check_keys(
 
 
 def check_list(data: object, where: str) -> list[Any] | tuple[Any, ...]:
-    """`data` if it is a list or tuple; ConfigError if not."""
+    """Return `data` if it is a list or tuple. ConfigError otherwise."""
     if not isinstance(data, list | tuple):
         raise ConfigError(f"{where} is {data!r}; allowed: a list.", code="RQ101")
     return data
 
 
 def read_enum(kind: type[EnumT], value: object, where: str) -> EnumT:
-    """The member of an enum by value.
+    """Return the member of an enum with this value.
 
     Raises:
-        ConfigError: there is none; names the nearest.
+        ConfigError: there is no such member. Names the nearest value.
     """
     for member in kind:
         if value == member.value:
@@ -78,7 +78,7 @@ def read_enum(kind: type[EnumT], value: object, where: str) -> EnumT:
 
 
 def to_plain(value: Any) -> Any:
-    """A field's value as plain data: enums by value, tuples and arrays as lists."""
+    """Convert a field's value to plain data: enums to their value, tuples and arrays to lists."""
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, tuple | list):
@@ -91,22 +91,22 @@ def to_plain(value: Any) -> Any:
 
 
 def to_tuple(value: Any) -> Any:
-    """Lists as tuples, all the way down: what frozen values hold."""
+    """Convert lists to tuples recursively, for frozen values."""
     return tuple(to_tuple(item) for item in value) if isinstance(value, list | tuple) else value
 
 
 def read_plain(hint: Any, data: Any, where: str) -> Any:
-    """A field's value, by its annotation, from what `to_plain` made of it. What is a text, a number
-    or anything is left as it is: the class itself checks it.
+    """Read a field's value by its annotation, the inverse of `to_plain`. Texts, numbers and values
+    of any type are not checked here. The class checks them.
 
     Raises:
-        ConfigError: a key, an enum's value or the form is wrong; `where` is its path.
+        ConfigError: a key, an enum value or the structure is wrong. `where` is its path.
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         if data is None and type(None) in args:
             return None
-        # What can be read from a dict may have a short form too, such as a name.
+        # A class that is read from a dict may also accept a short form, for example a name.
         readable = [kind for kind in args if is_readable(kind)]
         return read_plain((readable or args)[0], data, where)
     if origin is tuple:
@@ -129,15 +129,15 @@ def read_plain(hint: Any, data: Any, where: str) -> Any:
 
 
 def is_readable(kind: Any) -> bool:
-    """Whether a type of an annotation reads itself from plain data."""
+    """Return whether a type in an annotation has `from_dict`."""
     return isinstance(kind, type) and issubclass(kind, PlainFields)
 
 
 def read_fields(
     kind: type[ClassT], data: object, where: str, required: Iterable[str] = ()
 ) -> ClassT:
-    """A dataclass from plain data with a key for each field; those with a default, that are not
-    `required`, may be left out.
+    """Read a dataclass from plain data with one key per field. Fields with a default may be missing
+    unless they are `required`.
 
     Raises:
         ConfigError: a key is unknown (names the nearest) or missing, or a value is not allowed.
@@ -151,53 +151,54 @@ def read_fields(
 
 
 def find_key(field: Any) -> str:
-    """What plain data calls a field: its name, unless its metadata has another "key"."""
+    """Return the key of a field in plain data: metadata "key", or else the field's name."""
     return field.metadata.get("key", field.name)
 
 
 def list_required(kind: type[Any]) -> list[str]:
-    """The keys of a dataclass's fields that have no default."""
+    """List the keys of fields without a default."""
     return [
         find_key(f) for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING
     ]
 
 
 class PlainFields:
-    """Base of frozen dataclasses that are plain data by their fields."""
+    """Base of frozen dataclasses that are read and written field by field."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; `from_dict` reads it back."""
+        """Convert to plain data for JSON. `from_dict` reads it back."""
         return {find_key(f): to_plain(getattr(self, f.name)) for f in fields(self)}  # pyright: ignore[reportArgumentType]
 
     @classmethod
     def from_dict(cls: type[FieldsT], data: object, where: str = "") -> FieldsT:
-        """What `to_dict` wrote; `where` names it in messages. Fields with a default may be missing.
+        """Read the output of `to_dict`. `where` names it in messages. Fields with a default may be
+        missing.
 
         Raises:
-            ConfigError: an unknown key (names the nearest), a missing one, or a value not allowed.
+            ConfigError: a key is unknown (names the nearest) or missing, or a value is not allowed.
         """
         return read_fields(cls, data, where or cls.__name__)
 
 
 class PlainSettings(PlainFields):
-    """Those that users write, in TOML as well, which has no None."""
+    """Base of settings that users write, also in TOML, which has no None."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON and TOML; settings that are None are left out."""
+        """Convert to plain data for JSON and TOML. Settings that are None are left out."""
         return {key: value for key, value in super().to_dict().items() if value is not None}
 
 
 class NamedSettings(PlainSettings):
-    """Base of frozen dataclasses that plain data refers to by class: {"name": "Percentile",
+    """Base of frozen dataclasses that plain data refers to by class name: {"name": "Percentile",
     "percentile": 99.9}.
 
-    Every subclass, also one of the user's own, can be read back without being registered anywhere.
+    Every subclass can be read back, also a user's class. Nothing has to be registered.
     """
 
     @classmethod
     def find_kinds(cls) -> dict[str, type[Any]]:
-        """All public dataclasses below this class, by name; of two with one name, that defined
-        last.
+        """Return all public subclasses that are dataclasses, by name. If two have the same name,
+        the later one counts.
         """
         found: dict[str, type[Any]] = {}
         for kind in cls.__subclasses__():
@@ -207,17 +208,17 @@ class NamedSettings(PlainSettings):
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """{"name": class, setting: value, ...}; settings that are None are left out, TOML has no
-        None.
+        """Convert to {"name": class, setting: value, ...}. Settings that are None are left out,
+        because TOML has no None.
         """
         return {"name": type(self).__name__, **super().to_dict()}
 
     @classmethod
     def from_dict(cls: type[SettingsT], data: object, where: str = "") -> SettingsT:
-        """What `to_dict` wrote.
+        """Read the output of `to_dict`.
 
         Raises:
-            ConfigError: no such class, or it has no such setting; or the class refuses a value.
+            ConfigError: the class is unknown, it has no such setting, or it rejects a value.
         """
         where = where or "settings"
         found = check_mapping(data, where)

@@ -1,7 +1,8 @@
-"""Frozen values that all stages exchange: quantization parameters, specifications, what a value is.
+"""Frozen values that all stages exchange: quantization parameters, specifications, and descriptions
+of values.
 
-Numpy only: nothing here knows TVM. Words as in the documentation: *affine space* holds integers q
-with `real = scale * (q - zero_point)`.
+Depends on numpy only, not on TVM. As in the documentation, *affine space* holds integers q with
+`real = scale * (q - zero_point)`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from relayquant.errors import ConfigError, format_count
 FloatArray = NDArray[np.float32]
 IntArray = NDArray[np.int32]
 
-#: Closed integer interval of every dtype that may hold quantized values.
+#: Range of each dtype for quantized values, both ends included.
 INTEGER_LIMITS: dict[str, tuple[int, int]] = {
     "int4": (-8, 7),
     "int8": (-128, 127),
@@ -32,39 +33,39 @@ INTEGER_LIMITS: dict[str, tuple[int, int]] = {
     "int64": (-(2**63), 2**63 - 1),
 }
 
-#: Least and largest number of weights with one scale.
+#: Smallest and largest group size.
 GROUP_SIZES = (16, 256)
-#: As a group size: all weights of an output have one scale.
+#: Group size for one scale per output.
 WHOLE_ROW = -1
-#: What scales of groups may be held in.
+#: Dtypes for the scales of groups.
 SCALE_DTYPES = ("float32", "float16")
 
 
 class Rounding(enum.Enum):
-    """How a real value becomes an integer."""
+    """How a real value is rounded to an integer."""
 
-    UPWARD = "UPWARD"  #: floor(x + 0.5); Relay's default for requantize
-    TONEAREST = "TONEAREST"  #: half away from zero; Relay's quantize
-    TONEAREST_EVEN = "TONEAREST_EVEN"  #: half to even; ONNX, and the default of this package
+    UPWARD = "UPWARD"  #: floor(x + 0.5): default of Relay's requantize
+    TONEAREST = "TONEAREST"  #: half away from zero: Relay's quantize
+    TONEAREST_EVEN = "TONEAREST_EVEN"  #: half to even: ONNX, and the default of this package
 
 
 class Arithmetic(enum.Enum):
-    """How a requantize multiplies (Relay: `compute_dtype`)."""
+    """How requantize multiplies (`compute_dtype` in Relay)."""
 
     INT64 = "int64"  #: 31-bit fixed-point multiplier in 64-bit integers
-    FLOAT32 = "float32"  #: one float32 multiply, the default
+    FLOAT32 = "float32"  #: one float32 multiplication, the default
     FLOAT64 = "float64"
 
 
 def has_exact_sums(rounding: Rounding, arithmetic: Arithmetic) -> bool:
-    """Whether sums and products are exact, in int64 where int32 does not hold them: with half to
-    even and float arithmetic. What follows TVM v0.19, and fixed point, takes int32.
+    """Whether sums and products are exact, in int64 where int32 overflows. True with half-to-even
+    rounding and float arithmetic. Modes that follow TVM v0.19, and fixed point, use int32.
     """
     return rounding is Rounding.TONEAREST_EVEN and arithmetic is not Arithmetic.INT64
 
 
 class Scheme(enum.Enum):
-    """Whether the zero point is free."""
+    """Whether the zero point is fixed."""
 
     SYMMETRIC = "symmetric"  #: zero point fixed at the middle of the range (0 for signed types)
     AFFINE = "affine"
@@ -75,11 +76,11 @@ class Granularity(enum.Enum):
 
     PER_TENSOR = "per_tensor"
     PER_CHANNEL = "per_channel"
-    PER_ROW = "per_row"  #: one for each row (token), computed when the model runs
+    PER_ROW = "per_row"  #: one set per row (token), computed at run time
 
 
 class Role(enum.Enum):
-    """What an operand is to its operator."""
+    """Which operand of its operator a value is."""
 
     ACTIVATION = "activation"
     WEIGHT = "weight"
@@ -90,23 +91,23 @@ class Role(enum.Enum):
 @check_fields
 @dataclass(frozen=True)
 class QSpec(PlainSettings):
-    """How a tensor is to be quantized; says nothing of the values of its parameters.
+    """How a tensor is quantized. Does not contain the values of its parameters.
 
     Attributes:
-        dtype: What holds the integers.
-        quant_min, quant_max: Smallest and largest integer used; default: the limits of `dtype`.
-            Symmetric int8 weights usually narrow them to -127..127, 4-bit weights to -7..7 or
-            -8..7.
+        dtype: Dtype of the integers.
+        quant_min, quant_max: Smallest and largest integer used. Default: the limits of `dtype`.
+            Symmetric int8 weights usually use -127..127, 4-bit weights -7..7 or -8..7.
         power_of_two: Scales are powers of two, so that hardware may shift instead of multiply.
-        scale_min, scale_max: Bounds of every scale, None for no bound.
-        is_dynamic: Scale and zero point are computed from each tensor when the model runs, as
-            ONNX's DynamicQuantizeLinear does, instead of being calibrated. For the input
-            activations of operators with constant weights. With granularity PER_ROW one set for
-            each row of a product's data.
-        group_size: Of weights that stay packed in memory: neighbours along the reduction that share
-            a scale, 16 to 256, or `WHOLE_ROW`. Codes have 2, 3, 4 or 8 bits, as many as the limits
-            need: -4..3 are 3. Symmetric, or with a zero point for each group.
-        scale_dtype: What scales of groups are held in, "float32" or "float16".
+        scale_min, scale_max: Bounds of every scale. None for no bound.
+        is_dynamic: Scale and zero point are computed from each tensor at run time, as in ONNX's
+            DynamicQuantizeLinear, instead of being calibrated. For input activations of operators
+            with constant weights. With granularity PER_ROW, each row of a product's data has its
+            own set.
+        group_size: For weights that stay packed in memory: the number of neighbours along the
+            reduction axis that share a scale, 16 to 256, or `WHOLE_ROW`. Codes have 2, 3, 4 or 8
+            bits, as many as the limits need: -4..3 needs 3. Symmetric, or with a zero point per
+            group.
+        scale_dtype: Dtype of the scales of groups, "float32" or "float16".
     """
 
     dtype: str = "int8"
@@ -179,7 +180,7 @@ class QSpec(PlainSettings):
         self._check_groups()
 
     def _check_granularity(self) -> None:
-        """Raise where one setting does not go with how many parameters there are."""
+        """Raise if another setting contradicts the granularity."""
         is_row = self.granularity is Granularity.PER_ROW
         if is_row and not self.is_dynamic:
             raise ConfigError(
@@ -212,7 +213,7 @@ class QSpec(PlainSettings):
             )
 
     def _check_groups(self) -> None:
-        """Raise where one setting does not go with groups, or is for groups alone."""
+        """Raise if a setting contradicts groups, or is for groups only."""
         if self.scale_dtype not in SCALE_DTYPES:
             raise ConfigError(
                 f"QSpec.scale_dtype is {self.scale_dtype!r}; allowed: {', '.join(SCALE_DTYPES)}.",
@@ -249,13 +250,13 @@ class QSpec(PlainSettings):
 
     @property
     def code_bits(self) -> int:
-        """Bits that hold every integer from quant_min to quant_max."""
+        """Number of bits that hold every integer from quant_min to quant_max."""
         low, high = self.limits
         return (high - low).bit_length()
 
     @property
     def scale_bounds(self) -> tuple[float, float]:
-        """(scale_min, scale_max), 0 and the largest float32 where there is none."""
+        """(scale_min, scale_max). Without a bound: 0 and the largest float32."""
         largest = float(np.finfo("float32").max)
         return (
             0.0 if self.scale_min is None else self.scale_min,
@@ -269,12 +270,12 @@ class QSpec(PlainSettings):
 
     @property
     def stored(self) -> QSpec:
-        """As its integers are held: those of int4 in int8, within -8..7."""
+        """The specification of the stored integers: int4 is stored in int8, within -8..7."""
         return replace(self, dtype="int8") if self.dtype == "int4" else self
 
     def with_reduced_range(self) -> QSpec:
-        """One bit less, where all of `dtype` is used: for instruction sets that add products in 16
-        bits.
+        """Return the specification with one bit less if it uses all of `dtype`. For instruction
+        sets that add products in 16 bits.
         """
         if not self.has_full_range:
             return self
@@ -282,8 +283,8 @@ class QSpec(PlainSettings):
         return replace(self, quant_min=low // 2, quant_max=high // 2)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON and TOML; settings that are None are left out, `is_dynamic` where it
-        is False, and `scale_dtype` without groups.
+        """Convert to plain data for JSON and TOML. Settings that are None are left out, also
+        `is_dynamic` if it is False, and `scale_dtype` without groups.
         """
         unused = {"is_dynamic"} if not self.is_dynamic else set[str]()
         unused |= {"scale_dtype"} if self.group_size is None else set()
@@ -291,7 +292,7 @@ class QSpec(PlainSettings):
 
     @property
     def limits(self) -> tuple[int, int]:
-        """(quant_min, quant_max), both resolved."""
+        """(quant_min, quant_max), with defaults resolved."""
         if self.quant_min is None or self.quant_max is None:
             raise ConfigError(
                 "QSpec limits are unresolved; build QSpec through its constructor.", code="RQ101"
@@ -300,7 +301,7 @@ class QSpec(PlainSettings):
 
     @property
     def symmetric_zero_point(self) -> int:
-        """Zero point of a symmetric scheme: 0 where it lies inside the range, else the middle."""
+        """Zero point of a symmetric scheme: 0 if it is inside the range, else the middle."""
         low, high = self.limits
         return 0 if low < 0 < high else (low + high + 1) // 2
 
@@ -315,9 +316,9 @@ class QSpec(PlainSettings):
 
 @dataclass(frozen=True, eq=False)
 class QParams(PlainFields):
-    """Quantization parameters: scale float32 > 0 and zero point int32, each shape () or (C,).
+    """Quantization parameters: scale float32 > 0 and zero point int32, each of shape () or (C,).
 
-    The scale is per channel whenever the zero point is; the zero point alone may be ().
+    If the zero point is per channel, the scale is too. The zero point alone may be ().
     """
 
     scale: FloatArray
@@ -347,7 +348,8 @@ class QParams(PlainFields):
                 code="RQ101",
             )
         if given.ndim > scale.ndim:
-            scale = np.full(given.shape, scale)  # whatever is per channel has one scale per channel
+            # Parameters per channel always have a scale per channel.
+            scale = np.full(given.shape, scale)
         if scale.ndim == 1 and self.axis is None:
             raise ConfigError("QParams with one scale per channel needs an axis.", code="RQ101")
         if not (np.isfinite(scale).all() and (scale > 0).all()):
@@ -391,21 +393,21 @@ class QParams(PlainFields):
         return self.scale.ndim == 1
 
     def with_axis(self, axis: int | None) -> QParams:
-        """The same parameters along another axis of the tensor."""
+        """Return the same parameters along another axis of the tensor."""
         return replace(self, axis=axis)
 
 
 @check_arguments
 def choose_qparams(low: Any, high: Any, spec: QSpec, axis: int | None = None) -> QParams:
-    """Parameters that cover the real range [low, high], each shape () or (C,).
+    """Compute parameters that cover the real range [low, high], each of shape () or (C,).
 
-    The range is widened to hold 0, so that 0 is exactly representable (Jacob et al. 2018, section
-    2.1, https://arxiv.org/abs/1712.05877). A range of width 0 (a constant zero tensor) gets scale
-    1.
+    The range is widened to include 0, so that 0 is exactly representable (Jacob et al. 2018,
+    section 2.1, https://arxiv.org/abs/1712.05877). A range of width 0 (a constant zero tensor) gets
+    scale 1.
 
     Raises:
-        ConfigError: low or high is NaN or infinite, or low > high, or the range is too wide for a
-            float32 scale, or the zero point does not fit in int32 (affine int64).
+        ConfigError: low or high is NaN or infinite, low > high, the range is too wide for a float32
+            scale, or the zero point does not fit in int32 (affine int64).
     """
     try:
         low, high = np.asarray(low, "float64"), np.asarray(high, "float64")
@@ -441,19 +443,20 @@ def choose_qparams(low: Any, high: Any, spec: QSpec, axis: int | None = None) ->
         zero_point = np.full(scale.shape, float(middle))
     else:
         zero_point = np.clip(np.rint(qmin - low / scale.astype("float64")), qmin, qmax)
-    # float64 rather than int32: QParams refuses what does not fit, where a cast would wrap around.
+    # float64 rather than int32: QParams rejects values that do not fit, but a cast would wrap
+    # around.
     return QParams(scale, cast(Any, zero_point), spec.dtype, axis if scale.ndim else None)
 
 
 def find_power_of_two(value: Any) -> Any:
-    """The largest power of two that is at most `value` > 0, float64."""
+    """Return the largest power of two that is at most `value` > 0, float64."""
     _, exponent = np.frexp(np.asarray(value, "float64"))
     return np.ldexp(1.0, exponent - 1)
 
 
 def conform_scale(scale: Any, spec: QSpec) -> Any:
-    """The nearest scale that `spec` allows, float64: within its bounds, a power of two if it must
-    be.
+    """Return the nearest scale that `spec` allows, float64: within its bounds, and a power of two
+    if required.
 
     Powers of two are rounded up, so that the range stays covered, unless that exceeds the bound.
     """
@@ -469,21 +472,21 @@ def conform_scale(scale: Any, spec: QSpec) -> Any:
 @check_fields
 @dataclass(frozen=True)
 class ValueInfo(PlainFields):
-    """What a calibration callback is told of the value it picks parameters for."""
+    """A value whose parameters a calibration callback chooses."""
 
     name: str  #: stable name of the value, or "<operator>:weight" for a constant operand
     role: Role
     spec: QSpec
-    shape: tuple[int | str, ...]  #: symbolic dimensions by name
+    shape: tuple[int | str, ...]  #: symbolic dimensions are given by name
     axis: int | None = None  #: channel axis when spec is per channel
     consumers: tuple[str, ...] = field(default=())
 
 
 def check_qparams(qparams: object, info: ValueInfo, source: str) -> QParams:
-    """`qparams` if they are what `info` asks for; `source` names who picked them, for the message.
+    """Return `qparams` if they fit `info`. `source` names who chose them, for the message.
 
     Raises:
-        ConfigError: not a QParams, or dtype, number, axis or zero points do not fit `info.spec`.
+        ConfigError: not a QParams, or dtype, shape, axis or zero points do not fit `info.spec`.
     """
     where = f"{source} picked parameters for value {info.name!r}"
     spec = info.spec

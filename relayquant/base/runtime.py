@@ -1,4 +1,4 @@
-"""Running compiled modules: numpy arrays in, numpy arrays out."""
+"""Run compiled modules: numpy arrays in, numpy arrays out."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from tvm import relax
 from relayquant.base import _tvm
 from relayquant.errors import ConfigError, DataError, suggest_sizes
 
-#: How long TVM's idle threads spin before they sleep. Its default of 300,000 turns makes two
-#: threads up to 500 times slower than one as soon as another process wants a core, and as few as 30
-#: a hundred times. With 0 they lose nothing, but to wake one takes about 10 microseconds.
+#: How many turns TVM's idle threads spin before they sleep. With TVM's default of 300,000, two
+#: threads are up to 500 times slower than one as soon as another process needs a core. Even 30
+#: turns cost a factor of 100. With 0 nothing is lost, but waking a thread takes about 10
+#: microseconds.
 SPIN_VARIABLE = "TVM_THREAD_POOL_SPIN_COUNT"
 
-#: bytes that the address of a tensor must be a multiple of
+#: required alignment of a tensor's address in bytes
 ALIGNMENT = 64
-#: dtypes of tensors that numpy looks at without a copy
+#: dtypes of tensors that numpy can view without a copy
 _VIEWED = frozenset(
     [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
     + ["float16", "float32", "float64"]
@@ -41,10 +42,10 @@ CompileModule = Callable[[tvm.IRModule], Any]
 
 
 class FunctionRunner(Protocol):
-    """Runs the functions of a module by name; several threads may do so at once."""
+    """Runs the functions of a module by name. Safe to call from several threads at once."""
 
     def run(self, name: str, args: Sequence[Any]) -> list[np.ndarray]:
-        """Call a function with arrays and shapes; returns its results as new arrays."""
+        """Call a function with arrays and shapes. Returns its results as new arrays."""
         ...
 
 
@@ -53,13 +54,13 @@ LoadModule = Callable[[tvm.IRModule], FunctionRunner]
 
 
 def count_cores() -> int:
-    """Cores that this process may use."""
-    has_affinity = hasattr(os, "sched_getaffinity")  # Linux; elsewhere all cores count
+    """Count the cores that this process may use."""
+    has_affinity = hasattr(os, "sched_getaffinity")  # Linux only. Elsewhere all cores count.
     return (len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()) or 1
 
 
 def count_threads() -> int:
-    """Threads that this process may keep busy: TVM_NUM_THREADS, or the cores it may use."""
+    """Count the threads that this process may keep busy: TVM_NUM_THREADS, or else its cores."""
     wanted = os.environ.get("TVM_NUM_THREADS", "")
     if wanted.isdigit() and int(wanted) > 0:
         return int(wanted)
@@ -67,20 +68,21 @@ def count_threads() -> int:
 
 
 def limit_blas() -> Any:
-    """A context in which numpy's and scipy's matrix products and factorizations run on one thread.
+    """Return a context in which matrix products and factorizations of numpy and scipy use one
+    thread.
 
-    Their threads spin while they wait for one another: beside a busy process, or when several
-    threads compute products, that takes a hundred times as long as the work. And the bits of a sum
-    do not depend on the number of cores.
+    Their threads spin while they wait for each other. Next to a busy process, or when several
+    threads compute products, the waiting takes a hundred times as long as the work. One thread also
+    makes the bits of a sum independent of the number of cores.
     """
     return find_thread_pools().limit(limits=1, user_api="blas")
 
 
 def map_on_threads(function: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
-    """`function` of each item, in order, computed on `count_threads()` threads.
+    """Apply `function` to each item on `count_threads()` threads. Results keep the order of the
+    items.
 
-    Items are taken from the iterator by the caller's thread, and not many more of them than there
-    are threads wait at any time.
+    The calling thread reads the iterator. Only about as many items as threads wait at any time.
     """
     threads = count_threads()
     with futures.ThreadPoolExecutor(threads, thread_name_prefix="relayquant") as pool:
@@ -99,37 +101,38 @@ def map_on_threads(function: Callable[[S], T], items: Iterable[S]) -> Iterator[T
 
 @functools.cache
 def find_thread_pools() -> ThreadpoolController:
-    """The libraries with threads of their own that are loaded."""
+    """Return the loaded libraries that have their own threads."""
     return ThreadpoolController()
 
 
 def stop_spinning() -> None:
-    """Let TVM's idle threads sleep at once, unless the environment says otherwise.
+    """Let TVM's idle threads sleep at once, unless the environment variable is set.
 
-    TVM reads the variable when its first parallel kernel runs: call this before.
+    TVM reads the variable when its first parallel kernel runs, so call this before.
     """
     os.environ.setdefault(SPIN_VARIABLE, "0")
 
 
 @functools.cache
 def find_first_user() -> tuple[int, int]:
-    """(process, its threads) that first ran compiled kernels. A fork inherits the answer, but not
-    the threads.
+    """Return (process id, thread count) of the process that first ran compiled kernels. A fork
+    inherits this record, but not the threads.
     """
     return os.getpid(), count_threads()
 
 
 def check_threads() -> None:
-    """Before kernels run: that the threads which TVM deals their parts to exist in this process.
+    """Check that TVM's worker threads exist in this process. Call this before kernels run.
 
     Raises:
-        ConfigError: they were left behind by a fork; a kernel would wait for them for ever.
+        ConfigError: the process is a fork without the threads. A kernel would wait for them
+            forever.
     """
     process, threads = find_first_user()
     if process != os.getpid() and threads > 1:
         raise ConfigError(
             f"This process is a fork of one (pid {process}) that has run kernels on {threads} "
-            "threads, which a fork does not have: kernels would wait for them for ever. Start "
+            "threads, which a fork does not have: kernels would wait for them forever. Start "
             "processes by multiprocessing.get_context('spawn') or 'forkserver', fork before "
             "anything runs, or set TVM_NUM_THREADS=1.",
             code="RQ107",
@@ -137,24 +140,24 @@ def check_threads() -> None:
 
 
 class Executor:
-    """A compiled module on this machine's CPU; functions are called by name."""
+    """A compiled module on this machine's CPU. Functions are called by name."""
 
     def __init__(self, executable: Any) -> None:
         stop_spinning()
         self.vm = relax.VirtualMachine(executable, tvm.cpu())
-        self._running = threading.Lock()  # TVM's virtual machine has one stack
+        self._running = threading.Lock()  # TVM's virtual machine has one stack.
 
     def run(self, name: str, args: Sequence[Any]) -> list[np.ndarray]:
-        """Call a function with arrays (TVM tensors, shapes); returns its results as new arrays.
+        """Call a function with arrays (TVM tensors, shapes). Returns its results as new arrays.
 
         Raises:
-            ConfigError: the process is a fork of one that has run kernels; see `check_threads`.
-            DataError: an array has another shape or dtype than the function takes.
+            ConfigError: the process is a fork of one that has run kernels, see `check_threads`.
+            DataError: the shape or dtype of an array differs from the function's parameter.
         """
         return self.call(name, [as_tensor(arg) for arg in args])
 
     def call(self, name: str, args: Sequence[Any]) -> list[np.ndarray]:
-        """`run` with arguments as TVM takes them: also tuples of tensors, and numbers."""
+        """Call a function with arguments of TVM's types, also tuples of tensors and numbers."""
         check_threads()
         try:
             with self._running:
@@ -167,7 +170,7 @@ class Executor:
 
 
 def describe_argument(fault: _tvm.ArgumentError, argument: Any) -> DataError:
-    """The error of an argument that does not fit."""
+    """Make the error for an argument that does not fit."""
     where = f"input {fault.name!r} of {fault.function!r}"
     if not isinstance(argument, tvm.runtime.Tensor):
         return DataError(
@@ -185,7 +188,7 @@ def describe_argument(fault: _tvm.ArgumentError, argument: Any) -> DataError:
 
 
 def as_tensor(array: Any) -> tvm.runtime.Tensor | tvm_ffi.Shape:
-    """A TVM tensor on the CPU; TVM tensors and shapes pass through."""
+    """Convert to a TVM tensor on the CPU. TVM tensors and shapes pass through."""
     if isinstance(array, tvm.runtime.Tensor | tvm_ffi.Shape):
         return array
     # ascontiguousarray would give a scalar one dimension.
@@ -193,8 +196,8 @@ def as_tensor(array: Any) -> tvm.runtime.Tensor | tvm_ffi.Shape:
 
 
 def view_tensor(array: np.ndarray) -> Any:
-    """A TVM tensor in the memory of an `empty_aligned` array; a copy of any other array, or of one
-    that may not be written.
+    """Return a TVM tensor that shares the memory of an `empty_aligned` array. Any other array, or a
+    read-only one, is copied.
     """
     flags = array.flags
     is_aligned = array.ctypes.data % ALIGNMENT == 0
@@ -204,21 +207,21 @@ def view_tensor(array: np.ndarray) -> Any:
 
 
 def as_array(tensor: tvm.runtime.Tensor) -> np.ndarray:
-    """A numpy view of a tensor on the CPU, or a copy where numpy cannot look at it."""
+    """Return a numpy view of a CPU tensor, or a copy if numpy cannot view its dtype."""
     if str(tensor.dtype) in _VIEWED and all(tensor.shape):
         return np.from_dlpack(tensor)
     return np.asarray(tensor.numpy())
 
 
 def view_constant(tensor: Any) -> np.ndarray:
-    """The values of a constant of a module where they lie, not to be written."""
+    """Return the values of a module's constant without a copy. Do not write to them."""
     array = as_array(tensor)
     array.flags.writeable = False
     return array
 
 
 def empty_aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """A new array that compiled code can read where it lies: see `view_tensor`."""
+    """Allocate an array that compiled code can read in place, see `view_tensor`."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     raw = np.empty(size + ALIGNMENT, "uint8")
     start = -raw.ctypes.data % ALIGNMENT
@@ -226,15 +229,15 @@ def empty_aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
 
 
 def find_memory_axes(array: np.ndarray) -> tuple[int, ...]:
-    """Axes of an array in the order they lie in memory, outermost first: transposed by them, a view
-    of a contiguous array is contiguous.
+    """Return the axes of an array in memory order, outermost first. Transposing a view of a
+    contiguous array by these axes makes it contiguous.
     """
     strides = array.strides
     return tuple(sorted(range(array.ndim), key=lambda axis: -strides[axis]))
 
 
 def align_array(array: np.ndarray) -> np.ndarray:
-    """The array itself if compiled code can read it where it lies, else a copy in C order."""
+    """Return the array itself if compiled code can read it in place, else a copy in C order."""
     if array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0:
         return array
     copy = empty_aligned(array.shape, array.dtype)
@@ -243,12 +246,12 @@ def align_array(array: np.ndarray) -> np.ndarray:
 
 
 def as_shape(sizes: Iterable[int]) -> tvm_ffi.Shape:
-    """A value for a parameter that is a shape."""
+    """Convert a value for a parameter that is a shape."""
     return tvm_ffi.Shape(tuple(sizes))
 
 
 def flatten_result(result: Any) -> list[Any]:
-    """Tensors of a result, nested tuples taken apart."""
+    """Flatten the nested tuples of a result to a list of tensors."""
     if isinstance(result, tvm.runtime.Tensor):
         return [result]
     return [tensor for part in result for tensor in flatten_result(part)]

@@ -1,4 +1,4 @@
-"""Beside the data flow: rows of a report -> comma-separated text, and HTML for notebooks."""
+"""Rows of a report -> CSV text, and HTML for notebooks. Not part of the data flow."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 from relayquant.errors import format_count
 
-#: rows of a table that a notebook shows without being asked
+#: rows of a table that a notebook shows by default
 SHOWN_ROWS = 200
 
 
 def format_csv(kind: type[Any], rows: Iterable[Any]) -> str:
-    """A header line with the fields of the dataclass `kind`, and a line for each of its values."""
+    """Format a header line with the fields of the dataclass `kind`, and one line per value."""
     text = io.StringIO()
     names = [field.name for field in dataclasses.fields(kind)]
     writer = csv.writer(text, lineterminator="\n")
@@ -28,10 +28,12 @@ def format_csv(kind: type[Any], rows: Iterable[Any]) -> str:
 def format_html(
     columns: Mapping[str, Sequence[object]], caption: str = "", lines: Iterable[str] = ()
 ) -> str:
-    """A table for a notebook: head -> its cells, all of one length, and lines below it.
+    """Format a table for a notebook: column header -> cells, all of one length, with lines of text
+    below it.
 
-    Names in models come from anywhere: every text is escaped. Floats have four significant digits,
-    None is empty. Of more than `SHOWN_ROWS` rows the first are shown, and how many are not.
+    Names in models can hold anything, so every text is escaped. Floats have four significant
+    digits. None is empty. If there are more than `SHOWN_ROWS` rows, the first ones are shown and
+    the rest is counted.
     """
     count = max(map(len, columns.values()), default=0)
     parts = ["<table>"]
@@ -49,7 +51,7 @@ def format_html(
 
 
 def format_cell(value: object) -> str:
-    """A value in a table for people."""
+    """Format a value for a table cell."""
     if value is None:
         return ""
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""The windows of a pool along an axis, for whatever reads, writes or compiles pools."""
+"""Pooling windows along an axis, shared by the readers, writers and compilers of pools."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from __future__ import annotations
 def count_windows(
     size: int, kernel: int, stride: int, dilation: int, pads: tuple[int, int], ceil_mode: bool
 ) -> int:
-    """Windows along an axis with (before, after) `pads`; below 1 where none fits.
+    """Count the windows along an axis with (before, after) `pads`. Below 1 if none fits.
 
-    With `ceil_mode` the last may end beyond the padding, but it starts in the data or before it
-    (PyTorch, `pooling_output_shape`; ONNX, operator MaxPool).
+    With `ceil_mode` the last window may end beyond the padding, but it starts in the data or before
+    it (PyTorch, `pooling_output_shape`; ONNX, operator MaxPool).
     """
     free = size + sum(pads) - (kernel - 1) * dilation - 1
     if not ceil_mode:
@@ -19,5 +19,5 @@ def count_windows(
 
 
 def reach_end(count: int, size: int, kernel: int, stride: int, dilation: int, before: int) -> int:
-    """Padding behind an axis, with `before` in front, in which the last of the windows ends."""
+    """Return the padding after an axis that the last window needs, with `before` in front."""
     return max(0, (count - 1) * stride + (kernel - 1) * dilation + 1 - size - before)

@@ -1,1 +1,1 @@
-"""What is kept in files: archives, modules, parameters, written whole or not at all."""
+"""Files of archives, modules and parameters. Each file is written completely or not at all."""

@@ -1,8 +1,7 @@
-"""One file of plain data: a JSON header, texts and arrays. Written whole, read without executing
-anything.
+"""One file of plain data: a JSON header, texts and arrays. Reading it executes no code.
 
-A zip archive without compression that depends on its contents alone: the same data gives the same
-bytes.
+The file is a zip archive without compression. Its bytes depend on its contents only: the same data
+gives the same bytes. It is written completely or not at all.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ import numpy as np
 from relayquant.base.storage.files import decode_json, reading, write_whole
 from relayquant.errors import DataError, RelayQuantError, format_count
 
-#: entries of a file: one for each array and text, and the header
+#: entries of a file: one per array and text, and the header
 MAX_ENTRIES = 200_000
 HEADER = "header.json"
 
 
 @dataclass(frozen=True, eq=False)
 class Archive:
-    """What an archive holds: plain data, texts and arrays by name."""
+    """The contents of an archive: plain data, and texts and arrays by name."""
 
     header: dict[str, Any]
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -35,7 +34,7 @@ class Archive:
 
 
 def write_archive(path: Path, kind: str, contents: Archive) -> None:
-    """Write an archive of a `kind`, such as "relayquant.stages.prepared.1", whole or not at all.
+    """Write an archive of a `kind`, for example "relayquant.prepared.1", completely or not at all.
 
     Raises:
         FileError: the folder does not exist or cannot be written.
@@ -45,7 +44,7 @@ def write_archive(path: Path, kind: str, contents: Archive) -> None:
 
     def write(temporary: Path) -> None:
         with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
-            # ZipInfo: the time of writing does not get in.
+            # ZipInfo keeps the time of writing out of the file.
             archive.writestr(zipfile.ZipInfo(HEADER), json.dumps(header))
             for name, text in contents.texts.items():
                 archive.writestr(zipfile.ZipInfo(name), text)
@@ -60,19 +59,19 @@ def write_archive(path: Path, kind: str, contents: Archive) -> None:
 def read_archive(
     path: Path, kind: str, what: str, raises: type[RelayQuantError] = DataError
 ) -> Archive:
-    """What `write_archive` wrote; reads no more than the file is long.
+    """Read an archive of `write_archive`. Reads no more bytes than the file has.
 
     Args:
         what: What the file should be, for messages: "prepared model".
         raises: Class of the error.
 
     Raises:
-        DataError or `raises`: there is no such file, or it is damaged or something else.
+        DataError or `raises`: the file does not exist, is damaged or is something else.
     """
     with reading(path, what, raises), zipfile.ZipFile(path) as archive:
         size = path.stat().st_size
         entries = archive.infolist()
-        # Stored entries cannot be larger than the file: no archive of a few bytes fills the memory.
+        # Stored entries cannot be larger than the file, so a small archive cannot fill the memory.
         is_plain = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
         total = sum(entry.file_size for entry in entries)
         if not is_plain or total > size or len(entries) > MAX_ENTRIES:
@@ -90,7 +89,7 @@ def read_archive(
 
 @dataclass(frozen=True)
 class ArrayHeader:
-    """What an .npy file says before its data."""
+    """Shape and dtype of an array, from the header of its .npy."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -98,16 +97,16 @@ class ArrayHeader:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the data."""
+        """Size of the data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def read_array_header(stream: IO[bytes]) -> ArrayHeader:
-    """The header of an .npy; the stream then stands at the data.
+    """Read the header of an .npy. The stream then is at the start of the data.
 
     Raises:
-        ValueError: it holds Python objects, or what no array is; numpy may raise anything else for
-            a damaged one.
+        ValueError: it holds Python objects, or no valid array. For a damaged header numpy may raise
+            any error.
     """
     version = np.lib.format.read_magic(stream)
     if version == (1, 0):
@@ -123,13 +122,15 @@ def read_array_header(stream: IO[bytes]) -> ArrayHeader:
         )
     header = ArrayHeader(shape, dtype, fortran_order)
     if min(shape, default=0) < 0 or dtype.itemsize == 0:
-        raise ValueError(f"shape {shape} and dtype {dtype} are those of no array")
+        raise ValueError(f"shape {shape} and dtype {dtype} describe no valid array")
     return header
 
 
 def check_array_size(header: ArrayHeader, start: int, size: int) -> None:
-    """ValueError unless the data that `header` tells of, from byte `start` on, fills `size` bytes:
-    asked before memory is.
+    """Raise ValueError unless the data described by `header`, from byte `start` on, fills `size`
+    bytes.
+
+    The check runs before memory is allocated.
     """
     needed = start + header.nbytes
     if needed != size:
@@ -140,7 +141,9 @@ def check_array_size(header: ArrayHeader, start: int, size: int) -> None:
 
 
 def read_array(archive: zipfile.ZipFile, entry: str) -> np.ndarray:
-    """An .npy of an archive; ValueError and others for a damaged one, see `read_array_header`."""
+    """Read an .npy entry of an archive. Raises ValueError and others for a damaged one, see
+    `read_array_header`.
+    """
     with archive.open(entry) as stream:
         header = read_array_header(stream)
         check_array_size(header, stream.tell(), archive.getinfo(entry).file_size)

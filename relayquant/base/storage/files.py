@@ -1,5 +1,5 @@
-"""Files, for every stage that reads or leaves something on disk: written whole or not at all, and
-whatever is wrong with one that is read is an error that names it.
+"""Read and write files for every stage. A file is written completely or not at all. Any problem
+with a file that is read becomes an error that names the file.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from relayquant.errors import (
     format_count,
 )
 
-#: characters of a foreign message that an error of ours repeats
+#: longest part of another library's message that our errors repeat
 MESSAGE_LENGTH = 400
 
 
 # --- Writing ------------------------------------------------------------------------------------
 
 
-#: what to do where no temporary file can be made
+#: advice if no temporary file can be made
 TEMPORARY = "Set TMPDIR to a folder that can be written."
-#: what to do about an error of the system; about any other, a place that can be written is needed
+#: Advice per error number of the system. For any other error, a writable place is needed.
 REMEDIES = {
     errno.ENOSPC: "Free space there, or name another place.",
     errno.EDQUOT: "Free space there, or name another place.",
@@ -43,17 +43,17 @@ REMEDIES = {
 def writing(
     path: str | os.PathLike[str], remedy: str = "Name a place that can be written."
 ) -> Iterator[None]:
-    """An OSError inside becomes a FileError that names `path`: a full disk, a limit on files or a
-    lost right name no file, or a temporary one.
+    """Turn an OSError inside the `with` block into a FileError that names `path`. Without this, a
+    full disk, a file size limit or a missing permission names no file or a temporary one.
 
-    Whatever makes a file or a folder goes through here.
+    All code that makes a file or a folder uses this.
     """
     try:
         yield
     except FileError:
         raise
     except OSError as error:
-        if error.errno is None:  # of no call of the system: a library's own
+        if error.errno is None:  # raised by a library, not by a system call
             raise FileError(f"Cannot write {path}: {error}", code="RQ501") from error
         reason = os.strerror(error.errno)
         if error.filename is not None and not is_near(error.filename, Path(path)):
@@ -65,18 +65,18 @@ def writing(
 
 
 def is_near(name: Any, path: Path) -> bool:
-    """Whether a file is `path` itself, in it if that is a folder, or beside it."""
+    """Return whether a file is `path` itself, inside it if it is a folder, or next to it."""
     return Path(os.fsdecode(name)).parent in (path.parent, path)
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Call `write` on a temporary file beside `path`, then rename it: no half file ever stays.
+    """Call `write` on a temporary file next to `path`, then rename it. No incomplete file stays.
 
-    A device or a pipe, such as /dev/stdout, is written itself: a file must not take its place. So
-    it is with a symbolic link, which stays: the file that it leads to is replaced.
+    A device or a pipe, for example /dev/stdout, is written directly, because a file must not
+    replace it. A symbolic link stays, and the file that it leads to is replaced.
 
     Raises:
-        FileError: the folder does not exist or cannot be written, or the disk is full; names
+        FileError: the folder does not exist or cannot be written, or the disk is full. Names
             `path`.
     """
     with writing(path):
@@ -97,24 +97,25 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file of UTF-8 text, as `write_whole` does."""
+    """Write a UTF-8 text file with `write_whole`."""
     write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def check_writable(path: Path) -> None:
-    """Raises FileError if no file can be written there: to be asked before work that takes long.
+    """Raise FileError if no file can be written to `path`. Call this before long work.
 
-    The folder must be there, and `path` must not be a folder itself.
+    The folder must exist, and `path` must not be a folder.
     """
     with writing(path):
         check_place(path)
         if not is_stream(path):
-            # Only the attempt tells: rights do not bind root, and some file systems take nothing.
+            # Only an attempt shows it: root ignores permissions, and some file systems are
+            # read-only.
             make_temporary(follow_link(path)).unlink()
 
 
 def check_place(path: Path) -> None:
-    """Raises FileError if `path` is a folder, or in none."""
+    """Raise FileError if `path` is a folder, or its folder does not exist."""
     if path.is_dir():
         raise FileError(
             f"Cannot write {path}: it is a folder. Name a file in it.", errno.EISDIR, code="RQ501"
@@ -129,10 +130,10 @@ def check_place(path: Path) -> None:
 
 
 def follow_link(path: Path) -> Path:
-    """Where a symbolic link leads, also to no file yet; any other path as it is.
+    """Return where a symbolic link leads, even if there is no file yet. Other paths are unchanged.
 
     Raises:
-        FileError: it leads into no folder.
+        FileError: the folder that it leads into does not exist.
     """
     if not path.is_symlink():
         return path
@@ -142,13 +143,13 @@ def follow_link(path: Path) -> Path:
 
 
 def is_stream(path: Path) -> bool:
-    """Whether something is there that is neither file nor folder."""
+    """Return whether `path` exists and is neither a file nor a folder."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def make_temporary(path: Path) -> Path:
-    """An empty file beside `path`."""
-    # The suffix stays: what writes a library looks at it.
+    """Make an empty file next to `path`."""
+    # The suffix stays, because the writer of a library checks it.
     handle, name = tempfile.mkstemp(suffix=path.suffix, prefix=f".{path.stem}-", dir=path.parent)
     os.close(handle)
     return Path(name)
@@ -156,10 +157,11 @@ def make_temporary(path: Path) -> Path:
 
 @contextmanager
 def open_temporary_folder(parent: str | os.PathLike[str] | None = None) -> Iterator[Path]:
-    """A folder, in `parent` or the system's, that is gone when the `with` block ends.
+    """Make a folder in `parent` or the system's temporary folder. It is removed when the `with`
+    block ends.
 
     Raises:
-        FileError: none can be made.
+        FileError: no folder can be made.
     """
     with ExitStack() as stack:
         with writing(parent or "temporary files", TEMPORARY):
@@ -178,17 +180,17 @@ def reading(
     raises: type[RelayQuantError] = DataError,
     advice: str = "",
 ) -> Iterator[None]:
-    """Whatever goes wrong inside becomes an error of ours that names the file.
+    """Turn every error inside the `with` block into an error of ours that names the file.
 
-    Files are untrusted. What a damaged one makes the parsers of Python, numpy, protobuf or TVM
-    raise is theirs to choose (TokenError, RecursionError, MemoryError, struct.error, ...) and no
-    list of it is complete: all readers of files go through here, so that none needs one.
+    Files are untrusted. For a damaged file, the parsers of Python, numpy, protobuf or TVM may raise
+    anything (TokenError, RecursionError, MemoryError, struct.error, ...), and no list of these
+    errors is complete. All readers of files use this, so none needs a list.
 
     Args:
         path: The file.
-        what: What it should be: "prepared model".
-        raises: Class of the error; an error of ours keeps its own.
-        advice: What to do about it: a sentence.
+        what: What the file should be: "prepared model".
+        raises: Class of the error. An error of ours is kept.
+        advice: A sentence that says what to do.
     """
     try:
         yield
@@ -206,7 +208,7 @@ def reading(
 
 
 def describe(error: Exception) -> str:
-    """A foreign error on one line, without a full stop."""
+    """Return another library's error on one line, without a full stop."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if isinstance(error, MemoryError):
@@ -222,14 +224,14 @@ def describe(error: Exception) -> str:
 
 
 def decode_json(text: str | bytes, *, allow_nan: bool = False) -> Any:
-    """The value of a JSON text.
+    """Decode a JSON text.
 
     Args:
-        text: The text; bytes are UTF-8.
-        allow_nan: NaN and infinities, which Python writes and JSON does not have, are numbers.
+        text: The text. Bytes are UTF-8.
+        allow_nan: Accept NaN and infinities, which Python writes although JSON has none.
 
     Raises:
-        ValueError, RecursionError: it is not well formed, or too deep.
+        ValueError, RecursionError: the text is not well-formed, or nested too deeply.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")
@@ -239,12 +241,12 @@ def decode_json(text: str | bytes, *, allow_nan: bool = False) -> Any:
 
 
 def refuse_constant(name: str) -> float:
-    """NaN and infinities are no JSON."""
+    """Reject NaN and infinities, which are not JSON."""
     raise ValueError(f"{name} is not allowed")
 
 
 def parse_finite(text: str) -> float:
-    """A number that a float holds: 1e999 is infinity to Python."""
+    """Parse a number that fits in a float. Python would read 1e999 as infinity."""
     value = float(text)
     if value in (float("inf"), float("-inf")):
         raise ValueError(f"{text} is too large for a number")
@@ -252,9 +254,7 @@ def parse_finite(text: str) -> float:
 
 
 def read_text(path: Path, max_bytes: int) -> str:
-    """Text of a UTF-8 file, for use inside of `reading`; ValueError if it is larger than
-    `max_bytes`.
-    """
+    """Read a UTF-8 text file inside `reading`. ValueError if it is larger than `max_bytes`."""
     if path.is_dir():
         raise ValueError("it is a folder")
     with path.open("rb") as file:
@@ -264,17 +264,17 @@ def read_text(path: Path, max_bytes: int) -> str:
     return data.decode("utf-8")
 
 
-#: Largest model that is read unless the caller allows more: weights included, in bytes.
+#: Default size limit of model files in bytes, weights included.
 DEFAULT_MAX_BYTES = 8 * 2**30
 
 PathLike = str | os.PathLike[str]
 
 
 def check_file(path: PathLike, max_bytes: int, *, extra_bytes: int = 0) -> Path:
-    """`path` as Path, if it is a readable, non-empty file of at most `max_bytes`.
+    """Return `path` as Path if it is a readable, non-empty file of at most `max_bytes`.
 
     Raises:
-        ModelError: it is missing, no file, empty, unreadable or too large.
+        ModelError: it is missing, not a file, empty, unreadable or too large.
     """
     path = Path(path)
     if not path.exists():

@@ -1,16 +1,16 @@
-"""Relax modules on disk: as `tvm.ir.save_json` writes them, or in an archive whose tensors lie as
-they do in memory. Both are read from files that may be damaged.
+"""Relax modules in files: the JSON of `tvm.ir.save_json`, or an archive that stores tensors as raw
+bytes. Both readers expect that a file may be damaged.
 
     {"root_index": i, "nodes": [{"type": key, "data": ...}, ...], "metadata": {}}
 
-In JSON a tensor is a text of four characters for three bytes. An archive (`storage.archive`) holds
-the same graph, deflated, in which the data of a large tensor is the number of an entry of the
-archive: weights of 4 bits take half a byte each.
+In JSON, a tensor is a text with four characters per three bytes. An archive (`storage.archive`)
+holds the same graph, deflated. There, the data of a large tensor is the number of an entry of the
+archive, and 4-bit weights take half a byte each.
 
-TVM's own reader checks types, and trusts its text beyond that: what is nested too deeply, and an
-object that holds itself, end the process, and the sizes of a tensor are memory that it takes. So
-the text is looked at first: an object must stand behind all that it holds, and a tensor have the
-bytes of its sizes. Which fields hold objects, TVM says by reflection.
+TVM's own reader checks types and trusts the rest of the text. Deep nesting or an object that holds
+itself ends the process, and the sizes of a tensor decide how much memory is allocated. So the text
+is checked first: an object must come after all objects that it holds, and a tensor must have as
+many bytes as its sizes say. TVM's reflection says which fields hold objects.
 """
 
 from __future__ import annotations
@@ -36,39 +36,39 @@ from relayquant.errors import ModelError, format_count
 
 PathLike = str | os.PathLike[str]
 
-#: Ending of archives.
+#: File name ending of archives.
 ARCHIVE_SUFFIX = ".rqm"
 KIND = "relayquant.module.1"
 WHAT = "module written by relayquant"
-#: Every archive begins so (PKWARE, APPNOTE.TXT 4.3.7), and no JSON does.
+#: The first bytes of every zip archive (PKWARE, APPNOTE.TXT 4.3.7). JSON never begins with them.
 ARCHIVE_HEAD = b"PK\x03\x04"
-#: The entry of the graph, beside those of tensors: "0", "1", ...
+#: The entry of the graph. The entries of tensors are "0", "1", ...
 GRAPH = "graph"
-#: Bytes of a graph without its tensors: more are no module's.
+#: Largest graph in bytes, without its tensors. No module has a larger one.
 MAX_GRAPH_BYTES = 1 << 30
 TENSOR = "ffi.Tensor"
-#: Smaller tensors stay in the graph: an entry of an archive takes more than they do.
+#: Smaller tensors stay in the graph, because an entry of an archive would take more bytes.
 SMALL_TENSOR = 1024
-#: What TVM writes before the sizes of a tensor: a number and nothing of 8 bytes each, the device,
-#: rank, and dtype; behind the sizes, how many bytes follow.
+#: Data that TVM writes before the sizes of a tensor: a magic number and a reserved field of 8 bytes
+#: each, the device, the rank, and the dtype. After the sizes comes the number of bytes.
 TENSOR_HEAD = struct.Struct("<QQiiiBBH")
 TENSOR_MAGIC = 0xDD5E40F096B4A13F
 MAX_RANK = 32
 
 #: Containers: their data is a list of references.
 CONTAINERS = ("ffi.Array", "ffi.List", "ffi.Map", "ffi.Dict")
-#: What stands in the place of a reference, as JSON has it.
+#: Types of fields whose values are stored inline, without a reference.
 INLINE = ("int", "float", "bool", "DataType", "Device")
-#: Fields of which TVM says "Any", and takes anything.
+#: Fields that TVM declares as "Any", with the type that they must have.
 NARROWED = {("ir.GenericConst", "value"): "ffi.Tensor"}
 
 
 def parse_module(text: str) -> tvm.IRModule:
-    """The module in a JSON text, for use inside of `files.reading`.
+    """Read the module in a JSON text, inside `files.reading`.
 
     Raises:
-        ValueError, RecursionError: it is no JSON or too deep, or holds something else; TVM raises
-            whatever its C++ code happens to raise.
+        ValueError, RecursionError: the text is not JSON, is nested too deeply, or holds something
+            else. TVM may raise any error of its C++ code.
     """
     check_graph(decode_json(text, allow_nan=True))
     module = tvm.ir.load_json(text)
@@ -79,14 +79,14 @@ def parse_module(text: str) -> tvm.IRModule:
 
 @check_arguments
 def save_module(mod: tvm.IRModule, path: PathLike) -> Path:
-    """Write a module, float or quantized, to an archive: what `tvm.ir.save_json` gives, but with
-    the bytes of weights as they are. `relayquant.load` reads it; the ending is .rqm.
+    """Write a module, float or quantized, to an archive with the ending .rqm. The graph is the one
+    of `tvm.ir.save_json`, with weights as raw bytes. `relayquant.load` reads it.
 
     Returns:
         The path.
 
     Raises:
-        ModelError: another ending.
+        ModelError: the path has another ending.
         FileError: the folder does not exist or cannot be written.
     """
     path = Path(path)
@@ -109,10 +109,10 @@ def save_module(mod: tvm.IRModule, path: PathLike) -> Path:
 
 
 def read_module(path: Path) -> tvm.IRModule:
-    """The module in a file, an archive or JSON, whatever its name.
+    """Read the module in a file, an archive or JSON. The file name does not matter.
 
     Raises:
-        ModelError: there is no such file, or it holds something else.
+        ModelError: the file does not exist, or holds something else.
     """
     if not path.is_file():
         raise ModelError(f"There is no module file {path}.", code="RQ201")
@@ -125,12 +125,12 @@ def read_module(path: Path) -> tvm.IRModule:
 
 
 def unpack_graph(archive: Archive) -> str:
-    """The JSON text that an archive was written of; ValueError if it is damaged."""
+    """Restore the JSON text of an archive's graph. ValueError if it is damaged."""
     size = archive.header.get("graph_bytes")
     if not is_index(size, MAX_GRAPH_BYTES):
         raise ValueError(f"its graph has {size!r} bytes; allowed: up to {MAX_GRAPH_BYTES}")
     reader = zlib.decompressobj()
-    # No more is inflated than the header says, and a byte to see that there is no more.
+    # Inflate only as many bytes as the header says, and one more to detect excess data.
     text = reader.decompress(archive.arrays[GRAPH].tobytes(), int(str(size)) + 1)
     if len(text) != size or not reader.eof:
         raise ValueError(f"its graph is not what its header says: {format_count(size, 'byte')}")
@@ -142,7 +142,7 @@ def unpack_graph(archive: Archive) -> str:
 
 
 def find_tensor(arrays: Mapping[str, np.ndarray], index: Any) -> bytes:
-    """The bytes of tensor number `index`; ValueError if there is none, or it is damaged."""
+    """Return the bytes of tensor number `index`. ValueError if it is missing or damaged."""
     found = arrays.get(str(index)) if is_index(index, len(arrays)) else None
     if found is None or found.dtype != np.uint8 or found.ndim != 1:
         raise ValueError(f"a tensor is entry {index!r}, which it does not have")
@@ -150,7 +150,7 @@ def find_tensor(arrays: Mapping[str, np.ndarray], index: Any) -> bytes:
 
 
 def check_tensor(text: Any) -> None:
-    """ValueError unless a text is a tensor of as many bytes as its sizes say."""
+    """Raise ValueError unless a text is a tensor with as many bytes as its sizes say."""
     if not isinstance(text, str):
         raise ValueError("it is no text")
     data = base64.b64decode(text, validate=True)
@@ -162,7 +162,7 @@ def check_tensor(text: Any) -> None:
     behind = TENSOR_HEAD.size + 8 * (rank + 1)
     *sizes, claimed = struct.unpack_from(f"<{rank + 1}q", data, TENSOR_HEAD.size)
     count = math.prod(max(size, 0) for size in sizes) * lanes
-    # Elements of fewer than 8 bits lie side by side, but bool of one bit has a byte.
+    # Elements of fewer than 8 bits are packed, except that a 1-bit bool takes a byte.
     fitting = {count * -(-bits // 8), -(-count * bits // 8)}
     if min(sizes, default=0) < 0 or claimed not in fitting or len(data) != behind + claimed:
         raise ValueError(
@@ -172,7 +172,7 @@ def check_tensor(text: Any) -> None:
 
 
 def list_nodes(document: Any) -> list[dict[str, Any]]:
-    """The nodes of a saved graph; ValueError if it has none."""
+    """Return the nodes of a saved graph. ValueError if it has none."""
     nodes = document["nodes"] if isinstance(document, dict) else None
     if not isinstance(nodes, list) or not all(isinstance(node, dict) for node in nodes):
         raise ValueError("it has no list of nodes")
@@ -180,7 +180,7 @@ def list_nodes(document: Any) -> list[dict[str, Any]]:
 
 
 def check_graph(document: Any) -> None:
-    """ValueError unless every object of a saved graph holds objects before it only."""
+    """Raise ValueError unless every object of a saved graph holds only objects before it."""
     nodes = list_nodes(document)
     kinds = [str(node.get("type")) for node in nodes]
     if not is_index(document["root_index"], len(nodes)):
@@ -195,7 +195,7 @@ def check_graph(document: Any) -> None:
 
 
 def check_node(kind: str, data: Any, kinds: Sequence[str], at: int) -> None:
-    """ValueError unless the data of node number `at` refers to nodes before it."""
+    """Raise ValueError unless the data of node number `at` refers only to earlier nodes."""
     if kind in CONTAINERS:
         if not isinstance(data, list) or not all(is_index(item, at) for item in data):
             raise ValueError("an element is no node before it")
@@ -218,5 +218,5 @@ def check_node(kind: str, data: Any, kinds: Sequence[str], at: int) -> None:
 
 
 def is_index(value: Any, end: int) -> bool:
-    """Whether `value` is the number of one of the first `end` nodes."""
+    """Return whether `value` is the index of one of the first `end` nodes."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < end

@@ -1,6 +1,6 @@
-"""Quantization parameters on disk: our JSON, and what ONNX Runtime and AIMET write.
+"""Quantization parameters in files: our JSON, and the formats of ONNX Runtime and AIMET.
 
-What is loaded goes into `quantize(..., parameters=...)`: these values are not calibrated any more.
+Pass loaded parameters as `quantize(..., parameters=...)`. Their values are not calibrated.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from relayquant.errors import ConfigError, format_count
 FORMAT = "relayquant.qparams"
 VERSION = 1
 
-#: larger files are no parameters
+#: Larger files are not parameters.
 MAX_BYTES = 2**28
 
-#: width of AIMET's encodings of biases
+#: bits of AIMET's encodings of biases
 BIAS_BITS = 32
 
 PathLike = str | os.PathLike[str]
@@ -32,16 +32,18 @@ PathLike = str | os.PathLike[str]
 
 @check_arguments
 def save_qparams(parameters: Mapping[str, QParams], path: PathLike) -> Path:
-    """Write parameters by value name as JSON, whole or not at all; `load_qparams` reads them back
-    exactly. `prepared.parameters` after `calibrate` is such a mapping. Where effort "best" scaled
-    layers against one another (`prepared.choices["equalized"]`), they belong to `prepared.mod`, and
-    not to the module that it was made from.
+    """Write parameters by value name as JSON. `load_qparams` reads them back exactly.
+
+    The file is written completely or not at all. `prepared.parameters` after `calibrate` is such a
+    mapping. If effort "best" equalized layers (`prepared.choices["equalized"]`), the parameters
+    belong to `prepared.mod`, not to the original module.
 
     Returns:
         The path.
 
     Raises:
-        ConfigError: not a mapping of names to QParams.
+        ConfigError: `parameters` is not a mapping of names to QParams.
+        FileError: the file cannot be written.
     """
     path = Path(path)
     for name, qparams in parameters.items():
@@ -63,14 +65,14 @@ def load_qparams(path: PathLike, *, dtype: str = "uint8") -> dict[str, QParams]:
     """Read parameters by value name.
 
     Args:
-        path: A file of `save_qparams`; a calibration table of ONNX Runtime (calibration.json, or
-            the text calibration.cache: ranges, from which scale and zero point are computed); or
-            encodings of AIMET (JSON 0.6.1 or 1.0.0) of activations and weights, by the names of
-            the ONNX or PyTorch model.
-        dtype: Of the parameters made from ranges.
+        path: One of: a file of `save_qparams`; a calibration table of ONNX Runtime
+            (calibration.json or the text file calibration.cache), whose ranges are converted to
+            scales and zero points; encodings of AIMET (JSON 0.6.1 or 1.0.0) of activations and
+            weights, with the names of the ONNX or PyTorch model.
+        dtype: Dtype for parameters that are computed from ranges.
 
     Raises:
-        ConfigError: the file cannot be read, is of no known kind, or a value in it is wrong.
+        ConfigError: the file cannot be read, its kind is unknown, or a value in it is wrong.
     """
     path = Path(path)
     with reading(path, "file of quantization parameters", ConfigError):
@@ -89,14 +91,14 @@ def load_qparams(path: PathLike, *, dtype: str = "uint8") -> dict[str, QParams]:
 
 
 def read_own(data: dict[str, Any], dtype: str) -> dict[str, QParams]:
-    """What `save_qparams` wrote."""
+    """Read the output of `save_qparams`."""
     if data.get("version") != VERSION:
         raise ValueError(f"version {data.get('version')!r}; known: {VERSION}")
     return {name: QParams.from_dict(row) for name, row in data["values"].items()}
 
 
 def parse_table(text: str) -> dict[str, tuple[float, float]]:
-    """Text of calibration.cache: lines "<tensor> <largest absolute value>"."""
+    """Read the text of calibration.cache: lines "<tensor> <largest absolute value>"."""
     ranges = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
@@ -111,13 +113,15 @@ def parse_table(text: str) -> dict[str, tuple[float, float]]:
 
 
 def read_ranges(ranges: Mapping[str, tuple[float, float]], dtype: str) -> dict[str, QParams]:
-    """Affine parameters that cover (low, high)."""
+    """Compute affine parameters that cover (low, high)."""
     spec = QSpec(dtype, Scheme.AFFINE)
     return {name: choose_qparams(low, high, spec) for name, (low, high) in ranges.items()}
 
 
 def read_onnxruntime(data: dict[str, Any], dtype: str) -> dict[str, QParams]:
-    """calibration.json: {tensor: TensorData with lowest and highest}, or {tensor: [low, high]}."""
+    """Read calibration.json: {tensor: TensorData with lowest and highest}, or {tensor: [low,
+    high]}.
+    """
     rows = data.get("data", data) if data.get("CLS") == "TensorsData" else data
     ranges = {}
     for name, row in rows.items():
@@ -128,7 +132,7 @@ def read_onnxruntime(data: dict[str, Any], dtype: str) -> dict[str, QParams]:
 
 
 def read_number(value: Any) -> float:
-    """A number, or an array of one as ONNX Runtime writes it."""
+    """Read a number, or an array of one number as ONNX Runtime writes it."""
     if isinstance(value, dict):
         value = value["data"]
     array = np.asarray(value, "float64")
@@ -138,8 +142,10 @@ def read_number(value: Any) -> float:
 
 
 def read_aimet(data: dict[str, Any], dtype: str) -> dict[str, QParams]:
-    """Encodings of activations and weights: real = scale * (q + offset), q from 0 (AIMET, encoding
-    format). Those of biases, of 32 bits, are left out: a bias has the units of its accumulator.
+    """Read AIMET encodings of activations and weights: real = scale * (q + offset), q from 0
+    (AIMET, encoding format).
+
+    32-bit encodings of biases are left out, because a bias has the scale of its accumulator.
     """
     found = {}
     for name, row in list_aimet(data["activation_encodings"]):
@@ -158,7 +164,8 @@ def read_aimet(data: dict[str, Any], dtype: str) -> dict[str, QParams]:
             continue
         if bits != 8:
             raise ValueError(f"{name!r} has {format_count(bits, 'bit')}; allowed for a weight: 8")
-        # A symmetric grid that leaves out its lowest integer has offset -127: the same values.
+        # A symmetric range without its lowest integer has offset -127. The real values are the
+        # same.
         is_symmetric = str(row.get("is_sym", row.get("is_symmetric", False))).lower() == "true"
         zero_point = np.zeros_like(offset) if is_symmetric else -offset - 128
         is_single = scale.size == 1
@@ -172,9 +179,10 @@ def read_aimet(data: dict[str, Any], dtype: str) -> dict[str, QParams]:
 
 
 def list_aimet(table: Any) -> list[tuple[str, dict[str, Any]]]:
-    """(name, row) of the values that are integers; a row has a number or a list of numbers.
+    """List (name, row) of the values that are quantized to integers. A row has a number or a list
+    of numbers.
 
-    0.6.1: {name: [row of a channel, ...]}; 1.0.0: [row with a name and lists].
+    Version 0.6.1: {name: [row of a channel, ...]}. Version 1.0.0: [row with a name and lists].
     """
     if isinstance(table, list):
         rows = {row["name"]: row for row in table}
@@ -192,10 +200,10 @@ def list_aimet(table: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 def read_encoding(name: str, row: dict[str, Any]) -> tuple[int, np.ndarray, np.ndarray]:
-    """(bits, scales, offsets) of an encoding, float64 (N,); N is 1 without channels.
+    """Return (bits, scales, offsets) of an encoding, float64 (N,). N is 1 without channels.
 
     Raises:
-        ValueError: blocks, or another number of offsets than of scales.
+        ValueError: the encoding has blocks, or the numbers of offsets and scales differ.
     """
     kind = str(row.get("enc_type", "PER_TENSOR")).upper()
     if kind not in ("PER_TENSOR", "PER_CHANNEL"):
@@ -210,14 +218,14 @@ def read_encoding(name: str, row: dict[str, Any]) -> tuple[int, np.ndarray, np.n
 
 
 def is_table(data: dict[str, Any]) -> bool:
-    """Whether every entry is a range."""
+    """Return whether every entry is a range."""
     return bool(data) and all(
         (isinstance(row, list) and len(row) == 2) or (isinstance(row, dict) and "lowest" in row)
         for row in data.values()
     )
 
 
-#: (whether a JSON object is of this kind, what reads it)
+#: (test whether a JSON object is of this kind, its reader)
 READERS = (
     (lambda data: data.get("format") == FORMAT, read_own),
     (lambda data: "activation_encodings" in data, read_aimet),
