@@ -1,7 +1,7 @@
-"""From whatever the user calls a data set to checked batches: dicts of arrays, in input order.
+"""The user's data set -> checked batches: dicts of arrays in input order.
 
-Everything that comes in is untrusted: archives are read without pickle and piece by piece, and each
-batch is checked against the model's inputs before any of it reaches compiled code.
+All data is untrusted. Archives are read without pickle and piece by piece. Each batch is checked
+against the model's inputs before compiled code sees it.
 """
 
 from relayquant.data.dataset import Dataset, open_dataset

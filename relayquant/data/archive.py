@@ -1,4 +1,4 @@
-"""Data sets, archives: .npz files, read batch by batch without pickle."""
+"""Data sets in .npz files: batches are read one at a time, without pickle."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from relayquant.data.item import (
 )
 from relayquant.errors import DataError, DataWarning, format_count, warn_user
 
-#: what np.savez calls an array that it was given no name for
+#: np.savez's name for an array without a name
 UNNAMED = "arr_0"
-#: What is held in memory at once, a batch, may be so many times as large as the whole file, and
-#: always this many bytes: zeros compress by a thousand, and a small file must not fill the memory.
+#: Limits of memory held at once: the multiple of the file's size that one batch may have, and a
+#: number of bytes that is always allowed. Zeros compress by a factor of 1000, so without limits a
+#: small file could fill the memory.
 MOST_EXPANSION, LEAST_HELD = 100, 1 << 26
 
 
 @dataclass(frozen=True)
 class _Member:
-    """An array inside an .npz, by its header."""
+    """An array inside an .npz, described by its header."""
 
     file: str
     header: ArrayHeader
@@ -41,7 +42,7 @@ class _Member:
 def open_archive(
     path: Path, inputs: tuple[InputInfo, ...], batch_size: int | None
 ) -> tuple[int, Callable[[], Iterator[Batch]]]:
-    """(number of batches, function that yields them from the beginning)."""
+    """Return (number of batches, function that yields them from the beginning)."""
     advice = "Write one with np.savez(path, **{input name: array with samples along axis 0})."
     if path.suffix.lower() == ".npy":
         raise DataError(
@@ -89,7 +90,7 @@ def _open_archive(path: Path) -> zipfile.ZipFile:
 
 @contextmanager
 def _open_member(path: Path, archive: zipfile.ZipFile, file: str) -> Iterator[IO[bytes]]:
-    """An entry to read from; what is wrong with it is a DataError that names both."""
+    """Open an entry for reading. Problems with it become a DataError that names file and entry."""
     with reading(f"{path}: {file}", "array"), archive.open(file) as stream:
         yield stream
 
@@ -102,7 +103,7 @@ def _read_header(path: Path, archive: zipfile.ZipFile, file: str) -> _Member:
 
 
 def _check_memory(path: Path, member: _Member, cut: Cut) -> None:
-    """DataError if what is held at once would fill the memory."""
+    """Raise DataError if the data held at once would fill the memory."""
     shape, nbytes = member.header.shape, member.header.nbytes
     held = nbytes
     if not member.header.fortran_order:
@@ -122,7 +123,9 @@ def _check_memory(path: Path, member: _Member, cut: Cut) -> None:
 def _read_entries(
     path: Path, archive: zipfile.ZipFile, member: _Member, cut: Cut
 ) -> Iterator[NDArray[Any]]:
-    """One array per batch. Holds one batch, or for Fortran order (rare) the whole array."""
+    """Yield one array per batch. Holds one batch in memory, or the whole array if it is in Fortran
+    order (rare).
+    """
     shape = member.header.shape
     with _open_member(path, archive, member.file) as stream:
         read_array_header(stream)

@@ -1,4 +1,4 @@
-"""Data sets, arrays: samples along axis 0, cut into batches."""
+"""Data sets of arrays: samples along axis 0 -> batches."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def convert_mapping(arrays: Mapping[Any, Any]) -> dict[str, NDArray[Any]]:
 
 @dataclass(frozen=True)
 class Cut:
-    """How arrays with samples along axis 0 become batches."""
+    """How arrays with samples along axis 0 are cut into batches."""
 
-    count: int  #: entries of axis 0 of every array
+    count: int  #: length of axis 0 of every array
     size: int  #: entries per batch
     stacked: bool  #: every entry is a whole batch
     partial: bool  #: a smaller last batch is allowed
@@ -39,7 +39,7 @@ class Cut:
         return -(-self.count // self.size) if self.partial else self.count // self.size
 
     def sizes(self) -> Iterator[int]:
-        """Entries of each batch, in order."""
+        """Number of entries of each batch, in order."""
         for i in range(self.batches):
             yield min(self.size, self.count - i * self.size)
 
@@ -47,7 +47,7 @@ class Cut:
 def plan_cut(
     shapes: Mapping[str, tuple[int, ...]], inputs: tuple[InputInfo, ...], batch_size: int | None
 ) -> Cut:
-    """Raises DataError if arrays of these shapes do not fit the inputs."""
+    """Plan how to cut arrays of these shapes. DataError if they do not fit the inputs."""
     counts = {name: shape[0] for name, shape in shapes.items() if shape}
     if len(counts) < len(shapes) or len(set(counts.values())) > 1:
         listed = ", ".join(f"{name!r}: {shape}" for name, shape in shapes.items())
@@ -113,7 +113,7 @@ def plan_cut(
 def cut_arrays(
     arrays: Mapping[str, NDArray[Any]], inputs: tuple[InputInfo, ...], batch_size: int | None
 ) -> tuple[int, Callable[[int], Batch]]:
-    """(number of batches, function that gives the one of a number)."""
+    """Return (number of batches, function that returns a batch by its index)."""
     check_names(set(arrays), inputs, "The data set")
     cut = plan_cut({info.name: arrays[info.name].shape for info in inputs}, inputs, batch_size)
 

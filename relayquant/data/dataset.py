@@ -1,4 +1,4 @@
-"""Data sets: whatever the user calls one, as something to iterate over."""
+"""Data sets: the user's data, in any accepted form, as an iterable of checked batches."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ class Dataset:
     and rank. They may share memory with the user's arrays: do not write into them.
 
     Attributes:
-        inputs: what the batches were checked against.
-        length: number of batches, or None when it cannot be known beforehand.
-        limit: at most so many batches are yielded.
-        read_item: the raw item of a number, where items can be read in any order.
+        inputs: Model inputs that the batches are checked against.
+        length: Number of batches, or None if it is not known beforehand.
+        limit: Maximum number of batches.
+        read_item: Returns a raw item by index, if items can be read in any order.
     """
 
     inputs: tuple[InputInfo, ...]
     length: int | None
-    open_items: Callable[[], Iterator[Any]]  #: raw items, from the beginning
+    open_items: Callable[[], Iterator[Any]]  #: yields raw items from the beginning
     limit: int | None = None
     read_item: Callable[[int], Any] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
-        """Checked batches.
+        """Yield checked batches.
 
         Raises:
-            DataError: there is none, or one does not fit the inputs; names sample and input.
+            DataError: there is no batch, or one does not fit the inputs. Names sample and input.
         """
         found = False
         if self.limit is not None and self.limit < 1:
@@ -65,8 +65,8 @@ class Dataset:
             )
 
     def pick(self, count: int) -> list[Batch]:
-        """So many batches (fewer if there are fewer), spread evenly where items can be read in any
-        order, else the first.
+        """Return `count` batches, or all if there are fewer: evenly spread if items can be read in
+        any order, else the first ones.
         """
         if self.read_item is None or not self.length:
             return list(self.head(count))
@@ -75,7 +75,7 @@ class Dataset:
         return [convert_item(self.read_item(i), self.inputs, i) for i in numbers]
 
     def head(self, count: int) -> Dataset:
-        """The first `count` batches (fewer if there are fewer).
+        """Return the first `count` batches, or all if there are fewer.
 
         Raises:
             ConfigError: count is not an integer >= 1.
@@ -90,16 +90,16 @@ class Dataset:
 def open_dataset(
     dataset: object, inputs: Iterable[InputInfo], *, batch_size: int | None = None
 ) -> Dataset:
-    """`dataset` as checked batches for a model with `inputs`.
+    """Open `dataset` as checked batches for a model with `inputs`.
 
     `dataset` is one of
-    - anything iterable again and again that yields dicts `{input: array}`, tuples or lists in input
-      order, or (one input) single arrays: each item is one batch;
+    - an iterable that can be read repeatedly and yields dicts `{input: array}`, tuples or lists in
+      input order, or (one input) single arrays: each item is one batch;
     - a path to an .npz with an array per input, samples along axis 0 (other arrays in it, such as
       labels, are ignored; with one input and one array the name does not matter). It is read batch
       by batch and never loaded as a whole;
-    - a dict of such arrays, or (one input) one such array. An array therefore never is a single
-      batch by itself: it is cut along axis 0. Put it in a list to have it as one batch;
+    - a dict of arrays with samples along axis 0, or (one input) one such array. An array is always
+      cut along axis 0. To use it as one batch, put it in a list;
     - a function without arguments that returns a new iterator of items at every call;
     - an object with `__len__` and `__getitem__`.
 
@@ -107,14 +107,19 @@ def open_dataset(
     own fixed batch, else 1. Remaining samples that do not fill a fixed batch are left out. Arrays
     with one axis more than the input hold one whole batch per entry of axis 0.
 
-    An item that lacks exactly axis 0 gets it when the model's first dimension is 1 or symbolic.
-    Floats are cast to the input's float dtype, integers to floats, and integers to integers that
-    hold them; floats are never cast to integers. NaN and infinity are errors.
+    Arrays with samples along axis 0 are cut into batches of `batch_size`. The default is the
+    model's fixed batch size, or else 1. Samples at the end that do not fill a fixed batch are left
+    out. If arrays have one axis more than the input, each entry of axis 0 is a whole batch.
+
+    An item without axis 0 gets it if the model's first dimension is 1 or symbolic. Floats are cast
+    to the input's float dtype, integers to floats, and integers to integer dtypes that hold their
+    values. Floats are never cast to integers. NaN and infinity are errors.
 
     Raises:
         DataError: the data set cannot be read, can be read only once, or does not fit the inputs.
             Items are checked while iterating, arrays and archives also at once.
-        ConfigError: batch_size is not an integer >= 1, or not the model's fixed batch.
+        ConfigError: batch_size is not an integer >= 1, or differs from the model's fixed batch
+            size.
     """
     inputs = tuple(inputs)
     if isinstance(dataset, Dataset):
@@ -144,6 +149,6 @@ def open_dataset(
 def open_arrays(
     arrays: Mapping[str, Any], inputs: tuple[InputInfo, ...], batch_size: int | None
 ) -> Dataset:
-    """Arrays with samples along axis 0 as batches."""
+    """Cut arrays with samples along axis 0 into batches."""
     length, read_item = cut_arrays(arrays, inputs, batch_size)
     return Dataset(inputs, length, lambda: map(read_item, range(length)), read_item=read_item)

@@ -1,4 +1,4 @@
-"""Data sets, images: a folder of pictures as batches for a model's input, read one at a time.
+"""Data sets of pictures: a folder -> batches for a model's input, read one at a time.
 
 Pictures need Pillow: `pip install relayquant[images]`.
 """
@@ -23,14 +23,14 @@ from relayquant.errors import (
     suggest_name,
 )
 
-#: endings of files in a folder that are read as pictures
+#: file name endings that are read as pictures
 SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
-#: Largest file of labels: some ten million lines.
+#: Largest file of labels, some ten million lines.
 MAX_LABELS_BYTES = 1 << 28
 
 
 class ChannelOrder(enum.Enum):
-    """In which order a model takes the channels of a picture."""
+    """Order of the color channels that a model takes."""
 
     RGB = "rgb"
     BGR = "bgr"
@@ -38,7 +38,7 @@ class ChannelOrder(enum.Enum):
 
 
 class ImageLayout(enum.Enum):
-    """Where a model takes the channels of a picture."""
+    """Position of the channel axis that a model takes."""
 
     NCHW = "nchw"
     NHWC = "nhwc"
@@ -46,16 +46,16 @@ class ImageLayout(enum.Enum):
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """What happens to a picture before a model sees it: (x / scale - mean) / std, channel by
-    channel.
+    """How a picture is prepared for a model: (x / scale - mean) / std for each channel.
 
     Attributes:
-        size: The shorter side becomes so long, bilinear; None: the crop's size at once.
-        crop: Side of the square that is cut from the middle; None: that of the model's input.
-        scale: Divides pixels of 0 to 255.
-        mean, std: One number, or one for each channel in the order of `order`.
-        order: None: RGB, or grey where the model's input has one channel.
-        layout: None: as the shape of the model's input says.
+        size: The picture is resized (bilinear) until its shorter side has this length. None: it is
+            resized to the size of the crop.
+        crop: Side of the square that is cut from the middle. None: the size of the model's input.
+        scale: Divisor of the pixels 0 to 255.
+        mean, std: One number, or one per channel in the order of `order`.
+        order: None: RGB, or grey if the model's input has one channel.
+        layout: None: derived from the shape of the model's input.
     """
 
     size: int | None = None
@@ -83,7 +83,7 @@ class Preprocessing:
 
     @staticmethod
     def parse(text: str) -> Preprocessing:
-        """Of "imagenet", "size=256,mean=0.5:0.5:0.5,order=bgr", or a preset with changes behind it.
+        """Parse "imagenet", "size=256,mean=0.5:0.5:0.5,order=bgr", or a preset followed by changes.
 
         Raises:
             ConfigError: a preset, a key or a value is unknown.
@@ -116,7 +116,7 @@ class Preprocessing:
         return result
 
     def apply(self, image: Any, info: InputInfo) -> np.ndarray:
-        """A PIL image -> (1, C, H, W) or (1, H, W, C) in the dtype of a model's input."""
+        """Convert a PIL image to (1, C, H, W) or (1, H, W, C) in the dtype of a model's input."""
         layout, channels, height, width = self.read_shape(info)
         order = self.order or (ChannelOrder.GREY if channels == 1 else ChannelOrder.RGB)
         image = image.convert("L" if order is ChannelOrder.GREY else "RGB")
@@ -138,10 +138,10 @@ class Preprocessing:
         return np.ascontiguousarray(values[None]).astype(info.dtype)
 
     def read_shape(self, info: InputInfo) -> tuple[ImageLayout, int, int, int]:
-        """(layout, channels, height, width) of an input.
+        """Return (layout, channels, height, width) of an input.
 
         Raises:
-            DataError: it is not one of pictures.
+            DataError: the input does not take pictures.
         """
         shape = info.shape
         layouts = [self.layout] if self.layout else list(ImageLayout)
@@ -167,7 +167,7 @@ class Preprocessing:
 
 
 def read_numbers(text: str) -> tuple[float, ...]:
-    """Of "0.5" or "0.485:0.456:0.406"."""
+    """Parse numbers: "0.5" or "0.485:0.456:0.406"."""
     return tuple(map(float, text.split(":")))
 
 
@@ -181,7 +181,7 @@ READERS: Mapping[str, Callable[[str], Any]] = {
     "layout": lambda text: ImageLayout(text.lower()),
 }
 
-#: As the frameworks that these networks were trained with have it.
+#: The preprocessing of the frameworks that trained these networks.
 PRESETS: Mapping[str, Preprocessing] = {
     "imagenet": Preprocessing(
         256, 224, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)
@@ -190,18 +190,16 @@ PRESETS: Mapping[str, Preprocessing] = {
         256, 224, scale=1.0, mean=(103.939, 116.779, 123.68), order=ChannelOrder.BGR
     ),
     "tflite": Preprocessing(mean=(0.5,), std=(0.5,)),  # -1 to 1
-    "cifar": Preprocessing(
-        mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616)
-    ),  # of CIFAR-10
+    "cifar": Preprocessing(mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616)),  # CIFAR-10
     "unit": Preprocessing(),  # 0 to 1
 }
 
 
 def list_images(folder: Path) -> list[Path]:
-    """The pictures in a folder and in those below it, by name.
+    """List the pictures in a folder and its subfolders, sorted by name.
 
     Raises:
-        DataError: there is none.
+        DataError: there is no picture.
     """
     found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
     if not found:
@@ -214,12 +212,12 @@ def list_images(folder: Path) -> list[Path]:
 def open_images(
     folder: Path, preprocessing: Preprocessing, inputs: tuple[InputInfo, ...]
 ) -> Callable[[], Iterator[Batch]]:
-    """A data set of the pictures in a folder, one a batch, by name.
+    """Open the pictures in a folder as a data set, sorted by name, one picture per batch.
 
     Raises:
         MissingDependencyError: Pillow is not installed.
-        DataError: there is no picture, or the model does not take one. While it is read: a file is
-            no picture that can be read, or too large.
+        DataError: there is no picture, or the model does not take one. While iterating: a file is
+            too large or not a readable picture.
     """
     try:
         from PIL import Image
@@ -252,7 +250,7 @@ def open_images(
                     yield {info.name: preprocessing.apply(image, info)}
             except (OSError, Image.DecompressionBombError, SyntaxError) as error:
                 raise DataError(
-                    f"{path} is no picture that can be read: {error}. Remove it, or convert it.",
+                    f"{path} is not a readable picture: {error}. Remove it, or convert it.",
                     code="RQ301",
                 ) from error
 
@@ -262,16 +260,19 @@ def open_images(
 def read_labels(
     path: Path, images: Sequence[Path] | None = None, folder: Path = Path()
 ) -> np.ndarray:
-    """The class of each sample, int64, of a text file: a line "CLASS" for each in order; where
-    samples are pictures also a line "NAME CLASS" (or "NAME,CLASS") for each, in any order.
+    """Read the class of each sample from a text file, int64.
+
+    The file has one line "CLASS" per sample, in order. For pictures it may instead have one line
+    "NAME CLASS" (or "NAME,CLASS") per picture, in any order.
 
     Args:
         path: The file.
-        images: Pictures in the order of their names; None: samples are none, and however many.
-        folder: Which names of pictures are relative to.
+        images: Pictures, sorted by name. None: the samples are not pictures, and their number is
+            not checked.
+        folder: Folder that the names of pictures are relative to.
 
     Raises:
-        DataError: a line is of another form, or a sample has none.
+        DataError: a line has another form, or a picture has no line.
     """
     with reading(path, "file of labels"):
         text = read_text(path, MAX_LABELS_BYTES)
@@ -284,7 +285,7 @@ def read_labels(
             return np.array([int(word) for line in lines for word in line])
         named = {line[0]: int(line[-1]) for line in lines} if widths == {2} else {}
     except ValueError as error:
-        raise DataError(f"{path}: a class is no integer ({error}).", code="RQ301") from error
+        raise DataError(f"{path}: a class is not an integer ({error}).", code="RQ301") from error
     if named and images is not None:
         names = [str(image.relative_to(folder)) for image in images]
         missing = [name for name in names if name not in named]

@@ -1,4 +1,6 @@
-"""Data sets, one item: what a model takes, and what a user yields as a checked batch."""
+"""One item of a data set: the model's inputs, and the conversion of a user's item to a checked
+batch.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +40,18 @@ class InputInfo:
 
     @property
     def shape_text(self) -> str:
-        """The shape as messages print it."""
+        """The shape as shown in messages."""
         return "(" + ", ".join(map(str, self.shape)) + ("," if len(self.shape) == 1 else "") + ")"
 
 
 def count_samples(batch: Mapping[str, NDArray[Any]]) -> int:
-    """Length of the first input's first axis; 1 if it has none."""
+    """Return the length of the first input's first axis, or 1 if it has none."""
     first = next(iter(batch.values()), np.empty(()))
     return len(first) if first.ndim else 1
 
 
 def convert_item(item: object, inputs: tuple[InputInfo, ...], index: int) -> Batch:
-    """One item of a data set as `{input: array}`; `index` is its number, for messages.
+    """Convert one item of a data set to `{input: array}`. `index` is its number, for messages.
 
     Raises:
         DataError: names, rank, shape, dtype or values do not fit.
@@ -98,7 +100,7 @@ def convert_item(item: object, inputs: tuple[InputInfo, ...], index: int) -> Bat
 
 
 def _fit_shape(array: NDArray[Any], info: InputInfo, where: str) -> NDArray[Any]:
-    """`array` with the rank of the input, its dimensions checked."""
+    """Give `array` the rank of the input and check its dimensions."""
     problem = (
         f"{where}: input {info.name!r} has shape {array.shape}, the model takes {info.shape_text}"
     )
@@ -138,7 +140,9 @@ def _dims_match(shape: tuple[int, ...], dims: tuple[int | str, ...]) -> bool:
 
 
 def _fits_transposed(shape: tuple[int, ...], dims: tuple[int | str, ...]) -> bool:
-    """Whether `shape` holds the fixed dimensions, in any order; symbolic ones take what is left."""
+    """Return whether `shape` has the fixed dimensions in another order. Symbolic dimensions match
+    any size.
+    """
     left = list(shape)
     for dim in dims:
         if isinstance(dim, int):
@@ -151,7 +155,7 @@ def _fits_transposed(shape: tuple[int, ...], dims: tuple[int | str, ...]) -> boo
 def check_dims(
     shape: tuple[int, ...], dims: tuple[int | str, ...], info: InputInfo, where: str
 ) -> None:
-    """`shape` against the last `len(dims)` dimensions of the input."""
+    """Check `shape` against the last `len(dims)` dimensions of the input."""
     if _dims_match(shape, dims):
         return
     first = len(info.shape) - len(dims)
@@ -175,7 +179,7 @@ def check_dims(
 
 
 def _fit_dtype(array: NDArray[Any], info: InputInfo, where: str) -> NDArray[Any]:
-    """`array` in the input's dtype, C-contiguous, finite."""
+    """Convert `array` to the input's dtype, C-contiguous. Check that it is finite."""
     target = _find_dtype(info.dtype)
     source, wanted = _find_kind(array.dtype), _find_kind(target)
     if source == "float":
@@ -228,7 +232,7 @@ def _check_finite(array: NDArray[Any], info: InputInfo, where: str, dtype: np.dt
 
 
 def _find_kind(dtype: np.dtype[Any]) -> str | None:
-    """ "float", "int", "bool", or None for anything that is no number."""
+    """Return "float", "int" or "bool", or None if the dtype is not a number."""
     if dtype.kind == "f" or dtype.name.startswith(("bfloat", "float")):
         return "float"
     if dtype.kind in "iu":
@@ -254,7 +258,7 @@ def is_array(value: object) -> bool:
 
 
 def _is_number_list(item: tuple[Any, ...] | list[Any]) -> bool:
-    """A nested list of numbers: an array spelled out, not one entry per input."""
+    """Return whether `value` is a nested list of numbers: one array, not one entry per input."""
     first: Any = item
     while isinstance(first, (tuple, list)) and first:
         first = first[0]
@@ -262,14 +266,16 @@ def _is_number_list(item: tuple[Any, ...] | list[Any]) -> bool:
 
 
 def to_array(value: object, name: str, where: str) -> NDArray[Any]:
-    """`value` as an array: numpy, or whatever has `__array__` or `numpy()` (torch, TVM tensors)."""
+    """Convert `value` to an array: numpy, or an object with `__array__` or `numpy()` (torch, TVM
+    tensors).
+    """
     try:
         array = np.asarray(value)
         convert = getattr(value, "numpy", None)
         if array.dtype.kind == "O" and callable(convert):
             array = np.asarray(convert())
     except Exception as error:
-        # A foreign tensor may raise anything; torch: RuntimeError, TypeError.
+        # A foreign tensor may raise anything. Torch raises RuntimeError or TypeError.
         raise DataError(
             f"{where}: input {name!r} of type {type(value).__name__} cannot be converted to a "
             f"numpy array: {error}",
@@ -287,7 +293,9 @@ def to_array(value: object, name: str, where: str) -> NDArray[Any]:
 def check_names(
     given: set[Any], inputs: tuple[InputInfo, ...], where: str, present: set[str] | None = None
 ) -> None:
-    """`given` names exactly the inputs; `present` are all names there are, for the message."""
+    """Check that `given` names exactly the inputs. `present` are all names there are, for the
+    message.
+    """
     wanted = [info.name for info in inputs]
     unknown = sorted(str(name) for name in given if name not in wanted)
     if unknown:
@@ -311,10 +319,11 @@ def list_names(inputs: tuple[InputInfo, ...]) -> str:
 
 
 def describe_inputs(mod: tvm.IRModule) -> tuple[InputInfo, ...]:
-    """Names, shapes and dtypes of the parameters of main; dimensions of unknown size get a name.
+    """Return names, shapes and dtypes of the parameters of main. Dimensions of unknown size get a
+    name.
 
     Raises:
-        ModelError: there is no main, or an input is no tensor whose number of dimensions is known.
+        ModelError: there is no main, or an input is not a tensor of known rank.
     """
     infos = []
     for param in Graph(mod).func.params:

@@ -1,4 +1,4 @@
-"""Data sets, iterables: lists, loaders and functions, opened again and again."""
+"""Data sets that are lists, loaders or functions. Each pass opens them again."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def find_length(dataset: object) -> int | None:
     try:
         return len(dataset)  # pyright: ignore[reportArgumentType]
     except TypeError:
-        return None  # a loader around an iterable without a length
+        return None  # a loader of an iterable without a length
 
 
 def is_sequence(dataset: Any) -> bool:
-    """Whether items can be read by number: lists, tuples, and what has no other way."""
+    """Return whether items can be read by index: lists, tuples, and objects with no other way."""
     if isinstance(dataset, (list, tuple)):
         return True
     is_iterable = hasattr(dataset, "__iter__") or isinstance(dataset, type)
@@ -30,7 +30,8 @@ def is_sequence(dataset: Any) -> bool:
 
 
 def open_iterable(dataset: Any) -> Callable[[], Iterator[Any]]:
-    is_class = isinstance(dataset, type)  # has the methods of its instances, but is a function
+    # A class has the methods of its instances, but is a function.
+    is_class = isinstance(dataset, type)
     if hasattr(dataset, "__iter__") and not is_class:
         _refuse_one_shot(dataset)
         return lambda: iter(dataset)
@@ -48,7 +49,7 @@ def open_iterable(dataset: Any) -> Callable[[], Iterator[Any]]:
 
 
 def _refuse_one_shot(dataset: Any) -> None:
-    # Not by calling iter(): a loader may start its workers there.
+    # Not with iter(): a loader may start its workers there.
     if hasattr(dataset, "__next__"):
         raise DataError(
             f"The data set is a {type(dataset).__name__}, which can be read only once, but "
@@ -63,7 +64,7 @@ def _check_callable(source: Callable[..., Any]) -> None:
     try:
         inspect.signature(source).bind()
     except ValueError:
-        return  # a built-in that does not tell: the call itself will
+        return  # a built-in without a signature: the call itself will show it
     except TypeError as error:
         raise DataError(
             f"The data set is the function {getattr(source, '__qualname__', source)!r}, which "

@@ -1,4 +1,6 @@
-"""Data sets, samples: some of a stream, spread over all of it, kept while others read it."""
+"""Samples of a data set: a few, spread over all of it, that are kept while another reader
+iterates.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ class KeptRows:
     """Some rows of a batch.
 
     Attributes:
-        numbers: The place of each among all samples of the data.
+        numbers: The index of each row among all samples of the data.
         batch: The rows.
-        place: Of the batch that the first are from, among all batches.
+        place: Index of the batch that the first rows are from.
     """
 
     numbers: np.ndarray
@@ -27,35 +29,37 @@ class KeptRows:
     place: int
 
     def cut(self, rows: int) -> KeptRows:
-        """So many rows, spread over it."""
+        """Return at most `rows` rows, evenly spread."""
         size = len(self.numbers)
         return self if size <= rows else self.take(np.arange(rows) * size // rows)
 
     def take(self, rows: np.ndarray) -> KeptRows:
-        """These rows, copied."""
+        """Return these rows, copied."""
         batch = {name: array[rows] for name, array in self.batch.items()}
         return KeptRows(self.numbers[rows], batch, self.place)
 
     def has_shapes_of(self, other: KeptRows) -> bool:
-        """Whether both fit into one batch."""
+        """Return whether both fit into one batch."""
         shapes = [{k: v.shape[1:] for k, v in part.batch.items()} for part in (self, other)]
         return shapes[0] == shapes[1]
 
     def join(self, other: KeptRows) -> KeptRows:
-        """Both as one batch."""
+        """Join both into one batch."""
         joined = {k: np.concatenate([v, other.batch[k]]) for k, v in self.batch.items()}
         return KeptRows(np.concatenate([self.numbers, other.numbers]), joined, self.place)
 
 
 class SpreadSample:
-    """Some samples of the batches that pass by, about evenly spread, the same ones every time.
+    """Keeps some samples of the batches that are read, about evenly spread and always the same
+    ones.
 
-    Every 2^k-th batch is kept, k growing as more come by: memory does not grow with the data, and
-    its length need not be known. Of a batch whose size is free only some rows are kept.
+    Every 2^k-th batch is kept, and k grows with the number of batches. So memory does not grow with
+    the data, and the length of the data need not be known. If the batch size is free, only some
+    rows of a batch are kept.
 
     Attributes:
-        count: How many samples `parts` can give, about.
-        total: Samples that have passed by.
+        count: About how many samples `parts` can return.
+        total: Number of samples read.
     """
 
     def __init__(self, inputs: tuple[InputInfo, ...], count: int) -> None:
@@ -64,12 +68,12 @@ class SpreadSample:
         self.clear()
 
     def clear(self) -> None:
-        """Before any batch."""
+        """Forget all batches."""
         self.kept: list[KeptRows] = []
         self.stride, self.passed, self.total = 1, 0, 0
 
     def note(self, batch: Batch) -> None:
-        """Another batch; what is kept of it is copied."""
+        """Take another batch. The kept rows are copied."""
         size = count_samples(batch)
         part = KeptRows(self.total + np.arange(size), batch, self.passed)
         if self.passed % self.stride == 0:
@@ -82,7 +86,9 @@ class SpreadSample:
         self.passed, self.total = self.passed + 1, self.total + size
 
     def watch(self, data: Dataset) -> Dataset:
-        """The same batches, noted as they are read; every reading begins anew."""
+        """Return the same data set, with every batch noted when it is read. Each pass starts
+        anew.
+        """
 
         def items() -> Iterator[Batch]:
             self.clear()
@@ -93,8 +99,10 @@ class SpreadSample:
         return replace(data, open_items=items, read_item=None)
 
     def parts(self, count: int, kept: Sequence[KeptRows]) -> list[KeptRows]:
-        """About so many samples of what was kept, in the order of the data; as one batch where its
-        size is free and they have one shape: numpy takes as long for one sample as for a few.
+        """Return about `count` of the kept samples, in the order of the data.
+
+        If the batch size is free, samples of one shape are joined into one batch, because numpy
+        needs as long for one sample as for a few.
         """
         each = max(len(kept[0].numbers) if kept and not self.is_cut else 1, 1)
         wanted = min(-(-count // each), len(kept))
@@ -110,24 +118,26 @@ class SpreadSample:
         return self.join_parts(found)
 
     def batches(self) -> list[Batch]:
-        """About `count` samples; see `parts`."""
+        """Return about `count` samples, see `parts`."""
         return [part.batch for part in self.parts(self.count, self.kept)]
 
     def find_numbers(self, places: Collection[int]) -> set[int]:
-        """The kept samples that some batches hold."""
+        """Return the indices of the kept samples that are from these batches."""
         chosen = [part for part in self.kept if part.place in places]
         return {int(number) for part in chosen for number in part.numbers}
 
     def rounds(
         self, counts: Sequence[int], used: Sequence[Collection[int]] = ()
     ) -> Iterator[list[KeptRows]]:
-        """Samples for one look after the other: first `parts`, then what is drawn at random from
-        the rest, since what repeats in the data may repeat as samples do that are evenly spread.
+        """Yield samples for several rounds: first `parts`, then random ones of the rest.
+
+        Random samples matter because patterns in the data may repeat with the same period as evenly
+        spread samples.
 
         Args:
-            counts: About how many samples there are after each look.
-            used: Places of batches to leave out. Of several such sets, the first that leaves
-                enough for the first look; none if none does.
+            counts: About how many samples there are in total after each round.
+            used: Sets of batch indices to leave out. The first set that leaves enough samples for
+                the first round is used, or none if no set does.
         """
         kept = self.kept
         for places in used:
@@ -151,8 +161,11 @@ class SpreadSample:
     def draw_rest(
         self, kept: Sequence[KeptRows], rows: int, seen: Collection[int]
     ) -> list[tuple[int, KeptRows]]:
-        """(number, sample) in random order, the same every time: up to so many rows of each batch,
-        whole batches where their size is fixed; without those that were seen.
+        """Return (number, sample) in random order, the same every time, without the samples in
+        `seen`.
+
+        At most `rows` rows of each batch are drawn. If the batch size is fixed, whole batches are
+        drawn.
         """
         units = list(kept)
         if self.is_cut:
@@ -162,7 +175,7 @@ class SpreadSample:
         return [found[i] for i in np.random.default_rng(0).permutation(len(found))]
 
     def join_parts(self, parts: Sequence[KeptRows]) -> list[KeptRows]:
-        """As one batch where its size is free, of those in a row that have one shape."""
+        """Join neighbours of one shape into one batch, if the batch size is free."""
         found: list[KeptRows] = []
         for part in parts:
             if self.is_cut and found and part.has_shapes_of(found[-1]):
@@ -173,13 +186,15 @@ class SpreadSample:
 
 
 def has_free_batch(inputs: Sequence[InputInfo]) -> bool:
-    """Whether batches may have any size: the first dimension of all inputs has one name."""
+    """Return whether batches may have any size: the first dimension of all inputs has the same
+    name.
+    """
     firsts = {info.shape[0] if info.shape else 1 for info in inputs}
     return len(firsts) == 1 and all(isinstance(first, str) for first in firsts)
 
 
 def take_samples(data: Dataset, samples: int) -> Dataset:
-    """The first batches that hold at least `samples` samples, or all."""
+    """Return the first batches that hold at least `samples` samples, or all."""
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
         raise ConfigError(f"samples is {samples!r}; allowed: an integer >= 1.", code="RQ101")
     batches = found = 0

@@ -105,7 +105,7 @@ def test_open_images__files_that_are_none(tmp_path):
     with pytest.raises(rq.DataError, match="holds no picture"):
         read_one(tmp_path, "unit", (1, 3, 8, 8))
     (tmp_path / "a.jpg").write_bytes(b"no picture")
-    with pytest.raises(rq.DataError, match=r"a\.jpg is no picture that can be read"):
+    with pytest.raises(rq.DataError, match=r"a\.jpg is not a readable picture"):
         read_one(tmp_path, "unit", (1, 3, 8, 8))
 
 
