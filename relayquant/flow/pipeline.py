@@ -56,8 +56,8 @@ from relayquant.stages.effort import (
 )
 from relayquant.stages.equalization import add_scales, move_scales, read_exponents
 from relayquant.stages.preparation import prepare_module
+from relayquant.stages.preparation.canonical import apply_fusers
 from relayquant.stages.preparation.finite import check_planned
-from relayquant.stages.preparation.fusers import apply_fusers
 from relayquant.stages.prepared import PreparedModel
 from relayquant.stages.simulation import build_calibration_graph
 

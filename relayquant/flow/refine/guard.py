@@ -33,7 +33,7 @@ from relayquant.data import (
 from relayquant.data.item import describe_inputs
 from relayquant.errors import AccuracyWarning, ConfigError, DataWarning, format_count, warn_user
 from relayquant.flow.pipeline import lower_prepared
-from relayquant.flow.refine.revert import keep_parameters
+from relayquant.flow.refine.prepared_edit import keep_parameters
 from relayquant.flow.refine.search import rank_operators, search_simulated
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir import reference

@@ -7,7 +7,7 @@ What `prepare` and `calibrate` give may wait, travel and be put together before
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import tvm
 
+from relayquant.analysis.sensitivity import add_float_lines
 from relayquant.base.arguments import check_arguments
 from relayquant.base.plain_data import NamedSettings
 from relayquant.base.qtypes import QParams, Role
@@ -24,8 +25,11 @@ from relayquant.base.storage.module_file import parse_module
 from relayquant.config import BackendConfig, DTypeConfig, QConfigMapping
 from relayquant.config.observers import Observer
 from relayquant.errors import ConfigError, DataError, format_count
+from relayquant.flow.pipeline import calibrate_model
+from relayquant.flow.settings import CalibrateSettings
 from relayquant.ir.ledger import InterfaceValue
 from relayquant.ir.plan import GroupPlan, OperatorPlan, Plan
+from relayquant.stages.annotation import annotate
 from relayquant.stages.backends import resolve_backend
 from relayquant.stages.calibration.weights.pick import pick_weight_parameters
 from relayquant.stages.prepared import GroupStatistics, PreparedModel
@@ -282,3 +286,44 @@ def read_statistics(
         raise DataError(f"What observed value {group.key!r} is no observer.", code="RQ502")
     found = {name: arrays[f"statistics/{group.key}/{name}"] for name in row["arrays"]}
     return GroupStatistics(observer, observer.restore(group.info, found))
+
+
+def keep_parameters(
+    prepared: PreparedModel, names: Collection[str], dataset: Any, calibration: Any
+) -> PreparedModel:
+    """The calibrated model with operators in float, and all parameters as they were picked.
+
+    A value of a new group takes the parameters that its former group had in the same format. Only
+    where there were none, which no built-in pattern brings about, is calibrated anew.
+    """
+    if prepared.mapping is None:
+        raise ConfigError(
+            "The model lacks the QConfigMapping that it was prepared with.", code="RQ105"
+        )
+    mapping = add_float_lines(prepared, list(names), prepared.mapping)
+    wanted = {value.name for value in prepared.outputs if value.is_integer}
+    plan = annotate(prepared.mod, prepared.backend, mapping, wanted)
+    changed = replace(replace_plan(prepared, plan), mapping=mapping)
+    parameters, observers = dict(changed.parameters), dict(changed.observers)
+    for group in plan.activations:
+        if group.key in parameters:
+            continue
+        former = [
+            old
+            for old in prepared.plan.activations
+            if old.info.spec == group.info.spec and set(old.members) & set(group.members)
+            if old.key in prepared.parameters
+        ]
+        if not former:
+            return calibrate_model(changed, dataset, CalibrateSettings(calibration=calibration))
+        parameters[group.key] = prepared.parameters[former[0].key]
+        observers[group.key] = prepared.observers.get(former[0].key, "")
+    return replace(changed, parameters=parameters, observers=observers)
+
+
+def describe_mapping(mapping: QConfigMapping) -> dict[str, Any] | None:
+    """What `QConfigMapping.from_dict` reads; None where the mapping holds a callable."""
+    try:
+        return mapping.to_dict()
+    except ConfigError:
+        return None

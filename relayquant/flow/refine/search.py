@@ -32,7 +32,7 @@ from relayquant.data import Dataset, open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError, DataWarning, warn_user
 from relayquant.flow.pipeline import calibrate_model, lower_prepared, prepare_model, review_prepared
-from relayquant.flow.refine.revert import describe_mapping
+from relayquant.flow.refine.prepared_edit import describe_mapping
 from relayquant.flow.refine.search_result import FLOAT, WIDE, SearchOutcome, Trial, describe_best
 from relayquant.flow.refine.search_state import SearchState, make_fingerprint, trial_key
 from relayquant.flow.refine.speed import Stopwatch, keep_faster_float

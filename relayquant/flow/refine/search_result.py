@@ -8,7 +8,7 @@ from typing import Any
 import tvm
 
 from relayquant.config import QConfigMapping
-from relayquant.flow.refine.revert import describe_mapping
+from relayquant.flow.refine.prepared_edit import describe_mapping
 
 #: what an operator is put back to
 FLOAT, WIDE = "float32", "int16"

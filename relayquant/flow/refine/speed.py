@@ -20,7 +20,7 @@ from relayquant.analysis.latency import measure_latency
 from relayquant.analysis.profile import profile_module
 from relayquant.base.runtime import Executor, as_tensor
 from relayquant.flow.pipeline import lower_prepared
-from relayquant.flow.refine.revert import describe_mapping, keep_parameters
+from relayquant.flow.refine.prepared_edit import describe_mapping, keep_parameters
 from relayquant.ir.ledger import SpeedResult, read_ledger, write_ledger
 from relayquant.ir.plan import Plan
 from relayquant.ir.rewrite import Graph

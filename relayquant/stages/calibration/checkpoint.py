@@ -24,11 +24,14 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib import metadata
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tvm
+from tvm.target.codegen import llvm_get_system_cpu
 
 from relayquant.base.storage.files import (
     decode_json,
@@ -39,7 +42,9 @@ from relayquant.base.storage.files import (
     writing,
 )
 from relayquant.errors import ConfigError, DataError, format_count
+from relayquant.stages.calibration.parameters import CallableCalibration, resolve_calibration
 from relayquant.stages.calibration.store import BEGIN_ANEW, Shard, ValueStore
+from relayquant.stages.prepared import PreparedModel
 
 FORMAT = "relayquant.checkpoint.2"
 HEADER = "checkpoint.json"
@@ -302,3 +307,45 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Write a JSON object, whole or not at all."""
     write_text(path, json.dumps(data))
+
+
+def describe_binding(
+    prepared: PreparedModel, order: str, override: Any, fit: Any
+) -> dict[str, str]:
+    """Aspect -> digest or text, of all that the result of a calibration depends on, but the data.
+
+    Of a callable that picks parameters only the name is known; versions and the processor count
+    because float results differ between them.
+    """
+    callables = {
+        group.key: describe_picker(group.calibration)
+        for group in prepared.plan.groups
+        if isinstance(resolve_calibration(group.calibration), CallableCalibration)
+    }
+    plan = {
+        "plan": prepared.plan.to_dict(),
+        "callables": callables,
+        "graph": tvm.ir.save_json(prepared.graph.mod),
+    }
+    return {
+        "model": digest_text(tvm.ir.save_json(prepared.mod)),
+        "plan": digest_text(json.dumps(plan)),
+        "backend": prepared.backend.name,
+        "calibration": "that of the plan" if override is None else describe_picker(override),
+        "order": order,
+        "fit": repr(fit),
+        "relayquant": metadata.version("relayquant"),
+        "tvm": tvm.__version__,
+        "numpy": np.__version__,
+        "processor": llvm_get_system_cpu(),
+    }
+
+
+def describe_picker(picker: Any) -> str:
+    """An observer with its settings; a callable by module and name."""
+    if isinstance(picker, CallableCalibration):
+        picker = picker.function
+    if callable(picker):
+        module = getattr(picker, "__module__", "")
+        return f"{module}.{getattr(picker, '__qualname__', type(picker).__qualname__)}"
+    return repr(picker)

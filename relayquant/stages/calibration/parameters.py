@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -11,12 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relayquant.base.arguments import takes_arguments
+from relayquant.base.events import CallbackList, ParametersEvent
 from relayquant.base.qtypes import QParams, ValueInfo, check_qparams, conform_scale
 from relayquant.config.observers import Observer
 from relayquant.config.observers.base import AnyObserver
-from relayquant.errors import ConfigError, RelayQuantError
+from relayquant.errors import ConfigError, RelayQuantError, format_count
 from relayquant.ir import reference
 from relayquant.ir.plan import GroupPlan, Plan
+from relayquant.stages.calibration.result import CalibrationResult
 from relayquant.stages.prepared import CalibrationGraph
 
 
@@ -182,3 +184,46 @@ def raise_scale(
     scale = np.maximum(qparams.scale, min_scales.get(group.key, 0.0))
     scale = conform_scale(scale, group.info.spec).astype("float32")
     return QParams(scale, qparams.zero_point, qparams.dtype, qparams.axis)
+
+
+def is_data_free(picker: object) -> bool:
+    """Whether it picks parameters without having seen a value."""
+    return isinstance(picker, Observer) and not picker.needs_data
+
+
+def pick_given(
+    plan: Plan,
+    pickers: Sequence[Any],
+    weights: Mapping[str, QParams],
+    callbacks: CallbackList,
+    min_scales: Mapping[str, np.ndarray],
+) -> CalibrationResult:
+    """The parameters of observers that look at no data, beside those of the weights."""
+    parameters, observers = dict(weights), dict[str, str]()
+    for group, picker in zip(plan.activations, pickers, strict=True):
+        picked = picker.qparams(picker.start(group.info), group.info)
+        if group.key in min_scales:
+            picked = raise_scale(picked, group, min_scales)
+        parameters[group.key], observers[group.key] = picked, picker.name
+        callbacks.on_parameters(ParametersEvent(group.info, picked))
+    return CalibrationResult(parameters, {}, observers=observers)
+
+
+def describe_needs(plan: Plan, pickers: Sequence[object]) -> str:
+    """A message for a plan without data: which operators have parameters that data decides."""
+    names = {
+        group.key
+        for group, picker in zip(plan.activations, pickers, strict=True)
+        if not is_data_free(picker)
+    }
+    rows = [
+        f"{op.name} ({op.op.removeprefix('relax.')})"
+        for op in plan.operators
+        if op.quantized and names.intersection((*dict(op.operands).values(), op.output))
+    ]
+    return (
+        f"dataset is None, but data decides parameters of {format_count(len(rows), 'operator')}: "
+        f"{', '.join(rows)}. Pass a dataset, or set for these "
+        "QSpec(is_dynamic=True), which matrix products with constant weights take, the observer "
+        "Fixed, or None to keep them in float."
+    )

@@ -28,20 +28,25 @@ from relayquant.data import Dataset, open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.errors import DataError
 from relayquant.ir.ops.base import group_weight
-from relayquant.stages.calibration.checkpoint import open_checkpoint, open_temporary
+from relayquant.stages.calibration.checkpoint import (
+    describe_binding,
+    open_checkpoint,
+    open_temporary,
+)
 from relayquant.stages.calibration.data import StoredData
-from relayquant.stages.calibration.data_free import describe_needs, is_data_free, pick_given
 from relayquant.stages.calibration.dispatch import (
     WORKER_TIMEOUT,
     ShardRunner,
     check_executor,
     check_timeout,
 )
-from relayquant.stages.calibration.fingerprint import describe_binding
 from relayquant.stages.calibration.observer_selection import RELATIVE, OutputJudge, OutputSQNR
 from relayquant.stages.calibration.parameters import (
     CalibrationContext,
     CallableCalibration,
+    describe_needs,
+    is_data_free,
+    pick_given,
     raise_scale,
     resolve_calibration,
 )

@@ -30,7 +30,7 @@ from relayquant.flow.refine.guard import (
     plan_looks,
     take_sample,
 )
-from relayquant.flow.refine.revert import keep_parameters
+from relayquant.flow.refine.prepared_edit import keep_parameters
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.ledger import Ledger
 from relayquant.ir.rewrite import rewrite_main

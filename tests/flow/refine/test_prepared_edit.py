@@ -16,8 +16,7 @@ from float_models import draw_batches, residual_model
 
 import relayquant as rq
 from relayquant.config import BiasCorrection, FitSettings, WeightRounding
-from relayquant.flow.refine.prepared_edit import replace_plan
-from relayquant.flow.refine.revert import keep_parameters
+from relayquant.flow.refine.prepared_edit import keep_parameters, replace_plan
 
 DATA = draw_batches(residual_model(), 6)
 NEAREST = FitSettings(WeightRounding.NEAREST, BiasCorrection.NONE)
