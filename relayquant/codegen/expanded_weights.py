@@ -8,6 +8,8 @@ Rules emit the calls. `mmap_constants` says how a library answers them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import tvm
 from tvm import relax
 from tvm.ir import Call, GenericConst
@@ -27,7 +29,8 @@ def call_expansion(weights: Expanded) -> Call:
     """The call, in a dataflow block, that gives the weights."""
     ty = relax.TensorType([weights.size], weights.rule.dtype)
     taps = relax.const(tvm.runtime.tensor(weights.taps))
-    return relax.op.call_pure_packed(weights.rule.name, taps, ty_args=ty)
+    call: Any = relax.op.call_pure_packed(weights.rule.name, taps, ty_args=ty)
+    return call
 
 
 def read_expansion(expr: relax.Expr) -> Expanded | None:
