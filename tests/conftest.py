@@ -32,6 +32,19 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem():
+    """Mark as slow all but each n-th instance of a test that is marked `sample(n)`."""
+    made = yield
+    items = made if isinstance(made, list) else []
+    marked = [item for item in items if item.get_closest_marker("sample")]
+    for at, item in enumerate(marked):
+        (step,) = item.get_closest_marker("sample").args
+        if at % step:
+            item.add_marker("slow")
+    return made
+
+
 def pytest_collection_finish():
     """Leave what is imported by now, millions of objects, out of every search for garbage, and
     search less often: a sixteenth of the time that the tests take.

@@ -173,6 +173,7 @@ def test_operator_table__has_every_operator_of_every_backend():
     assert found["sigmoid"][2][2] == "int8"
 
 
+@pytest.mark.slow
 def test_site__builds_without_warnings(tmp_path: Path) -> None:
     for package in ("sphinx", "myst_parser", "sphinx_gallery"):
         pytest.importorskip(package)

@@ -57,6 +57,7 @@ ENVIRONMENTS = [
 ]
 
 
+@pytest.mark.slow
 def test_environment__no_other_bits_in_any(tmp_path):
     demo = load_digits()
     (tmp_path / "modèle.onnx").write_bytes(demo.model_path.read_bytes())
@@ -94,6 +95,7 @@ for i in range(50):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
 def test_compile__fifty_times_in_one_process_keeps_its_memory():
     """Megabytes of the process after ten compiles, thirty and fifty: what grows in the first twenty

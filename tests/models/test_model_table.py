@@ -72,7 +72,10 @@ CHEAP = ("squeezenet",)
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in CHEAP else pytest.mark.nightly) for name in LIGHT],
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in CHEAP else pytest.mark.nightly)
+        for name in LIGHT
+    ],
 )
 def test_light_model__quantized_compiled_and_run(name):
     if not find_path(name).exists():

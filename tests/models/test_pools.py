@@ -49,6 +49,7 @@ BEYOND, INSIDE = (
 )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("op", POOLS)
 def test_pool__equals_onnx_runtime(op, seed):
@@ -127,6 +128,7 @@ def name_windows(case):
     }
 
 
+@pytest.mark.sample(4)
 @with_integers
 @pytest.mark.parametrize("first", range(4))
 def test_integer_average__is_the_nearest_to_onnx_runtime(dtype, first):
@@ -151,6 +153,7 @@ def test_integer_average__is_the_nearest_to_onnx_runtime(dtype, first):
             assert np.abs(got - wanted).max() <= 0.5 + 5e-3, f"{case} {form}"
 
 
+@pytest.mark.sample(4)
 @with_integers
 def test_integer_maximum__equals_onnx_runtime(dtype):
     for case in (*BEYOND[:4], *INSIDE[:2]):
@@ -170,6 +173,7 @@ def test_integer_maximum__equals_onnx_runtime(dtype):
                 np.testing.assert_array_equal(got, wanted, err_msg=f"{case} {form}")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", SEEDS[:6])
 @pytest.mark.parametrize("op", ["AveragePool", "MaxPool"])
 def test_quantized_pool__is_near_onnx_runtime(op, seed):

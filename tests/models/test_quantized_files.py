@@ -88,6 +88,7 @@ def test_import__has_onnxruntimes_answers(form, dscnn, tmp_path):
     assert np.isclose(theirs, ours, rtol=1e-5, atol=1e-5).mean() > 0.98
 
 
+@pytest.mark.slow
 def test_import__transformer_has_onnxruntimes_answers(kwt1, tmp_path):
     """Without its own rewriting of the graph, which lets go of quantizations (by up to 16 steps
     here): a value on the border of two steps may fall on the other side, and what follows moves.

@@ -34,6 +34,7 @@ def find_twin(model: Path, example: np.ndarray, folder: Path) -> Path:
     return path
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", MOST_NOISE)
 def test_twins__equal_results(name, request, tmp_path):
     case = request.getfixturevalue(name)

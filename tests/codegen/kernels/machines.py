@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 
 import pytest
 from tvm.target import Target
@@ -22,9 +23,6 @@ REPRESENTATIVE = {
 }
 ISAS = (*X86_ISAS, PORTABLE)
 
-#: Parametrizes a test over all instruction sets.
-every_isa = pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name)
-
 
 def target_of(mcpu: str) -> Target:
     return Target({"kind": "llvm", "mcpu": mcpu})
@@ -43,3 +41,22 @@ def best_isa() -> Isa:
     """The best instruction set of this machine that the tests know."""
     host = target_of(llvm_get_system_cpu())
     return next((isa for isa in X86_ISAS if has_isa(isa, host)), PORTABLE)
+
+
+def take_samples(isas: Sequence[Isa]) -> pytest.MarkDecorator:
+    """Parametrizes a test of many cases: this machine's best instruction set takes all of them,
+    each other one every sixth; what is left is slow.
+    """
+    best = best_isa()
+    return pytest.mark.parametrize(
+        "isa",
+        [
+            pytest.param(isa, id=isa.name, marks=() if isa is best else pytest.mark.sample(6))
+            for isa in isas
+        ],
+    )
+
+
+#: Parametrizes a test over all instruction sets.
+every_isa = pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name)
+every_isa_in_samples = take_samples(ISAS)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from exact import F32, call_kernel, centre, random_values, store
-from machines import best_isa, every_isa, runnable_target
+from machines import best_isa, every_isa_in_samples, runnable_target
 
 from relayquant.codegen.kernels.integer.channel_product import build_channel_product, fold_channels
 from relayquant.codegen.kernels.integer.elementwise import Multiply
@@ -52,7 +52,7 @@ def test_fold_channels__only_bytes(change):
 
 
 @pytest.mark.parametrize(("shape", "rhs_shape"), [each for each, view in VIEWS.items() if view])
-@every_isa
+@every_isa_in_samples
 def test_build_channel_product__equals_numpy(isa, shape, rhs_shape):
     rng, lhs, rhs = np.random.default_rng(0), "uint8", "int8"
     a, b = random_values(rng, shape, lhs), random_values(rng, rhs_shape, rhs)

@@ -10,7 +10,7 @@ from drawing import count_examples
 from exact import call_kernel, finish, random_multiplier, random_values, random_weights
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from machines import best_isa, every_isa, runnable_target
+from machines import best_isa, every_isa, every_isa_in_samples, runnable_target
 from tvm import relax
 
 from relayquant.base.qtypes import INTEGER_LIMITS
@@ -127,7 +127,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@every_isa
+@every_isa_in_samples
 def test_build_conv2d__equals_numpy(isa, case):
     check_conv2d(CASES[case], isa, runnable_target(isa))
 
@@ -178,7 +178,7 @@ def test_build_conv2d__drawn_specs(spec, seed):
 
 
 @pytest.mark.parametrize(("m", "k", "n"), [(1, 64, 100), (1, 37, 10), (5, 33, 17), (30, 128, 64)])
-@every_isa
+@every_isa_in_samples
 def test_build_dense__equals_numpy(isa, m, k, n):
     rng = np.random.default_rng(m)
     spec = Dense(m, k, n, "int8", 7, Epilogue(dtype="int8", zero_point=3))

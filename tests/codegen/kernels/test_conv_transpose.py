@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from convolutions import conv2d_transpose_accumulators
 from exact import call_kernel, finish, random_multiplier, random_values, random_weights
-from machines import every_isa, runnable_target
+from machines import every_isa_in_samples, runnable_target
 
 from relayquant.codegen.kernels.integer.conv_transpose import (
     Conv2dTranspose,
@@ -32,7 +32,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@every_isa
+@every_isa_in_samples
 def test_build_conv2d_transpose__equals_numpy(isa, case):
     spec, rng = CASES[case], np.random.default_rng(0)
     x = random_values(rng, spec.in_shape, spec.in_dtype)

@@ -8,7 +8,7 @@ from convolutions import check_conv2d
 from drawing import count_examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from machines import best_isa, every_isa, runnable_target
+from machines import best_isa, every_isa_in_samples, runnable_target
 
 from relayquant.codegen.kernels.integer.depthwise import build_depthwise
 from relayquant.codegen.kernels.integer.depthwise_plan import DepthwisePlan
@@ -72,7 +72,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@every_isa
+@every_isa_in_samples
 def test_build_depthwise__equals_numpy(isa, case):
     check_conv2d(CASES[case], isa, runnable_target(isa))
 

@@ -67,6 +67,7 @@ def check_conv2d(spec: FloatConv2d, isa: FloatIsa, symbolic: bool = False) -> No
     check(run_kernel(make_conv2d(made, isa), x, packed, *operands, out), expected)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
     "spec",
@@ -211,6 +212,7 @@ def test_make_conv2d_transpose__follows_onnx(spec, isa):
     check(run_kernel(make_conv2d_transpose(spec, isa), x, packed, *operands, out), expected)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("rows", [1, 2, 5, 14, 29, None])
 @pytest.mark.parametrize(("inner", "outputs"), [(1, 1), (7, 3), (33, 40), (16, 129)])
@@ -244,6 +246,7 @@ def test_make_dense__every_number_of_rows_on_one_kernel(inner, outputs):
             check(y.numpy(), x.astype("float64") @ w.T + residual)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("rows", "inner", "outputs"), [(1, 4, 2), (17, 5, 33), (16, 8, 64)])
@@ -288,6 +291,7 @@ def test_make_batch_matmul__of_any_rows_and_inner_extent(isa, shared):
 DOTS_ORDERS = [(0, 1, 3, 2), (0, 2, 3, 1), (1, 2, 3, 0)]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("order", DOTS_ORDERS)
 @pytest.mark.parametrize("inner", [1, 5, 80])

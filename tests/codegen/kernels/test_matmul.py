@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from exact import call_kernel, finish, random_values
-from machines import every_isa, runnable_target
+from machines import every_isa_in_samples, runnable_target
 
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Store
 from relayquant.codegen.kernels.integer.matmul import BatchMatmul, build_batch_matmul
@@ -35,7 +35,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@every_isa
+@every_isa_in_samples
 def test_build_batch_matmul__equals_numpy(isa, case):
     spec, rng = CASES[case], np.random.default_rng(0)
     x = random_values(rng, (spec.batch, spec.rows, spec.inner), spec.x_dtype)

@@ -13,7 +13,7 @@ from drawing import count_examples
 from exact import call_kernel, finish
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machines import best_isa, runnable_target
+from machines import best_isa, runnable_target, take_samples
 
 from relayquant.codegen.kernels.integer.conv_plan import list_tiles
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
@@ -66,17 +66,17 @@ CASES = {
 
 ON_ZEN4 = replace(VNNI512, timing=ZEN4)
 
-every_x86 = pytest.mark.parametrize("isa", X86_ISAS, ids=lambda isa: isa.name)
+every_x86_in_samples = take_samples(X86_ISAS)
 
 
-@every_x86
 @pytest.mark.parametrize("name", CASES)
+@every_x86_in_samples
 def test_winograd__equals_the_direct_form(name, isa):
     check_conv2d(CASES[name], isa, runnable_target(isa), 0, build_winograd, pack_winograd)
 
 
-@every_x86
 @pytest.mark.parametrize("name", ["chunks of several sizes", "batch 2, chunks in parts"])
+@every_x86_in_samples
 def test_winograd__of_every_tile_that_is_timed(name, isa):
     tiles = list_tiles(WinogradPlan(CASES[name], isa).product, 4)
     assert len(tiles) > 2
@@ -103,10 +103,10 @@ def test_winograd__of_any_size(size, channels, padding, dtype, seed):
     check_conv2d(spec, isa, runnable_target(isa), seed, build_winograd, pack_winograd)
 
 
-@every_x86
 @pytest.mark.parametrize("largest", [True, False])
 @pytest.mark.parametrize("signs", ["same", "by point"])
 @pytest.mark.parametrize("zero_point", [0, 128])
+@every_x86_in_samples
 def test_winograd__sums_as_large_as_they_get(isa, largest, signs, zero_point):
     """Sums next to the bound, and products of transforms that are as large as they get."""
     dtype = "uint8" if zero_point else "int8"

@@ -110,6 +110,7 @@ def packed():
     return export("packed")
 
 
+@pytest.mark.slow
 def test_packed__is_as_float_with_a_paged_cache(packed):
     mod, params = packed
     q = rq.compress_weights(mod, params, bits=8, activation=ROWS)

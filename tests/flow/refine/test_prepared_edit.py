@@ -35,6 +35,7 @@ def convert(prepared: rq.PreparedModel):
     return rq.lower(rq.convert_to_reference(prepared), prepared.backend)
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("order", rq.config.Order)
 def test_save__converts_to_the_same_in_another_process(order, tmp_path):
     prepared = rq.calibrate(prepare(output_dtypes={"out": "uint8"}), DATA, order=order)
@@ -100,6 +101,7 @@ def test_load__names_the_wrong_key(tmp_path):
         rq.load_prepared(other)
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(
     "observer", [rq.observers.MinMax(), rq.observers.MSE(), rq.observers.AverageMax()]
 )

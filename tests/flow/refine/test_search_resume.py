@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 #: Kills itself with the third call of the metric, then goes on, then searches without a break.
 SCRIPT = """
@@ -58,6 +59,7 @@ for path, kill_at in ((broken, 6), (broken, None), (whole, None)):
 """
 
 
+@pytest.mark.slow
 def test_search__killed_and_resumed_gives_the_same_patch(tmp_path) -> None:
     broken, whole = tmp_path / "broken.json", tmp_path / "whole.json"
     script = SCRIPT.format(tests=str(Path(__file__).parents[2]))

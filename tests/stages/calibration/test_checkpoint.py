@@ -252,6 +252,7 @@ print(end(first), read_result() == whole, os.path.exists(checkpoint), flush=True
 """
 
 
+@pytest.mark.slow
 def test_checkpoint__killed_at_twenty_moments_and_used_by_two(tmp_path):
     """From before the folder is made to its removal: whoever goes on ends with the bits of a run
     that nothing disturbed. Who finds another process at work keeps away, and harms nothing.

@@ -237,6 +237,7 @@ def test_executor__what_is_none():
         rq.calibrate(prepared, data(), workers=executor)
 
 
+@pytest.mark.slow
 def test_dask__a_local_cluster(tmp_path):
     distributed = pytest.importorskip("distributed", reason="the extra dask is not installed")
     want = calibrated(tmp_path / "here", effort="fast")

@@ -44,6 +44,7 @@ def measure_peak(samples: int) -> int:
     return int(done.stdout.split()[-1])
 
 
+@pytest.mark.slow
 def test_peak_memory__64_and_2000_samples_are_equal_within_5_percent() -> None:
     few, many = measure_peak(64), measure_peak(2000)
     assert many == pytest.approx(few, rel=0.05)

@@ -180,6 +180,7 @@ QDQ_BIASES = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("step", [None, 0.05, 5e-5, 1e5])
 @pytest.mark.parametrize("is_per_channel", [True, False])
 @pytest.mark.parametrize("kind", QDQ_BIASES)

@@ -133,6 +133,7 @@ def find_axes(name: str) -> range:
     return range(len((WEIGHTED | PLAIN)[name][1]))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [*WEIGHTED, *PLAIN])
 def test_lower__scales_of_channels(name):
     check(name, 1, shifted=True, closed=True, bias=name in WEIGHTED and "matmul" not in name)
@@ -169,6 +170,7 @@ def test_quantize__calibrates_data_with_scales_of_channels(name):
     assert measure_sqnr(*build(name, 1, shifted=True, closed=False, bias=name == "conv")) > 35
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize("name", ["conv", "depthwise", "conv1d", "transposed", "gemm", "matmul"])
 def test_quantize__weights_that_are_integers_beside_float_data(name, per_channel):

@@ -114,6 +114,7 @@ def check_quantized_file(name: str, value: float, grid: str, *, is_followed: boo
     assert name in TIES or is_followed or (off > 0.5).mean() < 0.005
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_quantized_file__is_what_onnx_runtime_computes(name):
     for value, grid in ((5.0, "wider result"), (1.234, "negative operand")):
@@ -133,6 +134,7 @@ def test_quantized_file__in_every_range(name, value, grid):
     check_quantized_file(name, value, grid, is_followed=False)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("value", [1.234, 100.0])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_calibrated_model__has_the_constants_in_its_ranges(name, value):

@@ -32,6 +32,7 @@ def to_real(value, array):
     return numpy_qnn.dequantize(array, value.qparams.scale, value.qparams.zero_point)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("feed", ["uint8", "int8"])
 @pytest.mark.parametrize("back", ["uint8", "int8", None])
 def test_interface__same_results_as_float(feed, back):

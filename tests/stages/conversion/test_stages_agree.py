@@ -70,6 +70,7 @@ def attention_model():
     return build_model(body, (2, 5, 8))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("model", "least"),
     [(residual_model, 8), (unary_model, 9), (arithmetic_model, 9), (attention_model, 4)],
