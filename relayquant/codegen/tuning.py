@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -21,15 +20,10 @@ from tvm.target import Target
 
 from relayquant.base.runtime import count_threads
 from relayquant.base.storage.files import check_writable
-from relayquant.codegen.kernels.integer.conv import build_conv2d, pack_conv2d
 from relayquant.codegen.kernels.integer.conv_plan import choose_plan, list_tiles
+from relayquant.codegen.kernels.integer.product import choose_product
 from relayquant.codegen.kernels.integer.specs import Conv2d, KernelForm
-from relayquant.codegen.kernels.integer.winograd import (
-    WinogradPlan,
-    build_winograd,
-    pack_winograd,
-    saves_time,
-)
+from relayquant.codegen.kernels.integer.winograd import WinogradPlan, saves_time
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.isa.target import (
     find_architecture,
@@ -135,12 +129,7 @@ def time_forms(spec: Conv2d, isa: Isa, target: Target, forms: Sequence[KernelFor
     if len(forms) == 1:
         return forms[0]
     named = {f"form{i}": form for i, form in enumerate(forms)}
-    kernels = {
-        name: (build_winograd if form.transforms else build_conv2d)(
-            replace(spec, tile=form.tile), isa, name
-        )
-        for name, form in named.items()
-    }
+    kernels = {name: choose_product(spec, isa, form).build(name) for name, form in named.items()}
     library = tvm.compile(tvm.IRModule(kernels), target=target)
     runs = [bind_arguments(library[name], spec, isa, form) for name, form in named.items()]
     best = [float("inf")] * len(runs)
@@ -157,12 +146,11 @@ def bind_arguments(
 ) -> Callable[[], object]:
     """One run of a kernel on operands of any values: no time depends on them."""
     rng = np.random.default_rng(0)
-    spec, pack = replace(spec, tile=form.tile), pack_winograd if form.transforms else pack_conv2d
     weight = rng.integers(-8, 9, spec.weight_shape).astype("int8")
     bias = np.zeros(spec.out_channels, "int32")
     factor = 1 / (8 * 64 * max(prod(spec.weight_shape[1:]), 1))
     multiplier = np.float32(factor) if spec.epilogue.has_multiplier else None
-    packed = pack(spec, isa, weight, bias, multiplier)
+    packed = choose_product(spec, isa, form).pack(weight, bias, multiplier)
     arrays = [rng.integers(0, 100, spec.in_shape).astype(spec.in_dtype), *packed.arguments()]
     if spec.epilogue.residual:
         arrays.append(np.zeros(spec.out_shape, spec.epilogue.residual.dtype))

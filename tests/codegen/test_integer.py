@@ -13,11 +13,11 @@ from tvm.target import Target
 import relayquant as rq
 from relayquant.base.runtime import Executor
 from relayquant.codegen.integer import call_kernels, lower_integer
+from relayquant.codegen.kernels.integer import product
 from relayquant.codegen.kernels.integer.winograd import build_winograd
 from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.layout import convert_layout
-from relayquant.codegen.rules import linear
 from relayquant.ir.rewrite import Graph
 from relayquant.stages.backends.x86 import X86
 
@@ -168,7 +168,7 @@ def test_lower_integer__transforms_for_whole_vectors_of_channels(symbolic, monke
         built.append(args)
         return build_winograd(*args)
 
-    monkeypatch.setattr(linear, "build_winograd", build)
+    monkeypatch.setattr(product, "build_winograd", build)
     haswell = "llvm -mcpu=haswell"
     module = rq.compile(qmod, haswell)
     assert len(built) == 2

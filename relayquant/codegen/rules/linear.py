@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -11,21 +11,11 @@ from tvm import relax
 from tvm.ir import Call
 from tvm.tirx import PrimFunc
 
-from relayquant.codegen.kernels.integer.conv import (
-    build_conv2d,
-    build_dense,
-    pack_conv2d,
-    pack_dense,
-)
-from relayquant.codegen.kernels.integer.conv_transpose import (
-    Conv2dTranspose,
-    build_conv2d_transpose,
-    pack_conv2d_transpose,
-)
-from relayquant.codegen.kernels.integer.dynamic_rows import build_dense_rows, pack_dense_rows
+from relayquant.codegen.kernels.integer.conv_transpose import Conv2dTranspose
 from relayquant.codegen.kernels.integer.matmul import BatchMatmul, build_batch_matmul
+from relayquant.codegen.kernels.integer.product import DIRECT, choose_product
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, PackedWeights
-from relayquant.codegen.kernels.integer.winograd import build_winograd, can_winograd, pack_winograd
+from relayquant.codegen.kernels.integer.winograd import can_winograd
 from relayquant.codegen.lowering import Lowered
 from relayquant.codegen.rules.epilogue import UNBIASED_TAKES, IntegerTail, follow_product
 from relayquant.codegen.rules.kernel_call import (
@@ -135,19 +125,11 @@ def lower_conv2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     )
     isa = context.isa.for_weights(weight)
     form = context.choose_form(spec, isa, can_winograd(spec, isa, weight))
-    spec = replace(spec, tile=form.tile)
-    pack, build = pack_conv2d, build_conv2d
-    if form.transforms:
-        pack, build = pack_winograd, build_winograd
-    packed = pack(spec, isa, weight, tail.offsets, tail.multiplier)
+    product = choose_product(spec, isa, form)
+    packed = product.pack(weight, tail.offsets, tail.multiplier)
     sizes = (batch, *spec.out_size, outputs)
     out_shape = sizes if len(linear.shape) == 4 else (batch, *sizes[2:])
-    return make_call(
-        linear,
-        tail,
-        packed,
-        lambda: build(spec, isa, name, linear.shape, out_shape),
-    )
+    return make_call(linear, tail, packed, lambda: product.build(name, linear.shape, out_shape))
 
 
 def lower_conv2d_transpose(context: KernelContext, var: relax.Var) -> Lowered | Skip:
@@ -176,14 +158,9 @@ def lower_conv2d_transpose(context: KernelContext, var: relax.Var) -> Lowered | 
         in_zero_point=linear.zero_point,
         epilogue=tail.epilogue,
     )
-    isa = context.isa.for_weights(weight)
-    packed = pack_conv2d_transpose(spec, isa, weight, tail.offsets, tail.multiplier)
-    return make_call(
-        linear,
-        tail,
-        packed,
-        lambda: build_conv2d_transpose(spec, isa, "qnn_conv2d_transpose"),
-    )
+    product = choose_product(spec, context.isa.for_weights(weight))
+    packed = product.pack(weight, tail.offsets, tail.multiplier)
+    return make_call(linear, tail, packed, lambda: product.build("qnn_conv2d_transpose"))
 
 
 def order_transposed_weight(weight: np.ndarray, layout: str, groups: int) -> np.ndarray:
@@ -211,19 +188,18 @@ def lower_dense(context: KernelContext, var: relax.Var) -> Lowered | Skip:
         in_zero_point=linear.zero_point,
         epilogue=tail.epilogue,
     )
-    pack = pack_dense_rows if linear.is_symbolic else pack_dense
-    isa = context.isa.for_weights(linear.weight)
+    isa, form = context.isa.for_weights(linear.weight), DIRECT
     if not linear.is_symbolic:
         form = context.choose_form(spec.as_conv2d(), isa, False)
-        spec = replace(spec, tile=form.tile)
-    packed = pack(spec, isa, linear.weight, tail.offsets, tail.multiplier)
+    product = choose_product(spec, isa, form, any_rows=linear.is_symbolic)
+    packed = product.pack(linear.weight, tail.offsets, tail.multiplier)
     operands = (linear.call.args[0], *packed.arguments(), *tail.residuals)
     if linear.is_symbolic:
         leading = [None if isinstance(n, str) else n for n in tensor_shape(operands[0]) or ()][:-1]
-        func = build_dense_rows(spec, isa, "qnn_dense", leading)
+        func = product.build("qnn_dense", leading)
     else:
         out_shape = (*linear.shape[:-1], units)
-        func = build_dense(spec, isa, "qnn_dense", linear.shape, out_shape)
+        func = product.build("qnn_dense", linear.shape, out_shape)
     return call_built(tail.vars, func, operands)
 
 

@@ -1,0 +1,75 @@
+"""Product and form -> the functions that pack its constants and build its kernel, chosen once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tvm.tirx import PrimFunc
+
+from relayquant.codegen.kernels.integer.conv import (
+    build_conv2d,
+    build_dense,
+    pack_conv2d,
+    pack_dense,
+)
+from relayquant.codegen.kernels.integer.conv_transpose import (
+    Conv2dTranspose,
+    build_conv2d_transpose,
+    pack_conv2d_transpose,
+)
+from relayquant.codegen.kernels.integer.dynamic_rows import build_dense_rows, pack_dense_rows
+from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, KernelForm, PackedWeights
+from relayquant.codegen.kernels.integer.winograd import build_winograd, pack_winograd
+from relayquant.codegen.kernels.isa.base import Isa
+
+#: Not by transforms, in the tile of the least estimated time.
+DIRECT = KernelForm()
+
+Multiplier = NDArray[np.float32] | np.float32 | None
+
+
+@dataclass(frozen=True)
+class ProductKernel:
+    """How a product is computed; `pack` and `build` follow one plan."""
+
+    spec: Any
+    isa: Isa
+    packer: Callable[..., PackedWeights]
+    builder: Callable[..., PrimFunc]
+
+    def pack(
+        self, weight: NDArray[np.int8], bias: NDArray[np.int32], multiplier: Multiplier
+    ) -> PackedWeights:
+        """Constant operands of the kernel; see `pack_conv2d`."""
+        return self.packer(self.spec, self.isa, weight, bias, multiplier)
+
+    def build(self, name: str, *shapes: Any) -> PrimFunc:
+        """The kernel, with its arguments in other shapes of as many elements; of a product of any
+        number of rows, with these leading extents.
+        """
+        return self.builder(self.spec, self.isa, name, *shapes)
+
+
+def choose_product(
+    spec: Conv2d | Conv2dTranspose | Dense,
+    isa: Isa,
+    form: KernelForm = DIRECT,
+    *,
+    any_rows: bool = False,
+) -> ProductKernel:
+    """The kernel of a product in a form; a dense layer with `any_rows` takes every number of
+    rows.
+    """
+    if isinstance(spec, Conv2dTranspose):
+        return ProductKernel(spec, isa, pack_conv2d_transpose, build_conv2d_transpose)
+    spec = replace(spec, tile=form.tile)
+    if isinstance(spec, Dense):
+        functions = (pack_dense_rows, build_dense_rows) if any_rows else (pack_dense, build_dense)
+        return ProductKernel(spec, isa, *functions)
+    if form.transforms:
+        return ProductKernel(spec, isa, pack_winograd, build_winograd)
+    return ProductKernel(spec, isa, pack_conv2d, build_conv2d)
