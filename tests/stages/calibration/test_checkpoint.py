@@ -164,7 +164,7 @@ for stop in (*stops, None):
 def test_checkpoint__survives_kill_and_interrupt(tmp_path):
     """Real processes, really killed; the last one finishes."""
     here = Path(__file__).parent
-    script = SCRIPT.format(tests=str(here.parent), here=str(here))
+    script = SCRIPT.format(tests=str(here.parents[1]), here=str(here))
     checkpoint, out, want = tmp_path / "checkpoint", tmp_path / "out", tmp_path / "want"
     stops = [
         f"read data:9:{signal.SIGKILL}",
@@ -257,7 +257,7 @@ def test_checkpoint__killed_at_twenty_moments_and_used_by_two(tmp_path):
     """From before the folder is made to its removal: whoever goes on ends with the bits of a run
     that nothing disturbed. Who finds another process at work keeps away, and harms nothing.
     """
-    script = MOMENTS.format(tests=str(Path(__file__).parent.parent))
+    script = MOMENTS.format(tests=str(Path(__file__).parents[2]))
     command = [sys.executable, "-c", script, str(tmp_path / "checkpoint"), str(tmp_path / "out")]
     done = subprocess.run(
         [*command, "20"],
