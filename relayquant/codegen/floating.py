@@ -64,12 +64,11 @@ from relayquant.codegen.lowering import (
 from relayquant.codegen.rules.elementwise import make_window
 from relayquant.codegen.rules.kernel_call import build_for_batch, split_batch, vector
 from relayquant.codegen.rules.linear import order_transposed_weight
+from relayquant.ir.rewrite.conv_view import ConvView
 from relayquant.ir.rewrite.epilogue_pattern import Tail, float_takes, follow_tail
 from relayquant.ir.rewrite.expressions import (
-    expand_padding,
     is_float32,
     op_name,
-    pair,
     same_extents,
     shape_of,
     static_sizes,
@@ -125,32 +124,31 @@ def read_conv2d_transpose(call: Call) -> FloatConv2dTranspose | Skip:
     kernel does.
     """
     data, weight = call.args
-    attrs = call.attrs
-    data_layout, kernel_layout = str(attrs.data_layout), str(attrs.kernel_layout)
-    if sorted(data_layout) != sorted("NHWC") or str(attrs.out_layout) not in ("", data_layout):
-        return Skip(f"layout {data_layout}/{attrs.out_layout}")
+    view = ConvView.of(call)
+    if sorted(view.layout) != sorted("NHWC") or view.out_layout != view.layout:
+        return Skip(f"layout {view.layout}/{view.out_layout}")
     if not (is_float32(data) and is_float32(weight) and isinstance(weight, GenericConst)):
         return decline("not float32 of known rank, or weights that are no constants")
-    extents = dict(zip(data_layout, shape_of(data), strict=True))
+    extents = dict(zip(view.layout, shape_of(data), strict=True))
     sizes = static_sizes([extents[letter] for letter in "HWC"])
     if sizes is None:
         return decline("a size other than the batch is symbolic")
-    kernel = dict(zip(kernel_layout, map(int, weight.ty.shape.values), strict=True))
-    groups = int(attrs.groups)
+    kernel = dict(zip(view.kernel_layout, map(int, weight.ty.shape.values), strict=True))
+    numbers = view.as_2d()
     if kernel["O"] < FEWEST_CHANNELS:
         return decline("too few channels")
-    if min(expand_padding(attrs.padding)) < 0:
+    if min(numbers.padding) < 0:
         return decline("the padding is negative")
     return FloatConv2dTranspose(
         1,
         *sizes,
-        kernel["O"] * groups,
+        kernel["O"] * numbers.groups,
         (kernel["H"], kernel["W"]),
-        pair(attrs.strides),
-        expand_padding(attrs.padding),
-        pair(attrs.dilation),
-        groups,
-        pair(attrs.output_padding),
+        numbers.strides,
+        numbers.padding,
+        numbers.dilation,
+        numbers.groups,
+        numbers.output_padding,
     )
 
 
@@ -217,8 +215,8 @@ def lower_conv2d(context: FloatContext, root: relax.Var) -> Lowered | Skip:
     """nn.conv2d in the layout of the kernels."""
     call = context.block.values[root]
     data, weight = call.args
-    attrs = call.attrs
-    layouts = attrs.data_layout, attrs.kernel_layout, attrs.out_layout or attrs.data_layout
+    view = ConvView.of(call)
+    numbers, layouts = view.as_2d(), (view.layout, view.kernel_layout, view.out_layout)
     if layouts != (*CONV_LAYOUT, CONV_LAYOUT[0]):
         return Skip(f"layout {'/'.join(layouts)}")
     if not all(is_float32(e) for e in (data, weight, root)):
@@ -235,10 +233,10 @@ def lower_conv2d(context: FloatContext, root: relax.Var) -> Lowered | Skip:
         channels,
         outputs,
         (kh, kw),
-        pair(attrs.strides),
-        expand_padding(attrs.padding),
-        pair(attrs.dilation),
-        int(attrs.groups),
+        numbers.strides,
+        numbers.padding,
+        numbers.dilation,
+        numbers.groups,
     )
     if min(spec.group_out, outputs) < FEWEST_CHANNELS and not spec.is_depthwise:
         return decline("too few channels")

@@ -15,16 +15,12 @@ import torch
 import torch.nn.functional as F
 
 from relayquant.errors import ModelError
-from relayquant.ir.reference.convolution import (
-    Window,
-    count_window_values,
-    expand_per_axis,
-    get_spatial_letters,
-    split_padding,
-)
+from relayquant.ir.reference.convolution import Window, count_window_values
 from relayquant.ir.reference.relax import ROWS
 from relayquant.ir.reference.relax.row import Row, bind_rows, to_ints
+from relayquant.ir.reference.relax.windows import get_window
 from relayquant.ir.reference.unary import Unary
+from relayquant.ir.rewrite.conv_view import ConvView, expand_per_axis, get_spatial_letters
 
 Tensor = torch.Tensor
 
@@ -63,49 +59,38 @@ CONVOLVE_TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_t
 
 
 def convolve(args: list[Any], attrs: Any) -> Tensor:
-    letters = get_spatial_letters(attrs.data_layout)
-    rank, order = len(letters), f"NC{letters}"
-    data = permute(args[0], attrs.data_layout, order)
-    weight = permute_weight(args[1], attrs.kernel_layout, f"OI{letters}")
-    data, padding = pad_data(data, split_padding(attrs.padding, rank))
-    strides, dilation = (expand_per_axis(v, rank) for v in (attrs.strides, attrs.dilation))
-    result = CONVOLVE[rank](
-        data, weight, None, strides, padding, dilation, groups=int(attrs.groups)
+    view = ConvView.read(attrs)
+    order = f"NC{view.letters}"
+    data = permute(args[0], view.layout, order)
+    weight = permute_weight(args[1], view.kernel_layout, f"OI{view.letters}")
+    data, padding = pad_data(data, view.pads)
+    result = CONVOLVE[view.rank](
+        data, weight, None, view.strides, padding, view.dilation, groups=view.groups
     )
-    return permute(result, order, attrs.out_layout or attrs.data_layout)
+    return permute(result, order, view.out_layout)
 
 
 def convolve_transposed(args: list[Any], attrs: Any) -> Tensor:
     """The kernel has I = input channels and O = output channels / groups. What is padded is cut
     off the full result.
     """
-    letters = get_spatial_letters(attrs.data_layout)
-    rank, order = len(letters), f"NC{letters}"
-    data = permute(args[0], attrs.data_layout, order)
-    weight = permute_weight(args[1], attrs.kernel_layout, f"IO{letters}")
-    strides, dilation = (expand_per_axis(v, rank) for v in (attrs.strides, attrs.dilation))
-    result = CONVOLVE_TRANSPOSED[rank](
-        data, weight, None, strides, 0, 0, int(attrs.groups), dilation
+    view = ConvView.read(attrs)
+    order = f"NC{view.letters}"
+    data = permute(args[0], view.layout, order)
+    weight = permute_weight(args[1], view.kernel_layout, f"IO{view.letters}")
+    result = CONVOLVE_TRANSPOSED[view.rank](
+        data, weight, None, view.strides, 0, 0, view.groups, view.dilation
     )
-    result = pad_edges(result, [(0, n) for n in expand_per_axis(attrs.output_padding, rank)])
-    edges = split_padding(attrs.padding, rank)
-    for axis, (before, after) in enumerate(edges, start=2):
+    result = pad_edges(result, [(0, n) for n in view.output_padding])
+    for axis, (before, after) in enumerate(view.pads, start=2):
         result = result.narrow(axis, before, result.shape[axis] - before - after)
-    return permute(result, order, attrs.out_layout or attrs.data_layout)
+    return permute(result, order, view.out_layout)
 
 
 def open_window(data: Tensor, attrs: Any, value: float) -> tuple[Tensor, Window, list[int], str]:
     """(padded data in layout N C spatial, the window, number of windows by axis, layout)."""
-    letters = get_spatial_letters(attrs.layout)
-    order = f"NC{letters}"
-    window = Window(
-        to_ints(attrs.pool_size),
-        to_ints(attrs.strides),
-        to_ints(attrs.dilation),
-        to_ints(attrs.padding),
-        bool(attrs.ceil_mode),
-        attrs.layout,
-    )
+    window = get_window(attrs)
+    order = f"NC{get_spatial_letters(attrs.layout)}"
     data = permute(data, attrs.layout, order)
     pads, outputs = window.fit(tuple(data.shape[2:]))
     return pad_edges(data, pads, value), window, outputs, order

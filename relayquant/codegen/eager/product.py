@@ -20,8 +20,9 @@ from relayquant.codegen.kernels.floating.gemm import FloatDense, make_dense, pac
 from relayquant.codegen.kernels.floating.tile import FEWEST_CHANNELS, FloatEpilogue, FloatIsa
 from relayquant.errors import ModelError
 from relayquant.ir.reference.frame import Frame
+from relayquant.ir.rewrite.conv_view import ConvView
 from relayquant.ir.rewrite.epilogue_pattern import Tail
-from relayquant.ir.rewrite.expressions import expand_padding, pair, shape_of, static_sizes
+from relayquant.ir.rewrite.expressions import shape_of, static_sizes
 from relayquant.ir.rewrite.rule import Skip, decline
 
 CONVOLUTIONS = ("relax.nn.conv2d", "relax.nn.conv1d")
@@ -78,11 +79,10 @@ class Convolution:
     @staticmethod
     def of(call: Call) -> Convolution | Skip:
         """How a call becomes one, or why there is no kernel."""
-        attrs = call.attrs
-        data, kernel = str(attrs.data_layout), str(attrs.kernel_layout)
-        spatial = "HW" if len(data) == 4 else "W"
-        if str(attrs.out_layout or data) != data or sorted(data) != sorted(f"N{spatial}C"):
-            return Skip(f"layout {data} to {attrs.out_layout}")
+        view = ConvView.of(call)
+        data, kernel, spatial = view.layout, view.kernel_layout, view.letters
+        if view.out_layout != data or sorted(data) != sorted(view.order):
+            return Skip(f"layout {data} to {view.out_layout}")
         if sorted(kernel) != sorted(f"O{spatial}I"):
             return Skip(f"layout {kernel} of the weight")
         shape = static_sizes(shape_of(call.args[1]))
@@ -93,26 +93,20 @@ class Convolution:
         inputs = static_sizes([extents["C"]])
         if inputs is None:
             return decline("the number of channels is symbolic")
-        strides, dilation = pair(attrs.strides), pair(attrs.dilation)
-        padding = expand_padding(attrs.padding)
         taps = (weight.get("H", 1), weight["W"])
-        if spatial == "W":
-            strides, dilation = (1, strides[1]), (1, dilation[1])
-            before, after = (int(size) for size in attrs.padding)
-            padding = (0, before, 0, after)
-        groups = int(attrs.groups)
+        flat = view.as_2d()
         spec = FloatConv2d(
-            ANY, 0, 0, inputs[0], weight["O"], taps, strides, padding, dilation, groups
-        )
+            ANY, 0, 0, inputs[0], weight["O"], taps, flat.strides, flat.padding, flat.dilation,
+            flat.groups,
+        )  # fmt: skip
         few = min(spec.group_out, spec.out_channels) < FEWEST_CHANNELS
-        if (few and not spec.is_depthwise) or min(padding) < 0:
+        if (few and not spec.is_depthwise) or min(spec.padding) < 0:
             return decline("too few channels, or the padding is negative")
-        letters = f"N{spatial}C"
-        known = [static_sizes([extents[letter]]) for letter in letters]
+        known = [static_sizes([extents[letter]]) for letter in view.order]
         return Convolution(
             data.index("C"),
             weight["O"],
-            tuple(data.index(letter) for letter in letters),
+            tuple(data.index(letter) for letter in view.order),
             tuple(kernel.index(letter) for letter in f"O{spatial}I"),
             tuple(size[0] if size else None for size in known),
             spec,

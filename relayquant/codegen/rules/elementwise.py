@@ -67,7 +67,7 @@ from relayquant.ir.dialect import OPERATORS
 from relayquant.ir.dialect.accumulator_range import choose_product_dtype
 from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE
 from relayquant.ir.rewrite import Graph, Skip
-from relayquant.ir.rewrite.expressions import expand_padding, pair
+from relayquant.ir.rewrite.conv_view import ConvView
 from relayquant.ir.rewrite.graph import constant_value, free_vars, tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.rule import decline, make_rule
 
@@ -317,12 +317,10 @@ def lower_concatenate(context: KernelContext, var: relax.Var) -> Lowered | Skip:
 
 def make_window(call: Call, shape: tuple[int, ...]) -> PoolWindow:
     """The window of a 2-D pool over NHWC data."""
-    attrs = call.attrs
-    batch, height, width, channels = shape
+    view = ConvView.of(call).as_2d()
     return PoolWindow(
-        batch, height, width, channels, pair(attrs.pool_size), pair(attrs.strides),
-        expand_padding(attrs.padding), pair(attrs.dilation), bool(attrs.ceil_mode),
-    )  # fmt: skip
+        *shape, view.window, view.strides, view.padding, view.dilation, bool(call.attrs.ceil_mode)
+    )
 
 
 def lower_max_pool2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:

@@ -30,7 +30,7 @@ from relayquant.codegen.rules.kernel_call import (
     split_rows,
 )
 from relayquant.ir.rewrite import Skip
-from relayquant.ir.rewrite.expressions import expand_padding, pair
+from relayquant.ir.rewrite.conv_view import ConvView
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.rule import make_rule
 
@@ -98,15 +98,12 @@ def lower_conv2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     linear = read_linear(context, var, (("NHWC", "OHWI"), ("NWC", "OWI")))
     if isinstance(linear, Skip):
         return linear
-    attrs, weight, shape, name = linear.call.attrs, linear.weight, linear.shape, "qnn_conv2d"
-    strides, padding, dilation = (
-        [int(size) for size in each] for each in (attrs.strides, attrs.padding, attrs.dilation)
-    )
+    view = ConvView.of(linear.call).as_2d()
+    weight, shape, name = linear.weight, linear.shape, "qnn_conv2d"
     if len(shape) == 3:
         name, shape, weight = "qnn_conv1d", (shape[0], 1, *shape[1:]), weight[:, None]
-        strides, padding, dilation = [1, *strides], [0, padding[0], 0, padding[-1]], [1, *dilation]
     batch, height, width, channels = shape
-    outputs, *kernel, _ = weight.shape
+    outputs, *taps, _ = weight.shape
     tail = follow_product(context, var, outputs)
     spec = Conv2d(
         batch=batch,
@@ -114,11 +111,11 @@ def lower_conv2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
         width=width,
         in_channels=channels,
         out_channels=outputs,
-        kernel=pair(kernel),
-        strides=pair(strides),
-        padding=expand_padding(padding),
-        dilation=pair(dilation),
-        groups=int(attrs.groups),
+        kernel=(taps[0], taps[1]),
+        strides=view.strides,
+        padding=view.padding,
+        dilation=view.dilation,
+        groups=view.groups,
         in_dtype=linear.dtype,
         in_zero_point=linear.zero_point,
         epilogue=tail.epilogue,
@@ -138,8 +135,9 @@ def lower_conv2d_transpose(context: KernelContext, var: relax.Var) -> Lowered | 
     linear = read_linear(context, var, layouts)
     if isinstance(linear, Skip):
         return linear
-    attrs = linear.call.attrs
-    weight = order_transposed_weight(linear.weight, str(attrs.kernel_layout), int(attrs.groups))
+    view = ConvView.of(linear.call)
+    numbers = view.as_2d()
+    weight = order_transposed_weight(linear.weight, view.kernel_layout, view.groups)
     tail = follow_product(context, var, weight.shape[0])
     batch, height, width, channels = linear.shape
     spec = Conv2dTranspose(
@@ -149,11 +147,11 @@ def lower_conv2d_transpose(context: KernelContext, var: relax.Var) -> Lowered | 
         in_channels=channels,
         out_channels=weight.shape[0],
         kernel=(weight.shape[1], weight.shape[2]),
-        strides=pair(attrs.strides),
-        padding=expand_padding(attrs.padding),
-        output_padding=pair(attrs.output_padding),
-        dilation=pair(attrs.dilation),
-        groups=int(attrs.groups),
+        strides=numbers.strides,
+        padding=numbers.padding,
+        output_padding=numbers.output_padding,
+        dilation=numbers.dilation,
+        groups=numbers.groups,
         in_dtype=linear.dtype,
         in_zero_point=linear.zero_point,
         epilogue=tail.epilogue,

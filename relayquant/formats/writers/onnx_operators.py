@@ -22,6 +22,7 @@ from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE
 from relayquant.ir.reference.convolution import count_window_values
 from relayquant.ir.reference.relax.windows import get_window
 from relayquant.ir.reference.unary import RELAX_UNARY, evaluate_formula
+from relayquant.ir.rewrite.conv_view import ConvView
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
 Writer = Callable[[OnnxBuilder, relax.Var, Call], str]
@@ -51,14 +52,6 @@ def integers(values: object) -> list[int]:
     return [int(value) for value in values]  # pyright: ignore[reportGeneralTypeIssues]
 
 
-def window_pads(padding: Sequence[int], rank: int) -> list[int]:
-    """Padding of Relax (one value, one per axis, or begins and ends) as that of ONNX."""
-    pads = integers(padding)
-    if len(pads) == 1:
-        return pads * (2 * rank)
-    return pads * 2 if len(pads) == rank else pads
-
-
 def in_channels_first(
     builder: OnnxBuilder, var: relax.Var, data: str, layout: str, write: Callable[[str, str], str]
 ) -> str:
@@ -73,14 +66,11 @@ def in_channels_first(
     return builder.emit("Transpose", [inner], var.name, perm=[0, *range(2, rank), 1])
 
 
-def conv_attributes(call: Call, rank: int) -> dict[str, object]:
-    """Attributes of Conv and ConvTranspose."""
-    return {
-        "strides": integers(call.attrs.strides),
-        "pads": window_pads(call.attrs.padding, rank),
-        "dilations": integers(call.attrs.dilation),
-        "group": int(call.attrs.groups),
-    }
+def conv_attributes(op: str, view: ConvView) -> dict[str, object]:
+    """Attributes of `op`: Conv or ConvTranspose."""
+    extra = {"output_padding": view.output_padding} if op == "ConvTranspose" else {}
+    numbers = {"strides": view.strides, "pads": view.padding, "dilations": view.dilation, **extra}
+    return {**{name: list(each) for name, each in numbers.items()}, "group": view.groups}
 
 
 def constant_of(builder: OnnxBuilder, expr: relax.Expr) -> tuple[np.ndarray, Call | None] | None:
@@ -167,16 +157,14 @@ def write_linear(
 
 def write_conv(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     """Conv or ConvTranspose, with the bias that is added to it alone."""
-    layout, kernel = str(call.attrs.data_layout), str(call.attrs.kernel_layout)
-    spatial = "".join(letter for letter in layout if letter not in "NC")
-    wanted = ("OI" if op == "Conv" else "IO") + spatial
+    view = ConvView.of(call)
+    layout, kernel = view.layout, view.kernel_layout
+    wanted = ("OI" if op == "Conv" else "IO") + view.letters
     weight = oriented_constant(
         builder, call.args[1], [kernel.index(c) for c in wanted], f"{var.name}.weight"
     )
     data = builder.tensor(call.args[0], var.name)
-    attrs = conv_attributes(call, len(spatial))
-    if op == "ConvTranspose":
-        attrs["output_padding"] = integers(call.attrs.output_padding)
+    attrs = conv_attributes(op, view)
 
     def write(out: relax.Var, bias: list[str]) -> str:
         def emit(source: str, output: str) -> str:
@@ -203,12 +191,12 @@ def write_pool(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str
     """MaxPool or AveragePool. Without ceil_mode where sizes are known: before opset 22 ONNX's own
     inference counts windows that start in the padding.
     """
-    attrs, layout, dtype = call.attrs, str(call.attrs.layout), tensor_dtype(call.args[0])
-    kernel, steps, counts = integers(attrs.pool_size), integers(attrs.dilation), None
-    half, ends = len(kernel), end_windows(var, call)
-    pads = ends or window_pads(attrs.padding, half)
+    attrs, view, dtype = call.attrs, ConvView.of(call), tensor_dtype(call.args[0])
+    layout, kernel, steps, counts = view.layout, list(view.window), list(view.dilation), None
+    half, ends = view.rank, end_windows(var, call)
+    pads = ends or list(view.padding)
     data = builder.tensor(call.args[0], var.name)
-    given: dict[str, object] = {"strides": integers(attrs.strides)}
+    given: dict[str, object] = {"strides": list(view.strides)}
     if any(size != 1 for size in steps):
         given["dilations"] = steps
     if op == "AveragePool":
@@ -267,19 +255,18 @@ def end_windows(var: relax.Var, call: Call) -> list[int] | None:
     """Pads with which a pool's windows end in the padding; None of sizes that are not known. Those
     of the pool itself without ceil_mode.
     """
-    attrs, layout = call.attrs, str(call.attrs.layout)
-    kernel = integers(attrs.pool_size)
-    pads, half = window_pads(attrs.padding, len(kernel)), len(kernel)
-    if not attrs.ceil_mode:
-        return pads
-    axes = [layout.index(letter) for letter in "DHW"[-half:]]
+    view = ConvView.of(call)
+    begins = view.padding[: view.rank]
+    if not call.attrs.ceil_mode:
+        return list(view.padding)
+    axes = [view.layout.index(letter) for letter in view.letters]
     sizes, counts = (tensor_shape(each) or () for each in (call.args[0], var))
     found = [(counts[at], sizes[at]) for at in axes] if sizes and counts else []
     if not found or any(isinstance(size, str) for pair in found for size in pair):
         return None
-    rows = zip(found, kernel, attrs.strides, attrs.dilation, pads[:half], strict=True)
+    rows = zip(found, view.window, view.strides, view.dilation, begins, strict=True)
     return [
-        *pads[:half],
+        *begins,
         *(reach_end(*map(int, (*pair, *window))) for pair, *window in rows),
     ]
 

@@ -25,9 +25,9 @@ from relayquant.formats.writers.onnx_operators import (
     Writer,
     conv_attributes,
     in_channels_first,
-    integers,
 )
 from relayquant.ir.dialect import OPERATORS
+from relayquant.ir.rewrite.conv_view import ConvView
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
 
 
@@ -85,12 +85,12 @@ def accumulate(builder: OnnxBuilder, var: relax.Var, scales: tuple[relax.Expr, r
 def write_qnn_conv(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     """qnn.conv1d, conv2d, conv2d_transpose of constant weights."""
     data, weight, data_zero, weight_zero, data_scale, weight_scale = call.args
-    layout, kernel = str(call.attrs.data_layout), str(call.attrs.kernel_layout)
+    view = ConvView.of(call)
+    layout, kernel = view.layout, view.kernel_layout
     array = constant_value(weight)
     if array is None:
         raise ModelError(f"export_onnx: the weight of {var.name!r} is no constant.", code="RQ203")
-    spatial = "".join(letter for letter in layout if letter not in "NC")
-    order = [kernel.index(c) for c in ("OI" if op == "Conv" else "IO") + spatial]
+    order = [kernel.index(c) for c in ("OI" if op == "Conv" else "IO") + view.letters]
     affine = read_affine(weight_scale, weight_zero, kernel.index("O"), array.ndim)
     if affine.axis is not None:
         affine = Affine(affine.scale, affine.zero_point, order.index(affine.axis))
@@ -99,9 +99,7 @@ def write_qnn_conv(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) ->
         tensor, affine, str(array.dtype), builder.unique_name(f"{var.name}.weight.dq")
     )
     real = builder.real_tensor(data, read_affine(data_scale, data_zero, -1, 1), var.name)
-    attrs = conv_attributes(call, len(spatial))
-    if op == "ConvTranspose":
-        attrs["output_padding"] = integers(call.attrs.output_padding)
+    attrs = conv_attributes(op, view)
     out, bias = accumulate(builder, var, (data_scale, weight_scale))
     builder.real[out] = in_channels_first(
         builder,

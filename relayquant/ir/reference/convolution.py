@@ -15,25 +15,14 @@ from typing import Any
 import numpy as np
 
 from relayquant.errors import QnnError, format_count
+from relayquant.ir.rewrite.conv_view import (
+    Ints,
+    expand_per_axis,
+    get_spatial_letters,
+    split_padding,
+)
 
 Array = np.ndarray[Any, Any]
-
-SPATIAL_LETTERS = "DHW"
-
-
-def get_spatial_letters(layout: str) -> str:
-    """The spatial axes of a layout in the order D, H, W.
-
-    Raises:
-        QnnError: the layout has letters other than N C O I D H W, as a packed one ("NCHW4c") has.
-    """
-    if not set(layout) <= set("NCOI" + SPATIAL_LETTERS) or len(set(layout)) != len(layout):
-        raise QnnError(
-            f"layout {layout!r} is not supported; allowed: each of N, C (data) or O, I (kernel) "
-            "and the spatial letters once, such as NCHW, NHWC, OIHW, HWIO, HWOI.",
-            code="RQ601",
-        )
-    return "".join(letter for letter in SPATIAL_LETTERS if letter in layout)
 
 
 def permute_layout(array: Array, source: str, target: str) -> Array:
@@ -43,33 +32,6 @@ def permute_layout(array: Array, source: str, target: str) -> Array:
             f"an array of shape {array.shape} does not have layout {source!r}.", code="RQ601"
         )
     return array.transpose([source.index(letter) for letter in target])
-
-
-def split_padding(padding: Sequence[int], rank: int) -> list[tuple[int, int]]:
-    """(before, after) per spatial axis, from 1, `rank` or 2 * `rank` numbers, befores first."""
-    values = [int(value) for value in padding]
-    if len(values) == 1:
-        values = values * (2 * rank)
-    elif len(values) == rank:
-        values = values * 2
-    if len(values) != 2 * rank:
-        raise QnnError(
-            f"padding {list(padding)} has {format_count(len(values), 'number')}; allowed for "
-            f"{format_count(rank, 'spatial axis')}: 1, {rank} or {2 * rank}.",
-            code="RQ601",
-        )
-    return list(zip(values[:rank], values[rank:], strict=True))
-
-
-def expand_per_axis(values: Sequence[int], rank: int) -> list[int]:
-    """Strides or dilation of every spatial axis, from 1 or `rank` numbers."""
-    numbers = [int(value) for value in values]
-    if len(numbers) not in (1, rank):
-        raise QnnError(
-            f"{numbers} has {format_count(len(numbers), 'number')}; allowed: 1 or {rank}.",
-            code="RQ601",
-        )
-    return numbers * rank if len(numbers) == 1 else numbers
 
 
 def iterate_taps(
@@ -238,7 +200,7 @@ class Window:
         """Number of spatial axes."""
         return len(get_spatial_letters(self.layout))
 
-    def expand(self) -> tuple[list[int], list[int], list[int]]:
+    def expand(self) -> tuple[Ints, Ints, Ints]:
         """Size, strides and dilation with one number per axis."""
         size, strides, dilation = (
             expand_per_axis(values, self.rank)

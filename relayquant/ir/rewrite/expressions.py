@@ -124,17 +124,3 @@ def read_scalar(expr: Any) -> float | None:
     if isinstance(expr, tirx.IntImm | tirx.FloatImm):
         return float(expr.value)
     return None
-
-
-def pair(values: Any) -> tuple[int, int]:
-    """(h, w) of an attribute that holds one or two numbers."""
-    numbers = [int(v) for v in values]
-    return (numbers[0], numbers[-1])
-
-
-def expand_padding(values: Any) -> tuple[int, int, int, int]:
-    """(top, left, bottom, right) of an attribute that holds one, two or four numbers."""
-    numbers = [int(v) for v in values]
-    if len(numbers) == 4:
-        return numbers[0], numbers[1], numbers[2], numbers[3]
-    return numbers[0], numbers[-1], numbers[0], numbers[-1]

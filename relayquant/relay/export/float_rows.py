@@ -9,6 +9,7 @@ from tvm import relax
 
 from relayquant.errors import ModelError
 from relayquant.ir.reference.unary import RELAX_UNARY, Unary, evaluate_formula
+from relayquant.ir.rewrite.conv_view import ConvView
 from relayquant.ir.rewrite.graph import constant_value
 from relayquant.relay import syntax
 from relayquant.relay.export.base import Export, Exports, ExportSite, ints
@@ -22,23 +23,23 @@ def same(name: str, count: int = 1) -> Export:
 
 def conv_attrs(site: ExportSite, layout: str, kernel_shape: tuple[int, ...]) -> dict[str, Any]:
     """Attributes that float and integer convolutions share; `layout` is that of the kernel."""
-    attrs = site.attrs
+    view = ConvView.of(site.call)
     kernel = dict(zip(layout, kernel_shape, strict=True))
     transposed = layout.startswith("IO") and "transpose" in site.call.op.name
-    channels = kernel["O"] * (int(attrs.groups) if transposed else 1)
+    channels = kernel["O"] * (view.groups if transposed else 1)
     found = {
-        "strides": ints(attrs.strides),
-        "padding": ints(attrs.padding),
-        "dilation": ints(attrs.dilation),
-        "groups": int(attrs.groups),
+        "strides": view.strides,
+        "padding": view.padding,
+        "dilation": view.dilation,
+        "groups": view.groups,
         "channels": channels,
         "kernel_size": tuple(kernel[axis] for axis in layout if axis not in "OI"),
-        "data_layout": str(attrs.data_layout),
+        "data_layout": view.layout,
         "kernel_layout": layout,
-        "out_dtype": dtype_text(attrs.out_dtype),
+        "out_dtype": dtype_text(site.attrs.out_dtype),
     }
     if "transpose" in site.call.op.name:
-        found["output_padding"] = ints(attrs.output_padding)
+        found["output_padding"] = view.output_padding
     return found
 
 
@@ -177,14 +178,14 @@ def export_matmul(site: ExportSite) -> syntax.Expr:
 
 
 def pool_attrs(site: ExportSite) -> dict[str, Any]:
-    attrs = site.attrs
+    view, is_ceiled = ConvView.of(site.call), bool(site.attrs.ceil_mode)
     return {
-        "pool_size": ints(attrs.pool_size),
-        "strides": ints(attrs.strides),
-        "dilation": ints(attrs.dilation),
-        "padding": crop_padding(site) if attrs.ceil_mode else ints(attrs.padding),
-        "layout": str(attrs.layout),
-        "ceil_mode": bool(attrs.ceil_mode),
+        "pool_size": view.window,
+        "strides": view.strides,
+        "dilation": view.dilation,
+        "padding": crop_padding(site) if is_ceiled else view.padding,
+        "layout": view.layout,
+        "ceil_mode": is_ceiled,
     }
 
 
@@ -195,19 +196,17 @@ def crop_padding(site: ExportSite) -> list[int]:
     Raises:
         ModelError: an average counts the padding that would be cropped.
     """
-    attrs = site.attrs
-    padding = [int(width) for width in attrs.padding]
-    rank = len(padding) // 2
-    letters = str(attrs.layout).replace("N", "").replace("C", "")
-    for axis, letter in enumerate(letters):
-        at = str(attrs.layout).index(letter)
+    view = ConvView.of(site.call)
+    padding, rank = list(view.padding), view.rank
+    for axis, letter in enumerate(view.letters):
+        at = view.layout.index(letter)
         size, count = site.dims(site.call.args[0])[at], site.out_dims()[at]
         if not isinstance(size, int) or not isinstance(count, int):
             continue
-        span = (int(attrs.pool_size[axis]) - 1) * int(attrs.dilation[axis]) + 1
-        most = (count - 1) * int(attrs.strides[axis]) + span - size - padding[axis]
+        span = (view.window[axis] - 1) * view.dilation[axis] + 1
+        most = (count - 1) * view.strides[axis] + span - size - padding[axis]
         if padding[rank + axis] > most:
-            if bool(getattr(attrs, "count_include_pad", False)):
+            if bool(getattr(site.attrs, "count_include_pad", False)):
                 raise ModelError(
                     "a pool with ceil_mode and count_include_pad whose last window would begin "
                     "behind the data has no form in Relay",

@@ -20,6 +20,7 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.ir.ops.chain import ELEMENTWISE
+from relayquant.ir.rewrite.conv_view import ConvView
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.rule import Skip, decline
@@ -138,11 +139,11 @@ def conv3d_to_conv2d(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
         return skip
     if attrs.out_dtype not in ("", None, "void") and str(attrs.out_dtype) != tensor_dtype(data):
         return decline("results of another dtype")
-    (stride, *strides), (step, *dilation) = (
-        [int(n) for n in each] for each in (attrs.strides, attrs.dilation)
-    )
-    (before, *begins), (after, *ends) = np.array(attrs.padding, int).reshape(2, 3).tolist()
-    groups, sizes = int(attrs.groups), dict(zip(layout, data.ty.shape, strict=True))
+    view = ConvView.of(call)
+    (stride, *strides), (step, *dilation) = view.strides, view.dilation
+    before, *begins, after = view.padding[:4]
+    ends, groups = view.padding[4:], view.groups
+    sizes = dict(zip(layout, data.ty.shape, strict=True))
     has_rows = groups == int(sizes["C"]) > 1 and dilation[0] == 1
     letters = "OHDWI" if has_rows else "OHWDI"
     order = [str(attrs.kernel_layout).index(letter) for letter in letters]
@@ -295,11 +296,9 @@ def transpose_slices(
         return skip
     if weight is None:
         return decline("the weight is not a constant")
-    (stride, *strides), (dilation, *dilations) = (
-        [int(n) for n in each] for each in (attrs.strides, attrs.dilation)
-    )
-    padding, groups = [int(n) for n in attrs.padding], int(attrs.groups)
-    beyond, *others = [int(n) for n in attrs.output_padding]
+    view = ConvView.of(call)
+    (stride, *strides), (dilation, *dilations) = view.strides, view.dilation
+    padding, groups, (beyond, *others) = view.padding, view.groups, view.output_padding
     weight = weight.transpose([str(attrs.kernel_layout).index(letter) for letter in "DIOHW"])
     taps, inputs, outputs, *window = weight.shape
     last = (taps - 1) * dilation // stride  # of the slices before q
@@ -369,10 +368,8 @@ def pool_images(
     skip = check_layout(data, layout, attrs.out_layout)
     if skip is not None:
         return skip
-    windows, strides, dilation = (
-        [int(n) for n in each] for each in (attrs.pool_size, attrs.strides, attrs.dilation)
-    )
-    padding = [int(n) for n in attrs.padding]
+    view = ConvView.of(call)
+    windows, strides, dilation, padding = view.window, view.strides, view.dilation, view.padding
     flags = bool(attrs.ceil_mode), bool(attrs.count_include_pad), "NHWC"
     volume = take_images(editor, var, data, layout)
     images = pool(

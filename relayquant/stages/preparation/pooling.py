@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
+from relayquant.ir.rewrite.conv_view import ConvView
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.rule import Skip, decline
@@ -54,7 +55,8 @@ def fold_pad(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     outside = [at for at in range(len(widths)) if at not in axes]
     if (widths < 0).any() or widths[outside].any():
         return decline("the pad cuts, or touches other axes than the windows")
-    own = np.array([int(pad) for pad in attrs.padding]).reshape(2, -1)
+    view = ConvView.of(call)
+    own = np.array(view.padding).reshape(2, -1)
     total = (own + widths[axes].T).ravel().tolist()
     value = float(pad.attrs.pad_value)
     data = pad.args[0]
@@ -64,10 +66,10 @@ def fold_pad(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
         return _CONVS[name](
             data,
             call.args[1],
-            strides=list(attrs.strides),
+            strides=view.strides,
             padding=total,
-            dilation=list(attrs.dilation),
-            groups=attrs.groups,
+            dilation=view.dilation,
+            groups=view.groups,
             data_layout=attrs.data_layout,
             kernel_layout=attrs.kernel_layout,
             out_layout=attrs.out_layout,
@@ -81,14 +83,14 @@ def fold_pad(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
         counts, pool = True, _AVERAGE_POOLS[name]
     else:
         pool = _MAX_POOLS[name]
-        if attrs.ceil_mode or not _is_harmless_for_max(editor, data, value, attrs, total):
+        if attrs.ceil_mode or not _is_harmless_for_max(editor, data, value, view, total):
             return decline("the pads may be the largest of a window")
     return pool(
         data,
-        list(attrs.pool_size),
-        list(attrs.strides),
+        view.window,
+        view.strides,
         total,
-        list(attrs.dilation),
+        view.dilation,
         bool(attrs.ceil_mode),
         counts,
         attrs.layout,
@@ -97,7 +99,7 @@ def fold_pad(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 
 
 def _is_harmless_for_max(
-    editor: Editor, data: relax.Expr, value: float, attrs: Any, padding: list[int]
+    editor: Editor, data: relax.Expr, value: float, view: ConvView, padding: list[int]
 ) -> bool:
     """Whether the maximum of every window is the same with -inf in place of the pads."""
     if value == -math.inf:
@@ -106,8 +108,7 @@ def _is_harmless_for_max(
         return False
     # Every window must hold an element of the data, or it gives -inf instead of 0.
     windows = [
-        (int(size) - 1) * int(dilation) + 1
-        for size, dilation in zip(attrs.pool_size, attrs.dilation, strict=True)
+        (size - 1) * dilation + 1 for size, dilation in zip(view.window, view.dilation, strict=True)
     ]
     return all(pad < window for pad, window in zip(padding, windows * 2, strict=True))
 
@@ -139,10 +140,10 @@ def pool_to_mean(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
         if size is None or any(int(extent) != 1 for extent in size):
             return decline("the result has several values per channel")
     else:
-        window = [int(extent) for extent in attrs.pool_size]
-        if window != [shape[axis] for axis in axes] or any(int(pad) != 0 for pad in attrs.padding):
+        view = ConvView.of(call)
+        if view.window != tuple(shape[axis] for axis in axes) or any(view.padding):
             return decline("the window is not the whole map")
-        if any(int(dilation) != 1 for dilation in attrs.dilation):
+        if any(dilation != 1 for dilation in view.dilation):
             return decline("the window has holes")
     return relax.op.mean(data, axis=axes, keepdims=True)
 
@@ -157,10 +158,9 @@ def widen_average(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
         return decline("a packed layout, or results of another one")
     row = layout.index("W")
     image = editor.define(var, relax.op.expand_dims(data, [row]), f"{editor.names[var]}.image")
-    sizes = (attrs.pool_size, attrs.strides, attrs.padding, attrs.dilation)
-    window, strides, padding, dilation = ([int(n) for n in each] for each in sizes)
+    flat = ConvView.of(editor.call_of(var)).as_2d()
     pooled = relax.op.nn.avg_pool2d(
-        image, [1, *window], [1, *strides], [0, padding[0], 0, padding[-1]], [1, *dilation],
+        image, flat.window, flat.strides, flat.padding, flat.dilation,
         bool(attrs.ceil_mode), bool(attrs.count_include_pad), layout.replace("W", "HW"),
     )  # fmt: skip
     pooled = editor.define(var, pooled, f"{editor.names[var]}.pooled")

@@ -17,7 +17,6 @@ from relayquant.ir.reference.affine import (
 from relayquant.ir.reference.convolution import (
     Window,
     count_window_values,
-    get_spatial_letters,
     permute_layout,
     pool_windows,
 )
@@ -25,6 +24,7 @@ from relayquant.ir.reference.fixed_point import (
     clip_to_integer,
 )
 from relayquant.ir.reference.qnn.quantization import move_to_int32
+from relayquant.ir.rewrite.conv_view import get_spatial_letters
 
 Array = np.ndarray[Any, Any]
 

@@ -11,12 +11,11 @@ from relayquant.ir.reference import convolution
 from relayquant.ir.reference.convolution import (
     Window,
     count_window_values,
-    expand_per_axis,
-    get_spatial_letters,
     permute_layout,
     pool_windows,
 )
 from relayquant.ir.reference.relax.row import OperatorFunction, to_ints
+from relayquant.ir.rewrite.conv_view import ConvView, expand_per_axis, get_spatial_letters
 
 Array = np.ndarray[Any, Any]
 
@@ -54,19 +53,22 @@ def truncate_divide(left: Any, right: Any) -> Any:
 
 
 def sum_products(convolve: Callable[..., Array], *more: str) -> OperatorFunction:
-    """A convolution; `more` are attributes that name an extent per axis."""
+    """A convolution; `more` are numbers that it has besides."""
 
     def compute(args: list[Any], attrs: Any) -> Any:
         data, kernel = widen_factors(*args)
-        extents = ("strides", "padding", "dilation", *more)
+        view = ConvView.read(attrs)
         result = convolve(
             data,
             kernel,
-            **{name: to_ints(getattr(attrs, name)) for name in extents},
-            groups=int(attrs.groups),
-            data_layout=attrs.data_layout,
-            kernel_layout=attrs.kernel_layout,
-            out_layout=attrs.out_layout,
+            **{name: getattr(view, name) for name in more},
+            strides=view.strides,
+            padding=view.padding,
+            dilation=view.dilation,
+            groups=view.groups,
+            data_layout=view.layout,
+            kernel_layout=view.kernel_layout,
+            out_layout=view.out_layout,
         )
         return finish_product(result, args[0])
 
@@ -79,14 +81,9 @@ convolve_transposed = sum_products(convolution.convolve_transposed, "output_padd
 
 def get_window(attrs: Any) -> Window:
     """The window of a pool's attributes."""
-    return Window(
-        to_ints(attrs.pool_size),
-        to_ints(attrs.strides),
-        to_ints(attrs.dilation),
-        to_ints(attrs.padding),
-        bool(attrs.ceil_mode),
-        attrs.layout,
-    )
+    view = ConvView.read(attrs)
+    numbers = view.window, view.strides, view.dilation, view.padding
+    return Window(*numbers, bool(attrs.ceil_mode), view.layout)
 
 
 def to_out_layout(channels_last: Array, attrs: Any) -> Array:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from tvm.ir import Call
 
 from relayquant.ir.rewrite import Match
+from relayquant.ir.rewrite.conv_view import ConvView
 
 FloatArray = NDArray[np.float32]
 
@@ -188,26 +189,23 @@ def make_linear_view(match: Match) -> LinearView | None:
     for call in _find_calls(match):
         if call.op.name == MATMUL:
             return LinearView(None, (1, 0)) if match.parts["weight"].ty.ndim == 2 else None
-        attrs = call.attrs
-        data, kernel = str(attrs.data_layout), str(attrs.kernel_layout)
-        spatial = data.replace("N", "").replace("C", "")
-        if sorted(kernel) != sorted("OI" + spatial) or len(data) != len(spatial) + 2:
+        view = ConvView.of(call)
+        data, kernel, spatial = view.layout, view.kernel_layout, view.letters
+        if sorted(kernel) != sorted("OI" + spatial) or sorted(data) != sorted(view.order):
             return None
         shape = [int(size) for size in match.parts["weight"].ty.shape.values]
-        groups, is_transposed = int(attrs.groups), call.op.name == TRANSPOSED
-        if shape[kernel.index("I" if is_transposed else "O")] % groups:
+        is_transposed = call.op.name == TRANSPOSED
+        if shape[kernel.index("I" if is_transposed else "O")] % view.groups:
             return None
-        padding = [int(size) for size in attrs.padding]
-        before, after = padding[: len(spatial)], padding[len(spatial) :]
         return LinearView(
-            tuple(data.index(letter) for letter in "N" + spatial + "C"),
+            tuple(data.index(letter) for letter in view.order),
             tuple(kernel.index(letter) for letter in "O" + spatial + "I"),
             tuple(shape[kernel.index(letter)] for letter in spatial),
-            tuple(int(step) for step in attrs.strides),
-            tuple(zip(before, after, strict=True)),
-            tuple(int(step) for step in attrs.dilation),
-            groups,
-            tuple(int(size) for size in attrs.output_padding) if is_transposed else None,
+            view.strides,
+            view.pads,
+            view.dilation,
+            view.groups,
+            view.output_padding if is_transposed else None,
         )
     return None
 
