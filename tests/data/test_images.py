@@ -137,7 +137,7 @@ def test_read_labels__by_name_and_in_order(folder):
     for text, message in {
         "3\n": "has no line for|has no labels",
         "b.png 3\n": "no line for 1 picture, the first is 'deep/c.png'",
-        "b.png cat\n": "no integer",
+        "b.png cat\n": "not an integer",
         "": "has no labels",
     }.items():
         file.write_text(text)
