@@ -1,4 +1,4 @@
-"""Entry of the first stage: which reader takes a model file."""
+"""Model file -> module: chooses the reader for a model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Imported: TypeAlias = tuple[tvm.IRModule, dict[str, np.ndarray]]
 
 @dataclass(frozen=True)
 class Request:
-    """What `load` was asked for; `model` is a path, or an object of the format's."""
+    """Arguments of `load`. `model` is a path or a model in memory."""
 
     model: Any
     shapes: Shapes | None
@@ -42,8 +42,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Format:
-    """A kind of model: the suffix of its files, what it is, which arguments of `load` apply, and
-    whether an object is one in memory.
+    """A kind of model: file suffix, description, the arguments of `load` that apply, and a test for
+    models in memory.
     """
 
     suffix: str
@@ -77,7 +77,7 @@ def _read_relay_json(request: Request) -> Imported:
     text = _read_utf8(request)
     if not is_relay_json(text):
         raise ModelError(
-            f"{str(request.path)!r} is no Relay module. A Relax module in JSON is read by "
+            f"{str(request.path)!r} is not a Relay module. A Relax module in JSON is read by "
             "tvm.ir.load_json, and may be passed to relayquant directly.",
             code="RQ201",
         )
@@ -93,7 +93,9 @@ def _read_utf8(request: Request) -> str:
 
 
 def _find_params(request: Request) -> Params | None:
-    """The values given, or those in the file given, or those of `model.params` beside the model."""
+    """Return the given parameters, or read them from the given file or from `model.params` next to
+    the model.
+    """
     given = request.params
     if isinstance(given, Mapping):
         return given
@@ -109,7 +111,7 @@ def _is_onnx(model: object) -> bool:
 
 
 def _is_torch(model: object) -> bool:
-    """Whether it is a program or a module of PyTorch, which is not imported to see that."""
+    """Return whether `model` is a program or a module of PyTorch. Does not import PyTorch."""
     return any(kind.__module__.partition(".")[0] == "torch" for kind in type(model).__mro__)
 
 
@@ -133,28 +135,28 @@ def load(
     params: Params | PathLike | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> Imported:
-    """Read a model from a file, whose suffix says of which kind it is, or from memory.
+    """Read a model from a file or from memory. The suffix of a file says which kind of model it is.
 
     Args:
         model: An `onnx.ModelProto`, a `torch.export.ExportedProgram`, or the path of a file: .onnx,
-            .tflite, .pt2 (written by torch.export.save), .rqm (by `save_module`), or of Relay, as
-            TVM 0.7 to 0.19 wrote it: .relay (`mod.astext()`) or .json (`tvm.ir.save_json`).
+            .tflite, .pt2 (written by torch.export.save), .rqm (written by `save_module`), or a
+            Relay file of TVM 0.7 to 0.19: .relay (`mod.astext()`) or .json (`tvm.ir.save_json`).
         shapes: Input name -> shape, to fix or rename symbolic dimensions (ONNX, Relay):
             {"x": ("N", 3, 224, 224)}.
-        inputs: Input name -> its value, a number or an array (ONNX): {"sr": 16000}. The input
-            becomes a constant, an If on it the branch that is taken.
-        params: Relay only: {name: array} or a file that `save_param_dict` wrote; by default the
-            file `model.params` beside `model.relay`, if there is one.
+        inputs: Input name -> value, a number or an array (ONNX): {"sr": 16000}. The input becomes a
+            constant, and an If that depends on it becomes the branch that is taken.
+        params: Relay only: {name: array} or a file of `save_param_dict`. Default: the file
+            `model.params` next to `model.relay`, if it exists.
         max_bytes: Refuse larger files, external weights included.
 
     Returns:
-        The module, and parameters that are not bound yet as {name: array}; {} for all kinds read
-        today. Parameters of a Relay module for which no value is found stay inputs.
+        The module, and unbound parameters as {name: array}, today {} for every kind. Parameters of
+        a Relay module without a value stay inputs.
 
     Raises:
-        ModelError: no model, unknown suffix, unreadable file, or something in the model that is not
-            supported.
-        MissingDependencyError: an optional package is needed.
+        ModelError: there is no model, its suffix is unknown, the file is unreadable, or something
+            in the model is not supported.
+        MissingDependencyError: an optional package is missing.
     """
     is_path = isinstance(model, str | os.PathLike)
     found = _find_format(Path(model)) if is_path else _find_kind(model)
@@ -178,7 +180,7 @@ def load(
 
 
 def _find_format(path: Path) -> Format:
-    """The format of a file; ModelError if its suffix is that of none."""
+    """Return the format of a file. ModelError if its suffix is unknown."""
     for each in FORMATS:
         if each.suffix == path.suffix.lower():
             return each
@@ -191,7 +193,7 @@ def _find_format(path: Path) -> Format:
 
 
 def _find_kind(model: object) -> Format:
-    """The format of a model in memory; ModelError if there is none for it."""
+    """Return the format of a model in memory. ModelError if there is none."""
     for each in FORMATS:
         if each.is_model(model):
             return each

@@ -1,6 +1,4 @@
-"""First stage: a model file becomes a float Relax module whose values carry the model's own
-names.
-"""
+"""Readers: a model file -> a float Relax module whose values keep the model's names."""
 
 from relayquant.formats.readers.gguf import load_gguf
 from relayquant.formats.readers.onnx.model import import_onnx

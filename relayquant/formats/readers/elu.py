@@ -1,4 +1,4 @@
-"""First stage: Elu in all its forms, for every frontend."""
+"""Elu and its variants, for all readers."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from tvm import relax
 
 
 def scalar(value: float, like: relax.Expr) -> relax.Expr:
-    """A number of the dtype of another value."""
+    """Return a constant with the dtype of another value."""
     return relax.const(value, str(like.ty.dtype))
 
 
 def emit_elu(
     bb: relax.BlockBuilder, x: relax.Expr, alpha: float, input_scale: float = 1.0
 ) -> relax.Expr:
-    """max(x, 0) + alpha * (exp(input_scale * min(x, 0)) - 1), which does not overflow: Elu; with
-    input_scale 1 / alpha Celu.
+    """Emit max(x, 0) + alpha * (exp(input_scale * min(x, 0)) - 1), which does not overflow.
+
+    With input_scale 1 this is Elu. With input_scale 1 / alpha it is Celu.
     """
     below = bb.emit(relax.op.minimum(x, scalar(0.0, x)))
     if input_scale != 1.0:

@@ -1,6 +1,6 @@
-"""Parameters of a GGUF file, which has weights and no model: what its blocks stand for, float32.
+"""GGUF file -> dequantized float32 parameters. A GGUF file has weights and no model.
 
-A tensor is read from the file when it is asked for, every time, and not kept.
+A tensor is read from the file at each access and not kept.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from relayquant.base.arguments import check_arguments
 from relayquant.base.storage.files import DEFAULT_MAX_BYTES, PathLike, check_file, reading
 from relayquant.errors import MissingDependencyError, ModelError, format_count
 
-#: Bytes of float32 for each byte of a file at most, unless the caller allows more: 2 bits are 16.
+#: Largest allowed growth from file to float32, unless the caller allows more: 2 bits grow by 16.
 MOST_GROWTH = 16
 
 
 @check_arguments
 def load_gguf(path: PathLike, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Mapping[str, np.ndarray]:
-    """Tensors of a GGUF file by name, float32, outputs first: the weight (N, K) of a product x w^T.
+    """Read the tensors of a GGUF file by name, float32, as weights (N, K) of a product x w^T:
+    outputs first.
 
-    Blocks of any kind that the package gguf decodes (Q4_0, Q8_0, Q4_K and others) become the values
-    they stand for; float16 and bfloat16 are widened. For a module with parameters of these names,
+    Blocks of every kind that the package gguf decodes (Q4_0, Q8_0, Q4_K and others) are
+    dequantized. float16 and bfloat16 are widened. For a module with parameters of these names,
     `compress_weights(mod, load_gguf(path), bits=4, group_size=32)` finds the codes of Q4_0 again.
 
     Args:
-        path: The file. It has to stay as it is while the mapping is used.
+        path: The file. It must not change while the mapping is used.
         max_bytes: Refuse larger files.
 
     Returns:
-        A mapping that reads a tensor whenever it is asked for it, so that a file may be larger than
-        memory; `dict` of it holds all values. Asking raises ModelError where the file is gone or
-        has become shorter.
+        A mapping that reads a tensor at each access, so a file may be larger than memory. `dict` of
+        it holds all values. An access raises ModelError if the file is gone or was truncated.
 
     Raises:
-        ModelError: there is no such file, it is too large or damaged, or holds blocks that the
-            package does not decode.
-        MissingDependencyError: package gguf is not installed.
+        ModelError: the file does not exist, is too large or damaged, or has blocks that the package
+            does not decode.
+        MissingDependencyError: the package gguf is not installed.
     """
     try:
         import gguf
@@ -76,13 +76,14 @@ def load_gguf(path: PathLike, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Mapping[
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a tensor lies in a file.
+    """The place of a tensor in a file.
 
     Attributes:
-        kind: Of its blocks, as the package has it.
-        offset: Of its first byte.
-        dtype, stored: Of the array that the package decodes: bytes of blocks, or floats.
-        shape: Of its values.
+        kind: Kind of its blocks, as named by the package.
+        offset: Offset of its first byte.
+        dtype, stored: Dtype and shape of the array that the package decodes: bytes of blocks, or
+            floats.
+        shape: Shape of its values.
     """
 
     kind: Any
@@ -94,22 +95,22 @@ class TensorPlace:
 
 @dataclass(frozen=True, eq=False)
 class GgufTensors(Mapping[str, np.ndarray]):
-    """Name -> values, read when asked for."""
+    """Name -> values, read at each access."""
 
     path: Path
     places: Mapping[str, TensorPlace]
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """The values of one tensor, the caller's own.
+        """Read the values of one tensor. The caller may write to the array.
 
         Raises:
-            ModelError: the file is gone, or ends before.
+            ModelError: the file is gone or truncated.
         """
         import gguf
 
         place = self.places[name]
         with reading(self.path, "GGUF file", ModelError):
-            # numpy maps no range of no bytes
+            # numpy cannot map 0 bytes.
             data = np.empty(place.stored, place.dtype)
             if data.size:
                 data = np.memmap(self.path, place.dtype, "r", place.offset, place.stored)
@@ -127,8 +128,10 @@ class GgufTensors(Mapping[str, np.ndarray]):
 
 
 def make_reader(gguf: Any) -> Any:
-    """The package's reader, which looks beyond the end of a file without a word, and so would count
-    to whatever number stands there: here that is an error.
+    """Return the package's reader with a check for the end of the file.
+
+    The package's reader silently reads beyond the end, and then loops over whatever count it finds
+    there.
     """
 
     class CheckedReader(gguf.GGUFReader):
@@ -142,10 +145,10 @@ def make_reader(gguf: Any) -> Any:
 
 
 def check_kind(gguf: Any, tensor: Any) -> None:
-    """Whether the package decodes blocks as those of a tensor; it is asked with one of zeros.
+    """Check that the package decodes the blocks of a tensor, by decoding one block of zeros.
 
     Raises:
-        ModelError: it does not.
+        ModelError: the package does not decode them.
     """
     size = gguf.GGML_QUANT_SIZES[tensor.tensor_type][1]
     block = np.zeros(size, "uint8").view(tensor.data.dtype)

@@ -1,4 +1,4 @@
-"""First stage: indices as every frontend has them become those of Relax."""
+"""Indices of all source formats -> indices of Relax, for all readers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from relayquant.ir.rewrite.graph import static_size, tensor_dtype
 
 
 def count_from_start(bb: relax.BlockBuilder, index: relax.Expr, size: Any) -> relax.Expr:
-    """An index, plus the size of its axis (a number, or a value of the run time) where it is
-    negative.
+    """Count a negative index from the start: add the size of its axis, a number or a run-time
+    value.
 
     Raises:
         Refusal: the size is symbolic.
@@ -33,10 +33,10 @@ def count_from_start(bb: relax.BlockBuilder, index: relax.Expr, size: Any) -> re
 def gather_elements(
     bb: relax.BlockBuilder, data: relax.Expr, index: relax.Expr, axis: int
 ) -> relax.Expr:
-    """data[i, index[i, j]] -> R.gather_elements of what the index reaches.
+    """Emit data[i, index[i, j]] as R.gather_elements of the part of the data that the index covers.
 
-    R.gather_elements wants data and index of the same sizes on the other axes, where the index of
-    ONNX and PyTorch may be smaller.
+    R.gather_elements needs equal sizes of data and index on the other axes. The index of ONNX and
+    PyTorch may be smaller there.
     """
     axis %= data.ty.ndim
     sizes = list(zip(data.ty.shape.values, index.ty.shape.values, strict=True))
@@ -61,10 +61,11 @@ def scatter_elements(
     axis: int,
     reduction: str,
 ) -> relax.Expr:
-    """data[i, index[i, j]] = updates[i, j], of `index` with the given sizes -> R.scatter_nd.
+    """Emit data[i, index[i, j]] = updates[i, j] as R.scatter_nd, for an `index` with the given
+    sizes.
 
-    R.scatter_elements puts them in wrong places where `index` is smaller than the data along
-    another axis.
+    R.scatter_elements writes to wrong places if `index` is smaller than the data along another
+    axis.
     """
     dtype = tensor_dtype(index)
     known = [static_size(size) for size in sizes]
@@ -79,7 +80,7 @@ def scatter_elements(
 
 
 def _count_along(bb: relax.BlockBuilder, sizes: Sequence[Any], axis: int, dtype: str) -> relax.Expr:
-    """For each element of a tensor of these sizes its position along an axis."""
+    """Return the position along an axis of each element of a tensor with these sizes."""
     ramp = bb.emit(relax.op.arange(0, sizes[axis], 1, dtype))
     others = [at for at in range(len(sizes)) if at != axis]
     column = bb.emit(relax.op.expand_dims(ramp, others)) if others else ramp

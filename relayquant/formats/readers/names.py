@@ -1,4 +1,4 @@
-"""Importers, last step: exact value names, and the record of which source node made which value."""
+"""Last step of every reader: exact value names, and a record of the source node of each value."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from tvm import relax
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.function import SOURCES_ATTR
 
-#: Prefix of the values that an importer named, until `name_values` removes it. The names that a
-#: frontend makes up ("lv1") hold no colon, so that a tensor of the model may be called "lv1" as
-#: well.
+#: Prefix of values that a reader named, until `name_values` removes it. Names that a frontend
+#: invents ("lv1") have no colon, so a tensor of the model may also be called "lv1".
 MARK = "value:"
 
 
 @dataclass(frozen=True)
 class SourceNode:
-    """A node of the source model: its name (may be ""), operator type, and the names of the
-    constants it reads, those of highest rank first: a weight before its bias.
+    """A node of the source model: its name (may be ""), its operator type, and the names of the
+    constants it reads.
+
+    Constants of the highest rank come first: a weight before its bias.
     """
 
     node: str
@@ -30,23 +31,23 @@ class SourceNode:
     constants: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """As `SOURCES_ATTR` holds it."""
+        """Convert to the form in `SOURCES_ATTR`."""
         row: dict[str, Any] = {"node": self.node, "op": self.op}
         return row | {"constants": list(self.constants)} if self.constants else row
 
 
 def name_values(mod: tvm.IRModule, sources: Mapping[str, SourceNode]) -> tvm.IRModule:
-    """Remove `MARK` from names, name what a frontend left unnamed, write the attribute
-    `relayquant.sources`.
+    """Remove `MARK` from names, name the values that a frontend left unnamed, and write the
+    attribute `relayquant.sources`.
 
-    Values that are not marked are helpers that the frontend emitted on the way:
+    Values without `MARK` are helpers that the frontend emitted between two named values:
         lv = f(x); value:conv1 = lv             ->  conv1 = f(x)
         lv = f(x); value:conv1 = g(lv)          ->  conv1.1 = f(x); conv1 = g(conv1.1)
-    A helper belongs to the node of the values that read it; helpers that nobody reads vanish.
+    A helper gets its name from a value that reads it. Unused helpers are removed.
     """
     editor = Editor(mod)
     for var in editor.order():
-        # emit_output binds the result to a value of its own: gv = value:y; return gv
+        # emit_output binds the result to an extra value: gv = value:y; return gv.
         # A match_cast of a value stays: it defines the sizes that are known at run time only.
         is_alias = isinstance(editor.values[var], relax.Var) and not editor.is_cast(var)
         if is_alias and not var.name.startswith(MARK):
@@ -63,8 +64,7 @@ def name_values(mod: tvm.IRModule, sources: Mapping[str, SourceNode]) -> tvm.IRM
     owners = dict(exact)
     for var in reversed(editor.order()):
         if var not in owners:
-            # Whoever reads a helper comes later and has an owner by now; main may return one as
-            # well.
+            # A helper's reader comes later and has an owner by now. main may also return a helper.
             owners[var] = next((owners[user] for user in editor.users(var)), "value")
     taken = {*exact.values(), *sources, *(param.name for param in editor.params)}
     record: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""First stage: pools of channels-first data as Relax has them, for several importers."""
+"""Pooling of channels-first data -> Relax, for several readers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ POOLS: dict[str, tuple[Callable[..., relax.Expr], ...]] = {
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of a pool; a number for each spatial axis, of `pads` all begins, then all ends."""
+    """Attributes of a pool, with a number per spatial axis. `pads` has all begins, then all
+    ends.
+    """
 
     kernel: Sequence[int]
     strides: Sequence[int]
@@ -39,18 +41,22 @@ class Windows:
 
     @property
     def extents(self) -> list[int]:
-        """Elements from the first to the last of a window."""
+        """Distance from the first to the last element of a window, both included."""
         return [(k - 1) * d + 1 for k, d in zip(self.kernel, self.dilations, strict=True)]
 
     def list_free(self, sizes: Sequence[int]) -> list[int]:
-        """Elements of padded data that the first window leaves; below 0 where it is wider."""
+        """Return how many elements of the padded data remain after the first window. Negative if
+        the window is wider.
+        """
         befores, afters = self.pads[: self.rank], self.pads[self.rank :]
         rows = zip(sizes, befores, afters, self.extents, strict=True)
         return [size + before + after - extent for size, before, after, extent in rows]
 
     def count(self, sizes: Sequence[int]) -> list[int]:
-        """Windows along each axis. One that is wider than padded data by less than a stride is
-        there, as in ONNX Runtime, which divides towards zero.
+        """Count the windows along each axis.
+
+        If a window is less than one stride wider than the padded data, it counts, as in ONNX
+        Runtime, which divides towards zero.
 
         Raises:
             Refusal: a window is wider by two strides or more.
@@ -71,7 +77,9 @@ class Windows:
         return counts
 
     def reach_ends(self, sizes: Sequence[int]) -> list[int]:
-        """Pads with which the same windows end in the padding, without `ceil_mode`."""
+        """Return pads with the same windows without `ceil_mode`: the last window ends in the
+        padding.
+        """
         befores = self.pads[: self.rank]
         rows = zip(
             self.count(sizes),
@@ -93,7 +101,7 @@ def emit_pool(
     windows: Windows,
     count_include_pad: bool = False,
 ) -> relax.Expr:
-    """R.nn.avg_pool or max_pool; of no windows what has no elements.
+    """Emit R.nn.avg_pool or max_pool. Without windows the result has no elements.
 
     Raises:
         Refusal: a window is far wider than the data.
@@ -105,7 +113,7 @@ def emit_pool(
         return emit_nothing(data, windows.count(sizes))
     ends = windows.reach_ends(sizes)
     if kind == "average" and count_include_pad and any(pads):
-        # What lies beyond the padding does not count: the padding becomes data.
+        # Elements beyond the padding do not count, so the padding becomes data.
         own = [min(one, two) for one, two in zip(pads, ends, strict=True)]
         pairs = [0] * 4 + [
             own[at + side] for at in range(windows.rank) for side in (0, windows.rank)
@@ -118,7 +126,7 @@ def emit_pool(
 def emit_window_sum(
     bb: relax.BlockBuilder, data: relax.Expr, windows: Windows, divisor: float = 1.0
 ) -> relax.Expr:
-    """The sum of each window over this divisor, whatever part of the window is data.
+    """Emit the sum of each window divided by `divisor`, however much of the window is padding.
 
     Raises:
         Refusal: `ceil_mode` over a symbolic size, or a window is far wider than the data.
@@ -150,12 +158,12 @@ def call_pool(
 
 
 def emit_nothing(data: relax.Expr, counts: Sequence[int]) -> relax.Expr:
-    """Zeros, of which there are none."""
+    """Emit zeros of a shape without elements."""
     shape = relax.ShapeExpr([*list(data.ty.shape)[:2], *counts])
     return relax.op.zeros(shape, tensor_dtype(data))
 
 
 def read_sizes(data: relax.Expr) -> list[int] | None:
-    """The spatial sizes, None where one is not known."""
+    """Return the spatial sizes, None for an unknown one."""
     sizes: Any = (tensor_shape(data) or ("",))[2:]
     return list(sizes) if sizes and all(isinstance(size, int) for size in sizes) else None

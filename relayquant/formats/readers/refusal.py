@@ -1,4 +1,6 @@
-"""What an importer does not convert, in words: what the node has, what is supported, what to do."""
+"""Messages for nodes that a reader does not convert: what the node has, what is supported, what to
+do.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,13 @@ OTHERWISE = "Write this part of the model with other operators before its export
 
 
 class Refusal(ValueError):
-    """A node that is not converted: "its ... is ...; supported: ...".
+    """A node is not converted: "its ... is ...; supported: ...".
 
-    Anything else that a conversion raises is an error of TVM's frontend or of Python, which says
-    nothing to a user: `describe_failure` puts it into words.
+    Any other exception of a conversion comes from TVM's frontend or Python and does not help a
+    user. `describe_failure` explains it.
 
     Attributes:
-        remedy: What to do; "" where `describe_failure` knows.
+        remedy: What to do. "" lets `describe_failure` choose.
     """
 
     def __init__(self, fault: str, remedy: str = "") -> None:
@@ -28,29 +30,33 @@ class Refusal(ValueError):
 
 
 class NotConstant(Refusal):
-    """What has to be constant is computed at run time."""
+    """An operand that must be constant is computed at run time."""
 
     def __init__(self, what: str) -> None:
         verb = "are" if what.endswith("s") and not what.endswith("axis") else "is"
         super().__init__(f"its {what} {verb} computed at run time; supported: constants")
 
 
-#: Operands of a node by the names of their tensors.
+#: Operands of a node by tensor name.
 Operands = Mapping[str, "relax.Expr | None"]
 
-#: Value that a variable is bound to, None of a parameter: `BlockBuilder.lookup_binding`.
+#: Returns the value that a variable is bound to, None for a parameter:
+#: `BlockBuilder.lookup_binding`.
 FindValue = Callable[[relax.Var], "relax.Expr | None"]
 
 
 def describe_failure(
     error: BaseException, operands: Operands, find_value: FindValue | None = None
 ) -> str:
-    """Why a node is not converted, what is supported, and what to do, without the last full stop.
+    """Describe why a node is not converted, what is supported, and what to do, without the last
+    full stop.
 
     Args:
-        error: What the conversion raised.
-        operands: Of the node. The first is data; others that are no constants may be the reason.
-        find_value: What values of the model are computed from; None where no input can be fixed.
+        error: The exception of the conversion.
+        operands: Operands of the node. The first is data. Others that are not constant may be the
+            reason.
+        find_value: Returns what values of the model are computed from. None if inputs cannot be
+            fixed.
     """
     text = " ".join(str(error).split()).rstrip(".") or "no further message"
     late = [value for value in list(operands.values())[1:] if find_value and is_late(value)]
@@ -86,12 +92,12 @@ def describe_failure(
 
 
 def is_late(value: relax.Expr | None) -> bool:
-    """Whether an operand is a tensor that only the run time knows."""
+    """Return whether an operand is a tensor that is computed at run time."""
     return isinstance(value, relax.Expr) and not isinstance(value, GenericConst | relax.ShapeExpr)
 
 
 def describe(value: relax.Expr | None) -> str:
-    """An operand as a reader of the file knows it: "float32 of shape (1, 3)"."""
+    """Describe an operand as the file shows it: "float32 of shape (1, 3)"."""
     if not isinstance(value, relax.Expr) or not isinstance(value.ty, relax.TensorType):
         return "sizes" if value is not None else "none"
     shape = tensor_shape(value)
@@ -100,14 +106,14 @@ def describe(value: relax.Expr | None) -> str:
 
 
 def find_inputs(value: relax.Expr, find_value: FindValue) -> Iterator[str]:
-    """Names of the parameters of main that a value is computed from, each once."""
+    """List the parameters of main that a value is computed from, by name, each once."""
     for var, source in find_sources(value, find_value):
         if source is None:
             yield var.name
 
 
 def find_sizes(value: relax.Expr, find_value: FindValue) -> Iterator[str]:
-    """Names of the symbolic sizes that a value is computed from."""
+    """List the symbolic sizes that a value is computed from, by name."""
     for _, source in find_sources(value, find_value):
         if source is not None:
             yield from (size.name for size in relax.analysis.free_symbolic_vars(source))
@@ -116,7 +122,9 @@ def find_sizes(value: relax.Expr, find_value: FindValue) -> Iterator[str]:
 def find_sources(
     value: relax.Expr, find_value: FindValue
 ) -> Iterator[tuple[relax.Var, relax.Expr | None]]:
-    """(variable, what it is bound to) of all that a value is computed from; None of parameters."""
+    """List (variable, bound value) of everything that a value is computed from. The bound value of
+    a parameter is None.
+    """
     waiting, seen = list(free_vars(value)), set()
     while waiting:
         var = waiting.pop()

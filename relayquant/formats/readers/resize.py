@@ -1,8 +1,8 @@
-"""First stage: resizing, as ONNX defines it, for every frontend.
+"""Resizing as ONNX defines it, for all readers.
 
-What R.image.resize2d computes so becomes that operator. Anything else is done one axis after the
-other: nearest as R.take of constant indices, linear and cubic as a product with a constant matrix
-that holds the weights of each output position.
+A resize that R.image.resize2d computes becomes this operator. Any other is done axis by axis:
+nearest as R.take with constant indices, linear and cubic as a product with a constant matrix of the
+weights of each output position.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tvm import relax, tirx
 
 from relayquant.formats.readers.refusal import Refusal
 
-#: Coordinate modes that R.image.resize2d has, where the size is exactly the scale times the size.
+#: Coordinate modes of R.image.resize2d, for results whose size is exactly size times scale.
 RESIZE2D_MODES = ("half_pixel", "pytorch_half_pixel", "asymmetric", "align_corners")
 
 #: nearest_mode of ONNX -> position of the element for a coordinate
@@ -28,7 +28,7 @@ NEAREST = {
     "ceil": np.ceil,
 }
 
-#: What opset 10 does: elements are repeated going up, and the next one is taken going down.
+#: Mode of opset 10: upsampling repeats elements, downsampling takes the next element.
 SIMPLE = "simple"
 
 
@@ -38,10 +38,10 @@ class Axis:
 
     Attributes:
         at: The axis.
-        size: Elements before.
-        result: Elements after.
-        scale: What a step of the result is worth: about `result / size`.
-        roi: The part that is resized, in parts of the axis (tf_crop_and_resize).
+        size: Size before.
+        result: Size after.
+        scale: Result size per element of the data, about `result / size`.
+        roi: The part that is resized, as fractions of the axis (tf_crop_and_resize).
     """
 
     at: int
@@ -53,7 +53,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Sampling:
-    """The attributes of Resize that say how a position is computed; names as in ONNX."""
+    """The attributes of Resize that define positions, with ONNX's names."""
 
     mode: str = "nearest"
     coordinates: str = "half_pixel"
@@ -67,10 +67,10 @@ class Sampling:
 def emit_resize(
     bb: relax.BlockBuilder, data: relax.Expr, axes: Sequence[Axis], sampling: Sampling
 ) -> relax.Expr:
-    """R.image.resize2d where it computes just this, R.take and R.matmul along each axis otherwise.
+    """Emit R.image.resize2d if it computes this resize, else R.take and R.matmul along each axis.
 
     Raises:
-        Refusal: the data are integers that would be interpolated.
+        Refusal: integer data would be interpolated.
     """
     shape = read_shape(data)
     changed = [
@@ -87,12 +87,12 @@ def emit_resize(
 
 
 def read_shape(data: relax.Expr) -> list[int | Any]:
-    """Sizes of a tensor; what is known at run time only is an expression."""
+    """Return the sizes of a tensor. A size that is known at run time only is an expression."""
     return [int(size) if isinstance(size, tirx.IntImm) else size for size in data.ty.shape.values]
 
 
 def fits_resize2d(shape: Sequence[Any], axes: list[Axis], sampling: Sampling) -> bool:
-    """Whether R.image.resize2d computes just this."""
+    """Return whether R.image.resize2d computes exactly this resize."""
     if sampling.antialias or sampling.exclude_outside or sampling.coordinates not in RESIZE2D_MODES:
         return False
     if len(shape) != 4:
@@ -100,13 +100,14 @@ def fits_resize2d(shape: Sequence[Any], axes: list[Axis], sampling: Sampling) ->
     if any(axis.at < 2 or axis.size * axis.scale != axis.result for axis in axes):
         return False
     if sampling.coordinates == "align_corners":
-        # Its formula divides by the size of the result less one, on both axes.
+        # Its formula divides by (result size - 1) on both axes.
         results = {axis.at: axis.result for axis in axes}
         sizes = [results.get(at, shape[at]) for at in (2, 3)]
         if any(not isinstance(size, int) or size == 1 for size in sizes):
             return False
     if sampling.mode == "nearest":
-        # Each element is repeated: the middles of the copies lie within half an element of its own.
+        # Each element is repeated: the centres of the copies lie within half an element of the
+        # original.
         is_floor = sampling.coordinates == "asymmetric" and sampling.nearest_mode in (
             "floor",
             SIMPLE,
@@ -118,7 +119,7 @@ def fits_resize2d(shape: Sequence[Any], axes: list[Axis], sampling: Sampling) ->
 
 
 def emit_resize2d(data: relax.Expr, size: list[Any], sampling: Sampling) -> relax.Expr:
-    """R.image.resize2d to `size` (height, width), where `fits_resize2d` says so."""
+    """Emit R.image.resize2d to `size` (height, width). Requires `fits_resize2d`."""
     is_nearest = sampling.mode == "nearest"
     return relax.op.image.resize2d(
         data,
@@ -134,7 +135,7 @@ def emit_resize2d(data: relax.Expr, size: list[Any], sampling: Sampling) -> rela
 def resize_axes(
     bb: relax.BlockBuilder, data: relax.Expr, axes: list[Axis], sampling: Sampling
 ) -> relax.Expr:
-    """One axis after the other."""
+    """Resize one axis after the other."""
     dtype = str(data.ty.dtype)
     if sampling.mode != "nearest" and not dtype.startswith("float"):
         raise Refusal(f"mode {sampling.mode!r} of {dtype} data; supported: floats")
@@ -142,7 +143,7 @@ def resize_axes(
     for axis in axes:
         coordinates, outside = find_coordinates(axis, sampling.coordinates)
         if sampling.mode == "nearest":
-            # Coordinates a rounding error away from a tie or an element count as there.
+            # Snap coordinates that are a rounding error away from a tie or an element.
             exact = np.round(coordinates * 2**20) / 2**20
             rule = sampling.nearest_mode
             if rule == SIMPLE:
@@ -170,11 +171,13 @@ def resize_axes(
 
 
 def find_coordinates(axis: Axis, mode: str) -> tuple[np.ndarray, np.ndarray]:
-    """(coordinate in the data, whether it is outside of the data) of each position of the result;
-    formulas of ONNX, operator Resize, attribute coordinate_transformation_mode.
+    """Return (coordinate in the data, whether it is outside the data) of each position of the
+    result.
+
+    Formulas: ONNX, operator Resize, attribute coordinate_transformation_mode.
     """
     at = np.arange(axis.result, dtype="float64")
-    # The reference evaluator's size of the result: before it is rounded.
+    # The reference evaluator uses the size of the result before it is rounded.
     exact = axis.scale * axis.size
     outside = np.zeros(axis.result, bool)
     if mode == "asymmetric":
@@ -203,10 +206,11 @@ def find_coordinates(axis: Axis, mode: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def find_weights(axis: Axis, coordinates: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """float64 [result, size]: how much each element of the data counts for each of the result.
+    """Return the weights, float64 [result, size]: how much each element of the data counts for each
+    position.
 
-    Elements before the first and behind the last count as those, or not at all with
-    exclude_outside. With antialias a shrinking axis stretches the kernel by 1 / scale.
+    Elements outside the data repeat the first or last element. With exclude_outside they do not
+    count. With antialias, shrinking stretches the kernel by 1 / scale.
     """
     if sampling.mode not in ("linear", "cubic"):
         raise Refusal(f"mode is {sampling.mode!r}; allowed: nearest, linear, cubic")
@@ -232,7 +236,7 @@ def find_weights(axis: Axis, coordinates: np.ndarray, sampling: Sampling) -> np.
 
 
 def evaluate_cubic(distance: np.ndarray, a: float) -> np.ndarray:
-    """The kernel of cubic convolution (Keys 1981) with parameter a."""
+    """Evaluate the kernel of cubic convolution (Keys 1981) with parameter a."""
     near = ((a + 2) * distance - (a + 3)) * distance**2 + 1
     far = ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
     return np.where(distance <= 1, near, np.where(distance < 2, far, 0))
