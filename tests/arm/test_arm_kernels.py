@@ -59,6 +59,9 @@ MACHINES: dict[str, tuple[Isa, dict[str, MakeCase]]] = {
     MATRIX_CPU: (EAGER, MATRIX_CASES),
 }
 RUNS = [(cpu, case) for cpu, (_, cases) in MACHINES.items() for case in cases]
+#: what runs on every CPU each time; `1x1` shows that a lesser CPU stops at it
+CORE = {"3x3", "1x1", "depthwise", "int16, residual", "batch_matmul of int8"}
+CORE |= {next(iter(runs)) for runs in (BYTES_RUNS, PAIRS_RUNS)}
 NAMES = {case: f"kernel{i}" for i, case in enumerate({case: None for _, case in RUNS})}
 
 
@@ -68,14 +71,25 @@ def make_case(cpu: str, name: str) -> Case:
 
 
 @pytest.fixture(scope="session")
-def libraries(emulator: Emulator, tmp_path_factory: pytest.TempPathFactory):
-    """Function cpu -> (library of all its kernels, {function: arguments})."""
+def chosen(request: pytest.FixtureRequest):
+    """Function cpu -> the cases that this session runs on it, and `1x1`."""
+    runs = {
+        (item.callspec.params["cpu"], item.callspec.params["case"])
+        for item in request.session.items
+        if item.name.startswith("test_kernel__equals_numpy")
+    }
+    return lambda cpu: [c for c in MACHINES[cpu][1] if (cpu, c) in runs or c == "1x1"]
+
+
+@pytest.fixture(scope="session")
+def libraries(emulator: Emulator, tmp_path_factory: pytest.TempPathFactory, chosen):
+    """Function cpu -> (library of the chosen kernels, {function: arguments})."""
 
     @functools.cache
     def compile_kernels(cpu: str) -> tuple[Path, dict[str, list[np.ndarray]]]:
         functions, calls = {}, {}
-        isa, cases = MACHINES[cpu]
-        names = {case: NAMES[case] for case in cases}
+        isa = MACHINES[cpu][0]
+        names = {case: NAMES[case] for case in chosen(cpu)}
         for case, name in names.items():
             func, inputs = make_case(cpu, case).build(isa)
             functions[name] = func.with_attr("global_symbol", name)
@@ -90,7 +104,7 @@ def libraries(emulator: Emulator, tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture(scope="session")
-def results(emulator: Emulator, libraries):
+def results(emulator: Emulator, libraries, chosen):
     """Function cpu -> {case: outputs}: all kernels in one library, called in one process."""
 
     @functools.cache
@@ -98,8 +112,7 @@ def results(emulator: Emulator, libraries):
         library, calls = libraries(cpu)
         called = emulator.run_kernels(cpu, library, calls)
         return {
-            case: called[NAMES[case]][-len(make_case(cpu, case).outputs) :]
-            for case in MACHINES[cpu][1]
+            case: called[NAMES[case]][-len(make_case(cpu, case).outputs) :] for case in chosen(cpu)
         }
 
     return run
@@ -123,7 +136,10 @@ def test_eager__takes_bytes_together(isa):
             assert choose_plan(spec, eager).isa is eager, spec
 
 
-@pytest.mark.parametrize(("cpu", "case"), RUNS)
+@pytest.mark.parametrize(
+    ("cpu", "case"),
+    [run if run[1] in CORE else pytest.param(*run, marks=pytest.mark.slow) for run in RUNS],
+)
 def test_kernel__equals_numpy(results, cpu, case):
     for found, expected in zip(results(cpu)[case], make_case(cpu, case).outputs, strict=True):
         np.testing.assert_array_equal(found, expected)

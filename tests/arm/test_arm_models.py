@@ -119,7 +119,16 @@ def assert_same_bits(got: list[np.ndarray], expected: list[np.ndarray]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "cpu"),
-    [*product(MODELS, PLAIN_CPUS), *product(("digits", "residual network"), [MATRIX_CPU])],
+    [
+        *product(["digits"], CPUS),
+        *(
+            pytest.param(*run, marks=pytest.mark.slow)
+            for run in [
+                *product([name for name in MODELS if name != "digits"], PLAIN_CPUS),
+                ("residual network", MATRIX_CPU),
+            ]
+        ),
+    ],
 )
 def test_model__equals_x86_and_numpy(emulator, ports, tmp_path, cpu, name):
     mod, x = make_model(name)
@@ -129,6 +138,7 @@ def test_model__equals_x86_and_numpy(emulator, ports, tmp_path, cpu, name):
     assert_same_bits(got, rq.reference.run(mod, [x]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cpu", PLAIN_CPUS)
 @pytest.mark.parametrize("name", ["digits", "residual network"])
 def test_model__every_integer_value_equals_numpy(emulator, ports, tmp_path, cpu, name):
@@ -143,6 +153,7 @@ def test_model__every_integer_value_equals_numpy(emulator, ports, tmp_path, cpu,
     assert any(value.dtype == np.int8 and len(np.unique(value)) > 20 for value in expected)
 
 
+@pytest.mark.slow
 def test_model__without_the_pipeline(emulator, ports, tmp_path):
     """`tvm.compile` alone: slower code, the same bits."""
     mod, x = make_model("digits")

@@ -89,6 +89,7 @@ def expected(folder) -> np.ndarray:
     return run_library([sys.executable, "-c", FROM_PYTHON], folder, 1)
 
 
+@pytest.mark.slow
 def test_exported__threads_give_the_bits_of_one(folder, expected):
     got = run_library([sys.executable, "-c", FROM_PYTHON], folder, 16)
     assert np.isfinite(expected).all()

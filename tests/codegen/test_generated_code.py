@@ -325,6 +325,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("name", "config", "layer", "spec"), ROWS, ids=[f"{row[0]}-{row[2]}" for row in ROWS]
 )
@@ -360,6 +361,7 @@ def check_layer(spec: Conv2d, name: str, layer: str, isa: Isa, target: Target) -
     assert found.loads <= bound.loads
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", TARGETS)
 def test_innermost_loops__of_winograd(name):
     """Sums stay in registers, and of the transforms what can."""
@@ -374,6 +376,7 @@ def test_innermost_loops__of_winograd(name):
         assert sum(bool(syntax.stack.match(line)) for line in loop) <= WINOGRAD_STACK[isa.registers]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", GROUPED_BOUNDS)
 def test_innermost_loops__of_grouped_weights(name):
     """Codes of 4 bits in groups of 32, unpacked in registers: tiles of all heights."""

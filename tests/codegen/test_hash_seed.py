@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parents[1]
 #: A float model with rows 2 * n + 1, and the text of its kernels. Functions of sizes are TVM's own.
 SCRIPT = """
@@ -43,6 +45,7 @@ def lower_in_process(seed: int) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_pipeline__any_seed_of_hashes():
     first, second = map(lower_in_process, (0, 1))
     assert "dense" in first or "matmul" in first

@@ -143,6 +143,7 @@ def quantize_random(
     return rq.quantize(mod, None, list(data), qconfig_mapping=mapping), data[0]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @pytest.mark.parametrize("body", IMAGE_MODELS, ids=lambda f: f.__name__)
 def test_lower_integer__images_equal_numpy(body, symbolic):

@@ -63,6 +63,7 @@ def raise_exactly(base: int, exponent: int) -> int:
     return pow(base, exponent, 2**64)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32", "uint32", "int64"])
 def test_power__of_integers_by_integers(dtype):
     """Every pair of the hardest, whose powers are as in PyTorch."""

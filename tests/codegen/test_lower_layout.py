@@ -95,6 +95,7 @@ def conv1d_bias(emit, name: str, x: relax.Expr) -> relax.Var:
     return emit(name, op.add(conv, emit.constant(1, 4, 1)))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("between", BETWEEN)
 def test_convert_layout__same_numbers(between):
     def body(emit, x):
@@ -104,6 +105,7 @@ def test_convert_layout__same_numbers(between):
     check_same_numbers(build_model(body, MAP), MAP)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("between", BETWEEN_1D)
 def test_convert_layout__same_numbers_of_sequences(between):
     def body(emit, x):

@@ -72,6 +72,7 @@ def test_grouped_dense__as_numpy_on_every_instruction_set(isa):
     check_case(isa, CASES[0])
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("case", CASES[1:], ids=lambda case: f"{case[3]}x{case[4]}")
 def test_grouped_dense__as_numpy_in_every_form(case):
     check_case(best_isa(), case)
@@ -168,6 +169,7 @@ def test_grouped_dense__static_rows_agree_with_symbolic_ones(count):
     np.testing.assert_array_equal(*results)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("panels", [1, STREAMS, STREAMS + 1, 2 * STREAMS + 3])
 @pytest.mark.parametrize("is_float", [False, True])
 def test_grouped_dense__one_row_meets_every_panel(panels, is_float):

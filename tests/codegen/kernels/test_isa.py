@@ -121,6 +121,7 @@ def compile_assembly(kernels: list[tvm.tirx.PrimFunc], target: Target) -> str:
     return tvm.compile(module, target=target).mod.inspect_source("asm")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("mcpu", EXPECTED)
 def test_assembly__has_only_what_the_target_has(mcpu):
     text, isa = assembly(mcpu), EXPECTED[mcpu]

@@ -152,6 +152,7 @@ def test_fused_multiply_add__tir(target):
 # ---------------------------------------------------------------- requantize
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("arithmetic", list(Arithmetic))
 @pytest.mark.parametrize("rounding", list(Rounding))
 @pytest.mark.parametrize("out_dtype", ["int8", "int32"])

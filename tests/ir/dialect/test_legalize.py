@@ -159,6 +159,7 @@ def test_requantize__int8_from_every_narrow_dtype():
         np.testing.assert_array_equal(got, finish(t, -4, "int8"))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("rounding", "arithmetic"), LEGACY)
 def test_requantize__relay_modes(rounding, arithmetic):
     """Per channel; ties of a power of two show where the zero point is added."""
@@ -271,6 +272,7 @@ def test_add_subtract__round_once(sign):
     np.testing.assert_array_equal(got, finish(t, 11, "int16"))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("rounding", "arithmetic"), LEGACY)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_add_subtract__relay_modes(sign, rounding, arithmetic):

@@ -41,6 +41,7 @@ def convolve(x, w, strides, padding, dilation, groups):
     return y
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("data_layout", "kernel_layout"),
     [("NCHW", "OIHW"), ("NHWC", "HWIO"), ("NHWC", "OHWI"), ("NCHW", "IHWO")],
@@ -290,6 +291,7 @@ POOLS = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
 @pytest.mark.parametrize("include", [True, False])
 @pytest.mark.parametrize(("size", "strides", "padding", "dilation", "ceil"), POOLS)

@@ -223,6 +223,7 @@ def test_register_operators__again_changes_nothing():
     assert R.qnn is relayquant.ir.dialect.qnn
 
 
+@pytest.mark.slow
 def test_import__again_from_scratch():
     """In a process of its own: the modules are forgotten, what TVM knows is not."""
     program = (

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 #: Before and after, in one process: every kind of attribute that an operator of TVM 0.27 has, and
 #: its operands. Attributes that are functions are compared as objects.
 PROGRAM = """
@@ -65,6 +67,7 @@ print("IHWO" in wanted(mod).script())
 """
 
 
+@pytest.mark.slow
 def test_import_and_compile__leave_tvm_as_it_is():
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False

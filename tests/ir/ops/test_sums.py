@@ -164,6 +164,7 @@ def test_every_pair_of_dtypes__sums_that_int32_does_not_hold(name, data, weight)
     check_row(SUMMING[name], data, weight)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("name", "data", "weight"),
     [*((name, "int16", "int8") for name in PLAIN), ("conv2d", "uint8", "int8")],

@@ -413,6 +413,7 @@ def test_golden__numpy(op, golden):
     assert find_differences(cases, [run_numpy(case.steps) for case in cases]) == []
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("op", OPERATORS)
 def test_golden__compiled(op, golden):
     """Every case, its parameters constants or variables, whichever compiles faster for `op`."""
