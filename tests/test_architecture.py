@@ -327,7 +327,6 @@ def test_signatures__backend_is_given_once() -> None:
             assert not twice, f"{module}: {node.name} takes prepared and {twice}"
 
 
-@pytest.mark.xfail(reason="four circles are left")
 def test_modules__no_circle() -> None:
     edges: dict[str, set[str]] = {module: set() for module in SOURCES}
     for module, _, name in list_imports():

@@ -1,107 +1,30 @@
 """`finetune`: a float module -> an integer module whose weights and ranges were trained to give
 what the float model gives; no labels needed.
 
-Prepare and calibrate, as `quantize` does; train by `training`; convert. What does not need torch is
-here, the loop is in `loop`.
+Prepare and calibrate, as `quantize` does; train (`training_loop`); convert. PyTorch is imported
+when the function here is called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tvm
 
-from relayquant.analysis.sensitivity import Metric, check_metric
-from relayquant.base.arguments import check_arguments, check_fields, takes_arguments
+from relayquant.analysis.sensitivity import Metric
+from relayquant.base.arguments import check_arguments, takes_arguments
 from relayquant.base.events import Callback
 from relayquant.base.storage.files import check_writable
 from relayquant.config import BackendConfig, Effort, QConfigMapping, Ranges
-from relayquant.data import Dataset, InputInfo, open_dataset
-from relayquant.data.item import describe_inputs, is_array
-from relayquant.data.iterable import open_iterable
+from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError
 from relayquant.flow.pipeline import lower_prepared
-from relayquant.flow.settings import RunSettings
-from relayquant.stages.effort import resolve_effort
 from relayquant.stages.prepared import PreparedModel
+from relayquant.torch.finetune_settings import FinetuneSettings, Loss, TrainingData
 from relayquant.torch.training import from_relax, import_trainable
-
-#: (outputs, outputs of the float model) -> loss; a third parameter gets the item of the data set
-Loss = Callable[..., Any]
-
-
-@check_fields
-@dataclass(frozen=True, kw_only=True)
-class FinetuneSettings(RunSettings):
-    """What `relayquant.torch.finetune` is told besides model, data and loss.
-
-    Raises:
-        ConfigError: one of them is out of range.
-    """
-
-    steps: int = 400
-    lr: float = 3e-3
-    scale_lr: float = 1.0
-    hidden_weight: float = 0.0
-    reconstruction: int = 0
-    backend: BackendConfig | str | None = None
-    qconfig_mapping: QConfigMapping | None = None
-    effort: Effort | str = Effort.BEST
-    ranges: Ranges = Ranges.LEARNED
-    weight_ranges: Ranges | None = None
-    calibration: Any = None
-    validation: Any = None
-    metric: Metric | None = None
-    evaluate_every: int | None = None
-    patience: int | None = None
-    checkpoint: str | Path | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        resolve_effort(self.effort)
-        only_fits = self.steps == 0 and self.reconstruction > 0
-        wrong = [
-            f"{name}={value!r}"
-            for name, value in (
-                ("steps", None if only_fits else self.steps),
-                ("lr", self.lr),
-                ("scale_lr", self.scale_lr),
-                ("evaluate_every", self.evaluate_every),
-                ("patience", self.patience),
-            )
-            if value is not None and not value > 0
-        ]
-        if wrong:
-            raise ConfigError(
-                f"finetune got {', '.join(wrong)}; allowed: numbers above 0, and steps=0 with a "
-                "reconstruction.",
-                code="RQ101",
-            )
-        for name, value in (
-            ("hidden_weight", self.hidden_weight),
-            ("reconstruction", self.reconstruction),
-        ):
-            if not value >= 0:
-                raise ConfigError(
-                    f"finetune got {name}={value!r}; allowed: 0 and more.", code="RQ101"
-                )
-        if self.metric is not None:
-            check_metric(self.metric)
-        if self.validation is None and (self.metric is not None or self.patience is not None):
-            raise ConfigError(
-                "finetune got a metric or patience but no validation data to measure on. Pass "
-                "validation=, a data set that is not trained on.",
-                code="RQ102",
-            )
-
-    @property
-    def interval(self) -> int:
-        """Steps between two evaluations: a tenth of all, unless given."""
-        return self.evaluate_every or max(1, self.steps // 10)
 
 
 @check_arguments
@@ -244,33 +167,3 @@ def finetune(
     trained = student.to_prepared()
     choices = {**trained.choices, "training": f"{trained.choices['training']}, {summary}"}
     return run("lower", lower_prepared, replace(trained, choices=choices))
-
-
-class TrainingData:
-    """A data set to train on: its items checked, and apart from them what else they hold.
-
-    Attributes:
-        dataset: The inputs alone.
-    """
-
-    def __init__(self, batches: Any, inputs: Sequence[InputInfo]) -> None:
-        self.names = {info.name for info in inputs}
-        self.extras: dict[str, Any] = {}
-        is_plain = isinstance(batches, str | Path | Mapping | Dataset) or is_array(batches)
-        self.open = None if is_plain else open_iterable(batches)
-        self.dataset = open_dataset(batches if self.open is None else self.split, inputs)
-
-    def split(self) -> Iterator[Any]:
-        """The items without what is no input, which is kept in `extras`."""
-        for item in self.open() if self.open is not None else ():
-            self.extras = {}
-            if isinstance(item, Mapping):
-                self.extras = {k: v for k, v in item.items() if k not in self.names}
-                item = {k: v for k, v in item.items() if k in self.names}
-            yield item
-
-    def __iter__(self) -> Iterator[tuple[dict[str, np.ndarray], dict[str, Any]]]:
-        """(inputs, all that the item holds), again from the beginning when the data ends."""
-        while True:
-            for batch in self.dataset:
-                yield batch, {**batch, **self.extras}

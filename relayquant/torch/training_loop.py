@@ -28,7 +28,7 @@ from relayquant.errors import ConfigError, DataError, format_count
 from relayquant.ir.ops.find import find_pattern, match_operator
 from relayquant.ir.rewrite import Graph
 from relayquant.stages.calibration.checkpoint import digest_batch, digest_text
-from relayquant.torch.finetuning import FinetuneSettings, Loss, TrainingData
+from relayquant.torch.finetune_settings import FinetuneSettings, Loss, TrainingData
 from relayquant.torch.reconstruction import reconstruct
 from relayquant.torch.rounding import FakeQuantize, align_channels
 from relayquant.torch.trainable import TrainableModule, name_parameter

@@ -227,7 +227,7 @@ def test_finetune__wrong_settings_named(options, message):
 
 def train_student(loss=None, **options):
     """(what was trained, the float module, the state before) of a small model."""
-    from relayquant.torch.finetuning import FinetuneSettings, TrainingData
+    from relayquant.torch.finetune_settings import FinetuneSettings, TrainingData
     from relayquant.torch.training_loop import train
 
     mod = residual_model()
