@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from relayquant.base.arguments import check_fields
+
 
 class Severity(enum.Enum):
     """How sure and how bad a finding is."""
@@ -14,6 +16,7 @@ class Severity(enum.Enum):
     INFO = "info"  #: worth knowing
 
 
+@check_fields
 @dataclass(frozen=True)
 class Finding:
     """One thing that looks wrong.

@@ -61,11 +61,16 @@ def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
         for name, value in bound.arguments.items():
             if name not in hints:
                 continue
-            kind = signature.parameters[name].kind
-            values = value if kind is inspect.Parameter.VAR_POSITIONAL else (value,)
-            for one in () if kind is inspect.Parameter.VAR_KEYWORD else values:
-                check_type(one, hints[name], f"{function.__name__}: {name}")
-        return function(*args, **kwargs)
+            kind, where = signature.parameters[name].kind, f"{function.__name__}: {name}"
+            if kind is inspect.Parameter.VAR_KEYWORD:
+                continue
+            if kind is inspect.Parameter.VAR_POSITIONAL:
+                for one in value:
+                    check_type(one, hints[name], where)
+                continue
+            bound.arguments[name] = value = read_text(value, hints[name], where)
+            check_type(value, hints[name], where)
+        return function(*bound.args, **bound.kwargs)
 
     return checked
 
@@ -95,6 +100,12 @@ def check_fields(kind: ClassT) -> ClassT:
         if args and all(field.kw_only for field in fields(kind)):
             names = ", ".join(f"{field.name}=..." for field in fields(kind))
             raise ConfigError(f"{kind.__name__} takes its settings by name: {names}.", code="RQ101")
+        taken = dict(zip(list_names(), args, strict=False)) | kwargs
+        for name, hint in find_choices():
+            if name in taken:
+                taken[name] = read_text(taken[name], hint, f"{kind.__name__}.{name}")
+        if len(args) <= len(list_names()):
+            args, kwargs = (), taken
         try:
             init(self, *args, **kwargs)
         except RelayQuantError:
@@ -109,6 +120,17 @@ def check_fields(kind: ClassT) -> ClassT:
     def find_tests() -> Sequence[tuple[str, Any, Test]]:
         hints = find_hints(kind)
         return [(f.name, hints[f.name], find_test(hints[f.name])) for f in fields(kind)]
+
+    @functools.cache
+    def list_names() -> list[str]:
+        return [f.name for f in fields(kind) if f.init and not f.kw_only]
+
+    @functools.cache
+    def find_choices() -> list[tuple[str, Any]]:
+        hints = find_hints(kind)
+        return [
+            (f.name, hints[f.name]) for f in fields(kind) if f.init and find_enums(hints[f.name])
+        ]
 
     def check_each(self: Any) -> None:
         for name, hint, test in find_tests():
@@ -141,6 +163,42 @@ def check_type(value: object, hint: Any, where: str) -> None:
     is_file = "IRModule" in allowed and isinstance(value, str | os.PathLike)
     remedy = " Read a file with relayquant.load." if is_file else ""
     raise raised(f"{where} is {shown}; allowed: {allowed}.{remedy}", code="RQ101")
+
+
+def read_text(value: Any, hint: Any, where: str) -> Any:
+    """The member of an enum that a text names, where an annotation has one, also in a list or tuple
+    of them; any other value as it is.
+
+    Raises:
+        ConfigError: the annotation allows no text but members', and none is so named.
+    """
+    kinds = find_enums(hint)
+    if kinds and isinstance(value, list | tuple):
+        return type(value)([read_text(one, hint, where) for one in value])
+    if not kinds or not isinstance(value, str):
+        return value
+    known = {member.value: member for kind in kinds for member in kind}
+    if value in known or str in typing.get_args(hint):
+        return known.get(value, value)
+    allowed = ", ".join(map(repr, known))
+    raise ConfigError(
+        f"{where} is {value!r}; allowed: {allowed}. {suggest_name(value, known)}", code="RQ101"
+    )
+
+
+@functools.cache
+def find_enums(hint: Any) -> tuple[type[enum.Enum], ...]:
+    """The enums whose members an annotation allows: itself, of a union, or as elements of a list or
+    tuple.
+    """
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return (hint,)
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return tuple(kind for one in args for kind in find_enums(one))
+    if origin in (list, collections.abc.Sequence) or (origin is tuple and args[1:] == (...,)):
+        return find_enums(args[0]) if isinstance(args[0], type) else ()
+    return ()
 
 
 def takes_arguments(function: Callable[..., Any], count: int) -> bool:

@@ -36,7 +36,7 @@ class OverflowBound(enum.Enum):
     OBSERVED = "observed"  #: every sum on the calibration data
     #: the sum, and every partial sum in any order, for any input; OBSERVED for products of two
     #: activations, whose integers are as large whatever the scales
-    WORST_CASE = "worst case"
+    WORST_CASE = "worst_case"
 
 
 @check_fields

@@ -63,7 +63,7 @@ class Ranges(enum.Enum):
 
     FROZEN = "frozen"  #: they stay
     #: they follow the extremes of the batches, of weights the extremes of now, as FX's observers do
-    MOVING_AVERAGE = "moving average"
+    MOVING_AVERAGE = "moving_average"
     LEARNED = "learned"  #: by the gradient of the loss (LSQ); zero points stay
 
     @property

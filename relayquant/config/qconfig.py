@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from relayquant.base.arguments import check_fields, takes_arguments
+from relayquant.base.arguments import check_arguments, check_fields, takes_arguments
 from relayquant.base.plain_data import (
     NamedSettings,
     PlainSettings,
@@ -238,6 +238,7 @@ class QConfig(PlainSettings):
             entries = {"activation": None, **entries}
         return read_fields(cls, entries, where)
 
+    @check_arguments
     def tensor(self, role: Role) -> TensorConfig:
         """Configuration of a tensor in this role.
 

@@ -270,7 +270,7 @@ def test_to_dict__a_callable_has_no_plain_form():
         (lambda: rq.QConfigMapping().set_module_name(3, None), "no text"),
         (lambda: rq.QConfig(rq.observers.MinMax(), CONFIG.weight), "QConfig.activation is MinMax"),
         (lambda: rq.TensorConfig("int8", rq.observers.MinMax()), "TensorConfig.spec is 'int8'"),
-        (lambda: rq.QSpec("int8", "symmetric"), "QSpec.scheme is 'symmetric'"),
+        (lambda: rq.QSpec("int8", "symetric"), "QSpec.scheme is 'symetric'"),
         (
             lambda: rq.QSpec("int8", power_of_two=True, scale_min=0.6, scale_max=0.9),
             "no power of two",
