@@ -51,6 +51,7 @@ def test_integers__by_a_constant(name, divisor):
     check_exactly(lambda x: getattr(relax.op, name)(x, constant), expected, data)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("divisor", [0.1, -0.1, 0.3, 1e-3, 3.0, 0.25, -2.0])
 def test_floats__are_divided_exactly(divisor, dtype):

@@ -175,6 +175,7 @@ def test_lower_float__transposed_convolutions_stay_in_the_layout_of_the_kernels(
     ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("symbolic", [False, True])
 def test_lower_float__products_are_written_into_a_concatenation(symbolic):
     """All kinds of products, values of other kinds between them, and what is read elsewhere too."""

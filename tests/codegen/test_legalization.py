@@ -23,6 +23,7 @@ def make_power(exponent, shape=(3, 40), dtype="float32"):
     return builder.finalize()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("ndim", [0, 2, 3])
 @pytest.mark.parametrize("exponent", [-1, 0, 0.5, 1, 2, 3, 4, 5, 2.5])
@@ -235,6 +236,7 @@ def make_pad(shape, widths, mode):
     return builder.finalize()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
 @pytest.mark.parametrize("widths", [[0, 0, 1, 2], [1, 0, 3, 3], [0, 5, 7, 9], [2, 2, 0, 0]])
 @pytest.mark.parametrize("is_known", [True, False])

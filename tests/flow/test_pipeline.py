@@ -369,6 +369,7 @@ SINGLE_RESULTS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("make", SINGLE_RESULTS.values(), ids=SINGLE_RESULTS)
 def test_quantize__one_result_of_several(make):
     """Step by step, compiled and in numpy: each has its own idea of a tuple of one."""

@@ -85,7 +85,7 @@ def test_plain_tvm_compile__equals_ours(dscnn):
     np.testing.assert_array_equal(Executor(plain).run("main", [dscnn.samples[:8]])[0], ours)
 
 
-@pytest.mark.sample(9)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "wrong"), [("kwt1", 0), ("magika", 1)])
 def test_quantize__transformer_and_embedding_models_keep_their_answers(name, wrong, request):
     case = request.getfixturevalue(name)

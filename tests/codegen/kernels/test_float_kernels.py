@@ -183,6 +183,7 @@ def transpose_convolve(x: np.ndarray, w: np.ndarray, spec: FloatConv2dTranspose)
     return np.concatenate(parts, 1).transpose(0, 2, 3, 1)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("isa", [ISAS[0], ISAS[2]])
 @pytest.mark.parametrize(
     "spec",

@@ -87,6 +87,7 @@ def measure_errors(spec: FloatConv2d, x: np.ndarray, w: np.ndarray) -> tuple[flo
     return float(errors[0]), float(errors[1])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("channels", [16, 64, 512])
 @pytest.mark.parametrize("mean", [0, 1, 100])
 def test_make_winograd__errors_are_comparable_to_those_of_the_direct_form(channels, mean):

@@ -98,6 +98,7 @@ def check_case(isa, case):
         np.testing.assert_allclose(y.numpy(), expected, rtol=1e-5, atol=bound)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("bits", [2, 4])
 @every_isa
 def test_grouped_dense__largest_sums(isa, bits):
@@ -154,6 +155,7 @@ def test_read_words__loads_vectors(isa, is_float, bits):
     assert {type(load.indices[0]) for load in loads} == {tirx.Ramp}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("count", [1, 3])
 def test_grouped_dense__static_rows_agree_with_symbolic_ones(count):
     isa, rng, case = best_isa(), np.random.default_rng(0), CASES[0]

@@ -47,6 +47,7 @@ def taps(x, window):
     )
 
 
+@pytest.mark.sample(4)
 @with_machines
 @with_windows
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16"])
@@ -71,6 +72,7 @@ def test_build_max_pool2d__of_floats_begins_at_infinity(isa):
     np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.sample(4)
 @with_machines
 @with_windows
 @pytest.mark.parametrize(

@@ -142,6 +142,7 @@ def test_tile__one_operator():
     assert operators_of(check_against_onnxruntime(model, {"x": draw(2, 3)})) == ["relax.tile"]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("mode", ["SAME_UPPER", "SAME_LOWER", "VALID"])
 @pytest.mark.parametrize(
     ("opset", "stride"), [(11, 1), (11, 2), (13, 2), (17, 2), (21, 2), (21, 3)]
@@ -189,6 +190,7 @@ def test_auto_pad__symbolic_size():
     assert tensor_shape(mod["main"].params[0]) == ("N", 3, 8, 9)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("opset", OPSETS)
 @pytest.mark.parametrize("operator", ["MaxPool", "AveragePool"])
 @pytest.mark.parametrize("mode", ["SAME_UPPER", "SAME_LOWER", "VALID"])

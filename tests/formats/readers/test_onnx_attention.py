@@ -28,6 +28,7 @@ def make_case(mask: np.ndarray, opset: int, **attributes):
     return make_model([node], inputs, opset), feeds
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("opset", [23, 24])
 @pytest.mark.parametrize("attributes", [{}, {"is_causal": 1}, {"softcap": 2.0}], ids=str)
 @pytest.mark.parametrize("dtype", ["bool", "float32"])

@@ -150,6 +150,7 @@ def check_row(row: QuantOp, data: str, weight: str) -> tuple[tvm.IRModule, dict[
     return integer, inputs
 
 
+@pytest.mark.sample(4)
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", SUMMING)
 def test_every_row__sums_that_int32_does_not_hold(name):

@@ -473,6 +473,7 @@ def same_dtype_model(name: str) -> tvm.IRModule:
     return build_model(body, MAP)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", ["avg_pool2d", "leaky_relu", "prelu", "concat"])
 @pytest.mark.parametrize(
     ("source", "result"), [("int8", "int16"), ("int16", "uint8"), ("uint8", "int8")]
