@@ -170,7 +170,8 @@ def read_text(value: Any, hint: Any, where: str) -> Any:
     of them; any other value as it is.
 
     Raises:
-        ConfigError: the annotation allows no text but members', and none is so named.
+        ConfigError: no member is so named. Where an annotation has an enum and `str`, that is for
+            type checkers: the text of a member.
     """
     kinds = find_enums(hint)
     if kinds and isinstance(value, list | tuple):
@@ -178,8 +179,8 @@ def read_text(value: Any, hint: Any, where: str) -> Any:
     if not kinds or not isinstance(value, str):
         return value
     known = {member.value: member for kind in kinds for member in kind}
-    if value in known or str in typing.get_args(hint):
-        return known.get(value, value)
+    if value in known:
+        return known[value]
     allowed = ", ".join(map(repr, known))
     raise ConfigError(
         f"{where} is {value!r}; allowed: {allowed}. {suggest_name(value, known)}", code="RQ101"

@@ -37,12 +37,12 @@ def quantize(
     qconfig_mapping: QConfigMapping | None = None,
     calibration: Any = None,
     effort: Effort | str = Effort.BALANCED,
-    model_type: ModelType | None = None,
+    model_type: ModelType | str | None = None,
     input_dtypes: Mapping[str | int, str] | None = None,
     output_dtypes: Mapping[str | int, str] | None = None,
     qparams: Mapping[str, QParams] | None = None,
     strict: bool = False,
-    guard: Guard | GuardSettings | None = None,
+    guard: Guard | GuardSettings | str | None = None,
     metric: Metric | None = None,
     max_drop: float = MAX_DROP,
     budget: float | None = None,
@@ -74,7 +74,7 @@ def quantize(
             and what was picked so far.
         effort: "fast", "balanced" or "best": how much work calibration does for accuracy; see
             `Effort`.
-        model_type: ModelType.TRANSFORMER for transformers: matrix products and convolutions alone
+        model_type: "transformer" for transformers: matrix products and convolutions alone
             are quantized (unless a `qconfig_mapping` says otherwise), and where a few channels of
             what products with weights read are far larger than the rest, the weights take part of
             that (`smooth_activations`). More accurate, less fast. None: all operators.

@@ -45,7 +45,7 @@ def export_onnx(
     mod: tvm.IRModule,
     path: str | os.PathLike[str],
     *,
-    grouped: GroupedForm = GroupedForm.BLOCKS,
+    grouped: GroupedForm | str = GroupedForm.BLOCKS,
 ) -> Path:
     """Write a quantized model as ONNX with QuantizeLinear and DequantizeLinear.
 
