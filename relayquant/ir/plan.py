@@ -24,7 +24,7 @@ GROUP_KEYS = ("members", "points", "clamped", "constant", "base", "is_fixed", "c
 
 
 @dataclass(frozen=True)
-class GroupPlan(PlainFields):
+class SharedQParams(PlainFields):
     """One set of quantization parameters, and the values that carry it.
 
     Attributes:
@@ -65,7 +65,7 @@ class GroupPlan(PlainFields):
         return {**data.pop("info"), **{key: data[key] for key in GROUP_KEYS}}
 
     @classmethod
-    def from_dict(cls, data: object, where: str = "") -> GroupPlan:
+    def from_dict(cls, data: object, where: str = "") -> SharedQParams:
         """What `to_dict` wrote; `calibration` is None where it was a callable.
 
         Raises:
@@ -79,7 +79,7 @@ class GroupPlan(PlainFields):
         if found["calibration"] is not None:
             seen = NamedSettings.from_dict(found["calibration"], f"{where}.calibration")
             found["calibration"] = seen
-        return read_fields(GroupPlan, {**found, "info": info}, where)
+        return read_fields(SharedQParams, {**found, "info": info}, where)
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Plan(PlainFields):
     """All operators and all groups, both in topological order."""
 
     operators: tuple[OperatorPlan, ...]
-    groups: tuple[GroupPlan, ...]
+    groups: tuple[SharedQParams, ...]
     #: value name -> keys of its groups, the first is what its consumers see
     value_groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -223,7 +223,7 @@ class Plan(PlainFields):
         return read_fields(cls, data, where or cls.__name__, ("value_groups",))
 
     @cached_property
-    def _groups(self) -> dict[str, GroupPlan]:
+    def _groups(self) -> dict[str, SharedQParams]:
         return {group.key: group for group in self.groups}
 
     @cached_property
@@ -231,7 +231,7 @@ class Plan(PlainFields):
         return {operator.name: operator for operator in self.operators}
 
     @check_arguments
-    def group(self, key: str) -> GroupPlan:
+    def group(self, key: str) -> SharedQParams:
         """Group by key.
 
         Raises:
@@ -263,11 +263,11 @@ class Plan(PlainFields):
         return name in self._operators
 
     @property
-    def activations(self) -> tuple[GroupPlan, ...]:
+    def activations(self) -> tuple[SharedQParams, ...]:
         """Groups whose parameters depend on data."""
         return tuple(group for group in self.groups if group.constant is None)
 
     @property
-    def weights(self) -> tuple[GroupPlan, ...]:
+    def weights(self) -> tuple[SharedQParams, ...]:
         """Groups of constant operands: weights, and biases with a grid of their own."""
         return tuple(group for group in self.groups if group.constant is not None)

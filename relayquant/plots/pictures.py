@@ -24,7 +24,7 @@ from relayquant.data import open_dataset, take_samples
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError, MissingDependencyError
 from relayquant.ir.ops.find import match_operator, operand_constant
-from relayquant.ir.plan import GroupPlan
+from relayquant.ir.plan import SharedQParams
 from relayquant.ir.rewrite import Graph, expose_values
 from relayquant.plots.text import LOW_SQNR
 from relayquant.stages.prepared import PreparedModel
@@ -265,7 +265,7 @@ def collect_ranges(
 
 
 def collect_values(
-    prepared: PreparedModel, groups: Sequence[GroupPlan], dataset: Any, samples: int
+    prepared: PreparedModel, groups: Sequence[SharedQParams], dataset: Any, samples: int
 ) -> dict[str, np.ndarray]:
     """Group key -> the weight as it is, or some elements of its activations in float."""
     graph = Graph(prepared.mod)

@@ -15,7 +15,7 @@ from relayquant.base.qtypes import QParams, QSpec, check_qparams, choose_qparams
 from relayquant.config import Ranges
 from relayquant.config.observers import Fixed
 from relayquant.errors import ModelError, format_count
-from relayquant.ir.plan import GroupPlan
+from relayquant.ir.plan import SharedQParams
 
 #: share of a batch's extremes in a moving average of them, as in PyTorch's observers
 MOMENTUM = 0.01
@@ -163,7 +163,7 @@ class FakeQuantize(nn.Module):
     to_watch: torch.Tensor
 
     def __init__(
-        self, group: GroupPlan, qparams: QParams, ranges: Ranges, is_waiting: bool = False
+        self, group: SharedQParams, qparams: QParams, ranges: Ranges, is_waiting: bool = False
     ) -> None:
         super().__init__()
         self.group, self.limits = group, group.info.spec.limits

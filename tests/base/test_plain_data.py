@@ -41,7 +41,7 @@ SPEC = rq.QSpec(
 TENSOR = rq.TensorConfig(SPEC, rq.observers.Percentile(99.9))
 QCONFIG = rq.QConfig(TENSOR, TENSOR, bias=replace(TENSOR, spec=rq.QSpec("int16")))
 INFO = qtypes.ValueInfo("w", rq.config.Role.WEIGHT, SPEC, ("n", 3), 1, ("conv",))
-GROUP = plan.GroupPlan(
+GROUP = plan.SharedQParams(
     INFO, ("w",), ("w",), rq.observers.MinMax(), ("conv", "weight"), None, (), True
 )
 OPERATOR = plan.OperatorPlan(
@@ -156,7 +156,7 @@ OWN_FORMS = {
     "base/plain_data.py:PlainSettings": "without None",
     "base/plain_data.py:NamedSettings": "with the name of its class",
     "base/qtypes.py:QSpec": "without is_dynamic where it is False",
-    "ir/plan.py:GroupPlan": "the fields of `info` among the others; a callable is left out",
+    "ir/plan.py:SharedQParams": "the fields of `info` among the others; a callable is left out",
     "ir/ledger.py:Ledger": "the order in which it is read",
     "config/qconfig.py:TensorConfig": "a callable has no plain form",
     "config/dtypes.py:DTypeConfig": "a dtype without constraints by name",

@@ -28,7 +28,7 @@ from relayquant.errors import ConfigError, DataError, format_count
 from relayquant.flow.pipeline import calibrate_model
 from relayquant.flow.settings import CalibrateSettings
 from relayquant.ir.ledger import InterfaceValue
-from relayquant.ir.plan import GroupPlan, OperatorPlan, Plan
+from relayquant.ir.plan import OperatorPlan, Plan, SharedQParams
 from relayquant.stages.annotation import annotate
 from relayquant.stages.backends import resolve_backend
 from relayquant.stages.calibration.weights.pick import pick_weight_parameters
@@ -112,7 +112,7 @@ def check_operator(
         )
 
 
-def find_row_conflict(dtypes: DTypeConfig, wanted: list[tuple[str, GroupPlan]]) -> str | None:
+def find_row_conflict(dtypes: DTypeConfig, wanted: list[tuple[str, SharedQParams]]) -> str | None:
     """Why one combination of dtypes does not fit the groups of an operator; None when it does."""
     names = {Role.ACTIVATION: "input", Role.WEIGHT: "weight", Role.BIAS: "bias"}
     for what, group in wanted:
@@ -278,7 +278,7 @@ def load_prepared(path: str | Path, backend: BackendConfig | str | None = None) 
 
 
 def read_statistics(
-    group: GroupPlan, row: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+    group: SharedQParams, row: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
 ) -> GroupStatistics:
     """The observer of one group and its state."""
     observer = NamedSettings.from_dict(row["observer"], f"observer of {group.key!r}")

@@ -25,7 +25,7 @@ from relayquant.base.qtypes import Role
 from relayquant.config import BackendConfig, QConfigMapping
 from relayquant.ir.ops import Kind
 from relayquant.ir.ops.find import find_pattern, match_operator
-from relayquant.ir.plan import GroupPlan, OperatorPlan, Plan
+from relayquant.ir.plan import OperatorPlan, Plan, SharedQParams
 from relayquant.ir.rewrite import Emitter, Graph, Match, rewrite_main
 from relayquant.ir.rewrite.function import SOURCES_ATTR, read_sources
 from relayquant.ir.rewrite.graph import constant_value, tensor_shape
@@ -173,7 +173,7 @@ def refine_plan(plan: Plan, claims: Mapping[str, Claim], products: Mapping[str, 
 
 
 def refine_operator(
-    operator: OperatorPlan, claim: Claim, added: Collection[GroupPlan]
+    operator: OperatorPlan, claim: Claim, added: Collection[SharedQParams]
 ) -> OperatorPlan:
     """The row of an operator with a bias."""
     keys = dict(operator.operands)
@@ -189,7 +189,7 @@ def refine_operator(
     )
 
 
-def group_bias(claim: Claim) -> list[GroupPlan]:
+def group_bias(claim: Claim) -> list[SharedQParams]:
     """The group of the bias, where it is rounded to a grid of its own."""
     if claim.qconfig is None or not claim.qconfig.has_own_bias:
         return []
@@ -197,7 +197,7 @@ def group_bias(claim: Claim) -> list[GroupPlan]:
     return [weight_group(claim, name, expr, operand) for name, expr, operand in rows]
 
 
-def rename_consumers(group: GroupPlan, products: Mapping[str, str]) -> GroupPlan:
+def rename_consumers(group: SharedQParams, products: Mapping[str, str]) -> SharedQParams:
     """The group of values whose readers have other names now."""
     consumers = tuple(products.get(name, name) for name in group.info.consumers)
     return replace(group, info=replace(group.info, consumers=consumers))

@@ -18,7 +18,7 @@ from relayquant.config import TensorConfig
 from relayquant.ir.ops import Kind
 from relayquant.ir.ops.callbacks import run_axis
 from relayquant.ir.ops.shape import CLAMPING
-from relayquant.ir.plan import GroupPlan
+from relayquant.ir.plan import SharedQParams
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.function import find_free_name
 from relayquant.ir.rewrite.graph import tensor_shape
@@ -80,7 +80,7 @@ class ValueGroups:
         value_groups: Value -> keys of its groups, the one that all consumers see first.
     """
 
-    groups: tuple[GroupPlan, ...]
+    groups: tuple[SharedQParams, ...]
     operands: dict[str, tuple[tuple[str, str], ...]]
     outputs: dict[str, str]
     value_groups: dict[str, tuple[str, ...]]
@@ -133,12 +133,12 @@ def group_values(
     active: Sequence[Claim],
     partition: Partition,
     primary: Mapping[relax.Var, QSpec],
-) -> tuple[list[GroupPlan], dict[Node, str]]:
+) -> tuple[list[SharedQParams], dict[Node, str]]:
     """(a group for each set of computed values, the key of each node's group)."""
     shared = {claim.root: claim for claim in active if claim.kind is Kind.SHARING}
     by_root = {claim.root: claim for claim in active}
     consumers = find_consumers(active)
-    groups: list[GroupPlan] = []
+    groups: list[SharedQParams] = []
     key_of: dict[Node, str] = {}
     for nodes in partition.sets():
         nodes = sorted(nodes, key=lambda node: graph.order[node[0]])
@@ -157,7 +157,7 @@ def group_values(
             consumers=tuple(user.name for var in members for user in graph.users[var]),
         )
         groups.append(
-            GroupPlan(
+            SharedQParams(
                 info,
                 tuple(var.name for var in members),
                 tuple(var.name for var in points),
@@ -173,12 +173,12 @@ def group_values(
 
 def group_operands(
     claim: Claim, primary: Mapping[relax.Var, QSpec], key_of: Mapping[Node, str]
-) -> tuple[tuple[tuple[str, str], ...], list[GroupPlan]]:
+) -> tuple[tuple[tuple[str, str], ...], list[SharedQParams]]:
     """((operand, key of its group) of each operand that is quantized, groups of the constants)."""
     if claim.grouped is not None:
         return (), []
     rows: list[tuple[str, str]] = []
-    constants: list[GroupPlan] = []
+    constants: list[SharedQParams] = []
     for name, expr, operand in claim.operands():
         if operand.role is Role.BIAS and not _qconfig(claim).has_own_bias:
             continue
@@ -318,7 +318,7 @@ def primary_key(
     return min(members, key=graph.order.__getitem__).name
 
 
-def unique_key(key: str, groups: Sequence[GroupPlan]) -> str:
+def unique_key(key: str, groups: Sequence[SharedQParams]) -> str:
     """`key`, or `key.1`, `key.2`, ... when a group has it."""
     taken = {group.key for group in groups}
     return find_free_name(key, taken)
@@ -436,7 +436,7 @@ def find_fixed_calibration(nodes: Sequence[Node], by_root: Mapping[relax.Var, Cl
     return None
 
 
-def weight_group(claim: Claim, name: str, expr: relax.Expr, operand) -> GroupPlan:
+def weight_group(claim: Claim, name: str, expr: relax.Expr, operand) -> SharedQParams:
     """The group of one constant operand: per channel where the operand has a channel axis."""
     config = _qconfig(claim).tensor(operand.role)
     axis = run_axis(claim.pattern, operand, claim.match)
@@ -446,4 +446,4 @@ def weight_group(claim: Claim, name: str, expr: relax.Expr, operand) -> GroupPla
     key = f"{claim.root.name}:{name}"
     shape = tensor_shape(expr) or ()
     info = ValueInfo(key, operand.role, spec, shape, axis, (claim.root.name,))
-    return GroupPlan(info, (), (), config.calibration, constant=(claim.root.name, name))
+    return SharedQParams(info, (), (), config.calibration, constant=(claim.root.name, name))

@@ -14,7 +14,7 @@ import numpy as np
 
 from relayquant.base.events import CallbackList, ProgressEvent
 from relayquant.data import Dataset, InputInfo
-from relayquant.ir.plan import GroupPlan
+from relayquant.ir.plan import SharedQParams
 from relayquant.stages.calibration.checkpoint import (
     PART,
     DataRecord,
@@ -209,7 +209,7 @@ class StoredData:
         for arrays in zip(*(self.read_chosen(name, chosen) for name in names), strict=True):
             yield dict(zip(names, arrays, strict=True))
 
-    def samples(self, group: GroupPlan) -> StoredSamples:
+    def samples(self, group: SharedQParams) -> StoredSamples:
         """One array per batch of a group's observed values; of several flat and joined."""
 
         def read() -> Iterator[np.ndarray]:

@@ -17,7 +17,7 @@ from relayquant.config.observers import Observer
 from relayquant.config.observers.base import AnyObserver
 from relayquant.errors import ConfigError, RelayQuantError, format_count
 from relayquant.ir import reference
-from relayquant.ir.plan import GroupPlan, Plan
+from relayquant.ir.plan import Plan, SharedQParams
 from relayquant.stages.calibration.result import CalibrationResult
 from relayquant.stages.prepared import CalibrationGraph
 
@@ -178,7 +178,7 @@ def resolve_calibration(calibration: object) -> AnyObserver | CallableCalibratio
 
 
 def raise_scale(
-    qparams: QParams, group: GroupPlan, min_scales: Mapping[str, np.ndarray]
+    qparams: QParams, group: SharedQParams, min_scales: Mapping[str, np.ndarray]
 ) -> QParams:
     """Parameters with scales of at least those in `min_scales`, and the same zero points."""
     scale = np.maximum(qparams.scale, min_scales.get(group.key, 0.0))

@@ -19,7 +19,7 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.ir import reference
-from relayquant.ir.plan import GroupPlan
+from relayquant.ir.plan import SharedQParams
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.function import define_function
 from relayquant.ir.rewrite.graph import (
@@ -96,7 +96,7 @@ class SegmentedGraph:
 
 def split_graph(
     graph: CalibrationGraph,
-    groups: Sequence[GroupPlan],
+    groups: Sequence[SharedQParams],
     fits: Sequence[FitPoint] = (),
     *,
     results: bool = False,
@@ -179,7 +179,9 @@ def make_module(functions: Mapping[str, relax.Function], source: tvm.IRModule) -
     return tvm.IRModule({**loops, **made})
 
 
-def order_stops(view: Graph, groups: Sequence[GroupPlan], fits: Sequence[FitPoint]) -> list[Stop]:
+def order_stops(
+    view: Graph, groups: Sequence[SharedQParams], fits: Sequence[FitPoint]
+) -> list[Stop]:
     """One stop per group, in the plan's order, and each fit in front of what reads the operator's
     weight.
     """

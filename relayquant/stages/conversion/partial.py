@@ -18,7 +18,7 @@ from relayquant.base.qtypes import INTEGER_LIMITS, Granularity, QParams, QSpec, 
 from relayquant.config import BackendConfig
 from relayquant.errors import ConfigError, suggest_name, warn_user
 from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE, QUANTIZE
-from relayquant.ir.plan import GroupPlan, Plan
+from relayquant.ir.plan import Plan, SharedQParams
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.function import read_sources
 from relayquant.stages.conversion import (
@@ -119,7 +119,7 @@ def fix_parameters(
     owners = find_constant_groups(sources, plan)
     owners.update({member: group.key for group in plan.groups for member in group.members})
     owners.update({group.key: group.key for group in plan.groups})
-    fixed: dict[str, GroupPlan] = {}
+    fixed: dict[str, SharedQParams] = {}
     for name, qparams in found.items():
         group = plan.group(owners[name]) if name in owners else None
         if group is not None and width(group.info.spec.dtype) == width(qparams.dtype):
@@ -155,8 +155,8 @@ def width(dtype: str) -> int:
 
 
 def fix_group(
-    group: GroupPlan, qparams: QParams, name: str, fix: Callable[[Any, Any], Any]
-) -> GroupPlan:
+    group: SharedQParams, qparams: QParams, name: str, fix: Callable[[Any, Any], Any]
+) -> SharedQParams:
     """The group with these parameters, in its own dtype (uint8 is int8 shifted by 128).
 
     Raises:

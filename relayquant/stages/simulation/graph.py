@@ -21,7 +21,7 @@ from relayquant.ir.ops import Kind, SimulateContext
 from relayquant.ir.ops.callbacks import run_simulate
 from relayquant.ir.ops.find import find_pattern, match_operator
 from relayquant.ir.ops.narrow_float import NarrowFloats
-from relayquant.ir.plan import GroupPlan, OperatorPlan, Plan
+from relayquant.ir.plan import OperatorPlan, Plan, SharedQParams
 from relayquant.ir.rewrite import Emitter, Graph, rewrite_main
 from relayquant.ir.rewrite.graph import constant_value
 from relayquant.stages.prepared import CalibrationGraph, ConstantVariable, FitPoint, GroupVariables
@@ -92,7 +92,7 @@ def find_constants(graph: Graph, plan: Plan, backend: BackendConfig) -> dict[str
     return found
 
 
-def make_variables(group: GroupPlan, taken: Set[str] = frozenset()) -> GroupVariables:
+def make_variables(group: SharedQParams, taken: Set[str] = frozenset()) -> GroupVariables:
     """Fresh function parameters for one group, of names that are not in `taken`."""
     spec = group.info.spec
     length = 1

@@ -20,7 +20,7 @@ from tvm import relax
 from relayquant.base.qtypes import QParams
 from relayquant.config.observers import MinMax, Observer
 from relayquant.errors import ConfigError
-from relayquant.ir.plan import GroupPlan
+from relayquant.ir.plan import SharedQParams
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import iterate_results, result_expr
 from relayquant.stages.calibration.observer_selection import OutputSQNR
@@ -155,7 +155,7 @@ def name_ports(prepared: PreparedModel) -> tuple[list[str], list[str]]:
     return inputs, [getattr(result, "name", "") for result in results]
 
 
-def find_group(prepared: PreparedModel, name: str) -> GroupPlan | None:
+def find_group(prepared: PreparedModel, name: str) -> SharedQParams | None:
     """The group of 8 bits that a value is on; None where it is float."""
     keys = prepared.plan.value_groups.get(name, ())
     if len(keys) != 1:
@@ -233,14 +233,14 @@ def choose_boundaries(
     return boundaries
 
 
-def find_port_group(plans: Mapping[int, PreparedModel], port: Port) -> GroupPlan | None:
+def find_port_group(plans: Mapping[int, PreparedModel], port: Port) -> SharedQParams | None:
     """The group of an input or output."""
     prepared = plans[port.region]
     name = name_ports(prepared)[port.is_output][port.number]
     return find_group(prepared, name)
 
 
-def is_alike(group: GroupPlan, other: GroupPlan) -> bool:
+def is_alike(group: SharedQParams, other: SharedQParams) -> bool:
     """Whether two groups hold integers of one kind."""
     a, b = group.info.spec, other.info.spec
     return (a.dtype, a.limits, a.scheme) == (b.dtype, b.limits, b.scheme)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import relayquant as rq
 from relayquant.base.qtypes import INTEGER_LIMITS, QParams
-from relayquant.ir.plan import GroupPlan
+from relayquant.ir.plan import SharedQParams
 from relayquant.ir.reference import qnn
 
 torch = pytest.importorskip("torch", reason="pip install torch")
@@ -30,11 +30,13 @@ def draw(seed: int, *shape: int, scale: float = 1.0) -> np.ndarray:
     return (np.random.default_rng(seed).standard_normal(shape) * scale).astype("float32")
 
 
-def make_group(spec: rq.QSpec, constant: bool = False) -> GroupPlan:
+def make_group(spec: rq.QSpec, constant: bool = False) -> SharedQParams:
     axis = 1 if spec.is_per_channel else None
     role = rq.config.Role.WEIGHT if constant else rq.config.Role.ACTIVATION
     info = rq.observers.ValueInfo("v", role, spec, SHAPE, axis)
-    return GroupPlan(info, (), ("v",), rq.observers.MinMax(), ("v", "weight") if constant else None)
+    return SharedQParams(
+        info, (), ("v",), rq.observers.MinMax(), ("v", "weight") if constant else None
+    )
 
 
 def make_quantizer(spec: rq.QSpec, ranges: Ranges, x: np.ndarray, constant: bool = False):

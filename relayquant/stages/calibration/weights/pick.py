@@ -9,7 +9,7 @@ import numpy as np
 
 from relayquant.base.qtypes import QParams
 from relayquant.ir.ops.find import match_operator, operand_constant
-from relayquant.ir.plan import GroupPlan
+from relayquant.ir.plan import SharedQParams
 from relayquant.ir.rewrite import Graph
 from relayquant.stages.calibration.parameters import (
     CalibrationContext,
@@ -29,7 +29,7 @@ class OperatorFit:
     view: LinearView
     weight: np.ndarray
     bias: np.ndarray | None
-    group: GroupPlan
+    group: SharedQParams
 
     @property
     def columns(self) -> int:
