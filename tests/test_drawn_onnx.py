@@ -91,6 +91,7 @@ def test_drawn_graphs__as_onnx_runtime():
     assert taken >= GRAPHS - REFUSED
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("first", "count"),
     [
