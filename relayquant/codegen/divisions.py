@@ -1,5 +1,7 @@
-"""Relax divisions and remainders -> loop nests that mean the same on every CPU, and end the process
-on none; part of `legalization`.
+"""Relax divisions and remainders -> loop nests with the same result on every CPU; part of
+`legalization`.
+
+No division ends the process.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype
 
 
 def legalize_division(builder: relax.BlockBuilder, call: Call) -> Any:
-    """a / b -> the same, where b is neither what CPUs cannot divide by, nor what floats cannot be
-    divided by exactly; else `divide_integers` or `divide_floats`.
+    """Legalize a / b, or a remainder, by TVM's own code where that is exact.
+
+    Other cases go to `divide_by_zero`, `divide_integers` or `divide_floats`.
     """
     name, dtype = call_name(call), tensor_dtype(call.args[0])
     is_float, divisor = dtype.startswith("float"), constant_value(call.args[1])
@@ -35,14 +38,15 @@ def legalize_division(builder: relax.BlockBuilder, call: Call) -> Any:
 
 
 def divide_by_zero(builder: relax.BlockBuilder, call: Call, divisor: np.ndarray[Any, Any]) -> Any:
-    """a / 0 -> a * infinity: TVM does not compile a division by a constant that is 0."""
+    """Legalize a / 0 as a * infinity. TVM does not compile a division by a constant 0."""
     factor = relax.const(np.copysign(np.inf, divisor).astype(divisor.dtype))
     return builder.call_te(topi.multiply, call.args[0], factor, primfunc_name_hint="divide")
 
 
 def is_harmless(divisor: np.ndarray[Any, Any] | None, is_float: bool) -> bool:
-    """Whether constant divisors have an instruction that is right for all dividends: integers but
-    0 and -1; of floats powers of 2, whose quotients are exact.
+    """Whether TVM's division by these constant divisors is right for all dividends.
+
+    Integers: no divisor is 0 or -1. Floats: every divisor is a power of 2, so quotients are exact.
     """
     if divisor is None:
         return False
@@ -52,16 +56,17 @@ def is_harmless(divisor: np.ndarray[Any, Any] | None, is_float: bool) -> bool:
 
 
 def divide_integers(name: str, dtype: str, a: Any, b: Any) -> Any:
-    """Quotient or remainder of integers, 0 of a division by 0, and of one by -1 what wraps around.
+    """Compute the quotient or remainder of integers. Division by 0 gives 0; division by -1 wraps
+    around.
 
-    So numpy has them, and Arm's instruction. That of x86 stops the process at a divisor of 0, and
-    at the smallest integer by -1.
+    numpy and Arm's instruction do the same. The x86 instruction ends the process for a divisor of
+    0, and for the smallest integer divided by -1.
     """
     by_zero = topi.equal(b, tirx.const(0, dtype))
     is_signed = dtype.startswith("int")
     by_minus_one = topi.equal(b, tirx.const(-1, dtype)) if is_signed else by_zero
     divisor = topi.where(topi.logical_or(by_zero, by_minus_one), topi.full_like(b, 1), b)
-    result = DIVISIONS[name](a, divisor)  # of which a remainder by 1 is 0
+    result = DIVISIONS[name](a, divisor)  # a remainder by 1 is 0
     if name in REMAINDERS:
         return result
     if is_signed:
@@ -70,10 +75,10 @@ def divide_integers(name: str, dtype: str, a: Any, b: Any) -> Any:
 
 
 def divide_floats(name: str, dtype: str, a: Any, b: Any) -> Any:
-    """floor(a / b) and a - b * floor(a / b) as if computed exactly and rounded once, as Python,
-    numpy and PyTorch have them: 1 // 0.1 is 9, though 1 / 0.1 is 10.
+    """Compute floor(a / b) or a - b * floor(a / b) as if exactly, rounded once.
 
-    By the exact remainder that C's fmod gives, with the sign of a (Python's `float_divmod`).
+    Python, numpy and PyTorch do the same: 1 // 0.1 is 9, though 1 / 0.1 is 10. The result follows
+    from the exact remainder of C's fmod, which has the sign of a (see Python's `float_divmod`).
     """
     remainder = topi.mod(a, b)
     zero = tirx.const(0, dtype)
@@ -86,7 +91,7 @@ def divide_floats(name: str, dtype: str, a: Any, b: Any) -> Any:
     return topi.where(topi.equal(b, zero), topi.divide(a, b), lower)
 
 
-#: operator -> what computes it where nothing is in the way
+#: operator -> its plain computation
 DIVISIONS: dict[str, Callable[..., Any]] = {
     "relax.divide": topi.divide,
     "relax.floor_divide": topi.floor_divide,
@@ -95,5 +100,5 @@ DIVISIONS: dict[str, Callable[..., Any]] = {
 }
 REMAINDERS = ("relax.floor_mod", "relax.mod")
 
-#: For `relax.transform.LegalizeOps`.
+#: Legalizations for `relax.transform.LegalizeOps`.
 DIVISION_LEGALIZATIONS = dict.fromkeys(DIVISIONS, legalize_division)

@@ -1,8 +1,8 @@
-"""Legalized module -> the same, in which calls that have sizes of the run time are fused with none.
+"""Legalized module -> the same module, where calls with sizes known only at run time are not fused.
 
-R.match_cast defines a symbolic size, which later calls have in their types but not among their
-arguments. FuseOps orders fused calls by their arguments alone, and puts one before the size that it
-needs is computed.
+R.match_cast defines a symbolic size. Later calls have this size in their types but not among their
+arguments. FuseOps orders fused calls by their arguments alone, so it may put one before the size is
+computed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from relayquant.ir.rewrite.expressions import list_bindings
 
 
 def keep_sized_calls(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-    """Mark the kernels of such calls opaque: those whose result, or an argument, has a size that a
-    match_cast defines.
+    """Mark kernels opaque if an argument or the result of a call has a size that a match_cast
+    defines.
     """
     sized: set[str] = set()
     for func in mod.functions.values():
@@ -53,7 +53,7 @@ def keep_sized_calls(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> 
 
 
 def list_symbols(ty: tvm.ir.Type) -> list[tirx.Var]:
-    """Symbolic sizes in a type."""
+    """List the symbolic sizes in a type."""
     if isinstance(ty, relax.TupleType):
         return [var for field in ty.fields for var in list_symbols(field)]
     shape = ty.shape if isinstance(ty, relax.TensorType) else ty
@@ -63,7 +63,7 @@ def list_symbols(ty: tvm.ir.Type) -> list[tirx.Var]:
     return [var for size in sizes for var in tirx.analysis.undefined_vars(size)]
 
 
-#: As a pass.
+#: `keep_sized_calls` as a pass.
 KEEP_SIZED_CALLS = tvm.transform.module_pass(
     keep_sized_calls, opt_level=0, name="relayquant.keep_sized_calls"
 )

@@ -1,9 +1,9 @@
-"""Calls of a lowered module that expand weights -> constants, for a module in memory; or functions
-that a library does it with.
+"""Calls of a lowered module that expand weights -> constants, or C functions for a library.
 
     w = relayquant_expand_int16(taps); conv2d(x, w, y)   ->   conv2d(x, c, y)
 
-Rules emit the calls. `mmap_constants` says how a library answers them.
+Rules emit the calls. A module in memory gets constants. A library gets functions that expand the
+weights (see `mmap_constants`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from relayquant.codegen.kernels.floating import winograd as floating
 from relayquant.codegen.kernels.integer import winograd as integer
 from relayquant.ir.rewrite.graph import call_name
 
-#: What frees a value after its last use; constants are not freed.
+#: Frees a value after its last use. Constants are not freed.
 KILL = "relax.vm.kill_object"
 EXPANSIONS = {rule.name: rule for rule in (integer.EXPANSION, floating.EXPANSION)}
 
 
 def call_expansion(weights: Expanded) -> Call:
-    """The call, in a dataflow block, that gives the weights."""
+    """Make the call that returns the expanded weights, for a dataflow block."""
     ty = relax.TensorType([weights.size], weights.rule.dtype)
     taps = relax.const(tvm.runtime.tensor(weights.taps))
     call: Any = relax.op.call_pure_packed(weights.rule.name, taps, ty_args=ty)
@@ -34,7 +34,9 @@ def call_expansion(weights: Expanded) -> Call:
 
 
 def read_expansion(expr: relax.Expr) -> Expanded | None:
-    """The weights of a call in a lowered module that expands some."""
+    """Read the weights of a call that expands weights in a lowered module. None for any other
+    expression.
+    """
     if not isinstance(expr, Call) or not isinstance(expr.op, relax.ExternFunc):
         return None
     rule = EXPANSIONS.get(expr.op.global_symbol)
@@ -42,7 +44,7 @@ def read_expansion(expr: relax.Expr) -> Expanded | None:
 
 
 def expand_weights(mod: tvm.IRModule) -> tvm.IRModule:
-    """The lowered module with constants in place of the calls."""
+    """Replace the calls of a lowered module that expand weights by constants."""
     mutator = ExpansionCalls(mod)
     functions = {
         gvar: mutator.visit_expr(func) if isinstance(func, relax.Function) else func
@@ -71,13 +73,13 @@ class ExpansionCalls(relax.PyExprMutator):
         return super().visit_var_(op) if constant is None else constant
 
     def is_kill(self, value: relax.Expr) -> bool:
-        """Whether a value frees what is a constant now."""
+        """Whether `value` frees a variable that became a constant."""
         is_kill = isinstance(value, Call) and call_name(value) == KILL
         return is_kill and value.args[0] in self.constants
 
 
 def add_expanders(mod: tvm.IRModule) -> tvm.IRModule:
-    """The lowered module with the functions of C that expand its weights in a library."""
+    """Add the C functions that expand the weights of a lowered module in a library."""
     found: set[str] = set()
 
     def visit(expr: relax.Expr) -> None:

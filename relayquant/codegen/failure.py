@@ -1,5 +1,6 @@
-"""A module that TVM could not compile -> an error that names the operator, for `compilation`: the
-first of its calls that cannot be compiled alone.
+"""A module that TVM could not compile -> an error that names the operator; for `compilation`.
+
+The operator is the first one that cannot be compiled alone.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ FIX_SIZE = "Fix the symbolic dimension that it depends on, with shapes= in load.
 def explain_failure(
     mod: tvm.IRModule, compile_alone: Callable[[tvm.IRModule], Any]
 ) -> ModelError | None:
-    """The error of the first call of a module that `compile_alone` cannot compile; where each of
-    them compiles, of the first value whose size is computed when the model runs. None where there
-    is neither: the combination of the calls does not compile.
+    """Find the first call of a module that `compile_alone` cannot compile, and return its error.
+
+    If each call compiles, the error names the first value whose size is computed when the model
+    runs. None if there is no such value either: only the combination of the calls does not compile.
     """
     for name, call in find_calls(mod):
         try:
@@ -54,8 +56,9 @@ def explain_failure(
 
 
 def describe_size(values: Iterable[Any]) -> str:
-    """A sentence about the first value with an unknown shape, or with a size that a min or max
-    computes; "" if there is none.
+    """Describe the first value with an unknown shape, or with a size that a min or max computes.
+
+    "" if there is none.
     """
     for value in values:
         if isinstance(value, relax.Tuple):
@@ -74,7 +77,7 @@ def describe_size(values: Iterable[Any]) -> str:
 
 
 def compares_sizes(size: Any) -> bool:
-    """Whether a size is computed by min or max, as behind a slice of a symbolic dimension."""
+    """Whether min or max computes a size, as after a slice along a symbolic dimension."""
     if isinstance(size, tirx.Min | tirx.Max):
         return True
     parts = (getattr(size, name, None) for name in ("a", "b"))
@@ -86,8 +89,8 @@ def list_functions(mod: tvm.IRModule) -> list[relax.Function]:
 
 
 def find_calls(mod: tvm.IRModule) -> Iterator[tuple[str, Call]]:
-    """Calls of operators with the names of their values, one of each that are equal but for
-    operands.
+    """List the operator calls with the names of their values. Calls that differ only in operands
+    are listed once.
     """
     seen: set[Any] = set()
     for func in list_functions(mod):
@@ -104,8 +107,9 @@ def find_calls(mod: tvm.IRModule) -> Iterator[tuple[str, Call]]:
 
 
 def isolate_call(call: Call) -> tvm.IRModule:
-    """A module of this call alone, of operands of the same types; constants stay. Sizes that none
-    of its operands has come with one more.
+    """Make a module with only this call, whose parameters have the types of its operands.
+
+    Constant operands stay. One more parameter declares the sizes that no operand has.
     """
     params: list[relax.Var] = []
 
@@ -125,7 +129,9 @@ def isolate_call(call: Call) -> tvm.IRModule:
 
 
 def last_line(error: Exception) -> str:
-    """What an error of TVM says, without the stack above it, and remarks on how it is printed."""
+    """Return the message of a TVM error without its stack trace and the notes on how it was
+    printed.
+    """
     lines = [line.strip() for line in str(error).splitlines()]
     said = [line for line in lines if line and not line.startswith("#")]
     return said[-1].rstrip(".:") if said else type(error).__name__

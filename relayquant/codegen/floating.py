@@ -1,11 +1,11 @@
-"""lower_float: float operators -> calls of float kernels, weights packed; the counterpart of
+"""lower_float: float operators -> calls of float kernels with packed weights; the counterpart of
 `integer`.
 
-Runs before LegalizeOps on float modules, and on what is float in quantized ones. Convolutions, in
-the layout of the kernels already, and matrix products take what follows them (bias, residual, relu
-or clip) into their kernel; whatever has no kernel is left for the generic schedule. Weights that
-are constants are packed here; others, as those of a calibration graph whose scales are parameters,
-are packed by a kernel at run time.
+Runs before LegalizeOps, on float modules and on the float operators of quantized modules. The
+kernels of convolutions (already in the kernels' layout) and of matrix products also compute the
+bias, residual, relu or clip that follows. Operators without a kernel are left for the generic
+schedule. Constant weights are packed here. Other weights are packed by a kernel at run time, for
+example in a calibration graph whose scales are parameters.
 """
 
 from __future__ import annotations
@@ -75,22 +75,23 @@ from relayquant.ir.rewrite.expressions import (
 )
 from relayquant.ir.rewrite.rule import OnSkip, Skip, decline, log_skip, make_rule
 
-#: Layout of data and weights that the convolution kernels take.
+#: Layouts of data and weights for the convolution kernels.
 CONV_LAYOUT = ("NHWC", "OHWI")
-#: The same of transposed convolutions, whose weights are turned when they are packed.
+#: The same for transposed convolutions, whose weights are rearranged when they are packed.
 CONV_TRANSPOSE_LAYOUT = ("NHWC", "IOHW")
-#: Kernels get a bias as an array, one number per channel, so that it has to be known.
+#: Kernels take a bias as an array with one number per channel, so the bias has to be constant.
 TAKES = float_takes(GenericConst)
 
 
 def lower_float(mod: IRModule, target: Target, on_skip: OnSkip = log_skip) -> IRModule:
-    """Replace float32 conv2d, conv2d_transpose and max_pool2d, in the layout of the kernels, and
-    matmul of every Relax function by calls of kernels, packed for them.
+    """Replace float32 conv2d, conv2d_transpose, max_pool2d and matmul by calls of kernels, in every
+    Relax function.
 
-    Products that only a concatenation of channels reads are written where they belong in it.
+    Convolutions and pools have to be in the layout of the kernels. If only a concatenation of
+    channels reads a product, the kernel writes straight into the result of the concatenation.
     Inputs, outputs and names of the functions stay. Batch extents may be symbolic. Operators with
     other dtypes, with dynamic inner extents, or outside dataflow blocks stay as they are; `on_skip`
-    hears why.
+    gets the reason.
     """
     isa = choose_float_isa(target)
     return lower_functions(
@@ -101,7 +102,7 @@ def lower_float(mod: IRModule, target: Target, on_skip: OnSkip = log_skip) -> IR
 def make_max_pool2d(
     spec: MaxPool2d, _isa: FloatIsa, name: str, symbolic: bool = False
 ) -> tirx.PrimFunc:
-    """PrimFunc(x, y) of a pool, of as many images as there are if the batch is `symbolic`."""
+    """Make a PrimFunc(x, y) of a pool. With `symbolic`, the batch size is known at run time."""
     return build_for_batch(lambda: build_max_pool2d(spec, name), symbolic, (0, 1))
 
 
@@ -120,8 +121,10 @@ MAKERS: dict[str, Any] = {
 
 
 def read_conv2d_transpose(call: Call) -> FloatConv2dTranspose | Skip:
-    """What a nn.conv2d_transpose computes, for one image and in any layout of the data; or why no
-    kernel does.
+    """Read the specification of a nn.conv2d_transpose, for one image and in any layout of the data.
+
+    Returns:
+        Skip with the reason if no kernel computes it.
     """
     data, weight = call.args
     view = ConvView.of(call)
@@ -153,8 +156,10 @@ def read_conv2d_transpose(call: Call) -> FloatConv2dTranspose | Skip:
 
 
 def find_extents(concat: Call) -> list[int] | None:
-    """The extents that a concatenation along the last axis of float32 puts side by side; None where
-    it is of anything else.
+    """Read the extents that a concatenation puts side by side along the last axis of float32
+    tensors.
+
+    None for any other concatenation.
     """
     parts = concat.args[0]
     if op_name(concat) != "relax.concat" or not isinstance(parts, relax.Tuple):
@@ -169,32 +174,39 @@ def find_extents(concat: Call) -> list[int] | None:
 
 @dataclass(frozen=True, eq=False)
 class FloatContext:
-    """What rules get: a block, the vectors, and what stands for symbolic extents in kernels."""
+    """Context of the float rules: a block, the instruction set and the symbolic extents in
+    kernels.
+    """
 
     block: BlockView
     isa: FloatIsa
     symbols: dict[str, tirx.Var] = field(default_factory=dict)
 
     def symbol(self, extent: Any) -> Any:
-        """An int, or for a symbolic extent the variable that stands for it in kernels."""
+        """Return a constant extent as an int, or the variable that stands for a symbolic extent in
+        kernels.
+        """
         if isinstance(extent, tirx.IntImm):
             return int(extent)
         name = "n" if isinstance(extent, tirx.Var) else f"n{len(self.symbols)}"
         return self.symbols.setdefault(str(extent), tirx.Var(name, "int64"))
 
     def make_kernel(self, kind: str, spec: Any) -> Kernel:
-        """The kernel `kind` (a name in MAKERS) for `spec`, whose symbols are known by name."""
+        """Make the kernel `kind` (a name in MAKERS) for `spec`, with symbols known by name."""
         return Kernel(kind, repr(spec), lambda: MAKERS[kind](spec, self.isa, kind))
 
     def follow(self, root: relax.Var, channels: int) -> Tail:
-        """The product and what its kernel takes over."""
+        """Find the operators after a product that its kernel also computes."""
         start = Tail((root,), root.ty.ndim - 1, channels)
         block = self.block
         return follow_tail(block, start, TAKES, is_free=block.is_free, on_skip=block.on_skip)
 
     def find_columns(self, tail: Tail) -> tuple[relax.Var, tuple[int, int]] | None:
-        """The concatenation that alone reads the result of a kernel, and the columns (first, count)
-        that the result is of it.
+        """Find the concatenation that is the only reader of a kernel's result.
+
+        Returns:
+            The concatenation, and the first column of the result in it with the total number of
+                columns.
         """
         concat = self.block.only_user(tail.last)
         call = self.block.call_of(concat) if concat is not None else None
@@ -205,14 +217,14 @@ class FloatContext:
         return concat, (sum(extents[:at]), sum(extents))
 
     def choose_epilogue(self, tail: Tail) -> tuple[relax.Var | None, FloatEpilogue]:
-        """What the kernel of a product does with its sums, and the concatenation it writes into."""
+        """Choose the epilogue of a product, and the concatenation that its kernel writes into."""
         concat, columns = self.find_columns(tail) or (None, None)
         bias, residual = tail.bias is not None, tail.residual is not None
         return concat, FloatEpilogue(bias, residual, tail.low, tail.high, columns)
 
 
 def lower_conv2d(context: FloatContext, root: relax.Var) -> Lowered | Skip:
-    """nn.conv2d in the layout of the kernels."""
+    """Lower nn.conv2d in the layout of the kernels."""
     call = context.block.values[root]
     data, weight = call.args
     view = ConvView.of(call)
@@ -267,7 +279,7 @@ def lower_conv2d(context: FloatContext, root: relax.Var) -> Lowered | Skip:
 
 
 def lower_conv2d_transpose(context: FloatContext, root: relax.Var) -> Lowered | Skip:
-    """nn.conv2d_transpose in the layout of the kernels, by constants."""
+    """Lower nn.conv2d_transpose in the layout of the kernels, with constant weights."""
     call = context.block.values[root]
     data, weight = call.args
     spec = read_conv2d_transpose(call)
@@ -286,7 +298,7 @@ def lower_conv2d_transpose(context: FloatContext, root: relax.Var) -> Lowered | 
 
 
 def lower_matmul(context: FloatContext, root: relax.Var) -> Lowered | Skip:
-    """matmul by constants, and of two values."""
+    """Lower matmul, with constant weights or of two values."""
     call = context.block.values[root]
     data, weight = call.args
     if not all(is_float32(e) for e in (data, weight, root)):
@@ -320,9 +332,11 @@ def lower_matmul(context: FloatContext, root: relax.Var) -> Lowered | Skip:
 def read_dots(
     context: FloatContext, shape: list[Any], weight: relax.Expr
 ) -> tuple[FloatDots, relax.Expr] | None:
-    """x @ permute_dims(w), along whose last axis products are added up: (what computes it of w,
-    w). None where there is no such transposition, or where rows are many and their number is
-    known, for which it is worth its time.
+    """Read x @ permute_dims(w) as dot products along the last axes of x and w.
+
+    Returns:
+        The specification and w. None if there is no such transposition, or if there are many rows
+            and their number is known: then the transposition is worth its time.
     """
     call = context.block.call_of(weight)
     if call is None or op_name(call) != "relax.permute_dims":
@@ -343,7 +357,7 @@ def read_dots(
 
 
 def lower_max_pool2d(context: FloatContext, root: relax.Var) -> Lowered | Skip:
-    """nn.max_pool2d in the layout of the kernels."""
+    """Lower nn.max_pool2d in the layout of the kernels."""
     call = context.block.values[root]
     (data,) = call.args
     attrs, layout = call.attrs, CONV_LAYOUT[0]
@@ -360,7 +374,7 @@ def lower_max_pool2d(context: FloatContext, root: relax.Var) -> Lowered | Skip:
 def call_product(
     tail: Tail, kernel: Kernel, data: relax.Expr, packed: Operand, concat: relax.Var | None
 ) -> Lowered:
-    """A product and what its kernel takes over."""
+    """Call the kernel of a product with everything it takes over."""
     operands: list[Operand] = [data, packed]
     if tail.bias is not None:
         operands.append(np.ascontiguousarray(vector(tail.bias, tail.channels)))
@@ -370,7 +384,9 @@ def call_product(
 
 
 def copy_parts(context: FloatContext, concat: relax.Var) -> Lowered | Skip:
-    """The parts of a concatenation that no kernel writes there, where others do."""
+    """Copy the inputs of a concatenation that no kernel writes in place, if kernels write the
+    others.
+    """
     call = context.block.values[concat]
     placed = context.block.placed.get(concat)
     extents = find_extents(call)

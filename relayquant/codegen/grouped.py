@@ -1,7 +1,7 @@
 """lower_grouped: operators on grouped weights, in every function -> calls of kernels.
 
-The constants are packed once for each weight, whichever functions and operators read it. What no
-kernel takes is left for exact legalization.
+The constants of each weight are packed once, however many functions and operators read it.
+Operators without a kernel are left for exact legalization.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from relayquant.ir.rewrite.rule import OnSkip, Skip, log_skip, make_rule, select
 
 
 def lower_grouped(mod: tvm.IRModule, target: Target, on_skip: OnSkip = log_skip) -> tvm.IRModule:
-    """Replace operators on grouped weights of every Relax function by kernels for the target.
+    """Replace operators on grouped weights in every Relax function by kernels for the target.
 
-    Targets that are no LLVM CPUs keep theirs; `on_skip` hears of each that no kernel takes.
+    Targets other than LLVM CPUs keep the operators. `on_skip` gets the reason for each operator
+    without a kernel.
     """
     calls = [
         binding.value
@@ -57,9 +58,10 @@ def lower_grouped(mod: tvm.IRModule, target: Target, on_skip: OnSkip = log_skip)
 
 @dataclass(frozen=True, eq=False)
 class GroupedBlock:
-    """What rules get.
+    """Context of the rules for grouped weights.
 
-    `is_float`: whether rows of the module are float, which tables without a product follow.
+    `is_float`: whether the rows of the module are float. A grouped table without a product then has
+    float rows too.
     """
 
     block: BlockView
@@ -67,7 +69,7 @@ class GroupedBlock:
     is_float: bool
 
     def pack(self, spec: GroupedDense, weight: list[Any]) -> tuple[relax.Expr, ...]:
-        """The constants of a weight as kernels read them, once for all that read it."""
+        """Pack the constants of a weight for kernels, once for all readers."""
 
         def make() -> list[np.ndarray]:
             packed = pack_grouped(spec, self.isa, *(expr.value.numpy() for expr in weight))
@@ -78,7 +80,7 @@ class GroupedBlock:
 
 
 def lower_rows(context: GroupedBlock, var: relax.Var) -> Lowered | Skip:
-    """qnn.quantize_rows of rows of known length."""
+    """Lower qnn.quantize_rows of rows of known length."""
     data = context.block.values[var].args[0]
     shape = tensor_shape(data)
     if shape is None or isinstance(shape[-1], str):
@@ -90,7 +92,7 @@ def lower_rows(context: GroupedBlock, var: relax.Var) -> Lowered | Skip:
 
 
 def lower_dense(context: GroupedBlock, var: relax.Var) -> Lowered | Skip:
-    """qnn.grouped_dense by constants."""
+    """Lower qnn.grouped_dense with constant weights."""
     call = context.block.values[var]
     data, data_scale, *weight = call.args
     shape, is_float = tensor_shape(data), tensor_dtype(data) == "float32"
@@ -108,7 +110,7 @@ def lower_dense(context: GroupedBlock, var: relax.Var) -> Lowered | Skip:
 
 
 def lower_take(context: GroupedBlock, var: relax.Var) -> Lowered | Skip:
-    """qnn.grouped_take of constants."""
+    """Lower qnn.grouped_take of constants."""
     call = context.block.values[var]
     indices, *weight = call.args
     shape = tensor_shape(indices)
@@ -121,7 +123,7 @@ def lower_take(context: GroupedBlock, var: relax.Var) -> Lowered | Skip:
 
 
 def read_weight(call: Call, weight: list[Any], is_float: bool) -> GroupedDense | Skip:
-    """How a constant weight is held."""
+    """Read the storage format of a constant weight."""
     arrays = [constant_value(expr) for expr in weight]
     codes, scale, zeros = arrays
     if codes is None or scale is None or zeros is None:
@@ -144,7 +146,7 @@ def read_weight(call: Call, weight: list[Any], is_float: bool) -> GroupedDense |
 
 
 def read_leading(shape: tuple[int | str, ...]) -> tuple[int | None, ...]:
-    """Extents as kernels take them: None where known at run time."""
+    """Convert extents to the form that kernels take: None for an extent known only at run time."""
     return tuple(None if isinstance(extent, str) else extent for extent in shape)
 
 

@@ -1,5 +1,6 @@
-"""Kernels of a lowered module -> functions as LLVM takes them, for `compilation`: TVM's own
-pipeline, without what would be done, or checked, for nothing.
+"""Kernels of a lowered module -> functions for LLVM; for `compilation`.
+
+This is TVM's own pipeline without passes and argument checks that kernels do not need.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from tvm.tirx.compilation_pipeline import get_tir_pipeline, register_tir_pipelin
 from relayquant.codegen.input_checks import IS_INNER
 from relayquant.ir.dialect.cost import MACS_ATTR
 
-#: What the pipeline is called: TVM takes those of kernels by name alone.
+#: Name of the pipeline. TVM accepts a pipeline of kernels only by name.
 KERNEL_PIPELINE = "relayquant"
 
-#: Passes that find nothing to do in kernels whose loops, vectors and buffers are written out:
-#: without them a kernel is lowered in two thirds of the time and is as fast.
+#: Passes that change nothing in kernels whose loops, vectors and buffers are written out. Without
+#: these passes a kernel is lowered in two thirds of the time and is as fast.
 NEEDLESS_PASSES = (
     "s_tir.CompactBufferAllocation",
     "s_tir.HoistIfThenElse",
@@ -34,14 +35,14 @@ NEEDLESS_PASSES = (
 
 
 def name_kernel_pipeline() -> str:
-    """The name under which TVM knows the pipeline from now on, for `tvm.compile(tir_pipeline=)`."""
+    """Register the pipeline with TVM and return its name, for `tvm.compile(tir_pipeline=)`."""
     register_tir_pipeline(KERNEL_PIPELINE, make_kernel_pipeline)
     return KERNEL_PIPELINE
 
 
 def make_kernel_pipeline() -> tuple[tvm.transform.Pass, Any, Any]:
-    """TVM's default pipeline of kernels in its three parts, of which the first is `lower_kernels`
-    around the original.
+    """Make TVM's default pipeline of kernels in its three stages. The first one is run by
+    `lower_kernels`.
     """
     parts: Any = get_tir_pipeline("default")
     default, finish_host, finish_device = parts
@@ -54,8 +55,10 @@ def make_kernel_pipeline() -> tuple[tvm.transform.Pass, Any, Any]:
 
 
 def lower_kernels(mod: tvm.IRModule, default: tvm.transform.Pass) -> tvm.IRModule:
-    """PrimFuncs -> host functions: kernels that have their schedule by the passes they need, all
-    others by `default`; and the checks of arguments dropped where `input_checks` says so.
+    """Lower PrimFuncs to host functions.
+
+    Kernels with a schedule go through the passes they need, all others through `default`. Argument
+    checks are dropped from the functions that `input_checks` marks.
     """
     scheduled, others = split_functions(mod, lambda func: MACS_ATTR in (func.attrs or {}))
     with lower_prescheduled():
@@ -66,7 +69,7 @@ def lower_kernels(mod: tvm.IRModule, default: tvm.transform.Pass) -> tvm.IRModul
     )
     checked = tirx.transform.SkipAssert()(take_functions(mod, inner))
     functions = {**checked.functions, **outer}
-    if len(functions) > 1:  # of each part that has one function TVM made it the entry of a library
+    if len(functions) > 1:  # in a module with a single function, TVM marks it as the entry
         functions = {gv: drop_entry(func) for gv, func in functions.items()}
     return take_functions(mod, functions)
 
@@ -74,7 +77,7 @@ def lower_kernels(mod: tvm.IRModule, default: tvm.transform.Pass) -> tvm.IRModul
 def split_functions(
     mod: tvm.IRModule, belongs: Callable[[BaseFunc], bool]
 ) -> tuple[dict[GlobalVar, BaseFunc], dict[GlobalVar, BaseFunc]]:
-    """The functions of a module that `belongs` is true of, and the others."""
+    """Split the functions of a module into those for which `belongs` is true and the others."""
     chosen, others = {}, {}
     for gv, func in mod.functions.items():
         (chosen if belongs(func) else others)[gv] = func
@@ -82,17 +85,17 @@ def split_functions(
 
 
 def take_functions(mod: tvm.IRModule, functions: Mapping[GlobalVar, BaseFunc]) -> tvm.IRModule:
-    """The module with these functions alone."""
+    """Make a module with only these functions."""
     return tvm.IRModule(dict(functions), attrs=mod.attrs, global_infos=mod.global_infos)
 
 
 def drop_entry(func: BaseFunc) -> BaseFunc:
-    """The function, no longer the one that a library is called by without a name."""
+    """Remove the mark that makes a function the unnamed entry of a library."""
     return func.without_attr("tirx.is_entry_func")
 
 
 def lower_prescheduled() -> AbstractContextManager[PassContext]:
-    """A context in which TVM leaves those passes out; all else is as in the context around it."""
+    """Make a pass context without `NEEDLESS_PASSES`. All else is as in the current context."""
     current = PassContext.current()
     return PassContext(
         opt_level=current.opt_level,

@@ -1,12 +1,12 @@
-"""Lowered module -> the same, whose functions look at their inputs once, before anything runs.
+"""Lowered module -> the same module, whose functions check their inputs once, before anything runs.
 
     main(x, w): a = kernel(x, w); ...   ->   main(x, w): main_inputs(x, w); a = kernel(x, w); ...
 
-The virtual machine of TVM compares types and shapes. That a tensor is compact, and that its data
-begin where code for aligned vectors may read them, is left to the kernels, each of which checks
-every argument: half of what LLVM has to translate in small kernels; and addresses are not
-checked at all, so that the slice of a PyTorch tensor would end the process. Kernels that read
-nothing but checked inputs, constants and what the module made of them need no checks.
+TVM's virtual machine compares types and shapes. It leaves to each kernel to check that a tensor is
+compact. These checks are half of the code that LLVM has to translate for a small kernel. Nobody
+checks that the data begin at an aligned address, as vector code needs, so a slice of a PyTorch
+tensor would end the process. Kernels that only read checked inputs, constants and results of the
+module need no checks.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from relayquant.codegen.kernels.isa.target import ARCHITECTURES_64, read_triple
 from relayquant.ir.rewrite.expressions import list_bindings, op_name
 from relayquant.ir.rewrite.inline import substitute
 
-#: Attribute of a PrimFunc all of whose arguments are known to be as it wants them.
+#: Marks a PrimFunc whose arguments are all known to be valid.
 IS_INNER = "relayquant.is_inner"
-#: Operators whose result lies in the memory of their first argument.
+#: Operators whose result uses the memory of their first argument.
 VIEWS = frozenset(["relax.reshape", "relax.memory.view", "relax.memory.ensure_zero_offset"])
 
 
 def create_input_checks(target: Target) -> Any:
-    """The rewrite as a pass, between LegalizeOps and CallTIRRewrite."""
+    """Make the rewrite as a pass, between LegalizeOps and CallTIRRewrite."""
 
     def run(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         return check_inputs(mod, target) if target.kind.name == "llvm" else mod
@@ -44,7 +44,9 @@ def create_input_checks(target: Target) -> Any:
 
 
 def check_inputs(mod: tvm.IRModule, target: Target) -> tvm.IRModule:
-    """A check for every public function of Relax; `IS_INNER` for the kernels that need none."""
+    """Add a check to every public Relax function, and mark kernels that need no checks as
+    `IS_INNER`.
+    """
     mask = "int64" if read_triple(target).split("-")[0] in ARCHITECTURES_64 else "int32"
     builder, given = relax.BlockBuilder(mod), dict[GlobalVar, bool]()
     for gv, func in mod.functions_items():
@@ -60,21 +62,21 @@ def check_inputs(mod: tvm.IRModule, target: Target) -> tvm.IRModule:
             )
             builder.update_func(gv, call_first(func, kernel, checked))
     for gv, func in mod.functions_items():
-        is_own = "global_symbol" not in (func.attrs or {})  # or others may call it by its name
+        is_own = "global_symbol" not in (func.attrs or {})  # others may call it by name
         if given.get(gv) and is_own and not has_asserts(func):
             builder.update_func(gv, func.with_attr(IS_INNER, True))
     return builder.get()
 
 
 def is_known_tensor(ty: tvm.ir.Type) -> bool:
-    """Whether a type is that of a tensor of a known dtype and number of dimensions."""
+    """Whether a type is a tensor type with known dtype and rank."""
     return isinstance(ty, relax.TensorType) and ty.dtype is not None and ty.ndim >= 0
 
 
 def list_kernel_calls(
     mod: tvm.IRModule, func: relax.Function, checked: list[relax.Var]
 ) -> Iterator[tuple[GlobalVar, bool]]:
-    """The kernel of each call, and whether all it is given is known to be as it should."""
+    """List the kernel of each call, with whether all its arguments are known to be valid."""
     known = set(checked)
 
     def is_known(expr: relax.Expr) -> bool:
@@ -99,13 +101,14 @@ def list_kernel_calls(
         elif is_known(value):
             known.add(binding.var)
         for branch in list_branches(value):
-            # what they read of this function's is known to it, not here
+            # outer values that a branch reads are known in this function only
             yield from ((called, False) for called, _ in list_kernel_calls(mod, branch, []))
 
 
 def has_sizes(func: Any, call: Call) -> bool:
-    """Whether types alone show that the arguments of a call have the sizes its kernel wants: those
-    that are known, and the same wherever it has one size of the run time.
+    """Whether the types alone prove that the arguments of a call have the sizes its kernel expects.
+
+    Known sizes have to be equal. A size variable has to have the same value everywhere.
     """
     analyzer = Analyzer()
     operands = list(call.args[1].fields if isinstance(call.args[1], relax.Tuple) else call.args[1:])
@@ -131,7 +134,7 @@ def has_sizes(func: Any, call: Call) -> bool:
 
 
 def list_branches(expr: relax.Expr) -> list[Any]:
-    """What is bound within an expression, as functions."""
+    """Return the functions inside an expression: branches of an If, or the expression itself."""
     if isinstance(expr, relax.If):
         parts = [expr.true_branch, expr.false_branch]
         return [relax.Function([], part, is_pure=False) for part in parts]
@@ -139,20 +142,21 @@ def list_branches(expr: relax.Expr) -> list[Any]:
 
 
 def has_asserts(func: Any) -> bool:
-    """Whether a kernel checks something of its own."""
+    """Whether a kernel has assertions in its body."""
     found = []
     tvm_ffi.structural_walk(func.body, (tirx.AssertStmt, found.append))
     return bool(found)
 
 
 def make_check(function: str, params: list[relax.Var], mask: str) -> tirx.PrimFunc:
-    """PrimFunc of the inputs of a function, which fails unless they are compact, as TVM sees to,
-    and aligned. `mask` is the dtype of addresses.
+    """Make a PrimFunc that fails unless the inputs of a function are compact and aligned.
+
+    TVM adds the check that they are compact. `mask` is the dtype of addresses.
     """
     with IRBuilder() as builder, T.prim_func():
         T.func_name(function)
         T.func_attr({"tirx.noalias": True})
-        # of no alignment, or LLVM would take it for granted
+        # no alignment is declared, or LLVM would assume it and drop the check
         buffers = [T.arg(p.name, T.Buffer(*declare_tensor(p.ty), align=1)) for p in params]
         for param, buffer in zip(params, buffers, strict=True):
             low = tirx.const(ALIGNMENT - 1, mask)
@@ -170,14 +174,14 @@ def make_check(function: str, params: list[relax.Var], mask: str) -> tirx.PrimFu
 
 
 def declare_tensor(ty: relax.TensorType) -> tuple[list[Any], str]:
-    """Shape and dtype of a buffer; sizes of the run time have variables of their own."""
+    """Return shape and dtype of a buffer. Each size known at run time becomes a new variable."""
     values = getattr(ty.shape, "values", None) or [None] * ty.ndim
     sizes = [int(v) if isinstance(v, tirx.IntImm) else T.int64() for v in values]
     return sizes, str(ty.dtype)
 
 
 def call_first(func: relax.Function, kernel: GlobalVar, params: list[relax.Var]) -> relax.Function:
-    """The function, which calls the kernel before all else."""
+    """Add a call of the kernel at the beginning of a function."""
     nothing = relax.TupleType([])
     call = Call(kernel, params, None, [nothing])
     binding = relax.VarBinding(relax.Var("_", nothing), call)

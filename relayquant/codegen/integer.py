@@ -1,8 +1,8 @@
-"""lower_integer: QNN module -> calls of kernels; what no kernel takes is left for exact
+"""lower_integer: QNN module -> calls of kernels. Operators without a kernel are left for exact
 legalization.
 
-The rules are tried at every value, in order; a rule takes the values behind it that its kernel
-computes too.
+The rules are tried at every value, in order. A rule also takes the following values that its kernel
+computes.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ KERNEL_RULES: tuple[IntegerRule, ...] = (*LINEAR_RULES, *ELEMENTWISE_RULES)
 def lower_integer(
     mod: tvm.IRModule, target: Target, choose_form: ChooseForm = keep_estimate
 ) -> tvm.IRModule:
-    """Replace integer operators of main, in the layout of the kernels, by kernels for the target's
-    instruction set.
+    """Replace integer operators of main, in the layout of the kernels, by kernels for the target.
 
-    Modules without a Relax function main in one dataflow block, and targets that are no LLVM CPUs,
-    are returned as they are.
+    A module is returned unchanged if its main is not a Relax function of one dataflow block, or if
+    the target is not an LLVM CPU.
     """
     if target.kind.name != "llvm" or not has_integer_main(mod):
         return mod
@@ -46,7 +45,7 @@ def lower_integer(
 
 
 def has_integer_main(mod: tvm.IRModule) -> bool:
-    """Whether main is in normal form and holds an operator of the dialect."""
+    """Whether main is in normal form and holds an operator of the QNN dialect."""
     if not is_one_block(mod):
         return False
     graph = Graph(mod)
@@ -61,8 +60,9 @@ def call_kernels(
     on_skip: OnSkip = log_skip,
     choose_form: ChooseForm = keep_estimate,
 ) -> tvm.IRModule:
-    """The module with every chain that a rule takes computed by one `call_tir`; `on_skip` hears why
-    the others are not, and where a chain ends.
+    """Replace every chain that a rule takes by one `call_tir`.
+
+    `on_skip` gets the reason why a rule declines, and where a chain ends.
     """
     graph = Graph(mod)
 
@@ -70,7 +70,7 @@ def call_kernels(
         return KernelContext(graph, isa, shuffle, choose_form, on_skip, block.taken)
 
     def share(calls: list[Lowered]) -> list[Lowered]:
-        # Only products take long to compile; the others are faster where LLVM knows the numbers.
+        # Only products take long to compile. The others are faster if LLVM knows the numbers.
         products = [call for call in calls if any(count_macs(graph.call_of(v)) for v in call.vars)]
         shared = dict(zip(products, share_kernels(products), strict=True))
         return [shared.get(call, call) for call in calls]

@@ -1,8 +1,9 @@
-"""Module -> the same with convolutions, and what lies between them, in the layout of the kernels:
-transposes only where that meets the interface.
+"""Module -> the same module with convolutions, and the operators between them, in the kernels'
+layout.
 
-ConvertLayout does the work (`layout_exceptions`: what it would get wrong); what it cannot see
-through (pad, reshape of unit axes, constants) is tidied here.
+Transposes remain only at the inputs and outputs of the model. ConvertLayout does the work, and
+`layout_exceptions` corrects it. Operators it cannot see through (pad, reshape of unit axes,
+constants) are tidied here.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from relayquant.ir.rewrite.expressions import list_bindings, op_name
 from relayquant.ir.rewrite.graph import constant_value, free_vars, tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.walker import tidy_module
 
-#: layouts the kernels want: data and weight
+#: Layouts of data and weight that the kernels take.
 KERNEL_LAYOUTS = {
     "relax.nn.conv2d": list(CONV_LAYOUT),
     "relax.nn.conv2d_transpose": list(CONV_TRANSPOSE_LAYOUT),
@@ -28,20 +29,19 @@ KERNEL_LAYOUTS = {
     "relax.qnn.conv2d_transpose": list(CONV_LAYOUT),
 }
 
-#: operators for which FoldConstant, whether it folds them or not, leaves calls behind of kernels
-#: that the module does not have
+#: Operators after which FoldConstant leaves calls of kernels that the module does not have.
 UNFOLDED = frozenset({"relax.dynamic_strided_slice"})
-#: operators that read no more than the shape of their operand
+#: Operators that read only the shape of their operand.
 SHAPE_READERS = frozenset(
     f"relax.{name}" for name in ("eye_like", "full_like", "ones_like", "shape_of", "zeros_like")
 )
 
 
 def convert_layout(mod: IRModule) -> IRModule:
-    """The module with convolutions in NHWC and OHWI, and what lies between them in NHWC too.
+    """Convert convolutions to NHWC and OHWI, and the operators between them to NHWC.
 
-    Constants are folded here, before there is any kernel: TVM evaluates calls of constants on a
-    plain x86, and a kernel for another instruction set ends the process there.
+    Constants are folded here, before there is any kernel. TVM evaluates calls of constants on plain
+    x86, where a kernel for another instruction set would end the process.
     """
     functions = [func for _, func in mod.functions_items() if isinstance(func, relax.Function)]
     bindings = [binding for func in functions for binding in list_bindings(func)]
@@ -50,8 +50,8 @@ def convert_layout(mod: IRModule) -> IRModule:
         mod = convert_with_exceptions(mod, KERNEL_LAYOUTS)
     mod = relax.transform.Normalize()(mod)
     if has_conv and is_one_block(mod):
-        # In numpy: FoldConstant would compile a kernel for each weight, which takes as long as to
-        # compile all of the module. Most modules hold no other constants to fold.
+        # In numpy: FoldConstant would compile a kernel for each weight, which takes as long as
+        # compiling all of the module. Most modules hold no other constants to fold.
         mod = apply_rules(mod, [TRANSPOSE_OF_CONSTANT])
     if not any(op_name(binding.value) in UNFOLDED for binding in bindings) and has_constants(mod):
         mod = relax.transform.FoldConstant()(mod)
@@ -64,7 +64,7 @@ def convert_layout(mod: IRModule) -> IRModule:
 def has_constants(mod: IRModule) -> bool:
     """Whether FoldConstant may find a value that does not depend on the data.
 
-    To see, it makes a loop nest of every operator: a quarter of a second for MobileNetV2.
+    FoldConstant itself makes a loop nest of every operator: a quarter of a second for MobileNetV2.
     """
     functions = [func for _, func in mod.functions_items() if isinstance(func, relax.Function)]
     for func in functions:
@@ -77,7 +77,7 @@ def has_constants(mod: IRModule) -> bool:
 
 
 def depends_on_data(value: relax.Expr) -> bool:
-    """Whether a bound value reads the numbers of a variable tensor, or only names values."""
+    """Whether a bound value reads the elements of a variable tensor, or only names other values."""
     if isinstance(value, relax.Var | relax.Tuple | relax.TupleGetItem):
         return True
     if not isinstance(value, Call) or op_name(value) in SHAPE_READERS:
@@ -86,7 +86,7 @@ def depends_on_data(value: relax.Expr) -> bool:
 
 
 def is_one_block(mod: IRModule) -> bool:
-    """Whether main is one dataflow block, as rules want it."""
+    """Whether main is one dataflow block, as rules require."""
     names = [gv.name_hint for gv in mod.get_global_vars()]
     if "main" not in names or not isinstance(mod["main"], relax.Function):
         return False
@@ -97,7 +97,7 @@ def is_one_block(mod: IRModule) -> bool:
 
 
 def find_axes(match: Match, expr: relax.Expr) -> list[int]:
-    """Axes of the permute_dims bound to `expr`, non-negative."""
+    """Return the axes of the permute_dims bound to `expr`, non-negative."""
     call = match.graph.call_of(expr)
     if call is None:
         raise ValueError(f"no permute_dims at {match.name!r}")
@@ -108,7 +108,7 @@ def find_axes(match: Match, expr: relax.Expr) -> list[int]:
 
 
 def _transpose_of_constant() -> Rule:
-    """permute_dims(constant) -> constant."""
+    """Fold permute_dims(constant) -> constant."""
     data = wildcard()
     pattern = Pattern(is_op("relax.permute_dims")(data), {"data": data})
 
@@ -123,7 +123,7 @@ def _transpose_of_constant() -> Rule:
 
 
 def _transpose_of_transpose() -> Rule:
-    """permute_dims(permute_dims(x)) -> permute_dims(x), or x."""
+    """Merge permute_dims(permute_dims(x)) -> permute_dims(x), or x."""
     data = wildcard()
     inner = is_op("relax.permute_dims")(data)
     pattern = Pattern(is_op("relax.permute_dims")(inner), {"inner": inner})
@@ -144,7 +144,9 @@ def _transpose_of_transpose() -> Rule:
 
 
 def _pad_of_transpose() -> Rule:
-    """pad(permute_dims(x)) -> permute_dims(pad(x)), so that the transpose may meet its inverse."""
+    """Move pad(permute_dims(x)) -> permute_dims(pad(x)), so that the transpose may meet its
+    inverse.
+    """
     data = wildcard()
     inner = is_op("relax.permute_dims")(data)
     pattern = Pattern(is_op("relax.nn.pad")(inner), {"inner": inner})
@@ -167,8 +169,10 @@ def _pad_of_transpose() -> Rule:
 
 
 def _clip_of_transpose() -> Rule:
-    """clip(permute_dims(x)) -> permute_dims(clip(x)): ConvertLayout knows no layout for clip, and
-    behind a transpose a clip of integers would be no part of the kernel before it.
+    """Move clip(permute_dims(x)) -> permute_dims(clip(x)).
+
+    ConvertLayout knows no layout for clip. After a transpose, an integer clip could not be part of
+    the kernel before it.
     """
     data = wildcard()
     inner = is_op("relax.permute_dims")(data)
@@ -186,7 +190,9 @@ def _clip_of_transpose() -> Rule:
 
 
 def _transpose_of_unit_axes() -> Rule:
-    """permute_dims(x) that moves only axes of size 1 -> reshape(x), which costs nothing."""
+    """Replace a permute_dims(x) that moves only axes of size 1 by reshape(x), which costs
+    nothing.
+    """
     data = wildcard()
     pattern = Pattern(is_op("relax.permute_dims")(data), {"data": data})
 
@@ -204,7 +210,7 @@ def _transpose_of_unit_axes() -> Rule:
 
 
 def _reshape_of_reshape() -> Rule:
-    """reshape(reshape(x)) -> reshape(x)."""
+    """Merge reshape(reshape(x)) -> reshape(x)."""
     data, inner_shape, shape = wildcard(), wildcard(), wildcard()
     inner = is_op("relax.reshape")(data, inner_shape)
     pattern = Pattern(is_op("relax.reshape")(inner, shape), {"inner": inner, "shape": shape})

@@ -1,9 +1,8 @@
-"""TVM's ConvertLayout, with the operators that it cannot see through or gets wrong put right: the
-first step of `layout`.
+"""TVM's ConvertLayout, corrected for operators that it gets wrong; the first step of `layout`.
 
-What an operator of TVM is to the pass stands in a registry that the whole process shares, other
-threads and the user's own passes included. So nothing is corrected there: the bindings are
-rewritten before the pass and after it.
+The pass reads operator properties from a registry that the whole process shares, also with other
+threads and with passes of the user. So the registry stays as it is, and the bindings are rewritten
+before and after the pass.
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ from relayquant.codegen.floating import read_conv2d_transpose
 from relayquant.ir.rewrite.expressions import is_float32, op_name, read_scalar
 from relayquant.ir.rewrite.rule import Skip
 
-#: a binding -> those that take its place, in order; the last binds the same variable
+#: binding -> its replacements, in order; the last one binds the same variable
 Rewrite = Callable[[relax.Binding], Sequence[relax.Binding]]
 
 CALL_PACKED = "relax.call_pure_packed"
-#: how the names begin under which calls are hidden
+#: prefix of the names under which calls are hidden
 HIDDEN = "relayquant.hidden."
-#: legalized in one layout only, or the pass fails at their result, a tuple or of another rank
+#: Operators legalized in one layout only, or whose result (a tuple or of another rank) fails the
+#: pass.
 ONE_LAYOUT = (
     "relax.nn.conv1d_transpose",
     "relax.nn.conv3d",
@@ -33,16 +33,16 @@ ONE_LAYOUT = (
     "relax.image.resize3d",
     "relax.stack",
 )
-#: layouts in which resize2d has a legalization
+#: layouts for which resize2d has a legalization
 RESIZE_LAYOUTS = ("NCHW", "NHWC")
 
 
 def convert_with_exceptions(mod: IRModule, layouts: Mapping[str, Sequence[str]]) -> IRModule:
-    """`relax.transform.ConvertLayout(layouts)` of a module, with the same results everywhere.
+    """Apply `relax.transform.ConvertLayout(layouts)` to a module without changing its results.
 
-    A call that has to keep its layout is hidden from the pass, which gives operands of what it does
-    not know back their original layout: y = f(x) -> y = call_pure_packed("relayquant.hidden.0", x)
-    -> (after the pass) y = f(x). So is match_cast, whose operand the pass forgets to replace.
+    The pass gives the operands of unknown calls their original layout back. So a call that has to
+    keep its layout is hidden: y = f(x) -> y = call_pure_packed("relayquant.hidden.0", x) -> (after
+    the pass) y = f(x). match_cast is hidden too, since the pass forgets to replace its operand.
     """
     hidden: list[Call | relax.MatchCast] = []
 
@@ -73,11 +73,13 @@ def convert_with_exceptions(mod: IRModule, layouts: Mapping[str, Sequence[str]])
 
 
 def keeps_layout(call: relax.Expr) -> bool:
-    """Whether a call has to keep its layout, which ConvertLayout would not see.
+    """Whether a call has to keep its layout, though ConvertLayout would change it.
 
-    Besides `ONE_LAYOUT`: a transposed convolution without a kernel of its own; a normalization over
-    several axes, of whose scale and offset the pass does not turn the axes; repeat without an axis,
-    which flattens; and an operator on scalars alone, in which the pass looks for a dimension.
+    These are the operators of `ONE_LAYOUT` and
+    - a transposed convolution without a kernel
+    - a normalization over several axes: the pass does not reorder the axes of scale and offset
+    - repeat without an axis, which flattens its operand
+    - an operator with only scalar operands: the pass looks for a dimension.
     """
     name = op_name(call)
     if name in ONE_LAYOUT or (name == "relax.nn.layer_norm" and len(call.attrs.axes) > 1):
@@ -91,11 +93,11 @@ def keeps_layout(call: relax.Expr) -> bool:
 
 
 def pin_output(binding: relax.Binding) -> Sequence[relax.Binding]:
-    """y = f(x), an output -> y_pinned = f(x); y = match_cast(y_pinned, type of y), where a size of
-    y is computed from others. Elements of a tuple alike.
+    """Pin the type of an output that has a computed size.
 
-    The pass infers types again without knowing that sizes are not negative. It gets min(5, n) -
-    min(0, n) for min(5, n), and may not change the type of an output.
+    y = f(x) -> y_pinned = f(x); y = match_cast(y_pinned, type of y). Elements of a tuple are
+    treated alike. The pass infers types again without knowing that sizes are not negative. It turns
+    min(5, n) into min(5, n) - min(0, n), and must not change the type of an output.
     """
     var, value = binding.var, binding.value
     if isinstance(var, relax.DataflowVar) or isinstance(binding, relax.MatchCast):
@@ -115,7 +117,7 @@ def pin_output(binding: relax.Binding) -> Sequence[relax.Binding]:
 
 
 def has_computed_size(ty: Type) -> bool:
-    """Whether a size of a tensor, or of one in a tuple, is neither a number nor a variable."""
+    """Whether a size of a tensor, or of a tensor in a tuple, is neither a number nor a variable."""
     if isinstance(ty, relax.TupleType):
         return any(map(has_computed_size, ty.fields))
     if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr):
@@ -124,9 +126,9 @@ def has_computed_size(ty: Type) -> bool:
 
 
 def split_clip(binding: relax.Binding) -> Sequence[relax.Binding]:
-    """clip(x, a, b) -> minimum(maximum(x, a), b) on float32.
+    """Split clip(x, a, b) -> minimum(maximum(x, a), b) on float32.
 
-    ConvertLayout knows no layout for clip and would put a transpose before and behind each.
+    ConvertLayout knows no layout for clip and would put a transpose before and after each.
     """
     call = binding.value
     if op_name(call) != "relax.clip" or not is_float32(binding.var):
@@ -141,8 +143,9 @@ def split_clip(binding: relax.Binding) -> Sequence[relax.Binding]:
 
 
 def turn_resize(binding: relax.Binding) -> Sequence[relax.Binding]:
-    """resize2d(x) in another layout, as an image of one row has it that was a sequence ->
-    permute_dims(resize2d(permute_dims(x))) in NHWC.
+    """Convert a resize2d(x) in another layout to permute_dims(resize2d(permute_dims(x))) in NHWC.
+
+    Other layouts occur when a sequence became an image of one row.
     """
     call = binding.value
     if op_name(call) != "relax.image.resize2d" or str(call.attrs.layout) in RESIZE_LAYOUTS:
@@ -173,7 +176,7 @@ def turn_resize(binding: relax.Binding) -> Sequence[relax.Binding]:
 
 
 def rewrite_bindings(mod: IRModule, rewrite: Rewrite) -> IRModule:
-    """The module with every binding in a dataflow block replaced by those that `rewrite` gives."""
+    """Replace every binding in a dataflow block by the bindings that `rewrite` returns."""
     functions = {}
     for gvar, func in mod.functions_items():
         if isinstance(func, relax.Function) and isinstance(func.body, relax.SeqExpr):
@@ -191,13 +194,13 @@ def rewrite_bindings(mod: IRModule, rewrite: Rewrite) -> IRModule:
 
 
 def rebind(binding: relax.Binding, value: relax.Expr) -> relax.Binding:
-    """A binding of the same variable, of the same kind, to another value."""
+    """Bind the same variable to another value, by a binding of the same kind."""
     if isinstance(binding, relax.MatchCast):
         return relax.MatchCast(binding.var, value, binding.ty)
     return relax.VarBinding(binding.var, value)
 
 
 def bind_inner(name: str, value: relax.Expr) -> relax.VarBinding:
-    """A binding of a new variable `name`, whose type is that of `value`."""
+    """Bind a new variable `name` with the type of `value`."""
     value = relax.BlockBuilder().normalize(value)
     return relax.VarBinding(relax.DataflowVar(name, value.ty), value)

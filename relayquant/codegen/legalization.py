@@ -1,5 +1,6 @@
-"""Relax operators -> loop nests of our own, where those of TVM cost far more, do not compile, or
-read memory that is not theirs; part of `passes`.
+"""Relax operators -> loop nests of our own; part of `passes`.
+
+They replace loop nests of TVM that cost far more, do not compile, or read memory out of bounds.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_sha
 
 
 def legalize_power(builder: relax.BlockBuilder, call: Call) -> Any:
-    """power(x, 3) -> x * x * x, and the same of 4; of any other number LLVM sees which it is.
+    """Legalize power(x, 3) as x * x * x, and power(x, 4) alike. Other constant exponents become
+    visible to LLVM.
 
-    A call of the C library for each element takes as long as the products of a layer (the cube in
-    the tanh form of GELU); of integers TVM has none. These wrap around, see `raise_to_integers`.
+    Calling the C library for each element takes as long as the products of a layer. GELU has a cube
+    in its tanh form. TVM has no power of integers. Integer powers wrap around, see
+    `raise_to_integers`.
     """
     base, exponent = call.args
     value, dtype = constant_value(exponent), tensor_dtype(base)
@@ -51,7 +54,7 @@ def legalize_power(builder: relax.BlockBuilder, call: Call) -> Any:
 
 
 def raise_integers(x: Any, exponent: int) -> Any:
-    """x ** n = (x ** (n / 2)) ** 2, times x where n is odd."""
+    """Compute x ** n = (x ** (n / 2)) ** 2, times x if n is odd."""
     if exponent < 2:
         return topi.identity(x) if exponent else topi.full_like(x, 1)
     root = raise_integers(x, exponent // 2)
@@ -60,17 +63,18 @@ def raise_integers(x: Any, exponent: int) -> Any:
 
 
 def count_bits(dtype: str, exponent: np.ndarray | None) -> int:
-    """Bits of the largest of exponents that are constant, else of the type, without its sign."""
+    """Count the bits of the largest constant exponent, else of the type without its sign."""
     if exponent is not None and (exponent >= 0).all():
         return max(int(exponent.max(initial=0)).bit_length(), 1)
     return int(np.iinfo(dtype).max).bit_length()
 
 
 def raise_to_integers(base: te.Tensor, exponent: te.Tensor, bits: int) -> Any:
-    """x ** n of integers, modulo 2^bits; for n below 0 the fraction 1 / x ** -n without its part
-    after the point, which is 0 but for 1 and -1, and 0 of 0, as in PyTorch.
+    """Compute x ** n of integers, modulo 2^bits.
 
-    By squares, from the highest of the `bits` of n to the lowest: r = r * r, times x where it is 1.
+    For n < 0 the result is 1 / x ** -n truncated: 0 unless x is 1 or -1. For x = 0 it is 0, as in
+    PyTorch. Square and multiply from the highest of the `bits` of n to the lowest: r = r * r, times
+    x if the bit is set.
     """
     dtype = str(base.dtype)
     one = tirx.const(1, dtype)
@@ -92,7 +96,7 @@ def raise_to_integers(base: te.Tensor, exponent: te.Tensor, bits: int) -> Any:
 
 
 def legalize_as_declared(builder: relax.BlockBuilder, call: Call) -> Any:
-    """f(x) -> cast(f(x)) of integers, whose sums TVM leaves in a wider type than it declares."""
+    """Cast an integer result to its declared type. TVM leaves the sums in a wider type."""
     result = legalize_as_tvm(builder, call)
     dtype = tensor_dtype(call)
     if dtype.startswith("float"):
@@ -101,12 +105,12 @@ def legalize_as_declared(builder: relax.BlockBuilder, call: Call) -> Any:
 
 
 def legalize_cosh(builder: relax.BlockBuilder, call: Call) -> Any:
-    """cosh(x) -> (e^x + 1 / e^x) / 2, for which TVM has no function of LLVM."""
+    """Legalize cosh(x) as (e^x + 1 / e^x) / 2. TVM has no LLVM function for it."""
     return builder.call_te(compute_cosh, *call.args, primfunc_name_hint="cosh")
 
 
 def legalize_sinh(builder: relax.BlockBuilder, call: Call) -> Any:
-    """sinh(x) -> tanh(x) * cosh(x), which is as exact near 0."""
+    """Legalize sinh(x) as tanh(x) * cosh(x), which is as exact near 0."""
 
     def compute_sinh(x: Any) -> Any:
         return topi.multiply(topi.tanh(x), compute_cosh(x))
@@ -121,7 +125,9 @@ def compute_cosh(x: Any) -> Any:
 
 
 def legalize_softmax(builder: relax.BlockBuilder, call: Call) -> Any:
-    """softmax(x) of float32 -> its kernel, whose arithmetic is stated to the bit."""
+    """Legalize softmax(x) of float32 as a call of its kernel, whose arithmetic is specified to the
+    bit.
+    """
     (data,) = call.args
     shape, target = tensor_shape(data), tvm.target.Target.current(allow_none=True)
     is_cpu = target is not None and target.kind.name == "llvm"
@@ -133,8 +139,9 @@ def legalize_softmax(builder: relax.BlockBuilder, call: Call) -> Any:
 
 
 def legalize_pad(builder: relax.BlockBuilder, call: Call) -> Any:
-    """pad(x, mode="reflect") that is wider than x, or of an x of unknown size -> the mirror images
-    of mirror images, as in numpy: TVM reads beyond x.
+    """Legalize pad(x, mode="reflect") that is wider than x, or whose x has an unknown size.
+
+    The pad reflects repeatedly, as in numpy. TVM would read beyond x.
     """
     shape = tensor_shape(call.args[0])
     widths = np.reshape([int(width) for width in call.attrs.pad_width], (-1, 2)).tolist()
@@ -161,7 +168,7 @@ def legalize_pad(builder: relax.BlockBuilder, call: Call) -> Any:
 
 
 def legalize_take(builder: relax.BlockBuilder, call: Call) -> Any:
-    """take(x, i, mode="fast") -> take(x, i, mode="wrap"), which reads nothing beyond x."""
+    """Legalize take(x, i, mode="fast") as take(x, i, mode="wrap"), which reads nothing beyond x."""
     if str(call.attrs.mode) != "fast":
         return legalize_as_tvm(builder, call)
     wrapped = relax.op.take(*call.args, call.attrs.axis, "wrap")
@@ -169,16 +176,17 @@ def legalize_take(builder: relax.BlockBuilder, call: Call) -> Any:
 
 
 def bound_first(find_extents: Callable[[Call], Sequence[Any]]) -> Callable[..., Any]:
-    """op(x, i) -> op(x, j), as TVM has it, with indices j that are there.
+    """Make a legalization of op(x, i) that moves the indices i into bounds and then does as TVM.
 
     Args:
-        find_extents: See `bound_indices`; of a tuple of indices, that of the axis of each.
+        find_extents: Returns the extents for `bound_indices`. For a tuple of indices: one extent
+            for each index array.
     """
 
     def legalize(builder: relax.BlockBuilder, call: Call) -> Any:
         data, indices, *rest = call.args
         if not (shape_of(data) and (shape_of(indices) or has_fields(indices))):
-            return legalize_as_tvm(builder, call)  # of shapes that are known at run time
+            return legalize_as_tvm(builder, call)  # shapes known at run time
         extents = find_extents(call)
 
         def bound(part: relax.Expr, own: Sequence[Any]) -> relax.Var:
@@ -199,35 +207,36 @@ def bound_first(find_extents: Callable[[Call], Sequence[Any]]) -> Callable[..., 
 
 
 def has_fields(indices: relax.Expr) -> bool:
-    """Whether indices are a tuple, of one array for each axis."""
+    """Whether the indices are a tuple with one array for each axis."""
     return isinstance(indices.ty, tvm.ir.TupleType)
 
 
 def list_extents(call: Call, first: int, count: int) -> list[Any]:
-    """Extents of axes of the data of a call."""
+    """Return `count` extents of a call's data, from axis `first` on."""
     return shape_of(call.args[0])[first : first + count]
 
 
 def find_axis(call: Call) -> list[Any]:
-    """Of an operator along one axis."""
+    """Return the extent of the axis of an operator along one axis."""
     return list_extents(call, int(call.attrs.axis) % call.args[0].ty.ndim, 1)
 
 
 def find_axes_of_rows(call: Call, first: int = 0) -> list[Any]:
-    """Of an operator whose indices hold one number for each of the axes from `first` on."""
+    """Return the extents for indices that hold one number for each of the axes from `first` on."""
     return list_extents(call, first, int(call.args[1].ty.shape.values[-1]))
 
 
 def find_axes_of_fields(call: Call) -> list[Any]:
-    """Of an operator with one array of indices for each of the first axes."""
+    """Return the extents for indices with one array for each of the first axes."""
     return list_extents(call, 0, len(call.args[1].ty.fields))
 
 
 def bound_indices(indices: te.Tensor, extents: Sequence[Any]) -> Any:
-    """Indices that count from the end where they are negative -> the nearest within an axis.
+    """Move indices to the nearest valid index. Negative indices count from the end.
 
     Args:
-        extents: Of the axis; of several, whose indices lie along the last axis of `indices`.
+        extents: Extent of the axis. With several extents, the last axis of `indices` goes over
+            these axes.
     """
 
     def bound(*at: Any) -> Any:
@@ -246,7 +255,7 @@ AVERAGES = [
     *(f"relax.nn.{kind}avg_pool{n}d" for kind in ("", "adaptive_") for n in (1, 2, 3)),
 ]
 
-#: For `relax.transform.LegalizeOps`.
+#: Legalizations for `relax.transform.LegalizeOps`.
 LEGALIZATIONS = {
     "relax.power": legalize_power,
     **BITS,

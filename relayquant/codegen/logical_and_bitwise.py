@@ -1,5 +1,6 @@
-"""Relax operators on truth values and on the bits of integers -> loop nests that mean the same on
-every CPU, which those of TVM do not or do not compile; part of `legalization`.
+"""Relax operators on booleans and on bits of integers -> loop nests; part of `legalization`.
+
+The loop nests give the same result on every CPU. TVM's own loop nests do not, or do not compile.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype
 
 
 def legalize_of_truths(builder: relax.BlockBuilder, call: Call) -> Any:
-    """f(a, b) of truth values -> f(a as 0 or 1, b as 0 or 1), which LLVM has instructions for.
+    """Legalize f(a, b) of booleans as f on 0 and 1, for which LLVM has instructions.
 
-    And a != b -> the opposite of a == b, of any type; see `negate_truth`. A comparison of floats
-    with themselves -> whether they are numbers, which TVM takes for granted where it fuses.
+    For any type, a != b becomes the negation of a == b (see `negate_truth`). A comparison of a
+    float value with itself becomes a NaN test. TVM would assume when fusing that it is no NaN.
     """
     name, dtype = call_name(call), tensor_dtype(call.args[0])
     is_negated, are_truths = name == "relax.not_equal", dtype == "bool"
@@ -45,8 +46,9 @@ def legalize_of_truths(builder: relax.BlockBuilder, call: Call) -> Any:
 
 
 def legalize_logical(builder: relax.BlockBuilder, call: Call) -> Any:
-    """f(a, b) of numbers -> f(a != 0, b != 0) as 0 or 1 in their type, which Relax gives it; TVM
-    compiles it of truth values alone.
+    """Legalize f(a, b) of numbers as f(a != 0, b != 0), cast to 0 or 1 in the operands' type.
+
+    Relax declares this type. TVM compiles the operators for booleans only.
     """
     compute: Any = LOGICAL[call_name(call)]
     dtype = tensor_dtype(call.args[0])
@@ -60,35 +62,36 @@ def legalize_logical(builder: relax.BlockBuilder, call: Call) -> Any:
 
 
 def legalize_bitwise_not(builder: relax.BlockBuilder, call: Call) -> Any:
-    """~a of truth values -> not a; of integers as TVM has it."""
+    """Legalize ~a of booleans as not a, and of integers as TVM does."""
     if tensor_dtype(call.args[0]) == "bool":
         return builder.call_te(negate_truth, *call.args, primfunc_name_hint="bitwise_not")
     return legalize_as_tvm(builder, call)
 
 
 def legalize_as_tvm(builder: relax.BlockBuilder, call: Call) -> Any:
-    """What TVM itself makes of a call."""
+    """Legalize a call by TVM's own function."""
     legalize_op: Any = call.op.get_attr("FLegalize")
     return legalize_op(builder, call)
 
 
 def is_true(numbers: Any) -> Any:
-    """numbers != 0, also NaN."""
+    """Compute numbers != 0. NaN is true."""
     return negate_truth(topi.equal(numbers, tirx.const(0, numbers.dtype)))
 
 
 def negate_truth(truth: Any) -> Any:
-    """The opposite of truth values, in a form that TVM keeps.
+    """Negate booleans in a form that TVM does not simplify.
 
-    It makes `a >= b` of `not a < b`, and a comparison by `!=` that LLVM has for numbers that are
-    ordered: both are false of NaN.
+    TVM would turn `not a < b` into `a >= b`, and `!=` into LLVM's comparison of ordered numbers.
+    Both are false for NaN.
     """
     return topi.bitwise_xor(truth, tirx.const(True, "bool"))
 
 
 def legalize_shift(builder: relax.BlockBuilder, call: Call) -> Any:
-    """a << n -> 0, and a >> n -> 0 or -1 by its sign, where a has no n bits, as in numpy and
-    PyTorch: CPUs differ there.
+    """Legalize shifts by n bits where the type has fewer than n bits, as numpy and PyTorch do.
+
+    a << n gives 0. a >> n gives 0 or -1 by the sign of a. CPUs differ there.
     """
     data, count = call.args
     dtype, value = tensor_dtype(data), constant_value(count)
@@ -113,7 +116,7 @@ def legalize_shift(builder: relax.BlockBuilder, call: Call) -> Any:
     return builder.call_te(shift, data, count, primfunc_name_hint="shift")
 
 
-#: What `legalize_of_truths` computes of 0 and 1.
+#: What `legalize_of_truths` computes on 0 and 1.
 OF_TRUTHS: dict[str, Callable[..., Any]] = {
     "relax.equal": topi.equal,
     "relax.not_equal": topi.equal,  # negated
@@ -127,7 +130,7 @@ OF_TRUTHS: dict[str, Callable[..., Any]] = {
     "relax.multiply": topi.multiply,
 }
 
-#: Comparisons that say of a value and itself whether it is a number.
+#: Comparisons of a value with itself that test for NaN.
 REFLEXIVE = ("relax.equal", "relax.not_equal", "relax.less_equal", "relax.greater_equal")
 
 LOGICAL: dict[str, Callable[..., Any]] = {
@@ -142,7 +145,7 @@ SHIFTS: dict[str, Callable[..., Any]] = {
     "relax.right_shift": topi.right_shift,
 }
 
-#: For `relax.transform.LegalizeOps`.
+#: Legalizations for `relax.transform.LegalizeOps`.
 BITS = {
     **dict.fromkeys(OF_TRUTHS, legalize_of_truths),
     **dict.fromkeys(LOGICAL, legalize_logical),

@@ -3,8 +3,9 @@
     v1 = op(x); v2 = op'(v1, y)    ->    v2 = call_tir(kernel, x, constants, y)
 
 Each family of kernels (`integer`, `row_norms`, `grouped`, `floating`) is a list of rules. A rule
-reads values of a `BlockView` and returns `Lowered`, or says why it declines. `lower_functions` does
-the rest: it tries the rules at every value, builds each kernel once and rewrites the blocks.
+reads values of a `BlockView` and returns `Lowered`, or the reason why it declines.
+`lower_functions` does the rest: it tries the rules at every value, builds each kernel once and
+rewrites the blocks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from relayquant.ir.dialect.cost import MACS_ATTR, count_macs
 from relayquant.ir.rewrite.expressions import FunctionGraph, op_name
 from relayquant.ir.rewrite.rule import OnSkip, Rule, fire_first, log_skip, select_rules
 
-#: relax::OpPatternKind::kOpaque: FuseOps must not put anything into a finished kernel
+#: relax::OpPatternKind::kOpaque: FuseOps must not fuse anything into a finished kernel.
 OPAQUE = 8
 
 #: An operand of a kernel: a value of the graph, or a constant made for the kernel.
@@ -35,11 +36,11 @@ Operand = relax.Expr | np.ndarray | Expanded
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A kernel before it is built: those of one name with equal specifications are one function.
+    """A kernel before it is built. Kernels with equal name and specification become one function.
 
     Attributes:
-        name: What the module calls it.
-        spec: What it computes, all that `build` depends on.
+        name: Name of the function in the module.
+        spec: What the kernel computes: all that `build` depends on.
         build: Makes the function.
     """
 
@@ -49,7 +50,7 @@ class Kernel:
 
     @staticmethod
     def of(func: PrimFunc) -> Kernel:
-        """A function that is built already: one with functions that are structurally equal."""
+        """Wrap a function that is already built. Structurally equal functions become one."""
         return Kernel(str(func.attrs["global_symbol"]), func, lambda: func)
 
     @cached_property
@@ -60,16 +61,16 @@ class Kernel:
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
-    """What a rule returns: values that one call of a kernel computes.
+    """Result of a rule: values that one call of a kernel computes.
 
     Attributes:
-        vars: The values, the last being the result; the others become part of the kernel.
-        kernel: What computes them.
-        operands: Its arguments before the results.
-        results: The values that others read where these are several; the kernel has an output for
-            each of their tensors, in this order. The call stands where the first is bound.
-        before: Other kernels that run first, for weights that are packed at run time, say.
-        concat: The concatenation whose part the result is: the kernel writes it where it belongs.
+        vars: The values. The last one is the result, the others become part of the kernel.
+        kernel: The kernel that computes them.
+        operands: Arguments of the kernel before the results.
+        results: Values that others read, if there are several. The kernel has an output for each of
+            their tensors, in this order. The call is placed where the first one is bound.
+        before: Other kernels that run first, for example to pack weights at run time.
+        concat: Concatenation that has the result as an input. The kernel writes the result into it.
     """
 
     vars: tuple[relax.Var, ...]
@@ -81,13 +82,14 @@ class Lowered:
 
     @property
     def first(self) -> relax.Var:
-        """The value where the call stands."""
+        """The value at whose binding the call is placed."""
         return self.results[0] if self.results else self.vars[-1]
 
 
 def mark_kernel(func: PrimFunc, macs: int) -> BaseFunc:
-    """A finished kernel of `macs` multiply-adds as a module takes it: no pass fuses or schedules
-    it, and the module names it.
+    """Mark a finished kernel with its number of multiply-adds, `macs`.
+
+    No pass fuses or schedules it, and the module chooses its name.
     """
     # Opaque: FuseTIR cannot merge a kernel that has no blocks with its neighbours.
     marks = {"op_pattern": OPAQUE, IS_SCHEDULED: True, MACS_ATTR: macs}
@@ -104,11 +106,11 @@ class KernelTable:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no kernel was asked for."""
+        """Whether no kernel was added."""
         return not self._kernels
 
     def get(self, kernel: Kernel, macs: int) -> GlobalVar:
-        """The function of a kernel in the module, where its attribute MACS_ATTR is `macs`."""
+        """Return the function of a kernel in the module. Its attribute MACS_ATTR is `macs`."""
         key = kernel.name, kernel.spec
         if key not in self._kernels:
             func = mark_kernel(kernel.func, macs)
@@ -118,7 +120,7 @@ class KernelTable:
     def pack(
         self, key: Hashable, make: Callable[[], Iterable[np.ndarray]]
     ) -> tuple[relax.Expr, ...]:
-        """Constants for several calls that have the same `key`."""
+        """Make constants once for all calls with the same `key`."""
         if key not in self._packed:
             self._packed[key] = tuple(relax.const(array) for array in make())
         return self._packed[key]
@@ -126,15 +128,16 @@ class KernelTable:
 
 @dataclass(frozen=True, eq=False)
 class BlockView:
-    """What rules see of a block: calls and readers inside of it, and what is taken already.
+    """A block as rules see it: its calls, their readers, and the values already taken.
 
     Attributes:
         graph: The function of the block.
-        bindings: What is bound in it.
-        table: What was made for the module so far.
-        on_skip: Hears why a rule declines, or where a kernel ends.
-        taken: Values that a kernel computes already: a sum of two products belongs to one of them.
-        placed: Concatenation -> its parts that kernels write where they belong.
+        bindings: The bindings of the block.
+        table: Kernels and constants made for the module so far.
+        on_skip: Gets the reason why a rule declines, and where a kernel ends.
+        taken: Values that a kernel already computes. For example, a sum of two products belongs to
+            the kernel of one product.
+        placed: Concatenation -> its inputs that kernels write in place.
     """
 
     graph: FunctionGraph
@@ -146,31 +149,31 @@ class BlockView:
 
     @cached_property
     def values(self) -> dict[relax.Var, relax.Expr]:
-        """Bound variable -> its value, of this block."""
+        """Bound variable -> its value, for this block."""
         return {b.var: b.value for b in self.bindings if not isinstance(b, relax.MatchCast)}
 
     def call_of(self, expr: relax.Expr, /) -> Call | None:
-        """The call that computes a value, in this block or before it."""
+        """Return the call that computes a value, in this block or before it."""
         if not isinstance(expr, relax.Var):
             return None
         value = self.values.get(expr)
         return value if isinstance(value, Call) else self.graph.call_of(expr)
 
     def only_user(self, var: relax.Var, /) -> relax.Var | None:
-        """The only value that reads `var`, if it is in this block."""
+        """Return the only value that reads `var`, if it is in this block."""
         user = self.graph.only_user(var)
         return user if user in self.values else None
 
     def users_of(self, var: relax.Var) -> list[relax.Var]:
-        """The values of this block that read `var`, one for each time."""
+        """List the values of this block that read `var`, once for each read."""
         return [user for user in self.graph.users_of(var) if user in self.values]
 
     def is_free(self, var: relax.Var) -> bool:
-        """Whether no kernel computes a value so far."""
+        """Whether no kernel computes the value so far."""
         return var not in self.taken
 
     def claim(self, lowered: Lowered) -> None:
-        """Keep what a rule found for its kernel."""
+        """Record the values and concatenations that a rule takes."""
         self.taken.update(lowered.vars)
         for part in (*lowered.before, lowered):
             if part.concat is not None:
@@ -191,17 +194,16 @@ def lower_functions(
     in_any_block: bool = False,
     only: str | None = None,
 ) -> IRModule:
-    """The module with calls of kernels in place of what rules take; names and types stay.
+    """Replace the values that rules take by calls of kernels. Names and types stay.
 
     Args:
         mod: Not changed.
-        rules: Tried at every value in order; the first that takes it wins.
-        make_context: What the rules get beside the value.
-        on_skip: Hears of each rule that declines.
-        share: Makes calls of fewer kernels, for all calls of a block.
-        in_any_block: Whether blocks that are no dataflow blocks are rewritten too, and those of
-            branches.
-        only: The name of the one function that is lowered; None: all are.
+        rules: Tried at every value in order. The first rule that takes the value wins.
+        make_context: Makes the context that rules get with each value.
+        on_skip: Gets the reason of each rule that declines.
+        share: Merges kernels of the calls of a block, so that fewer are compiled.
+        in_any_block: Whether blocks that are not dataflow blocks, and branches, are rewritten too.
+        only: Name of the one function to lower. None: all functions.
     """
     table = KernelTable(mod)
 
@@ -246,7 +248,7 @@ def lower_functions(
 def claim_values(
     block: BlockView, rules: Sequence[KernelRule[ContextT]], context: ContextT
 ) -> list[Lowered]:
-    """What rules find in a block, each value in at most one kernel."""
+    """Try the rules at every value of a block. Each value is in at most one kernel."""
     found: list[Lowered] = []
     for binding in block.bindings:
         var = binding.var
@@ -263,7 +265,7 @@ def claim_values(
 class BlockEmitter:
     """Writes the bindings of a block with calls of kernels.
 
-    A concatenation that kernels write into is the tensor with all that is written so far:
+    A concatenation that kernels write into is the whole tensor, written piece by piece:
 
         concat(f(x), g(x))    ->    t = call_tir(f, x); t' = call_tir_inplace(g, x, t)
     """
@@ -271,16 +273,16 @@ class BlockEmitter:
     def __init__(self, block: BlockView, calls: Sequence[Lowered]) -> None:
         self.block, self.builder = block, block.table.builder
         self.calls = {call.first: call for call in calls}
-        #: result of a kernel of several results -> its values
+        #: result of a kernel with several results -> its values
         self.results: dict[relax.Var, list[relax.Expr]] = {}
         self.is_result = {result for call in calls for result in call.results}
-        #: concatenation -> how many parts are not written yet, and the tensor with the others
+        #: concatenation -> number of inputs not written yet; and -> the tensor written so far
         self.missing = {concat: len(block.values[concat].args[0].fields) for concat in block.placed}
         self.written: dict[relax.Var, relax.Var] = {}
         self.bindings: list[relax.Binding] = []
 
     def run(self) -> list[relax.Binding]:
-        """The bindings in order."""
+        """Return the new bindings in order."""
         for binding in self.block.bindings:
             var = binding.var
             if var in self.calls:
@@ -292,11 +294,11 @@ class BlockEmitter:
         return self.bindings
 
     def bind(self, var: relax.Var, value: relax.Expr) -> None:
-        """var = value."""
+        """Bind var = value."""
         self.bindings.append(relax.VarBinding(var, self.builder.normalize(value)))
 
     def emit_call(self, call: Lowered) -> None:
-        """Call a kernel, after those that run before it."""
+        """Call a kernel, after the kernels that run before it."""
         for earlier in call.before:
             self.emit_call(earlier)
         values = self.block.values
@@ -312,7 +314,7 @@ class BlockEmitter:
             self.bind(var, relax.call_tir(function, relax.Tuple(operands), list_types(var)))
 
     def emit_operand(self, operand: Operand, name: str) -> relax.Expr:
-        """What the kernel that computes the value `name` gets for an operand."""
+        """Return the argument for an operand of the kernel that computes the value `name`."""
         if isinstance(operand, np.ndarray):
             return relax.const(operand, str(operand.dtype))
         if not isinstance(operand, Expanded):
@@ -325,7 +327,7 @@ class BlockEmitter:
     def bind_all(
         self, results: Sequence[relax.Var], function: GlobalVar, operands: list[relax.Expr]
     ) -> None:
-        """The tuple of all outputs of a kernel of several results."""
+        """Bind the tuple of all outputs of a kernel with several results."""
         types = [ty for result in results for ty in list_types(result)]
         outputs = relax.DataflowVar(f"{results[0].name}_outputs", TupleType(types))
         self.bind(outputs, relax.call_tir(function, relax.Tuple(operands), types))
@@ -336,7 +338,7 @@ class BlockEmitter:
             ]
 
     def bind_result(self, var: relax.Var) -> None:
-        """One of several results."""
+        """Bind one of several results."""
         fields = self.results[var]
         if not isinstance(var.ty, TupleType):
             self.bind(var, fields[0])
@@ -349,7 +351,7 @@ class BlockEmitter:
     def write_part(
         self, call: Lowered, whole: relax.Var, function: GlobalVar, operands: list[relax.Expr]
     ) -> None:
-        """A part of a concatenation; the last part that is written gives the whole."""
+        """Write one input of a concatenation. The last write binds the whole concatenation."""
         var = whole
         self.missing[whole] -= 1
         if self.missing[whole]:
@@ -367,5 +369,5 @@ class BlockEmitter:
 
 
 def list_types(var: relax.Var) -> list[Any]:
-    """The types of the tensors of a value."""
+    """Return the types of a value's tensors."""
     return list(var.ty.fields) if isinstance(var.ty, TupleType) else [var.ty]

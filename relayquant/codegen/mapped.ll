@@ -1,14 +1,14 @@
-; Large constants of a library and the function that answers with them; mapped.py fills in the braces
-; and says why. LLVM's assembler copies the file with the data.
+; Large constants of a library and the function that returns them. mmap_constants.py fills in the
+; braces and explains the reason. LLVM's assembler copies the file with the data.
 ;
-; Weights that are to be expanded are taps of the data, a function, and zeroed memory of the library,
-; which takes no room in the file. Threads that ask for them at once all expand them, to the same
-; bytes: no thread waits, and a fork in the middle leaves no lock behind. It is marked done only after
-; all bytes are written.
+; Expanded weights are described by taps in the data, a function, and zeroed memory of the library,
+; which takes no room in the file. If several threads ask for the same weights at once, all of them
+; expand the weights, to the same bytes. So no thread waits, and a fork leaves no lock behind. The
+; weights are marked as done only after all bytes are written.
 ;
-; A constant is a DLManagedTensor of DLPack, which TVM makes a tensor of that has no memory of its
-; own. 70 is the number of that type in TVM's function calls, whose arguments and result are 16 bytes
-; each: a type, 4 bytes of nothing, a value.
+; A constant is a DLManagedTensor of DLPack. TVM makes a tensor of it that does not own its memory.
+; 70 is the type number of tensors in TVM's function calls. Arguments and result of a call have 16
+; bytes each: a type, 4 unused bytes, a value.
 
 target triple = "{triple}"
 
@@ -18,12 +18,12 @@ module asm "relayquant_data:"
 module asm ".incbin \22{path}\22"
 module asm ".previous"
 
-; data, device, its number, dimensions, kind of type, its bits, its lanes, shape, strides, offset
+; data, device, device number, dimensions, type code, bits, lanes, shape, strides, offset
 %tensor = type {{ ptr, i32, i32, i32, i8, i8, i16, ptr, ptr, i64 }}
-; tensor, context, what is called when nobody reads it any more
+; tensor, context, deleter
 %managed = type {{ %tensor, ptr, ptr }}
 
-; taps, what expands them, columns of taps; nothing of a constant that is stored as it is read
+; taps, function that expands them, columns of taps; zeros for a constant that is stored as kernels read it
 %source = type {{ ptr, ptr, i64 }}
 
 @relayquant_data = external hidden constant i8

@@ -1,16 +1,16 @@
-"""Compiled module -> shared library whose large constants are used where the file is mapped.
+"""Compiled module -> shared library that reads large constants directly from the mapped file.
 
-TVM packs the constants of a module with its bytecode and copies them when a library is loaded: each
-lies in memory twice then, four times for a moment. Here large ones are read-only data of the
-library, and its code asks for them by number:
+TVM packs the constants of a module with its bytecode and copies them when a library is loaded. Each
+constant is then in memory twice, for a moment four times. Here large constants are read-only data
+of the library, and its code asks for them by number:
 
     grouped_dense(x, c[7], y)   ->   w = relayquant_constant(7); grouped_dense(x, w, y)
 
-Processes that load the same library share their pages, and pages that nobody reads are never
-loaded. A library needs nothing for it but the runtime of TVM that it is loaded by.
+Processes that load the same library share its pages, and pages that nobody reads are never loaded.
+A library needs only the TVM runtime that loads it.
 
-Weights that a kernel reads transformed, four or eight times as large, are in the file as they were.
-The first time they are asked for they are expanded, into zeroed memory of the library:
+Some kernels read transformed weights, which are four or eight times as large. The file keeps these
+weights untransformed. On first use they are expanded into zeroed memory of the library:
 
     w = relayquant_expand_int16(c[7])   ->   w = relayquant_constant(7)
 """
@@ -35,21 +35,22 @@ from relayquant.codegen.expanded_weights import expand_weights, read_expansion
 from relayquant.codegen.kernels.expansion import Expanded
 from relayquant.codegen.kernels.isa.target import ARCHITECTURES_64, read_triple
 
-#: Bytes from which a constant is one of these. To ask for one takes some 100 nanoseconds, a
-#: hundredth of the time in which a kernel reads as much.
+#: Smallest size in bytes of a large constant. Asking for one takes some 100 nanoseconds, a
+#: hundredth of the time a kernel needs to read it.
 LEAST_BYTES = 256 * 1024
-#: The function of a library that answers with constants.
+#: Function of a library that returns its constants.
 PROVIDER = "relayquant_constant"
-#: Of a constant that is stored as it is read.
+#: Source of a constant that is stored as kernels read it.
 NO_SOURCE = "%source zeroinitializer"
 
-#: A constant of a library, as it is read or expanded of what is stored.
+#: A constant of a library, either stored as kernels read it or expanded from stored weights.
 Large = GenericConst | Expanded
 
 
 class MappedExecutable(relax.VMExecutable):
-    """An executable of TVM, which `relax.VirtualMachine` and `relayquant.Executor` run, and whose
-    `export_library` leaves large constants in the file.
+    """An executable of TVM whose `export_library` leaves large constants in the file.
+
+    `relax.VirtualMachine` and `relayquant.Executor` run it.
     """
 
     def __init__(self, executable: Any, lowered: tvm.IRModule, target: Target) -> None:
@@ -57,7 +58,7 @@ class MappedExecutable(relax.VMExecutable):
         self._lowered, self._target = lowered, target
 
     def export_library(self, file_name: Any, *, addons: Any = None, **options: Any) -> Any:
-        """Write a shared library; arguments as those of `tvm.runtime.Executable`."""
+        """Write a shared library. The arguments are the same as for `tvm.runtime.Executable`."""
         constants = find_large_constants(self._lowered)
         if not constants or not can_map(self._lowered, self._target):
             with writing(file_name):
@@ -74,8 +75,10 @@ class MappedExecutable(relax.VMExecutable):
 
 
 def can_map(mod: tvm.IRModule, target: Target) -> bool:
-    """Whether libraries for the target can hold constants so: 64-bit x86 or Arm with Linux, not to
-    be linked statically, where a second module's constants would have the same names.
+    """Whether libraries for the target can map constants: 64-bit x86 or Arm with Linux.
+
+    Libraries that are linked statically cannot, since the constants of a second module would have
+    the same names.
     """
     if target.kind.name != "llvm" or "system_lib_prefix" in (mod.attrs or {}):
         return False
@@ -84,8 +87,11 @@ def can_map(mod: tvm.IRModule, target: Target) -> bool:
 
 
 def find_large_constants(mod: tvm.IRModule) -> dict[int, Large]:
-    """Address of the values -> constant, for the large ones that kernels of a lowered module read;
-    equal addresses are one constant. What is large once it is expanded is one of them.
+    """Find the large constants that kernels of a lowered module read.
+
+    Returns:
+        Address of the values -> constant. Constants with equal addresses are one constant. A
+            constant also counts as large if it is large only after expansion.
     """
     found: dict[int, Large] = {}
 
@@ -103,8 +109,10 @@ def find_large_constants(mod: tvm.IRModule) -> dict[int, Large]:
 
 
 def is_kernel_call(mod: tvm.IRModule, expr: relax.Expr) -> bool:
-    """Whether `expr` calls a function of TIR. What others get may become a result of the module,
-    which belongs to the caller and is not to end with the library.
+    """Whether `expr` calls a TIR function.
+
+    A constant passed to anything else may become a result of the module. Results belong to the
+    caller and must outlive the library.
     """
     return (
         isinstance(expr, Call)
@@ -114,7 +122,7 @@ def is_kernel_call(mod: tvm.IRModule, expr: relax.Expr) -> bool:
 
 
 def find_key(expr: relax.Expr) -> int | None:
-    """The address of a constant's values if it is a large one."""
+    """Return the address of a constant's values if it is large, else None."""
     if not isinstance(expr, GenericConst) or not isinstance(expr.value, tvm.runtime.Tensor):
         return None
     tensor = expr.value
@@ -123,12 +131,14 @@ def find_key(expr: relax.Expr) -> int | None:
 
 
 def find_address(constant: GenericConst) -> int:
-    """Where the values of a constant lie."""
+    """Return the address of a constant's values."""
     return constant.value.data_ptr()
 
 
 def call_provider(mod: tvm.IRModule, constants: Mapping[int, Large]) -> tvm.IRModule:
-    """The lowered module whose kernels get those constants from the provider, by their order."""
+    """Make the kernels of a lowered module get these constants from the provider, by their
+    order.
+    """
     numbers = {key: i for i, key in enumerate(constants)}
     mutator = ProviderCalls(mod, numbers)
     functions = {
@@ -162,7 +172,9 @@ class ProviderCalls(relax.PyExprMutator):
         return self.visit_expr(expr) if call is None else self.builder_.emit(call)
 
     def ask(self, key: int, ty: Any) -> Call | None:
-        """The call that gives the constant at this address, if the provider has it."""
+        """Make the call that returns the constant at this address. None if the provider does not
+        have it.
+        """
         number = self.numbers.get(key)
         if number is None:
             return None
@@ -175,9 +187,10 @@ class ProviderCalls(relax.PyExprMutator):
 def write_constants(
     constants: Sequence[Large], target: Target, described: str, folder: Path
 ) -> Path:
-    """Object file with the constants and their provider (`mapped.ll`); LLVM writes it, as it does
-    that of the kernels, so that a linker is all that is needed behind it. `described`: the
-    target in its words.
+    """Write an object file with the constants and their provider (`mapped.ll`).
+
+    LLVM writes it, as it writes the kernels, so only a linker is needed afterwards. `described`:
+    the target as LLVM describes it.
     """
     data, source, compiled = (folder / f"constants.{end}" for end in ("bin", "ll", "o"))
     starts, end = [], 0
@@ -201,7 +214,7 @@ def format_source(
     described: str,
     data: Path,
 ) -> str:
-    """`mapped.ll` for constants that begin at `starts` of a file."""
+    """Fill in `mapped.ll` for constants that begin at the offsets `starts` of a file."""
     text = importlib.resources.files(__package__).joinpath("mapped.ll").read_text("utf-8")
     shapes, tensors, sources, end = [], [], [], 0
     for i, (constant, start) in enumerate(zip(constants, starts, strict=True)):
@@ -236,19 +249,19 @@ def format_source(
 
 
 def read_type(constant: Large) -> tuple[list[int], Any]:
-    """Shape and dtype of the tensor that a kernel gets."""
+    """Return shape and dtype of the tensor that a kernel reads."""
     if isinstance(constant, Expanded):
         return [constant.size], tvm.DataType(constant.rule.dtype)
     return [int(size) for size in constant.value.shape], constant.value.dtype
 
 
 def quote(text: str) -> str:
-    """`text` as it stands between quotation marks of an assembler."""
+    """Escape `text` for a string in quotation marks of an assembler."""
     return text.replace("\\", "\\\\").replace('"', '\\"')
 
 
 def escape(text: str) -> str:
-    """`text` as it stands between quotation marks of LLVM's language."""
+    """Escape `text` for a string in quotation marks of LLVM IR."""
     return "".join(
         chr(byte) if 32 <= byte < 127 and byte not in b'"\\' else f"\\{byte:02X}"
         for byte in text.encode()

@@ -1,4 +1,4 @@
-"""QNN or float module -> scheduled TIR: the relax pipeline that `relayquant.compile` gives to
+"""QNN or float module -> scheduled TIR: the Relax pipeline that `relayquant.compile` passes to
 `tvm.compile`.
 """
 
@@ -28,7 +28,9 @@ from relayquant.codegen.zero_point_correction import centre_weights
 
 
 def make_pipeline(target: Target, choose_form: ChooseForm = keep_estimate) -> tvm.transform.Pass:
-    """A relax pipeline for a target: kernels, exact legalization, schedules, TVM's own lowering."""
+    """Make a Relax pipeline for a target: kernels, exact legalization, schedules, TVM's own
+    lowering.
+    """
 
     def run(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         if has_integer_main(mod):
@@ -39,7 +41,7 @@ def make_pipeline(target: Target, choose_form: ChooseForm = keep_estimate) -> tv
         with target:
             lowered = tvm.transform.Sequential(
                 [
-                    # sort, topk and cumulative sums, which have no legalization of their own
+                    # sort, topk and cumulative sums, which have no legalization
                     relax.backend.DispatchSortScan(),
                     relax.backend.DispatchSampling(),
                     relax.transform.LegalizeOps(LEGALIZATIONS),

@@ -1,7 +1,7 @@
-"""lower_row_norms: layer norms and norms by the root mean square along rows -> one kernel each,
-with the integers of the rows where a product quantizes them.
+"""lower_row_norms: layer norms and RMS norms along rows -> one kernel each.
 
-Runs before `grouped`, to which quantized rows would be an operator of their own.
+If a product quantizes the rows, the kernel writes the integers too. Runs before `grouped`, which
+would lower the quantization of rows to another kernel.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ NO_ROWS = decline("not of float32 rows of known length")
 
 @dataclass(frozen=True, eq=False)
 class QuantizedRows:
-    """The values between a norm and the integers of its rows, the pair of these last; and whether
-    anything else reads the floats.
+    """The values from a norm to the quantized integers of its rows. The last value is the pair of
+    integers and scales.
+
+    `keeps_result`: whether anything else reads the float rows.
     """
 
     vars: tuple[relax.Var, ...]
@@ -46,8 +48,8 @@ class QuantizedRows:
 def lower_row_norms(mod: IRModule, target: Target, on_skip: OnSkip = log_skip) -> IRModule:
     """Replace norms along rows of known length, in dataflow blocks, by kernels.
 
-    Leading extents may be symbolic. Targets that are no LLVM CPUs keep theirs; `on_skip` hears of
-    each that no kernel takes.
+    Leading extents may be symbolic. Targets other than LLVM CPUs keep the operators. `on_skip` gets
+    the reason for each norm without a kernel.
     """
     if target.kind.name != "llvm":
         return mod
@@ -57,9 +59,9 @@ def lower_row_norms(mod: IRModule, target: Target, on_skip: OnSkip = log_skip) -
 def call_norm(
     block: BlockView, vars_: tuple[relax.Var, ...], spec: RowNorm, operands: tuple[relax.Expr, ...]
 ) -> Lowered:
-    """y = norm(x); t = quantize_rows(y)  ->  t = kernel(x)
+    """Call a norm kernel: y = norm(x); t = quantize_rows(y)  ->  t = kernel(x)
 
-    and where y is read by others too  ->  k = kernel(x); y = k[0]; t = (k[1], k[2]).
+    If others read y too: k = kernel(x); y = k[0]; t = (k[1], k[2]).
     """
     found, results = find_quantized(block, vars_[-1]), ()
     if found is not None:
@@ -72,7 +74,7 @@ def call_norm(
 
 
 def lower_layer_norm(block: BlockView, var: relax.Var) -> Lowered | Skip:
-    """nn.layer_norm along the last axis."""
+    """Lower nn.layer_norm along the last axis."""
     call = block.values[var]
     if not (call.attrs.center and call.attrs.scale):
         return decline("a factor is left out, which preparation fills in")
@@ -80,14 +82,14 @@ def lower_layer_norm(block: BlockView, var: relax.Var) -> Lowered | Skip:
 
 
 def lower_rms_norm(block: BlockView, var: relax.Var) -> Lowered | Skip:
-    """nn.rms_norm along the last axis."""
+    """Lower nn.rms_norm along the last axis."""
     return lower_norm(block, var, block.values[var].args[1:], is_centred=False)
 
 
 def lower_norm(
     block: BlockView, var: relax.Var, factors: Sequence[relax.Expr], is_centred: bool
 ) -> Lowered | Skip:
-    """An operator with the attributes of both."""
+    """Lower a norm operator with the attributes that both operators share."""
     call = block.values[var]
     spec = read_rows(call.args[0], float(call.attrs.epsilon))
     if spec is None:
@@ -103,7 +105,7 @@ def lower_norm(
 
 
 def lower_root_mean_square(block: BlockView, var: relax.Var) -> Lowered | Skip:
-    """x / sqrt(mean(x * x) + e) [* w], from the mean `var` on; or x * rsqrt(...)."""
+    """Lower x / sqrt(mean(x * x) + e) [* w], or x * rsqrt(...), from the mean `var` on."""
     mean = block.values[var]
     square = mean.args[0]
     data = read_square(block, square)
@@ -137,7 +139,9 @@ def lower_root_mean_square(block: BlockView, var: relax.Var) -> Lowered | Skip:
 
 
 def follow(block: BlockView, vars_: list[relax.Var], *names: str) -> Call | None:
-    """The call that alone reads the last value, which it joins; None if it is another one."""
+    """Append the only reader of the last value and return its call. None if it is another
+    operator.
+    """
     user = block.only_user(vars_[-1])
     call = None if user is None else block.call_of(user)
     if user is None or call is None or op_name(call) not in names:
@@ -147,7 +151,9 @@ def follow(block: BlockView, vars_: list[relax.Var], *names: str) -> Call | None
 
 
 def follow_weight(block: BlockView, vars_: list[relax.Var], features: int) -> relax.Expr | None:
-    """The vector that alone multiplies the last value, which its product joins."""
+    """Append the only reader of the last value if it multiplies it by a vector, and return the
+    vector.
+    """
     last, user = vars_[-1], block.only_user(vars_[-1])
     if user is None or op_name(block.values[user]) != "relax.multiply":
         return None
@@ -159,7 +165,9 @@ def follow_weight(block: BlockView, vars_: list[relax.Var], features: int) -> re
 
 
 def read_rows(data: relax.Expr, epsilon: float) -> RowNorm | None:
-    """The norm of some rows; None where they are not float32, or of unknown length."""
+    """Make the norm of rows without factors. None if they are not float32 or have unknown
+    length.
+    """
     if not is_float32(data):
         return None
     width = static_sizes(shape_of(data)[-1:])
@@ -169,12 +177,14 @@ def read_rows(data: relax.Expr, epsilon: float) -> RowNorm | None:
 
 
 def list_leading(data: relax.Expr) -> tuple[int | None, ...]:
-    """Extents before the last of a tensor of known rank, None where known at run time."""
+    """List the extents before the last axis of a tensor of known rank. None for an extent known
+    only at run time.
+    """
     return read_leading((tensor_shape(data) or ())[:-1])
 
 
 def read_vector(factor: relax.Expr, features: int) -> relax.Expr | None:
-    """A factor of one number for each element of a row, as an array of one axis."""
+    """Read a factor with one number for each element of a row, as an array with one axis."""
     if not is_float32(factor) or static_sizes(shape_of(factor)[-1:]) != [features]:
         return None
     if isinstance(factor, GenericConst):
@@ -186,7 +196,7 @@ def read_vector(factor: relax.Expr, features: int) -> relax.Expr | None:
 
 
 def read_added(call: Call) -> float | None:
-    """The number that a sum adds to its other operand."""
+    """Read the scalar constant that a sum adds to its other operand."""
     for arg in call.args:
         if isinstance(arg, GenericConst) and str(arg.ty.dtype) == "float32":
             values = arg.value.numpy()
@@ -195,7 +205,7 @@ def read_added(call: Call) -> float | None:
 
 
 def read_square(block: BlockView, var: relax.Expr) -> relax.Expr | None:
-    """x of x * x, or of x to the power of 2."""
+    """Return x if the value is x * x, or x to the power of 2."""
     call = block.call_of(var)
     if call is None:
         return None
@@ -207,7 +217,9 @@ def read_square(block: BlockView, var: relax.Expr) -> relax.Expr | None:
 
 
 def find_quantized(block: BlockView, result: relax.Var) -> QuantizedRows | None:
-    """Who quantizes the rows of a norm, as they are or behind a reshape that keeps them."""
+    """Find the operator that quantizes the rows of a norm, directly or after a reshape that keeps
+    them.
+    """
     is_alone = block.only_user(result) is not None
     for user in block.users_of(result):
         name = op_name(block.values[user])

@@ -1,12 +1,13 @@
-"""Forms that were timed on a machine, in a file between runs; `tuning` reads and writes it.
+"""Schedules timed on a machine, kept in a file between runs; `tuning` reads and writes it.
 
     {"format": "relayquant.forms", "version": 1, "made_by": "0.27.0",
      "forms": {layer: {"tile": {"rows": 1, "cols": 7, "blocks": 4, "chains": 1},
                        "transforms": false}}}
 
-A layer is named with all that its time depends on: CPU, instructions, threads, shapes, dtypes. What
-another TVM compiled is timed anew. A form from a file is taken only if it is in the list that the
-cost model makes (`list_forms`): no file can ask for a kernel that would not be built without it.
+The key of a layer contains everything its time depends on: CPU, instructions, threads, shapes,
+dtypes. Schedules timed with another TVM version are timed again. A schedule from a file is used
+only if the cost model lists it too (`list_forms`). So a file cannot ask for a kernel that would not
+be built without it.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from relayquant.errors import ConfigError
 
 FORMAT = "relayquant.forms"
 VERSION = 1
-#: larger files hold no forms: a layer takes some 200 bytes
+#: Larger files are not caches of schedules: a layer takes some 200 bytes.
 MAX_BYTES = 2**24
 ADVICE = "Delete it, or name another file."
 
 
 def find_cache_folder() -> Path:
-    """Where this system keeps what programs can make again; it need not exist."""
+    """Return this system's folder for caches of programs. It need not exist."""
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData/Local") / "relayquant"
     if sys.platform == "darwin":
@@ -43,10 +44,10 @@ def find_cache_folder() -> Path:
 
 
 def read_forms(path: Path) -> dict[str, KernelForm]:
-    """Layer -> form; nothing where there is no file, or one of another version.
+    """Read the file: layer -> schedule. Empty if there is no file, or if it has another version.
 
     Raises:
-        ConfigError: it is damaged, or is something else, which must not be overwritten.
+        ConfigError: The file is damaged, or is another file that must not be overwritten.
     """
     if not path.exists():
         return {}
@@ -60,7 +61,7 @@ def read_forms(path: Path) -> dict[str, KernelForm]:
 
 
 def read_form(entry: Any) -> KernelForm:
-    """What `asdict` made of a form."""
+    """Read a schedule that `asdict` wrote."""
     if not isinstance(entry, dict) or type(entry.get("transforms")) is not bool:
         raise ValueError(f"{entry!r:.60} is no form: a tile, and whether there are transforms")
     tile, sizes = entry.get("tile"), [each.name for each in fields(Tile)]
@@ -73,11 +74,11 @@ def read_form(entry: Any) -> KernelForm:
 
 
 def add_forms(path: Path, forms: Mapping[str, KernelForm]) -> None:
-    """Write the file with these besides what is in it by now, whole or not at all.
+    """Add schedules to the file. It is written completely or not at all.
 
     Raises:
-        ConfigError: see `read_tiles`.
-        FileError: it cannot be written.
+        ConfigError: see `read_forms`.
+        FileError: The file cannot be written.
     """
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,11 @@
-"""Kernel calls -> the same with fewer kernels: those that differ in numbers only become one.
+"""Kernel calls -> the same calls with fewer kernels: kernels that differ only in numbers become
+one.
 
     x * 0.25 + 7.0,  x * 0.5 + 3.0    ->    x * c[0] + c[1]  with c an operand
 
-The layers of a network repeat, and so do its kernels, except for scales and zero points. What takes
-time is to compile kernels, not to read a number once per call. Numbers that are the same in all of
-them stay where they are.
+The layers of a network repeat, and so do its kernels, except for scales and zero points. Compiling
+a kernel takes long, reading a number once per call does not. Numbers that are equal in all of these
+kernels stay in the code.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from relayquant.codegen.lowering import Kernel, Lowered
 
 @dataclass(frozen=True)
 class Number:
-    """An immediate of a kernel; equal if all its bits are, unlike 0.0 and -0.0."""
+    """An immediate of a kernel. Equal if all bits are equal, so 0.0 and -0.0 differ."""
 
     dtype: str
     bits: bytes
@@ -39,7 +40,9 @@ class Skeleton:
 
 
 def share_kernels(calls: Sequence[Lowered]) -> list[Lowered]:
-    """The same calls in the same order, of kernels that read what is different between them."""
+    """Return the same calls in the same order, with shared kernels that read the differing
+    numbers.
+    """
     skeletons = [read_skeleton(call.kernel.func) for call in calls]
     shared = list(calls)
     for group in group_equal([skeleton.func for skeleton in skeletons]):
@@ -55,7 +58,7 @@ def share_kernels(calls: Sequence[Lowered]) -> list[Lowered]:
 
 
 def group_equal(functions: Iterable[PrimFunc]) -> list[list[int]]:
-    """Indices of structurally equal functions, by their first one."""
+    """Group the indices of structurally equal functions, in the order of first occurrence."""
     groups: dict[int, list[tuple[PrimFunc, list[int]]]] = {}
     for i, func in enumerate(functions):
         same_hash = groups.setdefault(tvm_ffi.structural_hash(func), [])
@@ -69,7 +72,7 @@ def group_equal(functions: Iterable[PrimFunc]) -> list[list[int]]:
 
 
 def map_numbers(func: PrimFunc, make: Callable[[Number], Expr | None]) -> PrimFunc:
-    """The function with `make` in place of every number, or the number itself where that is None.
+    """Replace every number of a function by `make(number)`, unless this is None.
 
     Numbers are float immediates, and integers in all lanes of a vector. Other integers are sizes,
     indices and immediates of instructions, which must stay.
@@ -90,7 +93,7 @@ def map_numbers(func: PrimFunc, make: Callable[[Number], Expr | None]) -> PrimFu
 
 
 def read_skeleton(func: PrimFunc) -> Skeleton:
-    """A kernel taken apart."""
+    """Split a kernel into its skeleton and its numbers."""
     numbers: list[Number] = []
 
     def note(number: Number) -> Expr:
@@ -101,8 +104,9 @@ def read_skeleton(func: PrimFunc) -> Skeleton:
 
 
 def take_operands(func: PrimFunc, numbers: Sequence[Number], varying: Sequence[int]) -> PrimFunc:
-    """The function with the numbers at `varying` read from operands before its result, one for each
-    dtype as in `gather_operands`.
+    """Make a function read the numbers at `varying` from operands before its result.
+
+    There is one operand for each dtype, as in `gather_operands`.
     """
     slots: dict[int, tuple[str, int]] = {}
     sizes: dict[str, int] = {}
@@ -124,7 +128,7 @@ def take_operands(func: PrimFunc, numbers: Sequence[Number], varying: Sequence[i
 
 
 def gather_operands(numbers: Sequence[Number]) -> list[np.ndarray]:
-    """One array for each dtype, in the order in which the dtypes first occur."""
+    """Make one array for each dtype, in the order in which the dtypes first occur."""
     values: dict[str, bytes] = {}
     for number in numbers:
         values[number.dtype] = values.get(number.dtype, b"") + number.bits

@@ -1,8 +1,9 @@
-"""QNN module -> the same with sums of 64 bits made of sums of 32, as kernels compute them.
+"""QNN module -> the same module with 64-bit sums split into 32-bit sums, which kernels compute.
 
-product(x, w) in int64 -> sum of int64(product(x_i, w_i) in int32) over parts of the input channels,
-as few as int32 holds for any input. A product whose channels cannot be parted so (in groups, or one
-channel alone passes int32) keeps its int64, and the loop nest of its legalization.
+product(x, w) in int64 -> sum of int64(product(x_i, w_i) in int32) over chunks of the input
+channels. There are as few chunks as int32 holds for any input. Some products cannot be split:
+products in groups, or products where one channel alone exceeds int32. They keep int64 and the loop
+nest of their legalization.
 """
 
 from __future__ import annotations
@@ -27,30 +28,30 @@ from relayquant.ir.dialect.operator import replace_attrs
 from relayquant.ir.rewrite import Emitter, Match, Pattern, Rule, Skip, apply_rules
 from relayquant.ir.rewrite.graph import constant_value
 
-#: First and last input channel (exclusive) of one part.
+#: First and last input channel (exclusive) of one chunk.
 Part = tuple[int, int]
 
 
 def part_wide_sums(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module with the sums of 64 bits in parts, where they can be parted."""
+    """Split the 64-bit sums of a module where that is possible."""
     return apply_rules(mod, PARTING_RULES)
 
 
 def find_axes(call: Call) -> tuple[int, int]:
-    """Axes of the input channels in both factors."""
+    """Find the axes of the input channels in both factors."""
     if call.op.name in ("relax.qnn.dense", BATCH_MATMUL):
         return call.args[0].ty.ndim - 1, call.args[1].ty.ndim - 1
     return str(call.attrs.data_layout).index("C"), str(call.attrs.kernel_layout).index("I")
 
 
 def divide(channels: int, count: int) -> list[Part]:
-    """`count` neighbouring parts of about the same size."""
+    """Split channels into `count` neighbouring chunks of about the same size."""
     ends = [channels * i // count for i in range(count + 1)]
     return list(pairwise(ends))
 
 
 def find_parts(call: Call) -> list[Part] | None:
-    """Few parts whose sums int32 holds; None where there are none."""
+    """Find few chunks whose sums int32 holds. None if there are none."""
     weight, axis = constant_value(call.args[1]), find_axes(call)[1]
     bounds = bound_sums(call)
     if bounds is None:
@@ -76,7 +77,7 @@ def find_parts(call: Call) -> list[Part] | None:
 
 
 def _part(op: str) -> Rule:
-    """The rule of one operator."""
+    """Make the rule of one operator."""
     names = ("data", "weight", "input_zero", "kernel_zero")
     parts = {name: wildcard() for name in names}
     pattern = Pattern(is_op(op)(*parts.values(), varg_default_wildcard=True), parts)

@@ -1,9 +1,9 @@
-"""Forms of layers by the clock: the few best of the cost model are timed on this machine.
+"""Schedules of layers, chosen by time: the best few of the cost model are timed on this machine.
 
-    spec, instructions  ->  the form that was fastest: register tile, Winograd's transforms or none
+    spec, instructions  ->  the fastest schedule: register tile, Winograd's transforms or none
 
-Only how fast a kernel is depends on its form; what it computes does not. Times are remembered (see
-`tile_file`), so that a layer is timed once on a machine.
+A schedule changes how fast a kernel is, not what it computes. Times are kept in a file (see
+`schedule_cache`), so a layer is timed once on a machine.
 """
 
 from __future__ import annotations
@@ -35,26 +35,28 @@ from relayquant.codegen.kernels.isa.target import (
 from relayquant.codegen.schedule_cache import add_forms, find_cache_folder, read_forms
 from relayquant.errors import ConfigError, format_count
 
-#: gives the form of a layer for these instructions; the last argument is whether `can_winograd`
+#: Returns the schedule of a layer for these instructions. The last argument is `can_winograd`.
 ChooseForm = Callable[[Conv2d, Isa, bool], KernelForm]
 
-#: Tiles of a layer that are timed; and of each form where there are two.
+#: Number of schedules that are timed for a layer; and of each kind, direct or with transforms, if
+#: both are possible.
 CANDIDATES, OF_EACH_FORM = 4, 2
-#: Seconds for which they take turns, and of one turn.
+#: Seconds of timing for each schedule, and of one turn.
 SECONDS, TURN = 0.04, 0.001
-#: Layers of less multiply-adds are not: they take a few microseconds.
+#: Layers with fewer multiply-adds are not timed: they take a few microseconds.
 FEWEST_MACS = 500_000
-#: The form of least estimated time stays, unless another takes less than so much of its time.
+#: Another schedule must take less than this share of the estimated best schedule's time to replace
+#: it.
 GAIN = 0.98
 
 
 def keep_estimate(spec: Conv2d, isa: Isa, can_winograd: bool) -> KernelForm:
-    """No tuning: the form of least estimated time."""
+    """Return the schedule with the smallest estimated time, without tuning."""
     return KernelForm(transforms=can_winograd and saves_time(spec, isa))
 
 
 def list_forms(spec: Conv2d, isa: Isa, can_winograd: bool) -> list[KernelForm]:
-    """The few forms of least estimated time, the least first."""
+    """List the few schedules with the smallest estimated times, best first."""
     if not can_winograd:
         return [KernelForm(tile) for tile in list_tiles(choose_plan(spec, isa), CANDIDATES)]
     plan = WinogradPlan(spec, isa).product
@@ -65,12 +67,13 @@ def list_forms(spec: Conv2d, isa: Isa, can_winograd: bool) -> list[KernelForm]:
 
 @contextmanager
 def open_tuner(target: Target, path: Path | None = None) -> Iterator[ChooseForm]:
-    """What times layers for a target whose code this machine can run; in the end it writes what is
-    new to `path`, by default a file in the cache folder of the system.
+    """Open a tuner that times layers for a target whose code this machine can run.
+
+    At the end it writes new times to `path`, by default a file in the cache folder of the system.
 
     Raises:
-        ConfigError: this machine cannot run code for the target, or the file is damaged.
-        FileError: the file cannot be written.
+        ConfigError: This machine cannot run code for the target, or the file is damaged.
+        FileError: The file cannot be written.
     """
     check_runnable(target)
     path = path or find_cache_folder() / "forms.json"
@@ -86,7 +89,7 @@ def open_tuner(target: Target, path: Path | None = None) -> Iterator[ChooseForm]
         forms = list_forms(spec, isa, can_winograd)
         key = f"{prefix}, {describe_layer(spec, isa, can_winograd)}"
         found = new.get(key) or known.get(key)
-        if found not in forms:  # never timed, or by a plan that listed others
+        if found not in forms:  # never timed, or timed by a version with other candidates
             found = new[key] = time_forms(spec, isa, target, forms)
         return found
 
@@ -98,7 +101,7 @@ def open_tuner(target: Target, path: Path | None = None) -> Iterator[ChooseForm]
 
 
 def check_runnable(target: Target) -> None:
-    """Raise ConfigError unless this machine can run what is compiled for the target."""
+    """Raise ConfigError unless this machine can run code that is compiled for the target."""
     host = resolve_target(host_config())
     same = find_architecture(target) is find_architecture(host)
     missing = list_instructions(target) - list_instructions(host) if same else set()
@@ -113,7 +116,9 @@ def check_runnable(target: Target) -> None:
 
 
 def describe_layer(spec: Conv2d, isa: Isa, can_winograd: bool) -> str:
-    """All of a layer that its time depends on: not the numbers, but what is done with them."""
+    """Describe everything that the time of a layer depends on. The values of its numbers do not
+    matter.
+    """
     end, added = spec.epilogue, spec.epilogue.residual
     shape = f"{spec.batch}x{spec.height}x{spec.width}x{spec.in_channels} to {spec.out_channels}"
     window = f"{spec.kernel}/{spec.strides} {spec.padding} {spec.dilation} {spec.groups}"
@@ -122,9 +127,10 @@ def describe_layer(spec: Conv2d, isa: Isa, can_winograd: bool) -> str:
 
 
 def time_forms(spec: Conv2d, isa: Isa, target: Target, forms: Sequence[KernelForm]) -> KernelForm:
-    """The fastest of some forms of a layer, the first of them being that of least estimated time.
+    """Time schedules of a layer and return the fastest. The first one is the estimated best.
 
-    They take turns, so that a busy moment meets all; of each the best time counts.
+    They take turns, so that other load on the machine affects all of them. The best time of each
+    counts.
     """
     if len(forms) == 1:
         return forms[0]
@@ -144,7 +150,7 @@ def time_forms(spec: Conv2d, isa: Isa, target: Target, forms: Sequence[KernelFor
 def bind_arguments(
     kernel: Callable[..., object], spec: Conv2d, isa: Isa, form: KernelForm
 ) -> Callable[[], object]:
-    """One run of a kernel on operands of any values: no time depends on them."""
+    """Bind a kernel to operands with arbitrary values: the time does not depend on them."""
     rng = np.random.default_rng(0)
     weight = rng.integers(-8, 9, spec.weight_shape).astype("int8")
     bias = np.zeros(spec.out_channels, "int32")
@@ -160,7 +166,7 @@ def bind_arguments(
 
 
 def time_run(run: Callable[[], object]) -> float:
-    """Best seconds of one run, over a turn."""
+    """Return the best time of a run in seconds, measured over one turn."""
     best, start = float("inf"), time.perf_counter()
     deadline = start + TURN
     while start < deadline:

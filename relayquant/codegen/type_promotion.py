@@ -1,5 +1,8 @@
-"""Relax operators of types that TVM has no code for, that it gives another type than it declares,
-or cannot sort -> the same in a type it has, and what reads that; the first of `passes`.
+"""Relax operators on types that TVM cannot compute or sort -> the same in wider types; the first of
+`passes`.
+
+This includes operators whose result in TVM has another type than declared. The results are cast
+back.
 """
 
 from __future__ import annotations
@@ -24,11 +27,11 @@ SORTED = {
 }
 
 SORTS = ("relax.argsort", "relax.sort", "relax.topk")
-#: numbers that TVM sorts only without NaN, or not at all -> integers of as many bits
+#: Types that TVM sorts only without NaN, or not at all -> integers with as many bits.
 KEYS = {"float32": "int32", "float64": "int64", "uint64": "int64"}
 UNSIGNED = frozenset(["uint64"])
 
-#: operator -> type of its operands -> type that TVM computes it in
+#: operator -> type of its operands -> type in which TVM computes it
 WIDE_TYPES: dict[str, dict[str, str]] = {
     "relax.acos": HALVES,
     "relax.acosh": HALVES,
@@ -50,8 +53,9 @@ WIDE_TYPES: dict[str, dict[str, str]] = {
 
 
 def widen_types(mod: tvm.IRModule) -> tvm.IRModule:
-    """f(x: narrow) -> cast(f(cast(x, wide)), narrow), and sorts by keys, which are integers, in
-    every function of a module.
+    """Rewrite f(x: narrow) -> cast(f(cast(x, wide)), narrow) in every function of a module.
+
+    Sorts of some types become sorts of integer keys (see `KEYS`).
     """
     widening = Widening(mod)
     for var, func in mod.functions_items():
@@ -64,7 +68,7 @@ def widen_types(mod: tvm.IRModule) -> tvm.IRModule:
 
 @relax.expr_functor.mutator
 class Widening(relax.PyExprMutator):
-    """Calls of rows of `WIDE_TYPES` in the type that TVM has."""
+    """Mutator that computes the calls listed in `WIDE_TYPES` in the wider type."""
 
     def visit_call_(self, call: Call) -> relax.Expr:  # pyright: ignore[reportIncompatibleMethodOverride]
         visited: Any = self.visit_expr_post_order(call)
@@ -78,9 +82,10 @@ class Widening(relax.PyExprMutator):
         return self.cast(emit(result), visited.ty)
 
     def sort_keys(self, call: Call) -> relax.Expr:
-        """sort, argsort and topk of what has keys -> the same of `make_keys` of them: NaN is more
-        than all else, as in numpy and PyTorch. TVM compares floats, and sorts none where one is
-        NaN; for uint64 it has no code.
+        """Replace sort, argsort and topk by the same operator on the integers of `make_keys`.
+
+        NaN is larger than all other values, as in numpy and PyTorch. TVM compares floats, and does
+        not sort them if one is NaN. It has no code for uint64.
         """
         builder, (data,) = self.builder_, call.args
         keys = builder.emit(builder.call_te(make_keys, data, primfunc_name_hint="sort_keys"))
@@ -100,7 +105,7 @@ class Widening(relax.PyExprMutator):
         return relax.Tuple([read(values), indices])
 
     def cast(self, value: relax.Expr, ty: Any) -> relax.Expr:
-        """A value in a type of the same shape."""
+        """Cast a value, or each field of a tuple, to a type of the same shape."""
         if isinstance(ty, tvm.ir.TupleType):
             parts = [relax.TupleGetItem(value, k) for k in range(len(ty.fields))]
             pairs = zip(map(self.builder_.emit, parts), ty.fields, strict=True)
@@ -111,14 +116,14 @@ class Widening(relax.PyExprMutator):
 
 
 def has_keys(call: Any) -> bool:
-    """Whether a call sorts what has keys."""
+    """Whether a call sorts values of a type with keys."""
     if not isinstance(call, Call) or not isinstance(call.op, tvm.ir.Op):
         return False
     return call_name(call) in SORTS and tensor_dtype(call.args[0]) in KEYS
 
 
 def find_wide_type(call: Any) -> str | None:
-    """The type to compute a call in, None where it is that of its operands."""
+    """Return the type to compute a call in, None if it is the operands' own type."""
     if not isinstance(call, Call) or not isinstance(call.op, tvm.ir.Op) or not call.args:
         return None
     types = WIDE_TYPES.get(call_name(call))
@@ -126,10 +131,11 @@ def find_wide_type(call: Any) -> str | None:
 
 
 def make_keys(numbers: Any) -> Any:
-    """Integers in the order of numbers: for floats equal of 0 and -0, and the largest of NaN.
+    """Return integers in the same order as the numbers. 0 and -0 have equal keys; NaN has the
+    largest key.
 
-    The bits of floats are so ordered, but for those with a sign, which go backwards; those of
-    integers without a sign are, once the upper half of them has one.
+    The bits of positive floats are in this order already; the bits of negative floats are in
+    reverse order. Unsigned integers are in this order once their highest bit is flipped.
     """
     if str(numbers.dtype) in UNSIGNED:
         return flip_sign(topi.reinterpret(numbers, KEYS[str(numbers.dtype)]))
@@ -144,7 +150,7 @@ def make_keys(numbers: Any) -> Any:
 
 
 def read_keys(keys: Any, dtype: str) -> Any:
-    """The numbers of `make_keys`; 0 of -0."""
+    """Return the numbers of keys of `make_keys`. -0 becomes 0."""
     if dtype in UNSIGNED:
         return topi.reinterpret(flip_sign(keys), dtype)
     least = tirx.const(np.iinfo(str(keys.dtype)).min, keys.dtype)
@@ -154,6 +160,6 @@ def read_keys(keys: Any, dtype: str) -> Any:
 
 
 def flip_sign(integers: Any) -> Any:
-    """Each with its highest bit changed."""
+    """Flip the highest bit of each integer."""
     dtype = str(integers.dtype)
     return topi.bitwise_xor(integers, tirx.const(np.iinfo(dtype).min, dtype))

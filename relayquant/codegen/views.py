@@ -1,8 +1,8 @@
-"""Legalized module -> the same, in which what only reads memory in another shape is no part of what
-moves it.
+"""Legalized module -> the same module, where a reshape is not fused with the data movement before
+it.
 
-Behind a permutation a reshape of its own is a view, and costs nothing. Fused with it, it
-makes a loop whose positions are divided, which runs element by element.
+A separate reshape after a permutation is a view and costs nothing. A fused loop has to divide its
+positions and runs element by element.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from tvm.ir import Call
 from relayquant.codegen.lowering import OPAQUE
 from relayquant.ir.rewrite.expressions import list_bindings, op_name
 
-#: relax::OpPatternKind::kInjective: each element is computed of elements at any places.
+#: relax::OpPatternKind::kInjective: each element is computed from elements at any positions.
 INJECTIVE = 2
 
 
 def keep_views(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-    """Mark the reshapes opaque, which FuseOps fuses with nothing, that read what a move gives; not
-    those between two moves, which are one with them.
+    """Mark reshapes that read the result of a data movement as opaque, so that FuseOps does not
+    fuse them.
+
+    A reshape between two data movements is not marked: all three are fused.
     """
     views: set[str] = set()
     between: set[str] = set()
@@ -53,16 +55,16 @@ def keep_views(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IR
 
 
 def is_view(func: Any) -> bool:
-    """Whether a function copies its argument in the order of memory."""
+    """Whether a function copies its argument in memory order."""
     return isinstance(func, tirx.PrimFunc) and relax.analysis.has_reshape_pattern(func)
 
 
 def is_move(func: Any) -> bool:
-    """Whether a function moves the elements of one argument to other places."""
+    """Whether a function moves the elements of its only argument to other positions."""
     if not isinstance(func, tirx.PrimFunc) or len(func.params) != 2 or is_view(func):
         return False
     return int((func.attrs or {}).get("op_pattern", OPAQUE)) == INJECTIVE
 
 
-#: As a pass.
+#: `keep_views` as a pass.
 KEEP_VIEWS = tvm.transform.module_pass(keep_views, opt_level=0, name="relayquant.keep_views")

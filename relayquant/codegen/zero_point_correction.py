@@ -1,8 +1,8 @@
-"""QNN module -> the same with weights whose zero point is 0, as kernels take them.
+"""QNN module -> the same module with weights whose zero point is 0, as kernels require.
 
-sum of (x - zx) * (w - zw) is the product with w alone, less zw times the sum of x - zx over the
-window: a product with ones, which has one channel and is cheap. All in the dtype of the sums; int32
-is exact modulo 2^32.
+The sum of (x - zx) * (w - zw) is the product with w alone, minus zw times the sum of x - zx over
+the window. This sum is a product with ones. It has one channel and is cheap. All of it is in the
+dtype of the sums; int32 is exact modulo 2^32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from relayquant.ir.rewrite.graph import constant_value
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a linear operator has its channels: position in the weight and in the result."""
+    """Channel axes of a linear operator in the weight and in the result."""
 
     weight_axis: Callable[[Call], int]
     result_axis: Callable[[Call], int]
@@ -45,13 +45,14 @@ LAYOUTS = {
 
 
 def centre_weights(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module with the zero points of constant weights taken out of products."""
+    """Remove the zero points of constant weights from products."""
     return apply_rules(mod, WEIGHT_RULES)
 
 
 def _centre(op: str, layout: Layout) -> Rule:
-    """conv(x, w, zx, zw) -> conv(x, w - zw, zx, 0) where that fits int8, else
-    conv(x, w, zx, 0) - conv(x, ones, zx, 0) * zw.
+    """Make the rule conv(x, w, zx, zw) -> conv(x, w - zw, zx, 0) if w - zw fits int8.
+
+    Otherwise the result is conv(x, w, zx, 0) - conv(x, ones, zx, 0) * zw.
     """
     names = ("data", "weight", "input_zero", "kernel_zero")
     parts = {name: wildcard() for name in names}
@@ -70,7 +71,9 @@ def _centre(op: str, layout: Layout) -> Rule:
         centred = weight.astype("int32") - (zero.reshape(shape) if zero.size > 1 else zero)
 
         def multiply(integers: np.ndarray) -> relax.Expr:
-            """The call with other weights, whose zero point is 0; of sums scales say nothing."""
+            """Call the operator with other weights, whose zero point is 0. Scales do not affect
+            sums.
+            """
             operands = [emitter.get(arg) for arg in call.args]
             operands[1] = relax.const(integers.astype("int8"), "int8")
             operands[3] = relax.const(0, "int32")
@@ -82,7 +85,7 @@ def _centre(op: str, layout: Layout) -> Rule:
         if low <= centred.min() and centred.max() <= high:
             return multiply(centred)
         shift = 128 if weight.dtype == np.uint8 else 0
-        # With groups each channel of the result sees inputs of its own.
+        # With groups, each output channel sees different inputs.
         ones = np.ones_like(weight)
         if layout.groups(call) == 1:
             ones = ones.take([0], axis)

@@ -1,5 +1,7 @@
-"""Eager, replay: a function that is called on the same batches again and again, each time with
-other values for a few of its parameters. What these do not reach is taken from the first call.
+"""Incremental re-execution: a float function and changed parameters -> results of recorded batches.
+
+The function is called on the same batches again and again, each time with other values for a few
+parameters. Values that do not depend on these parameters are taken from the first call.
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ class Recording:
 
 @dataclass(frozen=True, eq=False)
 class Variation:
-    """Other values for some parameters, and what has to run because of them.
+    """Other values for some parameters, and the steps that have to run again.
 
     Attributes:
-        values: The changed parameters, and what depends on parameters alone.
-        changed: Every value that they reach.
-        steps: What runs for each batch.
-        dead: For each step, what none behind it reads.
-        inputs: Whether inputs are read that recordings do not hold.
+        values: The changed parameters, and values that depend only on parameters.
+        changed: Every value that depends on a changed parameter.
+        steps: Steps that run for each batch.
+        dead: For each step, the values that no later step reads.
+        inputs: Whether the steps read inputs that recordings do not hold.
     """
 
     values: Mapping[relax.Var, Any]
@@ -51,17 +53,17 @@ class Variation:
 
 
 class Replay:
-    """A function with default values for all parameters but its inputs.
+    """A function with default values for all parameters except its inputs.
 
     Args:
         program: The function.
         arguments: The default values, by name.
-        changes: Sets of parameters that will have other values at the same time, or several such
-            sets together. Any others may change too, but then more is computed again.
-        batch: Inputs in the order of their parameters, to see how large values are.
-        memory: Bytes that the recording of such a batch may take; values that find no room are
-            computed again when they are needed. The smallest are kept: of a convolutional network
-            those are the late ones, which take the longest to come by.
+        changes: Sets of parameters that will change at the same time; several sets may change
+            together. Other parameters may change too, but then more is computed again.
+        batch: Inputs in the order of their parameters, to measure the size of values.
+        memory: Bytes that the recording of such a batch may take. Values that do not fit are
+            computed again when needed. The smallest values are kept. In a convolutional network
+            these are the late values, which take the longest to compute.
     """
 
     def __init__(
@@ -77,18 +79,18 @@ class Replay:
         self.inputs = [param for name, param in self.params.items() if name not in arguments]
         self.results = frozenset(relax.analysis.free_vars(program.result))
         fixed = {self.params[name] for name in arguments}
-        #: steps that depend on arguments alone, and all others
+        #: steps that depend only on arguments, and all others
         self.early: list[Step] = []
         self.late: list[Step] = []
         for step in program.steps:
-            # One without operands may depend on a symbolic dimension.
+            # A step without operands may depend on a symbolic dimension.
             is_fixed = step.reads and fixed.issuperset(step.reads) and find_static_type(step.var)
             (self.early if is_fixed else self.late).append(step)
             if is_fixed:
                 fixed.add(step.var)
         read = {var for step in self.late for var in step.reads} | self.results
         self.shared = frozenset(fixed & read)
-        #: of the default values, and what is computed from them alone
+        #: default values, and values computed only from them
         self.values = self.compute_shared(arguments, {})
         borders = set(self.results).union(*map(self.find_border, changes))
         self.kept = self.choose_kept(borders, batch, memory)
@@ -96,7 +98,7 @@ class Replay:
     def compute_shared(
         self, arguments: Mapping[str, Any], known: Mapping[relax.Var, Any]
     ) -> dict[relax.Var, Any]:
-        """Arguments, and what late steps read that depends on arguments alone."""
+        """Compute the values that late steps read and that depend only on arguments."""
         frame = Frame(self.program.mod, dict(known))
         for name, value in arguments.items():
             self.program.bind(frame, self.params[name], value)
@@ -106,7 +108,9 @@ class Replay:
         return frame.values
 
     def find_border(self, names: Collection[str]) -> set[relax.Var]:
-        """What the values that these parameters reach are computed from besides."""
+        """Find the boundary: values read by steps that depend on these parameters, which do not
+        depend on them.
+        """
         reached = find_reached(self.program.steps, {self.params[name] for name in names})
         steps = [step for step in self.late if step.var in reached]
         return {var for step in steps for var in step.reads} - reached
@@ -114,15 +118,15 @@ class Replay:
     def choose_kept(
         self, useful: Set[relax.Var], batch: Sequence[np.ndarray], memory: float
     ) -> frozenset[relax.Var]:
-        """Those of the useful values whose memory, all together, is within a bound."""
+        """Choose useful values whose memory together is within a bound."""
         frame = self.start(batch)
-        owners: dict[relax.Var, relax.Var] = {}  # value -> the first in the same memory
+        owners: dict[relax.Var, relax.Var] = {}  # value -> the first value in the same memory
         sizes: dict[relax.Var, int] = {}
         wanted = set(self.results)
 
         def measure(var: relax.Var, reads: Sequence[relax.Var]) -> None:
             value = frame.values[var]
-            if not isinstance(value, np.ndarray):  # a tuple or a shape: no work to make again
+            if not isinstance(value, np.ndarray):  # a tuple or a shape: cheap to make again
                 wanted.update(reads if var in wanted else ())
                 return
             memory_of = find_memory(value)
@@ -144,7 +148,8 @@ class Replay:
         for var, owner in owners.items():
             if var in useful or var in wanted:
                 members.setdefault(owner, []).append(var)
-        # What is returned first: whoever compares holds it anyway. Of equal ones the later first.
+        # Returned values first: a caller that compares holds them anyway. Of equal ones, the later
+        # first.
         order = list(reversed(members))
         order.sort(key=lambda owner: (wanted.isdisjoint(members[owner]), sizes[owner]))
         kept: set[relax.Var] = set()
@@ -156,14 +161,14 @@ class Replay:
         return frozenset(kept)
 
     def start(self, batch: Sequence[np.ndarray]) -> Frame:
-        """A frame for one batch."""
+        """Make a frame for one batch."""
         frame = Frame(self.program.mod, dict(self.values))
         for param, array in zip(self.inputs, batch, strict=True):
             self.program.bind(frame, param, array)
         return frame
 
     def record(self, batch: Sequence[np.ndarray]) -> Recording:
-        """Call the function with the default values; `batch` must not change afterwards."""
+        """Call the function with the default values. `batch` must not change afterwards."""
         frame = self.start(batch)
         dead = find_dead(self.late, self.kept | self.results | self.values.keys())
         run_steps(frame, self.late, dead)
@@ -171,7 +176,7 @@ class Replay:
         return Recording(values, frame.symbols, self.program.find_results(frame))
 
     def vary(self, arguments: Mapping[str, Any]) -> Variation:
-        """Other values for these parameters, by name."""
+        """Prepare other values for these parameters, by name."""
         values = self.compute_shared(arguments, self.values) if arguments else self.values
         changed = find_reached(self.program.steps, {self.params[name] for name in arguments})
         steps = select_steps(self.late, self.results, self.kept - changed)
@@ -194,7 +199,7 @@ class Replay:
 
 
 def find_reached(steps: Sequence[Step], params: set[relax.Var]) -> set[relax.Var]:
-    """These parameters, and every value that depends on one of them."""
+    """Find every value that depends on one of these parameters, and the parameters."""
     reached = set(params)
     for step in steps:
         if not reached.isdisjoint(step.reads):
@@ -205,7 +210,7 @@ def find_reached(steps: Sequence[Step], params: set[relax.Var]) -> set[relax.Var
 def select_steps(
     steps: Sequence[Step], wanted: frozenset[relax.Var], known: set[relax.Var]
 ) -> list[Step]:
-    """The steps that compute the `wanted` values from `known` ones and parameters."""
+    """Select the steps that compute the `wanted` values from `known` values and parameters."""
     needed, found = set(wanted), []
     for step in reversed(steps):
         if step.var in needed and step.var not in known:
@@ -215,7 +220,7 @@ def select_steps(
 
 
 def find_memory(array: np.ndarray) -> np.ndarray:
-    """The array that holds the memory of a view."""
+    """Return the array that holds the memory of a view."""
     while isinstance(array.base, np.ndarray):
         array = array.base
     return array

@@ -1,6 +1,6 @@
-"""Eager, kernels: compiled alone, once in a process, on several threads.
+"""Kernel specifications -> compiled kernels, each compiled once in a process, on several threads.
 
-LLVM works outside of Python's lock, so kernels that will be needed are compiled while others run.
+LLVM works without Python's lock, so kernels that will be needed are compiled while others run.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from relayquant.codegen.kernels.emit import IS_SCHEDULED
 from relayquant.codegen.kernels.floating.tile import FloatIsa, choose_float_isa
 from relayquant.codegen.kernels.isa.target import host_config, resolve_target
 
-#: Steps hand over what fits: to check each argument again would be half of a kernel's code.
+#: Steps pass valid arguments. Checking each argument again would be half of a kernel's code.
 CONFIG = {"tirx.disable_assert": True}
-#: Kernels that are kept; MobileNet has 20.
+#: Number of kernels that are kept. MobileNet has 20.
 MOST_KERNELS = 256
 
 
 @dataclass(frozen=True)
 class KernelKey:
-    """A kernel: `make(spec, isa, name)` is its PrimFunc."""
+    """A kernel: `make(spec, isa, name)` builds its PrimFunc."""
 
     make: Callable[[Any, FloatIsa, str], tirx.PrimFunc]
     spec: Any
 
 
 class KernelCache:
-    """Compiled kernels for this machine; any thread may ask for them.
+    """Compiled kernels for this machine. Any thread may ask for them.
 
     They run on the thread that calls them: several threads call several kernels.
     """
@@ -50,14 +50,16 @@ class KernelCache:
         self._kernels: OrderedDict[KernelKey, futures.Future[Any]] = OrderedDict()
 
     def get(self, key: KernelKey) -> Callable[..., None]:
-        """The kernel, a function of TVM tensors; compiled now unless it is there or on its way."""
+        """Return a kernel, a function of TVM tensors. Compile it unless it exists or is being
+        compiled.
+        """
         future, is_mine = self._reserve(key)
         if is_mine:
             self._compile(key, future)
         return future.result()
 
     def request(self, keys: Iterable[KernelKey]) -> None:
-        """Have kernels compiled in the background, in this order."""
+        """Compile kernels in the background, in this order."""
         missing = [(key, future) for key in keys for future, new in [self._reserve(key)] if new]
         if not missing:
             return
@@ -67,7 +69,7 @@ class KernelCache:
         pool.shutdown(wait=False)  # the threads end once everything is compiled
 
     def _reserve(self, key: KernelKey) -> tuple[futures.Future[Any], bool]:
-        """The kernel's future, and whether the caller has to fill it."""
+        """Return the kernel's future, and whether the caller has to fill it."""
         with self._lock:
             future = self._kernels.get(key)
             if future is not None:
@@ -89,15 +91,15 @@ class KernelCache:
 
 @functools.cache
 def host_kernels() -> KernelCache:
-    """The kernels of this process, for its machine.
+    """Return the kernels of this process, for its machine.
 
-    LLVM at level 1: registers and vectors are laid out before LLVM sees a kernel.
+    They use LLVM at level 1, since registers and vectors are laid out before LLVM sees a kernel.
     """
     return KernelCache(resolve_target({**host_config(), "opt-level": 1}))
 
 
 def compile_kernel(key: KernelKey, isa: FloatIsa, target: Target) -> Callable[..., None]:
-    """A kernel alone, with serial loops."""
+    """Compile a kernel alone, with serial loops."""
     name = "kernel"
     func = make_serial(key.make(key.spec, isa, name)).with_attr(IS_SCHEDULED, True)
     with tvm.transform.PassContext(config=CONFIG), lower_prescheduled():
@@ -105,7 +107,7 @@ def compile_kernel(key: KernelKey, isa: FloatIsa, target: Target) -> Callable[..
 
 
 def make_serial(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The same kernel on one thread."""
+    """Make the loops of a kernel serial, so that it runs on one thread."""
 
     def visit(loop: tirx.For) -> tirx.For:
         if loop.kind != tirx.ForKind.PARALLEL:

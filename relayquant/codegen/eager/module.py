@@ -1,4 +1,4 @@
-"""Eager, top: a module whose functions run step by step."""
+"""Relax module -> a module whose float functions run step by step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from relayquant.ir.reference.interpreter import evaluate, flatten_value
 from relayquant.ir.rewrite.expressions import shape_of, static_sizes
 from relayquant.ir.rewrite.lifetimes import find_ends
 
-#: Kinds of arguments that a function remembers.
+#: Number of argument kinds that a function remembers.
 MOST_CHECKED = 64
 
 
@@ -37,21 +37,21 @@ class EagerModule:
         self.kernels.request(key for program in programs for key in program.list_kernels())
 
     def run(self, name: str, args: Sequence[Any]) -> list[np.ndarray]:
-        """Call a function with arrays and shapes; returns its results. Any thread may call.
+        """Call a function with arrays and shapes, and return its results. Any thread may call.
 
-        A weight, bias or scale that is the same array as in the call before is taken to hold the
-        same numbers: it is packed, or read, once.
+        If a weight, bias or scale is the same array as in the call before, its numbers must be the
+        same too: it is packed, or read, only once.
 
         Raises:
             DataError, ModelError: as `relayquant.reference.run`.
-            ConfigError: the process is a fork of one that has run kernels.
+            ConfigError: The process is a fork of one that has run kernels.
         """
         check_threads()
         return self.programs[name].run(args)
 
 
 class Program:
-    """A function as steps."""
+    """A function as a sequence of steps."""
 
     def __init__(self, mod: tvm.IRModule, func: relax.Function, kernels: KernelCache) -> None:
         self.mod, self.func, self.params = mod, func, list(func.params)
@@ -61,12 +61,12 @@ class Program:
         self.result = planner.find_object(result) if isinstance(result, relax.Var) else result
         #: (shape, dtype) of each parameter that is a tensor of static shape
         self.known = {param: find_static_type(param) for param in self.params}
-        #: what arguments of calls were like that were checked -> symbolic dimensions
+        #: shapes and dtypes of checked arguments -> symbolic dimensions
         self.checked: dict[tuple[Any, ...], dict[Any, Any]] = {}
         self.dead = find_dead(self.steps, set(relax.analysis.free_vars(self.result)))
 
     def list_kernels(self) -> Iterator[KernelKey]:
-        """The kernels that are known to be needed, in the order of the steps."""
+        """List the kernels that are known to be needed, in the order of the steps."""
         for step in self.steps:
             if step.kernel is not None:
                 yield step.kernel
@@ -95,26 +95,26 @@ class Program:
             bind_input(frame, param, param.name, param.ty, value)
 
     def find_results(self, frame: Frame) -> list[np.ndarray]:
-        """What the function returns, once its steps have run."""
+        """Return the results of the function once its steps have run."""
         if isinstance(self.result, relax.Var):
             return flatten_value(frame.values[self.result])
         return flatten_value(evaluate(frame, self.result, "result"))
 
 
 def describe_arguments(args: Sequence[Any]) -> tuple[Any, ...] | None:
-    """Shapes and dtypes of arrays; None if something else is among the arguments."""
+    """Return shapes and dtypes of arrays. None if an argument is not an array."""
     if not all(isinstance(arg, np.ndarray) for arg in args):
         return None
     return tuple((arg.shape, arg.dtype) for arg in args)
 
 
 def find_dead(steps: Sequence[Step], kept: Set[relax.Var]) -> list[list[relax.Var]]:
-    """For each step, the values that none behind it reads; but for those in `kept`."""
+    """List for each step the values that no later step reads, without values in `kept`."""
     return find_ends(((*step.reads, step.var) for step in steps), kept)
 
 
 def run_steps(frame: Frame, steps: Sequence[Step], dead: Sequence[Sequence[relax.Var]]) -> None:
-    """Run steps in order, and drop what is dead behind each."""
+    """Run steps in order, and drop dead values after each step."""
     with np.errstate(all="ignore"):
         for step, vars_ in zip(steps, dead, strict=True):
             step.run(frame)
@@ -123,7 +123,9 @@ def run_steps(frame: Frame, steps: Sequence[Step], dead: Sequence[Sequence[relax
 
 
 def find_static_type(var: relax.Var) -> tuple[tuple[int, ...], np.dtype] | None:
-    """(shape, dtype) of a tensor; None if its shape is symbolic, or it is none."""
+    """Return (shape, dtype) of a tensor. None if its shape is symbolic, or if it is not a
+    tensor.
+    """
     if not isinstance(var.ty, relax.TensorType) or not isinstance(var.ty.shape, relax.ShapeExpr):
         return None
     sizes = static_sizes(shape_of(var))

@@ -1,4 +1,4 @@
-"""Eager, operands: what steps read, looked up without asking TVM."""
+"""Relax expression -> an operand that a step reads without asking TVM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relayquant.ir.reference.frame import Frame
 
 @dataclass(frozen=True, eq=False)
 class Variable:
-    """A value of the function."""
+    """A variable of the function."""
 
     var: relax.Var
 
@@ -23,7 +23,7 @@ class Variable:
         return self.var.name
 
     def read(self, frame: Frame) -> Any:
-        """The value in this call."""
+        """Return the value in this call."""
         return frame.values[self.var]
 
 
@@ -34,7 +34,7 @@ class ConstantOperand:
     array: np.ndarray
 
     def read(self, frame: Frame) -> np.ndarray:
-        """The value, the same array each time."""
+        """Return the value, the same array each time."""
         return self.array
 
 
@@ -47,5 +47,5 @@ def is_operand(expr: relax.Expr) -> bool:
 
 
 def make_operand(expr: relax.Expr) -> Operand:
-    """What reads an expression that `is_operand`."""
+    """Make the operand of an expression for which `is_operand` is true."""
     return ConstantOperand(expr.value.numpy()) if isinstance(expr, GenericConst) else Variable(expr)

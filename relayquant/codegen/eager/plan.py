@@ -1,4 +1,4 @@
-"""Eager, planning: a function as steps; which of them run on kernels."""
+"""Relax function -> steps, some of them on kernels."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from relayquant.ir.rewrite.rule import (
     select_rules,
 )
 
-#: A bias may be a value too: of a calibration graph, say, whose biases are parameters.
+#: A bias may be a variable too, for example in a calibration graph whose biases are parameters.
 TAKES = float_takes(GenericConst, relax.Var)
 
 
@@ -49,9 +49,9 @@ class Step:
 
     Attributes:
         var: The value.
-        reads: What it is computed from.
-        run: Computes and stores it.
-        kernel: What runs on it, where that is known before the data is.
+        reads: The values it is computed from.
+        run: Computes and stores the value.
+        kernel: The kernel that runs, if it is known before the data is.
     """
 
     var: relax.Var
@@ -68,9 +68,9 @@ def gather_tuple(frame: Frame, var: relax.Var, fields: Sequence[relax.Var]) -> N
 class Planner:
     """Finds the steps of a function.
 
-    `on_skip` hears why a product or a rounding runs in numpy, and where a kernel ends. A variable
-    is one object in all steps, in `params` if it is a parameter: a table finds the same
-    object at once, but has to ask TVM whether another one is equal.
+    `on_skip` gets the reason why a product or a rounding runs in numpy, and where a kernel ends.
+    All steps use the same object for a variable, and for a parameter the object in `params`. A
+    table finds the same object at once, but has to ask TVM whether another object is equal.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Planner:
         self.claimed: set[relax.Var] = set()
 
     def plan(self) -> Iterator[Step]:
-        """The steps in order; one that computes several values stands where the last of them was
+        """Return the steps in order. A step for several values is placed where the last one was
         bound.
         """
         found: dict[relax.Var, Step] = {}
@@ -108,11 +108,11 @@ class Planner:
                 yield self.plan_binding(binding)
 
     def find_object(self, var: relax.Var) -> relax.Var:
-        """The object that stands for a variable."""
+        """Return the object that all steps use for a variable."""
         return self.objects.setdefault(var, var)
 
     def operand(self, expr: relax.Expr) -> Operand:
-        """What reads an expression that `is_operand`."""
+        """Make the operand of an expression for which `is_operand` is true."""
         return make_operand(self.find_object(expr) if isinstance(expr, relax.Var) else expr)
 
     def make_step(
@@ -122,11 +122,11 @@ class Planner:
         run: Callable[[Frame], None],
         kernel: KernelKey | None = None,
     ) -> Step:
-        """A step of this function's variables."""
+        """Make a step with the objects of this function's variables."""
         return Step(self.find_object(var), tuple(map(self.find_object, reads)), run, kernel)
 
     def plan_binding(self, binding: Any) -> Step:
-        """One binding, in numpy."""
+        """Make the step that evaluates one binding in numpy."""
         reads = dict.fromkeys(relax.analysis.free_vars(binding.value))
         if isinstance(binding.value, relax.Tuple) and all(
             isinstance(part, relax.Var) for part in binding.value.fields
@@ -141,17 +141,17 @@ class Planner:
     # ---- products ----
 
     def plan_convolution(self, root: relax.Var) -> Step | Skip:
-        """The step of the convolution bound to `root` and what follows it."""
+        """Plan the step of the convolution bound to `root` and what follows it."""
         return self.plan_product(root, Convolution.of)
 
     def plan_matmul(self, root: relax.Var) -> Step | Skip:
-        """The step of the product bound to `root` and what follows it."""
+        """Plan the step of the product bound to `root` and what follows it."""
         return self.plan_product(root, lambda call: Matmul.of(call, self.params))
 
     def plan_product(
         self, root: relax.Var, lay_out: Callable[[Call], Convolution | Matmul | Skip]
     ) -> Step | Skip:
-        """The step of a product that a kernel takes in the layout that `lay_out` finds."""
+        """Plan the step of a product with a kernel in the layout that `lay_out` returns."""
         call = self.values[root]
         if not all(is_float32(expr) for expr in (*call.args, root)):
             return decline("not float32 of known rank")
@@ -184,7 +184,7 @@ class Planner:
     # ---- simulated quantization ----
 
     def plan_rounding(self, first: relax.Var) -> Step | Skip:
-        """The step for simulated_quantize, (maximum, minimum,) simulated_dequantize of one
+        """Plan one step for simulated_quantize, (maximum, minimum,) simulated_dequantize of a
         tensor.
         """
         call = self.values[first]

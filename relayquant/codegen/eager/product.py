@@ -1,4 +1,6 @@
-"""Eager, products: convolutions and products with weights, and what follows, as kernel calls."""
+"""Convolutions and products with weights, and what follows them -> steps that call float
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -26,42 +28,42 @@ from relayquant.ir.rewrite.expressions import shape_of, static_sizes
 from relayquant.ir.rewrite.rule import Skip, decline
 
 CONVOLUTIONS = ("relax.nn.conv2d", "relax.nn.conv1d")
-#: Stands for a batch (rows of a product) of any size in the specification of a kernel.
+#: Means a batch (rows of a product) of any size in the specification of a kernel.
 ANY = 0
-#: Shapes of data that a product is prepared for at a time.
+#: Number of data shapes that a product is prepared for at a time.
 MOST_SHAPES = 64
 
 
 def make_any_conv2d(spec: FloatConv2d, isa: FloatIsa, name: str) -> tirx.PrimFunc:
-    """The kernel of a convolution for any batch."""
+    """Make the kernel of a convolution for any batch."""
     return make_conv2d(for_any_batch(spec), isa, name)
 
 
 def make_any_dense(spec: FloatDense, isa: FloatIsa, name: str) -> tirx.PrimFunc:
-    """The kernel of a product for any number of rows."""
+    """Make the kernel of a product for any number of rows."""
     return make_dense(for_any_rows(spec), isa, name)
 
 
 def for_any_batch(spec: FloatConv2d) -> FloatConv2d:
-    """The convolution with a symbolic batch."""
+    """Return the convolution with a symbolic batch."""
     return replace(spec, batch=tirx.Var("n", "int64"))
 
 
 def for_any_rows(spec: FloatDense) -> FloatDense:
-    """The product (rows, K) with symbolic rows."""
+    """Return the product (rows, K) with symbolic rows."""
     return replace(spec, shape=(tirx.Var("rows", "int64"), spec.inner))
 
 
 @dataclass(frozen=True)
 class Convolution:
-    """How a convolution of one or two spatial axes becomes one in NHWC and OHWI.
+    """How a convolution with one or two spatial axes becomes a convolution in NHWC and OHWI.
 
     Attributes:
-        axis, channels: Of the result.
+        axis, channels: Channel axis and number of channels of the result.
         data_axes: Axes of data and result in the order N, spatial, C.
         weight_axes: Axes of the weight in the order O, spatial, I.
         sizes: Data (N, spatial, C); None where a dimension is symbolic.
-        spec: The convolution, but for batch, height and width.
+        spec: The convolution without batch, height and width.
     """
 
     axis: int
@@ -73,12 +75,12 @@ class Convolution:
 
     @cached_property
     def logical_axes(self) -> tuple[int, ...]:
-        """What takes `data_axes` back."""
+        """The inverse permutation of `data_axes`."""
         return tuple(int(axis) for axis in np.argsort(self.data_axes))
 
     @staticmethod
     def of(call: Call) -> Convolution | Skip:
-        """How a call becomes one, or why there is no kernel."""
+        """Read a convolution call, or return the reason why there is no kernel."""
         view = ConvView.of(call)
         data, kernel, spatial = view.layout, view.kernel_layout, view.letters
         if view.out_layout != data or sorted(data) != sorted(view.order):
@@ -115,8 +117,9 @@ class Convolution:
     def find_spec(
         self, sizes: Sequence[int | None], epilogue: FloatEpilogue
     ) -> FloatConv2d | FloatDense | None:
-        """The kernel's specification for data of these sizes (N, spatial, C); None if one of the
-        spatial ones is unknown and matters.
+        """Return the kernel's specification for data of these sizes (N, spatial, C).
+
+        None if a spatial size is unknown and matters.
         """
         spec = replace(self.spec, epilogue=epilogue)
         if spec.is_pointwise:
@@ -127,11 +130,11 @@ class Convolution:
         return replace(spec, height=height, width=width)
 
     def to_kernel(self, array: np.ndarray) -> np.ndarray:
-        """Data or residual (N, spatial, C), as compiled code reads it."""
+        """Convert data or residual to the order (N, spatial, C) that compiled code reads."""
         return align_array(array.transpose(self.data_axes))
 
     def pack(self, weight: np.ndarray, spec: Any, isa: FloatIsa) -> np.ndarray:
-        """The packed weight."""
+        """Pack the weight."""
         moved = weight.transpose(self.weight_axes)
         if isinstance(spec, FloatDense):
             rows = moved.reshape(moved.shape[0], -1)
@@ -141,7 +144,7 @@ class Convolution:
         return pack_conv2d(np.ascontiguousarray(moved), for_any_batch(spec), isa)
 
     def out_shape(self, sizes: Sequence[int], spec: Any) -> tuple[int, ...]:
-        """Of the result, (N, spatial, C)."""
+        """Return the result shape (N, spatial, C)."""
         if isinstance(spec, FloatDense):
             return (*sizes[:-1], spec.outputs)
         height, width = spec.out_size
@@ -149,7 +152,7 @@ class Convolution:
         return (sizes[0], *spatial, spec.out_channels)
 
     def from_kernel(self, array: np.ndarray) -> np.ndarray:
-        """The result (N, spatial, C) in its logical layout: a view."""
+        """Return a view of the result (N, spatial, C) in its logical layout."""
         return array.transpose(self.logical_axes)
 
 
@@ -164,7 +167,7 @@ class Matmul:
 
     @staticmethod
     def of(call: Call, params: set[relax.Var]) -> Matmul | Skip:
-        """The product of a call, or why there is no kernel."""
+        """Read a matmul call, or return the reason why there is no kernel."""
         data, weight = call.args
         if not (isinstance(weight, GenericConst) or weight in params):
             return decline("the weight is computed, for which numpy is faster")
@@ -175,30 +178,32 @@ class Matmul:
         return Matmul(rank - 1, sizes[1], sizes[0])
 
     def find_spec(self, sizes: Sequence[int | None], epilogue: FloatEpilogue) -> FloatDense:
-        """The kernel's specification, whatever the sizes of the data."""
+        """Return the kernel's specification, which does not depend on the sizes of the data."""
         return FloatDense((ANY, self.inner), self.channels, epilogue)
 
     def to_kernel(self, array: np.ndarray) -> np.ndarray:
-        """Data or residual as compiled code reads it."""
+        """Convert data or residual to what compiled code reads."""
         return align_array(array)
 
     def pack(self, weight: np.ndarray, spec: Any, isa: FloatIsa) -> np.ndarray:
-        """The packed weight."""
+        """Pack the weight."""
         return pack_dense(weight.T, for_any_rows(spec), isa)
 
     def out_shape(self, sizes: Sequence[int], spec: Any) -> tuple[int, ...]:
-        """Of the result."""
+        """Return the shape of the result."""
         return (*sizes[:-1], self.channels)
 
     def from_kernel(self, array: np.ndarray) -> np.ndarray:
-        """The result."""
+        """Return the result unchanged."""
         return array
 
 
 @dataclass(frozen=True, eq=False)
 class ProductCall:
-    """How data of one shape meets the kernel: its specification, the kernel, the shape of the
-    result, and the shapes as which the kernel sees data and result.
+    """A kernel call for data of one shape.
+
+    Holds the specification, the kernel, the shape of the result, and the shapes of data and result
+    for the kernel.
     """
 
     spec: FloatConv2d | FloatDense
@@ -209,9 +214,9 @@ class ProductCall:
 
 
 class ProductStep:
-    """A product and its tail, run on a kernel; keeps its weight packed.
+    """A product and the operators after it, run on a kernel. The packed weight is kept.
 
-    `bias` and `residual` are None where there is none.
+    `bias` and `residual` are None if there are none.
     """
 
     def __init__(
@@ -231,7 +236,7 @@ class ProductStep:
         self.epilogue = FloatEpilogue(
             tail.bias is not None, tail.residual is not None, tail.low, tail.high
         )
-        #: how data of each shape is multiplied
+        #: shape of data -> kernel call
         self.calls: dict[tuple[int, ...], ProductCall] = {}
         #: (weight, specification, packed weight) of the last call
         self.packed: tuple[np.ndarray, FloatConv2d | FloatDense, Any] | None = None
@@ -239,15 +244,15 @@ class ProductStep:
         self.known_bias: tuple[np.ndarray, Any] | None = None
 
     def key(self, spec: FloatConv2d | FloatDense) -> KernelKey:
-        """The kernel for a specification."""
+        """Return the key of the kernel for a specification."""
         make = make_any_dense if isinstance(spec, FloatDense) else make_any_conv2d
         return KernelKey(make, spec)
 
     def find_spec(self, sizes: Sequence[int | None]) -> FloatConv2d | FloatDense | None:
-        """What multiplies data of these sizes; None if they leave it open.
+        """Return the specification for data of these sizes. None if they leave it open.
 
         Raises:
-            ModelError: nothing is left of the data, as in the numpy form of a convolution.
+            ModelError: The result is empty, as in the numpy form of a convolution.
         """
         spec = self.layout.find_spec(sizes, self.epilogue)
         if isinstance(spec, FloatConv2d) and min(spec.out_size) < 1:
@@ -260,12 +265,12 @@ class ProductStep:
         return spec
 
     def find_kernel(self) -> KernelKey | None:
-        """The kernel, if it does not depend on the data."""
+        """Return the kernel, if it does not depend on the data."""
         spec = self.find_spec(self.layout.sizes)
         return None if spec is None else self.key(spec)
 
     def run(self, frame: Frame) -> None:
-        """Compute the last value of the tail."""
+        """Compute the last value of the chain."""
         x = self.layout.to_kernel(self.data.read(frame))
         call = self.calls.get(x.shape)
         if call is None:
@@ -284,7 +289,7 @@ class ProductStep:
         frame.values[self.result] = self.layout.from_kernel(y)
 
     def plan_call(self, sizes: tuple[int, ...]) -> ProductCall:
-        """How data of the shape `sizes` (N, spatial, C) is multiplied."""
+        """Plan the kernel call for data of the shape `sizes` (N, spatial, C)."""
         spec = self.find_spec(sizes)
         assert spec is not None  # all sizes of an array are known
         out = self.layout.out_shape(sizes, spec)
@@ -293,11 +298,11 @@ class ProductStep:
             views = [(math.prod(sizes[:-1]), spec.inner), (math.prod(out[:-1]), spec.outputs)]
         elif len(sizes) == 3:
             views = [(view[0], 1, *view[1:]) for view in views]
-        # Looked up once: to find a specification in a table takes as long as a small kernel.
+        # Looked up once: finding a specification in a table takes as long as a small kernel.
         return ProductCall(spec, self.kernels.get(self.key(spec)), out, *views)
 
     def find_bias(self, bias: np.ndarray) -> Any:
-        """The bias as a tensor; made once for the same array."""
+        """Return the bias as a tensor, made once for the same array."""
         before = self.known_bias
         if before is not None and before[0] is bias:
             return before[1]
@@ -307,7 +312,7 @@ class ProductStep:
         return tensor
 
     def pack(self, frame: Frame, spec: FloatConv2d | FloatDense) -> Any:
-        """The packed weight as a tensor."""
+        """Return the packed weight as a tensor."""
         before, weight = self.packed, self.weight.read(frame)
         if before is not None and before[0] is weight and before[1] == spec:
             return before[2]

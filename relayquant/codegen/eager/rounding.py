@@ -1,8 +1,9 @@
-"""Eager, simulated quantization: one kernel for all tensors that have one scale, of every size.
+"""Simulated quantization -> a step that runs one kernel for all tensors with one scale, of any
+size.
 
     y[i] = (clip(rint(x[i] / scale) + zero_point, low, high) - zero_point) * scale
 
-in float32, rounding half to even: what simulated_quantize and then simulated_dequantize give.
+This is simulated_quantize and then simulated_dequantize, in float32, rounding half to even.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ SCALE, ZERO_POINT, LOW, HIGH = range(4)
 
 @dataclass(frozen=True)
 class FloatRound:
-    """The rounding of n float32 values; n is an argument of the compiled kernel."""
+    """The rounding of n float32 values. n is an argument of the compiled kernel."""
 
 
 def make_round(spec: FloatRound, isa: FloatIsa, name: str = "float_round") -> PrimFunc:
-    """PrimFunc(x (n,), parameters (4,), y (n,)), float32; `parameters` holds scale, zero point, low
-    and high.
+    """Make PrimFunc(x (n,), parameters (4,), y (n,)), float32.
+
+    `parameters` holds scale, zero point, low and high.
     """
     lanes = isa.lanes
     size = tirx.Var("n", "int64")
@@ -67,9 +69,9 @@ ROUND = KernelKey(make_round, FloatRound())
 
 
 class RoundingStep:
-    """Simulated quantization of a tensor with one scale; passes it through for code 0.
+    """Simulated quantization of a tensor with one scale. For code 0 the tensor passes through.
 
-    `operands` are code, scale and zero point, `bounds` none or a lower and an upper one.
+    `operands` are code, scale and zero point. `bounds` is empty, or a lower and an upper bound.
     """
 
     def __init__(
@@ -100,9 +102,9 @@ class RoundingStep:
         frame.values[self.result] = rounded.transpose(invert_axes(axes))
 
     def find_parameters(self, frame: Frame) -> Any:
-        """The kernel's parameters as a tensor; None where values pass through.
+        """Return the kernel's parameters as a tensor. None if values pass through.
 
-        Operands that are the same arrays as in the call before are not looked at again.
+        Operands that are the same arrays as in the call before are not read again.
         """
         operands, known = [operand.read(frame) for operand in self.operands], self.known
         if known is not None and all(a is b for a, b in zip(known[0], operands, strict=True)):
@@ -113,7 +115,7 @@ class RoundingStep:
 
 
 def make_parameters(code: Any, scale: Any, zero_point: Any, *bounds: Any) -> Any:
-    """See `RoundingStep.find_parameters`."""
+    """Make the tensor of `RoundingStep.find_parameters`."""
     limits = SIMULATED_RANGES.get(int(code.reshape(())))
     if limits is None:
         return None
@@ -127,5 +129,5 @@ def make_parameters(code: Any, scale: Any, zero_point: Any, *bounds: Any) -> Any
 
 @functools.lru_cache(maxsize=64)
 def invert_axes(axes: tuple[int, ...]) -> tuple[int, ...]:
-    """The permutation that takes `axes` back."""
+    """Return the inverse permutation of `axes`."""
     return tuple(int(axis) for axis in np.argsort(axes))

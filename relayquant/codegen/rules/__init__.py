@@ -1,1 +1,3 @@
-"""Operators -> calls of kernels, with what follows in one epilogue."""
+"""Operators -> calls of integer kernels, with the operators after a product in the kernel's
+epilogue.
+"""

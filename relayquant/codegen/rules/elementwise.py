@@ -1,5 +1,5 @@
-"""Kernel rules for everything between convolutions: quantize, requantize, add, multiply, tables,
-joins, pools.
+"""Operators between convolutions -> calls of integer kernels: the rules for quantize, requantize,
+add, multiply, lookup tables, concatenations and pools.
 """
 
 from __future__ import annotations
@@ -71,26 +71,29 @@ from relayquant.ir.rewrite.conv_view import ConvView
 from relayquant.ir.rewrite.graph import constant_value, free_vars, tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.rule import decline, make_rule
 
-#: Values of a tensor up to which a call costs more than the work: 0.3 us, as much as 256 look-ups
-#: one by one, which is how fused functions do them.
+#: Up to this many values, the overhead of a kernel call exceeds the work: 0.3 us, as much as 256
+#: look-ups one by one. Fused functions do look-ups one by one.
 FEW_VALUES = 256
-#: Operators that FuseOps joins with each other, and with the slices between them.
+#: Operators that FuseOps fuses with each other, and with the slices between them.
 FUSED_OPERATORS = frozenset(
     {"relax.clip", "relax.strided_slice", *(op.full_name for op in OPERATORS if op.is_elementwise)}
 )
-#: Channels up to which data are turned while they are quantized.
+#: Up to this many channels, data are transposed while they are quantized.
 IMAGE_CHANNELS = 4
 
 
 def scalars(*exprs: relax.Expr) -> list[float] | None:
-    """Values of constants with one element each; None if any is not."""
+    """Read the values of constants with one element each. None if any is not such a constant."""
     values = [scalar(expr) for expr in exprs]
     return None if None in values else values  # pyright: ignore[reportReturnType]
 
 
 def is_fused(graph: Graph, var: relax.Var, taken: Set[relax.Var]) -> bool:
-    """Whether an operator is better fused with its neighbours by FuseOps than a kernel of its own:
-    a tensor of few values, read or written by another such operator that no kernel has `taken`.
+    """Whether FuseOps should fuse an operator with its neighbours instead of calling a kernel for
+    it.
+
+    True for a tensor with few values that another operator of `FUSED_OPERATORS` reads or writes, if
+    no kernel has `taken` this operator.
     """
     if not has_few_values(graph, var):
         return False
@@ -99,7 +102,7 @@ def is_fused(graph: Graph, var: relax.Var, taken: Set[relax.Var]) -> bool:
 
 
 def has_few_values(graph: Graph, var: relax.Var) -> bool:
-    """Whether `var` is computed by one of FUSED_OPERATORS, and has at most FEW_VALUES values."""
+    """Whether one of FUSED_OPERATORS computes `var`, with at most FEW_VALUES values."""
     shape = tensor_shape(var) if graph.op_name(var) in FUSED_OPERATORS else None
     if shape is None or any(isinstance(dim, str) for dim in shape):
         return False
@@ -107,14 +110,14 @@ def has_few_values(graph: Graph, var: relax.Var) -> bool:
 
 
 def lower_quantize(context: KernelContext, var: relax.Var) -> Lowered | Skip:
-    """qnn.quantize with one scale; and a transpose of images behind it."""
+    """Lower qnn.quantize with one scale, and a transpose of images after it."""
     call, shape = context.call(var), split_batch(context.call(var).args[0])
     found = read_quantize(context, var)
     if isinstance(found, Skip) or shape is None:
         return found if isinstance(found, Skip) else Skip("an inner extent is symbolic")
     vars_, spec = found
     turned = context.next(vars_[-1], "relax.permute_dims")
-    # Not with a symbolic batch: MobileNet became 18 % slower, its buffers not being planned.
+    # Not with a symbolic batch: MobileNet became 18 % slower, since its buffers were not planned.
     if turned is not None and not shape[0] and is_image_transpose(context.call(turned), shape[1]):
         func = build_quantize_image(QuantizeImage(spec), "qnn_quantize_image")
         return call_built((*vars_, turned), func, (call.args[0],))
@@ -125,7 +128,7 @@ def lower_quantize(context: KernelContext, var: relax.Var) -> Lowered | Skip:
 def read_quantize(
     context: KernelContext, var: relax.Var
 ) -> tuple[tuple[relax.Var, ...], Quantize] | Skip:
-    """A qnn.quantize with one scale, and a clip behind it; symbolic extents count as 1."""
+    """Read a qnn.quantize with one scale, and a clip after it. Symbolic extents count as 1."""
     call = context.call(var)
     shape, numbers = tensor_shape(call.args[0]), scalars(*call.args[1:3])
     if shape is None or numbers is None or tensor_dtype(call.args[0]) != "float32":
@@ -140,7 +143,11 @@ def read_quantize(
 
 
 def lower_softmax(context: KernelContext, var: relax.Var) -> Lowered | Skip:
-    """nn.softmax of float32; a number above 0 before it, and the integers of its results alone."""
+    """Lower nn.softmax of float32, with a positive factor before it and a quantize after it.
+
+    The factor and the quantize are part of the kernel only if nothing else reads the values
+    between.
+    """
     call, factor, vars_ = context.call(var), None, (var,)
     data = call.args[0]
     if context.graph.op_name(var) == "relax.multiply":
@@ -165,13 +172,15 @@ def lower_softmax(context: KernelContext, var: relax.Var) -> Lowered | Skip:
 
 
 def is_image_transpose(call: Call, shape: tuple[int, ...]) -> bool:
-    """Whether a permute_dims makes NHWC of NCHW data that has not more channels than an image."""
+    """Whether a permute_dims turns NCHW into NHWC and the data has no more channels than an
+    image.
+    """
     axes = [int(axis) % len(shape) for axis in call.attrs.axes or ()]
     return axes == [0, 2, 3, 1] and shape[1] <= IMAGE_CHANNELS
 
 
 def lower_dequantize(context: KernelContext, var: relax.Var) -> Lowered | Skip:
-    """qnn.dequantize with one scale."""
+    """Lower qnn.dequantize with one scale."""
     call = context.call(var)
     shape, numbers = split_batch(call.args[0]), scalars(*call.args[1:3])
     if shape is None or numbers is None or tensor_dtype(var) != "float32":
@@ -184,7 +193,7 @@ def lower_dequantize(context: KernelContext, var: relax.Var) -> Lowered | Skip:
 
 
 def lower_channel_scales(context: KernelContext, var: relax.Var) -> Lowered | Skip:
-    """qnn.dequantize and qnn.requantize with one scale for each index along an axis."""
+    """Lower qnn.dequantize and qnn.requantize with one scale for each index along an axis."""
     op = context.graph.op_name(var)
     call = context.call(var)
     shape, scale = split_batch(call.args[0]), constant_value(call.args[1])
@@ -215,7 +224,7 @@ def lower_channel_scales(context: KernelContext, var: relax.Var) -> Lowered | Sk
 
 
 def lower_requantize(context: KernelContext, var: relax.Var) -> Lowered | Skip:
-    """qnn.requantize with one scale on either side."""
+    """Lower qnn.requantize with one input scale and one output scale."""
     call = context.call(var)
     shape, numbers = split_batch(call.args[0]), scalars(*call.args[1:5])
     if shape is None or numbers is None or not is_default_arithmetic(call):
@@ -232,7 +241,7 @@ def lower_requantize(context: KernelContext, var: relax.Var) -> Lowered | Skip:
 
 
 def lower_binary(context: KernelContext, var: relax.Var) -> Lowered | Skip:
-    """qnn.add, subtract and mul with one scale each; the second operand may be broadcast."""
+    """Lower qnn.add, subtract and mul with one scale each. The second operand may be broadcast."""
     op = context.graph.op_name(var)
     call = context.call(var)
     lhs, rhs = call.args[:2]
@@ -274,7 +283,7 @@ def lower_binary(context: KernelContext, var: relax.Var) -> Lowered | Skip:
 
 
 def lower_lookup(context: KernelContext, var: relax.Var) -> Lowered | Skip:
-    """qnn.lookup."""
+    """Lower qnn.lookup."""
     call = context.call(var)
     shape = split_batch(call.args[0])
     if shape is None or not is_byte(call.args[0]):
@@ -287,7 +296,7 @@ def lower_lookup(context: KernelContext, var: relax.Var) -> Lowered | Skip:
 
 
 def lower_concatenate(context: KernelContext, var: relax.Var) -> Lowered | Skip:
-    """qnn.concatenate of a literal tuple."""
+    """Lower qnn.concatenate of a literal tuple."""
     call = context.call(var)
     if not all(isinstance(arg, relax.Tuple) for arg in call.args[:3]):
         return Skip("the operands are not a literal tuple")
@@ -316,7 +325,7 @@ def lower_concatenate(context: KernelContext, var: relax.Var) -> Lowered | Skip:
 
 
 def make_window(call: Call, shape: tuple[int, ...]) -> PoolWindow:
-    """The window of a 2-D pool over NHWC data."""
+    """Read the window of a 2-D pool over NHWC data."""
     view = ConvView.of(call).as_2d()
     return PoolWindow(
         *shape, view.window, view.strides, view.padding, view.dilation, bool(call.attrs.ceil_mode)
@@ -324,7 +333,7 @@ def make_window(call: Call, shape: tuple[int, ...]) -> PoolWindow:
 
 
 def lower_max_pool2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
-    """nn.max_pool2d of integer NHWC data."""
+    """Lower nn.max_pool2d of integer NHWC data."""
     call = context.call(var)
     shape = split_batch(call.args[0])
     if not is_activation(call.args[0]) or str(call.attrs.layout) != "NHWC" or shape is None:
@@ -337,7 +346,7 @@ def lower_max_pool2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
 
 
 def lower_average(context: KernelContext, var: relax.Var) -> Lowered | Skip:
-    """qnn.avg_pool2d of NHWC data, and qnn.mean over neighbouring axes."""
+    """Lower qnn.avg_pool2d of NHWC data, and qnn.mean over neighbouring axes."""
     op = context.graph.op_name(var)
     call = context.call(var)
     shape, numbers = split_batch(call.args[0]), scalars(*call.args[1:5])
@@ -370,7 +379,7 @@ def lower_average(context: KernelContext, var: relax.Var) -> Lowered | Skip:
 
 
 def lower_clip(context: KernelContext, var: relax.Var) -> Lowered | Skip:
-    """clip of data that no kernel before it took: a requantize with equal parameters."""
+    """Lower a clip that no earlier kernel took, as a requantize with equal parameters."""
     call = context.call(var)
     shape = split_batch(call.args[0])
     if shape is None or not is_activation(var):
@@ -387,7 +396,7 @@ def lower_clip(context: KernelContext, var: relax.Var) -> Lowered | Skip:
 def unless_fused(
     lower: Callable[[KernelContext, relax.Var], Lowered | Skip],
 ) -> Callable[[KernelContext, relax.Var], Lowered | Skip]:
-    """The rule, which declines where FuseOps does better; see `is_fused`."""
+    """Wrap a rule so that it declines where FuseOps does better; see `is_fused`."""
 
     @wraps(lower)
     def rewrite(context: KernelContext, var: relax.Var) -> Lowered | Skip:

@@ -1,4 +1,5 @@
-"""Tails of integer kernels: what becomes of int32 sums before they are stored.
+"""Operators after an integer product -> the epilogue of its kernel, from int32 sums to stored
+values.
 
 product -> + bias -> requantize | qnn.add of a residual | dequantize -> clip becomes one kernel.
 """
@@ -35,7 +36,7 @@ SUMS = Epilogue(Store.ACCUMULATOR, "int32")
 
 @dataclass(frozen=True, eq=False)
 class IntegerTail(Tail):
-    """What follows a product of integers inside its kernel.
+    """The operators after a product of integers that its kernel also computes.
 
     Attributes:
         epilogue: How the sums are stored.
@@ -47,12 +48,12 @@ class IntegerTail(Tail):
 
     @property
     def is_sums(self) -> bool:
-        """Whether nothing has been made of the sums yet."""
+        """Whether the chain still ends with the int32 sums."""
         return self.epilogue.output is Store.ACCUMULATOR
 
     @property
     def offsets(self) -> np.ndarray:
-        """The bias as int32, one number per channel; zeros without one."""
+        """The bias as int32, one number per channel; zeros without a bias."""
         values = None if self.bias is None else vector(self.bias, self.channels)
         return np.zeros(self.channels, "int32") if values is None else values
 
@@ -62,8 +63,8 @@ class IntegerTail(Tail):
         return () if self.residual is None else (self.residual,)
 
     def bounded(self) -> IntegerTail:
-        """The tail with the bounds of a clip in its epilogue, and `Epilogue.is_small` if it
-        holds.
+        """Return the chain with the bounds of a clip in its epilogue, and with `Epilogue.is_small`
+        set.
         """
         epilogue = self.epilogue
         if epilogue.output is not Store.REQUANTIZE:
@@ -80,7 +81,7 @@ class IntegerTail(Tail):
 
 
 def take_bias(tail: IntegerTail, call: Call) -> IntegerTail | Skip:
-    """sums + bias, a constant."""
+    """Take sums + bias, where the bias is a constant."""
     other = tail.other_operand(call)
     if not tail.is_sums or tail.bias is not None:
         return Skip("there is a bias already, or the sums are requantized")
@@ -90,7 +91,7 @@ def take_bias(tail: IntegerTail, call: Call) -> IntegerTail | Skip:
 
 
 def take_requantize(tail: IntegerTail, call: Call) -> IntegerTail | Skip:
-    """requantize(sums)."""
+    """Take requantize(sums)."""
     scale = read_scale(tail, call.args[1], call.args[2], int(call.attrs.axis))
     if isinstance(scale, Skip):
         return scale
@@ -105,7 +106,7 @@ def take_requantize(tail: IntegerTail, call: Call) -> IntegerTail | Skip:
 
 
 def take_dequantize(tail: IntegerTail, call: Call) -> IntegerTail | Skip:
-    """dequantize(sums)."""
+    """Take dequantize(sums)."""
     scale = read_scale(tail, call.args[1], call.args[2], int(call.attrs.axis))
     if isinstance(scale, Skip):
         return scale
@@ -116,7 +117,7 @@ def take_dequantize(tail: IntegerTail, call: Call) -> IntegerTail | Skip:
 
 
 def take_residual(tail: IntegerTail, call: Call) -> IntegerTail | Skip:
-    """qnn.add(sums, residual)."""
+    """Take qnn.add(sums, residual)."""
     lhs, rhs, lhs_scale, lhs_zero, rhs_scale, rhs_zero, out_scale, out_zero = call.args
     if not lhs.same_as(tail.last) or not is_activation(rhs) or constant_value(rhs) is not None:
         return Skip("the second operand is no value of 8 or 16 bits")
@@ -143,7 +144,7 @@ def take_residual(tail: IntegerTail, call: Call) -> IntegerTail | Skip:
 def read_scale(
     tail: IntegerTail, scale: relax.Expr, zero_point: relax.Expr, axis: int
 ) -> np.ndarray | Skip:
-    """The scale of sums, one for each channel; they have no zero point."""
+    """Read the scales of sums, one for each channel. Sums must not have a zero point."""
     values, zero = constant_value(scale), constant_value(zero_point)
     factors = vector(scale, tail.channels)
     if not tail.is_sums:
@@ -156,14 +157,14 @@ def read_scale(
 
 
 def take_integer_clip(tail: IntegerTail, call: Call) -> IntegerTail | Skip:
-    """clip(requantized sums)."""
+    """Take clip(requantized sums)."""
     if tail.epilogue.output is not Store.REQUANTIZE:
         return Skip("no integers of the result are clipped")
     return take_clip(tail, call)
 
 
 CLIP_TAKES: Mapping[str, Take[IntegerTail]] = {"relax.clip": take_integer_clip}
-#: Of products whose kernels begin their sums with 0.
+#: For products whose kernels start their sums at 0.
 UNBIASED_TAKES: Mapping[str, Take[IntegerTail]] = {
     "relax.qnn.requantize": take_requantize,
     "relax.qnn.dequantize": take_dequantize,
@@ -179,8 +180,9 @@ def follow_product(
     channels: int,
     takes: Mapping[str, Take[IntegerTail]] = PRODUCT_TAKES,
 ) -> IntegerTail:
-    """The longest chain behind sums that one kernel can compute; `channels` are their last axis, 1
-    where all have one scale.
+    """Follow the longest chain after sums that one kernel can compute.
+
+    `channels` is the length of the sums' last axis, 1 if all sums have one scale.
     """
     tail = IntegerTail((var,), var.ty.ndim - 1, channels)
     return follow_tail(context.graph, tail, takes, on_skip=context.on_skip).bounded()
@@ -189,7 +191,7 @@ def follow_product(
 def absorb_clip(
     context: KernelContext, var: relax.Var, epilogue: Epilogue
 ) -> tuple[tuple[relax.Var, ...], Epilogue]:
-    """A clip behind `var` as bounds of the epilogue; (values, epilogue)."""
+    """Turn a clip after `var` into bounds of the epilogue. Returns (values, epilogue)."""
     tail = IntegerTail((var,), var.ty.ndim - 1, 1, epilogue=epilogue)
     tail = follow_tail(context.graph, tail, CLIP_TAKES, on_skip=context.on_skip).bounded()
     return tail.vars, tail.epilogue

@@ -1,4 +1,4 @@
-"""What rules of integer kernels get, and how they read operands."""
+"""Context of the rules for integer kernels, and functions to read operands."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class KernelContext:
 
     graph: Graph
     isa: Isa
-    shuffle: ByteShuffle | None = None  #: how bytes are looked up, where there is a way
-    choose_form: ChooseForm = keep_estimate  #: how a convolution is computed
-    on_skip: OnSkip = log_skip  #: hears why a rule declines, or where a kernel ends
+    shuffle: ByteShuffle | None = None  #: byte lookup instruction, if there is one
+    choose_form: ChooseForm = keep_estimate  #: chooses how a convolution is computed
+    on_skip: OnSkip = log_skip  #: gets why a rule declines, or where a kernel ends
     taken: Set[relax.Var] = frozenset()  #: values that a kernel computes already
 
     def next(self, var: relax.Var, *ops: str) -> relax.Var | None:
-        """The only reader of `var` if it is one of these operators."""
+        """Return the only reader of `var` if it is one of these operators."""
         user = self.graph.only_user(var)
         return user if user is not None and self.graph.op_name(user) in ops else None
 
     def call(self, var: relax.Var) -> Call:
-        """The call that computes `var`."""
+        """Return the call that computes `var`."""
         call = self.graph.call_of(var)
         if call is None:
             raise ValueError(f"{var.name!r} is not computed by an operator")
@@ -53,18 +53,18 @@ IntegerRule = KernelRule[KernelContext]
 def call_built(
     vars_: tuple[relax.Var, ...], func: PrimFunc, operands: Sequence[Operand]
 ) -> Lowered:
-    """The call of a kernel that is built already."""
+    """Call a kernel that is already built."""
     return Lowered(vars_, Kernel.of(func), tuple(operands))
 
 
 def scalar(expr: relax.Expr) -> float | None:
-    """Value of a constant with one element."""
+    """Return the value of a constant with one element, else None."""
     value = constant_value(expr)
     return value.reshape(-1)[0].item() if value is not None and value.size == 1 else None
 
 
 def vector(expr: relax.Expr, size: int) -> np.ndarray | None:
-    """A constant with one or `size` elements, as `size` elements."""
+    """Return a constant with one or `size` elements as `size` elements."""
     value = constant_value(expr)
     if value is None or value.size not in (1, size):
         return None
@@ -72,13 +72,14 @@ def vector(expr: relax.Expr, size: int) -> np.ndarray | None:
 
 
 def multiplier(numerator: np.ndarray | float, denominator: float) -> np.ndarray:
-    """float32(double(numerator) / double(denominator)), as the operators define it."""
+    """Compute float32(double(numerator) / double(denominator)), as the operators define it."""
     return hold_multiplier(np.float64(numerator) / np.float64(denominator), "float32")
 
 
 def split_batch(expr: relax.Expr) -> tuple[bool, tuple[int, ...]] | None:
-    """(whether the first dimension is symbolic, shape with it as 1); None if anything else is
-    symbolic.
+    """Split the batch from a shape: (whether the first dimension is symbolic, shape with it as 1).
+
+    None if another dimension is symbolic.
     """
     shape = tensor_shape(expr)
     if shape is None:
@@ -91,8 +92,9 @@ def split_batch(expr: relax.Expr) -> tuple[bool, tuple[int, ...]] | None:
 
 
 def split_rows(expr: relax.Expr) -> tuple[bool, tuple[int, ...]] | None:
-    """(whether any leading dimension is symbolic, shape with those as 1); None if the last one is
-    symbolic.
+    """Split rows from a shape: (whether a leading dimension is symbolic, shape with these as 1).
+
+    None if the last dimension is symbolic.
     """
     shape = tensor_shape(expr)
     if shape is None or not shape or isinstance(shape[-1], str):
@@ -104,7 +106,7 @@ def split_rows(expr: relax.Expr) -> tuple[bool, tuple[int, ...]] | None:
 def build_for_batch(
     build: Callable[[], PrimFunc], symbolic: bool, positions: Sequence[int]
 ) -> PrimFunc:
-    """A kernel, in a loop over the images when the batch is symbolic."""
+    """Build a kernel. If the batch is symbolic, it loops over the images."""
     if not symbolic:
         return build()
     with repeat_over_batch(positions):
@@ -112,22 +114,22 @@ def build_for_batch(
 
 
 def is_default_arithmetic(call: Call) -> bool:
-    """Whether an operator rounds half to even after float32 arithmetic, as kernels do."""
+    """Whether an operator computes in float32 and rounds half to even, as kernels do."""
     attrs = call.attrs
     compute = getattr(attrs, "compute_dtype", "float32")
     return str(attrs.rounding) == "TONEAREST_EVEN" and str(compute) == "float32"
 
 
 def is_byte(expr: relax.Expr) -> bool:
-    """uint8 or int8."""
+    """Whether the dtype is uint8 or int8."""
     return tensor_dtype(expr) in ("uint8", "int8")
 
 
 def is_activation(expr: relax.Expr) -> bool:
-    """uint8, int8 or int16: what convolutions and dense layers take."""
+    """Whether the dtype is uint8, int8 or int16, which convolutions and dense layers take."""
     return tensor_dtype(expr) in ("uint8", "int8", "int16")
 
 
 def element_count(shape: Sequence[int]) -> int:
-    """Product of the dimensions."""
+    """Return the product of the dimensions."""
     return prod(shape)

@@ -1,4 +1,6 @@
-"""Kernel rules for convolutions and matrix products, with what follows them in one epilogue."""
+"""Convolutions and matrix products -> calls of integer kernels, with the operators after them in
+the epilogue.
+"""
 
 from __future__ import annotations
 
@@ -37,17 +39,17 @@ from relayquant.ir.rewrite.rule import make_rule
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """A convolution or dense layer as kernels take it: constant int8 weights."""
+    """Operands of a convolution or dense layer for kernels: constant int8 weights."""
 
     call: Call
     weight: np.ndarray
     zero_point: int
     is_symbolic: bool  #: whether the batch (dense: the number of rows) is known only at run time
-    shape: tuple[int, ...]  #: with 1 for what is known only at run time
+    shape: tuple[int, ...]  #: 1 for dimensions known only at run time
 
     @property
     def dtype(self) -> str:
-        """uint8, int8 or int16."""
+        """Dtype of the data: uint8, int8 or int16."""
         return tensor_dtype(self.call.args[0])
 
 
@@ -57,7 +59,8 @@ def read_linear(
     layouts: tuple[tuple[str, str], ...] = (),
     split: Callable[[relax.Expr], tuple[bool, tuple[int, ...]] | None] = split_batch,
 ) -> Linear | Skip:
-    """Operands of a linear operator, in one of the (data, weight) layouts; () is any.
+    """Read the operands of a linear operator in one of the (data, weight) layouts. () allows any
+    layout.
 
     `split` tells which dimensions may be symbolic.
     """
@@ -84,16 +87,17 @@ def read_linear(
 def make_call(
     linear: Linear, tail: IntegerTail, packed: PackedWeights, build: Callable[[], PrimFunc]
 ) -> Lowered:
-    """The kernel call of a linear operator: data, packed constants, residual."""
+    """Make the kernel call of a linear operator: data, packed constants, residual."""
     operands = (linear.call.args[0], *packed.operands(), *tail.residuals)
-    # With a batch: the data, the residual and the result; constants have none.
+    # The data, the residual and the result have a batch; constants have none.
     batched = [0, *range(len(operands) - len(tail.residuals), len(operands) + 1)]
     return call_built(tail.vars, build_for_batch(build, linear.is_symbolic, batched), operands)
 
 
 def lower_conv2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
-    """qnn.conv2d in NHWC with constant OHWI weights; qnn.conv1d in NWC with OWI weights, as a
-    convolution of height 1.
+    """Lower qnn.conv2d in NHWC with constant OHWI weights.
+
+    Also qnn.conv1d in NWC with constant OWI weights, as a convolution of height 1.
     """
     linear = read_linear(context, var, (("NHWC", "OHWI"), ("NWC", "OWI")))
     if isinstance(linear, Skip):
@@ -130,7 +134,7 @@ def lower_conv2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
 
 
 def lower_conv2d_transpose(context: KernelContext, var: relax.Var) -> Lowered | Skip:
-    """qnn.conv2d_transpose in NHWC with constant weights."""
+    """Lower qnn.conv2d_transpose in NHWC with constant weights."""
     layouts = tuple(("NHWC", kernel) for kernel in ("OHWI", "IHWO", "IOHW", "HWIO", "HWOI"))
     linear = read_linear(context, var, layouts)
     if isinstance(linear, Skip):
@@ -162,7 +166,9 @@ def lower_conv2d_transpose(context: KernelContext, var: relax.Var) -> Lowered | 
 
 
 def order_transposed_weight(weight: np.ndarray, layout: str, groups: int) -> np.ndarray:
-    """Weights (I, ..., O/groups) of a transposed convolution as OHWI (O, KH, KW, I/groups)."""
+    """Reorder weights (I, ..., O/groups) of a transposed convolution to OHWI (O, KH, KW,
+    I/groups).
+    """
     iohw = weight.transpose([layout.index(letter) for letter in "IOHW"])
     inputs, per_group, kh, kw = iohw.shape
     grouped = iohw.reshape(groups, inputs // groups, per_group, kh, kw)
@@ -172,7 +178,9 @@ def order_transposed_weight(weight: np.ndarray, layout: str, groups: int) -> np.
 
 
 def lower_dense(context: KernelContext, var: relax.Var) -> Lowered | Skip:
-    """qnn.dense with constant weights; all leading dimensions are rows, static or symbolic."""
+    """Lower qnn.dense with constant weights. All leading dimensions are rows, static or
+    symbolic.
+    """
     linear = read_linear(context, var, split=split_rows)
     if isinstance(linear, Skip):
         return linear
@@ -202,8 +210,9 @@ def lower_dense(context: KernelContext, var: relax.Var) -> Lowered | Skip:
 
 
 def lower_batch_matmul(context: KernelContext, var: relax.Var) -> Lowered | Skip:
-    """qnn.batch_matmul of two computed operands with equal batch dimensions; the second one may be
-    transposed, see `read_transposed`.
+    """Lower qnn.batch_matmul of two computed operands with equal batch dimensions.
+
+    The second operand may be transposed, see `read_transposed`.
     """
     call = context.call(var)
     x, y = split_batch(call.args[0]), split_batch(call.args[1])
@@ -248,8 +257,10 @@ def lower_batch_matmul(context: KernelContext, var: relax.Var) -> Lowered | Skip
 
 
 def read_transposed(context: KernelContext, expr: relax.Expr) -> tuple[relax.Expr, int | None]:
-    """The second operand of a batch_matmul as the kernel takes it: what is transposed, and its
-    `BatchMatmul.w_heads`; or itself and None.
+    """Read the second operand of a batch_matmul, without the transposition that the kernel can do.
+
+    Returns:
+        The transposed value and its `BatchMatmul.w_heads`; or the operand itself and None.
 
     permute_dims(x, [..., 3, 2])      ->  x, 1
     permute_dims(x, [0, 2, 3, 1])     ->  x, its third dimension

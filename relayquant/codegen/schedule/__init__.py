@@ -1,1 +1,1 @@
-"""Loops of what has no kernel: a generic schedule, and functions as polynomials."""
+"""TIR functions without a kernel -> scheduled loops, with math functions as polynomials."""

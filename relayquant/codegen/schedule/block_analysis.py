@@ -1,4 +1,6 @@
-"""What the generic schedule knows of a block: its axes, its accesses, what its arithmetic costs."""
+"""Block of a TIR function -> what the generic schedule needs: axes, accesses and cost of
+arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,15 @@ CHEAP_CALLS = frozenset(
     }
 )
 
-#: Calls whose argument stands many times in what they become: here, and in TVM's own rules for LLVM
-#: (tan, atanh; tanh of other dtypes than float32). The variables that hold it do not help: TVM's
-#: LLVM code generation puts their values in their places when it simplifies (`Analyzer::Bind`).
+#: Calls whose expansion repeats their argument many times: expansions made here, and TVM's own
+#: rules for LLVM (tan, atanh; tanh of dtypes other than float32). Variables for the argument do not
+#: help: when TVM's LLVM code generation simplifies, it replaces them by their values
+#: (`Analyzer::Bind`).
 REPEATING_CALLS = frozenset({*EXPANSIONS, "tirx.tan", "tirx.atanh"})
 
 
 class Unschedulable(Exception):
-    """This function is not of the form the rules handle; it stays as it is."""
+    """The rules cannot handle this function. It stays as it is."""
 
 
 def is_float(dtype: object) -> bool:
@@ -52,12 +55,12 @@ def is_float(dtype: object) -> bool:
 
 
 def constant(value: object) -> int | None:
-    """The integer a TVM expression stands for, None if it is symbolic."""
+    """Return the integer value of a TVM expression, None if it is symbolic."""
     return int(value) if isinstance(value, int | tirx.IntImm) else None
 
 
 def coefficient(expr: tirx.Expr, var: tirx.Var) -> int | None:
-    """Factor of `var` in an index expression: 0 if absent, None if the index is not linear."""
+    """Return the factor of `var` in an index: 0 if absent, None if the index is not linear."""
     if isinstance(expr, tirx.IntImm):
         return 0
     if isinstance(expr, tirx.Var):
@@ -76,7 +79,7 @@ def coefficient(expr: tirx.Expr, var: tirx.Var) -> int | None:
 
 
 def mentions(expr: tirx.Expr, var: tirx.Var) -> bool:
-    """Whether `var` occurs anywhere below `expr`."""
+    """Whether `var` occurs anywhere in `expr`."""
     return any(isinstance(node, tirx.Var) and node.same_as(var) for node in list_nodes(expr))
 
 
@@ -86,11 +89,14 @@ class Access:
 
     buffer: tirx.Buffer
     indices: tuple[tirx.Expr, ...]
-    #: position in the flat buffer, where the indices take others apart as behind a reshape
+    #: position in the flat buffer, if the indices divide others as after a reshape
     offset: tirx.Expr | None = None
 
     def stride(self, var: tirx.Var) -> int | None:
-        """Elements between the accesses for `var` and `var + 1`; None if that is not a constant."""
+        """Return the distance in elements between accesses for `var` and `var + 1`.
+
+        None if it is not constant.
+        """
         if self.offset is not None:
             return coefficient(self.offset, var)
         total = 0
@@ -110,14 +116,14 @@ class Access:
 
 @dataclass(frozen=True)
 class BlockFacts:
-    """What the rules need to know of one block."""
+    """Axes, accesses and value of one block."""
 
     spatial: tuple[tirx.IterVar, ...]
     reduced: tuple[tirx.IterVar, ...]
     write: Access
     reads: tuple[Access, ...]
     value: tirx.Expr
-    #: the body is one store: anything else (a scan, an if, an extern call) is left serial
+    #: Whether the body is one store. Anything else (a scan, an if, an extern call) is left serial.
     simple: bool
 
     @property
@@ -125,17 +131,17 @@ class BlockFacts:
         return max(tirx_bits(access.buffer.dtype) for access in (self.write, *self.reads))
 
     def volume(self) -> int:
-        """Iterations of the block, symbolic extents counted as 1."""
+        """Count the iterations of the block. Symbolic extents count as 1."""
         return math.prod(constant(v.dom.extent) or 1 for v in (*self.spatial, *self.reduced))
 
 
 def tirx_bits(dtype: object) -> int:
-    """Bits of one element."""
+    """Return the bits of one element, at least 8."""
     return max(8, int(tvm_ffi.dtype(str(dtype)).bits))
 
 
 def read_block(block: s_tir.SBlock) -> BlockFacts:
-    """Gather the facts of a block; Unschedulable if it has no store the rules understand."""
+    """Analyze a block. Raises Unschedulable if it has no store that the rules understand."""
     stores: list[tirx.BufferStore] = []
     loads: list[TensorLoad] = []
     tvm_ffi.structural_walk(
@@ -160,11 +166,11 @@ def read_block(block: s_tir.SBlock) -> BlockFacts:
 
 
 def find_offset(load: TensorLoad, axes: Sequence[tirx.IterVar]) -> tirx.Expr | None:
-    """Position of a load in its flat buffer, in the simplest form, if its indices divide.
+    """Return the simplified position of a load in its flat buffer, if its indices divide.
 
     x[i // 64, i % 64] of 64 columns  ->  i
 
-    None where no index divides, or an extent is symbolic.
+    None if no index divides, or if an extent is symbolic.
     """
     divisions = (tirx.FloorDiv, tirx.FloorMod)
     if not any(isinstance(node, divisions) for index in load.indices for node in list_nodes(index)):
@@ -184,7 +190,7 @@ SPATIAL, REDUCED = int(tirx.IterVar.DataPar), int(tirx.IterVar.CommReduce)
 
 
 def list_nodes(expr: tirx.Expr) -> list[tirx.Expr]:
-    """All subexpressions of `expr`, itself included."""
+    """List all subexpressions of `expr`, including itself."""
     nodes: list[tirx.Expr] = []
 
     def collect(node: object) -> None:
@@ -196,25 +202,27 @@ def list_nodes(expr: tirx.Expr) -> list[tirx.Expr]:
 
 
 def list_loads(expr: tirx.Expr) -> list[TensorLoad]:
-    """All loads of `expr`, those in the indices of others included."""
+    """List all loads of `expr`, including loads in indices of other loads."""
     loads: list[TensorLoad] = []
     tvm_ffi.structural_walk(expr, (TensorLoad, loads.append))
     return loads
 
 
 def list_position_loads(expr: tirx.Expr) -> list[TensorLoad]:
-    """Loads of `expr` that say where another one reads, as the data of a look-up do."""
+    """List loads of `expr` in indices of other loads, as in a table lookup."""
     indices = [index for load in list_loads(expr) for index in load.indices]
     return [load for index in indices for load in list_loads(index)]
 
 
 def call_name(call: Call) -> str:
-    """Operator name without the dialect before it, which differs between TVM releases."""
+    """Return the operator name without the dialect prefix, which differs between TVM releases."""
     return str(getattr(call.op, "name", call.op)).rsplit(".", 1)[-1]
 
 
 def is_expensive(expr: tirx.Expr) -> bool:
-    """Whether computing `expr` twice costs more than storing it: a division or a math function."""
+    """Whether computing `expr` twice costs more than storing it: it has a division or a math
+    function.
+    """
     return any(
         isinstance(node, tirx.Div)
         or (isinstance(node, Call) and call_name(node) not in CHEAP_CALLS)
@@ -223,7 +231,7 @@ def is_expensive(expr: tirx.Expr) -> bool:
 
 
 def list_repeating(expr: tirx.Expr) -> list[Call]:
-    """Calls of `expr` whose argument is written out many times."""
+    """List calls of `expr` whose expansion repeats their argument many times."""
     return [
         node
         for node in list_nodes(expr)
@@ -232,7 +240,7 @@ def list_repeating(expr: tirx.Expr) -> list[Call]:
 
 
 def list_conditions(expr: tirx.Expr) -> list[tirx.Expr]:
-    """Conditions that guard a part of `expr`, as padding does."""
+    """List the conditions that guard a part of `expr`, as in padding."""
     conditions = []
     for node in list_nodes(expr):
         if isinstance(node, tirx.Select):
@@ -243,13 +251,15 @@ def list_conditions(expr: tirx.Expr) -> list[tirx.Expr]:
 
 
 def pick_width(extent: int, lanes: int, least: int = 2) -> int:
-    """Elements of one vector along an axis: a divisor of at least half a register, 0 if none is."""
+    """Choose the elements of one vector along an axis: a divisor of at least half a register, else
+    0.
+    """
     width = largest_divisor(extent, lanes)
     return width if width == extent or width >= max(lanes // 2, least) else 0
 
 
 def largest_divisor(extent: int, limit: int) -> int:
-    """Largest divisor of `extent` that is at most `limit`."""
+    """Return the largest divisor of `extent` that is at most `limit`."""
     return next(d for d in range(min(extent, limit), 0, -1) if extent % d == 0)
 
 
@@ -262,7 +272,7 @@ def is_identity(facts: BlockFacts) -> bool:
 
 
 def is_copy(facts: BlockFacts) -> bool:
-    """Whether the block copies a buffer as it is, like padding by nothing."""
+    """Whether the block copies a buffer unchanged, like padding by nothing."""
     value = facts.value
     return (
         isinstance(value, TensorLoad)

@@ -1,10 +1,10 @@
-"""Codegen, behind the generic schedule: maxima and minima of floats begin at infinity.
+"""Scheduled TIR -> the same TIR where maxima and minima of floats start at infinity.
 
     y = -3.4028235e+38; y = max(y, x[k])    ->    y = -inf; y = max(y, x[k])
 
-TVM begins at the largest finite number, so that the maximum of nothing but -inf would be finite: a
-row of attention scores that is masked as a whole would not be seen as one. The schedule factors
-only reductions that begin as TVM's do, so it comes first.
+TVM starts at the largest finite number, so the maximum of only -inf would be finite. Then a row of
+attention scores that is completely masked would not be recognized. This pass runs after the generic
+schedule, which splits only reductions with TVM's own initial value.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import tvm_ffi
 from tvm import tirx
 from tvm.ir import IRModule
 
-#: What takes the extreme of two values -> what it begins with.
+#: Maximum or minimum of two values -> initial value of its reduction.
 STARTS = {tirx.Max: float("-inf"), tirx.Min: float("inf")}
 
 
 def find_starts(func: tirx.PrimFunc) -> dict[tirx.Buffer, float]:
-    """Buffers of floats that take extremes -> what these begin with; not those that take both."""
+    """Find float buffers with a maximum or minimum -> initial value. Buffers with both are left
+    out.
+    """
     found: dict[tirx.Buffer, set[float]] = {}
 
     def visit(store: tirx.BufferStore) -> None:
@@ -34,7 +36,7 @@ def find_starts(func: tirx.PrimFunc) -> dict[tirx.Buffer, float]:
 
 
 def begin_at_infinity(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The function whose maxima and minima of floats begin at infinity."""
+    """Make the float maxima and minima of a function start at infinity."""
     starts = find_starts(func)
 
     def replace(store: tirx.BufferStore) -> tirx.BufferStore:
@@ -52,7 +54,7 @@ def begin_at_infinity(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 def is_limit(value: Any, dtype: Any, start: float) -> bool:
-    """Whether `value` is the finite number that is nearest to `start`, which TVM begins with."""
+    """Whether `value` is the finite number nearest to `start`, which is TVM's initial value."""
     if isinstance(value, tirx.Broadcast):
         value = value.value
     limit = tirx.min_value(str(dtype)) if start < 0 else tirx.max_value(str(dtype))
@@ -60,7 +62,7 @@ def is_limit(value: Any, dtype: Any, start: float) -> bool:
 
 
 def create_extremes_pass() -> Any:
-    """`begin_at_infinity` of every TIR function, as a pass."""
+    """Make a pass that applies `begin_at_infinity` to every TIR function."""
 
     def run(mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
         result = IRModule(

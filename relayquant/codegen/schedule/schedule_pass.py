@@ -1,13 +1,13 @@
-"""Codegen, last step on TIR: a generic CPU schedule for what has no special kernel.
+"""Fused TIR functions without a kernel -> scheduled TIR functions: a generic CPU schedule.
 
-TVM's default pipeline leaves fused functions as serial scalar loop nests. Here each of them is
-inlined, tiled, vectorized and made parallel by rules that look only at loops and accesses, without
-any tuning.
+TVM's default pipeline leaves fused functions as serial scalar loop nests. Here they are inlined,
+tiled, vectorized and made parallel by rules that look only at loops and accesses, without any
+tuning.
 
-What a schedule may change: float reductions are reassociated and contracted. What it may not
-change: integer results, and the rounding of float arithmetic between two operators. LLVM contracts
-a product and a sum that meet in one expression to a fused multiply-add, so a product that is
-inlined into its consumer is fenced (`llvm.arithmetic.fence`) and keeps its own rounding.
+A schedule may reassociate and contract float reductions. It must not change integer results, or the
+rounding of float arithmetic between two operators. LLVM contracts a product and a sum in one
+expression to a fused multiply-add. So a product that is inlined into its consumer is fenced
+(`llvm.arithmetic.fence`) and is rounded separately.
 """
 
 from __future__ import annotations
@@ -31,18 +31,23 @@ logger = logging.getLogger("relayquant.codegen")
 
 @dataclass(frozen=True)
 class ScheduleReport:
-    """What `schedule_with_report` did: function names, and for the ones left alone the reason."""
+    """Result of `schedule_with_report`: names of scheduled functions; names and reasons of the
+    others.
+    """
 
     scheduled: tuple[str, ...]
     skipped: tuple[tuple[str, str], ...]
 
 
 def schedule_with_report(mod: IRModule, target: Target) -> tuple[IRModule, ScheduleReport]:
-    """Schedule every TIR function of `mod` that nobody scheduled, and say which ones were not.
+    """Schedule every TIR function of `mod` without a schedule, and report the functions left
+    unchanged.
 
-    Works on static and symbolic shapes. A function is left as it is when it carries the attribute
-    `tirx.is_scheduled`, has no blocks to schedule (a kernel written by hand), or when a scheduling
-    primitive rejects it; the last is logged to `relayquant.codegen` at level debug.
+    Works on static and symbolic shapes. A function stays as it is if
+    - it has the attribute `tirx.is_scheduled`
+    - it has no blocks to schedule (a handwritten kernel)
+    - a scheduling primitive rejects it. The logger `relayquant.codegen` gets the reason at level
+    debug.
     """
     scheduled: list[str] = []
     skipped: list[tuple[str, str]] = []
@@ -57,7 +62,7 @@ def schedule_with_report(mod: IRModule, target: Target) -> tuple[IRModule, Sched
         except Unschedulable as reason:
             skipped.append((hint, str(reason)))
         except RuntimeError as error:
-            # A primitive raises on loops it cannot transform; the unscheduled form is correct.
+            # A primitive raises on loops it cannot transform. The unscheduled function is correct.
             message = str(error).strip().splitlines() or [type(error).__name__]
             skipped.append((hint, f"{type(error).__name__}: {message[-1]}"))
     for hint, reason in skipped:
@@ -69,12 +74,12 @@ def schedule_with_report(mod: IRModule, target: Target) -> tuple[IRModule, Sched
 
 
 def schedule_functions(mod: IRModule, target: Target) -> IRModule:
-    """`schedule_with_report` without the report."""
+    """Schedule functions as `schedule_with_report` does, without the report."""
     return schedule_with_report(mod, target)[0]
 
 
 def create_schedule_pass(target: Target) -> Any:
-    """`schedule_functions` as a module pass; it belongs behind FuseTIR."""
+    """Make `schedule_functions` a module pass. It has to run after FuseTIR."""
 
     def schedule(mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
         return schedule_functions(mod, target)
@@ -83,10 +88,11 @@ def create_schedule_pass(target: Target) -> Any:
 
 
 def schedule_function(func: tirx.PrimFunc, target: Target) -> tirx.PrimFunc:
-    """Scheduled form of one function.
+    """Return one function with a schedule.
 
-    Raises Unschedulable where there is nothing to schedule, and TVM's ScheduleError where a
-    primitive rejects the loops.
+    Raises:
+        Unschedulable: There is nothing to schedule.
+        ScheduleError: A scheduling primitive of TVM rejects the loops.
     """
     if not isinstance(func.body, s_tir.SBlockRealize):
         raise Unschedulable("has no root block")
@@ -100,9 +106,9 @@ def schedule_function(func: tirx.PrimFunc, target: Target) -> tirx.PrimFunc:
 
 
 def fence_products(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Keep the rounding of float products that one block hands to another through a buffer.
+    """Keep the rounding of float products that one block passes to another through a buffer.
 
-    Products that reach the function's output are left alone: nothing can be contracted with them.
+    Products that are written to the function's output stay: nothing can be contracted with them.
     """
 
     def fence(store: tirx.BufferStore) -> tirx.BufferStore:

@@ -1,5 +1,6 @@
-"""The generic schedule of one function: inlined, tiled, vectorized and made parallel, by rules that
-look only at loops and accesses.
+"""The generic schedule of one TIR function, by rules that look only at loops and accesses.
+
+It inlines, tiles, vectorizes and parallelizes.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ from relayquant.codegen.schedule.block_analysis import (
     tirx_bits,
 )
 
-#: Element operations below which waking threads costs more than it gains: about 10 microseconds of
-#: them, in vectors.
+#: Below this many element operations, waking threads costs more than it gains: about 10
+#: microseconds of vector operations.
 PARALLEL_WORK = 1 << 17
-#: Expression nodes up to which producers are inlined: bounds a chain that doubles at each step.
+#: Largest expression, in nodes, into which producers are inlined. Bounds a chain that doubles at
+#: each step.
 INLINE_NODES = 400
 #: Longest axis that is kept whole in a local buffer when no vector divides it.
 LONGEST_ROW = 1024
-#: Accumulator registers of one tile; AVX-512 and Arm have 32 vector registers, others 16.
+#: Accumulator registers of one tile. AVX-512 and Arm have 32 vector registers, others 16.
 TILE_REGISTERS = {512: 12, 256: 6, 128: 8}
 #: Enough tasks to split evenly over the threads of a machine.
 PARALLEL_TASKS = 64
@@ -56,7 +58,7 @@ class FunctionScheduler:
         self.registers = TILE_REGISTERS.get(self.bits, 8)
 
     def run(self) -> None:
-        """Inline, then schedule each block that is left."""
+        """Inline, then schedule each remaining block."""
         sch = self.sch
         root = sch.get_sblock("root")
         if not sch.get_child_blocks(root):
@@ -87,7 +89,7 @@ class FunctionScheduler:
                 self.sch.compute_inline(block)
 
     def may_inline(self, block: s_tir.schedule.SBlockRV) -> bool:
-        """Whether `block` may vanish into all its consumers without repeating costly work."""
+        """Whether `block` can be inlined into all its consumers without repeating costly work."""
         node = self.sch.get(block)
         if not node.iter_vars:
             return False
@@ -103,8 +105,8 @@ class FunctionScheduler:
             return False
         if is_copy(facts):
             return True
-        # Arithmetic runs in vectors only where no look-up stands between, and TVM takes very long
-        # for positions that are computed from values at computed positions.
+        # Arithmetic runs in vectors only if no look-up stands between. TVM takes very long for
+        # positions that are computed from values at computed positions.
         if list_position_loads(facts.value):
             return False
         is_move = isinstance(facts.value, TensorLoad)
@@ -133,7 +135,7 @@ class FunctionScheduler:
     # ---- elementwise ---------------------------------------------------------------------------
 
     def lanes(self, bits: int) -> int:
-        """Elements of one vector register."""
+        """Return the elements of one vector register."""
         return max(self.bits // bits, 1)
 
     def schedule_injective(self, block: s_tir.schedule.SBlockRV, facts: BlockFacts) -> None:
@@ -149,12 +151,11 @@ class FunctionScheduler:
         self.vectorize_loops(loops, facts)
 
     def vectorize_loops(self, loops: Sequence[s_tir.schedule.LoopRV], facts: BlockFacts) -> None:
-        """Vectorize the contiguous suffix of `loops`, one per spatial axis of `facts`.
+        """Vectorize the contiguous suffix of `loops`, which has one loop per spatial axis.
 
-        The others run in parallel.
-
-        An axis that no vector divides stays a serial innermost loop, which LLVM vectorizes with a
-        scalar remainder: a guard inside the vector would take it apart into scalars.
+        The other loops run in parallel. An axis that no vector divides stays a serial innermost
+        loop. LLVM vectorizes it with a scalar remainder. A guard inside the vector would split it
+        into scalars.
         """
         sch = self.sch
         lanes = self.lanes(facts.dtype_bits)
@@ -173,7 +174,7 @@ class FunctionScheduler:
         self.parallelize(outer, facts)
 
     def schedule_padding(self, block: s_tir.schedule.SBlockRV) -> None:
-        """Fill, then copy the inside: neither needs a guard for each element."""
+        """Fill the output, then copy the inside. Neither needs a guard for each element."""
         sch = self.sch
         fill = sch.decompose_padding(block, sch.get_loops(block)[0])
         for part in (fill, block):
@@ -185,7 +186,7 @@ class FunctionScheduler:
                 self.parallelize(loops[:-1], part_facts)
 
     def contiguous_suffix(self, facts: BlockFacts, lanes: int) -> int:
-        """How many inner axes to fuse into the vector axis; 0 if none is fit for vectors."""
+        """Count the inner axes to fuse into the vector axis; 0 if none can be a vector."""
         last = facts.spatial[-1]
         extent = constant(last.dom.extent)
         if extent is None or not self.fits_vectors(facts, last.var):
@@ -214,9 +215,9 @@ class FunctionScheduler:
     def parallelize(self, loops: Sequence[s_tir.schedule.LoopRV], facts: BlockFacts) -> None:
         """Run outer loops in parallel when there is work for more than one thread.
 
-        Loops are fused only until they give enough tasks: each task takes its indices apart again.
-        A symbolic extent counts as 1, as for the kernels: what is known only at run time is the
-        batch, and one sample should not wait for a thread to wake.
+        Loops are fused only until there are enough tasks, since each task has to divide its index
+        again. A symbolic extent counts as 1, as in the kernels: only the batch is known at run
+        time, and a single sample should not wait for a thread to wake.
         """
         work = facts.volume() * len(list_nodes(facts.value)) // 4
         chosen, tasks = [], 1
@@ -224,7 +225,7 @@ class FunctionScheduler:
             if tasks >= PARALLEL_TASKS:
                 break
             extent = constant(self.sch.get(loop).extent)
-            if extent != 1 or chosen:  # fused loops are neighbours, so units between them join
+            if extent != 1 or chosen:  # fused loops are neighbours: units between them join
                 chosen.append(loop)
                 tasks *= extent or 1
         if not chosen or work < PARALLEL_WORK:
@@ -234,7 +235,9 @@ class FunctionScheduler:
     # ---- reductions ----------------------------------------------------------------------------
 
     def schedule_reduction(self, block: s_tir.schedule.SBlockRV, facts: BlockFacts) -> set[str]:
-        """Schedule a reduction and what is fused with it; returns the blocks dealt with."""
+        """Schedule a reduction and what is fused with it. Returns the names of the scheduled
+        blocks.
+        """
         if facts.simple and facts.spatial and is_identity(facts):
             axes = [v for v in facts.spatial if constant(v.dom.extent) != 1]
             extent = constant(axes[-1].dom.extent) if axes else None
@@ -250,7 +253,7 @@ class FunctionScheduler:
         return {name}
 
     def fits_tile(self, facts: BlockFacts, var: tirx.Var) -> bool:
-        """As `fits_vectors`, but one operand may be gathered with the step of a strided conv."""
+        """Like `fits_vectors`, but one operand may be gathered with the step of a strided conv."""
         if facts.write.stride(var) != 1 or any(
             mentions(c, var) for c in list_conditions(facts.value)
         ):
@@ -268,14 +271,14 @@ class FunctionScheduler:
     ) -> set[str]:
         """Keep a tile of results in registers while the reduced axes run.
 
-        The tile is a few rows of an axis along which some operand is reused, times whole vectors
-        (of `width` elements) of the axis that is contiguous. Behind it the element-wise consumer
-        runs on the tile. With width 0 the tile is one row, left to LLVM.
+        The tile has a few rows of an axis along which some operand is reused, times whole vectors
+        (of `width` elements) of the contiguous axis. The elementwise consumer then runs on the
+        tile. With width 0 the tile is one row, which LLVM vectorizes.
         """
         sch = self.sch
         name = sch.get(block).name_hint
-        # The tile stays in scope "global": up to 1 KiB of that lives on the stack, where LLVM finds
-        # registers for it, whereas scope "local" is fetched from the heap.
+        # The tile stays in scope "global": up to 1 KiB of that is on the stack, where LLVM finds
+        # registers for it. Scope "local" is allocated on the heap.
         epilogue = self.fused_epilogue(block, facts) or sch.cache_write(block, 0, "global")
         done = {name, sch.get(epilogue).name_hint}
         loops = list(sch.get_loops(epilogue))
@@ -296,7 +299,7 @@ class FunctionScheduler:
         outer.append(vector_outer)
         sch.reorder(*outer, *inner)
         sch.compute_at(block, vector_outer, preserve_unit_loops=True)
-        # compute_at leaves one loop per axis of the block below the place it moved it to.
+        # compute_at leaves one loop per axis of the block below the target loop.
         mine = list(sch.get_loops(block))[len(outer) :]
         spatial, reduced = mine[: len(facts.spatial)], mine[len(facts.spatial) :]
         tile_mid, tile_inner = sch.split(spatial[at], [None, step])
@@ -308,14 +311,16 @@ class FunctionScheduler:
             sch.vectorize(tile[-1])
             sch.vectorize(inner[-1])
         self.parallelize(outer, facts)
-        # Last: nothing may be moved once the initial values have a block of their own.
+        # Last: nothing can be moved once the initial values have a separate block.
         sch.decompose_reduction(block, reduced[0])
         return done
 
     def pick_rows(
         self, facts: BlockFacts, vector_axis: tirx.IterVar, most: int
     ) -> tuple[int | None, int]:
-        """(axis, rows) of the register tile: an axis that lets an operand be reused comes first."""
+        """Choose (axis, rows) of the register tile. Axes that let an operand be reused come
+        first.
+        """
         best: tuple[tuple[int, int], int, int] | None = None
         for i, axis in enumerate(facts.spatial):
             extent = constant(axis.dom.extent)
@@ -333,7 +338,9 @@ class FunctionScheduler:
     def fused_epilogue(
         self, block: s_tir.schedule.SBlockRV, facts: BlockFacts
     ) -> s_tir.schedule.SBlockRV | None:
-        """The only reader of a reduction, if it reads element by element in the same order."""
+        """Return the only reader of a reduction, if it reads element by element in the same
+        order.
+        """
         consumers = self.sch.get_consumers(block)
         if len(consumers) != 1:
             return None
@@ -355,7 +362,7 @@ class FunctionScheduler:
         return consumers[0]
 
     def split_lanes(self, block: s_tir.schedule.SBlockRV, facts: BlockFacts) -> bool:
-        """Split the reduced axis into vector lanes, reduced among each other at the end."""
+        """Split the reduced axis into vector lanes, which are reduced to one value at the end."""
         sch = self.sch
         last = facts.reduced[-1]
         extents = [constant(v.dom.extent) for v in facts.reduced]
@@ -375,8 +382,8 @@ class FunctionScheduler:
                 break
             extent *= extents[-fuse] or 1
         width = largest_divisor(extent, lanes)
-        # TVM's LoopPartition, which takes the rest apart, mixes int32 into the positions where a
-        # symbolic extent keeps them int64.
+        # LoopPartition of TVM separates the remainder. With a symbolic extent it mixes int32 into
+        # int64 positions.
         is_static = all(constant(axis.dom.extent) is not None for axis in facts.spatial)
         has_rest = width < 4 and extent >= 2 * lanes and is_static
         if has_rest:
@@ -394,7 +401,7 @@ class FunctionScheduler:
         partial_loops = list(sch.get_loops(partial))
         spatial = len(facts.spatial)
         sch.vectorize(partial_loops[-1])
-        # The lanes of a result are reduced where they are: by its thread, while they are near.
+        # Each thread reduces the lanes of its results while they are in the cache.
         if spatial:
             sch.reverse_compute_at(block, partial_loops[spatial - 1], preserve_unit_loops=True)
         self.parallelize(partial_loops[:spatial], facts)
@@ -403,7 +410,7 @@ class FunctionScheduler:
 
 
 def leading_spatial(schedule: s_tir.Schedule, block: s_tir.schedule.SBlockRV) -> int:
-    """Number of outer loops of `block` that belong to spatial axes alone."""
+    """Count the outer loops of `block` that belong only to spatial axes."""
     kinds = [int(v.iter_type) for v in schedule.get(block).iter_vars]
     loops = schedule.get_loops(block)
     if len(kinds) != len(loops):

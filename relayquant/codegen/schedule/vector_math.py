@@ -1,10 +1,10 @@
-"""Codegen, behind the generic schedule: exp, tanh, erf and sigmoid as polynomials; and functions of
-which CPUs have vectors, but TVM not, in a form that has.
+"""Scheduled TIR -> the same TIR with exp, tanh, erf and sigmoid as polynomials that run in vectors.
 
-LLVM calls the C library once per element for the first, also in vectorized loops; arithmetic stays
-in vectors. With one of the second in it, TVM takes a vectorized loop apart into scalars. Errors
-against exact values, over all float32: exp 2e-7 relative (results that are no normal numbers become
-0), sigmoid 2e-7, tanh and erf 5e-7 absolute. NaN gives NaN.
+LLVM calls the C library once per element for these functions, also in vectorized loops, while
+arithmetic stays in vectors. `nearbyint` and `rsqrt` get a form that TVM can vectorize: it would
+split a vectorized loop with them into scalars, although CPUs have vector instructions. Errors
+against exact values, over all float32: exp 2e-7 relative (subnormal results become 0), sigmoid
+2e-7, tanh and erf 5e-7 absolute. NaN gives NaN.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ EXP_COEFFICIENTS = (
     1.6666665459e-1,
     5.0000001201e-1,
 )
-#: ln(2) in two parts; the first has so few bits that its product with an exponent is exact.
+#: ln(2) in two parts. The first has so few bits that its product with an exponent is exact.
 LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
 LOG2_E = 1.44269504088896341
-#: Below, e^x is no normal number; above, it is infinite.
+#: Below the first bound, e^x is subnormal or 0. Above the second, it is infinite.
 EXP_LOW, EXP_HIGH = -87.3365447, 89.0
 
 #: tanh(x) is x * P(x^2) / Q(x^2) up to the limit, beyond which it rounds to 1: Eigen, ptanh.
@@ -78,13 +78,13 @@ def number(value: float) -> Expr:
 
 
 def bind(value: Expr, make: Callable[[tirx.Var], Expr]) -> Expr:
-    """`make(value)` with `value` computed once."""
+    """Build `make(value)` with `value` computed once."""
     var = tirx.Var("t", str(value.ty))
     return tirx.Let(var, value, make(var))
 
 
 def horner(x: Expr, coefficients: Sequence[float]) -> Expr:
-    """The polynomial with these coefficients, that of the highest power first."""
+    """Build the polynomial with these coefficients, highest power first."""
     result = number(coefficients[0])
     for coefficient in coefficients[1:]:
         result = result * x + number(coefficient)
@@ -92,22 +92,27 @@ def horner(x: Expr, coefficients: Sequence[float]) -> Expr:
 
 
 def clamp(x: Expr, low: float, high: float) -> Expr:
-    """x within the bounds; NaN stays, whose comparisons are false (`isnan` is not vectorized)."""
+    """Clamp x to the bounds. NaN stays, since its comparisons are false (`isnan` is not
+    vectorized).
+    """
     return tirx.Select(x < number(low), number(low), tirx.Select(x > number(high), number(high), x))
 
 
 def round_even(x: Expr) -> Expr:
-    """`tirx.nearbyint` as the intrinsic that it becomes: half to even."""
+    """Call the LLVM intrinsic of `tirx.nearbyint`: round half to even."""
     return tirx.call_llvm_pure_intrin(str(x.ty), "llvm.nearbyint", x)
 
 
 def invert_root(x: Expr) -> Expr:
-    """1 / sqrt(x), which is also what TVM makes of `tirx.rsqrt` for LLVM."""
+    """Compute 1 / sqrt(x), as TVM does for `tirx.rsqrt` in LLVM."""
     return tirx.FloatImm(str(x.ty), 1) / tirx.sqrt(x)
 
 
 def expand_exp(x: tirx.Var) -> Expr:
-    """2^n * e^r with n = rne(x / ln 2) and r what remains; 2^n in two factors, as n may be 128."""
+    """Compute e^x as 2^n * e^r with n = rne(x / ln 2) and the remainder r.
+
+    2^n is the product of two factors, since n may be 128.
+    """
 
     def power_of_two(exponent: Expr) -> Expr:
         bits = tirx.shift_left(exponent + 127, tirx.IntImm("int32", 23))
@@ -118,7 +123,7 @@ def expand_exp(x: tirx.Var) -> Expr:
         return bind(half, lambda h: mantissa * power_of_two(h) * power_of_two(n - h))
 
     def from_rounded(rounded: tirx.Var) -> Expr:
-        # NaN comes in here; `rounded` must be free of it, being cast to an integer.
+        # NaN enters here. `rounded` must not be NaN, since it is cast to an integer.
         bounded = clamp(x, EXP_LOW, EXP_HIGH)
         rest = bounded - rounded * number(LN2_HIGH) - rounded * number(LN2_LOW)
         return bind(
@@ -137,7 +142,7 @@ def expand_exp(x: tirx.Var) -> Expr:
 def expand_ratio(
     x: tirx.Var, limit: float, numerator: Sequence[float], denominator: Sequence[float]
 ) -> Expr:
-    """x * P(x^2) / Q(x^2) for x within the limit, its value there beyond; at most 1."""
+    """Compute x * P(x^2) / Q(x^2), with x clamped to the limit and the result to -1 .. 1."""
     value = bind(
         clamp(x, -limit, limit),
         lambda b: bind(b * b, lambda s: b * horner(s, numerator) / horner(s, denominator)),
@@ -154,7 +159,7 @@ def expand_erf(x: tirx.Var) -> Expr:
 
 
 def expand_sigmoid(x: tirx.Var) -> Expr:
-    """1 / (1 + e^-x)."""
+    """Compute 1 / (1 + e^-x)."""
     return bind(
         number(0) - x,
         lambda negative: number(1) / (number(1) + expand_exp(negative)),
@@ -169,7 +174,8 @@ EXPANSIONS: dict[str, Callable[[tirx.Var], Expr]] = {
 }
 
 
-#: What TVM takes vectors apart for -> the same, bit for bit, as it keeps them.
+#: Functions that TVM would split into scalars -> a form that it keeps in vectors, equal bit for
+#: bit.
 VECTOR_FORMS: dict[str, Callable[[Expr], Expr]] = {
     "tirx.nearbyint": round_even,
     "tirx.rsqrt": invert_root,
@@ -185,12 +191,12 @@ def has_binding(expr: Expr) -> bool:
 
 
 def expand_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The function with float32 calls of the functions in `EXPANSIONS` written out, and those in
-    `VECTOR_FORMS` in that form.
+    """Expand the float32 calls of functions in `EXPANSIONS`, and rewrite those in `VECTOR_FORMS`.
 
-    A call with another one in its argument stays a call. TVM's LLVM code generation replaces bound
-    variables by their values when it simplifies, some hundred times here, so that chains would
-    grow by that factor at each step; the schedule gives each step a block of its own.
+    A call whose argument contains an expanded call stays a call. TVM's LLVM code generation
+    replaces bound variables by their values when it simplifies. Here a variable is read some
+    hundred times, so chains would grow by that factor at each step. The schedule gives each step a
+    separate block.
     """
 
     def expand(call: Call) -> Expr:
@@ -206,7 +212,9 @@ def expand_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 def create_math_pass(target: Target) -> Any:
-    """`expand_math` of every TIR function, as a pass; other targets than LLVM keep theirs."""
+    """Make a pass that applies `expand_math` to every TIR function. Only LLVM targets are
+    changed.
+    """
 
     def run(mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
         if target.kind.name != "llvm":

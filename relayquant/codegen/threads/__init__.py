@@ -1,4 +1,4 @@
-"""Lowered module -> the same with a pool of threads of its own."""
+"""Lowered module -> the same module with a thread pool."""
 
 from relayquant.codegen.threads.pool import add_pool
 

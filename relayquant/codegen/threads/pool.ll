@@ -1,49 +1,50 @@
-; The pool of threads that compiled libraries bring along: the bodies of the functions that pool.py
-; declares, in LLVM's language because TIR has no atomic operations.
+; The thread pool of compiled libraries: bodies of the functions that pool.py declares. They are
+; written in LLVM IR because TIR has no atomic operations.
 ;
-; A launch has as many parts as the pool has threads. The caller computes part 0; each worker looks
-; at a slot of its own, claims the part of that number and, when done, what nobody has begun. So does
-; the caller: it waits only for parts under way, never for a worker that does not get a processor,
-; and needs no worker at all (after a fork there is none).
+; A launch has one chunk ("part") for each thread of the pool. The caller computes part 0. Each
+; worker watches its own slot and claims the part with the slot's number. After that, workers and
+; caller claim parts that nobody has started. So the caller waits only for parts that are running,
+; never for a worker without a processor. It needs no worker at all (after a fork there is none).
 ;
 ; A slot holds 2 * launch while its part is free and 2 * launch + 1 once it is claimed, by one
-; compare-and-exchange. Who claimed a part of launch n may read @function, @data and @environment:
-; launch n is not over before the part is counted off in @left, and only then may another one begin.
+; compare-and-exchange. The thread that claimed a part of launch n may read @function, @data and
+; @environment: launch n is not over before the part is subtracted from @left, and only then may
+; another launch begin.
 ;
-; Where more threads want to run than there are processors, workers do harm: one that loses its
-; processor in the middle of a part keeps the caller waiting for a slice of the scheduler's,
-; milliseconds, and for each worker that wakes up the caller may lose its own. So there is an account,
-; @credit, in nanoseconds: parts that workers compute are paid in; the time that it takes to wake them,
-; the caller's waiting, and {switch} for each time that another thread got its processor, are paid
-; out. Single blips do not matter, as what is saved between them is more. When nothing is left workers back off for {min_backoff}
-; nanoseconds, twice as long each time that this happens again soon, {max_backoff} at most.
+; With more threads than processors, workers do harm. A worker that loses its processor in the
+; middle of a part keeps the caller waiting for a time slice of the scheduler (milliseconds). Each
+; worker that wakes up may also take the caller's processor. So there is an account, @credit, in
+; nanoseconds. Parts that workers compute are added. Subtracted are the time to wake workers, the
+; caller's waiting, and {switch} for each time that another thread got the caller's processor. Single
+; losses do not matter, since more is saved between them. When the credit is spent, workers back off
+; for {min_backoff} nanoseconds. The time doubles if this happens again soon, up to {max_backoff}.
 ;
-; Between the kernels of one run workers stay awake: the next launch is microseconds away. After
-; {worker_turns} turns without one they sleep. To wake one takes the caller microseconds, so it wakes two,
-; each of them two more, and so on. The counts of sleepers and of waiting callers are changed
-; before, and the slots and @left read after, both sequentially consistent, as the other side does it
-; the other way round: none sleeps through its call.
+; Between the kernels of one run workers stay awake, since the next launch is microseconds away.
+; After {worker_turns} turns without a launch they sleep. Waking a worker takes microseconds, so the caller
+; wakes two, each of them wakes two more, and so on. Each side changes its counter first (@sleepers,
+; @waiting) and then reads what the other side writes (the slots, @left), sequentially consistent on
+; both sides. So no thread misses its wake-up.
 
 %environment = type {{ ptr, i32 }}
 
 @lock = internal global i32 0, align 64           ; 1: a caller has the pool
-@threads = internal global i32 0                  ; callers and workers; 0: not started
-@process = internal global i32 0                  ; that started the workers
+@threads = internal global i32 0                  ; caller and workers; 0: not started
+@process = internal global i32 0                  ; process that started the workers
 @launch = internal global i64 0                   ; number of the last launch
 @function = internal global ptr null              ; of the launch: int (int part, environment*, data*)
 @data = internal global ptr null
 @environment = internal global %environment zeroinitializer
-@left = internal global i32 0, align 64           ; parts of the launch that nobody has finished
-@failed = internal global i32 0                   ; what a part of the launch returned that failed
+@left = internal global i32 0, align 64           ; unfinished parts of the launch
+@failed = internal global i32 0                   ; error code of a failed part of the launch
 @waiting = internal global i32 0                  ; 1: the caller sleeps on @finished
-@sleepers = internal global i32 0, align 64       ; workers that sleep, or are about to, on @wake
-@unwoken = internal global i32 0                  ; of those called, who nobody has woken yet
+@sleepers = internal global i32 0, align 64       ; workers that sleep on @wake, or are about to
+@unwoken = internal global i32 0                  ; called workers that nobody has woken yet
 @credit = internal global i64 {max_spin_credit}   ; nanoseconds that workers may still spin
 @backoff_until = internal global i64 0            ; when workers are used again; 0: now
 @backoff = internal global i64 {min_backoff}      ; how long the last back-off was
-@last_backoff = internal global i64 0             ; when that was over
+@last_backoff = internal global i64 0             ; when it ended
 @next_count = internal global i64 0               ; launch at which losses are counted
-@counted = internal global i64 0                  ; switches by then
+@counted = internal global i64 0                  ; lost processors at the last count
 @counted_thread = internal global i64 0
 @stopping = internal global i32 0
 @wake = internal global [8 x i64] zeroinitializer, align 64       ; sem_t
@@ -53,8 +54,8 @@
 @variable = private constant [16 x i8] c"TVM_NUM_THREADS\00"
 @smt_file = private constant [35 x i8] c"/sys/devices/system/cpu/smt/active\00"
 @read_mode = private constant [2 x i8] c"r\00"
-; What TVM's code calls for every parallel loop. Its runtime stores its own function there when it
-; loads the code.
+; Function that TVM's code calls for every parallel loop. TVM's runtime sets this pointer when it loads
+; the code.
 @__TVMBackendParallelLaunch = external global ptr
 @llvm.global_dtors = appending global [1 x {{ i32, ptr, ptr }}]
     [{{ i32, ptr, ptr }} {{ i32 65535, ptr @relayquant_stop, ptr null }}]
@@ -82,15 +83,15 @@ declare i32 @llvm.umin.i32(i32, i32)
 declare i64 @llvm.smin.i64(i64, i64)
 {declare_pause}
 
-; At the start of a kernel: its parallel loops are launched here.
+; Called at the start of a kernel, so that its parallel loops are launched here.
 define i32 @pool_attach() {{
   store ptr @relayquant_launch, ptr @__TVMBackendParallelLaunch
   ret i32 0
 }}
 
-; What a caller finds: 0 no pool for it, because it wants a number of parts of its own, another
-; caller has the pool, there is one thread, or workers back off; 1 it has the pool; 2 it has, and is
-; to start it.
+; Try to take the pool. 0: the pool is not available, because the caller wants a certain number of
+; parts, another caller has the pool, there is only one thread, or workers back off. 1: the caller
+; has the pool. 2: the caller has the pool and has to start it.
 define i32 @pool_take(i32 %wanted) {{
 entry:
   %threads = load atomic i32, ptr @threads acquire, align 4
@@ -125,8 +126,8 @@ none:
   ret i32 0
 }}
 
-; Threads of a pool: what TVM_NUM_THREADS says, or as many as the process may use cores. Of those
-; that share a core (SMT) one half counts: kernels keep a core's units busy from one thread.
+; Number of threads of a pool: TVM_NUM_THREADS, or the number of processors that the process may
+; use. With SMT it is halved: one thread of a kernel keeps the units of a core busy.
 define i32 @pool_count_threads() {{
 entry:
   %mask = alloca [16 x i64]
@@ -198,14 +199,14 @@ start:
   %following = add i32 %worker, 1
   %fine = icmp eq i32 %error, 0
   br i1 %fine, label %next, label %fewer
-fewer:                                            ; the system has no more threads for us
+fewer:                                            ; the system allows no more threads
   store atomic i32 %worker, ptr @threads release, align 4
   br label %end
 end:
   ret i32 0
 }}
 
-; All of a launch on the caller's thread, up to a part that fails.
+; Run a whole launch on the caller's thread, until a part fails.
 define i32 @pool_run_alone(ptr %function, ptr %data, i32 %wanted) {{
 entry:
   %environment = alloca %environment
@@ -227,7 +228,7 @@ end:
   ret i32 %error
 }}
 
-; Publish a launch, for a caller that has the pool; its number is the result.
+; Publish a launch, for a caller that has the pool. Returns the number of the launch.
 define i64 @pool_publish(ptr %function, ptr %data) {{
 entry:
   %threads = load i32, ptr @threads
@@ -281,7 +282,7 @@ end:
   ret i64 %launch
 }}
 
-; What a worker does first that was woken: it wakes two of those who are to be.
+; First task of a woken worker: it wakes two more workers.
 define i32 @pool_wake_others() {{
 entry:
   br label %next
@@ -305,7 +306,7 @@ end:
   ret i32 0
 }}
 
-; Claim and compute parts of a launch, from part %first on round all of them; how many.
+; Claim and compute parts of a launch, starting with part %first. Returns their number.
 define i32 @pool_compute(i64 %launch, i32 %first) {{
 entry:
   %free = shl i64 %launch, 1
@@ -343,7 +344,8 @@ end:
   ret i32 %counted
 }}
 
-; The caller: part 0, what is free, and the wait for the rest. 0, or what a part that failed returned.
+; Run a launch as the caller: compute part 0 and free parts, and wait for the rest. Returns 0, or the
+; error code of a failed part.
 define i32 @pool_finish(i64 %launch) {{
 entry:
   %function = load ptr, ptr @function
@@ -373,7 +375,7 @@ sleep:
   %now = icmp eq i32 %still, 0
   br i1 %now, label %awake, label %wait
 wait:
-  call i32 @sem_wait(ptr @finished)               ; may be for an earlier launch: look again
+  call i32 @sem_wait(ptr @finished)               ; may belong to an earlier launch: look again
   br label %sleep
 awake:
   store atomic i32 0, ptr @waiting seq_cst, align 4
@@ -413,7 +415,7 @@ resign:
   store i64 %backoff, ptr @backoff
   store i64 %until, ptr @backoff_until
   store i64 %until, ptr @last_backoff
-  store i64 0, ptr @counted_thread                ; what is lost meanwhile is not for the workers
+  store i64 0, ptr @counted_thread                ; losses during a back-off are not due to workers
   store i64 0, ptr @next_count
   br label %end
 end:
@@ -429,8 +431,8 @@ release:
   ret i32 %either
 }}
 
-; What the caller has lost since it was asked last, in nanoseconds: {switch} for each time that another
-; thread got its processor. Every {interval} launches the system is asked.
+; Nanoseconds that the caller lost since the last count: {switch} for each time that another thread got
+; its processor. Counted every {interval} launches.
 define i64 @pool_count_losses(i64 %launch) {{
 entry:
   %usage = alloca [32 x i64]                      ; struct rusage
@@ -442,7 +444,7 @@ none:
 ask:
   %next = add i64 %launch, {interval}
   store i64 %next, ptr @next_count
-  call i32 @getrusage(i32 1, ptr %usage)          ; 1: of this thread
+  call i32 @getrusage(i32 1, ptr %usage)          ; 1: RUSAGE_THREAD
   %field = getelementptr i64, ptr %usage, i64 17  ; ru_nivcsw
   %count = load i64, ptr %field
   %self = call i64 @pthread_self()
@@ -458,7 +460,7 @@ compare:
   ret i64 %lost
 }}
 
-; Nanoseconds.
+; Monotonic clock in nanoseconds.
 define i64 @pool_read_clock() {{
   %time = alloca {{ i64, i64 }}
   call i32 @clock_gettime(i32 1, ptr %time)
@@ -470,14 +472,14 @@ define i64 @pool_read_clock() {{
   ret i64 %sum
 }}
 
-; A launch, for a caller that has the pool.
+; Run a launch, for a caller that has the pool.
 define i32 @pool_run(ptr %function, ptr %data) {{
   %launch = call i64 @pool_publish(ptr %function, ptr %data)
   %error = call i32 @pool_finish(i64 %launch)
   ret i32 %error
 }}
 
-; A worker, until the library is unloaded.
+; Run a worker until the library is unloaded.
 define i32 @pool_work(i64 %index) {{
 entry:
   %worker = trunc i64 %index to i32
@@ -524,7 +526,7 @@ sleep:
   %again = load atomic i64, ptr %slot seq_cst, align 8
   %same = icmp eq i64 %again, %value
   br i1 %same, label %wait, label %retract
-retract:                                          ; a launch since: no sleep, unless we were counted
+retract:                                          ; a launch came: do not sleep, unless it counted us
   %asleep_now = load atomic i32, ptr @sleepers seq_cst, align 4
   %counted = icmp eq i32 %asleep_now, 0
   br i1 %counted, label %wait, label %leave
@@ -547,8 +549,8 @@ end:
   ret i32 0
 }}
 
-; When the library is unloaded or the process ends. Workers of another process (this one is a fork
-; of it) are not here.
+; Stop the workers when the library is unloaded or the process ends. After a fork, the child has no
+; workers to stop.
 define i32 @pool_stop() {{
 entry:
   %threads = load i32, ptr @threads

@@ -1,12 +1,12 @@
-"""Lowered module -> the same with a pool of threads of its own, which its parallel loops run on.
+"""Lowered module -> the same module with a thread pool that runs its parallel loops.
 
-TVM deals the parts of a loop out to its threads and waits for each of them. A thread that is asleep
-costs the time to wake it at every kernel; one that is kept awake costs, beside another busy
-process, whole slices of the scheduler: launches of 0.02 ms take 4 ms and more. The pool's caller
-does what no worker has begun, so neither is needed (`pool.ll`).
+TVM gives chunks of a loop to its threads and waits for each thread. Waking a sleeping thread costs
+time at every kernel. A thread that is kept awake next to another busy process costs whole time
+slices of the scheduler: launches of 0.02 ms take 4 ms and more. Here the calling thread takes over
+chunks that no worker has started, so neither is needed (`pool.ll`).
 
-Beside a module's kernels stand the functions below, whose bodies are calls of those in `pool.ll`:
-what is imported into TIR may be inlined, but has no address of its own.
+The functions below are added to the kernels of a module. They only call functions of `pool.ll`:
+code imported into TIR may be inlined, but has no address.
 """
 
 from __future__ import annotations
@@ -21,34 +21,36 @@ from tvm.target import Target
 
 from relayquant.codegen.kernels.isa.target import read_triple
 
-#: threads of a pool at most
+#: largest number of threads of a pool
 MOST_THREADS = 256
-#: turns that a worker waits for the next kernel before it sleeps: some 50 microseconds, as small
-#: kernels between two large ones take
+#: Turns that a worker waits for the next kernel before it sleeps: some 50 microseconds, the time of
+#: small kernels between two large ones.
 WORKER_TURNS = 5000
-#: turns that a caller waits for parts under way before it sleeps
+#: turns that a caller waits for running chunks before it sleeps
 CALLER_TURNS = 2000
-#: nanoseconds that workers may spin in advance of what they save: at most and at first, and after
-#: a back-off
+#: Nanoseconds that workers may spin before they have saved as much: the maximum, and the value at
+#: the start and after a back-off.
 MAX_SPIN_CREDIT, INITIAL_SPIN_CREDIT = 10_000_000, 2_500_000
-#: nanoseconds that a part by a worker counts as saved at most: a caller that lost its processor
-#: took long for its own
+#: Most nanoseconds that count as saved by a chunk on a worker. A caller that lost its processor
+#: took long for its chunk.
 MOST_SAVED = 1_000_000
-#: nanoseconds that it costs to lose the processor, and launches between two looks at how often
+#: nanoseconds of a lost time slice, and launches between two checks for lost time slices
 SWITCH, INTERVAL = 4_000_000, 32
-#: nanoseconds of a back-off, in which no workers run, once the credit is spent: least and most
+#: Shortest and longest back-off in nanoseconds. It begins when the credit is spent, and no workers
+#: run during it.
 MIN_BACKOFF, MAX_BACKOFF = 2_000_000, 500_000_000
-#: a back-off this many nanoseconds plus four times the last one after it, or sooner, is doubled
+#: If a back-off begins within this many nanoseconds plus four times the last back-off after its
+#: end, it is twice as long.
 BACKOFF_WINDOW = 100_000_000
 
-#: what a run says of which a part failed
+#: Message of a run in which a chunk failed.
 FAILED = (
     "A part of a kernel's loop failed on its thread: most likely there was no memory for what it "
     "computes with, or an assertion in the kernel did not hold. Outputs of this run are incomplete."
 )
 
-#: architecture -> name and arguments of the intrinsic by which a thread that waits for another one
-#: leaves the core alone for a while
+#: Architecture -> name and arguments of the intrinsic for spin loops, which frees the core for a
+#: while.
 PAUSES = {
     "x86_64": ("llvm.x86.sse2.pause", ""),
     "amd64": ("llvm.x86.sse2.pause", ""),
@@ -58,8 +60,10 @@ PAUSES = {
 
 
 def make_launch(source: str) -> tirx.PrimFunc:
-    """What kernels call for a parallel loop, as they would TVMBackendParallelLaunch; it brings the
-    `source` of all.
+    """Make the function that kernels call for a parallel loop, with the signature of
+    TVMBackendParallelLaunch.
+
+    It imports `source`, the code of all pool functions.
     """
     function, data = tirx.Var("function", "handle"), tirx.Var("data", "handle")
     wanted, state = tirx.Var("wanted", "int32"), tirx.Var("state", "int32")
@@ -79,9 +83,9 @@ def make_launch(source: str) -> tirx.PrimFunc:
 
 
 def check_parts(name: str, *args: tirx.Var) -> tirx.Stmt:
-    """A call that runs the parts of a loop, which fails if one of them does.
+    """Make a call that runs the chunks of a loop, and fails if one of them fails.
 
-    What a part says of it stays with the thread that ran it.
+    The error message of a chunk stays with the thread that ran it.
     """
     result = tirx.Var("result", "int32")
     call = tirx.call_extern("int32", f"pool_{name}", *args)
@@ -90,35 +94,39 @@ def check_parts(name: str, *args: tirx.Var) -> tirx.Stmt:
 
 
 def make_work() -> tirx.PrimFunc:
-    """What the thread of a worker runs."""
+    """Make the thread function of a worker."""
     worker = tirx.Var("worker", "int64")
     return make_function("relayquant_work", [worker], call_pool("work", worker))
 
 
 def make_stop() -> tirx.PrimFunc:
-    """Called when the library is unloaded."""
+    """Make the function that is called when the library is unloaded."""
     return make_function("relayquant_stop", [], call_pool("stop"))
 
 
 def call_pool(name: str, *args: tirx.Var) -> tirx.Stmt:
-    """A call of a function of `pool.ll`."""
+    """Call a function of `pool.ll`."""
     return tirx.Evaluate(tirx.call_extern("int32", f"pool_{name}", *args))
 
 
 def make_function(name: str, params: list[tirx.Var], body: tirx.Stmt) -> tirx.PrimFunc:
-    """A function that is called from outside with these parameters, which TVM does not pack."""
+    """Make a function with these parameters that C code can call directly: TVM does not pack
+    them.
+    """
     returned = tirx.SeqStmt([body, tirx.Return(tirx.IntImm("int32", 0))])
-    # 1: packed already. Without `noalias` here TVM would take it from all functions of the module.
+    # 1: packed already. Without `noalias` here TVM would remove it from all functions of the
+    # module.
     attrs = {"global_symbol": name, "calling_conv": 1, "tirx.noalias": True}
     return tirx.PrimFunc(params, returned, PrimType("int32"), make_node("ir.DictAttrs", **attrs))
 
 
 def add_pool(mod: tvm.IRModule, target: Target) -> tvm.IRModule:
-    """The module with a pool, which starts with its first parallel loop and has TVM_NUM_THREADS
-    threads, or as many as there are cores.
+    """Add a thread pool to a module. It starts with the first parallel loop.
 
-    As it is, if it has no parallel loops, is not for 64-bit x86 or Arm with Linux, or is to be
-    linked statically, where a second module's pool would have the same names.
+    The pool has TVM_NUM_THREADS threads, or one for each core. A module is returned unchanged if
+    - it has no parallel loops
+    - it is not for 64-bit x86 or Arm with Linux
+    - it is to be linked statically, where the pool of a second module would have the same names.
     """
     if target.kind.name != "llvm" or "system_lib_prefix" in (mod.attrs or {}):
         return mod
@@ -134,7 +142,7 @@ def add_pool(mod: tvm.IRModule, target: Target) -> tvm.IRModule:
 
 
 def has_parallel_loop(func: tvm.ir.BaseFunc) -> bool:
-    """Whether a function is a kernel with such a loop."""
+    """Whether a function is a kernel with a parallel loop."""
     found: list[tirx.For] = []
 
     def visit(loop: tirx.For) -> None:
@@ -147,7 +155,7 @@ def has_parallel_loop(func: tvm.ir.BaseFunc) -> bool:
 
 
 def attach_pool(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """body -> pool_attach(); body, inside of the root block, where there is one."""
+    """Rewrite body -> pool_attach(); body, inside the root block if there is one."""
     attach = call_pool("attach")
     if not isinstance(func.body, s_tir.SBlockRealize):
         return func.with_body(tirx.SeqStmt([attach, func.body]))
@@ -168,7 +176,7 @@ def attach_pool(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 def format_source(pause: str, arguments: str) -> str:
-    """`pool.ll` with its numbers, for the architecture whose intrinsic `pause` is."""
+    """Fill in the constants of `pool.ll`, for an architecture with the intrinsic `pause`."""
     text = importlib.resources.files(__package__).joinpath("pool.ll").read_text("utf-8")
     return text.format(
         most=MOST_THREADS,
