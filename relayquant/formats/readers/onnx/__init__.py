@@ -1,1 +1,1 @@
-"""First stage, ONNX: a model file becomes a float Relax module."""
+"""ONNX reader: a model file -> a float Relax module."""

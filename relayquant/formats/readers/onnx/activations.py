@@ -1,5 +1,5 @@
-"""First stage, ONNX: activations that another operator names: gates of LSTM, GRU and RNN, and what
-is fused to a convolution.
+"""ONNX reader: activations named by an attribute of another operator: gates of LSTM, GRU and RNN,
+and activations fused into a convolution.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from tvm import relax
 from relayquant.formats.readers.elu import emit_elu, scalar
 from relayquant.formats.readers.refusal import Refusal
 
-#: Adds the activation of a value, given alpha and beta.
+#: Emits the activation of a value, given alpha and beta.
 Apply = Callable[[relax.BlockBuilder, relax.Expr, float, float], relax.Expr]
 
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation by the definition in ONNX's operator LSTM.
+    """An activation as defined in ONNX's operator LSTM.
 
     Attributes:
-        name: As ONNX writes it.
-        apply: Adds it.
-        parameters: Those of "alpha" and "beta" that it takes -> the default; None where it must be
-            given, since the specification and ONNX Runtime have different defaults, or the former
-            has none.
+        name: Name in ONNX.
+        apply: Emits the activation.
+        parameters: The parameters that it takes ("alpha", "beta") -> default. None if the model
+            must give the parameter, because the specification has no default or one that differs
+            from ONNX Runtime's.
     """
 
     name: str
@@ -33,10 +33,11 @@ class Activation:
     parameters: Mapping[str, float | None] = field(default_factory=dict)
 
     def choose_parameters(self, given: Mapping[str, list[float]]) -> tuple[float, float]:
-        """(alpha, beta), taken from the front of the lists that are given; 0 where it has none.
+        """Return (alpha, beta), removed from the front of the given lists. 0 for a parameter that
+        the activation does not take.
 
         Raises:
-            Refusal: it lacks a parameter.
+            Refusal: a parameter without a default is missing.
         """
         values = {"alpha": 0.0, "beta": 0.0}
         for key, default in self.parameters.items():
@@ -51,7 +52,7 @@ class Activation:
 
 
 def find_activation(name: str) -> Activation:
-    """An activation by its name, in whatever case.
+    """Find an activation by name, in any case.
 
     Raises:
         Refusal: there is no such activation.

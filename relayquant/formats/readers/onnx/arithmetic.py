@@ -1,4 +1,5 @@
-"""First stage, ONNX: elementwise operators that TVM's frontend gets wrong or cannot compile.
+"""ONNX reader: elementwise operators that TVM's frontend converts wrongly or to code that does not
+compile.
 
 Each function is a `Convert` as described in `relayquant.formats.readers.onnx.operators`.
 """
@@ -15,22 +16,22 @@ from tvm import relax
 from relayquant.formats.readers.refusal import Refusal
 from relayquant.ir.rewrite.graph import constant_value
 
-#: Unsigned integers have no sign to keep, so that a shift by their width leaves nothing.
+#: Unsigned integers have no sign bit, so a shift by their width or more leaves 0.
 UNSIGNED = ("uint8", "uint16", "uint32", "uint64")
 
 
 def dtype_of(value: relax.Expr) -> str:
-    """The dtype of a tensor."""
+    """Return the dtype of a tensor."""
     return str(value.ty.dtype)
 
 
 def convert_mod(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr | None:
-    """Mod of floats -> R.mod, whose sign is that of the dividend; fmod=0 wants that of the divisor,
-    so that the divisor is added where the signs differ. R.floor_mod is NaN for infinite divisors.
+    """Convert Mod of floats to R.mod, whose result has the sign of the dividend.
 
-    Integers are left to TVM.
+    With fmod=0, the result has the sign of the divisor. So the divisor is added if the signs
+    differ. R.floor_mod is NaN for infinite divisors. Integers are left to TVM.
     """
     left, right = inputs
     dtype = dtype_of(left)
@@ -50,8 +51,10 @@ def convert_mod(
 def convert_bit_shift(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """BitShift by at least the width, or by a negative count read as unsigned, leaves nothing but
-    copies of the sign; in LLVM it is undefined.
+    """Convert BitShift with counts of the width or more.
+
+    Such a shift, or one by a negative count read as unsigned, leaves only copies of the sign. In
+    LLVM it is undefined.
     """
     data, count = inputs
     dtype = dtype_of(data)
@@ -73,7 +76,7 @@ def convert_bit_shift(
 def convert_is_inf(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """IsInf with its flags -> comparisons with the infinities that are asked for."""
+    """Convert IsInf with its flags to comparisons with the infinities that it tests for."""
     (data,) = inputs
     wanted = [
         value
@@ -83,15 +86,17 @@ def convert_is_inf(
     if len(wanted) == 2:
         return relax.op.isinf(data)
     if not wanted:
-        return relax.op.less(data, relax.const(-math.inf, dtype_of(data)))  # of no element
+        return relax.op.less(data, relax.const(-math.inf, dtype_of(data)))  # without elements
     return relax.op.equal(data, relax.const(wanted[0], dtype_of(data)))
 
 
 def convert_sinh(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """Sinh -> (e^x - e^-x) / 2, which cancels near 0: there x + x^3/3! + ... + x^9/9!, whose first
-    missing term is below 3e-8 of the result for |x| < 1. LLVM has no such intrinsic.
+    """Convert Sinh to (e^x - e^-x) / 2, and to x + x^3/3! + ... + x^9/9! near 0, where the
+    difference cancels.
+
+    For |x| < 1, the first missing term is below 3e-8 of the result. LLVM has no intrinsic for sinh.
     """
     (data,) = inputs
     dtype = dtype_of(data)
@@ -108,7 +113,7 @@ def convert_sinh(
 def convert_cosh(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """Cosh -> (e^x + e^-x) / 2. LLVM has no such intrinsic."""
+    """Convert Cosh to (e^x + e^-x) / 2. LLVM has no intrinsic for cosh."""
     return _halve_exponentials(bb, inputs[0], relax.op.add)
 
 
@@ -125,9 +130,11 @@ def _halve_exponentials(
 def convert_pow(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr | None:
-    """Pow of mixed dtypes, whose result has the dtype of the base; of integers by squaring, which
-    is exact and wraps as numpy does, in operators that TVM's own pipelines compile as well, which
-    R.power of integers is not; negative powers of integers are cut off, as ONNX Runtime has them.
+    """Convert Pow of mixed dtypes. The result has the dtype of the base.
+
+    Powers of integers are computed by squaring. This is exact and wraps as in numpy, and it
+    compiles in TVM's own pipelines, unlike R.power of integers. Negative powers of integers are
+    truncated, as in ONNX Runtime.
     """
     base, exponent = inputs
     kinds = dtype_of(base), dtype_of(exponent)
@@ -155,7 +162,7 @@ def convert_pow(
         power = bb.emit(relax.op.multiply(power, power)) if at + 1 < bits else power
     if known or kinds[1] in UNSIGNED:
         return result
-    # 1 / x^n is cut off to 0 but for 1 and -1, whose powers do not depend on the higher bits.
+    # 1 / x^n is truncated to 0, except for 1 and -1, whose powers do not depend on the higher bits.
     zero = relax.const(0, kinds[0])
     is_fraction = bb.emit(relax.op.less(exponent, relax.const(0, kinds[1])))
     for unit in (1,) if kinds[0] in UNSIGNED else (1, -1):
@@ -167,7 +174,7 @@ def convert_pow(
 def _select_bit(
     bb: relax.BlockBuilder, value: relax.Expr, at: int, yes: relax.Expr, no: relax.Expr
 ) -> relax.Expr:
-    """`yes` where bit `at` of `value` is set."""
+    """Emit `yes` where bit `at` of `value` is set, else `no`."""
     dtype = dtype_of(value)
     bit = bb.emit(relax.op.bitwise_and(value, relax.const(1 << at, dtype)))
     return bb.emit(relax.op.where(bb.emit(relax.op.not_equal(bit, relax.const(0, dtype))), yes, no))
@@ -176,10 +183,10 @@ def _select_bit(
 def convert_dropout(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """Dropout in inference -> its input, and a mask that keeps everything.
+    """Convert Dropout in inference to its input, and a mask that keeps everything.
 
     Raises:
-        Refusal: it is in training mode, or only the run time knows.
+        Refusal: it is in training mode, or the mode is computed at run time.
     """
     data = inputs[0]
     ratio, mode = (*inputs[1:], None, None)[:2]

@@ -1,8 +1,8 @@
-"""First stage, ONNX: operators that ONNX defines by others are expanded into those.
+"""ONNX reader: replaces operators by the function body that ONNX defines them with.
 
-What TVM lacks and has no conversion of its own (Attention, RotaryEmbedding, Swish, the losses) is
-built from the function body that the operator's schema holds. A body for sizes, types and
-attributes (Attention) is made for this node.
+Used for operators that neither TVM nor relayquant converts (Attention, RotaryEmbedding, Swish, the
+losses). The body is in the operator's schema. A body that depends on sizes, types and attributes
+(Attention) is built for each node.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from tvm import relax
 from relayquant.formats.readers.onnx.inference import SizeNames, describe_type, find_schema
 from relayquant.formats.readers.refusal import Refusal
 
-#: Domain that a body has while it is inlined: ONNX allows no function of a standard operator.
+#: Domain of a body while it is inlined. ONNX allows no function with the name of a standard
+#: operator.
 DOMAIN = "relayquant.body"
 
-#: First release of the onnx package whose body of Attention gives 0 for a row that is masked
-#: everywhere, where a softmax of nothing but -inf is NaN, and applies softcap before the mask.
+#: First release of the onnx package with a correct body of Attention: it gives 0 for a row that is
+#: masked everywhere (a softmax of -inf only would be NaN), and it applies softcap before the mask.
 MASKED_ROWS = (1, 23)
 
 
 @dataclass(frozen=True)
 class Body:
-    """What stands for a node.
+    """The nodes that replace a node.
 
     Attributes:
-        nodes: In topological order, reading the node's inputs and computing its outputs.
-        opset: What their operators mean.
+        nodes: In topological order. They read the node's inputs and compute its outputs.
+        opset: Opset of their operators.
     """
 
     nodes: tuple[onnx.NodeProto, ...]
@@ -40,7 +41,7 @@ class Body:
 
 
 def has_body(node: onnx.NodeProto, opset: int) -> bool:
-    """Whether ONNX defines the operator of a node by other operators."""
+    """Return whether ONNX defines the operator of a node by other operators."""
     schema = find_schema(node, opset)
     return schema is not None and bool(_list_versions(schema, opset))
 
@@ -48,16 +49,16 @@ def has_body(node: onnx.NodeProto, opset: int) -> bool:
 def find_body(
     node: onnx.NodeProto, operands: Sequence[relax.Expr | None], opset: int
 ) -> Body | None:
-    """The operators that ONNX defines a node by; None if there are none.
+    """Return the nodes that ONNX defines a node by. None if there are none.
 
     Args:
-        node: The node; names of its inputs and outputs are kept, other names of the body are only
-            unique within it.
-        operands: What its inputs are, None for those left out.
-        opset: Of the model.
+        node: The node. Names of its inputs and outputs are kept. Other names in the body are unique
+            only within it.
+        operands: Its inputs. None for one that is left out.
+        opset: Opset of the model.
 
     Raises:
-        Refusal: the installed release of the onnx package defines it wrong.
+        Refusal: the installed release of the onnx package has a wrong definition.
     """
     schema = find_schema(node, opset)
     versions = [] if schema is None else _list_versions(schema, opset)
@@ -83,7 +84,7 @@ def find_body(
 
 
 def _check_release(node: onnx.NodeProto) -> None:
-    """Refuse a masked Attention of an old release of the onnx package (`MASKED_ROWS`)."""
+    """Refuse a masked Attention with an old release of the onnx package (`MASKED_ROWS`)."""
     release = tuple(int(part) for part in onnx.__version__.split(".")[:2])
     if node.op_type == "Attention" and any(node.input[3:]) and release < MASKED_ROWS:
         raise Refusal(
@@ -102,7 +103,7 @@ def _list_versions(schema: onnx.defs.OpSchema, opset: int) -> list[int]:
 
 
 def _fill_attributes(node: onnx.NodeProto, schema: onnx.defs.OpSchema) -> onnx.NodeProto:
-    """The node with the defaults of the attributes that it leaves out, which bodies refer to."""
+    """Return the node with defaults for its missing attributes. Bodies refer to them."""
     filled = onnx.NodeProto()
     filled.CopyFrom(node)
     given = {attribute.name for attribute in node.attribute}
@@ -115,7 +116,7 @@ def _fill_attributes(node: onnx.NodeProto, schema: onnx.defs.OpSchema) -> onnx.N
 def _inline(
     node: onnx.NodeProto, function: onnx.FunctionProto, opset: int
 ) -> Sequence[onnx.NodeProto]:
-    """The nodes of a function with the names and attributes of the call."""
+    """Return the nodes of a function with the names and attributes of the call."""
     call = onnx.NodeProto()
     call.CopyFrom(node)
     call.domain, call.op_type = function.domain, function.name

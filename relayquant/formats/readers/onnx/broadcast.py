@@ -1,9 +1,9 @@
-"""First stage, ONNX: broadcasts of sizes that only the run time knows.
+"""ONNX reader: broadcasting of sizes that are known at run time only.
 
-A symbolic size N against another one, or against 4, is right where N is 1 or the other size. Relax
-gives up the shape of the result, and kernels of R.broadcast_to read beyond the data where N is 1.
-An axis of such a size is taken with the indices min(0 ... size - 1, N - 1) instead, and a
-match_cast refuses every other N at run time.
+A symbolic size N broadcasts with another size, symbolic or for instance 4, if N is 1 or equals the
+other size. Relax loses the shape of such a result, and kernels of R.broadcast_to read beyond the
+data if N is 1. So an axis of this kind is taken with the indices min(0 ... size - 1, N - 1)
+instead, and a match_cast rejects every other N at run time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from relayquant.formats.readers.onnx.symbolic import larger
 from relayquant.formats.readers.refusal import Refusal
 from relayquant.ir.rewrite.graph import static_size
 
-#: Operators that broadcast all their operands to one shape. MatMul does it with all but two axes.
+#: Operators that broadcast all their operands to one shape. MatMul does so except for the last two
+#: axes.
 ELEMENTWISE = frozenset(
     (
         "Add",
@@ -49,20 +50,20 @@ ELEMENTWISE = frozenset(
     )
 )
 
-Size = Any  #: of a tensor: a number or a symbolic one
+Size = Any  #: a number or a symbolic size
 
 
 def list_sizes(data: relax.Expr) -> list[Size]:
-    """The sizes of a tensor of known shape."""
+    """Return the sizes of a tensor of known shape."""
     values = data.ty.shape.values
     return [size if (known := static_size(size)) is None else known for size in values]
 
 
 def merge_sizes(one: Size, other: Size) -> Size:
-    """The size that two sizes of an axis are broadcast to; a known one that is not 1 wins.
+    """Return the size that two sizes of an axis are broadcast to. A known size other than 1 wins.
 
     Raises:
-        Refusal: they are different numbers, and none is 1.
+        Refusal: both are known and different, and none is 1.
     """
     known = [isinstance(size, int) for size in (one, other)]
     if (known[0] and one == 1) or is_same(one, other):
@@ -77,14 +78,14 @@ def merge_sizes(one: Size, other: Size) -> Size:
 
 
 def is_same(one: Size, other: Size) -> bool:
-    """Whether two sizes are the same in every run, as far as their form tells."""
+    """Return whether two sizes are the same in every run, if their expressions show it."""
     if isinstance(one, int) or isinstance(other, int):
         return isinstance(one, int) and isinstance(other, int) and one == other
     return bool(tvm_ffi.structural_equal(one, other))
 
 
 def merge_shapes(shapes: Sequence[Sequence[Size]]) -> list[Size]:
-    """The shape that all shapes are broadcast to."""
+    """Return the shape that all shapes are broadcast to."""
     rank = max(map(len, shapes))
     merged: list[Size] = [1] * rank
     for shape in shapes:
@@ -96,7 +97,7 @@ def merge_shapes(shapes: Sequence[Sequence[Size]]) -> list[Size]:
 def spread_operands(
     bb: relax.BlockBuilder, op: str, operands: Sequence[relax.Expr | None]
 ) -> Sequence[relax.Expr | None]:
-    """The operands of an operator, with equal sizes on the axes where Relax cannot broadcast."""
+    """Return the operands with equal sizes on the axes where Relax cannot broadcast."""
     tensors = [each for each in operands if isinstance(getattr(each, "ty", None), relax.TensorType)]
     kept = 2 if op == "MatMul" else 0
     if (op not in ELEMENTWISE and not kept) or len(tensors) != len(operands):
@@ -107,7 +108,7 @@ def spread_operands(
     ):
         return list(operands)
     wanted = merge_shapes(shapes)
-    if not kept:  # TVM does not compile batches of products of a size that a match_cast reads
+    if not kept:  # TVM does not compile batched products with a batch size from a match_cast.
         wanted = [settle_size(bb, size) for size in wanted]
     return [
         spread_axes(bb, each, wanted[len(wanted) - len(shape) :])
@@ -116,8 +117,8 @@ def spread_operands(
 
 
 def settle_size(bb: relax.BlockBuilder, size: Size) -> Size:
-    """max(N, M) as one symbolic size, which a match_cast reads at run time: TVM's passes fail where
-    a size compares two others.
+    """Return max(N, M) as one symbolic size that a match_cast reads at run time. TVM's passes fail
+    on a size that compares two others.
     """
     if not isinstance(size, tirx.Max):
         return size
@@ -128,7 +129,7 @@ def settle_size(bb: relax.BlockBuilder, size: Size) -> Size:
 
 
 def spread_axes(bb: relax.BlockBuilder, data: relax.Expr, wanted: Sequence[Size]) -> relax.Expr:
-    """The data with the wanted sizes on those of its first axes whose size is symbolic."""
+    """Spread the first axes of the data to the wanted sizes where their size is symbolic."""
     sizes = list_sizes(data)
     for axis, (size, want) in enumerate(zip(sizes, wanted, strict=False)):
         if isinstance(size, int) or is_same(size, want):
@@ -148,7 +149,7 @@ def spread_axes(bb: relax.BlockBuilder, data: relax.Expr, wanted: Sequence[Size]
 
 
 def broadcast(bb: relax.BlockBuilder, data: relax.Expr, wanted: Sequence[Size]) -> relax.Expr:
-    """The data broadcast to a shape with at least its rank, which it fits."""
+    """Broadcast the data to a compatible shape of at least its rank."""
     wanted = [settle_size(bb, size) for size in wanted]
     spread = spread_axes(bb, data, wanted[len(wanted) - data.ty.ndim :])
     return relax.op.broadcast_to(spread, relax.ShapeExpr(list(wanted)))
@@ -157,8 +158,8 @@ def broadcast(bb: relax.BlockBuilder, data: relax.Expr, wanted: Sequence[Size]) 
 def convert_expand(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """Expand -> R.broadcast_to, where sizes are constants, sizes of the model, or of the run
-    time.
+    """Convert Expand to R.broadcast_to. The sizes may be constants, sizes of the model, or run-time
+    values.
     """
     data, wanted = inputs
     sizes = read_sizes(wanted)

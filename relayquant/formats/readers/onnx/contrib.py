@@ -1,8 +1,8 @@
-"""First stage, ONNX: operators of com.microsoft on quantized values that are no QLinear form of one
-of ONNX.
+"""ONNX reader: com.microsoft operators on quantized values that are not a QLinear variant of an
+ONNX operator.
 
-Integer products with parameters of the run time stay integer products. The rest becomes dequantize
-- float operators - quantize. Each function is a `Convert` as described in
+Integer products with run-time parameters stay integer products. All others become dequantize, float
+operators and quantize. Each function is a `Convert` as described in
 `relayquant.formats.readers.onnx.operators`.
 """
 
@@ -32,19 +32,19 @@ from relayquant.formats.readers.refusal import NotConstant, Refusal
 from relayquant.ir.ops.dynamic import quantize_at_run_time
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
-#: Added to the scores of what a mask hides, unless attribute mask_filter_value says otherwise.
+#: Added to the scores of masked keys, unless attribute mask_filter_value gives another number.
 HIDDEN = -10000.0
 
 
 def dequantize(bb: relax.BlockBuilder, *triple: Any, axis: int = 0) -> relax.Expr:
-    """The real values of (tensor, scale, zero point)."""
+    """Dequantize (tensor, scale, zero point)."""
     return bb.emit(convert_dequantize_linear(bb, triple, {"axis": axis}, 13))
 
 
 def convert_qlinear_where(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """QLinearWhere(condition, x, s, z, y, s, z, s, z)."""
+    """Convert QLinearWhere(condition, x, s, z, y, s, z, s, z)."""
     condition, *rest = inputs
     left, right = dequantize(bb, *rest[:3]), dequantize(bb, *rest[3:6])
     value = bb.emit(relax.op.where(condition, left, right))
@@ -57,10 +57,10 @@ def convert_qlinear_where(
 def convert_matmul_integer_to_float(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """MatMulIntegerToFloat(a, b, a_scale, b_scale, a_zero, b_zero, bias) -> float32.
+    """Convert MatMulIntegerToFloat(a, b, a_scale, b_scale, a_zero, b_zero, bias) -> float32.
 
-    With constant parameters and a constant b it is the product of the dequantized operands. Else
-    the integer product times the scales.
+    With constant parameters and a constant b, this is the product of the dequantized operands.
+    Otherwise it is the integer product times the scales.
     """
     left, right, left_scale, right_scale, left_zero, right_zero, bias = (*inputs, *[None] * 3)[:7]
     constants = (right, left_scale, right_scale, left_zero, right_zero)
@@ -87,7 +87,9 @@ def multiply_integers(
     right_zero: relax.Expr | None,
     opset: int,
 ) -> relax.Expr:
-    """float32(sums of (left - left_zero) * (right - right_zero)) * (left_scale * right_scale)"""
+    """Emit float32(sums of (left - left_zero) * (right - right_zero)) * (left_scale *
+    right_scale).
+    """
     total = convert_matmul_integer(bb, [left, right, left_zero, right_zero], {}, opset)
     real = bb.emit(relax.op.astype(bb.emit(total), "float32"))
     return bb.emit(relax.op.multiply(real, bb.emit(relax.op.multiply(left_scale, right_scale))))
@@ -101,8 +103,8 @@ def multiply_dynamic(
     right_zero: relax.Expr | None,
     data: relax.Expr,
 ) -> relax.Expr:
-    """float32 (..., N): data in uint8 by its own range, as DynamicQuantizeLinear has it, times a
-    quantized weight.
+    """Emit data quantized to uint8 by its own range (DynamicQuantizeLinear) times a quantized
+    weight, float32 (..., N).
     """
     found = quantize_at_run_time(lambda expr, _: bb.emit(expr), data)
     return multiply_integers(
@@ -113,7 +115,7 @@ def multiply_dynamic(
 def convert_dynamic_quantize_matmul(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """DynamicQuantizeMatMul(a, b, b_scale, b_zero, bias) -> float32."""
+    """Convert DynamicQuantizeMatMul(a, b, b_scale, b_zero, bias) -> float32."""
     data, right, scale, zero, bias = (*inputs, None, None)[:5]
     value = multiply_dynamic(bb, opset, right, scale, zero, data)
     return value if bias is None else relax.op.add(value, bias)
@@ -122,12 +124,14 @@ def convert_dynamic_quantize_matmul(
 def convert_dynamic_quantize_lstm(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """DynamicQuantizeLSTM: an LSTM whose inputs and whose state in each step are quantized by their
-    own range. W is (directions, inputs, 4 * hidden), R likewise; a scale and a zero point for each
-    direction, or for each of its columns.
+    """Convert DynamicQuantizeLSTM: an LSTM whose inputs, and whose state in each step, are
+    quantized by their own range.
+
+    W and R are (directions, inputs, 4 * hidden). A scale and a zero point per direction, or per
+    column of a direction.
 
     Raises:
-        Refusal: weights that are computed, or shapes that do not fit.
+        Refusal: a weight is computed at run time, or shapes do not fit.
     """
     data, weight, recurrence, *others = inputs[:8]
     arrays = [constant_value(each) for each in (weight, recurrence, *inputs[8:12])]
@@ -156,10 +160,10 @@ def read_product(
     zero: np.ndarray,
     number: int,
 ) -> functools.partial[relax.Expr]:
-    """The product with the weight of one direction.
+    """Return the product with the weight of one direction.
 
     Raises:
-        Refusal: its parameters are neither one nor one for each column.
+        Refusal: the parameters are neither per direction nor per column.
     """
     columns = weight.shape[2]
     parts = []
@@ -182,8 +186,8 @@ def read_product(
 def convert_qembed_layer_normalization(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """QEmbedLayerNormalization(ids, segments, tables ..., mask, scales ..., zero points ...) ->
-    (normalized sum of the rows of the tables, number of words of each sample).
+    """Convert QEmbedLayerNormalization(ids, segments, tables ..., mask, scales ..., zero points
+    ...) -> (normalized sum of rows of the tables, number of words of each sample).
     """
     ids, segments, word, position, segment, gamma, beta, mask, *parameters = inputs
     tables = [word, position, segment, gamma, beta]
@@ -208,7 +212,7 @@ def convert_qembed_layer_normalization(
 
 
 def look_up(bb: relax.BlockBuilder, triple: Sequence[Any], indices: relax.Expr) -> relax.Expr:
-    """Rows of a quantized table, dequantized behind the look-up."""
+    """Look up rows of a quantized table and dequantize them."""
     table, *parameters = triple
     return dequantize(bb, bb.emit(relax.op.take(table, indices, axis=0)), *parameters)
 
@@ -216,13 +220,13 @@ def look_up(bb: relax.BlockBuilder, triple: Sequence[Any], indices: relax.Expr) 
 def convert_qattention(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """QAttention(x, w, bias, x_scale, w_scale, mask, x_zero, w_zero, past) -> (y, present).
+    """Convert QAttention(x, w, bias, x_scale, w_scale, mask, x_zero, w_zero, past) -> (y, present).
 
-    q, k, v = split(x @ w + bias); y = softmax(q @ k^T * scale + mask) @ v for each head. A mask is
-    (batch, keys), (batch, queries, keys), or how many keys each sample has: (batch,).
+    q, k, v = split(x @ w + bias). For each head, y = softmax(q @ k^T * scale + mask) @ v. A mask is
+    (batch, keys), (batch, queries, keys), or the number of keys of each sample: (batch,).
 
     Raises:
-        Refusal: another form of mask, or sizes that do not fit.
+        Refusal: the mask has another shape, or sizes do not fit.
     """
     data, weight, bias, data_scale, weight_scale, mask, *zeros, past = (*inputs, *[None] * 4)[:9]
     heads, sizes = int(attrs["num_heads"]), tensor_shape(weight)
@@ -267,7 +271,7 @@ def convert_qattention(
 
 
 def read_mask(bb: relax.BlockBuilder, mask: relax.Expr, count: Any) -> relax.Expr:
-    """Which of `count` keys a mask shows, as it broadcasts to (batch, heads, queries, keys)."""
+    """Return which of `count` keys a mask keeps, broadcastable to (batch, heads, queries, keys)."""
     rank, shape = mask.ty.ndim, tensor_shape(mask)
     axes = {1: [1, 2, 3], 2: [1, 2], 3: [1]}.get(rank)
     if axes is None:
@@ -283,7 +287,9 @@ def read_mask(bb: relax.BlockBuilder, mask: relax.Expr, count: Any) -> relax.Exp
 
 
 def hide_later(bb: relax.BlockBuilder, scores: relax.Expr, length: Any, count: Any) -> relax.Expr:
-    """Scores (..., length, count) without the keys behind each query; the last query sees all."""
+    """Mask scores (..., length, count) of the keys after each query. The last query sees all
+    keys.
+    """
     places = bb.emit(relax.op.arange(0, count, 1, "int64"))
     behind = bb.emit(relax.op.arange(count - length, count, 1, "int64"))
     is_seen = bb.emit(relax.op.less_equal(places, bb.emit(relax.op.expand_dims(behind, 1))))

@@ -1,10 +1,10 @@
-"""First stage, ONNX: If, Loop and Scan, whose way is known while the model is read, become the
-operators of the bodies that they run.
+"""ONNX reader: If, Loop and Scan -> the operators of the bodies that they run. Their path must be
+known when the model is read.
 
-What is behind control flow could not be quantized, and `main` is one dataflow block. So a Loop or
-Scan needs a constant number of steps: of sizes that the inputs have, or of inputs that are fixed
-(`load(..., inputs={"sr": 16000})`). Of an If whose condition only the run time knows both branches
-are computed, and one of the results is chosen.
+Operators inside control flow could not be quantized, and `main` is one dataflow block. So a Loop or
+Scan needs a constant number of steps: from input sizes, or from inputs that are fixed (`load(...,
+inputs={"sr": 16000})`). If the condition of an If is known at run time only, both branches are
+computed and one result is selected.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from relayquant.formats.readers.onnx.symbolic import emit_tensor
 from relayquant.formats.readers.refusal import Refusal, describe, find_inputs
 from relayquant.ir.rewrite.graph import tensor_shape
 
-#: Adds the operators of a body, given values for its inputs; returns its outputs.
+#: Emits the operators of a body, given values for its inputs. Returns its outputs.
 BuildBody = Callable[[onnx.GraphProto, Sequence[relax.Expr]], list[relax.Expr]]
 
-#: Adds what a node does, given the builder, inputs and attributes; returns its outputs.
+#: Emits a node, given the builder, inputs and attributes. Returns its outputs.
 ConvertFlow = Callable[
     [relax.BlockBuilder, Sequence[Any], dict[str, Any], BuildBody], list[relax.Expr]
 ]
@@ -42,13 +42,14 @@ ConvertFlow = Callable[
 def choose_branch(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], build: BuildBody
 ) -> list[relax.Expr]:
-    """If(condition) -> the outputs of the branch that is taken; the other is not looked at.
+    """Convert If(condition) to the outputs of the branch that is taken. The other branch is
+    ignored.
 
-    A condition of the run time: R.where(condition, output of one branch, output of the other).
+    With a run-time condition: R.where(condition, output of one branch, output of the other).
 
     Raises:
-        Refusal: such a condition is not one number, or the branches give values of different types
-            or shapes, or none that are tensors.
+        Refusal: a run-time condition is not one number, or the branches return values of different
+            types or shapes, or values that are not tensors.
     """
     condition = find_array(inputs[0])
     if condition is not None:
@@ -68,10 +69,10 @@ def choose_value(
     left: relax.Expr,
     right: relax.Expr,
 ) -> relax.Expr:
-    """left where the condition holds, else right.
+    """Emit left where the condition is true, else right.
 
     Raises:
-        Refusal: they are no tensors of the same type and shape.
+        Refusal: they are not tensors of the same type and shape.
     """
     pair = [
         emit_tensor(bb, value)
@@ -93,12 +94,13 @@ def choose_value(
 def unroll_loop(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], build: BuildBody
 ) -> list[relax.Expr]:
-    """Loop(count, condition, values) -> its body as often as it runs: the last values, then what
-    the steps collected, stacked along a new first axis.
+    """Convert Loop(count, condition, values) to repeated bodies.
+
+    Returns the last values, then the collected values of the steps, stacked along a new first axis.
 
     Raises:
-        Refusal: the number of steps is not constant, or more than `MAX_STEPS`; or there is none
-            where results are collected, which then have no known shape.
+        Refusal: the number of steps is not constant or more than `MAX_STEPS`, or it is 0 and
+            results are collected, whose shape is then unknown.
     """
     count, condition, *values = inputs
     most = None
@@ -127,18 +129,20 @@ def unroll_loop(
 def unroll_scan(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], build: BuildBody
 ) -> list[relax.Expr]:
-    """Scan(states, sequences) -> its body for each element of the sequences: the last states, then
-    what the steps gave, stacked.
+    """Convert Scan(states, sequences) to one body per element of the sequences.
+
+    Returns the last states, then the results of the steps, stacked.
 
     Raises:
-        Refusal: the length of a sequence is not known, is 0, or more than `MAX_STEPS`; or the
-            lengths differ.
+        Refusal: the length of a sequence is unknown, 0 or more than `MAX_STEPS`, or the lengths
+            differ.
     """
     body, count = attrs["body"], int(attrs["num_scan_inputs"])
     if len(body.input) != len(inputs):
         raise Refusal(
             f"its body has {format_count(len(body.input), 'input')} for "
-            f"{format_count(len(inputs), 'operand')}; supported: as many, as from opset 9 on",
+            f"{format_count(len(inputs), 'operand')}; supported: equal numbers, as in opset 9 "
+            "and later",
             "Convert the model: onnx.version_converter.convert_version(model, 13)",
         )
     values, sequences = list(inputs)[:-count], list(inputs)[-count:]
@@ -170,7 +174,7 @@ def unroll_scan(
 
 
 def read_list(attrs: dict[str, Any], name: str, count: int) -> list[int]:
-    """An attribute with a number for each sequence, 0 by default.
+    """Read an attribute with a number per sequence, default 0.
 
     Raises:
         Refusal: it has another length.
@@ -185,10 +189,10 @@ def read_list(attrs: dict[str, Any], name: str, count: int) -> list[int]:
 
 
 def read_condition(bb: relax.BlockBuilder, condition: relax.Expr) -> bool:
-    """The value of a constant condition.
+    """Return the value of a constant condition.
 
     Raises:
-        Refusal: it is not constant; says on which inputs of the model it depends.
+        Refusal: the condition is not constant. Names the inputs of the model that it depends on.
     """
     array = find_array(condition)
     if array is None:
@@ -197,7 +201,7 @@ def read_condition(bb: relax.BlockBuilder, condition: relax.Expr) -> bool:
 
 
 def refuse_source(bb: relax.BlockBuilder, what: str, value: relax.Expr) -> Refusal:
-    """Of what should be constant: what it depends on, and what to do."""
+    """Make the refusal for a value that must be constant: what it depends on, and what to do."""
     names = list(find_inputs(value, bb.lookup_binding))
     if not names:
         return Refusal(
@@ -212,7 +216,7 @@ def refuse_source(bb: relax.BlockBuilder, what: str, value: relax.Expr) -> Refus
     )
 
 
-#: Operator -> what takes its place.
+#: operator -> its replacement
 CONTROL_FLOW: dict[str, ConvertFlow] = {
     "If": choose_branch,
     "Loop": unroll_loop,

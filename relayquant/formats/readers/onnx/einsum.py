@@ -1,10 +1,9 @@
-"""First stage, ONNX: Einsum becomes products of matrices, which can be quantized, between
-transposes and sums.
+"""ONNX reader: Einsum -> matrix products, which can be quantized, with transposes and sums.
 
     "bsd,dhk->bhsk"  ->  transpose(reshape(x @ reshape(w, (D, H * K)), (B, S, H, K)), [0, 2, 1, 3])
 
-Operands are multiplied from left to right. What two operands share and nothing later needs is
-summed by the product; what they share without a sum is multiplied element by element.
+Operands are multiplied from left to right. A label that two operands share and that is not needed
+later is summed by the product. Other shared labels are multiplied elementwise.
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """A tensor and the label of each of its axes."""
+    """A tensor and the label of each axis."""
 
     value: relax.Expr
     labels: tuple[str, ...]
 
     def sizes(self) -> dict[str, Size]:
-        """The size of each label."""
+        """Return the size of each label."""
         return dict(zip(self.labels, list_sizes(self.value), strict=True))
 
 
 def convert_einsum(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """Einsum of any number of operands; float16 is summed in float32.
+    """Convert Einsum with any number of operands. float16 is summed in float32.
 
     Raises:
-        Refusal: an equation that does not fit its operands; a diagonal of symbolic size.
+        Refusal: the equation does not fit its operands, or it takes a diagonal of symbolic size.
     """
     operands = list(inputs)
     dtype = tensor_dtype(operands[0])
@@ -61,11 +60,13 @@ def convert_einsum(
 def parse_equation(
     equation: str, ranks: Sequence[int]
 ) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
-    """(labels of each operand, labels of the result): letters, and "...k" for the k-th last axis of
-    an ellipsis. Without "->" the result has the ellipsis, then the letters that occur once.
+    """Return (labels of each operand, labels of the result).
+
+    A label is a letter, or "...k" for the k-th last axis of an ellipsis. Without "->", the result
+    has the ellipsis, then the letters that occur once.
 
     Raises:
-        Refusal: the equation is none of operands with such ranks.
+        Refusal: the equation does not fit operands of these ranks.
     """
     left, arrow, right = equation.replace(" ", "").partition("->")
     texts = left.split(",")
@@ -100,7 +101,7 @@ def parse_equation(
 
 
 def read_labels(text: str, hidden: int) -> tuple[str, ...]:
-    """Labels of a term whose ellipsis, if it has one, stands for so many axes."""
+    """Read the labels of a term. An ellipsis stands for `count` axes."""
     before, dots, behind = text.partition("...")
     if not (before + behind).isalpha() and before + behind:
         raise Refusal(f"its equation has the term {text!r}; allowed: letters and one ellipsis")
@@ -112,10 +113,10 @@ def read_labels(text: str, hidden: int) -> tuple[str, ...]:
 
 
 def take_diagonals(bb: relax.BlockBuilder, term: Term) -> Term:
-    """The term with each label once.
+    """Take diagonals so that each label occurs once.
 
     Raises:
-        Refusal: a diagonal of two sizes, or of a symbolic one.
+        Refusal: a diagonal has two sizes, or a symbolic one.
     """
     repeated = next((label for label in term.labels if term.labels.count(label) > 1), None)
     if repeated is None:
@@ -138,7 +139,7 @@ def take_diagonals(bb: relax.BlockBuilder, term: Term) -> Term:
 
 
 def sum_labels(bb: relax.BlockBuilder, term: Term, wanted: Collection[str]) -> Term:
-    """The term summed over the labels that are not wanted."""
+    """Sum the term over the labels that are not wanted."""
     axes = [at for at, label in enumerate(term.labels) if label not in wanted]
     if not axes:
         return term
@@ -147,7 +148,7 @@ def sum_labels(bb: relax.BlockBuilder, term: Term, wanted: Collection[str]) -> T
 
 
 def permute(bb: relax.BlockBuilder, term: Term, labels: Iterable[str]) -> Term:
-    """The term with its axes in another order; of a constant, a constant."""
+    """Reorder the axes of the term. A constant stays a constant."""
     labels = tuple(labels)
     if labels == term.labels:
         return term
@@ -164,7 +165,7 @@ def permute(bb: relax.BlockBuilder, term: Term, labels: Iterable[str]) -> Term:
 
 
 def multiply_terms(bb: relax.BlockBuilder, left: Term, right: Term, wanted: set[str]) -> Term:
-    """The product of two terms, summed over what they share and nothing later wants."""
+    """Multiply two terms and sum over shared labels that are not needed later."""
     left = sum_labels(bb, left, wanted | set(right.labels))
     right = sum_labels(bb, right, wanted | set(left.labels))
     if constant_value(left.value) is not None and constant_value(right.value) is None:
@@ -180,7 +181,7 @@ def multiply_terms(bb: relax.BlockBuilder, left: Term, right: Term, wanted: set[
     rows = [label for label in left.labels if label not in shared]
     columns = [label for label in right.labels if label not in shared]
     have, other = left.sizes(), right.sizes()
-    # Without a batch, a product with a matrix keeps all axes of its rows.
+    # Without a batch, a matrix product keeps all axes of the rows.
     one = join(bb, left, batch, [[label] for label in rows] if not batch else [rows], summed)
     two = join(bb, right, batch, [summed], columns)
     value = bb.emit(relax.op.matmul(one, two))
@@ -199,9 +200,7 @@ def join(
     groups: Sequence[Sequence[str]],
     last: Sequence[str],
 ) -> relax.Expr:
-    """The term with an axis for each label of the batch, for each group, and for the last labels
-    together.
-    """
+    """Reshape the term to one axis per batch label, one per group, and one for all last labels."""
     groups = [*([label] for label in batch), *groups, last]
     term = permute(bb, term, [label for group in groups for label in group])
     sizes = term.sizes()
@@ -215,7 +214,7 @@ def join(
 
 
 def spread_labels(bb: relax.BlockBuilder, term: Term, other: Term, labels: Sequence[str]) -> Term:
-    """The term with the sizes of another one where its own are 1 and they would be summed."""
+    """Broadcast axes of size 1 that will be summed to the sizes in another term."""
     have, wanted = term.sizes(), other.sizes()
     sizes = [
         merge_sizes(have[label], wanted[label]) if label in labels else have[label]
@@ -230,7 +229,7 @@ def spread_labels(bb: relax.BlockBuilder, term: Term, other: Term, labels: Seque
 
 
 def multiply_elements(bb: relax.BlockBuilder, left: Term, right: Term) -> Term:
-    """left * right over all their labels."""
+    """Emit left * right over all their labels."""
     labels = (*left.labels, *(label for label in right.labels if label not in left.labels))
     operands = []
     for term in (left, right):

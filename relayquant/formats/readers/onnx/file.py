@@ -1,5 +1,5 @@
-"""First stage, ONNX: a file is read and found right before anything is converted, and what callers
-say of its sizes is put into it.
+"""ONNX reader: reads a file, checks it before any conversion, and applies the shapes that the
+caller gives.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 from relayquant.base.storage.files import PathLike, check_file, reading
 from relayquant.errors import ModelError, format_count, suggest_name
 
-#: Broadcasting works as in numpy from here on; older models carry axis attributes that TVM ignores.
+#: Oldest opset whose broadcasting works as in numpy. Older models have axis attributes that TVM
+#: ignores.
 MIN_OPSET = 7
 
-#: Largest input or weight that is taken for meant, in elements.
+#: Largest plausible input or weight, in elements.
 MAX_ELEMENTS = 2**40
 
 
 def read_model(path: PathLike, max_bytes: int) -> onnx.ModelProto:
-    """The model of a file, with the data that lies in files beside it.
+    """Read the model in a file, with data from external files.
 
     Raises:
-        ModelError: there is no such file, it is too large, or it holds something else.
+        ModelError: the file does not exist, is too large, or holds something else.
     """
     path = check_file(path, max_bytes)
     with reading(path, "ONNX model", ModelError):
@@ -51,7 +52,7 @@ def read_model(path: PathLike, max_bytes: int) -> onnx.ModelProto:
 
 
 def model_tensors(model: onnx.ModelProto) -> Iterable[tuple[str, onnx.TensorProto]]:
-    """(name, tensor) of all constants of a model, those of its functions too."""
+    """Yield (name, tensor) of all constants of a model, including its functions."""
     for part in (model.graph, *model.functions):
         yield from all_tensors(part)
 
@@ -59,7 +60,7 @@ def model_tensors(model: onnx.ModelProto) -> Iterable[tuple[str, onnx.TensorProt
 def all_tensors(
     graph: onnx.GraphProto | onnx.FunctionProto,
 ) -> Iterable[tuple[str, onnx.TensorProto]]:
-    """(name, tensor) of all constants of a graph, those of inner graphs too."""
+    """Yield (name, tensor) of all constants of a graph, including inner graphs."""
     for tensor in graph.initializer if isinstance(graph, onnx.GraphProto) else ():
         yield tensor.name, tensor
     for node in graph.node:
@@ -73,7 +74,9 @@ def all_tensors(
 
 
 def external_file(model_path: Path, tensor: onnx.TensorProto, name: str) -> Path:
-    """The file of a tensor's data, which must lie in the folder of the model (or below)."""
+    """Return the file of a tensor's external data. It must be in the folder of the model, or below
+    it.
+    """
     folder = model_path.parent.resolve()
     try:
         info = ExternalDataInfo(tensor)
@@ -90,8 +93,7 @@ def external_file(model_path: Path, tensor: onnx.TensorProto, name: str) -> Path
     if not file.is_relative_to(folder):
         raise ModelError(
             f"Tensor {name!r} of {str(model_path)!r} wants its data from {location!r}, outside of "
-            "the "
-            "model's folder. That is not followed; move the data beside the model.",
+            "the model's folder. Move the data next to the model.",
             code="RQ502",
         )
     if not is_there:
@@ -101,18 +103,18 @@ def external_file(model_path: Path, tensor: onnx.TensorProto, name: str) -> Path
             code="RQ502",
         )
     size = file.stat().st_size
-    if offset + length > size:  # older releases of onnx ask for the memory first
+    if offset + length > size:  # Older releases of onnx allocate the memory first.
         raise ModelError(
             f"Tensor {name!r} of {str(model_path)!r} has its data in bytes {offset} to "
             f"{offset + length} of {location!r}, which has {format_count(size, 'byte')}. The file "
-            "is not whole, or another one.",
+            "is truncated, or belongs to another model.",
             code="RQ502",
         )
     return file
 
 
 def check_model(model: onnx.ModelProto) -> int:
-    """The model's opset; raises ModelError unless it is a valid model that was read with its
+    """Return the model's opset. ModelError unless the model is valid and was read with its external
     data.
     """
     for name, tensor in model_tensors(model):
@@ -145,8 +147,8 @@ def check_model(model: onnx.ModelProto) -> int:
 
 
 def check_names(graph: onnx.GraphProto) -> None:
-    """Raise ModelError for a name that is no text: protobuf gives bytes that are not UTF-8 as they
-    are.
+    """Raise ModelError for a name that is not text: protobuf returns names that are not UTF-8 as
+    bytes.
     """
     for at, node in enumerate(graph.node):
         names = (node.name, node.op_type, node.domain, *node.input, *node.output)
@@ -163,7 +165,7 @@ def check_names(graph: onnx.GraphProto) -> None:
 
 
 def check_types(graph: onnx.GraphProto) -> None:
-    """Raise ModelError for an input or a constant of a type that ONNX does not have."""
+    """Raise ModelError for an input or a constant with a data type that ONNX does not have."""
     types = [(tensor.name, tensor.data_type) for tensor in graph.initializer]
     for info in graph.input:
         if info.type.HasField("tensor_type"):
@@ -179,7 +181,7 @@ def check_types(graph: onnx.GraphProto) -> None:
 
 
 def check_sizes(graph: onnx.GraphProto) -> None:
-    """Raise ModelError for dimensions below 0, and for inputs that no memory holds."""
+    """Raise ModelError for negative dimensions, and for inputs too large for any memory."""
     shapes = [(tensor.name, list(tensor.dims)) for tensor in graph.initializer]
     for info in graph.input:
         sizes = [dim.dim_value for dim in info.type.tensor_type.shape.dim]
@@ -198,10 +200,11 @@ def check_sizes(graph: onnx.GraphProto) -> None:
 
 
 def find_fault(model: onnx.ModelProto) -> str:
-    """What ONNX's own checker says against a model that could not be converted; "" if nothing.
+    """Return the complaint of ONNX's checker about a model that could not be converted. "" if there
+    is none.
 
-    Its word alone is no reason to refuse: it also complains of faults that do no harm, such as an
-    output without a shape.
+    The checker alone is no reason to refuse a model, because it also complains of harmless faults,
+    for example an output without a shape.
     """
     try:
         onnx.checker.check_model(model)
@@ -215,8 +218,8 @@ def fix_shapes(
     shapes: Mapping[str, Sequence[int | str]],
     constants: Iterable[str],
 ) -> list[onnx.ValueInfoProto]:
-    """Copies of the graph's inputs, `constants` excepted, with the wanted shapes; every unnamed
-    dimension, and one of -1, as PaddlePaddle writes it, gets a name of its own.
+    """Copy the graph's inputs, except `constants`, with the wanted shapes. Every unnamed dimension,
+    and one of -1 as PaddlePaddle writes it, gets a name.
     """
     weights = {*constants, *(tensor.name for tensor in graph.initializer)}
     inputs = [info for info in graph.input if info.name not in weights]
@@ -232,15 +235,16 @@ def fix_shapes(
 
 
 def fix_shape(info: onnx.ValueInfoProto, wanted: Sequence[int | str] | None) -> onnx.ValueInfoProto:
-    """A copy of an input with the wanted shape, with its own if that is None; every dimension has
-    a size or a name.
+    """Copy an input with the wanted shape. With None, the shape stays. Every dimension has a size
+    or a name afterwards.
 
     Raises:
-        ModelError: it is no tensor, or has no shape, or one that is not as wanted.
+        ModelError: the input is not a tensor, has no shape, or its shape contradicts `wanted`.
     """
     if not info.type.HasField("tensor_type"):
         raise ModelError(
-            f"Input {info.name!r} is no tensor (sequences, maps and optionals are not supported).",
+            f"Input {info.name!r} is not a tensor. Sequences, maps and optionals are not "
+            "supported.",
             code="RQ202",
         )
     copy = onnx.ValueInfoProto()
@@ -274,10 +278,10 @@ def fix_shape(info: onnx.ValueInfoProto, wanted: Sequence[int | str] | None) -> 
 
 
 def fix_size(dim: onnx.TensorShapeProto.Dimension, size: int | str, name: str) -> None:
-    """Give a dimension of input `name` a size, or a name of its own.
+    """Give a dimension of input `name` a size, or a name.
 
     Raises:
-        ModelError: the model says otherwise, or it is no size.
+        ModelError: the model contradicts it, or it is not a size.
     """
     if isinstance(size, str):
         if dim.dim_value:

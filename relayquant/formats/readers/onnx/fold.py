@@ -1,8 +1,8 @@
-"""First stage, ONNX: nodes whose operands are small constants are computed while the model is read.
+"""ONNX reader: computes nodes with small constant operands while the model is read.
 
-Exporters write the size of a reshape as a computation (Shape, Gather, Mul, Concat) that has a value
-only once the inputs have sizes, and the conversion of the reshape needs that value. The values are
-those of the reference evaluator of the `onnx` package, for the model's opset.
+Exporters write the size of a reshape as a computation (Shape, Gather, Mul, Concat). It has a value
+only once the inputs have sizes, and the conversion of the reshape needs this value. The reference
+evaluator of the `onnx` package computes it, for the model's opset.
 """
 
 from __future__ import annotations
@@ -20,42 +20,43 @@ from tvm import relax, tirx
 from relayquant.formats.readers.refusal import Refusal
 from relayquant.ir.rewrite.graph import constant_value
 
-#: Largest operand and largest result of what is computed here, in elements: sizes, indices and
-#: small tables. Weights stay operators of the module, so that they keep their names until `prepare`
-#: computes them.
+#: Largest operand and largest result that is computed here, in elements: sizes, indices and small
+#: tables. Weights stay operators of the module, so they keep their names until `prepare` computes
+#: them.
 MAX_FOLDED = 4096
 
-#: Number of elements of a result, given the operands and the number of all their elements.
+#: Returns the number of elements of a result, given the operands and their total number of
+#: elements.
 Measure = Callable[[Sequence[np.ndarray]], float]
 
 
-def measure_move(arrays: Sequence[np.ndarray]) -> float:
-    """No more than the operands hold: what moves, selects or reduces."""
+def measure_data_movement(arrays: Sequence[np.ndarray]) -> float:
+    """Bound for operators that move, select or reduce: as many elements as the operands."""
     return sum(array.size for array in arrays)
 
 
 def measure_broadcast(arrays: Sequence[np.ndarray]) -> float:
-    """Of an elementwise operator."""
+    """Size for elementwise operators."""
     return math.prod(np.broadcast_shapes(*(array.shape for array in arrays)))
 
 
 def measure_index(arrays: Sequence[np.ndarray]) -> float:
-    """Of Gather: at most the data for each index."""
+    """Bound for Gather: the size of the data for each index."""
     return arrays[0].size * arrays[1].size
 
 
 def measure_nonzero(arrays: Sequence[np.ndarray]) -> float:
-    """Of NonZero: an index for each axis."""
+    """Size for NonZero: an index per axis."""
     return arrays[0].size * max(1, arrays[0].ndim)
 
 
 def measure_expand(arrays: Sequence[np.ndarray]) -> float:
-    """Of Expand(data, shape)."""
+    """Size for Expand(data, shape)."""
     return math.prod(max(1, int(size)) for size in arrays[1].ravel()) * arrays[0].size
 
 
 def measure_tile(arrays: Sequence[np.ndarray]) -> float:
-    """Of Tile(data, repeats)."""
+    """Size for Tile(data, repeats)."""
     return math.prod(int(count) for count in arrays[1].ravel()) * arrays[0].size
 
 
@@ -69,10 +70,10 @@ ELEMENTWISE = """
     Mod Mul Neg Not Or Pow Reciprocal Sign Sqrt Sub Where Xor
 """
 
-#: Operators that are computed here -> how large a result can be. No QuantizeLinear and
-#: DequantizeLinear: what is quantized must stay quantized.
+#: Operators that are computed here -> the size of the result. QuantizeLinear and DequantizeLinear
+#: are missing, because quantized values must stay quantized.
 FOLDED: dict[str, Measure] = {
-    **dict.fromkeys(MOVES.split(), measure_move),
+    **dict.fromkeys(MOVES.split(), measure_data_movement),
     **dict.fromkeys(ELEMENTWISE.split(), measure_broadcast),
     "Gather": measure_index,
     "NonZero": measure_nonzero,
@@ -84,13 +85,13 @@ FOLDED: dict[str, Measure] = {
 def fold_node(
     node: onnx.NodeProto, operands: Mapping[str, relax.Expr | None], opset: int
 ) -> list[relax.Expr] | None:
-    """The outputs of a node as constants; None if it is none of `FOLDED`, or not all its operands
-    are constants, or one or the result has more than `MAX_FOLDED` elements.
+    """Return the outputs of a node as constants. None if the operator is not in `FOLDED`, an
+    operand is not constant, or an operand or the result has more than `MAX_FOLDED` elements.
 
     Args:
-        node: One without graphs as attributes.
+        node: A node without graphs as attributes.
         operands: Its inputs by name.
-        opset: Of the model: what the operator means.
+        opset: Opset of the model, which defines the operator.
     """
     if node.domain not in ("", "ai.onnx"):
         return None
@@ -108,7 +109,7 @@ def fold_node(
             return None
         results = evaluate(node, arrays, opset)  # pyright: ignore[reportArgumentType]
     except Exception:
-        # Operands that do not fit. The conversion of the node, which comes next, says so with the
+        # The operands do not fit. The conversion of the node comes next and reports this with the
         # node's name.
         return None
     if any(array.dtype.kind not in "biuf" for array in results):
@@ -117,10 +118,11 @@ def fold_node(
 
 
 def fold_constant(node: onnx.NodeProto, opset: int) -> list[relax.Expr] | None:
-    """A Constant that has numbers as its attribute; None for a tensor, which TVM's frontend reads.
+    """Convert a Constant with an attribute of numbers. None for a tensor, which TVM's frontend
+    reads.
 
     Raises:
-        Refusal: it is none of numbers.
+        Refusal: its attribute holds no numbers.
     """
     (name,) = [attribute.name for attribute in node.attribute] or [""]
     if name == "value":
@@ -134,7 +136,7 @@ def fold_constant(node: onnx.NodeProto, opset: int) -> list[relax.Expr] | None:
 def evaluate(
     node: onnx.NodeProto, arrays: Mapping[str, np.ndarray], opset: int
 ) -> list[np.ndarray]:
-    """The outputs of a node by the reference evaluator."""
+    """Compute the outputs of a node with the reference evaluator."""
     infos = [
         helper.make_tensor_value_info(
             name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape
@@ -149,7 +151,7 @@ def evaluate(
 
 
 def find_array(value: relax.Expr | None) -> np.ndarray | None:
-    """The array that an operand is, if it is a constant, or sizes that are all known."""
+    """Return the array of an operand that is a constant, or sizes that are all known."""
     if isinstance(value, tirx.IntImm):
         return np.array(int(value), "int64")
     if isinstance(value, relax.ShapeExpr):
@@ -160,8 +162,8 @@ def find_array(value: relax.Expr | None) -> np.ndarray | None:
 
 
 def settle_sizes(value: relax.Expr) -> relax.Expr:
-    """ShapeExpr (2, 3) or size 3, as TVM's frontend has sizes -> int64 constant; anything else, and
-    sizes that are not known, as they are.
+    """Convert known sizes, ShapeExpr (2, 3) or size 3 as in TVM's frontend, to an int64 constant.
+    Other values are unchanged.
     """
     is_size = isinstance(value, tirx.IntImm | relax.ShapeExpr)
     array = find_array(value) if is_size else None

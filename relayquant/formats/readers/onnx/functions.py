@@ -1,7 +1,7 @@
-"""First stage, ONNX: how large a model is once its functions stand where they are called.
+"""ONNX reader: computes the size of a model with its functions expanded.
 
-A function may call others, so that few bytes can stand for any number of operators: twenty-eight
-functions that each call the next one twice are 2^28. It is counted before anything is expanded.
+A function may call others, so a few bytes can stand for any number of operators: 28 functions that
+each call the next one twice are 2^28. The size is computed before anything is expanded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import onnx
 
 from relayquant.errors import ModelError
 
-#: operators of a model after the expansion, and functions that call one another
+#: limits: operators of a model after the expansion, and depth of calls
 MAX_NODES, MAX_DEPTH = 200_000, 200
 
 #: (domain, name, overload)
@@ -22,7 +22,7 @@ Key = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Size:
-    """What a part of a model is once it is expanded."""
+    """Size of a part of a model after the expansion."""
 
     nodes: int
     bytes: int
@@ -30,11 +30,11 @@ class Size:
 
 
 def check_expansion(model: onnx.ModelProto, max_bytes: int) -> None:
-    """Check that the functions of a model can be expanded, and that it does not grow without bound.
+    """Check that the functions of a model can be expanded and that the result is not too large.
 
     Raises:
-        ModelError: a function calls itself, directly or through others; or the expanded model has
-            more than `MAX_NODES` operators or `max_bytes` bytes; names the function.
+        ModelError: a function calls itself, directly or through others, or the expanded model has
+            more than `MAX_NODES` operators or `max_bytes` bytes. Names the function.
     """
     functions = {
         (function.domain, function.name, getattr(function, "overload", "")): function
@@ -48,9 +48,10 @@ def check_expansion(model: onnx.ModelProto, max_bytes: int) -> None:
 
 
 def sort_by_calls(functions: dict[Key, onnx.FunctionProto]) -> Iterator[Key]:
-    """The functions, each behind those that it calls; ModelError if there is no such order.
+    """Sort the functions so that each comes after the functions it calls. ModelError if there is no
+    such order.
 
-    Without recursion: a chain of calls may be as long as the file allows.
+    Not recursive: a chain of calls may be as long as the file allows.
     """
     calls = {
         key: [call for node in list_nodes(function.node) if (call := find_key(node)) in functions]
@@ -77,7 +78,7 @@ def sort_by_calls(functions: dict[Key, onnx.FunctionProto]) -> Iterator[Key]:
 
 
 def measure(nodes: Iterable[onnx.NodeProto], sizes: dict[Key, Size]) -> Size:
-    """The size of nodes, where that of every function they call is known."""
+    """Return the size of nodes. The size of every function they call must be known."""
     count = size = depth = 0
     for node in list_nodes(nodes):
         called = sizes.get(find_key(node))
@@ -88,7 +89,7 @@ def measure(nodes: Iterable[onnx.NodeProto], sizes: dict[Key, Size]) -> Size:
 
 
 def check_size(size: Size, what: str, max_bytes: int) -> None:
-    """ModelError if the expanded `what` is too large."""
+    """Raise ModelError if the expanded `what` is too large."""
     for name, found, most in (
         ("operators", size.nodes, MAX_NODES),
         ("bytes", size.bytes, max_bytes),
@@ -103,7 +104,7 @@ def check_size(size: Size, what: str, max_bytes: int) -> None:
 
 
 def list_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """All nodes, those of branches and loop bodies too."""
+    """List all nodes, including branches and loop bodies."""
     waiting = list(nodes)
     while waiting:
         node = waiting.pop()
@@ -114,5 +115,5 @@ def list_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
 
 
 def find_key(node: onnx.NodeProto) -> Key:
-    """What a node calls, if there is such a function."""
+    """Return the key of the function that a node calls. None if it calls none."""
     return node.domain, node.op_type, getattr(node, "overload", "")

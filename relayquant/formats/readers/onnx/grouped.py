@@ -1,8 +1,8 @@
-"""First stage, ONNX: weights of few bits in groups, com.microsoft.MatMulNBits and DequantizeLinear
-with blocks.
+"""ONNX reader: weights of few bits in groups, from com.microsoft.MatMulNBits and from
+DequantizeLinear with blocks.
 
-DequantizeLinear with blocks becomes all rows of a grouped weight, in which a product and a gather
-then find the codes:
+DequantizeLinear with blocks becomes all rows of a grouped weight. A product or a gather of these
+rows then reads the codes:
 
     matmul(x, permute_dims(grouped_take(0..N-1, w)))  ->  grouped_dense(x, w), also of Gemm
     take(grouped_take(0..N-1, w), i, axis=0)          ->  grouped_take(i, w)
@@ -26,7 +26,7 @@ from relayquant.ir.dialect import qnn
 from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype
 
 TAKE, TRANSPOSE = "relax.qnn.grouped_take", "relax.permute_dims"
-#: Bits of a MatMulNBits that lie in bytes as ours do.
+#: Bits of a MatMulNBits whose codes are packed as ours are.
 NBITS = (2, 4, 8)
 
 
@@ -41,15 +41,16 @@ class GroupedOperands:
 def convert_matmul_nbits(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """com.microsoft.MatMulNBits(x, codes, scales, zero points, g_idx, bias) -> R.qnn.grouped_dense.
+    """Convert com.microsoft.MatMulNBits(x, codes, scales, zero points, g_idx, bias) to
+    R.qnn.grouped_dense.
 
-    Rows of codes (N, groups, bytes of a group) lie as ours, but for what fills the last group;
-    without zero points they are the middle. With g_idx the columns are sorted by their groups, and
-    those of the data with them. accuracy_level, a hint, is not looked at: data is float32.
+    Rows of codes (N, groups, bytes of a group) are packed as ours, except for the padding of the
+    last group. Without zero points, the zero point is the middle. With g_idx, the columns of the
+    weight and of the data are sorted by group. The hint accuracy_level is ignored: data is float32.
 
     Raises:
-        Refusal: other bits; a weight that is computed; groups of another size (g_idx); data or
-            scales of another type.
+        Refusal: the bits are not supported, the weight is computed at run time, g_idx has groups of
+            another size, or data or scales have an unsupported type.
     """
     data, codes, scale, zero, order, bias = (*inputs, *(None,) * 6)[:6]
     bits, size = int(attrs.get("bits", 4)), int(attrs["block_size"])
@@ -96,15 +97,15 @@ def convert_matmul_nbits(
 
 
 def sort_columns(groups: np.ndarray, features: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """(columns sorted by their groups, the groups in that order), the one that is not full last.
+    """Return (columns sorted by group, the groups in this order). A smaller group comes last.
 
     Args:
-        groups: Of each column (g_idx).
+        groups: Group of each column (g_idx).
         features: Number of columns.
-        size: Of a group.
+        size: Group size.
 
     Raises:
-        Refusal: not a group for each column, or more than one group of another size.
+        Refusal: g_idx does not give one group per column, or more than one group has another size.
     """
     count = count_groups(features, size)
     if len(groups) != features or groups.min() < 0 or groups.max() >= count:
@@ -123,8 +124,8 @@ def sort_columns(groups: np.ndarray, features: int, size: int) -> tuple[np.ndarr
 def multiply_sums(
     bb: relax.BlockBuilder, data: relax.Expr, offsets: np.ndarray, size: int
 ) -> relax.Expr:
-    """(sums of the groups of data (..., K)) @ offsets^T: what is added for weights that have
-    offsets (N, groups) beside their codes.
+    """Emit (sums of the groups of data (..., K)) @ offsets^T. It corrects weights with offsets (N,
+    groups) in addition to their codes.
     """
     shape = list(data.ty.shape.values)
     rest = offsets.shape[1] * size - int(shape[-1])
@@ -137,10 +138,10 @@ def multiply_sums(
 
 
 def read_scales(array: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Scales (N, groups).
+    """Return the scales (N, groups).
 
     Raises:
-        Refusal: another type or number, or one that is not finite.
+        Refusal: the type or number is wrong, or a scale is not finite.
     """
     if str(array.dtype) not in SCALE_DTYPES:
         raise Refusal(f"its scales are {array.dtype}; supported: {', '.join(SCALE_DTYPES)}")
@@ -154,15 +155,18 @@ def read_scales(array: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
 def read_nbits_zeros(
     array: np.ndarray | None, bits: int, scales: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """(zero points (N, groups) as codes, what is added to each group of weights for those that are
-    no codes, float32, or None); the middle where there are none.
+    """Return (zero points (N, groups) as codes, offsets of the groups, float32, or None).
 
-    Packed, each row begins with a byte of its own; of a float type, they are not.
+    Without zero points, the zero point is the middle. A float zero point that is not a code becomes
+    the middle and an offset:
 
         (q - z) * s = (q - middle) * s + (middle - z) * s
 
+    Packed zero points have rows that begin at a byte boundary. Zero points of a float type are not
+    packed.
+
     Raises:
-        Refusal: another number of them, or one that is not finite.
+        Refusal: the number of zero points is wrong, or one is not finite.
     """
     shape, middle = scales.shape, middle_code(bits)
     if array is None:
@@ -188,7 +192,7 @@ def read_nbits_zeros(
 def make_operands(
     packed: np.ndarray, scale: np.ndarray, zero: np.ndarray, form: tuple[int, int, int]
 ) -> GroupedOperands:
-    """The constants; one zero point where all are the middle."""
+    """Make the constants. If all zero points are the middle, one is enough."""
     middle = middle_code(form[0])
     zero = np.array(middle, "uint8") if (zero == middle).all() else np.ascontiguousarray(zero)
     return GroupedOperands(tuple(relax.const(part) for part in (packed, scale, zero)), form)
@@ -197,14 +201,15 @@ def make_operands(
 def dequantize_blocks(
     bb: relax.BlockBuilder, inputs: Sequence[Any], axis: int, size: int
 ) -> relax.Expr:
-    """DequantizeLinear(w, scales, zero points) in blocks of `size` along `axis` of a matrix -> all
-    rows of a grouped weight; transposed where the blocks lie along axis 0.
+    """Convert DequantizeLinear(w, scales, zero points) in blocks of `size` along `axis` of a matrix
+    to all rows of a grouped weight.
 
-    Integers get the fewest bits that hold them all, with their zero points. What is no matrix
-    becomes a float constant.
+    The rows are transposed if the blocks are along axis 0. Integers get the fewest bits that hold
+    them and their zero points. A weight that is not a matrix becomes a float constant.
 
     Raises:
-        Refusal: no constant integers of 8 bits or fewer, or scales that do not fit.
+        Refusal: the weight is not a constant of integers with 8 bits or fewer, or scales do not
+            fit.
     """
     weight, scale, zero = (*inputs, None)[:3]
     array, scales = constant_value(weight), constant_value(scale)
@@ -242,10 +247,10 @@ def dequantize_blocks(
 def widen_blocks(
     array: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, axis: int, size: int
 ) -> np.ndarray:
-    """(array - zeros) * scales in float32, of blocks along an axis.
+    """Dequantize blocks along an axis: (array - zeros) * scales in float32.
 
     Raises:
-        Refusal: scales or zero points that do not fit.
+        Refusal: scales or zero points do not fit.
     """
     wanted = tuple(count_groups(n, size) if at == axis else n for at, n in enumerate(array.shape))
     zeros = np.zeros(wanted, array.dtype) if zeros is None else zeros
@@ -262,7 +267,9 @@ def widen_blocks(
 
 
 def choose_bits(*arrays: np.ndarray) -> tuple[int, int]:
-    """(fewest bits whose codes hold all integers of some arrays of one dtype, what is added)."""
+    """Return (fewest bits whose codes hold all integers of arrays of one dtype, offset from integer
+    to code).
+    """
     low = min(int(array.min(initial=0)) for array in arrays)
     high = max(int(array.max(initial=0)) for array in arrays)
     is_signed = INTEGER_LIMITS[str(arrays[0].dtype)][0] < 0
@@ -272,11 +279,11 @@ def choose_bits(*arrays: np.ndarray) -> tuple[int, int]:
         for shift in (middle_code(bits) if is_signed else 0,)
         if low + shift >= 0 and high + shift < 1 << bits
     )
-    return next(fitting)  # 8 bits hold every integer of 8 bits
+    return next(fitting)  # 8 bits hold every 8-bit integer.
 
 
 def find_rows(bb: relax.BlockBuilder, expr: relax.Expr) -> tuple[GroupedOperands, bool] | None:
-    """(the grouped weight that a value is all rows of, whether it is transposed); None for any
+    """Return (the grouped weight whose rows a value holds, whether it is transposed). None for any
     other value.
     """
     is_swapped = False
@@ -305,8 +312,8 @@ def find_rows(bb: relax.BlockBuilder, expr: relax.Expr) -> tuple[GroupedOperands
 def multiply_rows(
     bb: relax.BlockBuilder, data: relax.Expr, weight: relax.Expr, *, is_transposed: bool = False
 ) -> relax.Expr | None:
-    """data (..., K) by a weight (K, N), (N, K) with `is_transposed`, that is rows of a grouped
-    weight; None of anything else.
+    """Multiply data (..., K) by a weight that is rows of a grouped weight: (K, N), or (N, K) with
+    `is_transposed`. None for any other weight.
     """
     found = find_rows(bb, weight)
     if found is None or found[1] is is_transposed:
@@ -319,14 +326,16 @@ def multiply_rows(
 def multiply_matmul(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any]
 ) -> relax.Expr | None:
-    """MatMul by the transposed rows of a grouped weight; None of anything else."""
+    """Convert MatMul with transposed rows of a grouped weight. None for any other weight."""
     return multiply_rows(bb, inputs[0], inputs[1])
 
 
 def multiply_gemm(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any]
 ) -> relax.Expr | None:
-    """Gemm, alpha * x @ w + beta * b, of rows of a grouped weight; None of anything else."""
+    """Convert Gemm, alpha * x @ w + beta * b, with rows of a grouped weight. None for any other
+    weight.
+    """
     data, weight, bias = (*inputs, None)[:3]
     if attrs.get("transA", 0):
         data = bb.emit(relax.op.permute_dims(data, [1, 0]))
@@ -344,14 +353,14 @@ def multiply_gemm(
     return relax.op.add(bb.normalize(value), addend)
 
 
-#: Products of ONNX, and what reads the codes where their weight is rows of a grouped one.
+#: Products of ONNX -> conversions that read the codes if the weight is rows of a grouped weight.
 GROUPED_PRODUCTS = {"MatMul": multiply_matmul, "Gemm": multiply_gemm}
 
 
 def gather_rows(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any]
 ) -> relax.Expr | None:
-    """Gather of rows of a grouped weight; None of anything else."""
+    """Convert Gather of rows of a grouped weight. None for any other data."""
     data, indices = inputs[:2]
     found = find_rows(bb, data)
     if found is None or found[1] or int(attrs.get("axis", 0)) % 2:

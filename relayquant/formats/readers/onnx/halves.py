@@ -1,7 +1,7 @@
-"""First stage, ONNX, on the graph itself: a quantized model of float16 is computed in float32.
+"""ONNX reader, on the graph: a quantized model in float16 is computed in float32.
 
-What stands between two quantized values is rounded to a step of the second one, so that its float16
-says little; and the rows of the dialect match float32. Inputs and outputs stay float16:
+A float16 value between two quantized values is rounded to a step of the second one, so its float16
+precision hardly matters. The rows of the dialect match float32. Inputs and outputs stay float16:
 
     x (float16) -> Cast -> float32 operators -> Cast -> y (float16)
 """
@@ -19,13 +19,13 @@ from relayquant.ir.rewrite.function import find_free_name
 
 HALF, FLOAT = TensorProto.FLOAT16, TensorProto.FLOAT
 
-#: Attributes that hold the type of a result.
+#: Attributes with the dtype of a result.
 TYPES = ("dtype", "output_dtype", "to")
 
-#: Operator with a weight in groups -> which input its scales are.
+#: Operator with a grouped weight -> index of its scales input.
 SCALES = {"MatMulNBits": 2}
 
-#: Parts of the name of an operator that takes or gives quantized values.
+#: Name parts of operators that take or return quantized values.
 QUANTIZED = (
     "QuantizeLinear",
     "MatMulInteger",
@@ -37,8 +37,8 @@ QUANTIZED = (
 
 
 def widen_halves(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with float32 for float16, inputs and outputs excepted; the model itself where no
-    quantized operator has float16.
+    """Return the model with float32 instead of float16, except for inputs and outputs. The same
+    model if no quantized operator has float16.
     """
     if not has_halves(model.graph):
         return model
@@ -63,8 +63,8 @@ def widen_halves(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def has_halves(graph: onnx.GraphProto) -> bool:
-    """Whether a quantized operator reads a float16 value, as far as the model says types, or gives
-    one.
+    """Return whether a quantized operator reads a float16 value, as far as the model declares
+    types, or returns one.
     """
     halves = {info.name for info in select_halves((*graph.input, *graph.value_info))}
     halves.update(tensor.name for tensor in graph.initializer if tensor.data_type == HALF)
@@ -80,18 +80,20 @@ def has_halves(graph: onnx.GraphProto) -> bool:
 
 
 def gives_half(attribute: onnx.AttributeProto) -> bool:
-    """Whether an attribute makes the result of its node float16."""
+    """Return whether an attribute makes the result of its node float16."""
     is_type = attribute.name in TYPES and attribute.i == HALF
     return is_type or (attribute.name == "value" and attribute.t.data_type == HALF)
 
 
 def select_halves(infos: Iterable[onnx.ValueInfoProto]) -> list[onnx.ValueInfoProto]:
-    """The float16 tensors among values."""
+    """Return the float16 tensors among values."""
     return [info for info in infos if info.type.tensor_type.elem_type == HALF]
 
 
 def find_scales(graph: onnx.GraphProto) -> set[str]:
-    """Names of what is read as the scales of weights in groups alone, which may be float16."""
+    """Return the names of tensors that are only read as scales of grouped weights. These may stay
+    float16.
+    """
     scales, others = set(), set()
     for node in list_nodes(graph.node):
         for at, name in enumerate(node.input):
@@ -103,8 +105,8 @@ def find_scales(graph: onnx.GraphProto) -> set[str]:
 def widen_graph(
     graph: onnx.GraphProto, renamed: Mapping[str, str], kept: Collection[str] = ()
 ) -> None:
-    """Make a graph float32 in place, bodies too, but for the types of its inputs and outputs and
-    the constants that are kept.
+    """Make a graph float32 in place, including bodies. The types of its inputs and outputs and the
+    `kept` constants stay.
     """
     for tensor in graph.initializer:
         if tensor.name not in kept:
@@ -126,12 +128,12 @@ def widen_graph(
 
 
 def widen_tensor(tensor: onnx.TensorProto) -> None:
-    """Make a float16 tensor float32, in place; others stay."""
+    """Make a float16 tensor float32 in place. Other tensors stay."""
     if tensor.data_type == HALF:
         values = numpy_helper.to_array(tensor).astype(np.float32)
         tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
 
 
 def make_cast(name: str, output: str, dtype: int) -> onnx.NodeProto:
-    """A node that casts tensor `name`."""
+    """Make a node that casts tensor `name`."""
     return helper.make_node("Cast", [name], [output], name=output, to=dtype)

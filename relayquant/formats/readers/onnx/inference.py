@@ -1,8 +1,9 @@
-"""First stage, ONNX: what the onnx package itself says of a node, before the node is converted.
+"""ONNX reader: checks and shape inference of the onnx package for a node, before the node is
+converted.
 
-Its checker and its type and shape inference refuse a node that is not valid. The inferred shapes
-tell how much memory the outputs need, and they replace shapes that Relax loses: the result of a
-broadcast of a symbolic and a constant size has none in Relax.
+The package's checker and its type and shape inference reject invalid nodes. The inferred shapes
+show how much memory the outputs need. They also replace shapes that Relax loses: in Relax, a
+broadcast of a symbolic and a constant size has no shape.
 """
 
 from __future__ import annotations
@@ -33,18 +34,19 @@ MAX_VALUE = 2**32
 #: Largest constant operand that the inference reads: sizes, axes, scales.
 MAX_READ = 64
 
-#: Names of the domain of ONNX's own operators.
+#: Names of the domain of ONNX's standard operators.
 STANDARD = ("", "ai.onnx")
 
-#: What to do about a node that is not valid.
+#: Advice for an invalid node.
 REPAIR = "Fix the model, or export it again with the current release of its exporter"
 
-#: An operand of a node: a tensor, or sizes as TVM's frontend has them; None if it is left out.
+#: An operand of a node: a tensor, or sizes as TVM's frontend represents them. None if it is left
+#: out.
 Operand = Any
 
 
 def find_schema(node: onnx.NodeProto, opset: int) -> onnx.defs.OpSchema | None:
-    """The definition of an operator of ONNX; None of another domain, or of an unknown one."""
+    """Return the definition of an ONNX operator. None for another domain or an unknown operator."""
     if node.domain not in STANDARD:
         return None
     try:
@@ -54,13 +56,13 @@ def find_schema(node: onnx.NodeProto, opset: int) -> onnx.defs.OpSchema | None:
 
 
 class SizeNames:
-    """Names for sizes, since two sizes of a module may have the same name: one for each size."""
+    """Unique names for symbolic sizes. Two sizes of a module may have the same name."""
 
     def __init__(self) -> None:
         self._sizes: list[tirx.Expr] = []
 
     def name(self, size: tirx.Expr) -> str:
-        """The name of a symbolic size."""
+        """Return the unique name of a symbolic size."""
         for at, known in enumerate(self._sizes):
             if tvm_ffi.structural_equal(known, size):
                 return f"size{at}"
@@ -68,13 +70,15 @@ class SizeNames:
         return f"size{len(self._sizes) - 1}"
 
     def find(self, name: str) -> tirx.Expr | None:
-        """The size of a name that `name` gave."""
+        """Return the size for a name that `name` returned."""
         number = name.removeprefix("size")
         return self._sizes[int(number)] if name.startswith("size") and number.isdigit() else None
 
 
 def describe_type(operand: Operand, names: SizeNames) -> onnx.TypeProto | None:
-    """Type and shape of an operand as ONNX has them; empty for one left out, None for no tensor."""
+    """Return type and shape of an operand in ONNX's form. Empty for an operand that is left out,
+    None if it is not a tensor.
+    """
     if operand is None:
         return onnx.TypeProto()
     if isinstance(operand, relax.ShapeExpr):
@@ -98,7 +102,7 @@ def describe_type(operand: Operand, names: SizeNames) -> onnx.TypeProto | None:
 
 @functools.cache
 def make_context(opset: int) -> Any:
-    """What the checker wants to know of a model."""
+    """Make the model properties that the checker needs."""
     context = type(onnx.checker.DEFAULT_CONTEXT)()
     context.ir_version = onnx.IR_VERSION
     context.opset_imports = {"": opset}
@@ -109,9 +113,8 @@ def check_node(node: onnx.NodeProto, opset: int) -> None:
     """Check a node against the definition of its operator.
 
     Raises:
-        Refusal: an attribute that this version of the operator lacks, or one of another type; a
-            number of inputs or outputs that it does not take; an operator that the version of
-            ONNX does not have.
+        Refusal: this version of the operator lacks an attribute or expects another attribute type,
+            the number of inputs or outputs is wrong, or this version of ONNX lacks the operator.
     """
     try:
         onnx.checker.check_node(node, make_context(min(opset, onnx.defs.onnx_opset_version())))
@@ -126,14 +129,14 @@ def infer_outputs(
     opset: int,
     names: SizeNames,
 ) -> Mapping[str, onnx.TypeProto]:
-    """What ONNX infers of the outputs of a node: name -> type and shape, as far as it knows them.
+    """Infer the outputs of a node with ONNX: name -> type and shape, as far as ONNX knows them.
 
     Args:
-        node: One without graphs as attributes.
+        node: A node without graphs as attributes.
         schema: The definition of its operator.
         operands: Its inputs by name.
-        opset: Of the model.
-        names: Names the symbolic sizes.
+        opset: Opset of the model.
+        names: Names of the symbolic sizes.
 
     Raises:
         Refusal: types or shapes of the operands do not fit, or an output needs too much memory.
@@ -163,15 +166,15 @@ def infer_outputs(
 
 
 def is_small(value: Operand) -> bool:
-    """Whether an operand is a constant that the inference reads. A weight is not looked at."""
+    """Return whether an operand is a constant that the inference reads. Weights are not read."""
     if not isinstance(value, GenericConst):
         return False
     return value.ty.ndim < 2 and all(int(size) <= MAX_READ for size in value.ty.shape.values)
 
 
 def _as_held(node: onnx.NodeProto) -> onnx.NodeProto:
-    """A QuantizeLinear to 4 bits or fewer without its type: such zero points are held in 8 bits
-    (`rewrite.widen_tensors`), which does not fit that type.
+    """Fix a QuantizeLinear to 4 bits or fewer without its type: its zero point is stored in 8 bits
+    (`rewrite.widen_tensors`), which contradicts the type.
     """
     is_wide = node.op_type != "QuantizeLinear" or not any(
         each.name == "output_dtype" and each.i in WIDENED for each in node.attribute
@@ -186,7 +189,7 @@ def _as_held(node: onnx.NodeProto) -> onnx.NodeProto:
 
 
 def refuse(error: Exception) -> Refusal:
-    """What ONNX says against a node, as a refusal."""
+    """Turn ONNX's complaint about a node into a refusal."""
     text = " ".join(str(error).split()).rstrip(".")
     for prefix in ("[ShapeInferenceError] ", "[TypeInferenceError] "):
         text = text.removeprefix(prefix)
@@ -215,20 +218,21 @@ def settle_shape(
     names: SizeNames,
     label: str,
 ) -> relax.Expr:
-    """The value with a shape: as it is if Relax knows one, else of the inferred shape.
+    """Return the value with a known shape: unchanged if Relax knows its shape, else with the
+    inferred shape.
 
-    Sizes that ONNX does not know either become symbolic sizes of the run time:
-    y = R.match_cast(lv, R.Tensor((y_size0, 4), "float32"))
+    Sizes that ONNX does not know either become symbolic sizes that are read at run time: y =
+    R.match_cast(lv, R.Tensor((y_size0, 4), "float32"))
 
     Args:
         bb: The builder.
         value: A result of a node.
-        inferred: What ONNX says of it.
-        names: Names of symbolic sizes in it.
+        inferred: Type and shape inferred by ONNX.
+        names: Names of the symbolic sizes in it.
         label: Name of the value.
 
     Raises:
-        Refusal: nobody knows its rank.
+        Refusal: the rank is not known.
     """
     ty = value.ty
     if not isinstance(ty, relax.TensorType) or isinstance(ty.shape, relax.ShapeExpr):

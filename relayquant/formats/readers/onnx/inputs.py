@@ -1,4 +1,4 @@
-"""First stage, ONNX: inputs that the user fixes become constants."""
+"""ONNX reader: inputs that the user fixes become constants."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Inputs: TypeAlias = Mapping[str, Any]
 
 
 def fix_inputs(graph: onnx.GraphProto, inputs: Inputs) -> list[onnx.TensorProto]:
-    """The constants that take the place of inputs.
+    """Make the constants that replace inputs.
 
     Args:
         graph: Not changed.
-        inputs: Input name -> its value, which must be one of the input's dtype and shape.
+        inputs: Input name -> value with the input's dtype and shape.
 
     Raises:
-        ModelError: there is no such input, or the value is none of its dtype or shape.
+        ModelError: there is no such input, or its dtype or shape differs from the value's.
     """
     weights = {tensor.name for tensor in graph.initializer}
     infos = {info.name: info for info in graph.input if info.name not in weights}
@@ -53,7 +53,9 @@ def fix_inputs(graph: onnx.GraphProto, inputs: Inputs) -> list[onnx.TensorProto]
 
 
 def convert_value(name: str, value: Any, dtype: np.dtype) -> np.ndarray:
-    """The value as an array of `dtype`; ModelError if it is no number, or not one of that dtype."""
+    """Convert the value to an array of `dtype`. ModelError if it is not a number or does not fit
+    the dtype.
+    """
     try:
         array = np.asarray(value)
         with np.errstate(invalid="ignore"):

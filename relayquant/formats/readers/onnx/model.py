@@ -1,7 +1,7 @@
-"""First stage, ONNX: a model becomes a Relax module with every tensor name kept.
+"""ONNX reader: a model -> a Relax module with all tensor names kept.
 
-Built on TVM's frontend. Operators that it would turn into opaque `call_tir`, or get wrong, are
-converted by `relayquant.formats.readers.onnx.operators`.
+It is built on TVM's frontend. `relayquant.formats.readers.onnx.operators` converts the operators
+that TVM would turn into opaque `call_tir`, or convert wrongly.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from relayquant.ir.rewrite.graph import tensor_dtype
 
 _FRONTEND = _tvm.load_onnx_frontend()
 
-#: Operators of ONNX that TVM takes for those of another domain.
+#: ONNX operators that TVM confuses with operators of another domain.
 EXPANDED = (("", "Attention"),)
 
 
@@ -61,28 +61,27 @@ def import_onnx(
     inputs: Inputs | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
-    """Import an ONNX model, weights bound as constants.
+    """Import an ONNX model with weights bound as constants.
 
-    Parameters of main are named as the inputs, values as the tensors of the graph. A value that
-    TVM adds on the way is named after the tensor it leads to ("conv1_out.1"). Function attribute
-    `relayquant.sources` is a JSON text: value name -> {"node": node name, "op": operator type,
-    "constants": names of its weights and biases}.
+    Parameters of main have the names of the inputs, values the names of the tensors. A value that
+    TVM adds in between is named after the tensor it leads to ("conv1_out.1"). The function
+    attribute `relayquant.sources` is a JSON text: value name -> {"node": node name, "op": operator
+    type, "constants": names of its weights and biases}.
 
     Args:
-        model_or_path: A ModelProto (not changed) or a file. External data must lie in the file's
+        model_or_path: A ModelProto (not changed) or a file. External data must be in the file's
             folder.
-        shapes: Input name -> shape; an int fixes a dimension, a str names a symbolic one.
-        inputs: Input name -> its value (a number or an array), which makes it a constant: main has
-            no such parameter, and an If on it becomes the branch that is taken.
+        shapes: Input name -> shape. An int fixes a dimension, a str names a symbolic one.
+        inputs: Input name -> value (a number or an array), which makes the input a constant. main
+            has no such parameter, and an If that depends on it becomes the branch that is taken.
         max_bytes: Refuse larger models, external data included.
 
     Returns:
         The module and {} (no parameter is left unbound).
 
     Raises:
-        ModelError: the file is unreadable or invalid, an operator is not supported or cannot be
-        converted;
-            the message names nodes and operators.
+        ModelError: the file is unreadable or invalid, or an operator is not supported or cannot be
+            converted. Names nodes and operators.
     """
     if isinstance(model_or_path, onnx.ModelProto):
         return _import_model(model_or_path, shapes or {}, inputs or {}, max_bytes)
@@ -128,8 +127,8 @@ def _import_model(
 
 @dataclass(frozen=True)
 class _GraphView:
-    """The parts of a GraphProto that the frontend reads, so that inputs change without copying
-    weights.
+    """The parts of a GraphProto that the frontend reads. Inputs can be changed without a copy of
+    the weights.
     """
 
     node: Sequence[onnx.NodeProto]
@@ -142,16 +141,14 @@ class _GraphView:
 
 
 class _Failed(BaseException):
-    """Carries a conversion error past a handler of the frontend that prints every Exception it
-    sees.
-    """
+    """Carries a conversion error past a handler of the frontend that prints every Exception."""
 
     def __init__(self, cause: Exception) -> None:
         self.cause = cause
 
 
 class _Importer(_FRONTEND.ONNXGraphImporter):
-    """TVM's importer, with exact names, one error per model and operators of our own.
+    """TVM's importer, with exact names, one error per model and relayquant's own conversions.
 
     Attributes:
         sources: Value -> the node that computes it.
@@ -163,8 +160,9 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
         self._graph = graph
         self._count = self._depth = 0
         self._is_in_body = False
-        self._domain = ""  # of the node that is being converted
-        # What a body computes may get the name of an output of its If, and no other that is taken.
+        self._domain = ""  # domain of the node that is being converted
+        # A value in a body may get the name of an output of its If, but no other name that is
+        # taken.
         self._names: dict[str, str] = {}
         self._taken = {*(info.name for info in (*graph.input, *graph.initializer))}
         self._taken.update(
@@ -172,16 +170,16 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
         )
 
     def convert(self, opset: int) -> tvm.IRModule:
-        """The module of the graph."""
-        # Where TVM sees an If among the nodes it makes no dataflow block; here none is left.
+        """Convert the graph to a module."""
+        # TVM makes no dataflow block if it sees an If among the nodes. No If is left here.
         return self.from_onnx(replace(self._graph, node=()), opset)
 
     def _check_for_unsupported_ops(self, graph: _GraphView) -> None:
         self._check_nodes(self._graph.node)
 
     def _check_nodes(self, nodes: Iterable[onnx.NodeProto]) -> None:
-        """Raise ModelError that names all operators which are not supported; bodies are checked
-        when they are built.
+        """Raise ModelError with the names of all unsupported operators. Bodies are checked when
+        they are built.
         """
         standard = {*_FRONTEND._get_convert_map(), *OPERATORS, *CONTROL_FLOW, "Constant"}
         missing: dict[str, list[str]] = {}
@@ -195,8 +193,7 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
             raise ModelError(
                 f"Not supported, "
                 f"{format_count(len(missing), 'operator')} of the model: {'; '.join(lines)}. "
-                "Replace them before the export, or convert the model with a TVM frontend of your "
-                "own.",
+                "Replace them before the export, or convert the model with your own TVM frontend.",
                 code="RQ202",
             )
 
@@ -214,15 +211,16 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
             try:
                 if self._count > MAX_NODES:
                     raise Refusal(
-                        "the model has more operators once loops are unrolled than are supported: "
+                        "its unrolled loops give the model too many operators; supported: up to "
                         f"{MAX_NODES}",
-                        "Loops of fewer steps have fewer",
+                        "Use loops with fewer steps",
                     )
                 self._construct_node(node)
             except (_Failed, Exception) as error:
                 cause = error.cause if isinstance(error, _Failed) else error
                 if isinstance(cause, ModelError):
-                    raise cause from cause.__cause__  # of a node in a body, which it names
+                    # an error of a node in a body, which names that node
+                    raise cause from cause.__cause__
                 raise ModelError(
                     f"Node {_node_name(node)!r} (operator {node.op_type}, opset {self.opset}) "
                     f"cannot be converted: {self._describe_failure(node, cause)}",
@@ -268,7 +266,7 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
             self._name_outputs(node)
 
     def _takes_branch(self, node: onnx.NodeProto) -> bool:
-        """Whether a node is an If that stands for one of its branches."""
+        """Return whether a node is an If that becomes one of its branches."""
         return node.op_type == "If" and find_array(self._nodes[node.input[0]]) is not None
 
     def _convert_node(
@@ -277,7 +275,7 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
         schema: onnx.defs.OpSchema | None,
         operands: Mapping[str, relax.Expr],
     ) -> None:
-        """The outputs of a node, each with a shape."""
+        """Convert a node and return its outputs, each with a shape."""
         inputs = [operands.get(name) for name in node.input]
         names = SizeNames()
         inferred: Mapping[str, onnx.TypeProto] = {}
@@ -298,8 +296,8 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
                 self._nodes[name] = settle_shape(self.bb, value, known, names, name)
 
     def _wants_body(self, node: onnx.NodeProto) -> bool:
-        """Whether a node is built from the operators that ONNX defines it by: where TVM has none of
-        that name, or another one.
+        """Return whether a node is built from its ONNX function body, because TVM has no operator
+        of this name, or a different one.
         """
         if node.domain not in STANDARD or node.op_type in OPERATORS:
             return False
@@ -307,7 +305,7 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
         return is_missing or (node.domain, node.op_type) in EXPANDED
 
     def _construct_body(self, node: onnx.NodeProto, body: Body) -> None:
-        """The nodes of a body, whose values have no names of their own."""
+        """Convert the nodes of a body. Its values have no names of their own."""
         self._check_nodes(body.nodes)
         self._count += len(body.nodes)
         outer, opset, is_in_body = self._nodes, self.opset, self._is_in_body
@@ -324,15 +322,15 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
     def _build_body(
         self, node: onnx.NodeProto, body: onnx.GraphProto, operands: Sequence[relax.Expr]
     ) -> list[relax.Expr]:
-        """The outputs of a branch or loop body, which sees the values around it and of which
-        nothing else is seen from there.
+        """Build a branch or loop body and return its outputs. The body sees outer values. Its inner
+        values are not visible outside.
         """
         self._check_nodes(body.node)
         outer, outer_names = self._nodes, self._names
         self._nodes = outer | {
             info.name: value for info, value in zip(body.input, operands, strict=True)
         }
-        if self._takes_branch(node):  # its outputs are those of the branch
+        if self._takes_branch(node):  # its outputs are the branch's outputs
             given = zip((info.name for info in body.output), node.output, strict=True)
             self._names = outer_names | {
                 inner: outer_names.get(name, name) for inner, name in given
@@ -365,7 +363,7 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
             raise _Failed(error) from error
 
     def _name_outputs(self, node: onnx.NodeProto) -> None:
-        """Bind each output of the node to a value of its name, constants and shapes excepted."""
+        """Bind each output of the node to a value with its name, except constants and shapes."""
         for name in node.output:
             if not name:
                 continue
@@ -383,7 +381,7 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
                 self._nodes[name] = var
 
     def _choose_name(self, name: str) -> str:
-        """The name of a value: that of its tensor, with a number behind it where a body is built
+        """Choose the name of a value: its tensor's name, with a number appended if a body is built
         more than once.
         """
         if not self._depth:
@@ -397,7 +395,7 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
         return shown
 
     def _find_constants(self, node: onnx.NodeProto) -> tuple[str, ...]:
-        """Names of the constant operands of a node, the highest rank first."""
+        """Return the names of the constant operands of a node, the highest rank first."""
         operands = {name: self._nodes[name] for name in node.input if name in self._nodes}
         ranks = {
             name: value.ty.ndim
@@ -408,8 +406,8 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
 
 
 def check_output(info: onnx.ValueInfoProto, value: Any) -> None:
-    """Raise ModelError for an output of another type than the model declares; 4-bit integers are
-    held in 8 bits.
+    """Raise ModelError for an output whose type differs from the declared type. 4-bit integers are
+    stored in 8 bits.
     """
     declared = info.type.tensor_type.elem_type
     if not declared or declared in WIDENED or not isinstance(value, relax.Expr):
@@ -425,5 +423,7 @@ def check_output(info: onnx.ValueInfoProto, value: Any) -> None:
 
 
 def _node_name(node: onnx.NodeProto) -> str:
-    """Node names are optional in ONNX; its first output names a nameless node."""
+    """Return the node's name. ONNX does not require one, so a nameless node gets the name of its
+    first output.
+    """
     return node.name or next((name for name in node.output if name), "")

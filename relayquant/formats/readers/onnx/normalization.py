@@ -1,7 +1,7 @@
-"""First stage, ONNX: normalizations, with all their outputs.
+"""ONNX reader: normalizations with all their outputs.
 
-R.nn.layer_norm and R.nn.rms_norm have one result, and a scale of the shape that is normalized. What
-they cannot express is written out as reductions. Each function is a `Convert` as described in
+R.nn.layer_norm and R.nn.rms_norm have one result, and their scale has the normalized shape. Other
+cases are written as reductions. Each function is a `Convert` as described in
 `relayquant.formats.readers.onnx.operators`.
 """
 
@@ -18,19 +18,19 @@ from relayquant.formats.readers.onnx.sizes import known_shape
 from relayquant.formats.readers.refusal import Refusal
 from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
 
-#: stash_type of ONNX: the statistics are float32.
+#: Value of stash_type for statistics in float32.
 STASH_FLOAT = 1
 
 
 def convert_layer_normalization(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr | None:
-    """LayerNormalization(x, scale, bias) -> (y, mean, 1 / standard deviation).
+    """Convert LayerNormalization(x, scale, bias) -> (y, mean, 1 / standard deviation).
 
-    mean = R.mean(x); d = x - mean; inv = R.rsqrt(R.mean(d * d) + epsilon)
-    y = d * inv * scale + bias
+    mean = R.mean(x); d = x - mean; inv = R.rsqrt(R.mean(d * d) + epsilon) y = d * inv * scale +
+    bias
 
-    With one output and a scale of the normalized shape it is left to TVM: R.nn.layer_norm.
+    With one output and a scale of the normalized shape, it is left to TVM: R.nn.layer_norm.
     """
     data, scale, bias = (*inputs, None)[:3]
     axes = _normalized_axes(data, attrs)
@@ -51,8 +51,10 @@ def convert_layer_normalization(
 def convert_skip_layer_normalization(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """com.microsoft.SkipLayerNormalization(x, skip, scale, shift, bias) -> (y, mean, 1 / standard
-    deviation, sum): LayerNormalization over the last axis of sum = x + skip + bias.
+    """Convert com.microsoft.SkipLayerNormalization(x, skip, scale, shift, bias) -> (y, mean, 1 /
+    standard deviation, sum).
+
+    y is LayerNormalization over the last axis of sum = x + skip + bias.
     """
     data, skip, scale, shift, bias = (*inputs, None, None)[:5]
     total = bb.emit(relax.op.add(data, skip))
@@ -69,9 +71,11 @@ def convert_skip_layer_normalization(
 def convert_embed_layer_normalization(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """com.microsoft.EmbedLayerNormalization(ids, segments, words, positions, kinds, scale, shift,
-    mask, places) -> (y, counts, sum): LayerNormalization of sum = words[ids] + positions[places] +
-    kinds[segments]; counts are the elements of the mask of each row, 0 without a mask.
+    """Convert com.microsoft.EmbedLayerNormalization(ids, segments, words, positions, kinds, scale,
+    shift, mask, places) -> (y, counts, sum).
+
+    y is LayerNormalization of sum = words[ids] + positions[places] + kinds[segments]. counts are
+    the sums of the mask per row, 0 without a mask.
     """
     ids, segments, words, positions, kinds, scale, shift, mask, places = (*inputs, *[None] * 4)[:9]
     batch, length = ids.ty.shape.values
@@ -96,7 +100,7 @@ def _emit_layer_norm(
     shift: relax.Expr | None,
     epsilon: float,
 ) -> relax.Expr:
-    """R.nn.layer_norm over the last axis, without a shift too."""
+    """Emit R.nn.layer_norm over the last axis, also without a shift."""
     if shift is None:
         (size,) = known_shape(scale, "scale")
         shift = relax.const(np.zeros(int(size)), tensor_dtype(scale))
@@ -106,9 +110,10 @@ def _emit_layer_norm(
 def convert_rms_normalization(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr | None:
-    """RMSNormalization -> x * R.rsqrt(R.mean(x * x) + epsilon) * scale, over all axes, where TVM's
-    kernel cannot be compiled, or with a scale that is broadcast. The rest is left to TVM:
-    R.nn.rms_norm.
+    """Convert RMSNormalization to x * R.rsqrt(R.mean(x * x) + epsilon) * scale.
+
+    Used if all axes are normalized, because TVM's kernel does not compile then, and if the scale is
+    broadcast. Other cases are left to TVM: R.nn.rms_norm.
     """
     data, scale = inputs
     axes = _normalized_axes(data, attrs)
@@ -121,7 +126,7 @@ def convert_rms_normalization(
 
 
 def _normalized_axes(data: relax.Expr, attrs: dict[str, Any]) -> list[int]:
-    """Those from attribute axis to the last."""
+    """Return the axes from attribute axis to the last."""
     rank = len(known_shape(data))
     return list(range(int(attrs.get("axis", -1)) % rank, rank))
 
@@ -129,14 +134,14 @@ def _normalized_axes(data: relax.Expr, attrs: dict[str, Any]) -> list[int]:
 def _is_plain(
     data: relax.Expr, scale: relax.Expr, bias: relax.Expr | None, axes: list[int]
 ) -> bool:
-    """Whether scale and bias have just the shape that is normalized."""
+    """Return whether scale and bias have exactly the normalized shape."""
     shape = known_shape(data)
     wanted = tuple(shape[axis] for axis in axes)
     return all(tensor_shape(value) == wanted for value in (scale, bias) if value is not None)
 
 
 def _widen(bb: relax.BlockBuilder, data: relax.Expr, attrs: dict[str, Any]) -> relax.Expr:
-    """The data in the dtype that stash_type wants the statistics in."""
+    """Cast the data to the dtype that stash_type requires for statistics."""
     if attrs.get("stash_type", STASH_FLOAT) != STASH_FLOAT or str(data.ty.dtype) == "float32":
         return data
     return bb.emit(relax.op.astype(data, "float32"))
@@ -151,7 +156,7 @@ def _narrow(bb: relax.BlockBuilder, value: relax.Expr, dtype: str) -> relax.Expr
 def _inverse_deviation(
     bb: relax.BlockBuilder, value: relax.Expr, axes: list[int], attrs: dict[str, Any]
 ) -> relax.Expr:
-    """1 / sqrt(mean(value^2) + epsilon)."""
+    """Emit 1 / sqrt(mean(value^2) + epsilon)."""
     square = bb.emit(relax.op.multiply(value, value))
     power = bb.emit(relax.op.mean(square, axes, keepdims=True))
     epsilon = relax.const(float(attrs.get("epsilon", 1e-5)), str(value.ty.dtype))
@@ -161,7 +166,7 @@ def _inverse_deviation(
 def convert_lp_normalization(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """LpNormalization, which TVM does not have -> x / norm, and 0 where the norm is 0."""
+    """Convert LpNormalization, which TVM lacks, to x / norm, and 0 where the norm is 0."""
     (data,) = inputs
     axis, order = int(attrs.get("axis", -1)), int(attrs.get("p", 2))
     if order not in (1, 2):
@@ -179,11 +184,12 @@ def convert_lp_normalization(
 def convert_batch_normalization(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr | None:
-    """BatchNormalization is left to TVM, whose momentum is the weight of the batch where ONNX's is
-    that of the running statistics.
+    """Convert BatchNormalization in training mode. Inference is left to TVM.
+
+    TVM's momentum is the weight of the batch, ONNX's is the weight of the running statistics.
 
     Raises:
-        Refusal: a training form of before opset 14.
+        Refusal: a training form of an opset before 14.
     """
     if not attrs.get("training_mode", 0):
         if opset < 14 and attrs["tvm_custom"]["num_outputs"] > 1:

@@ -1,10 +1,11 @@
 """ONNX operators that are converted here instead of by TVM's frontend, and why.
 
-TVM turns Clip, Pad and auto_pad into `call_tir` of anonymous loops, which no pattern can
-recognize, reduces a stacked copy for Min, Max and Sum, ignores some attributes, outputs and
-versions, and computes some values that it finds at run time otherwise than ONNX defines; each
-function says which. It takes the block builder, the inputs (constants where known, None where
-absent), the attributes and the opset, and returns the value, or None to leave the node to TVM.
+TVM turns Clip, Pad and auto_pad into `call_tir` of anonymous loops, which no pattern recognizes. It
+reduces a stacked copy for Min, Max and Sum. It ignores some attributes, outputs and versions, and
+some of its run-time results differ from ONNX. Each function says which of these applies.
+
+A conversion takes the block builder, the inputs (constants where known, None where absent), the
+attributes and the opset. It returns the value, or None to leave the node to TVM.
 """
 
 from __future__ import annotations
@@ -100,17 +101,16 @@ _FRONTEND = _tvm.load_onnx_frontend()
 
 Convert = Callable[[relax.BlockBuilder, Sequence[Any], dict[str, Any], int], "relax.Expr | None"]
 
-#: R.nn.pad computes its constant in the dtype of the data only for these.
+#: Dtypes for which R.nn.pad computes the pad value in the dtype of the data.
 FLOATS = ("float16", "float32", "float64")
 
 
 def convert_clip(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr | None:
-    """Clip -> R.clip. An absent or NaN bound is unbounded, as in ONNX Runtime.
+    """Convert Clip to R.clip. An absent or NaN bound means no bound, as in ONNX Runtime.
 
-    Bounds that are computed at run time, and int64 data (whose limits no float64 holds), are left
-    to TVM.
+    Run-time bounds and int64 data, whose limits do not fit in float64, are left to TVM.
     """
     data = inputs[0]
     dtype = str(data.ty.dtype)
@@ -129,7 +129,7 @@ def convert_clip(
     low = -math.inf if low != low else low
     high = math.inf if high != high else high
     if dtype in FLOATS:
-        # An empty range gives the upper bound, in ONNX as in min(max(x, low), high).
+        # An empty range gives the upper bound, in ONNX and in min(max(x, low), high).
         return relax.op.clip(data, float(min(low, high)), float(high))
     limits = np.iinfo(dtype)
     if limits.bits > 32:
@@ -138,7 +138,7 @@ def convert_clip(
     return relax.op.clip(data, int(min(low, high)), int(high))
 
 
-#: mode of ONNX -> of R.nn.pad
+#: mode in ONNX -> mode of R.nn.pad
 PAD_MODES = {
     b"constant": "constant",
     b"reflect": "reflect",
@@ -150,14 +150,14 @@ PAD_MODES = {
 def convert_elu(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """Elu -> max(x, 0) + min(alpha * (exp(x) - 1), 0), which TVM has for float32 alone."""
+    """Convert Elu to max(x, 0) + min(alpha * (exp(x) - 1), 0). TVM supports it in float32 only."""
     return emit_elu(bb, inputs[0], float(attrs.get("alpha", 1.0)))
 
 
 def convert_celu(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """Celu -> max(x, 0) + min(alpha * (exp(x / alpha) - 1), 0), which TVM does not have."""
+    """Convert Celu, which TVM lacks, to max(x, 0) + min(alpha * (exp(x / alpha) - 1), 0)."""
     alpha = float(attrs.get("alpha", 1.0))
     return emit_elu(bb, inputs[0], alpha, 1.0 / alpha)
 
@@ -165,7 +165,9 @@ def convert_celu(
 def convert_hard_swish(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """HardSwish -> x * (clip(x + 3, 0, 6) / 6) with scalars, where TVM has tensors full of them."""
+    """Convert HardSwish to x * (clip(x + 3, 0, 6) / 6) with scalars. TVM uses full tensors for the
+    constants.
+    """
     (data,) = inputs
     dtype = str(data.ty.dtype)
     shifted = bb.emit(relax.op.add(data, relax.const(3.0, dtype)))
@@ -176,7 +178,7 @@ def convert_hard_swish(
 def convert_tile(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr | None:
-    """Tile with constant repeats -> R.tile."""
+    """Convert Tile with constant repeats to R.tile."""
     repeats = constant_value(inputs[1])
     return None if repeats is None else relax.op.tile(inputs[0], [int(n) for n in repeats])
 
@@ -184,7 +186,7 @@ def convert_tile(
 def convert_pad(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr | None:
-    """Pad -> R.nn.pad; negative pads crop first: R.strided_slice.
+    """Convert Pad to R.nn.pad. Negative pads crop first: R.strided_slice.
 
     Integer data is left to TVM, unless its pads are computed at run time.
     """
@@ -234,8 +236,8 @@ def convert_pad(
 def pad_with_value(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """Pad by constant counts with a value of the run time: padded with zeros, which the value
-    replaces outside of the data.
+    """Pad by constant counts with a run-time value: pad with zeros, then select the value outside
+    the data.
     """
     data, pads, fill, *axes = inputs
     dtype = str(data.ty.dtype)
@@ -254,8 +256,8 @@ def pad_with_value(
 def convert_gather(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr | None:
-    """Gather with constant indices -> R.take; negative ones are counted from the end here, not at
-    run time. Of rows of a weight in groups, those alone are read.
+    """Convert Gather with constant indices to R.take. Negative indices are counted from the end
+    here, not at run time. For rows of a grouped weight, only these rows are read.
     """
     grouped = gather_rows(bb, inputs, attrs)
     if grouped is not None:
@@ -281,10 +283,13 @@ def resolve_auto_pad(
     sizes: Sequence[int | str],
     kernel: Sequence[int],
 ) -> list[int] | None:
-    """Explicit pads (all begins, then all ends) for attribute auto_pad; None when it gives none.
+    """Return explicit pads (all begins, then all ends) for attribute auto_pad. None if it defines
+    none.
 
-    SAME_* pads so that the output has ceil(size / stride) elements (ONNX, operator Conv). Raises
-    ValueError for a symbolic size with a stride, where the padding depends on the size.
+    SAME_* pads so that the output has ceil(size / stride) elements (ONNX, operator Conv).
+
+    Raises:
+        ValueError: a symbolic size has a stride, so the padding depends on the size.
     """
     mode = attrs.get("auto_pad", b"NOTSET")
     mode = mode.decode() if isinstance(mode, bytes) else str(mode)
@@ -323,7 +328,7 @@ def _run_frontend(
 
 
 def _add_bias(bb: relax.BlockBuilder, value: relax.Expr, bias: relax.Expr | None) -> relax.Expr:
-    """value + bias over axis 1; a constant bias becomes a constant of shape [1, C, 1, ...]."""
+    """Emit value + bias over axis 1. A constant bias becomes a constant of shape [1, C, 1, ...]."""
     if bias is None:
         return value
     value = bb.normalize(value)
@@ -346,8 +351,10 @@ def _kernel_shape(weight: relax.Expr) -> list[int]:
 def sum_in_float32(
     op: str, bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """The operator as TVM has it; of float16 rounded once, where TVM rounds each partial sum. A
-    product with the rows of a weight in groups reads its codes.
+    """Convert with TVM's frontend, and compute float16 in float32.
+
+    The sum is rounded once. TVM's float16 kernels round each partial sum. A product with rows of a
+    grouped weight reads the codes.
     """
     multiply = GROUPED_PRODUCTS.get(op)
     grouped = multiply(bb, inputs, attrs) if multiply is not None else None
@@ -363,7 +370,7 @@ def sum_in_float32(
 def convert_conv(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """Conv: auto_pad becomes explicit padding, a constant bias is reshaped at once."""
+    """Convert Conv: auto_pad becomes explicit padding, and a constant bias is reshaped at once."""
     kernel = attrs.get("kernel_shape") or _kernel_shape(inputs[1])
     if "auto_pad" in attrs:
         pads = resolve_auto_pad(attrs, known_shape(inputs[0], "input")[2:], kernel)
@@ -376,13 +383,13 @@ def convert_conv(
 def convert_fused_conv(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """com.microsoft.FusedConv(x, w, b, z) -> activation(Conv(x, w, b) + z).
+    """Convert com.microsoft.FusedConv(x, w, b, z) -> activation(Conv(x, w, b) + z).
 
-    ONNX Runtime writes it into models that it has optimized. activation_params are those of the
-    activation, in the order of its own attributes.
+    ONNX Runtime writes it into optimized models. activation_params are the activation's attributes
+    in their own order.
 
     Raises:
-        Refusal: an activation that is not known.
+        Refusal: the activation is unknown.
     """
     name = attrs.pop("activation", b"").decode()
     given = [float(value) for value in attrs.pop("activation_params", ())]
@@ -403,8 +410,8 @@ def convert_fused_conv(
 def convert_slice(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr | None:
-    """Slice with bounds of the run time; below opset 10, where they are attributes, as that of
-    later ones.
+    """Convert Slice with run-time bounds. Below opset 10, where bounds are attributes, they become
+    inputs.
     """
     if opset >= 10:
         return slice_at_run_time(bb, inputs, attrs, opset)
@@ -417,8 +424,8 @@ def convert_slice(
 def convert_conv_transpose(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """ConvTranspose: output_shape, which TVM ignores, becomes explicit padding (ONNX, operator
-    ConvTranspose).
+    """Convert ConvTranspose: output_shape, which TVM ignores, becomes explicit padding (ONNX,
+    operator ConvTranspose).
     """
     if "output_shape" in attrs:
         sizes = known_shape(inputs[0], "input")[2:]
@@ -449,7 +456,7 @@ def convert_conv_transpose(
 
 
 def read_windows(data: relax.Expr, attrs: Mapping[str, Any]) -> Windows:
-    """The windows of a pool over this data."""
+    """Read the windows of a pool over this data."""
     kernel = list(attrs["kernel_shape"])
     pads = resolve_auto_pad(attrs, known_shape(data, "input")[2:], kernel)
     return Windows(
@@ -464,7 +471,7 @@ def read_windows(data: relax.Expr, attrs: Mapping[str, Any]) -> Windows:
 def convert_average_pool(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """AveragePool, see `emit_pool`."""
+    """Convert AveragePool, see `emit_pool`."""
     counts = bool(attrs.get("count_include_pad", 0))
     return emit_pool(bb, "average", inputs[0], read_windows(inputs[0], attrs), counts)
 
@@ -472,21 +479,22 @@ def convert_average_pool(
 def convert_max_pool(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """MaxPool, see `emit_pool`; its second output, the places of the maxima, TVM does not have.
+    """Convert MaxPool, see `emit_pool`. TVM lacks its second output, the indices of the maxima.
 
     Raises:
-        Refusal: the places are asked for.
+        Refusal: the indices are used.
     """
     if attrs["tvm_custom"]["num_outputs"] > 1:
-        raise Refusal("its second output, the indices, is used; supported: the maxima alone")
+        raise Refusal("its second output, the indices, is used; supported: only the maxima")
     return emit_pool(bb, "maximum", inputs[0], read_windows(inputs[0], attrs))
 
 
 def convert_lp_pool(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """LpPool: the sum of |x| ** p of each window, to the power of 1 / p. TVM multiplies an average
-    by the size of the kernel, though less than that counts where ceil_mode reaches.
+    """Convert LpPool: the sum of |x| ** p of each window, to the power of 1 / p.
+
+    TVM multiplies an average by the kernel size, although fewer elements count with ceil_mode.
     """
     data, order = inputs[0], float(attrs.get("p", 2))
     exponents = [relax.const(number, str(data.ty.dtype)) for number in (order, 1 / order)]
@@ -498,7 +506,7 @@ def convert_lp_pool(
 def convert_gather_elements(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """GatherElements, whose index may be smaller than the data along the other axes."""
+    """Convert GatherElements. Its index may be smaller than the data along the other axes."""
     data, index = inputs
     axis = int(attrs.get("axis", 0)) % data.ty.ndim
     return gather_elements(bb, data, count_along(bb, data, index, axis), axis)
@@ -507,8 +515,8 @@ def convert_gather_elements(
 def convert_scatter_elements(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr | None:
-    """ScatterElements of fewer indices than the data has elements along another axis, which TVM
-    puts elsewhere. As many indices are left to TVM.
+    """Convert ScatterElements with fewer indices than elements along another axis, where TVM writes
+    to wrong places. Equal sizes are left to TVM.
     """
     data, index, updates = inputs
     axis = int(attrs.get("axis", 0)) % data.ty.ndim
@@ -525,7 +533,7 @@ def convert_scatter_elements(
 def count_along(
     bb: relax.BlockBuilder, data: relax.Expr, index: relax.Expr, axis: int
 ) -> relax.Expr:
-    """An index counted from the start of an axis of the data, which may be of symbolic size."""
+    """Count an index from the start of an axis of the data, also of symbolic size."""
     size = list_sizes(data)[axis]
     if not isinstance(size, int):
         dtype = tensor_dtype(index)
@@ -541,10 +549,10 @@ def require_constant(
     attrs: dict[str, Any],
     opset: int,
 ) -> None:
-    """The operator as TVM has it, with operand `at` a constant.
+    """Check that operand `at` is a constant, and leave the node to TVM.
 
     Raises:
-        NotConstant: it is none.
+        NotConstant: it is not constant.
     """
     operand = inputs[at] if at < len(inputs) else None
     if operand is not None and read_sizes(operand) is None:
@@ -554,7 +562,9 @@ def require_constant(
 def convert_eye_like(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """EyeLike -> R.eye_like of data that has the dtype wanted, which TVM has only of its own."""
+    """Convert EyeLike to R.eye_like of data with the wanted dtype. TVM supports the dtype of the
+    data only.
+    """
     wanted = attrs.get("dtype")
     dtype = str(inputs[0].ty.dtype)
     if wanted is not None:
@@ -566,7 +576,7 @@ def convert_eye_like(
 def convert_optional_has_element(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr | None:
-    """OptionalHasElement without an input, which is optional itself -> False."""
+    """Convert OptionalHasElement without its optional input to False."""
     return None if len(inputs) else relax.const(False, "bool")
 
 
@@ -577,29 +587,29 @@ def _fold_pairs(
     attrs: dict[str, Any],
     opset: int,
 ) -> relax.Expr | None:
-    """Min, Max, Sum of any number of inputs -> one binary operator per further input."""
+    """Convert Min, Max, Sum of any number of inputs to one binary operator per further input."""
     if len(inputs) < 2 or all(isinstance(given, GenericConst) for given in inputs):
         return None
-    # The frontend's list of inputs does not know negative indices.
+    # The frontend's input list does not support negative indices.
     value, *others, last = list(inputs)
     for given in others:
         value = bb.emit(op(value, given))
     return op(value, last)
 
 
-#: What TVM's frontend adds to the attributes of every node.
+#: Key that TVM's frontend adds to the attributes of every node.
 OF_FRONTEND = "tvm_custom"
 
 
 @dataclass(frozen=True)
 class ForeignOperator:
-    """An operator of another domain, whose nodes `onnx.checker` knows nothing of.
+    """An operator of another domain, which `onnx.checker` does not check.
 
     Attributes:
-        convert: Its conversion here; None where TVM has it.
+        convert: Its conversion here. None if TVM converts it.
         known: Attributes that the conversion reads, and hints that change no result.
-        required: Those of `known` that a node has to have.
-        neutral: Attributes that are not read, and the one value by which they change nothing.
+        required: Attributes in `known` that a node must have.
+        neutral: Attributes that are not read -> the only value with which they change nothing.
         outputs: How many of its outputs the conversion computes.
     """
 
@@ -610,10 +620,10 @@ class ForeignOperator:
     outputs: int = 1
 
     def select_attributes(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
-        """The attributes that the conversion may read.
+        """Return the attributes that the conversion may read.
 
         Raises:
-            Refusal: one is missing, or nothing here knows what it would change; or the node has
+            Refusal: a required attribute is missing, an unknown attribute is set, or the node has
                 more outputs than are computed.
         """
         count = attrs[OF_FRONTEND]["num_outputs"]
@@ -643,7 +653,7 @@ _RECURRENT = (
 )
 _QUANTIZED = ("axis", "block_size", "output_dtype", "precision", "saturate")
 
-#: Operators of other domains that are known, by domain and type.
+#: Known operators of other domains, by domain and type.
 FOREIGN: dict[str, dict[str, ForeignOperator]] = {
     "com.microsoft": {
         "Attention": ForeignOperator(
@@ -671,7 +681,7 @@ FOREIGN: dict[str, dict[str, ForeignOperator]] = {
             convert_matmul_nbits,
             ("K", "N", "accuracy_level", "bits", "block_size"),
             required=("K", "N", "block_size"),
-            # of another value the bytes lie as one GPU wants them
+            # Any other value means a byte layout for one kind of GPU.
             neutral={"weight_prepacked": 0},
         ),
         "QAttention": ForeignOperator(

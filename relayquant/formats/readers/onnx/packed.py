@@ -1,4 +1,4 @@
-"""First stage, ONNX: constants of com.microsoft that lie packed in bytes, as plain arrays."""
+"""ONNX reader: packed constants of com.microsoft -> plain arrays."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from relayquant.base.packing import count_bytes, count_groups, unpack_codes
 from relayquant.errors import format_count
 from relayquant.formats.readers.refusal import Refusal
 
-#: Values of the codes of MatMulBnb4 by quant_type, in units of the largest of a block: FP4, whose
-#: first bit is the sign, and NF4, the quantiles of a normal distribution (QLoRA, appendix E).
+#: Values of the codes of MatMulBnb4 by quant_type, in units of the largest magnitude of a block:
+#: FP4, whose first bit is the sign, and NF4, the quantiles of a normal distribution (QLoRA,
+#: appendix E).
 _FP4 = np.array([0, 1 / 192, 2 / 3, 1, 1 / 3, 1 / 2, 1 / 6, 1 / 4])
 _NF4 = [
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -21,10 +22,10 @@ BNB4 = {0: np.concatenate([_FP4, -_FP4]).astype("float32"), 1: np.array(_NF4, "f
 
 
 def unpack_last(array: np.ndarray, bits: int, count: int) -> np.ndarray:
-    """Codes (..., count) of bytes (..., n), the first code in the lowest bits.
+    """Unpack codes (..., count) from bytes (..., n), the first code in the lowest bits.
 
     Raises:
-        Refusal: not as many bytes as `count` codes have.
+        Refusal: the number of bytes does not fit `count` codes.
     """
     if array.shape[-1] != count_bytes(count, bits):
         raise Refusal(
@@ -37,17 +38,19 @@ def unpack_last(array: np.ndarray, bits: int, count: int) -> np.ndarray:
 def unpack_bnb4(
     codes: np.ndarray, largest: np.ndarray, kind: int, form: tuple[int, int, int]
 ) -> np.ndarray:
-    """The weight (N, K) of a MatMulBnb4 in float32: blocks of the flattened weight, the first code
-    of a byte in its high bits, times the largest magnitude of the block.
+    """Dequantize the weight (N, K) of a MatMulBnb4, float32.
+
+    Blocks are of the flattened weight. The first code of a byte is in the high bits. Values are
+    multiplied by the largest magnitude of the block.
 
     Args:
-        codes: uint8, of two codes each.
-        largest: Of each block.
+        codes: uint8, two codes per byte.
+        largest: Largest magnitude of each block.
         kind: quant_type.
         form: N, K and block_size.
 
     Raises:
-        Refusal: an unknown kind, or not as many bytes or blocks as the weight has.
+        Refusal: the kind is unknown, or the number of bytes or blocks does not fit the weight.
     """
     rows, features, size = form
     count = rows * features

@@ -1,8 +1,8 @@
-"""First stage, ONNX: axes and constant indices of a node lie within its operands.
+"""ONNX reader: checks that axes and constant indices of a node are within its operands.
 
-TVM's frontend takes an axis modulo the rank, and compiled code brings an index into the data, so
-that a wrong number in a file gives wrong results. ONNX allows an axis of -rank to rank - 1 and an
-index of -size to size - 1, unless `AXES` or `INDICES` say otherwise.
+TVM's frontend takes an axis modulo the rank, and compiled code moves an index into the data. So a
+wrong number in a file would give wrong results. ONNX allows an axis of -rank to rank - 1 and an
+index of -size to size - 1, unless `AXES` or `INDICES` define other limits.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from relayquant.formats.readers.onnx.inference import REPAIR
 from relayquant.formats.readers.refusal import Refusal
 from relayquant.ir.rewrite.graph import tensor_shape
 
-#: Attributes and inputs of ONNX's operators that hold axes.
+#: Attributes and inputs of ONNX operators that hold axes.
 AXIS_NAMES = ("axis", "axes")
 
-#: Sizes of an operand, and an axis -> the number of positions that an axis may name.
+#: (sizes of an operand, axis) -> number of valid positions on that axis.
 CountAxes = Callable[[int, int], int]
 
 
@@ -34,16 +34,16 @@ class AxisRule:
     """Which axes an operator takes.
 
     Attributes:
-        count: (rank of the first input, number of axes) -> the rank that axes count in.
-        takes_rank: Whether the rank is an axis as well: behind the last one.
+        count: (rank of the first input, number of axes) -> the rank for counting axes.
+        takes_rank: Whether the rank itself is also an axis, after the last one.
     """
 
     count: CountAxes = lambda rank, axes: rank
     takes_rank: bool = False
 
 
-#: Operators whose axes are not those of the first input. None: the axes are checked elsewhere, or
-#: the first input is no tensor.
+#: Operators whose axes do not refer to the first input. None: the axes are checked elsewhere, or
+#: the first input is not a tensor.
 AXES: Mapping[str, AxisRule | None] = {
     "ConcatFromSequence": None,
     "DequantizeLinear": None,
@@ -68,8 +68,8 @@ def _limit_tuples(
     return list(shape[first : first + int(indices[-1])])
 
 
-#: Operators with indices as their second input -> the sizes that the last axis of the indices, or
-#: all of them, must be below, given the shapes of data and indices and the attributes.
+#: Operators with indices as their second input -> the limits of all indices, or of each position on
+#: the last axis of the indices, given the shapes of data and indices and the attributes.
 INDICES: Mapping[str, Callable[..., list[Any]]] = {
     "Gather": _limit_axis,
     "GatherElements": _limit_axis,
@@ -90,10 +90,10 @@ def check_positions(
     Args:
         node: The node.
         schema: The definition of its operator.
-        operands: What its inputs are, None for those left out.
+        operands: Its inputs. None for one that is left out.
 
     Raises:
-        Refusal: an axis or an index is outside of the operand; says which, and what is allowed.
+        Refusal: an axis or an index is outside of the operand. Names it and what is allowed.
     """
     if not operands or operands[0] is None:
         return
@@ -112,7 +112,7 @@ def check_positions(
 
 
 def _shape_of(operand: relax.Expr) -> tuple[int | str, ...] | None:
-    """Shape of a tensor, or of sizes."""
+    """Return the shape of a tensor or of a vector of sizes."""
     if isinstance(operand, relax.ShapeExpr):
         return (len(operand.values),)
     return tensor_shape(operand)
@@ -121,7 +121,7 @@ def _shape_of(operand: relax.Expr) -> tuple[int | str, ...] | None:
 def _list_axes(
     schema: onnx.defs.OpSchema, operands: Sequence[relax.Expr | None], attrs: Mapping[str, Any]
 ) -> Iterator[tuple[str, list[int]]]:
-    """(name, axes) of each attribute and each constant input that holds axes."""
+    """List (name, axes) of each attribute and each constant input that holds axes."""
     for name in AXIS_NAMES:
         if name in attrs and name in schema.attributes:
             yield name, [int(axis) for axis in np.ravel(attrs[name])]
@@ -144,7 +144,7 @@ def _check_axes(name: str, axes: Sequence[int], rule: AxisRule, rank: int) -> No
 
 
 def _check_indices(indices: np.ndarray, sizes: Sequence[int | str]) -> None:
-    """Sizes are one for all indices, or one for each place of the last axis of the indices."""
+    """Check indices against one size for all, or one size per position on their last axis."""
     columns = indices.reshape(-1, len(sizes)).T
     for at, (column, size) in enumerate(zip(columns, sizes, strict=True)):
         if isinstance(size, str):

@@ -1,7 +1,7 @@
-"""First stage, ONNX: QuantizeLinear and its kin become operators of the dialect.
+"""ONNX reader: QuantizeLinear and related operators -> operators of the dialect.
 
-A model with them is imported in the reference form, quantize - dequantize - float operator, from
-which `relayquant.lower` makes integer operators. Each function is a `Convert` as described in
+A quantized model is imported in the reference form: quantize, dequantize, float operator.
+`relayquant.lower` converts it to integer operators. Each function is a `Convert` as described in
 `relayquant.formats.readers.onnx.operators`.
 """
 
@@ -30,7 +30,7 @@ from relayquant.ir.reference import qnn as numpy_qnn
 from relayquant.ir.rewrite import Skip
 from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype
 
-#: dtypes of fewer than 8 bits, held in 8: (dtype that holds it, smallest, largest)
+#: dtypes of fewer than 8 bits, stored in 8 bits: (storage dtype, smallest, largest)
 NARROW = {
     "int4": ("int8", -8, 7),
     "uint4": ("uint8", 0, 15),
@@ -42,12 +42,12 @@ NARROW = {
 def convert_quantize_linear(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """QuantizeLinear -> R.qnn.quantize; of a constant, the integers.
+    """Convert QuantizeLinear to R.qnn.quantize. A constant becomes its integers.
 
-    4-bit results are held in 8 bits and clipped to their range.
+    4-bit results are stored in 8 bits and clipped to their range.
 
     Raises:
-        Refusal: blocks, 8-bit floats, or another type of data than float32.
+        Refusal: blocks, 8-bit floats, or data that is not float32.
     """
     data, scale, zero_point = (*inputs, None)[:3]
     dtype = _output_dtype(attrs, zero_point)
@@ -68,13 +68,13 @@ def convert_quantize_linear(
 def convert_dequantize_linear(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """DequantizeLinear -> R.qnn.dequantize, of a constant too: a quantized weight stays quantized.
-    Constants of less than 8 bits are widened before (`rewrite`).
+    """Convert DequantizeLinear to R.qnn.dequantize, also for a constant: a quantized weight stays
+    quantized. Constants of less than 8 bits were widened before (`rewrite`).
 
-    Blocks of a constant matrix are rows of a weight in groups (`grouped`).
+    Blocks of a constant matrix become rows of a grouped weight (`grouped`).
 
     Raises:
-        Refusal: other blocks, 8-bit floats, or a result other than float32.
+        Refusal: other blocks, 8-bit floats, or a result that is not float32.
     """
     data, scale, zero_point = (*inputs, None)[:3]
     if attrs.get("block_size", 0) and tensor_dtype(scale) == "float32":
@@ -100,7 +100,7 @@ def _check_form(attrs: dict[str, Any], dtype: str, data: relax.Expr | None = Non
 
 
 def _output_dtype(attrs: dict[str, Any], zero_point: relax.Expr | None) -> str:
-    """What attribute output_dtype says, else that of the zero point, else uint8 (ONNX)."""
+    """Return attribute output_dtype, else the zero point's dtype, else uint8 (ONNX)."""
     wanted = attrs.get("output_dtype", 0)
     if not wanted:
         return "uint8" if zero_point is None else tensor_dtype(zero_point)
@@ -108,10 +108,10 @@ def _output_dtype(attrs: dict[str, Any], zero_point: relax.Expr | None) -> str:
 
 
 def name_type(number: int) -> str:
-    """The name of a type that attribute output_dtype gives.
+    """Return the name of the type in attribute output_dtype.
 
     Raises:
-        Refusal: there is none.
+        Refusal: there is no such type.
     """
     try:
         return onnx.TensorProto.DataType.Name(number).lower()
@@ -120,10 +120,10 @@ def name_type(number: int) -> str:
 
 
 def find_axis(data: relax.Expr, scale: relax.Expr, attrs: dict[str, Any]) -> int:
-    """The channel axis; -1 where there is one scale for all.
+    """Return the channel axis. -1 if there is one scale for the whole tensor.
 
     Raises:
-        Refusal: the scale is no number and no vector, or the data has no such axis.
+        Refusal: the scale is neither a number nor a vector, or the data has no such axis.
     """
     rank, scale_rank = data.ty.ndim, scale.ty.ndim
     shape = getattr(scale.ty.shape, "values", None)
@@ -139,7 +139,7 @@ def find_axis(data: relax.Expr, scale: relax.Expr, attrs: dict[str, Any]) -> int
 
 
 def read_scale(scale: relax.Expr) -> relax.Expr:
-    """The scale as the dialect takes it: a vector of one element becomes a number.
+    """Read the scale for the dialect. A vector of one element becomes a number.
 
     Raises:
         Refusal: a scale is not finite and positive.
@@ -154,7 +154,7 @@ def read_scale(scale: relax.Expr) -> relax.Expr:
 
 
 def read_zero_point(zero_point: relax.Expr | None) -> relax.Expr:
-    """The zero point as int32; 0 where there is none."""
+    """Read the zero point as int32. 0 if there is none."""
     if zero_point is None:
         return relax.const(0, "int32")
     array = constant_value(zero_point)
@@ -165,7 +165,7 @@ def read_zero_point(zero_point: relax.Expr | None) -> relax.Expr:
 
 
 def find_real(bb: relax.BlockBuilder, value: relax.Expr) -> np.ndarray | None:
-    """The array of a constant, also of one that is dequantized; None of any other value."""
+    """Return the array of a constant, also of a dequantized one. None for any other value."""
     found = bb.lookup_binding(value) if isinstance(value, relax.Var) else None
     if not isinstance(found, Call) or call_name(found) != "relax.qnn.dequantize":
         return constant_value(value) if isinstance(value, GenericConst) else None
@@ -181,10 +181,11 @@ def find_real(bb: relax.BlockBuilder, value: relax.Expr) -> np.ndarray | None:
 def convert_dynamic_quantize_linear(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """DynamicQuantizeLinear -> (R.qnn.quantize(x, scale, zero point), scale, zero point uint8).
+    """Convert DynamicQuantizeLinear -> (R.qnn.quantize(x, scale, zero point), scale, zero point
+    uint8).
 
-    scale = (max(x, 0) - min(x, 0)) / 255, or 1 for a tensor of zeros; zero point =
-    round(-min(x, 0) / scale) (ONNX, operator DynamicQuantizeLinear).
+    scale = (max(x, 0) - min(x, 0)) / 255, or 1 for a tensor of zeros. zero point = round(-min(x, 0)
+    / scale) (ONNX, operator DynamicQuantizeLinear).
     """
     found = quantize_at_run_time(lambda expr, _: bb.emit(expr), inputs[0])
     zero_point = bb.emit(relax.op.astype(found.zero_point, "uint8"))
@@ -194,11 +195,12 @@ def convert_dynamic_quantize_linear(
 def convert_matmul_integer(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """MatMulInteger(x, w, x_zero, w_zero) -> int32 sum of (x - x_zero) * (w - w_zero).
+    """Convert MatMulInteger(x, w, x_zero, w_zero) -> int32 sum of (x - x_zero) * (w - w_zero).
 
-    For a constant w of rank 2 it is qnn.dense(x, w) - x_zero * (sums of the columns of w): so the
-    kernel has no variable. Else R.qnn.batch_matmul. A zero point for each row of x, (M,) or
-    (..., M, 1), and for each column of a w that is computed, is taken out of the product likewise.
+    For a constant w of rank 2, it is qnn.dense(x, w) - x_zero * (sums of the columns of w), so the
+    kernel has no run-time zero point. Otherwise it is R.qnn.batch_matmul. A zero point per row of
+    x, (M,) or (..., M, 1), and one per column of a computed w, are also corrected outside the
+    product.
     """
     data, weight, data_zero, weight_zero = (*inputs, None, None)[:4]
     data_zero, weight_zero = (bb.normalize(read_zero_point(z)) for z in (data_zero, weight_zero))
@@ -227,8 +229,8 @@ def convert_matmul_integer(
 
 
 def spread_columns(bb: relax.BlockBuilder, vector: relax.Expr, weight: relax.Expr) -> relax.Expr:
-    """A value for each column of a weight, also where the size of the vector is symbolic, in which
-    case it is the number of columns, or 1.
+    """Return a value per column of a weight, also if the size of the vector is symbolic: then it is
+    the number of columns, or 1.
     """
     columns = weight.ty.shape.values[-1]
     if vector.ty.ndim != 1 or is_same(list_sizes(vector)[0], list_sizes(weight)[-1]):
@@ -246,8 +248,10 @@ def multiply_values(
     data_zero: relax.Expr,
     weight_zero: relax.Expr,
 ) -> relax.Expr:
-    """int32 sums of (data - data_zero) * (weight - weight_zero) of computed values; data_zero is
-    (), weight_zero () or one for each column: those times the sums of the rows of data come off.
+    """Emit int32 sums of (data - data_zero) * (weight - weight_zero) for computed values.
+
+    data_zero is (). weight_zero is () or per column: weight_zero times the row sums of the data is
+    subtracted.
     """
     axes = [*range(weight.ty.ndim - 2), weight.ty.ndim - 1, weight.ty.ndim - 2]
     transposed = bb.emit(relax.op.permute_dims(weight, axes))
@@ -262,12 +266,13 @@ def multiply_values(
 def convert_conv_integer(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """ConvInteger(x, w, x_zero, w_zero) -> R.qnn.conv2d with int32 results; padding is x_zero.
+    """Convert ConvInteger(x, w, x_zero, w_zero) to R.qnn.conv2d with int32 results. The padding is
+    x_zero.
 
-    Where x_zero is computed at run time and w is not, it is taken out of the product.
+    If x_zero is computed at run time and w is constant, x_zero is corrected outside the product.
 
     Raises:
-        Refusal: not a 2-D convolution, or auto_pad.
+        Refusal: it is not a 2-D convolution, or has auto_pad.
     """
     data, weight, data_zero, weight_zero = (*inputs, None, None)[:4]
     if data.ty.ndim != 4:

@@ -1,10 +1,10 @@
-"""First stage, ONNX: LSTM, GRU and RNN become the operators of their steps.
+"""ONNX reader: LSTM, GRU and RNN -> the operators of their steps.
 
-All inputs are multiplied with their weights at once, the state in each step, always with the same
-constant:
+All inputs are multiplied by their weights at once. The state is multiplied in each step,
+always by the same constant:
     gates = matmul(X, W^T) + b            (steps, batch, gates * hidden)
     h = f(gates[t] + matmul(h, R^T))      for each step t
-A state that is not given is zero: in the first step its products are left out.
+If no initial state is given, it is zero, and its products are left out in the first step.
 """
 
 from __future__ import annotations
@@ -28,40 +28,41 @@ from relayquant.formats.readers.onnx.steps import (
 from relayquant.formats.readers.refusal import Refusal
 from relayquant.ir.rewrite.graph import constant_value, tensor_shape
 
-#: An activation with its parameters, behind the clip.
+#: An activation with its parameters, applied after the clip.
 Activate = Callable[[relax.Expr], relax.Expr]
 
 #: Product with a weight.
 Multiply = Callable[[relax.Expr], relax.Expr]
 
-#: Hidden state, then the cell of an LSTM; None is zero.
+#: Hidden state, then the cell of an LSTM. None is zero.
 State = Sequence["relax.Expr | None"]
 
 
 @dataclass(frozen=True)
 class Direction:
-    """What one direction of an operator computes with.
+    """Weights and activations of one direction of an operator.
 
     Attributes:
         hidden: Number of units.
         weight: Multiplies the inputs: (..., inputs) -> (..., gates * hidden).
-        recurrence: Multiplies the state; a part for each of the products that a step makes.
-        bias: Of the inputs' product, (gates * hidden,), or None.
-        inner_bias: GRU with linear_before_reset only: of the hidden gate's recurrent product.
-        peepholes: LSTM only: of input, output and forget gate, (hidden,); or none.
-        activations: By the order of the operator.
+        recurrence: Multiplies the state. One entry per product in a step.
+        bias: Added to the product of the inputs, (gates * hidden,), or None.
+        hidden_bias: GRU with linear_before_reset only: added to the recurrent product of the hidden
+            gate.
+        peepholes: LSTM only: weights of input, output and forget gate, (hidden,) each, or empty.
+        activations: In the operator's order.
     """
 
     hidden: int
     weight: Multiply
     recurrence: tuple[Multiply, ...]
     bias: relax.Expr | None
-    inner_bias: relax.Expr | None
+    hidden_bias: relax.Expr | None
     peepholes: tuple[relax.Expr, ...]
     activations: tuple[Activate, ...]
 
 
-#: Adds one step, given the inputs' product; returns the new state.
+#: Emits one step, given the product of the inputs. Returns the new state.
 Step = Callable[
     [relax.BlockBuilder, Direction, relax.Expr, State, "dict[str, Any]"], Sequence[relax.Expr]
 ]
@@ -80,11 +81,11 @@ class Cell:
 def convert_recurrent(
     cell: Cell, bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """LSTM, GRU or RNN -> (Y, last hidden state, last cell), as ONNX defines them.
+    """Convert LSTM, GRU or RNN -> (Y, last hidden state, last cell), as ONNX defines them.
 
     Raises:
-        Refusal: the number of steps is not known; a shape or an attribute is not what the
-            operator has.
+        Refusal: the number of steps is unknown, or a shape or an attribute does not fit the
+            operator.
     """
     data, weight, recurrence, *others = (*inputs, *[None] * 8)[:8]
     directions = len(read_directions(attrs))
@@ -108,15 +109,15 @@ def unroll_steps(
     products: Sequence[tuple[Multiply, tuple[Multiply, ...]]],
     attrs: dict[str, Any],
 ) -> relax.Expr:
-    """What `convert_recurrent` returns.
+    """Emit all steps. Returns the results of `convert_recurrent`.
 
     Args:
         cell: The operator.
         bb: The builder.
-        inputs: X, bias, lengths, states and peepholes; None for what is left out.
+        inputs: X, bias, lengths, states and peepholes. None for one that is left out.
         hidden: Number of units.
-        products: Of each direction, those with the weights of the inputs and of the state.
-        attrs: Of the node.
+        products: For each direction, the products with the weights of the inputs and of the state.
+        attrs: Attributes of the node.
     """
     data, bias, lengths, *states = inputs
     states, peepholes = states[: cell.states], states[2] if cell.states == 2 else None
@@ -150,7 +151,7 @@ def unroll_steps(
             state = list(new)
         sequences.append(join(bb, [outputs[step] for step in range(steps)], layout))
         lasts.append(state)
-    # Y has the directions behind the steps, or behind batch and steps.
+    # Y has the axis of directions after the steps, or after batch and steps.
     expanded = [bb.emit(relax.op.expand_dims(values, 1 + layout)) for values in sequences]
     last = [join(bb, values, layout) for values in zip(*lasts, strict=True)]
     return relax.Tuple([join(bb, expanded, 1 + layout), *last])
@@ -160,10 +161,10 @@ def unroll_steps(
 
 
 def read_directions(attrs: dict[str, Any]) -> tuple[bool, ...]:
-    """Of each direction, whether it goes backwards.
+    """Return for each direction whether it runs backwards.
 
     Raises:
-        Refusal: there is no such direction.
+        Refusal: the direction is unknown.
     """
     name = attrs.get("direction", b"forward").decode()
     known = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
@@ -175,10 +176,11 @@ def read_directions(attrs: dict[str, Any]) -> tuple[bool, ...]:
 def read_activations(
     cell: Cell, bb: relax.BlockBuilder, attrs: dict[str, Any], directions: int
 ) -> Iterator[Activate]:
-    """The activations of all directions; alpha and beta go to those that take one, in order.
+    """Return the activations of all directions. alpha and beta are assigned in order to the
+    activations that take them.
 
     Raises:
-        Refusal: an unknown activation, or not as many as the directions have.
+        Refusal: an activation is unknown, or their number does not fit the directions.
     """
     names = [name.decode() for name in attrs.get("activations", ())]
     names = names or list(cell.activations) * directions
@@ -191,7 +193,7 @@ def read_activations(
     for at, name in enumerate(names):
         activation = find_activation(name)
         parameters = activation.choose_parameters(given)
-        # ONNX Runtime clips the input of gates, not the cell that an LSTM puts out.
+        # ONNX Runtime clips the input of gates, but not the output activation of an LSTM's cell.
         is_gate = at % len(cell.activations) < 2
         clip = attrs.get("clip") if is_gate else None
         yield functools.partial(apply_clipped, bb, activation.apply, parameters, clip)
@@ -204,7 +206,7 @@ def apply_clipped(
     clip: float | None,
     value: relax.Expr,
 ) -> relax.Expr:
-    """An activation of what attribute clip leaves of its input."""
+    """Apply an activation after attribute clip."""
     if clip:
         value = bb.emit(relax.op.clip(value, -float(clip), float(clip)))
     return apply(bb, value, *parameters)
@@ -216,10 +218,10 @@ def check_shapes(
     attrs: dict[str, Any],
     directions: int,
 ) -> int:
-    """The number of hidden units, given the shapes of X, W and R.
+    """Return the number of hidden units from the shapes of X, W and R.
 
     Raises:
-        Refusal: the shapes of the weights are not known, or do not fit to one another.
+        Refusal: the shapes of the weights are unknown, or do not fit each other.
     """
     hidden = shapes[2][-1] if shapes[2] else None
     if not isinstance(hidden, int) or shapes[0] is None or len(shapes[0]) != 3:
@@ -237,7 +239,10 @@ def check_shapes(
 def split_recurrence(
     cell: Cell, bb: relax.BlockBuilder, matrix: relax.Expr, hidden: int, attrs: dict[str, Any]
 ) -> tuple[Multiply, ...]:
-    """By R^T; of a GRU that resets the state before its product, that of the hidden gate apart."""
+    """Return the products with R^T.
+
+    A GRU that resets the state before its product needs a separate product for the hidden gate.
+    """
     if cell is GRU and not attrs.get("linear_before_reset", 0):
         return tuple(
             multiply_by(bb, transpose(bb, slice_rows(bb, matrix, begin * hidden, end * hidden)))
@@ -247,7 +252,7 @@ def split_recurrence(
 
 
 def multiply_by(bb: relax.BlockBuilder, matrix: relax.Expr) -> Multiply:
-    """The product with a matrix of floats."""
+    """Return the product with a matrix of floats."""
     return lambda value: bb.emit(relax.op.matmul(value, matrix))
 
 
@@ -259,8 +264,10 @@ def split_bias(
     hidden: int,
     attrs: dict[str, Any],
 ) -> tuple[relax.Expr | None, relax.Expr | None]:
-    """(what is added to the inputs' product, what is added before the reset): (Wb + Rb, None), but
-    of a GRU with linear_before_reset the hidden gate's part of Rb apart.
+    """Return (bias of the inputs' product, bias before the reset).
+
+    This is (Wb + Rb, None). For a GRU with linear_before_reset, the hidden gate's part of Rb is
+    separate.
     """
     if bias is None:
         return None, None
@@ -278,7 +285,7 @@ def split_bias(
 def split_peepholes(
     bb: relax.BlockBuilder, peepholes: relax.Expr | None, at: int, hidden: int
 ) -> tuple[relax.Expr, ...]:
-    """Those of input, output and forget gate; none where there are none."""
+    """Return the peepholes of input, output and forget gate. Empty if there are none."""
     if peepholes is None:
         return ()
     row = take_element(bb, peepholes, at, 0)
@@ -322,8 +329,8 @@ def step_gru(
     state: State,
     attrs: dict[str, Any],
 ) -> Sequence[relax.Expr]:
-    """z, r = f(gates); n = g(gates + r * h); h' = (1 - z) * n + z * h, the product with R before or
-    behind the reset.
+    """z, r = f(gates); n = g(gates + r * h); h' = (1 - z) * n + z * h. The reset is before or after
+    the product with R.
     """
     (hidden,) = state
     inner, outer = direction.activations
@@ -337,13 +344,13 @@ def step_gru(
         )
         update, reset = add(bb, update, products[0]), add(bb, reset, products[1])
         if len(products) == 3:
-            product = add(bb, products[2], direction.inner_bias)
+            product = add(bb, products[2], direction.hidden_bias)
             before = add(bb, before, multiply(bb, inner(reset), product))
         else:
             kept = multiply(bb, inner(reset), hidden)
             before = add(bb, before, direction.recurrence[1](kept))
-    elif direction.inner_bias is not None:
-        before = add(bb, before, multiply(bb, inner(reset), direction.inner_bias))
+    elif direction.hidden_bias is not None:
+        before = add(bb, before, multiply(bb, inner(reset), direction.hidden_bias))
     gate = inner(update)
     new = multiply(bb, complement(bb, gate), outer(before))
     return (new if hidden is None else add(bb, new, multiply(bb, gate, hidden)),)
@@ -366,9 +373,10 @@ def step_rnn(
 def compare_length(
     bb: relax.BlockBuilder, lengths: relax.Expr, step: int, layout: int
 ) -> relax.Expr:
-    """Of each sample, whether the step is inside of its sequence: (1, batch, 1), or (batch, 1, 1).
+    """Return for each sample whether the step is inside its sequence: (1, batch, 1), or (batch, 1,
+    1).
 
-    Going backwards, the steps behind the end come first and leave the state as it is.
+    Backwards, the steps after the end come first and leave the state unchanged.
     """
     array, axes = constant_value(lengths), [1, 2] if layout else [0, 2]
     if array is not None:
@@ -381,12 +389,12 @@ def compare_length(
 
 
 def add(bb: relax.BlockBuilder, left: relax.Expr, right: relax.Expr | None) -> relax.Expr:
-    """left + right; left where there is no other."""
+    """Emit left + right. left if right is None."""
     return left if right is None else bb.emit(relax.op.add(left, right))
 
 
 def add_constants(bb: relax.BlockBuilder, left: relax.Expr, right: relax.Expr) -> relax.Expr:
-    """left + right; of constants, a constant."""
+    """Emit left + right. The sum of constants is a constant."""
     arrays = constant_value(left), constant_value(right)
     if arrays[0] is None or arrays[1] is None:
         return add(bb, left, right)
@@ -394,19 +402,19 @@ def add_constants(bb: relax.BlockBuilder, left: relax.Expr, right: relax.Expr) -
 
 
 def multiply(bb: relax.BlockBuilder, left: relax.Expr, right: relax.Expr) -> relax.Expr:
-    """left * right"""
+    """Emit left * right."""
     return bb.emit(relax.op.multiply(left, right))
 
 
 def complement(bb: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
-    """1 - value"""
+    """Emit 1 - value."""
     return bb.emit(relax.op.subtract(relax.const(1.0, str(value.ty.dtype)), value))
 
 
 def choose(
     bb: relax.BlockBuilder, condition: relax.Expr, left: relax.Expr, right: relax.Expr | None
 ) -> relax.Expr:
-    """left where the condition holds, else right; None is zero."""
+    """Emit left where the condition is true, else right. None is zero."""
     other = relax.const(0.0, str(left.ty.dtype)) if right is None else right
     return bb.emit(relax.op.where(condition, left, other))
 
@@ -414,12 +422,12 @@ def choose(
 def split_gates(
     bb: relax.BlockBuilder, gates: relax.Expr, count: int, size: int
 ) -> list[relax.Expr]:
-    """`count` parts of `size` elements along the last of three axes."""
+    """Split the last of three axes into `count` parts of `size` elements."""
     return [slice_element(bb, gates, k * size, 2, size) for k in range(count)]
 
 
 def cut(bb: relax.BlockBuilder, state: relax.Expr, at: int, layout: int) -> relax.Expr:
-    """What a state holds of one direction; its axis is kept."""
+    """Return one direction of a state. The axis is kept."""
     shape = tensor_shape(state)
     array = constant_value(state)
     if array is not None:
@@ -430,7 +438,7 @@ def cut(bb: relax.BlockBuilder, state: relax.Expr, at: int, layout: int) -> rela
 
 
 def slice_rows(bb: relax.BlockBuilder, matrix: relax.Expr, begin: int, end: int) -> relax.Expr:
-    """matrix[begin:end]; of a constant, a constant."""
+    """Return matrix[begin:end]. A constant stays a constant."""
     array = constant_value(matrix)
     if array is not None:
         return relax.const(np.ascontiguousarray(array[begin:end]), str(array.dtype))
@@ -438,7 +446,7 @@ def slice_rows(bb: relax.BlockBuilder, matrix: relax.Expr, begin: int, end: int)
 
 
 def transpose(bb: relax.BlockBuilder, matrix: relax.Expr) -> relax.Expr:
-    """The matrix transposed; of a constant, a constant."""
+    """Transpose the matrix. A constant stays a constant."""
     array = constant_value(matrix)
     if array is not None:
         return relax.const(np.ascontiguousarray(array.T), str(array.dtype))
@@ -446,7 +454,7 @@ def transpose(bb: relax.BlockBuilder, matrix: relax.Expr) -> relax.Expr:
 
 
 def join(bb: relax.BlockBuilder, values: Sequence[relax.Expr], axis: int) -> relax.Expr:
-    """The values along an axis; of constants, a constant."""
+    """Concatenate values along an axis. The result for constants is a constant."""
     if len(values) == 1:
         return values[0]
     arrays = [constant_value(value) for value in values]

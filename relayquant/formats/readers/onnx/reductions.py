@@ -1,4 +1,4 @@
-"""First stage, ONNX: reductions of every version, and operators along one axis.
+"""ONNX reader: reductions of every opset, and operators along one axis.
 
 Each function is a `Convert` as described in `relayquant.formats.readers.onnx.operators`.
 """
@@ -24,7 +24,7 @@ Unary = Callable[[relax.Expr], relax.Expr]
 
 @dataclass(frozen=True)
 class Reduction:
-    """after(reduce(before(x))); over no axes, what is before and after remains."""
+    """The function after(reduce(before(x))). Over no axes, only `before` and `after` remain."""
 
     reduce: Reduce
     before: Unary | None = None
@@ -35,7 +35,7 @@ def _square(data: relax.Expr) -> relax.Expr:
     return relax.op.multiply(data, data)
 
 
-#: ONNX operator -> what it computes
+#: ONNX operator -> its function
 REDUCTIONS = {
     "ReduceL1": Reduction(relax.op.sum, relax.op.abs),
     "ReduceL2": Reduction(relax.op.sum, _square, relax.op.sqrt),
@@ -52,10 +52,10 @@ REDUCTIONS = {
 def convert_reduction(
     name: str, bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """Reduce* with axes as an attribute, or as an input in later versions.
+    """Convert Reduce* with axes as an attribute, or as an input in later versions.
 
     Raises:
-        Refusal: the axes are computed at run time, so that the shape of the result is not known.
+        Refusal: the axes are computed at run time, so the shape of the result is unknown.
     """
     reduction = REDUCTIONS[name]
     data = inputs[0]
@@ -72,8 +72,9 @@ def convert_reduction(
 def convert_log_sum_exp(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """ReduceLogSumExp -> log(sum(exp(x - max))) + max; without the maximum where that is infinite,
-    whose difference with itself is NaN.
+    """Convert ReduceLogSumExp to log(sum(exp(x - max))) + max.
+
+    An infinite maximum is not subtracted, because infinity - infinity is NaN.
     """
     data = inputs[0]
     axes = read_axes(inputs, attrs)
@@ -91,7 +92,7 @@ def convert_log_sum_exp(
 
 
 def read_axes(inputs: Sequence[Any], attrs: dict[str, Any]) -> list[int] | None:
-    """The axes of a reduction; None is all, [] is none."""
+    """Read the axes of a reduction. None means all axes, [] means none."""
     if len(inputs) > 1 and inputs[1] is not None:
         found = read_sizes(inputs[1])
         if found is None:
@@ -108,7 +109,7 @@ def read_axes(inputs: Sequence[Any], attrs: dict[str, Any]) -> list[int] | None:
 def convert_top_k(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """TopK -> R.topk; what need not be sorted may be.
+    """Convert TopK to R.topk. The result is sorted even if it need not be.
 
     Raises:
         Refusal: k is computed at run time.
@@ -130,10 +131,10 @@ def convert_top_k(
 def convert_one_hot(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """OneHot(indices, depth, (off, on)) -> where(indices == 0 ... depth - 1, on, off).
+    """Convert OneHot(indices, depth, (off, on)) to where(indices == 0 ... depth - 1, on, off).
 
-    Negative indices count from the end; those beyond are nowhere. R.one_hot has one dtype for all
-    and wants the two values as constants.
+    Negative indices count from the end. An index outside the depth gives only `off`. R.one_hot has
+    one dtype for everything and needs the two values as constants.
 
     Raises:
         Refusal: the depth is computed at run time.

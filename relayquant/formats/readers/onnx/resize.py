@@ -1,7 +1,7 @@
-"""First stage, ONNX: Resize of every version and Upsample.
+"""ONNX reader: Resize of every opset, and Upsample.
 
-Reads sizes and attributes; `resize` does the rest. Each function is a `Convert` as described in
-`relayquant.formats.readers.onnx.operators`.
+This module reads sizes and attributes. `readers.resize` does the rest. Each function is a `Convert`
+as described in `relayquant.formats.readers.onnx.operators`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from relayquant.ir.rewrite.graph import constant_value
 def convert_upsample(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """Upsample (opset 7 and 9) is Resize of opset 10 with scales of at least 1."""
+    """Convert Upsample (opset 7 and 9): Resize of opset 10 with scales of at least 1."""
     scales = attrs.get("scales")
     if scales is None:
         return convert_resize(bb, inputs[:2], attrs, 10)
@@ -41,13 +41,14 @@ def convert_upsample(
 def convert_resize(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """Resize -> R.image.resize2d, or R.take and R.matmul along each axis.
+    """Convert Resize to R.image.resize2d, or to R.take and R.matmul along each axis.
 
-    Opset 10 has neither roi nor sizes, and is asymmetric and `SIMPLE`.
+    Opset 10 has neither roi nor sizes. Its coordinates are asymmetric and its nearest_mode is
+    `SIMPLE`.
 
     Raises:
-        Refusal: its sizes are computed at run time, an axis that is not a multiple has a
-            symbolic size, or the data are integers that would be interpolated.
+        Refusal: its sizes are computed at run time, an axis that is not scaled by an integer has a
+            symbolic size, or integer data would be interpolated.
     """
     data = inputs[0]
     if opset < 11:
@@ -95,7 +96,7 @@ def convert_resize(
 
 
 def read_floats(value: Any, what: str) -> np.ndarray:
-    """A constant operand of floats.
+    """Read a constant operand of floats.
 
     Raises:
         Refusal: it is computed at run time.
@@ -114,8 +115,8 @@ def _text(attrs: dict[str, Any], name: str, default: str) -> str:
 
 
 def _find_multiples(shape: list[Any], axes: list[int], wanted: list[Any]) -> np.ndarray | None:
-    """The factors by which sizes grow, where some are symbolic and all grow by integers; None
-    else.
+    """Return the factors by which sizes grow, if some sizes are symbolic and all factors are
+    integers. None otherwise.
     """
     sizes = [shape[at] for at in axes]
     if all(isinstance(size, int) for size in sizes):
@@ -127,7 +128,7 @@ def _find_multiples(shape: list[Any], axes: list[int], wanted: list[Any]) -> np.
 
 
 def _axes_of_sizes(shape: list[Any], axes: list[int], wanted: list[Any], policy: str) -> list[Axis]:
-    """What sizes ask for; keep_aspect_ratio_policy takes one scale for all axes."""
+    """Compute the axes from sizes. keep_aspect_ratio_policy uses one scale for all axes."""
     sizes = [_fixed(shape, at) for at in axes]
     scales = [result / size for result, size in zip(wanted, sizes, strict=True)]
     if policy == "stretch":
@@ -153,7 +154,7 @@ def _axes_of_scales(
     factors: np.ndarray,
     sampling: Sampling,
 ) -> list[Axis] | relax.Expr:
-    """What scales ask for. A picture of symbolic size that grows by integers is converted."""
+    """Compute the axes from scales. A picture of symbolic size may only grow by integers."""
     moved = [(at, f) for at, f in zip(axes, factors, strict=True) if f != 1.0]
     if any(not isinstance(shape[at], int) for at, _ in moved):
         fake = [Axis(at, 1, int(f), float(f)) for at, f in moved if float(f).is_integer()]

@@ -1,5 +1,5 @@
-"""First stage, ONNX, on the graph itself: operators on integers become dequantize - float operator
-- quantize, which is how every other quantized model is written.
+"""ONNX reader, on the graph: operators on integers -> dequantize, float operator, quantize, the
+form of all other quantized models.
 
 QLinearConv(x, s, z, w, ...) -> QuantizeLinear(Conv(DequantizeLinear(x), DequantizeLinear(w), ...)).
 """
@@ -17,7 +17,7 @@ from relayquant.formats.readers.onnx.packed import unpack_bnb4, unpack_last
 from relayquant.formats.readers.refusal import NotConstant, Refusal
 from relayquant.ir.rewrite.function import find_free_name
 
-#: 4-bit and 2-bit tensors, which TVM cannot hold as constants: type -> the type that can
+#: 4-bit and 2-bit types, which TVM cannot hold as constants -> a type that can hold their values
 WIDENED = {
     TensorProto.INT4: np.dtype("int8"),
     TensorProto.UINT4: np.dtype("uint8"),
@@ -25,13 +25,13 @@ WIDENED = {
     getattr(TensorProto, "UINT2", -2): np.dtype("uint8"),
 }
 
-#: A Softmax of an earlier opset takes everything from its axis on as one row.
+#: Before this opset, Softmax treats everything from its axis on as one row.
 FIRST_SOFTMAX_OF_ONE_AXIS = 13
 
-#: Domain of the DequantizeLinear that is written: that of ONNX has an axis from opset 13 on only.
+#: Domain of the DequantizeLinear nodes written here. ONNX's own has an axis from opset 13 on only.
 MICROSOFT = "com.microsoft"
 
-#: a tensor with parameters, as QLinear operators list them
+#: a tensor with its parameters, in the order of QLinear operators
 Triple = Sequence[str]
 
 
@@ -39,10 +39,10 @@ class GraphRewriter:
     """Collects the nodes and constants of the new graph.
 
     Attributes:
-        constants: Constant tensors by name, those of the model and added ones.
-        narrow: Names of those that had fewer than 8 bits -> the type they had.
+        constants: Constant tensors by name, both the model's and added ones.
+        narrow: Names of constants that had fewer than 8 bits -> their original type.
         taken: Names of all tensors.
-        opset: Of the model.
+        opset: Opset of the model.
         nodes: In topological order.
     """
 
@@ -52,36 +52,40 @@ class GraphRewriter:
         self.nodes: list[onnx.NodeProto] = []
 
     def unique_name(self, base: str) -> str:
-        """`base`, or with a number behind it; taken from now on."""
+        """Return `base`, or `base` with a number appended if it is taken. The name is taken from
+        now on.
+        """
         name = find_free_name(base, self.taken)
         self.taken.add(name)
         return name
 
     def add(self, op: str, inputs: Sequence[str], output: str, node: str, **attrs: object) -> str:
-        """A node of operator `op` that computes `output`; `node` is its name. Returns `output`."""
+        """Add a node of operator `op` that computes `output`. `node` is its name. Returns
+        `output`.
+        """
         self.nodes.append(helper.make_node(op, list(inputs), [output], name=node, **attrs))
         return output
 
     def constant(self, array: np.ndarray, base: str) -> str:
-        """A constant tensor; returns its name."""
+        """Add a constant tensor and return its name."""
         name = self.unique_name(base)
         self.constants[name] = numpy_helper.from_array(array, name)
         return name
 
     def dequantize(self, triple: Triple, node: onnx.NodeProto, axis: int = 0) -> str:
-        """The real values of (tensor, scale, zero point)."""
+        """Dequantize (tensor, scale, zero point)."""
         data, scale, zero_point = triple
         inputs = [data, scale, zero_point] if zero_point else [data, scale]
         output = self.unique_name(f"{data}.dq")
         return self.add("DequantizeLinear", inputs, output, node.name, axis=axis, domain=MICROSOFT)
 
     def finish(self, node: onnx.NodeProto, scale: str, zero_point: str, real: str) -> None:
-        """The output of `node`, from its real values."""
+        """Quantize the real values to the output of `node`."""
         inputs = [real, scale, zero_point] if zero_point else [real, scale]
         self.add("QuantizeLinear", inputs, node.output[0], node.name)
 
     def rank(self, tensor: str) -> int | None:
-        """Number of dimensions of a constant."""
+        """Return the rank of a constant."""
         found = self.constants.get(tensor)
         return len(found.dims) if found is not None else None
 
@@ -89,10 +93,10 @@ class GraphRewriter:
 def rewrite_integer_nodes(
     graph: onnx.GraphProto, opset: int
 ) -> tuple[list[onnx.NodeProto], list[onnx.TensorProto]]:
-    """(nodes, initializers) of a graph without operators on quantized operands.
+    """Return (nodes, initializers) of a graph without operators on quantized operands.
 
     Raises:
-        ValueError: such a node lacks inputs; the message names it.
+        ValueError: a node lacks inputs. Names the node.
     """
     taken = {name for node in graph.node for name in (*node.input, *node.output)}
     taken.update(info.name for info in graph.input)
@@ -119,7 +123,7 @@ def rewrite_integer_nodes(
 
 
 def attributes(node: onnx.NodeProto) -> dict[str, object]:
-    """The attributes of a node as Python values."""
+    """Return the attributes of a node as Python values."""
     return {a.name: helper.get_attribute_value(a) for a in node.attribute}
 
 
@@ -127,7 +131,7 @@ def attributes(node: onnx.NodeProto) -> dict[str, object]:
 
 
 def widen_tensors(graph: onnx.GraphProto, constants: dict[str, onnx.TensorProto]) -> dict[str, int]:
-    """Replace 4-bit constants by 8-bit ones of the same values; returns name -> type before."""
+    """Replace 4-bit constants by 8-bit ones of the same values. Returns name -> original type."""
     narrow = {}
     for tensor in graph.initializer:
         if tensor.data_type in WIDENED:
@@ -138,7 +142,7 @@ def widen_tensors(graph: onnx.GraphProto, constants: dict[str, onnx.TensorProto]
 
 
 def keep_narrow(node: onnx.NodeProto, narrow: Mapping[str, int]) -> onnx.NodeProto:
-    """A QuantizeLinear with a widened zero point still says which type it quantizes to."""
+    """Add the original type to a QuantizeLinear whose zero point was widened."""
     if node.op_type != "QuantizeLinear" or len(node.input) < 3 or node.input[2] not in narrow:
         return node
     copy = onnx.NodeProto()
@@ -155,13 +159,15 @@ Rewrite = Callable[[GraphRewriter, onnx.NodeProto, dict[str, object]], None]
 
 
 def operands(node: onnx.NodeProto, count: int, first: int = 0) -> Iterator[Triple]:
-    """`count` operands with their parameters, from input `first`."""
+    """Return `count` operands with their parameters, starting at input `first`."""
     for at in range(first, first + 3 * count, 3):
         yield [node.input[at], node.input[at + 1], node.input[at + 2]]
 
 
 def rewrite_conv(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) -> None:
-    """QLinearConv(x, w, y, bias): the bias is int32 with scale x_scale * w_scale, zero point 0."""
+    """Rewrite QLinearConv(x, w, y, bias). The bias is int32 with scale x_scale * w_scale and zero
+    point 0.
+    """
     data, weight = operands(node, 2)
     inputs = [rewriter.dequantize(data, node), rewriter.dequantize(weight, node)]
     if len(node.input) > 8 and node.input[8]:
@@ -179,7 +185,7 @@ def dequantize_bias(
     weight_scale: str,
     alpha: float = 1.0,
 ) -> str:
-    """The real values of an int32 bias in units of its accumulator, times alpha."""
+    """Dequantize an int32 bias, whose scale is the accumulator's, times alpha."""
     scales = [rewriter.constants.get(name) for name in (data_scale, weight_scale)]
     if any(scale is None for scale in scales):
         product = rewriter.unique_name(f"{bias}.scale")
@@ -191,7 +197,7 @@ def dequantize_bias(
 
 
 def rewrite_matmul(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) -> None:
-    """QLinearMatMul(a, b, y); a weight with one scale for each column has it on its last axis."""
+    """Rewrite QLinearMatMul(a, b, y). A per-column scale of a weight is along its last axis."""
     left, right = operands(node, 2)
     axis = (rewriter.rank(right[0]) or 2) - 1
     inputs = [rewriter.dequantize(left, node), rewriter.dequantize(right, node, axis)]
@@ -200,12 +206,12 @@ def rewrite_matmul(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) -
 
 
 def rewrite_gemm(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) -> None:
-    """com.microsoft.QGemm(a, b, c, y); without y_scale the result is float."""
+    """Rewrite com.microsoft.QGemm(a, b, c, y). Without y_scale the result is float."""
     left, right = operands(node, 2)
     axis = 0 if attrs.get("transB", 0) else 1
     inputs = [rewriter.dequantize(left, node), rewriter.dequantize(right, node, axis)]
     if len(node.input) > 6 and node.input[6]:
-        alpha = float(attrs.get("alpha", 1.0))  # the bias has it too, as ONNX Runtime defines
+        alpha = float(attrs.get("alpha", 1.0))  # alpha also multiplies the bias, as in ONNX Runtime
         inputs.append(dequantize_bias(rewriter, node, node.input[6], left[1], right[1], alpha))
     quantized = len(node.input) > 7 and bool(node.input[7])
     real = rewriter.unique_name(f"{node.output[0]}.real") if quantized else node.output[0]
@@ -216,8 +222,8 @@ def rewrite_gemm(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) -> 
 
 
 def rewrite_as(op: str, count: int = 1) -> Rewrite:
-    """An operator with `count` operands and one result, whose float form is `op` with the same
-    attributes.
+    """Rewrite an operator with `count` operands and one result to the float operator `op` with the
+    same attributes.
     """
 
     def rewrite(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) -> None:
@@ -235,7 +241,7 @@ def rewrite_as(op: str, count: int = 1) -> Rewrite:
 
 
 def rewrite_concat(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) -> None:
-    """com.microsoft.QLinearConcat(y_scale, y_zero_point, x1, s1, z1, ...)."""
+    """Rewrite com.microsoft.QLinearConcat(y_scale, y_zero_point, x1, s1, z1, ...)."""
     count, rest = divmod(len(node.input) - 2, 3)
     if rest or count < 1:
         raise KeyError("parameters of an operand")
@@ -246,8 +252,10 @@ def rewrite_concat(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) -
 
 
 def rewrite_softmax(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) -> None:
-    """com.microsoft.QLinearSoftmax(x, y); attribute opset says whose Softmax it is: before 13 that
-    of Flatten(x, axis), which is also written so where the model's own Softmax is a later one.
+    """Rewrite com.microsoft.QLinearSoftmax(x, y).
+
+    Attribute opset selects the version of Softmax. Before 13 it is the Softmax of Flatten(x, axis),
+    and it is written this way if the model's own Softmax is a later one.
     """
     flattens = int(attrs.pop("opset")) < FIRST_SOFTMAX_OF_ONE_AXIS
     if flattens == (rewriter.opset < FIRST_SOFTMAX_OF_ONE_AXIS):
@@ -275,10 +283,10 @@ def rewrite_softmax(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) 
 
 
 def find_constant(rewriter: GraphRewriter, node: onnx.NodeProto, at: int) -> np.ndarray | None:
-    """An operand that is a constant; None for one that is left out.
+    """Return an operand that is a constant. None for one that is left out.
 
     Raises:
-        NotConstant: it is computed.
+        NotConstant: it is computed at run time.
     """
     name = node.input[at] if at < len(node.input) else ""
     if not name:
@@ -290,9 +298,10 @@ def find_constant(rewriter: GraphRewriter, node: onnx.NodeProto, at: int) -> np.
 
 
 def rewrite_gather_blocks(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) -> None:
-    """com.microsoft.GatherBlockQuantized(data, indices, scales, zeros): DequantizeLinear with
-    blocks, and Gather. uint8 data holds codes of `bits` along its last axis, whose zero points are
-    the middle unless they are given.
+    """Rewrite com.microsoft.GatherBlockQuantized(data, indices, scales, zeros) to DequantizeLinear
+    with blocks, and Gather.
+
+    uint8 data holds codes of `bits` along its last axis. Their default zero point is the middle.
     """
     select_attributes(attrs, ("bits", "block_size", "gather_axis", "quantize_axis"))
     data, scales, zeros = (find_constant(rewriter, node, at) for at in (0, 2, 3))
@@ -323,8 +332,9 @@ def rewrite_gather_blocks(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: 
 
 
 def rewrite_bnb4(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) -> None:
-    """com.microsoft.MatMulBnb4(x, codes, largest): MatMul of a float32 constant, as its codes stand
-    for values that no scale and zero point gives.
+    """Rewrite com.microsoft.MatMulBnb4(x, codes, largest) to MatMul with a float32 constant.
+
+    No scale and zero point can represent the values of its codes.
     """
     select_attributes(
         attrs, ("K", "N", "block_size", "quant_type", "training_mode", "transB"), {"transB": 1}
@@ -341,7 +351,7 @@ def rewrite_bnb4(rewriter: GraphRewriter, node: onnx.NodeProto, attrs: dict) -> 
 def select_attributes(
     attrs: Mapping[str, object], known: Sequence[str], fixed: Mapping[str, object] | None = None
 ) -> None:
-    """Raise Refusal for an attribute that is not known, or not of the value that it must have."""
+    """Raise Refusal for an unknown attribute, or a value that is not supported."""
     for name, value in attrs.items():
         if name not in known:
             raise Refusal(f"its attribute {name} is {value!r}; supported: none of that name")
@@ -350,7 +360,7 @@ def select_attributes(
             raise Refusal(f"its attribute {name} is {value!r}; supported: {wanted!r}")
 
 
-#: (domain, operator) -> what takes its place
+#: (domain, operator) -> its replacement
 REWRITES: dict[tuple[str, str], Rewrite] = {
     ("", "QLinearConv"): rewrite_conv,
     ("", "QLinearMatMul"): rewrite_matmul,

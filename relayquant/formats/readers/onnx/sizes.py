@@ -1,7 +1,7 @@
-"""First stage, ONNX: operators whose result has a size that is an operand.
+"""ONNX reader: operators with an operand that gives a size of the result.
 
-Sizes that are constants become sizes of the module. Others become symbolic sizes that a match_cast
-reads at run time. Each function is a `Convert` as described in
+Constant sizes become sizes of the module. Other sizes become symbolic sizes that a match_cast reads
+at run time. Each function is a `Convert` as described in
 `relayquant.formats.readers.onnx.operators`.
 """
 
@@ -33,8 +33,8 @@ MAX_CONSTANT = 2**28
 
 
 def read_sizes(value: Any) -> list[Any] | None:
-    """The sizes that an operand lists: integers, or symbolic sizes of the model; None where only
-    the run time knows them.
+    """Return the sizes that an operand lists: integers, or symbolic sizes of the model. None if
+    they are known at run time only.
     """
     if isinstance(value, relax.ShapeExpr):
         return [int(size) if isinstance(size, tirx.IntImm) else size for size in value.values]
@@ -45,10 +45,10 @@ def read_sizes(value: Any) -> list[Any] | None:
 
 
 def known_shape(value: relax.Expr, what: str = "input") -> tuple[int | str, ...]:
-    """The shape of an operand, symbolic sizes as text.
+    """Return the shape of an operand, with symbolic sizes as text.
 
     Raises:
-        Refusal: it is not known.
+        Refusal: the shape is unknown.
     """
     shape = tensor_shape(value)
     if shape is None:
@@ -57,10 +57,10 @@ def known_shape(value: relax.Expr, what: str = "input") -> tuple[int | str, ...]
 
 
 def count_sizes(value: relax.Expr) -> int:
-    """How many sizes a one-dimensional operand lists.
+    """Return the length of a one-dimensional operand of sizes.
 
     Raises:
-        Refusal: the model does not say.
+        Refusal: the length is unknown.
     """
     shape = known_shape(value, "sizes")
     if len(shape) != 1 or isinstance(shape[0], str):
@@ -69,12 +69,12 @@ def count_sizes(value: relax.Expr) -> int:
 
 
 def emit_item(bb: relax.BlockBuilder, values: relax.Expr, at: int) -> relax.Expr:
-    """values[at], of a vector."""
+    """Emit values[at] of a vector."""
     return bb.emit(relax.op.take(values, relax.const(at, "int64"), axis=0))
 
 
 def emit_shape(bb: relax.BlockBuilder, sizes: relax.Expr, count: int) -> relax.ShapeExpr:
-    """Symbolic sizes for an int64 tensor of shape (count,) that is computed at run time.
+    """Emit symbolic sizes for an int64 tensor of shape (count,) that is computed at run time.
 
     shape = R.tensor_to_shape(sizes); R.match_cast(shape, R.Shape([size_0, size_1]))
     """
@@ -85,14 +85,14 @@ def emit_shape(bb: relax.BlockBuilder, sizes: relax.Expr, count: int) -> relax.S
 
 
 def emit_sizes(bb: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
-    """The sizes of a tensor as an int64 tensor."""
+    """Emit the sizes of a tensor as an int64 tensor."""
     return bb.emit(relax.op.shape_to_tensor(bb.emit(relax.op.shape_of(value))))
 
 
 def convert_constant_of_shape(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr | None:
-    """ConstantOfShape -> R.full with sizes of the run time; constants are left to TVM.
+    """Convert ConstantOfShape with run-time sizes to R.full. Constant sizes are left to TVM.
 
     Raises:
         Refusal: the result would fill the memory.
@@ -111,9 +111,10 @@ def convert_constant_of_shape(
 def convert_reshape(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr | None:
-    """Reshape to sizes of the run time; 0 keeps a size (unless allowzero), -1 is what is left.
+    """Convert Reshape to run-time sizes. 0 keeps a size (unless allowzero), -1 is the remaining
+    size.
 
-    Sizes that are constants are left to TVM, except with allowzero.
+    Constant sizes are left to TVM, except with allowzero.
     """
     data, wanted = inputs
     if isinstance(data, relax.ShapeExpr):
@@ -151,12 +152,13 @@ def convert_reshape(
 def slice_at_run_time(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr | None:
-    """Slice from, to or by values of the run time -> one R.take for each axis, of the indices
-    begin + step * (0 ... count - 1). Constants are left to TVM; of symbolic sizes see
-    `slice_by_sizes`.
+    """Convert Slice with run-time bounds or steps to one R.take per axis, with the indices begin +
+    step * (0 ... count - 1).
+
+    Constants are left to TVM. `slice_by_sizes` handles symbolic sizes.
 
     Raises:
-        Refusal: the axes are not constants, or the number of slices is not known.
+        Refusal: the axes are not constant, or the number of slices is unknown.
     """
     data, starts, ends, axes, steps = (*inputs, None, None)[:5]
     operands = [value for value in (starts, ends, steps) if value is not None]
@@ -187,8 +189,8 @@ def slice_at_run_time(
         size = pick(sizes, axis)
         step = pick(steps, at)
         back = bb.emit(relax.op.less(step, zero))
-        # A position counts from the end if it is negative, and is clamped to 0 ... size going
-        # forward, to -1 ... size - 1 going back.
+        # A negative position counts from the end. Positions are clamped to 0 ... size going
+        # forward, and to -1 ... size - 1 going backward.
         shift = bb.emit(relax.op.where(back, one, zero))
         bounds = []
         for values in (starts, ends):
@@ -198,7 +200,7 @@ def slice_at_run_time(
             position = bb.emit(relax.op.maximum(position, low))
             bounds.append(bb.emit(relax.op.minimum(position, high)))
         begin, end = bounds
-        # ceil((end - begin) / step) = -floor((begin - end) / step), the divisor made positive
+        # ceil((end - begin) / step) = -floor((begin - end) / step), with a positive divisor
         sign = bb.emit(relax.op.where(back, relax.const(-1, "int64"), one))
         span = bb.emit(relax.op.multiply(bb.emit(relax.op.subtract(begin, end)), sign))
         width = bb.emit(relax.op.multiply(step, sign))
@@ -214,8 +216,8 @@ def slice_at_run_time(
 def slice_by_sizes(
     data: relax.Expr, starts: list[Any], ends: list[Any], axes: Any, steps: Any
 ) -> relax.Expr | None:
-    """Slice by expressions of symbolic sizes -> R.strided_slice with bounds that are within the
-    data; None where a step is not a positive constant or a bound may be negative or not.
+    """Convert Slice by expressions of symbolic sizes to R.strided_slice with bounds inside the
+    data. None if a step is not a positive constant, or the sign of a bound is unknown.
     """
     values = data.ty.shape.values
     taken = [*range(len(starts))] if axes is None else read_sizes(axes)
@@ -240,8 +242,8 @@ def slice_by_sizes(
 def convert_split(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr | None:
-    """Split into parts whose sizes the run time knows -> one R.take for each part, of the indices
-    begin + (0 ... size - 1). Constants are left to TVM.
+    """Convert Split into parts of run-time sizes to one R.take per part, with the indices begin +
+    (0 ... size - 1). Constants are left to TVM.
     """
     data, parts = (*inputs, None)[:2]
     if parts is None or read_sizes(parts) is not None:
@@ -259,12 +261,14 @@ def convert_split(
 
 
 def pad_at_run_time(bb: relax.BlockBuilder, inputs: Sequence[Any], mode: bytes) -> relax.Expr:
-    """Pad by counts of the run time -> one R.take for each axis, of the indices
-    -before ... size + after - 1, which the mode brings into the data; beyond it a constant pad has
-    the fill. Negative counts crop.
+    """Convert Pad with run-time counts to one R.take per axis, with the indices -before ... size +
+    after - 1.
+
+    The mode maps these indices into the data. A constant pad has the fill outside the data.
+    Negative counts crop.
 
     Raises:
-        Refusal: the axes are not constants, or their number is not known.
+        Refusal: the axes are not constant, or their number is unknown.
     """
     operands: list[Any] = [*inputs, None, None]
     data, pads, fill, axes = operands[:4]
@@ -290,7 +294,7 @@ def pad_at_run_time(bb: relax.BlockBuilder, inputs: Sequence[Any], mode: bytes) 
         if mode == b"wrap":
             inside = bb.emit(relax.op.floor_mod(place, size))
         elif mode == b"reflect":
-            # there and back again: 0 1 2 1 0 1 2 ..., of period 2 (size - 1)
+            # forward and backward: 0 1 2 1 0 1 2 ..., of period 2 (size - 1)
             period = bb.emit(relax.op.maximum(bb.emit(relax.op.add(last, last)), one))
             rest = bb.emit(relax.op.floor_mod(place, period))
             inside = bb.emit(relax.op.minimum(rest, bb.emit(relax.op.subtract(period, rest))))
@@ -313,13 +317,13 @@ def fill_outside(
     widths: Mapping[int, tuple[int, int]],
     fill: relax.Expr,
 ) -> relax.Expr:
-    """Padded data with the fill on the places that are none of the data.
+    """Write the fill into padded data at the positions outside the data.
 
     Args:
         bb: The builder.
-        padded: By the widths.
-        data: Before.
-        widths: Axis -> how many places are before and behind the data; fewer than 0 crop.
+        padded: The data after padding by the widths.
+        data: The data before padding.
+        widths: Axis -> number of positions before and after the data. Negative numbers crop.
         fill: One number.
     """
     rank = data.ty.ndim
@@ -343,7 +347,7 @@ def fill_outside(
 def limit_range(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> None:
-    """Range, which TVM computes at once: refuses what would fill the memory."""
+    """Refuse a Range whose result would fill the memory, because TVM computes it at once."""
     values = [constant_value(given) for given in inputs]
     if all(value is not None for value in values):
         start, limit, step = (float(value.item()) for value in values)
@@ -351,6 +355,6 @@ def limit_range(
 
 
 def check_constant(size: float) -> None:
-    """ValueError if a constant of `size` elements would fill the memory."""
+    """Raise ValueError if a constant of `size` elements would fill the memory."""
     if size > MAX_CONSTANT:
         raise Refusal(f"its result has {size:.3g} elements; supported: {MAX_CONSTANT}")

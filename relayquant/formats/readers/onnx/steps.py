@@ -1,6 +1,4 @@
-"""First stage, ONNX: the pieces of a sequence that is unrolled: elements, steps, and what the steps
-gave.
-"""
+"""ONNX reader: parts of a sequence that is unrolled: elements, steps, and stacked results."""
 
 from __future__ import annotations
 
@@ -13,18 +11,18 @@ from relayquant.formats.readers.onnx.fold import find_array
 from relayquant.formats.readers.refusal import Refusal, find_inputs
 from relayquant.ir.rewrite.graph import constant_value, tensor_shape
 
-#: Most steps that one operator is unrolled to.
+#: Largest number of steps that one operator is unrolled to.
 MAX_STEPS = 4096
 
 
 def check_steps(count: int) -> None:
-    """Raise ValueError for more steps than are unrolled."""
+    """Raise ValueError if there are more steps than can be unrolled."""
     if count > MAX_STEPS:
         raise Refusal(f"it takes more than {MAX_STEPS} steps; supported: {MAX_STEPS}")
 
 
 def find_length(bb: relax.BlockBuilder, data: relax.Expr, axis: int) -> int:
-    """Number of elements along an axis; ValueError where it is not known."""
+    """Return the number of elements along an axis. ValueError if it is unknown."""
     shape = tensor_shape(data)
     size = None if shape is None or not -len(shape) <= axis < len(shape) else shape[axis]
     if not isinstance(size, int):
@@ -39,7 +37,7 @@ def find_length(bb: relax.BlockBuilder, data: relax.Expr, axis: int) -> int:
 
 
 def take_element(bb: relax.BlockBuilder, data: relax.Expr, at: int, axis: int) -> relax.Expr:
-    """data[..., at, ...]; of a constant, a constant."""
+    """Return data[..., at, ...]. A constant stays a constant."""
     array = constant_value(data)
     if array is not None:
         return relax.const(np.take(array, at, axis), str(array.dtype))
@@ -49,12 +47,12 @@ def take_element(bb: relax.BlockBuilder, data: relax.Expr, at: int, axis: int) -
 def slice_element(
     bb: relax.BlockBuilder, data: relax.Expr, at: int, axis: int, count: int = 1
 ) -> relax.Expr:
-    """data[..., at : at + count, ...]"""
+    """Return data[..., at : at + count, ...]."""
     return bb.emit(relax.op.strided_slice(data, [axis], [at], [at + count], [1]))
 
 
 def stack_values(bb: relax.BlockBuilder, values: Sequence[relax.Expr], axis: int) -> relax.Expr:
-    """The values along a new axis; of constants, a constant."""
+    """Stack the values along a new axis. The result for constants is a constant."""
     arrays = [array for value in values if (array := find_array(value)) is not None]
     if len(arrays) == len(values):
         array = np.stack(arrays, axis)

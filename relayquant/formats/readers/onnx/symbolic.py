@@ -1,8 +1,8 @@
-"""First stage, ONNX: what is computed from symbolic sizes, while the model is read.
+"""ONNX reader: computes with symbolic sizes while the model is read.
 
-PyTorch writes `x.view(x.size(0), -1)` as Shape, Gather, Unsqueeze, Concat and Reshape. Where x has
-a symbolic size N, the values on the way are integers and expressions of N. Relax holds a vector of
-them as a shape and a single one as an expression; what is neither becomes a tensor of the run time.
+PyTorch writes `x.view(x.size(0), -1)` as Shape, Gather, Unsqueeze, Concat and Reshape. If x has a
+symbolic size N, the values in between are integers and expressions of N. Relax holds a vector of
+sizes as a shape, and a single size as an expression. Any other value becomes a run-time tensor.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from relayquant.formats.readers.onnx.inference import STANDARD
 from relayquant.formats.readers.refusal import Refusal
 from relayquant.ir.rewrite.graph import static_size
 
-#: Most elements of a value that is computed here.
+#: Largest number of elements of a value that is computed here.
 MAX_ELEMENTS = 256
 
-#: No size reaches this: sizes are from 0 to here.
+#: Upper bound of every size. Sizes are at least 0.
 LARGEST = 2**48
 
 #: An element: an integer, or an expression of symbolic sizes.
 Element = Any
 
-#: Operators that move elements -> the inputs whose elements they move; the others say how. None:
-#: all of them.
-MOVES: Mapping[str, tuple[int, ...] | None] = {
+#: Data movement operators -> the inputs whose elements they move. None: all of them. Their other
+#: inputs say which elements go where.
+DATA_MOVEMENT: Mapping[str, tuple[int, ...] | None] = {
     "Concat": None,
     "Expand": (0,),
     "Flatten": (0,),
@@ -53,7 +53,7 @@ MOVES: Mapping[str, tuple[int, ...] | None] = {
     "Where": (1, 2),
 }
 
-#: Operators -> their inputs that may be sizes as they are; all others get a tensor.
+#: Operators -> the inputs that may be sizes. All other inputs must be tensors.
 TAKES_SIZES: Mapping[str, tuple[int, ...]] = {
     "ConstantOfShape": (0,),
     "Expand": (1,),
@@ -69,7 +69,7 @@ TAKES_SIZES: Mapping[str, tuple[int, ...]] = {
 
 
 def simplify(element: Element) -> Element:
-    """The shortest form, an integer where it is one."""
+    """Return the simplest form of an expression, an integer if it is constant."""
     if isinstance(element, int):
         return element
     found = _analyze(element).simplify(element)
@@ -77,7 +77,7 @@ def simplify(element: Element) -> Element:
 
 
 def find_bounds(element: Element) -> tuple[int, int]:
-    """(least, largest) value, of sizes from 0 on."""
+    """Return (least, largest) value, for sizes of at least 0."""
     if isinstance(element, int):
         return element, element
     bound = _analyze(element).const_int_bound(element)
@@ -92,21 +92,21 @@ def _analyze(element: tirx.Expr) -> Analyzer:
 
 
 def larger(one: Element, other: Element) -> Element:
-    """max(one, other)"""
+    """Return max(one, other)."""
     if isinstance(one, int) and isinstance(other, int):
         return max(one, other)
     return simplify(tirx.max(one, other))
 
 
 def smaller(one: Element, other: Element) -> Element:
-    """min(one, other)"""
+    """Return min(one, other)."""
     if isinstance(one, int) and isinstance(other, int):
         return min(one, other)
     return simplify(tirx.min(one, other))
 
 
 def divide(one: Element, other: Element) -> Element:
-    """one / other, cut off towards 0."""
+    """Return one / other, truncated towards 0."""
     if isinstance(other, int) and other == 0:
         raise Refusal("it divides a size by 0; allowed: other divisors")
     if isinstance(one, int) and isinstance(other, int):
@@ -117,7 +117,7 @@ def divide(one: Element, other: Element) -> Element:
 
 
 def find_rest(one: Element, other: Element) -> Element:
-    """one modulo other, with the sign of the latter."""
+    """Return one modulo other, with the sign of `other`."""
     if isinstance(other, int) and other == 0:
         raise Refusal("it divides a size by 0; allowed: other divisors")
     if isinstance(one, int) and isinstance(other, int):
@@ -126,7 +126,7 @@ def find_rest(one: Element, other: Element) -> Element:
 
 
 def compare(is_true: Callable[[Element], bool], is_false: Callable[[Element], bool]) -> Any:
-    """A comparison by one - other: True or False, None where it depends on the run."""
+    """Compare by the sign of one - other: True or False, None if it depends on the run."""
 
     def decide(one: Element, other: Element) -> bool | None:
         difference = simplify(one - other)
@@ -136,12 +136,12 @@ def compare(is_true: Callable[[Element], bool], is_false: Callable[[Element], bo
 
 
 def is_zero(element: Element) -> bool:
-    """Whether it is 0 in every run."""
+    """Return whether the value is 0 in every run."""
     return isinstance(element, int) and element == 0
 
 
 def is_other(element: Element) -> bool:
-    """Whether it is never 0."""
+    """Return whether the value is never 0."""
     low, high = find_bounds(element)
     return low > 0 or high < 0
 
@@ -151,7 +151,7 @@ IS_NEGATIVE = lambda element: find_bounds(element)[1] < 0  # noqa: E731
 IS_AT_LEAST_0 = lambda element: find_bounds(element)[0] >= 0  # noqa: E731
 IS_AT_MOST_0 = lambda element: find_bounds(element)[1] <= 0  # noqa: E731
 
-#: Operators of one element for each of their operands.
+#: Elementwise operators on one element per operand.
 ELEMENTWISE: Mapping[str, Callable[..., Element]] = {
     "Add": lambda one, other: simplify(one + other),
     "Div": divide,
@@ -172,12 +172,12 @@ ELEMENTWISE: Mapping[str, Callable[..., Element]] = {
 
 
 def is_sizes(value: Any) -> bool:
-    """Whether a value is sizes as Relax has them, and no tensor."""
+    """Return whether a value is sizes as Relax represents them, not a tensor."""
     return isinstance(value, relax.ShapeExpr) or tvm.ir.is_prim_expr(value)
 
 
 def read_elements(value: Any) -> np.ndarray | None:
-    """The elements of integers or sizes as an array of objects; None of anything else."""
+    """Return the elements of integers or sizes as an array of objects. None for any other value."""
     if isinstance(value, relax.ShapeExpr):
         return make_array([simplify(size) for size in map(_plain, value.values)])
     if tvm.ir.is_prim_expr(value):
@@ -189,7 +189,7 @@ def read_elements(value: Any) -> np.ndarray | None:
 
 
 def make_array(elements: Sequence[Element]) -> np.ndarray:
-    """A vector of objects."""
+    """Make a vector of objects."""
     array = np.empty(len(elements), object)
     for at, element in enumerate(elements):
         array[at] = element
@@ -201,7 +201,9 @@ def _plain(size: Element) -> Element:
 
 
 def write_elements(array: np.ndarray) -> relax.Expr | None:
-    """Integers as a constant; sizes as Relax has them, None where it has nothing for them."""
+    """Convert elements to a value: integers to a constant, sizes to Relax's form. None if Relax has
+    no form for them.
+    """
     items = list(array.ravel())
     if any(item is None for item in items):
         return None
@@ -215,7 +217,7 @@ def write_elements(array: np.ndarray) -> relax.Expr | None:
 
 
 def emit_tensor(bb: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
-    """Sizes as an int64 tensor of the run time."""
+    """Emit sizes as an int64 run-time tensor."""
     if isinstance(value, relax.ShapeExpr):
         return bb.emit(relax.op.shape_to_tensor(value))
     tensor = bb.emit(relax.op.shape_to_tensor(relax.ShapeExpr([value])))
@@ -223,7 +225,7 @@ def emit_tensor(bb: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
 
 
 def find_tensors(node: onnx.NodeProto, operands: Mapping[str, Any]) -> list[str]:
-    """Inputs of a node that are sizes and that its conversion wants as tensors."""
+    """Return the inputs of a node that are sizes but must be tensors for its conversion."""
     taken = TAKES_SIZES.get(node.op_type, ()) if node.domain in STANDARD else ()
     return [
         name
@@ -235,20 +237,21 @@ def find_tensors(node: onnx.NodeProto, operands: Mapping[str, Any]) -> list[str]
 def fold_sizes(
     node: onnx.NodeProto, operands: Mapping[str, relax.Expr | None], opset: int
 ) -> list[relax.Expr] | None:
-    """The outputs of a node on symbolic sizes; None if it is none, or they are not computed here.
+    """Return the outputs of a node on symbolic sizes. None if no input is sizes, or they are not
+    computed here.
 
     Args:
-        node: One without graphs as attributes.
+        node: A node without graphs as attributes.
         operands: Its inputs by name.
-        opset: Of the model: what the operator means.
+        opset: Opset of the model, which defines the operator.
     """
     if node.domain not in STANDARD or not any(is_sizes(value) for value in operands.values()):
         return None
     arrays = {name: read_elements(value) for name, value in operands.items()}
     if any(array is None or array.size > MAX_ELEMENTS for array in arrays.values()):
         return None
-    if node.op_type in MOVES:
-        results = move(node, arrays, opset)  # pyright: ignore[reportArgumentType]
+    if node.op_type in DATA_MOVEMENT:
+        results = move_elements(node, arrays, opset)  # pyright: ignore[reportArgumentType]
     else:
         found = calculate(node, [arrays[name] for name in node.input if name])  # pyright: ignore[reportArgumentType]
         results = None if found is None else [found]
@@ -258,11 +261,13 @@ def fold_sizes(
     return None if any(value is None for value in values) else values  # pyright: ignore[reportReturnType]
 
 
-def move(
+def move_elements(
     node: onnx.NodeProto, arrays: Mapping[str, np.ndarray], opset: int
 ) -> list[np.ndarray] | None:
-    """What a node of `MOVES` gives: the reference evaluator moves the numbers of the elements."""
-    kept = MOVES[node.op_type]
+    """Compute a data movement operator. The reference evaluator moves the indices of the
+    elements.
+    """
+    kept = DATA_MOVEMENT[node.op_type]
     moved = {name for at, name in enumerate(node.input) if name and (kept is None or at in kept)}
     if moved & {name for at, name in enumerate(node.input) if kept is not None and at not in kept}:
         return None
@@ -285,7 +290,7 @@ def move(
 
 
 def calculate(node: onnx.NodeProto, arrays: Sequence[np.ndarray]) -> np.ndarray | None:
-    """What a node that computes gives."""
+    """Compute an operator that does arithmetic on elements."""
     attributes = {each.name: each for each in node.attribute}
     if node.op_type == "Cast":
         return arrays[0] if attributes["to"].i == TensorProto.INT64 else None
@@ -304,7 +309,7 @@ def calculate(node: onnx.NodeProto, arrays: Sequence[np.ndarray]) -> np.ndarray 
 
 
 def _map(apply: Callable[..., Element], *arrays: np.ndarray) -> np.ndarray:
-    """Of each element, broadcast as in numpy."""
+    """Apply a function to each element, broadcast as in numpy."""
     shape = np.broadcast_shapes(*(array.shape for array in arrays))
     columns = [list(np.broadcast_to(array, shape).ravel()) for array in arrays]
     return make_array([apply(*row) for row in zip(*columns, strict=True)]).reshape(shape)

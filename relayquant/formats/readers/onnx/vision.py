@@ -1,4 +1,4 @@
-"""First stage, ONNX: boxes, regions and blocks of pixels.
+"""ONNX reader: boxes, regions and blocks of pixels.
 
 Each function is a `Convert` as described in `relayquant.formats.readers.onnx.operators`.
 """
@@ -19,7 +19,9 @@ from relayquant.ir.rewrite.graph import constant_value
 def convert_space_to_depth(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr | None:
-    """SpaceToDepth in mode CRD (opset 28): channels outermost, the reverse of DepthToSpace."""
+    """Convert SpaceToDepth in mode CRD (opset 28): channels outermost, the reverse of
+    DepthToSpace.
+    """
     mode = attrs.get("mode", b"DCR")
     if mode == b"DCR":
         return None
@@ -37,11 +39,11 @@ def convert_space_to_depth(
 def convert_roi_align(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> None:
-    """RoiAlign with averages is left to TVM.
+    """Check RoiAlign. With averages it is left to TVM.
 
     Raises:
-        Refusal: mode is max: ONNX takes the largest of the weighted neighbours of a sample, TVM
-            of the interpolated samples.
+        Refusal: mode is max. ONNX takes the maximum of the weighted neighbours of a sample, TVM the
+            maximum of the interpolated samples.
     """
     mode = attrs.get("mode", b"avg")
     if mode != b"avg":
@@ -51,7 +53,7 @@ def convert_roi_align(
 def convert_non_max_suppression(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr:
-    """NonMaxSuppression -> R.vision.all_class_non_max_suppression, of whose rows the first `count`
+    """Convert NonMaxSuppression to R.vision.all_class_non_max_suppression. Its first `count` rows
     are the selected boxes.
 
     Raises:
@@ -75,7 +77,7 @@ def convert_non_max_suppression(
         corners = [bb.emit(op(center, half)) for op in (relax.op.subtract, relax.op.add)]
         boxes = bb.emit(relax.op.concat(corners, axis=2))
     else:
-        # Two opposite corners in any order -> the lower and the upper one.
+        # Two opposite corners in any order -> the lower and the upper corner.
         one = bb.emit(relax.op.strided_slice(boxes, [2], [0], [2]))
         other = bb.emit(relax.op.strided_slice(boxes, [2], [2], [4]))
         corners = [bb.emit(op(one, other)) for op in (relax.op.minimum, relax.op.maximum)]
@@ -85,7 +87,7 @@ def convert_non_max_suppression(
             boxes,
             scores,
             relax.const(int(limits[0]), "int64"),
-            # TVM drops boxes that overlap by the threshold itself, ONNX those beyond it.
+            # TVM drops boxes whose overlap equals the threshold, ONNX only those above it.
             relax.const(float(np.nextafter(np.float32(limits[1]), np.float32(2))), "float32"),
             relax.const(float(max(limits[2], np.finfo("float32").min)), "float32"),
             output_format="onnx",
