@@ -1,3 +1,4 @@
-"""Between a float model and its code: Relax and how it is rewritten, the `relax.qnn` operators and
-their meaning in numpy, the rows of quantizable operators, the plan and the ledger.
+"""The intermediate representation that all stages share: rewriting of Relax functions, the
+`relax.qnn` operators and their meaning in numpy, the rows of quantizable operators, the plan and
+the ledger.
 """

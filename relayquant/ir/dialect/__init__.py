@@ -1,8 +1,7 @@
 """Dialect: importing this package makes TVM know the `relax.qnn.*` operators.
 
-The one place where something is registered at import: TVM has no other way to learn of an operator.
-A module that holds these operators compiles, prints, parses and loads from JSON wherever this
-package was imported.
+Nothing else is registered at import. TVM has no other way to learn of an operator. A process must
+import this package before it compiles, prints, parses or loads a module with these operators.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from relayquant.ir.dialect import qnn
 from relayquant.ir.dialect.operator import Operator, register_operators
 from relayquant.ir.dialect.qnn import OPERATORS
 
-# What TVM knows outlives this module, which may be imported again.
+# TVM keeps its registrations when this module is imported a second time.
 register_operators(OPERATORS)
 
-# An exception that crosses a C++ frame of TVM keeps its Python type only when it is registered.
+# An exception keeps its Python type across a C++ frame of TVM only if the type is registered.
 tvm_ffi.register_error("QnnError", QnnError)
 
-# `R.qnn.*`: the first module serves the decorators, the second tvm.script.from_source.
+# `R.qnn.*`: the decorators use the first module, tvm.script.from_source uses the second.
 for _module in (_script, tvm.relax.script.parser):
     _module.qnn = qnn
 

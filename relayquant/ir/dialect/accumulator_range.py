@@ -1,8 +1,9 @@
-"""Dialect: how large the sums of a product can be, counted exactly, and the register they need.
+"""Dialect: the exact range of the sums in a convolution or matrix product, and the accumulator
+dtype.
 
-Sums are int32 where no input can make one that int32 does not hold, else int64, which holds all:
-a product of two 16-bit integers is below 2^32, so that it takes 2^31 of them to fill it. Asked when
-integer operators are made and when a kernel is chosen; counted in int64 and Python integers.
+The accumulator is int32 if no input can overflow it, else int64. int64 cannot overflow: a product
+of two 16-bit integers is below 2^32, so that 2^31 products would be needed. The range is computed
+when an integer operator is made and when a kernel is chosen.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from relayquant.base.qtypes import INTEGER_LIMITS
 from relayquant.ir.rewrite.graph import constant_value, static_size, tensor_dtype
 
 BATCH_MATMUL = "relax.qnn.batch_matmul"
-#: operators that sum products over input channels
+#: convolutions and matrix products
 PRODUCTS = (
     "relax.qnn.conv1d",
     "relax.qnn.conv2d",
@@ -29,15 +30,16 @@ PRODUCTS = (
 
 Bounds = tuple[NDArray[np.int64], NDArray[np.int64]]
 
-#: registers of sums, the preferred one first
+#: accumulator dtypes, the preferred one first
 SUM_DTYPES = ("int32", "int64")
-#: products that are counted at a time: weights are large, and int64 is eight times as large
+#: number of weights that are cast to int64 at a time, to save memory
 BLOCK = 1 << 20
 
 
 def choose_sum_dtype(lowest: Any, highest: Any) -> str:
-    """ "int32" if it holds all integers from `lowest` to `highest` (arrays or numbers), else
-    "int64".
+    """Return "int32" if it holds all integers from `lowest` to `highest`, else "int64".
+
+    Both may be numbers or arrays.
     """
     low, high = INTEGER_LIMITS[SUM_DTYPES[0]]
     is_inside = np.min(lowest, initial=0) >= low and np.max(highest, initial=0) <= high
@@ -45,8 +47,9 @@ def choose_sum_dtype(lowest: Any, highest: Any) -> str:
 
 
 def find_span(dtype: str, zero_point: NDArray[np.int32] | None) -> tuple[int, int]:
-    """Smallest and largest q - zero_point of integers of a dtype, 0 included; None is a zero point
-    that is not known.
+    """Return the smallest and largest q - zero_point of a dtype, with 0 included.
+
+    `zero_point` is None if it is unknown.
     """
     low, high = INTEGER_LIMITS[dtype]
     if zero_point is None:
@@ -55,15 +58,15 @@ def find_span(dtype: str, zero_point: NDArray[np.int32] | None) -> tuple[int, in
 
 
 def multiply_spans(left: tuple[int, int], right: tuple[int, int]) -> tuple[int, int]:
-    """Smallest and largest product of two integers of these spans."""
+    """Return the smallest and largest product of one integer from each span."""
     ends = [a * b for a in left for b in right]
     return min(ends), max(ends)
 
 
 def choose_total_dtype(dtype: str, zero_point: Any, count: int | None) -> str:
-    """The register of a sum of `count` (None: not known) values q - zero_point of a dtype.
+    """Choose the accumulator dtype for a sum of `count` values q - zero_point.
 
-    `zero_point` is an expression of Relax.
+    `count` is None if it is unknown. `zero_point` is a Relax expression.
     """
     if count is None:
         return SUM_DTYPES[1]
@@ -72,7 +75,7 @@ def choose_total_dtype(dtype: str, zero_point: Any, count: int | None) -> str:
 
 
 def choose_product_dtype(call: Call) -> str:
-    """The register of a product of two values, operands as those of qnn.mul."""
+    """Choose the accumulator dtype for the product in a call of qnn.mul."""
     spans = (
         find_span(tensor_dtype(value), constant_value(zero))
         for value, zero in ((call.args[0], call.args[3]), (call.args[1], call.args[5]))
@@ -87,8 +90,10 @@ def choose_accumulator_dtype(
     *,
     is_dynamic: bool = False,
 ) -> str:
-    """The register of the sums of a convolution or matrix product, with a bias of integers in the
-    units of the sums; arguments as for `bound_sums`.
+    """Choose the accumulator dtype of a convolution or matrix product.
+
+    `bias` holds integers at the scale of the accumulator. The other arguments are described at
+    `bound_sums`.
     """
     added = np.zeros(1, "int64") if bias is None else bias.reshape(-1).astype("int64")
 
@@ -97,7 +102,7 @@ def choose_accumulator_dtype(
             return SUM_DTYPES[1]
         return choose_sum_dtype(bounds[0] + np.minimum(added, 0), bounds[1] + np.maximum(added, 0))
 
-    # The dtypes tell of most operators, in no time; only where they do not are weights added up.
+    # The dtypes alone decide most operators. Only the others need a pass over the weight.
     rough = choose(bound_by_dtypes(call, is_dynamic=is_dynamic))
     if rough == SUM_DTYPES[0]:
         return rough
@@ -107,16 +112,17 @@ def choose_accumulator_dtype(
 def bound_sums(
     call: Call, weight: NDArray[Any] | None = None, *, is_dynamic: bool = False
 ) -> Bounds | None:
-    """(lowest, highest) by output channel of every sum and partial sum of a convolution or matrix
-    product that any input can make; None where its length is not known.
+    """Return (lowest, highest) per output channel over all sums and partial sums that an input can
+    cause.
 
-    high = sum over k of max(w_k a, w_k b) for data - zero point within a..b, which hold 0; low
-    likewise. One entry where the second factor is no constant.
+    The result is None if the number of products is unknown. With data - zero point within a..b,
+    where a <= 0 <= b: high = sum over k of max(w_k a, w_k b), and low is the sum of the minima. If
+    the weight is not constant, one entry stands for all channels.
 
     Args:
         call: qnn.conv1d, conv2d, conv2d_transpose, dense or batch_matmul.
-        weight: The second factor, where it will be a constant and is none yet.
-        is_dynamic: The zero point of the data is chosen at run time.
+        weight: The constant that will replace the second operand, if the call has a variable there.
+        is_dynamic: Whether the data zero point is chosen at run time.
     """
     weight = constant_value(call.args[1]) if weight is None else weight
     data_zero, weight_zero = (constant_value(arg) for arg in call.args[2:4])
@@ -136,7 +142,7 @@ def bound_sums(
 
 
 def bound_by_dtypes(call: Call, *, is_dynamic: bool = False) -> Bounds | None:
-    """What `bound_sums` gives, whatever the integers of both factors are: one entry."""
+    """Bound the sums like `bound_sums`, from the dtypes alone. The result has one entry."""
     length = count_products(call)
     if length is None:
         return None
@@ -149,7 +155,7 @@ def bound_by_dtypes(call: Call, *, is_dynamic: bool = False) -> Bounds | None:
 
 
 def count_products(call: Call) -> int | None:
-    """Products in one sum; None where it is symbolic or unknown."""
+    """Return the number of products in one sum, or None if it is symbolic or unknown."""
     shape = getattr(call.args[1].ty.shape, "values", None)
     if shape is None:
         return None
@@ -166,8 +172,9 @@ def count_products(call: Call) -> int | None:
 
 
 def split_channels(call: Call, weight: NDArray[Any]) -> NDArray[Any]:
-    """A weight as (output channels, products of one sum); of a transposed convolution the products
-    of all its positions.
+    """Reshape a weight to (output channels, products in one sum).
+
+    For a transposed convolution, the second axis holds the products of all kernel positions.
     """
     if call.op.name in ("relax.qnn.dense", BATCH_MATMUL):
         return weight.reshape(-1, weight.shape[-1])

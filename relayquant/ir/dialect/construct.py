@@ -1,4 +1,6 @@
-"""Dialect: from the arguments of a constructor to a call, with messages for those it rejects."""
+"""Dialect: constructor arguments -> call of a `relax.qnn` operator, with messages for wrong
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def make_data(value: Operand, operator: str, name: str) -> relax.Expr:
 
 
 def make_parameter(value: Parameter, dtype: str, operator: str, name: str) -> relax.Expr:
-    """A constant of `dtype` from a number or an array; expressions pass."""
+    """Make a constant of `dtype` from a number or an array. An expression is returned as it is."""
     if _is_expr(value):
         return value
     try:
@@ -62,7 +64,9 @@ def make_parameter(value: Parameter, dtype: str, operator: str, name: str) -> re
 
 
 def make_operand(operator: str, argument: Argument, value: Any) -> relax.Expr:
-    """The expression for one operand: a tuple's from a sequence; expressions pass."""
+    """Make the expression for one operand, a tuple from a sequence. An expression is returned as it
+    is.
+    """
     if not argument.is_tuple:
         if argument.dtype:
             return make_parameter(value, argument.dtype, operator, argument.name)
@@ -80,12 +84,12 @@ def make_operand(operator: str, argument: Argument, value: Any) -> relax.Expr:
 
 
 def rounding_value(rounding: Rounding | str, operator: str) -> str:
-    """`.value` of the mode; a printed module holds it as a string already."""
+    """Return the mode's value. A printed module holds the value already, as a string."""
     return _mode_value(Rounding, rounding, operator, "rounding")
 
 
 def arithmetic_value(arithmetic: Arithmetic | str, operator: str) -> str:
-    """As `rounding_value`."""
+    """Return the mode's value, as `rounding_value` does."""
     return _mode_value(Arithmetic, arithmetic, operator, "compute_dtype")
 
 
@@ -106,7 +110,7 @@ def _mode_value(
 def make_integers(
     value: int | Sequence[int], length: int, operator: str, name: str
 ) -> tvm_ffi.Array:
-    """`length` integers; a single number serves for all."""
+    """Make a list of `length` integers. A single number is repeated."""
     numbers = [value] * length if isinstance(value, int | np.integer) else list(value)
     if len(numbers) != length:
         raise QnnError(
@@ -117,7 +121,10 @@ def make_integers(
 
 
 def make_padding(value: int | Sequence[int], rank: int, operator: str) -> tvm_ffi.Array:
-    """All widths before, then all after; one number, or one per axis, is used on both sides."""
+    """Return the padding before each axis, then the padding after each axis.
+
+    `padding` may also be one number, or one number per axis, for both sides.
+    """
     numbers = [value] * (2 * rank) if isinstance(value, int | np.integer) else list(value)
     if len(numbers) == 1:
         numbers = numbers * (2 * rank)
@@ -135,14 +142,14 @@ def make_padding(value: int | Sequence[int], rank: int, operator: str) -> tvm_ff
 def make_call(
     operator: str, arguments: Sequence[Argument], values: Sequence[Any], attrs: Attrs | None
 ) -> Call:
-    """A call of `relax.qnn.<operator>`; `values` in the order of its declared operands."""
+    """Make a call of `relax.qnn.<operator>`. `values` are in the order of the declared operands."""
     pairs = zip(arguments, values, strict=True)
     operands = [make_operand(operator, argument, value) for argument, value in pairs]
     return Call(Op.get(f"relax.qnn.{operator}"), operands, attrs)
 
 
 def describe_constructor(construct: Function, name: str, meaning: str) -> Function:
-    """A constructor that several operators share, as if written for the one called `name`."""
+    """Give a shared constructor the name, docstring and module of operator `name`."""
     construct.__name__ = construct.__qualname__ = name
     construct.__doc__ = meaning
     return construct

@@ -1,4 +1,4 @@
-"""The work in an operator: multiply-adds of convolutions and products, float or quantized."""
+"""The cost of an operator: multiply-adds of float and integer convolutions and matrix products."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tvm.ir import Call, Op
 
 from relayquant.ir.rewrite.graph import static_size
 
-#: Attribute of a kernel: the multiply-adds of one call, symbolic dimensions counted as 1.
+#: Attribute of a kernel: multiply-adds of one call. A symbolic dimension counts as 1.
 MACS_ATTR = "relayquant.macs"
 
 CONVOLUTIONS = frozenset(
@@ -22,9 +22,9 @@ TRANSPOSED_CONVOLUTIONS = frozenset({"relax.nn.conv2d_transpose", "relax.qnn.con
 
 
 def count_macs(call: Any) -> int:
-    """Multiply-adds of one call of a convolution or matrix product, 0 of anything else.
+    """Count the multiply-adds of one call. Anything but a convolution or matrix product counts 0.
 
-    Symbolic dimensions count as 1: with a symbolic batch this is the work for one sample.
+    Symbolic dimensions count as 1. With a symbolic batch, the result is the cost of one sample.
     """
     if not isinstance(call, Call) or not isinstance(call.op, Op):
         return 0
@@ -44,7 +44,7 @@ def count_macs(call: Any) -> int:
 
 
 def static_dims(ty: Any) -> list[int]:
-    """The dimensions of a tensor type, symbolic ones as 1; [1] when the shape is unknown."""
+    """Return the dimensions of a tensor type, symbolic ones as 1. An unknown shape gives [1]."""
     shape = getattr(ty, "shape", None)
     dims = getattr(shape, "values", None)
     if dims is None:

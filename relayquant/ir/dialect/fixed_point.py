@@ -1,9 +1,9 @@
 """Dialect: the arithmetic of rounding and requantization in TIR, bit for bit what
 `reference/fixed_point.py` computes in numpy.
 
-Nothing here may be contracted: LLVM turns `a * b + c` into one fused multiply-add on targets that
-have it, which rounds once instead of twice and so gives another answer. Hence a product is never
-directly followed by an addition, except where the fused operation is asked for by name.
+On targets with a fused multiply-add, LLVM contracts `a * b + c` into it. The result is then rounded
+once instead of twice, which changes bits. No product here is therefore directly followed by an
+addition, except in `fused_multiply_add_tir`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ PrimExpr = Any
 #: Shift beyond which a product of two 31-bit numbers rounds to 0 (2^62 at most, so 2^63 halves it).
 _MAX_SHIFT = 63
 _FRACTION_BITS = 52  # of a float64
-_EXPONENT_BIAS = 1022  # of a float64 whose fraction is read as a number in [0.5, 1)
-#: Products are held within this bound before the zero point is added; beyond it every answer
-#: saturates.
+_EXPONENT_BIAS = 1022  # of a float64 with its fraction taken as a number in [0.5, 1)
+#: Products are clamped to this magnitude before the zero point is added. Every larger product
+#: saturates anyway.
 _PRODUCT_BOUND = 2.0**40
 
 
@@ -41,7 +41,10 @@ def expr_dtype(value: PrimExpr) -> str:
 
 
 def split_multiplier_tir(multiplier: PrimExpr) -> tuple[PrimExpr, PrimExpr]:
-    """`get_fixed_point_multiplier`, int32 each, of a float64 expression that is 0 or normal."""
+    """Compute `get_fixed_point_multiplier` of a float64 expression that is 0 or normal.
+
+    Both results are int32.
+    """
     bits = tirx.reinterpret("int64", multiplier)
     fraction = tirx.bitwise_or(
         tirx.bitwise_and(bits, tirx.const((1 << _FRACTION_BITS) - 1, "int64")),
@@ -49,7 +52,7 @@ def split_multiplier_tir(multiplier: PrimExpr) -> tuple[PrimExpr, PrimExpr]:
     )
     exponent = tirx.shift_right(bits, tirx.const(_FRACTION_BITS, "int64")).astype("int32")
     exponent = exponent - tirx.const(_EXPONENT_BIAS, "int32")
-    # 53 significant bits become 31: the fraction is 2^53 times a number in [0.5, 1).
+    # Round 53 significant bits to 31. The fraction is 2^53 times a number in [0.5, 1).
     dropped = _FRACTION_BITS + 1 - 31
     mantissa = tirx.shift_right(
         fraction + tirx.const(1 << (dropped - 1), "int64"), tirx.const(dropped, "int64")
@@ -69,15 +72,16 @@ def split_multiplier_tir(multiplier: PrimExpr) -> tuple[PrimExpr, PrimExpr]:
 def multiply_fixed_point_tir(
     value: PrimExpr, mantissa: PrimExpr, exponent: PrimExpr, rounding: Rounding
 ) -> PrimExpr:
-    """round(value * M * 2^(e - 31)) of int32 expressions in 64 bits, wrapped to int32. Products
-    beyond 63 bits wrap, as they do in TVM.
+    """Compute round(value * M * 2^(e - 31)) of int32 expressions in 64 bits, wrapped to int32.
+
+    Products beyond 63 bits wrap, as they do in TVM.
     """
     one, zero = tirx.const(1, "int64"), tirx.const(0, "int64")
     exponent = exponent.astype("int64")
     shift = tirx.min(
         tirx.const(31, "int64") - tirx.min(exponent, zero), tirx.const(_MAX_SHIFT, "int64")
     )
-    # A longer shift leaves nothing of 32 bits, as one of 63 does.
+    # A shift by 63 already moves all 32 bits out. A longer shift gives the same result.
     left = tirx.min(tirx.max(exponent, zero), tirx.const(_MAX_SHIFT, "int64"))
     product = tirx.shift_left(value.astype("int64"), left) * mantissa.astype("int64")
     half = tirx.shift_left(one, shift - one)
@@ -92,9 +96,9 @@ def multiply_fixed_point_tir(
 
 
 def round_tir(value: PrimExpr, rounding: Rounding) -> PrimExpr:
-    """A float32 or float64 expression rounded to a whole number.
+    """Round a float32 or float64 expression to a whole number.
 
-    `tirx.nearbyint` is half to even on every target; `tirx.round` is not the same everywhere.
+    `tirx.nearbyint` rounds half to even on every target. `tirx.round` differs between targets.
     """
     if rounding is Rounding.TONEAREST_EVEN:
         return tirx.nearbyint(value)
@@ -114,12 +118,14 @@ def round_tir(value: PrimExpr, rounding: Rounding) -> PrimExpr:
 def saturate_tir(
     value: PrimExpr, zero_point: PrimExpr, dtype: str, may_be_nan: bool = False
 ) -> PrimExpr:
-    """A whole float plus an int32 zero point, saturated to the integer `dtype`; NaN, which must be
-    announced, gives the zero point.
+    """Add an int32 zero point to a whole float and saturate to the integer `dtype`.
 
-    Clamps as a float to the limits minus the zero point, converts, then adds the zero point as an
-    integer: the conversion cannot overflow and the addition is exact. For int32 the limits minus
-    the zero point are no int32: there the clamp is to the limits and the sum saturates.
+    If the value may be NaN, the caller must say so. NaN gives the zero point.
+
+    The float is clamped to the limits minus the zero point, converted, and then the zero point is
+    added as an integer. The conversion cannot overflow and the addition is exact. For int32, the
+    limits minus the zero point do not fit int32. There the float is clamped to the limits and the
+    sum saturates.
     """
     kind = expr_dtype(value)
     low, high = (tirx.const(v, kind) for v in get_float_limits(dtype, kind))
@@ -135,7 +141,7 @@ def saturate_tir(
 
 
 def clip_integer_tir(value: PrimExpr, dtype: str) -> PrimExpr:
-    """An int32 expression clipped to the integer `dtype`; as it is for int32."""
+    """Clip an int32 expression to the integer `dtype`. For int32 it is returned as it is."""
     if dtype == "int32":
         return value
     low, high = (tirx.const(v, "int32") for v in INTEGER_LIMITS[dtype])
@@ -146,14 +152,14 @@ def clip_integer_tir(value: PrimExpr, dtype: str) -> PrimExpr:
 
 
 def encode_multiplier(real: Any, arithmetic: Arithmetic) -> tuple[np.ndarray, ...]:
-    """What an `arithmetic` multiplies with, for a float64 real multiplier: (M, e) or (float,)."""
+    """Encode a real float64 multiplier for an `arithmetic`: (M, e) or (float,)."""
     if arithmetic is Arithmetic.INT64:
         return tuple(part.astype("int32") for part in get_fixed_point_multiplier(real))
     return (hold_multiplier(real, arithmetic.value),)
 
 
 def encode_multiplier_tir(real: PrimExpr, arithmetic: Arithmetic) -> tuple[PrimExpr, ...]:
-    """`encode_multiplier` for a float64 expression."""
+    """Encode a float64 expression as `encode_multiplier` encodes a number."""
     if arithmetic is Arithmetic.INT64:
         return split_multiplier_tir(real)
     largest = tirx.const(float(np.finfo(arithmetic.value).max), "float64")
@@ -163,8 +169,10 @@ def encode_multiplier_tir(real: PrimExpr, arithmetic: Arithmetic) -> tuple[PrimE
 # ---------------------------------------------------------------- requantize
 
 
-def centre_tir(value: PrimExpr, zero_point: PrimExpr) -> PrimExpr:
-    """value - zero_point of an integer and an int32: int64 if the value is, else int32."""
+def subtract_zero_point_tir(value: PrimExpr, zero_point: PrimExpr) -> PrimExpr:
+    """Subtract an int32 zero point from an integer. The result is int64 for an int64 value, else
+    int32.
+    """
     dtype = "int64" if expr_dtype(value) == "int64" else "int32"
     return value.astype(dtype) - zero_point.astype(dtype)
 
@@ -178,17 +186,17 @@ def requantize_tir(
     rounding: Rounding,
     arithmetic: Arithmetic,
 ) -> PrimExpr:
-    """An integer of one affine space in another, of integer type `dtype`; int32 zero points.
+    """Requantize an integer to the integer type `dtype`. Zero points are int32.
 
-    `multiplier` is input scale / output scale as `encode_multiplier_tir` gives it. int64 is taken
-    as int32 but by TONEAREST_EVEN with floats.
+    `multiplier` is input scale / output scale, encoded by `encode_multiplier_tir`. An int64 value
+    is cast to int32, except by TONEAREST_EVEN with floats.
 
     TONEAREST_EVEN with floats: q = saturate(rint(float(x - z_in) * m)) + z_out. INT64: the
     fixed-point product of x - z_in, wrapped to int32, plus z_out, clipped. UPWARD and TONEAREST
-    with floats add z_out before they round, so that ties depend on it, as in TVM 0.19.
+    with floats add z_out before they round, as TVM 0.19 does. Ties therefore depend on z_out.
     """
     if has_exact_sums(rounding, arithmetic):
-        scaled = centre_tir(value, zero_point).astype(arithmetic.value) * multiplier[0]
+        scaled = subtract_zero_point_tir(value, zero_point).astype(arithmetic.value) * multiplier[0]
         return saturate_tir(tirx.nearbyint(scaled), output_zero_point, dtype)
     value = value.astype("int32")
     if arithmetic is Arithmetic.INT64:
@@ -196,8 +204,8 @@ def requantize_tir(
         return clip_integer_tir(scaled + output_zero_point, dtype)
     kind = arithmetic.value
     scaled = (value.astype(kind) - zero_point.astype(kind)) * multiplier[0]
-    # The clamp changes no answer; it stands between product and sum, so that LLVM cannot contract
-    # them. (A product in float64 would not do: LLVM may narrow it back to float32.)
+    # The clamp changes no result. It separates product and sum, so that LLVM cannot contract them.
+    # A product in float64 would not prevent that: LLVM may narrow it back to float32.
     bound = tirx.const(_PRODUCT_BOUND, kind)
     scaled = tirx.max(tirx.min(scaled, bound), -bound)
     moved = round_tir(scaled + output_zero_point.astype(kind), rounding)
@@ -208,9 +216,9 @@ def requantize_tir(
 
 
 def fused_multiply_add_tir(a: PrimExpr, b: PrimExpr, c: PrimExpr) -> PrimExpr:
-    """round(a * b + c) of float32 expressions, rounded once.
+    """Compute a * b + c of float32 expressions with one rounding.
 
-    Asked for by name: on targets without the instruction LLVM calls `fmaf` of the C library, which
-    is exact too.
+    On targets without a fused multiply-add, LLVM calls `fmaf` of the C library, which rounds once
+    too.
     """
     return tirx.call_llvm_pure_intrin("float32", "llvm.fma", a, b, c)

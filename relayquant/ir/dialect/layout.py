@@ -1,10 +1,10 @@
 """Dialect: how the `relax.qnn` operators take part in `relax.transform.ConvertLayout`.
 
-A layout is a string of letters, each a dimension of the tensor as it was before the pass: "ACDB"
-holds dimensions 0, 2, 3, 1. Every function has TVM's signature
-`FRelaxInferLayout(call, desired, layouts)`: `desired` maps operator names to layouts a user asked
-for, `layouts` variables to what they have become. Operands whose layout has to change for a call
-get a permute_dims from the pass.
+A layout is a string of letters. Each letter is a dimension of the tensor before the pass: "ACDB" is
+the order 0, 2, 3, 1. Every function has TVM's signature `FRelaxInferLayout(call, desired,
+layouts)`. `desired` maps operator names to the layouts that a user asked for. `layouts` maps
+variables to their current layouts. Where a call needs another layout of an operand, the pass
+inserts a permute_dims.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from relayquant.ir.dialect.operator import replace_attrs
 
 
 def initial_letters(expr: Any) -> str | None:
-    """Letters of an untouched tensor, None when its rank is unknown."""
+    """Return the letters of an unchanged tensor, or None if its rank is unknown."""
     ndim = int(expr.ty.ndim)
     return None if ndim < 0 else string.ascii_uppercase[:ndim]
 
 
 def current_letters(expr: Any, layouts: Mapping[Any, Any]) -> str | None:
-    """Letters of a tensor as it stands now."""
+    """Return the letters of a tensor in its current order."""
     if isinstance(expr, relax.Var) and expr in layouts:
         decision = layouts[expr]
         return None if decision.is_unknown_dim else str(decision.layout.name)
@@ -46,7 +46,10 @@ def decide(letters: str | None) -> Any:
 
 
 def decide_untouched(expr: Any) -> Any:
-    """A parameter: no layout but its own; tuples element by element; a shape has none."""
+    """Decide that a parameter keeps its original layout.
+
+    A tuple is decided element by element. A shape has no layout.
+    """
     if isinstance(expr.ty, relax.ShapeType):
         return decide(None)
     if isinstance(expr.ty, relax.TupleType):
@@ -55,7 +58,9 @@ def decide_untouched(expr: Any) -> Any:
 
 
 class _Typed:
-    """A type where an expression is expected: elements of a tuple variable have no expression."""
+    """A type in place of an expression, for the elements of a tuple variable, which have no
+    expression.
+    """
 
     def __init__(self, ty: Any) -> None:
         self.ty = ty
@@ -72,19 +77,22 @@ def make_output(inputs: Sequence[Any], output: str | None, attrs: Attrs | None) 
 
 
 def move_axis(axis: int, letters: str) -> int:
-    """Where dimension `axis` (may be negative) of the untouched tensor is now, non-negative."""
+    """Return the current position of dimension `axis` of the unchanged tensor.
+
+    `axis` may be negative. The result is not.
+    """
     if not letters:
         return axis
     return letters.index(string.ascii_uppercase[axis % len(letters)])
 
 
 def is_plain(letters: str | None) -> bool:
-    """Whether a layout only reorders dimensions: packed layouts also hold lower case and digits."""
+    """Whether a layout only reorders dimensions. Packed layouts also hold lower case and digits."""
     return letters is None or (letters.isalpha() and letters.isupper())
 
 
 def keep_untouched(call: Call) -> Any:
-    """All operands back in their original layout."""
+    """Return all operands to their original layout."""
     inputs = [decide_untouched(argument) for argument in call.args]
     return make_output(inputs, initial_letters(call), call.attrs)
 
@@ -92,7 +100,7 @@ def keep_untouched(call: Call) -> Any:
 def infer_layout_elementwise(
     call: Call, _desired: Mapping[str, Any], layouts: Mapping[Any, Any]
 ) -> Any:
-    """Follow the first operand; `axis`, where there is one, moves along."""
+    """Follow the layout of the first operand. An `axis` attribute is adapted."""
     letters = current_letters(call.args[0], layouts)
     if letters is None or not is_plain(letters):
         return keep_untouched(call)
@@ -104,5 +112,5 @@ def infer_layout_elementwise(
 
 
 def reorder_names(names: str, letters: str) -> str:
-    """Names of the dimensions in the order of `letters`: NCHW and ACDB give NHWC."""
+    """Reorder the names of the dimensions by `letters`: NCHW with ACDB gives NHWC."""
     return "".join(names[string.ascii_uppercase.index(letter)] for letter in letters)

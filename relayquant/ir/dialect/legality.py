@@ -1,6 +1,7 @@
-"""Dialect: which `relax.qnn` operators may occur at which stage of the data flow, as data.
+"""Dialect: a table of the `relax.qnn` operators that are allowed at each stage of the data flow.
 
-Every stage's output is checked with `check_stage`, so that a mistake shows where it was made.
+`check_stage` checks the output of every stage, so that a mistake is found at the stage that made
+it.
 """
 
 from __future__ import annotations
@@ -18,25 +19,26 @@ from relayquant.ir.dialect.qnn import OPERATORS, grouped
 
 
 class Stage(enum.Enum):
-    """What a module is, by the stage that made it; members are in the order of the data flow."""
+    """The state of a module after each stage, in the order of the data flow."""
 
     FLOAT = "float"  #: as imported or canonicalized
     SIMULATED = "simulated"  #: calibration graph with simulated quantization
     REFERENCE = "reference"  #: dequantize - float operator - quantize
     QNN = "qnn"  #: integer operators
-    LOWERED = "lowered"  #: kernels; what has none is still a qnn operator
+    LOWERED = "lowered"  #: kernels; an operator without a kernel is still a qnn operator
 
 
 _SIMULATED_ONLY = frozenset({Stage.SIMULATED})
 _NOT_FLOAT = frozenset(Stage) - {Stage.FLOAT}
 _INTEGER = frozenset({Stage.QNN, Stage.LOWERED})
 
-#: Name of an operator -> stages at which it may occur. Other operators may occur everywhere.
+#: Operator name -> stages at which the operator is allowed. All other operators are allowed
+#: everywhere.
 LEGAL_STAGES: dict[str, frozenset[Stage]] = {
     **{operator.full_name: _INTEGER for operator in OPERATORS},
     "relax.qnn.quantize": _NOT_FLOAT,
     "relax.qnn.dequantize": _NOT_FLOAT,
-    # weights alone of few bits: the rest of the model is as it was
+    # compressed weights: the rest of the model is unchanged
     **{operator.full_name: frozenset(Stage) for operator in grouped.OPERATORS},
     "relax.qnn.simulated_quantize": _SIMULATED_ONLY,
     "relax.qnn.simulated_dequantize": _SIMULATED_ONLY,
@@ -44,7 +46,7 @@ LEGAL_STAGES: dict[str, frozenset[Stage]] = {
 
 
 def iterate_bindings(expr: Any) -> Iterator[Any]:
-    """All bindings in an expression in normal form, those of branches and inner functions too."""
+    """Iterate over all bindings of a normalized expression, also in branches and functions."""
     if isinstance(expr, relax.Function):
         yield from iterate_bindings(expr.body)
     elif isinstance(expr, relax.If):
@@ -58,13 +60,14 @@ def iterate_bindings(expr: Any) -> Iterator[Any]:
 
 
 def check_stage(mod: tvm.IRModule, stage: Stage, *, with_integers: bool = False) -> None:
-    """Raise unless `mod` is well formed and holds only operators that are legal at `stage`.
+    """Raise unless `mod` is well formed and all of its operators are allowed at `stage`.
 
-    With `with_integers` those of stage QNN too: part of the model came quantized.
+    With `with_integers`, operators of stage QNN are allowed too. This is for a model that was
+    imported partly quantized.
 
     Raises:
-        ModelError: names the operator, the value it computes and the function.
-        ValueError: not well formed, which is the fault of the stage that made it.
+        ModelError: An operator is not allowed. The message names it, its value and the function.
+        ValueError: The module is not well formed. This is a bug of the stage that made it.
     """
     for global_var, function in mod.functions.items():
         if not isinstance(function, relax.Function):
@@ -88,7 +91,7 @@ def check_stage(mod: tvm.IRModule, stage: Stage, *, with_integers: bool = False)
     try:
         relax.analysis.well_formed(mod)
     except Exception as error:
-        # Nothing that a user can change: a stage before this one made it so.
+        # A user cannot change this. It is a bug of a stage.
         raise ValueError(f"The module is not well formed at stage {stage.name}: {error}") from error
 
 

@@ -1,4 +1,6 @@
-"""Dialect: what convolutions and matrix products share: operands, their checks, centred factors."""
+"""Dialect: the shared parts of convolutions and matrix products: operands, checks, products of
+values minus zero points.
+"""
 
 from __future__ import annotations
 
@@ -58,9 +60,9 @@ def check_linear_parameters(
 
 
 def make_multiply(call: Call) -> Callable[[PrimExpr, PrimExpr], PrimExpr]:
-    """The product of two centred values, int32, in the dtype of the sums of `call`.
+    """Multiply two int32 values minus zero points, in the accumulator dtype of `call`.
 
-    A product with a value of 8 bits fits int32; that of two of 16 bits may not.
+    If one value has 8 bits, the product fits int32. The product of two 16-bit values may not.
     """
     dtype = str(call.attrs.out_dtype)
     is_narrow = any(tensor_dtype(factor) in ("int8", "uint8") for factor in call.args[:2])
@@ -76,7 +78,7 @@ def make_multiply(call: Call) -> Callable[[PrimExpr, PrimExpr], PrimExpr]:
 def subtract_zero_point(
     tensor: te.Tensor, zero_point: Callable[..., PrimExpr], name: str
 ) -> te.Tensor:
-    """int32(tensor) - zero point, as a stage; zero_point(*index) -> value."""
+    """Make a stage that computes int32(tensor) - zero_point(*index)."""
     return compute_tensor(
         tensor.shape, lambda *i: tensor(*i).astype("int32") - zero_point(*i), name=name
     )

@@ -1,5 +1,7 @@
-"""Dialect: what the legalizations share; loop nests that hold one float operation per rounding and
-nothing LLVM could contract, so that all targets give the same bits.
+"""Dialect: shared loop nests of the legalizations.
+
+Each float operation is rounded once, and no pair of operations is left that LLVM could contract.
+All targets therefore give the same bits.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from relayquant.ir.dialect.parameters import PrimExpr, Reader, compute_tensor
 
 
 def has_known_shape(call: Call) -> bool:
-    """Whether all tensor operands have a (possibly symbolic) shape; no loop nest exists without."""
+    """Whether all tensor operands have a shape, which may be symbolic. A loop nest needs it."""
 
     def is_known(ty: Any) -> bool:
         if isinstance(ty, relax.TupleType):
@@ -46,7 +48,7 @@ def compute_elementwise(
     reader: Reader,
     element: Callable[[PrimExpr, Sequence[te.Tensor], Sequence[PrimExpr]], PrimExpr],
 ) -> Any:
-    """One loop nest over `data`: element(value, parameter tensors, index)."""
+    """Make one loop nest over `data` that computes element(value, parameter tensors, index)."""
 
     def te_elementwise(source: te.Tensor, *tensors: te.Tensor) -> te.Tensor:
         return compute_tensor(
@@ -67,7 +69,10 @@ def zero() -> PrimExpr:
 
 
 def pad_zeros(data: te.Tensor, axes: Sequence[int], padding: Sequence[int]) -> te.Tensor:
-    """Zeros around `axes` of int32 data; `padding` holds all widths before, then all after."""
+    """Pad `axes` of int32 data with zeros.
+
+    `padding` holds the widths before each axis, then the widths after each axis.
+    """
     if not any(padding):
         return data
     rank = len(axes)

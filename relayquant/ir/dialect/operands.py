@@ -1,6 +1,6 @@
-"""Dialect: what type inference checks of operands, and the messages for those it rejects.
+"""Dialect: checks of operands during type inference, and their messages.
 
-Shapes may be known, symbolic, or unknown but for their rank; what cannot be known is not checked.
+A shape may be known or symbolic, or only its rank is known. Unknown facts are not checked.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from relayquant.ir.rewrite.graph import static_size
 
 @dataclass(frozen=True)
 class Argument:
-    """One operand as it is declared: a tensor, or a parameter of a fixed `dtype`."""
+    """A declared operand: a tensor, or a parameter of a fixed `dtype`."""
 
     name: str
-    dtype: str = ""  #: "": a tensor, whose dtypes the inference of types checks
+    dtype: str = ""  #: "" for a tensor: type inference checks its dtype
     is_tuple: bool = False
 
 
 def scale_argument(name: str = "scale", *, is_tuple: bool = False) -> Argument:
-    """A scale: float32."""
+    """Declare a scale: float32."""
     return Argument(name, "float32", is_tuple)
 
 
 def zero_point_argument(name: str = "zero_point", *, is_tuple: bool = False) -> Argument:
-    """A zero point: int32."""
+    """Declare a zero point: int32."""
     return Argument(name, "int32", is_tuple)
 
 
 def affine_arguments(prefix: str) -> tuple[Argument, Argument]:
-    """(scale, zero point) of one operand or of the result."""
+    """Declare the scale and zero point of one operand or of the result."""
     return scale_argument(f"{prefix}_scale"), zero_point_argument(f"{prefix}_zero_point")
 
 
-#: Operands of requantize and of what works like it on one tensor.
+#: Operands of requantize and of other operators on one tensor.
 UNARY_OPERANDS = (Argument("data"), *affine_arguments("input"), *affine_arguments("output"))
 
 QUANTIZED = ("int8", "uint8", "int16", "uint16", "int32")
 
-#: dtypes of operands that may be sums of products
+#: dtypes of operands that may be accumulators
 SUMS = (*QUANTIZED, "int64")
 
 NARROW = ("int8", "uint8", "int16")
@@ -61,13 +61,13 @@ FLOATS = ("float32", "float16")
 
 
 def operator_name(call: Call) -> str:
-    """Name as a user writes it: qnn.conv2d."""
+    """Return the name as a user writes it: qnn.conv2d."""
     return call.op.name.removeprefix("relax.")
 
 
 @dataclass(frozen=True)
 class CheckedOperand:
-    """One tensor operand: where it stands, for messages, and what is known of its type."""
+    """One tensor operand: its place, for messages, and its type as far as it is known."""
 
     operator: str
     name: str
@@ -76,23 +76,23 @@ class CheckedOperand:
 
     @property
     def dtype(self) -> str | None:
-        """None when unknown."""
+        """The dtype, or None if it is unknown."""
         return None if self.ty.dtype is None else str(self.ty.dtype)
 
     @property
     def ndim(self) -> int:
-        """-1 when unknown."""
+        """The rank, or -1 if it is unknown."""
         return int(self.ty.ndim)
 
     @cached_property
     def shape(self) -> list[Any] | None:
-        """Dimensions, None when unknown."""
+        """The dimensions, or None if they are unknown."""
         shape = self.ty.shape
-        # A slice: to iterate over an array of TVM checks each index.
+        # A slice is faster: iteration over a TVM array checks each index.
         return shape.values[:] if isinstance(shape, relax.ShapeExpr) else None
 
     def fail(self, what: str, allowed: str, advice: str = "") -> QnnError:
-        """The error for this operand; raise it."""
+        """Make the error for this operand. The caller raises it."""
         return QnnError(
             f"{self.operator}: operand '{self.name}' {what}; {allowed}. {advice}".rstrip(),
             code="RQ601",
@@ -108,7 +108,7 @@ class CheckedOperand:
             raise self.fail(
                 f"has rank {self.ndim}",
                 f"allowed: rank {rank}{suffix}",
-                "Reshape it, or give the layout it really has." if layout else "",
+                "Reshape it, or pass the layout that it has." if layout else "",
             )
 
     def check_min_rank(self, rank: int) -> None:
@@ -116,7 +116,9 @@ class CheckedOperand:
             raise self.fail(f"has rank {self.ndim}", f"allowed: rank {rank} or more")
 
     def resolve_axis(self, axis: int, attribute: str = "axis") -> int | None:
-        """`axis` counted from the front; None when the rank is unknown. Scalars have axis 0."""
+        """Return `axis` as a non-negative number, or None if the rank is unknown. Scalars have axis
+        0.
+        """
         if self.ndim < 0:
             return axis if axis >= 0 else None
         if self.ndim == 0 and axis in (0, -1):
@@ -130,14 +132,14 @@ class CheckedOperand:
         return axis % self.ndim
 
     def dimension(self, axis: int | None) -> Any | None:
-        """Size along `axis`, None when unknown."""
+        """Return the size along `axis`, or None if it is unknown."""
         if axis is None or self.shape is None or axis >= len(self.shape):
             return None
         return self.shape[axis]
 
 
 def is_known_different(left: Any, right: Any) -> bool:
-    """Whether two dimensions can be proved to differ; symbolic ones usually cannot."""
+    """Whether two dimensions provably differ. Symbolic dimensions usually do not."""
     if left is None or right is None:
         return False
     difference = Analyzer().simplify(left - right)
@@ -145,7 +147,7 @@ def is_known_different(left: Any, right: Any) -> bool:
 
 
 def check_count(call: Call, arguments: Sequence[Argument]) -> None:
-    """Raise unless `call` has as many operands as are declared."""
+    """Raise unless `call` has the declared number of operands."""
     if len(call.args) != len(arguments):
         raise QnnError(
             f"{operator_name(call)}: got {format_count(len(call.args), 'operand')}; it takes "
@@ -155,7 +157,7 @@ def check_count(call: Call, arguments: Sequence[Argument]) -> None:
 
 
 def get_operands(call: Call, arguments: Sequence[Argument]) -> list[CheckedOperand]:
-    """The operands of `call` as tensors; raises when their number or kind is wrong."""
+    """Return the tensor operands of `call`. Raise if their number or kind is wrong."""
     check_count(call, arguments)
     operator = operator_name(call)
     operands = []
@@ -172,7 +174,7 @@ def get_operands(call: Call, arguments: Sequence[Argument]) -> list[CheckedOpera
 
 
 def make_tensor_type(operand: CheckedOperand, dtype: str) -> relax.TensorType:
-    """Type of an elementwise result: the shape of `operand`, another dtype."""
+    """Return the type of an elementwise result: the shape of `operand` with another dtype."""
     if operand.ty.shape is not None:
         return relax.TensorType(operand.ty.shape, dtype, operand.ty.vdevice)
     return relax.TensorType(None, dtype, operand.ty.vdevice, operand.ndim)
@@ -189,7 +191,10 @@ def is_single(ty: Any) -> bool:
 def check_parameter(
     parameter: CheckedOperand, channels: Any | None, allows_channels: bool, dimension_text: str = ""
 ) -> None:
-    """Shape () or (1,) or, where allowed, (channels,); `dimension_text` says what those are."""
+    """Check a parameter's shape: (), (1,) or, if `allows_channels`, (channels,).
+
+    `dimension_text` describes a channel in messages.
+    """
     if parameter.ndim in (-1, 0) or is_single(parameter.ty):
         return
     if not allows_channels:
@@ -213,7 +218,7 @@ def check_parameter(
 
 
 def get_constant(expr: Any) -> np.ndarray | None:
-    """Value of a constant expression, None for anything else."""
+    """Return the value of a constant expression, or None for any other expression."""
     if isinstance(expr, GenericConst) and isinstance(expr.value, tvm.runtime.Tensor):
         return expr.value.numpy()
     return None
@@ -225,7 +230,7 @@ def check_scale(
     allows_channels: bool = False,
     what: str = "",
 ) -> None:
-    """float32, shape () or (C,), and > 0 and finite where it is a constant."""
+    """Check a scale: float32, shape () or (C,). A constant must be finite and > 0."""
     scale.check_dtype(("float32",), "Convert it to float32.")
     check_parameter(scale, channels, allows_channels, what)
     value = get_constant(scale.expr)
@@ -234,7 +239,7 @@ def check_scale(
         raise scale.fail(
             f"holds {bad}",
             "allowed: finite numbers > 0",
-            "A tensor that is all zero may take any scale, such as 1.",
+            "For a tensor of zeros, use any scale, such as 1.",
         )
 
 
@@ -245,7 +250,7 @@ def check_zero_point(
     allows_channels: bool = False,
     what: str = "",
 ) -> None:
-    """int32, shape () or (C,), and within `dtype` where it is a constant."""
+    """Check a zero point: int32, shape () or (C,). A constant must be in the range of `dtype`."""
     zero_point.check_dtype(("int32",), "Convert it to int32.")
     check_parameter(zero_point, channels, allows_channels, what)
     value = get_constant(zero_point.expr)
@@ -260,7 +265,7 @@ def check_zero_point(
 
 
 def check_attribute(operator: str, name: str, value: Any, allowed: Sequence[Any]) -> None:
-    """Raise unless an attribute holds one of the allowed values."""
+    """Raise unless an attribute has one of the allowed values."""
     if value not in allowed:
         listed = ", ".join(map(str, allowed))
         raise QnnError(
@@ -269,7 +274,7 @@ def check_attribute(operator: str, name: str, value: Any, allowed: Sequence[Any]
 
 
 def check_modes(operator: str, attrs: Any) -> None:
-    """Rounding and, where present, arithmetic are names of their enums."""
+    """Check that rounding and, if present, arithmetic are values of their enums."""
     check_attribute(operator, "rounding", attrs.rounding, [v.value for v in Rounding])
     if hasattr(attrs, "compute_dtype"):
         check_attribute(
@@ -285,7 +290,7 @@ def check_channel_pair(
     dtype: str | None,
     label: str,
 ) -> None:
-    """Scale and zero point of `data` along `axis`."""
+    """Check the scale and zero point of `data` along `axis`."""
     resolved = data.resolve_axis(axis, label)
     channels = data.dimension(resolved)
     what = f"index of axis {axis} of '{data.name}'"
@@ -301,7 +306,7 @@ def check_channel_pair(
 
 
 def check_scalar_pairs(parameters: Sequence[CheckedOperand], *dtypes: str | None) -> None:
-    """(input scale, input zero point, output scale, output zero point), all scalar."""
+    """Check the scalars (input scale, input zero point, output scale, output zero point)."""
     in_dtype, out_dtype = dtypes[0], dtypes[-1]
     check_scale(parameters[0])
     check_zero_point(parameters[1], in_dtype)
@@ -331,18 +336,18 @@ def broadcast_dims(
                 code="RQ601",
             )
         else:
-            # Neither can be proved: a fixed dimension is the better guess of the two.
+            # Nothing can be proved. Assume that the fixed dimension is the right one.
             result.append(b if isinstance(b, tirx.IntImm) else a)
     return result
 
 
 def show_dimension(size: Any) -> str:
-    """A number, or the symbolic expression as it is printed."""
+    """Return the number, or the symbolic expression as text."""
     return str(size if static_size(size) is None else static_size(size))
 
 
 def show_count(size: Any, noun: str) -> str:
-    """As `format_count`; of a symbolic size the plural."""
+    """Format a count as `format_count` does. A symbolic size takes the plural."""
     known = static_size(size)
     return f"{size} {form_plural(noun)}" if known is None else format_count(known, noun)
 
@@ -365,7 +370,7 @@ def check_integers(
 
 
 def check_layout(operator: str, name: str, layout: str, letters: str) -> None:
-    """Raise unless `layout` is an order of `letters`."""
+    """Raise unless `layout` is a permutation of `letters`."""
     if sorted(layout) != sorted(letters):
         raise QnnError(
             f"{operator}: {name}={layout!r} is not allowed; allowed: the letters {letters} in any "
@@ -375,7 +380,7 @@ def check_layout(operator: str, name: str, layout: str, letters: str) -> None:
 
 
 def count_windows(data: CheckedOperand, letter: str, span: Any, stride: int) -> Any:
-    """span // stride + 1, raising when the window is larger than the padded data."""
+    """Return span // stride + 1. Raise if the window is larger than the padded data."""
     analyzer = Analyzer()
     if analyzer.can_prove(span < 0):
         raise data.fail(

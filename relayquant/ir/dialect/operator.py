@@ -1,4 +1,4 @@
-"""Dialect: an operator as one row, which says everything TVM is told of it, and its attributes."""
+"""Dialect: one row per operator with everything that is registered with TVM, and its attributes."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ LegalizeFunc = Callable[[BlockBuilder, Call], Any]
 #: TVM's signature of FRelaxInferLayout.
 LayoutFunc = Callable[[Call, Mapping[str, Any], Mapping[Any, Any]], Any]
 
-#: Value of TMixedPrecisionPolicy that keeps the operand types.
+#: Value of TMixedPrecisionPolicy that keeps the operand dtypes.
 _MIXED_PRECISION_NEVER = 2
 
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator: `name` without prefix, attributes type (None: no attributes), operands.
+    """One operator.
 
-    `infer` gives the type or raises QnnError, `legalize` the loop nest, `layout` says how the
-    operator takes part in ConvertLayout.
+    `name` has no prefix. The attributes type is None for an operator without attributes. `infer`
+    returns the type or raises QnnError. `legalize` returns the loop nest. `layout` is the rule for
+    ConvertLayout.
     """
 
     name: str
@@ -38,21 +39,21 @@ class Operator:
     arguments: tuple[Argument, ...]
     infer: InferFunc
     legalize: LegalizeFunc
-    layout: LayoutFunc | None = None  #: None: operands go back to their original layout
-    #: float_form(call, data): the call of Relax on real `data` that this one is in affine space;
-    #: of operators on one tensor with UNARY_OPERANDS first
+    layout: LayoutFunc | None = None  #: None: operands return to their original layout
+    #: float_form(call, data): the float Relax call on real `data` that this operator stands for;
+    #: only for operators whose operands begin with UNARY_OPERANDS
     float_form: Callable[[Call, relax.Expr], relax.Expr] | None = None
-    #: whether an element of the result depends on the elements of the data at its place alone
+    #: whether each element of the result depends only on the data elements at the same position
     is_elementwise: bool = False
 
     @property
     def full_name(self) -> str:
-        """Name of the operator in the IR."""
+        """The operator's name in the IR."""
         return f"relax.qnn.{self.name}"
 
 
 def _legalize_if_known(function: LegalizeFunc) -> LegalizeFunc:
-    """Leave the call as it is while a shape is unknown: no loop nest can be written for it."""
+    """Leave the call unchanged if a shape is unknown: a loop nest needs the shapes."""
 
     def legalize_known(builder: BlockBuilder, call: Call) -> Any:
         return function(builder, call) if has_known_shape(call) else call
@@ -61,7 +62,7 @@ def _legalize_if_known(function: LegalizeFunc) -> LegalizeFunc:
 
 
 def register_operators(operators: Sequence[Operator]) -> None:
-    """Tell TVM of the operators; those it knows already are left as they are."""
+    """Register the operators with TVM, except operators that are registered already."""
     known = set(Op.list_op_names())
     for operator in operators:
         if operator.full_name in known:
@@ -84,10 +85,10 @@ AttrsType = TypeVar("AttrsType", bound=type)
 def define_attrs(type_key: str) -> Callable[[AttrsType], AttrsType]:
     """Register a class of attributes, or return the one registered before.
 
-    A type key is registered once per process, and this module may be imported again. Every field of
-    the class is always present. A rounding or an arithmetic is the `.value` of its enum
-    (`qtypes.Rounding`, `qtypes.Arithmetic`), because an attribute has to survive printing and JSON.
-    A module that holds these types loads only in a process that imported this package.
+    A type key is registered once per process, but this module may be imported again. Every field of
+    the class is always present. Rounding and arithmetic are stored as the `.value` of their enums
+    (`qtypes.Rounding`, `qtypes.Arithmetic`), because printing and JSON keep only text. A process
+    must import this package before it loads a module with these types.
     """
     for known in Attrs.__subclasses__():
         info = getattr(known, "__tvm_ffi_type_info__", None)
@@ -97,7 +98,7 @@ def define_attrs(type_key: str) -> Callable[[AttrsType], AttrsType]:
 
 
 def replace_attrs(attrs: Any, **changes: Any) -> Any:
-    """A copy of typed attributes with some of them changed."""
+    """Copy typed attributes with changed values."""
     fields = [field.name for field in type(attrs).__tvm_ffi_type_info__.fields]
     values = {name: getattr(attrs, name) for name in fields}
     return type(attrs)(**{**values, **changes})

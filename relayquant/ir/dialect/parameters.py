@@ -1,8 +1,8 @@
-"""Dialect: how a legalization reads scales and zero points, be they constants or variables.
+"""Dialect: how a legalization reads scales and zero points, both constants and variables.
 
-A legalization collects what its loop nest needs in a `Reader`: scalar constants become immediates,
-everything else a tensor operand. Multipliers of constant scales are computed here, in numpy, at
-legalization time; those of variables become expressions with the same bits.
+A `Reader` collects the operands of one loop nest. Scalar constants become immediates, everything
+else becomes a tensor operand. Multipliers from constant scales are computed here, in numpy.
+Multipliers from variable scales become expressions with the same bits.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from relayquant.ir.dialect.operands import get_constant, is_single
 
 PrimExpr = Any
 
-#: Reads one value inside a loop nest: (tensors of the loop nest, index along the channel) -> value.
+#: Reads one value inside a loop nest: (tensors of the loop nest, channel index) -> value.
 ReadFunc = Callable[[Sequence[te.Tensor], PrimExpr], PrimExpr]
 
 
 def compute_tensor(shape: Sequence[Any], element: Callable[..., PrimExpr], name: str) -> te.Tensor:
-    """`te.compute` of one tensor; element(*index) -> value."""
+    """Make a `te.compute` of one tensor with element(*index) -> value."""
     return cast(te.Tensor, te.compute(list(shape), element, name=name))
 
 
 @dataclass
 class Reader:
-    """Collects the operands of one loop nest; `operands` follow its data operands in order."""
+    """Collector of the operands of one loop nest. `operands` follow the data operands in order."""
 
     operands: list[relax.Expr] = field(default_factory=list)
 
     def add_tensor(self, expr: relax.Expr) -> ReadFunc:
-        """Read `expr`, shape () or (C,), from memory, also when it is constant."""
+        """Read `expr`, shape () or (C,), from memory, even if it is constant."""
         slot = len(self.operands)
         self.operands.append(expr)
         rank, is_scalar = int(expr.ty.ndim), is_single(expr.ty)
@@ -49,14 +49,14 @@ class Reader:
         return read
 
     def add_array(self, array: np.ndarray) -> ReadFunc:
-        """Read a constant, shape () or (C,): an immediate where it is a scalar."""
+        """Read a constant, shape () or (C,). A scalar becomes an immediate."""
         if array.size == 1:
             immediate = tirx.const(array.item(), array.dtype.name)
             return lambda _tensors, _channel: immediate
         return self.add_tensor(relax.const(array, array.dtype.name))
 
     def add(self, expr: relax.Expr) -> ReadFunc:
-        """Read a parameter, an immediate where it is a scalar constant."""
+        """Read a parameter. A scalar constant becomes an immediate."""
         value = get_constant(expr)
         return self.add_tensor(expr) if value is None else self.add_array(value)
 
@@ -67,16 +67,16 @@ class Reader:
         arithmetic: Arithmetic,
         divisor: int | None = None,
     ) -> Callable[[Sequence[te.Tensor], Sequence[PrimExpr]], tuple[PrimExpr, ...]]:
-        """Read the multiplier that `real` computes from the float64 values of `scales`.
+        """Read the multiplier real(*scales) of float64 values.
 
-        `real` is arithmetic that numpy arrays and TIR expressions share. The result takes the index
-        along the channel of each scale. A float multiplier is divided by `divisor` after it was
-        rounded, a fixed-point one before.
+        `real` works on numpy arrays and on TIR expressions. The returned reader takes the channel
+        index of each scale. A float multiplier is divided by `divisor` after rounding, a
+        fixed-point multiplier before.
         """
         values = [get_constant(scale) for scale in scales]
-        # One value per tensor may come as shape (1,).
+        # A per-tensor value may have shape (1,).
         values = [v.reshape(()) if v is not None and v.size == 1 else v for v in values]
-        # Two operands with channels on different axes cannot share one array.
+        # Operands with channels on different axes cannot share one array.
         if all(value is not None for value in values) and (
             sum(value.ndim for value in values if value is not None) <= 1
         ):
@@ -105,9 +105,9 @@ class Reader:
     def add_divided_multiplier(
         self, scales: Sequence[relax.Expr], real: Callable[..., Any], arithmetic: Arithmetic
     ) -> Callable[[Sequence[te.Tensor], PrimExpr], tuple[PrimExpr, ...]]:
-        """`add_multiplier` for scalar scales and a divisor that is an expression (int32 or int64).
+        """Read a multiplier of scalar scales, divided by an expression (int32 or int64).
 
-        The result takes the divisor.
+        The returned reader takes the divisor.
         """
         if arithmetic is not Arithmetic.INT64:
             read = self.add_multiplier(scales, real, arithmetic)
@@ -131,9 +131,10 @@ class Reader:
 def divide_multiplier(
     real: Any, arithmetic: Arithmetic, divisor: int | None
 ) -> tuple[np.ndarray, ...]:
-    """Multiplier / divisor (a count of summed elements), encoded; None divides by nothing.
+    """Encode multiplier / divisor. The divisor is a count of summed elements, or None for no
+    division.
 
-    A float multiplier is divided after it was rounded, a fixed-point one before.
+    A float multiplier is divided after rounding, a fixed-point multiplier before.
     """
     if divisor is None:
         return fixed_point.encode_multiplier(real, arithmetic)
@@ -146,12 +147,13 @@ def divide_multiplier(
 def divide_multiplier_tir(
     real: PrimExpr, arithmetic: Arithmetic, divisor: int | None
 ) -> tuple[PrimExpr, ...]:
-    """`divide_multiplier` for a float64 expression."""
+    """Encode and divide a float64 expression as `divide_multiplier` does."""
     if divisor is None:
         return fixed_point.encode_multiplier_tir(real, arithmetic)
     if arithmetic is Arithmetic.INT64:
         divided = real / tirx.const(float(divisor), "float64")
         return fixed_point.encode_multiplier_tir(divided, arithmetic)
     (multiplier,) = fixed_point.encode_multiplier_tir(real, arithmetic)
-    # An integer cast to float is no immediate that a simplifier would invert and multiply with.
+    # The simplifier would replace the division by a float immediate with a multiplication by its
+    # reciprocal. It leaves an integer that is cast to float alone.
     return (multiplier / tirx.const(float(divisor), arithmetic.value),)

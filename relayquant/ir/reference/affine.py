@@ -94,7 +94,7 @@ def has_parameters(scale: Any, zero_point: Any, output_scale: Any, output_zero_p
     )
 
 
-def center_data(data: Array, zero_point: Any, axis: int) -> Array:
+def subtract_zero_point(data: Array, zero_point: Any, axis: int) -> Array:
     """int32(data) - zero_point in wrapping int32; int64 stays what it is."""
     z = align_parameter(zero_point, "int32", data, axis)
     if data.dtype == np.int64:

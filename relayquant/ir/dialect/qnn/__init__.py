@@ -1,14 +1,15 @@
-"""Dialect: the `relax.qnn` operators, one family in each file; here as `R.qnn.*` in TVMScript.
+"""Dialect: the `relax.qnn` operators, and their constructors as `R.qnn.*` for TVMScript.
 
-An operator is one row beside its functions, in the file of its family, which names its constructor
-in `__all__`.
+Each file holds one family of operators. An operator is one row of `OPERATORS` in this file.
+`__all__` lists its constructor.
 
 Words: an operator works in *affine space*, on integers q with real = scale * (q - zero_point). A
-*parameter* (scale: float32, zero point: int32) is a relax expression, constant or variable, or a
-Python or numpy number or array, which becomes a constant; its shape is () or, where an operator
-allows it, (C,) with one entry per channel along `axis`. Data operands are relax expressions or
-numpy arrays. All constructors raise QnnError, at once for their own arguments, else when the type
-of the call is inferred (`BlockBuilder.normalize`).
+*parameter* is a scale (float32) or a zero point (int32). It is a relax expression, or a number or
+array that becomes a constant. Its shape is (). Some operators also allow (C,) with one entry per
+channel along `axis`. Data operands are relax expressions or numpy arrays.
+
+A constructor raises QnnError at once for an argument that it can check. Other faults raise QnnError
+when the type of the call is inferred (`BlockBuilder.normalize`).
 
 Rounding TONEAREST_EVEN with arithmetic FLOAT32 is the default and gives the same bits on every
 target:
@@ -19,8 +20,9 @@ z_out;
 - quantize: the same with t = x / s, a true division; NaN becomes z;
 - dequantize: float32(q - z) * s.
 
-UPWARD and TONEAREST mean what they meant in TVM 0.19. TONEAREST_EVEN with INT64 is the 64-bit fixed
-point product with ties to even, with FLOAT64 the default formula in float64.
+UPWARD and TONEAREST compute the same as in TVM 0.19. TONEAREST_EVEN with INT64 is the 64-bit
+fixed-point product with ties to even. TONEAREST_EVEN with FLOAT64 is the default formula in
+float64.
 """
 
 from __future__ import annotations

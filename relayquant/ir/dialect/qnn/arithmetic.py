@@ -74,8 +74,8 @@ class QBinaryAttrs(Attrs):
 # ---------------------------------------------------------------- constructors
 
 
-def _define_binary(name: str, meaning: str):  # its type is that of `construct`
-    """The constructor of an operator on two affine tensors."""
+def _define_binary(name: str, meaning: str):  # returns the type of `construct`
+    """Define the constructor of an operator on two affine tensors."""
 
     def construct(
         lhs: Operand,
@@ -112,23 +112,23 @@ def _define_binary(name: str, meaning: str):  # its type is that of `construct`
 
 add = _define_binary(
     "add",
-    """lhs + rhs, broadcast; out_dtype "" is the dtype of lhs.
+    """Add two broadcast tensors. out_dtype "" is the dtype of lhs.
 
-    Operands int8, uint8, int16, uint16, int32 or int64; their parameters () or (C,) along lhs_axis
-    and rhs_axis; output parameters (). The default rounds the sum once:
-    t = fma(float32(r - z_r), m_r, float32(l - z_l) * m_l), then as for requantize. All other modes
-    requantize each side to int32 first, as Relay does.
+    Operands: int8, uint8, int16, uint16, int32 or int64. Operand parameters: () or (C,) along
+    lhs_axis and rhs_axis. Output parameters: (). The default rounds the sum once: t = fma(float32(r
+    - z_r), m_r, float32(l - z_l) * m_l), then as for requantize. All other modes requantize each
+    side to int32 first, as Relay does.
     """,
 )
 
-subtract = _define_binary("subtract", """lhs - rhs; the rest as for add, with -m_r.""")
+subtract = _define_binary("subtract", """Subtract rhs from lhs, as `add` with -m_r.""")
 
 mul = _define_binary(
     "mul",
-    """lhs * rhs: (l - z_l) * (r - z_r), requantized with m = s_l * s_r / s_o (in float64).
+    """Multiply (l - z_l) by (r - z_r) and requantize with m = s_l * s_r / s_o (in float64).
 
-    Operands as for add. The product is int32, and int64 where the dtypes and zero points of the
-    operands do not rule out that it passes int32; in UPWARD, TONEAREST and INT64 it wraps.
+    Operands are the same as in `add`. The product is int32 if the dtypes and zero points prove that
+    it fits, else int64. With UPWARD, TONEAREST and INT64 it is int32 and wraps.
     """,
 )
 
@@ -139,14 +139,14 @@ mul = _define_binary(
 def broadcast_shapes(
     operator: str, left: CheckedOperand, right: CheckedOperand
 ) -> list[Any] | None:
-    """Shape of two tensors broadcast as in numpy; None when one is unknown."""
+    """Return the shape of two tensors after numpy broadcasting, or None if a shape is unknown."""
     if left.shape is None or right.shape is None:
         return None
     return broadcast_dims(operator, (left, left.shape), (right, right.shape))
 
 
 def infer_binary(call: Call, _builder: Any) -> Any:
-    """Integer lhs and rhs, broadcast -> out_dtype."""
+    """Infer integer lhs and rhs, broadcast -> out_dtype."""
     operands = get_operands(call, BINARY_OPERANDS)
     lhs, rhs, lhs_scale, lhs_zero, rhs_scale, rhs_zero, out_scale, out_zero = operands
     operator, attrs = lhs.operator, call.attrs
@@ -176,7 +176,7 @@ def _legalize_binary(
     reader: Reader,
     element: Callable[[PrimExpr, PrimExpr, Sequence[te.Tensor], PrimExpr, PrimExpr], PrimExpr],
 ) -> Any:
-    """Loop over the broadcast shape: element(l, r, tensors, channel of l, channel of r)."""
+    """Make a loop over the broadcast shape: element(l, r, tensors, channel of l, channel of r)."""
     lhs, rhs = call.args[:2]
     attrs, shape = call.attrs, call.ty.shape
 
@@ -202,7 +202,7 @@ def _legalize_binary(
 def _broadcast_index(
     index: Sequence[PrimExpr], shape: Sequence[Any], full_shape: Sequence[Any]
 ) -> list[PrimExpr]:
-    """Index into a tensor of `shape` that was broadcast: 0 along its dimensions of size 1."""
+    """Return the index into a broadcast tensor of `shape`: 0 along dimensions of size 1."""
     first = len(index) - len(shape)
     return [
         tirx.const(0, "int64") if _is_one(size) and not _is_one(full_shape[first + i]) else v
@@ -216,10 +216,12 @@ def _is_one(size: Any) -> bool:
 
 def _make_legalize_sum(sign: int) -> LegalizeFunc:
     def legalize_sum(builder: BlockBuilder, call: Call) -> Any:
-        """round(l' * m_l +- r' * m_r), rounded once by a fused multiply-add; q = saturate(..) + z.
+        """Compute saturate(round(l' * m_l +- r' * m_r)) + z with one rounding, by a fused
+        multiply-add.
 
-        That holds for TONEAREST_EVEN with FLOAT32. The other modes follow Relay: each side is
-        requantized to int32 in the output's space, L + R - z_out or L - R + z_out, clipped.
+        This is TONEAREST_EVEN with FLOAT32. The other modes follow Relay: each side is requantized
+        to int32 in the affine space of the output. The result is L + R - z_out or L - R + z_out,
+        clipped.
         """
         l_scale, l_zero, r_scale, r_zero, out_scale, out_zero = call.args[2:]
         reader = Reader()
@@ -247,8 +249,8 @@ def _make_legalize_sum(sign: int) -> LegalizeFunc:
             right_zero = read_r_zero(tensors, right_channel)
             out = read_out_zero(tensors, 0)
             if fused:
-                centred = fixed_point.centre_tir(left, left_zero).astype("float32")
-                other = fixed_point.centre_tir(right, right_zero).astype("float32")
+                centred = fixed_point.subtract_zero_point_tir(left, left_zero).astype("float32")
+                other = fixed_point.subtract_zero_point_tir(right, right_zero).astype("float32")
                 total = fixed_point.fused_multiply_add_tir(
                     other, right_multiplier[0], centred * left_multiplier[0]
                 )
@@ -277,15 +279,18 @@ def _fused_product_ratio(left: Any, right: Any, out: Any) -> Any:
 
 
 def _relay_product_ratio(left: Any, right: Any, out: Any) -> Any:
-    """Relay rounds the product of the scales to float32 before it divides."""
+    """Divide the product of the input scales by the output scale.
+
+    Relay rounds the product to float32 before the division.
+    """
     return (left * right).astype("float32").astype("float64") / out
 
 
 def legalize_mul(builder: BlockBuilder, call: Call) -> Any:
-    """(l - z_l) * (r - z_r), then requantized from scale s_l * s_r.
+    """Multiply (l - z_l) by (r - z_r), then requantize from scale s_l * s_r.
 
-    The product is int32, or int64 where int32 may not hold it and the arithmetic is not TVM
-    v0.19's.
+    The product is int32. It is int64 if it may overflow int32 and the mode does not reproduce TVM
+    0.19.
     """
     l_scale, l_zero, r_scale, r_zero, out_scale, out_zero = call.args[2:]
     reader = Reader()
@@ -308,8 +313,8 @@ def legalize_mul(builder: BlockBuilder, call: Call) -> Any:
         left_channel: PrimExpr,
         right_channel: PrimExpr,
     ) -> PrimExpr:
-        centred = fixed_point.centre_tir(left, read_l_zero(tensors, left_channel))
-        other = fixed_point.centre_tir(right, read_r_zero(tensors, right_channel))
+        centred = fixed_point.subtract_zero_point_tir(left, read_l_zero(tensors, left_channel))
+        other = fixed_point.subtract_zero_point_tir(right, read_r_zero(tensors, right_channel))
         product = centred.astype(kind) * other.astype(kind)
         return fixed_point.requantize_tir(
             product,
@@ -328,7 +333,7 @@ def legalize_mul(builder: BlockBuilder, call: Call) -> Any:
 
 
 def infer_layout_binary(call: Call, _desired: Mapping[str, Any], layouts: Mapping[Any, Any]) -> Any:
-    """Both operands take the layout of the one that was changed; scalars follow anything."""
+    """Give both operands the layout of the operand that was changed. Scalars fit any layout."""
     sides = call.args[:2]
     letters = [current_letters(side, layouts) for side in sides]
     if any(text is None or not is_plain(text) for text in letters):
@@ -343,7 +348,7 @@ def infer_layout_binary(call: Call, _desired: Mapping[str, Any], layouts: Mappin
         max(known, key=len),
     )
     if any(len(text) not in (0, len(chosen)) for text in known):
-        # A lower rank broadcasts from the right, which another order of dimensions breaks.
+        # A lower rank broadcasts from the right. Reordered dimensions would break this.
         return keep_untouched(call)
     own = [chosen if text else "" for text in known]
     attrs = replace_attrs(

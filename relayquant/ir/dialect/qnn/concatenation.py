@@ -85,9 +85,9 @@ def concatenate(
     rounding: Rounding | str = Rounding.TONEAREST_EVEN,
     compute_dtype: Arithmetic | str = Arithmetic.FLOAT32,
 ) -> Call:
-    """Tensors of one integer dtype, each requantized to the output parameters, joined along `axis`.
+    """Requantize tensors of one integer dtype to the output parameters and join them along `axis`.
 
-    One scale () and one zero point () per tensor; output parameters ().
+    Each tensor has a scale () and a zero point (). Output parameters: ().
     """
     name = "concatenate"
     return make_call(
@@ -104,7 +104,7 @@ def concatenate(
 
 
 def _get_tuple(call: Call, position: int, name: str, each: str) -> list[CheckedOperand]:
-    """Tensors of a tuple operand."""
+    """Return the tensors of a tuple operand."""
     operator, argument = operator_name(call), call.args[position]
     if not isinstance(argument.ty, relax.TupleType):
         raise QnnError(
@@ -124,7 +124,7 @@ def _get_tuple(call: Call, position: int, name: str, each: str) -> list[CheckedO
 
 
 def infer_concatenate(call: Call, _builder: Any) -> Any:
-    """Tuple of tensors of one integer dtype -> the same dtype, joined along axis."""
+    """Infer a tuple of tensors of one integer dtype -> the same dtype, joined along axis."""
     operator, attrs = operator_name(call), call.attrs
     check_count(call, CONCATENATE_OPERANDS)
     tensors = _get_tuple(call, 0, "data", "one to join")
@@ -134,8 +134,8 @@ def infer_concatenate(call: Call, _builder: Any) -> Any:
         raise QnnError(
             f"{operator}: got {format_count(len(tensors), 'tensor')}, "
             f"{format_count(len(scales), 'scale')} and "
-            f"{format_count(len(zero_points), 'zero point')}; allowed: as many of each, at "
-            "least one.",
+            f"{format_count(len(zero_points), 'zero point')}; allowed: the same number "
+            "of each, at least 1.",
             code="RQ601",
         )
     out_scale, out_zero = (
@@ -149,7 +149,7 @@ def infer_concatenate(call: Call, _builder: Any) -> Any:
         if None not in (tensor.dtype, first.dtype) and tensor.dtype != first.dtype:
             raise tensor.fail(
                 f"has dtype {tensor.dtype}",
-                f"allowed: {first.dtype}, as {first.name} has",
+                f"allowed: {first.dtype}, the dtype of {first.name}",
                 "Requantize it to that dtype first.",
             )
         if first.ndim >= 0:
@@ -184,7 +184,7 @@ def infer_concatenate(call: Call, _builder: Any) -> Any:
 
 
 def legalize_concatenate(builder: BlockBuilder, call: Call) -> Any:
-    """Requantize each tensor whose parameters differ from the output's, then join."""
+    """Requantize each tensor with other parameters than the output, then join."""
     tensors, scales, zero_points = (_get_fields(builder, argument) for argument in call.args[:3])
     out_scale, out_zero = call.args[3:]
     rounding, arithmetic = read_modes(call)
@@ -230,7 +230,7 @@ def legalize_concatenate(builder: BlockBuilder, call: Call) -> Any:
 
 
 def _get_fields(builder: BlockBuilder, argument: Any) -> list[Any]:
-    """Elements of a tuple operand, which may be a variable."""
+    """Return the elements of a tuple operand, which may be a variable."""
     if isinstance(argument, relax.Tuple):
         return list(argument.fields)
     return [builder.emit(relax.TupleGetItem(argument, i)) for i in range(len(argument.ty.fields))]
@@ -247,7 +247,7 @@ def _is_same_constant(left: Any, right: Any) -> bool:
 def infer_layout_concatenate(
     call: Call, _desired: Mapping[str, Any], layouts: Mapping[Any, Any]
 ) -> Any:
-    """All tensors take the first layout that was changed; `axis` moves along."""
+    """Give all tensors the first layout that was changed. `axis` is adapted."""
     data = call.args[0]
     if not isinstance(data, relax.Tuple):
         return keep_untouched(call)

@@ -1,4 +1,4 @@
-"""Dialect: conv1d, conv2d, conv2d_transpose: sums of centred products over windows."""
+"""Dialect: conv1d, conv2d and conv2d_transpose on integers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ __all__ = ["conv1d", "conv2d", "conv2d_transpose"]
 
 @define_attrs("relayquant.attrs.QConv1DAttrs")
 class QConv1DAttrs(Attrs):
-    """Attributes of qnn.conv1d, named as those of relax.nn.conv1d; padding is (left, right)."""
+    """Attributes of qnn.conv1d, with the names of relax.nn.conv1d. Padding is (left, right)."""
 
     strides: Array
     padding: Array
@@ -70,7 +70,7 @@ class QConv1DAttrs(Attrs):
 
 @define_attrs("relayquant.attrs.QConv2DAttrs")
 class QConv2DAttrs(Attrs):
-    """Attributes of qnn.conv2d, named as those of relax.nn.conv2d.
+    """Attributes of qnn.conv2d, with the names of relax.nn.conv2d.
 
     Padding is (top, left, bottom, right).
     """
@@ -86,7 +86,7 @@ class QConv2DAttrs(Attrs):
 
 @define_attrs("relayquant.attrs.QConv2DTransposeAttrs")
 class QConv2DTransposeAttrs(Attrs):
-    """Attributes of qnn.conv2d_transpose, named as those of relax.nn.conv2d_transpose."""
+    """Attributes of qnn.conv2d_transpose, with the names of relax.nn.conv2d_transpose."""
 
     strides: Array
     padding: Array
@@ -102,7 +102,7 @@ class QConv2DTransposeAttrs(Attrs):
 
 
 def _define_convolution(name: str, attrs: type, spatial: str, meaning: str):
-    """The constructor of a convolution over axes that are called by these letters."""
+    """Define the constructor of a convolution over the axes with these letters."""
     rank = len(spatial)
 
     def construct(
@@ -140,19 +140,23 @@ def _define_convolution(name: str, attrs: type, spatial: str, meaning: str):
 
 
 conv1d = _define_convolution(
-    "conv1d", QConv1DAttrs, "W", """As conv2d, along one axis; padding is (left, right)."""
+    "conv1d",
+    QConv1DAttrs,
+    "W",
+    """Convolve along one axis, like `conv2d`. Padding is (left, right).""",
 )
 
 conv2d = _define_convolution(
     "conv2d",
     QConv2DAttrs,
     "HW",
-    """conv(data - input_zero_point, weight - kernel_zero_point), int32 or int64 (`out_dtype`).
+    """Convolve data - input_zero_point with weight - kernel_zero_point -> int32 or int64.
 
-    data int8, uint8 or int16 in `data_layout`; weight the same in `kernel_layout` (I counts the
-    channels of one group). Kernel parameters: () or (O,). Padding is (top, left, bottom, right) and
-    stands for real 0. The result has scale input_scale * kernel_scale and zero point 0; the
-    scales do not enter the computation.
+    data is int8, uint8 or int16 in `data_layout`. weight has one of these dtypes too, in
+    `kernel_layout`, where I is the input channels per group. `out_dtype` is the dtype of the
+    result. Kernel parameters: () or (O,). Padding is (top, left, bottom, right) with real 0. The
+    result has scale input_scale * kernel_scale and zero point 0. The scales do not affect the
+    integers.
     """,
 )
 
@@ -173,10 +177,10 @@ def conv2d_transpose(
     kernel_layout: str = "IOHW",
     out_dtype: str = "int32",
 ) -> Call:
-    """Transposed convolution of centred integers, int32 or int64; operands as for conv2d.
+    """Convolve transposed -> int32 or int64, with the operands of conv2d.
 
-    In `kernel_layout` I counts all input channels and O the output channels of one group. Kernel
-    parameters: () or one per output channel of all groups.
+    In `kernel_layout`, I is all input channels and O is the output channels per group. Kernel
+    parameters: (), or one entry per output channel of all groups.
     """
     name = "conv2d_transpose"
     values = (data, weight, input_zero_point, kernel_zero_point, input_scale, kernel_scale)
@@ -219,7 +223,7 @@ def _check_conv_attributes(
 
 def _make_infer_conv(spatial: str) -> InferFunc:
     def infer_conv(call: Call, _builder: Any) -> Any:
-        """8 or 16 bit data and weight -> int32 or int64."""
+        """Infer 8 or 16 bit data and weight -> int32 or int64."""
         attrs = call.attrs
         data, weight, parameters = get_linear(call)
         kernel_letters = "OI" + spatial
@@ -263,7 +267,7 @@ infer_conv2d = _make_infer_conv("HW")
 
 
 def infer_conv2d_transpose(call: Call, _builder: Any) -> Any:
-    """8 or 16 bit data and weight -> int32 or int64; O of the weight counts those of one group."""
+    """Infer 8 or 16 bit data and weight -> int32 or int64. O of the weight is per group."""
     attrs = call.attrs
     data, weight, parameters = get_linear(call)
     strides, padding, dilation, groups = _check_conv_attributes(call, "HW", "IOHW")
@@ -272,7 +276,7 @@ def infer_conv2d_transpose(call: Call, _builder: Any) -> Any:
         if extra[i] >= max(strides[i], dilation[i]):
             raise QnnError(
                 f"{data.operator}: output_padding={extra} is not allowed; allowed: less than the "
-                f"stride or the dilation, strides={strides}, dilation={dilation}.",
+                f"stride or less than the dilation, strides={strides}, dilation={dilation}.",
                 code="RQ601",
             )
     data.check_rank(4, attrs.data_layout)
@@ -316,12 +320,12 @@ def infer_conv2d_transpose(call: Call, _builder: Any) -> Any:
 
 
 def legalize_conv(builder: BlockBuilder, call: Call) -> Any:
-    """conv1d and conv2d in any order of the layout's letters, grouped, dilated, padded."""
+    """Make the loop nest of conv1d and conv2d, in any layout, grouped, dilated and padded."""
     data, weight, input_zero, kernel_zero = call.args[:4]
     attrs, reader = call.attrs, Reader()
     read_input_zero, read_kernel_zero = reader.add(input_zero), reader.add(kernel_zero)
     data_layout, kernel_layout = str(attrs.data_layout), str(attrs.kernel_layout)
-    # Attributes list H before W, whatever order the layout names them in.
+    # Attributes list H before W, in every layout.
     names = sorted(set(kernel_layout) - {"O", "I"})
     strides = dict(zip(names, to_integers(attrs.strides), strict=True))
     dilation = dict(zip(names, to_integers(attrs.dilation), strict=True))
@@ -372,7 +376,7 @@ def legalize_conv(builder: BlockBuilder, call: Call) -> Any:
 
 
 def legalize_conv2d_transpose(builder: BlockBuilder, call: Call) -> Any:
-    """Each output gathers the inputs whose stride hits it; any order of the layout's letters."""
+    """Make the loop nest for any layout. Each output gathers the inputs that contribute to it."""
     data, weight, input_zero, kernel_zero = call.args[:4]
     attrs, reader = call.attrs, Reader()
     read_input_zero, read_kernel_zero = reader.add(input_zero), reader.add(kernel_zero)
@@ -425,7 +429,7 @@ def legalize_conv2d_transpose(builder: BlockBuilder, call: Call) -> Any:
 
 
 def infer_layout_conv(call: Call, desired: Mapping[str, Any], layouts: Mapping[Any, Any]) -> Any:
-    """Take the layouts asked for, [data, kernel], or else follow the operands."""
+    """Use the desired layouts [data, kernel]. If there are none, follow the operands."""
     attrs, name = call.attrs, call.op.name
     data_layout, kernel_layout = str(attrs.data_layout), str(attrs.kernel_layout)
     if name in desired:

@@ -1,8 +1,11 @@
-"""Dialect: weights of few bits in groups: products with rows of float or of integers, and gathers.
+"""Dialect: matrix products and gathers with grouped low-bit weights, and row-wise quantization.
 
-A grouped weight is three operands (see `base.packing`): codes of `bits` bits packed in bytes,
-uint8 (N, count_bytes(K, bits)); scales, float32 or float16 (N, G), one for each of the G groups of
-`group_size` neighbours in a row; zero points, uint8 codes (N, G) or () for all.
+A grouped weight is three operands (see `base.packing`):
+
+- codes of `bits` bits, packed in bytes: uint8 (N, count_bytes(K, bits));
+- scales: float32 or float16 (N, G), one for each of the G groups of `group_size` neighbours in a
+  row;
+- zero points: uint8 (N, G), or () for all groups.
 """
 
 from __future__ import annotations
@@ -32,9 +35,9 @@ from relayquant.ir.dialect.parameters import PrimExpr, compute_tensor
 
 __all__ = ["grouped_dense", "grouped_take", "quantize_rows"]
 
-#: Largest magnitude of a value that `quantize_rows` gives.
+#: Largest magnitude in the result of `quantize_rows`.
 ROW_LIMIT = 127
-#: relax::OpPatternKind::kOpaque: what reads packed bytes is no elementwise function of them.
+#: relax::OpPatternKind::kOpaque: a function that reads packed bytes is not elementwise.
 _OPAQUE = 8
 
 GROUPED_WEIGHT = (Argument("weight"), Argument("weight_scale"), Argument("weight_zero_point"))
@@ -56,11 +59,10 @@ class QGroupedAttrs(Attrs):
 
 
 def quantize_rows(data: Operand) -> Call:
-    """data float32 (..., K) -> int8 (..., K) and the scale of each row, float32 (..., 1).
+    """Quantize each row: float32 (..., K) -> int8 (..., K) and row scales, float32 (..., 1).
 
-    scale = max(|row|) / 127, or 1 where that is 0, for a row of zeros and for one whose 127th is
-    less than float32 has; round half to even of row / scale. What the result holds for a row with
-    NaN or infinity is not defined.
+    scale = max(|row|) / 127. If this is 0 in float32, the scale is 1. The result is row / scale,
+    rounded half to even. It is undefined for a row with NaN or infinity.
     """
     return make_call("quantize_rows", ROWS_OPERANDS, (data,), None)
 
@@ -75,11 +77,12 @@ def grouped_dense(
     group_size: int = 32,
     features: int = 0,
 ) -> Call:
-    """data (..., K) by a grouped weight of K = `features` columns -> float32 (..., N).
+    """Multiply data (..., K) by a grouped weight of K = `features` columns -> float32 (..., N).
 
-    data is float32, and data_scale the number 1; or int8 with the scale of each row (..., 1), as
-    `quantize_rows` gives them. Sums of a group of int8 data are exact in int32; they, as float32,
-    are multiplied by the scale of the group and added, first group first, with one rounding (fma).
+    data is float32 with data_scale 1, or int8 with row scales (..., 1) from `quantize_rows`. For
+    int8 data, the sum over a group is exact in int32. Each sum is converted to float32, multiplied
+    by the group scale and added in group order. Multiplication and addition share one rounding
+    (fma).
     """
     values = (data, data_scale, weight, weight_scale, weight_zero_point)
     attrs = QGroupedAttrs(int(bits), int(group_size), int(features))
@@ -95,11 +98,12 @@ def grouped_take(
     group_size: int = 32,
     features: int = 0,
 ) -> Call:
-    """Rows `indices` (int32 or int64, any shape) of a grouped weight of K = `features` columns ->
-    float32 (*indices, K): float32(code - zero point) * scale.
+    """Gather rows of a grouped weight of K = `features` columns -> float32 (*indices.shape, K).
 
-    An index counts modulo the rows, as `take` with mode="wrap" does: -1 is the last, and nothing
-    beside the weight is read.
+    `indices` are int32 or int64 of any shape. A value is float32(code - zero point) * scale.
+
+    An index is taken modulo the number of rows, as in `take` with mode="wrap": -1 is the last row.
+    Nothing outside the weight is read.
     """
     values = (indices, weight, weight_scale, weight_zero_point)
     attrs = QGroupedAttrs(int(bits), int(group_size), int(features))
@@ -110,7 +114,7 @@ def grouped_take(
 
 
 def infer_quantize_rows(call: Call, _builder: Any) -> Any:
-    """float32 (..., K) -> int8 (..., K), float32 (..., 1)."""
+    """Infer float32 (..., K) -> int8 (..., K), float32 (..., 1)."""
     (data,) = get_operands(call, ROWS_OPERANDS)
     data.check_dtype(("float32",), "Cast it first.")
     data.check_min_rank(1)
@@ -129,7 +133,7 @@ def infer_quantize_rows(call: Call, _builder: Any) -> Any:
 
 
 def check_grouped_weight(call: Call, operands: Sequence[CheckedOperand]) -> Any:
-    """Raise unless the three operands of a weight fit each other; its rows N, None if unknown."""
+    """Raise unless the three operands of a weight match. Return its rows N, or None if unknown."""
     weight, scale, zero_point = operands
     bits, group_size, features = (
         int(getattr(call.attrs, name)) for name in ("bits", "group_size", "features")
@@ -142,7 +146,7 @@ def check_grouped_weight(call: Call, operands: Sequence[CheckedOperand]) -> Any:
     if group_size < 1 or features < 1:
         raise QnnError(
             f"{where}: group_size={group_size}, features={features}; allowed: integers from 1 on. "
-            "`features` is the number of columns of the weight before it was packed.",
+            "`features` is the number of columns before packing.",
             code="RQ601",
         )
     weight.check_dtype(("uint8",), "Pack its codes first: relayquant.base.packing.pack_codes.")
@@ -173,7 +177,7 @@ def check_grouped_weight(call: Call, operands: Sequence[CheckedOperand]) -> Any:
 
 
 def infer_grouped_dense(call: Call, _builder: Any) -> Any:
-    """float32 or int8 (..., K) -> float32 (..., N)."""
+    """Infer float32 or int8 (..., K) -> float32 (..., N)."""
     data, data_scale, *weight = get_operands(call, DENSE_OPERANDS)
     data.check_dtype(("float32", "int8"), "Cast it, or quantize its rows: qnn.quantize_rows.")
     data.check_min_rank(1)
@@ -181,7 +185,8 @@ def infer_grouped_dense(call: Call, _builder: Any) -> Any:
     rows = check_grouped_weight(call, weight)
     if data.dtype == "float32" and data_scale.ndim > 0:
         raise data_scale.fail(
-            f"has rank {data_scale.ndim}", "allowed: rank 0, the number 1, as the data is float32"
+            f"has rank {data_scale.ndim}",
+            "allowed: rank 0, the number 1, because the data is float32",
         )
     if data.dtype == "int8" and data_scale.ndim not in (-1, 0, data.ndim):
         raise data_scale.fail(
@@ -198,7 +203,7 @@ def infer_grouped_dense(call: Call, _builder: Any) -> Any:
 
 
 def infer_grouped_take(call: Call, _builder: Any) -> Any:
-    """int32 or int64 (...) -> float32 (..., K)."""
+    """Infer int32 or int64 (...) -> float32 (..., K)."""
     indices, *weight = get_operands(call, TAKE_OPERANDS)
     indices.check_dtype(("int32", "int64"))
     check_grouped_weight(call, weight)
@@ -213,7 +218,7 @@ def infer_grouped_take(call: Call, _builder: Any) -> Any:
 
 
 def legalize_quantize_rows(builder: BlockBuilder, call: Call) -> Any:
-    """Two passes over a row: its largest magnitude, its integers."""
+    """Make two passes over a row: one for its largest magnitude, one for its integers."""
 
     def te_rows(data: te.Tensor) -> list[te.Tensor]:
         lead, width = list(data.shape)[:-1], data.shape[-1]
@@ -239,7 +244,7 @@ def legalize_quantize_rows(builder: BlockBuilder, call: Call) -> Any:
 
 
 def read_code(weight: te.Tensor, bits: int) -> Callable[[PrimExpr, PrimExpr], PrimExpr]:
-    """(row, column) -> code, int32."""
+    """Return a function (row, column) -> code, int32."""
     mask = tirx.const((1 << bits) - 1, "int32")
     last = weight.shape[1] - 1
 
@@ -249,28 +254,28 @@ def read_code(weight: te.Tensor, bits: int) -> Callable[[PrimExpr, PrimExpr], Pr
         start = column * bits
         at, shift = start // 8, (start % 8).astype("int32")
         word = weight(row, at).astype("int32")
-        if 8 % bits:  # a code may lie in two bytes
+        if 8 % bits:  # a code may span two bytes
             word = word | (weight(row, tirx.min(at + 1, last)).astype("int32") << 8)
         return (word >> shift) & mask
 
     return read
 
 
-def centre_codes(
+def subtract_zero_points(
     call: Call, weight: te.Tensor, zero_point: te.Tensor
 ) -> Callable[[PrimExpr, PrimExpr], PrimExpr]:
-    """(row, column) -> code - zero point, int32."""
+    """Return a function (row, column) -> code - zero point, int32."""
     size, read = int(call.attrs.group_size), read_code(weight, int(call.attrs.bits))
 
-    def centre(row: PrimExpr, column: PrimExpr) -> PrimExpr:
+    def subtract(row: PrimExpr, column: PrimExpr) -> PrimExpr:
         zero = zero_point(row, column // size) if len(zero_point.shape) else zero_point()
         return read(row, column) - zero.astype("int32")
 
-    return centre
+    return subtract
 
 
 def legalize_grouped_dense(builder: BlockBuilder, call: Call) -> Any:
-    """sums[..., n, g] = sum over k in g of data * (code - zero point), then over g with scales."""
+    """Sum data * (code - zero point) over each group, then over the groups with their scales."""
     size, features = int(call.attrs.group_size), int(call.attrs.features)
     groups, shape = count_groups(features, size), list(call.ty.shape)
     is_float = str(call.args[0].ty.dtype) == "float32"
@@ -279,7 +284,7 @@ def legalize_grouped_dense(builder: BlockBuilder, call: Call) -> Any:
     def te_dense(
         data: te.Tensor, data_scale: te.Tensor, weight: te.Tensor, scale: te.Tensor, zero: te.Tensor
     ) -> te.Tensor:
-        centre = centre_codes(call, weight, zero)
+        integers = subtract_zero_points(call, weight, zero)
         k = te.reduce_axis((0, min(size, features)), name="k")
         g = te.reduce_axis((0, groups), name="g")
 
@@ -287,7 +292,7 @@ def legalize_grouped_dense(builder: BlockBuilder, call: Call) -> Any:
             *lead, n, group = i
             column = group * size + k
             inside = tirx.min(column, features - 1)
-            value = data(*lead, inside).astype(dtype) * centre(n, inside).astype(dtype)
+            value = data(*lead, inside).astype(dtype) * integers(n, inside).astype(dtype)
             if features % size and groups > 1:
                 value = tirx.if_then_else(column < features, value, tirx.const(0, dtype))
             return te.sum(value, axis=k)
@@ -317,18 +322,18 @@ def legalize_grouped_dense(builder: BlockBuilder, call: Call) -> Any:
 
 
 def legalize_grouped_take(builder: BlockBuilder, call: Call) -> Any:
-    """float32(code - zero point) * scale of the rows that are asked for."""
+    """Compute float32(code - zero point) * scale of the rows at `indices`."""
     size = int(call.attrs.group_size)
 
     def te_take(
         indices: te.Tensor, weight: te.Tensor, scale: te.Tensor, zero: te.Tensor
     ) -> te.Tensor:
-        centre = centre_codes(call, weight, zero)
+        integers = subtract_zero_points(call, weight, zero)
 
         def element(*i: PrimExpr) -> PrimExpr:
             row, column = indices(*i[:-1]) % weight.shape[0], i[-1]
             step = scale(row, column // size).astype("float32")
-            return centre(row, column).astype("float32") * step
+            return integers(row, column).astype("float32") * step
 
         return compute_tensor(list(call.ty.shape), element, name=name_hint(call))
 

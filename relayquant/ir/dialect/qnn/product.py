@@ -1,4 +1,4 @@
-"""Dialect: dense and batch_matmul: sums of centred products of matrices."""
+"""Dialect: dense and batch_matmul on integers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def dense(
     kernel_scale: Parameter,
     out_dtype: str = "int32",
 ) -> Call:
-    """data (..., K) and weight (N, K), each int8, uint8 or int16 -> int32 or int64 (..., N).
+    """Multiply data (..., K) by weight (N, K) -> int32 or int64 (..., N).
+
+    Both are int8, uint8 or int16.
 
     Kernel parameters: () or (N,).
     """
@@ -78,7 +80,9 @@ def batch_matmul(
     y_scale: Parameter,
     out_dtype: str = "int32",
 ) -> Call:
-    """x (..., M, K) and y (..., N, K), each int8, uint8 or int16 -> int32 or int64 (..., M, N).
+    """Multiply x (..., M, K) by y (..., N, K) -> int32 or int64 (..., M, N).
+
+    Both are int8, uint8 or int16.
 
     The leading dimensions broadcast. Parameters: ().
     """
@@ -90,7 +94,7 @@ def batch_matmul(
 
 
 def infer_dense(call: Call, _builder: Any) -> Any:
-    """data (..., K), weight (N, K) -> int32 or int64 (..., N)."""
+    """Infer data (..., K), weight (N, K) -> int32 or int64 (..., N)."""
     data, weight, parameters = get_linear(call)
     data.check_min_rank(1)
     weight.check_rank(2)
@@ -109,7 +113,7 @@ def infer_dense(call: Call, _builder: Any) -> Any:
 
 
 def infer_batch_matmul(call: Call, _builder: Any) -> Any:
-    """x (..., M, K), y (..., N, K) -> int32 or int64 (..., M, N)."""
+    """Infer x (..., M, K), y (..., N, K) -> int32 or int64 (..., M, N)."""
     x, y, parameters = get_linear(call, BATCH_MATMUL_OPERANDS)
     x.check_min_rank(2)
     y.check_min_rank(2)
@@ -132,7 +136,7 @@ def infer_batch_matmul(call: Call, _builder: Any) -> Any:
 
 
 def legalize_dense(builder: BlockBuilder, call: Call) -> Any:
-    """out[..., n] = sum over k of (data[..., k] - z_d) * (weight[n, k] - z_w[n])."""
+    """Compute out[..., n] = sum over k of (data[..., k] - z_d) * (weight[n, k] - z_w[n])."""
     data, weight, input_zero, kernel_zero = call.args[:4]
     reader = Reader()
     read_input_zero, read_kernel_zero = reader.add(input_zero), reader.add(kernel_zero)
@@ -156,7 +160,7 @@ def legalize_dense(builder: BlockBuilder, call: Call) -> Any:
 
 
 def legalize_batch_matmul(builder: BlockBuilder, call: Call) -> Any:
-    """out[..., m, n] = sum over k of (x[..., m, k] - z_x) * (y[..., n, k] - z_y)."""
+    """Compute out[..., m, n] = sum over k of (x[..., m, k] - z_x) * (y[..., n, k] - z_y)."""
     x, y, x_zero, y_zero = call.args[:4]
     reader = Reader()
     read_x_zero, read_y_zero = reader.add(x_zero), reader.add(y_zero)

@@ -1,4 +1,4 @@
-"""Dialect: quantize, dequantize, requantize: between real and affine space."""
+"""Dialect: quantize, dequantize and requantize: between real and affine space."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from relayquant.ir.dialect.parameters import PrimExpr, Reader
 
 __all__ = ["dequantize", "quantize", "requantize"]
 
-#: names of the two in the IR, for stages that look for them
+#: names of both operators in the IR, for stages that look for them
 QUANTIZE = "relax.qnn.quantize"
 DEQUANTIZE = "relax.qnn.dequantize"
 
@@ -50,7 +50,7 @@ QUANTIZE_OPERANDS = (Argument("data"), scale_argument(), zero_point_argument())
 
 @define_attrs("relayquant.attrs.QuantizeAttrs")
 class QuantizeAttrs(Attrs):
-    """Attributes of qnn.quantize; `axis` is that of per-channel parameters."""
+    """Attributes of qnn.quantize. `axis` is the channel axis of per-channel parameters."""
 
     axis: int
     out_dtype: str
@@ -59,7 +59,7 @@ class QuantizeAttrs(Attrs):
 
 @define_attrs("relayquant.attrs.DequantizeAttrs")
 class DequantizeAttrs(Attrs):
-    """Attributes of qnn.dequantize; `axis` is that of per-channel parameters."""
+    """Attributes of qnn.dequantize. `axis` is the channel axis of per-channel parameters."""
 
     axis: int
     out_dtype: str
@@ -67,7 +67,7 @@ class DequantizeAttrs(Attrs):
 
 @define_attrs("relayquant.attrs.RequantizeAttrs")
 class RequantizeAttrs(Attrs):
-    """Attributes of qnn.requantize; `axis` is that of per-channel input parameters."""
+    """Attributes of qnn.requantize. `axis` is the channel axis of per-channel input parameters."""
 
     axis: int
     out_dtype: str
@@ -87,7 +87,7 @@ def quantize(
     *,
     rounding: Rounding | str = Rounding.TONEAREST_EVEN,
 ) -> Call:
-    """float32 or float16 -> int8, uint8, int16, uint16 or int32, same shape; saturates.
+    """Quantize float32 or float16 -> int8, uint8, int16, uint16 or int32, with saturation.
 
     Scale and zero point: () or (C,) along `axis`.
     """
@@ -107,7 +107,7 @@ def dequantize(
     axis: int = -1,
     out_dtype: str = "float32",
 ) -> Call:
-    """int8, uint8, int16, uint16, int32 or int64 -> float32 or float16, same shape.
+    """Dequantize int8, uint8, int16, uint16, int32 or int64 -> float32 or float16.
 
     Scale and zero point: () or (C,) along `axis`. A float16 result is clipped to +-65504.
     """
@@ -132,10 +132,10 @@ def requantize(
     rounding: Rounding | str = Rounding.TONEAREST_EVEN,
     compute_dtype: Arithmetic | str = Arithmetic.FLOAT32,
 ) -> Call:
-    """Integers of one affine space in another, same shape; saturates.
+    """Convert integers to another affine space, with saturation.
 
-    Input parameters: () or (C,) along `axis`. Output parameters: (). int64 data are
-    taken as int32 but by the default, and TONEAREST_EVEN with FLOAT64.
+    Input parameters: () or (C,) along `axis`. Output parameters: (). int64 data is cast to int32,
+    except by TONEAREST_EVEN with FLOAT32 (the default) or FLOAT64.
     """
     name = "requantize"
     return make_call(
@@ -155,10 +155,10 @@ def requantize(
 
 
 def infer_quantize(call: Call, _builder: Any) -> Any:
-    """float data -> out_dtype, same shape."""
+    """Infer float data -> out_dtype, same shape."""
     data, scale, zero_point = get_operands(call, QUANTIZE_OPERANDS)
     operator, attrs = data.operator, call.attrs
-    data.check_dtype(FLOATS, "An integer tensor changes its parameters through qnn.requantize.")
+    data.check_dtype(FLOATS, "Change the parameters of an integer tensor with qnn.requantize.")
     check_attribute(operator, "out_dtype", attrs.out_dtype, QUANTIZED)
     check_modes(operator, attrs)
     check_channel_pair(data, scale, zero_point, attrs.axis, attrs.out_dtype, "axis")
@@ -178,7 +178,7 @@ def infer_requantize(call: Call, _builder: Any) -> Any:
     """Integer data -> out_dtype, same shape."""
     data, scale, zero_point, out_scale, out_zero_point = get_operands(call, UNARY_OPERANDS)
     attrs = call.attrs
-    data.check_dtype(SUMS, "A float tensor is quantized with qnn.quantize.")
+    data.check_dtype(SUMS, "Quantize a float tensor with qnn.quantize.")
     check_attribute(data.operator, "out_dtype", attrs.out_dtype, QUANTIZED)
     check_modes(data.operator, attrs)
     check_channel_pair(data, scale, zero_point, attrs.axis, data.dtype, "axis")
@@ -191,11 +191,11 @@ def infer_requantize(call: Call, _builder: Any) -> Any:
 
 
 def legalize_quantize(builder: BlockBuilder, call: Call) -> Any:
-    """q = saturate(round(x / s)) + z, a true float32 division; NaN becomes z."""
+    """Compute q = saturate(round(x / s)) + z with a true float32 division. NaN becomes z."""
     data, scale, zero_point = call.args
     attrs, reader = call.attrs, Reader()
-    # The scale is read from memory even when constant: a division by an immediate may be simplified
-    # to a multiplication by its reciprocal, which rounds differently.
+    # Even a constant scale is read from memory. A division by an immediate may be simplified to a
+    # multiplication by its reciprocal, which rounds differently.
     read_scale, read_zero = reader.add_tensor(scale), reader.add(zero_point)
     rounding = Rounding(attrs.rounding)
 
@@ -208,7 +208,7 @@ def legalize_quantize(builder: BlockBuilder, call: Call) -> Any:
         rounded = fixed_point.round_tir(real, rounding)
         if rounding is Rounding.TONEAREST_EVEN:
             return fixed_point.saturate_tir(rounded, zero, attrs.out_dtype, may_be_nan=True)
-        # Relay adds the zero point as a float32, which differs beyond 2^24 only.
+        # Relay adds the zero point as a float32. This differs only beyond 2^24.
         rounded = tirx.Select(tirx.isnan(rounded), tirx.const(0.0, "float32"), rounded)
         moved = rounded + zero.astype("float32")
         return fixed_point.saturate_tir(moved, tirx.const(0, "int32"), attrs.out_dtype)
@@ -217,7 +217,7 @@ def legalize_quantize(builder: BlockBuilder, call: Call) -> Any:
 
 
 def legalize_dequantize(builder: BlockBuilder, call: Call) -> Any:
-    """float32(q - z) * s, q in int32 or int64; float16 is clipped to its finite range first."""
+    """Compute float32(q - z) * s, with q in int32 or int64. Clip to the finite range of float16."""
     data, scale, zero_point = call.args
     attrs, reader = call.attrs, Reader()
     read_scale, read_zero = reader.add(scale), reader.add(zero_point)
@@ -226,7 +226,7 @@ def legalize_dequantize(builder: BlockBuilder, call: Call) -> Any:
         value: PrimExpr, tensors: Sequence[te.Tensor], index: Sequence[PrimExpr]
     ) -> PrimExpr:
         channel = channel_of(index, attrs.axis)
-        centred = fixed_point.centre_tir(value, read_zero(tensors, channel))
+        centred = fixed_point.subtract_zero_point_tir(value, read_zero(tensors, channel))
         real = centred.astype("float32") * read_scale(tensors, channel)
         if attrs.out_dtype == "float32":
             return real
@@ -237,7 +237,7 @@ def legalize_dequantize(builder: BlockBuilder, call: Call) -> Any:
 
 
 def legalize_requantize(builder: BlockBuilder, call: Call) -> Any:
-    """See fixed_point.requantize_tir."""
+    """Make one loop over the data with `fixed_point.requantize_tir`."""
     data, in_scale, in_zero, out_scale, out_zero = call.args
     attrs, reader = call.attrs, Reader()
     rounding, arithmetic = read_modes(call)

@@ -1,4 +1,4 @@
-"""Dialect: avg_pool2d and mean: exact sums, rounded once."""
+"""Dialect: avg_pool2d and mean, with exact sums that are rounded once."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ __all__ = ["avg_pool2d", "mean"]
 
 @define_attrs("relayquant.attrs.QAvgPool2DAttrs")
 class QAvgPool2DAttrs(Attrs):
-    """Attributes of qnn.avg_pool2d, named as those of relax.nn.avg_pool2d."""
+    """Attributes of qnn.avg_pool2d, with the names of relax.nn.avg_pool2d."""
 
     pool_size: Array
     strides: Array
@@ -73,7 +73,7 @@ class QAvgPool2DAttrs(Attrs):
 
 @define_attrs("relayquant.attrs.QMeanAttrs")
 class QMeanAttrs(Attrs):
-    """Attributes of qnn.mean; no axes means all axes, out_dtype "" is the dtype of data."""
+    """Attributes of qnn.mean. No axes means all axes. out_dtype "" is the dtype of data."""
 
     axes: Array
     keepdims: bool
@@ -102,13 +102,15 @@ def avg_pool2d(
     rounding: Rounding | str = Rounding.TONEAREST_EVEN,
     compute_dtype: Arithmetic | str = Arithmetic.FLOAT32,
 ) -> Call:
-    """Average of integer data in `layout`, same dtype; parameters ().
+    """Average windows of integer data in `layout`. The dtype stays. Parameters: ().
 
-    The default sums x - z_in over the window (pads are real 0) and requantizes the exact sum with
-    m' = m / float32(count); windows and counts are those of relax.nn.avg_pool2d, also in ceil mode.
-    In UPWARD and TONEAREST pads hold 0 in the output's affine space, the division truncates, and
-    ceil mode keeps a last window that starts beyond the padding, as in TVM 0.19: use them only to
-    reproduce it.
+    The default sums x - z_in over the window, with padding as real 0. It requantizes the exact sum
+    with m' = m / float32(count). Windows and counts are the same as in relax.nn.avg_pool2d, also in
+    ceil mode.
+
+    Use UPWARD and TONEAREST only to reproduce TVM 0.19: the padding is integer 0 in the affine
+    space of the output, the division truncates, and ceil mode keeps a last window that starts
+    beyond the padding.
     """
     name = "avg_pool2d"
     return make_call(
@@ -142,11 +144,11 @@ def mean(
     rounding: Rounding | str = Rounding.TONEAREST_EVEN,
     compute_dtype: Arithmetic | str = Arithmetic.FLOAT32,
 ) -> Call:
-    """Mean over `axes` (None or empty: all); out_dtype "" is the dtype of data; parameters ().
+    """Average over `axes`. None or empty means all axes. out_dtype "" is the dtype of data.
 
-    The sum of x - z_in is requantized with m' = m / float32(count); in INT64 arithmetic the
-    division is part of the real multiplier. Sums that pass int32 are int64; in UPWARD, TONEAREST
-    and INT64 they wrap.
+    Parameters: (). The sum of x - z_in is requantized with m' = m / float32(count). With INT64
+    arithmetic, the real multiplier is divided by the count before it is encoded. Sums that may
+    overflow int32 are int64. With UPWARD, TONEAREST and INT64 they wrap.
     """
     name = "mean"
     listed = [axes] if isinstance(axes, int) else list(axes or ())
@@ -168,7 +170,7 @@ def mean(
 
 
 def infer_avg_pool2d(call: Call, _builder: Any) -> Any:
-    """Integer data -> the same dtype, pooled."""
+    """Infer integer data -> the same dtype, pooled."""
     data, *parameters = get_operands(call, UNARY_OPERANDS)
     operator, attrs = data.operator, call.attrs
     data.check_dtype(QUANTIZED, "Quantize it first.")
@@ -200,13 +202,14 @@ def infer_avg_pool2d(call: Call, _builder: Any) -> Any:
 def drops_outer_windows(attrs: Any) -> bool:
     """Whether ceil mode drops a last window that starts beyond data and left padding.
 
-    So do relax.nn.avg_pool2d and our default; TVM 0.19, and hence its rounding modes, keep it.
+    relax.nn.avg_pool2d and the default rounding drop it. TVM 0.19 keeps it, and so do the rounding
+    modes that reproduce TVM 0.19.
     """
     return attrs.rounding == Rounding.TONEAREST_EVEN.value
 
 
 def _choose(condition: Any, true_value: Any, false_value: Any) -> Any:
-    """One of two dimensions; an expression where the condition is open."""
+    """Choose between two dimensions. If the condition cannot be decided, return an expression."""
     analyzer = Analyzer()
     if analyzer.can_prove(condition):
         return analyzer.simplify(true_value)
@@ -216,7 +219,7 @@ def _choose(condition: Any, true_value: Any, false_value: Any) -> Any:
 
 
 def infer_mean(call: Call, _builder: Any) -> Any:
-    """Integer data -> out_dtype, reduced over the axes."""
+    """Infer integer data -> out_dtype, reduced over the axes."""
     data, *parameters = get_operands(call, UNARY_OPERANDS)
     attrs = call.attrs
     data.check_dtype(QUANTIZED, "Quantize it first.")
@@ -238,14 +241,16 @@ def infer_mean(call: Call, _builder: Any) -> Any:
 
 
 def resolve_axes(data: CheckedOperand, axes: Sequence[Any]) -> tuple[int, ...]:
-    """Axes counted from the front, sorted; none means all. Raises on a repeated axis."""
+    """Return sorted non-negative axes. No axes means all axes. Raise on a repeated axis."""
     if not len(axes):
         return tuple(range(data.ndim))
     resolved = [data.resolve_axis(int(axis), "axes") for axis in axes]
     known = sorted(axis for axis in resolved if axis is not None)
     if len(set(known)) != len(known):
         raise QnnError(
-            f"{data.operator}: axes={[int(a) for a in axes]} name one axis twice.", code="RQ601"
+            f"{data.operator}: axes={[int(a) for a in axes]} repeats an axis; allowed: each axis "
+            "once.",
+            code="RQ601",
         )
     return tuple(known)
 
@@ -259,7 +264,7 @@ def _add_mean_multiplier(
     arithmetic: Arithmetic,
     count: int | None,
 ) -> Callable[[Sequence[te.Tensor], PrimExpr], tuple[PrimExpr, ...]]:
-    """Read (s_in / s_out) / count; a count that is not known yet is given to the result."""
+    """Read (s_in / s_out) / count. If the count is unknown, pass it to the returned reader."""
     if count is None:
         return reader.add_divided_multiplier(scales, divide, arithmetic)
     read = reader.add_multiplier(scales, divide, arithmetic, divisor=count)
@@ -267,7 +272,7 @@ def _add_mean_multiplier(
 
 
 def legalize_mean(builder: BlockBuilder, call: Call) -> Any:
-    """S = sum of (x - z_in); requantized with (s_in / s_out) / count."""
+    """Sum x - z_in and requantize with (s_in / s_out) / count."""
     data, in_scale, in_zero, out_scale, out_zero = call.args
     attrs, reader = call.attrs, Reader()
     axes = resolve_axes(get_operands(call, UNARY_OPERANDS)[0], attrs.axes)
@@ -319,10 +324,11 @@ def legalize_mean(builder: BlockBuilder, call: Call) -> Any:
 
 
 def legalize_avg_pool2d(builder: BlockBuilder, call: Call) -> Any:
-    """S = sum of (x - z_in) over the window; requantized with (s_in / s_out) / count.
+    """Sum x - z_in over each window and requantize with (s_in / s_out) / count.
 
-    UPWARD and TONEAREST follow Relay: each element is requantized to int32 first, the pads are 0 in
-    the output's space (not its zero point), and the division by the count truncates.
+    UPWARD and TONEAREST follow Relay. Each element is first requantized to int32. The padding is
+    integer 0 in the affine space of the output, not its zero point. The division by the count
+    truncates.
     """
     data, in_scale, in_zero, out_scale, out_zero = call.args
     attrs, reader = call.attrs, Reader()
@@ -336,7 +342,7 @@ def legalize_avg_pool2d(builder: BlockBuilder, call: Call) -> Any:
     is_default = rounding is Rounding.TONEAREST_EVEN
     count = pool["H"] * pool["W"]
     scales = (in_scale, out_scale)
-    # In ceil mode a window may reach beyond the padding; what lies there does not count.
+    # In ceil mode, a window may reach beyond the padding. Elements beyond it do not count.
     is_fixed = attrs.count_include_pad and not attrs.ceil_mode
     fixed_count = (count if is_fixed else None) if is_default else 1
     read_multiplier = _add_mean_multiplier(reader, scales, arithmetic, fixed_count)
@@ -357,7 +363,7 @@ def legalize_avg_pool2d(builder: BlockBuilder, call: Call) -> Any:
             )
 
         entered = compute_tensor(source.shape, enter, name="entered")
-        # In ceil mode the last window may reach beyond the padding, by less than a stride.
+        # In ceil mode, the last window may reach beyond the padding by less than a stride.
         widths = list(padding)
         if attrs.ceil_mode:
             widths[2] += strides["H"] - 1
@@ -376,7 +382,9 @@ def legalize_avg_pool2d(builder: BlockBuilder, call: Call) -> Any:
         total = compute_tensor(shape, add_up, name="total")
 
         def count_elements(index: Sequence[PrimExpr], with_pads: bool) -> PrimExpr:
-            """Elements of the window that are data, or also its padding; at least 1."""
+            """Count the window elements that are data, or data and padding. The result is at least
+            1.
+            """
             counted: Any = tirx.const(1, "int32")
             for i, letter in enumerate("HW"):
                 before, after = (padding[i], padding[i + 2]) if with_pads else (0, 0)
@@ -415,7 +423,7 @@ def legalize_avg_pool2d(builder: BlockBuilder, call: Call) -> Any:
 def infer_layout_avg_pool2d(
     call: Call, _desired: Mapping[str, Any], layouts: Mapping[Any, Any]
 ) -> Any:
-    """Follow the data; `layout` names the dimensions in their new order."""
+    """Follow the layout of the data. `layout` then names the dimensions in the new order."""
     letters = current_letters(call.args[0], layouts)
     if letters is None or not is_plain(letters):
         return keep_untouched(call)
@@ -425,7 +433,7 @@ def infer_layout_avg_pool2d(
 
 
 def infer_layout_mean(call: Call, _desired: Mapping[str, Any], layouts: Mapping[Any, Any]) -> Any:
-    """Follow the data; without keepdims the remaining dimensions are counted anew."""
+    """Follow the layout of the data. Without keepdims, the remaining dimensions are renumbered."""
     letters = current_letters(call.args[0], layouts)
     if letters is None or not is_plain(letters):
         return keep_untouched(call)
@@ -443,7 +451,7 @@ def infer_layout_mean(call: Call, _desired: Mapping[str, Any], layouts: Mapping[
 
 
 def make_float_avg_pool2d(call: Call, data: relax.Expr) -> relax.Expr:
-    """The pool on real data; its attributes have the same names."""
+    """Make the float pool on real data. Its attributes have the same names."""
     names = ("pool_size", "strides", "padding", "dilation")
     sizes = {name: to_integers(getattr(call.attrs, name)) for name in names}
     flags = {name: bool(getattr(call.attrs, name)) for name in ("ceil_mode", "count_include_pad")}

@@ -1,4 +1,4 @@
-"""Dialect: simulated_quantize and simulated_dequantize: rounding in float, for calibration."""
+"""Dialect: simulated_quantize and simulated_dequantize, which round in float for calibration."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class SimulatedDequantizeAttrs(Attrs):
     axis: int
 
 
-#: Codes of the `dtype` operand of the simulated operators.
+#: Codes for the `dtype` operand of the simulated operators.
 SIMULATED_DTYPES: dict[int, str] = {
     0: "pass through",
     1: "int8",
@@ -86,12 +86,11 @@ def simulated_quantize(
     *,
     rounding: Rounding | str = Rounding.TONEAREST_EVEN,
 ) -> Call:
-    """max(min(round(x / s) + z, high), low), kept in the float dtype of data.
+    """Compute max(min(round(x / s) + z, high), low) in the float dtype of data.
 
     `dtype` is an int32 code: 0 pass through, 1 int8, 2 uint8, 3 int32, 4 int4, 5 int16, 6 int8 in
-    -127..127, 7 uint16. Code, scale and zero point have shape () or (L,) of any length L, and
-    channel c along `axis` reads entry c mod L, so that all three may be variables of a calibration
-    graph.
+    -127..127, 7 uint16. Code, scale and zero point have shape () or (L,) of any length L. Channel c
+    along `axis` reads entry c mod L. All three may therefore be variables of a calibration graph.
     """
     name = "simulated_quantize"
     return make_call(
@@ -105,7 +104,7 @@ def simulated_quantize(
 def simulated_dequantize(
     data: Operand, dtype: Parameter, scale: Parameter, zero_point: Parameter, axis: int = -1
 ) -> Call:
-    """(x - z) * s in float; operands as for simulated_quantize."""
+    """Compute (x - z) * s in float, with the operands of simulated_quantize."""
     name = "simulated_dequantize"
     return make_call(
         name,
@@ -122,8 +121,9 @@ def _infer_simulated(call: Call) -> Any:
     data, dtype, scale, zero_point = get_operands(call, SIMULATED_OPERANDS)
     data.check_dtype(FLOATS, "Simulated quantization keeps float tensors.")
     data.resolve_axis(call.attrs.axis)
-    dtype.check_dtype(("int32",), "Its values are the codes listed for qnn.simulated_quantize.")
-    # Any length serves, because the index wraps around: parameters may be variables of the graph.
+    dtype.check_dtype(("int32",), "Use the codes listed at qnn.simulated_quantize.")
+    # Any length is allowed, because the index wraps around. Parameters may be variables of the
+    # graph.
     for parameter, allowed in ((dtype, "int32"), (scale, "float32"), (zero_point, "int32")):
         parameter.check_dtype((allowed,))
         if parameter.ndim > 1:
@@ -136,14 +136,14 @@ def _infer_simulated(call: Call) -> Any:
 
 
 def infer_simulated_quantize(call: Call, _builder: Any) -> Any:
-    """Float data -> the same type."""
+    """Infer float data -> the same type."""
     inferred = _infer_simulated(call)
     check_modes(operator_name(call), call.attrs)
     return inferred
 
 
 def infer_simulated_dequantize(call: Call, _builder: Any) -> Any:
-    """Float data -> the same type."""
+    """Infer float data -> the same type."""
     return _infer_simulated(call)
 
 
@@ -151,14 +151,14 @@ def infer_simulated_dequantize(call: Call, _builder: Any) -> Any:
 
 
 def _read_wrapped(tensor: te.Tensor, channel: PrimExpr) -> PrimExpr:
-    """Element `channel` modulo the length: variables of any length serve."""
+    """Read element `channel` modulo the length, so that any length is allowed."""
     if len(tensor.shape) == 0:
         return tensor()
     return tensor(tirx.floormod(channel, tensor.shape[0]))
 
 
 def _simulated_limits(code: PrimExpr) -> tuple[PrimExpr, PrimExpr]:
-    """Limits as float32 of the dtype with this code (SIMULATED_DTYPES)."""
+    """Return the float32 limits of the dtype with this code (SIMULATED_DTYPES)."""
     ranges = {code: INTEGER_LIMITS[name] for code, name in _SIMULATED_RANGES.items()}
     ranges[6] = (-127, 127)
     low: PrimExpr = tirx.const(float(-(2**31)), "float32")
@@ -175,7 +175,7 @@ def _legalize_simulated(
     call: Call,
     compute: Callable[[PrimExpr, PrimExpr, PrimExpr, PrimExpr], PrimExpr],
 ) -> Any:
-    """compute(float32 value, code, scale, zero point as float32) where the code is not 0."""
+    """Loop over compute(float32 value, code, scale, float32 zero point). Code 0 copies."""
     data, dtype, scale, zero_point = call.args
     axis = call.attrs.axis
 
@@ -199,9 +199,9 @@ def _legalize_simulated(
 
 
 def legalize_simulated_quantize(builder: BlockBuilder, call: Call) -> Any:
-    """max(min(round(x / s) + z, high), low), kept in float; NaN becomes z.
+    """Compute max(min(round(x / s) + z, high), low) in float. NaN becomes z.
 
-    Code 0, and a code that is none of SIMULATED_DTYPES, passes x through.
+    Code 0 and codes outside SIMULATED_DTYPES pass x through.
     """
     rounding = Rounding(call.attrs.rounding)
 
@@ -215,7 +215,7 @@ def legalize_simulated_quantize(builder: BlockBuilder, call: Call) -> Any:
 
 
 def legalize_simulated_dequantize(builder: BlockBuilder, call: Call) -> Any:
-    """(x - z) * s; code 0 passes x through."""
+    """Compute (x - z) * s. Code 0 passes x through."""
     return _legalize_simulated(
         builder, call, lambda value, _code, scale, zero: (value - zero) * scale
     )

@@ -1,4 +1,4 @@
-"""Dialect: leaky_relu and prelu: values below 0 are scaled."""
+"""Dialect: leaky_relu and prelu, which scale values below 0."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ __all__ = ["leaky_relu", "prelu"]
 
 @define_attrs("relayquant.attrs.QLeakyReluAttrs")
 class QLeakyReluAttrs(Attrs):
-    """Attributes of qnn.leaky_relu; `alpha` is the slope of negative values."""
+    """Attributes of qnn.leaky_relu. `alpha` is the slope of negative values."""
 
     alpha: float
     rounding: str
@@ -51,7 +51,7 @@ class QLeakyReluAttrs(Attrs):
 
 @define_attrs("relayquant.attrs.QPreluAttrs")
 class QPreluAttrs(Attrs):
-    """Attributes of qnn.prelu; `axis` is that of the slopes."""
+    """Attributes of qnn.prelu. `axis` is the channel axis of the slopes."""
 
     axis: int
 
@@ -73,11 +73,11 @@ def leaky_relu(
     rounding: Rounding | str = Rounding.TONEAREST_EVEN,
     compute_dtype: Arithmetic | str = Arithmetic.FLOAT32,
 ) -> Call:
-    """x where x >= z_in, else alpha * x, in int8, uint8 or int16, same dtype; parameters ().
+    """Compute x if x >= z_in, else alpha * x, on int8, uint8 or int16. The dtype stays.
 
-    The default requantizes once, with m = s_in / s_out or, below z_in, m = s_in * alpha / s_out,
-    both computed in float64. UPWARD and TONEAREST multiply by alpha after requantizing, as Relay
-    does.
+    Parameters: (). The default requantizes once, with m = s_in / s_out. Below z_in, m = s_in *
+    alpha / s_out. Both are computed in float64. UPWARD and TONEAREST multiply by alpha after
+    requantizing, as Relay does.
     """
     name = "leaky_relu"
     return make_call(
@@ -99,12 +99,12 @@ def prelu(
     slopes: Operand,
     axis: int = 1,
 ) -> Call:
-    """x where x >= z_in, else slopes * x, in int8, uint8 or int16, same dtype; parameters ().
+    """Compute x if x >= z_in, else slopes * x, on int8, uint8 or int16. The dtype stays.
 
-    Slopes are float32, () or (C,), one for each index of `axis`. The result is rounded once, half
-    to even, as by `leaky_relu`: the multiplier is m = s_in / s_out or, below z_in,
-    m = s_in * slope / s_out, both computed in float64. Relay has no such operator, hence there is
-    one arithmetic.
+    Parameters: (). Slopes are float32, () or (C,), with one entry per index of `axis`. The result
+    is rounded once, half to even, as in `leaky_relu`: m = s_in / s_out and, below z_in, m = s_in *
+    slope / s_out, both computed in float64. There is no choice of arithmetic, because Relay does
+    not have this operator.
     """
     return make_call(
         "prelu",
@@ -151,10 +151,10 @@ def infer_prelu(call: Call, _builder: Any) -> Any:
 
 
 def legalize_leaky_relu(builder: BlockBuilder, call: Call) -> Any:
-    """Requantize with s_in / s_out, or alpha times that below the input's zero point.
+    """Requantize with s_in / s_out, times alpha below the input zero point.
 
-    UPWARD and TONEAREST follow Relay: the requantized value R, and below the zero point
-    alpha * R + (1 - alpha) * z_out, each product an UPWARD fixed-point multiply.
+    UPWARD and TONEAREST follow Relay. The result is the requantized value R. Below the zero point
+    it is alpha * R + (1 - alpha) * z_out, where each product is an UPWARD fixed-point multiply.
     """
     data, in_scale, in_zero, out_scale, out_zero = call.args
     attrs, reader = call.attrs, Reader()
@@ -195,9 +195,9 @@ def legalize_leaky_relu(builder: BlockBuilder, call: Call) -> Any:
 
 
 def legalize_prelu(builder: BlockBuilder, call: Call) -> Any:
-    """Requantize with s_in / s_out, or the channel's slope times that below the input's zero point.
+    """Requantize with s_in / s_out, times the channel's slope below the input zero point.
 
-    In float32, half to even: see reference.qnn.prelu.
+    Rounding is half to even in float32, as in reference.qnn.prelu.
     """
     data, in_scale, in_zero, out_scale, out_zero, slopes = call.args
     reader, modes = Reader(), (Rounding.TONEAREST_EVEN, Arithmetic.FLOAT32)

@@ -1,4 +1,4 @@
-"""Dialect: lookup: any function of 8 bits, as a table of its 256 results."""
+"""Dialect: lookup, which computes any function of 8-bit data from a table of 256 results."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ LOOKUP_OPERANDS = (Argument("data"), Argument("table"))
 
 
 def lookup(data: Operand, table: Operand) -> Call:
-    """table[data]: data int8 or uint8, table (256,) of any dtype, same shape as data.
+    """Read table[data] for int8 or uint8 data. The table is (256,) of any dtype.
 
-    Entry i of the table is for the bit pattern i: int8 -1 reads entry 255.
+    The result has the shape of data. Entry i of the table is for bit pattern i: int8 -1 reads entry
+    255.
     """
     name = "lookup"
     return make_call(
@@ -51,7 +52,7 @@ def lookup(data: Operand, table: Operand) -> Call:
 
 
 def infer_lookup(call: Call, _builder: Any) -> Any:
-    """Integer data (8 bit) and a table of 256 -> dtype of the table, shape of data."""
+    """Infer 8-bit data and a table of 256 -> dtype of the table, shape of data."""
     data, table = get_operands(call, LOOKUP_OPERANDS)
     data.check_dtype(BYTES, "A table is indexed by 8 bits.")
     table.check_rank(1)
@@ -67,10 +68,10 @@ def infer_lookup(call: Call, _builder: Any) -> Any:
 
 
 def legalize_lookup(builder: BlockBuilder, call: Call) -> Any:
-    """table[bit pattern of data as uint8].
+    """Read table[bit pattern of data as uint8].
 
-    TVM takes any read at a computed position for opaque; this one is as good as elementwise for
-    FuseOps, the table being a constant.
+    TVM treats a read at a computed position as opaque. With a constant table, FuseOps can treat
+    this one as elementwise.
     """
 
     def te_lookup(data: te.Tensor, table: te.Tensor) -> te.Tensor:

@@ -11,11 +11,11 @@ from relayquant.base.qtypes import Arithmetic, Rounding, has_exact_sums
 from relayquant.errors import QnnError, format_count
 from relayquant.ir.reference.affine import (
     align_parameter,
-    center_data,
     get_scalar,
     has_parameters,
     saturate_float,
     scale_integer,
+    subtract_zero_point,
     wrap_sums,
 )
 from relayquant.ir.reference.fixed_point import (
@@ -68,8 +68,8 @@ def make_sum(sign: int) -> Callable[..., Array]:
                 (align_parameter(scale, "float32", data, axis).astype("float64") / s_out)
                 for data, scale, axis in ((left, lhs_scale, lhs_axis), (right, rhs_scale, rhs_axis))
             )
-            centred = center_data(left, lhs_zero_point, lhs_axis).astype("float32")
-            other = center_data(right, rhs_zero_point, rhs_axis).astype("float32")
+            centred = subtract_zero_point(left, lhs_zero_point, lhs_axis).astype("float32")
+            other = subtract_zero_point(right, rhs_zero_point, rhs_axis).astype("float32")
             first = np.asarray(centred * hold_multiplier(m_l, "float32"))
             total = fma_float32(other, hold_multiplier(sign * m_r, "float32"), first)
             return finish_rounded(np.rint(total), z_out, dtype)
@@ -109,8 +109,8 @@ def mul(
     FLOAT64, int32 in the others.
     """
     lhs, rhs = np.asarray(lhs), np.asarray(rhs)
-    left = center_data(lhs, lhs_zero_point, lhs_axis).astype("int64")
-    product = np.asarray(left * center_data(rhs, rhs_zero_point, rhs_axis))
+    left = subtract_zero_point(lhs, lhs_zero_point, lhs_axis).astype("int64")
+    product = np.asarray(left * subtract_zero_point(rhs, rhs_zero_point, rhs_axis))
     if not has_exact_sums(rounding, compute_dtype):
         product = wrap_sums(product, "mul")
     s_l = align_parameter(lhs_scale, "float32", lhs, lhs_axis)

@@ -36,7 +36,9 @@ def quantize_rows(data: Array) -> tuple[Array, Array]:
     return np.nan_to_num(rounded).astype("int8"), scale
 
 
-def centre_codes(weight: Array, zero_point: Array, bits: int, group_size: int, k: int) -> Array:
+def subtract_zero_points(
+    weight: Array, zero_point: Array, bits: int, group_size: int, k: int
+) -> Array:
     """Codes minus zero points, int16 (N, k)."""
     if weight.ndim != 2 or weight.shape[1] != count_bytes(k, bits):
         raise QnnError(
@@ -67,7 +69,7 @@ def grouped_dense(
     of a group are float32, in no stated order.
     """
     data, weight = np.asarray(data), np.asarray(weight)
-    values = centre_codes(weight, weight_zero_point, bits, group_size, features)
+    values = subtract_zero_points(weight, weight_zero_point, bits, group_size, features)
     scales = np.asarray(weight_scale).astype("float32")
     is_float = data.dtype == np.float32
     # Products of 8 bits: float64 holds the sums of any group exactly.
@@ -104,6 +106,6 @@ def grouped_take(
     rows = np.asarray(indices).reshape(-1) % len(weight)
     zero_point = np.asarray(weight_zero_point)
     zero_point = zero_point[rows] if zero_point.ndim else zero_point
-    values = centre_codes(np.asarray(weight)[rows], zero_point, bits, group_size, features)
+    values = subtract_zero_points(np.asarray(weight)[rows], zero_point, bits, group_size, features)
     scales = spread_groups(np.asarray(weight_scale)[rows].astype("float32"), group_size, features)
     return (values.astype("float32") * scales).reshape(*np.shape(indices), features)

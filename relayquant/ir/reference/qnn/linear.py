@@ -10,11 +10,11 @@ import numpy as np
 from relayquant.errors import QnnError
 from relayquant.ir.reference.affine import (
     cast_accumulator,
-    center_data,
     center_factors,
     choose_exact_dtype,
     count_magnitude,
     get_scalar,
+    subtract_zero_point,
 )
 from relayquant.ir.reference.convolution import (
     convolve,
@@ -107,7 +107,7 @@ def conv2d_transpose(
         per_input = np.repeat(zero_points.reshape(groups, per_group), inputs // groups, axis=0)
         zero_points = permute_layout(per_input[..., None, None], "IOHW", kernel_layout)
     kernel = np.asarray(weight).astype("int64") - zero_points
-    centred = center_data(np.asarray(data), input_zero_point, -1)
+    centred = subtract_zero_point(np.asarray(data), input_zero_point, -1)
     largest = count_magnitude(centred) * count_magnitude(kernel)
     kind = choose_exact_dtype(largest * kernel.size)
     result = convolve_transposed(
@@ -158,8 +158,10 @@ def batch_matmul(
 ) -> Array:
     """(x - z_x) @ (y - z_y)^T: x (..., M, K), y (..., N, K), out (..., M, N), batches broadcast."""
     del x_scale, y_scale
-    left = center_data(np.asarray(x), get_scalar(x_zero_point, "int32", "x_zero_point"), -1)
-    right = center_data(np.asarray(y), get_scalar(y_zero_point, "int32", "y_zero_point"), -1)
+    left = subtract_zero_point(np.asarray(x), get_scalar(x_zero_point, "int32", "x_zero_point"), -1)
+    right = subtract_zero_point(
+        np.asarray(y), get_scalar(y_zero_point, "int32", "y_zero_point"), -1
+    )
     if left.ndim < 2 or right.ndim < 2 or left.shape[-1] != right.shape[-1]:
         raise QnnError(
             f"qnn.batch_matmul: x {left.shape} and y {right.shape} do not fit; allowed: "

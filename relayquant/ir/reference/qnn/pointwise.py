@@ -10,9 +10,9 @@ from relayquant.base.qtypes import Arithmetic, Rounding
 from relayquant.errors import QnnError
 from relayquant.ir.reference.affine import (
     align_parameter,
-    center_data,
     get_scalar,
     scale_integer,
+    subtract_zero_point,
 )
 from relayquant.ir.reference.fixed_point import (
     clip_to_integer,
@@ -50,7 +50,7 @@ def leaky_relu(
     if rounding is Rounding.TONEAREST_EVEN:
         s_in = get_scalar(input_scale, "float32", "input_scale").astype("float64")
         s_out = get_scalar(output_scale, "float32", "output_scale").astype("float64")
-        centred = center_data(data, z_in, -1)
+        centred = subtract_zero_point(data, z_in, -1)
         multiplier = np.where(centred < 0, s_in * float(alpha) / s_out, s_in / s_out)
         return scale_integer(centred, multiplier, z_out, dtype, rounding, compute_dtype)
     moved = move_to_int32(
@@ -87,7 +87,9 @@ def prelu(
     s_out = get_scalar(output_scale, "float32", "output_scale").astype("float64")
     z_out = get_scalar(output_zero_point, "int32", "output_zero_point")
     slope = align_parameter(slopes, "float32", data, axis).astype("float64")
-    centred = center_data(data, get_scalar(input_zero_point, "int32", "input_zero_point"), -1)
+    centred = subtract_zero_point(
+        data, get_scalar(input_zero_point, "int32", "input_zero_point"), -1
+    )
     multiplier = np.where(centred < 0, s_in * slope / s_out, s_in / s_out)
     modes = (Rounding.TONEAREST_EVEN, Arithmetic.FLOAT32)
     return scale_integer(centred, multiplier, z_out, data.dtype.name, *modes)

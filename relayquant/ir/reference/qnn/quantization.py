@@ -11,13 +11,13 @@ import numpy as np
 from relayquant.base.qtypes import Arithmetic, Rounding, has_exact_sums
 from relayquant.ir.reference.affine import (
     align_parameter,
-    center_data,
     cycle_parameter,
     get_scalar,
     has_parameters,
     pick_limits,
     saturate_float,
     scale_integer,
+    subtract_zero_point,
     wrap_sums,
 )
 from relayquant.ir.reference.fixed_point import (
@@ -62,7 +62,7 @@ def dequantize(
 ) -> Array:
     """float32(int32(data) - zero_point) * scale; float16 saturates at +-65504."""
     data = np.asarray(data)
-    centred = center_data(data, zero_point, axis).astype("float32")
+    centred = subtract_zero_point(data, zero_point, axis).astype("float32")
     real = centred * align_parameter(scale, "float32", data, axis)
     if out_dtype == "float16":
         return np.clip(real, np.float32(-65504), np.float32(65504)).astype("float16")
@@ -99,7 +99,7 @@ def requantize(
         centred = data.astype(dtype) - z_in.astype(dtype)
         value = hold_multiplier(multiplier, dtype) * centred + z_out.astype(dtype)
         return saturate_float(round_values(np.asarray(value), rounding), out_dtype)
-    centred = center_data(data, input_zero_point, axis)
+    centred = subtract_zero_point(data, input_zero_point, axis)
     return scale_integer(centred, multiplier, z_out, out_dtype, rounding, compute_dtype)
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from relayquant.base.qtypes import Arithmetic, Rounding, has_exact_sums
 from relayquant.ir.reference.affine import (
     average_integer,
-    center_data,
     get_scalar,
+    subtract_zero_point,
     wrap_sums,
 )
 from relayquant.ir.reference.convolution import (
@@ -63,7 +63,7 @@ def avg_pool2d(
     z_in = get_scalar(input_zero_point, "int32", "input_zero_point")
     count = count_window_values(data.shape, window, count_include_pad)
     if rounding is Rounding.TONEAREST_EVEN:
-        summands = center_data(data, z_in, -1)
+        summands = subtract_zero_point(data, z_in, -1)
     else:
         output = (output_scale, output_zero_point)
         summands = move_to_int32(data, (input_scale, z_in, -1), output, rounding, compute_dtype)
@@ -97,7 +97,9 @@ def mean(
     The sum is exact in the default arithmetic and with FLOAT64, int32 in the others.
     """
     data = np.asarray(data)
-    centred = center_data(data, get_scalar(input_zero_point, "int32", "input_zero_point"), -1)
+    centred = subtract_zero_point(
+        data, get_scalar(input_zero_point, "int32", "input_zero_point"), -1
+    )
     over = tuple(int(axis) % data.ndim for axis in axes) if axes else tuple(range(data.ndim))
     total = np.asarray(np.sum(centred, axis=over, keepdims=keepdims, dtype="int64"))
     if not has_exact_sums(rounding, compute_dtype):
