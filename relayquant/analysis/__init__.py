@@ -1,4 +1,4 @@
-"""Measurements on modules: two modules and data in, numbers out."""
+"""Measurements on modules: two modules and data -> numbers."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,8 +1,7 @@
-"""accumulators: integer module + data -> how large its sums of products are, and which do not fit
-the hardware's register.
+"""accumulators: integer module + data -> size of each accumulator, and channels that overflow it.
 
-The sums are exact: those of the compiled integer module, int32 where that holds the sums of any
-input and else int64, before they are brought into range.
+The sums are exact. They come from the compiled integer module before requantization: int32 where
+int32 holds the sums of any input, otherwise int64.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from relayquant.ir.rewrite import Graph, expose_values
 from relayquant.ir.rewrite.graph import constant_value
 from relayquant.stages.prepared import PreparedModel
 
-#: raised scales leave this much room for the rounding of weights, which changes with them
+#: raised scales leave this margin, because the rounding of weights changes with the scales
 MARGIN = 1.01
 #: times that calibration is repeated to make sums fit; each round of scales changes the rounding
 ROUNDS = 4
@@ -36,16 +35,17 @@ ROUNDS = 4
 
 @dataclass(frozen=True)
 class AccumulatorRow(PlainFields):
-    """The sums of one operator, by output channel (one entry where all share a scale).
+    """The sums of one operator, by output channel. One entry if all channels share a scale.
 
     Attributes:
-        name: Of the operator, as in the ledger.
-        accumulator: What the sums are held in, int32 or int64 where the hardware has none of its
-            own; its `bound` is not known here.
-        elements: Sums computed, all channels together.
-        overflows: How many did not fit.
+        name: Operator name, as in the ledger.
+        accumulator: Dtype that holds the sums. int32 or int64 if the hardware has no accumulator
+            dtype of its own. Its `bound` is not known here.
+        elements: Number of sums computed, over all channels.
+        overflows: Number of sums that overflowed.
         lowest, highest: Smallest and largest exact sum seen.
-        bound_low, bound_high: What no sum of any input exceeds, nor any partial sum in any order.
+        bound_low, bound_high: Bounds of every sum and every partial sum, for any input and any
+            order.
     """
 
     name: str
@@ -59,7 +59,7 @@ class AccumulatorRow(PlainFields):
 
     @property
     def channels(self) -> tuple[int, ...]:
-        """Channels of which a sum did not fit."""
+        """Channels with at least one overflow."""
         return tuple(i for i, count in enumerate(self.overflows) if count)
 
     @property
@@ -68,8 +68,8 @@ class AccumulatorRow(PlainFields):
         return max((*self.lowest, *self.highest), key=abs, default=0)
 
     def excess(self, bound: OverflowBound) -> np.ndarray:
-        """How often the largest sum of each channel is too large: 1 or less where all fit,
-        float64.
+        """Return the largest sum of each channel as a multiple of the allowed one, float64. At most
+        1: it fits.
         """
         if bound is OverflowBound.NONE:
             return np.zeros(len(self.overflows))
@@ -94,11 +94,11 @@ class AccumulatorReport(PlainFields):
 
     @property
     def overflowing(self) -> tuple[AccumulatorRow, ...]:
-        """Operators of which a sum did not fit."""
+        """Operators with at least one overflow."""
         return tuple(row for row in self.rows if row.channels)
 
     def row(self, name: str) -> AccumulatorRow | None:
-        """The row of an operator, None if it has none."""
+        """Return the row of an operator, or None if it has none."""
         return next((row for row in self.rows if row.name == name), None)
 
     def __str__(self) -> str:
@@ -121,7 +121,7 @@ def measure_accumulators(
     batches: Iterable[Mapping[str, np.ndarray]],
     load_module: LoadModule,
 ) -> AccumulatorReport:
-    """The exact sums of products on data; memory does not grow with the data.
+    """Measure the exact sums of products on data. Memory does not grow with the data.
 
     `load_module` makes the integer module runnable.
 
@@ -165,11 +165,12 @@ def measure_accumulators(
 
 
 def find_min_scales(prepared: PreparedModel, report: AccumulatorReport) -> dict[str, np.ndarray]:
-    """Scales by group key with which the sums of calibration would fit, for groups whose present
-    scales are too small: float64, () or (C,).
+    """Return the scales that would make the sums of calibration fit, by group key.
 
-    A sum shrinks as the scale of a factor grows: the weight's, of which each channel has its own;
-    that of the second factor where both are activations.
+    Only groups whose present scales are too small are listed: float64, () or (C,).
+
+    A sum shrinks when the scale of a factor grows. For a constant weight, that is the weight scale
+    of the channel. For a product of two activations, it is the scale of the second.
     """
     found = {}
     for row in report.rows:
@@ -179,7 +180,8 @@ def find_min_scales(prepared: PreparedModel, report: AccumulatorReport) -> dict[
         key = operator.operands[1][1]
         bound = operator.accumulator.bound
         if bound is OverflowBound.WORST_CASE and prepared.plan.group(key).constant is None:
-            bound = OverflowBound.OBSERVED  # integers of two activations are as large in any scale
+            # The integers of two activations are equally large in any scale.
+            bound = OverflowBound.OBSERVED
         excess = row.excess(bound)
         if not (excess > 1).any():
             continue
@@ -194,12 +196,12 @@ def fit_scales(
     measure: Callable[[PreparedModel], AccumulatorReport],
     pick: Callable[[Mapping[str, np.ndarray]], PreparedModel],
 ) -> PreparedModel:
-    """Raise scales and calibrate again until the sums fit; warn of those that do not.
+    """Raise scales and calibrate again until the sums fit. Warn about sums that still overflow.
 
     Args:
         calibrated: The calibrated model.
         measure: Calibrated model -> its sums on the data.
-        pick: Scales to be raised to, by group key -> the model calibrated with them.
+        pick: Lower bounds of scales, by group key -> the model calibrated with them.
     """
     min_scales: dict[str, np.ndarray] = {}
     for _ in range(ROUNDS):
@@ -223,7 +225,7 @@ def fit_scales(
 def count_overflows(
     array: np.ndarray, axis: int | None, accumulator: Accumulator
 ) -> list[np.ndarray]:
-    """[elements, overflows, lowest, highest] by channel, int64."""
+    """Count [elements, overflows, lowest, highest] by channel, int64."""
     sums = array.astype("int64")
     sums = sums.reshape(1, -1) if axis is None else np.moveaxis(sums, axis, 0)
     sums = sums.reshape(len(sums), -1)
@@ -233,7 +235,7 @@ def count_overflows(
 
 
 def merge_counts(first: list[np.ndarray], other: list[np.ndarray]) -> list[np.ndarray]:
-    """The counts of two batches together."""
+    """Merge the counts of two batches."""
     return [
         first[0] + other[0],
         first[1] + other[1],
@@ -243,10 +245,10 @@ def merge_counts(first: list[np.ndarray], other: list[np.ndarray]) -> list[np.nd
 
 
 def find_row_sum(graph: Graph, row: LedgerRow) -> tuple[relax.Var, Call] | None:
-    """The exact sum of an operator and its product, None for one that sums no products.
+    """Return the exact sum of an operator and its product. None if it sums no products.
 
     Raises:
-        ModelError: it has an accumulator, and the module does not hold the sum.
+        ModelError: the operator has an accumulator, but the module does not hold the sum.
     """
     var = find_sum(graph, row.name)
     call = find_product(graph, var) if var is not None else None
@@ -262,8 +264,10 @@ def find_row_sum(graph: Graph, row: LedgerRow) -> tuple[relax.Var, Call] | None:
 
 
 def find_product(graph: Graph, var: relax.Var) -> Call | None:
-    """The convolution or matrix product that a sum comes from, with or without its bias, or what a
-    zero point of the run time adds; None for anything else, which a row of the user's may have.
+    """Return the convolution or matrix product that a sum comes from.
+
+    The sum may include a bias or the correction for a zero point known only at run time. None for
+    any other sum, which a user's row may have.
     """
     call = graph.call_of(var)
     if call is not None and graph.op_name(call) in ("relax.add", "relax.subtract"):
@@ -273,7 +277,7 @@ def find_product(graph: Graph, var: relax.Var) -> Call | None:
 
 
 def find_channel_axis(call: Call) -> int | None:
-    """Axis of the output channels in the result; None for batch_matmul, which has none."""
+    """Return the axis of output channels in the result. None for batch_matmul."""
     if call.op.name == "relax.qnn.batch_matmul":
         return None
     if call.op.name == "relax.qnn.dense":
@@ -284,8 +288,9 @@ def find_channel_axis(call: Call) -> int | None:
 def find_bounds(
     graph: Graph, var: relax.Var, call: Call, is_dynamic: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(lowest, highest) by channel of every sum and partial sum that any input can make, int64, the
-    bias included; the limits of int64 where the length of the sums is not known.
+    """Return (lowest, highest) by channel of every sum and partial sum for any input, int64.
+
+    The bias is included. The limits of int64 if the length of the sums is not known.
     """
     bounds = bound_sums(call, is_dynamic=is_dynamic)
     if bounds is None:

@@ -1,9 +1,8 @@
-"""compare: float module, its quantized module and data -> how far each value is off, and where it
+"""compare: float module, its quantized module and data -> the error of each value, and where it
 starts.
 
-Values are matched by their stable names. Two views: *accumulated*, with everything before already
-quantized, and *isolated*, the error of one operator alone when its inputs are the float model's,
-quantized.
+Values are matched by their stable names. There are two views. *Accumulated*: everything before the
+value is quantized too. *Isolated*: one operator alone, on the float model's inputs, quantized.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from relayquant.ir.rewrite.graph import free_vars, tensor_dtype
 from relayquant.stages.calibration.subgraphs import build_function, collect_ancestors
 from relayquant.stages.preparation import prepare_module
 
-#: (row, array of the float model, the integer model's in the same units), once for each batch
+#: (row, array of the float model, array of the integer model in the same units), for each batch
 Watch = Callable[[LedgerRow, np.ndarray, np.ndarray], None]
 
 
@@ -39,10 +38,10 @@ class CompareRow:
     Attributes:
         name, op, quantized: As in the ledger.
         sqnr: Accumulated signal to quantization noise ratio, dB.
-        isolated: The same for this operator alone, dB; None for operators in float.
-        cosine: Cosine similarity, accumulated.
-        max_error, mean_error: Absolute, in the value's own units, accumulated.
-        saturated: Share of elements outside the range of their parameters; None for float values.
+        isolated: SQNR of this operator alone, dB. None for operators in float.
+        cosine: Accumulated cosine similarity.
+        max_error, mean_error: Accumulated absolute error, in the units of the value.
+        saturated: Share of elements outside the range of their parameters. None for float values.
     """
 
     name: str
@@ -62,7 +61,7 @@ class CompareReport:
 
     Attributes:
         rows: The values.
-        samples: How many both ran on.
+        samples: Number of samples that both modules ran on.
         outputs: The gap of each output of main.
     """
 
@@ -71,17 +70,17 @@ class CompareReport:
     outputs: tuple[OutputGap, ...] = ()
 
     def first_below(self, decibels: float = 15.0) -> CompareRow | None:
-        """The first value whose accumulated SQNR is below: where it goes wrong."""
+        """Return the first value whose accumulated SQNR is below `threshold`."""
         return next((row for row in self.rows if row.sqnr < decibels), None)
 
     @property
     def worst(self) -> CompareRow | None:
-        """The operator that does the most damage by itself."""
+        """The operator with the largest error of its own."""
         alone = [row for row in self.rows if row.isolated is not None]
         return min(alone, key=lambda row: row.isolated or 0.0, default=None)
 
     def __str__(self) -> str:
-        """One line for each value, and where it goes wrong."""
+        """One line for each value, and the first one with a large error."""
         width = max([len(row.name) for row in self.rows] + [5])
         lines = [f"{'value':{width}}  SQNR [dB]  alone [dB]  saturated"]
         for row in self.rows:
@@ -100,7 +99,7 @@ class CompareReport:
         return format_csv(CompareRow, self.rows)
 
     def _repr_html_(self) -> str:
-        """The table in a notebook."""
+        """Show the table in a notebook."""
         columns = {
             "value": [row.name for row in self.rows],
             "op": [row.op for row in self.rows],
@@ -121,18 +120,17 @@ def compare_modules(
     load_module: LoadModule,
     watch: Watch | None = None,
 ) -> CompareReport:
-    """Compare every value of the ledger; memory does not grow with the data.
+    """Compare every value of the ledger. Memory does not grow with the data.
 
     Args:
         float_mod: The float module with its parameters bound.
-        quantized: What `quantize` made of it; carries the ledger.
+        quantized: The result of `quantize` for that module. Carries the ledger.
         batches: Inputs by name.
-        load_module: Makes integer modules runnable; the float one runs step by step.
-        watch: Shown every value of every batch.
+        load_module: Makes integer modules runnable. The float module runs step by step.
+        watch: Called with every value of every batch.
 
     Raises:
-        ModelError: the quantized module has no ledger, or not one value in common with the float
-            module.
+        ModelError: the quantized module has no ledger, or no value in common with the float module.
     """
     prepared, ledger = prepare_module(float_mod), read_ledger(quantized)
     float_graph, graph = Graph(prepared), Graph(quantized)
@@ -197,22 +195,20 @@ def compare_modules(
 
 
 def has_array(graph: Graph, name: str) -> bool:
-    """Whether the value is a tensor that can be put into real units: float, or 8 and 16 bit
-    integers.
-    """
+    """Whether the value is a tensor with real units: float, or 8- and 16-bit integers."""
     dtype = tensor_dtype(graph.vars[name])
     return dtype.startswith("float") or dtype in ("int8", "uint8", "int16", "uint16")
 
 
 def to_real(value: np.ndarray, row: LedgerRow) -> np.ndarray:
-    """An integer value in the units of the float model."""
+    """Convert an integer value to the units of the float model."""
     if value.dtype.kind == "f" or not row.scale:
         return value
     return (value.astype("float64") - row.zero_point[0]) * row.scale[0]
 
 
 def count_saturated(expected: np.ndarray, row: LedgerRow) -> int:
-    """Elements of the float value that lie outside what its parameters can represent."""
+    """Count the elements of the float value that its parameters cannot represent."""
     if not row.scale or row.dtype not in INTEGER_LIMITS:
         return 0
     low, high = ((q - row.zero_point[0]) * row.scale[0] for q in INTEGER_LIMITS[row.dtype])
@@ -249,7 +245,7 @@ class IsolatedOperators:
                 )
             )
             function, symbols = build_function(graph, needed, inputs, [var])
-            if symbols:  # a size that no input tells: it cannot be run by itself
+            if symbols:  # A size that no input determines: the operator cannot run by itself.
                 continue
             functions[f"operator_{i}"] = function
             self.calls.append((row.name, f"operator_{i}", [arg.name for arg in inputs]))
@@ -263,14 +259,14 @@ class IsolatedOperators:
         self.functions = load_module(mod) if functions else None
 
     def run(self, values: Mapping[str, np.ndarray]) -> Iterable[tuple[str, np.ndarray]]:
-        """(name, real result) of every operator on the float model's values."""
+        """Yield (name, real result) of every operator on the float model's values."""
         for name, function, inputs in self.calls if self.functions is not None else ():
             args = [self.quantize(arg, values[arg]) for arg in inputs]
             (result,) = self.functions.run(function, args)  # pyright: ignore[reportOptionalMemberAccess]
             yield name, to_real(result, self.rows[name])
 
     def quantize(self, name: str, value: np.ndarray) -> np.ndarray:
-        """A float value as the integer module has it."""
+        """Quantize a float value as the integer module does."""
         dtype, row = self.dtypes[name], self.rows.get(name)
         if name in self.interface.inputs:
             return self.interface.to_input(name, value)

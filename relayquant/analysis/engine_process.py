@@ -1,13 +1,13 @@
-"""Analysis: one engine with one model in a process of its own, which `engines` starts and talks to.
+"""Analysis: one engine with one model in its own process. `engines` starts it and talks to it.
 
-Run as a script, so that such a process has loaded its engine and nothing else: no TVM beside ONNX
-Runtime, and no compiler beside TVM's runtime. One line of JSON each way, on stdin and stdout:
+It runs as a script. The process loads its engine and nothing else: no TVM next to ONNX Runtime, and
+no compiler next to TVM's runtime. One line of JSON each way, on stdin and stdout:
 
     {"engine", "path", "float", "inputs", "threads"}  ->  {"ready": true} or {"error": "..."}
-    {"turn": seconds}                                 ->  [[seconds passed, seconds of CPU], ...]
+    {"turn": seconds}                                 ->  [[wall seconds, CPU seconds], ...]
     {"memory": true}                                  ->  [bytes now, bytes at most]
 
-What an engine prints goes to stderr. The process ends when stdin does.
+What an engine prints goes to stderr. The process ends when stdin closes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 if __name__ == "__main__":
-    # The folder of a script comes first, and the one here has modules named as those of Python.
+    # The folder of a script comes first in the path. Here it has modules named like modules of
+    # Python.
     del sys.path[0]
 
 import numpy as np
@@ -29,7 +30,7 @@ Run = Callable[[], object]
 
 
 def load_relayquant(path: str, _: bool, inputs: Mapping[str, np.ndarray], threads: int) -> Run:
-    """A run of a library that `export_library` wrote; `threads` are in the environment."""
+    """Return a run of a library that `export_library` wrote. `threads` are in the environment."""
     from relayquant_runtime import Library, as_tensor
 
     tensors = [as_tensor(array) for array in inputs.values()]
@@ -38,8 +39,9 @@ def load_relayquant(path: str, _: bool, inputs: Mapping[str, np.ndarray], thread
 
 
 def load_onnxruntime(path: str, _: bool, inputs: Mapping[str, np.ndarray], threads: int) -> Run:
-    """A run of an ONNX file. Threads spin while a run lasts and stop when it ends, so that they
-    take no time from what is measured next.
+    """Return a run of an ONNX file.
+
+    Threads spin during a run and stop at its end, so they take no time from the next measurement.
     """
     import onnxruntime as ort
 
@@ -54,10 +56,11 @@ def load_onnxruntime(path: str, _: bool, inputs: Mapping[str, np.ndarray], threa
 
 
 def load_openvino(path: str, is_float: bool, inputs: Mapping[str, np.ndarray], threads: int) -> Run:
-    """A run of an ONNX file or OpenVINO's own, compiled for the shapes of the inputs and for the
-    shortest time of one run.
+    """Return a run of an ONNX or OpenVINO file, compiled for the shapes of the inputs and low
+    latency.
 
-    Where a CPU has bfloat16, it computes float models in that; the others here do not.
+    On a CPU with bfloat16, OpenVINO would compute float models in bfloat16. The other engines here
+    do not, so float32 is requested.
     """
     import openvino as ov  # pyright: ignore[reportMissingImports]
 
@@ -74,7 +77,7 @@ def load_openvino(path: str, is_float: bool, inputs: Mapping[str, np.ndarray], t
     return request.infer
 
 
-#: name of an engine -> what makes a run of (path, whether the model is float, inputs, threads)
+#: engine name -> makes a run of (path, whether the model is float, inputs, threads)
 LOADERS: dict[str, Callable[[str, bool, Mapping[str, np.ndarray], int], Run]] = {
     "relayquant": load_relayquant,
     "onnxruntime": load_onnxruntime,
@@ -83,8 +86,10 @@ LOADERS: dict[str, Callable[[str, bool, Mapping[str, np.ndarray], int], Run]] = 
 
 
 def time_turn(run: Run, seconds: float) -> list[tuple[float, float]]:
-    """One turn: a run that is not timed (it fills the caches and wakes the threads), and as many
-    timed ones as fit into `seconds`, at least one: (seconds that passed, seconds of CPU) of each.
+    """Time one turn: (wall seconds, CPU seconds) of each run.
+
+    An untimed run first fills the caches and wakes the threads. Then as many timed runs follow as
+    fit into `seconds`, at least one.
     """
     run()
     timings, spent = [], 0.0
@@ -98,8 +103,10 @@ def time_turn(run: Run, seconds: float) -> list[tuple[float, float]]:
 
 
 def read_memory() -> tuple[int, int]:
-    """Bytes of memory that this process has, now and at most so far: pages that are loaded, those
-    of files among them, whoever else has them too (VmRSS, VmHWM of Linux); zeros elsewhere.
+    """Return the resident bytes of this process: (now, maximum so far).
+
+    File pages count, even if other processes share them (VmRSS, VmHWM of Linux). Zeros on other
+    systems.
     """
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as file:
@@ -123,9 +130,9 @@ def main() -> None:
             inputs = {name: arrays[name] for name in arrays.files}
         load = LOADERS[given["engine"]]
         run = load(given["path"], given["float"], inputs, given["threads"])
-        run()  # the first run allocates
+        run()  # The first run allocates.
     except Exception as error:
-        # What an engine raises is its own affair; the other side makes an error of ours of it.
+        # Any exception of the engine is reported. The parent process raises it as an error of ours.
         answer({"error": f"{type(error).__name__}: {error}"})
         return
     answer({"ready": True})

@@ -1,8 +1,8 @@
-"""Analysis: the same model run by several engines, each in a process of its own, to compare speed.
+"""Analysis: run the same model in several engines, each in its own process, to compare speed.
 
-Engines of one process get in each other's way: their threads, which wait for work by spinning, and
-their allocators. Here each has its process, and they take turns, so that a busy moment of the
-machine meets all of them.
+Engines in one process disturb each other: their threads spin while they wait, and their allocators
+differ. Here each has its own process, and they take turns, so a busy moment of the machine affects
+all of them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from relayquant.base.storage.files import TEMPORARY, open_temporary_folder, writ
 from relayquant.errors import ModelError
 
 SCRIPT = Path(__file__).with_name("engine_process.py")
-#: characters of what a process wrote to stderr that a message repeats
+#: characters of a process's stderr that a message repeats
 TAIL = 500
 
 
 class Engine(Enum):
-    """What runs a model; its value is the name of the package."""
+    """An engine that runs a model. Its value is the package name."""
 
     RELAYQUANT = "relayquant"
     ONNXRUNTIME = "onnxruntime"
@@ -41,31 +41,31 @@ class Engine(Enum):
 
 @dataclass(frozen=True)
 class Contender:
-    """A model as one engine takes it: a library that `export_library` wrote, an ONNX file, or one
-    of OpenVINO.
+    """A model for one engine: a library that `export_library` wrote, an ONNX file or an OpenVINO
+    file.
     """
 
     engine: Engine
     path: Path
-    is_float: bool = False  #: to be computed in float32
+    is_float: bool = False  #: whether to compute in float32
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that a process has in memory: its own and those of files, engine and model included."""
+    """Resident bytes of a process, including the engine, the model and file pages."""
 
     now: int
-    peak: int  #: at most since it began
+    peak: int  #: maximum since the process started
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Times of those that ran, and why others did not.
+    """Times of the engines that ran, and why others failed.
 
     Attributes:
         latencies: Name -> times.
-        failures: Name -> the engine's own words.
-        memory: Name -> what its process had when all was timed.
+        failures: Name -> the engine's message.
+        memory: Name -> memory of its process after all were timed.
     """
 
     latencies: Mapping[str, Latency]
@@ -74,7 +74,7 @@ class Comparison:
 
 
 class EngineProcess:
-    """A process in which an engine has loaded one model; ends with the `with` block."""
+    """A process with one engine and one loaded model. Ends with the `with` block."""
 
     def __init__(self, contender: Contender, inputs: Path, threads: int) -> None:
         self.contender = contender
@@ -118,7 +118,7 @@ class EngineProcess:
         self.stderr.close()
 
     def wait_ready(self) -> None:
-        """Return when the model has run once.
+        """Wait until the model has run once.
 
         Raises:
             ModelError: the engine cannot load or run it.
@@ -128,12 +128,12 @@ class EngineProcess:
             raise ModelError(f"{self.contender.path.name}: {answer['error']}", code="RQ504")
 
     def take_turn(self) -> Sequence[Timing]:
-        """Timed runs of one turn; see `latency.measure_turns`."""
+        """Return the timed runs of one turn. See `latency.measure_turns`."""
         self.send({"turn": TURN})
         return [(passed, cpu) for passed, cpu in self.receive()]
 
     def read_memory(self) -> Memory:
-        """What the process has now; zeros where the system is not Linux."""
+        """Return the memory of the process now. Zeros if the system is not Linux."""
         self.send({"memory": True})
         return Memory(*self.receive())
 
@@ -144,10 +144,10 @@ class EngineProcess:
             pipe.write(json.dumps(message) + "\n")
             pipe.flush()
         except BrokenPipeError:
-            pass  # it has ended: `receive` says how
+            pass  # The process has ended: `receive` reports how.
 
     def receive(self) -> Any:
-        """The next answer.
+        """Return the next answer.
 
         Raises:
             ModelError: the process has ended.
@@ -174,17 +174,17 @@ def measure_engines(
     threads: int,
     rounds: int,
 ) -> Comparison:
-    """Time each contender in a process of its own, in `rounds` turns.
+    """Time each contender in its own process, in `rounds` turns.
 
     Args:
         contenders: Name -> model and engine.
         inputs: Input -> array, in the order of the model's inputs.
-        threads: What each engine is told to use.
+        threads: Number of threads for each engine.
         rounds: Turns of each, >= 1.
 
     Raises:
-        ModelError: an engine ended while it was timed. One that cannot load its model is among the
-            failures.
+        ModelError: an engine ended while it was timed. An engine that cannot load its model is
+            listed in the failures.
     """
     failures: dict[str, str] = {}
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Analysis: how far two arrays are apart, summed over batches."""
+"""Analysis: the difference of two arrays, summed over batches."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: Elements that are summed at a time: they stay in the cache, and are too few for BLAS to wake its
-#: threads, which takes longer than the sum.
+#: Elements that are summed at a time. They stay in the cache, and they are too few for BLAS to wake
+#: its threads, which takes longer than the sum.
 BLOCK = 1 << 13
 
 
 @dataclass(frozen=True)
 class ErrorSums:
-    """Running sums of one value over all batches; everything in float64."""
+    """Running sums of one value over all batches, in float64."""
 
     count: int = 0
     signal: float = 0.0  #: sum of x^2
@@ -24,7 +24,7 @@ class ErrorSums:
     largest: float = 0.0  #: max of |y - x|
 
     def update(self, expected: np.ndarray, got: np.ndarray) -> ErrorSums:
-        """The sums with one more pair of arrays of one shape."""
+        """Return the sums with one more pair of arrays of equal shape."""
         x, y = expected.reshape(-1), got.reshape(-1)
         sums = np.zeros(5)
         largest = self.largest
@@ -46,18 +46,18 @@ class ErrorSums:
 
     @property
     def sqnr(self) -> float:
-        """10 log10(signal / noise) in dB; inf when nothing differs."""
+        """10 log10(signal / noise) in dB. inf if nothing differs."""
         if self.noise == 0:
             return float("inf")
         return float(10 * np.log10(max(self.signal, 1e-300) / self.noise))
 
     @property
     def cosine(self) -> float:
-        """Cosine of the angle between both; 1 when both are 0."""
+        """The cosine of the angle between both. 1 if both are 0."""
         norm = np.sqrt(self.signal * self.energy)
         return float(self.dot / norm) if norm > 0 else float(self.signal == self.energy)
 
     @property
     def mean(self) -> float:
-        """Mean absolute error."""
+        """The mean absolute error."""
         return self.absolute / max(self.count, 1)

@@ -1,4 +1,4 @@
-"""What lint finds."""
+"""A finding of lint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from relayquant.base.arguments import check_fields
 
 
 class Severity(enum.Enum):
-    """How sure and how bad a finding is."""
+    """Severity of a finding."""
 
     ERROR = "error"  #: calibration would refuse the data
     WARNING = "warning"  #: the quantized model is likely to be bad
@@ -21,11 +21,13 @@ class Severity(enum.Enum):
 class Finding:
     """One thing that looks wrong.
 
-    Attributes: severity: See `Severity`. check: Name of the check: "data", "constant", "outliers",
-        "scale", "layout", "channel", "order", "normalization", "labels", "batch", "samples",
-        "growth", "duplicates".
-        where: Name of the input, "" for the data set as a whole. what: What was seen. advice: What
-        to do.
+    Attributes:
+        severity: See `Severity`.
+        check: Name of the check: "data", "constant", "outliers", "scale", "layout", "channel",
+            "order", "normalization", "labels", "batch", "samples", "growth", "duplicates".
+        where: Name of the input, "" for the whole data set.
+        what: What was seen.
+        advice: What to do.
     """
 
     severity: Severity

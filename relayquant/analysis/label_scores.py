@@ -1,6 +1,4 @@
-"""Beside lint: float module + pictures + labels -> how often it is right, as the pictures are and
-prepared in other known ways.
-"""
+"""Helper of lint: float module + pictures + labels -> accuracy, also with other preprocessing."""
 
 from __future__ import annotations
 
@@ -21,28 +19,28 @@ from relayquant.errors import DataError, format_count
 from relayquant.ir.dialect.cost import count_macs
 from relayquant.ir.rewrite import Graph
 
-#: samples that every way is tried on; the best few are then tried on `MOST_SAMPLES`
+#: samples for the first trial of every preprocessing; the best few are then tried on `MOST_SAMPLES`
 FIRST_SAMPLES, MOST_SAMPLES, FINALISTS = 64, 512, 3
-#: Probability of a gain by chance, above which it is none: of a dozen ways, one is better than that
-#: by chance in 1 of 100 cases.
+#: A gain counts if its probability by chance is below this. A dozen preprocessings are tried: one
+#: of them looks better by chance in 1 of 100 cases.
 CHANCE = 0.001
-#: samples that a score has to be measured on, to be compared with another
+#: samples that a score needs, to be compared with another score
 FEWEST_SAMPLES = 30
-#: Standard errors between two shares, one of them of a dozen, that are not by chance. The same
-#: samples are in both, which makes the true error smaller.
+#: A difference between two shares counts from this number of standard errors on, because the best
+#: of a dozen is compared. Both shares use the same samples, so the true error is smaller.
 CLEAR_ERRORS = 3.0
-#: multiply-adds that `find_better_score` may take
+#: multiply-adds that `find_better_score` may spend
 REVIEW_WORK = 3e11
 
 
 @dataclass(frozen=True, eq=False)
 class PictureInput:
-    """The one input of a model that takes pictures, as a data set fills it.
+    """The only input of a model for pictures, as a data set fills it.
 
     Attributes:
         name: The input.
         axis: The channel axis.
-        given: How the pictures look prepared.
+        given: The preprocessing that the pictures seem to have.
         forms: Other ways to prepare them.
     """
 
@@ -52,14 +50,16 @@ class PictureInput:
     forms: tuple[PixelForm, ...]
 
     def convert(self, batch: Batch, form: PixelForm) -> Batch:
-        """A batch, prepared in another way."""
+        """Convert a batch to another preprocessing."""
         return {self.name: self.given.convert(batch[self.name], self.axis, form)}
 
 
 def find_picture_input(
     inputs: Sequence[InputInfo], batches: Sequence[Batch]
 ) -> PictureInput | None:
-    """None where the model takes something else, or its channels do not vary."""
+    """Find the picture input. None if the model takes something else, or if its channels do not
+    vary.
+    """
     if len(inputs) != 1 or len(inputs[0].shape) != 4 or not inputs[0].dtype.startswith("float"):
         return None
     name, shape = inputs[0].name, inputs[0].shape
@@ -80,14 +80,15 @@ def find_picture_input(
 
 
 def check_labels(prepared: tvm.IRModule, dataset: Any, labels: Any) -> list[Finding]:
-    """What labels say of the data: how often the float model is right, and whether it is clearly
-    more often so with pictures prepared in another way, or with labels that count from 1.
+    """Check data with labels: accuracy of the float model, and whether a change makes it clearly
+    better.
 
-    Clearly: of the samples on which both differ, more than chance explains (McNemar's exact test).
+    The changes are another preprocessing of pictures, and labels that count from 1. Clearly better:
+    McNemar's exact test on the samples with different results.
 
     Raises:
-        DataError: labels are no integers, or not as many as samples; or the first output holds no
-            scores.
+        DataError: labels are not integers, their number differs from the number of samples, or the
+            first output holds no scores.
     """
     labels = np.asarray(labels).reshape(-1)
     if labels.dtype.kind not in "iu":
@@ -110,16 +111,16 @@ def check_labels(prepared: tvm.IRModule, dataset: Any, labels: Any) -> list[Find
     samples = sum(map(len, answers))
     if len(labels) != samples:
         raise DataError(
-            f"lint got {format_count(len(labels), 'label')} for {format_count(samples, 'sample')}; "
-            "allowed: one for each, in the order of the data.",
+            f"lint got {format_count(len(labels), 'label')} for "
+            f"{format_count(samples, 'sample')}; allowed: one for each sample, in the same order.",
             code="RQ302",
         )
     scored = sum(map(count_samples, kept))
     labels, given = labels[:scored], np.concatenate(answers)[:scored]
     right = given == labels
     what = (
-        f"the float model gives the label of {int(right.sum())} of "
-        f"{format_count(scored, 'sample')} ({right.mean():.1%})."
+        f"the float model is right on {int(right.sum())} of {format_count(scored, 'sample')} "
+        f"({right.mean():.1%})."
     )
     score = Finding(Severity.INFO, "labels", "", what, "Expect as much as its authors say.")
     picture = find_picture_input(inputs, kept)
@@ -145,7 +146,7 @@ def check_labels(prepared: tvm.IRModule, dataset: Any, labels: Any) -> list[Find
     seen = f" (which look prepared as {picture.given.text!r})" if picture.given.text else ""
     what = (
         f"the float model is right on {right.mean():.1%} of {format_count(scored, 'picture')} as "
-        f"they are{seen}, and on {better.mean():.1%} prepared as {form.text!r}."
+        f"given{seen}, and on {better.mean():.1%} prepared as {form.text!r}."
     )
     advice = f"Preprocess as in training: --preprocess {form.text}."
     return [score, Finding(Severity.WARNING, "normalization", picture.name, what, advice)]
@@ -157,16 +158,16 @@ def find_better_score(
     measure: Callable[[list[list[np.ndarray]]], float],
     score: float,
 ) -> tuple[PictureInput, PixelForm, float] | None:
-    """A way to prepare the pictures of a data set with which the float model has a clearly better
-    score, and that; None if there is none, or the score is no share of the samples.
+    """Find the preprocessing with which the float model has a clearly better score, and that score.
 
-    Those that differ least from what the pictures are come first, as many as `REVIEW_WORK` allows.
+    None if there is none, or if the score is not a share of the samples. Preprocessings that differ
+    least from the given one are tried first, as many as `REVIEW_WORK` allows.
 
     Args:
         prepared: The float module.
-        data: What `score` was measured on.
+        data: The data that `score` was measured on.
         measure: Outputs of every batch -> score.
-        score: With the pictures as they are.
+        score: Score of the pictures as given.
     """
     samples = sum(map(count_samples, data))
     if samples < FEWEST_SAMPLES or not 0 <= score < 1 or not is_whole(score * samples):
@@ -190,12 +191,12 @@ def find_better_score(
 
 
 def is_whole(value: float) -> bool:
-    """Whether a number is an integer, but for rounding."""
+    """Whether a number is an integer, up to rounding."""
     return abs(value - round(value)) < 1e-3
 
 
 def take_batches(batches: Sequence[Batch], samples: int) -> Iterator[Batch]:
-    """The first batches, which hold so many samples."""
+    """Return the first batches with at least `samples` samples."""
     passed = 0
     for batch in batches:
         if passed >= samples:
@@ -205,15 +206,15 @@ def take_batches(batches: Sequence[Batch], samples: int) -> Iterator[Batch]:
 
 
 def find_answers(model: EagerModule, names: Sequence[str], batch: Batch) -> np.ndarray:
-    """Where the first output is largest, for each sample of a batch.
+    """Return the position of the largest value in the first output, for each sample of a batch.
 
     Raises:
-        DataError: it holds no scores.
+        DataError: the output holds no scores.
     """
     output = model.run("main", [batch[name] for name in names])[0]
     samples = count_samples(batch)
     if output.dtype.kind in "iu" and output.size == samples:
-        return output.reshape(-1)  # the model's own arg max
+        return output.reshape(-1)  # the model has its own arg max
     if output.ndim < 2 or len(output) != samples or output.size < 2 * samples:
         raise DataError(
             f"The first output has shape {output.shape} for {format_count(samples, 'sample')}; "
@@ -224,7 +225,7 @@ def find_answers(model: EagerModule, names: Sequence[str], batch: Batch) -> np.n
 
 
 def is_clearly_better(right: np.ndarray, before: np.ndarray) -> bool:
-    """Whether more is right than before, and not by chance: the exact test of McNemar."""
+    """Whether more samples are right than before, and not by chance (McNemar's exact test)."""
     gained = int(np.count_nonzero(right & ~before))
     lost = int(np.count_nonzero(before & ~right))
     differing = gained + lost

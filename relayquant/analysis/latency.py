@@ -1,4 +1,4 @@
-"""Analysis: how long runs take; contenders take turns, as the machine may have other users."""
+"""Analysis: how long runs take. Contenders take turns, because the machine may have other users."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from relayquant.analysis.engine_process import time_turn
 from relayquant.base.arguments import check_arguments
 from relayquant.errors import ConfigError, format_count
 
-#: Seconds before each turn, so that the thread pool of the contender before has stopped spinning.
+#: Seconds before each turn, so that the previous contender's thread pool has stopped spinning.
 PAUSE = 0.01
 #: Seconds that one turn of a contender lasts at least.
 TURN = 0.02
@@ -23,10 +23,10 @@ class Latency:
     """Seconds of one run, over all timed runs.
 
     Attributes:
-        best, median: Of the time that passed.
-        cpu: Median of the CPU time of the whole process, which a busy machine hardly changes; with
-            several threads it holds their waiting too, as far as they spin.
-        runs: Timed runs.
+        best, median: Wall-clock time.
+        cpu: Median CPU time of the whole process. A busy machine hardly changes it. With several
+            threads it includes the time that they spin.
+        runs: Number of timed runs.
     """
 
     best: float
@@ -35,7 +35,7 @@ class Latency:
     runs: int
 
 
-#: of one timed run: seconds that passed, and CPU seconds of its process
+#: of one timed run: wall seconds and CPU seconds of its process
 Timing = tuple[float, float]
 
 
@@ -43,14 +43,14 @@ Timing = tuple[float, float]
 def measure_latency(
     contenders: Mapping[str, Callable[[], object]], rounds: int = 20
 ) -> dict[str, Latency]:
-    """Time functions that do one run each, in turns, so that a busy moment meets all of them.
+    """Time functions that do one run each, in turns, so that a busy moment affects all of them.
 
     Args:
-        contenders: Name -> function, which copies as little as the program that it stands for.
-        rounds: Turns of each; one takes 0.02 s or a run, whichever is longer.
+        contenders: Name -> function. It should copy as little as the real program.
+        rounds: Turns of each. One turn takes 0.02 s or one run, whichever is longer.
 
     Raises:
-        ConfigError: no round, or nobody to take it.
+        ConfigError: `rounds` < 1, or no contenders.
     """
     if rounds < 1 or not contenders:
         raise ConfigError(
@@ -59,7 +59,7 @@ def measure_latency(
             code="RQ101",
         )
     for run in contenders.values():
-        run()  # the first run allocates
+        run()  # The first run allocates.
 
     def bind_turn(run: Callable[[], object]) -> Callable[[], list[Timing]]:
         return lambda: time_turn(run, TURN)
@@ -70,10 +70,10 @@ def measure_latency(
 def measure_turns(
     contenders: Mapping[str, Callable[[], Sequence[Timing]]], rounds: int
 ) -> dict[str, Latency]:
-    """Let contenders take `rounds` >= 1 turns, so that a busy moment meets all: name -> times.
+    """Let contenders take `rounds` >= 1 turns and return their times by name.
 
     Args:
-        contenders: Name -> function that takes one turn, here or in another process.
+        contenders: Name -> function that takes one turn, in this process or another one.
         rounds: Turns of each.
     """
     timings: dict[str, list[Timing]] = {name: [] for name in contenders}

@@ -1,8 +1,8 @@
-"""lint: float module + data set -> what looks wrong with the calibration data, before it is used.
+"""lint: float module + data set -> problems of the calibration data, found before it is used.
 
-Every check is a heuristic that says what it saw; each states its threshold, and where the threshold
-is from. They are measured on models with data preprocessed as their authors say, and on the same
-data broken on purpose.
+Every check is a heuristic. Each states its threshold and the source of the threshold. The
+thresholds were measured on models with their authors' preprocessing, and on the same data broken on
+purpose.
 """
 
 from __future__ import annotations
@@ -30,49 +30,50 @@ from relayquant.stages.calibration.subgraphs import build_function, collect_ance
 from relayquant.stages.preparation import prepare_module
 from relayquant.stages.preparation.norms import NormStatistics, read_norm_statistics
 
-#: fewer samples than this are few; ranges of activations settle within some hundred
+#: fewer samples than this are too few; ranges of activations settle within a few hundred
 FEW_SAMPLES = 16
-#: the largest magnitude, over the 99.9th percentile of those that are not 0
+#: largest magnitude / 99.9th percentile of the magnitudes that are not 0
 OUTLIER_RATIO = 20.0
-#: how much the second half of the samples may widen the range of the first
+#: how much the second half of the samples may widen the range of the first half
 GROWTH = 0.1
-#: share of samples that may be copies of others
+#: share of samples that may be copies of other samples
 DUPLICATES = 0.1
-#: Bias over spread of the first layer (see `check_scale`). Eight models on their own data: 0.0007
-#: (MNIST on 0..255, without input scaling), else 0.10 to 5.8; on data 255 times too small 26 to
-#: 1500, too large 0.0006 to 0.04.
+#: Bias / spread of the first layer (see `check_scale`). Eight models on their own data: 0.10 to
+#: 5.8, except MNIST on 0..255 without input scaling: 0.0007. On data 255 times too small: 26 to
+#: 1500. On data 255 times too large: 0.0006 to 0.04.
 BIAS_TOO_LARGE, BIAS_TOO_SMALL = 20.0, 0.05
-#: spread of the first layer's results above which they are far from unit scale; on fitting data it
-#: was 0.25 to 1.1
+#: Above this spread, the first layer's results are far from unit scale. On fitting data the spread
+#: was 0.25 to 1.1.
 LARGE_SPREAD = 5.0
-#: Roughness of an image read in the other layout over that as it is (see `check_layout`):
-#: photographs 1.8 to 2.2, scrambled ones 0.2 to 0.54.
+#: Roughness of an image read in the other layout / roughness as given (see `check_layout`).
+#: Photographs: 1.8 to 2.2. Scrambled ones: 0.2 to 0.54.
 ROUGHNESS_RATIO = 0.7
-#: Spread of a first layer's results over that of the training data, where a batch norm behind it
-#: remembers that: 0.43 to 1.01 on fitting data of four networks, 0.21 and less on data that is too
-#: small (pixels of 0 to 1 for normalized ones), 46 and more on pixels of 0 to 255.
+#: Spread of the first layer's results / spread in training, which its batch norm stores. On fitting
+#: data of four networks: 0.43 to 1.01. On data that is too small (pixels of 0 to 1 instead of
+#: normalized ones): 0.21 and less. On pixels of 0 to 255: 46 and more.
 LEAST_SPREAD, MOST_SPREAD = 0.25, 4.0
-#: What a mean of the first layer is off by, in standard deviations of the training data, as it is
-#: over the same with channels in reverse: the differences on photographs were -0.093 to -0.056 in
-#: the right order and 0.056 to 0.093 in the wrong one, with standard errors of 0.01 to 0.04.
+#: Error of the first layer's means, in standard deviations of the training data: as given minus
+#: with reversed channels. Differences on photographs: -0.093 to -0.056 in the right order, 0.056 to
+#: 0.093 in the wrong order, with standard errors of 0.01 to 0.04.
 ORDER_DIFFERENCE, ORDER_ERRORS = 0.03, 2.0
-#: The best of other ways to prepare pictures (see `check_normalization`): its misfit over that of
-#: the data as it is, at most, and how much less it is, at least.
+#: Another preprocessing is reported (see `check_normalization`) if its misfit is at most this share
+#: of the misfit of the data as given, and lower by at least this difference.
 FORM_RATIO, FORM_DIFFERENCE = 0.6, 0.3
-#: samples that other ways are tried on, about
+#: approximate number of samples on which other preprocessings are tried
 FORM_SAMPLES = 24
-#: samples that tell the order of channels, at least
+#: minimum number of samples to check the order of channels
 ORDER_SAMPLES = 16
 #: samples that the first layer is computed on
 PROBE_SAMPLES = 64
-#: Magnitude of a sample over that of the median one, or the inverse; and how many times the usual
-#: deviation from it, where samples differ much by nature (silence and speech).
+#: A sample is odd if its magnitude differs from the median magnitude by this factor, and by this
+#: multiple of the usual deviation, since some samples differ much by nature (silence and speech).
 ODD_RATIO, ODD_DEVIATIONS = 10.0, 8.0
-#: share of the samples that may be odd: of more, none is
+#: share of the samples that may be odd; above it, none is reported
 ODD_SHARE = 0.2
 #: samples whose magnitudes are kept
 KEPT_SAMPLES = 1 << 13
-#: What torchvision subtracts and divides by, and Caffe subtracts, in the order of the channels.
+#: torchvision subtracts the mean and divides by the deviation. Caffe only subtracts. In channel
+#: order.
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CAFFE_MEAN = (103.939, 116.779, 123.68)
 #: elements of an input that are kept for percentiles
@@ -81,17 +82,17 @@ KEPT_ELEMENTS = 1 << 18
 
 @dataclass(frozen=True)
 class InputSummary:
-    """What is kept of one input while the data streams by; its size is bounded.
+    """Statistics of one input while the data streams by. The size is bounded.
 
     Attributes:
         low, high: Extremes.
-        widths: (samples, high - low) after each batch that made the range wider.
+        widths: (samples, high - low) after each batch that widened the range.
         magnitudes: Some of the magnitudes that are not 0.
-        stride: One of so many magnitudes was kept.
-        lows, highs: Extremes of each channel, (C,); empty where channels are not known.
-        sizes: Magnitude of each of the first samples: the square of the mean root, which a few
-            elements change little.
-        batches: How many of them the batches hold.
+        stride: One of every `stride` magnitudes was kept.
+        lows, highs: Extremes of each channel, (C,). Empty if the channels are not known.
+        sizes: Magnitude of each of the first samples: the squared mean root, which a few elements
+            change little.
+        batches: Number of these samples in each batch.
     """
 
     low: float = float("inf")
@@ -105,7 +106,9 @@ class InputSummary:
     batches: tuple[int, ...] = ()
 
     def update(self, array: np.ndarray, samples: int, axis: int | None = None) -> InputSummary:
-        """With one more batch, after which there are `samples`; channels are on `axis`."""
+        """Return the summary with one more batch, after which there are `samples`. Channels are
+        on `axis`.
+        """
         low, high = min(self.low, float(array.min())), max(self.high, float(array.max()))
         widths = self.widths
         if (low, high) != (self.low, self.high):
@@ -128,7 +131,7 @@ class InputSummary:
         return InputSummary(low, high, widths, magnitudes, stride, lows, highs, sizes, batches)
 
     def width_after(self, samples: int) -> float:
-        """high - low of the first samples."""
+        """Return high - low of the first samples."""
         return max((width for count, width in self.widths if count <= samples), default=0.0)
 
 
@@ -137,13 +140,13 @@ class FirstLayer:
     """A convolution or matmul with a constant bias that reads an input directly.
 
     Attributes:
-        name: Value it computes.
+        name: Name of the value that it computes.
         bias: (C,).
         axis: Channel axis of its result.
         layout: Data layout of a 2-D convolution, else "".
         mod: Function main from the input to the result before the bias.
-        result: Value with the bias.
-        channel: Axis of the input's channels; None of a matrix product.
+        result: Name of the value with the bias.
+        channel: Axis of the input's channels. None for a matrix product.
     """
 
     name: str
@@ -162,21 +165,21 @@ def lint(
     dataset: Any,
     labels: Any = None,
 ) -> list[Finding]:
-    """What looks wrong with calibration data; an empty list if nothing does.
+    """Check calibration data. Return what looks wrong; an empty list if nothing does.
 
-    Wrong data is what it looks for, so it is no error: data that `quantize` would refuse (NaN,
-    wrong shapes, no samples) is a finding of severity ERROR, and what came before it is still
-    looked at.
+    Wrong data is not an error here. Data that `quantize` would refuse (NaN, wrong shapes, no
+    samples) is a finding of severity ERROR, and the data before it is still checked.
 
     Args:
         mod, params, dataset: As for `quantize`.
-        labels: The class of each sample, (samples,) integers: then the float model is run, too,
-            also on pictures prepared in other known ways, and the first output's arg max compared.
+        labels: The class of each sample, (samples,) integers. With labels, the float model also
+            runs, on the pictures as given and with other known preprocessing, and the first
+            output's arg max is compared.
 
     Raises:
         ModelError: the model cannot be read.
-        DataError: labels are no integers, or not as many as samples, or the first output holds no
-            scores.
+        DataError: labels are not integers, their number differs from the number of samples, or the
+            first output holds no scores.
     """
     prepared, norms = prepare_module(mod, params), read_norm_statistics(mod, params)
     layers = find_first_layers(prepared)
@@ -214,8 +217,9 @@ def lint(
 
 
 def find_unchecked(mod: tvm.IRModule, params: Mapping[str, Any] | None) -> list[str]:
-    """Inputs that take pictures, of which nothing but labels tells whether they are normalized as
-    in training: no batch norm follows the first layer, or it was folded before the export.
+    """Find picture inputs whose normalization cannot be checked without labels.
+
+    No batch norm follows their first layer, or it was folded before the export.
 
     Raises:
         ModelError: the model cannot be read.
@@ -232,7 +236,9 @@ def find_unchecked(mod: tvm.IRModule, params: Mapping[str, Any] | None) -> list[
 
 
 def add_scores(findings: list[Finding], scored: list[Finding]) -> list[Finding]:
-    """Findings with what labels say: in place of the same that is only likely without them."""
+    """Add findings from labels. They replace findings on the same fact that are only likely
+    without labels.
+    """
     known = {finding.check for finding in scored}
     return [finding for finding in findings if finding.check not in known] + scored
 
@@ -240,10 +246,10 @@ def add_scores(findings: list[Finding], scored: list[Finding]) -> list[Finding]:
 def lint_samples(
     prepared: tvm.IRModule, batches: Sequence[Mapping[str, np.ndarray]]
 ) -> list[Finding]:
-    """What looks wrong with a few samples of float inputs: all of them constant or the same, far
-    outliers, another scale than that of the training data, another layout.
+    """Check a few samples of float inputs: constant or equal samples, far outliers, a scale or
+    layout different from the training data.
 
-    A small part of `lint`, for samples that are at hand; costs the first layer, in numpy.
+    A small part of `lint` for samples that are at hand. It costs the first layer, in numpy.
 
     Args:
         prepared: A prepared module.
@@ -277,9 +283,9 @@ def lint_samples(
 def measure_growth(
     mod: tvm.IRModule, params: Mapping[str, Any] | None, dataset: Any
 ) -> dict[str, list[tuple[int, float]]]:
-    """How the range of each input grows: (samples, share of the final range) where it grew.
+    """Return how the range of each input grows: (samples, share of the final range) at each growth.
 
-    A curve that is flat from some number of samples on says that more of them do not help.
+    If the curve is flat from some number of samples on, more samples do not help.
 
     Raises:
         ModelError: the model cannot be read.
@@ -298,13 +304,13 @@ def measure_growth(
 
 
 def read_batches(data: Dataset) -> Iterator[dict[str, np.ndarray]]:
-    """The batches, floats in at least single precision."""
+    """Read the batches, floats in at least single precision."""
     for batch in data:
         yield {n: a.astype("float32") if a.dtype == "float16" else a for n, a in batch.items()}
 
 
 def hash_samples(batch: Mapping[str, np.ndarray]) -> list[bytes]:
-    """One hash for each sample, over all inputs that have a batch axis."""
+    """Hash each sample over all inputs with a batch axis."""
     arrays = [array for array in batch.values() if array.ndim]
     hashes = []
     for parts in zip(*arrays, strict=False):
@@ -316,7 +322,7 @@ def hash_samples(batch: Mapping[str, np.ndarray]) -> list[bytes]:
 
 
 def check_range(name: str, dtype: str, found: InputSummary, samples: int) -> list[Finding]:
-    """Constant inputs, ranges made by a few outliers, ranges that still grow."""
+    """Check for constant inputs, ranges made by a few outliers, and ranges that still grow."""
     if found.low == found.high:
         what = f"every element is {found.low:.6g} in {format_count(samples, 'sample')}."
         advice = (
@@ -324,13 +330,16 @@ def check_range(name: str, dtype: str, found: InputSummary, samples: int) -> lis
         )
         if dtype.startswith("float"):
             return [Finding(Severity.WARNING, "constant", name, what, advice)]
-        advice = "Usual for a mask of full length or one kind of token; else check how it is read."
+        advice = (
+            "This is usual for a mask of full length and for a single kind of token. Otherwise "
+            "check how it is read."
+        )
         return [Finding(Severity.INFO, "constant", name, what, advice)]
     if not dtype.startswith("float"):
         return []
     findings = []
     largest = max(abs(found.low), abs(found.high))
-    # Of few elements, the percentile is the maximum itself.
+    # With few elements, the percentile is the maximum itself.
     if found.magnitudes.size >= 1000:
         usual = float(np.percentile(found.magnitudes, 99.9))
         if largest > OUTLIER_RATIO * usual:
@@ -353,10 +362,10 @@ def check_range(name: str, dtype: str, found: InputSummary, samples: int) -> lis
 
 
 def check_samples(samples: int, different: int) -> list[Finding]:
-    """Too few samples, or many that are the same."""
+    """Check for too few samples and for many equal samples."""
     findings = []
     if samples < FEW_SAMPLES:
-        what = f"there is no more than {format_count(samples, 'sample')}."
+        what = f"there is only {format_count(samples, 'sample')}."
         findings.append(Finding(Severity.INFO, "samples", "", what, "Use a few hundred."))
     if samples - different > DUPLICATES * samples:
         what = f"copies of others are {samples - different} of {format_count(samples, 'sample')}."
@@ -366,8 +375,8 @@ def check_samples(samples: int, different: int) -> list[Finding]:
 
 
 def check_channels(name: str, found: InputSummary) -> list[Finding]:
-    """Channels that never change among others that do, and pixels that were normalized with the
-    constants of another order.
+    """Check for constant channels among varying ones, and pixels normalized with the constants
+    of another channel order.
     """
     if found.low == found.high:
         return []
@@ -378,22 +387,25 @@ def check_channels(name: str, found: InputSummary) -> list[Finding]:
         which = f"channel {fixed[0]}" if is_one else f"channels {', '.join(map(str, fixed[:8]))}"
         values = ", ".join(f"{value:.6g}" for value in dict.fromkeys(found.lows[fixed].tolist()))
         what = f"{which} of {found.lows.size} {'is' if is_one else 'are'} {values} everywhere."
-        advice = "What it feeds gets no range: check how channels are read and put together."
+        advice = "Calibration finds no range for it: check how channels are read and put together."
         findings.append(Finding(Severity.WARNING, "channel", name, what, advice))
     mean, std = np.array(IMAGENET_MEAN), np.array(IMAGENET_STD)
     ends = (0 - mean) / std, (1 - mean) / std
     if is_between(found, ends[0][::-1], ends[1][::-1]) and not is_between(found, *ends):
         what = (
-            "its channels have the extremes of ImageNet's mean and deviation in reverse: the first "
-            "one those of blue."
+            "its channels are normalized with ImageNet's constants in reverse order: the first "
+            "channel with the constants of blue."
         )
-        advice = "Normalize red, green and blue with 0.485, 0.456, 0.406 each, then order them."
+        advice = (
+            "Normalize red with mean 0.485, green with 0.456 and blue with 0.406, then reorder "
+            "the channels."
+        )
         findings.append(Finding(Severity.WARNING, "order", name, what, advice))
     return findings
 
 
 def is_between(found: InputSummary, lows: np.ndarray, highs: np.ndarray) -> bool:
-    """Whether the extremes of the channels are these, which pixels of 0 and 255 become."""
+    """Whether the channels have the extremes that pixels of 0 and 255 would get."""
     if found.lows.size != len(lows):
         return False
     slack = PIXEL_SLACK * (highs - lows)
@@ -402,9 +414,9 @@ def is_between(found: InputSummary, lows: np.ndarray, highs: np.ndarray) -> bool
 
 
 def check_batches(name: str, found: InputSummary) -> list[Finding]:
-    """A few samples that are far larger or smaller than the others, by the batches they are in.
+    """Find a few samples that are far larger or smaller than the others, and their batches.
 
-    By the logarithm of their magnitude, against its median and the median deviation from that.
+    The logarithm of the magnitude is compared with its median and the median deviation from it.
     """
     sizes = np.array(found.sizes)
     if len(sizes) < 5 or not np.median(sizes) > 0:
@@ -422,9 +434,9 @@ def check_batches(name: str, found: InputSummary) -> list[Finding]:
     what = (
         f"{format_count(int(odd.sum()), 'sample')} of {len(sizes)}, in batch {shown}, "
         f"{'is' if odd.sum() == 1 else 'are'} of another magnitude: sample {worst} has "
-        f"{sizes[worst]:.3g}, the median one {np.median(sizes):.3g}."
+        f"{sizes[worst]:.3g}, the median is {np.median(sizes):.3g}."
     )
-    advice = "Look at it: another file, a missing step of the preprocessing, or an empty sample."
+    advice = "Check it: a wrong file, a missing preprocessing step or an empty sample."
     return [Finding(Severity.WARNING, "batch", name, what, advice)]
 
 
@@ -435,21 +447,21 @@ def check_layer(
     batches: list[np.ndarray],
     norm: NormStatistics | None = None,
 ) -> list[Finding]:
-    """What the first layer says of its input: scale, layout, order of channels."""
+    """Check an input with its first layer: scale, layout, order of channels."""
     findings = check_layout(name, layer.layout, batches)
     if norm is None or norm.mean.size != layer.bias.size or findings:
         return [*check_scale(name, layer, batches, is_caffe=is_caffe_like(found)), *findings]
     moments = measure_moments(name, layer, batches)
     wrong = check_spread(name, layer, found, moments, norm)
     if wrong and (better := find_better_form(name, layer, found, batches, norm)):
-        fits = f"Prepared as {better[1].text!r}, they would fit."
+        fits = f"With the preprocessing {better[1].text!r}, they would fit."
         wrong = [replace(finding, advice=f"{finding.advice} {fits}") for finding in wrong]
     wrong = wrong or check_normalization(name, layer, found, batches, norm)
     return wrong or check_order(name, layer, found, batches, moments, norm)
 
 
 def is_caffe_like(found: InputSummary) -> bool:
-    """Whether channels are pixels of 0 to 255 minus the mean of each, in either order."""
+    """Whether channels are pixels of 0 to 255 minus the mean of each channel, in either order."""
     for mean in (np.array(CAFFE_MEAN), np.array(CAFFE_MEAN[::-1])):
         if is_between(found, -mean, 255 - mean):
             return True
@@ -464,22 +476,22 @@ class Moments:
     squares: np.ndarray
 
     def take(self, rows: np.ndarray) -> Moments:
-        """The moments of some samples."""
+        """Return the moments of some samples."""
         return Moments(self.means[rows], self.squares[rows])
 
     def spread(self) -> np.ndarray:
-        """Standard deviation of each channel over all samples."""
+        """Return the standard deviation of each channel over all samples."""
         with np.errstate(all="ignore"):
             variance = self.squares.mean(0) - np.square(self.means.mean(0))
-        # Infinite where the layer overflowed.
+        # Infinite if the layer overflowed.
         return np.sqrt(np.where(np.isfinite(variance), np.maximum(variance, 0), np.inf))
 
 
 def measure_moments(name: str, layer: FirstLayer, batches: list[np.ndarray]) -> Moments:
-    """Of `PROBE_SAMPLES`, with the bias."""
+    """Measure the moments of `PROBE_SAMPLES` samples, with the bias."""
     means, squares, (param,) = [], [], layer.mod["main"].params
     shape = tensor_shape(param) or (0,)
-    is_single = len(shape) == 1  # one sample, with no axis for more
+    is_single = len(shape) == 1  # one sample, without a batch axis
     is_cut = not is_single and not isinstance(shape[0], int)
     count = 0
     for array in batches:
@@ -500,7 +512,7 @@ def measure_moments(name: str, layer: FirstLayer, batches: list[np.ndarray]) -> 
 def check_spread(
     name: str, layer: FirstLayer, found: InputSummary, moments: Moments, norm: NormStatistics
 ) -> list[Finding]:
-    """Whether the first layer's results vary as in training, which its batch norm remembers."""
+    """Check whether the first layer's results vary as in training, which its batch norm stores."""
     with np.errstate(all="ignore"):
         ratio = float(np.median(moments.spread() / np.maximum(norm.deviation, 1e-12)))
     if LEAST_SPREAD <= ratio <= MOST_SPREAD:
@@ -522,13 +534,18 @@ def check_normalization(
     batches: list[np.ndarray],
     norm: NormStatistics,
 ) -> list[Finding]:
-    """Whether pictures that are prepared in another known way are nearer to what the model was
-    trained on.
+    """Check whether another known preprocessing of pictures is nearer to the training data.
 
-    How far the first layer's results are from what its batch norm remembers (`measure_misfit`) was
-    0.05 to 0.27 of pictures prepared as in training, for three networks, and 0.07 more where two
-    ways hardly differ; 0.7 and more where they do. How sure the difference is say samples drawn
-    again (bootstrap).
+    `measure_misfit` compares the first layer's results with its batch norm. Measured on three
+    networks:
+
+    | pictures | misfit |
+    |---|---|
+    | prepared as in training | 0.05 to 0.27 |
+    | prepared in a way that hardly differs | 0.07 more |
+    | prepared in a way that differs | 0.7 and more |
+
+    A bootstrap over samples shows whether the difference is significant.
     """
     better = find_better_form(name, layer, found, batches, norm)
     if better is None:
@@ -536,13 +553,13 @@ def check_normalization(
     given, form, misfit, least = better
     seen = f"look prepared as {given.text!r}" if given.text else "have no known form"
     what = (
-        f"pictures prepared as {form.text!r} are nearer to what the model was trained on: against "
-        f"its batch norm, results of the first layer ({layer.name!r}) are off by {least:.2f} in "
-        f"place of {misfit:.2f} standard deviations in mean and spread. Those here {seen}."
+        f"pictures prepared as {form.text!r} are nearer to the training data: compared with its "
+        f"batch norm, results of the first layer ({layer.name!r}) are off by {least:.2f} instead "
+        f"of {misfit:.2f} standard deviations in mean and spread. The pictures given here {seen}."
     )
     advice = (
-        f"Preprocess as in training; --preprocess {form.text} tries this one, and with labels "
-        "lint says what each scores."
+        f"Preprocess as in training; --preprocess {form.text} does this. Pass labels to see the "
+        "accuracy of each preprocessing."
     )
     return [Finding(Severity.WARNING, "normalization", name, what, advice)]
 
@@ -554,8 +571,9 @@ def find_better_form(
     batches: list[np.ndarray],
     norm: NormStatistics,
 ) -> tuple[PixelForm, PixelForm, float, float] | None:
-    """(how the pictures look prepared, how they should be, misfit of each); None if no other way is
-    clearly better; see `check_normalization`.
+    """Return (preprocessing that the pictures seem to have, better preprocessing, misfit of each).
+
+    None if no other preprocessing is clearly better. See `check_normalization`.
     """
     if layer.channel is None or (found.lows >= found.highs).any():
         return None
@@ -587,7 +605,7 @@ def find_better_form(
 
 
 def take_first(batches: Sequence[np.ndarray], samples: int) -> list[np.ndarray]:
-    """The first batches, which hold so many samples."""
+    """Return the first batches with at least `samples` samples."""
     found: list[np.ndarray] = []
     for array in batches:
         if sum(map(len, found)) >= samples:
@@ -597,8 +615,10 @@ def take_first(batches: Sequence[np.ndarray], samples: int) -> list[np.ndarray]:
 
 
 def measure_misfit(moments: Moments, norm: NormStatistics) -> float:
-    """How far results are from what a batch norm remembers: the mean of what the channels' means
-    are off by, in standard deviations, and the median of what those are off by, as a logarithm.
+    """Return the distance of results from the statistics in a batch norm.
+
+    It is the mean error of the channel means, in standard deviations, plus the median error of the
+    standard deviations, as a logarithm.
     """
     used = norm.deviation > 0.05 * np.median(norm.deviation)
     shifts = np.abs(moments.means.mean(0) - norm.mean) / np.maximum(norm.deviation, 1e-12)
@@ -614,10 +634,10 @@ def check_order(
     moments: Moments,
     norm: NormStatistics,
 ) -> list[Finding]:
-    """Whether pictures with red and blue exchanged are nearer to what the model was trained on.
+    """Check whether pictures with red and blue exchanged are nearer to the training data.
 
-    The means of the first layer's results are compared with those that its batch norm remembers;
-    how sure that is say samples drawn again (bootstrap).
+    The means of the first layer's results are compared with its batch norm. A bootstrap over
+    samples shows whether the difference is significant.
     """
     channel = layer.channel
     if channel is None or found.lows.size != 3 or len(moments.means) < ORDER_SAMPLES:
@@ -628,7 +648,7 @@ def check_order(
     shape[channel] = 3
     low = found.lows.reshape(shape)
     width = found.highs.reshape(shape) - low
-    # As pixels of 0 to 1: each channel has constants of its own.
+    # Scaled to pixels of 0 to 1, because each channel has different constants.
     swapped = [(low + np.flip((x - low) / width, channel) * width).astype(x.dtype) for x in batches]
     other = measure_moments(name, layer, swapped)
     used = norm.deviation > 0.05 * np.median(norm.deviation)
@@ -645,9 +665,9 @@ def check_order(
     if difference < max(ORDER_DIFFERENCE, ORDER_ERRORS * float(errors)):
         return []
     what = (
-        f"with red and blue exchanged, its pictures are nearer to what the model was trained on: "
-        f"the first layer ({layer.name!r}) is off by {measure_shift(other.means):.2f} standard "
-        f"deviations in place of {measure_shift(moments.means):.2f}."
+        "with red and blue exchanged, its pictures are nearer to the training data: the first "
+        f"layer ({layer.name!r}) is off by {measure_shift(other.means):.2f} standard deviations "
+        f"instead of {measure_shift(moments.means):.2f}."
     )
     advice = "Reverse the channels of each picture before it is normalized (order=bgr or rgb)."
     return [Finding(Severity.WARNING, "order", name, what, advice)]
@@ -656,13 +676,13 @@ def check_order(
 def check_scale(
     name: str, layer: FirstLayer, batches: list[np.ndarray], *, is_caffe: bool = False
 ) -> list[Finding]:
-    """Whether values are of the magnitude that the model was trained on: 0..255 or 0..1.
+    """Check the magnitude of values against the training data: 0..255 or 0..1.
 
-    A layer's bias (with a batch norm, beta - gamma mean / std) is of the order of the spread of w x
-    over the data it was trained on, per channel; the median over the channels of |bias| / spread
-    tells: values too large by a factor make it small by that factor. Needs a bias; sees factors of
-    about 20 and more. Pixels minus a mean, as Caffe has them, are not called wrong: networks that
-    take them have such a first layer.
+    A layer's bias (with a batch norm: beta - gamma mean / std) is of the order of the spread of w x
+    over the training data, per channel. Values too large by a factor make |bias| / spread small by
+    that factor. The median over the channels is compared. This needs a bias and detects factors of
+    about 20 and more. Pixels minus a mean, as Caffe has them, are no warning: networks for such
+    pixels have such a first layer.
     """
     spread = measure_moments(name, layer, batches).spread()
     ratio = float(np.median(np.abs(layer.bias) / np.maximum(spread, 1e-12)))
@@ -679,7 +699,9 @@ def check_scale(
         )
         if is_caffe:
             what = "values are pixels minus the mean of each channel, without division."
-            advice = "Right for networks of Caffe (blue first) and TF-Slim (red first) alone."
+            advice = (
+                "This is right only for networks of Caffe (blue first) and TF-Slim (red first)."
+            )
             return [Finding(Severity.INFO, "scale", name, what, advice)]
         advice += " Ignore this if the model was trained on such values."
         return [Finding(Severity.WARNING, "scale", name, what, advice)]
@@ -687,10 +709,10 @@ def check_scale(
 
 
 def check_layout(name: str, layout: str, batches: list[np.ndarray]) -> list[Finding]:
-    """Whether images were reshaped from one layout to the other, not transposed.
+    """Check whether images were reshaped from one layout to the other instead of transposed.
 
-    The shape fits then, but neighbours are not neighbours any more: read in the other layout, the
-    image is smoother. Only for 2 to 4 channels and images of at least 8 x 8.
+    The shape fits then, but neighbours are no longer neighbours: the image is smoother when read in
+    the other layout. Only for 2 to 4 channels and images of at least 8 x 8.
     """
     if layout not in ("NCHW", "NHWC"):
         return []
@@ -712,19 +734,19 @@ def check_layout(name: str, layout: str, batches: list[np.ndarray]) -> list[Find
     wrong = "NHWC" if layout == "NCHW" else "NCHW"
     axes = "0, 3, 1, 2" if layout == "NCHW" else "0, 2, 3, 1"
     what = f"its images look like {wrong} data in the {layout} shape that the model takes."
-    advice = f"Use x.transpose({axes}) in place of reshape."
+    advice = f"Use x.transpose({axes}) instead of reshape."
     return [Finding(Severity.WARNING, "layout", name, what, advice)]
 
 
 def measure_roughness(images: np.ndarray) -> float:
-    """Mean difference of neighbours over the standard deviation; (N, C, H, W)."""
+    """Return the mean difference of neighbours / standard deviation of images (N, C, H, W)."""
     x = images.astype("float64")
     steps = np.abs(np.diff(x, axis=-1)).mean() + np.abs(np.diff(x, axis=-2)).mean()
     return float(steps / max(x.std(), 1e-30))
 
 
 def find_first_layers(mod: tvm.IRModule) -> dict[str, FirstLayer]:
-    """Input -> its first layer, in a prepared module; inputs without one are left out."""
+    """Map each input of a prepared module to its first layer. Inputs without one are left out."""
     graph = Graph(mod)
     found = {}
     for param in graph.func.params:
@@ -737,7 +759,7 @@ def find_first_layers(mod: tvm.IRModule) -> dict[str, FirstLayer]:
 
 
 def read_first_layer(graph: Graph, param: relax.Var, var: relax.Var) -> FirstLayer | None:
-    """The layer that `var` is the result of, if it has the form of one and a bias."""
+    """Return the layer that computes `var`, if it is a layer with a bias."""
     call, op = graph.call_of(var), graph.op_name(var)
     is_layer = op in ("relax.nn.conv1d", "relax.nn.conv2d", "relax.matmul")
     if (

@@ -1,7 +1,7 @@
-"""Beside lint: pictures as a model gets them -> the same pictures prepared in other known ways.
+"""Helper of lint: pictures as a model gets them -> the same pictures with other preprocessing.
 
-Extremes tell how pixels of 0 to 255 became what a data set holds; then each preset can be tried on
-the model without the pictures themselves.
+The extremes tell how pixels of 0 to 255 became the values of a data set. Then each preset can be
+tried on the model without the original pictures.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import numpy as np
 
 from relayquant.data.images import PRESETS, ChannelOrder, Preprocessing
 
-#: how far from what pixels of 0 and 255 become extremes may be, as a share of their distance
+#: allowed distance of the extremes from the values of pixels 0 and 255, as a share of their range
 PIXEL_SLACK = 0.02
-#: pixels as they are, beside the presets
+#: raw pixels, in addition to the presets
 RAW = "scale=1"
 
 
 @dataclass(frozen=True, eq=False)
 class PixelForm:
-    """One way in which pixels become an input: pixel * gain + offset, by channel.
+    """A map from pixels to input values: pixel * gain + offset, by channel.
 
     Attributes:
-        text: As `--preprocess` takes it; "" where it is only known by its extremes.
+        text: In the syntax of `--preprocess`. "" if only the extremes are known.
         gain, offset: By channel, (C,) float64, in the order of the input.
         is_reversed: Whether blue is first.
     """
@@ -36,7 +36,7 @@ class PixelForm:
 
     @staticmethod
     def of(text: str, channels: int) -> PixelForm:
-        """What `Preprocessing.parse` reads, for so many channels."""
+        """Parse a `--preprocess` text for this number of channels."""
         found = Preprocessing.parse(text)
         mean, std = (np.broadcast_to(np.array(v), (channels,)) for v in (found.mean, found.std))
         return PixelForm(
@@ -45,18 +45,18 @@ class PixelForm:
 
     @property
     def ends(self) -> tuple[np.ndarray, np.ndarray]:
-        """What pixels of 0 and 255 become, by channel."""
+        """The values of pixels 0 and 255, by channel."""
         return self.offset, self.gain * 255 + self.offset
 
     def is_same(self, other: PixelForm) -> bool:
-        """Whether both give the same values, in whatever order of channels."""
+        """Whether both give the same values, in any order of channels."""
         pairs = zip(self.ends, other.ends, strict=True)
         return all(
             np.allclose(a, b, atol=1e-6) or np.allclose(a, b[::-1], atol=1e-6) for a, b in pairs
         )
 
     def convert(self, array: np.ndarray, axis: int, target: PixelForm) -> np.ndarray:
-        """An input in this form, channels on `axis`, in another."""
+        """Convert an input in this form, with channels on `axis`, to another form."""
         shape = [1] * array.ndim
         shape[axis] = -1
         pixels = (array - self.offset.reshape(shape)) / self.gain.reshape(shape)
@@ -67,7 +67,7 @@ class PixelForm:
 
 
 def list_forms(channels: int) -> list[PixelForm]:
-    """The presets that so many channels can have, and pixels as they are; of three channels both
+    """List the presets for this number of channels, and raw pixels. With three channels, in both
     orders.
     """
     texts = []
@@ -79,7 +79,7 @@ def list_forms(channels: int) -> list[PixelForm]:
 
 
 def reverse_text(text: str) -> str:
-    """The same, with the channels in the other order: `text` as `Preprocessing.parse` reads it."""
+    """Return the text for the other channel order, as `Preprocessing.parse` reads it."""
     known = Preprocessing.parse(text)
     parts = [text, "order=rgb" if known.order is ChannelOrder.BGR else "order=bgr"]
     for name, values in (("mean", known.mean), ("std", known.std)):
@@ -89,8 +89,8 @@ def reverse_text(text: str) -> str:
 
 
 def find_form(lows: np.ndarray, highs: np.ndarray, forms: Sequence[PixelForm]) -> PixelForm:
-    """How pixels became values with these extremes, by channel: the nearest of the forms; one of no
-    name where none is near.
+    """Find the form that explains these extremes by channel: the nearest known form, or one without
+    a name if none is near.
     """
     best, least = None, PIXEL_SLACK
     for form in forms:

@@ -1,8 +1,8 @@
-"""Analysis: what ONNX Runtime makes of a float model, for `engines` to compare speed with.
+"""Analysis: ONNX Runtime's int8 model of a float model. `engines` compares speed with it.
 
-The int8 model is what ONNX Runtime's own static quantization makes of the float one, with the
-settings its documentation recommends for x86: QDQ, uint8 activations, int8 weights per channel,
-MinMax, after its shape inference and graph optimization.
+It is made by ONNX Runtime's static quantization with the settings that its documentation recommends
+for x86: QDQ, uint8 activations, per-channel int8 weights, MinMax, after shape inference and graph
+optimization.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import onnx.version_converter
 
 from relayquant.errors import MissingDependencyError, ModelError
 
-#: first opset with quantization parameters per channel, which its tools need
+#: first opset with per-channel quantization parameters, which ONNX Runtime's tools need
 QDQ_OPSET = 13
 MAIN_DOMAIN = ("", "ai.onnx")
 
 
 def import_onnxruntime() -> Any:
-    """The package, with its quantization tools loaded.
+    """Import the package with its quantization tools.
 
     Raises:
         MissingDependencyError: it is not installed.
@@ -45,7 +45,7 @@ def import_onnxruntime() -> Any:
 def quantize_with_onnxruntime(
     source: Path, batches: Iterable[Mapping[str, np.ndarray]], folder: Path
 ) -> Path:
-    """Path of ONNX Runtime's int8 model of `source`, written into `folder`.
+    """Write ONNX Runtime's int8 model of `source` into `folder` and return its path.
 
     Raises:
         MissingDependencyError: onnxruntime is not installed.
@@ -55,7 +55,7 @@ def quantize_with_onnxruntime(
     tools = ort.quantization
 
     class SampleReader(tools.CalibrationDataReader):
-        """Hands the batches over one by one."""
+        """Hands out the batches one by one."""
 
         def __init__(self) -> None:
             self.batches: Iterator[Mapping[str, np.ndarray]] = iter(batches)
@@ -91,13 +91,13 @@ def quantize_with_onnxruntime(
 
 
 def convert_opset(source: Path, folder: Path) -> Path:
-    """The model, or a copy in `folder` of an opset that has QuantizeLinear per channel."""
+    """Return the model, or a copy in `folder` with an opset that has per-channel QuantizeLinear."""
     model = onnx.load(str(source))
     opset = next((each.version for each in model.opset_import if each.domain in MAIN_DOMAIN), 1)
     if opset >= QDQ_OPSET:
         return source
     converted = folder / "converted.onnx"
-    # Of IR version 3 every weight is an input too, which the converter takes for one.
+    # In IR version 3 every weight is also an input, so the converter would treat it as an input.
     weights = {tensor.name for tensor in model.graph.initializer}
     inputs = [info for info in model.graph.input if info.name not in weights]
     del model.graph.input[:]
@@ -109,7 +109,7 @@ def convert_opset(source: Path, folder: Path) -> Path:
 
 @contextmanager
 def hush_root_logger() -> Iterator[None]:
-    """The tools log advice on the root logger that their user, who is not ours, could follow."""
+    """Silence advice that the tools log on the root logger: our user cannot follow it."""
     root = logging.getLogger()
     level = root.level
     root.setLevel(logging.ERROR)

@@ -1,7 +1,6 @@
-"""Analysis: what NNCF, OpenVINO's quantizer, makes of a float model, for `engines` to compare speed
-with.
+"""Analysis: the int8 model of NNCF, OpenVINO's quantizer. `engines` compares speed with it.
 
-The int8 model is that of its defaults, the "performance" preset for CPUs.
+NNCF runs with its defaults, the "performance" preset for CPUs.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from relayquant.errors import MissingDependencyError, ModelError
 
 
 def import_openvino() -> Any:
-    """The package.
+    """Import the package.
 
     Raises:
         MissingDependencyError: it is not installed.
@@ -37,21 +36,21 @@ def import_openvino() -> Any:
 
 
 def has_nncf() -> bool:
-    """Whether NNCF can be asked for a model."""
+    """Whether NNCF is installed."""
     return importlib.util.find_spec("nncf") is not None
 
 
 def quantize_with_nncf(
     source: Path, batches: Iterable[Mapping[str, np.ndarray]], folder: Path
 ) -> Path:
-    """Path of NNCF's int8 model of an ONNX file, in OpenVINO's form, written into `folder`.
+    """Write NNCF's int8 model of an ONNX file into `folder`, in OpenVINO's format. Return its path.
 
     Raises:
         MissingDependencyError: openvino or nncf is not installed.
         ModelError: they cannot read or quantize the model.
     """
     ov = import_openvino()
-    # It shows its progress on stdout, and speaks on a logger of its own.
+    # NNCF shows progress on stdout and logs on its own logger.
     with contextlib.redirect_stdout(io.StringIO()):
         try:
             import nncf  # pyright: ignore[reportMissingImports]

@@ -1,5 +1,7 @@
-"""Analysis: the models that other engines run, for `engines` to compare speed with: the float one,
-what their own quantizer makes of it, and our integer model as `export_onnx` writes it.
+"""Analysis: models for other engines, whose speed `engines` compares.
+
+They are the float model, the int8 model of the engine's own quantizer, and our integer model as
+`export_onnx` writes it.
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ class Rival:
     """An engine to compare with.
 
     Attributes:
-        check: Fails where its package is missing.
-        quantizer: What its int8 models are called, and what makes them.
-        has_quantizer: Whether the quantizer is there; an engine can do without.
-        packages: Those whose versions its times depend on.
+        check: Raises if its package is missing.
+        quantizer: Name of its int8 models, and the function that makes them.
+        has_quantizer: Whether the quantizer is installed. An engine can run without it.
+        packages: Packages whose versions affect its times.
     """
 
     engine: Engine
@@ -45,7 +47,7 @@ class Rival:
 
 
 def has_own_quantizer() -> bool:
-    """Of an engine that brings its quantizer along."""
+    """Return True: the engine includes its quantizer."""
     return True
 
 
@@ -86,14 +88,14 @@ def prepare_rivals(
     batches: Sequence[Mapping[str, np.ndarray]],
     folder: Path,
 ) -> Rivalry:
-    """What the rivals are to run.
+    """Prepare the models that the rivals run.
 
     Args:
-        rivals: Whose packages are installed.
+        rivals: Engines with installed packages.
         source: The float model, an ONNX file.
-        qmod: The integer module, written as ONNX for all of them.
-        batches: What their quantizers calibrate on.
-        folder: For the files.
+        qmod: The integer module. All rivals get it as ONNX.
+        batches: Calibration data for their quantizers.
+        folder: Folder for the files.
     """
     contenders: dict[str, Contender] = {}
     failures: dict[str, str] = {}
@@ -115,12 +117,12 @@ def prepare_rivals(
 
 
 def list_versions(rivals: Sequence[Rival]) -> list[str]:
-    """Names and versions of what is compared, ours first: "openvino 2026.4.1"."""
+    """List names and versions of what is compared, ours first: "openvino 2026.4.1"."""
     packages = ["relayquant", *(package for rival in rivals for package in rival.packages)]
     found = []
     for package in packages:
         try:
             found.append(f"{package} {version(package)}")
         except PackageNotFoundError:
-            continue  # one that the engine can do without
+            continue  # an optional package
     return found

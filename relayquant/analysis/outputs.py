@@ -1,7 +1,7 @@
-"""outputs: float module, quantized module and a few samples -> how far apart their results are.
+"""outputs: float module, quantized module and a few samples -> the difference of their results.
 
-Both run step by step: integers in numpy (`relayquant.reference`), so that they are those of
-compiled code bit for bit, float products on the kernels that calibration has compiled already.
+Both run step by step. Integers run in numpy (`relayquant.reference`), so they equal those of
+compiled code bit for bit. Float products run on the kernels that calibration has already compiled.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from relayquant.codegen.eager import EagerModule
 from relayquant.data import count_samples
 from relayquant.ir.ledger import InterfaceValue, find_ledger
 
-#: of the mean energy of a sample, which those with less are rated by
+#: share of a sample's mean energy; samples with less are rated by it
 SILENCE = 0.01
 
 
@@ -28,15 +28,15 @@ class OutputGap:
     """One output of both modules, over all samples.
 
     Attributes:
-        sqnr: Signal to quantization noise ratio in dB; inf when nothing differs, and of integers,
-            which are answers and no amounts; -inf when the quantized module gives NaN or infinity
-            where the float one does not.
-        differing: Samples whose answer is clearly another one; see `count_differing`.
-        samples: Samples in all; 0 where an output is no answer in this sense.
-        each: Signal to noise ratio of every sample alone, dB, in order; of a batch where axis 0 of
-            the output does not count samples. Of integers, those that differ are noise.
-        margins: dB that `sqnr` may be too high and too low by, of all data of this kind; 0 where
-            the samples do not tell (`relayquant.analysis.confidence.find_margins`).
+        sqnr: Signal to quantization noise ratio in dB. inf if nothing differs, and for integer
+            outputs, which are answers and not amounts. -inf if the quantized module gives NaN or
+            infinity where the float module does not.
+        differing: Number of samples with a clearly different answer. See `count_differing`.
+        samples: Number of all samples. 0 if the output is no answer in this sense.
+        each: SQNR of each sample in dB, in order. Of each batch if axis 0 of the output does not
+            count samples. For integer outputs, differing elements are the noise.
+        margins: How many dB `sqnr` may be too high and too low for all data of this kind
+            (`relayquant.analysis.confidence.find_margins`). 0 if the samples do not tell.
     """
 
     sqnr: float
@@ -47,22 +47,22 @@ class OutputGap:
 
     @property
     def disagreement(self) -> float:
-        """Share of samples with another answer."""
+        """Share of samples with a different answer."""
         return self.differing / max(self.samples, 1)
 
     @property
     def worst(self) -> float:
-        """dB of the worst sample."""
+        """SQNR of the worst sample, dB."""
         return min(self.each, default=self.sqnr)
 
     @property
     def least(self) -> float:
-        """dB that the output is not likely to fall below in data of this kind."""
+        """Lower bound of the SQNR in dB for data of this kind."""
         return self.sqnr - self.margins[0]
 
     @property
     def most(self) -> float:
-        """dB that the output is not likely to exceed in data of this kind."""
+        """Upper bound of the SQNR in dB for data of this kind."""
         return self.sqnr + self.margins[1]
 
 
@@ -71,11 +71,11 @@ def measure_gaps(
     quantized: tvm.IRModule,
     batches: Iterable[Mapping[str, np.ndarray]],
 ) -> list[OutputGap]:
-    """The gap of every output, in order.
+    """Measure the gap of every output, in order.
 
     Args:
         float_mod: The float module with its parameters bound.
-        quantized: Its quantized module; integers that it takes or returns are converted by the
+        quantized: Its quantized module. Integer inputs and outputs are converted with the
             parameters in its ledger.
         batches: Inputs of the float module by name.
     """
@@ -86,7 +86,7 @@ def measure_gaps(
 
 
 class GapMeter:
-    """Runs a float module and its quantized one on batch after batch; see `measure_gaps`."""
+    """Runs a float module and its quantized module on each batch. See `measure_gaps`."""
 
     def __init__(self, float_mod: tvm.IRModule, quantized: tvm.IRModule) -> None:
         self.float_mod, self.quantized = float_mod, quantized
@@ -95,7 +95,7 @@ class GapMeter:
         self.sums = GapSums()
 
     def measure(self, batch: Mapping[str, np.ndarray]) -> None:
-        """With one more batch."""
+        """Measure one more batch."""
         expected = self.first.run("main", order_inputs(self.float_mod, batch))
         inputs = order_inputs(self.quantized, self.interface.to_inputs(batch))
         got = self.interface.to_real(self.second.run("main", inputs))
@@ -108,7 +108,7 @@ class GapMeter:
 
 
 class GapSums:
-    """The gaps of all outputs, summed up over batches."""
+    """Running sums of the gaps of all outputs over batches."""
 
     def __init__(self) -> None:
         self.sums: list[ErrorSums] = []
@@ -118,7 +118,7 @@ class GapSums:
     def update(
         self, expected: Sequence[np.ndarray], got: Sequence[np.ndarray], samples: int
     ) -> None:
-        """With one more batch of so many samples: outputs of both modules in real units."""
+        """Add one batch of `samples` samples: outputs of both modules in real units."""
         self.sums = self.sums or [ErrorSums()] * len(expected)
         self.counts = self.counts or [(0, 0)] * len(expected)
         self.energies = self.energies or [[] for _ in expected]
@@ -128,7 +128,7 @@ class GapSums:
             if x.dtype.kind == "f":
                 usable = np.isfinite(x)
                 self.sums[i] = self.sums[i].update(x[usable], y[usable])
-            else:  # answers, not amounts: no index is farther off than another
+            else:  # Integers are answers, not amounts: no index is farther off than another.
                 x, y = np.ones(x.shape, "float32"), np.equal(x, y).astype("float32")
             self.energies[i].append(measure_energies(x, y, samples))
 
@@ -147,8 +147,9 @@ class GapSums:
 
 
 def measure_energies(expected: np.ndarray, got: np.ndarray, samples: int) -> np.ndarray:
-    """Signal and noise of each sample, (2, samples) float64; of all of them, (2, 1), where axis 0
-    of the output does not count samples.
+    """Return signal and noise of each sample, (2, samples) float64.
+
+    (2, 1) for the whole batch if axis 0 of the output does not count samples.
     """
     rows = samples if expected.ndim and len(expected) == samples else 1
     x, y = (array.reshape(rows, -1).astype("float64") for array in (expected, got))
@@ -158,8 +159,10 @@ def measure_energies(expected: np.ndarray, got: np.ndarray, samples: int) -> np.
 
 
 def rate_samples(energies: Sequence[np.ndarray]) -> tuple[float, ...]:
-    """dB of each sample. A sample that is nearly silent counts with `SILENCE` of the mean signal:
-    its noise is nobody's loss.
+    """Return the SQNR of each sample in dB.
+
+    A sample that is nearly silent is rated with `SILENCE` of the mean signal, because its noise
+    does not matter.
     """
     signal, noise = np.concatenate(energies, axis=1)
     floor = max(SILENCE * signal.mean(), 1e-300)
@@ -169,17 +172,19 @@ def rate_samples(energies: Sequence[np.ndarray]) -> tuple[float, ...]:
 
 
 def order_inputs(mod: tvm.IRModule, batch: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """Inputs by name in the order of the parameters of main."""
+    """Return inputs by name in the order of the parameters of main."""
     return [batch[param.name] for param in mod["main"].params]
 
 
 def count_differing(expected: np.ndarray, got: np.ndarray) -> tuple[int, int]:
-    """(samples with clearly another answer, samples) of an output (N, K, 1, ...) with K >= 2
-    scores; (0, 0) of any other float output.
+    """Return (samples with a clearly different answer, samples) of an output.
 
-    Another answer is clear when the float model rates the class that the integer model puts first
-    less than half way from its mean score to its best: near ties, and neighbours in an embedding,
-    do not count. Of integers (an arg max inside of the model) every element is an answer.
+    Float outputs must be scores (N, K, 1, ...) with K >= 2. (0, 0) for any other float output. In
+    an integer output (an arg max inside the model) every element is an answer.
+
+    An answer is clearly different if the float model rates the integer model's first class less
+    than half way from its mean score to its best score. Near ties, and neighbours in an embedding,
+    do not count.
     """
     if expected.dtype.kind != "f":
         return int(np.count_nonzero(expected != got)), expected.size
@@ -197,25 +202,25 @@ def count_differing(expected: np.ndarray, got: np.ndarray) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Interface:
-    """What main of a quantized module takes and returns: floats, or integers with parameters."""
+    """Inputs and outputs of a quantized module's main: floats, or integers with parameters."""
 
     inputs: Mapping[str, InterfaceValue]
     outputs: tuple[InterfaceValue, ...]
 
     @staticmethod
     def of(quantized: tvm.IRModule) -> Interface:
-        """From the module's ledger; all float when it has none."""
+        """Read it from the module's ledger. All float without a ledger."""
         ledger = find_ledger(quantized)
         if ledger is None:
             return Interface({}, ())
         return Interface({value.name: value for value in ledger.inputs}, ledger.outputs)
 
     def to_inputs(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Inputs of the float module as the quantized one takes them."""
+        """Convert inputs of the float module to inputs of the quantized module."""
         return {name: self.to_input(name, array) for name, array in batch.items()}
 
     def to_input(self, name: str, array: np.ndarray) -> np.ndarray:
-        """One input; arrays that have the integer dtype already pass through."""
+        """Convert one input. Arrays that already have the integer dtype pass through."""
         value = self.inputs.get(name)
         if value is None or not value.scale or array.dtype == value.dtype:
             return array
@@ -224,7 +229,7 @@ class Interface:
         return np.clip(steps + value.zero_point[0], low, high).astype(value.dtype)
 
     def to_real(self, results: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Results of the quantized module in the units of the float one's."""
+        """Convert results of the quantized module to the units of the float module."""
         real = list(results)
         for i, value in enumerate(self.outputs[: len(real)]):
             if value.scale:

@@ -1,8 +1,9 @@
-"""Analysis: what this machine can do at most, the measure of how good a kernel is.
+"""Analysis: the peak integer rate of this machine, as a yardstick for kernels.
 
-LLVM must not see that the products repeat: it would compute them once, before the loop, and leave
-additions. Where the product is an instruction of its own every sum has another word of activations,
-and the weights come from memory, elsewhere with each iteration: one load for all the sums.
+LLVM must not see that the products repeat. Otherwise it computes them once, before the loop, and
+leaves only additions. If the ISA has a separate product instruction, every sum has a different word
+of activations. The weights come from memory, from a new address in each iteration: one load for all
+the sums.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from relayquant.codegen.kernels.emit import (
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.isa.select import select_isa
 
-#: Vectors of weights that are read in turns: they stay in the first-level cache.
+#: Vectors of weights that are read in turns. They stay in the first-level cache.
 WEIGHTS = 8
-#: Symmetric weights of 8 bits, as layers have them by default.
+#: Symmetric 8-bit weights, as layers have them by default.
 SYMMETRIC = np.array([-127, 127], "int8")
-#: Dot products per call: long enough that the call itself does not count.
+#: Dot products per call: long enough that the call overhead does not count.
 ITERATIONS = 20_000
 
 
 def measure_peak(target: Target, seconds: float = 0.2) -> float:
-    """10^9 integer operations per second of one core: dot products in registers, nothing else.
+    """Measure 10^9 integer operations per second of one core: dot products in registers only.
 
-    A multiply-add is two operations. `target` must be one this machine can run. The best of many
-    runs within `seconds`, by CPU time, so that a busy machine matters little.
+    A multiply-add is two operations. This machine must be able to run `target`. Returns the best of
+    many runs within `seconds` by CPU time, so a busy machine matters little.
     """
     call, operations = compile_peak(target)
     call()
@@ -51,7 +52,7 @@ def measure_peak(target: Target, seconds: float = 0.2) -> float:
 
 
 def compile_peak(target: Target) -> tuple[Callable[[], None], int]:
-    """What `measure_peak` runs, and the integer operations of one call."""
+    """Compile the function of `measure_peak`, and count the integer operations of one call."""
     isa = choose_peak_isa(target)
     sums = count_sums(isa)
     func = build_peak(isa, sums)
@@ -68,14 +69,16 @@ def compile_peak(target: Target) -> tuple[Callable[[], None], int]:
 
 
 def choose_peak_isa(target: Target) -> Isa:
-    """The instructions of convolutions with symmetric weights."""
+    """Return the instructions for convolutions with symmetric weights."""
     return select_isa(target).for_weights(SYMMETRIC).for_convolution("uint8")
 
 
 def count_sums(isa: Isa) -> int:
-    """Independent sums that fit the registers, with an operand for each unless they can share it.
+    """Count the independent sums that fit into the registers, with one operand each unless they
+    share it.
 
-    Sums of fused products need many to hide the latency; others wait for an addition only.
+    Sums with fused products need many of them to hide the latency. Other sums only wait for an
+    addition.
     """
     if isa.is_fused:
         return min(isa.accumulators, 24) // isa.pixels
@@ -84,7 +87,7 @@ def count_sums(isa: Isa) -> int:
 
 
 def build_peak(isa: Isa, count: int) -> PrimFunc:
-    """PrimFunc(x, w, y): `count` independent sums of dot products, `ITERATIONS` each."""
+    """Build PrimFunc(x, w, y): `count` independent sums of dot products, `ITERATIONS` each."""
 
     def body() -> None:
         lanes = isa.accumulator_lanes

@@ -1,4 +1,4 @@
-"""Analysis: where the time of a compiled module goes, kernel call by kernel call."""
+"""Analysis: time of a compiled module, for each kernel call."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from relayquant.base.runtime import CompileModule, Executor, as_tensor
 from relayquant.ir.dialect.cost import MACS_ATTR
 from relayquant.ir.rewrite.graph import static_size
 
-#: The pass behind which every call of a kernel has its final name and still its value's name.
+#: After this pass every kernel call has its final name and still the name of its value.
 LAST_NAMED_PASS = "relayquant.ScheduleFunctions"
 
-#: Calls of kernels: with a result of their own, or into one that is there.
+#: Calls of kernels: with a new result, or into an existing buffer.
 KERNEL_CALLS = frozenset({"relax.call_tir", "relax.call_tir_inplace"})
 #: Functions of TVM's virtual machine itself.
 MACHINE_PREFIX = "vm.builtin."
@@ -27,12 +27,12 @@ MACHINE_PREFIX = "vm.builtin."
 
 @dataclass(frozen=True)
 class KernelSite:
-    """One call of a kernel in function main.
+    """One call site of a kernel in function main.
 
     Attributes:
         value: Name of the value it computes, which comes from the model.
-        kernel: Name of the function; equal operators share one.
-        macs: Multiply-adds of one call, a symbolic batch counted as 1; 0 where nobody counted them.
+        kernel: Name of the function. Equal operators share one.
+        macs: Multiply-adds of one call, with a symbolic batch counted as 1. 0 if unknown.
     """
 
     value: str
@@ -42,11 +42,11 @@ class KernelSite:
 
 @dataclass(frozen=True)
 class OperatorTime:
-    """Time of one call of a kernel.
+    """Time of one kernel call.
 
     Attributes:
-        value, kernel: See `KernelSite`; the value is empty where the call could not be matched.
-        seconds: Median of one call, less what an empty call takes under the same watch.
+        value, kernel: See `KernelSite`. The value is empty if the call could not be matched.
+        seconds: Median time of one call, minus the time of an empty call measured in the same way.
         macs: Multiply-adds of one call at the batch that was run.
     """
 
@@ -57,7 +57,7 @@ class OperatorTime:
 
     @property
     def gops(self) -> float:
-        """10^9 operations per second; a multiply-add is two."""
+        """10^9 operations per second. A multiply-add is two operations."""
         return 2 * self.macs / self.seconds / 1e9 if self.seconds else 0.0
 
 
@@ -66,8 +66,8 @@ class Profile:
     """Where the time of a run goes.
 
     Attributes:
-        operators: The calls of kernels, in the order they ran.
-        total: Median seconds of a run that nothing watches.
+        operators: The kernel calls, in execution order.
+        total: Median seconds of a run without instrumentation.
         machine_calls: Calls that the virtual machine makes for itself: memory, shapes.
     """
 
@@ -77,22 +77,22 @@ class Profile:
 
     @property
     def outside(self) -> float:
-        """Seconds of a run that no kernel accounts for; of separate runs, so it may be below 0."""
+        """Seconds of a run outside kernels. Separate runs are compared, so it may be below 0."""
         return self.total - sum(operator.seconds for operator in self.operators)
 
 
 def compile_with_sites(
     mod: tvm.IRModule, compile_module: CompileModule
 ) -> tuple[Any, tuple[KernelSite, ...]]:
-    """(executable, the kernel calls of main in order) of a module.
+    """Compile a module and return (executable, the kernel calls of main in order).
 
-    `compile_module` must use this package's pipeline; with any other there are no sites.
+    `compile_module` must use this package's pipeline. With any other pipeline there are no sites.
     """
     seen: list[tvm.IRModule] = []
 
     @pass_instrument
     class KeepModule:
-        """Keeps the module behind the last pass that names values."""
+        """Keeps the module after the last pass that names values."""
 
         def run_after_pass(self, after: tvm.IRModule, info: Any) -> None:
             if info.name == LAST_NAMED_PASS:
@@ -104,7 +104,7 @@ def compile_with_sites(
 
 
 def list_sites(mod: tvm.IRModule) -> tuple[KernelSite, ...]:
-    """The calls of kernels in main in order."""
+    """List the kernel calls in main, in order."""
     sites = []
     for block in mod["main"].body.blocks:
         for binding in block.bindings:
@@ -140,7 +140,7 @@ def profile_executable(
     inputs: Sequence[np.ndarray],
     runs: int = 20,
 ) -> Profile:
-    """Time every call of a kernel in what `compile_with_sites` gave for a module.
+    """Time every kernel call in the results of `compile_with_sites`.
 
     Args: as for `profile_module`.
     """
@@ -150,7 +150,7 @@ def profile_executable(
     main(*tensors)
     times = [time_calls(executor, tensors) for _ in range(runs)]
     totals = []
-    executor = Executor(executable)  # a new machine: an instrument cannot be taken away
+    executor = Executor(executable)  # a new machine, because an instrument cannot be removed
     main = executor.vm["main"]
     for _ in range(runs + 1):
         start = time.perf_counter()
@@ -160,7 +160,7 @@ def profile_executable(
     batch = int(inputs[0].shape[0]) if has_symbolic_batch(mod) else 1
     names = [name for name, _ in times[0]]
     is_machine = [name.startswith(MACHINE_PREFIX) for name in names]
-    # The shortest of the machine's own calls does nothing: what it takes is the watch.
+    # The shortest of the machine's own calls does nothing. Its time is the cost of measuring.
     empty = min((s for s, own in zip(seconds, is_machine, strict=True) if own), default=0.0)
     operators = tuple(
         OperatorTime(site.value, name, max(float(spent - empty), 0.0), site.macs * batch)
@@ -171,7 +171,7 @@ def profile_executable(
 
 
 def time_calls(executor: Executor, tensors: Sequence[Any]) -> list[tuple[str, float]]:
-    """(function, seconds) of every call that one run of main makes."""
+    """Return (function, seconds) of every call in one run of main."""
     calls: list[tuple[str, float]] = []
     started = 0.0
 
@@ -189,7 +189,9 @@ def time_calls(executor: Executor, tensors: Sequence[Any]) -> list[tuple[str, fl
 
 
 def match_sites(names: Sequence[str], sites: Sequence[KernelSite]) -> list[KernelSite]:
-    """The site of each call. Both are in program order; calls of the machine itself have none."""
+    """Find the call site of each call. Both are in program order. Calls of the machine itself have
+    none.
+    """
     kernels = Counter(site.kernel for site in sites)
     matched, position = [], 0
     for name in names:

@@ -1,8 +1,8 @@
-"""sensitivity: calibrated model + data -> how much damage quantizing each operator alone does.
+"""sensitivity: calibrated model + data -> the accuracy that quantizing each operator alone costs.
 
-The calibration graph runs step by step. Its parameters are variables and dtype code 0 passes values
-through, so one operator is quantized by switching on the parameters of its operands and its result,
-and nothing else; and only what is computed from these is computed again.
+The calibration graph runs step by step. Its parameters are variables, and dtype code 0 passes
+values through. One operator is quantized by setting only the parameters of its operands and result.
+Only values that depend on them are computed again.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from relayquant.stages.calibration.checkpoint import digest_batch, digest_text
 from relayquant.stages.effort import apply_effort
 from relayquant.stages.prepared import PreparedModel
 
-#: bytes of values of the float model that are kept from one measurement to the next
+#: bytes of float values that are kept from one measurement to the next
 KEPT_BYTES = 256e6
 
-#: (outputs of the float model, outputs of the quantized one) -> a number, higher is better. One
+#: (outputs of the float model, outputs of the quantized model) -> a number, higher is better. One
 #: array for each output of the model, all samples along axis 0.
 Metric = Callable[[list[np.ndarray], list[np.ndarray]], float]
 
@@ -44,8 +44,10 @@ Metric = Callable[[list[np.ndarray], list[np.ndarray]], float]
 class SensitivityRow:
     """One quantized operator.
 
-    Attributes: name, op: As in the ledger. score: What is measured at the outputs when this
-        operator alone is quantized: SQNR in dB, or the metric.
+    Attributes:
+        name, op: As in the ledger.
+        score: Measured at the outputs when only this operator is quantized: SQNR in dB, or the
+            metric.
     """
 
     name: str
@@ -55,17 +57,17 @@ class SensitivityRow:
 
 @dataclass(frozen=True)
 class SensitivityReport:
-    """Quantized operators, the one that does the most damage first; equal ones in graph order.
+    """Quantized operators, the most sensitive first. Equal scores are in graph order.
 
-    Operators that only move values (max_pool, reshape, relu on the input's grid) round nothing and
+    Data movement operators (max_pool, reshape, relu with the input's parameters) round nothing and
     have no row.
 
     Attributes:
         rows: The operators.
         score: The same measure with all of them quantized.
         metric: "SQNR [dB]", or the name of the user's metric.
-        samples: Samples that were measured.
-        prepared: The model that was measured.
+        samples: Number of measured samples.
+        prepared: The measured model.
     """
 
     rows: tuple[SensitivityRow, ...]
@@ -75,14 +77,15 @@ class SensitivityReport:
     prepared: PreparedModel = field(repr=False, compare=False)
 
     def to_mapping(self, keep: int, base: QConfigMapping | None = None) -> QConfigMapping:
-        """A mapping that keeps the `keep` worst operators in float.
+        """Return a mapping that keeps the `keep` most sensitive operators in float.
 
-        Args: keep: How many. base: What holds for the others; None: the backend's default. Pass the
-            mapping the model was prepared
-                with, if there was one.
+        Args:
+            keep: Number of operators.
+            base: Mapping for the other operators. None: the backend's default. Pass the mapping
+                that the model was prepared with, if there was one.
 
         Raises:
-            ConfigError: keep is no integer from 0 to the number of rows.
+            ConfigError: keep is not an integer from 0 to the number of rows.
         """
         if isinstance(keep, bool) or not isinstance(keep, int) or not 0 <= keep <= len(self.rows):
             raise ConfigError(
@@ -101,7 +104,7 @@ class SensitivityReport:
         return format_csv(SensitivityRow, self.rows)
 
     def _repr_html_(self) -> str:
-        """The table in a notebook."""
+        """Show the table in a notebook."""
         columns = {
             "operator": [row.name for row in self.rows],
             "op": [row.op for row in self.rows],
@@ -137,10 +140,9 @@ def measure_sensitivity(
     Args:
         prepared: A calibrated model.
         data: Inputs.
-        metric: See `Metric`; None: SQNR of the outputs, 10 log10(signal / noise), of the worst
-            output.
-        samples: Measure on the first batches that hold so many samples.
-        callbacks: Told of each operator as it is done.
+        metric: See `Metric`. None: SQNR of the worst output, 10 log10(signal / noise).
+        samples: Measure on the first batches with at least this number of samples.
+        callbacks: Called after each operator.
 
     Raises:
         ConfigError: the model is not calibrated, `samples` < 1, or the metric returns no number.
@@ -156,7 +158,7 @@ def measure_sensitivity(
         callbacks.on_progress(ProgressEvent("sensitivity", done, len(operators), unit="operator"))
     name = "SQNR [dB]" if metric is None else name_metric(metric)
     return SensitivityReport(
-        tuple(sorted(rows, key=lambda row: row.score)),  # stable: equal ones stay in order
+        tuple(sorted(rows, key=lambda row: row.score)),  # stable: equal scores stay in order
         simulation.score(operators),
         name,
         simulation.samples,
@@ -165,7 +167,7 @@ def measure_sensitivity(
 
 
 def find_rounding_operators(prepared: PreparedModel) -> tuple[OperatorPlan, ...]:
-    """Quantized operators that round something: not those that only move values."""
+    """Find quantized operators that round something. Data movement operators do not."""
     return tuple(
         operator
         for operator in prepared.plan.operators
@@ -174,16 +176,16 @@ def find_rounding_operators(prepared: PreparedModel) -> tuple[OperatorPlan, ...]
 
 
 def find_groups(operator: OperatorPlan) -> tuple[str, ...]:
-    """Keys of the parameters of its operands and its result."""
+    """Return the keys of the parameters of an operator's operands and result."""
     keys = [key for _, key in operator.operands]
     return (*keys, operator.output) if operator.output is not None else tuple(keys)
 
 
 class Simulation:
-    """The calibration graph on some data, and what the float model answers.
+    """The calibration graph on some data, with the outputs of the float model.
 
-    Values of the float model are kept, so that a run with other operators quantized begins at
-    these. They take `memory` bytes at most, whatever the data; beyond that, more is computed again.
+    Values of the float model are kept, so that a run with other operators quantized starts from
+    them. They take at most `memory` bytes for any data. Beyond that, more is computed again.
     """
 
     def __init__(
@@ -215,12 +217,14 @@ class Simulation:
         self.expected = [recording.results for recording in self.recordings]
 
     def read_batches(self) -> Iterator[list[np.ndarray]]:
-        """Inputs of each batch, in order; copies, since who yields them may use them again."""
+        """Read the inputs of each batch, in order. They are copied, because the data set may reuse
+        its arrays.
+        """
         for batch in self.data:
             yield [batch[name].copy() for name in self.prepared.graph.inputs]
 
     def digest(self, arrays: Sequence[np.ndarray]) -> str:
-        """A digest of the inputs of one batch."""
+        """Return a digest of the inputs of one batch."""
         return digest_batch(dict(zip(self.prepared.graph.inputs, arrays, strict=True)))
 
     @property
@@ -229,38 +233,38 @@ class Simulation:
         return digest_text("".join(self.digests))
 
     def note_batches(self) -> Iterator[list[np.ndarray]]:
-        """`read_batches`, which are to be the same ones when they are read again."""
+        """Read the batches and record digests, to compare them with a second reading."""
         for batch in self.read_batches():
             self.digests.append(self.digest(batch))
             yield batch
 
     def pair_batches(self) -> Iterator[tuple[Recording, list[np.ndarray]]]:
-        """Each recording with the inputs it was made of.
+        """Pair each recording with the inputs that it was made from.
 
         Raises:
-            DataError: the data set yields other batches than it did, or more, or fewer.
+            DataError: the data set yields other batches than before, or a different number.
         """
         known = zip(self.recordings, self.digests, strict=True)
         for i, (pair, batch) in enumerate(itertools.zip_longest(known, self.read_batches())):
             if pair is None or batch is None:
                 raise DataError(
                     f"The data set yielded {format_count(len(self.recordings), 'batch')} at "
-                    "first, and now another number of them. It must yield the same ones each "
-                    "time it is read.",
+                    "first, and now a different number. It must yield the same batches each time "
+                    "it is read.",
                     code="RQ303",
                 )
             recording, digest = pair
             if self.digest(batch) != digest:
                 raise DataError(
-                    f"Batch {i} of the data set is another one than it was when the data set was "
-                    "read first. It must yield the same ones, in the same order, each time it is "
-                    "read: do not shuffle (shuffle=False), nor draw augmentations at random.",
+                    f"Batch {i} of the data set  differs from the first time the data set was "
+                    "read. It must yield the same batches in the same order each time: do not "
+                    "shuffle (shuffle=False), and do not use random augmentation.",
                     code="RQ303",
                 )
             yield recording, batch
 
     def find_changes(self, quantized: Collection[OperatorPlan]) -> dict[str, np.ndarray]:
-        """Arguments of the calibration graph that quantize these operators, by name."""
+        """Return the arguments of the calibration graph that quantize these operators, by name."""
         keys = {key for operator in quantized for key in find_groups(operator)} & set(
             self.parameters
         )
@@ -277,10 +281,10 @@ class Simulation:
         return changed
 
     def run(self, quantized: Collection[OperatorPlan]) -> Iterator[list[np.ndarray]]:
-        """Outputs for each batch with these operators quantized, the others in float.
+        """Run each batch with these operators quantized and the others in float.
 
-        The operators may be those of another plan of the same model; parameters that only it has
-        pass through.
+        The operators may come from another plan of the same model. Parameters that only that plan
+        has pass through.
         """
         variation = self.replay.vary(self.find_changes(quantized))
         if variation.inputs:
@@ -292,7 +296,7 @@ class Simulation:
         )
 
     def score(self, quantized: Collection[OperatorPlan]) -> float:
-        """SQNR in dB of the worst output, or the metric.
+        """Return the metric, or the SQNR in dB of the worst output.
 
         Raises:
             ConfigError: the metric returns no number.
@@ -304,7 +308,7 @@ class Simulation:
         return apply_metric(self.metric, self.expected, got)
 
     def sqnr(self, quantized: Collection[OperatorPlan]) -> float:
-        """SQNR in dB of the worst output, whatever the metric."""
+        """Return the SQNR in dB of the worst output, whatever the metric is."""
         sums: list[ErrorSums] = []
         with limit_blas():
             for expected, got in zip(self.expected, self.run(quantized), strict=True):
@@ -314,7 +318,7 @@ class Simulation:
 
 
 def check_metric(metric: Any) -> None:
-    """Raise ConfigError if it cannot be called with two arguments."""
+    """Raise ConfigError if the metric cannot be called with two arguments."""
     allowed = (
         "allowed: a function (float outputs, quantized outputs) -> number, higher is better. For "
         "labels, let it read them: lambda expected, got: (got[0].argmax(1) == labels).mean()."
@@ -324,7 +328,7 @@ def check_metric(metric: Any) -> None:
     try:
         signature = inspect.signature(metric)
     except (TypeError, ValueError):
-        return  # a built-in that does not tell: the call itself will
+        return  # a built-in function without a signature: the call itself will show
     try:
         signature.bind([], [])
     except TypeError as error:
@@ -336,17 +340,17 @@ def check_metric(metric: Any) -> None:
 
 
 def name_metric(metric: Metric) -> str:
-    """What tables and messages call it."""
+    """Name a metric for tables and messages."""
     return getattr(metric, "__name__", type(metric).__name__)
 
 
 def apply_metric(
     metric: Metric, expected: Sequence[list[np.ndarray]], got: Sequence[list[np.ndarray]]
 ) -> float:
-    """The metric of all batches.
+    """Apply the metric to all batches.
 
     Raises:
-        ConfigError: it returns no number, or fails as functions do that expect other arguments.
+        ConfigError: it returns no number, or raises an error that points to other arguments.
     """
     first, second = join_batches(expected), join_batches(got)
     contract = (
@@ -385,8 +389,9 @@ def join_batches(batches: Sequence[list[np.ndarray]]) -> list[np.ndarray]:
         if len(shapes) > 1:
             raise DataError(
                 f"Output {index} has samples of different shapes "
-                f"({', '.join(map(str, sorted(shapes)))}), so a metric cannot be given one array. "
-                "Pad the inputs to one size, or use no metric: then it is SQNR.",
+                f"({', '.join(map(str, sorted(shapes)))}), so they do not fit into one array for "
+                "the metric. Pad the inputs to one size, or leave out metric=: SQNR is measured "
+                "then.",
                 code="RQ303",
             )
         joined.append(np.concatenate(parts) if parts[0].ndim else np.stack(parts))
@@ -399,11 +404,11 @@ def add_float_lines(
     mapping: QConfigMapping,
     qconfig: QConfig | None = None,
 ) -> QConfigMapping:
-    """`mapping` with lines that keep exactly these operators in float, or give them `qconfig`.
+    """Add lines to `mapping` that keep exactly these operators in float, or give them `qconfig`.
 
-    A line by name also speaks of what is below it ("block" of "block.conv"), and a longer name wins
-    over it: where that would matter, the line counts operators of the type below the operator's
-    longest name instead. Lines that decide nothing any more are left out.
+    A line by name also applies to names below it ("block" to "block.conv"), and a longer name wins.
+    If that would match too much, the line counts operators of the type below the operator's longest
+    name instead. Lines without effect are left out.
     """
     sites = find_sites(prepared.mod, prepared.plan)
     for name in names:
@@ -412,7 +417,8 @@ def add_float_lines(
         added = mapping.set_module_name(name, qconfig)
         is_alone = not any(line.selects(other) for other in sites.values() if other is not site)
         if not is_alone or added.find_rule(site) != line:
-            # Of those as long, the one of its result: what is inside may be of our own making.
+            # Of the names of equal length, take the name of the result: names inside may be
+            # generated by us.
             longest = max(reversed(site.names), key=count_parts)
             index = site.find_order(longest) or 0
             added = mapping.set_module_name_object_type_order(longest, site.op, index, qconfig)

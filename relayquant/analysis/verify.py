@@ -1,6 +1,4 @@
-"""verify: does the compiled module compute what the numpy reference computes? Bit for bit on
-integers.
-"""
+"""verify: compare a compiled module with the numpy reference. Integers must match bit for bit."""
 
 from __future__ import annotations
 
@@ -23,12 +21,13 @@ from relayquant.ir.reference.interpreter import ExecutedBinding, record_value
 from relayquant.ir.rewrite import Graph, expose_values
 from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype
 
-#: Larger than the lower quartile by more, values are no terms of the same sums.
+#: Values that exceed the lower quartile by more are not terms of the same sums.
 MOST_TIMES = 1000
 
-#: Operators whose float32 results are the same bits in compiled code: each element is rounded as
-#: stated, or moved; norms and softmax state the order of their sums, and softmax its exponential.
-#: Others have a tolerance: sums have an order, functions are polynomials.
+#: Operators whose float32 results have the same bits in compiled code. Each element is rounded as
+#: specified, or moved. Norms and softmax specify the order of their sums, softmax also its
+#: exponential. Other operators have a tolerance, because the order of sums varies and functions are
+#: polynomials.
 EXACT = frozenset(
     f"relax.{name}"
     for name in (
@@ -44,12 +43,12 @@ EXACT = frozenset(
 
 @dataclass(frozen=True)
 class ValueDifference:
-    """One value in which compiled code and reference differ.
+    """One value that differs between compiled code and reference.
 
     Attributes:
         name: Stable name of the value.
         dtype: Its dtype.
-        mismatches: Number of elements that differ (integers: at all; floats: beyond the tolerance).
+        mismatches: Number of differing elements. Integers: not equal. Floats: beyond the tolerance.
         size: Number of elements.
         max_difference: Largest absolute difference.
     """
@@ -63,14 +62,14 @@ class ValueDifference:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """All differences, in topological order, and how many values were compared.
+    """All differences in topological order, and the number of compared values.
 
     Attributes:
         differences: Values that differ.
-        compared: How many values were compared.
-        ties: How many integers were rounded from floats that lie, within the tolerance of floats,
-            on both sides of a tie: there both may be right. What follows is compared with what
-            comes of those of the compiled code.
+        compared: Number of compared values.
+        ties: Number of integers rounded from floats that lie, within the float tolerance, on both
+            sides of a tie. Both roundings may be right. Later values are compared with results
+            computed from the compiled code's integers.
     """
 
     differences: tuple[ValueDifference, ...]
@@ -83,7 +82,7 @@ class VerifyReport:
         return not self.differences
 
     def __str__(self) -> str:
-        """One line for each value that differs, and how many were compared."""
+        """One line for each value that differs, and the number of compared values."""
         count = format_count(self.ties, "integer")
         ties = f"; floats at a tie were rounded to {count} either way" if self.ties else ""
         lines = [
@@ -101,22 +100,23 @@ class VerifyReport:
 
     @property
     def first(self) -> ValueDifference | None:
-        """The first value that differs: where to look."""
+        """The first value that differs."""
         return self.differences[0] if self.differences else None
 
 
 class Verifier:
-    """Compares compiled code with the numpy reference, on any number of inputs.
+    """Compares compiled code with the numpy reference on any number of inputs.
 
     Two compilations are compared: the module as it is, by its results, and the module with every
     integer value as an additional result, so that the first difference has a name.
 
     Args:
-        mod: The module; compiled when it is first compared, once.
+        mod: The module. Compiled at the first comparison, once.
         compile_module: Compiles for this machine.
-        rtol, atol: Tolerances of float values, by each element and by the largest of its array (of
-            `MOST_TIMES` the lower quartile of those that are not 0 at most), or 1 where that is
-            smaller: sums round by their largest terms. Integers must be equal.
+        rtol, atol: Tolerances of float values, relative to each element and to the largest element
+            of its array (at most `MOST_TIMES` the lower quartile of the elements that are not 0),
+            or to 1 if that is smaller, because sums round by their largest terms. Integers must be
+            equal.
     """
 
     def __init__(
@@ -144,11 +144,11 @@ class Verifier:
 
     @cached_property
     def compiled(self) -> Executor:
-        """The module as it is, but that the model is called main."""
+        """The module as it is, with the model's function named main."""
         return Executor(self.compile_module(self.graph.mod))
 
     def compare(self, inputs: Any) -> VerifyReport:
-        """Compare on inputs as for `relayquant.reference.run`.
+        """Compare on inputs, as for `relayquant.reference.run`.
 
         Raises:
             DataError: the inputs do not fit the module.
@@ -176,7 +176,7 @@ class Verifier:
 
 
 def as_argument(ty: Any, value: Any) -> Any:
-    """An input of type `ty` as the interpreter holds it -> as compiled code takes it."""
+    """Convert an input of type `ty` from the interpreter's form to the form for compiled code."""
     if isinstance(ty, TupleType):
         return tuple(map(as_argument, ty.fields, value))
     if isinstance(ty, relax.ShapeType):
@@ -185,7 +185,7 @@ def as_argument(ty: Any, value: Any) -> Any:
 
 
 def find_rounded(graph: Graph) -> dict[relax.Var, relax.Var]:
-    """Integers that are rounded from floats with a tolerance -> these floats."""
+    """Map integers that are rounded from floats with a tolerance to these floats."""
     loose: set[relax.Var] = set()
     rounded: dict[relax.Var, relax.Var] = {}
     for binding in graph.bindings:
@@ -210,10 +210,10 @@ def is_exact(value: relax.Expr) -> bool:
 
 
 class Ties:
-    """Takes the integers of compiled code where floats within the tolerance round to either.
+    """Adopts the compiled code's integers where floats within the tolerance can round either way.
 
     Attributes:
-        count: How many it took.
+        count: Number of adopted integers.
     """
 
     def __init__(
@@ -227,7 +227,9 @@ class Ties:
         self.count = 0
 
     def settle(self, step: ExecutedBinding) -> Any:
-        """The value of a step, with the integers of compiled code where they are as right."""
+        """Return the value of a step, with the compiled code's integers where they are equally
+        right.
+        """
         source, got = self.rounded.get(step.binding.var), self.seen.get(step.binding.var.name)
         if source is None or got is None or got.shape != step.value.shape:
             return step.value
@@ -244,8 +246,10 @@ class Ties:
 
 
 def find_slack(floats: np.ndarray, rtol: float, atol: float) -> np.ndarray:
-    """How far each of some floats may be off: by itself, and by the largest, which others that are
-    far smaller have no part in, such as the -10^9 of a mask.
+    """Return the tolerance of each float: its own part plus a part for the largest element.
+
+    Elements that are far larger than the others, such as the -10^9 of a mask, do not count as the
+    largest.
     """
     sizes = np.abs(np.where(np.isfinite(floats), floats, 0)).astype("float64")
     some = sizes[sizes > 0]
@@ -254,7 +258,9 @@ def find_slack(floats: np.ndarray, rtol: float, atol: float) -> np.ndarray:
 
 
 def find_results(graph: Graph) -> Iterator[tuple[str, np.ndarray | None]]:
-    """(name, None) of the tensors that main returns, in order; (name, value) of constants."""
+    """Return (name, None) of the tensors that main returns, in order, and (name, value) of
+    constants.
+    """
     stack: list[relax.Expr] = [graph.func.body.body]
     count = 0
     while stack:
@@ -274,7 +280,7 @@ def find_differences(
     rtol: float,
     atol: float,
 ) -> Iterator[ValueDifference]:
-    """Values whose arrays differ."""
+    """Find values whose arrays differ."""
     for name, got in pairs:
         want = expected[name]
         if got.shape != want.shape or got.dtype != want.dtype:

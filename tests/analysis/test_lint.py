@@ -204,7 +204,7 @@ def test_lint__red_and_blue_exchanged(part, shared_data):
     assert "with red and blue exchanged" in finding.what
     (finding,) = lint(*model, [((x - mean) / std)[:, ::-1].copy()])
     assert finding.check == "order"
-    assert "extremes of ImageNet's mean and deviation in reverse" in finding.what
+    assert "normalized with ImageNet's constants in reverse order" in finding.what
 
 
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])

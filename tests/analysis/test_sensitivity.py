@@ -148,7 +148,7 @@ def test_simulation__data_that_is_shuffled_is_an_error(prepared, data):
     simulation = Simulation(prepared, source)
     assert len(list(simulation.pair_batches())) == len(batches)
     order[0] = -1
-    with pytest.raises(rq.DataError, match=r"Batch 0 .* is another one.*shuffle=False"):
+    with pytest.raises(rq.DataError, match=r"Batch 0 .* differs from the first.*shuffle=False"):
         list(simulation.pair_batches())
 
 
@@ -257,5 +257,5 @@ def test_simulation__data_that_ends_earlier_the_next_time_is_an_error(prepared, 
         return iter(list(data)[: next(counts)])
 
     simulation = Simulation(prepared, open_dataset(yield_fewer, data.inputs), memory=0)
-    with pytest.raises(rq.DataError, match="the same ones each time"):
+    with pytest.raises(rq.DataError, match="the same batches each time"):
         simulation.score(find_rounding_operators(prepared))

@@ -255,7 +255,7 @@ def test_lint__pictures_and_their_classes(
     given = [str(folder / "digits.onnx"), "--data", str(pictures), "--preprocess"]
     labels = ["--labels", str(pictures / "classes.txt")]
     assert cli.main(["lint", *given, "unit", *labels]) == 0
-    assert re.search(r"the float model gives the\s+label", capsys.readouterr().out)
+    assert re.search(r"the float model is\s+right on", capsys.readouterr().out)
     assert cli.main(["lint", *given, "tflite"]) == 1
     text = capsys.readouterr().out
     assert re.search(r"^warning\s+normalization\s+image", text, re.MULTILINE)
