@@ -1,1 +1,3 @@
-"""Float module -> integer module, one stage in each folder; a stage knows no other stage."""
+"""The stages that turn a float module into an integer module, one folder each. Stages do not
+import each other.
+"""

@@ -1,5 +1,5 @@
-"""Quantized or float module and a target -> a TVM executable: what the pipeline itself runs on this
-machine, and what users deploy.
+"""Compilation: quantized or float module + target -> TVM executable. The flow compiles with it
+on this machine, and users deploy with it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from relayquant.stages.preparation import prepare_module
 
 @check_arguments
 def get_pipeline(target: Any = None) -> tvm.transform.Pass:
-    """The relax pipeline for a target, for `tvm.compile(mod, target, relax_pipeline=...)`.
+    """Return the Relax pipeline for a target: `tvm.compile(mod, target, relax_pipeline=...)`.
 
-    A float model is brought into canonical form first (batch norms folded); a quantized one is
-    already. The model keeps its name: what was `forward` is called so in the executable.
+    A float model is first brought into canonical form, with batch norms folded. A quantized model
+    is in this form already. Function names stay: `forward` is `forward` in the executable.
     """
     lowering = adapt_pipeline(make_pipeline(resolve_target(target)))
     return tvm.transform.Sequential([lowering, EXPAND_WEIGHTS])
 
 
 def adapt_pipeline(lowering: tvm.transform.Pass) -> tvm.transform.Pass:
-    """What `get_pipeline` gives, of the pipeline of a target, with calls that expand weights."""
+    """Adapt a target's pipeline as `get_pipeline` does, with calls that expand weights."""
 
     def run(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         entry = find_entry(mod)
@@ -55,24 +55,24 @@ def adapt_pipeline(lowering: tvm.transform.Pass) -> tvm.transform.Pass:
 def compile(
     mod: tvm.IRModule, target: Any = None, *, tune: bool | str | os.PathLike[str] = False
 ) -> Any:
-    """A TVM executable of a quantized or float module.
+    """Compile a quantized or float module into a TVM executable.
 
     Args:
         mod: The module; it is not changed.
-        target: None for this machine, a `tvm.target.Target`, a dict, or a string such as
-            "llvm -mcpu=cascadelake".
-        tune: Time the few best register tiles of every int8 convolution and dense layer on this
-            machine, and 3x3 convolutions with Winograd's transforms and without, instead of taking
-            what is estimated to be fastest: some seconds for a model. Results are the same, bit for
-            bit. The times are remembered in a file, by default in the cache folder of the system; a
-            path names another one.
+        target: None for this machine, a `tvm.target.Target`, a dict, or a string such as "llvm
+            -mcpu=cascadelake".
+        tune: Time candidates on this machine instead of taking the estimated fastest: the best
+            register tiles of every int8 convolution and dense layer, and 3x3 convolutions with and
+            without Winograd's transforms. This takes some seconds per model. The results are the
+            same, bit for bit. The times are stored in a file, by default in the system's cache
+            folder. Pass a path to use another file.
 
     Raises:
         ConfigError: TVM does not know the target; with `tune`, this machine cannot run code for it,
             or the file of times is damaged.
         FileError: the file of times cannot be written.
-        ModelError: TVM has no code for an operator of these types or sizes; it and its value are
-            named.
+        ModelError: TVM has no code for an operator with these dtypes or shapes. The message names
+            the operator and its value.
     """
     stop_spinning()
     resolved = resolve_target(target)
@@ -83,9 +83,9 @@ def compile(
 
 
 def build(mod: tvm.IRModule, target: Target, lowering: tvm.transform.Pass) -> MappedExecutable:
-    """What `tvm.compile` makes of a module, with what it was lowered to.
+    """Run `tvm.compile` on a module and return the executable and the lowered module.
 
-    What `lowering` gives has calls that expand weights.
+    The module from `lowering` has calls that expand weights.
     """
     lowered = []
 
@@ -100,7 +100,7 @@ def build(mod: tvm.IRModule, target: Target, lowering: tvm.transform.Pass) -> Ma
         executable = tvm.compile(mod, target, relax_pipeline=keeping, tir_pipeline=kernels)
     except RelayQuantError:
         raise
-    except Exception as error:  # of C++, of which no class of its own says what it means
+    except Exception as error:  # an error of TVM's C++ code whose class does not say what it means
         explained = explain_failure(
             mod, lambda alone: tvm.compile(alone, target, relax_pipeline=lowering)
         )
@@ -109,17 +109,17 @@ def build(mod: tvm.IRModule, target: Target, lowering: tvm.transform.Pass) -> Ma
 
 
 def compile_draft(mod: tvm.IRModule) -> Any:
-    """An executable for this machine that is run a few hundred times and thrown away.
+    """Compile an executable for this machine that runs a few hundred times and is thrown away.
 
-    LLVM at level 1: on the calibration graph of MobileNet a third less time to compile, and the
-    kernels, whose registers and vectors are laid out before LLVM sees them, as fast.
+    LLVM runs at level 1. For MobileNet's calibration graph this saves a third of the compile time.
+    The kernels are as fast, because their registers and vectors are laid out before LLVM sees them.
     """
     return compile(mod, {**host_config(), "opt-level": 1})
 
 
 def prepare_unbound(mod: tvm.IRModule) -> tvm.IRModule:
-    """`prepare_module`, in which weights that a frontend left parameters, without values, are
-    inputs.
+    """Run `prepare_module`, with weights that a frontend left as parameters without values
+    treated as inputs.
     """
     main = mod[MAIN]
     if "num_input" in (main.attrs or {}) and "params" not in main.attrs:
@@ -129,7 +129,7 @@ def prepare_unbound(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def is_float_model(mod: tvm.IRModule) -> bool:
-    """Whether a module is one that `prepare_module` takes: main in dataflow form, no integer
+    """Whether `prepare_module` accepts the module: main is in dataflow form and has no integer
     operators.
     """
     relax_functions = {

@@ -1,4 +1,4 @@
-"""How much work calibration does for accuracy: what each level of effort picks, as data."""
+"""Effort levels as data: what each level chooses for calibration."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from relayquant.stages.prepared import PreparedModel
 
 @dataclass(frozen=True)
 class EffortSettings:
-    """What a level of effort picks.
+    """The choices of one level of effort.
 
     Attributes:
-        activation: Observer of computed values, where neither the user nor the backend names one.
+        activation: Observer of computed values if neither the user nor the backend names one.
         fit: How weights are rounded and biases corrected.
-        order: When parameters are picked.
-        equalizes_layers: Whether layers are scaled against one another first, where it is worth
-            it (`stages.equalization`).
+        order: When parameters are chosen.
+        equalizes_layers: Whether layers are scaled against one another first where this pays off
+            (see `stages.equalization`).
     """
 
     activation: Observer
@@ -69,7 +69,7 @@ EFFORTS: Mapping[Effort, EffortSettings] = {
 
 
 def resolve_effort(effort: Effort | str) -> Effort:
-    """A level of effort by its value ("balanced") or the member itself.
+    """Return a level of effort from its value ("balanced") or the member itself.
 
     Raises:
         ConfigError: there is no such level.
@@ -86,12 +86,12 @@ def resolve_effort(effort: Effort | str) -> Effort:
 
 
 def choose_order(plan: Plan, calibration: Any, effort: Effort) -> Order:
-    """The level's order of calibration; topological where a callable picks parameters of values:
-    its samples then show the effect of what it picked before.
+    """Return the level's order of calibration. It is topological if a callable chooses parameters:
+    the callable's samples then include the effect of earlier choices.
 
     Args:
-        plan: Whose groups name what picks their parameters.
-        calibration: What the user passed for all activations; None: as the plan says.
+        plan: The plan. Its groups name the observers.
+        calibration: The user's observer for all activations; None: as the plan says.
         effort: The level.
     """
     pickers = [
@@ -104,12 +104,12 @@ def choose_order(plan: Plan, calibration: Any, effort: Effort) -> Order:
 
 
 def describe_choices(prepared: PreparedModel, calibration: Any, fit: FitSettings) -> dict[str, str]:
-    """What calibration works with, in words, for the ledger: {"activations": observers, "weights":
-    observers, rounding and bias correction}.
+    """Describe the choices of calibration in words for the ledger: {"activations": observers,
+    "weights": observers, rounding and bias correction}.
 
     Args:
-        prepared: The model; the groups of its plan name what picks their parameters.
-        calibration: What the user passed for all activations; None: as the plan says.
+        prepared: The model. The groups of its plan name the observers.
+        calibration: The user's observer for all activations; None: as the plan says.
         fit: How weights are fitted.
     """
     names = {
@@ -145,13 +145,12 @@ def describe_choices(prepared: PreparedModel, calibration: Any, fit: FitSettings
 def describe_observers(
     plan: Plan, calibration: Any, observers: Mapping[str, str]
 ) -> dict[str, str]:
-    """{"ranges": how many values got the range of which observer}, for the ledger; {} where nothing
-    was to choose.
+    """Return {"ranges": number of values per observer} for the ledger; {} if there was no choice.
 
     Args:
-        plan: Whose groups name what picks their parameters.
-        calibration: What the user passed for all activations; None: as the plan says.
-        observers: Group key -> observer that picked its parameters.
+        plan: The plan. Its groups name the observers.
+        calibration: The user's observer for all activations; None: as the plan says.
+        observers: Group key -> observer that chose its parameters.
     """
     pickers = [group.calibration if calibration is None else calibration for group in plan.groups]
     if not any(isinstance(picker, OutputSQNR) for picker in pickers):
@@ -165,7 +164,9 @@ def describe_observers(
 
 
 def describe_calibration(calibration: Any) -> str:
-    """An observer with the settings that are not its defaults; the name of a function."""
+    """Describe an observer by its settings that differ from the defaults, or a function by its
+    name.
+    """
     if not isinstance(calibration, Observer):
         return getattr(calibration, "__qualname__", type(calibration).__name__)
     changed = [
@@ -177,7 +178,9 @@ def describe_calibration(calibration: Any) -> str:
 
 
 def apply_effort(qconfig: QConfig, effort: Effort) -> QConfig:
-    """`qconfig` with the level's observer for the activations that a backend leaves to it."""
+    """Return `qconfig` with the level's observer for activations whose observer the backend
+    leaves open.
+    """
     observer = EFFORTS[effort].activation
     changed = {
         name: replace(config, calibration=observer)
@@ -190,8 +193,9 @@ def apply_effort(qconfig: QConfig, effort: Effort) -> QConfig:
 def default_mapping(
     backend: BackendConfig, effort: Effort, model_type: ModelType | None = None
 ) -> QConfigMapping:
-    """Every operator, or those that a model of this type has quantized, as the backend says,
-    observed as the level of effort says; without lines if the backend says nothing.
+    """Return the backend's default mapping for a model of this type, with the level's observers.
+    It selects every operator or the operators that this type of model has quantized. It has no
+    lines if the backend has no default.
     """
     mapping = QConfigMapping()
     if backend.default_qconfig is None:

@@ -1,5 +1,5 @@
-"""A model between the stages: float module, plan, calibration graph, and the parameters picked so
-far.
+"""The model between the stages: float module, plan, calibration graph and the parameters chosen
+so far.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from relayquant.errors import ConfigError, format_count
 from relayquant.ir.ledger import InterfaceValue
 from relayquant.ir.plan import Plan
 
-#: dtype code of the simulated operators that passes values through in float
+#: dtype code with which the simulated operators pass values through in float
 PASS_THROUGH = 0
 
 
 @dataclass(frozen=True, eq=False)
 class GroupVariables:
-    """Parameters of main that hold one group.
+    """Parameters of main that hold the quantization parameters of one group.
 
-    dtype code int32 (), scale float32 and zero point int32 (n,); `bounds`, where the integers use
-    less than their dtype has: the smallest and the largest of them (`limits`), float32 ().
+    The dtype code is int32 with shape (), scale is float32 and zero point int32 with shape (n,).
+    `bounds` are the smallest and the largest integer (see `limits`), float32 with shape (). They
+    exist if the integers use less than the range of their dtype.
     """
 
     key: str
@@ -44,7 +45,7 @@ class GroupVariables:
         return self.dtype, self.scale, self.zero_point, *self.bounds
 
     def arrays(self, qparams: QParams | None) -> tuple[np.ndarray, ...]:
-        """Values of the variables; None passes the value through in float."""
+        """Return values for the variables. None passes the value through in float."""
         if qparams is None:
             code, scale, zero_point, limits = PASS_THROUGH, 1.0, 0, (-np.inf, np.inf)
         else:
@@ -71,10 +72,10 @@ class FitPoint:
     """An operator whose weight is a variable.
 
     Attributes:
-        operator: Its name.
-        source: Value that becomes its data once it is rounded by the groups `roundings` (keys), one
-            after the other; () when the value is its data.
-        weight: Value that it reads as weight.
+        operator: The operator's name.
+        source: The value that becomes the operator's data after rounding by the groups `roundings`.
+        roundings: Group keys, applied one after the other. () if the value is the data itself.
+        weight: The value that the operator reads as weight.
     """
 
     operator: str
@@ -90,10 +91,10 @@ class CalibrationGraph:
     Attributes:
         mod: The module.
         variables: Parameters of main by group key.
-        inputs: Names of the model's own inputs, the first parameters of main.
+        inputs: Names of the model's inputs, the first parameters of main.
         constants: Weights and biases by "<operator>:weight" and "<operator>:bias", the last
             parameters.
-        fits: Operators with such weights, in topological order.
+        fits: Operators with variable weights, in topological order.
     """
 
     mod: tvm.IRModule
@@ -111,10 +112,10 @@ class CalibrationGraph:
         parameters: Mapping[str, QParams] | None = None,
         constants: Mapping[str, np.ndarray] | None = None,
     ) -> dict[str, np.ndarray]:
-        """What to pass for the parameters of main after the inputs, by name and in order.
+        """Return the arguments for the parameters of main after the inputs, by name and in order.
 
-        Groups without parameters pass through in float; `constants` replaces those of the float
-        model.
+        Groups without parameters pass values through in float. `constants` replace the constants of
+        the float model.
         """
         values = {}
         for key in self.variables:
@@ -124,7 +125,7 @@ class CalibrationGraph:
         return values
 
     def group_arguments(self, key: str, qparams: QParams | None) -> dict[str, np.ndarray]:
-        """Those of `arguments` that belong to one group."""
+        """Return the entries of `arguments` that belong to one group."""
         variables = self.variables[key]
         names = [var.name for var in variables.vars]
         return dict(zip(names, variables.arrays(qparams), strict=True))
@@ -132,9 +133,7 @@ class CalibrationGraph:
 
 @dataclass(frozen=True, eq=False)
 class GroupStatistics:
-    """What an observer has seen of one group in float: mergeable with what another process has
-    seen.
-    """
+    """What an observer has seen of one group in float. Two processes can merge their statistics."""
 
     observer: Any
     state: Any
@@ -142,12 +141,12 @@ class GroupStatistics:
 
 @dataclass(frozen=True)
 class TunedBatches:
-    """Batches that calibration did more with than to watch ranges: the model follows better on
-    them than on others.
+    """Batches that calibration used for more than ranges. On these batches the quantized model
+    follows the float model better than on others.
 
     Attributes:
-        judged: Their places in the data, of those that ranges were chosen by.
-        fitted: Of those that weights and biases were fitted to.
+        judged: Indices in the dataset of the batches by which ranges were chosen.
+        fitted: Indices of the batches to which weights and biases were fitted.
     """
 
     judged: tuple[int, ...] = ()
@@ -156,27 +155,26 @@ class TunedBatches:
 
 @dataclass(frozen=True, eq=False)
 class PreparedModel:
-    """What `prepare` gives, and `calibrate` once more with parameters.
+    """The result of `prepare`. `calibrate` returns it once more with parameters.
 
     Attributes:
         mod: The prepared float module.
-        plan: What is quantized and how.
+        plan: Which operators are quantized and how.
         graph: The calibration graph.
-        backend: The backend the plan was made for.
+        backend: The backend that the plan was made for.
         parameters: Group key -> parameters; empty before calibration.
-        constants: "<operator>:weight" -> weight that stands on the grid of its parameters, float32
-            in the weight's layout, and "<operator>:bias" -> corrected bias; where calibration
-            changed them.
-        inputs, outputs: What main takes and returns, with the dtypes that the user asked for.
+        constants: Constants that calibration changed. "<operator>:weight" -> weight on the grid of
+            its parameters, float32 in the weight's layout. "<operator>:bias" -> corrected bias.
+        inputs, outputs: The inputs and outputs of main, with the dtypes that the user asked for.
         mapping: The configuration that the plan was made from.
-        statistics: By group key, what observers saw in a calibration with Order.PARALLEL; empty
-            after any other: in topological order what is seen of a value depends on the parameters
-            picked before, so that the states of two processes do not belong together.
+        statistics: Group key -> what the observers saw in a calibration with Order.PARALLEL. Empty
+            after any other order: in topological order a value depends on the parameters chosen
+            before, so statistics of two processes cannot be merged.
         effort: Level of effort (`relayquant.stages.effort.Effort`), for the ledger.
-        choices: What calibration worked with, in words, for the ledger.
-        observers: By group key, the name of what picked its parameters, of all activations that
-            were calibrated.
-        tuned: The batches that more than ranges came from. Not saved with the model.
+        choices: The choices of calibration in words, for the ledger.
+        observers: Group key -> name of the observer that chose its parameters, for all activations
+            that were calibrated.
+        tuned: The batches that calibration used for more than ranges. Not saved with the model.
     """
 
     mod: tvm.IRModule
@@ -195,7 +193,7 @@ class PreparedModel:
     tuned: TunedBatches = field(default_factory=TunedBatches)
 
     def __repr__(self) -> str:
-        """A line: the ledger of what becomes of it names every operator."""
+        """Return one line. The ledger of the converted model names every operator."""
         operators = self.plan.operators
         taken = sum(operator.quantized for operator in operators)
         known = sum(group.key in self.parameters for group in self.plan.groups)
@@ -206,7 +204,7 @@ class PreparedModel:
         )
 
     def require_parameters(self) -> Mapping[str, QParams]:
-        """The parameters of all groups.
+        """Return the parameters of all groups.
 
         Raises:
             ConfigError: the model was not calibrated, or not completely.

@@ -1,4 +1,4 @@
-"""Float module + backend + configuration -> plan."""
+"""Annotation: prepared float module + backend + configuration -> plan."""
 
 from relayquant.stages.annotation.annotator import annotate
 from relayquant.stages.annotation.bias import add_biases

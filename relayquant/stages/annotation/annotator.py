@@ -1,10 +1,10 @@
-"""annotate: prepared float module -> plan. Claims operators, decides what is quantized, groups
-parameters.
+"""Entry point of annotation: prepared float module -> plan. It matches operators, decides which are
+quantized and groups the values that share parameters.
 
-An anchor (conv, matmul) is quantized wherever it may be. A follower (add, mean) is quantized when
-all its inputs are or an anchor wants its result, a connector (add, multiply, a table) only between
-quantized operators. A sharing operator (reshape, max_pool, relu) is quantized when its input is, or
-when its output is wanted as integers.
+An anchor (conv, matmul) is quantized wherever the backend allows it. A follower (add, mean) is
+quantized if all its inputs are quantized or if an anchor reads its result. A connector (add,
+multiply, a table) is quantized only between quantized operators. A sharing operator (reshape,
+max_pool, relu) is quantized if its input is, or if its output is wanted as integers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ def annotate(
     mapping: QConfigMapping,
     wanted: Collection[str] = (),
 ) -> Plan:
-    """The plan for a prepared float module; values in `wanted` are returned as integers.
+    """Return the plan for a prepared float module.
+
+    Args:
+        wanted: Names of the outputs that the module returns as integers.
 
     Raises:
         ConfigError: a line of the mapping selects nothing.
@@ -84,7 +87,9 @@ def annotate(
 
 
 def check_mapping(graph: Graph, claims: Sequence[Claim], mapping: QConfigMapping) -> None:
-    """Raise ConfigError for lines that select no operator: names are misspelt or folded away."""
+    """Raise ConfigError for lines that select no operator: the name is misspelt, or the operator
+    was folded away.
+    """
     sites = Sites(graph)
     for rule in mapping.rules:
         if rule.kind is Selector.GLOBAL or rule.optional:
@@ -102,12 +107,12 @@ def check_mapping(graph: Graph, claims: Sequence[Claim], mapping: QConfigMapping
 
 
 def find_site(sites: Sites, claim: Claim) -> OperatorSite:
-    """A claimed operator as the lines of the mapping see it."""
+    """Describe a matched operator in the form that mapping lines are compared with."""
     return sites.site(claim.vars, claim.op, claim.pattern.name if claim.pattern else "")
 
 
 def suggest_type(claims: Sequence[Claim], rule: MappingRule) -> str:
-    """A sentence with the type that a line by type may mean; "" if none is near."""
+    """Return a sentence with the type name that a line by type may mean; "" if no name is near."""
     wanted = rule.object_type or (rule.key if rule.kind is Selector.OBJECT_TYPE else "")
     names = {claim.op.removeprefix("relax.") for claim in claims} | set(RELAY_NAMES)
     names |= {claim.pattern.name for claim in claims if claim.pattern}
@@ -116,7 +121,9 @@ def suggest_type(claims: Sequence[Claim], rule: MappingRule) -> str:
 
 
 def find_fused(graph: Graph, claims: Sequence[Claim], rule: MappingRule) -> str:
-    """A sentence on the operator that a line by type means, if a pattern took it; else ""."""
+    """Return a sentence on the operator that a line by type means if a pattern absorbed that
+    operator; else "".
+    """
     wanted = rule.object_type or (rule.key if rule.kind is Selector.OBJECT_TYPE else "")
     for claim in claims:
         for var in claim.vars if wanted and claim.pattern else ():
@@ -132,7 +139,7 @@ def find_fused(graph: Graph, claims: Sequence[Claim], rule: MappingRule) -> str:
 def check_wanted(
     claims: Sequence[Claim], quantized: frozenset[relax.Var], wanted: Collection[str]
 ) -> None:
-    """Raise ConfigError for values that are wanted as integers and are computed in float."""
+    """Raise ConfigError for outputs that are wanted as integers but are computed in float."""
     for claim in claims:
         is_float = claim.root not in quantized or claim.has_float_data
         if claim.root.name in wanted and is_float:
@@ -152,13 +159,13 @@ def check_wanted(
 def decide_quantized(
     graph: Graph, claims: Sequence[Claim], wanted: Collection[str] = ()
 ) -> frozenset[relax.Var]:
-    """Roots of the operators that run on integers.
+    """Return the roots of the operators that run on integers.
 
-    Starts with all that may, and removes those that the integers of an anchor neither reach nor
-    leave for another anchor, until nothing changes.
+    Start with every operator that may be quantized. Then repeat until nothing changes: remove each
+    operator that no anchor's integers reach and that no other anchor reads.
     """
-    # With parameters of the run time, or weights in groups, an operator takes and gives float
-    # values: it stands alone.
+    # An operator with dynamic parameters or with weights in groups reads and returns float values,
+    # so it neither needs nor provides integers for its neighbours.
     alone = {claim.root for claim in claims if claim.has_float_data}
     quantized = {
         claim.root: claim for claim in claims if claim.can_quantize and claim.root not in alone
@@ -181,7 +188,9 @@ def decide_quantized(
 
 
 def find_given(graph: Graph) -> list[relax.Var]:
-    """Values that the model has as integers; a constant that it dequantizes is as any other one."""
+    """Return the values that the model already holds as integers. Constants that the model
+    dequantizes count as ordinary constants.
+    """
     return [
         var
         for var in graph.order
@@ -190,8 +199,12 @@ def find_given(graph: Graph) -> list[relax.Var]:
 
 
 def is_worthwhile(claim: Claim, available: Sequence[bool], wanted: bool) -> bool:
-    """Whether an operator should run on integers, given which inputs are there as integers and
-    whether an anchor wants its result as integers."""
+    """Decide whether an operator should run on integers.
+
+    Args:
+        available: For each input, whether it is available as integers.
+        wanted: Whether an anchor wants the result as integers.
+    """
     if claim.kind is Kind.ANCHOR:
         return True
     if claim.kind is Kind.SHARING:
@@ -207,8 +220,7 @@ def has_float_reader(
     owner: Mapping[relax.Var, relax.Var],
     quantized: Mapping[relax.Var, Claim],
 ) -> bool:
-    """Whether an operator in float reads the value: it would get what is left of it after rounding
-    to 8 bits.
+    """Whether a float operator reads the value. It would read the value after rounding to 8 bits.
 
     So the residual stream of a transformer, which layer norms read, stays in float.
     """
@@ -216,8 +228,9 @@ def has_float_reader(
 
 
 def reach_down(quantized: Iterable[Claim], given: Iterable[relax.Var]) -> set[relax.Var]:
-    """Values that an anchor's integers reach through the other quantized operators, or `given`
-    ones: those that the model has as integers.
+    """Return the values that carry integers: an anchor's result, the values that the model
+    already holds as integers (`given`), and everything computed from them by quantized
+    operators.
     """
     reached = set(given)
     for claim in quantized:  # in topological order
@@ -227,8 +240,8 @@ def reach_down(quantized: Iterable[Claim], given: Iterable[relax.Var]) -> set[re
 
 
 def reach_up(quantized: Iterable[Claim], wanted: Collection[str] = ()) -> set[relax.Var]:
-    """Values that an anchor takes as integers, or the user, directly or through the other quantized
-    operators.
+    """Return the values that an anchor or the user wants as integers, directly or through other
+    quantized operators.
     """
     reached = {claim.root for claim in quantized if claim.root.name in wanted}
     for claim in reversed(list(quantized)):

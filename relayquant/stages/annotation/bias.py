@@ -1,14 +1,14 @@
-"""Last step of annotate, where weights are fitted: module and plan -> both with a bias of zeros at
-linear operators that have none, so that calibration has where to put what rounding the weights
-changes in the mean.
+"""Last step of annotation if weights are fitted: module and plan -> both with a bias of zeros at
+linear operators that have none. Calibration later stores the bias correction there.
 
-y = linear(x, w) -> y_unbiased = linear(x, w); y = y_unbiased + 0, one number per output channel:
-the same function. In integers a bias costs nothing: kernels begin their sums with it. (Zeros that a
-model has itself stay in the canonical form, and a single number becomes one for each channel.)
+y = linear(x, w) becomes y_unbiased = linear(x, w); y = y_unbiased + 0, with one number per output
+channel. The function stays the same. A bias costs nothing in integers, because kernels initialize
+the accumulator with it. If the model itself has a bias of zeros, the canonical form keeps it and
+expands a scalar to one number per channel.
 
-The plan is not made anew. All biases are added, and who would take each operator then is asked
-once: what another row or another line of the mapping would take stays without. The others have
-their rows changed.
+The plan is not built anew. All biases are added first, and the operators are matched once more. An
+operator that another row or another line of the mapping would now match stays without a bias. The
+rows of the other operators are updated.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from relayquant.ir.rewrite.graph import constant_value, tensor_shape
 from relayquant.stages.annotation.match import UNBIASED, Claim, claim_operators
 from relayquant.stages.annotation.shared_qparams import weight_group
 
-#: products and convolutions, which take a bias
+#: products and convolutions that take a bias
 LINEAR = frozenset(
     {
         "relax.matmul",
@@ -42,21 +42,20 @@ LINEAR = frozenset(
         "relax.nn.conv2d_transpose",
     }
 )
-#: value that a product or convolution computes -> its bias
+#: maps the value of a product or convolution to its bias
 Biases = Mapping[str, np.ndarray]
 
 
 def add_biases(
     canonical: tvm.IRModule, plan: Plan, backend: BackendConfig, mapping: QConfigMapping
 ) -> tuple[tvm.IRModule, Plan]:
-    """(module, plan) with a bias per channel at every operator that the plan quantizes with a
-    constant weight; both as they are if all have one.
+    """Return (module, plan) with a bias per channel at every operator that the plan quantizes with
+    a constant weight. Both are returned unchanged if every such operator has a bias.
 
-    An operator stays without where a line of the mapping is for the pattern without a bias, where
-    another line would decide for the one with a bias, and where the backend has no row for the
-    whole of it.
-    Where data gets parameters of the run time, a bias is a float operator more, and there may be no
-    data to correct it by: those get none.
+    An operator stays without a bias in three cases: a line of the mapping selects the pattern
+    without a bias, another line would decide for the pattern with a bias, or the backend has no row
+    for the pattern with a bias. An operator whose data has dynamic parameters gets no bias either.
+    The bias would be one more float operator, and there may be no data to correct it with.
     """
     missing = find_missing_biases(Graph(canonical), plan, backend, mapping)
     if not missing:
@@ -77,7 +76,7 @@ def add_biases(
 def find_missing_biases(
     graph: Graph, plan: Plan, backend: BackendConfig, mapping: QConfigMapping
 ) -> dict[str, tuple[str, np.ndarray]]:
-    """Operator -> (value of its product or convolution, the bias that it may get)."""
+    """Map each operator without a bias to (value of its product or convolution, new bias)."""
     selected = {key for rule in mapping.rules for key in (rule.key, rule.object_type) if key}
     found: dict[str, tuple[str, np.ndarray]] = {}
     for operator in plan.operators:
@@ -92,8 +91,8 @@ def find_missing_biases(
 def find_missing_bias(
     graph: Graph, backend: BackendConfig, operator: OperatorPlan
 ) -> tuple[str, np.ndarray] | None:
-    """(value of the product or convolution, the bias that it is to have): zeros float32, shaped to
-    broadcast. None where the operator has one, or none could be corrected.
+    """Return (value of the product or convolution, bias to add). The bias is zeros in float32,
+    shaped to broadcast. None if the operator has a bias or if none could be corrected.
     """
     row = find_pattern(backend, operator.pattern) if operator.pattern else None
     if row is None or row.kind is not Kind.ANCHOR or row.accumulator_axis is None:
@@ -105,16 +104,19 @@ def find_missing_bias(
     if "bias" in match.parts or axis is None or linear is None:
         return None
     shape = tensor_shape(linear)
-    if shape is None:  # what it is added to must have its rank
+    if shape is None:  # the bias is added to a value of known rank
         return None
     channels, rank = int(shape[axis]), len(shape)
-    # Of the rank of the result, as importers write it: what else broadcasts keeps its layout.
+    # The bias gets the rank of the result, as importers write it: any other form that broadcasts
+    # keeps its layout.
     shape = [channels if i == axis else 1 for i in range(rank)] if axis < rank - 1 else [channels]
     return linear.name, np.zeros(shape, "float32")
 
 
 def find_linear(match: Match) -> relax.Var | None:
-    """The value that a matched product or convolution with a constant float32 weight computes."""
+    """Return the value that a matched product or convolution with a constant float32 weight
+    computes.
+    """
     weight = constant_value(match.parts["weight"])
     if weight is None or weight.dtype != np.float32:
         return None
@@ -126,7 +128,7 @@ def find_linear(match: Match) -> relax.Var | None:
 
 
 def insert_biases(mod: tvm.IRModule, biases: Biases) -> tuple[tvm.IRModule, dict[str, str]]:
-    """(module with these biases, value -> name of what it was before the bias is added)."""
+    """Return (module with these biases, value -> name of the value before the bias is added)."""
     sources = read_sources(mod["main"])
     products: dict[str, str] = {}
 
@@ -149,7 +151,7 @@ def insert_biases(mod: tvm.IRModule, biases: Biases) -> tuple[tvm.IRModule, dict
 
 
 def is_same(operator: OperatorPlan, claim: Claim, product: str) -> bool:
-    """Whether the planned operator with a bias is what was claimed, by the same line."""
+    """Whether the planned operator, with a bias, was matched as a whole and by the same line."""
     values = {var.name for var in claim.vars}
     is_whole = claim.kind is Kind.ANCHOR and values == {*operator.values, product}
     rule = claim.rule.description if claim.rule is not None else ""
@@ -157,8 +159,10 @@ def is_same(operator: OperatorPlan, claim: Claim, product: str) -> bool:
 
 
 def refine_plan(plan: Plan, claims: Mapping[str, Claim], products: Mapping[str, str]) -> Plan:
-    """The plan with these operators as they were claimed with a bias; `products` are the names of
-    what reads their data now. All other decisions stand.
+    """Return the plan with these operators as matched with a bias. All other decisions stay.
+
+    Args:
+        products: The new names of the values that the operators' readers read.
     """
     operators, groups = list(plan.operators), list(plan.groups)
     for i, operator in enumerate(operators):
@@ -175,7 +179,7 @@ def refine_plan(plan: Plan, claims: Mapping[str, Claim], products: Mapping[str, 
 def refine_operator(
     operator: OperatorPlan, claim: Claim, added: Collection[SharedQParams]
 ) -> OperatorPlan:
-    """The row of an operator with a bias."""
+    """Return the plan's row for an operator with a bias."""
     keys = dict(operator.operands)
     keys.update((group.constant[1], group.key) for group in added if group.constant)
     return replace(
@@ -190,7 +194,7 @@ def refine_operator(
 
 
 def group_bias(claim: Claim) -> list[SharedQParams]:
-    """The group of the bias, where it is rounded to a grid of its own."""
+    """Return the group of the bias if the bias has its own parameters."""
     if claim.qconfig is None or not claim.qconfig.has_own_bias:
         return []
     rows = [row for row in claim.operands() if row[2].role is Role.BIAS]
@@ -198,6 +202,6 @@ def group_bias(claim: Claim) -> list[SharedQParams]:
 
 
 def rename_consumers(group: SharedQParams, products: Mapping[str, str]) -> SharedQParams:
-    """The group of values whose readers have other names now."""
+    """Rename the readers of a group's values."""
     consumers = tuple(products.get(name, name) for name in group.info.consumers)
     return replace(group, info=replace(group.info, consumers=consumers))

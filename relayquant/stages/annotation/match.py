@@ -1,5 +1,5 @@
-"""First step of annotate: which pattern takes which operators, by priority, with a reason for each
-refusal.
+"""First step of annotation: graph + backend + configuration -> operators, each matched by the
+first pattern that accepts it, or kept in float with a reason.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from relayquant.ir.rewrite import Graph, Match, Skip
 from relayquant.ir.rewrite.function import read_sources
 from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype
 
-#: patterns that are named for an operator that none of them matches
+#: number of patterns named in the reason for an operator that matches none of them
 MOST_NAMES = 4
 
-#: behind the name of a value that gets a bias: what it was before
+#: suffix for the name of a value before its bias is added
 UNBIASED = "_unbiased"
 
-#: the operand that rows add to sums of products
+#: name of the operand that a row adds to the sums of products
 RESIDUAL = "residual"
 
 
 @dataclass(frozen=True, eq=False)
 class Claim:
-    """An operator of the graph: its match and QConfig if it can be quantized, else why not."""
+    """An operator of the graph: its match and QConfig if it can be quantized, else the reason."""
 
     root: relax.Var
     vars: tuple[relax.Var, ...]
@@ -55,14 +55,16 @@ class Claim:
     skip: Skip | None
     sources: tuple[str, ...]
     support: Support = Support.SERVED
-    rule: MappingRule | None = None  #: the line of the mapping that decided
-    row: PatternConfig | None = None  #: the row of the backend that took it
-    compute: str = ""  #: narrow float dtype that it is computed in
-    passed_over: tuple[PassedOver, ...] = ()  #: rows of the user's that match and did not take it
+    rule: MappingRule | None = None  #: the mapping line that decided
+    row: PatternConfig | None = None  #: the backend row that matched
+    compute: str = ""  #: narrow float dtype of the computation
+    passed_over: tuple[PassedOver, ...] = ()  #: the user's rows that match but were not used
 
     @property
     def accumulator(self) -> Accumulator | None:
-        """What holds its sums of products; None for the kernels' own, or where it has none."""
+        """The accumulator of the sums of products. None if the kernel chooses it or if there are
+        no sums.
+        """
         if self.pattern is None or self.pattern.accumulator_axis is None:
             return None
         if self.row is None or self.qconfig is None:
@@ -76,27 +78,27 @@ class Claim:
 
     @property
     def dynamic(self) -> QSpec | None:
-        """Specification of its data where that gets parameters of the run time, else None."""
+        """Specification of the data if its parameters are computed at run time, else None."""
         if self.qconfig is None or not self.can_quantize or not self.qconfig.is_dynamic:
             return None
         return self.qconfig.data.spec
 
     @property
     def grouped(self) -> QSpec | None:
-        """Specification of its weight where that is in groups, else None."""
+        """Specification of the weight if it is quantized in groups, else None."""
         if self.qconfig is None or not self.can_quantize or not self.qconfig.is_grouped:
             return None
         return self.qconfig.weight.spec
 
     @property
     def has_float_data(self) -> bool:
-        """Whether it is quantized and yet takes and gives float values."""
+        """Whether the operator is quantized but reads and returns float values."""
         return self.dynamic is not None or self.grouped is not None
 
     @property
     def kind(self) -> Kind | None:
-        """What makes the operator worth quantizing; a result that shares the input's grid moves
-        with it.
+        """The role of the operator in the decision what to quantize. An operator whose result
+        shares the parameters of its input is a sharing operator.
         """
         if self.pattern is None:
             return None
@@ -104,7 +106,7 @@ class Claim:
 
     @property
     def output(self) -> Output | None:
-        """Where the result's parameters come from: the backend's word, else the pattern's."""
+        """Where the result's parameters come from: the backend's choice, else the pattern's."""
         if self.pattern is None:
             return None
         observation = self.row.observation if self.row is not None else None
@@ -120,14 +122,14 @@ class Claim:
 
     @property
     def keeps_values(self) -> bool:
-        """Whether the operator only moves or clamps values that are on a grid, so that they stay on
-        it.
+        """Whether the operator only moves or clamps values, so that quantized values stay on
+        their grid.
         """
         return self.pattern is not None and self.pattern.output is Output.SHARED
 
     def operands(self) -> Iterator[tuple[str, relax.Expr, Operand]]:
-        """(name, expression, row) of every quantized operand; tuples are taken apart as name.0,
-        name.1.
+        """Yield (name, expression, row) for every quantized operand. A tuple is split into
+        name.0, name.1.
         """
         if self.pattern is None or self.match is None:
             return
@@ -140,7 +142,7 @@ class Claim:
                 yield operand.name, expr, operand
 
     def inputs(self) -> list[relax.Var]:
-        """Operands that are computed values."""
+        """Return the operands that are computed values."""
         return [
             expr
             for _, expr, operand in self.operands()
@@ -151,10 +153,12 @@ class Claim:
 def claim_operators(
     graph: Graph, backend: BackendConfig, mapping: QConfigMapping
 ) -> tuple[Claim, ...]:
-    """Every operator of the graph, in topological order, with the first pattern that accepts it.
+    """Match every operator of the graph, in topological order, with the first pattern that accepts
+    it.
 
-    Each part of the rows (`order_rows`) goes from the outputs to the inputs, so that the longest
-    pattern ends at the last of its operators. What no row takes is claimed alone, with the reason.
+    Each section of rows (see `order_rows`) is tried from the outputs to the inputs, so that the
+    longest pattern wins at its last operator. An operator that no row matches becomes an entry of
+    its own, with the reason.
     """
     claiming = _Claiming(graph, backend, mapping)
     for rows in order_rows(backend):
@@ -168,8 +172,8 @@ def claim_operators(
 
 
 def choose_float(claim: Claim, backend: BackendConfig) -> Claim:
-    """The claim, computed in a narrow float dtype if the configuration says so and the backend
-    can.
+    """Return the operator, computed in a narrow float dtype if the configuration asks for one
+    and the backend supports it.
     """
     config = claim.rule.qconfig if claim.rule is not None else None
     if not isinstance(config, FloatConfig) or tensor_dtype(claim.root) != "float32":
@@ -185,15 +189,15 @@ def choose_float(claim: Claim, backend: BackendConfig) -> Claim:
 
 
 class Sites:
-    """Operators as the lines of a mapping see them."""
+    """Operators in the form that mapping lines are compared with."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.sources = graph, read_nodes(graph)
 
     @cached_property
     def order(self) -> tuple[dict[str, tuple[tuple[str, ...], ...]], dict[relax.Var, int]]:
-        """(names of all operators by type, place of each value among those of its type); sums with
-        an added bias are none of the model's, and have no place.
+        """Return (names of all operators by type, index of each value among the operators of its
+        type). Additions of an added bias are not operators of the model and have no index.
         """
         peers: dict[str, list[tuple[str, ...]]] = {}
         places: dict[relax.Var, int] = {}
@@ -207,15 +211,15 @@ class Sites:
         return {op: tuple(same) for op, same in peers.items()}, places
 
     def nodes(self, variables: Sequence[relax.Var]) -> tuple[str, ...]:
-        """Names of the source model's nodes that values came from."""
+        """Return the names of the source model's nodes that the values came from."""
         return tuple(self.sources[var.name] for var in variables if var.name in self.sources)
 
     def names(self, variables: Sequence[relax.Var]) -> tuple[str, ...]:
-        """Names of values and of the nodes they came from."""
+        """Return the names of the values and of the nodes they came from."""
         return (*(var.name for var in variables), *self.nodes(variables))
 
     def site(self, variables: Sequence[relax.Var], op: str, pattern: str) -> OperatorSite:
-        """The operator that binds these values."""
+        """Describe the operator that computes these values."""
         main = next((v for v in variables if self.graph.op_name(v) == op), variables[-1])
         peers, places = self.order
         return OperatorSite(
@@ -234,7 +238,9 @@ def is_added_bias(graph: Graph, var: relax.Var) -> bool:
 
 
 def find_sites(mod: tvm.IRModule, plan: Plan) -> dict[str, OperatorSite]:
-    """The operators of a module's plan, by name, as the lines of a mapping see them."""
+    """Map the operators of a module's plan, by name, to the form that mapping lines are compared
+    with.
+    """
     graph = Graph(mod)
     sites = Sites(graph)
     return {
@@ -244,7 +250,7 @@ def find_sites(mod: tvm.IRModule, plan: Plan) -> dict[str, OperatorSite]:
 
 
 class _Claiming:
-    """State of one pass over the rows: what is claimed so far."""
+    """State of one pass over the rows: the operators matched so far."""
 
     def __init__(self, graph: Graph, backend: BackendConfig, mapping: QConfigMapping) -> None:
         self.graph, self.backend, self.mapping = graph, backend, mapping
@@ -263,13 +269,13 @@ class _Claiming:
     def find_rule(
         self, variables: Sequence[relax.Var], op: str, pattern: str
     ) -> tuple[MappingRule | None, QConfig | None]:
-        """The line that decides for an operator, and its QConfig as the backend runs it."""
+        """Return the line that decides for an operator, and its QConfig as the backend runs it."""
         rule = self.mapping.find_rule(self.sites.site(variables, op, pattern))
         qconfig = rule.qconfig if rule is not None else None
         return rule, self.backend.adapt_qconfig(qconfig) if isinstance(qconfig, QConfig) else None
 
     def try_rows(self, var: relax.Var, rows: Sequence[PatternConfig]) -> None:
-        """Let the first of some rows that accepts it claim the operator that ends at a value."""
+        """Match the operator that ends at a value with the first of the rows that accepts it."""
         if var in self.owners or self.graph.call_of(var) is None:
             return
         for row in rows:
@@ -300,7 +306,7 @@ class _Claiming:
             return
 
     def decline(self, pattern: QuantOp, match: Match) -> Skip | None:
-        """Why a row leaves a match to others; None if it takes it."""
+        """Return why a row is not used for a match; None if it is used."""
         skip = run_check(pattern, match)
         if skip is not None or not adds_residual(pattern):
             return skip
@@ -314,7 +320,7 @@ class _Claiming:
         )
 
     def name_passed_over(self) -> list[Claim]:
-        """All claims, with the user's rows that match their operators and did not take them."""
+        """Return all operators, each with the user's rows that match it but were not used."""
         passed = find_passed_over(self.graph, self.backend, self.takers, self.decline)
         if not passed:
             return self.claims
@@ -329,8 +335,10 @@ class _Claiming:
         ]
 
     def explain(self, var: relax.Var) -> Claim:
-        """The operator of a value that no row took, alone, and why: what a row says that is for it,
-        or who took another part of what this row matches; else that there is no such row.
+        """Return an entry for a value that no row matched, with the reason.
+
+        The reason comes from a row for this operator, from the operator that absorbed a part of the
+        row's match, or says that the backend has no such row.
         """
         op, nodes = call_name(self.graph.values[var]), self.sites.nodes((var,))
         for row in self.backend.patterns:
@@ -364,7 +372,7 @@ class _Claiming:
         return Claim(var, (var,), op, None, None, None, skip, nodes, support, rule)
 
     def find_matches(self, pattern: QuantOp) -> list[Match]:
-        """All matches of a pattern, the last of the graph first."""
+        """Return all matches of a pattern, the last of the graph first."""
         if pattern.name not in self.matches:
             found = (run_match(pattern, self.graph, b.var) for b in reversed(self.graph.bindings))
             self.matches[pattern.name] = [match for match in found if match is not None]
@@ -372,7 +380,7 @@ class _Claiming:
 
 
 def adds_residual(pattern: QuantOp) -> bool:
-    """Whether a computed value is added to the sums of products within the pattern."""
+    """Whether the pattern adds a computed value to the sums of products."""
     return any(operand.name == RESIDUAL for operand in pattern.operands)
 
 
@@ -383,8 +391,8 @@ def find_refusal(
     qconfig: QConfig | None,
     backend: str,
 ) -> tuple[Skip | None, Support]:
-    """Why an operator that matches a row of the backend stays in float (None: it does not), and
-    what that means.
+    """Return why an operator that matches a row of the backend stays in float, and the kind of
+    support. None if it does not stay in float.
     """
     pattern: QuantOp = row.pattern  # pyright: ignore[reportAssignmentType]
     if rule is None:
@@ -416,7 +424,7 @@ def find_refusal(
 
 
 def find_row_conflict(match: Match) -> Skip | None:
-    """Why rows of an operator's data cannot have parameters of their own; None if they can."""
+    """Return why rows of an operator's data cannot have separate parameters; None if they can."""
     if match.parts["data"].ty.shape is not None:
         return None
     return Skip(
@@ -429,8 +437,8 @@ def find_row_conflict(match: Match) -> Skip | None:
 def find_dtype_conflict(
     row: PatternConfig, pattern: QuantOp, qconfig: QConfig, backend: str
 ) -> Skip | None:
-    """Why the backend cannot run the pattern with this QConfig; None when one of its DTypeConfigs
-    fits.
+    """Return why the backend cannot run the pattern with this QConfig; None if one of its
+    DTypeConfigs fits.
     """
     conflict = row.find_conflict(qconfig, **find_roles(pattern))
     if conflict is None:
@@ -443,12 +451,12 @@ def find_dtype_conflict(
 
 
 def find_roles(pattern: QuantOp) -> dict[str, bool]:
-    """Which constant operands a pattern has."""
+    """Return the roles of the constant operands of a pattern."""
     roles = {operand.role for operand in pattern.operands}
     return {"has_weight": Role.WEIGHT in roles, "has_bias": Role.BIAS in roles}
 
 
 def read_nodes(graph: Graph) -> dict[str, str]:
-    """Value name -> name of the source model's node, as the importer recorded it."""
+    """Map each value's name to its node's name in the source model, as the importer recorded it."""
     table = read_sources(graph.func)
     return {value: row["node"] for value, row in table.items() if row.get("node")}

@@ -1,9 +1,10 @@
-"""Last step of annotate: which values carry which set of parameters, and where they are observed.
+"""Last step of annotation: quantized operators -> groups of values that share one set of
+parameters, and the points where calibration observes each group.
 
-Values joined by sharing operators carry one set. A set is observed where a value is computed; what
-only moves values afterwards keeps them on the grid. In front of a relu or clip that nothing else
-reads, observing the result instead gives a tighter range: the clamp of the quantizer does the work
-of the relu.
+Values joined by sharing operators have one set of parameters. The set is observed where a value is
+computed. An operator that only moves values keeps them on the same grid. If only a relu or clip
+reads a value, the relu's result is observed instead. This gives a tighter range, and the clamp of
+the quantizer does the work of the relu.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from relayquant.ir.rewrite.function import find_free_name
 from relayquant.ir.rewrite.graph import tensor_shape
 from relayquant.stages.annotation.match import Claim
 
-#: A value as quantized in one way.
+#: a value together with the specification it is quantized by
 Node = tuple[relax.Var, QSpec]
 
 
@@ -32,18 +33,18 @@ class Partition:
     """Disjoint sets of nodes."""
 
     def __init__(self) -> None:
-        #: of each node, in order of appearance, all nodes of its set: one list for all of them
+        #: node -> all nodes of its set, in order of appearance; the nodes of a set share one list
         self._sets: dict[Node, list[Node]] = {}
         self._order: dict[Node, int] = {}
 
     def add(self, node: Node) -> None:
-        """Know a node; a new one is a set of its own."""
+        """Add a node. A new node becomes a set with one member."""
         if node not in self._sets:
             self._sets[node] = [node]
             self._order[node] = len(self._order)
 
     def members(self, node: Node) -> list[Node]:
-        """All nodes of the node's set, in order of appearance."""
+        """Return all nodes of the node's set, in order of appearance."""
         self.add(node)
         return sorted(self._sets[node], key=self._order.__getitem__)
 
@@ -54,7 +55,7 @@ class Partition:
         return self._sets[a] is self._sets[b]
 
     def join(self, a: Node, b: Node) -> None:
-        """Make one set of two."""
+        """Merge the sets of two nodes."""
         if self.is_joined(a, b):
             return
         small, large = sorted((self._sets[a], self._sets[b]), key=len)
@@ -62,7 +63,7 @@ class Partition:
         self._sets.update(dict.fromkeys(small, large))
 
     def sets(self) -> list[list[Node]]:
-        """All sets, each in order of appearance."""
+        """Return all sets, each in order of appearance."""
         found: dict[int, list[Node]] = {}
         for node, members in self._sets.items():
             found.setdefault(id(members), []).append(node)
@@ -71,13 +72,13 @@ class Partition:
 
 @dataclass(frozen=True)
 class ValueGroups:
-    """Which values share parameters, by keys of groups.
+    """Which values share parameters, by group key.
 
     Attributes:
-        groups: In topological order.
-        operands: Operator -> (operand, key) of each that is quantized.
+        groups: The groups in topological order.
+        operands: Operator -> (operand, key) for each quantized operand.
         outputs: Operator -> key of its result.
-        value_groups: Value -> keys of its groups, the one that all consumers see first.
+        value_groups: Value -> keys of its groups. The first is the one that all consumers read.
     """
 
     groups: tuple[SharedQParams, ...]
@@ -92,12 +93,12 @@ def build_groups(
     quantized: frozenset[relax.Var],
     wanted: Collection[str] = (),
 ) -> ValueGroups:
-    """The groups of the operators that are `quantized`; results that are `wanted` as integers have
-    one in any case.
+    """Build the groups of the `quantized` operators. Results that are `wanted` as integers
+    always have a group.
     """
     planned = [claim for claim in claims if claim.root in quantized]
-    # What has parameters of the run time takes and gives float values: only its weight has a group,
-    # and that not where it has many groups of its own.
+    # An operator with dynamic parameters reads and returns float values, so only its weight has a
+    # group. A weight in groups has no entry here, because it has many sets of parameters.
     active = [claim for claim in planned if not claim.has_float_data]
     partition = Partition()
     for node in seed_nodes(active, wanted):
@@ -134,7 +135,7 @@ def group_values(
     partition: Partition,
     primary: Mapping[relax.Var, QSpec],
 ) -> tuple[list[SharedQParams], dict[Node, str]]:
-    """(a group for each set of computed values, the key of each node's group)."""
+    """Return (a group for each set of computed values, the group key of each node)."""
     shared = {claim.root: claim for claim in active if claim.kind is Kind.SHARING}
     by_root = {claim.root: claim for claim in active}
     consumers = find_consumers(active)
@@ -174,7 +175,7 @@ def group_values(
 def group_operands(
     claim: Claim, primary: Mapping[relax.Var, QSpec], key_of: Mapping[Node, str]
 ) -> tuple[tuple[tuple[str, str], ...], list[SharedQParams]]:
-    """((operand, key of its group) of each operand that is quantized, groups of the constants)."""
+    """Return ((operand, group key) for each quantized operand, groups of the constants)."""
     if claim.grouped is not None:
         return (), []
     rows: list[tuple[str, str]] = []
@@ -192,19 +193,21 @@ def group_operands(
 
 
 def activation_spec(claim: Claim) -> QSpec:
-    """How the operator wants its computed operands."""
+    """Return the specification that the operator wants for its computed operands."""
     return _qconfig(claim).tensor(Role.ACTIVATION).spec.stored
 
 
 def operand_spec(claim: Claim, primary: Mapping[relax.Var, QSpec]) -> QSpec:
-    """How the operator sees its computed operands: one that moves values, as its result is seen."""
+    """Return the specification in which the operator reads its computed operands. For a sharing
+    operator it is the specification of its result.
+    """
     if claim.kind is Kind.SHARING and claim.root in primary:
         return primary[claim.root]
     return activation_spec(claim)
 
 
 def output_spec(claim: Claim) -> QSpec:
-    """How the operator gives its result."""
+    """Return the specification of the operator's result."""
     return _qconfig(claim).tensor(Role.OUTPUT).spec.stored
 
 
@@ -215,8 +218,8 @@ def _qconfig(claim: Claim):
 
 
 def seed_nodes(active: Sequence[Claim], wanted: Collection[str] = ()) -> list[Node]:
-    """Operands of computing operators, and results that need parameters or are `wanted` as
-    integers.
+    """Return the nodes that need parameters: operands of computing operators, results with their
+    own parameters, and results that are `wanted` as integers.
     """
     nodes: list[Node] = []
     for claim in active:
@@ -231,7 +234,7 @@ def seed_nodes(active: Sequence[Claim], wanted: Collection[str] = ()) -> list[No
 
 
 def spread_sharing(active: Sequence[Claim], partition: Partition) -> None:
-    """Join input and output of sharing operators, as far as a seed reaches, in both directions."""
+    """Join inputs and outputs of sharing operators, in both directions, starting from the seeds."""
     neighbours: dict[relax.Var, list[relax.Var]] = {}
     for claim in active:
         if claim.kind is Kind.SHARING:
@@ -251,8 +254,8 @@ def spread_sharing(active: Sequence[Claim], partition: Partition) -> None:
 
 
 def join_concat_inputs(graph: Graph, active: Sequence[Claim], partition: Partition) -> None:
-    """Let inputs of a concat that nothing else reads carry its parameters: no requantize is needed
-    then.
+    """Give the inputs of a concat its parameters if nothing else reads them. Then the concat needs
+    no requantize.
 
     A value with another reader must not wait for the concat's range, which may depend on that
     reader.
@@ -268,18 +271,18 @@ def join_concat_inputs(graph: Graph, active: Sequence[Claim], partition: Partiti
                 continue
             members = partition.members(part)
             if find_fixed_calibration(members, by_root) is not None:
-                continue  # the range of a sigmoid is not that of what it is joined with
+                continue  # a sigmoid has a fixed range, unlike the values it is joined with
             alone = all(graph.has_one_user(v) and graph.order[v] >= 0 for v, _ in members)
             if alone:
                 partition.join(part, node)
 
 
 def add_served_outputs(active: Sequence[Claim], partition: Partition) -> None:
-    """Let an operator give its result as its own QConfig says, where that has an `output` of its
-    own or the backend cannot give it as the readers want.
+    """Return a result as the operator's QConfig says, if the QConfig has a separate `output` or if
+    the backend cannot produce the specification that the readers want.
 
-    Else the accumulator is rounded once, to what the first reader takes. As in FX, a reader that
-    wants another dtype gets what the operator gives, requantized.
+    Otherwise the accumulator is rounded once, to the specification of the first reader. As in FX, a
+    reader that wants another dtype gets the result requantized.
     """
     wanted: dict[relax.Var, list[QSpec]] = {}
     for nodes in partition.sets():
@@ -299,8 +302,8 @@ def add_served_outputs(active: Sequence[Claim], partition: Partition) -> None:
 
 
 def choose_primary(active: Sequence[Claim], partition: Partition) -> dict[relax.Var, QSpec]:
-    """The specification that all consumers of a value see: its producer's if that is wanted, else
-    the first.
+    """Choose the specification that all consumers of a value read: the producer's if a consumer
+    wants it, else the first consumer's.
     """
     specs: dict[relax.Var, list[QSpec]] = {}
     for nodes in partition.sets():
@@ -313,13 +316,13 @@ def choose_primary(active: Sequence[Claim], partition: Partition) -> dict[relax.
 def primary_key(
     var: relax.Var, primary: Mapping[relax.Var, QSpec], partition: Partition, graph: Graph
 ) -> str:
-    """Key of the group that holds the value in its primary specification."""
+    """Return the key of the group that holds the value in its primary specification."""
     members = [member for member, _ in partition.members((var, primary[var]))]
     return min(members, key=graph.order.__getitem__).name
 
 
 def unique_key(key: str, groups: Sequence[SharedQParams]) -> str:
-    """`key`, or `key.1`, `key.2`, ... when a group has it."""
+    """Return `key`, or `key.1`, `key.2`, ... if a group already has the key."""
     taken = {group.key for group in groups}
     return find_free_name(key, taken)
 
@@ -330,11 +333,11 @@ def find_points(
     shared: Mapping[relax.Var, Claim],
     by_root: Mapping[relax.Var, Claim],
 ) -> tuple[list[relax.Var], list[relax.Var]]:
-    """(members that are observed and rounded, members that are only rounded again)."""
+    """Return (members that are observed and rounded, members that are only rounded again)."""
     inside = set(members)
 
     def is_deferred(var: relax.Var) -> bool:
-        """Only read by a chain of sharing operators that ends in a clamp."""
+        """Whether all readers are chains of sharing operators that end in a clamp."""
         if not graph.has_one_user(var) or graph.order[var] < 0:
             return False
         user = graph.users[var][0]
@@ -352,13 +355,13 @@ def find_points(
         if not is_moved(var, inside, settled, shared, by_root):
             points.append(var)
         elif graph.op_name(var) == "relax.clip" or not keeps_grid(by_root[var]):
-            clamped.append(var)  # a bound need not be on the grid, nor a mean
+            clamped.append(var)  # neither a bound nor a mean needs to be on the grid
         settled.add(var)
     return points, clamped
 
 
 def keeps_grid(claim: Claim) -> bool:
-    """Whether the results of an operator without parameters of its own are on the grid of its
+    """Whether the results of an operator without separate parameters are on the grid of its
     operands.
     """
     return claim.keeps_values or (claim.pattern is not None and claim.pattern.op == "relax.concat")
@@ -371,7 +374,7 @@ def is_moved(
     shared: Mapping[relax.Var, Claim],
     by_root: Mapping[relax.Var, Claim],
 ) -> bool:
-    """Whether the operator that makes `var` only moves or clamps values of the same grid."""
+    """Whether the operator that computes `var` only moves or clamps values on the same grid."""
     claim = by_root.get(var)
     if claim is None or claim.pattern is None or claim.match is None:
         return False
@@ -380,14 +383,14 @@ def is_moved(
     if not moves or not sources or not all(v in inside and v in settled for v in sources):
         return False
     if len(sources) < sum(1 for _ in claim.operands()):
-        return False  # constants beside them get another range
+        return False  # constants among the operands get another range
     if claim.pattern.op == "relax.nn.pad":
         return float(claim.match.call("relax.nn.pad").attrs.pad_value) == 0.0
     return True
 
 
 def find_consumers(active: Sequence[Claim]) -> dict[relax.Var, list[tuple[int, Claim]]]:
-    """By value, the operators that compute with it, and their places in `active`."""
+    """Map each value to the operators that compute with it and their indices in `active`."""
     found: dict[relax.Var, list[tuple[int, Claim]]] = {}
     for place, claim in enumerate(active):
         for var in claim.inputs() if claim.kind is not Kind.SHARING else ():
@@ -401,10 +404,13 @@ def find_calibration(
     consumers: Mapping[relax.Var, Sequence[tuple[int, Claim]]],
     by_root: Mapping[relax.Var, Claim],
 ):
-    """Who picks the parameters: the `output` that a member's own QConfig has, as in FX; else the
-    first consumer's activation configuration, else the producer's.
+    """Choose the observer that picks a group's parameters.
 
-    `consumers`: see `find_consumers`.
+    As in FX, it is the `output` of a member's QConfig if the QConfig has one. Otherwise it is the
+    first consumer's activation configuration, and without consumers the producer's.
+
+    Args:
+        consumers: See `find_consumers`.
     """
     for var in members:
         own = _qconfig(by_root[var]).output if var in by_root else None
@@ -426,7 +432,9 @@ def find_calibration(
 
 
 def find_fixed_calibration(nodes: Sequence[Node], by_root: Mapping[relax.Var, Claim]):
-    """The observer of parameters that the backend fixes for one of the values, else None."""
+    """Return the observer of parameters that the backend fixes for one of the values; None if it
+    fixes none.
+    """
     for var, spec in nodes:
         claim = by_root.get(var)
         if claim is not None and claim.row is not None and spec == output_spec(claim):
@@ -437,7 +445,9 @@ def find_fixed_calibration(nodes: Sequence[Node], by_root: Mapping[relax.Var, Cl
 
 
 def weight_group(claim: Claim, name: str, expr: relax.Expr, operand) -> SharedQParams:
-    """The group of one constant operand: per channel where the operand has a channel axis."""
+    """Return the group of one constant operand. It is per-channel if the operand has a channel
+    axis.
+    """
     config = _qconfig(claim).tensor(operand.role)
     axis = run_axis(claim.pattern, operand, claim.match)
     spec = config.spec.stored

@@ -1,6 +1,6 @@
-"""After annotate: plan and configuration -> a word on all that the user asked for in vain.
+"""Check after annotation: plan + configuration -> warnings about requests that have no effect.
 
-Each kind is one warning, or with `strict` one error, that lists every instance of it.
+Each kind of problem is one warning that lists every instance. With `strict` it is one error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from relayquant.errors import ConfigError, format_count, warn_user
 from relayquant.ir.plan import OperatorPlan, Plan
 from relayquant.stages.annotation.match import find_sites
 
-#: reasons that are named where nothing at all is quantized
+#: number of reasons named if nothing at all is quantized
 MOST_REASONS = 5
 
 
@@ -25,11 +25,14 @@ def review_plan(
     strict: bool,
     is_partial: bool = False,
 ) -> None:
-    """Warn of operators whose QConfig is not served, of lines that decide nothing, and of a plan
-    that quantizes nothing; `is_partial` says that part of the module came quantized.
+    """Warn of unsupported QConfigs, of mapping lines without effect, and of a plan that quantizes
+    nothing.
+
+    Args:
+        is_partial: Whether a part of the module was quantized before.
 
     Raises:
-        ConfigError: strict, and there is one of these.
+        ConfigError: with `strict`, if there is one of these problems.
     """
     texts = [
         describe_unserved(plan, strict=strict),
@@ -38,7 +41,7 @@ def review_plan(
     ]
     unserved, _, nothing = texts
     if unserved and nothing:
-        texts.remove(nothing)  # the reasons of all operators were given
+        texts.remove(nothing)  # the warning above gave the reasons of all operators
     for text in filter(None, texts):
         if strict:
             raise ConfigError(text, code="RQ104")
@@ -46,11 +49,11 @@ def review_plan(
 
 
 def describe_unserved(plan: Plan, *, strict: bool) -> str:
-    """Operators whose QConfig the backend cannot serve; "" if there are none.
+    """List the operators whose QConfig the backend does not support; "" if there are none.
 
-    A warning names what was asked for in vain: dtypes the backend does not run, and operators that
-    a line of the mapping selects by type or name. In strict mode any operator that has a QConfig
-    must be quantized; the remedy is None in the mapping for those that are meant to stay in float.
+    A warning names requests that had no effect: dtypes that the backend does not run, and operators
+    that a line of the mapping selects by type or name. In strict mode every operator that has a
+    QConfig must be quantized. To keep an operator in float on purpose, map it to None.
     """
     rows = [op for op in plan.operators if (op.is_left_in_float if strict else op.is_unserved)]
     if not rows:
@@ -69,13 +72,13 @@ def describe_unserved(plan: Plan, *, strict: bool) -> str:
 
 
 def describe_row(op: OperatorPlan) -> str:
-    """One operator in float, in one line."""
+    """Describe one operator in float, in one line."""
     advice = f"; {op.advice}" if op.advice else ""
     return f"{op.name} ({op.op.removeprefix('relax.')}, {op.support.value}): {op.reason}{advice}"
 
 
 def describe_idle(mod: tvm.IRModule, plan: Plan, mapping: QConfigMapping) -> str:
-    """Lines of the mapping that select operators of which other lines decide all; "" if none."""
+    """List the lines whose operators are all decided by other lines; "" if there are none."""
     sites = find_sites(mod, plan).values()
     rows = []
     for rule in mapping.find_idle(sites):
@@ -95,14 +98,14 @@ def describe_idle(mod: tvm.IRModule, plan: Plan, mapping: QConfigMapping) -> str
 
 
 def describe_nothing(plan: Plan, mapping: QConfigMapping, backend: BackendConfig) -> str:
-    """Why no operator is quantized; "" if one is, or computed in a narrow float dtype, or if the
-    mapping says of all that they stay in float.
+    """Return why no operator is quantized. "" if one is quantized or computed in a narrow float
+    dtype, or if the mapping keeps all operators in float.
     """
     rows = [op for op in plan.operators if op.support is not Support.NOT_ASKED or not op.rule]
     if not rows or any(op.quantized or op.compute for op in plan.operators):
         return ""
     remedy = (
-        "QConfigMapping().set_global(QConfig(...)) says how all are quantized that no other line "
+        "QConfigMapping().set_global(QConfig(...)) quantizes every operator that no other line "
         "selects, e.g. set_global(relayquant.get_backend_config('x86').default_qconfig)."
     )
     if not mapping.rules:

@@ -1,4 +1,4 @@
-"""Second stage: one canonical form of the float module, whatever frontend it came from."""
+"""Preparation: float module of any frontend -> float module in canonical form."""
 
 from relayquant.stages.preparation.canonical import PHASES, prepare_module
 

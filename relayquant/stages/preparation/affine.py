@@ -1,7 +1,7 @@
-"""Rules for what is affine per channel: batch norm, bias, scale, folded into the weights of the
-operator before.
+"""Rules that fold per-channel affine operators (batch norm, bias, scale) into the weights of the
+operator before them.
 
-All arithmetic is float64 and rounded once to the dtype of the weights.
+All arithmetic is float64. The result is rounded once to the dtype of the weights.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ from relayquant.stages.preparation.tensors import (
 CONVS = ("relax.nn.conv1d", "relax.nn.conv2d", "relax.nn.conv3d")
 TRANSPOSED = ("relax.nn.conv1d_transpose", "relax.nn.conv2d_transpose", "relax.nn.conv3d_transpose")
 MATMUL = "relax.matmul"
-#: norms that have attributes to leave out what they are multiplied by, and what is added
+#: norms whose attributes can leave out the factor and the shift
 NORMS = ("relax.nn.layer_norm", "relax.nn.instance_norm", "relax.nn.group_norm")
 ARITHMETIC = ("relax.add", "relax.subtract", "relax.multiply", "relax.divide")
 
 
 @dataclass(frozen=True, eq=False)
 class ChannelAffine:
-    """value = data * scale + shift along one axis; None stands for 1 and 0. Both float64 (C,)."""
+    """value = data * scale + shift along one axis; None means scale 1 and shift 0. Both are
+    float64 (C,).
+    """
 
     data: relax.Var
     scale: np.ndarray | None
@@ -44,7 +46,9 @@ class ChannelAffine:
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """A conv or matmul with constant weight, perhaps its bias add and a zero pad behind it."""
+    """A conv or matmul with constant weight, with the bias add and the zero pad behind it if
+    there are any.
+    """
 
     var: relax.Var
     call: Call
@@ -59,13 +63,12 @@ class Product:
 
 
 def fold_channel_affine(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """batch_norm(pad?(conv(x, w) + b?)) -> pad?(conv(x, w * s) + b * s) + t, and so for every
-    per-channel affine operator behind a conv or matmul: multiply, divide, subtract, add, in either
-    operand order.
+    """batch_norm(pad?(conv(x, w) + b?)) -> pad?(conv(x, w * s) + b * s) + t.
 
-    With s = gamma / sqrt(variance + epsilon), t = beta - mean * s. Needs constants, the values
-    between used nowhere else. Consecutive adds become one: conv(x, w) + b + t -> conv(x, w) + (b +
-    t).
+    The rule also takes every other per-channel affine operator behind a conv or matmul: multiply,
+    divide, subtract, add, with operands in either order. s = gamma / sqrt(variance + epsilon), t =
+    beta - mean * s. The factors must be constants, and the values between must have no other
+    reader. Consecutive adds become one: conv(x, w) + b + t -> conv(x, w) + (b + t).
     """
     found = _find_product(editor, var)
     if found is None:
@@ -90,8 +93,8 @@ def _fold_shift(
     affine: ChannelAffine,
     bias: np.ndarray | None,
 ) -> relax.Expr | Skip:
-    """conv + b + t -> conv + (b + t); conv + t in canonical form: constant second, shape [1, C, 1,
-    1] or (N,).
+    """conv + b + t -> conv + (b + t). Bring conv + t into canonical form: the constant is second
+    and has shape [1, C, 1, 1] or (N,).
     """
     if product.pad_var is not None:
         return decline("a pad is between")
@@ -135,14 +138,14 @@ def _fold_scale(
         pending.append((var, lambda data: relax.op.add(data, shift_const)))
     data: relax.Expr = product.var
     for anchor, make in pending[:-1]:
-        # None of these values equals one of the source model, so that none may keep its name.
+        # No new value equals a value of the source model, so none may keep its name.
         data = editor.define(anchor, make(data), f"{editor.names[anchor]}.folded", origin=anchor)
     return pending[-1][1](data)
 
 
 def canonicalize_batch_norm(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """batch_norm(x) that nothing before can take -> x * s + t, with constants of shape [1, C, 1,
-    1].
+    """batch_norm(x) -> x * s + t, with constants of shape [1, C, 1, 1], if no operator before it
+    can absorb the batch norm.
     """
     norm = _read_batch_norm(editor, var)
     if norm is None:
@@ -163,10 +166,10 @@ def canonicalize_batch_norm(editor: Editor, var: relax.Var) -> relax.Expr | Skip
 
 
 def fill_norm_factors(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """layer_norm(x, g, b, center=False) -> layer_norm(x, g, 0), scale=False -> layer_norm(x, 1, b);
-    so for instance_norm and group_norm.
+    """layer_norm(x, g, b, center=False) -> layer_norm(x, g, 0), scale=False -> layer_norm(x, 1, b).
+    The same for instance_norm and group_norm.
 
-    The code that TVM generates multiplies by g and adds b whatever the two attributes say.
+    TVM's generated code ignores the two attributes: it always multiplies by g and adds b.
     """
     call = editor.call_of(var)
     make, attributes = find_constructor(call), read_attributes(call)
@@ -187,8 +190,8 @@ def fill_norm_factors(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 
 
 def merge_constant_adds(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """(x + c1) + c2 -> x + (c1 + c2), x + c1 used nowhere else, and the sum no larger than c1 or
-    c2.
+    """(x + c1) + c2 -> x + (c1 + c2) if x + c1 has no other reader and the sum is no larger than
+    c1 or c2.
     """
     call = editor.call_of(var)
     inner = editor.call_of(call.args[0])
@@ -211,7 +214,7 @@ def merge_constant_adds(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 
 
 def _find_product(editor: Editor, var: relax.Var) -> tuple[Product, ChannelAffine] | None:
-    """The conv or matmul that the per-channel affine value `var` is computed from."""
+    """Return the conv or matmul that the per-channel affine value `var` is computed from."""
     for data in _candidates(editor, var):
         product = _read_chain(editor, data)
         if product is None:
@@ -219,7 +222,7 @@ def _find_product(editor: Editor, var: relax.Var) -> tuple[Product, ChannelAffin
         affine = _read_affine(editor, var, data, product)
         if affine is None:
             continue
-        # An add right behind the product leaves it as it is: others may read it as well.
+        # An add right behind the product does not change the product, so other readers are allowed.
         if affine.scale is None and product.is_bare:
             return product, affine
         chain = (product.var, product.bias_var, product.pad_var)
@@ -242,7 +245,7 @@ def _candidates(editor: Editor, var: relax.Var) -> list[relax.Var]:
 
 
 def _read_chain(editor: Editor, var: relax.Expr) -> Product | None:
-    """pad?(add?(product)) that ends at `var`."""
+    """Read a pad?(add?(product)) chain that ends at `var`."""
     pad_var = bias_var = None
     if editor.op_name(var) == "relax.nn.pad":
         call = editor.call_of(var)
@@ -269,7 +272,7 @@ def _read_chain(editor: Editor, var: relax.Expr) -> Product | None:
 
 
 def _read_product(editor: Editor, var: relax.Expr) -> tuple[int, int] | None:
-    """(channel axis, channels) of a conv or matmul with constant float weight."""
+    """Return (channel axis, channels) of a conv or matmul with constant float weight."""
     name = editor.op_name(var)
     if name not in (*CONVS, *TRANSPOSED, MATMUL):
         return None
@@ -329,7 +332,9 @@ def _read_affine(
 
 
 def _batch_norm_call(editor: Editor, var: relax.Var) -> Call | None:
-    """The inference batch_norm of which `var` is the first result, if no other result is used."""
+    """Return the inference batch_norm whose first result is `var`, if its other results are not
+    used.
+    """
     item = editor.values.get(var)
     if not isinstance(item, relax.TupleGetItem) or item.index != 0:
         return None
@@ -345,7 +350,7 @@ def _batch_norm_call(editor: Editor, var: relax.Var) -> Call | None:
 def _read_batch_norm(
     editor: Editor, var: relax.Var
 ) -> tuple[Call, int, np.ndarray, np.ndarray] | None:
-    """(call, axis, scale, shift) of a batch norm with constant statistics, in float64."""
+    """Return (call, axis, scale, shift) of a batch norm with constant statistics, in float64."""
     call = _batch_norm_call(editor, var)
     if call is None:
         return None
@@ -374,7 +379,7 @@ def _fits(values: np.ndarray, dtype: str) -> bool:
 
 
 def _scale_weight(product: Product, scale: np.ndarray) -> np.ndarray:
-    """float64 weight times scale along its output channels."""
+    """Return the float64 weight times scale along its output channels."""
     weight = constant_value(product.call.args[1]).astype("float64")
     name = product.call.op.name
     if name == MATMUL:
@@ -397,7 +402,7 @@ def _scale_weight(product: Product, scale: np.ndarray) -> np.ndarray:
 
 
 def _bias_const(values: np.ndarray, product: Product, dtype: str) -> relax.Expr:
-    """Canonical bias: [1, C, 1, 1] (NCHW), [1, 1, 1, C] (NHWC), (N,) behind matmul."""
+    """Return the canonical bias: [1, C, 1, 1] (NCHW), [1, 1, 1, C] (NHWC), (N,) behind matmul."""
     if product.call.op.name == MATMUL:
         return make_const(values, dtype)
     shape = [1] * product.var.ty.ndim

@@ -1,4 +1,4 @@
-"""Second stage, first step: parameters become constants."""
+"""First step of preparation: parameters become constants."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
 from relayquant.stages.preparation.tensors import make_const
 
-#: Operators that give a weight the form in which another one reads it.
+#: operators that change the layout of a weight for its reader
 LAYOUTS = frozenset({"relax.permute_dims", "relax.reshape", "relax.expand_dims", "relax.astype"})
 
 
@@ -23,10 +23,10 @@ def bind_params(editor: Editor, params: Mapping[str, Any] | None) -> None:
 
     Args:
         params: Parameter name -> numpy array or TVM tensor, or {function: [values in order]} as
-            `tvm.relax.frontend.detach_params` gives. A module that a TVM frontend made with
-            parameters kept as inputs has attribute `num_input` (how many are real inputs) and
-            perhaps `params` (the values of the others). A value that is a constant of the module
-            already may be there again.
+            `tvm.relax.frontend.detach_params` returns it. If a TVM frontend kept parameters as
+            inputs, the module has the attribute `num_input` (the number of real inputs) and may
+            have `params` (the values of the other inputs). A value that is already a constant of
+            the module may be passed again.
 
     Raises:
         ModelError: a name is unknown, a shape or dtype differs, or a value is missing.
@@ -74,13 +74,13 @@ def bind_params(editor: Editor, params: Mapping[str, Any] | None) -> None:
 
 
 def describe_weights(editor: Editor, params: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
-    """Rows of `relayquant.sources` for the values that read parameters named by the path of a
-    module, before these are bound:
+    """Return rows of `relayquant.sources` for the values that read parameters, before these are
+    bound. Each row names the parameter's module path:
 
         matmul = matmul(x, permute_dims(block1.fc.weight))  ->  matmul: node "block1.fc"
 
-    so that `set_module_name("block1")` selects what torch and `relax.frontend.nn` call so. What
-    reads no parameter has no row.
+    So `set_module_name("block1")` selects the operators that torch and `relax.frontend.nn` call by
+    this name. A value that reads no parameter has no row.
     """
     first_weight = int(editor.attrs.get("num_input", len(editor.params)))
     rows: dict[str, dict[str, Any]] = {}

@@ -1,5 +1,5 @@
-"""Second stage: the list of rules that bring a float module into canonical form, and the function
-that applies them.
+"""Rules of the canonical form and the function that applies them: float module -> canonical
+float module.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ from relayquant.stages.preparation.quantized import (
 from relayquant.stages.preparation.raise_tir import recover_call_tir
 from relayquant.stages.preparation.rule import ALIAS, PROJECTION, CanonicalRule, apply_phase
 
-#: Applied at every value, in this order.
+#: applied at every value, in this order
 RULES: tuple[CanonicalRule, ...] = (
     make_rule(remove_alias, ALIAS),
     make_rule(project_tuple, PROJECTION),
@@ -137,7 +137,7 @@ RULES: tuple[CanonicalRule, ...] = (
     make_rule(widen_average, "relax.nn.avg_pool1d"),
 )
 
-#: Operators on volumes -> what makes operators on images of them.
+#: operators on volumes -> the rules that turn them into operators on images
 VOLUME_RULES: dict[str, tuple[CanonicalRule, ...]] = {
     CONV3D: (make_rule(conv3d_to_conv2d, CONV3D),),
     TRANSPOSED: (
@@ -147,14 +147,14 @@ VOLUME_RULES: dict[str, tuple[CanonicalRule, ...]] = {
     MAX_POOL3D: (make_rule(max_pool3d_to_max_pool2d, MAX_POOL3D),),
     AVG_POOL3D: (make_rule(avg_pool3d_to_avg_pool2d, AVG_POOL3D),),
 }
-#: What is computed between them, on images too.
+#: operators between them that also run on images
 IMAGE_RULES: tuple[CanonicalRule, ...] = (
     make_rule(move_before_volume, *MOVED),
     make_rule(join_volumes, "relax.concat"),
 )
 
-#: What a phase leaves is what the next starts from: a batch norm is taken apart only where nothing
-#: could take it, and a convolution of volumes has its weights by then.
+#: Each phase starts from the result of the phase before. A batch norm is expanded only if no
+#: operator could absorb it. By then a convolution of volumes has its weights.
 PHASES: tuple[tuple[CanonicalRule, ...], ...] = (
     RULES,
     (make_rule(canonicalize_batch_norm, PROJECTION), *RULES),
@@ -170,23 +170,23 @@ def prepare_module(
     on_skip: OnSkip = log_skip,
     needs_finite: bool = False,
 ) -> tvm.IRModule:
-    """The canonical form of a float module; the input is not changed.
+    """Return the canonical form of a float module; the input is not changed.
 
     The result has one Relax function `main` with one dataflow block in A-normal form. A value that
-    equals one of the input keeps its name; attributes survive, `relayquant.sources` extended by
-    the values that were added. Equal constants are one.
+    equals a value of the input keeps its name. Attributes are kept, and `relayquant.sources` gets
+    rows for the added values. Equal constants become one.
 
     Args:
         mod: A module with a Relax function main (see `name_main`), without control flow or side
             effects.
-        params: Values to bind, by parameter name; None when they are bound already.
-        keep: Names of operators on volumes that stay, as a backend has rows for them.
-        on_skip: Hears which rule declined where, and why.
-        needs_finite: Refuse weights and biases that are no usable numbers (`check_constants`).
+        params: Values to bind, by parameter name; None if they are bound already.
+        keep: Names of operators on volumes that stay because the backend has rows for them.
+        on_skip: Called with each rule that declined, the place and the reason.
+        needs_finite: Refuse weights and biases that are not usable numbers (`check_constants`).
 
     Raises:
-        ModelError: no function that is the model, control flow, params that do not fit, or, with
-            `needs_finite`, weights and biases that are no usable numbers.
+        ModelError: no function is the model, the module has control flow, params do not fit, or,
+            with `needs_finite`, weights or biases are not usable numbers.
     """
     editor = Editor(mod)
     sources = json.loads(str(editor.attrs.get(SOURCES_ATTR, "{}")))
@@ -203,15 +203,15 @@ def prepare_module(
     if not sources:
         return share_constants(editor.build())
     for name, origin in editor.origins.items():
-        # A value that was added shares the source node of the value that it was made for.
+        # An added value has the source node of the value that it was made for.
         if origin in sources:
             sources[name] = sources[origin]
     return share_constants(editor.build({SOURCES_ATTR: json.dumps(sources)}))
 
 
-# --- Rules of the user's ------------------------------------------------------------------------
+# --- the user's rules ---------------------------------------------------------------------------
 
-#: What a backend wants to see as one operator, and no rule of this package makes one
+#: A user's rule that makes one operator of what a backend wants to see as one
 #: (`BackendConfig.with_fuser`).
 Fuser = Rule[Emitter, Match, relax.Expr]
 
@@ -219,12 +219,14 @@ Fuser = Rule[Emitter, Match, relax.Expr]
 def apply_fusers(
     mod: tvm.IRModule, fusers: Sequence[Fuser], keep: Collection[str] = ()
 ) -> tvm.IRModule:
-    """The canonical module in which no fuser fires any more, canonical again; `keep` is as of
-    `prepare_module`.
+    """Apply the backend's fusers until none fires, and bring the module into canonical form again.
+
+    Args:
+        keep: As for `prepare_module`.
 
     Raises:
-        ConfigError: a fuser failed, returned what cannot stand in the place of what it matched, or
-            fires for ever.
+        ConfigError: a fuser failed, returned a value that cannot replace the match, or never stops
+            firing.
     """
     if not fusers:
         return mod
@@ -236,7 +238,7 @@ def apply_fusers(
 
 
 def guard_fuser(fuser: Fuser) -> Fuser:
-    """The same rule; what goes wrong in it names it, and the operator."""
+    """Wrap a fuser so that its errors name the fuser and the operator."""
 
     def rewrite(emitter: Emitter, match: Match) -> relax.Expr | Skip:
         where = f"Operator {match.name!r}, fuser {fuser.name!r}"

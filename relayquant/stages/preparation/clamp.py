@@ -1,5 +1,5 @@
-"""Rules for clamps: relu, clip, maximum and minimum with a constant become one relu or clip; a
-prelu that is spelled out becomes one, with one slope a leaky relu.
+"""Rules for clamps: relu, clip, maximum and minimum with a constant become one relu or clip. A
+prelu written as several operators becomes one prelu, or a leaky relu if it has one slope.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ CLAMPS = ("relax.nn.relu", "relax.clip", "relax.maximum", "relax.minimum")
 
 
 def canonicalize_clamp(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """maximum(x, 0) -> relu(x); minimum(maximum(x, lo), hi), minimum(relu(x), hi), relu(clip(x,
-    lo, hi)), ... -> one clip(x, lo, hi), or relu(x) where that is [0, inf); clip(x, -inf, inf) ->
-    x.
+    """Merge clamps: maximum(x, 0) -> relu(x); minimum(maximum(x, lo), hi), minimum(relu(x), hi),
+    relu(clip(x, lo, hi)), ... -> one clip(x, lo, hi), or relu(x) if the bounds are [0, inf);
+    clip(x, -inf, inf) -> x.
 
-    Floats only. An inner clamp is merged when nothing else uses it. A single maximum or minimum
-    with another constant stays: it is no clip in the sense of an activation.
+    Floats only. An inner clamp is merged if it has no other reader. A single maximum or minimum
+    with another constant stays, because it is not an activation.
     """
     outer = _read_clamp(editor, var)
     if outer is None:
@@ -57,8 +57,8 @@ def canonicalize_clamp(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 
 
 def where_to_prelu(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """where(x > 0, x, x * a) -> prelu(x, a), a constant along one axis; or leakyrelu(x, a), a one
-    number. PyTorch decomposes its PReLU so.
+    """where(x > 0, x, x * a) -> prelu(x, a) if a is constant along one axis, or leakyrelu(x, a)
+    if a is one number. PyTorch decomposes its PReLU into this form.
     """
     condition, data, product = editor.call_of(var).args
     compared, scaled = editor.call_of(condition), editor.call_of(product)
@@ -83,7 +83,7 @@ def where_to_prelu(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 
 
 def prelu_to_leaky_relu(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """prelu(x, a) -> leakyrelu(x, a), all slopes the same."""
+    """prelu(x, a) -> leakyrelu(x, a) if all slopes are equal."""
     data, slopes = editor.call_of(var).args
     array = constant_value(slopes)
     if array is None or array.size == 0 or (array != array.flat[0]).any():
@@ -96,7 +96,7 @@ def _clamp(value: float, low: float, high: float) -> float:
 
 
 def _read_clamp(editor: Editor, var: relax.Var) -> tuple[relax.Expr, float, float] | None:
-    """(x, low, high) of a value min(max(x, low), high)."""
+    """Return (x, low, high) of a value min(max(x, low), high)."""
     name = editor.op_name(var)
     if name not in CLAMPS or not is_float(var):
         return None

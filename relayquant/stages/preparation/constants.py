@@ -1,4 +1,4 @@
-"""Rules that compute what is known: operators of constants, and shapes."""
+"""Rules that compute known values: operators on constants, and shapes."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from relayquant.ir.rewrite.graph import constant_value, static_size, tensor_dtyp
 from relayquant.ir.rewrite.rule import Skip, decline
 from relayquant.stages.preparation.tensors import make_const
 
-#: A result of more elements than this, and more than its operands hold, stays an operator.
+#: A result with more elements than this and than its operands stays an operator.
 MAX_GROWTH = 2**20
 
-#: Computed in numpy with the same bits as the compiled operator; all else is compiled and run.
+#: Computed in numpy with the same bits as the compiled operator. All other operators are compiled
+#: and run.
 NUMPY: dict[str, Callable[..., np.ndarray]] = {
     "relax.add": np.add,
     "relax.subtract": np.subtract,
     "relax.multiply": np.multiply,
 }
-#: Elements in the same order under another shape.
+#: operators that keep the order of elements and change the shape
 RESHAPES = ("relax.reshape", "relax.expand_dims", "relax.squeeze", "relax.flatten")
 
-#: Prefixes of operators that are not folded: a quantized weight must stay quantized.
+#: prefixes of operators that are never folded: a quantized weight must stay quantized
 KEPT = ("relax.qnn.", "relax.quantize", "relax.dequantize", "relax.call_", "relax.random")
 
 
@@ -62,7 +63,7 @@ def fold_constants(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
         with np.errstate(all="ignore"):
             result = NUMPY[name](*arrays)
     elif name == "relax.astype" and (arrays[0].dtype.kind in "bui" or dtype.startswith("float")):
-        # FoldConstant leaves scalars; a float that no integer holds is left to the target.
+        # FoldConstant leaves scalars. A float that no integer can represent is left to the target.
         with np.errstate(all="ignore"):
             result = arrays[0].astype(dtype)
     else:
@@ -73,27 +74,28 @@ def fold_constants(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 
 
 def _run_call(call: Call) -> np.ndarray | None:
-    """The value of one call of constants, compiled and run by TVM or by the reference; None where
-    neither can.
+    """Compute one call on constants, compiled and run by TVM or by the reference. None if
+    neither can compute it.
     """
     alone = make_main([], lambda _: Call(call.op, call.args, call.attrs, call.ty_args))
-    # FoldConstant runs loops; what legalization itself makes a constant of (arange) it leaves.
+    # FoldConstant runs loops. It does not run operators that legalization turns into a constant
+    # (arange).
     for fold in (relax.transform.FoldConstant(), relax.transform.LegalizeOps()):
         array = _find_result(fold(alone))
         if array is not None:
             return array
-    # Nor does it run what legalization makes calls of libraries of (cumsum, sort).
+    # FoldConstant does not run operators that legalization turns into library calls (cumsum, sort).
     if not isinstance(call.ty, relax.TensorType):
         return None
     try:
         (array,) = run(alone, [])
     except ModelError:
-        return None  # it has no numpy form and does not compile, which is said where it is compiled
+        return None  # it has no numpy form and does not compile; compilation reports it later
     return array
 
 
 def _find_result(mod: tvm.IRModule) -> np.ndarray | None:
-    """What main returns if it is a constant."""
+    """Return the result of main if it is a constant."""
     for block in mod["main"].body.blocks:
         for binding in block.bindings:
             array = constant_value(binding.value)

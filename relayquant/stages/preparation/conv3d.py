@@ -1,11 +1,11 @@
-"""Rules for volumes, which have three spatial axes: what is computed on them is computed on the
-images along their depth, by the operators of images.
+"""Rules for volumes (three spatial axes): operators on volumes become operators on the images along
+their depth.
 
     conv3d(x, w)  ->  volume(conv2d(images of as many neighbouring slices as w has, w))
     f(volume(x))  ->  volume(f(x))
 
-A volume is images (N * D, H, W, C) behind a reshape to (N, D, H, W, C) and, if its channels come
-first, a permute_dims.
+A volume is a value of images (N * D, H, W, C) behind a reshape to (N, D, H, W, C). If its channels
+come first, a permute_dims follows.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from relayquant.stages.preparation.tensors import channel_values, make_const
 
 CONV3D, TRANSPOSED = "relax.nn.conv3d", "relax.nn.conv3d_transpose"
 AVG_POOL3D, MAX_POOL3D = "relax.nn.avg_pool3d", "relax.nn.max_pool3d"
-#: the layout that images are parts of
+#: the layout in which a volume is a stack of images
 LAST = "NDHWC"
 
 
 @dataclass(frozen=True, eq=False)
 class Volume:
-    """Images, and what they are part of."""
+    """Images and the volume that they form."""
 
     images: relax.Expr  #: (N * D, H, W, C)
     batch: Any  #: N, which may be symbolic
@@ -47,12 +47,12 @@ class Volume:
         return self.batch, self.depth, *list(self.images.ty.shape)[1:]
 
     def with_images(self, images: relax.Expr) -> Volume:
-        """The same volume of other images."""
+        """Return the same volume with other images."""
         return replace(self, images=images)
 
 
 def find_volume(editor: Editor, expr: relax.Expr) -> Volume | None:
-    """The volume that a value is, if it is one."""
+    """Return the volume that a value consists of, if there is one."""
     layout, call = LAST, editor.call_of(expr)
     if call is not None and editor.op_name(expr) == "relax.permute_dims" and call.attrs.axes:
         layout = "".join(LAST[int(axis)] for axis in call.attrs.axes) if expr.ty.ndim == 5 else ""
@@ -69,7 +69,7 @@ def find_volume(editor: Editor, expr: relax.Expr) -> Volume | None:
 
 
 def take_slices(editor: Editor, var: relax.Var, data: relax.Expr, layout: str) -> relax.Expr:
-    """A value of this layout as (N, D, H, W, C)."""
+    """Return a value of this layout as (N, D, H, W, C)."""
     volume = find_volume(editor, data)
     if volume is not None and volume.layout == layout:
         shape = relax.ShapeExpr([*volume.shape])
@@ -81,7 +81,7 @@ def take_slices(editor: Editor, var: relax.Var, data: relax.Expr, layout: str) -
 
 
 def take_images(editor: Editor, var: relax.Var, data: relax.Expr, layout: str) -> Volume:
-    """A value of this layout as images."""
+    """Return a value of this layout as images."""
     volume = find_volume(editor, data)
     if volume is not None and volume.layout == layout:
         return volume
@@ -89,7 +89,7 @@ def take_images(editor: Editor, var: relax.Var, data: relax.Expr, layout: str) -
 
 
 def make_images(editor: Editor, var: relax.Var, slices: relax.Expr, layout: str) -> Volume:
-    """(N, D, H, W, C) as images."""
+    """Reshape (N, D, H, W, C) to images."""
     batch, depth, *image = slices.ty.shape
     shape = relax.ShapeExpr([batch * depth, *image])
     images = editor.define(var, relax.op.reshape(slices, shape), named(editor, var, "images"))
@@ -97,7 +97,7 @@ def make_images(editor: Editor, var: relax.Var, slices: relax.Expr, layout: str)
 
 
 def put_volume(editor: Editor, var: relax.Var, volume: Volume) -> relax.Expr:
-    """The value that a volume is."""
+    """Emit the value of a volume."""
     whole = relax.op.reshape(volume.images, relax.ShapeExpr([*volume.shape]))
     if volume.layout == LAST:
         return whole
@@ -112,9 +112,7 @@ def named(editor: Editor, var: relax.Var, part: str) -> str:
 def check_layout(
     data: relax.Expr, layout: str, out_layout: str | None, kernel_layout: str = "OIDHW"
 ) -> Skip | None:
-    """Declines a packed layout, results of another one, and sizes but the batch that are not
-    known.
-    """
+    """Decline packed layouts, results in another layout, and unknown sizes other than the batch."""
     if sorted(layout) != sorted(LAST) or sorted(kernel_layout) != sorted("OIDHW"):
         return decline("a packed layout")
     shape = tensor_shape(data)
@@ -127,9 +125,11 @@ def check_layout(
 
 
 def conv3d_to_conv2d(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """conv3d(x, w) -> volume(conv2d(images, w)): an image has all slices that one slice of results
-    is computed of: their channels, those of a group beside each other. Where each channel has
-    filters of its own it has their rows, equal ones below each other, and stays depthwise.
+    """conv3d(x, w) -> volume(conv2d(images, w)).
+
+    Each image holds all input slices that one output slice is computed from, joined along the
+    channels and with the channels of a group together. A depthwise convolution stays depthwise: its
+    slices are joined along the rows instead, with equal rows below each other.
     """
     call = editor.call_of(var)
     (data, weight), attrs = call.args, call.attrs
@@ -182,8 +182,9 @@ def cut_slices(
     stride: int,
     dilation: int,
 ) -> list[relax.Expr]:
-    """(N, D, H, W, C) -> for each tap (N, D', H, W, C): slices d * stride + tap * dilation of a
-    volume that is padded with so many slices of zeros.
+    """Cut a volume into the slices of each tap: (N, D, H, W, C) -> one (N, D', H, W, C) per tap.
+
+    Each tap gets slices d * stride + tap * dilation of the volume padded with zero slices.
     """
 
     def define(expr: relax.Expr, part: str) -> relax.Var:
@@ -192,7 +193,7 @@ def cut_slices(
     if before > 0 or after > 0:
         widths = [0, 0, before, max(after, 0), 0, 0, 0, 0, 0, 0]
         slices = define(relax.op.nn.pad(slices, widths, "constant", 0.0), "pad")
-    if after < 0:  # slices that nothing is computed of
+    if after < 0:  # slices that no output reads
         end = int(slices.ty.shape[1]) + after
         slices = define(relax.op.strided_slice(slices, [1], [0], [end], [1]), "cut")
     count = (int(slices.ty.shape[1]) - (taps - 1) * dilation - 1) // stride + 1
@@ -208,14 +209,16 @@ def cut_slices(
 def join_channels(
     editor: Editor, var: relax.Var, parts: Sequence[relax.Expr], groups: int
 ) -> relax.Expr:
-    """Several (N, D, H, W, C) -> (N, D, H, W, parts * C), the channels of a group together."""
+    """Join several (N, D, H, W, C) to (N, D, H, W, parts * C), with the channels of a group
+    together.
+    """
     *image, channels = list(parts[0].ty.shape)
     split = [*image, groups, int(channels) // groups] if groups > 1 else [*image, channels]
     return join_parts(editor, var, parts, split, [*image, len(parts) * int(channels)])
 
 
 def join_rows(editor: Editor, var: relax.Var, parts: Sequence[relax.Expr]) -> relax.Expr:
-    """Several (N, D, H, W, C) -> (N, D, H * parts, W, C), equal rows below each other."""
+    """Join several (N, D, H, W, C) to (N, D, H * parts, W, C), with equal rows below each other."""
     batch, depth, height, *row = list(parts[0].ty.shape)
     split, joined = [batch, depth, height, 1, *row], [batch, depth, int(height) * len(parts), *row]
     return join_parts(editor, var, parts, split, joined, 3)
@@ -229,7 +232,7 @@ def join_parts(
     joined: Sequence[Any],
     axis: int = -1,
 ) -> relax.Expr:
-    """reshape(concat((reshape(part, split), ...), axis), joined)."""
+    """Return reshape(concat((reshape(part, split), ...), axis), joined)."""
 
     def define(expr: relax.Expr, part: str) -> relax.Var:
         return editor.define(var, expr, named(editor, var, part))
@@ -248,8 +251,9 @@ def join_parts(
 
 
 def conv3d_transpose_to_conv2d_transpose(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """conv3d_transpose(x, w) -> volume(conv2d_transpose(images, w)), see `transpose_slices`; not
-    if a bias is added to it alone, which `transpose_with_bias` takes.
+    """conv3d_transpose(x, w) -> volume(conv2d_transpose(images, w)), see `transpose_slices`.
+
+    Not applied if its only reader adds a bias: `transpose_with_bias` takes this case.
     """
     if editor.has_one_use(var):
         (user,) = editor.users(var)
@@ -267,7 +271,7 @@ def transpose_with_bias(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 
 
 def find_bias(editor: Editor, var: relax.Var) -> np.ndarray | None:
-    """Of conv3d_transpose(x, w) + b that nothing else reads: b (C,)."""
+    """Return the bias (C,) of conv3d_transpose(x, w) + b if nothing else reads the product."""
     product, added = editor.call_of(var).args
     if editor.op_name(product) != TRANSPOSED or not editor.has_one_use(product):
         return None
@@ -282,12 +286,12 @@ def find_bias(editor: Editor, var: relax.Var) -> np.ndarray | None:
 def transpose_slices(
     editor: Editor, var: relax.Var, call: Call, bias: np.ndarray | None
 ) -> relax.Expr | Skip:
-    """A transposed convolution of a volume as one of images.
+    """Rewrite a transposed convolution of a volume as one of images.
 
-    With a stride of s along the depth, result q * s + r - padding is the sum over the taps k whose
-    k * dilation is r more than a multiple m * s, of slice q - m. So an image has the channels of
-    all slices q - m; its results have s times the channels, one lot for each r, and weights of 0
-    where a slice has no tap.
+    With stride s along the depth, output slice q * s + r - padding is a sum over some taps k. These
+    are the taps for which k * dilation = r + m * s for an integer m. Tap k reads input slice q - m.
+    So an image holds the channels of all slices q - m. Its results have s times the channels, one
+    set per r. The weights are 0 where a slice has no tap.
     """
     (data, kernel), attrs = call.args, call.attrs
     layout, weight = str(attrs.data_layout), constant_value(kernel)
@@ -308,7 +312,7 @@ def transpose_slices(
     blocks = np.zeros((groups, last + 1, inputs // groups, stride, outputs, *window), weight.dtype)
     for tap in range(taps):
         before, rest = divmod(tap * dilation, stride)
-        # The first of the joined slices is that which lies furthest before.
+        # The first of the joined slices is the earliest one.
         blocks[:, last - before, :, rest] = weight[tap].reshape(groups, -1, outputs, *window)
     spread = blocks.reshape((last + 1) * inputs, stride * outputs, *window)
 
@@ -326,7 +330,7 @@ def transpose_slices(
     )  # fmt: skip
     images = define(images, "conv2d_transpose")
     if bias is not None:
-        # of all results of a group, one lot of its channels after the other
+        # for each group, one set of its channels after the other
         every = np.repeat(bias.reshape(groups, 1, outputs), stride, axis=1).reshape(1, -1, 1, 1)
         images = define(relax.op.add(images, make_const(every, str(bias.dtype))), "biased")
     images = define(relax.op.permute_dims(images, [0, 2, 3, 1]), "channels_last")
@@ -352,8 +356,8 @@ def max_pool3d_to_max_pool2d(editor: Editor, var: relax.Var) -> relax.Expr | Ski
 
 
 def avg_pool3d_to_avg_pool2d(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """avg_pool3d(x) -> volume(avg_pool2d(avg_pool2d(images))), see `pool_images`. An average of
-    averages is the average, as each of them is of as many values.
+    """avg_pool3d(x) -> volume(avg_pool2d(avg_pool2d(images))), see `pool_images`. The average of
+    averages is the overall average, because each covers equally many values.
     """
     return pool_images(editor, var, relax.op.nn.avg_pool2d)
 
@@ -361,7 +365,7 @@ def avg_pool3d_to_avg_pool2d(editor: Editor, var: relax.Var) -> relax.Expr | Ski
 def pool_images(
     editor: Editor, var: relax.Var, pool: Callable[..., relax.Expr]
 ) -> relax.Expr | Skip:
-    """A pool over each image, then over the depth of (N, D, H * W, C)."""
+    """Pool over each image, then over the depth of (N, D, H * W, C)."""
     call = editor.call_of(var)
     (data,), attrs = call.args, call.attrs
     layout = str(attrs.layout)
@@ -392,8 +396,8 @@ def pool_images(
 
 
 def move_before_volume(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """f(volume(x)) -> volume(f(x)), f(volume(x), volume(y)) -> volume(f(x, y)) of an elementwise f;
-    and with constants of one value, or of one for each channel.
+    """f(volume(x)) -> volume(f(x)), f(volume(x), volume(y)) -> volume(f(x, y)) for an
+    elementwise f. Other operands may be constants with one value or with one value per channel.
     """
     call = editor.call_of(var)
     volumes = {i: v for i, arg in enumerate(call.args) if (v := find_volume(editor, arg))}
@@ -419,13 +423,15 @@ def move_before_volume(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 
 
 def is_alike(one: Volume, other: Volume) -> bool:
-    """Whether images of both can be computed with one another."""
+    """Whether an operator can be computed on the images of both volumes together."""
     same = str(one.shape) == str(other.shape)
     return same and one.layout == other.layout
 
 
 def move_constant(expr: relax.Expr, volume: Volume) -> relax.Expr | None:
-    """A constant that varies along the channels of a volume only, as one for its images."""
+    """Reshape a constant that varies only along the channels of a volume to broadcast with its
+    images.
+    """
     array = constant_value(expr)
     if array is None or array.ndim > 5:
         return None
@@ -455,5 +461,5 @@ def join_volumes(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     return put_volume(editor, var, first.with_images(images))
 
 
-#: operators that are moved before what makes a volume of images
+#: operators that are moved in front of the reshape from images to a volume
 MOVED = tuple(sorted(ELEMENTWISE))

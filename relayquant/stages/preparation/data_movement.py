@@ -1,6 +1,4 @@
-"""Rules for operators that only move elements: indices that are checked or wrapped, stack as
-concat.
-"""
+"""Rules for operators that only move elements: check or wrap indices, replace stack by concat."""
 
 from __future__ import annotations
 
@@ -15,15 +13,15 @@ from relayquant.stages.preparation.tensors import make_const
 
 
 def bound_indices(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """take(x, i, mode="fast") -> take(x, i, mode="wrap"), which counts negative indices from the
-    end and stays inside of x; where i is a constant, its negative entries are replaced by what they
-    stand for.
+    """take(x, i, mode="fast") -> take(x, i, mode="wrap"). A constant i gets its negative entries
+    replaced by the positive index.
 
-    "fast" reads whatever lies in memory at an index that is not there. TVM's frontends write it for
-    every selection, `x[:, -1]` of PyTorch among them.
+    Mode "wrap" counts negative indices from the end and stays inside of x. Mode "fast" reads memory
+    outside of x if an index is out of range. TVM's frontends write "fast" for every selection, for
+    example for `x[:, -1]` in PyTorch.
 
     Raises:
-        ModelError: a constant index is none of the axis.
+        ModelError: a constant index is out of range.
     """
     call = editor.call_of(var)
     if str(call.attrs.mode) != "fast":
@@ -49,8 +47,8 @@ def bound_indices(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 def stack_to_concat(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """stack((a, b), axis) -> concat((expand_dims(a, axis), expand_dims(b, axis)), axis).
 
-    Concat is what backends have a pattern for, and TVM's ConvertLayout reads a negative axis of
-    stack as a huge one.
+    Backends have a pattern for concat. TVM's ConvertLayout also reads a negative axis of stack as a
+    huge one.
     """
     call = editor.call_of(var)
     fields = call.args[0]

@@ -1,5 +1,5 @@
-"""Rules for linear operators: the weight of a matmul is 2-D and second, its data as the model has
-it; vectors are matrices; a bias is beside its product.
+"""Rules for linear operators: the weight of a matmul is 2-D and the second operand, vectors
+become matrices, and a bias directly follows its product.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from relayquant.stages.preparation.tensors import is_constant, make_const
 
 MATMUL = "relax.matmul"
 
-#: products and convolutions, which take a bias
+#: products and convolutions that take a bias
 LINEAR = (
     MATMUL,
     "relax.nn.conv1d",
@@ -26,10 +26,10 @@ LINEAR = (
 
 
 def vectors_to_matrices(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """matmul(x, v (K,)) -> squeeze(matmul(x, v (K, 1))), matmul(v (K,), x) -> squeeze(matmul(
-    v (1, K), x)).
+    """matmul(x, v (K,)) -> squeeze(matmul(x, v (K, 1))), matmul(v (K,), x) -> squeeze(matmul(v (1,
+    K), x)).
 
-    A computed vector times a constant matrix stays: data of a dense layer have any rank.
+    A computed vector times a constant matrix stays, because a dense layer takes data of any rank.
     """
     call = editor.call_of(var)
     left, right = call.args
@@ -53,8 +53,8 @@ def vectors_to_matrices(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 
 
 def put_weight_second(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """matmul(w, x) -> permute_dims(matmul(permute_dims(x), permute_dims(w))), the last two axes of
-    each turned; w a constant (M, K), x computed (..., K, N).
+    """matmul(w, x) -> permute_dims(matmul(permute_dims(x), permute_dims(w))), with the last two
+    axes swapped. w is a constant (M, K), x is computed (..., K, N).
     """
     call = editor.call_of(var)
     weight, data = call.args
@@ -73,11 +73,11 @@ def put_weight_second(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 
 
 def squeeze_weight(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """matmul(x, w[..., K, N]) -> matmul(x, w[K, N]), x of at least as many dimensions and all
-    matrices of w the same; matmul(w[..., M, K], x) alike.
+    """matmul(x, w[..., K, N]) -> matmul(x, w[K, N]) if all matrices of w are equal and x has at
+    least as many dimensions; the same for matmul(w[..., M, K], x).
 
-    PyTorch repeats the weight of a linear layer for each sample. A transposed weight,
-    matmul(x, permute_dims(w)), is left to `fold_constants`.
+    PyTorch repeats the weight of a linear layer for each sample. A transposed weight, matmul(x,
+    permute_dims(w)), is left to `fold_constants`.
     """
     call = editor.call_of(var)
     for at in (1, 0):
@@ -98,8 +98,10 @@ def squeeze_weight(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 
 
 def split_stack(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """matmul(x (..., E, M, K), w (E, K, N)) -> concat(matmul(x[..., i:i+1, :, :], w[i]) for all i),
-    w a constant, as experts have it; x (..., 1, M, K) or (M, K), which all matrices read, whole.
+    """matmul(x (..., E, M, K), w (E, K, N)) -> concat(matmul(x[..., i:i+1, :, :], w[i]) for all i).
+
+    w is a constant, as in mixture-of-experts models. An x of shape (..., 1, M, K) or (M, K) is used
+    by all matrices as a whole.
     """
     call = editor.call_of(var)
     stack, data = constant_value(call.args[1]), call.args[0]
@@ -124,10 +126,10 @@ def split_stack(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 
 
 def unflatten_dense(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """reshape(matmul(reshape(x, (M, K)), w) + b?, (..., N)) -> matmul(x, w) + b?, x (..., K), as
-    torch writes a linear layer.
+    """reshape(matmul(reshape(x, (M, K)), w) + b?, (..., N)) -> matmul(x, w) + b?, x (..., K). Torch
+    writes a linear layer in this form.
 
-    The values between are used nowhere else; w is a constant (K, N), b a constant (N,).
+    The values between have no other reader. w is a constant (K, N), b a constant (N,).
     """
     result = editor.call_of(var).args[0]
     bias = bias_var = None
@@ -149,7 +151,8 @@ def unflatten_dense(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     if not all(isinstance(shape, relax.ShapeExpr) and len(shape.values) for shape in shapes):
         return decline("a shape is unknown")
     before, rows, after = (list(shape.values) for shape in shapes)
-    # The rows of the flat matrix are those of x, in the same order, when they are as long.
+    # The rows of the flat matrix are the rows of x, in the same order, if they have the same
+    # length.
     if len(rows) != 2 or len(before) != len(after):
         return decline("the result has other dimensions than the data")
     if not same_extents(before[-1:], rows[-1:]) or not same_extents(before[:-1], after[:-1]):
@@ -163,11 +166,11 @@ def unflatten_dense(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 
 def move_bias_inside(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """squeeze(conv(x, w)) + b -> squeeze(conv(x, w) + b'), permute_dims(matmul(x, w)) + b ->
-    permute_dims(matmul(x, w) + b'), where the two operators have no other use.
+    permute_dims(matmul(x, w) + b'), if neither operator has another reader.
 
-    So a 1-D convolution written as a 2-D one keeps its bias beside it, and so does a product whose
-    weight was its left factor. b' has the squeezed axes again, or its axes turned back; behind
-    permute_dims only a b of one value for each unit moves.
+    So the bias follows its product when a 1-D convolution is written as a 2-D one, or when the
+    weight was the left factor. b' has the squeezed axes again, or its axes transposed back. Behind
+    permute_dims, b must have one value per unit.
     """
     moved, bias = editor.call_of(var).args
     array, op = constant_value(bias), editor.op_name(moved)
@@ -202,7 +205,7 @@ def move_bias_inside(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 
 
 def merge_reshapes(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """reshape(reshape(x, s), t) -> reshape(x, t), the inner one used nowhere else."""
+    """reshape(reshape(x, s), t) -> reshape(x, t) if the inner reshape has no other reader."""
     inner = editor.call_of(var).args[0]
     shape = var.ty.shape
     if editor.op_name(inner) != "relax.reshape" or not editor.has_one_use(inner):

@@ -1,5 +1,5 @@
-"""Second stage, once parameters are bound: weights and biases that are no usable numbers, before
-any data is read.
+"""Check of bound parameters: find weights and biases that are not usable numbers before any data
+is read.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NORMS = frozenset(
         "relax.nn.rms_norm",
     }
 )
-#: constants that one message names
+#: number of constants named in one message
 SHOWN = 3
 CHECK_FILE = (
     "No data will help: check the file of the model, and how it was trained or converted "
@@ -59,8 +59,8 @@ class ReadConstant:
     """A float constant as an operand of an operator.
 
     Attributes:
-        reader: What the operator computes.
-        place: Number of the operand.
+        reader: The value that the operator computes.
+        place: Index of the operand.
         const: The constant.
         is_added: Whether it is the bias behind a product.
     """
@@ -76,18 +76,18 @@ class ReadConstant:
 
 
 def check_constants(editor: Editor, sources: Mapping[str, Mapping[str, Any]]) -> None:
-    """Look at weights and biases of products, convolutions and normalizations.
+    """Check weights and biases of products, convolutions and normalizations.
 
-    Infinity is legal in other constants: masks, bounds of clips, and biases of operators that stay
-    in float. A warning names constants whose squares float32 cannot hold.
+    Infinity is allowed in other constants: masks, bounds of clips, and biases of operators that
+    stay in float. A warning names constants whose squares overflow float32.
 
     Args:
-        editor: The module, its parameters bound.
+        editor: The module with bound parameters.
         sources: Rows of `relayquant.sources`.
 
     Raises:
-        ModelError: a weight holds NaN or infinity, a bias NaN, or a batch norm has a variance whose
-            root does not exist.
+        ModelError: a weight holds NaN or infinity, a bias holds NaN, or a batch norm has a variance
+            whose square root does not exist.
     """
     refused: list[tuple[ReadConstant, str]] = []
     huge: list[tuple[ReadConstant, str]] = []
@@ -109,7 +109,7 @@ def check_constants(editor: Editor, sources: Mapping[str, Mapping[str, Any]]) ->
 
 
 def find_weights(editor: Editor) -> Iterator[ReadConstant]:
-    """Weights and biases of products, convolutions and normalizations, in the order of reading."""
+    """Find weights and biases of products, convolutions and normalizations, in reading order."""
     for reader in editor.order():
         op = editor.op_name(reader)
         if op in PRODUCTS or op in NORMS:
@@ -122,8 +122,8 @@ def find_weights(editor: Editor) -> Iterator[ReadConstant]:
 
 
 def is_layer(editor: Editor, expr: relax.Expr) -> bool:
-    """Whether a value is a product with a constant: what is added to it is a bias. Masks are added
-    to products of two activations.
+    """Whether a value is a product with a constant. Only then is the added constant a bias:
+    masks are added to products of two activations.
     """
     return editor.op_name(expr) in PRODUCTS and any(
         find_constant(editor, arg) is not None for arg in editor.call_of(expr).args
@@ -131,7 +131,7 @@ def is_layer(editor: Editor, expr: relax.Expr) -> bool:
 
 
 def read_constants(editor: Editor, reader: relax.Var) -> Iterator[ReadConstant]:
-    """Float constants that a value's operator reads."""
+    """Return the float constants that a value's operator reads."""
     call = editor.call_of(reader)
     for place, arg in enumerate(call.args if call is not None else ()):
         const = find_constant(editor, arg)
@@ -140,14 +140,14 @@ def read_constants(editor: Editor, reader: relax.Var) -> Iterator[ReadConstant]:
 
 
 def find_constant(editor: Editor, expr: relax.Expr) -> GenericConst | None:
-    """The tensor constant that an operand is, perhaps in another layout."""
+    """Return the tensor constant behind an operand, which may be in another layout."""
     while editor.op_name(expr) in LAYOUTS:
         expr = editor.call_of(expr).args[0]
     return expr if isinstance(expr, GenericConst) else None
 
 
 def explain_refusal(editor: Editor, read: ReadConstant) -> str:
-    """What is wrong with a constant, "" if nothing is."""
+    """Return what is wrong with a constant; "" if nothing is."""
     array = read.array
     reason = describe_not_finite(array)
     if reason and (np.isnan(array).any() or not read.is_added):
@@ -165,7 +165,7 @@ def describe(
     sources: Mapping[str, Mapping[str, Any]],
     found: list[tuple[ReadConstant, str]],
 ) -> str:
-    """Sentences that name constants, their readers and what is wrong."""
+    """Return sentences that name constants, their readers and what is wrong."""
     names = name_constants(editor, sources)
     shown = [
         f"{names[read.reader, read.place]}, which {editor.names[read.reader]!r} "
@@ -180,15 +180,17 @@ def describe(
 def name_constants(
     editor: Editor, sources: Mapping[str, Mapping[str, Any]]
 ) -> dict[tuple[relax.Var, int], str]:
-    """(reader, number of the operand) -> the constant's name in the source model, where one node's
-    constants are as many as its names; else what names it best.
+    """Map (reader, index of the operand) to the constant's name in the source model.
+
+    The name is used if the node has as many constants as names. Otherwise the text names the
+    candidates or the operand.
     """
     nodes: dict[tuple[Any, ...], list[ReadConstant]] = defaultdict(list)
     found: dict[tuple[relax.Var, int], str] = {}
     for reader in editor.order():
         row = sources.get(editor.names[reader], {})
         names = tuple(row.get("constants", ()))
-        is_layout = editor.op_name(reader) in LAYOUTS  # what reads its result counts
+        is_layout = editor.op_name(reader) in LAYOUTS  # the reader of its result counts
         for read in () if is_layout else read_constants(editor, reader):
             found[reader, read.place] = (
                 f"One of the constants {', '.join(map(repr, names))}"
@@ -207,12 +209,13 @@ def name_constants(
 
 
 def check_planned(mod: tvm.IRModule, plan: Plan, constants: Mapping[str, ConstantVariable]) -> None:
-    """Look at what quantized operators read once constants are folded: here no bias may be
-    infinite, as its scale would be.
+    """Check the constants of quantized operators after constant folding.
+
+    A bias must be finite here, because its scale would be infinite too.
 
     Args:
         mod: The prepared module.
-        plan: What is quantized.
+        plan: Which operators are quantized.
         constants: By "<operator>:weight" and "<operator>:bias".
 
     Raises:

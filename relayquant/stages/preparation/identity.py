@@ -1,5 +1,5 @@
-"""Rules that remove what changes nothing: aliases, projections of tuples, no-op shapes, dropout, x
-+ 0, x * 1.
+"""Rules that remove operators without effect: aliases, projections of tuples, no-op shapes,
+dropout, x + 0, x * 1.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from relayquant.ir.rewrite.rule import Skip, decline
 from relayquant.stages.preparation.dense import LINEAR
 from relayquant.stages.preparation.tensors import is_constant
 
-#: Operators that only move or repeat elements in order: the same type before and after means no
-#: change.
+#: Operators that only move or repeat elements in order: if the type does not change, the values do
+#: not either.
 ORDER_KEEPING = (
     "relax.reshape",
     "relax.broadcast_to",
@@ -34,7 +34,7 @@ NEUTRAL = {"relax.add": 0, "relax.subtract": 0, "relax.multiply": 1, "relax.divi
 
 
 def remove_alias(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """y = x -> x in place of y."""
+    """y = x -> use x instead of y."""
     by = editor.values[var]
     kept = editor.is_output(var) and (by not in editor.values or editor.is_output(by))
     kept = kept and not editor.users(var)
@@ -42,7 +42,7 @@ def remove_alias(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 
 
 def project_tuple(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """(a, b)[1] -> b; dropout(x)[0] -> x; concat((x,)) is `remove_single_concat`."""
+    """(a, b)[1] -> b; dropout(x)[0] -> x. `remove_single_concat` takes concat((x,))."""
     item = editor.values[var]
     source = item.tuple_value
     if isinstance(source, relax.Var) and source in editor.values:
@@ -57,7 +57,7 @@ def project_tuple(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 
 
 def remove_single_concat(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """concat((x,)) -> x; what adds nothing, as a state of no steps, is left out."""
+    """concat((x,)) -> x. Parts without elements are left out, such as the state of zero steps."""
     call = editor.call_of(var)
     fields, axis = getattr(call.args[0], "fields", ()), int(call.attrs.axis or 0)
     if len(fields) == 1:
@@ -70,8 +70,8 @@ def remove_single_concat(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 
 
 def remove_no_op(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """reshape, broadcast_to, squeeze, pad, strided_slice, permute_dims, astype that change neither
-    shape nor order, and split into one -> x.
+    """Remove reshape, broadcast_to, squeeze, pad, strided_slice, permute_dims and astype that
+    change neither shape nor order, and a split into one part.
     """
     call = editor.call_of(var)
     data, name = call.args[0], editor.op_name(var)
@@ -89,7 +89,9 @@ def remove_no_op(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 
 
 def _has_positive_strides(call: relax.Expr) -> bool:
-    """A slice backwards may keep the shape and still reverse the order."""
+    """Whether all strides are positive. A slice with a negative stride may keep the shape but
+    reverses the order.
+    """
     if len(call.args) < 5:
         return True
     strides = call.args[4]
@@ -101,7 +103,7 @@ def _has_positive_strides(call: relax.Expr) -> bool:
 
 
 def remove_neutral(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """x + 0, x - 0, x * 1, x / 1 -> x, where broadcasting does not change the shape.
+    """x + 0, x - 0, x * 1, x / 1 -> x if broadcasting does not change the shape.
 
     A bias that is 0 in every channel stays: calibration corrects it.
     """
@@ -117,8 +119,8 @@ def remove_neutral(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 
 
 def count_axes_from_front(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """squeeze(x, [-2]) -> squeeze(x, [rank - 2]): TVM's ConvertLayout reads negative axes as huge
-    ones.
+    """squeeze(x, [-2]) -> squeeze(x, [rank - 2]). TVM's ConvertLayout reads negative axes as
+    huge ones.
     """
     call = editor.call_of(var)
     axes = call.attrs.axis
@@ -129,7 +131,7 @@ def count_axes_from_front(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 
 
 def split_to_slice(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """split(x)[i] -> strided_slice(x), where the size of the split axis is known."""
+    """split(x)[i] -> strided_slice(x) if the size of the split axis is known."""
     item = editor.values[var]
     source = item.tuple_value
     if not isinstance(source, relax.Var) or editor.op_name(source) != "relax.split":
@@ -146,7 +148,9 @@ def split_to_slice(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 
 
 def put_constant_second(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """c + x -> x + c, c a constant or a dequantized one; so for multiply, maximum, minimum."""
+    """c + x -> x + c if c is a constant or a dequantized constant; the same for multiply,
+    maximum, minimum.
+    """
     left, right = editor.call_of(var).args
     if not is_constant(editor, left) or is_constant(editor, right):
         return decline("the first operand alone is no constant")

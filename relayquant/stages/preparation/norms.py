@@ -1,4 +1,6 @@
-"""Beside prepare: what the batch norms of a float module remember of the data it was trained on."""
+"""Reader of batch norm statistics: float module -> mean and deviation of the data that the model
+was trained on. It runs beside prepare.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ from relayquant.stages.preparation.bind import bind_params
 
 @dataclass(frozen=True, eq=False)
 class NormStatistics:
-    """Mean and standard deviation of a batch norm's results over the training data, by channel,
-    (C,) float64: its beta, and the magnitude of its gamma, less where epsilon weighs in.
+    """Mean and standard deviation of a batch norm's results over the training data, per channel,
+    (C,) float64. The mean is beta. The deviation is the magnitude of gamma, reduced where
+    epsilon matters.
     """
 
     mean: np.ndarray
@@ -28,9 +31,10 @@ class NormStatistics:
 def read_norm_statistics(
     mod: tvm.IRModule, params: Mapping[str, Any] | None = None
 ) -> dict[str, NormStatistics]:
-    """Name of a batch norm's result -> its statistics.
+    """Map the name of each batch norm's result to its statistics.
 
-    `prepare_module` takes the norms into the weights before them, and keeps the names of results.
+    `prepare_module` folds the norms into the weights before them and keeps the names of the
+    results.
 
     Raises:
         ModelError: as `prepare_module`.
@@ -46,13 +50,13 @@ def read_norm_statistics(
             continue
         arrays = [constant_value(arg) for arg in (call.args[1], call.args[2], call.args[4])]
         if not (call.attrs.scale and call.attrs.center):
-            continue  # of a norm without factors, results have been scaled by nothing
+            continue  # a norm without factors: its results were not scaled
         gamma, beta, variance = (
             None if array is None else array.astype("float64").reshape(-1) for array in arrays
         )
         if gamma is None or beta is None or variance is None:
             continue
-        # What was divided is the variance with epsilon, which counts where a channel is nearly 0.
+        # The norm divides by variance + epsilon. This matters where a channel is nearly 0.
         share = np.sqrt(variance / (variance + float(call.attrs.epsilon)))
         found[editor.names[var]] = NormStatistics(beta, np.abs(gamma) * share)
     return found

@@ -1,4 +1,4 @@
-"""Rules for pads before windows, pools over the whole map, and flatten."""
+"""Rules for pads in front of windows, pools over the whole map, and flatten."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ FLATTENS = ("relax.flatten", "relax.nn.batch_flatten")
 
 
 def fold_pad(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """conv(pad(x, 0), padding=p) -> conv(x, padding=p + pad); so for an average pool that counts
-    pads, and for a max pool if the pad value is -inf, or 0 on non-negative data.
+    """conv(pad(x, 0), padding=p) -> conv(x, padding=p + pad).
 
-    The pad touches spatial axes only and nothing else uses it.
+    The same for an average pool that counts pads, and for a max pool if the pad value is -inf, or 0
+    on non-negative data. The pad touches only spatial axes and has no other reader.
     """
     call, name = editor.call_of(var), editor.op_name(var)
     padded = call.args[0]
@@ -77,7 +77,7 @@ def fold_pad(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
         )
     counts = bool(attrs.count_include_pad)
     if name in _AVERAGE_POOLS:
-        # With padding of its own that it does not count, the pool could not tell the two apart.
+        # If the pool has padding that it does not count, it could not tell the two apart.
         if value != 0 or attrs.ceil_mode or (own.any() and not counts):
             return decline("the pool counts these pads otherwise than its own")
         counts, pool = True, _AVERAGE_POOLS[name]
@@ -101,12 +101,12 @@ def fold_pad(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 def _is_harmless_for_max(
     editor: Editor, data: relax.Expr, value: float, view: ConvView, padding: list[int]
 ) -> bool:
-    """Whether the maximum of every window is the same with -inf in place of the pads."""
+    """Whether the maximum of every window stays the same with -inf instead of the pads."""
     if value == -math.inf:
         return True
     if value != 0 or not _is_non_negative(editor, data):
         return False
-    # Every window must hold an element of the data, or it gives -inf instead of 0.
+    # Every window must hold an element of the data. Otherwise the result is -inf instead of 0.
     windows = [
         (size - 1) * dilation + 1 for size, dilation in zip(view.window, view.dilation, strict=True)
     ]
@@ -126,8 +126,8 @@ def _is_non_negative(editor: Editor, expr: relax.Expr) -> bool:
 
 
 def pool_to_mean(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """adaptive_avg_pool2d(x, 1) and avg_pool2d over the whole map without padding -> mean(x,
-    spatial axes, keepdims).
+    """Replace a pool over the whole map by a mean: adaptive_avg_pool2d(x, 1) and avg_pool2d
+    without padding -> mean(x, spatial axes, keepdims).
     """
     call = editor.call_of(var)
     attrs, data = call.attrs, call.args[0]
@@ -149,8 +149,8 @@ def pool_to_mean(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 
 
 def widen_average(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """avg_pool1d(x) -> squeeze(avg_pool2d(expand_dims(x))): of images of one row, which have an
-    integer form.
+    """avg_pool1d(x) -> squeeze(avg_pool2d(expand_dims(x))). Images with one row have an integer
+    form.
     """
     attrs, (data,) = editor.call_of(var).attrs, editor.call_of(var).args
     layout = str(attrs.layout)

@@ -1,5 +1,5 @@
-"""Rules for models that hold quantized values already: one quantize for each value and set of
-parameters, and weights in the layout that their operator has them in.
+"""Rules for models that already hold quantized values: one quantize per value and set of
+parameters, and weights in the layout of their operator.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from relayquant.ir.rewrite.rule import Skip, decline
 from relayquant.stages.preparation.dense import LINEAR
 from relayquant.stages.preparation.tensors import make_const
 
-#: what only changes the shape of a weight
+#: operators that only change the shape of a weight
 MOVES = (
     "relax.permute_dims",
     "relax.reshape",
@@ -31,7 +31,7 @@ MOVES = (
 
 
 def merge_equal(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """a = quantize(x, s, z); b = quantize(x, s, z) -> a for both; dequantize alike."""
+    """a = quantize(x, s, z); b = quantize(x, s, z) -> a for both; the same for dequantize."""
     call = editor.call_of(var)
     if editor.is_output(var) or not isinstance(call.args[0], relax.Var):
         return decline("main returns it, or it is that of a constant")
@@ -60,9 +60,10 @@ def _has_equal_parameters(left: Call, right: Call) -> bool:
 
 
 def move_inside_dequantize(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """permute_dims(dequantize(w)) -> dequantize(permuted w), w a constant; reshapes alike.
+    """permute_dims(dequantize(w)) -> dequantize(permuted w) for a constant w; the same for
+    reshapes.
 
-    The channels of w keep an axis of their own, or the rule declines.
+    The rule declines if the channels of w would not keep a separate axis.
     """
     call = editor.call_of(var)
     inner = editor.call_of(call.args[0])
@@ -87,7 +88,7 @@ def move_inside_dequantize(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 
 
 def _find_axis(before: Sequence[int], after: Sequence[int], axis: int) -> int | None:
-    """The axis of a reshaped array that holds the elements of `axis` in the same order."""
+    """Return the axis of a reshaped array that holds the elements of `axis` in the same order."""
     for i, size in enumerate(after):
         if size == before[axis] and math.prod(after[:i]) == math.prod(before[:axis]):
             return i
@@ -95,8 +96,8 @@ def _find_axis(before: Sequence[int], after: Sequence[int], axis: int) -> int | 
 
 
 def center_weight(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """dequantize(w uint8, s, z) -> dequantize(w - 128 int8, s, z - 128), w a constant that only
-    products read: kernels take signed weights.
+    """dequantize(w uint8, s, z) -> dequantize(w - 128 int8, s, z - 128) if only products read
+    the constant w. Kernels take signed weights.
     """
     call = editor.call_of(var)
     array, zero_point = constant_value(call.args[0]), constant_value(call.args[2])
@@ -120,7 +121,7 @@ def center_weight(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 def name_dialect(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """R.quantize, R.dequantize, as TVM's frontends write them -> R.qnn.quantize, R.qnn.dequantize.
 
-    Zero points of any integer type become int32. 8-bit floats, and float16, are left.
+    Zero points of any integer type become int32. 8-bit floats and float16 stay as they are.
     """
     call = editor.call_of(var)
     data, scale, zero_point = call.args

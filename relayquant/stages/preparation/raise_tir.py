@@ -1,6 +1,4 @@
-"""Rules that recover operators from the anonymous loops (`call_tir`) that TVM's ONNX frontend
-emits.
-"""
+"""Rules that raise anonymous loops (`call_tir`) of TVM's ONNX frontend to operators."""
 
 from __future__ import annotations
 
@@ -20,16 +18,15 @@ from relayquant.ir.rewrite.graph import tensor_dtype
 from relayquant.ir.rewrite.rule import Skip, decline
 from relayquant.stages.preparation.tensors import make_const
 
-#: Emits the loops of an operator for given operands, as a frontend would.
+#: emits the loops of an operator for given operands, as a frontend would
 Lower = Callable[[relax.BlockBuilder, list[relax.Var]], Any]
 
 
 def recover_call_tir(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """call_tir of topi.maximum, topi.minimum, topi.nn.pad -> maximum, minimum, nn.pad.
 
-    The loops say which operator they might be and with which constants; it is accepted only when
-    that operator, lowered again for the same operands, is structurally equal. Anything else stays
-    as it is.
+    The loops suggest an operator and its constants. The rule lowers this operator for the same
+    operands and accepts it only if the result is structurally equal. Otherwise the call stays.
     """
     call = editor.call_of(var)
     func = editor.function(call.args[0])
@@ -51,7 +48,7 @@ def recover_call_tir(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 def _guess(
     func: tirx.PrimFunc, args: list[relax.Expr], out: relax.Var
 ) -> tuple[Lower, relax.Expr] | None:
-    """(how topi would lower it, the operator) that the store inside the loops suggests."""
+    """Return (how topi would lower it, the operator) as suggested by the store inside the loops."""
     stmt = func.body
     while not isinstance(stmt, tirx.BufferStore):
         stmt = getattr(stmt, "block", None) or getattr(stmt, "body", None)
@@ -74,7 +71,7 @@ def _guess(
 
 
 def _lower_binary(lowered: Any, bound: float | None) -> Lower:
-    """Emit `lowered` of all operands, or of the one operand and the number `bound`."""
+    """Emit `lowered` on all operands, or on the one operand and the number `bound`."""
     if bound is None:
         return lambda builder, new: builder.emit_te(lowered, *new)
     return lambda builder, new: builder.emit_te(lowered, new[0], bound)

@@ -1,4 +1,6 @@
-"""Canonicalization: what a rule may be tried at, and the loop that applies a list of them."""
+"""Canonicalization engine: the kinds of values that rules are tried at, and the loop that
+applies a list of rules.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,18 @@ from tvm.ir import Call, GenericConst, Op
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.rule import OnSkip, Rule, fire_first, log_skip, select_rules
 
-#: Kinds of values that are no operator call.
+#: kinds of values that are not operator calls
 ALIAS, PROJECTION, CAST = "alias", "projection", "match_cast"
 
-#: `rewrite(editor, var)` returns the value of `var` in canonical form, and may define others that
-#: it is computed from.
+#: `rewrite(editor, var)` returns the value of `var` in canonical form. It may define new values
+#: that the result is computed from.
 CanonicalRule = Rule[Editor, relax.Var, relax.Expr]
 
 
 def kind_of(editor: Editor, var: relax.Var) -> str:
-    """Operator name of the value of `var`, or ALIAS, PROJECTION, CAST; "" for anything else."""
+    """Return the operator name of the value of `var`, or ALIAS, PROJECTION, CAST; "" for
+    anything else.
+    """
     if editor.is_cast(var):
         return CAST
     value = editor.values[var]
@@ -37,12 +41,11 @@ def apply_phase(
     max_edits: int = 100,
     on_skip: OnSkip = log_skip,
 ) -> None:
-    """Apply rules in topological order until none fires; the first of `rules` that fires at a
-    value wins.
+    """Apply rules in topological order until none fires. At each value the first of `rules` that
+    fires wins.
 
     Raises:
-        RuntimeError: a value was edited `max_edits` times in a row, so that two rules undo one
-        another.
+        RuntimeError: a value was edited `max_edits` times in a row, so two rules undo each other.
     """
     of_kind: dict[str, list[CanonicalRule]] = {}
     changed = True
@@ -70,7 +73,7 @@ def apply_phase(
 
 
 def put(editor: Editor, var: relax.Var, value: relax.Expr) -> None:
-    """Let `value`, that equals it, be the value of `var`."""
+    """Replace the value of `var` by the equal `value`."""
     if isinstance(value, relax.Var | GenericConst):
         forward(editor, var, value)
     elif isinstance(value, relax.ShapeExpr):
@@ -80,11 +83,11 @@ def put(editor: Editor, var: relax.Var, value: relax.Expr) -> None:
 
 
 def forward(editor: Editor, var: relax.Var, by: relax.Expr) -> None:
-    """Let the equal `by` stand for `var`; a name that main returns stays.
+    """Replace `var` by the equal `by`. A name that main returns stays.
 
-    y = identity(x), y returned and x not: x takes the name y, unless only x is a name of the
-    source model (a block builder's gv = x names nothing).
-    y = identity(x), both returned, or x a parameter or constant: y = x.
+    y = identity(x), y returned and x not: x takes the name y, unless only x is a name of the source
+    model (a block builder's gv = x names nothing). y = identity(x), both returned, or x a parameter
+    or constant: y = x.
     """
     if not editor.is_output(var):
         editor.replace(var, by)

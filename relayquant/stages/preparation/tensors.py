@@ -1,4 +1,4 @@
-"""Small questions of the canonicalization rules about constants and layouts."""
+"""Questions that canonicalization rules ask about constants and layouts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ FLOATS = ("float16", "float32", "float64")
 
 
 def make_const(array: np.ndarray, dtype: str) -> relax.Expr:
-    """A tensor constant; the dtype is given since `relax.const` narrows int64 in silence."""
+    """Return a tensor constant. The dtype is passed on, because `relax.const` silently narrows
+    int64.
+    """
     return relax.const(np.asarray(array, dtype, order="C"), dtype)
 
 
@@ -22,15 +24,15 @@ def is_float(expr: relax.Expr) -> bool:
 
 
 def is_constant(editor: Editor, expr: relax.Expr) -> bool:
-    """Whether a value is a constant, as it is or dequantized."""
+    """Whether a value is a constant, or a dequantized constant."""
     if editor.op_name(expr) == DEQUANTIZE:
         expr = editor.call_of(expr).args[0]
     return constant_value(expr) is not None
 
 
 def scalar_value(expr: relax.Expr, like: relax.Expr) -> float | None:
-    """The number that a constant of one element holds, if it broadcasts to `like` without changing
-    its shape.
+    """Return the number in a constant of one element, if it broadcasts to `like` without
+    changing its shape.
     """
     array = constant_value(expr)
     shape = tensor_shape(like)
@@ -40,8 +42,8 @@ def scalar_value(expr: relax.Expr, like: relax.Expr) -> float | None:
 
 
 def channel_values(expr: relax.Expr, ndim: int, axis: int, channels: int) -> np.ndarray | None:
-    """float64 (C,) of a constant that varies along `axis` of an `ndim`-dimensional tensor only,
-    else None.
+    """Return float64 (C,) of a constant that varies only along `axis` of an `ndim`-dimensional
+    tensor, else None.
     """
     array = constant_value(expr)
     if array is None or array.ndim > ndim or str(array.dtype) not in FLOATS:
@@ -55,9 +57,7 @@ def channel_values(expr: relax.Expr, ndim: int, axis: int, channels: int) -> np.
 
 
 def spatial_axes(layout: str) -> list[int] | None:
-    """Axes of the spatial dimensions of a plain layout ("NCHW" -> [2, 3]); None for a packed
-    one.
-    """
+    """Return the spatial axes of a plain layout ("NCHW" -> [2, 3]); None for a packed one."""
     if sorted(set(layout)) != sorted(layout) or not layout.isalpha() or not layout.isupper():
         return None
     return [at for at, letter in enumerate(layout) if letter not in "NC"]
