@@ -162,7 +162,8 @@ def decide_quantized(
     """Return the roots of the operators that run on integers.
 
     Start with every operator that may be quantized. Then repeat until nothing changes: remove each
-    operator that no anchor's integers reach and that no other anchor reads.
+    operator that is not worth quantizing (see `is_worthwhile`), and each connector that a float
+    operator reads.
     """
     # An operator with dynamic parameters or with weights in groups reads and returns float values,
     # so it neither needs nor provides integers for its neighbours.

@@ -1,4 +1,4 @@
-"""Backends as tables: which patterns they run, their dtypes, how they quantize by default."""
+"""Backends as tables: the patterns they run, their dtypes and their default quantization."""
 
 from relayquant.stages.backends.accelerator import ACCELERATOR
 from relayquant.stages.backends.arm import ARM

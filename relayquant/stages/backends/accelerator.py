@@ -1,7 +1,7 @@
-"""An example of hardware that shifts instead of multiplying: int8, symmetric, scales that are
-powers of two.
+"""Example backend for hardware that shifts instead of multiplying: int8, symmetric, power-of-two
+scales.
 
-A model to copy for a backend of your own; its integers run on any CPU.
+Copy it for a custom backend. Its integers run on any CPU.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ WEIGHT = DTypeWithConstraints(
 
 ACCELERATOR_DTYPES = (DTypeConfig(input=BYTE, output=BYTE, weight=WEIGHT),)
 
-#: results that lie between -1 and 1 whatever the data
+#: operators whose results lie between -1 and 1 for any data
 UNIT_RANGE = (FixedOutput("int8", Scheme.SYMMETRIC, Fixed(scale=1 / 128, zero_point=0)),)
 UNIT_PATTERNS = ("sigmoid", "tanh", "softmax")
 
 
 def find_observation(name: str) -> tuple[ObservationType | None, tuple[FixedOutput, ...]]:
-    """Where the result of a built-in pattern gets its parameters on this hardware."""
+    """Choose where a built-in pattern's result gets its parameters on this hardware."""
     if name in UNIT_PATTERNS:
         return ObservationType.OUTPUT_USE_FIXED_QPARAMS, UNIT_RANGE
     return None, ()
 
 
 def activation_spec(granularity: Granularity = Granularity.PER_TENSOR) -> QSpec:
-    """int8 within -127..127, symmetric, powers of two."""
+    """Return the activation specification: int8 within -127..127, symmetric, power-of-two scale."""
     return QSpec("int8", Scheme.SYMMETRIC, granularity, quant_min=-127, power_of_two=True)
 
 

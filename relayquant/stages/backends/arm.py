@@ -1,6 +1,6 @@
-"""Arm: int8 activations and int8 weights per channel, as sdot and smmla take them.
+"""Arm backend: int8 activations and per-channel int8 weights, as sdot and smmla take them.
 
-int16 activations too, for a model that needs them: half as many products per instruction.
+A model that needs int16 activations can have them, with half as many products per instruction.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Any CPU that LLVM knows: activations of 8 bits of either sign, or of 16; unsigned by default."""
+"""Backend for any CPU that LLVM supports: 8-bit activations of either sign or 16-bit ones,
+unsigned by default.
+"""
 
 from __future__ import annotations
 

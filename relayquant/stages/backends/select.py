@@ -1,4 +1,4 @@
-"""Finding a backend: by its name, or the one that suits a target."""
+"""Choice of a backend: by name, or by target."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ BACKENDS: tuple[BackendConfig, ...] = (X86, X86_7BIT, ARM, GENERIC, ACCELERATOR)
 
 
 def resolve_backend(backend: BackendConfig | str | None) -> BackendConfig:
-    """A backend by name, or the BackendConfig itself; that of this machine for None.
+    """Return a backend from its name or the BackendConfig itself. None means the backend of this
+    machine.
 
     Raises:
         ConfigError: no backend has this name.
@@ -41,8 +42,8 @@ def resolve_backend(backend: BackendConfig | str | None) -> BackendConfig:
 
 
 def find_backend(mod: tvm.IRModule, backend: BackendConfig | str | None) -> BackendConfig:
-    """The backend that a module was prepared for, by its ledger, unless one is given; that of this
-    machine where it has no ledger.
+    """Return the given backend, or the backend in the module's ledger. Without a ledger, return the
+    backend of this machine.
 
     Raises:
         ConfigError: no backend of that name is built in.
@@ -62,8 +63,8 @@ def find_backend(mod: tvm.IRModule, backend: BackendConfig | str | None) -> Back
 
 @check_arguments
 def get_backend_config(name: str | None = None, *, target: Any = None) -> BackendConfig:
-    """A backend by its name; without one, the backend whose activations the kernels of `target`
-    take as they are.
+    """Return a backend by its name. Without a name, return the backend whose activations suit the
+    kernels of `target`.
 
     Args:
         name: "x86", "x86-7bit", "arm", "generic" or "accelerator".

@@ -1,7 +1,8 @@
-"""x86: uint8 activations, int8 weights per channel, as its dot-product instructions take them.
+"""x86 backend: uint8 activations and per-channel int8 weights, as the dot-product instructions take
+them.
 
-int16 activations too, for a model that needs them: half as many products per instruction. Weights
-of 7 bits are a choice for CPUs without VNNI: faster, and half as fine.
+A model that needs int16 activations can have them, with half as many products per instruction. On
+CPUs without VNNI, 7-bit weights are an option: faster, with twice the step.
 """
 
 from __future__ import annotations

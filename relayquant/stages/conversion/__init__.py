@@ -1,4 +1,6 @@
-"""Plan + parameters -> reference form -> QNN form -> expanded -> folded, each a function."""
+"""Conversion, one function per step: plan + parameters -> reference form -> QNN form ->
+propagated -> folded.
+"""
 
 from relayquant.stages.conversion.fold import fold_qnn
 from relayquant.stages.conversion.from_qdq import add_ledger, adopt_reference

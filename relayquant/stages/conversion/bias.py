@@ -1,5 +1,5 @@
-"""Biases of integer operators: int32 in the units of the sums that they are added to, data scale x
-weight scale; and what becomes of one that those units do not suit.
+"""Biases of integer operators: float bias -> int32 in units of the accumulator (data scale x
+weight scale), or other units if these do not suit the bias.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from relayquant.base.qtypes import QParams, Role
 from relayquant.ir.ops import Quantized, QuantOp
 from relayquant.ir.rewrite import Skip
 
-#: largest |bias| in units of its scale; leaves the other half of int32 to the accumulator
+#: largest |bias| in units of its scale; the other half of int32 is left to the accumulator
 BIAS_LIMIT = 2**30
-#: of a result that is not quantized: how much of a bias its rounding may be
+#: allowed rounding error of a bias, relative to it, if the result is not quantized
 LEAST_SHARE = 2.0**-8
-#: how far scales may differ that are the same number, rounded by different tools
+#: relative difference up to which two scales, rounded by different tools, count as equal
 UNIT_TOLERANCE = 2.0**-20
 #: smallest scale of an accumulator: `accumulator_qparams`
 TINY = float(np.finfo("float32").tiny)
@@ -26,10 +26,11 @@ TINY = float(np.finfo("float32").tiny)
 def is_lost(
     bias: np.ndarray, units: np.ndarray, step: float, still: np.ndarray | bool = True
 ) -> bool:
-    """Whether rounding a bias, float64, to its units moves it by more than half a step of the
-    result, where the sums are `still`: no data changes them.
+    """Whether rounding a bias (float64) to its units moves it by more than half a step of the
+    result.
 
-    Elsewhere a step of the data, times a weight, moves the sum by more than that.
+    This is checked only for sums that no data changes (`still`). Otherwise one step of the data,
+    times a weight, moves the sum by more than the rounding does.
     """
     moved = np.abs(np.rint(bias / units) * units - bias)
     return bool(((moved > step / 2) & still).any())
@@ -38,16 +39,17 @@ def is_lost(
 def refine_units(
     units: QParams, bias: np.ndarray, step: float | None, still: np.ndarray | bool
 ) -> QParams:
-    """Parameters of a bias: the units of the accumulator, or finer or larger ones where int32 does
-    not hold the bias in them, or where it is lost in a result of this step.
+    """Return the parameters of a bias: the units of the accumulator, or finer or coarser units.
 
-    An operator whose bias has other units stays in float: `find_bias_conflict`.
+    Other units are used if int32 cannot hold the bias in units of the accumulator, or if rounding
+    would lose the bias in a result with this step. An operator whose bias has other units stays in
+    float: see `find_bias_conflict`.
 
     Args:
-        units: Of the accumulator.
-        bias: float32, one number or one of each channel.
-        step: The finest of the result; None if there is none.
-        still: Whether no data changes the sums, of all channels or of each.
+        units: Scale of the accumulator.
+        bias: float32, one number or one per channel.
+        step: The finest step of the result; None if there is none.
+        still: Whether no data changes the sums, for all channels or for each.
     """
     real = bias.reshape(-1).astype("float64")
     unit = units.scale.astype("float64")
@@ -60,7 +62,7 @@ def refine_units(
 
 
 def find_bias_conflict(pattern: QuantOp, operands: Mapping[str, Quantized]) -> Skip | None:
-    """Declines a bias that has other units than the sums it is added to."""
+    """Decline a bias whose units differ from the units of its accumulator."""
     biases = [part.name for part in pattern.operands if part.role is Role.BIAS]
     if not biases or not {"data", "weight", *biases} <= operands.keys():
         return None
@@ -75,7 +77,7 @@ def find_bias_conflict(pattern: QuantOp, operands: Mapping[str, Quantized]) -> S
 
 
 def has_units(have: QParams, units: np.ndarray) -> bool:
-    """Whether the integers of a bias count in units, float64, of the accumulator."""
+    """Whether the integers of a bias are in the accumulator's units, float64."""
     sizes = {have.scale.size, units.size} - {1}
     return (
         len(sizes) <= 1

@@ -1,5 +1,5 @@
-"""Fold: quantize(dequantize(q)) -> requantize, or nothing; integer constants computed; clamps
-merged; names.
+"""Last integer step of conversion: quantize(dequantize(q)) -> requantize or q, integer constants
+computed, clamps merged, values named.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from relayquant.stages.conversion.qnn_form import read_dequantize, read_qparams
 
 
 def fold_qnn(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module with dequantize/quantize pairs folded, integer constants computed, equal constants
-    as one, and the names of the ledger.
+    """Return the module with dequantize/quantize pairs folded, integer constants computed, equal
+    constants merged, and values named as in the ledger.
     """
     return name_integers(share_constants(tidy_module(apply_rules(mod, FOLD_RULES))))
 
@@ -63,7 +63,7 @@ def _quantize_of_dequantize() -> Rule:
     return Rule("quantize of dequantize", pattern, rewrite)
 
 
-#: operators computed at once when all their operands are integer constants
+#: operators computed at once if all their operands are integer constants
 FOLDED_CONSTANTS = (
     "relax.permute_dims",
     "relax.reshape",
@@ -108,7 +108,8 @@ def _clip_of_clip() -> Rule:
         if inner is None or match.graph.op_name(inner) != "relax.clip":
             return Skip("nothing to merge")
         inner_low, inner_high = (int(arg.value) for arg in inner.args[1:3])
-        # An empty intersection is the outer bound that the inner interval lies beyond.
+        # The intersection may be empty. Then the result is the outer bound next to the inner
+        # interval.
         low, high = (
             min(max(low, inner_low), high),
             max(min(high, inner_high), low),

@@ -1,10 +1,10 @@
-"""Reference form of another tool -> the form that realize understands, and the ledger of what came
-of it.
+"""Reader of QDQ models of other tools: their quantize and dequantize operators -> the form that
+realize understands, and a ledger.
 
-A model that was read with its own quantize and dequantize operators has no plan. Quantizes are
-lifted to the operators that compute their values, dequantizes pushed down to those that read them,
-and biases brought into the units of their accumulators. Then every operator between them is found
-by its pattern (`qnn_form.find_dequantized`).
+A model that comes with quantize and dequantize operators has no plan. Each quantize is hoisted to
+the operator that computes its value. Each dequantize is sunk to the operators that read it. Biases
+are converted to units of their accumulators. Then every operator between them is found by its
+pattern (`qnn_form.find_dequantized`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from relayquant.stages.conversion.qnn_form import (
     read_qparams,
 )
 
-#: operators that move or select values, so that quantize may be done before as well as behind them
+#: operators that move or select values: a quantize gives the same result before and behind them
 MOVERS = (
     "relax.reshape",
     "relax.flatten",
@@ -73,13 +73,15 @@ MOVERS = (
     "relax.nn.max_pool1d",
 )
 
-#: what the ledger says decided the parameters
+#: the ledger's text for the source of the parameters
 SOURCE_RULE = "quantized in the source model"
 
 
 def adopt_reference(mod: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
-    """A canonical module with quantize and dequantize wherever the source model had them -> one in
-    which they stand next to the operators that compute. Its function is the same.
+    """Move quantize and dequantize operators next to the operators that compute.
+
+    The input is a canonical module with quantize and dequantize anywhere. The function of the
+    module stays the same.
     """
     lifts = [lift_clamp("relax.nn.relu", relu_bounds), lift_clamp("relax.clip", clip_bounds)]
     lifts.append(lift_pad())
@@ -90,7 +92,9 @@ def adopt_reference(mod: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
 
 
 def lift_mover(op: str) -> Rule:
-    """quantize(move(x)) -> move(quantize(x)), x computed by an operator and used nowhere else."""
+    """quantize(move(x)) -> move(quantize(x)) if an operator computes x and nothing else reads
+    it.
+    """
     data, scale, zero_point = wildcard(), wildcard(), wildcard()
     moved = is_op(op)(data, varg_default_wildcard=True)
     pattern = Pattern(is_op("relax.qnn.quantize")(moved, scale, zero_point), {"data": data})
@@ -122,7 +126,7 @@ def quantize_biases() -> Iterable[Rule]:
     """linear(dequantize(x), dequantize(w)) + b -> ... + dequantize(b int32), in units of the
     accumulator.
 
-    b is a float constant, or one that was quantized in other units.
+    b is a float constant, or a constant that was quantized in other units.
     """
     for op in (*(family.op for family in CONV_FAMILIES), "relax.matmul"):
         data, weight, bias = wildcard(), wildcard(), wildcard()
@@ -179,7 +183,7 @@ def quantize_bias(emitter: Emitter, match: Match) -> relax.Expr | Skip:
 
 
 def units_shape(units: QParams, rank: int) -> tuple[int, ...]:
-    """Shape in which one scale per channel broadcasts against a tensor of this rank."""
+    """Return the shape in which one scale per channel broadcasts against a tensor of this rank."""
     if units.axis is None or not units.is_per_channel:
         return ()
     return tuple(-1 if at == units.axis else 1 for at in range(rank))
@@ -188,8 +192,8 @@ def units_shape(units: QParams, rank: int) -> tuple[int, ...]:
 def add_ledger(
     mod: tvm.IRModule, adopted: tvm.IRModule, canonical: tvm.IRModule, backend: BackendConfig
 ) -> tvm.IRModule:
-    """`mod`, the integer module made of `adopted`, with a ledger of every operator of `canonical`
-    and with values named by it.
+    """Add a ledger to `mod`, the integer module made of `adopted`. The ledger has every operator
+    of `canonical`, and the values of `mod` get their names from it.
     """
     graph, source, final = Graph(adopted), Graph(canonical), Graph(mod)
     found: dict[str, tuple[QuantOp, Match]] = {}
@@ -227,7 +231,9 @@ def add_ledger(
 
 
 def moves_integers(source: Graph, var: relax.Var) -> bool:
-    """Whether a value of the source model is 8-bit integers made of such."""
+    """Whether a value of the source model is 8-bit and computed from 8-bit values by moving
+    them.
+    """
     dtype, call = tensor_dtype(var), source.call_of(var)
     return (
         dtype in ("int8", "uint8")
@@ -237,8 +243,8 @@ def moves_integers(source: Graph, var: relax.Var) -> bool:
 
 
 def stays_float(source: Graph, final: Graph, var: relax.Var) -> bool:
-    """Whether the operator of a value of the source model computes floats in the `final` module,
-    or is no operator on quantized values at all.
+    """Whether the operator of a source value computes floats in the `final` module, or does not
+    work on quantized values at all.
     """
     left = final.vars.get(var.name)
     is_left = left is not None and final.op_name(left) == source.op_name(var)
@@ -248,7 +254,7 @@ def stays_float(source: Graph, final: Graph, var: relax.Var) -> bool:
 
 
 def describe_float(source: Graph, var: relax.Var, reason: str) -> LedgerRow:
-    """The row of an operator that stays in float."""
+    """Return the ledger row of an operator that stays in float."""
     return LedgerRow(
         var.name,
         source.op_name(var).removeprefix("relax."),
@@ -264,7 +270,9 @@ def describe_float(source: Graph, var: relax.Var, reason: str) -> LedgerRow:
 def describe_quantized(
     source: Graph, graph: Graph, var: relax.Var, pattern: QuantOp, match: Match
 ) -> LedgerRow:
-    """The row of an operator that a pattern matched in the adopted module's `graph`."""
+    """Return the ledger row of an operator that a pattern matched in the adopted module's
+    `graph`.
+    """
     qparams = find_output_qparams(graph, match.root)
     return LedgerRow(
         var.name,
@@ -280,7 +288,7 @@ def describe_quantized(
 
 
 def describe_moved(source: Graph, var: relax.Var) -> LedgerRow:
-    """The row of an operator without a pattern that moves integers, or is gone."""
+    """Return the ledger row of an operator without a pattern that moves integers or was removed."""
     op = source.op_name(var)
     return LedgerRow(
         var.name,
@@ -294,7 +302,7 @@ def describe_moved(source: Graph, var: relax.Var) -> LedgerRow:
 
 
 def explain_float(graph: Graph, backend: BackendConfig, name: str) -> str:
-    """Why an operator of an adopted module has no integer form."""
+    """Return why an operator of an adopted module has no integer form."""
     var = graph.vars.get(name)
     if var is None or graph.call_of(var) is None:
         return "it has no integer form with the parameters of the source model"

@@ -1,9 +1,9 @@
-"""What main takes and returns: described before a plan is made; and as the last step of lower,
-integers where the user asked for them.
+"""Dtypes of main's inputs and outputs: described before planning, and as the last step of lowering,
+float -> integer where the user asked for it.
 
 main(x: float32) { x.q = quantize(x) ... } -> main(x: uint8) { ... }, and out = dequantize(q);
-return out -> return q. Parameters stay those that calibration picked; another 8-bit dtype than the
-model's own is an exact shift by 128.
+return out -> return q. The parameters from calibration stay. Another 8-bit dtype than the model's
+is an exact shift by 128.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def describe_interface(
     input_dtypes: Mapping[str | int, str],
     output_dtypes: Mapping[str | int, str],
 ) -> tuple[tuple[InterfaceValue, ...], tuple[InterfaceValue, ...]]:
-    """(inputs, outputs) of main, with the integer dtypes asked for, by name or index from 0.
+    """Return (inputs, outputs) of main, with the requested integer dtypes by name or index from 0.
 
     Raises:
         ConfigError: there is no such input or output, or no such integer dtype.
@@ -58,8 +58,8 @@ def request_interface(
     input_dtypes: Mapping[str | int, str],
     output_dtypes: Mapping[str | int, str],
 ) -> tvm.IRModule:
-    """An integer module whose ledger asks for these dtypes, by name or index from 0: what
-    `set_interface` takes.
+    """Write the requested dtypes, by name or index from 0, into an integer module's ledger.
+    `set_interface` reads them there.
 
     Raises:
         ConfigError: there is no such input or output, or no such integer dtype.
@@ -73,7 +73,7 @@ def request_interface(
 def name_dtypes(
     what: str, dtypes: Mapping[str | int, str], values: Sequence[tuple[str, str]]
 ) -> tuple[InterfaceValue, ...]:
-    """All (name, dtype) of an interface, with the integer dtypes asked for by name or index.
+    """Return (name, dtype) for all inputs or outputs, with the requested dtypes by name or index.
 
     Raises:
         ConfigError: there is no such value, or no such integer dtype, or one is named twice.
@@ -103,11 +103,11 @@ def name_dtypes(
 
 
 def set_interface(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module with the input and output dtypes that its ledger asks for; their parameters are in
-    the new ledger.
+    """Give main the input and output dtypes that its ledger requests. The new ledger has their
+    parameters.
 
     Raises:
-        ConfigError: an input or output is not quantized, or has another width than was asked for.
+        ConfigError: an input or output is not quantized, or has another width than requested.
     """
     ledger = find_ledger(mod)
     if ledger is None or not any(v.is_integer for v in (*ledger.inputs, *ledger.outputs)):
@@ -125,7 +125,9 @@ def set_interface(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def read_input(graph: Graph, value: InterfaceValue) -> QParams:
-    """Parameters of an input in the dtype asked for: those of its first quantize, shifted."""
+    """Return the parameters of an input in the requested dtype: the parameters of its first
+    quantize, shifted.
+    """
     param = graph.vars[value.name]
     for user in graph.users[param]:
         call = graph.call_of(user)
@@ -141,7 +143,8 @@ def read_input(graph: Graph, value: InterfaceValue) -> QParams:
 
 
 def shift_qparams(qparams: QParams, dtype: str, where: str) -> QParams:
-    """The same real values in another dtype of the same width: scale kept, zero point moved.
+    """Express the same real values in another dtype of the same width: the scale stays and the zero
+    point moves.
 
     Raises:
         ConfigError: the widths differ.
@@ -159,7 +162,7 @@ def shift_qparams(qparams: QParams, dtype: str, where: str) -> QParams:
 
 
 def convert_dtype(value: relax.Expr, have: QParams, want: QParams) -> relax.Expr:
-    """Integers in `want`'s dtype, of the same scale: exact."""
+    """Convert integers to `want`'s dtype with the same scale. This is exact."""
     if have.dtype == want.dtype:
         return value
     source, target = Quantized(value, have), Quantized(value, want)
@@ -174,7 +177,7 @@ def convert_dtype(value: relax.Expr, have: QParams, want: QParams) -> relax.Expr
 
 
 def replace_inputs(graph: Graph, inputs: Mapping[str, QParams]) -> tvm.IRModule:
-    """main with integer parameters; each reader gets the integers, or their real values."""
+    """Give main integer inputs. Each reader gets the integers or their real values."""
     if not inputs:
         return graph.mod
     new = {
@@ -204,7 +207,7 @@ def replace_inputs(graph: Graph, inputs: Mapping[str, QParams]) -> tvm.IRModule:
 
 
 def has_scale(qparams: QParams, interface: QParams) -> bool:
-    """Whether a quantize of an input gives what the user feeds, but for a shift."""
+    """Whether a quantize of an input computes the integers that the user passes, up to a shift."""
     have, want = INTEGER_LIMITS[qparams.dtype], INTEGER_LIMITS[interface.dtype]
     if qparams.is_per_channel or have[1] - have[0] != want[1] - want[0]:
         return False
@@ -214,7 +217,7 @@ def has_scale(qparams: QParams, interface: QParams) -> bool:
 def replace_outputs(
     mod: tvm.IRModule, values: tuple[InterfaceValue, ...]
 ) -> tuple[tvm.IRModule, dict[str, QParams]]:
-    """main with integer results, and their parameters by name."""
+    """Give main integer results, and return their parameters by name."""
     graph = Graph(mod)
     found: dict[str, QParams] = {}
     if not any(value.is_integer for value in values):

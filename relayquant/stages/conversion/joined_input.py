@@ -1,8 +1,8 @@
-"""Expand: a value whose slices are joined is quantized once, before it is cut, as it is where a
-convolution of volumes reads an input.
+"""Propagation rule for joined slices: quantize the value once before it is cut, instead of
+quantizing the joined slices. A convolution of volumes reads an input in this form.
 
-quantize(concat((cut(x), cut(x), ...))) -> concatenate((cut(quantize(x)), ...)), exactly: a slice
-moves values.
+quantize(concat((cut(x), cut(x), ...))) -> concatenate((cut(quantize(x)), ...)). This is exact,
+because a slice only moves values.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from relayquant.ir.rewrite import Emitter, Graph, Match, Pattern, Rule, Skip
 from relayquant.ir.rewrite.graph import tensor_shape
 from relayquant.stages.conversion.qnn_form import read_qparams
 
-#: what may lie between a value and what is joined
+#: operators that may lie between a value and the concat
 CUTS = ("relax.strided_slice", "relax.reshape")
 
 
 def quantize_before_joining() -> Rule:
-    """The rule of this module's first line."""
+    """The rule described at the top of this module."""
     parts, scale, zero_point = wildcard(), wildcard(), wildcard()
     pattern = Pattern(
         is_op("relax.qnn.quantize")(is_op("relax.concat")(parts), scale, zero_point),
@@ -62,12 +62,12 @@ def quantize_before_joining() -> Rule:
 
 
 def count_known(expr: relax.Expr) -> int:
-    """The product of the sizes that are known."""
+    """Return the product of the known sizes."""
     return prod(size for size in tensor_shape(expr) or () if isinstance(size, int))
 
 
 def trace_cuts(graph: Graph, expr: relax.Expr) -> tuple[relax.Expr, list[Call]]:
-    """(the value that a part is cut out of, the calls on the way)."""
+    """Return (the value that a part is cut out of, the calls on the way)."""
     calls: list[Call] = []
     call = graph.call_of(expr)
     while call is not None and graph.op_name(expr) in CUTS:

@@ -1,8 +1,7 @@
-"""Last step of convert: the integer value that stands for a value of the float model takes its
-name.
+"""Last step of convert: each integer value takes the name of the float value that it represents.
 
-v.acc, v.sum, ... -> v.acc, v: what the ledger calls v is found as v in the integer module, unless v
-is still there in float. Accumulators keep their own names: they are not in the units of v.
+v.acc, v.sum, ... -> v.acc, v. So the ledger's v is found as v in the integer module, unless v is
+still there in float. Accumulators keep their names, because they are not in units of v.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from relayquant.ir.ops.base import NARROW, SHIFTED, TOTALS
 from relayquant.ir.rewrite import Emitter, Graph, rewrite_main
 from relayquant.ir.rewrite.graph import tensor_dtype
 
-#: last part of the names of accumulators
+#: last part of an accumulator's name
 ACCUMULATORS = (*TOTALS, NARROW, SHIFTED)
 
 
 def name_integers(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module with integer values renamed; unchanged when it has no ledger."""
+    """Rename the module's integer values. Without a ledger the module stays as it is."""
     ledger = find_ledger(mod)
     if ledger is None:
         return mod
@@ -41,7 +40,9 @@ def name_integers(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def find_names(graph: Graph, values: Set[str]) -> dict[relax.Var, str]:
-    """Variable -> new name: for each value that is not bound, the last integers made for it."""
+    """Map variables to new names: each value that is no longer bound gives its name to the last
+    integers made for it.
+    """
     last: dict[str, relax.Var] = {}
     for binding in graph.bindings:
         owner = find_owner(binding.var.name, values)
@@ -55,7 +56,9 @@ def find_names(graph: Graph, values: Set[str]) -> dict[relax.Var, str]:
 
 
 def find_owner(name: str, values: Set[str]) -> str:
-    """The value that `name` was made for: the longest of `values` it continues; "" for none."""
+    """Return the value that `name` was made for: the longest of `values` that is its prefix; ""
+    for none.
+    """
     while "." in name:
         name = name.rsplit(".", 1)[0]
         if name in values:

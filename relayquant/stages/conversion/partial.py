@@ -1,8 +1,9 @@
-"""Between prepare and annotate: a model that is quantized in part keeps what it has; the rest of
-it is planned and calibrated around that.
+"""Step between prepare and annotate for partly quantized models: quantized parts -> integer
+operators; the rest is planned and calibrated around them.
 
-Operators whose operands and results have parameters become integer operators at once. Values that
-cross the border, and values whose parameters the user gives, get these as fixed calibrations.
+Operators whose operands and results have parameters become integer operators at once. Two kinds of
+values get fixed calibrations: values on the boundary to these operators, and values whose
+parameters the user gives.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from relayquant.stages.conversion import (
 from relayquant.stages.conversion.io_dtypes import shift_qparams
 from relayquant.stages.conversion.qnn_form import read_dequantize, read_qparams
 
-#: of Relax, in modules that are not canonical yet
+#: Relax operators, in modules that are not canonical yet
 QDQ_OPERATORS = ("relax.quantize", "relax.dequantize")
 
 
 def has_quantized_values(mod: tvm.IRModule) -> bool:
-    """Whether main holds an operator of the dialect, or one of Relax that importers make and that a
-    canonical module has in the dialect.
+    """Whether main holds a quantize or dequantize, of the dialect or of Relax. Importers write
+    the Relax operators; a canonical module has the dialect's.
     """
     graph = Graph(mod)
     names = (graph.op_name(binding.var) for binding in graph.bindings)
@@ -45,8 +46,8 @@ def has_quantized_values(mod: tvm.IRModule) -> bool:
 
 
 def realize_quantized(canonical: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
-    """A canonical module with quantize and dequantize operators of its own -> integer operators
-    where these enclose an operator, and a ledger of what became of each.
+    """Turn a canonical module's quantize and dequantize operators into integer operators,
+    wherever these enclose an operator. The ledger says what became of each.
     """
     adopted = adopt_reference(canonical, backend)
     integer = realize_qnn(adopted, backend)
@@ -55,8 +56,8 @@ def realize_quantized(canonical: tvm.IRModule, backend: BackendConfig) -> tvm.IR
 
 
 def find_known(mod: tvm.IRModule) -> dict[str, QParams]:
-    """Parameters per tensor of real values that are dequantized from integers or quantized to
-    them, by name.
+    """Return per-tensor parameters by name, for real values that are dequantized from integers
+    or quantized to integers.
     """
     graph = Graph(mod)
     known: dict[str, QParams] = {}
@@ -76,8 +77,8 @@ def find_known(mod: tvm.IRModule) -> dict[str, QParams]:
 
 
 def find_constant_groups(sources: Mapping[str, dict[str, Any]], plan: Plan) -> dict[str, str]:
-    """Name of a weight in the source model ("layer1.0.conv1.weight") -> key of its group, as far as
-    the importer recorded them.
+    """Map the name of a weight in the source model ("layer1.0.conv1.weight") to the key of its
+    group, if the importer recorded the name.
     """
     found: dict[str, str] = {}
     for group in plan.groups:
@@ -85,7 +86,7 @@ def find_constant_groups(sources: Mapping[str, dict[str, Any]], plan: Plan) -> d
             continue
         values = plan.operator(group.constant[0]).values
         rows = (sources.get(value, {}).get("constants") for value in values)
-        # The first value is the product, and the constant of highest rank its weight.
+        # The first value is the product. Its weight is the constant with the highest rank.
         names = next((row for row in rows if row), ())
         for name in names[:1]:
             found.setdefault(name, group.key)
@@ -99,17 +100,17 @@ def fix_parameters(
     given: Mapping[str, QParams] | None,
     fix: Callable[[Any, Any], Any],
 ) -> Plan:
-    """The plan with fixed calibrations for the groups that have parameters already.
+    """Return the plan with fixed calibrations for the groups that already have parameters.
 
     Args:
         mod: The canonical module.
-        plan: As annotate made it.
-        found: Value -> parameters, as the model has them; names without a group are left out.
-        given: Value, weight or group ("conv1:weight") -> parameters, from the user; they win. One
-            warning lists values of the model that the plan does not quantize: files of other tools
-            have parameters also for what is inside of a fused operator here.
-        fix: (scale, zero point) -> the calibration that picks just these, `observers.Fixed`: this
-            stage does not know that one.
+        plan: The plan from annotate.
+        found: Value -> parameters in the model. Names without a group are left out.
+        given: Value, weight or group ("conv1:weight") -> parameters from the user. They win over
+            `found`. One warning lists values of the model that the plan does not quantize: files of
+            other tools also have parameters for values inside an operator that is fused here.
+        fix: (scale, zero point) -> the observer that always chooses these, `observers.Fixed`. It is
+            passed in, because this stage does not import observers.
 
     Raises:
         ConfigError: `given` names nothing in the model, or has another width or number of
@@ -149,7 +150,7 @@ def fix_parameters(
 
 
 def width(dtype: str) -> int:
-    """How many integers a dtype has, less one."""
+    """Return the number of integers of a dtype, minus one."""
     low, high = INTEGER_LIMITS[dtype]
     return high - low
 
@@ -157,7 +158,7 @@ def width(dtype: str) -> int:
 def fix_group(
     group: SharedQParams, qparams: QParams, name: str, fix: Callable[[Any, Any], Any]
 ) -> SharedQParams:
-    """The group with these parameters, in its own dtype (uint8 is int8 shifted by 128).
+    """Return the group with these parameters in the group's dtype (uint8 is int8 shifted by 128).
 
     Raises:
         ConfigError: the width or the number of parameters differs.

@@ -1,8 +1,8 @@
-"""Expand: pushes dequantize down and quantize up through operators that have a form in affine
-space.
+"""QDQ propagation: sinks dequantize and hoists quantize through operators that have a form in
+affine space.
 
-op(dequantize(q)) -> dequantize(op'(q)), by the rule of op in the allow-list. A clamp goes the other
-way where it can: quantize(relu(x)) -> clip(quantize(x)), which is exact since quantize is
+op(dequantize(q)) -> dequantize(op'(q)), by the rule of op in the allow-list. A clamp moves the
+other way where possible: quantize(relu(x)) -> clip(quantize(x)). This is exact, because quantize is
 monotonic.
 """
 
@@ -55,20 +55,20 @@ from relayquant.stages.conversion.qnn_form import read_dequantize, read_qparams
 @check_fields
 @dataclass(frozen=True, eq=False)
 class AffineRule:
-    """How an operator looks in affine space.
+    """How an operator is computed in affine space.
 
     `rewrite(call, operand)` gets the float call and its first operand in affine space, in new
-    expressions, and returns the result in affine space, or Skip, whose reason the ledger gives. The
-    result's value may be any integer expression of the float result's shape.
+    expressions. It returns the result in affine space, or a Skip whose reason goes into the ledger.
+    The result's value may be any integer expression with the shape of the float result.
 
     Attributes:
         op: The Relax operator, e.g. "relax.flip".
         rewrite: See above.
-        attributes: Names of the attributes that the rule honours. A call in which another one is
+        attributes: Names of the attributes that the rule honours. A call with another attribute
             away from its default is left in float.
-        shares_parameters: Whether the result always has the operand's parameters, as that of an
-            operator which moves or selects values. False: the result is calibrated on its own, and
-            the rule may return what parameters it likes.
+        shares_parameters: Whether the result always has the operand's parameters, as for an
+            operator that moves or selects values. False: the result is calibrated separately, and
+            the rule may return any parameters.
     """
 
     op: str
@@ -78,8 +78,8 @@ class AffineRule:
 
     @cached_property
     def pattern(self) -> QuantOp:
-        """The operator row by which a plan quantizes the operator where the backend has no other:
-        `BackendConfig.with_affine_rule` adds it.
+        """The operator row by which a plan quantizes the operator if the backend has no other
+        row. `BackendConfig.with_affine_rule` adds it.
         """
         kind = Kind.SHARING if self.shares_parameters else Kind.FOLLOWER
         output = Output.SHARED if self.shares_parameters else Output.OWN
@@ -91,29 +91,29 @@ class AffineRule:
 
 
 def repeat_call(call: Call, value: relax.Expr) -> relax.Expr:
-    """The call on another first operand."""
+    """Return the call on another first operand."""
     return Call(call.op, [value, *call.args[1:]], call.attrs, call.ty_args)
 
 
 def keep_parameters(call: Call, operand: Quantized) -> Quantized | Skip:
-    """op(q) with unchanged parameters, one per tensor."""
+    """op(q) with unchanged parameters, if they are per tensor."""
     if operand.qparams.is_per_channel:
         return Skip("parameters are per channel, the operator may move the channels")
     return Quantized(repeat_call(call, operand.value), operand.qparams)
 
 
 def keep_channels(call: Call, operand: Quantized) -> Quantized | Skip:
-    """op(q) that leaves every axis where it is."""
+    """op(q) for an operator that leaves every axis in place."""
     return Quantized(repeat_call(call, operand.value), operand.qparams)
 
 
 def keep_nearest(call: Call, operand: Quantized) -> Quantized | Skip:
-    """resize(q) to the nearest neighbour, with unchanged parameters."""
+    """resize(q) by nearest neighbour, with unchanged parameters."""
     return check_nearest(call) or keep_parameters(call, operand)
 
 
 def keep_pooled(call: Call, operand: Quantized) -> Quantized | Skip:
-    """max_pool(q) with unchanged parameters, which may be those of channels."""
+    """max_pool(q) with unchanged parameters, which may be per channel."""
     axis = operand.qparams.axis
     if axis is not None and str(call.attrs.layout)[axis] not in "NC":
         return Skip("parameters are per index of an axis that the windows reach over")
@@ -126,7 +126,9 @@ def keep_taken(call: Call, operand: Quantized) -> Quantized | Skip:
 
 
 def move_axis(find_axis: Callable[[Call, int], int | None]) -> Callable:
-    """Rule of an operator that moves the channel axis to `find_axis(call, axis)`; None declines."""
+    """Return the rule of an operator that moves the channel axis to `find_axis(call, axis)`. The
+    rule declines if that is None.
+    """
 
     def rewrite(call: Call, operand: Quantized) -> Quantized | Skip:
         qparams = operand.qparams
@@ -134,7 +136,7 @@ def move_axis(find_axis: Callable[[Call, int], int | None]) -> Callable:
             axis = find_axis(call, qparams.axis)
             if axis is not None:
                 qparams = qparams.with_axis(axis)
-            elif qparams.scale.size == 1:  # one channel: as good as one set for the tensor
+            elif qparams.scale.size == 1:  # one channel: equivalent to per-tensor parameters
                 scale, zero_point = qparams.scale.reshape(()), qparams.zero_point.reshape(())
                 qparams = QParams(scale, zero_point, qparams.dtype)
             else:
@@ -145,15 +147,17 @@ def move_axis(find_axis: Callable[[Call, int], int | None]) -> Callable:
 
 
 def axis_after_permute(call: Call, axis: int) -> int | None:
-    """Position of `axis` in the permutation; no axes given reverses them."""
+    """Return the position of `axis` in the permutation. Without axes the permutation reverses
+    them.
+    """
     rank = call.args[0].ty.ndim
     axes = [int(a) % rank for a in call.attrs.axes] if call.attrs.axes is not None else None
     return (axes or list(reversed(range(rank)))).index(axis)
 
 
 def axis_after_reshape(call: Call, axis: int) -> int | None:
-    """The axis of the result that holds the same elements in the same order; None when it is split
-    or merged.
+    """Return the axis of the result that holds the same elements in the same order; None if the
+    axis is split or merged.
     """
     before, after = tensor_shape(call.args[0]), tensor_shape(call)
     if before is None or after is None:
@@ -165,7 +169,9 @@ def axis_after_reshape(call: Call, axis: int) -> int | None:
 
 
 def measure_volume(sizes: Sequence[int | str]) -> tuple[int, list[str]]:
-    """Number of elements in some dimensions: product of the known sizes, names of the others."""
+    """Return the number of elements in some dimensions: the product of the known sizes, and the
+    names of the others.
+    """
     known = [size for size in sizes if isinstance(size, int)]
     return math.prod(known), sorted(size for size in sizes if isinstance(size, str))
 
@@ -181,7 +187,7 @@ def relu_to_clip(call: Call, operand: Quantized) -> Quantized | Skip:
 
 
 def clip_to_clip(call: Call, operand: Quantized) -> Quantized | Skip:
-    """clip(q, low, high) -> clip with both bounds quantized (rounded to the nearest step)."""
+    """clip(q, low, high) -> clip with both bounds quantized, rounded to the nearest step."""
     qparams = operand.qparams
     if qparams.is_per_channel:
         return Skip("bounds differ between channels")
@@ -195,8 +201,8 @@ def clip_to_clip(call: Call, operand: Quantized) -> Quantized | Skip:
 def pad_with_quantized(call: Call, operand: Quantized) -> Quantized | Skip:
     """pad(q) with the padding value quantized; 0 becomes the zero point. Other modes copy values.
 
-    A value between two integers, or beyond them all, declines: `lift_pad` serves where the result
-    is quantized.
+    The rule declines a value between two integers or outside of the range. If the result is
+    quantized, `hoist_pad` handles the operator.
     """
     if operand.qparams.is_per_channel:
         return Skip("parameters are per channel, the padding would need a value for each")
@@ -216,13 +222,14 @@ def pad_integer(call: Call, data: relax.Expr, value: int) -> relax.Expr:
     return relax.op.nn.pad(data, width, "constant", value)
 
 
-#: how far from an integer, in steps, a real value is that float32 arithmetic put beside it
+#: distance from an integer, in steps, that float32 arithmetic may add to an exact real value
 GRID_TOLERANCE = 2.0**-6
 
-#: why a rule cannot be asked: it says nothing of the rule
+#: reason if a rule cannot be tried; it says nothing about the rule
 NOT_DEQUANTIZED = Skip("the operand is not dequantized by constant parameters")
 
-#: The allow-list: what each operator is in affine space. Everything not listed stops the expansion.
+#: The allow-list: the form of each operator in affine space. An operator that is not listed stops
+#: the propagation.
 AFFINE_RULES: tuple[AffineRule, ...] = tuple(
     AffineRule(op, rewrite, ATTRIBUTES.get(op, ()))
     for op, rewrite in (
@@ -249,10 +256,10 @@ AFFINE_RULES: tuple[AffineRule, ...] = tuple(
 
 
 def expand_affine(mod: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
-    """The module with quantize and dequantize moved outwards as far as the allow-list goes.
+    """Move quantize and dequantize outwards as far as the allow-list allows.
 
-    Operators that the ledger keeps in float are not touched. Where no rule could serve an operator
-    that was to run on integers, the ledger of the result says why.
+    Operators that the ledger keeps in float are not touched. If no rule could handle an operator
+    that was planned to run on integers, the result's ledger says why.
     """
     ledger = find_ledger(mod)
     kept = (
@@ -272,7 +279,7 @@ def expand_affine(mod: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
     declined: dict[str, Skip] = {}
 
     def on_skip(_rule: str, name: str, skip: Skip) -> None:
-        # Of several rules the first is the user's.
+        # If several rules match, the user's rule is first.
         if declined.get(name, NOT_DEQUANTIZED) is NOT_DEQUANTIZED:
             declined[name] = skip
 
@@ -283,7 +290,7 @@ def expand_affine(mod: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
 def record_declined(
     mod: tvm.IRModule, ledger: Ledger, declined: Mapping[str, Skip]
 ) -> tvm.IRModule:
-    """The module with a ledger that does not call quantized what is still a float operator."""
+    """Correct the ledger: operators that are still float operators are not called quantized."""
     graph = Graph(mod)
     corrected = ledger
     for row in ledger.quantized:
@@ -298,13 +305,15 @@ def record_declined(
 
 
 def has_same_grid(a: QParams, b: QParams) -> bool:
-    """Whether integers of both stand for the same real values; channels may be on another axis."""
+    """Whether integers of both represent the same real values. The channels may be on another
+    axis.
+    """
     same = np.array_equal(a.scale, b.scale) and np.array_equal(a.zero_point, b.zero_point)
     return same and a.dtype == b.dtype
 
 
 def check_affine(emitter: Emitter, outcome: object, root: relax.Var, where: str) -> None:
-    """Raise ConfigError if a rule returned something else than the root in affine space."""
+    """Raise ConfigError if a rule did not return the operator's value in affine space."""
     is_quantized = isinstance(outcome, Quantized) and isinstance(outcome.qparams, QParams)
     if not is_quantized or not isinstance(outcome.value, relax.Expr):
         raise ConfigError(
@@ -325,8 +334,10 @@ def check_affine(emitter: Emitter, outcome: object, root: relax.Var, where: str)
 def push_dequantize(
     affine: AffineRule, kept: Set[str] = frozenset(), is_shared: bool = False
 ) -> Rule:
-    """op(dequantize(q)) -> dequantize(op'(q)), as a rewrite rule; `is_shared` says that the plan
-    counts on `affine.shares_parameters`.
+    """Return the rewrite rule op(dequantize(q)) -> dequantize(op'(q)).
+
+    Args:
+        is_shared: Whether the plan relies on `affine.shares_parameters`.
     """
     data = wildcard()
     pattern = Pattern(is_op(affine.op)(data, varg_default_wildcard=True), {"data": data})
@@ -342,7 +353,7 @@ def push_dequantize(
         )
         if skip is not None:
             return skip
-        # The call in terms of the new function: a rule repeats it on other data.
+        # The call in terms of the new function, because a rule repeats it on other data.
         call = emitter.builder.normalize(emitter.get(match.graph.values[match.root]))
         operand = Quantized(emitter.get(quantized.value), quantized.qparams)
         where = f"Operator {match.name!r}: affine rule for {affine.op!r}"
@@ -391,7 +402,7 @@ def lift_quantize(
     suffix: str,
     kept: Set[str] = frozenset(),
 ) -> Rule:
-    """quantize(op(x)) -> repeat(op, quantize(x), parameters); per tensor."""
+    """Return the rule quantize(op(x)) -> repeat(op, quantize(x), parameters), per tensor."""
     data, scale, zero_point = wildcard(), wildcard(), wildcard()
     pattern = Pattern(
         is_op("relax.qnn.quantize")(is_op(op)(data, varg_default_wildcard=True), scale, zero_point),
@@ -420,18 +431,18 @@ def lift_quantize(
 
 
 def relu_bounds(call: Call, qparams: QParams) -> tuple[int, int]:
-    """relu keeps what is at or above the zero point."""
+    """Return the bounds of a relu: it keeps values at or above the zero point."""
     return int(qparams.zero_point), INTEGER_LIMITS[qparams.dtype][1]
 
 
 def clip_bounds(call: Call, qparams: QParams) -> tuple[int, int]:
-    """Both bounds of a clip, quantized and saturated."""
+    """Return both bounds of a clip, quantized and saturated."""
     low, high = (quantize_scalar(float(arg.value), qparams) for arg in call.args[1:3])
     return low, high
 
 
 def quantize_scalar(value: float, qparams: QParams) -> int:
-    """One real value in affine space; infinities saturate."""
+    """Return one real value in affine space; infinities saturate."""
     array = np.array(value, "float32")
     return int(
         numpy_qnn.quantize(
@@ -445,12 +456,12 @@ def quantize_scalar(value: float, qparams: QParams) -> int:
 
 
 def real_value(value: int, qparams: QParams) -> float:
-    """What an integer stands for, of parameters per tensor."""
+    """Return the real value of an integer with per-tensor parameters."""
     return (value - int(qparams.zero_point)) * float(qparams.scale)
 
 
 def clip_integer(value: relax.Expr, low: int, high: int) -> relax.Expr:
-    """clip of an integer tensor; nothing when the bounds are the limits of its dtype."""
+    """Clip an integer tensor; no operator if the bounds are the limits of its dtype."""
     dtype = str(value.ty.dtype) if isinstance(value.ty, relax.TensorType) else ""
     if dtype and (low, high) == INTEGER_LIMITS[dtype]:
         return value

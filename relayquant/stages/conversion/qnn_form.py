@@ -1,4 +1,4 @@
-"""Reference form -> QNN form: the realize callback of each quantized operator replaces its float
+"""Reference form -> QNN form: the realize callback of each quantized operator replaces the float
 operators.
 
 conv(dequantize(x), dequantize(w)) + dequantize(b) -> dequantize(qnn.conv2d(x, w, ...) + b)
@@ -32,12 +32,12 @@ from relayquant.ir.rewrite import Emitter, Graph, Match, Skip, rewrite_main
 from relayquant.ir.rewrite.graph import constant_value
 from relayquant.stages.conversion.bias import find_bias_conflict
 
-#: what brings an accumulator into range
+#: operators that bring an accumulator into range
 NARROWING = ("relax.clip", "relax.left_shift", "relax.right_shift")
 
 
 def realize_qnn(mod: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
-    """A module in which every operator that the ledger calls quantized works on integers.
+    """Return a module in which every operator that the ledger calls quantized works on integers.
 
     A module without a ledger (written by hand, or read from a QDQ model) is realized wherever a
     pattern of the backend finds all its operands dequantized. An operator whose callback declines
@@ -103,8 +103,8 @@ def realize_qnn(mod: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
 
 
 def join_accumulators(mod: tvm.IRModule, ledger: Ledger) -> tvm.IRModule:
-    """The module without what the reference form does to the sums of narrow accumulators, which
-    stands in the middle of patterns: the realize callbacks do it on integers.
+    """Remove the narrow accumulators of the reference form. They are in the middle of patterns, and
+    the realize callbacks apply them to integers.
 
     v = dequantize(narrow(quantize(real))) -> v = real
     """
@@ -125,7 +125,7 @@ def join_accumulators(mod: tvm.IRModule, ledger: Ledger) -> tvm.IRModule:
 
 
 def find_real(graph: Graph, call: Call) -> relax.Var | None:
-    """`real` of dequantize(clip or shifts(quantize(real))), None for any other call."""
+    """Return `real` of dequantize(clip or shifts(quantize(real))), None for any other call."""
     if graph.op_name(call) != DEQUANTIZE:
         return None
     inner = graph.call_of(call.args[0])
@@ -140,7 +140,7 @@ def find_real(graph: Graph, call: Call) -> relax.Var | None:
 def find_planned(
     graph: Graph, backend: BackendConfig
 ) -> Iterator[tuple[relax.Var, tuple[QuantOp, Match]]]:
-    """(root, (pattern, match)) of the operators that the ledger calls quantized."""
+    """Return (root, (pattern, match)) for the operators that the ledger calls quantized."""
     ledger = find_ledger(graph.mod)
     for row in ledger.quantized if ledger is not None else ():
         var = graph.vars.get(row.name)
@@ -155,8 +155,8 @@ def find_planned(
 def find_dequantized(
     graph: Graph, backend: BackendConfig
 ) -> Iterator[tuple[relax.Var, tuple[QuantOp, Match]]]:
-    """(root, (pattern, match)) wherever all operands of a pattern are dequantized, and its result
-    quantized if the pattern needs parameters for it.
+    """Return (root, (pattern, match)) wherever all operands of a pattern are dequantized, and
+    the result is quantized if the pattern needs parameters for it.
     """
     claimed: set[relax.Var] = set()
     for rows in order_rows(backend):
@@ -173,7 +173,9 @@ def find_dequantized(
 
 
 def decline_dequantized(pattern: QuantOp, match: Match) -> Skip | None:
-    """Why a row does not take a match by the parameters that the module has; None if it does."""
+    """Return why a row does not take a match, given the parameters in the module; None if it
+    does.
+    """
     if pattern.realize is None:
         return Skip("it has no realize callback: its operators move integers as they are")
     skip = run_check(pattern, match)
@@ -194,7 +196,7 @@ def realize_match(
     *,
     is_planned: bool = False,
 ) -> relax.Expr | Skip:
-    """What the realize callback makes of one match."""
+    """Run the realize callback on one match."""
     operands = read_operands(graph, pattern, match)
     if isinstance(operands, Skip):
         return operands
@@ -216,7 +218,7 @@ def realize_match(
 def realize_dynamic_match(
     graph: Graph, emitter: Emitter, pattern: QuantOp, match: Match
 ) -> relax.Expr | Skip:
-    """What the callback for parameters of the run time makes of one match."""
+    """Run the callback for dynamic parameters on one match."""
     call = graph.call_of(match.parts["data"])
     if call is not None and graph.op_name(call) == "relax.reshape":  # rows of a tensor of any rank
         call = graph.call_of(call.args[0])
@@ -232,7 +234,7 @@ def realize_dynamic_match(
 
 
 def read_operands(graph: Graph, pattern: QuantOp, match: Match) -> dict[str, Quantized] | Skip:
-    """The integer side of every operand; tuples are taken apart as name.0, name.1."""
+    """Return the integer side of every operand. A tuple is split into name.0, name.1."""
     found: dict[str, Quantized] = {}
     for operand in pattern.operands:
         expr = match.parts[operand.name]
@@ -255,8 +257,10 @@ def read_operands(graph: Graph, pattern: QuantOp, match: Match) -> dict[str, Qua
 def find_channel_conflict(
     pattern: QuantOp, operand: Operand, match: Match, qparams: QParams
 ) -> Skip | None:
-    """Declines parameters for each index of an axis that no integer operator takes there: sums of
-    products run over it, or the result has other channels. The units of a bias are checked apart.
+    """Decline parameters per index of an axis that no integer operator takes per index.
+
+    Either sums of products run over the axis, or the result has other channels. The units of a bias
+    are checked separately.
     """
     if operand.role is Role.BIAS or qparams.scale.size == 1:
         return None
@@ -274,7 +278,7 @@ def find_channel_conflict(
 
 
 def read_dequantize(graph: Graph, expr: relax.Expr) -> Quantized | None:
-    """q and its parameters if `expr` is dequantize(q, constant, constant)."""
+    """Return q and its parameters if `expr` is dequantize(q, constant, constant)."""
     call = graph.call_of(expr)
     if call is None or graph.op_name(call) != DEQUANTIZE:
         return None
@@ -283,7 +287,7 @@ def read_dequantize(graph: Graph, expr: relax.Expr) -> Quantized | None:
 
 
 def read_qparams(call: Call, dtype: str) -> QParams | None:
-    """Parameters of a quantize or dequantize; None when they are variables."""
+    """Return the parameters of a quantize or dequantize; None if they are variables."""
     scale, zero_point = constant_value(call.args[1]), constant_value(call.args[2])
     if scale is None or zero_point is None:
         return None
@@ -296,12 +300,12 @@ def read_qparams(call: Call, dtype: str) -> QParams | None:
 
 
 def np_broadcast(array, length: int):
-    """A scalar or vector parameter as a vector."""
+    """Return a scalar or vector parameter as a vector."""
     return array.reshape(-1).repeat(length) if array.size == 1 else array
 
 
 def find_output_qparams(graph: Graph, var: relax.Var) -> QParams | None:
-    """Parameters of the quantize that is the only reader of a value, else None."""
+    """Return the parameters of the quantize that is a value's only reader, else None."""
     if not graph.has_one_user(var):
         return None
     call = graph.call_of(graph.users[var][0])

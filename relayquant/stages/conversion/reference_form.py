@@ -1,8 +1,8 @@
 """Float module + plan + parameters -> reference form: dequantize - float operator - quantize around
 every operator.
 
-v = conv(x, w) + b -> v = conv(dequantize(x.q), dequantize(w_int8)) + dequantize(b_int32);
-v.q = quantize(v); v.dq = dequantize(v.q). It runs on any target, and is what backends lower from.
+v = conv(x, w) + b -> v = conv(dequantize(x.q), dequantize(w_int8)) + dequantize(b_int32); v.q =
+quantize(v); v.dq = dequantize(v.q). It runs on any target. Backends are lowered from it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from relayquant.stages.prepared import PreparedModel
 
 
 def build_reference(prepared: PreparedModel) -> tvm.IRModule:
-    """The reference form of a calibrated model, with its ledger.
+    """Return the reference form of a calibrated model, with its ledger.
 
     Raises:
         ConfigError: some values have no parameters yet.
@@ -61,7 +61,7 @@ def build_reference(prepared: PreparedModel) -> tvm.IRModule:
         prepared.plan, builder.parameters, prepared.backend.name, dtypes, prepared.observers
     )
     before = find_ledger(prepared.mod)
-    if before is not None:  # part of the model came quantized
+    if before is not None:  # a part of the model was quantized before
         ledger = ledger.with_finished(before)
     ledger = replace(
         ledger,
@@ -91,7 +91,7 @@ class _ReferenceBuilder:
         self.floats = NarrowFloats(self.plan)
         self.views: dict[tuple[str, str], relax.Expr] = {}
         self.dynamic_views: dict[tuple[str, QSpec], relax.Expr] = {}
-        #: a value -> integers and scales of its rows
+        #: value -> integers and scales of its rows
         self.rows: dict[tuple[relax.Expr, QSpec], IntegerRows] = {}
 
     def quantize_inputs(self, emitter: Emitter) -> None:
@@ -99,7 +99,7 @@ class _ReferenceBuilder:
             self.add_views(emitter, param.name, param)
 
     def add_views(self, emitter: Emitter, name: str, value: relax.Expr) -> relax.Expr:
-        """Quantize `value` for each of its groups; returns the first dequantized view."""
+        """Quantize `value` for each of its groups and return the first dequantized view."""
         first = value
         for i, key in enumerate(self.plan.value_groups.get(name, ())):
             prefix = name if i == 0 else f"{name}:{self.parameters[key].dtype}"
@@ -118,7 +118,9 @@ class _ReferenceBuilder:
         name: str,
         limits: tuple[int, int],
     ) -> relax.Expr:
-        """dequantize(quantize(value)); with a clip between where not all of the dtype is used."""
+        """Return dequantize(quantize(value)), with a clip between if not the whole dtype is
+        used.
+        """
         axis = -1 if qparams.axis is None else qparams.axis
         scale = relax.const(qparams.scale, "float32")
         zero_point = relax.const(qparams.zero_point, "int32")
@@ -144,7 +146,7 @@ class _ReferenceBuilder:
         return view if operator is not None and not operator.has_float_data else bound
 
     def repeat_operator(self, emitter: Emitter, operator: OperatorPlan) -> relax.Expr:
-        """The float operator again, on dequantized operands."""
+        """Repeat the float operator on dequantized operands."""
         pattern = find_pattern(self.backend, operator.pattern)
         match = match_operator(self.graph, self.backend, operator)
         if operator.grouped is not None:
@@ -188,8 +190,9 @@ class _ReferenceBuilder:
         return repeat_match(SimulateContext(emitter, match, operands, narrow))
 
     def find_step(self, operator: OperatorPlan, bias: np.ndarray) -> float | None:
-        """The finest step of an operator's result. None where that is not quantized; but with data
-        that was zero on all samples the bias is all of the result, so that it must be there.
+        """Return the finest step of an operator's result. None if the result is not quantized,
+        unless the data was zero on all samples. Then the bias is the whole result, so a step is
+        needed.
         """
         keys = self.plan.value_groups.get(operator.name, ())
         if keys:
@@ -206,8 +209,8 @@ class _ReferenceBuilder:
     def find_still(
         self, pattern: QuantOp, match: Match, operator: OperatorPlan
     ) -> np.ndarray | bool:
-        """Whether the sums of an operator are 0 on all samples, of all channels or of each: its
-        integer weights are, or its data.
+        """Whether the sums of an operator are 0 on all samples, because its integer weights or
+        its data are 0. For all channels or for each.
         """
         if self.is_unseen(operator):
             return True
@@ -223,7 +226,7 @@ class _ReferenceBuilder:
     def group_operator(
         self, emitter: Emitter, pattern: QuantOp, match: Match, operator: OperatorPlan
     ) -> relax.Expr:
-        """The operator on float data, or on rows of integers, and a weight in groups."""
+        """Return the operator on float data, or on rows of integers, with a weight in groups."""
         assert operator.grouped is not None
         bias = None
         if "bias" in match.parts:
@@ -241,7 +244,9 @@ class _ReferenceBuilder:
         return value
 
     def quantize_rows(self, emitter: Emitter, data: relax.Expr, spec: QSpec) -> IntegerRows:
-        """The rows of a value as integers; the same for all readers that want them so."""
+        """Return the rows of a value as integers. All readers that want them in this form share
+        them.
+        """
         name = getattr(data, "name", "data")
 
         def emit(expr: relax.Expr, suffix: str) -> relax.Expr:
@@ -254,7 +259,7 @@ class _ReferenceBuilder:
     def make_narrow(
         self, emitter: Emitter, match: Match, pattern: QuantOp, operator: OperatorPlan
     ) -> Callable[[relax.Expr], relax.Expr]:
-        """v -> dequantize(clip or wrap(quantize(v))) to int32 in units of the accumulator."""
+        """v -> dequantize(clip or wrap(quantize(v))), with int32 in units of the accumulator."""
         keys, accumulator = dict(operator.operands), operator.accumulator
         data, weight = (self.parameters[keys[part.name]] for part in pattern.operands[:2])
         axis = pattern.accumulator_axis(match) if pattern.accumulator_axis is not None else None
@@ -279,7 +284,7 @@ class _ReferenceBuilder:
         return narrow
 
     def view(self, emitter: Emitter, expr: relax.Expr, key: str | None) -> relax.Expr:
-        """The dequantized view of a computed operand."""
+        """Return the dequantized view of a computed operand."""
         if key is None or not isinstance(expr, relax.Var):
             return emitter.get(expr)
         return self.views[expr.name, key]
@@ -287,8 +292,9 @@ class _ReferenceBuilder:
     def constant_view(
         self, emitter: Emitter, constant: relax.Expr, name: str, operand: str
     ) -> relax.Expr:
-        """A constant that is moved beside computed operands, dequantized from integers of the
-        result's parameters; as it is where the result has none.
+        """Return a constant that is moved together with computed operands, dequantized from
+        integers with the result's parameters. If the result has none, the constant stays as it
+        is.
         """
         for key in self.plan.value_groups.get(name, ())[:1]:
             limits = self.plan.group(key).info.spec.limits
@@ -297,7 +303,7 @@ class _ReferenceBuilder:
         return constant
 
     def dynamic_view(self, emitter: Emitter, expr: relax.Expr, spec: QSpec) -> relax.Expr:
-        """dequantize(quantize(value)) by parameters of the run time; the same for all readers."""
+        """Return dequantize(quantize(value)) with dynamic parameters. All readers share it."""
         if not isinstance(expr, relax.Var):
             return emitter.get(expr)
         if (expr.name, spec) not in self.dynamic_views:
@@ -318,8 +324,8 @@ class _ReferenceBuilder:
         limits: tuple[int, int] | None,
         key: str | None,
     ) -> relax.Expr:
-        """dequantize(integer constant); integers within `limits`. A bias with a group is rounded by
-        that first.
+        """Return dequantize(integer constant) with integers within `limits`. If a bias has a
+        group, it is first rounded by the group's parameters.
         """
         array = find_constant(self.constants, match, operand)
         if key is not None and self.plan.group(key).info.role is Role.BIAS:
@@ -338,15 +344,15 @@ class _ReferenceBuilder:
 
 
 def find_constant(constants: Mapping[str, np.ndarray], match: Match, operand: str) -> np.ndarray:
-    """What calibration put in the place of a constant operand (a fitted weight is on its grid),
-    else the operand.
+    """Return the constant that calibration fitted in place of an operand (a fitted weight is on
+    its grid), else the operand.
     """
     fitted = constants.get(f"{match.name}:{operand}")
     return operand_constant(match, operand) if fitted is None else fitted
 
 
 def quantize_constant(array: np.ndarray, qparams: QParams) -> np.ndarray:
-    """A constant in affine space, within the limits of its dtype."""
+    """Return a constant in affine space, within the limits of its dtype."""
     return numpy_qnn.quantize(
         array.astype("float32"),
         qparams.scale,
@@ -358,7 +364,7 @@ def quantize_constant(array: np.ndarray, qparams: QParams) -> np.ndarray:
 
 
 def round_constant(array: np.ndarray, qparams: QParams, spec: QSpec) -> np.ndarray:
-    """A constant on the grid of its parameters, float32."""
+    """Return a constant on the grid of its parameters, float32."""
     values = np.clip(quantize_constant(array, qparams), *spec.limits)
     axis = -1 if qparams.axis is None else qparams.axis
     return numpy_qnn.dequantize(values, qparams.scale, qparams.zero_point, axis=axis)
@@ -367,7 +373,9 @@ def round_constant(array: np.ndarray, qparams: QParams, spec: QSpec) -> np.ndarr
 def bias_qparams(
     pattern: QuantOp, match: Match, operator: OperatorPlan, parameters: Mapping[str, QParams]
 ) -> QParams:
-    """int32, zero point 0, scale = data scale x weight scale: the units of the accumulator."""
+    """Return the accumulator's parameters for a bias: int32, zero point 0, scale = data scale x
+    weight scale.
+    """
     keys = dict(operator.operands)
     data, weight = parameters[keys["data"]], parameters[keys["weight"]]
     axis_of = pattern.operand("bias").axis
@@ -380,13 +388,13 @@ def bias_qparams(
 
 
 def fit_weight_scales(prepared: PreparedModel, graph: Graph) -> dict[str, QParams]:
-    """Parameters with weight scales that the accumulator's scale and the bias can do with.
+    """Return parameters whose weight scales suit the accumulator's scale and the bias.
 
-    A channel whose weights are almost zero gets a tiny scale. Its accumulator's scale, data scale
-    x weight scale, would underflow float32, or its bias, in units of it, overflow int32. The
-    weights of the channel are rounded to zero anyway: a larger scale costs nothing. Where all
-    weights are zero any scale will do, so that it is chosen for the bias: with 1 the bias would
-    have steps of the data's scale.
+    A channel with almost zero weights gets a tiny scale. Then its accumulator's scale, data scale x
+    weight scale, would underflow float32, or the bias in these units would overflow int32. The
+    weights of the channel are rounded to zero anyway, so a larger scale costs nothing. If all
+    weights are zero, any scale is correct, and the bias decides: with weight scale 1, the bias
+    would have steps of the data's scale.
     """
     parameters = dict(prepared.require_parameters())
     for operator in prepared.plan.operators:
@@ -416,13 +424,13 @@ def fit_weight_scales(prepared: PreparedModel, graph: Graph) -> dict[str, QParam
 
 
 def bias_limit(operator: OperatorPlan) -> int:
-    """Half of what holds the sums of an operator."""
+    """Return half of the range that an operator's accumulator holds."""
     if operator.accumulator is None:
         return BIAS_LIMIT
     return min(operator.accumulator.limits[1] // 2, BIAS_LIMIT)
 
 
 def find_extent(array: np.ndarray, axis: int | None) -> np.ndarray:
-    """Largest magnitude of an array, or at each index of an axis."""
+    """Return the largest magnitude of an array, or at each index of an axis."""
     others = tuple(i for i in range(array.ndim) if axis is None or i != axis % array.ndim)
     return np.abs(array).max(axis=others, initial=0)

@@ -218,7 +218,9 @@ def join_channels(
 
 
 def join_rows(editor: Editor, var: relax.Var, parts: Sequence[relax.Expr]) -> relax.Expr:
-    """Join several (N, D, H, W, C) to (N, D, H * parts, W, C), with equal rows below each other."""
+    """Join several (N, D, H, W, C) to (N, D, H * parts, W, C). Row i of every part is next to
+    row i of the others.
+    """
     batch, depth, height, *row = list(parts[0].ty.shape)
     split, joined = [batch, depth, height, 1, *row], [batch, depth, int(height) * len(parts), *row]
     return join_parts(editor, var, parts, split, joined, 3)

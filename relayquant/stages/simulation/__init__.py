@@ -1,4 +1,6 @@
-"""Float module + plan -> calibration graph, whose scales and zero points are variables."""
+"""Simulation: float module + plan -> calibration graph, whose scales and zero points are
+variables.
+"""
 
 from relayquant.stages.simulation.graph import build_calibration_graph
 

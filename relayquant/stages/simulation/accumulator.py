@@ -1,7 +1,8 @@
-"""simulate: the sum of products of a calibration graph -> what a narrow accumulator makes of it.
+"""Narrow accumulators in the calibration graph: a sum of products -> its value after clipping or
+wrapping.
 
 v -> simulated_dequantize(clip or wrap(simulated_quantize(v))) in units of data scale x weight
-scale, where both factors are quantized; unchanged while one of them passes through in float.
+scale, if both factors are quantized. If one factor passes through in float, v stays unchanged.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ def make_narrow(
     factors: Sequence[GroupVariables],
     accumulator: Accumulator,
 ) -> Callable[[relax.Expr], relax.Expr]:
-    """The function for `SimulateContext.narrow`.
+    """Return the function for `SimulateContext.narrow`.
 
-    Sums are float32 here: exact up to 2 ** 24, so that those of wider accumulators may be off by
-    their last bits; and one that int32 does not hold saturates before it wraps. The integer form is
+    Sums are float32 here, which is exact up to 2 ** 24. Sums of wider accumulators may differ in
+    the last bits, and a sum that int32 cannot hold saturates before it wraps. The integer form is
     exact.
     """
     op = relax.op
@@ -46,7 +47,7 @@ def make_narrow(
     def narrow(value: relax.Expr) -> relax.Expr:
         data, weight = factors
         one = relax.const(np.int32(1))
-        # 1 where both factors are quantized; a code is 0 where a value passes through.
+        # 1 if both factors are quantized; a code is 0 if a value passes through
         codes = [emit(op.minimum(factor.dtype, one), "on") for factor in (data, weight)]
         is_on = emit(op.multiply(*codes), "on")
         code = emit(op.multiply(is_on, relax.const(np.int32(INT32))), "dtype")

@@ -1,9 +1,9 @@
 """build_calibration_graph: float module + plan -> the same module with simulated quantization.
 
-v -> v, q = simulated_quantize(v, dtype, scale, zero_point), d = simulated_dequantize(q, ...), where
-dtype, scale and zero_point are parameters of main: one compiled graph serves all values. dtype 0
-passes through, so that the same graph also computes the float model. Data that gets parameters of
-the run time stays float here: there is nothing to pick for it, only the weights are rounded.
+v -> v, q = simulated_quantize(v, dtype, scale, zero_point), d = simulated_dequantize(q, ...). The
+variables dtype, scale and zero_point are parameters of main, so one compiled graph serves all
+values. dtype 0 passes values through, so the graph also computes the float model. Data with dynamic
+parameters stays float here, because nothing has to be chosen for it. Only its weights are rounded.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ SIMULATED_CODES: Mapping[tuple[str, int, int], int] = {
 def build_calibration_graph(
     mod: tvm.IRModule, plan: Plan, backend: BackendConfig
 ) -> CalibrationGraph:
-    """The calibration graph of a prepared module.
+    """Build the calibration graph of a prepared module.
 
     main(inputs..., key.dtype, key.scale, key.zero_point (and bounds) for each group...,
-    constants...) -> the outputs of the model. The constants are the weights of anchors and their
-    biases, so that fitted ones can take their place.
+    constants...) -> the outputs of the model. The constants are the weights and biases of anchors.
+    As parameters, fitted ones can replace them.
 
     Raises:
         ConfigError: a group's dtype and limits have no simulated form.
@@ -72,7 +72,7 @@ def build_calibration_graph(
 
 
 def find_constants(graph: Graph, plan: Plan, backend: BackendConfig) -> dict[str, ConstantVariable]:
-    """Weights and biases of quantized anchors, as fresh function parameters."""
+    """Return weights and biases of quantized anchors, as new function parameters."""
     found: dict[str, ConstantVariable] = {}
     for operator in plan.operators:
         if not operator.quantized or not operator.pattern:
@@ -93,7 +93,7 @@ def find_constants(graph: Graph, plan: Plan, backend: BackendConfig) -> dict[str
 
 
 def make_variables(group: SharedQParams, taken: Set[str] = frozenset()) -> GroupVariables:
-    """Fresh function parameters for one group, of names that are not in `taken`."""
+    """Return new function parameters for one group, with names that are not in `taken`."""
     spec = group.info.spec
     length = 1
     if spec.is_per_channel and group.info.axis is not None:
@@ -131,7 +131,7 @@ def make_variables(group: SharedQParams, taken: Set[str] = frozenset()) -> Group
 
 
 class _Simulation:
-    """State of one build: which expression stands for a value as quantized by a group."""
+    """State of one build: the expression for each value as quantized by a group."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class _Simulation:
         self.fits: list[FitPoint] = []
         self.floats = NarrowFloats(self.plan)
         self.views: dict[tuple[str, str], relax.Expr] = {}  # (value, group key) -> rounded value
-        #: the same -> what it is rounded from, and by which groups
+        #: (value, group key) -> (value before rounding, groups that round it)
         self.sources: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {}
         self.operators = {op.name: op for op in plan.operators if op.quantized and op.pattern}
         self.dropped = {name for op in self.operators.values() for name in op.values[:-1]}
@@ -157,13 +157,13 @@ class _Simulation:
             self.add_views(emitter, param.name, param)
 
     def add_views(self, emitter: Emitter, name: str, value: relax.Expr) -> relax.Expr:
-        """Round `value` once for each of its groups; returns the primary view (or the value
-        itself).
+        """Round `value` once for each of its groups. Return the primary view, or the value
+        itself if it has no group.
         """
         first, roundings = value, ()
         for i, key in enumerate(self.plan.value_groups.get(name, ())):
             view, passed = first, roundings
-            # A further group converts what the first has rounded, wherever the value is.
+            # A further group converts the result of the first group, wherever the value is.
             if i > 0 or (name, key) in self.rounded:
                 view = self.simulate(emitter, first, key, name if i == 0 else key)
                 passed = (*roundings, key)
@@ -177,7 +177,7 @@ class _Simulation:
     def simulate(
         self, emitter: Emitter, value: relax.Expr, key: str, name: str, axis: int = -1
     ) -> relax.Expr:
-        """simulated_dequantize(simulated_quantize(value)) with the variables of a group."""
+        """Return simulated_dequantize(simulated_quantize(value)) with the variables of a group."""
         dtype, scale, zero_point, *bounds = self.variables[key].vars
         quantized = qnn.simulated_quantize(value, dtype, scale, zero_point, axis=axis)
         if bounds:
@@ -204,11 +204,11 @@ class _Simulation:
             return value
         bound = emitter.bind(binding.var, value)
         view = self.add_views(emitter, name, bound)
-        # What a float operator computes stays exact for its float consumers.
+        # The result of a float operator stays exact for its float consumers.
         return view if operator is not None and not operator.has_float_data else bound
 
     def simulate_operator(self, emitter: Emitter, operator: OperatorPlan) -> relax.Expr:
-        """The operator's simulate callback on its operands, rounded as the plan says."""
+        """Run the operator's simulate callback on its operands, rounded as the plan says."""
         pattern = find_pattern(self.backend, operator.pattern)
         match = match_operator(self.graph, self.backend, operator)
         keys = dict(operator.operands)
@@ -246,7 +246,7 @@ class _Simulation:
         return run_simulate(pattern, SimulateContext(emitter, match, operands, narrow))
 
     def view(self, emitter: Emitter, expr: relax.Expr, key: str | None) -> relax.Expr:
-        """A computed operand as its group rounds it; unchanged when it has no group."""
+        """Return a computed operand as its group rounds it; unchanged if it has no group."""
         if key is None or not isinstance(expr, relax.Var):
             return emitter.get(expr)
         return self.views[expr.name, key]
