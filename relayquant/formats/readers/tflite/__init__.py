@@ -1,5 +1,5 @@
-"""First stage, TensorFlow Lite: a flatbuffer becomes a Relax module; layout stays NHWC, tensor
-names are kept.
+"""TensorFlow Lite reader: a flatbuffer -> a Relax module. The layout stays NHWC and tensor names
+are kept.
 """
 
 from relayquant.formats.readers.tflite.model import import_tflite

@@ -1,8 +1,8 @@
-"""First stage, TensorFlow Lite: operators that run other graphs of the model, or keep a value.
+"""TensorFlow Lite reader: operators that run other graphs of the model, or keep a value.
 
-`main` is one dataflow block: a graph that is called is put in place of the call. Which one is
-called, and how often, has to be known while the file is read. A variable is a constant: what
-CALL_ONCE gives to it, and nothing changes.
+`main` is one dataflow block, so a call is replaced by the called graph. Which graph is called, and
+how often, must be known while the file is read. A variable is a constant: CALL_ONCE sets it, and
+nothing changes it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from relayquant.formats.readers.refusal import Refusal
 from relayquant.formats.readers.tflite.options import read_options
 from relayquant.ir.rewrite.graph import constant_value
 
-#: Most steps that one loop is unrolled to.
+#: Largest number of steps that one loop is unrolled to.
 MAX_STEPS = 4096
 
-#: Deepest call of a graph by a graph.
+#: Largest depth of nested calls.
 MAX_DEPTH = 32
 
-#: What to do about a variable.
+#: Advice about a variable.
 STATE = (
     "Make the state an input and an output of the model (in Keras, a stateful layer takes and "
     "returns it), and pass the output of one run to the next"
@@ -31,7 +31,7 @@ STATE = (
 
 
 def convert_call(converter: Any, op: Any) -> relax.Expr:
-    """CALL(values) -> the operators of its graph."""
+    """Convert CALL(values) to the operators of its graph."""
     from tflite import CallOptions
 
     options = read_options(op, CallOptions)
@@ -39,7 +39,7 @@ def convert_call(converter: Any, op: Any) -> relax.Expr:
 
 
 def convert_composite(converter: Any, op: Any) -> relax.Expr:
-    """STABLEHLO_COMPOSITE(values) -> the operators that it stands for."""
+    """Convert STABLEHLO_COMPOSITE(values) to the operators of its decomposition."""
     from tflite import StableHLOCompositeOptions
 
     index = read_options(op, StableHLOCompositeOptions).DecompositionSubgraphIndex()
@@ -47,7 +47,7 @@ def convert_composite(converter: Any, op: Any) -> relax.Expr:
 
 
 def convert_if(converter: Any, op: Any) -> relax.Expr:
-    """IF(condition, values) -> the operators of the branch that is taken.
+    """Convert IF(condition, values) to the operators of the branch that is taken.
 
     Raises:
         Refusal: the condition is not constant.
@@ -61,7 +61,7 @@ def convert_if(converter: Any, op: Any) -> relax.Expr:
 
 
 def convert_while(converter: Any, op: Any) -> relax.Expr:
-    """WHILE(values) -> its body as often as it runs.
+    """Convert WHILE(values) to repeated bodies.
 
     Raises:
         Refusal: the number of steps is not constant, or more than `MAX_STEPS`.
@@ -83,7 +83,7 @@ def convert_while(converter: Any, op: Any) -> relax.Expr:
 
 
 def convert_call_once(converter: Any, op: Any) -> None:
-    """CALL_ONCE: its graph gives variables their first values."""
+    """Convert CALL_ONCE: its graph sets the initial values of variables."""
     from tflite import CallOnceOptions
 
     state = converter.conversion_state
@@ -96,17 +96,17 @@ def convert_call_once(converter: Any, op: Any) -> None:
 
 
 def convert_var_handle(converter: Any, op: Any) -> None:
-    """VAR_HANDLE: its output stands for the variable."""
+    """Convert VAR_HANDLE: its output is a handle of the variable."""
     (handle,) = converter.get_output_tensors(op)
     name = converter.find_name(handle.tensor_idx)
     converter.resource_handles[name] = converter._get_var_handle_resource_key(op, handle)
 
 
 def convert_assign_variable(converter: Any, op: Any) -> None:
-    """ASSIGN_VARIABLE(handle, value), in the graph of a CALL_ONCE.
+    """Convert ASSIGN_VARIABLE(handle, value) in the graph of a CALL_ONCE.
 
     Raises:
-        Refusal: anywhere else: the model has a state.
+        Refusal: it is in another graph, so the model has a state.
     """
     handle, value = converter.get_input_tensors(op)
     key = find_variable(converter, handle)
@@ -120,10 +120,10 @@ def convert_assign_variable(converter: Any, op: Any) -> None:
 
 
 def convert_read_variable(converter: Any, op: Any) -> relax.Expr:
-    """READ_VARIABLE(handle) -> the value that CALL_ONCE gave to it.
+    """Convert READ_VARIABLE(handle) to the value that CALL_ONCE set.
 
     Raises:
-        Refusal: nothing gave it a value.
+        Refusal: the variable has no value.
     """
     key = find_variable(converter, converter.get_input_tensors(op)[0])
     value = converter.conversion_state["resource_values"].get(key)
@@ -137,7 +137,7 @@ def convert_read_variable(converter: Any, op: Any) -> relax.Expr:
 
 
 def find_variable(converter: Any, handle: Any) -> tuple[str, str]:
-    """Container and name of the variable that a handle stands for."""
+    """Return container and name of the variable of a handle."""
     name = converter.find_name(handle.tensor_idx)
     if name not in converter.resource_handles:
         raise Refusal(f"its handle {name!r} is of no VAR_HANDLE in the same graph")
@@ -145,7 +145,7 @@ def find_variable(converter: Any, handle: Any) -> tuple[str, str]:
 
 
 def describe_variable(key: tuple[str, str]) -> str:
-    """A variable in words."""
+    """Describe a variable for a message."""
     container, name = key
     return f"variable {f'{container}/{name}' if container else name!r}"
 
@@ -153,9 +153,9 @@ def describe_variable(key: tuple[str, str]) -> str:
 def build_graph(
     converter: Any, op: Any, index: int, values: Sequence[relax.Expr], step: int = 0
 ) -> list[relax.Expr]:
-    """Add the operators of a graph, given values for its inputs; its outputs.
+    """Add the operators of a graph, given values for its inputs. Returns its outputs.
 
-    Values are called after the operator that calls, the graph and the step: "y.1.0.name".
+    Values are named after the calling operator, the graph and the step: "y.1.0.name".
     """
     stack = converter.conversion_state["lowering_stack"]
     if not 0 < index < converter.model.SubgraphsLength():
@@ -188,16 +188,16 @@ def build_graph(
 
 
 def read_operands(converter: Any, op: Any) -> list[relax.Expr]:
-    """All operands of an operator."""
+    """Return all operands of an operator."""
     return [converter.get_tensor_expr(tensor) for tensor in converter.get_input_tensors(op)]
 
 
 def pack(values: Sequence[relax.Expr]) -> relax.Expr:
-    """One value as itself, several as a tuple."""
+    """Return a single value as it is, several as a tuple."""
     return values[0] if len(values) == 1 else relax.Tuple(list(values))
 
 
-#: What converts an operator, given the converter and the operator.
+#: Converts an operator, given the converter and the operator.
 FLOW: dict[str, Callable[[Any, Any], relax.Expr | None]] = {
     "ASSIGN_VARIABLE": convert_assign_variable,
     "CALL": convert_call,

@@ -1,5 +1,7 @@
-"""First stage, TensorFlow Lite: TVM's converter, with what stands between it and every operator:
-constants in all places, names, integers that it has no form for, and the types of the results.
+"""TensorFlow Lite reader: TVM's converter, extended for all operators.
+
+The extensions are: constants for any operand, value names, integer operators that TVM converts for
+floats only, and a check of the result types.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ from relayquant.ir.rewrite.graph import (
     tensor_shape,
 )
 
-#: Operators that do on integers what they do on floats: they move or select values. TVM converts
-#: most of them for floats only.
-MOVES = frozenset(
+#: Data movement operators: they do the same for integers and floats. TVM converts most of them for
+#: floats only.
+DATA_MOVEMENT = frozenset(
     [
         "BATCH_TO_SPACE_ND",
         "BROADCAST_TO",
@@ -64,8 +66,8 @@ MOVES = frozenset(
     ]
 )
 
-#: Operators that only look at the order or at the shape of integers.
-LOOKS = frozenset({"ARG_MAX", "ARG_MIN", "RANK", "SHAPE"})
+#: Operators that use only the order or the shape of integers.
+ORDER_OR_SHAPE = frozenset({"ARG_MAX", "ARG_MIN", "RANK", "SHAPE"})
 
 #: Operators that write one of their operands, the state.
 RECURRENT = frozenset(
@@ -80,16 +82,16 @@ RECURRENT = frozenset(
     ]
 )
 
-#: Fused activations that the kernels of TFLite compute.
+#: Fused activations that TFLite's kernels compute.
 CLAMPS = ("NONE", "RELU", "RELU_N1_TO_1", "RELU6")
 
-#: Largest result that is computed while the file is read, and largest operand: sizes, indices and
+#: Largest operand and largest result that is computed while the file is read: sizes, indices and
 #: small tables. Weights stay operators of the module until `prepare` computes them.
 MAX_FOLDED = 4096
 
 
 class FloatTensor:
-    """A quantized tensor as an operator on floats sees it."""
+    """A quantized tensor as a float operator sees it."""
 
     def __init__(self, tensor: Any, float_type: int) -> None:
         self.tensor = tensor
@@ -106,7 +108,7 @@ class FloatTensor:
 
 
 def make_converter(frontend: Any, sources: dict[str, SourceNode]) -> type[Any]:
-    """The class of a converter that records in `sources` which operator made which value."""
+    """Make the class of a converter that records in `sources` which operator made which value."""
     from tflite import TensorType
 
     types = {getattr(TensorType, name) for name in SIZES}
@@ -132,15 +134,19 @@ def make_converter(frontend: Any, sources: dict[str, SourceNode]) -> type[Any]:
             return tensors
 
         def find_name(self, index: int) -> str:
-            """Of a tensor of the graph."""
+            """Return the name of a tensor of the graph."""
             return frontend.get_tensor_name(self.subgraph, index)
 
         def find_value(self, index: int) -> relax.Expr | None:
-            """What an operator or an input gave to a tensor; None for one of the file."""
+            """Return the value that an operator or an input assigned to a tensor. None for a tensor
+            stored in the file.
+            """
             return None if index < 0 else self.exp_tab.exprs.get(self.find_name(index))
 
         def has_expr(self, input_tensor_idx: int) -> bool:
-            """Whether only the run time knows a value: TVM asks, then reads the constant."""
+            """Return whether a value is known at run time only. TVM asks this before it reads a
+            constant.
+            """
             value = self.find_value(input_tensor_idx)
             return value is not None and constant_value(value) is None
 
@@ -207,11 +213,13 @@ def make_converter(frontend: Any, sources: dict[str, SourceNode]) -> type[Any]:
                     ) from error
 
         def name_call(self, op: Any) -> str:
-            """What an operator is called: after its first output, or its kind where it has none."""
+            """Return an operator's name: its first output, or its type if it has no output."""
             return self.find_name(op.Outputs(0)) if op.OutputsLength() else self.get_op_code_str(op)
 
         def list_operands(self, op: Any) -> dict[str, relax.Expr | None]:
-            """Operands of an operator by name, of constants of the file their types."""
+            """Return the operands of an operator by name. Constants of the file are included with
+            their type.
+            """
             operands: dict[str, relax.Expr | None] = {}
             for tensor in super().get_tensors(as_list(op.InputsAsNumpy())):
                 if tensor.tensor_idx < 0:
@@ -223,7 +231,7 @@ def make_converter(frontend: Any, sources: dict[str, SourceNode]) -> type[Any]:
             return operands
 
         def convert(self, op: Any, kind: str, outputs: list[str]) -> None:
-            """Add what an operator does; its results get the names of its outputs."""
+            """Convert an operator. Its results get the names of its outputs."""
             self.kind = kind
             self.check_state(op, kind)
             convert = partial(self.convert_map[kind], op=op)
@@ -252,7 +260,7 @@ def make_converter(frontend: Any, sources: dict[str, SourceNode]) -> type[Any]:
         def convert_fused_activation_function(
             self, in_expr: relax.Expr, fused_activation_fn: int
         ) -> relax.Expr:
-            """The function; Refusal for one that TFLite's kernels leave out."""
+            """Apply the fused activation. Refusal for one that TFLite's kernels ignore."""
             names = self.activation_fn_type
             name = names.get(fused_activation_fn, str(fused_activation_fn))
             if name not in CLAMPS:
@@ -268,8 +276,8 @@ def make_converter(frontend: Any, sources: dict[str, SourceNode]) -> type[Any]:
                 raise Refusal(f"it keeps its state from run to run{where}", STATE)
 
         def check_result(self, tensor: Any, name: str, value: relax.Expr) -> None:
-            """Raise Refusal for a result of another type than the file declares: TVM's form of
-            the operator is not TFLite's.
+            """Raise Refusal for a result whose type differs from the file: then TVM's operator
+            differs from TFLite's.
             """
             made = tensor_shape(value)
             shape = tuple(self._get_relax_tensor_shape(tensor))
@@ -302,8 +310,10 @@ def make_converter(frontend: Any, sources: dict[str, SourceNode]) -> type[Any]:
             return var
 
         def fold(self, op: Any, kind: str, value: relax.Expr) -> relax.Expr | None:
-            """A small result of small constants as a constant, None of any other: sizes are
-            computed in the file, and TVM needs their values. What is quantized stays quantized.
+            """Compute a small result of small constants. None for any other result.
+
+            Files compute sizes this way, and TVM needs their values. Quantized values stay
+            quantized.
             """
             tensors = [*self.get_input_tensors(op), *self.get_output_tensors(op)]
             if any(tensor.qnn_params for tensor in tensors) or kind.startswith("RANDOM"):
@@ -319,16 +329,18 @@ def make_converter(frontend: Any, sources: dict[str, SourceNode]) -> type[Any]:
         # -- integers ------------------------------------------------------------------------------
 
         def is_quantized_call(self, op: Any, kind: str) -> bool:
-            """Whether an operator on integers is converted as one on floats between dequantize and
-            quantize: what TVM does itself for some.
+            """Return whether an integer operator is converted as a float operator between
+            dequantize and quantize.
+
+            TVM does this itself for some operators.
 
             Raises:
-                Refusal: it is one on floats whose constants are integers.
+                Refusal: it is a float operator with integer constants.
             """
             operands = [t for t in self.get_input_tensors(op) if t.tensor_idx >= 0]
             results = self.get_output_tensors(op)
             quantized = [t for t in [*operands, *results] if t.qnn_params is not None]
-            if not quantized or kind in LOOKS or kind in FLOW:
+            if not quantized or kind in ORDER_OR_SHAPE or kind in FLOW:
                 return False
             if len(operands) > 1 and not (
                 operands[0].qnn_params or any(t.qnn_params for t in results)
@@ -338,13 +350,13 @@ def make_converter(frontend: Any, sources: dict[str, SourceNode]) -> type[Any]:
                     "quantization); supported: all integers, or all floats",
                     "Convert the model without optimizations, or with a representative data set",
                 )
-            if kind in MOVES:
+            if kind in DATA_MOVEMENT:
                 return not all(self.has_same_qnn_params(quantized[0], t) for t in quantized)
             return kind not in self._SUPPORTED_QUANTIZED_OPS or kind == "AVERAGE_POOL_2D"
 
         @contextmanager
         def replaced(self, tensor: Any, value: relax.Expr) -> Iterator[None]:
-            """Another value in place of a tensor's."""
+            """Replace the value of a tensor inside the `with` block."""
             name = self.find_name(tensor.tensor_idx)
             kept = self.exp_tab.exprs.get(name)
             self.exp_tab.exprs[name] = value
@@ -356,7 +368,7 @@ def make_converter(frontend: Any, sources: dict[str, SourceNode]) -> type[Any]:
                     self.exp_tab.exprs[name] = kept
 
         def convert_in_float(self, op: Any, convert: Any) -> relax.Expr:
-            """quantize(f(dequantize(x), ...)) of an operator on integers."""
+            """Convert an integer operator to quantize(f(dequantize(x), ...))."""
             results = self.get_output_tensors(op)
             with ExitStack() as stack:
                 for tensor in self.get_input_tensors(op):
@@ -382,12 +394,12 @@ def make_converter(frontend: Any, sources: dict[str, SourceNode]) -> type[Any]:
 
 
 def as_list(indices: Any) -> list[int]:
-    """Indices of tensors: of an empty vector, the package gives the number 0."""
+    """Return tensor indices as a list. For an empty vector, the package returns the number 0."""
     return indices.tolist() if isinstance(indices, np.ndarray) else []
 
 
 def is_small(value: relax.Expr) -> bool:
-    """Whether a value is computed while the file is read, if it is known."""
+    """Return whether a value is small enough to be computed while the file is read."""
     shape = tensor_shape(value)
     if shape is None or not all(isinstance(size, int) for size in shape):
         return False
@@ -395,8 +407,8 @@ def is_small(value: relax.Expr) -> bool:
 
 
 def compute(bb: relax.BlockBuilder, value: relax.Expr) -> np.ndarray | None:
-    """What an operator makes of constants; None where it reads a value that has a name: an input,
-    or a result that is not constant.
+    """Compute an operator on constants. None if it reads a named value: an input or a result that
+    is not constant.
     """
     frame = Frame(tvm.IRModule())
 

@@ -1,4 +1,4 @@
-"""First stage, TensorFlow Lite: from a file to a module, by TVM's frontend with our converter."""
+"""TensorFlow Lite reader: a file -> a module, by TVM's frontend with relayquant's converter."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ FILE_IDENTIFIER = b"TFL3"
 def import_tflite(
     path: PathLike, *, max_bytes: int = DEFAULT_MAX_BYTES
 ) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
-    """Import a .tflite file, weights bound as constants.
+    """Import a .tflite file with weights bound as constants.
 
-    Parameters of main and values are named as the tensors of the first subgraph. Attribute
-    `relayquant.sources` maps a value's name to its operator; TFLite operators have no names, so
-    the node is called after its first output tensor.
+    Parameters of main and values have the names of the tensors in the first subgraph. Attribute
+    `relayquant.sources` maps the name of a value to its operator. TFLite operators have no names,
+    so a node is named after its first output tensor.
 
     Returns:
         The module and {} (no parameter is left unbound).
 
     Raises:
         ModelError: the file cannot be read, or an operator is not supported.
-        MissingDependencyError: package tflite is not installed.
+        MissingDependencyError: the package tflite is not installed.
     """
     try:
         import tflite
@@ -49,12 +49,12 @@ def import_tflite(
         ) from None
     with reading(path, "TensorFlow Lite model", ModelError):
         model = read_file(check_file(path, max_bytes), tflite)
-    # A file whose tables are sound is a model: what it has that is not supported is no damage.
+    # A file with valid tables is a model: unsupported parts of it are not damage.
     return convert_model(model)
 
 
 def read_file(path: Path, tflite: Any) -> Any:
-    """The model of a file, its tables checked and its operators TFLite's own."""
+    """Read the model in a file and check its tables. Custom operators raise ModelError."""
     data = path.read_bytes()
     if data[4:8] != FILE_IDENTIFIER:
         raise ModelError(
@@ -73,13 +73,13 @@ def read_file(path: Path, tflite: Any) -> Any:
 
 
 def convert_model(model: Any) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
-    """The module of a model whose tables are sound."""
+    """Convert a model with valid tables to a module."""
     frontend = _tvm.load_tflite_frontend()
     sources: dict[str, SourceNode] = {}
     try:
         with _tvm.FRONTEND_LOCK:
             mod = frontend.from_tflite(model, op_converter=make_converter(frontend, sources))
-        # The frontend attaches the weights that it has bound already.
+        # The frontend attaches the weights that it has already bound.
         mod["main"] = mod["main"].without_attr("params")
         return name_values(mod, sources), {}
     except RelayQuantError:
@@ -94,7 +94,7 @@ def convert_model(model: Any) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
 
 
 def list_custom_operators(model: Any) -> list[str]:
-    """Names of the operators that are none of TFLite's own, with how often each is called."""
+    """List the custom operators by name, with the number of calls."""
     names: dict[int, str] = {}
     for index in range(model.OperatorCodesLength()):
         custom = model.OperatorCodes(index).CustomCode()

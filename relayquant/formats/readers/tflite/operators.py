@@ -1,8 +1,8 @@
-"""First stage, TensorFlow Lite: operators that TVM's frontend converts not at all, or not as TFLite
-computes them.
+"""TensorFlow Lite reader: operators that TVM's frontend does not convert, or not as TFLite computes
+them.
 
-Each function takes the converter and the operator, and gives the value. What it says of TFLite is
-how the kernels of its interpreter compute.
+Each function takes the converter and the operator, and returns the value. "TFLite" here means the
+kernels of its interpreter.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ MAX_FILLED = 2**28
 
 
 def operands(converter: Any, op: Any) -> list[relax.Expr]:
-    """All operands of an operator."""
+    """Return all operands of an operator."""
     return [converter.get_tensor_expr(tensor) for tensor in converter.get_input_tensors(op)]
 
 
 def read_constant(converter: Any, op: Any, at: int) -> np.ndarray:
-    """The value of operand `at`; Refusal if only the run time knows it."""
+    """Return the value of operand `at`. Refusal if it is known at run time only."""
     return converter.get_tensor_value(converter.get_input_tensors(op)[at])
 
 
 def find_shape(value: relax.Expr) -> list[int]:
-    """The shape of a value; Refusal if only the run time knows it."""
+    """Return the shape of a value. Refusal if it is known at run time only."""
     shape = tensor_shape(value)
     if shape is None or not all(isinstance(size, int) for size in shape):
         raise Refusal("the shape of its operand depends on values; supported: fixed shapes")
@@ -41,7 +41,7 @@ def find_shape(value: relax.Expr) -> list[int]:
 
 
 def convert_shape(converter: Any, op: Any) -> relax.Expr:
-    """SHAPE(x) -> a constant."""
+    """Convert SHAPE(x) to a constant."""
     (data,), (result,) = converter.get_input_tensors(op), converter.get_output_tensors(op)
     shape = find_shape(converter.get_tensor_expr(data))
     dtype = converter.get_tensor_type_str(result.tensor.Type())
@@ -49,7 +49,7 @@ def convert_shape(converter: Any, op: Any) -> relax.Expr:
 
 
 def convert_softmax(converter: Any, op: Any) -> relax.Expr:
-    """softmax(beta * x); TVM leaves beta out."""
+    """Convert SOFTMAX to softmax(beta * x). TVM ignores beta."""
     from tflite import SoftmaxOptions
 
     beta = read_options(op, SoftmaxOptions).Beta()
@@ -65,7 +65,7 @@ def convert_softmax(converter: Any, op: Any) -> relax.Expr:
 
 
 def convert_gelu(converter: Any, op: Any) -> relax.Expr:
-    """GELU by tanh where the option says so, else by erf; TVM always takes erf."""
+    """Convert GELU with tanh if the option says so, else with erf. TVM always uses erf."""
     from tflite import GeluOptions
 
     (data,) = operands(converter, op)
@@ -74,7 +74,7 @@ def convert_gelu(converter: Any, op: Any) -> relax.Expr:
 
 
 def convert_bucketize(converter: Any, op: Any) -> relax.Expr:
-    """How many boundaries are not larger; TVM counts those that are smaller."""
+    """Convert BUCKETIZE: count the boundaries that are not larger. TVM counts the smaller ones."""
     from tflite import BucketizeOptions
 
     (data,) = operands(converter, op)
@@ -83,7 +83,7 @@ def convert_bucketize(converter: Any, op: Any) -> relax.Expr:
 
 
 def convert_arg(converter: Any, op: Any, find: Callable[..., relax.Expr]) -> relax.Expr:
-    """ARG_MAX and ARG_MIN, of the integer type of the result."""
+    """Convert ARG_MAX and ARG_MIN, with the integer type of the result."""
     data = converter.get_tensor_expr(converter.get_input_tensors(op)[0])
     axis = int(read_constant(converter, op, 1).item())
     (result,) = converter.get_output_tensors(op)
@@ -100,7 +100,7 @@ def convert_arg_min(converter: Any, op: Any) -> relax.Expr:
 
 
 def convert_cumsum(converter: Any, op: Any) -> relax.Expr:
-    """CUMSUM, from the end where the option says so."""
+    """Convert CUMSUM, from the end if the option says so."""
     from tflite import CumsumOptions
 
     options = read_options(op, CumsumOptions)
@@ -116,7 +116,7 @@ def convert_cumsum(converter: Any, op: Any) -> relax.Expr:
 
 
 def convert_squeeze(converter: Any, op: Any) -> relax.Expr:
-    """SQUEEZE along the given axes, along all of size 1 where none is given."""
+    """Convert SQUEEZE along the given axes, or along all axes of size 1 if none is given."""
     from tflite import SqueezeOptions
 
     (data,) = operands(converter, op)
@@ -128,27 +128,27 @@ def convert_squeeze(converter: Any, op: Any) -> relax.Expr:
 
 
 def convert_expand_dims(converter: Any, op: Any) -> relax.Expr:
-    """R.expand_dims; TVM calls it with an argument too many."""
+    """Convert EXPAND_DIMS to R.expand_dims. TVM calls it with one argument too many."""
     data = converter.get_tensor_expr(converter.get_input_tensors(op)[0])
     return relax.op.expand_dims(data, int(read_constant(converter, op, 1).item()))
 
 
 def convert_split(converter: Any, op: Any) -> relax.Expr:
-    """SPLIT(axis, x) -> equal parts, one for each output."""
+    """Convert SPLIT(axis, x) to equal parts, one per output."""
     data = converter.get_tensor_expr(converter.get_input_tensors(op)[1])
     axis = int(read_constant(converter, op, 0).item())
     return split(data, [1] * op.OutputsLength(), axis, is_share=True)
 
 
 def convert_split_v(converter: Any, op: Any) -> relax.Expr:
-    """SPLIT_V(x, sizes, axis); one size may be -1, the rest."""
+    """Convert SPLIT_V(x, sizes, axis). One size may be -1, for the rest."""
     data = converter.get_tensor_expr(converter.get_input_tensors(op)[0])
     sizes = read_constant(converter, op, 1).ravel().tolist()
     return split(data, sizes, int(read_constant(converter, op, 2).item()))
 
 
 def split(data: relax.Expr, sizes: list[int], axis: int, is_share: bool = False) -> relax.Expr:
-    """The parts of a value along an axis, their sizes given or as shares of the whole."""
+    """Split a value along an axis, with given sizes or into equal parts."""
     shape = find_shape(data)
     if not -len(shape) <= axis < len(shape):
         raise Refusal(f"its axis is {axis}; supported: {-len(shape)} to {len(shape) - 1}")
@@ -167,7 +167,7 @@ def split(data: relax.Expr, sizes: list[int], axis: int, is_share: bool = False)
 
 
 def convert_unpack(converter: Any, op: Any) -> relax.Expr:
-    """UNPACK(x) -> the elements along an axis, without it."""
+    """Convert UNPACK(x) to the elements along an axis, without the axis."""
     from tflite import UnpackOptions
 
     axis = read_options(op, UnpackOptions).Axis()
@@ -179,14 +179,14 @@ def convert_unpack(converter: Any, op: Any) -> relax.Expr:
 
 
 def convert_broadcast_to(converter: Any, op: Any) -> relax.Expr:
-    """BROADCAST_TO(x, shape)"""
+    """Convert BROADCAST_TO(x, shape)."""
     data = converter.get_tensor_expr(converter.get_input_tensors(op)[0])
     return relax.op.broadcast_to(data, read_constant(converter, op, 1).tolist())
 
 
 def convert_fill(converter: Any, op: Any) -> relax.Expr:
-    """A constant where size and value are known, which TVM looks up among the values of the run
-    time.
+    """Convert FILL with a known size and value to a constant. TVM looks them up among the run-time
+    values.
     """
     sizes, value = converter.get_input_tensors(op)
     if converter.has_expr(sizes.tensor_idx):
@@ -202,11 +202,11 @@ def convert_fill(converter: Any, op: Any) -> relax.Expr:
 
 
 def check_indices(index: relax.Expr, sizes: Sequence[int]) -> None:
-    """Raise Refusal for constant indices that TFLite's kernels refuse when they run.
+    """Raise Refusal for constant indices that TFLite's kernels reject at run time.
 
     Args:
-        index: Indices, along the last axis one for each of `sizes`.
-        sizes: Of the axes that they select from.
+        index: Indices. Their last axis has one entry per axis in `sizes`.
+        sizes: Sizes of the axes that they select from.
     """
     array = constant_value(index)
     if array is not None and array.size and not ((array >= 0) & (array < np.array(sizes))).all():
@@ -214,9 +214,9 @@ def check_indices(index: relax.Expr, sizes: Sequence[int]) -> None:
 
 
 def convert_gather(converter: Any, op: Any) -> relax.Expr:
-    """GATHER(x, indices) along an axis, behind axes that both have.
+    """Convert GATHER(x, indices) along an axis, after the batch axes that both have.
 
-    With these, R.gather_nd takes the rows of each batch.
+    With batch axes, R.gather_nd takes the rows of each batch.
     """
     from tflite import GatherOptions
 
@@ -241,7 +241,7 @@ def convert_gather(converter: Any, op: Any) -> relax.Expr:
 
 
 def convert_gather_nd(converter: Any, op: Any) -> relax.Expr:
-    """GATHER_ND(x, indices), the indices of an element along the last axis."""
+    """Convert GATHER_ND(x, indices). The indices of an element are along the last axis."""
     data, index = operands(converter, op)
     shape = find_shape(data)
     check_indices(index, shape[: find_shape(index)[-1]])
@@ -249,7 +249,7 @@ def convert_gather_nd(converter: Any, op: Any) -> relax.Expr:
 
 
 def convert_scatter_nd(converter: Any, op: Any) -> relax.Expr:
-    """SCATTER_ND(indices, updates, shape): rows of the same place are added up."""
+    """Convert SCATTER_ND(indices, updates, shape). Rows for the same place are added up."""
     index, updates = operands(converter, op)[:2]
     shape = read_constant(converter, op, 2).tolist()
     check_indices(index, shape[: find_shape(index)[-1]])
@@ -258,8 +258,9 @@ def convert_scatter_nd(converter: Any, op: Any) -> relax.Expr:
 
 
 def convert_update(converter: Any, op: Any) -> relax.Expr:
-    """DYNAMIC_UPDATE_SLICE(x, update, start): part of x is replaced; a start that is too far moves
-    back until the update fits.
+    """Convert DYNAMIC_UPDATE_SLICE(x, update, start): a part of x is replaced.
+
+    A start too close to the end moves back until the update fits.
     """
     (data, update, start), bb = operands(converter, op), converter.bb
     shape, sizes = find_shape(data), find_shape(update)
@@ -277,14 +278,14 @@ def convert_update(converter: Any, op: Any) -> relax.Expr:
 
 
 def convert_embedding_lookup(converter: Any, op: Any) -> relax.Expr:
-    """EMBEDDING_LOOKUP(indices, table), in this order."""
+    """Convert EMBEDDING_LOOKUP(indices, table), with the operands in this order."""
     index, table = operands(converter, op)
     check_indices(index, find_shape(table)[:1])
     return relax.op.take(table, index, axis=0, mode="fast")
 
 
 def convert_select(converter: Any, op: Any) -> relax.Expr:
-    """SELECT(c, a, b); a vector as the condition selects rows."""
+    """Convert SELECT(c, a, b). A vector as the condition selects rows."""
     condition, yes, no = operands(converter, op)
     if converter.get_op_code_str(op) == "SELECT":
         rank, rows = len(find_shape(yes)), find_shape(condition)
@@ -294,7 +295,9 @@ def convert_select(converter: Any, op: Any) -> relax.Expr:
 
 
 def convert_mirror_pad(converter: Any, op: Any) -> relax.Expr:
-    """MIRROR_PAD that repeats the edge, which R.nn.pad does not: R.take along each axis."""
+    """Convert MIRROR_PAD that repeats the edge to R.take along each axis. R.nn.pad cannot repeat
+    the edge.
+    """
     from tflite import MirrorPadMode, MirrorPadOptions
 
     if read_options(op, MirrorPadOptions).Mode() != MirrorPadMode.SYMMETRIC:
@@ -308,19 +311,19 @@ def convert_mirror_pad(converter: Any, op: Any) -> relax.Expr:
 
 
 def convert_reshape(converter: Any, op: Any) -> relax.Expr:
-    """RESHAPE to a shape that is known."""
+    """Convert RESHAPE to a known shape."""
     if op.InputsLength() > 1:
         read_constant(converter, op, 1)
     return converter.convert_reshape(op)
 
 
 def refuse_where(converter: Any, op: Any) -> relax.Expr:
-    """Raise Refusal: WHERE(c) lists the places that are true."""
+    """Raise Refusal: WHERE(c) lists the positions that are true."""
     raise Refusal("its result has as many rows as the run time finds; supported: fixed shapes")
 
 
 def convert_reverse(converter: Any, op: Any) -> relax.Expr:
-    """REVERSE_V2(x, axes)"""
+    """Convert REVERSE_V2(x, axes)."""
     data = converter.get_tensor_expr(converter.get_input_tensors(op)[0])
     for axis in read_constant(converter, op, 1).ravel().tolist():
         data = converter.bb.emit(relax.op.flip(data, axis))
@@ -328,13 +331,13 @@ def convert_reverse(converter: Any, op: Any) -> relax.Expr:
 
 
 def convert_topk(converter: Any, op: Any) -> relax.Expr:
-    """TOPK_V2(x, k) -> values and indices along the last axis."""
+    """Convert TOPK_V2(x, k) to values and indices along the last axis."""
     data = converter.get_tensor_expr(converter.get_input_tensors(op)[0])
     return relax.op.topk(data, int(read_constant(converter, op, 1).item()))
 
 
 def convert_sparse_to_dense(converter: Any, op: Any) -> relax.Expr:
-    """SPARSE_TO_DENSE(indices, shape, values, default)"""
+    """Convert SPARSE_TO_DENSE(indices, shape, values, default)."""
     index, _, values, default = operands(converter, op)
     shape = read_constant(converter, op, 1).tolist()
     if len(find_shape(index)) < 2:
@@ -350,7 +353,7 @@ def convert_sparse_to_dense(converter: Any, op: Any) -> relax.Expr:
 
 
 def convert_matrix_diag(converter: Any, op: Any) -> relax.Expr:
-    """MATRIX_DIAG(x): x on the diagonal of a matrix of zeros."""
+    """Convert MATRIX_DIAG(x): x on the diagonal of a matrix of zeros."""
     (data,) = operands(converter, op)
     size, dtype = find_shape(data)[-1], tensor_dtype(data)
     wide = converter.bb.emit(relax.op.expand_dims(data, [-1]))
@@ -359,7 +362,7 @@ def convert_matrix_diag(converter: Any, op: Any) -> relax.Expr:
 
 
 def convert_matrix_set_diag(converter: Any, op: Any) -> relax.Expr:
-    """MATRIX_SET_DIAG(x, d): d in place of the diagonal."""
+    """Convert MATRIX_SET_DIAG(x, d): d replaces the diagonal."""
     data, diagonal = operands(converter, op)
     *_, rows, columns = find_shape(data)
     mask = relax.const(np.eye(rows, columns, dtype=bool), "bool")
@@ -371,7 +374,7 @@ def convert_matrix_set_diag(converter: Any, op: Any) -> relax.Expr:
 
 
 def convert_space_to_batch(converter: Any, op: Any) -> relax.Expr:
-    """SPACE_TO_BATCH_ND(x, blocks, pads): the places of a block become batches.
+    """Convert SPACE_TO_BATCH_ND(x, blocks, pads): positions in a block become batches.
 
     [N, a*h, b*w, C] -> [N, h, a, w, b, C] -> [a, b, N, h, w, C] -> [a*b*N, h, w, C]
     """
@@ -396,7 +399,7 @@ def convert_space_to_batch(converter: Any, op: Any) -> relax.Expr:
 
 
 def convert_batch_to_space(converter: Any, op: Any) -> relax.Expr:
-    """BATCH_TO_SPACE_ND(x, blocks, crops): batches become the places of a block.
+    """Convert BATCH_TO_SPACE_ND(x, blocks, crops): batches become positions in a block.
 
     [a*b*N, h, w, C] -> [a, b, N, h, w, C] -> [N, h, a, w, b, C] -> [N, a*h, b*w, C]
     """
@@ -424,7 +427,9 @@ def convert_batch_to_space(converter: Any, op: Any) -> relax.Expr:
 
 
 def convert_fully_connected(converter: Any, op: Any) -> relax.Expr:
-    """FULLY_CONNECTED of rows: without KeepNumDims, a value of higher rank becomes rows first."""
+    """Convert FULLY_CONNECTED of rows. Without KeepNumDims, a value of higher rank is reshaped to
+    rows first.
+    """
     from tflite import FullyConnectedOptions
 
     data, weight = converter.get_input_tensors(op)[:2]
@@ -440,7 +445,7 @@ def convert_fully_connected(converter: Any, op: Any) -> relax.Expr:
 
 
 def convert_batch_matmul(converter: Any, op: Any) -> relax.Expr:
-    """BATCH_MATMUL -> R.matmul, which broadcasts as TFLite does."""
+    """Convert BATCH_MATMUL to R.matmul, which broadcasts as TFLite does."""
     from tflite import BatchMatMulOptions
 
     options = read_options(op, BatchMatMulOptions)
@@ -453,13 +458,13 @@ def convert_batch_matmul(converter: Any, op: Any) -> relax.Expr:
 
 
 def transpose_last(converter: Any, value: relax.Expr) -> relax.Expr:
-    """The last two axes change places."""
+    """Swap the last two axes."""
     *axes, last, first = range(len(find_shape(value)))
     return converter.bb.emit(relax.op.permute_dims(value, [*axes, first, last]))
 
 
 def convert_transpose_conv(converter: Any, op: Any) -> relax.Expr:
-    """TRANSPOSE_CONV with its fused activation, which TVM leaves out."""
+    """Convert TRANSPOSE_CONV with its fused activation, which TVM ignores."""
     from tflite import TransposeConvOptions
 
     function = read_options(op, TransposeConvOptions).FusedActivationFunction()
@@ -471,7 +476,9 @@ def convert_transpose_conv(converter: Any, op: Any) -> relax.Expr:
 
 
 def convert_resize_nearest(converter: Any, op: Any) -> relax.Expr:
-    """RESIZE_NEAREST_NEIGHBOR: corners that are aligned round halves up, which TVM does not."""
+    """Convert RESIZE_NEAREST_NEIGHBOR. With aligned corners, TFLite rounds halves up and TVM does
+    not.
+    """
     from tflite import ResizeNearestNeighborOptions
 
     options = read_options(op, ResizeNearestNeighborOptions)
@@ -489,7 +496,7 @@ def convert_resize_nearest(converter: Any, op: Any) -> relax.Expr:
 
 
 def convert_suppression(converter: Any, op: Any) -> relax.Expr:
-    """NON_MAX_SUPPRESSION_V4 and V5: behind what is selected stand zeros, in TVM -1."""
+    """Convert NON_MAX_SUPPRESSION_V4 and V5. After the selected boxes come zeros, in TVM -1."""
     bb, is_fourth = converter.bb, converter.kind == "NON_MAX_SUPPRESSION_V4"
     results = bb.emit(converter.convert_nms_v4(op) if is_fourth else converter.convert_nms_v5(op))
     *rows, number = [bb.emit(results[at]) for at in range(op.OutputsLength())]
@@ -501,9 +508,11 @@ def convert_suppression(converter: Any, op: Any) -> relax.Expr:
 
 
 def convert_dequantize(converter: Any, op: Any) -> relax.Expr:
-    """float16 -> float32, of a constant a constant, and of one that DENSIFY made; integers ->
-    dequantize, of a constant too. TVM takes float16 for a plain constant always, and integers for a
-    value of the run time.
+    """Convert DEQUANTIZE: float16 -> float32, and integers -> dequantize.
+
+    float16 constants become constants, also those made by DENSIFY. Dequantize of an integer
+    constant stays an operator. TVM expects float16 to be a plain constant, and integers to be a
+    run-time value.
     """
     (data,) = converter.get_input_tensors(op)
     value = converter.get_tensor_expr(data)
@@ -516,8 +525,10 @@ def convert_dequantize(converter: Any, op: Any) -> relax.Expr:
 
 
 def convert_prelu(converter: Any, op: Any) -> relax.Expr:
-    """One slope for each channel -> R.nn.prelu(x, slopes) along its axis, where TVM makes a vector
-    of all values; one slope -> R.nn.leakyrelu; else max(x, 0) + a * min(x, 0).
+    """Convert PRELU.
+
+    One slope per channel becomes R.nn.prelu(x, slopes) along its axis, where TVM flattens all
+    values. One slope becomes R.nn.leakyrelu. Other slopes become max(x, 0) + a * min(x, 0).
     """
     data, slopes = operands(converter, op)
     array = constant_value(slopes)
@@ -533,11 +544,11 @@ def convert_prelu(converter: Any, op: Any) -> relax.Expr:
 
 
 def refuse_random(converter: Any, op: Any) -> relax.Expr:
-    """Raise Refusal: no two runs would give the same."""
+    """Raise Refusal: no two runs would have the same result."""
     raise Refusal("it draws random numbers", "Make them an input of the model")
 
 
-#: What converts an operator, given the converter and the operator.
+#: Converts an operator, given the converter and the operator.
 OPERATORS: dict[str, Callable[[Any, Any], relax.Expr | None]] = {
     "ARG_MAX": convert_arg_max,
     "ARG_MIN": convert_arg_min,

@@ -1,4 +1,4 @@
-"""First stage, TensorFlow Lite: the options of an operator."""
+"""TensorFlow Lite reader: the options of an operator."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from relayquant.formats.readers.refusal import Refusal
 
 
 def read_options(op: Any, options_class: Any) -> Any:
-    """The options of an operator.
+    """Read the options of an operator.
 
     Raises:
-        Refusal: it has none, or those of another one.
+        Refusal: it has no options, or those of another operator.
     """
     from tflite import BuiltinOptions, BuiltinOptions2
 

@@ -1,5 +1,5 @@
-"""First stage, TensorFlow Lite: the tables of the flatbuffer, checked before anything follows them,
-with a name of its own for each tensor.
+"""TensorFlow Lite reader: checks the tables of the flatbuffer before anything follows them, and
+gives each tensor a unique name.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ MAX_ELEMENTS = 2**31 - 1
 #: Largest rank of a tensor.
 MAX_RANK = 16
 
-#: Types of TensorType whose values Relax holds, by name, and the bytes of an element.
+#: Types of TensorType that Relax supports, by name, and the bytes per element.
 SIZES = {
     "FLOAT32": 4, "FLOAT16": 2, "INT32": 4, "UINT8": 1, "INT64": 8, "BOOL": 1, "INT16": 2,
     "COMPLEX64": 8, "INT8": 1, "UINT32": 4, "UINT64": 8,
 }  # fmt: skip
 
-#: Types of handles and texts, which have no numbers: operators on them are refused by name.
+#: Types of handles and texts, which hold no numbers. Operators on them are refused by name.
 OTHER_TYPES = frozenset({"STRING", "RESOURCE", "VARIANT"})
 
 
 def open_model(tflite: Any, data: bytes) -> Any:
-    """The root table, with tensors that all have different names: TFLite goes by their numbers,
-    TVM's frontend by their names, which may be missing or the same.
+    """Return the root table with unique tensor names. TFLite identifies tensors by number, TVM's
+    frontend by name, which may be missing or duplicate.
     """
 
     class Tensor(tflite.Tensor):
@@ -72,7 +72,7 @@ def open_model(tflite: Any, data: bytes) -> Any:
 
 
 def list_names(graph: Any) -> list[str]:
-    """A name for each tensor; the first that has a name keeps it."""
+    """Return a name for each tensor. The first tensor with a name keeps it."""
     names: list[str] = []
     taken: set[str] = set()
     for index in range(graph.TensorsLength()):
@@ -86,16 +86,16 @@ def list_names(graph: Any) -> list[str]:
 
 
 def check_tables(model: Any, tflite: Any, size: int) -> None:
-    """Raise for a reference that leads nowhere, or a size that cannot be.
+    """Check the references and sizes in the tables.
 
     Args:
-        model: What `open_model` gives.
+        model: Result of `open_model`.
         tflite: The package.
-        size: Bytes of the file.
+        size: Size of the file in bytes.
 
     Raises:
         ValueError, struct.error, ...: the file is damaged.
-        ModelError: an operator or a tensor is of a kind that is not supported.
+        ModelError: the kind of an operator or a tensor is not supported.
     """
     for count in (
         model.OperatorCodesLength(),
@@ -125,7 +125,7 @@ def check_tables(model: Any, tflite: Any, size: int) -> None:
 
 
 def list_members(enum: Any) -> Iterator[tuple[str, int]]:
-    """Names and values of an enumeration of the package."""
+    """Return the members of an enumeration of the package by name."""
     return ((name, value) for name, value in vars(enum).items() if isinstance(value, int))
 
 
@@ -143,7 +143,7 @@ def check_indices(graph: Any, indices: Any, least: int) -> None:
 
 
 def check_operator(model: Any, graph: Any, operator: Any, kinds: dict[int, str]) -> None:
-    """Raise for an operator that TFLite does not have, or for its tensors."""
+    """Raise for an operator that TFLite does not have, or for invalid tensors."""
     if not 0 <= operator.OpcodeIndex() < model.OperatorCodesLength():
         raise ValueError(f"it refers to operator code {operator.OpcodeIndex()}")
     code = model.OperatorCodes(operator.OpcodeIndex())
@@ -159,7 +159,7 @@ def check_operator(model: Any, graph: Any, operator: Any, kinds: dict[int, str])
 
 
 def check_tensor(model: Any, tensor: Any, types: dict[int, str], size: int) -> None:
-    """Raise for a shape that cannot be, or a constant that has not as many bytes as it needs."""
+    """Raise for an impossible shape, or a constant with the wrong number of bytes."""
     name, kind = tensor.name.decode(), types.get(tensor.Type(), str(tensor.Type()))
     if kind not in SIZES and kind not in OTHER_TYPES:
         raise ModelError(
@@ -184,7 +184,7 @@ def check_tensor(model: Any, tensor: Any, types: dict[int, str], size: int) -> N
 
 
 def list_codes(model: Any) -> Iterator[int]:
-    """Numbers of the operator codes of all calls."""
+    """List the operator code numbers of all calls."""
     for index in range(model.SubgraphsLength()):
         graph = model.Subgraphs(index)
         for at in range(graph.OperatorsLength()):
