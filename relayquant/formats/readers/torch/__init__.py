@@ -1,1 +1,1 @@
-"""First stage, PyTorch: a torch.export program becomes a float Relax module."""
+"""PyTorch reader: a torch.export program -> a float Relax module."""

@@ -1,10 +1,9 @@
-"""First stage, PyTorch files: a .pt2 archive becomes an exported program without running anything
-of it.
+"""PyTorch reader: a .pt2 archive -> an exported program, without running any code of the file.
 
-`torch.export.load` trusts its file: it unpickles sample inputs and some weights, loads compiled
+`torch.export.load` trusts its file. It unpickles sample inputs and some weights, loads compiled
 libraries, evaluates text as symbolic sizes, looks up any attribute of `torch` as an operator, and
-writes the names of values into Python source. So a copy of the archive is made first that holds
-nothing but what is known to be data, and torch reads that.
+writes the names of values into Python source. So first a copy of the archive is made that holds
+only known data, and torch reads the copy.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from typing import Any
 from relayquant.base.storage.files import decode_json, reading
 from relayquant.errors import ModelError, format_count
 
-#: folder of an archive -> the file in it that says how its tensors are stored
+#: folder of an archive -> the file in it that describes how its tensors are stored
 PAYLOADS = {
     "data/weights/": "data/weights/model_weights_config.json",
     "data/constants/": "data/constants/model_constants_config.json",
 }
 GRAPH = "models/model.json"
 SAMPLE_INPUTS = "data/sample_inputs/model.pt"
-#: small records that torch's reader looks at, copied as they are
+#: small records that torch's reader checks, copied unchanged
 MARKERS = ("archive_format", "archive_version", "byteorder", ".data/version", "version")
 
-#: name spaces of operators that only compute tensors
+#: namespaces of operators that only compute tensors
 NAMESPACES = ("aten", "prims", "quantized_decomposed")
-#: operators on other graphs of the same file, which are checked alike
+#: operators on other graphs of the same file, which are checked too
 NESTED = ("wrap_with_set_grad_enabled", "wrap_with_autocast", "cond")
 #: arithmetic on symbolic sizes
 SIZE_FUNCTIONS = re.compile(
@@ -44,19 +43,19 @@ SIZE_FUNCTIONS = re.compile(
     r"|math\.(ceil|floor|trunc)|torch\.sym_(float|int|max|min|not|ite|sum)"
 )
 
-#: a value, and a parameter: torch pastes both into Python source
+#: names of values and paths of parameters: torch pastes both into Python source
 NAME = re.compile(r"\w*", re.ASCII)
 PATH = re.compile(r"[\w.]*", re.ASCII)
-#: keys of the graph whose text is the path of a module or parameter
+#: graph keys whose text is the path of a module or parameter
 PATHS = ("parameter_name", "buffer_name", "tensor_constant_name", "fqn")
 #: keys whose text torch keeps as text
 TEXTS = ("as_string", "as_strings")
 
-#: keys of floats, and what stands there for those that JSON does not have
+#: keys of floats, and the texts for floats that JSON cannot represent
 FLOATS = ("as_float", "as_floats", "real", "imag")
 SPECIAL = ("NaN", "Infinity", "-Infinity")
 
-#: a symbolic size: numbers, symbols, functions of sizes; torch evaluates it as Python
+#: A symbolic size: numbers, symbols, functions of sizes. Torch evaluates it as Python.
 SIZE = re.compile(
     r"(?:\d+(?:\.\d+)?|[suz]+\d+|Symbol\('\w+'(?:, \w+=(?:True|False))*\)"
     r"|Integer|Rational|Add|Mul|Pow|Max|Min|Eq|Ne|FloorDiv|ModularIndexing|PythonMod|Mod|CleanDiv"
@@ -64,20 +63,22 @@ SIZE = re.compile(
     r"|[-+*/(), <>=])*",
     re.ASCII,
 )
-#: longest text of a symbolic size; with a power in it, largest number: more would take for ever
+#: Longest text of a symbolic size, and largest number if it has a power. Larger ones would not end
+#: in time.
 SIZE_LENGTH, POWER_LIMIT = 1000, 4096
 
-#: containers that inputs and outputs may be in; others run code of their own when they are rebuilt
+#: Allowed containers of inputs and outputs. Other containers run their own code when they are
+#: rebuilt.
 CONTAINERS = (None, "builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict")
 
 
 def read_program(path: Path, max_bytes: int) -> Any:
-    """The `torch.export.ExportedProgram` in a file of torch.export.save.
+    """Read the `torch.export.ExportedProgram` in a file of torch.export.save.
 
-    Sample inputs, extra files and compiled code in the archive are left out.
+    Sample inputs, extra files and compiled code in the archive are ignored.
 
     Raises:
-        ModelError: the file is damaged, of an older format, holds more than `max_bytes`, or holds
+        ModelError: the file is damaged, has an older format, holds more than `max_bytes`, or holds
             something that loading would execute.
     """
     import torch  # pyright: ignore[reportMissingImports]
@@ -96,7 +97,9 @@ def read_program(path: Path, max_bytes: int) -> Any:
 
 @contextlib.contextmanager
 def silence_torch() -> Iterator[None]:
-    """No warnings while torch reads or decomposes a program; what matters is raised."""
+    """Suppress warnings while torch reads or decomposes a program. Serious problems are
+    exceptions.
+    """
     log = logging.getLogger("torch")
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -110,8 +113,10 @@ def silence_torch() -> Iterator[None]:
 
 @contextlib.contextmanager
 def drop_stacks() -> Iterator[None]:
-    """PyTorch notes no Python stack with each node that it makes: nothing reads them, and they take
-    a third of the time of a decomposition. PyTorch before 2.10 does not look at the switch.
+    """Stop PyTorch from recording a Python stack for each node it makes.
+
+    Nothing reads these stacks, and they take a third of the time of a decomposition. PyTorch before
+    2.10 ignores the switch.
     """
     import torch.fx  # pyright: ignore[reportMissingImports]
 
@@ -128,7 +133,7 @@ def drop_stacks() -> Iterator[None]:
 
 
 def copy_data(archive: zipfile.ZipFile, max_bytes: int) -> io.BytesIO:
-    """An archive of the checked graph and of the tensors that it stores as plain bytes.
+    """Make an archive of the checked graph and of the tensors that it stores as plain bytes.
 
     Raises:
         ValueError: something is missing, or is not data.
@@ -168,15 +173,15 @@ def copy_data(archive: zipfile.ZipFile, max_bytes: int) -> io.BytesIO:
 
 
 def list_records(archive: zipfile.ZipFile, max_bytes: int) -> dict[str, zipfile.ZipInfo]:
-    """Name without the archive's top folder -> record.
+    """Return the records by name, without the archive's top folder.
 
     Raises:
-        ValueError: the records take more than max_bytes, or two have one name.
+        ValueError: the records take more than max_bytes, or two have the same name.
     """
     records: dict[str, zipfile.ZipInfo] = {}
     size = 0
     for info in archive.infolist():
-        # Those of PyTorch before 2.8 have no top folder.
+        # Archives of PyTorch before 2.8 have no top folder.
         name = info.filename.partition("/")[2] or info.filename
         size += info.file_size
         if name in records:
@@ -191,7 +196,7 @@ def list_records(archive: zipfile.ZipFile, max_bytes: int) -> dict[str, zipfile.
 
 
 def read_json(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> dict[str, Any]:
-    """The JSON object in a record; ValueError if there is something else."""
+    """Read the JSON object in a record. ValueError for anything else."""
     content = decode_json(archive.read(record), allow_nan=True)
     if not isinstance(content, dict):
         raise ValueError(f"record {record.filename!r} holds no JSON object")
@@ -199,10 +204,10 @@ def read_json(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> dict[str, An
 
 
 def check_payload(name: str, entry: Mapping[str, Any], max_bytes: int) -> str:
-    """File name of a stored tensor.
+    """Return the file name of a stored tensor.
 
     Raises:
-        ValueError: it is a pickle or another object, or has an absurd shape.
+        ValueError: it is a pickle or another object, or has an impossible shape.
     """
     file = entry["path_name"]
     if not PATH.fullmatch(name) or not PATH.fullmatch(file):
@@ -219,7 +224,7 @@ def check_payload(name: str, entry: Mapping[str, Any], max_bytes: int) -> str:
 
 
 def clean_graph(content: dict[str, Any]) -> dict[str, Any]:
-    """A serialized program without what only serves to run or to debug it.
+    """Return a serialized program without the parts that only serve to run or debug it.
 
     Raises:
         ValueError: some text in it could run as code.
@@ -232,7 +237,9 @@ def clean_graph(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def clean_value(value: Any, key: str) -> Any:
-    """`value` if no text in it can run as code, metadata reduced to the modules' names."""
+    """Return `value` if no text in it can run as code. Metadata is reduced to the names of
+    modules.
+    """
     if isinstance(value, str):
         check_text(value, key)
     elif isinstance(value, list):
@@ -252,7 +259,7 @@ def clean_value(value: Any, key: str) -> Any:
 
 
 def keep_module_stack(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """{"nn_module_stack": text}, which says to what module a node belongs; torch parses it as
+    """Keep {"nn_module_stack": text}, the module that a node belongs to. Torch parses it as
     text.
     """
     stack = metadata.get("nn_module_stack")
@@ -260,7 +267,7 @@ def keep_module_stack(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_text(text: str, key: str) -> None:
-    """Raises ValueError unless the text under `key` is harmless wherever torch puts it."""
+    """Raise ValueError unless the text under `key` is harmless where torch uses it."""
     if key in TEXTS or (key in FLOATS and text in SPECIAL):
         return
     if key == "target":
@@ -274,7 +281,7 @@ def check_text(text: str, key: str) -> None:
 
 
 def check_size(text: str) -> None:
-    """Raises ValueError unless `text` is arithmetic on sizes that ends soon."""
+    """Raise ValueError unless `text` is arithmetic on sizes that is quick to evaluate."""
     powers = text.count("**") + text.count("Pow")
     largest = max((int(number) for number in re.findall(r"\d{1,30}", text)), default=0)
     is_heavy = powers > 1 or (powers and largest > POWER_LIMIT)
@@ -283,9 +290,7 @@ def check_size(text: str) -> None:
 
 
 def check_operator(target: str) -> None:
-    """Raises ValueError unless `target` names an operator that only computes on tensors or
-    sizes.
-    """
+    """Raise ValueError unless `target` names an operator that only computes on tensors or sizes."""
     import torch  # pyright: ignore[reportMissingImports]
 
     if SIZE_FUNCTIONS.fullmatch(target):
@@ -309,12 +314,12 @@ def check_operator(target: str) -> None:
 
 
 def register_decomposed() -> None:
-    """Make `torch.ops.quantized_decomposed` known; torch defines it in this module only."""
+    """Make `torch.ops.quantized_decomposed` known. Torch defines it in this module only."""
     import torch.ao.quantization.fx._decomposed  # noqa: F401  # pyright: ignore
 
 
 def check_containers(spec: Any) -> None:
-    """Raises ValueError unless a tree of inputs or outputs is made of plain containers with text
+    """Raise ValueError unless a tree of inputs or outputs has only plain containers with text
     keys.
     """
     nodes = [spec[1]]

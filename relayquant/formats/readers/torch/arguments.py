@@ -1,4 +1,4 @@
-"""First stage, PyTorch: what conversions of operators read from a node of the program."""
+"""PyTorch reader: arguments of a node, for the conversions of operators."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from tvm import relax
 
-#: node of the program, importer of TVM's frontend -> value
+#: (node of the program, importer of TVM's frontend) -> value
 Convert = Callable[[Any, Any], relax.Expr]
 
 
 def read_arguments(node: Any, *names: str) -> list[Any]:
-    """The arguments of an operator by the names that its schema has, with its defaults."""
+    """Read the arguments of an operator by the names in its schema, with defaults."""
     schema = node.target._schema.arguments
     given = {argument.name: argument.default_value for argument in schema}
     given.update(zip(given, node.args, strict=False))

@@ -1,8 +1,8 @@
-"""Exported PyTorch program -> the same in operators that convert: those that TVM's frontend does
-not have, written in others. A part of `decompositions`.
+"""PyTorch reader: operators that TVM's frontend lacks, written in other operators. A part of
+`decompositions`.
 
-A function takes what the operator takes, is traced by PyTorch, and gives NotImplemented for what it
-cannot write, which is refused by its name then.
+Each function takes the operator's arguments and is traced by PyTorch. It returns NotImplemented for
+a case it cannot write, and the operator is then refused by name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 from numpy.polynomial import chebyshev
 from scipy import special
 
-#: The x at which t = 1 / 2, and the degree of p, in `write_erfc`: of 20 the error is 10^-14.
+#: The x at which t = 1 / 2, and the degree of p, in `write_erfc`. With degree 20 the error is
+#: 10^-14.
 ERFC_PLACE = 4.0
 ERFC_DEGREE = 20
 
@@ -23,17 +24,19 @@ Composite = Callable[..., Any]
 
 
 def write_addmv(data: Any, matrix: Any, vector: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    """addmv -> beta * data + alpha * (matrix @ vector)"""
+    """Write addmv as beta * data + alpha * (matrix @ vector)."""
     return data * beta + matrix.matmul(vector) * alpha
 
 
 def write_addbmm(data: Any, first: Any, second: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    """addbmm -> beta * data + alpha * sum of the products"""
+    """Write addbmm as beta * data + alpha * sum of the products."""
     return data * beta + first.matmul(second).sum(0) * alpha
 
 
 def write_cdist(first: Any, second: Any, p: float, _compute_mode: int | None = None) -> Any:
-    """cdist(x1 (..., P, M), x2 (..., R, M)) -> norm of x1[..., :, None, :] - x2[..., None, :, :]"""
+    """Write cdist(x1 (..., P, M), x2 (..., R, M)) as the norm of x1[..., :, None, :] - x2[...,
+    None, :, :].
+    """
     import torch  # pyright: ignore[reportMissingImports]
 
     distance = first.unsqueeze(-2) - second.unsqueeze(-3)
@@ -43,7 +46,7 @@ def write_cdist(first: Any, second: Any, p: float, _compute_mode: int | None = N
 
 
 def write_copysign(data: Any, sign: Any) -> Any:
-    """copysign(x, s) -> where(s < 0 or s is -0, -|x|, |x|) in the type of both"""
+    """Write copysign(x, s) as where(s < 0 or s is -0, -|x|, |x|), with the common type of both."""
     import torch  # pyright: ignore[reportMissingImports]
 
     dtype = torch.result_type(data, sign)
@@ -55,8 +58,10 @@ def write_copysign(data: Any, sign: Any) -> Any:
 
 
 def write_erfc(data: Any) -> Any:
-    """erfc(x) -> exp(-x^2) t p(2 t - 1) in float64, t = 4 / (4 + |x|); 2 - erfc(-x) below 0: as
-    exact where it is small, which 1 - erf(x) is not.
+    """Write erfc(x) as exp(-x^2) t p(2 t - 1) in float64 with t = 4 / (4 + |x|), and as 2 -
+    erfc(-x) for x < 0.
+
+    It is accurate for small results, unlike 1 - erf(x).
     """
     import torch  # pyright: ignore[reportMissingImports]
 
@@ -73,8 +78,9 @@ def write_erfc(data: Any) -> Any:
 
 @functools.cache
 def find_erfc_series() -> tuple[float, ...]:
-    """Coefficients of p, that of the constant first: exp(x^2) erfc(x) / t at the zeros of a
-    polynomial of Chebyshev, by scipy.
+    """Return the coefficients of p, the constant term first.
+
+    p interpolates exp(x^2) erfc(x) / t at Chebyshev nodes, computed with scipy.
     """
 
     def find_values(at: Any) -> Any:
@@ -86,34 +92,36 @@ def find_erfc_series() -> tuple[float, ...]:
 
 
 def write_exp2(data: Any) -> Any:
-    """exp2(x) -> 2 ** x"""
+    """Write exp2(x) as 2 ** x."""
     return 2.0**data
 
 
 def write_fmax(first: Any, second: Any) -> Any:
-    """fmax(a, b) -> maximum(a, b), but the other one where one is no number"""
+    """Write fmax(a, b) as maximum(a, b). If one operand is NaN, the result is the other one."""
     import torch  # pyright: ignore[reportMissingImports]
 
     return take_numbers(first, second, torch.maximum(first, second))
 
 
 def write_fmin(first: Any, second: Any) -> Any:
-    """fmin(a, b) -> minimum(a, b), but the other one where one is no number"""
+    """Write fmin(a, b) as minimum(a, b). If one operand is NaN, the result is the other one."""
     import torch  # pyright: ignore[reportMissingImports]
 
     return take_numbers(first, second, torch.minimum(first, second))
 
 
 def take_numbers(first: Any, second: Any, result: Any) -> Any:
-    """The result where both are numbers, else the one that is."""
+    """Return the result where both are numbers, else the operand that is not NaN."""
     import torch  # pyright: ignore[reportMissingImports]
 
     return torch.where(first.isnan(), second, torch.where(second.isnan(), first, result))
 
 
 def write_hypot(first: Any, second: Any) -> Any:
-    """hypot(a, b) -> h * sqrt(1 + (l / h)**2) of the larger h and the smaller l of |a| and |b|,
-    which does not leave the range where a**2 does
+    """Write hypot(a, b) as h * sqrt(1 + (l / h)**2) with the larger h and the smaller l of |a| and
+    |b|.
+
+    It does not overflow or underflow where a**2 does.
     """
     import torch  # pyright: ignore[reportMissingImports]
 
@@ -124,12 +132,12 @@ def write_hypot(first: Any, second: Any) -> Any:
 
 
 def write_ldexp(data: Any, exponent: Any) -> Any:
-    """ldexp(x, e) -> x * 2 ** e"""
+    """Write ldexp(x, e) as x * 2 ** e."""
     return data * 2.0**exponent
 
 
 def write_masked_scatter(data: Any, mask: Any, source: Any) -> Any:
-    """masked_scatter(x, m, s) -> where(m, s[count of earlier truths], x)"""
+    """Write masked_scatter(x, m, s) as where(m, s[number of earlier true values], x)."""
     import torch  # pyright: ignore[reportMissingImports]
 
     mask, data = torch.broadcast_tensors(mask, data)
@@ -138,19 +146,19 @@ def write_masked_scatter(data: Any, mask: Any, source: Any) -> Any:
 
 
 def write_one_hot(data: Any, num_classes: int = -1) -> Any:
-    """one_hot(x, n) -> x[..., None] == arange(n). A class beyond is a row of zeros, where PyTorch
-    raises an error.
+    """Write one_hot(x, n) as x[..., None] == arange(n). A class out of range gives a row of zeros,
+    in PyTorch an error.
     """
     import torch  # pyright: ignore[reportMissingImports]
 
-    if num_classes < 0:  # as many as the data has
+    if num_classes < 0:  # as many classes as in the data
         return NotImplemented
     classes = torch.arange(num_classes, device=data.device)
     return (data.unsqueeze(-1) == classes).to(torch.int64)
 
 
 def write_remainder(number: Any, divisor: Any) -> Any:
-    """remainder(number, x) -> remainder(tensor of the number, x)"""
+    """Write remainder(number, x) as remainder(tensor of the number, x)."""
     import torch  # pyright: ignore[reportMissingImports]
 
     dtype = torch.result_type(divisor, number)
@@ -160,7 +168,7 @@ def write_remainder(number: Any, divisor: Any) -> Any:
 def write_rrelu(
     data: Any, noise: Any, lower: Any = 1 / 8, upper: Any = 1 / 3, training: bool = False, *_: Any
 ) -> Any:
-    """rrelu(x) in evaluation -> leaky_relu(x) of the mean slope"""
+    """Write rrelu(x) in evaluation mode as leaky_relu(x) with the mean slope."""
     import torch  # pyright: ignore[reportMissingImports]
 
     if training:
@@ -169,7 +177,7 @@ def write_rrelu(
 
 
 def write_scalar_tensor(number: Any, *, dtype: Any = None, **_: Any) -> Any:
-    """scalar_tensor(s) of a size that is known at run time -> full((), s)"""
+    """Write scalar_tensor(s) of a run-time size as full((), s)."""
     import torch  # pyright: ignore[reportMissingImports]
 
     if not isinstance(number, torch.SymInt):
@@ -186,7 +194,9 @@ def write_searchsorted(
     side: str | None = None,
     sorter: Any = None,
 ) -> Any:
-    """searchsorted(s, v) -> how many of s are less than v; at most v from the right"""
+    """Write searchsorted(s, v) as the count of values in s less than v, or at most v with
+    `right`.
+    """
     import torch  # pyright: ignore[reportMissingImports]
 
     if sorter is not None:
@@ -196,20 +206,20 @@ def write_searchsorted(
         values = torch.full((), values, dtype=dtype, device=ordered.device)
     rows, value = ordered.unsqueeze(-2) if ordered.dim() > 1 else ordered, values.unsqueeze(-1)
     is_before = rows <= value if right or side == "right" else rows < value
-    if value.is_floating_point():  # what is no number comes last
+    if value.is_floating_point():  # NaN sorts last
         is_before = is_before | value.isnan()
     return is_before.sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
 
 
 def write_any(data: Any) -> Any:
-    """any -> how many are not 0, is it more than none"""
+    """Write any as: the count of non-zero elements is more than 0."""
     return data.ne(0).sum().ne(0)
 
 
 def write_bucketize(
     values: Any, ordered: Any, *, out_int32: bool = False, right: bool = False
 ) -> Any:
-    """bucketize(v, s) -> searchsorted(s, v)"""
+    """Write bucketize(v, s) as searchsorted(s, v)."""
     return write_searchsorted(ordered, values, out_int32=out_int32, right=right)
 
 
@@ -223,7 +233,7 @@ def write_trilinear(
     sumdim: Any,
     _unroll_dim: int = 1,
 ) -> Any:
-    """_trilinear, which a bilinear layer is -> the einsum that it stands for"""
+    """Write _trilinear, the operator of a bilinear layer, as an einsum."""
     import torch  # pyright: ignore[reportMissingImports]
 
     rank = first.dim() + len(expand1)
@@ -235,7 +245,9 @@ def write_trilinear(
 
 
 def write_unfold(data: Any, dimension: int, size: int, step: int) -> Any:
-    """unfold(x, d, size, step) -> x at step * window + place along d, places last"""
+    """Write unfold(x, d, size, step) as x at step * window + position along d, with positions
+    last.
+    """
     import torch  # pyright: ignore[reportMissingImports]
 
     if data.dim() == 0:
@@ -249,7 +261,7 @@ def write_unfold(data: Any, dimension: int, size: int, step: int) -> Any:
 
 
 def write_pad(data: Any, pad: Any, value: Any = 0) -> Any:
-    """pad by a negative number -> what remains is padded"""
+    """Write pad by a negative number: crop, then pad the rest."""
     import torch  # pyright: ignore[reportMissingImports]
 
     if all(size >= 0 for size in pad):
@@ -264,7 +276,9 @@ def write_pad(data: Any, pad: Any, value: Any = 0) -> Any:
 def write_index_reduce(
     data: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True
 ) -> Any:
-    """index_reduce -> scatter_reduce, each index for a slice of the source."""
+    """Write index_reduce as scatter_reduce, with each index repeated for its slice of the
+    source.
+    """
     sizes = [1] * source.dim()
     if sizes:
         sizes[dim] = -1
@@ -273,7 +287,7 @@ def write_index_reduce(
 
 
 def write_var(data: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    """var along sizes that are known at run time -> sum((x - mean(x))**2) / (size - correction)"""
+    """Write var along run-time sizes as sum((x - mean(x))**2) / (size - correction)."""
     import torch  # pyright: ignore[reportMissingImports]
 
     dim = dim or list(range(data.dim()))
@@ -290,7 +304,7 @@ def write_var(data: Any, dim: Any = None, *, correction: Any = None, keepdim: bo
 def write_var_mean(
     data: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False
 ) -> Any:
-    """var_mean -> (var, mean)"""
+    """Write var_mean as (var, mean)."""
     import torch  # pyright: ignore[reportMissingImports]
 
     dim = list(range(data.dim())) if dim is None else dim
@@ -298,7 +312,7 @@ def write_var_mean(
     return variance, data.mean(dim, keepdim)
 
 
-#: Name of an operator in torch.ops.aten -> what it is in others.
+#: Name of an operator in torch.ops.aten -> function that writes it in other operators.
 COMPOSITES: dict[str, Composite] = {
     "addbmm.default": write_addbmm,
     "addmv.default": write_addmv,

@@ -1,8 +1,8 @@
-"""Exported PyTorch program -> the same in operators that convert one by one: what PyTorch does
-within an operator, and TVM's frontend does not, written out. A part of `program`.
+"""PyTorch reader: decomposes a program into operators that convert one by one. A part of `program`.
 
-PyTorch traces these functions, so that types and shapes behind them are its own. Each gives
-NotImplemented for what converts as it is.
+This module writes out steps that PyTorch does inside an operator and TVM's frontend does not.
+PyTorch traces these functions, so types and shapes are its own. Each function returns
+NotImplemented for a case that converts unchanged.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from relayquant.formats.readers.torch.composites import COMPOSITES
 
 Decomposition = Callable[..., Any]
 
-#: Operators of numbers of one type, by their names in torch.ops.aten: PyTorch converts operands to
-#: the type that can hold both, where the frontend takes that of the first.
+#: Operators on numbers of one type, by their names in torch.ops.aten. PyTorch converts operands to
+#: a type that can hold both. The frontend uses the type of the first operand.
 PROMOTING = (
     *("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "mul.Tensor", "mul.Scalar"),
     *("maximum.default", "minimum.default", "clamp.default", "clamp.Tensor"),
@@ -33,7 +33,7 @@ PROMOTING = (
         for kind in ("Tensor", "Scalar")
     ),
 )
-#: The same of operators whose result is a float also of integers.
+#: The same, for operators whose result is a float also for integers.
 FLOATING = (
     *("div.Tensor", "div.Scalar", "atan2.default", "reciprocal.default"),
     *("exp.default", "expm1.default", "log.default", "log2.default", "log10.default"),
@@ -42,25 +42,25 @@ FLOATING = (
     *("sinh.default", "cosh.default", "tanh.default"),
     *("asinh.default", "acosh.default", "atanh.default"),
 )
-#: Operators on truth values: any number but 0 is true.
+#: Operators on truth values: any number except 0 is true.
 TRUTH = ("any.dim", "any.dims", "all.default", "all.dim", "all.dims")
 #: Operators that scale their second operand by `alpha`.
 SCALING = ("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar")
 
 
 def make_decompositions() -> Any:
-    """PyTorch's table of decompositions into core operators, with those of this module."""
+    """Return PyTorch's decompositions into core operators, extended by this module."""
     import torch  # pyright: ignore[reportMissingImports]
 
     table = torch.export.default_decompositions()
     aten = torch.ops.aten
 
     def put(name: str, make: Callable[[Any, Decomposition], Decomposition]) -> None:
-        """`make(operator, what the table has)` for an operator."""
+        """Set an operator's entry to `make(operator, previous entry)`."""
         packet, overload = name.split(".")
         operator = getattr(getattr(aten, packet), overload)
         own: Decomposition = give_nothing
-        if operator in table:  # `get` does not see what is made only when it is asked for
+        if operator in table:  # `get` does not see entries that are made on demand.
             own = table[operator]
         table[operator] = make(operator, own)
 
@@ -82,12 +82,12 @@ def make_decompositions() -> Any:
 
 
 def give_nothing(*_args: Any, **_kwargs: Any) -> Any:
-    """Of an operator that the table does not have."""
+    """The previous entry of an operator that is not in the table."""
     return NotImplemented
 
 
 def try_both(write: Decomposition, own: Decomposition) -> Decomposition:
-    """`write`, or `own` of what it does not write."""
+    """Decompose with `write`, or with `own` where `write` returns NotImplemented."""
 
     def decompose(*args: Any, **kwargs: Any) -> Any:
         result = write(*args, **kwargs)
@@ -97,11 +97,13 @@ def try_both(write: Decomposition, own: Decomposition) -> Decomposition:
 
 
 def find_type(operands: Iterable[Any], *, is_float: bool = False) -> Any:
-    """The dtype of a result by PyTorch's own promotion of tensors, of tensors without dimensions,
-    which do not raise the type of others of their kind, and of numbers. Names of modes are ignored.
+    """Return the dtype of a result by PyTorch's type promotion.
+
+    Tensors, tensors without dimensions and numbers are promoted separately: tensors without
+    dimensions do not raise the type of tensors of the same kind. Names of modes are ignored.
 
     Args:
-        is_float: Whether the result of integers is a float.
+        is_float: Whether the result for integers is a float.
     """
     from torch._prims_common import (  # pyright: ignore[reportMissingImports]
         ELEMENTWISE_TYPE_PROMOTION_KIND as Kind,
@@ -114,9 +116,9 @@ def find_type(operands: Iterable[Any], *, is_float: bool = False) -> Any:
 
 
 def convert_operands(operator: Any, own: Decomposition, dtype: Any, args: Any, kwargs: Any) -> Any:
-    """operator(a, b) -> operator(a.to(dtype), b.to(dtype)); `own` where all have the dtype.
+    """Convert operator(a, b) to operator(a.to(dtype), b.to(dtype)). `own` if all have the dtype.
 
-    A size that is known at run time becomes a tensor.
+    A run-time size becomes a tensor.
     """
     import torch  # pyright: ignore[reportMissingImports]
 
@@ -129,7 +131,7 @@ def convert_operands(operator: Any, own: Decomposition, dtype: Any, args: Any, k
         has_mode = kwargs.get("rounding_mode") is not None
         if not has_mode or all(isinstance(each, torch.Tensor) for each in args):
             return own(*args, **kwargs)
-        # The frontend makes a float of the number, or an integer next to a float.
+        # The frontend turns the number into a float, or an integer next to a float.
         args = [
             each if isinstance(each, torch.Tensor) else torch.full((), each, dtype=dtype)
             for each in args
@@ -140,14 +142,14 @@ def convert_operands(operator: Any, own: Decomposition, dtype: Any, args: Any, k
 
 
 def hold_size(value: Any, dtype: Any) -> Any:
-    """s -> tensor of s, of a size that is known at run time; anything else as it is."""
+    """Convert a run-time size to a tensor. Any other value is unchanged."""
     import torch  # pyright: ignore[reportMissingImports]
 
     return torch.full((), value, dtype=dtype) if isinstance(value, torch.SymInt) else value
 
 
 def promote(operator: Any, own: Decomposition) -> Decomposition:
-    """op(int, float) -> op(float, float), and the same of all other types."""
+    """Convert op(int, float) to op(float, float), and other types alike."""
 
     def decompose(*args: Any, **kwargs: Any) -> Any:
         return convert_operands(operator, own, find_type([*args, *kwargs.values()]), args, kwargs)
@@ -156,7 +158,7 @@ def promote(operator: Any, own: Decomposition) -> Decomposition:
 
 
 def promote_to_float(operator: Any, own: Decomposition) -> Decomposition:
-    """int / int -> float / float; log(int) -> log(float)."""
+    """Convert int / int to float / float, and log(int) to log(float)."""
 
     def decompose(*args: Any, **kwargs: Any) -> Any:
         return convert_operands(operator, own, find_type(args, is_float=True), args, kwargs)
@@ -165,7 +167,7 @@ def promote_to_float(operator: Any, own: Decomposition) -> Decomposition:
 
 
 def promote_where(operator: Any, own: Decomposition) -> Decomposition:
-    """where(c, int, float) -> where(c, float, float)."""
+    """Convert where(c, int, float) to where(c, float, float)."""
 
     def decompose(condition: Any, this: Any, other: Any) -> Any:
         dtype = find_type([this, other])
@@ -177,7 +179,9 @@ def promote_where(operator: Any, own: Decomposition) -> Decomposition:
 
 
 def promote_cat(operator: Any, own: Decomposition) -> Decomposition:
-    """cat(int, float) -> cat(float, float); without vectors of no elements, which fit anything."""
+    """Convert cat(int, float) to cat(float, float). Empty vectors are left out, because PyTorch
+    ignores them.
+    """
 
     def decompose(tensors: Any, *args: Any) -> Any:
         dtype = find_type(tensors)
@@ -190,7 +194,7 @@ def promote_cat(operator: Any, own: Decomposition) -> Decomposition:
 
 
 def scale_operand(operator: Any, own: Decomposition) -> Decomposition:
-    """add(a, b, alpha=s) -> add(a, b * s), of the type that a and b have together."""
+    """Convert add(a, b, alpha=s) to add(a, b * s), with the common type of a and b."""
 
     import torch  # pyright: ignore[reportMissingImports]
 
@@ -207,7 +211,7 @@ def scale_operand(operator: Any, own: Decomposition) -> Decomposition:
 
 
 def read_truth(operator: Any, own: Decomposition) -> Decomposition:
-    """any(x) -> any(x != 0)."""
+    """Convert any(x) to any(x != 0)."""
     import torch  # pyright: ignore[reportMissingImports]
 
     def decompose(data: Any, *args: Any, **kwargs: Any) -> Any:
@@ -219,9 +223,9 @@ def read_truth(operator: Any, own: Decomposition) -> Decomposition:
 
 
 def attend(_operator: Any, own: Decomposition) -> Decomposition:
-    """Attention without a mask, or causal -> softmax(q @ k^T * scale) @ v.
+    """Convert attention, causal or without a mask, to softmax(q @ k^T * scale) @ v.
 
-    PyTorch's form looks for rows of the scores that are masked as a whole, of which there are none.
+    PyTorch's decomposition looks for rows of scores that are fully masked. There are none here.
     """
     import torch  # pyright: ignore[reportMissingImports]
 
@@ -246,20 +250,21 @@ def attend(_operator: Any, own: Decomposition) -> Decomposition:
 
 
 def find_release() -> tuple[int, ...]:
-    """(major, minor) of the PyTorch that is installed."""
+    """Return (major, minor) of the installed PyTorch."""
     import torch  # pyright: ignore[reportMissingImports]
 
     return tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 def takes_views() -> bool:
-    """Whether PyTorch asks the table for views: 2.10 does not, 2.13 does."""
+    """Return whether PyTorch looks up views in the table: 2.10 does not, 2.13 does."""
     return find_release() >= (2, 13)
 
 
 def order_as(data: Any, other: Any) -> Any:
-    """The same values in memory in the order of another tensor: attention's result lies as its
-    queries do, and views of it were exported so.
+    """Return the same values, with the memory order of another tensor.
+
+    Attention's result has the memory order of its queries, and the exported views depend on it.
     """
     import torch  # pyright: ignore[reportMissingImports]
 
@@ -271,10 +276,11 @@ def order_as(data: Any, other: Any) -> Any:
 
 
 def view_copy(_operator: Any, own: Decomposition) -> Decomposition:
-    """view(x) -> view(copy of x) where x is no longer in order.
+    """Convert view(x) to view(copy of x) where x is not contiguous.
 
-    What comes of decompositions lies in memory in another order than what the program was exported
-    with (attention of a batch does), and has no such view. Here order is nothing that a value has.
+    Results of decompositions may have another memory order than in the exported program (batched
+    attention does), and then the view is not possible. Memory order does not matter after the
+    conversion.
     """
     import torch  # pyright: ignore[reportMissingImports]
 

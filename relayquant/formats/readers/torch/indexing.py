@@ -1,4 +1,4 @@
-"""First stage, PyTorch: reading and writing elements by their indices."""
+"""PyTorch reader: reads and writes of elements by index."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
 
 
 def convert_index(node: Any, importer: Any) -> relax.Expr:
-    """x[i], x[:, i, j], x[i, :, j] -> R.take or R.index_tensor on the indexed axes, moved in front
-    and, where they are neighbours, back. Negative indices count from the end.
+    """Convert x[i], x[:, i, j], x[i, :, j] to R.take or R.index_tensor.
+
+    The indexed axes are moved to the front, and back if they are neighbours. Negative indices count
+    from the end.
 
     Raises:
         Refusal: an index is a mask.
@@ -43,18 +45,19 @@ def convert_index(node: Any, importer: Any) -> relax.Expr:
     value = emit(relax.op.index_tensor(moved, given))
     if first == 0 or axes != [*range(first, first + len(axes))]:
         return value
-    points = value.ty.ndim - len(rest)  # axes of the indices together
+    points = value.ty.ndim - len(rest)  # axes of the broadcast indices
     order = [*range(points, points + first), *range(points), *range(points + first, value.ty.ndim)]
     return emit(relax.op.permute_dims(value, order))
 
 
 def convert_index_put(node: Any, importer: Any) -> relax.Expr:
-    """x[i, :, j] = values -> R.scatter_nd on the indexed axes, moved in front and back; x[mask] =
-    number -> R.where. With accumulate, what is there is added to. Data of symbolic sizes is left to
-    TVM.
+    """Convert x[i, :, j] = values to R.scatter_nd, and x[mask] = number to R.where.
+
+    The indexed axes are moved to the front and back. With accumulate, values are added. Data of
+    symbolic sizes is left to TVM.
 
     Raises:
-        Refusal: a mask with several values, or with other indices; an index has a symbolic size.
+        Refusal: a mask with several values or with other indices, or an index of symbolic size.
     """
     operand, indices, values, adds = read_arguments(node, "self", "indices", "values", "accumulate")
     data, updates, emit = importer.env[operand], importer.env[values], importer.block_builder.emit
@@ -81,7 +84,7 @@ def convert_index_put(node: Any, importer: Any) -> relax.Expr:
     lead, tail = [axis for axis in rest if axis < first], [axis for axis in rest if axis >= first]
     shape = (*(sizes[axis] for axis in lead), *points, *(sizes[axis] for axis in tail))
     updates = emit(relax.op.broadcast_to(updates, shape))
-    # The axes of the points in front, as the indexed axes are in the data.
+    # The axes of the points move to the front, as the indexed axes do in the data.
     count, before = len(points), len(lead)
     order = [*range(before, before + count), *range(before), *range(before + count, len(shape))]
     updates = emit(relax.op.permute_dims(updates, order))
@@ -92,7 +95,7 @@ def convert_index_put(node: Any, importer: Any) -> relax.Expr:
 
 
 def convert_gather(node: Any, importer: Any) -> relax.Expr:
-    """gather(x, dim, index), whose index may be smaller than x along the other dimensions."""
+    """Convert gather(x, dim, index). The index may be smaller than x along the other dimensions."""
     operand, dim, places = read_arguments(node, "self", "dim", "index")
     data, index = importer.env[operand], importer.env[places]
     if not data.ty.ndim:
@@ -101,7 +104,7 @@ def convert_gather(node: Any, importer: Any) -> relax.Expr:
     return bb.emit(gather_elements(bb, data, index, int(dim)))
 
 
-#: reduction of scatter_reduce -> of R.scatter_nd
+#: reduction in scatter_reduce -> reduction in R.scatter_nd
 REDUCTIONS = {
     "last": "update",
     "sum": "add",
@@ -113,9 +116,11 @@ REDUCTIONS = {
 
 
 def convert_scatter(node: Any, importer: Any) -> relax.Expr:
-    """scatter, scatter_add, scatter_reduce(x, dim, index, src) -> R.scatter_nd; a mean as the sum
-    over the number of what is summed. What of src has no index is left out. Without include_self,
-    x has the neutral number of the reduction wherever an index points.
+    """Convert scatter, scatter_add, scatter_reduce(x, dim, index, src) to R.scatter_nd.
+
+    A mean is the sum divided by the number of summands. Elements of src without an index are
+    ignored. Without include_self, x has the neutral number of the reduction wherever an index
+    points.
 
     Raises:
         Refusal: it is a mean of integers, or a size is symbolic.
@@ -148,7 +153,7 @@ def convert_scatter(node: Any, importer: Any) -> relax.Expr:
 
 
 def find_neutral(kind: str, dtype: str) -> float:
-    """The number that changes no result of a reduction."""
+    """Return the number that does not change the result of a reduction."""
     if kind not in ("amax", "amin"):
         return float(kind == "prod")
     sign = -1 if kind == "amax" else 1
@@ -158,7 +163,7 @@ def find_neutral(kind: str, dtype: str) -> float:
 
 
 def find_sizes(value: relax.Expr, what: str) -> tuple[int, ...]:
-    """The shape of a tensor.
+    """Return the shape of a tensor.
 
     Raises:
         Refusal: a size is symbolic.

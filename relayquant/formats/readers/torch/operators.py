@@ -1,4 +1,4 @@
-"""First stage, PyTorch: operators that TVM's frontend does not know, or gets wrong.
+"""PyTorch reader: operators that TVM's frontend lacks or converts wrongly.
 
 A conversion takes a node of the program and the importer of TVM's frontend, and returns the value.
 """
@@ -32,7 +32,7 @@ from relayquant.ir.rewrite.graph import tensor_shape
 
 
 def convert_extreme(node: Any, importer: Any) -> relax.Expr:
-    """amax(x, dims, keepdim) -> R.max, amin -> R.min; no dims are all."""
+    """Convert amax(x, dims, keepdim) to R.max and amin to R.min. No dims means all."""
     operand, dims, keepdims = read_arguments(node, "self", "dim", "keepdim")
     reduce = relax.op.max if "amax" in str(node.target) else relax.op.min
     value = reduce(importer.env[operand], list(dims) or None, bool(keepdims))
@@ -40,7 +40,9 @@ def convert_extreme(node: Any, importer: Any) -> relax.Expr:
 
 
 def convert_extreme_of_axis(node: Any, importer: Any) -> relax.Expr:
-    """max(x, dim, keepdim) -> (R.max, R.argmax), min alike; TVM has max as a sorted top 1."""
+    """Convert max(x, dim, keepdim) to (R.max, R.argmax), and min alike. TVM converts max to a
+    sorted top 1.
+    """
     operand, dim, keepdims = read_arguments(node, "self", "dim", "keepdim")
     data, emit = importer.env[operand], importer.block_builder.emit
     is_max = "max" in str(node.target)
@@ -49,11 +51,13 @@ def convert_extreme_of_axis(node: Any, importer: Any) -> relax.Expr:
 
 
 def convert_elu(node: Any, importer: Any) -> relax.Expr:
-    """elu(x, alpha, scale, input_scale) -> scale * (max(x, 0) + alpha * (exp(input_scale *
-    min(x, 0)) - 1)); selu and celu are written so, and TVM knows alpha only.
+    """Convert elu(x, alpha, scale, input_scale) to scale * (max(x, 0) + alpha * (exp(input_scale *
+    min(x, 0)) - 1)).
+
+    selu and celu are exported as elu with these factors. TVM supports alpha only.
 
     Raises:
-        Refusal: a factor is infinite or NaN, which times 0 is NaN.
+        Refusal: a factor is infinite or NaN, because its product with 0 is NaN.
     """
     operand, *factors = read_arguments(node, "self", "alpha", "scale", "input_scale")
     alpha, scale, input_scale = map(float, factors)
@@ -64,13 +68,14 @@ def convert_elu(node: Any, importer: Any) -> relax.Expr:
 
 
 def convert_upsample(node: Any, importer: Any) -> relax.Expr:
-    """upsample_{nearest, bilinear, bicubic}2d(x, size or scales) -> what Resize of ONNX becomes.
+    """Convert upsample_{nearest, bilinear, bicubic}2d(x, size or scales) in the same way as ONNX's
+    Resize.
 
-    Coordinates are computed with a scale that is given, not with that of the rounded size. An
-    antialiased kernel ends at the border, and its cubic has a = -0.5, -0.75 without.
+    A given scale is used for the coordinates, not the ratio of the rounded sizes. An antialiased
+    kernel ends at the border, and its cubic parameter is a = -0.5, without antialias a = -0.75.
 
     Raises:
-        Refusal: the size is symbolic; corners are aligned with antialias.
+        Refusal: the size is symbolic, or align_corners is set with antialias.
     """
     mode, is_antialiased = UPSAMPLES[str(node.target).removeprefix("aten.")]
     names = [argument.name for argument in node.target._schema.arguments]
@@ -105,8 +110,8 @@ def convert_upsample(node: Any, importer: Any) -> relax.Expr:
 
 
 def convert_grid_sample(node: Any, importer: Any) -> relax.Expr:
-    """grid_sampler_2d(x, grid [n, height, width, 2]) -> R.image.grid_sample, whose grid has the
-    coordinates on axis 1.
+    """Convert grid_sampler_2d(x, grid [n, height, width, 2]) to R.image.grid_sample, whose grid has
+    the coordinates on axis 1.
     """
     operand, grid, *options = read_arguments(
         node, "input", "grid", "interpolation_mode", "padding_mode", "align_corners"
@@ -127,7 +132,9 @@ def convert_grid_sample(node: Any, importer: Any) -> relax.Expr:
 
 
 def convert_group_norm(node: Any, importer: Any) -> relax.Expr:
-    """native_group_norm(x, weight, bias) -> R.nn.group_norm; none are ones and zeros."""
+    """Convert native_group_norm(x, weight, bias) to R.nn.group_norm. A missing weight is ones, a
+    missing bias zeros.
+    """
     operand, weight, bias, channels, groups, eps = read_arguments(
         node, "input", "weight", "bias", "C", "group", "eps"
     )
@@ -141,20 +148,24 @@ def convert_group_norm(node: Any, importer: Any) -> relax.Expr:
 
 
 def convert_cumsum(node: Any, importer: Any) -> relax.Expr:
-    """cumsum(x, dim, dtype) -> R.cumsum in the result's dtype: integers are summed as int64."""
+    """Convert cumsum(x, dim, dtype) to R.cumsum in the result's dtype: integers are summed as
+    int64.
+    """
     (dim,) = read_arguments(node, "dim")
     return importer.block_builder.emit(relax.op.cumsum(read_as_result(node, importer), int(dim)))
 
 
 def convert_prod(node: Any, importer: Any) -> relax.Expr:
-    """prod(x, dim, keepdim, dtype) -> R.prod in the result's dtype: integers become int64."""
+    """Convert prod(x, dim, keepdim, dtype) to R.prod in the result's dtype: integers become
+    int64.
+    """
     dim, keepdims = read_arguments(node, "dim", "keepdim")
     product = relax.op.prod(read_as_result(node, importer), int(dim), bool(keepdims))
     return importer.block_builder.emit(product)
 
 
 def read_as_result(node: Any, importer: Any) -> relax.Expr:
-    """The operand of a node in the dtype of its result."""
+    """Return the operand of a node, cast to the dtype of its result."""
     (operand,) = read_arguments(node, "self")
     data, dtype = importer.env[operand], result_dtype(node)
     if dtype == str(data.ty.dtype):
@@ -163,15 +174,16 @@ def read_as_result(node: Any, importer: Any) -> relax.Expr:
 
 
 def result_dtype(node: Any) -> str:
-    """The dtype that PyTorch gives a node's result."""
+    """Return the dtype that PyTorch gives the result of a node."""
     return str(node.meta["val"].dtype).removeprefix("torch.")
 
 
 def convert_shift(node: Any, importer: Any) -> relax.Expr:
-    """x << n -> R.left_shift, x >> n -> R.right_shift, a number as one of the type of the tensor.
+    """Convert x << n to R.left_shift and x >> n to R.right_shift. A number gets the type of the
+    tensor.
 
     Raises:
-        Refusal: n is a number that the type has no bits for, of which PyTorch says nothing.
+        Refusal: n is a number not below the number of bits. PyTorch does not define the result.
     """
     operands = [importer.env.get(each, each) for each in node.args]
     dtype = result_dtype(node)
@@ -188,7 +200,7 @@ def convert_shift(node: Any, importer: Any) -> relax.Expr:
 
 
 def convert_convolution(node: Any, importer: Any) -> relax.Expr:
-    """convolution as TVM's frontend has it, which has no transposed ones of volumes."""
+    """Convert a convolution with TVM's frontend, except 3-D transposed ones, which it lacks."""
     operands = ("input", "weight", "bias", "transposed")
     data, weight, bias, transposed = read_arguments(node, *operands)
     data = importer.env[data]
@@ -206,8 +218,10 @@ def convert_convolution(node: Any, importer: Any) -> relax.Expr:
 
 
 def convert_fill(node: Any, importer: Any) -> relax.Expr:
-    """full, full_like, fill as TVM's frontend has them; of an infinity or NaN, which TVM's operator
-    does not compile, R.broadcast_to of a constant.
+    """Convert full, full_like and fill with TVM's frontend.
+
+    An infinity or NaN becomes R.broadcast_to of a constant, because TVM's operator does not compile
+    with it.
     """
     names = [argument.name for argument in node.target._schema.arguments]
     (value,) = read_arguments(node, names[1])
@@ -220,13 +234,15 @@ def convert_fill(node: Any, importer: Any) -> relax.Expr:
 
 
 def emit_number(importer: Any, value: float, shape: Any, dtype: str) -> relax.Expr:
-    """A number in all elements."""
+    """Emit a number in all elements."""
     return importer.block_builder.emit(relax.op.broadcast_to(relax.const(value, dtype), shape))
 
 
 def convert_clamp(node: Any, importer: Any) -> relax.Expr:
-    """clamp(x, low, high) -> R.clip; of integers R.maximum or R.minimum where one bound is missing,
-    which TVM's frontend makes an infinity. The upper bound wins, and NaN as a bound is the result.
+    """Convert clamp(x, low, high) to R.clip.
+
+    If a bound is missing, integers use R.maximum or R.minimum, because TVM's frontend uses an
+    infinity as the bound. The upper bound wins, and a NaN bound gives NaN.
     """
     operand, low, high = read_arguments(node, "self", "min", "max")
     data, emit = importer.env[operand], importer.block_builder.emit
@@ -261,7 +277,7 @@ SHIFTS = (
     ),
 )
 
-#: name of an operator, as TVM's frontend calls it -> its conversion
+#: operator name in TVM's frontend -> its conversion
 OPERATORS: dict[str, Convert] = {
     "amax.default": convert_extreme,
     "amin.default": convert_extreme,

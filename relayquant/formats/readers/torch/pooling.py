@@ -1,4 +1,4 @@
-"""First stage, PyTorch: pools whose windows TVM's frontend does not have."""
+"""PyTorch reader: pools whose windows TVM's frontend does not support."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from relayquant.ir.rewrite.graph import tensor_dtype
 
 
 def convert_adaptive_max_pool(node: Any, importer: Any) -> relax.Expr:
-    """adaptive_max_poolNd(x, sizes) -> (maxima, nothing): one axis after the other R.max over each
-    window, from floor(i * size / n) to ceil((i + 1) * size / n), joined by R.concat.
+    """Convert adaptive_max_poolNd(x, sizes) -> (maxima, None).
+
+    One axis after the other, R.max is computed over each window from floor(i * size / n) to ceil((i
+    + 1) * size / n), and R.concat joins the results.
 
     Raises:
         Refusal: the indices are used, or a size is symbolic.
@@ -42,13 +44,15 @@ def convert_adaptive_max_pool(node: Any, importer: Any) -> relax.Expr:
 
 
 def convert_pool(node: Any, importer: Any) -> relax.Expr:
-    """A pool as TVM's frontend has it, which gives results without a batch no type."""
+    """Convert a pool with TVM's frontend, which leaves the result of an unbatched pool without a
+    type.
+    """
     name = str(node.target).removeprefix("aten.").partition(".")[0].removeprefix("_")
     return importer.block_builder.normalize(getattr(importer, f"_{name}")(node))
 
 
 def convert_max_pool(node: Any, importer: Any) -> relax.Expr:
-    """max_poolNd_with_indices, whose indices are zeros in TVM's frontend.
+    """Convert max_poolNd_with_indices. TVM's frontend returns zeros as indices.
 
     Raises:
         Refusal: the indices are used.
@@ -58,8 +62,8 @@ def convert_max_pool(node: Any, importer: Any) -> relax.Expr:
 
 
 def convert_avg_pool(node: Any, importer: Any) -> relax.Expr:
-    """avg_poolNd; with a divisor_override, of which TVM's frontend takes no notice, the sum of each
-    window over it.
+    """Convert avg_poolNd. With a divisor_override, which TVM's frontend ignores, the sum of each
+    window is divided by it.
     """
     (divisor,) = read_arguments(node, "divisor_override")
     if divisor is None:
@@ -81,19 +85,19 @@ def convert_avg_pool(node: Any, importer: Any) -> relax.Expr:
 
 
 def refuse_indices(node: Any) -> None:
-    """Raise Refusal if the second result of a maximum pool, the places, is used."""
+    """Raise Refusal if the second result of a maximum pool, the indices, is used."""
     if any(user.args[1] == 1 and user.users for user in node.users):
-        raise Refusal(f"{node.name} is asked for indices; supported: the maxima alone")
+        raise Refusal(f"{node.name} is asked for indices; supported: only the maxima")
 
 
 def convert_embedding_bag(node: Any, importer: Any) -> relax.Expr:
-    """embedding_bag(weight, indices, offsets) by sum or mean -> a product with a matrix that has 1
-    where a position is in a bag, from its offset to the next:
+    """Convert embedding_bag(weight, indices, offsets) by sum or mean to a product with a matrix
+    that has 1 where a position is in a bag, from its offset to the next:
 
         rows = take(weight, indices); matmul(offsets <= position < next offsets, rows)
 
     Raises:
-        Refusal: maxima, a padding index, or a symbolic number of indices.
+        Refusal: the mode is max, there is a padding index, or the number of indices is symbolic.
     """
     names = ("weight", "indices", "offsets", "mode", "per_sample_weights", "include_last_offset")
     weight, indices, offsets, mode, factors, has_last = read_arguments(node, *names)

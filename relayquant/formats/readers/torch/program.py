@@ -1,4 +1,4 @@
-"""First stage, PyTorch: a torch.export program becomes a Relax module, values named after its
+"""PyTorch reader: a torch.export program -> a Relax module with values named after the program's
 modules.
 """
 
@@ -35,7 +35,7 @@ from relayquant.formats.readers.torch.signature import (
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.graph import call_name
 
-#: The oldest release of PyTorch that programs are read with: see pyproject.toml.
+#: Oldest supported release of PyTorch, see pyproject.toml.
 OLDEST = (2, 9)
 
 
@@ -43,31 +43,31 @@ OLDEST = (2, 9)
 def import_torch(
     program_or_path: Any, *, max_bytes: int = DEFAULT_MAX_BYTES
 ) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
-    """Import a torch.export program, or a .pt2 file of one, weights bound as constants.
+    """Import a torch.export program, or a .pt2 file of one, with weights bound as constants.
 
-    A value is named after the module that computes it ("layer1.0.conv1"), with the name of the
-    graph node behind it where the module has several ("layer1.0.add_1"). A result that is a tuple
-    of one tensor becomes that tensor. Arguments of forward that are no tensors are left out: a
-    program is exported for their values. Nothing that is stored in a file is executed: `archive`
-    has what is refused. A program that was quantized with PT2E keeps its integers: pass it to
-    `relayquant.lower`.
+    A value is named after the module that computes it ("layer1.0.conv1"). If the module has several
+    values, the name of the graph node is appended ("layer1.0.add_1"). A tuple of one tensor as the
+    result becomes this tensor. Arguments of forward that are not tensors are left out, because a
+    program is exported for their values. Nothing stored in a file is executed; `archive` lists what
+    is refused. A program quantized with PT2E keeps its integers: pass it to `relayquant.lower`.
 
     Args:
-        program_or_path: `torch.export.ExportedProgram`, or a file that torch.export.save wrote.
+        program_or_path: `torch.export.ExportedProgram`, or a file of torch.export.save.
         max_bytes: Refuse larger files.
 
     Returns:
         The module and {} (no parameter is left unbound).
 
     Raises:
-        ModelError: the file cannot be read, holds something that reading would execute, or an
-            operator that TVM's frontend does not know; or the program changes buffers, parameters
-            or inputs, or draws random numbers.
+        ModelError: the file cannot be read, or holds something that reading would execute; an
+            operator is unknown to TVM's frontend; or the program changes buffers, parameters or
+            inputs, or draws random numbers.
         MissingDependencyError: torch is not installed, or too old.
     """
     program = program_or_path
     is_path = isinstance(program, str | os.PathLike)
-    if not is_path and "torch" not in sys.modules:  # then nobody can have made a program
+    # without PyTorch, `program_or_path` cannot be a program
+    if not is_path and "torch" not in sys.modules:
         raise _describe_wrong_type(program)
     try:
         import torch  # pyright: ignore[reportMissingImports]
@@ -127,7 +127,7 @@ def _import_program(program: Any) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
 
 
 def make_importer() -> Any:
-    """TVM's importer, whose errors name the node, what is supported and what to do."""
+    """Make TVM's importer with errors that name the node, what is supported and what to do."""
 
     class Importer(_tvm.load_torch_frontend().ExportedProgramImporter):
         def __init__(self) -> None:
@@ -135,7 +135,9 @@ def make_importer() -> Any:
             self.copies: dict[Any, tvm.runtime.Tensor] = {}
 
         def _convert_pytorch_tensor_to_tvm(self, tensor: Any) -> tvm.runtime.Tensor:
-            """A copy: the module that was exported may be trained further. One for tied weights."""
+            """Copy the tensor, because the exported module may be trained further. Tied weights
+            share one copy.
+            """
             key = describe_place(tensor)
             if key not in self.copies:
                 self.copies[key] = copy_tensor(tensor)
@@ -160,7 +162,7 @@ def make_importer() -> Any:
 
 
 def copy_tensor(tensor: Any) -> Any:
-    """The values of a tensor of PyTorch as a TVM tensor in memory of their own."""
+    """Copy the values of a PyTorch tensor to a TVM tensor."""
     import torch  # pyright: ignore[reportMissingImports]
 
     is_dense = tensor.layout == torch.strided
@@ -170,7 +172,9 @@ def copy_tensor(tensor: Any) -> Any:
 
 
 def describe_place(tensor: Any) -> Any:
-    """Equal for tensors of PyTorch that are the same memory, seen in the same way."""
+    """Return a key that is equal for PyTorch tensors with the same memory and the same view
+    of it.
+    """
     import torch  # pyright: ignore[reportMissingImports]
 
     if tensor.layout != torch.strided:
@@ -180,15 +184,15 @@ def describe_place(tensor: Any) -> Any:
 
 
 def convert_node(importer: Any, convert: Callable[..., Any], node: Any, *more: Any) -> Any:
-    """What a conversion gives for a node.
+    """Call a conversion for a node and return its value.
 
     Raises:
-        ModelError: it gives nothing; names the node and its module.
+        ModelError: the conversion fails. Names the node and its module.
     """
     try:
         return convert(node, *more)
     except ModelError:
-        raise  # of a node in a branch
+        raise  # an error of a node in a branch
     except Exception as error:
         operands = {each.name: importer.env.get(each) for each in node.all_input_nodes}
         raise ModelError(
@@ -198,14 +202,14 @@ def convert_node(importer: Any, convert: Callable[..., Any], node: Any, *more: A
 
 
 def find_constants(program: Any) -> dict[str, Any]:
-    """Name in the graph -> tensor, for the parameters and buffers of an exported program."""
+    """Return name in the graph -> tensor, for parameters and buffers of an exported program."""
     tensors = {**program.constants, **program.state_dict}
     specs = program.graph_signature.input_specs
     return {spec.arg.name: tensors[spec.target] for spec in specs if spec.target in tensors}
 
 
 def find_targets(program: Any) -> dict[str, str]:
-    """Name in the graph -> name in the module ("layer1.0.conv1.weight"), for parameters and
+    """Return name in the graph -> name in the module ("layer1.0.conv1.weight"), for parameters and
     buffers of an exported program.
     """
     signature = program.graph_signature
@@ -213,8 +217,10 @@ def find_targets(program: Any) -> dict[str, str]:
 
 
 def _list_parameters(node: Any, targets: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of the parameters that a node reads, or operators on parameters alone, such as the
-    transpose of a weight; the highest rank first.
+    """Return the names of the parameters that a node reads, the highest rank first.
+
+    Parameters that pass through other operators on parameters count too, for example a transposed
+    weight.
     """
     found: dict[str, int] = {}
     for operand in node.all_input_nodes:
@@ -230,14 +236,11 @@ def _list_parameters(node: Any, targets: Mapping[str, str]) -> tuple[str, ...]:
 def _name_after_modules(
     mod: tvm.IRModule, env: Mapping[Any, Any], targets: Mapping[str, str]
 ) -> tvm.IRModule:
-    """Give values the names of the graph nodes that `env` (node -> variable of the frontend) says
-    they come from.
-    """
+    """Name values after their graph nodes. `env` maps a node to the variable of the frontend."""
     nodes: dict[str, Any] = {}
     for node, value in env.items():
         if node.op == "call_function" and hasattr(value, "name"):
-            # An operator that does nothing stands for the value of another node: the first one
-            # made it.
+            # A node without effect has the value of another node. The first node made it.
             nodes.setdefault(value.name, node)
     last = {find_path(node): node for node in nodes.values()}
     sizes = Counter(find_path(node) for node in nodes.values())
@@ -250,7 +253,7 @@ def _name_after_modules(
         if node is None:
             continue
         path = find_path(node)
-        # The value of a module is that of its last node, if its parts are no modules of their own.
+        # The last node of a module has the module's value, unless the module has child modules.
         is_result = path and (sizes[path] == 1 or (path in leaves and node is last[path]))
         name = path if is_result else ".".join(part for part in (path, node.name) if part)
         while name in sources:
@@ -263,7 +266,7 @@ def _name_after_modules(
 
 
 def drop_nothing(editor: Editor) -> None:
-    """Results that are None, such as the weights of attention that nobody asked for, go."""
+    """Remove results that are None, for example unused weights of attention."""
 
     def is_nothing(value: relax.Expr) -> bool:
         call = editor.values.get(value) if isinstance(value, relax.Var) else value
@@ -276,7 +279,9 @@ def drop_nothing(editor: Editor) -> None:
 
 
 def _leaf_modules(nodes: Any) -> set[str]:
-    """Paths of modules that hold no other module with nodes, and run once: torch's own layers."""
+    """Return the paths of modules without child modules in the graph, and which run once: torch's
+    own layers.
+    """
     outer: set[str] = set()
     inner: set[str] = set()
     for node in nodes:

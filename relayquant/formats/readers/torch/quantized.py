@@ -1,9 +1,9 @@
-"""First stage, PyTorch: operators of `torch.ops.quantized_decomposed`, which quantized programs of
-PT2E are made of, become operators of the dialect.
+"""PyTorch reader: operators of `torch.ops.quantized_decomposed`, used by PT2E -> operators of the
+dialect.
 
-A program with them is imported in the reference form, quantize - dequantize - float operator, from
-which `relayquant.lower` makes integer operators. PyTorch multiplies by the inverse of the scale
-where `R.qnn.quantize` divides, so a value on the border of two steps may fall on the other side.
+A quantized program is imported in the reference form: quantize, dequantize, float operator.
+`relayquant.lower` converts it to integer operators. PyTorch multiplies by the inverse of the scale
+and `R.qnn.quantize` divides, so a value halfway between two steps may be rounded to the other one.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ Constants = Mapping[str, Any]
 
 
 def make_converters(constants: Constants) -> dict[str, Convert]:
-    """Name of an operator, as TVM's frontend calls it -> its conversion, for a program with these
-    constants.
-    """
+    """Return operator name in TVM's frontend -> conversion, for a program with these constants."""
     return {name: functools.partial(convert, constants) for name, convert in OPERATORS.items()}
 
 
@@ -39,11 +37,11 @@ class Quantization:
     """The arguments of a node that quantizes or dequantizes.
 
     Attributes:
-        data: What it reads.
-        scale, zero_point: float32 and int32 arrays, or values that are computed at run time.
-        axis: Of the channels; -1 where there is one scale for all.
+        data: The node's data operand.
+        scale, zero_point: float32 and int32 arrays, or values computed at run time.
+        axis: Channel axis. -1 if there is one scale for the whole tensor.
         low, high: The smallest and the largest integer.
-        dtype: Of the integers.
+        dtype: Dtype of the integers.
     """
 
     data: relax.Expr
@@ -56,9 +54,10 @@ class Quantization:
 
 
 def convert_quantize(constants: Constants, node: Any, importer: Any) -> relax.Expr:
-    """quantize_per_tensor(x, scale, zero point, min, max, dtype), quantize_per_channel(x, scales,
-    zero points, axis, min, max, dtype) -> R.qnn.quantize, and a clip where the range is smaller
-    than that of the dtype. Of a constant, the integers.
+    """Convert quantize_per_tensor(x, scale, zero point, min, max, dtype) and
+    quantize_per_channel(x, scales, zero points, axis, min, max, dtype) to R.qnn.quantize.
+
+    If the range is smaller than the dtype's, a clip follows. A constant becomes its integers.
     """
     read = read_quantization(constants, node, importer)
     grid, axis, dtype = (read.scale, read.zero_point), read.axis, read.dtype
@@ -73,8 +72,8 @@ def convert_quantize(constants: Constants, node: Any, importer: Any) -> relax.Ex
 
 
 def convert_dequantize(constants: Constants, node: Any, importer: Any) -> relax.Expr:
-    """dequantize_per_tensor, dequantize_per_channel -> R.qnn.dequantize, of a constant too: a
-    quantized weight stays quantized.
+    """Convert dequantize_per_tensor and dequantize_per_channel to R.qnn.dequantize, also for a
+    constant: a quantized weight stays quantized.
     """
     read = read_quantization(constants, node, importer)
     value = qnn.dequantize(read.data, read.scale, read.zero_point, axis=read.axis)
@@ -82,8 +81,10 @@ def convert_dequantize(constants: Constants, node: Any, importer: Any) -> relax.
 
 
 def convert_choose(constants: Constants, node: Any, importer: Any) -> relax.Expr:
-    """choose_qparams(x, min, max, eps, dtype) -> (scale float32, zero point int32), computed at run
-    time. A tensor of zeros has the scale 1, where PyTorch has eps: its integers are the same.
+    """Convert choose_qparams(x, min, max, eps, dtype) -> (scale float32, zero point int32),
+    computed at run time.
+
+    A tensor of zeros gets scale 1, in PyTorch eps. Its integers are the same.
     """
     emit = importer.block_builder.emit
     low, high = (int(bound) for bound in node.args[1:3])
@@ -92,11 +93,11 @@ def convert_choose(constants: Constants, node: Any, importer: Any) -> relax.Expr
 
 
 def read_quantization(constants: Constants, node: Any, importer: Any) -> Quantization:
-    """The arguments of a node that quantizes or dequantizes.
+    """Read the arguments of a node that quantizes or dequantizes.
 
     Raises:
         Refusal: parameters per channel are computed at run time, or the dtype is not an integer
-            one.
+            dtype.
     """
     per_channel = "per_channel" in str(node.target)
     names = ["input", "scale", "zero_point", "axis", "low", "high", "dtype"]
@@ -132,7 +133,7 @@ def read_quantization(constants: Constants, node: Any, importer: Any) -> Quantiz
 
 
 def read_parameter(constants: Constants, node: Any, value: Any, name: str) -> Any:
-    """A number, None, or the array of a constant tensor.
+    """Read a number, None, or the array of a constant tensor.
 
     Raises:
         Refusal: it is computed at run time.
@@ -149,12 +150,12 @@ def read_parameter(constants: Constants, node: Any, value: Any, name: str) -> An
 
 
 def read_constant(constants: Constants, node: Any) -> np.ndarray | None:
-    """The array of a parameter or buffer of the program, None for a computed value."""
+    """Return the array of a parameter or buffer of the program. None for a computed value."""
     tensor = constants.get(getattr(node, "name", ""))
     return None if tensor is None else tensor.detach().cpu().numpy()
 
 
-#: name of an operator -> its conversion
+#: operator name -> its conversion
 OPERATORS: dict[str, Callable[[Constants, Any, Any], relax.Expr]] = {
     "choose_qparams.tensor": convert_choose,
     "quantize_per_tensor.default": convert_quantize,

@@ -1,8 +1,8 @@
-"""First stage, PyTorch: a program that does more than to compute its outputs is refused.
+"""PyTorch reader: refuses a program that does more than compute its outputs.
 
-A compiled function keeps nothing between two calls and writes to none of its inputs. What a program
-changes stands in its signature once PyTorch has decomposed it: before, the graph has operators that
-change tensors in place.
+A compiled function keeps nothing between two calls and does not write to its inputs. A decomposed
+program lists its mutations in its signature. Before that, the graph has operators that change
+tensors in place.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from relayquant.formats.readers.torch.arguments import read_arguments
 #: statistics of normalizations, which change in training mode only
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
-#: How many names a message shows; the rest is counted.
+#: Number of names that a message shows. The rest is counted.
 MOST_NAMES = 5
 
-#: what changes -> what to do
+#: kind of mutation -> what to do
 REMEDIES = {
     "buffer": "Take the old value as an input and return the new one as an output",
     "parameter": "Take the old value as an input and return the new one as an output",
@@ -27,19 +27,19 @@ REMEDIES = {
 }
 
 
-#: Arguments that turn off what an operator draws, where they are 0.
+#: Arguments that switch off an operator's random numbers if they are 0.
 SWITCHES = ("train", "training", "dropout", "dropout_p")
 
 
 def check_effects(program: Any) -> None:
-    """That a program computes outputs from tensors and does nothing else.
+    """Check that a program computes outputs from tensors and does nothing else.
 
-    Of a program as it was exported, the mutations are not seen yet; of a decomposed one, the
-    dropout of recurrent layers is not (PyTorch's decomposition leaves it out).
+    In a program as exported, mutations are not visible yet. In a decomposed program, the dropout of
+    recurrent layers is not visible, because PyTorch's decomposition leaves it out.
 
     Raises:
-        ModelError: it changes buffers, parameters or inputs, reads objects that are no tensors,
-            computes gradients, or draws random numbers; names them.
+        ModelError: the program changes buffers, parameters or inputs, reads objects that are not
+            tensors, computes gradients, or draws random numbers. Names them.
     """
     check_signature(program.graph_signature)
     for part in program.graph_module.modules():
@@ -54,20 +54,22 @@ def check_effects(program: Any) -> None:
 
 
 def is_random(node: Any) -> bool:
-    """Whether a node draws random numbers that are read, by its operator's tags and arguments."""
+    """Return whether a node draws random numbers that are used, from its operator's tags and
+    arguments.
+    """
     import torch  # pyright: ignore[reportMissingImports]
 
     if not node.users or torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     switches = {argument.name for argument in node.target._schema.arguments} & {*SWITCHES}
-    return 0 not in read_arguments(node, *switches)  # False is 0, None is not
+    return 0 not in read_arguments(node, *switches)  # False equals 0, None does not
 
 
 def check_signature(signature: Any) -> None:
-    """That a signature has inputs that are tensors and outputs that are results.
+    """Check that the inputs of a signature are tensors and its outputs are results.
 
     Raises:
-        ModelError: it has others; names them.
+        ModelError: it has other inputs or outputs. Names them.
     """
     from torch.export.graph_signature import (  # pyright: ignore[reportMissingImports]
         ConstantArgument,
@@ -97,7 +99,7 @@ def check_signature(signature: Any) -> None:
     kinds = {
         OutputKind.BUFFER_MUTATION: "buffer",
         OutputKind.USER_INPUT_MUTATION: "input",
-        getattr(OutputKind, "PARAMETER_MUTATION", None): "parameter",  # since PyTorch 2.10
+        getattr(OutputKind, "PARAMETER_MUTATION", None): "parameter",  # exists since PyTorch 2.10
     }
     changed: dict[str, list[str]] = {}
     for spec in signature.output_specs:
@@ -127,8 +129,8 @@ def check_signature(signature: Any) -> None:
 
 
 def drop_constant_inputs(program: Any) -> None:
-    """Remove the inputs of a decomposed program that are numbers, texts, truth values or None: it
-    was exported for their values, and reads none of them.
+    """Remove the inputs of a decomposed program that are numbers, texts, truth values or None. The
+    program was exported for their values and does not read them.
     """
     from torch.export.graph_signature import (  # pyright: ignore[reportMissingImports]
         ConstantArgument,
@@ -143,26 +145,26 @@ def drop_constant_inputs(program: Any) -> None:
 
 
 def describe_change(kind: str, names: list[str]) -> str:
-    """The buffer 'state'; the buffers 'a', 'b' and 3 more."""
+    """Describe tensors of one kind: "the buffer 'state'", "the buffers 'a', 'b' and 3 more"."""
     if kind == "normalization":
         return f"the running statistics of {quote_names(names)} (training mode)"
     return f"the {kind}{'s' if len(names) > 1 else ''} {quote_names(names)}"
 
 
 def quote_names(names: list[str]) -> str:
-    """'a', 'b' and 3 names more."""
+    """Quote names: "'a', 'b' and 3 names more"."""
     text = ", ".join(map(repr, names[:MOST_NAMES]))
     more = len(names) - MOST_NAMES
     return f"{text} and {format_count(more, 'name')} more" if more > 0 else text
 
 
 def describe_node(node: Any) -> str:
-    """Node 'add_1' (operator aten.add.Tensor, module 'layer1.0')."""
+    """Describe a node: "Node 'add_1' (operator aten.add.Tensor, module 'layer1.0')"."""
     path = find_path(node)
     return f"Node {node.name!r} (operator {node.target}{f', module {path!r}' if path else ''})"
 
 
 def find_path(node: Any) -> str:
-    """Path of the innermost module that a node belongs to, "" for the model itself."""
+    """Return the path of the innermost module that a node belongs to, "" for the model itself."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     return str(stack[-1][0]) if stack else ""
