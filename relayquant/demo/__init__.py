@@ -1,6 +1,6 @@
-"""Beside the data flow: the built-in example, a small float model and digits to try everything on.
+"""The built-in example: a small float model and digits to try everything on.
 
-Both files are part of the package; `tools/train_digits.py` trains such a model.
+Both files are part of the package. `tools/train_digits.py` trains such a model.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ DATA_FILE = "digits.npz"
 
 @dataclass(frozen=True, eq=False)
 class DemoData:
-    """The example: where its float model is, and the digits to calibrate and to measure with."""
+    """The example: the file of its float model, and digits for calibration and measurement."""
 
     model_path: Path  #: ONNX, input "image" float32 (N, 1, 8, 8) in 0..1, output "logits" (N, 10)
-    calibration: list[npt.NDArray[np.float32]]  #: batches (B, 1, 8, 8) in 0..1, none held out
+    #: batches (B, 1, 8, 8) in 0..1, without held-out images
+    calibration: list[npt.NDArray[np.float32]]
     images: npt.NDArray[np.float32]  #: held-out images (N, 1, 8, 8) in 0..1
     labels: npt.NDArray[np.int64]  #: (N,), 0..9
-    origin: str  #: where the digits come from, and their licence
+    origin: str  #: source and licence of the digits
 
 
 def load_digits(batch: int = 16) -> DemoData:
-    """The built-in example, from files that are part of the package.
+    """Load the built-in example from files in the package.
 
     Args:
-        batch: images in each calibration batch; the last one may be smaller.
+        batch: Images in each calibration batch. The last batch may be smaller.
 
     Raises:
         DataError: batch < 1, or the package was installed without its data files.
@@ -60,5 +61,5 @@ def load_digits(batch: int = 16) -> DemoData:
 
 
 def scale_pixels(images: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """Images (N, 8, 8) of integers in 0..16 as the model takes them: (N, 1, 8, 8) in 0..1."""
+    """Scale images (N, 8, 8) of integers in 0..16 to the model's input: (N, 1, 8, 8) in 0..1."""
     return np.divide(images[:, None], np.float32(16), dtype=np.float32)

@@ -1,5 +1,7 @@
-"""A small Llama as a `relax.frontend.nn` module: prefill and decode, with a cache of keys and
-values as input and output. For the tutorial of language models, and for tests.
+"""A small Llama as a `relax.frontend.nn` module: prefill and decode, with an explicit key-value
+cache.
+
+For the tutorial on language models, and for tests.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ EPSILON = 1e-5
 
 @dataclass(frozen=True)
 class LlamaSizes:
-    """Sizes of a Llama: those of stories260K."""
+    """Sizes of a Llama. The defaults are those of stories260K."""
 
     width: int = 64
     hidden: int = 172
@@ -37,7 +39,7 @@ class LlamaSizes:
         return self.width // self.heads
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name of a parameter -> its shape; a weight is (outputs, inputs)."""
+        """Parameter name -> shape. A weight is (outputs, inputs)."""
         shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (self.vocabulary, self.width)}
         keys = self.head * self.groups
         for i in range(self.layers):
@@ -54,7 +56,7 @@ class LlamaSizes:
 
 
 class LlamaLayer(nn.Module):
-    """Attention and gated product of one layer."""
+    """Attention and gated feed-forward network of one layer."""
 
     def __init__(self, sizes: LlamaSizes) -> None:
         self.sizes = sizes
@@ -70,8 +72,14 @@ class LlamaLayer(nn.Module):
     def forward(
         self, x: nn.Tensor, angles: Any, mask: nn.Tensor | None, past: Any
     ) -> tuple[nn.Tensor, Any]:
-        """x (1, rows, width) and what came before, (1, seen, groups, head) each or None ->
-        the result and the keys and values with those of `x`.
+        """Compute one layer.
+
+        Args:
+            x: (1, rows, width).
+            past: Keys and values of earlier tokens, (1, seen, groups, head) each, or None.
+
+        Returns:
+            The result, and keys and values with those of `x` appended.
         """
         sizes, rows = self.sizes, x.shape[1]
         keys = sizes.head * sizes.groups
@@ -104,7 +112,9 @@ class LlamaLayer(nn.Module):
 
 
 def rotate(x: nn.Tensor, angles: tuple[nn.Tensor, nn.Tensor]) -> nn.Tensor:
-    """Rotary positions: x (1, rows, heads, head); cosines and sines (rows, head / 2)."""
+    """Apply rotary positions to x (1, rows, heads, head). Cosines and sines are (rows, head /
+    2).
+    """
     _, rows, heads, _ = x.shape
     head = 2 * int(angles[0].shape[-1])
     cos, sin = (op.reshape(part, (1, rows, 1, head // 2, 1)) for part in angles)
@@ -114,10 +124,10 @@ def rotate(x: nn.Tensor, angles: tuple[nn.Tensor, nn.Tensor]) -> nn.Tensor:
 
 
 class LlamaModule(nn.Module):
-    """`prefill` for a text, `decode` for one token more; embedding and classifier share a weight.
+    """`prefill` for a text, `decode` for one more token. Embedding and classifier share a weight.
 
-    Both take the cosines and sines of the positions; `prefill` returns, and `decode` takes and
-    returns, keys and values of every layer.
+    Both take the cosines and sines of the positions. `prefill` returns the keys and values of every
+    layer. `decode` takes and returns them.
     """
 
     def __init__(self, sizes: LlamaSizes) -> None:
@@ -129,22 +139,25 @@ class LlamaModule(nn.Module):
     def prefill(
         self, tokens: nn.Tensor, cos: nn.Tensor, sin: nn.Tensor, mask: nn.Tensor
     ) -> tuple[nn.Tensor, list[nn.Tensor]]:
-        """tokens (1, rows) -> scores (1, rows, vocabulary) and the cache; mask (rows, rows) is
-        added to what attention compares.
+        """Map tokens (1, rows) to scores (1, rows, vocabulary) and the cache.
+
+        `mask` (rows, rows) is added to the attention scores.
         """
         return self.compute(tokens, (cos, sin), mask, [None] * self.sizes.layers)
 
     def decode(
         self, token: nn.Tensor, cos: nn.Tensor, sin: nn.Tensor, past: list[nn.Tensor]
     ) -> tuple[nn.Tensor, list[nn.Tensor]]:
-        """token (1, 1) behind `past`: keys and values of each layer, (1, seen, groups, head)."""
+        """Decode a token (1, 1) after `past`: keys and values of each layer, (1, seen, groups,
+        head).
+        """
         pairs = [past[i : i + 2] for i in range(0, len(past), 2)]
         return self.compute(token, (cos, sin), None, pairs)
 
     def compute(
         self, tokens: nn.Tensor, angles: Any, mask: nn.Tensor | None, past: list[Any]
     ) -> tuple[nn.Tensor, list[nn.Tensor]]:
-        """Scores, and the keys and values of every layer."""
+        """Compute scores, and the keys and values of every layer."""
         x, cache = self.embedding(tokens), []
         for layer, pair in zip(self.layers, past, strict=True):
             x, pair = layer(x, angles, mask, pair)
@@ -154,8 +167,9 @@ class LlamaModule(nn.Module):
 
 
 def export_llama(sizes: LlamaSizes) -> tvm.IRModule:
-    """The module with functions prefill and decode, of any length; parameters are inputs behind
-    the others, by the names of `LlamaSizes.shapes`.
+    """Export the module with functions prefill and decode, for any length.
+
+    Parameters are inputs after the others, with the names of `LlamaSizes.shapes`.
     """
     half = sizes.head // 2
     cache = [spec.Tensor([1, "seen", sizes.groups, sizes.head], "float32")] * (2 * sizes.layers)
@@ -179,19 +193,19 @@ def export_llama(sizes: LlamaSizes) -> tvm.IRModule:
 
 
 def compute_angles(sizes: LlamaSizes, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines of `count` positions from `first` on, float32 (count, head / 2)."""
+    """Return cosines and sines of `count` positions from `first` on, float32 (count, head / 2)."""
     speed = 10000.0 ** (-np.arange(0, sizes.head, 2) / sizes.head)
     angle = np.arange(first, first + count)[:, None] * speed
     return np.cos(angle).astype("float32"), np.sin(angle).astype("float32")
 
 
 def make_mask(rows: int) -> np.ndarray:
-    """float32 (rows, rows): what is added so that no row sees those behind it."""
+    """Return a causal mask, float32 (rows, rows). It is added so that no row sees later rows."""
     return np.triu(np.full((rows, rows), -1e9, "float32"), 1)
 
 
 def draw_weights(sizes: LlamaSizes, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random weights, of the size at which values neither vanish nor grow."""
+    """Draw random weights, scaled so that values neither vanish nor grow."""
     rng = np.random.default_rng(seed)
     return {
         name: (
@@ -202,8 +216,10 @@ def draw_weights(sizes: LlamaSizes, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def read_weights(path: Path) -> tuple[LlamaSizes, dict[str, np.ndarray]]:
-    """Sizes and weights of a file of llama2.c: seven int32 (the fields of `LlamaSizes`), then
-    float32: the embedding; of all layers norm, q, k, v, out, norm, gate, down, up; the norm.
+    """Read sizes and weights from a llama2.c file.
+
+    The file holds seven int32 (the fields of `LlamaSizes`), then float32: the embedding; norm, q,
+    k, v, out, norm, gate, down, up of all layers; the final norm.
 
     Raises:
         ModelError: the file is too short for its sizes.
@@ -216,7 +232,9 @@ def read_weights(path: Path) -> tuple[LlamaSizes, dict[str, np.ndarray]]:
         nonlocal at
         at += int(np.prod(shape))
         if at > numbers.size:
-            raise ModelError(f"{path} is too short for the sizes it tells: {sizes}.", code="RQ502")
+            raise ModelError(
+                f"{path} is too short for the sizes in its header: {sizes}.", code="RQ502"
+            )
         return numbers[at - int(np.prod(shape)) : at].reshape(shape).copy()
 
     width, hidden, layers = sizes.width, sizes.hidden, sizes.layers

@@ -1,6 +1,4 @@
-"""After the data flow: results for people. Tables as text, pictures, pages, and progress of what
-takes long.
-"""
+"""Results for people: tables as text, plots, pages, and progress of long stages."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""After the data flow: measured times as tables of text."""
+"""Measured times -> tables of text."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from relayquant.plots.text import stack
 
 
 def latency_table(latencies: Mapping[str, Latency], reference: str, title: str = "") -> Group:
-    """One line for each contender: best and median, and its time as a multiple of `reference`'s.
+    """Return one line for each contender: best time, median time, and the ratio to `reference`.
 
-    A ratio above 1 says that the reference is faster.
+    A ratio above 1 means that the reference is faster.
     """
     rows, base = latencies.values(), latencies[reference]
     columns = [
@@ -41,12 +41,12 @@ def latency_table(latencies: Mapping[str, Latency], reference: str, title: str =
 def operator_table(
     profile: Profile, peak: float | None = None, rows: int | None = None, title: str = ""
 ) -> Group:
-    """One line for each call of a kernel, the slowest first, and a line for what is left out.
+    """Return one line for each kernel call, the slowest first, and a line for the calls left out.
 
     Args:
         profile: The measured times.
-        peak: 10^9 integer operations per second of all used cores; None leaves that column out.
-        rows: Show so many; None for all.
+        peak: 10^9 integer operations per second of all used cores. None leaves that column out.
+        rows: Maximum number of calls. None for all.
         title: A line above the table.
     """
     slowest = sorted(profile.operators, key=lambda operator: -operator.seconds)
@@ -67,7 +67,9 @@ def operator_table(
 
 
 def kernel_table(profile: Profile, peak: float | None = None, title: str = "") -> Group:
-    """One line for each kind of kernel, its name without the number: calls, time, share, rate."""
+    """Return one line for each kind of kernel, named without the number: calls, time, share,
+    rate.
+    """
     groups: dict[str, list[OperatorTime]] = {}
     for operator in profile.operators:
         groups.setdefault(operator.kernel.rstrip("0123456789"), []).append(operator)
@@ -92,7 +94,9 @@ def sum_seconds(operators: Sequence[OperatorTime]) -> float:
 def measure_columns(
     operators: Sequence[OperatorTime], spent: float, peak: float | None
 ) -> list[Column]:
-    """Time, share, rate and share of the peak; the last two only where work is known."""
+    """Return time, share, rate and share of the peak. The last two only if the number of
+    operations is known.
+    """
     rates = [f"{operator.gops:.1f}" if operator.macs else "" for operator in operators]
     shares = [
         f"{operator.gops / peak:.0%}"

@@ -1,4 +1,4 @@
-"""After the data flow: float module, integer module and data -> a report that people look at."""
+"""Float module, integer module and data -> a report page."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from relayquant.plots.page import check_installed, describe_report, frame_page, 
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """What `relayquant.report` measured, as one HTML page.
+    """The result of `relayquant.report`: one HTML page.
 
     Attributes:
         data: The measured values.
-        html: The page: nothing else is needed to read it, no network and no other file.
+        html: The page. It needs no network and no other file.
     """
 
     data: ReportData = field(repr=False)
@@ -41,7 +41,7 @@ class Report:
         write_text(Path(path), self.html)
 
     def _repr_html_(self) -> str:
-        """The page in a notebook."""
+        """Show the page in a notebook."""
         return frame_page(self.html)
 
     def __str__(self) -> str:
@@ -65,23 +65,25 @@ def report(
     title: str = "relayquant report",
     callbacks: Iterable[Callback] | Callback = (),
 ) -> Report:
-    """What quantization did to a model: where the error is, what stayed in float, what takes time,
-    and what to try. `report.save("report.html")` writes it.
+    """Measure what quantization did to a model: errors, operators left in float, time, suggestions.
+
+    `report.save("report.html")` writes the page.
 
     Args:
         mod: The float module, as it was given to `quantize`.
-        params: Parameters of the float module; None if they are bound.
-        qmod: What `quantize` made of it.
+        params: Parameters of the float module. None if they are bound.
+        qmod: The result of `quantize` for `mod`.
         dataset: As for `quantize`.
-        metric: As for `quantize`; measured on all of the data.
-        latency: Compile both modules for this machine, and time them and each kernel.
-        other: Another quantized module of the same float module, to be shown beside it.
-        samples: Everything but the metric is measured on the first batches that hold so many.
-        rank: Also quantize each operator alone, which calibrates once more (with effort "fast"), to
-            rank operators by what they cost, and to find what is worth keeping in float.
-        backend: The BackendConfig of `qmod`, where it is none of the built-in ones.
+        metric: As for `quantize`. Measured on all of the data.
+        latency: Compile both modules for this machine and time them and each kernel.
+        other: Another quantized module of the same float module, to compare with.
+        samples: Everything except the metric is measured on the first batches with at least this
+            number of samples.
+        rank: Also quantize each operator alone. This ranks operators by the accuracy that they cost
+            and suggests operators to keep in float. It calibrates once more, with effort "fast".
+        backend: The BackendConfig of `qmod`, if it is not a built-in one.
         title: Heading of the page.
-        callbacks: Told of progress.
+        callbacks: Called with progress.
 
     Raises:
         MissingDependencyError: Jinja2, grandalf or matplotlib is not installed.

@@ -1,8 +1,7 @@
-"""After the data flow: float module, integer module and data -> everything that a report shows, as
-plain values.
+"""Float module, integer module and data -> everything that a report shows, as plain values.
 
-One pass over the samples gives the error of every value and what its histogram is made of; the
-rest is what the functions of `relayquant.analysis` measure.
+One pass over the samples gives the error of every value and the elements of its histogram. The rest
+comes from functions of `relayquant.analysis`.
 """
 
 from __future__ import annotations
@@ -59,23 +58,27 @@ from relayquant.stages.compilation import compile, compile_draft
 from relayquant.stages.effort import default_mapping
 from relayquant.stages.prepared import PreparedModel
 
-#: elements of a value that its histogram is made of, of all samples together
+#: elements in the histogram of a value, over all samples
 SHOWN_ELEMENTS = 1 << 13
 BINS = 48
-#: channels of a weight that are drawn apart; of more, neighbours are drawn as one
+#: channels of a weight that are drawn separately; with more channels, neighbours are drawn as one
 SHOWN_CHANNELS = 96
-#: samples that are shown because they are the worst
+#: number of worst samples that are shown
 WORST_SAMPLES = 8
 #: turns of each model when times are measured
 ROUNDS = 10
-#: dB that putting operators back to float has to bring to be suggested, and the most operators
+#: a suggestion must gain this many dB, with at most this number of operators in float
 WORTHWHILE, MOST_PUT_BACK = 3.0, 8
 
 
 @dataclass(frozen=True, eq=False)
 class DrawnHistogram:
-    """Counts of some elements of one value: of the float model and of the integer one, (BINS,)
-    int64, over equal bins from `low` to `high`; and the chosen range, None of a float value.
+    """Histogram of one value in the float and in the integer model.
+
+    Attributes:
+        low, high: Ends of the range, which is divided into equal bins.
+        floating, integer: Counts of some elements, (BINS,) int64.
+        chosen: The range that calibration chose. None for a float value.
     """
 
     low: float
@@ -87,8 +90,9 @@ class DrawnHistogram:
 
 @dataclass(frozen=True, eq=False)
 class WeightRanges:
-    """Lowest and highest weight by output channel, (n,) float32; of `channels` channels, where
-    these are more than are shown, neighbours are one.
+    """Lowest and highest weight by output channel, (n,) float32.
+
+    If there are more `channels` than are shown, neighbours are merged.
     """
 
     channels: int
@@ -98,17 +102,18 @@ class WeightRanges:
 
 @dataclass(frozen=True)
 class OperatorView:
-    """All that is known of one operator.
+    """All measurements of one operator.
 
     Attributes:
-        row: Of the ledger.
-        inputs: Positions of the operators whose results it reads; a name for an input of the model.
+        row: Its row of the ledger.
+        inputs: Positions of the operators whose results it reads, or names of model inputs.
         macs: Multiply-adds for one sample.
-        error, histogram, weights, sums: None where there is nothing of the kind.
-        score: dB at the outputs when it alone is quantized; None if not measured.
-        seconds: Of its kernel; None if not measured, or if it is a part of another's kernel.
-        peak: Share of the integer peak that its kernel reaches; None if not measured, or where it
-            sums no products of integers.
+        error, histogram, weights, sums: None if there is nothing of this kind.
+        score: dB at the outputs when only this operator is quantized. None if not measured.
+        seconds: Time of its kernel. None if not measured, or if it is part of another operator's
+            kernel.
+        peak: Share of the integer peak that its kernel reaches. None if not measured, or if it sums
+            no products of integers.
     """
 
     row: LedgerRow
@@ -125,8 +130,8 @@ class OperatorView:
 
 @dataclass(frozen=True, eq=False)
 class SampleView:
-    """One sample: its position in the data, dB at the worst output, and its inputs that are images,
-    (H, W, 3) uint8.
+    """One sample: its position in the data, dB at the worst output, and its image inputs, (H,
+    W, 3) uint8.
     """
 
     index: int
@@ -136,7 +141,7 @@ class SampleView:
 
 @dataclass(frozen=True, eq=False)
 class Suggestion:
-    """Operators to keep in float, and dB at the outputs with all quantized and without these."""
+    """Operators to keep in float, and dB at the outputs before and after."""
 
     names: tuple[str, ...]
     before: float
@@ -170,9 +175,9 @@ class ReportData:
     Attributes:
         operators: In the order of the ledger.
         sizes: Bytes of the constants of the float and the integer module.
-        latencies: Of "float", "int8" and "other", where they were measured.
+        latencies: Times of "float", "int8" and "other", if measured.
         no_ranking: Why there is no `ranking`.
-        other: None where nothing is compared with.
+        other: None if there is no other module to compare with.
     """
 
     title: str
@@ -193,7 +198,7 @@ class ReportData:
 
 @dataclass(frozen=True)
 class ReportSettings:
-    """What is measured besides the errors; see `relayquant.report`."""
+    """What is measured in addition to the errors. See `relayquant.report`."""
 
     metric: Metric | None = None
     latency: bool = False
@@ -212,12 +217,12 @@ def collect_report(
     settings: ReportSettings,
     callbacks: CallbackList,
 ) -> ReportData:
-    """Measure what a report shows; see `relayquant.report`."""
+    """Measure what a report shows. See `relayquant.report`."""
     run = callbacks.run_stage
     canonical, quantized = align_modules(mod, qmod, params)
     ledger = read_ledger(quantized)
     data = open_dataset(dataset, describe_inputs(canonical))
-    # Copies, since who yields batches may use their memory again.
+    # Copies, because the data set may reuse the memory of its batches.
     batches = [
         {name: array.copy() for name, array in batch.items()}
         for batch in take_samples(data, settings.samples)
@@ -280,7 +285,9 @@ def compile_runs(
     other: tvm.IRModule | None,
     batch: Mapping[str, np.ndarray],
 ) -> dict[str, tuple[Any, list[np.ndarray]]]:
-    """ "float", "int8" and, if there is one, "other" -> (executable, its inputs of a batch)."""
+    """Compile "float", "int8" and, if there is one, "other": name -> (executable, inputs of a
+    batch).
+    """
     runs = {"float": (compile(canonical), order_inputs(canonical, batch))}
     modules = {"int8": (built.mod, built.executable)}
     if other is not None:
@@ -297,7 +304,9 @@ def view_other(
     metric: Metric | None,
     data: Dataset,
 ) -> OtherView:
-    """What is shown of a second integer module; `modules`: the float one and it, aligned."""
+    """Collect what is shown of a second integer module. `modules`: the float module and it,
+    aligned.
+    """
     canonical, other = modules
     score = None
     if metric is not None:
@@ -315,7 +324,7 @@ def view_operators(
     ranking: SensitivityReport | None,
     times: Mapping[str, tuple[float, float | None]],
 ) -> tuple[OperatorView, ...]:
-    """All that was measured, operator by operator, in the order of the ledger."""
+    """Collect the measurements of each operator, in the order of the ledger."""
     graph = Graph(canonical)
     scores = {row.name: row.score for row in ranking.rows} if ranking else {}
     errors = {row.name: row for row in compared.rows}
@@ -344,15 +353,17 @@ class Sampler:
         self.values: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
 
     def __call__(self, row: LedgerRow, expected: np.ndarray, real: np.ndarray) -> None:
-        """As `relayquant.analysis.compare.Watch`."""
-        # Drawn, as a step may always meet the same channel.
+        """Same interface as `relayquant.analysis.compare.Watch`."""
+        # Drawn at random, because a fixed step could always hit the same channel.
         places = np.random.default_rng(0).integers(max(expected.size, 1), size=self.kept)
         places = slice(None) if expected.size <= self.kept else places
         pair = (a.reshape(-1)[places].astype("float32") for a in (expected, real))
         self.values.setdefault(row.name, []).append(tuple(pair))  # pyright: ignore[reportArgumentType]
 
     def build_histogram(self, row: LedgerRow) -> DrawnHistogram | None:
-        """None for a value that was not seen, or of which no element is finite."""
+        """Build the histogram of a value. None if the value was not seen or has no finite
+        element.
+        """
         pairs = self.values.get(row.name)
         if not pairs:
             return None
@@ -369,7 +380,9 @@ class Sampler:
 
 
 def find_range(row: LedgerRow) -> tuple[float, float] | None:
-    """What the result of an operator can represent, in the units of the float model."""
+    """Return the range that the result of an operator can represent, in the units of the float
+    model.
+    """
     if not row.scale or row.dtype not in INTEGER_LIMITS:
         return None
     low, high = ((q - row.zero_point[0]) * row.scale[0] for q in INTEGER_LIMITS[row.dtype])
@@ -383,7 +396,7 @@ def recalibrate(
     ledger: Ledger,
     backend: BackendConfig,
 ) -> PreparedModel:
-    """A calibrated model, with effort "fast", in which the same operators are in float."""
+    """Calibrate the model again with effort "fast" and the same operators in float."""
     mapping = default_mapping(backend, Effort.FAST)
     prepared = prepare(
         mod, params, data, qconfig_mapping=mapping, backend=backend, effort=Effort.FAST
@@ -399,8 +412,10 @@ def recalibrate(
 
 
 def suggest_float(ranking: SensitivityReport, data: Dataset) -> Suggestion | None:
-    """The fewest of the worst operators that bring `WORTHWHILE` dB in float, as measured; None
-    where as many as `MOST_PUT_BACK`, or a quarter of all, do not.
+    """Find the fewest of the worst operators that gain `WORTHWHILE` dB in float, as measured.
+
+    The number doubles from 1, up to `MOST_PUT_BACK` and to a quarter of all. None if that is not
+    enough.
     """
     if not ranking.rows:
         return None
@@ -420,7 +435,7 @@ def suggest_float(ranking: SensitivityReport, data: Dataset) -> Suggestion | Non
 
 @dataclass(frozen=True, eq=False)
 class Deployed:
-    """An integer module compiled for this machine, once for all that times it or runs it."""
+    """An integer module compiled for this machine, once for all runs and measurements."""
 
     mod: tvm.IRModule
     executable: Any
@@ -431,14 +446,14 @@ class Deployed:
         return Deployed(mod, *compile_with_sites(mod, compile))
 
     def load(self, _mod: tvm.IRModule) -> Executor:
-        """As a `LoadModule`, of this module alone."""
+        """Load this module. Same interface as `LoadModule`, for no other module."""
         return Executor(self.executable)
 
 
 def time_executables(
     runs: Mapping[str, tuple[Any, Sequence[np.ndarray]]],
 ) -> dict[str, Latency]:
-    """One run of each executable on its inputs, taking turns."""
+    """Time one run of each executable on its inputs, in turns."""
     contenders = {
         name: partial(Executor(executable).vm["main"], *map(as_tensor, inputs))
         for name, (executable, inputs) in runs.items()
@@ -449,7 +464,7 @@ def time_executables(
 def time_operators(
     built: Deployed, inputs: Sequence[np.ndarray]
 ) -> dict[str, tuple[float, float | None]]:
-    """Operator -> (seconds, share of the integer peak of all cores) of its kernels."""
+    """Map each operator to (seconds, share of the integer peak of all cores) of its kernels."""
     ledger = read_ledger(built.mod)
     peak = measure_peak(resolve_target(None)) * count_cores()
     found: dict[str, list[OperatorTime]] = {}
@@ -468,8 +483,9 @@ def time_operators(
 
 
 def find_row(ledger: Ledger, value: str) -> LedgerRow | None:
-    """The operator that a value of the integer module belongs to: its own, or that of "name" for
-    what was made of it, such as "name.sum".
+    """Find the operator that a value of the integer module belongs to.
+
+    A value such as "name.sum" belongs to the operator of "name".
     """
     while value:
         row = ledger.row(value)
@@ -486,7 +502,7 @@ def apply_to_data(
     data: Dataset,
     load_module: LoadModule,
 ) -> Score:
-    """The user's metric of both models, on all of the data."""
+    """Apply the user's metric to both models, on all of the data."""
     floating, integer = EagerModule(mod), load_module(quantized)
     interface = Interface.of(quantized)
     expected, got = [], []
@@ -504,20 +520,20 @@ def apply_to_data(
 def find_sources(
     graph: Graph, integers: Graph, rows: Sequence[LedgerRow]
 ) -> list[tuple[int | str, ...]]:
-    """Of each row the positions of the rows that its values read, or names of inputs.
+    """Map each row to the positions of the rows that its values read, or to names of inputs.
 
-    What quantization put behind an input, which only the integer module has, stands between that
-    and its readers.
+    An operator that quantization inserted after an input exists only in the integer module. It is
+    placed between the input and its readers.
     """
     owner = {name: i for i, row in enumerate(rows) for name in (*row.values, row.name)}
     params = {param.name for param in graph.func.params}
-    found: dict[str, tuple[int | str, ...]] = {}  # value -> where it comes from
+    found: dict[str, tuple[int | str, ...]] = {}  # value -> its source
     for binding in graph.bindings:
         name, names = binding.var.name, [var.name for var in free_vars(binding.value)]
         read = dict.fromkeys(source for one in names for source in found.get(one, (one,)))
         found[name] = (owner[name],) if name in owner else tuple(read)
     result: list[tuple[int | str, ...]] = []
-    behind: dict[int | str, int] = {}  # input -> the row that was put behind it
+    behind: dict[int | str, int] = {}  # input -> the row that was inserted after it
     for i, row in enumerate(rows):
         names = row_names(graph, row)
         inside = [graph.values[graph.vars[n]] for n in names if graph.vars[n] in graph.values]
@@ -536,12 +552,12 @@ def find_sources(
 
 
 def row_names(graph: Graph, row: LedgerRow) -> list[str]:
-    """The values of the float model inside of an operator, each once."""
+    """Names of the float model's values inside an operator, each once."""
     return [name for name in dict.fromkeys((*row.values, row.name)) if name in graph.vars]
 
 
 def row_calls(graph: Graph, row: LedgerRow) -> Iterable[Any]:
-    """The calls of the float model inside of an operator."""
+    """Calls of the float model inside an operator."""
     calls = (graph.call_of(graph.vars[name]) for name in row_names(graph, row))
     return [call for call in calls if call is not None]
 
@@ -551,7 +567,9 @@ def count_row_macs(graph: Graph, row: LedgerRow) -> int:
 
 
 def find_weight_ranges(graph: Graph, row: LedgerRow) -> WeightRanges | None:
-    """Of the constant that a convolution or a product reads; None where there is none."""
+    """Return the weight ranges of the constant that a convolution or product reads. None
+    without one.
+    """
     for call in row_calls(graph, row):
         weight = constant_value(call.args[1]) if count_macs(call) else None
         if weight is None or not weight.size:
@@ -566,11 +584,11 @@ def find_weight_ranges(graph: Graph, row: LedgerRow) -> WeightRanges | None:
 
 
 def find_worst_samples(gaps: Sequence[OutputGap], data: Dataset) -> list[SampleView]:
-    """The samples that the integer model is furthest off at, the worst first."""
+    """Find the samples with the largest error of the integer model, the worst first."""
     each = [gap.each for gap in gaps]
     counts = [count_samples(batch) for batch in data]
     if not each or any(len(rated) != sum(counts) for rated in each):
-        return []  # an output that does not count samples along its first axis
+        return []  # an output whose first axis does not count samples
     rated = np.min(np.array(each), axis=0)
     worst = [int(i) for i in np.argsort(rated, kind="stable")[:WORST_SAMPLES]]
     starts = np.cumsum([0, *counts])
@@ -585,8 +603,10 @@ def find_worst_samples(gaps: Sequence[OutputGap], data: Dataset) -> list[SampleV
 
 
 def draw_image(array: np.ndarray) -> np.ndarray | None:
-    """(C, H, W) or (H, W, C) with 1 or 3 channels -> (H, W, 3) uint8 from black to white; None of
-    anything else. How the user preprocessed it is not known: its range becomes that of an image.
+    """Convert (C, H, W) or (H, W, C) with 1 or 3 channels to an (H, W, 3) uint8 image.
+
+    None for any other shape. The user's preprocessing is not known, so the range of the values
+    becomes black to white.
     """
     if array.ndim == 3 and array.shape[0] in (1, 3):
         array = array.transpose(1, 2, 0)

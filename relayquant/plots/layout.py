@@ -1,6 +1,6 @@
-"""After the data flow: a network's operators and who reads whom -> where each is drawn.
+"""Operators of a network and their edges -> positions of boxes and lines.
 
-The layout (Sugiyama's layers) is that of grandalf: `pip install relayquant[report]`.
+grandalf computes the layout (Sugiyama's layers): `pip install relayquant[report]`.
 """
 
 from __future__ import annotations
@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-#: of a box, and between boxes; in units of the drawing, which are pixels at its full size
+#: size of a box and gap between boxes, in pixels at full size
 WIDTH, HEIGHT, GAP_X, GAP_Y = 168.0, 44.0, 22.0, 30.0
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class NetworkLayout:
-    """Centre of each box, the corners of each edge's line in the order of the edges, and the size
-    of the whole; (0, 0) is the corner at the top left.
+    """Centre of each box, corner points of each edge in the order of the edges, and the total size.
+
+    (0, 0) is the top left corner.
     """
 
     boxes: tuple[Point, ...]
@@ -26,18 +27,18 @@ class NetworkLayout:
 
 
 class Box:
-    """What grandalf wants to know of a vertex, and where it puts `xy`, its centre."""
+    """A vertex for grandalf: its size, and `xy`, the centre that grandalf sets."""
 
     def __init__(self) -> None:
         self.w, self.h, self.xy = WIDTH, HEIGHT, (0.0, 0.0)
 
 
 def lay_out(count: int, edges: Sequence[tuple[int, int]]) -> NetworkLayout:
-    """Boxes in layers from top to bottom; parts that no edge connects stand side by side.
+    """Place boxes in layers from top to bottom. Components without a connection stand side by side.
 
     Args:
         count: Number of boxes.
-        edges: (from, to) by position, each once, without circles.
+        edges: (from, to) by position, each once, without cycles.
     """
     from grandalf.graphs import Edge, Graph, Vertex
     from grandalf.layouts import SugiyamaLayout
@@ -59,7 +60,8 @@ def lay_out(count: int, edges: Sequence[tuple[int, int]]) -> NetworkLayout:
         if len(members) > 1:
             layout = SugiyamaLayout(component)
             layout.xspace, layout.yspace, layout.route_edge = GAP_X, GAP_Y, route_with_lines
-            # No edge closes a circle, which it would look for by calling itself for each layer.
+            # No edge closes a cycle. grandalf would search for one recursively, one call for each
+            # layer.
             layout.init_all(inverted_edges=[], optimize=False)
             layout.draw(3)
         points = [boxes[i].xy for i in members] + [p for i in inner for p in corners(links[i])]
@@ -79,11 +81,11 @@ def lay_out(count: int, edges: Sequence[tuple[int, int]]) -> NetworkLayout:
 
 
 def corners(link: object) -> list[Point]:
-    """The points that grandalf leads an edge through."""
+    """Return the points that grandalf leads an edge through."""
     return list(getattr(link.view, "_pts", ()) or ())  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def draw_line(start: Point, between: Iterable[Point], end: Point) -> tuple[Point, ...]:
-    """From the bottom of one box to the top of another."""
+    """Return a line from the bottom of one box to the top of another."""
     (x0, y0), (x1, y1) = start, end
     return ((x0, y0 + HEIGHT / 2), *between, (x1, y1 - HEIGHT / 2))

@@ -1,8 +1,8 @@
-"""After the data flow: what a report shows -> one HTML file that needs nothing else.
+"""The data of a report -> one HTML file that needs nothing else.
 
-The page is `page/report.html.jinja` with its style and its script; pictures of the whole are
-matplotlib's, and the page draws those of one operator from its numbers. Names in models come from
-anywhere: Jinja2 escapes every text, and what the script shows it shows as text.
+The page is `page/report.html.jinja` with its style and its script. Plots of the whole model are
+made by matplotlib. The page's script draws plots of one operator from its numbers. Names in models
+may hold anything: Jinja2 escapes every text, and the script inserts text only as text.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from relayquant.plots.pictures import (
 from relayquant.plots.terminal_table import shorten_middle
 from relayquant.plots.text import list_findings
 
-#: colour of a picture -> the variable of the page's style that takes its place
+#: colour of a plot -> variable of the page's style that replaces it
 THEME = {INK: "var(--ink)", SERIES: "var(--series)", OTHER_SERIES: "var(--other)"}
 THEME |= {FAINT: "var(--faint)"}
-#: module -> the package that has it
+#: module -> its package
 NEEDED = {"jinja2": "Jinja2", "grandalf": "grandalf", "matplotlib": "matplotlib"}
-#: dB: a box has the colour of the first bound that its value is below
+#: dB: a box gets the colour of the first bound above its value
 ERROR_BOUNDS = (10.0, 15.0, 20.0, 30.0)
-#: share of a run's time: a box has the colour of the first bound that its operator is above
+#: share of the run time: a box gets the colour of the first bound below its operator's share
 TIME_BOUNDS = (0.10, 0.05, 0.02, 0.005)
 NAMESPACES = {"": "http://www.w3.org/2000/svg", "xlink": "http://www.w3.org/1999/xlink"}
-#: letters of a name that a box has room for
+#: letters of a name that fit into a box
 BOX_LETTERS = 24
 
 
 def render_report(data: ReportData) -> str:
-    """The whole page.
+    """Render the page.
 
     Raises:
         MissingDependencyError: Jinja2, grandalf or matplotlib is not installed.
@@ -94,29 +94,29 @@ def render_report(data: ReportData) -> str:
 
 
 def check_installed() -> None:
-    """Before anything takes time: whether all is there that a report is made with.
+    """Check that everything that a report needs is installed, before anything takes time.
 
     Raises:
-        MissingDependencyError: Jinja2, grandalf or matplotlib is not.
+        MissingDependencyError: Jinja2, grandalf or matplotlib is not installed.
     """
     for module, package in NEEDED.items():
         try:
             import_module(module)
         except ImportError as error:
             raise MissingDependencyError(
-                f"A report needs {package}, which is not installed: pip install "
-                "relayquant[report].",
+                f"A report needs {package}, which is not installed. Run: pip install "
+                "'relayquant[report]'",
                 code="RQ503",
             ) from error
 
 
 def read_page(name: str) -> str:
-    """A file of the page, which is part of the package."""
+    """Read a file of the page. It is part of the package."""
     return resources.files("relayquant.plots").joinpath("page", name).read_text("utf-8")
 
 
 def mark_safe(text: str) -> Any:
-    """For text of our own: Jinja2 does not escape it."""
+    """Mark our own text so that Jinja2 does not escape it."""
     from markupsafe import Markup
 
     return Markup(text)
@@ -126,7 +126,7 @@ def mark_safe(text: str) -> Any:
 
 
 def show_number(value: float | None, digits: int = 1) -> str:
-    """For people: "" for None, and infinity in a word."""
+    """Format a number for people: "" for None, and infinity as a word."""
     if value is None or math.isnan(value):
         return ""
     if math.isinf(value):
@@ -139,7 +139,7 @@ def show_share(value: float | None, digits: int = 1) -> str:
 
 
 def show_bytes(count: int) -> str:
-    """In steps of 1000."""
+    """Format bytes with decimal units."""
     for unit in ("bytes", "kB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -148,21 +148,23 @@ def show_bytes(count: int) -> str:
 
 
 def round_number(value: float | None) -> float | str | None:
-    """For JSON, which has no infinity: four significant digits."""
+    """Round to four significant digits for JSON, which has no infinity."""
     if value is None or math.isnan(value):
         return None
     return show_number(value) if math.isinf(value) else float(f"{value:.4g}")
 
 
 def find_headroom(view: OperatorView, bound: OverflowBound) -> float | None:
-    """Bits that the largest sum leaves free in its register, below 0 where it does not fit."""
+    """Return the bits that the largest sum leaves free in its accumulator. Below 0 if it does
+    not fit.
+    """
     excess = view.sums.excess(bound) if view.sums is not None else np.zeros(0)
     largest = float(excess.max(initial=0.0))
     return -math.log2(largest) if largest > 0 else None
 
 
 def describe_operator(view: OperatorView) -> dict[str, Any]:
-    """What the page shows of one operator, as JSON has it; what is not known is left out."""
+    """Return what the page shows of one operator, as JSON. Unknown values are left out."""
     row, error = view.row, view.error
     histogram, weights = view.histogram, view.weights
     fields: dict[str, Any] = {
@@ -214,7 +216,7 @@ def describe_operator(view: OperatorView) -> dict[str, Any]:
 
 
 def count_shares(data: ReportData) -> dict[str, float]:
-    """Shares of operators, multiply-adds and measured time that are on integers."""
+    """Count the shares of operators, multiply-adds and measured time on integers."""
     quantized = [view for view in data.operators if view.row.quantized]
     macs = sum(view.macs for view in data.operators)
     shares = {"operators": len(quantized) / max(len(data.operators), 1)}
@@ -224,7 +226,9 @@ def count_shares(data: ReportData) -> dict[str, float]:
 
 
 def compare_configurations(data: ReportData, other: OtherView) -> list[dict[str, Any]]:
-    """A line for each operator that is not alike in both, the largest difference of SQNR first."""
+    """Return a line for each operator that differs between both, the largest difference of SQNR
+    first.
+    """
     first = {row.name: row.sqnr for row in data.compare.rows}
     second = {row.name: row.sqnr for row in other.compare.rows}
     rows = []
@@ -249,7 +253,7 @@ def describe_how(ledger: Ledger, name: str) -> str:
 
 
 def describe_graph(data: ReportData) -> dict[str, Any]:
-    """Boxes of operators and inputs, lines between them, and the size of the drawing."""
+    """Return boxes of operators and inputs, lines between them, and the size of the drawing."""
     names = [source for view in data.operators for source in view.inputs if isinstance(source, str)]
     inputs = list(dict.fromkeys(names))
     places = {name: len(data.operators) + i for i, name in enumerate(inputs)}
@@ -297,14 +301,16 @@ def describe_graph(data: ReportData) -> dict[str, Any]:
 
 
 def find_kind(view: OperatorView) -> str:
-    """Of its numbers: "int8" for 8 bits and less, "wide" for other integers, "float"."""
+    """Return the kind of an operator's numbers: "int8" up to 8 bits, "wide" for other integers,
+    "float".
+    """
     if not view.row.quantized:
         return "float"
     return "int8" if view.row.dtype in ("int8", "uint8", "int4", "uint4") else "wide"
 
 
 def grade_error(view: OperatorView) -> int | str:
-    """Number of the first bound that its SQNR is below; "none" where it was not measured."""
+    """Return the number of the first bound above the SQNR, or "none" if it was not measured."""
     if view.error is None:
         return "none"
     grades = (i for i, bound in enumerate(ERROR_BOUNDS) if view.error.sqnr < bound)
@@ -312,7 +318,7 @@ def grade_error(view: OperatorView) -> int | str:
 
 
 def grade_time(view: OperatorView, total: float) -> int | str:
-    """Number of the first bound that its share of the time is above."""
+    """Return the number of the first bound below the share of the time."""
     if view.seconds is None or not total:
         return "none"
     grades = (i for i, bound in enumerate(TIME_BOUNDS) if view.seconds / total > bound)
@@ -323,7 +329,7 @@ def grade_time(view: OperatorView, total: float) -> int | str:
 
 
 def draw(plot: Any, measured: Any) -> Any:
-    """A picture as the SVG inside of a page, in the colours of its theme."""
+    """Draw a plot as SVG to embed in a page, in the colours of the page's theme."""
     figure, text = plot(measured), io.StringIO()
     with drawing():
         figure.savefig(
@@ -333,8 +339,10 @@ def draw(plot: Any, measured: Any) -> Any:
 
 
 def adapt_svg(svg: str, name: str) -> str:
-    """An SVG of a file as a part of a page: its names begin with that of the picture, since a page
-    holds several pictures, and its colours are those of the page's theme.
+    """Adapt an SVG file to a page.
+
+    Its names get the plot's name as prefix, because a page holds several plots. Its colours become
+    those of the page's theme.
     """
     root = ElementTree.fromstring(svg)
     for element in root.iter():
@@ -345,7 +353,7 @@ def adapt_svg(svg: str, name: str) -> str:
             if key == "style":
                 value = re.sub(r"#[0-9a-f]{6}\b", lambda m: THEME.get(m[0], m[0]), value)
             element.set(key, value)
-    # matplotlib's own, which names a site of its own.
+    # matplotlib's metadata, which names its web site
     for child in [child for child in root if child.tag.endswith("metadata")]:
         root.remove(child)
     for prefix, address in NAMESPACES.items():
@@ -354,7 +362,7 @@ def adapt_svg(svg: str, name: str) -> str:
 
 
 def encode_image(image: np.ndarray) -> str:
-    """A PNG as the address of an image."""
+    """Encode an image as a data URL of a PNG."""
     from matplotlib.image import imsave
 
     file = io.BytesIO()
@@ -363,7 +371,7 @@ def encode_image(image: np.ndarray) -> str:
 
 
 def frame_page(page: str) -> str:
-    """A page inside of a notebook's, which cannot reach each other."""
+    """Frame a page for a notebook, so that neither can access the other."""
     return (
         '<iframe title="relayquant report" sandbox="allow-scripts" '
         f'style="width:100%;height:46rem;border:0" srcdoc="{escape(page, quote=True)}"></iframe>'
@@ -371,7 +379,7 @@ def frame_page(page: str) -> str:
 
 
 def describe_report(data: ReportData) -> Mapping[str, str]:
-    """The summary in words, for a terminal."""
+    """Summarize a report in words, for a terminal."""
     shares = count_shares(data)
     worst = min((gap.sqnr for gap in data.compare.outputs), default=math.inf)
     samples = format_count(data.compare.samples, "sample")

@@ -1,7 +1,7 @@
-"""After the data flow: what was measured, as pictures.
+"""Measurements -> plots.
 
-Pictures need matplotlib: `pip install relayquant[plot]`. Each function gives a figure, which a
-notebook shows, and writes it where it is told a path.
+Plots need matplotlib: `pip install relayquant[plot]`. Each function returns a figure, which a
+notebook shows. With `path`, it also writes the figure to a file.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from relayquant.ir.rewrite import Graph, expose_values
 from relayquant.plots.text import LOW_SQNR
 from relayquant.stages.prepared import PreparedModel
 
-#: elements of a value that its histogram is made of
+#: elements in the histogram of a value
 SHOWN_ELEMENTS = 1 << 17
 BINS = 120
-#: operators that have room for their names below an axis
+#: operators whose names fit below an axis
 NAMED = 60
-#: text and axes, and what is drawn in them; the page of a report puts those of its theme there
+#: text and axes, and lines; the page of a report replaces these colours with its theme
 INK, SERIES, OTHER_SERIES, FAINT = "#1b1b1f", "#2a6fb1", "#c2570c", "#8a8a93"
 STYLE: Mapping[str, Any] = {
     "axes.edgecolor": INK,
@@ -48,26 +48,27 @@ STYLE: Mapping[str, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "relayquant",  # equal figures are equal bytes
     "text.color": INK,
-    # A name in a model may hold dollar signs, which would be mathematics.
+    # A name in a model may contain dollar signs, which matplotlib would treat as mathematics.
     "text.parse_math": False,
     "xtick.color": INK,
     "ytick.color": INK,
 }
 
-Figure = Any  #: a matplotlib.figure.Figure, which is not imported before it is needed
+Figure = Any  #: a matplotlib.figure.Figure, imported only when needed
 
 
 @check_arguments
 def plot_error_by_depth(report: CompareReport, path: str | Path | None = None) -> Figure:
-    """SQNR of every value along the depth of the model: accumulated, and of each operator alone.
+    """Plot the SQNR of every value along the depth of the model: accumulated, and of each operator
+    alone.
 
     Args:
-        report: What `relayquant.compare` gave.
-        path: The picture, if it is to be written; its ending says of what kind (.png, .svg, .pdf).
+        report: The result of `relayquant.compare`.
+        path: The file to write, if any. Its ending selects the format (.png, .svg, .pdf).
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
-        ConfigError: the ending is of no kind that matplotlib writes, or there is nothing to draw.
+        ConfigError: matplotlib does not write files of this ending, or there is nothing to draw.
     """
     if not report.rows:
         raise ConfigError("The CompareReport has no rows: there is nothing to draw.", code="RQ101")
@@ -102,15 +103,16 @@ def plot_error_by_depth(report: CompareReport, path: str | Path | None = None) -
 def plot_sensitivity(
     report: SensitivityReport, path: str | Path | None = None, *, rows: int = 30
 ) -> Figure:
-    """What each operator costs when it alone is quantized, the one that costs most on top.
+    """Plot the accuracy that each operator costs when only it is quantized, the most sensitive on
+    top.
 
     Args:
-        report: What `relayquant.sensitivity` gave.
+        report: The result of `relayquant.sensitivity`.
         path: As for `plot_error_by_depth`.
-        rows: The first so many operators, >= 1.
+        rows: Maximum number of operators, >= 1.
 
     Raises:
-        MissingDependencyError, ConfigError: as `plot_error_by_depth`; or `rows` < 1.
+        MissingDependencyError, ConfigError: as for `plot_error_by_depth`; or `rows` < 1.
     """
     if rows < 1:
         raise ConfigError(f"plot_sensitivity: rows is {rows}; allowed: 1 or more.", code="RQ101")
@@ -137,14 +139,14 @@ def plot_sensitivity(
 
 @check_arguments
 def plot_latency(latencies: Mapping[str, Latency], path: str | Path | None = None) -> Figure:
-    """The best and the median time of each contender.
+    """Plot the best and the median time of each contender.
 
     Args:
-        latencies: Name -> time, as `relayquant.analysis.measure_latency` gives it.
+        latencies: Name -> time, the result of `relayquant.analysis.measure_latency`.
         path: As for `plot_error_by_depth`.
 
     Raises:
-        MissingDependencyError, ConfigError: as `plot_error_by_depth`.
+        MissingDependencyError, ConfigError: as for `plot_error_by_depth`.
     """
     if not latencies:
         raise ConfigError("There are no latencies: there is nothing to draw.", code="RQ101")
@@ -177,16 +179,16 @@ def plot_ranges(
     names: Sequence[str] | None = None,
     samples: int = 32,
 ) -> Figure:
-    """Histograms of weights and activations in float, with the range that calibration chose.
+    """Plot histograms of weights and float activations with the range that calibration chose.
 
-    Weights with a scale per channel are drawn in steps: each channel divided by its scale.
+    Per-channel weights are drawn in steps: each channel is divided by its scale.
 
     Args:
         prepared: A calibrated model.
         dataset: As for `quantize`.
         path: As for `plot_error_by_depth`.
-        names: Keys of parameters (`prepared.plan.groups`); None: all of them, 40 at most.
-        samples: Draw the first batches that hold so many samples.
+        names: Keys of parameters (`prepared.plan.groups`). None: all of them, at most 40.
+        samples: Draw the first batches with at least this number of samples.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -197,7 +199,7 @@ def plot_ranges(
 
 
 def draw_ranges(found: Sequence[DrawnRange], path: str | Path | None = None) -> Figure:
-    """The figure of `plot_ranges`."""
+    """Draw the figure of `plot_ranges`."""
     columns = min(4, len(found))
     rows = -(-len(found) // columns)
     with drawing():
@@ -217,7 +219,9 @@ def draw_ranges(found: Sequence[DrawnRange], path: str | Path | None = None) -> 
 
 @dataclass(frozen=True, eq=False)
 class DrawnRange:
-    """A histogram: counts (n,), edges (n + 1,), the chosen range, the share outside it."""
+    """A histogram: counts (n,), edges (n + 1,), the chosen range, and the share of elements
+    outside it.
+    """
 
     name: str
     unit: str
@@ -234,7 +238,7 @@ def collect_ranges(
     names: Sequence[str] | None = None,
     samples: int = 32,
 ) -> list[DrawnRange]:
-    """What `plot_ranges` draws; see there."""
+    """Collect the histograms of `plot_ranges`. See there."""
     parameters = prepared.require_parameters()
     plan = prepared.plan
     groups = plan.groups[:40] if names is None else [plan.group(name) for name in names]
@@ -256,7 +260,7 @@ def collect_ranges(
             unit, scale = "value", float(qparams.scale.reshape(-1)[0])
             zero = float(zero_point.reshape(-1)[0])
             ends = float(low - zero) * scale, float(high - zero) * scale
-        # Half a step further out still rounds to the end.
+        # Half a step beyond the end still rounds to the end.
         slack = (ends[1] - ends[0]) / float(high - low) / 2
         outside = np.mean((array < ends[0] - slack) | (array > ends[1] + slack))
         counts, edges = np.histogram(array, BINS)
@@ -267,7 +271,7 @@ def collect_ranges(
 def collect_values(
     prepared: PreparedModel, groups: Sequence[SharedQParams], dataset: Any, samples: int
 ) -> dict[str, np.ndarray]:
-    """Group key -> the weight as it is, or some elements of its activations in float."""
+    """Map each group key to the weight, or to some elements of its float activations."""
     graph = Graph(prepared.mod)
     found: dict[str, list[np.ndarray]] = {group.key: [] for group in groups}
     points: dict[str, str] = {}  # value -> group
@@ -294,18 +298,18 @@ def collect_values(
 
 
 def finite(decibels: float | None) -> float:
-    """For the axis: infinity (no difference) is left out."""
+    """Leave out infinity (no difference), for the axis."""
     return float(decibels) if decibels is not None and np.isfinite(decibels) else float("nan")
 
 
 def shorten(name: str, length: int = 40) -> str:
-    """The end of a long name, which says most."""
+    """Shorten a long name to its end, which is the most specific part."""
     return name if len(name) <= length else "..." + name[3 - length :]
 
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """Figures that are made and written inside have this package's style, whatever the user's is.
+    """Use this package's style for figures made inside, whatever the user's style is.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -314,7 +318,7 @@ def drawing() -> Iterator[None]:
         from matplotlib import rc_context
     except ImportError as error:
         raise MissingDependencyError(
-            "Pictures need matplotlib, which is not installed: pip install relayquant[plot].",
+            "Plots need matplotlib, which is not installed. Run: pip install 'relayquant[plot]'",
             code="RQ503",
         ) from error
     with rc_context(dict(STYLE)):
@@ -322,17 +326,17 @@ def drawing() -> Iterator[None]:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A figure of this size in inches, independent of any display; inside of `drawing`."""
+    """Make a figure of this size in inches, independent of any display. Use it inside `drawing`."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(min(width, 200), min(height, 200)), layout="constrained")
 
 
 def save_figure(figure: Figure, path: str | Path | None) -> None:
-    """Write a figure, unless there is no path.
+    """Write a figure to `path`, if there is one.
 
     Raises:
-        ConfigError: the ending is of no kind that matplotlib writes.
+        ConfigError: matplotlib does not write files of this ending.
         FileError: it cannot be written.
     """
     if path is None:
@@ -342,11 +346,11 @@ def save_figure(figure: Figure, path: str | Path | None) -> None:
 
 
 def check_picture(path: str | Path) -> str:
-    """The kind of picture that this name stands for: before there is anything to draw.
+    """Return the format that this file name selects, before anything is drawn.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
-        ConfigError: the ending is of no kind that matplotlib writes.
+        ConfigError: matplotlib does not write files of this ending.
     """
     with drawing():
         kinds = new_figure(1, 1).canvas.get_supported_filetypes()

@@ -1,4 +1,4 @@
-"""Beside the data flow: shows on a terminal how far a long stage is, from the events it reports."""
+"""Events of a long stage -> progress bars on a terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from relayquant.base.events import Callback, ProgressEvent, StageEvent
 
 
 class RateColumn(ProgressColumn):
-    """Units per second, e.g. "41.5 batch/s"; empty until two events have come."""
+    """Units per second, e.g. "41.5 batch/s". Empty until two events have come."""
 
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
@@ -30,14 +30,14 @@ class RateColumn(ProgressColumn):
 
 
 class ProgressReport(Callback):
-    """A bar for every running stage and task, with rate and time left, on standard error.
+    """A bar for every running stage and task on standard error, with rate and remaining time.
 
-    Use it as a context manager, so that the bars go away when a stage fails:
+    Use it as a context manager, so that the bars disappear when a stage fails:
 
         with ProgressReport() as progress:
             qmod = relayquant.quantize(mod, params, dataset, callbacks=(progress,))
 
-    Nothing is written unless the console is a terminal, nor with `quiet`.
+    Nothing is written if the console is not a terminal, or with `quiet`.
     """
 
     def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
@@ -86,7 +86,7 @@ class ProgressReport(Callback):
         return self._tasks[name]
 
     def _finish(self, name: str) -> None:
-        """Remove a bar; with the last one the display goes, so that others may print."""
+        """Remove a bar. With the last one the display ends, so that others may print."""
         task = self._tasks.pop(name, None)
         if task is None:
             return

@@ -1,4 +1,4 @@
-"""After the data flow: tables of text that fit the terminal they are printed on."""
+"""Columns of text -> tables that fit the width of the terminal."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rich.text import Text
 
 #: cells between two columns
 GAP = 3
-#: cells in which most names, and a few words, are whole
+#: cells that are enough for most names or a few words
 ENOUGH = 30
 
 
 class Fit(enum.Enum):
-    """What happens to a column where there is no room for all of it."""
+    """What happens to a column that does not fit."""
 
-    NAME = 12  #: its cells are shortened in the middle, to so many letters at least
-    TEXT = 14  #: its cells are folded between words, to lines of so many letters at least
+    NAME = 12  #: its cells are shortened in the middle, to at least this number of letters
+    TEXT = 14  #: its cells are folded between words, into lines of at least this number of letters
     NUMBER = 0  #: nothing: half of a number is another number
 
 
@@ -31,10 +31,10 @@ class Column:
     """One column of a `FittedTable`.
 
     Attributes:
-        head: What stands above it.
+        head: Its heading.
         cells: One text for each row.
         fit: See `Fit`.
-        is_minor: Whether it is left out where there is no room for all columns.
+        is_minor: Whether it is left out if not all columns fit.
     """
 
     head: str
@@ -44,32 +44,33 @@ class Column:
 
     @property
     def width(self) -> int:
-        """Cells that it takes as it is."""
+        """The width without shortening."""
         return max(map(cell_len, (self.head, *self.cells)))
 
     @property
     def least(self) -> int:
-        """Cells that it takes at least."""
+        """The minimum width."""
         bound = self.fit.value or self.width
         return min(self.width, max(bound, cell_len(self.head)))
 
     @property
     def enough(self) -> int:
-        """Cells with which it is read well: other columns are left out for these."""
+        """The width at which the column is easy to read. Minor columns are left out to
+        reach it.
+        """
         return min(self.width, max(self.least, ENOUGH))
 
 
 @dataclass(frozen=True)
 class FittedTable:
-    """A table whose lines are as long as the terminal is wide, at most.
+    """A table whose lines are at most as long as the terminal is wide.
 
-    Columns in which no row says anything are left out, and minor ones from the last to the first
-    until the others fit. What room there is goes to names first, but not more than half of it where
-    there are texts to be read.
+    Empty columns are left out. If the others do not fit, minor columns are left out, from the last
+    to the first. Spare room goes to names first, but at most half of it if there are texts to read.
 
     Attributes:
         columns: From left to right.
-        styles: One for each row, as rich has them; empty: none has any.
+        styles: One rich style for each row. Empty: no row has a style.
         has_head: Whether the first line names the columns.
     """
 
@@ -107,7 +108,7 @@ class FittedTable:
 
 
 def choose_columns(columns: Sequence[Column], room: int) -> list[Column]:
-    """Those that are shown in so many cells."""
+    """Choose the columns that are shown in this number of cells."""
     kept = [column for column in columns if any(column.cells)]
     for column in [column for column in reversed(kept) if column.is_minor]:
         if sum(other.enough for other in kept) + GAP * (len(kept) - 1) <= room:
@@ -117,7 +118,9 @@ def choose_columns(columns: Sequence[Column], room: int) -> list[Column]:
 
 
 def share_width(columns: Sequence[Column], room: int) -> list[int]:
-    """Cells for each column: what it takes if that fits, else its least and a part of the rest."""
+    """Return the cells for each column: its full width if it fits, otherwise its minimum and a
+    share of the rest.
+    """
     widths = [column.least for column in columns]
     spare = room - sum(widths) - GAP * (len(columns) - 1)
     texts = [i for i, column in enumerate(columns) if column.fit is Fit.TEXT]
@@ -133,7 +136,9 @@ def share_width(columns: Sequence[Column], room: int) -> list[int]:
 
 
 def shorten_middle(name: str, letters: int) -> str:
-    """Both ends of a long name: the end tells neighbours apart, the beginning where it is."""
+    """Keep both ends of a long name: the end tells neighbours apart, the beginning tells the
+    place.
+    """
     if len(name) <= letters:
         return name
     tail = (letters - 1) * 2 // 3

@@ -1,4 +1,4 @@
-"""After the data flow: a ledger, findings, sensitivity, errors of values: as tables of text."""
+"""Ledger, findings, sensitivity and errors of values -> tables of text."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ PLAIN_WIDTH = 10_000
 
 
 class PlainConsole(Console):
-    """A console that leaves it to callers what a reader that has gone away means: rich would end
-    the process with an exit code of its own.
+    """A console that lets callers handle a closed pipe. rich would end the process with its own
+    exit code.
     """
 
     def on_broken_pipe(self) -> None:
@@ -30,7 +30,7 @@ class PlainConsole(Console):
 
 
 def make_console(file: TextIO | None = None) -> Console:
-    """A console on `file` (default: standard output).
+    """Return a console on `file` (default: standard output).
 
     A terminal gets colours and its own width. Anything else gets plain lines that are never folded,
     so that `grep` and `cut` see whole rows.
@@ -45,7 +45,7 @@ def make_console(file: TextIO | None = None) -> Console:
 
 
 def list_findings(ledger: Ledger) -> list[str]:
-    """Lines on what calibration worked with, and on what the guard and the searches saw."""
+    """Return lines on the calibration data, and on findings of the guard and the searches."""
     lines = [f"{what} ({ledger.effort}): {choice}" for what, choice in ledger.choices.items()]
     results = (ledger.guard, ledger.search, ledger.speed)
     return lines + [str(seen) for seen in results if seen is not None]
@@ -54,13 +54,14 @@ def list_findings(ledger: Ledger) -> list[str]:
 def ledger_table(
     rows: Sequence[Mapping[str, Any]], title: str = "", *, show_all: bool = True
 ) -> Group:
-    """A line that counts what is quantized, and a table of ledger rows.
+    """Return a line that counts what is quantized, and a table of ledger rows.
 
     Args:
         rows: dicts with `name, op, quantized, pattern, dtype, reason, advice`, as in
-            `relayquant.ledger(qmod).to_dict()["operators"]`. Missing or None means nothing to say.
-        title: A line above that.
-        show_all: A line for every operator; else for those in float only.
+            `relayquant.ledger(qmod).to_dict()["operators"]`. A key that is missing or None leaves
+            its cell empty.
+        title: A line above the table.
+        show_all: Whether to list every operator. Otherwise only operators in float.
     """
     quantized = sum(bool(row.get("quantized")) for row in rows)
     text = f"{quantized} of {format_count(len(rows), 'operator')} quantized"
@@ -88,7 +89,7 @@ def ledger_table(
 
 
 def summary_table(values: Mapping[str, Any], title: str = "") -> Group:
-    """A table of names and values in two columns; floats with four significant digits."""
+    """Return a table of names and values in two columns. Floats have four significant digits."""
     shown = [
         f"{value:.4g}" if isinstance(value, float) else str(value) for value in values.values()
     ]
@@ -97,12 +98,12 @@ def summary_table(values: Mapping[str, Any], title: str = "") -> Group:
 
 
 def stack(title: str, *parts: RenderableType) -> Group:
-    # A title and a caption of the table itself would be folded to the table's width.
+    # A title or caption of the table itself would be folded to the table's width.
     return Group(*([Text(title, "bold")] if title else []), *parts)
 
 
 def _parameter(row: Mapping[str, Any], key: str) -> str:
-    """The one parameter of a result; the first and how many of several."""
+    """Describe the parameter of a result. With several, the first one and their number."""
     values = row.get(key) or ()
     if not values:
         return ""
@@ -110,7 +111,7 @@ def _parameter(row: Mapping[str, Any], key: str) -> str:
 
 
 def _list_passed_over(row: Mapping[str, Any]) -> str:
-    """Rows of the user's that matched and did not take the operator, and why."""
+    """List the user's rows that matched but did not take the operator, and why."""
     return "; ".join(
         f"{each['pattern']}: {each['reason']}" for each in row.get("passed_over") or ()
     )
@@ -122,7 +123,7 @@ def _text(row: Mapping[str, Any], key: str) -> str:
 
 
 def findings_table(findings: Sequence[Finding], title: str = "") -> Group:
-    """A line that counts the findings, and one for each."""
+    """Return a line that counts the findings, and one line for each."""
     columns = [
         Column("severity", [f.severity.value for f in findings], is_minor=True),
         Column("check", [finding.check for finding in findings]),
@@ -138,7 +139,7 @@ def findings_table(findings: Sequence[Finding], title: str = "") -> Group:
 
 
 def sensitivity_table(report: SensitivityReport, title: str = "", rows: int | None = None) -> Group:
-    """One line for each operator, the one that does the most damage first; at most `rows`."""
+    """Return one line for each operator, the most sensitive first; at most `rows`."""
     shown = report.rows[:rows]
     columns = [
         Column("operator", [row.name for row in shown], Fit.NAME),
@@ -152,17 +153,17 @@ def sensitivity_table(report: SensitivityReport, title: str = "", rows: int | No
     return stack(title, first, *([FittedTable(columns)] if shown else []), *more)
 
 
-#: below this SQNR a value is marked
+#: a value below this SQNR is marked
 LOW_SQNR = 15.0
 
 
 def compare_table(report: CompareReport, title: str = "", *, show_all: bool = True) -> Group:
-    """What goes wrong where, and one line for each value in topological order.
+    """Return a summary of the errors, and one line for each value in topological order.
 
     Args:
-        report: What was compared.
+        report: The comparison.
         title: A line above the table.
-        show_all: Whether values that are well off have a line, too.
+        show_all: Whether to list values with a small error too.
     """
     lines = [
         Text(f"{format_count(len(report.rows), 'value')}, {format_count(report.samples, 'sample')}")
@@ -180,7 +181,7 @@ def compare_table(report: CompareReport, title: str = "", *, show_all: bool = Tr
 
 
 def value_table(rows: Sequence[CompareRow]) -> FittedTable:
-    """The lines of a `compare_table`; what is not known stays empty."""
+    """Return the lines of a `compare_table`. Unknown values stay empty."""
     columns = [
         Column("value", [row.name for row in rows], Fit.NAME),
         Column("op", [row.op.removeprefix("nn.") for row in rows], is_minor=True),

@@ -154,7 +154,7 @@ def test_make_report__says_what_is_wrong(hostile, monkeypatch):
             return real(name)
 
         monkeypatch.setattr("relayquant.plots.page.import_module", refuse)
-        message = rf"needs {package}.*pip install relayquant\[report\]"
+        message = rf"needs {package}.*pip install 'relayquant\[report\]'"
         with pytest.raises(rq.errors.MissingDependencyError, match=message):
             rq.report(mod, None, mod, batches)
 
