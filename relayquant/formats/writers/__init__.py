@@ -1,4 +1,4 @@
-"""Quantized models out: the reference form or the integer module as a file that others read."""
+"""Writers: a quantized module, in the reference form or with integers -> a file for other tools."""
 
 from relayquant.config import GroupedForm
 from relayquant.formats.writers.onnx_file import export_onnx

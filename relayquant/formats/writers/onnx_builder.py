@@ -1,5 +1,5 @@
-"""Export, the ONNX side: collects nodes and constants, and knows of every value of the module under
-which tensors it is there, as integers or as real numbers.
+"""ONNX writer: collects nodes and constants. It knows the tensors of each value of the module, with
+its integers or its real values.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.function import find_free_name
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
-#: from here on QuantizeLinear knows 16-bit and 4-bit integers (ONNX, operator QuantizeLinear), and
-#: Pad wraps around (since 19)
+#: First opset in which QuantizeLinear supports 16-bit and 4-bit integers (ONNX, operator
+#: QuantizeLinear), and Pad wraps around (since 19).
 WIDE_OPSET = 21
-#: has LayerNormalization, and Clip and MaxPool of 8-bit integers
+#: First opset with LayerNormalization, and with Clip and MaxPool of 8-bit integers.
 BASE_OPSET = 17
-#: from here on AveragePool has dilations
+#: First opset with dilations of AveragePool.
 DILATED_OPSET = 19
-#: from here on ONNX's own inference counts windows of ceil_mode as everybody does
+#: First opset in which ONNX's own inference counts the windows of ceil_mode as runtimes do.
 CEIL_OPSET = 22
 
 WIDE = ("int16", "uint16", "int4")
-#: operators that blocks are written for, which DequantizeLinear has since 21
+#: Operators that need blocks, which DequantizeLinear supports since 21.
 GROUPED = ("relax.qnn.grouped_dense", "relax.qnn.grouped_take")
 
 
 @dataclass(frozen=True, eq=False)
 class Affine:
-    """Scale and zero point of a value, as constants; axis None for one of each."""
+    """Scale and zero point of a value, as constants. `axis` is None if there is one of each."""
 
     scale: np.ndarray
     zero_point: np.ndarray
@@ -44,7 +44,7 @@ class Affine:
 
 
 def read_affine(scale: relax.Expr, zero_point: relax.Expr, axis: int, rank: int) -> Affine:
-    """Parameters of an operator of the dialect.
+    """Read the constant quantization parameters of an operator of the dialect.
 
     Raises:
         ModelError: they are computed at run time.
@@ -64,7 +64,7 @@ def read_affine(scale: relax.Expr, zero_point: relax.Expr, axis: int, rank: int)
 
 
 def find_opset(graph: Graph, var: relax.Var) -> int:
-    """The first opset that a value can be written in."""
+    """Return the first opset that can express a value."""
     call, name = graph.call_of(var), graph.op_name(var)
     if tensor_dtype(var) in WIDE or name in GROUPED:
         return WIDE_OPSET
@@ -75,7 +75,7 @@ def find_opset(graph: Graph, var: relax.Var) -> int:
     shape, layout = tensor_shape(call.args[0]), str(call.attrs.layout)
     sizes = zip(layout, shape or layout, strict=True)
     if all(isinstance(size, int) for letter, size in sizes if letter in "DHW"):
-        return BASE_OPSET  # where both have other forms
+        return BASE_OPSET  # ceil_mode and dilations have other forms at known sizes
     if call.attrs.ceil_mode:
         return CEIL_OPSET
     is_dilated = "avg_pool" in name and any(int(step) != 1 for step in call.attrs.dilation)
@@ -87,13 +87,13 @@ class OnnxBuilder:
 
     Attributes:
         graph: The module.
-        opset: Of the file.
-        nodes, constants: What was emitted.
+        opset: Opset of the file.
+        nodes, constants: The emitted nodes and constants.
         real: Value -> tensor of its real values.
         integers: Value -> tensor of its integers.
-        rows: Integers of rows, or the pair with their scales -> tensor that they are made of.
-        grouped: How products with weights in groups are written.
-        merged: Values that a node before them has computed already (a bias within a convolution).
+        rows: Integers of rows, or the pair with their scales -> tensor that they are computed from.
+        grouped: How products with grouped weights are written.
+        merged: Values that an earlier node has already computed (a bias inside a convolution).
     """
 
     def __init__(self, graph: Graph, grouped: enum.Enum | None = None) -> None:
@@ -108,34 +108,36 @@ class OnnxBuilder:
         self._taken: set[str] = {var.name for var in graph.order}
 
     def unique_name(self, base: str) -> str:
-        """`base`, or with a number behind it; taken from now on."""
+        """Return `base`, or `base` with a number appended if it is taken. The name is taken from
+        now on.
+        """
         name = find_free_name(base, self._taken)
         self._taken.add(name)
         return name
 
     def emit(self, op: str, inputs: Sequence[str], output: str, **attrs: Any) -> str:
-        """A node that computes tensor `output`; returns its name."""
+        """Add a node that computes tensor `output`, and return its name."""
         name = f"{output}/{op}"
         self.nodes.append(helper.make_node(op, list(inputs), [output], name=name, **attrs))
         return output
 
     def step(self, op: str, inputs: Sequence[str], base: str, **attrs: Any) -> str:
-        """A node of a tensor that no value of the module is."""
+        """Add a node for a tensor that is not a value of the module."""
         return self.emit(op, inputs, self.unique_name(base), **attrs)
 
     def constant(self, array: Any, base: str) -> str:
-        """A constant tensor; returns its name."""
+        """Add a constant tensor and return its name."""
         name = self.unique_name(base)
         self.constants.append(numpy_helper.from_array(np.array(array, order="C"), name))
         return name
 
     def dequantize(self, tensor: str, affine: Affine, dtype: str, output: str) -> str:
-        """Node DequantizeLinear from `tensor` to `output`."""
+        """Add DequantizeLinear from `tensor` to `output`."""
         inputs = [tensor, *self._parameters(affine, dtype, output)]
         return self.emit("DequantizeLinear", inputs, output, **_axis(affine))
 
     def quantize(self, tensor: str, affine: Affine, dtype: str, output: str) -> str:
-        """Node QuantizeLinear from `tensor` to `output`."""
+        """Add QuantizeLinear from `tensor` to `output`."""
         inputs = [tensor, *self._parameters(affine, dtype, output)]
         return self.emit("QuantizeLinear", inputs, output, **_axis(affine))
 
@@ -148,7 +150,7 @@ class OnnxBuilder:
     # -- operands ----------------------------------------------------------------------------------
 
     def tensor(self, expr: relax.Expr, base: str) -> str:
-        """The tensor of an operand as it is, integers or floats."""
+        """Return the tensor of an operand as it is, integers or floats."""
         array = constant_value(expr)
         if array is not None:
             return self.constant(array, f"{base}.constant")
@@ -157,17 +159,17 @@ class OnnxBuilder:
             if found is not None:
                 return found
         raise ModelError(
-            f"export_onnx: an operand of {base!r} is no tensor of the module.", code="RQ203"
+            f"export_onnx: an operand of {base!r} is not a tensor of the module.", code="RQ203"
         )
 
     def is_accumulator(self, expr: relax.Expr) -> bool:
-        """Whether integers are there as real values only."""
+        """Return whether an integer value exists only as a tensor of real values."""
         is_known = isinstance(expr, relax.Var) and expr in self.real
         return is_known and not tensor_dtype(expr).startswith("float")
 
     def real_tensor(self, expr: relax.Expr, affine: Affine | None, base: str) -> str:
-        """The real values of an integer operand with these parameters; an accumulator has none but
-        its real values.
+        """Return the tensor of an integer operand's real values, with these parameters. An
+        accumulator has only a tensor of real values.
         """
         if self.is_accumulator(expr):
             return self.real[expr]

@@ -1,6 +1,4 @@
-"""Export: what operators that move or select values are in ONNX, as a table of writers (see
-`onnx_operators`).
-"""
+"""ONNX writer: a table of writers for data movement operators (see `onnx_operators`)."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_sha
 
 
 def write_reshape(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Reshape, also for flatten, squeeze and expand_dims. One dimension may be -1; of several that
-    are known only at run time each is computed.
+    """Write Reshape, also for flatten, squeeze and expand_dims. One dimension may be -1. If several
+    are known at run time only, each one is computed.
     """
     shape = tensor_shape(var)
     before = tensor_shape(call.args[0])
@@ -37,7 +35,7 @@ def write_reshape(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 
 
 def write_permute(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Transpose."""
+    """Write Transpose."""
     rank = var.ty.ndim
     axes = call.attrs.axes
     order = list(reversed(range(rank))) if axes is None else [a % rank for a in integers(axes)]
@@ -45,17 +43,17 @@ def write_permute(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 
 
 def write_concat(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Concat of a literal tuple."""
+    """Write Concat of a literal tuple."""
     fields = getattr(call.args[0], "fields", None)
     if fields is None:
         raise ModelError(
-            f"export_onnx: the operands of {var.name!r} are no literal tuple.", code="RQ203"
+            f"export_onnx: the operands of {var.name!r} are not a literal tuple.", code="RQ203"
         )
     inputs = [builder.tensor(field, var.name) for field in fields]
     return builder.emit("Concat", inputs, var.name, axis=int(call.attrs.axis))
 
 
-#: mode of R.nn.pad -> of Pad
+#: mode of R.nn.pad -> mode of Pad
 PAD_MODES = {
     "constant": "constant",
     "reflect": "reflect",
@@ -65,7 +63,7 @@ PAD_MODES = {
 
 
 def write_pad(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Pad with a constant, or with values of the data."""
+    """Write Pad with a constant, or with values of the data."""
     mode = str(call.attrs.pad_mode)
     if mode not in PAD_MODES:
         raise ModelError(
@@ -81,7 +79,7 @@ def write_pad(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 
 
 def write_slice(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Slice: axes, begins, ends and strides are literal tuples of sizes."""
+    """Write Slice. Axes, begins, ends and strides are literal tuples of sizes."""
     lists = [list(arg.fields) for arg in call.args[1:]]
     axes, begins, ends = lists[:3]
     strides = lists[3] if len(lists) > 3 else [1] * len(axes)
@@ -92,8 +90,8 @@ def write_slice(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 
 
 def write_take(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Gather, of all elements in order where there is no axis; indices out of bounds are brought
-    there first, as the mode says.
+    """Write Gather. Without an axis it gathers from all elements in order. Indices out of bounds
+    are first mapped to valid ones, as the mode says.
 
     Raises:
         ModelError: as `write_indices`.
@@ -109,10 +107,12 @@ def write_take(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 
 
 def write_indices(builder: OnnxBuilder, var: relax.Var, call: Call, mode: str) -> str:
-    """The tensor of indices of a take, int64, within its axis, or all elements where it has none.
+    """Write the indices of a take as an int64 tensor, valid for its axis, or for all elements if it
+    has no axis.
 
     Raises:
-        ModelError: the mode gives NaN out of bounds; or all elements of a symbolic shape are meant.
+        ModelError: the mode gives NaN out of bounds, or the indices are for all elements of a
+            symbolic shape.
     """
     data, indices = call.args[:2]
     axis, shape = call.attrs.axis, tensor_shape(data) or ()
@@ -149,7 +149,7 @@ def write_indices(builder: OnnxBuilder, var: relax.Var, call: Call, mode: str) -
 
 
 def long_indices(builder: OnnxBuilder, expr: relax.Expr, base: str) -> str:
-    """The tensor of indices, int64."""
+    """Return the tensor of indices as int64."""
     array = constant_value(expr)
     if array is not None:
         return builder.constant(array.astype("int64"), f"{base}.index")
@@ -160,22 +160,22 @@ def long_indices(builder: OnnxBuilder, expr: relax.Expr, base: str) -> str:
 
 
 def write_gather_elements(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """GatherElements."""
+    """Write GatherElements."""
     inputs = [builder.tensor(call.args[0], var.name), long_indices(builder, call.args[1], var.name)]
     return builder.emit("GatherElements", inputs, var.name, axis=int(call.attrs.axis))
 
 
 def write_gather_nd(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """GatherND."""
+    """Write GatherND."""
     inputs = [builder.tensor(call.args[0], var.name), long_indices(builder, call.args[1], var.name)]
     return builder.emit("GatherND", inputs, var.name, batch_dims=int(call.attrs.batch_dims))
 
 
 def write_tile(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Tile; axes that are not listed are in front.
+    """Write Tile. Repeats beyond the rank add axes at the front.
 
     Raises:
-        ModelError: more repeats than axes.
+        ModelError: there are more repeats than axes.
     """
     repeats, rank = integers(call.attrs.repeats), call.args[0].ty.ndim
     if len(repeats) > rank:
@@ -190,8 +190,8 @@ def write_tile(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 #: method of R.image.resize2d -> mode of Resize
 RESIZE_MODES = {"nearest_neighbor": "nearest", "linear": "linear"}
 
-#: rounding of R.image.resize2d -> nearest_mode of Resize; "round" is one of them where no
-#: coordinate lies halfway
+#: rounding of R.image.resize2d -> nearest_mode of Resize. "round" can be written if no coordinate
+#: is halfway.
 NEAREST_MODES = {
     "round": "round_prefer_ceil",
     **{mode: mode for mode in ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")},
@@ -199,9 +199,9 @@ NEAREST_MODES = {
 
 
 def lies_halfway(before: int, after: int, transformation: str) -> bool:
-    """Whether a coordinate of a resized axis lies halfway between two values of the input.
+    """Return whether a coordinate of a resized axis is halfway between two values of the input.
 
-    The transformations are those of ONNX, operator Resize.
+    The transformations are defined in ONNX, operator Resize.
     """
     scale = Fraction(before, after)
     if transformation == "align_corners":
@@ -211,11 +211,11 @@ def lies_halfway(before: int, after: int, transformation: str) -> bool:
 
 
 def write_resize(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Resize to a height and width that are known.
+    """Write Resize to a known height and width.
 
     Raises:
-        ModelError: a packed layout, another method, or a symbolic height or width; or values
-            halfway between two are rounded to even, which ONNX does not have.
+        ModelError: the layout is packed, the method is another one, height or width are symbolic,
+            or values halfway between two are rounded to even, which ONNX lacks.
     """
     attrs, layout = call.attrs, str(call.attrs.layout)
     method, rounding = str(attrs.method), str(attrs.rounding_method)
@@ -258,7 +258,7 @@ def write_resize(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 
 
 def write_expand(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Expand; a symbolic dimension that the data has too is 1, which leaves it."""
+    """Write Expand. A symbolic dimension that the data also has is written as 1, which keeps it."""
     shape, before = tensor_shape(var) or (), tensor_shape(call.args[0]) or ()
     kept = ("",) * (len(shape) - len(before)) + before
     sizes = [
@@ -269,8 +269,8 @@ def write_expand(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     return builder.emit("Expand", [builder.tensor(call.args[0], var.name), given], var.name)
 
 
-#: operators that move or select values
-MOVE_WRITERS: dict[str, Writer] = {
+#: data movement operators
+DATA_MOVEMENT_WRITERS: dict[str, Writer] = {
     "relax.reshape": write_reshape,
     "relax.flatten": write_reshape,
     "relax.squeeze": write_reshape,
@@ -287,8 +287,8 @@ MOVE_WRITERS: dict[str, Writer] = {
     "relax.broadcast_to": write_expand,
 }
 
-#: attributes that the writers of MOVE_WRITERS write; all others have to be at their defaults
-MOVE_ATTRIBUTES: dict[str, tuple[str, ...]] = {
+#: Attributes that the writers of DATA_MOVEMENT_WRITERS write. All others must have their defaults.
+DATA_MOVEMENT_ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "relax.squeeze": ("axis",),
     "relax.expand_dims": ("axis",),
     "relax.permute_dims": ("axes",),

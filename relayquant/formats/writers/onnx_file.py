@@ -1,4 +1,4 @@
-"""Export, entry: a reference form or an integer module -> a QDQ ONNX file."""
+"""ONNX writer, entry: a module in the reference form or with integers -> a QDQ ONNX file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from relayquant.base.storage.files import write_whole
 from relayquant.config import GroupedForm
 from relayquant.errors import ModelError, format_count
 from relayquant.formats.writers.onnx_builder import OnnxBuilder
-from relayquant.formats.writers.onnx_data_movement import MOVE_ATTRIBUTES, MOVE_WRITERS
+from relayquant.formats.writers.onnx_data_movement import (
+    DATA_MOVEMENT_ATTRIBUTES,
+    DATA_MOVEMENT_WRITERS,
+)
 from relayquant.formats.writers.onnx_operators import (
     ELEMENT,
     FLOAT_ATTRIBUTES,
@@ -27,16 +30,16 @@ from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.attributes import find_unmodelled
 from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
 
-#: Relax operator -> what writes it
-WRITERS: dict[str, Writer] = {**FLOAT_WRITERS, **MOVE_WRITERS, **QNN_WRITERS}
+#: Relax operator -> its writer
+WRITERS: dict[str, Writer] = {**FLOAT_WRITERS, **DATA_MOVEMENT_WRITERS, **QNN_WRITERS}
 
-#: Relax operator -> attributes that its writer writes; writers of the dialect write all
-ATTRIBUTES = {**FLOAT_ATTRIBUTES, **MOVE_ATTRIBUTES}
+#: Relax operator -> attributes that its writer writes. Writers of the dialect write all attributes.
+ATTRIBUTES = {**FLOAT_ATTRIBUTES, **DATA_MOVEMENT_ATTRIBUTES}
 
-#: a file of protobuf holds no more
+#: Largest protobuf file.
 MAX_BYTES = 2**31 - 1
 
-#: dtypes of accumulators, which have no tensor of integers in a QDQ file
+#: Dtypes of accumulators, which have no integer tensor in a QDQ file.
 ACCUMULATORS = ("int32",)
 
 
@@ -50,20 +53,21 @@ def export_onnx(
     """Write a quantized model as ONNX with QuantizeLinear and DequantizeLinear.
 
     Args:
-        mod: What `convert_to_reference`, `quantize` or `lower` returned, or a float module in
-            canonical form.
-        path: The file; it is written whole or not at all.
-        grouped: How products with weights in groups are written.
+        mod: Result of `convert_to_reference`, `quantize` or `lower`, or a float module in canonical
+            form.
+        path: The file. It is written completely or not at all.
+        grouped: How products with grouped weights are written.
 
-    Values keep their names. Weights are integers behind DequantizeLinear, per channel along its
-    axis; biases int32 in units of their accumulators. An integer module is written operator by
-    operator, as the float operator between dequantize and quantize.
+    Values keep their names. Weights are integers followed by DequantizeLinear, per channel along
+    their axis. Biases are int32 with the scale of their accumulator. An integer module is written
+    operator by operator, each as the float operator between dequantize and quantize.
 
     Returns:
         The path.
 
     Raises:
-        ModelError: operators that have no form in ONNX (all are listed), or a model beyond 2 GB.
+        ModelError: operators cannot be expressed in ONNX (all are listed), or the model is larger
+            than 2 GB.
     """
     path = Path(path)
     model = build_model(mod, grouped)
@@ -85,10 +89,10 @@ def export_onnx(
 
 
 def build_model(mod: tvm.IRModule, grouped: GroupedForm = GroupedForm.BLOCKS) -> onnx.ModelProto:
-    """The ONNX model of a module.
+    """Build the ONNX model of a module.
 
     Raises:
-        ModelError: operators that have no form in ONNX; all are listed.
+        ModelError: operators cannot be expressed in ONNX. All are listed.
     """
     graph = Graph(mod)
     check_operators(graph)
@@ -99,7 +103,7 @@ def build_model(mod: tvm.IRModule, grouped: GroupedForm = GroupedForm.BLOCKS) ->
         var, value = binding.var, binding.value
         if var in builder.merged or isinstance(value, relax.Tuple):
             continue
-        if isinstance(value, relax.TupleGetItem):  # of rows: others were refused
+        if isinstance(value, relax.TupleGetItem):  # a value of rows: other tuples were refused
             builder.rows[var] = builder.rows[value.tuple_value]
             continue
         if isinstance(value, relax.Var):
@@ -125,7 +129,7 @@ def build_model(mod: tvm.IRModule, grouped: GroupedForm = GroupedForm.BLOCKS) ->
 
 
 def store(builder: OnnxBuilder, var: relax.Var, name: str) -> None:
-    """Remember a tensor: of accumulators it holds the real values."""
+    """Remember a tensor. For an accumulator, it holds the real values."""
     operands = getattr(builder.graph.values.get(var), "args", ())
     is_accumulator = any(builder.is_accumulator(arg) for arg in operands) and (
         tensor_dtype(var) in ACCUMULATORS
@@ -137,7 +141,7 @@ def store(builder: OnnxBuilder, var: relax.Var, name: str) -> None:
 
 
 def check_operators(graph: Graph) -> None:
-    """Raise one ModelError for all operators that have no form in ONNX."""
+    """Raise one ModelError for all operators that ONNX cannot express."""
     missing: dict[str, list[str]] = {}
     for binding in graph.bindings:
         value = binding.value
@@ -164,19 +168,19 @@ def check_operators(graph: Graph) -> None:
 
 
 def is_of_rows(graph: Graph, value: relax.TupleGetItem) -> bool:
-    """Whether a value is a part of what `qnn.quantize_rows` gives."""
+    """Return whether a value is a part of the result of `qnn.quantize_rows`."""
     return graph.op_name(value.tuple_value) == "relax.qnn.quantize_rows"
 
 
 def list_results(graph: Graph) -> list[relax.Expr]:
-    """What main returns, in order; a tuple taken apart."""
+    """List the results of main in order. A tuple is split."""
     body = graph.func.body.body
     value = graph.values.get(body) if isinstance(body, relax.Var) else body
     return list(value.fields) if isinstance(value, relax.Tuple) else [body]
 
 
 def describe(builder: OnnxBuilder, expr: relax.Expr) -> onnx.ValueInfoProto:
-    """Name, dtype and shape of an input or output.
+    """Return name, dtype and shape of an input or output.
 
     Raises:
         ModelError: it is an accumulator.
@@ -193,7 +197,7 @@ def describe(builder: OnnxBuilder, expr: relax.Expr) -> onnx.ValueInfoProto:
 def keep_needed(
     builder: OnnxBuilder, outputs: list[str]
 ) -> tuple[list[onnx.NodeProto], list[onnx.TensorProto]]:
-    """(nodes, constants) that the outputs depend on."""
+    """Return the (nodes, constants) that the outputs depend on."""
     needed = set(outputs)
     nodes = []
     for node in reversed(builder.nodes):

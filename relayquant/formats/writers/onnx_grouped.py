@@ -1,11 +1,11 @@
-"""Export: weights of few bits in groups, as DequantizeLinear with blocks or as MatMulNBits.
+"""ONNX writer: grouped weights of few bits, as DequantizeLinear with blocks or as MatMulNBits.
 
     grouped_dense(x, w)  ->  MatMul(x, DequantizeLinear(codes (K, N), block_size))
                              MatMulNBits(x, codes)
     grouped_take(i, w)   ->  Gather(DequantizeLinear(codes (N, K), block_size), i)
 
-Data that is quantized row by row has no operator: MatMulNBits is told so by accuracy_level=4, with
-which ONNX Runtime quantizes it by blocks; before a MatMul each step is written out.
+There is no operator for data quantized row by row. MatMulNBits gets accuracy_level=4, with which
+ONNX Runtime quantizes the data in blocks. Before a MatMul, each step is written out.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from relayquant.formats.writers.onnx_builder import OnnxBuilder
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
 
 MICROSOFT = "com.microsoft"
-#: Sizes of groups that MatMulNBits takes: powers of two from here on.
+#: Smallest group size of MatMulNBits. All sizes are powers of two.
 LEAST_BLOCK = 16
-#: accuracy_level: data may be quantized to int8.
+#: Value of accuracy_level: data may be quantized to int8.
 INT8_DATA = 4
 #: Largest magnitude of an integer of a row.
 ROW_LIMIT = 127.0
 
 
 def write_quantize_rows(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Nothing: who reads the rows writes what they need."""
+    """Write nothing: the readers of the rows write what they need."""
     name = builder.tensor(call.args[0], var.name)
     builder.rows[var] = name
     return name
 
 
 def write_grouped_dense(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """MatMulNBits, or MatMul by dequantized blocks."""
+    """Write MatMulNBits, or MatMul with dequantized blocks."""
     codes, scale, zero = read_weight(call, var.name, call.args[2:])
     bits, size = int(call.attrs.bits), int(call.attrs.group_size)
     data, data_scale = call.args[:2]
@@ -59,7 +59,7 @@ def write_grouped_dense(builder: OnnxBuilder, var: relax.Var, call: Call) -> str
 
 
 def write_grouped_take(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Gather of dequantized rows."""
+    """Write Gather of dequantized rows."""
     weight = read_weight(call, var.name, call.args[1:])
     bits, size = int(call.attrs.bits), int(call.attrs.group_size)
     table = dequantize(builder, weight, bits, size, 1, var.name)
@@ -68,14 +68,14 @@ def write_grouped_take(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 
 
 def read_weight(call: Call, name: str, args) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(codes uint8 (N, K), scales float32 and zero points uint8 (N, groups)).
+    """Return (codes uint8 (N, K), scales float32 and zero points uint8 (N, groups)).
 
     Raises:
         ModelError: they are computed at run time.
     """
     packed, scale, zero = (constant_value(arg) for arg in args)
     if packed is None or scale is None or zero is None:
-        raise ModelError(f"export_onnx: the weight of {name!r} is no constant.", code="RQ203")
+        raise ModelError(f"export_onnx: the weight of {name!r} is not a constant.", code="RQ203")
     codes = unpack_codes(packed, int(call.attrs.bits), int(call.attrs.features))
     return codes, scale.astype("float32"), np.broadcast_to(zero, scale.shape)
 
@@ -88,7 +88,7 @@ def write_nbits(
     bits: int,
     size: int,
 ) -> str:
-    """com.microsoft.MatMulNBits; 2 and 3 bits are written as 4."""
+    """Write com.microsoft.MatMulNBits. 2 and 3 bits are written as 4."""
     codes, scale, zero = weight
     rows, features = codes.shape
     groups, wide = count_groups(features, size), max(bits, 4)
@@ -116,8 +116,10 @@ def dequantize(
     axis: int,
     name: str,
 ) -> str:
-    """Node DequantizeLinear of a weight whose groups are along `axis`, 0 of (K, N) or 1 of (N, K);
-    one group for each row has no blocks, unless scales are negative: those of an axis are not.
+    """Add DequantizeLinear of a weight whose groups are along `axis`: 0 of (K, N) or 1 of (N, K).
+
+    One group per row is written without blocks, unless scales are negative: scales along an axis
+    must be positive.
     """
     codes, scale, zero = (part if axis else part.T for part in weight)
     kind = TensorProto.UINT8 if bits == 8 else TensorProto.UINT4
@@ -134,7 +136,7 @@ def dequantize(
 
 
 def add_codes(builder: OnnxBuilder, codes: np.ndarray, kind: int, base: str) -> str:
-    """A constant of uint8, or of uint4, two in a byte from the first to the last."""
+    """Add a constant of uint8, or of uint4 with two codes per byte, the first in the low bits."""
     if kind == TensorProto.UINT8:
         return builder.constant(codes, base)
     name = builder.unique_name(base)
@@ -145,8 +147,8 @@ def add_codes(builder: OnnxBuilder, codes: np.ndarray, kind: int, base: str) -> 
 
 
 def write_rows(builder: OnnxBuilder, data: str, name: str) -> str:
-    """Real values of data that was quantized row by row: round(x / scale) * scale, each step as
-    `qnn.quantize_rows` has it.
+    """Write the real values of data quantized row by row: round(x / scale) * scale, with the steps
+    of `qnn.quantize_rows`.
     """
     axes = builder.constant(np.array([-1], "int64"), f"{name}.axes")
     limit = builder.constant(np.array(ROW_LIMIT, "float32"), f"{name}.limit")

@@ -1,7 +1,7 @@
-"""Export: what each Relax operator is in ONNX, as a table of small functions.
+"""ONNX writer: a table of small functions, one for each Relax operator.
 
 A writer takes the builder, the variable and its call, emits nodes and returns the name of the
-tensor; `emit` under the variable's own name, so that values keep their names.
+tensor. Its last node uses the variable's own name, so that values keep their names.
 """
 
 from __future__ import annotations
@@ -42,20 +42,22 @@ ELEMENT = {
 
 
 def write_plain(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """The ONNX operator of the same operands."""
+    """Write the ONNX operator with the same operands."""
     inputs = [builder.tensor(arg, var.name) for arg in call.args]
     return builder.emit(op, inputs, var.name)
 
 
 def integers(values: object) -> list[int]:
-    """Attribute values as a list of ints."""
+    """Return attribute values as a list of ints."""
     return [int(value) for value in values]  # pyright: ignore[reportGeneralTypeIssues]
 
 
 def in_channels_first(
     builder: OnnxBuilder, var: relax.Var, data: str, layout: str, write: Callable[[str, str], str]
 ) -> str:
-    """`write(data, output)` of an operator that ONNX has with channels first only."""
+    """Call `write(data, output)` with transposes around it if needed, because ONNX has the operator
+    with channels first only.
+    """
     if layout.index("C") == 1:
         return write(data, var.name)
     rank = len(layout)
@@ -74,7 +76,7 @@ def conv_attributes(op: str, view: ConvView) -> dict[str, object]:
 
 
 def constant_of(builder: OnnxBuilder, expr: relax.Expr) -> tuple[np.ndarray, Call | None] | None:
-    """(array, dequantize call if there is one) of a constant operand."""
+    """Return (array, dequantize call if there is one) of a constant operand."""
     array = constant_value(expr)
     if array is not None:
         return array, None
@@ -86,7 +88,7 @@ def constant_of(builder: OnnxBuilder, expr: relax.Expr) -> tuple[np.ndarray, Cal
 
 
 def channel_bias(builder: OnnxBuilder, var: relax.Var, axis: int) -> relax.Var | None:
-    """The add of a constant per channel that is the only reader of `var`."""
+    """Return the add of a per-channel constant, if it is the only reader of `var`."""
     if not builder.graph.has_one_user(var):
         return None
     (user,) = builder.graph.users[var]
@@ -106,8 +108,8 @@ def channel_bias(builder: OnnxBuilder, var: relax.Var, axis: int) -> relax.Var |
 def oriented_constant(
     builder: OnnxBuilder, expr: relax.Expr, order: Sequence[int], base: str
 ) -> str:
-    """A weight with its axes in another order; constants are transposed here, with their channel
-    axis.
+    """Write a weight with its axes in another order. Constants are transposed here, together with
+    their channel axis.
     """
     if list(order) == list(range(len(order))):
         return builder.tensor(expr, base)
@@ -126,10 +128,10 @@ def oriented_constant(
 
 
 def bias_vector(builder: OnnxBuilder, expr: relax.Expr, base: str) -> str:
-    """A bias per channel as the vector that Conv and Gemm take."""
+    """Return a per-channel bias as the vector that Conv and Gemm take."""
     found = constant_of(builder, expr)
     if found is None:
-        raise ModelError(f"export_onnx: the bias of {base!r} is no constant.", code="RQ203")
+        raise ModelError(f"export_onnx: the bias of {base!r} is not a constant.", code="RQ203")
     array, call = found
     tensor = builder.constant(array.reshape(-1), f"{base}.bias")
     if call is None:
@@ -145,7 +147,7 @@ def write_linear(
     layout_axis: int,
     write: Callable[[relax.Var, list[str]], str],
 ) -> str:
-    """`write(output variable, [bias])`, the add of a bias behind `var` merged into it."""
+    """Call `write(output variable, [bias])`. An add of a bias after `var` is merged into it."""
     add = channel_bias(builder, var, layout_axis)
     if add is None:
         return write(var, [])
@@ -156,7 +158,7 @@ def write_linear(
 
 
 def write_conv(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Conv or ConvTranspose, with the bias that is added to it alone."""
+    """Write Conv or ConvTranspose, with the bias that is added to it."""
     view = ConvView.of(call)
     layout, kernel = view.layout, view.kernel_layout
     wanted = ("OI" if op == "Conv" else "IO") + view.letters
@@ -176,7 +178,7 @@ def write_conv(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str
 
 
 def write_matmul(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """MatMul; Gemm where a bias is added to a product of matrices."""
+    """Write MatMul, or Gemm if a bias is added to a product of matrices."""
     inputs = [builder.tensor(arg, var.name) for arg in call.args]
     if var.ty.ndim != 2 or any(arg.ty.ndim != 2 for arg in call.args):
         return builder.emit("MatMul", inputs, var.name)
@@ -188,8 +190,10 @@ def write_matmul(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 
 
 def write_pool(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """MaxPool or AveragePool. Without ceil_mode where sizes are known: before opset 22 ONNX's own
-    inference counts windows that start in the padding.
+    """Write MaxPool or AveragePool.
+
+    If sizes are known, ceil_mode is not used: before opset 22, ONNX's own inference counts windows
+    that start in the padding.
     """
     attrs, view, dtype = call.attrs, ConvView.of(call), tensor_dtype(call.args[0])
     layout, kernel, steps, counts = view.layout, list(view.window), list(view.dilation), None
@@ -219,8 +223,8 @@ def write_pool(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str
         )
 
     def emit_sum(source: str, output: str) -> str:
-        """A convolution with ones, over the counts: ONNX Runtime has no dilations in integers, and
-        no pads as wide as the kernel.
+        """Write a convolution with ones, divided by the counts. ONNX Runtime lacks dilations for
+        integers, and pads as wide as the kernel.
         """
         channels = int(tensor_shape(var)[layout.index("C")])  # pyright: ignore[reportOptionalSubscript]
         ones = builder.constant(np.ones([channels, 1, *kernel], dtype), f"{var.name}.ones")
@@ -234,8 +238,8 @@ def write_pool(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str
 
 
 def count_values(call: Call) -> np.ndarray | None:
-    """How many values each window of an average pool counts, of shape (1, 1, *windows); None of
-    sizes that are not known.
+    """Count the values of each window of an average pool, shape (1, 1, *windows). None if a size is
+    unknown.
     """
     shape, layout = tensor_shape(call.args[0]) or (), str(call.attrs.layout)
     sizes = [1 if letter == "N" else size for letter, size in zip(layout, shape, strict=True)]
@@ -247,13 +251,13 @@ def count_values(call: Call) -> np.ndarray | None:
 
 
 def is_wide(pads: Sequence[int], kernel: Sequence[int]) -> bool:
-    """Whether pads are as wide as the kernel."""
+    """Return whether pads are as wide as the kernel."""
     return any(pad >= size for pad, size in zip(pads, [*kernel, *kernel], strict=True))
 
 
 def end_windows(var: relax.Var, call: Call) -> list[int] | None:
-    """Pads with which a pool's windows end in the padding; None of sizes that are not known. Those
-    of the pool itself without ceil_mode.
+    """Return pads with which a pool's windows end in the padding, or the pool's own pads without
+    ceil_mode. None if a size is unknown.
     """
     view = ConvView.of(call)
     begins = view.padding[: view.rank]
@@ -272,7 +276,9 @@ def end_windows(var: relax.Var, call: Call) -> list[int] | None:
 
 
 def write_reduce(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """ReduceMean and its like; axes are an attribute before opset 18, an input from there on."""
+    """Write ReduceMean and similar operators. Axes are an attribute before opset 18, an input from
+    then on.
+    """
     data = builder.tensor(call.args[0], var.name)
     axes = call.attrs.axis
     listed = list(range(call.args[0].ty.ndim)) if axes is None else integers(axes)
@@ -284,10 +290,10 @@ def write_reduce(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> s
 
 
 def write_clip(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Clip with bounds of the data's dtype; infinite ones are left out.
+    """Write Clip with bounds in the data's dtype. Infinite bounds are left out.
 
     Raises:
-        ModelError: an accumulator is clipped at another value than 0.
+        ModelError: an accumulator is clipped at a value other than 0.
     """
     inputs = [builder.tensor(call.args[0], var.name)]
     dtype = tensor_dtype(var)
@@ -307,10 +313,10 @@ def write_clip(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 
 
 def write_arg(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """ArgMax, ArgMin along one axis.
+    """Write ArgMax, ArgMin along one axis.
 
     Raises:
-        ModelError: over all axes, which ONNX does not have.
+        ModelError: the operator is over all axes, which ONNX lacks.
     """
     if call.attrs.axis is None:
         raise ModelError(
@@ -325,18 +331,18 @@ def write_arg(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 
 
 def write_prelu(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """PRelu; the slopes are broadcast from the right."""
+    """Write PRelu. The slopes broadcast from the right."""
     rank, axis = var.ty.ndim, int(call.attrs.axis) % var.ty.ndim
     slopes = constant_value(call.args[1])
     if slopes is None:
-        raise ModelError(f"export_onnx: the slopes of {var.name!r} are no constant.", code="RQ203")
+        raise ModelError(f"export_onnx: the slopes of {var.name!r} are not constant.", code="RQ203")
     shaped = slopes.reshape(-1, *[1] * (rank - axis - 1))
     inputs = [builder.tensor(call.args[0], var.name), builder.constant(shaped, f"{var.name}.slope")]
     return builder.emit("PRelu", inputs, var.name)
 
 
 def write_cast(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Cast."""
+    """Write Cast."""
     to = ELEMENT.get(tensor_dtype(var))
     if to is None:
         raise ModelError(
@@ -346,19 +352,19 @@ def write_cast(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 
 
 def write_axis(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Softmax, LogSoftmax."""
+    """Write Softmax, LogSoftmax."""
     data = builder.tensor(call.args[0], var.name)
     return builder.emit(op, [data], var.name, axis=int(call.attrs.axis))
 
 
 def write_leaky_relu(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """LeakyRelu."""
+    """Write LeakyRelu."""
     data = builder.tensor(call.args[0], var.name)
     return builder.emit("LeakyRelu", [data], var.name, alpha=float(call.attrs.alpha))
 
 
 def write_layer_norm(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """LayerNormalization over the last axes."""
+    """Write LayerNormalization over the last axes."""
     inputs = [builder.tensor(arg, var.name) for arg in call.args]
     rank = var.ty.ndim
     axes = sorted(axis % rank for axis in integers(call.attrs.axes))
@@ -373,7 +379,7 @@ def write_layer_norm(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 
 
 def write_formula(formula: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """The operators of a formula; its numbers are float32 constants."""
+    """Write the operators of a formula. Its numbers are float32 constants."""
 
     def apply(word: str, operands: list[str], is_last: bool) -> str:
         name = var.name if is_last else builder.unique_name(f"{var.name}.step")
@@ -385,7 +391,7 @@ def write_formula(formula: str, builder: OnnxBuilder, var: relax.Var, call: Call
     return evaluate_formula(formula, builder.tensor(call.args[0], var.name), apply, number)
 
 
-#: Relax operator -> ONNX operator of the same operands
+#: Relax operator -> ONNX operator with the same operands
 PLAIN = {
     "relax.add": "Add", "relax.subtract": "Sub", "relax.multiply": "Mul", "relax.divide": "Div",
     "relax.power": "Pow", "relax.maximum": "Max", "relax.minimum": "Min", "relax.where": "Where",
@@ -393,7 +399,7 @@ PLAIN = {
     **{op: row.onnx for op, row in RELAX_UNARY.items() if row.onnx},
 }  # fmt: skip
 
-#: kind of a pool of Relax -> operator of ONNX
+#: kind of pool in Relax -> operator in ONNX
 POOLS = {"max": "MaxPool", "avg": "AveragePool"}
 
 #: operators that compute
@@ -434,7 +440,7 @@ _POOL = (
 )  # fmt: skip
 _REDUCE = ("axis", "keepdims")
 
-#: attributes that the writers of FLOAT_WRITERS write; all others have to be at their defaults
+#: Attributes that the writers of FLOAT_WRITERS write. All others must have their defaults.
 FLOAT_ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "relax.nn.conv1d": _CONV,
     "relax.nn.conv2d": _CONV,

@@ -1,7 +1,7 @@
-"""Export: operators of the dialect as dequantize - float operator - quantize.
+"""ONNX writer: operators of the dialect -> dequantize, float operator, quantize.
 
-An accumulator (int32, in units of data scale x weight scale) has no tensor of integers in the file,
-only one of its real values: qnn.conv2d(x, w) -> Conv(DequantizeLinear(x), DequantizeLinear(w)).
+An accumulator (int32, with scale data scale x weight scale) has no integer tensor in the file, only
+a tensor of its real values: qnn.conv2d(x, w) -> Conv(DequantizeLinear(x), DequantizeLinear(w)).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
 
 
 def write_quantize(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """QuantizeLinear."""
+    """Write QuantizeLinear."""
     affine = read_affine(call.args[1], call.args[2], int(call.attrs.axis), var.ty.ndim)
     data = builder.tensor(call.args[0], var.name)
     return builder.quantize(data, affine, tensor_dtype(var), var.name)
 
 
 def write_dequantize(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """DequantizeLinear; nothing for an accumulator, which is there as real values."""
+    """Write DequantizeLinear. An accumulator needs none, because its tensor holds real values."""
     data = call.args[0]
     affine = read_affine(call.args[1], call.args[2], int(call.attrs.axis), var.ty.ndim)
     if builder.is_accumulator(data):
@@ -48,7 +48,7 @@ def write_dequantize(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 
 
 def write_requantize(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """QuantizeLinear of the real values."""
+    """Write QuantizeLinear of the real values."""
     data, scale, zero_point, out_scale, out_zero = call.args
     affine = read_affine(scale, zero_point, int(call.attrs.axis), var.ty.ndim)
     real = builder.real_tensor(data, affine, var.name)
@@ -57,8 +57,8 @@ def write_requantize(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 
 
 def accumulate(builder: OnnxBuilder, var: relax.Var, scales: tuple[relax.Expr, relax.Expr]):
-    """(value that the product stands for, [bias]): the add of an int32 constant behind `var` is
-    merged into it.
+    """Return (output variable of the product, [bias]). An add of an int32 constant after `var` is
+    merged into the product.
     """
     if not builder.graph.has_one_user(var):
         return var, []
@@ -83,13 +83,15 @@ def accumulate(builder: OnnxBuilder, var: relax.Var, scales: tuple[relax.Expr, r
 
 
 def write_qnn_conv(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """qnn.conv1d, conv2d, conv2d_transpose of constant weights."""
+    """Write qnn.conv1d, conv2d, conv2d_transpose with constant weights."""
     data, weight, data_zero, weight_zero, data_scale, weight_scale = call.args
     view = ConvView.of(call)
     layout, kernel = view.layout, view.kernel_layout
     array = constant_value(weight)
     if array is None:
-        raise ModelError(f"export_onnx: the weight of {var.name!r} is no constant.", code="RQ203")
+        raise ModelError(
+            f"export_onnx: the weight of {var.name!r} is not a constant.", code="RQ203"
+        )
     order = [kernel.index(c) for c in ("OI" if op == "Conv" else "IO") + view.letters]
     affine = read_affine(weight_scale, weight_zero, kernel.index("O"), array.ndim)
     if affine.axis is not None:
@@ -112,11 +114,13 @@ def write_qnn_conv(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) ->
 
 
 def write_qnn_dense(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """qnn.dense(x, w (units, K)): MatMul with w transposed, Gemm with a bias."""
+    """Write qnn.dense(x, w (units, K)): MatMul with w transposed, or Gemm with a bias."""
     data, weight, data_zero, weight_zero, data_scale, weight_scale = call.args
     array = constant_value(weight)
     if array is None:
-        raise ModelError(f"export_onnx: the weight of {var.name!r} is no constant.", code="RQ203")
+        raise ModelError(
+            f"export_onnx: the weight of {var.name!r} is not a constant.", code="RQ203"
+        )
     affine = read_affine(weight_scale, weight_zero, 0, 2)
     if affine.axis is not None:
         affine = Affine(affine.scale, affine.zero_point, 1)
@@ -137,7 +141,7 @@ def write_qnn_dense(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 
 
 def write_qnn_batch_matmul(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """qnn.batch_matmul(x, y (..., N, K)): MatMul with y transposed."""
+    """Write qnn.batch_matmul(x, y (..., N, K)): MatMul with y transposed."""
     left, right, left_zero, right_zero, left_scale, right_scale = call.args
     rank = right.ty.ndim
     inputs = [
@@ -151,7 +155,7 @@ def write_qnn_batch_matmul(builder: OnnxBuilder, var: relax.Var, call: Call) -> 
 
 
 def write_qnn_binary(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """qnn.add, subtract, mul."""
+    """Write qnn.add, subtract, mul."""
     lhs, rhs, lhs_scale, lhs_zero, rhs_scale, rhs_zero, out_scale, out_zero = call.args
     inputs = []
     for expr, scale, zero, axis in (
@@ -171,8 +175,8 @@ def write_float_form(
     var: relax.Var,
     call: Call,
 ) -> str:
-    """An operator on one tensor by its form on real values: what is written of that, between
-    DequantizeLinear and QuantizeLinear.
+    """Write an operator on one tensor as its float operator, between DequantizeLinear and
+    QuantizeLinear.
     """
     data, scale, zero, out_scale, out_zero = call.args[:5]
     source = relax.Var(f"{var.name}.data", relax.TensorType(data.ty.shape, "float32"))
@@ -189,7 +193,7 @@ def write_float_form(
 
 
 def write_qnn_concatenate(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """qnn.concatenate."""
+    """Write qnn.concatenate."""
     data, scales, zeros, out_scale, out_zero = call.args
     fields = (getattr(data, "fields", ()), scales.fields, zeros.fields)
     inputs = [
@@ -202,13 +206,13 @@ def write_qnn_concatenate(builder: OnnxBuilder, var: relax.Var, call: Call) -> s
 
 
 def write_lookup(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """qnn.lookup(x, table): Gather from the table, which is indexed by the bits of x."""
+    """Write qnn.lookup(x, table): Gather from the table, which is indexed by the bits of x."""
     data, table = call.args[0], constant_value(call.args[1])
     if table is None:
-        raise ModelError(f"export_onnx: the table of {var.name!r} is no constant.", code="RQ203")
+        raise ModelError(f"export_onnx: the table of {var.name!r} is not a constant.", code="RQ203")
     index = builder.step("Cast", [builder.tensor(data, var.name)], f"{var.name}.wide", to=6)
     if tensor_dtype(data) == "int8":
-        # Entry i is for the bit pattern i: negative integers are behind the others.
+        # Entry i is for bit pattern i: negative integers come after the others.
         shift = builder.constant(np.array(128, "int32"), f"{var.name}.shift")
         index = builder.step("Add", [index, shift], f"{var.name}.index")
         table = np.roll(table, 128)

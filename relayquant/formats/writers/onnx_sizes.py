@@ -1,7 +1,7 @@
-"""Export: sizes that only the run time knows, computed in ONNX from the shapes of tensors.
+"""ONNX writer: run-time sizes, computed in ONNX from the shapes of tensors.
 
-n               ->  Shape(x), the one axis of it that is n
-n + 1, n // 2   ->  Add, Sub(n, Mod(n, 2)) / 2
+n               ->  Shape(x), the one axis of it that is n n + 1, n // 2   ->  Add, Sub(n, Mod(n,
+2)) / 2
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from relayquant.errors import ModelError
 from relayquant.formats.writers.onnx_builder import OnnxBuilder
 from relayquant.ir.rewrite.graph import dim_name, static_size
 
-#: operators of sizes that ONNX has
+#: size operators of ONNX
 ARITHMETIC: dict[type, str] = {
     tirx.Add: "Add",
     tirx.Sub: "Sub",
@@ -28,10 +28,11 @@ ARITHMETIC: dict[type, str] = {
 
 
 def write_sizes(builder: OnnxBuilder, sizes: Sequence[Any], base: str) -> str:
-    """The tensor of some sizes, int64 (number of sizes,); a constant where all are known.
+    """Write sizes as a tensor, int64 (number of sizes,). A constant if all are known.
 
     Raises:
-        ModelError: one of them is no size of a tensor that is there, or computed otherwise.
+        ModelError: a size is not the size of a written tensor, or is computed by an unsupported
+            operator.
     """
     known = [static_size(size) for size in sizes]
     if None not in known:
@@ -41,10 +42,10 @@ def write_sizes(builder: OnnxBuilder, sizes: Sequence[Any], base: str) -> str:
 
 
 def write_size(builder: OnnxBuilder, size: Any, base: str) -> str:
-    """The tensor of a size, int64 (1,).
+    """Write a size as a tensor, int64 (1,).
 
     Raises:
-        ModelError: as `write_sizes`.
+        ModelError: see `write_sizes`.
     """
     known = static_size(size)
     if known is not None:
@@ -52,7 +53,7 @@ def write_size(builder: OnnxBuilder, size: Any, base: str) -> str:
     if isinstance(size, tirx.Var):
         return write_extent(builder, size, base)
     if isinstance(size, tirx.FloorDiv):
-        # Div rounds towards zero: what is divided becomes a multiple first.
+        # Div rounds towards zero, so the dividend is first made a multiple of the divisor.
         left, right = (write_size(builder, part, base) for part in (size.a, size.b))
         rest = builder.step("Mod", [left, right], base)
         return builder.step("Div", [builder.step("Sub", [left, rest], base), right], base)
@@ -68,7 +69,7 @@ def write_size(builder: OnnxBuilder, size: Any, base: str) -> str:
 
 
 def write_scalar(builder: OnnxBuilder, size: Any, base: str) -> str:
-    """The tensor of a size, int64 ()."""
+    """Write a size as a tensor, int64 ()."""
     known = static_size(size)
     if known is not None:
         return builder.constant(np.array(known, "int64"), base)
@@ -77,7 +78,9 @@ def write_scalar(builder: OnnxBuilder, size: Any, base: str) -> str:
 
 
 def write_extent(builder: OnnxBuilder, symbol: tirx.Var, base: str) -> str:
-    """The tensor of a symbolic dimension, int64 (1,): the size of a tensor that was written."""
+    """Write a symbolic dimension as a tensor, int64 (1,): the size of a tensor that was already
+    written.
+    """
     for var in builder.graph.order:
         name = builder.real.get(var) or builder.integers.get(var)
         sizes = var.ty.shape.values if name and isinstance(var.ty.shape, relax.ShapeExpr) else ()
@@ -85,7 +88,7 @@ def write_extent(builder: OnnxBuilder, symbol: tirx.Var, base: str) -> str:
             if symbol.same_as(size):
                 return builder.step("Shape", [name], base, start=axis, end=axis + 1)
     raise ModelError(
-        f"export_onnx: {base!r} needs the size {dim_name(symbol)}, which is that of no tensor "
-        "before it. Load the model with shapes of numbers.",
+        f"export_onnx: {base!r} needs the size {dim_name(symbol)}, which no tensor before it has. "
+        "Load the model with shapes of numbers.",
         code="RQ203",
     )
