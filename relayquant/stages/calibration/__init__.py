@@ -1,1 +1,1 @@
-"""Graph and data -> quantization parameters: observers, and the runner that drives them."""
+"""Calibration: calibration graph + data -> quantization parameters."""

@@ -1,14 +1,14 @@
-"""The folder that a calibration works in: values, states of shards, and what each step chose.
+"""The working folder of a calibration: values, shard states, and the choices of each step.
 
-Temporary, or named by the user: then it is a checkpoint. Whatever is in it is whole, because every
-file is written beside its place and renamed, so a calibration that was stopped anywhere goes on
-with the first shard whose states are missing. It is bound to the model, the plan and the settings
-by their digests, and to the data by one digest per batch.
+The folder is temporary, or the user names it and it is a checkpoint. Every file is written under
+another name and then renamed, so a file is never incomplete. A calibration that was stopped
+continues with the first shard whose states are missing. Digests tie the folder to the model, the
+plan and the settings. One digest per batch ties it to the data.
 
-    checkpoint.json                 what it is bound to
-    module-<digest>.json            the segments (for workers)
-    data.json                       batches: digests, symbolic dimensions, places in the files
-    part.json                       the same of the batches that weights are fitted with
+    checkpoint.json                 the fingerprint of the work
+    module-<digest>.json            the subgraphs (for workers)
+    data.json                       batches: digests, symbolic dimensions, offsets in the files
+    part.json                       the same for the batches that weights are fitted with
     values/<value>[.<shard>]        see store.py
     part/<value>[.<shard>]          the values of those batches
     shards/<step>.<shard>           states of observers
@@ -51,11 +51,11 @@ HEADER = "checkpoint.json"
 DATA, PART = "data.json", "part.json"
 LOCK = "lock"
 FOLDERS = ("values", "part", "shards", "steps")
-#: what `write_text` calls those files before they are whole
+#: temporary names that `write_text` uses for those files
 HALF_WRITTEN = tuple(f".{Path(name).stem}-*.json" for name in (HEADER, DATA, PART, "module"))
-#: what to do about one that cannot be written
+#: advice for a checkpoint that cannot be written
 REMEDY = "checkpoint= is to be a folder that can be written, or a new name in one."
-#: no JSON file of a checkpoint is larger
+#: size limit of the JSON files of a checkpoint
 MAX_JSON_BYTES = 1 << 28
 
 
@@ -64,10 +64,10 @@ class DataRecord:
     """What is known of the data once it has been read.
 
     Attributes:
-        batches: How many there are.
+        batches: Number of batches.
         starts: See `ValueStore`.
-        symbols: Of each batch: what its symbolic dimensions are; empty when there are none.
-        digests: Of each batch; empty when nothing is to be compared later.
+        symbols: Values of the symbolic dimensions, for each batch; empty if there are none.
+        digests: One digest per batch; empty if nothing is compared later.
     """
 
     batches: int
@@ -78,7 +78,7 @@ class DataRecord:
 
 @dataclass(frozen=True)
 class Workspace:
-    """The folder of one calibration; `is_kept` when it is a checkpoint."""
+    """The folder of one calibration. `is_kept` is true for a checkpoint."""
 
     path: Path
     is_kept: bool = False
@@ -86,28 +86,28 @@ class Workspace:
 
     @property
     def values(self) -> ValueStore:
-        """Where values go."""
+        """The folder for values."""
         return ValueStore(self.path / "values")
 
     @property
     def part(self) -> ValueStore:
-        """Where those of a part of the batches go."""
+        """The folder for values of a part of the batches."""
         return ValueStore(self.path / "part")
 
     def states(self, step: int, shard: Shard) -> Path:
-        """The states of one shard."""
+        """Return the file for the states of one shard."""
         return self.path / "shards" / f"{step}.{shard.index}"
 
     def arguments(self, step: int) -> Path:
-        """What workers pass to a step beside values."""
+        """Return the file with which workers get the arguments of a step that are not values."""
         return self.path / "shards" / f"{step}.arguments"
 
     def choices(self, step: int) -> Path:
-        """What was chosen after a step."""
+        """Return the file for the choices of a step."""
         return self.path / "steps" / str(step)
 
     def make_folders(self) -> None:
-        """Make the folders, and remove what a killed process left half written."""
+        """Make the folders, and remove incomplete files of a killed process."""
         with writing(self.path):
             for name in self.folders:
                 folder = self.path / name
@@ -118,14 +118,14 @@ class Workspace:
                 left.unlink()
 
     def write_module(self, text: str) -> Path:
-        """The segments as a file whose name depends on its contents."""
+        """Write the subgraphs to a file whose name depends on its contents."""
         path = self.path / f"module-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
         if not path.exists():
             write_text(path, text)
         return path
 
     def read_data(self, name: str = DATA) -> DataRecord | None:
-        """What `write_data` wrote under that name, None before that."""
+        """Read what `write_data` wrote under that name; None before that."""
         path = self.path / name
         if not path.exists():
             return None
@@ -139,7 +139,7 @@ class Workspace:
             )
 
     def write_data(self, record: DataRecord, name: str = DATA) -> None:
-        """Keep what is known of the data, or of a part of it."""
+        """Store what is known of the data, or of a part of it."""
         write_json(
             self.path / name,
             {
@@ -152,7 +152,8 @@ class Workspace:
 
     def remove(self) -> None:
         """Delete the checkpoint, and its folder unless somebody else's files are in it."""
-        # First what says that values are there: it may be killed anywhere, and is to go on.
+        # Remove first the file that says which values exist: the process may be killed at any
+        # point, and the next run must be able to continue.
         for name in (DATA, PART):
             (self.path / name).unlink(missing_ok=True)
         for name in self.folders:
@@ -162,14 +163,14 @@ class Workspace:
         for name in (HEADER, LOCK):
             (self.path / name).unlink(missing_ok=True)
         if not any(self.path.iterdir()):
-            # A mount point, or a folder in one that is not ours to change, stays, empty.
+            # An empty folder stays if it is a mount point or if its parent is not writable.
             with suppress(OSError):
                 self.path.rmdir()
 
 
 @contextmanager
 def open_temporary() -> Iterator[Workspace]:
-    """A folder that is gone when the `with` block ends."""
+    """Open a folder that is deleted at the end of the `with` block."""
     with open_temporary_folder() as path:
         workspace = Workspace(path)
         workspace.make_folders()
@@ -180,16 +181,16 @@ def open_temporary() -> Iterator[Workspace]:
 def open_checkpoint(
     path: str | Path, binding: Mapping[str, str], work: str = "calibration"
 ) -> Iterator[Workspace]:
-    """A checkpoint to begin or to go on with; deleted when the `with` block ends without an error.
+    """Start or continue a checkpoint. It is deleted when the `with` block ends without an error.
 
     Args:
         path: A folder; made if there is none. Its parent must exist.
-        binding: What the checkpoint belongs to: aspect -> digest or text.
-        work: What it keeps, for messages.
+        fingerprint: Identifies the work: aspect -> digest or text.
+        work: The kind of work, for messages.
 
     Raises:
-        ConfigError: the folder is something else, or belongs to other work (the message says what
-            differs), or another process is at work in it.
+        ConfigError: the folder is not a checkpoint, belongs to other work (the message says what
+            differs), or is in use by another process.
         DataError: it is damaged.
         FileError: it cannot be written.
     """
@@ -236,14 +237,16 @@ def open_checkpoint(
 
 
 def find_half_written(path: Path) -> Iterator[Path]:
-    """Files in the folder itself that a killed process left half written: ours, nobody else's."""
+    """Find incomplete files of a killed process in the folder itself. Files of others are not
+    included.
+    """
     return chain.from_iterable(map(path.glob, HALF_WRITTEN))
 
 
 def check_binding(
     path: Path, header: Mapping[str, Any], binding: Mapping[str, str], work: str
 ) -> None:
-    """ConfigError if the checkpoint belongs to other work; DataError if it is damaged."""
+    """Raise ConfigError if the checkpoint belongs to other work, and DataError if it is damaged."""
     bound = header.get("binding")
     if header.get("format") != FORMAT or not isinstance(bound, dict):
         raise DataError(f"{path / HEADER} is not of format {FORMAT!r}.", code="RQ502")
@@ -263,12 +266,12 @@ def check_binding(
 
 
 def digest_text(text: str) -> str:
-    """A digest for `binding`."""
+    """Return a digest for a fingerprint."""
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def digest_batch(batch: Mapping[str, np.ndarray]) -> str:
-    """A digest of names, shapes, dtypes and values of one batch."""
+    """Return a digest of the names, shapes, dtypes and values of one batch."""
     digest = hashlib.blake2b(digest_size=16)
     for name, array in batch.items():
         digest.update(f"{name}|{array.dtype}|{array.shape}|".encode())
@@ -277,7 +280,7 @@ def digest_batch(batch: Mapping[str, np.ndarray]) -> str:
 
 
 def check_same_data(record: DataRecord, digests: list[str], path: Path) -> None:
-    """DataError if the data set is not the one that the checkpoint was begun with."""
+    """Raise DataError if the data set is not the one that the checkpoint was started with."""
     for i, (before, now) in enumerate(zip(record.digests, digests, strict=False)):
         if before != now:
             raise DataError(
@@ -296,7 +299,7 @@ def check_same_data(record: DataRecord, digests: list[str], path: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; DataError if the file holds something else."""
+    """Read a JSON object. Raise DataError if the file holds something else."""
     with reading(path, "part of a checkpoint", advice=BEGIN_ANEW):
         found = decode_json(read_text(path, MAX_JSON_BYTES))
         if not isinstance(found, dict):
@@ -305,17 +308,18 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a JSON object, whole or not at all."""
+    """Write a JSON object; the file is never incomplete."""
     write_text(path, json.dumps(data))
 
 
 def describe_binding(
     prepared: PreparedModel, order: str, override: Any, fit: Any
 ) -> dict[str, str]:
-    """Aspect -> digest or text, of all that the result of a calibration depends on, but the data.
+    """Map aspects to a digest or text: everything except the data that a calibration's result
+    depends on.
 
-    Of a callable that picks parameters only the name is known; versions and the processor count
-    because float results differ between them.
+    A callable that chooses parameters is identified by its name. Versions and the processor are
+    included, because float results differ between them.
     """
     callables = {
         group.key: describe_picker(group.calibration)
@@ -342,7 +346,7 @@ def describe_binding(
 
 
 def describe_picker(picker: Any) -> str:
-    """An observer with its settings; a callable by module and name."""
+    """Describe an observer by its settings, and a callable by module and name."""
     if isinstance(picker, CallableCalibration):
         picker = picker.function
     if callable(picker):

@@ -1,6 +1,7 @@
-"""The data of one calibration, on disk: read once, later cut down to some of its batches.
+"""The data of one calibration on disk: data set -> stored batches, later reduced to some of them.
 
-Values that segments compute go beside it (`store`); both are read shard by shard.
+The values that subgraphs compute are stored in the same folder (see `store`). Both are read shard
+by shard.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from relayquant.stages.calibration.store import Shard, cut_shards
 
 @dataclass(frozen=True, order=True)
 class Largest:
-    """The value of the data set that is farthest from 0, for messages."""
+    """The value of the data set with the largest magnitude, for messages."""
 
     value: float = 0.0
     sample: int = 0
@@ -48,14 +49,14 @@ class Largest:
 
 
 def find_largest(batch: Mapping[str, np.ndarray], sample: int) -> Largest:
-    """That of one batch, whose number is `sample`."""
+    """Find the largest value of one batch, with index `sample`."""
     ends = {name: (array.max(), array.min()) for name, array in batch.items() if array.size}
     peaks = [Largest(max(abs(float(e)) for e in end), sample, name) for name, end in ends.items()]
     return max(peaks, default=Largest())
 
 
 def read_symbols(inputs: Sequence[InputInfo], batch: Mapping[str, np.ndarray]) -> dict[str, int]:
-    """What the symbolic dimensions of the inputs are in one batch."""
+    """Return the values of the inputs' symbolic dimensions in one batch."""
     return {
         dim: size
         for info in inputs
@@ -65,20 +66,20 @@ def read_symbols(inputs: Sequence[InputInfo], batch: Mapping[str, np.ndarray]) -
 
 
 def find_starts(offsets: Mapping[str, Sequence[int]], count: int) -> dict[str, tuple[int, ...]]:
-    """`ValueStore.starts`, from where each of `count` batches of each input begins."""
+    """Return `ValueStore.starts`, computed from the offsets of each input's `count` batches."""
     shards = cut_shards(count)
     return {name: tuple(at[shard.start] for shard in shards) for name, at in offsets.items()}
 
 
 class StoredData:
-    """The batches that a calibration works on: how many, where they are, what they may be cut to.
+    """The batches that a calibration works on.
 
     Attributes:
-        record: What is known of them; of fewer batches after `keep`.
-        values: Where they are, and what segments computed of them.
-        inputs: What the model calls them.
+        record: What is known of the batches; of fewer batches after `keep`.
+        values: Stores the batches and what subgraphs computed from them.
+        inputs: Names of the model's inputs.
         can_cut: Whether a batch may be cut to fewer samples.
-        largest: The value that is farthest from 0.
+        largest: The value with the largest magnitude.
     """
 
     def __init__(self, workspace: Workspace) -> None:
@@ -90,18 +91,18 @@ class StoredData:
 
     @property
     def count(self) -> int:
-        """How many batches there are."""
+        """Number of batches."""
         return self.record.batches
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """The batches in parts."""
+        """The batches, split into shards."""
         return cut_shards(self.count)
 
     def load(self, data: Dataset, used: Collection[str], callbacks: CallbackList) -> None:
-        """Store the inputs in `used`. The only pass over the user's data.
+        """Store the inputs in `used`. This is the only pass over the user's data.
 
-        With a checkpoint that has them already, the data is read to see that it is the same.
+        If a checkpoint already has them, the data is read and compared with the stored batches.
         """
         before = self.workspace.read_data()
         self.inputs = tuple(data.inputs)
@@ -110,7 +111,7 @@ class StoredData:
         offsets: dict[str, list[int]] = {info.name: [] for info in data.inputs if info.name in used}
         has_symbols = any(isinstance(dim, str) for info in data.inputs for dim in info.shape)
         firsts = {info.shape[0] if info.shape else 1 for info in data.inputs}
-        # One name for the first dimension of all inputs: it is the batch.
+        # One name for the first dimension of all inputs, because it is the batch.
         self.can_cut = len(firsts) == 1 and all(isinstance(first, str) for first in firsts)
         count = 0
         with ExitStack() as stack:
@@ -139,7 +140,7 @@ class StoredData:
         self.values = replace(self.workspace.values, starts=self.record.starts)
 
     def keep(self, chosen: Sequence[int]) -> None:
-        """Go on with some of the batches: later steps see no others."""
+        """Continue with some of the batches. Later steps see no others."""
         if len(chosen) == self.count:
             return
         store, part = self.workspace.part, self.workspace.read_data(PART)
@@ -157,7 +158,7 @@ class StoredData:
         self.record, self.values = part, replace(store, starts=part.starts)
 
     def read_chosen(self, name: str, chosen: Sequence[int]) -> Iterator[np.ndarray]:
-        """Some batches of an input, in order."""
+        """Read some batches of an input, in order."""
         wanted = set(chosen)
         for shard in self.shards:
             if wanted.isdisjoint(range(shard.start, shard.stop)):
@@ -167,15 +168,15 @@ class StoredData:
                     yield array
 
     def choose_judged(self, judge: OutputJudge) -> tuple[int, ...]:
-        """Numbers of the batches with `JUDGED_SAMPLES` samples, evenly spread over the data; none
-        where the judge reads no input.
+        """Choose batches with `JUDGED_SAMPLES` samples in total, evenly spread over the data.
+        Return their indices; none if the judge reads no input.
         """
         names = self.find_judged(judge)
         if not names:
             return ()
         wanted = JUDGED_SAMPLES
         if not self.can_cut_for(judge):
-            # By its shape: where a calibration goes on, values may have been dropped.
+            # By the shape: if a calibration continues, the values may have been dropped.
             (shape,) = (info.shape for info in self.inputs if info.name == names[0])
             symbols = self.record.symbols[0] if self.record.symbols else {}
             sizes = [symbols[dim] if isinstance(dim, str) else dim for dim in shape[:1]]
@@ -183,15 +184,17 @@ class StoredData:
         return choose_batches(self.count, wanted)
 
     def find_judged(self, judge: OutputJudge) -> list[str]:
-        """The inputs that the judge reads and that are stored."""
+        """Return the inputs that the judge reads and that are stored."""
         return [name for name in judge.inputs if name in self.record.starts]
 
     def can_cut_for(self, judge: OutputJudge) -> bool:
-        """Whether the judge takes some of the samples of a batch."""
+        """Whether the judge accepts some of the samples of a batch."""
         return self.can_cut and not judge.segment.symbols
 
     def read_judged(self, judge: OutputJudge) -> list[JudgedBatch]:
-        """The batches of `choose_judged`; of large ones the first samples, if they can be cut."""
+        """Read the batches of `choose_judged`. A large batch is cut to its first samples if
+        possible.
+        """
         numbers, can_cut = self.choose_judged(judge), self.can_cut_for(judge)
         names, most = self.find_judged(judge), math.ceil(JUDGED_SAMPLES / max(len(numbers), 1))
         found = []
@@ -205,12 +208,14 @@ class StoredData:
     def read_batches(
         self, names: Sequence[str], chosen: Sequence[int]
     ) -> Iterator[dict[str, np.ndarray]]:
-        """Some batches of some inputs, in order."""
+        """Read some batches of some inputs, in order."""
         for arrays in zip(*(self.read_chosen(name, chosen) for name in names), strict=True):
             yield dict(zip(names, arrays, strict=True))
 
     def samples(self, group: SharedQParams) -> StoredSamples:
-        """One array per batch of a group's observed values; of several flat and joined."""
+        """Return one array per batch of a group's observed values. If there are several, they
+        are flattened and joined.
+        """
 
         def read() -> Iterator[np.ndarray]:
             for shard in self.shards:

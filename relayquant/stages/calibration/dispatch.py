@@ -1,6 +1,4 @@
-"""Runs a step on all shards, in this process or on the workers of an executor, and merges what
-was seen.
-"""
+"""Dispatch of a step: shards -> merged states, in this process or on the workers of an executor."""
 
 from __future__ import annotations
 
@@ -33,22 +31,22 @@ from relayquant.stages.calibration.store import Shard
 J = TypeVar("J")
 R = TypeVar("R")
 
-#: a job is given to a worker so often before all of them are given up
+#: attempts per job before the whole step fails
 ATTEMPTS = 3
-#: seconds without a shard from any worker after which they count as hung: a day, which no shard of
-#: a real data set takes
+#: seconds without a result from any worker after which workers count as hung: a day, longer than
+#: any real shard takes
 WORKER_TIMEOUT = 86400.0
 #: seconds in which a pool notices that its processes are dead
 NOTICE_SECONDS = 30
-#: values, or shards, that a message names
+#: number of values or shards that a message names
 MOST_NAMED = 3
 
 
 def check_executor(executor: Any) -> futures.Executor:
-    """`executor` if calibration can use it.
+    """Return `executor` if calibration can use it.
 
     Raises:
-        ConfigError: it is no executor, or its processes are forks of this one.
+        ConfigError: it is not an executor, or its processes are forks of this one.
     """
     if not isinstance(executor, futures.Executor):
         raise ConfigError(
@@ -68,10 +66,10 @@ def check_executor(executor: Any) -> futures.Executor:
 
 
 def check_timeout(seconds: float | None) -> float | None:
-    """`seconds` if workers can be waited for so long; None: for ever.
+    """Return `seconds` if it is a valid timeout. None waits without limit.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: it is not.
     """
     if seconds is not None and not 0 < seconds <= threading.TIMEOUT_MAX:
         raise ConfigError(
@@ -83,20 +81,21 @@ def check_timeout(seconds: float | None) -> float | None:
 
 
 def kill_processes(pool: futures.Executor, waiting: Collection[futures.Future[Any]]) -> None:
-    """Kill the processes of a ProcessPoolExecutor: leaving its `with` block waits for them, and for
-    ever for one that hangs. Other executors are left to their owners.
+    """Kill the processes of a ProcessPoolExecutor. Its `with` block would wait without limit for
+    a process that hangs. Other executors are left to their owners.
     """
-    # Not public before Python 3.14, which has kill_workers().
+    # Before Python 3.14, which has kill_workers(), this is not public.
     processes = list((getattr(pool, "_processes", None) or {}).values())
     for process in processes:
         process.kill()
     if processes:
-        # The pool notices, and fails what waits; it does not bear that it is cancelled before.
+        # The pool notices the dead processes and fails its waiting jobs. Cancelling it earlier
+        # breaks it.
         futures.wait(waiting, NOTICE_SECONDS)
 
 
 class ShardRunner:
-    """Runs the shards of a step, here or on the workers of `pool`, and merges what they saw."""
+    """Runs the shards of a step, here or on the workers of `pool`, and merges their states."""
 
     def __init__(
         self,
@@ -108,7 +107,7 @@ class ShardRunner:
     ) -> None:
         self.workspace = workspace
         functions = segments.functions
-        # Workers load the segments themselves.
+        # Workers load the subgraphs themselves.
         is_here = pool is None and len(functions) > 0
         self.functions = load_module(segments) if is_here else None
         self.workers: Workers | None = None
@@ -118,7 +117,7 @@ class ShardRunner:
 
     @property
     def writes_states(self) -> bool:
-        """Whether what was seen of a shard goes to a file: for a checkpoint, or from a worker."""
+        """Whether the states of a shard are written to a file: for a checkpoint, or by a worker."""
         return self.workers is not None or self.workspace.is_kept
 
     def run(
@@ -128,13 +127,13 @@ class ShardRunner:
         arguments: Mapping[str, Any],
         advance: Callable[[int], object],
     ) -> ShardStates:
-        """What step `index` saw on all shards, merged in their order.
+        """Return the states of step `index` on all shards, merged in shard order.
 
         Args:
-            index: Of the step.
+            index: Index of the step.
             tasks: One per shard.
             arguments: See `run_shard`.
-            advance: Told how many batches more are done.
+            advance: Called with the number of batches just completed.
         """
         merge = partial(ShardStates.merge, tasks[0])
         if not self.writes_states:
@@ -161,7 +160,7 @@ class ShardRunner:
         arguments: Mapping[str, Any],
         advance: Callable[[int], object],
     ) -> Iterator[ShardStates]:
-        """Each shard's states, in order; several at a time, one on each core."""
+        """Yield each shard's states, in order. Several shards run at a time, one per core."""
         threads = min(count_threads(), len(tasks))
         if threads < 2:
             for task in tasks:
@@ -173,8 +172,7 @@ class ShardRunner:
             waiting = iter(tasks)
             try:
                 for task in tasks:
-                    # No more than one shard ahead for each thread: states are as large as they are
-                    # many.
+                    # At most one shard ahead for each thread, because states can be large.
                     for later in islice(waiting, 2 * threads - len(running)):
                         running.append(pool.submit(run_shard, later, self.functions, arguments))
                     yield running.popleft().result()
@@ -186,8 +184,9 @@ class ShardRunner:
 
 @dataclass(frozen=True, eq=False)
 class Workers:
-    """The processes of `pool`, which load the segments in the file `module` once each; None when
-    there is nothing to compute. When no shard has come back for `timeout` seconds, they hang.
+    """The processes of `pool`. Each loads the subgraphs once from the file `module`, which is
+    None if there is nothing to compute. Workers count as hung after `timeout` seconds without a
+    shard.
     """
 
     pool: futures.Executor
@@ -196,18 +195,18 @@ class Workers:
     timeout: float | None = WORKER_TIMEOUT
 
     def run(self, tasks: Sequence[tuple[ShardTask, Path]], arguments: Path) -> Iterator[Shard]:
-        """Have each shard's states written to its path; yields each as it is done.
+        """Write each shard's states to its path on a worker. Yield each shard when it is done.
 
-        A shard that fails is given out again.
+        A shard that fails is retried.
 
         Args:
-            tasks: With the paths.
-            arguments: File of the step's arguments.
+            tasks: The tasks with the paths.
+            arguments: File with the step's arguments.
 
         Raises:
-            WorkerError: it failed too often, or the pool lost its workers, or they hang; names the
-                batches.
-            RelayQuantError: what the task itself raises, for instance DataError.
+            WorkerError: a shard failed too often, the pool lost its workers, or they hang; names
+                the batches.
+            RelayQuantError: an error of the task itself, for instance DataError.
         """
         jobs = [RemoteTask(task, self.module, arguments, path) for task, path in tasks]
         run = partial(run_shard_remotely, load_module=self.load_module)
@@ -217,11 +216,11 @@ class Workers:
 
 @dataclass(frozen=True)
 class JobWords(Generic[J]):
-    """The errors for jobs that no worker does.
+    """The errors for jobs that no worker completed.
 
     Attributes:
-        failure: For a job, the attempt, and what a worker failed with.
-        silence: For jobs of which none came back in so many seconds.
+        failure: Makes the error from the job, the attempt and the worker's exception.
+        silence: Makes the error from the jobs without a result and the seconds waited.
     """
 
     failure: Callable[[J, int, BaseException], WorkerError]
@@ -235,17 +234,17 @@ def deal_out(
     timeout: float | None,
     words: JobWords[J],
 ) -> Iterator[tuple[J, R]]:
-    """Have the workers of `pool` run every job; yields each with its result as it is done.
+    """Have the workers of `pool` run every job. Yield each job with its result when it is done.
 
-    A job that fails is given out again.
+    A job that fails is retried.
 
     Args:
-        jobs: Plain data, as `run` is: they travel to other processes.
+        jobs: Plain data, as `run` is, because they are sent to other processes.
         timeout: Seconds without a result after which workers count as hung.
 
     Raises:
-        WorkerError: a job failed too often, or the pool lost its workers, or they hang.
-        RelayQuantError: what the job itself raises, for instance DataError.
+        WorkerError: a job failed too often, the pool lost its workers, or they hang.
+        RelayQuantError: an error of the job itself, for instance DataError.
     """
     waiting: dict[futures.Future[R], tuple[J, int]] = {}
 
@@ -270,7 +269,7 @@ def deal_out(
                 try:
                     result = future.result()
                 except Exception as error:
-                    # A file system may come back; data or a model stays wrong.
+                    # A file system error may be temporary. Wrong data or a wrong model stays wrong.
                     if isinstance(error, RelayQuantError) and not isinstance(error, FileError):
                         raise
                     if isinstance(error, futures.BrokenExecutor) or attempt >= ATTEMPTS:
@@ -284,7 +283,7 @@ def deal_out(
 
 
 def describe_silence(jobs: Sequence[RemoteTask], timeout: float | None) -> WorkerError:
-    """The error for shards of which none came back."""
+    """Return the error for shards of which none came back."""
     tasks = [job.task for job in jobs]
     named = ", ".join(f"{t.shard.start}..{t.shard.stop - 1}" for t in tasks[:MOST_NAMED])
     if len(tasks) > MOST_NAMED:
@@ -299,7 +298,7 @@ def describe_silence(jobs: Sequence[RemoteTask], timeout: float | None) -> Worke
 
 
 def describe_failure(job: RemoteTask, attempt: int, error: BaseException) -> WorkerError:
-    """The error for a shard that no worker finished."""
+    """Return the error for a shard that no worker completed."""
     task, shard = job.task, job.task.shard
     observed = dict.fromkeys(name for segment in task.segments for name in segment.observed)
     names = ", ".join(map(repr, islice(observed, MOST_NAMED))) or "nothing"

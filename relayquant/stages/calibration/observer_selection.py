@@ -1,15 +1,15 @@
-"""Calibrate, activations: the ranges that several observers pick for every value, and some samples
--> those with which the outputs of the model lose least.
+"""Observer selection for activations: the ranges of several observers for every value + some
+samples -> the ranges that cost the outputs of the model least.
 
-What a range costs a layer says little about what reaches the outputs: a clipped value may be all
-that a rare answer rests on, or nothing. So the model runs with the ranges of each observer, weights
-in float, and the outputs are compared with those of the float model. Values that reach the same
-outputs share an observer: of values one by one, a few samples tell no more than chance.
+The cost of a range within a layer says little about the outputs: a rare output may depend on a
+clipped value, or no output may. So the model runs with the ranges of each observer, with weights in
+float, and its outputs are compared with the float model. All values that reach the same outputs
+share an observer. Choosing value by value would fit the noise of a few samples.
 
-Clipping costs on rare samples. To depart from the full range, what is gained must be beyond its
-standard error: of a face landmark model, 16 random samples of 64 choose a range that loses more
-than 0.5 dB on other samples in 42 % of all draws without that rule, in 4 % with it; MobileNet gains
-what it gains either way.
+Clipping costs accuracy on rare samples. So a candidate replaces the full range only if its gain is
+larger than the standard error of the gain. On a face landmark model, 16 random samples of 64 choose
+a range that loses more than 0.5 dB on other samples in 42 % of all draws without this rule, and in
+4 % with it. MobileNet's gain is the same with and without the rule.
 """
 
 from __future__ import annotations
@@ -35,41 +35,43 @@ from relayquant.stages.prepared import CalibrationGraph
 
 Float64Array = NDArray[np.float64]
 
-#: The candidates, in the order they are tried. The last clips nothing that calibration saw; no
+#: The candidates, in the order they are tried. The last one clips no value that calibration saw. No
 #: output may be much worse than with it.
 RELATIVE, MINMAX = CANDIDATES = ("RelativeMSE", "MinMax")
 
-#: samples that the model runs on with the ranges of each candidate, at least
+#: minimum number of samples that the model runs on with each candidate's ranges
 JUDGED_SAMPLES = 16
 
-#: dB that an output may be worse on the judged samples than with MinMax, with one standard error
+#: dB that an output may be worse than with MinMax on the judged samples, including one standard
+#: error
 TOLERANCE = 0.2
-#: dB that the outputs of a section gain, on average, by another candidate than that of all
+#: dB that the outputs of a section must gain on average before it gets a candidate of its own
 LEAST_GAIN = 0.1
-#: Of the float model's energy: differences below are no error (120 dB).
+#: share of the float model's energy below which differences are no error (120 dB)
 NO_NOISE = 1e-12
-#: Rounds that refine the choice, after that of one observer for all.
+#: rounds that refine the choice, after the round that chooses one observer for all
 MOST_ROUNDS = 3
 
 
 @dataclass(frozen=True)
 class OutputSQNR(RelativeMSE):
-    """The range of `RelativeMSE` where no output of the model has a smaller ratio of signal to
-    noise with it than with that of `MinMax`, else the latter; where there are several outputs, for
-    the values that reach the same ones.
+    """The range of `RelativeMSE`, unless an output of the model has a lower signal-to-noise ratio
+    with it than with `MinMax`. Then the range of `MinMax`. With several outputs, the choice is made
+    for the values that reach the same outputs.
 
-    Calibration runs the model with the ranges of each, on some of its samples, once the float pass
-    (`Order.PARALLEL`) is through. In topological order, and where statistics are merged, there are
-    no outputs to look at: it is `RelativeMSE` then. The settings are those of `RelativeMSE`.
+    Calibration runs the model with both ranges on some of its samples, after the float pass
+    (`Order.PARALLEL`). In topological order, and where statistics are merged, there are no outputs
+    to compare. Then the range is always `RelativeMSE`. The settings are the settings of
+    `RelativeMSE`.
     """
 
     @property
     def name(self) -> str:
-        """Whose range `qparams` gives."""
+        """Name of the observer whose range `qparams` returns."""
         return RELATIVE
 
     def find_range(self, name: str, state: RowState, info: ValueInfo) -> QParams:
-        """Parameters by one of the `CANDIDATES`."""
+        """Return the parameters by one of the `CANDIDATES`."""
         if name == RELATIVE:
             return self.qparams(state, info)
         return choose_qparams(float(state.low), float(state.high), info.spec)
@@ -77,7 +79,7 @@ class OutputSQNR(RelativeMSE):
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """Values (keys of groups) that reach the same outputs (their numbers)."""
+    """Values (group keys) that reach the same outputs (indices)."""
 
     keys: tuple[str, ...]
     outputs: frozenset[int]
@@ -86,8 +88,8 @@ class Section:
 def find_sections(
     graph: CalibrationGraph, keys: Collection[str], results: Sequence[str]
 ) -> list[Section]:
-    """The values `keys` by those of the `results` that they reach; first those that reach the
-    most, and none that reach nothing.
+    """Split the values `keys` by the `results` that they reach. Sections with the most outputs
+    come first, and values that reach no output are left out.
     """
     view = Graph(graph.mod)
     reached: dict[relax.Var, frozenset[int]] = {}
@@ -107,7 +109,9 @@ def find_sections(
 
 
 def plan_rounds(sections: Sequence[Section]) -> Iterator[list[Section]]:
-    """Sections in order, as many at a time as have no output in common: one run tells of all."""
+    """Yield sections in order, in rounds: sections without a common output share a round,
+    because one run judges all of them.
+    """
     waiting = list(sections)
     while waiting:
         chosen: list[Section] = []
@@ -123,16 +127,18 @@ def plan_rounds(sections: Sequence[Section]) -> Iterator[list[Section]]:
 def choose_candidates(
     sections: Sequence[Section], measure: Callable[[Mapping[str, str]], Float64Array]
 ) -> dict[str, str]:
-    """The candidate of every value: the first that is allowed, one for all values; where that is
-    not the first of all, another one for those of a section, if it is better there.
+    """Choose the candidate of every value.
 
-    Allowed is what is at no output worse than MinMax for all, but by `TOLERANCE`, and on average
-    not worse.
+    Start with the first allowed candidate for all values. If it is not the first of the list, each
+    section gets another candidate if it is better there.
+
+    A candidate is allowed if no output is more than `TOLERANCE` worse than with MinMax for all, and
+    the average is not worse.
 
     Args:
         sections: The values.
-        measure: Noise at each output on each sample, (outputs, samples), with the candidates named
-            for each value.
+        measure: Returns the noise at each output on each sample, (outputs, samples), with the
+            candidates named for each value.
     """
 
     def name_all(name: str, some: Sequence[Section] = sections) -> dict[str, str]:
@@ -142,8 +148,8 @@ def choose_candidates(
     base = noise = measure(chosen)
 
     def worsen(noise: Float64Array, outputs: Collection[int]) -> tuple[float, float]:
-        """dB that noise is above that of MinMax at some outputs: the mean, and the most that it may
-        be in truth.
+        """Return how many dB the noise is above the noise with MinMax at some outputs: the mean,
+        and the upper bound including the standard error.
         """
         found = [compare_noise(noise[i], base[i]) for i in sorted(outputs)]
         ratios, errors = np.array(found).T
@@ -168,27 +174,29 @@ def choose_candidates(
                 if most <= TOLERANCE and mean < worsen(noise, section.outputs)[0] - LEAST_GAIN:
                     chosen |= name_all(name, [section])
                     index = sorted(section.outputs)
-                    # Nothing else of this round reaches them.
+                    # No other section of this round reaches these outputs.
                     noise = noise.copy()
                     noise[index] = trial[index]
     return chosen
 
 
 def compare_noise(noise: Float64Array, base: Float64Array) -> tuple[float, float]:
-    """(dB that the sum of noise is above that of base; standard error) of n samples, both (n,).
+    """Return (dB that the summed noise is above the summed base noise, standard error) of n
+    samples, both (n,).
 
-    The error is what leaving out each sample in turn tells (the jackknife): a gain that one sample
-    makes is none to rely on. It is 0 for a single sample.
+    The standard error is the jackknife estimate, which leaves out each sample in turn. So a gain
+    that depends on one sample has a large error. It is 0 for a single sample.
     """
     total, least, n = noise.sum(), base.sum(), len(noise)
-    if not math.isfinite(least):  # what breaks with MinMax may as well break
+    if not math.isfinite(least):  # a value that fails with MinMax may also fail with the candidate
         return 0.0, 0.0
     if not math.isfinite(total):
         return math.inf, 0.0
     ratio = 10 * math.log10(total / least)
     if n == 1:
         return ratio, 0.0
-    # Both are sums of positive numbers; nothing is left of them but rounding if one sample is all.
+    # Both are sums of positive numbers. If one sample is the whole sum, only rounding error is
+    # left.
     tiny = np.finfo("float64").tiny
     others = np.maximum(total - noise, tiny) / np.maximum(least - base, tiny)
     spread = 10 * np.log10(others)
@@ -197,15 +205,15 @@ def compare_noise(noise: Float64Array, base: Float64Array) -> tuple[float, float
 
 @dataclass(frozen=True, eq=False)
 class JudgedBatch:
-    """Inputs by name, and the symbolic dimensions of the batch that they are from."""
+    """Inputs by name, and the symbolic dimensions of their batch."""
 
     inputs: Mapping[str, np.ndarray]
     symbols: Mapping[str, int]
 
 
 class OutputJudge:
-    """The calibration graph as one function, from the inputs to the outputs, to be run with other
-    parameters of activations and with weights in float.
+    """The calibration graph as one function from inputs to outputs. It runs with any parameters
+    of activations and with weights in float.
     """
 
     def __init__(self, graph: CalibrationGraph, load_module: LoadModule) -> None:
@@ -215,7 +223,7 @@ class OutputJudge:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """What it reads, inputs of the model among others."""
+        """Names of the values that the function reads, including the model's inputs."""
         return self.segment.inputs
 
     def choose(
@@ -225,12 +233,12 @@ class OutputJudge:
         find: Callable[[str, str], QParams],
         batches: Sequence[JudgedBatch],
     ) -> dict[str, tuple[str, QParams]]:
-        """(name of a candidate, its parameters) of those values `keys` that reach an output.
+        """Return (name of a candidate, its parameters) for the values `keys` that reach an output.
 
         Args:
-            parameters: Of every group of activations; those of all but `keys` stay in use.
+            parameters: Parameters of every activation group. Groups outside `keys` keep them.
             keys: Groups that have candidates.
-            find: Parameters of a group by a candidate.
+            find: Returns a group's parameters by a candidate.
             batches: The samples to judge by.
         """
         sections = find_sections(self.graph, keys, self.segment.observed)
@@ -275,11 +283,12 @@ class OutputJudge:
 def measure_noise(
     expected: Sequence[NDArray], got: Sequence[NDArray], samples: int
 ) -> Float64Array:
-    """Energy of the difference at each output for each sample of a batch, (outputs, samples); of
-    integers, how many are others, and a half. (outputs, 1) where an output has another first axis.
+    """Return the energy of the difference at each output for each sample of a batch, (outputs,
+    samples).
 
-    Noise is at least `NO_NOISE`. Where the float model has no finite value there is nothing to
-    compare; where only it has, the noise is infinite.
+    For integers it is the number of different elements plus a half. The shape is (outputs, 1) if an
+    output has another first axis. Noise is at least `NO_NOISE`. Elements that are not finite in the
+    float model are ignored. If only the other value is not finite, the noise is infinite.
     """
     rows = samples if all(x.ndim and len(x) == samples for x in expected) else 1
     noise = np.zeros((len(expected), rows))

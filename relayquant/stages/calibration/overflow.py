@@ -1,5 +1,5 @@
-"""Calibrate, when a value is not finite: the operator that made it so from finite numbers, and the
-largest constant that it reads.
+"""Diagnosis of a value that is not finite in calibration: prepared model + data -> the operator
+that computed it from finite numbers, and the largest constant it reads.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ from relayquant.stages.prepared import PreparedModel
 
 
 def find_cause(error: NotFiniteError, prepared: PreparedModel, dataset: Any) -> DataError:
-    """The error to raise: one that names the operator where numbers stop to be usable; `error`
-    where that is an input of the model, or only simulated quantization makes it so.
+    """Return the error to raise. It names the operator whose result is the first that is not
+    usable.
+
+    Return `error` itself if an input of the model is not usable, or if only simulated quantization
+    makes the value not usable.
 
     Args:
         error: Names the value.
-        prepared: Whose calibration it was.
-        dataset: What it read.
+        prepared: The model that was calibrated.
+        dataset: The data that it read.
     """
     graph = Graph(prepared.mod)
     for number, batch in enumerate(open_dataset(dataset, describe_inputs(prepared.mod))):
@@ -46,7 +49,9 @@ def find_cause(error: NotFiniteError, prepared: PreparedModel, dataset: Any) -> 
 
 
 def is_usable(values: Mapping[str, np.ndarray], name: str) -> bool:
-    """Whether a value, or every element of a tuple, is within `LARGEST`; what is no float is."""
+    """Whether a value, or every element of a tuple, is within `LARGEST`. Values that are not
+    float are.
+    """
     arrays = [values[name]] if name in values else []
     while f"{name}.{len(arrays)}" in values and name not in values:
         arrays.append(values[f"{name}.{len(arrays)}"])
@@ -56,7 +61,7 @@ def is_usable(values: Mapping[str, np.ndarray], name: str) -> bool:
 
 
 def walk_back(graph: Graph, values: Mapping[str, np.ndarray], name: str) -> relax.Var:
-    """The first value on the way to one that is not usable: all that it is computed of is."""
+    """Return the first value that is not usable although everything it is computed from is."""
     var = graph.vars[name]
     while var in graph.values:
         read = free_vars(graph.values[var])
@@ -75,7 +80,9 @@ def describe_cause(
     value: str,
     number: int,
 ) -> DataError:
-    """What went wrong at `cause` in batch `number`, so that `value` cannot be calibrated."""
+    """Describe what went wrong at `cause` in batch `number`, so that `value` cannot be
+    calibrated.
+    """
     row = read_sources(graph.func).get(cause.name, {})
     op = graph.op_name(cause).rpartition(".")[2]
     read = [values[var.name] for var in free_vars(graph.values[cause]) if var.name in values]

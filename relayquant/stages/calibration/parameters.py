@@ -1,4 +1,4 @@
-"""What `calibration=` may be: an observer, or a callable that sees the samples of a value."""
+"""Forms of an observer argument: an observer, or a callable that gets the samples of a value."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from relayquant.stages.prepared import CalibrationGraph
 
 @runtime_checkable
 class ValueSamples(Protocol):
-    """The arrays one value takes on the calibration data: iterable again and again."""
+    """The arrays of one value on the calibration data. They can be iterated over again and
+    again.
+    """
 
     @property
     def info(self) -> ValueInfo:
@@ -32,15 +34,15 @@ class ValueSamples(Protocol):
         ...
 
     def __iter__(self) -> Iterator[NDArray[np.float32]]:
-        """One float32 array per batch, in the order of the data set: as the value is, or flat
-        and joined where several values share the parameters.
+        """Yield one float32 array per batch, in data set order. If several values share the
+        parameters, their arrays are flattened and joined.
         """
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class StoredSamples:
-    """The arrays of a group's observed values, read from disk each time they are iterated over."""
+    """The arrays of a group's observed values, read from disk on each iteration."""
 
     info: ValueInfo
     read: Callable[[], Iterator[np.ndarray]]
@@ -51,13 +53,14 @@ class StoredSamples:
 
 @dataclass(frozen=True, eq=False)
 class CalibrationContext:
-    """Where a calibration stands when a callback is asked for parameters.
+    """The state of a calibration when a callback is asked for parameters.
 
     Attributes:
-        plan: Which values carry which parameters.
+        plan: Which values have which parameters.
         graph: The calibration graph; `graph.mod` is a module that runs, whose scales and zero
             points are inputs.
-        parameters: Those picked so far, by group; of weights all, before they are fitted.
+        parameters: The parameters chosen so far, by group. Weights have all of them, before
+            fitting.
         constants: Weights and biases fitted so far; see `PreparedModel.constants`.
     """
 
@@ -69,8 +72,11 @@ class CalibrationContext:
     def run(
         self, inputs: Mapping[str, np.ndarray], more: Mapping[str, QParams] | None = None
     ) -> dict[str, np.ndarray]:
-        """Every value of the graph, by name, for one batch of the model's inputs, in numpy: with
-        the parameters picked so far, and where there are none yet in float.
+        """Return every value of the graph, by name, for one batch of the model's inputs, computed
+        in numpy.
+
+        Values are quantized by the parameters chosen so far. Values without parameters stay in
+        float.
 
         Args:
             inputs: {input: array}.
@@ -81,28 +87,28 @@ class CalibrationContext:
         return reference.run_values(self.graph.mod, {**inputs, **arguments})
 
 
-#: A calibration callback: picks the parameters of one value. One that takes a third argument, or
-#: one that is called "context", gets a CalibrationContext there.
+#: A calibration callback that chooses the parameters of one value. If it takes a third argument, or
+#: an argument called "context", it gets a CalibrationContext.
 CalibrationFunction: TypeAlias = Callable[..., QParams]
 
 
 @dataclass(frozen=True)
 class CallableCalibration:
-    """A user's callable whose results are checked."""
+    """A user's callable, with checks of its results."""
 
     function: CalibrationFunction
 
     @property
     def name(self) -> str:
-        """For reports and messages: the function's own name."""
+        """Name for reports and messages: the function's name."""
         return getattr(self.function, "__qualname__", None) or type(self.function).__name__
 
     def qparams(self, samples: ValueSamples, context: CalibrationContext | None = None) -> QParams:
-        """What the callable picks for `samples.info`; it gets `context` if it takes one.
+        """Return the callable's parameters for `samples.info`. It gets `context` if it takes one.
 
         Raises:
-            ConfigError: it raised an exception, or the result is not a QParams of the dtype,
-                number, axis and zero points that the plan asks for; names the value and the
+            ConfigError: it raised an exception, or the result is not a QParams with the dtype,
+                number, axis and zero points that the plan requires; names the value and the
                 callable.
         """
         info, source = samples.info, f"Calibration {self.name}"
@@ -124,22 +130,23 @@ class CallableCalibration:
 
 
 def takes_context(function: Callable[..., Any]) -> bool:
-    """Whether a function has a parameter of this name. One with a default of another name is its
-    own affair.
+    """Whether a function has a parameter called "context".
+
+    A third parameter with another name and a default does not count.
     """
     try:
         return "context" in inspect.signature(function).parameters
     except (TypeError, ValueError):
-        return False  # a built-in that does not tell
+        return False  # a built-in without a signature
 
 
 def resolve_calibration(calibration: object) -> AnyObserver | CallableCalibration:
-    """`calibration` as an observer, or as a checked callable `(ValueInfo, samples) -> QParams` or
-    `(ValueInfo, samples, CalibrationContext) -> QParams`.
+    """Return `calibration` as an observer, or as a checked callable `(ValueInfo, samples) ->
+    QParams` or `(ValueInfo, samples, CalibrationContext) -> QParams`.
 
     Raises:
-        ConfigError: it is neither, or the class of an observer, or a callable that takes neither
-            two nor three positional arguments.
+        ConfigError: it is neither, or it is an observer class, or a callable that takes neither two
+            nor three positional arguments.
     """
     if isinstance(calibration, (Observer, CallableCalibration)):
         return calibration
@@ -180,14 +187,14 @@ def resolve_calibration(calibration: object) -> AnyObserver | CallableCalibratio
 def raise_scale(
     qparams: QParams, group: SharedQParams, min_scales: Mapping[str, np.ndarray]
 ) -> QParams:
-    """Parameters with scales of at least those in `min_scales`, and the same zero points."""
+    """Raise scales to at least the scales in `min_scales`. Zero points stay."""
     scale = np.maximum(qparams.scale, min_scales.get(group.key, 0.0))
     scale = conform_scale(scale, group.info.spec).astype("float32")
     return QParams(scale, qparams.zero_point, qparams.dtype, qparams.axis)
 
 
 def is_data_free(picker: object) -> bool:
-    """Whether it picks parameters without having seen a value."""
+    """Whether it chooses parameters without data."""
     return isinstance(picker, Observer) and not picker.needs_data
 
 
@@ -198,7 +205,9 @@ def pick_given(
     callbacks: CallbackList,
     min_scales: Mapping[str, np.ndarray],
 ) -> CalibrationResult:
-    """The parameters of observers that look at no data, beside those of the weights."""
+    """Return the parameters of observers that need no data, together with the parameters of the
+    weights.
+    """
     parameters, observers = dict(weights), dict[str, str]()
     for group, picker in zip(plan.activations, pickers, strict=True):
         picked = picker.qparams(picker.start(group.info), group.info)
@@ -210,7 +219,7 @@ def pick_given(
 
 
 def describe_needs(plan: Plan, pickers: Sequence[object]) -> str:
-    """A message for a plan without data: which operators have parameters that data decides."""
+    """Return a message for a plan without data: the operators whose parameters depend on data."""
     names = {
         group.key
         for group, picker in zip(plan.activations, pickers, strict=True)

@@ -1,9 +1,9 @@
-"""Calibrate, order: prepared model -> phases, which say what runs on which batches before what is
-chosen.
+"""Order of a calibration: prepared model -> passes over the data. Each pass says which subgraphs
+run on which batches before which choice.
 
-Topological: one phase. A step runs on all batches and something is chosen; the next step sees it.
-Parallel: all batches pass the float model once, which says the range of every value; then the
-weights are fitted one after the other, with all values rounded, on some of the batches.
+Topological: one pass. A step runs on all batches, then something is chosen, and the next step uses
+it. Parallel: all batches run through the float model once, which gives the range of every value.
+Then the weights are fitted one after the other, with all values rounded, on some of the batches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from relayquant.ir.rewrite import Graph
 from relayquant.stages.calibration.subgraphs import Segment, SegmentedGraph, split_graph
 from relayquant.stages.prepared import CalibrationGraph, FitPoint
 
-#: Samples that weights are fitted with, however large they are; fewer only if there are fewer.
+#: minimum number of samples that weights are fitted with, whatever their size; fewer only if the
+#: data set has fewer
 FEWEST_SAMPLES = 32
 
 
@@ -32,10 +33,10 @@ class Phase:
     """Steps that run one after the other on the same batches.
 
     Attributes:
-        split: The segments.
-        steps: Each batch passes all segments of a step; once all batches have, what these segments
-            stop at is chosen.
-        is_float: Whether values pass through as they are in the float model, whatever was chosen.
+        split: The subgraphs.
+        steps: Each batch runs through all subgraphs of a step. After all batches, the choices at
+            the breakpoints of these subgraphs are made.
+        is_float: Whether values pass through in float, whatever was chosen.
         is_part: Whether some of the batches are enough.
     """
 
@@ -48,8 +49,8 @@ class Phase:
 def plan_phases(
     graph: CalibrationGraph, plan: Plan, order: Order, fits: Sequence[FitPoint]
 ) -> tuple[Phase, ...]:
-    """The phases of a calibration that picks the parameters of all activations of the plan, and
-    fits the operators `fits`.
+    """Return the passes of a calibration that chooses the parameters of the plan's activations
+    and fits the operators `fits`.
     """
     groups = plan.activations
     if order is Order.TOPOLOGICAL:
@@ -65,7 +66,7 @@ def plan_phases(
 
 
 def join_segments(phases: Sequence[Phase]) -> tvm.IRModule:
-    """One module of the segments of all phases."""
+    """Return one module with the subgraphs of all passes."""
     functions = [item for phase in phases for item in phase.split.mod.functions_items()]
     return tvm.IRModule(dict(functions))
 
@@ -77,15 +78,15 @@ def count_part(
     symbols: Mapping[str, int],
     values: int,
 ) -> int:
-    """How many batches hold so many values of the inputs of `fits`, all operators together, and at
-    least `FEWEST_SAMPLES`.
+    """Return how many batches are needed for a number of input values of `fits`, over all
+    operators, and for at least `FEWEST_SAMPLES`.
 
     Args:
         graph: The calibration graph.
         fits: The operators.
-        inputs: Of the model; what its first one has along its first axis are samples.
-        symbols: Symbolic dimensions, of one batch that stands for all.
-        values: See above.
+        inputs: Inputs of the model. The first axis of the first input counts samples.
+        symbols: Symbolic dimensions of one batch that represents all.
+        values: The number of values.
     """
     view = Graph(graph.mod)
     sizes = [symbols[d] if isinstance(d, str) else d for info in inputs[:1] for d in info.shape]
@@ -97,7 +98,7 @@ def count_part(
 
 
 def count_elements(var: relax.Var, frame: Frame) -> int:
-    """Elements of a tensor in a frame that knows symbolic dimensions; those that it does not know
+    """Return the number of elements of a tensor, given its symbolic dimensions. Unknown ones
     count as 1.
     """
     dims = getattr(getattr(var.ty, "shape", None), "values", ())
@@ -105,6 +106,6 @@ def count_elements(var: relax.Var, frame: Frame) -> int:
 
 
 def choose_batches(batches: int, wanted: int) -> tuple[int, ...]:
-    """Numbers of `wanted` of so many batches, evenly spread; of all if there are no more."""
+    """Return the indices of `wanted` batches, evenly spread; all indices if there are not more."""
     wanted = min(wanted, batches)
     return tuple(i * batches // wanted for i in range(wanted))

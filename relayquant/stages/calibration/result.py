@@ -1,4 +1,4 @@
-"""What calibration chooses: parameters, fitted constants, mergeable statistics."""
+"""Result of calibration: parameters, fitted constants and mergeable statistics."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CalibrationResult:
     tuned: TunedBatches = field(default_factory=TunedBatches)
 
     def save(self, path: Path) -> None:
-        """Write to a file that `load` reads, whole or not at all."""
+        """Write to a file that `load` reads. The file is never incomplete."""
         arrays = {f"constants/{key}": array for key, array in self.constants.items()}
         for key, seen in self.statistics.items():
             state = seen.state.to_arrays()
@@ -46,7 +46,7 @@ class CalibrationResult:
 
     @staticmethod
     def load(path: Path, observations: Mapping[str, GroupObservation]) -> CalibrationResult:
-        """What `save` wrote; `observations` names the observers, which are not in the file.
+        """Read what `save` wrote. `observations` holds the observers, which are not in the file.
 
         Raises:
             DataError: the file is damaged.

@@ -1,8 +1,8 @@
 """calibrate: prepared model + data set -> parameters of every group, fitted weights and biases.
 
-Steps of segments run on all batches, what they compute is observed, and parameters are picked or
-weights fitted; then the next step runs with these (`phases` says what makes up a step). No operator
-runs twice on a batch in one phase: what later steps need waits on disk.
+The subgraphs of a step run on all batches and their results are observed. Then parameters are
+chosen or weights fitted, and the next step runs with these (`passes` says what makes up a step). No
+operator runs twice on a batch in one pass: values that later steps need are stored on disk.
 """
 
 from __future__ import annotations
@@ -85,29 +85,30 @@ def pick_parameters(
     workers: futures.Executor | None = None,
     worker_timeout: float | None = WORKER_TIMEOUT,
 ) -> CalibrationResult:
-    """Parameters of every group of the plan, and fitted constants.
+    """Choose the parameters of every group of the plan, and fit constants.
 
-    The result depends on neither `checkpoint` nor `workers`, bit for bit.
+    The result is the same, bit for bit, for every `checkpoint` and `workers`.
 
     Args:
         prepared: The prepared model; not changed.
-        dataset: See `open_dataset`. Read once. None where no value of the plan needs data.
-        load_module: Makes the segments runnable on this machine.
+        dataset: See `open_dataset`. Read once. None if no value of the plan needs data.
+        load_module: Makes the subgraphs runnable on this machine.
         calibration: Observer or callable for all activations, instead of the plan's.
         order: See `Order`.
-        callbacks: Told of progress and of every choice.
+        callbacks: Called with progress and with every choice.
         fit: How weights are rounded and biases corrected.
-        min_scales: By group key, scales that those picked are raised to where they are smaller.
-        checkpoint: A folder to work in, from which a calibration that was stopped goes on; by
-            default one in the system's temporary directory, which is removed. It needs about
+        min_scales: Group key -> lower bound for its scales.
+        checkpoint: A folder to work in. A calibration that was stopped continues from it. By
+            default a folder in the system's temporary directory, which is removed. It needs about
             (largest activations alive at once) x (number of samples) x 4 bytes.
-        workers: An executor whose processes run the shards of each segment. They must see
-            the folder.
-        worker_timeout: Seconds without a shard from any of them after which they hang.
+        workers: An executor whose processes run the shards of each subgraph. They must have access
+            to the folder.
+        worker_timeout: Seconds without a shard from any worker after which workers count as hung.
 
     Raises:
-        DataError: the data set is empty or an item is wrong, or not that of the checkpoint.
-        ConfigError: `calibration` is neither observer nor callable, or picked something wrong; the
+        DataError: the data set is empty, an item is wrong, or the data differs from the
+            checkpoint's.
+        ConfigError: `calibration` is neither observer nor callable, or its result is wrong; the
             checkpoint belongs to another calibration; the executor cannot be used.
         WorkerError: workers died or hang.
     """
@@ -176,7 +177,7 @@ def pick_parameters(
 
 
 class _Run:
-    """State of one calibration: what is known of the data, what is picked."""
+    """State of one calibration: what is known of the data, and the choices so far."""
 
     def __init__(
         self,
@@ -200,21 +201,21 @@ class _Run:
         self.fits = fits if settings.is_needed else {}
         self.statistics: dict[str, GroupStatistics] = {}
         self.observers: dict[str, str] = {}
-        #: chooses between ranges; None where nothing asks for it
+        #: chooses between ranges; None if no observer asks for it
         self.judge = judge
         self.data = StoredData(shards.workspace)
-        #: numbers of the batches that each phase runs on
+        #: indices of the batches that each pass runs on
         self.chosen: list[tuple[int, ...]] = []
-        #: numbers of the batches that ranges are chosen by
+        #: indices of the batches that ranges are chosen by
         self.judged: tuple[int, ...] = ()
-        self.steps = 0  # that are done
-        self.done = 0  # batches, of all steps together
-        #: arrays for all variables of the graph, and for what depends on them alone
+        self.steps = 0  # number of steps done
+        self.done = 0  # number of batches done, over all steps
+        #: arrays for all variables of the graph, and for the values that depend only on them
         self.variables: dict[str, np.ndarray] = {}
         self.fixed: dict[str, Any] = {}
 
     def load(self, data: Dataset) -> None:
-        """Store the inputs that segments read."""
+        """Store the inputs that subgraphs read."""
         used = {
             name
             for phase in self.phases
@@ -227,7 +228,7 @@ class _Run:
         self.judged = () if self.judge is None else self.data.choose_judged(self.judge)
 
     def choose_batches(self, phase: Phase) -> tuple[int, ...]:
-        """Numbers of the batches that a phase runs on."""
+        """Return the indices of the batches that a pass runs on."""
         count = self.data.count
         if phase.is_part:
             stops = [fit.point for fit in self.fits.values()]
@@ -237,18 +238,18 @@ class _Run:
         return choose_batches(self.data.count, count)
 
     def phase(self, phase: Phase, chosen: Sequence[int]) -> None:
-        """Run all steps of a phase on the batches `chosen`."""
+        """Run all steps of a pass on the batches `chosen`."""
         self.data.keep(chosen)
         known = () if phase.is_float else (self.parameters, self.constants)
         self.variables = self.prepared.graph.arguments(*known)
-        # Fitted weights take their places when known.
+        # Fitted weights replace these once they are known.
         self.fixed = phase.split.compute_constants(self.variables)
         for segments in phase.steps:
             self.step(phase, segments)
 
     def step(self, phase: Phase, segments: tuple[Segment, ...]) -> None:
-        """Run one step on all batches and pick what is picked once it has run; or take over what
-        the checkpoint says of it.
+        """Run one step on all batches and make its choices, or take the choices from the
+        checkpoint.
         """
         index, self.steps = self.steps, self.steps + 1
         pickers = {key: self.find_picker(key) for segment in segments for key in segment.groups}
@@ -271,7 +272,7 @@ class _Run:
         is_last = phase is self.phases[-1]
         for segment in segments:
             for name in segment.expired:
-                # A later phase reads the model's inputs again.
+                # A later pass reads the model's inputs again.
                 if is_last or name not in self.data.record.starts:
                     self.data.values.drop(name, shards)
         if self.shards.writes_states:
@@ -286,7 +287,7 @@ class _Run:
         pickers: Mapping[str, Observer[Any] | CallableCalibration],
         observed: Mapping[str, GroupObservation],
     ) -> CalibrationResult:
-        """Run one step on all batches, then pick the parameters of its groups and fit its
+        """Run one step on all batches. Then choose the parameters of its groups and fit its
         operators.
         """
         later = {
@@ -362,7 +363,7 @@ class _Run:
         states: Mapping[str, Any],
         result: CalibrationResult,
     ) -> None:
-        """Put other ranges into `result` where the outputs say so."""
+        """Replace ranges in `result` by the ranges that the outputs favour."""
         judged = {key: picker for key, picker in pickers.items() if isinstance(picker, OutputSQNR)}
         if not judged:
             return
@@ -378,14 +379,14 @@ class _Run:
             result.observers[key], result.parameters[key] = name, qparams
 
     def advance(self, batches: int) -> None:
-        """Say that a step has run on so many batches more."""
+        """Report that a step has run on this many more batches."""
         self.done += batches
         phases = zip(self.phases, self.chosen, strict=True)
         total = sum(len(phase.steps) * len(chosen) for phase, chosen in phases)
         self.callbacks.on_progress(ProgressEvent("calibrate", self.done, total))
 
     def adopt(self, phase: Phase, segments: Sequence[Segment], result: CalibrationResult) -> None:
-        """Later steps run with these parameters, weights and biases."""
+        """Use these parameters, weights and biases in later steps."""
         self.parameters.update(result.parameters)
         self.constants.update(result.constants)
         self.statistics.update(result.statistics)
@@ -403,7 +404,9 @@ class _Run:
             self.callbacks.on_parameters(ParametersEvent(self.plan.group(key).info, qparams))
 
     def find_picker(self, key: str) -> Observer[Any] | CallableCalibration:
-        """Who picks a group's parameters; told of the consumers if it asks for them."""
+        """Return the observer of a group. If the observer depends on the consumers, it gets
+        their weights.
+        """
         group = self.plan.group(key)
         override = None if group.is_fixed else self.override
         picker = override or resolve_calibration(group.calibration)
@@ -422,8 +425,8 @@ class _Run:
         return replace(picker, axis=readers[0].view.channel_axis, importance=importance)
 
     def observe_fit(self, point: FitPoint) -> FitObservation:
-        """What is to be seen of an operator's input; without second moments where they would not
-        be used.
+        """Describe what to observe of an operator's input. Second moments are left out if
+        nothing uses them.
         """
         fit = self.fits[point.operator]
         return FitObservation(
@@ -440,7 +443,7 @@ class _Run:
         )
 
     def fit(self, fit: OperatorFit, statistics: InputStatistics, chosen: CalibrationResult) -> None:
-        """Fit one operator; what comes out goes into `chosen`."""
+        """Fit one operator and store the result in `chosen`."""
         key, name = fit.group.key, fit.point.operator
         settings = self.settings
         if statistics.overflows:
@@ -450,7 +453,7 @@ class _Run:
                 fit.point.source,
                 code="RQ302",
             )
-        if key in self.min_scales:  # the scale is decided, only the rounding is not
+        if key in self.min_scales:  # the scale is fixed, only the rounding is open
             settings = replace(settings, scale_factors=(1.0,), tensor_factors=(1.0,))
         result = fit_operator(
             fit.view,
@@ -467,7 +470,7 @@ class _Run:
             chosen.constants[f"{name}:bias"] = result.bias
 
     def describe(self, chosen: CalibrationResult) -> CalibrationContext:
-        """What is picked so far, `chosen` in the running step included, for a callable."""
+        """Return the choices so far for a callable, including `chosen` of the running step."""
         return CalibrationContext(
             self.plan,
             self.prepared.graph,
@@ -477,8 +480,8 @@ class _Run:
 
 
 def decode_grouped(prepared: PreparedModel) -> dict[str, np.ndarray]:
-    """Weights in groups as their codes stand for them, by name: what is calibrated behind them sees
-    what they lose.
+    """Return the dequantized values of weights in groups, by name. Operators behind them are
+    calibrated with the rounded weights.
     """
     found: dict[str, np.ndarray] = {}
     for operator in prepared.plan.operators:

@@ -1,9 +1,8 @@
-"""One step on one shard of the data: values and arguments -> what observers saw, and the values
-that later steps read.
+"""One step on one shard: stored values + arguments -> observer states, and the values that later
+steps read.
 
-The unit of work of a calibration: it runs here or in another process, it is what a checkpoint
-keeps, and its results are merged in the order of the shards, always, so that neither changes any
-bit.
+A shard is the unit of work of a calibration. It runs here or in another process, and a checkpoint
+stores its states. Results are always merged in shard order, so the result is the same bit for bit.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ from relayquant.stages.calibration.weights.statistics import InputStatistics, ro
 
 STATES_FORMAT = "relayquant.shard.1"
 ARGUMENTS_FORMAT = "relayquant.arguments.1"
-#: Bytes of a group's values that are observed together, and of an operator's input, of which a few
-#: rows are looked at. The former are still in the second level cache.
+#: Bytes of a group's values, and of an operator's input, that are observed together. The group's
+#: values still fit the second-level cache. Only a few rows of the input are read.
 MOST_SEEN_BYTES, MOST_SAMPLED_BYTES = 1 << 20, 1 << 24
-#: Bytes that wait to be observed, of all groups together.
+#: total bytes, over all groups, that wait to be observed
 MOST_WAITING_BYTES = 1 << 25
 
 
 @dataclass(frozen=True)
 class GroupObservation:
-    """A group whose values an observer sees: `points` are their names."""
+    """A group whose values an observer sees. `points` are the names of the values."""
 
     observer: Observer[Any]
     info: ValueInfo
     points: tuple[str, ...]
 
     def for_part(self, shard: Shard, batches: int) -> GroupObservation:
-        """What sees a shard as long as `shard` of so many batches."""
+        """Return the observation for a shard as long as `shard` of this many batches."""
         arrays = len(shard) * len(self.points)
         return replace(self, observer=self.observer.for_part(len(shard) / batches, arrays))
 
@@ -58,12 +57,13 @@ class FitObservation:
     """An operator whose input is observed to fit its weight.
 
     Attributes:
-        source: Name of the value that it reads, before it is rounded.
+        source: Name of the value that it reads, before rounding.
         view: The operator as matrix products.
-        columns, most: Weights per output, and at most how many of them make up one block.
+        columns: Weights per output.
+        most: Largest number of columns in one block.
         with_gram: Whether second moments are needed.
-        rows: Rows of a batch that are sampled.
-        seed: Which rows depends on this and on the number of the batch.
+        rows: Rows sampled per batch.
+        seed: Seed that chooses the rows, together with the index of the batch.
         roundings: Parameters that the rows are rounded with, one after the other.
     """
 
@@ -77,7 +77,7 @@ class FitObservation:
     roundings: tuple[tuple[QParams, QSpec], ...] = ()
 
     def start(self) -> InputStatistics:
-        """Before any data."""
+        """Return the statistics before any data."""
         return InputStatistics.empty(
             self.view.groups, self.columns, with_gram=self.with_gram, most=self.most
         )
@@ -85,7 +85,7 @@ class FitObservation:
     def update_all(
         self, statistics: InputStatistics, arrays: Sequence[np.ndarray], batch: int
     ) -> InputStatistics:
-        """With the operator's data in several batches, the first of which is number `batch`."""
+        """Add the operator's data in several batches, of which the first has index `batch`."""
         rng = np.random.default_rng((*self.seed, batch))
         for _, some in groupby(arrays, key=lambda array: array.shape[1:]):
             same = list(some)
@@ -93,7 +93,7 @@ class FitObservation:
         return statistics
 
     def round(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
-        """What the operator sees of values."""
+        """Round values as the operator reads them."""
         for qparams, spec in self.roundings:
             values = round_to_grid(values, qparams, spec)
         return values
@@ -101,16 +101,16 @@ class FitObservation:
 
 @dataclass(frozen=True)
 class ShardTask:
-    """What is to be done: plain data, which may travel to another process.
+    """The work on one shard, as plain data that can be sent to another process.
 
     Attributes:
-        segments: The functions that each batch passes, one after the other.
-        shard: The batches to run it on.
+        segments: The functions that each batch runs through, one after the other.
+        shard: The batches to run on.
         values: Where values are read and written.
-        groups: By key of the group.
-        fits: By name of the operator.
+        groups: By group key.
+        fits: By operator name.
         stored: Values to write.
-        symbols: Of each batch of the shard: its symbolic dimensions; empty when there are none.
+        symbols: Symbolic dimensions of each batch of the shard; empty if there are none.
     """
 
     segments: tuple[Segment, ...]
@@ -124,14 +124,14 @@ class ShardTask:
 
 @dataclass(frozen=True, eq=False)
 class ShardStates:
-    """What was seen: states of observers by key of the group, statistics by operator."""
+    """The states of one shard: observer states by group key, statistics by operator."""
 
     groups: Mapping[str, Any]
     fits: Mapping[str, InputStatistics]
 
     @staticmethod
     def start(task: ShardTask) -> ShardStates:
-        """Before any data."""
+        """Return the states before any data."""
         return ShardStates(
             {key: seen.observer.start(seen.info) for key, seen in task.groups.items()},
             {name: seen.start() for name, seen in task.fits.items()},
@@ -139,7 +139,9 @@ class ShardStates:
 
     @staticmethod
     def merge(task: ShardTask, first: ShardStates, second: ShardStates) -> ShardStates:
-        """What was seen of two parts of the data, the one after the other; takes over `first`."""
+        """Merge the states of two consecutive parts of the data. The result reuses the arrays of
+        `first`.
+        """
         return ShardStates(
             {
                 key: seen.observer.merge(first.groups[key], second.groups[key])
@@ -149,7 +151,7 @@ class ShardStates:
         )
 
     def save(self, path: Path) -> None:
-        """Write to a file that `load` reads, whole or not at all."""
+        """Write to a file that `load` reads. The file is never incomplete."""
         arrays: dict[str, np.ndarray] = {}
         for kind, states in (("groups", self.groups), ("fits", self.fits)):
             for key, state in states.items():
@@ -159,7 +161,7 @@ class ShardStates:
 
     @staticmethod
     def load(path: Path, task: ShardTask) -> ShardStates:
-        """What `save` wrote; DataError if it is damaged."""
+        """Read what `save` wrote. Raise DataError if it is damaged."""
         with reading(path, "part of a calibration", advice=BEGIN_ANEW):
             arrays = read_archive(path, STATES_FORMAT, "part of a calibration").arrays
 
@@ -188,9 +190,9 @@ def run_shard(
     """Run a step on every batch of a shard and observe what it computes.
 
     Args:
-        task: What to do.
-        functions: The segments; None when there is nothing to compute.
-        arguments: Values that segments read or observe and that are the same for all batches.
+        task: The work.
+        functions: The subgraphs; None if there is nothing to compute.
+        arguments: Values that subgraphs read or observe and that are the same for all batches.
     """
     watch = Watch(task)
     computed = {name for segment in task.segments for name in segment.outputs}
@@ -216,7 +218,8 @@ def run_shard(
                 watch.see(segment, values, i)
                 for name in writers.keys() & segment.outputs:
                     writers[name].append(values[name])
-                # Of a batch that passes many segments, no more is held than one of them needs.
+                # If a batch runs through many subgraphs, only the values that one of them needs are
+                # kept.
                 for name in segment.expired:
                     values.pop(name, None)
     return watch.finish()
@@ -234,7 +237,7 @@ class Watch:
         self.waiting_bytes = 0  # of all groups
 
     def see(self, segment: Segment, values: Mapping[str, np.ndarray], batch: int) -> None:
-        """Observe what one segment computed, or read."""
+        """Observe the values that one subgraph computed or read."""
         for key in segment.groups:
             if key in self.task.groups:
                 waiting = self.seen_later[key]
@@ -258,7 +261,7 @@ class Watch:
         self.groups[key] = self.task.groups[key].observer.update_all(self.groups[key], arrays)
 
     def observe_all(self) -> None:
-        """Show all arrays that wait to their observers."""
+        """Show all waiting arrays to their observers."""
         for key, waiting in self.seen_later.items():
             if waiting.arrays:
                 self.observe(key)
@@ -270,7 +273,7 @@ class Watch:
         self.fits[name] = self.task.fits[name].update_all(self.fits[name], arrays, first)
 
     def finish(self) -> ShardStates:
-        """What was seen of all batches."""
+        """Return the states after all batches."""
         self.observe_all()
         for name, waiting in self.fitted_later.items():
             if waiting.arrays:
@@ -279,24 +282,24 @@ class Watch:
 
 
 class WaitingArrays:
-    """Arrays that are observed together: to observe one takes longer than to look at its values
-    where these are few.
+    """Arrays that are observed together. For small arrays, one call per array would take longer
+    than reading its values.
     """
 
     def __init__(self) -> None:
         self.arrays: list[np.ndarray] = []
         self.bytes = 0
-        self.first = 0  # batch of the first array
+        self.first = 0  # index of the batch of the first array
 
     def add(self, arrays: Sequence[np.ndarray], batch: int) -> None:
-        """The arrays of one batch."""
+        """Add the arrays of one batch."""
         if not self.arrays:
             self.first = batch
         self.arrays.extend(arrays)
         self.bytes += sum(array.nbytes for array in arrays)
 
     def take(self) -> tuple[list[np.ndarray], int]:
-        """(all arrays, number of the batch of the first); none is left."""
+        """Return (all arrays, batch index of the first) and empty the list."""
         taken, self.arrays, self.bytes = self.arrays, [], 0
         return taken, self.first
 
@@ -306,13 +309,13 @@ class WaitingArrays:
 
 @dataclass(frozen=True)
 class RemoteTask:
-    """A task with the files that another process needs for it and leaves its result in.
+    """A task with the files through which another process gets its input and returns its result.
 
     Attributes:
-        task: What to do.
-        module: The segments, as TVM writes them; None when there are none.
-        arguments: Arguments of the segment.
-        states: Where the result goes.
+        task: The work.
+        module: The subgraphs, as TVM writes them; None if there are none.
+        arguments: Arguments of the subgraphs.
+        states: File for the result.
     """
 
     task: ShardTask
@@ -322,7 +325,7 @@ class RemoteTask:
 
 
 def run_shard_remotely(remote: RemoteTask, load_module: LoadModule) -> None:
-    """`run_shard` from files to a file. Running it again gives the same file."""
+    """Run `run_shard` from files to a file. A second run writes the same file."""
     functions = None
     if remote.module is not None:
         functions = load_segments(str(remote.module), load_module)
@@ -333,7 +336,7 @@ def run_shard_remotely(remote: RemoteTask, load_module: LoadModule) -> None:
 
 @functools.lru_cache(maxsize=1)
 def load_segments(path: str, load_module: LoadModule) -> FunctionRunner:
-    """The segments: a process loads them once. The path holds a digest of them."""
+    """Load the subgraphs. A process loads them once, because the path holds their digest."""
     with reading(path, "part of a calibration", advice=BEGIN_ANEW):
         segments = parse_module(Path(path).read_text("utf-8"))
     return load_module(segments)

@@ -1,14 +1,14 @@
-"""Keeps the values of all batches on disk between segments, so that memory does not grow with the
+"""Store for the values of all batches on disk, between subgraphs. Memory does not grow with the
 data.
 
-The data is cut into shards of consecutive batches. A value has one file per shard, a row of
-records; an input of the model, which is written before it is known how many batches there are, has
-one file for all. Files appear whole, under names that any process works out from the value's name.
-They are mapped into memory: what is not looked at is not read, and compiled code reads values where
-they lie.
+The data is split into shards of consecutive batches. A computed value has one file per shard. An
+input of the model has one file for all shards, because it is written before the number of batches
+is known. A file is a sequence of records. It is never incomplete, and its name follows from the
+value's name, so every process can find it. Files are memory-mapped: parts that nothing reads are
+not loaded, and compiled code reads the values in place.
 
-A record is a line of JSON (dtype, shape in memory order, the axes that are) and the values in
-memory order, each filled up to a multiple of 64 bytes.
+A record is a line of JSON (dtype, shape in memory order, axes of that order) and the values in
+memory order. Both are padded to a multiple of 64 bytes.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from relayquant.base.runtime import ALIGNMENT, find_memory_axes
 from relayquant.base.storage.files import writing
 from relayquant.errors import DataError
 
-#: The data is cut into at most so many shards. Not more than a state of every observer can be
-#: merged for, and enough to keep as many workers busy.
+#: Largest number of shards. Every observer can merge this many states, and it is enough to keep as
+#: many workers busy.
 MOST_SHARDS = 32
-#: what to do about a checkpoint that is damaged
+#: advice for a damaged checkpoint
 BEGIN_ANEW = "Delete the checkpoint to begin anew."
-#: no header of a record is longer
+#: size limit of a record's header
 MOST_HEADER_BYTES = 1 << 10
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Batches start..stop-1; `index` counts shards."""
+    """Batches start..stop-1. `index` counts shards."""
 
     index: int
     start: int
@@ -53,10 +53,10 @@ class Shard:
 
 
 def cut_shards(batches: int) -> tuple[Shard, ...]:
-    """Equal shards of `batches` batches, the last may be smaller.
+    """Split `batches` batches into equal shards. The last may be smaller.
 
-    They depend on the number of batches alone: statistics are merged shard by shard, so that
-    results are the same however many processes there are.
+    The split depends only on the number of batches. Statistics are merged shard by shard, so the
+    result is the same for any number of processes.
     """
     size = max(-(-batches // MOST_SHARDS), 1)
     return tuple(
@@ -66,7 +66,9 @@ def cut_shards(batches: int) -> tuple[Shard, ...]:
 
 
 class ValueWriter:
-    """Writes one file of values; it takes its place when the `with` block ends without an error."""
+    """Writes one file of values. The file gets its name when the `with` block ends without an
+    error.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -79,7 +81,7 @@ class ValueWriter:
         return self
 
     def append(self, array: np.ndarray) -> int:
-        """Add the next batch; returns where in the file it starts."""
+        """Add the next batch and return its offset in the file."""
         offset = self._offset
         axes = find_memory_axes(array)
         # ascontiguousarray would give a scalar one dimension.
@@ -107,13 +109,13 @@ class ValueWriter:
 
 @functools.lru_cache(maxsize=256)
 def make_header(dtype: str, shape: tuple[int, ...], axes: tuple[int, ...]) -> bytes:
-    """The first line of a record, filled up."""
+    """Return the first line of a record, padded."""
     header = json.dumps({"dtype": dtype, "shape": shape, "axes": axes}).encode() + b"\n"
     return header + bytes(-len(header) % ALIGNMENT)
 
 
 def write_all(file: int, parts: Sequence[bytes | memoryview]) -> int:
-    """Write all of the parts, in one call if the system takes them so; returns how many bytes."""
+    """Write all parts, in one system call if possible. Return the number of bytes."""
     done = os.writev(file, parts)
     for part in parts:
         rest, done = memoryview(part)[done:], max(done - len(part), 0)
@@ -124,35 +126,35 @@ def write_all(file: int, parts: Sequence[bytes | memoryview]) -> int:
 
 @dataclass(frozen=True)
 class ValueStore:
-    """Values by name and shard in a folder; plain data, so that other processes can have it.
+    """Values by name and shard in a folder. It is plain data, so other processes can use it.
 
     Attributes:
-        folder: Where the files are.
-        starts: Of the model's inputs: where in its file each shard begins.
+        folder: The folder with the files.
+        starts: For each input of the model: offset of each shard in its file.
     """
 
     folder: Path
     starts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def path(self, name: str, shard: Shard | None) -> Path:
-        """The file of a value's shard; of an input for None."""
+        """Return the file of a value's shard, or of an input if the shard is None."""
         stem = hashlib.sha256(name.encode()).hexdigest()[:24]
         return self.folder / (stem if shard is None else f"{stem}.{shard.index}")
 
     def write_input(self, name: str) -> ValueWriter:
-        """A writer for all batches of an input."""
+        """Return a writer for all batches of an input."""
         return ValueWriter(self.path(name, None))
 
     def write(self, name: str, shard: Shard) -> ValueWriter:
-        """A writer for one shard of a computed value."""
+        """Return a writer for one shard of a computed value."""
         return ValueWriter(self.path(name, shard))
 
     def read(self, name: str, shard: Shard) -> Iterator[np.ndarray]:
-        """The batches of one shard of a value, in order. Writing into them does not change the
-        file.
+        """Return the batches of one shard of a value, in order. Writing into them does not change
+        the file.
 
         Raises:
-            DataError: the file is not there or ends early.
+            DataError: the file is missing or truncated.
         """
         is_input = name in self.starts
         path = self.path(name, None if is_input else shard)
@@ -172,14 +174,14 @@ class ValueStore:
             ) from error
 
     def drop(self, name: str, shards: tuple[Shard, ...]) -> None:
-        """Forget a value and free its disk space; unknown names are ignored."""
+        """Delete a value and free its disk space. Unknown names are ignored."""
         for shard in (None, *shards):
             self.path(name, shard).unlink(missing_ok=True)
 
 
 def read_record(file: int, offset: int, size: int) -> tuple[np.ndarray, int]:
-    """The record at `offset` of an open file of `size` bytes, in the memory of the file, and where
-    the next one starts; ValueError if there is no whole one.
+    """Return the record at `offset` of an open file of `size` bytes as memory of the file, and
+    the offset of the next one. Raise ValueError if it is not complete.
     """
     line, found, _ = os.pread(file, MOST_HEADER_BYTES, offset).partition(b"\n")
     if not found:
@@ -188,12 +190,12 @@ def read_record(file: int, offset: int, size: int) -> tuple[np.ndarray, int]:
     start = round_up(offset + len(line) + 1)
     count = math.prod(shape)
     end = start + count * dtype.itemsize
-    # A damaged header must not ask for more than there is.
+    # A damaged header must not ask for more than the file has.
     if round_up(end) > size:
         raise ValueError("the file ends early")
     memory = np.empty(0, dtype)
     if count:
-        # One batch at a time: what is mapped counts as memory while somebody holds it.
+        # One batch at a time: mapped memory counts as used while something holds it.
         page = start - start % mmap.ALLOCATIONGRANULARITY
         mapped = mmap.mmap(file, end - page, access=mmap.ACCESS_COPY, offset=page)
         memory = np.frombuffer(mapped, dtype, count, start - page)
@@ -202,8 +204,8 @@ def read_record(file: int, offset: int, size: int) -> tuple[np.ndarray, int]:
 
 @functools.lru_cache(maxsize=256)
 def parse_header(text: bytes) -> tuple[np.dtype, tuple[int, ...], tuple[int, ...]]:
-    """(dtype, shape in memory order, axes that bring that into logical order); ValueError if it is
-    damaged.
+    """Return (dtype, shape in memory order, axes that restore the logical order). Raise
+    ValueError if the header is damaged.
     """
     try:
         header = json.loads(text)
@@ -217,5 +219,5 @@ def parse_header(text: bytes) -> tuple[np.dtype, tuple[int, ...], tuple[int, ...
 
 
 def round_up(offset: int) -> int:
-    """The next multiple of 64."""
+    """Round up to the next multiple of 64."""
     return -(-offset // ALIGNMENT) * ALIGNMENT

@@ -1,10 +1,11 @@
-"""Splits the calibration graph into one function per choice, so that each operator runs once a
-batch, whether all batches pass one function before the next or each batch passes them all.
+"""Split of the calibration graph: one graph -> one function (subgraph) per choice. Each operator
+runs once per batch, whether all batches run through one subgraph before the next or each batch runs
+through all of them.
 
-main(inputs, variables) -> segment_0(...), segment_1(...), ...: a segment computes what a choice is
-made from (values of a group, or the data of an operator whose weight is fitted) from values that
-earlier segments computed. What depends on weights alone goes into a module of its own, which runs
-once.
+main(inputs, variables) -> subgraph_0(...), subgraph_1(...), ... A subgraph reads values of earlier
+subgraphs and computes the values that a choice is made from: the values of a group, or the data of
+an operator whose weight is fitted. Everything that depends only on weights goes into a separate
+module, which runs once.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ from relayquant.stages.prepared import CalibrationGraph, FitPoint
 
 @dataclass(frozen=True)
 class Segment:
-    """One function of the split module: arguments and results by value name.
+    """One function of the split module, with arguments and results by value name.
 
     Attributes:
-        function: Name of the function; "" when there is nothing to compute.
-        groups: Groups whose parameters are picked once it has run.
-        fits: Operators whose weights are fitted once it has run.
-        symbols: Symbolic dimensions that no input has by itself (an input may have n * 2, but none
-            n): the values of its last parameter, a shape.
+        function: Name of the function; "" if there is nothing to compute.
+        groups: Groups whose parameters are chosen after it has run.
+        fits: Operators whose weights are fitted after it has run.
+        symbols: Symbolic dimensions that are not the dimension of any input (an input may have n *
+            2, but none n). They are the values of the last parameter, a shape.
         inputs: Values it reads, in the order of its parameters.
-        outputs: Values it returns: those observed and those that later segments read.
+        outputs: Values it returns: the observed ones and the ones that later subgraphs read.
         observed: Values that the groups' observers see.
-        expired: Values that nothing reads after this segment.
+        expired: Values that nothing reads after this subgraph.
     """
 
     function: str
@@ -61,7 +62,7 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Stop:
-    """Where the graph is split: what is chosen, and the values that it is chosen from."""
+    """A place where the graph is split: the choices made there, and the values they depend on."""
 
     groups: tuple[str, ...]
     fits: tuple[FitPoint, ...]
@@ -73,9 +74,9 @@ class SegmentedGraph:
     """The split module.
 
     Attributes:
-        mod: The functions of the segments.
-        constants: What computes values that do not depend on data, function main of
-            `constants_mod`; None when no weight is quantized.
+        mod: The functions of the subgraphs.
+        constants: The subgraph of the values that do not depend on data, function main of
+            `constants_mod`; None if no weight is quantized.
         segments: In the order they run.
     """
 
@@ -85,11 +86,14 @@ class SegmentedGraph:
     segments: tuple[Segment, ...]
 
     def compute_constants(self, variables: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        """Rounded weights, once for all batches, from values of all variables of the graph."""
+        """Compute the rounded weights, once for all batches, from the values of all graph
+        variables.
+        """
         segment = self.constants
         if segment is None or self.constants_mod is None:
             return {}
-        # In numpy: to compile a kernel for each weight's shape would take longer than all the rest.
+        # In numpy, because compiling a kernel for each weight's shape would take longer than all
+        # the rest.
         results = reference.run(self.constants_mod, [variables[n] for n in segment.inputs])
         return dict(zip(segment.outputs, results, strict=True))
 
@@ -102,13 +106,14 @@ def split_graph(
     results: bool = False,
     prefix: str = "segment",
 ) -> SegmentedGraph:
-    """Split main of the calibration graph where something is chosen, in topological order.
+    """Split main of the calibration graph at each choice, in topological order.
 
     Args:
-        groups: Data-dependent groups, in the plan's order, to stop at once their values are there.
-        fits: Operators to stop at before they run.
-        results: Whether the last segment computes what main returns.
-        prefix: Of the functions' names.
+        groups: Data-dependent groups, in the plan's order. The graph is split once their values
+            exist.
+        fits: Operators. The graph is split before they run.
+        results: Whether the last subgraph computes the results of main.
+        prefix: Prefix of the functions' names.
     """
     view = Graph(graph.mod)
     stops = order_stops(view, groups, fits)
@@ -121,7 +126,7 @@ def split_graph(
     done: set[relax.Var] = set()
     for target in targets:
         needed = [var for var in collect_ancestors(view, target, done) if var in data]
-        # Shapes are no arrays that a function could return: each segment computes what it needs.
+        # A function cannot return shapes, so each subgraph computes the shapes that it needs.
         done.update(var for var in needed if not is_shape(var))
         inside = set(needed)
         reads = [arg for var in needed for arg in read_values(view, var) if arg not in inside]
@@ -166,8 +171,8 @@ def split_graph(
 
 
 def make_module(functions: Mapping[str, relax.Function], source: tvm.IRModule) -> tvm.IRModule:
-    """A module of functions by name, and of the loops beside main in `source`: operators that a
-    frontend lowered itself are calls of them.
+    """Return a module with functions by name and with the loops beside main in `source`.
+    Operators that a frontend lowered itself are calls of these loops.
     """
     loops = {
         name: func for name, func in source.functions_items() if isinstance(func, tvm.tirx.PrimFunc)
@@ -182,8 +187,8 @@ def make_module(functions: Mapping[str, relax.Function], source: tvm.IRModule) -
 def order_stops(
     view: Graph, groups: Sequence[SharedQParams], fits: Sequence[FitPoint]
 ) -> list[Stop]:
-    """One stop per group, in the plan's order, and each fit in front of what reads the operator's
-    weight.
+    """Return one breakpoint per group, in the plan's order, and one per fit, in front of the
+    first reader of the operator's weight.
     """
     by_name = view.vars
     stops: list[tuple[float, Stop]] = []
@@ -199,7 +204,7 @@ def order_stops(
 
 
 def list_results(view: Graph) -> Iterator[relax.Var]:
-    """The tensors that main returns and computes, in order."""
+    """Return the tensors that main returns and computes, in order."""
     for expr in iterate_results(result_expr(view)):
         if not isinstance(expr, relax.Var) or expr not in view.values:
             continue
@@ -208,8 +213,8 @@ def list_results(view: Graph) -> Iterator[relax.Var]:
 
 
 def read_values(view: Graph, var: relax.Var) -> Iterator[relax.Var]:
-    """What the value of a variable is computed from: what it reads, and the casts that define its
-    sizes. Sizes that no cast defines come with the shapes of the inputs.
+    """Return the values that a variable is computed from: its operands, and the casts that
+    define its sizes. Sizes that no cast defines are known from the shapes of the inputs.
     """
     value = view.values[var]
     yield from (arg for arg in free_vars(value) if arg in view.order)
@@ -221,7 +226,9 @@ def read_values(view: Graph, var: relax.Var) -> Iterator[relax.Var]:
 
 
 def list_sizes(value: relax.Expr) -> Iterator[tvm.ir.Type]:
-    """Types of the shapes, and of single sizes as shapes, that an operator is told of."""
+    """Return the types of the shapes that are arguments of an operator. A single size counts as
+    a shape.
+    """
     for arg in getattr(value, "args", ()):
         if isinstance(arg, relax.ShapeExpr):
             yield arg.ty
@@ -230,17 +237,19 @@ def list_sizes(value: relax.Expr) -> Iterator[tvm.ir.Type]:
 
 
 def is_shape(var: relax.Var) -> bool:
-    """Whether a value is a shape, no tensor."""
+    """Whether a value is a shape and not a tensor."""
     return isinstance(var.ty, relax.ShapeType)
 
 
 def find_data_dependent(
     view: Graph, inputs: Iterable[str], targets: Collection[relax.Var]
 ) -> set[relax.Var]:
-    """Values that change from batch to batch, or have as many elements as the batch has samples.
+    """Return the values that change from batch to batch, or whose number of elements depends on the
+    batch size.
 
-    What is computed from constants alone is one of them where it is a target (it is observed like
-    any other value), and once it is rounded (by parameters that are picked while segments run).
+    A value that is computed from constants counts if it is a target, because it is observed like
+    any other value. After it is rounded it counts too, because its parameters are chosen while
+    subgraphs run.
     """
     names = set(inputs)
     data = {param for param in view.func.params if param.name in names}
@@ -267,14 +276,14 @@ def has_symbols(expr: relax.Expr) -> bool:
 
 
 def reads_symbols(value: relax.Expr) -> bool:
-    """Whether an operator is told of a symbolic dimension: R.full(R.shape([n, 3]), 0)."""
+    """Whether an argument of an operator has a symbolic dimension: R.full(R.shape([n, 3]), 0)."""
     return any(static_size(dim) is None for ty in list_sizes(value) for dim in ty.values)
 
 
 def collect_ancestors(
     view: Graph, targets: Sequence[relax.Var], done: set[relax.Var]
 ) -> list[relax.Var]:
-    """Bound values that the targets need and that are not done, in topological order."""
+    """Return the bound values that the targets need and that are not done, in topological order."""
     found: set[relax.Var] = set()
     stack = [var for var in targets if var in view.values and var not in done]
     while stack:
@@ -291,7 +300,9 @@ def make_constants(
     wanted: Sequence[tuple[list[relax.Var], list[relax.Var]]],
     data: set[relax.Var],
 ) -> tuple[Segment, relax.Function] | None:
-    """The function that computes, once, what segments read and no input changes."""
+    """Return the function that computes, once, the values that subgraphs read and that no input
+    changes.
+    """
     outputs = list(
         dict.fromkeys(
             var for _, reads in wanted for var in reads if var not in data and var in view.values
@@ -321,7 +332,7 @@ def build_function(
     inputs: Sequence[relax.Var],
     outputs: Sequence[relax.Var],
 ) -> tuple[relax.Function, tuple[str, ...]]:
-    """A function of its own from some bindings of main, which returns a tuple; and its
+    """Return a separate function of some bindings of main, which returns a tuple, and its
     `Segment.symbols`.
     """
     new: dict[relax.Var, relax.Var] = {var: relax.Var(var.name, var.ty) for var in inputs}

@@ -1,1 +1,1 @@
-"""Weights: their parameters, and the choice of their integers."""
+"""Weight calibration: constants + input statistics -> parameters and integer weights."""

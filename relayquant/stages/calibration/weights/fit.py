@@ -1,10 +1,10 @@
-"""Calibrate, weights: integer weights and biases that reproduce an operator's float result on its
-quantized input.
+"""Fit of weights and biases: input statistics + float weight -> integer weights that reproduce an
+operator's float result on its quantized input.
 
-Rounding each weight to the nearest level minimizes the error of the weight. What matters is the
-error of the result, (w - q) H (w - q)^T with H = E[x x^T], for which one weight's rounding error
-can be made up for by the weights that are rounded after it: optimal brain quantization in closed
-form (Hassibi & Stork 1993; Frantar et al. 2022, GPTQ, https://arxiv.org/abs/2210.17323).
+Rounding each weight to the nearest level minimizes the error of the weight. The error of the result
+matters more: (w - q) H (w - q)^T with H = E[x x^T]. Weights that are rounded later can compensate
+for the rounding error of earlier weights. This is optimal brain quantization in closed form
+(Hassibi & Stork 1993; Frantar et al. 2022, GPTQ, https://arxiv.org/abs/2210.17323).
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ Float64Array = NDArray[np.float64]
 FloatArray = NDArray[np.float32] | NDArray[np.float64]
 
 
-#: columns that are settled before the rest of a matrix is updated, and before those of their block
+#: columns that are settled before the rest of a matrix is updated, and before the rest of their
+#: block is updated
 BLOCK, PART = 128, 16
 
-#: weights that are rounded at a time, as float64 in some eight arrays
+#: weights that are rounded at a time, as float64 in about eight arrays
 MOST_WEIGHTS = 1 << 21
 
 
 @dataclass(frozen=True, eq=False)
 class FittedWeight:
-    """An operator's fitted weight: on the grid of `qparams`, float32, in the weight's layout; and
-    its bias.
+    """An operator's fitted weight and bias. The weight is on the grid of `qparams`, float32, in
+    the weight's layout.
     """
 
     weight: NDArray[np.float32]
@@ -59,11 +60,11 @@ def fit_operator(
 
     Args:
         view: The operator as matrix products.
-        statistics: Of the operator's data operand as it is at inference.
-        weight: float32, in its own layout.
-        bias: One value per output channel in any shape, or one for all; None when the operator has
+        statistics: Statistics of the data operand as it is at inference.
+        weight: float32, in the operator's layout.
+        bias: One value per output channel in any shape, or one for all; None if the operator has
             none.
-        qparams: Parameters of the weight that its observer picked; the zero point is kept.
+        qparams: Parameters of the weight from its observer; the zero point is kept.
         spec: dtype and limits of the weight.
         settings: See `FitSettings`.
     """
@@ -93,7 +94,7 @@ def fit_operator(
 
 
 def cut_outputs(shape: tuple[int, ...]) -> Iterator[slice]:
-    """Parts of the outputs of weights (G, O, K) that make up `MOST_WEIGHTS` each."""
+    """Yield slices of the outputs of weights (G, O, K), with about `MOST_WEIGHTS` weights each."""
     groups, outputs, columns = shape
     size = max(MOST_WEIGHTS // (groups * columns), 1)
     for start in range(0, outputs, size):
@@ -101,8 +102,8 @@ def cut_outputs(shape: tuple[int, ...]) -> Iterator[slice]:
 
 
 def correct_bias(bias: NDArray, error: NDArray) -> NDArray[np.float32]:
-    """`bias` plus one number per output channel; unchanged when it is one number for several
-    channels.
+    """Return `bias` plus one number per output channel; unchanged if it is one number for
+    several channels.
     """
     if bias.size != error.size:
         return bias.astype("float32")
@@ -117,7 +118,7 @@ class LeastSquares:
     Attributes:
         hessian: H + damping, permuted, (G, K, K).
         factor: Upper triangular U with U^T U = H^-1, (G, K, K).
-        order: Column of the weight at each place, (G, K).
+        order: Column of the weight at each position, (G, K).
     """
 
     hessian: FloatArray
@@ -126,15 +127,15 @@ class LeastSquares:
 
     @staticmethod
     def of(gram: FloatArray, damping: float) -> LeastSquares:
-        """From the sum of x x^T, (G, K, K), in its dtype."""
+        """Prepare H, given as the sum of x x^T, (G, K, K), in its dtype."""
         diagonal = np.einsum("gkk->gk", gram)
         order = np.argsort(-diagonal, axis=1, kind="stable")
-        # Rows and then columns of a matrix: a tenth of the time of elements one by one.
+        # Rows and then columns of a matrix: a tenth of the time of single elements.
         hessian = np.empty_like(gram)
         for to, matrix, index in zip(hessian, gram, order, strict=True):
             np.take(np.take(matrix, index, axis=0), index, axis=1, out=to)
         mean = diagonal.mean(axis=1)
-        # An input that was always zero leaves its weights to nearest rounding.
+        # If an input was always zero, its weights are rounded to nearest.
         extra = damping * np.where(mean > 0, mean, 1)
         index = np.arange(gram.shape[1])
         hessian[:, index, index] += extra[:, None]
@@ -142,7 +143,7 @@ class LeastSquares:
         # factorization and one triangular inverse instead of an inverse and a second factorization.
         is_double, reverse = gram.dtype == "float64", hessian[:, ::-1, ::-1]
         reverse = np.linalg.cholesky(reverse) if is_double else reverse.copy()
-        for matrix in reverse:  # transposed: LAPACK has columns first, and needs no copy
+        for matrix in reverse:  # transposed: LAPACK stores columns first, so it needs no copy
             if not is_double:  # numpy takes as long for these as for float64
                 _, failed = spotrf(matrix.T, lower=0, clean=1, overwrite_a=1)
                 if failed:
@@ -152,15 +153,15 @@ class LeastSquares:
         return LeastSquares(hessian, reverse[:, ::-1, ::-1], order)
 
     def permute(self, rows: Float64Array) -> Float64Array:
-        """Columns of (G, O, K) in the order of `order`."""
+        """Put the columns of (G, O, K) into the order of `order`."""
         return np.take_along_axis(rows, self.order[:, None, :], axis=2)
 
     def restore(self, rows: Float64Array) -> Float64Array:
-        """The inverse of `permute`."""
+        """Undo `permute`."""
         return np.take_along_axis(rows, np.argsort(self.order, axis=1)[:, None, :], axis=2)
 
     def errors(self, difference: Float64Array) -> Float64Array:
-        """d H d^T of each row of (G, O, K): (G, O)."""
+        """Return d H d^T for each row of (G, O, K): (G, O)."""
         return np.einsum("gok,gok->go", difference @ self.hessian, difference)
 
 
@@ -171,13 +172,13 @@ def round_rows(
     low: Float64Array,
     high: Float64Array,
 ) -> Float64Array:
-    """Levels of the permuted weights (G, O, K), one column after the other; what a column's
-    rounding changes in the result, the later columns make up for.
+    """Round the permuted weights (G, O, K), one column after the other. Later columns compensate
+    for the change that a column's rounding makes in the result.
 
-    scale, low and high broadcast to (G, O), or, where weights of one output differ in them, to
-    (G, O, K), permuted; levels are integers in low..high, float64.
+    scale, low and high broadcast to (G, O). If weights of one output differ in them, they broadcast
+    to (G, O, K), permuted. Levels are integers in low..high, float64.
     """
-    # Columns first: each is contiguous.
+    # Columns first, so that each is contiguous.
     rest = np.ascontiguousarray(rows.transpose(2, 0, 1))
     step, least, most = (spread_columns(a, rows.shape) for a in (scale, low, high))
     levels = round_columns(problem.factor, rest, step, least, most)
@@ -187,8 +188,9 @@ def round_rows(
 def round_columns(
     factor: FloatArray, rest: FloatArray, step: FloatArray, least: FloatArray, most: FloatArray
 ) -> FloatArray:
-    """`round_rows` of weights (K, G, O), columns first, in the dtype that they have; `rest` is
-    used up. The others have that shape, factor is (G, K, K).
+    """Run `round_rows` on weights (K, G, O), columns first, in their dtype.
+
+    `rest` is overwritten. The other arguments have the same shape, factor is (G, K, K).
     """
     levels = np.empty_like(rest)
 
@@ -205,8 +207,8 @@ def round_columns(
 
 
 def round_between(values: FloatArray, least: FloatArray, most: FloatArray) -> None:
-    """To the nearest integers within limits, in place: `np.clip` takes as long as all of it for the
-    few rows of a column.
+    """Round to the nearest integers within limits, in place. For the few rows of a column
+    `np.clip` would take as long as everything else.
     """
     np.rint(values, out=values)
     np.maximum(values, least, out=values)
@@ -218,16 +220,16 @@ def sweep_columns(
     values: FloatArray,
     settle: Callable[[int, FloatArray], FloatArray | None],
 ) -> None:
-    """Settle one column after the other; what that changes is taken from all later ones:
-    `values[j] -= matrix[k, j] * settle(k, values[k])` for all j > k.
+    """Settle one column after the other and subtract its effect from all later ones: `values[j] -=
+    matrix[k, j] * settle(k, values[k])` for all j > k.
 
-    Most of it is done for `BLOCK` columns at once, as a product (lazy updates: Frantar et al.
-    2022, section 3.2); `PART` of them are small enough for the cache.
+    Most of this is done for `BLOCK` columns at once, as a product (lazy updates: Frantar et al.
+    2022, section 3.2). `PART` of them are small enough for the cache.
 
     Args:
         matrix: (G, K, K).
         values: (K, G, O), changed in place.
-        settle: None: it changes nothing.
+        settle: Returns the change; None means no change.
     """
 
     def spread(start: int, stop: int, end: int, changes: FloatArray) -> None:
@@ -251,7 +253,7 @@ def sweep_columns(
 
 
 def spread_columns(values: Float64Array, shape: tuple[int, ...]) -> Float64Array:
-    """Values that broadcast to (G, O) or to `shape` (G, O, K), columns first: (K, G, O)."""
+    """Broadcast values to (G, O) or to `shape` (G, O, K), columns first: (K, G, O)."""
     if values.shape == shape:
         return np.ascontiguousarray(values.transpose(2, 0, 1))
     return np.broadcast_to(values if values.ndim == 3 else values[..., None], shape).transpose(
@@ -268,10 +270,9 @@ def improve_levels(
     high: Float64Array,
     sweeps: int,
 ) -> Float64Array:
-    """Levels from which no single one can move to a smaller error, or as far as `sweeps` passes
-    get.
+    """Move single levels while this reduces the error, in up to `sweeps` passes.
 
-    Arguments as for `round_rows`; never increases the error.
+    Arguments as for `round_rows`. The error never increases.
     """
     if not sweeps:
         return levels
@@ -294,10 +295,10 @@ def improve_columns(
     least: FloatArray,
     most: FloatArray,
 ) -> bool:
-    """One pass of `improve_levels` over levels (K, G, O), columns first, in place and in the dtype
-    that they have: whether any moved.
+    """Run one pass of `improve_levels` over levels (K, G, O), columns first, in place and in their
+    dtype. Return whether any level moved.
 
-    gradient, (K, G, O), is H times (weight - level * step), and used up.
+    gradient, (K, G, O), is H times (weight - level * step). It is overwritten.
     """
     changed = False
 
@@ -321,10 +322,10 @@ def improve_columns(
 
 @dataclass(frozen=True, eq=False)
 class BlockedRows:
-    """Weights (G, O, K) and what they are rounded for, one block of columns after the other.
+    """Weights (G, O, K) and the problem to round them for, one block of columns after the other.
 
-    What one block takes is bounded, and what all of them have in common is no more than one number
-    for each weight: a wide layer needs little more memory than its weights do.
+    The memory for one block is bounded. All blocks together share at most one number per weight, so
+    a wide layer needs little more memory than its weights.
     """
 
     statistics: InputStatistics
@@ -334,7 +335,7 @@ class BlockedRows:
     settings: FitSettings
 
     def visit_blocks(self, visit: Callable[[LeastSquares, slice], Float64Array]) -> Float64Array:
-        """The sum over all blocks of what `visit` gives for a block's problem and columns."""
+        """Sum `visit` over all blocks; it gets a block's problem and columns."""
         blocks = enumerate(self.statistics.cut_columns())
         if self.statistics.blocks == 1:
             return sum((visit(self.problem, columns) for _, columns in blocks), np.zeros(()))
@@ -347,14 +348,14 @@ class BlockedRows:
 
     @functools.cached_property
     def problem(self) -> LeastSquares:
-        """That of the only block."""
+        """The problem of the only block."""
         return self.make_problem(0)
 
     def make_problem(self, block: int) -> LeastSquares:
         return LeastSquares.of(self.statistics.find_gram(block), self.settings.damping)
 
     def nearest_error(self, scale: Float64Array) -> float:
-        """Of rounding to nearest with one scale for all weights, (1, 1)."""
+        """Error of rounding to nearest with one scale for all weights, (1, 1)."""
         step, low, high = scale[..., None], self.low[..., None], self.high[..., None]
 
         def visit(problem: LeastSquares, columns: slice) -> Float64Array:
@@ -370,8 +371,8 @@ class BlockedRows:
     def round(
         self, scale: Float64Array, *, with_errors: bool
     ) -> tuple[NDArray[np.int32], Float64Array]:
-        """(levels, (G, O, K); error of each output, (G, O), or zeros) for scales that broadcast to
-        (G, O).
+        """Return (levels (G, O, K), error of each output (G, O) or zeros) for scales that
+        broadcast to (G, O).
         """
         grid = [np.broadcast_to(a, self.rows.shape[:2]) for a in (scale, self.low, self.high)]
         levels = np.empty(self.rows.shape, "int32")
@@ -398,7 +399,7 @@ class BlockedRows:
         low: Float64Array,
         high: Float64Array,
     ) -> Float64Array:
-        """Levels of permuted weights, as the settings say."""
+        """Return the levels of permuted weights, as the settings say."""
         settings = self.settings
         if settings.rounding is WeightRounding.ADAPTIVE:
             adaround = settings.adaround
@@ -417,8 +418,8 @@ def search_scales(
     spec: QSpec,
     settings: FitSettings,
 ) -> tuple[Float64Array, NDArray[np.int32]]:
-    """(scale, levels) with the least error among multiples of `scale`: per output, or in total if
-    there is one scale.
+    """Return (scale, levels) with the smallest error among multiples of `scale`: per output, or in
+    total if there is one scale.
 
     rows: (G, O, K); scale, low and high: (G, O) or (1, 1).
     """
@@ -431,10 +432,10 @@ def search_scales(
         scale = scale * max(factors)
 
     def attempt(factor: float) -> tuple[Float64Array, NDArray[np.int32], Float64Array]:
-        # The scale is float32 in the model; rounding must be done with what will be used.
+        # The scale is float32 in the model, so rounding must use the float32 value.
         trial = np.asarray(conform_scale(scale * factor, spec))
         trial = trial.astype("float32").astype("float64")
-        # With one multiple there is nothing to compare: errors take longer than rounding does.
+        # With one multiple there is nothing to compare, and errors take longer than rounding.
         levels, error = blocks.round(trial, with_errors=bool(others))
         return trial, levels, error.sum(keepdims=True) if per_tensor else error
 

@@ -1,11 +1,11 @@
-"""Calibrate, weights: a convolution or dense operator as matrix products, one per group of
+"""A convolution or dense operator as matrix products: data and weight -> matrices, one per group of
 channels.
 
 y[g, n, o] = sum over k of x[g, n, k] * w[g, o, k]: k runs over the kernel window and the input
 channels of a group, n over batch and output positions, o over the output channels of the group. A
-depthwise convolution has as many groups as channels, a dense operator one. A transposed
-convolution is such a product too, in which each output reads what a tap leads back to, and zero
-where that falls between two inputs.
+depthwise convolution has as many groups as channels, a dense operator has one. A transposed
+convolution has the same form: each output reads the input that a tap leads back to, and zero if the
+tap falls between two inputs.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class LinearView:
         kernel, strides, padding, dilation: Per spatial axis; padding as (before, after). Empty for
             dense.
         groups: Groups of channels.
-        output_padding: Of a transposed convolution, per spatial axis: rows that its output has
-            beyond those that the input leads to; None for any other operator.
+        output_padding: For a transposed convolution, per spatial axis: rows of the output beyond
+            the rows that the input leads to. None for any other operator.
     """
 
     data_axes: tuple[int, ...] | None
@@ -54,15 +54,15 @@ class LinearView:
     output_padding: tuple[int, ...] | None = None
 
     def weight_to_rows(self, weight: NDArray) -> NDArray:
-        """A weight in its own layout as (groups, outputs per group, K)."""
+        """Return a weight in the operator's layout as (groups, outputs per group, K)."""
         moved = np.transpose(weight, self.weight_axes)
         if self.output_padding is not None:
-            # Its axis of outputs holds those of one group, its axis of inputs all.
+            # The axis of outputs holds one group, the axis of inputs holds all.
             return self._split_groups(moved.reshape(moved.shape[0], -1, moved.shape[-1]))
         return np.ascontiguousarray(moved.reshape(self.groups, moved.shape[0] // self.groups, -1))
 
     def rows_to_weight(self, rows: NDArray, shape: tuple[int, ...]) -> NDArray:
-        """The inverse of `weight_to_rows` for a weight of `shape`."""
+        """Undo `weight_to_rows` for a weight of `shape`."""
         sizes = [shape[axis] for axis in self.weight_axes]
         if self.output_padding is not None:
             split = rows.reshape(self.groups, sizes[0], math.prod(self.kernel), -1)
@@ -71,7 +71,7 @@ class LinearView:
         return np.ascontiguousarray(np.transpose(moved, np.argsort(self.weight_axes)))
 
     def channels_to_rows(self, values: NDArray) -> NDArray:
-        """One number per output channel, (C,) or (), as (groups, outputs per group)."""
+        """Return one number per output channel, (C,) or (), as (groups, outputs per group)."""
         return values.reshape(self.groups, -1) if values.ndim else values.reshape(1, 1)
 
     @property
@@ -80,7 +80,7 @@ class LinearView:
         return -1 if self.data_axes is None else self.data_axes[-1]
 
     def channel_importance(self, weight: NDArray) -> NDArray[np.float64]:
-        """Summed squares of the weights that read each channel of the data, (C,)."""
+        """Return the summed squares of the weights that read each channel of the data, (C,)."""
         rows = self.weight_to_rows(weight)
         squares = np.einsum("gok,gok->gk", rows, rows, dtype="float64")
         taps = math.prod(self.kernel)
@@ -93,10 +93,10 @@ class LinearView:
         rng: np.random.Generator,
         rounding: Callable[[FloatArray], FloatArray] | None = None,
     ) -> FloatArray:
-        """At most `count` rows of x, drawn without replacement from batches that differ in their
-        first axis only: (groups, n, K) float32.
+        """Return at most `count` rows of x, drawn without replacement: (groups, n, K) float32.
 
-        `rounding` is applied to the values taken; the padding's zeros stay zeros.
+        The batches may differ only in their first axis. `rounding` is applied to the drawn values.
+        The padding's zeros stay zeros.
         """
         if self.data_axes is None:
             flat = [array.reshape(-1, array.shape[-1]) for array in arrays]
@@ -124,8 +124,8 @@ class LinearView:
     def _source(
         self, axis: int, position: NDArray[np.int64], step: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Where in the data a tap of the outputs at `position` reads, along one spatial axis, and
-        whether it reads anything there.
+        """Return the data index that a tap of the outputs at `position` reads, along one spatial
+        axis, and whether it reads any data.
         """
         before, stride = self.padding[axis][0], self.strides[axis]
         if self.output_padding is None:
@@ -135,7 +135,7 @@ class LinearView:
         return place, rest == 0
 
     def _output_sizes(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Spatial sizes of the output for those of the data."""
+        """Return the spatial sizes of the output for the spatial sizes of the data."""
         reaches = [(taps - 1) * d for taps, d in zip(self.kernel, self.dilation, strict=True)]
         paddings = [sum(padding) for padding in self.padding]
         if self.output_padding is not None:
@@ -153,13 +153,13 @@ class LinearView:
         )
 
     def _draw(self, total: int, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
-        """Sorted indices of the rows to take."""
+        """Draw sorted indices of rows."""
         if total <= count:
             return np.arange(total)
         return np.sort(rng.choice(total, count, replace=False, shuffle=False))
 
     def _split_groups(self, windows: NDArray) -> NDArray:
-        """(n, taps, C) -> (groups, n, taps * C / groups)."""
+        """Reshape (n, taps, C) to (groups, n, taps * C / groups)."""
         n, taps, channels = windows.shape
         if self.groups == 1:
             return windows.reshape(1, n, taps * channels)
@@ -170,8 +170,9 @@ class LinearView:
 def gather_rows(
     arrays: Sequence[NDArray], first: NDArray[np.int64], others: Sequence[NDArray[np.int64]]
 ) -> FloatArray:
-    """array[first[:, None], *others], or array[first] without others, of the arrays joined along
-    their first axis, float32; `first` (n,) rises, `others` are (n, m).
+    """Return array[first[:, None], *others], or array[first] without others, as float32.
+
+    The arrays are joined along their first axis. `first` (n,) is sorted, `others` are (n, m).
     """
     starts = np.cumsum([0, *map(len, arrays)])
     cuts = np.searchsorted(first, starts)
@@ -185,7 +186,7 @@ def gather_rows(
 
 
 def make_linear_view(match: Match) -> LinearView | None:
-    """The view of a matched operator; None for operators that are no convolution or dense."""
+    """Return the view of a matched operator; None if it is neither convolution nor dense."""
     for call in _find_calls(match):
         if call.op.name == MATMUL:
             return LinearView(None, (1, 0)) if match.parts["weight"].ty.ndim == 2 else None

@@ -1,4 +1,6 @@
-"""Calibrate, weights: prepared model -> parameters of constant operands, and what can be fitted."""
+"""Parameters of constants: prepared model -> parameters of constant operands, and the operators
+whose weights can be fitted.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from relayquant.stages.prepared import FitPoint, PreparedModel
 
 @dataclass(frozen=True, eq=False)
 class OperatorFit:
-    """An operator to be fitted: where, as what matrices, and its constants in the float model."""
+    """An operator to be fitted: its place, its matrices, and its constants in the float model."""
 
     point: FitPoint
     view: LinearView
@@ -38,7 +40,7 @@ class OperatorFit:
 
 
 def find_fits(prepared: PreparedModel) -> dict[str, OperatorFit]:
-    """Operators whose weights can be fitted, by name, in topological order."""
+    """Return the operators whose weights can be fitted, by name, in topological order."""
     graph = Graph(prepared.mod)
     constants = prepared.graph.constants
     found = {}
@@ -58,7 +60,7 @@ def find_fits(prepared: PreparedModel) -> dict[str, OperatorFit]:
 
 
 def pick_weight_parameters(prepared: PreparedModel) -> dict[str, QParams]:
-    """Parameters of constant operands, from the constants themselves."""
+    """Return the parameters of constant operands, computed from the constants."""
     graph = Graph(prepared.mod)
     parameters = {}
     for group in prepared.plan.weights:

@@ -1,8 +1,9 @@
-"""Calibrate, activations: the range that changes the results of the consumers least, row by row.
+"""Observer of activation ranges: sampled rows + consumers' weights -> the range that changes the
+consumers' results least.
 
-A plain squared error is ruled by the few largest values. Here each row of channels (a pixel, a
-token, a frame) is judged by its error relative to its own size, and each channel counts as much as
-the consumers' weights let it count.
+The few largest values dominate a plain squared error. Here the error of each row of channels (a
+pixel, a token, a frame) is divided by the row's size, and each channel has the importance that the
+consumers' weights give it.
 """
 
 from __future__ import annotations
@@ -27,27 +28,27 @@ from relayquant.stages.calibration.weights.statistics import round_to_grid
 
 Float64Array = NDArray[np.float64]
 
-#: share of the rows, the smallest first, that say how large a row usually is
+#: share of the rows, the smallest first, that define the usual size of a row
 USUAL = 0.95
 
-#: what is added to the size of every row, in usual sizes: the larger, the more the large rows
+#: Added to the size of every row, in units of the usual size. The larger it is, the more large rows
 #: count. Chosen by the error of whole models (convolutional networks, transformers): 1 and 16 are
 #: worse on most.
 FLOOR = 4.0
 
-#: float32 values of which several copies stay in the second level cache
+#: number of float32 values of which several copies fit the second-level cache
 CACHED = 1 << 15
 
-#: levels of a quantizer up to which its error is found level by level, not value by value
+#: number of levels up to which a quantizer's error is computed level by level, not value by value
 MOST_LEVELS = 1 << 12
 
-#: values of an array that the choice of its rows depends on, and its rows at least
+#: minimum values, and minimum rows, of an array that determine which rows are drawn
 SEED_VALUES, SEED_ROWS = 1 << 11, 4
 
 
 @dataclass(frozen=True, eq=False)
 class SampledRows:
-    """Rows (n, C) float32, filled up with zeros behind their `channels` (n,), and their priorities
+    """Rows (n, C) float32, padded with zeros behind their `channels` (n,), and their priorities
     (n,), float64.
     """
 
@@ -57,7 +58,7 @@ class SampledRows:
 
     @staticmethod
     def join(parts: Sequence[SampledRows]) -> SampledRows:
-        """All of them. Values of one group may differ in their channels: a concat and its
+        """Join all parts. Values of one group may differ in their channels: a concat and its
         inputs.
         """
         if len(parts) == 1:
@@ -77,37 +78,37 @@ class SampledRows:
         )
 
     def select(self, index: NDArray[np.int64]) -> SampledRows:
-        """Some of them."""
+        """Return some of the rows."""
         return SampledRows(self.values[index], self.channels[index], self.priorities[index])
 
     def take(self, limit: int) -> SampledRows:
-        """Those of the `limit` smallest priorities, in their order."""
+        """Return the rows of the `limit` smallest priorities, in their order."""
         keep = np.argsort(self.priorities, kind="stable")[:limit]
         return self.select(keep)
 
 
 @dataclass(frozen=True, eq=False)
 class RowState(State):
-    """The range, float64 (), and a random sample of rows in the parts that it was drawn in.
+    """The range, float64 (), and a random sample of rows in the parts in which it was drawn.
 
-    The sample is the rows of the smallest priorities. Now and then those that are too many are
-    dropped: all of priority `most` or more, float64 ().
+    The sample is the rows with the smallest priorities. If it becomes too large, all rows of
+    priority `most`, float64 (), or more are dropped.
     """
 
     low: Float64Array
     high: Float64Array
     parts: tuple[SampledRows, ...]
     most: Float64Array
-    count: NDArray[np.int64]  #: arrays seen
+    count: NDArray[np.int64]  #: number of arrays seen
 
     @property
     def drawn(self) -> int:
-        """Rows that are held."""
+        """Number of rows in the state."""
         return sum(len(part.priorities) for part in self.parts)
 
     @property
     def width(self) -> int:
-        """Most channels of a row."""
+        """Largest number of channels of a row."""
         return max((part.values.shape[1] for part in self.parts), default=0)
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
@@ -131,22 +132,22 @@ class RowState(State):
 
 @dataclass(frozen=True)
 class RelativeMSE(Observer[RowState]):
-    """The range with the least mean of error / size over rows, both as the consumers see them.
+    """The range with the smallest mean of error / size over rows, both as the consumers read them.
 
     With importance a_c of channel c and row x: error = sum of a_c (x_c - x^_c)^2, size = sum of a_c
-    x_c^2 plus the mean of that over the usual rows (all but the largest 5 %). Activations only, per
-    tensor. Rows are a bounded random sample, the same for the same data; the largest and smallest
-    value are exact.
+    x_c^2 plus the mean of this sum over the usual rows (all but the largest 5 %). Activations only,
+    per tensor. The rows are a bounded random sample, which is the same for the same data. The
+    largest and the smallest value are exact.
 
     Attributes:
         values: Numbers that the sample of rows may hold.
         axis: Channel axis of the observed arrays.
-        importance: For each consumer, one weight per channel (as a tuple), in practice the summed
-            squares of its weights; () counts all channels alike. Calibration fills it from the
+        importance: One weight per channel (as a tuple) for each consumer, in practice the summed
+            squares of its weights. () counts all channels alike. Calibration takes it from the
             model.
-        share, arrays: Part of all data that one state sees before it is merged with those of the
-            other parts, and in how many arrays, all of them about as long. Of the whole sample it
-            then draws little more than that part; calibration sets them. 0 arrays: not known.
+        share: Share of all data that one state sees before it is merged with the other parts. The
+            state then draws little more than this share of the sample. Calibration sets it.
+        arrays: Number of arrays in this share, all about equally long. 0: not known.
     """
 
     values: int = 1 << 17
@@ -229,9 +230,7 @@ class RelativeMSE(Observer[RowState]):
         )
 
     def _bound(self, state: RowState, share: float = 1.0) -> RowState:
-        """The state without rows that are too many, once they are half as many again as there may
-        be.
-        """
+        """Drop rows beyond the limit if there are more than 1.5 times the limit."""
         limit = self._limit(state.width, share)
         if state.drawn <= 1.5 * limit:
             return state
@@ -262,11 +261,11 @@ class RelativeMSE(Observer[RowState]):
         return replace(self, share=share, arrays=arrays)
 
     def _limit(self, channels: int, share: float = 1.0) -> int:
-        """Rows of the sample, or of what a part of the data may bring to it.
+        """Return the number of rows in the sample, or the number that a part of the data may add.
 
-        Of the rows with the smallest priorities each part has its share, more or less. That is
-        exceeded by a few standard deviations at most; twice as many, because parts may be longer
-        than others.
+        Each part has about its share of the rows with the smallest priorities, with a deviation of
+        a few standard deviations at most. The limit is doubled, because parts may be longer than
+        others.
         """
         rows = max(self.values // max(channels, 1), 1)
         usual = share * rows
@@ -274,17 +273,19 @@ class RelativeMSE(Observer[RowState]):
 
 
 def draw_rows(arrays: Sequence[NDArray[Any]], most: float, limit: int, total: int) -> SampledRows:
-    """Random rows along the last axis of arrays with as many channels: of the rows that are drawn
-    below `most`, at least those of the `limit` smallest of `total` priorities.
+    """Draw random rows along the last axis of arrays with equally many channels.
+
+    Of the rows drawn below `most`, return at least those with the `limit` smallest of `total`
+    priorities.
     """
     counts = [array.size // array.shape[-1] for array in arrays]
-    # The seed is taken from the values: the sample depends on neither the order of the data nor how
-    # it was split over processes.
+    # The seed depends on the values, so the sample depends on neither the order of the data nor its
+    # split over processes.
     seed, seen = 0, max(SEED_VALUES // arrays[0].shape[-1], SEED_ROWS)
     for array, count in zip(arrays, counts, strict=True):
         seed = zlib.crc32(take_rows(array, spread_rows(count, seen)).astype("float32"), seed)
     drawn = np.random.default_rng(seed).random(sum(counts))
-    # So many are nearly always enough; below `most` there are no more.
+    # This bound is nearly always enough; below `most` there are no more rows.
     bound = (limit + 4 * math.sqrt(limit)) / total
     keep = np.flatnonzero(drawn < min(most, bound))
     if bound < most and len(keep) < min(limit, len(drawn)):
@@ -303,12 +304,12 @@ def draw_rows(arrays: Sequence[NDArray[Any]], most: float, limit: int, total: in
 
 @lru_cache(maxsize=64)
 def spread_rows(count: int, wanted: int) -> NDArray[np.int64]:
-    """Up to `wanted` of so many rows, evenly spread."""
+    """Return up to `wanted` of `count` row indices, evenly spread."""
     return np.linspace(0, count - 1, min(wanted, count)).astype("int64")
 
 
 def take_rows(array: NDArray, index: NDArray[np.int64]) -> NDArray:
-    """Rows along the last axis, numbered over all others: (n, C)."""
+    """Return rows along the last axis, numbered over all other axes: (n, C)."""
     if array.flags.c_contiguous:
         return array.reshape(-1, array.shape[-1])[index]
     return array[np.unravel_index(index, array.shape[:-1])]
@@ -322,10 +323,11 @@ def search_relative_range(
     importance: Sequence[Sequence[float]] = (),
     channels: NDArray[np.int64] | None = None,
 ) -> tuple[float, float]:
-    """(low, high) within the given range with the least mean relative error of rows (n, C).
+    """Return (low, high) within the given range with the smallest mean relative error of rows (n,
+    C).
 
-    `importance` holds one weight per channel for each consumer; those of another length than a
-    row's `channels` (n,) (all C if None) do not speak of that row.
+    `importance` holds one weight per channel for each consumer. A consumer applies to the rows that
+    have as many `channels` (n,) as its weights; None means that all rows have C channels.
     """
     if channels is None:
         channels = np.full(rows.shape[0], rows.shape[1])
@@ -334,7 +336,7 @@ def search_relative_range(
         part = channels == count
         weights = [np.asarray(a, "float64") for a in importance if len(a) == count]
         found = relative_weights(rows[part, :count], weights or [np.ones(count)])
-        # Any unit does; this one keeps float32 from overflowing where values are tiny.
+        # Any unit is correct. This one keeps float32 from overflowing if values are tiny.
         factors[part, :count] = found * unit
     flat, factors = rows.reshape(-1), factors.reshape(-1)
     is_narrow = spec.limits[1] - spec.limits[0] < MOST_LEVELS
@@ -354,8 +356,8 @@ def search_relative_range(
 
 
 def relative_weights(rows: NDArray[np.float32], importance: Sequence[Float64Array]) -> Float64Array:
-    """What one squared error of each value of rows (n, C) counts, for all consumers together, (n,
-    C).
+    """Return the weight of the squared error of each value of rows (n, C), for all consumers
+    together, (n, C).
 
     error / size is linear in the squared errors, so one number per value is enough.
     """
@@ -374,9 +376,9 @@ def relative_weights(rows: NDArray[np.float32], importance: Sequence[Float64Arra
 class RunningSums:
     """Weighted values in rising order, float64 (n,), and running sums over them.
 
-    With w the weight of the value x, `sums` (3, n + 1) are those of w, w * x and w * x^2 over the
-    values before each place. The values that one level stands for lie side by side, so the error of
-    a quantizer is found in as many steps as it has levels, however many values there are.
+    With weight w of value x, `sums` (3, n + 1) are the sums of w, w * x and w * x^2 over the values
+    before each index. All values of one level are consecutive. So the error of a quantizer takes
+    one step per level, for any number of values.
     """
 
     values: Float64Array
@@ -384,7 +386,9 @@ class RunningSums:
 
     @staticmethod
     def of(values: NDArray[np.float32], weights: NDArray[np.float32]) -> RunningSums:
-        """From values and weights (n,), without zeros: these are exact with any parameters."""
+        """Make the sums from values and weights (n,). Zeros are left out: every quantizer keeps
+        them exact.
+        """
         used = np.flatnonzero(values)
         order = used[sort_floats(values[used])]
         x, term = values[order].astype("float64"), weights[order].astype("float64")
@@ -395,7 +399,9 @@ class RunningSums:
         return RunningSums(x, sums)
 
     def errors(self, qparams: QParams, spec: QSpec) -> Float64Array:
-        """Sum of weights * (value - quantized value)^2 for each of K parameters, (K,)."""
+        """Return the sum of weights * (value - quantized value)^2 for each of K parameters,
+        (K,).
+        """
         low, high = spec.limits
         scale = qparams.scale[:, None]
         levels = np.arange(low, high + 1) - qparams.zero_point[:, None]
@@ -409,12 +415,13 @@ class RunningSums:
 
 
 def sort_floats(values: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Indices that sort float32 values (n,), n < 2^32; equal ones keep their order.
+    """Return indices that sort float32 values (n,), n < 2^32. Equal values keep their order.
 
-    The index is a part of the key, which numpy sorts several times as fast as it sorts stably.
+    The index is a part of the sort key. numpy sorts these keys several times as fast as it sorts
+    stably.
     """
     bits = values.view("uint32")
-    # Bits of floats are in order, as integers, once those below zero are turned around.
+    # As integers, the bits of floats are in order once those of negative values are inverted.
     ordered = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31)).astype("uint64")
     keys = (ordered << np.uint64(32)) | np.arange(values.size, dtype="uint64")
     keys.sort()
@@ -424,8 +431,8 @@ def sort_floats(values: NDArray[np.float32]) -> NDArray[np.int64]:
 def weighted_error(
     values: NDArray[np.float32], weights: NDArray[np.float32], qparams: QParams, spec: QSpec
 ) -> float:
-    """Sum of weights * (value - quantized value)^2."""
-    # Blocks that stay in cache: there are a hundred trials for the same values.
+    """Return the sum of weights * (value - quantized value)^2."""
+    # In blocks that stay in cache, because a hundred trials use the same values.
     total = 0.0
     for start in range(0, len(values), CACHED):
         part = values[start : start + CACHED]

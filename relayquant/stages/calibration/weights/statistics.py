@@ -1,4 +1,6 @@
-"""Calibrate, weights: what is known of an operator's input, from a bounded sample of positions."""
+"""Statistics of an operator's input: a bounded sample of positions -> sums and second moments
+for fitting its weight.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from relayquant.stages.calibration.weights.patches import LinearView
 FloatArray = NDArray[np.float32]
 Float64Array = NDArray[np.float64]
 
-#: rows that enter the matrix of second moments in one product, at least; more, if it is wider
+#: minimum rows that enter the matrix of second moments in one product; more if the matrix is wider
 FEWEST_ROWS = 64
 
 
@@ -22,15 +24,15 @@ FEWEST_ROWS = 64
 class InputStatistics:
     """What is known of an operator's quantized input x.
 
-    A long x is cut into equal blocks, the last filled up with zeros; what inputs of different
-    blocks have to do with one another is not kept.
+    A long x is split into equal blocks, and the last is padded with zeros. Correlations between
+    blocks are not kept.
 
     Attributes:
-        gram: Sum of x x^T over the sampled rows but those that wait, (groups * blocks, k, k)
-            float64; None as long as all of them wait, or when it is not needed.
+        gram: Sum of x x^T over the sampled rows without the waiting ones, (groups * blocks, k, k)
+            float64. None while all rows wait, or if it is not needed.
         total: Sum of x over the sampled rows, (groups, K) float64.
-        rows: Sampled rows.
-        blocks: Blocks that each x is cut into.
+        rows: Number of sampled rows.
+        blocks: Number of blocks that each x is split into.
         waiting: Rows that have not entered `gram`, (groups, n, K) float32 each.
         with_gram: Whether `gram` is needed.
     """
@@ -46,7 +48,7 @@ class InputStatistics:
     def empty(
         groups: int, columns: int, *, with_gram: bool, most: int | None = None
     ) -> InputStatistics:
-        """Before any data; blocks have at most `most` columns."""
+        """Return the statistics before any data; blocks have at most `most` columns."""
         blocks = -(-columns // (most or columns))
         return InputStatistics(
             None, np.zeros((groups, columns)), blocks=blocks, with_gram=with_gram
@@ -60,8 +62,9 @@ class InputStatistics:
         rng: np.random.Generator,
         rounding: Callable[[FloatArray], FloatArray] | None = None,
     ) -> InputStatistics:
-        """With at most `rows` rows of some more batches, which differ in their first axis only;
-        `rounding` is applied to the values taken.
+        """Add at most `rows` rows of more batches, which may differ only in their first axis.
+
+        `rounding` is applied to the drawn values.
         """
         found = [np.asarray(array, "float32") for array in arrays]
         x = view.sample_rows(found, rows, rng, rounding)
@@ -74,7 +77,9 @@ class InputStatistics:
         return result._settle_enough()
 
     def merge(self, other: InputStatistics) -> InputStatistics:
-        """With what was seen of the data that comes next; takes over the arrays of this one."""
+        """Merge with the statistics of the data that comes next. The result reuses the arrays of
+        this one.
+        """
         result = replace(self, total=self.total + other.total, rows=self.rows + other.rows)
         if other.gram is not None:
             result = result.settle()
@@ -83,13 +88,13 @@ class InputStatistics:
         return result._settle_enough()
 
     def _settle_enough(self) -> InputStatistics:
-        """The same, settled if so many rows wait that it is worth it."""
+        """Settle the waiting rows if there are enough of them."""
         columns = -(-self.total.shape[1] // self.blocks)
         waiting = sum(part.shape[1] for part in self.waiting)
         return self.settle() if waiting >= max(FEWEST_ROWS, columns) else self
 
     def settle(self) -> InputStatistics:
-        """The same with no rows waiting, and with a gram if it is needed."""
+        """Return the same statistics without waiting rows, and with a gram if it is needed."""
         if not self.with_gram or (self.gram is not None and not self.waiting):
             return self
         gram = self.gram
@@ -98,7 +103,7 @@ class InputStatistics:
             gram = np.zeros((self.total.shape[0] * self.blocks, columns, columns))
         if self.waiting:
             x = split_columns(np.concatenate(self.waiting, axis=1), self.blocks)
-            # In place: for wide operators this array is the largest one there is.
+            # In place: for wide operators this is the largest array.
             gram += np.matmul(x.transpose(0, 2, 1), x)
         return replace(self, gram=gram, waiting=())
 
@@ -110,13 +115,13 @@ class InputStatistics:
 
     @property
     def overflows(self) -> bool:
-        """Whether second moments pass what float32 holds."""
+        """Whether second moments overflow float32."""
         if self.gram is not None and not np.isfinite(self.gram.sum(axis=(1, 2))).all():
             return True
         most = float(np.finfo("float32").max)
         for part in self.waiting:
             peak = float(np.abs(part).max(initial=0.0))
-            # The bound first: the sums themselves are seldom needed.
+            # The bound first, because the sums are rarely needed.
             if peak * peak * part.shape[1] > most:
                 squares = np.square(part, dtype="float64").sum(axis=1)
                 if squares.max(initial=0.0) > most:
@@ -124,7 +129,9 @@ class InputStatistics:
         return False
 
     def find_gram(self, block: int) -> Float64Array:
-        """Sum of x x^T over all sampled rows for the columns of one block, (groups, k, k)."""
+        """Return the sum of x x^T over all sampled rows for the columns of one block, (groups,
+        k, k).
+        """
         columns = self.cut_columns()[block]
         k = columns.stop - columns.start
         gram = np.zeros((self.total.shape[0], k, k))
@@ -136,7 +143,7 @@ class InputStatistics:
         return gram
 
     def to_arrays(self) -> dict[str, NDArray]:
-        """What was seen, as arrays for a file; `restore` reads them back exactly."""
+        """Return the statistics as arrays for a file; `restore` reads them back exactly."""
         arrays = {"total": self.total, "rows": np.array(self.rows, "int64")}
         if self.gram is not None:
             arrays["gram"] = self.gram
@@ -145,7 +152,7 @@ class InputStatistics:
         return arrays
 
     def restore(self, arrays: Mapping[str, NDArray]) -> InputStatistics:
-        """What `to_arrays` wrote of statistics that began as these."""
+        """Restore what `to_arrays` wrote, for statistics with the same start."""
         waiting = arrays.get("waiting")
         return replace(
             self,
@@ -162,7 +169,7 @@ class InputStatistics:
 
 
 def split_columns(rows: NDArray, blocks: int) -> NDArray:
-    """(groups, n, K) -> (groups * blocks, n, k): columns in blocks, the last filled with zeros."""
+    """Split (groups, n, K) into (groups * blocks, n, k), with the last block padded with zeros."""
     if blocks == 1:
         return rows
     groups, count, columns = rows.shape
@@ -174,8 +181,8 @@ def split_columns(rows: NDArray, blocks: int) -> NDArray:
 
 
 def round_to_grid(values: FloatArray, qparams: QParams, spec: QSpec) -> FloatArray:
-    """The nearest values that parameters for a whole tensor can express, as a new array: what
-    quantize and then dequantize give.
+    """Return a new array with the nearest values that per-tensor parameters can express:
+    quantize, then dequantize.
     """
     zero_point = np.float32(qparams.zero_point)
     low, high = (np.float32(limit) - zero_point for limit in spec.limits)
