@@ -18,7 +18,7 @@ from relayquant.ir.rewrite.expressions import list_bindings
 from relayquant.ir.rewrite.function import make_main
 from relayquant.ir.rewrite.graph import tensor_dtype
 
-FIX_SIZE = "Fix the symbolic dimension that it depends on, with shapes= in load."
+FIX_SIZE = "Fix the symbolic dimension that it depends on: pass shapes= to load."
 
 
 def explain_failure(
@@ -38,7 +38,7 @@ def explain_failure(
             advice = (
                 f"{unsized}. {FIX_SIZE}"
                 if unsized
-                else "Other types may have code: cast the operands, and the result back."
+                else "Another dtype may work: cast the operands to it and cast the result back."
             )
             return ModelError(
                 f"value {name!r}, operator {call.op.name} of {dtypes or 'no tensors'}: TVM cannot "

@@ -131,7 +131,7 @@ def read_conv2d_transpose(call: Call) -> FloatConv2dTranspose | Skip:
     if sorted(view.layout) != sorted("NHWC") or view.out_layout != view.layout:
         return Skip(f"layout {view.layout}/{view.out_layout}")
     if not (is_float32(data) and is_float32(weight) and isinstance(weight, GenericConst)):
-        return decline("not float32 of known rank, or weights that are no constants")
+        return decline("not float32 of known rank, or the weights are not constant")
     extents = dict(zip(view.layout, shape_of(data), strict=True))
     sizes = static_sizes([extents[letter] for letter in "HWC"])
     if sizes is None:

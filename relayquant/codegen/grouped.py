@@ -100,7 +100,7 @@ def lower_dense(context: GroupedBlock, var: relax.Var) -> Lowered | Skip:
     if isinstance(spec, Skip) or shape is None:
         return spec if isinstance(spec, Skip) else Skip("the shape of the data is not known")
     if not is_float and spec.largest_sum > LARGEST_SUM:
-        return Skip("sums of a group may not fit int32")
+        return Skip("the sums of a group may exceed int32")
     if not is_float and data_scale.ty.ndim == 0:
         return Skip("one scale for all rows")
     spec = replace(spec, leading=read_leading(shape[:-1]))
@@ -127,11 +127,11 @@ def read_weight(call: Call, weight: list[Any], is_float: bool) -> GroupedDense |
     arrays = [constant_value(expr) for expr in weight]
     codes, scale, zeros = arrays
     if codes is None or scale is None or zeros is None:
-        return Skip("the weight is no constant")
+        return Skip("the weight is not a constant")
     attrs = call.attrs
     has_zeros = zeros.ndim > 0
     if not has_zeros and int(zeros) != 1 << (int(attrs.bits) - 1):
-        return Skip("one zero point for all groups that is not the middle")
+        return Skip("all groups have one zero point, which is not the middle of the range")
     features = int(attrs.features)
     return GroupedDense(
         (),

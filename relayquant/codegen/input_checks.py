@@ -162,9 +162,9 @@ def make_check(function: str, params: list[relax.Var], mask: str) -> tirx.PrimFu
             low = tirx.const(ALIGNMENT - 1, mask)
             rest = T.call_llvm_pure_intrin("handle", "llvm.ptrmask", buffer.data, low)
             message = (
-                f"input {param.name!r} of {function!r}: its data begin at no multiple of "
-                f"{ALIGNMENT} bytes, as those of a slice may; give a copy, such as x.clone() of a "
-                "PyTorch tensor, or tvm.runtime.tensor(x)"
+                f"input {param.name!r} of {function!r}: its data do not begin at a multiple "
+                f"of {ALIGNMENT} bytes, as a slice may do. Pass a copy: x.clone() for a PyTorch "
+                "tensor, or tvm.runtime.tensor(x)"
             )
             T.add_to_parent(
                 tirx.AssertStmt(T.isnullptr(rest), StringImm("ValueError"), [StringImm(message)])

@@ -77,7 +77,7 @@ def lower_layer_norm(block: BlockView, var: relax.Var) -> Lowered | Skip:
     """Lower nn.layer_norm along the last axis."""
     call = block.values[var]
     if not (call.attrs.center and call.attrs.scale):
-        return decline("a factor is left out, which preparation fills in")
+        return decline("scale or offset is missing; preparation adds it")
     return lower_norm(block, var, call.args[1:], is_centred=True)
 
 
@@ -95,11 +95,11 @@ def lower_norm(
     if spec is None:
         return NO_ROWS
     if [*map(int, call.attrs.axes)] not in ([-1], [len(spec.leading)]):
-        return decline("along other axes than the last")
+        return decline("not along the last axis")
     found = [read_vector(factor, spec.features) for factor in factors]
     vectors = tuple(each for each in found if each is not None)
     if len(vectors) != len(factors):
-        return decline("factors that are no vectors of float32")
+        return decline("scale or offset is not a float32 vector")
     spec = replace(spec, is_centred=is_centred, bias=is_centred)
     return call_norm(block, (var,), spec, (call.args[0], *vectors))
 
@@ -114,15 +114,15 @@ def lower_root_mean_square(block: BlockView, var: relax.Var) -> Lowered | Skip:
         return NO_ROWS
     axes = mean.attrs.axis
     if axes is None or [*map(int, axes)] not in ([-1], [len(spec.leading)]):
-        return decline("along other axes than the last")
+        return decline("not along the last axis")
     if not mean.attrs.keepdims or block.only_user(square) != var:
-        return decline("the squares are read by others, or the axis goes")
+        return decline("something else reads the squares, or the mean drops the axis")
     vars_ = [square, var]
     added = follow(block, vars_, "relax.add")
     epsilon = None if added is None else read_added(added)
     root = follow(block, vars_, "relax.sqrt", "relax.rsqrt")
     if epsilon is None or root is None:
-        return decline("no root of the mean and a number")
+        return decline("not the root of the mean plus a number")
     divides = op_name(root) == "relax.sqrt"
     scaled = follow(block, vars_, "relax.divide" if divides else "relax.multiply")
     orders = [(data, vars_[-2])] if divides else [(data, vars_[-2]), (vars_[-2], data)]
@@ -132,7 +132,7 @@ def lower_root_mean_square(block: BlockView, var: relax.Var) -> Lowered | Skip:
         return decline("the root does not scale the rows")
     weight = follow_weight(block, vars_, spec.features)
     if not same_type(vars_[-1], data):
-        return decline("a number of more axes than the rows")
+        return decline("epsilon has more axes than the rows")
     spec = replace(spec, epsilon=epsilon, divides=divides, weight=weight is not None)
     operands = (data,) if weight is None else (data, weight)
     return call_norm(block, tuple(vars_), spec, operands)

@@ -51,7 +51,7 @@ def read_forms(path: Path) -> dict[str, KernelForm]:
     """
     if not path.exists():
         return {}
-    with reading(path, "file of timed forms", ConfigError, ADVICE):
+    with reading(path, "file of timed schedules", ConfigError, ADVICE):
         data = decode_json(read_text(path, MAX_BYTES))
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT!r}")
@@ -63,12 +63,14 @@ def read_forms(path: Path) -> dict[str, KernelForm]:
 def read_form(entry: Any) -> KernelForm:
     """Read a schedule that `asdict` wrote."""
     if not isinstance(entry, dict) or type(entry.get("transforms")) is not bool:
-        raise ValueError(f"{entry!r:.60} is no form: a tile, and whether there are transforms")
+        raise ValueError(
+            f"{entry!r:.60} is no schedule: it needs a tile, and transforms as true or false"
+        )
     tile, sizes = entry.get("tile"), [each.name for each in fields(Tile)]
     is_tile = isinstance(tile, dict) and [*tile] == sizes
     if not is_tile or not all(type(n) is int and 0 < n < 2**16 for n in tile.values()):
         raise ValueError(
-            f"{tile!r:.80} is no tile: {', '.join(sizes)}, which are whole numbers from 1 on"
+            f"{tile!r:.80} is no tile: it needs {', '.join(sizes)} as whole numbers from 1 on"
         )
     return KernelForm(Tile(**tile), entry["transforms"])
 

@@ -87,12 +87,12 @@ def _part(op: str) -> Rule:
         if str(call.attrs.out_dtype) == SUM_DTYPES[0]:
             return Skip("the sums are int32 already")
         if int(getattr(call.attrs, "groups", 1)) != 1:
-            return Skip("each channel sees some of the channels of the data")
+            return Skip("grouped: an output channel reads only some input channels")
         if constant_value(call.args[2]) is None or constant_value(call.args[3]) is None:
             return Skip("a zero point is a variable")
         found = find_parts(call)
         if found is None:
-            return Skip("one channel alone passes int32, or their number is not known")
+            return Skip("one channel alone exceeds int32, or the number of channels is unknown")
         attrs = replace_attrs(call.attrs, out_dtype=SUM_DTYPES[0])
         axes, weight = find_axes(call), constant_value(call.args[1])
 

@@ -106,11 +106,11 @@ def check_runnable(target: Target) -> None:
     same = find_architecture(target) is find_architecture(host)
     missing = list_instructions(target) - list_instructions(host) if same else set()
     if not same or missing:
-        lacks = f"lacks {', '.join(sorted(missing)[:5])} that the target asks for"
-        reason = lacks if missing else "is of another kind than the target"
+        lacks = f"lacks {', '.join(sorted(missing)[:5])}, which the target needs"
+        reason = lacks if missing else "has another architecture than the target"
         raise ConfigError(
             f"tune: kernels are timed on this machine, which {reason}. Allowed: targets that this "
-            "machine can run; compile for others without tune.",
+            "machine can run. For other targets, compile without tune.",
             code="RQ107",
         )
 

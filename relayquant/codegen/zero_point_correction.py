@@ -63,7 +63,7 @@ def _centre(op: str, layout: Layout) -> Rule:
         weight = constant_value(match.parts["weight"])
         zero = constant_value(match.parts["kernel_zero"])
         if weight is None or zero is None or weight.dtype not in (np.int8, np.uint8):
-            return Skip("weights or their zero point are variables, or not of 8 bits")
+            return Skip("the weights or their zero point are not 8-bit constants")
         if not zero.any() and weight.dtype == np.int8:
             return Skip("the zero point is 0")
         axis = layout.weight_axis(call)

@@ -300,4 +300,4 @@ def test_compile__checks_for_other_machines(triple):
     target = tvm.target.Target({"kind": "llvm", "mtriple": triple})
     source = rq.compile(mod, target).mod.imports[0].inspect_source("ll")
     assert "main_inputs" in source
-    assert "at no multiple of 64 bytes" in source
+    assert "not begin at a multiple of 64 bytes" in source

@@ -80,5 +80,5 @@ def test_lower_grouped__what_no_kernel_takes_stays(compressed):
         builder.emit_func_output(y)
     mod, reasons = builder.finalize(), []
     lowered = lower_grouped(mod, resolve_target(None), lambda *told: reasons.append(told[2].reason))
-    assert reasons == ["the weight is no constant"]
+    assert reasons == ["the weight is not a constant"]
     assert "grouped_dense" in lowered.script()

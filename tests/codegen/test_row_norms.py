@@ -232,8 +232,8 @@ def more_axes(emit, x):
         (read_twice, "the root does not scale the rows"),
         (of_another, "the root does not scale the rows"),
         (upside_down, "the root does not scale the rows"),
-        (along_columns, "along other axes than the last"),
-        (more_axes, "a number of more axes than the rows"),
+        (along_columns, "not along the last axis"),
+        (more_axes, "epsilon has more axes than the rows"),
         (lambda emit, x: [emit(op.mean(x, -1))], "not of float32 rows of known length"),
     ],
 )

@@ -175,18 +175,18 @@ GOOD = '{"format": "relayquant.forms", "version": 1, "made_by": "%s", "forms": {
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is no file of timed forms, or is damaged"),
-        (GOOD[:-9], "is no file of timed forms, or is damaged"),
+        ("", "is no file of timed schedules, or is damaged"),
+        (GOOD[:-9], "is no file of timed schedules, or is damaged"),
         ("[]", "its format is not 'relayquant.forms'"),
         ('{"format": "relayquant.qparams"}', "its format is not 'relayquant.forms'"),
-        (GOOD.replace("FORM", "[1, 2, 3, 1]"), "is no form"),
-        (GOOD.replace("FORM", FORM.replace("false", "0")), "is no form"),
+        (GOOD.replace("FORM", "[1, 2, 3, 1]"), "is no schedule"),
+        (GOOD.replace("FORM", FORM.replace("false", "0")), "is no schedule"),
         (GOOD.replace("FORM", FORM.replace(', "chains": 1', "")), "is no tile"),
         (GOOD.replace("FORM", FORM.replace("1", "0")), "is no tile"),
         (GOOD.replace("FORM", FORM.replace("1", "true")), "is no tile"),
         (GOOD.replace("FORM", FORM.replace("1", "1e9")), "is no tile"),
         (GOOD.replace("FORM", '{"tile": null, "transforms": false}'), "is no tile"),
-        (GOOD.replace('{"a": FORM}', "7"), "is no file of timed forms, or is damaged"),
+        (GOOD.replace('{"a": FORM}', "7"), "is no file of timed schedules, or is damaged"),
         ("[" * 100_000, "it is nested too deeply"),
     ],
 )

@@ -194,9 +194,9 @@ class Planner:
             return decline("another rounding")
         data, *operands = call.args
         if not all(isinstance(expr, relax.Var) for expr in (data, *operands)):
-            return decline("an operand is no variable")
+            return decline("an operand is not a variable")
         if any(static_sizes(shape_of(expr)) not in ([], [1]) for expr in operands):
-            return decline("channels have scales of their own")
+            return decline("there is one scale per channel")
         bounds: list[relax.Expr] = []
         vars_ = [first]
         for name in ("relax.maximum", "relax.minimum", "relax.qnn.simulated_dequantize"):
@@ -206,7 +206,7 @@ class Planner:
                 return decline("something else reads the integers")
             if op_name(following) != name:
                 if name == "relax.qnn.simulated_dequantize" or bounds:
-                    return decline("the integers are not dequantized, with two bounds or none")
+                    return decline("the integers are not dequantized after two bounds or none")
                 continue
             vars_.append(user)
             if name == "relax.qnn.simulated_dequantize":
@@ -215,7 +215,7 @@ class Planner:
                     return decline("dequantized with other parameters")
                 break
             if not following.args[0].same_as(vars_[-2]) or shape_of(following.args[1]):
-                return decline("a bound is no scalar")
+                return decline("a bound is not a scalar")
             bounds.append(following.args[1])
         if len(bounds) == 1 or not all(map(is_operand, bounds)):
             return decline("there is one bound, or a bound is neither a variable nor a constant")

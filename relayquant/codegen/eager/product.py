@@ -170,7 +170,7 @@ class Matmul:
         """Read a matmul call, or return the reason why there is no kernel."""
         data, weight = call.args
         if not (isinstance(weight, GenericConst) or weight in params):
-            return decline("the weight is computed, for which numpy is faster")
+            return decline("the weight is computed: numpy is faster")
         sizes = static_sizes(shape_of(weight))
         rank = len(shape_of(data))
         if rank < 2 or sizes is None or len(sizes) != 2 or sizes[1] < FEWEST_CHANNELS:

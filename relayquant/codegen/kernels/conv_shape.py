@@ -1,4 +1,4 @@
-"""Extents of convolutions, integer and float: what all kinds of specification begin with."""
+"""Extents of convolutions, integer and float: the base of their specifications."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ConvShape(ABC):
-    """What ordinary and transposed convolutions share: data NHWC, weights OHWI; `padding` is (top,
-    left, bottom, right).
+    """Extents that ordinary and transposed convolutions share: data NHWC, weights OHWI.
 
-    The batch is a number, or a `tirx.Var` where the kernels take as many images as there are.
+    `padding` is (top, left, bottom, right). The batch is a number, or a `tirx.Var` if the kernels
+    take any number of images.
     """
 
     batch: Any
@@ -59,7 +59,7 @@ class ConvShape(ABC):
 
 @dataclass(frozen=True)
 class Conv2dShape(ConvShape):
-    """The extents of an ordinary convolution."""
+    """Extents of an ordinary convolution."""
 
     @property
     def padded_size(self) -> tuple[int, int]:
@@ -80,5 +80,5 @@ class Conv2dShape(ConvShape):
 
     @property
     def is_depthwise(self) -> bool:
-        """One input channel per group, as many outputs as inputs, more than one group."""
+        """Whether there are several groups of one input channel and one output channel each."""
         return self.groups > 1 and self.groups == self.in_channels == self.out_channels

@@ -1,7 +1,7 @@
 """Building blocks of every kernel: function header, flat views, vector stores, copies, loops.
 
 Kernels are PrimFuncs built with TVM's `tirx` IR builder. Vectors are explicit and LLVM assigns the
-registers; all addresses are offsets into flat (1-D) views of the buffers.
+registers. All addresses are offsets into flat (1-D) views of the buffers.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from tvm.tirx import PrimFunc
 
 from relayquant.codegen.kernels.isa.base import Buffer, Expr
 
-#: Attribute of a PrimFunc whose loops are final: no schedule is asked for.
+#: Marks a PrimFunc whose loops are final: it needs no schedule.
 IS_SCHEDULED = "tirx.is_scheduled"
-#: Bytes moved by one copy or fill instruction; LLVM splits it where registers are narrower.
+#: Bytes moved by one copy or fill instruction. LLVM splits it if registers are narrower.
 COPY_BYTES = 64
 
-#: Integers that are summed at once.
+#: Integers that are added up in parallel.
 SUM_LANES = 16
 
-#: Bytes that a prefetch brings; 64 on every x86 and nearly every Arm core.
+#: Bytes that a prefetch loads: 64 on every x86 and nearly every Arm core.
 CACHE_LINE = 64
 
-#: Below this many multiply-adds a kernel stays on one thread. It takes 5 to 10 microseconds for
-#: them; to share them with a thread that is awake takes 1.
+#: Below this many multiply-adds a kernel stays on one thread. They take 5 to 10 microseconds;
+#: sharing them with a thread that is awake takes 1.
 PARALLEL_THRESHOLD = 1_500_000
 #: Multiply-adds that take as long as storing one result.
 STORE_COST = 20
-#: Multiply-adds that take as long as reading one weight that is in no near cache.
+#: Multiply-adds that take as long as reading one weight that is not in a near cache.
 WEIGHT_COST = 8
 #: Below this many bytes a copy stays on one thread.
 PARALLEL_BYTES = 128 * 1024
 
-#: Arguments of the kernel being built that have a symbolic batch, and the loops around its body.
+#: Arguments of the current kernel that have a symbolic batch, and the loops around its body.
 _BATCHED: ContextVar[frozenset[int]] = ContextVar("batched", default=frozenset())
 _LOOPS: ContextVar[ExitStack] = ContextVar("loops")
 
 
 def build_kernel(name: str, body: Callable[[], None]) -> PrimFunc:
-    """PrimFunc `name` whose arguments and statements `body` emits; callable through `call_tir`.
+    """Build a PrimFunc `name` whose arguments and statements `body` emits, for `call_tir`.
 
     Relax passes expect a root SBlock around the body of a PrimFunc.
     """
@@ -65,10 +65,10 @@ def build_kernel(name: str, body: Callable[[], None]) -> PrimFunc:
 def declare_arguments(
     *arguments: tuple[str, tuple[int, ...], str] | None,
 ) -> list[Buffer | None]:
-    """Arguments (name, shape, dtype) of the kernel, as flat views; None stays None.
+    """Declare the arguments (name, shape, dtype) of the kernel, as flat views; None stays None.
 
-    All arguments of a kernel are declared in one call: TVM wants them before anything else. Inside
-    `repeat_over_batch` the views are those of one image, in a loop over all images.
+    All arguments of a kernel are declared in one call, since TVM wants them before anything else.
+    Inside `repeat_over_batch` the views show one image, in a loop over all images.
     """
     batched = _BATCHED.get()
     size = T.int64() if batched else None
@@ -95,10 +95,10 @@ def declare_arguments(
 
 @contextmanager
 def repeat_over_batch(positions: Iterable[int]) -> Iterator[None]:
-    """Kernels built in this block take a batch whose size is known only at run time.
+    """Give kernels that are built in this block a batch whose size is known only at run time.
 
     `positions` are the arguments with a batch as first dimension, which must be 1 in the
-    specification: the kernel for one image runs in a loop over the images.
+    specification. The kernel for one image runs in a loop over the images.
     """
     token = _BATCHED.set(frozenset(positions))
     try:
@@ -108,21 +108,22 @@ def repeat_over_batch(positions: Iterable[int]) -> Iterator[None]:
 
 
 def alloc_workspace(size: int, dtype: str) -> Buffer:
-    """Scratch memory shared by all threads of the kernel."""
+    """Allocate scratch memory shared by all threads of the kernel."""
     return T.alloc_buffer((size,), dtype)
 
 
 def alloc_vectors(count: int, lanes: int, dtype: str = "int32") -> list[Buffer]:
-    """`count` vector variables, which LLVM keeps in registers.
+    """Allocate `count` vector variables, which LLVM keeps in registers.
 
-    One buffer each, and of scope "global": these TVM leaves on the stack up to 1 KiB, where LLVM
-    sees through them; those of scope "local" and larger ones it fetches from the heap, every time.
+    Each has a separate buffer of scope "global". TVM leaves these on the stack up to 1 KiB, where
+    LLVM sees through them. Buffers of scope "local" and larger ones are allocated on the heap,
+    every time.
     """
     return [T.alloc_buffer((lanes,), dtype) for _ in range(count)]
 
 
 def vector(dtype: str, lanes: int) -> str:
-    """Name of a vector type, "int32x16"; of a scalar when `lanes` is 1."""
+    """Return the name of a vector type, "int32x16"; of a scalar if `lanes` is 1."""
     return dtype if lanes == 1 else f"{dtype}x{lanes}"
 
 
@@ -131,7 +132,7 @@ def load_vector(buffer: Buffer, offset: Expr, lanes: int) -> Expr:
 
 
 def concat_vectors(pieces: list[Expr], size: int) -> Expr:
-    """The elements of some vectors of `size`, one after the other."""
+    """Concatenate the elements of vectors of `size`."""
     if len(pieces) == 1:
         return pieces[0]
     return T.Shuffle(pieces, [T.int32(i) for i in range(len(pieces) * size)])
@@ -142,13 +143,13 @@ def broadcast(value: Expr, lanes: int) -> Expr:
 
 
 def constant(dtype: str, value: float, lanes: int) -> Expr:
-    """`value` in every lane; it must be representable in `dtype`."""
+    """Put `value` in every lane. It must be representable in `dtype`."""
     scalar = getattr(T, dtype)(value)
     return broadcast(scalar, lanes)
 
 
 def flip_sign_bit(value: Expr, source: str, dtype: str, lanes: int) -> Expr:
-    """A byte vector of dtype `source` as `dtype`: moved by 128 if they differ."""
+    """Convert a byte vector of dtype `source` to `dtype`, shifted by 128 if they differ."""
     if source == dtype:
         return value
     bits = T.reinterpret(vector("uint8", lanes), value)
@@ -157,9 +158,9 @@ def flip_sign_bit(value: Expr, source: str, dtype: str, lanes: int) -> Expr:
 
 
 def convert_activation(value: Expr, source: str, dtype: str, lanes: int) -> Expr:
-    """Stored activations of dtype `source` as the dot product of `dtype` takes them.
+    """Convert stored activations of dtype `source` to the dtype of the dot product.
 
-    Bytes keep their values in int16; those of the other byte dtype are moved by 128.
+    Bytes keep their values in int16. Bytes of the other byte dtype are shifted by 128.
     """
     if dtype == "int16":
         return T.Cast(vector(dtype, lanes), value)
@@ -169,7 +170,7 @@ def convert_activation(value: Expr, source: str, dtype: str, lanes: int) -> Expr
 def store_vector(buffer: Buffer, value: Expr, offset: Expr, lanes: int, width: int = 0) -> None:
     """Store the first `width` (default: all) of the `lanes` values of a vector.
 
-    A partial vector is written in pieces of a power of two, so that nothing behind it is touched.
+    A partial vector is written in pieces of a power of two, so nothing after it is touched.
     """
     width = width or lanes
     if width == lanes:
@@ -184,9 +185,9 @@ def store_vector(buffer: Buffer, value: Expr, offset: Expr, lanes: int, width: i
 
 
 def emit_prefetch(buffer: Buffer, offset: Expr, level: int, write: bool = False) -> None:
-    """Have the cache line of an element fetched into the cache of this level; changes no value.
+    """Fetch the cache line of an element into the cache of this level. Changes no value.
 
-    `write`: to be written to. An element behind the buffer is harmless: nothing is read.
+    `write`: the line will be written. An element beyond the buffer is harmless: nothing is read.
     """
     access, locality, is_data = T.int32(int(write)), T.int32(4 - level), T.int32(1)
     address = T.address_of(buffer[offset])
@@ -196,7 +197,9 @@ def emit_prefetch(buffer: Buffer, offset: Expr, level: int, write: bool = False)
 
 
 def emit_shared_loop(extent: Expr, is_worth: Expr | bool, emit: Callable[[Expr], None]) -> None:
-    """emit(i) for each i < extent; by threads where that `is_worth` it, known now or later."""
+    """Emit a loop of emit(i) for each i < extent; on threads if `is_worth`, known now or at run
+    time.
+    """
     if isinstance(is_worth, bool):
         with (T.parallel if is_worth else T.serial)(extent) as index:
             emit(index)
@@ -213,9 +216,8 @@ def emit_vector_loop(
 ) -> None:
     """Call `body(offset, lanes)` so that it covers 0 .. size.
 
-    The last vector is moved back and overlaps its neighbour: `body` must not depend on being run
-    once per element. Ranges shorter than a vector use vectors of a power of two, again with
-    overlap.
+    The last vector is moved back and overlaps its neighbour, so `body` may run twice for an
+    element. Ranges shorter than a vector use vectors of a power of two, again with overlap.
     """
     while lanes > size:
         lanes //= 2
@@ -232,7 +234,7 @@ def emit_vector_loop(
 
 
 def emit_sum(buffer: Buffer, start: Expr, count: int) -> Expr:
-    """int32 sum of `count` neighbouring integers of a buffer."""
+    """Emit the int32 sum of `count` neighbouring integers of a buffer."""
     lanes = SUM_LANES
     (total,) = alloc_vectors(1, lanes)
     store_vector(total, constant("int32", 0, lanes), 0, lanes)
@@ -247,7 +249,7 @@ def emit_sum(buffer: Buffer, start: Expr, count: int) -> Expr:
 
 
 def fold_lanes(value: Expr, lanes: int, combine: Callable[[Expr, Expr], Expr]) -> Expr:
-    """One number of a vector: halves are combined with halves."""
+    """Reduce a vector to one number by combining halves."""
     while lanes > 1:
         lanes //= 2
         value = T.bind(value)
@@ -257,8 +259,9 @@ def fold_lanes(value: Expr, lanes: int, combine: Callable[[Expr, Expr], Expr]) -
 
 
 def split_index(index: Expr, extents: tuple[Any, ...]) -> list[Expr]:
-    """Row-major coordinates of a flat loop index; extents of 1 cost nothing. The first extent may
-    be symbolic.
+    """Split a flat loop index into row-major coordinates. Extents of 1 cost nothing.
+
+    The first extent may be symbolic.
     """
     coordinates: list[Expr] = []
     for position, extent in enumerate(extents):
@@ -274,9 +277,9 @@ def split_index(index: Expr, extents: tuple[Any, ...]) -> list[Expr]:
 
 @contextmanager
 def loop_over(extents: tuple[Any, ...], threads: bool) -> Iterator[list[Expr]]:
-    """One fused loop over a grid, split over threads on request; yields the coordinates.
+    """Emit one fused loop over a grid, on threads if requested, and yield the coordinates.
 
-    One loop and not a nest: the thread pool splits its range evenly, however the work is shaped.
+    It is one loop and not a nest, so that the thread pool splits its range evenly for any shape.
     """
     total = prod(extents)
     with (T.parallel if threads else T.serial)(total) as index:

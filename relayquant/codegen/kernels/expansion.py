@@ -1,10 +1,10 @@
-"""Packed weights that a few weights stand for: the weights of Winograd's transforms.
+"""Stored weights -> expanded weights that a kernel reads: the weights of Winograd's transforms.
 
     expanded[p, n] = sum over t of matrix[p, t] * taps[t, n]
 
-A library holds the taps, and expands them when a kernel first asks for the weights. Numpy does the
-same here, for modules in memory: to the bit, because all products are exact and sums have one
-order. So it does not matter which targets make one FMA of a product and a sum.
+A library holds the taps, and expands them when a kernel first asks for the weights. For modules in
+memory numpy does the same here, with equal bits: all products are exact and sums have one order. So
+it does not matter whether a target fuses a product and a sum to an FMA.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from relayquant.codegen.kernels.isa.base import Expr
 
 #: Bytes of a vector of sums.
 VECTOR_BYTES = 64
-#: Columns that numpy expands at once: their taps stay in the second-level cache.
+#: Columns that numpy expands at once. Their taps stay in the second-level cache.
 COLUMNS = 8192
-#: Low bits of a float64 that a coefficient must not have: 29 bits times the 24 of a float32 fit 53.
+#: Low bits of a float64 that must be 0 in a coefficient: 29 bits times the 24 of a float32 fit 53.
 LOW_BITS = 2**24 - 1
 
 
 @dataclass(frozen=True, eq=False)
 class Expansion:
-    """The sums of one kind of weights.
+    """How one kind of weights is expanded.
 
     Attributes:
         matrix: float64 [points, taps]; integers if sums are integers.
-        taps: Dtype of what is stored.
+        taps: Dtype of the stored taps.
         sums: Dtype in which products are added up: float64, or integers that hold all results.
         dtype: Dtype of the expanded weights.
     """
@@ -49,11 +49,13 @@ class Expansion:
 
     @property
     def name(self) -> str:
-        """Name of the function that expands such weights in a library."""
+        """Name of the function that expands these weights in a library."""
         return f"relayquant_expand_{self.dtype}"
 
     def list_terms(self) -> list[list[tuple[int, float]]]:
-        """Of each point: the (tap, coefficient) whose products are added up, in this order."""
+        """List for each point the (tap, coefficient) pairs whose products are added up, in this
+        order.
+        """
         parts = split_coefficients if self.sums == "float64" else lambda value: iter([value])
         return [
             [(tap, part) for tap, value in enumerate(row) for part in parts(float(value)) if part]
@@ -84,7 +86,7 @@ class Expanded:
         return self.size * np.dtype(self.rule.dtype).itemsize
 
     def expand(self) -> NDArray:
-        """The weights [points * columns] that the kernel reads."""
+        """Compute the weights [points * columns] that the kernel reads."""
         rule, terms = self.rule, self.rule.list_terms()
         points = np.empty((len(terms), self.columns), rule.dtype)
         for start in range(0, self.columns, COLUMNS):
@@ -100,18 +102,18 @@ class Expanded:
 
 
 def split_coefficients(value: float) -> Iterator[float]:
-    """Two numbers whose sum is `value`, and whose products with a float32 a float64 can hold."""
+    """Split `value` into two numbers whose products with a float32 are exact in float64."""
     high = (np.array(value).view("int64") & ~LOW_BITS).view("float64")
     yield float(high)
     yield value - float(high)
 
 
 def build_expansion(rule: Expansion) -> PrimFunc:
-    """int32 function(taps, expanded, columns) of C, which returns 0, for 64 columns or more."""
+    """Build a C function int32 f(taps, expanded, columns) for at least 64 columns. It returns 0."""
     lanes, terms = VECTOR_BYTES // np.dtype(rule.sums).itemsize, rule.list_terms()
     with IRBuilder() as builder, T.prim_func():
         T.func_name(rule.name)
-        # 1: its arguments are packed already, as far as TVM is concerned.
+        # 1: for TVM the arguments are packed already.
         T.func_attr({"global_symbol": rule.name, "calling_conv": 1, "tirx.noalias": True})
         source = T.arg("source", T.handle(rule.taps))
         target = T.arg("target", T.handle(rule.dtype))
@@ -121,7 +123,7 @@ def build_expansion(rule: Expansion) -> PrimFunc:
         expanded = T.decl_buffer((len(terms) * columns,), rule.dtype, data=target)
         wide = vector(rule.sums, lanes)
         with T.serial(T.floordiv(columns + (lanes - 1), T.int64(lanes))) as index:
-            first = T.bind(T.min(index * lanes, columns - lanes))  # the last one overlaps
+            first = T.bind(T.min(index * lanes, columns - lanes))  # the last vector overlaps
             loaded = [
                 T.bind(T.Cast(wide, load_vector(taps, tap * columns + first, lanes)))
                 for tap in range(rule.matrix.shape[1])

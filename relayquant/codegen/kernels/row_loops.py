@@ -1,8 +1,8 @@
-"""Loops over rows whose number is known only at run time, for kernels of register tiles.
+"""Loops over rows whose number is known only at run time, for kernels with register tiles.
 
-Rows go to tiles of three heights: as many of the highest as there are, what is left to tiles of a
-third of that, and a row that comes alone to a tile for it. The lower tiles may be partly empty:
-they repeat the last row, which writes the same values twice.
+Tiles have three heights. As many rows as possible go to the highest tiles. The remaining rows go to
+tiles of a third of this height, and a single row goes to a tile of one row. The lower tiles may be
+partly empty: they repeat the last row, which writes the same values twice.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from tvm.script.ir_builder import tirx as T
 from relayquant.codegen.kernels.emit import ceil_div
 from relayquant.codegen.kernels.isa.base import Expr
 
-#: Rows, rounded up to whole tiles, that all panels of weights are read for: they stay in a cache.
+#: Rows, rounded up to whole tiles, for which all panels of weights are read. They stay in a cache.
 CHUNK_ROWS = 48
 
-#: emit(number of the height, rows of the tile, panel, number of the tile among those of its height)
+#: emit(index of the height, rows of the tile, panel, index of the tile among tiles of this height)
 EmitTile = Callable[[int, list[Expr], Expr, Expr], None]
 #: prepare(first row, number of rows) of a chunk
 PrepareChunk = Callable[[Expr, Expr], None]
 
 
 def choose_heights(full: int, least: int = 1) -> tuple[int, ...]:
-    """Heights of tiles, the highest first; all but `full` are multiples of `least`."""
+    """Choose the heights of tiles, highest first. All but `full` are multiples of `least`."""
     medium = max(full // 3 // least * least, least)
     return tuple(sorted({full, medium, least}, reverse=True))
 
 
 def count_chunk_rows(heights: Sequence[int]) -> int:
-    """Rows of a chunk: whole tiles of the highest."""
+    """Count the rows of a chunk: whole tiles of the greatest height."""
     return ceil_div(CHUNK_ROWS, heights[0]) * heights[0]
 
 
@@ -42,9 +42,9 @@ def loop_over_rows(
     emit: EmitTile,
     prepare: PrepareChunk | None = None,
 ) -> None:
-    """All tiles of `rows` rows for all panels of weights; `rows` must not be negative.
+    """Emit all tiles of `rows` rows for all panels of weights. `rows` must not be negative.
 
-    `prepare` comes before the tiles of each chunk of up to `count_chunk_rows` rows.
+    `prepare` runs before the tiles of each chunk of up to `count_chunk_rows` rows.
     """
     size = count_chunk_rows(heights)
     chunks, loop = T.floordiv(rows + (size - 1), size), T.parallel if threads else T.serial
@@ -67,8 +67,8 @@ def loop_over_rows(
 def emit_chunk(
     rows: Expr, heights: Sequence[int], first: Expr, size: int, panel: Expr, emit: EmitTile
 ) -> None:
-    """The tiles of one panel for up to `size` rows."""
-    # Bound to names: TVM would take long to simplify what they stand for in every index.
+    """Emit the tiles of one panel for up to `size` rows."""
+    # Bound to names: otherwise TVM would take long to simplify their values in every index.
     left = T.bind(T.min(rows - first, size))
     for kind, (height, lower) in enumerate(zip(heights, [*heights[1:], 0], strict=True)):
         is_full = kind == 0 and len(heights) > 1

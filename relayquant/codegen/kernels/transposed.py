@@ -1,11 +1,11 @@
-"""Transposed convolutions, integer and float: which ordinary convolutions they consist of.
+"""Transposed convolution -> the ordinary convolutions it consists of, integer and float.
 
     y[q*s + p] = sum over k with (p + pad - k*d) % s == 0 of x[q + (p + pad - k*d) / s] * w[k]
 
-Every phase p of the stride sees its own subset of the kernel, flipped, at stride 1. So the work is
-that of the products that exist; no zeros are inserted between the pixels. With g = gcd(s, d), every
-(s / g)-th k is in the subset, and their pixels are d / g apart: that is the dilation of the phase's
-convolution.
+Every phase p of the stride reads a different subset of the kernel, flipped, at stride 1. So only
+needed products are computed, and no zeros are inserted between the pixels. With g = gcd(s, d),
+every (s / g)-th k is in the subset. The pixels under these taps are d / g apart, which is the
+dilation of the phase's convolution.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ class AxisPhase:
     """One phase along one axis: kernel positions in reading order, and the first input it reads."""
 
     phase: int
-    taps: tuple[int, ...]  #: empty where only the bias reaches the output
+    taps: tuple[int, ...]  #: empty if only the bias reaches the output
     first: int  #: input coordinate of taps[0] for the first output; negative: in the padding
     outputs: int
 
 
 @dataclass(frozen=True)
 class TransposedAxis:
-    """One axis of a transposed convolution: `padding` (before, after) takes pixels away from the
-    output, `extra` adds some at its end.
+    """One axis of a transposed convolution.
+
+    `padding` (before, after) removes pixels of the output, `extra` adds pixels at its end.
     """
 
     size: int
@@ -80,15 +81,16 @@ class TransposedAxis:
 
 @dataclass(frozen=True)
 class TransposedShape(ConvShape):
-    """A transposed convolution's extents: `padding` takes pixels away from the output,
-    `output_padding` adds rows and columns at the end.
+    """Extents of a transposed convolution.
+
+    `padding` removes pixels of the output, `output_padding` adds rows and columns at the end.
     """
 
     output_padding: tuple[int, int] = (0, 0)
 
     @cached_property
     def axes(self) -> tuple[TransposedAxis, TransposedAxis]:
-        """Rows and columns."""
+        """Axis of rows and axis of columns."""
         top, left, bottom, right = self.padding
         rows, cols = (
             TransposedAxis(*axis)
@@ -101,7 +103,7 @@ class TransposedShape(ConvShape):
 
     @property
     def phases(self) -> list[tuple[AxisPhase, AxisPhase]]:
-        """Each phase of the rows with each of the columns."""
+        """All pairs of a row phase and a column phase."""
         rows, cols = self.axes
         return list(product(rows.phases, cols.phases))
 
@@ -118,7 +120,7 @@ class TransposedShape(ConvShape):
         return rows.outputs, cols.outputs
 
     def shape_part(self, rows: AxisPhase, cols: AxisPhase) -> Conv2dShape:
-        """The convolution of one phase; an empty kernel becomes one zero weight."""
+        """Return the convolution of one phase. An empty kernel becomes one zero weight."""
         kernel = max(len(rows.taps), 1), max(len(cols.taps), 1)
         down, right = (axis.step for axis in self.axes)
         return Conv2dShape(
@@ -133,8 +135,10 @@ class TransposedShape(ConvShape):
         )
 
     def split_weight(self, weight: NDArray[Any]) -> list[NDArray[Any]]:
-        """The weights of each phase, OHWI: w[o, ky, kx, i] multiplies the pixel that is written ky
-        rows and kx columns further on.
+        """Split the weights by phase, OHWI.
+
+        w[o, ky, kx, i] multiplies the pixel ky steps down and kx steps right, where a step is the
+        dilation of the phase's convolution.
         """
         parts = []
         for rows, cols in self.phases:

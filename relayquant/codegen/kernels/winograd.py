@@ -1,14 +1,14 @@
-"""Winograd's minimal filtering F(4x4, 3x3): what the integer and the float form share, and how the
-tiles of the float form are dealt out.
+"""Winograd's minimal filtering F(4x4, 3x3): parts shared by the integer and float kernels.
 
     y = A (sum over i of (G w[i] G') * (B d[i] B')) A'
 
-d[i] are 6x6 activations of channel i, w[i] its 3x3 weights, y the 4x4 results, * of each element:
-36 products instead of 144. Which A, B and G is said where they are used.
+d[i] are 6x6 activations of channel i, w[i] its 3x3 weights, y the 4x4 results, * is elementwise: 36
+products instead of 144. The matrices A, B and G are in the modules that use them.
 
-The image is worked on in chunks of rows of tiles that the second-level cache holds: B d B' of all
-tiles; for each of the 36 elements a matrix product, tiles by channels; the results of all tiles.
-Where there are few chunks, each is done in several parts of the output channels, for many threads.
+An image is processed in chunks of tile rows that fit the second-level cache. For each chunk: B d B'
+of all tiles, then for each of the 36 elements a matrix product of tiles by channels, then the
+results of all tiles. If there are few chunks, the output channels of each are split into several
+parts, for many threads.
 
 Source: A. Lavin and S. Gray, Fast Algorithms for Convolutional Neural Networks, 2015, section 4.3.
 """
@@ -34,23 +34,26 @@ from relayquant.codegen.kernels.emit import (
 )
 from relayquant.codegen.kernels.isa.base import Buffer, Expr
 
-#: Pixels of a tile of results, and of what it is computed of, in each direction.
+#: Size of a tile of results, and of the input it is computed from, in pixels per direction.
 OUT, IN = 4, 6
 POINTS = IN * IN
-#: Bytes of transformed activations and of products that a chunk has.
+#: Bytes of transformed activations and products in a chunk.
 CHUNK_BYTES = 640 * 1024
-#: Chunks times parts that an image has at least, if it has the channels: work for so many threads.
+#: Least number of chunks times parts of an image, if it has enough channels: work for that many
+#: threads.
 LEAST_ITEMS = 8
-#: Tiles that a chunk has at least where only the number of threads asks for more chunks, and parts
-#: share inputs: all weights are read for each.
+#: Least number of tiles of a chunk, if more chunks are wanted only for threads and parts share
+#: inputs. All weights are read for each chunk.
 LEAST_TILES = 7
 #: Channels of a part.
 PART_CHANNELS = 64
 
 
 def can_transform(spec: Conv2dShape, lanes: int) -> bool:
-    """Whether a convolution is one for these transforms: 3x3 without stride, dilation or groups, of
-    whole vectors of channels, on an image of a tile or more.
+    """Whether these transforms can compute a convolution.
+
+    It must be 3x3 without stride, dilation or groups, have whole vectors of channels, and have
+    results of at least one tile.
     """
     plain = spec.kernel == (3, 3) and spec.groups == 1
     plain = plain and spec.strides == spec.dilation == (1, 1) and min(spec.out_size) >= OUT
@@ -59,7 +62,7 @@ def can_transform(spec: Conv2dShape, lanes: int) -> bool:
 
 @dataclass(frozen=True)
 class TileResults:
-    """Where the results of tile number `number` of a chunk begin: image, row, column."""
+    """Position of the results of tile `number` of a chunk: image, row, column."""
 
     number: Expr
     image: Expr
@@ -69,7 +72,7 @@ class TileResults:
 
 @dataclass(frozen=True)
 class PanelRange:
-    """Those of a part: the first, and the first of the next part."""
+    """The panels of a part: the first one, and the first one of the next part."""
 
     first: Expr
     end: Expr
@@ -77,16 +80,16 @@ class PanelRange:
 
 @dataclass(frozen=True)
 class TileGrid:
-    """The tiles of an image, and how they are dealt out.
+    """The tiles of an image, split into chunks and parts.
 
     Attributes:
         out_size: (rows, columns) of pixels.
         out_channels: Output channels.
-        tile_bytes: Of transformed activations and products of a tile.
-        images: How many there are at least.
+        tile_bytes: Bytes of transformed activations and products of a tile.
+        images: Least number of images.
         is_parallel: Whether threads share the work.
         shares_inputs: Whether the parts of a chunk read the same transformed activations, as
-            integers do; floats are transformed again for each part.
+            integer kernels do. Float kernels transform again for each part.
     """
 
     out_size: tuple[int, int]
@@ -98,13 +101,13 @@ class TileGrid:
 
     @cached_property
     def tiles(self) -> tuple[int, int]:
-        """(rows, columns) of tiles; the last of each is moved back into the image."""
+        """(rows, columns) of tiles. The last one along each axis is moved back into the image."""
         rows, cols = self.out_size
         return ceil_div(rows, OUT), ceil_div(cols, OUT)
 
     @cached_property
     def chunks(self) -> int:
-        """Parts of the rows of tiles: one, or an even number, which two threads share."""
+        """Chunks of the tile rows: one, or an even number, which two threads share."""
         rows, cols = self.tiles
         count = ceil_div(rows, max(CHUNK_BYTES // (cols * self.tile_bytes), 1))
         if self.is_parallel and self.shares_inputs:
@@ -126,13 +129,15 @@ class TileGrid:
         return ceil_div(self.tiles[0], self.chunks) * self.tiles[1]
 
     def count_parts(self, panels: int) -> int:
-        """Parts of so many panels, as many as there are threads without work."""
+        """Count the parts of `panels` panels, enough for threads that have no chunk."""
         if not self.is_parallel:
             return 1
         return min(max(LEAST_ITEMS // (self.images * self.chunks), 1), panels)
 
     def locate_results(self, n: Expr, row: Expr, col: Expr, number: Expr) -> TileResults:
-        """The tile with these indices; the last of an axis is moved back."""
+        """Locate the results of the tile with these indices. The last tile of an axis is moved
+        back.
+        """
         starts = [
             T.bind(T.min(index * OUT, size - OUT) if size % OUT else index * OUT)
             for index, size in zip((row, col), self.out_size, strict=True)
@@ -142,7 +147,7 @@ class TileGrid:
 
 @dataclass(frozen=True)
 class Share:
-    """What is done at once: rows of tiles of an image, for some panels."""
+    """One unit of work: rows of tiles of an image, for some panels."""
 
     grid: TileGrid
     image: Expr
@@ -152,12 +157,12 @@ class Share:
 
     @property
     def tiles(self) -> Expr:
-        """How many."""
+        """Number of tiles."""
         return self.rows * self.grid.tiles[1]
 
     @contextmanager
     def loop_over_tiles(self) -> Iterator[TileResults]:
-        """One after the other."""
+        """Loop over the tiles in order."""
         cols = self.grid.tiles[1]
         with T.grid(self.rows, cols) as (row, col):
             yield self.grid.locate_results(self.image, self.first_row + row, col, row * cols + col)
@@ -165,11 +170,12 @@ class Share:
 
 @contextmanager
 def loop_over_shares(grid: TileGrid, batch: Any, panels: int) -> Iterator[Share]:
-    """All chunks and parts of all images, by threads where these share the work."""
+    """Loop over all chunks and parts of all images, on threads if they share the work."""
     rows, parts = grid.tiles[0], grid.count_parts(panels)
     counts = (batch, grid.chunks, parts)
     if grid.shares_inputs:
-        # A part's chunks follow each other, so that its weights come from far once, for one thread.
+        # The chunks of a part follow each other, so one thread loads its weights from far memory
+        # only once.
         counts = (batch, parts, grid.chunks)
     with loop_over(counts, grid.is_parallel) as (n, *indices):
         chunk, part = reversed(indices) if grid.shares_inputs else indices
@@ -186,8 +192,9 @@ def transform_tile(
     lanes: int,
     dtype: str,
 ) -> Iterator[list[Expr]]:
-    """M v M' of a 6x6 tile v of vectors, row by row: `transform` multiplies M, of `count` rows, by
-    a column; load(i, j) is an element of v.
+    """Yield M v M' of a 6x6 tile v of vectors, row by row.
+
+    `transform` multiplies M, which has `count` rows, by a column. load(i, j) is an element of v.
     """
     # All columns of a row, one after the other.
     rows = [view_buffer(buffer) for buffer in alloc_vectors(count, IN * lanes, dtype)]
@@ -200,16 +207,19 @@ def transform_tile(
 
 
 def view_buffer(buffer: Buffer) -> Buffer:
-    """The same memory. TVM takes long to find out which part of a buffer is used, of a view it does
-    not ask.
+    """Make a view of the same memory.
+
+    TVM takes long to find out which part of a buffer is used. It does not do this for a view.
     """
     return T.decl_buffer(buffer.shape, buffer.dtype, data=buffer.data)
 
 
 @contextmanager
 def view_buffers(*buffers: Buffer) -> Iterator[list[Buffer]]:
-    """Views of memory that is theirs until the end: TVM does not see what reads a view, and gives
-    the memory to buffers that are allocated after the last use it sees, which is a prefetch here.
+    """Make views of buffers that keep their memory until the end of the block.
+
+    TVM does not see that views are read, and reuses the memory after the last use it sees. So the
+    last use here is a prefetch.
     """
     yield [view_buffer(buffer) for buffer in buffers]
     for buffer in buffers:

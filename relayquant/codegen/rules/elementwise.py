@@ -134,7 +134,7 @@ def read_quantize(
     if shape is None or numbers is None or tensor_dtype(call.args[0]) != "float32":
         return Skip("not float32 with one constant scale")
     if str(call.attrs.rounding) != "TONEAREST_EVEN" or tensor_dtype(var) == "int32":
-        return Skip("another rounding, or int32")
+        return Skip("the rounding is not TONEAREST_EVEN, or the result is int32")
     vars_, out = absorb_clip(
         context, var, Epilogue(Store.REQUANTIZE, tensor_dtype(var), int(numbers[1]))
     )
@@ -153,9 +153,9 @@ def lower_softmax(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     if context.graph.op_name(var) == "relax.multiply":
         soft, factor = context.next(var, "relax.nn.softmax"), scalar(call.args[1])
         if soft is None or factor is None or not 0 < factor < np.inf:
-            return Skip("no number above 0 that multiplies what a softmax reads alone")
+            return Skip("not a positive number that multiplies the input of one softmax")
         if tensor_shape(data) != tensor_shape(var):
-            return Skip("the number has more axes than what it multiplies")
+            return Skip("the number has more axes than the tensor it multiplies")
         vars_ = (var, soft)
     shape = tensor_shape(data)
     if not shape or 0 in shape or tensor_dtype(data) != "float32":
@@ -163,7 +163,7 @@ def lower_softmax(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     extents = tuple(None if isinstance(extent, str) else int(extent) for extent in shape)
     axis = int(context.call(vars_[-1]).attrs.axis) % len(extents)
     if axis != len(extents) - 1:
-        return Skip("along another axis than the last")
+        return Skip("not along the last axis")
     spec, codes = Softmax(extents, axis, factor), context.next(vars_[-1], "relax.qnn.quantize")
     found = Skip("") if codes is None or extents[-1] is None else read_quantize(context, codes)
     if not isinstance(found, Skip):
@@ -186,7 +186,7 @@ def lower_dequantize(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     if shape is None or numbers is None or tensor_dtype(var) != "float32":
         return Skip("not float32 with one constant scale")
     if tensor_dtype(call.args[0]) == "int64":
-        return Skip("sums of 64 bits")
+        return Skip("64-bit sums")
     spec = Dequantize(shape[1], tensor_dtype(call.args[0]), int(numbers[1]), numbers[0])
     func = build_for_batch(lambda: build_dequantize(spec, "qnn_dequantize"), shape[0], (0, 1))
     return call_built((var,), func, (call.args[0],))
@@ -198,7 +198,7 @@ def lower_channel_scales(context: KernelContext, var: relax.Var) -> Lowered | Sk
     call = context.call(var)
     shape, scale = split_batch(call.args[0]), constant_value(call.args[1])
     if shape is None or scale is None or scale.ndim != 1:
-        return Skip("symbolic dimensions, or no constant scales along one axis")
+        return Skip("symbolic dimensions, or the scales are not constants along one axis")
     axis = int(call.attrs.axis) % var.ty.ndim
     zero_points, dtype = constant_value(call.args[2]), tensor_dtype(call.args[0])
     if zero_points is None or np.ptp(zero_points) or dtype == "int64" or (shape[0] and not axis):
@@ -213,7 +213,9 @@ def lower_channel_scales(context: KernelContext, var: relax.Var) -> Lowered | Sk
     else:
         numbers = scalars(*call.args[3:5])
         if numbers is None or not is_default_arithmetic(call) or tensor_dtype(var) == "int32":
-            return Skip("several scales of the result, another arithmetic, or int32")
+            return Skip(
+                "the result has several scales or is int32, or the arithmetic is not the default"
+            )
         vars_, out = absorb_clip(
             context, var, Epilogue(Store.REQUANTIZE, tensor_dtype(var), int(numbers[1]))
         )
@@ -228,7 +230,7 @@ def lower_requantize(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     call = context.call(var)
     shape, numbers = split_batch(call.args[0]), scalars(*call.args[1:5])
     if shape is None or numbers is None or not is_default_arithmetic(call):
-        return Skip("several scales, or another arithmetic")
+        return Skip("several scales, or the arithmetic is not the default")
     dtype = tensor_dtype(var)
     if dtype == "int32" or tensor_dtype(call.args[0]) == "int64":
         return Skip(f"{tensor_dtype(call.args[0])} to {dtype}")
@@ -248,12 +250,12 @@ def lower_binary(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     numbers = scalars(*call.args[2:8])
     shapes = [split_batch(expr) for expr in (lhs, rhs)]
     if numbers is None or None in shapes or not is_default_arithmetic(call):
-        return Skip("several scales, another arithmetic, or symbolic dimensions")
+        return Skip("several scales, symbolic dimensions, or the arithmetic is not the default")
     dtype = tensor_dtype(var)
     if not is_activation(var) or "int64" in (tensor_dtype(lhs), tensor_dtype(rhs)):
-        return Skip(f"the result is {dtype}, or an operand a sum of 64 bits")
+        return Skip(f"the result is {dtype}, or an operand is a 64-bit sum")
     if op == "relax.qnn.mul" and choose_product_dtype(call) != "int32":
-        return Skip("products that int32 may not hold")
+        return Skip("products may exceed int32")
     (symbolic, shape), (rhs_symbolic, rhs_shape) = shapes  # pyright: ignore[reportGeneralTypeIssues]
     rhs_constant = constant_value(rhs) is not None
     if constant_value(lhs) is not None or str(lhs.ty.shape) != str(var.ty.shape):
@@ -304,7 +306,7 @@ def lower_concatenate(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     shapes = [split_batch(part) for part in parts]
     numbers = scalars(*call.args[1].fields, *call.args[2].fields, *call.args[3:5])
     if None in shapes or numbers is None or not is_default_arithmetic(call):
-        return Skip("several scales, another arithmetic, or symbolic dimensions")
+        return Skip("several scales, symbolic dimensions, or the arithmetic is not the default")
     count, out_scale, out_zero = len(parts), numbers[-2], numbers[-1]
     axis = int(call.attrs.axis) % var.ty.ndim
     symbolic = {shape[0] for shape in shapes if shape is not None}
@@ -351,7 +353,7 @@ def lower_average(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     call = context.call(var)
     shape, numbers = split_batch(call.args[0]), scalars(*call.args[1:5])
     if shape is None or numbers is None or not is_default_arithmetic(call):
-        return Skip("several scales, another arithmetic, or symbolic dimensions")
+        return Skip("several scales, symbolic dimensions, or the arithmetic is not the default")
     if not is_activation(call.args[0]) or not is_activation(var):
         return Skip("not data of 8 or 16 bits")
     s_in, z_in, s_out, z_out = numbers

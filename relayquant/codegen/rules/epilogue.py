@@ -86,7 +86,7 @@ def take_bias(tail: IntegerTail, call: Call) -> IntegerTail | Skip:
     if not tail.is_sums or tail.bias is not None:
         return Skip("there is a bias already, or the sums are requantized")
     if constant_value(other) is None or not tail.is_per_channel(other):
-        return Skip("the other operand is no constant of one number per channel")
+        return Skip("the other operand is not a constant with one number per channel")
     return replace(tail, bias=other)
 
 
@@ -98,7 +98,7 @@ def take_requantize(tail: IntegerTail, call: Call) -> IntegerTail | Skip:
     out_scale, out_zero = map(scalar, call.args[3:5])
     dtype = str(call.attrs.out_dtype)
     if out_scale is None or out_zero is None or not is_default_arithmetic(call):
-        return Skip("several scales of the result, or another arithmetic")
+        return Skip("the result has several scales, or the arithmetic is not the default")
     if dtype == "int32":
         return Skip("the result is int32")
     epilogue = Epilogue(Store.REQUANTIZE, dtype, int(out_zero))
@@ -120,16 +120,18 @@ def take_residual(tail: IntegerTail, call: Call) -> IntegerTail | Skip:
     """Take qnn.add(sums, residual)."""
     lhs, rhs, lhs_scale, lhs_zero, rhs_scale, rhs_zero, out_scale, out_zero = call.args
     if not lhs.same_as(tail.last) or not is_activation(rhs) or constant_value(rhs) is not None:
-        return Skip("the second operand is no value of 8 or 16 bits")
+        return Skip("the second operand is not an 8- or 16-bit value")
     if str(rhs.ty.shape) != str(lhs.ty.shape) or not is_default_arithmetic(call):
-        return Skip("the residual is broadcast, or another arithmetic")
+        return Skip("the residual is broadcast, or the arithmetic is not the default")
     scale = read_scale(tail, lhs_scale, lhs_zero, int(call.attrs.lhs_axis))
     if isinstance(scale, Skip):
         return scale
     numbers = [scalar(expr) for expr in (rhs_scale, rhs_zero, out_scale, out_zero)]
     dtype = tensor_dtype(call)
     if None in numbers or not is_activation(call):
-        return Skip("several scales of the residual or of the result, or another dtype")
+        return Skip(
+            "the residual or the result has several scales, or the result is not 8 or 16 bits"
+        )
     r_scale, r_zero, o_scale, o_zero = numbers
     factor = float(multiplier(r_scale, o_scale))  # pyright: ignore[reportArgumentType]
     residual = Residual(tensor_dtype(rhs), int(r_zero), factor)  # pyright: ignore[reportArgumentType]
@@ -150,7 +152,7 @@ def read_scale(
     if not tail.is_sums:
         return Skip("the sums are requantized already")
     if values is None or factors is None or zero is None or zero.any():
-        return Skip("the sums have a zero point, or no constant scale")
+        return Skip("the sums have a zero point, or their scale is not constant")
     if values.size != 1 and axis % tail.last.ty.ndim != tail.axis:
         return Skip("the scales are not along the channels")
     return factors
@@ -159,7 +161,7 @@ def read_scale(
 def take_integer_clip(tail: IntegerTail, call: Call) -> IntegerTail | Skip:
     """Take clip(requantized sums)."""
     if tail.epilogue.output is not Store.REQUANTIZE:
-        return Skip("no integers of the result are clipped")
+        return Skip("the clipped values are not requantized integers")
     return take_clip(tail, call)
 
 

@@ -72,15 +72,15 @@ def read_linear(
     weight, kernel_zero = constant_value(call.args[1]), constant_value(call.args[3])
     zero_point, shape = scalar(call.args[2]), split(call.args[0])
     if weight is None or weight.dtype != np.int8:
-        return Skip("the weight is no int8 constant")
+        return Skip("the weight is not an int8 constant")
     if zero_point is None or kernel_zero is None or kernel_zero.any():
-        return Skip("a zero point is a variable, or that of the weight is not 0")
+        return Skip("a zero point is a variable, or the weight zero point is not 0")
     if not is_activation(call.args[0]):
         return Skip(f"the data is {tensor_dtype(call.args[0])}")
     if tensor_dtype(var) != "int32":
         return Skip(f"the sums are {tensor_dtype(var)}")
     if shape is None:
-        return Skip("a dimension is symbolic that the kernel has to know")
+        return Skip("a dimension that the kernel needs is symbolic")
     return Linear(call, weight, int(zero_point), *shape)
 
 

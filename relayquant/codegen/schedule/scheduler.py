@@ -62,7 +62,7 @@ class FunctionScheduler:
         sch = self.sch
         root = sch.get_sblock("root")
         if not sch.get_child_blocks(root):
-            raise Unschedulable("has no blocks: a kernel that is written by hand")
+            raise Unschedulable("has no blocks: a handwritten kernel")
         self.outputs = list(sch.mod["main"].params)
         self.inline_producers(root)
         blocks = sch.get_child_blocks(root)

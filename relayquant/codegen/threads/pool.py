@@ -45,8 +45,8 @@ BACKOFF_WINDOW = 100_000_000
 
 #: Message of a run in which a chunk failed.
 FAILED = (
-    "A part of a kernel's loop failed on its thread: most likely there was no memory for what it "
-    "computes with, or an assertion in the kernel did not hold. Outputs of this run are incomplete."
+    "A part of a kernel's loop failed on its thread. Most likely memory ran out, or an "
+    "assertion in the kernel failed. The outputs of this run are incomplete: do not use them."
 )
 
 #: Architecture -> name and arguments of the intrinsic for spin loops, which frees the core for a

@@ -131,7 +131,7 @@ def heard_of(mod: tvm.IRModule) -> dict[str, set[str]]:
         (
             lambda e, x: e("y", op.matmul(x, e("w", op.exp(e.constant(6, 8))))),
             "plan_matmul",
-            "the weight is computed, for which numpy is faster",
+            "the weight is computed: numpy is faster",
         ),
         (
             lambda e, x: e("z", op.exp(e("y", op.matmul(x, e.constant(6, 32))))),
@@ -141,7 +141,7 @@ def heard_of(mod: tvm.IRModule) -> dict[str, set[str]]:
         (
             lambda e, x: e("y", ir.simulated_quantize(x, 1, 0.1, 3)),
             "plan_rounding",
-            "an operand is no variable",
+            "an operand is not a variable",
         ),
     ],
 )  # fmt: skip

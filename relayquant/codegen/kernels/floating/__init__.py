@@ -1,1 +1,1 @@
-"""Kernels on float32, of the same building blocks."""
+"""Kernels on float32, built from the same blocks."""

@@ -1,10 +1,12 @@
-"""Float convolutions in NHWC: any kernel, stride, dilation, padding and groups, and depthwise.
+"""Specification of a float convolution -> its kernel in NHWC, for any stride, dilation, padding,
+groups.
 
     y[n, oy, ox, o] = sum x[n, oy*s + ky*d - p, ox*s + kx*d - p, i] * w[o, ky, kx, i]
                       (+ bias[o]) (+ residual[n, oy, ox, o]), clipped
 
-The batch may be symbolic; everything else is static. Weights are packed, at compile time by
-`pack_conv2d` or at run time by the kernel of `make_conv2d_packing`.
+Depthwise convolutions have a separate loop. The batch may be symbolic; everything else is static.
+Weights are packed at compile time by `pack_conv2d`, or at run time by the kernel of
+`make_conv2d_packing`.
 """
 
 from __future__ import annotations
@@ -49,24 +51,24 @@ from relayquant.codegen.kernels.floating.tile import (
     static,
 )
 
-#: A depthwise multiply-add takes about as long as so many dense ones.
+#: A depthwise multiply-add takes about as long as this many dense ones.
 DEPTHWISE_COST = 8
 
 
 @dataclass(frozen=True)
 class FloatConv2d(Conv2dShape):
-    """A float convolution, and what is done with its sums."""
+    """A float convolution and its epilogue."""
 
     epilogue: FloatEpilogue = field(default_factory=FloatEpilogue)
 
     @property
     def out_shape(self) -> tuple[Any, int, int, int]:
-        """NHWC of the tensor that is written into."""
+        """NHWC shape of the tensor that is written into."""
         return (self.batch, *self.out_size, self.epilogue.pitch(self.out_channels))
 
     @property
     def is_pointwise(self) -> bool:
-        """A matrix product over pixels."""
+        """Whether the convolution is a matrix product over pixels."""
         return (
             self.kernel == (1, 1)
             and self.strides == (1, 1)
@@ -75,9 +77,10 @@ class FloatConv2d(Conv2dShape):
         )
 
     def lay_down(self) -> FloatConv2d:
-        """The same convolution with an image of one column, as a conv1d has it, as one row.
+        """Return the same convolution with an image of one column, as in conv1d, turned into one
+        row.
 
-        It is the same in memory, and the taps of a row are one run.
+        The memory is the same, and the taps of a row are contiguous.
         """
         if self.width != 1 or self.kernel[1] != 1 or self.padding[1] or self.padding[3]:
             return self
@@ -93,24 +96,26 @@ class FloatConv2d(Conv2dShape):
         )
 
     def as_dense(self) -> FloatDense:
-        """The same computation as a dense layer; only where `is_pointwise`."""
+        """Return the same computation as a dense layer, if `is_pointwise`."""
         return FloatDense(self.in_shape, self.out_channels, self.epilogue)
 
 
 def plan_conv2d(spec: FloatConv2d, isa: FloatIsa) -> tuple[FloatIsa, Panels]:
-    """Vector width and panels of one group, which fix the packed form of the weights."""
+    """Choose vector width and panels of one group, which determine the packed layout of the
+    weights.
+    """
     if spec.is_depthwise:
         narrow = isa.narrow(spec.out_channels)
         return narrow, Panels(spec.out_channels, narrow.lanes, 1, narrow.accumulators)
     if spec.is_pointwise:
         return plan_dense(spec.as_dense(), isa)
     pitch = spec.strides[1] * spec.in_channels
-    # The windows of neighbouring pixels share lines, which stay only where half of a set does.
+    # Windows of neighbouring pixels share cache lines, which stay only if half of a set is enough.
     return choose_panels(spec.group_out, None, isa, pitch if spec.kernel == (1, 1) else 2 * pitch)
 
 
 def packed_conv2d_size(spec: FloatConv2d, isa: FloatIsa) -> int:
-    """Elements of the packed weights."""
+    """Count the elements of the packed weights."""
     isa, panels = plan_conv2d(spec, isa)
     taps = spec.kernel[0] * spec.kernel[1]
     if spec.is_depthwise:
@@ -121,7 +126,9 @@ def packed_conv2d_size(spec: FloatConv2d, isa: FloatIsa) -> int:
 def pack_conv2d(
     weight: NDArray[np.float32], spec: FloatConv2d, isa: FloatIsa
 ) -> NDArray[np.float32]:
-    """OHWI -> flat [group][panel][KH][KW][I][vector of the panel][lanes]; depthwise [KH][KW][C]."""
+    """Pack OHWI -> flat [group][panel][KH][KW][I][vector of the panel][lanes]; depthwise
+    [KH][KW][C].
+    """
     isa, panels = plan_conv2d(spec, isa)
     taps = spec.kernel[0] * spec.kernel[1]
     if spec.is_depthwise:
@@ -137,7 +144,9 @@ def pack_conv2d(
 
 
 def make_conv2d_packing(spec: FloatConv2d, isa: FloatIsa, name: str = "float_pack") -> PrimFunc:
-    """PrimFunc(w OHWI, packed): `pack_conv2d` at run time, for weights that are no constants."""
+    """Make PrimFunc(w OHWI, packed), `pack_conv2d` at run time, for weights that are not
+    constant.
+    """
     isa, panels = plan_conv2d(spec, isa)
     taps = spec.kernel[0] * spec.kernel[1]
     inner = taps * spec.group_in
@@ -173,7 +182,7 @@ def make_conv2d_packing(spec: FloatConv2d, isa: FloatIsa, name: str = "float_pac
 
 
 def make_conv2d(spec: FloatConv2d, isa: FloatIsa, name: str = "float_conv2d") -> PrimFunc:
-    """PrimFunc(x, packed weights, (bias,) (residual,) y), callable through `call_tir`."""
+    """Make PrimFunc(x, packed weights, (bias,) (residual,) y), for `call_tir`."""
     if spec.is_pointwise:
         return make_dense(spec.as_dense(), isa, name)
     size = packed_conv2d_size(spec, isa)
@@ -196,14 +205,14 @@ def make_conv2d(spec: FloatConv2d, isa: FloatIsa, name: str = "float_conv2d") ->
 
 
 def count_macs(spec: FloatConv2d) -> int:
-    """Multiply-adds of one call; a symbolic batch counts as 1."""
+    """Count the multiply-adds of one call. A symbolic batch counts as 1."""
     oh, ow = spec.out_size
     taps = spec.kernel[0] * spec.kernel[1] * spec.group_in
     return (static(spec.batch) or 1) * oh * ow * spec.out_channels * taps
 
 
 def choose_tile(spec: FloatConv2d, most: int) -> tuple[int, int]:
-    """(rows, columns) of the pixel tile: the least work at the overlapping ends."""
+    """Choose (rows, columns) of the pixel tile with the least work at the overlapping ends."""
     oh, ow = spec.out_size
     best: tuple[float, int, int] | None = None
     for rows in range(1, min(oh, 7) + 1):
@@ -218,14 +227,14 @@ def choose_tile(spec: FloatConv2d, most: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class FloatPlacement:
-    """Where a convolution reads and writes, that is a part of another one: rows, then columns.
+    """Where a convolution reads and writes, if it is part of another one. Pairs are rows, columns.
 
     Attributes:
         image: Size of the padded image.
-        origin: Its pixel under the first tap of the first output.
+        origin: Pixel of the image under the first tap of the first output.
         size: Size of the whole output.
-        stride, offset: Output q of the part is q * stride + offset of the whole.
-        first_weight: Where its packed weights begin.
+        stride, offset: Output q of the part is output q * stride + offset of the whole.
+        first_weight: Start of the part's packed weights.
     """
 
     image: tuple[int, int]
@@ -246,7 +255,7 @@ def emit_conv2d(
     residual: Buffer | None,
     y: Buffer,
 ) -> None:
-    """A padded copy of the image, then register tiles of pixels x channels."""
+    """Emit a padded copy of the image, then register tiles of pixels x channels."""
     threads = count_macs(spec) >= PARALLEL_MACS
     image = emit_padding(spec, isa, x, threads) if any(spec.padding) else x
     placement = FloatPlacement(spec.padded_size, spec.out_size)
@@ -265,7 +274,7 @@ def emit_tiles(
     threads: bool,
     placement: FloatPlacement,
 ) -> None:
-    """Register tiles of pixels x channels over a padded image."""
+    """Emit register tiles of pixels x channels over a padded image."""
     (kh, kw), (sh, sw), (dh, dw) = spec.kernel, spec.strides, spec.dilation
     (oh, ow), (height, width), channels = spec.out_size, placement.image, spec.in_channels
     inner, lanes = spec.group_in, isa.lanes
@@ -341,7 +350,7 @@ def emit_tiles(
 
 
 def emit_padding(spec: FloatConv2d, isa: FloatIsa, x: Buffer, threads: bool) -> Buffer:
-    """Scratch copy of all images with a border of zeros."""
+    """Emit a scratch copy of all images with a border of zeros."""
     top, left, bottom, right = spec.padding
     height, width, channels = spec.height, spec.width, spec.in_channels
     padded_height, padded_width = spec.padded_size
@@ -385,7 +394,7 @@ def emit_padding(spec: FloatConv2d, isa: FloatIsa, x: Buffer, threads: bool) -> 
     return padded
 
 
-#: Floats of one task's scratch rows: it stays in the second level cache.
+#: Floats in the scratch rows of one task. They stay in the second-level cache.
 SCRATCH_FLOATS = 1 << 15
 
 
@@ -398,10 +407,10 @@ def emit_depthwise(
     residual: Buffer | None,
     y: Buffer,
 ) -> None:
-    """Tasks of a few output rows: zero-padded input rows in scratch, then tiles of pixels.
+    """Emit tasks of a few output rows: zero-padded input rows in scratch, then tiles of pixels.
 
-    Channels are the vector axis. Padding is copied per task and not per image, so that what is
-    copied is still in cache when it is read.
+    Channels are the vector axis. Padding is copied per task and not per image, so the copy is still
+    in the cache when it is read.
     """
     (kh, kw), (sh, sw), (dh, dw) = spec.kernel, spec.strides, spec.dilation
     (oh, ow), channels = spec.out_size, spec.in_channels

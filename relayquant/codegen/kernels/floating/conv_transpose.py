@@ -1,4 +1,6 @@
-"""Float transposed convolutions in NHWC, as interleaved ordinary ones (see `kernels.transposed`).
+"""Specification of a float transposed convolution -> its kernel in NHWC.
+
+The kernel interleaves ordinary convolutions (see `kernels.transposed`).
 
     y[n, q*s + p, o] = sum over k with (p + pad - k*d) % s == 0
                        of x[n, q + (p + pad - k*d) / s, i] * w[o, k, i]
@@ -38,13 +40,13 @@ from relayquant.codegen.kernels.transposed import TransposedShape
 
 @dataclass(frozen=True)
 class FloatConv2dTranspose(TransposedShape):
-    """A float transposed convolution, and what is done with its sums."""
+    """A float transposed convolution and its epilogue."""
 
     epilogue: FloatEpilogue = field(default_factory=FloatEpilogue)
 
     @property
     def out_shape(self) -> tuple[Any, int, int, int]:
-        """NHWC of the tensor that is written into."""
+        """NHWC shape of the tensor that is written into."""
         return (self.batch, *self.out_size, self.epilogue.pitch(self.out_channels))
 
     @property
@@ -64,7 +66,7 @@ class FloatConv2dTranspose(TransposedShape):
 def pack_conv2d_transpose(
     weight: NDArray[np.float32], spec: FloatConv2dTranspose, isa: FloatIsa
 ) -> NDArray[np.float32]:
-    """OHWI -> the packed weights of each phase (see `pack_conv2d`), one behind the other."""
+    """Pack OHWI -> the packed weights of each phase (see `pack_conv2d`), one after the other."""
     parts = zip(spec.split_weight(weight), spec.parts, strict=True)
     return np.concatenate([pack_conv2d(taps, part, isa) for taps, part in parts])
 
@@ -72,9 +74,9 @@ def pack_conv2d_transpose(
 def make_conv2d_transpose(
     spec: FloatConv2dTranspose, isa: FloatIsa, name: str = "float_conv2d_transpose"
 ) -> PrimFunc:
-    """PrimFunc(x, packed weights, (bias,) (residual,) y), callable through `call_tir`.
+    """Make PrimFunc(x, packed weights, (bias,) (residual,) y), for `call_tir`.
 
-    Of a group there must be two output channels or more.
+    A group needs at least two output channels.
     """
     parts = spec.parts
     sizes = [packed_conv2d_size(part, isa) for part in parts]

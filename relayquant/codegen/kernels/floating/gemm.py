@@ -1,9 +1,10 @@
-"""Float matrix products: dense layers with packed weights, and products of two activations.
+"""Specification of a float matrix product -> its kernel: dense layers, and products of two
+activations.
 
     dense          y[m, n] = sum_k x[m, k] * w[n, k]  (+ bias[n]) (+ residual[m, n]), clipped
     batch_matmul   y[b, m, n] = sum_k x[b, m, k] * w[b, k, n]
 
-Any M, N, K; M (and b) may be symbolic.
+Weights of dense layers are packed. M, N and K are arbitrary; M (and b) may be symbolic.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ from relayquant.codegen.kernels.row_loops import choose_heights, loop_over_rows
 
 @dataclass(frozen=True)
 class FloatDense:
-    """A dense layer: x `shape` (..., K) float32 with `shape[:-1]` static or symbolic, N outputs."""
+    """A dense layer with N outputs. x has `shape` (..., K) float32; `shape[:-1]` is static or
+    symbolic.
+    """
 
     shape: tuple[Any, ...]
     outputs: int
@@ -59,7 +62,7 @@ class FloatDense:
 
     @property
     def rows(self) -> Any:
-        """Product of the leading extents: an int, or an expression of the symbolic ones."""
+        """Product of the leading extents: an int, or an expression of symbolic extents."""
         total: Any = 1
         for extent in self.shape[:-1]:
             known = static(extent)
@@ -68,7 +71,7 @@ class FloatDense:
 
     @property
     def least_rows(self) -> int:
-        """Rows there are at least: symbolic extents count as 1."""
+        """Least number of rows: symbolic extents count as 1."""
         return prod(static(extent) or 1 for extent in self.shape[:-1])
 
     @property
@@ -77,12 +80,12 @@ class FloatDense:
 
 
 def plan_dense(spec: FloatDense, isa: FloatIsa) -> tuple[FloatIsa, Panels]:
-    """Vector width and panels, which fix the packed form of the weights."""
+    """Choose vector width and panels, which determine the packed layout of the weights."""
     return choose_panels(spec.outputs, static(spec.rows), isa, spec.inner)
 
 
 def pack_dense(weight: NDArray[np.float32], spec: FloatDense, isa: FloatIsa) -> NDArray[np.float32]:
-    """(N, K) -> flat [panel][K][vector of the panel][lanes]."""
+    """Pack (N, K) -> flat [panel][K][vector of the panel][lanes]."""
     isa, panels = plan_dense(spec, isa)
     starts = panels.starts()
     parts = []
@@ -94,7 +97,7 @@ def pack_dense(weight: NDArray[np.float32], spec: FloatDense, isa: FloatIsa) -> 
 
 
 def make_dense(spec: FloatDense, isa: FloatIsa, name: str = "float_dense") -> PrimFunc:
-    """PrimFunc(x, packed weights, (bias[N],) (residual,) y), callable through `call_tir`."""
+    """Make PrimFunc(x, packed weights, (bias[N],) (residual,) y), for `call_tir`."""
     isa, panels = plan_dense(spec, isa)
     inner, outputs, epilogue = spec.inner, spec.outputs, spec.epilogue
 
@@ -116,7 +119,9 @@ def make_dense(spec: FloatDense, isa: FloatIsa, name: str = "float_dense") -> Pr
                     step(k, lambda b: base + (k * blocks + b) * isa.lanes)
 
             def fetch_next(k: Expr) -> None:
-                """A line a step: the rows of the next tile follow, and all steps fetch them all."""
+                """Fetch a line per step. The next tile's rows follow in memory, and all steps
+                together fetch them.
+                """
                 line = CACHE_LINE // FLOAT_BYTES
                 emit_prefetch(x, (rows[0] + len(rows)) * inner + k * line, level=1)
 
@@ -139,12 +144,12 @@ def make_dense(spec: FloatDense, isa: FloatIsa, name: str = "float_dense") -> Pr
     return build_kernel(name, body)
 
 
-#: tile(its rows, first vector of the panel, first channels of its vectors)
+#: tile(rows of the tile, first vector of the panel, first channels of its vectors)
 GemmTile = Callable[[list[Expr], Expr, list[Expr]], None]
 
 
 def emit_gemm_loops(spec: FloatDense, panels: Panels, tile: GemmTile) -> None:
-    """Loops over tiles of rows and panels."""
+    """Emit loops over tiles of rows and panels."""
     known, inner = static(spec.rows), spec.inner
     if known is None:
         emit_symbolic_rows(spec, panels, tile)
@@ -161,7 +166,7 @@ def emit_gemm_loops(spec: FloatDense, panels: Panels, tile: GemmTile) -> None:
             tile(rows, panels.full * panels.blocks, list(panels.tail))
 
     def all_rows(emit: Callable[[list[Expr]], None], threads: bool) -> None:
-        """Whole tiles; the last is moved back over its neighbour."""
+        """Emit whole tiles. The last one is moved back over its neighbour."""
         with (T.parallel if threads else T.serial)(ceil_div(known, height)) as index:
             first = index * height
             first = first if known % height == 0 else T.min(first, known - height)
@@ -180,9 +185,10 @@ def emit_gemm_loops(spec: FloatDense, panels: Panels, tile: GemmTile) -> None:
 
 
 def emit_symbolic_rows(spec: FloatDense, panels: Panels, tile: GemmTile) -> None:
-    """The loops of `emit_gemm_loops` for a number of rows that is known only at run time.
+    """Emit the loops of `emit_gemm_loops` for a number of rows that is known only at run time.
 
-    Whether threads share them is decided then, too, except where the least number suffices.
+    Whether threads share them is decided at run time too, unless the least number of rows is
+    enough.
     """
     heights = choose_heights(choose_rows(None, panels.most_rows))
 
@@ -210,7 +216,7 @@ def emit_symbolic_rows(spec: FloatDense, panels: Panels, tile: GemmTile) -> None
 
 
 def start_with(bias: Buffer | None, channels: list[Expr], lanes: int) -> Callable[[int], Expr]:
-    """Initial accumulators: the bias of each block's channels, or zero."""
+    """Return the initial accumulators: the bias of each block's channels, or zero."""
 
     def start(block: int) -> Expr:
         if bias is None:
@@ -228,7 +234,9 @@ def finish_into(
     channels: list[Expr],
     lanes: int,
 ) -> Callable[[int, int, Expr], None]:
-    """Storing of a tile: rows[i] is the offset of a row in `y` and `residual`."""
+    """Return a function that stores a tile. rows[i] is the offset of a row in `y` and
+    `residual`.
+    """
 
     def finish(row: int, block: int, value: Expr) -> None:
         at = rows[row] + channels[block] + epilogue.first
@@ -245,7 +253,9 @@ def touch_results(
     rows: list[Expr],
     channels: list[Expr],
 ) -> Callable[[int, int], None]:
-    """Fetching of what `finish_into` with the same arguments is to read and write."""
+    """Return a function that prefetches what `finish_into` reads and writes for the same
+    arguments.
+    """
 
     def touch(row: int, block: int) -> None:
         at = rows[row] + channels[block] + epilogue.first
@@ -258,9 +268,9 @@ def touch_results(
 
 @dataclass(frozen=True)
 class FloatMatmul:
-    """A batched product of two activations; the batch extents, M and K may be symbolic.
+    """A batched product of two activations. The batch extents, M and K may be symbolic.
 
-    x (*batch, M, K); w (*batch, K, N), or (K, N) shared by all if `shared`.
+    x (*batch, M, K); w (*batch, K, N), or (K, N) for all products if `shared`.
     """
 
     batch: tuple[Any, ...]
@@ -273,7 +283,7 @@ class FloatMatmul:
 def make_batch_matmul(
     spec: FloatMatmul, isa: FloatIsa, name: str = "float_batch_matmul"
 ) -> PrimFunc:
-    """PrimFunc(x, w, y): the weights are read where they lie, nothing is packed."""
+    """Make PrimFunc(x, w, y). The weights are read in place, nothing is packed."""
     rows, inner, outputs = spec.rows, spec.inner, spec.outputs
     known_rows = static(rows)
     isa, panels = choose_panels(outputs, known_rows, isa, static(inner) or 0)

@@ -1,10 +1,11 @@
-"""Weights in groups, fitted to data: what goes from one column to the next, as TIR.
+"""Grouped weights and data -> fitted codes and scales: the steps from one column to the next, as
+TIR.
 
-Columns of a block are settled one after the other, for `STRIP` rows of the weight (outputs) at a
-time, so that all they read of one another is in the cache. Whoever calls brings what a block
-changes to the others, as one product. Arrays have columns first, (K, N): rows of the weight lie
-next to each other; N is a multiple of `STRIP`. Sums are those of several chains of fused
-multiply-adds where the target has them: their last bits are the target's.
+The columns of a block are fixed one after the other, for `STRIP` rows of the weight (outputs) at a
+time, so all values they share stay in the cache. The caller adds the effect of a block on the other
+blocks as one product. Arrays have columns first, (K, N), so rows of the weight are neighbours in
+memory. N is a multiple of `STRIP`. Sums consist of several chains of multiply-adds, fused if the
+target has them, so their last bits depend on the target.
 """
 
 from __future__ import annotations
@@ -28,35 +29,37 @@ from relayquant.codegen.kernels.emit import (
 )
 from relayquant.codegen.kernels.floating.tile import Buffer, Expr, FloatIsa
 
-#: Rows of a weight that are worked on together.
+#: Rows of a weight that are processed together.
 STRIP = 32
-#: Sums that are added to by turns, so that none waits for the one before.
+#: Number of sums that are added to in turn, so that no addition waits for the one before.
 CHAINS = 8
-#: Scales up to it have no inverse.
+#: Scales up to this size have no inverse.
 SMALLEST_SCALE = 1e-30
 
 
 @dataclass(frozen=True)
 class GroupFitSpec:
-    """What weights and their scales are held in while they are fitted; any sizes."""
+    """Dtypes of weights and scales while they are fitted. Sizes are arbitrary."""
 
     dtype: str = "float32"
     scale_dtype: str = "float32"
 
 
 def make_group_rounding(spec: GroupFitSpec, isa: FloatIsa, name: str = "round_groups") -> PrimFunc:
-    """PrimFunc(factor, group, scale, zero_point, most, weight, levels, changes, work): codes of a
-    block of columns in closed form, each making up for those before.
+    """Make PrimFunc(factor, group, scale, zero_point, most, weight, levels, changes, work).
 
-    For column j, with u = factor:
+    It computes codes of a block of columns in closed form. Each column compensates the errors of
+    the columns before it. For column j, with u = factor:
 
         rest = weight[j] - sum of u[j, k] * changes[k] for all k < j
         levels[j] = clip(rint(rest / s) + z, 0, most) - z
         changes[j] = (rest - levels[j] * s) / u[j, j]
 
-    s and z being those of `group[j]`. factor (B, B), lower triangular; group int32 (B,); scale (G,
-    N) in its dtype; zero_point (G, N); most (1,), the highest code; weight (B, N); levels and
-    changes, (B, N), are written; work (B, STRIP).
+    s and z are scale and zero point of `group[j]`.
+
+    Arguments of the kernel: factor (B, B), lower triangular; group int32 (B,); scale (G, N) in its
+    dtype; zero_point (G, N); most (1,), the highest code; weight (B, N); levels and changes (B, N),
+    written; work (B, STRIP), scratch.
     """
 
     def body() -> None:
@@ -97,25 +100,25 @@ def make_group_rounding(spec: GroupFitSpec, isa: FloatIsa, name: str = "round_gr
 def make_group_improvement(
     spec: GroupFitSpec, isa: FloatIsa, name: str = "improve_groups"
 ) -> PrimFunc:
-    """PrimFunc(hessian, gradient, starts, group, order, zero_point, most, weight, scale, levels,
-    left, moved, work): scales and then codes of a block of groups, each the one of the least error
-    given all others.
+    """Make PrimFunc(hessian, gradient, starts, group, order, zero_point, most, weight, scale,
+    levels, left, moved, work).
 
-    With h = hessian and d the sum of all changes of level * scale in the block so far, the
-    gradient is that which is given less h d. First for one group after the other, its columns
-    being p,
+    It improves scales and then codes of a block of groups. Each gets the value with the least
+    error, given all others. With h = hessian and d the sum of all changes of level * scale in the
+    block so far, the current gradient is the given gradient minus h d. First, for each group in
+    turn, with columns p:
 
         scale += (gradient[p] . levels[p]) / (levels[p] h[p, p] levels[p])
 
-    as far as its dtype has it; a scale that would be no number or have no inverse stays. Then for
-    one column j after the other, as `order` has them:
+    rounded to the dtype of the scale. A scale stays if the new one would not be finite or would
+    have no inverse. Then for each column j, in the order of `order`:
 
         levels[j] = clip(rint(levels[j] + gradient[j] / (h[j, j] * s)) + z, 0, most) - z
 
-    hessian (B, B), symmetric; gradient, weight and levels (B, N), the latter changed; starts int32
-    (G + 1,), where groups begin; group int32 (B,), of each column; order int32 (B,); zero_point (G,
-    N); most (1,); scale (G, N), changed; left (B, N), weight - levels * scale, is written; moved
-    and work (B, STRIP).
+    Arguments of the kernel: hessian (B, B), symmetric; gradient, weight and levels (B, N), levels
+    changed; starts int32 (G + 1,), where groups begin; group int32 (B,), group of each column;
+    order int32 (B,); zero_point (G, N); most (1,); scale (G, N), changed; left (B, N), weight -
+    levels * scale, written; moved and work (B, STRIP), scratch.
     """
 
     def body() -> None:
@@ -225,7 +228,7 @@ class Strip:
     def __init__(self, spec: GroupFitSpec, isa: FloatIsa) -> None:
         self.spec = spec
         self.lanes = isa.lanes if spec.dtype == "float32" else max(isa.lanes // 2, 1)
-        #: Where each vector begins.
+        #: Start of each vector.
         self.offsets = range(0, STRIP, self.lanes)
         self.turns = max(CHAINS // len(self.offsets), 1)
         self.sums = [
@@ -233,21 +236,21 @@ class Strip:
         ]
 
     def allocate(self) -> Buffer:
-        """A number for each row."""
+        """Allocate a number for each row."""
         return T.alloc_buffer((STRIP,), self.spec.dtype)
 
     def load(self, buffer: Buffer, at: Expr) -> Expr:
         return load_vector(buffer, at, self.lanes)
 
     def load_scale(self, scale: Buffer, at: Expr) -> Expr:
-        """Scales in the dtype that is computed in."""
+        """Load scales in the dtype of the computation."""
         value = load_vector(scale, at, self.lanes)
         if self.spec.scale_dtype == self.spec.dtype:
             return value
         return T.Cast(vector(self.spec.dtype, self.lanes), value)
 
     def round(self, value: Expr, zero_point: Expr, most: Buffer) -> Expr:
-        """To the nearest integers of which codes stand for: clip(rint(v), -z, most - z)."""
+        """Round to integers that codes can represent: clip(rint(v), -z, most - z)."""
         zero_point = T.bind(zero_point)
         low = constant(self.spec.dtype, 0, self.lanes) - zero_point
         high = broadcast(most[0], self.lanes) - zero_point
@@ -256,8 +259,10 @@ class Strip:
     def emit_dots(
         self, matrix: Buffer, row: Expr, values: Buffer, first: Expr, count: Expr
     ) -> list[Expr]:
-        """sum of matrix[row + k] * values[k] for `count` columns k from `first` on, a vector of
-        them for each of `offsets`.
+        """Emit the sum of matrix[row + k] * values[k] for `count` columns k from `first` on.
+
+        Returns:
+            One vector of sums for each of `offsets`.
         """
         lanes, zeros = self.lanes, constant(self.spec.dtype, 0, self.lanes)
         for chain in self.sums:

@@ -1,8 +1,9 @@
-"""Products of two activations of which the second one lies transposed: the scores of attention.
+"""Specification of a product with a transposed second operand -> its kernel: the scores of
+attention.
 
     y[b, m, n] = sum_k x[b, m, k] * w[b, n, k]
 
-Both are read along k, where they lie: a dot product for each result, in vectors, nothing is
+Both operands are read along k in place. Each result is a dot product in vectors; nothing is
 transposed or packed. M, N and b may be symbolic.
 """
 
@@ -34,18 +35,20 @@ from relayquant.codegen.kernels.floating.tile import (
     static,
 )
 
-#: Rows and columns of a tile: each step loads 8 vectors for 16 products; with few registers 6 for 8
+#: Rows and columns of a tile: each step loads 8 vectors for 16 products; with few registers 6 for
+#: 8.
 TILE, SMALL_TILE = (4, 4), (2, 4)
-#: Columns of a tile of a single row
+#: Columns of a tile with a single row.
 ROW_COLUMNS = 8
-#: Rows up to which no tile of several rows is generated for a static number
+#: For a static number of rows up to this, no tile of several rows is generated.
 FEW_ROWS = 1
 
 
 @dataclass(frozen=True)
 class FloatDots:
-    """x (*batch, M, K) by a w whose axes, taken in the order `order`, are (*batch, K, N); K is the
-    last one in memory.
+    """Product of x (*batch, M, K) and w, whose axes in the order `order` are (*batch, K, N).
+
+    K is the last axis of w in memory.
     """
 
     batch: tuple[Any, ...]
@@ -56,13 +59,13 @@ class FloatDots:
 
     @property
     def weight_shape(self) -> tuple[Any, ...]:
-        """Extents of w as it lies in memory."""
+        """Extents of w in memory order."""
         extents = (*self.batch, self.inner, self.outputs)
         return tuple(extents[self.order.index(axis)] for axis in range(len(extents)))
 
     @property
     def strides(self) -> tuple[Any, ...]:
-        """Values of w from one to the next along each of (*batch, K, N)."""
+        """Strides of w in elements along (*batch, K, N)."""
         steps: list[Any] = [1]
         for extent in reversed(self.weight_shape[1:]):
             steps.insert(0, steps[0] * extent)
@@ -70,7 +73,7 @@ class FloatDots:
 
     @property
     def count(self) -> Any:
-        """Products: the batch extents multiplied."""
+        """Number of products: the batch extents multiplied."""
         total: Any = 1
         for extent in self.batch:
             total = total * extent
@@ -78,7 +81,7 @@ class FloatDots:
 
 
 def make_dots(spec: FloatDots, isa: FloatIsa, name: str = "float_dots") -> PrimFunc:
-    """PrimFunc(x, w, y)."""
+    """Make PrimFunc(x, w, y)."""
     isa = isa.narrow(spec.inner)
     rows, inner, outputs = spec.rows, spec.inner, spec.outputs
     *batch_strides, _, column_stride = spec.strides
@@ -121,7 +124,7 @@ def make_dots(spec: FloatDots, isa: FloatIsa, name: str = "float_dots") -> PrimF
 
 
 def find_start(index: Expr, extents: tuple[Any, ...], strides: list[Any]) -> Expr:
-    """Offset of product `index` of a batch, counted in C order, whose axes have `strides`."""
+    """Return the offset of product `index`, in C order, of a batch whose axes have `strides`."""
     start: Any = 0
     for extent, stride in zip(reversed(extents), reversed(strides), strict=True):
         start = start + T.floormod(index, extent) * stride
@@ -130,7 +133,9 @@ def find_start(index: Expr, extents: tuple[Any, ...], strides: list[Any]) -> Exp
 
 
 def loop_over_blocks(total: Any, size: int, emit: Callable[[Expr, int], None]) -> None:
-    """emit(first, count): blocks of `size` members, then what is left one by one."""
+    """Call emit(first, count) for blocks of `size` members, then for the remaining members one by
+    one.
+    """
     known = static(total)
     blocks = T.floordiv(total, size) if known is None else known // size
     if known is None or known >= size:
@@ -148,8 +153,9 @@ def emit_dots(
     right: tuple[Buffer, list[Expr]],
     target: tuple[Buffer, list[Expr]],
 ) -> None:
-    """Dot products of rows that begin at offsets of `left` with those of `right`: results of a row
-    of `left` lie one behind the other from an offset of `target` on.
+    """Emit dot products of rows at offsets of `left` with rows at offsets of `right`.
+
+    The results of a row of `left` are stored next to each other from an offset of `target` on.
     """
     lanes, (x, rows), (w, columns), (y, results) = isa.lanes, left, right, target
     slots = [(r, c) for r in range(len(rows)) for c in range(len(columns))]

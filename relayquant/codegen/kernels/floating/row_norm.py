@@ -1,14 +1,14 @@
-"""Norms of rows of float32, and their integers behind them if a product reads those, as TIR.
+"""Specification of a norm of float32 rows -> its kernel, with the integers if a product reads them.
 
     root mean square   y = x * (1 / sqrt(mean(x * x) + epsilon)) * weight
     layer norm         y = c * (1 / sqrt(mean(c * c) + epsilon)) * weight + bias,  c = x - mean(x)
 
-With `divides` it is c / sqrt(...), as a model spells it. q and the scale are those of
-`integer.row_quantize`. The floats decide the integers, so that their arithmetic is stated: each
-operation is rounded by itself (products are fenced, or LLVM would contract them on some targets),
-and a sum along a row has one order on all of them, that of `reference.row_arithmetic`: lane l of
-`SUM_LANES` adds up the elements l, l + SUM_LANES, ...; then halves are added to halves; what is
-left of the row follows, one by one.
+With `divides` it is c / sqrt(...), as in the model. q and the scale are defined in
+`integer.row_quantize`. The floats determine the integers, so their arithmetic is specified exactly.
+Each operation is rounded separately: products are fenced, or LLVM would contract them on some
+targets. A sum along a row has the same order on all targets, the order of
+`reference.row_arithmetic`: lane l of `SUM_LANES` adds up the elements l, l + SUM_LANES, ...; then
+halves are added to halves; then the remaining elements follow, one by one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from relayquant.codegen.kernels.integer.row_quantize import (
 
 #: Partial sums of a row.
 SUM_LANES = 32
-#: Rows that are worked on together, at most, and elements of them.
+#: Most rows that are processed together, and most elements of them.
 MOST_ROWS, BLOCK_ELEMENTS = 16, 1024
 
 
@@ -54,15 +54,16 @@ class RowNorm:
     """Norms along rows of `features`.
 
     Attributes:
-        leading: The extents before, None where known at run time.
+        leading: The extents before the last axis, None for an extent known only at run time.
         features: Elements of a row.
-        epsilon: What is added to the mean of the squares.
-        is_centred: Whether the mean is taken off, as a layer norm does.
-        divides: By the root, instead of a product with one over it.
+        epsilon: Number that is added to the mean of the squares.
+        is_centred: Whether the mean is subtracted, as a layer norm does.
+        divides: Whether to divide by the root instead of multiplying by its inverse.
         weight: Whether results are multiplied by a weight (features,).
         bias: Whether a bias (features,) is added.
         keeps_result: Whether the floats are stored.
-        rows: The leading extents of the integers, if rows are quantized; as many rows as of x.
+        rows: The leading extents of the integers, if rows are quantized. The number of rows is the
+            same as in x.
     """
 
     leading: tuple[int | None, ...]
@@ -77,13 +78,15 @@ class RowNorm:
 
     @property
     def block_rows(self) -> int:
-        """Rows that are worked on together: they stay in the first-level cache."""
+        """Number of rows that are processed together. They stay in the first-level cache."""
         return max(1, min(MOST_ROWS, BLOCK_ELEMENTS // self.features))
 
 
 def make_row_norm(spec: RowNorm, name: str = "row_norm") -> PrimFunc:
-    """PrimFunc(x (*leading, K)[, weight (K,)][, bias (K,)][, y (*leading, K)][, q int8 (*rows, K),
-    scale float32 (*rows, 1)]); what is not said to be there is left out.
+    """Make PrimFunc(x (*leading, K)[, weight (K,)][, bias (K,)][, y (*leading, K)][, q int8 (*rows,
+    K), scale float32 (*rows, 1)]).
+
+    Arguments that the specification does not have are left out.
     """
 
     def body() -> None:
@@ -127,7 +130,7 @@ def make_row_norm(spec: RowNorm, name: str = "row_norm") -> PrimFunc:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Flat views of what a kernel is called with; None of what is not there."""
+    """Flat views of a kernel's arguments. None for arguments that the kernel does not have."""
 
     spec: RowNorm
     x: Buffer
@@ -138,9 +141,9 @@ class Rows:
     scale: Buffer | None
 
     def emit_block(self, first: Expr, count: Expr) -> None:
-        """`count` rows from `first` on, step after step: a row waits for its sums, its root and its
-        scale, and the processor works on the next meanwhile.
+        """Emit `count` rows from `first` on, step by step.
 
+        While a row waits for its sums, its root and its scale, the processor works on the next row.
         Floats that are not stored are computed twice: for the scale, and for the codes.
         """
         spec, size = self.spec, self.spec.block_rows
@@ -197,14 +200,16 @@ class Rows:
 
 
 def emit_mean(read: ReadVector, width: int) -> Expr:
-    """The mean of a row. What divides by a power of two is a product to LLVM, which it would
-    contract with a sum behind it.
+    """Emit the mean of a row.
+
+    It is fenced: LLVM turns a division by a power of two into a product, and would contract it with
+    a sum after it.
     """
     return T.bind(fence(emit_row_sum(read, width) / T.float32(width), 1))
 
 
 def emit_row_sum(read: ReadVector, width: int) -> Expr:
-    """The sum of a row, in the stated order."""
+    """Emit the sum of a row, in the specified order."""
     lanes, whole = SUM_LANES, width // SUM_LANES
     value: Expr = T.float32(0)
     if whole:
@@ -221,7 +226,7 @@ def emit_row_sum(read: ReadVector, width: int) -> Expr:
 
 
 def fence(value: Expr, lanes: int) -> Expr:
-    """The same, rounded before it goes on: LLVM contracts no product behind it."""
+    """Round a value here, so that LLVM contracts no product with the operation after it."""
     suffix = "f32" if lanes == 1 else f"v{lanes}f32"
     name = f"llvm.arithmetic.fence.{suffix}"
     return T.call_llvm_pure_intrin(name, value, dtype=vector("float32", lanes))

@@ -1,17 +1,17 @@
-"""Softmax along an axis of float32, and its integers if one scale quantizes them, as TIR.
+"""Specification of a softmax along an axis of float32 -> its kernel, with integers if one scale
+quantizes them.
 
     e = exp(x - max(x));  y = e * (1 / sum(e))
 
-The floats decide the integers behind them, so that their arithmetic is stated, as that of
-`row_norm` is: each operation is rounded by itself, and the sum has the order of
-`reference.row_arithmetic`. The exponential, of numbers that are not above 0, is that of
-`reference.row_softmax`:
+The floats determine the integers after them, so their arithmetic is specified as in `row_norm`:
+each operation is rounded separately, and the sum has the order of `reference.row_arithmetic`. The
+exponential of numbers up to 0 is defined as in `reference.row_softmax`:
 
     n = rne(t / ln 2);  r = t - n * ln 2;  e^t = 2^n * P(r)
 
-with ln 2 in two parts (Cody and Waite 1980), so short that their products with n are exact, fused
-or not; and P of degree 5, fitted to the least largest relative error, 9.2e-8, with P(0) = 1. What
-is below 2^-126.5 is 0.
+ln 2 is split in two parts (Cody and Waite 1980), short enough that their products with n are exact,
+fused or not. P has degree 5 and P(0) = 1, and is fitted to minimize the largest relative error,
+9.2e-8. Results below 2^-126.5 are 0.
 """
 
 from __future__ import annotations
@@ -42,22 +42,23 @@ from relayquant.codegen.kernels.floating.row_norm import SUM_LANES, emit_row_sum
 from relayquant.codegen.kernels.integer.elementwise import Quantize, emit_quantized
 from relayquant.codegen.kernels.isa.base import Buffer, Expr
 
-#: Coefficients of P, that of the highest power first.
+#: Coefficients of P, highest power first.
 EXP_COEFFICIENTS = (0.008290272, 0.041898163, 0.16667639, 0.49999148, 0.9999997, 1.0)
 LOG2_E = 1.44269504088896341
-#: ln(2) in two parts, of 17 bits each.
+#: ln(2) in two parts of 17 bits each.
 LN2_HIGH, LN2_LOW = 0.693145751953125, 1.428605173714459e-06
-#: -127 ln(2): what is below is as this is, 0.
+#: -127 ln(2): the exponential of smaller numbers is 0 too.
 EXP_LOW = -88.0296919311
-#: Added to a number of at most 2^22, it rounds to an integer n, and its lowest bits are n + 127.
+#: Added to a number of at most 2^22, it rounds to an integer n, and the lowest bits are n + 127.
 ROUND_TO_EXPONENT = 1.5 * 2**23 + 127
 MANTISSA_BITS = 23
 
-#: Elements that are worked on at once; LLVM splits them where registers are narrower.
+#: Elements that are processed at once. LLVM splits them if registers are narrower.
 LANES = 16
-#: Rows that are worked on together, at most, and elements of them; rows of unknown length.
+#: Most rows that are processed together, and most elements of them; number of rows of unknown
+#: length.
 MOST_ROWS, BLOCK_ELEMENTS, ROWS_OF_ANY_LENGTH = 16, 1024, 4
-#: Columns that are worked on together.
+#: Columns that are processed together.
 COLUMNS = 64
 #: Multiply-adds that take as long as one element.
 ELEMENT_COST = 64
@@ -68,12 +69,11 @@ class Softmax:
     """A softmax along one axis.
 
     Attributes:
-        shape: The extents, None where known at run time.
-        axis: From 0 on.
-        factor: A number above 0 that multiplies x before, along the last axis alone; None if there
-            is none.
-        quantized: How its results are quantized, of any `shape`, along the last axis alone, of
-            known length; None if the floats are stored.
+        shape: The extents, None for an extent known only at run time.
+        axis: At least 0.
+        factor: A positive number that multiplies x first, or None. Only along the last axis.
+        quantized: Quantization of the results, with any `shape`, or None if the floats are stored.
+            Only along a last axis of known length.
     """
 
     shape: tuple[int | None, ...]
@@ -96,7 +96,7 @@ class Softmax:
 
 
 def make_softmax(spec: Softmax, name: str = "softmax") -> PrimFunc:
-    """PrimFunc(x float32, y float32 or, if quantized, integers), both of the shape."""
+    """Make PrimFunc(x float32, y), both of the shape. y is float32, or integers if quantized."""
 
     def body() -> None:
         extents = [T.int64() if extent is None else extent for extent in spec.shape]
@@ -128,7 +128,7 @@ class SoftmaxRows:
     width: Expr
 
     def emit(self, count: Expr, is_worth: Expr) -> None:
-        """Of `count` rows."""
+        """Emit the softmax of `count` rows."""
         size, width = ROWS_OF_ANY_LENGTH, self.width
         if isinstance(width, int):
             size = max(1, min(MOST_ROWS, BLOCK_ELEMENTS // max(1, width)))
@@ -140,8 +140,9 @@ class SoftmaxRows:
         emit_shared_loop(T.floordiv(count + (size - 1), size), is_worth, emit_block)
 
     def emit_block(self, first: Expr, count: Expr, size: int) -> None:
-        """`count` rows of at most `size`, from `first` on, step after step: a row waits for its
-        largest element and its sum, and the processor works on the next meanwhile.
+        """Emit `count` rows of at most `size`, from `first` on, step by step.
+
+        While a row waits for its largest element and its sum, the processor works on the next row.
         """
         width, quantized = self.width, self.spec.quantized
         lanes = min(LANES, 1 << (width.bit_length() - 1)) if isinstance(width, int) else LANES
@@ -180,7 +181,9 @@ class SoftmaxRows:
         return fence(value * constant("float32", self.spec.factor, lanes), lanes)
 
     def emit_largest(self, start: Expr, lanes: int) -> Expr:
-        """max of the row from `start` on. NaN may be lost: it comes back as a power."""
+        """Emit the maximum of the row from `start` on. NaN may be lost: it reappears in the
+        exponential.
+        """
         (found,) = alloc_vectors(1, lanes, "float32")
         store_vector(found, constant("float32", float("-inf"), lanes), 0, lanes)
 
@@ -206,7 +209,7 @@ class SoftmaxColumns:
     inner: Expr
 
     def emit(self, outer: Expr, is_worth: Expr) -> None:
-        """Of `outer` times `inner` columns, some vectors of them at a time."""
+        """Emit the softmax of `outer` times `inner` columns, some vectors of them at a time."""
         inner, lanes, vectors = self.inner, LANES, 1
         if isinstance(inner, int):
             lanes = min(LANES, 1 << (inner - 1).bit_length())
@@ -235,7 +238,8 @@ class SoftmaxColumns:
             emit_shared_loop(outer, is_worth, emit_rest)
 
     def emit_columns(self, start: Expr, lanes: int, counts: list[int]) -> None:
-        """Vectors of columns, side by side from `start` on; so many columns of each are there.
+        """Emit neighbouring vectors of columns from `start` on. `counts` are the valid columns of
+        each.
 
         They are copied: the elements of a column are often a power of two apart, and then no cache
         holds them together.
@@ -268,7 +272,7 @@ class SoftmaxColumns:
         store_vector(target, load_vector(source, start + at, lanes), first + at, lanes)
 
     def emit_sum(self, copy: Buffer, lanes: int) -> Expr:
-        """The sums of columns, in the order of those of rows."""
+        """Emit the sums of columns, in the same order as the sums of rows."""
         totals = T.alloc_buffer((SUM_LANES * lanes,), "float32")
         whole = self.width // SUM_LANES
 
@@ -321,13 +325,13 @@ def emit_loop(
 
 
 def emit_each(width: Expr, rest: Expr, body: Callable[[Expr, int], None]) -> None:
-    """The last elements, one by one."""
+    """Call `body` for the last `rest` elements, one by one."""
     with T.serial(rest) as index:
         body(width - rest + index, 1)
 
 
 def emit_positive_sum(buffer: Buffer, start: Expr, width: Expr) -> Expr:
-    """The sum of a row without negative numbers, in the stated order."""
+    """Emit the sum of a row without negative numbers, in the specified order."""
     if isinstance(width, int):
         return emit_row_sum(lambda at, lanes: load_vector(buffer, start + at, lanes), width)
     (totals,) = alloc_vectors(1, SUM_LANES, "float32")
@@ -345,23 +349,23 @@ def emit_positive_sum(buffer: Buffer, start: Expr, width: Expr) -> Expr:
 
 
 def emit_exp(value: Expr, lanes: int) -> Expr:
-    """e^value of numbers that are not above 0; NaN gives NaN."""
+    """Emit e^value for numbers up to 0. NaN gives NaN."""
 
     def number(value: float) -> Expr:
         return constant("float32", value, lanes)
 
-    # Not T.max, which may be either operand's where one is NaN.
+    # Not T.max, which may return either operand if one is NaN.
     value = T.bind(value)
     low = number(EXP_LOW)
     value = T.bind(T.Select(value < low, low, value))
     exponent = fence(value * number(LOG2_E), lanes) + number(ROUND_TO_EXPONENT)
-    exponent = T.bind(fence(exponent, lanes))  # or it would vanish with what is subtracted next
+    exponent = T.bind(fence(exponent, lanes))  # or the subtraction below would cancel it
     n = T.bind(exponent - number(ROUND_TO_EXPONENT))
     r = T.bind(value - n * number(LN2_HIGH) - n * number(LN2_LOW))
     power = number(EXP_COEFFICIENTS[0])
     for coefficient in EXP_COEFFICIENTS[1:]:
         power = fence(power * r, lanes) + number(coefficient)
     bits = T.reinterpret(vector("int32", lanes), exponent)
-    # The product is exact but for results that are no normal numbers.
+    # The product is exact, except for subnormal results.
     scale = T.shift_left(bits, constant("int32", MANTISSA_BITS, lanes))
     return fence(power * T.reinterpret(vector("float32", lanes), scale), lanes)

@@ -1,11 +1,11 @@
-"""Float kernels, shared part: vector widths of a target, epilogue, and the register tile.
+"""Blocks of the float kernels: vector widths of a target, epilogue, and the register tile.
 
-Every float kernel here is built of one loop: a tile of output rows (pixels) times vectors of
-output channels stays in registers, and each step adds one activation, spread over a vector, times
-one vector of weights. LLVM contracts the product and the sum to an FMA where the target has one.
+Every float kernel here consists of one loop. A tile of output rows (pixels) times vectors of output
+channels stays in registers. Each step adds one activation, broadcast to a vector, times one vector
+of weights. LLVM contracts the product and the sum to an FMA if the target has one.
 
-Remainders of channels overlap: the last vector is moved back to end at the last channel, so that
-nothing is ever read or written outside a buffer and no vector is partial.
+Remainders of channels overlap: the last vector is moved back to end at the last channel. So nothing
+is read or written outside a buffer, and no vector is partial.
 """
 
 from __future__ import annotations
@@ -33,41 +33,43 @@ from relayquant.codegen.kernels.emit import (
     store_vector,
 )
 
-#: Fewest output channels of a product that is worth vectors.
+#: Fewest output channels of a product for which vectors are worthwhile.
 FEWEST_CHANNELS = 2
 
-#: A TIR expression or buffer; TVM gives them no useful static type.
+#: A TIR expression or buffer. TVM gives them no useful static type.
 Expr = Any
 Buffer = Any
 
-#: Weights (bytes) up to which all channels are computed per tile of pixels; larger ones are walked
-#: once, panel by panel, over all pixels. Half of a common second level cache.
+#: Up to this many bytes of weights, all channels are computed per tile of pixels. Larger weights
+#: are read once, panel by panel, over all pixels. Half of a common second-level cache.
 RESIDENT_WEIGHTS = 1 << 20
-#: Bytes between addresses of one set of a first-level cache, in which 8 or 12 lines stay.
+#: Bytes between addresses of one set of a first-level cache, which holds 8 or 12 lines.
 SET_STRIDE = 1 << 12
 SET_LINES = 8
-#: Rows of a tile, where registers are enough for more.
+#: Most rows of a tile, even if registers allow more.
 MOST_ROWS = 24
 FLOAT_BYTES = 4
-#: Vectors of a tile from which on a step has time to fetch a line of activations.
+#: From this many vectors of a tile on, a step has time to fetch a line of activations.
 LARGE_TILE = 24
 #: Steps between the fetch of packed weights into the cache and their use.
 PREFETCH_STEPS = 24
-#: Multiply-adds below which a kernel stays on one thread: 5 to 10 microseconds of them.
+#: Below this many multiply-adds a kernel stays on one thread: they take 5 to 10 microseconds.
 PARALLEL_MACS = 500_000
-#: Rows as which a product of fewer counts: the time is that of reading its weights.
+#: Products with fewer rows count as having this many: reading their weights takes the time.
 FEWEST_ROWS = 8
 
 
 @dataclass(frozen=True)
 class FloatIsa:
-    """Vector registers for float32: `lanes` per register, `accumulators` that a tile may keep."""
+    """Vector registers for float32: `lanes` per register, and `accumulators` that a tile may
+    keep.
+    """
 
     lanes: int
     accumulators: int
 
     def narrow(self, channels: int) -> FloatIsa:
-        """The same with vectors short enough for `channels`: a power of two."""
+        """Return the same with vectors short enough for `channels`: a power of two."""
         lanes = self.lanes
         while lanes > channels:
             lanes //= 2
@@ -75,7 +77,7 @@ class FloatIsa:
 
 
 def choose_float_isa(target: Target) -> FloatIsa:
-    """Widest float vectors `target` has; asks the target, not this machine."""
+    """Choose the widest float vectors of `target`. This machine does not matter."""
     if target.kind.name == "llvm":
         if llvm_cpu_has_features("avx512f", target):
             return FloatIsa(16, 28)
@@ -88,10 +90,10 @@ def choose_float_isa(target: Target) -> FloatIsa:
 
 @dataclass(frozen=True)
 class FloatEpilogue:
-    """What happens to a sum before it is stored: + bias[channel], + residual, then clip.
+    """Operations on a sum before it is stored: + bias[channel], + residual, then clip.
 
-    `low` and `high` are the bounds of the clip, None for none; relu is low=0. `columns` (first,
-    count): the results are columns of a wider tensor, whose others stay as they are.
+    `low` and `high` are the bounds of the clip or None; relu is low=0. With `columns` (first,
+    count) the results are columns of a wider tensor, whose other columns stay as they are.
     """
 
     bias: bool = False
@@ -108,7 +110,7 @@ class FloatEpilogue:
             )
 
     def pitch(self, channels: int) -> int:
-        """Values from one row of `channels` results to the next."""
+        """Return the distance between rows of `channels` results, in elements."""
         return self.columns[1] if self.columns else channels
 
     @property
@@ -117,7 +119,7 @@ class FloatEpilogue:
         return self.columns[0] if self.columns else 0
 
     def finish(self, value: Expr, residual: Expr | None, lanes: int) -> Expr:
-        """`value` with the residual added and clipped; NaN stays NaN as in numpy's clip."""
+        """Add the residual to `value` and clip it. NaN stays NaN as in numpy's clip."""
         if residual is not None:
             value = value + residual
         if self.low is not None:
@@ -128,15 +130,15 @@ class FloatEpilogue:
 
 
 def ceil_div(a: Any, b: int) -> Any:
-    """Ceiling of a / b for an int or a TIR expression."""
+    """Return the ceiling of a / b for an int or a TIR expression."""
     return -(-a // b) if isinstance(a, int) else T.floordiv(a + (b - 1), b)
 
 
 @dataclass(frozen=True)
 class Panels:
-    """Output channels cut into vectors, and vectors into panels of `blocks` that a tile holds.
+    """Output channels split into vectors, and vectors into panels of `blocks` vectors for a tile.
 
-    `full` panels are regular. The `tail` holds the vectors that are left, and the one that was
+    `full` panels are regular. The `tail` holds the remaining vectors, including the one that was
     moved back to end at the last channel; its entries are first channels. A tile has at most
     `most_rows` rows.
     """
@@ -161,11 +163,11 @@ class Panels:
         return tuple(min(v * self.lanes, last) for v in range(first, self.vectors))
 
     def starts_of(self, panel: Expr) -> list[Expr]:
-        """First channel of each vector of a full panel."""
+        """List the first channel of each vector of a full panel."""
         return [(panel * self.blocks + block) * self.lanes for block in range(self.blocks)]
 
     def starts(self) -> list[int]:
-        """First channel of each vector, in packed order."""
+        """List the first channel of each vector, in packed order."""
         last = self.channels - self.lanes
         return [min(v * self.lanes, last) for v in range(self.vectors)]
 
@@ -173,11 +175,11 @@ class Panels:
 def choose_panels(
     channels: int, rows: int | None, isa: FloatIsa, pitch: int
 ) -> tuple[FloatIsa, Panels]:
-    """Panel width for `rows` rows (None: many): two vectors, more where rows are few.
+    """Choose the panel width for `rows` rows (None: many): two vectors, more if there are few rows.
 
-    More too, of not more than 7 rows, where the rows, which are `pitch` values apart, meet in one
-    set of the first-level cache: of the lines of 14 rows it drops each before it is used up, those
-    of 7 stay.
+    Panels are also wider, with at most 7 rows, if the rows fall into one set of the first-level
+    cache (they are `pitch` values apart). The cache would drop lines of 14 rows before they are
+    used up; lines of 7 rows stay.
     """
     isa = isa.narrow(channels)
     vectors = -(-channels // isa.lanes)
@@ -185,7 +187,7 @@ def choose_panels(
     if rows is not None and rows < 6:
         blocks = min(vectors, max(1, min(8, isa.accumulators // rows)))
     elif pitch * FLOAT_BYTES % SET_STRIDE == 0 and vectors >= 4 and isa.accumulators >= 24:
-        # 7 rows of 4 vectors, with those of weights and a word, are one more than 32 registers.
+        # 7 rows of 4 vectors, plus weights and one word, need one more than 32 registers.
         blocks, most_rows = (3 if isa.accumulators >= 28 else 4), SET_LINES - 1
     elif vectors % 2 and vectors % 3 == 0 and isa.accumulators >= 24:
         blocks = 3
@@ -196,7 +198,7 @@ def choose_panels(
 
 
 def choose_rows(total: int | None, most: int) -> int:
-    """Rows of a tile: `most` of them, fewer where that wastes less at the end."""
+    """Choose the rows of a tile: `most`, or fewer if that wastes less at the end."""
     if total is None:
         return most
     if total <= most:
@@ -222,13 +224,20 @@ def emit_tile(
 ) -> None:
     """Emit one register tile.
 
-    rows: offset of each row in `image`. reduce(step) emits the loops and calls
-    step(offset, weights) with the distance from a row's offset to the activation and a function
-    from block to the offset of its weight vector. start(block) is the initial vector,
-    finish(row, block, value) stores a result. prefetch: the weights lie in the order they are
-    read in; they are fetched ahead, because large ones come from memory, at its latency.
-    touch(row, block) has fetched what finish reads and writes, ahead(offset) what the next tile
-    reads: while this one computes.
+    Args:
+        rows: Offset of each row in `image`.
+        blocks: Vectors of channels.
+        image: Activations.
+        weight: Weights.
+        reduce: reduce(step) emits the loops and calls step(offset, weights). `offset` is the
+            distance from a row's offset to the activation. weights(block) is the offset of a weight
+            vector.
+        start: start(block) is the initial vector.
+        finish: finish(row, block, value) stores a result.
+        prefetch: Whether weights are read in memory order. Then they are fetched ahead, because
+            large ones come from memory, at its latency.
+        touch: touch(row, block) fetches what `finish` reads and writes, while the tile computes.
+        ahead: ahead(offset) fetches what the next tile reads, while this one computes.
     """
     lanes = isa.lanes
     # Rows outer, blocks inner: the swapped order makes LLVM spill accumulators.
@@ -258,7 +267,7 @@ def emit_tile(
 
 
 def flat_view(buffer: Buffer) -> Buffer:
-    """One-dimensional view of a buffer, of static or symbolic size."""
+    """Make a one-dimensional view of a buffer, of static or symbolic size."""
     size: Any = 1
     for extent in buffer.shape:
         size = size * extent
@@ -268,20 +277,22 @@ def flat_view(buffer: Buffer) -> Buffer:
 def declare_arguments(
     *arguments: tuple[str, tuple[Any, ...]] | None,
 ) -> list[Any]:
-    """float32 arguments (name, shape) of the kernel, as flat views; None stays None."""
+    """Declare float32 arguments (name, shape) of the kernel, as flat views; None stays None."""
     buffers = [None if a is None else T.arg(a[0], T.Buffer(a[1], "float32")) for a in arguments]
     return [None if b is None else flat_view(b) for b in buffers]
 
 
 def static(value: Any) -> int | None:
-    """A Python int if the extent is known, else None."""
+    """Return the extent as an int if it is known, else None."""
     return int(value) if isinstance(value, int | tirx.IntImm) else None
 
 
 @dataclass(frozen=True)
 class FloatCopy:
-    """A part of a concatenation: a copy of `shape` (..., C) into `columns` (first, count) of a
-    tensor of `count` columns; the leading extents may be symbolic.
+    """Copy of one input of a concatenation.
+
+    `shape` (..., C) is copied into `columns` (first, count) of a tensor with `count` columns. The
+    leading extents may be symbolic.
     """
 
     shape: tuple[Any, ...]
@@ -289,7 +300,7 @@ class FloatCopy:
 
 
 def make_copy(spec: FloatCopy, isa: FloatIsa, name: str = "float_copy") -> PrimFunc:
-    """PrimFunc(x, y), callable through `call_tir`; other columns of y stay as they are."""
+    """Make PrimFunc(x, y), for `call_tir`. Other columns of y stay as they are."""
     (*leading, width), (first, pitch) = spec.shape, spec.columns
     rows: Any = 1
     for extent in leading:

@@ -1,14 +1,16 @@
-"""Float convolution 3x3 by Winograd's minimal filtering, F(4x4, 3x3); see `kernels/winograd.py`.
+"""Specification of a float 3x3 convolution -> its kernel by Winograd's F(4x4, 3x3); see
+`kernels.winograd`.
 
-Its points are 0, a, -a, b, -b and infinity. Sums are no longer those of the direct form: each
-product of transforms mixes 36 activations and nine weights, whose rounding errors come out again.
-How large they are depends on the points; with a = sqrt(1/2) and b = sqrt(2), the squares of which
-are exact, they are about half as large as with 1 and 2. The weights are transformed in float64 and
-rounded once.
+The points are 0, a, -a, b, -b and infinity. The sums differ from the direct form: each product of
+transforms mixes 36 activations and nine weights, and their rounding errors remain in the result.
+The size of the errors depends on the points. With a = sqrt(1/2) and b = sqrt(2), whose squares are
+exact, the errors are about half as large as with 1 and 2. The weights are transformed in float64
+and rounded once.
 
-Infinities and NaN of an activation reach all results of the tiles that read it, as NaN.
+Infinities and NaN of an activation become NaN in all results of the tiles that read it.
 
-Source of the matrices: Lavin and Gray, as there; of these points: the float kernels of ncnn.
+Source of the matrices: Lavin and Gray, see `kernels.winograd`. Source of the points: the float
+kernels of ncnn.
 """
 
 from __future__ import annotations
@@ -56,27 +58,28 @@ from relayquant.codegen.kernels.winograd import (
     view_buffers,
 )
 
-#: a and b.
+#: The points a and b.
 NEAR, FAR = sqrt(0.5), sqrt(2.0)
-#: Transformed weights, four times the bytes, may be no more: a last-level cache holds some such.
+#: Largest size of the transformed weights, which have four times the bytes. A last-level cache
+#: holds some weights of this size.
 MOST_WEIGHT_BYTES = 12 * 1024 * 1024
-#: Times in units of a multiply-add of vectors, measured on Zen 4: both transforms of a tile, of one
-#: vector; and bytes of weights that are read meanwhile from the last-level cache.
+#: Times in units of a vector multiply-add, measured on Zen 4: input and output transform of one
+#: vector of a tile; and bytes of weights read from the last-level cache in one unit.
 INPUT_COST, OUTPUT_COST, BYTES_PER_STEP = 160, 160, 12
-#: Share of the direct form's estimated time below which this one is taken.
+#: Winograd is used if its estimated time is below this share of the direct form's time.
 WORTH = 0.85
 
 
 @dataclass(frozen=True)
 class FloatWinogradPlan:
-    """All that generator and packer must agree on."""
+    """Choices that generator and packer must agree on."""
 
     spec: FloatConv2d
     isa: FloatIsa
 
     @cached_property
     def grid(self) -> TileGrid:
-        """The tiles, and how they are dealt out."""
+        """The tiles, split into chunks and parts."""
         spec = self.spec
         tile_bytes = 4 * POINTS * (spec.in_channels + spec.out_channels)
         is_parallel = count_macs(spec) >= PARALLEL_MACS
@@ -85,7 +88,7 @@ class FloatWinogradPlan:
 
     @cached_property
     def panels(self) -> Panels:
-        """Of the output channels, all of as many vectors."""
+        """Panels of the output channels, all with the same number of vectors."""
         lanes, accumulators = self.isa.lanes, self.isa.accumulators
         vectors = self.spec.out_channels // lanes
         blocks = next(count for count in (2, 3, 1) if vectors % count == 0)
@@ -98,13 +101,14 @@ class FloatWinogradPlan:
 
     @cached_property
     def input_stride(self) -> int:
-        """From one element to the next in transformed activations: by a vector more than the tiles
-        have, or all 36 might meet in one set of the cache."""
+        """Distance between elements of transformed activations. It is one vector more than the
+        tiles need, or all 36 might fall into one set of the cache.
+        """
         return self.grid.most_tiles * self.spec.in_channels + self.isa.lanes
 
     @cached_property
     def sum_stride(self) -> int:
-        """From one element to the next in the products."""
+        """Distance between elements of the products."""
         return self.grid.most_tiles * self.spec.out_channels + self.isa.lanes
 
     @cached_property
@@ -114,7 +118,7 @@ class FloatWinogradPlan:
 
     @cached_property
     def cost(self) -> float:
-        """Estimated time of an image, in multiply-adds of vectors."""
+        """Estimated time of an image, in vector multiply-adds."""
         spec, lanes = self.spec, self.isa.lanes
         inputs, outputs = spec.in_channels // lanes, spec.out_channels // lanes
         parts = self.grid.count_parts(self.panels.full)
@@ -124,7 +128,7 @@ class FloatWinogradPlan:
 
 
 def prefers_winograd(spec: FloatConv2d, isa: FloatIsa) -> bool:
-    """Whether `make_winograd` can compute a convolution, and is estimated to be faster than
+    """Whether `make_winograd` can compute a convolution and its estimate is faster than
     `make_conv2d`.
     """
     if not can_transform(spec, isa.lanes):
@@ -135,7 +139,7 @@ def prefers_winograd(spec: FloatConv2d, isa: FloatIsa) -> bool:
 
 
 def make_winograd(spec: FloatConv2d, isa: FloatIsa, name: str = "float_winograd") -> PrimFunc:
-    """The same kernel as that of `make_conv2d`, with weights of `pack_winograd`."""
+    """Make the same kernel as `make_conv2d`, for weights of `pack_winograd`."""
     plan = FloatWinogradPlan(spec, isa)
 
     def body() -> None:
@@ -166,7 +170,7 @@ def make_winograd(spec: FloatConv2d, isa: FloatIsa, name: str = "float_winograd"
 
 
 def emit_inputs(plan: FloatWinogradPlan, image: Buffer, inputs: Buffer, at: TileResults) -> None:
-    """B d B' of one tile, all channels."""
+    """Emit B d B' of one tile, all channels."""
     (height, width), channels = plan.spec.padded_size, plan.spec.in_channels
     lanes = plan.isa.lanes
     start = ((at.image * height + at.row) * width + at.col) * channels
@@ -183,7 +187,7 @@ def emit_inputs(plan: FloatWinogradPlan, image: Buffer, inputs: Buffer, at: Tile
 
 
 def transform_inputs(d: list[Expr], lanes: int) -> list[Expr]:
-    """B times six vectors; with p = a * a and q = b * b, B is
+    """Multiply B by six vectors. With p = a * a and q = b * b, B is
 
     pq  0  -p-q   0  1  0
     0  -aq  -q    a  1  0
@@ -207,7 +211,7 @@ def transform_inputs(d: list[Expr], lanes: int) -> list[Expr]:
 def emit_products(
     plan: FloatWinogradPlan, weight: Buffer, inputs: Buffer, sums: Buffer, share: Share
 ) -> None:
-    """For every element: transformed activations of so many tiles times transformed weights of a
+    """Emit for every element: transformed activations of the tiles times transformed weights of a
     part.
     """
     channels, outputs = plan.spec.in_channels, plan.spec.out_channels
@@ -247,8 +251,9 @@ def emit_results(
     at: TileResults,
     share: Share,
 ) -> None:
-    """What the epilogue makes of the sums of one tile, all channels of a part; `operands` are bias,
-    residual and results.
+    """Emit the epilogue for the sums of one tile, for all channels of a part.
+
+    `operands` are bias, residual and results.
     """
     spec, lanes, blocks = plan.spec, plan.isa.lanes, plan.panels.blocks
     (height, width), channels = spec.out_size, spec.out_channels
@@ -272,7 +277,7 @@ def emit_results(
 
 
 def transform_sums(m: list[Expr], lanes: int) -> list[Expr]:
-    """A times six vectors; A is
+    """Multiply A by six vectors. A is
 
     1  1    1   1    1   0
     0  a   -a   b   -b   0
@@ -297,7 +302,7 @@ def transform_sums(m: list[Expr], lanes: int) -> list[Expr]:
 
 
 def make_weight_transform() -> NDArray[np.float64]:
-    """G."""
+    """Make the matrix G."""
     p, q = NEAR**2, FAR**2
     near, far = 2 * p * (p - q), 2 * q * (q - p)
     return np.array(
@@ -315,7 +320,7 @@ EXPANSION = Expansion(
 
 
 def pack_winograd(weight: NDArray[np.float32], spec: FloatConv2d, isa: FloatIsa) -> Expanded:
-    """OHWI -> [element][panel][I][vector of the panel][lanes]."""
+    """Pack OHWI -> [element][panel][I][vector of the panel][lanes]."""
     panels = FloatWinogradPlan(spec, isa).panels
     taps = weight.reshape(panels.full, panels.blocks, isa.lanes, -1, spec.in_channels)
     packed = np.ascontiguousarray(taps.transpose(3, 0, 4, 1, 2))

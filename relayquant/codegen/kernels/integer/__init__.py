@@ -1,1 +1,1 @@
-"""Kernels on integers: specification and instruction set -> PrimFunc, packed constants."""
+"""Integer kernels: specification and instruction set -> PrimFunc and packed constants."""

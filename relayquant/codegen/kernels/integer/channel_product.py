@@ -1,9 +1,10 @@
-"""Product of an image and one integer a channel, as squeeze-and-excitation has, on x86.
+"""Specification of a product of an image and one integer per channel -> its kernel on x86.
 
     y[.., c] = requantize((x[.., c] - z_x) * (r[c] - z_r))
 
-Integers of 9 bits and their products are exact in float32, so that no integer is multiplied. The
-factors are converted once; four vectors of results leave together (`narrow`).
+Squeeze-and-excitation has this product. Integers of 9 bits and their products are exact in float32,
+so no integer is multiplied. The factors are converted once. Four vectors of results are stored
+together (see `saturating_pack`).
 """
 
 from __future__ import annotations
@@ -42,15 +43,16 @@ from relayquant.codegen.kernels.integer.saturating_pack import (
 )
 from relayquant.codegen.kernels.isa.base import Expr, Isa
 
-#: Times the largest product of two bytes, each less its zero point, this is below 2**30.
+#: Times the largest product of two bytes minus their zero points, this is below 2**30.
 SMALL_MULTIPLIER = 2.0**13
 
 
 def fold_channels(spec: Multiply, isa: Isa) -> tuple[int, int, int] | None:
-    """(outer, rows, values of a row) of a product that `build_channel_product` takes, else None.
+    """Return (outer, rows, values of a row) if `build_channel_product` can compute a product, else
+    None.
 
-    A row is as many pixels as have the channels of whole vectors, or else one pixel of at least
-    one vector, the last of which then overlaps its neighbour.
+    A row has enough pixels to fill whole vectors with their channels. Otherwise it is one pixel of
+    at least one vector, and the last vector overlaps its neighbour.
     """
     view = broadcast_view(spec.shape, spec.rhs_shape or spec.shape)
     bytes_only = {spec.lhs_dtype, spec.rhs_dtype} <= {*BYTES}
@@ -66,7 +68,7 @@ def fold_channels(spec: Multiply, isa: Isa) -> tuple[int, int, int] | None:
 
 
 def build_channel_product(spec: Multiply, isa: Isa, name: str = "multiply") -> PrimFunc:
-    """PrimFunc(lhs, rhs, y) of a product for which `fold_channels` gives a view."""
+    """Make PrimFunc(lhs, rhs, y) of a product for which `fold_channels` returns a view."""
     check_integer_output("Multiply", spec.out)
     view = fold_channels(spec, isa)
     assert view is not None
@@ -76,7 +78,7 @@ def build_channel_product(spec: Multiply, isa: Isa, name: str = "multiply") -> P
     count, piece = ceil_div(width, size), size if width == channels else gcd(size, channels)
 
     def spread(bits: Expr, dtype: str, zero_point: int) -> list[Expr]:
-        """Bytes less the zero point as float32, which is exact."""
+        """Convert bytes minus the zero point to float32, which is exact."""
         bits = flip_sign_bit(bits, dtype, "uint8", size)
         moved = zero_point + (128 if dtype == "int8" else 0)
         words = emit_spread(bits, lanes)

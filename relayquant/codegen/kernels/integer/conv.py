@@ -1,23 +1,27 @@
-"""Convolution and matrix product, activations of 8 or 16 bits times int8 weights, generated as TIR.
+"""Specification of a convolution or matrix product of integers -> its kernel, as TIR.
+
+Activations have 8 or 16 bits, weights are int8:
 
     y[n, oy, ox, c] = epilogue(bias[c] + sum x[n, oy*s + kh*d, ox*s + kw*d, i] * w[c, kh, kw, i])
 
 One generator serves conv2d, conv1d (height 1), dense (1x1 on a row of pixels) and the phases of a
 transposed convolution. It keeps a register tile of `rows x cols` output pixels by `blocks` vectors
-of output channels as accumulators and walks the reduction in words of `Isa.products` activations:
+of output channels as accumulators, and goes through the reduction in words of `Isa.products`
+activations:
 
 - Pixels are the outer, channels the inner loop of the tile: the swapped order makes LLVM spill.
-- Remainders of pixels and channels move the last tile back so that it overlaps its neighbour; both
-  write the same values. The packer lays the weights out accordingly, so no tail code exists.
-- In NHWC the kw * c_in bytes under one kernel row are contiguous: they are one run of words, which
-  suits a first convolution of 1 or 3 channels as well as any other. The end of a run meets zero
-  weights, or the ends of several runs are joined to words in registers (`ConvPlan.end`).
-- Weights that no first-level cache holds are read panel by panel, all pixels for each, while the
-  next panel is fetched. Threads take parts of the panels, or of the pixels where weights are few.
+- Remainders of pixels and channels move the last tile back so that it overlaps its neighbour. Both
+write the same values. The packer orders the weights accordingly, so there is no tail code.
+- In NHWC the kw * c_in bytes under one kernel row are contiguous, so they are one run of words.
+This suits a first convolution of 1 or 3 channels as well as any other. The end of a run is
+multiplied by zero weights, or the ends of several runs are joined to words in registers
+(`ConvPlan.end`).
+- Weights that do not fit the first-level cache are read panel by panel, with all pixels for each,
+while the next panel is fetched. Threads split the panels, or the pixels if there are few weights.
 - Padding, a flip of the sign bit, and slack for the last word are one copy into a workspace, made
-  only when needed.
-- Small groups are merged until a vector of output channels is filled; the weights between
-  groups are zero.
+only if needed.
+- Small groups are merged until a vector of output channels is filled; the weights between groups
+are zero.
 """
 
 from __future__ import annotations
@@ -61,19 +65,20 @@ from relayquant.codegen.kernels.integer.saturating_pack import PACKED
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, PackedWeights
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 
-#: Packed weights of up to this many bytes stay in the first-level cache while pixels pass by.
+#: Packed weights of up to this many bytes stay in the first-level cache during all pixels.
 SMALL_WEIGHT_BYTES = 20 * 1024
-#: An image of more bytes does not stay in the second-level cache, but weights up to so many do.
+#: A larger image (in bytes) does not stay in the second-level cache; weights up to the second size
+#: do.
 LARGE_IMAGE_BYTES = 1024 * 1024
 CACHED_WEIGHT_BYTES = 300 * 1024
-#: Tiles that share the fetching of the next panel; with more, its first reading hardly counts.
+#: Most tiles for which fetching the next panel is shared. With more, its first read hardly counts.
 PREFETCH_TILES = 64
 
-#: Rounds of a loop for which steps are written out; of two LLVM makes no good loop.
+#: Least iterations of a loop that is unrolled. With two, LLVM makes slow code.
 LONG_LOOP = 4
 
-#: Threads take parts of the pixels up to so many weights for every value of the input: weights come
-#: in order and are fetched ahead, while what another core wrote is waited for.
+#: Threads split the pixels up to this many weights per input value. Weights are read in order and
+#: fetched ahead, while data that another core wrote has to be waited for.
 WEIGHTS_PER_INPUT = 4
 
 #: Loops over tiles: all panels of weights for each tile of pixels, or all pixels for each panel.
@@ -88,7 +93,7 @@ def build_general_conv2d(
     in_shape: tuple[int, ...] | None,
     out_shape: tuple[int, ...] | None,
 ) -> PrimFunc:
-    """The kernel of `build_conv2d` for all but depthwise convolutions."""
+    """Build the kernel of `build_conv2d` for all convolutions that are not depthwise."""
 
     def body() -> None:
         plan = choose_plan(spec, isa)
@@ -107,9 +112,9 @@ def build_general_conv2d(
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a convolution that is a part of another one reads and writes.
+    """Where a convolution reads and writes, if it is part of another one.
 
-    Output pixel (y, x) goes to (y * stride + offset) of an image of `size`; its window starts at
+    Output pixel (y, x) goes to (y * stride + offset) of an image of `size`. Its window starts at
     `origin` in the input. `first_weight` counts weight vectors, `first_channel` lanes.
     """
 
@@ -123,7 +128,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class TilePosition:
-    """One register tile: offsets of what it reads, writes, and of its constants."""
+    """One register tile: offsets of the data it reads and writes, and of its constants."""
 
     origin: Expr  #: of the first activation in the image
     pixel_starts: list[int]  #: of every pixel of the tile, from `origin`
@@ -144,7 +149,7 @@ def emit_convolution(
     threads: bool,
     placement: Placement | None = None,
 ) -> None:
-    """All tiles of a convolution over a prepared image."""
+    """Emit all tiles of a convolution over a prepared image."""
     images, n_rows, n_cols = plan.pixel_grid
     placement = placement or Placement((0, 0), (n_rows, n_cols), (1, 1), (0, 0), 0, 0)
     if plan.is_matrix:
@@ -181,7 +186,9 @@ def emit_convolution(
 
 
 def pick_order(plan: ConvPlan) -> str:
-    """Axes of the loop over tiles, the outermost first: what changes last stays in the caches."""
+    """Choose the axes of the loop over tiles, outermost first. What changes last stays in the
+    caches.
+    """
     if plan.weight_bytes <= SMALL_WEIGHT_BYTES:
         return PIXEL_ORDER
     if plan.image_bytes > LARGE_IMAGE_BYTES and plan.weight_bytes <= CACHED_WEIGHT_BYTES:
@@ -190,10 +197,11 @@ def pick_order(plan: ConvPlan) -> str:
 
 
 def find_halved_axis(plan: ConvPlan, order: str, sizes: dict[str, int]) -> str | None:
-    """The axis of pixels to split in two before all else; None: threads take parts of the panels.
+    """Find the axis of pixels to split in two first. None: threads split the panels.
 
-    A thread with a part of the pixels finds in its own cache what it wrote of them in the kernel
-    before. One with a part of the panels reads all that others wrote, and less of the weights.
+    A thread with part of the pixels finds them in its own cache, from the kernel before. A thread
+    with part of the panels reads all pixels, also those that other threads wrote, but fewer
+    weights.
     """
     if order != PANEL_ORDER or plan.weight_size > WEIGHTS_PER_INPUT * prod(plan.spec.in_shape):
         return None
@@ -202,11 +210,12 @@ def find_halved_axis(plan: ConvPlan, order: str, sizes: dict[str, int]) -> str |
 
 @dataclass(frozen=True)
 class Prefetch:
-    """The share of a tile in fetching the weights of the panel after its own.
+    """A tile's share in fetching the weights of the next panel.
 
-    Large weights come from far: the last-level cache or memory. The tiles of a panel find them near
-    except the first one, which would wait for every line. So the tiles of one panel together ask
-    for the lines of the next, a few with each word, while their own dot products go on.
+    Large weights come from far away: the last-level cache or memory. Without prefetching, the first
+    tile of a panel would wait for every line, and the others find them in the cache. So the tiles
+    of one panel together fetch the lines of the next panel, a few with each word, while their dot
+    products go on.
     """
 
     start: Expr  #: first element of packed weights, or of the pixels
@@ -216,9 +225,9 @@ class Prefetch:
 def plan_prefetch(
     plan: ConvPlan, place: Placement, panel: Expr, tile: Expr, tiles: int
 ) -> Prefetch:
-    """What tile number `tile` of `tiles` fetches while it works on a panel.
+    """Plan what tile number `tile` of `tiles` fetches during a panel.
 
-    Shares are rounded up, and the last ones moved back: no address lies behind the weights.
+    Shares are rounded up, and the last shares moved back, so no address is beyond the weights.
     """
     size = plan.isa.weight_vector
     words = plan.panel_vectors // plan.tile.blocks
@@ -230,11 +239,11 @@ def plan_prefetch(
 
 
 def plan_pixel_prefetch(plan: ConvPlan, at: TilePosition, order: str, panel: Expr) -> Prefetch:
-    """What a tile of a matrix fetches of the pixels of the next one, which follow in memory.
+    """Plan what a tile of a matrix fetches of the pixels of the next tile, which follow in memory.
 
-    Where they are more than the second-level cache holds, each line would be waited for: the cores
-    see a run of a few lines in every pixel, too short to guess the next. With all panels of weights
-    for a tile of pixels, each panel fetches its share.
+    If the pixels exceed the second-level cache, each line would be waited for: hardware sees only a
+    run of a few lines in every pixel, too short to predict the next. With all panels of weights for
+    a tile of pixels, each panel fetches a share.
     """
     size, sharing = plan.tile.cols * plan.spec.in_channels, 1
     if order == PIXEL_ORDER:
@@ -245,10 +254,10 @@ def plan_pixel_prefetch(plan: ConvPlan, at: TilePosition, order: str, panel: Exp
 
 
 def emit_residual_prefetch(plan: ConvPlan, operands: Operands, at: TilePosition) -> None:
-    """Fetch what a tile adds and overwrites in the end, while its dot products go on.
+    """Fetch the residual and the results that a tile will overwrite, while its dot products go on.
 
-    The residual was computed some kernels ago, and its pixels are far apart: every line of it would
-    be waited for, and so would those of y that are next to it.
+    The residual was computed some kernels ago, and its pixels are far apart. Without prefetching,
+    every line of it would be waited for, and every line of y next to it.
     """
     if operands.residual is None:
         return
@@ -269,7 +278,9 @@ def locate_tile(
     group: Expr,
     panel: Expr,
 ) -> TilePosition:
-    """Offsets of the tile with these indices; the last tile of an axis is moved back."""
+    """Compute the offsets of the tile with these indices. The last tile of an axis is moved
+    back.
+    """
     spec, tile, lanes = plan.spec, plan.tile, plan.isa.lanes
     _, n_rows, n_cols = plan.pixel_grid
     stride_h, stride_w = spec.strides
@@ -288,7 +299,7 @@ def locate_tile(
         x = (ox + c) * place.stride[1] + place.offset[1]
         targets.append(((n * place.size[0] + y) * place.size[1] + x) * spec.out_channels)
 
-    # Packed results cover a panel, others a vector; either is moved back within the group.
+    # Packed results cover a panel, others a vector. Both are moved back within the group.
     width = plan.panel_channels if plan.is_narrow else lanes
     channels = []
     for block in range(tile.blocks):
@@ -313,9 +324,9 @@ def locate_tile(
 
 
 def emit_start(plan: ConvPlan, operands: Operands, at: TilePosition) -> list[list[Buffer]]:
-    """Accumulators [chain][set * blocks + block], a set being `Isa.pixels` pixels of the tile.
+    """Emit accumulators [chain][set * blocks + block]. A set is `Isa.pixels` pixels of the tile.
 
-    The first chain holds the bias, others 0.
+    The first chain starts with the bias, others with 0.
     """
     tile, isa, lanes = plan.tile, plan.isa, plan.isa.lanes
     width, slots = isa.accumulator_lanes, tile.pixels // isa.pixels * tile.blocks
@@ -335,7 +346,7 @@ def emit_start(plan: ConvPlan, operands: Operands, at: TilePosition) -> list[lis
 
 
 def group_pixels(values: list[Any], isa: Isa) -> list[list[Any]]:
-    """What belongs to the pixels of a tile, by the sets of pixels that share accumulators."""
+    """Group values of a tile's pixels by the sets of pixels that share accumulators."""
     return [values[i : i + isa.pixels] for i in range(0, len(values), isa.pixels)]
 
 
@@ -348,19 +359,18 @@ def emit_reduction(
     ahead: Prefetch | None,
     following: Prefetch | None = None,
 ) -> None:
-    """The dot products of a tile, in loops over kernel positions and words.
+    """Emit the dot products of a tile, in loops over kernel positions and words.
 
-    With them it fetches the weights `ahead` and the `following` pixels.
-
-    Pixels and blocks are unrolled, pixels the outer on x86, where the swapped order makes LLVM
-    spill; on Arm it is this one that does (`Isa.blocks_first`).
+    The loops also fetch the weights `ahead` and the `following` pixels. Pixels and blocks are
+    unrolled. On x86 pixels are the outer loop, since the swapped order makes LLVM spill. On Arm
+    this order makes LLVM spill (`Isa.blocks_first`).
     """
     spec, isa, blocks = plan.spec, plan.isa, plan.tile.blocks
     width = isa.accumulator_lanes
     dilation_h, dilation_w = spec.dilation
 
     def steps(tap_h: Expr, tap_w: Expr, word: Expr, count: int) -> None:
-        """`count` words from `word` on, dealt out to the chains."""
+        """Emit `count` words from `word` on, distributed over the chains."""
         tap = (tap_h * dilation_h * image.width + tap_w * dilation_w) * spec.in_channels
         first = at.origin + tap + word * isa.products
         index = (tap_h * plan.taps[1] + tap_w) * plan.words + word
@@ -410,7 +420,7 @@ def emit_end_word(
     accs: list[Buffer],
     number: int,
 ) -> None:
-    """The dot products of one word that is joined of the ends of several kernel rows."""
+    """Emit the dot products of one word that joins the ends of several kernel rows."""
     spec, isa, blocks = plan.spec, plan.isa, plan.tile.blocks
     pieces = isa.products // plan.end
     rows = range(number * pieces, min((number + 1) * pieces, plan.taps[0]))
@@ -431,7 +441,7 @@ def emit_end_word(
 def emit_results(
     plan: ConvPlan, operands: Operands, at: TilePosition, chains: list[list[Buffer]]
 ) -> None:
-    """Add up the chains of a tile, and store what the epilogue makes of the sums."""
+    """Add up the chains of a tile, and store the sums through the epilogue."""
     isa, epilogue, blocks, lanes = plan.isa, plan.spec.epilogue, plan.tile.blocks, plan.isa.lanes
     totals: list[Expr] = [None] * (plan.tile.pixels * blocks)  # [pixel * blocks + block]
     for slot, accs in enumerate(zip(*chains, strict=True)):
@@ -464,11 +474,11 @@ def build_conv2d(
     in_shape: tuple[int, ...] | None = None,
     out_shape: tuple[int, ...] | None = None,
 ) -> PrimFunc:
-    """Kernel of a convolution: PrimFunc(x, weight, bias[, multiplier][, residual], y).
+    """Build the kernel of a convolution: PrimFunc(x, weight, bias[, multiplier][, residual], y).
 
     x is NHWC, residual and y are like the output; the others come from `pack_conv2d`. `in_shape`
-    and `out_shape` declare the arguments with another shape of as many elements, as a conv1d (N,
-    W, C) or a dense layer (..., K) has.
+    and `out_shape` declare the arguments with another shape of equally many elements, as for a
+    conv1d (N, W, C) or a dense layer (..., K).
     """
     build = build_depthwise if spec.is_depthwise else build_general_conv2d
     return build(spec, isa, name, in_shape, out_shape)
@@ -481,7 +491,7 @@ def pack_general_conv2d(
     bias: NDArray[np.int32],
     multiplier: NDArray[np.float32] | None,
 ) -> PackedWeights:
-    """Constant operands of `build_general_conv2d`."""
+    """Pack the constant operands of `build_general_conv2d`."""
     return pack_constants(choose_plan(spec, isa), weight, bias, multiplier)
 
 
@@ -492,16 +502,16 @@ def pack_conv2d(
     bias: NDArray[np.int32],
     multiplier: NDArray[np.float32] | None,
 ) -> PackedWeights:
-    """Constant operands of `build_conv2d(spec, isa)`.
+    """Pack the constant operands of `build_conv2d(spec, isa)`.
 
     Args:
         weight: (O, KH, KW, I / groups) int8, kernel zero point 0.
         bias: (O,) int32, scale s_in * s_w[c]; without the zero point correction.
-        multiplier: (O,) or () float32; s_in * s_w[c] / s_out, or s_in * s_w[c] to dequantize; None
-            when accumulators are stored.
+        multiplier: (O,) or () float32; s_in * s_w[c] / s_out, or s_in * s_w[c] to dequantize. None
+            if accumulators are stored.
 
     Raises:
-        ValueError: a shape does not fit, or the multiplier is missing or not wanted.
+        ValueError: A shape does not fit, or the multiplier is missing or not allowed.
     """
     pack = pack_depthwise if spec.is_depthwise else pack_general_conv2d
     return pack(spec, isa, weight, bias, multiplier)
@@ -514,9 +524,9 @@ def build_dense(
     in_shape: tuple[int, ...] | None = None,
     out_shape: tuple[int, ...] | None = None,
 ) -> PrimFunc:
-    """Kernel of a dense layer: PrimFunc(x, weight, bias[, multiplier][, residual], y).
+    """Build the kernel of a dense layer: PrimFunc(x, weight, bias[, multiplier][, residual], y).
 
-    x is (M, K) and y (M, N), or of the given shapes with M split into several dimensions. The
+    x is (M, K) and y (M, N), or the given shapes with M split into several dimensions. The
     constants come from `pack_dense`.
     """
     in_shape = in_shape or (spec.rows, spec.in_features)
@@ -531,7 +541,9 @@ def pack_dense(
     bias: NDArray[np.int32],
     multiplier: NDArray[np.float32] | None,
 ) -> PackedWeights:
-    """Constant operands of `build_dense`; weight (N, K), bias (N,), multiplier (N,) or ()."""
+    """Pack the constant operands of `build_dense`: weight (N, K), bias (N,), multiplier (N,) or
+    ().
+    """
     if weight.shape != (spec.out_features, spec.in_features):
         raise ValueError(
             f"pack_dense: weight has shape {weight.shape}, expected "

@@ -1,4 +1,6 @@
-"""What generator and packer of a convolution agree on: register tile, panels, weight order."""
+"""Specification of a convolution -> register tile, panels and weight order, for generator and
+packer.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,20 @@ from relayquant.codegen.kernels.integer.saturating_pack import can_narrow, chann
 from relayquant.codegen.kernels.integer.specs import Conv2d, PackedWeights, Tile, pack_channels
 from relayquant.codegen.kernels.isa.base import Isa
 
-#: What an accumulator on the stack adds to a word of a loop, as other units than those of the dot
-#: products load and store it; and what it adds in a loop short enough to be unrolled by LLVM, which
+#: Extra cost per word for an accumulator on the stack, which is loaded and stored by other units
+#: than those of the dot products; and extra cost in a loop short enough for LLVM to unroll, which
 #: then keeps much more on the stack.
 STACK_COST, UNROLLED_STACK_COST = 0.2, 3.0
 UNROLLED_WORDS = 8
-#: Share of the registers that a tile may take before joined words: LLVM unrolls the short loops in
-#: front of them, and loads what comes next early.
+#: Share of the registers that a tile may use before joined words. LLVM unrolls the short loops
+#: before them, and loads the next values early.
 JOINING_SHARE = 0.7
-#: A packed panel that is not full is stored in pieces that are no smaller.
+#: A packed panel that is not full is stored in pieces of at least this size.
 NARROW_PIECE = 8
 
 
 class RankedPlan(Protocol):
-    """What the choice of instructions asks of a plan."""
+    """Properties of a plan that `choose_instructions` compares."""
 
     @property
     def isa(self) -> Isa: ...
@@ -51,13 +53,13 @@ def rank_tiles(
     taps: int = 1,
     end_words: int = 0,
 ) -> list[Tile]:
-    """Tiles for an output of `out_size` x `vectors`, that of the least estimated time first.
+    """List tiles for an output of `out_size` x `vectors`, smallest estimated time first.
 
-    The reduction is of `taps` loops over `words` and of `end_words` behind them; results of tiles
-    with as many blocks as one of `narrow` leave as packed bytes. Time of one word in units of dot
-    products: `Isa.time_word`; more where an accumulator goes to the stack (`Isa.count_registers`).
-    Overlapping tiles count as work: sizes which divide evenly win.
-    A tile is of whole accumulators; the output must have at least `isa.pixels` pixels.
+    The reduction has `taps` loops over `words` words, followed by `end_words` words. Results of
+    tiles whose number of blocks is in `narrow` are stored as packed bytes. The time of one word, in
+    dot products, is `Isa.time_word`, and more if an accumulator goes to the stack
+    (`Isa.count_registers`). Overlapping tiles count as work, so sizes that divide evenly win. A
+    tile consists of whole accumulators; the output must have at least `isa.pixels` pixels.
     """
     height, width = out_size
     stack_cost = STACK_COST if words > UNROLLED_WORDS else UNROLLED_STACK_COST
@@ -82,20 +84,23 @@ def rank_tiles(
                 tiles = ceil_div(height, rows) * ceil_div(width, cols) * ceil_div(vectors, blocks)
                 cost = tiles * time * (1 + 0.01 * (rows > 1)) - 0.001 * pixels
                 found.append((cost, Tile(rows, cols, blocks, chains)))
-    assert found  # sizes are at least 1, and not less pixels than one accumulator has
-    found.sort(key=lambda each: each[0])  # stable: of equals the first stays
+    assert found  # sizes are at least 1, with enough pixels for one accumulator
+    found.sort(key=lambda each: each[0])  # stable: of equal tiles the first wins
     return [tile for _, tile in found]
 
 
 def count_chains(dots: int, words: int, isa: Isa) -> int:
-    """Partial sums of each result that hide the latency of `dots` dot products for every word."""
+    """Count the partial sums of each result that hide the latency of `dots` dot products per
+    word.
+    """
     return max(min(ceil_div(isa.dots_in_flight, dots), isa.accumulators // dots, words), 1)
 
 
 def merge_groups(spec: Conv2d, isa: Isa) -> int:
-    """How many neighbouring groups to compute as one, with zero weights between them.
+    """Choose how many neighbouring groups to compute as one, with zero weights between them.
 
-    Fewest dot products win: merging lengthens the reduction, and fills the channel vectors.
+    The number with the fewest dot products wins: merging lengthens the reduction, but fills the
+    channel vectors.
     """
 
     def cost(merged: int) -> tuple[int, int]:
@@ -108,16 +113,16 @@ def merge_groups(spec: Conv2d, isa: Isa) -> int:
 
 @dataclass(frozen=True)
 class ConvPlan:
-    """All that generator and packer must agree on for one convolution."""
+    """Choices that generator and packer of a convolution must agree on."""
 
     spec: Conv2d
     isa: Isa
-    weights_per_image: bool = False  #: every image has its own weights and bias
+    weights_per_image: bool = False  #: every image has different weights and bias
     is_part: bool = False  #: reads and writes through a `Placement`
 
     @cached_property
     def is_matrix(self) -> bool:
-        """Pixels are contiguous, as the rows of a matrix: an image is one row of pixels."""
+        """Whether pixels are contiguous rows of a matrix. Then an image is one row of pixels."""
         spec = self.spec
         plain = spec.kernel == (1, 1) and spec.strides == (1, 1) and not any(spec.padding)
         return plain and not self.is_part
@@ -140,22 +145,23 @@ class ConvPlan:
 
     @cached_property
     def taps(self) -> tuple[int, int]:
-        """Kernel positions that are loops; a kernel row that is contiguous in memory is one run."""
+        """Kernel positions that are loops. A kernel row that is contiguous in memory is one run."""
         kh, kw = self.spec.kernel
         contiguous = self.groups == 1 and (self.spec.dilation[1] == 1 or kw == 1)
         return (kh, 1) if contiguous else (kh, kw)
 
     @cached_property
     def run(self) -> int:
-        """Activations of one tap that follow each other in memory."""
+        """Activations of one tap that are consecutive in memory."""
         return self.group_in * self.spec.kernel[1] // self.taps[1]
 
     @cached_property
     def end(self) -> int:
-        """Activations behind the whole words of a run, where those of all kernel rows are joined to
-        words; 0 where each run ends with a word of its own that is not full.
+        """Activations after the whole words of a run, if the ends of all kernel rows are joined to
+        words.
 
-        A row of 3x3 of a first convolution is 9 activations: three rows take 7 words, not 9.
+        0 if each run ends with a separate word that is not full. For example, a row of a first 3x3
+        convolution is 9 activations: three rows take 7 words instead of 9.
         """
         products, (rows, cols) = self.isa.products, self.taps
         end = self.run % products
@@ -165,12 +171,12 @@ class ConvPlan:
 
     @cached_property
     def words(self) -> int:
-        """Of a run, without those that are joined of several (`end_words`)."""
+        """Words of a run, without joined words (`end_words`)."""
         return self.run // self.isa.products if self.end else ceil_div(self.run, self.isa.products)
 
     @cached_property
     def end_words(self) -> int:
-        """Words made of the ends of all runs."""
+        """Words that join the ends of all runs."""
         return ceil_div(self.taps[0] * self.end, self.isa.products)
 
     @cached_property
@@ -180,7 +186,7 @@ class ConvPlan:
 
     @cached_property
     def pixel_grid(self) -> tuple[int, int, int]:
-        """(images, rows, cols) of output pixels as the generator walks them."""
+        """(images, rows, cols) of output pixels as the generator loops over them."""
         spec = self.spec
         if self.is_matrix and self.weights_per_image:
             return spec.batch, 1, spec.height * spec.width
@@ -194,9 +200,9 @@ class ConvPlan:
 
     @cached_property
     def narrow_blocks(self) -> tuple[int, ...]:
-        """Vectors of channels in a tile whose results can leave as packed bytes.
+        """Numbers of channel vectors in a tile for which results can be stored as packed bytes.
 
-        A panel of more channels than there are is stored in a few pieces.
+        A panel with more channels than exist is stored in a few pieces.
         """
         if not can_narrow(self.isa, self.spec.epilogue):
             return ()
@@ -210,7 +216,7 @@ class ConvPlan:
 
     @cached_property
     def ranked_tiles(self) -> list[Tile]:
-        """All that can be taken, that of the least estimated time first."""
+        """All possible tiles, smallest estimated time first."""
         return rank_tiles(
             self.pixel_grid[1:],
             self.vectors,
@@ -227,7 +233,7 @@ class ConvPlan:
 
     @cached_property
     def is_narrow(self) -> bool:
-        """Whether results leave as packed bytes, four vectors at a time."""
+        """Whether results are stored as packed bytes, four vectors at a time."""
         return self.tile.blocks in self.narrow_blocks
 
     @cached_property
@@ -254,7 +260,7 @@ class ConvPlan:
 
     @cached_property
     def image_bytes(self) -> int:
-        """Of all activations as the dot product reads them, without padding."""
+        """Bytes of all activations as the dot product reads them, without padding."""
         return prod(self.spec.in_shape) * np.dtype(self.isa.activation).itemsize
 
     @cached_property
@@ -269,11 +275,12 @@ class ConvPlan:
 
     @cached_property
     def instructions(self) -> float:
-        """Estimated vector instructions for all tiles and the copy; 16-byte vectors, as Arm has.
+        """Estimated vector instructions for all tiles and the copy, in vectors of 16 bytes as on
+        Arm.
 
-        Of each word: the dot products, what brings the activations, and loads of weights. Of each
-        tile: taking accumulators of several pixels apart. The copy loads and stores every vector of
-        the input. Everything else is the same for all instruction sets a target can choose from.
+        Each word takes dot products, loads of activations and loads of weights. Each tile has to
+        split accumulators of several pixels. The copy loads and stores every vector of the input.
+        Everything else is the same for all instruction sets that a target can choose from.
         """
         tile, isa = self.tile, self.isa
         _, rows, cols = self.pixel_grid
@@ -305,9 +312,9 @@ class ConvPlan:
     def channel_map(self) -> NDArray[np.int64]:
         """[panel, block, lane] -> channel within the group.
 
-        The last panel or vector is moved back and overlaps its neighbour. Only where a group has
-        less channels than a vector has lanes, or than a packed panel, numbers outside of the group
-        occur.
+        The last panel or vector is moved back and overlaps its neighbour. Numbers outside the group
+        occur only if a group has fewer channels than a vector has lanes, or than a packed panel
+        has.
         """
         lanes, blocks = self.isa.lanes, self.tile.blocks
         if self.is_narrow:
@@ -320,16 +327,16 @@ class ConvPlan:
 
     @cached_property
     def all_channels(self) -> NDArray[np.int64]:
-        """Flat channel numbers in the order of bias and multiplier; -1 where there is none."""
+        """Flat channel numbers in the order of bias and multiplier; -1 for no channel."""
         first = np.arange(self.groups)[:, None] * self.group_out
         inside = self.channel_map.reshape(1, -1)
         return np.where(inside < self.group_out, first + inside, -1).reshape(-1)
 
 
 def list_tiles(plan: ConvPlan, count: int) -> list[Tile]:
-    """The `count` tiles of least estimated time that differ: in blocks, or by a quarter in pixels.
+    """List the `count` fastest tiles by estimate that differ in blocks, or by a quarter in pixels.
 
-    Of those alike the estimate knows the best, as far as that matters.
+    Among similar tiles the estimate finds the best one well enough.
     """
     chosen: list[Tile] = []
     for tile in plan.ranked_tiles:
@@ -344,16 +351,16 @@ def list_tiles(plan: ConvPlan, count: int) -> list[Tile]:
 
 
 def choose_plan(spec: Conv2d, isa: Isa) -> ConvPlan:
-    """The plan of `spec` that generator and packer follow: of `isa`, where that pays.
+    """Choose the plan of `spec` for generator and packer, for `isa` or its companion.
 
-    It is of the instruction set for activations of this dtype, or of its companion if that needs
-    no more instructions, or if there are less pixels than a dot product takes.
+    The instruction set is the one for activations of this dtype. Its companion is used if it needs
+    no more instructions, or if there are fewer pixels than a dot product takes.
     """
     return choose_instructions(lambda isa: ConvPlan(spec, isa), isa.for_convolution(spec.in_dtype))
 
 
 def choose_instructions(make: Callable[[Isa], PlanT], isa: Isa) -> PlanT:
-    """The plan of `make` for an instruction set or for its companion; see `choose_plan`."""
+    """Choose the plan of `make` for an instruction set or for its companion; see `choose_plan`."""
     plan = make(isa)
     if isa.companion is isa:
         return plan
@@ -368,10 +375,11 @@ def pack_constants(
     bias: NDArray[np.int32],
     multiplier: NDArray[np.float32] | None,
 ) -> PackedWeights:
-    """Constant operands of a kernel that follows the plan; OHWI weight, others as `pack_channels`.
+    """Pack the constant operands of a kernel for the plan. OHWI weight, others as for
+    `pack_channels`.
 
     Raises:
-        ConfigError: a shape does not fit, or the multiplier is missing or not wanted.
+        ConfigError: A shape does not fit, or the multiplier is missing or not allowed.
     """
     folded, factors = pack_channels(
         plan.spec, weight, bias, multiplier, plan.shift, plan.all_channels
@@ -380,10 +388,10 @@ def pack_constants(
 
 
 def pack_panels(plan: ConvPlan, weight: NDArray[np.integer]) -> NDArray[np.integer]:
-    """OHWI weights as the generator reads them: [group][panel][word][block][lane][product].
+    """Reorder OHWI weights as the generator reads them: [group][panel][word][block][lane][product].
 
-    They are int8, or int16 for instructions that take such. Words are those of one tap after the
-    other, and then those joined of all ends.
+    They are int8, or int16 for instructions that take int16. The words of all taps come first, one
+    tap after the other, then the joined words.
     """
     spec, isa = plan.spec, plan.isa
     lanes, (kh, kw) = isa.lanes, spec.kernel
@@ -408,7 +416,9 @@ def pack_panels(plan: ConvPlan, weight: NDArray[np.integer]) -> NDArray[np.integ
 
 
 def expand_groups(weight: NDArray[np.integer], groups: int, merged: int) -> NDArray[np.integer]:
-    """[O, KH, KW, I/groups] -> [O, KH, KW, merged * I/groups], zero between merged groups."""
+    """Expand [O, KH, KW, I/groups] -> [O, KH, KW, merged * I/groups], zero between merged
+    groups.
+    """
     if merged == 1:
         return weight
     out, kh, kw, group_in = weight.shape

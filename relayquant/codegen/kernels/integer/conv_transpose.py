@@ -1,10 +1,9 @@
-"""Quantized transposed convolution as interleaved ordinary ones (see `kernels.transposed`),
-generated as TIR.
+"""Specification of a quantized transposed convolution -> its kernel, as TIR.
+
+The kernel interleaves ordinary convolutions (see `kernels.transposed`). One axis is shown:
 
     y[n, q*s + p, c] = epilogue(bias[c] + sum over k with (p + pad - k*d) % s == 0
                                 of x[n, q + (p + pad - k*d) / s, i] * w[c, k, i])
-
-One axis is shown.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from relayquant.codegen.kernels.transposed import TransposedShape
 
 @dataclass(frozen=True)
 class Conv2dTranspose(TransposedShape):
-    """A quantized transposed convolution; pixels outside of the image hold `in_zero_point`."""
+    """A quantized transposed convolution. Pixels outside the image hold `in_zero_point`."""
 
     in_dtype: str = "uint8"
     in_zero_point: int = 0
@@ -91,12 +90,14 @@ class TransposePlan:
 
     @cached_property
     def instructions(self) -> float:
-        """See `ConvPlan.instructions`."""
+        """Estimated instructions; see `ConvPlan.instructions`."""
         return sum(part.instructions for part in self.parts)
 
 
 def choose_transpose_plan(spec: Conv2dTranspose, isa: Isa) -> TransposePlan:
-    """As `choose_plan`, one instruction set for all phases: they share the packed weights."""
+    """Choose one instruction set for all phases, like `choose_plan`: they share the packed
+    weights.
+    """
     isa = isa.for_convolution(spec.in_dtype)
     return choose_instructions(lambda isa: TransposePlan(spec, isa), isa)
 
@@ -108,16 +109,15 @@ def pack_conv2d_transpose(
     bias: NDArray[np.int32],
     multiplier: NDArray[np.float32] | None,
 ) -> PackedWeights:
-    """Constant operands of `build_conv2d_transpose(spec, isa)`.
+    """Pack the constant operands of `build_conv2d_transpose(spec, isa)`.
 
     Args:
-        weight: (O, KH, KW, I / groups) int8, kernel zero point 0; w[o, kh, kw, i] multiplies the
-            pixel that is written kh rows and kw columns further on, as in IOHW after a
-            transposition.
-        bias, multiplier: as in `pack_conv2d`.
+        weight: (O, KH, KW, I / groups) int8, kernel zero point 0. w[o, kh, kw, i] contributes to
+            the output kh rows and kw columns further on, as IOHW weights do after a transposition.
+        bias, multiplier: As in `pack_conv2d`.
 
     Raises:
-        ValueError: a shape does not fit, or the multiplier is missing or not wanted.
+        ValueError: A shape does not fit, or the multiplier is missing or not allowed.
     """
     plan = choose_transpose_plan(spec, isa)
     whole = Conv2d(
@@ -149,7 +149,7 @@ def build_conv2d_transpose(
     in_shape: tuple[int, ...] | None = None,
     out_shape: tuple[int, ...] | None = None,
 ) -> PrimFunc:
-    """Kernel of a transposed convolution, with the arguments of `build_conv2d`."""
+    """Build the kernel of a transposed convolution, with the arguments of `build_conv2d`."""
 
     def body() -> None:
         plan = choose_transpose_plan(spec, isa)

@@ -1,11 +1,11 @@
-"""Depthwise convolution: every channel its own filter, one lane per channel, generated as TIR.
+"""Specification of a depthwise convolution -> its kernel, as TIR. Each channel is one lane.
 
     y[n, oy, ox, c] = epilogue(bias[c] + sum x[n, oy*s + kh*d, ox*s + kw*d, c] * w[c, kh, kw])
 
 A word is `Isa.products` input rows of one column: the values of these rows, interleaved channel by
-channel. One dot product is then a column of the filter. The same words serve several output rows
-(their weights are shifted within the words and filled with zeros) and, as the window slides along
-the columns, every kernel column: interleaving is cheap beside the dot products.
+channel. One dot product is then a column of the filter. The same words serve several output rows:
+their weights are shifted within the words and filled with zeros. As the window moves along the
+columns, they also serve every kernel column. So interleaving is cheap compared to the dot products.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from relayquant.codegen.kernels.integer.saturating_pack import PACKED
 from relayquant.codegen.kernels.integer.specs import Conv2d
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 
-#: A depthwise multiply-add costs about this many of a dense one.
+#: A depthwise multiply-add costs about as much as this many dense ones.
 RELATIVE_COST = 6
-#: Flips the top bit of every byte of a word, by the number of bytes and the dtype that holds them:
-#: of a byte that int16 holds with its sign, that is every bit from there on.
+#: Mask that flips the top bit of every byte of a word, by number of bytes and dtype of the word. In
+#: a byte stored as a signed int16, the mask covers all bits from the byte's top bit on.
 FLIP_BITS = {(4, "int32"): -0x7F7F7F80, (1, "int32"): 0x80, (1, "int16"): -0x80}
 
 
@@ -56,7 +56,7 @@ def build_depthwise(
     in_shape: tuple[int, ...] | None,
     out_shape: tuple[int, ...] | None,
 ) -> PrimFunc:
-    """The kernel of `build_conv2d` for depthwise convolutions."""
+    """Build the kernel of `build_conv2d` for depthwise convolutions."""
 
     def body() -> None:
         plan = plan_depthwise(spec, isa)
@@ -83,10 +83,10 @@ def build_depthwise(
 
 
 def emit_depthwise(plan: DepthwisePlan, operands: Operands, threads: bool) -> None:
-    """All rows of a depthwise convolution.
+    """Emit all rows of a depthwise convolution.
 
-    Rows that reach into the padding above or below have their own copy of the code, which selects
-    row by row; the others read without tests.
+    Rows that reach into the padding above or below have separate code that selects row by row. The
+    others read without tests.
     """
     spec = plan.spec
     height, (top, _, bottom, _) = spec.out_size[0], spec.padding
@@ -111,7 +111,7 @@ def emit_depthwise(plan: DepthwisePlan, operands: Operands, threads: bool) -> No
 def emit_row(
     plan: DepthwisePlan, operands: Operands, n: Expr, oy: Expr, v: Expr, border: bool
 ) -> None:
-    """Output rows oy .. oy + out_rows of image n for channel vector v."""
+    """Emit output rows oy .. oy + out_rows of image n for channel vector v."""
     spec, isa = plan.spec, plan.isa
     lanes, channels, span = isa.lanes, spec.out_channels, plan.span
     (_, out_width), (kh, kw) = spec.out_size, spec.kernel
@@ -129,7 +129,7 @@ def emit_row(
         y = oy * stride_h + (i * dilation_h - top)
         needed = i <= (plan.out_rows - 1) * stride_h + kh - 1
         inside.append(T.And(y >= 0, y < spec.height) if border and needed else None)
-        if border or not needed:  # rows that are not needed meet zero weights
+        if border or not needed:  # rows that are not needed have zero weights
             y = T.max(T.min(y, spec.height - 1), 0)
         row_starts.append((n * spec.height + y) * spec.width * channels + channel)
     window = [alloc_vectors(plan.words, lanes, isa.row_dtype) for _ in range(span)]
@@ -143,7 +143,7 @@ def emit_row(
         return bits
 
     def load_column(column: Expr, slot: int) -> None:
-        """Fill a slot of the window with an input column, or with padding where there is none."""
+        """Fill a slot of the window with an input column, or with padding outside the image."""
 
         def fill(load: Callable[[int], Expr], mask: int) -> None:
             for word in range(plan.words):
@@ -164,7 +164,7 @@ def emit_row(
                 fill(lambda i: constant(unsigned, padding, lanes), 0)
 
     def emit_column(ox: Expr, accs: list[Buffer]) -> None:
-        """Accumulators of the output rows at one column; the window then moves on."""
+        """Emit accumulators of the output rows at one column, then move the window."""
         for slot in range(kept, span):
             if kept or slot % dilation_w == 0:
                 load_column(ox * stride_w + (slot - left), slot)
@@ -176,7 +176,7 @@ def emit_row(
                     index = (r * kw + tap) * plan.words + word + v * plan.vector_weights
                     weights = isa.load_weights(operands.weight, index)
                     acc = isa.dot(acc, isa.as_activation(words), weights)
-                    if isa.repeats_sums:  # or else every product doubles the code
+                    if isa.repeats_sums:  # otherwise every product doubles the code
                         store_vector(accs[r], acc, 0, lanes)
                         acc = load_vector(accs[r], 0, lanes)
             store_vector(accs[r], acc, 0, lanes)
@@ -186,7 +186,7 @@ def emit_row(
                 store_vector(window[slot][word], moved, 0, lanes)
 
     def emit_columns(ox: Expr, count: int, narrow: bool) -> None:
-        """`count` neighbouring output columns."""
+        """Emit `count` neighbouring output columns."""
         accs = alloc_vectors(count * plan.out_rows, lanes)
         offsets = []
         for column in range(count):

@@ -1,15 +1,17 @@
-"""Depthwise convolution of x86 by blocks of four vectors of sums, as they leave in one byte vector.
+"""Plan of a depthwise convolution on x86 -> its loops over blocks of four vectors of sums.
+
+The four vectors are stored as one byte vector.
 
     rows r0 .. r3, 64 bytes each   ->   words v = 0..3 of lanes (r0[c], r1[c], r2[c], r3[c])
 
-Unpacking works within 128-bit parts, as packing does (`narrow`): of lane 4q + e of word vector v it
-makes channel 16q + 4v + e, and packing the sums of the four puts every byte back where it was. So
-interleaving takes two instructions a word vector, and storing no shuffle.
+Unpacking works within 128-bit blocks, as packing does (`saturating_pack`). It puts channel 16q + 4v
++ e into lane 4q + e of word vector v, and packing the four sums puts every byte back in place. So
+interleaving takes two instructions per word vector, and storing takes no shuffle.
 
-It is for words that serve one output row and, as the stride leaves out every other column, hardly
-more than one output column: nothing is kept from column to column, and what is outside of the image
-is masked, not branched about. Where words serve more, those of a single vector stay in registers as
-the window moves (`depthwise`), which is as fast.
+This suits words that serve only one output row, and hardly more than one output column because the
+stride skips every other column. Nothing is kept from column to column, and pixels outside the image
+are masked without branches. If words serve more outputs, words of a single vector stay in registers
+as the window moves (`depthwise`), which is as fast.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from relayquant.codegen.kernels.isa.base import Buffer, Expr
 
 
 def emit_depthwise_blocks(plan: DepthwisePlan, operands: Operands, threads: bool) -> None:
-    """All rows of a depthwise convolution, as `emit_depthwise`, where the plan has blocks."""
+    """Emit all rows of a depthwise convolution, like `emit_depthwise`, for a plan with blocks."""
     extents, size = (plan.spec.batch, plan.spec.out_size[0], plan.blocks), PACKED * plan.isa.lanes
     with loop_over(extents, threads) as (n, row, block):
         channel = T.min(block * size, plan.spec.out_channels - size)
@@ -54,14 +56,16 @@ class BlockPosition:
 
 @dataclass(frozen=True)
 class InputRow:
-    """A row of words: offset of its first value in the block's channels, within the image."""
+    """An input row of words: offset of its first value in the block's channels, within the
+    image.
+    """
 
     start: Expr
-    mask: Buffer | None  #: all bits where the row is in the image; None: it always is
+    mask: Buffer | None  #: all bits set if the row is in the image; None: it always is
 
 
 def emit_row(plan: DepthwisePlan, operands: Operands, at: BlockPosition) -> None:
-    """One output row: the columns whose window reaches beyond the image first."""
+    """Emit one output row. Columns whose window reaches beyond the image come first."""
     spec = plan.spec
     width, stride, left = spec.out_size[1], spec.strides[1], spec.padding[1]
     rows = locate_rows(plan, at)
@@ -78,7 +82,7 @@ def emit_row(plan: DepthwisePlan, operands: Operands, at: BlockPosition) -> None
 
 
 def locate_rows(plan: DepthwisePlan, at: BlockPosition) -> list[InputRow | None]:
-    """Every row of a word; None for one that is not read."""
+    """Locate every row of a word. None for a row that is not read."""
     spec = plan.spec
     lowest = -spec.padding[0]
     highest = (spec.out_size[0] - 1) * spec.strides[0] - spec.padding[0]
@@ -106,10 +110,10 @@ def locate_rows(plan: DepthwisePlan, at: BlockPosition) -> list[InputRow | None]
 
 
 def emit_mask(test: Expr, lanes: int) -> Expr:
-    """int32 vector of all bits where the test holds.
+    """Make an int32 vector with all bits set if the test holds.
 
-    The fence keeps LLVM from making control flow of what selects with it, a copy of all loops for
-    each outcome.
+    Without the fence LLVM would turn selections by the mask into branches, with a copy of all loops
+    for each outcome.
     """
     bits = broadcast(-T.Cast("int32", test), lanes)
     mask = T.reinterpret(vector("float32", lanes), bits)
@@ -126,7 +130,7 @@ def emit_column(
     column: Expr,
     border: bool,
 ) -> None:
-    """Sums and results of a block at one output column."""
+    """Emit sums and results of a block at one output column."""
     spec, isa, lanes, taps = plan.spec, plan.isa, plan.isa.lanes, plan.spec.kernel[1]
     first = at.block * PACKED
     accs = alloc_vectors(PACKED, lanes)
@@ -151,8 +155,9 @@ def emit_column(
 def emit_words(
     plan: DepthwisePlan, data: Buffer, rows: list[InputRow | None], column: Expr, border: bool
 ) -> list[Expr]:
-    """Interleaved rows, four vectors, of an input column. Rows outside of the image are padding,
-    and with `border` the column may be, too.
+    """Interleave the rows of an input column to four vectors.
+
+    Rows outside the image are padding. With `border` the column may be outside too.
     """
     spec, isa = plan.spec, plan.isa
     lanes, size = isa.lanes, PACKED * isa.lanes
@@ -168,7 +173,7 @@ def emit_words(
         column = T.max(T.min(column, spec.width - 1), 0)
 
     def load_row(row: InputRow | None) -> Expr:
-        if row is None:  # meets zero weights
+        if row is None:  # has zero weights
             return constant("uint8", 0, size)
         bits = load_vector(data, row.start + column * spec.in_channels, size)
         bits = T.reinterpret(words, bits)
@@ -186,8 +191,9 @@ def emit_words(
 
 
 def emit_interleaved(rows: list[Expr], lanes: int) -> list[Expr]:
-    """Four byte vectors -> four int32 vectors; lane 4q + e of number v has the four bytes number
-    16q + 4v + e.
+    """Interleave four byte vectors to four int32 vectors.
+
+    Lane 4q + e of vector v has the four bytes number 16q + 4v + e.
     """
     size, parts = PACKED * lanes, lanes // PART
     pairs = [
@@ -205,7 +211,7 @@ def emit_interleaved(rows: list[Expr], lanes: int) -> list[Expr]:
 
 
 def emit_unpack(a: Expr, b: Expr, size: int, parts: int, half: int) -> Expr:
-    """Elements of a and b by turns, of the lower or upper halves of their `parts`."""
+    """Alternate elements of a and b, from the lower or upper halves of their `parts`."""
     part = size // parts
     order = []
     for start in range(half * part // 2, size, part):

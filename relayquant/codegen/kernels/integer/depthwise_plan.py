@@ -1,4 +1,6 @@
-"""What generator and packer of a depthwise convolution agree on: words, blocks, weight order."""
+"""Specification of a depthwise convolution -> words, blocks and weight order, for generator and
+packer.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,17 @@ from relayquant.codegen.kernels.integer.saturating_pack import PACKED, can_narro
 from relayquant.codegen.kernels.integer.specs import Conv2d, PackedWeights, pack_channels
 from relayquant.codegen.kernels.isa.base import Isa
 
-#: Vector registers without which the words of a block go to the stack.
+#: With fewer vector registers, the words of a block go to the stack.
 BLOCK_REGISTERS = 32
-#: Columns of outputs that are written out one after the other, as 3 columns of the input are kept.
+#: Output columns that are unrolled, since 3 columns of the input are kept.
 TOGETHER = 3
-#: Channels that blocks may compute for one that there is.
+#: Most channels that blocks may compute per existing channel.
 MOST_OVERLAP = 1.5
 
 
 @dataclass(frozen=True)
 class DepthwisePlan:
-    """All that generator and packer must agree on for one depthwise convolution."""
+    """Choices that generator and packer of a depthwise convolution must agree on."""
 
     spec: Conv2d
     isa: Isa
@@ -36,7 +38,7 @@ class DepthwisePlan:
 
     @cached_property
     def out_rows(self) -> int:
-        """Output rows that lie within the same words."""
+        """Output rows that fit the same words."""
         if self.spec.dilation[0] > 1:
             return 1
         free = self.words * self.isa.products - self.spec.kernel[0]
@@ -44,8 +46,9 @@ class DepthwisePlan:
 
     @cached_property
     def blocks(self) -> int:
-        """Blocks of four vectors of channels whose rows are interleaved together, the last of which
-        may overlap its neighbour; 0: vectors one by one.
+        """Number of blocks: four vectors of channels whose rows are interleaved together.
+
+        The last block may overlap its neighbour. 0: vectors are processed one by one.
         """
         spec, isa = self.spec, self.isa
         size, channels = PACKED * isa.lanes, spec.out_channels
@@ -59,15 +62,18 @@ class DepthwisePlan:
 
     @cached_property
     def is_narrow(self) -> bool:
-        """Whether results leave as packed bytes, four vectors at a time."""
+        """Whether results are stored as packed bytes, four vectors at a time."""
         columns = PACKED // math.gcd(PACKED, self.out_rows)
         enough = self.spec.out_size[1] >= columns and self.spec.out_channels >= self.isa.lanes
         return enough and can_narrow(self.isa, self.spec.epilogue)
 
     @cached_property
     def columns(self) -> int:
-        """Output columns without a loop: those whose results leave together, or (where a word is of
-        one row, so that there are few) as many as bring the window's registers round.
+        """Output columns that are unrolled.
+
+        These are the columns whose results are stored together. If a word is one row, so that there
+        are few words, they are as many columns as the window needs to come back to the same
+        registers.
         """
         if self.is_narrow:
             return PACKED // math.gcd(PACKED, self.out_rows)
@@ -105,13 +111,14 @@ class DepthwisePlan:
 
     @cached_property
     def needs_copy(self) -> bool:
-        """Whether reading a whole vector of channels would pass the end of the argument."""
+        """Whether reading a whole vector of channels would exceed the argument."""
         return self.spec.out_channels < self.isa.lanes
 
     @cached_property
     def channel_map(self) -> NDArray[np.int64]:
-        """[vector, lane] -> channel. The last vector overlaps its neighbour; in blocks, lanes have
-        the channels that interleaving gives them (`emit_interleaved`).
+        """[vector, lane] -> channel. The last vector overlaps its neighbour.
+
+        In blocks, lanes have the channels that interleaving puts there (`emit_interleaved`).
         """
         lanes = self.isa.lanes
         if not self.blocks:
@@ -124,7 +131,7 @@ class DepthwisePlan:
 
 
 def plan_depthwise(spec: Conv2d, isa: Isa) -> DepthwisePlan:
-    """The plan of `spec` that generator and packer follow."""
+    """Make the plan of `spec` for generator and packer."""
     return DepthwisePlan(spec, isa.for_activations(spec.in_dtype).for_depthwise(spec.out_channels))
 
 
@@ -135,7 +142,7 @@ def pack_depthwise(
     bias: NDArray[np.int32],
     multiplier: NDArray[np.float32] | None,
 ) -> PackedWeights:
-    """Constant operands of `build_depthwise`; weight (C, KH, KW, 1)."""
+    """Pack the constant operands of `build_depthwise`; weight (C, KH, KW, 1)."""
     plan = plan_depthwise(spec, isa)
     isa, channels = plan.isa, plan.channel_map
     folded, factors = pack_channels(

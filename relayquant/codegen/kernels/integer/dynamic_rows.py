@@ -1,9 +1,9 @@
-"""Dense layers with a number of rows that is known only at run time, generated as TIR.
+"""Specification of a dense layer -> its kernel for any number of rows, known at run time, as TIR.
 
     y[m, n] = epilogue(bias[n] + sum_k x[m, k] * w[n, k])          m = 0 .. M, any M
 
-The register tiles are those of the convolutions (`conv`), in the heights of `row_loops`. All share
-the packed weights, so that one kernel serves a single row as well as many.
+The register tiles are those of convolutions (`conv`), with the heights of `row_loops`. All tiles
+share the packed weights, so one kernel serves a single row as well as many.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from relayquant.codegen.kernels.row_loops import choose_heights, count_chunk_row
 
 #: Rows for which the full tile is chosen: many, and divisible by every height.
 MANY_ROWS = 5040
-#: Tiles that fetch the next panel of weights together, by height: their number is not known.
+#: Tiles that fetch the next panel of weights together, by height. Their number is not known.
 PREFETCH_SHARING = (8, 2, 1)
 
 
 @dataclass(frozen=True)
 class TilePlan(ConvPlan):
-    """One tile of rows, with the panels of weights that tiles of other heights have too."""
+    """One tile of rows, with the same panels of weights as tiles of other heights."""
 
     blocks: int = 1
 
@@ -70,7 +70,7 @@ class TilePlan(ConvPlan):
 
 @dataclass(frozen=True)
 class RowsPlan:
-    """Tiles of a dense layer, the highest first; one to three."""
+    """One to three tiles of a dense layer, highest first."""
 
     tiles: tuple[TilePlan, ...]
 
@@ -80,7 +80,7 @@ class RowsPlan:
 
 
 def plan_rows(spec: Dense, isa: Isa) -> RowsPlan:
-    """The plan that generator and packer follow; `spec.rows` does not matter."""
+    """Make the plan for generator and packer. `spec.rows` does not matter."""
     many = replace(spec, rows=MANY_ROWS).as_conv2d()
     plan = choose_instructions(lambda isa: ConvPlan(many, isa), isa.for_convolution(spec.in_dtype))
     tiles = (
@@ -97,10 +97,11 @@ def pack_dense_rows(
     bias: NDArray[np.int32],
     multiplier: NDArray[np.float32] | None,
 ) -> PackedWeights:
-    """Constant operands of `build_dense_rows`; weight (N, K), bias (N,), multiplier (N,) or ().
+    """Pack the constant operands of `build_dense_rows`: weight (N, K), bias (N,), multiplier (N,)
+    or ().
 
     Raises:
-        ConfigError: a shape does not fit, or the multiplier is missing or not wanted.
+        ConfigError: A shape does not fit, or the multiplier is missing or not allowed.
     """
     return pack_constants(plan_rows(spec, isa).full, weight[:, None, None, :], bias, multiplier)
 
@@ -108,9 +109,9 @@ def pack_dense_rows(
 def build_dense_rows(
     spec: Dense, isa: Isa, name: str = "dense", leading: Sequence[int | None] = (None,)
 ) -> PrimFunc:
-    """Kernel of a dense layer: PrimFunc(x, weight, bias[, multiplier][, residual], y).
+    """Build the kernel of a dense layer: PrimFunc(x, weight, bias[, multiplier][, residual], y).
 
-    x is (*leading, K) and y (*leading, N), None standing for an extent known at run time. The
+    x is (*leading, K) and y (*leading, N), with None for an extent known only at run time. The
     constants come from `pack_dense_rows`.
     """
 
@@ -129,7 +130,7 @@ def build_dense_rows(
 
 
 def declare_rows(plan: ConvPlan, leading: Sequence[int | None]) -> tuple[Expr, Operands]:
-    """(number of rows, flat views of the arguments); see `build_dense_rows`."""
+    """Declare the arguments: (number of rows, flat views); see `build_dense_rows`."""
     spec, epilogue = plan.spec, plan.spec.epilogue
     extents = [T.int64() if extent is None else extent for extent in leading]
     rows = prod(extents)
@@ -179,14 +180,14 @@ def emit_prepared_rows(
 
 
 def emit_rows(plan: RowsPlan, operands: Operands, rows: Expr, threads: bool) -> None:
-    """All register tiles; from a copy of each chunk where they cannot read the rows in place.
+    """Emit all register tiles, from a copy of each chunk if they cannot read the rows in place.
 
-    The copy is of a static size, with a vector of slack at the end. One of all rows would be
+    The copy has a static size, with a vector of slack at the end. A copy of all rows would be
     simpler, but TVM takes seconds to find out that it cannot shrink a buffer of symbolic size.
     """
     heights = [tile.spec.width for tile in plan.tiles]
     sharing, size = PREFETCH_SHARING[-len(plan.tiles) :], count_chunk_rows(heights)
-    copies: list[tuple[Buffer, Expr]] = []  # of the chunk: (copy, first row)
+    copies: list[tuple[Buffer, Expr]] = []  # of the current chunk: (copy, first row)
 
     def prepare(first: Expr, count: Expr) -> None:
         width = plan.full.spec.in_channels
@@ -212,9 +213,9 @@ def emit_tile(
     index: Expr,
     sharing: int,
 ) -> None:
-    """The register tile of one panel for these rows; the data begin with row `first`.
+    """Emit the register tile of one panel for these rows. The data begin with row `first`.
 
-    It is number `index` of those that work on this panel, and `sharing` of them fetch the next one.
+    It is tile number `index` of this panel, and `sharing` tiles fetch the next panel together.
     """
     spec = plan.spec
     image = Image(operands.data, 1, spec.width)

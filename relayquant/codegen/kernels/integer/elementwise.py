@@ -1,7 +1,9 @@
-"""Elementwise integer operators as vector loops: quantize, requantize, add, multiply, join.
+"""Specifications of elementwise integer operators -> their kernels: quantize, requantize, add,
+multiply, join.
 
-Memory is flat: shapes matter only where an operand is broadcast or channels are joined. The
-arithmetic is that of `epilogue`; an `Epilogue` also says how results are stored.
+The kernels are vector loops over flat memory. Shapes matter only if an operand is broadcast or
+channels are joined. The arithmetic is defined in `epilogue`; an `Epilogue` also says how results
+are stored.
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ from relayquant.codegen.kernels.integer.epilogue import Epilogue, Store, emit_fm
 from relayquant.codegen.kernels.isa.base import Buffer, Expr
 from relayquant.errors import format_count
 
-#: Elements per vector; LLVM splits it into registers.
+#: Elements per vector. LLVM splits it into registers.
 LANES = 16
-#: How far ahead float operands are fetched: they are the model's inputs, in no near cache, and the
-#: hardware's own prefetching stops at every page.
+#: Distance of prefetches of float operands. These are the model's inputs, which are in no near
+#: cache, and hardware prefetching stops at every page.
 PREFETCH_BYTES = 8192
-#: Elements from which on the work is split over threads.
+#: From this many elements on, threads share the work.
 PARALLEL_ELEMENTS = 1 << 15
 
 
@@ -50,7 +52,7 @@ def check_integer_output(operator: str, out: Epilogue) -> None:
 
 @dataclass(frozen=True)
 class Space:
-    """An integer operand, and the factor with which it enters the result.
+    """An integer operand, and its factor in the result.
 
     `multiplier` is float32(double(scale) / double(output scale)).
     """
@@ -94,7 +96,7 @@ class Dequantize:
 
 @dataclass(frozen=True)
 class ScaleChannels:
-    """integer -> what `out` stores: each index along `axis` has its own multiplier."""
+    """integer -> value stored by `out`, with a separate multiplier for each index along `axis`."""
 
     shape: tuple[int, ...]
     axis: int
@@ -128,7 +130,7 @@ class Add:
 
 @dataclass(frozen=True)
 class Multiply:
-    """requantize of the int32 product (l - z_l) * (r - z_r); rhs may be broadcast.
+    """Requantized int32 product (l - z_l) * (r - z_r). rhs may be broadcast.
 
     `multiplier` is float32(double(s_l) * double(s_r) / double(s_out)).
     """
@@ -145,7 +147,7 @@ class Multiply:
 
 @dataclass(frozen=True)
 class Concatenate:
-    """Join along `axis`, each operand requantized on the way.
+    """Concatenation along `axis`, where each operand is requantized.
 
     An operand in the affine space of the output is copied.
     """
@@ -173,8 +175,8 @@ class Concatenate:
 
 
 def broadcast_view(shape: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, int, int] | None:
-    """(outer, middle, inner): `shape` folded so that `other` is (outer, 1, inner); None if it is
-    not.
+    """Fold `shape` to (outer, middle, inner) so that `other` is (outer, 1, inner). None if
+    impossible.
 
     Covers equal shapes, scalars, one value per channel, and (N, 1, 1, C) over (N, H, W, C).
     """
@@ -192,13 +194,13 @@ def broadcast_view(shape: tuple[int, ...], other: tuple[int, ...]) -> tuple[int,
 
 
 def emit_centred(value: Expr, zero_point: int, lanes: int) -> Expr:
-    """int32(value) - zero_point."""
+    """Compute int32(value) - zero_point."""
     value = T.Cast(vector("int32", lanes), value)
     return value - constant("int32", zero_point, lanes) if zero_point else value
 
 
 def emit_scaled(value: Expr, operand: Space, lanes: int) -> Expr:
-    """RN(float32(value - zero_point) * multiplier)."""
+    """Compute RN(float32(value - zero_point) * multiplier)."""
     real = T.Cast(vector("float32", lanes), emit_centred(value, operand.zero_point, lanes))
     return real * constant("float32", operand.multiplier, lanes)
 
@@ -210,7 +212,7 @@ def build_unary(
     out_dtype: str,
     compute: Callable[[Expr, int], Expr],
 ) -> PrimFunc:
-    """PrimFunc(x, y) of one shape that applies `compute(vector, lanes)` everywhere."""
+    """Make PrimFunc(x, y) of one shape that applies `compute(vector, lanes)` everywhere."""
 
     def body() -> None:
         data, out = declare_arguments(("x", shape, dtype), ("y", shape, out_dtype))
@@ -229,21 +231,21 @@ def build_unary(
 
 
 def can_use_reciprocal(spec: Quantize) -> bool:
-    """Whether `emit_quotient` gives the integer that a division would."""
+    """Whether `emit_quotient` gives the same integer as a division."""
     small = 2.0**-64 <= spec.scale <= 2.0**64
     return spec.has_fma and small and spec.out.dtype != "int32"
 
 
 def emit_quotient(value: Expr, spec: Quantize, lanes: int) -> Expr:
-    """RN(value / scale), bounded already; `value` is not NaN.
+    """Compute RN(value / scale), already bounded. `value` is not NaN.
 
-    A division costs as much as 16 multiplications. Each step adds the remainder, which FMA gives
-    without rounding, times the reciprocal: the first brings the quotient to a neighbour of the
-    exact one, the second rounds it correctly (Markstein 1990). Quotients below 2**-2, whose
+    A division costs as much as 16 multiplications. Each step here adds the remainder, which FMA
+    computes without rounding, times the reciprocal. The first step gives a neighbour of the exact
+    quotient, the second rounds it correctly (Markstein 1990). Quotients below 2**-2, whose
     remainders may underflow, round to the integer 0 anyway.
 
-    Bounding the value instead of the quotient keeps both finite, and gives the same integers:
-    RN(bound * scale) / scale is far less than 1/2 away from the bound.
+    The value is bounded instead of the quotient. This keeps both finite and gives the same
+    integers: RN(bound * scale) / scale differs from the bound by far less than 1/2.
     """
     scale = np.float32(spec.scale)
     low, high = (np.float32(bound - spec.out.zero_point) * scale for bound in spec.out.bounds)
@@ -261,7 +263,7 @@ def emit_quotient(value: Expr, spec: Quantize, lanes: int) -> Expr:
 
 
 def build_quantize(spec: Quantize, name: str = "quantize") -> PrimFunc:
-    """PrimFunc(x float32, y)."""
+    """Make PrimFunc(x float32, y)."""
     check_integer_output("Quantize", spec.out)
     return build_unary(
         name, spec.shape, "float32", spec.out.dtype, lambda x, n: emit_quantized(x, spec, n)
@@ -269,7 +271,7 @@ def build_quantize(spec: Quantize, name: str = "quantize") -> PrimFunc:
 
 
 def emit_quantized(value: Expr, spec: Quantize, lanes: int) -> Expr:
-    """What is stored for a float32 vector."""
+    """Compute the stored integers of a float32 vector."""
     number = T.Select(T.isnan(value), constant("float32", 0.0, lanes), value)
     if can_use_reciprocal(spec):
         quotient = emit_quotient(number, spec, lanes)
@@ -278,7 +280,7 @@ def emit_quantized(value: Expr, spec: Quantize, lanes: int) -> Expr:
 
 
 def build_quantize_image(spec: QuantizeImage, name: str = "quantize_image") -> PrimFunc:
-    """PrimFunc(x float32 NCHW, y NHWC), for images of a few channels."""
+    """Make PrimFunc(x float32 NCHW, y NHWC), for images of a few channels."""
     check_integer_output("QuantizeImage", spec.values.out)
     batch, channels, height, width = spec.values.shape
     size = height * width
@@ -306,7 +308,7 @@ def build_quantize_image(spec: QuantizeImage, name: str = "quantize_image") -> P
 
 
 def build_dequantize(spec: Dequantize, name: str = "dequantize") -> PrimFunc:
-    """PrimFunc(x, y float32)."""
+    """Make PrimFunc(x, y float32)."""
     operand = Space(spec.dtype, spec.zero_point, spec.scale)
     return build_unary(
         name, spec.shape, spec.dtype, "float32", lambda x, n: emit_scaled(x, operand, n)
@@ -314,7 +316,7 @@ def build_dequantize(spec: Dequantize, name: str = "dequantize") -> PrimFunc:
 
 
 def build_requantize(spec: Requantize, name: str = "requantize") -> PrimFunc:
-    """PrimFunc(x, y)."""
+    """Make PrimFunc(x, y)."""
     check_integer_output("Requantize", spec.out)
 
     def compute(value: Expr, lanes: int) -> Expr:
@@ -324,7 +326,7 @@ def build_requantize(spec: Requantize, name: str = "requantize") -> PrimFunc:
 
 
 def build_scale_channels(spec: ScaleChannels, name: str = "scale_channels") -> PrimFunc:
-    """PrimFunc(x, multiplier (C,) float32, y); see `Epilogue` for what the multipliers are."""
+    """Make PrimFunc(x, multiplier (C,) float32, y). `Epilogue` defines the multipliers."""
     outer, channels = prod(spec.shape[: spec.axis]), spec.shape[spec.axis]
     inner = prod(spec.shape[spec.axis + 1 :])
 
@@ -364,7 +366,7 @@ def build_binary(
     dtypes: tuple[str, str, str],
     compute: Callable[[Expr, Expr, int], Expr],
 ) -> PrimFunc:
-    """PrimFunc(lhs, rhs, y); `dtypes` are of lhs, rhs and y."""
+    """Make PrimFunc(lhs, rhs, y). `dtypes` are the dtypes of lhs, rhs and y."""
     rhs_shape = shape if rhs_shape is None else rhs_shape
     view = broadcast_view(shape, rhs_shape)
     if view is None:
@@ -407,7 +409,7 @@ def build_binary(
 
 
 def build_add(spec: Add, name: str = "add") -> PrimFunc:
-    """PrimFunc(lhs, rhs, y)."""
+    """Make PrimFunc(lhs, rhs, y) of an addition."""
     check_integer_output("Add", spec.out)
 
     def compute(lhs: Expr, rhs: Expr, lanes: int) -> Expr:
@@ -421,7 +423,7 @@ def build_add(spec: Add, name: str = "add") -> PrimFunc:
 
 
 def build_multiply(spec: Multiply, name: str = "multiply") -> PrimFunc:
-    """PrimFunc(lhs, rhs, y)."""
+    """Make PrimFunc(lhs, rhs, y) of a product."""
     check_integer_output("Multiply", spec.out)
     scaling = Space("int32", 0, spec.multiplier)
 
@@ -436,7 +438,7 @@ def build_multiply(spec: Multiply, name: str = "multiply") -> PrimFunc:
 
 
 def build_concatenate(spec: Concatenate, name: str = "concatenate") -> PrimFunc:
-    """PrimFunc(x0, x1, ..., y)."""
+    """Make PrimFunc(x0, x1, ..., y)."""
     rows = prod(spec.shapes[0][: spec.axis])
     sizes = [prod(shape[spec.axis :]) for shape in spec.shapes]
     total = sum(sizes)
@@ -447,7 +449,7 @@ def build_concatenate(spec: Concatenate, name: str = "concatenate") -> PrimFunc:
             for i, (shape, data) in enumerate(zip(spec.shapes, spec.data, strict=True))
         ]
         *inputs, out = declare_arguments(*operands, ("y", spec.out_shape, spec.out.dtype))
-        # Mostly copies, of many elements at once.
+        # Mostly copies of many elements at once.
         threads = rows > 1 and rows * total >= 8 * PARALLEL_ELEMENTS
         with loop_over((rows,), threads) as (row,):
             to = row * total

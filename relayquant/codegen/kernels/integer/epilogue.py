@@ -1,4 +1,4 @@
-"""What a kernel does with its int32 accumulators: requantize, dequantize, or store them.
+"""int32 accumulators -> stored values: requantize, dequantize, or store them as they are.
 
 The arithmetic is the package's default (round half to even, float32), bit for bit:
 
@@ -6,10 +6,10 @@ The arithmetic is the package's default (round half to even, float32), bit for b
     t = fma(float32(r - z_r), m_r, t)                         with a residual operand
     q = int(min(max(rne(t), low - z), high - z)) + z          clamp in float, zero point as integer
 
-rne(t) and the clamp commute, because the bounds are integers; clamping first keeps the value small
-enough to round by adding 1.5 * 2**23, where a float32 has steps of 1. That is one addition on every
-target, needs no rounding instruction, and nothing in it can be contracted into an FMA: the clamp
-stands between the product and the sum.
+rne(t) and the clamp commute, because the bounds are integers. Clamping first keeps the value small
+enough to round by adding 1.5 * 2**23, where float32 has steps of 1. That is one addition on every
+target and needs no rounding instruction. LLVM cannot contract it into an FMA, since the clamp is
+between the product and the sum.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROUNDING_MAGIC_BITS = 0x4B400000
 
 
 class Store(enum.Enum):
-    """What is stored."""
+    """Kinds of stored values."""
 
     REQUANTIZE = "requantize"  #: integers of another affine space
     DEQUANTIZE = "dequantize"  #: float32(acc) * multiplier
@@ -49,10 +49,10 @@ class Residual:
 
 @dataclass(frozen=True)
 class Epilogue:
-    """From int32 accumulators to stored values.
+    """Conversion of int32 accumulators to stored values.
 
     `low`, `high` bound the stored integers (a merged relu or clip); None: the limits of the dtype.
-    `is_small`: no multiplier exceeds 1/2 (`has_small_multipliers`), so that every result fits int32
+    `is_small`: no multiplier exceeds 1/2 (`has_small_multipliers`), so every result fits int32
     before it is clamped.
     """
 
@@ -111,7 +111,7 @@ class Epilogue:
         return self.output is not Store.ACCUMULATOR
 
     def emit(self, acc: Expr, multiplier: Expr | None, residual: Expr | None, lanes: int) -> Expr:
-        """Expression of the stored vector, from an int32 vector (and the vectors it combines)."""
+        """Compute the stored vector from an int32 vector (and the vectors it is combined with)."""
         if self.output is Store.ACCUMULATOR:
             return acc
         if residual is not None:
@@ -124,7 +124,9 @@ class Epilogue:
     def emit_real(
         self, acc: Expr, multiplier: Expr, residual: Expr | None, lanes: int, moved: int = 0
     ) -> Expr:
-        """float32 vector before rounding; `residual` is int32 and holds its values plus `moved`."""
+        """Compute the float32 vector before rounding. `residual` is int32: its values plus
+        `moved`.
+        """
         value = T.Cast(vector("float32", lanes), acc) * multiplier
         if self.residual is not None:
             other = residual
@@ -135,18 +137,20 @@ class Epilogue:
         return value
 
     def emit_rounded(self, value: Expr, lanes: int) -> Expr:
-        """What is stored for a float32 vector without NaN: rounded, clamped, zero point added."""
+        """Round and clamp a float32 vector without NaN, and add the zero point."""
         return emit_round_clamp(value, self.dtype, self.zero_point, self.bounds, lanes)
 
 
 def has_small_multipliers(multiplier: NDArray[np.float32], residual: Residual | None) -> bool:
-    """Whether |acc * multiplier| is at most 2**30, and what a residual adds at most 2**28."""
+    """Whether |acc * multiplier| is at most 2**30, and a residual adds at most 2**28."""
     added = 0.0 if residual is None else abs(residual.multiplier)
     return float(np.max(np.abs(multiplier), initial=0.0)) <= 0.5 and added <= 2.0**20
 
 
 def emit_fma(a: Expr, b: Expr, c: Expr, lanes: int) -> Expr:
-    """a * b + c in float32 with one rounding, on every target (a library call where it must be)."""
+    """Compute a * b + c in float32 with one rounding, on every target (if needed by a library
+    call).
+    """
     suffix = "f32" if lanes == 1 else f"v{lanes}f32"
     return T.call_llvm_pure_intrin(f"llvm.fma.{suffix}", a, b, c, dtype=vector("float32", lanes))
 
@@ -154,7 +158,7 @@ def emit_fma(a: Expr, b: Expr, c: Expr, lanes: int) -> Expr:
 def emit_round_clamp(
     value: Expr, dtype: str, zero_point: int, bounds: tuple[int, int], lanes: int
 ) -> Expr:
-    """int(min(max(rne(value), low - z), high - z)) + z as `dtype`; value is not NaN."""
+    """Compute int(min(max(rne(value), low - z), high - z)) + z as `dtype`. `value` is not NaN."""
     low, high = bounds[0] - zero_point, bounds[1] - zero_point
     if dtype == "int32":
         value = T.nearbyint(value)
@@ -167,7 +171,9 @@ def emit_round_clamp(
 
 
 def emit_round(value: Expr, dtype: str, zero_point: int, lanes: int) -> Expr:
-    """int(rne(value)) + zero_point as `dtype`, which must hold it; |value| below 2**22."""
+    """Compute int(rne(value)) + zero_point as `dtype`, which must hold it. |value| is below
+    2**22.
+    """
     value = value + constant("float32", ROUNDING_MAGIC, lanes)
     bits = T.reinterpret(vector("int32", lanes), value)
     bits = bits - constant("int32", ROUNDING_MAGIC_BITS - zero_point, lanes)
@@ -175,6 +181,6 @@ def emit_round(value: Expr, dtype: str, zero_point: int, lanes: int) -> Expr:
 
 
 def largest_float32(value: int) -> int:
-    """Largest float32 <= value, as an integer."""
+    """Return the largest float32 <= value, as an integer."""
     bits = max(abs(value).bit_length() - 24, 0)
     return (value >> bits) << bits

@@ -1,20 +1,23 @@
-"""Products with grouped weights that stay packed in memory, and gathers of their rows, as TIR.
+"""Specification of a product with grouped weights -> its kernel, and the kernel that gathers rows.
+
+The weights stay packed in memory.
 
     y[m, n] = s_x[m] * sum over groups g of s_w[n, g] * sum over k in g of x[m, k] * (c[n, k] - z)
 
 The integer sums of a group are exact. They become float32, and the groups are added from the first
-to the last, by fused multiply-adds where the target has them. Memory of a weight, panel after panel
-of `lanes` outputs (the last panel overlaps its neighbour):
+to the last, with fused multiply-adds if the target has them. A weight is stored panel by panel,
+each with `lanes` outputs (the last panel overlaps its neighbour):
 
     for each group     vectors of 4 * lanes bytes: byte 4 * l + p of vector v is of output l and
                        holds the codes at p of words v * e .. v * e + e - 1 (e = 8 / bits of them),
                        the first in the lowest bits
-    scales, zeros      one of each output for each group, in arrays of their own
+    scales, zeros      one per output and group, in separate arrays
 
-Codes of 3 bits take 4 here. Groups are filled up to whole vectors with codes that meet zeros. One
-kernel serves any number of rows: chunks of them are prepared (copied, so that rows of a tile do not
-meet in the sets of a cache, and groups added up, for zero points), then threads share the panels.
-A row that is the only one waits for memory, and takes several panels side by side.
+Codes of 3 bits take 4 bits here. Groups are filled up to whole vectors with codes whose rows are 0.
+One kernel serves any number of rows. Chunks of rows are prepared: they are copied, so that rows of
+a tile do not fall into the same sets of a cache, and groups are added up for zero points. Then
+threads share the panels. A single row waits for memory, so it is multiplied with several panels at
+a time.
 """
 
 from __future__ import annotations
@@ -61,15 +64,15 @@ from relayquant.codegen.kernels.row_loops import choose_heights, emit_chunk
 
 #: A multiple of every height of tiles.
 TILE_ROWS = 24
-#: Rows that are prepared together: bounds of their number, and bytes of those between.
+#: Rows that are prepared together: least and most, and their size in bytes between these bounds.
 LEAST_CHUNK_ROWS, MOST_CHUNK_ROWS = 2 * TILE_ROWS, 6 * TILE_ROWS
 CHUNK_BYTES = 640 * 1024
-#: How far before they are read codes are fetched into the first cache.
+#: Distance at which codes are prefetched into the first-level cache.
 PREFETCH_BYTES = 8 * 1024
-#: Panels whose codes are read side by side for a single row: memory gives several streams faster.
-#: Instruction sets with so many lanes have the registers for it.
+#: Panels whose codes are read in parallel for a single row: memory is faster with several streams.
+#: Instruction sets with at least this many lanes have enough registers for it.
 STREAMS, STREAM_LANES = 4, 16
-#: Dot products that are written out one after the other; more are a loop over vectors.
+#: Most dot products that are unrolled. More are a loop over vectors.
 UNROLLED = 96
 #: Largest sum of a group that int32 holds.
 LARGEST_SUM = 2**31 - 1
@@ -79,8 +82,8 @@ LARGEST_SUM = 2**31 - 1
 class GroupedDense:
     """A product of rows (..., features) with a grouped weight (units, features).
 
-    `leading` are the extents before the last one, None where known at run time. `is_float`: rows
-    are float32, else int8 with a scale for each.
+    `leading` are the extents before the last one, None for an extent known only at run time.
+    `is_float`: rows are float32, else int8 with one scale per row.
     """
 
     leading: tuple[int | None, ...]
@@ -99,20 +102,20 @@ class GroupedDense:
 
 
 def code_bits(bits: int) -> int:
-    """Of a code in memory."""
+    """Return the bits of a code in memory."""
     return 4 if bits == 3 else bits
 
 
 @dataclass(frozen=True)
 class GroupedPlan:
-    """How a weight lies in memory for an instruction set, and its tiles."""
+    """Memory layout of a weight for an instruction set, and its tiles."""
 
     spec: GroupedDense
     dot: GroupedDot
 
     @property
     def bits(self) -> int:
-        """Of a code in memory."""
+        """Bits of a code in memory."""
         return code_bits(self.spec.bits)
 
     @property
@@ -131,7 +134,7 @@ class GroupedPlan:
 
     @property
     def stride(self) -> int:
-        """Elements of a group of a prepared row."""
+        """Elements of a group in a prepared row."""
         return self.vectors * self.each * WORD
 
     @property
@@ -140,7 +143,7 @@ class GroupedPlan:
 
     @property
     def streams(self) -> int:
-        """Panels that a single row meets at once."""
+        """Panels that are multiplied with a single row at a time."""
         return min(STREAMS, self.panels) if self.dot.lanes >= STREAM_LANES else 1
 
     @property
@@ -149,38 +152,42 @@ class GroupedPlan:
 
     @property
     def offset(self) -> int:
-        """What is taken from codes as the dot product sees them, to have those of the weight."""
+        """Subtracted from the weight's codes to get the codes that the dot product reads."""
         return 128 if self.bits == 8 and self.dot.is_signed else 0
 
     def block_vectors(self, height: int) -> int:
-        """Vectors of codes that are worked on without a loop, for so many rows."""
+        """Count the vectors of codes that are processed without a loop, for `height` rows."""
         if isinstance(self.dot, PartsDot):
             return min(self.vectors, SHORT_WORDS // self.each)
         return self.vectors if self.vectors * self.each * height <= UNROLLED else 1
 
     @property
     def row_stride(self) -> int:
-        """Elements from one prepared row to the next: an odd number of cache lines, so that the
-        rows of a tile meet in no set of a cache.
+        """Distance between prepared rows in elements.
+
+        It is an odd number of cache lines, so that the rows of a tile do not fall into the same
+        cache sets.
         """
         size = np.dtype(self.dot.row_dtype).itemsize
         return (ceil_div(self.groups * self.stride * size, CACHE_LINE) | 1) * CACHE_LINE // size
 
     @property
     def chunk_rows(self) -> int:
-        """Rows that are prepared together: as many as the second cache holds beside a panel."""
+        """Rows that are prepared together: as many as fit the second-level cache with a panel."""
         size = np.dtype(self.dot.row_dtype).itemsize * self.row_stride
         fitting = CHUNK_BYTES // size // TILE_ROWS * TILE_ROWS
         return max(LEAST_CHUNK_ROWS, min(fitting, MOST_CHUNK_ROWS))
 
     @property
     def scale_dtype(self) -> str:
-        """float16 only where vectors of it are converted by one instruction."""
+        """Dtype of scales: float16 only if one instruction converts vectors of it."""
         return self.spec.scale_dtype if self.dot.lanes >= 8 else "float32"
 
     @cached_property
     def channels(self) -> np.ndarray:
-        """(panels, lanes): the output of every lane; those that there are not repeat the last."""
+        """(panels, lanes): the output of every lane. Lanes without an output repeat the last
+        one.
+        """
         lanes, units = self.dot.lanes, self.spec.units
         first = np.minimum(np.arange(self.panels) * lanes, max(units - lanes, 0))
         return np.minimum(first[:, None] + np.arange(lanes), units - 1)
@@ -188,7 +195,7 @@ class GroupedPlan:
 
 @dataclass(frozen=True, eq=False)
 class PackedGroups:
-    """Constant operands of the kernels: codes, scales, zero points (empty where there are none)."""
+    """Constant operands of the kernels: codes, scales, zero points (empty if there are none)."""
 
     codes: np.ndarray
     scale: np.ndarray
@@ -196,14 +203,14 @@ class PackedGroups:
 
 
 def plan_grouped(spec: GroupedDense, isa: Isa) -> GroupedPlan:
-    """The plan that generator and packer follow; what is packed does not depend on the rows."""
+    """Make the plan for generator and packer. The packed weights do not depend on the rows."""
     return GroupedPlan(spec, choose_dot(isa, spec.is_float, code_bits(spec.bits)))
 
 
 def pack_grouped(
     spec: GroupedDense, isa: Isa, weight: np.ndarray, scale: np.ndarray, zeros: np.ndarray
 ) -> PackedGroups:
-    """What the kernels read, of the operands of `qnn.grouped_dense`."""
+    """Pack the operands of `qnn.grouped_dense` for the kernels."""
     plan = plan_grouped(spec, isa)
     lanes, groups = plan.dot.lanes, plan.groups
     packed = np.empty((plan.panels, groups, plan.vectors, plan.vector_bytes), "uint8")
@@ -228,9 +235,9 @@ def pack_grouped(
 
 @dataclass(frozen=True, eq=False)
 class Arguments:
-    """Flat views of what a kernel is called with."""
+    """Flat views of a kernel's arguments."""
 
-    rows: Expr  #: how many
+    rows: Expr  #: number of rows
     data: Buffer
     row_scale: Buffer | None
     codes: Buffer
@@ -240,7 +247,7 @@ class Arguments:
 
 
 def declare_grouped(plan: GroupedPlan) -> Arguments:
-    """The arguments of `build_grouped_dense`."""
+    """Declare the arguments of `build_grouped_dense`."""
     spec = plan.spec
     extents = [T.int64() if extent is None else extent for extent in spec.leading]
     rows = prod(extents)
@@ -270,8 +277,10 @@ def declare_grouped(plan: GroupedPlan) -> Arguments:
 
 
 def build_grouped_dense(spec: GroupedDense, isa: Isa, name: str = "grouped_dense") -> PrimFunc:
-    """PrimFunc(x (*leading, K)[, x_scale (*leading, 1)], codes, scale[, zeros], y (*leading, N));
-    the constants come from `pack_grouped`.
+    """Make PrimFunc(x (*leading, K)[, x_scale (*leading, 1)], codes, scale[, zeros], y (*leading,
+    N)).
+
+    The constants come from `pack_grouped`.
     """
 
     def body() -> None:
@@ -295,11 +304,11 @@ class PreparedRows:
     """Rows of a chunk as dot products read them.
 
     Attributes:
-        first: Number of the first of them among all.
+        first: Number of the first row among all rows.
         data: The rows, `row_stride` elements each.
-        starts: What the sum of each group of each row begins with, int32: less the sum of the rows
-            times the zero point of all, or (where groups have one) just less their sum. None where
-            that is 0.
+        starts: Initial value of the sum of each group of each row, int32. It is minus the sum of
+            the row times the common zero point. If groups have separate zero points, it is minus
+            the sum of the row. None if it is 0.
     """
 
     first: Expr
@@ -308,7 +317,7 @@ class PreparedRows:
 
 
 def emit_rows(plan: GroupedPlan, arguments: Arguments, threads: bool) -> None:
-    """All rows; a single one in a way of its own, where it meets several panels at once."""
+    """Emit all rows. A single row has separate code that uses several panels at once."""
     rows = arguments.rows
     if isinstance(rows, int) or plan.streams == 1:
         is_one = isinstance(rows, int) and rows == 1 < plan.streams
@@ -322,7 +331,7 @@ def emit_rows(plan: GroupedPlan, arguments: Arguments, threads: bool) -> None:
 
 
 def emit_one_row(plan: GroupedPlan, arguments: Arguments, threads: bool) -> None:
-    """A row, by several panels at once; the last of them overlap their neighbours."""
+    """Emit one row, by several panels at once. The last of them overlap their neighbours."""
     side, row = plan.streams, T.int64(0)
     prepared = emit_preparation(plan, arguments, row, T.int64(1), 1)
     with (T.parallel if threads else T.serial)(ceil_div(plan.panels, side)) as band:
@@ -331,7 +340,7 @@ def emit_one_row(plan: GroupedPlan, arguments: Arguments, threads: bool) -> None
 
 
 def emit_many_rows(plan: GroupedPlan, arguments: Arguments, threads: bool) -> None:
-    """Rows, chunk after chunk."""
+    """Emit rows, one chunk after the other."""
     heights, size = choose_heights(plan.dot.rows), plan.chunk_rows
     rows = arguments.rows
     with T.serial(T.floordiv(rows + (size - 1), size)) as chunk:
@@ -349,7 +358,7 @@ def emit_many_rows(plan: GroupedPlan, arguments: Arguments, threads: bool) -> No
 def emit_preparation(
     plan: GroupedPlan, arguments: Arguments, first: Expr, count: Expr, rows: int
 ) -> PreparedRows:
-    """Copies `count` rows, at most `rows`, to where tiles read them, and adds up their groups."""
+    """Copy `count` rows, at most `rows`, to where tiles read them, and add up their groups."""
     spec, groups, size, stride = plan.spec, plan.groups, plan.spec.group_size, plan.stride
     data, width = arguments.data, plan.row_stride
     factor = -1 if spec.has_zeros else plan.offset - middle(spec)
@@ -390,7 +399,7 @@ def emit_preparation(
 
 
 def middle(spec: GroupedDense) -> int:
-    """The zero point of all, where there are none of their own."""
+    """Return the zero point of all groups, if they have no separate zero points."""
     return 1 << (spec.bits - 1)
 
 
@@ -401,7 +410,9 @@ def emit_tile(
     members: Sequence[Expr],
     panels: Sequence[Expr],
 ) -> None:
-    """The outputs of some panels for some rows; codes of several panels are read side by side."""
+    """Emit the outputs of some panels for some rows. Codes of several panels are read in
+    parallel.
+    """
     dot, lanes = plan.dot, plan.dot.lanes
     totals = [alloc_vectors(len(members), lanes, "float32") for _ in panels]
     for total in (each for row_totals in totals for each in row_totals):
@@ -438,7 +449,7 @@ def emit_group(
     at: Expr,
     sums: Sequence[Buffer],
 ) -> None:
-    """The sums of one group, the `at`-th of the weight, for some rows."""
+    """Emit the sums of one group, number `at` of the weight, for some rows."""
     spec, dot, lanes = plan.spec, plan.dot, plan.dot.lanes
     at_codes = T.bind(at * (plan.vectors * plan.vector_bytes))
     if len(members) > 1:
@@ -454,7 +465,7 @@ def emit_group(
         store_vector(acc, value, 0, lanes)
 
     def emit_vectors(number: Expr, count: int) -> None:
-        # Bound to names: TVM would take long to simplify what they stand for in every index.
+        # Bound to names: otherwise TVM would take long to simplify their values in every index.
         offset = group * plan.stride + number * (plan.each * WORD)
         starts = [T.bind((row - prepared.first) * plan.row_stride + offset) for row in members]
         index = T.bind(at_codes + number * plan.vector_bytes)
@@ -464,15 +475,19 @@ def emit_group(
 
 
 def emit_ahead(plan: GroupedPlan, codes: Buffer, at: Expr) -> None:
-    """Has as many codes as a group has fetched: products of the first rows of a chunk would wait
-    for what the processor fetches by itself. A single row gives it nothing to do meanwhile.
+    """Prefetch as many codes as a group has.
+
+    Otherwise products of the first rows of a chunk would wait for the hardware's own prefetching. A
+    single row leaves no time for prefetching.
     """
     for line in range(ceil_div(plan.vectors * plan.vector_bytes, CACHE_LINE)):
         emit_prefetch(codes, at + (PREFETCH_BYTES + line * CACHE_LINE), level=1)
 
 
 def emit_blocks(total: int, size: int, emit: Callable[[Expr, int], None]) -> None:
-    """emit(first, count) for blocks of `size`, in a loop if there are several, and for the rest."""
+    """Call emit(first, count) for blocks of `size`, in a loop if there are several, and for the
+    rest.
+    """
     whole, rest = divmod(total, size)
     if whole == 1:
         emit(T.int64(0), size)
@@ -493,8 +508,8 @@ def emit_words(
     starts: Sequence[Expr],
     accs: Sequence[Buffer],
 ) -> None:
-    """Adds to each sum the products of neighbouring vectors of codes, from `index` on, and of the
-    words of its row, from its start on.
+    """Add products to each sum: of neighbouring vectors of codes from `index` on, and of the words
+    of its row from its start on.
     """
     dot, lanes, dtype = plan.dot, plan.dot.lanes, plan.dot.sum_dtype
     sums = accs
@@ -520,8 +535,9 @@ def emit_words(
 
 
 def read_zero(plan: GroupedPlan, arguments: Arguments, at: Expr) -> Expr | None:
-    """int32 vector: what is taken from the codes of a group; None where it is the same for all and
-    integer sums take it from the sum of the row.
+    """Read the zero point that is subtracted from the codes of a group, as an int32 vector.
+
+    None if it is the same for all groups and integer sums subtract it through the sum of the row.
     """
     lanes = plan.dot.lanes
     if arguments.zeros is None:
@@ -532,7 +548,7 @@ def read_zero(plan: GroupedPlan, arguments: Arguments, at: Expr) -> Expr | None:
 
 
 def take_word(plan: GroupedPlan, words: Expr, place: int) -> Expr:
-    """int32 vector: the codes of one word, a byte each."""
+    """Extract the codes of one word, one byte each, as an int32 vector."""
     if plan.bits == 8:
         return words
     lanes, mask = plan.dot.lanes, ((1 << plan.bits) - 1) * 0x01010101
@@ -543,8 +559,10 @@ def take_word(plan: GroupedPlan, words: Expr, place: int) -> Expr:
 
 @dataclass(frozen=True)
 class GroupedTake:
-    """Rows of a grouped weight by their numbers; `dense` says how the weight lies, and `leading`
-    are the extents of the numbers, None where known at run time.
+    """Rows of a grouped weight by their numbers.
+
+    `dense` describes the layout of the weight. `leading` are the extents of the numbers, None for
+    an extent known only at run time.
     """
 
     leading: tuple[int | None, ...]
@@ -553,8 +571,9 @@ class GroupedTake:
 
 
 def build_grouped_take(spec: GroupedTake, isa: Isa, name: str = "grouped_take") -> PrimFunc:
-    """PrimFunc(indices (*leading), codes, scale[, zeros], y (*leading, K)): what products read
-    serves the embedding too.
+    """Make PrimFunc(indices (*leading), codes, scale[, zeros], y (*leading, K)).
+
+    The embedding reads the same constants as products.
     """
 
     def body() -> None:

@@ -1,15 +1,16 @@
-"""How an instruction set multiplies words of codes by words of rows: what grouped products are of.
+"""Instruction set -> how grouped products multiply words of codes by words of rows.
 
-A word is four neighbours of a row. Codes are unsigned bytes in the lanes of a vector, the word of
-one output each; rows are signed bytes (or float32), of which one word meets all lanes. So codes
-stand where activations do in other kernels, and rows where their weights do: the dot product of x86
-is of unsigned by signed bytes.
+A word is four neighbours of a row. Codes are unsigned bytes in the lanes of a vector, one word of
+an output per lane. Rows are signed bytes (or float32), and one word of a row is used for all lanes.
+So codes take the place that activations have in other kernels, and rows the place of weights: the
+dot product of x86 multiplies unsigned by signed bytes.
 
     BytesDot   vpdpbusd: whole words as they are in memory; SdotDot: sdot
-    ShortDot   vpmaddubsw: the same in int16, which some words of codes of few bits do not fill
-    NeonDot    smull, sadalp: bytes of two outputs at once; ShortNeonDot: smlal of codes of few bits
+    ShortDot   vpmaddubsw: the same in int16, which holds sums of some words of codes with few bits
+    NeonDot    smull, sadalp: bytes of two outputs at once; ShortNeonDot: smlal for codes of few
+        bits
     PairsDot   vpmaddwd: even and odd bytes, widened to int16
-    LanesDot   multiply-add of int32 or float32 lanes, one of the four after the other: any target
+    LanesDot   multiply-add of int32 or float32 lanes, the four of a word in turn: any target
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa, MaddIsa, Smal
 
 #: Neighbours of a row in one word.
 WORD = 4
-#: Words of codes of at most 4 bits whose products with rows int16 holds the sums of.
+#: Words of codes of at most 4 bits for which int16 holds the sums of products with rows.
 SHORT_WORDS = 8
 
 
 @dataclass(frozen=True)
 class GroupedDot(ABC):
-    """Words of codes by words of rows.
+    """Products of words of codes and words of rows.
 
     Attributes:
         lanes: Outputs of one vector.
@@ -53,38 +54,38 @@ class GroupedDot(ABC):
     rows: int
     has_fma: bool
 
-    #: dtype and elements of a word of a row, as `read_word` finds it in memory
+    #: dtype of a word of a row in memory, as `read_word` reads it
     row_dtype = "int8"
     sum_dtype = "int32"
-    #: Whether bytes of codes are taken as signed: those of 8 bits are stored minus 128.
+    #: Whether bytes of codes are signed. Then codes of 8 bits are stored minus 128.
     is_signed = False
 
     @abstractmethod
     def read_word(self, rows: Buffer, offset: Expr) -> Expr:
-        """Operand: the word at `offset` (in elements of `row_dtype`) for all lanes."""
+        """Read the word at `offset` (in elements of `row_dtype`) as an operand for all lanes."""
 
     def read_words(self, rows: Buffer, offset: Expr, count: int) -> list[Expr]:
-        """Operands: `count` neighbouring words from `offset` on."""
+        """Read `count` neighbouring words from `offset` on as operands."""
         return [self.read_word(rows, offset + number * WORD) for number in range(count)]
 
     def shift_codes(self, words: Expr, bits: int) -> Expr:
-        """int32 lanes of four bytes, each byte moved down by so many bits; what comes in from above
-        does not matter.
-        """
+        """Shift each byte of int32 lanes right by `bits`. The incoming bits do not matter."""
         return T.shift_right(words, constant("int32", bits, self.lanes))
 
     @abstractmethod
     def spread_codes(self, words: Expr, zero: Expr | None) -> Expr:
-        """Operand: one word of codes per lane, from int32 lanes; less `zero`, for floats only."""
+        """Make an operand with one word of codes per lane, from int32 lanes. Floats subtract
+        `zero`.
+        """
 
     @abstractmethod
     def dot(self, acc: Expr, codes: Expr, word: Expr) -> Expr:
-        """acc[lane] + sum over the word of code * row."""
+        """Compute acc[lane] + sum over the word of code * row."""
 
 
 @dataclass(frozen=True)
 class BytesDot(GroupedDot):
-    """Of an instruction set whose dot product takes bytes."""
+    """For an instruction set whose dot product takes bytes."""
 
     isa: Isa
 
@@ -102,7 +103,7 @@ class BytesDot(GroupedDot):
 
 @dataclass(frozen=True)
 class SdotDot(BytesDot):
-    """sdot: words of rows by lane index, from registers that hold four of them."""
+    """sdot: words of rows by lane index, from registers that hold four words."""
 
     isa: SdotIsa
     is_signed = True
@@ -116,8 +117,10 @@ class SdotDot(BytesDot):
 
 @dataclass(frozen=True)
 class PartsDot(BytesDot):
-    """Of an instruction set whose products of bytes are narrow, or not of whole words: there are
-    several sums for each lane, of `SHORT_WORDS` words, in vectors of their own, until `join`.
+    """For an instruction set whose byte products are narrow, or do not sum whole words.
+
+    There are several sums for each lane, over `SHORT_WORDS` words, in separate vectors until
+    `join`.
     """
 
     part_dtype = "int16"
@@ -125,19 +128,19 @@ class PartsDot(BytesDot):
     @property
     @abstractmethod
     def part_lanes(self) -> int:
-        """Sums of one vector, of dtype `part_dtype`; `dot` takes these."""
+        """Number of sums of dtype `part_dtype` in one vector, the accumulator of `dot`."""
 
     @abstractmethod
     def join(self, acc: Expr, part: Expr) -> Expr:
-        """acc[lane] + all sums of the lane."""
+        """Compute acc[lane] + all sums of the lane."""
 
 
 @dataclass(frozen=True)
 class ShortDot(PartsDot):
-    """Of an instruction set that adds pairs of products of bytes, unsigned by signed, as int16.
+    """For an instruction set that adds pairs of byte products, unsigned by signed, as int16.
 
-    Two products are at most 2 * 15 * 128 = 3,840 with codes of 4 bits, and 8 * 3,840 fits: so the
-    sums of `SHORT_WORDS` words, two in each lane, stay int16 until `join` adds them to int32.
+    With codes of 4 bits two products are at most 2 * 15 * 128 = 3,840, and 8 * 3,840 fits int16. So
+    the sums of `SHORT_WORDS` words, two in each lane, stay int16 until `join` adds them to int32.
     """
 
     isa: SmallWeightIsa
@@ -147,12 +150,12 @@ class ShortDot(PartsDot):
         return 2 * self.lanes
 
     def dot(self, acc: Expr, codes: Expr, word: Expr) -> Expr:
-        """As others, of int16, twice as many lanes, one for each pair."""
+        """Add the products as int16 to twice as many lanes, one for each pair."""
         dtype = f"int16x{2 * self.lanes}"
         return acc + T.call_llvm_pure_intrin(self.isa.pairs, codes, word, dtype=dtype)
 
     def join(self, acc: Expr, part: Expr) -> Expr:
-        """acc[lane] + both int16 of the lane."""
+        """Compute acc[lane] + both int16 of the lane."""
         ones = T.broadcast(T.int16(1), 2 * self.lanes)
         dtype = f"int32x{self.lanes}"
         return acc + T.call_llvm_pure_intrin(self.isa.intrinsic, part, ones, dtype=dtype)
@@ -160,9 +163,10 @@ class ShortDot(PartsDot):
 
 @dataclass(frozen=True)
 class NeonDot(PartsDot):
-    """smull and sadalp, of signed bytes: each product exact as int16, its neighbour added as int32.
+    """smull and sadalp, for signed bytes: each product is exact as int16, and neighbours add to
+    int32.
 
-    A part has two sums for each output, as pairs of places of a word are added.
+    A vector of sums has two for each output, since pairs of places of a word are added.
     """
 
     isa: SmullIsa
@@ -170,7 +174,7 @@ class NeonDot(PartsDot):
     part_dtype = "int32"
 
     def read_words(self, rows: Buffer, offset: Expr, count: int) -> list[Expr]:
-        """Four words of a load; each is in both halves of a register."""
+        """Load four words at a time. Each word is in both halves of a register."""
         return [
             self.repeat_word(rows.vload([offset + first * WORD], f"int8x{size * WORD}"), size, lane)
             for first, size in load_pieces(count)
@@ -178,8 +182,10 @@ class NeonDot(PartsDot):
         ]
 
     def repeat_word(self, loaded: Expr, size: int, lane: int) -> Expr:
-        """The fence keeps LLVM from seeing that both halves are the same: it would have one only,
-        and move codes to meet it, instead of multiplying the upper halves (smlal2).
+        """Repeat a word in both halves of a register.
+
+        Without the fence LLVM would see that both halves are equal. It would keep only one, and
+        move codes to it instead of multiplying the upper halves (smlal2).
         """
         words = T.reinterpret(f"int32x{size}" if size > 1 else "int32", loaded)
         word = repeat(words, size, lane, 4) if size > 1 else T.broadcast(words, 4)
@@ -188,7 +194,7 @@ class NeonDot(PartsDot):
         return T.reinterpret("int8x16", word)
 
     def shift_codes(self, words: Expr, bits: int) -> Expr:
-        """By bytes, which leaves nothing to mask in the last codes of a byte."""
+        """Shift bytes separately. Then the last codes of a byte need no mask."""
         count = WORD * self.lanes
         moved = T.shift_right(
             T.reinterpret(f"uint8x{count}", words), T.broadcast(T.uint8(bits), count)
@@ -200,7 +206,7 @@ class NeonDot(PartsDot):
         return 2 * self.lanes
 
     def multiply(self, codes: Expr, word: Expr) -> list[Expr]:
-        """All products as vectors of 8 int16, two outputs each."""
+        """Compute all products as vectors of 8 int16, for two outputs each."""
         count = WORD * self.lanes // 8
         halves = split(word, 16, 2) * (count // 2)
         return [
@@ -209,20 +215,20 @@ class NeonDot(PartsDot):
         ]
 
     def add_pairs(self, vectors: list[Expr]) -> list[Expr]:
-        """Neighbours of 8 int16 as 4 int32."""
+        """Add neighbours of 8 int16 to 4 int32."""
         return [
             T.call_llvm_pure_intrin(self.isa.add_pairs, each, dtype="int32x4") for each in vectors
         ]
 
     def dot(self, acc: Expr, codes: Expr, word: Expr) -> Expr:
-        """As others, of a part."""
+        """Add the products to a vector of `part_lanes` sums."""
         return acc + join(self.add_pairs(self.multiply(codes, word)), self.part_lanes)
 
     def join(self, acc: Expr, part: Expr) -> Expr:
         return acc + self.join_pairs(split(part, self.part_lanes, self.part_lanes // 4))
 
     def join_pairs(self, vectors: list[Expr]) -> Expr:
-        """Neighbours of 4 int32 added: one lane for each output."""
+        """Add neighbours of 4 int32: one lane for each output."""
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
         sums = [
             T.call_llvm_pure_intrin(self.isa.sum_pairs, *pair, dtype="int32x4") for pair in pairs
@@ -232,8 +238,10 @@ class NeonDot(PartsDot):
 
 @dataclass(frozen=True)
 class ShortNeonDot(NeonDot):
-    """smlal of bytes, for codes of at most 4 bits: a product is at most 15 * 128 = 1,920, and int16
-    holds 17 of those. So `SHORT_WORDS` of them are added to one int16 for each place of a word.
+    """smlal of bytes, for codes of at most 4 bits.
+
+    A product is at most 15 * 128 = 1,920, and int16 holds the sum of 17 products. So `SHORT_WORDS`
+    products are added to one int16 for each place of a word.
     """
 
     part_dtype = "int16"
@@ -252,7 +260,9 @@ class ShortNeonDot(NeonDot):
 
 @dataclass(frozen=True)
 class PairsDot(GroupedDot):
-    """Of an instruction set that multiplies pairs of int16: rows lie as x0 x2 x1 x3, int16."""
+    """For an instruction set that multiplies pairs of int16. Rows are stored as x0 x2 x1 x3,
+    int16.
+    """
 
     isa: MaddIsa
     row_dtype = "int16"
@@ -274,8 +284,9 @@ class LanesDot(GroupedDot):
     """Ordinary vectors of int32."""
 
     def read_word(self, rows: Buffer, offset: Expr) -> Expr:
-        # One load, of which LLVM makes one of each element where instructions take those from
-        # memory. With four, `CompactBufferAllocation` would take ten seconds over their indices.
+        # One load, which LLVM splits into loads of each element if instructions read these from
+        # memory. With four loads, `CompactBufferAllocation` would take ten seconds for their
+        # indices.
         word = T.Cast(vector(self.sum_dtype, WORD), load_vector(rows, offset, WORD))
         values = (T.Shuffle([word], [T.int32(place)]) for place in range(WORD))
         return tuple(broadcast(value, self.lanes) for value in values)
@@ -293,8 +304,10 @@ class LanesDot(GroupedDot):
 
 @dataclass(frozen=True)
 class FloatDot(LanesDot):
-    """Vectors of float32: rows as they are. Zero points leave the codes before the product, where
-    the difference is exact; sums of codes with their zero points would cancel.
+    """Vectors of float32, for rows as they are.
+
+    Zero points are subtracted from the codes before the product, where the difference is exact.
+    Subtracting sums afterwards would cancel digits.
     """
 
     row_dtype = sum_dtype = "float32"
@@ -310,7 +323,7 @@ class FloatDot(LanesDot):
 
 
 def multiply_add(dot: GroupedDot, a: Expr, b: Expr, c: Expr) -> Expr:
-    """a * b + c of float32 vectors: one rounding where the target has the instruction."""
+    """Compute a * b + c of float32 vectors, with one rounding if the target has the instruction."""
     if not dot.has_fma:
         return a * b + c
     name = f"llvm.fma.v{dot.lanes}f32"
@@ -318,7 +331,9 @@ def multiply_add(dot: GroupedDot, a: Expr, b: Expr, c: Expr) -> Expr:
 
 
 def choose_dot(isa: Isa, is_float: bool, bits: int) -> GroupedDot:
-    """The way of an instruction set, for rows of float32 or of int8 and codes of so many bits."""
+    """Choose the dot product of an instruction set, for float32 or int8 rows and codes of `bits`
+    bits.
+    """
     if isinstance(isa, SmmlaIsa):
         isa = isa.single
     is_arm = isinstance(isa, ArmIsa)

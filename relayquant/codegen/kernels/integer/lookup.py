@@ -1,10 +1,9 @@
-"""Tables of 256 values, looked up by bytes; generated as TIR.
+"""Specification of a table lookup by bytes -> its kernel, as TIR. A table has 256 values.
 
     y[i] = table[x[i] as uint8]
 
-Tables of bytes lie in vector registers, where the instruction set can look up many bytes at once;
-a `ByteShuffle` says how. Other tables, and other targets, take one load per value: no target
-gathers bytes.
+If the instruction set can look up many bytes at once (`ByteShuffle`), tables of bytes are held in
+vector registers. Other tables, and other targets, take one load per value: no target gathers bytes.
 """
 
 from __future__ import annotations
@@ -29,15 +28,16 @@ from relayquant.codegen.kernels.isa.base import Buffer, Expr
 
 #: Values in a table: one for each byte.
 TABLE_SIZE = 256
-#: Values from which on the work is split over threads, if each takes a load; else 16 times that.
+#: From this many values on, threads share the work, if each value takes a load; else from 16 times
+#: as many.
 PARALLEL_VALUES = 1 << 14
-#: Values that are loaded between two steps of the loop.
+#: Values that are loaded per step of the loop.
 SCALARS = 8
 
 
 @dataclass(frozen=True)
 class ByteShuffle(ABC):
-    """Instructions that look bytes up in a part of the table, held in registers."""
+    """Instructions that look bytes up in a section of the table, held in registers."""
 
     name: str
     features: tuple[str, ...]  #: LLVM features, all needed
@@ -46,7 +46,7 @@ class ByteShuffle(ABC):
 
     @abstractmethod
     def emit(self, table: Buffer, index: Expr) -> Expr:
-        """uint8 vector: the bytes of a uint8 table (TABLE_SIZE,) at `index`, a uint8 vector."""
+        """Look up the bytes of a uint8 table (TABLE_SIZE,) at `index`, a uint8 vector."""
 
     def call(self, *operands: Expr) -> Expr:
         dtype = vector("uint8", self.lanes)
@@ -55,7 +55,7 @@ class ByteShuffle(ABC):
 
 @dataclass(frozen=True)
 class TwoRegisterShuffle(ByteShuffle):
-    """vpermi2b: 128 bytes in two registers; the top bit of an index has no meaning to it."""
+    """vpermi2b: looks up 128 bytes in two registers and ignores the top bit of an index."""
 
     def emit(self, table: Buffer, index: Expr) -> Expr:
         parts = [load_vector(table, at, self.lanes) for at in range(0, TABLE_SIZE, self.lanes)]
@@ -65,9 +65,10 @@ class TwoRegisterShuffle(ByteShuffle):
 
 @dataclass(frozen=True)
 class PartShuffle(ByteShuffle):
-    """pshufb: 16 bytes in every 128-bit part of a register; 0 where the index has its top bit set.
+    """pshufb: looks up 16 bytes in every 128-bit block of a register; 0 if the index has its top
+    bit set.
 
-    An index of another part of the table gets that bit by a saturating addition.
+    Indices of other sections of the table get this bit by a saturating addition.
     """
 
     def emit(self, table: Buffer, index: Expr) -> Expr:
@@ -87,7 +88,7 @@ class PartShuffle(ByteShuffle):
 
 @dataclass(frozen=True)
 class RegisterListShuffle(ByteShuffle):
-    """tbl: 64 bytes in four registers; 0 where the index is larger."""
+    """tbl: looks up 64 bytes in four registers; 0 if the index is larger."""
 
     def emit(self, table: Buffer, index: Expr) -> Expr:
         result, size = None, 4 * self.lanes
@@ -112,7 +113,7 @@ AARCH64_SHUFFLES: tuple[ByteShuffle, ...] = (TBL,)
 
 @dataclass(frozen=True)
 class Lookup:
-    """table[x as uint8]; table has 256 values of `out_dtype`."""
+    """table[x as uint8]. The table has 256 values of `out_dtype`."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -122,7 +123,9 @@ class Lookup:
 def build_lookup(
     spec: Lookup, shuffle: ByteShuffle | None = None, name: str = "lookup"
 ) -> PrimFunc:
-    """PrimFunc(x, table (256,), y); `shuffle`, if the target has one, serves tables of bytes."""
+    """Make PrimFunc(x, table (256,), y). For tables of bytes it uses `shuffle`, if the target has
+    one.
+    """
     if spec.dtype not in ("uint8", "int8"):
         raise ValueError(f"Lookup: data is {spec.dtype!r}; allowed: uint8, int8.")
     size = prod(spec.shape)

@@ -1,11 +1,14 @@
-"""Batched product of two activation matrices, the second packed at run time, generated as TIR.
+"""Specification of a batched product of two activation matrices -> its kernel, as TIR.
+
+The second matrix is packed at run time.
 
     y[b, m, n] = epilogue(sum_k (x[b, m, k] - z_x) * (w[b, n, k] - z_w))
                = epilogue(sum x * w  - z_x * sum_k w  - z_w * sum_k x  + K * z_x * z_w)
 
-The generator of the convolutions does the first sum, with one set of weights per image. The second
-sum falls out of the packing and is the bias; the third is a term per row, needed only if z_w is
-not 0. Packing also takes a second operand whose K is no last axis, as attention has its values.
+The convolution generator computes the first sum, with one set of weights per image. The second sum
+results from the packing and becomes the bias. The third is a term per row, needed only if z_w is
+not 0. Packing also accepts a second operand whose K is not the last axis, such as the values of
+attention.
 """
 
 from __future__ import annotations
@@ -43,9 +46,9 @@ from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 class BatchMatmul:
     """x (B, M, K) times the transpose of w (B, N, K); both uint8 or int8, static shapes.
 
-    `multiplier` is float32(double(s_x) * double(s_w) / double(s_out)), or the product of the
-    scales to dequantize; it is not used when accumulators are stored. With `w_heads` w is
-    (B / w_heads, K, w_heads, N): rows of a dense layer, which have the values of some heads.
+    `multiplier` is float32(double(s_x) * double(s_w) / double(s_out)), or the product of the scales
+    to dequantize. It is not used if accumulators are stored. With `w_heads`, w is (B / w_heads, K,
+    w_heads, N): rows of a dense layer that hold the values of several heads.
     """
 
     batch: int
@@ -72,7 +75,7 @@ class BatchMatmul:
 
     @property
     def w_shape(self) -> tuple[int, ...]:
-        """Of w, as it is in memory."""
+        """Shape of w in memory."""
         if self.w_heads is None:
             return self.batch, self.cols, self.inner
         return self.batch // self.w_heads, self.inner, self.w_heads, self.cols
@@ -90,7 +93,9 @@ def build_batch_matmul(
     w_shape: tuple[int, ...] | None = None,
     out_shape: tuple[int, ...] | None = None,
 ) -> PrimFunc:
-    """PrimFunc(x, w[, residual], y); shapes (B, M, K), `spec.w_shape`, (B, M, N), or as given."""
+    """Make PrimFunc(x, w[, residual], y). Shapes are (B, M, K), `spec.w_shape`, (B, M, N), or as
+    given.
+    """
 
     def body() -> None:
         plan = plan_batch_matmul(spec, isa)
@@ -117,13 +122,15 @@ def build_batch_matmul(
 
 
 def plan_batch_matmul(spec: BatchMatmul, isa: Isa) -> ConvPlan:
-    """The plan of the product; what packs the operand needs less instructions with longer words."""
+    """Choose the plan of the product. Packing the operand needs fewer instructions with longer
+    words.
+    """
     conv = as_conv2d(spec)
     return choose_instructions(lambda isa: ConvPlan(conv, isa, weights_per_image=True), isa)
 
 
 def as_conv2d(spec: BatchMatmul) -> Conv2d:
-    """The product as a 1x1 convolution: a batch of images of one row of M pixels."""
+    """Return the product as a 1x1 convolution: a batch of images of one row of M pixels."""
     return Conv2d(
         batch=spec.batch,
         height=1,
@@ -140,7 +147,9 @@ def as_conv2d(spec: BatchMatmul) -> Conv2d:
 def emit_packed_operand(
     spec: BatchMatmul, plan: ConvPlan, w: Buffer, threads: bool
 ) -> tuple[Buffer, Buffer]:
-    """(packed weights, bias) of every image in workspaces; uint8 is stored as int8, minus 128."""
+    """Emit (packed weights, bias) of every image in workspaces. uint8 is stored as int8, minus
+    128.
+    """
     isa, lanes = plan.isa, plan.isa.lanes
     weight = alloc_workspace(spec.batch * plan.weight_size, isa.weight_dtype)
     bias = alloc_workspace(spec.batch * plan.channel_size, "int32")
@@ -158,7 +167,7 @@ def emit_packed_operand(
         first = (n * plan.panels + panel) * plan.panel_vectors
 
         def pack_word(word, count: int) -> None:
-            """Word number `word` of all lanes, of which `count` bytes exist."""
+            """Pack word number `word` of all lanes, of which `count` bytes exist."""
             load = load_words if spec.w_heads is None else load_words_across
             words, dtype = load(spec, plan, w, n, channels, word, count), isa.word_dtype
             if flip:
@@ -184,7 +193,7 @@ def emit_packed_operand(
 
 
 def emit_channels(plan: ConvPlan, panel: Expr, block: Expr) -> list[Expr]:
-    """Channel of every lane, as `ConvPlan.channel_map` has it; never outside of the matrix."""
+    """List the channel of every lane, like `ConvPlan.channel_map`, but never outside the matrix."""
     lanes, blocks, channels = plan.isa.lanes, plan.tile.blocks, plan.group_out
     if plan.is_narrow:
         start = T.min(panel * plan.panel_channels, max(channels - plan.panel_channels, 0))
@@ -206,7 +215,7 @@ def load_words(
     word: Expr,
     count: int,
 ) -> Expr:
-    """Word number `word` of some channels, of which `count` bytes exist; the others are 0."""
+    """Load word number `word` of some channels, of which `count` bytes exist. The others are 0."""
     dtype, scalars = plan.isa.word_dtype, []
     for channel in channels:
         at = (image * spec.cols + channel) * spec.inner + word * plan.isa.products
@@ -230,7 +239,9 @@ def load_words_across(
     word: Expr,
     count: int,
 ) -> Expr:
-    """The same where channels are next to each other, and the bytes of a word in so many rows."""
+    """Load the same if channels are neighbours in memory and the bytes of a word are in `count`
+    rows.
+    """
     assert spec.w_heads is not None
     dtype, lanes, heads = plan.isa.word_dtype, plan.isa.lanes, spec.w_heads
     size = np.dtype(dtype).itemsize
@@ -246,14 +257,17 @@ def load_words_across(
 
 
 def count_neighbours(plan: ConvPlan) -> int:
-    """How many lanes in turn `emit_channels` gives channels in turn."""
+    """Count the consecutive lanes to which `emit_channels` gives consecutive channels."""
     if plan.is_narrow:
         return PART if plan.group_out >= plan.panel_channels else 1
     return plan.isa.lanes if plan.group_out >= plan.isa.lanes else 1
 
 
 def emit_row_term(spec: BatchMatmul, data: Buffer, w_zero_point: int, threads: bool) -> Buffer:
-    """-z_w * sum_k x[b, m, k] of every row, int32, in a workspace; x as the dot product sees it."""
+    """Emit -z_w * sum_k x[b, m, k] of every row, int32, in a workspace.
+
+    x is in the form that the dot product reads.
+    """
     term = alloc_workspace(spec.batch * spec.rows, "int32")
     with loop_over((spec.batch * spec.rows,), threads) as (row,):
         total = emit_sum(data, row * spec.inner, spec.inner)

@@ -30,7 +30,7 @@ from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 
 @dataclass(frozen=True)
 class Operands:
-    """Operands of a convolution as flat buffers; None where the epilogue takes none.
+    """Operands of a convolution as flat buffers; None if the epilogue takes none.
 
     `multiplier` is one number for all channels, or a buffer. `row_term`, one int32 per pixel, is
     added to all its channels.
@@ -47,7 +47,7 @@ class Operands:
 
 @dataclass(frozen=True)
 class Image:
-    """NHWC activations of the dtype of the dot product, padding included."""
+    """NHWC activations in the dtype of the dot product, including padding."""
 
     data: Buffer
     height: int
@@ -78,10 +78,10 @@ def declare_operands(
 
 
 def emit_prepared_image(data: Buffer, spec: Conv2d, isa: Isa) -> Image:
-    """Copy of NHWC `data` in a workspace, as the dot product wants it.
+    """Emit a copy of NHWC `data` in a workspace, in the form that the dot product reads.
 
-    Padded with the zero point; if `data` is not of the dtype of the dot product, its bytes become
-    int16, or the top bit of each is flipped. A vector of slack at the end may be read.
+    It is padded with the zero point. If `data` has another dtype than the dot product, its bytes
+    become int16, or the top bit of each is flipped. A vector of slack at the end may be read.
     """
     batch, height, width, channels = spec.in_shape
     top, left, bottom, right = spec.padding
@@ -134,7 +134,7 @@ def emit_store(
     lanes: int,
     width: int,
 ) -> None:
-    """Store `width` lanes of an accumulator vector at `at` of y; its multipliers are at `first`."""
+    """Store `width` lanes of an accumulator vector at `at` of y. Its multipliers are at `first`."""
     residual = None
     if operands.residual is not None:
         residual = load_partial(operands.residual, at, lanes, width)
@@ -152,10 +152,10 @@ def emit_narrow_vectors(
     blocks: int,
     width: int,
 ) -> None:
-    """Store up to four accumulator vectors as packed bytes; see `narrow`.
+    """Store up to four accumulator vectors as packed bytes; see `saturating_pack`.
 
-    `accs` are the `blocks` vectors of one pixel after the other, `targets` the offsets of the
-    pixels in y, each of `width` channels; the multipliers of a pixel are at `first`.
+    `accs` are the `blocks` vectors of each pixel, one pixel after the other. `targets` are the
+    offsets of the pixels in y, each of `width` channels. The multipliers of a pixel are at `first`.
     """
     lanes, reals = isa.lanes, []
     residuals, moved = [None] * len(accs), 0
@@ -170,7 +170,7 @@ def emit_narrow_vectors(
 
 
 def load_multiplier(operands: Operands, first: Expr, lanes: int) -> Expr | None:
-    """Multipliers of a vector of channels; None if the kernel takes none."""
+    """Load the multipliers of a vector of channels. None if the kernel takes none."""
     if operands.multiplier is None:
         return None
     if isinstance(operands.multiplier, float):
@@ -179,7 +179,9 @@ def load_multiplier(operands: Operands, first: Expr, lanes: int) -> Expr | None:
 
 
 def load_partial(buffer: Buffer, offset: Expr, lanes: int, width: int) -> Expr:
-    """A vector of which only the first `width` lanes are read from memory; the others repeat."""
+    """Load a vector, reading only the first `width` lanes from memory. The others repeat the last
+    one.
+    """
     if width == lanes:
         return load_vector(buffer, offset, lanes)
     scalars = [buffer.vload([offset + min(i, width - 1)]) for i in range(lanes)]

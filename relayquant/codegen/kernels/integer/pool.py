@@ -1,11 +1,11 @@
-"""Pooling of NHWC activations of 8 or 16 bits: maximum, which takes float32 too, and average in the
-default arithmetic.
+"""Specification of a pool or mean over integer NHWC data -> its kernel.
+
+Maximum takes 8 or 16 bits or float32, average takes 8 or 16 bits, in the default arithmetic.
 
 Average: S = int32 sum of (x - z_in) over the window; t = RN(float32(S) * RN(m / float32(count)));
 then rounded and clamped as in `epilogue`. Padded pixels contribute 0 and count only with
-`count_include_pad`; what lies beyond the padding, where `ceil_mode` reaches, never counts. A mean
-is an average over a window as large as the image; whatever axes are averaged, they are the height
-of that image.
+`count_include_pad`. Pixels beyond the padding, which `ceil_mode` can reach, never count. A mean is
+an average over a window as large as the image. The averaged axes become the height of that image.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from relayquant.codegen.kernels.integer.epilogue import Epilogue
 from relayquant.codegen.kernels.isa.base import Expr
 from relayquant.errors import format_count
 
-#: Elements read from which on the work is split over threads.
+#: From this many read elements on, threads share the work.
 PARALLEL_READS = 1 << 18
 #: Channels summed at once.
 LANES = 16
@@ -47,7 +47,7 @@ LANES = 16
 
 @dataclass(frozen=True)
 class PoolWindow:
-    """A pooling window over static NHWC data; `padding` is (top, left, bottom, right)."""
+    """A pooling window over static NHWC data. `padding` is (top, left, bottom, right)."""
 
     batch: int
     height: int
@@ -109,7 +109,7 @@ class PoolWindow:
 
     @property
     def misses_image(self) -> bool:
-        """Whether some window may lie in the padding as a whole."""
+        """Whether some window may lie completely in the padding."""
         return any(
             max(pads) > (k - 1) * d
             for pads, k, d in zip(self.pads, self.kernel, self.dilation, strict=True)
@@ -122,7 +122,9 @@ class PoolWindow:
 
 @dataclass(frozen=True)
 class MaxPool2d:
-    """Maximum over the pixels of the window that lie in the data; the affine space is kept."""
+    """Maximum over the pixels of the window that lie in the data. The affine space stays the
+    same.
+    """
 
     window: PoolWindow
     dtype: str = "uint8"
@@ -130,7 +132,7 @@ class MaxPool2d:
 
 @dataclass(frozen=True)
 class AvgPool2d:
-    """Average, requantized; `data.multiplier` is float32(double(s_in) / double(s_out))."""
+    """Average, requantized. `data.multiplier` is float32(double(s_in) / double(s_out))."""
 
     window: PoolWindow
     data: Space
@@ -139,14 +141,14 @@ class AvgPool2d:
 
 
 def most_values(dtype: str) -> int:
-    """How many values of a dtype surely have a sum in int32, less any zero point."""
+    """Return how many values of a dtype, minus any zero point, always have a sum in int32."""
     low, high = INTEGER_LIMITS[dtype]
     return INTEGER_LIMITS["int32"][1] // (high - low)
 
 
 @dataclass(frozen=True)
 class Mean:
-    """Mean over neighbouring axes of `shape`, `first` to `last`; else as `AvgPool2d`."""
+    """Mean over neighbouring axes of `shape`, `first` to `last`. Otherwise like `AvgPool2d`."""
 
     shape: tuple[int, ...]
     first: int
@@ -156,7 +158,7 @@ class Mean:
 
     @property
     def extents(self) -> tuple[int, int, int]:
-        """(outer, count, inner): elements before, along and behind the axes."""
+        """(outer, count, inner): number of elements before, along and after the axes."""
         ends = self.first, self.last + 1
         return (
             prod(self.shape[: ends[0]]),
@@ -166,14 +168,16 @@ class Mean:
 
 
 def emit_tap(window: PoolWindow, out: Expr, tap: Expr, axis: int) -> tuple[Expr, Expr]:
-    """Coordinate of a tap along an axis, moved into the data, and whether it had to be."""
+    """Return the coordinate of a tap along an axis, clamped to the data, and whether it was
+    inside.
+    """
     size = (window.height, window.width)[axis]
     at = out * window.strides[axis] + tap * window.dilation[axis] - window.padding[axis]
     return T.max(T.min(at, size - 1), 0), T.And(at >= 0, at < size)
 
 
 def build_max_pool2d(spec: MaxPool2d, name: str = "max_pool2d") -> PrimFunc:
-    """PrimFunc(x, y), both NHWC."""
+    """Make PrimFunc(x, y), both NHWC."""
     window = spec.window
     (kh, kw), channels = window.kernel, window.channels
     limits = INTEGER_LIMITS.get(spec.dtype)
@@ -193,7 +197,7 @@ def build_max_pool2d(spec: MaxPool2d, name: str = "max_pool2d") -> PrimFunc:
                     x, x_inside = emit_tap(window, ox, j, 1)
                     at = ((n * window.height + y) * window.width + x) * channels + channel
                     value = load_vector(data, at, lanes)
-                    # Without dilation a pixel moved into the data is another pixel of the window.
+                    # Without dilation a pixel clamped to the data is another pixel of the window.
                     if window.misses_image or (window.leaves_image and window.dilation != (1, 1)):
                         inside = broadcast(T.And(y_inside, x_inside), lanes)
                         value = T.Select(inside, value, constant(spec.dtype, lowest, lanes))
@@ -213,7 +217,7 @@ def build_avg_pool2d(
     in_shape: tuple[int, ...] | None = None,
     out_shape: tuple[int, ...] | None = None,
 ) -> PrimFunc:
-    """PrimFunc(x, y), both NHWC, or of the given shapes with as many elements."""
+    """Make PrimFunc(x, y), both NHWC, or with the given shapes of equally many elements."""
     check_integer_output("AvgPool2d", spec.out)
     window = spec.window
     counted = window.pads if spec.count_include_pad else ((0, 0), (0, 0))
@@ -257,11 +261,10 @@ def build_avg_pool2d(
 def build_mean(
     spec: Mean, name: str = "mean", out_shape: tuple[int, ...] | None = None
 ) -> PrimFunc:
-    """PrimFunc(x, y); y has the averaged axes with extent 1, or the given shape.
+    """Make PrimFunc(x, y). y has the averaged axes with extent 1, or the given shape.
 
     Raises:
-        ValueError: `out` stores no integers, or so many values are averaged that their zero points
-            have no int32 sum.
+        ValueError: `out` does not store integers, or too many values are averaged for an int32 sum.
     """
     check_integer_output("Mean", spec.out)
     outer, count, inner = spec.extents
@@ -298,8 +301,9 @@ def build_mean(
 
 
 def emit_count(window: PoolWindow, out: Expr, axis: int, pads: Sequence[tuple[int, int]]) -> Expr:
-    """How many taps of the window lie in the data or these `pads` along an axis; at least 1, so
-    that it divides.
+    """Count the taps of the window in the data or in these `pads` along an axis.
+
+    At least 1, so that it can divide.
     """
     size = (window.height, window.width)[axis]
     (before, after), count = pads[axis], T.int32(0)

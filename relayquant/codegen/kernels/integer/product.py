@@ -1,4 +1,6 @@
-"""Product and form -> the functions that pack its constants and build its kernel, chosen once."""
+"""Product and schedule -> the functions that pack its constants and build its kernel, chosen
+once.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, KernelForm, 
 from relayquant.codegen.kernels.integer.winograd import build_winograd, pack_winograd
 from relayquant.codegen.kernels.isa.base import Isa
 
-#: Not by transforms, in the tile of the least estimated time.
+#: Direct form, without transforms, in the tile with the smallest estimated time.
 DIRECT = KernelForm()
 
 Multiplier = NDArray[np.float32] | np.float32 | None
@@ -34,7 +36,7 @@ Multiplier = NDArray[np.float32] | np.float32 | None
 
 @dataclass(frozen=True)
 class ProductKernel:
-    """How a product is computed; `pack` and `build` follow one plan."""
+    """How a product is computed. `pack` and `build` follow one plan."""
 
     spec: Any
     isa: Isa
@@ -44,12 +46,13 @@ class ProductKernel:
     def pack(
         self, weight: NDArray[np.int8], bias: NDArray[np.int32], multiplier: Multiplier
     ) -> PackedWeights:
-        """Constant operands of the kernel; see `pack_conv2d`."""
+        """Pack the constant operands of the kernel; see `pack_conv2d`."""
         return self.packer(self.spec, self.isa, weight, bias, multiplier)
 
     def build(self, name: str, *shapes: Any) -> PrimFunc:
-        """The kernel, with its arguments in other shapes of as many elements; of a product of any
-        number of rows, with these leading extents.
+        """Build the kernel, with its arguments in other shapes of equally many elements.
+
+        For a product with any number of rows, `shapes` are the leading extents.
         """
         return self.builder(self.spec, self.isa, name, *shapes)
 
@@ -61,8 +64,9 @@ def choose_product(
     *,
     any_rows: bool = False,
 ) -> ProductKernel:
-    """The kernel of a product in a form; a dense layer with `any_rows` takes every number of
-    rows.
+    """Choose the kernel of a product for a schedule.
+
+    With `any_rows`, the kernel of a dense layer takes any number of rows.
     """
     if isinstance(spec, Conv2dTranspose):
         return ProductKernel(spec, isa, pack_conv2d_transpose, build_conv2d_transpose)

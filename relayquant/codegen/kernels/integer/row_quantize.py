@@ -1,7 +1,9 @@
-"""Rows of float32 -> int8 and a scale for each row, in one pass over memory, as TIR.
+"""Rows of float32 -> kernel that makes int8 and a scale for each row, in one pass over memory.
 
-scale = max(|row|) / 127, or 1 where that is 0 (a row of zeros, or of less than float32 has a
-127th of);  q = rint(x / scale)
+    scale = max(|row|) / 127;  q = rint(x / scale)
+
+The scale is 1 if this quotient is 0: for a row of zeros, or of numbers so small that float32 has
+no 127th of them.
 """
 
 from __future__ import annotations
@@ -30,25 +32,27 @@ from relayquant.codegen.kernels.isa.base import Buffer, Expr
 
 #: Largest magnitude of a result.
 ROW_LIMIT = 127
-#: Elements that are worked on at once; LLVM splits them where registers are narrower.
+#: Elements that are processed at once. LLVM splits them if registers are narrower.
 LANES = 16
 #: Multiply-adds that take as long as one element.
 ELEMENT_COST = 8
 
-#: read(position in the row, elements) gives a vector of float32
+#: read(position in the row, elements) returns a vector of float32
 ReadVector = Callable[[Expr, int], Expr]
 
 
 @dataclass(frozen=True)
 class RowQuantize:
-    """Rows of `features`; `leading` are the extents before, None where known at run time."""
+    """Quantization of rows of `features`. `leading` are the extents before, None if known at run
+    time.
+    """
 
     leading: Sequence[int | None]
     features: int
 
 
 def build_quantize_rows(spec: RowQuantize, name: str = "quantize_rows") -> PrimFunc:
-    """PrimFunc(x float32 (*leading, K), q int8 (*leading, K), scale float32 (*leading, 1))."""
+    """Make PrimFunc(x float32 (*leading, K), q int8 (*leading, K), scale float32 (*leading, 1))."""
 
     def body() -> None:
         extents = [T.int64() if extent is None else extent for extent in spec.leading]
@@ -79,12 +83,12 @@ def build_quantize_rows(spec: RowQuantize, name: str = "quantize_rows") -> PrimF
 
 
 def choose_lanes(width: int) -> int:
-    """Elements of a row that are worked on at once."""
+    """Choose how many elements of a row are processed at once."""
     return min(LANES, 1 << (width.bit_length() - 1))
 
 
 def emit_extreme(read: ReadVector, width: int, lanes: int) -> Expr:
-    """max(|row|); `read` is called for each element of a row at least once."""
+    """Emit max(|row|). `read` is called for each element of a row at least once."""
     (largest,) = alloc_vectors(1, lanes, "float32")
     store_vector(largest, constant("float32", 0, lanes), 0, lanes)
 
@@ -93,12 +97,12 @@ def emit_extreme(read: ReadVector, width: int, lanes: int) -> Expr:
         store_vector(largest, T.max(load_vector(largest, 0, lanes), value), 0, lanes)
 
     emit_vector_loop(width, lanes, compare)
-    # Not llvm.vector.reduce.fmax, which minds NaN and takes lane after lane for it.
+    # Not llvm.vector.reduce.fmax, which handles NaN and therefore takes one lane after the other.
     return T.bind(fold_lanes(load_vector(largest, 0, lanes), lanes, T.max))
 
 
 def emit_scale(largest: Expr, scale: Buffer, row: Expr) -> Expr:
-    """Stores the scale of a row, and gives it."""
+    """Store the scale of a row, and return it."""
     quotient = T.bind(largest / T.float32(ROW_LIMIT))
     step = T.bind(T.Select(quotient > T.float32(0), quotient, T.float32(1)))
     T.buffer_store(scale, step, [row])
@@ -108,7 +112,7 @@ def emit_scale(largest: Expr, scale: Buffer, row: Expr) -> Expr:
 def emit_codes(
     read: ReadVector, width: int, lanes: int, step: Expr, q: Buffer, start: Expr
 ) -> None:
-    """Stores the integers of a row from `start` on."""
+    """Store the integers of a row from `start` on."""
 
     def convert(at: Expr, count: int) -> None:
         level = read(at, count) / broadcast(step, count)

@@ -1,9 +1,9 @@
-"""Storing four accumulator vectors as one byte vector, with the saturating packs of x86.
+"""Four accumulator vectors -> one stored byte vector, with the saturating packs of x86.
 
-Packing narrows within 128-bit parts of a register: vectors v = 0..3 of lanes 4q + e give, in part
-q, the bytes 4v + e. So the channels are dealt out to the lanes accordingly when the weights are
-packed (`channel_order`), and no shuffle is needed to put them back. The packs saturate, which does
-the clamping at the limits of the dtype for free, and four vectors share one store.
+Packing works within 128-bit blocks of a register: lanes 4q + e of vectors v = 0..3 become byte 4v +
+e of block q. So the channels are assigned to the lanes accordingly when the weights are packed
+(`channel_order`), and no shuffle is needed afterwards. The packs saturate, which clamps at the
+limits of the dtype for free, and four vectors share one store.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from relayquant.codegen.kernels.emit import (
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Store
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa, Narrowing
 
-#: What results and residuals have to be.
+#: Allowed dtypes of results and residuals.
 BYTES = ("uint8", "int8")
 #: Accumulator vectors that become one byte vector.
 PACKED = 4
-#: int32 lanes of the 128-bit parts that packs treat separately.
+#: int32 lanes of the 128-bit blocks that packs treat separately.
 PART = 4
 
 
@@ -43,24 +43,27 @@ def can_narrow(isa: Isa, epilogue: Epilogue) -> bool:
 
 
 def channel_order(lanes: int, blocks: int) -> NDArray[np.int64]:
-    """[block, lane] -> channel within a panel of `blocks` (1, 2 or 4) vectors."""
+    """Return [block, lane] -> channel within a panel of `blocks` (1, 2 or 4) vectors."""
     part, element = np.divmod(np.arange(lanes), PART)
     block = np.arange(blocks)[:, None]
     return part * (PART * blocks) + block * PART + element
 
 
 def word_order(lanes: int, blocks: int) -> NDArray[np.int64]:
-    """Where the words of some pixels, [pixel][part][block], are in a packed vector."""
+    """Return the positions of the words of some pixels, [pixel][part][block], in a packed
+    vector.
+    """
     pixels, parts = PACKED // blocks, lanes // PART
     packed = np.arange(PACKED * parts).reshape(parts, pixels, blocks)
     return packed.transpose(1, 0, 2).reshape(-1)
 
 
 def emit_word_shuffle(words: list[Expr], order: NDArray[np.int64]) -> Expr:
-    """The elements of some float32 vectors, one after the other, in another order.
+    """Reorder the concatenated elements of float32 vectors.
 
-    The fence keeps LLVM from merging the shuffle with those before or behind it: one of words, and
-    some of bytes within 128-bit parts, take an instruction each; merged they take several.
+    The fence keeps LLVM from merging this shuffle with shuffles before or after it. A shuffle of
+    words, and some shuffles of bytes within 128-bit blocks, take one instruction each; merged they
+    take several.
     """
     lanes = order.size
     shuffled = T.Shuffle(words, [T.int32(int(i)) for i in order])
@@ -71,9 +74,9 @@ def emit_word_shuffle(words: list[Expr], order: NDArray[np.int64]) -> Expr:
 def emit_narrow_residuals(
     buffer: Buffer, offsets: list[Expr], lanes: int, blocks: int, width: int
 ) -> list[Expr]:
-    """Bytes of pixels as int32 vectors: the `blocks` vectors of one pixel after the other.
+    """Load bytes of pixels as int32 vectors: the `blocks` vectors of each pixel, pixel by pixel.
 
-    The reverse of `emit_narrow_store` with the same `offsets`. int8 bytes come as uint8 + 128.
+    The reverse of `emit_narrow_store` with the same `offsets`. int8 bytes become uint8 + 128.
     """
     count = lanes * blocks
     pixels = [
@@ -92,7 +95,7 @@ def emit_narrow_residuals(
 
 
 def emit_spread(packed: Expr, lanes: int) -> list[Expr]:
-    """A vector of uint8 as four int32 vectors, in the order of which `emit_packed` makes bytes."""
+    """Split a vector of uint8 into four int32 vectors, in the order that `emit_packed` packs."""
     zeros = constant("uint8", 0, PACKED * lanes)
     part, element = np.divmod(np.arange(lanes), PART)
     vectors = []
@@ -105,7 +108,7 @@ def emit_spread(packed: Expr, lanes: int) -> list[Expr]:
 
 
 def load_pieces(buffer: Buffer, offset: Expr, count: int, width: int) -> Expr:
-    """A vector of which only the first `width` of `count` elements are read; others repeat.
+    """Load a vector, reading only the first `width` of `count` elements. The others repeat.
 
     The reverse of what `store_vector` does with a partial vector.
     """
@@ -132,15 +135,14 @@ def emit_narrow_store(
 ) -> None:
     """Round, clamp and store four float32 vectors, none NaN, in channel order.
 
-    `reals` are the `blocks` vectors of one pixel after the other; `offsets` is where each pixel
-    goes, of which `width` channels exist. Vectors without a pixel are not stored.
+    `reals` are the `blocks` vectors of each pixel, pixel by pixel. `offsets` are the targets of the
+    pixels, of which `width` channels exist. Vectors without a pixel are not stored.
     """
     lanes, packed = isa.lanes, emit_packed(isa, epilogue, reals)
     if blocks == PACKED:
         store_vector(buffer, packed, offsets[0], PACKED * lanes, width)
         return
-    # Bring the words of each pixel together, once; storing them one by one costs as much as
-    # four vectors.
+    # Gather the words of each pixel once. Storing them one by one costs as much as four vectors.
     order = word_order(lanes, blocks)
     words = emit_word_shuffle([T.reinterpret(vector("float32", lanes), packed)], order)
     count = order.size * blocks // PACKED
@@ -151,7 +153,7 @@ def emit_narrow_store(
 
 
 def emit_packed(isa: Isa, epilogue: Epilogue, reals: list[Expr]) -> Expr:
-    """Four float32 vectors, none NaN, rounded and clamped: bytes in channel order."""
+    """Round, clamp and pack four float32 vectors, none NaN, to bytes in channel order."""
     lanes, narrowing = isa.lanes, isa.narrowing
     assert isinstance(narrowing, Narrowing)
     low, high = epilogue.bounds
@@ -160,8 +162,9 @@ def emit_packed(isa: Isa, epilogue: Epilogue, reals: list[Expr]) -> Expr:
     for real in reals:
         if low != INTEGER_LIMITS[epilogue.dtype][0]:
             real = T.max(real, constant("float32", low - zero_point, lanes))
-        # The conversion gives the least integer above 2**31; so the upper bound comes before it,
-        # unless nothing can be that large. The packs saturate at the limits of the dtype.
+        # The conversion gives the least integer for numbers above 2**31. So the upper bound is
+        # applied before it, unless nothing can be that large. The packs saturate at the limits of
+        # the dtype.
         if not epilogue.is_small or high != INTEGER_LIMITS[epilogue.dtype][1]:
             real = T.min(real, constant("float32", high - zero_point, lanes))
         integers.append(narrowing.round(real, lanes))

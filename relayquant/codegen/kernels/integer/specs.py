@@ -1,4 +1,4 @@
-"""What convolution and dense kernels compute: frozen specifications and packed constants."""
+"""Specifications of convolution and dense kernels, and their packed constants."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class Tile:
 
 @dataclass(frozen=True)
 class KernelForm:
-    """How a convolution is computed; what it computes is the same in all forms."""
+    """How a convolution is computed. The result is the same for all schedules."""
 
-    tile: Tile | None = None  #: None: that of the least estimated time
-    transforms: bool = False  #: by Winograd's transforms, not directly
+    tile: Tile | None = None  #: None: the tile with the smallest estimated time
+    transforms: bool = False  #: by Winograd's transforms instead of directly
 
 
 @dataclass(frozen=True)
 class Conv2d(Conv2dShape):
-    """A quantized convolution with static shapes; padded pixels hold `in_zero_point`."""
+    """A quantized convolution with static shapes. Padded pixels hold `in_zero_point`."""
 
     in_dtype: str = "uint8"
     in_zero_point: int = 0
     epilogue: Epilogue = field(default_factory=Epilogue)
-    tile: Tile | None = None  #: to be taken; None: that of the least estimated time
+    tile: Tile | None = None  #: tile to use; None: the one with the smallest estimated time
 
     def __post_init__(self) -> None:
         if self.in_dtype not in ("uint8", "int8", "int16"):
@@ -75,10 +75,10 @@ class Dense:
     in_dtype: str = "uint8"
     in_zero_point: int = 0
     epilogue: Epilogue = field(default_factory=Epilogue)
-    tile: Tile | None = None  #: as of `Conv2d`
+    tile: Tile | None = None  #: as in `Conv2d`
 
     def as_conv2d(self) -> Conv2d:
-        """The same product as a 1x1 convolution over a row of pixels."""
+        """Return the same product as a 1x1 convolution over a row of pixels."""
         return Conv2d(
             batch=1,
             height=1,
@@ -99,25 +99,25 @@ class PackedWeights:
 
     weight: NDArray[np.integer] | Expanded  #: flat, in the order the kernel reads
     bias: NDArray[np.int32]  #: with the input zero point folded in
-    multiplier: NDArray[np.float32] | None  #: None when the kernel stores accumulators
+    multiplier: NDArray[np.float32] | None  #: None if the kernel stores accumulators
 
     def operands(self) -> list[NDArray | Expanded]:
-        """What follows the data argument of the kernel."""
+        """List the operands after the data argument of the kernel."""
         constants: list[NDArray | Expanded] = [self.weight, self.bias]
         return constants if self.multiplier is None else [*constants, self.multiplier]
 
     def arguments(self) -> list[NDArray]:
-        """The operands as the kernel reads them."""
+        """List the operands as the kernel reads them, with expanded weights."""
         return [each.expand() if isinstance(each, Expanded) else each for each in self.operands()]
 
 
 def fold_zero_point(
     bias: NDArray[np.int32], weight: NDArray[np.int8], zero_point: int
 ) -> NDArray[np.int32]:
-    """bias - zero_point * sum(weight), per output channel; weight (C, ...), bias (C,).
+    """Compute bias - zero_point * sum(weight) per output channel; weight (C, ...), bias (C,).
 
     The kernel then multiplies stored activations, and padding holds the zero point. Sums wrap
-    modulo 2**32 like the accumulators they start.
+    modulo 2**32 like the accumulators they initialize.
     """
     sums = weight.reshape(len(weight), -1).astype("int64").sum(axis=1)
     return (bias.astype("int64") - zero_point * sums).astype("uint32").view("int32")
@@ -131,12 +131,12 @@ def pack_channels(
     zero_point_shift: int,
     order: NDArray[np.int64],
 ) -> tuple[NDArray[np.int32], NDArray[np.float32] | None]:
-    """Bias with the zero point folded in, and multiplier, both in `order`: flat channel numbers.
+    """Return the bias with the zero point folded in, and the multiplier, in the order `order`.
 
-    Numbers outside of the channels give 0.
+    `order` holds flat channel numbers. Numbers outside the channels give 0.
 
     Raises:
-        ValueError: a shape does not fit, or the multiplier is missing or not wanted.
+        ValueError: A shape does not fit, or the multiplier is missing or not allowed.
     """
     channels = spec.out_channels
     if weight.shape != spec.weight_shape or weight.dtype != np.int8:

@@ -1,26 +1,28 @@
-"""Convolution 3x3 by Winograd's minimal filtering, F(4x4, 3x3), in exact integers, as TIR.
+"""Specification of an integer 3x3 convolution -> its kernel by Winograd's F(4x4, 3x3), in exact
+integers.
 
     576 y = A (sum over i of (G w[i] G') * (B d[i] B')) A'
 
-d[i] are 6x6 activations of channel i, w[i] its 3x3 weights, y the 4x4 results, * of each element:
-36 products instead of 144. With the matrices below all of this is integers:
+d[i] are 6x6 activations of channel i, w[i] its 3x3 weights, y the 4x4 results, * is elementwise: 36
+products instead of 144. With the matrices below everything is an integer:
 
-- Of activations within -128..127, B d B' is at most 100 * 128 = 12,800, which fits int16.
-- Of int8 weights, G w G' is at most 144 * 128 = 18,432, which fits int16.
-- Sums of products pass the range of int32. They wrap modulo 2**32, and so does what A makes of
-  them. That is 576 y modulo 2**32, times the inverse of 9 it is 64 y, and 6 bits to the right
-  y itself, as it is from -2**25 on and below 2**25 (`LARGEST_SUM`).
+- For activations within -128..127, B d B' is at most 100 * 128 = 12,800, which fits int16.
+- For int8 weights, G w G' is at most 144 * 128 = 18,432, which fits int16.
+- Sums of products exceed the range of int32. They wrap modulo 2**32, and so do the results of A.
+These are 576 y modulo 2**32. Times the inverse of 9 this is 64 y, and a shift right by 6 bits gives
+y, if y is at least -2**25 and below 2**25 (`LARGEST_SUM`).
 
-So results are those of the direct form, bit for bit. A product of int16 takes twice as long as one
-of bytes with VNNI: half of the time is left, and the transforms; a quarter without VNNI.
+So results are equal to the direct form, bit for bit. A product of int16 takes twice as long as one
+of bytes with VNNI: half of the time remains, plus the transforms; a quarter without VNNI.
 
-The image is worked on in chunks of rows of tiles that the second-level cache holds: B d B' of all
-tiles; for each of the 36 elements a matrix product, tiles by channels; the results of all tiles.
-Where there are few chunks, B d B' is computed of the whole image first, and the rest of each chunk
-in several parts of the output channels, for many threads.
+An image is processed in chunks of tile rows that fit the second-level cache. For each chunk: B d B'
+of all tiles, then for each of the 36 elements a matrix product of tiles by channels, then the
+results of all tiles. If there are few chunks, B d B' of the whole image is computed first, and the
+output channels of each chunk are split into several parts, for many threads.
 
 Source of B and A: A. Lavin and S. Gray, Fast Algorithms for Convolutional Neural Networks, 2015,
-section 4.3. Rows of G are multiplied by 24, 24, 24, 24, 24 and 12, columns of A by what remains.
+section 4.3. Rows of G are multiplied by 24, 24, 24, 24, 24 and 12, columns of A by the remaining
+factors.
 """
 
 from __future__ import annotations
@@ -77,35 +79,36 @@ from relayquant.codegen.kernels.winograd import (
     view_buffers,
 )
 
-#: G.
+#: The matrix G.
 WEIGHT_TRANSFORM = np.array(
     [[6, 0, 0], [4, 4, 4], [4, -4, 4], [1, 2, 4], [1, -2, 4], [0, 0, 12]], "float64"
 )
 #: G w G'.
 EXPANSION = Expansion(np.kron(WEIGHT_TRANSFORM, WEIGHT_TRANSFORM), "int8", "int16", "int16")
-#: Results come out 9 * 2**6 times as large.
+#: Results are multiplied by 9 * 2**6.
 INVERSE_OF_9, SHIFT = pow(9, -1, 2**32), 6
-#: Sums of weights times activations less 128 must be smaller in magnitude.
+#: Sums of weights times activations minus 128 must be smaller in magnitude.
 LARGEST_SUM = 2**25
-#: Times in units of a dot product, measured on Zen 4: both transforms of a tile, of one vector;
-#: and bytes of weights that are read meanwhile from the last-level cache.
+#: Times in units of a dot product, measured on Zen 4: input and output transform of one vector of a
+#: tile; and bytes of weights read from the last-level cache in one unit.
 INPUT_COST, OUTPUT_COST, BYTES_PER_DOT = 145, 175, 12
-#: Transformed weights, eight times the bytes, may be no more: a last-level cache holds some such.
+#: Largest size of the transformed weights, which have eight times the bytes. A last-level cache
+#: holds some weights of this size.
 MOST_WEIGHT_BYTES = 5 * 1024 * 1024
-#: Share of the direct form's estimated time below which this one is taken.
+#: Winograd is used if its estimated time is below this share of the direct form's time.
 WORTH = 0.92
 
 
 @dataclass(frozen=True)
 class WinogradPlan:
-    """All that generator and packer must agree on."""
+    """Choices that generator and packer must agree on."""
 
     spec: Conv2d
     isa: Isa
 
     @cached_property
     def grid(self) -> TileGrid:
-        """The tiles, and how they are dealt out."""
+        """The tiles, split into chunks and parts."""
         spec = self.spec
         tile_bytes = POINTS * (2 * spec.in_channels + 4 * spec.out_channels)
         cost = spec.macs // 2 + STORE_COST * prod(spec.out_shape)
@@ -126,7 +129,7 @@ class WinogradPlan:
 
     @cached_property
     def product(self) -> ConvPlan:
-        """The matrix product of one element; its pixels are the tiles of the smallest chunk."""
+        """The matrix product of one element. Its pixels are the tiles of the smallest chunk."""
         tiles = self.grid.least_tiles
         channels = self.spec.in_channels, self.spec.out_channels
         stored, tile = Epilogue(Store.ACCUMULATOR, "int32"), self.spec.tile
@@ -141,14 +144,15 @@ class WinogradPlan:
 
     @cached_property
     def input_stride(self) -> int:
-        """From one element to the next in transformed activations: by a cache line more than the
-        tiles have, or all 36 might meet in one set of the cache."""
+        """Distance between elements of transformed activations. It is one cache line more than the
+        tiles need, or all 36 might fall into one set of the cache.
+        """
         tiles = prod(self.grid.tiles) if self.parts > 1 else self.grid.most_tiles
         return tiles * self.spec.in_channels + 2 * self.isa.lanes
 
     @cached_property
     def sum_stride(self) -> int:
-        """From one element to the next in the products."""
+        """Distance between elements of the products."""
         return self.grid.most_tiles * self.spec.out_channels + self.isa.lanes
 
     @cached_property
@@ -170,8 +174,9 @@ class WinogradPlan:
 
 
 def can_winograd(spec: Conv2d, isa: Isa, weight: NDArray[np.int8]) -> bool:
-    """Whether `build_winograd` can compute a convolution with these weights (OHWI), and they stay
-    small enough for a cache.
+    """Whether `build_winograd` can compute a convolution with these weights (OHWI).
+
+    The transformed weights must also be small enough for a cache.
     """
     # Pairs of int16: the other instruction sets of the package have none, or better ones for bytes.
     pairs = isa.narrowing is not None and isa.for_activations("int16").products == 2
@@ -183,8 +188,9 @@ def can_winograd(spec: Conv2d, isa: Isa, weight: NDArray[np.int8]) -> bool:
 
 
 def saves_time(spec: Conv2d, isa: Isa) -> bool:
-    """Whether a convolution for which `can_winograd` is true is estimated to be faster so than by
-    `build_conv2d`.
+    """Whether `build_winograd` is estimated to be faster than `build_conv2d`.
+
+    `can_winograd` must be true for the convolution.
     """
     direct = choose_plan(spec, isa)
     dots = prod(spec.out_size) * direct.vectors * direct.panel_words
@@ -192,7 +198,7 @@ def saves_time(spec: Conv2d, isa: Isa) -> bool:
 
 
 def find_largest_sum(weight: NDArray[np.int8]) -> int:
-    """No sum of weights times activations from -128 to 127 is larger in magnitude."""
+    """Return a bound of the magnitude of sums of weights times activations from -128 to 127."""
     sums = np.abs(weight.astype("int64")).reshape(len(weight), -1).sum(axis=1)
     return 128 * int(sums.max(initial=0))
 
@@ -204,7 +210,7 @@ def build_winograd(
     in_shape: tuple[int, ...] | None = None,
     out_shape: tuple[int, ...] | None = None,
 ) -> PrimFunc:
-    """The same kernel as that of `build_conv2d`, with constants of `pack_winograd`."""
+    """Build the same kernel as `build_conv2d`, for constants of `pack_winograd`."""
 
     def body() -> None:
         plan = WinogradPlan(spec, isa)
@@ -219,12 +225,12 @@ def build_winograd(
 
 
 def emit_shares(plan: WinogradPlan, operands: Operands, image: Image) -> None:
-    """All results of padded activations, a share of the work after the other."""
+    """Emit all results for padded activations, one share of the work after the other."""
     spec, grid = plan.spec, plan.grid
     rows, cols = grid.tiles
     with ExitStack() as held:
         common = None
-        if plan.parts > 1:  # which all read the same
+        if plan.parts > 1:  # all parts read the same activations
             size = spec.batch * POINTS * plan.input_stride
             (common,) = held.enter_context(view_buffers(alloc_workspace(size, "int16")))
             with loop_over((spec.batch, rows, cols), grid.is_parallel) as (n, row, col):
@@ -249,19 +255,24 @@ def emit_shares(plan: WinogradPlan, operands: Operands, image: Image) -> None:
 
 
 def alloc_columns(rows: int, lanes: int, dtype: str) -> list[Buffer]:
-    """So many rows of a transform that is half done: of each all columns, one after the other."""
+    """Allocate `rows` rows of a half-finished transform, each with all columns one after the
+    other.
+    """
     return [view_buffer(buffer) for buffer in alloc_vectors(rows, IN * lanes, dtype)]
 
 
 def centre_activations(isa: Isa) -> Isa:
-    """Activations less 128 instead of uint8: then B d B' and sums are small enough."""
+    """Return the instruction set for activations minus 128 instead of uint8.
+
+    Then B d B' and the sums are small enough.
+    """
     return replace(isa, activation="int8")
 
 
 def emit_inputs(
     plan: WinogradPlan, image: Image, inputs: Buffer, at: TileResults, origin: Expr
 ) -> None:
-    """B d B' of one tile, all channels; those of tile 0 begin at `origin`."""
+    """Emit B d B' of one tile, all channels. Tile 0 begins at `origin`."""
     channels, lanes = plan.spec.in_channels, plan.input_lanes
     start = ((at.image * image.height + at.row) * image.width + at.col) * channels
     wide = vector("int16", lanes)
@@ -282,7 +293,7 @@ def emit_inputs(
 
 
 def transform_inputs(d: list[Expr], lanes: int) -> list[Expr]:
-    """B times six int16 vectors; B is
+    """Multiply B by six int16 vectors. B is
 
     4  0 -5  0  1  0
     0 -4 -4  1  1  0
@@ -295,7 +306,7 @@ def transform_inputs(d: list[Expr], lanes: int) -> list[Expr]:
     def times(factor: int, value: Expr) -> Expr:
         return value * constant("int16", factor, lanes)
 
-    # Bound, as TVM writes out an expression wherever it is read.
+    # Bound, since TVM writes out an expression wherever it is read.
     even, odd = T.bind(d[4] - times(4, d[2])), T.bind(d[3] - times(4, d[1]))
     near, far = T.bind(d[4] - d[2]), T.bind(times(2, d[3] - d[1]))
     first, last = times(4, d[0] - d[2]) + near, d[5] - d[3] - times(2, far)
@@ -311,8 +322,10 @@ def emit_products(
     tiles: Expr,
     own: PanelRange,
 ) -> None:
-    """For every element: transformed activations of so many tiles times transformed weights of a
-    part; the activations begin at `origin`.
+    """Emit for every element: transformed activations of the tiles times transformed weights of a
+    part.
+
+    The activations begin at `origin`.
     """
     product, (channels, outputs) = plan.product, (plan.spec.in_channels, plan.spec.out_channels)
     lanes, tile = product.isa.lanes, product.tile
@@ -343,13 +356,13 @@ def emit_products(
 def emit_results(
     plan: WinogradPlan, operands: Operands, sums: Buffer, at: TileResults, own: PanelRange
 ) -> None:
-    """What the epilogue makes of the sums of one tile, all channels of a part."""
+    """Emit the epilogue for the sums of one tile, for all channels of a part."""
     spec, isa, lanes = plan.spec, plan.isa, plan.isa.lanes
     (height, width), channels = spec.out_size, spec.out_channels
     start = ((at.image * height + at.row) * width + at.col) * channels
     inverse = constant("int32", INVERSE_OF_9, lanes)
     blocks = plan.product.tile.blocks
-    end = T.bind(T.min(own.end * blocks, channels // lanes))  # the last panel may be no whole one
+    end = T.bind(T.min(own.end * blocks, channels // lanes))  # the last panel may be partial
     with T.serial(end - own.first * blocks) as v:
         first = T.bind((own.first * blocks + v) * lanes)
         source, target = T.bind(at.number * channels + first), T.bind(start + first)
@@ -377,7 +390,7 @@ def emit_results(
 
 
 def transform_sums(m: list[Expr], lanes: int) -> list[Expr]:
-    """A times six int32 vectors, modulo 2**32; A is
+    """Multiply A by six int32 vectors, modulo 2**32. A is
 
     1 -1 -1  1  1  0
     0 -1  1  2 -2  0
@@ -403,7 +416,7 @@ def transform_sums(m: list[Expr], lanes: int) -> list[Expr]:
 
 
 def shift(operation: Wrapping, value: Expr, bits: int, lanes: int) -> Expr:
-    """An int32 vector moved by so many bits."""
+    """Shift an int32 vector by `bits` bits."""
     return emit_wrapping(operation, value, constant("int32", bits, lanes), lanes)
 
 
@@ -414,10 +427,10 @@ def pack_winograd(
     bias: NDArray[np.int32],
     multiplier: NDArray[np.float32] | None,
 ) -> PackedWeights:
-    """Constant operands of `build_winograd`; arguments as of `pack_conv2d`.
+    """Pack the constant operands of `build_winograd`. Arguments as for `pack_conv2d`.
 
     Raises:
-        ValueError: a shape does not fit, the multiplier is missing or not wanted, or sums with
+        ValueError: A shape does not fit, the multiplier is missing or not allowed, or sums with
             these weights can be too large.
     """
     centre = centre_activations(isa).zero_point_shift(spec.in_dtype)

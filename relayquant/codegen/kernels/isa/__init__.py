@@ -1,1 +1,1 @@
-"""Instruction sets, and which of them a target has."""
+"""Target -> instruction set with its vector primitives."""

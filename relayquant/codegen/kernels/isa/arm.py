@@ -1,9 +1,9 @@
-"""Instruction sets of Arm: `smmla` and `sdot` where the target has them, else widening multiplies.
+"""Arm's instruction sets: `smmla` and `sdot` if the target has them, else widening multiplies.
 
-Activations are int8, as the `arm` backend quantizes them; uint8 ones have their top bit flipped on
-the way in, like int8 ones on x86. sdot and smlal take the word of an activation by lane index from
-a register that holds several words, so that one load serves them all and nothing has to be spread
-over a vector:
+Activations are int8, as the `arm` backend quantizes them. The top bit of uint8 activations is
+flipped when they are read, as for int8 activations on x86. sdot and smlal read one word of
+activations by lane index from a register that holds several words. So one load serves them all and
+no word has to be broadcast to a vector:
 
     sdot   v0.4s, v1.16b, v2.4b[i]     4 products per lane       (Armv8.2 dot product)
     smlal  v0.4s, v1.4h, v2.h[i]       1 product per lane        (every AArch64; vmlal.s16 on Armv7)
@@ -12,37 +12,39 @@ smmla multiplies matrices, 2 pixels x 8 products by 8 products x 2 channels (Arm
 
     smmla  v0.4s, v1.16b, v2.16b       8 products per lane
 
-It does 32 multiply-adds where sdot does 16, but needs the words of two pixels in one register: a
-load of 16 bytes per pixel and a zip per 16 bytes, where sdot needs the load only. In the main
-loops, for 16 bytes of each pixel (loads of weights bring two vectors):
+It does 32 multiply-adds where sdot does 16, but needs the words of two pixels in one register. That
+takes a load of 16 bytes per pixel and a zip per 16 bytes, while sdot needs only the load.
+Instructions of the main loops, for 16 bytes of each pixel (a load of weights reads two vectors):
 
     sdot    5 pixels x 16   80 dot products, 5 loads of activations,  8 of weights, 0 zips     93
     smmla   4 pixels x 20   40 dot products, 4 loads of activations, 10 of weights, 4 zips     58
 
-and about six to move pointers, fetch ahead and jump, for which a loop has two such loads. Of the 32
-registers 20 are sums. The rest holds one pair of vectors of weights, which meets all pixels before
-the next one is loaded, and the words of all pixels, of both loads: with less, LLVM's schedule for
-some CPUs goes to the stack. Tiles of up to 24 sums have loops of one load.
+About six more move pointers, prefetch and jump. To share them, a loop has two loads of words. Of
+the 32 registers, 20 hold sums. The others hold one pair of weight vectors, which is used for all
+pixels before the next pair is loaded, and the words of all pixels for both loads. With fewer
+registers LLVM's schedule for some CPUs spills to the stack. Tiles of up to 24 sums have loops with
+one load.
 
-With one pixel half of its work is lost, and short reductions are rounded up to 8 products instead
-of 4: `conv_plan.choose_plan` counts for each shape. Depthwise convolutions stay with sdot. What is
-counted is instructions; how fast a core executes them was not measured.
+With one pixel half of the work of smmla is lost, and short reductions are rounded up to 8 products
+instead of 4: `conv_plan.choose_plan` counts instructions for each shape. Depthwise convolutions use
+sdot. Only instructions are counted; how fast a core executes them was not measured.
 
-Of constant weights CPUs with neither take bytes of one pixel and channel at once, with one register
-of sums for each (`SmullIsa`):
+CPUs without sdot and smmla can multiply constant weights as bytes. They take bytes of one pixel and
+one channel at a time, with one register of sums for each (`SmullIsa`):
 
     smull   v0.8h, v1.8b, v2.8b        products as int16
-    smlal2  v0.8h, v1.16b, v2.16b      where weights are without -128; else smull2 and a sadalp more
-    sadalp  v3.4s, v0.8h               neighbours added to int32
+    smlal2  v0.8h, v1.16b, v2.16b      for weights without -128; else smull2 and one more sadalp
+    sadalp  v3.4s, v0.8h               adds neighbours to int32
 
-The instructions of main loops, and how many products of bytes there are for each:
+Instructions of the main loops, and byte products per instruction:
 
     smlal   7 pixels x 8     56 smlal and 23 others                              2.8
     bytes   2 pixels x 8     64 smull, smull2, sadalp and 9 others               3.5
     pairs   2 pixels x 8     48 smull, smlal2, sadalp and 8 others               4.6
 
-Words of 16 bytes leave more unfilled than those of 4: `conv_plan.choose_plan` counts again. What is
-packed at run time (products of two activations) and depthwise convolutions stay with smlal.
+Words of 16 bytes stay partly empty more often than words of 4: `conv_plan.choose_plan` counts
+again. Weights packed at run time (products of two activations) and depthwise convolutions use
+smlal.
 """
 
 from __future__ import annotations
@@ -65,34 +67,36 @@ from relayquant.codegen.kernels.isa.base import (
 
 #: int32 lanes of a 128-bit register.
 PART = 4
-#: Magnitude of weights up to which two products with int8 fit int16: 2 * 128 * 127 = 32,512.
+#: Up to this magnitude of weights, two products with int8 fit int16: 2 * 128 * 127 = 32,512.
 LARGEST_PAIRED = 127
 
 
 def take(value: Expr, first: int, count: int) -> Expr:
-    """`count` lanes of a vector from `first` on."""
+    """Take `count` lanes of a vector from `first` on."""
     return T.Shuffle([value], [T.int32(first + i) for i in range(count)])
 
 
 def split(value: Expr, lanes: int, count: int) -> list[Expr]:
-    """A vector of `lanes` as `count` vectors of as many lanes each."""
+    """Split a vector of `lanes` into `count` vectors of equal length."""
     size = lanes // count
     return [value] if count == 1 else [take(value, i * size, size) for i in range(count)]
 
 
 def join(values: list[Expr], lanes: int) -> Expr:
-    """The vector of `lanes` that `split` had."""
+    """Join vectors to the vector of `lanes` that `split` took apart."""
     return values[0] if len(values) == 1 else T.Shuffle(values, [T.int32(i) for i in range(lanes)])
 
 
 def repeat(value: Expr, lanes: int, lane: int, count: int) -> Expr:
-    """One lane of a vector of `lanes`, `count` times: to LLVM, the index of an instruction."""
-    copies = -(-count // lanes)  # a Shuffle gives no more lanes than it takes
+    """Repeat one lane of a vector of `lanes` `count` times. LLVM makes it the index of an
+    instruction.
+    """
+    copies = -(-count // lanes)  # a Shuffle returns no more lanes than it reads
     return T.Shuffle([value] * copies, [T.int32(lane)] * count)
 
 
 def load_pieces(count: int) -> list[tuple[int, int]]:
-    """(first word, words) of the loads that bring `count` words: 4, 8 or 16 bytes each."""
+    """Return (first word, words) of the loads that read `count` words: 4, 8 or 16 bytes each."""
     pieces, first = [], 0
     while first < count:
         size = 1 << (min(count - first, 4).bit_length() - 1)
@@ -103,20 +107,22 @@ def load_pieces(count: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class ArmIsa(Isa):
-    """What both families share; `intrinsic` works on one 128-bit register of accumulators."""
+    """Base of both families. `intrinsic` works on one 128-bit register of accumulators."""
 
     intrinsic: str = ""
-    #: registers beside those of the sums and of the words of pixels: a pair of weights, one more
+    #: Registers besides sums and words of pixels: a pair of weights, and one more.
     spare: int = 3
-    #: whether a loop of two loads of words has less instructions for each
+    #: Whether a loop with two loads of words needs fewer instructions per load.
     has_two_loads: bool = False
 
     def count_registers(self, pixels: int, blocks: int, sums: int) -> int:
         return sums + pixels + self.spare
 
     def time_word(self, pixels: int, blocks: int, latency: float) -> float:
-        """All instructions count: loads of weights, of which there are two in one, and of a loop
-        about six, to move pointers and fetch ahead.
+        """Count all instructions of one word.
+
+        They include loads of weights, each of which reads two vectors, and about six per loop to
+        move pointers and prefetch.
         """
         dots = max(pixels * blocks * self.dot_cost, latency)
         size = blocks * self.weight_vector * np.dtype(self.weight_dtype).itemsize
@@ -124,12 +130,16 @@ class ArmIsa(Isa):
         return dots + pixels * self.word_cost + size / 32 + 6 / (self.words_per_load * steps)
 
     def count_steps(self, pixels: int, blocks: int, sums: int) -> int:
-        """Two where registers hold the words of both, as LLVM begins with the second ahead."""
+        """Return two if registers hold the words of both loads, as LLVM starts the second one
+        early.
+        """
         registers = self.count_registers(pixels, blocks, sums) + pixels - 1
         return 2 if self.has_two_loads and registers <= self.registers else 1
 
     def for_depthwise(self, channels: int) -> Isa:
-        """Twice the lanes: rows are then loaded, interleaved and stored by 8 bytes instead of 4."""
+        """Return twice the lanes: then rows are loaded, interleaved and stored by 8 bytes instead
+        of 4.
+        """
         return replace(self, lanes=2 * PART) if channels >= 2 * PART else self
 
     def load_activation(self, buffer: Buffer, offset: Expr) -> Expr:
@@ -179,13 +189,13 @@ class SdotIsa(PackedIsa, ArmIsa):
 class SmmlaIsa(SdotIsa):
     """smmla: products of 2x8 and 8x2 int8 matrices added to 2x2 int32, without saturation.
 
-    An accumulator is of two pixels (p, q) and four channels, in two registers:
+    An accumulator has two pixels (p, q) and four channels, in two registers:
 
         (p0, p1, q0, q1)  (p2, p3, q2, q3)
 
-    The packed weights of four channels, 8 products of each, are the two registers beside them. The
-    operand that `load_activations` gives is one word of a pixel, as an int64. `single` is what the
-    same CPUs have for pixels that come alone.
+    The packed weights of four channels, 8 products each, are two registers for them. The operand
+    that `load_activations` returns is one word of a pixel, as an int64. `single` is the instruction
+    set of the same CPUs for single pixels.
     """
 
     single: Isa = field(kw_only=True)
@@ -215,7 +225,7 @@ class SmmlaIsa(SdotIsa):
         return words
 
     def as_activation(self, words: Expr) -> Expr:
-        """Of an int64 vector: the word of each pixel."""
+        """Reinterpret an int64 vector that holds the word of each pixel."""
         return T.reinterpret(f"int8x{self.pixels * self.products}", words)
 
     def join_words(self, words: list[Expr]) -> Expr:
@@ -242,15 +252,15 @@ class SmmlaIsa(SdotIsa):
 
 @dataclass(frozen=True)
 class SmlalIsa(ArmIsa):
-    """smlal: int16 products added to int32 lanes, one product of a word after the other.
+    """smlal: int16 products added to int32 lanes, the products of a word one after the other.
 
-    Activations of 8 bits stay so in memory and are widened in registers; weights are stored as
-    int16, the lanes of one product after the other. Depthwise convolutions take words of one row:
-    nothing is interleaved, and no product is one by zero.
+    8-bit activations stay 8 bits in memory and are widened in registers. Weights are stored as
+    int16: all lanes of the first product, then of the next. Depthwise convolutions use words of one
+    row: nothing is interleaved, and no product is with a zero.
     """
 
-    for_bytes: SmullIsa | None = None  #: what the same CPUs have for constant weights,
-    for_pairs: SmullIsa | None = None  #: and for those without -128
+    for_bytes: SmullIsa | None = None  #: used by the same CPUs for constant weights
+    for_pairs: SmullIsa | None = None  #: and for constant weights without -128
 
     def for_weights(self, weight: NDArray[np.int8]) -> Isa:
         best = self.for_pairs if find_largest(weight) <= LARGEST_PAIRED else self.for_bytes
@@ -285,8 +295,9 @@ class SmlalIsa(ArmIsa):
         return tuple(T.Cast(f"int16x{self.lanes}", row) for row in rows)
 
     def interleave(self, rows: list[Expr]) -> Expr:
-        """Row after row, as the weights are: nothing has to change places. A single one is widened
-        here, once for all that it meets.
+        """Put the rows one after the other, as in the weights, so no value changes its lane.
+
+        A single row is widened here, once for all uses.
         """
         if self.products == 1:
             row = T.reinterpret(f"{self.activation}x{self.lanes}", rows[0])
@@ -324,20 +335,20 @@ class SmlalIsa(ArmIsa):
 
 @dataclass(frozen=True)
 class SmullIsa(PackedIsa, ArmIsa):
-    """smull, sadalp: products of bytes as int16, neighbours of which are added to int32 lanes.
+    """smull, sadalp: products of bytes as int16, whose neighbours are added to int32 lanes.
 
-    A word is 16 bytes of one pixel, which meet as many of one channel; an accumulator has four sums
-    of each of its four channels, which are added in the end.
+    A word is 16 bytes of one pixel, multiplied by 16 bytes of one channel. An accumulator has four
+    sums for each of its four channels, which are added at the end.
 
-    `is_paired`: two products are added in int16 first (smlal2), so 16 take three instructions
-    instead of four. It overflows where both are -128 by -128 and nowhere else: weights must be
-    without -128 (`LARGEST_PAIRED`), as symmetric ones are.
+    `is_paired`: two products are first added in int16 (smlal2), so 16 products take three
+    instructions instead of four. This overflows only if both products are -128 by -128. So weights
+    must not contain -128 (`LARGEST_PAIRED`), as in symmetric quantization.
     """
 
     add_pairs: str = ""  #: intrinsic that adds neighbours of int16 lanes as int32
     sum_pairs: str = ""  #: intrinsic that adds neighbours of two int32 vectors
     is_paired: bool = False
-    single: Isa = field(kw_only=True)  #: what the same CPUs have where words would hardly be filled
+    single: Isa = field(kw_only=True)  #: used by the same CPUs if words would be nearly empty
 
     @property
     def companion(self) -> Isa:
@@ -368,7 +379,7 @@ class SmullIsa(PackedIsa, ArmIsa):
         return [self.load_activation(buffer, offset + i * self.products) for i in range(count)]
 
     def join_sums(self, sums: list[Expr]) -> Expr:
-        """The sums themselves, and three zeros for each."""
+        """Return an accumulator with these sums, and three zeros for each sum."""
         (vector,) = sums
         zeros = T.broadcast(T.int32(0), self.lanes)
         order = [i // PART if i % PART == 0 else self.lanes for i in range(self.accumulator_lanes)]
@@ -492,7 +503,7 @@ SMMLA = SmmlaIsa(
     wide=NEON_WIDE,
     single=SDOT,
 )
-#: For targets that name i8mm and not dotprod; LLVM concludes neither from the other.
+#: For targets that name i8mm but not dotprod. LLVM derives neither from the other.
 SMMLA_NEON = replace(SMMLA, name="smmla+neon", features=("neon", "i8mm"), single=NEON)
 NEON32_WIDE = SmlalIsa(
     name="neon32 int16",

@@ -1,15 +1,14 @@
-"""Instruction sets: the values every kernel generator takes; those of x86 and the portable one.
+"""Instruction sets as values for the kernel generators; those of x86 and the portable one.
 
-An `Isa` is a frozen value that owns the few primitives in which instruction sets differ: how a
-word of activations is spread over a vector, how a vector of packed weights is read, and the dot
-product of the two. The generators (convolution, matrix product, depthwise) are written once, over
-these primitives. Another family (see `arm`) is another subclass with its values, and a line in
-`select`; nothing else changes.
+An `Isa` is a frozen value with the few primitives in which instruction sets differ: how a word of
+activations is broadcast to a vector, how a vector of packed weights is read, and their dot product.
+The generators (convolution, matrix product, depthwise) are written once, over these primitives. A
+new family (see `arm`) needs a subclass with its values, and a line in `select`.
 
     vector of sums       `lanes` int32 values, one output channel each, of one pixel
     accumulator          the sums of `pixels` pixels, in the order of the dot product (opaque)
     word                 `products` consecutive activations, one dot step of one lane
-    operand              what `load_activation` / `load_weights` return and `dot` takes (opaque)
+    operand              result of `load_activation` / `load_weights`, argument of `dot` (opaque)
 """
 
 from __future__ import annotations
@@ -25,25 +24,27 @@ from tvm.script.ir_builder import tirx as T
 
 from relayquant.codegen.kernels.isa.timing import COMMON, Timing
 
-#: What `load_word` brings.
+#: Bytes that `load_word` reads.
 BYTES_PER_WORD = 4
 
-#: A TIR expression or buffer; TVM gives them no useful static type.
+#: A TIR expression or buffer. TVM gives them no useful static type.
 Expr = Any
 Buffer = Any
 
 
 @dataclass(frozen=True)
 class Narrowing:
-    """Rounding and saturating narrowing of x86 vectors, by the names of the LLVM intrinsics."""
+    """x86 instructions that round and narrow vectors with saturation, by names of LLVM
+    intrinsics.
+    """
 
-    to_int32: str  #: float32 -> int32, half to even; what does not fit becomes -2**31
+    to_int32: str  #: float32 -> int32, half to even; overflow gives -2**31
     to_int16: str  #: packssdw
     to_int8: str  #: packsswb
     to_uint8: str  #: packuswb
 
     def round(self, value: Expr, lanes: int) -> Expr:
-        """int32 vector: `value` rounded half to even; must be below 2**31."""
+        """Round `value` half to even to an int32 vector. It must be below 2**31."""
         dtype = f"int32x{lanes}"
         if lanes < 16:
             return T.call_llvm_pure_intrin(self.to_int32, value, dtype=dtype)
@@ -51,16 +52,16 @@ class Narrowing:
         return T.call_llvm_pure_intrin(self.to_int32, value, unused, every, current, dtype=dtype)
 
     def pack_words(self, a: Expr, b: Expr, lanes: int) -> Expr:
-        """int16 vector of two int32 vectors, saturated, interleaved by 128-bit parts."""
+        """Pack two int32 vectors to int16, saturated, interleaved by 128-bit blocks."""
         return T.call_llvm_pure_intrin(self.to_int16, a, b, dtype=f"int16x{2 * lanes}")
 
     def add_words(self, a: Expr, b: Expr, lanes: int) -> Expr:
-        """a + b in int16, saturated."""
+        """Compute a + b in int16, saturated."""
         name = f"llvm.sadd.sat.v{2 * lanes}i16"
         return T.call_llvm_pure_intrin(name, a, b, dtype=f"int16x{2 * lanes}")
 
     def pack_bytes(self, a: Expr, b: Expr, dtype: str, lanes: int) -> Expr:
-        """uint8 or int8 vector of two int16 vectors, saturated, interleaved by 128-bit parts."""
+        """Pack two int16 vectors to uint8 or int8, saturated, interleaved by 128-bit blocks."""
         name = self.to_uint8 if dtype == "uint8" else self.to_int8
         return T.call_llvm_pure_intrin(name, a, b, dtype=f"{dtype}x{4 * lanes}")
 
@@ -69,9 +70,9 @@ class Narrowing:
 class Isa(ABC):
     """One instruction set, as the kernel generators see it.
 
-    `activation` is the dtype the dot product takes. Of uint8 and int8, activations of the other one
-    are stored with the top bit flipped, which moves the zero point by 128 (see
-    `zero_point_shift`). Those of int16 have an instruction set of their own (`for_activations`).
+    `activation` is the dtype that the dot product takes. If it is uint8 or int8, activations of the
+    other dtype are stored with the top bit flipped, which shifts the zero point by 128 (see
+    `zero_point_shift`). int16 activations have a separate instruction set (`for_activations`).
     """
 
     name: str
@@ -82,36 +83,36 @@ class Isa(ABC):
     dots_in_flight: int  #: independent accumulators that hide the latency of the dot product
     activation: str  #: dtype of activations the dot product takes
     weight_dtype: str  #: dtype in which packed weights are stored
-    narrowing: Narrowing | None = None  #: saturating packs, where there are some
-    max_blocks: int = 4  #: vectors of weights a register tile may keep beside the accumulators
-    words_per_load: int = 1  #: consecutive words that `load_activations` gets best at once
+    narrowing: Narrowing | None = None  #: saturating packs, if there are any
+    max_blocks: int = 4  #: vectors of weights a register tile may keep besides the accumulators
+    words_per_load: int = 1  #: best number of consecutive words for `load_activations`
     pixels: int = 1  #: pixels of one accumulator: the rows of a matrix unit
-    word_cost: float = 1.0  #: instructions that bring one word of one pixel to the dot product
+    word_cost: float = 1.0  #: instructions that load one word of one pixel for the dot product
     dot_cost: float = 1.0  #: instructions of the dot product, per vector of sums
-    registers: int = 32  #: vector registers there are
-    max_pixels: int = 32  #: pixels a register tile may have, where their words need registers
-    may_spill: bool = True  #: whether a tile with more than all registers can be the best
-    blocks_first: bool = False  #: a vector of weights meets all pixels before the next is loaded
-    has_fma: bool = True  #: whether float32 fma is an instruction (a library call otherwise)
-    wide: Isa | None = None  #: what the same CPUs have for int16 activations; None: this is it
-    timing: Timing = COMMON  #: of the core the code is for
+    registers: int = 32  #: number of vector registers
+    max_pixels: int = 32  #: most pixels of a register tile, if their words need registers
+    may_spill: bool = True  #: whether a tile that exceeds the registers can be the best
+    blocks_first: bool = False  #: use a vector of weights for all pixels before the next is loaded
+    has_fma: bool = True  #: whether float32 fma is an instruction (otherwise a library call)
+    wide: Isa | None = None  #: for int16 activations on the same CPUs; None: this instruction set
+    timing: Timing = COMMON  #: timing of the target's core
 
     @property
     def is_fused(self) -> bool:
-        """Whether the instruction that multiplies also adds to the sums."""
+        """Whether one instruction multiplies and adds to the sums."""
         return False
 
     @property
     def repeats_sums(self) -> bool:
-        """Whether what `dot` returns has the sums that it was given more than once."""
+        """Whether the result of `dot` contains its input sums more than once."""
         return False
 
     @property
     def joins_ends(self) -> bool:
-        """Whether `load_joined` makes words of activations that do not follow each other.
+        """Whether `load_joined` makes words of activations that are not consecutive.
 
-        It takes as many scalar instructions as a word has activations, and pays where a dot product
-        is one instruction of its own for all of them.
+        This takes as many scalar instructions as a word has activations. It pays if a dot product
+        is a single instruction for all of them.
         """
         return False
 
@@ -127,148 +128,167 @@ class Isa(ABC):
 
     @property
     def word_dtype(self) -> str:
-        """Integer type that words are handled as; a shorter word fills its low bytes."""
+        """Integer type for words. A shorter word fills its low bytes."""
         return "int32"
 
     def repeat_word(self, word: int) -> Expr:
-        """Operand of `dot`: the same word, given as bits, for all lanes and pixels."""
+        """Return the operand of `dot` with the same word, given as bits, for all lanes and
+        pixels.
+        """
         return self.as_activation(T.broadcast(T.int32(word), self.lanes))
 
     def zero_point_shift(self, dtype: str) -> int:
-        """What is added to zero points (and, modulo 256, to values) of activations of `dtype`."""
+        """Number to add to zero points (and, modulo 256, to values) of activations of `dtype`."""
         if self.activation in (dtype, "int16"):
             return 0
         return 128 if dtype == "int8" else -128
 
     def arrange_weights(self, words: NDArray[np.int8]) -> NDArray[Any]:
-        """Packed form: [..., lanes, products] int8 -> [..., weight_vector] weight_dtype."""
+        """Arrange weights for packing: [..., lanes, products] int8 -> [..., weight_vector]
+        weight_dtype.
+        """
         flat = words.reshape(*words.shape[:-2], self.weight_vector)
         return flat.astype(self.weight_dtype)
 
     def count_registers(self, pixels: int, blocks: int, sums: int) -> int:
-        """Vector registers that a tile takes: its sums, the weights and one word of activations."""
+        """Count the vector registers of a tile: its sums, the weights and one word of
+        activations.
+        """
         return sums + blocks + 1
 
     def count_steps(self, pixels: int, blocks: int, sums: int) -> int:
-        """Loads of words that a tile's loop is written out for, one after the other."""
+        """Count the loads of words for which a tile's loop is unrolled."""
         return 1
 
     def time_word(self, pixels: int, blocks: int, latency: float) -> float:
-        """Time of one word of a tile, in dot products: as many as there are, but no less than the
-        loads, one for each pixel and block, or the `latency` of one of them allow.
+        """Return the time of one word of a tile, in dot products.
+
+        It is the number of dot products, but at least the time of the loads, one for each pixel and
+        block, and at least the `latency` of a dot product.
         """
         loads = pixels * self.timing.activation + blocks
         return max(pixels * blocks, loads, latency) + self.timing.word
 
     def with_timing(self, timing: Timing) -> Isa:
-        """The same for a core with this timing, and so all that it has for other operands."""
+        """Return the same, and all related instruction sets, for a core with this timing."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         own = {k: v.with_timing(timing) for k, v in values.items() if isinstance(v, Isa)}
         latency = timing.dots_in_flight or self.dots_in_flight
         return replace(self, timing=timing, dots_in_flight=latency, **own)
 
     def for_activations(self, dtype: str) -> Isa:
-        """The instruction set of this target for activations of `dtype`: uint8, int8 or int16."""
+        """Return the target's instruction set for activations of `dtype`: uint8, int8 or int16."""
         return self.wide if dtype == "int16" and self.wide is not None else self
 
     def for_weights(self, weight: NDArray[np.int8]) -> Isa:
-        """The instruction set of this target for constant weights that are known to be these."""
+        """Return the target's instruction set for these constant weights."""
         return self
 
     def for_convolution(self, dtype: str) -> Isa:
-        """As `for_activations`, for sums that read every activation many times.
+        """Like `for_activations`, for sums that read every activation many times.
 
-        It may be one for int16: bytes are then widened once, by the copy that pads them.
+        It may be an instruction set for int16: bytes are then widened once, by the copy that pads
+        them.
         """
         return self.for_activations(dtype)
 
     def for_depthwise(self, channels: int) -> Isa:
-        """The same with vectors that suit a depthwise convolution of so many channels."""
+        """Return the same with vectors for a depthwise convolution of `channels` channels."""
         return self
 
     def for_wrapping_sums(self) -> Isa:
-        """The same, where sums may pass the range of int32: they wrap modulo 2**32."""
+        """Return the same for sums that may exceed the range of int32: they wrap modulo 2**32."""
         return self
 
     @property
     def companion(self) -> Isa:
-        """What the target has for sizes that this instruction set does not fill: few pixels, short
-        reductions. It has the same `activation`; this one itself if there is none.
+        """Instruction set of the target for sizes that this one does not fill: few pixels, short
+        reductions.
+
+        It has the same `activation`. It is this instruction set if there is no other.
         """
         return self
 
     def join_words(self, words: list[Expr]) -> Expr:
-        """Operand of `dot`, of the operands that `load_activations` gave for `pixels` pixels."""
+        """Make the operand of `dot` from the operands that `load_activations` returned for `pixels`
+        pixels.
+        """
         (word,) = words
         return word
 
     def join_sums(self, sums: list[Expr]) -> Expr:
-        """Accumulator of `pixels` vectors of sums."""
+        """Make an accumulator from `pixels` vectors of sums."""
         (vector,) = sums
         return vector
 
     def split_sums(self, acc: Expr) -> list[Expr]:
-        """The vectors of sums that `join_sums` had."""
+        """Return the vectors of sums that `join_sums` joined."""
         return [acc]
 
     def load_activation(self, buffer: Buffer, offset: Expr) -> Expr:
-        """Operand: `products` values at `offset` of a flat buffer, repeated in all lanes."""
+        """Load an operand: `products` values at `offset` of a flat buffer, repeated in all
+        lanes.
+        """
         return self.as_activation(load_word(buffer, offset, self.lanes))
 
     def load_joined(self, buffer: Buffer, offsets: list[Expr], count: int) -> Expr:
-        """Operand: a word of `count` values, 1 or 2, at each of some offsets and of zeros behind
-        them, repeated in all lanes; only of instruction sets with `joins_ends`.
+        """Load an operand from several offsets: a word of `count` values (1 or 2) at each, then
+        zeros.
+
+        The word is repeated in all lanes. Only for instruction sets with `joins_ends`.
         """
         raise NotImplementedError(self.name)
 
     def load_activations(self, buffer: Buffer, offset: Expr, count: int) -> list[Expr]:
-        """Operands of `count` consecutive words."""
+        """Load the operands of `count` consecutive words."""
         return [self.load_activation(buffer, offset + i * self.products) for i in range(count)]
 
     @abstractmethod
     def as_activation(self, words: Expr) -> Expr:
-        """Operand: one word per lane, from a vector made by `interleave`."""
+        """Make an operand with one word per lane, from a vector made by `interleave`."""
 
     @property
     def row_dtype(self) -> str:
-        """Of the lanes of what `interleave` gives."""
+        """Dtype of the lanes of the result of `interleave`."""
         return "int32"
 
     def interleave(self, rows: list[Expr]) -> Expr:
-        """Vector whose lane l is the word (rows[0][l], .., rows[products - 1][l])."""
+        """Make the vector whose lane l is the word (rows[0][l], .., rows[products - 1][l])."""
         lanes, products = self.lanes, self.products
         order = [T.int32(row * lanes + lane) for lane in range(lanes) for row in range(products)]
         return T.reinterpret(f"int32x{lanes}", T.Shuffle(rows, order))
 
     @abstractmethod
     def load_weights(self, buffer: Buffer, index: Expr) -> Expr:
-        """Operand: packed weight vector number `index` of a flat buffer."""
+        """Load an operand: packed weight vector number `index` of a flat buffer."""
 
     @abstractmethod
     def store_weights(self, buffer: Buffer, index: Expr, words: Expr) -> None:
-        """Write packed weight vector number `index`, from one word per lane (of `word_dtype`); the
-        counterpart at run time of `arrange_weights`."""
+        """Write packed weight vector number `index`, from one word per lane (of `word_dtype`).
+
+        This is the counterpart of `arrange_weights` at run time.
+        """
 
     @abstractmethod
     def dot(self, acc: Expr, activation: Expr, weights: Expr) -> Expr:
-        """acc[lane] + sum over products of activation * weight, exact modulo 2**32."""
+        """Compute acc[lane] + sum over products of activation * weight, exact modulo 2**32."""
 
 
 class Wrapping(enum.Enum):
-    """Operations of LLVM on integer vectors whose results wrap."""
+    """LLVM operations on integer vectors whose results wrap."""
 
     ADD = "add"
     SUBTRACT = "sub"
     MULTIPLY = "mul"
     SHIFT_LEFT = "shl"
-    SHIFT_RIGHT = "ashr"  #: with the sign
+    SHIFT_RIGHT = "ashr"  #: arithmetic
 
 
 def emit_wrapping(operation: Wrapping, a: Expr, b: Expr, lanes: int, dtype: str = "int32") -> Expr:
-    """a and b combined modulo 2**32, or 2**16 for dtype int16.
+    """Combine a and b modulo 2**32, or 2**16 for dtype int16.
 
-    With its own operations on int32 TVM tells LLVM that nothing overflows, which LLVM may rely on.
-    Those on a part of the lanes do not say so, here of all lanes.
+    TVM's own int32 operations tell LLVM that nothing overflows, which LLVM may rely on. Masked
+    vector operations do not say so. Here their mask selects all lanes.
     """
     name = f"llvm.vp.{operation.value}.v{lanes}i{np.dtype(dtype).itemsize * 8}"
     every = T.broadcast(T.bool(True), lanes)
@@ -276,7 +296,7 @@ def emit_wrapping(operation: Wrapping, a: Expr, b: Expr, lanes: int, dtype: str 
 
 
 def load_word(buffer: Buffer, offset: Expr, lanes: int) -> Expr:
-    """Four consecutive bytes as one int32, repeated in `lanes` lanes (vpbroadcastd)."""
+    """Load four consecutive bytes as one int32, repeated in `lanes` lanes (vpbroadcastd)."""
     count = BYTES_PER_WORD // np.dtype(buffer.dtype).itemsize
     word = buffer.vload([offset], f"{buffer.dtype}x{count}")
     return T.broadcast(T.reinterpret("int32", word), lanes)
@@ -284,7 +304,7 @@ def load_word(buffer: Buffer, offset: Expr, lanes: int) -> Expr:
 
 @dataclass(frozen=True)
 class PackedIsa(Isa):
-    """Dot products whose operands are in registers as they are in memory."""
+    """Dot products whose operands have the same order in registers and in memory."""
 
     def as_activation(self, words: Expr) -> Expr:
         return T.reinterpret(f"{self.activation}x{self.weight_vector}", words)
@@ -302,8 +322,9 @@ class PackedIsa(Isa):
 
 @dataclass(frozen=True)
 class VnniIsa(PackedIsa):
-    """vpdpbusd: four uint8 x int8 products added to an int32 lane, without saturation; vpdpwssd:
-    two of int16.
+    """vpdpbusd: four uint8 x int8 products added to an int32 lane, without saturation.
+
+    vpdpwssd does the same with two int16 products.
     """
 
     intrinsic: str = ""
@@ -314,7 +335,7 @@ class VnniIsa(PackedIsa):
 
     @property
     def joins_ends(self) -> bool:
-        # With 16 registers LLVM keeps half of the sums on the stack around joined words.
+        # With 16 registers LLVM keeps half of the sums on the stack while words are joined.
         return self.products == BYTES_PER_WORD and self.registers >= 32
 
     def load_joined(self, buffer: Buffer, offsets: list[Expr], count: int) -> Expr:
@@ -334,17 +355,17 @@ class VnniIsa(PackedIsa):
 class MaddIsa(Isa):
     """vpmaddwd: two int16 products per int32 lane, twice per word of four activations.
 
-    The word is spread first and split in registers: even bytes by a mask, odd bytes by a shift. So
-    activations stay 8 bit in memory; the weights are stored as int16, even then odd. vpmaddubsw
-    needs no widening, but saturates its int16 sums and would give wrong results, unless weights are
-    small: `SmallWeightIsa`.
+    The word is broadcast first and split in registers: even bytes by a mask, odd bytes by a shift.
+    So activations stay 8 bits in memory. The weights are stored as int16, even then odd. vpmaddubsw
+    needs no widening, but saturates its int16 sums and gives wrong results unless weights are
+    small: see `SmallWeightIsa`.
 
-    Two instructions and a register for every word are too many where 16 registers hold the sums:
-    convolutions read a copy that is int16 already (`for_convolution`).
+    Two instructions and a register for every word are too many if 16 registers hold the sums. Then
+    convolutions read a copy that is already int16 (`for_convolution`).
     """
 
     intrinsic: str = ""
-    small: SmallWeightIsa | None = None  #: what the same CPUs have for small weights
+    small: SmallWeightIsa | None = None  #: used by the same CPUs for small weights
 
     def for_weights(self, weight: NDArray[np.int8]) -> Isa:
         if self.small is None or find_largest(weight) > SMALL_WEIGHT:
@@ -376,7 +397,7 @@ class MaddIsa(Isa):
         shift = T.Broadcast(T.int16(8), pairs)
         odd = T.reinterpret(f"int16x{pairs}", words)
         even = T.reinterpret(f"int16x{pairs}", words << T.Broadcast(T.int32(8), self.lanes))
-        # The left shift leaves byte 1 in the low half of the upper int16; the right shift drops it.
+        # The left shift leaves byte 1 in the low half of the upper int16. The right shift drops it.
         for half, value in ((0, even), (pairs, odd)):
             value = T.shift_right(value, shift)
             T.buffer_store(buffer, value, [T.ramp(start + half, 1, pairs)])
@@ -388,22 +409,22 @@ class MaddIsa(Isa):
         return acc
 
 
-#: Weights up to so much, of either sign, for which `SmallWeightIsa` is exact: it adds two products
-#: of activations up to 255 in int16, and 2 * 255 * 64 = 32,640 fits while 2 * 255 * 65 does not.
+#: Largest magnitude of weights for which `SmallWeightIsa` is exact. It adds two products of
+#: activations up to 255 in int16: 2 * 255 * 64 = 32,640 fits, 2 * 255 * 65 does not.
 SMALL_WEIGHT = 64
 
 
 def find_largest(weight: NDArray[np.int8]) -> int:
-    """The largest magnitude; that of -128 is 128."""
+    """Return the largest magnitude of the weights. For -128 it is 128."""
     return int(np.abs(weight.astype("int16")).max(initial=0))
 
 
 @dataclass(frozen=True)
 class SmallWeightIsa(PackedIsa):
-    """vpmaddubsw: the sums of two uint8 x int8 products as int16; vpmaddwd by 1: of two of those.
+    """vpmaddubsw adds two uint8 x int8 products in int16; vpmaddwd by 1 adds two of these sums.
 
-    The first instruction saturates, but not with weights of -64..64 (`SMALL_WEIGHT`). Three
-    instructions for four products of each lane, where `MaddIsa` and `PairIsa` take four.
+    The first instruction saturates, but not with weights of -64..64 (`SMALL_WEIGHT`). Four products
+    of each lane take three instructions; `MaddIsa` and `PairIsa` need four.
     """
 
     pairs: str = ""  #: intrinsic of vpmaddubsw
@@ -428,7 +449,7 @@ class SmallWeightIsa(PackedIsa):
 
 @dataclass(frozen=True)
 class PairIsa(PackedIsa):
-    """vpmaddwd for int16 activations: the sum of two products fits, as weights have 8 bits."""
+    """vpmaddwd for int16 activations. The sum of two products fits, since weights have 8 bits."""
 
     intrinsic: str = ""
 
@@ -439,14 +460,14 @@ class PairIsa(PackedIsa):
         return acc + self.multiply(activation, weights)
 
     def multiply(self, activation: Expr, weights: Expr) -> Expr:
-        """The sum of two products, of each lane."""
+        """Return the sum of two products for each lane."""
         dtype = f"int32x{self.lanes}"
         return T.call_llvm_pure_intrin(self.intrinsic, activation, weights, dtype=dtype)
 
 
 @dataclass(frozen=True)
 class WrappingPairIsa(PairIsa):
-    """The same for sums that may pass the range of int32."""
+    """The same for sums that may exceed the range of int32."""
 
     def dot(self, acc: Expr, activation: Expr, weights: Expr) -> Expr:
         products = self.multiply(activation, weights)
@@ -455,7 +476,7 @@ class WrappingPairIsa(PairIsa):
 
 @dataclass(frozen=True)
 class PlainIsa(Isa):
-    """Ordinary vector TIR: one int32 multiply-add per lane; any LLVM target compiles it."""
+    """Ordinary vector TIR with one int32 multiply-add per lane. Any LLVM target compiles it."""
 
     def load_activation(self, buffer: Buffer, offset: Expr) -> Expr:
         return T.broadcast(T.Cast("int32", buffer.vload([offset])), self.lanes)
@@ -480,15 +501,18 @@ class PlainIsa(Isa):
 
 
 def on_bytes(wide: PairIsa, name: str, small: SmallWeightIsa | None = None) -> MaddIsa:
-    """What the CPUs of `wide` have for bytes: the same instruction on the same registers."""
+    """Make the instruction set for bytes of the CPUs of `wide`: same instruction, same
+    registers.
+    """
     shared = {field.name: getattr(wide, field.name) for field in fields(wide)}
     changed = {"name": name, "products": 4, "activation": "uint8", "wide": wide, "small": small}
     return MaddIsa(**{**shared, **changed})
 
 
 def on_small_weights(wide: PairIsa, name: str, pairs: str, accumulators: int) -> SmallWeightIsa:
-    """What the CPUs of `wide` have for bytes and small weights; a vector of ones takes a register,
-    which `accumulators` allows for.
+    """Make the instruction set for bytes and small weights of the CPUs of `wide`.
+
+    A vector of ones takes a register, which `accumulators` must leave free.
     """
     shared = {field.name: getattr(wide, field.name) for field in fields(wide)}
     changed = {"name": name, "products": 4, "activation": "uint8", "weight_dtype": "int8"}

@@ -1,4 +1,4 @@
-"""Which instructions a target has: the choices that every kernel is generated with."""
+"""Target -> instruction set for its kernels."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from relayquant.codegen.kernels.isa.base import PORTABLE, X86_ISAS, Isa
 from relayquant.codegen.kernels.isa.target import Architecture, find_architecture
 from relayquant.codegen.kernels.isa.timing import TIMINGS
 
-#: Fastest first; `select_isa` takes the first whose features the target has.
+#: Fastest first. `select_isa` takes the first one whose features the target has.
 ISAS: dict[Architecture, tuple[Isa, ...]] = {
     Architecture.X86: X86_ISAS,
     Architecture.AARCH64: AARCH64_ISAS,
     Architecture.ARM32: ARM32_ISAS,
     Architecture.OTHER: (),
 }
-#: Fastest first; as ISAS.
+#: Fastest first, as in ISAS.
 SHUFFLES: dict[Architecture, tuple[ByteShuffle, ...]] = {
     Architecture.X86: X86_SHUFFLES,
     Architecture.AARCH64: AARCH64_SHUFFLES,
@@ -28,18 +28,18 @@ SHUFFLES: dict[Architecture, tuple[ByteShuffle, ...]] = {
 
 
 def has_isa(isa: Isa | ByteShuffle, target: Target) -> bool:
-    """Whether `target` (not this machine) can execute every instruction `isa` emits.
+    """Whether `target` (not this machine) can execute every instruction that `isa` emits.
 
-    `isa` must be of the architecture of the target: both kinds of Arm have "neon".
+    `isa` must be of the target's architecture: 32-bit and 64-bit Arm both have "neon".
     """
     return all(llvm_cpu_has_features(feature, target) for feature in isa.features)
 
 
 def select_isa(target: Target) -> Isa:
-    """The fastest instruction set of `target`, an LLVM target; PORTABLE when none is known.
+    """Select the fastest instruction set of an LLVM target. PORTABLE if none is known.
 
-    The question is put to LLVM's description of the target. An instruction the target lacks would
-    abort the compiling process, so nothing is assumed from the machine at hand.
+    LLVM's description of the target decides. An instruction that the target lacks would abort the
+    compiling process, so nothing is assumed from this machine.
     """
     for isa in ISAS[find_architecture(target)]:
         if has_isa(isa, target):
@@ -48,7 +48,7 @@ def select_isa(target: Target) -> Isa:
 
 
 def time_isa(isa: Isa, target: Target) -> Isa:
-    """The instruction set with the timing of the target's core, where that is known."""
+    """Return the instruction set with the timing of the target's core, if that is known."""
     if find_architecture(target) is not Architecture.X86:
         return isa
     for features, timing in TIMINGS:
@@ -58,6 +58,6 @@ def time_isa(isa: Isa, target: Target) -> Isa:
 
 
 def select_shuffle(target: Target) -> ByteShuffle | None:
-    """How `target`, an LLVM target, looks up bytes in registers; None when it cannot."""
+    """Select how an LLVM target looks up bytes in registers. None if it cannot."""
     shuffles = SHUFFLES[find_architecture(target)]
     return next((shuffle for shuffle in shuffles if has_isa(shuffle, target)), None)

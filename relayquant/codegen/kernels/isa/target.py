@@ -1,6 +1,4 @@
-"""What the user calls a target -> tvm.target.Target: None, a Target, a dict, or the familiar
-command-line string.
-"""
+"""User's target -> tvm.target.Target, from None, a Target, a dict, or a command-line string."""
 
 from __future__ import annotations
 
@@ -28,10 +26,10 @@ from relayquant.errors import ConfigError, suggest_name
 _LISTS = ("mattr", "cl-opt", "keys", "libs")
 _NUMBERS = ("num-cores", "opt-level", "vector-width")
 
-#: CPU for whose timing LLVM has no registers for the sums, as it unrolls the loop over a reduction
-#: or begins all products of a tile at once -> one with neutral timing, which gets the features of
-#: the first besides its own. On a Zen 4, layers with large tiles take half the time so. The generic
-#: one of Arm is in order, as those two are.
+#: CPU whose LLVM timing makes slow code -> CPU with neutral timing, which gets the features of the
+#: first. With the first timing LLVM unrolls the loop over a reduction, or starts all products of a
+#: tile at once, and then has no registers for the sums. With neutral timing layers with large tiles
+#: take half the time on a Zen 4. Arm's generic CPU is in order, like the two CPUs it replaces.
 NEUTRAL_TIMING = {
     "znver3": "x86-64-v3",
     "znver4": "x86-64-v4",
@@ -40,9 +38,9 @@ NEUTRAL_TIMING = {
     "cortex-a53": "generic",
 }
 
-#: Features of LLVM that only weigh instructions: what a core does fast, or in which order. Code for
-#: them runs everywhere. Source: LLVM's X86.td and AArch64Features.td; those that are left out count
-#: as instructions.
+#: LLVM features that only describe speed: what a core does fast, or in which order. Code for them
+#: runs everywhere. Source: LLVM's X86.td and AArch64Features.td. Features that are missing here
+#: count as instructions.
 TUNING = re.compile(
     r"(slow|fast|faster|tuning|prefer|avoid|fuse|use|zcm|zcz|no-zcz|false-deps|no-bypass-delay|lea"
     r"|branch|pad|idiv[lq]-to)-.*|.*-?fusion|no-bypass-delay|allow-light-256-bit|sbb-dep-breaking"
@@ -56,25 +54,26 @@ ARCHITECTURES_64 = frozenset(["x86_64", "amd64", "aarch64", "arm64"])
 
 
 class Architecture(enum.Enum):
-    """Families of CPUs for which there are kernels."""
+    """Families of CPUs with kernels."""
 
     X86 = "x86"  #: 32 and 64 bit
     AARCH64 = "aarch64"  #: 64-bit Arm
-    ARM32 = "arm32"  #: 32-bit Arm, as Armv7
-    OTHER = "other"  #: whatever else TVM compiles for
+    ARM32 = "arm32"  #: 32-bit Arm, such as Armv7
+    OTHER = "other"  #: all other targets of TVM
 
 
 def resolve_target(target: Any = None) -> Target:
-    """The target to compile for.
+    """Return the target to compile for.
 
     Args:
-        target: None for this machine (its CPU and core count), a Target, a dict as Target takes it,
-            or a string such as "llvm -mcpu=cascadelake" or "llvm -mtriple=aarch64-linux-gnu
-            -mattr=+dotprod". A CPU of `NEUTRAL_TIMING` becomes another one with its features.
+        target: None for this machine (its CPU and core count), a Target, a dict as for Target, or a
+            string such as "llvm -mcpu=cascadelake" or "llvm -mtriple=aarch64-linux-gnu
+            -mattr=+dotprod". A CPU in `NEUTRAL_TIMING` is replaced by another CPU with the same
+            features.
 
     Raises:
-        ConfigError: a string or dict that TVM does not accept, a target that is no CPU, or a
-            triple, CPU or feature that LLVM does not know; says which.
+        ConfigError: TVM does not accept the string or dict, the target is not a CPU, or LLVM does
+            not know the triple, CPU or feature. The message names it.
     """
     if isinstance(target, Target):
         resolved, text = target, str(target)
@@ -95,10 +94,10 @@ def resolve_target(target: Any = None) -> Target:
 
 
 def check_target(target: Target, text: str) -> None:
-    """Raise ConfigError for a target (`text`: as the user wrote it) that there is no code for.
+    """Raise ConfigError for a target that there is no code for. `text` is what the user wrote.
 
-    LLVM ends the process at a triple that it does not know; a CPU or a feature it replaces by a
-    generic one, or ignores.
+    LLVM ends the process for an unknown triple. It replaces an unknown CPU by a generic one, and
+    ignores an unknown feature.
     """
     if "cpu" not in target.keys:
         raise ConfigError(
@@ -138,38 +137,38 @@ def check_target(target: Target, text: str) -> None:
 
 
 def neutralize_timing(target: Target) -> Target:
-    """The target with the same features and the timing that `NEUTRAL_TIMING` has for its CPU."""
+    """Return the target with the same features and the CPU of `NEUTRAL_TIMING`."""
     cpu = str(target.attrs.get("mcpu"))
     if target.kind.name != "llvm" or cpu not in NEUTRAL_TIMING:
         return target
     config = {key: value for key, value in target.export().items() if key not in ("keys", "tag")}
     without = [str(asked) for asked in config.get("mattr", ()) if str(asked).startswith("-")]
-    # One of Arm's is named like the core, and would have LLVM unroll loops for it after all.
+    # An Arm feature has the name of the core. With it LLVM would unroll loops for this core again.
     names = {*map(str, llvm_get_cpu_features(target))} - {cpu.removeprefix("cortex-")}
     features = [f"+{name}" for name in sorted(names)]
     return Target({**config, "mcpu": NEUTRAL_TIMING[cpu], "mattr": [*features, *without]})
 
 
 def list_instructions(target: Target) -> set[str]:
-    """LLVM's names of what code for a target may use, without those of `TUNING`."""
+    """List LLVM's names of the instructions a target may use: its features without `TUNING`."""
     names = {*map(str, llvm_get_cpu_features(target))}
     return {name for name in names if not TUNING.fullmatch(name)}
 
 
 def host_config() -> dict[str, Any]:
-    """This machine's CPU as LLVM names it, and the cores this process may use."""
+    """Return this machine's CPU as LLVM names it, and the cores this process may use."""
     return {"kind": "llvm", "mcpu": llvm_get_system_cpu(), "num-cores": count_cores()}
 
 
 def name_cpu() -> str:
-    """This machine's CPU for a reader: what its maker calls it, and LLVM's name in brackets."""
+    """Return this machine's CPU for a reader: the maker's name, and LLVM's name in parentheses."""
     llvm = llvm_get_system_cpu()
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # not Linux
         return llvm
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    model = next(models, "")  # Arm's kernel gives numbers only
+    model = next(models, "")  # Arm's kernel lists numbers only
     return f"{model} ({llvm})" if model else llvm
 
 
@@ -177,7 +176,7 @@ def parse_target(text: str) -> dict[str, Any]:
     """ "llvm -mcpu=x -mattr=+a,+b" -> {"kind": "llvm", "mcpu": "x", "mattr": ["+a", "+b"]}.
 
     Raises:
-        ConfigError: a word that is no option, or an option without a value.
+        ConfigError: A word is not an option, or an option has no value.
     """
     words = shlex.split(text)
     if not words or words[0].startswith("-"):
@@ -224,12 +223,14 @@ def _build(config: dict[str, Any], text: str) -> Target:
 
 
 def read_triple(target: Target) -> str:
-    """Architecture, maker and system, of a target without a triple those of this machine."""
+    """Return the triple: architecture, vendor and system. Without one, the triple of this
+    machine.
+    """
     return str(target.attrs.get("mtriple") or llvm_get_system_triple())
 
 
 def find_architecture(target: Target) -> Architecture:
-    """The family of `target`; of a target without a triple, that of the machine that compiles."""
+    """Return the CPU family of a target. Without a triple, the family of this machine."""
     if target.kind.name != "llvm":
         return Architecture.OTHER
     name = read_triple(target).split("-")[0].lower()
