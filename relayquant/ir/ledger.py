@@ -1,5 +1,6 @@
-"""The ledger: what became of every operator of the float model. Travels with the module as a
-function attribute.
+"""The ledger: a row for each operator of the float model that says what was done to it.
+
+The module carries the ledger as a function attribute.
 """
 
 from __future__ import annotations
@@ -26,28 +27,30 @@ LEDGER_ATTR = "relayquant.ledger"
 
 @dataclass(frozen=True)
 class LedgerRow(PlainFields):
-    """One operator: what was done to it, or why not and what to do about it.
+    """One operator: how it was quantized, or why not and what to do.
 
     Attributes:
-        name: Stable name of the value it computes.
+        name: Name of the value that it computes.
         op: Its main operator, without "relax.".
         quantized: Whether it runs on integers.
-        pattern: Pattern that took it, "" if none.
-        dtype: Integer dtype of its result (int32 or int64 for a sum that is dequantized at once);
-            where it is not quantized that of the float model, which is no float for indices and the
-            like, and "" for what is no tensor.
-        reason, advice: Why it stayed in float, and what to do; "" when quantized.
-        values: All values of the float model inside it, the last is `name`.
-        sources: Nodes of the source model it came from.
-        scale, zero_point: Parameters of its result, empty when it has none.
-        scheme: "symmetric" or "affine" of its result, "" when it has no parameters.
-        rule: The line of the QConfigMapping that decided, "" if none did.
-        support: What became of its QConfig (`relayquant.ir.plan.Support`).
-        accumulator: What its sums of products are held in, e.g. "int14 saturate"; "" for int32
-            that holds them all, "int64" where it would not.
-        is_dynamic: Whether its data gets parameters of the run time; its result is float32 then.
-        observer: What picked the parameters of its result, "" when it has none or they were given.
-        passed_over: Rows of the user's own that match it and did not take it.
+        pattern: Name of the pattern that took it, "" if none.
+        dtype: Dtype of its result. For a quantized operator it is an integer dtype (int32 or int64
+            for a sum that is dequantized at once). For others it is the dtype in the float model,
+            also an integer dtype for results such as indices. "" if the result is not a tensor.
+        reason, advice: Why it stayed in float, and what to do. "" if it is quantized.
+        values: All values of the float model inside it. The last is `name`.
+        sources: Names of its nodes in the source model.
+        scale, zero_point: Parameters of its result. Empty if it has none.
+        scheme: "symmetric" or "affine" for its result. "" without parameters.
+        rule: The deciding line of the QConfigMapping, "" if there is none.
+        support: How the backend answered its QConfig, a value of
+            `relayquant.config.Support`.
+        accumulator: Accumulator of its sums of products, e.g. "int14 saturate". "" is int32 without
+            overflow. "int64" is used if int32 could overflow.
+        is_dynamic: Whether its data gets run-time parameters. The result is then float32.
+        observer: Observer that chose the parameters of its result. "" if there are none or they
+            were given.
+        passed_over: User rows that match it but did not take it.
     """
 
     name: str
@@ -71,7 +74,7 @@ class LedgerRow(PlainFields):
 
     @property
     def is_narrow(self) -> bool:
-        """Whether its sums are brought into the range of a register that need not hold them."""
+        """Whether its accumulator is narrower than its sums may need."""
         return self.accumulator not in ("", NATIVE.description)
 
 
@@ -80,11 +83,11 @@ class InterfaceValue(PlainFields):
     """An input or output of main.
 
     Attributes:
-        name: Of the parameter, or of the float model's value.
-        dtype: What main takes or returns.
-        requested: What the user asked for; the reference form, which is all float, does not have it
-            yet.
-        scale, zero_point: real = scale * (integer - zero_point); empty where `dtype` is no integer.
+        name: Name of the parameter, or of the value in the float model.
+        dtype: Dtype that main takes or returns.
+        requested: Dtype that the user asked for. The reference form is all float and does not have
+            it yet.
+        scale, zero_point: real = scale * (integer - zero_point). Empty for a float `dtype`.
     """
 
     name: str
@@ -95,18 +98,18 @@ class InterfaceValue(PlainFields):
 
     @property
     def is_integer(self) -> bool:
-        """Whether integers were asked for."""
+        """Whether the user asked for integers."""
         return bool(self.requested)
 
     @property
     def qparams(self) -> QParams | None:
-        """Its parameters; None where it is float."""
+        """The parameters, or None for a float value."""
         if not self.scale:
             return None
         return QParams(np.float32(self.scale[0]), np.int32(self.zero_point[0]), self.dtype)  # pyright: ignore[reportArgumentType]
 
     def with_qparams(self, qparams: QParams | None) -> InterfaceValue:
-        """With dtype and parameters; unchanged for None."""
+        """Return a copy with dtype and parameters. None returns the value unchanged."""
         if qparams is None:
             return self
         scale, zero_point = (float(qparams.scale),), (int(qparams.zero_point),)
@@ -115,28 +118,27 @@ class InterfaceValue(PlainFields):
 
 @dataclass(frozen=True)
 class GuardResult(PlainFields):
-    """What the guard saw when it ran the integer model beside the float model.
+    """Measurements of the guard (accuracy control), which runs the integer and the float model.
 
     Attributes:
-        samples: Samples that both ran on.
-        sqnr: Of the worst output, dB, within -999 and 999.
-        disagreement: Share of samples with clearly another answer, at the worst output.
-        is_parted: Whether the outputs parted when all of the plan was quantized.
-        operator: Where it starts: the first operator whose result is off; "" if they did not part.
-        reverted: Operators that were put back to float.
-        sqnr_before, disagreement_before: The same numbers before that.
-        worst: SQNR of the worst sample alone, dB, within -999 and 999; None in ledgers of older
+        samples: Number of samples that both models ran on.
+        sqnr: SQNR of the worst output in dB, within -999 and 999.
+        disagreement: Share of samples with a clearly different answer, at the worst output.
+        is_parted: Whether the outputs deviated with all of the plan quantized.
+        operator: First operator with a wrong result. "" if the outputs did not deviate.
+        reverted: Operators that were reverted to float.
+        sqnr_before, disagreement_before: The same numbers before operators were reverted.
+        worst: SQNR of the worst sample alone in dB, within -999 and 999. None in ledgers of older
             versions.
-        is_doubtful: Whether the outputs, that did not part, are far enough apart for a warning.
-        least: What `sqnr` is not likely to fall below in data of this kind; None in ledgers of
-            older versions.
-        by_output: SQNR of each output, dB, within -999 and 999.
-        total: Samples that there were to choose from; None in ledgers of older versions.
-        numbers: Those that both ran on, by their place in the data.
-        worst_number: The worst sample among them; None where outputs do not count samples.
-        tuned: How many of them ranges were chosen by or weights fitted to: a model follows better
-            on these than on others.
-        is_held_out: Whether they are samples that calibration did not read: `validation=`.
+        is_doubtful: Whether the outputs deviated only slightly, but enough for a warning.
+        least: Probable lower bound of `sqnr` on similar data. None in ledgers of older versions.
+        by_output: SQNR of each output in dB, within -999 and 999.
+        total: Number of available samples. None in ledgers of older versions.
+        numbers: Positions of the samples in the data.
+        worst_number: Position of the worst sample. None if the outputs have no entry per sample.
+        tuned: Number of samples that also chose ranges or fitted weights. On these, the models
+            agree better than on others.
+        is_held_out: Whether calibration did not read the samples (`validation=`).
     """
 
     samples: int
@@ -165,7 +167,7 @@ class GuardResult(PlainFields):
         return f"{seen}; it starts at {self.operator}" if self.operator else seen
 
     def describe_samples(self) -> str:
-        """What was looked at: "32 of 64 calibration samples"."""
+        """Describe the samples: "32 of 64 calibration samples"."""
         kind = "validation" if self.is_held_out else "calibration"
         text = format_count(self.samples, f"{kind} sample")
         if self.total is not None and self.total > self.samples:
@@ -173,7 +175,7 @@ class GuardResult(PlainFields):
         return f"{text} ({self.tuned} of them tuned weights or ranges)" if self.tuned else text
 
     def describe(self) -> str:
-        """What was measured, as a part of a sentence."""
+        """Describe the measurements as part of a sentence."""
         notes = []
         if self.least is not None and self.least < self.sqnr:
             notes.append(f"in data of this kind at least {self.least:.1f} dB")
@@ -186,16 +188,16 @@ class GuardResult(PlainFields):
 
 @dataclass(frozen=True)
 class SearchResult(PlainFields):
-    """What the search for the fewest operators to put back found.
+    """Result of the search for the fewest operators to keep in float.
 
     Attributes:
-        score: The user's metric of the module.
-        float_score: That of the float model against itself.
+        score: The user's metric for the module.
+        float_score: The metric for the float model, compared with itself.
         is_met: Whether the score is within the bound.
-        trials: Modules that were measured.
-        reverted, dtype: Operators that were put back, and to what.
-        mapping: The QConfigMapping that makes the module, for `QConfigMapping.from_dict`; None
-            where it holds a callable.
+        trials: Number of measured modules.
+        reverted, dtype: Operators that were reverted, and their float dtype.
+        mapping: The QConfigMapping that makes the module, for `QConfigMapping.from_dict`. None if
+            it holds a callable.
     """
 
     score: float
@@ -219,14 +221,14 @@ class SearchResult(PlainFields):
 
 @dataclass(frozen=True)
 class SpeedResult(PlainFields):
-    """What keeping operators in float that are faster so has brought on one machine.
+    """Speed-up on one machine from keeping operators in float that are faster in float.
 
     Attributes:
-        before: Seconds of a run with all of the plan quantized.
-        after: The same with `reverted` in float; None when nothing faster was found.
-        reverted: Operators that are in float for that.
-        mapping: The QConfigMapping that makes the module, for `QConfigMapping.from_dict`; None
-            when nothing was reverted, or where it holds a callable.
+        before: Latency in seconds with all of the plan quantized.
+        after: Latency with `reverted` in float. None if nothing faster was found.
+        reverted: Operators that stay in float for speed.
+        mapping: The QConfigMapping that makes the module, for `QConfigMapping.from_dict`. None if
+            nothing was reverted, or if it holds a callable.
     """
 
     before: float
@@ -236,7 +238,7 @@ class SpeedResult(PlainFields):
 
     @property
     def ratio(self) -> float:
-        """Time afterwards over time before."""
+        """Latency after divided by latency before."""
         return 1.0 if self.after is None else self.after / self.before
 
     def __str__(self) -> str:
@@ -251,9 +253,10 @@ class SpeedResult(PlainFields):
 
 @dataclass(frozen=True)
 class Ledger(PlainFields):
-    """Rows in topological order, the backend they were made for, the effort of calibration and what
-    it worked with ("activations", "weights"; in words), and what the guard, the search for a metric
-    and that for speed saw (None when they did not run).
+    """Rows of all operators in topological order, and the results of the whole quantization.
+
+    `choices` describes in words how "activations" and "weights" were calibrated. `guard`, `search`
+    and `speed` are None if these steps did not run.
     """
 
     rows: tuple[LedgerRow, ...] = field(metadata={"key": "operators"})
@@ -267,16 +270,17 @@ class Ledger(PlainFields):
     choices: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """{"backend": name, "effort": name, "choices": texts, "operators": rows, "inputs": values,
-        "outputs": values, "guard": result or None, "search": ..., "speed": ...}, all as
-        dicts.
+        """Return the ledger as dicts and lists.
+
+        The keys are "backend", "effort", "choices", "operators", "inputs", "outputs", "guard",
+        "search" and "speed". A step that did not run is None.
         """
         data = super().to_dict()
         first = {key: data[key] for key in ("backend", "effort", "choices")}
         return first | {"operators": data["operators"]} | data
 
     def __str__(self) -> str:
-        """One line for each operator; `relayquant.plots.ledger_table` makes a table of it."""
+        """Return one line per operator. `relayquant.plots.ledger_table` makes a table."""
         lines = []
         for row in self.rows:
             how = f"{row.pattern} {row.dtype}" if row.quantized else f"float: {row.reason}"
@@ -292,7 +296,7 @@ class Ledger(PlainFields):
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """The table in a notebook."""
+        """Return the table for a notebook."""
         columns = {
             "operator": [row.name for row in self.rows],
             "op": [row.op for row in self.rows],
@@ -309,7 +313,7 @@ class Ledger(PlainFields):
         return format_html(columns, f"{len(self.quantized)} of {count} quantized", lines)
 
     def row(self, name: str) -> LedgerRow | None:
-        """The row of the operator that computes value `name`, also inside of a pattern."""
+        """Return the row of the operator that computes value `name`, also inside a pattern."""
         return next((row for row in self.rows if name == row.name or name in row.values), None)
 
     @property
@@ -323,8 +327,9 @@ class Ledger(PlainFields):
         return tuple(row for row in self.rows if not row.quantized)
 
     def with_finished(self, before: Ledger) -> Ledger:
-        """A ledger whose rows are those of `before` for the operators it calls quantized, and no
-        rows of the integer operators that these became.
+        """Take over the quantized rows of `before`.
+
+        The integer operators that these rows became get no rows.
         """
         finished = before.quantized
         taken = {value for row in finished for value in row.values}
@@ -339,19 +344,19 @@ class Ledger(PlainFields):
         return replace(self, rows=(*finished, *planned))
 
     def with_accumulator(self, name: str, accumulator: str) -> Ledger:
-        """A ledger that says what the sums of an operator are held in."""
+        """Return a ledger with the accumulator of an operator."""
 
         def change(row: LedgerRow) -> LedgerRow:
             if row.name != name:
                 return row
-            # A sum that no integer operator takes is the result.
+            # If no integer operator takes the sum, the sum is the result.
             dtype = accumulator if row.dtype == "int32" else row.dtype
             return replace(row, accumulator=accumulator, dtype=dtype)
 
         return replace(self, rows=tuple(map(change, self.rows)))
 
     def with_refusal(self, name: str, reason: str, advice: str = "") -> Ledger:
-        """A ledger in which the operator stays in float."""
+        """Return a ledger in which the operator stays in float."""
         rows = (
             replace(
                 row,
@@ -380,8 +385,10 @@ def build_ledger(
     dtypes: Mapping[str, str],
     observers: Mapping[str, str],
 ) -> Ledger:
-    """The ledger of a plan with its parameters; `dtypes` are those of the float model's values,
-    `observers` what picked the parameters of its groups.
+    """Build the ledger of a plan with its parameters.
+
+    `dtypes` maps values of the float model to dtypes. `observers` maps groups to the observers that
+    chose their parameters.
     """
     rows = []
     for operator in plan.operators:
@@ -419,10 +426,10 @@ def build_ledger(
 
 
 def find_ledger(mod: tvm.IRModule) -> Ledger | None:
-    """The ledger that a module carries, or None.
+    """Return the ledger that a module carries, or None.
 
     Raises:
-        ModelError: it is damaged.
+        ModelError: The ledger is damaged.
     """
     entry = find_entry(mod)
     attrs = mod.attrs if entry is None else mod[entry].attrs
@@ -436,29 +443,29 @@ def find_ledger(mod: tvm.IRModule) -> Ledger | None:
 
 
 def read_ledger(mod: tvm.IRModule) -> Ledger:
-    """The ledger of a quantized module.
+    """Return the ledger of a quantized module.
 
     Raises:
-        ModelError: the module has none: it was not made by relayquant.
+        ModelError: The module has no ledger: relayquant did not make it.
     """
     if not isinstance(mod, tvm.IRModule):
         raise ModelError(
-            f"A {type(mod).__name__} is no quantized module. "
-            "Pass what relayquant.quantize, lower or convert_to_reference returned.",
+            f"A {type(mod).__name__} is not a quantized module. Pass the result of "
+            "relayquant.quantize, lower or convert_to_reference.",
             code="RQ205",
         )
     ledger = find_ledger(mod)
     if ledger is None:
         raise ModelError(
-            "The module carries no ledger: it was not quantized by relayquant. "
-            "Pass what relayquant.quantize, lower or convert_to_reference returned.",
+            "The module carries no ledger: it was not quantized by relayquant. Pass the result of "
+            "relayquant.quantize, lower or convert_to_reference.",
             code="RQ205",
         )
     return ledger
 
 
 def write_ledger(mod: tvm.IRModule, ledger: Ledger) -> tvm.IRModule:
-    """A module that is the same but for its ledger."""
+    """Return the module with another ledger."""
     functions = dict(mod.functions_items())
     changed = tvm.IRModule(functions, attrs=mod.attrs)
     changed["main"] = mod["main"].with_attrs(ledger_attrs(ledger))
@@ -466,8 +473,9 @@ def write_ledger(mod: tvm.IRModule, ledger: Ledger) -> tvm.IRModule:
 
 
 def attach_ledger(mod: tvm.IRModule, ledger: Ledger) -> tvm.IRModule:
-    """The module with a ledger at the function that is its model, or at the module itself where it
-    has several functions that could be.
+    """Return the module with a ledger at its model function.
+
+    If several functions could be the model, the module itself carries the ledger.
     """
     entry = find_entry(mod)
     if entry is None:
@@ -478,5 +486,5 @@ def attach_ledger(mod: tvm.IRModule, ledger: Ledger) -> tvm.IRModule:
 
 
 def ledger_attrs(ledger: Ledger) -> dict[str, str]:
-    """Function attributes that hold the ledger."""
+    """Return the function attributes that hold the ledger."""
     return {LEDGER_ATTR: json.dumps(ledger.to_dict())}

@@ -1,8 +1,8 @@
-"""The plan: plain data that says which value is quantized, how, and why each other operator stays
-in float.
+"""The plan: plain data that lists the quantized values with their settings, and why other operators
+stay in float.
 
-Made by `annotate`, read by every later stage. Values and operators are named by their stable value
-names.
+`annotate` makes the plan. All later stages read it. Operators are named by the value that they
+compute.
 """
 
 from __future__ import annotations
@@ -19,27 +19,25 @@ from relayquant.config import Accumulator, Support
 from relayquant.config.qconfig import check_calibration
 from relayquant.errors import ConfigError, suggest_name
 
-#: what plain data of a group says behind the fields of its `info`
+#: keys of a group in plain data, after the fields of its `info`
 GROUP_KEYS = ("members", "points", "clamped", "constant", "base", "is_fixed", "calibration")
 
 
 @dataclass(frozen=True)
 class SharedQParams(PlainFields):
-    """One set of quantization parameters, and the values that carry it.
+    """One set of quantization parameters, and the values that share it.
 
     Attributes:
         info: Name (the key of the group), role, specification, shape and channel axis.
         members: Values with these parameters, in topological order; empty for a constant operand.
-        points: Members that are observed and rounded; the other members are on the grid already.
-        clamped: Members that are rounded again, but not observed: the result of a clip, whose
-            bounds need not be on the grid, or of a mean that the backend lets share its input's
-            parameters.
-        constant: (operator, operand) of a constant operand (weight), else None.
-        calibration: Observer or callable that picks the parameters.
-        is_fixed: The backend fixes the parameters: `calibration` stands whatever the user passes
-            for all values.
-        base: Key of the group whose quantized values this one converts, when a value has two
-            groups.
+        points: Members that are observed and rounded. The other members are representable already.
+        clamped: Members that are rounded again, but not observed: the result of a clip with bounds
+            that are not representable, or of a mean that shares its input's parameters.
+        constant: (operator, operand) for a constant operand such as a weight, else None.
+        calibration: Observer or callable that chooses the parameters.
+        is_fixed: Whether the backend fixes the parameters. A user setting for all values then does
+            not replace `calibration`.
+        base: Key of the group that this group converts from, for a value with two groups.
     """
 
     info: ValueInfo
@@ -56,8 +54,9 @@ class SharedQParams(PlainFields):
         return self.info.name
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, the fields of `info` among the others; a callable that picks parameters is
-        left out, an observer is not.
+        """Return plain data, with the fields of `info` at the top level.
+
+        An observer is included. A callable is left out.
         """
         is_plain = isinstance(self.calibration, NamedSettings)
         data = super().to_dict()
@@ -66,7 +65,7 @@ class SharedQParams(PlainFields):
 
     @classmethod
     def from_dict(cls, data: object, where: str = "") -> SharedQParams:
-        """What `to_dict` wrote; `calibration` is None where it was a callable.
+        """Read the data of `to_dict`. `calibration` is None if it was a callable.
 
         Raises:
             ConfigError: a key is wrong or missing, or a value is not allowed.
@@ -84,11 +83,12 @@ class SharedQParams(PlainFields):
 
 @dataclass(frozen=True)
 class PassedOver(PlainFields):
-    """A row of the user's own that matches an operator and did not take it.
+    """A user row that matches an operator but did not take it.
 
     Attributes:
         pattern: Name of the row's pattern.
-        reason, advice: Why it did not, and what to do; "" for nothing to do.
+        reason, advice: Why it did not take the operator, and what to do. Advice "" is nothing to
+            do.
     """
 
     pattern: str
@@ -96,7 +96,7 @@ class PassedOver(PlainFields):
     advice: str = ""
 
     def __str__(self) -> str:
-        """A part of a line."""
+        """Return part of a line."""
         advice = f" ({self.advice})" if self.advice else ""
         return f"your row {self.pattern!r} passed over: {self.reason}{advice}"
 
@@ -108,23 +108,23 @@ class OperatorPlan(PlainFields):
     Attributes:
         name: Value it computes.
         op: Main operator, e.g. "relax.nn.conv2d".
-        values: All values bound by the match, the last is `name`.
-        pattern: Name of the pattern, "" when none matched.
+        values: All values bound by the match. The last is `name`.
+        pattern: Name of the pattern, "" if none matched.
         quantized: Whether it runs on integers.
-        operands: (operand name, group key) of every quantized operand.
-        output: Group key of its result, None when it stays an accumulator or is float.
-        reason, advice: Why it stays in float and what to do; "" when quantized.
-        sources: Names of the source model's nodes that it came from.
-        support: What became of its QConfig.
-        rule: The line of the QConfigMapping that decided, "" if none did.
-        is_explicit: Whether that line speaks of this operator, not of all.
-        accumulator: What its sums of products are held in; None for that of the kernels.
-        compute: Narrow float dtype that it is computed in, "" where it is quantized or float32.
-        dynamic: Specification of its data where that gets parameters of the run time, else None.
-            Such data is in no group: before conversion it is float.
-        grouped: Specification of its weight where that is in groups, else None. Such a weight has
-            no quantization parameters in the plan.
-        passed_over: Rows of the user's own that match it and did not take it.
+        operands: (operand name, group key) for every quantized operand.
+        output: Group key of its result. None for a result that stays an accumulator or is float.
+        reason, advice: Why it stays in float and what to do. "" if it is quantized.
+        sources: Names of its nodes in the source model.
+        support: How the backend answered its QConfig.
+        rule: The deciding line of the QConfigMapping, "" if there is none.
+        is_explicit: Whether the line selects this operator, not all operators.
+        accumulator: Accumulator of its sums of products. None for the accumulator of the kernels.
+        compute: Narrow float dtype of the computation. "" if it is quantized or float32.
+        dynamic: Specification of data with run-time parameters, else None. The data is in no group.
+            Before conversion it is float.
+        grouped: Specification of a grouped weight, else None. A grouped weight has no quantization
+            parameters in the plan.
+        passed_over: User rows that match it but did not take it.
     """
 
     name: str
@@ -148,13 +148,14 @@ class OperatorPlan(PlainFields):
 
     @property
     def has_float_data(self) -> bool:
-        """Whether it is quantized and yet takes and gives float values."""
+        """Whether it is quantized but has float data and a float result."""
         return self.dynamic is not None or self.grouped is not None
 
     @property
     def is_unserved(self) -> bool:
-        """Whether its QConfig asks for what the backend cannot run: by its dtypes, or by name for
-        this operator.
+        """Whether the backend cannot run what its QConfig asks for.
+
+        Either the dtypes are unsupported, or a rule for this operator alone is not fulfilled.
         """
         return self.support is Support.DTYPE_UNSUPPORTED or (
             self.is_explicit and self.is_left_in_float
@@ -162,38 +163,40 @@ class OperatorPlan(PlainFields):
 
     @property
     def is_left_in_float(self) -> bool:
-        """Whether it has a QConfig, also that for all operators, which is not served."""
+        """Whether it has a QConfig that the backend does not support, also the QConfig for all
+        operators.
+        """
         return self.support not in (Support.SERVED, Support.NOT_ASKED)
 
 
 @dataclass(frozen=True)
 class Plan(PlainFields):
-    """All operators and all groups, both in topological order."""
+    """All operators and all sets of shared parameters (groups), both in topological order."""
 
     operators: tuple[OperatorPlan, ...]
     groups: tuple[SharedQParams, ...]
-    #: value name -> keys of its groups, the first is what its consumers see
+    #: value name -> keys of its groups; consumers see the first
     value_groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @check_arguments
     def replace(self, key: str, *, spec: QSpec | None = None, calibration: Any = None) -> Plan:
-        """A plan in which one set of parameters has another spec, or is picked by another observer
-        or callable.
+        """Return a plan with another spec or another observer for one set of parameters.
 
         Args:
-            key: Of the group: `plan.groups` lists them; a value with parameters, or
-                "<operator>:weight".
+            key: Key of the group, as listed in `plan.groups`: a value name, or "<operator>:weight".
+            spec: The new specification.
+            calibration: An observer, or a callable that chooses the parameters.
 
         Raises:
-            ConfigError: the plan has no such group, or a spec per channel where it has no channel
-                axis.
+            ConfigError: The plan does not have the group, or `spec` is per-channel and the value
+                has no channel axis.
         """
         group = self.group(key)
         if spec is not None:
             if spec.is_dynamic:
                 raise ConfigError(
-                    f"Plan.replace({key!r}): a group's parameters are calibrated; for parameters "
-                    "of the run time set a QConfig with a dynamic activation before prepare.",
+                    f"Plan.replace({key!r}): the parameters in a plan are calibrated. For run-time "
+                    "parameters, set a QConfig with a dynamic activation before prepare.",
                     code="RQ101",
                 )
             spec = spec.stored
@@ -215,7 +218,7 @@ class Plan(PlainFields):
 
     @classmethod
     def from_dict(cls, data: object, where: str = "") -> Plan:
-        """What `to_dict` wrote.
+        """Read the data of `to_dict`.
 
         Raises:
             ConfigError: a key is wrong or missing, or a value is not allowed.
@@ -232,10 +235,10 @@ class Plan(PlainFields):
 
     @check_arguments
     def group(self, key: str) -> SharedQParams:
-        """Group by key.
+        """Return a group by key.
 
         Raises:
-            ConfigError: the plan has no such group.
+            ConfigError: The plan does not have the group.
         """
         if key not in self._groups:
             raise ConfigError(
@@ -246,10 +249,10 @@ class Plan(PlainFields):
 
     @check_arguments
     def operator(self, name: str) -> OperatorPlan:
-        """Operator by the value it computes.
+        """Return an operator by the value that it computes.
 
         Raises:
-            ConfigError: the plan has no such operator.
+            ConfigError: The plan does not have the operator.
         """
         if name not in self._operators:
             raise ConfigError(
@@ -259,15 +262,15 @@ class Plan(PlainFields):
         return self._operators[name]
 
     def has_operator(self, name: str) -> bool:
-        """Whether an operator computes this value."""
+        """Whether an operator of the plan computes this value."""
         return name in self._operators
 
     @property
     def activations(self) -> tuple[SharedQParams, ...]:
-        """Groups whose parameters depend on data."""
+        """Groups with parameters that depend on data."""
         return tuple(group for group in self.groups if group.constant is None)
 
     @property
     def weights(self) -> tuple[SharedQParams, ...]:
-        """Groups of constant operands: weights, and biases with a grid of their own."""
+        """Groups of constant operands: weights, and biases with separate parameters."""
         return tuple(group for group in self.groups if group.constant is not None)

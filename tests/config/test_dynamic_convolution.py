@@ -154,4 +154,4 @@ def test_set_object_type__sizes_of_the_run_time_leave_a_padded_convolution_in_fl
     )
     (row,) = rq.ledger(qmod).rows
     assert not row.quantized
-    assert "is not known, on which the share of the zero point in its sums depends" in row.reason
+    assert "but the zero point's part of the sums depends on it" in row.reason

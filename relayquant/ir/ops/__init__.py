@@ -1,5 +1,5 @@
-"""Operator tables: one family per file, one row per pattern. Order is priority, the longest
-patterns first.
+"""The operator tables: one file per family, one row per pattern. The order is the priority: the
+longest patterns come first.
 """
 
 from relayquant.ir.ops.base import (

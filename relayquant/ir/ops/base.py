@@ -1,7 +1,7 @@
-"""The row type of the operator tables: pattern, operands, and the callbacks of every stage.
+"""The row type of the operator tables: pattern, operands, and one callback for each stage.
 
-`simulate` runs when the calibration graph is built, `realize` when the reference form (dequantize -
-float op - quantize) becomes integer operators, `check` when the plan is made.
+`check` runs when the plan is made. `simulate` runs when the calibration graph is built. `realize`
+runs when the reference form (dequantize - float op - quantize) becomes integer operators.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from relayquant.ir.dialect.accumulator_range import SUM_DTYPES, choose_accumulat
 from relayquant.ir.rewrite import Emitter, Match, Matcher, Pattern, Skip, check_attributes
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
 
-#: last part of the names of exact sums of products, the one with its bias first
+#: last part of the names of exact accumulators, the accumulator with bias first
 TOTALS = ("biased", "acc")
-#: last part of the names of an accumulator that was brought into range, and on the way there
+#: last part of the names of an accumulator in a narrow register, and of its intermediate value
 NARROW, SHIFTED = "narrow", "shifted"
 
 
 class Kind(enum.Enum):
     """What makes an operator worth quantizing."""
 
-    ANCHOR = "anchor"  #: does the heavy work: quantized wherever it may be
-    FOLLOWER = "follower"  #: quantized where all its inputs are, or between operators that are
-    CONNECTOR = "connector"  #: loses much to 8 bits: quantized only where all around it is
+    ANCHOR = "anchor"  #: does the heavy work: quantized if possible
+    FOLLOWER = "follower"  #: quantized if all inputs are, or between quantized operators
+    CONNECTOR = "connector"  #: loses accuracy with 8 bits: quantized only if all neighbours are
     SHARING = (
-        "sharing"  #: moves values without changing them: its output keeps the input's parameters
+        "sharing"  #: moves values without changing them: the output keeps the input's parameters
     )
 
 
@@ -47,17 +47,15 @@ class Output(enum.Enum):
 
     OWN = "own"  #: the integer operator needs them
     WHEN_WANTED = (
-        "when wanted"  #: an int32 accumulator, dequantized unless a consumer wants integers
+        "when wanted"  #: an int32 accumulator, dequantized unless a consumer takes integers
     )
-    SHARED = "shared"  #: those of the input
+    SHARED = "shared"  #: the input's parameters
 
 
 @check_fields
 @dataclass(frozen=True, eq=False)
 class Operand:
-    """A part of the pattern that is quantized; `axis(match)` is its channel axis, None if it has
-    none.
-    """
+    """A quantized part of the pattern. `axis(match)` is its channel axis, or None."""
 
     name: str
     role: Role = Role.ACTIVATION
@@ -66,7 +64,7 @@ class Operand:
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """An operand in affine space: integer expression and its parameters."""
+    """An operand in affine space: an integer expression and its parameters."""
 
     value: relax.Expr
     qparams: QParams
@@ -80,21 +78,21 @@ class Quantized:
         return relax.const(self.qparams.zero_point, "int32")
 
     def dequantize(self) -> relax.Expr:
-        """The real value, float32."""
+        """Return the real value, float32."""
         axis = -1 if self.qparams.axis is None else self.qparams.axis
         return qnn.dequantize(self.value, self.scale, self.zero_point, axis=axis)
 
 
 @dataclass(frozen=True, eq=False)
 class SimulateContext:
-    """What a simulate callback sees: the match, and its operands as expressions of the new
+    """Argument of a simulate callback: the match, and its operands as expressions of the new
     function.
     """
 
     emitter: Emitter
     match: Match
     operands: Mapping[str, relax.Expr]
-    #: real sum of products with its bias -> what the hardware's accumulator makes of it
+    #: real accumulator with bias -> its value in the accumulator of the hardware
     narrow: Callable[[relax.Expr], relax.Expr] | None = None
 
     def emit(self, expr: relax.Expr, suffix: str) -> relax.Expr:
@@ -104,8 +102,8 @@ class SimulateContext:
 
 @dataclass(frozen=True, eq=False)
 class RealizeContext:
-    """What a realize callback sees: operands in affine space, and the output's parameters if it has
-    any.
+    """Argument of a realize callback: operands in affine space, and the parameters of the output,
+    if any.
     """
 
     emitter: Emitter
@@ -121,12 +119,14 @@ class RealizeContext:
     def accumulate(
         self, product: Callable[[str], relax.Expr], weight: np.ndarray | None = None
     ) -> relax.Expr:
-        """The sum of products with its bias, as the accumulator holds it: exact, int32 where that
-        holds the sums of any input, else int64.
+        """Emit the sum of products with bias, in the accumulator.
+
+        Without a narrow accumulator, the sum is exact: int32 if no input can overflow it, else
+        int64.
 
         Args:
-            product: Dtype of the sums -> the integer operator.
-            weight: Its second factor, where that will be a constant and is none yet.
+            product: Accumulator dtype -> the integer operator.
+            weight: The constant that will replace the second operand, if it is not constant yet.
         """
         call, bias = product(SUM_DTYPES[0]), None
         if "bias" in self.operands:
@@ -149,8 +149,10 @@ class RealizeContext:
 
 @dataclass(frozen=True, eq=False)
 class RunTimeQuantized:
-    """An operand in affine space whose parameters the model computes when it runs: values of the
-    graph, scale float32 () and zero point int32 (); of data (M, K), either may be (M,).
+    """An operand in affine space with parameters that the model computes at run time.
+
+    Scale float32 () and zero point int32 () are values of the graph. For data (M, K), each of them
+    may be (M,).
     """
 
     value: relax.Expr
@@ -159,14 +161,16 @@ class RunTimeQuantized:
 
     @property
     def is_row(self) -> bool:
-        """Whether each row has a scale of its own."""
+        """Whether each row has a separate scale."""
         return self.scale.ty.ndim == 1
 
 
 @dataclass(frozen=True, eq=False)
 class DynamicContext:
-    """What a realize_dynamic callback sees: the data with its parameters of the run time, the
-    constant weight in affine space, the bias in float32 if there is one.
+    """Argument of a realize_dynamic callback.
+
+    It holds the data with run-time parameters, the constant weight in affine space, and the float32
+    bias, if there is one.
     """
 
     emitter: Emitter
@@ -180,9 +184,11 @@ class DynamicContext:
         return self.emitter.emit(expr, f"{self.match.name}.{suffix}")
 
     def dequantize(self, accumulator: relax.Expr, axis: int) -> relax.Expr:
-        """Sums of products, centered, -> float32, with the bias: times the scale of the data, of
-        the run time, and those of the weight, one or one for each index of `axis`. With a scale for
-        each row of the data, sums are (M, N), and N is the last axis of the result.
+        """Dequantize an accumulator with zero point 0 to float32 and add the bias.
+
+        The scale is the run-time data scale times the weight scale. The weight has one scale, or
+        one for each index of `axis`. If the data has a scale for each row, the accumulator is (M,
+        N), and N is the last axis of the result.
         """
         accumulator = self.emit(accumulator, "acc")
         if self.data.is_row:
@@ -200,7 +206,7 @@ class DynamicContext:
         return self.add_bias(value)
 
     def add_bias(self, value: relax.Expr) -> relax.Expr:
-        """`value`, float32, with the bias, if there is one."""
+        """Add the bias, if there is one, to a float32 value."""
         if self.bias is None:
             return value
         return relax.op.add(self.emit(value, "real"), self.bias)
@@ -208,8 +214,10 @@ class DynamicContext:
 
 @dataclass(frozen=True, eq=False)
 class IntegerRows:
-    """Rows of data (..., K) as integers: values of the graph, int8 (..., K), scale float32 and zero
-    point float32 (..., 1), None where it is 0.
+    """Rows of data (..., K) as integers.
+
+    All are values of the graph: int8 (..., K), scale and zero point float32 (..., 1). A zero point
+    of None is 0.
     """
 
     value: relax.Expr
@@ -219,8 +227,10 @@ class IntegerRows:
 
 @dataclass(frozen=True, eq=False)
 class GroupedContext:
-    """What a realize_grouped callback sees: the data, float32, or integers of its rows; the weight
-    in groups, its rows being outputs; the bias in float32 if there is one.
+    """Argument of a realize_grouped callback.
+
+    It holds the data as float32 or as integer rows, the grouped weight with one row per output, and
+    the float32 bias, if there is one.
     """
 
     emitter: Emitter
@@ -235,7 +245,9 @@ class GroupedContext:
 
 
 def group_weight(array: np.ndarray, spec: QSpec) -> GroupedWeight:
-    """The weight (K, N) of a product in groups, (N, K), each by the scale of the least error."""
+    """Quantize a weight (K, N) in groups, as (N, K). Each group gets the scale with the smallest
+    error.
+    """
     return quantize_groups(array.T, GroupFormat.of(spec))
 
 
@@ -246,27 +258,27 @@ class QuantOp:
 
     Attributes:
         name: Unique name of the pattern, e.g. "conv2d_bias_relu".
-        op: The main Relax operator, by which a QConfigMapping may select it.
-        pattern: What it looks like in the prepared float graph.
-        operands: The parts that are quantized.
+        op: The main Relax operator. A QConfigMapping can select it by this name.
+        pattern: The operators in the prepared float graph.
+        operands: The quantized parts of the pattern.
         kind, output: See `Kind` and `Output`.
-        simulate: SimulateContext -> new value of the root; the default repeats the float operators.
-        realize: RealizeContext -> float value of the root computed in affine space (usually a
-            dequantize), or Skip. None for SHARING operators, which the allow-list handles,
-            and for those with an affine rule.
-        check: Match -> Skip with a reason when this match cannot be quantized.
-        attributes: Names of the attributes that the row honours, of all its operators. A match in
-            which another one is away from its default is declined.
-        accumulator_axis: Match -> axis of the result along which sums of products have scales of
-            their own, None for none. None for rows without such sums. The factors are the first
-            two operands; simulate passes the sum with its bias through `context.narrow`,
-            realize makes it by `context.accumulate`.
-        realize_dynamic: DynamicContext -> float32 value of the root, for data whose parameters are
-            computed at run time; its operands are "data", "weight" and perhaps "bias". None for
-            rows without that.
-        realize_grouped: GroupedContext -> float32 value of the root, for weights in groups; its
-            operands are "data", "weight" (K, N) and perhaps "bias". None for rows without that.
-        has_affine_rule: Of a row that an `AffineRule` brings, which computes in its place.
+        simulate: SimulateContext -> new value of the root. The default repeats the float operators.
+        realize: RealizeContext -> float value of the root, computed in affine space (usually a
+            dequantize), or Skip. None for SHARING operators, which the allow-list handles, and for
+            operators with an affine rule.
+        check: Match -> Skip with a reason if the match cannot be quantized, else None.
+        attributes: Names of the attributes that the row honours, for all its operators. A match is
+            declined if another attribute differs from its default.
+        accumulator_axis: Match -> axis of the result along which the accumulator is per-channel, or
+            None. The field is None for rows without sums of products. The first two operands are
+            the factors. simulate passes the sum with bias through `context.narrow`. realize makes
+            the sum by `context.accumulate`.
+        realize_dynamic: DynamicContext -> float32 value of the root, for data with run-time
+            parameters. The operands are "data", "weight" and optionally "bias". None if not
+            supported.
+        realize_grouped: GroupedContext -> float32 value of the root, for grouped weights. The
+            operands are "data", "weight" (K, N) and optionally "bias". None if not supported.
+        has_affine_rule: Whether the row comes from an `AffineRule`, which computes it.
     """
 
     name: str
@@ -291,27 +303,26 @@ class QuantOp:
         missing = [] if named is None else [o.name for o in self.operands if o.name not in named]
         if missing:
             raise ConfigError(
-                f"QuantOp {self.name!r}: its pattern names no part {missing[0]!r}, which is one of "
-                f"its operands. {suggest_name(missing[0], named or ())}",
+                f"QuantOp {self.name!r}: operand {missing[0]!r} is not a named part of its "
+                f"pattern. {suggest_name(missing[0], named or ())}",
                 code="RQ106",
             )
 
         if self.realize is None and self.kind is not Kind.SHARING and not self.has_affine_rule:
             raise ConfigError(
-                f"QuantOp {self.name!r}: realize=None is for Kind.SHARING, whose operators move "
-                f"integers as they are, and for those with an AffineRule; "
-                f"one of {self.kind} needs a function of RealizeContext.",
+                f"QuantOp {self.name!r}: realize=None is allowed only for Kind.SHARING and for an "
+                f"operator with an AffineRule. For {self.kind}, pass a function of RealizeContext.",
                 code="RQ106",
             )
 
     def find_refusal(self, match: Match) -> Skip | None:
-        """Why this match cannot be quantized; None if it can."""
+        """Return why this match cannot be quantized, or None if it can."""
         calls = [call for var in match.vars if (call := match.graph.call_of(var)) is not None]
         skip = check_attributes(calls, self.attributes, f"pattern {self.name!r}")
         return skip if skip is not None else self.check(match)
 
     def operand(self, name: str) -> Operand:
-        """Operand by name; KeyError when there is none."""
+        """Return an operand by name. Raise KeyError for an unknown name."""
         for operand in self.operands:
             if operand.name == name:
                 return operand
@@ -319,8 +330,9 @@ class QuantOp:
 
 
 def repeat_match(context: SimulateContext) -> relax.Expr:
-    """The matched operators again, on the operands of the context. The default simulate
-    callback.
+    """Repeat the matched operators on the operands of the context.
+
+    This is the default simulate callback.
     """
     match = context.match
     replaced: list[tuple[relax.Expr, relax.Expr]] = [
@@ -348,7 +360,9 @@ def repeat_match(context: SimulateContext) -> relax.Expr:
 
 
 def translate_qparams(qparams: QParams, dtype: str) -> QParams:
-    """The same grid in another dtype: the zero point moves where the integers would not fit.
+    """Translate parameters to another dtype that represents the same real values.
+
+    If the integers would not fit, the zero point is shifted:
 
     uint8 zero point 128 -> int8 zero point 0; int8 -> int16 unchanged.
     """
@@ -362,8 +376,9 @@ def translate_qparams(qparams: QParams, dtype: str) -> QParams:
 
 
 def change_dtype(context: RealizeContext, operand: Quantized, to: QParams, name: str) -> Quantized:
-    """`operand` on the grid `to`, which is its own in another dtype: exact, but saturates where
-    that is narrower.
+    """Convert `operand` to `to`, its parameters in another dtype.
+
+    The conversion is exact, but saturates if the new dtype is narrower.
     """
     if operand.qparams.dtype == to.dtype:
         return operand
@@ -380,7 +395,7 @@ def change_dtype(context: RealizeContext, operand: Quantized, to: QParams, name:
 
 
 def count_values(dtype: str) -> int:
-    """How many integers a dtype holds."""
+    """Count the integers of a dtype."""
     low, high = INTEGER_LIMITS[dtype]
     return high - low + 1
 
@@ -390,11 +405,10 @@ def compute_in_one_dtype(
     operands: Sequence[Quantized],
     compute: Callable[[Sequence[Quantized], Quantized], relax.Expr],
 ) -> relax.Expr:
-    """dequantize(compute(operands, result)) for an integer operator whose result has the dtype of
-    its operands.
+    """Run an integer operator that needs one dtype for operands and result, and dequantize.
 
-    The wider dtype is computed in: operands are widened to it, or the result narrowed, both
-    exactly, so that there is one rounding.
+    Operands and result are computed in the wider of both dtypes. Operands are widened to it, or the
+    result is narrowed. Both conversions are exact, so that the result is rounded once.
     """
     out = context.output
     if out is None:
@@ -411,7 +425,7 @@ def compute_in_one_dtype(
 
 
 def find_total(match: Match) -> relax.Var:
-    """The value of a match that is a sum of products, with its bias if there is one."""
+    """Return the value of a match that is the sum of products, with the bias if there is one."""
     bias = match.parts.get("bias")
     for var in match.vars if bias is not None else ():
         if any(arg.same_as(bias) for arg in match.graph.values[var].args):
@@ -422,8 +436,9 @@ def find_total(match: Match) -> relax.Var:
 def narrow_integer(
     emit: Callable[[relax.Expr, str], relax.Expr], value: relax.Expr, accumulator: Accumulator
 ) -> relax.Expr:
-    """An exact sum, int32 or int64, as an accumulator holds it: clipped, or shifted up and down
-    again; int32.
+    """Narrow an exact int32 or int64 sum to an accumulator. The result is int32.
+
+    A saturating accumulator clips. A wrapping one is computed by a shift left and a shift right.
     """
     dtype = tensor_dtype(value)
     if accumulator.overflow is Overflow.SATURATE:
@@ -439,7 +454,7 @@ def narrow_integer(
 def repeat_activation(
     context: RealizeContext | DynamicContext | GroupedContext, value: relax.Expr
 ) -> relax.Expr:
-    """relu or clip of the match, if it has one, applied to `value`; else `value`."""
+    """Apply the relu or clip of the match to `value`. Without one, return `value`."""
     graph, root = context.match.graph, context.match.root
     call = graph.call_of(root)
     if call is None or graph.op_name(root) not in ACTIVATIONS:
@@ -448,17 +463,20 @@ def repeat_activation(
     return Call(call.op, [value, *call.args[1:]], call.attrs, call.ty_args)
 
 
-#: activation functions that fuse into the operator before them, because they only clamp
+#: activation functions that fuse into the operator before them: they only clamp
 ACTIVATIONS = ("relax.nn.relu", "relax.clip")
 
 
 def accumulator_qparams(data: QParams, weight: QParams, axis: int | None) -> QParams:
-    """Parameters of an accumulator: scale = data scale x weight scale (float32), zero point 0. They
-    are called int32, and are those of int64 too.
+    """Return the parameters of an accumulator: scale = data scale x weight scale (float32), zero
+    point 0.
 
-    One scale per channel along `axis` of the output if the weight has one per channel.
+    Their dtype is int32, also for an int64 accumulator.
+
+    If the weight is per-channel, there is one scale per channel along `axis` of the output.
     """
-    # Two scales of values that are almost zero would underflow; so does whatever they scale.
+    # The product of two tiny scales would underflow to 0. The values that they scale are about 0
+    # too.
     product = data.scale.astype("float64") * weight.scale
     scale = np.maximum(product.astype("float32"), np.finfo("float32").tiny)
     return QParams(scale, np.zeros(scale.shape, "int32"), "int32", axis if scale.ndim else None)

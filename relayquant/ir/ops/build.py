@@ -1,4 +1,4 @@
-"""Building blocks for the pattern rows of `ops/`: operators with named operands, optional bias and
+"""Building blocks for the rows of `ops/`: patterns with named operands, optional bias and
 activation.
 """
 
@@ -12,34 +12,36 @@ from tvm.relax.dpl import is_op, wildcard
 from relayquant.ir.rewrite import Graph, Match, Pattern, Skip
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
 
-#: name suffix -> operator of the fused activation ("" is none); longest patterns come first
+#: name suffix -> operator of the fused activation, "" for none; the longest patterns come first
 ACTIVATION_SUFFIXES = (("_relu", "relax.nn.relu"), ("_clip", "relax.clip"), ("", ""))
 
 
 def call_pattern(op: str, *operands: object) -> object:
-    """Pattern of a call of `op`; further arguments (shapes, bounds) may be anything."""
+    """Make a pattern of a call of `op`. Further arguments (shapes, bounds) may be anything."""
     return is_op(op)(*operands, varg_default_wildcard=True)
 
 
 def add_activation(pattern: object, activation: str) -> object:
-    """`pattern` followed by an activation function; "" adds nothing."""
+    """Add an activation function behind `pattern`. "" adds nothing."""
     return call_pattern(activation, pattern) if activation else pattern
 
 
 def unary_pattern(op: str) -> Pattern:
-    """op(data, ...)."""
+    """Make a pattern op(data, ...)."""
     data = wildcard()
     return Pattern(call_pattern(op, data), {"data": data})
 
 
 def binary_pattern(op: str, activation: str = "") -> Pattern:
-    """op(lhs, rhs), optionally with an activation behind it."""
+    """Make a pattern op(lhs, rhs), with an optional activation behind it."""
     lhs, rhs = wildcard(), wildcard()
     return Pattern(add_activation(is_op(op)(lhs, rhs), activation), {"lhs": lhs, "rhs": rhs})
 
 
 def weighted_patterns(op: str) -> Iterator[tuple[str, Pattern]]:
-    """(suffix, pattern) of op(data, weight) with bias and activation, the longest first."""
+    """Make (suffix, pattern) pairs of op(data, weight) with bias and activation, the longest
+    first.
+    """
     for with_bias in (True, False):
         for suffix, activation in ACTIVATION_SUFFIXES:
             data, weight, bias = wildcard(), wildcard(), wildcard()
@@ -53,8 +55,9 @@ def weighted_patterns(op: str) -> Iterator[tuple[str, Pattern]]:
 
 
 def residual_patterns(op: str) -> Iterator[tuple[str, Pattern]]:
-    """(suffix, pattern) of op(data, weight) [+ bias] + residual with an activation, the longest
-    first.
+    """Make (suffix, pattern) pairs of op(data, weight) [+ bias] + residual with an activation.
+
+    The longest patterns come first.
     """
     for with_bias in (True, False):
         for suffix, activation in ACTIVATION_SUFFIXES:
@@ -72,8 +75,9 @@ def residual_patterns(op: str) -> Iterator[tuple[str, Pattern]]:
 
 
 def source_constant(graph: Graph, expr: relax.Expr) -> relax.Expr | None:
-    """The constant that `expr` is, or that it dequantizes; None for anything computed from
-    inputs.
+    """Return the constant `expr`, or the constant that `expr` dequantizes.
+
+    Return None for a value that is computed from the inputs.
     """
     while constant_value(expr) is None:
         call = graph.call_of(expr)
@@ -87,7 +91,7 @@ def source_constant(graph: Graph, expr: relax.Expr) -> relax.Expr | None:
 
 
 def check_float(match: Match, *names: str) -> Skip | None:
-    """Declines operands that are not float32 (integers, float16, tuples)."""
+    """Decline operands that are not float32 (integers, float16, tuples)."""
     for name in names or tuple(match.parts):
         dtype = tensor_dtype(match.parts[name])
         if dtype != "float32":
@@ -99,7 +103,7 @@ def check_float(match: Match, *names: str) -> Skip | None:
 
 
 def check_constant(match: Match, *names: str) -> Skip | None:
-    """Declines operands that should be constants and are not."""
+    """Decline operands that must be constants and are not."""
     for name in names:
         if source_constant(match.graph, match.parts[name]) is None:
             return Skip(
@@ -109,7 +113,7 @@ def check_constant(match: Match, *names: str) -> Skip | None:
 
 
 def check_activation(match: Match, *names: str) -> Skip | None:
-    """Declines operands that should be computed and are constants."""
+    """Decline operands that must be computed and are constants."""
     for name in names:
         if source_constant(match.graph, match.parts[name]) is not None:
             return Skip(f"operand {name} is a constant, this pattern needs a computed value")
@@ -117,5 +121,5 @@ def check_activation(match: Match, *names: str) -> Skip | None:
 
 
 def first_skip(*checks: Skip | None) -> Skip | None:
-    """The first reason to decline, if any."""
+    """Return the first reason to decline, or None."""
     return next((check for check in checks if check is not None), None)

@@ -1,5 +1,7 @@
-"""Calling what authors of operator rows wrote: what fails, or returns something else than it
-should, is an error that names operator, row and callback.
+"""Calls of user-written callbacks of operator rows.
+
+A callback that raises or returns a wrong value becomes an error that names operator, row and
+callback.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ T = TypeVar("T")
 
 
 def run_match(row: QuantOp, graph: Graph, var: relax.Var) -> Match | None:
-    """The match of a row at a value, or None.
+    """Return the match of a row at a value, or None.
 
     Raises:
-        ConfigError: a matcher that is code failed, or returned something else.
+        ConfigError: The row's matcher raised, or returned something else.
     """
     where = describe_place(row, var.name, "pattern.match")
     match = call_user(where, lambda: row.pattern.match(graph, var))
@@ -41,10 +43,10 @@ def run_match(row: QuantOp, graph: Graph, var: relax.Var) -> Match | None:
 
 
 def run_check(row: QuantOp, match: Match) -> Skip | None:
-    """What a row says of a match: Skip if it cannot be quantized, else None.
+    """Return the row's Skip if a match cannot be quantized, else None.
 
     Raises:
-        ConfigError: the callback failed, or returned something else.
+        ConfigError: The callback raised, or returned something else.
     """
     where = describe_place(row, match.name, "check")
     skip = call_user(where, lambda: row.find_refusal(match))
@@ -56,10 +58,10 @@ def run_check(row: QuantOp, match: Match) -> Skip | None:
 
 
 def run_axis(row: QuantOp, operand: Operand, match: Match) -> int | None:
-    """The channel axis of an operand, None if it has none.
+    """Return the channel axis of an operand, or None if it has none.
 
     Raises:
-        ConfigError: the callback failed, or returned no axis of the operand.
+        ConfigError: The callback raised, or did not return an axis of the operand.
     """
     function = operand.axis
     if function is None:
@@ -68,7 +70,7 @@ def run_axis(row: QuantOp, operand: Operand, match: Match) -> int | None:
     axis = call_user(where, lambda: function(match))
     rank = getattr(match.parts[operand.name].ty, "ndim", -1)
     is_axis = isinstance(axis, int) and not isinstance(axis, bool)
-    # A bias may have fewer axes than the result, whose axes its row counts.
+    # A bias may have fewer axes than the result. Its row counts the axes of the result.
     is_counted = rank < 0 or operand.role is Role.BIAS
     if axis is not None and not (is_axis and (is_counted or 0 <= axis < rank)):
         raise ConfigError(
@@ -80,10 +82,11 @@ def run_axis(row: QuantOp, operand: Operand, match: Match) -> int | None:
 
 
 def run_simulate(row: QuantOp, context: SimulateContext) -> relax.Expr:
-    """The new value of the root in the calibration graph.
+    """Return the new value of the root in the calibration graph.
 
     Raises:
-        ConfigError: the callback failed, or returned no expression of the root's shape and dtype.
+        ConfigError: The callback raised, or did not return an expression of the root's shape and
+            dtype.
     """
     where = describe_place(row, context.match.name, "simulate")
     value = call_user(where, lambda: row.simulate(context))
@@ -91,23 +94,23 @@ def run_simulate(row: QuantOp, context: SimulateContext) -> relax.Expr:
 
 
 def run_realize(row: QuantOp, context: RealizeContext) -> relax.Expr | Skip:
-    """The root computed on integers, or Skip.
+    """Return the root computed on integers, or Skip.
 
     Raises:
-        ConfigError: the callback failed, or returned neither an expression of the root's shape and
+        ConfigError: The callback raised, or returned neither an expression of the root's shape and
             dtype nor a Skip.
-        QnnError: the callback gave an operator of the dialect what that does not take.
+        QnnError: The callback passed a wrong argument to an operator of the dialect.
     """
     return _realize(row, row.realize, context, "realize")
 
 
 def run_realize_dynamic(row: QuantOp, context: DynamicContext) -> relax.Expr | Skip:
-    """As `run_realize`, for data whose parameters are those of the run time."""
+    """Return the root as `run_realize` does, for data with run-time parameters."""
     return _realize(row, row.realize_dynamic, context, "realize_dynamic")
 
 
 def run_realize_grouped(row: QuantOp, context: GroupedContext) -> relax.Expr | Skip:
-    """As `run_realize`, for weights in groups."""
+    """Return the root as `run_realize` does, for grouped weights."""
     return _realize(row, row.realize_grouped, context, "realize_grouped")
 
 
@@ -128,10 +131,10 @@ def _realize(
 
 
 def call_user(where: str, function: Callable[[], T], passed: tuple[type[Exception], ...] = ()) -> T:
-    """What a callback returns.
+    """Call a callback and return its result.
 
     Raises:
-        ConfigError: it raised an exception, and none of those that are passed on.
+        ConfigError: It raised an exception that is not passed on.
     """
     try:
         return function()
@@ -146,10 +149,10 @@ def call_user(where: str, function: Callable[[], T], passed: tuple[type[Exceptio
 def check_value(
     emitter: Emitter, value: object, root: relax.Var, where: str, allowed: str
 ) -> relax.Expr:
-    """`value` if it is an expression that can stand for `root`.
+    """Return `value` if it is an expression that can replace `root`.
 
     Raises:
-        ConfigError: it is none, or has another shape or dtype.
+        ConfigError: It is not an expression, or has another shape or dtype.
     """
     wanted = describe_tensor(root)
     if not isinstance(value, relax.Expr):
@@ -169,7 +172,7 @@ def check_value(
 
 
 def has_shape_of(value: relax.Expr, root: relax.Expr) -> bool:
-    """Whether two expressions have one rank, and one size wherever both are known."""
+    """Whether two expressions have the same rank, and the same sizes where both are known."""
     have, want = tensor_shape(value), tensor_shape(root)
     if have is None or want is None:
         return getattr(value.ty, "ndim", -1) in (-1, getattr(root.ty, "ndim", -1))
@@ -180,17 +183,17 @@ def has_shape_of(value: relax.Expr, root: relax.Expr) -> bool:
 
 
 def describe_place(row: QuantOp, operator: str, callback: str) -> str:
-    """For messages: which callback of which row, at which operator."""
+    """Describe operator, row and callback for messages."""
     return f"Operator {operator!r}, pattern {row.name!r}: callback {callback}"
 
 
 def describe(value: object) -> str:
-    """A wrong value, for messages: None, or its type."""
+    """Describe a wrong value for messages: None, or its type."""
     return "None" if value is None else f"a {type(value).__name__}"
 
 
 def describe_tensor(expr: relax.Expr) -> str:
-    """ "float32 (1, 4, 6, 6)"."""
+    """Describe dtype and shape for messages, as "float32 (1, 4, 6, 6)"."""
     shape = tensor_shape(expr)
     if shape is None:
         return f"{tensor_dtype(expr)} of rank {getattr(expr.ty, 'ndim', 'unknown')}"

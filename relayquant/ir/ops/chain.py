@@ -1,8 +1,8 @@
-"""Chains of elementwise operators that are a function of one value, found by walking the graph.
+"""Chains of elementwise operators that compute a function of one value.
 
-x * 0.5 * (1 + tanh(0.798 * (x + 0.0447 * x * x * x))) is one function of x, whatever way a model
-spells it: one table from x to the result takes the place of nine operators, and of the nine
-roundings to 8 bits between them.
+Example: x * 0.5 * (1 + tanh(0.798 * (x + 0.0447 * x * x * x))) is a function of x. One table
+replaces all nine operators and the 8-bit rounding after each of them. The chain is found by walking
+the graph, so that the model may write it in any way.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from relayquant.ir.rewrite import Graph, Match
 from relayquant.ir.rewrite.function import make_main
 from relayquant.ir.rewrite.graph import constant_value, free_vars, tensor_dtype
 
-#: one of these alone has a better form than a table: it is merged into the operator before it
+#: a single one of these needs no table: it is merged into the operator before it
 CLAMPS = ("relax.nn.relu", "relax.clip")
 
 TABLES = {op: row for op, row in RELAX_UNARY.items() if row.is_table}
 
-#: operators whose every element depends on the same element of each operand, and on scalars
+#: operators that compute each element from the same element of each operand, and from scalars
 ELEMENTWISE = frozenset(
     {
         *(f"relax.{name}" for name in ("add", "subtract", "multiply", "divide", "power")),
@@ -36,26 +36,27 @@ ELEMENTWISE = frozenset(
     }
 )
 
-#: attributes of these operators: a chain is evaluated with those it has
+#: attributes of these operators; the evaluation of a chain uses them
 CHAIN_ATTRIBUTES = ("alpha", *(name for row in TABLES.values() for name in row.attributes))
 
-#: what takes the sum with a constant behind it as its bias
+#: operators that take the addition of a constant behind them as bias
 LINEAR = frozenset({MATMUL, *(family.op for family in CONV_FAMILIES)})
 
-#: one of these alone is an operator of the dialect; but a square is best a table
+#: a single one of these is an operator of the dialect, but a square is best a table
 BINARY = ("relax.add", "relax.subtract", "relax.multiply")
 
 
 @dataclass(frozen=True)
 class ChainPattern:
-    """Matches the longest chain that ends at a value; its one part is `data`.
+    """Matcher of the longest chain that ends at a value. The only part is `data`.
 
-    A chain is two or more elementwise operators, or one that uses its operand twice or has no other
-    integer form (a division by a scalar). Values inside it have no reader outside.
+    A chain is two or more elementwise operators. It is also a single operator that uses its operand
+    twice or has no other integer form (division by a scalar). Values inside a chain have no reader
+    outside.
     """
 
     def match(self, graph: Graph, var: relax.Var) -> Match | None:
-        """The chain whose result is bound to `var`, or None."""
+        """Return the chain with its result bound to `var`, or None."""
         inside: set[relax.Var] = set()
         pending = {var}
         best: tuple[relax.Var, frozenset[relax.Var]] | None = None
@@ -64,7 +65,8 @@ class ChainPattern:
             if not self._may_enter(graph, last, var, inside):
                 break
             if best is not None and pending == {last} and is_of_producer(graph, last):
-                # better merged into what computes its operand: the table keeps its resolution
+                # better merged into the operator that computes its operand, to keep the table's
+                # resolution
                 break
             inside.add(last)
             pending.remove(last)
@@ -79,7 +81,7 @@ class ChainPattern:
 
     @staticmethod
     def _may_enter(graph: Graph, var: relax.Var, root: relax.Var, inside: set[relax.Var]) -> bool:
-        """Whether the operator that computes `var` may become part of the chain."""
+        """Whether the operator that computes `var` may be part of the chain."""
         call = graph.call_of(var)
         if call is None or graph.op_name(var) not in ELEMENTWISE or tensor_dtype(var) != "float32":
             return False
@@ -100,7 +102,7 @@ class ChainPattern:
 
     @staticmethod
     def _is_worthwhile(graph: Graph, members: frozenset[relax.Var]) -> bool:
-        """Whether a table is the best form of the operators."""
+        """Whether a table is the best form for the operators."""
         if len(members) > 1:
             return True
         (var,) = members
@@ -111,7 +113,7 @@ class ChainPattern:
 
 
 def is_of_producer(graph: Graph, var: relax.Var) -> bool:
-    """Whether `var` belongs to the operator before it: a clamp, or the bias of a product."""
+    """Whether `var` belongs to the operator before it, as a clamp or as the bias of a product."""
     if graph.op_name(var) in CLAMPS:
         return True
     args = graph.values[var].args
@@ -120,15 +122,13 @@ def is_of_producer(graph: Graph, var: relax.Var) -> bool:
 
 
 def is_uniform(expr: relax.Expr) -> bool:
-    """Whether all elements of a constant are the same: it is as good as a scalar."""
+    """Whether all elements of a constant are equal, so that it acts as a scalar."""
     array = constant_value(expr)
     return array is not None and array.size > 0 and bool((array == array.flat[0]).all())
 
 
 def evaluate_chain(match: Match, values: np.ndarray) -> np.ndarray:
-    """The function of a chain at float32 `values` (any number, rank 1), computed by the numpy
-    reference.
-    """
+    """Evaluate a chain at float32 `values` (rank 1, any length) with the numpy reference."""
     data = relax.Var("x", relax.TensorType(values.shape, "float32"))
     new: dict[relax.Var, relax.Expr] = {}
 
@@ -147,13 +147,15 @@ def evaluate_chain(match: Match, values: np.ndarray) -> np.ndarray:
             new[var] = builder.emit(Call(call.op, args, call.attrs, call.ty_args))
         return new[match.root]
 
-    with np.errstate(all="ignore"):  # a logarithm of what quantization made negative
+    with np.errstate(all="ignore"):  # such as log of a negative value
         (outcome,) = run_numpy(make_main([data], emit), [values])
     return outcome
 
 
 def build_chain_table(match: Match, data: QParams, output: QParams) -> np.ndarray:
-    """The 256 entries of `qnn.lookup` for a chain: entry i is for the bit pattern i of the data."""
+    """Build the 256 entries of `qnn.lookup` for a chain. Entry i is for bit pattern i of the
+    data.
+    """
     return build_table(
         lambda values: evaluate_chain(match, values.astype("float32")),
         data,

@@ -1,8 +1,8 @@
-"""Convolutions: conv1d, conv2d, conv2d_transpose, grouped and depthwise, with bias, residual add
+"""Rows for conv1d, conv2d and conv2d_transpose, also grouped and depthwise, with bias, residual add
 and activation.
 
-relu(conv(x, w) + b) -> dequantize(qnn.conv(x, w) + b_int32), relu; the fold stage makes one
-requantize of it.
+relu(conv(x, w) + b) -> dequantize(qnn.conv(x, w) + b_int32), relu. The fold stage turns it into one
+requantize.
 """
 
 from __future__ import annotations
@@ -41,18 +41,16 @@ from relayquant.ir.rewrite.graph import constant_value
 
 @dataclass(frozen=True)
 class ConvFamily:
-    """One convolution operator: its names, and which letter of the kernel layout is the output
-    channel.
-    """
+    """One convolution operator: its names, and the kernel layout letter of the output channels."""
 
     op: str
     name: str
-    #: attributes that carry over to the integer operator
+    #: attributes that are copied to the integer operator
     attributes: tuple[str, ...] = ("strides", "padding", "dilation", "groups")
 
     @property
     def modelled(self) -> tuple[str, ...]:
-        """All attributes that the rows honour; out_layout is not among them, nor out_dtype."""
+        """All attributes that the rows honour. out_layout and out_dtype are not among them."""
         return (*self.attributes, "data_layout", "kernel_layout")
 
 
@@ -68,8 +66,9 @@ CONV_FAMILIES = (
 
 
 def weight_axis(match: Match) -> int | None:
-    """Axis of the output channels in the weight; None where it holds those of one group only
-    (transposed).
+    """Return the weight's axis of all output channels.
+
+    It is None if the axis holds only the output channels of one group (transposed).
     """
     attrs = conv_call(match).attrs
     if int(attrs.groups) > 1 and match.find_call("relax.nn.conv2d_transpose") is not None:
@@ -78,13 +77,13 @@ def weight_axis(match: Match) -> int | None:
 
 
 def output_axis(match: Match) -> int:
-    """Axis of the channels in the output."""
+    """Return the channel axis of the output."""
     attrs = conv_call(match).attrs
     return (attrs.out_layout or attrs.data_layout).index("C")
 
 
 def conv_call(match: Match):
-    """The convolution of a match of any family."""
+    """Return the convolution of a match, of any family."""
     for family in CONV_FAMILIES:
         call = match.find_call(family.op)
         if call is not None:
@@ -93,7 +92,7 @@ def conv_call(match: Match):
 
 
 def read_form(match: Match) -> tuple[ConvFamily, dict[str, Any]]:
-    """The family of the convolution of a match, and the attributes of its integer operator."""
+    """Return the convolution family of a match, and the attributes of its integer operator."""
     call = conv_call(match)
     family = next(f for f in CONV_FAMILIES if f.op == call.op.name)
     attrs = {name: getattr(call.attrs, name) for name in family.modelled}
@@ -103,7 +102,7 @@ def read_form(match: Match) -> tuple[ConvFamily, dict[str, Any]]:
 
 
 def realize_accumulator(context: RealizeContext) -> Quantized:
-    """conv(x, w) [+ b] -> the accumulator, scale = data scale x weight scale."""
+    """Emit the accumulator of conv(x, w) [+ b], with scale = data scale x weight scale."""
     data, weight = context.operands["data"], context.operands["weight"]
     family, attrs = read_form(context.match)
 
@@ -124,15 +123,15 @@ def realize_accumulator(context: RealizeContext) -> Quantized:
 
 
 def realize_conv(context: RealizeContext) -> relax.Expr:
-    """dequantize(qnn.conv(x, w) + b), then the activation."""
+    """Emit dequantize(qnn.conv(x, w) + b), then the activation."""
     return repeat_activation(context, realize_accumulator(context).dequantize())
 
 
 def realize_dynamic_conv(context: DynamicContext) -> relax.Expr | Skip:
-    """dequantize(qnn.conv(x, w) - zero point of x * sums of w) + b, then the activation.
+    """Emit dequantize(qnn.conv(x, w) - zero point of x * sums of w) + b, then the activation.
 
-    The scale, that of x times those of w, is computed at run time; the bias is added in float32,
-    since its integers would depend on x.
+    The scale is the scale of x times the scales of w, computed at run time. The bias is added in
+    float32, because as an integer it would depend on the scale of x.
     """
     data, weight = context.data, context.weight
     array = constant_value(weight.value)
@@ -150,8 +149,9 @@ def realize_dynamic_conv(context: DynamicContext) -> relax.Expr | Skip:
 
 
 def realize_conv_residual(context: RealizeContext) -> relax.Expr | Skip:
-    """dequantize(qnn.add(qnn.conv(x, w) + b, residual)): one rounding for the sum, no int8 in
-    between.
+    """Emit dequantize(qnn.add(qnn.conv(x, w) + b, residual)).
+
+    The sum is rounded once, without int8 in between.
     """
     if context.output is None:
         return Skip("the sum has no parameters, since no quantized operator consumes it")
@@ -160,7 +160,7 @@ def realize_conv_residual(context: RealizeContext) -> relax.Expr | Skip:
 
 
 def add_residual(context: RealizeContext, accumulator: Quantized) -> Quantized:
-    """qnn.add of an accumulator and the operand `residual`, in the output's parameters."""
+    """Make qnn.add of an accumulator and the operand `residual`, with the output's parameters."""
     if context.output is None:
         raise ValueError(f"no output parameters for the sum at {context.match.name!r}")
     residual, out = context.operands["residual"], context.output
@@ -181,7 +181,7 @@ def add_residual(context: RealizeContext, accumulator: Quantized) -> Quantized:
 
 
 def check_conv(match: Match) -> Skip | None:
-    """float32, constant weight, constant bias with one value per output channel."""
+    """Check for float32, a constant weight and a constant bias per output channel."""
     call = conv_call(match)
     names = tuple(match.parts)
     skip = first_skip(
@@ -201,7 +201,7 @@ def check_conv(match: Match) -> Skip | None:
 
 
 def check_channel_bias(match: Match, bias: relax.Expr, axis: int) -> Skip | None:
-    """Declines a bias that varies along another axis than the output channels."""
+    """Decline a bias that varies along another axis than the output channels."""
     constant = source_constant(match.graph, bias)
     shape = constant_value(constant).shape if constant is not None else ()
     rank = match.root.ty.ndim
@@ -212,7 +212,7 @@ def check_channel_bias(match: Match, bias: relax.Expr, axis: int) -> Skip | None
 
 
 def check_residual(match: Match) -> Skip | None:
-    """As check_conv; the residual must have the shape of the sum, not broadcast."""
+    """Check as check_conv does, and that the residual has the shape of the sum."""
     skip = check_conv(match)
     if skip is not None:
         return skip
@@ -222,7 +222,7 @@ def check_residual(match: Match) -> Skip | None:
 
 
 def build_conv_ops(family: ConvFamily) -> tuple[QuantOp, ...]:
-    """Rows of one family, the longest pattern first."""
+    """Build the rows of one family, the longest pattern first."""
     rows = []
     weighted = (Operand("data"), Operand("weight", Role.WEIGHT, weight_axis))
     for suffix, pattern in residual_patterns(family.op):

@@ -1,8 +1,10 @@
-"""Matrix products: dense (constant weight, any rank of data) and batch_matmul (two activations).
+"""Rows for dense (constant weight, data of any rank) and batch_matmul (two activations).
 
-matmul(x, w) + b -> dequantize(qnn.dense(x, w^T) + b_int32); with parameters of the run time
-dequantize(qnn.dense(x, w^T) - x_zero * sums) + b; matmul(x, y) ->
-dequantize(qnn.batch_matmul(x, y^T)).
+matmul(x, w) + b -> dequantize(qnn.dense(x, w^T) + b_int32).
+
+With run-time parameters: dequantize(qnn.dense(x, w^T) - x_zero * sums) + b.
+
+matmul(x, y) -> dequantize(qnn.batch_matmul(x, y^T)).
 """
 
 from __future__ import annotations
@@ -40,18 +42,19 @@ MATMUL = "relax.matmul"
 
 
 def weight_axis(match: Match) -> int:
-    """Output units are the columns of the weight (K, N)."""
+    """Return the axis of the output units in the weight (K, N)."""
     return 1
 
 
 def output_axis(match: Match) -> int:
-    """Output units are the last axis of the product."""
+    """Return the axis of the output units in the product: the last."""
     return match.root.ty.ndim - 1
 
 
 def realize_dense(context: RealizeContext) -> relax.Expr:
-    """dequantize(qnn.dense(x, permute_dims(w)) + b), then the activation; fold transposes the
-    constant.
+    """Emit dequantize(qnn.dense(x, permute_dims(w)) + b), then the activation.
+
+    The fold stage transposes the constant.
     """
     data, weight = context.operands["data"], context.operands["weight"]
     transposed = context.emit(relax.op.permute_dims(weight.value, [1, 0]), "weight")
@@ -74,10 +77,10 @@ def realize_dense(context: RealizeContext) -> relax.Expr:
 
 
 def realize_dynamic_dense(context: DynamicContext) -> relax.Expr | Skip:
-    """dequantize(qnn.dense(x, w) - zero point of x * sums of w) + b, then the activation.
+    """Emit dequantize(qnn.dense(x, w) - zero point of x * sums of w) + b, then the activation.
 
-    The scale, that of x times those of w, is float32 (N,), computed at run time; the bias is added
-    in float32, since its integers would depend on x.
+    The scale is the scale of x times the scales of w, float32 (N,), computed at run time. The bias
+    is added in float32, because as an integer it would depend on the scale of x.
     """
     data, weight = context.data, context.weight
     array = constant_value(weight.value)
@@ -91,7 +94,7 @@ def realize_dynamic_dense(context: DynamicContext) -> relax.Expr | Skip:
 
 
 def realize_grouped_dense(context: GroupedContext) -> relax.Expr:
-    """qnn.grouped_dense(x, codes, scales, zero points) + b, then the activation."""
+    """Emit qnn.grouped_dense(x, codes, scales, zero points) + b, then the activation."""
     weight = context.weight
     parts = [relax.const(part) for part in (weight.codes, weight.scale, weight.zero_point)]
     value = multiply_groups(context.emit, context.data, weight, parts)
@@ -101,7 +104,7 @@ def realize_grouped_dense(context: GroupedContext) -> relax.Expr:
 
 
 def check_dense(match: Match) -> Skip | None:
-    """float32, constant weight of rank 2, constant bias per unit."""
+    """Check for float32, a constant weight of rank 2 and a constant bias per unit."""
     constants = tuple(n for n in match.parts if n in ("weight", "bias"))
     skip = first_skip(
         check_float(match), check_activation(match, "data"), check_constant(match, *constants)
@@ -116,7 +119,7 @@ def check_dense(match: Match) -> Skip | None:
 
 
 def realize_batch_matmul(context: RealizeContext) -> relax.Expr:
-    """dequantize(qnn.batch_matmul(x, y transposed in its last two axes))."""
+    """Emit dequantize(qnn.batch_matmul(x, y with the last two axes transposed))."""
     lhs, rhs = context.operands["lhs"], context.operands["rhs"]
     rank = rhs.value.ty.ndim
     axes = [*range(rank - 2), rank - 1, rank - 2]
@@ -138,7 +141,7 @@ def realize_batch_matmul(context: RealizeContext) -> relax.Expr:
 
 
 def check_batch_matmul(match: Match) -> Skip | None:
-    """float32, both operands computed, rank 2 or more."""
+    """Check for float32 and two computed operands of rank 2 or more."""
     skip = first_skip(check_float(match), check_activation(match, "lhs", "rhs"))
     if skip is not None:
         return skip
@@ -149,7 +152,7 @@ def check_batch_matmul(match: Match) -> Skip | None:
 
 
 def build_dense_ops() -> tuple[QuantOp, ...]:
-    """Rows for dense and batch_matmul, the longest pattern first."""
+    """Build the rows for dense and batch_matmul, the longest pattern first."""
     rows = []
     for suffix, pattern in weighted_patterns(MATMUL):
         operands = [Operand("data"), Operand("weight", Role.WEIGHT, weight_axis)]

@@ -1,9 +1,9 @@
-"""Parameters of the run time: the range of a tensor is measured when the model runs.
+"""Run-time parameters: the range of a tensor is measured when the model runs.
 
-x -> quantize(x, scale, zero point), with both computed from min(x) and max(x), of the tensor or of
-each row; and the product of such a value with constant weights, on the kernels that know constant
-parameters only.
-Read by the operator rows, by convert and by the importer of ONNX, whose operators these are.
+quantize(x, scale, zero point) gets both parameters from min(x) and max(x), over the tensor or over
+each row. Its product with a constant weight runs on the kernels for constant parameters.
+
+Used by the operator rows, by convert and by the ONNX reader, which has the same operators.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from relayquant.ir.reference import qnn as numpy_qnn
 from relayquant.ir.rewrite import Skip
 from relayquant.ir.rewrite.graph import constant_value, tensor_shape
 
-#: binds an expression to a variable, whose name ends so
+#: binds an expression to a variable with a name that ends in the text
 Emit = Callable[[relax.Expr, str], relax.Expr]
 
 
 def round_at_run_time(emit: Emit, data: relax.Expr, spec: QSpec) -> relax.Expr:
-    """dequantize(quantize(data)), float32 of the same shape, by parameters of the run time.
+    """Emit dequantize(quantize(data)) with run-time parameters: float32, same shape.
 
-    Rows are those of a tensor of two axes: dequantize(quantize(x, axis=0), axis=0). One of another
-    rank is reshaped before and behind: its shape is known, as the plan made sure.
+    With rows, a tensor of two axes becomes dequantize(quantize(x, axis=0), axis=0). A tensor of
+    another rank is reshaped before and after. The plan ensures that its shape is known.
     """
     flat = data
     if spec.granularity is Granularity.PER_ROW and data.ty.ndim != 2:
@@ -65,8 +65,10 @@ def quantize_at_run_time(
     is_row: bool = False,
     middle: int | None = None,
 ) -> RunTimeQuantized:
-    """`data` (float32, any shape; (M, K) with `is_row`) in affine space, by parameters of its own
-    values: those of `choose_at_run_time`, or of `choose_scale` about a zero point of `middle`.
+    """Quantize float32 `data` with parameters that are computed from its values.
+
+    Any shape is allowed, with `is_row` (M, K). The parameters come from `choose_at_run_time`. A
+    symmetric scale comes from `choose_scale`, with the zero point `middle`.
     """
     lowest, highest = limits or INTEGER_LIMITS[dtype]
     if middle is not None:
@@ -84,12 +86,13 @@ def quantize_at_run_time(
 def choose_at_run_time(
     emit: Emit, data: relax.Expr, lowest: int, highest: int, *, is_row: bool = False
 ) -> tuple[relax.Expr, relax.Expr]:
-    """(scale float32, zero point int32) that cover the values of `data` (float32, any shape); with
-    `is_row` one for each index but that of the last axis.
+    """Compute scale (float32) and zero point (int32) that cover float32 `data` of any shape.
 
-    scale = (max(x, 0) - min(x, 0)) / (highest - lowest), or 1 for a tensor of zeros; zero point =
-    clip(round(lowest - min(x, 0) / scale)) (ONNX, operator DynamicQuantizeLinear, which has 0 and
-    255).
+    With `is_row`, both are computed over the last axis.
+
+    scale = (max(x, 0) - min(x, 0)) / (highest - lowest), or 1 for a tensor of zeros. Zero point =
+    clip(round(lowest - min(x, 0) / scale)). Source: ONNX, operator DynamicQuantizeLinear, where
+    lowest and highest are 0 and 255.
     """
     zero = relax.const(0.0, "float32")
     axis = -1 if is_row else None
@@ -109,8 +112,9 @@ def choose_at_run_time(
 
 
 def choose_scale(emit: Emit, data: relax.Expr, highest: int, *, is_row: bool = False) -> relax.Expr:
-    """max(|data|) / highest, float32; 1 for a tensor of zeros: the symmetric scale, of all or, with
-    `is_row`, of each row.
+    """Compute the symmetric scale max(|data|) / highest, float32, or 1 for a tensor of zeros.
+
+    With `is_row`, there is one scale for each row.
     """
     zero = relax.const(0.0, "float32")
     largest = emit(relax.op.max(emit(relax.op.abs(data), "abs"), -1 if is_row else None), "largest")
@@ -120,10 +124,10 @@ def choose_scale(emit: Emit, data: relax.Expr, highest: int, *, is_row: bool = F
 
 
 def quantize_rows_at_run_time(emit: Emit, data: relax.Expr, spec: QSpec) -> IntegerRows:
-    """Rows of `data` (..., K), float32, as int8 for products with weights in groups.
+    """Quantize each row of float32 `data` (..., K) to int8, for products with grouped weights.
 
-    Symmetric by `qnn.quantize_rows`; affine by the parameters of `choose_at_run_time`. Both leave
-    out -128, which instructions that multiply magnitudes do not take.
+    Symmetric rows use `qnn.quantize_rows`. Affine rows use `choose_at_run_time`. Both avoid -128,
+    because instructions that multiply magnitudes do not support it.
     """
     if spec.is_symmetric:
         pair = emit(qnn.quantize_rows(data), "rows")
@@ -146,8 +150,9 @@ def multiply_groups(
     weight: GroupedWeight,
     parts: Sequence[relax.Expr],
 ) -> relax.Expr:
-    """float32 (..., N): rows of data by a weight in groups, whose codes, scales and zero points are
-    the constants `parts`.
+    """Multiply rows of data by a grouped weight -> float32 (..., N).
+
+    `parts` are the constant codes, scales and zero points of the weight.
 
         (q - z) * s @ w  ->  grouped_dense(q, s, w) - s * z * (sums of the rows of w)
     """
@@ -172,13 +177,13 @@ def multiply_at_run_time(
     *,
     is_exact: bool = False,
 ) -> relax.Expr:
-    """int32 sums of (data - zero_point) * (weight - weight_zero), for integers `data` (..., K) and
-    a constant weight (K, N); weight_zero is () or (N,), int32.
+    """Sum (data - zero_point) * (weight - weight_zero) in int32.
 
-    qnn.dense(data, weight) - zero_point * (sums of the columns of weight - weight_zero): so the
-    kernel has no variable, unless the zero point is a constant. It is () or, for data (M, K), (M,).
-    Sums wrap modulo 2^32; with `is_exact` they are int64 where int32 does
-    not hold those of any input.
+    `data` (..., K) and the constant weight (K, N) are integers. weight_zero is int32 () or (N,).
+
+    A variable zero point is taken out of the kernel: qnn.dense(data, weight) - zero_point * (column
+    sums of weight - weight_zero). zero_point is () or, for data (M, K), (M,). Sums wrap modulo
+    2^32. With `is_exact` they are int64 if an input could overflow int32.
     """
     units = relax.const(np.ascontiguousarray(weight.T), str(weight.dtype))
     zero = relax.const(np.asarray(weight_zero, "int32"), "int32")
@@ -210,12 +215,15 @@ def convolve_at_run_time(
     is_exact: bool = False,
     **attrs: Any,
 ) -> relax.Expr | Skip:
-    """int32 sums of (data - zero_point) * (weight - weight_zero) of the convolution qnn.<name>,
-    padded with the zero point; integers `data`, a constant weight, weight_zero () or (O,).
+    """Sum (data - zero_point) * (weight - weight_zero) of convolution qnn.<name> in int32.
 
-    qnn.conv(data, weight) - zero_point * (what it gives for data of ones): so the kernel has no
-    variable. `attrs` are those of the operator. Sums wrap modulo 2^32; with `is_exact` they are
-    int64 where int32 does not hold those of any input. Skip: sizes of the data are not known.
+    The padding is the zero point. `data` and the constant weight are integers. weight_zero is () or
+    (O,).
+
+    The variable zero point is taken out of the kernel: qnn.conv(data, weight) - zero_point *
+    qnn.conv(ones, weight). `attrs` are the attributes of the operator. Sums wrap modulo 2^32. With
+    `is_exact` they are int64 if an input could overflow int32. Returns Skip if sizes of the data
+    are unknown.
     """
     zero = relax.const(np.asarray(weight_zero, "int32"), "int32")
     units = relax.const(np.ascontiguousarray(weight), str(weight.dtype))
@@ -234,13 +242,13 @@ def convolve_at_run_time(
         isinstance(size, str) for axis, size in zip(layout, shape, strict=True) if axis != "N"
     ):
         return Skip(
-            f"the shape {shape} of its data is not known, on which the share of the zero point in "
-            "its sums depends",
+            f"the data shape {shape} is not fully known, but the zero point's part of the sums "
+            "depends on it",
             "give all sizes but the batch, or quantize it with parameters from calibration",
         )
     ones = np.ones([1 if a == "N" else int(s) for a, s in zip(layout, shape, strict=True)], "int8")
     sums = getattr(numpy_qnn, name)(ones, weight, 0, weight_zero, 1.0, 1.0, **attrs)
-    # One position is enough where all have the same sums: they differ at borders, if anywhere.
+    # If all positions have the same sums, one position is enough. Only borders can differ.
     corner = sums[tuple(slice(None) if a in "NC" else slice(1) for a in layout)]
     sums = corner if (sums == corner).all() else sums
     if dtype != SUM_DTYPES[0]:

@@ -1,7 +1,7 @@
-"""Elementwise binary operators: add, subtract, multiply, with an activation behind them.
+"""Rows for add, subtract and multiply, with an optional activation.
 
-relu(a + b) -> relu(dequantize(qnn.add(a, b))) in the parameters of the result. One operand may be a
-constant.
+relu(a + b) -> relu(dequantize(qnn.add(a, b))) with the parameters of the result. One operand may be
+a constant.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KINDS = {
 
 
 def realize_binary(context: RealizeContext) -> relax.Expr | Skip:
-    """dequantize(qnn.op(lhs, rhs)) in the output's parameters, then the activation."""
+    """Emit dequantize(qnn.op(lhs, rhs)) with the output's parameters, then the activation."""
     if context.output is None:
         return Skip("the result has no parameters, since no quantized operator consumes it")
     lhs, rhs, out = context.operands["lhs"], context.operands["rhs"], context.output
@@ -61,7 +61,7 @@ def realize_binary(context: RealizeContext) -> relax.Expr | Skip:
 
 
 def check_binary(match: Match) -> Skip | None:
-    """float32, at most one constant operand."""
+    """Check for float32 and at most one constant operand."""
     constants = [n for n in match.parts if source_constant(match.graph, match.parts[n]) is not None]
     if len(constants) == len(match.parts):
         return Skip("both operands are constants")
@@ -69,10 +69,10 @@ def check_binary(match: Match) -> Skip | None:
 
 
 def build_binary_ops() -> tuple[QuantOp, ...]:
-    """A row for each operator, activation, and side of a constant operand; the longest first.
+    """Build a row for each operator, activation and side of a constant operand, the longest first.
 
-    A constant operand takes the weight's configuration (symmetric, per tensor) and no observer sees
-    it. It is the second one where that makes no difference: prepare has put it there.
+    A constant operand uses the weight configuration (symmetric, per-tensor) and is not observed. In
+    commutative operators it is the second operand: prepare puts it there.
     """
     rows = []
     for suffix, activation in ACTIVATION_SUFFIXES:
@@ -93,7 +93,7 @@ def build_binary_ops() -> tuple[QuantOp, ...]:
 
 
 def _check_sides(constant: str):
-    """check_binary, and exactly the operand named `constant` is a constant."""
+    """Check as check_binary does, and that exactly the operand named `constant` is a constant."""
 
     def check(match: Match) -> Skip | None:
         skip = check_binary(match)

@@ -1,5 +1,6 @@
-"""In which order rows claim operators; finding a planned operator again in a graph whose values
-kept their names, and its constant operands.
+"""The order in which rows match, and lookup of planned operators and their constants.
+
+A planned operator is found again by value name in any graph that kept the names.
 """
 
 from __future__ import annotations
@@ -19,20 +20,22 @@ from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
 
 
 def find_pattern(backend: BackendConfig, name: str) -> QuantOp:
-    """The row of a backend's pattern.
+    """Return the row of a backend's pattern.
 
     Raises:
-        ConfigError: the backend has no such pattern.
+        ConfigError: The backend does not have this pattern.
     """
     return backend.find_pattern(name).pattern  # pyright: ignore[reportReturnType]
 
 
 def order_rows(backend: BackendConfig) -> list[tuple[PatternConfig, ...]]:
-    """The rows of a backend in the order in which they claim: each part goes over the whole graph,
-    from the outputs to the inputs, before the next; within a part, order is priority at each value.
+    """Return the rows of a backend in matching order, in parts.
 
-    First come rows with `claims_first`, one by one, then the backend's own table; of both, anchors
-    before all others, so that an add never takes the bias of a convolution.
+    Each part goes over the whole graph, from outputs to inputs, before the next part starts. Within
+    a part, the order is the priority at each value.
+
+    Rows with `claims_first` come first, each as one part. The rest of the table follows. Both begin
+    with their anchors, so that an add never takes the bias of a convolution.
     """
 
     def is_anchor(row: PatternConfig) -> bool:
@@ -47,10 +50,10 @@ def order_rows(backend: BackendConfig) -> list[tuple[PatternConfig, ...]]:
 
 
 def match_operator(graph: Graph, backend: BackendConfig, operator: OperatorPlan) -> Match:
-    """The match of a planned operator.
+    """Return the match of a planned operator.
 
     Raises:
-        ModelError: the graph has no such operator any more: it was changed after the plan was made.
+        ModelError: The operator is gone: the graph was changed after the plan was made.
     """
     pattern = find_pattern(backend, operator.pattern)
     var = graph.vars.get(operator.name)
@@ -58,19 +61,19 @@ def match_operator(graph: Graph, backend: BackendConfig, operator: OperatorPlan)
     if match is None:
         raise ModelError(
             f"The plan quantizes operator {operator.name!r} as {operator.pattern!r}, but the "
-            "module has "
-            "no such operator. Make the plan from the module that is converted.",
+            "module does not have it. Make the plan from the module that is converted.",
             code="RQ105",
         )
     return match
 
 
 def operand_constant(match: Match, operand: str) -> np.ndarray:
-    """The array of a constant operand, in real values: those that it dequantizes, if the model has
-    it as integers.
+    """Return a constant operand as an array of real values.
+
+    If the model holds integers, they are dequantized.
 
     Raises:
-        ModelError: the operand is not constant.
+        ModelError: The operand is not constant.
     """
     expr = match.parts[operand]
     constant = source_constant(match.graph, expr)
@@ -83,14 +86,14 @@ def operand_constant(match: Match, operand: str) -> np.ndarray:
 
 
 def dequantize_constant(match: Match, expr: relax.Expr) -> np.ndarray:
-    """The real values of integers that a chain of dequantizes and quantizes starts at."""
+    """Return the real values of the constant at the start of a chain of dequantize and quantize."""
     call = match.graph.call_of(expr)
     while call is not None and match.graph.call_of(call.args[0]) is not None:
         call = match.graph.call_of(call.args[0])
     values = [constant_value(arg) for arg in call.args[:3]] if call is not None else [None]
     if call is None or any(value is None for value in values):
         raise ModelError(
-            f"The constant at operator {match.name!r} is dequantized by parameters that are not "
+            f"The constant at operator {match.name!r} is dequantized with parameters that are not "
             "constants. Pass a model whose weights have constant scales and zero points.",
             code="RQ204",
         )
@@ -98,14 +101,18 @@ def dequantize_constant(match: Match, expr: relax.Expr) -> np.ndarray:
 
 
 def find_sum(graph: Graph, name: str) -> relax.Var | None:
-    """The exact sum of products of an operator of an integer module, with its bias if it has one,
-    before it is brought into range; None for an operator without.
+    """Find the exact accumulator of an operator in an integer module, with the bias if there is
+    one.
+
+    It is the value before narrowing. Return None for an operator without sums of products.
     """
     found = (graph.vars.get(f"{name}.{suffix}") for suffix in TOTALS)
     return next((var for var in found if var is not None), None)
 
 
 def find_register(graph: Graph, name: str) -> str:
-    """What `LedgerRow.accumulator` says of an operator whose accumulator is that of the kernels."""
+    """Return the `LedgerRow.accumulator` of an operator that uses the accumulator of the
+    kernels.
+    """
     total = find_sum(graph, name)
     return NATIVE.description if total is not None and tensor_dtype(total) == "int64" else ""

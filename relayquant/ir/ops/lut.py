@@ -1,4 +1,4 @@
-"""Unary functions by table: 256 entries, one for each integer input.
+"""Rows for unary functions: a table of 256 entries, or an integer operator.
 
 sigmoid(x), or any chain of elementwise operators on x -> dequantize(qnn.lookup(x, table));
 leaky_relu(x) -> dequantize(qnn.leaky_relu(x)); prelu(x, a) -> dequantize(qnn.prelu(x, a)).
@@ -35,7 +35,9 @@ PRELU = "relax.nn.prelu"
 
 
 def realize_lookup(context: RealizeContext) -> relax.Expr | Skip:
-    """dequantize(qnn.lookup(x, table)), the table computed from the parameters on both sides."""
+    """Emit dequantize(qnn.lookup(x, table)). The table follows from the parameters of x and the
+    result.
+    """
     if context.output is None:
         return Skip("the result has no parameters, since no quantized operator consumes it")
     data = context.operands["data"]
@@ -50,15 +52,15 @@ def realize_lookup(context: RealizeContext) -> relax.Expr | Skip:
 
 
 def check_leaky_relu(match: Match) -> Skip | None:
-    """As check_float; and the slope, which qnn.leaky_relu takes from 0 to 1."""
+    """Check as check_float does, and that the slope is in 0..1 as qnn.leaky_relu needs."""
     alpha = float(match.call("relax.nn.leakyrelu").attrs.alpha)
     if not 0 <= alpha <= 1:
-        return Skip(f"leaky_relu has alpha={alpha:g}; on integers it is 0 to 1")
+        return Skip(f"leaky_relu has alpha={alpha:g}; on integers 0 to 1 is allowed")
     return check_float(match)
 
 
 def realize_leaky_relu(context: RealizeContext) -> relax.Expr | Skip:
-    """dequantize(qnn.leaky_relu(x)) in the parameters of the result."""
+    """Emit dequantize(qnn.leaky_relu(x)) with the parameters of the result."""
     if context.output is None:
         return Skip("the result has no parameters, since no quantized operator consumes it")
     alpha = float(context.match.call("relax.nn.leakyrelu").attrs.alpha)
@@ -78,7 +80,7 @@ def realize_leaky_relu(context: RealizeContext) -> relax.Expr | Skip:
 
 
 def check_prelu(match: Match) -> Skip | None:
-    """As check_float; and the slopes, which are constants."""
+    """Check as check_float does, and that the slopes are finite constants."""
     slopes = constant_value(match.call(PRELU).args[1])
     if slopes is None or not np.isfinite(slopes).all():
         return Skip("its slopes are computed at run time or not finite")
@@ -86,7 +88,7 @@ def check_prelu(match: Match) -> Skip | None:
 
 
 def realize_prelu(context: RealizeContext) -> relax.Expr | Skip:
-    """dequantize(qnn.prelu(x, slopes)) in the parameters of the result."""
+    """Emit dequantize(qnn.prelu(x, slopes)) with the parameters of the result."""
     if context.output is None:
         return Skip("the result has no parameters, since no quantized operator consumes it")
     call = context.match.call(PRELU)
@@ -104,7 +106,7 @@ def realize_prelu(context: RealizeContext) -> relax.Expr | Skip:
 
 
 def realize_chain(context: RealizeContext) -> relax.Expr | Skip:
-    """dequantize(qnn.lookup(x, table)), the table computed by evaluating the chain."""
+    """Emit dequantize(qnn.lookup(x, table)). The table is computed by evaluating the chain."""
     if context.output is None:
         return Skip("the result has no parameters, since no quantized operator consumes it")
     data = context.operands["data"]
@@ -115,7 +117,7 @@ def realize_chain(context: RealizeContext) -> relax.Expr | Skip:
     return Quantized(value, context.output).dequantize()
 
 
-#: before all rows of single elementwise operators: the longest chain is one table
+#: comes before all rows of single elementwise operators, so that the longest chain is one table
 CHAIN_OPS: tuple[QuantOp, ...] = (
     QuantOp(
         "elementwise_chain", "relax.elementwise_chain", ChainPattern(), (Operand("data"),),
@@ -133,7 +135,7 @@ TABLE_OPS: tuple[QuantOp, ...] = tuple(
     if row.is_table
 )  # fmt: skip
 
-#: those that are computed instead of looked up
+#: operators that are computed instead of looked up
 SLOPE_OPS: tuple[QuantOp, ...] = (
     QuantOp(
         "leaky_relu", "relax.nn.leakyrelu", unary_pattern("relax.nn.leakyrelu"),

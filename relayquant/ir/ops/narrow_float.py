@@ -1,9 +1,10 @@
-"""Operators computed in a narrow float dtype, as simulate and convert repeat them.
+"""Operators in a narrow float dtype, as simulate and convert emit them.
 
-v = op(x, w) -> v.float16 = op(float16(x), float16(w)); v = float32(v.float16). What reads v in
-float16 too takes v.float16: the casts between neighbours are left unused, and removed. An operator
-of several roundings works in float32 on operands that are rounded to float16, and its result is
-rounded once: v.float16 = float16(op(float32(float16(x)))).
+v = op(x, w) -> v.float16 = op(float16(x), float16(w)); v = float32(v.float16).
+
+A float16 reader of v reads v.float16. The casts between neighbours are then unused and are removed.
+An operator with several roundings works in float32 on operands that are rounded to float16. Its
+result is rounded once: v.float16 = float16(op(float32(float16(x)))).
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from relayquant.ir.plan import Plan
 from relayquant.ir.rewrite import Emitter
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
 
-#: No rounding or a single one: the same in float16 as in float32 and rounded then, bit for bit
+#: Operators with at most one rounding. float16 gives the same bits as float32 rounded to float16
 #: (Figueroa, "When is double rounding innocuous?", SIGNUM 1995, for + - * / and the square root).
-#: Any other operator in float16 has as many roundings as the code that TVM or numpy has for it.
+#: In other operators, the number of float16 roundings depends on the code of TVM or numpy.
 ROUNDED_ONCE = frozenset(
     f"relax.{name}"
     for name in (
@@ -30,7 +31,7 @@ ROUNDED_ONCE = frozenset(
         *("gather_elements", "gather_nd", "scatter_elements", "scatter_nd"),
     )
 )
-#: sum their products in float32 whatever the dtype of the operands
+#: operators that sum products in float32 for every operand dtype
 SUMMING = {
     "relax.matmul": relax.op.matmul,
     "relax.nn.conv1d": relax.op.nn.conv1d,
@@ -40,29 +41,29 @@ SUMMING = {
 
 
 class NarrowFloats:
-    """State of one rewrite: which narrow value stands for which float32 value."""
+    """State of one rewrite: the narrow value of each float32 value."""
 
     def __init__(self, plan: Plan) -> None:
         self.dtypes = {value: op.compute for op in plan.operators for value in op.values}
         self.narrow: dict[tuple[relax.Expr, str], relax.Expr] = {}
-        #: which float32 value holds what the narrow one does
+        #: the float32 value that equals a narrow value
         self.rounded: dict[tuple[relax.Expr, str], relax.Expr] = {}
 
     def repeat(self, emitter: Emitter, binding: relax.VarBinding) -> relax.Expr:
-        """The operator of a binding in terms of the new function, in the dtype the plan says."""
+        """Emit the operator of a binding in the new function, in the dtype of the plan."""
         value, dtype = emitter.get(binding.value), self.dtypes.get(binding.var.name, "")
         if not dtype or not isinstance(value, Call):
             return value
         name = binding.var.name
         result = self.compute(emitter, value, dtype, name)
         if tensor_dtype(result) != dtype:
-            return value  # a tuple of results, or an operator with a dtype of its own
+            return value  # a tuple of results, or an operator with a fixed dtype
         wide = emitter.bind(binding.var, relax.op.astype(result, "float32"))
         self.narrow[wide, dtype], self.rounded[wide, dtype] = result, wide
         return wide
 
     def compute(self, emitter: Emitter, call: Call, dtype: str, name: str) -> relax.Expr:
-        """The call on narrow operands, its result rounded to `dtype`, once."""
+        """Emit the call on narrow operands. Its result is rounded once, to `dtype`."""
         if call.op.name not in SUMMING and call.op.name not in ROUNDED_ONCE:
             args = [self.round(emitter, arg, dtype) for arg in call.args]
             wide = emitter.emit(Call(call.op, args, call.attrs, call.ty_args), f"{name}.wide")
@@ -78,7 +79,7 @@ class NarrowFloats:
         return emitter.emit(Call(call.op, args, call.attrs, call.ty_args), f"{name}.{dtype}")
 
     def cast(self, emitter: Emitter, expr: relax.Expr, dtype: str) -> relax.Expr:
-        """An operand in `dtype`, cast once for all its readers; only float32 tensors are cast."""
+        """Cast a float32 operand to `dtype`, once for all readers. Other operands stay."""
         if isinstance(expr, relax.Tuple):
             return relax.Tuple([self.cast(emitter, part, dtype) for part in expr.fields])
         array = constant_value(expr)
@@ -94,7 +95,7 @@ class NarrowFloats:
         return self.narrow[expr, dtype]
 
     def round(self, emitter: Emitter, expr: relax.Expr, dtype: str) -> relax.Expr:
-        """An operand as `cast` gives it, in float32 again."""
+        """Round an operand to `dtype` and return it in float32."""
         if isinstance(expr, relax.Tuple):
             return relax.Tuple([self.round(emitter, part, dtype) for part in expr.fields])
         if tensor_dtype(expr) != "float32":

@@ -1,5 +1,6 @@
-"""Rows of the user's own that match operators and do not take them: what the plan and the ledger
-say of them. Asked once all rows have claimed.
+"""User rows that match an operator but do not take it: the reasons, for the plan and the ledger.
+
+The reasons are found after all rows have matched.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ def find_passed_over(
     owners: Owners,
     decline: Callable[[QuantOp, Match], Skip | None],
 ) -> dict[relax.Var, tuple[PassedOver, ...]]:
-    """By value, the user's rows that match it and did not take it.
+    """Find the user rows that match a value but did not take it, by value.
 
-    A row behind another row of the user's is not named: that order is the user's choice.
+    A row that lost to another user row is not named, because the user chose their order.
 
     Args:
-        decline: Why a row cannot take a match; None if it can.
+        decline: Returns why a row cannot take a match, or None if it can.
     """
     found: dict[relax.Var, list[PassedOver]] = {}
     for row in backend.patterns:
@@ -49,7 +50,7 @@ def find_passed_over(
 
 
 def find_match(pattern: QuantOp, graph: Graph, var: relax.Var) -> Match | None:
-    """The match of a row at a value, also where another operator reads a value inside it."""
+    """Find the match of a row at a value, even if another operator reads a value inside it."""
     if isinstance(pattern.pattern, Pattern):
         return pattern.pattern.find(graph, var)
     return run_match(pattern, graph, var)
@@ -61,7 +62,7 @@ def find_obstacle(
     owners: Owners,
     decline: Callable[[QuantOp, Match], Skip | None],
 ) -> Skip | None:
-    """Why a row of the user's did not take a match; None if another such row took it."""
+    """Find why a user row did not take a match. None if another user row took it."""
     inner = match.find_shared()
     if inner is not None:
         return Skip(
@@ -78,7 +79,7 @@ def find_obstacle(
 
 
 def describe_owner(pattern: QuantOp, match: Match, owners: Owners) -> Skip:
-    """Why a match that its row accepts was not claimed: who was first."""
+    """Describe the earlier row that took a value of this match."""
     taken = next(var for var in match.vars if var in owners)
     owner, earlier = owners[taken]
     return Skip(

@@ -1,6 +1,6 @@
-"""Averages: avg_pool2d and mean. Their result is rounded, so it has parameters of its own.
+"""Rows for avg_pool2d and mean. The result is rounded and has separate parameters.
 
-mean(x) -> dequantize(qnn.mean(x)) in the parameters of the result.
+mean(x) -> dequantize(qnn.mean(x)) with the parameters of the result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from relayquant.ir.rewrite import Skip
 
 
 def realize_mean(context: RealizeContext) -> relax.Expr | Skip:
-    """dequantize(qnn.mean(x)) over the same axes."""
+    """Emit dequantize(qnn.mean(x)) over the same axes."""
     if context.output is None:
         return Skip("the mean has no parameters, since no quantized operator consumes it")
     attrs = context.match.call("relax.mean").attrs
@@ -46,7 +46,7 @@ def realize_mean(context: RealizeContext) -> relax.Expr | Skip:
 
 
 def realize_avg_pool2d(context: RealizeContext) -> relax.Expr | Skip:
-    """dequantize(qnn.avg_pool2d(x)) with the same window."""
+    """Emit dequantize(qnn.avg_pool2d(x)) with the same window."""
     if context.output is None:
         return Skip("the pool has no parameters, since no quantized operator consumes it")
     attrs = context.match.call("relax.nn.avg_pool2d").attrs

@@ -1,7 +1,6 @@
-"""Operators that move or select values without computing new ones: their output keeps the input's
-parameters.
+"""Rows for data movement: the output keeps the parameters of the input.
 
-They have no realize callback: the allow-list (`conversion/expand.py`) pushes dequantize through
+These rows have no realize callback. The allow-list (`conversion/expand.py`) moves dequantize behind
 them.
 """
 
@@ -46,9 +45,9 @@ SHARING = {
     "min": "relax.min",
 }
 
-#: operator -> the attributes that mean the same in affine space; read by the rows and by the
-#: allow-list. A pool's out_layout is not among them, nor a resize's roi, extrapolation_value and
-#: out_dtype; count_include_pad and the cubic ones are without effect on what is served.
+#: operator -> attributes with the same meaning in affine space, for the rows and the allow-list.
+#: out_layout of a pool is not listed, nor roi, extrapolation_value and out_dtype of a resize.
+#: count_include_pad and the cubic attributes have no effect on the supported cases.
 ATTRIBUTES = {
     "relax.nn.max_pool2d": POOL_ATTRIBUTES,
     "relax.nn.max_pool1d": POOL_ATTRIBUTES,
@@ -69,17 +68,17 @@ ATTRIBUTES = {
     ),
 }  # fmt: skip
 
-#: clamp, so that the range of the output is that of the input or less
+#: clamp, so that the range of the output is within the range of the input
 CLAMPING = {"relu": "relax.nn.relu", "clip": "relax.clip"}
 
 
 def check_sharing(match: Match) -> Skip | None:
-    """A computed float32 value; a constant that is moved or selected from stays what it is."""
+    """Check for a computed float32 value. Data movement of constants is left alone."""
     return first_skip(check_float(match, "data"), check_activation(match, "data"))
 
 
 def check_resize(match: Match) -> Skip | None:
-    """Only the nearest neighbour, which is a value of the input; others compute new ones."""
+    """Check for nearest neighbour, the only resize method that computes no new values."""
     skip = check_sharing(match)
     if skip is not None:
         return skip
@@ -87,7 +86,7 @@ def check_resize(match: Match) -> Skip | None:
 
 
 def check_nearest(call: Call) -> Skip | None:
-    """Declines a resize2d whose values are not all values of its input."""
+    """Decline a resize2d that computes values that are not in the input."""
     method, mode = str(call.attrs.method), str(call.attrs.coordinate_transformation_mode)
     if method != "nearest_neighbor":
         return Skip(f"resizing by {method!r} computes new values, which has no integer form")
@@ -97,27 +96,25 @@ def check_nearest(call: Call) -> Skip | None:
 
 
 def check_take(match: Match) -> Skip | None:
-    """As check_sharing; and the indices."""
+    """Check as check_sharing does, and the indices."""
     return first_skip(check_sharing(match), check_indices(match.call("relax.take")))
 
 
 def check_indices(call: Call) -> Skip | None:
-    """Declines a take that gives NaN for indices out of bounds."""
+    """Decline a take that returns NaN for indices out of bounds."""
     if str(call.attrs.mode) == "nan":
         return Skip("take gives NaN for indices out of bounds, which no integer stands for")
     return None
 
 
 def check_max_pool(match: Match) -> Skip | None:
-    """As check_sharing; and the windows."""
+    """Check as check_sharing does, and the windows."""
     root = match.graph.call_of(match.root)
     return first_skip(check_sharing(match), None if root is None else check_windows(root))
 
 
 def check_windows(call: Call) -> Skip | None:
-    """Declines a maximum pool of which a window may lie in the padding as a whole: of nothing but
-    padding the maximum is -inf.
-    """
+    """Decline a maximum pool if a window may hold only padding, where the maximum is -inf."""
     attrs = call.attrs
     padding = [int(pad) for pad in attrs.padding]
     rank = len(attrs.pool_size)
@@ -130,7 +127,7 @@ def check_windows(call: Call) -> Skip | None:
 
 
 def check_concat(match: Match) -> Skip | None:
-    """A literal tuple of float32 tensors."""
+    """Check for a literal tuple of float32 tensors."""
     if not isinstance(match.parts["data"], relax.Tuple):
         return Skip("the operands are not a literal tuple")
     for expr in match.parts["data"].fields:
@@ -140,7 +137,7 @@ def check_concat(match: Match) -> Skip | None:
 
 
 def realize_concat(context: RealizeContext) -> relax.Expr | Skip:
-    """dequantize(qnn.concatenate(...)): operands are requantized where their parameters differ."""
+    """Emit dequantize(qnn.concatenate(...)). Operands with other parameters are requantized."""
     if context.output is None:
         return Skip("the result has no parameters, since no quantized operator consumes it")
     call = context.match.call("relax.concat")
@@ -164,7 +161,7 @@ def _concat_pattern() -> Pattern:
     return Pattern(is_op("relax.concat")(data), {"data": data})
 
 
-#: of rows that take more than a moved value as it is
+#: for rows with further conditions than check_sharing
 CHECKS = {
     "relax.take": check_take,
     "relax.nn.max_pool1d": check_max_pool,

@@ -186,5 +186,7 @@ def test_products__whichever_factor_is_constant_or_a_vector():
 
 def test_row__needs_realize_unless_it_shares():
     row = next(row for row in BUILTIN_OPS if row.kind is Kind.CONNECTOR)
-    with pytest.raises(ConfigError, match=r"realize=None is for Kind.SHARING.*RealizeContext"):
+    with pytest.raises(
+        ConfigError, match=r"realize=None is allowed only for Kind.SHARING.*RealizeContext"
+    ):
         dataclasses.replace(row, realize=None)
