@@ -259,8 +259,8 @@ def check_binding(
     if different:
         raise ConfigError(
             f"checkpoint={str(path)!r} belongs to another {work}; what differs: "
-            f"{', '.join(different)}. Pass the same arguments to go on, another folder, or delete "
-            "it to begin anew.",
+            f"{', '.join(different)}. Pass the same arguments to continue, choose another folder, "
+            "or delete it to start again.",
             code="RQ502",
         )
 
@@ -285,15 +285,15 @@ def check_same_data(record: DataRecord, digests: list[str], path: Path) -> None:
         if before != now:
             raise DataError(
                 f"checkpoint={str(path)!r} was begun with other data: batch {i} differs. Data that "
-                "is drawn or augmented at random needs a fixed seed. Delete the folder to begin "
-                "anew.",
+                "is drawn or augmented at random needs a fixed seed. Delete the folder to start "
+                "again.",
                 code="RQ303",
             )
     if len(digests) != record.batches:
         raise DataError(
             f"checkpoint={str(path)!r} was begun with "
             f"{format_count(record.batches, 'batch')}, the data set now "
-            f"has {len(digests)}. Delete the folder to begin anew.",
+            f"has {len(digests)}. Delete the folder to start again.",
             code="RQ303",
         )
 

@@ -74,7 +74,7 @@ def check_timeout(seconds: float | None) -> float | None:
     if seconds is not None and not 0 < seconds <= threading.TIMEOUT_MAX:
         raise ConfigError(
             f"worker_timeout is {seconds!r}; allowed: seconds, more than 0 and at most "
-            f"{threading.TIMEOUT_MAX:.0f}, or None to wait for ever.",
+            f"{threading.TIMEOUT_MAX:.0f}, or None to wait without limit.",
             code="RQ101",
         )
     return seconds
@@ -291,8 +291,8 @@ def describe_silence(jobs: Sequence[RemoteTask], timeout: float | None) -> Worke
     return WorkerError(
         f"Batches {named} were not calibrated: no worker has returned anything for {timeout:.10g} "
         "seconds, so they hang, or the executor has none. The processes of a ProcessPoolExecutor "
-        "were killed. If a shard does take so long, call calibrate with a longer worker_timeout= "
-        "(None waits for ever); with checkpoint= the next run goes on from here.",
+        "were killed. If a shard needs more time, call calibrate with a longer worker_timeout= "
+        "(None waits without limit); with checkpoint= the next run continues from here.",
         code="RQ504",
     )
 
@@ -309,7 +309,7 @@ def describe_failure(job: RemoteTask, attempt: int, error: BaseException) -> Wor
         f"attempt {attempt} a worker failed with {type(error).__name__}: {error}. It was to "
         f"observe {names}. Nothing of them was used. Give the workers more memory, or use fewer; "
         "a script that makes processes needs `if __name__ == '__main__':` around what it does; "
-        "with checkpoint= the next run goes on from here.",
+        "with checkpoint= the next run continues from here.",
         code="RQ504",
     )
 

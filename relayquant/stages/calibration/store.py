@@ -35,7 +35,7 @@ from relayquant.errors import DataError
 #: many workers busy.
 MOST_SHARDS = 32
 #: advice for a damaged checkpoint
-BEGIN_ANEW = "Delete the checkpoint to begin anew."
+BEGIN_ANEW = "Delete the checkpoint to start again."
 #: size limit of a record's header
 MOST_HEADER_BYTES = 1 << 10
 
