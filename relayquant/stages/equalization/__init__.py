@@ -1,4 +1,6 @@
-"""Float module + data -> the same function with channels that are easier to quantize."""
+"""Equalization: float module + data -> the same function with channels that are easier to
+quantize.
+"""
 
 from relayquant.stages.equalization.cross_layer import read_exponents
 from relayquant.stages.equalization.equalize import add_scales, move_scales

@@ -1,5 +1,5 @@
-"""Which constants take the scales of a value's channels, so that no operator is added: those of
-what is computed before it, as far as channels stay apart.
+"""Absorption of channel scales: a value + its channels -> the constants before it that can take
+the scales, so that no operator is added.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from relayquant.ir.rewrite.graph import constant_value, tensor_shape
 from relayquant.stages.equalization.channels import MATMUL
 from relayquant.stages.equalization.cross_layer import Declined
 
-#: elements of an array of channels behind a reshape, at most
+#: largest number of elements of a channel array behind a reshape
 MAX_CHANNELS = 1 << 20
 
-#: Channel numbers in an array that broadcasts to a value: equal along all axes but those of size 1.
+#: Channel numbers in an array that broadcasts to a value: each axis has the value's size or size 1.
 Channels = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class Edit:
-    """A constant that takes the scales.
+    """A constant that absorbs the scales.
 
     Attributes:
-        var, operand: It is this operand of the value's operator.
-        channels: The channel of each of its elements; broadcasts to it.
+        var, operand: The constant is this operand of the value's operator.
+        channels: The channel of each element; broadcasts to the constant.
     """
 
     var: relax.Var
@@ -41,7 +41,7 @@ Absorbed = tuple[Edit, ...] | Declined
 
 
 def absorb(graph: Graph, var: relax.Var, channels: Channels) -> Absorbed:
-    """Constants that multiply `var` by channel when they are multiplied, or why there are none."""
+    """Return the constants to scale so that `var` is scaled by channel, or why there are none."""
     rule = ABSORBERS.get(graph.op_name(var))
     if rule is None:
         kind = graph.op_name(var).removeprefix("relax.") or "an input"
@@ -60,7 +60,9 @@ def absorb_rms_norm(graph: Graph, var: relax.Var, channels: Channels) -> Absorbe
 
 
 def absorb_matmul(graph: Graph, var: relax.Var, channels: Channels) -> Absorbed:
-    """(x @ w) * s -> x @ (w * s) for s by column; w constant or computed; s by row: (x * s) @ w"""
+    """(x @ w) * s -> x @ (w * s) for s by column, with a constant or computed w; (x @ w) * s ->
+    (x * s) @ w for s by row.
+    """
     shapes = [tensor_shape(arg) or () for arg in graph.values[var].args]
     if min(map(len, shapes)) < 2:
         return Declined(var.name, "it is a product of vectors")
@@ -76,7 +78,7 @@ def absorb_add(graph: Graph, var: relax.Var, channels: Channels) -> Absorbed:
 
 
 def absorb_multiply(graph: Graph, var: relax.Var, channels: Channels) -> Absorbed:
-    """(x * y) * s -> x * (y * s), y a constant if one of them is"""
+    """(x * y) * s -> x * (y * s); y is the constant if one of them is"""
     args = graph.values[var].args
     order = sorted((1, 0), key=lambda at: isinstance(args[at], relax.Var))
     first = absorb_operand(graph, var, order[0], channels)
@@ -106,7 +108,7 @@ def absorb_reshape(graph: Graph, var: relax.Var, channels: Channels) -> Absorbed
     return absorb_operand(graph, var, 0, moved)
 
 
-#: Operator -> what takes a factor by channel of its result.
+#: operator -> rule that scales its result by channel
 ABSORBERS: Mapping[str, Callable[[Graph, relax.Var, Channels], Absorbed]] = {
     "relax.nn.layer_norm": absorb_layer_norm,
     "relax.nn.rms_norm": absorb_rms_norm,
@@ -124,13 +126,15 @@ ABSORBERS: Mapping[str, Callable[[Graph, relax.Var, Channels], Absorbed]] = {
 
 
 def absorb_operand(graph: Graph, var: relax.Var, at: int, channels: Channels) -> Absorbed:
-    """What takes a factor of one operand of `var`; `channels` are those of the result."""
+    """Return the constants that scale one operand of `var`. `channels` are the channels of the
+    result.
+    """
     call = graph.values[var]
     arg = call.args[at]
     array = constant_value(arg)
     fitted = fit_channels(channels, tensor_shape(arg) or ())
     if fitted is None or (array is not None and array.dtype != np.float32):
-        # One number for all channels must stay one: operators are recognized by such constants.
+        # A scalar must stay a scalar, because operators are recognized by these constants.
         return Declined(var.name, "an operand has one number for all channels")
     if array is not None:
         return (Edit(var, at, fitted),)
@@ -140,7 +144,7 @@ def absorb_operand(graph: Graph, var: relax.Var, at: int, channels: Channels) ->
 
 
 def join(parts: Iterator[Absorbed]) -> Absorbed:
-    """The edits of all parts, or the first refusal."""
+    """Join the edits of all parts, or return the first refusal."""
     edits: list[Edit] = []
     for part in parts:
         if isinstance(part, Declined):
@@ -150,8 +154,8 @@ def join(parts: Iterator[Absorbed]) -> Absorbed:
 
 
 def fit_channels(channels: Channels, shape: tuple[int | str, ...]) -> Channels | None:
-    """Channels of a result for an operand of `shape` that broadcasts to it; None where it lacks an
-    axis that they run along.
+    """Return a result's channels for an operand of `shape` that broadcasts to it. None if the
+    operand lacks an axis along which the channels vary.
     """
     extra = channels.ndim - len(shape)
     if extra < 0 or any(size > 1 for size in channels.shape[:extra]):
@@ -164,8 +168,8 @@ def fit_channels(channels: Channels, shape: tuple[int | str, ...]) -> Channels |
 def reshape_channels(
     channels: Channels, shape: tuple[int | str, ...], source: tuple[int | str, ...]
 ) -> Channels | None:
-    """Channels of a value of `shape` for the value of `source` that it is reshaped from; None where
-    a symbolic axis is cut or joined.
+    """Return the channels of a value of `shape` for the value of `source` from which it is
+    reshaped. None if a symbolic axis is split or merged.
     """
     same = 0
     while same < min(len(shape), len(source)) and shape[same] == source[same]:

@@ -1,17 +1,19 @@
-"""Equalize, after the plan: channels between two layers whose weights have a scale per channel
-are scaled so that one scale serves the values between them.
+"""Channel balance after planning: two layers with per-channel weight scales -> factors between
+them, so that one scale suits the values in between.
 
 linear(relu(linear(x, w1) + b1), w2) -> linear(relu(linear(x, w1 / s) + b1 / s), s * w2), as in
-`cross_layer`. There the ranges of weights are made equal. Here the scales of w1 take any s, and
-those of a depthwise w2 too; but the value between the layers has one scale, which leaves a channel
-of a hundredth of the range one bit. Its own range r would be the best s, were it not that other
-layers pay for it with the resolution of w2. So s = r^a / (range of w2)^(1 - a), SmoothQuant's
-(https://arxiv.org/abs/2211.10438, equation 4), with the a at which the noise of both together, by
-`channels.estimate_noise` and what samples show of the channels, is least.
+`cross_layer`. That module makes the ranges of the weights equal. Here the weight scales adapt to
+any s: the scales of w1, and of a depthwise w2. But the value between the layers has one scale, so a
+channel with a hundredth of the range has one bit left.
 
-Measured on a convolution, a depthwise and another one with relu between them, the ranges of whose
-channels lie between e^-3 and e^3: the outputs go from 6 to 32 dB. MobileNet 0.75, ResNet-20 and
-DS-CNN, trained with batch norms that keep channels alike, gain nothing: they are left as they are.
+With s equal to the channel's range r, the value would be quantized best, but w2 would lose
+resolution. So s = r^a / (range of w2)^(1 - a), as in SmoothQuant (https://arxiv.org/abs/2211.10438,
+equation 4). The power a is the one with the smallest total noise, estimated by
+`channels.estimate_noise` from samples of the channels.
+
+Measured on three convolutions (the middle one depthwise) with relu between them and channel ranges
+between e^-3 and e^3: the outputs improve from 6 to 32 dB. MobileNet 0.75, ResNet-20 and DS-CNN were
+trained with batch norms, which keep channels alike. They gain nothing and are left unchanged.
 """
 
 from __future__ import annotations
@@ -38,11 +40,11 @@ from relayquant.stages.equalization.cross_layer import (
 
 #: the powers a that are tried
 POWERS = (0.5, 0.75, 1.0)
-#: the estimated noise must fall by this factor
+#: factor by which the estimated noise must fall
 WORTHWHILE_GAIN = 4.0
-#: steps squared over their variance as noise
+#: squared step / variance of its rounding noise
 VARIANCE = 12.0
-#: and be above this share of the signal: 8 bits cannot do much better
+#: share of the signal that the noise must exceed: 8 bits cannot do much better
 NOTABLE_NOISE = 1e-3
 
 
@@ -52,15 +54,15 @@ def choose_balanced(
     layers: Collection[str],
     peaks: Mapping[str, np.ndarray] | None = None,
 ) -> Exponents:
-    """Factors of the pairs of layers between which one scale for all channels costs much, by the
-    name of the first layer; see `cross_layer.scale_layers`.
+    """Return the factors of the pairs of layers between which one scale for all channels costs
+    much, by the name of the first layer; see `cross_layer.scale_layers`.
 
     Args:
         mod: The prepared module.
-        statistics: Of the last value between the layers of each pair, by its name.
-        layers: First layers of the pairs that are considered; all weights have scales per channel.
-        peaks: As for `cross_layer.choose_exponents`; None: the peaks of clipped values are those
-            of `statistics`.
+        statistics: Statistics of the last value between the layers of each pair, by its name.
+        layers: First layers of the pairs to consider. All weights have per-channel scales.
+        peaks: As for `cross_layer.choose_exponents`. None: the peaks of clipped values are taken
+            from `statistics`.
     """
     graph = Graph(mod)
     pairs = [pair for pair in find_pairs(graph, with_clips=True)[0] if pair.first.name in layers]
@@ -82,12 +84,13 @@ def balance_pair(
     seen: ChannelStatistics,
     limits: tuple[np.ndarray, np.ndarray],
 ) -> np.ndarray:
-    """log2 of the factor of each channel, integers (C,): zeros unless they are worth it.
+    """Return log2 of the factor of each channel, integers (C,). Zeros if the factors gain too
+    little.
 
     Args:
         pair: The layers.
-        weight: Of the second one.
-        seen: The channels that it reads.
+        weight: Weight of the second layer.
+        seen: Statistics of the channels that the second layer reads.
         limits: Smallest and largest exponents.
     """
     rows = pair.reads.split(weight).astype("float64")
@@ -110,8 +113,8 @@ def balance_pair(
 def share_range(
     largest: np.ndarray, ranges: np.ndarray, power: float, limits: tuple[np.ndarray, np.ndarray]
 ) -> np.ndarray:
-    """log2 of largest^power / ranges^(1 - power) per channel, rounded, around their median; 0 where
-    one of them is 0.
+    """Return log2 of largest^power / ranges^(1 - power) per channel, rounded, relative to the
+    median; 0 if one of the two is 0.
     """
     usable = (largest > 0) & (ranges > 0)
     logs = divide_range(largest, ranges, power)
@@ -124,8 +127,9 @@ def share_range(
 def join_taps(
     rows: np.ndarray, seen: ChannelStatistics, scales: np.ndarray
 ) -> tuple[np.ndarray, ChannelStatistics]:
-    """What `estimate_noise` takes of channels divided by `scales` (C,), and of the weights that
-    they meet, (groups, outputs, inputs, taps): every tap of a channel as a channel of its own.
+    """Return the arguments of `estimate_noise` for channels divided by `scales` (C,) and the
+    weights that read them, (groups, outputs, inputs, taps). Every tap of a channel counts as a
+    separate channel.
     """
     groups, outputs, inputs, taps = rows.shape
     each = scales.reshape(groups, inputs, 1)

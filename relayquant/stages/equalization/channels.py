@@ -1,4 +1,6 @@
-"""What is known of the channels of a value, and what rounding them costs."""
+"""Channel statistics of a value: data -> range and mean square per channel, and the estimated
+noise of rounding them.
+"""
 
 from __future__ import annotations
 
@@ -12,34 +14,34 @@ from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import constant_value
 
 MATMUL = "relax.matmul"
-#: steps of an 8-bit value on either side of zero
+#: steps of an 8-bit value on each side of zero
 STEPS = 127.0
 
 
 @dataclass(frozen=True, eq=False)
 class ChannelStatistics:
-    """What is known of the channels (last axis) of a value: float64 (C,), or (G, C) in groups."""
+    """Statistics of the channels (last axis) of a value: float64 (C,), or (G, C) in groups."""
 
     largest: np.ndarray  #: largest magnitude
     mean_square: np.ndarray
 
     def scales(self) -> np.ndarray:
-        """Power of two next to the largest magnitude of each channel, float32; 1 where all
-        are 0.
+        """The power of two next to the largest magnitude of each channel, float32; 1 if all are
+        0.
         """
         magnitude = np.where(self.largest > 0, self.largest, 1.0)
         return np.exp2(np.rint(np.log2(magnitude))).astype("float32")
 
     def divide(self, scales: np.ndarray) -> ChannelStatistics:
-        """Those of the channels divided by `scales` (C,)."""
+        """Return the statistics of the channels divided by `scales` (C,)."""
         return ChannelStatistics(self.largest / scales, self.mean_square / scales**2)
 
 
 def measure_channels(
     batches: Iterable[Mapping[str, np.ndarray]], names: Iterable[str]
 ) -> dict[str, ChannelStatistics]:
-    """Statistics of the named values over a data set of `{input: array}`; memory does not grow with
-    it.
+    """Measure the named values over a data set of `{input: array}`. Memory does not grow with
+    the data.
     """
     names = tuple(names)
     largest: dict[str, np.ndarray] = {}
@@ -61,11 +63,15 @@ def measure_channels(
 
 
 def estimate_noise(weight: np.ndarray, statistics: ChannelStatistics) -> float:
-    """Mean square error of x @ weight when both are rounded to 8 bits, up to a common factor.
+    """Estimate the mean square error of x @ weight if both are rounded to 8 bits, up to a common
+    factor.
 
-    The rounding of x has the variance of its step for every channel, and meets all weights of the
-    channel; that of the weights has one step per output, and meets the mean square of every
-    channel. `weight`: (C, N); (G, C, N) where the channels of a group meet its own weights only.
+    The rounding of x has the variance of one step for every channel, times all weights of the
+    channel. The rounding of the weights has one step per output, times the mean square of every
+    channel.
+
+    Args:
+        weight: (C, N), or (G, C, N) if the channels of a group are read only by its own weights.
     """
     step = statistics.largest.max() / STEPS
     steps = np.abs(weight).max(axis=-2) / STEPS
@@ -76,8 +82,8 @@ def estimate_noise(weight: np.ndarray, statistics: ChannelStatistics) -> float:
 
 
 def divide_range(largest: np.ndarray, others: np.ndarray, power: float) -> np.ndarray:
-    """log2 of largest^power / others^(1 - power) by channel, float64 (C,); 0 where one of them is
-    0. So much of the range of a channel goes to what it meets (SmoothQuant, equation 4).
+    """Return log2 of largest^power / others^(1 - power) by channel, float64 (C,); 0 if one of
+    the two is 0. This share of a channel's range moves to the weights (SmoothQuant, equation 4).
     """
     usable = (largest > 0) & (others > 0)
     values, weights = (np.log2(np.where(usable, each, 1.0)) for each in (largest, others))
@@ -85,7 +91,7 @@ def divide_range(largest: np.ndarray, others: np.ndarray, power: float) -> np.nd
 
 
 def find_products(graph: Graph, left: relax.Var) -> list[relax.Var]:
-    """Products of `left` with constant float32 matrices."""
+    """Return the products of `left` with constant float32 matrices."""
     return [user for user in graph.users[left] if is_weighted_product(graph, user, left)]
 
 

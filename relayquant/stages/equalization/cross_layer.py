@@ -1,5 +1,5 @@
-"""Equalize, after the plan: channels between two layers are scaled so that both use their
-range alike.
+"""Cross-layer equalization after planning: two layers -> the same layers with scaled channels
+between them, so that the ranges of both weights are used equally.
 
 linear(relu(linear(x, w1) + b1), w2) -> linear(relu(linear(x, w1 / s) + b1 / s), s * w2), with one
 power of two s per channel in between: the same function, bit for bit, since relu(a * s) = s *
@@ -9,15 +9,19 @@ Nagel et al. 2019, "Data-free quantization through weight equalization and bias 
 4.1 (https://arxiv.org/abs/1906.04721): s = sqrt(r1 / r2) makes the ranges r1 of a channel's weights
 in the first layer and r2 in the second equal. It is meant for weights with one scale per tensor.
 
-relu6 clips all channels at one value, 6, which would become 6 s. The paper takes relu in its place;
-here the largest value of each channel on data is asked for: a channel that reaches 6 keeps s = 1,
-another one takes no s by which a value that was seen would be clipped. The function is then the
-same on that data.
+relu6 clips all channels at the same value, 6. After scaling the limit would be 6 s. The paper
+replaces relu6 by relu. Here the largest value of each channel on data decides. A channel that
+reaches 6 keeps s = 1. Any other channel gets only an s that clips no value seen on the data, so the
+function stays the same on this data.
 
-Measured with one scale per weight and `effort="best"`: the logits of MobileNet 0.75, whose dead
-channels have the largest weights, go from 15.1 to 17.2 dB, and from 94 % to 97 % agreement with
-float (15.9 to 17.6 dB and 93 % to 95 % when calibrated on other images). A DS-CNN without such
-channels would go from 31.3 to 29.6 dB, hence `is_clear_gain`.
+Measured with one scale per weight and `effort="best"`:
+
+    MobileNet 0.75                     SQNR of logits     agreement with float
+    calibrated on the test images      15.1 -> 17.2 dB    94 -> 97 %
+    calibrated on other images         15.9 -> 17.6 dB    93 -> 95 %
+
+Its dead channels have the largest weights. A DS-CNN without dead channels would fall from 31.3 to
+29.6 dB. `is_clear_gain` prevents this.
 """
 
 from __future__ import annotations
@@ -42,21 +46,22 @@ LAYERS = frozenset({MATMUL, "relax.nn.conv1d", "relax.nn.conv2d", *TRANSPOSED})
 POOLS = frozenset({"relax.nn.max_pool2d", "relax.nn.avg_pool2d"})
 #: f(s * x) = s * f(x) for s > 0, channel by channel, at the first operand
 HOMOGENEOUS = POOLS | {f"relax.nn.{name}" for name in ("relu", "leakyrelu", "prelu")}
-#: passes over all pairs: a layer in the middle of a chain belongs to two of them
+#: passes over all pairs, because a layer in the middle of a chain belongs to two of them
 SWEEPS = 20
-#: powers of two that a channel is scaled by at most: one that is always zero would take any factor
+#: largest power of two that a channel is scaled by, because a channel that is always zero would
+#: accept any factor
 MOST_OCTAVES = 8
-#: dB by which the noise of rounding the weights must fall, the mean of all layers that change
+#: dB by which the rounding noise of the weights must fall, as the mean of all layers that change
 WORTHWHILE_GAIN = 1.0
 #: first layer of a pair -> log2 of its channels' factors s
 Exponents = Mapping[str, Sequence[int]]
-#: Attribute of main: `Exponents` as JSON text.
+#: attribute of main: `Exponents` as JSON text
 EQUALIZED_ATTR = "relayquant.equalized"
 
 
 @dataclass(frozen=True)
 class Declined:
-    """A value between two layers whose channels cannot be scaled, and why."""
+    """A value between two layers whose channels cannot be scaled, and the reason."""
 
     name: str
     reason: str
@@ -64,12 +69,12 @@ class Declined:
 
 @dataclass(frozen=True)
 class ChannelReads:
-    """Where the input channels of a layer are in its weight.
+    """Where a layer's input channels are in its weight.
 
     Attributes:
-        inputs: Axis over those of one group.
+        inputs: Axis over the input channels of one group.
         outputs: Axis over the output channels, group by group.
-        groups: Output channels of a group read the input channels of that group alone.
+        groups: Number of groups. Output channels of a group read only the group's input channels.
     """
 
     inputs: int
@@ -77,13 +82,13 @@ class ChannelReads:
     groups: int = 1
 
     def split(self, weight: np.ndarray) -> np.ndarray:
-        """The weight by channels, (groups, outputs of one, inputs of one, taps)."""
+        """Return the weight by channels, (groups, outputs per group, inputs per group, taps)."""
         matrix = np.moveaxis(weight, (self.outputs, self.inputs), (0, 1))
         outputs, inputs = matrix.shape[:2]
         return matrix.reshape(self.groups, outputs // self.groups, inputs, -1)
 
     def scale(self, weight: np.ndarray, scales: np.ndarray) -> np.ndarray:
-        """The weight with one factor (C,) at each input channel."""
+        """Return the weight with one factor (C,) at each input channel."""
         matrix = np.moveaxis(weight, (self.outputs, self.inputs), (0, 1))
         each = scales.reshape(self.groups, 1, -1)
         each = np.repeat(each, len(matrix) // self.groups, axis=1).reshape(matrix.shape[:2])
@@ -93,15 +98,15 @@ class ChannelReads:
 
 @dataclass(frozen=True, eq=False)
 class LayerPair:
-    """Two layers and what is between them.
+    """Two layers and the values between them.
 
     Attributes:
         first, second: The linear operators.
-        bias: The sum with the first one's bias, if it has one.
+        bias: The addition of the first layer's bias, if it has one.
         first_axis: Axis of the first weight that runs over the channels in between.
-        reads: How the second weight runs over them.
-        between: Values that the channels' factors change, in order, `first` among them.
-        clips: Those of them that are clipped from above, and at what.
+        reads: Where these channels are in the second weight.
+        between: Values that the channels' factors change, in order, including `first`.
+        clips: The values among them that are clipped from above, and the clip limit.
     """
 
     first: relax.Var
@@ -114,10 +119,10 @@ class LayerPair:
 
 
 def equalize_layers(mod: tvm.IRModule) -> tuple[tvm.IRModule, tuple[Declined, ...]]:
-    """The prepared module with every pair of layers equalized that allows it, and those that do
-    not.
+    """Return the prepared module with every possible pair of layers equalized, and the pairs that
+    cannot be.
 
-    Values between the layers of a pair change by their channel's factor, all others stay.
+    Values between the layers of a pair change by their channel's factor. All others stay.
     """
     _, declined = find_pairs(Graph(mod))
     return scale_layers(mod, choose_exponents(mod)), declined
@@ -128,13 +133,13 @@ def choose_exponents(
     peaks: Mapping[str, np.ndarray] | None = None,
     layers: Collection[str] | None = None,
 ) -> Exponents:
-    """The factors that make the ranges of all pairs of layers alike.
+    """Return the factors that make the weight ranges of all pairs of layers equal.
 
     Args:
         mod: The prepared module.
-        peaks: The largest value by channel (C,) on data of what is clipped between layers; None:
-            pairs with a clip in between are left alone.
-        layers: First layers of the pairs that are considered; all when None.
+        peaks: The largest value by channel (C,) on data, for values that are clipped between
+            layers. None: pairs with a clip in between are left unchanged.
+        layers: First layers of the pairs to consider; None means all.
     """
     graph = Graph(mod)
     pairs, _ = find_pairs(graph, with_clips=peaks is not None)
@@ -163,7 +168,7 @@ def choose_exponents(
 
 
 def scale_layers(mod: tvm.IRModule, exponents: Exponents) -> tvm.IRModule:
-    """The prepared module with these factors between its layers."""
+    """Apply these factors between the layers of the prepared module."""
     if not exponents:
         return mod
     graph = Graph(mod)
@@ -184,10 +189,12 @@ def scale_layers(mod: tvm.IRModule, exponents: Exponents) -> tvm.IRModule:
 
 
 def is_clear_gain(before: tvm.IRModule, after: tvm.IRModule) -> bool:
-    """Whether the weights of a prepared module lose clearly less to one scale each after scaling.
+    """Whether scaling clearly reduces the rounding noise of a prepared module's weights with one
+    scale each.
 
     The noise of rounding with one scale is largest^2 / mean square of the weights, up to a factor.
-    Other ranges of channels also cost: activations have one scale for all channels as well.
+    A clear gain is required, because changed channel ranges also cost: activations have one scale
+    for all channels too.
     """
     old, new = (list_weights(mod) for mod in (before, after))
     gains = [
@@ -199,26 +206,30 @@ def is_clear_gain(before: tvm.IRModule, after: tvm.IRModule) -> bool:
 
 
 def list_weights(mod: tvm.IRModule) -> dict[str, np.ndarray]:
-    """Weights of all layers by name."""
+    """Map layers to their weights, by name."""
     graph = Graph(mod)
     found = {binding.var.name: weight_of(graph, binding.var) for binding in graph.bindings}
     return {name: weight for name, weight in found.items() if weight is not None}
 
 
 def find_noise_ratio(weight: np.ndarray) -> float:
-    """Noise to signal ratio of rounding with one scale, up to a factor; the weight is not 0."""
+    """Return the noise to signal ratio of rounding with one scale, up to a factor. The weight is
+    not 0.
+    """
     wide = weight.astype("float64")
     return float(np.abs(wide).max() ** 2 / np.square(wide).mean())
 
 
 def record_exponents(mod: tvm.IRModule, exponents: Exponents) -> tvm.IRModule:
-    """The module with a note of how it was scaled, now and before, which later stages hand on."""
+    """Add a note to the module that says how it was scaled, now and before. Later stages keep
+    it.
+    """
     note = json.dumps(add_exponents(read_exponents(mod), exponents))
     return rewrite_main(mod, lambda e, b: e.get(b.value), attrs={EQUALIZED_ATTR: note})
 
 
 def add_exponents(first: Exponents, second: Exponents, sign: int = 1) -> dict[str, list[int]]:
-    """first + sign * second by channel; layers whose channels all come to 0 are left out."""
+    """Return first + sign * second by channel. Layers whose channels are all 0 are left out."""
     total = {name: list(values) for name, values in first.items()}
     for name, values in second.items():
         before = total.get(name, [0] * len(values))
@@ -227,7 +238,7 @@ def add_exponents(first: Exponents, second: Exponents, sign: int = 1) -> dict[st
 
 
 def read_exponents(mod: tvm.IRModule) -> Exponents:
-    """What `record_exponents` noted; empty if it did not.
+    """Read the note of `record_exponents`; empty if there is none.
 
     Raises:
         ModelError: the note is damaged.
@@ -247,7 +258,7 @@ def read_exponents(mod: tvm.IRModule) -> Exponents:
 
 
 def find_between(mod: tvm.IRModule) -> dict[str, int]:
-    """Values between two layers -> axis of their channels."""
+    """Map values between two layers to the axis of their channels."""
     graph = Graph(mod)
     pairs, _ = find_pairs(graph, with_clips=True)
     return {var.name: channel_axis(graph, pair.first) for pair in pairs for var in pair.between}
@@ -256,8 +267,8 @@ def find_between(mod: tvm.IRModule) -> dict[str, int]:
 def find_limits(
     pair: LayerPair, weight: np.ndarray, peaks: Mapping[str, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Smallest and largest log2 of each channel's factor: no value that was seen may be clipped
-    otherwise.
+    """Return the smallest and the largest log2 of each channel's factor, so that clipping
+    changes for no value that was seen.
     """
     channels = weight.shape[pair.first_axis]
     low, high = np.full(channels, -MOST_OCTAVES), np.full(channels, MOST_OCTAVES)
@@ -270,7 +281,7 @@ def find_limits(
 
 
 def read_constants(graph: Graph, pairs: list[LayerPair]) -> dict[relax.Var, np.ndarray]:
-    """Weights and biases of the pairs, by the operator that reads them."""
+    """Return the weights and biases of the pairs, by the operator that reads them."""
     constants = {
         var: constant_value(graph.values[var].args[1])
         for pair in pairs
@@ -283,7 +294,9 @@ def read_constants(graph: Graph, pairs: list[LayerPair]) -> dict[relax.Var, np.n
 def find_pairs(
     graph: Graph, *, with_clips: bool = False
 ) -> tuple[list[LayerPair], tuple[Declined, ...]]:
-    """Pairs of layers in topological order, and values between two layers that are left alone."""
+    """Return pairs of layers in topological order, and values between two layers that cannot be
+    scaled.
+    """
     pairs, declined = [], []
     for binding in graph.bindings:
         axis = output_axis(graph, binding.var)
@@ -300,7 +313,7 @@ def find_pairs(
 def follow(
     graph: Graph, first: relax.Var, first_axis: int, *, with_clips: bool
 ) -> LayerPair | Declined | None:
-    """The pair that a layer begins; None where no layer follows it."""
+    """Return the pair that starts with a layer; None if no layer follows it."""
     between, bias = [first], None
     clips: dict[relax.Var, float] = {}
     axis = channel_axis(graph, first)
@@ -334,7 +347,7 @@ def follow(
 
 
 def weight_of(graph: Graph, var: relax.Var) -> np.ndarray | None:
-    """The constant float32 weight of a convolution or matrix product."""
+    """Return the constant float32 weight of a convolution or matrix product."""
     if graph.op_name(var) not in LAYERS:
         return None
     weight = constant_value(graph.values[var].args[1])
@@ -343,16 +356,16 @@ def weight_of(graph: Graph, var: relax.Var) -> np.ndarray | None:
 
 
 def output_axis(graph: Graph, var: relax.Var) -> int | None:
-    """Axis of a layer's weight that runs over its output channels; None if `var` is no layer, or
-    no single axis does.
+    """Return the axis of a layer's weight that runs over its output channels. None if `var` is
+    not a layer or no single axis does.
     """
     reads = find_reads(graph, var)
     return None if reads is None else reads.outputs
 
 
 def find_reads(graph: Graph, var: relax.Var) -> ChannelReads | None:
-    """Where the channels of a layer are in its weight; None if `var` is no layer, or one whose
-    weight holds the output channels of one group only (transposed).
+    """Return where a layer's channels are in its weight. None if `var` is not a layer, or if its
+    weight holds the output channels of only one group (transposed).
     """
     if weight_of(graph, var) is None:
         return None
@@ -366,7 +379,7 @@ def find_reads(graph: Graph, var: relax.Var) -> ChannelReads | None:
 
 
 def is_channel_bias(graph: Graph, add: relax.Var, layer: relax.Var) -> bool:
-    """Whether `add` adds a constant that has one number for each output channel of `layer`."""
+    """Whether `add` adds a constant with one number per output channel of `layer`."""
     bias = constant_value(graph.values[add].args[1])
     shape = tensor_shape(layer)
     if bias is None or bias.dtype != np.float32 or shape is None:
@@ -377,7 +390,7 @@ def is_channel_bias(graph: Graph, add: relax.Var, layer: relax.Var) -> bool:
 
 
 def channel_axis(graph: Graph, layer: relax.Var) -> int:
-    """Axis of the channels in the result of a layer."""
+    """Return the axis of the channels in a layer's result."""
     if graph.op_name(layer) == MATMUL:
         return layer.ty.ndim - 1
     attrs = graph.values[layer].attrs
@@ -385,7 +398,7 @@ def channel_axis(graph: Graph, layer: relax.Var) -> int:
 
 
 def read_axis(graph: Graph, var: relax.Var) -> int:
-    """Axis of the channels in the data of a layer or of a pool."""
+    """Return the axis of the channels in the data of a layer or a pool."""
     call = graph.values[var]
     if graph.op_name(var) == MATMUL:
         return call.args[0].ty.ndim - 1
@@ -405,21 +418,23 @@ def scale_pair(pair: LayerPair, arrays: dict[relax.Var, np.ndarray], exponents: 
 
 
 def even_ranges(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Power of two next to sqrt(r1 / r2) for each channel, float32; 1 where a range is 0."""
+    """Return the power of two next to sqrt(r1 / r2) for each channel, float32; 1 if a range is
+    0.
+    """
     usable = (first > 0) & (second > 0)
     ratio = np.where(usable, first, 1.0) / np.where(usable, second, 1.0)
-    # Truncated towards 1: what is nearly equal stays, so that the sweeps come to rest.
+    # Truncated towards 1: nearly equal ranges stay, so that the passes converge.
     return np.exp2(np.trunc(np.log2(ratio) / 2)).astype("float32")
 
 
 def channel_ranges(weight: np.ndarray, axis: int) -> np.ndarray:
-    """Largest magnitude of each channel along `axis`, float64."""
+    """Return the largest magnitude of each channel along `axis`, float64."""
     others = tuple(i for i in range(weight.ndim) if i != axis)
     return np.abs(weight).max(axis=others).astype("float64")
 
 
 def spread(values: np.ndarray, axis: int, rank: int) -> np.ndarray:
-    """(C,) shaped to broadcast along one axis of an array of that rank."""
+    """Reshape (C,) to broadcast along one axis of an array of this rank."""
     shape = [1] * rank
     shape[axis] = -1
     return values.reshape(shape)

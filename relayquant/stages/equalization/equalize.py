@@ -1,8 +1,9 @@
-"""Equalize: float module + data -> the same function with channels that are easier to quantize.
+"""Entry point of equalization: float module + data -> the same function with channels that are
+easier to quantize.
 
-Two steps. What adds operators, `add_scales`, comes before the plan, which speaks of them. What
-moves factors between constants, `move_scales`, comes after it: the plan says which weights have one
-scale, and which values have parameters that must stay right.
+There are two steps. `add_scales` adds operators. It runs before planning, because the plan names
+operators. `move_scales` moves factors between constants. It runs after planning, because the plan
+says which weights have one scale and which values have parameters that must stay correct.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from relayquant.stages.equalization.channels import measure_channels
 from relayquant.stages.equalization.cross_layer import Exponents, LayerPair
 from relayquant.stages.equalization.inputs import scale_inputs
 
-#: samples that tell whether equalizing is worth it, at least and at most, and multiply-adds of the
-#: float model that are spent on them
+#: Minimum and maximum number of samples that decide whether equalizing pays off, and the budget for
+#: them in multiply-adds of the float model.
 SAMPLES = (4, 32)
 SAMPLE_WORK = 2e9
 
-#: samples that tell the ranges by channel of what matrix products read
+#: number of samples that give the channel ranges of the values that matrix products read
 SMOOTHING_SAMPLES = 32
 
 
@@ -43,9 +44,11 @@ def add_scales(
     kept: Collection[str] = (),
     model_type: ModelType | None = None,
 ) -> tvm.IRModule:
-    """The prepared module with multiplications by one power of two for each channel before its
-    products: of its inputs, where that is worth it, but not of those `kept`; and of all that
-    products with weights read, where a model of this type needs it.
+    """Add multiplications by one power of two per channel in front of products of the prepared
+    module.
+
+    Inputs of the model are multiplied where this pays off, except the inputs `kept`. If the model's
+    type needs it, all values that products with weights read are multiplied too.
 
     Raises:
         ConfigError: there is a type and no data.
@@ -59,9 +62,10 @@ def add_scales(
 
 
 def smooth_products(canonical: tvm.IRModule, dataset: Any, model_type: ModelType) -> tvm.IRModule:
-    """The prepared module with what products with weights read multiplied before them, as a model
-    of this type needs it. All other values stay as they are: parameters that are fixed stay right,
-    and a comparison with the float model finds the same values.
+    """Multiply the values that products with weights read, as a model of this type needs it.
+
+    All other values of the prepared module stay as they are. So fixed parameters stay correct, and
+    a comparison with the float model finds the same values.
 
     Raises:
         ConfigError: there is no data.
@@ -79,12 +83,12 @@ def smooth_products(canonical: tvm.IRModule, dataset: Any, model_type: ModelType
 
 
 def move_scales(canonical: tvm.IRModule, plan: Plan, dataset: Any) -> tvm.IRModule:
-    """The prepared module with the channels between its layers scaled where that is worth it, for
-    weights with one scale (`cross_layer`) and with a scale per channel (`balance`).
+    """Scale the channels between layers of the prepared module where this pays off: for weights
+    with one scale (`cross_layer`) and with a scale per channel (`balance`).
 
-    A few samples tell what it is worth; where values between are clipped, and there is something to
-    gain, a float pass over all data tells what the scaled ones reach. Parameters that are fixed
-    stay right: values that have such are not scaled.
+    A few samples give an estimate of the gain. If values in between are clipped and there is
+    something to gain, a float pass over all data finds the peaks of the scaled values. Values with
+    fixed parameters are not scaled.
     """
     whole, channelwise, fixed = set[str](), set[str](), set[str]()
     for group in plan.groups:
@@ -100,15 +104,15 @@ def move_scales(canonical: tvm.IRModule, plan: Plan, dataset: Any) -> tvm.IRModu
 
 
 def select_pairs(pairs: Sequence[LayerPair], names: Collection[str]) -> list[LayerPair]:
-    """Those whose layers are both named."""
+    """Return the pairs whose layers are both named."""
     return [pair for pair in pairs if pair.first.name in names and pair.second.name in names]
 
 
 def balance_layers(
     canonical: tvm.IRModule, pairs: Sequence[LayerPair], dataset: Any
 ) -> tvm.IRModule:
-    """The prepared module with those of the pairs scaled that lose much to one scale for the values
-    between them; their weights have a scale per channel.
+    """Scale the pairs that lose much because the values between them have one scale. The weights
+    of these pairs have a scale per channel.
     """
     if not pairs:
         return canonical
@@ -128,9 +132,7 @@ def balance_layers(
 def equalize_ranges(
     canonical: tvm.IRModule, pairs: Sequence[LayerPair], dataset: Any
 ) -> tvm.IRModule:
-    """The prepared module with those of the pairs equalized, if that is worth it, whose weights
-    have one scale each.
-    """
+    """Equalize the pairs whose weights have one scale each, if this pays off."""
     if not pairs:
         return canonical
     peaks = measure_peaks(canonical, pairs, dataset)
@@ -143,7 +145,9 @@ def equalize_ranges(
 
 
 def scale_and_record(canonical: tvm.IRModule, exponents: Exponents) -> tvm.IRModule:
-    """The prepared module with these factors, and a note of them; itself if there are none."""
+    """Scale the prepared module by these factors and add a note of them. Without factors it
+    stays as it is.
+    """
     if not exponents:
         return canonical
     scaled = cross_layer.scale_layers(canonical, exponents)
@@ -151,7 +155,7 @@ def scale_and_record(canonical: tvm.IRModule, exponents: Exponents) -> tvm.IRMod
 
 
 def pick_samples(canonical: tvm.IRModule, dataset: Any) -> list[Batch]:
-    """A few samples of the data, spread over it where it can be read in any order."""
+    """Return a few samples of the data, spread over it if it can be read in any order."""
     macs = sum(count_macs(binding.value) for binding in Graph(canonical).bindings)
     least, most = SAMPLES
     count = int(np.clip(SAMPLE_WORK / max(macs, 1), least, most))
@@ -166,8 +170,8 @@ def pick_samples(canonical: tvm.IRModule, dataset: Any) -> list[Batch]:
 def measure_peaks(
     canonical: tvm.IRModule, pairs: Sequence[LayerPair], dataset: Any
 ) -> dict[str, np.ndarray]:
-    """Largest value by channel, (C,), of clipped values between these layers, over all data; which
-    is not read if there are none.
+    """Return the largest value by channel, (C,), of clipped values between these layers, over
+    all data. If there are none, the data is not read.
     """
     names = {clip.name for pair in pairs for clip in pair.clips}
     peaks: dict[str, np.ndarray] = {}
@@ -184,7 +188,7 @@ def measure_peaks(
 def run_values(
     canonical: tvm.IRModule, names: Collection[str], batches: Iterable[Batch]
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Values between two layers for each batch, channels last."""
+    """Yield values between two layers for each batch, channels last."""
     between = cross_layer.find_between(canonical)
     axes = {name: axis for name, axis in between.items() if name in names}
     values = EagerModule(expose_values(canonical, list(axes)))

@@ -1,16 +1,16 @@
-"""Equalize, before the plan: inputs whose channels differ much in range are scaled to one
-range.
+"""Equalization of inputs before planning: an input whose channels differ much in range -> the same
+input scaled to one range.
 
 matmul(x, w) -> matmul(multiply(x, 1 / d), d * w), with one power of two d per channel (row of w).
 
-One scale for a whole input gives its smallest channels few steps: of cepstral coefficients, the
-first is a hundred times larger than the last, and carries no more information. Dividing each
-channel by its range leaves the model what it is, bit for bit, since a power of two changes no
-mantissa; the weights, which have one scale per output, pay with some of their resolution. What is
-gained and paid is estimated, and nothing is done unless it is worth it. Scaling channels against
-the next layer's weights is Nagel et al. 2019, "Data-free quantization through weight equalization
-and bias correction", section 4.1 (https://arxiv.org/abs/1906.04721); here the range comes from
-data.
+One scale for a whole input leaves few steps for its smallest channels. For cepstral coefficients,
+the first is a hundred times larger than the last and carries no more information. Dividing each
+channel by its range changes no bit of the float result, since a power of two changes no mantissa.
+The weights have one scale per output and lose some resolution. The gain and the loss are estimated,
+and nothing is done unless it pays off.
+
+Nagel et al. 2019, "Data-free quantization through weight equalization and bias correction", section
+4.1, scale channels against the next layer's weights. Here the range comes from data.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ from relayquant.stages.equalization.channels import (
     measure_channels,
 )
 
-#: the estimated noise of the product must fall by this factor
+#: factor by which the estimated noise of the product must fall
 WORTHWHILE_GAIN = 2.0
 
 
 def find_scaled_inputs(mod: tvm.IRModule) -> dict[str, list[relax.Var]]:
-    """Input name -> products with a constant matrix that read it, of a prepared module."""
+    """Map the inputs of a prepared module, by name, to the products with a constant matrix that
+    read them.
+    """
     graph = Graph(mod)
     found: dict[str, list[relax.Var]] = {}
     for param in graph.func.params:
@@ -58,19 +60,19 @@ def is_more_exact(weights: Iterable[np.ndarray], statistics: ChannelStatistics) 
 
 
 def scale_inputs(canonical: tvm.IRModule, dataset: Any, kept: Collection[str] = ()) -> tvm.IRModule:
-    """A prepared module with the channels of its inputs brought to one range, where that is worth
-    it; `kept` stay.
+    """Scale the channels of a prepared module's inputs to one range where this pays off. `kept`
+    inputs stay.
     """
-    data = open_dataset(dataset, describe_inputs(canonical))  # what is no data set is told here
+    data = open_dataset(dataset, describe_inputs(canonical))  # reports a dataset that is not one
     names = [name for name in find_scaled_inputs(canonical) if name not in kept]
     return equalize_inputs(canonical, measure_channels(data, names)) if names else canonical
 
 
 def equalize_inputs(mod: tvm.IRModule, statistics: Mapping[str, ChannelStatistics]) -> tvm.IRModule:
-    """The module with those inputs scaled where it is worth it; the same function, bit for bit.
+    """Scale those inputs where it pays off. The function stays the same, bit for bit.
 
-    `mod` is prepared; the scaled input `x` is a value `x.equalized`. Inputs without statistics stay
-    as they are.
+    `mod` is prepared. The scaled input `x` becomes a value `x.equalized`. Inputs without statistics
+    stay as they are.
     """
     graph = Graph(mod)
     scales: dict[relax.Var, tuple[str, np.ndarray]] = {}

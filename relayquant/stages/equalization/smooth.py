@@ -1,29 +1,39 @@
-"""Equalize, before the plan: channels that a matrix product sums over are scaled, so that the
-activations, which have one scale per tensor, spread less.
+"""SmoothQuant before planning: float module + samples -> the same function with scaled channels, so
+that activations, which have one scale per tensor, have fewer outliers.
 
-matmul(layer_norm(x, g, b), w) -> matmul(layer_norm(x, g / s, b / s), s * w)
-matmul(p, matmul(x, v)) @ o -> matmul(p, matmul(x, v / s)) @ (s * o)
-matmul(x @ q, transpose(x @ k)) -> matmul(x @ (q / s), transpose(x @ (s * k)))
+    matmul(layer_norm(x, g, b), w) -> matmul(layer_norm(x, g / s, b / s), s * w)
+    matmul(p, matmul(x, v)) @ o -> matmul(p, matmul(x, v / s)) @ (s * o)
+    matmul(x @ q, transpose(x @ k)) -> matmul(x @ (q / s), transpose(x @ (s * k)))
 
-with one power of two s per channel: the same function, bit for bit, since a power of two changes
-no mantissa. No operator is added: 1 / s goes into constants before the product. Where nothing takes
-it, the value is declined, with the reason; or, if asked, multiplied before its products alone:
+There is one power of two s per channel that a product sums over. The function stays the same, bit
+for bit, since a power of two changes no mantissa. No operator is added: constants before the
+product absorb 1 / s. If no constant can absorb it, the value is declined with the reason. On
+request, the value is multiplied in front of its products instead:
 
-matmul(x, w), add(x, y) -> matmul(x * (1 / s), s * w), add(x, y)
+    matmul(x, w), add(x, y) -> matmul(x * (1 / s), s * w), add(x, y)
 
-`smooth_products` does only the latter, so that no other value changes.
+`smooth_products` uses only this form, so that no other value changes.
 
 Xiao et al. 2022, "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language
 Models" (https://arxiv.org/abs/2211.10438), equation 4: s = max |x|^alpha / max |w|^(1 - alpha).
 
-Measured on a keyword-spotting transformer of 12 blocks, SQNR of the outputs without and with alpha
-0.5: 29.9 and 30.4 dB with effort "fast", 31.1 and 30.4 dB with "balanced", whose ranges and weights
-are fitted to the data as it is; all answers are those of float either way. (Its layer norms come
-behind the residual sums, which read them too, so that only the factors of attention are scaled.)
-Hence no level of effort uses it: it is for models in which some channels stick out, as
-`ModelType.TRANSFORMER` says. MiniLM-L6 is one: the mean cosine of its embeddings to float is 0.9940
-without, 0.9981 with alpha 0.9 and multiplications where nothing absorbs (static int8 products, 500
-sentences), and 0.9987 with multiplications before all products.
+Measured on a keyword-spotting transformer of 12 blocks, SQNR of the outputs:
+
+    effort        without    alpha 0.5
+    "fast"        29.9 dB    30.4 dB
+    "balanced"    31.1 dB    30.4 dB
+
+"balanced" fits ranges and weights to the unscaled data. All answers agree with float in every case.
+The layer norms of this model follow residual sums, which are read too, so only the factors of
+attention are scaled. For these reasons no level of effort uses SmoothQuant. It is for models with a
+few very large channels, which `ModelType.TRANSFORMER` selects.
+
+MiniLM-L6 is one of them. Mean cosine of its embeddings to float (static int8 products, 500
+sentences):
+
+    without                                                    0.9940
+    alpha 0.9, multiplications where no constant absorbs       0.9981
+    alpha 0.9, multiplications in front of all products        0.9987
 """
 
 from __future__ import annotations
@@ -54,16 +64,16 @@ from relayquant.stages.equalization.cross_layer import Declined
 
 @dataclass(frozen=True, eq=False)
 class SmoothingSite:
-    """Two factors of matrix products, to be scaled against each other by channel.
+    """Two factors of matrix products that are scaled against each other by channel.
 
     Attributes:
-        left, left_channels: The activation, and which channel its elements belong to.
-        left_edits: Constants that, divided by the scales, divide it.
-        right_edits: Constants that, multiplied by the scales, multiply the other factor: the
-            weights of all products that read `left`, or what the other activation is computed from.
-        right, right_channels: The other factor where it is an activation.
+        left, left_channels: The activation, and the channel of each of its elements.
+        left_edits: Constants to divide by the scales in order to divide the activation.
+        right_edits: Constants to multiply by the scales in order to multiply the other factor: the
+            weights of all products that read `left`, or the constants of the other activation.
+        right, right_channels: The other factor if it is an activation.
 
-    A site without `left_edits` is for a multiplication of its own.
+    A site without `left_edits` needs a multiplication.
     """
 
     left: relax.Var
@@ -79,7 +89,7 @@ class SmoothingSite:
         return not self.left_edits and self.right is None
 
 
-#: Constants of a module by the value whose operator reads them, and the number of the operand.
+#: constants of a module, by the value whose operator reads them and the operand index
 Constants = dict[tuple[relax.Var, int], np.ndarray]
 
 
@@ -91,15 +101,17 @@ def smooth_activations(
     absorbs: bool = True,
     inserts: bool = False,
 ) -> tuple[tvm.IRModule, tuple[Declined, ...]]:
-    """The prepared module with activations of matrix products scaled where that makes the products
-    more exact, by an estimate; and those that are not, with reasons.
+    """Scale activations of matrix products where an estimate says that the products become more
+    exact.
+
+    Returns the prepared module with the scales, and the values that were declined, with reasons.
 
     Args:
         mod: A prepared module.
         batches: A few samples, {input: array}; run in numpy.
-        alpha: How much of the difficulty goes to the weights (to the second factor), 0 to 1.
-        absorbs: Whether constants take the scales where they can.
-        inserts: Whether values that no constant takes the scales for are multiplied.
+        alpha: Share of the difficulty that moves to the weights (the second factor), 0 to 1.
+        absorbs: Whether constants absorb the scales where they can.
+        inserts: Whether values are multiplied if no constant absorbs their scales.
 
     Raises:
         ConfigError: alpha is not within 0 and 1.
@@ -120,7 +132,8 @@ def smooth_activations(
     }
     inverses: dict[relax.Var, np.ndarray] = {}
     changed = False
-    # Backwards: a later site scales the columns of weights whose rows belong to an earlier one.
+    # Backwards, because a later site scales the columns of weights whose rows belong to an earlier
+    # one.
     for site in reversed(sites):
         left = measured[site.left]
         if site.right is not None:
@@ -135,8 +148,9 @@ def smooth_activations(
             scales = choose_scales(left.largest, np.abs(weight).max(axis=1), alpha)
             before = estimate_noise(weight, left)
             after = estimate_noise(weight * scales[:, None], left.divide(scales))
-        # Asked for by name, a multiplication is not left to the estimate, which takes the errors of
-        # channels for independent: of MiniLM-L6 it would decline the value that gains most.
+        # A multiplication that is asked for by name does not depend on the estimate. The estimate
+        # assumes independent errors of channels. On MiniLM-L6 it would decline the value that gains
+        # most.
         if not site.is_inserted and not after < before:
             declined.append(Declined(site.left.name, "scaling would not make it more exact"))
             continue
@@ -153,7 +167,8 @@ def smooth_activations(
 
 
 def choose_scales(left: np.ndarray, right: np.ndarray, alpha: float) -> np.ndarray:
-    """Powers of two next to left^alpha / right^(1 - alpha), float64 (C,); 1 where one of them is 0.
+    """Return powers of two next to left^alpha / right^(1 - alpha), float64 (C,); 1 if one of the
+    two is 0.
 
     left, right: Largest magnitude of each channel of both factors, (C,).
     """
@@ -161,8 +176,8 @@ def choose_scales(left: np.ndarray, right: np.ndarray, alpha: float) -> np.ndarr
 
 
 def estimate_product_noise(left: ChannelStatistics, right: ChannelStatistics) -> float:
-    """Mean square error of left @ right when both are rounded to 8 bits with one scale each, up to
-    a common factor.
+    """Estimate the mean square error of left @ right if both are rounded to 8 bits with one
+    scale each, up to a common factor.
     """
     steps = [statistics.largest.max(initial=0.0) / STEPS for statistics in (left, right)]
     of_left = steps[0] ** 2 * right.mean_square.sum()
@@ -172,8 +187,8 @@ def estimate_product_noise(left: ChannelStatistics, right: ChannelStatistics) ->
 def replace_constants(
     mod: tvm.IRModule, constants: Constants, inverses: Mapping[relax.Var, np.ndarray]
 ) -> tvm.IRModule:
-    """The module with other constants as operands, and with products by constants that read the
-    product of a value and its inverse scales (C,) in place of the value.
+    """Replace constants that are operands. Products by constants may read the product of a value
+    and its inverse scales (C,) instead of the value.
     """
     scaled: dict[relax.Var, relax.Expr] = {}
 
@@ -202,7 +217,7 @@ def replace_constants(
 
 
 def read_constant(graph: Graph, edit: Edit) -> np.ndarray:
-    """The constant of an edit; `find_sites` names no others."""
+    """Return the constant of an edit. `find_sites` names no other operands."""
     value = constant_value(graph.values[edit.var].args[edit.operand])
     if value is None:
         raise TypeError(f"Operand {edit.operand} of {edit.var.name!r} is no constant.")
@@ -212,7 +227,7 @@ def read_constant(graph: Graph, edit: Edit) -> np.ndarray:
 def measure_sites(
     mod: tvm.IRModule, sites: Iterable[SmoothingSite], batches: Iterable[Mapping[str, np.ndarray]]
 ) -> dict[relax.Var, ChannelStatistics]:
-    """Statistics by channel of the activations of all sites."""
+    """Return channel statistics of the activations of all sites."""
     channels: dict[relax.Var, Channels] = {}
     for site in sites:
         channels[site.left] = site.left_channels
@@ -241,11 +256,14 @@ def measure_sites(
 def find_sites(
     graph: Graph, *, absorbs: bool = True, inserts: bool = False
 ) -> tuple[list[SmoothingSite], list[Declined]]:
-    """Activations that matrix products read and whose channels can be scaled, in topological order,
-    and those whose cannot; with `inserts` those that a multiplication has to scale, too, which are
-    all unless `absorbs`.
+    """Return the activations of matrix products whose channels can be scaled, in topological order,
+    and the ones whose channels cannot.
 
-    Inputs of the model are left out: `inputs` scales them.
+    Inputs of the model are left out, because `inputs` scales them.
+
+    Args:
+        absorbs: Whether to find sites whose scales constants absorb.
+        inserts: Whether to add sites that need a multiplication. Without `absorbs` all sites do.
     """
     sites, declined = [], []
     for binding in graph.bindings:
@@ -264,7 +282,9 @@ def find_sites(
 
 
 def find_weighted_site(graph: Graph, left: relax.Var) -> SmoothingSite | Declined | None:
-    """`left` and the constant weights of all that reads it; None if no product with one does."""
+    """Return the site of `left` and the constant weights of all its readers. None if no product
+    with a constant weight reads it.
+    """
     readers = graph.users[left]
     products = find_products(graph, left)
     if not products:
@@ -285,8 +305,8 @@ def find_weighted_site(graph: Graph, left: relax.Var) -> SmoothingSite | Decline
 
 
 def find_inserted_site(graph: Graph, left: relax.Var) -> SmoothingSite | None:
-    """`left`, to be multiplied before its products with constant weights; None if there are none,
-    or its channels are not known.
+    """Return the site of `left` with a multiplication in front of its products with constant
+    weights. None if there are no products or its channels are not known.
     """
     products, channels = find_products(graph, left), number_last(left)
     if not products or channels is None:
@@ -295,19 +315,23 @@ def find_inserted_site(graph: Graph, left: relax.Var) -> SmoothingSite | None:
 
 
 def edit_weights(products: Iterable[relax.Var], channels: Channels) -> tuple[Edit, ...]:
-    """The weights of products, whose rows are the channels of their data."""
+    """Return edits for the weights of products. The rows of the weights are the channels of the
+    data.
+    """
     rows = np.arange(channels.size).reshape(-1, 1)
     return tuple(Edit(product, 1, rows) for product in products)
 
 
 def number_last(var: relax.Var) -> Channels | None:
-    """Channels along the last axis; None if its size is not known."""
+    """Number the channels along the last axis; None if its size is not known."""
     shape = tensor_shape(var) or ()
     return number_channels(shape, (len(shape) - 1,))
 
 
 def find_product_site(graph: Graph, product: relax.Var) -> SmoothingSite | Declined | None:
-    """The two activations that `product` multiplies; None if it is no such product."""
+    """Return the site of the two activations that `product` multiplies. None if it does not
+    multiply activations.
+    """
     call = graph.call_of(product)
     if call is None or graph.op_name(product) != MATMUL:
         return None
@@ -318,7 +342,7 @@ def find_product_site(graph: Graph, product: relax.Var) -> SmoothingSite | Decli
     if shape is None or other is None or not 3 <= len(shape) == len(other) or left.same_as(right):
         return Declined(product.name, "its factors have no batch of their own, or are the same")
     rank = len(shape)
-    # (batch, head, token, channel): each head has channels of its own.
+    # (batch, head, token, channel): each head has separate channels.
     is_head = rank == 4 and shape[1] == other[1] and isinstance(shape[1], int)
     heads = (1,) if is_head else ()
     channels = (
@@ -339,8 +363,8 @@ def find_product_site(graph: Graph, product: relax.Var) -> SmoothingSite | Decli
 
 
 def number_channels(shape: tuple[int | str, ...], axes: tuple[int, ...]) -> Channels | None:
-    """0, 1, 2, ... along these axes of a value, 1 element along all others; None if a size is
-    symbolic.
+    """Number 0, 1, 2, ... along these axes of a value, with size 1 along all others. None if a
+    size is symbolic.
     """
     sizes = [1] * len(shape)
     for axis in axes:

@@ -85,9 +85,11 @@ def put(editor: Editor, var: relax.Var, value: relax.Expr) -> None:
 def forward(editor: Editor, var: relax.Var, by: relax.Expr) -> None:
     """Replace `var` by the equal `by`. A name that main returns stays.
 
-    y = identity(x), y returned and x not: x takes the name y, unless only x is a name of the source
-    model (a block builder's gv = x names nothing). y = identity(x), both returned, or x a parameter
-    or constant: y = x.
+    For y = identity(x) there are two cases:
+
+    - y is returned and x is not: x takes the name y, unless only x is a name of the source model (a
+      block builder's gv = x names nothing).
+    - Both are returned, or x is a parameter or constant: y = x.
     """
     if not editor.is_output(var):
         editor.replace(var, by)
