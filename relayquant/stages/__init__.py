@@ -1,3 +1,1 @@
-"""The stages that turn a float module into an integer module, one folder each. Stages do not
-import each other.
-"""
+"""Float module -> integer module, one stage per folder. Stages do not import each other."""
