@@ -1,7 +1,6 @@
-"""The command line: `parsers` has the grammar, `commands` a module for each command.
+"""The command line. `parsers` has the grammar, `commands` has one module for each command.
 
-A mistake of the user's is one line on standard error and exit code 2; `--debug` shows where it was
-found.
+A user's mistake is one line on standard error and exit code 2. `--debug` shows the traceback.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from relayquant.errors import RelayQuantError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command (default: that of the process) and return its exit code."""
+    """Run one command (default: the process's arguments) and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    # Also what cannot be parsed is answered in the form that was asked for.
+    # Parse errors are also reported in the requested format.
     is_debug = "--debug" in words
     output = CommandOutput(
         is_quiet="--quiet" in words, is_json="--json" in words, show_all="--all" in words
     )
 
     def hear_warning(message: Warning | str, *_: object, **__: object) -> None:
-        """In the place of `warnings.showwarning`, which names a line of Python."""
+        """Replace `warnings.showwarning`, which prints a line of Python code."""
         output.warnings.append(" ".join(str(message).split()))
         print_line(f"warning: {message}")
 
@@ -38,13 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 warnings.showwarning = hear_warning
             options = parse_words(words)
             output.command = options.command
-            # Imported only now: help and mistakes are answered without TVM.
+            # Imported late: help and mistakes are answered without TVM.
             command = import_module(f"relayquant.cli.commands.{options.command}")
             code = command.run(options, output)
         output.finish(code)
         sys.stdout.flush()
     except BrokenPipeError:
-        # What Python flushes when it ends is to go nowhere.
+        # Discard what Python flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.CUT_OFF
     except KeyboardInterrupt as stop:
@@ -62,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def fail(
     output: CommandOutput, code: ExitCode, error: BaseException, before: str = "", behind: str = ""
 ) -> ExitCode:
-    """Say why a command ended, for people and for machines."""
+    """Report why a command failed, for people and for machines."""
     text = " ".join(str(error).split()) or "interrupted"
     print_line(f"{before}{text}{behind}")
     kind = error.code if isinstance(error, RelayQuantError) else ""
@@ -72,5 +71,5 @@ def fail(
 
 
 def print_line(text: str) -> None:
-    """One line on standard error."""
+    """Print one line on standard error."""
     print(f"relayquant: {' '.join(text.split())}", file=sys.stderr)

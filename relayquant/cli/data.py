@@ -1,4 +1,4 @@
-"""For the command line: data of a command, an .npz or a folder of pictures, and their classes."""
+"""--data and --labels -> a data set and classes, from an .npz or a folder of pictures."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from relayquant.errors import ConfigError, DataError, format_count
 
 
 def open_data(options: argparse.Namespace, mod: tvm.IRModule, params: Any) -> Any:
-    """What `--data` names, as `relayquant.quantize` takes it.
+    """Open --data as `relayquant.quantize` needs it.
 
     Raises:
-        ConfigError: pictures without `--preprocess`, or that without pictures.
+        ConfigError: pictures without `--preprocess`, or `--preprocess` without pictures.
         DataError: there is no picture, or the model takes none.
     """
     if options.data is None or not options.data.is_dir():
         if options.preprocess is not None:
             raise ConfigError(
-                "--preprocess is for pictures: --data names no folder. What is in an .npz is taken "
-                "as it is.",
+                "--preprocess is for pictures, but --data is not a folder. Leave it out: arrays "
+                "of an .npz are used unchanged.",
                 code="RQ102",
             )
         return options.data
     if options.preprocess is None:
         raise ConfigError(
-            f"--data {options.data} is a folder of pictures: say with --preprocess how the model "
-            f"was trained ({', '.join(PRESETS)}, or mean=..., std=...).",
+            f"--data {options.data} is a folder of pictures. Add --preprocess with the "
+            f"preprocessing in training ({', '.join(PRESETS)}, or mean=..., std=...).",
             code="RQ102",
         )
     inputs = describe_inputs(bind_weights(mod, params))
@@ -41,7 +41,9 @@ def open_data(options: argparse.Namespace, mod: tvm.IRModule, params: Any) -> An
 
 
 def make_agreement(_options: argparse.Namespace) -> Callable[..., float]:
-    """The share of samples whose largest output is where the float model has it."""
+    """Make a metric: the share of samples whose largest output is at the same position as in
+    the float model.
+    """
 
     def agreement(expected: list[np.ndarray], got: list[np.ndarray]) -> float:
         a, b = (arrays[0].reshape(len(arrays[0]), -1) for arrays in (expected, got))
@@ -51,7 +53,7 @@ def make_agreement(_options: argparse.Namespace) -> Callable[..., float]:
 
 
 def read_classes(options: argparse.Namespace) -> np.ndarray:
-    """The class of each sample of `--data`, of the file `--labels`.
+    """Read the class of each sample of `--data` from the file `--labels`.
 
     Raises:
         DataError: there is no such file, or it does not fit the data.
@@ -63,14 +65,16 @@ def read_classes(options: argparse.Namespace) -> np.ndarray:
 
 
 def make_top1(options: argparse.Namespace) -> Callable[..., float]:
-    """The share of samples whose largest output is at their class, of `--labels`."""
+    """Make a metric: the share of samples whose largest output is at their class, from
+    `--labels`.
+    """
     labels = read_classes(options)
 
     def top1(_expected: list[np.ndarray], got: list[np.ndarray]) -> float:
         if len(got[0]) != len(labels):
             raise ConfigError(
                 f"--labels {options.labels} has {format_count(len(labels), 'class')}, the data "
-                f"{format_count(len(got[0]), 'sample')}; allowed: one for each.",
+                f"{format_count(len(got[0]), 'sample')}; allowed: one class for each sample.",
                 code="RQ102",
             )
         return float((got[0].reshape(len(labels), -1).argmax(1) == labels).mean())
@@ -78,7 +82,7 @@ def make_top1(options: argparse.Namespace) -> Callable[..., float]:
     return top1
 
 
-#: what `--metric` names -> what makes it of the options
+#: value of `--metric` -> makes the metric from the options
 METRICS: Mapping[str, Callable[[argparse.Namespace], Callable[..., float]]] = {
     "top1": make_top1,
     "agreement": make_agreement,

@@ -1,4 +1,4 @@
-"""For the command line: models are read from files and written to them."""
+"""Model files -> modules, and modules -> files."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from relayquant.ir.rewrite.editor import Editor
 from relayquant.relay import is_relay_json
 from relayquant.stages.preparation.bind import bind_params
 
-#: A Relax module as `tvm.ir.save_json` wrote it, float or quantized.
+#: A Relax module that `tvm.ir.save_json` wrote, float or quantized.
 MODULE_SUFFIX = ".json"
 #: ending -> what is written
 ENDINGS = {
     ".json": "the module, which `relayquant export` takes",
     ".onnx": "ONNX with QuantizeLinear and DequantizeLinear",
-    ".rqm": "the module too, its weights as many bytes as they are",
-    ".relay": "Relay text, with its parameters in .params beside it",
+    ".rqm": "the module, with its weights in binary form",
+    ".relay": "Relay text, with its parameters in .params next to it",
     ".so": "a compiled library",
 }
 LIBRARIES = (".so", ".dylib", ".dll")
-#: bytes; a line for each of 100,000 operators has less
+#: bytes; a mapping with a line for each of 100,000 operators is smaller
 MAX_MAPPING_SIZE = 1 << 26
 
 
@@ -37,18 +37,19 @@ def load_model(
     shape: Sequence[tuple[str, Any]] = (),
     value: Sequence[tuple[str, Any]] = (),
 ) -> tuple[tvm.IRModule, Mapping[str, Any] | None]:
-    """(module, params) of a model file: a Relax module, or what else `relayquant.load` reads.
+    """Read (module, params) from a model file: a Relax module, or any file that `relayquant.load`
+    reads.
 
     A JSON file may also hold a Relay module.
 
     Args:
         path: The file.
         shape: (input, its shape) of each `--shape`.
-        value: (input, what it always is) of each `--input`.
+        value: (input, its constant value) of each `--input`.
 
     Raises:
         ConfigError: an input is named twice.
-        ModelError: there is no such file, it is not a model, or none of its inputs is so named.
+        ModelError: there is no such file, it is not a model, or it has no input of a given name.
     """
     shapes = collect(shape, "--shape")
     inputs = collect(value, "--input")
@@ -57,8 +58,8 @@ def load_model(
     if is_module_file(path):
         if shapes or inputs:
             raise ModelError(
-                f"{path} is a Relax module, whose inputs are what they are. --shape and --input "
-                "are for model files that relayquant.load reads.",
+                f"{path} is a Relax module. Its inputs cannot be changed: leave out --shape and "
+                "--input, which are for model files that relayquant.load reads.",
                 code="RQ102",
             )
         return load_module(path), None
@@ -66,7 +67,7 @@ def load_model(
 
 
 def collect(pairs: Sequence[tuple[str, Any]], option: str) -> dict[str, Any] | None:
-    """Name -> value of an option that may be repeated; None if it was not given."""
+    """Collect name -> value of an option that may be repeated. None if it was not given."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ConfigError(
@@ -76,7 +77,7 @@ def collect(pairs: Sequence[tuple[str, Any]], option: str) -> dict[str, Any] | N
 
 
 def is_module_file(path: Path) -> bool:
-    """Whether a file is to hold a Relax module."""
+    """Whether a file name has the ending of a Relax module."""
     if path.suffix != MODULE_SUFFIX:
         return path.suffix == ARCHIVE_SUFFIX
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -84,19 +85,19 @@ def is_module_file(path: Path) -> bool:
 
 
 def load_module(path: Path) -> tvm.IRModule:
-    """The Relax module in a file, JSON or an archive.
+    """Read the Relax module in a file, JSON or an archive.
 
     Raises:
         ModelError: there is no such file, or it holds something else.
     """
     module = read_module(path)
     with reading(path, WHAT, ModelError):
-        find_ledger(module)  # so that the file is named where it is damaged
+        find_ledger(module)  # so that the message names the damaged file
     return module
 
 
 def load_mapping(path: Path) -> rq.QConfigMapping:
-    """The configuration in a JSON file, as `QConfigMapping.to_dict` gives it.
+    """Read the configuration in a JSON file, as written by `QConfigMapping.to_dict`.
 
     Raises:
         ConfigError: there is no such file, or it holds something else.
@@ -109,7 +110,7 @@ def load_mapping(path: Path) -> rq.QConfigMapping:
 
 
 def bind_weights(mod: tvm.IRModule, params: Mapping[str, Any] | None) -> tvm.IRModule:
-    """The module with its weights as constants, so that only the inputs are left as parameters.
+    """Bind weights as constants, so that only the inputs remain parameters.
 
     Raises:
         ModelError: a name is unknown, a shape or dtype differs, or a value is missing.
@@ -120,7 +121,7 @@ def bind_weights(mod: tvm.IRModule, params: Mapping[str, Any] | None) -> tvm.IRM
 
 
 def check_ending(path: Path) -> None:
-    """Check that the ending of a path names a kind of file that is written.
+    """Check that the ending of a path names a kind of file that can be written.
 
     Raises:
         ConfigError: it does not.
@@ -133,7 +134,7 @@ def check_ending(path: Path) -> None:
 def write_module(
     mod: tvm.IRModule, path: Path, target: Any = None, tune: bool | Path = False
 ) -> list[Path]:
-    """Write a module as the ending of `path` says; the files that were written."""
+    """Write a module in the format that the ending of `path` selects. Return the written files."""
     check_ending(path)
     if path.suffix == ".onnx":
         rq.export_onnx(mod, path)

@@ -1,4 +1,4 @@
-"""For the command line: runs compiled modules on samples and puts numbers on what comes out."""
+"""Compiled modules and samples -> numbers on the outputs and their times."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from relayquant.errors import ModelError
 
 @dataclass(frozen=True)
 class OutputAgreement:
-    """How near one output of two modules is, over all samples."""
+    """Agreement of one output of two modules, over all samples."""
 
     max_error: float  #: largest absolute difference
-    sqnr: float  #: signal to noise in dB, 10 log10(sum a^2 / sum (a - b)^2); inf when equal
-    top1: float | None  #: share of rows with the same largest entry; None for less than 2 entries
+    sqnr: float  #: signal to noise in dB, 10 log10(sum a^2 / sum (a - b)^2); inf if equal
+    top1: float | None  #: share of rows with the same arg max; None for fewer than 2 entries
 
 
 def compare_outputs(
     expected: Sequence[NDArray[Any]], actual: Sequence[NDArray[Any]]
 ) -> list[OutputAgreement]:
-    """One row for each output; arrays of equal shape (N, ..., K).
+    """Compare outputs: one row for each; arrays of equal shape (N, ..., K).
 
     Raises:
         ModelError: the numbers of outputs or their shapes differ.
@@ -52,7 +52,7 @@ def compare_outputs(
 
 
 def bind_run(executor: Executor, inputs: Sequence[NDArray[Any]]) -> Callable[[], object]:
-    """A function that runs main once, on inputs that are copied only here."""
+    """Return a function that runs main once. The inputs are copied here, not in each run."""
     tensors = [as_tensor(array) for array in inputs]
     main = executor.vm["main"]
     return lambda: main(*tensors)
@@ -61,9 +61,9 @@ def bind_run(executor: Executor, inputs: Sequence[NDArray[Any]]) -> Callable[[],
 def time_interleaved(
     models: Sequence[Executor], inputs: Sequence[NDArray[Any]], runs: int
 ) -> list[float]:
-    """Median seconds of one run of each model, without the copies in and out.
+    """Return the median seconds of one run of each model, without copies in and out.
 
-    The models take turns, so that a busy moment of the machine meets all of them.
+    The models take turns, so a busy moment of the machine affects all of them.
     """
     tensors = [as_tensor(array) for array in inputs]
 
@@ -73,6 +73,6 @@ def time_interleaved(
         return time.perf_counter() - start
 
     for model in models:
-        time_run(model)  # the first run allocates
+        time_run(model)  # The first run allocates.
     times = [[time_run(model) for model in models] for _ in range(runs)]
     return [float(median) for median in np.median(times, axis=0)]

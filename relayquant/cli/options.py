@@ -1,4 +1,4 @@
-"""For the command line: what options name that several commands take."""
+"""Options that several commands share -> their values."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from relayquant.config import BackendConfig
 from relayquant.errors import ConfigError, DataError
 from relayquant.stages.backends import resolve_backend
 
-#: bytes; the largest built-in backend has a tenth of that
+#: bytes; the largest built-in backend has a tenth of this
 MAX_BACKEND_SIZE = 1 << 22
 
 
 def read_backend(given: str | None) -> BackendConfig | None:
-    """What `--backend` names: one of ours, or one in a file; None where it was not given.
+    """Read `--backend`: a built-in backend, or one in a file. None if it was not given.
 
     Raises:
         ConfigError: there is no such backend or file, or the file holds something else.
@@ -38,23 +38,25 @@ def check_options(
     counts: Mapping[str, int | None] | None = None,
     outputs: tuple[Path | None, ...] = (),
 ) -> None:
-    """What costs nothing to know, before anything takes time: that the data is there, that there is
-    such a backend, that numbers are 1 or more, and that files can be written.
+    """Check what costs nothing to check, before anything takes time.
+
+    The data and the backend must exist, numbers must be 1 or more, and the output files must be
+    writable.
 
     Args:
-        options: As parsed; `data` and `backend` are looked at where a command has them.
-        counts: Option -> its value; None where it was not given.
-        outputs: Files that will be written; None where there is none to be.
+        options: Parsed options. `data` and `backend` are checked if the command has them.
+        counts: Option -> its value, None if it was not given.
+        outputs: Files that will be written, None for a file that was not asked for.
 
     Raises:
-        ConfigError, DataError, FileError: one of these is not so.
+        ConfigError, DataError, FileError: a check failed.
     """
     for name, value in (counts or {}).items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; allowed: 1 or more.", code="RQ102")
     data = getattr(options, "data", None)
     if data is not None and not (data.is_file() or data.is_dir()):
-        raise DataError(f"There is no data file {data}, nor a folder of that name.", code="RQ301")
+        raise DataError(f"There is no data file or folder {data}.", code="RQ301")
     read_backend(getattr(options, "backend", None))
     for path in outputs:
         if path is not None:

@@ -1,5 +1,7 @@
-"""For the command line: what a command prints. People read it as it comes; with --json machines get
-it whole, in the end, as one document of one schema, also if the command failed.
+"""What a command prints.
+
+People read it as it comes. With --json, machines get one document of one schema at the end, even if
+the command failed.
 """
 
 from __future__ import annotations
@@ -20,47 +22,47 @@ if TYPE_CHECKING:
     from relayquant.ir.ledger import Ledger
     from relayquant.plots.progress import ProgressReport
 
-# Help and mistakes are printed without TVM: what commands print is imported where it is used.
+# Help and mistakes are printed without TVM, so printing code is imported where it is used.
 
-#: Of the document; it grows where a key is renamed or removed, not where one is added.
+#: Version of the document. It grows when a key is renamed or removed, not when one is added.
 SCHEMA = 1
 
 
 class ExitCode(enum.IntEnum):
-    """What the exit code of a command says."""
+    """Meaning of a command's exit code."""
 
     OK = 0
     FOUND = 1
     USER_ERROR = 2
     INTERNAL_ERROR = 70  # EX_SOFTWARE of sysexits.h
-    INTERRUPTED = 130  # as shells have it: 128 + SIGINT
-    CUT_OFF = 141  # as shells have it: 128 + SIGPIPE
+    INTERRUPTED = 130  # the shells' convention: 128 + SIGINT
+    CUT_OFF = 141  # the shells' convention: 128 + SIGPIPE
 
 
 #: exit code -> when a command ends with it
 MEANINGS = {
-    ExitCode.OK: "it did what was asked, and nothing looks wrong",
-    ExitCode.FOUND: "it did what was asked and found something: `lint` data that looks wrong, "
-    "`verify` values that differ, `quantize --metric` no module within --max-drop",
-    ExitCode.USER_ERROR: "something that was given is wrong, or a file cannot be read or written",
-    ExitCode.INTERNAL_ERROR: "an error of relayquant's own; `--debug` shows where",
-    ExitCode.INTERRUPTED: "Ctrl-C; the message says whether and how it goes on",
-    ExitCode.CUT_OFF: "who read its output stopped reading, as `head` does",
+    ExitCode.OK: "success, and nothing looks wrong",
+    ExitCode.FOUND: "success with a finding: `lint` found a problem, `verify` found differing "
+    "values, or `quantize --metric` found no module within --max-drop",
+    ExitCode.USER_ERROR: "a wrong argument or input, or a file that cannot be read or written",
+    ExitCode.INTERNAL_ERROR: "an internal error of relayquant; `--debug` shows the traceback",
+    ExitCode.INTERRUPTED: "interrupted by Ctrl-C; the message says how to resume",
+    ExitCode.CUT_OFF: "the reader of its output closed the pipe, as `head` does",
 }
 
 
 class CommandOutput:
-    """What one command prints: at once on standard output, or as JSON when it is finished.
+    """Output of one command: printed at once on standard output, or as JSON at the end.
 
     Attributes:
         command: Its name.
         summary: Name -> number or text.
         tables: Name -> rows, each a dict.
-        files: What was written.
+        files: Written files.
         warnings, error: Set by `main`.
-        is_quiet: Whether nothing is printed but errors.
-        is_json: Whether a document is printed in place of text.
-        show_all: Whether people want every row.
+        is_quiet: Whether only errors are printed.
+        is_json: Whether a JSON document is printed instead of text.
+        show_all: Whether to print every row of a table.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class CommandOutput:
         self.error: dict[str, str] | None = None
 
     def print(self, *what: RenderableType) -> None:
-        """Lines and tables for people."""
+        """Print lines and tables for people."""
         if not self.is_quiet and not self.is_json:
             from relayquant.plots.text import make_console
 
@@ -89,21 +91,23 @@ class CommandOutput:
                 console.print(part)
 
     def add_values(self, **values: Any) -> None:
-        """Numbers and texts for machines."""
+        """Add numbers and texts for machines."""
         self.summary.update(values)
 
     def add_table(self, name: str, rows: Iterable[Any]) -> None:
-        """Rows for machines, dicts or dataclasses."""
+        """Add rows for machines, dicts or dataclasses."""
         self.tables[name] = [*rows]
 
     def add_file(self, path: Path) -> None:
-        """A file that was written, for both."""
+        """Report a written file, for people and machines."""
         self.files.append(path)
         self.print(f"wrote {path}")
 
     def add_ledger(self, ledger: Ledger, title: str = "") -> None:
-        """What was quantized, for both: how much, then what was not and why, then what was seen.
-        With --all people get every operator.
+        """Report what was quantized, for people and machines: the count, operators in float and
+        why, findings.
+
+        With --all, people get every operator.
         """
         from relayquant.plots.text import ledger_table, list_findings
 
@@ -116,13 +120,13 @@ class CommandOutput:
         )
 
     def open_progress(self) -> ProgressReport:
-        """Bars on standard error, where that is a terminal."""
+        """Open progress bars on standard error, if it is a terminal."""
         from relayquant.plots.progress import ProgressReport
 
         return ProgressReport(quiet=self.is_quiet)
 
     def make_document(self, code: ExitCode) -> dict[str, Any]:
-        """The document."""
+        """Build the JSON document."""
         return {
             "schema": SCHEMA,
             "relayquant": metadata.version("relayquant"),
@@ -138,18 +142,20 @@ class CommandOutput:
     def finish(self, code: ExitCode) -> None:
         """Print the document, if it was asked for."""
         if self.is_json:
-            # JSON has neither NaN nor infinity, and not every reader is lenient.
+            # JSON has neither NaN nor infinity, and some readers are strict.
             json.dump(self.make_document(code), sys.stdout, indent=1, allow_nan=False)
             sys.stdout.write("\n")
 
 
 def make_plain(value: Any) -> Any:
-    """A value as JSON has it: NaN is null, an infinity "Infinity" or "-Infinity", which the numbers
-    of Python and JavaScript are made of.
+    """Convert a value for JSON.
+
+    NaN becomes null, an infinity "Infinity" or "-Infinity". Python and JavaScript convert these
+    texts to numbers.
     """
     if isinstance(value, enum.Enum):
         return make_plain(value.value)
-    if hasattr(value, "tolist"):  # an array, or a number of numpy
+    if hasattr(value, "tolist"):  # a numpy array or number
         value = value.tolist()
     if isinstance(value, float):
         if math.isfinite(value):

@@ -1,7 +1,7 @@
-"""Words of a shell -> a command and its options.
+"""Command line words -> a command and its options.
 
-Nothing of TVM is imported here: help, completion and mistyped commands answer at once. What a
-command does is the module of its name in `relayquant.cli.commands`.
+TVM is not imported here, so help, completion and mistyped commands answer at once. The module of
+the same name in `relayquant.cli.commands` runs a command.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from relayquant.base.storage.files import decode_json
 from relayquant.errors import ConfigError, ModelError
 
-# Enums of stages that nothing here may import; tests compare them.
+# Enums of stages that cannot be imported here. A test compares them.
 EFFORTS = ("fast", "balanced", "best")
 GUARDS = ("revert", "warn", "off")
 MODEL_TYPES = ("transformer",)
@@ -29,14 +29,14 @@ ENGINES = ("onnxruntime", "openvino")
 PRESETS = ("imagenet", "caffe", "tflite", "cifar", "unit")
 SHELLS = ("bash", "zsh", "tcsh")
 
-#: what every command takes, before it and behind it
+#: options that every command takes, before or after its name
 SWITCHES = {
     "--json": "print one JSON document in place of text",
     "--quiet": "print only errors and warnings",
-    "--all": "print a line for everything, not only for what stands out",
-    "--debug": "show the traceback of an error, not only its message",
+    "--all": "print every row, not only the notable ones",
+    "--debug": "show the traceback of an error",
 }
-#: bytes of each unit that --max-size takes
+#: bytes of each unit that --max-size accepts
 UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 
 HELP = """\
@@ -74,7 +74,7 @@ class MainParser(Parser):
 
 
 class ShowVersion(argparse.Action):
-    """Prints the version, which takes a while to look up."""
+    """Prints the version. It is looked up only then, because the look-up is slow."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         print(f"relayquant {metadata.version('relayquant')}")
@@ -83,34 +83,34 @@ class ShowVersion(argparse.Action):
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its name, what it is for, and what adds its arguments to a parser."""
+    """A command: its name, its purpose, and the function that adds its arguments to a parser."""
 
     name: str
     what: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
 
     def describe(self) -> dict[str, Any]:
-        """Arguments of a parser that say what the command does."""
+        """Return the parser arguments that describe the command."""
         return {
             "description": inspect.cleandoc(self.add_arguments.__doc__ or self.what),
             "formatter_class": argparse.RawDescriptionHelpFormatter,
         }
 
     def parse(self, words: Sequence[str], options: argparse.Namespace) -> argparse.Namespace:
-        """Add the options of the words behind the command."""
+        """Parse the words after the command."""
         parser = Parser(prog=f"relayquant {self.name}", **self.describe())
         self.add_arguments(parser)
         add_switches(parser)
         options.command = self.name
-        # QMODEL, which may be left out, may stand behind an option.
+        # The optional QMODEL may follow an option.
         return parser.parse_intermixed_args(words, options)
 
 
 def parse_words(words: Sequence[str]) -> argparse.Namespace:
-    """The options of what was typed; `command` names the module that takes them.
+    """Parse the command line. `command` of the result names the module that runs it.
 
     Raises:
-        ConfigError: the words cannot be understood.
+        ConfigError: the words cannot be parsed.
         ModelError: there is neither a command nor a file of that name.
         SystemExit: a help text or the version was printed.
     """
@@ -134,24 +134,22 @@ def parse_words(words: Sequence[str]) -> argparse.Namespace:
 
 
 def refuse_command(word: str) -> NoReturn:
-    """Say what to type in place of a word that is no command."""
+    """Raise an error that suggests what to type instead of an unknown command."""
     if word in OTHER_VERBS:
         raise ConfigError(f"There is no command {word!r}. Use: {OTHER_VERBS[word]}", code="RQ102")
     if Path(word).suffix:
-        raise ModelError(f"There is no file {word}, and no command of that name.", code="RQ201")
+        raise ModelError(f"There is no file or command {word}.", code="RQ201")
     names = [command.name for command in COMMANDS]
     near = difflib.get_close_matches(word, [*names, *OTHER_VERBS], n=1)
     advice = f"Commands: {', '.join(names)}."
     if near:
         meant = OTHER_VERBS.get(near[0], f"relayquant {near[0]}")
         advice = f"Did you mean {near[0]!r}? Use: {meant}"
-    raise ConfigError(
-        f"There is no command {word!r}, and no file of that name. {advice}", code="RQ102"
-    )
+    raise ConfigError(f"There is no command or file {word!r}. {advice}", code="RQ102")
 
 
 def build_main_parser() -> argparse.ArgumentParser:
-    """The parser of the words before a command."""
+    """Build the parser of the words before a command."""
     parser = MainParser(prog="relayquant")
     parser.add_argument("--version", action=ShowVersion, nargs=0, help="print the version")
     parser.add_argument(
@@ -162,7 +160,7 @@ def build_main_parser() -> argparse.ArgumentParser:
 
 
 def build_whole_parser() -> argparse.ArgumentParser:
-    """One parser with all commands, which tools that write completions walk over."""
+    """Build one parser with all commands, for tools that write completions."""
     parser = build_main_parser()
     subparsers = parser.add_subparsers(metavar="COMMAND", parser_class=Parser)
     for command in COMMANDS:
@@ -173,7 +171,7 @@ def build_whole_parser() -> argparse.ArgumentParser:
 
 
 def list_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """The arguments of a parser and of all its commands."""
+    """List the arguments of a parser and of all its commands."""
     for action in parser._actions:
         yield action
         if isinstance(action, argparse._SubParsersAction):
@@ -182,7 +180,7 @@ def list_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def add_switches(parser: argparse.ArgumentParser) -> None:
-    """`SWITCHES`: absent behind a command, they do not undo those before it."""
+    """Add `SWITCHES`. If absent after a command, they do not undo those before it."""
     group = parser.add_argument_group("what is printed")
     for switch, text in SWITCHES.items():
         group.add_argument(switch, action="store_true", default=argparse.SUPPRESS, help=text)
@@ -195,20 +193,20 @@ def add_model(
     parser: argparse.ArgumentParser,
     text: str = "float model: .onnx, .tflite, or a module's .json or .rqm",
 ) -> None:
-    """`MODEL`, a model file, and what `relayquant.load` is told of its inputs."""
+    """Add `MODEL`, a model file, and the options for `relayquant.load`."""
     parser.add_argument("model", type=Path, metavar="MODEL", help=text)
     add_inputs(parser)
 
 
 def add_inputs(parser: argparse.ArgumentParser) -> None:
-    """`--shape` and `--input`."""
+    """Add `--shape` and `--input`."""
     parser.add_argument(
         "--shape",
         type=parse_shape,
         action="append",
         default=[],
         metavar="NAME=1,3,224,224",
-        help="fix the sizes of an input, or name one (NAME=N,80); may be repeated",
+        help="set the shape of an input; a name (NAME=N,80) makes a size symbolic; may be repeated",
     )
     parser.add_argument(
         "--input",
@@ -216,12 +214,12 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="make an input a constant, a number or a list ([1, 2]); may be repeated",
+        help="replace an input by a constant: a number or a list ([1, 2]); may be repeated",
     )
 
 
 def add_qmodel(parser: argparse.ArgumentParser, *, required: bool = True, text: str = "") -> None:
-    """`QMODEL`, a quantized module."""
+    """Add `QMODEL`, a quantized module."""
     nargs = None if required else "?"
     parser.add_argument(
         "qmodel",
@@ -233,37 +231,39 @@ def add_qmodel(parser: argparse.ArgumentParser, *, required: bool = True, text: 
 
 
 def add_data(parser: argparse.ArgumentParser, *, required: bool = True, text: str = "") -> None:
-    """`--data FILE.npz or FOLDER`, and `--preprocess`."""
+    """Add `--data FILE.npz or FOLDER`, and `--preprocess`."""
     parser.add_argument(
         "--data",
         type=Path,
         required=required,
         metavar="DATA",
-        help="representative inputs: an .npz with one array for each input of the model, samples "
-        f"first; or a folder of pictures{text}",
+        help="representative inputs: an .npz with one array for each model input, samples along "
+        f"axis 0; or a folder of pictures{text}",
     )
     parser.add_argument(
         "--preprocess",
         metavar="SPEC",
-        help=f"what happens to pictures: {', '.join(PRESETS)}; or with changes, such as "
-        "imagenet,size=232 or mean=0.5:0.5:0.5,std=0.5,order=bgr,layout=nhwc,crop=160,scale=255",
+        help=f"preprocessing of pictures: {', '.join(PRESETS)}; or with changes, such as "
+        "imagenet,size=232 or "
+        "mean=0.5:0.5:0.5,std=0.5,order=bgr,layout=nhwc,crop=160,scale=255",
     )
 
 
 def add_labels(parser: argparse.ArgumentParser, text: str) -> None:
-    """`--labels FILE.txt`."""
+    """Add `--labels FILE.txt`."""
     parser.add_argument(
         "--labels",
         type=Path,
         metavar="FILE.txt",
-        help=f"classes, a line 'NAME CLASS' for each picture or 'CLASS' for each sample: {text}",
+        help=f"{text}: a file with a line 'NAME CLASS' for each picture, or 'CLASS' for each "
+        "sample",
     )
 
 
 def add_samples(
     parser: argparse.ArgumentParser, text: str, default: int | None, default_text: str = ""
 ) -> None:
-    """`--samples N`."""
+    """Add `--samples N`."""
     parser.add_argument(
         "--samples",
         type=int,
@@ -274,33 +274,33 @@ def add_samples(
 
 
 def add_backend(parser: argparse.ArgumentParser) -> None:
-    """`--backend NAME or FILE.json`."""
+    """Add `--backend NAME or FILE.json`."""
     parser.add_argument(
         "--backend",
         metavar="NAME",
-        help="kernels that will run it: x86, x86-7bit (faster without VNNI, less accurate), arm, "
-        "generic, accelerator, or a FILE.json of your own (see `relayquant inspect --help`; "
-        "default: this machine's)",
+        help="kernels that run the model: x86, x86-7bit (faster without VNNI, less accurate), "
+        "arm, generic, accelerator, or your own FILE.json (see `relayquant inspect --help`; "
+        "default: for this machine)",
     )
 
 
 def add_effort(parser: argparse.ArgumentParser) -> None:
-    """`--effort LEVEL`."""
+    """Add `--effort LEVEL`."""
     parser.add_argument(
         "--effort",
         choices=EFFORTS,
         default="balanced",
-        help="work that goes into accuracy (default: balanced)",
+        help="time spent on accuracy (default: balanced)",
     )
 
 
 def add_target(parser: argparse.ArgumentParser, text: str) -> None:
-    """`--target TARGET`."""
+    """Add `--target TARGET`."""
     parser.add_argument("--target", help=f"{text}, e.g. 'llvm -mcpu=cascadelake'")
 
 
 def add_tune(parser: argparse.ArgumentParser) -> None:
-    """`--tune [FILE]`, as `tune` of `relayquant.compile`."""
+    """Add `--tune [FILE]`, as `tune` of `relayquant.compile`."""
     parser.add_argument(
         "--tune",
         nargs="?",
@@ -308,40 +308,43 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
         default=False,
         type=Path,
         metavar="FILE",
-        help="time the few best schedules of every layer on this machine (some seconds), and "
-        "remember the times, in FILE where one is given",
+        help="time the best few schedules of every layer on this machine (some seconds) and "
+        "cache the times, in FILE if given",
     )
 
 
 def add_work(parser: argparse.ArgumentParser) -> None:
-    """`--workers N` and `--checkpoint FOLDER`."""
+    """Add `--workers N` and `--checkpoint FOLDER`."""
     parser.add_argument(
-        "--workers", type=int, metavar="N", help="work in N processes (default: threads)"
+        "--workers", type=int, metavar="N", help="use N processes (default: threads)"
     )
     parser.add_argument(
-        "--checkpoint", type=Path, metavar="FOLDER", help="go on from here after an interruption"
+        "--checkpoint",
+        type=Path,
+        metavar="FOLDER",
+        help="resume from this folder after an interruption",
     )
 
 
 def add_output(parser: argparse.ArgumentParser, metavar: str, text: str, **more: Any) -> None:
-    """`-o FILE`."""
+    """Add `-o FILE`."""
     parser.add_argument("-o", "--output", type=Path, metavar=metavar, help=text, **more)
 
 
 def add_plot(parser: argparse.ArgumentParser, text: str) -> None:
-    """`--plot FILE`."""
+    """Add `--plot FILE`."""
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help=f"draw {text} (.png, .svg or .pdf)"
+        "--plot", type=Path, metavar="FILE.png", help=f"plot {text} (.png, .svg or .pdf)"
     )
 
 
 def add_csv(parser: argparse.ArgumentParser) -> None:
-    """`--csv FILE`."""
+    """Add `--csv FILE`."""
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table as CSV")
 
 
 def split_name(text: str) -> tuple[str, str]:
-    """(name, what is given to it) of NAME=...; names may have an equals sign, values have none."""
+    """Split NAME=VALUE into (name, value). Names may contain an equals sign, values may not."""
     name, mark, value = text.rpartition("=")
     if not mark or not name or not value:
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=...")
@@ -349,29 +352,31 @@ def split_name(text: str) -> tuple[str, str]:
 
 
 def parse_shape(text: str) -> tuple[str, tuple[int | str, ...]]:
-    """(name, shape) of NAME=1,N,224: sizes, and names of symbolic ones."""
+    """Parse NAME=1,N,224 into (name, shape): sizes, and names of symbolic sizes."""
     name, value = split_name(text)
     sizes = [size.strip() for size in value.split(",")]
     if not all(size.isidentifier() or (size.isdecimal() and int(size) > 0) for size in sizes):
         raise argparse.ArgumentTypeError(
-            f"{text!r} gives {name!r} no shape: sizes are integers above 0 or names, between commas"
+            f"{text!r} has no valid shape for {name!r}; allowed: integers above 0 or names, "
+            "separated by commas"
         )
     return name, tuple(int(size) if size.isdecimal() else size for size in sizes)
 
 
 def parse_input(text: str) -> tuple[str, Any]:
-    """(name, value) of NAME=VALUE, the value as JSON."""
+    """Parse NAME=VALUE into (name, value), the value as JSON."""
     name, value = split_name(text)
     try:
         return name, decode_json(value)
     except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(
-            f"{text!r} gives {name!r} no value: a number, true, false, or a list as [1, 2]"
+            f"{text!r} has no valid value for {name!r}; allowed: a number, true, false, or a list "
+            "such as [1, 2]"
         ) from error
 
 
 def parse_size(text: str) -> int:
-    """Bytes of 1500000, 1.5MB, 2GB."""
+    """Parse a size such as 1500000, 1.5MB or 2GB into bytes."""
     number = text.rstrip("kMGB")
     try:
         size = int(float(number) * UNITS[text[len(number) :]])
@@ -379,7 +384,8 @@ def parse_size(text: str) -> int:
         size = 0
     if size < 1:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no size: a number above 0, of bytes or with {', '.join([*UNITS][2:])}"
+            f"{text!r} is not a size; allowed: a number above 0, in bytes or with "
+            f"{', '.join([*UNITS][2:])}"
         )
     return size
 
@@ -388,12 +394,12 @@ def parse_size(text: str) -> int:
 
 
 def add_inspect(parser: argparse.ArgumentParser) -> None:
-    """Say what a model file is and what can be done with it, or what a backend can run.
+    """Show what a model file is and what can be done with it, or what a backend can run.
 
     relayquant inspect model.onnx        a float model: inputs, outputs, operators
-    relayquant inspect model.int8.json   a quantized one: what is in float, and why
+    relayquant inspect model.int8.json   a quantized model: operators in float, and why
     relayquant inspect x86               a backend: operators and dtypes
-    relayquant inspect x86 -o mine.json  the backend as a file to change, for --backend
+    relayquant inspect x86 -o mine.json  write the backend to a file, to change it for --backend
     """
     parser.add_argument(
         "model",
@@ -404,65 +410,64 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
     )
     add_inputs(parser)
     parser.add_argument(
-        "--operator", metavar="OP", help="of a backend: this operator alone, e.g. nn.conv2d"
+        "--operator", metavar="OP", help="for a backend: show only this operator, e.g. nn.conv2d"
     )
-    add_output(parser, "FILE.json", "of a backend: write its table there")
+    add_output(parser, "FILE.json", "for a backend: write its table to this file")
 
 
 def add_lint(parser: argparse.ArgumentParser) -> None:
-    """Look for mistakes in calibration data, before it is used.
+    """Find mistakes in calibration data before it is used.
 
-    Exit code 1 if something looks wrong.
+    The exit code is 1 if something looks wrong.
     """
     add_model(parser)
     add_data(parser)
     add_labels(
         parser,
-        "also how often the float model is right, and whether it is right more often with pictures "
-        "prepared in another way",
+        "also measure the accuracy of the float model, and whether other preprocessing improves it",
     )
     parser.add_argument(
         "--growth",
         action="store_true",
-        help="also: after how many samples the range of an input stops growing",
+        help="also show after how many samples the range of an input stops growing",
     )
 
 
 def add_quantize(parser: argparse.ArgumentParser) -> None:
-    """Quantize a float model, with data to calibrate on.
+    """Quantize a float model, with calibration data.
 
-    The ending of -o says what is written: .json or .rqm (the module), .so (compiled for --target),
-    .onnx (QDQ), .relay (Relay text, and .params beside it).
+    The ending of -o selects the format: .json or .rqm (the module), .so (compiled for --target),
+    .onnx (QDQ), .relay (Relay text, with .params next to it).
 
-    With --metric, operators go back to float until the metric drops by no more than --max-drop;
-    exit code 1 if nothing does that. --save-config writes the configuration that was found.
+    With --metric, operators are put back to float until the metric drops by at most --max-drop. The
+    exit code is 1 if that is not possible. --save-config writes the configuration that was found.
 
-    Ctrl-C leaves a checkpoint from which the same command goes on.
+    Ctrl-C leaves a checkpoint. The same command resumes from it.
     """
     add_model(parser)
     add_data(parser)
     add_output(parser, "FILE", "default: MODEL with .int8.json")
-    parser.add_argument("--report", type=Path, metavar="FILE.html", help="write a report, too")
+    parser.add_argument("--report", type=Path, metavar="FILE.html", help="also write a report")
     add_backend(parser)
-    add_target(parser, "what it will run on")
+    add_target(parser, "CPU that will run the model")
     add_effort(parser)
     parser.add_argument(
         "--config",
         type=Path,
         metavar="FILE.json",
-        help="a QConfigMapping: which operators are quantized how (--save-config and `sensitivity "
+        help="a QConfigMapping: how each operator is quantized (--save-config and `sensitivity "
         "--keep` write one)",
     )
     parser.add_argument(
         "--model-type",
         choices=MODEL_TYPES,
-        help="quantize products alone and smooth what they read, as transformers need it",
+        help="for transformers: quantize only matrix products, and smooth their inputs",
     )
     parser.add_argument(
-        "--observer", choices=OBSERVERS, help="how ranges are chosen (default: by --effort)"
+        "--observer", choices=OBSERVERS, help="how ranges are chosen (default: depends on --effort)"
     )
     parser.add_argument(
-        "--weights", choices=["int8", "int4"], help="integers of weights (default: int8)"
+        "--weights", choices=["int8", "int4"], help="dtype of weights (default: int8)"
     )
     for side in ("input", "output"):
         parser.add_argument(
@@ -470,7 +475,7 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
             action="append",
             default=[],
             metavar="[NAME=]DTYPE",
-            help=f"the module's {side}s as integers, e.g. uint8; may be repeated",
+            help=f"make the module's {side}s integers, e.g. uint8; may be repeated",
         )
     parser.add_argument(
         "--strict", action="store_true", help="an operator left in float is an error"
@@ -478,25 +483,25 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--guard",
         choices=GUARDS,
-        help="when the outputs do not follow the float model: put operators back to float, warn, "
-        "or do not look (default: revert; warn with --effort fast)",
+        help="when the outputs deviate from the float model: put operators back to float, warn, "
+        "or skip the check (default: revert; warn with --effort fast)",
     )
     parser.add_argument(
         "--only-if-faster",
         action="store_true",
-        help="measure, and quantize only operators that are faster so on this machine",
+        help="quantize only operators that are faster in integers on this machine, as measured",
     )
     add_work(parser)
     group = parser.add_argument_group("accuracy control")
     group.add_argument(
         "--metric",
         choices=METRICS,
-        help="top1: the share of right answers (needs --labels); agreement: how often the answer "
-        "is the float model's",
+        help="top1: top-1 accuracy (needs --labels); agreement: how often the top-1 answer "
+        "equals the float model's",
     )
     add_labels(parser, "for --metric top1")
     group.add_argument("--max-drop", type=float, metavar="X", help="default: 0.01")
-    group.add_argument("--time-limit", type=float, metavar="SECONDS", help="end of the search")
+    group.add_argument("--time-limit", type=float, metavar="SECONDS", help="limit of the search")
     group.add_argument(
         "--save-config",
         type=Path,
@@ -506,65 +511,68 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
 
 
 def add_compress(parser: argparse.ArgumentParser) -> None:
-    """Store the weights of products and embeddings in few bits; all else stays float.
+    """Store the weights of matrix products and embeddings in few bits. Everything else stays float.
 
-    This is what language models are run with. No data is needed; with data, weights are rounded so
-    that the results change least. The ending of -o says what is written, as for quantize. Ctrl-C
-    leaves a checkpoint from which the same command goes on.
+    This is usual for language models. No data is needed. With data, weights are rounded so that the
+    results change least. The ending of -o selects the format, as for quantize. Ctrl-C leaves a
+    checkpoint. The same command resumes from it.
     """
     add_model(parser)
     add_data(parser, required=False)
-    add_output(parser, "FILE", "default: MODEL with .int4.json, as --bits says")
+    add_output(parser, "FILE", "default: MODEL with .int4.json, for --bits 4")
     parser.add_argument(
-        "--bits", type=int, choices=[2, 3, 4, 8], default=4, help="of a weight (default: 4)"
+        "--bits", type=int, choices=[2, 3, 4, 8], default=4, help="bits of a weight (default: 4)"
     )
     parser.add_argument(
         "--group-size",
         type=int,
         default=32,
         metavar="N",
-        help="N weights have one scale, 16 to 256 (default: 32)",
+        help="number of weights with one scale, 16 to 256 (default: 32)",
     )
     parser.add_argument(
         "--scheme",
         choices=SCHEMES,
         default="symmetric",
-        help="affine: each scale has a zero point (default: symmetric)",
+        help="affine: with a zero point for each scale (default: symmetric)",
     )
     parser.add_argument(
         "--embedding-bits",
         type=int,
         choices=[2, 3, 4, 8],
         default=8,
-        help="of a weight of an embedding (default: 8)",
+        help="bits of an embedding weight (default: 8)",
     )
     add_effort(parser)
     parser.add_argument(
         "--max-size",
         type=parse_size,
         metavar="SIZE",
-        help="room for all compressed weights, such as 1.5GB: those that lose most keep 8 bits "
-        "while there is room",
+        help="limit for all compressed weights, such as 1.5GB; the weights with the largest "
+        "error keep 8 bits while they fit",
     )
-    add_target(parser, "what a library (.so) is compiled for")
+    add_target(parser, "target of a library (.so)")
     add_work(parser)
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
-    """Compare the outputs of a float model and of its quantized module."""
+    """Compare the outputs of a float model and its quantized module."""
     add_model(parser, "float model")
     add_qmodel(parser)
     add_data(parser)
     add_samples(parser, "compare on", None, "all")
-    parser.add_argument("--values", action="store_true", help="also: which values inside are off")
+    parser.add_argument(
+        "--values", action="store_true", help="also compare the values inside the model"
+    )
     add_csv(parser)
     add_plot(parser, "SQNR along the depth of the model")
 
 
 def add_sensitivity(parser: argparse.ArgumentParser) -> None:
-    """Rank operators by the accuracy that each costs when it alone is quantized.
+    """Rank operators by the accuracy that each costs when only it is quantized.
 
-    With --keep, write a configuration that leaves the worst ones in float, for quantize --config.
+    With --keep, write a configuration that leaves the most sensitive ones in float, for quantize
+    --config.
     """
     add_model(parser)
     add_data(parser)
@@ -572,26 +580,29 @@ def add_sensitivity(parser: argparse.ArgumentParser) -> None:
     add_effort(parser)
     add_samples(parser, "measure on", 64)
     parser.add_argument(
-        "--keep", type=int, metavar="N", help="write a configuration with N operators in float"
+        "--keep",
+        type=int,
+        metavar="N",
+        help="write a configuration with the N most sensitive operators in float",
     )
-    add_output(parser, "FILE.json", "where --keep writes to")
+    add_output(parser, "FILE.json", "file for --keep")
     add_csv(parser)
-    add_plot(parser, "what each operator costs")
+    add_plot(parser, "the accuracy that each operator costs")
 
 
 def add_verify(parser: argparse.ArgumentParser) -> None:
-    """Check that a compiled module computes what the numpy reference does, bit for bit.
+    """Check that a compiled module computes the same as the numpy reference, bit for bit.
 
-    Exit code 1 if it does not.
+    The exit code is 1 if it does not.
     """
     add_qmodel(parser)
     add_data(parser)
-    add_target(parser, "one that this machine can run (default: this machine)")
+    add_target(parser, "a target that this machine can run (default: this machine)")
     add_samples(parser, "run", 1, "the first batch")
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
-    """Write a page of what quantization did to a model, for a browser.
+    """Write a page on what quantization did to a model, for a browser.
 
     Without QMODEL the model is quantized first, as `relayquant quantize` does it.
     """
@@ -600,35 +611,35 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     add_data(parser)
     add_output(parser, "FILE.html", "default: MODEL with .html")
     parser.add_argument(
-        "--other", type=Path, metavar="QMODEL", help="another module, to be shown beside it"
+        "--other", type=Path, metavar="QMODEL", help="another quantized module to compare with"
     )
     add_backend(parser)
     add_effort(parser)
     parser.add_argument(
-        "--latency", action="store_true", help="compile both models, and time them and each kernel"
+        "--latency", action="store_true", help="compile both models, time them and each kernel"
     )
-    add_labels(parser, "the share of right answers")
+    add_labels(parser, "also measure top-1 accuracy")
     add_samples(parser, "measure on", 32)
     parser.add_argument(
         "--pictures",
         type=Path,
         metavar="FOLDER",
-        help="also write pictures there: of the ranges that calibration chose, of the error along "
-        "the depth, of what each operator costs, and with --latency of the times",
+        help="also write plots to this folder: chosen ranges, error by depth, sensitivity, and "
+        "with --latency the times",
     )
 
 
 def add_bench(parser: argparse.ArgumentParser) -> None:
-    """Measure how fast a model runs as float and as int8, and where the time goes.
+    """Measure the float and int8 latency of a model, and the time of each kernel.
 
     Latency is the time of one run on one batch, without copies in and out. The candidates take
-    turns on the same inputs; a ratio above 1 means slower than the first line.
+    turns on the same inputs. A ratio above 1 means slower than the first line.
 
     --against times other engines too: the float model, the int8 model of their own quantizer (ONNX
-    Runtime's; NNCF's for OpenVINO, where it is installed), and our int8 model as QDQ. Each
-    candidate then runs in a process of its own. All engines get --threads: threads of a compiled
-    module spin for some 20 microseconds after a kernel, ONNX Runtime's spin during a run,
-    OpenVINO's have the latency hint.
+    Runtime's; NNCF's for OpenVINO, if installed), and our int8 model as QDQ. Each candidate then
+    runs in its own process. All engines get --threads. Threads of a compiled module spin for about
+    20 microseconds after a kernel, ONNX Runtime's spin during a run, OpenVINO's have the latency
+    hint.
     """
     add_model(parser, "float model")
     add_qmodel(parser, required=False, text=" (default: quantize MODEL)")
@@ -639,54 +650,58 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         action="append",
         choices=ENGINES,
         default=[],
-        help="time this too, float and int8 (MODEL must be .onnx); may be repeated",
+        help="also time this engine, float and int8 (MODEL must be .onnx); may be repeated",
     )
     parser.add_argument("--threads", type=int, metavar="N", help="default: all cores")
-    parser.add_argument("--batch", type=int, default=1, help="samples if the model leaves it open")
-    parser.add_argument("--repeat", type=int, default=20, help="turns of each (default: 20)")
-    add_samples(parser, "calibrate on", None, "those of four batches")
     parser.add_argument(
-        "--operators", type=int, default=15, metavar="N", help="rows of slowest kernels; 0: none"
+        "--batch", type=int, default=1, help="samples in a run, if the model leaves it open"
+    )
+    parser.add_argument("--repeat", type=int, default=20, help="turns of each model (default: 20)")
+    add_samples(parser, "calibrate on", None, "four batches")
+    parser.add_argument(
+        "--operators",
+        type=int,
+        default=15,
+        metavar="N",
+        help="number of slowest kernels to list; 0: none",
     )
     add_tune(parser)
     add_plot(parser, "the times")
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
-    """Write a float or quantized model as another kind of file, which the ending of -o names:
+    """Write a float or quantized model in another format. The ending of -o selects it:
 
     .so, .dylib, .dll   a library, compiled for --target
     .onnx               ONNX with QuantizeLinear and DequantizeLinear
     .json, .rqm         the module
-    .relay              Relay text, with its parameters in .params beside it
+    .relay              Relay text, with its parameters in .params next to it
     """
     add_model(parser, "float model, or a quantized module's .json or .rqm")
-    add_output(parser, "FILE", "what is written", required=True)
-    add_target(parser, "what a library is compiled for (default: this machine)")
+    add_output(parser, "FILE", "file to write", required=True)
+    add_target(parser, "target of a library (default: this machine)")
     add_tune(parser)
 
 
 def add_demo(parser: argparse.ArgumentParser) -> None:
-    """Quantize the built-in digits model, and measure what it cost and gained."""
+    """Quantize the built-in digits model and measure accuracy and speed."""
     add_backend(parser)
     parser.add_argument(
         "--batch", type=int, default=64, help="digits in one timed run (default: 64)"
     )
-    parser.add_argument("--repeat", type=int, default=50, help="turns of each (default: 50)")
+    parser.add_argument("--repeat", type=int, default=50, help="turns of each model (default: 50)")
 
 
 COMMANDS = (
-    Command(
-        "inspect", "what a model file or a backend holds (also: relayquant MODEL)", add_inspect
-    ),
+    Command("inspect", "show a model file or a backend (also: relayquant MODEL)", add_inspect),
     Command("lint", "look for mistakes in calibration data", add_lint),
-    Command("quantize", "a float model and data to an integer model", add_quantize),
-    Command("compress", "weights in 8 to 2 bits, as for language models", add_compress),
-    Command("compare", "how far the integer model is from the float model", add_compare),
-    Command("sensitivity", "which operators cost accuracy", add_sensitivity),
-    Command("verify", "compiled code against the reference, bit for bit", add_verify),
-    Command("report", "one page with accuracy, network, times", add_report),
-    Command("bench", "how fast it runs, and where the time goes", add_bench),
+    Command("quantize", "turn a float model and data into an integer model", add_quantize),
+    Command("compress", "store weights in 8 to 2 bits, for language models", add_compress),
+    Command("compare", "compare the outputs of float and integer model", add_compare),
+    Command("sensitivity", "rank operators by the accuracy that they cost", add_sensitivity),
+    Command("verify", "compare compiled code with the reference, bit for bit", add_verify),
+    Command("report", "write a page with accuracy, network and times", add_report),
+    Command("bench", "measure latency, and the time of each kernel", add_bench),
     Command("export", "write .so, .onnx, .rqm, .json or .relay", add_export),
     Command("demo", "quantize and measure the built-in example", add_demo),
 )
@@ -703,7 +718,7 @@ PLOTS = (
     "--pictures FOLDER"
 )
 TRAIN = "relayquant.torch.prepare_qat or relayquant.torch.finetune, in Python"
-#: A word that other tools use for a command -> what to type here.
+#: A word that other tools use for a command -> the command here.
 OTHER_VERBS: Mapping[str, str] = {
     **dict.fromkeys(("calibrate", "ptq", "optimize", "quantise", "int8"), QUANTIZE),
     **dict.fromkeys(("compile", "build", "convert", "deploy", "save", "lower"), EXPORT),

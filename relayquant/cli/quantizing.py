@@ -1,4 +1,4 @@
-"""For the command line: the options of `quantize` become arguments of `relayquant.quantize`."""
+"""Options of `quantize` -> arguments of `relayquant.quantize`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from relayquant.config import BackendConfig
 from relayquant.errors import ConfigError, DataError
 from relayquant.stages.backends import resolve_backend
 
-#: what `--observer` names
+#: values of `--observer`
 OBSERVERS = {
     "minmax": rq.observers.MinMax(),
     "average-max": rq.observers.AverageMax(),
@@ -33,7 +33,7 @@ OBSERVERS = {
 
 
 def check_search(options: argparse.Namespace) -> None:
-    """Options of the search go together.
+    """Check the options of accuracy control.
 
     Raises:
         ConfigError: one is missing, or out of range.
@@ -41,7 +41,7 @@ def check_search(options: argparse.Namespace) -> None:
     """
     if (options.metric == "top1") != (options.labels is not None):
         raise ConfigError(
-            "--metric top1 and --labels go together: give both, or none of them.", code="RQ102"
+            "--metric top1 and --labels need each other: give both or neither.", code="RQ102"
         )
     given = [
         name
@@ -53,9 +53,7 @@ def check_search(options: argparse.Namespace) -> None:
         if value is not None
     ]
     if options.metric is None and given:
-        raise ConfigError(
-            f"{' and '.join(given)}: nothing is searched without --metric.", code="RQ102"
-        )
+        raise ConfigError(f"{' and '.join(given)}: this needs --metric.", code="RQ102")
     if options.max_drop is not None and not options.max_drop >= 0:
         raise ConfigError(f"--max-drop is {options.max_drop:g}; allowed: 0 or more.", code="RQ102")
     if options.time_limit is not None and not options.time_limit > 0:
@@ -67,7 +65,8 @@ def check_search(options: argparse.Namespace) -> None:
 
 
 def read_quantizing(options: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `relayquant.quantize`, of the options but those of a search.
+    """Read the options into arguments of `relayquant.quantize`, except the options of accuracy
+    control.
 
     Raises:
         ConfigError: one of them is wrong.
@@ -78,7 +77,11 @@ def read_quantizing(options: argparse.Namespace) -> dict[str, Any]:
     mapping = None if options.config is None else load_mapping(options.config)
     if options.weights == "int4":
         if mapping is not None:
-            raise ConfigError("--weights and --config: say it in the configuration.", code="RQ102")
+            raise ConfigError(
+                "--weights cannot be combined with --config. Set the "
+                "dtype of weights in the configuration.",
+                code="RQ102",
+            )
         mapping = make_int4(resolve_backend(backend))
     return {
         "backend": backend,
@@ -90,7 +93,7 @@ def read_quantizing(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_search(options: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `relayquant.quantize`, of the options of a search."""
+    """Read the options of accuracy control into arguments of `relayquant.quantize`."""
     if options.metric is None:
         return {}
     given = {"max_drop": options.max_drop, "budget": options.time_limit}
@@ -101,7 +104,7 @@ def read_search(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_int4(backend: BackendConfig) -> rq.QConfigMapping:
-    """The backend's own configuration, with weights of -7 to 7."""
+    """Return the backend's default configuration with weights of -7 to 7."""
     default = backend.default_qconfig
     if default is None:
         raise ConfigError(
@@ -113,7 +116,7 @@ def make_int4(backend: BackendConfig) -> rq.QConfigMapping:
 
 
 def read_dtypes(given: list[str], option: str) -> dict[str | int, str] | None:
-    """{name: dtype} of "NAME=DTYPE", or {0: dtype} of "DTYPE"."""
+    """Parse "NAME=DTYPE" to {name: dtype}, or "DTYPE" to {0: dtype}."""
     found: dict[str | int, str] = {}
     for text in given:
         name, _, dtype = text.rpartition("=")
@@ -127,14 +130,14 @@ def read_dtypes(given: list[str], option: str) -> dict[str | int, str] | None:
 
 @contextmanager
 def open_workers(count: int | None) -> Iterator[concurrent.futures.Executor | None]:
-    """So many processes that calibrate; None where no number was given."""
+    """Open `count` calibration processes. None if no number was given."""
     if count is None:
         yield None
         return
     with concurrent.futures.ProcessPoolExecutor(
         count,
         mp_context=multiprocessing.get_context("spawn"),
-        # Ctrl-C goes to all processes of a terminal: who asked them ends them.
+        # A terminal sends Ctrl-C to all of its processes. The parent ends the workers.
         initializer=signal.signal,
         initargs=(signal.SIGINT, signal.SIG_IGN),
     ) as executor:

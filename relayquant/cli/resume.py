@@ -1,4 +1,4 @@
-"""For the command line: what long work leaves behind when it is interrupted, and goes on from."""
+"""Files from which an interrupted command resumes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from relayquant.base.storage.files import writing
 from relayquant.stages.calibration.checkpoint import Workspace
 
-#: options that change nothing that was computed, so that the work goes on with others
+#: options that do not change the computed values, so that work can resume with other ones
 FREE_OPTIONS = frozenset(
     {
         *("command", "json", "quiet", "all", "debug"),
@@ -24,13 +24,13 @@ FREE_OPTIONS = frozenset(
 
 @dataclass(frozen=True)
 class ResumeState:
-    """Where the work of one command is kept.
+    """Where one command keeps its intermediate results.
 
     Attributes:
-        path: The checkpoint of a calibration, a folder; or the JSON file of a search.
+        path: The checkpoint folder of a calibration, or the JSON file of a search.
         is_search: Whether it is the file of a search.
-        is_own: Whether the user named no place. Then the path is beside the output, and its name
-            has a digest of the options, so that another command does not read it.
+        is_own: Whether the user gave no path. Then the path is next to the output, and its name has
+            a digest of the options, so that another command does not read it.
     """
 
     path: Path
@@ -39,10 +39,10 @@ class ResumeState:
 
     @staticmethod
     def of(options: argparse.Namespace, output: Path, *, is_search: bool = False) -> ResumeState:
-        """Of a command with these options that writes `output`.
+        """Choose the place for a command with these options that writes `output`.
 
         Raises:
-            FileError: the folder that the user named cannot be made.
+            FileError: the user's folder cannot be created.
         """
         folder = options.checkpoint
         if folder is None:
@@ -50,17 +50,17 @@ class ResumeState:
             name = f"{output.name}.{kind}-{digest_options(options)}"
             return ResumeState(output.with_name(name), is_search, True)
         if is_search:
-            with writing(folder, "--checkpoint is to be a folder that can be written."):
+            with writing(folder, "--checkpoint must be a writable folder."):
                 folder.mkdir(exist_ok=True)
         return ResumeState(folder / "search.json" if is_search else folder, is_search, False)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """For `relayquant.quantize`."""
+        """Arguments for `relayquant.quantize`."""
         return {"search_state" if self.is_search else "checkpoint": self.path}
 
     def remove(self) -> None:
-        """What is not needed any more; a calibration that ended has done so itself."""
+        """Remove files that are not needed any more. A finished calibration has removed its own."""
         if self.is_search:
             self.path.unlink(missing_ok=True)
             if not self.is_own and not any(self.path.parent.iterdir()):
@@ -70,8 +70,8 @@ class ResumeState:
 
     @contextmanager
     def keep(self) -> Iterator[None]:
-        """Ctrl-C inside says how to go on; what fails for another reason leaves nothing that the
-        user did not ask for.
+        """On Ctrl-C, say how to resume. On any other error, remove files that the user did not ask
+        for.
 
         Raises:
             KeyboardInterrupt: again, with that message.
@@ -79,9 +79,12 @@ class ResumeState:
         try:
             yield
         except KeyboardInterrupt as stop:
-            text = "interrupted; there was nothing to keep yet, or calibration was over"
+            text = "interrupted; nothing was kept, because calibration had not started or was over"
             if self.path.exists():
-                text = f"interrupted; what was done is in {self.path}: the same command goes on"
+                text = (
+                    f"interrupted; the work so far is in {self.path}. Run the same command again "
+                    "to resume"
+                )
             raise KeyboardInterrupt(text) from stop
         except Exception:
             if self.is_own:
@@ -90,7 +93,9 @@ class ResumeState:
 
 
 def digest_options(options: argparse.Namespace) -> str:
-    """Eight letters for what was asked, of which data and model, as they are now."""
+    """Return an eight-letter digest of the options, and of the data and model files as they are
+    now.
+    """
     parts = []
     for name, value in sorted(vars(options).items()):
         if name not in FREE_OPTIONS:

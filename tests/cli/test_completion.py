@@ -61,4 +61,4 @@ def test_completion__says_what_to_install(
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     assert cli.main(["--completion", "zsh"]) == ExitCode.USER_ERROR
-    assert "pip install relayquant[completion]" in capsys.readouterr().err
+    assert "pip install 'relayquant[completion]'" in capsys.readouterr().err

@@ -68,7 +68,7 @@ def test_quantize__goes_on_after_a_signal(
     words = ["quantize", "digits.onnx", "--data", "data.npz", "--effort", "fast", "-o", "q.json"]
     said = interrupt(folder, words, "calibrate", 40)
     (kept,) = folder.glob("q.json.checkpoint-*")
-    assert said.endswith(f"what was done is in {kept.name}: the same command goes on")
+    assert said.endswith(f"the work so far is in {kept.name}. Run the same command again to resume")
     assert (kept / "checkpoint.json").is_file()
     monkeypatch.chdir(folder)
     assert cli.main([*words, "--quiet"]) == ExitCode.OK
@@ -99,7 +99,7 @@ def test_compress__goes_on_after_a_signal(
     words = ["compress", "digits.onnx", "--data", "data.npz", "-o", "w.json"]
     said = interrupt(folder, words, "compress weights", 1)
     (kept,) = folder.glob("w.json.checkpoint-*")
-    assert said.endswith(f"what was done is in {kept.name}: the same command goes on")
+    assert said.endswith(f"the work so far is in {kept.name}. Run the same command again to resume")
     monkeypatch.chdir(folder)
     assert cli.main([*words, "--quiet"]) == ExitCode.OK
     assert not kept.exists()

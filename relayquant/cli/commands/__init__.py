@@ -1,3 +1,1 @@
-"""For the command line: a module for each command, whose `run` is told the parsed options and where
-to print.
-"""
+"""One module for each command. Its `run` gets the parsed options and the output to print to."""

@@ -1,4 +1,4 @@
-"""`relayquant bench`: how fast a model runs as float and as int8, and where the time goes."""
+"""`relayquant bench`: float and int8 latency of a model, and the time of each kernel."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from relayquant.plots.pictures import check_picture, plot_latency
 
 Batch = Mapping[str, np.ndarray]
 
-#: to calibrate on where no number of samples is given
+#: samples to calibrate on if no number is given
 BATCHES = 4
-#: How weights are rounded does not change how fast they are multiplied.
+#: The rounding of weights does not change their speed.
 QUICK_FIT = FitSettings(rounding=WeightRounding.NEAREST, bias=BiasCorrection.NONE)
 
 
@@ -58,11 +58,12 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     names = " and ".join(rival.engine.value for rival in rivals)
     if rivals and options.model.suffix != ".onnx":
         raise ConfigError(
-            f"--against {names}: .onnx files are compared, not {options.model}.", code="RQ102"
+            f"--against {names}: .onnx files are compared, but MODEL is {options.model}.",
+            code="RQ102",
         )
     if rivals and options.input:
         raise ConfigError(
-            f"--input: {names} would run the file as it is, with all its inputs.", code="RQ102"
+            f"--input: {names} would run the file with all of its inputs.", code="RQ102"
         )
     for rival in rivals:
         rival.check()  # fails before anything takes time
@@ -126,7 +127,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
                 table = operator_table(profile, peak, rows, f"{name}: slowest calls")
                 output.print(table)
                 output.print(
-                    f"outside of kernels: {profile.outside * 1e6:.0f} us of "
+                    f"outside kernels: {profile.outside * 1e6:.0f} us of "
                     f"{profile.total * 1e6:.0f} us, {format_count(profile.machine_calls, 'call')}"
                 )
             output.add_table("kernels", calls)
@@ -134,7 +135,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
 
 
 def export_own(executables: Mapping[str, Any], folder: Path) -> dict[str, Contender]:
-    """Executables as libraries in `folder`, which other processes can load."""
+    """Write executables as libraries into `folder`, so that other processes can load them."""
     contenders = {}
     for number, (name, executable) in enumerate(executables.items()):
         path = folder / f"own{number}.so"
@@ -146,10 +147,10 @@ def export_own(executables: Mapping[str, Any], folder: Path) -> dict[str, Conten
 
 @contextmanager
 def use_threads(count: int) -> Iterator[None]:
-    """TVM uses this many threads inside, unless its pool was started already.
+    """Use this number of threads inside TVM, unless its pool was started already.
 
-    The environment is all it goes by: `runtime.config_threadpool` counts "fast" cores, and takes
-    one where all are equal.
+    Only the environment variable works: `runtime.config_threadpool` counts "fast" cores, and uses
+    one thread if all cores are equal.
     """
     variable = "TVM_NUM_THREADS"
     before = os.environ.get(variable)
@@ -164,7 +165,7 @@ def use_threads(count: int) -> Iterator[None]:
 
 
 def read_batches(options: argparse.Namespace, mod: tvm.IRModule) -> list[Batch]:
-    """Batches to calibrate on, the first of which is timed: of --data, or random.
+    """Read calibration batches from --data, or draw random ones. The first batch is timed.
 
     Raises:
         DataError: the data does not fit the model.
@@ -182,7 +183,9 @@ def read_batches(options: argparse.Namespace, mod: tvm.IRModule) -> list[Batch]:
 def open_batches(
     options: argparse.Namespace, mod: tvm.IRModule, inputs: Sequence[InputInfo]
 ) -> Iterator[Batch]:
-    """Batches of --batch samples, where the model leaves that open; without end if random."""
+    """Open batches of --batch samples, if the model leaves the batch size open. Random batches
+    never end.
+    """
     if options.data is None:
         rng = np.random.default_rng(0)
         while True:
@@ -199,7 +202,8 @@ def open_batches(
 
 
 def draw_input(rng: np.random.Generator, info: InputInfo, batch: int) -> np.ndarray:
-    """A random array for an input: normal floats, integers 0 and 1, which any embedding has.
+    """Draw a random array for an input: normal floats, or integers 0 and 1, which every embedding
+    has.
 
     Raises:
         ConfigError: a dimension other than the first is symbolic.
@@ -219,7 +223,7 @@ def draw_input(rng: np.random.Generator, info: InputInfo, batch: int) -> np.ndar
 def quantize_quickly(
     mod: tvm.IRModule, batches: Sequence[Batch], backend: BackendConfig | None
 ) -> tvm.IRModule:
-    """The quantized module, with weights rounded to nearest."""
+    """Return the quantized module, with weights rounded to nearest."""
     prepared = rq.prepare(mod, None, backend=backend)
     prepared = rq.calibrate(prepared, [dict(batch) for batch in batches], fit=QUICK_FIT)
     return rq.lower(rq.convert_to_reference(prepared), prepared.backend)

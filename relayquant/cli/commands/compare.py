@@ -1,4 +1,6 @@
-"""`relayquant compare`: how near the outputs of a float model and its quantized module are."""
+"""`relayquant compare`: the difference between the outputs of a float model and its quantized
+module.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     if options.samples is not None:
         dataset = take_samples(dataset, options.samples)
     executors = [Executor(rq.compile(module)) for module in (mod, qmod)]
-    # [batch][model][output] -> [model][output], all batches in one array
+    # [batch][model][output] -> [model][output], with all batches in one array
     runs = [
         [executor.run("main", [*batch.values()]) for executor in executors] for batch in dataset
     ]

@@ -19,7 +19,8 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
         import shtab
     except ImportError as error:
         raise MissingDependencyError(
-            "Completion needs shtab, which is not installed: pip install relayquant[completion].",
+            "Completion needs shtab, which is not installed. Run: pip install "
+            "'relayquant[completion]'",
             code="RQ503",
         ) from error
     parser = build_whole_parser()

@@ -1,4 +1,4 @@
-"""`relayquant compress`: the weights of products and embeddings in few bits."""
+"""`relayquant compress`: store weights of matrix products and embeddings in few bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`relayquant demo`: quantizes the built-in digits model and measures what it cost and gained."""
+"""`relayquant demo`: quantize the built-in digits model and measure accuracy and speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`relayquant export`: a module becomes another kind of file."""
+"""`relayquant export`: write a module as another kind of file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     target = resolve_target(options.target) if is_library else None
     mod = bind_weights(*load_model(options.model, options.shape, options.input))
     if is_library and find_ledger(mod) is None and has_quantized_values(mod):
-        # Quantized by another tool, with its own parameters: integers as the target takes them.
+        # Quantized by another tool with other parameters: lower it to integers for the target.
         mod = rq.lower(mod, rq.get_backend_config(target=target))
     for written in write_module(mod, path, target, options.tune):
         output.add_file(written)

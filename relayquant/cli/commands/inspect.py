@@ -1,4 +1,4 @@
-"""`relayquant inspect`, and `relayquant MODEL`: what a model file or a backend holds."""
+"""`relayquant inspect`, and `relayquant MODEL`: show the contents of a model file or a backend."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from relayquant.plots.text import summary_table
 from relayquant.stages.backends import BACKENDS, resolve_backend
 from relayquant.stages.conversion.partial import has_quantized_values
 
-#: operators of a model for which planning takes less than a second
+#: planning takes less than a second for models with at most this number of operators
 PLANNED_OPERATORS = 300
 
 
@@ -55,17 +55,17 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     if named:
         raise ConfigError(
             f"{' and '.join(named)}: for a backend, such as `relayquant inspect x86`; "
-            f"{options.model} is none.",
+            f"{options.model} is not a backend.",
             code="RQ102",
         )
     return show_model(Path(options.model), options, output)
 
 
 def find_backend(word: str | None) -> BackendConfig | None:
-    """The backend that a word names, None if it names a model file.
+    """Find the backend with this name. None if the word names a model file.
 
     Raises:
-        ModelError: the word is no name of a backend, and has no ending as files have.
+        ModelError: the word is not a backend name and has no file ending.
     """
     if word is None:
         return resolve_backend(None)
@@ -74,7 +74,7 @@ def find_backend(word: str | None) -> BackendConfig | None:
         try:
             data = decode_json(read_text(path, MAX_BACKEND_SIZE))
         except (ValueError, RecursionError):
-            return None  # reading it as a model says what is wrong
+            return None  # reading it as a model reports what is wrong
         return read_backend(word) if isinstance(data, dict) and "patterns" in data else None
     if path.suffix or path.exists():
         return None
@@ -109,7 +109,9 @@ def show_backend(
 
 
 def operator_table(backend: BackendConfig) -> FittedTable:
-    """A line for each operator, with all combinations of dtypes that any of its patterns runs."""
+    """Return a line for each operator, with all dtype combinations that one of its patterns
+    supports.
+    """
     found: dict[str, dict[str, None]] = {}
     for row in backend.patterns:
         dtypes = found.setdefault(row.pattern.op.removeprefix("relax."), {})
@@ -149,13 +151,15 @@ def show_model(path: Path, options: argparse.Namespace, output: CommandOutput) -
 
 
 def name_format(path: Path) -> str:
-    """What kind of file it is."""
+    """Name the kind of a file."""
     kinds = {each.suffix: each.kind for each in FORMATS}
     return "Relax" if is_module_file(path) else kinds[path.suffix.lower()]
 
 
 def describe_outputs(mod: tvm.IRModule) -> list[tuple[str, tuple[int | str, ...] | None, str]]:
-    """Name, shape and dtype of each result of main; no shape, and the type, if it is no tensor."""
+    """Return name, shape and dtype of each result of main. For a result that is not a tensor:
+    its type.
+    """
     found = []
     for number, expr in enumerate(iterate_results(result_expr(Graph(mod)))):
         name = expr.name if isinstance(expr, tvm.relax.Var) else str(number)
@@ -166,7 +170,9 @@ def describe_outputs(mod: tvm.IRModule) -> list[tuple[str, tuple[int | str, ...]
 
 
 def show_operators(mod: tvm.IRModule, output: CommandOutput, *, is_float: bool) -> None:
-    """How many of each, and how many of a float model can be quantized on this machine."""
+    """Show the number of each operator, and how many operators of a float model this machine
+    can quantize.
+    """
     graph = Graph(mod)
     names = (graph.op_name(binding.var) for binding in graph.bindings)
     counts = Counter(name.removeprefix("relax.") for name in names if name)
@@ -184,9 +190,9 @@ def show_operators(mod: tvm.IRModule, output: CommandOutput, *, is_float: bool) 
 
 
 def describe_plan(mod: tvm.IRModule, output: CommandOutput) -> str:
-    """What quantization would do here, as far as that is known without data."""
+    """Show what quantization would do here, as far as it is known without data."""
     with warnings.catch_warnings():
-        # Of a mapping that nobody asked for.
+        # The user did not ask for this mapping.
         warnings.simplefilter("ignore")
         try:
             prepared = rq.prepare(mod)
@@ -200,7 +206,7 @@ def describe_plan(mod: tvm.IRModule, output: CommandOutput) -> str:
 
 
 def list_steps(path: Path, ledger: Ledger | None, *, is_float: bool) -> list[str]:
-    """Commands that take this file."""
+    """List commands that accept this file."""
     if ledger is not None:
         return [
             f"relayquant verify {path} --data DATA",

@@ -1,4 +1,4 @@
-"""`relayquant lint`: what looks wrong with calibration data, before it is used."""
+"""`relayquant lint`: find problems of calibration data before it is used."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     if labels is None and options.data.is_dir():
         for name in find_unchecked(mod, params):
             output.print(
-                f"Whether pictures for {name!r} are normalized as in training cannot be seen: no "
-                "batch norm follows the first layer. --labels tells."
+                f"Normalization of the pictures for {name!r} was not checked: no batch norm "
+                "follows the first layer. Add --labels to check it."
             )
     counts = Counter(finding.severity.value for finding in findings)
     output.add_values(

@@ -1,4 +1,4 @@
-"""`relayquant quantize`: a float model and calibration data in, a quantized module out."""
+"""`relayquant quantize`: float model and calibration data -> quantized module."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
 
 
 def read_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `relayquant.quantize`, of all options."""
+    """Read all options into arguments of `relayquant.quantize`."""
     return {
         **read_quantizing(options),
         **read_search(options),
@@ -87,7 +87,7 @@ def read_settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_modes(options: argparse.Namespace) -> None:
-    """What does not go together, by the names that options have here.
+    """Check for options that exclude each other.
 
     Raises:
         ConfigError: two options exclude each other.
@@ -97,8 +97,9 @@ def check_modes(options: argparse.Namespace) -> None:
     named = [name for name, value in given.items() if value]
     if options.metric is not None and named:
         raise ConfigError(
-            "--metric quantizes several times and may put any operator back to float; not "
-            f"together with {' and '.join(named)}. First `quantize --metric --save-config "
-            "FILE.json`, then `quantize --config FILE.json` with them.",
+            f"--metric cannot be combined with {' and '.join(named)}, because it quantizes "
+            "several times and may put any operator back to float. Run `quantize --metric "
+            "--save-config FILE.json` first, then `quantize --config FILE.json` with these "
+            "options.",
             code="RQ102",
         )

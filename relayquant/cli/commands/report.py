@@ -1,4 +1,4 @@
-"""`relayquant report`: a page of what quantization did to a model."""
+"""`relayquant report`: write a page on what quantization did to a model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     if options.labels is not None and not options.labels.is_file():
         raise DataError(f"There is no file of labels {options.labels}.", code="RQ301")
     if options.pictures is not None:
-        with writing(options.pictures, "--pictures is to be a folder that can be written."):
+        with writing(options.pictures, "--pictures must be a writable folder."):
             options.pictures.mkdir(exist_ok=True)
     mod, params = load_model(options.model, options.shape, options.input)
     data = open_data(options, mod, params)
@@ -83,13 +83,13 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
 
 
 def describe_range(drawn: DrawnRange) -> dict[str, Any]:
-    """A row of the table `ranges`."""
+    """Return a row of the table `ranges`."""
     names = ("name", "unit", "chosen", "outside")
     return {name: getattr(drawn, name) for name in names}
 
 
 def draw_pictures(report: Report, ranges: list[DrawnRange], folder: Path) -> list[Path]:
-    """Draw what was measured, each as a file; the files that were written."""
+    """Draw each measurement into a file. Return the written files."""
     found = report.data
     drawn = {
         "ranges": (draw_ranges, ranges),

@@ -1,4 +1,4 @@
-"""`relayquant sensitivity`: which operators lose accuracy, each quantized alone."""
+"""`relayquant sensitivity`: the accuracy that each operator costs when only it is quantized."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHOWN = 20
 def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     if (options.keep is None) != (options.output is None):
         raise ConfigError(
-            "--keep N and -o FILE.json go together: give both, or none of them.", code="RQ102"
+            "--keep N and -o FILE.json need each other: give both or neither.", code="RQ102"
         )
     counts = {"--samples": options.samples, "--keep": options.keep}
     check_options(options, counts=counts, outputs=(options.csv, options.output, options.plot))
@@ -42,8 +42,8 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
         most = sum(operator.quantized for operator in prepared.plan.operators)
         if options.keep is not None and options.keep > most:
             raise ConfigError(
-                f"--keep is {options.keep}; the model has {format_count(most, 'operator')} to "
-                "rank.",
+                f"--keep is {options.keep}; allowed: at most {format_count(most, 'operator')}, "
+                "the number that can be ranked.",
                 code="RQ102",
             )
         prepared = rq.calibrate(prepared, data, callbacks=(progress,))

@@ -1,4 +1,4 @@
-"""`relayquant verify`: does a compiled module compute what the numpy reference does?"""
+"""`relayquant verify`: compare a compiled module with the numpy reference."""
 
 from __future__ import annotations
 
