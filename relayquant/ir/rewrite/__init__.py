@@ -1,7 +1,7 @@
 """Rewriting of Relax functions: a read-only graph view, patterns with named parts, one binding
 walker, rules.
 
-Knows Relax and nothing of quantization.
+It depends on Relax only, not on quantization.
 """
 
 from relayquant.ir.rewrite.attributes import check_attributes

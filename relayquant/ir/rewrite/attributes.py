@@ -1,8 +1,7 @@
-"""Attributes of operator calls: which of them say something, and are not what the operator has
-when nothing is said.
+"""Attributes of operator calls: find attributes that differ from the operator's defaults.
 
-Every table that takes operators by name (patterns, rules, the allow-list) names the attributes it
-models. What else is away from its default makes it decline.
+Every table that takes operators by name (patterns, rules, the allow-list) lists the attributes that
+it models. It declines a call if another attribute differs from its default.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from relayquant.ir.rewrite.rule import Skip
 
 @dataclass(frozen=True)
 class Attribute:
-    """An attribute of a call that differs from its default, or has none."""
+    """An attribute of a call that differs from its default, or has no default."""
 
     op: str  #: without "relax."
     name: str
@@ -33,7 +32,7 @@ class Attribute:
 
 
 def read_attributes(call: Call) -> dict[str, Any]:
-    """Attributes of a call by name, as plain values (numbers, text, tuples of them)."""
+    """Return the attributes of a call by name, as plain values (numbers, text, tuples of them)."""
     attrs = call.attrs
     if attrs is None:
         return {}
@@ -44,8 +43,9 @@ def read_attributes(call: Call) -> dict[str, Any]:
 
 
 def to_plain(value: Any) -> Any:
-    """An attribute's value as one that `==` compares and a message prints: arrays as tuples,
-    numbers of the IR as numbers, dtypes as text.
+    """Convert an attribute's value to a plain value that can be compared and printed.
+
+    Arrays become tuples, IR numbers become numbers, dtypes become text.
     """
     if isinstance(value, tvm.DataType):
         return str(value)
@@ -59,7 +59,7 @@ def to_plain(value: Any) -> Any:
 
 
 def find_constructor(call: Call) -> Callable[..., relax.Expr] | None:
-    """The function of `relax.op` that makes calls of this operator; None where TVM has none."""
+    """Find the function of `relax.op` that makes calls of this operator. None if TVM has none."""
     if not isinstance(call.op, Op):
         return None
     prefix, *path = call_name(call).split(".")
@@ -70,10 +70,12 @@ def find_constructor(call: Call) -> Callable[..., relax.Expr] | None:
 
 
 def read_defaults(call: Call, said: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes that the operator has on these arguments when only `said` is given; without
-    those that have to be given and are not.
+    """Return the operator's attributes if only `said` is given with these arguments.
 
-    A default may follow from another attribute: a convolution's out_layout is its data_layout.
+    Required attributes that are not in `said` are left out.
+
+    A default may depend on another attribute: the out_layout of a convolution defaults to its
+    data_layout.
     """
     make = find_constructor(call)
     if make is None:
@@ -94,10 +96,10 @@ def read_defaults(call: Call, said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_unmodelled(calls: Iterable[Call], modelled: Collection[str]) -> Attribute | None:
-    """The first attribute of the calls that is not one of `modelled` and says something.
+    """Find the first attribute of the calls that is not in `modelled` and changes the meaning.
 
-    An attribute says nothing when it is at its default, when it is the dtype that the operand has
-    anyway, or an axis that only is counted from the other end. One without a default always does.
+    An attribute changes nothing if it has its default, if it is the dtype of the operand, or if it
+    is the default axis counted from the other end. An attribute without a default always counts.
     """
     for call in calls:
         values = read_attributes(call)
@@ -114,7 +116,7 @@ def find_unmodelled(calls: Iterable[Call], modelled: Collection[str]) -> Attribu
 
 
 def is_same(call: Call, name: str, value: Any, default: Any) -> bool:
-    """Whether a value of an attribute means what its default means."""
+    """Whether a value of an attribute means the same as its default."""
     if value == default:
         return True
     data = call.args[0]
@@ -128,7 +130,7 @@ def is_same(call: Call, name: str, value: Any, default: Any) -> bool:
 
 
 def check_attributes(calls: Iterable[Call], modelled: Collection[str], what: str) -> Skip | None:
-    """Declines calls with an attribute that `what` (a pattern, a rule) does not model."""
+    """Decline calls with an attribute that `what` (a pattern, a rule) does not model."""
     found = find_unmodelled(calls, modelled)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""Constants of a module: which are equal, how large they are, whether their numbers are usable."""
+"""Constants of a module: find equal ones, measure their size, check their values."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from tvm.ir import GenericConst
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import constant_value
 
-#: Squares of larger float32 numbers are infinite.
+#: The square of a larger float32 number is infinite.
 LARGEST = float(np.sqrt(np.finfo("float32").max))
 
 
 def holds_constant(exprs: Iterable[relax.Expr], value: Any) -> bool:
-    """Whether one of the constants in `exprs` has the dtype and the numbers of `value`, in any
-    layout: importers turn weights.
+    """Whether a constant in `exprs` has the dtype and the elements of `value`, in any order.
+
+    The order is ignored because readers transpose weights.
 
     Args:
-        exprs: Functions, or values of one.
+        exprs: Functions, or values of a function.
         value: A numpy array or a TVM tensor.
     """
     array = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
@@ -44,25 +45,27 @@ def holds_constant(exprs: Iterable[relax.Expr], value: Any) -> bool:
 
 
 def list_bytes(array: np.ndarray) -> np.ndarray:
-    """The elements of an array as bytes, sorted."""
+    """Return the bytes of each element of an array, sorted."""
     return np.sort(np.ascontiguousarray(array).reshape(-1).view(f"V{array.dtype.itemsize}"))
 
 
 def count_huge(array: np.ndarray) -> int:
-    """How many finite elements are beyond `LARGEST`."""
+    """Count the finite elements with a magnitude above `LARGEST`."""
     if max(-float(array.min(initial=0)), float(array.max(initial=0))) <= LARGEST:
         return 0
     return int((np.isfinite(array) & (np.abs(array) > LARGEST)).sum())
 
 
 def share_constants(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module with equal tensor constants of main as one object; `mod` is not changed.
+    """Return a module in which equal tensor constants of main are one object.
 
         a = matmul(x, const1); b = matmul(a, const2)  ->  ... matmul(a, const1)
 
-    Equal are constants of one type whose elements have the same bits: 0.0 and -0.0 differ, a NaN
-    equals its like. The last step of stages that make constants: rules compute from a weight once
-    for each use, and what they computed is held, saved and loaded once.
+    `mod` is not changed. Constants are equal if they have the same type and the same bits: 0.0 and
+    -0.0 differ, and NaNs with the same bits are equal.
+
+    Stages that make constants end with this step. Rules compute a constant from a weight once for
+    each use. Afterwards it is stored, saved and loaded once.
     """
     first: dict[tuple[str, bytes], GenericConst] = {}
     swapped = False
@@ -82,9 +85,9 @@ def share_constants(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def count_constant_bytes(mod: tvm.IRModule) -> int:
-    """Bytes of all constants of function main: weights, biases, and quantization parameters.
+    """Count the bytes of all constants of main: weights, biases and quantization parameters.
 
-    A constant that several operators read counts once.
+    A constant with several readers counts once.
     """
     sizes: dict[Any, int] = {}
 

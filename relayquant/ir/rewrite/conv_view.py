@@ -1,4 +1,4 @@
-"""What the attributes of a convolution or a pool say, read once, with numbers for each axis."""
+"""The attributes of a convolution or pool, read once, with one number per axis."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Ints = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Conv2dView:
-    """The numbers of two spatial axes, height and width.
+    """The attributes along two spatial axes, height and width.
 
     Attributes:
-        padding: Top, left, bottom, right.
-        window: Of a pool; 1 of a convolution.
+        padding: (top, left, bottom, right).
+        window: Window of a pool. 1 for a convolution.
         strides, dilation, output_padding, groups: As in `ConvView`.
     """
 
@@ -35,18 +35,19 @@ class Conv2dView:
 
 @dataclass(frozen=True)
 class ConvView:
-    """A convolution, a transposed one or a pool, of any number of spatial axes, in any layout.
+    """A convolution, transposed convolution or pool, with any number of spatial axes, in any
+    layout.
 
-    What an operator does not have is what changes nothing: 1 group, a window of 1, no output
-    padding.
+    An attribute that the operator does not have gets a neutral value: 1 group, a window of 1, no
+    output padding.
 
     Attributes:
-        layout: Of the data.
-        kernel_layout: "" of a pool.
-        out_layout: Of the result.
-        letters: The spatial axes, in the order of the numbers: D, H, W.
-        window: Size of a pool.
-        padding: All numbers before, then all numbers behind.
+        layout: Layout of the data.
+        kernel_layout: Layout of the weight. "" for a pool.
+        out_layout: Layout of the result.
+        letters: The spatial axes in the order of all numbers below: D, H, W.
+        window: Window of a pool. 1 for a convolution.
+        padding: The numbers before each axis, then the numbers behind each axis.
     """
 
     layout: str
@@ -62,15 +63,15 @@ class ConvView:
 
     @staticmethod
     def of(call: Call) -> ConvView:
-        """The view of a call; errors as for `read`."""
+        """Return the view of a call. Raise as `read` does."""
         return ConvView.read(call.attrs)
 
     @staticmethod
     def read(attrs: Any) -> ConvView:
-        """The view of attributes by name.
+        """Read the view from attributes.
 
         Raises:
-            QnnError: an attribute has neither one number nor one for each axis.
+            QnnError: An attribute has neither one number nor one number per axis.
         """
         is_pool = hasattr(attrs, "pool_size")
         layout = str(attrs.layout if is_pool else attrs.data_layout)
@@ -97,16 +98,19 @@ class ConvView:
 
     @property
     def order(self) -> str:
-        """The layout with channels last, as numpy forms compute: N, spatial, C."""
+        """The channels-last layout, as used by numpy: N, spatial, C."""
         return f"N{self.letters}C"
 
     @property
     def pads(self) -> tuple[tuple[int, int], ...]:
-        """(before, after) of each spatial axis."""
+        """(before, after) for each spatial axis."""
         return tuple(zip(self.padding[: self.rank], self.padding[self.rank :], strict=True))
 
     def as_2d(self) -> Conv2dView:
-        """Of one or two spatial axes; one is the width of a single row."""
+        """Return the attributes along height and width.
+
+        The view must have one or two spatial axes. A single axis is the width, with a height of 1.
+        """
         missing = 2 - self.rank
 
         def pair(values: Ints, filler: int) -> tuple[int, int]:
@@ -126,10 +130,11 @@ class ConvView:
 
 
 def get_spatial_letters(layout: str) -> str:
-    """The spatial axes of a layout in the order D, H, W.
+    """Return the spatial axes of a layout in the order D, H, W.
 
     Raises:
-        QnnError: the layout has letters other than N C O I D H W, as a packed one ("NCHW4c") has.
+        QnnError: The layout has letters other than N C O I D H W, such as a packed layout
+            ("NCHW4c").
     """
     if not set(layout) <= set("NCOI" + SPATIAL_LETTERS) or len(set(layout)) != len(layout):
         raise QnnError(
@@ -141,7 +146,10 @@ def get_spatial_letters(layout: str) -> str:
 
 
 def split_padding(padding: Sequence[int], rank: int) -> list[tuple[int, int]]:
-    """(before, after) per spatial axis, from 1, `rank` or 2 * `rank` numbers, befores first."""
+    """Split 1, `rank` or 2 * `rank` numbers into (before, after) per spatial axis.
+
+    With 2 * `rank` numbers, the numbers before come first.
+    """
     values = [int(value) for value in padding]
     if len(values) == 1:
         values = values * (2 * rank)
@@ -157,7 +165,7 @@ def split_padding(padding: Sequence[int], rank: int) -> list[tuple[int, int]]:
 
 
 def expand_per_axis(values: Sequence[int], rank: int) -> Ints:
-    """Strides or dilation of every spatial axis, from 1 or `rank` numbers."""
+    """Expand 1 or `rank` numbers, such as strides or dilation, to one per spatial axis."""
     numbers = tuple(int(value) for value in values)
     if len(numbers) not in (1, rank):
         raise QnnError(

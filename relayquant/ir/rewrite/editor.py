@@ -1,7 +1,7 @@
-"""Mutable form of function main, for many small local edits with exact use counts.
+"""A mutable form of function main, for many small local edits with exact use counts.
 
-The walker rebuilds a function once per pass; the editor applies hundreds of edits, each of which
-must see the effect of the ones before (who still reads a value?), and rebuilds once at the end.
+The walker rebuilds a function once per pass. The editor applies hundreds of edits and rebuilds once
+at the end. Each edit sees the effect of the edits before it, such as the readers of a value.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from relayquant.ir.rewrite.function import define_function, find_free_name
 from relayquant.ir.rewrite.graph import free_vars
 from relayquant.ir.rewrite.inline import inline_functions
 
-#: Comes after every helper that was defined for the same value.
+#: Sorts after every helper that was defined for the same value.
 _LAST = 2**62
 
 
 class Editor:
-    """Function `main` of a module as a table of values; the module itself is never changed.
+    """Function `main` of a module as a table of values. The module itself is never changed.
 
-    Accepts several binding blocks (they are merged), match_cast, and calls of other functions of
-    the module (they become part of main); refuses control flow, recursion and side effects. A model
-    of another name is main here (see `name_main`).
+    Several binding blocks are merged. match_cast is accepted. Functions of the module that main
+    calls are inlined. Control flow, recursion and side effects are refused. A model with another
+    name is renamed to main (see `name_main`).
 
     Raises:
-        ModelError: there is no one function that is the model, or it has control flow, recursion or
-            side effects.
+        ModelError: No single function is the model, or it has control flow, recursion or side
+            effects.
     """
 
     def __init__(self, mod: tvm.IRModule) -> None:
-        self.entry = find_entry(mod)  #: what the module calls its model
+        self.entry = find_entry(mod)  #: the model's name in the module
         mod = name_main(mod)
         func = inline_functions(relax.transform.Normalize()(mod))
         if not func.is_pure:
             raise ModelError(
-                "Function main has side effects (it is not pure), so that its operators cannot be "
-                "moved or replaced. Remove assertions, prints and in-place updates from the model.",
+                "Function main has side effects (it is not pure). Its operators cannot be moved "
+                "or replaced. Remove assertions, prints and in-place updates from the model.",
                 code="RQ204",
             )
         self._mod = mod
@@ -53,8 +53,8 @@ class Editor:
         self.attrs.pop("global_symbol", None)
         self.values: dict[relax.Var, relax.Expr] = {}
         self.names: dict[relax.Var, str] = {param: param.name for param in self.params}
-        self.origins: dict[str, str] = {}  #: helper's name -> name of the value it was made for
-        self.source_names: frozenset[str] = frozenset()  #: names that the user's model gave
+        self.origins: dict[str, str] = {}  #: helper's name -> value that the helper was made for
+        self.source_names: frozenset[str] = frozenset()  #: names from the user's model
         self._taken = set(self.names.values())
         self._casts: dict[relax.Var, relax.MatchCast] = {}
         self._rank: dict[relax.Var, tuple[int, int]] = {}
@@ -81,8 +81,8 @@ class Editor:
         callee = value.op if isinstance(value, Call) else None
         if isinstance(callee, relax.Var):
             raise ModelError(
-                f"Value {var.name!r} of main calls {callee.name!r}, a function that is a value of "
-                "main. Make it a function of the module, or write its operators into main.",
+                f"Value {var.name!r} of main calls {callee.name!r}, a function that is defined "
+                "inside main. Make it a function of the module, or write its operators into main.",
                 code="RQ204",
             )
         if isinstance(binding, relax.MatchCast):
@@ -96,8 +96,9 @@ class Editor:
                 self._users[read][var] += 1
 
     def _resolve_result(self) -> None:
-        """gv = (a, b); return gv -> return (a, b), so that every returned value is its own
-        variable.
+        """Return the tuple itself: gv = (a, b); return gv -> return (a, b).
+
+        Every returned value is then a separate variable.
         """
 
         def resolve(expr: relax.Expr) -> relax.Expr:
@@ -114,32 +115,32 @@ class Editor:
     # -- questions ---------------------------------------------------------------------------------
 
     def order(self) -> list[relax.Var]:
-        """Variables bound now, in order of their positions."""
+        """Return the variables that are bound now, ordered by position."""
         return sorted(self.values, key=self._rank.__getitem__)
 
     def call_of(self, expr: relax.Expr) -> Call | None:
-        """The operator call that binds the variable `expr`, else None."""
+        """Return the operator call that binds the variable `expr`, else None."""
         value = self.values.get(expr) if isinstance(expr, relax.Var) else None
         return value if isinstance(value, Call) and expr not in self._casts else None
 
     def op_name(self, expr: relax.Expr) -> str:
-        """ "relax.nn.conv2d" of a variable bound to such a call; "" for anything else."""
+        """Return the operator's name, such as "relax.nn.conv2d", or "" if no call binds `expr`."""
         call = self.call_of(expr)
         return call.op.name if call is not None and isinstance(call.op, Op) else ""
 
     def users(self, var: relax.Var) -> list[relax.Var]:
-        """Variables whose values read `var`, each once."""
+        """Return the variables with values that read `var`, each once."""
         return list(self._users[var])
 
     def outputs(self) -> list[relax.Var]:
-        """Variables that main returns, with repetitions."""
+        """Return the variables that main returns, with repetitions."""
         return list(free_vars(self.result))
 
     def is_output(self, var: relax.Var) -> bool:
         return any(var.same_as(out) for out in self.outputs())
 
     def has_one_use(self, var: relax.Var) -> bool:
-        """Whether one binding reads `var`, once, and main does not return it."""
+        """Whether exactly one binding reads `var`, once, and main does not return it."""
         return var in self.values and self._users[var].total() == 1 and not self.is_output(var)
 
     def is_cast(self, var: relax.Var) -> bool:
@@ -149,7 +150,7 @@ class Editor:
     # -- edits -------------------------------------------------------------------------------------
 
     def unique_name(self, name: str) -> str:
-        """`name`, or `name.1`, `name.2`, ... when it is taken; taken from now on."""
+        """Reserve and return `name`, or `name.1`, `name.2`, ... if it is taken."""
         unique = find_free_name(name, self._taken)
         self._taken.add(unique)
         return unique
@@ -157,8 +158,9 @@ class Editor:
     def define(
         self, anchor: relax.Var, expr: relax.Expr, name: str, origin: relax.Var | None = None
     ) -> relax.Var:
-        """A new value `name` (made unique), placed before `anchor`; `origin` is whose source it
-        shares.
+        """Define a new value `name` (made unique) before `anchor`.
+
+        The value shares the source of `origin`, or of `anchor`.
         """
         value = self._builder.normalize(expr)
         self._helpers += 1
@@ -173,9 +175,7 @@ class Editor:
         return var
 
     def redefine(self, var: relax.Var, expr: relax.Expr) -> None:
-        """Bind `var` to another value of the same type; values that nobody reads any more
-        vanish.
-        """
+        """Bind `var` to another value of the same type. Values without readers are removed."""
         value = self._builder.normalize(expr)
         if isinstance(value, relax.Var):
             self.replace(var, value)
@@ -188,7 +188,7 @@ class Editor:
         self._drop_dead(old)
 
     def replace(self, var: relax.Var, by: relax.Expr) -> None:
-        """Let `by` (a variable bound earlier, a constant, ...) stand for `var` everywhere."""
+        """Replace `var` everywhere by `by` (a variable bound earlier, a constant, ...)."""
         self._replace_reads(var, by)
         self._drop(var)
 
@@ -205,8 +205,10 @@ class Editor:
         self.result = substitute(self.result, swapped)
 
     def alias(self, var: relax.Var, by: relax.Expr) -> None:
-        """Bind `var` to a variable or constant that equals it, keeping its name for main to return;
-        all others read the equal one, so that patterns see what computes it.
+        """Bind `var` to an equal variable or constant, and keep its name as a result of main.
+
+        All other readers read the equal value directly, so that patterns see the operator that
+        computes it.
         """
         result = self.result
         self._replace_reads(var, by)
@@ -223,7 +225,7 @@ class Editor:
         self.params = [other for other in self.params if not other.same_as(param)]
 
     def function(self, gvar: relax.Expr) -> tvm.ir.BaseFunc:
-        """The function that a global variable of the module names."""
+        """Return the module function of a global variable."""
         return self._mod[gvar]
 
     def prune(self) -> None:
@@ -263,7 +265,7 @@ class Editor:
     # -- result ------------------------------------------------------------------------------------
 
     def _schedule(self) -> Iterator[relax.Var]:
-        """Values in topological order, as near to their positions as dependencies allow."""
+        """Iterate over the values in topological order, as close to their positions as possible."""
         waiting: dict[relax.Var, int] = {}
         ready: list[tuple[tuple[int, int], int, relax.Var]] = []
         for count, (var, value) in enumerate(self.values.items()):
@@ -282,11 +284,12 @@ class Editor:
                     heapq.heappush(ready, (self._rank[user], serial, user))
 
     def build(self, attrs: Mapping[str, Any] | None = None) -> tvm.IRModule:
-        """A new module: main in A-normal form with one dataflow block, and what it calls through
-        call_tir.
+        """Build a module of main in A-normal form with one dataflow block.
 
-        Every value of the result is a Var of its own name; a parameter or constant that main
-        returns gets an alias binding. `attrs` adds to the attributes of main.
+        The module keeps the functions that main calls by call_tir.
+
+        Every result of main is a Var with its name. A returned parameter or constant gets an alias
+        binding. `attrs` are added to the attributes of main.
         """
         builder = relax.BlockBuilder()
         new: dict[relax.Var, relax.Expr] = {}
@@ -330,7 +333,7 @@ class Editor:
         return out
 
     def _called_functions(self) -> dict[Any, tvm.ir.BaseFunc]:
-        """Functions that some call_tir still names, under the global variables they have."""
+        """Return the functions that are still called by call_tir, with their global variables."""
         functions: dict[Any, tvm.ir.BaseFunc] = {}
         for value in self.values.values():
             for arg in value.args if isinstance(value, Call) else ():
@@ -340,7 +343,7 @@ class Editor:
 
 
 def substitute(expr: relax.Expr, new: Mapping[relax.Var, relax.Expr]) -> relax.Expr:
-    """`expr` (a value or a leaf) with variables replaced."""
+    """Replace variables in `expr`, a value or a leaf."""
     if isinstance(expr, relax.Var):
         return new.get(expr, expr)
     if isinstance(expr, relax.Tuple):

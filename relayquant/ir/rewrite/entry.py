@@ -1,6 +1,6 @@
-"""The function of a module that is its model: stages know it as main, whatever the user calls it.
+"""Find the model function of a module and name it main, as all stages expect.
 
-`relax.frontend.nn` exports `forward`; a module may also hold functions that the model calls.
+`relax.frontend.nn` exports `forward`. A module may also hold functions that the model calls.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from tvm.ir import GlobalVar
 
 from relayquant.errors import ModelError
 
-#: What the model is called within the package, and in what it returns.
+#: Name of the model function inside the package and in its results.
 MAIN = "main"
 
 
 def find_entry(mod: tvm.IRModule) -> str | None:
-    """Name of the Relax function that is the model: main, or else the only one that is public, or
-    that there is; None where that is no one function.
+    """Find the name of the model function, or None if several functions could be the model.
+
+    The model is main, else the only public Relax function, else the only Relax function.
     """
     if any(gvar.name_hint == MAIN for gvar in mod.get_global_vars()):
-        return MAIN if isinstance(mod[MAIN], relax.Function) else None  # else that of a kernel
+        return MAIN if isinstance(mod[MAIN], relax.Function) else None  # else a kernel
     functions = {
         gvar.name_hint: func
         for gvar, func in mod.functions_items()
@@ -35,10 +36,10 @@ def find_entry(mod: tvm.IRModule) -> str | None:
 
 
 def name_main(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module with its model called main; `mod` is not changed.
+    """Return the module with its model named main. `mod` is not changed.
 
     Raises:
-        ModelError: it has several functions that could be the model, or none.
+        ModelError: Several functions could be the model, or none.
     """
     entry = find_entry(mod)
     if entry == MAIN:
@@ -48,15 +49,17 @@ def name_main(mod: tvm.IRModule) -> tvm.IRModule:
     names = sorted(gvar.name_hint for gvar in mod.get_global_vars())
     raise ModelError(
         f"The module has no Relax function 'main' (functions: {', '.join(names) or 'none'}), and "
-        "not exactly one other that could be the model: one Relax function that is public, or one "
-        "in all. Rename the function to quantize to 'main'.",
+        "no other function is certainly the model; allowed: a function 'main', or exactly one "
+        "public Relax function, or exactly one Relax function. Rename the function to quantize to "
+        "'main'.",
         code="RQ204",
     )
 
 
 def rename_function(mod: tvm.IRModule, old: str, new: str) -> tvm.IRModule:
-    """The module with function `old` called `new`, also where it is called; `mod` is not changed.
-    No function is called `new` yet.
+    """Rename function `old` to `new`, also in its calls. `mod` is not changed.
+
+    The name `new` must be free.
     """
     before, after = mod.get_global_var(old), GlobalVar(new)
     functions: dict[GlobalVar, Any] = {}

@@ -1,6 +1,6 @@
-"""What expressions of Relax say of themselves: operator, shape, scalars; and who reads whom.
+"""Read Relax expressions: operators, shapes, scalars, and the readers of each value.
 
-For functions of any form. `graph.Graph` is the view of a main in one dataflow block.
+Works on functions of any form. `graph.Graph` is the view of a main with one dataflow block.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from tvm.ir import Call, GenericConst, Op
 
 
 class FunctionGraph:
-    """As `graph.Graph`, for a function of any form: what computes a value, and who reads it."""
+    """View of a function of any form: the call that computes a value, and its readers."""
 
     def __init__(self, func: relax.Function) -> None:
         self.bindings = list(list_bindings(func))
-        #: Bound variable -> its value, but for those of match_cast
+        #: Bound variable -> its value, without match_cast
         self.values: dict[relax.Var, relax.Expr] = {
             b.var: b.value for b in self.bindings if not isinstance(b, relax.MatchCast)
         }
@@ -33,30 +33,31 @@ class FunctionGraph:
         self._uses.update(relax.analysis.all_vars(result))
 
     def call_of(self, expr: relax.Var) -> Call | None:
-        """The call that computes a value."""
+        """Return the call that computes a value."""
         value = self.values.get(expr)
         return value if isinstance(value, Call) else None
 
     def only_user(self, var: relax.Var) -> relax.Var | None:
-        """The only value that reads `var`, once; None if there are more, or none, or the function
-        returns it.
+        """Return the only value that reads `var`, if it reads it once.
+
+        Return None for more readers, no reader, or a `var` that the function returns.
         """
         return self._users[var][0] if self._uses[var] == 1 and var in self._users else None
 
     def users_of(self, var: relax.Var) -> list[relax.Var]:
-        """The values that read `var`, one for each time."""
+        """Return the values that read `var`, once per read."""
         return self._users.get(var, [])
 
 
 def list_bindings(func: relax.Function) -> Iterator[Any]:
-    """All bindings of a function in order."""
+    """Return all bindings of a function in order."""
     if isinstance(func.body, relax.SeqExpr):
         for block in func.body.blocks:
             yield from block.bindings
 
 
 def list_reads(expr: relax.Expr) -> Iterator[relax.Var]:
-    """Variables a bound value reads, with repetitions."""
+    """Return the variables that a bound value reads, with repetitions."""
     if isinstance(expr, relax.Var):
         yield expr
     elif isinstance(expr, relax.Tuple):
@@ -72,12 +73,12 @@ def list_reads(expr: relax.Expr) -> Iterator[relax.Var]:
 
 
 def op_name(expr: relax.Expr | None) -> str:
-    """Name of the operator that `expr` calls, "" if it calls none."""
+    """Return the name of the operator that `expr` calls, or ""."""
     return expr.op.name if isinstance(expr, Call) and isinstance(expr.op, Op) else ""
 
 
 def shape_of(expr: relax.Expr) -> list[Any]:
-    """Extents of a tensor; an empty list if they are unknown."""
+    """Return the sizes of a tensor, or an empty list if they are unknown."""
     shape = expr.ty.shape if isinstance(expr.ty, relax.TensorType) else None
     return list(shape.values) if isinstance(shape, relax.ShapeExpr) else []
 
@@ -92,21 +93,21 @@ def is_float32(expr: relax.Expr) -> bool:
 
 
 def static_sizes(extents: list[Any]) -> list[int] | None:
-    """The extents as ints, None if one is symbolic."""
+    """Return the sizes as ints, or None if one is symbolic."""
     if not all(isinstance(extent, tirx.IntImm) for extent in extents):
         return None
     return [int(extent) for extent in extents]
 
 
 def same_extents(left: list[Any], right: list[Any]) -> bool:
-    """Whether two lists of extents are the same, symbol by symbol."""
+    """Whether two lists of sizes are the same, also in their symbols."""
     return len(left) == len(right) and all(
         tvm_ffi.structural_equal(a, b) for a, b in zip(left, right, strict=True)
     )
 
 
 def same_type(left: relax.Expr, right: relax.Expr) -> bool:
-    """Whether both are tensors of one dtype and provably one shape, whose rank is known."""
+    """Whether both are tensors with the same dtype, known rank and provably the same shape."""
     if not (isinstance(left.ty, relax.TensorType) and isinstance(right.ty, relax.TensorType)):
         return False
     shapes = left.ty.shape, right.ty.shape
@@ -118,7 +119,7 @@ def same_type(left: relax.Expr, right: relax.Expr) -> bool:
 
 
 def read_scalar(expr: Any) -> float | None:
-    """The number a scalar argument stands for."""
+    """Return the number of a scalar argument."""
     if isinstance(expr, GenericConst):
         return float(expr.value.numpy()) if expr.value.numpy().ndim == 0 else None
     if isinstance(expr, tirx.IntImm | tirx.FloatImm):

@@ -1,10 +1,8 @@
-"""Functions: made of bindings, names of new values, and the source file's node of each value.
+"""Make functions from bindings, name new values, and read the source node of each value.
 
-Functions are made without the stack of open functions that TVM's builder shares.
-
-`BlockBuilder.function` notes each function that is being built in one list for the whole process:
-of two threads that build at once one fails, and what it noted stays there. Nothing here notes
-anything, so it may run beside any other thread, and an exception leaves nothing behind.
+`BlockBuilder.function` of TVM records each open function in one list per process. If two threads
+build at once, one fails, and its record stays in the list. The code here records nothing. It may
+run beside other threads, and an exception leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -24,11 +22,11 @@ def define_function(
     *,
     attrs: Mapping[str, Any] | None = None,
 ) -> relax.Function:
-    """A function of one dataflow block: `emit` emits its bindings to `builder` and returns its
+    """Make a function of one dataflow block. `emit` adds the bindings to `builder` and returns the
     result.
 
-    The result is a variable that is no DataflowVar, as `builder.emit_output` gives it, or a tuple
-    of such.
+    The result is a Var that is not a DataflowVar, as returned by `builder.emit_output`, or a tuple
+    of them.
     """
     builder.begin_scope(params)
     try:
@@ -50,8 +48,9 @@ def define_function(
 def make_main(
     params: Sequence[relax.Var], emit: Callable[[relax.BlockBuilder], relax.Expr]
 ) -> tvm.IRModule:
-    """A module of a main whose one result is what `emit` returns, not bound yet, and of the TIR
-    functions that were added to the builder on the way.
+    """Make a module with a main that returns the result of `emit`, which is not bound yet.
+
+    The module also holds the TIR functions that `emit` added to the builder.
     """
     builder = relax.BlockBuilder()
     main = define_function(builder, params, lambda: builder.emit_output(emit(builder)))
@@ -61,7 +60,7 @@ def make_main(
 
 
 def find_free_name(base: str, taken: Container[str], joint: str = ".") -> str:
-    """`base`, or `base.1`, `base.2`, ... where it is taken."""
+    """Return `base`, or `base.1`, `base.2`, ... if it is taken."""
     name, number = base, 0
     while name in taken:
         number += 1
@@ -70,12 +69,12 @@ def find_free_name(base: str, taken: Container[str], joint: str = ".") -> str:
 
 
 #: Attribute of main: JSON text, value name -> {"node": name, "op": operator, "constants": names of
-#: its weights and biases}; "constants" is absent where it has none.
+#: its weights and biases}. "constants" is absent if there are none.
 SOURCES_ATTR = "relayquant.sources"
 
 
 def read_sources(func: relax.Function) -> dict[str, dict[str, Any]]:
-    """Value name -> its row of `SOURCES_ATTR`; empty where nothing was recorded."""
+    """Read `SOURCES_ATTR`: value name -> row. Empty if nothing was recorded."""
     attrs = func.attrs
     if attrs is None or SOURCES_ATTR not in attrs:
         return {}

@@ -1,4 +1,4 @@
-"""Read-only view of function main: who binds a value, who uses it, what leaves the function."""
+"""A read-only view of function main: the binding and the readers of each value, and the results."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from relayquant.ir.rewrite.entry import name_main
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """Function `main` of a module in A-normal form with one dataflow block; a model of another name
-    is main here (see `name_main`).
+    """Function `main` of a module in A-normal form with one dataflow block.
+
+    A model with another name is renamed to main (see `name_main`).
 
     Raises:
-        ModelError: there is no one function that is the model, or it has control flow or more than
-            one block.
+        ModelError: No single function is the model, or it has control flow or more than one block.
     """
 
     mod: tvm.IRModule
@@ -55,14 +55,12 @@ class Graph:
 
     @cached_property
     def casts(self) -> frozenset[relax.Var]:
-        """Variables bound by match_cast: the same value, of a type that may define symbolic
-        dimensions.
-        """
+        """Variables bound by match_cast. The type of a cast may define symbolic dimensions."""
         return frozenset(b.var for b in self.bindings if isinstance(b, relax.MatchCast))
 
     @cached_property
     def size_casts(self) -> dict[tvm.tirx.Var, relax.Var]:
-        """Symbolic size that depends on values -> the match_cast that defines it."""
+        """Data-dependent symbolic size -> the match_cast that defines it."""
         define = relax.analysis.definable_tir_vars_in_type
         known = {symbol for param in self.func.params for symbol in define(param.ty)}
         found: dict[tvm.tirx.Var, relax.Var] = {}
@@ -74,12 +72,12 @@ class Graph:
 
     @cached_property
     def var2val(self) -> Any:
-        """`values` as a TVM map, which the matcher would otherwise build anew for every match."""
+        """`values` as a TVM map. Without it, the matcher would build the map for every match."""
         return relax.analysis.get_var2val(self.func)
 
     @cached_property
     def bound(self) -> dict[relax.Expr, relax.Var]:
-        """Call or field of a tuple -> variable bound to it, the inverse of `values`."""
+        """Call or tuple field -> its variable, the inverse of `values`."""
         operators = (Call, relax.TupleGetItem)
         return {value: var for var, value in self.values.items() if isinstance(value, operators)}
 
@@ -92,7 +90,7 @@ class Graph:
 
     @cached_property
     def order(self) -> dict[relax.Var, int]:
-        """Variable -> position; parameters come first, with negative positions."""
+        """Variable -> position. Parameters come first, with negative positions."""
         params = self.func.params
         order = {param: i - len(params) for i, param in enumerate(params)}
         order.update((binding.var, i) for i, binding in enumerate(self.bindings))
@@ -100,11 +98,11 @@ class Graph:
 
     @cached_property
     def users(self) -> dict[relax.Var, tuple[relax.Var, ...]]:
-        """Variable -> variables whose bindings read it, each once, in order."""
+        """Variable -> its readers, each once, in order."""
         users: dict[relax.Var, list[relax.Var]] = {var: [] for var in self.order}
         for binding in self.bindings:
             if binding.var in self.outputs and isinstance(binding.value, relax.Tuple):
-                continue  # the tuple of results is no operator
+                continue  # the tuple of results is not an operator
             for var in dict.fromkeys(free_vars(binding.value)):
                 if var in users:
                     users[var].append(binding.var)
@@ -112,7 +110,7 @@ class Graph:
 
     @cached_property
     def outputs(self) -> frozenset[relax.Var]:
-        """Variables that the function returns, directly or in a tuple, and that tuple."""
+        """Variables that the function returns, directly or in a tuple, and the tuple's variable."""
         found: set[relax.Var] = set()
         stack = list(free_vars(self.func.body.body))
         while stack:
@@ -124,14 +122,14 @@ class Graph:
         return frozenset(found)
 
     def call_of(self, expr: relax.Expr) -> Call | None:
-        """The operator call that `expr` is, or that binds the variable `expr`."""
+        """Return the operator call `expr`, or the operator call that binds the variable `expr`."""
         value: relax.Expr | None = expr
         if isinstance(expr, relax.Var):
             value = self.values.get(expr) if expr not in self.casts else None
         return value if isinstance(value, Call) else None
 
     def op_name(self, expr: relax.Expr) -> str:
-        """ "relax.nn.conv2d" of a call or a variable bound to one; "" for anything else."""
+        """Return the operator's name, such as "relax.nn.conv2d", or "" if `expr` is not a call."""
         call = self.call_of(expr)
         return call_name(call) if call is not None else ""
 
@@ -140,12 +138,12 @@ class Graph:
         return len(self.users[var]) == 1 and var not in self.outputs
 
     def only_user(self, var: relax.Var) -> relax.Var | None:
-        """The only variable whose binding reads `var`, if the function does not return `var`."""
+        """Return the only reader of `var`, if the function does not return `var`."""
         return self.users[var][0] if self.has_one_user(var) else None
 
 
 def iterate_results(expr: relax.Expr) -> Iterator[relax.Expr]:
-    """What main returns, one by one; nested tuples are taken apart."""
+    """Iterate over the results of main. Nested tuples are flattened."""
     if isinstance(expr, relax.Tuple):
         for field in expr.fields:
             yield from iterate_results(field)
@@ -154,21 +152,23 @@ def iterate_results(expr: relax.Expr) -> Iterator[relax.Expr]:
 
 
 def result_expr(graph: Graph) -> relax.Expr:
-    """What main returns; a bound tuple as the tuple."""
+    """Return the result of main. A variable that is bound to a tuple is returned as the tuple."""
     body = graph.func.body.body
     value = graph.values.get(body) if isinstance(body, relax.Var) else None
     return value if isinstance(value, relax.Tuple) else body
 
 
 def call_name(call: Call) -> str:
-    """Operator name of a call; the name of the callee for call_tir and functions."""
+    """Return the operator name of a call, or the callee's name for call_tir and functions."""
     if isinstance(call.op, Op):
         return call.op.name
     return str(getattr(call.op, "name_hint", type(call.op).__name__))
 
 
 def free_vars(expr: relax.Expr) -> Iterator[relax.Var]:
-    """Variables read by one value (call, tuple, projection), in order, with repetitions."""
+    """Return the variables that a value (call, tuple, projection) reads, in order, with
+    repetitions.
+    """
     if isinstance(expr, relax.Var):
         yield expr
     elif isinstance(expr, Call):
@@ -182,14 +182,14 @@ def free_vars(expr: relax.Expr) -> Iterator[relax.Var]:
 
 
 def constant_value(expr: relax.Expr) -> np.ndarray | None:
-    """The array of a tensor constant, else None."""
+    """Return the array of a tensor constant, else None."""
     if isinstance(expr, GenericConst):
         return expr.value.numpy()
     return None
 
 
 def tensor_shape(expr: relax.Expr) -> tuple[int | str, ...] | None:
-    """Shape with symbolic dimensions as text; None when unknown or not a tensor."""
+    """Return the shape, with symbolic dimensions as text. None if it is unknown or not a tensor."""
     ty = expr.ty
     if not isinstance(ty, relax.TensorType) or ty.shape is None:
         return None
@@ -200,16 +200,16 @@ def tensor_shape(expr: relax.Expr) -> tuple[int | str, ...] | None:
 
 
 def static_size(dim: Any) -> int | None:
-    """The integer that a dimension, or another integer expression, is; None if it is symbolic."""
+    """Return a dimension or other integer expression as int, or None if it is symbolic."""
     return int(dim) if isinstance(dim, int | tvm.tirx.IntImm) else None
 
 
 def dim_name(dim: Any) -> str:
-    """A symbolic dimension as text."""
-    # Printed, a dimension called "T" becomes "T_1": T is a name of the script language.
+    """Return a symbolic dimension as text."""
+    # TVM prints a dimension named "T" as "T_1", because T is a name in TVMScript.
     return dim.name if isinstance(dim, tvm.tirx.Var) else str(dim)
 
 
 def tensor_dtype(expr: relax.Expr) -> str:
-    """dtype of a tensor, "" for anything else."""
+    """Return the dtype of a tensor, or "" for anything else."""
     return str(expr.ty.dtype) if isinstance(expr.ty, relax.TensorType) else ""

@@ -1,6 +1,6 @@
-"""What main calls becomes part of main, before the editor reads it: later stages see one function.
+"""Inline the functions that main calls, before the editor reads main.
 
-TVM's own `inline_functions` leaves symbolic dimensions of what it inlines without a definition.
+TVM's `inline_functions` leaves symbolic dimensions of an inlined function undefined.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from tvm.ir import Call, GlobalVar, TupleType
 
 from relayquant.errors import ModelError
 
-#: What stands for the parameters, values and dimensions of one call of a function.
+#: Replacements for the parameters, values and dimensions of one call of a function.
 Substitution = dict[relax.Var, Any]
 Node = TypeVar("Node")
 
 
 def inline_functions(mod: tvm.IRModule) -> relax.Function:
-    """Function main with the bodies of the Relax functions of the module that it calls, private or
-    public, in place of the calls. Values are named after the call that they come from:
+    """Return main with all calls of Relax functions of the module inlined.
+
+    Values are named after the call that they come from:
 
         block(x, w): product = matmul(x, w); return relu(product)
         main(x):     first = block(x, w1); ...
     ->  main(x):     first.product = matmul(x, w1); first = relu(first.product); ...
 
-    Dimensions that are symbolic in the function are those of the call. The module is not changed.
+    Symbolic dimensions of the function become the sizes at the call. The module is not changed.
 
     Raises:
-        ModelError: a function calls itself, directly or through others; or the caller does not know
-            a dimension that the function has a name for.
+        ModelError: A function calls itself, directly or through others. Or the caller does not know
+            the size of a symbolic dimension of the function.
     """
     main = mod["main"]
     values = (binding.value for block in main.body.blocks for binding in block.bindings)
@@ -45,7 +46,7 @@ def inline_functions(mod: tvm.IRModule) -> relax.Function:
 
 
 def find_callee(mod: tvm.IRModule, value: relax.Expr) -> GlobalVar | None:
-    """The Relax function of the module that `value` calls, None if it calls none."""
+    """Return the Relax function of the module that `value` calls, or None."""
     callee = value.op if isinstance(value, Call) else None
     if isinstance(callee, GlobalVar) and isinstance(mod[callee], relax.Function):
         return callee
@@ -59,8 +60,10 @@ def _copy_bindings(
     path: tuple[str, ...],
     prefix: str,
 ) -> Iterator[relax.Binding]:
-    """Bindings of `func`, which calls along `path` reached, with `prefix` before their names and
-    those of calls instead of the calls; the last one binds the result.
+    """Iterate over copies of the bindings of `func`, with all calls inlined.
+
+    `path` holds the functions on the way to `func`. Names get `prefix`. The last binding binds the
+    result.
     """
     for block in func.body.blocks:
         for binding in block.bindings:
@@ -86,13 +89,13 @@ def _copy_bindings(
 def _copy_call(
     mod: tvm.IRModule, callee: GlobalVar, call: Call, path: tuple[str, ...], name: str
 ) -> Iterator[relax.Binding]:
-    """Bindings of the function that value `name` of `path[-1]` calls, with what it passes."""
+    """Iterate over the bindings of the function that value `name` of `path[-1]` calls."""
     inner = callee.name_hint
     if inner in path:
         cycle = " -> ".join((*path[path.index(inner) :], inner))
         raise ModelError(
-            f"Value {name!r} of main calls {inner} within {inner} ({cycle}): how deep this "
-            "recursion goes is not known before the model runs. Unroll it to a fixed depth.",
+            f"Value {name!r} of main calls {inner} within {inner} ({cycle}): the depth of this "
+            "recursion is unknown before the model runs. Unroll it to a fixed depth.",
             code="RQ204",
         )
     func = mod[callee]
@@ -102,19 +105,20 @@ def _copy_call(
             if size is None:
                 raise ModelError(
                     f"Value {name!r} of main calls {inner}, which has dimension {dim.name!r} of "
-                    f"{param.name!r}; what is passed is {arg.ty}. Say its shape by match_cast "
+                    f"{param.name!r}, but the argument is {arg.ty}. Give its shape with match_cast "
                     "before the call.",
                     code="RQ204",
                 )
             new.setdefault(dim, size)
-    for dim in relax.analysis.defined_symbolic_vars(func):  # what match_cast defines within
+    for dim in relax.analysis.defined_symbolic_vars(func):  # defined by match_cast inside
         new.setdefault(dim, tirx.Var(dim.name, dim.ty))
     return _copy_bindings(mod, func, new, (*path, inner), f"{name}.")
 
 
 def match_dimensions(wanted: Any, given: Any) -> Iterator[tuple[tirx.Var, Any]]:
-    """(symbolic dimension of type `wanted`, its size in type `given` or None if that is not
-    known).
+    """Iterate over the symbolic dimensions of type `wanted` and their sizes in type `given`.
+
+    An unknown size is None.
     """
     if isinstance(wanted, TupleType):
         fields = given.fields if isinstance(given, TupleType) else [None] * len(wanted.fields)
@@ -128,13 +132,13 @@ def match_dimensions(wanted: Any, given: Any) -> Iterator[tuple[tirx.Var, Any]]:
 
 
 def list_dimensions(kind: Any) -> list[Any]:
-    """Dimensions of the type of a tensor or shape; empty where they are not known."""
+    """Return the dimensions of a tensor type or shape type. Empty if they are unknown."""
     shape = kind if isinstance(kind, relax.ShapeType) else getattr(kind, "shape", None)
     return list(getattr(shape, "values", None) or ())
 
 
 def substitute(node: Node, new: Substitution) -> Node:
-    """An expression or a type with variables replaced, those of dimensions as well."""
+    """Replace variables in an expression or a type, also the variables of dimensions."""
     if not new:
         return node
     result: Any = tvm_ffi.structural_map(node, (relax.Var, lambda var: new.get(var, var)))

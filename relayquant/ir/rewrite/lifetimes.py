@@ -1,4 +1,6 @@
-"""When values are no longer needed by steps that run in order: what an executor may drop."""
+"""Lifetimes of values in steps that run in order: the values that an executor may drop after a
+step.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ Value = TypeVar("Value", bound=Hashable)
 def find_ends(
     steps: Iterable[Iterable[Value]], kept: Collection[Value] = frozenset()
 ) -> list[list[Value]]:
-    """For each step, the values that it is the last one to use.
+    """For each step, find the values that are used there for the last time.
 
     Args:
-        steps: The values that each step uses, which are those it reads and those it computes.
-        kept: Values that are needed after the last step. They end nowhere.
+        steps: The values that each step reads or computes.
+        kept: Values that are needed after the last step. They never end.
     """
     last: dict[Value, int] = {}
     count = 0

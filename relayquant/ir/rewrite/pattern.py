@@ -1,4 +1,4 @@
-"""Patterns: a `relax.dpl` pattern with named parts, and what a match of it holds."""
+"""Patterns: a `relax.dpl` pattern with named parts, and its matches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tvm.relax.dpl import CallPattern, ExprPattern, TupleGetItemPattern, TuplePa
 
 from relayquant.ir.rewrite.graph import Graph, free_vars
 
-#: nodes of a dpl pattern that stand for an operator or a tuple, and not for whatever is there
+#: nodes of a dpl pattern for an operator or a tuple, as opposed to wildcards
 STRUCTURE = (CallPattern, TuplePattern, TupleGetItemPattern)
 
 
@@ -21,8 +21,8 @@ STRUCTURE = (CallPattern, TuplePattern, TupleGetItemPattern)
 class Match:
     """A pattern found in a graph.
 
-    `parts` maps the pattern's names to expressions of the graph (variables or constants); `inner`
-    are the variables bound inside the match, in topological order, the root excluded.
+    `parts` maps the pattern's names to variables or constants of the graph. `inner` are the
+    variables bound inside the match, in topological order, without the root.
     """
 
     graph: Graph
@@ -32,16 +32,16 @@ class Match:
 
     @property
     def name(self) -> str:
-        """Stable name of the matched operator: that of the value it computes."""
+        """Name of the matched operator, which is the name of the value that it computes."""
         return self.root.name
 
     @property
     def vars(self) -> tuple[relax.Var, ...]:
-        """All variables bound by the match, the root last."""
+        """All variables bound by the match. The root is last."""
         return (*self.inner, self.root)
 
     def call(self, op_name: str) -> Call:
-        """The one matched call of this operator."""
+        """Return the matched call of this operator."""
         for var in self.vars:
             call = self.graph.call_of(var)
             if call is not None and self.graph.op_name(var) == op_name:
@@ -49,7 +49,7 @@ class Match:
         raise KeyError(f"{op_name} is not part of the match at {self.name!r}")
 
     def find_shared(self) -> relax.Var | None:
-        """A value inside that is returned, or that an operator outside reads; None if none is."""
+        """Find a value inside that is returned or read by an operator outside, or None."""
         members = {*self.inner, self.root}
         for inner in self.inner:
             if inner in self.graph.outputs or not members.issuperset(self.graph.users[inner]):
@@ -57,7 +57,7 @@ class Match:
         return None
 
     def find_call(self, op_name: str) -> Call | None:
-        """As `call`, None when the match has no such operator."""
+        """Return the matched call of this operator, or None if the match does not have it."""
         for var in self.vars:
             if self.graph.op_name(var) == op_name:
                 return self.graph.call_of(var)
@@ -66,12 +66,10 @@ class Match:
 
 @runtime_checkable
 class Matcher(Protocol):
-    """What finds matches: a `Pattern`, or code that walks the graph where no pattern can say what
-    it looks for.
-    """
+    """Interface that finds matches: a `Pattern`, or code that walks the graph."""
 
     def match(self, graph: Graph, var: relax.Var) -> Match | None:
-        """The match whose result is bound to `var`, or None."""
+        """Find the match with its result bound to `var`, or None."""
         ...
 
 
@@ -79,9 +77,9 @@ class Matcher(Protocol):
 class Pattern:
     """A dpl pattern and names for some of its nodes.
 
-    The named parts are where the match ends: everything between them and the root is inside. A
-    match is refused when a value inside it is used elsewhere or returned, since it could not be
-    rewritten as one.
+    A match ends at the named parts. Everything between them and the root is inside. If a value
+    inside is returned or used elsewhere, there is no match, because it could not be rewritten as
+    one.
     """
 
     root: Any  #: tvm.relax.dpl.DFPattern
@@ -92,23 +90,25 @@ class Pattern:
 
     @cached_property
     def op_name(self) -> str:
-        """Operator of the root, "" if it may be any: most bindings are refused by it alone."""
+        """Operator of the root, "" for any operator. It alone rules out most bindings."""
         callee = getattr(self.root, "op", None)
         return str(callee.expr.name) if isinstance(callee, ExprPattern) else ""
 
     def match(self, graph: Graph, var: relax.Var) -> Match | None:
-        """The match whose result is bound to `var`, or None."""
+        """Find the match with its result bound to `var`, or None."""
         found = self.find(graph, var)
         return None if found is None or found.find_shared() is not None else found
 
     def find(self, graph: Graph, var: relax.Var) -> Match | None:
-        """As `match`, also where a value inside is used elsewhere (`Match.find_shared`)."""
+        """Find the match at `var`, even if a value inside is used elsewhere
+        (`Match.find_shared`).
+        """
         if self.op_name and graph.op_name(var) != self.op_name:
             return None
         found = self.root.extract_matched_expr(var, graph.var2val)
         if not found:
             return None
-        # The matcher looks through variables: what it returns for one is the value bound to it.
+        # The matcher looks through variables: for a variable it returns the bound value.
         parts = {
             name: graph.bound.get(found[node], found[node]) for name, node in self.parts.items()
         }
@@ -120,14 +120,14 @@ class Pattern:
             if isinstance(node, STRUCTURE) and not any(node.same_as(part) for part in named)
         }
         if any(graph.values.get(end) in matched for end in ends if isinstance(end, relax.Var)):
-            return None  # add(f(x), f(x)) as f(x) + residual: one value both inside and outside
+            return None  # add(f(x), f(x)) as f(x) + residual: the value is both inside and outside
         inside: set[relax.Var] = set()
         stack = [var]
         while stack:
             for arg in free_vars(graph.values[stack.pop()]):
                 if arg in inside or any(arg.same_as(end) for end in ends):
                     continue
-                # What the pattern does not spell out (a wildcard, a tuple of them) is not inside.
+                # Values at wildcards, also in a tuple, are not inside.
                 if graph.values.get(arg) in matched:
                     inside.add(arg)
                     stack.append(arg)

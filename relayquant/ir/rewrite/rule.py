@@ -1,5 +1,6 @@
-"""Rules as data: where a rewrite is tried, and the rewrite, which gives a new value or says why it
-declines. One shape for rewrites of Relax, for edits of a model and for choosing kernels.
+"""Rules as data: a place, and a rewrite that returns a new value or a reason to decline.
+
+Rewrites of Relax, edits of a model and the choice of kernels all use this form.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ logger = logging.getLogger("relayquant.ir.rewrite")
 @check_fields
 @dataclass(frozen=True)
 class Skip:
-    """A rule declines: `reason` says why, `advice` what the user may do about it."""
+    """A rule declines. `reason` says why, `advice` says what the user can do."""
 
     reason: str
     advice: str = ""
@@ -32,7 +33,7 @@ class Skip:
 
 @functools.cache
 def decline(reason: str) -> Skip:
-    """The Skip of a reason that names no values, made once: rules decline thousands of times."""
+    """Return a cached Skip for a fixed reason. Rules decline thousands of times."""
     return Skip(reason)
 
 
@@ -46,11 +47,11 @@ class Rule(Generic[ContextT, PlaceT, ResultT]):
     """A local rewrite.
 
     Attributes:
-        name: What traces and messages call it.
-        pattern: Where it is tried: a `Matcher`, whose Match is the place; or kinds of values, such
-            as operator names, a variable of that kind being the place; no kinds are all operators.
-        rewrite: `rewrite(context, place)` returns what stands there from now on, or Skip, and then
-            leaves all as it was. The context is what builds the result, and knows the rest.
+        name: Name in traces and messages.
+        pattern: Where the rule is tried. A `Matcher`: the place is its Match. Kinds of values, such
+            as operator names: the place is a variable of this kind. No kinds: all operators.
+        rewrite: `rewrite(context, place)` returns the replacement. Or it changes nothing and
+            returns Skip. The context builds the result and holds all further data.
     """
 
     name: str
@@ -58,26 +59,26 @@ class Rule(Generic[ContextT, PlaceT, ResultT]):
     rewrite: Callable[[ContextT, PlaceT], ResultT | Skip]
 
 
-#: Hears of a rule that declined: its name, the name of the value, and why.
+#: Called for a rule that declined, with the rule's name, the value's name and the Skip.
 OnSkip = Callable[[str, str, Skip], None]
 
 
 def log_skip(rule: str, name: str, skip: Skip) -> None:
-    """Log what declined, for the logger "relayquant.ir.rewrite" at level DEBUG."""
+    """Log a declined rule to the logger "relayquant.ir.rewrite" at level DEBUG."""
     logger.debug("%s declines at %s: %s", rule, name, skip.reason)
 
 
 def make_rule(
     rewrite: Callable[[ContextT, relax.Var], ResultT | Skip], *kinds: str
 ) -> Rule[ContextT, relax.Var, ResultT]:
-    """The rule of a function, under its name, for values of these kinds."""
+    """Make a rule from a function, with the function's name, for values of these kinds."""
     return Rule(rewrite.__name__, frozenset(kinds), rewrite)
 
 
 def select_rules(
     rules: Sequence[Rule[ContextT, relax.Var, ResultT]], kind: str
 ) -> list[Rule[ContextT, relax.Var, ResultT]]:
-    """Those that are tried at values of a kind."""
+    """Return the rules that are tried at values of a kind."""
     any_kind = frozenset({kind} if kind.startswith("relax.") else ())
     return [
         rule
@@ -92,7 +93,7 @@ def fire_first(
     name: str,
     on_skip: OnSkip,
 ) -> tuple[Rule[ContextT, PlaceT, ResultT], ResultT] | None:
-    """The first rule that accepts its place, at the value `name`, and what it makes of it."""
+    """Return the first rule that accepts its place at value `name`, and its replacement."""
     for rule, place in tried:
         outcome = rule.rewrite(context, place)
         if not isinstance(outcome, Skip):
@@ -110,8 +111,8 @@ def apply_rules(
 ) -> tvm.IRModule:
     """Rewrite main by the first rule that accepts, at every binding, until no rule fires.
 
-    Order of `rules`, which have a Matcher, is priority. Raises RuntimeError after `max_rounds`
-    rounds: the rules undo one another.
+    `rules` have a Matcher and are ordered by priority. If rules still fire after `max_rounds`
+    rounds, they undo one another: this raises RuntimeError.
     """
     fired: list[str] = []
     for _ in range(max_rounds):

@@ -1,7 +1,7 @@
 """The binding walker: rebuilds main once, in topological order, with exact value names.
 
-Unlike `relax.dpl.rewrite_call` it visits every binding once, so a replacement may contain the
-replaced operator, and values keep the names they had.
+Unlike `relax.dpl.rewrite_call`, it visits every binding once. A replacement may therefore contain
+the replaced operator, and values keep their names.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from tvm.ir import Call
 from relayquant.ir.rewrite.function import define_function, find_free_name
 from relayquant.ir.rewrite.graph import Graph, free_vars
 
-#: Returns the new value of a binding (bound to the old name), or None to drop the binding.
+#: Returns the new value of a binding, which keeps its name, or None to drop the binding.
 Visitor = Callable[["Emitter", relax.VarBinding], "relax.Expr | None"]
 
 
 class Emitter:
-    """Builds the new function; lives for one rewrite."""
+    """Builder of the new function, for one rewrite."""
 
     def __init__(
         self, mod: tvm.IRModule, taken: Iterable[str], casts: Iterable[relax.Var] = ()
@@ -32,8 +32,8 @@ class Emitter:
         self._taken = set(taken)
 
     def emit(self, expr: relax.Expr, name: str) -> relax.Expr:
-        """Bind `expr` to a new variable `name` (made unique); variables and constants stay as they
-        are.
+        """Bind `expr` to a new variable `name` (made unique). Variables and constants are returned
+        as they are.
         """
         expr = self.builder.normalize(expr)
         if not isinstance(expr, Call | relax.Tuple | relax.TupleGetItem):
@@ -46,13 +46,13 @@ class Emitter:
         return var
 
     def unique_name(self, name: str) -> str:
-        """`name`, or `name.1`, `name.2`, ... when it is taken; taken from now on."""
+        """Reserve and return `name`, or `name.1`, `name.2`, ... if it is taken."""
         unique = find_free_name(name, self._taken)
         self._taken.add(unique)
         return unique
 
     def get(self, expr: relax.Expr) -> relax.Expr:
-        """An expression of the old function in terms of the new one."""
+        """Translate an expression of the old function to the new function."""
         if isinstance(expr, relax.Var):
             return self._new.get(expr, expr)
         if isinstance(expr, relax.Tuple):
@@ -68,19 +68,21 @@ class Emitter:
         return expr
 
     def _get_all(self, operands: Sequence[relax.Expr]) -> list[relax.Expr] | None:
-        """`get` of each; None if every one is the same in the new function."""
+        """Translate each operand. None if all are the same in the new function."""
         new = [self.get(operand) for operand in operands]
         is_same = all(a.same_as(b) for a, b in zip(new, operands, strict=True))
         return None if is_same else new
 
     def keep(self, binding: relax.Binding) -> None:
-        """Take over a binding whose value reads nothing that is new: no type is inferred again."""
+        """Take over a binding that reads only unchanged values, without inferring its type
+        again.
+        """
         self._casts.discard(binding.var)
         self._new.pop(binding.var, None)
         self.builder.emit_normalized(binding)
 
     def bind(self, old: relax.Var, expr: relax.Expr) -> relax.Expr:
-        """Bind `expr` to the name of `old` and stand for `old` from now on."""
+        """Bind `expr` to the name of `old`. From now on, it replaces `old`."""
         expr = self.builder.normalize(expr)
         if old in self._casts:
             self._casts.remove(old)
@@ -93,7 +95,7 @@ class Emitter:
         return expr
 
     def replace(self, old: relax.Var, expr: relax.Expr) -> None:
-        """Let `expr`, already emitted, stand for `old` from now on."""
+        """Replace `old` by `expr`, which is already emitted, from now on."""
         self._new[old] = expr
 
 
@@ -107,19 +109,20 @@ def rewrite_main(
     attrs: Mapping[str, Any] | None = None,
     tidy: bool = True,
 ) -> tvm.IRModule:
-    """A new module whose main is rebuilt by `visit`; the other functions are kept if still called.
+    """Rebuild main by `visit`. Other functions are kept if they are still called.
 
     Args:
         mod: A module that `Graph` accepts. It is not changed.
         visit: Called once per binding, in order. `emitter.get` translates old expressions.
-        params: Parameters of the new function; must include the old ones that are still used.
+        params: Parameters of the new function. They must include the old parameters that are still
+            used.
         before: Called before the first binding, to emit values at the start.
         result: Maps the translated result expression to the new one.
-        attrs: Function attributes to add or replace; a value None removes one.
-        tidy: Whether `tidy_module` is applied, for callers that may throw the new module away.
+        attrs: Function attributes to add or replace. The value None removes an attribute.
+        tidy: Whether `tidy_module` is applied. False saves time if the new module may be discarded.
     """
     graph = Graph(mod)
-    mod = graph.mod  # in which the model is called main
+    mod = graph.mod  # its model is named main
     func_attrs = dict(graph.func.attrs.items()) if graph.func.attrs else {}
     func_attrs.pop("global_symbol", None)
     for key, value in (attrs or {}).items():
@@ -155,9 +158,9 @@ def rewrite_main(
 
 
 def _name_output(func: relax.Function) -> relax.Function:
-    """Give the returned value its own name back: `emit_output` of a variable adds an alias `gv`.
+    """Give the returned value its name back. `emit_output` of a variable adds an alias `gv`.
 
-    v = f(x); gv = v; return gv -> v = f(x); return v (v a Var, no DataflowVar)
+    v = f(x); gv = v; return gv -> v = f(x); return v (v is a Var, not a DataflowVar)
     """
     (block,) = func.body.blocks
     *bindings, alias = block.bindings
@@ -193,7 +196,7 @@ def _name_output(func: relax.Function) -> relax.Function:
 
 
 def tidy_module(mod: tvm.IRModule) -> tvm.IRModule:
-    """Remove alias bindings, unused values and functions that nothing calls; check the result."""
+    """Remove alias bindings, unused values and uncalled functions, and check the result."""
     passes = tvm.transform.Sequential(
         [
             relax.transform.CanonicalizeBindings(),
@@ -206,7 +209,7 @@ def tidy_module(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def expose_values(mod: tvm.IRModule, names: list[str]) -> tvm.IRModule:
-    """The module with main returning the named values before its own results."""
+    """Return a module in which main returns the named values before its results."""
     found: dict[str, relax.Expr] = {}
 
     def visit(emitter: Emitter, binding: relax.VarBinding) -> relax.Expr:
