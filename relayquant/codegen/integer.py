@@ -21,7 +21,7 @@ from relayquant.codegen.rules.elementwise import ELEMENTWISE_RULES
 from relayquant.codegen.rules.kernel_call import IntegerRule, KernelContext
 from relayquant.codegen.rules.linear import LINEAR_RULES
 from relayquant.codegen.shared_kernels import share_kernels
-from relayquant.codegen.tuning import ChooseForm, keep_estimate
+from relayquant.codegen.tuning import ChooseSchedule, keep_estimate
 from relayquant.ir.dialect.cost import count_macs
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.rule import OnSkip, log_skip
@@ -31,7 +31,7 @@ KERNEL_RULES: tuple[IntegerRule, ...] = (*LINEAR_RULES, *ELEMENTWISE_RULES)
 
 
 def lower_integer(
-    mod: tvm.IRModule, target: Target, choose_form: ChooseForm = keep_estimate
+    mod: tvm.IRModule, target: Target, choose_schedule: ChooseSchedule = keep_estimate
 ) -> tvm.IRModule:
     """Replace integer operators of main, in the layout of the kernels, by kernels for the target.
 
@@ -41,7 +41,7 @@ def lower_integer(
     if target.kind.name != "llvm" or not has_integer_main(mod):
         return mod
     isa, shuffle = select_isa(target), select_shuffle(target)
-    return call_kernels(mod, isa, shuffle, choose_form=choose_form)
+    return call_kernels(mod, isa, shuffle, choose_schedule=choose_schedule)
 
 
 def has_integer_main(mod: tvm.IRModule) -> bool:
@@ -58,7 +58,7 @@ def call_kernels(
     shuffle: ByteShuffle | None = None,
     rules: Sequence[IntegerRule] = KERNEL_RULES,
     on_skip: OnSkip = log_skip,
-    choose_form: ChooseForm = keep_estimate,
+    choose_schedule: ChooseSchedule = keep_estimate,
 ) -> tvm.IRModule:
     """Replace every chain that a rule takes by one `call_tir`.
 
@@ -67,7 +67,7 @@ def call_kernels(
     graph = Graph(mod)
 
     def make_context(block: BlockView) -> KernelContext:
-        return KernelContext(graph, isa, shuffle, choose_form, on_skip, block.taken)
+        return KernelContext(graph, isa, shuffle, choose_schedule, on_skip, block.taken)
 
     def share(calls: list[Lowered]) -> list[Lowered]:
         # Only products take long to compile. The others are faster if LLVM knows the numbers.

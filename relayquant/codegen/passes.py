@@ -16,26 +16,28 @@ from relayquant.codegen.integer import has_integer_main, lower_integer
 from relayquant.codegen.layout import convert_layout
 from relayquant.codegen.legalization import LEGALIZATIONS
 from relayquant.codegen.row_norms import lower_row_norms
-from relayquant.codegen.schedule.reduction_init import create_extremes_pass
+from relayquant.codegen.schedule.reduction_init import create_reduction_init_pass
 from relayquant.codegen.schedule.schedule_pass import create_schedule_pass
 from relayquant.codegen.schedule.vector_math import create_math_pass
-from relayquant.codegen.split_int64_accumulation import part_wide_sums
+from relayquant.codegen.split_int64_accumulation import split_int64_sums
 from relayquant.codegen.threads import add_pool
-from relayquant.codegen.tuning import ChooseForm, keep_estimate
+from relayquant.codegen.tuning import ChooseSchedule, keep_estimate
 from relayquant.codegen.type_promotion import widen_types
 from relayquant.codegen.views import KEEP_VIEWS
-from relayquant.codegen.zero_point_correction import centre_weights
+from relayquant.codegen.zero_point_correction import subtract_zero_points
 
 
-def make_pipeline(target: Target, choose_form: ChooseForm = keep_estimate) -> tvm.transform.Pass:
+def make_pipeline(
+    target: Target, choose_schedule: ChooseSchedule = keep_estimate
+) -> tvm.transform.Pass:
     """Make a Relax pipeline for a target: kernels, exact legalization, schedules, TVM's own
     lowering.
     """
 
     def run(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         if has_integer_main(mod):
-            mod = part_wide_sums(centre_weights(mod))
-        mod = lower_integer(convert_layout(mod), target, choose_form)
+            mod = split_int64_sums(subtract_zero_points(mod))
+        mod = lower_integer(convert_layout(mod), target, choose_schedule)
         mod = lower_grouped(lower_row_norms(mod, target), target)
         mod = lower_float(widen_types(mod), target)
         with target:
@@ -51,7 +53,7 @@ def make_pipeline(target: Target, choose_form: ChooseForm = keep_estimate) -> tv
                     relax.transform.FuseOps(),
                     relax.transform.FuseTIR(),
                     create_schedule_pass(target),
-                    create_extremes_pass(),
+                    create_reduction_init_pass(),
                     create_math_pass(target),
                     relax.transform.RewriteDataflowReshape(),
                     relax.transform.ToNonDataflow(),

@@ -6,8 +6,8 @@
 
 The key of a layer contains everything its time depends on: CPU, instructions, threads, shapes,
 dtypes. Schedules timed with another TVM version are timed again. A schedule from a file is used
-only if the cost model lists it too (`list_forms`). So a file cannot ask for a kernel that would not
-be built without it.
+only if the cost model lists it too (`list_schedules`). So a file cannot ask for a kernel that would
+not be built without it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import tvm
 
 from relayquant.base.storage.files import decode_json, read_text, reading, write_text, writing
-from relayquant.codegen.kernels.integer.specs import KernelForm, Tile
+from relayquant.codegen.kernels.integer.specs import KernelSchedule, Tile
 from relayquant.errors import ConfigError
 
 FORMAT = "relayquant.forms"
@@ -43,7 +43,7 @@ def find_cache_folder() -> Path:
     return (wanted if wanted.is_absolute() else Path.home() / ".cache") / "relayquant"
 
 
-def read_forms(path: Path) -> dict[str, KernelForm]:
+def read_schedules(path: Path) -> dict[str, KernelSchedule]:
     """Read the file: layer -> schedule. Empty if there is no file, or if it has another version.
 
     Raises:
@@ -57,10 +57,10 @@ def read_forms(path: Path) -> dict[str, KernelForm]:
             raise ValueError(f"its format is not {FORMAT!r}")
         if (data.get("version"), data.get("made_by")) != (VERSION, tvm.__version__):
             return {}
-        return {str(name): read_form(entry) for name, entry in data["forms"].items()}
+        return {str(name): read_schedule(entry) for name, entry in data["forms"].items()}
 
 
-def read_form(entry: Any) -> KernelForm:
+def read_schedule(entry: Any) -> KernelSchedule:
     """Read a schedule that `asdict` wrote."""
     if not isinstance(entry, dict) or type(entry.get("transforms")) is not bool:
         raise ValueError(
@@ -72,22 +72,23 @@ def read_form(entry: Any) -> KernelForm:
         raise ValueError(
             f"{tile!r:.80} is no tile: it needs {', '.join(sizes)} as whole numbers from 1 on"
         )
-    return KernelForm(Tile(**tile), entry["transforms"])
+    return KernelSchedule(Tile(**tile), entry["transforms"])
 
 
-def add_forms(path: Path, forms: Mapping[str, KernelForm]) -> None:
+def add_schedules(path: Path, schedules: Mapping[str, KernelSchedule]) -> None:
     """Add schedules to the file. It is written completely or not at all.
 
     Raises:
-        ConfigError: see `read_forms`.
+        ConfigError: see `read_schedules`.
         FileError: The file cannot be written.
     """
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    found = {**read_forms(path), **forms}
+    found = {**read_schedules(path), **schedules}
     head = {"format": FORMAT, "version": VERSION, "made_by": tvm.__version__}
     lines = ",\n".join(
-        f"{json.dumps(name)}: {json.dumps(asdict(form))}" for name, form in sorted(found.items())
+        f"{json.dumps(name)}: {json.dumps(asdict(schedule))}"
+        for name, schedule in sorted(found.items())
     )
     text = f'{json.dumps(head)[:-1]},\n"forms": {{\n{lines}\n}}}}\n'
     write_text(path, text)

@@ -29,12 +29,12 @@ from relayquant.ir.rewrite import Emitter, Match, Pattern, Rule, Skip, apply_rul
 from relayquant.ir.rewrite.graph import constant_value
 
 #: First and last input channel (exclusive) of one chunk.
-Part = tuple[int, int]
+Chunk = tuple[int, int]
 
 
-def part_wide_sums(mod: tvm.IRModule) -> tvm.IRModule:
+def split_int64_sums(mod: tvm.IRModule) -> tvm.IRModule:
     """Split the 64-bit sums of a module where that is possible."""
-    return apply_rules(mod, PARTING_RULES)
+    return apply_rules(mod, SPLITTING_RULES)
 
 
 def find_axes(call: Call) -> tuple[int, int]:
@@ -44,13 +44,13 @@ def find_axes(call: Call) -> tuple[int, int]:
     return str(call.attrs.data_layout).index("C"), str(call.attrs.kernel_layout).index("I")
 
 
-def divide(channels: int, count: int) -> list[Part]:
+def divide(channels: int, count: int) -> list[Chunk]:
     """Split channels into `count` neighbouring chunks of about the same size."""
     ends = [channels * i // count for i in range(count + 1)]
     return list(pairwise(ends))
 
 
-def find_parts(call: Call) -> list[Part] | None:
+def find_chunks(call: Call) -> list[Chunk] | None:
     """Find few chunks whose sums int32 holds. None if there are none."""
     weight, axis = constant_value(call.args[1]), find_axes(call)[1]
     bounds = bound_sums(call)
@@ -63,20 +63,20 @@ def find_parts(call: Call) -> list[Part] | None:
         return divide(length, -(-length // most)) if length and most else None
     channels = weight.shape[axis]
 
-    def fits(part: Part) -> bool:
-        bounds = bound_sums(call, np.take(weight, range(*part), axis))
+    def fits(chunk: Chunk) -> bool:
+        bounds = bound_sums(call, np.take(weight, range(*chunk), axis))
         return bounds is not None and choose_sum_dtype(*bounds) == SUM_DTYPES[0]
 
     count = max(largest // limit, 1)
     while count <= channels:
-        parts = divide(channels, count)
-        if all(map(fits, parts)):
-            return parts
+        chunks = divide(channels, count)
+        if all(map(fits, chunks)):
+            return chunks
         count = max(count + 1, count * 5 // 4)
     return None
 
 
-def _part(op: str) -> Rule:
+def _split_sums(op: str) -> Rule:
     """Make the rule of one operator."""
     names = ("data", "weight", "input_zero", "kernel_zero")
     parts = {name: wildcard() for name in names}
@@ -90,24 +90,24 @@ def _part(op: str) -> Rule:
             return Skip("grouped: an output channel reads only some input channels")
         if constant_value(call.args[2]) is None or constant_value(call.args[3]) is None:
             return Skip("a zero point is a variable")
-        found = find_parts(call)
+        found = find_chunks(call)
         if found is None:
             return Skip("one channel alone exceeds int32, or the number of channels is unknown")
         attrs = replace_attrs(call.attrs, out_dtype=SUM_DTYPES[0])
         axes, weight = find_axes(call), constant_value(call.args[1])
 
-        def cut(operand: int, part: Part) -> relax.Expr:
+        def cut(operand: int, chunk: Chunk) -> relax.Expr:
             if operand == 1 and weight is not None:
-                array = np.ascontiguousarray(np.take(weight, range(*part), axes[1]))
+                array = np.ascontiguousarray(np.take(weight, range(*chunk), axes[1]))
                 return relax.const(array, str(array.dtype))
             value, axis = emitter.get(call.args[operand]), axes[operand]
-            start, end = ([bound] for bound in part)
+            start, end = ([bound] for bound in chunk)
             slice_ = relax.op.strided_slice(value, [axis], start, end)
             return emitter.emit(slice_, f"{match.name}.part")
 
         total = None
-        for part in found:
-            operands = [cut(0, part), cut(1, part), *map(emitter.get, call.args[2:])]
+        for chunk in found:
+            operands = [cut(0, chunk), cut(1, chunk), *map(emitter.get, call.args[2:])]
             product = emitter.emit(Call(call.op, operands, attrs), f"{match.name}.product")
             wide = emitter.emit(relax.op.astype(product, SUM_DTYPES[1]), f"{match.name}.wide")
             if total is not None:
@@ -118,4 +118,4 @@ def _part(op: str) -> Rule:
     return Rule(f"64-bit sums of {op}", pattern, rewrite)
 
 
-PARTING_RULES: tuple[Rule, ...] = tuple(map(_part, PRODUCTS))
+SPLITTING_RULES: tuple[Rule, ...] = tuple(map(_split_sums, PRODUCTS))

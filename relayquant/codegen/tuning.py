@@ -22,7 +22,7 @@ from relayquant.base.runtime import count_threads
 from relayquant.base.storage.files import check_writable
 from relayquant.codegen.kernels.integer.conv_plan import choose_plan, list_tiles
 from relayquant.codegen.kernels.integer.product import choose_product
-from relayquant.codegen.kernels.integer.specs import Conv2d, KernelForm
+from relayquant.codegen.kernels.integer.specs import Conv2d, KernelSchedule
 from relayquant.codegen.kernels.integer.winograd import WinogradPlan, saves_time
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.isa.target import (
@@ -32,15 +32,15 @@ from relayquant.codegen.kernels.isa.target import (
     name_cpu,
     resolve_target,
 )
-from relayquant.codegen.schedule_cache import add_forms, find_cache_folder, read_forms
+from relayquant.codegen.schedule_cache import add_schedules, find_cache_folder, read_schedules
 from relayquant.errors import ConfigError, format_count
 
 #: Returns the schedule of a layer for these instructions. The last argument is `can_winograd`.
-ChooseForm = Callable[[Conv2d, Isa, bool], KernelForm]
+ChooseSchedule = Callable[[Conv2d, Isa, bool], KernelSchedule]
 
 #: Number of schedules that are timed for a layer; and of each kind, direct or with transforms, if
 #: both are possible.
-CANDIDATES, OF_EACH_FORM = 4, 2
+CANDIDATES, OF_EACH_KIND = 4, 2
 #: Seconds of timing for each schedule, and of one turn.
 SECONDS, TURN = 0.04, 0.001
 #: Layers with fewer multiply-adds are not timed: they take a few microseconds.
@@ -50,23 +50,23 @@ FEWEST_MACS = 500_000
 GAIN = 0.98
 
 
-def keep_estimate(spec: Conv2d, isa: Isa, can_winograd: bool) -> KernelForm:
+def keep_estimate(spec: Conv2d, isa: Isa, can_winograd: bool) -> KernelSchedule:
     """Return the schedule with the smallest estimated time, without tuning."""
-    return KernelForm(transforms=can_winograd and saves_time(spec, isa))
+    return KernelSchedule(transforms=can_winograd and saves_time(spec, isa))
 
 
-def list_forms(spec: Conv2d, isa: Isa, can_winograd: bool) -> list[KernelForm]:
+def list_schedules(spec: Conv2d, isa: Isa, can_winograd: bool) -> list[KernelSchedule]:
     """List the few schedules with the smallest estimated times, best first."""
     if not can_winograd:
-        return [KernelForm(tile) for tile in list_tiles(choose_plan(spec, isa), CANDIDATES)]
+        return [KernelSchedule(tile) for tile in list_tiles(choose_plan(spec, isa), CANDIDATES)]
     plan = WinogradPlan(spec, isa).product
-    transformed = [KernelForm(tile, True) for tile in list_tiles(plan, OF_EACH_FORM)]
-    direct = [KernelForm(tile) for tile in list_tiles(choose_plan(spec, isa), OF_EACH_FORM)]
+    transformed = [KernelSchedule(tile, True) for tile in list_tiles(plan, OF_EACH_KIND)]
+    direct = [KernelSchedule(tile) for tile in list_tiles(choose_plan(spec, isa), OF_EACH_KIND)]
     return transformed + direct if saves_time(spec, isa) else direct + transformed
 
 
 @contextmanager
-def open_tuner(target: Target, path: Path | None = None) -> Iterator[ChooseForm]:
+def open_tuner(target: Target, path: Path | None = None) -> Iterator[ChooseSchedule]:
     """Open a tuner that times layers for a target whose code this machine can run.
 
     At the end it writes new times to `path`, by default a file in the cache folder of the system.
@@ -79,25 +79,25 @@ def open_tuner(target: Target, path: Path | None = None) -> Iterator[ChooseForm]
     path = path or find_cache_folder() / "forms.json"
     if path.parent.is_dir():
         check_writable(path)
-    known = read_forms(path)
-    new: dict[str, KernelForm] = {}
+    known = read_schedules(path)
+    new: dict[str, KernelSchedule] = {}
     prefix = f"{name_cpu()}, {format_count(count_threads(), 'thread')}"
 
-    def choose(spec: Conv2d, isa: Isa, can_winograd: bool) -> KernelForm:
+    def choose(spec: Conv2d, isa: Isa, can_winograd: bool) -> KernelSchedule:
         if spec.is_depthwise or spec.macs < FEWEST_MACS:
             return keep_estimate(spec, isa, can_winograd)
-        forms = list_forms(spec, isa, can_winograd)
+        schedules = list_schedules(spec, isa, can_winograd)
         key = f"{prefix}, {describe_layer(spec, isa, can_winograd)}"
         found = new.get(key) or known.get(key)
-        if found not in forms:  # never timed, or timed by a version with other candidates
-            found = new[key] = time_forms(spec, isa, target, forms)
+        if found not in schedules:  # never timed, or timed by a version with other candidates
+            found = new[key] = time_schedules(spec, isa, target, schedules)
         return found
 
     try:
         yield choose
     finally:
         if new:
-            add_forms(path, new)
+            add_schedules(path, new)
 
 
 def check_runnable(target: Target) -> None:
@@ -126,29 +126,33 @@ def describe_layer(spec: Conv2d, isa: Isa, can_winograd: bool) -> str:
     return f"{isa.name}: {shape}, {window}, {stored} {end.is_small} {can_winograd}"
 
 
-def time_forms(spec: Conv2d, isa: Isa, target: Target, forms: Sequence[KernelForm]) -> KernelForm:
+def time_schedules(
+    spec: Conv2d, isa: Isa, target: Target, schedules: Sequence[KernelSchedule]
+) -> KernelSchedule:
     """Time schedules of a layer and return the fastest. The first one is the estimated best.
 
     They take turns, so that other load on the machine affects all of them. The best time of each
     counts.
     """
-    if len(forms) == 1:
-        return forms[0]
-    named = {f"form{i}": form for i, form in enumerate(forms)}
-    kernels = {name: choose_product(spec, isa, form).build(name) for name, form in named.items()}
+    if len(schedules) == 1:
+        return schedules[0]
+    named = {f"form{i}": schedule for i, schedule in enumerate(schedules)}
+    kernels = {
+        name: choose_product(spec, isa, schedule).build(name) for name, schedule in named.items()
+    }
     library = tvm.compile(tvm.IRModule(kernels), target=target)
-    runs = [bind_arguments(library[name], spec, isa, form) for name, form in named.items()]
+    runs = [bind_arguments(library[name], spec, isa, schedule) for name, schedule in named.items()]
     best = [float("inf")] * len(runs)
     deadline = time.perf_counter() + SECONDS * len(runs)
     while best[0] == float("inf") or time.perf_counter() < deadline:
         for i, run in enumerate(runs):
             best[i] = min(best[i], time_run(run))
     fastest = min(range(len(runs)), key=best.__getitem__)
-    return forms[fastest if best[fastest] < GAIN * best[0] else 0]
+    return schedules[fastest if best[fastest] < GAIN * best[0] else 0]
 
 
 def bind_arguments(
-    kernel: Callable[..., object], spec: Conv2d, isa: Isa, form: KernelForm
+    kernel: Callable[..., object], spec: Conv2d, isa: Isa, schedule: KernelSchedule
 ) -> Callable[[], object]:
     """Bind a kernel to operands with arbitrary values: the time does not depend on them."""
     rng = np.random.default_rng(0)
@@ -156,7 +160,7 @@ def bind_arguments(
     bias = np.zeros(spec.out_channels, "int32")
     factor = 1 / (8 * 64 * max(prod(spec.weight_shape[1:]), 1))
     multiplier = np.float32(factor) if spec.epilogue.has_multiplier else None
-    packed = choose_product(spec, isa, form).pack(weight, bias, multiplier)
+    packed = choose_product(spec, isa, schedule).pack(weight, bias, multiplier)
     arrays = [rng.integers(0, 100, spec.in_shape).astype(spec.in_dtype), *packed.arguments()]
     if spec.epilogue.residual:
         arrays.append(np.zeros(spec.out_shape, spec.epilogue.residual.dtype))

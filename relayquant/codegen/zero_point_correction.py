@@ -44,12 +44,12 @@ LAYOUTS = {
 }
 
 
-def centre_weights(mod: tvm.IRModule) -> tvm.IRModule:
+def subtract_zero_points(mod: tvm.IRModule) -> tvm.IRModule:
     """Remove the zero points of constant weights from products."""
     return apply_rules(mod, WEIGHT_RULES)
 
 
-def _centre(op: str, layout: Layout) -> Rule:
+def _subtract_zero_point(op: str, layout: Layout) -> Rule:
     """Make the rule conv(x, w, zx, zw) -> conv(x, w - zw, zx, 0) if w - zw fits int8.
 
     Otherwise the result is conv(x, w, zx, 0) - conv(x, ones, zx, 0) * zw.
@@ -102,4 +102,6 @@ def _centre(op: str, layout: Layout) -> Rule:
     return Rule(f"zero point of the weights of {op}", pattern, rewrite)
 
 
-WEIGHT_RULES: tuple[Rule, ...] = tuple(_centre(op, layout) for op, layout in LAYOUTS.items())
+WEIGHT_RULES: tuple[Rule, ...] = tuple(
+    _subtract_zero_point(op, layout) for op, layout in LAYOUTS.items()
+)

@@ -78,8 +78,8 @@ def compile(
     resolved = resolve_target(target)
     if tune is False:
         return build(mod, resolved, adapt_pipeline(make_pipeline(resolved)))
-    with open_tuner(resolved, None if tune is True else Path(tune)) as choose_form:
-        return build(mod, resolved, adapt_pipeline(make_pipeline(resolved, choose_form)))
+    with open_tuner(resolved, None if tune is True else Path(tune)) as choose_schedule:
+        return build(mod, resolved, adapt_pipeline(make_pipeline(resolved, choose_schedule)))
 
 
 def build(mod: tvm.IRModule, target: Target, lowering: tvm.transform.Pass) -> MappedExecutable:

@@ -13,17 +13,16 @@ from float_models import build_model, draw_batches
 from tvm import relax
 
 import relayquant as rq
-from relayquant.codegen import schedule_cache as form_file
-from relayquant.codegen import tuning
+from relayquant.codegen import schedule_cache, tuning
 from relayquant.codegen.kernels.integer.conv_plan import choose_plan, list_tiles
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
-from relayquant.codegen.kernels.integer.specs import Conv2d, KernelForm, Tile
+from relayquant.codegen.kernels.integer.specs import Conv2d, KernelSchedule, Tile
 from relayquant.codegen.kernels.integer.winograd import can_winograd
 from relayquant.codegen.kernels.isa.base import VNNI512
 from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.isa.target import list_instructions, resolve_target
-from relayquant.codegen.schedule_cache import add_forms, find_cache_folder, read_forms
-from relayquant.codegen.tuning import describe_layer, list_forms, open_tuner
+from relayquant.codegen.schedule_cache import add_schedules, find_cache_folder, read_schedules
+from relayquant.codegen.tuning import describe_layer, list_schedules, open_tuner
 from relayquant.errors import ConfigError, FileError
 
 TARGET = resolve_target(None)
@@ -58,37 +57,39 @@ def test_compile__tuned_is_bit_equal(tmp_path, last_is_fastest):
     path = tmp_path / "forms.json"
     got = rq.Executor(rq.compile(qmod, tune=path)).run("main", inputs)
     np.testing.assert_array_equal(got[0], wanted[0])
-    forms = read_forms(path)
-    assert len(forms) == 1  # the other layer has too few products to matter
-    (layer,) = forms
+    schedules = read_schedules(path)
+    assert len(schedules) == 1  # the other layer has too few products to matter
+    (layer,) = schedules
     assert "1x20x20x16 to 32" in layer
 
 
 @pytest.mark.parametrize("able", [False, True], ids=["direct", "transforms too"])
 def test_open_tuner__takes_the_fastest_and_remembers_it(tmp_path, monkeypatch, able):
     path = tmp_path / "new folder" / "forms.json"
-    listed = list_forms(LAYER, VNNI512, able)
+    listed = list_schedules(LAYER, VNNI512, able)
     assert len(listed) > 2
-    monkeypatch.setattr(tuning, "time_forms", lambda _spec, _isa, _target, forms: forms[-1])
+    monkeypatch.setattr(
+        tuning, "time_schedules", lambda _spec, _isa, _target, schedules: schedules[-1]
+    )
     with open_tuner(TARGET, path) as choose:
         assert choose(LAYER, VNNI512, able) == listed[-1]
-    monkeypatch.setattr(tuning, "time_forms", None)  # would fail if it were called
+    monkeypatch.setattr(tuning, "time_schedules", None)  # would fail if it were called
     with open_tuner(TARGET, path) as choose:
         assert choose(LAYER, VNNI512, able) == listed[-1]
 
 
-def test_time_forms__the_fastest(last_is_fastest):
-    forms = list_forms(LAYER, ISA, False)
-    assert len(forms) > 2
-    assert tuning.time_forms(LAYER, ISA, TARGET, forms) == forms[-1]
-    assert choose_plan(replace(LAYER, tile=forms[-1].tile), ISA).tile == forms[-1].tile
+def test_time_schedules__the_fastest(last_is_fastest):
+    schedules = list_schedules(LAYER, ISA, False)
+    assert len(schedules) > 2
+    assert tuning.time_schedules(LAYER, ISA, TARGET, schedules) == schedules[-1]
+    assert choose_plan(replace(LAYER, tile=schedules[-1].tile), ISA).tile == schedules[-1].tile
 
 
 def test_open_tuner__the_estimate_stays_where_nothing_is_faster(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "time_run", lambda _run: 1.0)
     monkeypatch.setattr(tuning, "SECONDS", 1e-9)
     with open_tuner(TARGET, tmp_path / "forms.json") as choose:
-        assert choose(LAYER, ISA, False) == KernelForm(choose_plan(LAYER, ISA).tile)
+        assert choose(LAYER, ISA, False) == KernelSchedule(choose_plan(LAYER, ISA).tile)
 
 
 def test_open_tuner__a_form_that_is_not_listed_is_not_built(tmp_path, last_is_fastest):
@@ -98,12 +99,12 @@ def test_open_tuner__a_form_that_is_not_listed_is_not_built(tmp_path, last_is_fa
     path = tmp_path / "forms.json"
     with open_tuner(TARGET, path) as choose:
         fastest = choose(LAYER, ISA, False)
-    (layer,) = read_forms(path)
-    for other in (KernelForm(Tile(1, 60_000, 1)), replace(fastest, transforms=True)):
-        add_forms(path, {layer: other})
+    (layer,) = read_schedules(path)
+    for other in (KernelSchedule(Tile(1, 60_000, 1)), replace(fastest, transforms=True)):
+        add_schedules(path, {layer: other})
         with open_tuner(TARGET, path) as choose:
             assert choose(LAYER, ISA, False) == fastest
-        assert read_forms(path) == {layer: fastest}
+        assert read_schedules(path) == {layer: fastest}
 
 
 def test_open_tuner__times_for_real(tmp_path, monkeypatch):
@@ -111,20 +112,20 @@ def test_open_tuner__times_for_real(tmp_path, monkeypatch):
     spec = replace(LAYER, epilogue=Epilogue(residual=Residual("int8", 3, 0.5), is_small=True))
     with open_tuner(TARGET, tmp_path / "forms.json") as choose:
         for able in {False, can_winograd(spec, ISA, np.ones(spec.weight_shape, "int8"))}:
-            assert choose(spec, ISA, able) in list_forms(spec, ISA, able)
+            assert choose(spec, ISA, able) in list_schedules(spec, ISA, able)
 
 
 @pytest.mark.parametrize(
     ("changes", "first"),
     [({}, True), ({"height": 5, "width": 5, "out_channels": 16, "in_channels": 16}, False)],
 )
-def test_list_forms__with_transforms_and_without(changes, first):
+def test_list_schedules__with_transforms_and_without(changes, first):
     spec = replace(LAYER, **changes)
-    forms = list_forms(spec, VNNI512, True)
-    assert forms[0].transforms is first
-    assert {form.transforms for form in forms} == {True, False}
-    assert len({*forms}) == len(forms) <= tuning.CANDIDATES
-    assert not any(form.transforms for form in list_forms(spec, VNNI512, False))
+    schedules = list_schedules(spec, VNNI512, True)
+    assert schedules[0].transforms is first
+    assert {schedule.transforms for schedule in schedules} == {True, False}
+    assert len({*schedules}) == len(schedules) <= tuning.CANDIDATES
+    assert not any(schedule.transforms for schedule in list_schedules(spec, VNNI512, False))
 
 
 def test_list_tiles__differ_and_begin_with_the_estimate():
@@ -192,7 +193,7 @@ GOOD = '{"format": "relayquant.forms", "version": 1, "made_by": "%s", "forms": {
 )
 def test_compile__a_damaged_file_is_refused_and_stays(tmp_path, text, message):
     path = tmp_path / "forms.json"
-    text = text.replace("%s", form_file.tvm.__version__)
+    text = text.replace("%s", schedule_cache.tvm.__version__)
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"forms\.json.*Delete it, or name another file") as error:
         rq.compile(model(), tune=path)
@@ -201,39 +202,41 @@ def test_compile__a_damaged_file_is_refused_and_stays(tmp_path, text, message):
 
 
 @pytest.mark.parametrize("change", [{"version": 0}, {"made_by": "0.1"}])
-def test_read_forms__of_another_version_are_timed_anew(tmp_path, change):
+def test_read_schedules__of_another_version_are_timed_anew(tmp_path, change):
     path = tmp_path / "forms.json"
-    good = json.loads((GOOD % form_file.tvm.__version__).replace("FORM", FORM))
+    good = json.loads((GOOD % schedule_cache.tvm.__version__).replace("FORM", FORM))
     path.write_text(json.dumps(good))
-    assert read_forms(path) == {"a": KernelForm(Tile(1, 2, 3, 1))}
+    assert read_schedules(path) == {"a": KernelSchedule(Tile(1, 2, 3, 1))}
     path.write_text(json.dumps(good | change))
-    assert read_forms(path) == {}
+    assert read_schedules(path) == {}
 
 
-def test_add_forms__keeps_what_another_process_wrote(tmp_path):
+def test_add_schedules__keeps_what_another_process_wrote(tmp_path):
     path = tmp_path / "forms.json"
-    add_forms(path, {"a": KernelForm(Tile(1, 2, 3)), "b": KernelForm(Tile(4, 5, 1))})
-    add_forms(path, {"b": KernelForm(Tile(1, 5, 2), True), "c": KernelForm(Tile(1, 1, 4, 3))})
+    add_schedules(path, {"a": KernelSchedule(Tile(1, 2, 3)), "b": KernelSchedule(Tile(4, 5, 1))})
+    add_schedules(
+        path, {"b": KernelSchedule(Tile(1, 5, 2), True), "c": KernelSchedule(Tile(1, 1, 4, 3))}
+    )
     wanted = {
-        "a": KernelForm(Tile(1, 2, 3)),
-        "b": KernelForm(Tile(1, 5, 2), True),
-        "c": KernelForm(Tile(1, 1, 4, 3)),
+        "a": KernelSchedule(Tile(1, 2, 3)),
+        "b": KernelSchedule(Tile(1, 5, 2), True),
+        "c": KernelSchedule(Tile(1, 1, 4, 3)),
     }
-    assert read_forms(path) == wanted
+    assert read_schedules(path) == wanted
     assert [each.name for each in tmp_path.iterdir()] == ["forms.json"]  # nothing temporary stays
 
 
-def test_add_forms__an_interrupted_writer_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+def test_add_schedules__an_interrupted_writer_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     path = tmp_path / "forms.json"
-    add_forms(path, {"a": KernelForm(Tile(1, 2, 3))})
+    add_schedules(path, {"a": KernelSchedule(Tile(1, 2, 3))})
 
     def interrupt(*_args, **_kwargs):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Path, "replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        add_forms(path, {"b": KernelForm(Tile(1, 2, 3))})
-    assert read_forms(path) == {"a": KernelForm(Tile(1, 2, 3))}
+        add_schedules(path, {"b": KernelSchedule(Tile(1, 2, 3))})
+    assert read_schedules(path) == {"a": KernelSchedule(Tile(1, 2, 3))}
     assert [each.name for each in tmp_path.iterdir()] == ["forms.json"]
 
 
@@ -245,7 +248,7 @@ def test_compile__a_file_that_cannot_be_written_is_said_before_anything_is_timed
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("llvm -mtriple=aarch64-linux-gnu -mcpu=cortex-a76", "is of another kind"),
+        ("llvm -mtriple=aarch64-linux-gnu -mcpu=cortex-a76", "has another architecture"),
         ("llvm -mtriple=x86_64-linux-gnu -mcpu=diamondrapids", "lacks amx"),
     ],
 )
@@ -282,7 +285,7 @@ def test_list_instructions__of_cpus_that_follow_each_other(cpu, others, wanted):
 
 
 def test_find_cache_folder__is_that_of_the_system(tmp_path, monkeypatch):
-    monkeypatch.setattr(form_file.sys, "platform", "linux")
+    monkeypatch.setattr(schedule_cache.sys, "platform", "linux")
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert find_cache_folder() == tmp_path / ".cache/relayquant"
@@ -290,8 +293,8 @@ def test_find_cache_folder__is_that_of_the_system(tmp_path, monkeypatch):
     assert find_cache_folder() == tmp_path / ".cache/relayquant"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
     assert find_cache_folder() == tmp_path / "elsewhere/relayquant"
-    monkeypatch.setattr(form_file.sys, "platform", "darwin")
+    monkeypatch.setattr(schedule_cache.sys, "platform", "darwin")
     assert find_cache_folder() == tmp_path / "Library/Caches/relayquant"
-    monkeypatch.setattr(form_file.sys, "platform", "win32")
+    monkeypatch.setattr(schedule_cache.sys, "platform", "win32")
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "Local"))
     assert find_cache_folder() == tmp_path / "Local/relayquant"

@@ -9,7 +9,7 @@ from tvm import relax
 
 import relayquant as rq
 from relayquant.base.runtime import Executor
-from relayquant.codegen.zero_point_correction import centre_weights
+from relayquant.codegen.zero_point_correction import subtract_zero_points
 from relayquant.ir.dialect import qnn
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import constant_value
@@ -80,7 +80,7 @@ def test_product__equal_integers_without_zero_points(name):
     mod = build_product(op, weight, list(zero) if isinstance(zero, range) else zero, shape, **attrs)
     data = draw(0, 255, *shape, dtype="uint8")
     expected = rq.reference.run(mod, [data])[0]
-    centred = centre_weights(mod)
+    centred = subtract_zero_points(mod)
     np.testing.assert_array_equal(rq.reference.run(centred, [data])[0], expected)
     graph = Graph(centred)
     products = [graph.call_of(b.var) for b in graph.bindings if "qnn" in graph.op_name(b.var)]
@@ -92,4 +92,4 @@ def test_product__equal_integers_without_zero_points(name):
 
 def test_zero_point_of_0__is_left():
     mod = build_product(qnn.dense, draw(-128, 127, 5, 8), 0, (2, 8))
-    tvm.ir.assert_structural_equal(centre_weights(mod), mod)
+    tvm.ir.assert_structural_equal(subtract_zero_points(mod), mod)

@@ -92,8 +92,8 @@ class Replay:
         self.shared = frozenset(fixed & read)
         #: default values, and values computed only from them
         self.values = self.compute_shared(arguments, {})
-        borders = set(self.results).union(*map(self.find_border, changes))
-        self.kept = self.choose_kept(borders, batch, memory)
+        boundaries = set(self.results).union(*map(self.find_boundary, changes))
+        self.kept = self.choose_kept(boundaries, batch, memory)
 
     def compute_shared(
         self, arguments: Mapping[str, Any], known: Mapping[relax.Var, Any]
@@ -107,7 +107,7 @@ class Replay:
         run_steps(frame, steps, find_dead(steps, self.shared | frame.values.keys()))
         return frame.values
 
-    def find_border(self, names: Collection[str]) -> set[relax.Var]:
+    def find_boundary(self, names: Collection[str]) -> set[relax.Var]:
         """Find the boundary: values read by steps that depend on these parameters, which do not
         depend on them.
         """

@@ -15,7 +15,7 @@ from relayquant.codegen.kernels.emit import repeat_over_batch
 from relayquant.codegen.kernels.integer.lookup import ByteShuffle
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.lowering import Kernel, KernelRule, Lowered, Operand
-from relayquant.codegen.tuning import ChooseForm, keep_estimate
+from relayquant.codegen.tuning import ChooseSchedule, keep_estimate
 from relayquant.ir.reference.fixed_point import hold_multiplier
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
@@ -29,7 +29,7 @@ class KernelContext:
     graph: Graph
     isa: Isa
     shuffle: ByteShuffle | None = None  #: byte lookup instruction, if there is one
-    choose_form: ChooseForm = keep_estimate  #: chooses how a convolution is computed
+    choose_schedule: ChooseSchedule = keep_estimate  #: chooses how a convolution is computed
     on_skip: OnSkip = log_skip  #: gets why a rule declines, or where a kernel ends
     taken: Set[relax.Var] = frozenset()  #: values that a kernel computes already
 

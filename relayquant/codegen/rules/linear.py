@@ -125,8 +125,8 @@ def lower_conv2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
         epilogue=tail.epilogue,
     )
     isa = context.isa.for_weights(weight)
-    form = context.choose_form(spec, isa, can_winograd(spec, isa, weight))
-    product = choose_product(spec, isa, form)
+    schedule = context.choose_schedule(spec, isa, can_winograd(spec, isa, weight))
+    product = choose_product(spec, isa, schedule)
     packed = product.pack(weight, tail.offsets, tail.multiplier)
     sizes = (batch, *spec.out_size, outputs)
     out_shape = sizes if len(linear.shape) == 4 else (batch, *sizes[2:])
@@ -194,10 +194,10 @@ def lower_dense(context: KernelContext, var: relax.Var) -> Lowered | Skip:
         in_zero_point=linear.zero_point,
         epilogue=tail.epilogue,
     )
-    isa, form = context.isa.for_weights(linear.weight), DIRECT
+    isa, schedule = context.isa.for_weights(linear.weight), DIRECT
     if not linear.is_symbolic:
-        form = context.choose_form(spec.as_conv2d(), isa, False)
-    product = choose_product(spec, isa, form, any_rows=linear.is_symbolic)
+        schedule = context.choose_schedule(spec.as_conv2d(), isa, False)
+    product = choose_product(spec, isa, schedule, any_rows=linear.is_symbolic)
     packed = product.pack(linear.weight, tail.offsets, tail.multiplier)
     operands = (linear.call.args[0], *packed.arguments(), *tail.residuals)
     if linear.is_symbolic:

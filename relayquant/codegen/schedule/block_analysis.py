@@ -115,7 +115,7 @@ class Access:
 
 
 @dataclass(frozen=True)
-class BlockFacts:
+class BlockInfo:
     """Axes, accesses and value of one block."""
 
     spatial: tuple[tirx.IterVar, ...]
@@ -140,7 +140,7 @@ def tirx_bits(dtype: object) -> int:
     return max(8, int(tvm_ffi.dtype(str(dtype)).bits))
 
 
-def read_block(block: s_tir.SBlock) -> BlockFacts:
+def read_block(block: s_tir.SBlock) -> BlockInfo:
     """Analyze a block. Raises Unschedulable if it has no store that the rules understand."""
     stores: list[tirx.BufferStore] = []
     loads: list[TensorLoad] = []
@@ -162,7 +162,7 @@ def read_block(block: s_tir.SBlock) -> BlockFacts:
     simple = len(stores) == 1 and isinstance(block.body, tirx.BufferStore)
     spatial = tuple(v for v, k in zip(block.iter_vars, kinds, strict=True) if k == SPATIAL)
     reduced = tuple(v for v, k in zip(block.iter_vars, kinds, strict=True) if k == REDUCED)
-    return BlockFacts(spatial, reduced, write, reads, store.value, simple)
+    return BlockInfo(spatial, reduced, write, reads, store.value, simple)
 
 
 def find_offset(load: TensorLoad, axes: Sequence[tirx.IterVar]) -> tirx.Expr | None:
@@ -263,24 +263,24 @@ def largest_divisor(extent: int, limit: int) -> int:
     return next(d for d in range(min(extent, limit), 0, -1) if extent % d == 0)
 
 
-def is_identity(facts: BlockFacts) -> bool:
+def is_identity(info: BlockInfo) -> bool:
     """Whether the block writes each element at the position of its spatial axes."""
-    return len(facts.write.indices) == len(facts.spatial) and all(
+    return len(info.write.indices) == len(info.spatial) and all(
         index.same_as(axis.var)
-        for index, axis in zip(facts.write.indices, facts.spatial, strict=True)
+        for index, axis in zip(info.write.indices, info.spatial, strict=True)
     )
 
 
-def is_copy(facts: BlockFacts) -> bool:
+def is_copy(info: BlockInfo) -> bool:
     """Whether the block copies a buffer unchanged, like padding by nothing."""
-    value = facts.value
+    value = info.value
     return (
         isinstance(value, TensorLoad)
         and all(
             index.same_as(axis.var)
-            for index, axis in zip(value.indices, facts.spatial, strict=False)
+            for index, axis in zip(value.indices, info.spatial, strict=False)
         )
-        and len(value.indices) == len(facts.spatial)
+        and len(value.indices) == len(info.spatial)
     )
 
 

@@ -61,7 +61,7 @@ def is_limit(value: Any, dtype: Any, start: float) -> bool:
     return isinstance(value, tirx.FloatImm) and value.value == limit.value
 
 
-def create_extremes_pass() -> Any:
+def create_reduction_init_pass() -> Any:
     """Make a pass that applies `begin_at_infinity` to every TIR function."""
 
     def run(mod: IRModule, _: tvm.transform.PassContext) -> IRModule:

@@ -16,7 +16,7 @@ from tvm.target.codegen import llvm_get_vector_width
 
 from relayquant.codegen.schedule.block_analysis import (
     SPATIAL,
-    BlockFacts,
+    BlockInfo,
     Unschedulable,
     constant,
     is_contiguous,
@@ -71,13 +71,13 @@ class FunctionScheduler:
             name = sch.get(block).name_hint
             if name in done:
                 continue
-            facts = read_block(sch.get(block))
-            if not facts.reduced:
-                self.schedule_injective(block, facts)
+            info = read_block(sch.get(block))
+            if not info.reduced:
+                self.schedule_injective(block, info)
             else:
-                done |= self.schedule_reduction(block, facts)
+                done |= self.schedule_reduction(block, info)
 
-    def facts(self, block: s_tir.schedule.SBlockRV) -> BlockFacts:
+    def info(self, block: s_tir.schedule.SBlockRV) -> BlockInfo:
         return read_block(self.sch.get(block))
 
     # ---- inlining ------------------------------------------------------------------------------
@@ -93,42 +93,42 @@ class FunctionScheduler:
         node = self.sch.get(block)
         if not node.iter_vars:
             return False
-        facts = read_block(node)
-        if facts.reduced or not facts.simple:
+        info = read_block(node)
+        if info.reduced or not info.simple:
             return False
-        if any(facts.write.buffer.same_as(p) for p in self.outputs):
+        if any(info.write.buffer.same_as(p) for p in self.outputs):
             return False
-        if not is_identity(facts):
+        if not is_identity(info):
             return False
         consumers = self.sch.get_consumers(block)
         if not consumers:
             return False
-        if is_copy(facts):
+        if is_copy(info):
             return True
         # Arithmetic runs in vectors only if no look-up stands between. TVM takes very long for
         # positions that are computed from values at computed positions.
-        if list_position_loads(facts.value):
+        if list_position_loads(info.value):
             return False
-        is_move = isinstance(facts.value, TensorLoad)
-        expensive, size = is_expensive(facts.value), len(list_nodes(facts.value))
-        repeats = bool(list_repeating(facts.value))
+        is_move = isinstance(info.value, TensorLoad)
+        expensive, size = is_expensive(info.value), len(list_nodes(info.value))
+        repeats = bool(list_repeating(info.value))
         for consumer in consumers:
-            reader = self.facts(consumer)
+            reader = self.info(consumer)
             if not reader.simple:
                 return False
             positions = list_position_loads(reader.value)
-            if not is_move and any(p.source.same_as(facts.write.buffer) for p in positions):
+            if not is_move and any(p.source.same_as(info.write.buffer) for p in positions):
                 return False
-            loads = sum(r.buffer.same_as(facts.write.buffer) for r in reader.reads)
-            repeated = reader.volume() > facts.volume() or len(consumers) > 1 or loads > 1
+            loads = sum(r.buffer.same_as(info.write.buffer) for r in reader.reads)
+            repeated = reader.volume() > info.volume() or len(consumers) > 1 or loads > 1
             if expensive and repeated:
                 return False
             arguments = [load for call in list_repeating(reader.value) for load in list_loads(call)]
-            if repeats and any(load.source.same_as(facts.write.buffer) for load in arguments):
+            if repeats and any(load.source.same_as(info.write.buffer) for load in arguments):
                 return False
             if len(list_nodes(reader.value)) + loads * size > INLINE_NODES:
                 return False
-            if reader.reduced and (repeated or list_conditions(facts.value)):
+            if reader.reduced and (repeated or list_conditions(info.value)):
                 return False
         return True
 
@@ -138,19 +138,19 @@ class FunctionScheduler:
         """Return the elements of one vector register."""
         return max(self.bits // bits, 1)
 
-    def schedule_injective(self, block: s_tir.schedule.SBlockRV, facts: BlockFacts) -> None:
+    def schedule_injective(self, block: s_tir.schedule.SBlockRV, info: BlockInfo) -> None:
         """Fuse the contiguous inner axes into vectors, run the outer ones in parallel."""
         sch = self.sch
         loops = list(sch.get_loops(block))
-        if not loops or not facts.simple or len(loops) != len(facts.spatial):
-            self.parallelize(loops[:-1], facts)
+        if not loops or not info.simple or len(loops) != len(info.spatial):
+            self.parallelize(loops[:-1], info)
             return
-        if list_conditions(facts.value) and sch.can_decompose_padding(block, loops[0]):
+        if list_conditions(info.value) and sch.can_decompose_padding(block, loops[0]):
             self.schedule_padding(block)
             return
-        self.vectorize_loops(loops, facts)
+        self.vectorize_loops(loops, info)
 
-    def vectorize_loops(self, loops: Sequence[s_tir.schedule.LoopRV], facts: BlockFacts) -> None:
+    def vectorize_loops(self, loops: Sequence[s_tir.schedule.LoopRV], info: BlockInfo) -> None:
         """Vectorize the contiguous suffix of `loops`, which has one loop per spatial axis.
 
         The other loops run in parallel. An axis that no vector divides stays a serial innermost
@@ -158,11 +158,11 @@ class FunctionScheduler:
         into scalars.
         """
         sch = self.sch
-        lanes = self.lanes(facts.dtype_bits)
-        inner = self.contiguous_suffix(facts, lanes)
+        lanes = self.lanes(info.dtype_bits)
+        inner = self.contiguous_suffix(info, lanes)
         outer = list(loops[: -max(inner, 1)])
         if inner:
-            extent = math.prod(constant(v.dom.extent) or 1 for v in facts.spatial[-inner:])
+            extent = math.prod(constant(v.dom.extent) or 1 for v in info.spatial[-inner:])
             loop = sch.fuse(*loops[-inner:]) if inner > 1 else loops[-1]
             width = pick_width(extent, lanes)
             if width == extent:
@@ -171,7 +171,7 @@ class FunctionScheduler:
                 outside, inside = sch.split(loop, [None, width])
                 sch.vectorize(inside)
                 outer.append(outside)
-        self.parallelize(outer, facts)
+        self.parallelize(outer, info)
 
     def schedule_padding(self, block: s_tir.schedule.SBlockRV) -> None:
         """Fill the output, then copy the inside. Neither needs a guard for each element."""
@@ -179,47 +179,46 @@ class FunctionScheduler:
         fill = sch.decompose_padding(block, sch.get_loops(block)[0])
         for part in (fill, block):
             loops = list(sch.get_loops(part))
-            part_facts = self.facts(part)
-            if len(loops) == len(part_facts.spatial):
-                self.vectorize_loops(loops, part_facts)
+            part_info = self.info(part)
+            if len(loops) == len(part_info.spatial):
+                self.vectorize_loops(loops, part_info)
             else:
-                self.parallelize(loops[:-1], part_facts)
+                self.parallelize(loops[:-1], part_info)
 
-    def contiguous_suffix(self, facts: BlockFacts, lanes: int) -> int:
+    def contiguous_suffix(self, info: BlockInfo, lanes: int) -> int:
         """Count the inner axes to fuse into the vector axis; 0 if none can be a vector."""
-        last = facts.spatial[-1]
+        last = info.spatial[-1]
         extent = constant(last.dom.extent)
-        if extent is None or not self.fits_vectors(facts, last.var):
+        if extent is None or not self.fits_vectors(info, last.var):
             return 0
         count = 1
-        while extent % lanes and count < len(facts.spatial):
+        while extent % lanes and count < len(info.spatial):
             count += 1
-            size = constant(facts.spatial[-count].dom.extent)
+            size = constant(info.spatial[-count].dom.extent)
             if size is None or not all(
-                is_contiguous(access, facts.spatial[-count:])
-                for access in (facts.write, *facts.reads)
+                is_contiguous(access, info.spatial[-count:]) for access in (info.write, *info.reads)
             ):
                 count -= 1
                 break
             extent *= size
         return count if extent > 1 else 0
 
-    def fits_vectors(self, facts: BlockFacts, var: tirx.Var) -> bool:
+    def fits_vectors(self, info: BlockInfo, var: tirx.Var) -> bool:
         """Whether every access moves by 0 or 1 elements along `var`, and no guard depends on it."""
-        if facts.write.stride(var) != 1:
+        if info.write.stride(var) != 1:
             return False
-        if any(access.stride(var) not in (0, 1) for access in facts.reads):
+        if any(access.stride(var) not in (0, 1) for access in info.reads):
             return False
-        return not any(mentions(c, var) for c in list_conditions(facts.value))
+        return not any(mentions(c, var) for c in list_conditions(info.value))
 
-    def parallelize(self, loops: Sequence[s_tir.schedule.LoopRV], facts: BlockFacts) -> None:
+    def parallelize(self, loops: Sequence[s_tir.schedule.LoopRV], info: BlockInfo) -> None:
         """Run outer loops in parallel when there is work for more than one thread.
 
         Loops are fused only until there are enough tasks, since each task has to divide its index
         again. A symbolic extent counts as 1, as in the kernels: only the batch is known at run
         time, and a single sample should not wait for a thread to wake.
         """
-        work = facts.volume() * len(list_nodes(facts.value)) // 4
+        work = info.volume() * len(list_nodes(info.value)) // 4
         chosen, tasks = [], 1
         for loop in loops:
             if tasks >= PARALLEL_TASKS:
@@ -234,38 +233,38 @@ class FunctionScheduler:
 
     # ---- reductions ----------------------------------------------------------------------------
 
-    def schedule_reduction(self, block: s_tir.schedule.SBlockRV, facts: BlockFacts) -> set[str]:
+    def schedule_reduction(self, block: s_tir.schedule.SBlockRV, info: BlockInfo) -> set[str]:
         """Schedule a reduction and what is fused with it. Returns the names of the scheduled
         blocks.
         """
-        if facts.simple and facts.spatial and is_identity(facts):
-            axes = [v for v in facts.spatial if constant(v.dom.extent) != 1]
+        if info.simple and info.spatial and is_identity(info):
+            axes = [v for v in info.spatial if constant(v.dom.extent) != 1]
             extent = constant(axes[-1].dom.extent) if axes else None
-            if extent is not None and extent >= 4 and self.fits_tile(facts, axes[-1].var):
-                lanes = self.lanes(tirx_bits(facts.write.buffer.dtype))
+            if extent is not None and extent >= 4 and self.fits_tile(info, axes[-1].var):
+                lanes = self.lanes(tirx_bits(info.write.buffer.dtype))
                 width = pick_width(extent, lanes) or pick_width(extent, 2 * lanes, 4)
                 if width or extent <= LONGEST_ROW:
-                    return self.tile_reduction(block, facts, axes[-1], width)
+                    return self.tile_reduction(block, info, axes[-1], width)
         name = self.sch.get(block).name_hint
-        if not (facts.simple and self.split_lanes(block, facts)):
+        if not (info.simple and self.split_lanes(block, info)):
             loops = self.sch.get_loops(block)
-            self.parallelize(loops[: leading_spatial(self.sch, block)], facts)
+            self.parallelize(loops[: leading_spatial(self.sch, block)], info)
         return {name}
 
-    def fits_tile(self, facts: BlockFacts, var: tirx.Var) -> bool:
+    def fits_tile(self, info: BlockInfo, var: tirx.Var) -> bool:
         """Like `fits_vectors`, but one operand may be gathered with the step of a strided conv."""
-        if facts.write.stride(var) != 1 or any(
-            mentions(c, var) for c in list_conditions(facts.value)
+        if info.write.stride(var) != 1 or any(
+            mentions(c, var) for c in list_conditions(info.value)
         ):
             return False
-        strides = [access.stride(var) for access in facts.reads]
+        strides = [access.stride(var) for access in info.reads]
         gathered = [s for s in strides if s not in (0, 1)]
         return not gathered or (len(gathered) == 1 and gathered[0] in (2, 3, 4))
 
     def tile_reduction(
         self,
         block: s_tir.schedule.SBlockRV,
-        facts: BlockFacts,
+        info: BlockInfo,
         vector_axis: tirx.IterVar,
         width: int,
     ) -> set[str]:
@@ -279,14 +278,14 @@ class FunctionScheduler:
         name = sch.get(block).name_hint
         # The tile stays in scope "global": up to 1 KiB of that is on the stack, where LLVM finds
         # registers for it. Scope "local" is allocated on the heap.
-        epilogue = self.fused_epilogue(block, facts) or sch.cache_write(block, 0, "global")
+        epilogue = self.fused_epilogue(block, info) or sch.cache_write(block, 0, "global")
         done = {name, sch.get(epilogue).name_hint}
         loops = list(sch.get_loops(epilogue))
-        at = next(i for i, v in enumerate(facts.spatial) if v.same_as(vector_axis))
+        at = next(i for i, v in enumerate(info.spatial) if v.same_as(vector_axis))
         extent = constant(vector_axis.dom.extent) or 1
-        lanes = self.lanes(tirx_bits(facts.write.buffer.dtype))
+        lanes = self.lanes(tirx_bits(info.write.buffer.dtype))
         room = self.registers // max(1, -(-width // lanes))
-        row_axis, rows = self.pick_rows(facts, vector_axis, room) if width else (None, 1)
+        row_axis, rows = self.pick_rows(info, vector_axis, room) if width else (None, 1)
         vectors = 2 if width and extent % (2 * width) == 0 and rows * 2 <= room else 1
         step = width or extent
         vector_outer, vector_mid, vector_inner = sch.split(loops[at], [None, vectors, step])
@@ -301,7 +300,7 @@ class FunctionScheduler:
         sch.compute_at(block, vector_outer, preserve_unit_loops=True)
         # compute_at leaves one loop per axis of the block below the target loop.
         mine = list(sch.get_loops(block))[len(outer) :]
-        spatial, reduced = mine[: len(facts.spatial)], mine[len(facts.spatial) :]
+        spatial, reduced = mine[: len(info.spatial)], mine[len(info.spatial) :]
         tile_mid, tile_inner = sch.split(spatial[at], [None, step])
         tile = [*(loop for i, loop in enumerate(spatial) if i != at), tile_mid, tile_inner]
         sch.reorder(*reduced, *tile)
@@ -310,33 +309,33 @@ class FunctionScheduler:
         if width:
             sch.vectorize(tile[-1])
             sch.vectorize(inner[-1])
-        self.parallelize(outer, facts)
+        self.parallelize(outer, info)
         # Last: nothing can be moved once the initial values have a separate block.
         sch.decompose_reduction(block, reduced[0])
         return done
 
     def pick_rows(
-        self, facts: BlockFacts, vector_axis: tirx.IterVar, most: int
+        self, info: BlockInfo, vector_axis: tirx.IterVar, most: int
     ) -> tuple[int | None, int]:
         """Choose (axis, rows) of the register tile. Axes that let an operand be reused come
         first.
         """
         best: tuple[tuple[int, int], int, int] | None = None
-        for i, axis in enumerate(facts.spatial):
+        for i, axis in enumerate(info.spatial):
             extent = constant(axis.dom.extent)
             if axis.same_as(vector_axis) or extent is None or extent == 1:
                 continue
             rows = largest_divisor(extent, most)
             if rows == 1:
                 continue
-            reused = sum(read.stride(axis.var) == 0 for read in facts.reads)
+            reused = sum(read.stride(axis.var) == 0 for read in info.reads)
             key = (reused, rows)
             if best is None or key > best[0]:
                 best = (key, i, rows)
         return (best[1], best[2]) if best is not None else (None, 1)
 
     def fused_epilogue(
-        self, block: s_tir.schedule.SBlockRV, facts: BlockFacts
+        self, block: s_tir.schedule.SBlockRV, info: BlockInfo
     ) -> s_tir.schedule.SBlockRV | None:
         """Return the only reader of a reduction, if it reads element by element in the same
         order.
@@ -344,13 +343,13 @@ class FunctionScheduler:
         consumers = self.sch.get_consumers(block)
         if len(consumers) != 1:
             return None
-        reader = self.facts(consumers[0])
+        reader = self.info(consumers[0])
         if reader.reduced or not reader.simple or not is_identity(reader):
             return None
-        reads = [r for r in reader.reads if r.buffer.same_as(facts.write.buffer)]
-        same_domain = len(reader.spatial) == len(facts.spatial) and all(
+        reads = [r for r in reader.reads if r.buffer.same_as(info.write.buffer)]
+        same_domain = len(reader.spatial) == len(info.spatial) and all(
             tvm_ffi.structural_equal(a.dom.extent, b.dom.extent)
-            for a, b in zip(reader.spatial, facts.spatial, strict=True)
+            for a, b in zip(reader.spatial, info.spatial, strict=True)
         )
         if not same_domain or not all(
             all(i.same_as(v.var) for i, v in zip(r.indices, reader.spatial, strict=True))
@@ -361,50 +360,50 @@ class FunctionScheduler:
             return None
         return consumers[0]
 
-    def split_lanes(self, block: s_tir.schedule.SBlockRV, facts: BlockFacts) -> bool:
+    def split_lanes(self, block: s_tir.schedule.SBlockRV, info: BlockInfo) -> bool:
         """Split the reduced axis into vector lanes, which are reduced to one value at the end."""
         sch = self.sch
-        last = facts.reduced[-1]
-        extents = [constant(v.dom.extent) for v in facts.reduced]
-        if any(e is None for e in extents) or not is_identity(facts):
+        last = info.reduced[-1]
+        extents = [constant(v.dom.extent) for v in info.reduced]
+        if any(e is None for e in extents) or not is_identity(info):
             return False
-        if any(access.stride(last.var) not in (0, 1) for access in facts.reads):
+        if any(access.stride(last.var) not in (0, 1) for access in info.reads):
             return False
-        if any(mentions(c, last.var) for c in list_conditions(facts.value)):
+        if any(mentions(c, last.var) for c in list_conditions(info.value)):
             return False
-        lanes = self.lanes(max(tirx_bits(facts.write.buffer.dtype), 32))
+        lanes = self.lanes(max(tirx_bits(info.write.buffer.dtype), 32))
         extent = extents[-1] or 1
         fuse = 1
         while extent % lanes and fuse < len(extents):
             fuse += 1
-            if not all(is_contiguous(a, facts.reduced[-fuse:]) for a in facts.reads):
+            if not all(is_contiguous(a, info.reduced[-fuse:]) for a in info.reads):
                 fuse -= 1
                 break
             extent *= extents[-fuse] or 1
         width = largest_divisor(extent, lanes)
         # LoopPartition of TVM separates the remainder. With a symbolic extent it mixes int32 into
         # int64 positions.
-        is_static = all(constant(axis.dom.extent) is not None for axis in facts.spatial)
+        is_static = all(constant(axis.dom.extent) is not None for axis in info.spatial)
         has_rest = width < 4 and extent >= 2 * lanes and is_static
         if has_rest:
             width = lanes
         if width < 4:
             return False
         loops = list(sch.get_loops(block))
-        if len(loops) != len(facts.spatial) + len(facts.reduced):
+        if len(loops) != len(info.spatial) + len(info.reduced):
             return False
         loop = sch.fuse(*loops[-fuse:]) if fuse > 1 else loops[-1]
         steps, lane = sch.split(loop, [None, width])
         if has_rest:
             sch.annotate(steps, "pragma_loop_partition_hint", True)
-        partial = sch.rfactor(lane, len(facts.spatial))
+        partial = sch.rfactor(lane, len(info.spatial))
         partial_loops = list(sch.get_loops(partial))
-        spatial = len(facts.spatial)
+        spatial = len(info.spatial)
         sch.vectorize(partial_loops[-1])
         # Each thread reduces the lanes of its results while they are in the cache.
         if spatial:
             sch.reverse_compute_at(block, partial_loops[spatial - 1], preserve_unit_loops=True)
-        self.parallelize(partial_loops[:spatial], facts)
+        self.parallelize(partial_loops[:spatial], info)
         sch.decompose_reduction(partial, partial_loops[spatial])
         return True
 

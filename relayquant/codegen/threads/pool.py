@@ -73,8 +73,8 @@ def make_launch(source: str) -> tirx.PrimFunc:
             tirx.Bind(state, tirx.call_extern("int32", "pool_take", wanted)),
             tirx.IfThenElse(
                 tirx.EQ(state, 0),
-                check_parts("run_alone", function, data, wanted),
-                tirx.SeqStmt([start, check_parts("run", function, data)]),
+                check_chunks("run_alone", function, data, wanted),
+                tirx.SeqStmt([start, check_chunks("run", function, data)]),
             ),
         ]
     )
@@ -82,7 +82,7 @@ def make_launch(source: str) -> tirx.PrimFunc:
     return make_function("relayquant_launch", [function, data, wanted], imported)
 
 
-def check_parts(name: str, *args: tirx.Var) -> tirx.Stmt:
+def check_chunks(name: str, *args: tirx.Var) -> tirx.Stmt:
     """Make a call that runs the chunks of a loop, and fails if one of them fails.
 
     The error message of a chunk stays with the thread that ran it.

@@ -17,7 +17,7 @@ from machines import best_isa, runnable_target, take_samples
 
 from relayquant.codegen.kernels.integer.conv_plan import list_tiles
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
-from relayquant.codegen.kernels.integer.specs import Conv2d, KernelForm
+from relayquant.codegen.kernels.integer.specs import Conv2d, KernelSchedule
 from relayquant.codegen.kernels.integer.winograd import (
     LARGEST_SUM,
     WinogradPlan,
@@ -168,7 +168,7 @@ def test_winograd__sums_that_are_too_large_are_refused():
 def test_winograd__where_it_can_and_pays(changes, isa, expected):
     spec = replace(LAYER, **changes)
     able = can_winograd(spec, isa, np.ones(spec.weight_shape, "int8"))
-    assert keep_estimate(spec, isa, able) == KernelForm(transforms=expected)
+    assert keep_estimate(spec, isa, able) == KernelSchedule(transforms=expected)
 
 
 @pytest.mark.parametrize(

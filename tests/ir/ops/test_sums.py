@@ -20,7 +20,7 @@ from tvm.relax import op
 
 import relayquant as rq
 from relayquant.base.qtypes import INTEGER_LIMITS
-from relayquant.codegen.split_int64_accumulation import part_wide_sums
+from relayquant.codegen.split_int64_accumulation import split_int64_sums
 from relayquant.flow.testing.check import observe_parameters
 from relayquant.ir.dialect import qnn
 from relayquant.ir.dialect.accumulator_range import bound_sums, choose_accumulator_dtype
@@ -242,7 +242,7 @@ def test_parts__of_a_convolution_run_on_kernels():
         rq.get_backend_config("x86").default_qconfig.weight,
     )
     integer = quantize_fixed(mod, config, rq.get_backend_config("x86"), {"x": x})
-    parted = Graph(part_wide_sums(integer))
+    parted = Graph(split_int64_sums(integer))
     convs = [b.var for b in parted.bindings if parted.op_name(b.var) == "relax.qnn.conv2d"]
     assert len(convs) > 1
     assert all(str(var.ty.dtype) == "int32" for var in convs)

@@ -193,7 +193,7 @@ def broadcast_view(shape: tuple[int, ...], other: tuple[int, ...]) -> tuple[int,
     return prod(shape[:first]), prod(shape[first : last + 1]), prod(shape[last + 1 :])
 
 
-def emit_centred(value: Expr, zero_point: int, lanes: int) -> Expr:
+def subtract_zero_point(value: Expr, zero_point: int, lanes: int) -> Expr:
     """Compute int32(value) - zero_point."""
     value = T.Cast(vector("int32", lanes), value)
     return value - constant("int32", zero_point, lanes) if zero_point else value
@@ -201,7 +201,7 @@ def emit_centred(value: Expr, zero_point: int, lanes: int) -> Expr:
 
 def emit_scaled(value: Expr, operand: Space, lanes: int) -> Expr:
     """Compute RN(float32(value - zero_point) * multiplier)."""
-    real = T.Cast(vector("float32", lanes), emit_centred(value, operand.zero_point, lanes))
+    real = T.Cast(vector("float32", lanes), subtract_zero_point(value, operand.zero_point, lanes))
     return real * constant("float32", operand.multiplier, lanes)
 
 
@@ -339,7 +339,7 @@ def build_scale_channels(spec: ScaleChannels, name: str = "scale_channels") -> P
         threads = prod(spec.shape) >= PARALLEL_ELEMENTS
 
         def step(at: Expr, factor: Expr, lanes: int) -> None:
-            value = emit_centred(load_vector(data, at, lanes), spec.zero_point, lanes)
+            value = subtract_zero_point(load_vector(data, at, lanes), spec.zero_point, lanes)
             store_vector(out, spec.out.emit(value, factor, None, lanes), at, lanes)
 
         if inner == 1:
@@ -413,7 +413,9 @@ def build_add(spec: Add, name: str = "add") -> PrimFunc:
     check_integer_output("Add", spec.out)
 
     def compute(lhs: Expr, rhs: Expr, lanes: int) -> Expr:
-        real = T.Cast(vector("float32", lanes), emit_centred(rhs, spec.rhs.zero_point, lanes))
+        real = T.Cast(
+            vector("float32", lanes), subtract_zero_point(rhs, spec.rhs.zero_point, lanes)
+        )
         factor = constant("float32", spec.rhs.multiplier, lanes)
         value = emit_fma(real, factor, emit_scaled(lhs, spec.lhs, lanes), lanes)
         return spec.out.emit_rounded(value, lanes)
@@ -428,7 +430,7 @@ def build_multiply(spec: Multiply, name: str = "multiply") -> PrimFunc:
     scaling = Space("int32", 0, spec.multiplier)
 
     def compute(lhs: Expr, rhs: Expr, lanes: int) -> Expr:
-        product = emit_centred(lhs, spec.lhs_zero_point, lanes) * emit_centred(
+        product = subtract_zero_point(lhs, spec.lhs_zero_point, lanes) * subtract_zero_point(
             rhs, spec.rhs_zero_point, lanes
         )
         return spec.out.emit_rounded(emit_scaled(product, scaling, lanes), lanes)

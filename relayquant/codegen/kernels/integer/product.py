@@ -24,12 +24,12 @@ from relayquant.codegen.kernels.integer.conv_transpose import (
     pack_conv2d_transpose,
 )
 from relayquant.codegen.kernels.integer.dynamic_rows import build_dense_rows, pack_dense_rows
-from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, KernelForm, PackedWeights
+from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, KernelSchedule, PackedWeights
 from relayquant.codegen.kernels.integer.winograd import build_winograd, pack_winograd
 from relayquant.codegen.kernels.isa.base import Isa
 
 #: Direct form, without transforms, in the tile with the smallest estimated time.
-DIRECT = KernelForm()
+DIRECT = KernelSchedule()
 
 Multiplier = NDArray[np.float32] | np.float32 | None
 
@@ -60,7 +60,7 @@ class ProductKernel:
 def choose_product(
     spec: Conv2d | Conv2dTranspose | Dense,
     isa: Isa,
-    form: KernelForm = DIRECT,
+    schedule: KernelSchedule = DIRECT,
     *,
     any_rows: bool = False,
 ) -> ProductKernel:
@@ -70,10 +70,10 @@ def choose_product(
     """
     if isinstance(spec, Conv2dTranspose):
         return ProductKernel(spec, isa, pack_conv2d_transpose, build_conv2d_transpose)
-    spec = replace(spec, tile=form.tile)
+    spec = replace(spec, tile=schedule.tile)
     if isinstance(spec, Dense):
         functions = (pack_dense_rows, build_dense_rows) if any_rows else (pack_dense, build_dense)
         return ProductKernel(spec, isa, *functions)
-    if form.transforms:
+    if schedule.transforms:
         return ProductKernel(spec, isa, pack_winograd, build_winograd)
     return ProductKernel(spec, isa, pack_conv2d, build_conv2d)

@@ -28,7 +28,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class KernelForm:
+class KernelSchedule:
     """How a convolution is computed. The result is the same for all schedules."""
 
     tile: Tile | None = None  #: None: the tile with the smallest estimated time

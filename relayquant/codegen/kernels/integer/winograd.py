@@ -217,7 +217,7 @@ def build_winograd(
         operands = declare_operands(
             spec, plan.product.isa, plan.weight_size, spec.out_channels, in_shape, out_shape
         )
-        image = emit_prepared_image(operands.data, spec, centre_activations(isa))
+        image = emit_prepared_image(operands.data, spec, with_signed_activations(isa))
         with view_buffers(image.data) as [pixels]:
             emit_shares(plan, operands, replace(image, data=pixels))
 
@@ -261,7 +261,7 @@ def alloc_columns(rows: int, lanes: int, dtype: str) -> list[Buffer]:
     return [view_buffer(buffer) for buffer in alloc_vectors(rows, IN * lanes, dtype)]
 
 
-def centre_activations(isa: Isa) -> Isa:
+def with_signed_activations(isa: Isa) -> Isa:
     """Return the instruction set for activations minus 128 instead of uint8.
 
     Then B d B' and the sums are small enough.
@@ -433,7 +433,7 @@ def pack_winograd(
         ValueError: A shape does not fit, the multiplier is missing or not allowed, or sums with
             these weights can be too large.
     """
-    centre = centre_activations(isa).zero_point_shift(spec.in_dtype)
+    centre = with_signed_activations(isa).zero_point_shift(spec.in_dtype)
     order = np.arange(spec.out_channels)
     folded, factors = pack_channels(spec, weight, bias, multiplier, centre, order)
     if find_largest_sum(weight) >= LARGEST_SUM:
