@@ -161,7 +161,7 @@ class QSpec(PlainSettings):
         lowest, largest = self.scale_bounds
         if not 0 <= lowest <= largest or largest == 0:
             raise ConfigError(
-                f"QSpec scale_min={self.scale_min}, scale_max={self.scale_max} is no range of "
+                f"QSpec scale_min={self.scale_min}, scale_max={self.scale_max} is not a range of "
                 "scales; "
                 "allowed: 0 < scale_min <= scale_max.",
                 code="RQ101",

@@ -111,7 +111,7 @@ class Preprocessing:
                 raise
             except ValueError as error:
                 raise ConfigError(
-                    f"Preprocessing: {part!r} is no value for {key}.", code="RQ301"
+                    f"Preprocessing: {part!r} is not a value for {key}.", code="RQ301"
                 ) from error
         return result
 

@@ -300,7 +300,7 @@ def check_names(
     unknown = sorted(str(name) for name in given if name not in wanted)
     if unknown:
         raise DataError(
-            f"{where} gives {unknown[0]!r}, which is no input of the model. "
+            f"{where} gives {unknown[0]!r}, which is not an input of the model. "
             f"{suggest_name(unknown[0], wanted)}",
             code="RQ302",
         )

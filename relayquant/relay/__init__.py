@@ -1,9 +1,9 @@
-"""Relay: modules of TVM 0.7 to 0.19, read as Relax and written back.
+"""Relay: modules of TVM 0.7 to 0.19 -> Relax modules, and back.
 
-Reading: text or JSON -> `syntax` -> Relax; the operators are rows in `operators`.
-Writing: Relax -> `syntax` -> text; the operators are rows in `export`.
-Quantizing: the options of `relay.quantize` are those of ours (`qconfig`), and a script of Relay's
-runs as it was (`quantize`).
+- Reading: text or JSON -> `syntax` -> Relax. Each operator is a row in `operators`.
+- Writing: Relax -> `syntax` -> text. Each operator is a row in `export`.
+- Quantizing: `qconfig` maps the options of `relay.quantize` to ours, and `quantize` runs a script
+  written for Relay unchanged.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 if TYPE_CHECKING:
     quantize: Any
 
-# It stands above this room, where the whole data flow is known.
+# `quantize` is in a higher room, because it uses the whole data flow.
 __getattr__, __dir__ = lazy.gather(__name__, {"relayquant.flow.relay_scripts": "quantize"})
 
 
@@ -54,21 +54,22 @@ def from_text(
     shapes: Mapping[str, Any] | None = None,
     release: str | None = None,
 ) -> tvm.IRModule:
-    """The Relax module of a Relay module in text form (`mod.astext()`).
+    """Read a Relay module in text form (`mod.astext()`) as a Relax module.
 
     Values are named as in the text: `%conv1` is "conv1", `%12` is "12".
 
     Args:
-        params: {name: array} for parameters of main that are to become constants.
+        params: {name: array} for parameters of main that become constants.
         shapes: {parameter: shape}, for dimensions that the text leaves open (`?`).
-        release: The TVM that wrote the text, "0.7" to "0.19"; the text does not say it. It counts
-            where defaults changed and shapes do not tell: for a transposed convolution without
-            kernel_layout and with as many channels before as behind (it is asked for then), and
-            for a batch_matmul of square matrices (None: as 0.9 and later).
+        release: TVM release that wrote the text, "0.7" to "0.19". The text does not contain it. It
+            is needed where a default changed between releases and the shapes do not show which one
+            is meant: for a transposed convolution without kernel_layout and with as many input as
+            output channels (an error asks for it then), and for a batch_matmul of square matrices
+            (None: as 0.9 and later).
 
     Raises:
-        ModelError: the text is no Relay (line and column are named), operators are not supported
-            (all of them are), types do not fit, or `release` is needed.
+        ModelError: the text is not Relay (names line and column), operators are not supported (all
+            are listed), types do not fit, or `release` is needed.
     """
     written_by = None if release is None else WrittenBy.parse(release)
     return build_module(parse_text(text, _list_attributes()), params, shapes, written_by)
@@ -82,11 +83,14 @@ def from_json(
     shapes: Mapping[str, Any] | None = None,
     release: str | None = None,
 ) -> tvm.IRModule:
-    """The same for what `tvm.ir.save_json` of TVM 0.7 to 0.19 wrote; lossless, unlike text. The
-    file says its `release`, if it is not that of a fork.
+    """Read a Relay module in the JSON form of `tvm.ir.save_json` (TVM 0.7 to 0.19) as a Relax
+    module.
+
+    JSON is lossless, unlike text. The file contains its `release`, except for forks of TVM with
+    other version numbers. Arguments are those of `from_text`.
 
     Raises:
-        ModelError: as for `from_text`; the node is named.
+        ModelError: as for `from_text`. Names the node.
     """
     module, version = parse_json(text, _list_attributes())
     written_by = WrittenBy.find(version) if release is None else WrittenBy.parse(release)

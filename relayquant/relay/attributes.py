@@ -1,4 +1,4 @@
-"""Relay: the kinds of attributes that operators have, how each is written in JSON, and checked."""
+"""Relay reader: the kinds of operator attributes, their form in JSON, and their checks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from relayquant.errors import ModelError, suggest_name
 from relayquant.relay.metadata import NodeGraph
 
-#: Attributes hold sizes and axes; beyond this they are nonsense. Slices say "to the end" with
-#: the largest int64.
+#: Attributes hold sizes and axes, so larger numbers are invalid. Slices use the largest int64 for
+#: "to the end".
 MAX_INTEGER = 2**63 - 1
 
 
 class AttributeKind(enum.Enum):
-    """What an attribute holds. A JSON file has the numbers of INT, FLOAT and BOOL and the text of
-    DTYPE in place, all else in nodes of their own.
+    """The type of an attribute. A JSON file holds numbers of INT, FLOAT and BOOL and the text of
+    DTYPE inline. All other kinds are in separate nodes.
     """
 
     INT = "an integer"
@@ -25,7 +25,7 @@ class AttributeKind(enum.Enum):
     BOOL = "True or False"
     STRING = "a text"
     DTYPE = "a dtype"
-    INTEGER = "an integer or None"  #: boxed in some release: Integer, IndexExpr
+    INTEGER = "an integer or None"  #: boxed in some releases: Integer, IndexExpr
     INTS = "a list of integers or None"
     NESTED = "a list of lists of integers"
     SECTIONS = "an integer or a list of integers"
@@ -35,7 +35,7 @@ class AttributeKind(enum.Enum):
 
 @dataclass(frozen=True)
 class Attr:
-    """Kind and default of an attribute. `required` ones have no default in Relay."""
+    """Kind and default of an attribute. `required` attributes have no default in Relay."""
 
     kind: AttributeKind
     default: Any = None
@@ -103,7 +103,7 @@ _CHECKS: Mapping[AttributeKind, Callable[[Any], Any]] = {
     AttributeKind.FLOATS: _optional(lambda value: tuple(_to_float(item) for item in value)),
 }
 
-#: How the text of an attribute in place is read.
+#: Readers of the text of an inline attribute.
 _IN_PLACE: Mapping[AttributeKind, Callable[[str], Any]] = {
     AttributeKind.INT: int,
     AttributeKind.FLOAT: float,
@@ -113,10 +113,11 @@ _IN_PLACE: Mapping[AttributeKind, Callable[[str], Any]] = {
 
 
 def complete_attrs(known: Attrs, written: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of all attributes: those written, checked, and the defaults of the others.
+    """Return the values of all attributes: checked values from the source, and defaults for the
+    others.
 
     Raises:
-        ModelError: an attribute is unknown or missing, or a value is of another kind.
+        ModelError: an attribute is unknown or missing, or the kind of a value is wrong.
     """
     for name in written:
         if name not in known:
@@ -140,9 +141,10 @@ def complete_attrs(known: Attrs, written: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_boxed(graph: NodeGraph, text: str) -> int | None:
-    """An integer in a node of its own, or in place: `stack.axis` is a node before TVM 0.11 and in
-    place later. Node 0 is null; the first nodes, whose numbers an axis might be, are the module and
-    its types.
+    """Read an integer that is inline or in a separate node.
+
+    `stack.axis` is a node before TVM 0.11 and inline later. Node 0 is null. The first nodes, whose
+    numbers could be an axis, are the module and its types.
     """
     number = int(text)
     if 0 <= number < len(graph):
@@ -153,11 +155,11 @@ def _read_boxed(graph: NodeGraph, text: str) -> int | None:
 
 
 def read_json_attrs(known: Attrs, graph: NodeGraph, node: int) -> dict[str, Any]:
-    """The attributes in a node, as the text reader would give them; of those that are not known
-    only the text, since they are refused later.
+    """Read the attributes of a node, with the values that the text reader would return. Unknown
+    attributes keep their text, because they are refused later.
 
     Raises:
-        ModelError: the text of an attribute is no number, or its node is missing.
+        ModelError: the text of an attribute is not a number, or its node is missing.
     """
     values: dict[str, Any] = {
         name: graph.attr(node, name) for name in graph.attr_names(node) if name not in known
@@ -172,7 +174,7 @@ def read_json_attrs(known: Attrs, graph: NodeGraph, node: int) -> dict[str, Any]
             elif attr.kind is AttributeKind.INTEGER:
                 values[name] = _read_boxed(graph, text)
             elif attr.kind is AttributeKind.STRING and not text.isdecimal():
-                values[name] = text  # a std::string is in place, a tvm::String is not
+                values[name] = text  # std::string is inline, tvm::String is not
             else:
                 values[name] = graph.value(graph.child(node, name))
         except ValueError as error:

@@ -1,7 +1,7 @@
-"""Relay, last step of reading: `relay.syntax` becomes a Relax module, operator by operator.
+"""Relay reader, last step: `relay.syntax` -> a Relax module, operator by operator.
 
-Calls of functions are inlined and branches on constants taken, so that main is one block. Types are
-those that Relax infers, compared with what the source declares.
+Function calls are inlined and branches on constants are taken, so main is one block. Relax infers
+the types, and they are compared with the declared types.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from relayquant.relay.operators import OPERATORS
 from relayquant.relay.operators.base import RelayEmitter, Site, Value, make_const
 from relayquant.relay.release import WrittenBy
 
-#: Deepest nesting of expressions and of inlined functions. Relay's printer nests not at all.
+#: Deepest nesting of expressions and of inlined functions. Relay's printer does not nest at all.
 MAX_DEPTH = 100
 
-#: Most operators that inlining may make of a module.
+#: Largest number of operators after inlining.
 MAX_VALUES = 50_000
 
 #: Values that need no name.
@@ -42,7 +42,7 @@ Shapes: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class _Closure:
-    """A function that is a value, with the names it sees."""
+    """A function as a value, with the names it can see."""
 
     function: syntax.Function
     scope: MutableMapping[str, Any]
@@ -54,12 +54,12 @@ def build_module(
     shapes: Shapes | None = None,
     release: WrittenBy | None = None,
 ) -> tvm.IRModule:
-    """The Relax module of a Relay module; main is one dataflow block.
+    """Build the Relax module of a Relay module. main is one dataflow block.
 
     Args:
         params: Values of parameters of main, which become constants.
         shapes: Parameter name -> shape, for dimensions that the source leaves open (`?`).
-        release: The TVM that wrote it; None if that is not known.
+        release: TVM release that wrote it. None if unknown.
 
     Raises:
         ModelError: operators are not supported (all are listed), names or types are wrong.
@@ -78,24 +78,27 @@ def build_module(
 
 
 def list_parameters(main: syntax.Function) -> list[syntax.Param]:
-    """The parameters of main, and the inputs that no function declares."""
+    """List the parameters of main, and the inputs that no function declares."""
     free = [s.param for s in main.body.statements if isinstance(s, syntax.FreeVar)]
     return [*main.params, *free]
 
 
 def match_names(what: str, given: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """What is `given` by the names that the parameters have here. TVM's printer puts a "v" before
-    names that begin with no letter; a params file keeps them as they were: "1x" is %v1x.
+    """Map `given` to the parameter names of this module.
+
+    TVM's printer puts a "v" before names that do not begin with a letter. A params file keeps the
+    original names: "1x" is %v1x.
 
     Raises:
-        ModelError: a name is that of no parameter.
+        ModelError: a name is not a parameter.
     """
     found: dict[str, Any] = {}
     for name, value in given.items():
         printed = name if name in names or name[:1].isalpha() else f"v{name}"
         if printed not in names or (printed != name and printed in given):
             raise ModelError(
-                f"{what} has {name!r}, which is no parameter of @main. {suggest_name(name, names)}",
+                f"{what} has {name!r}, which is not a parameter of @main. "
+                f"{suggest_name(name, names)}",
                 code="RQ103",
             )
         found[printed] = value
@@ -105,7 +108,7 @@ def match_names(what: str, given: Mapping[str, Any], names: Sequence[str]) -> di
 def check_operators(module: syntax.Module) -> None:
     """Raise one error that lists all operators without a row in the table.
 
-    Looks at the functions that main reaches.
+    Checks the functions that main reaches.
 
     Raises:
         ModelError: there are such operators, or expressions are nested too deeply.
@@ -130,7 +133,7 @@ def check_operators(module: syntax.Module) -> None:
 
 
 def _reachable(module: syntax.Module) -> Iterator[syntax.Expr]:
-    """All expressions of main and of the functions it names."""
+    """Yield all expressions of main and of the functions it names."""
     seen = {"main"}
     waiting: list[tuple[syntax.Expr, int]] = [(module.functions["main"], 0)]
     while waiting:
@@ -185,7 +188,7 @@ class _ModuleBuilder:
     # -- parameters --------------------------------------------------------------------------------
 
     def bind_param(self, param: syntax.Param) -> relax.Expr:
-        """The input of main, or the constant given for it."""
+        """Return the input of main, or the constant given for it."""
         kind = param.type
         if not isinstance(kind, syntax.TensorType):
             raise _fail(
@@ -202,7 +205,7 @@ class _ModuleBuilder:
             try:
                 var = relax.Var(param.name, relax.TensorType(dims, kind.dtype))
             except Exception as error:
-                raise _fail(param.where, f"{kind} is no type of Relax: {error}") from error
+                raise _fail(param.where, f"{kind} is not a type of Relax: {error}") from error
             self.inputs.append(var)
             return var
         value = self.params[param.name]
@@ -237,7 +240,7 @@ class _ModuleBuilder:
     # -- expressions -------------------------------------------------------------------------------
 
     def block(self, block: syntax.Block, scope: MutableMapping[str, Any], name: str) -> Value:
-        """The value of a block whose result is to be called `name`."""
+        """Convert a block and return its value, named `name`."""
         for statement in block.statements:
             if isinstance(statement, syntax.FreeVar):
                 if statement.param.name not in scope:
@@ -292,7 +295,7 @@ class _ModuleBuilder:
         return self.branch(expr, scope, name)
 
     def look_up(self, ref: syntax.Ref, scope: Mapping[str, Any]) -> Any:
-        """The value of a name: `x.0` is a variable of that name, or else field 0 of `x`."""
+        """Look up the value of a name: `x.0` is a variable of this name, or else field 0 of `x`."""
         name, fields = ref.name, list[int]()
         while name not in scope:
             name, dot, field = name.rpartition(".")
@@ -339,17 +342,17 @@ class _ModuleBuilder:
         except RelayQuantError as error:
             raise _fail(call.where, f"{call.op}: {error}") from error
         except Exception as error:
-            # TVM raises what its C++ code happens to raise: TypeError, InternalError, ...
+            # TVM raises any error of its C++ code: TypeError, InternalError, ...
             raise _fail(call.where, f"{call.op}: {readable(error)}") from error
         return value
 
     def call_function(
         self, call: syntax.FunctionCall, scope: MutableMapping[str, Any], name: str
     ) -> Any:
-        """Inline the function: its values are called `name.x`, its result `name`."""
+        """Inline a function: its values are named `name.x`, its result `name`."""
         closure = self.evaluate(call.function, scope, f"{name}.0")
         if not isinstance(closure, _Closure):
-            raise _fail(call.where, f"{describe_type(closure)} is called, which is no function.")
+            raise _fail(call.where, f"{describe_type(closure)} is called, but is not a function.")
         function = closure.function
         if any(function is outer for outer in self.running):
             raise _fail(call.where, "a function calls itself, which is not supported.")
@@ -396,7 +399,7 @@ class _ModuleBuilder:
             raise _fail(where, f"{what} {describe_type(value)}, declared is {declared}.")
 
     def join(self, value: Any, where: syntax.Location) -> relax.Expr:
-        """Tuples of main's result as one expression."""
+        """Return main's result as one expression, with its tuples."""
         if isinstance(value, tuple):
             return relax.Tuple([self.join(field, where) for field in value])
         if not isinstance(value, relax.Expr):
@@ -405,12 +408,14 @@ class _ModuleBuilder:
 
 
 def name_inside(owner: str, name: str) -> str:
-    """Name of a value inside the function inlined for `owner`; main's own are not prefixed."""
+    """Return the name of a value inside the function inlined for `owner`. Values of main have no
+    prefix.
+    """
     return name if owner == "output" else f"{owner}.{name}"
 
 
 def describe_type(value: Any) -> str:
-    """The type of a value in Relay's words."""
+    """Describe the type of a value in Relay's terms."""
     if isinstance(value, tuple):
         return f"({', '.join(map(describe_type, value))})"
     if not isinstance(value, relax.Expr):
@@ -428,7 +433,7 @@ def describe_type(value: Any) -> str:
 
 
 def fits_type(value: Any, declared: syntax.Type) -> bool:
-    """Whether the inferred type of a value contradicts a declared one nowhere."""
+    """Return whether the inferred type of a value is consistent with a declared type."""
     if isinstance(declared, syntax.OpaqueType):
         return True
     if isinstance(declared, syntax.TupleType):
@@ -456,7 +461,7 @@ def fits_type(value: Any, declared: syntax.Type) -> bool:
 
 
 def readable(error: Exception) -> str:
-    """The message of a C++ error, without its stack trace and the dumps of operators in it."""
+    """Return the message of a C++ error without its stack trace and its dumps of operators."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[-1] if lines else type(error).__name__
     text = re.sub(r'ir\.Op\(.*?name="relax\.([^"]+)".*?support_level=\d+\)', r"\1", text)

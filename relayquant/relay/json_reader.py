@@ -1,7 +1,7 @@
-"""Relay, reading: what `tvm.ir.save_json` wrote (TVM 0.7 to 0.19) becomes `relay.syntax`.
+"""Relay reader: the JSON of `tvm.ir.save_json` (TVM 0.7 to 0.19) -> `relay.syntax`.
 
-A JSON file holds a graph in which nodes are shared. Each value gets the number that TVM's printer
-would give it, so that a module has the same names, read from its text or its JSON.
+A JSON file holds a graph with shared nodes. Each value gets the number that TVM's printer would
+give it, so a module has the same names when it is read from its text or its JSON.
 """
 
 from __future__ import annotations
@@ -21,28 +21,31 @@ from relayquant.relay.text_reader import MAX_DIM
 #: Deepest nesting of functions, branches and types.
 MAX_DEPTH = 64
 
-#: A node inside several branches or functions is read for each; no more than so often on average.
+#: Largest average number of reads per node. A node inside several branches or functions is read for
+#: each of them.
 MAX_COPIES = 4
 
-#: What a value can be made of without a number of its own.
+#: Nodes that are part of a value without a number of their own.
 _INLINE = ("relay.Var", "relay.Constant", "GlobalVar", "relay.GlobalVar")
 
 
 def is_relay_json(text: str) -> bool:
-    """Whether a text is JSON as TVM before 0.20 wrote it, when modules were Relay. Relax modules
-    are written in another form, with "root_index" and "type" in place of "root" and "type_key".
+    """Return whether a text is the JSON of a Relay module (TVM before 0.20).
+
+    Relax modules use "root_index" and "type" instead of "root" and "type_key".
     """
     return re.match(r'\s*\{\s*"root"\s*:\s*\d', text) is not None
 
 
 def parse_json(text: str, operators: Mapping[str, Attrs]) -> tuple[syntax.Module, str]:
-    """The module in a JSON text, and the version of TVM that wrote it ("" if it does not say).
+    """Read the module in a JSON text, and the version of TVM that wrote it ("" if the text does not
+    contain it).
 
     Args:
-        operators: Attributes of the known operators; those of others are left out.
+        operators: Attributes of the known operators. Attributes of other operators are left out.
 
     Raises:
-        ModelError: the text is not a Relay module; names the node.
+        ModelError: the text is not a Relay module. Names the node.
     """
     graph = NodeGraph(text, "The Relay JSON")
     key = graph.key(graph.root)
@@ -57,7 +60,7 @@ def parse_json(text: str, operators: Mapping[str, Attrs]) -> tuple[syntax.Module
     functions: dict[str, syntax.Function] = {}
     for name, value in zip(entries[::2], entries[1::2], strict=False):
         if graph.key(value) != "relay.Function":
-            raise graph.fail(value, f"{graph.key(value)} is no Relay function.")
+            raise graph.fail(value, f"{graph.key(value)} is not a Relay function.")
         functions[_global_name(graph, name)] = _FunctionReader(graph, operators).function(value)
     return syntax.Module(functions), graph.version
 
@@ -67,13 +70,13 @@ def _global_name(graph: NodeGraph, node: int) -> str:
 
 
 class _FunctionReader:
-    """Reads one function of the module, with the functions inside it."""
+    """Reads one function of the module, with its inner functions."""
 
     def __init__(self, graph: NodeGraph, operators: Mapping[str, Attrs]) -> None:
         self.graph = graph
         self.operators = operators
-        self.count = 0  #: numbers given
-        self.made = 0  #: expressions made
+        self.count = 0  #: last number that was assigned
+        self.made = 0  #: number of expressions read
         self.names: dict[int, str] = {}  #: node of a variable -> its name here
         self.taken: set[str] = set()
 
@@ -104,12 +107,12 @@ class _FunctionReader:
 
     def param(self, node: int) -> syntax.Param:
         if self.graph.key(node) != "relay.Var":
-            raise self.graph.fail(node, f"{self.graph.key(node)} is no variable.")
+            raise self.graph.fail(node, f"{self.graph.key(node)} is not a variable.")
         kind = self.type(self.graph.child(node, "type_annotation"))
         return syntax.Param(self.name(node), kind, Location(node=node))
 
     def name(self, node: int) -> str:
-        """The variable's name; "x1" if another variable is called "x" already."""
+        """Return the variable's name, or "x1" if another variable is already called "x"."""
         if node not in self.names:
             graph = self.graph
             hint = graph.text(graph.child(graph.child(node, "vid"), "name_hint")) or "v"
@@ -121,7 +124,7 @@ class _FunctionReader:
     # -- values ------------------------------------------------------------------------------------
 
     def block(self, node: int, scope: dict[int, syntax.Expr], depth: int = 0) -> syntax.Block:
-        """The statements that a value needs, and the value."""
+        """Return the statements that a value needs, and the value."""
         if depth > MAX_DEPTH:
             raise self.graph.fail(node, f"functions are nested deeper than {MAX_DEPTH}.")
         graph = self.graph
@@ -146,9 +149,10 @@ class _FunctionReader:
         statements: list[syntax.Statement],
         depth: int,
     ) -> syntax.Expr:
-        """The expression of `root`; what it is made of goes into `statements`, once each.
+        """Return the expression of `root`. Expressions that it uses are added to `statements`, once
+        each.
 
-        As TVM's printer does: first what the parts of a node are made of, then the parts.
+        The order is the one of TVM's printer: first the inner parts of a node, then the node.
         """
         waiting, opened, closed = [root], set[int](), set[int]()
         while waiting:
@@ -192,7 +196,7 @@ class _FunctionReader:
         return syntax.Ref(name, where)
 
     def parts(self, node: int) -> list[int]:
-        """The nodes a value is made of, in the order of TVM's printer."""
+        """Return the nodes that a value uses, in the order of TVM's printer."""
         graph = self.graph
         key = graph.key(node)
         if key == "relay.Call":
@@ -240,7 +244,8 @@ class _FunctionReader:
             return self.function(node, scope, depth + 1)
         if key == "relay.Let":
             return self.block(node, dict(scope), depth + 1)
-        # Match, Ref and what else has no counterpart: reported with all unsupported operators.
+        # Match, Ref and other nodes without a counterpart are reported with all unsupported
+        # operators.
         return syntax.OpCall(key or "null", (), {}, where)
 
     # -- types -------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
-"""Relay, reading: the node graph in which TVM before 0.20 saved objects as JSON.
+"""Relay reader: the node graph in which TVM before 0.20 saved objects as JSON.
 
     {"root": i, "nodes": [{"type_key", "attrs" | "data" | "keys" | "repr_str"}], "b64ndarrays": []}
 
-Attributes are texts: of a number, or of the index of another node, node 0 being null. The same form
-holds whole modules (`tvm.ir.save_json`) and the metadata section of a text.
+Attributes are texts: a number, or the index of another node. Node 0 is null. Whole modules
+(`tvm.ir.save_json`) and the metadata section of a text have the same form.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import numpy as np
 from relayquant.errors import ModelError, format_count
 from relayquant.relay.tensors import decode_tensor
 
-#: Deepest nesting of arrays inside an attribute; those of Relay end at 2.
+#: Deepest nesting of arrays inside an attribute. Relay's attributes have at most 2 levels.
 MAX_VALUE_DEPTH = 8
 
 
 class NodeGraph:
-    """Read-only access to the nodes; every index and text is checked when it is used.
+    """Read-only access to the nodes. Every index and text is checked at its use.
 
     Raises:
-        ModelError: the text is no JSON, or no such graph.
+        ModelError: the text is not JSON, or not a node graph.
     """
 
     def __init__(self, text: str, what: str) -> None:
@@ -49,16 +49,16 @@ class NodeGraph:
         self._tensors: list[Any] = tensors
         self._decoded: dict[int, np.ndarray] = {}
         attrs = document.get("attrs")
-        #: of TVM, "" where the text does not say
+        #: TVM's version, "" if the text does not contain it
         self.version = str(attrs.get("tvm_version", "")) if isinstance(attrs, dict) else ""
         self.root = self.index(document.get("root"), "root")
 
     def fail(self, index: int, message: str) -> ModelError:
-        """An error that names the node."""
+        """Return an error that names the node."""
         return ModelError(f"{self.what}, node {index}: {message}", code="RQ502")
 
     def index(self, value: Any, part: str) -> int:
-        """`value` as the index of a node."""
+        """Return `value` as the index of a node."""
         try:
             index = int(value)
         except (TypeError, ValueError):
@@ -75,7 +75,7 @@ class NodeGraph:
         return len(self._nodes)
 
     def key(self, index: int) -> str:
-        """Type key of a node; "" for null."""
+        """Return the type key of a node. "" for null."""
         key = self._node(index).get("type_key")
         if not isinstance(key, str):
             raise self.fail(index, "it has no type_key.")
@@ -88,7 +88,7 @@ class NodeGraph:
         return node
 
     def attr(self, index: int, name: str) -> str:
-        """Text of an attribute."""
+        """Return the text of an attribute."""
         attrs = self._node(index).get("attrs")
         value = attrs.get(name) if isinstance(attrs, dict) else None
         if not isinstance(value, str):
@@ -100,16 +100,16 @@ class NodeGraph:
         return isinstance(attrs, dict) and name in attrs
 
     def attr_names(self, index: int) -> list[str]:
-        """Names of the attributes of a node."""
+        """Return the attribute names of a node."""
         attrs = self._node(index).get("attrs")
         return list(attrs) if isinstance(attrs, dict) else []
 
     def child(self, index: int, name: str) -> int:
-        """Index of the node that an attribute names."""
+        """Return the index of the node that an attribute refers to."""
         return self.index(self.attr(index, name), f"attribute {name!r} of node {index}")
 
     def integer(self, index: int, name: str) -> int:
-        """An attribute that is a number itself."""
+        """Return the number in an attribute."""
         text = self.attr(index, name)
         try:
             return int(text)
@@ -117,14 +117,14 @@ class NodeGraph:
             raise self.fail(index, f"attribute {name!r} is {text!r}, not an integer.") from error
 
     def items(self, index: int) -> list[int]:
-        """Indices of the elements of an Array, or of the values of a Map."""
+        """Return the indices of the elements of an Array, or of the values of a Map."""
         data = self._node(index).get("data", [])
         if self.key(index) not in ("Array", "Map") or not isinstance(data, list):
             raise self.fail(index, f"it is {self.key(index) or 'null'}, not an Array or Map.")
         return [self.index(item, f"an element of node {index}") for item in data]
 
     def keys(self, index: int) -> list[str]:
-        """Keys of a Map from text."""
+        """Return the keys of a Map from text."""
         keys = self._node(index).get("keys", [])
         if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
             raise self.fail(index, "the keys of a Map must be texts.")
@@ -133,14 +133,14 @@ class NodeGraph:
         return keys
 
     def text(self, index: int) -> str:
-        """The text of a String, an operator or a boxed number."""
+        """Return the text of a String, an operator or a boxed number."""
         value = self._node(index).get("repr_str", "")
         if not isinstance(value, str):
             raise self.fail(index, "repr_str must be a text.")
         return value
 
     def tensor(self, index: int, name: str = "data") -> np.ndarray:
-        """The array that an attribute of a relay.Constant names."""
+        """Return the array that an attribute of a relay.Constant refers to."""
         number = self.integer(index, name)
         if not 0 <= number < len(self._tensors):
             raise self.fail(index, f"there is no tensor {number} of {len(self._tensors)}.")
@@ -153,9 +153,9 @@ class NodeGraph:
         return self._decoded[number]
 
     def value(self, index: int, depth: int = 0) -> Any:
-        """A number, text, tuple or None: whatever attributes and metadata hold.
+        """Return a number, text, tuple or None: the values that attributes and metadata can hold.
 
-        What has no such form (a device, a target, a symbolic dimension) is None.
+        None stands for anything else (a device, a target, a symbolic dimension).
         """
         key = self.key(index)
         try:
@@ -178,17 +178,17 @@ class NodeGraph:
 
 
 class Metadata:
-    """The metadata section of a text: what `meta[key][index]` stands for.
+    """The metadata section of a text: the values of `meta[key][index]`.
 
     Args:
-        text: The section behind its heading; None for a text without one.
+        text: The section after its heading. None for a text without one.
     """
 
     def __init__(self, text: str | None) -> None:
         self._graph = None if text is None else NodeGraph(text, "The metadata section")
 
     def node(self, key: str, position: int) -> tuple[NodeGraph, int]:
-        """The graph and the index of a node in it.
+        """Return the graph and the index of a node in it.
 
         Raises:
             ModelError: there is no section, or no such entry.

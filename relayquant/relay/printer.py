@@ -1,4 +1,4 @@
-"""Relay, writing: `relay.syntax` becomes the text that TVM prints and parses (without metadata)."""
+"""Relay writer: `relay.syntax` -> the text that TVM prints and parses, without metadata."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from relayquant.errors import ModelError
 from relayquant.relay import syntax
 
-#: Suffix of a literal. Other dtypes have no literal: a constant of those must be a parameter.
+#: Suffixes of literals. Constants of other dtypes must be parameters.
 SUFFIXES = {
     "float32": "f",
     "float16": "f16",
@@ -23,7 +23,7 @@ SUFFIXES = {
 
 
 def print_module(module: syntax.Module) -> str:
-    """The text of a module.
+    """Print a module.
 
     Raises:
         ModelError: a constant has no literal.
@@ -35,7 +35,7 @@ def print_module(module: syntax.Module) -> str:
 
 
 def print_function(function: syntax.Function, indent: int) -> str:
-    """`(%x: type, key=value) -> type { ... }`."""
+    """Print a function: `(%x: type, key=value) -> type { ... }`."""
     params = [
         f"%{param.name}" + (f": {print_type(param.type)}" if param.type else "")
         for param in function.params
@@ -46,7 +46,7 @@ def print_function(function: syntax.Function, indent: int) -> str:
 
 
 def print_block(block: syntax.Block, indent: int) -> str:
-    """`{`, one line for each statement, the result, `}`."""
+    """Print a block: `{`, one line per statement, the result, `}`."""
     lines = [*print_statements(block, indent + 2), print_expr(block.result, indent + 2)]
     margin = "\n" + " " * (indent + 2)
     return "{" + margin + margin.join(lines) + "\n" + " " * indent + "}"
@@ -68,7 +68,7 @@ def print_type(kind: syntax.Type) -> str:
 
 
 def print_expr(expr: syntax.Expr, indent: int = 0) -> str:
-    """An expression; blocks inside start at `indent`."""
+    """Print an expression. Inner blocks start at `indent`."""
     if isinstance(expr, syntax.Ref):
         return f"%{expr.name}"
     if isinstance(expr, syntax.GlobalRef):
@@ -98,8 +98,9 @@ def print_expr(expr: syntax.Expr, indent: int = 0) -> str:
 
 
 def has_literal(array: np.ndarray) -> bool:
-    """Whether a constant can be written in place. TVM reads digits and sign apart, so that the
-    least int64 overflows.
+    """Return whether a constant can be a literal.
+
+    TVM parses digits and sign separately, so the smallest int64 overflows.
     """
     if array.ndim or (array.dtype == np.int64 and array == np.iinfo("int64").min):
         return False
@@ -107,10 +108,10 @@ def has_literal(array: np.ndarray) -> bool:
 
 
 def print_literal(array: np.ndarray) -> str:
-    """All digits of a number: TVM prints six, but reads more.
+    """Print a number with all its digits. TVM prints six, but reads more.
 
     Raises:
-        ModelError: it is no number, or of a dtype without literals.
+        ModelError: it is not a number, or its dtype has no literals.
     """
     if not has_literal(array):
         raise ModelError(
@@ -127,13 +128,13 @@ def print_literal(array: np.ndarray) -> str:
 
 
 def shortest(number: Any) -> str:
-    """The shortest digits that give the number again: 0.1, 2, 1e-05, inf."""
+    """Return the shortest digits that are read back as the same number: 0.1, 2, 1e-05, inf."""
     text = str(np.asarray(number)[()])
     return text[:-2] if text.endswith(".0") else text
 
 
 def print_value(value: Any) -> str:
-    """An attribute."""
+    """Print an attribute."""
     if isinstance(value, bool) or value is None:
         return str(value)
     if isinstance(value, float):

@@ -1,6 +1,6 @@
-"""Relay's quantizer: the options of `tvm.relay.quantize.qconfig` as a configuration of ours.
+"""Relay's quantizer: options of `tvm.relay.quantize.qconfig` -> a configuration of relayquant.
 
-The defaults are Relay's. An option that has no counterpart is an error that says what to do.
+The defaults are Relay's. An option without a counterpart raises an error that says what to do.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from relayquant.config import QConfig, QConfigMapping, TensorConfig
 from relayquant.config.mapping import MappingRule, Selector
 from relayquant.errors import ConfigError, format_count, suggest_name
 
-#: What `relay.quantize` has a rule for; all else it leaves in float.
+#: Operators for which `relay.quantize` has a rule. All others stay in float.
 QUANTIZED_OPERATORS = (
     "nn.conv1d",
     "nn.conv2d",
@@ -39,14 +39,14 @@ QUANTIZED_OPERATORS = (
 #: bits that integers of a dtype have here
 DTYPE_BITS = {"int8": 8, "int16": 16}
 
-#: calibrate_mode -> our observer as plain data; Relay keeps 99.999 percent of the magnitudes
+#: calibrate_mode -> our observer as plain data. Relay keeps 99.999 percent of the magnitudes.
 OBSERVERS: Mapping[str, Mapping[str, Any]] = {
     "kl_divergence": {"name": "KLDivergence"},
     "percentile": {"name": "Percentile", "percentile": 99.999},
 }
 GLOBAL_SCALE = "global_scale"
 
-#: Options of the `with` blocks that the running code is in, the innermost last.
+#: Options of the `with` blocks around the running code, the innermost last.
 _SCOPES: ContextVar[tuple[RelayQConfig, ...]] = ContextVar("relay_qconfig", default=())
 
 #: weight_scale -> whether scales are powers of two
@@ -55,18 +55,18 @@ WEIGHT_SCALES = {"power2": True, "max": False}
 
 @dataclass(frozen=True)
 class RelayQConfig:
-    """Options of `relay.quantize.qconfig`; made by `qconfig`.
+    """Options of `relay.quantize.qconfig`, made by `qconfig`.
 
-    A script of Relay's works as it was, with `from relayquant import relay`:
+    A script written for Relay runs unchanged with `from relayquant import relay`:
 
         with relay.quantize.qconfig(...):
             relay.quantize.quantize(mod, params, dataset)
 
-    It is short for `rq.quantize(mod, params, dataset, **config.settings)`.
+    It is equivalent to `rq.quantize(mod, params, dataset, **config.settings)`.
 
-    Attributes are named as in Relay. Those that change nothing here: `rounding` (ours rounds to
-    nearest, ties to even, and needs no fixed-point multiplication) and `calibrate_chunk_by` (memory
-    does not grow with the data).
+    Attributes have the names of Relay's options. Two of them have no effect here: `rounding`
+    (relayquant rounds to nearest, ties to even, and needs no fixed-point multiplication) and
+    `calibrate_chunk_by` (memory does not grow with the data).
     """
 
     nbit_input: int = 8
@@ -123,16 +123,16 @@ class RelayQConfig:
 
     @property
     def needs_data(self) -> bool:
-        """Whether ranges are calibrated; with a global scale the dataset may be None."""
+        """Whether ranges are calibrated. With a global scale, the dataset may be None."""
         return self.calibrate_mode != GLOBAL_SCALE
 
     @property
     def qconfig(self) -> QConfig:
-        """Symmetric activations and weights, one scale per tensor.
+        """Symmetric activations and weights, with one scale per tensor.
 
-        Relay's scale is the range over 2^(n - 1), its integers lie within +-(2^(n - 1) - 1). So is
-        a global scale here; what is observed has the range over 2^(n - 1) - 1, so that its largest
-        value is not clipped.
+        Relay's scale is the range divided by 2^(n - 1), and its integers are within +-(2^(n - 1) -
+        1). A global scale here is the same. An observed scale is the range divided by 2^(n - 1) -
+        1, so the largest value is not clipped.
         """
         steps = 2 ** (self.nbit_input - 1)
         observer: Mapping[str, Any] = {"name": "Fixed", "scale": self.global_scale / steps}
@@ -147,7 +147,9 @@ class RelayQConfig:
 
     @property
     def mapping(self) -> QConfigMapping:
-        """What `relay.quantize` would quantize; what it has no rule for stays in float."""
+        """The mapping for operators that `relay.quantize` would quantize. All others stay in
+        float.
+        """
         rules = [MappingRule(Selector.GLOBAL, "", None)]
         for name in QUANTIZED_OPERATORS:
             origin = self._find_origin(name)
@@ -162,21 +164,23 @@ class RelayQConfig:
         return QConfigMapping(tuple(rules))
 
     def _find_origin(self, name: str) -> str:
-        """The option that keeps an operator in float, "" if none does."""
+        """Return the option that keeps an operator in float. "" if there is none."""
         if self.debug_enabled_ops is not None and name not in self.debug_enabled_ops:
             return f"debug_enabled_ops={list(self.debug_enabled_ops)}"
         return "skip_dense_layer=True" if name == "nn.dense" and self.skip_dense_layer else ""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Arguments of `quantize`: the mapping; a backend that takes signed activations; and no
-        more work for accuracy than Relay spends.
+        """Arguments of `quantize`: the mapping, a backend with signed activations, and effort
+        "fast", because Relay does no more.
         """
         return {"qconfig_mapping": self.mapping, "backend": "generic", "effort": "fast"}
 
 
 def find_near(value: object) -> str:
-    """ " Did you mean ...?" for the beginning of a mode's name, as in "kl", else ""."""
+    """Return " Did you mean ...?" for the beginning of a mode's name, as in "kl". "" if there is
+    none.
+    """
     modes = (GLOBAL_SCALE, *OBSERVERS, *WEIGHT_SCALES)
     is_text = isinstance(value, str) and value != ""
     near = [mode for mode in modes if is_text and mode.startswith(str(value))]
@@ -214,7 +218,7 @@ def _are_indices(value: Any) -> bool:
 
 _Check = tuple[str, Callable[[Any], bool], str]
 
-#: (option, whether a value is allowed, what is and what to do)
+#: (option, whether a value is allowed, the allowed values and what to do)
 _CHECKS: tuple[_Check, ...] = (
     ("dtype_input", DTYPE_BITS.__contains__, "allowed: int8, int16. Relay's integers are signed."),
     ("nbit_input", lambda value: _is_integer(value, 2, 16), "allowed: 2 to 16."),
@@ -267,7 +271,7 @@ _CHECKS: tuple[_Check, ...] = (
 
 @check_arguments
 def qconfig(**options: Any) -> RelayQConfig:
-    """The options of `relay.quantize.qconfig`, for `quantize(..., **qconfig(...).settings)`.
+    """Make the options of `relay.quantize.qconfig`, for `quantize(..., **qconfig(...).settings)`.
 
     Raises:
         ConfigError: there is no such option (names the nearest), or a value has no counterpart.
@@ -282,8 +286,10 @@ def qconfig(**options: Any) -> RelayQConfig:
 
 
 def current_qconfig() -> RelayQConfig:
-    """Options of the innermost `with qconfig(...)`; outside, Relay's: those of `qconfig()`, but for
-    `skip_conv_layers`, which then skips none.
+    """Return the options of the innermost `with qconfig(...)`.
+
+    Outside, these are Relay's defaults: those of `qconfig()`, except that `skip_conv_layers` skips
+    none.
     """
     scopes = _SCOPES.get()
     return scopes[-1] if scopes else RelayQConfig(skip_conv_layers=None)

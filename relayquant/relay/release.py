@@ -1,6 +1,6 @@
-"""Relay, reading: the release of TVM that wrote a module.
+"""Relay reader: the release of TVM that wrote a module.
 
-A few defaults changed between releases, and the header of a text is the same in all of them.
+A few defaults changed between releases, but the header of a text is the same in all of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from relayquant.errors import ModelError
 
-#: minor numbers of the releases that had Relay: 0.7 to 0.19
+#: minor numbers of the releases with Relay: 0.7 to 0.19
 FIRST_MINOR, LAST_MINOR = 7, 19
 
 
@@ -25,10 +25,10 @@ class WrittenBy:
 
     @classmethod
     def parse(cls, text: str) -> WrittenBy:
-        """The release called `text`, such as "0.11".
+        """Return the release named `text`, for example "0.11".
 
         Raises:
-            ModelError: it is none that had Relay.
+            ModelError: it is not a release with Relay.
         """
         found = cls.find(text) if re.fullmatch(r"0\.\d+", text) else None
         if found is None:
@@ -41,18 +41,19 @@ class WrittenBy:
 
     @classmethod
     def find(cls, version: str) -> WrittenBy | None:
-        """The release of a version as JSON files name it ("0.10.0", "0.11.dev0"); None for that of
-        a fork with numbers of its own.
+        """Return the release of a version in a JSON file ("0.10.0", "0.11.dev0").
+
+        None for a fork with other version numbers.
         """
         match = re.match(r"0\.(\d{1,3})(?!\d)", version)
         minor = int(match[1]) if match else -1
         return cls(minor) if FIRST_MINOR <= minor <= LAST_MINOR else None
 
 
-#: nn.batch_matmul got its attributes; before, y was always transposed
+#: nn.batch_matmul got its attributes. Before, y was always transposed.
 BATCH_MATMUL_ATTRIBUTES = WrittenBy(9)
-#: the letters I and O in the kernel layout of transposed convolutions, by spatial axes, got the
-#: meaning that they have elsewhere; before, each stood for the other
+#: The letters I and O in the kernel layout of transposed convolutions, by spatial axes, got their
+#: usual meaning. Before, they were swapped.
 KERNEL_LETTERS = {1: WrittenBy(12), 2: WrittenBy(8)}
-#: the default kernel layout of nn.conv2d_transpose became IOHW; before it was OIHW
+#: The default kernel layout of nn.conv2d_transpose became IOHW. Before, it was OIHW.
 KERNEL_DEFAULT = WrittenBy(12)

@@ -1,7 +1,7 @@
-"""Relay, first step: a Relay module as plain values, as its text shows it.
+"""Relay, first step: a Relay module as plain values, as in its text.
 
-Both readers (text, JSON) and `to_text` meet here. A function body is a block: statements that name
-values, then the result. A value that is used twice has a name, so that the tree never shares nodes.
+Both readers (text, JSON) and `to_text` use it. A function body is a block: statements that name
+values, then the result. A value that is used twice has a name, so the tree never shares nodes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NOWHERE = Location()
 
 @dataclass(frozen=True)
 class TensorType:
-    """Tensor of a dtype; a dimension None is not known before run time."""
+    """A tensor type. A dimension that is None is known at run time only."""
 
     shape: tuple[int | None, ...]
     dtype: str
@@ -57,7 +57,7 @@ class TupleType:
 
 @dataclass(frozen=True)
 class OpaqueType:
-    """A type of which nothing is checked: of a function, `_`, or a data type of the module."""
+    """A type that is not checked: of a function, `_`, or a data type of the module."""
 
     text: str
 
@@ -73,7 +73,7 @@ Type: TypeAlias = TensorType | TupleType | OpaqueType
 
 @dataclass(frozen=True, eq=False)
 class Ref:
-    """A value by name: a parameter, a `let`, or a numbered value ("3" of `%3`)."""
+    """A value by name: a parameter, a `let`, or a numbered value ("3" for `%3`)."""
 
     name: str
     where: Location = NOWHERE
@@ -89,7 +89,7 @@ class GlobalRef:
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """A tensor; of rank 0 for a literal."""
+    """A tensor. Rank 0 for a literal."""
 
     value: np.ndarray
     where: Location = NOWHERE
@@ -97,7 +97,7 @@ class Constant:
 
 @dataclass(frozen=True, eq=False)
 class OpCall:
-    """Call of an operator; attributes are those the source writes."""
+    """A call of an operator. `attrs` are the attributes in the source."""
 
     op: str
     args: tuple[Expr, ...]
@@ -107,7 +107,7 @@ class OpCall:
 
 @dataclass(frozen=True, eq=False)
 class FunctionCall:
-    """Call of a function: of the module, or one that is a value."""
+    """A call of a function: of the module, or one that is a value."""
 
     function: Expr
     args: tuple[Expr, ...]
@@ -122,7 +122,7 @@ class TupleExpr:
 
 @dataclass(frozen=True, eq=False)
 class GetItem:
-    """Field of a tuple."""
+    """A field of a tuple."""
 
     tuple_value: Expr
     index: int
@@ -193,13 +193,13 @@ Statement: TypeAlias = Bind | FreeVar
 
 @dataclass(frozen=True, eq=False)
 class Module:
-    """Functions by name. A text that is one expression has it as the body of "main"."""
+    """Functions by name. If the text is one expression, it is the body of "main"."""
 
     functions: dict[str, Function]
 
 
 def children(expr: Expr) -> tuple[Expr, ...]:
-    """The expressions directly inside one, in the order in which they are computed."""
+    """Return the expressions directly inside one, in the order of their computation."""
     if isinstance(expr, OpCall):
         return expr.args
     if isinstance(expr, FunctionCall):

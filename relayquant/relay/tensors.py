@@ -1,6 +1,6 @@
-"""Relay: TVM's binary form of tensors, one by one (in metadata) and by name (a `.params` file).
+"""Relay: TVM's binary form of tensors, single (in metadata) and by name (a `.params` file).
 
-Read by own code, because TVM's C++ reader trusts the sizes in a file. All numbers are
+We have our own reader, because TVM's C++ reader trusts the sizes in a file. All numbers are
 little-endian:
 
     params := u64 0xF7E58D4F05049CB7, u64 0, u64 n, n x (u64 length, name), u64 n, n x tensor
@@ -23,7 +23,7 @@ from relayquant.errors import ModelError, format_count
 PARAMS_MAGIC = 0xF7E58D4F05049CB7
 TENSOR_MAGIC = 0xDD5E40F096B4A13F
 
-#: No tensor of a model has more axes; numpy ends at 64.
+#: Largest rank of a tensor in a model. numpy's limit is 64.
 MAX_RANK = 32
 
 #: (type code, bits) of DLPack -> numpy dtype. A bool is stored as one byte.
@@ -39,7 +39,7 @@ DTYPE_CODES = {dtype: code for code, dtype in reversed(DTYPES.items())}
 
 
 class _Cursor:
-    """Position in a buffer; every read is checked against its end."""
+    """A position in a buffer. Every read is checked against the end."""
 
     def __init__(self, data: bytes, what: str) -> None:
         self.data = memoryview(data)
@@ -101,26 +101,26 @@ class _Cursor:
 
 
 def decode_tensor(data: bytes, what: str) -> np.ndarray:
-    """The tensor in `data`, which must hold nothing else.
+    """Decode the tensor in `data`, which must hold nothing else.
 
     Raises:
-        ModelError: it is truncated, corrupt, or of a dtype that numpy does not have.
+        ModelError: it is truncated, corrupt, or has a dtype that numpy lacks.
     """
     cursor = _Cursor(data, what)
     tensor = cursor.tensor("0")
     if cursor.at != len(data):
         raise ModelError(
-            f"{what} has {format_count(len(data) - cursor.at, 'byte')} behind its tensor.",
+            f"{what} has {format_count(len(data) - cursor.at, 'byte')} after its tensor.",
             code="RQ502",
         )
     return tensor
 
 
 def encode_tensor(array: np.ndarray) -> bytes:
-    """The bytes of one tensor, as TVM 0.19 writes them.
+    """Encode one tensor as TVM 0.19 does.
 
     Raises:
-        ModelError: the dtype has no form in TVM.
+        ModelError: TVM cannot store the dtype.
     """
     array = np.asarray(array, order="C")
     code = DTYPE_CODES.get(str(array.dtype))
@@ -135,7 +135,7 @@ def encode_tensor(array: np.ndarray) -> bytes:
 
 
 def decode_params(data: bytes, what: str = "The params") -> dict[str, np.ndarray]:
-    """{name: array} of the bytes that TVM's `save_param_dict` wrote.
+    """Decode the bytes of TVM's `save_param_dict` to {name: array}.
 
     Raises:
         ModelError: they are truncated, corrupt, or something else.
@@ -162,14 +162,16 @@ def decode_params(data: bytes, what: str = "The params") -> dict[str, np.ndarray
     params = {name: cursor.tensor(repr(name)) for name in names}
     if cursor.at != len(data):
         raise ModelError(
-            f"{what} has {format_count(len(data) - cursor.at, 'byte')} behind its last tensor.",
+            f"{what} has {format_count(len(data) - cursor.at, 'byte')} after its last tensor.",
             code="RQ502",
         )
     return params
 
 
 def encode_params(params: Mapping[str, np.ndarray]) -> bytes:
-    """The bytes that TVM's `save_param_dict` writes and `load_param_dict` reads."""
+    """Encode parameters to the bytes that TVM's `save_param_dict` writes and `load_param_dict`
+    reads.
+    """
     parts = [struct.pack("<QQQ", PARAMS_MAGIC, 0, len(params))]
     for name in params:
         text = name.encode("utf-8")
@@ -180,10 +182,11 @@ def encode_params(params: Mapping[str, np.ndarray]) -> bytes:
 
 
 def save_params(params: Mapping[str, np.ndarray], path: str | Path) -> None:
-    """Write a `.params` file, whole or not at all.
+    """Write a `.params` file, completely or not at all.
 
     Raises:
-        ModelError: a dtype has no form in TVM. FileError: the folder cannot be written.
+        ModelError: TVM cannot store a dtype.
+        FileError: the folder cannot be written.
     """
     data = encode_params(params)
     write_whole(Path(path), lambda file: file.write_bytes(data))

@@ -1,6 +1,6 @@
-"""Relay, reading: text becomes a module of `relay.syntax`.
+"""Relay reader: text -> a module of `relay.syntax`.
 
-The grammar is `grammar.lark`. Nothing here knows what an operator means.
+The grammar is `grammar.lark`. This module does not know the meaning of operators.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from relayquant.relay.attributes import Attrs, read_json_attrs
 from relayquant.relay.metadata import Metadata, NodeGraph
 from relayquant.relay.syntax import Location
 
-#: Heading of the metadata section, which reaches to the end of the text.
+#: Heading of the metadata section, which extends to the end of the text.
 METADATA = re.compile(r"^[ \t]*#\[metadata\]", re.MULTILINE)
 
-#: What can hide a comment sign (a text), begins or ends a comment, or is one line of comment.
+#: Tokens for comment removal: a string (may contain comment signs), the begin and end of a comment,
+#: and a line comment.
 _COMMENT_PARTS = re.compile(r'"(?:[^"\\\n]|\\.)*"|/\*|\*/|//[^\n]*')
 
 NO_OPERATORS: Mapping[str, Attrs] = {}
@@ -35,7 +36,7 @@ NO_OPERATORS: Mapping[str, Attrs] = {}
 #: Infix operators of the old syntax.
 INFIX = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}
 
-#: Dimensions beyond are refused: TVM's own are 32 bits wide.
+#: Largest dimension. TVM's own are 32 bits wide.
 MAX_DIM = 2**31 - 1
 
 #: Suffix of a literal -> dtype.
@@ -45,17 +46,17 @@ _SUFFIXES = {"": "", "f": "float32", "f16": "float16", "f32": "float32", "f64": 
 
 
 def parse_text(text: str, operators: Mapping[str, Attrs] = NO_OPERATORS) -> syntax.Module:
-    """The module that a Relay text describes.
+    """Parse a Relay text to a module.
 
-    A text that is one expression (as `astext` of an expression gives) is the body of "main"; if it
-    is a function, that is main.
+    A text that is one expression (from `astext` of an expression) becomes the body of "main". If
+    the expression is a function, it becomes main.
 
     Args:
         operators: Attributes of the known operators, for calls whose attributes are an entry of the
             metadata section.
 
     Raises:
-        ModelError: the text is not Relay; with line and column.
+        ModelError: the text is not Relay. Names line and column.
     """
     heading = METADATA.search(text)
     section = text[heading.end() :] if heading else None
@@ -81,7 +82,7 @@ def _parser() -> lark.Lark:
 
 
 def remove_comments(text: str) -> str:
-    """The text with blanks in place of comments (`/* */` nests), so that positions stay.
+    """Replace comments by blanks (`/* */` nests), so that positions stay the same.
 
     Raises:
         ModelError: a comment does not end.
@@ -114,7 +115,7 @@ def remove_comments(text: str) -> str:
 
 def _describe(error: UnexpectedInput, text: str) -> str:
     line, column = getattr(error, "line", -1), getattr(error, "column", -1)
-    found = "a character that is no part of Relay"
+    found = "a character that is not part of Relay"
     if isinstance(error, lark.exceptions.UnexpectedToken):
         token = error.token
         found = "the end of the text" if token.type == "$END" else repr(str(token))
@@ -139,10 +140,10 @@ def _error(token: Token, message: str) -> ModelError:
 
 
 def parse_number(token: Token) -> tuple[int | float, str]:
-    """(value, dtype) of a literal; dtype "" where none is written and it is an integer.
+    """Return (value, dtype) of a literal. The dtype is "" for an integer without a suffix.
 
     Raises:
-        ModelError: the suffix is unknown, or the number too long.
+        ModelError: the suffix is unknown, or the number is too long.
     """
     match = re.fullmatch(r"(-?(?:inf|nan|[\d.]+(?:[eE][+-]?\d+)?))([fiu]\d*)?", str(token))
     body, suffix = match.groups() if match else (str(token), "?")
@@ -158,8 +159,10 @@ def parse_number(token: Token) -> tuple[int | float, str]:
 
 @dataclass(frozen=True, eq=False)
 class _Attributes(syntax.OpCall):
-    """`meta[relay.attrs.InitOpAttrs][0]`: all attributes of the call whose argument it is, as TVM
-    prints them where an operator does not name their type. Elsewhere it is no known operator.
+    """`meta[relay.attrs.InitOpAttrs][0]`: all attributes of the call that it is an argument of.
+
+    TVM prints them this way if an operator does not name their type. Anywhere else it is an unknown
+    operator.
     """
 
     graph: NodeGraph | None = None
@@ -168,7 +171,7 @@ class _Attributes(syntax.OpCall):
 
 @v_args(inline=True)
 class _Builder(Transformer_NonRecursive):
-    """Makes `relay.syntax` of the parse tree, from the leaves up."""
+    """Builds `relay.syntax` from the parse tree, bottom-up."""
 
     def __init__(self, metadata: Metadata, operators: Mapping[str, Attrs]) -> None:
         super().__init__()
@@ -259,7 +262,7 @@ class _Builder(Transformer_NonRecursive):
             where = _location(token)
             return _Attributes(f"meta[{key}][{position}]", (), {}, where, graph, node)
         if graph.key(node) != "relay.Constant":
-            raise _error(token, f"meta[{key}][{position}] is no constant.")
+            raise _error(token, f"meta[{key}][{position}] is not a constant.")
         return syntax.Constant(graph.tensor(node), _location(token))
 
     def call_operator(self, name: Token, *arguments: Any) -> syntax.OpCall:
@@ -292,7 +295,9 @@ class _Builder(Transformer_NonRecursive):
         return function
 
     def bare_constructor(self, name: Token) -> syntax.OpCall:
-        """Of a data type: there is no operator of this name, as the builder says if it is used."""
+        """A constructor of a data type. There is no operator of this name, so the builder raises an
+        error if it is used.
+        """
         return syntax.OpCall(f"{name}, which is not called", (), {}, _location(name))
 
     def match(self, token: Token, subject: Any, *_clauses: Any) -> syntax.OpCall:

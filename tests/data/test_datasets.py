@@ -311,9 +311,9 @@ def test_wrong_type():
     [
         (
             {"imgae": DATA[:1]},
-            r"gives 'imgae', which is no input of the model. Did you mean 'image'",
+            r"gives 'imgae', which is not an input of the model. Did you mean 'image'",
         ),
-        ({"image": DATA[:1], "y": 1}, r"gives 'y', which is no input"),
+        ({"image": DATA[:1], "y": 1}, r"gives 'y', which is not an input"),
         ({}, r"lacks input 'image'; it has none"),
         ((DATA[:1], 3), r"tuple of 2, but the model has 1 input \('image'\).*\[x for x, label"),
         (DATA[:1, :2], r"axis 1 is 2 instead of 3"),
@@ -425,7 +425,7 @@ def test_pair__messages():
         list(open_dataset([(ids, np.ones(5))], PAIR))
     with pytest.raises(DataError, match="same number of samples along axis 0"):
         open_dataset({"ids": ids, "mask": np.ones((3, 5))}, PAIR)
-    with pytest.raises(DataError, match="gives 'label', which is no input"):
+    with pytest.raises(DataError, match="gives 'label', which is not an input"):
         open_dataset({"ids": ids, "mask": np.ones((2, 5)), "label": ids}, PAIR)
     with pytest.raises(DataError, match="do not have the rank of the inputs"):
         open_dataset({"ids": ids, "mask": np.ones((2, 1, 5))}, PAIR)

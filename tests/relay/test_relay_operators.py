@@ -97,7 +97,7 @@ REFUSED = {
     "nn.conv2d(%x)": "it has 1 argument; allowed: 2",
     "clip(%x)": "attribute 'a_min' is missing",
     "reshape(%x, newshape=[7, -1])": "cannot become",
-    "transpose(%x, axes=[0, 0, 1, 2])": "no permutation",
+    "transpose(%x, axes=[0, 0, 1, 2])": "not a permutation",
     "split(%x, indices_or_sections=5, axis=1)": "5 does not divide",
     "concatenate(%x, axis=0)": "argument 1 must be a tuple",
     "nn.softmax(%x, axis=4)": "axis 4 does not exist",

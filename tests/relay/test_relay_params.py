@@ -95,7 +95,7 @@ def test_params__wrong_field_is_named(field):
 
 
 def test_params__bytes_left_over():
-    with pytest.raises(ModelError, match="3 bytes behind its last tensor"):
+    with pytest.raises(ModelError, match="3 bytes after its last tensor"):
         decode_params(encode_params(PARAMS) + b"abc")
 
 

@@ -217,7 +217,7 @@ WRONG = {
     "add(%x, %y)": "line 3, column 11: %y is not defined",
     "@other(%x)": "line 3, column 3: there is no function @other",
     "%0 = (%x, %x); %0.2": "line 3, column 20: there is no field 2",
-    "%x(%x)": "which is no function",
+    "%x(%x)": "but is not a function",
     "let %y: Tensor[(2), float32] = %x; %y": "line 3, column 7: %y is Tensor[(1, 3), float32]",
     "%0 = fn (%y: int32) { %y }; %0(%x)": "is Tensor[(1, 3), float32], declared is int32",
     "%0 = fn (%y) { %y }; %0(%x, %x)": "a function of 1 is given 2 arguments",

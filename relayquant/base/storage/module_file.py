@@ -152,7 +152,7 @@ def find_tensor(arrays: Mapping[str, np.ndarray], index: Any) -> bytes:
 def check_tensor(text: Any) -> None:
     """Raise ValueError unless a text is a tensor with as many bytes as its sizes say."""
     if not isinstance(text, str):
-        raise ValueError("it is no text")
+        raise ValueError("it is not a text")
     data = base64.b64decode(text, validate=True)
     if len(data) < TENSOR_HEAD.size:
         raise ValueError(f"it has {format_count(len(data), 'byte')}")
@@ -198,7 +198,7 @@ def check_node(kind: str, data: Any, kinds: Sequence[str], at: int) -> None:
     """Raise ValueError unless the data of node number `at` refers only to earlier nodes."""
     if kind in CONTAINERS:
         if not isinstance(data, list) or not all(is_index(item, at) for item in data):
-            raise ValueError("an element is no node before it")
+            raise ValueError("an element is not an earlier node")
         if kind in ("ffi.Map", "ffi.Dict") and len(data) % 2:
             raise ValueError("a key has no value")
         return
@@ -212,7 +212,7 @@ def check_node(kind: str, data: Any, kinds: Sequence[str], at: int) -> None:
         if fields.get(name, "int") in INLINE:
             continue
         if not is_index(value, at):
-            raise ValueError(f"field {name!r} is {value!r}, which is no node before it")
+            raise ValueError(f"field {name!r} is {value!r}, which is not an earlier node")
         if kinds[value] != NARROWED.get((kind, name), kinds[value]):
             raise ValueError(f"field {name!r} holds a {kinds[value]}")
 

@@ -84,8 +84,9 @@ def load_qparams(path: PathLike, *, dtype: str = "uint8") -> dict[str, QParams]:
             if matches(data):
                 return read(data, dtype)
     raise ConfigError(
-        f"{path} is no file of quantization parameters of a known kind; allowed: what save_qparams "
-        "writes, calibration tables of ONNX Runtime, encodings of AIMET 0.6.1 and 1.0.0.",
+        f"{path} is not a file of quantization parameters of a known kind; allowed: what "
+        "save_qparams writes, calibration tables of ONNX Runtime, encodings of AIMET 0.6.1 and "
+        "1.0.0.",
         code="RQ502",
     )
 

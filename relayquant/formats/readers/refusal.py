@@ -71,7 +71,7 @@ def describe_failure(
             f"{', at run time' if any(value is each for each in late) else ''})"
             for name, value in operands.items()
         )
-        allowed = "constants behind the first operand, and " if late else ""
+        allowed = "constants after the first operand, and " if late else ""
         fault = (
             f"it has the operands {given or 'none'}; supported: {allowed}what TVM's frontend "
             f"takes, which says: {type(error).__name__}: {text}"

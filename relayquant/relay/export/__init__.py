@@ -1,6 +1,6 @@
-"""Relay, writing: a Relax module becomes Relay text and parameters, operator by operator.
+"""Relay writer: a Relax module -> Relay text and parameters, operator by operator.
 
-An operator is one row in `float_rows` or `quantized_rows`.
+Each operator is one row in `float_rows` or `quantized_rows`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from relayquant.relay.export.releases import NEWEST, Release, find_release
 from relayquant.relay.export.shapes import fix_shapes
 from relayquant.relay.printer import print_module
 
-#: Name of a Relax operator -> how it is written.
+#: Relax operator name -> its writer.
 EXPORTS = {**FLOAT_EXPORTS, **QUANTIZED_EXPORTS}
 
 
@@ -37,24 +37,25 @@ def to_text(
     release: str = NEWEST,
     shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> tuple[str, dict[str, np.ndarray]]:
-    """Function main in Relay's text form, and its constants by the names of their parameters.
+    """Write function main in Relay's text form. Returns the text and the constants by parameter
+    name.
 
-    The TVM of that release reads it with `tvm.relay.parse` (`tvm.parser.fromtext` before 0.14) and
-    builds it with `relay.build(mod, target, params=params)`. Scalars are in the text; there is no
+    The given TVM release reads it with `tvm.relay.parse` (`tvm.parser.fromtext` before 0.14) and
+    builds it with `relay.build(mod, target, params=params)`. Scalars are in the text. There is no
     metadata section.
 
     Args:
         mod: A float or integer module with one dataflow block in main.
-        exact: Write half-to-even rounding, which QNN lacks, as float32 arithmetic of the same
-            bits; the products stay `qnn.conv2d`, `qnn.dense` and `qnn.batch_matmul`. False: write
-            `qnn.quantize`, `qnn.requantize` (TONEAREST), `qnn.add`, ... that back ends with
-            patterns of their own look for; values halfway between two integers, and the sums of
-            `qnn.add`, then differ by one step.
-        release: Of TVM, "0.8" to "0.19": attributes are those that it knows.
-        shapes: {input: shape}, for inputs with symbolic dimensions, which Relay does not build.
+        exact: Write half-to-even rounding, which QNN lacks, as float32 arithmetic with the same
+            bits. The products stay `qnn.conv2d`, `qnn.dense` and `qnn.batch_matmul`. False: write
+            `qnn.quantize`, `qnn.requantize` (TONEAREST), `qnn.add`, ..., which the patterns of back
+            ends look for. Values halfway between two integers, and the sums of `qnn.add`, then
+            differ by one step.
+        release: TVM release, "0.8" to "0.19". Only attributes that it knows are written.
+        shapes: {input: shape}, for inputs with symbolic dimensions, which Relay cannot build.
 
     Raises:
-        ConfigError: there is no such release, or a shape does not fit.
+        ConfigError: the release is unknown, or a shape does not fit.
         ModelError: operators cannot be written for the release (all are listed), or a dimension is
             symbolic.
     """
@@ -81,14 +82,15 @@ def _tensor_type(var: relax.Var) -> syntax.TensorType:
     shape = tensor_shape(var)
     if shape is None or not tensor_dtype(var):
         raise ModelError(
-            f"Parameter {var.name!r} is no tensor of known rank, as Relay needs it.", code="RQ203"
+            f"Parameter {var.name!r} is not a tensor of known rank, which Relay needs.",
+            code="RQ203",
         )
     dims = tuple(dim if isinstance(dim, int) else None for dim in shape)
     return syntax.TensorType(dims, tensor_dtype(var))
 
 
 class _Writer:
-    """Writes the values of main in order; what cannot be written is collected."""
+    """Writes the values of main in order, and collects the operators that cannot be written."""
 
     def __init__(self, graph: Graph, out: Statements, exact: bool, release: Release) -> None:
         self.graph = graph
@@ -99,7 +101,7 @@ class _Writer:
         self.refused: list[str] = []
 
     def write(self) -> tuple[syntax.Block, dict[str, np.ndarray]]:
-        """(body of main, constants that it reads)."""
+        """Return (body of main, constants that it reads)."""
         for binding in self.graph.bindings:
             var, value = binding.var, binding.value
             try:
@@ -143,13 +145,15 @@ class _Writer:
         return row(ExportSite(value, var.name, args, self.out, self.exact, self.release))
 
     def operand(self, value: Any, hint: str) -> Any:
-        """An operand in Relay; a tuple as a tuple, what is no tensor (a shape, a bound) as None."""
+        """Return an operand in Relay. A tuple is a tuple. An operand that is not a tensor (a shape,
+        a bound) is None.
+        """
         if isinstance(value, relax.Var):
             return self.values[value]
         array = constant_value(value)
         if array is not None:
             if hint.endswith("zero_point") and array.size and (array == array.flat[0]).all():
-                array = array.flat[0]  # one for all channels: a literal, as Relay likes it
+                array = array.flat[0]  # one scale for all channels: a literal, as is usual in Relay
             return self.out.constant(array, hint)
         if isinstance(value, relax.Tuple):
             return tuple(self.operand(field, f"{hint}_{i}") for i, field in enumerate(value.fields))
@@ -162,7 +166,7 @@ class _Writer:
 
 
 def _names_read(block: syntax.Block) -> set[str]:
-    """Names that occur in a block."""
+    """Return the names in a block."""
     found: set[str] = set()
     waiting: list[syntax.Expr] = [block]
     while waiting:

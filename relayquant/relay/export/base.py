@@ -1,4 +1,4 @@
-"""Relay, writing: what a row of the export table is given."""
+"""Relay writer: the interface of a row in the export table."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from relayquant.relay import syntax
 from relayquant.relay.export.releases import Release, choose_attributes
 from relayquant.relay.printer import has_literal
 
-#: words that TVM's tokenizer takes for themselves, behind a % too (v0.19, relay/parser/tokenizer.h)
+#: words reserved by TVM's tokenizer, also after a % (v0.19, relay/parser/tokenizer.h)
 KEYWORDS = frozenset(
     ("let", "fn", "def", "if", "else", "type", "match", "extern", "free_var", "ref", "ref_read",
      "ref_write")
 )  # fmt: skip
-#: and what it takes for a number wherever a word begins so
+#: words that the tokenizer reads as a number if a name begins with them
 INFINITY = "inff"
 
 
@@ -37,7 +37,7 @@ class Statements:
         self._known: dict[tuple[Any, ...], syntax.Expr] = {}
 
     def bind(self, value: syntax.Expr) -> syntax.Expr:
-        """The name of a value; what is a name or literal already is left as it is."""
+        """Return a name for a value. A name or literal is unchanged."""
         if isinstance(value, syntax.Ref | syntax.Constant):
             return value
         name = str(len(self.statements))
@@ -45,7 +45,7 @@ class Statements:
         return syntax.Ref(name)
 
     def call_of(self, value: syntax.Expr) -> syntax.OpCall | None:
-        """The call whose result a numbered value is."""
+        """Return the call whose result is a numbered value."""
         if not isinstance(value, syntax.Ref) or not value.name.isdecimal():
             return None
         statement = self.statements[int(value.name)]
@@ -53,7 +53,9 @@ class Statements:
         return found if isinstance(found, syntax.OpCall) else None
 
     def constant(self, array: np.ndarray, hint: str) -> syntax.Expr:
-        """A literal, or a parameter called after `hint`; equal constants are one."""
+        """Return a literal, or a parameter named after `hint`. Equal constants share one
+        parameter.
+        """
         array = np.asarray(array, order="C")
         if has_literal(array) and (array.dtype.kind != "f" or np.isfinite(array)):
             return syntax.Constant(array)
@@ -65,7 +67,7 @@ class Statements:
         return self._known[key]
 
     def unique(self, hint: str) -> str:
-        """`hint` as a name that Relay's parser takes, not used before."""
+        """Return `hint` as an unused name that Relay's parser accepts."""
         base = re.sub(r"\W", "_", hint, flags=re.ASCII)
         is_name = re.match(r"[A-Za-z_]", base) and base not in KEYWORDS
         base = base if is_name and not base.startswith(INFINITY) else f"v{base}"
@@ -79,10 +81,10 @@ class ExportSite:
     """One Relax call to write in Relay.
 
     Attributes:
-        name: Of the value it computes.
-        args: Its operands in Relay; of a tuple, the fields.
-        exact: Whether Relay operators that round otherwise are to be avoided.
-        release: Of TVM, which is to read the text.
+        name: Name of the value it computes.
+        args: Its operands in Relay. A tuple is replaced by its fields.
+        exact: Whether to avoid Relay operators that round differently.
+        release: TVM release that will read the text.
     """
 
     call: Call
@@ -97,10 +99,10 @@ class ExportSite:
         return self.call.attrs
 
     def op(self, name: str, *args: syntax.Expr, **attrs: Any) -> syntax.Expr:
-        """A Relay call as a numbered value; attributes that equal the default are left out.
+        """Add a Relay call as a numbered value. Attributes with their default value are left out.
 
         Raises:
-            ModelError: the release has not the operator, or not what an attribute asks for.
+            ModelError: the release lacks the operator, or the value of an attribute.
         """
         written = choose_attributes(self.release, name, attrs)
         return self.out.bind(syntax.OpCall(name, args, written))
@@ -109,17 +111,17 @@ class ExportSite:
         return self.out.bind(syntax.TupleExpr(tuple(fields)))
 
     def number(self, value: float, dtype: str) -> syntax.Expr:
-        """A literal."""
+        """Make a literal."""
         return syntax.Constant(np.array(value, dtype))
 
     def constant(self, array: np.ndarray, role: str) -> syntax.Expr:
         return self.out.constant(array, f"{self.name}_{role}")
 
     def dims(self, expr: relax.Expr) -> tuple[int | str, ...]:
-        """The shape of a Relax value, with names for dimensions known at run time only.
+        """Return the shape of a Relax value, with names for dimensions known at run time only.
 
         Raises:
-            ModelError: not even the rank is known.
+            ModelError: the rank is unknown.
         """
         shape = tensor_shape(expr)
         if shape is None:
@@ -127,7 +129,7 @@ class ExportSite:
         return shape
 
     def shape(self, expr: relax.Expr) -> tuple[int, ...]:
-        """The shape of a Relax value.
+        """Return the shape of a Relax value.
 
         Raises:
             ModelError: a dimension is known at run time only.
@@ -138,7 +140,7 @@ class ExportSite:
         return tuple(dim for dim in shape if isinstance(dim, int))
 
     def type_shape(self, kind: relax.TensorType) -> tuple[int, ...]:
-        """The shape of a type, as for `shape`."""
+        """Return the shape of a type, like `shape`."""
         return self.shape(relax.Var("field", kind))
 
     def in_shape(self, index: int) -> tuple[int, ...]:
@@ -154,10 +156,10 @@ class ExportSite:
         return tensor_dtype(self.call.args[index])
 
     def array(self, index: int) -> np.ndarray:
-        """The constant that an operand is.
+        """Return the array of a constant operand.
 
         Raises:
-            ModelError: it is computed.
+            ModelError: it is computed at run time.
         """
         value = constant_value(self.call.args[index])
         if value is None:
@@ -165,10 +167,10 @@ class ExportSite:
         return value
 
     def fields(self, index: int) -> list[np.ndarray]:
-        """The constants of a tuple operand.
+        """Return the arrays of a tuple of constants.
 
         Raises:
-            ModelError: one is computed.
+            ModelError: one is computed at run time.
         """
         found = [constant_value(field) for field in getattr(self.call.args[index], "fields", ())]
         if not found or any(array is None for array in found):
@@ -176,10 +178,10 @@ class ExportSite:
         return [array for array in found if array is not None]
 
     def reshape(self, value: syntax.Expr, dims: Sequence[int | str]) -> syntax.Expr:
-        """A value in another shape; one dimension may be known at run time only.
+        """Reshape a value. One dimension may be known at run time only.
 
         Raises:
-            ModelError: several dimensions are.
+            ModelError: several dimensions are known at run time only.
         """
         sizes = tuple(dim if isinstance(dim, int) else -1 for dim in dims)
         if sizes.count(-1) > 1:
@@ -194,5 +196,5 @@ Exports: TypeAlias = Mapping[str, Export]
 
 
 def ints(values: Any) -> tuple[int, ...]:
-    """An attribute of Relax as a tuple of integers."""
+    """Return an attribute of Relax as a tuple of integers."""
     return tuple(int(value) for value in values)

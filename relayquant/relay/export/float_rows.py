@@ -1,4 +1,6 @@
-"""Relay, writing, rows: the operators of float modules, and those that integers share with them."""
+"""Relay writer, rows: operators of float modules, and operators that float and integer modules
+share.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,14 @@ from relayquant.relay.export.releases import IOW_SINCE
 
 
 def same(name: str, count: int = 1) -> Export:
-    """An operator with the same operands and no attributes."""
+    """Write an operator with the same operands and no attributes."""
     return lambda site: site.op(name, *site.args[:count])
 
 
 def conv_attrs(site: ExportSite, layout: str, kernel_shape: tuple[int, ...]) -> dict[str, Any]:
-    """Attributes that float and integer convolutions share; `layout` is that of the kernel."""
+    """Return attributes that float and integer convolutions share. `layout` is the kernel
+    layout.
+    """
     view = ConvView.of(site.call)
     kernel = dict(zip(layout, kernel_shape, strict=True))
     transposed = layout.startswith("IO") and "transpose" in site.call.op.name
@@ -47,8 +51,8 @@ def dtype_text(value: Any) -> str:
     return "" if value is None or str(value) in ("", "void") else str(value)
 
 
-#: Layout of the data -> that of the kernel for which Relay has code. Others pass its type checker,
-#: then the build fails.
+#: Data layout -> the kernel layout that Relay can compile. Others pass Relay's type checker, but
+#: the build fails.
 KERNEL_LAYOUTS = {
     "NCW": "OIW",
     "NWC": "WIO",
@@ -60,9 +64,9 @@ KERNEL_LAYOUTS = {
 
 
 def conv_kernel(site: ExportSite) -> tuple[syntax.Expr, dict[str, Any]]:
-    """(kernel, attributes) of a convolution.
+    """Return (kernel, attributes) of a convolution.
 
-    Depthwise kernels of NHWC data are HWOI in Relay, C data channels by M results of each:
+    Depthwise kernels of NHWC data are HWOI in Relay, with C data channels and M results each:
         HWIO (kh, kw, 1, C * M)  ->  HWOI (kh, kw, C, M)
     """
     layout = str(site.attrs.kernel_layout)
@@ -84,7 +88,7 @@ def conv_kernel(site: ExportSite) -> tuple[syntax.Expr, dict[str, Any]]:
 
 
 def permute_weight(site: ExportSite, order: tuple[int, ...]) -> syntax.Expr:
-    """Operand 2 with its axes in another order; a constant stays one."""
+    """Return operand 2 with its axes in another order. A constant stays a constant."""
     if order == tuple(range(len(order))):
         return site.args[1]
     array = constant_value(site.call.args[1])
@@ -103,7 +107,7 @@ def conv(name: str) -> Export:
 
 
 def transposed_kernel(site: ExportSite) -> tuple[syntax.Expr, dict[str, Any]]:
-    """(kernel, attributes) of a transposed convolution: IOHW, also for NHWC data, or IOW."""
+    """Return (kernel, attributes) of a transposed convolution: IOHW, also for NHWC data, or IOW."""
     layout = str(site.attrs.kernel_layout)
     wanted = "IO" + "".join(axis for axis in layout if axis not in "IO")
     order = tuple(layout.index(axis) for axis in wanted)
@@ -131,7 +135,8 @@ PRODUCTS = frozenset(
 
 
 def export_add(site: ExportSite) -> syntax.Expr:
-    """A bias behind a convolution or nn.dense is nn.bias_add, which patterns of back ends look for:
+    """Write a bias after a convolution or nn.dense as nn.bias_add, which the patterns of back ends
+    look for.
 
     add(nn.conv2d(x, w), b (1, C, 1, 1))  ->  nn.bias_add(nn.conv2d(x, w), b (C,), axis=1)
     """
@@ -151,7 +156,9 @@ def export_add(site: ExportSite) -> syntax.Expr:
 
 
 def export_matmul(site: ExportSite) -> syntax.Expr:
-    """x (..., K) by a constant (K, N): nn.dense of rows; else a matmul of 2 or 3 axes."""
+    """Write x (..., K) times a constant (K, N) as nn.dense of rows, and other products as a matmul
+    with 2 or 3 axes.
+    """
     left, right = site.in_dims(0), site.in_dims(1)
     weight = constant_value(site.call.args[1])
     kind = dtype_text(site.attrs.out_dtype)
@@ -190,8 +197,10 @@ def pool_attrs(site: ExportSite) -> dict[str, Any]:
 
 
 def crop_padding(site: ExportSite) -> list[int]:
-    """The padding of a pool in ceil_mode, without what makes Relay count a last window that begins
-    behind the data, which Relax leaves out.
+    """Return the padding of a pool in ceil_mode, cropped.
+
+    Relay counts a last window that begins after the data, Relax does not. Without the cropped
+    padding, both count the same windows.
 
     Raises:
         ModelError: an average counts the padding that would be cropped.
@@ -209,7 +218,7 @@ def crop_padding(site: ExportSite) -> list[int]:
             if bool(getattr(site.attrs, "count_include_pad", False)):
                 raise ModelError(
                     "a pool with ceil_mode and count_include_pad whose last window would begin "
-                    "behind the data has no form in Relay",
+                    "after the data has no form in Relay",
                     code="RQ203",
                 )
             padding[rank + axis] = most
@@ -272,7 +281,7 @@ def export_layer_norm(site: ExportSite) -> syntax.Expr:
 
 
 def number_of(value: Any) -> float:
-    """A bound that Relax keeps as an expression."""
+    """Return the number of a bound that Relax keeps as an expression."""
     array = constant_value(value) if isinstance(value, relax.Expr) else None
     return float(array.item()) if array is not None else float(getattr(value, "value", value))
 
@@ -298,7 +307,7 @@ def export_cast(site: ExportSite) -> syntax.Expr:
 
 
 def unary(row: Unary) -> Export:
-    """Relay's operator of the same meaning, or a formula."""
+    """Write Relay's operator with the same meaning, or a formula."""
 
     def export(site: ExportSite) -> syntax.Expr:
         return evaluate_formula(
@@ -315,7 +324,7 @@ def unary(row: Unary) -> Export:
 
 
 def export_reshape(site: ExportSite) -> syntax.Expr:
-    """Also flatten, expand_dims and squeeze: the result's shape says it all."""
+    """Write reshape, also for flatten, expand_dims and squeeze. Only the result's shape matters."""
     return site.reshape(site.args[0], site.out_dims())
 
 
@@ -335,7 +344,7 @@ def export_stack(site: ExportSite) -> syntax.Expr:
 
 
 def export_split(site: ExportSite) -> syntax.Expr:
-    """Always by indices: the number of sections would be a boxed integer in the metadata."""
+    """Write split with indices. A number of sections would be a boxed integer in the metadata."""
     axis = int(site.attrs.axis)
     sizes = [site.type_shape(field)[axis] for field in site.call.ty.fields]
     indices = tuple(int(at) for at in np.cumsum(sizes)[:-1])
@@ -370,7 +379,7 @@ def known_size(dim: int | str) -> int:
 
 
 def slice_numbers(value: Any) -> tuple[int, ...]:
-    """A tuple of integers that Relax keeps as an expression."""
+    """Return a tuple of integers that Relax keeps as an expression."""
     fields = getattr(value, "fields", None)
     if fields is None:
         fields = getattr(value, "values", None)
@@ -399,7 +408,9 @@ def export_take(site: ExportSite) -> syntax.Expr:
 
 
 def export_broadcast_to(site: ExportSite) -> syntax.Expr:
-    """As tile: the shape of broadcast_to cannot be written for TVM before 0.11."""
+    """Write broadcast_to as tile. The shape of broadcast_to cannot be written for TVM before
+    0.11.
+    """
     shape = site.shape(site.call)
     dims = site.in_shape(0)
     sizes = (1,) * (len(shape) - len(dims)) + dims
@@ -409,8 +420,10 @@ def export_broadcast_to(site: ExportSite) -> syntax.Expr:
 
 
 def check_resize_rounding(site: ExportSite) -> None:
-    """Raise where a nearest value is half way between two: "round" goes to even in Relax, away from
-    zero in Relay. An asymmetric resize to a multiple is an integer division in both.
+    """Raise if a nearest value is halfway between two and both round differently.
+
+    "round" goes to even in Relax, away from zero in Relay. An asymmetric resize to a multiple is an
+    integer division in both.
     """
     attrs, layout = site.attrs, str(site.attrs.layout)
     if (str(attrs.method), str(attrs.rounding_method)) != ("nearest_neighbor", "round"):
@@ -468,7 +481,7 @@ def export_mean(site: ExportSite) -> syntax.Expr:
     return reduction("mean")(site)
 
 
-#: Operators whose name, operands and meaning are the same in both.
+#: Operators with the same name, operands and meaning in both.
 _SAME = {
     1: ("nn.batch_flatten",),
     2: (
@@ -529,7 +542,7 @@ _POOL = (
     "pool_size", "strides", "padding", "dilation", "ceil_mode", "count_include_pad", "layout",
 )  # fmt: skip
 
-#: attributes that the rows of FLOAT_EXPORTS write; all others have to be at their defaults
+#: Attributes that the rows of FLOAT_EXPORTS write. All others must have their defaults.
 FLOAT_ATTRIBUTES: dict[str, tuple[str, ...]] = {
     **{f"relax.nn.conv{n}d": _CONV for n in (1, 2, 3)},
     **{f"relax.nn.conv{n}d_transpose": (*_CONV, "output_padding") for n in (1, 2)},

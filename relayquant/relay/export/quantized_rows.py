@@ -1,15 +1,17 @@
-"""Relay, writing, rows: the operators of `relayquant.ir.dialect`.
+"""Relay writer, rows: the operators of `relayquant.ir.dialect`.
 
-Relay has UPWARD and TONEAREST (half away from zero), not the half-to-even of this package. Exactly
-written, an operator that rounds so becomes float32 arithmetic that gives the same bits:
+Relay has UPWARD and TONEAREST (half away from zero), but not this package's half-to-even rounding.
+With `exact`, an operator with half-to-even rounding becomes float32 arithmetic with the same bits:
 
     t = float32(x - z_in) * m; t = clip(t, qmin - z_out, qmax - z_out)
     q = int8(int32(t + 1.5 * 2^23) + (z_out - 1.5 * 2^23))
 
-The sum with 1.5 * 2^23 rounds to an integer, half to even, since float32 has 24 bits. It is taken
-back from the integer: TVM's simplifier makes `t` of the float32 `(t + c) - c`.
+The sum with 1.5 * 2^23 rounds to an integer, half to even, because float32 has 24 bits. The
+constant is subtracted from the integer, because TVM's simplifier turns the float32 expression `(t +
+c) - c` into `t`.
 
-Otherwise it becomes Relay's own operator, which differs by one step where a value lies halfway.
+Otherwise it becomes Relay's own operator, which differs by one step for values halfway between two
+integers.
 """
 
 from __future__ import annotations
@@ -36,14 +38,14 @@ from relayquant.relay.export.releases import has_attribute
 
 #: 1.5 * 2^23: adding it in float32 rounds |t| < 2^22 to an integer, half to even.
 ROUNDING_MAGIC = 12582912
-#: Widest bounds of a clip for which that holds.
+#: Widest clip bounds for this rounding.
 MAX_MAGIC = 2**22
 
-#: bits in which the range of a result is counted where accumulators need not be added exactly:
-#: a byte in steps of 1/4096, which a float32 holds, with as much room to both sides in an int32
+#: Bits of the range of a result when accumulators need not be added exactly: a byte in steps of
+#: 1/4096, which a float32 holds, with the same headroom on both sides in an int32.
 SUM_BITS = 20
 
-#: dtypes of data that QNN's matrix products take in all releases
+#: dtypes of data that QNN's matrix products support in all releases
 BYTES = ("int8", "uint8")
 
 #: bits of a float64 and a float32
@@ -56,15 +58,15 @@ def has_mode(site: ExportSite, rounding: Rounding, arithmetic: Arithmetic) -> bo
 
 
 def is_default(site: ExportSite) -> bool:
-    """Half to even in float32."""
+    """Return whether the mode is half to even in float32."""
     return has_mode(site, Rounding.TONEAREST_EVEN, Arithmetic.FLOAT32)
 
 
 def check_default(site: ExportSite) -> None:
-    """Raise unless the operator computes as this package does by default.
+    """Raise unless the operator has this package's default mode.
 
     Raises:
-        ModelError: it has another mode, which Relay has not for this operator.
+        ModelError: it has another mode, which Relay lacks for this operator.
     """
     if not is_default(site):
         attrs = site.attrs
@@ -77,7 +79,7 @@ def check_default(site: ExportSite) -> None:
 
 
 def spread(array: np.ndarray, axis: int, ndim: int) -> np.ndarray:
-    """Per-channel values in a shape that broadcasts along `axis`."""
+    """Reshape per-channel values so that they broadcast along `axis`."""
     if array.size == 1:
         return array.reshape(())
     shape = [1] * ndim
@@ -85,12 +87,12 @@ def spread(array: np.ndarray, axis: int, ndim: int) -> np.ndarray:
     return array.reshape(shape)
 
 
-def centre(site: ExportSite, index: int, zero_point: np.ndarray) -> syntax.Expr:
-    """int32(operand `index`) - zero_point."""
-    return centre_value(site, site.args[index], site.dtype(index), zero_point)
+def subtract_zero_point(site: ExportSite, index: int, zero_point: np.ndarray) -> syntax.Expr:
+    """Emit int32(operand `index`) - zero_point."""
+    return without_zero_point(site, site.args[index], site.dtype(index), zero_point)
 
 
-def centre_value(
+def without_zero_point(
     site: ExportSite, value: syntax.Expr, dtype: str, zero_point: np.ndarray
 ) -> syntax.Expr:
     wide = value if dtype == "int32" else site.op("cast", value, dtype="int32")
@@ -100,13 +102,15 @@ def centre_value(
 
 
 def scale_by(site: ExportSite, value: syntax.Expr, multiplier: np.ndarray) -> syntax.Expr:
-    """float32(value) * multiplier."""
+    """Emit float32(value) * multiplier."""
     real = site.op("cast", value, dtype="float32")
     return site.op("multiply", real, site.constant(multiplier.astype("float32"), "multiplier"))
 
 
 def round_off(site: ExportSite, real: syntax.Expr, zero_point: int, dtype: str) -> syntax.Expr:
-    """The integer nearest to a float32 value, half to even, in the affine space of the output."""
+    """Round a float32 value to the nearest integer, half to even, in the affine space of the
+    output.
+    """
     info = np.iinfo(dtype)
     low, high = info.min - zero_point, info.max - zero_point
     if max(-low, high) > MAX_MAGIC:
@@ -123,8 +127,9 @@ def round_off(site: ExportSite, real: syntax.Expr, zero_point: int, dtype: str) 
 def requantize(
     site: ExportSite, value: syntax.Expr, given: tuple[syntax.Expr, ...], axis: int, dtype: str
 ) -> syntax.Expr:
-    """Relay's own operator, as near to half to even as it comes: `given` are scale and zero point
-    of `value` and of the result.
+    """Emit Relay's own requantize with the rounding closest to half to even.
+
+    `given` are the scale and zero point of `value` and of the result.
     """
     arithmetic = {"compute_dtype": Arithmetic.FLOAT32.value}
     if not has_attribute(site.release, "qnn.requantize", "compute_dtype"):
@@ -141,12 +146,12 @@ def requantize(
 
 
 def divide_scales(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
-    """The float32 multiplier of two scales, as requantize computes it."""
+    """Return the float32 multiplier of two scales, as requantize computes it."""
     return (numerator.astype("float64") / denominator.astype("float64")).astype("float32")
 
 
 def output(site: ExportSite, scale: int) -> tuple[np.ndarray, int]:
-    """(scale, zero point) of the output; both must be scalars."""
+    """Return (scale, zero point) of the output. Both must be scalars."""
     return site.array(scale).reshape(()), int(site.array(scale + 1).item())
 
 
@@ -154,8 +159,10 @@ def output(site: ExportSite, scale: int) -> tuple[np.ndarray, int]:
 
 
 def export_quantize(site: ExportSite) -> syntax.Expr:
-    """Inputs are always rounded half to even: all pixels of an image may lie halfway, and no back
-    end looks for a qnn.quantize that follows no operator.
+    """Write quantize, always with half-to-even rounding.
+
+    All pixels of an image may be halfway between two integers, and no back end looks for a
+    qnn.quantize without an operator before it.
     """
     attrs = site.attrs
     rounding, dtype = str(attrs.rounding), str(attrs.out_dtype)
@@ -180,7 +187,7 @@ def export_quantize(site: ExportSite) -> syntax.Expr:
 
 
 def export_dequantize(site: ExportSite) -> syntax.Expr:
-    """Relay takes no uint16, and gives float32 only before 0.14."""
+    """Write dequantize. Relay does not accept uint16, and before 0.14 it returns float32 only."""
     attrs = site.attrs
     value = widen(site) if site.dtype(0) == "uint16" else site.args[0]
     real = site.op(
@@ -194,12 +201,12 @@ def export_dequantize(site: ExportSite) -> syntax.Expr:
 
 
 def widen(site: ExportSite) -> syntax.Expr:
-    """Operand 1, of a narrower dtype, as int32."""
+    """Return operand 1, which has a narrower dtype, as int32."""
     return site.op("cast", site.args[0], dtype="int32")
 
 
 def export_requantize(site: ExportSite) -> syntax.Expr:
-    """Relay takes bytes and accumulators."""
+    """Write requantize. Relay accepts bytes and accumulators."""
     attrs = site.attrs
     rounding, arithmetic, dtype = (
         str(each) for each in (attrs.rounding, attrs.compute_dtype, attrs.out_dtype)
@@ -222,7 +229,7 @@ def export_requantize(site: ExportSite) -> syntax.Expr:
     out_scale, out_zero = output(site, 3)
     ndim = len(site.in_dims(0))
     multiplier = divide_scales(spread(site.array(1), axis, ndim), out_scale)
-    moved = centre(site, 0, spread(site.array(2), axis, ndim))
+    moved = subtract_zero_point(site, 0, spread(site.array(2), axis, ndim))
     return round_off(site, scale_by(site, moved, multiplier), out_zero, dtype)
 
 
@@ -230,10 +237,10 @@ def export_requantize(site: ExportSite) -> syntax.Expr:
 
 
 def check_register(dtype: str) -> str:
-    """`dtype`, that of sums or products.
+    """Check the dtype of sums or products.
 
     Raises:
-        ModelError: int64, for which there is no form in Relay.
+        ModelError: it is int64, which cannot be written in Relay.
     """
     if dtype != "int32":
         raise ModelError(
@@ -245,7 +252,7 @@ def check_register(dtype: str) -> str:
 
 
 def sum_dtype(site: ExportSite) -> str:
-    """The dtype of the sums of a convolution or matrix product."""
+    """Return the dtype of the sums of a convolution or matrix product."""
     return check_register(str(site.attrs.out_dtype))
 
 
@@ -256,7 +263,7 @@ def export_conv2d(site: ExportSite) -> syntax.Expr:
 
 
 def export_conv1d(site: ExportSite) -> syntax.Expr:
-    """As a convolution of height 1: NCW, OIW -> NCHW, OIHW."""
+    """Write a 1-D convolution as one of height 1: NCW, OIW -> NCHW, OIHW."""
     attrs = site.attrs
     if (str(attrs.data_layout), str(attrs.kernel_layout)) != ("NCW", "OIW"):
         raise ModelError(
@@ -293,19 +300,21 @@ def export_dense(site: ExportSite) -> syntax.Expr:
     units, kind = site.in_shape(1)[0], sum_dtype(site)
     name, operands = "qnn.dense", site.args
     if site.dtype(0) not in BYTES:
-        name, operands = "nn.dense", centred_operands(site)
+        name, operands = "nn.dense", subtract_zero_points(site)
     if len(shape) != 2:
         operands = (site.reshape(operands[0], (-1, shape[-1])), *operands[1:])
     found = site.op(name, *operands, units=units, out_dtype=kind)
     return found if len(shape) == 2 else site.reshape(found, site.out_dims())
 
 
-def centred_operands(site: ExportSite) -> tuple[syntax.Expr, ...]:
-    """(data - its zero point, weight - its zero points) in int32, for data that QNN's operator does
-    not take.
+def subtract_zero_points(site: ExportSite) -> tuple[syntax.Expr, ...]:
+    """Emit (data - its zero point, weight - its zero points) in int32, for data that QNN's operator
+    does not accept.
     """
     ndim = len(site.in_dims(1))
-    return centre(site, 0, site.array(2)), centre(site, 1, spread(site.array(3), 0, ndim))
+    return subtract_zero_point(site, 0, site.array(2)), subtract_zero_point(
+        site, 1, spread(site.array(3), 0, ndim)
+    )
 
 
 def export_batch_matmul(site: ExportSite) -> syntax.Expr:
@@ -316,7 +325,7 @@ def export_batch_matmul(site: ExportSite) -> syntax.Expr:
         )
     name, given = "qnn.batch_matmul", site.args
     if not {site.dtype(0), site.dtype(1)} <= set(BYTES):
-        name, given = "nn.batch_matmul", centred_operands(site)
+        name, given = "nn.batch_matmul", subtract_zero_points(site)
     operands = [
         arg if len(shape) == 3 else site.reshape(arg, (-1, *shape[-2:]))
         for arg, shape in zip(given[:2], (left, right), strict=True)
@@ -329,10 +338,10 @@ def export_batch_matmul(site: ExportSite) -> syntax.Expr:
 
 
 def is_relay_mode(site: ExportSite) -> bool:
-    """Whether the operator computes as Relay's does: UPWARD in int64.
+    """Return whether the operator has Relay's mode: UPWARD in int64.
 
     Raises:
-        ModelError: it computes neither so nor as this package does by default.
+        ModelError: it has neither Relay's mode nor this package's default.
     """
     if has_mode(site, Rounding.UPWARD, Arithmetic.INT64):
         return True
@@ -345,16 +354,17 @@ def binary_dtype(site: ExportSite) -> str:
 
 
 def is_narrow(site: ExportSite) -> bool:
-    """Whether operands and result share one dtype and have one scale each, as Relay's operator has
-    them in all releases.
+    """Return whether operands and result have one dtype and per-tensor scales, which Relay's
+    operator supports in all releases.
     """
     dtypes = {site.dtype(0), site.dtype(1), binary_dtype(site)}
     return len(dtypes) == 1 and all(site.array(index).size == 1 for index in (2, 3, 4, 5))
 
 
 def binary(name: str, exactly: Export, nearly: Export | None = None) -> Export:
-    """Relay's operator where it computes what is asked for, or near enough; `nearly` where that has
-    other dtypes or scales than Relay's.
+    """Write Relay's operator if it computes the same, or nearly the same.
+
+    `nearly` writes it for dtypes or scales that Relay's operator lacks.
     """
 
     def export(site: ExportSite) -> syntax.Expr:
@@ -374,8 +384,10 @@ def binary(name: str, exactly: Export, nearly: Export | None = None) -> Export:
 
 
 def sum_nearly(name: str) -> Export:
-    """An accumulator and a byte: Relay's operator in int32, in fractions of the result's step, so
-    that nothing saturates before the sum and one rounding counts.
+    """Write the sum of an accumulator and a byte as Relay's operator in int32, in fractions of the
+    result's step.
+
+    So nothing saturates before the sum, and only one rounding matters.
 
         qnn.add(acc, byte)  ->  qnn.requantize(qnn.add(qnn.requantize(acc), cast(byte)))
     """
@@ -402,17 +414,17 @@ def sum_nearly(name: str) -> Export:
 
 
 def sides(site: ExportSite) -> list[tuple[syntax.Expr, np.ndarray]]:
-    """(value - zero point, scale) of both operands, scales in shapes that broadcast."""
+    """Return (value - zero point, scale) of both operands, with scales in shapes that broadcast."""
     found = []
     for index, axis in enumerate((int(site.attrs.lhs_axis), int(site.attrs.rhs_axis))):
         ndim = len(site.in_dims(index))
         scale, zero = (spread(site.array(2 + 2 * index + i), axis, ndim) for i in (0, 1))
-        found.append((centre(site, index, zero), scale))
+        found.append((subtract_zero_point(site, index, zero), scale))
     return found
 
 
 def add_exactly(sign: int) -> Export:
-    """t = fma(r, m_r, l * m_l), the fma as a sum in float64."""
+    """Write t = fma(r, m_r, l * m_l). The fma is a sum in float64."""
 
     def export(site: ExportSite) -> syntax.Expr:
         (left, left_scale), (right, right_scale) = sides(site)
@@ -421,7 +433,7 @@ def add_exactly(sign: int) -> Export:
         second = divide_scales(right_scale, out_scale) * np.float32(sign)
         info = np.iinfo(binary_dtype(site))
         limit = max(zero_point - info.min, info.max - zero_point) + 1
-        if not sum_rounds_once(first, second, centred_values(site, 1), limit):
+        if not sum_rounds_once(first, second, list_summands(site, 1), limit):
             raise ModelError(
                 "the scales of its operands are too far apart to add exactly; exact=False adds "
                 "them",
@@ -436,8 +448,8 @@ def add_exactly(sign: int) -> Export:
     return export
 
 
-def centred_values(site: ExportSite, index: int) -> np.ndarray | None:
-    """All values (q - zero point) of an operand of a sum; None if they are too many."""
+def list_summands(site: ExportSite, index: int) -> np.ndarray | None:
+    """Return all values (q - zero point) of an operand of a sum. None if they are too many."""
     info, zero_point = np.iinfo(site.dtype(index)), site.array(3 + 2 * index)
     if info.bits > 16:
         return None
@@ -448,16 +460,17 @@ def centred_values(site: ExportSite, index: int) -> np.ndarray | None:
 def sum_rounds_once(
     first: np.ndarray, second: np.ndarray, values: np.ndarray | None, limit: int
 ) -> bool:
-    """Whether rounding `float32(l * first) + r * second` to float64 and then to float32 gives the
-    integer that rounding it to float32 does, within +-limit, for all integers l and r.
+    """Return whether double rounding gives the same integer, within +-limit, for all integers l and
+    r.
 
-    A summand of at least `least` has no bit below the last of a float64 of that size. A float32
-    below it may be cut off: that matters only where the other summand lies as near to one of the
-    thresholds at which float32 values round to another integer, half a unit of float32 beside the
-    halves.
+    The sum is `float32(l * first) + r * second`. It is rounded to float64 and then to float32,
+    instead of directly to float32. A summand of at least `least` has no bit below the last bit of a
+    float64 of the size of the sum. A smaller float32 may be cut off. This matters only if the other
+    summand is equally close to a threshold at which float32 values round to another integer. A
+    threshold is half a unit of float32 next to a half.
 
     Args:
-        values: All values of r; None if they are too many to try.
+        values: All values of r. None if they are too many to try.
     """
     bits = math.ceil(math.log2(limit))
     least = 2.0 ** (bits - (DOUBLE_BITS - FLOAT_BITS) - 1)
@@ -474,7 +487,7 @@ def sum_rounds_once(
 
 
 def multiply_exactly(site: ExportSite) -> syntax.Expr:
-    """(l - z_l) * (r - z_r) in int32, requantized."""
+    """Emit (l - z_l) * (r - z_r) in int32, requantized."""
     (left, left_scale), (right, right_scale) = sides(site)
     out_scale, zero_point = output(site, 6)
     real = left_scale.astype("float64") * right_scale.astype("float64")
@@ -500,7 +513,7 @@ def export_concatenate(site: ExportSite) -> syntax.Expr:
             moved.append(part)
             continue
         multiplier = divide_scales(scale.reshape(()), out_scale)
-        real = scale_by(site, centre_value(site, part, dtype, zero.reshape(())), multiplier)
+        real = scale_by(site, without_zero_point(site, part, dtype, zero.reshape(())), multiplier)
         moved.append(round_off(site, real, out_zero, dtype))
     return site.op("concatenate", site.tuple_of(moved), axis=axis)
 
@@ -513,19 +526,19 @@ def export_leaky_relu(site: ExportSite) -> syntax.Expr:
 
 
 def export_prelu(site: ExportSite) -> syntax.Expr:
-    """Relay's own prelu computes in float only."""
+    """Write prelu. Relay's own prelu computes in float only."""
     slopes, rank = site.array(5).astype("float64"), site.call.ty.ndim
     behind = rank - 1 - int(site.attrs.axis) % rank
     return bend_negatives(site, slopes.reshape(-1, *[1] * behind) if slopes.ndim else slopes)
 
 
 def bend_negatives(site: ExportSite, slopes: np.ndarray) -> syntax.Expr:
-    """x, or x * slopes where it is below 0, in the affine space of the output; float64 slopes that
-    are broadcast.
+    """Emit x, or x * slopes where x is below 0, in the affine space of the output. Slopes are
+    float64 and broadcast.
     """
     scale, zero_point = site.array(1).reshape(()), site.array(2).reshape(())
     out_scale, out_zero = output(site, 3)
-    moved = centre(site, 0, zero_point)
+    moved = subtract_zero_point(site, 0, zero_point)
     steep = divide_scales(scale, out_scale)
     ratio = scale.astype("float64") * slopes / out_scale.astype("float64")
     chosen = site.op(
@@ -541,7 +554,9 @@ def bend_negatives(site: ExportSite, slopes: np.ndarray) -> syntax.Expr:
 
 
 def average(site: ExportSite, total: syntax.Expr, count: int, dtype: str) -> syntax.Expr:
-    """A sum of centred integers in the output's space: m' = m / float32(count)."""
+    """Divide a sum of integers without zero points by its count, in the output's affine space: m' =
+    m / float32(count).
+    """
     scale, (out_scale, out_zero) = site.array(1).reshape(()), output(site, 3)
     if not site.exact and dtype != "uint16":
         mean_scale = site.constant(scale / np.float32(count), "scale")
@@ -552,19 +567,19 @@ def average(site: ExportSite, total: syntax.Expr, count: int, dtype: str) -> syn
 
 
 def keeps_space(site: ExportSite, dtype: str) -> bool:
-    """Whether the result has dtype, scale and zero point of operand 1."""
+    """Return whether the result has the dtype, scale and zero point of operand 1."""
     return dtype == site.dtype(0) and all(
         site.array(index).item() == site.array(index + 2).item() for index in (1, 2)
     )
 
 
 def pool_integers(site: ExportSite, dtype: str, **attrs: Any) -> syntax.Expr:
-    """cast - nn.avg_pool2d - cast, as TVM's TFLite frontend writes it: truncates."""
+    """Emit cast, nn.avg_pool2d, cast, as TVM's TFLite frontend does. It truncates."""
     wide = site.op("cast", site.args[0], dtype="int32")
     return site.op("cast", site.op("nn.avg_pool2d", wide, **attrs), dtype=dtype)
 
 
-#: axes over which a mean is an average pool -> layout of its data
+#: axes over which a mean is an average pool -> data layout
 POOLED_AXES = {(1, 2): "NHWC", (2, 3): "NCHW"}
 
 
@@ -578,7 +593,7 @@ def export_mean(site: ExportSite) -> syntax.Expr:
         window = tuple(known_size(shape[layout.index(axis)]) for axis in "HW")
         found = pool_integers(site, dtype, pool_size=window, layout=layout)
         return found if site.attrs.keepdims else site.reshape(found, site.out_dims())
-    moved = centre(site, 0, site.array(2).reshape(()))
+    moved = subtract_zero_point(site, 0, site.array(2).reshape(()))
     total = site.op("sum", moved, axis=axes, keepdims=bool(site.attrs.keepdims))
     count = int(np.prod([known_size(shape[axis]) for axis in axes]))
     check_register(choose_total_dtype(site.dtype(0), site.call.args[2], count))
@@ -586,7 +601,7 @@ def export_mean(site: ExportSite) -> syntax.Expr:
 
 
 def export_avg_pool2d(site: ExportSite) -> syntax.Expr:
-    """The sum of each window is a convolution with ones."""
+    """Write an average pool: the sum of each window is a convolution with ones."""
     attrs = site.attrs
     included = bool(attrs.count_include_pad)
     if has_mode(site, Rounding.UPWARD, Arithmetic.INT64):
@@ -603,7 +618,7 @@ def export_avg_pool2d(site: ExportSite) -> syntax.Expr:
     channels = known_size(site.in_dims(0)[layout.index("C")])
     is_last = layout.endswith("C")
     kernel = (*window, channels, 1) if is_last else (channels, 1, *window)
-    moved = centre(site, 0, site.array(2).reshape(()))
+    moved = subtract_zero_point(site, 0, site.array(2).reshape(()))
     total = site.op(
         "nn.conv2d",
         moved,
@@ -626,8 +641,8 @@ def export_lookup(site: ExportSite) -> syntax.Expr:
 
 
 def export_as_table(site: ExportSite) -> syntax.Expr:
-    """An operator on the elements of one tensor of bytes that has no row: its results for all of
-    them.
+    """Write an elementwise operator on a tensor of bytes, which has no row, as a table of all its
+    results.
     """
     dtype, name = site.dtype(0), site.call.op.name.removeprefix("relax.qnn.")
     if dtype not in BYTES:
@@ -643,7 +658,7 @@ def export_as_table(site: ExportSite) -> syntax.Expr:
 
 
 def look_up(site: ExportSite, table: syntax.Expr) -> syntax.Expr:
-    """take(table, x & 255): the entry of a bit pattern."""
+    """Emit take(table, x & 255): the entry of a bit pattern."""
     index = site.op("cast", site.args[0], dtype="int32")
     if site.dtype(0) == "int8":
         index = site.op("bitwise_and", index, site.number(255, "int32"))

@@ -1,7 +1,7 @@
-"""Relay, writing: what differs between the releases of TVM that read it, 0.8 to 0.19.
+"""Relay writer: differences between the TVM releases that read the text, 0.8 to 0.19.
 
-An attribute that a release does not know is an error of its parser, and so is a missing one that it
-requires. What all of these releases have in common needs no row.
+The parser of a release rejects an attribute that it does not know, and a missing one that it
+requires. Common features of all releases need no row.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class Release:
         return f"0.{self.minor}"
 
 
-#: those that Relay is written for; the last one was the last with Relay
+#: Releases that can be written. The last one is the last TVM with Relay.
 RELEASES = tuple(Release(minor) for minor in range(8, 20))
 NEWEST = str(RELEASES[-1])
 
 
 def find_release(text: str) -> Release:
-    """The release called `text`, such as "0.19".
+    """Return the release named `text`, for example "0.19".
 
     Raises:
-        ConfigError: it is none of RELEASES.
+        ConfigError: it is not in RELEASES.
     """
     for release in RELEASES:
         if str(release) == text:
@@ -45,21 +45,21 @@ def find_release(text: str) -> Release:
 
 @dataclass(frozen=True)
 class Since:
-    """Of an attribute: the first release that knows it, and the value that earlier ones imply."""
+    """The first release that knows an attribute, and the value that earlier releases imply."""
 
     release: Release
     before: Any
 
 
-#: operator -> the first release that can read it. `nn.batch_matmul` is older, but which operand is
-#: transposed could not be written.
+#: Operator -> the first release that can read it. `nn.batch_matmul` is older, but before it had no
+#: attributes to say which operand is transposed.
 OPERATORS_SINCE = {
     "nn.batch_matmul": Release(9),
     "qnn.avg_pool2d": Release(13),
     "qnn.leaky_relu": Release(9),
 }
 
-#: (operator, attribute) -> since when
+#: (operator, attribute) -> when it was added
 ATTRIBUTES_SINCE = {
     ("image.resize2d", "extrapolation_value"): Since(Release(9), 0.0),
     ("image.resize2d", "roi"): Since(Release(9), (0.0, 0.0, 0.0, 0.0)),
@@ -72,30 +72,32 @@ ATTRIBUTES_SINCE = {
     },
 }
 
-#: The first release in which the kernel layout of nn.conv1d_transpose is what it says: before, what
-#: is called OIW is IOW.
+#: First release with the right kernel layout names of nn.conv1d_transpose. Before, IOW was called
+#: OIW.
 IOW_SINCE = Release(12)
 
-#: written even where it equals the default: that of transposed convolutions changed in 0.12
+#: Written even with the default value, because the default of transposed convolutions changed in
+#: 0.12.
 ALWAYS_WRITTEN = "kernel_layout"
 
 
 def has_operator(release: Release, name: str) -> bool:
-    """Whether a release can read calls of the operator."""
+    """Return whether a release can read calls of the operator."""
     return release >= OPERATORS_SINCE.get(name, RELEASES[0])
 
 
 def has_attribute(release: Release, name: str, key: str) -> bool:
-    """Whether a release can read the attribute of the operator."""
+    """Return whether a release can read the attribute of the operator."""
     since = ATTRIBUTES_SINCE.get((name, key))
     return since is None or release >= since.release
 
 
 def choose_attributes(release: Release, name: str, attrs: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `attrs` that a call of operator `name` has to write; defaults are left out.
+    """Return the entries of `attrs` that a call of operator `name` must write. Defaults are left
+    out.
 
     Raises:
-        ModelError: the release has not the operator, or not what an attribute asks for.
+        ModelError: the release lacks the operator, or the value of an attribute.
     """
     if not has_operator(release, name):
         raise ModelError(

@@ -1,6 +1,6 @@
-"""Relay, writing: symbolic dimensions of a module get the sizes that the text is written for.
+"""Relay writer: replaces symbolic dimensions by the sizes that the text is written for.
 
-`relay.build` and the virtual machine refuse a dimension that is known at run time only.
+`relay.build` and the virtual machine reject a dimension that is known at run time only.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from relayquant.ir.rewrite.graph import tensor_shape
 
 
 def fix_shapes(mod: tvm.IRModule, shapes: Mapping[str, Sequence[int]]) -> tvm.IRModule:
-    """A module whose main takes inputs of the given shapes; those not named stay as they are.
+    """Return a module whose main takes inputs of the given shapes. Other inputs are unchanged.
 
     Raises:
         ConfigError: there is no such input, or a shape contradicts its type or another shape.
-        ModelError: an input still has a dimension that is known at run time only; all are named.
+        ModelError: an input still has a dimension that is known at run time only. All are named.
     """
     main = mod["main"]
     params = {param.name: param for param in main.params}
@@ -58,10 +58,10 @@ def fix_shapes(mod: tvm.IRModule, shapes: Mapping[str, Sequence[int]]) -> tvm.IR
 
 
 def match_shape(param: relax.Var, shape: Sequence[int]) -> dict[tirx.Var, int]:
-    """Sizes of the symbolic dimensions of a parameter that is to be of a shape.
+    """Return the sizes of the symbolic dimensions of a parameter for a given shape.
 
     Raises:
-        ConfigError: the shape has other dimensions than the parameter.
+        ConfigError: the shape contradicts the parameter.
     """
     known = tensor_shape(param)
     dims = () if known is None else tuple(param.ty.shape.values)

@@ -1,6 +1,6 @@
-"""Relay operators: the table, one row for each operator, grouped in files by family.
+"""Relay reader: the operator table, one row per operator, in files by family.
 
-Adding an operator is one row, with its converter, and one case in the tests.
+To add an operator, write one row with its converter, and one case in the tests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from relayquant.relay.operators.quantized import QUANTIZED_OPS
 from relayquant.relay.operators.reduce import REDUCE_OPS
 from relayquant.relay.operators.shape import SHAPE_OPS
 
-#: Name of an operator -> its row.
+#: Operator name -> its row.
 OPERATORS: Mapping[str, RelayOp] = {
     row.name: row
     for family in (

@@ -1,4 +1,4 @@
-"""Relay operators: what a row of the table says, and what a converter is given."""
+"""Relay reader: the rows of the operator table, and the interface of a converter."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_sha
 from relayquant.relay.attributes import Attr, AttributeKind
 from relayquant.relay.release import WrittenBy
 
-#: A tensor or Relax tuple; a tuple of such; (in arguments) a function.
+#: A tensor or Relax tuple, a tuple of these, or (in arguments) a function.
 Value: TypeAlias = Any
 
 
 class RelayEmitter:
-    """Binds values in the function under construction; every name is used once.
+    """Binds values in the function under construction. Every name is used once.
 
     Args:
-        limit: Most values; a source that makes more of itself by inlining is refused.
+        limit: Largest number of values. A source with more after inlining is refused.
     """
 
     def __init__(self, limit: int) -> None:
@@ -35,11 +35,11 @@ class RelayEmitter:
         self._limit = limit
 
     def reserve(self, name: str) -> None:
-        """Keep a name for a parameter."""
+        """Reserve a name for a parameter."""
         self._taken.add(name)
 
     def count_inlined(self) -> None:
-        """Count one value against the limit.
+        """Count one value towards the limit.
 
         Raises:
             ModelError: the limit is reached.
@@ -52,12 +52,13 @@ class RelayEmitter:
             )
 
     def emit(self, value: relax.Expr, name: str, op: str, *, is_helper: bool = False) -> relax.Var:
-        """A variable bound to `value`, called `name` ("x.1", "x.2", ... if that is taken).
+        """Bind `value` to a variable named `name` ("x.1", "x.2", ... if it is taken).
 
-        A helper leaves `name` to the result it is made for.
+        A helper leaves `name` free for the result that it is a part of.
 
         Raises:
-            ModelError: there are too many values. TVM's own errors: types do not fit.
+            ModelError: there are too many values.
+            tvm.error.TVMError and others: types do not fit.
         """
         self.count_inlined()
         value = self._builder.normalize(value)
@@ -72,7 +73,7 @@ class RelayEmitter:
         return var
 
     def finish(self, params: Sequence[relax.Var], result: relax.Expr) -> relax.Function:
-        """The function of all values bound so far."""
+        """Return the function of all values bound so far."""
         block = relax.BindingBlock(self._bindings)
         body = self._builder.normalize(relax.SeqExpr([block], result))
         return relax.Function(list(params), body)
@@ -85,9 +86,9 @@ class Site:
     Attributes:
         args: Values of the arguments.
         attrs: All attributes of the row, defaults included.
-        written: Names of the attributes that the source writes.
-        name: Name that the result will have.
-        release: The TVM that wrote the module; None if that is not known.
+        written: Names of the attributes in the source.
+        name: Name for the result.
+        release: TVM release that wrote the module. None if unknown.
     """
 
     op: str
@@ -99,10 +100,10 @@ class Site:
     release: WrittenBy | None
 
     def is_since(self, release: WrittenBy, what: str) -> bool:
-        """Whether the module was written by `release` or a later one.
+        """Return whether the module was written by `release` or a later one.
 
         Raises:
-            ModelError: nothing says so; `what` depends on it.
+            ModelError: the release is unknown. `what` depends on it.
         """
         if self.release is None:
             raise ModelError(
@@ -114,11 +115,11 @@ class Site:
         return self.release >= release
 
     def emit(self, value: relax.Expr) -> relax.Var:
-        """Bind a helper on the way to the result; it is called `name.1`, `name.2`, ..."""
+        """Bind a helper value of the result. It is named `name.1`, `name.2`, ..."""
         return self.emitter.emit(value, self.name, self.op, is_helper=True)
 
     def tensor(self, index: int) -> relax.Expr:
-        """Argument `index`, which must be a tensor.
+        """Return argument `index`, which must be a tensor.
 
         Raises:
             ModelError: it is a tuple or a function.
@@ -129,10 +130,10 @@ class Site:
         return value
 
     def tensors(self, index: int) -> list[relax.Expr]:
-        """The fields of argument `index`, which must be a tuple of tensors.
+        """Return the fields of argument `index`, which must be a tuple of tensors.
 
         Raises:
-            ModelError: it is something else, or empty.
+            ModelError: it is not a tuple of tensors, or empty.
         """
         value = self.args[index]
         if isinstance(value, relax.Expr) and isinstance(value.ty, relax.TupleType):
@@ -149,7 +150,7 @@ class Site:
         return list(value)
 
     def shape(self, expr: relax.Expr) -> tuple[int, ...]:
-        """The shape of a tensor, all dimensions known.
+        """Return the shape of a tensor with known dimensions.
 
         Raises:
             ModelError: a dimension is known at run time only.
@@ -165,10 +166,10 @@ class Site:
         return len(self.dims(expr))
 
     def dims(self, expr: relax.Expr) -> tuple[int | str, ...]:
-        """The shape of a tensor, with names for dimensions known at run time only.
+        """Return the shape of a tensor, with names for dimensions known at run time only.
 
         Raises:
-            ModelError: not even the rank is known.
+            ModelError: the rank is unknown.
         """
         shape = tensor_shape(expr)
         if shape is None:
@@ -176,7 +177,7 @@ class Site:
         return shape
 
     def axis(self, value: int, ndim: int) -> int:
-        """An axis counted from the front.
+        """Return an axis counted from the front.
 
         Raises:
             ModelError: there is no such axis.
@@ -189,10 +190,10 @@ class Site:
         return value % ndim
 
     def constant(self, index: int) -> np.ndarray:
-        """The array of argument `index`, which must be a constant.
+        """Return the array of argument `index`, which must be a constant.
 
         Raises:
-            ModelError: it is computed.
+            ModelError: it is computed at run time.
         """
         array = constant_value(self.tensor(index))
         if array is None:
@@ -200,7 +201,7 @@ class Site:
         return array
 
     def reshape(self, expr: relax.Expr, shape: Sequence[int]) -> relax.Expr:
-        """`expr` in another shape; a constant stays one."""
+        """Reshape `expr`. A constant stays a constant."""
         if tuple(tensor_shape(expr) or ()) == tuple(shape) and tensor_shape(expr) is not None:
             return expr
         array = constant_value(expr)
@@ -209,7 +210,7 @@ class Site:
         return self.emit(relax.op.reshape(expr, tuple(shape)))
 
     def permute(self, expr: relax.Expr, axes: Sequence[int]) -> relax.Expr:
-        """`expr` with its axes in another order; a constant stays one."""
+        """Reorder the axes of `expr`. A constant stays a constant."""
         if list(axes) == sorted(axes):
             return expr
         array = constant_value(expr)
@@ -223,13 +224,13 @@ Convert: TypeAlias = Callable[[Site], Value]
 
 @dataclass(frozen=True)
 class RelayOp:
-    """An operator of Relay: how many arguments it has, its attributes, what it becomes."""
+    """An operator of Relay: its number of arguments, its attributes, and its converter."""
 
     name: str
     min_args: int
     convert: Convert
     attrs: Mapping[str, Attr] = field(default_factory=dict)
-    max_args: int = -1  #: -1: as min_args
+    max_args: int = -1  #: -1: equal to min_args
 
     def __post_init__(self) -> None:
         if self.max_args < 0:
@@ -237,30 +238,30 @@ class RelayOp:
 
 
 def make_const(array: np.ndarray) -> relax.Expr:
-    """A constant of the array's own dtype."""
+    """Make a constant with the array's own dtype."""
     array = np.asarray(array, order="C")
     return relax.const(array, str(array.dtype))
 
 
 def make_scalar(value: float, dtype: str) -> relax.Expr:
-    """A constant of rank 0."""
+    """Make a constant of rank 0."""
     return make_const(np.array(value, dtype))
 
 
 def is_integer(expr: relax.Expr) -> bool:
-    """Whether a tensor holds integers."""
+    """Return whether a tensor holds integers."""
     return tensor_dtype(expr).startswith(("int", "uint"))
 
 
-#: Most elements of a constant that a converter makes up; a file of a few bytes may ask for more.
+#: Largest constant that a converter creates, in elements. A file of a few bytes may ask for more.
 MAX_MADE_UP = 2**24
 
 
 def check_made_up(count: float) -> None:
-    """Raise unless a constant of so many elements is one to make.
+    """Raise unless a constant of `count` elements is small enough to create.
 
     Raises:
-        ModelError: it is absurdly large.
+        ModelError: it is too large.
     """
     if not count <= MAX_MADE_UP:
         raise ModelError(
@@ -284,7 +285,7 @@ def check_positive(name: str, values: Sequence[int]) -> None:
 
 
 def integer(default: int | None = None) -> Attr:
-    """A number in place; without a default it is required."""
+    """Declare an inline number. Without a default, it is required."""
     return Attr(AttributeKind.INT, default, default is None)
 
 
@@ -301,12 +302,12 @@ def text(default: str | None = None) -> Attr:
 
 
 def dtype(required: bool = False) -> Attr:
-    """A dtype; "" where Relay leaves it to the operands."""
+    """Declare a dtype. "" means that Relay takes it from the operands."""
     return Attr(AttributeKind.DTYPE, "", required)
 
 
 def boxed(default: int | None = None) -> Attr:
-    """An integer that may be missing."""
+    """Declare an integer that may be missing."""
     return Attr(AttributeKind.INTEGER, default)
 
 
@@ -316,5 +317,5 @@ def integers(*default: int, required: bool = False) -> Attr:
 
 OPTIONAL_INTEGERS = Attr(AttributeKind.INTS, None)
 
-#: Of an attribute whose value plays no part.
+#: Declare an attribute whose value does not matter.
 IGNORED = Attr(AttributeKind.ANY)

@@ -1,4 +1,4 @@
-"""Relay operators, rows: elementwise arithmetic, comparisons, activations, casts."""
+"""Relay reader, rows: elementwise arithmetic, comparisons, activations, casts."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ from relayquant.relay.operators.base import (
 op = relax.op
 
 
-#: Each neighbour is an operator of its own; real models have 5.
+#: Each neighbour becomes an operator. Real models have 5 neighbours.
 MAX_LRN_SIZE = 64
 
 
 def unary(function: Callable[[relax.Expr], relax.Expr]) -> Callable[[Site], relax.Expr]:
-    """An operator that has the same meaning in Relax."""
+    """Convert an operator with the same meaning in Relax."""
     return lambda site: function(site.tensor(0))
 
 
 def binary(function: Callable[..., relax.Expr]) -> Callable[[Site], relax.Expr]:
-    """The same for two operands, which broadcast in both."""
+    """Convert a binary operator with the same meaning in Relax. Both broadcast."""
     return lambda site: function(site.tensor(0), site.tensor(1))
 
 
 def scalar_like(site: Site, value: float) -> relax.Expr:
-    """A constant of the dtype of the first operand."""
+    """Make a constant with the dtype of the first operand."""
     return make_scalar(value, tensor_dtype(site.tensor(0)))
 
 
 def convert_round(site: Site) -> relax.Expr:
-    """Half away from zero: trunc(x + sign(x) * 0.5), where Relax rounds half to even.
+    """Convert round, half away from zero: trunc(x + sign(x) * 0.5). Relax rounds half to even.
 
-    0.49999997 + 0.5 is 1 in float32, so the sum is not used below one half:
-    t = trunc(x); where(|x - t| >= 0.5, t + sign(x), t).
+    0.49999997 + 0.5 is 1 in float32, so the sum is not used below one half: t = trunc(x); where(|x
+    - t| >= 0.5, t + sign(x), t).
     """
     x = site.tensor(0)
     if is_integer(x):
@@ -73,7 +73,7 @@ def convert_log(base: float) -> Callable[[Site], relax.Expr]:
 
 
 def convert_clip(site: Site) -> relax.Expr:
-    """Bounds of integers are truncated; beyond the dtype they are its own."""
+    """Convert clip. Bounds of integers are truncated, and limited to the dtype."""
     x, low, high = site.tensor(0), site.attrs["a_min"], site.attrs["a_max"]
     if not is_integer(x):
         return op.clip(x, float(low), float(high))
@@ -87,7 +87,9 @@ def convert_clip(site: Site) -> relax.Expr:
 
 
 def convert_leaky_relu(site: Site) -> relax.Expr:
-    """where(x > 0, x, x * alpha). Of integers Relay truncates alpha, to 0 as a rule."""
+    """Convert leaky_relu to where(x > 0, x, x * alpha). For integers, Relay truncates alpha,
+    usually to 0.
+    """
     x, alpha = site.tensor(0), site.attrs["alpha"]
     if not is_integer(x):
         return op.nn.leakyrelu(x, alpha)
@@ -98,7 +100,9 @@ def convert_leaky_relu(site: Site) -> relax.Expr:
 
 
 def convert_negative(site: Site) -> relax.Expr:
-    """0 - x for integers: TVM compiles no negative of an unsigned one."""
+    """Convert negative of integers to 0 - x. TVM cannot compile the negative of an unsigned
+    integer.
+    """
     x = site.tensor(0)
     return op.subtract(scalar_like(site, 0), x) if is_integer(x) else op.negative(x)
 
@@ -122,7 +126,9 @@ def convert_identity(site: Site) -> relax.Expr:
 
 
 def convert_bias_add(site: Site) -> relax.Expr:
-    """add(x, reshape(bias, [1, C, 1, 1])), the form in which all importers leave a bias."""
+    """Convert bias_add to add(x, reshape(bias, [1, C, 1, 1])), the form of a bias in all
+    readers.
+    """
     x, bias = site.tensor(0), site.tensor(1)
     ndim = site.ndim(x)
     axis = site.axis(site.attrs["axis"], ndim)
@@ -139,7 +145,7 @@ def convert_bias_add(site: Site) -> relax.Expr:
 
 
 def convert_where(site: Site) -> relax.Expr:
-    """A condition that is a number holds where it is not 0."""
+    """Convert where. A numeric condition is true where it is not 0."""
     condition, x, y = (site.tensor(i) for i in range(3))
     if tensor_dtype(condition) != "bool":
         zero = make_scalar(0, tensor_dtype(condition))
@@ -148,8 +154,8 @@ def convert_where(site: Site) -> relax.Expr:
 
 
 def convert_hyperbolic(combine: Callable[..., relax.Expr]) -> Callable[[Site], relax.Expr]:
-    """(e^x + e^-x) / 2 is cosh, their difference sinh, as Relay's compiler computes them; that of
-    Relax has no such functions.
+    """Convert cosh to (e^x + e^-x) / 2 and sinh to (e^x - e^-x) / 2, as Relay's compiler does.
+    Relax's compiler lacks both functions.
     """
 
     def convert(site: Site) -> relax.Expr:
@@ -161,17 +167,17 @@ def convert_hyperbolic(combine: Callable[..., relax.Expr]) -> Callable[[Site], r
 
 
 def convert_hardswish(site: Site) -> relax.Expr:
-    """x * clip(x + 3, 0, 6) / 6."""
+    """Convert hardswish to x * clip(x + 3, 0, 6) / 6."""
     x = site.tensor(0)
     gate = site.emit(op.clip(site.emit(op.add(x, scalar_like(site, 3.0))), 0.0, 6.0))
     return op.divide(site.emit(op.multiply(x, gate)), scalar_like(site, 6.0))
 
 
 def convert_fixed_point_multiply(site: Site) -> relax.Expr:
-    """x * multiplier / 2^31 * 2^shift in 64 bits, rounded half up, as `fixed_point_multiply` does.
+    """Convert fixed_point_multiply to x * multiplier / 2^31 * 2^shift in 64 bits, rounded half up.
 
-    shift > 0: (x << shift) * multiplier + 2^30 >> 31; else x * multiplier + 2^(30 - shift) >>
-    (31 - shift). The result is an int32, whatever is multiplied: `relay.quantize` with
+    With shift > 0: (x << shift) * multiplier + 2^30 >> 31. Otherwise: x * multiplier + 2^(30 -
+    shift) >> (31 - shift). The result is int32 for every operand dtype: `relay.quantize` with
     weight_scale="max" multiplies int64.
     """
     x, multiplier, shift = site.tensor(0), site.attrs["multiplier"], site.attrs["shift"]
@@ -195,7 +201,7 @@ def convert_fixed_point_multiply(site: Site) -> relax.Expr:
 
 
 def convert_l2_normalize(site: Site) -> relax.Expr:
-    """x / sqrt(max(sum(x * x), eps))."""
+    """Convert l2_normalize to x / sqrt(max(sum(x * x), eps))."""
     x = site.tensor(0)
     square = site.emit(op.multiply(x, x))
     total = site.emit(op.sum(square, list(site.attrs["axis"] or ()), keepdims=True))
@@ -204,7 +210,9 @@ def convert_l2_normalize(site: Site) -> relax.Expr:
 
 
 def convert_lrn(site: Site) -> relax.Expr:
-    """x / (bias + alpha / size * sum of squares of `size` neighbours along axis) ^ beta."""
+    """Convert lrn to x / (bias + alpha / size * sum of squares of `size` neighbours along axis) ^
+    beta.
+    """
     x, size = site.tensor(0), site.attrs["size"]
     if not 1 <= size <= MAX_LRN_SIZE:
         raise ModelError(f"attribute size is {size}; allowed: 1 to {MAX_LRN_SIZE}.", code="RQ202")
@@ -265,7 +273,7 @@ _SAME_BINARY: dict[str, Callable[..., relax.Expr]] = {
     },
 }
 
-#: What only says where something runs, or how; their attributes do not matter.
+#: Operators that only say where or how something runs. Their attributes do not matter.
 _IDENTITIES = (
     "copy",
     "annotation.stop_fusion",

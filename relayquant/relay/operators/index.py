@@ -1,4 +1,4 @@
-"""Relay operators, rows: look-ups and scattering by index."""
+"""Relay reader, rows: look-ups and scattering by index."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def convert_take(site: Site) -> relax.Expr:
 
 
 def take_batched(site: Site) -> relax.Expr:
-    """take along an axis behind `batch_dims` axes that data and indices share:
+    """Emit take along an axis after `batch_dims` axes that data and indices share:
 
     data (B, P, N, Q), indices (B, I)
         -> take(data as (B * P * N, Q), (b * P + p) * N + i)  of shape (B, P, I, Q)
@@ -77,7 +77,7 @@ def convert_gather(site: Site) -> relax.Expr:
 
 
 def index_last(site: Site, indices: relax.Expr) -> relax.Expr:
-    """Relay keeps the parts of an index along the first axis, Relax along the last, in int64."""
+    """Move the parts of an index from the first axis (Relay) to the last axis (Relax), in int64."""
     ndim = site.ndim(indices)
     return to_int64(site, site.permute(indices, [*range(1, ndim), 0]))
 

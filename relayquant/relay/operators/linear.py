@@ -1,4 +1,4 @@
-"""Relay operators, rows: convolutions and matrix products."""
+"""Relay reader, rows: convolutions and matrix products."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from relayquant.relay.release import BATCH_MATMUL_ATTRIBUTES, KERNEL_DEFAULT, KE
 
 op = relax.op
 
-#: Spatial letters of a layout by the number of spatial axes.
+#: Spatial letters of a layout, by the number of spatial axes.
 SPATIAL = {1: "W", 2: "HW", 3: "DHW"}
 
 
 def conv_attrs(rank: int, kernel_layout: str, **more: Any) -> dict[str, Any]:
-    """Attributes of a convolution over `rank` axes."""
+    """Declare the attributes of a convolution over `rank` axes."""
     return {
         "strides": integers(*[1] * rank),
         "padding": integers(*[0] * rank),
@@ -47,7 +47,7 @@ def conv_attrs(rank: int, kernel_layout: str, **more: Any) -> dict[str, Any]:
 
 
 def check_window(site: Site, rank: int) -> None:
-    """Raise unless strides, dilation, padding and groups are numbers a convolution can have.
+    """Raise unless strides, dilation, padding and groups are valid for a convolution.
 
     Raises:
         ModelError: names the attribute.
@@ -66,10 +66,10 @@ def check_window(site: Site, rank: int) -> None:
 
 
 def check_padding(padding: Sequence[int], rank: int) -> None:
-    """Raise unless there is one width, one for each axis, or one for each side.
+    """Raise unless there is one width, one per axis, or one per side.
 
     Raises:
-        ModelError: the number of widths is another, or one is negative.
+        ModelError: the number of widths is wrong, or one is negative.
     """
     if len(padding) not in (1, rank, 2 * rank) or min(padding) < 0:
         raise ModelError(
@@ -80,10 +80,10 @@ def check_padding(padding: Sequence[int], rank: int) -> None:
 
 
 def check_layout(name: str, layout: str, letters: str) -> None:
-    """Raise unless a layout has just these letters.
+    """Raise unless a layout has exactly these letters.
 
     Raises:
-        ModelError: it is blocked ("NCHW4c") or misses an axis.
+        ModelError: it is blocked ("NCHW4c") or lacks an axis.
     """
     if sorted(layout) != sorted(letters):
         raise ModelError(
@@ -105,9 +105,9 @@ def check_out_layout(site: Site, layout: str) -> None:
 def ungroup_weight(
     site: Site, weight: relax.Expr, layout: str, groups: int, data: relax.Expr, data_layout: str
 ) -> tuple[relax.Expr, str]:
-    """(weight, layout) of a convolution as Relax wants them: O counts all output channels.
+    """Return (weight, layout) of a convolution in Relax's form: O counts all output channels.
 
-    Relay keeps depthwise weights as (C, M, kh, kw), M outputs for each channel:
+    Relay keeps depthwise weights as (C, M, kh, kw), with M outputs per channel:
         OIHW (C, M, kh, kw)  ->  OIHW (C * M, 1, kh, kw)
         HWOI (kh, kw, C, M)  ->  HWIO (kh, kw, 1, C * M)
     """
@@ -133,7 +133,7 @@ def ungroup_weight(
 
 
 def check_channels(site: Site, weight: relax.Expr, layout: str) -> None:
-    """Raise when the attributes contradict the weight, which alone is used."""
+    """Raise if the attributes contradict the weight. Only the weight is used."""
     shape = site.dims(weight)
     channels, kernel = site.attrs["channels"], site.attrs["kernel_size"]
     found = shape[layout.index("O")]
@@ -151,7 +151,7 @@ def check_channels(site: Site, weight: relax.Expr, layout: str) -> None:
 
 
 def check_conv_layouts(site: Site, rank: int) -> tuple[relax.Expr, relax.Expr, str]:
-    """(data, weight, layout of the data), after window and layouts were found right."""
+    """Return (data, weight, data layout) after a check of the window and the layouts."""
     attrs, data, weight = site.attrs, site.tensor(0), site.tensor(1)
     check_window(site, rank)
     check_layout("data_layout", attrs["data_layout"], "NC" + SPATIAL[rank])
@@ -161,7 +161,7 @@ def check_conv_layouts(site: Site, rank: int) -> tuple[relax.Expr, relax.Expr, s
 
 
 def conv_keywords(site: Site, kernel_layout: str) -> dict[str, Any]:
-    """The keywords of a Relax convolution, for a weight in this layout."""
+    """Return the keywords of a Relax convolution for a weight in this layout."""
     attrs = site.attrs
     extents = ("strides", "padding", "output_padding", "dilation")
     return {
@@ -174,7 +174,7 @@ def conv_keywords(site: Site, kernel_layout: str) -> dict[str, Any]:
 
 
 def conv_operands(site: Site, rank: int) -> tuple[relax.Expr, relax.Expr, dict[str, Any]]:
-    """(data, weight, keywords of a Relax convolution), all checked."""
+    """Return (data, weight, keywords of a Relax convolution), all checked."""
     attrs = site.attrs
     data, weight, layout = check_conv_layouts(site, rank)
     if site.ndim(data) != rank + 2:
@@ -198,7 +198,7 @@ def conv(function: Callable[..., relax.Expr], rank: int) -> Callable[[Site], rel
 
 
 def transposed_operands(site: Site, rank: int) -> tuple[relax.Expr, relax.Expr, dict[str, Any]]:
-    """The same for a transposed convolution."""
+    """Return (data, weight, keywords) of a transposed convolution, all checked."""
     attrs = site.attrs
     data, weight, layout = check_conv_layouts(site, rank)
     if site.ndim(data) != rank + 2 or site.ndim(weight) != rank + 2:
@@ -216,11 +216,11 @@ def transposed_operands(site: Site, rank: int) -> tuple[relax.Expr, relax.Expr, 
 
 
 def find_transposed_layout(site: Site, data: relax.Expr, weight: relax.Expr, rank: int) -> str:
-    """The layout of the weight, I being the channels of the data.
+    """Return the layout of the weight, with I for the channels of the data.
 
-    What is written, and what is meant where nothing is, changed between releases (`release.py`),
-    so the shapes decide: only one order of O and I fits them, unless there are as many channels
-    before as behind.
+    The meaning of the attribute and its default changed between releases (`release.py`), so the
+    shapes decide. Only one order of O and I fits them, unless there are as many input as output
+    channels.
     """
     written = site.attrs["kernel_layout"]
     swapped = written.translate(str.maketrans("OI", "IO"))
@@ -243,13 +243,13 @@ def find_transposed_layout(site: Site, data: relax.Expr, weight: relax.Expr, ran
             return written  # as in all releases but 0.7
         return written if site.is_since(KERNEL_LETTERS[rank], what) else swapped
     if rank == 1:
-        return "IOW"  # in every release, whatever it called that
+        return "IOW"  # in every release, under different names
     is_oihw = not site.is_since(KERNEL_DEFAULT, what) and site.is_since(KERNEL_LETTERS[rank], what)
     return "OIHW" if is_oihw else "IOHW"
 
 
 def check_transposed_channels(site: Site, weight: relax.Expr, layout: str) -> None:
-    """Raise when the attributes contradict the weight, which alone is used."""
+    """Raise if the attributes contradict the weight. Only the weight is used."""
     shape, attrs = site.dims(weight), site.attrs
     found = shape[layout.index("O")]
     if isinstance(found, int) and attrs["channels"] not in (None, found * attrs["groups"]):
@@ -268,7 +268,7 @@ def check_transposed_channels(site: Site, weight: relax.Expr, layout: str) -> No
 
 
 def transposed(function: Callable[..., relax.Expr], rank: int) -> Callable[[Site], relax.Expr]:
-    """NHWC data and weights of other layouts than IOHW are turned: Relax compiles no others.
+    """Permute NHWC data and weights of other layouts than IOHW, because Relax compiles no others.
 
     conv2d_transpose(x, w, NHWC, HWIO)
         ->  permute(conv2d_transpose(permute(x), permute(w), NCHW, IOHW))
@@ -292,7 +292,7 @@ def transposed(function: Callable[..., relax.Expr], rank: int) -> Callable[[Site
 
 
 def swap_last(site: Site, expr: relax.Expr) -> relax.Expr:
-    """`expr` with its last two axes swapped."""
+    """Swap the last two axes of `expr`."""
     ndim = site.ndim(expr)
     if ndim < 2:
         raise ModelError(
@@ -302,7 +302,7 @@ def swap_last(site: Site, expr: relax.Expr) -> relax.Expr:
 
 
 def convert_dense(site: Site) -> relax.Expr:
-    """x W^T."""
+    """Convert dense to x W^T."""
     data, weight = site.tensor(0), site.tensor(1)
     check_units(site, weight)
     return op.matmul(data, swap_last(site, weight), site.attrs["out_dtype"] or None)
@@ -329,8 +329,10 @@ def convert_matmul(site: Site) -> relax.Expr:
 
 
 def convert_batch_matmul(site: Site) -> relax.Expr:
-    """Before TVM 0.9 there were no attributes and y was transposed: where none is written the
-    shapes decide, or else the release; one that is not known is taken for a later one.
+    """Convert batch_matmul.
+
+    Before TVM 0.9 it had no attributes and y was transposed. If the source has no attribute, the
+    shapes decide, or else the release. An unknown release counts as a later one.
     """
     left, right, attrs = site.tensor(0), site.tensor(1), site.attrs
     transposed_right = attrs["transpose_b"] or is_old_batch_matmul(site)
@@ -349,7 +351,7 @@ def is_old_batch_matmul(site: Site) -> bool:
 
 
 _PRODUCT = {"transpose_a": flag(), "transpose_b": flag(), "out_dtype": dtype()}
-#: Written by auto-scheduling passes; empty in a model.
+#: Written by auto-scheduling passes. Empty in a model.
 _LAYOUTS = {
     "auto_scheduler_rewritten_layout": text(""),
     "meta_schedule_original_shape": OPTIONAL_INTEGERS,

@@ -1,4 +1,4 @@
-"""Relay operators, rows: pooling and normalization."""
+"""Relay reader, rows: pooling and normalization."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from relayquant.relay.operators.linear import SPATIAL, check_layout, check_out_l
 
 op = relax.op
 
-#: Most windows along an axis: each is a value of its own.
+#: Largest number of windows along an axis. Each window becomes a value.
 MAX_ADAPTIVE = 4096
 
 
@@ -47,7 +47,7 @@ def pool_attrs(rank: int, **more: Any) -> dict[str, Any]:
 
 
 def pool_keywords(site: Site, rank: int) -> dict[str, Any]:
-    """Keywords of a Relax pool, all checked."""
+    """Return the keywords of a Relax pool, all checked."""
     attrs = site.attrs
     for name in ("pool_size", "strides", "dilation"):
         check_positive(name, attrs[name] or ())
@@ -79,11 +79,12 @@ def max_pool(function: Callable[..., relax.Expr], rank: int) -> Callable[[Site],
 def check_windows(
     site: Site, result: relax.Expr, keywords: dict[str, Any], rank: int
 ) -> relax.Expr:
-    """`result`, if it has as many windows as Relay takes: with ceil_mode that is also one that
-    begins behind the data, which Relax leaves out.
+    """Return `result` if it has as many windows as Relay counts.
+
+    With ceil_mode, Relay also counts a window that begins after the data. Relax does not.
 
     Raises:
-        ModelError: it has fewer.
+        ModelError: it has fewer windows.
     """
     if not keywords["ceil_mode"]:
         return result
@@ -102,7 +103,7 @@ def check_windows(
         if count != made[at]:
             raise ModelError(
                 f"ceil_mode has {format_count(count, 'window')} along {letter}, of which the last "
-                f"begins behind the data; allowed: {made[at]}. Crop the padding behind, or use "
+                f"begins after the data; allowed: {made[at]}. Crop the padding at the end, or use "
                 "ceil_mode=False.",
                 code="RQ202",
             )
@@ -124,11 +125,12 @@ def avg_pool(function: Callable[..., relax.Expr], rank: int) -> Callable[[Site],
 def integer_average(
     site: Site, data: relax.Expr, keywords: dict[str, Any], rank: int
 ) -> relax.Expr:
-    """Average of integers as Relay takes it: the sum of the window, divided and truncated.
+    """Convert an average pool of integers as Relay computes it: the sum of the window, divided and
+    truncated.
 
-    A convolution with ones gives the sum; Relax's own pool changes the dtype. Each window is
-    divided by the values that it covers, with count_include_pad those of the padding too, but not
-    what ceil_mode adds.
+    A convolution with ones computes the sum, because Relax's pool changes the dtype. Each window is
+    divided by the number of values that it covers. With count_include_pad, the padding counts too,
+    but not the elements that ceil_mode adds.
     """
     layout, kind = keywords["layout"], tensor_dtype(data)
     shape = site.shape(data)
@@ -177,7 +179,7 @@ def integer_average(
 
 
 def adaptive_pool(function: Callable[..., relax.Expr], rank: int) -> Callable[[Site], relax.Expr]:
-    """Averages; those of integers are sums, divided and truncated."""
+    """Convert adaptive averages. For integers, sums are divided and truncated."""
 
     def convert(site: Site) -> relax.Expr:
         data, size = site.tensor(0), adaptive_size(site, rank)
@@ -191,7 +193,7 @@ def adaptive_pool(function: Callable[..., relax.Expr], rank: int) -> Callable[[S
 
 
 def adaptive_size(site: Site, rank: int) -> tuple[int, ...]:
-    """The output size along each spatial axis; () for that of the input.
+    """Return the output size along each spatial axis. () means the size of the input.
 
     Raises:
         ModelError: the layout or a size is not allowed.
@@ -213,8 +215,9 @@ def adaptive_size(site: Site, rank: int) -> tuple[int, ...]:
 def reduce_adaptively(
     site: Site, function: Callable[..., relax.Expr], rank: int
 ) -> tuple[relax.Expr, np.ndarray]:
-    """(`function` of each window, how many values each has), one axis after the other:
-    concat(f(x[floor(0 * n / m) : ceil(1 * n / m)]), f(x[floor(1 * n / m) : ...]), ...).
+    """Return (`function` of each window, number of values of each), one axis after the other.
+
+    concat(f(x[floor(0 * n / m) : ceil(1 * n / m)]), f(x[floor(1 * n / m) : ...]), ...)
     """
     data, layout = site.tensor(0), site.attrs["layout"]
     counts = np.ones([1] * len(layout), "int64")
@@ -240,7 +243,7 @@ def reduce_adaptively(
 
 
 def adaptive_max_pool(site: Site) -> relax.Expr:
-    """The maximum over all positions, or of each window."""
+    """Convert the maximum over all positions, or of each window."""
     size = adaptive_size(site, 2)
     return global_max_pool(site) if set(size) == {1} else reduce_adaptively(site, op.max, 2)[0]
 
@@ -257,7 +260,7 @@ def global_max_pool(site: Site) -> relax.Expr:
 
 
 def global_avg_pool(site: Site) -> relax.Expr:
-    """Integers: the sum, divided and truncated."""
+    """Convert the global average. For integers, the sum is divided and truncated."""
     data, axes = site.tensor(0), spatial_axes(site)
     if not is_integer(data):
         return op.mean(data, axes, keepdims=True)
@@ -280,7 +283,7 @@ def norm_attrs(axis: int) -> dict[str, Any]:
 
 
 def batch_norm(site: Site) -> relax.Expr:
-    """A tuple (result, mean, variance), as in Relay; without training."""
+    """Convert batch_norm in inference to a tuple (result, mean, variance), as in Relay."""
     data, attrs = site.tensor(0), site.attrs
     return op.nn.batch_norm(
         data,
@@ -344,7 +347,7 @@ def softmax(function: Callable[..., relax.Expr]) -> Callable[[Site], relax.Expr]
 
 
 def dropout(site: Site) -> tuple[relax.Expr, relax.Expr]:
-    """(x, mask): what inference computes is x itself. Nobody reads the mask."""
+    """Convert dropout in inference to (x, mask). The mask is unused."""
     data = site.tensor(0)
     return data, op.ones_like(data)
 

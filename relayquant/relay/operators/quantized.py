@@ -1,9 +1,9 @@
-"""Relay operators, rows: the QNN dialect. Each becomes the operator of `relayquant.ir.dialect` with
-the rounding that TVM 0.19 has.
+"""Relay reader, rows: the QNN dialect -> the operators of `relayquant.ir.dialect`, with TVM 0.19's
+rounding.
 
-Relay rounds `quantize` half away from zero and requantizes UPWARD, unless the operator says
-otherwise. Where it leaves the arithmetic open, TVM chose it by the target; here it is 64-bit fixed
-point, which was TVM's choice for a plain "llvm" target.
+Relay rounds `quantize` half away from zero and requantizes UPWARD, unless the operator has another
+mode. If Relay leaves the arithmetic open, TVM chose it by target. Here it is 64-bit fixed point,
+which was TVM's choice for a plain "llvm" target.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from relayquant.relay.operators.pool import pool_attrs, pool_keywords
 
 op = relax.op
 
-#: What Relay does where an operator has no attribute for it.
+#: Relay's mode for operators without a mode attribute.
 QUANTIZE_ROUNDING = Rounding.TONEAREST
 REQUANTIZE_ROUNDING = Rounding.UPWARD
 REQUANTIZE_ARITHMETIC = Arithmetic.INT64
@@ -56,7 +56,7 @@ RELAY_MODES: dict[str, Any] = {
 
 
 def parameter(site: Site, index: int) -> relax.Expr:
-    """A scale or zero point; a vector of one is a scalar."""
+    """Return a scale or zero point. A vector of one element becomes a scalar."""
     return to_parameter(site.tensor(index))
 
 
@@ -72,7 +72,9 @@ def parameters(site: Site, start: int, count: int) -> list[relax.Expr]:
 
 
 def convert_quantize(site: Site) -> relax.Expr:
-    """Constants are quantized at once: biases and pad values are written that way."""
+    """Convert quantize. Constants are quantized at once, because biases and pad values are written
+    this way.
+    """
     data, scale, zero_point = site.tensor(0), parameter(site, 1), parameter(site, 2)
     attrs = site.attrs
     arrays = [constant_value(each) for each in (data, scale, zero_point)]
@@ -135,7 +137,7 @@ def convert_dense(site: Site) -> relax.Expr:
 
 
 def convert_batch_matmul(site: Site) -> relax.Expr:
-    """Ours takes y as (B, N, K), as Relay does with transpose_b."""
+    """Convert batch_matmul. Ours takes y as (B, N, K), like Relay with transpose_b."""
     attrs = site.attrs
     left, right = site.tensor(0), site.tensor(1)
     left = swap_last(site, left) if attrs["transpose_a"] else left
@@ -186,10 +188,10 @@ def convert_avg_pool2d(site: Site) -> relax.Expr:
 
 
 def table(row: Unary) -> Callable[[Site], relax.Expr]:
-    """A function of one 8-bit value as a table of 256 entries, as Relay computes it.
+    """Convert a function of one 8-bit value to a table of 256 entries, as Relay computes it.
 
-    NaN -> inf: Relay quantizes the root or logarithm of a negative number to the largest integer;
-    our tables take such a number as 0.
+    NaN becomes infinity: Relay quantizes the root or logarithm of a negative number to the largest
+    integer. Our tables treat a negative number as 0.
     """
 
     def function(x: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Relay operators, rows: reductions, sorting, and the numbers of tensors made from nothing."""
+"""Relay reader, rows: reductions, sorting, and tensors made without data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ op = relax.op
 
 
 def reduced_axes(site: Site) -> list[int]:
-    """The axes that are reduced: `exclude` names those that stay."""
+    """Return the reduced axes. With `exclude`, the attribute names the axes that stay."""
     ndim = site.ndim(site.tensor(0))
     given = site.attrs["axis"]
     if given is None or (len(given) == 0 and not site.attrs["exclude"]):
@@ -59,7 +59,7 @@ def count_reduced(site: Site) -> int:
 
 
 def convert_mean(site: Site) -> relax.Expr:
-    """Integers: the sum, divided and truncated."""
+    """Convert mean. For integers, the sum is divided and truncated."""
     data = site.tensor(0)
     if not is_integer(data):
         return reduction(op.mean)(site)
@@ -68,7 +68,9 @@ def convert_mean(site: Site) -> relax.Expr:
 
 
 def convert_variance(site: Site) -> relax.Expr:
-    """sum((x - mean)^2) / n, or n - 1 where unbiased; the mean is the second argument."""
+    """Convert variance to sum((x - mean)^2) / n, or / (n - 1) if unbiased. The mean is the second
+    argument.
+    """
     data, mean = site.tensor(0), site.tensor(1)
     centred = site.emit(op.subtract(data, mean))
     square = site.emit(op.multiply(centred, centred))
@@ -80,7 +82,7 @@ def convert_variance(site: Site) -> relax.Expr:
 
 
 def logical_reduction(function: Callable[..., relax.Expr]) -> Callable[[Site], relax.Expr]:
-    """all is the minimum, any the maximum."""
+    """Convert all to the minimum, and any to the maximum."""
 
     def convert(site: Site) -> relax.Expr:
         bits = site.emit(op.astype(site.tensor(0), "int8"))
@@ -91,8 +93,10 @@ def logical_reduction(function: Callable[..., relax.Expr]) -> Callable[[Site], r
 
 
 def arg_reduction(function: Callable[..., relax.Expr]) -> Callable[[Site], relax.Expr]:
-    """int32 in Relay, int64 in Relax. Several axes count as one, the last running fastest; the last
-    of equal values is the first when looked at from behind.
+    """Convert argmax and argmin. The result is int32 in Relay, int64 in Relax.
+
+    Several axes count as one, with the last one running fastest. To find the last of equal values,
+    the data is reversed and the first one is taken.
     """
 
     def convert(site: Site) -> relax.Expr:
@@ -136,7 +140,7 @@ def convert_topk(site: Site) -> relax.Expr:
         )
     kind = attrs["dtype"] or "int32"
     if attrs["ret_type"] == "values":
-        kind = "int32"  # of indices that nobody sees
+        kind = "int32"  # dtype of the unused indices
     return op.topk(data, count, axis, attrs["ret_type"], not attrs["is_ascend"], kind)
 
 
@@ -193,7 +197,7 @@ def convert_full_like(site: Site) -> relax.Expr:
 
 
 def convert_arange(site: Site) -> relax.Expr:
-    """A constant: all three arguments must be."""
+    """Convert arange to a constant. All three arguments must be constant."""
     start, stop, step = (site.constant(i) for i in range(3))
     kind = site.attrs["dtype"] or str(start.dtype)
     if any(each.size != 1 for each in (start, stop, step)) or not step.item():

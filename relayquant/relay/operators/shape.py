@@ -1,4 +1,4 @@
-"""Relay operators, rows: shapes, layouts, joining and cutting, padding, resizing."""
+"""Relay reader, rows: shapes, layouts, joining and cutting, padding, resizing."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from relayquant.relay.operators.linear import check_layout
 
 op = relax.op
 
-#: Most parts of a split: each is a value of its own.
+#: Largest number of parts of a split. Each part becomes a value.
 MAX_SECTIONS = 4096
 
-#: Most elements of a tensor; beyond it sizes overflow somewhere.
+#: Largest number of elements of a tensor. Larger sizes overflow in TVM.
 MAX_ELEMENTS = 2**48
 
 
 def check_shape(shape: tuple[int, ...]) -> list[int]:
-    """A shape that is written out.
+    """Check a literal shape.
 
     Raises:
-        ModelError: a dimension is negative, or there are absurdly many elements.
+        ModelError: a dimension is negative, or the shape has too many elements.
     """
     if any(dim < 0 for dim in shape) or prod(shape) > MAX_ELEMENTS:
         raise ModelError(
@@ -54,8 +54,10 @@ def check_shape(shape: tuple[int, ...]) -> list[int]:
 
 
 def resolve_shape(old: tuple[int | str, ...], wanted: tuple[int, ...]) -> list[int | str]:
-    """The shape that Relay's codes mean: 0 keeps a dimension, -2 all that are left, -3 joins two,
-    -4 splits one into the two numbers behind it; -1 is left to Relax.
+    """Resolve Relay's codes in a shape.
+
+    Code 0 keeps a dimension, -2 keeps all remaining ones, -3 joins two, and -4 splits one into the
+    two numbers after it. -1 is left to Relax.
 
     Raises:
         ModelError: a code has no dimension to work on.
@@ -97,7 +99,7 @@ def resolve_shape(old: tuple[int | str, ...], wanted: tuple[int, ...]) -> list[i
 
 
 def split_dim(size: int, first: int, second: int) -> list[int]:
-    """(first, second) with one -1 resolved."""
+    """Return (first, second) with one -1 resolved."""
     if first == -1 and second > 0:
         first = size // second
     elif second == -1 and first > 0:
@@ -114,7 +116,7 @@ def split_dim(size: int, first: int, second: int) -> list[int]:
 def convert_reshape(site: Site) -> relax.Expr:
     data = site.tensor(0)
     old, wanted = site.dims(data), site.attrs["newshape"]
-    if site.attrs["reverse"]:  # of TVM 0.7: codes are worked off from the right
+    if site.attrs["reverse"]:  # attribute of TVM 0.7: codes are processed from the right
         if min(wanted) < -1:
             raise ModelError(
                 f"reverse with newshape {list(wanted)} is not supported; allowed: -1.", code="RQ202"
@@ -144,7 +146,9 @@ def convert_reshape(site: Site) -> relax.Expr:
 
 
 def convert_reshape_like(site: Site) -> relax.Expr:
-    """The axes from lhs_begin to lhs_end become those of the other from rhs_begin to rhs_end."""
+    """Convert reshape_like: the axes lhs_begin to lhs_end are replaced by the other tensor's axes
+    rhs_begin to rhs_end.
+    """
     data, sizes = site.tensor(0), [site.shape(site.tensor(i)) for i in (0, 1)]
     spans: list[tuple[int, int]] = []
     for side, shape in zip(("lhs", "rhs"), sizes, strict=True):
@@ -192,7 +196,7 @@ def convert_transpose(site: Site) -> relax.Expr:
     order = list(reversed(range(ndim))) if not axes else [site.axis(axis, ndim) for axis in axes]
     if sorted(order) != list(range(ndim)):
         raise ModelError(
-            f"axes {list(axes or ())} are no permutation of {format_count(ndim, 'axis')}.",
+            f"axes {list(axes or ())} are not a permutation of {format_count(ndim, 'axis')}.",
             code="RQ202",
         )
     return site.permute(data, order)
@@ -208,7 +212,9 @@ def convert_layout_transform(site: Site) -> relax.Expr:
 
 
 def convert_depth_to_space(site: Site) -> relax.Expr:
-    """NCHW: DCR (N, b, b, C, H, W) and CRD (N, C, b, b, H, W) -> (N, C, H * b, W * b)."""
+    """Convert depth_to_space in NCHW: DCR (N, b, b, C, H, W) and CRD (N, C, b, b, H, W) -> (N, C, H
+    * b, W * b).
+    """
     data, attrs = site.tensor(0), site.attrs
     block, layout = attrs["block_size"], attrs["layout"]
     check_positive("block_size", (block,))
@@ -233,7 +239,7 @@ def convert_depth_to_space(site: Site) -> relax.Expr:
 
 
 def convert_space_to_depth(site: Site) -> relax.Expr:
-    """NCHW: (N, C, H, b, W, b) -> (N, b, b, C, H, W)."""
+    """Convert space_to_depth in NCHW: (N, C, H, b, W, b) -> (N, b, b, C, H, W)."""
     data, attrs = site.tensor(0), site.attrs
     block, layout = attrs["block_size"], attrs["layout"]
     check_positive("block_size", (block,))
@@ -284,7 +290,7 @@ def convert_split(site: Site) -> Value:
                 code="RQ202",
             )
         if sections == 1:
-            return (data,)  # that of Relax is no tuple then
+            return (data,)  # Relax returns no tuple for one part
         return op.split(data, sections, axis)
     if list(sections) != sorted(sections) or min(sections, default=0) < 0:
         raise ModelError(f"indices {list(sections)} must rise.", code="RQ202")
@@ -346,7 +352,7 @@ def convert_pad(site: Site) -> relax.Expr:
     mode = site.attrs["pad_mode"]
     if mode not in PAD_MODES:
         raise ModelError(f"pad_mode is {mode!r}; allowed: {', '.join(PAD_MODES)}.", code="RQ202")
-    value = site.attrs["pad_value"]  # of TVM 0.7, where it is no argument
+    value = site.attrs["pad_value"]  # attribute of TVM 0.7, later an argument
     if mode == "constant" and len(site.args) > 1:
         array = site.constant(1)
         if array.size != 1:
@@ -359,7 +365,7 @@ def convert_pad(site: Site) -> relax.Expr:
 
 
 def pad_edge(site: Site, data: relax.Expr, widths: tuple[tuple[int, int], ...]) -> relax.Expr:
-    """The first and last entry of each axis repeated: take(x, [0, 0, 0, 1, ..., n - 1, n - 1])."""
+    """Repeat the first and last entry of each axis: take(x, [0, 0, 0, 1, ..., n - 1, n - 1])."""
     for axis, (before, after) in enumerate(widths):
         if before or after:
             size = site.shape(data)[axis]
@@ -370,7 +376,9 @@ def pad_edge(site: Site, data: relax.Expr, widths: tuple[tuple[int, int], ...]) 
 
 
 def convert_mirror_pad(site: Site) -> relax.Expr:
-    """SYMMETRIC repeats the border, REFLECT does not: a take of mirrored indices on each axis."""
+    """Convert mirror_pad to a take of mirrored indices on each axis. SYMMETRIC repeats the border,
+    REFLECT does not.
+    """
     data, mode = site.tensor(0), site.attrs["mode"].upper()
     widths = site.attrs["pad_width"]
     shape = site.shape(data)
@@ -445,7 +453,7 @@ def convert_resize2d(site: Site) -> relax.Expr:
         )
 
     wanted, kind = attrs["out_dtype"] or tensor_dtype(data), tensor_dtype(data)
-    if wanted != kind:  # TVM's compiler of Relax does not look at out_dtype
+    if wanted != kind:  # TVM's Relax compiler ignores out_dtype
         if not wanted.startswith("float"):
             raise ModelError(
                 f"out_dtype is {wanted!r}; allowed: {kind!r}, the dtype of the data, or a float.",
@@ -479,8 +487,10 @@ def convert_resize2d(site: Site) -> relax.Expr:
 
 
 def find_rounding(method: str, coordinates: str, old: int, new: int) -> str:
-    """The rounding that Relay computes along one axis: "round" goes half away from zero, and an
-    asymmetric resize to a multiple is an integer division, whatever the attribute says.
+    """Return the rounding that Relay computes along one axis.
+
+    "round" goes half away from zero. An asymmetric resize to a multiple is an integer division,
+    whatever the attribute says.
     """
     if coordinates == "asymmetric" and new % old == 0:
         return "floor"
@@ -490,7 +500,9 @@ def find_rounding(method: str, coordinates: str, old: int, new: int) -> str:
 
 
 def convert_upsampling(site: Site) -> relax.Expr:
-    """resize2d to the scaled size; "nearest_neighbor" and "bilinear" start at the corner."""
+    """Convert upsampling to resize2d with the scaled size. "nearest_neighbor" and "bilinear" start
+    at the corner.
+    """
     data, attrs = site.tensor(0), site.attrs
     layout = attrs["layout"]
     check_layout("layout", layout, "NCHW")
@@ -517,7 +529,7 @@ def convert_upsampling(site: Site) -> relax.Expr:
     )
 
 
-#: Relay's mode -> that of Relax.
+#: mode in Relay -> mode in Relax
 PAD_MODES = {"constant": "constant", "reflect": "reflect", "edge": "edge"}
 
 _BLOCK = {"block_size": integer(1), "layout": text("NCHW"), "mode": text("DCR")}

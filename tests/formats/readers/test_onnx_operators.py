@@ -156,7 +156,7 @@ def test_refused__whatever_a_conversion_raises(error, monkeypatch):
     text = str(raised.value)
     assert "Node 'y' (operator Tile, opset 13)" in text
     assert "'x' (float32 of shape (1, 1, 1, 4)), 'n' (int64 of shape (4), at run time)" in text
-    assert "supported: constants behind the first operand" in text
+    assert "supported: constants after the first operand" in text
     assert type(error).__name__ in text
     assert "inputs={'n': value}" in text
 

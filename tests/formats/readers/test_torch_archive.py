@@ -157,15 +157,15 @@ def import_enum(graph):
     [
         (pickle_weight, "'fc.bias' is stored as a pickle"),
         (store_object, "'thing' is stored as a pickle"),
-        (edit_graph(evaluate_size), "is no symbolic size"),
-        (call("torch.os.system"), "calls 'torch.os.system', which is no operator on tensors"),
+        (edit_graph(evaluate_size), "is not a symbolic size"),
+        (call("torch.os.system"), "calls 'torch.os.system', which is not an operator on tensors"),
         (call("torch.ops.load_library"), "calls 'torch.ops.load_library'"),
         (call("torch.ops.aten.from_file.default"), "calls 'torch.ops.aten.from_file.default'"),
         (call("torch.ops.aten.nothing.default"), "calls 'torch.ops.aten.nothing.default'"),
         (call("torch.ops.aten.__class__.mro"), "calls 'torch.ops.aten.__class__.mro'"),
-        (edit_graph(inject_name), "is no name"),
-        (edit_graph(inject_path), "is no name"),
-        (edit_graph(import_enum), "is no name of an input or output"),
+        (edit_graph(inject_name), "is not a name"),
+        (edit_graph(inject_path), "is not a name"),
+        (edit_graph(import_enum), "is not a name of an input or output"),
     ],
 )  # fmt: skip
 def test_code_in_a_file__refused(archive, tmp_path, monkeypatch, edit, message):
@@ -192,7 +192,7 @@ def larger_than_stored(content):
     ("edit", "message"),
     [
         (absurd_shape, "'fc.bias' has an impossible shape"),
-        (escape_folder, "which is no file name"),
+        (escape_folder, "which is not a file name"),
         (larger_than_stored, "torch.export cannot load"),
     ],
 )

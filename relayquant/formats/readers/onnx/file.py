@@ -227,7 +227,7 @@ def fix_shapes(
     for name in shapes:
         if name not in names:
             raise ModelError(
-                f"shapes= names {name!r}, which is no input of the model. "
+                f"shapes= names {name!r}, which is not an input of the model. "
                 f"{suggest_name(name, names)}",
                 code="RQ103",
             )

@@ -31,7 +31,7 @@ def fix_inputs(graph: onnx.GraphProto, inputs: Inputs) -> list[onnx.TensorProto]
     for name, value in inputs.items():
         if name not in infos:
             raise ModelError(
-                f"inputs= names {name!r}, which is no input of the model. "
+                f"inputs= names {name!r}, which is not an input of the model. "
                 f"{suggest_name(name, list(infos))}",
                 code="RQ103",
             )

@@ -116,7 +116,7 @@ def name_type(number: int) -> str:
     try:
         return onnx.TensorProto.DataType.Name(number).lower()
     except ValueError:
-        raise Refusal(f"output_dtype={number} is no type of ONNX") from None
+        raise Refusal(f"output_dtype={number} is not a type of ONNX") from None
 
 
 def find_axis(data: relax.Expr, scale: relax.Expr, attrs: dict[str, Any]) -> int:

@@ -229,7 +229,7 @@ def convert_gather(converter: Any, op: Any) -> relax.Expr:
     if not 0 <= batch <= min(axis, rank) or not axis < len(shape):
         raise Refusal(
             f"its axis is {options.Axis()} and its batch_dims {options.BatchDims()}; supported: "
-            f"an axis of {len(shape)}, behind the batches"
+            f"an axis of {len(shape)}, after the batch axes"
         )
     check_indices(index, [shape[axis]])
     if not batch:

@@ -141,8 +141,8 @@ def copy_data(archive: zipfile.ZipFile, max_bytes: int) -> io.BytesIO:
     records = list_records(archive, max_bytes)
     if GRAPH not in records:
         raise ValueError(
-            f"it has no record {GRAPH!r}: it is no torch.export archive, or one of PyTorch before "
-            "2.8. Save it again with torch.export.save of 2.9 or later"
+            f"it has no record {GRAPH!r}: it is not a torch.export archive, or one of PyTorch "
+            "before 2.8. Save it again with torch.export.save of 2.9 or later"
         )
     graph = read_json(archive, records[GRAPH])
     copied: dict[str, bytes] = {
@@ -211,7 +211,7 @@ def check_payload(name: str, entry: Mapping[str, Any], max_bytes: int) -> str:
     """
     file = entry["path_name"]
     if not PATH.fullmatch(name) or not PATH.fullmatch(file):
-        raise ValueError(f"the tensor {name!r} is stored in {file!r}, which is no file name")
+        raise ValueError(f"the tensor {name!r} is stored in {file!r}, which is not a file name")
     if entry["use_pickle"] or not file.startswith(("weight_", "tensor_")):
         raise ValueError(
             f"{name!r} is stored as a pickle, which may run any program. Save the model with "
@@ -277,7 +277,7 @@ def check_text(text: str, key: str) -> None:
     elif key == "expr_str":
         check_size(text)
     elif not (PATH if key in PATHS else NAME).fullmatch(text):
-        raise ValueError(f"{text[:80]!r} is no name (under {key!r})")
+        raise ValueError(f"{text[:80]!r} is not a name (under {key!r})")
 
 
 def check_size(text: str) -> None:
@@ -286,7 +286,7 @@ def check_size(text: str) -> None:
     largest = max((int(number) for number in re.findall(r"\d{1,30}", text)), default=0)
     is_heavy = powers > 1 or (powers and largest > POWER_LIMIT)
     if len(text) > SIZE_LENGTH or is_heavy or not SIZE.fullmatch(text):
-        raise ValueError(f"{text[:80]!r} is no symbolic size")
+        raise ValueError(f"{text[:80]!r} is not a symbolic size")
 
 
 def check_operator(target: str) -> None:
@@ -308,7 +308,7 @@ def check_operator(target: str) -> None:
         ):
             return
     raise ValueError(
-        f"it calls {target[:80]!r}, which is no operator on tensors that this PyTorch knows "
+        f"it calls {target[:80]!r}, which is not an operator on tensors that this PyTorch knows "
         f"(allowed name spaces: {', '.join(NAMESPACES)})"
     )
 
@@ -333,5 +333,5 @@ def check_containers(spec: Any) -> None:
         keys = context if isinstance(context, list) else [] if context is None else [context]
         for key in keys:
             if not isinstance(key, str) or not NAME.fullmatch(key):
-                raise ValueError(f"{key!r} is no name of an input or output")
+                raise ValueError(f"{key!r} is not a name of an input or output")
         nodes.extend(node["children_spec"])

@@ -84,8 +84,8 @@ def check_signature(signature: Any) -> None:
     ]
     if objects:
         raise ModelError(
-            f"The program reads {quote_names(objects)}, which is no tensor. Export a module whose "
-            "attributes are tensors.",
+            f"The program reads {quote_names(objects)}, which is not a tensor. Export a module "
+            "whose attributes are tensors.",
             code="RQ202",
         )
     results = [spec.arg for spec in signature.output_specs if spec.kind == OutputKind.USER_OUTPUT]
