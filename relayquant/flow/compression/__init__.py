@@ -1,4 +1,4 @@
-"""Weights alone in few bits: float modules of any functions -> the same with grouped weights."""
+"""Weight compression: float module -> the same module with weights in few bits, in groups."""
 
 from relayquant.flow.compression.compress import compress_weights
 

@@ -1,5 +1,5 @@
-"""Compression, between looking and fitting: which weights keep 8 bits so that all fit a size: those
-that lose most for their bytes.
+"""Bit allocation: weights found + a size limit -> the format of each weight. It runs before
+fitting. Weights that lose most accuracy per byte keep 8 bits.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def choose_formats(
     data: CompressData,
     settings: CompressSettings,
 ) -> tuple[dict[WeightKey, GroupFormat], dict[WeightKey, str]]:
-    """The format of each weight, and why some of them have 8 bits.
+    """Return the format of each weight, and why some of them have 8 bits.
 
-    What a weight loses is the share of its product's result that rounding to nearest changes, with
-    all other weights as they are.
+    The loss of a weight is the share of its product's result that rounding to nearest changes, with
+    all other weights in float.
 
     Raises:
-        ConfigError: there is not even room for the fewest bits.
+        ConfigError: there is not enough room even for the fewest bits.
     """
     forms = dict(forms)
     weights = {use.key: use for use in uses}
@@ -68,7 +68,7 @@ def choose_formats(
 
 
 def count_size(use: WeightUse, form: GroupFormat) -> int:
-    """Bytes of a weight in a format."""
+    """Return the bytes of a weight in a format."""
     rows, features = use.shape
     groups = rows * count_groups(features, form.size(features))
     zeros = 1 if form.is_symmetric else groups
@@ -85,7 +85,7 @@ def measure_losses(
     data: CompressData,
     settings: CompressSettings,
 ) -> dict[WeightKey, float]:
-    """What each weight of fewer than 8 bits loses."""
+    """Measure the loss of each weight with fewer than 8 bits."""
     losses: dict[WeightKey, float] = {}
 
     def measure(use: WeightUse, gram: Gram | None) -> None:

@@ -1,4 +1,6 @@
-"""Entry of compression: float module and parameters -> the same module with grouped weights."""
+"""Entry point of compression: float module and parameters -> the same module with grouped
+weights.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ from relayquant.ir.ops.base import IntegerRows
 from relayquant.ir.ops.dynamic import Emit, multiply_groups, quantize_rows_at_run_time
 from relayquant.ir.rewrite.graph import call_name, tensor_shape
 
-#: Operators that an error names.
+#: number of operators that an error names
 SHOWN_REFUSALS = 3
 
 
@@ -63,60 +65,62 @@ def compress_weights(
     workers: futures.Executor | None = None,
     callbacks: Iterable[Callback] | Callback = (),
 ) -> tvm.IRModule:
-    """A module whose weights of matrix products and embeddings have few bits.
+    """Compress the weights of matrix products and embeddings to few bits.
 
-    Every function of the module is worked on; a weight that several functions or operators read is
-    held once. A product by a stack of matrices, (E, K, N) for E experts, becomes a product by each;
-    of a stack from which matrices are gathered by their numbers, those that are become float32 when
-    the model runs. All else, also what is no Relax function, stays as it is. No data is needed;
-    with data, weights are rounded so that the results of their products change least on it, one
-    weight after the other, each for what it meets behind those before.
+    Every function of the module is processed. A weight that several functions or operators read is
+    stored once. A product with a stack of matrices, (E, K, N) for E experts, becomes one product
+    per matrix. If matrices of a stack are gathered by index, the gathered ones become float32 at
+    run time. Everything else stays, including functions that are not Relax functions.
+
+    No data is needed. With data, weights are rounded so that the results of their products change
+    least on it. The weights are fitted one after the other, each behind the weights compressed
+    before it.
 
     Args:
         mod: A float module of any frontend; it is not changed.
-        params: Values of parameters, which become constants: by name, {function: [values in
-            order]} as `detach_params` gives, or the list of (name, value) that
-            `relax.frontend.nn` gives with a module, whose functions may take all in one tuple.
-            None: they are constants already. Weights are looked at one at a time and not copied: a
-            mapping that loads an array each time it is asked for one (`numpy.load` of a .npz) is
-            never in memory as a whole.
-        dataset: Inputs of one function, as for `quantize`; some ten thousand rows (tokens) tell
-            enough, and what its operators hand on is held in memory. Weights that this function
-            does not reach are rounded without data, which the ledger says.
-        bits: Of a weight: 2, 3, 4 or 8.
-        group_size: Neighbours along the reduction with one scale, 16 to 256; None: one scale for
-            each output.
-        is_symmetric: No zero points; False: one of them for each scale.
+        params: Values of parameters, which become constants: by name, {function: [values in order]}
+            as `detach_params` returns, or the list of (name, value) that `relax.frontend.nn`
+            returns with a module, whose functions may take all parameters in one tuple. None: they
+            are constants already. Weights are read one at a time and not copied, so a mapping that
+            loads arrays on access (`numpy.load` of a .npz) is never in memory as a whole.
+        dataset: Inputs of one function, as for `quantize`. About ten thousand rows (tokens) are
+            enough. Intermediate values of all rows are held in memory. Weights that this function
+            does not reach are rounded without data, and the ledger says so.
+        bits: Bits of a weight: 2, 3, 4 or 8.
+        group_size: Neighbours along the reduction that share one scale, 16 to 256. None: one scale
+            for each output.
+        is_symmetric: True: no zero points. False: one zero point for each scale.
         scale_dtype: "float32" or "float16".
-        activation: How rows of data are quantized when the model runs:
-            `QSpec("int8", Scheme.SYMMETRIC, Granularity.PER_ROW, is_dynamic=True)`, which has
-            kernels of its own; affine, rows of one sign have twice the steps. None: they stay
-            float32, and the products are float.
-        embedding_bits: Of tables that rows are taken of (embeddings), also where a product reads
-            the same table (a classifier): models lose most by these. None: they stay float.
-        effort: What data is used for. "fast": weights that meet large inputs count more when scales
-            are chosen. "balanced": codes make up for one another's rounding, and scales follow.
-            "best": both move by turns until little changes, and each product makes up for what
-            weights before it have changed, by what it gives in float; twice the time and memory.
-            Without data all are the same.
-        function: The one that `dataset` is for; None: the model, see `quantize`.
-        max_loss: Weights keep 8 bits where fewer change the result of their product by more than
-            this share of it (error over result, mean squares); without data the weight itself.
-        max_size: Bytes that all compressed weights may take together, scales included; the ones
-            that lose most keep 8 bits, as many as there is room for.
-        max_bits: The same as a mean number of bits for each weight.
-        checkpoint: A folder that each finished weight is written to. A run that was stopped goes on
-            from there when it is started again with the same arguments. Deleted in the end.
-        workers: A `concurrent.futures` executor of processes, on which rows of weights are fitted
-            to data; it changes no bit. None: threads of this process do that.
-        callbacks: Told of each finished weight.
+        activation: How rows of data are quantized at run time: `QSpec("int8", Scheme.SYMMETRIC,
+            Granularity.PER_ROW, is_dynamic=True)`, for which there are kernels. With an affine
+            scheme, rows of one sign have twice as many steps. None: rows stay float32 and the
+            products are float.
+        embedding_bits: Bits of embedding tables, also if a product reads the same table (a
+            classifier). Models lose most accuracy by these. None: they stay float.
+        effort: How data is used. "fast": scales are chosen so that weights with large inputs count
+            more. "balanced": later codes compensate for the rounding of earlier ones, and scales
+            are adapted. "best": scales and codes are improved alternately until little changes, and
+            each product compensates for the changes of weights before it, which takes twice the
+            time and memory. Without data all levels are the same.
+        function: The function that `dataset` is for; None: the model, see `quantize`.
+        max_loss: Weights keep 8 bits if fewer bits change the result of their product by more than
+            this share (error over result, mean squares). Without data the weight itself is
+            compared.
+        max_size: Largest number of bytes of all compressed weights together, including scales.
+            Weights that lose most keep 8 bits while there is room.
+        max_bits: The same limit as a mean number of bits per weight.
+        checkpoint: A folder that each finished weight is written to. A stopped run continues from
+            it if it is started again with the same arguments. Deleted at the end.
+        workers: A `concurrent.futures` executor of processes that fit rows of weights to data. It
+            changes no bit of the result. None: threads of this process.
+        callbacks: Called with each finished weight.
 
     Returns:
         The module; `relayquant.ledger` has a row for each product and embedding.
 
     Raises:
-        ConfigError: an argument is none of those allowed.
-        ModelError: `params` do not fit the module, or nothing in it could be compressed.
+        ConfigError: an argument is not allowed.
+        ModelError: `params` do not fit the module, or nothing in it can be compressed.
         DataError: the data does not fit the function.
         WorkerError: the executor's workers fail, or hang.
     """
@@ -173,7 +177,9 @@ def compress_weights(
 
 
 def describe_refusals(uses: Sequence[WeightUse]) -> str:
-    """What the first operators that read weights have against it, for a message; "" of none."""
+    """List the reasons of the first operators that read weights, for a message; "" if there are
+    none.
+    """
     reasons = "; ".join(f"{use.place}: {use.reason}" for use in uses[:SHOWN_REFUSALS])
     return f" ({reasons}{'; ...' if len(uses) > SHOWN_REFUSALS else ''})" if reasons else ""
 
@@ -185,13 +191,13 @@ def replace_weights(
     found: FoundWeights,
     activation: QSpec | None,
 ) -> tvm.IRModule:
-    """The module without `params`, and with grouped operators in place of `uses`:
+    """Return the module without `params`, with grouped operators instead of `uses`:
 
         matmul(x, permute_dims(w))  ->  grouped_dense(x, 1, codes, scale, zero point)
         take(w, i, axis=0)          ->  grouped_take(i, codes, scale, zero point)
         take(w, i, 0, mode="clip")  ->  grouped_take(clip(i), codes, scale, zero point)
 
-    With an `activation` x is quantized row by row first, once for all products that read it.
+    With an `activation`, x is first quantized row by row, once for all products that read it.
     """
     constants: dict[WeightKey, list[relax.Expr]] = {}
     for key, weight in found.weights.items():
@@ -205,13 +211,15 @@ def replace_weights(
             )
     changed = tvm.IRModule(functions, attrs=mod.attrs)
     clean = relax.transform.DeadCodeElimination(sorted(g.name_hint for g in functions))
-    # Parameters that nothing reads any more are gone before the others are bound; of those that
-    # are bound, sizes may have been all that was read.
+    # Unused parameters are removed before the rest is bound. Of a bound parameter perhaps only the
+    # size was read.
     return clean(bind_params(clean(changed), params))
 
 
 def move_to_constants(weight: GroupedWeight) -> tuple[GroupedWeight, list[relax.Expr]]:
-    """A weight as constants, and what holds them in place of the weight: there is one copy."""
+    """Return a weight that is a view of its constants, and the constants. There is one copy of
+    the data.
+    """
     tensors = [tvm.runtime.tensor(part) for part in (weight.codes, weight.scale, weight.zero_point)]
     codes, scale, zero_point = map(view_constant, tensors)
     held = replace(weight, codes=codes, scale=scale, zero_point=zero_point)
@@ -235,7 +243,7 @@ class Replacement(relax.PyExprMutator):
         self.rows: dict[Any, IntegerRows] = {}
 
     def visit_dataflow_block_(self, block: relax.DataflowBlock) -> relax.BindingBlock:
-        self.rows = {}  # what one block binds, another may not see
+        self.rows = {}  # a block must not use the bindings of another block
         return super().visit_dataflow_block_(block)
 
     def visit_binding_block_(self, block: relax.BindingBlock) -> relax.BindingBlock:
@@ -252,8 +260,8 @@ class Replacement(relax.PyExprMutator):
         )
 
     def visit_call_(self, op: Call) -> relax.Expr:
-        """Sizes that are known become constants: else what asks for those of a weight, as TVM's
-        ONNX frontend does before a gather, would keep it whole.
+        """Replace known sizes by constants. Otherwise a query of a weight's size, which TVM's ONNX
+        frontend emits before a gather, would keep the whole weight.
 
             shape_to_tensor(shape_of(w))  ->  constant
         """
@@ -267,7 +275,7 @@ class Replacement(relax.PyExprMutator):
         return super().visit_call_(op)
 
     def make_call(self, use: WeightUse) -> relax.Expr:
-        """The grouped operator that computes what `use` did."""
+        """Return the grouped operator that replaces `use`."""
         weight, constants = self.weights[use.key], self.constants[use.key]
         data = self.visit_expr(use.data)
         if use.op == "take":
@@ -280,14 +288,14 @@ class Replacement(relax.PyExprMutator):
         return multiply_groups(self.emitter(use.name), data, weight, constants)
 
     def quantize_rows(self, data: relax.Expr, activation: QSpec) -> IntegerRows:
-        """The rows of `data` as integers, bound once."""
+        """Return the rows of `data` as integers, bound once."""
         if data not in self.rows:
             emit = self.emitter(getattr(data, "name", "data"))
             self.rows[data] = quantize_rows_at_run_time(emit, data, activation)
         return self.rows[data]
 
     def emitter(self, name: str) -> Emit:
-        """What binds values of names that begin so."""
+        """Return an emitter for values whose names start with this name."""
         return lambda expr, suffix: self.builder_.emit(expr, f"{name}.{suffix}")
 
 
@@ -297,7 +305,9 @@ def describe_use(
     has_functions: bool,
     settings: CompressSettings,
 ) -> LedgerRow:
-    """The row of one operator; its name begins with its function where there are several."""
+    """Return the ledger row of one operator. If there are several functions, its name starts
+    with the function's name.
+    """
     name = f"{use.function}.{use.name}" if has_functions else use.name
     if use.reason:
         return LedgerRow(name, use.op, False, "", use.source.dtype, use.reason, use.advice)

@@ -1,18 +1,19 @@
-"""Compression, before weights are looked for: stacks of matrices, one for each expert.
+"""Expert stacks: a module with stacked matrices -> separate matrices and tables. It runs before
+weights are searched for.
 
-A product by a stack -> a product by each of its matrices:
+A product with a stack becomes one product per matrix:
 
     y = matmul(x, w)  ->  y = concat([matmul(x[..., 0:1, :, :], w0),
                                       matmul(x[..., 1:2, :, :], w1), ...], axis=-3)
 
 x is (..., E, M, K) and w (E, K, N), or the transpose of (E, N, K). Data that all experts read,
-(..., 1, M, K) or (M, K), is not cut. w0, w1, ... are parameters: the parts of w, where they lie.
+(..., 1, M, K) or (M, K), is not cut. w0, w1, ... are parameters. They are views of w.
 
-Matrices that are gathered by the numbers of experts -> rows of a table, which has a matrix in each:
+Matrices that are gathered by expert index become rows of a table, with one matrix per row:
 
     y = take(w, i, axis=0)  ->  y = reshape(take(rows, i, axis=0), (*shape of i, K, N))
 
-rows, (E, K * N), are a parameter too: w as it lies. What reads y stays as it is.
+rows, (E, K * N), is a parameter too, a view of w. The readers of y stay as they are.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ from relayquant.flow.compression.sources import (
 from relayquant.ir.dialect.legality import iterate_bindings
 from relayquant.ir.rewrite.graph import call_name
 
-#: Axis of the experts, from the end, in data and results.
+#: axis of the experts in data and results, counted from the end
 STACK_AXIS = -3
-#: In the key of a stack as a table, in place of the number of one of its matrices.
+#: index in the key of a stack that is used as a table, instead of a matrix index
 WHOLE = -1
 
 
 def split_experts(
     mod: tvm.IRModule, params: Mapping[relax.Var, WeightSource]
 ) -> tuple[tvm.IRModule, dict[relax.Var, WeightSource]]:
-    """The module with a product for each matrix of a stack, and a table for stacks that matrices
-    are gathered from; and what its parameters stand for.
+    """Return the module with one product per matrix of a stack and a table for gathered stacks, and
+    the values of its parameters.
 
-    A function that others call keeps its stacks, because its parameters are theirs to pass.
+    A function that other functions call keeps its stacks, because the callers pass its parameters.
 
     Args:
-        params: What parameters of functions stand for; see `open_params`.
+        params: Values of the functions' parameters; see `open_params`.
     """
     functions, found = dict(mod.functions_items()), dict(params)
     called = {
@@ -71,8 +72,11 @@ def split_experts(
 
 @relax.expr_functor.mutator
 class Splitting(relax.PyExprMutator):
-    """Splits the products of one function by the stacks of `stacks_of`, by their variables: stack,
-    and whether its matrices are transposed on their way; the same of `gathers`.
+    """Splits the products of one function.
+
+    Attributes:
+        stacks_of: Variable of a product -> (stack, whether its matrices are transposed on the way).
+        gathers: The same for gathered matrices.
     """
 
     def __init__(
@@ -97,14 +101,14 @@ class Splitting(relax.PyExprMutator):
                 self.gathers[var] = stack
 
     def run(self) -> relax.Function:
-        """The function with a parameter for each matrix, behind its own."""
+        """Return the function with an additional parameter for each matrix."""
         func = self.visit_expr(self.func)
         return relax.Function(
             [*func.params, *self.added], func.body, func.ret_ty, func.is_pure, func.attrs, func.span
         )
 
     def find_stack(self, call: Call) -> tuple[WeightSource, bool] | None:
-        """The stack that a product reads, if it can be split."""
+        """Return the stack that a product reads, if it can be split."""
         found = self.find_source(call.args[1])
         if found is None:
             return None
@@ -116,7 +120,7 @@ class Splitting(relax.PyExprMutator):
         return None if any(found[0].counts) else found
 
     def find_gathered(self, call: Call) -> tuple[WeightSource, bool] | None:
-        """The stack that matrices are taken of, if rows of a table can stand for them."""
+        """Return the stack that matrices are gathered from, if rows of a table can replace them."""
         found, axis = self.find_source(call.args[0]), call.attrs.axis
         if found is None or axis is None or int(axis) != 0 or found[0].dtype != "float32":
             return None
@@ -124,7 +128,9 @@ class Splitting(relax.PyExprMutator):
         return found if is_known and not any(found[0].counts) else None
 
     def find_source(self, operand: relax.Expr) -> tuple[WeightSource, bool] | None:
-        """The stack that an operand is, and whether its matrices are transposed on their way."""
+        """Return the stack behind an operand, and whether its matrices are transposed on the
+        way.
+        """
         found = follow_swaps(self.values, operand)
         if found is None:
             return None
@@ -137,9 +143,9 @@ class Splitting(relax.PyExprMutator):
         return source, is_swapped
 
     def cut(self, stack: WeightSource) -> list[WeightSource]:
-        """The matrices of a stack, the same for all functions that read it."""
+        """Return the matrices of a stack. All functions that read the stack share them."""
         if stack.key not in self.stacks:
-            # Of a stack whose values are usable: no matrix need be read again for that.
+            # All values of the stack are usable, so no matrix has to be read again.
             self.stacks[stack.key] = [
                 WeightSource(
                     (stack.key, i),
@@ -153,7 +159,7 @@ class Splitting(relax.PyExprMutator):
         return self.stacks[stack.key]
 
     def list_members(self, stack: WeightSource, name: str) -> list[relax.Var]:
-        """A parameter for each matrix of a stack, once for the function."""
+        """Add a parameter for each matrix, once per function."""
         if stack.key not in self.members:
             parts = self.cut(stack)
             own = {
@@ -165,7 +171,7 @@ class Splitting(relax.PyExprMutator):
         return self.members[stack.key]
 
     def make_table(self, stack: WeightSource, name: str) -> relax.Var:
-        """The parameter whose rows are the matrices of a stack, once for the function."""
+        """Add the parameter whose rows are the matrices of a stack, once per function."""
         if stack.key not in self.tables:
             count, rows, columns = stack.shape
             shape = count, rows * columns
@@ -182,7 +188,7 @@ class Splitting(relax.PyExprMutator):
         return self.tables[stack.key]
 
     def gather(self, binding: relax.VarBinding) -> None:
-        """Bind the matrices that are taken of a stack."""
+        """Bind the matrices that are gathered from a stack."""
         (stack, is_swapped), call = self.gathers[binding.var], binding.value
         table = self.make_table(stack, binding.var.name)
         index = self.visit_expr(call.args[1])
@@ -229,7 +235,9 @@ class Splitting(relax.PyExprMutator):
 
 
 def count_parts(data: relax.Expr) -> int | None:
-    """Matrices of data (..., E, M, K) for experts; None if they are not known before it runs."""
+    """Return the number of matrices of expert data (..., E, M, K); None if it is known only at
+    run time.
+    """
     shape = data.ty.shape
     if not isinstance(shape, relax.ShapeExpr):
         return None
@@ -238,10 +246,10 @@ def count_parts(data: relax.Expr) -> int | None:
 
 
 def read_part(stack: WeightSource, index: int) -> np.ndarray:
-    """One matrix of a stack, which a mapping that loads when it is asked loads whole."""
+    """Read one matrix of a stack. A mapping that loads on access loads the whole stack."""
     return stack.array[index]
 
 
 def read_rows(stack: WeightSource) -> np.ndarray:
-    """The matrices of a stack as rows."""
+    """Read the matrices of a stack as rows."""
     return stack.array.reshape(stack.shape[0], -1)

@@ -1,5 +1,5 @@
-"""Compression, before anything is rounded: which tensors of a module are weights of products, or
-tables that rows are taken of.
+"""Search for weights: module -> the tensors that are weights of products or embedding tables. It
+runs before anything is rounded.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from relayquant.ir.rewrite.constants import LARGEST
 from relayquant.ir.rewrite.function import read_sources
 from relayquant.ir.rewrite.graph import call_name
 
-#: A tensor, and whether its axes are swapped.
+#: a tensor, and whether its axes are swapped
 WeightKey: TypeAlias = tuple[SourceKey, bool]
 
-#: Operators that move a weight on its way to a product.
+#: operator that a weight may pass on its way to a product
 TRANSPOSE = "relax.permute_dims"
 
-#: Modes of take whose rows `qnn.grouped_take` can give: "fast" reads whatever lies in memory at an
-#: index that is not there; as in `quantize` it counts from the end then, as frontends mean it.
+#: Modes of take that `qnn.grouped_take` supports. "fast" reads memory outside of the table at a
+#: wrong index. As in `quantize`, it then counts from the end, which is what frontends mean.
 BOUNDED_MODES = frozenset({"fast", "wrap", "clip"})
 
 
-#: The tensor that a constant or a parameter is, if it is one.
+#: returns the tensor behind a constant or a parameter, if there is one
 FindSource: TypeAlias = Callable[[relax.Expr], WeightSource | None]
 
 
@@ -40,16 +40,16 @@ class WeightUse:
     """One operator that reads a weight.
 
     Attributes:
-        function: Name of the function it is in.
+        function: Name of its function.
         name: Name of the value it computes.
-        op: "matmul" or "take"; "call_tir" for a kernel of the module's own, which is refused.
+        op: "matmul" or "take"; "call_tir" for a kernel of the module, which is refused.
         var: Variable of that value.
-        data: The operand that is no weight.
-        source: The weight, as the module has it.
+        data: The other operand.
+        source: The weight, as stored in the module.
         is_transposed: Whether the rows (outputs) of the weight are the columns of the source.
         reason: Why it cannot be compressed; "" if it can.
         is_clipped: Whether indices beyond the table read its first or last row.
-        constants: Names of what its node reads in the source model, the weight first.
+        constants: Names of the constants of its node in the source model, the weight first.
     """
 
     function: str
@@ -65,17 +65,17 @@ class WeightUse:
 
     @property
     def place(self) -> str:
-        """Where it is, for messages."""
+        """Description of the place, for messages."""
         return f"{self.op} at {self.name!r} of {self.function!r}"
 
     @property
     def key(self) -> WeightKey:
-        """Equal for uses that read one tensor in one form."""
+        """Key of the tensor and its form. Uses with equal keys share one compressed weight."""
         return self.source.key, self.is_transposed
 
     @property
     def advice(self) -> str:
-        """What to do where it cannot be compressed; "" if nothing is known to help."""
+        """Advice for a use that cannot be compressed; "" if there is none."""
         if self.reason and self.op == "call_tir":
             return (
                 "Compute it with relax.op.matmul by a stack of matrices, one for each expert, or "
@@ -97,32 +97,33 @@ class WeightUse:
         return ""
 
     def refuse(self, reason: str) -> WeightUse:
-        """The use that stays float for a reason."""
+        """Return the use with a reason for staying in float."""
         return replace(self, reason=self.reason or reason)
 
     @property
     def array(self) -> np.ndarray:
-        """The weight (N, K): rows are outputs of a product, or the rows that are taken. See
-        `WeightSource.array`.
+        """Return the weight (N, K). The rows are outputs of a product, or the rows of a table.
+        See `WeightSource.array`.
         """
         array = self.source.array
         return array.T if self.is_transposed else array
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K) of the weight, without a look at its values."""
+        """Return (N, K) of the weight, without reading its values."""
         rows, columns = self.source.shape
         return (columns, rows) if self.is_transposed else (rows, columns)
 
 
 def find_weights(mod: tvm.IRModule, params: Mapping[relax.Var, WeightSource]) -> list[WeightUse]:
-    """Every operator of every function that reads a weight, in the order of functions' names.
+    """Find every operator of every function that reads a weight, in the order of the functions'
+    names.
 
     Args:
-        params: What parameters of functions stand for; see `open_params`.
+        params: Values of the functions' parameters; see `open_params`.
     """
     uses: list[WeightUse] = []
-    constants: dict[SourceKey, WeightSource] = {}  # each is looked at once, whoever reads it
+    constants: dict[SourceKey, WeightSource] = {}  # each is read once
 
     def find_source(expr: relax.Expr) -> WeightSource | None:
         if isinstance(expr, relax.Var):
@@ -145,7 +146,7 @@ def find_weights(mod: tvm.IRModule, params: Mapping[relax.Var, WeightSource]) ->
 def find_in_function(
     function: str, func: relax.Function, find_source: FindSource
 ) -> Iterator[WeightUse]:
-    """Those of one function."""
+    """Find the weights of one function."""
     values: dict[relax.Var, relax.Expr] = {}
     for binding in iterate_bindings(func):
         value = binding.value
@@ -157,7 +158,7 @@ def find_in_function(
             found = resolve(values, value.args[1], find_source)
             if found is not None:
                 source, is_swapped = found
-                # The weight of a product has its outputs last.
+                # The last axis of a product's weight is its outputs.
                 reason = explain_matmul(value, source)
                 yield WeightUse(
                     function, binding.var.name, "matmul", binding.var, value.args[0], source,
@@ -184,7 +185,9 @@ def find_in_function(
 def resolve(
     values: Mapping[Any, Any], expr: relax.Expr, find_source: FindSource
 ) -> tuple[WeightSource, bool] | None:
-    """(the float tensor that an operand is, whether its last two axes are swapped), else None."""
+    """Return (the float tensor behind an operand, whether its last two axes are swapped), else
+    None.
+    """
     found = follow_swaps(values, expr)
     if found is None:
         return None
@@ -193,8 +196,10 @@ def resolve(
 
 
 def follow_swaps(values: Mapping[Any, Any], expr: relax.Expr) -> tuple[relax.Expr, bool] | None:
-    """(what an operand is behind other names and swaps of its last two axes, whether they end
-    swapped); None if another operator computes it.
+    """Follow an operand through aliases and swaps of its last two axes.
+
+    Returns (the operand's origin, whether an odd number of swaps was found); None if another
+    operator computes it.
 
     Args:
         values: Variable -> value of the function's bindings.
@@ -221,7 +226,7 @@ def swaps_matrices(call: Call) -> bool:
 
 
 def explain_matmul(call: Call, source: WeightSource) -> str:
-    """Why a product by a weight cannot be compressed; "" if it can."""
+    """Return why a product with a weight cannot be compressed; "" if it can."""
     if len(source.shape) != 2:
         return f"its weight has {format_count(len(source.shape), 'dimension')}, not 2"
     if {str(call.ty.dtype), str(call.args[0].ty.dtype), source.dtype} != {"float32"}:
@@ -232,7 +237,7 @@ def explain_matmul(call: Call, source: WeightSource) -> str:
 
 
 def explain_take(call: Call, source: WeightSource) -> str:
-    """Why rows of a table cannot be taken of codes; "" if they can."""
+    """Return why rows cannot be taken from a compressed table; "" if they can."""
     axis = call.attrs.axis
     if len(source.shape) != 2:
         return f"its table has {format_count(len(source.shape), 'dimension')}, not 2"
@@ -248,14 +253,14 @@ def explain_take(call: Call, source: WeightSource) -> str:
 
 
 def explain_values(source: WeightSource) -> str:
-    """Why no codes can stand for the values of a weight; "" if they can."""
+    """Return why the values of a weight cannot be compressed; "" if they can."""
     if not all(source.shape):
         return "its weight is empty"
     return explain_numbers(source)
 
 
 def explain_numbers(source: WeightSource) -> str:
-    """Which values of a weight are no usable numbers, "" if all are."""
+    """Return which values of a weight are not usable numbers; "" if all are usable."""
     if source.not_finite:
         return f"its weight has {format_count(source.not_finite, 'value')} not finite"
     if huge := source.counts[1]:

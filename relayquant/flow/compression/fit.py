@@ -1,9 +1,10 @@
-"""Grouped weights that reproduce a product's result on data: rounding in closed form, and scales.
+"""Fit of grouped weights: weight + data -> codes and scales that reproduce the product's result on
+the data.
 
-The error of a result is (w - q) H (w - q)^T with H the sum of x x^T over rows of data. Codes are
-rounded one column after the other, each making up for those before (`calibration.weights.fit`,
-GPTQ); then, by turns, the scale of each group becomes the one of the least error for its codes, and
-each code the best for the scales.
+The error of a result is (w - q) H (w - q)^T, and H is the sum of x x^T over rows of data. Codes are
+rounded one column after the other. Each column compensates for the columns before it
+(`calibration.weights.fit`, GPTQ). Then two steps alternate: each group gets the scale with the
+smallest error for its codes, and each weight gets the best code for the scales.
 """
 
 from __future__ import annotations
@@ -42,16 +43,18 @@ from relayquant.stages.calibration.weights.fit import FloatArray, LeastSquares
 Array = NDArray[np.float64]
 Float32 = NDArray[np.float32]
 
-#: Columns whose inputs are looked at together, at most: H is columns x columns.
+#: largest number of columns in one H, which is columns x columns
 MOST_COLUMNS = 2304
-#: Rows of data whose products are summed up on one thread.
+#: rows of data that one thread multiplies at a time
 THREAD_ROWS = 2048
-#: Columns whose scales and codes change the gradient of one another at once, that of others later.
-#: With all of 2048 columns in one, errors are a third of a percent smaller, in twice the time.
+#: Columns whose scales and codes change each other's gradient at once. The gradient of other
+#: columns is updated later. With all of 2048 columns in one block, errors are a third of a percent
+#: smaller, in twice the time.
 BLOCK = 256
-#: Tried for the weight that makes up for changed data, as shares of the mean of the diagonal of H.
+#: dampings that are tried to compensate for changed data, as shares of the mean of H's diagonal
 SHIFT_DAMPINGS = (0.01, 0.1, 1.0, 10.0)
-#: Of a column, as a share of the mean: data may not have met what others will.
+#: smallest importance of a column, as a share of the mean: other data may use columns that this
+#: data does not
 LEAST_IMPORTANCE = 0.01
 
 
@@ -60,11 +63,11 @@ class GroupFit:
     """How grouped weights are fitted.
 
     Attributes:
-        rounds: How many times scales and then codes are moved; 0: codes are rounded by the scales
-            that are found for the weights.
+        rounds: Number of times that scales and then codes are improved. 0: codes are rounded with
+            the scales that were chosen for the weights.
         damping: Added to the diagonal of H, as a share of its mean.
-        follows_float: Whether a product is to give what it gives in float, behind float weights,
-            and so makes up for what weights before it have changed.
+        follows_float: Whether a product should reproduce its result in the float model, and so
+            compensate for the changes of weights before it.
     """
 
     rounds: int = 2
@@ -73,9 +76,9 @@ class GroupFit:
 
 
 class Gram:
-    """Sums of x x^T over rows of data, float64, in blocks of columns that begin with a group.
+    """Sums of x x^T over rows of data, float64, in blocks of columns that start with a group.
 
-    What inputs of different blocks have to do with one another is not kept.
+    Correlations between inputs of different blocks are not kept.
     """
 
     def __init__(self, columns: int, group_size: int, *, with_shift: bool = False) -> None:
@@ -85,18 +88,18 @@ class Gram:
         width = min(-(-width // group_size) * group_size, columns)
         self.parts = [slice(i, min(i + width, columns)) for i in range(0, columns, width)]
         self.blocks = [np.zeros((p.stop - p.start,) * 2) for p in self.parts]
-        #: sums of (what x is in float, less x) x^T; none where that is not known
+        #: sums of (float value of x - x) x^T; empty if the float value is not known
         self.shifts = [np.zeros_like(block) for block in self.blocks] if with_shift else []
-        #: both, of half of the rows
+        #: both sums for one half of the rows
         self.half_blocks = [np.zeros_like(block) for block in self.shifts]
         self.half_shifts = [np.zeros_like(block) for block in self.shifts]
         self.rows = 0
         self.problems: dict[tuple[int, float], GroupProblem] = {}
 
     def add(self, rows: NDArray[np.float32], exact: NDArray[np.float32] | None = None) -> None:
-        """Count some rows of data (n, K); `exact` is what they are in float, for shifts."""
+        """Add some rows of data (n, K). `exact` is their value in the float model, for shifts."""
         if exact is not None and self.shifts:
-            # Neighbours are alike: halves are told apart by what lies together.
+            # Neighbouring rows are similar, so the halves are contiguous.
             middle = (len(rows) + self.rows % 2) // 2
             for i, part in enumerate(self.parts):
                 x = np.ascontiguousarray(rows[:middle, part])
@@ -105,8 +108,8 @@ class Gram:
                 self.shifts[i] += (exact[:, part] - rows[:, part]).T @ rows[:, part]
         self.rows += len(rows)
         self.problems.clear()
-        # Each thread some rows and columns, and all added in order: the bits of the sums do not
-        # depend on the number of threads.
+        # Each thread multiplies some rows and columns, and the results are added in order. So the
+        # sums do not depend on the number of threads, bit for bit.
         cuts = [
             (i, slice(start, start + THREAD_ROWS))
             for i in range(len(self.parts))
@@ -122,11 +125,11 @@ class Gram:
                 self.blocks[i] += product
 
     def aim(self, weight: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The weight (N, K) whose products with the data are nearest to those of `weight` with what
-        the data is in float: w + w S (H + damping)^-1, S being the sums of shifts.
+        """Return the weight (N, K) whose products with the data are nearest to the products of
+        `weight` with the float data: w + w S (H + damping)^-1, where S is the sum of shifts.
 
-        Damping is the one of `SHIFT_DAMPINGS` by which each half of the data tells most of the
-        other; where none tells anything, as of little data, the weight stays.
+        Of `SHIFT_DAMPINGS`, the damping is used with which each half of the data predicts the other
+        half best. If no damping predicts anything, for example with little data, the weight stays.
         """
         if not self.shifts:
             return weight
@@ -158,13 +161,13 @@ class Gram:
 
     @property
     def importance(self) -> NDArray[np.float32]:
-        """How much the squared error of each column counts, (K,) up to 1: none counts nothing."""
+        """Weight of the squared error of each column, (K,), up to 1. No column has 0."""
         diagonal = self.diagonal
         share = diagonal / max(diagonal.max(initial=0.0), SMALLEST_SCALE)
         return np.maximum(share, LEAST_IMPORTANCE * share.mean() + SMALLEST_SCALE).astype("float32")
 
     def prepare(self, part: int, damping: float) -> GroupProblem:
-        """The problem of one of `parts`, made once for all weights that read the data."""
+        """Prepare the problem of one of `parts`, once for all weights that read the data."""
         if (part, damping) not in self.problems:
             self.problems[part, damping] = GroupProblem.of(
                 self.blocks[part], damping, self.group_size
@@ -172,7 +175,7 @@ class Gram:
         return self.problems[part, damping]
 
     def measure(self, difference: NDArray[np.float32]) -> float:
-        """Sum of the squares of x times the rows of a matrix (N, K), over all data."""
+        """Return the sum of squares of x times the rows of a matrix (N, K), over all data."""
         total = 0.0
         for part, block in zip(self.parts, self.blocks, strict=True):
             own = difference[:, part]
@@ -183,26 +186,26 @@ class Gram:
 
 
 def move_weight(block: Array, shift: Array, damping: float) -> Array:
-    """w S (H + damping)^-1 for w S (N, K), damping being a share of the mean of the diagonal."""
+    """Return w S (H + damping)^-1 for w S (N, K). The damping is a share of the diagonal's mean."""
     extra = damping * max(float(np.diagonal(block).mean()), SMALLEST_SCALE)
     return np.linalg.solve(block + extra * np.eye(len(block)), shift.T).T
 
 
 def measure_shift(move: Array, block: Array, shift: Array) -> float:
-    """How the squared error of products changes if the weight moves; below 0 it becomes less."""
+    """Return the change of the products' squared error if the weight moves. Negative is better."""
     return float(np.sum(move @ block * move) - 2 * np.sum(move * shift))
 
 
 @dataclass(frozen=True, eq=False)
 class FitJob:
-    """Some rows and columns of a weight that are fitted by themselves: plain data, which may travel
-    to another process.
+    """Some rows and columns of a weight that are fitted independently. It is plain data that can be
+    sent to another process.
 
     Attributes:
-        rows, columns: Where they are.
-        weight: Those of the weight.
-        importance: How much the squared error of each column counts.
-        form, fit: Of the weight.
+        rows, columns: The slices of the weight.
+        weight: The weight's values there.
+        importance: Weight of the squared error of each column.
+        form, fit: The weight's format and how it is fitted.
     """
 
     rows: slice
@@ -213,8 +216,8 @@ class FitJob:
     fit: GroupFit
 
 
-#: (codes, scales, zero points) of a job, and what finds those of all jobs, in any order, for what
-#: is known of the inputs of their columns.
+#: (codes, scales, zero points) of a job, and the function that runs jobs with their problems and
+#: yields results in any order
 FoundRows: TypeAlias = tuple[NDArray, NDArray, NDArray]
 RunJobs: TypeAlias = Callable[
     [Iterable[tuple[FitJob, "GroupProblem"]]], Iterable[tuple[FitJob, FoundRows]]
@@ -240,8 +243,8 @@ def fit_groups(
     fit: GroupFit,
     run: RunJobs = run_on_threads,
 ) -> GroupedWeight:
-    """Codes and scales of a weight (N, K) for data of which `gram` tells, which do not depend on
-    who runs the jobs.
+    """Return codes and scales of a weight (N, K) for the data in `gram`. The result does not
+    depend on how the jobs are run.
     """
     weight = gram.aim(np.asarray(weight, "float32"))
     rows, features = weight.shape
@@ -266,8 +269,8 @@ def fit_groups(
 
 
 def cut_rows(rows: int, columns: int) -> Iterator[slice]:
-    """Rows of half of `CHUNK` weights at most, all parts of nearly one size: threads that share
-    them are done together.
+    """Yield slices of rows with at most half of `CHUNK` weights, all nearly equally large. So
+    threads that share them finish together.
     """
     step = max(CHUNK // (2 * columns), 1)
     step = -(-rows // -(-rows // step))
@@ -276,13 +279,13 @@ def cut_rows(rows: int, columns: int) -> Iterator[slice]:
 
 @dataclass(frozen=True, eq=False)
 class GroupBlock:
-    """Groups whose scales and codes are moved before the gradient of all others follows.
+    """Groups whose scales and codes are improved before the gradient of all others is updated.
 
     Attributes:
-        columns: Of `GroupProblem.hessian`, those of one group after the other.
-        groups: Their numbers.
-        starts: Where each begins among the columns, and where the last ends, int32.
-        members: Which of `groups` each column is of, int32.
+        columns: Columns of `GroupProblem.hessian`, one group after the other.
+        groups: Indices of the groups.
+        starts: Start of each group among the columns, and the end of the last, int32.
+        members: Index into `groups` for each column, int32.
         order: Columns by falling importance, int32.
     """
 
@@ -295,17 +298,17 @@ class GroupBlock:
 
 @dataclass(frozen=True, eq=False)
 class GroupProblem:
-    """H prepared for codes and scales, float32: sums of float64 would change the error that is
-    reached by less than a thousandth, and take twice as long.
+    """H prepared for codes and scales, in float32. With float64 sums the error would change by less
+    than a thousandth, in twice the time.
 
     Attributes:
-        factor: Of `LeastSquares`, (1, K, K), columns by falling importance.
-        order: Column of the weight at each place of `factor`, (K,).
+        factor: Factor of `LeastSquares`, (1, K, K), columns by falling importance.
+        order: Column of the weight at each index of `factor`, (K,).
         hessian: H + damping, (K, K), columns in `blocks`.
-        importance: Of each column, (K,): the diagonal of H.
+        importance: Importance of each column, (K,): the diagonal of H.
         size: Columns of a group.
-        places: Column of the weight at each place of `hessian`, (K,).
-        blocks: Of groups by falling importance.
+        places: Column of the weight at each index of `hessian`, (K,).
+        blocks: Blocks of groups by falling importance.
     """
 
     factor: FloatArray
@@ -318,11 +321,11 @@ class GroupProblem:
 
     @staticmethod
     def of(block: Array, damping: float, size: int, dtype: str = "float32") -> GroupProblem:
-        """From a block of a `Gram`, of weights in groups of `size`."""
+        """Prepare a block of a `Gram` for weights in groups of `size`."""
         gram = block.astype(dtype)
         try:
             problem = LeastSquares.of(gram[None], damping)
-        except np.linalg.LinAlgError:  # nearly singular: what float32 has of it is not positive
+        except np.linalg.LinAlgError:  # nearly singular: its float32 form is not positive definite
             problem = LeastSquares.of(block[None], damping)
         order, importance = problem.order[0], np.diagonal(block).copy()
         places, _ = order_groups(importance, size)
@@ -336,13 +339,13 @@ class GroupProblem:
     def arrange(
         factor: FloatArray, order: NDArray, hessian: FloatArray, importance: Array, size: int
     ) -> GroupProblem:
-        """From what is not known by `importance` alone."""
+        """Make a problem from `importance` alone, if nothing else is known."""
         places, blocks = order_groups(importance, size)
         return GroupProblem(factor, order, hessian, importance, size, places, blocks)
 
 
 def order_groups(importance: Array, size: int) -> tuple[NDArray, tuple[GroupBlock, ...]]:
-    """(`GroupProblem.places`, its blocks), for the importance of each column."""
+    """Return (`GroupProblem.places`, its blocks) for the importance of each column."""
     groups = np.arange(len(importance)) // size
     means = np.bincount(groups, importance) / np.bincount(groups)
     by_mean = np.argsort(-means, kind="stable")
@@ -373,11 +376,11 @@ def fit_block(
     importance: Float32,
     fit: GroupFit,
 ) -> FoundRows:
-    """(codes, scales, zero points) of some rows and columns of a weight.
+    """Return (codes, scales, zero points) of some rows and columns of a weight.
 
-    No step makes the error larger: a scale is the one of its dtype that is best for its codes, and
-    a code the one that is best for all else. Of each block of groups first scales move and then
-    codes, and one product brings that to the gradient of all others.
+    No step makes the error larger: a scale is the best one of its dtype for its codes, and a code
+    is the best one for everything else. In each block of groups, first scales and then codes are
+    improved. One product then updates the gradient of all others.
     """
     scale, zero_point = choose_scales(weight, form, importance)
     grid = Grid.of(scale, zero_point, form, problem.hessian.dtype)
@@ -396,12 +399,12 @@ def fit_block(
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """What codes stand for, groups first, (G, N) with N up to a multiple of `STRIP`: rows beyond
-    those of the weight are zeros.
+    """Scales and zero points of codes, groups first, (G, N). N is rounded up to a multiple of
+    `STRIP`, and the added rows are weights of zero.
 
     Attributes:
         scale: In the dtype of the format; changed while codes are fitted.
-        zero_point: In the dtype that is computed in.
+        zero_point: In the dtype of the computation.
         most: The highest code, (1,).
     """
 
@@ -411,17 +414,17 @@ class Grid:
 
     @property
     def dtype(self) -> np.dtype:
-        """What is computed in."""
+        """Dtype of the computation."""
         return self.zero_point.dtype
 
     @property
     def spec(self) -> GroupFitSpec:
-        """Of the kernels."""
+        """Specification of the kernels."""
         return GroupFitSpec(str(self.dtype), str(self.scale.dtype))
 
     @staticmethod
     def of(scale: NDArray, zero_point: NDArray, form: GroupFormat, dtype: np.dtype) -> Grid:
-        """From scales and zero points (N, G)."""
+        """Make a grid from scales and zero points (N, G)."""
         rows, groups = scale.shape
         shape = groups, -(-rows // STRIP) * STRIP
         scales, zeros = empty_aligned(shape, scale.dtype), empty_aligned(shape, dtype)
@@ -431,7 +434,9 @@ class Grid:
 
 
 def spread_rows(weight: FloatArray, dtype: np.dtype) -> FloatArray:
-    """Rows (N, K) as kernels read them: (K, N), N up to a multiple of `STRIP` with zeros."""
+    """Transpose rows (N, K) for the kernels: (K, N), with N padded by zeros to a multiple of
+    `STRIP`.
+    """
     rows, columns = weight.shape
     spread: Any = empty_aligned((columns, -(-rows // STRIP) * STRIP), dtype)
     spread[:, :rows], spread[:, rows:] = weight.T, 0
@@ -439,15 +444,15 @@ def spread_rows(weight: FloatArray, dtype: np.dtype) -> FloatArray:
 
 
 def pick_columns(columns: FloatArray, order: NDArray[np.int64]) -> FloatArray:
-    """Columns (K, N) in another order."""
+    """Put columns (K, N) into another order."""
     picked: Any = empty_aligned(columns.shape, columns.dtype)
-    np.take(columns, order, axis=0, out=picked, mode="clip")  # "raise" takes a copy more
+    np.take(columns, order, axis=0, out=picked, mode="clip")  # "raise" would make another copy
     return picked
 
 
 def round_groups(problem: GroupProblem, rows: FloatArray, grid: Grid) -> FloatArray:
-    """Levels (K, N) of weights (K, N), which are used up, columns in `GroupProblem.order`: in
-    closed form, one column after the other.
+    """Return levels (K, N) of weights (K, N) with columns in `GroupProblem.order`, in closed
+    form, one column after the other. The weights are overwritten.
     """
     kernel = host_kernels().get(KernelKey(make_group_rounding, grid.spec))
     factor, members = problem.factor[0], (problem.order // problem.size).astype("int32")
@@ -466,8 +471,8 @@ def round_groups(problem: GroupProblem, rows: FloatArray, grid: Grid) -> FloatAr
 def improve_groups(
     problem: GroupProblem, rows: FloatArray, levels: FloatArray, grid: Grid, rounds: int
 ) -> None:
-    """Move scales and levels (K, N) of weights (K, N), columns in `GroupProblem.places`, in place:
-    block after block, `rounds` times.
+    """Improve scales and levels (K, N) of weights (K, N) with columns in `GroupProblem.places`,
+    in place: block after block, `rounds` times.
     """
     kernel = host_kernels().get(KernelKey(make_group_improvement, grid.spec))
     left = empty_aligned(rows.shape, grid.dtype)

@@ -1,5 +1,5 @@
-"""Compression, the work: each weight of a module fitted to data, in the order in which data meets
-them.
+"""Layer-by-layer fit: module + formats + data -> compressed weights, in the order in which data
+reaches them.
 """
 
 from __future__ import annotations
@@ -35,23 +35,24 @@ from relayquant.stages.calibration.checkpoint import (
 )
 from relayquant.stages.calibration.store import BEGIN_ANEW
 
-#: What the codes of a level of effort are fitted by; None: rounded to nearest.
+#: how codes are fitted at each level of effort; None: rounded to nearest
 FITS: Mapping[Effort, GroupFit | None] = {
     Effort.FAST: None,
     Effort.BALANCED: GroupFit(),
     Effort.BEST: GroupFit(rounds=8, follows_float=True),
 }
-#: What bounds give to the weights that lose most.
+#: bits of the weights that lose most if there is a bound
 MOST_BITS = 8
 KIND = "relayquant.grouped_weight.1"
 
 
 @dataclass(frozen=True, eq=False)
 class CompressData:
-    """A function on its batches: none of them if there is no data.
+    """A function and its batches. Without data there are no batches.
 
-    `uses` are the operators that data meets, by the variable of their value; `params` what those
-    parameters stand for that are no input.
+    Attributes:
+        uses: The operators that data reaches, by the variable of their value.
+        params: Values of the parameters that are not inputs.
     """
 
     mod: tvm.IRModule
@@ -61,7 +62,7 @@ class CompressData:
     uses: Mapping[object, WeightUse]
 
     def walk(self, settings: CompressSettings, meet: Meet, *, with_float: bool = False) -> None:
-        """`walk_weights` on all batches."""
+        """Run `walk_weights` on all batches."""
         if self.batches:
             walk_weights(
                 self.mod,
@@ -78,7 +79,7 @@ class CompressData:
 
 @dataclass(frozen=True, eq=False)
 class FoundWeights:
-    """Weights by key, those that data has met, and why some of them keep 8 bits."""
+    """Weights by key, the weights that data has reached, and why some keep 8 bits."""
 
     weights: dict[WeightKey, GroupedWeight] = field(default_factory=dict)
     met: set[WeightKey] = field(default_factory=set)
@@ -92,10 +93,10 @@ def open_data(
     dataset: object,
     settings: CompressSettings,
 ) -> CompressData:
-    """The data set as checked batches of the function that it is for.
+    """Open the data set as checked batches of the function that it is for.
 
     Raises:
-        ConfigError: there is no such function, or which one is meant is not known.
+        ConfigError: there is no such function, or it is not clear which one is meant.
         DataError: the data does not fit it.
     """
     functions = sorted({use.function for use in uses})
@@ -137,7 +138,9 @@ def fit_weights(
     data: CompressData,
     settings: CompressSettings,
 ) -> FoundWeights:
-    """The weight of each use, by its key: each once; first those that data meets, in its order."""
+    """Fit the weight of each use once, by its key. Weights that data reaches come first, in this
+    order.
+    """
     found = FoundWeights()
     total = len({use.key for use in uses})
     order = {key: i for i, key in enumerate(dict.fromkeys(use.key for use in uses))}
@@ -192,7 +195,7 @@ def fit_weight(
     settings: CompressSettings,
     run: RunJobs,
 ) -> GroupedWeight:
-    """A weight in a format, for what is known of its data.
+    """Fit a weight in a format to its data.
 
     Raises:
         ModelError: its scales do not fit their dtype.
@@ -213,8 +216,8 @@ def fit_weight(
 
 
 def measure_loss(array: np.ndarray, weight: GroupedWeight, gram: Gram | None) -> float:
-    """Mean square of what rounding changes in the result, over that of the result; of the weight
-    itself without data.
+    """Return the mean square of the change by rounding over the mean square of the result.
+    Without data the weight itself is compared.
     """
     difference = array - weight.decode()
     if gram is None:
@@ -225,7 +228,7 @@ def measure_loss(array: np.ndarray, weight: GroupedWeight, gram: Gram | None) ->
 
 
 def describe_fit(uses: Sequence[WeightUse], found: FoundWeights, settings: CompressSettings) -> str:
-    """How the weights were found, in words."""
+    """Describe in words how the weights were found."""
     if not found.met:
         return "rounded to nearest, without data"
     fit = FITS[settings.level]
@@ -245,7 +248,7 @@ def open_results(
     data: CompressData,
     settings: CompressSettings,
 ) -> Iterator[Workspace | None]:
-    """The folder of finished weights; None without a checkpoint."""
+    """Open the folder of finished weights; None without a checkpoint."""
     if settings.checkpoint is None:
         yield None
         return
@@ -263,13 +266,13 @@ def open_results(
 
 
 def write_weight(path: Path, weight: GroupedWeight) -> None:
-    """One finished weight, whole or not at all."""
+    """Write one finished weight; the file is never incomplete."""
     arrays = {"codes": weight.codes, "scale": weight.scale, "zero_point": weight.zero_point}
     write_archive(path, KIND, Archive({"bits": weight.format.bits}, arrays))
 
 
 def read_weight(path: Path, form: GroupFormat, use: WeightUse) -> GroupedWeight:
-    """What `write_weight` wrote, in that format or of 8 bits.
+    """Read what `write_weight` wrote, in that format or with 8 bits.
 
     Raises:
         DataError: the file is damaged.

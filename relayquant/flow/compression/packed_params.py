@@ -1,10 +1,11 @@
-"""Compression, first of all: weights that functions take as one tuple -> a parameter for each.
+"""Packed parameters: a function that takes weights as one tuple -> a parameter for each weight. It
+runs first in compression.
 
     def decode(x, packed_params):        def decode(x, w0, w1):
         w = packed_params[1]         ->
         y = matmul(x, w)                     y = matmul(x, w1)
 
-`relax.frontend.nn` exports such functions with param_mode "packed".
+`relax.frontend.nn` exports this form with param_mode "packed".
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from relayquant.ir.rewrite.expressions import list_bindings
 
 
 def unpack_params(mod: tvm.IRModule, names: Sequence[str], *, is_ordered: bool) -> tvm.IRModule:
-    """The module without tuples of weights: their members are parameters that are called `names`,
-    in order; `mod` itself if it has none.
+    """Replace tuples of weights by one parameter per member, called `names` in order. Without
+    tuples, `mod` is returned.
 
     Args:
         mod: Functions whose attribute num_input says how many parameters are inputs.
         names: One for each member, the same for all functions.
-        is_ordered: Whether the order of `names` is known to be that of the tuple; else names of
-            values in the functions have to agree.
+        is_ordered: Whether `names` are known to have the order of the tuple. Otherwise the names of
+            values in the functions must agree.
 
     Raises:
         ModelError: there are more or fewer names than members, or a name does not agree.
@@ -46,7 +47,7 @@ def unpack_params(mod: tvm.IRModule, names: Sequence[str], *, is_ordered: bool) 
 
 
 def find_packed(func: Any) -> relax.Var | None:
-    """The parameter of a function that is a tuple of tensors, behind its inputs."""
+    """Return the parameter of a function, after its inputs, that is a tuple of tensors."""
     if not isinstance(func, relax.Function) or "num_input" not in (func.attrs or {}):
         return None
     weights = func.params[int(func.attrs["num_input"]) :]
@@ -57,7 +58,7 @@ def find_packed(func: Any) -> relax.Var | None:
 
 
 def make_members(function: str, packed: relax.Var, names: Sequence[str]) -> list[relax.Var]:
-    """A parameter for each member of the tuple."""
+    """Make a parameter for each member of the tuple."""
     fields = list(packed.ty.fields)
     if len(fields) != len(names):
         raise ModelError(
@@ -72,8 +73,8 @@ def make_members(function: str, packed: relax.Var, names: Sequence[str]) -> list
 def check_names(
     function: str, func: relax.Function, packed: relax.Var, names: Sequence[str]
 ) -> None:
-    """Raise unless the values that members are bound to are called like these: TVM writes "a.b" as
-    "a_b", and a number behind what is there already.
+    """Raise unless the values bound to members have these names. TVM writes "a.b" as "a_b" and
+    adds a number if the name is taken.
     """
     for binding in list_bindings(func):
         value = binding.value
@@ -91,14 +92,14 @@ def check_names(
 
 @relax.expr_functor.mutator
 class Unpacking(relax.PyExprMutator):
-    """Puts parameters in place of the members of a tuple, in one function."""
+    """Replaces the members of a tuple by parameters, in one function."""
 
     def __init__(self, packed: relax.Var, members: Sequence[relax.Var]) -> None:
         super().__init__()
         self.packed, self.members = packed, members
 
     def run(self, func: relax.Function) -> relax.Function:
-        """The function with a parameter for each member, behind its inputs."""
+        """Return the function with a parameter for each member, after its inputs."""
         params = [*func.params[:-1], *self.members]
         body = self.visit_expr(func.body)
         return relax.Function(params, body, func.ret_ty, func.is_pure, func.attrs)

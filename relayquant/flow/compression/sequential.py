@@ -1,5 +1,5 @@
-"""Compression, data: a float function on all batches at once, from one weight to the next: what
-each weight meets.
+"""Layer-by-layer execution of a float function: batches -> the data that each weight receives.
+All batches run up to one weight before any runs further.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from relayquant.ir.reference.interpreter import evaluate, execute_binding
 from relayquant.ir.rewrite.graph import call_name
 from relayquant.ir.rewrite.lifetimes import find_ends
 
-#: Rows of data that products are computed of at once, at most, unless one batch has more.
+#: rows of data that one product computes, at most, unless one batch has more
 MOST_ROWS = 1024
-#: The same of those whose products with one another are summed up at once.
+#: rows whose second moments are summed up at once, at most, unless one batch has more
 MOST_GRAM_ROWS = 4096
 
-#: What is to be computed with in place of a weight (N, K), for what its operator reads: None for a
-#: table.
+#: Returns the weight (N, K) to compute with from here on, given the operator and the data that it
+#: reads (None for a table).
 Meet: TypeAlias = Callable[[WeightUse, Gram | None], np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
 class Stretch:
-    """Bindings up to the next weight, and the values that nothing reads behind them; the first
-    binding is that of `use`, None at the beginning.
+    """Bindings from one weight up to the next, and the values that nothing reads after them. The
+    first binding computes `use`. At the start of the function `use` is None.
     """
 
     use: WeightUse | None
@@ -62,20 +62,20 @@ def walk_weights(
     *,
     with_float: bool = False,
 ) -> None:
-    """Run function `name` on `batches`, all of them up to one weight before any goes on.
+    """Run function `name` on `batches`. All batches run up to one weight before any runs further.
 
-    Between two weights there is memory for what later operators read, of all batches, and for one
-    batch at work, and of float weights for the one that is met. Weights in branches and in
-    functions that it calls are not met.
+    Between two weights, memory holds three things: the values of all batches that later operators
+    read, the working memory of one batch, and the float values of one weight. Weights in branches
+    and in called functions are not visited.
 
     Args:
-        params: What parameters stand for that are no input.
+        params: Values of the parameters that are not inputs.
         uses: Operators by the variable of their value.
-        group_size: Of the weights: see `Gram`.
-        activation: How rows are quantized when the model runs, if they are.
-        meet: Asked for every operator, in order, what it computes with.
-        with_float: Whether the batches also pass the function as it is, beside, so that grams tell
-            what data would be without the weights before it. Takes twice the time and memory.
+        group_size: Group size of the weights: see `Gram`.
+        activation: How rows are quantized at run time, if they are.
+        meet: Called for every operator, in order. Returns the weight to compute with.
+        with_float: Whether the batches also run through the float function. Then grams know the
+            data without the changes of earlier weights. Takes twice the time and memory.
     """
     func = mod[name]
     stretches = cut_stretches(func, uses)
@@ -89,13 +89,13 @@ def walk_weights(
         if use is not None:
             gram = None
             if use.op == "matmul":
-                if use.data not in grams:  # products that read one value come one after the other
+                if use.data not in grams:  # products that read one value are consecutive
                     gram = collect_gram(frames, floats, use.data, group_size, activation)
                     grams = {use.data: gram}
                 gram = grams[use.data]
             weight = meet(use, gram)
         if stretch is stretches[-1] and use is not None and use.op == "matmul":
-            break  # nothing reads what it computes
+            break  # nothing reads its result
         run_stretch(frames, stretch, weight, activation, name)
         weight = use.array if use is not None and floats else None
         run_stretch(floats, stretch, weight, None, name)
@@ -108,7 +108,7 @@ def start_frame(
     params: Mapping[relax.Var, WeightSource],
     values: Mapping[relax.Var, np.ndarray],
 ) -> Frame:
-    """A frame that holds the inputs, and `values` of other parameters."""
+    """Return a frame with the inputs and `values` of other parameters."""
     frame = Frame(mod, dict(values))
     for param in func.params:
         if param not in params:
@@ -117,7 +117,7 @@ def start_frame(
 
 
 def find_read(binding: Any, uses: Mapping[relax.Var, WeightUse]) -> Sequence[relax.Var]:
-    """Variables that are evaluated for a binding: a weight that is met is none of them."""
+    """Return the variables that a binding reads. A weight that is visited is not among them."""
     use = uses.get(binding.var)
     if use is None:
         return relax.analysis.free_vars(binding.value)
@@ -125,14 +125,14 @@ def find_read(binding: Any, uses: Mapping[relax.Var, WeightUse]) -> Sequence[rel
 
 
 def is_move(value: Any) -> bool:
-    """Whether a weight may be on its way to a product here, and nothing is computed."""
+    """Whether a binding only moves a weight towards a product and computes nothing."""
     return isinstance(value, relax.Var | GenericConst) or (
         isinstance(value, Call) and call_name(value) == TRANSPOSE
     )
 
 
 def drop_moves(bindings: Sequence[Any], uses: Mapping[relax.Var, WeightUse]) -> list[Any]:
-    """Bindings without those that move weights which are met: these would be loaded for it."""
+    """Drop bindings that move visited weights, because evaluating them would load the weight."""
     kept, read = [], set()
     for binding in reversed(bindings):
         if binding.var in read or not is_move(binding.value):
@@ -142,7 +142,7 @@ def drop_moves(bindings: Sequence[Any], uses: Mapping[relax.Var, WeightUse]) -> 
 
 
 def cut_stretches(func: relax.Function, uses: Mapping[relax.Var, WeightUse]) -> list[Stretch]:
-    """The bindings of a function up to its last weight, cut before each."""
+    """Split the bindings of a function before each weight, up to the last one."""
     bindings = [binding for block in func.body.blocks for binding in block.bindings]
     stops = [i for i, binding in enumerate(bindings) if binding.var in uses]
     bindings = drop_moves(bindings[: stops[-1] + 1] if stops else [], uses)
@@ -165,7 +165,9 @@ def collect_gram(
     group_size: int | None,
     activation: QSpec | None,
 ) -> Gram:
-    """What is known of a value as the data of products; `floats` hold what it is in float."""
+    """Collect the gram of a value that products read. `floats` hold the value in the float
+    model.
+    """
     gram: Gram | None = None
     for some in cut_frames(frames, data, MOST_GRAM_ROWS):
         rows = read_all(frames[some], data, activation)
@@ -173,13 +175,13 @@ def collect_gram(
             columns = rows.shape[-1]
             gram = Gram(columns, group_size or columns, with_shift=bool(floats))
         gram.add(rows, read_all(floats[some], data, None) if floats else None)
-    assert gram is not None  # a data set has a batch
+    assert gram is not None  # a data set has at least one batch
     return gram
 
 
 def cut_frames(frames: Sequence[Frame], data: Any, most: int) -> Iterator[slice]:
-    """Frames that have `most` rows of a value together, or one that has more: products of few
-    rows take twice as long for each.
+    """Group frames into parts with at most `most` rows of a value, or with one larger frame.
+    Products of few rows take twice as long per row.
     """
     start = count = 0
     for i, frame in enumerate(frames):
@@ -192,7 +194,7 @@ def cut_frames(frames: Sequence[Frame], data: Any, most: int) -> Iterator[slice]
 
 
 def read_all(frames: Sequence[Frame], data: Any, activation: QSpec | None) -> np.ndarray:
-    """The rows of a value in all frames as products read them, (n, K)."""
+    """Return the rows of a value in all frames as products read them, (n, K)."""
     parts = [evaluate(frame, data, "data") for frame in frames]
     values = np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
     if activation is None:
@@ -204,11 +206,11 @@ def read_all(frames: Sequence[Frame], data: Any, activation: QSpec | None) -> np
 
 
 def round_rows(data: np.ndarray) -> np.ndarray:
-    """float32 (..., K) -> the same through int8 in -127..127, each row by a scale and a zero point
-    that cover its values and 0; float32.
+    """Round float32 (..., K) to int8 in -127..127 and back to float32. Each row has a scale and a
+    zero point that cover its values and 0.
 
-    scale = (max(row, 0) - min(row, 0)) / 254, 1 where that is 0; zero point =
-    clip(round(-127 - min(row, 0) / scale)): what `quantize_rows_at_run_time` computes.
+    scale = (max(row, 0) - min(row, 0)) / 254, 1 where that is 0; zero point = clip(round(-127 -
+    min(row, 0) / scale)): what `quantize_rows_at_run_time` computes.
     """
     data, limit = np.asarray(data, "float32"), np.float32(ROW_LIMIT)
     low = np.minimum(data.min(axis=-1, keepdims=True, initial=np.float32(0)), 0)
@@ -227,8 +229,8 @@ def run_stretch(
     activation: QSpec | None,
     name: str,
 ) -> None:
-    """Compute the values of a stretch of function `name` in all frames, some of them on each
-    thread, and drop what is dead behind it.
+    """Compute the values of a subgraph of function `name` in all frames, with some frames on each
+    thread, and drop the values that nothing reads afterwards.
 
     Raises:
         DataError: a batch does not fit the function.
@@ -261,7 +263,7 @@ def run_stretch(
 def run_product(
     frames: Sequence[Frame], use: WeightUse, weight: np.ndarray, activation: QSpec | None
 ) -> None:
-    """The product with `weight` in place of its own, in all frames at once."""
+    """Compute the product with `weight` instead of the operator's weight, in all frames at once."""
     found, start = read_all(frames, use.data, activation) @ weight.T, 0
     for frame in frames:
         shape = evaluate(frame, use.data, "data").shape[:-1]
@@ -273,7 +275,7 @@ def run_product(
 def run_bindings(
     frame: Frame, stretch: Stretch, bindings: Sequence[Any], weight: np.ndarray | None
 ) -> None:
-    """Compute the values of bindings, `weight` being the table if rows are taken of one."""
+    """Compute the values of bindings. `weight` replaces the table if rows are taken from one."""
     use = stretch.use
     with np.errstate(all="ignore"):
         if use is not None and weight is not None and use.op == "take":
@@ -286,7 +288,7 @@ def run_bindings(
 
 
 def take_rows(frame: Frame, use: WeightUse, call: Call, weight: np.ndarray) -> Any:
-    """Rows of `weight` in place of those of its own table."""
+    """Take rows of `weight` instead of the operator's table."""
     values = weight.T if use.is_transposed else weight
     table = relax.Var("table", relax.TensorType(values.shape, "float32"))
     inner = Frame(frame.mod, {**frame.values, table: values}, frame.symbols)

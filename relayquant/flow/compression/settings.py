@@ -1,4 +1,6 @@
-"""What compression is told besides model, parameters and data, checked before work begins."""
+"""Settings of compression, checked before work begins: all arguments except model, parameters
+and data.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ from relayquant.stages.effort import resolve_effort
 @check_fields
 @dataclass(frozen=True, kw_only=True)
 class CompressSettings(RunSettings):
-    """What `relayquant.compress_weights` is told besides model, parameters and data.
+    """The arguments of `relayquant.compress_weights` except model, parameters and data.
 
     Raises:
-        ConfigError: one of them is out of range, or two do not go together.
+        ConfigError: one of them is out of range, or two of them contradict each other.
     """
 
     bits: int = 4
@@ -86,5 +88,5 @@ class CompressSettings(RunSettings):
 
     @property
     def level(self) -> Effort:
-        """`effort`, in whatever form it was given."""
+        """`effort` as a member, whatever form was passed."""
         return resolve_effort(self.effort)

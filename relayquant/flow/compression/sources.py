@@ -1,5 +1,5 @@
-"""Module and `params` -> its tensors where they lie, which compression looks at one at a time:
-models have gigabytes of weights, and no second copy of them is made.
+"""Weight sources: module and `params` -> its tensors without a copy. Compression reads them one
+at a time, because models have gigabytes of weights.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from relayquant.base.runtime import view_constant
 from relayquant.errors import ModelError, format_count, suggest_name
 from relayquant.ir.rewrite.constants import LARGEST, count_huge, holds_constant
 
-#: Address of a tensor, or name of a parameter; with a number, one matrix of a stack, or with -1
-#: all of them as rows.
+#: Address of a tensor, or name of a parameter. A second number is the matrix of a stack, or -1 for
+#: all matrices as rows.
 SourceKey: TypeAlias = int | str | tuple[int | str, int]
 
 
@@ -27,12 +27,12 @@ class WeightSource:
     """A tensor that functions read: a constant, or the value of a parameter.
 
     Attributes:
-        key: Equal for what is one tensor, whoever reads it.
-        shape, dtype: Of the values.
-        read: Gives the values; a mapping that loads when it is asked loads them each time.
-        counted: How many values are not finite, and how many beyond `LARGEST`, where that is known
-            already.
-        is_stack: Whether each row is a matrix of a product, and no row of a table.
+        key: Equal for uses of the same tensor.
+        shape, dtype: Shape and dtype of the values.
+        read: Returns the values. A mapping that loads on access loads them each time.
+        counted: Number of values that are not finite and number of values beyond `LARGEST`, if
+            known.
+        is_stack: Whether each row is a matrix of a product and not a row of a table.
     """
 
     key: SourceKey
@@ -44,46 +44,48 @@ class WeightSource:
 
     @property
     def array(self) -> np.ndarray:
-        """The values, not to be written: where they lie, or loaded anew; not to be held long."""
+        """Return the values. They are read-only, a view or freshly loaded. Do not keep them."""
         array = self.read().view()
         array.flags.writeable = False
         return array
 
     @cached_property
     def counts(self) -> tuple[int, int]:
-        """How many values are NaN or infinite, and how many finite ones beyond `LARGEST`."""
+        """Number of values that are NaN or infinite, and number of finite values beyond
+        `LARGEST`.
+        """
         return count_unusable(self.array) if self.counted is None else self.counted
 
     @property
     def not_finite(self) -> int:
-        """How many values are NaN or infinite."""
+        """Number of values that are NaN or infinite."""
         return self.counts[0]
 
 
 def count_unusable(array: np.ndarray) -> tuple[int, int]:
-    """How many values are NaN or infinite, and how many finite ones beyond `LARGEST`."""
-    low, high = array.min(initial=0), array.max(initial=0)  # NaN passes through both
+    """Count values that are NaN or infinite, and finite values beyond `LARGEST`."""
+    low, high = array.min(initial=0), array.max(initial=0)  # NaN fails both comparisons
     if low >= -LARGEST and high <= LARGEST:
         return 0, 0
     return int((~np.isfinite(array)).sum()), count_huge(array)
 
 
 def read_constant(tensor: tvm.runtime.Tensor) -> WeightSource:
-    """A tensor of TVM."""
+    """Read a TVM tensor."""
     shape = tuple(map(int, tensor.shape))
     return WeightSource(tensor.data_ptr(), shape, str(tensor.dtype), partial(view_constant, tensor))
 
 
 def read_value(params: Mapping[str, Any], name: str) -> np.ndarray:
-    """A value of `params` as an array, without a copy where it is in memory."""
+    """Read a value of `params` as an array, without a copy if it is in memory."""
     value = params[name]
     tensor = find_tensor(value)
     return np.asarray(value) if tensor is None else view_constant(tensor)
 
 
 def find_tensor(value: Any) -> tvm.runtime.Tensor | None:
-    """The tensor of TVM that a value of `params` is, if it is one."""
-    for each in (value, getattr(value, "data", None)):  # a parameter of relax.frontend.nn has it
+    """Return the TVM tensor of a value of `params`, if it has one."""
+    for each in (value, getattr(value, "data", None)):  # a parameter of relax.frontend.nn holds one
         if isinstance(each, tvm.runtime.Tensor):
             return each
     return None
@@ -92,14 +94,13 @@ def find_tensor(value: Any) -> tvm.runtime.Tensor | None:
 def open_params(
     mod: tvm.IRModule, params: Mapping[str, Any] | None
 ) -> dict[relax.Var, WeightSource]:
-    """What parameters of the module's functions stand for, each value looked at once.
+    """Map the parameters of the module's functions to their values. Each value is read once.
 
-    `relax.frontend.nn` names "layers.0.weight" in its list of parameters what may be
-    "layers_0_weight" in functions: both are taken. {function: [values in order]}, which
-    `tvm.relax.frontend.detach_params` gives, is taken too.
+    `relax.frontend.nn` lists "layers.0.weight" where functions may have "layers_0_weight". Both are
+    accepted. So is {function: [values in order]}, which `tvm.relax.frontend.detach_params` returns.
 
     Raises:
-        ModelError: no function has a parameter of that name, or shape or dtype are others.
+        ModelError: no function has a parameter of that name, or its shape or dtype differ.
     """
     if not params:
         return {}
@@ -135,22 +136,22 @@ def open_params(
 
 
 def look_at(params: Mapping[str, Any], name: str) -> WeightSource:
-    """A value of `params`, loaded once to see what it is."""
+    """Load a value of `params` once to find its properties."""
     tensor = find_tensor(value := params[name])
     if tensor is not None:
         return read_constant(tensor)
     array = np.asarray(value)
     is_weight = array.ndim in (2, 3) and array.dtype == "float32"
-    counted = count_unusable(array) if is_weight else None  # it need not be loaded again for that
+    counted = count_unusable(array) if is_weight else None  # so it need not be loaded again
     read = partial(read_value, params, name)
     return WeightSource(name, array.shape, str(array.dtype), read, counted)
 
 
 def name_params(mod: tvm.IRModule, params: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`params` by their names: {function: [values in order]} is resolved.
+    """Return `params` by name; {function: [values in order]} is resolved.
 
     Raises:
-        ModelError: a function has more or fewer parameters, or others of one name another value.
+        ModelError: a function has more or fewer parameters, or two values have the same name.
     """
     functions = {gvar.name_hint: func for gvar, func in mod.functions_items()}
     lists = {
@@ -182,7 +183,7 @@ def name_params(mod: tvm.IRModule, params: Mapping[str, Any]) -> Mapping[str, An
 
 
 def check_param(param: relax.Var, name: str, source: WeightSource) -> None:
-    """Raise ModelError unless a tensor is what a parameter is declared to be."""
+    """Raise ModelError unless a tensor has the declared type of a parameter."""
     sizes = [int(size) if isinstance(size, tvm.tirx.IntImm) else None for size in param.ty.shape]
     fits = len(sizes) == len(source.shape) and all(
         size in (None, have) for size, have in zip(sizes, source.shape, strict=True)
@@ -196,8 +197,8 @@ def check_param(param: relax.Var, name: str, source: WeightSource) -> None:
 
 
 def bind_params(mod: tvm.IRModule, params: Mapping[relax.Var, WeightSource]) -> tvm.IRModule:
-    """The module without these parameters: those that functions still read are constants, one
-    tensor for each, whoever reads it.
+    """Bind these parameters. The ones that functions still read become constants, one tensor for
+    each, which all readers share.
     """
     tensors: dict[SourceKey, tvm.runtime.Tensor] = {}
     functions = dict(mod.functions_items())

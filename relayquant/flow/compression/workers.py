@@ -1,5 +1,5 @@
-"""Rows of weights that are fitted by the processes of an executor, as calibration deals out shards:
-jobs -> codes and scales.
+"""Dispatch of compression jobs: rows of weights -> codes and scales, fitted by the processes of
+an executor.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ PROBLEM_FORMAT = "relayquant.group_problem.1"
 
 @contextmanager
 def open_workers(pool: futures.Executor | None, kept: Workspace | None) -> Iterator[RunJobs]:
-    """What runs jobs: the threads of this process, or the workers of `pool`, which find what they
-    need in the folder of a checkpoint or in a temporary one.
+    """Return the function that runs jobs: on threads of this process, or on the workers of
+    `pool`. Workers find their files in the checkpoint or in a temporary folder.
     """
     if pool is None:
         yield run_on_threads
@@ -48,28 +48,30 @@ def open_workers(pool: futures.Executor | None, kept: Workspace | None) -> Itera
 
 @dataclass(frozen=True, eq=False)
 class FitWorkers:
-    """The processes of `pool`; a problem, which is as large as many jobs, is a file they load."""
+    """The processes of `pool`. A problem is as large as many jobs, so workers load it from a
+    file.
+    """
 
     pool: futures.Executor
     workspace: Workspace
-    # Workers keep what they loaded by its path, and may outlive many runs in one folder.
+    # Workers cache files by path, and may outlive many runs in one folder.
     numbers: Iterator[int] = field(default_factory=lambda: count(secrets.randbits(62)))
     paths: MutableMapping[GroupProblem, Path] = field(default_factory=weakref.WeakKeyDictionary)
 
     def run(
         self, jobs: Iterable[tuple[FitJob, GroupProblem]]
     ) -> Iterator[tuple[FitJob, FoundRows]]:
-        """Each job with its result, in whatever order they are done.
+        """Yield each job with its result, in any order.
 
         Raises:
-            WorkerError: a job failed too often, or the pool lost its workers, or they hang.
+            WorkerError: a job failed too often, the pool lost its workers, or they hang.
         """
         remote = [RemoteJob(job, self.place(problem)) for job, problem in jobs]
         for each, found in deal_out(self.pool, remote, run_remotely, WORKER_TIMEOUT, FIT_WORDS):
             yield each.job, found
 
     def place(self, problem: GroupProblem) -> Path:
-        """The file of a problem, which is there as long as the problem is: for all weights that
+        """Return the file of a problem. It exists as long as the problem, for all weights that
         read one value.
         """
         if problem not in self.paths:
@@ -88,21 +90,21 @@ class RemoteJob:
 
 
 def run_remotely(remote: RemoteJob) -> FoundRows:
-    """`run_job` in another process."""
+    """Run `run_job` in another process."""
     with limit_blas():
         return run_job(remote.job, load_problem(remote.problem))
 
 
 def write_problem(path: Path, problem: GroupProblem) -> None:
-    """The arrays of a problem, whole or not at all."""
+    """Write the arrays of a problem; the file is never incomplete."""
     arrays = {name: getattr(problem, name) for name in ("factor", "order", "hessian", "importance")}
     write_archive(path, PROBLEM_FORMAT, Archive({"size": problem.size}, arrays))
 
 
 @functools.lru_cache(maxsize=1)
 def load_problem(path: Path) -> GroupProblem:
-    """What `write_problem` wrote, loaded once for all jobs that follow one another with it: no two
-    problems of a folder have one name, whichever runs they are of.
+    """Load what `write_problem` wrote, once for all consecutive jobs with this problem. File
+    names are unique in a folder, across runs.
     """
     with reading(path, "part of a compression", advice=BEGIN_ANEW):
         archive = read_archive(path, PROBLEM_FORMAT, "part of a compression")
@@ -110,19 +112,19 @@ def load_problem(path: Path) -> GroupProblem:
 
 
 def describe_failure(remote: RemoteJob, attempt: int, error: BaseException) -> WorkerError:
-    """The error for rows that no worker finished."""
+    """Return the error for rows that no worker completed."""
     rows, columns = remote.job.rows, remote.job.columns
     return WorkerError(
         f"Rows from {rows.start} and columns from {columns.start} of a weight were not fitted: in "
         f"attempt {attempt} a worker failed with {type(error).__name__}: {error}. Give the workers "
         "more memory, or use fewer; a script that makes processes needs `if __name__ == "
-        "'__main__':` around what it does; with checkpoint= the next run goes on from here.",
+        "'__main__':` around what it does; with checkpoint= the next run continues from here.",
         code="RQ504",
     )
 
 
 def describe_silence(jobs: Sequence[RemoteJob], timeout: float | None) -> WorkerError:
-    """The error for rows of which none came back."""
+    """Return the error for rows of which none came back."""
     return WorkerError(
         f"{format_count(len(jobs), 'part')} of a weight not fitted: no worker has returned "
         f"anything for {timeout:.10g} seconds, so they hang, or the executor has none. The "

@@ -1,1 +1,3 @@
-"""For authors of patterns: models drawn around a row, and a check that all stages agree on it."""
+"""Test tools for authors of patterns: a row -> drawn models, and a check that all stages agree
+on them.
+"""

@@ -1,7 +1,7 @@
-"""For authors of patterns: does an operator row mean the same at every stage?
+"""Check for authors of patterns: operator row -> a report whether it means the same at every stage.
 
 check_pattern(row) builds small models around the pattern, with drawn shapes, axes, shared operands
-and inputs that saturate, quantizes them, and compares the simulated, the reference, the numpy
+and inputs that saturate. It quantizes them and compares the simulated, the reference, the numpy
 integer and the compiled results.
 """
 
@@ -33,15 +33,15 @@ class PatternMismatch(RelayQuantError, AssertionError):
 
 @dataclass(frozen=True)
 class PatternReport:
-    """What `check_pattern` compared.
+    """The result of `check_pattern`.
 
     Attributes:
         pattern: Name of the row.
-        examples: Models drawn.
-        compared: Integers of the pattern's result compared between the stages.
-        differing: Share of them that differ between simulation and integer module, by `steps` at
-            most.
-        steps: Largest difference in units of the result's scale.
+        examples: Number of models drawn.
+        compared: Number of integers of the pattern's result that were compared between the stages.
+        differing: Share of them that differ between simulation and integer module, by at most
+            `steps`.
+        steps: Largest difference, in units of the result's scale.
     """
 
     pattern: str
@@ -66,22 +66,22 @@ def check_pattern(
     """Compare the stages on models drawn around one operator row.
 
     Args:
-        row: The row; the backend tries it before its own.
-        build: Emits the pattern; None for the patterns of the built-in operators, which are drawn
+        row: The row; the backend tries it before its other rows.
+        build: Emits the pattern. None for the patterns of the built-in operators, which are drawn
             from the row.
-        backend: Whose other patterns quantize what is around it.
-        dtypes: Of activations; each is drawn in turn.
-        examples: Models to draw.
-        steps, share: How far integers of the pattern's result may be from the simulation: by
-            `steps`, in at most this share of the elements (the simulation rounds real values, which
-            may lie next to a tie).
-        compiled: Also compile for this machine, and compare bit for bit with numpy, on calibration
-            inputs and on four times larger ones, which saturate.
-        seed: Of everything drawn.
+        backend: The backend whose other patterns quantize the operators around it.
+        dtypes: Activation dtypes; each is drawn in turn.
+        examples: Number of models to draw.
+        steps, share: Allowed difference between integers of the pattern's result and the
+            simulation: by `steps`, in at most this share of the elements. The simulation rounds
+            real values, which may be close to a tie.
+        compiled: Whether to compile for this machine too and compare bit for bit with numpy, on
+            calibration inputs and on inputs four times larger, which saturate.
+        seed: Seed of everything drawn.
 
     Raises:
-        PatternMismatch: stages differ, the simulate callback computes something else than the
-            float operators, or no drawn model was quantized by the row; says where and how.
+        PatternMismatch: stages differ, the simulate callback computes something else than the float
+            operators, or no drawn model was quantized by the row; says where and how.
         ConfigError: `build` is needed.
     """
     make = build or find_build(row)
@@ -143,7 +143,7 @@ def check_pattern(
 def prepare_example(
     mod: tvm.IRModule, row: QuantOp, backend: BackendConfig, dtype: str
 ) -> PreparedModel:
-    """The drawn model prepared with the row before all others, activations of one dtype."""
+    """Prepare the drawn model with the row before all others, and with activations of one dtype."""
     default = backend.default_qconfig
     if default is None:
         raise ConfigError(
@@ -154,17 +154,17 @@ def prepare_example(
     mapping = QConfigMapping().set_global(QConfig(activation, default.weight))
     known = [r for r in backend.patterns if r.pattern.name == row.name]
     served = backend.with_pattern(row, known[0].dtypes if known else None)
-    # Also one of the backend's own rows goes first here: else a longer one may take its operators.
+    # A built-in row comes first here too. Otherwise a longer row may match its operators.
     first, *others = served.patterns
     served = replace(served, patterns=(replace(first, claims_first=True), *others))
-    # With "fast" nothing is added that the row does not have, as a bias to be corrected.
+    # "fast" adds nothing that the row does not have, such as a bias for bias correction.
     return prepare(mod, None, qconfig_mapping=mapping, backend=served, effort=Effort.FAST)
 
 
 def observe_parameters(
     prepared: PreparedModel, inputs: list[dict[str, np.ndarray]]
 ) -> PreparedModel:
-    """With parameters from the ranges of the float values, in numpy: nothing is compiled."""
+    """Choose parameters from the ranges of the float values, in numpy. Nothing is compiled."""
     parameters = dict(pick_weight_parameters(prepared))
     arguments = prepared.graph.arguments()
     batches = [
@@ -185,19 +185,19 @@ def compare_stages(
     inputs: Mapping[str, np.ndarray],
     steps: int,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(integers of a stage, integers of the last stage) of the value `name`."""
+    """Return (integers of a stage, integers of the last stage) of the value `name`."""
     arguments = prepared.graph.arguments(prepared.parameters, prepared.constants)
     simulated = run_values(prepared.graph.mod, {**inputs, **arguments})
     real, last = run_values(reference, inputs), run_values(integer, inputs)
     compare_reals(simulated[name], real[name], find_step(prepared, name, real[name]), name, steps)
     have = last.get(f"{name}.q", last.get(name))
     if have is None or have.dtype.kind not in "iu":
-        # It became one with its operand (a relu whose zero point is the smallest integer): its
-        # reader tells.
+        # It was merged with its operand (a relu whose zero point is the smallest integer), so its
+        # reader is compared.
         compare_results(run_values(prepared.mod, inputs), last, name)
         return
     for stage in (simulated, real):
-        # A value on the grid of its operand is not rounded again: it has no integers of its own.
+        # A value on the grid of its operand is not rounded again, so it has no separate integers.
         if f"{name}.q" in stage:
             yield stage[f"{name}.q"], have
 
@@ -205,10 +205,10 @@ def compare_stages(
 def compare_reals(
     simulated: np.ndarray, real: np.ndarray, step: float, name: str, steps: int
 ) -> None:
-    """Raise PatternMismatch if a simulated value is another one than that of the float operators.
+    """Raise PatternMismatch if a simulated value differs from the value of the float operators.
 
-    Both before they are rounded: parameters are picked for what was simulated, and would clip what
-    the float operators have besides.
+    Both are compared before rounding. Parameters are chosen from simulated values and would clip
+    values that only the float operators have.
     """
     same = simulated == real
     gap = np.abs(np.where(same, 0, simulated) - np.where(same, 0, real)) / step
@@ -222,7 +222,9 @@ def compare_reals(
 
 
 def find_step(prepared: PreparedModel, name: str, value: np.ndarray) -> float:
-    """Units to compare a real value in: the scale of its integers, or of 8 bits if it has none."""
+    """Return the unit to compare a real value in: the scale of its integers, or an 8-bit scale
+    if it has none.
+    """
     for key in prepared.plan.value_groups.get(name, ()):
         return float(prepared.parameters[key].scale)
     return max(float(np.abs(value).max(initial=0)), float(np.finfo("float32").tiny)) / 127
@@ -231,7 +233,7 @@ def find_step(prepared: PreparedModel, name: str, value: np.ndarray) -> float:
 def compare_results(
     real: Mapping[str, np.ndarray], last: Mapping[str, np.ndarray], name: str
 ) -> None:
-    """Raise PatternMismatch if what is computed last is further from the float model than 8 bits
+    """Raise PatternMismatch if the last result is further from the float model than 8 bits
     explain.
     """
     (want, have) = (list(values.values())[-1] for values in (real, last))

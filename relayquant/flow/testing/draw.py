@@ -1,7 +1,7 @@
-"""For authors of patterns: draws models around an operator row, from its pattern or by the row's
-author.
+"""Drawing of models for authors of patterns: operator row -> models around it, from its pattern or
+from the author's `build` function.
 
-What is drawn depends on the seed alone.
+A drawn model depends only on the seed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from relayquant.ir.rewrite import Pattern
 
 
 class ModelBuilder:
-    """Draws one model: what a `build` function gets. What is drawn depends on the seed alone."""
+    """Draws one model. A `build` function gets it. The model depends only on the seed."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -33,11 +33,11 @@ class ModelBuilder:
         self.sources: dict[relax.Var, bool] = {}
 
     def draw(self, *choices: Any) -> Any:
-        """One of the choices."""
+        """Draw one of the choices."""
         return choices[int(self.rng.integers(len(choices)))]
 
     def emit(self, expr: relax.Expr, hint: str = "v", *, last: bool = False) -> relax.Var:
-        """Bind an expression to a name of its own."""
+        """Bind an expression to a new name."""
         value = self.builder.normalize(expr)
         make = relax.Var if last else relax.DataflowVar
         var = make(f"{hint}{len(self.bindings)}", value.ty)
@@ -45,14 +45,14 @@ class ModelBuilder:
         return var
 
     def constant(self, *shape: int, scale: float = 0.5) -> relax.Expr:
-        """A float32 constant of normal values."""
+        """Draw a float32 constant of normal values."""
         return relax.const((self.rng.standard_normal(shape) * scale).astype("float32"))
 
     def activation(self, *shape: int, positive: bool = False) -> relax.Expr:
-        """A value that is quantized: an input behind a product with a diagonal matrix; with
-        `positive` behind a clip to 0.1..4 as well.
+        """Draw a quantized value: an input behind a product with a diagonal matrix; with `positive`
+        also behind a clip to 0.1..4.
 
-        One time in three it is one that was drawn before, so that operands share values and
+        In one third of the draws it is a value drawn before, so that operands share values and
         parameters.
         """
         known = [
@@ -72,7 +72,7 @@ class ModelBuilder:
         return source
 
     def finish(self, result: relax.Expr) -> tvm.IRModule:
-        """main(x0, x1, ...), with a product behind `result` that wants it as integers."""
+        """Return main(x0, x1, ...), with a product after `result` that wants it as integers."""
         result = self.emit(result, "result")
         end = self.emit(
             relax.op.matmul(result, self.constant(shape_of(result)[-1], 3)), "end", last=True
@@ -82,18 +82,18 @@ class ModelBuilder:
         return tvm.IRModule({"main": main})
 
 
-#: Emits the pattern, on operands from `builder.activation` and `builder.constant`; returns its
+#: Emits the pattern on operands from `builder.activation` and `builder.constant`, and returns its
 #: result (unbound).
 BuildFunction = Callable[[ModelBuilder], relax.Expr]
 
 
 def shape_of(expr: relax.Expr) -> tuple[int, ...]:
-    """Static shape of a value."""
+    """Return the static shape of a value."""
     return tuple(int(dim) for dim in expr.ty.shape.values)
 
 
 def draw_inputs(builder: ModelBuilder, count: int) -> list[dict[str, np.ndarray]]:
-    """Batches of normal values for the inputs of a drawn model."""
+    """Draw batches of normal values for the inputs of a drawn model."""
     return [
         {x.name: builder.rng.standard_normal(shape_of(x)).astype("float32") for x in builder.inputs}
         for _ in range(count)
@@ -101,10 +101,10 @@ def draw_inputs(builder: ModelBuilder, count: int) -> list[dict[str, np.ndarray]
 
 
 def find_build(row: QuantOp) -> BuildFunction:
-    """How models for a built-in row are drawn: from its own pattern.
+    """Return how models for a built-in row are drawn: from its pattern.
 
     Raises:
-        ConfigError: the pattern holds an operator that nothing is known of.
+        ConfigError: the pattern holds an operator that cannot be drawn.
     """
     if not isinstance(row.pattern, Pattern):
         if row.op == "relax.elementwise_chain":
@@ -123,7 +123,7 @@ def find_build(row: QuantOp) -> BuildFunction:
 
 
 def find_unknown(row: QuantOp, node: Any) -> None:
-    """Raise ConfigError for operators that no model is known for."""
+    """Raise ConfigError for operators that cannot be drawn."""
     if isinstance(node, CallPattern):
         if node.op.expr.name not in DRAWN:
             raise ConfigError(
@@ -136,7 +136,7 @@ def find_unknown(row: QuantOp, node: Any) -> None:
 
 
 def draw_node(builder: ModelBuilder, node: Any, pattern: Pattern, roles: Mapping[str, Role]):
-    """The expression of one node of a pattern."""
+    """Draw the expression of one node of a pattern."""
     args: list[Any] = []
     for arg in node.args:
         if isinstance(arg, CallPattern):
@@ -152,13 +152,13 @@ def draw_node(builder: ModelBuilder, node: Any, pattern: Pattern, roles: Mapping
 
 
 def draw_chain(b: ModelBuilder) -> relax.Expr:
-    """x * sigmoid(x), spelled out."""
+    """Draw x * sigmoid(x), as two operators."""
     x = b.activation(2, b.draw(3, 8))
     return relax.op.multiply(x, b.emit(relax.op.sigmoid(x)))
 
 
 def draw_conv(b: ModelBuilder, rank: int, op: Callable[..., relax.Expr], transposed: bool = False):
-    """A convolution: kernel, stride, padding, groups or depthwise."""
+    """Draw a convolution: kernel, stride, padding, groups or depthwise."""
     groups = b.draw(1, 1, 2, 4)
     channels, out = 4, 4 * b.draw(1, 2)
     sizes = [b.draw(5, 7) for _ in range(rank)]
@@ -171,7 +171,7 @@ def draw_conv(b: ModelBuilder, rank: int, op: Callable[..., relax.Expr], transpo
 
 
 def draw_matmul(b: ModelBuilder, args: list[Any]) -> relax.Expr:
-    """A product with a constant, or of two values."""
+    """Draw a product with a constant, or of two values."""
     k, n = b.draw(3, 8), b.draw(1, 5)
     lead = b.draw((2,), (1, 4), (2, 3, 2))
     if args[1] is Role.WEIGHT:
@@ -181,7 +181,7 @@ def draw_matmul(b: ModelBuilder, args: list[Any]) -> relax.Expr:
 
 
 def draw_binary(op: Callable[..., relax.Expr]) -> Callable[..., relax.Expr]:
-    """Two operands: values of one shape, a constant that broadcasts, or a bias per channel."""
+    """Draw two operands: values of one shape, a constant that broadcasts, or a bias per channel."""
 
     def draw(b: ModelBuilder, args: list[Any]) -> relax.Expr:
         given = next((arg for arg in args if not isinstance(arg, Role)), None)
@@ -202,7 +202,7 @@ def draw_binary(op: Callable[..., relax.Expr]) -> Callable[..., relax.Expr]:
 
 
 def read_producer(b: ModelBuilder, expr: Any) -> str:
-    """Name of the operator that binds a value; "" if none does."""
+    """Return the name of the operator that binds a value; "" if there is none."""
     values = [binding.value for binding in b.bindings if binding.var.same_as(expr)]
     return str(getattr(getattr(values[0], "op", None), "name", "")) if values else ""
 
@@ -213,8 +213,8 @@ def draw_unary(
     positive: bool = False,
     **choices: tuple[Any, ...],
 ) -> Callable[..., relax.Expr]:
-    """One operand of one of the shapes, attributes from `choices`; inside a pattern, the operand
-    that is there.
+    """Draw one operand with one of the shapes, and attributes from `choices`. Inside a pattern,
+    use the operand that is there.
     """
 
     def draw(b: ModelBuilder, args: list[Any]) -> relax.Expr:
@@ -227,7 +227,7 @@ def draw_unary(
 
 
 def draw_prelu(b: ModelBuilder, args: list[Any]) -> relax.Expr:
-    """prelu of a tensor with a slope for each index along one of its axes."""
+    """Draw a prelu of a tensor, with one slope for each index along one of its axes."""
     shape, axis = b.draw(((2, 6), 1), ((1, 3, 4), 1), ((1, 3, 4), 2))
     return relax.op.nn.prelu(b.activation(*shape), b.constant(shape[axis]), axis)
 
@@ -235,7 +235,7 @@ def draw_prelu(b: ModelBuilder, args: list[Any]) -> relax.Expr:
 MAP = (1, 4, 6, 6)
 R = relax.op
 
-#: operator of a pattern -> how it is drawn
+#: operator of a pattern -> function that draws it
 DRAWN: Mapping[str, Callable[[ModelBuilder, list[Any]], relax.Expr]] = {
     "relax.nn.conv1d": lambda b, args: draw_conv(b, 1, R.nn.conv1d),
     "relax.nn.conv2d": lambda b, args: draw_conv(b, 2, R.nn.conv2d),
