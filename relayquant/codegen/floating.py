@@ -65,7 +65,7 @@ from relayquant.codegen.rules.elementwise import make_window
 from relayquant.codegen.rules.kernel_call import build_for_batch, split_batch, vector
 from relayquant.codegen.rules.linear import order_transposed_weight
 from relayquant.ir.rewrite.conv_view import ConvView
-from relayquant.ir.rewrite.epilogue_pattern import Tail, float_takes, follow_tail
+from relayquant.ir.rewrite.epilogue_pattern import EpilogueChain, float_takes, follow_epilogue
 from relayquant.ir.rewrite.expressions import (
     is_float32,
     op_name,
@@ -195,32 +195,32 @@ class FloatContext:
         """Make the kernel `kind` (a name in MAKERS) for `spec`, with symbols known by name."""
         return Kernel(kind, repr(spec), lambda: MAKERS[kind](spec, self.isa, kind))
 
-    def follow(self, root: relax.Var, channels: int) -> Tail:
+    def follow(self, root: relax.Var, channels: int) -> EpilogueChain:
         """Find the operators after a product that its kernel also computes."""
-        start = Tail((root,), root.ty.ndim - 1, channels)
+        start = EpilogueChain((root,), root.ty.ndim - 1, channels)
         block = self.block
-        return follow_tail(block, start, TAKES, is_free=block.is_free, on_skip=block.on_skip)
+        return follow_epilogue(block, start, TAKES, is_free=block.is_free, on_skip=block.on_skip)
 
-    def find_columns(self, tail: Tail) -> tuple[relax.Var, tuple[int, int]] | None:
+    def find_columns(self, chain: EpilogueChain) -> tuple[relax.Var, tuple[int, int]] | None:
         """Find the concatenation that is the only reader of a kernel's result.
 
         Returns:
             The concatenation, and the first column of the result in it with the total number of
                 columns.
         """
-        concat = self.block.only_user(tail.last)
+        concat = self.block.only_user(chain.last)
         call = self.block.call_of(concat) if concat is not None else None
-        extents = find_extents(call) if call is not None and tail.residual is None else None
+        extents = find_extents(call) if call is not None and chain.residual is None else None
         if concat is None or call is None or extents is None:
             return None
-        at = next(i for i, part in enumerate(call.args[0].fields) if part.same_as(tail.last))
+        at = next(i for i, part in enumerate(call.args[0].fields) if part.same_as(chain.last))
         return concat, (sum(extents[:at]), sum(extents))
 
-    def choose_epilogue(self, tail: Tail) -> tuple[relax.Var | None, FloatEpilogue]:
+    def choose_epilogue(self, chain: EpilogueChain) -> tuple[relax.Var | None, FloatEpilogue]:
         """Choose the epilogue of a product, and the concatenation that its kernel writes into."""
-        concat, columns = self.find_columns(tail) or (None, None)
-        bias, residual = tail.bias is not None, tail.residual is not None
-        return concat, FloatEpilogue(bias, residual, tail.low, tail.high, columns)
+        concat, columns = self.find_columns(chain) or (None, None)
+        bias, residual = chain.bias is not None, chain.residual is not None
+        return concat, FloatEpilogue(bias, residual, chain.low, chain.high, columns)
 
 
 def lower_conv2d(context: FloatContext, root: relax.Var) -> Lowered | Skip:
@@ -256,8 +256,8 @@ def lower_conv2d(context: FloatContext, root: relax.Var) -> Lowered | Skip:
         return decline("the padding is negative")
     if min(spec.out_size) < 1:
         return decline("the result is empty")
-    tail = context.follow(root, outputs)
-    concat, epilogue = context.choose_epilogue(tail)
+    chain = context.follow(root, outputs)
+    concat, epilogue = context.choose_epilogue(chain)
     spec = replace(spec, epilogue=epilogue)
     isa = context.isa
     kind, before = "float_conv2d", ()
@@ -274,7 +274,7 @@ def lower_conv2d(context: FloatContext, root: relax.Var) -> Lowered | Skip:
         ty = relax.TensorType([packed_conv2d_size(spec, isa)], "float32")
         packed = relax.DataflowVar(f"{root.name}_packed", ty)
         before = (Lowered((packed,), packing, (weight,)),)
-    product = call_product(tail, context.make_kernel(kind, spec), data, packed, concat)
+    product = call_product(chain, context.make_kernel(kind, spec), data, packed, concat)
     return replace(product, before=before)
 
 
@@ -287,14 +287,14 @@ def lower_conv2d_transpose(context: FloatContext, root: relax.Var) -> Lowered | 
         return spec
     if str(call.attrs.data_layout) != CONV_TRANSPOSE_LAYOUT[0]:
         return Skip(f"layout {call.attrs.data_layout}")
-    tail = context.follow(root, spec.out_channels)
+    chain = context.follow(root, spec.out_channels)
     batch = context.symbol(shape_of(data)[0])
-    concat, epilogue = context.choose_epilogue(tail)
+    concat, epilogue = context.choose_epilogue(chain)
     spec = replace(spec, batch=batch, epilogue=epilogue)
     taps = order_transposed_weight(weight.value.numpy(), str(call.attrs.kernel_layout), spec.groups)
     packed = pack_conv2d_transpose(taps, spec, context.isa)
     kernel = context.make_kernel("float_conv2d_transpose", spec)
-    return call_product(tail, kernel, data, packed, concat)
+    return call_product(chain, kernel, data, packed, concat)
 
 
 def lower_matmul(context: FloatContext, root: relax.Var) -> Lowered | Skip:
@@ -316,12 +316,12 @@ def lower_matmul(context: FloatContext, root: relax.Var) -> Lowered | Skip:
     leading = tuple(context.symbol(extent) for extent in shape[:-1])
     inner = context.symbol(shape[-1])
     if len(other) == 2 and isinstance(weight, GenericConst):
-        tail = context.follow(root, outputs[0])
-        concat, epilogue = context.choose_epilogue(tail)
+        chain = context.follow(root, outputs[0])
+        concat, epilogue = context.choose_epilogue(chain)
         spec = FloatDense((*leading, inner), outputs[0], epilogue)
         packed = pack_dense(weight.value.numpy().T, spec, context.isa)
         kernel = context.make_kernel("float_dense", spec)
-        return call_product(tail, kernel, data, packed, concat)
+        return call_product(chain, kernel, data, packed, concat)
     shared = len(other) == 2
     if not shared and not same_extents(shape[:-2], other[:-2]):
         return decline("batch dimensions are broadcast")
@@ -372,15 +372,19 @@ def lower_max_pool2d(context: FloatContext, root: relax.Var) -> Lowered | Skip:
 
 
 def call_product(
-    tail: Tail, kernel: Kernel, data: relax.Expr, packed: Operand, concat: relax.Var | None
+    chain: EpilogueChain,
+    kernel: Kernel,
+    data: relax.Expr,
+    packed: Operand,
+    concat: relax.Var | None,
 ) -> Lowered:
     """Call the kernel of a product with everything it takes over."""
     operands: list[Operand] = [data, packed]
-    if tail.bias is not None:
-        operands.append(np.ascontiguousarray(vector(tail.bias, tail.channels)))
-    if tail.residual is not None:
-        operands.append(tail.residual)
-    return Lowered(tail.vars, kernel, tuple(operands), concat=concat)
+    if chain.bias is not None:
+        operands.append(np.ascontiguousarray(vector(chain.bias, chain.channels)))
+    if chain.residual is not None:
+        operands.append(chain.residual)
+    return Lowered(chain.vars, kernel, tuple(operands), concat=concat)
 
 
 def copy_parts(context: FloatContext, concat: relax.Var) -> Lowered | Skip:

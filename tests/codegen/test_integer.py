@@ -361,9 +361,9 @@ def test_call_kernels__says_where_a_kernel_ends():
         select_isa(resolve_target("llvm -mcpu=cascadelake")),
         on_skip=lambda rule, name, skip: heard.append((rule, skip.reason)),
     )
-    assert ("follow_tail", "no part of a kernel is relax.qnn.dequantize") in heard or (
-        "follow_tail",
-        "no part of a kernel is relax.permute_dims",
+    assert ("follow_epilogue", "a kernel cannot include relax.qnn.dequantize") in heard or (
+        "follow_epilogue",
+        "a kernel cannot include relax.permute_dims",
     ) in heard, heard
 
 

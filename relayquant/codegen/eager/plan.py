@@ -20,7 +20,7 @@ from relayquant.codegen.eager.product import (
 from relayquant.codegen.eager.rounding import ROUND, RoundingStep
 from relayquant.ir.reference.frame import Frame
 from relayquant.ir.reference.interpreter import execute_binding
-from relayquant.ir.rewrite.epilogue_pattern import Tail, float_takes, follow_tail
+from relayquant.ir.rewrite.epilogue_pattern import EpilogueChain, float_takes, follow_epilogue
 from relayquant.ir.rewrite.expressions import (
     FunctionGraph,
     is_float32,
@@ -160,22 +160,24 @@ class Planner:
         layout = lay_out(call)
         if isinstance(layout, Skip):
             return layout
-        start = Tail((root,), layout.axis, layout.channels)
-        tail = follow_tail(self.graph, start, TAKES, is_free=self.is_free, on_skip=self.on_skip)
-        self.claimed.update(tail.vars)
-        operands = (*call.args, tail.bias, tail.residual)
+        start = EpilogueChain((root,), layout.axis, layout.channels)
+        chain = follow_epilogue(
+            self.graph, start, TAKES, is_free=self.is_free, on_skip=self.on_skip
+        )
+        self.claimed.update(chain.vars)
+        operands = (*call.args, chain.bias, chain.residual)
         reads = [expr for expr in operands if isinstance(expr, relax.Var)]
         product = ProductStep(
             layout,
-            tail,
-            self.find_object(tail.last),
+            chain,
+            self.find_object(chain.last),
             self.operand(call.args[0]),
             self.operand(call.args[1]),
-            None if tail.bias is None else self.operand(tail.bias),
-            None if tail.residual is None else self.operand(tail.residual),
+            None if chain.bias is None else self.operand(chain.bias),
+            None if chain.residual is None else self.operand(chain.residual),
             self.kernels,
         )
-        return self.make_step(tail.last, reads, product.run, product.find_kernel())
+        return self.make_step(chain.last, reads, product.run, product.find_kernel())
 
     def is_free(self, var: relax.Var) -> bool:
         """Whether no step found so far computes `var`."""

@@ -23,7 +23,7 @@ from relayquant.codegen.kernels.floating.tile import FEWEST_CHANNELS, FloatEpilo
 from relayquant.errors import ModelError
 from relayquant.ir.reference.frame import Frame
 from relayquant.ir.rewrite.conv_view import ConvView
-from relayquant.ir.rewrite.epilogue_pattern import Tail
+from relayquant.ir.rewrite.epilogue_pattern import EpilogueChain
 from relayquant.ir.rewrite.expressions import shape_of, static_sizes
 from relayquant.ir.rewrite.rule import Skip, decline
 
@@ -222,7 +222,7 @@ class ProductStep:
     def __init__(
         self,
         layout: Convolution | Matmul,
-        tail: Tail,
+        chain: EpilogueChain,
         result: relax.Var,
         data: Operand,
         weight: Operand,
@@ -230,11 +230,11 @@ class ProductStep:
         residual: Operand | None,
         kernels: KernelCache,
     ) -> None:
-        self.layout, self.tail, self.kernels = layout, tail, kernels
+        self.layout, self.chain, self.kernels = layout, chain, kernels
         self.data, self.weight, self.bias, self.residual = data, weight, bias, residual
         self.result = result
         self.epilogue = FloatEpilogue(
-            tail.bias is not None, tail.residual is not None, tail.low, tail.high
+            chain.bias is not None, chain.residual is not None, chain.low, chain.high
         )
         #: shape of data -> kernel call
         self.calls: dict[tuple[int, ...], ProductCall] = {}

@@ -28,14 +28,14 @@ from relayquant.codegen.rules.kernel_call import (
     vector,
 )
 from relayquant.ir.rewrite import Skip
-from relayquant.ir.rewrite.epilogue_pattern import Tail, Take, follow_tail, take_clip
+from relayquant.ir.rewrite.epilogue_pattern import EpilogueChain, Take, follow_epilogue, take_clip
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
 
 SUMS = Epilogue(Store.ACCUMULATOR, "int32")
 
 
 @dataclass(frozen=True, eq=False)
-class IntegerTail(Tail):
+class IntegerEpilogueChain(EpilogueChain):
     """The operators after a product of integers that its kernel also computes.
 
     Attributes:
@@ -62,7 +62,7 @@ class IntegerTail(Tail):
         """The second operand of the addition, if there is one."""
         return () if self.residual is None else (self.residual,)
 
-    def bounded(self) -> IntegerTail:
+    def bounded(self) -> IntegerEpilogueChain:
         """Return the chain with the bounds of a clip in its epilogue, and with `Epilogue.is_small`
         set.
         """
@@ -80,19 +80,19 @@ class IntegerTail(Tail):
         return replace(self, epilogue=epilogue)
 
 
-def take_bias(tail: IntegerTail, call: Call) -> IntegerTail | Skip:
+def take_bias(chain: IntegerEpilogueChain, call: Call) -> IntegerEpilogueChain | Skip:
     """Take sums + bias, where the bias is a constant."""
-    other = tail.other_operand(call)
-    if not tail.is_sums or tail.bias is not None:
+    other = chain.other_operand(call)
+    if not chain.is_sums or chain.bias is not None:
         return Skip("there is a bias already, or the sums are requantized")
-    if constant_value(other) is None or not tail.is_per_channel(other):
+    if constant_value(other) is None or not chain.is_per_channel(other):
         return Skip("the other operand is not a constant with one number per channel")
-    return replace(tail, bias=other)
+    return replace(chain, bias=other)
 
 
-def take_requantize(tail: IntegerTail, call: Call) -> IntegerTail | Skip:
+def take_requantize(chain: IntegerEpilogueChain, call: Call) -> IntegerEpilogueChain | Skip:
     """Take requantize(sums)."""
-    scale = read_scale(tail, call.args[1], call.args[2], int(call.attrs.axis))
+    scale = read_scale(chain, call.args[1], call.args[2], int(call.attrs.axis))
     if isinstance(scale, Skip):
         return scale
     out_scale, out_zero = map(scalar, call.args[3:5])
@@ -102,28 +102,28 @@ def take_requantize(tail: IntegerTail, call: Call) -> IntegerTail | Skip:
     if dtype == "int32":
         return Skip("the result is int32")
     epilogue = Epilogue(Store.REQUANTIZE, dtype, int(out_zero))
-    return replace(tail, epilogue=epilogue, multiplier=multiplier(scale, out_scale))
+    return replace(chain, epilogue=epilogue, multiplier=multiplier(scale, out_scale))
 
 
-def take_dequantize(tail: IntegerTail, call: Call) -> IntegerTail | Skip:
+def take_dequantize(chain: IntegerEpilogueChain, call: Call) -> IntegerEpilogueChain | Skip:
     """Take dequantize(sums)."""
-    scale = read_scale(tail, call.args[1], call.args[2], int(call.attrs.axis))
+    scale = read_scale(chain, call.args[1], call.args[2], int(call.attrs.axis))
     if isinstance(scale, Skip):
         return scale
     if str(call.attrs.out_dtype) != "float32":
         return Skip(f"the result is {call.attrs.out_dtype}")
     epilogue = Epilogue(Store.DEQUANTIZE, "float32")
-    return replace(tail, epilogue=epilogue, multiplier=np.asarray(scale, "float32"))
+    return replace(chain, epilogue=epilogue, multiplier=np.asarray(scale, "float32"))
 
 
-def take_residual(tail: IntegerTail, call: Call) -> IntegerTail | Skip:
+def take_residual(chain: IntegerEpilogueChain, call: Call) -> IntegerEpilogueChain | Skip:
     """Take qnn.add(sums, residual)."""
     lhs, rhs, lhs_scale, lhs_zero, rhs_scale, rhs_zero, out_scale, out_zero = call.args
-    if not lhs.same_as(tail.last) or not is_activation(rhs) or constant_value(rhs) is not None:
+    if not lhs.same_as(chain.last) or not is_activation(rhs) or constant_value(rhs) is not None:
         return Skip("the second operand is not an 8- or 16-bit value")
     if str(rhs.ty.shape) != str(lhs.ty.shape) or not is_default_arithmetic(call):
         return Skip("the residual is broadcast, or the arithmetic is not the default")
-    scale = read_scale(tail, lhs_scale, lhs_zero, int(call.attrs.lhs_axis))
+    scale = read_scale(chain, lhs_scale, lhs_zero, int(call.attrs.lhs_axis))
     if isinstance(scale, Skip):
         return scale
     numbers = [scalar(expr) for expr in (rhs_scale, rhs_zero, out_scale, out_zero)]
@@ -136,7 +136,7 @@ def take_residual(tail: IntegerTail, call: Call) -> IntegerTail | Skip:
     factor = float(multiplier(r_scale, o_scale))  # pyright: ignore[reportArgumentType]
     residual = Residual(tensor_dtype(rhs), int(r_zero), factor)  # pyright: ignore[reportArgumentType]
     return replace(
-        tail,
+        chain,
         epilogue=Epilogue(Store.REQUANTIZE, dtype, int(o_zero), residual=residual),  # pyright: ignore[reportArgumentType]
         multiplier=multiplier(scale, o_scale),  # pyright: ignore[reportArgumentType]
         residual=rhs,
@@ -144,56 +144,56 @@ def take_residual(tail: IntegerTail, call: Call) -> IntegerTail | Skip:
 
 
 def read_scale(
-    tail: IntegerTail, scale: relax.Expr, zero_point: relax.Expr, axis: int
+    chain: IntegerEpilogueChain, scale: relax.Expr, zero_point: relax.Expr, axis: int
 ) -> np.ndarray | Skip:
     """Read the scales of sums, one for each channel. Sums must not have a zero point."""
     values, zero = constant_value(scale), constant_value(zero_point)
-    factors = vector(scale, tail.channels)
-    if not tail.is_sums:
+    factors = vector(scale, chain.channels)
+    if not chain.is_sums:
         return Skip("the sums are requantized already")
     if values is None or factors is None or zero is None or zero.any():
         return Skip("the sums have a zero point, or their scale is not constant")
-    if values.size != 1 and axis % tail.last.ty.ndim != tail.axis:
+    if values.size != 1 and axis % chain.last.ty.ndim != chain.axis:
         return Skip("the scales are not along the channels")
     return factors
 
 
-def take_integer_clip(tail: IntegerTail, call: Call) -> IntegerTail | Skip:
+def take_integer_clip(chain: IntegerEpilogueChain, call: Call) -> IntegerEpilogueChain | Skip:
     """Take clip(requantized sums)."""
-    if tail.epilogue.output is not Store.REQUANTIZE:
+    if chain.epilogue.output is not Store.REQUANTIZE:
         return Skip("the clipped values are not requantized integers")
-    return take_clip(tail, call)
+    return take_clip(chain, call)
 
 
-CLIP_TAKES: Mapping[str, Take[IntegerTail]] = {"relax.clip": take_integer_clip}
+CLIP_TAKES: Mapping[str, Take[IntegerEpilogueChain]] = {"relax.clip": take_integer_clip}
 #: For products whose kernels start their sums at 0.
-UNBIASED_TAKES: Mapping[str, Take[IntegerTail]] = {
+UNBIASED_TAKES: Mapping[str, Take[IntegerEpilogueChain]] = {
     "relax.qnn.requantize": take_requantize,
     "relax.qnn.dequantize": take_dequantize,
     "relax.qnn.add": take_residual,
     **CLIP_TAKES,
 }
-PRODUCT_TAKES: Mapping[str, Take[IntegerTail]] = {"relax.add": take_bias, **UNBIASED_TAKES}
+PRODUCT_TAKES: Mapping[str, Take[IntegerEpilogueChain]] = {"relax.add": take_bias, **UNBIASED_TAKES}
 
 
 def follow_product(
     context: KernelContext,
     var: relax.Var,
     channels: int,
-    takes: Mapping[str, Take[IntegerTail]] = PRODUCT_TAKES,
-) -> IntegerTail:
+    takes: Mapping[str, Take[IntegerEpilogueChain]] = PRODUCT_TAKES,
+) -> IntegerEpilogueChain:
     """Follow the longest chain after sums that one kernel can compute.
 
     `channels` is the length of the sums' last axis, 1 if all sums have one scale.
     """
-    tail = IntegerTail((var,), var.ty.ndim - 1, channels)
-    return follow_tail(context.graph, tail, takes, on_skip=context.on_skip).bounded()
+    chain = IntegerEpilogueChain((var,), var.ty.ndim - 1, channels)
+    return follow_epilogue(context.graph, chain, takes, on_skip=context.on_skip).bounded()
 
 
 def absorb_clip(
     context: KernelContext, var: relax.Var, epilogue: Epilogue
 ) -> tuple[tuple[relax.Var, ...], Epilogue]:
     """Turn a clip after `var` into bounds of the epilogue. Returns (values, epilogue)."""
-    tail = IntegerTail((var,), var.ty.ndim - 1, 1, epilogue=epilogue)
-    tail = follow_tail(context.graph, tail, CLIP_TAKES, on_skip=context.on_skip).bounded()
-    return tail.vars, tail.epilogue
+    chain = IntegerEpilogueChain((var,), var.ty.ndim - 1, 1, epilogue=epilogue)
+    chain = follow_epilogue(context.graph, chain, CLIP_TAKES, on_skip=context.on_skip).bounded()
+    return chain.vars, chain.epilogue

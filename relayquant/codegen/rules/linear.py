@@ -19,7 +19,7 @@ from relayquant.codegen.kernels.integer.product import DIRECT, choose_product
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, PackedWeights
 from relayquant.codegen.kernels.integer.winograd import can_winograd
 from relayquant.codegen.lowering import Lowered
-from relayquant.codegen.rules.epilogue import UNBIASED_TAKES, IntegerTail, follow_product
+from relayquant.codegen.rules.epilogue import UNBIASED_TAKES, IntegerEpilogueChain, follow_product
 from relayquant.codegen.rules.kernel_call import (
     IntegerRule,
     KernelContext,
@@ -85,13 +85,16 @@ def read_linear(
 
 
 def make_call(
-    linear: Linear, tail: IntegerTail, packed: PackedWeights, build: Callable[[], PrimFunc]
+    linear: Linear,
+    chain: IntegerEpilogueChain,
+    packed: PackedWeights,
+    build: Callable[[], PrimFunc],
 ) -> Lowered:
     """Make the kernel call of a linear operator: data, packed constants, residual."""
-    operands = (linear.call.args[0], *packed.operands(), *tail.residuals)
+    operands = (linear.call.args[0], *packed.operands(), *chain.residuals)
     # The data, the residual and the result have a batch; constants have none.
-    batched = [0, *range(len(operands) - len(tail.residuals), len(operands) + 1)]
-    return call_built(tail.vars, build_for_batch(build, linear.is_symbolic, batched), operands)
+    batched = [0, *range(len(operands) - len(chain.residuals), len(operands) + 1)]
+    return call_built(chain.vars, build_for_batch(build, linear.is_symbolic, batched), operands)
 
 
 def lower_conv2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
@@ -108,7 +111,7 @@ def lower_conv2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
         name, shape, weight = "qnn_conv1d", (shape[0], 1, *shape[1:]), weight[:, None]
     batch, height, width, channels = shape
     outputs, *taps, _ = weight.shape
-    tail = follow_product(context, var, outputs)
+    chain = follow_product(context, var, outputs)
     spec = Conv2d(
         batch=batch,
         height=height,
@@ -122,15 +125,15 @@ def lower_conv2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
         groups=view.groups,
         in_dtype=linear.dtype,
         in_zero_point=linear.zero_point,
-        epilogue=tail.epilogue,
+        epilogue=chain.epilogue,
     )
     isa = context.isa.for_weights(weight)
     schedule = context.choose_schedule(spec, isa, can_winograd(spec, isa, weight))
     product = choose_product(spec, isa, schedule)
-    packed = product.pack(weight, tail.offsets, tail.multiplier)
+    packed = product.pack(weight, chain.offsets, chain.multiplier)
     sizes = (batch, *spec.out_size, outputs)
     out_shape = sizes if len(linear.shape) == 4 else (batch, *sizes[2:])
-    return make_call(linear, tail, packed, lambda: product.build(name, linear.shape, out_shape))
+    return make_call(linear, chain, packed, lambda: product.build(name, linear.shape, out_shape))
 
 
 def lower_conv2d_transpose(context: KernelContext, var: relax.Var) -> Lowered | Skip:
@@ -142,7 +145,7 @@ def lower_conv2d_transpose(context: KernelContext, var: relax.Var) -> Lowered | 
     view = ConvView.of(linear.call)
     numbers = view.as_2d()
     weight = order_transposed_weight(linear.weight, view.kernel_layout, view.groups)
-    tail = follow_product(context, var, weight.shape[0])
+    chain = follow_product(context, var, weight.shape[0])
     batch, height, width, channels = linear.shape
     spec = Conv2dTranspose(
         batch=batch,
@@ -158,11 +161,11 @@ def lower_conv2d_transpose(context: KernelContext, var: relax.Var) -> Lowered | 
         groups=numbers.groups,
         in_dtype=linear.dtype,
         in_zero_point=linear.zero_point,
-        epilogue=tail.epilogue,
+        epilogue=chain.epilogue,
     )
     product = choose_product(spec, context.isa.for_weights(weight))
-    packed = product.pack(weight, tail.offsets, tail.multiplier)
-    return make_call(linear, tail, packed, lambda: product.build("qnn_conv2d_transpose"))
+    packed = product.pack(weight, chain.offsets, chain.multiplier)
+    return make_call(linear, chain, packed, lambda: product.build("qnn_conv2d_transpose"))
 
 
 def order_transposed_weight(weight: np.ndarray, layout: str, groups: int) -> np.ndarray:
@@ -185,28 +188,28 @@ def lower_dense(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     if isinstance(linear, Skip):
         return linear
     units = linear.weight.shape[0]
-    tail = follow_product(context, var, units)
+    chain = follow_product(context, var, units)
     spec = Dense(
         rows=prod(linear.shape[:-1]),
         in_features=linear.shape[-1],
         out_features=units,
         in_dtype=linear.dtype,
         in_zero_point=linear.zero_point,
-        epilogue=tail.epilogue,
+        epilogue=chain.epilogue,
     )
     isa, schedule = context.isa.for_weights(linear.weight), DIRECT
     if not linear.is_symbolic:
         schedule = context.choose_schedule(spec.as_conv2d(), isa, False)
     product = choose_product(spec, isa, schedule, any_rows=linear.is_symbolic)
-    packed = product.pack(linear.weight, tail.offsets, tail.multiplier)
-    operands = (linear.call.args[0], *packed.arguments(), *tail.residuals)
+    packed = product.pack(linear.weight, chain.offsets, chain.multiplier)
+    operands = (linear.call.args[0], *packed.arguments(), *chain.residuals)
     if linear.is_symbolic:
         leading = [None if isinstance(n, str) else n for n in tensor_shape(operands[0]) or ()][:-1]
         func = product.build("qnn_dense", leading)
     else:
         out_shape = (*linear.shape[:-1], units)
         func = product.build("qnn_dense", linear.shape, out_shape)
-    return call_built(tail.vars, func, operands)
+    return call_built(chain.vars, func, operands)
 
 
 def lower_batch_matmul(context: KernelContext, var: relax.Var) -> Lowered | Skip:
@@ -228,7 +231,7 @@ def lower_batch_matmul(context: KernelContext, var: relax.Var) -> Lowered | Skip
         return Skip("batch dimensions are broadcast")
     if symbolic and len(x_shape) < 3:
         return Skip("the number of rows is symbolic")
-    tail = follow_product(context, var, 1, takes=UNBIASED_TAKES)
+    chain = follow_product(context, var, 1, takes=UNBIASED_TAKES)
     second, heads = read_transposed(context, call.args[1])
     spec = BatchMatmul(
         batch=prod(x_shape[:-2]),
@@ -239,8 +242,8 @@ def lower_batch_matmul(context: KernelContext, var: relax.Var) -> Lowered | Skip
         x_zero_point=int(zeros[0]),  # pyright: ignore[reportArgumentType]
         w_dtype=tensor_dtype(call.args[1]),
         w_zero_point=int(zeros[1]),  # pyright: ignore[reportArgumentType]
-        multiplier=1.0 if tail.multiplier is None else float(tail.multiplier.reshape(-1)[0]),
-        epilogue=tail.epilogue,
+        multiplier=1.0 if chain.multiplier is None else float(chain.multiplier.reshape(-1)[0]),
+        epilogue=chain.epilogue,
         w_heads=heads,
     )
     stored = split_batch(second)
@@ -251,9 +254,9 @@ def lower_batch_matmul(context: KernelContext, var: relax.Var) -> Lowered | Skip
             spec, context.isa, "qnn_batch_matmul", x_shape, w_shape, out_shape
         ),
         symbolic,
-        range(3 + len(tail.residuals)),
+        range(3 + len(chain.residuals)),
     )
-    return call_built(tail.vars, func, (call.args[0], second, *tail.residuals))
+    return call_built(chain.vars, func, (call.args[0], second, *chain.residuals))
 
 
 def read_transposed(context: KernelContext, expr: relax.Expr) -> tuple[relax.Expr, int | None]:

@@ -1,5 +1,7 @@
-"""Tails: what follows a product and is computed by its kernel. One walk for integer kernels, float
-kernels and those of eager execution; which operators a kernel takes, and how, is a table.
+"""Epilogue chains: a product and the operators behind it that its kernel computes too.
+
+Integer kernels, float kernels and eager execution use the same walk. Each has a table of the
+operators that its kernels take.
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ from relayquant.ir.rewrite.rule import OnSkip, Skip, log_skip
 
 
 @dataclass(frozen=True, eq=False)
-class Tail:
-    """A product and what follows it inside its kernel.
+class EpilogueChain:
+    """A product and the operators behind it that run inside its kernel.
 
     Attributes:
-        vars: Values inside, the product first; the last is the result of the kernel.
-        axis: The axis of the channels in the product.
-        channels: How many there are.
-        bias: Added to each channel; one number per channel, or one for all.
-        residual: Added to the result, of its shape.
-        low, high: Bounds of the result, None without one.
+        vars: Values inside. The first is the product, the last is the result of the kernel.
+        axis: Channel axis of the product.
+        channels: Number of channels.
+        bias: Added to the channels: one number per channel, or one for all.
+        residual: Added to the result, with the same shape.
+        low, high: Bounds of the result, or None.
     """
 
     vars: tuple[relax.Var, ...]
@@ -54,11 +56,11 @@ class Tail:
         return self.low is not None or self.high is not None
 
     def other_operand(self, call: Call) -> relax.Expr:
-        """What a call of two operands combines with the result so far."""
+        """Return the operand of a binary call that is not the last value of the chain."""
         return call.args[1] if call.args[0].same_as(self.last) else call.args[0]
 
     def is_per_channel(self, expr: relax.Expr) -> bool:
-        """Whether `expr` has one number for each channel of the product, or one for all."""
+        """Whether `expr` has one number per channel of the product, or one for all."""
         shape, rank = tensor_shape(expr), self.vars[0].ty.ndim
         if shape is None or len(shape) > rank:
             return False
@@ -69,112 +71,116 @@ class Tail:
         )
 
 
-TailT = TypeVar("TailT", bound=Tail)
-#: The tail with what a call, that reads nothing else of it than its result, computes; or why not.
-Take = Callable[[TailT, Call], TailT | Skip]
+ChainT = TypeVar("ChainT", bound=EpilogueChain)
+#: Extends the chain by a call that reads only the chain's result, or returns Skip with the reason.
+Take = Callable[[ChainT, Call], ChainT | Skip]
 
 
 class CallGraph(Protocol):
-    """What the walk asks of a graph: a `Graph`, or a `FunctionGraph`."""
+    """Interface of a graph that the walk needs: a `Graph` or a `FunctionGraph`."""
 
     def call_of(self, expr: relax.Var, /) -> Call | None:
-        """The operator call that computes a value."""
+        """Return the operator call that computes a value."""
         ...
 
     def only_user(self, var: relax.Var, /) -> relax.Var | None:
-        """The only value that reads `var`, which the function does not return."""
+        """Return the only value that reads `var`, if the function does not return `var`."""
         ...
 
 
-def follow_tail(
+def follow_epilogue(
     graph: CallGraph,
-    tail: TailT,
-    takes: Mapping[str, Take[TailT]],
+    chain: ChainT,
+    takes: Mapping[str, Take[ChainT]],
     *,
     is_free: Callable[[relax.Var], bool] = lambda _: True,
     on_skip: OnSkip = log_skip,
-) -> TailT:
-    """The longest tail: the only reader of the last value, as long as there is one, it `is_free`,
-    its operator is in `takes`, and takes it.
+) -> ChainT:
+    """Extend the chain as far as possible by the only reader of its last value.
 
-    A reader of another shape (of which the product is broadcast, say) is none. `on_skip` hears what
-    ended the tail.
+    The reader must satisfy `is_free`, and its operator must be in `takes` and accept it.
+
+    A reader with another shape ends the chain, for example if it broadcasts the product. `on_skip`
+    is called with the reason that ended the chain.
     """
 
-    def take(user: relax.Var) -> TailT | Skip:
+    def take(user: relax.Var) -> ChainT | Skip:
         call = graph.call_of(user)
         name = op_name(call) if call is not None else ""
         if call is None or name not in takes:
-            return Skip(f"no part of a kernel is {name or 'what is no operator'}")
-        if not same_extents(shape_of(user), shape_of(tail.last)):
+            return Skip(f"a kernel cannot include {name or 'a value without operator'}")
+        if not same_extents(shape_of(user), shape_of(chain.last)):
             return Skip("the result has another shape")
         if not is_free(user):
             return Skip("another kernel computes it")
-        return takes[name](tail, call)
+        return takes[name](chain, call)
 
-    while (user := graph.only_user(tail.last)) is not None:
+    while (user := graph.only_user(chain.last)) is not None:
         longer = take(user)
         if isinstance(longer, Skip):
-            on_skip(follow_tail.__name__, user.name, longer)
+            on_skip(follow_epilogue.__name__, user.name, longer)
             break
-        tail = replace(longer, vars=(*tail.vars, user))
-    return tail
+        chain = replace(longer, vars=(*chain.vars, user))
+    return chain
 
 
-# ---- what float kernels take ---------------------------------------------------------------------
+# ---- operators of float kernels ------------------------------------------------------------------
 
 
 def take_sum(
-    tail: Tail, call: Call, bias: tuple[type[relax.Expr], ...] = (GenericConst,)
-) -> Tail | Skip:
-    """product + bias, an expression of one of the types `bias`; or + residual, of the same type as
-    the product.
+    chain: EpilogueChain, call: Call, bias: tuple[type[relax.Expr], ...] = (GenericConst,)
+) -> EpilogueChain | Skip:
+    """Take product + bias or product + residual.
+
+    A bias is an expression of one of the types `bias`. A residual has the same type as the product.
     """
-    other = tail.other_operand(call)
-    if tail.is_bounded:
+    other = chain.other_operand(call)
+    if chain.is_bounded:
         return Skip("the result is bounded already")
-    if tail.residual is not None:
+    if chain.residual is not None:
         return Skip("there is a residual already")
-    if tail.bias is None and isinstance(other, bias) and tail.is_per_channel(other):
-        return replace(tail, bias=other)
-    if other.same_as(tail.last) or not same_type(other, tail.vars[0]):
+    if chain.bias is None and isinstance(other, bias) and chain.is_per_channel(other):
+        return replace(chain, bias=other)
+    if other.same_as(chain.last) or not same_type(other, chain.vars[0]):
         return Skip("the other operand is neither one number per channel nor of the same shape")
-    return replace(tail, residual=other)
+    return replace(chain, residual=other)
 
 
-def take_relu(tail: TailT, call: Call) -> TailT | Skip:
-    """relu(product)."""
-    return Skip("the result is bounded already") if tail.is_bounded else replace(tail, low=0.0)
+def take_relu(chain: ChainT, call: Call) -> ChainT | Skip:
+    """Take relu(product)."""
+    return Skip("the result is bounded already") if chain.is_bounded else replace(chain, low=0.0)
 
 
-def take_clip(tail: TailT, call: Call) -> TailT | Skip:
-    """clip(product, low, high)."""
+def take_clip(chain: ChainT, call: Call) -> ChainT | Skip:
+    """Take clip(product, low, high)."""
     low, high = (read_scalar(arg) for arg in call.args[1:3])
-    if tail.is_bounded:
+    if chain.is_bounded:
         return Skip("the result is bounded already")
     if low is None or high is None:
-        return Skip("a bound is no number")
-    return replace(tail, low=low, high=high)
+        return Skip("a bound is not a number")
+    return replace(chain, low=low, high=high)
 
 
-def take_maximum(tail: Tail, call: Call) -> Tail | Skip:
-    """maximum(product, low)."""
+def take_maximum(chain: EpilogueChain, call: Call) -> EpilogueChain | Skip:
+    """Take maximum(product, low)."""
     low = read_scalar(call.args[1])
-    if tail.is_bounded:
+    if chain.is_bounded:
         return Skip("the result is bounded already")
-    return Skip("the bound is no number") if low is None else replace(tail, low=low)
+    return Skip("the bound is not a number") if low is None else replace(chain, low=low)
 
 
-def take_minimum(tail: Tail, call: Call) -> Tail | Skip:
-    """minimum(product, high), perhaps behind a maximum."""
+def take_minimum(chain: EpilogueChain, call: Call) -> EpilogueChain | Skip:
+    """Take minimum(product, high), also behind a maximum."""
     high = read_scalar(call.args[1])
-    if tail.high is not None:
+    if chain.high is not None:
         return Skip("the result is bounded already")
-    return Skip("the bound is no number") if high is None else replace(tail, high=high)
+    return Skip("the bound is not a number") if high is None else replace(chain, high=high)
 
 
-def float_takes(*bias: type[relax.Expr]) -> Mapping[str, Take[Tail]]:
-    """What the epilogue of a float kernel computes, whose bias is an expression of these types."""
+def float_takes(*bias: type[relax.Expr]) -> Mapping[str, Take[EpilogueChain]]:
+    """Return the table of operators for float kernels. The bias is an expression of one of these
+    types.
+    """
     return {
         "relax.add": partial(take_sum, bias=bias),
         "relax.nn.relu": take_relu,

@@ -1,4 +1,4 @@
-"""Tails of kernels: integer, float and eager kernels take the same operators along."""
+"""Epilogue chains: integer, float and eager kernels take the same operators."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from relayquant.codegen.rules.epilogue import UNBIASED_TAKES, follow_product
 from relayquant.codegen.rules.kernel_call import KernelContext
 from relayquant.ir.dialect import qnn
 from relayquant.ir.rewrite import Graph
-from relayquant.ir.rewrite.epilogue_pattern import Tail, follow_tail
+from relayquant.ir.rewrite.epilogue_pattern import EpilogueChain, follow_epilogue
 from relayquant.ir.rewrite.expressions import FunctionGraph, op_name
 
 TARGET = resolve_target("llvm -mcpu=cascadelake")
@@ -31,42 +31,42 @@ SUMS_AND_BOUNDS = ("relax.add", "relax.qnn.add", "relax.nn.relu", "relax.clip")
 Taken = tuple[list[tuple[bool, bool]], int]
 
 
-def summarize(graph: Graph | FunctionGraph, tails: list[Tail]) -> Taken:
-    inside = {var for tail in tails for var in tail.vars}
+def summarize(graph: Graph | FunctionGraph, chains: list[EpilogueChain]) -> Taken:
+    inside = {var for chain in chains for var in chain.vars}
     outside = [
         var
         for var, value in graph.values.items()
         if op_name(value) in SUMS_AND_BOUNDS and var not in inside
     ]
-    return [(tail.bias is not None, tail.residual is not None) for tail in tails], len(outside)
+    return [(chain.bias is not None, chain.residual is not None) for chain in chains], len(outside)
 
 
 def take_float(mod: tvm.IRModule) -> Taken:
     graph = FunctionGraph(convert_layout(mod)["main"])
-    tails: list[Tail] = []
+    chains: list[EpilogueChain] = []
     for var, value in graph.values.items():
         if op_name(value) in PRODUCTS:
-            tail = Tail((var,), var.ty.ndim - 1, int(var.ty.shape.values[-1]))
-            tails.append(follow_tail(graph, tail, floating.TAKES))
-    return summarize(graph, tails)
+            chain = EpilogueChain((var,), var.ty.ndim - 1, int(var.ty.shape.values[-1]))
+            chains.append(follow_epilogue(graph, chain, floating.TAKES))
+    return summarize(graph, chains)
 
 
 def take_eager(mod: tvm.IRModule) -> Taken:
     steps = EagerModule(mod).programs["main"].steps
     owners = [getattr(step.run, "__self__", None) for step in steps]
-    tails = [owner.tail for owner in owners if isinstance(owner, ProductStep)]
-    return summarize(FunctionGraph(mod["main"]), tails)
+    chains = [owner.chain for owner in owners if isinstance(owner, ProductStep)]
+    return summarize(FunctionGraph(mod["main"]), chains)
 
 
 def take_integer(mod: tvm.IRModule) -> Taken:
     qmod = rq.quantize(mod, None, draw_batches(mod, 4), effort="fast", guard=rq.config.Guard.OFF)
     context = KernelContext(Graph(convert_layout(qmod)), select_isa(TARGET))
-    tails = [
+    chains = [
         follow_product(context, var, int(var.ty.shape.values[-1]))
         for var in context.graph.values
         if context.graph.op_name(var) in PRODUCTS
     ]
-    return summarize(context.graph, tails)
+    return summarize(context.graph, chains)
 
 
 def with_stem(body):
@@ -152,9 +152,9 @@ def requantize(y: relax.Expr) -> relax.Expr:
 
 
 def test_follow_product__bounds_are_those_of_all_clips_and_of_the_dtype():
-    tail = follow(sums_model(requantize, lambda y: op.clip(y, -5, 300)))
-    assert (tail.epilogue.low, tail.epilogue.high) == (-5, 127)
-    assert tail.epilogue.is_small
+    chain = follow(sums_model(requantize, lambda y: op.clip(y, -5, 300)))
+    assert (chain.epilogue.low, chain.epilogue.high) == (-5, 127)
+    assert chain.epilogue.is_small
 
 
 @pytest.mark.parametrize(

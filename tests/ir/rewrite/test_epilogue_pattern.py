@@ -1,4 +1,6 @@
-"""Tails: what a float kernel takes along behind a product, and why it ends where it does."""
+"""Epilogue chains: the operators that a float kernel takes behind a product, and the reason for the
+end.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,17 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 from relayquant.ir.rewrite import Graph, Skip
-from relayquant.ir.rewrite.epilogue_pattern import Tail, float_takes, follow_tail
+from relayquant.ir.rewrite.epilogue_pattern import EpilogueChain, float_takes, follow_epilogue
 from relayquant.ir.rewrite.expressions import FunctionGraph
 
 TAKES = float_takes(tvm.ir.GenericConst)
 ROWS, UNITS = 3, 4
 
 
-def follow(mod: tvm.IRModule, takes=TAKES, view=FunctionGraph, **options) -> tuple[Tail, str]:
-    """The tail of the value "product" of main, and why it ends ("" if nothing reads its end)."""
+def follow(
+    mod: tvm.IRModule, takes=TAKES, view=FunctionGraph, **options
+) -> tuple[EpilogueChain, str]:
+    """The chain of the value "product" of main, and why it ends ("" if nothing reads its end)."""
     graph = Graph(mod) if view is Graph else FunctionGraph(mod["main"])
     (root,) = [binding.var for binding in graph.bindings if binding.var.name == "product"]
     reasons = [""]
@@ -28,12 +32,12 @@ def follow(mod: tvm.IRModule, takes=TAKES, view=FunctionGraph, **options) -> tup
     def on_skip(_: str, name: str, skip: Skip) -> None:
         reasons.append(f"{name}: {skip.reason}")
 
-    tail = Tail((root,), root.ty.ndim - 1, int(root.ty.shape.values[-1]))
-    return follow_tail(graph, tail, takes, on_skip=on_skip, **options), reasons[-1]
+    chain = EpilogueChain((root,), root.ty.ndim - 1, int(root.ty.shape.values[-1]))
+    return follow_epilogue(graph, chain, takes, on_skip=on_skip, **options), reasons[-1]
 
 
-def names(tail: Tail) -> list[str]:
-    return [var.name for var in tail.vars]
+def names(chain: EpilogueChain) -> list[str]:
+    return [var.name for var in chain.vars]
 
 
 def test_follow_tail__bias_residual_and_bounds_are_one_kernel():
@@ -51,11 +55,11 @@ def test_follow_tail__bias_residual_and_bounds_are_one_kernel():
                 R.output(after)
             return after
 
-    tail, reason = follow(Before)
-    assert names(tail) == ["product", "biased", "total", "low", "high"]
-    np.testing.assert_array_equal(tail.bias.value.numpy(), [1, 2, 3, 4])
-    assert tail.residual.same_as(Before["main"].params[0])
-    assert (tail.low, tail.high) == (-1.0, 2.0)
+    chain, reason = follow(Before)
+    assert names(chain) == ["product", "biased", "total", "low", "high"]
+    np.testing.assert_array_equal(chain.bias.value.numpy(), [1, 2, 3, 4])
+    assert chain.residual.same_as(Before["main"].params[0])
+    assert (chain.low, chain.high) == (-1.0, 2.0)
     assert reason == "after: the result is bounded already"
 
 
@@ -67,7 +71,7 @@ def number(value: float) -> relax.Expr:
     return relax.const(value, "float32")
 
 
-#: What reads the product -> why the tail ends; "" where it is taken.
+#: What reads the product -> why the chain ends; "" where it is taken.
 READERS = {
     "one number": (lambda p, x: op.add(p, number(1.0)), ""),
     "one row": (lambda p, x: op.add(p, constant(1, UNITS)), ""),
@@ -76,15 +80,15 @@ READERS = {
     "all constants": (lambda p, x: op.add(p, constant(ROWS, UNITS)), ""),
     "itself": (lambda p, x: op.add(p, p), None),
     "another value": (lambda p, x: op.add(p, x), ""),
-    "a product": (lambda p, x: op.multiply(p, x), "no part of a kernel is relax.multiply"),
+    "a product": (lambda p, x: op.multiply(p, x), "a kernel cannot include relax.multiply"),
     "relu": (lambda p, x: op.nn.relu(p), ""),
     "clip": (lambda p, x: op.clip(p, -1, 1), ""),
     "clip of another dtype": (lambda p, x: op.astype(p, "float16"), "relax.astype"),
     "maximum": (lambda p, x: op.maximum(p, number(1.0)), ""),
-    "maximum the other way": (lambda p, x: op.maximum(number(1.0), p), "the bound is no number"),
+    "maximum the other way": (lambda p, x: op.maximum(number(1.0), p), "the bound is not a number"),
     "maximum of channels": (lambda p, x: op.maximum(p, constant(UNITS)), "no number"),
     "minimum": (lambda p, x: op.minimum(p, number(1.0)), ""),
-    "minimum of values": (lambda p, x: op.minimum(p, x), "the bound is no number"),
+    "minimum of values": (lambda p, x: op.minimum(p, x), "the bound is not a number"),
 }
 
 
@@ -96,11 +100,11 @@ def test_follow_tail__each_reader(case, view):
     def body(emit, x, y):
         return emit("reader", make(emit("product", op.matmul(x, y)), emit("other", op.abs(x))))
 
-    tail, reason = follow(build_model(body, (ROWS, UNITS), (UNITS, UNITS)), view=view)
+    chain, reason = follow(build_model(body, (ROWS, UNITS), (UNITS, UNITS)), view=view)
     if why is None:  # read twice: no only reader, or no other operand
-        assert names(tail) == ["product"]
+        assert names(chain) == ["product"]
     else:
-        assert names(tail) == (["product"] if why else ["product", "reader"])
+        assert names(chain) == (["product"] if why else ["product", "reader"])
         assert why in reason
 
 
@@ -120,8 +124,8 @@ def test_follow_tail__the_order_of_an_epilogue(first, second, why):
         product = emit("first", first(emit("product", op.matmul(x, y)), x))
         return emit("second", second(product, x))
 
-    tail, reason = follow(build_model(body, (ROWS, UNITS), (UNITS, UNITS)))
-    assert names(tail) == ["product", "first"] + ([] if why else ["second"])
+    chain, reason = follow(build_model(body, (ROWS, UNITS), (UNITS, UNITS)))
+    assert names(chain) == ["product", "first"] + ([] if why else ["second"])
     assert why in reason
 
 
@@ -132,8 +136,8 @@ def test_follow_tail__stops_at_values_that_others_read_return_or_compute():
 
     mod = build_model(body, (ROWS, UNITS), (UNITS, UNITS))
     assert names(follow(mod)[0]) == ["product", "total"]
-    tail, reason = follow(mod, is_free=lambda var: var.name != "total")
-    assert (names(tail), reason) == (["product"], "total: another kernel computes it")
+    chain, reason = follow(mod, is_free=lambda var: var.name != "total")
+    assert (names(chain), reason) == (["product"], "total: another kernel computes it")
 
 
 def test_float_takes__a_bias_may_be_a_value_where_kernels_read_it_at_run_time():
@@ -142,5 +146,5 @@ def test_float_takes__a_bias_may_be_a_value_where_kernels_read_it_at_run_time():
 
     mod = build_model(body, (ROWS, UNITS), (UNITS, UNITS), (UNITS,))
     assert names(follow(mod)[0]) == ["product"]
-    tail, _ = follow(mod, float_takes(tvm.ir.GenericConst, relax.Var))
-    assert tail.bias.name == "z"
+    chain, _ = follow(mod, float_takes(tvm.ir.GenericConst, relax.Var))
+    assert chain.bias.name == "z"
