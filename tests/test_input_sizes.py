@@ -80,7 +80,9 @@ def test_executor__sizes_of_one_name():
                 R.output(z)
             return z
 
-    with pytest.raises(DataError, match=r"'y' .*\(3, 4\); .*\(n, 4\)\. Sizes of one name must"):
+    with pytest.raises(
+        DataError, match=r"'y' .*\(3, 4\); .*\(n, 4\)\. Sizes with the same name must"
+    ):
         rq.Executor(rq.compile(Same)).run("main", [EIGHT, THREE])
 
 

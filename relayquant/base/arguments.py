@@ -166,12 +166,12 @@ def check_type(value: object, hint: Any, where: str) -> None:
 
 
 def read_text(value: Any, hint: Any, where: str) -> Any:
-    """The member of an enum that a text names, where an annotation has one, also in a list or tuple
-    of them; any other value as it is.
+    """Return the member of an enum that a text names, if the annotation has an enum. Texts in a
+    list or tuple are converted too. Any other value is unchanged.
 
     Raises:
-        ConfigError: no member is so named. Where an annotation has an enum and `str`, that is for
-            type checkers: the text of a member.
+        ConfigError: no member has this name. In an annotation with an enum and `str`, `str` is for
+            type checkers: it stands for the text of a member.
     """
     kinds = find_enums(hint)
     if kinds and isinstance(value, list | tuple):
@@ -189,8 +189,8 @@ def read_text(value: Any, hint: Any, where: str) -> Any:
 
 @functools.cache
 def find_enums(hint: Any) -> tuple[type[enum.Enum], ...]:
-    """The enums whose members an annotation allows: itself, of a union, or as elements of a list or
-    tuple.
+    """Return the enums whose members an annotation allows: directly, in a union, or as elements of
+    a list or tuple.
     """
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return (hint,)

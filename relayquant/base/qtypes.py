@@ -196,8 +196,8 @@ class QSpec(PlainSettings):
         if self.is_dynamic and self.is_symmetric and reach not in ({-128, 127}, {-127, 127}):
             raise ConfigError(
                 f"QSpec(is_dynamic=True) of {self.dtype} in {self.quant_min}..{self.quant_max} is "
-                "symmetric; allowed: all of 8 bits, or all but the lowest. Leave quant_min and "
-                "quant_max out, or the scheme.",
+                "symmetric; allowed: the full 8-bit range, or the range without its lowest "
+                "integer. Leave out quant_min and quant_max, or the scheme.",
                 code="RQ101",
             )
         if self.is_dynamic and (

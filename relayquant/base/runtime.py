@@ -179,7 +179,7 @@ def describe_argument(fault: _tvm.ArgumentError, argument: Any) -> DataError:
     wanted = f"({', '.join(map(str, fault.shape))})" if fault.shape is not None else "any shape"
     advice = suggest_sizes(fault.name, fault.shape or (), argument.shape)
     if not advice and any(isinstance(size, str) for size in fault.shape or ()):
-        advice = " Sizes of one name must agree between the inputs."
+        advice = " Sizes with the same name must agree between the inputs."
     return DataError(
         f"{where} is {argument.dtype} of shape {tuple(argument.shape)}; allowed: {fault.dtype} of "
         f"{'shape ' if fault.shape is not None else ''}{wanted}.{advice}",

@@ -61,7 +61,7 @@ def open_archive(
             if only not in (inputs[0].name, UNNAMED):
                 warn_user(
                     f"The data set {path} has no array {inputs[0].name!r}; its only array {only!r} "
-                    "is taken for that input.",
+                    "is used for that input.",
                     DataWarning,
                     code="RQ304",
                 )
@@ -114,8 +114,7 @@ def _check_memory(path: Path, member: _Member, cut: Cut) -> None:
         raise DataError(
             f"The data set {path}: a{'n' if held == nbytes else ''} {part} of {member.file}, "
             f"shape {shape}, takes {format_count(held, 'byte')}, more than {MOST_EXPANSION} times "
-            "the file. If that is meant, write it with np.savez, uncompressed, of arrays in C "
-            "order.",
+            "the file. If this is intended, save arrays in C order with np.savez (uncompressed).",
             code="RQ301",
         )
 

@@ -188,7 +188,7 @@ def _fit_dtype(array: NDArray[Any], info: InputInfo, where: str) -> NDArray[Any]
     if array.dtype != target:
         if source is None or (source, wanted) in (("float", "int"), ("float", "bool")):
             advice = (
-                f"cast it yourself if that is meant: x.astype({info.dtype!r})"
+                f"cast it yourself if this is intended: x.astype({info.dtype!r})"
                 if source == "float"
                 else "give a numeric array"
             )

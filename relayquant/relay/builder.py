@@ -123,11 +123,10 @@ def check_operators(module: syntax.Module) -> None:
             for name, places in sorted(unknown.items())
         ]
         raise ModelError(
-            f"The Relay module uses what is not supported, "
-            f"{format_count(len(rows), 'operator')}:\n  "
+            f"Not supported, {format_count(len(rows), 'operator')} of the Relay module:\n  "
             + "\n  ".join(rows)
             + "\nReplace them before saving the module (relay.transform.SimplifyInference, "
-            "DynamicToStatic and CanonicalizeOps do that for many), or ask for them.",
+            "DynamicToStatic and CanonicalizeOps do that for many).",
             code="RQ202",
         )
 
@@ -359,7 +358,7 @@ class _ModuleBuilder:
         if len(call.args) != len(function.params):
             raise _fail(
                 call.where,
-                f"a function of {len(function.params)} is given "
+                f"a function of {format_count(len(function.params), 'parameter')} is called with "
                 f"{format_count(len(call.args), 'argument')}.",
             )
         inner = _inner(closure.scope)

@@ -156,7 +156,7 @@ def decode_params(data: bytes, what: str = "The params") -> dict[str, np.ndarray
     if tensors != count or len(set(names)) != count:
         raise ModelError(
             f"{what} has {format_count(count, 'name')}, {len(set(names))} of them distinct, and "
-            f"{format_count(tensors, 'tensor')}; each tensor needs a name of its own.",
+            f"{format_count(tensors, 'tensor')}; each tensor needs a unique name.",
             code="RQ502",
         )
     params = {name: cursor.tensor(repr(name)) for name in names}

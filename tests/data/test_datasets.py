@@ -225,7 +225,7 @@ def test_archive__a_small_file_does_not_fill_the_memory(tmp_path, order):
 
 def test_archive__says_which_array_it_took(tmp_path):
     path = save(tmp_path / "data.npz", picture=DATA)
-    with pytest.warns(DataWarning, match="no array 'image'; its only array 'picture' is taken"):
+    with pytest.warns(DataWarning, match="no array 'image'; its only array 'picture' is used"):
         open_dataset(path, IMAGE)
 
 

@@ -176,7 +176,7 @@ def test_params__become_constants():
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"v": np.zeros((2, 3), "float32")}, "params has 'v', which is no parameter"),
+        ({"v": np.zeros((2, 3), "float32")}, "params has 'v', which is not a parameter"),
         (
             {"w": np.zeros((3, 3), "float32")},
             r"line 2, column 40.*\(3, 3\).*wants Tensor\[\(2, 3\)",
@@ -204,7 +204,7 @@ def test_unsupported__all_listed_with_their_lines():
     with pytest.raises(ModelError) as raised:
         from_text(text)
     message = str(raised.value)
-    assert "what is not supported, 2 operators:" in message
+    assert "Not supported, 2 operators of the Relay module:" in message
     assert "vision.nms: line 2, column 12, line 4, column 12" in message
     assert "dyn.reshape: line 5, column 7" in message
     assert "vision.other" not in message
@@ -220,7 +220,7 @@ WRONG = {
     "%x(%x)": "but is not a function",
     "let %y: Tensor[(2), float32] = %x; %y": "line 3, column 7: %y is Tensor[(1, 3), float32]",
     "%0 = fn (%y: int32) { %y }; %0(%x)": "is Tensor[(1, 3), float32], declared is int32",
-    "%0 = fn (%y) { %y }; %0(%x, %x)": "a function of 1 is given 2 arguments",
+    "%0 = fn (%y) { %y }; %0(%x, %x)": "a function of 1 parameter is called with 2 arguments",
     "add(%x, 7i9)": "unknown suffix",
     "add(%x, 300i8)": "300 does not fit into int8",
     "if (%x) { %x } else { %x }": "known at run time only",

@@ -107,9 +107,9 @@ class Site:
         """
         if self.release is None:
             raise ModelError(
-                f"{what} depends on the release of TVM that wrote it, older than {release} or not, "
-                "and the shapes do not tell. Name it: relayquant.relay.from_text(text, params, "
-                'release="0.12"), or from_json.',
+                f"{what} depends on the release of TVM that wrote it (before {release} or not), "
+                "and the shapes do not show it. Give it: relayquant.relay.from_text(text, params, "
+                'release="0.12"), or use from_json.',
                 code="RQ101",
             )
         return self.release >= release

@@ -293,7 +293,7 @@ def convert_split(site: Site) -> Value:
             return (data,)  # Relax returns no tuple for one part
         return op.split(data, sections, axis)
     if list(sections) != sorted(sections) or min(sections, default=0) < 0:
-        raise ModelError(f"indices {list(sections)} must rise.", code="RQ202")
+        raise ModelError(f"indices {list(sections)} must increase.", code="RQ202")
     if not sections:
         return (data,)
     return op.split(data, list(sections), axis)

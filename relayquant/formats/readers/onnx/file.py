@@ -92,7 +92,7 @@ def external_file(model_path: Path, tensor: onnx.TensorProto, name: str) -> Path
         ) from error
     if not file.is_relative_to(folder):
         raise ModelError(
-            f"Tensor {name!r} of {str(model_path)!r} wants its data from {location!r}, outside of "
+            f"Tensor {name!r} of {str(model_path)!r} has its data in {location!r}, outside of "
             "the model's folder. Move the data next to the model.",
             code="RQ502",
         )

@@ -79,7 +79,9 @@ def convert_while(converter: Any, op: Any) -> relax.Expr:
         if not condition.item():
             return pack(values)
         values = build_graph(converter, op, options.BodySubgraphIndex(), values, step)
-    raise Refusal(f"it takes more than {format_count(MAX_STEPS, 'step')}; supported: that many")
+    raise Refusal(
+        f"it takes more than {format_count(MAX_STEPS, 'step')}; supported: up to that many"
+    )
 
 
 def convert_call_once(converter: Any, op: Any) -> None:

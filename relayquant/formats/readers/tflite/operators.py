@@ -471,7 +471,7 @@ def convert_transpose_conv(converter: Any, op: Any) -> relax.Expr:
     value = converter.convert_transpose_conv(op)
     (result,) = converter.get_output_tensors(op)
     if result.qnn_params and function:
-        raise Refusal("it is quantized and has a fused activation; supported: either")
+        raise Refusal("it is quantized and has a fused activation; supported: one of the two")
     return converter.convert_fused_activation_function(value, function)
 
 

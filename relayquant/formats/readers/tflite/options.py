@@ -11,7 +11,7 @@ def read_options(op: Any, options_class: Any) -> Any:
     """Read the options of an operator.
 
     Raises:
-        Refusal: it has no options, or those of another operator.
+        Refusal: it has no options, or another operator's options.
     """
     from tflite import BuiltinOptions, BuiltinOptions2
 

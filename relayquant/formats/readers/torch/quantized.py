@@ -143,8 +143,8 @@ def read_parameter(constants: Constants, node: Any, value: Any, name: str) -> An
     array = read_constant(constants, value)
     if array is None:
         raise Refusal(
-            f"the {name} of {node.name} is computed at run time; supported: constants, and of one "
-            "scale for all values those of choose_qparams"
+            f"the {name} of {node.name} is computed at run time; supported: constants, and with "
+            "one scale per tensor the results of choose_qparams"
         )
     return array
 
