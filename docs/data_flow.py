@@ -1,7 +1,7 @@
 """The drawing of the data flow, from the page of code that it shows.
 
 python docs/data_flow.py writes docs/data_flow.svg anew: a box for each stage in the first line of
-relayquant/flow/pipeline.py, and an arrow for each way back.
+relayquant/flow/pipeline.py, and an arrow for each way back, which its loops are.
 """
 
 from __future__ import annotations
@@ -31,13 +31,8 @@ GIVES = {
 }
 #: stages of integer operators
 INTEGER = ("convert", "expand", "fold", "compile")
-#: (from, to, why): what is done again, in the order of the page. The second part of `equalize`
-#: needs the plan, which stays: only constants change.
-RETURNS = (
-    ("annotate", "equalize", "equalize layers"),
-    ("calibrate", "calibrate", "fit accumulators"),
-    ("fold", "annotate", "keep faster, guard, search"),
-)
+#: Functions of the page with a loop -> what is written at the arrow back that they draw.
+LOOPS = {"keep_faster": "keep faster", "revert_operators": "guard", "search_module": "search"}
 #: stage -> what comes in from the side
 INPUTS = {"annotate": "backend, QConfigMapping", "calibrate": "data set", "compile": "target"}
 
@@ -76,6 +71,28 @@ def read_runs() -> list[str]:
     ]
 
 
+def read_loops() -> list[str]:
+    """Functions of the page that hold a loop, in its order."""
+    functions = [each for each in ast.parse(PAGE.read_bytes()).body if hasattr(each, "args")]
+    return [
+        each.name
+        for each in functions
+        if any(isinstance(node, ast.For | ast.While) for node in ast.walk(each))
+    ]
+
+
+def list_returns() -> list[tuple[str, str, str]]:
+    """(from, to, why): what is done again. The second part of `equalize` needs the plan, which
+    stays: only constants change.
+    """
+    loops = ", ".join(LOOPS[name] for name in read_loops())
+    return [
+        ("annotate", "equalize", "equalize layers"),
+        ("calibrate", "calibrate", "fit accumulators"),
+        ("fold", "annotate", loops),
+    ]
+
+
 def draw_flow() -> str:
     """The drawing."""
     stages = read_stages()
@@ -103,7 +120,7 @@ def draw_flow() -> str:
             middle = (y + HEIGHT + to_y) // 2 - 20
             way = f"M{x + WIDTH // 2},{y + HEIGHT + 2} V{middle} H{to_x + WIDTH // 2} V{to_y - 3}"
         lines.append(f'<path d="{way}"/>')
-    lines += [draw_return(places[one], places[other], why) for one, other, why in RETURNS]
+    lines += [draw_return(places[one], places[other], why) for one, other, why in list_returns()]
     return "\n".join([*lines, "</svg>", ""])
 
 

@@ -54,8 +54,8 @@ def relative_error(mod_) -> float:
 
 # %%
 # ``rq.quantize`` looks at what it made: it runs the integer model beside the float model on a few
-# calibration samples. Where they part, it puts the operators that cause it back to float, says so
-# in a warning, and in the ledger. With ``effort="fast"`` it only warns.
+# calibration samples. Where they deviate, it reverts the operators that cause it to float, says
+# so in a warning, and in the ledger. With ``effort="fast"`` it only warns.
 
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always", rq.AccuracyWarning)

@@ -15,16 +15,20 @@ import tvm
 from tvm import relax
 from tvm.ir import Call
 
+from relayquant.analysis.loader import bind_loader
 from relayquant.base.plain_data import PlainFields
 from relayquant.base.qtypes import INTEGER_LIMITS
 from relayquant.base.runtime import LoadModule
 from relayquant.config import Accumulator, OverflowBound
+from relayquant.data import open_dataset
+from relayquant.data.item import describe_inputs
 from relayquant.errors import ModelError, format_count, warn_user
 from relayquant.ir.dialect.accumulator_range import PRODUCTS, bound_sums
 from relayquant.ir.ledger import LedgerRow, read_ledger
 from relayquant.ir.ops.find import find_sum
 from relayquant.ir.rewrite import Graph, expose_values
 from relayquant.ir.rewrite.graph import constant_value
+from relayquant.stages.compilation import compile_draft
 from relayquant.stages.prepared import PreparedModel
 
 #: raised scales leave this margin, because the rounding of weights changes with the scales
@@ -114,6 +118,12 @@ class AccumulatorReport(PlainFields):
                 f"{min(row.bound_low, default=0)}..{max(row.bound_high, default=0)}"
             )
         return "\n".join(lines) or "no quantized operator sums products"
+
+
+def measure_sums(integer: tvm.IRModule, dataset: Any) -> AccumulatorReport:
+    """As `measure_accumulators`, on a data set, with the module run as is done earliest."""
+    data = open_dataset(dataset, describe_inputs(integer))
+    return measure_accumulators(integer, data, bind_loader(data, compile_draft))
 
 
 def measure_accumulators(

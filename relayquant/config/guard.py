@@ -1,4 +1,4 @@
-"""When the guard of `relayquant.quantize` says that outputs part, and what it does then."""
+"""When the guard of `relayquant.quantize` says that outputs deviate, and what it does then."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from relayquant.errors import ConfigError
 @check_fields
 @dataclass(frozen=True)
 class GuardSettings:
-    """When the guard says that outputs part, and what it does.
+    """When the guard says that outputs deviate, and what it does.
 
-    Outputs part when the SQNR of one of them is below `min_sqnr`, or when more than `disagreement`
-    of the samples get clearly another answer (`relayquant.analysis.outputs.count_differing`). What
-    8 bits can give is 25 to 45 dB at the outputs of networks that quantize well; the worst one that
-    still keeps most answers (MobileNet, ranges from the extremes, 97 % equal) has 15 dB. At 15 dB
-    the error holds a thirtieth of the output's energy, at 10 dB a tenth. Both bounds are far from
-    what is normal: the guard is for models that broke, not for the last points of accuracy; for
-    those there is `quantize(..., metric=)`.
+    Outputs deviate when the SQNR of one of them is below `min_sqnr`, or when more than
+    `disagreement` of the samples get clearly another answer
+    (`relayquant.analysis.outputs.count_differing`). What 8 bits can give is 25 to 45 dB at the
+    outputs of networks that quantize well; the worst one that still keeps most answers (MobileNet,
+    ranges from the extremes, 97 % equal) has 15 dB. At 15 dB the error holds a thirtieth of the
+    output's energy, at 10 dB a tenth. Both bounds are far from what is normal: the guard is for
+    models that broke, not for the last points of accuracy; for those there is
+    `quantize(..., metric=)`.
 
     The guard looks at a few samples, spread over the data, and then at twice as many, until it is
-    settled whether outputs part: what they are not likely to fall below
+    settled whether outputs deviate: what they are not likely to fall below
     (`relayquant.analysis.outputs.OutputGap.least`) is above `min_sqnr`, or what they are not likely
     to exceed is below. Models that are cheap to run are looked at on so many samples, too, that
     damage to more than `doubtful_disagreement` of all samples is seen at a confidence of 95 %.
 
-    Where outputs do not part, there is a warning of more than `doubtful_disagreement` other
+    Where outputs do not deviate, there is a warning of more than `doubtful_disagreement` other
     answers, or, of an output that holds no answers (boxes, a mask, a signal), of one that may be
     below `doubtful_sqnr` by what the samples tell, or is below `sample_sqnr` on one sample.
 
@@ -37,10 +38,10 @@ class GuardSettings:
         samples: Samples that are compared, at most.
         work: Multiply-adds of the float model for all samples together that are spent in any case;
             at least 4 samples are compared. Up to 4 times as many are spent where it is not
-            settled whether outputs part.
-        min_sqnr: dB at an output, below which it parts.
-        disagreement: Share of samples with another answer, above which an output parts.
-        target_sqnr: dB that operators are put back to float for, once outputs parted.
+            settled whether outputs deviate.
+        min_sqnr: dB at an output, below which it deviates.
+        disagreement: Share of samples with another answer, above which an output deviates.
+        target_sqnr: dB that operators are reverted to float for, once outputs deviated.
         doubtful_sqnr, doubtful_disagreement, sample_sqnr: See above.
         search_work: Multiply-adds of the float model that finding these operators may take, about;
             it looks at fewer samples for that, the worst ones, one at least.

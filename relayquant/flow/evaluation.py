@@ -9,7 +9,7 @@ from typing import Any
 
 import tvm
 
-from relayquant.analysis.accumulators import AccumulatorReport
+from relayquant.analysis.accumulators import AccumulatorReport, measure_sums
 from relayquant.analysis.compare import CompareReport, compare_modules
 from relayquant.analysis.loader import bind_loader
 from relayquant.analysis.sensitivity import Metric, SensitivityReport, measure_sensitivity
@@ -19,7 +19,7 @@ from relayquant.base.events import Callback, CallbackList
 from relayquant.data import open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError
-from relayquant.flow.pipeline import measure_sums
+from relayquant.flow.pipeline import lower_alone
 from relayquant.ir.ledger import Ledger, read_ledger
 from relayquant.ir.rewrite.entry import name_main
 from relayquant.stages.compilation import compile, compile_draft
@@ -144,4 +144,4 @@ def accumulator_report(model: PreparedModel | tvm.IRModule, dataset: Any) -> Acc
         ConfigError: the model is not calibrated.
         DataError: the data does not fit the model.
     """
-    return measure_sums(model, dataset)
+    return measure_sums(lower_alone(model) if isinstance(model, PreparedModel) else model, dataset)

@@ -2,12 +2,14 @@
 convert -> expand -> fold -> lower.
 
 The only module that knows all stages. Each stage takes values and gives new ones; none edits its
-input. `steps` and `quantizer` are what users call.
+input. Loops go back: `refine` proposes and judges, and what is built and when it ends is said here.
+`steps` and `quantizer` are what users call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,23 +17,50 @@ from typing import Any
 import numpy as np
 import tvm
 
-from relayquant.analysis.accumulators import AccumulatorReport, fit_scales, measure_accumulators
-from relayquant.analysis.loader import bind_loader
+from relayquant.analysis.accumulators import fit_scales, measure_sums
+from relayquant.analysis.sensitivity import Metric
 from relayquant.codegen.eager import EagerModule
-from relayquant.config import BackendConfig, BiasCorrection, Effort, OverflowBound, QConfigMapping
+from relayquant.config import (
+    BackendConfig,
+    BiasCorrection,
+    Effort,
+    Guard,
+    OverflowBound,
+    QConfigMapping,
+)
 from relayquant.config.observers import Fixed
 from relayquant.config.observers.base import NotFiniteError
-from relayquant.data import open_dataset
-from relayquant.data.item import describe_inputs
-from relayquant.errors import ModelError, format_count
+from relayquant.data import SpreadSample
+from relayquant.flow.refine.guard import (
+    Attempt,
+    Suspects,
+    find_promise,
+    find_suspects,
+    finish_watching,
+    judge_look,
+    look_at_samples,
+    start_watching,
+    warn_of_deviation,
+    write_reverted,
+)
+from relayquant.flow.refine.prepared_edit import keep_in_float
+from relayquant.flow.refine.search import open_search, start_search
+from relayquant.flow.refine.search_result import SearchOutcome
+from relayquant.flow.refine.speed import (
+    Stopwatch,
+    find_faster_parts,
+    list_trials,
+    start_stopwatch,
+    time_beside,
+    time_first,
+)
 from relayquant.flow.settings import CalibrateSettings, PrepareSettings, QuantizeSettings
 from relayquant.ir.dialect.legality import Stage, check_stage
-from relayquant.ir.ledger import find_ledger
+from relayquant.ir.ledger import find_ledger, read_ledger, write_ledger
 from relayquant.stages.annotation import add_biases, annotate, review_plan
 from relayquant.stages.backends import resolve_backend
 from relayquant.stages.calibration.overflow import find_cause
 from relayquant.stages.calibration.runner import pick_parameters
-from relayquant.stages.compilation import compile_draft
 from relayquant.stages.conversion import (
     build_reference,
     describe_interface,
@@ -42,19 +71,15 @@ from relayquant.stages.conversion import (
     set_interface,
 )
 from relayquant.stages.conversion.partial import (
+    check_quantized,
+    check_unfinished,
     find_known,
     fix_parameters,
     has_quantized_values,
     realize_quantized,
 )
-from relayquant.stages.effort import (
-    EFFORTS,
-    choose_order,
-    default_mapping,
-    describe_choices,
-    describe_observers,
-)
-from relayquant.stages.equalization import add_scales, move_scales, read_exponents
+from relayquant.stages.effort import EFFORTS, choose_order, default_mapping, describe_work
+from relayquant.stages.equalization import add_scales, move_scales
 from relayquant.stages.preparation import prepare_module
 from relayquant.stages.preparation.canonical import apply_fusers
 from relayquant.stages.preparation.finite import check_planned
@@ -62,24 +87,141 @@ from relayquant.stages.prepared import PreparedModel
 from relayquant.stages.simulation import build_calibration_graph
 
 
-def quantize_once(
+def quantize_model(
     mod: tvm.IRModule,
     params: Mapping[str, Any] | None,
     dataset: Any,
     settings: QuantizeSettings,
-    watch: Callable[[PreparedModel, Any], Any] = lambda _, dataset: dataset,
-) -> tuple[PreparedModel, tvm.IRModule]:
-    """All stages, once: the calibrated model and its integer module.
+) -> tvm.IRModule:
+    """Float model + data -> integer module: all stages once, then with operators in float where
+    that is faster, if asked for, and where the outputs do not follow the float model.
 
-    Arguments and errors as for `relayquant.quantize`, which looks at the result as well. `watch`
-    gives what calibration reads in place of the data set.
+    Arguments and errors as for `relayquant.quantize`.
     """
     backend, run = resolve_backend(settings.backend), settings.events.run_stage
     prepared = prepare_model(mod, params, dataset, settings.qconfig_mapping, backend, settings)
     review_prepared(prepared, settings.strict)
-    calibrated = calibrate_model(prepared, watch(prepared, dataset), settings.calibrating)
+    watched, sample = start_watching(prepared, dataset, settings)
+    calibrated = calibrate_model(prepared, watched, settings.calibrating)
     reference = run("convert", convert_model, calibrated)
-    return calibrated, run("lower", lower_module, reference, backend)
+    qmod = run("lower", lower_module, reference, backend)
+    if dataset is None:
+        return qmod
+    if settings.only_if_faster:
+        stopwatch = start_stopwatch(dataset, prepared)
+        calibrated, qmod = run(
+            "keep faster", keep_faster, calibrated, qmod, stopwatch, dataset, settings
+        )
+    return run("guard", guard_module, calibrated, qmod, dataset, settings, sample)
+
+
+def keep_faster(
+    calibrated: PreparedModel,
+    qmod: tvm.IRModule,
+    stopwatch: Stopwatch,
+    dataset: Any,
+    settings: QuantizeSettings,
+    accept: Callable[[tvm.IRModule], bool] = lambda _: True,
+) -> tuple[PreparedModel, tvm.IRModule]:
+    """(calibrated model, integer module) -> the same, with operators in float where this machine
+    runs the whole model faster so; `accept` says whether a faster module will do otherwise.
+    """
+    parts = find_faster_parts(calibrated, qmod, stopwatch)
+    best = time_first(calibrated, qmod, stopwatch)
+    for names in list_trials(parts):
+        changed, module = rebuild(calibrated, names, dataset, settings)
+        trial = time_beside(qmod, changed, module, names, stopwatch)
+        if trial.is_faster_than(best) and accept(module):
+            best = trial
+    return best.explain(parts)
+
+
+def guard_module(
+    calibrated: PreparedModel,
+    qmod: tvm.IRModule,
+    dataset: Any,
+    settings: QuantizeSettings,
+    sample: SpreadSample | None = None,
+) -> tvm.IRModule:
+    """The integer module, or one with operators in float whose outputs follow the float model; its
+    ledger says what was seen. `sample` is what was kept of the data while it was read.
+    """
+    if settings.guarding.find_action(calibrated.effort) is Guard.OFF:
+        return qmod
+    sample = finish_watching(calibrated, dataset, settings, sample)
+    look = look_at_samples(calibrated, qmod, sample, settings)
+    seen = judge_look(calibrated, qmod, look, settings)
+    promise = find_promise(calibrated, settings)
+    if promise or not seen.deviates:
+        warn_of_deviation(seen, promise)
+        return write_ledger(qmod, replace(read_ledger(qmod), guard=seen))
+    suspects = find_suspects(calibrated, qmod, look, settings)
+    found = revert_operators(calibrated, suspects, dataset, settings)
+    # What was mended on some samples is mended less on others.
+    wide = look_at_samples(calibrated, found.module, sample, settings, 2 * len(look.numbers))
+    return write_reverted(found, wide, seen, suspects, read_ledger(qmod).speed)
+
+
+def revert_operators(
+    calibrated: PreparedModel, suspects: Suspects, dataset: Any, settings: QuantizeSettings
+) -> Attempt:
+    """As few suspects in float as bring the outputs back: more until they follow, then fewer."""
+
+    def attempt(names: Sequence[str]) -> Attempt:
+        return suspects.judge(names, rebuild(calibrated, names, dataset, settings)[1])
+
+    found = attempt(suspects.first)
+    while more := suspects.add_more(found):
+        found = attempt(more)
+    for name in suspects.list_spare(found):
+        fewer = attempt(found.without(name))
+        found = fewer if suspects.suffices(fewer, found) else found
+    return found
+
+
+def rebuild(
+    calibrated: PreparedModel, names: Sequence[str], dataset: Any, settings: QuantizeSettings
+) -> tuple[PreparedModel, tvm.IRModule]:
+    """(calibrated model, integer module) with operators in float; parameters stay as they are."""
+    again = CalibrateSettings(calibration=settings.calibration)
+    changed = keep_in_float(calibrated, names, lambda bare: calibrate_model(bare, dataset, again))
+    return changed, lower_prepared(changed)
+
+
+def search_module(
+    mod: tvm.IRModule,
+    params: Mapping[str, Any] | None,
+    dataset: Any,
+    metric: Metric,
+    settings: QuantizeSettings,
+) -> SearchOutcome:
+    """As `quantize_model`, and in place of the guard: the fewest operators are put back that keep
+    the metric within its bound. Each choice is calibrated anew.
+    """
+    start, backend = time.monotonic(), resolve_backend(settings.backend)
+    prepared = prepare_model(mod, params, dataset, settings.qconfig_mapping, backend, settings)
+    review_prepared(prepared, settings.strict)
+    basis = open_search(prepared, dataset, settings, start)
+    calibrated = calibrate_model(prepared, dataset, settings.calibrating)
+    search = start_search(calibrated, basis, metric, settings)
+
+    def build(names: Sequence[str], dtype: str) -> tuple[PreparedModel, tvm.IRModule]:
+        if not names:
+            return calibrated, lower_prepared(calibrated)
+        mapping = search.find_mapping(names, dtype)
+        changed = prepare_model(mod, params, dataset, mapping, backend, settings)
+        changed = calibrate_model(changed, dataset, settings.calibrating)
+        return changed, lower_prepared(changed)
+
+    for names, dtype in search.propose():
+        search.measure(names, dtype, build)
+    changed, module = search.take_best(build)
+    if settings.only_if_faster:
+        stopwatch = start_stopwatch(basis.data, calibrated)
+        changed, module = keep_faster(
+            changed, module, stopwatch, dataset, settings, search.accept_faster
+        )
+    return search.finish(changed, module)
 
 
 def prepare_model(
@@ -102,7 +244,9 @@ def prepare_model(
     canonical = run("prepare", partial(prepare_module, keep=keep, needs_finite=True), mod, params)
     canonical = apply_fusers(canonical, backend.fusers, keep)
     is_quantized = has_quantized_values(canonical)
-    canonical = adopt_quantized(canonical, backend) if is_quantized else canonical
+    if is_quantized:  # by another tool: what it quantized becomes integer operators
+        check_unfinished(canonical)
+        canonical = realize_quantized(canonical, backend)
     inputs, outputs = describe_interface(
         canonical, settings.input_dtypes or {}, settings.output_dtypes or {}
     )
@@ -133,17 +277,6 @@ def prepare_model(
     )
 
 
-def adopt_quantized(canonical: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
-    """A model that another tool quantized in part -> what it quantized as integer operators."""
-    if find_ledger(canonical) is not None:
-        raise ModelError(
-            "The module was quantized by relayquant and cannot be quantized again. Start from "
-            "the float model, or from what load gave for a model quantized elsewhere.",
-            code="RQ205",
-        )
-    return realize_quantized(canonical, backend)
-
-
 def review_prepared(prepared: PreparedModel, strict: bool) -> None:
     """Warn of what the user's mapping asks for in vain; with `strict` that is an error."""
     mapping, is_partial = prepared.mapping or QConfigMapping(), has_quantized_values(prepared.mod)
@@ -161,7 +294,7 @@ def calibrate_model(
     order = settings.order or choose_order(prepared.plan, calibration, effort)
 
     def pick(min_scales: Mapping[str, np.ndarray]) -> PreparedModel:
-        found = pick_parameters(
+        return pick_parameters(
             prepared,
             dataset,
             load_module=EagerModule,
@@ -174,15 +307,7 @@ def calibrate_model(
             checkpoint=None if min_scales else settings.checkpoint,
             workers=settings.workers,
             worker_timeout=settings.worker_timeout,
-        )
-        return replace(
-            prepared,
-            parameters=found.parameters,
-            constants=found.constants,
-            statistics=found.statistics,
-            observers=found.observers,
-            tuned=found.tuned,
-        )
+        ).put_into(prepared)
 
     try:
         calibrated = events.run_stage("calibrate", pick, {})
@@ -191,21 +316,13 @@ def calibrate_model(
     bounds = {op.accumulator.bound for op in prepared.plan.operators if op.accumulator}
     if bounds - {OverflowBound.NONE}:
         calibrated = events.run_stage(
-            "fit accumulators", fit_scales, calibrated, lambda m: measure_sums(m, dataset), pick
+            "fit accumulators",
+            fit_scales,
+            calibrated,
+            lambda model: measure_sums(lower_alone(model), dataset),
+            pick,
         )
-    choices = describe_choices(prepared, calibration, fit)
-    if equalized := read_exponents(prepared.mod):
-        choices["equalized"] = f"channels between {format_count(len(equalized), 'pair')} of layers"
-    choices |= describe_observers(prepared.plan, calibration, calibrated.observers)
-    return replace(calibrated, choices=choices)
-
-
-def measure_sums(model: PreparedModel | tvm.IRModule, dataset: Any) -> AccumulatorReport:
-    """Calibrated model or integer module + data -> how large its sums of products are."""
-    is_prepared = isinstance(model, PreparedModel)
-    integer = lower_prepared(replace(model, inputs=(), outputs=())) if is_prepared else model
-    data = open_dataset(dataset, describe_inputs(integer))
-    return measure_accumulators(integer, data, bind_loader(data, compile_draft))
+    return replace(calibrated, choices=describe_work(calibrated, calibration, fit))
 
 
 def convert_model(calibrated: PreparedModel) -> tvm.IRModule:
@@ -221,6 +338,11 @@ def lower_prepared(calibrated: PreparedModel) -> tvm.IRModule:
     return lower_module(convert_model(calibrated), calibrated.backend)
 
 
+def lower_alone(calibrated: PreparedModel) -> tvm.IRModule:
+    """As `lower_prepared`, with main as in the float model, whatever dtypes were asked for."""
+    return lower_prepared(replace(calibrated, inputs=(), outputs=()))
+
+
 def lower_module(
     reference: tvm.IRModule,
     backend: BackendConfig,
@@ -234,25 +356,13 @@ def lower_module(
             ledger; with one, that says what main takes and gives.
     """
     if find_ledger(reference) is None:
-        lowered = lower_adopted(reference, backend)
+        canonical = prepare_module(reference)
+        check_quantized(canonical)
+        lowered = realize_quantized(canonical, backend)
         asked = request_interface(lowered, input_dtypes or {}, output_dtypes or {})
-        lowered = set_interface(asked)
-        check_stage(lowered, Stage.QNN)
-        return lowered
-    integer = realize_qnn(reference, backend)
-    expanded = expand_affine(integer, backend)
-    folded = set_interface(fold_qnn(expanded))
-    check_stage(folded, Stage.QNN)
-    return folded
-
-
-def lower_adopted(reference: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
-    """As `lower_module`, for a model without a ledger: one that another tool quantized."""
-    canonical = prepare_module(reference)
-    if not has_quantized_values(canonical):
-        raise ModelError(
-            "The module holds no quantized value, so there is nothing to lower. Quantize it: "
-            "relayquant.quantize(mod, params, dataset).",
-            code="RQ205",
-        )
-    return realize_quantized(canonical, backend)
+        integer = set_interface(asked)
+    else:
+        expanded = expand_affine(realize_qnn(reference, backend), backend)
+        integer = set_interface(fold_qnn(expanded))
+    check_stage(integer, Stage.QNN)
+    return integer

@@ -1,5 +1,5 @@
-"""The one call: all stages of `pipeline` in order, then a look at what came out: the guard, or the
-search that a metric asks for.
+"""The one call: arguments -> settings, which `pipeline` is told, with the guard or with the search
+that a metric asks for.
 """
 
 from __future__ import annotations
@@ -16,15 +16,9 @@ from relayquant.base.arguments import check_arguments
 from relayquant.base.events import Callback
 from relayquant.base.qtypes import QParams
 from relayquant.config import BackendConfig, Effort, Guard, GuardSettings, ModelType, QConfigMapping
-from relayquant.data import SpreadSample, open_dataset
-from relayquant.data.item import describe_inputs
 from relayquant.errors import AccuracyWarning, ConfigError, format_count, warn_user
-from relayquant.flow.pipeline import quantize_once
-from relayquant.flow.refine.guard import guard_module, start_sample
-from relayquant.flow.refine.search import search_operators
-from relayquant.flow.refine.speed import Stopwatch, keep_faster_float
+from relayquant.flow.pipeline import quantize_model, search_module
 from relayquant.flow.settings import MAX_DROP, QuantizeSettings
-from relayquant.stages.prepared import PreparedModel
 
 
 @check_arguments
@@ -87,7 +81,7 @@ def quantize(
             keeping them in float.
         checkpoint, workers: See `calibrate`.
         guard: What happens when the integer model does not follow the float model on samples of
-            the data. None: operators that cause it are put back to float, with a
+            the data. None: operators that cause it are reverted to float, with a
             warning; with effort "fast", and where it follows but loosely, there is only the
             warning. See `Guard`, `GuardSettings`.
         metric: `(float outputs, quantized outputs) -> float`, higher is better; lists with one
@@ -149,35 +143,7 @@ def quantize(
         )
     if settings.metric is not None:
         return quantize_within(mod, params, dataset, settings.metric, settings)
-    run, guarding = settings.events.run_stage, settings.guarding
-    samples: list[SpreadSample] = []
-
-    def watch(prepared: PreparedModel, dataset: Any) -> Any:
-        if dataset is None or guarding.find_action(prepared.effort) is Guard.OFF:
-            return dataset
-        if settings.validation is not None:
-            next(iter(open_dataset(settings.validation, describe_inputs(prepared.mod))))
-            return dataset  # what is wrong with the other shows before anything takes time
-        samples.append(start_sample(prepared, guarding))
-        return samples[0].watch(open_dataset(dataset, describe_inputs(prepared.mod)))
-
-    prepared, qmod = quantize_once(mod, params, dataset, settings, watch)
-    if dataset is None:
-        return qmod
-    if settings.only_if_faster:
-        batch = next(iter(open_dataset(dataset, describe_inputs(prepared.mod))))
-        stopwatch = Stopwatch.on_this_machine([*batch.values()])
-        prepared, qmod = run(
-            "keep faster",
-            keep_faster_float,
-            prepared,
-            qmod,
-            stopwatch,
-            dataset,
-            calibration=settings.calibration,
-        )
-    sample = samples[0] if samples and samples[0].kept else None
-    return run("guard", guard_module, prepared, qmod, dataset, settings, sample)
+    return quantize_model(mod, params, dataset, settings)
 
 
 def quantize_within(
@@ -190,7 +156,7 @@ def quantize_within(
     """The module with the fewest operators put back that keep the metric within its bound; warns
     where none does.
     """
-    found = search_operators(mod, params, dataset, metric, settings)
+    found = search_module(mod, params, dataset, metric, settings)
     if not found.is_met:
         remedy = "Allow a larger max_drop; there is nothing left to put back."
         if settings.budget is not None:

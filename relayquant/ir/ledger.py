@@ -124,13 +124,13 @@ class GuardResult(PlainFields):
         samples: Number of samples that both models ran on.
         sqnr: SQNR of the worst output in dB, within -999 and 999.
         disagreement: Share of samples with a clearly different answer, at the worst output.
-        is_parted: Whether the outputs deviated with all of the plan quantized.
+        deviates: Whether the outputs deviated with all of the plan quantized.
         operator: First operator with a wrong result. "" if the outputs did not deviate.
         reverted: Operators that were reverted to float.
         sqnr_before, disagreement_before: The same numbers before operators were reverted.
         worst: SQNR of the worst sample alone in dB, within -999 and 999. None in ledgers of older
             versions.
-        is_doubtful: Whether the outputs deviated only slightly, but enough for a warning.
+        deviates_slightly: Whether the outputs deviated only slightly, but enough for a warning.
         least: Probable lower bound of `sqnr` on similar data. None in ledgers of older versions.
         by_output: SQNR of each output in dB, within -999 and 999.
         total: Number of available samples. None in ledgers of older versions.
@@ -144,13 +144,13 @@ class GuardResult(PlainFields):
     samples: int
     sqnr: float
     disagreement: float = 0.0
-    is_parted: bool = False
+    deviates: bool = False
     operator: str = ""
     reverted: tuple[str, ...] = ()
     sqnr_before: float | None = None
     disagreement_before: float | None = None
     worst: float | None = None
-    is_doubtful: bool = False
+    deviates_slightly: bool = False
     least: float | None = None
     by_output: tuple[float, ...] = ()
     total: int | None = None

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tvm
 
-from relayquant.analysis.accumulators import AccumulatorReport, AccumulatorRow
+from relayquant.analysis.accumulators import AccumulatorReport, AccumulatorRow, measure_sums
 from relayquant.analysis.compare import CompareReport, CompareRow, compare_modules
 from relayquant.analysis.latency import Latency, measure_latency
 from relayquant.analysis.lint import Finding, Severity, lint
@@ -46,7 +46,6 @@ from relayquant.data import Dataset, count_samples, open_dataset, take_samples
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError
 from relayquant.flow.evaluation import align_modules, sensitivity
-from relayquant.flow.pipeline import measure_sums
 from relayquant.flow.steps import calibrate, prepare
 from relayquant.ir.dialect.cost import count_macs
 from relayquant.ir.ledger import Ledger, LedgerRow, read_ledger

@@ -27,6 +27,7 @@ from relayquant.stages.backends.defaults import DEFAULT_OBSERVER
 from relayquant.stages.calibration.observer_selection import OutputSQNR
 from relayquant.stages.calibration.parameters import CallableCalibration, resolve_calibration
 from relayquant.stages.calibration.weights.ranges import RelativeMSE
+from relayquant.stages.equalization import read_exponents
 from relayquant.stages.prepared import PreparedModel
 
 
@@ -101,6 +102,16 @@ def choose_order(plan: Plan, calibration: Any, effort: Effort) -> Order:
     if any(isinstance(resolve_calibration(picker), CallableCalibration) for picker in pickers):
         return Order.TOPOLOGICAL
     return EFFORTS[effort].order
+
+
+def describe_work(calibrated: PreparedModel, calibration: Any, fit: FitSettings) -> dict[str, str]:
+    """Describe what calibration worked with, as `describe_choices` and `describe_observers` do, and
+    the layers that were scaled.
+    """
+    choices = describe_choices(calibrated, calibration, fit)
+    if equalized := read_exponents(calibrated.mod):
+        choices["equalized"] = f"channels between {format_count(len(equalized), 'pair')} of layers"
+    return choices | describe_observers(calibrated.plan, calibration, calibrated.observers)
 
 
 def describe_choices(prepared: PreparedModel, calibration: Any, fit: FitSettings) -> dict[str, str]:

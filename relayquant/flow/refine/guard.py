@@ -3,14 +3,14 @@ whose outputs follow the float model again.
 
 Quantization fails in silence: every stage succeeds, and the answers are wrong. So what was built is
 run, in numpy and on a handful of samples from all over the data, and compared with the float model.
-Where it parts, the operators that cause it are found on the calibration graph and put back to
-float; all other parameters stay as they were calibrated.
+Where it deviates, the operators that cause it are found on the calibration graph; `pipeline` builds
+the module with these in float, and all other parameters as they were calibrated.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,13 +32,11 @@ from relayquant.data import (
 )
 from relayquant.data.item import describe_inputs
 from relayquant.errors import AccuracyWarning, ConfigError, DataWarning, format_count, warn_user
-from relayquant.flow.pipeline import lower_prepared
-from relayquant.flow.refine.prepared_edit import keep_parameters
 from relayquant.flow.refine.search import rank_operators, search_simulated
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir import reference
 from relayquant.ir.dialect.cost import count_macs
-from relayquant.ir.ledger import GuardResult, Ledger, read_ledger, write_ledger
+from relayquant.ir.ledger import GuardResult, SpeedResult, read_ledger, write_ledger
 from relayquant.ir.rewrite import Graph
 from relayquant.stages.prepared import PreparedModel, TunedBatches
 
@@ -46,113 +44,103 @@ from relayquant.stages.prepared import PreparedModel, TunedBatches
 TAKEN_BACK = 8
 #: samples of the first look, at least and at most
 LEAST, FIRST = 4, 8
-#: how many times the work may be spent where it is not settled whether outputs part
+#: how many times the work may be spent where it is not settled whether outputs deviate
 UNSETTLED = 4
 #: what calling an operator takes, as multiply-adds
 CALL_WORK = 2e5
 #: elements of the inputs that are kept for looks, about
 KEPT_ELEMENTS = 1 << 24
 
+#: what a warning ends with
+ADVICE = (
+    "relayquant.compare shows every value and relayquant.lint whether the data is right; "
+    "guard=Guard.OFF silences this."
+)
+
 Batches = Sequence[Mapping[str, np.ndarray]]
 
 
-def guard_module(
-    prepared: PreparedModel,
-    qmod: tvm.IRModule,
-    dataset: Any,
-    settings: QuantizeSettings,
-    sample: SpreadSample | None = None,
-) -> tvm.IRModule:
-    """The integer module, or one with some operators in float; its ledger says what was seen.
-
-    With `strict`, and where main takes or returns integers, nothing is put back: both promise
-    integers. Warns when outputs part, and when the samples look wrong (`lint_samples`).
-
-    Args:
-        prepared: The calibrated model that `qmod` was made from.
-        qmod: Its integer module.
-        dataset: What it was calibrated with; read for samples unless there is a `sample`.
-        settings: Those that it was quantized with; `calibration` is used when a new plan has
-            values that were never observed.
-        sample: Samples that were kept while the data was read; see `start_sample`.
+def start_watching(
+    prepared: PreparedModel, dataset: Any, settings: QuantizeSettings
+) -> tuple[Any, SpreadSample | None]:
+    """(what calibration reads in place of the data set, the samples that the guard has of it then);
+    without samples where the guard looks at none, or at others.
     """
-    guarding, strict = settings.guarding, settings.strict
-    action = guarding.find_action(prepared.effort)
-    if action is Guard.OFF:
-        return qmod
-    is_held_out = settings.validation is not None
-    if sample is None:
-        data = settings.validation if is_held_out else dataset
-        sample = take_sample(prepared, data, guarding)
-    tuned = TunedBatches() if is_held_out else prepared.tuned
-    look = look_at_samples(prepared, qmod, sample, guarding, tuned)
+    guarding, inputs = settings.guarding, describe_inputs(prepared.mod)
+    if dataset is None or guarding.find_action(prepared.effort) is Guard.OFF:
+        return dataset, None
+    if settings.validation is not None:
+        next(iter(open_dataset(settings.validation, inputs)))
+        return dataset, None  # what is wrong with the other shows before anything takes time
+    sample = start_sample(prepared, guarding)
+    return sample.watch(open_dataset(dataset, inputs)), sample
+
+
+def finish_watching(
+    prepared: PreparedModel, dataset: Any, settings: QuantizeSettings, sample: SpreadSample | None
+) -> SpreadSample:
+    """The samples that the guard compares: those that were kept while calibration read the data,
+    else from data that is read for it.
+    """
+    if sample is not None and sample.kept:
+        return sample
+    data = dataset if settings.validation is None else settings.validation
+    return take_sample(prepared, data, settings.guarding)
+
+
+# --- The verdict ------------------------------------------------------------------------------
+
+
+def judge_look(
+    prepared: PreparedModel, qmod: tvm.IRModule, look: Look, settings: QuantizeSettings
+) -> GuardResult:
+    """What a first look says of the integer module; warns where the samples look wrong."""
     for finding in lint_samples(prepared.mod, look.first):
         warn_user(f"Calibration data: {finding}", DataWarning, code="RQ304")
-    batches, gaps = look.batches, look.gaps
-    seen = replace(look.summarize(gaps), is_held_out=is_held_out)
-    what = (
-        "The integer model does not follow the float model on "
-        f"{seen.describe_samples()}: {seen.describe()}."
-    )
-    advice = (
-        "relayquant.compare shows every value and relayquant.lint whether the data is right; "
-        "guard=Guard.OFF silences this."
-    )
-    if not is_parted(guarding, gaps):
-        if is_doubtful(guarding, gaps):
-            culprit = find_first_off(prepared, qmod, pick_worst(prepared, batches, gaps, 1))
-            seen = replace(seen, is_doubtful=True, operator=culprit)
-            warn_user(
-                f"{what} The first operator that is off is {culprit!r}. That is more than 8 bits "
-                f"usually cost; effort='best' or quantize(metric=) may help. {advice}",
-                AccuracyWarning,
-                code="RQ401",
-            )
-        return write_ledger(qmod, replace(read_ledger(qmod), guard=seen))
-    culprit = find_first_off(prepared, qmod, pick_worst(prepared, batches, gaps, 2))
-    integers = [value for value in (*prepared.inputs, *prepared.outputs) if value.is_integer]
-    if action is Guard.WARN or strict or integers:
-        why = "with effort='fast' or guard=Guard.WARN nothing is done about it"
-        if action is Guard.REVERT:
-            cause = "strict=True" if strict else "input_dtypes or output_dtypes"
-            why = f"with {cause} no operator goes back to float"
-        warn_user(
-            f"{what} The first operator that is off is {culprit!r}; {why}. {advice}",
-            AccuracyWarning,
-            code="RQ401",
+    seen, batches, gaps = look.summarize(), look.batches, look.gaps
+    if deviates(settings.guarding, gaps):
+        culprit = find_first_off(prepared, qmod, pick_worst(prepared, batches, gaps, 2))
+        return replace(seen, deviates=True, operator=culprit)
+    if deviates_slightly(settings.guarding, gaps):
+        culprit = find_first_off(prepared, qmod, pick_worst(prepared, batches, gaps, 1))
+        return replace(seen, deviates_slightly=True, operator=culprit)
+    return seen
+
+
+def find_promise(prepared: PreparedModel, settings: QuantizeSettings) -> str:
+    """Why no operator may be reverted, however far the outputs deviate; "" where they may."""
+    if settings.guarding.find_action(prepared.effort) is Guard.WARN:
+        return "with effort='fast' or guard=Guard.WARN nothing is done about it"
+    if settings.strict:
+        return "with strict=True no operator goes back to float"
+    if any(value.is_integer for value in (*prepared.inputs, *prepared.outputs)):
+        return "with input_dtypes or output_dtypes no operator goes back to float"
+    return ""
+
+
+def warn_of_deviation(seen: GuardResult, promise: str) -> None:
+    """Name the first operator that is off where outputs deviate and none is reverted."""
+    if not (seen.deviates or seen.deviates_slightly):
+        return
+    why = f"; {promise}. "
+    if seen.deviates_slightly:
+        why = (
+            ". That is more than 8 bits usually cost; effort='best' or quantize(metric=) may help. "
         )
-        guard = replace(seen, is_parted=True, operator=culprit)
-        return write_ledger(qmod, replace(read_ledger(qmod), guard=guard))
-    changed, names, _, is_arithmetic = revert_operators(
-        prepared, qmod, dataset, batches, gaps, settings
-    )
-    if is_arithmetic:
-        advice = (
-            "In simulation the quantized model follows the float model, so neither ranges nor data "
-            "are the cause but integers, such as sums that do not fit int32: see "
-            "relayquant.analysis.accumulator_report. guard=Guard.OFF silences this."
-        )
-    # What was mended on some samples is mended less on others.
-    wide = look_at_samples(prepared, changed, sample, guarding, tuned, 2 * len(look.numbers))
-    guard = replace(
-        wide.summarize(wide.gaps),
-        is_held_out=is_held_out,
-        is_parted=True,
-        operator=culprit,
-        reverted=names,
-        sqnr_before=seen.sqnr,
-        disagreement_before=seen.disagreement,
-    )
     warn_user(
-        f"{what} Back in float, {format_count(len(names), 'operator')}: {', '.join(names)}. Now: "
-        f"on {guard.describe_samples()} {guard.describe()}. {advice}",
+        f"{describe_deviation(seen)} The first operator that is off is {seen.operator!r}{why}"
+        f"{ADVICE}",
         AccuracyWarning,
         code="RQ401",
     )
-    speed = read_ledger(qmod).speed
-    ledger = replace(read_ledger(changed), guard=guard, speed=speed)
-    ledger = explain_reverted(ledger, names, seen)
-    return write_ledger(changed, ledger)
+
+
+def describe_deviation(seen: GuardResult) -> str:
+    """What was seen, as a sentence."""
+    return (
+        "The integer model does not follow the float model on "
+        f"{seen.describe_samples()}: {seen.describe()}."
+    )
 
 
 # --- What is compared -------------------------------------------------------------------------
@@ -169,6 +157,7 @@ class Look:
         tuned: How many of them are in batches that calibration tuned weights or ranges on.
         total: Samples of the data.
         gaps: Of every output, over all batches.
+        is_held_out: Whether the samples are those that calibration did not read.
     """
 
     first: list[Batch]
@@ -177,9 +166,11 @@ class Look:
     tuned: int
     total: int
     gaps: list[OutputGap]
+    is_held_out: bool = False
 
-    def summarize(self, gaps: Sequence[OutputGap]) -> GuardResult:
-        """For the ledger, what gaps on these batches say: the worst of all outputs."""
+    def summarize(self) -> GuardResult:
+        """For the ledger, what the gaps say: the worst of all outputs."""
+        gaps = self.gaps
         worst = min(gaps, key=lambda gap: gap.worst, default=OutputGap(math.inf))
         number = None
         if len(worst.each) == len(self.numbers):
@@ -196,6 +187,7 @@ class Look:
             numbers=self.numbers,
             tuned=self.tuned,
             worst_number=number,
+            is_held_out=self.is_held_out,
         )
 
 
@@ -208,20 +200,20 @@ def look_at_samples(
     prepared: PreparedModel,
     qmod: tvm.IRModule,
     sample: SpreadSample,
-    settings: GuardSettings,
-    tuned: TunedBatches,
+    quantizing: QuantizeSettings,
     least: int = 0,
 ) -> Look:
     """Compare both modules on ever more samples, until more are not likely to change the verdict;
-    see `GuardSettings`.
+    see `GuardSettings`. Batches that calibration tuned on are looked at where there are no others.
 
     Args:
         prepared, qmod: The modules.
         sample: What to choose from.
-        settings: When it is enough.
-        tuned: Batches that are looked at where there are no others.
+        quantizing: When it is enough.
         least: So many samples in any case, as far as there are.
     """
+    settings, is_held_out = quantizing.guarding, quantizing.validation is not None
+    tuned = TunedBatches() if is_held_out else prepared.tuned
     meter, parts, first = GapMeter(prepared.mod, qmod), [], 0
     cheap = count_samples_for(prepared, settings.work)
     both = {*tuned.judged, *tuned.fitted}
@@ -234,12 +226,12 @@ def look_at_samples(
         is_enough = 2 * samples > cheap or is_covered(settings, samples)
         if samples < least:
             continue
-        if is_settled(settings, meter.gaps) and (is_enough or is_parted(settings, meter.gaps)):
+        if is_settled(settings, meter.gaps) and (is_enough or deviates(settings, meter.gaps)):
             break
     batches = [part.batch for part in parts]
     numbers = tuple(int(number) for part in parts for number in part.numbers)
     known = len(sample.find_numbers(both).intersection(numbers))
-    return Look(batches[:first], batches, numbers, known, sample.total, meter.gaps)
+    return Look(batches[:first], batches, numbers, known, sample.total, meter.gaps, is_held_out)
 
 
 def plan_looks(prepared: PreparedModel, settings: GuardSettings) -> list[int]:
@@ -365,62 +357,104 @@ def find_first_off(
 # --- Mending ----------------------------------------------------------------------------------
 
 
-def revert_operators(
-    prepared: PreparedModel,
-    qmod: tvm.IRModule,
-    dataset: Any,
-    batches: Sequence[Batch],
-    gaps: Sequence[OutputGap],
-    settings: QuantizeSettings,
-) -> tuple[tvm.IRModule, tuple[str, ...], list[OutputGap], bool]:
-    """(module, operators put back to float, its gaps, whether only integers part): as few as bring
-    the outputs back.
+@dataclass(frozen=True, eq=False)
+class Attempt:
+    """An integer module with operators in float.
+
+    Attributes:
+        names: The operators.
+        module: The module.
+        gaps: Of every output, on the samples that decide.
+    """
+
+    names: tuple[str, ...]
+    module: tvm.IRModule
+    gaps: list[OutputGap]
+
+    def without(self, name: str) -> list[str]:
+        """The operators but for one."""
+        return [other for other in self.names if other != name]
+
+
+@dataclass(frozen=True, eq=False)
+class Suspects:
+    """Operators that may cause what was seen, and what to revert next.
 
     Few are found on the calibration graph, where an operator is switched by a parameter, on bad
-    samples. The integer module decides, on some that stand for all; while it falls short,
-    twice as many more go, or, where the calibration graph sees nothing wrong, the next one that is
-    off. Of those that went so, as many as can are taken back.
+    samples. The integer module decides, on some that stand for all; while it falls short, twice as
+    many more go, or, where the calibration graph sees nothing wrong, the next one that is off. Of
+    those that went so, as many as can are quantized again.
+
+    Attributes:
+        prepared: The calibrated model.
+        settings: When outputs deviate.
+        order: All operators, the most sensitive first.
+        first: What to begin with.
+        is_arithmetic: Whether the simulated model follows the float model, so that only integers
+            deviate.
+        bad: Samples that the operators are sought on.
+        judged: Samples that decide.
     """
+
+    prepared: PreparedModel
+    settings: GuardSettings
+    order: Sequence[str]
+    first: Sequence[str]
+    is_arithmetic: bool
+    bad: Batches
+    judged: Batches
+
+    def judge(self, names: Sequence[str], module: tvm.IRModule) -> Attempt:
+        """Compare a module that has these operators in float."""
+        gaps = measure_gaps(self.prepared.mod, module, self.judged)
+        return Attempt(tuple(names), module, gaps)
+
+    def add_more(self, attempt: Attempt) -> list[str]:
+        """What to revert next; nothing where the outputs follow, or all is in float."""
+        names = list(attempt.names)
+        if not deviates(self.settings, attempt.gaps) or len(names) >= len(self.order):
+            return []
+        off = find_first_off(self.prepared, attempt.module, self.bad) if self.is_arithmetic else ""
+        if off and off not in names:
+            return [*names, off]
+        count = min(2 * len(names) + 1, len(self.order))
+        return [name for i, name in enumerate(self.order) if i < count or name in names]
+
+    def list_spare(self, attempt: Attempt) -> list[str]:
+        """Operators that may have gone in vain, the least sensitive first."""
+        if deviates(self.settings, attempt.gaps) or len(attempt.names) <= len(self.first):
+            return []
+        return list(attempt.names[::-1][:TAKEN_BACK])
+
+    def suffices(self, fewer: Attempt, more: Attempt) -> bool:
+        """Whether fewer operators in float do as well as more."""
+        follows = bool(fewer.names) and not deviates(self.settings, fewer.gaps)
+        return follows and is_enough(fewer.gaps, more.gaps, self.settings)
+
+
+def find_suspects(
+    prepared: PreparedModel, qmod: tvm.IRModule, look: Look, settings: QuantizeSettings
+) -> Suspects:
+    """Rank the operators by what they cost on the samples that are bad."""
     mapping, guarding = prepared.mapping, settings.guarding
     if mapping is None:
         raise ConfigError(
             "The guard needs the QConfigMapping that the model was prepared with.", code="RQ105"
         )
+    batches, gaps = look.batches, look.gaps
     operators = find_rounding_operators(prepared)
     # Each operator is switched alone, and what is behind it computed anew: half of the model.
     each = max(count_all_macs(prepared) * len(operators) / 2, 1)
     bad = pick_bad(prepared, batches, gaps, max(int(guarding.search_work / each), 1))
     simulation = Simulation(prepared, open_dataset(bad, describe_inputs(prepared.mod)))
     judged = pick_typical(prepared, batches, gaps, plan_looks(prepared, guarding)[0])
-
-    def build(names: Sequence[str]) -> tuple[tvm.IRModule, list[OutputGap]]:
-        changed = keep_parameters(prepared, names, dataset, settings.calibration)
-        module = lower_prepared(changed)
-        return module, measure_gaps(prepared.mod, module, judged)
-
     order = rank_operators(simulation, settings.events, math.inf)
     is_arithmetic = simulation.sqnr(operators) >= guarding.target_sqnr
     if is_arithmetic:
-        names = [find_first_off(prepared, qmod, bad)]
+        first = [find_first_off(prepared, qmod, bad)]
     else:
-        names = search_simulated(simulation, mapping, order, guarding.target_sqnr, math.inf)
-    enough = len(names)
-    module, found = build(names)
-    while is_parted(guarding, found) and len(names) < len(order):
-        off = find_first_off(prepared, module, bad) if is_arithmetic else ""
-        if off and off not in names:
-            names = [*names, off]
-        else:
-            count = min(2 * len(names) + 1, len(order))
-            names = [name for i, name in enumerate(order) if i < count or name in names]
-        module, found = build(names)
-    if len(names) > enough and not is_parted(guarding, found):
-        for name in names[::-1][:TAKEN_BACK]:
-            fewer = [other for other in names if other != name]
-            smaller, gaps = build(fewer)
-            if fewer and not is_parted(guarding, gaps) and is_enough(gaps, found, guarding):
-                names, module, found = fewer, smaller, gaps
-    return module, tuple(names), found, is_arithmetic
+        first = search_simulated(simulation, mapping, order, guarding.target_sqnr, math.inf)
+    return Suspects(prepared, guarding, order, first, is_arithmetic, bad, judged)
 
 
 def is_enough(
@@ -431,26 +465,59 @@ def is_enough(
     return all(gap.sqnr >= least for gap in gaps)
 
 
-def explain_reverted(ledger: Ledger, names: Collection[str], before: GuardResult) -> Ledger:
-    """The ledger with the guard's reason at each operator that it put back."""
-    for name in names:
+def write_reverted(
+    found: Attempt, wide: Look, seen: GuardResult, suspects: Suspects, speed: SpeedResult | None
+) -> tvm.IRModule:
+    """The module that was found, with what was seen before and after in its ledger; warns.
+
+    Args:
+        found: The module.
+        wide: What it was compared on in the end.
+        seen: What the module with all of the plan quantized had.
+        suspects: Where it was chosen from.
+        speed: What was measured before.
+    """
+    guard = replace(
+        wide.summarize(),
+        deviates=True,
+        operator=seen.operator,
+        reverted=found.names,
+        sqnr_before=seen.sqnr,
+        disagreement_before=seen.disagreement,
+    )
+    advice = ADVICE
+    if suspects.is_arithmetic:
+        advice = (
+            "In simulation the quantized model follows the float model, so neither ranges nor data "
+            "are the cause but integers, such as sums that do not fit int32: see "
+            "relayquant.analysis.accumulator_report. guard=Guard.OFF silences this."
+        )
+    warn_user(
+        f"{describe_deviation(seen)} Back in float, {format_count(len(found.names), 'operator')}: "
+        f"{', '.join(found.names)}. Now: on {guard.describe_samples()} {guard.describe()}. "
+        f"{advice}",
+        AccuracyWarning,
+        code="RQ401",
+    )
+    ledger = replace(read_ledger(found.module), guard=guard, speed=speed)
+    for name in found.names:
         ledger = ledger.with_refusal(
             name,
-            f"put back to float by the guard: quantized, {before.describe()}",
+            f"reverted to float by the guard: quantized, {seen.describe()}",
             "relayquant.compare and relayquant.lint tell whether its range or the data is wrong; "
             "guard=Guard.OFF keeps it quantized",
         )
-    return ledger
+    return write_ledger(found.module, ledger)
 
 
-def is_parted(settings: GuardSettings, gaps: Sequence[OutputGap]) -> bool:
+def deviates(settings: GuardSettings, gaps: Sequence[OutputGap]) -> bool:
     """Whether one of the outputs is too far from the float model's."""
     return any(
         gap.sqnr < settings.min_sqnr or gap.disagreement > settings.disagreement for gap in gaps
     )
 
 
-def is_doubtful(settings: GuardSettings, gaps: Sequence[OutputGap]) -> bool:
+def deviates_slightly(settings: GuardSettings, gaps: Sequence[OutputGap]) -> bool:
     """Whether one of the outputs is so far from the float model's that users should know."""
     return any(
         gap.disagreement > settings.doubtful_disagreement
@@ -461,7 +528,7 @@ def is_doubtful(settings: GuardSettings, gaps: Sequence[OutputGap]) -> bool:
 
 
 def is_settled(settings: GuardSettings, gaps: Sequence[OutputGap]) -> bool:
-    """Whether further samples are not likely to change whether outputs part."""
+    """Whether further samples are not likely to change whether outputs deviate."""
     answers = [bound_share(gap.differing, gap.samples) for gap in gaps if gap.samples]
     if any(gap.most < settings.min_sqnr for gap in gaps):
         return True

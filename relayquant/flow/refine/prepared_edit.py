@@ -7,7 +7,7 @@ What `prepare` and `calibrate` give may wait, travel and be put together before
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,6 @@ from relayquant.base.storage.module_file import parse_module
 from relayquant.config import BackendConfig, DTypeConfig, QConfigMapping
 from relayquant.config.observers import Observer
 from relayquant.errors import ConfigError, DataError, format_count
-from relayquant.flow.pipeline import calibrate_model
-from relayquant.flow.settings import CalibrateSettings
 from relayquant.ir.ledger import InterfaceValue
 from relayquant.ir.plan import OperatorPlan, Plan, SharedQParams
 from relayquant.stages.annotation import annotate
@@ -288,13 +286,15 @@ def read_statistics(
     return GroupStatistics(observer, observer.restore(group.info, found))
 
 
-def keep_parameters(
-    prepared: PreparedModel, names: Collection[str], dataset: Any, calibration: Any
+def keep_in_float(
+    prepared: PreparedModel,
+    names: Collection[str],
+    calibrate: Callable[[PreparedModel], PreparedModel],
 ) -> PreparedModel:
     """The calibrated model with operators in float, and all parameters as they were picked.
 
     A value of a new group takes the parameters that its former group had in the same format. Only
-    where there were none, which no built-in pattern brings about, is calibrated anew.
+    where there were none, which no built-in pattern brings about, `calibrate` picks all anew.
     """
     if prepared.mapping is None:
         raise ConfigError(
@@ -315,7 +315,7 @@ def keep_parameters(
             if old.key in prepared.parameters
         ]
         if not former:
-            return calibrate_model(changed, dataset, CalibrateSettings(calibration=calibration))
+            return calibrate(changed)
         parameters[group.key] = prepared.parameters[former[0].key]
         observers[group.key] = prepared.observers.get(former[0].key, "")
     return replace(changed, parameters=parameters, observers=observers)

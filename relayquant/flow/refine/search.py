@@ -1,13 +1,14 @@
-"""In place of one run of the data flow, if a metric is given: model, data and metric -> the module
-with the fewest operators in float or int16 that keeps the metric within its bound.
+"""In place of the guard, if a metric is given: what was measured so far -> which operators to put
+back next, to find the fewest in float or int16 that keep the metric within its bound. `pipeline`
+builds what is measured.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,130 +32,92 @@ from relayquant.config.observers import MinMax
 from relayquant.data import Dataset, open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError, DataWarning, warn_user
-from relayquant.flow.pipeline import calibrate_model, lower_prepared, prepare_model, review_prepared
 from relayquant.flow.refine.prepared_edit import describe_mapping
 from relayquant.flow.refine.search_result import FLOAT, WIDE, SearchOutcome, Trial, describe_best
 from relayquant.flow.refine.search_state import SearchState, make_fingerprint, trial_key
-from relayquant.flow.refine.speed import Stopwatch, keep_faster_float
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.ledger import SearchResult, read_ledger, write_ledger
 from relayquant.ir.plan import OperatorPlan
 from relayquant.stages.annotation import annotate
-from relayquant.stages.backends import resolve_backend
 from relayquant.stages.calibration.checkpoint import digest_batch
 from relayquant.stages.compilation import compile
 from relayquant.stages.effort import default_mapping
 from relayquant.stages.prepared import PreparedModel
 
 
-def search_operators(
-    mod: tvm.IRModule,
-    params: Mapping[str, Any] | None,
-    dataset: Any,
-    metric: Metric,
-    settings: QuantizeSettings,
-) -> SearchOutcome:
-    """Quantize, and put the fewest operators back that bring accuracy back.
+@dataclass(frozen=True, eq=False)
+class SearchBasis:
+    """What a search knows before anything is calibrated.
 
-    Operators are ranked by sensitivity. The shortest prefix of that order that is good enough is
-    found on the calibration graph, whose operators are switched without compiling anything, and
-    thinned out there. Then the integer module is built and measured, with more operators in float
-    if it falls short of the simulation, and with fewer as long as the bound is met. Last, the
-    operators are tried in int16, where the backend runs all of them so.
+    Attributes:
+        deadline: When no further trial begins, by `time.monotonic`.
+        data: What the metric is measured on.
+        digest: Of the first batch of the data of calibration.
+        state: What an earlier run of the same search has measured.
+    """
+
+    deadline: float
+    data: Dataset
+    digest: str
+    state: SearchState
+
+
+def open_search(
+    prepared: PreparedModel, dataset: Any, settings: QuantizeSettings, start: float
+) -> SearchBasis:
+    """Read what the search begins with: what is wrong with it shows before anything takes time.
 
     Args:
-        mod, params, dataset: As for `quantize`.
-        metric: See `quantize`.
-        settings: Bound and budget of the search, and those of each quantization.
+        prepared: The model with nothing put back.
+        dataset: What it is calibrated with.
+        settings: Those of the search.
+        start: When the search began, by `time.monotonic`.
+
+    Raises:
+        ConfigError: `search_state` is that of another search.
+        DataError: it is damaged, or the data does not fit the model.
+    """
+    state = open_state(prepared, settings)
+    validation = dataset if settings.validation is None else settings.validation
+    data = open_dataset(validation, describe_inputs(prepared.mod))
+    next(iter(data))
+    deadline = math.inf if settings.budget is None else start + settings.budget
+    return SearchBasis(deadline, data, digest_first_batch(dataset, prepared), state)
+
+
+def start_search(
+    calibrated: PreparedModel, basis: SearchBasis, metric: Metric, settings: QuantizeSettings
+) -> ModuleSearch:
+    """Measure the float model, and see that it is the one of `search_state`.
 
     Raises:
         ConfigError: the metric returns no number, or `search_state` is that of another search.
-        ModelError, DataError: as `quantize`; or `search_state` is damaged.
-        FileError: `search_state` cannot be written.
     """
-    validation, events = settings.validation, settings.events
-    deadline = math.inf if settings.budget is None else time.monotonic() + settings.budget
-    backend = resolve_backend(settings.backend)
-
-    def prepare(mapping: QConfigMapping | None) -> PreparedModel:
-        return prepare_model(mod, params, dataset, mapping, backend, settings)
-
-    def calibrate(prepared: PreparedModel) -> PreparedModel:
-        return calibrate_model(prepared, dataset, settings.calibrating)
-
-    prepared = prepare(settings.qconfig_mapping)
-    review_prepared(prepared, settings.strict)
-    state = open_state(prepared, settings)
-    data = open_dataset(
-        dataset if validation is None else validation, describe_inputs(prepared.mod)
-    )
-    next(iter(data))  # what is wrong with the data shows before anything takes time
-    base = prepared.mapping or default_mapping(backend, settings.level, settings.model_type)
-    simulation = Simulation(calibrate(prepared), data, metric)
+    simulation = Simulation(calibrated, basis.data, metric)
     float_score = score_float(metric, simulation)
-    review_score(prepared, data, metric, float_score)
-    state.check_basis(
+    review_score(calibrated, basis.data, metric, float_score)
+    basis.state.check_basis(
         {
-            "calibration data": digest_first_batch(dataset, prepared),
+            "calibration data": basis.digest,
             "validation data": simulation.data_digest,
             "scores of the float model": f"{float_score:.4g}",
         }
     )
-    bound = float_score - settings.max_drop
-    trials = ModuleTrials(
-        simulation, metric, bound, base, lambda found: calibrate(prepare(found)), state, events
-    )
-    try_modules(trials, deadline)
-    best = trials.best
-    changed, module = trials.take_best()
-    mapping, score = trials.find_mapping(best.names, best.dtype), best.score
-    if settings.only_if_faster:
-        stopwatch = Stopwatch.on_this_machine([*next(iter(data)).values()])
-        least = min(bound, best.score)
-        accepted: list[float] = []
-
-        def accept(faster: tvm.IRModule) -> bool:
-            found = trials.score(faster)
-            if found >= least:
-                accepted.append(found)  # of the last one, which is taken
-            return found >= least
-
-        changed, module = keep_faster_float(
-            changed,
-            module,
-            stopwatch,
-            dataset,
-            calibration=settings.calibration,
-            accept=accept,
-        )
-        if accepted:
-            mapping, score = changed.mapping or mapping, accepted[-1]
-    seen = SearchResult(
-        score,
-        float_score,
-        score >= bound,
-        len(trials.done),
-        best.names,
-        best.dtype,
-        describe_mapping(mapping),
-    )
-    module = write_ledger(module, replace(read_ledger(module), search=seen))
-    return SearchOutcome(
-        module,
-        mapping,
-        best.names,
-        score,
-        float_score,
-        score >= bound,
-        len(trials.done),
-        best.dtype,
-    )
+    return ModuleSearch(simulation, metric, float_score, basis, settings)
 
 
-class ModuleTrials:
-    """Integer modules with some operators put back: built, measured, and the best one kept.
+#: (operators that are put back, what to)
+Choice = tuple[Sequence[str], str]
+#: Such a choice -> (calibrated model, integer module)
+Build = Callable[[Sequence[str], str], tuple[PreparedModel, tvm.IRModule]]
+
+
+class ModuleSearch:
+    """What a search has measured so far of integer modules with some operators put back.
 
     Attributes:
+        simulation: The model with nothing put back.
+        bound: What the metric has to be at least.
         done: What was measured, in order.
     """
 
@@ -162,32 +125,40 @@ class ModuleTrials:
         self,
         simulation: Simulation,
         metric: Metric,
-        bound: float,
-        base: QConfigMapping,
-        calibrate: Callable[[QConfigMapping], PreparedModel],
-        state: SearchState,
-        events: CallbackList,
+        float_score: float,
+        basis: SearchBasis,
+        settings: QuantizeSettings,
     ) -> None:
         """
         Args:
-            simulation: Of the model with nothing put back.
-            bound: What `metric` has to be at least.
-            base: The mapping without what is put back.
-            calibrate: Gives the calibrated model of another mapping.
-            state: Holds the scores; what it knows is not measured again.
-            events: Told of each trial.
+            simulation: The model with nothing put back.
+            metric: See `quantize`.
+            float_score: The metric of the float model against itself.
+            basis: Its state holds the scores; what it knows is not measured again.
+            settings: Those of the search; told of each trial.
         """
-        self.simulation, self.metric, self.bound = simulation, metric, bound
-        self.base, self.calibrate = base, calibrate
-        self.state, self.events = state, events
+        prepared = simulation.prepared
+        self.simulation, self.metric, self.float_score = simulation, metric, float_score
+        self.bound = float_score - settings.max_drop
+        self.base = prepared.mapping or default_mapping(
+            prepared.backend, settings.level, settings.model_type
+        )
+        self.state, self.deadline, self.events = basis.state, basis.deadline, settings.events
         self.done: list[Trial] = []
         #: of the best trial, unless its score was known
         self._built: tuple[PreparedModel, tvm.IRModule] | None = None
+        #: of a module that is faster than that of the best trial, and accepted
+        self._faster_score: float | None = None
 
     @property
     def best(self) -> Trial:
         """The first of the highest rank."""
         return max(self.done, key=lambda trial: trial.rank)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no further trial may begin."""
+        return time.monotonic() >= self.deadline
 
     def find_mapping(self, names: Sequence[str], dtype: str) -> QConfigMapping:
         """The mapping that puts these operators back to a dtype."""
@@ -195,24 +166,44 @@ class ModuleTrials:
         wide = make_wide(prepared) if dtype == WIDE else None
         return add_float_lines(prepared, names, self.base, wide)
 
-    def build(self, names: Sequence[str], dtype: str) -> tuple[PreparedModel, tvm.IRModule]:
-        """(calibrated model, integer module) with these operators put back."""
-        changed = self.simulation.prepared
-        if names:
-            changed = self.calibrate(self.find_mapping(names, dtype))
-        return changed, lower_prepared(changed)
+    def propose(self) -> Iterator[Choice]:
+        """What to measure next, as long as few operators are not enough and there is time.
+
+        What comes depends on what was measured: each choice is measured before the next is asked
+        for. Operators are ranked by sensitivity. The shortest prefix of that order that is good
+        enough is found on the calibration graph, whose operators are switched without compiling
+        anything, and thinned out there. Then modules are proposed, with more operators in float as
+        long as the integers fall short of the simulation, and with fewer as long as the bound is
+        met. Last, the operators in int16, where the backend runs all of them so.
+        """
+        yield (), FLOAT
+        if self.best.is_met or self.is_over:
+            return
+        simulation = self.simulation
+        order = rank_operators(simulation, self.events, self.deadline, self.state)
+        names = search_simulated(simulation, self.base, order, self.bound, self.deadline)
+        for proposed in propose_integers(self.done, order, names, self.deadline):
+            yield proposed, FLOAT
+        found = self.best
+        if found.is_met and not self.is_over:
+            prepared, mapping = simulation.prepared, self.find_mapping(found.names, WIDE)
+            plan = annotate(prepared.mod, prepared.backend, mapping)
+            if all(plan.operator(name).quantized for name in found.names):
+                yield found.names, WIDE
 
     def score(self, module: tvm.IRModule) -> float:
         """The metric of an integer module."""
         found = run_all(self.simulation, module)
         return apply_metric(self.metric, self.simulation.expected, found)
 
-    def measure(self, names: Sequence[str], dtype: str = FLOAT) -> Trial:
-        """Try the integer module with these operators put back."""
+    def measure(self, names: Sequence[str], dtype: str, build: Build) -> Trial:
+        """Try the integer module with these operators put back; it is built unless its score is
+        known.
+        """
         key = trial_key(names, dtype)
         pair = None
         if key not in self.state.trials:
-            pair = self.build(names, dtype)
+            pair = build(names, dtype)
             self.state.trials[key] = self.score(pair[1])
         score = self.state.trials[key]
         trial = Trial(tuple(names), dtype, score, score >= self.bound)
@@ -224,24 +215,48 @@ class ModuleTrials:
         self.events.on_progress(ProgressEvent("search", len(self.done), None, unit="module"))
         return trial
 
-    def take_best(self) -> tuple[PreparedModel, tvm.IRModule]:
+    def take_best(self, build: Build) -> tuple[PreparedModel, tvm.IRModule]:
         """What the best trial measured, built now where its score was known."""
-        return self._built or self.build(self.best.names, self.best.dtype)
+        return self._built or build(self.best.names, self.best.dtype)
 
+    def accept_faster(self, module: tvm.IRModule) -> bool:
+        """Whether a faster module is within the bound, or no worse than the best trial."""
+        score = self.score(module)
+        is_accepted = score >= min(self.bound, self.best.score)
+        if is_accepted:
+            self._faster_score = score
+        return is_accepted
 
-def try_modules(trials: ModuleTrials, deadline: float) -> None:
-    """Measure modules until few operators are in float, or int16, or time is over."""
-    if trials.measure(()).is_met or time.monotonic() >= deadline:
-        return
-    simulation = trials.simulation
-    order = rank_operators(simulation, trials.events, deadline, trials.state)
-    names = search_simulated(simulation, trials.base, order, trials.bound, deadline)
-    found = search_integers(trials.measure, order, names, deadline)
-    if found.is_met and time.monotonic() < deadline:
-        prepared, mapping = simulation.prepared, trials.find_mapping(found.names, WIDE)
-        plan = annotate(prepared.mod, prepared.backend, mapping)
-        if all(plan.operator(name).quantized for name in found.names):
-            trials.measure(found.names, WIDE)
+    def finish(self, changed: PreparedModel, module: tvm.IRModule) -> SearchOutcome:
+        """What was found, which the ledger of the module says too.
+
+        Args:
+            changed, module: What `take_best` gave, or the last that `accept_faster` accepted.
+        """
+        best = self.best
+        mapping, score = self.find_mapping(best.names, best.dtype), best.score
+        if self._faster_score is not None:
+            mapping, score = changed.mapping or mapping, self._faster_score
+        is_met, trials = score >= self.bound, len(self.done)
+        seen = SearchResult(
+            score,
+            self.float_score,
+            is_met,
+            trials,
+            best.names,
+            best.dtype,
+            describe_mapping(mapping),
+        )
+        return SearchOutcome(
+            write_ledger(module, replace(read_ledger(module), search=seen)),
+            mapping,
+            best.names,
+            score,
+            self.float_score,
+            is_met,
+            trials,
+            best.dtype,
+        )
 
 
 def digest_first_batch(dataset: Any, prepared: PreparedModel) -> str:
@@ -292,27 +307,30 @@ def score_float(metric: Metric, simulation: Simulation) -> float:
     return score
 
 
-def search_integers(
-    measure: Callable[[Sequence[str]], Trial],
-    order: Sequence[str],
-    names: Sequence[str],
-    deadline: float,
-) -> Trial:
-    """From what suffices in simulation to what suffices in integers, and no more."""
-    found, count = measure(names), len(names)
-    while not found.is_met and count < len(order) and time.monotonic() < deadline:
+def propose_integers(
+    done: Sequence[Trial], order: Sequence[str], names: Sequence[str], deadline: float
+) -> Iterator[Sequence[str]]:
+    """From what suffices in simulation to what suffices in integers, and no more.
+
+    Args:
+        done: What was measured, the last one at the end; it grows while this runs.
+        order: All operators, the most sensitive first.
+        names: What suffices in simulation.
+        deadline: When no further trial begins.
+    """
+    yield names
+    count = len(names)
+    while not done[-1].is_met and count < len(order) and time.monotonic() < deadline:
         # The simulation promised more than the integers keep: twice as many more each time.
         count = min(2 * count + 1, len(order))
         names = [name for i, name in enumerate(order) if i < count or name in names]
-        found = measure(names)
+        yield names
     # It may also promise less: its ranges were picked behind what is now in float.
-    low, high = 0, len(names) if found.is_met else 0
+    low, high = 0, len(names) if done[-1].is_met else 0
     while high - low > 1 and time.monotonic() < deadline:
         middle = (low + high) // 2
-        fewer = measure(names[:middle])
-        low, high = (low, middle) if fewer.is_met else (middle, high)
-        found = fewer if fewer.is_met else found
-    return found
+        yield names[:middle]
+        low, high = (low, middle) if done[-1].is_met else (middle, high)
 
 
 def make_wide(prepared: PreparedModel) -> QConfig | None:

@@ -4,6 +4,7 @@ operators in float that this machine runs faster so.
 Not every operator gains from integers: where there is no integer kernel, or where an operator
 between two float ones needs conversions on both sides. What helps is measured, not guessed: both
 forms are timed kernel by kernel, and a module is changed only when the whole of it became faster.
+`pipeline` builds what is timed.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import tvm
 from relayquant.analysis.latency import measure_latency
 from relayquant.analysis.profile import profile_module
 from relayquant.base.runtime import Executor, as_tensor
-from relayquant.flow.pipeline import lower_prepared
-from relayquant.flow.refine.prepared_edit import describe_mapping, keep_parameters
+from relayquant.data import open_dataset
+from relayquant.data.item import describe_inputs
+from relayquant.flow.refine.prepared_edit import describe_mapping
 from relayquant.ir.ledger import SpeedResult, read_ledger, write_ledger
 from relayquant.ir.plan import Plan
 from relayquant.ir.rewrite import Graph
@@ -71,6 +73,12 @@ class Stopwatch:
         return Stopwatch(time_values, time_modules)
 
 
+def start_stopwatch(dataset: Any, prepared: PreparedModel) -> Stopwatch:
+    """The clock of this machine, on the first batch of a data set."""
+    batch = next(iter(open_dataset(dataset, describe_inputs(prepared.mod))))
+    return Stopwatch.on_this_machine([*batch.values()])
+
+
 def bind_run(mod: tvm.IRModule, inputs: Inputs) -> Callable[[], object]:
     """A function that runs main of a module, compiled for this machine, once."""
     main, tensors = Executor(compile(mod)).vm["main"], [as_tensor(array) for array in inputs]
@@ -91,56 +99,62 @@ class Part:
         return self.integer - self.float_
 
 
-def keep_faster_float(
-    prepared: PreparedModel,
+@dataclass(frozen=True, eq=False)
+class SpeedTrial:
+    """A calibrated model, its integer module, and what was timed of it."""
+
+    prepared: PreparedModel
+    module: tvm.IRModule
+    result: SpeedResult
+
+    def is_faster_than(self, other: SpeedTrial) -> bool:
+        """Whether the whole model is, and by so much that it is no chance."""
+        return self.result.ratio < min(1 - LEAST_GAIN, other.result.ratio)
+
+    def explain(self, parts: Sequence[Part]) -> tuple[PreparedModel, tvm.IRModule]:
+        """(calibrated model, module whose ledger says what is in float and how much it gains)."""
+        ledger = replace(read_ledger(self.module), speed=self.result)
+        for part in parts:
+            for name in set(part.operators) & set(self.result.reverted):
+                count = len(part.operators) - 1
+                others = f", with {count} others" if count else ""
+                reason = (
+                    f"faster in float on this machine: {part.float_ * 1e6:.1f} us{others}, "
+                    f"{part.integer * 1e6:.1f} us on integers"
+                )
+                ledger = ledger.with_refusal(name, reason, "only_if_faster=False quantizes it")
+        return self.prepared, write_ledger(self.module, ledger)
+
+
+def time_first(prepared: PreparedModel, qmod: tvm.IRModule, stopwatch: Stopwatch) -> SpeedTrial:
+    """The model with all of its plan quantized."""
+    return SpeedTrial(prepared, qmod, SpeedResult(stopwatch.time_modules([qmod])[0]))
+
+
+def time_beside(
     qmod: tvm.IRModule,
+    changed: PreparedModel,
+    module: tvm.IRModule,
+    names: tuple[str, ...],
     stopwatch: Stopwatch,
-    dataset: Any,
-    *,
-    calibration: Any = None,
-    accept: Callable[[tvm.IRModule], bool] = lambda _: True,
-) -> tuple[PreparedModel, tvm.IRModule]:
-    """(calibrated model, integer module) with operators in float where that is faster; the ledger
-    says which and by how much.
+) -> SpeedTrial:
+    """The model with operators in float, timed in turns with the integer module."""
+    before, now = stopwatch.time_modules([qmod, module])
+    mapping = describe_mapping(changed.mapping) if changed.mapping is not None else None
+    return SpeedTrial(changed, module, SpeedResult(before, now, names, mapping))
 
-    All operators whose float kernels took less time go to float first, then the half of them that
-    promises most, and so on, neighbours together: conversions at their borders, which no kernel's
-    time tells, count only in a whole model. The fastest one is taken, if it is faster than `qmod`.
 
-    Args:
-        prepared: The calibrated model that `qmod` was made from; parameters stay as they are.
-        qmod: Its integer module.
-        stopwatch: Measures.
-        dataset, calibration: As for `quantize`; used when a new plan has values that were never
-            observed.
-        accept: Whether a faster module will do otherwise; what it accepted last is returned.
+def list_trials(parts: Sequence[Part]) -> list[tuple[str, ...]]:
+    """What to try in float: all operators whose float kernels take less time, then the half of them
+    that promises most, and so on. Neighbours are together: conversions at their borders, which no
+    kernel's time tells, count only in a whole model.
     """
-    parts = find_faster_parts(prepared, qmod, stopwatch)
-    best = prepared, qmod, SpeedResult(stopwatch.time_modules([qmod])[0])
-    count = len(parts)
-    for _ in range(TRIALS):
-        if not count:
-            break
-        names = tuple(name for part in parts[:count] for name in part.operators)
-        changed = keep_parameters(prepared, names, dataset, calibration)
-        module = lower_prepared(changed)
-        before, now = stopwatch.time_modules([qmod, module])
-        faster_than_best = now / before < min(1 - LEAST_GAIN, best[2].ratio)
-        if faster_than_best and accept(module):
-            mapping = describe_mapping(changed.mapping) if changed.mapping is not None else None
-            best = changed, module, SpeedResult(before, now, names, mapping)
-        count //= 2
-    changed, module, result = best
-    ledger = replace(read_ledger(module), speed=result)
-    for part in parts:
-        for name in set(part.operators) & set(result.reverted):
-            others = f", with {len(part.operators) - 1} others" if len(part.operators) > 1 else ""
-            reason = (
-                f"faster in float on this machine: {part.float_ * 1e6:.1f} us{others}, "
-                f"{part.integer * 1e6:.1f} us on integers"
-            )
-            ledger = ledger.with_refusal(name, reason, "only_if_faster=False quantizes it")
-    return changed, write_ledger(module, ledger)
+    counts = [len(parts) >> i for i in range(TRIALS)]
+    return [
+        tuple(name for part in parts[:count] for name in part.operators)
+        for count in counts
+        if count
+    ]
 
 
 def find_faster_parts(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from relayquant.base.storage.archive import Archive, read_archive, write_archive
 from relayquant.base.storage.files import reading
 from relayquant.stages.calibration.shard import GroupObservation
 from relayquant.stages.calibration.store import BEGIN_ANEW
-from relayquant.stages.prepared import GroupStatistics, TunedBatches
+from relayquant.stages.prepared import GroupStatistics, PreparedModel, TunedBatches
 
 FORMAT = "relayquant.choices.1"
 
@@ -29,6 +29,17 @@ class CalibrationResult:
     statistics: dict[str, GroupStatistics] = field(default_factory=dict)
     observers: dict[str, str] = field(default_factory=dict)
     tuned: TunedBatches = field(default_factory=TunedBatches)
+
+    def put_into(self, prepared: PreparedModel) -> PreparedModel:
+        """The prepared model with what was found."""
+        return replace(
+            prepared,
+            parameters=self.parameters,
+            constants=self.constants,
+            statistics=self.statistics,
+            observers=self.observers,
+            tuned=self.tuned,
+        )
 
     def save(self, path: Path) -> None:
         """Write to a file that `load` reads. The file is never incomplete."""

@@ -17,8 +17,9 @@ import tvm
 
 from relayquant.base.qtypes import INTEGER_LIMITS, Granularity, QParams, QSpec, Scheme
 from relayquant.config import BackendConfig
-from relayquant.errors import ConfigError, suggest_name, warn_user
+from relayquant.errors import ConfigError, ModelError, suggest_name, warn_user
 from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE, QUANTIZE
+from relayquant.ir.ledger import find_ledger
 from relayquant.ir.plan import Plan, SharedQParams
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.function import read_sources
@@ -53,6 +54,26 @@ def realize_quantized(canonical: tvm.IRModule, backend: BackendConfig) -> tvm.IR
     integer = realize_qnn(adopted, backend)
     folded = fold_qnn(expand_affine(integer, backend))
     return add_ledger(folded, adopted, canonical, backend)
+
+
+def check_unfinished(canonical: tvm.IRModule) -> None:
+    """Raise ModelError on a module that this package made: it is quantized once."""
+    if find_ledger(canonical) is not None:
+        raise ModelError(
+            "The module was quantized by relayquant and cannot be quantized again. Start from "
+            "the float model, or from what load gave for a model quantized elsewhere.",
+            code="RQ205",
+        )
+
+
+def check_quantized(canonical: tvm.IRModule) -> None:
+    """Raise ModelError on a module that nobody quantized: it cannot be lowered."""
+    if not has_quantized_values(canonical):
+        raise ModelError(
+            "The module holds no quantized value, so there is nothing to lower. Quantize it: "
+            "relayquant.quantize(mod, params, dataset).",
+            code="RQ205",
+        )
 
 
 def find_known(mod: tvm.IRModule) -> dict[str, QParams]:

@@ -19,18 +19,19 @@ from relayquant.config import Guard, GuardSettings
 from relayquant.data import open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.demo import load_digits
+from relayquant.flow import pipeline
+from relayquant.flow.pipeline import guard_module
 from relayquant.flow.refine import guard
 from relayquant.flow.refine.guard import (
+    deviates,
+    deviates_slightly,
     find_first_off,
-    guard_module,
-    is_doubtful,
-    is_parted,
     is_settled,
     pick_worst,
     plan_looks,
     take_sample,
 )
-from relayquant.flow.refine.prepared_edit import keep_parameters
+from relayquant.flow.refine.prepared_edit import keep_in_float
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.ledger import Ledger
 from relayquant.ir.rewrite import rewrite_main
@@ -78,7 +79,7 @@ def test_guard__silent_on_a_good_model(digits):
         guarded = guard_module(prepared, qmod, data, QuantizeSettings(guard=Guard.REVERT))
     seen = rq.ledger(guarded).guard
     assert seen is not None
-    assert (seen.samples, seen.is_parted, seen.operator, seen.reverted) == (32, False, "", ())
+    assert (seen.samples, seen.deviates, seen.operator, seen.reverted) == (32, False, "", ())
     assert seen.sqnr > 25
     assert seen.disagreement == 0
     assert rq.ledger(guarded).rows == rq.ledger(qmod).rows
@@ -87,13 +88,13 @@ def test_guard__silent_on_a_good_model(digits):
 def test_guard__puts_back_what_breaks_the_outputs(digits, mended):
     qmod, caught = mended
     seen = rq.ledger(qmod).guard
-    assert seen.is_parted
+    assert seen.deviates
     assert seen.operator == BROKEN
     assert seen.sqnr_before < 10 < 20 < seen.sqnr
     assert seen.reverted
     floating = {row.name: row for row in rq.ledger(qmod).floating}
     for name in seen.reverted:
-        assert "put back to float by the guard" in floating[name].reason
+        assert "reverted to float by the guard" in floating[name].reason
         assert "relayquant.lint" in floating[name].advice
         assert name in str(caught[0].message)
     assert caught[0].filename == __file__, "the warning points at who called quantize"
@@ -126,7 +127,7 @@ def test_guard__warning_names_the_operator(digits, broken):
         qmod = guard_module(*broken, digits[2], QuantizeSettings(guard=None))
     ledger = rq.ledger(qmod)
     assert not ledger.floating
-    assert (ledger.guard.is_parted, ledger.guard.operator) == (True, BROKEN)
+    assert (ledger.guard.deviates, ledger.guard.operator) == (True, BROKEN)
 
 
 def test_guard__off_runs_nothing(broken):
@@ -164,11 +165,13 @@ def test_guard__names_the_first_value_that_is_off(digits, broken):
     assert find_first_off(prepared, qmod, [{"image": digits[2][0][:4]}]) == BROKEN
 
 
-def test_keep_parameters__a_value_without_any_is_calibrated(digits, broken):
+def test_keep_in_float__a_value_without_any_is_calibrated(digits, broken):
     prepared, _ = broken
     known = {k: v for k, v in prepared.parameters.items() if k != "conv1/relu"}
     bare = replace(prepared, parameters=known)
-    changed = keep_parameters(bare, ["logits"], digits[2], clip_one)
+    changed = keep_in_float(
+        bare, ["logits"], lambda model: rq.calibrate(model, digits[2], calibration=clip_one)
+    )
     assert changed.parameters.keys() == {group.key for group in changed.plan.groups}
 
 
@@ -236,7 +239,7 @@ def test_guard__a_sample_that_is_lost_among_others_is_seen(digits, broken):
     np.testing.assert_allclose(gaps[0].each, each, rtol=1e-3)
     (worst,) = pick_worst(prepared, images, gaps, 1)
     np.testing.assert_array_equal(worst["image"][0], images[0]["image"][np.argmin(each)])
-    doubtful = partial(is_doubtful, GuardSettings())
+    doubtful = partial(deviates_slightly, GuardSettings())
     assert doubtful([OutputGap(20.9, each=(30.0, 25.0, 0.9))])
     assert doubtful([OutputGap(12.3, 2, 8)])
     assert doubtful([OutputGap(12.3)])
@@ -256,7 +259,7 @@ def test_guard__warns_in_between(digits, broken):
     with pytest.warns(rq.AccuracyWarning, match="more than 8 bits usually cost"):
         qmod = guard_module(*broken, digits[2], QuantizeSettings(guard=settings))
     seen = rq.ledger(qmod).guard
-    assert (seen.is_parted, seen.is_doubtful, seen.operator) == (False, True, BROKEN)
+    assert (seen.deviates, seen.deviates_slightly, seen.operator) == (False, True, BROKEN)
     assert Ledger.from_dict(rq.ledger(qmod).to_dict()).guard == seen
 
 
@@ -308,10 +311,10 @@ def test_count_differing__what_is_no_answer():
 
 def test_settings__what_parts():
     settings = GuardSettings()
-    assert not is_parted(settings, [OutputGap(15.0, 4, 8), OutputGap(float("inf"))])
-    assert is_parted(settings, [OutputGap(30.0), OutputGap(9.0)])
-    assert is_parted(settings, [OutputGap(30.0, 5, 8)])
-    assert is_parted(settings, [OutputGap(float("-inf"))])
+    assert not deviates(settings, [OutputGap(15.0, 4, 8), OutputGap(float("inf"))])
+    assert deviates(settings, [OutputGap(30.0), OutputGap(9.0)])
+    assert deviates(settings, [OutputGap(30.0, 5, 8)])
+    assert deviates(settings, [OutputGap(float("-inf"))])
 
 
 @pytest.mark.parametrize(
@@ -361,7 +364,7 @@ def test_measure_gaps__integers_are_answers_and_no_amounts():
     _, other = measure_gaps(find_place(1.0), find_place(-1.0), [{"x": x}])
     assert same.sqnr == other.sqnr == float("inf")
     assert (same.disagreement, other.disagreement) == (0, 1)
-    assert is_parted(GuardSettings(), [other])
+    assert deviates(GuardSettings(), [other])
     assert other.worst <= 0, "the sample is found as the worst"
 
 
@@ -412,17 +415,15 @@ def revert(monkeypatch):
         tried: list[tuple[str, ...]] = []
         others = iter([*off, *[""] * 20])
 
-        def keep(prepared, names, dataset, calibration):
+        def rebuild(calibrated, names, dataset, settings):
             tried.append(tuple(names))
-            return SimpleNamespace(backend=None)
+            return None, tried[-1]
 
         for name, stand_in in {
             "rank_operators": lambda *_: list(ORDER),
             "search_simulated": lambda *_: list(simulated),
             "find_first_off": lambda *_: next(others),
-            "keep_parameters": keep,
             "measure_gaps": lambda *_: [gap(set(tried[-1]))],
-            "lower_prepared": lambda prepared: tried[-1],
             "Simulation": lambda *_: SimpleNamespace(sqnr=lambda _: 99.0 if off else 0.0),
             "find_rounding_operators": lambda *_: [],
             "count_all_macs": lambda *_: 0,
@@ -432,15 +433,16 @@ def revert(monkeypatch):
             "describe_inputs": lambda *_: None,
         }.items():
             monkeypatch.setattr(guard, name, stand_in)
+        monkeypatch.setattr(pipeline, "rebuild", rebuild)
         prepared = SimpleNamespace(mod=None, mapping=rq.QConfigMapping())
-        module, names, gaps, is_arithmetic = guard.revert_operators(
-            prepared, None, None, [], [], QuantizeSettings()
-        )
+        look = SimpleNamespace(batches=[], gaps=[])
+        suspects = guard.find_suspects(prepared, None, look, QuantizeSettings())
+        found = pipeline.revert_operators(prepared, suspects, None, QuantizeSettings())
         # The module and the gaps are those of the names.
-        assert module == names
-        assert gaps == [gap(set(names))]
-        assert is_arithmetic == bool(off)
-        return names, tried
+        assert found.module == found.names
+        assert found.gaps == [gap(set(found.names))]
+        assert suspects.is_arithmetic == bool(off)
+        return found.names, tried
 
     return run
 
@@ -529,11 +531,11 @@ def test_guard__damage_to_few_samples_is_seen(digits):
         return rq.ledger(guarded).guard, bool(kinds)
 
     few, is_warned = see(samples=8)
-    assert not few.is_parted
+    assert not few.deviates
     assert not is_warned
     assert few.sqnr > 25
     seen, is_warned = see()
-    assert seen.is_parted
+    assert seen.deviates
     assert is_warned
     assert set(rare) & set(seen.numbers)
     assert seen.worst_number in rare
@@ -554,7 +556,7 @@ def test_guard__validation_is_what_it_looks_at(digits):
     assert "of 40 validation samples" in str(rq.ledger(good).guard)
     with pytest.warns(rq.AccuracyWarning, match=r"\d+ of 40 validation samples"):
         bad = rq.quantize(mod, params, data, effort="fast", validation=[data[0][:40] * 12])
-    assert rq.ledger(bad).guard.is_parted
+    assert rq.ledger(bad).guard.deviates
     with pytest.raises(rq.ConfigError, match="got validation but no metric"):
         rq.quantize(mod, params, data, guard=Guard.OFF, validation=data)
 
@@ -619,10 +621,10 @@ def test_settings__what_further_samples_could_change(gap, wanted):
     assert is_settled(GuardSettings(), [OutputGap(40.0), gap]) is wanted
 
 
-def test_settings__the_bound_is_doubtful_too():
-    assert is_doubtful(GuardSettings(), [OutputGap(17.0, margins=(3.0, 1.0))])
-    assert not is_doubtful(GuardSettings(), [OutputGap(17.0, margins=(1.0, 1.0))])
-    assert not is_doubtful(GuardSettings(), [OutputGap(17.0, 0, 30, margins=(3.0, 1.0))])
+def test_settings__the_bound_deviates_slightly_too():
+    assert deviates_slightly(GuardSettings(), [OutputGap(17.0, margins=(3.0, 1.0))])
+    assert not deviates_slightly(GuardSettings(), [OutputGap(17.0, margins=(1.0, 1.0))])
+    assert not deviates_slightly(GuardSettings(), [OutputGap(17.0, 0, 30, margins=(3.0, 1.0))])
 
 
 def test_plan_looks__dear_models_are_looked_at_less(broken):

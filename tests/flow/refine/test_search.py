@@ -16,11 +16,11 @@ import relayquant as rq
 from relayquant.base.events import CallbackList
 from relayquant.base.runtime import Executor
 from relayquant.demo import load_digits
+from relayquant.flow.pipeline import search_module
 from relayquant.flow.refine.search import (
     make_wide,
+    propose_integers,
     rank_operators,
-    search_integers,
-    search_operators,
     search_simulated,
 )
 from relayquant.flow.refine.search_result import Trial
@@ -46,9 +46,7 @@ def relative_error(expected, got) -> float:
 
 def run_search(mod, params, dataset, metric, **settings):
     """What `quantize(metric=)` finds, before it warns."""
-    return search_operators(
-        mod, params, dataset, metric, QuantizeSettings(metric=metric, **settings)
-    )
+    return search_module(mod, params, dataset, metric, QuantizeSettings(metric=metric, **settings))
 
 
 def clip_one(info, samples):
@@ -199,14 +197,16 @@ def test_trial__int16_before_float_and_few_before_many():
     assert rank("a", "float32", False, 0.9) > rank("", "float32", False, 0.1)
 
 
-def test_search_integers__more_if_short_of_the_bound_fewer_if_within():
-    def measure(needed):
-        return lambda names: Trial(tuple(names), "float32", 0.0, needed <= set(names))
+def test_propose_integers__more_if_short_of_the_bound_fewer_if_within():
+    def search(needed, names):
+        done = []
+        for tried in propose_integers(done, list("abcdefgh"), names, math.inf):
+            done.append(Trial(tuple(tried), "float32", 0.0, needed <= set(tried)))
+        return max(done, key=lambda trial: trial.rank)
 
-    order = list("abcdefgh")
-    assert search_integers(measure({"a", "b"}), order, ["a"], math.inf).names == ("a", "b")
-    assert search_integers(measure({"a"}), order, list("abcd"), math.inf).names == ("a",)
-    assert not search_integers(measure({"x"}), order, ["a"], math.inf).is_met
+    assert search({"a", "b"}, ["a"]).names == ("a", "b")
+    assert search({"a"}, list("abcd")).names == ("a",)
+    assert not search({"x"}, ["a"]).is_met
 
 
 def test_make_wide__int16_of_the_backend():

@@ -11,14 +11,15 @@ from float_models import build_model, draw_batches
 
 import relayquant as rq
 from relayquant.demo import load_digits
+from relayquant.flow.pipeline import keep_faster
 from relayquant.flow.refine.speed import (
     Stopwatch,
     bind_run,
     find_faster_parts,
     find_fused,
     join_by,
-    keep_faster_float,
 )
+from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.ledger import Ledger
 from relayquant.ir.rewrite import Graph
 
@@ -70,7 +71,7 @@ EQUAL = dict.fromkeys(NAMES, 10.0)
 def test_keep_faster__what_gains_more_than_its_conversions(calibrated):
     prepared, qmod, data = calibrated
     integer = {**EQUAL, "block1/relu": 30.0}
-    changed, module = keep_faster_float(prepared, qmod, watch(integer, EQUAL), data)
+    changed, module = keep_faster(prepared, qmod, watch(integer, EQUAL), data, QuantizeSettings())
     ledger = rq.ledger(module)
     assert [row.name for row in ledger.floating] == ["block1/relu"]
     row = ledger.row("block1/relu")
@@ -93,7 +94,7 @@ def test_keep_faster__neighbours_share_conversions(calibrated):
     prepared, qmod, data = calibrated
     # Alone, each would lose: 3 gained, 4 for two conversions. With the pool there are two more.
     integer = {**EQUAL, "block1/depthwise/relu": 13.0, "block1/relu": 13.0, "pool": 10.2}
-    _, module = keep_faster_float(prepared, qmod, watch(integer, EQUAL), data)
+    _, module = keep_faster(prepared, qmod, watch(integer, EQUAL), data, QuantizeSettings())
     ledger = rq.ledger(module)
     assert ledger.speed.reverted == ("block1/depthwise/relu", "block1/relu")
     assert "us, with 1 others" in ledger.row("block1/relu").reason
@@ -109,7 +110,7 @@ def test_keep_faster__neighbours_share_conversions(calibrated):
 )
 def test_keep_faster__nothing_to_gain_leaves_the_module(calibrated, integer):
     prepared, qmod, data = calibrated
-    same, module = keep_faster_float(prepared, qmod, watch(integer, EQUAL), data)
+    same, module = keep_faster(prepared, qmod, watch(integer, EQUAL), data, QuantizeSettings())
     assert same is prepared
     assert rq.ledger(module).floating == rq.ledger(qmod).floating
     assert rq.ledger(module).speed.reverted == ()
@@ -119,7 +120,9 @@ def test_keep_faster__nothing_to_gain_leaves_the_module(calibrated, integer):
 def test_keep_faster__only_what_is_accepted(calibrated):
     prepared, qmod, data = calibrated
     stopwatch = watch({**EQUAL, "block1/relu": 50.0}, EQUAL)
-    _, module = keep_faster_float(prepared, qmod, stopwatch, data, accept=lambda _: False)
+    _, module = keep_faster(
+        prepared, qmod, stopwatch, data, QuantizeSettings(), accept=lambda _: False
+    )
     assert rq.ledger(module).speed.reverted == ()
 
 
