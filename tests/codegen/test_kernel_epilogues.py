@@ -103,7 +103,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_tails__integer_float_and_eager_kernels_take_the_same(case):
+def test_epilogue_chains__integer_float_and_eager_kernels_take_the_same(case):
     body, expected = MODELS[case]
 
     def body_and_end(emit, x):
@@ -117,7 +117,7 @@ def test_tails__integer_float_and_eager_kernels_take_the_same(case):
     assert take_integer(mod) == (expected, 0)
 
 
-def test_tails__a_value_that_others_read_ends_them():
+def test_epilogue_chains__a_value_that_others_read_ends_them():
     def body(emit, x):
         biased = emit.conv_bias("c", x)
         return relax.Tuple([biased, emit("r", op.nn.relu(biased))])
