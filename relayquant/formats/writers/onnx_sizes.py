@@ -1,7 +1,7 @@
 """ONNX writer: run-time sizes, computed in ONNX from the shapes of tensors.
 
-n               ->  Shape(x), the one axis of it that is n n + 1, n // 2   ->  Add, Sub(n, Mod(n,
-2)) / 2
+n               ->  Shape(x), the one axis of it that is n
+n + 1, n // 2   ->  Add, Sub(n, Mod(n, 2)) / 2
 """
 
 from __future__ import annotations

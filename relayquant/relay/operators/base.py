@@ -58,7 +58,7 @@ class RelayEmitter:
 
         Raises:
             ModelError: there are too many values.
-            tvm.error.TVMError and others: types do not fit.
+            TVM's own errors: types do not fit.
         """
         self.count_inlined()
         value = self._builder.normalize(value)

@@ -52,8 +52,8 @@ def scalar_like(site: Site, value: float) -> relax.Expr:
 def convert_round(site: Site) -> relax.Expr:
     """Convert round, half away from zero: trunc(x + sign(x) * 0.5). Relax rounds half to even.
 
-    0.49999997 + 0.5 is 1 in float32, so the sum is not used below one half: t = trunc(x); where(|x
-    - t| >= 0.5, t + sign(x), t).
+    0.49999997 + 0.5 is 1 in float32, so the sum is not used below one half:
+    t = trunc(x); where(|x - t| >= 0.5, t + sign(x), t).
     """
     x = site.tensor(0)
     if is_integer(x):

@@ -27,8 +27,8 @@ def convert_layer_normalization(
 ) -> relax.Expr | None:
     """Convert LayerNormalization(x, scale, bias) -> (y, mean, 1 / standard deviation).
 
-    mean = R.mean(x); d = x - mean; inv = R.rsqrt(R.mean(d * d) + epsilon) y = d * inv * scale +
-    bias
+    mean = R.mean(x); d = x - mean; inv = R.rsqrt(R.mean(d * d) + epsilon)
+    y = d * inv * scale + bias
 
     With one output and a scale of the normalized shape, it is left to TVM: R.nn.layer_norm.
     """
