@@ -25,6 +25,7 @@ from relayquant.data.item import describe_inputs
 from relayquant.errors import DataError, format_count
 from relayquant.ir.reference import run as run_reference
 from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.bind import Model, split_model
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 from relayquant.stages.calibration.subgraphs import build_function, collect_ancestors
 from relayquant.stages.preparation import prepare_module
@@ -160,7 +161,7 @@ class FirstLayer:
 
 @check_arguments
 def lint(
-    mod: tvm.IRModule,
+    mod: Model,
     params: Mapping[str, Any] | None,
     dataset: Any,
     labels: Any = None,
@@ -181,6 +182,7 @@ def lint(
         DataError: labels are not integers, their number differs from the number of samples, or the
             first output holds no scores.
     """
+    mod, params = split_model(mod, params)
     prepared, norms = prepare_module(mod, params), read_norm_statistics(mod, params)
     layers = find_first_layers(prepared)
     findings, statistics, probe, seen, samples = [], {}, {}, set(), 0
@@ -281,7 +283,7 @@ def lint_samples(
 
 @check_arguments
 def measure_growth(
-    mod: tvm.IRModule, params: Mapping[str, Any] | None, dataset: Any
+    mod: Model, params: Mapping[str, Any] | None, dataset: Any
 ) -> dict[str, list[tuple[int, float]]]:
     """Return how the range of each input grows: (samples, share of the final range) at each growth.
 
@@ -293,7 +295,7 @@ def measure_growth(
     """
     statistics: dict[str, InputSummary] = {}
     samples = 0
-    for batch in open_dataset(dataset, describe_inputs(prepare_module(mod, params))):
+    for batch in open_dataset(dataset, describe_inputs(prepare_module(*split_model(mod, params)))):
         samples += count_samples(batch)
         for name, array in batch.items():
             statistics[name] = statistics.get(name, InputSummary()).update(array, samples)

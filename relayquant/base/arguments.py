@@ -310,6 +310,8 @@ def describe_type(hint: Any) -> str:
         return f"a dict {{{', '.join(map(describe_type, args[:1]))}: " + (
             f"{describe_type(args[1])}}}" if len(args) > 1 else "...}"
         )
+    if origin is tuple and ... not in args:
+        return f"a tuple ({', '.join(map(describe_type, args))})"
     if isinstance(origin, type) and issubclass(origin, collections.abc.Iterable):
         items = describe_type(args[0]) if args else "values"
         return f"a list or tuple of {re.sub('^an? ', '', items)}"

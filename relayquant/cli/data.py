@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import tvm
 
-from relayquant.cli.files import bind_weights
 from relayquant.data.images import PRESETS, Preprocessing, list_images, open_images, read_labels
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError, DataError, format_count
+from relayquant.ir.rewrite.bind import bind_model
 
 
 def open_data(options: argparse.Namespace, mod: tvm.IRModule, params: Any) -> Any:
@@ -36,7 +36,7 @@ def open_data(options: argparse.Namespace, mod: tvm.IRModule, params: Any) -> An
             f"preprocessing in training ({', '.join(PRESETS)}, or mean=..., std=...).",
             code="RQ102",
         )
-    inputs = describe_inputs(bind_weights(mod, params))
+    inputs = describe_inputs(bind_model((mod, params)))
     return open_images(options.data, Preprocessing.parse(options.preprocess), inputs)
 
 

@@ -13,9 +13,7 @@ from relayquant.base.storage.files import decode_json, read_text, reading, write
 from relayquant.base.storage.module_file import ARCHIVE_SUFFIX, WHAT, read_module
 from relayquant.errors import ConfigError, ModelError
 from relayquant.ir.ledger import find_ledger
-from relayquant.ir.rewrite.editor import Editor
 from relayquant.relay import is_relay_json
-from relayquant.stages.preparation.bind import bind_params
 
 #: A Relax module that `tvm.ir.save_json` wrote, float or quantized.
 MODULE_SUFFIX = ".json"
@@ -107,17 +105,6 @@ def load_mapping(path: Path) -> rq.QConfigMapping:
     with reading(path, "configuration (a QConfigMapping as JSON)", ConfigError):
         data = decode_json(read_text(path, MAX_MAPPING_SIZE))
         return rq.QConfigMapping.from_dict(data, str(path))
-
-
-def bind_weights(mod: tvm.IRModule, params: Mapping[str, Any] | None) -> tvm.IRModule:
-    """Bind weights as constants, so that only the inputs remain parameters.
-
-    Raises:
-        ModelError: a name is unknown, a shape or dtype differs, or a value is missing.
-    """
-    editor = Editor(mod)
-    bind_params(editor, params)
-    return editor.build()
 
 
 def check_ending(path: Path) -> None:

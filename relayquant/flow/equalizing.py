@@ -10,6 +10,7 @@ import tvm
 from relayquant.base.arguments import check_arguments
 from relayquant.data import open_dataset, take_samples
 from relayquant.data.item import describe_inputs
+from relayquant.ir.rewrite.bind import Model, split_model
 from relayquant.stages.equalization import cross_layer, smooth
 from relayquant.stages.equalization.cross_layer import Declined
 from relayquant.stages.equalization.equalize import SMOOTHING_SAMPLES
@@ -18,7 +19,7 @@ from relayquant.stages.preparation import prepare_module
 
 @check_arguments
 def equalize_layers(
-    mod: tvm.IRModule, params: Mapping[str, Any] | None = None
+    mod: Model, params: Mapping[str, Any] | None = None
 ) -> tuple[tvm.IRModule, tuple[Declined, ...]]:
     """The same float function with the channels between its layers scaled (cross-layer
     equalization), to be quantized in place of `mod`; and the values that had to stay, with reasons.
@@ -31,12 +32,12 @@ def equalize_layers(
     Raises:
         ModelError: the model is not one this package can work with.
     """
-    return cross_layer.equalize_layers(prepare_module(mod, params))
+    return cross_layer.equalize_layers(prepare_module(*split_model(mod, params)))
 
 
 @check_arguments
 def smooth_activations(
-    mod: tvm.IRModule,
+    mod: Model,
     params: Mapping[str, Any] | None,
     dataset: Any,
     *,
@@ -66,6 +67,6 @@ def smooth_activations(
         DataError: the data does not fit the model.
         ConfigError: alpha or samples is out of range.
     """
-    canonical = prepare_module(mod, params)
+    canonical = prepare_module(*split_model(mod, params))
     batches = take_samples(open_dataset(dataset, describe_inputs(canonical)), samples)
     return smooth.smooth_activations(canonical, batches, alpha, inserts=inserts)

@@ -21,6 +21,7 @@ from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError
 from relayquant.flow.pipeline import lower_alone
 from relayquant.ir.ledger import Ledger, read_ledger
+from relayquant.ir.rewrite.bind import Model, bind_model, split_model
 from relayquant.ir.rewrite.entry import name_main
 from relayquant.stages.compilation import compile, compile_draft
 from relayquant.stages.equalization.cross_layer import add_exponents, read_exponents, scale_layers
@@ -29,17 +30,17 @@ from relayquant.stages.prepared import PreparedModel
 
 
 @check_arguments
-def ledger(mod: tvm.IRModule) -> Ledger:
+def ledger(mod: Model) -> Ledger:
     """What became of every operator of the float model.
 
     Raises:
         ModelError: the module was not quantized by this package.
     """
-    return read_ledger(mod)
+    return read_ledger(bind_model(mod))
 
 
 @check_arguments
-def verify(mod: tvm.IRModule, inputs: Any, target: Any = None) -> VerifyReport:
+def verify(mod: Model, inputs: Any, target: Any = None) -> VerifyReport:
     """Compare the module compiled for `target` (one this machine can run) with the numpy reference.
 
     Integer values must be equal bit for bit, floats within 1e-4 relative.
@@ -47,7 +48,7 @@ def verify(mod: tvm.IRModule, inputs: Any, target: Any = None) -> VerifyReport:
     Raises:
         DataError: the inputs do not fit the module.
     """
-    return compile_to_verify(mod, target).compare(inputs)
+    return compile_to_verify(bind_model(mod), target).compare(inputs)
 
 
 def compile_to_verify(mod: tvm.IRModule, target: Any = None) -> Verifier:
@@ -57,9 +58,9 @@ def compile_to_verify(mod: tvm.IRModule, target: Any = None) -> Verifier:
 
 @check_arguments
 def compare(
-    mod: tvm.IRModule,
+    mod: Model,
     params: Mapping[str, Any] | None,
-    qmod: tvm.IRModule,
+    qmod: Model,
     dataset: Any,
 ) -> CompareReport:
     """How far every value of a quantized module is from the float model, and where it starts.
@@ -74,7 +75,8 @@ def compare(
         ModelError: the quantized module was not made from this float module.
         DataError: the data does not fit the model.
     """
-    canonical, quantized = align_modules(mod, qmod, params)
+    mod, params = split_model(mod, params)
+    canonical, quantized = align_modules(mod, bind_model(qmod), params)
     data = open_dataset(dataset, describe_inputs(canonical))
     # The first batch is read: what is wrong with the data shows before anything is compiled.
     return compare_modules(canonical, quantized, data, bind_loader(data, compile_draft))
@@ -133,7 +135,7 @@ def sensitivity(
 
 
 @check_arguments
-def accumulator_report(model: PreparedModel | tvm.IRModule, dataset: Any) -> AccumulatorReport:
+def accumulator_report(model: PreparedModel | Model, dataset: Any) -> AccumulatorReport:
     """Which sums of products do not fit the accumulators that the backend has, by channel.
 
     Args:
@@ -144,4 +146,5 @@ def accumulator_report(model: PreparedModel | tvm.IRModule, dataset: Any) -> Acc
         ConfigError: the model is not calibrated.
         DataError: the data does not fit the model.
     """
-    return measure_sums(lower_alone(model) if isinstance(model, PreparedModel) else model, dataset)
+    known = lower_alone(model) if isinstance(model, PreparedModel) else bind_model(model)
+    return measure_sums(known, dataset)

@@ -19,11 +19,12 @@ from relayquant.config import BackendConfig, Effort, Guard, GuardSettings, Model
 from relayquant.errors import AccuracyWarning, ConfigError, format_count, warn_user
 from relayquant.flow.pipeline import quantize_model, search_module
 from relayquant.flow.settings import MAX_DROP, QuantizeSettings
+from relayquant.ir.rewrite.bind import Model, split_model
 
 
 @check_arguments
 def quantize(
-    mod: tvm.IRModule,
+    mod: Model,
     params: Mapping[str, Any] | None,
     dataset: Any,
     *,
@@ -53,8 +54,8 @@ def quantize(
     Args:
         mod: Module with a Relax function main, float32; the only function, or the only public one,
             may have another name and is main in what is returned. What has quantization parameters
-            already (quantize and dequantize operators) keeps them.
-        params: {name: array}, or None when they are bound already.
+            already (quantize and dequantize operators) keeps them. Or the pair that `load` gives.
+        params: {name: array}; None when they are bound already, or in the pair.
         dataset: Representative inputs, a few hundred samples: anything re-iterable that yields
             dicts {input: array}, tuples in input order, or single arrays; a path to an .npz; or a
             function that returns an iterator. None where nothing needs data: every quantized
@@ -141,6 +142,7 @@ def quantize(
             "with it.",
             code="RQ102",
         )
+    mod, params = split_model(mod, params)
     if settings.metric is not None:
         return quantize_within(mod, params, dataset, settings.metric, settings)
     return quantize_model(mod, params, dataset, settings)

@@ -25,6 +25,7 @@ from relayquant.flow.pipeline import (
     review_prepared,
 )
 from relayquant.flow.settings import CalibrateSettings, PrepareSettings
+from relayquant.ir.rewrite.bind import Model, bind_model, split_model
 from relayquant.stages.backends import find_backend, resolve_backend
 from relayquant.stages.calibration.dispatch import WORKER_TIMEOUT
 from relayquant.stages.prepared import PreparedModel
@@ -32,7 +33,7 @@ from relayquant.stages.prepared import PreparedModel
 
 @check_arguments
 def prepare(
-    mod: tvm.IRModule,
+    mod: Model,
     params: Mapping[str, Any] | None = None,
     dataset: Any = None,
     *,
@@ -68,6 +69,7 @@ def prepare(
         strict=strict,
         callbacks=callbacks,
     )
+    mod, params = split_model(mod, params)
     prepared = prepare_model(
         mod, params, dataset, qconfig_mapping, resolve_backend(backend), settings
     )
@@ -151,7 +153,7 @@ def convert_to_reference(prepared: PreparedModel) -> tvm.IRModule:
 
 @check_arguments
 def lower(
-    reference: tvm.IRModule | PreparedModel, backend: BackendConfig | str | None = None
+    reference: Model | PreparedModel, backend: BackendConfig | str | None = None
 ) -> tvm.IRModule:
     """The integer module of a calibrated model or of its reference form.
 
@@ -168,7 +170,8 @@ def lower(
         ModelError: the module holds no quantized value.
     """
     if not isinstance(reference, PreparedModel):
-        return lower_module(reference, find_backend(reference, backend))
+        mod = bind_model(reference)
+        return lower_module(mod, find_backend(mod, backend))
     if backend is not None and resolve_backend(backend) != reference.backend:
         raise ConfigError(
             f"lower: the model was prepared for backend {reference.backend.name!r} and runs on no "

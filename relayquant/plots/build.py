@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import tvm
-
 from relayquant.analysis.sensitivity import Metric, check_metric
 from relayquant.base.arguments import check_arguments
 from relayquant.base.events import Callback, CallbackList
 from relayquant.base.storage.files import check_writable, write_text
 from relayquant.config import BackendConfig
 from relayquant.errors import ConfigError
+from relayquant.ir.rewrite.bind import Model, bind_model, split_model
 from relayquant.plots.collect import ReportData, ReportSettings, collect_report
 from relayquant.plots.page import check_installed, describe_report, frame_page, render_report
 
@@ -51,14 +50,14 @@ class Report:
 
 @check_arguments
 def report(
-    mod: tvm.IRModule,
+    mod: Model,
     params: Mapping[str, Any] | None,
-    qmod: tvm.IRModule,
+    qmod: Model,
     dataset: Any,
     *,
     metric: Metric | None = None,
     latency: bool = False,
-    other: tvm.IRModule | None = None,
+    other: Model | None = None,
     samples: int = 32,
     rank: bool = True,
     backend: BackendConfig | str | None = None,
@@ -96,6 +95,10 @@ def report(
     if metric is not None:
         check_metric(metric)
     check_installed()
-    settings = ReportSettings(metric, latency, other, samples, rank, backend, title)
-    data = collect_report(mod, qmod, dataset, params, settings, CallbackList.of(callbacks))
+    mod, params = split_model(mod, params)
+    rival = None if other is None else bind_model(other)
+    settings = ReportSettings(metric, latency, rival, samples, rank, backend, title)
+    data = collect_report(
+        mod, bind_model(qmod), dataset, params, settings, CallbackList.of(callbacks)
+    )
     return Report(data, render_report(data))

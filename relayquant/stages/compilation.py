@@ -21,6 +21,7 @@ from relayquant.codegen.host_functions import name_kernel_pipeline
 from relayquant.codegen.kernels.isa.target import host_config, resolve_target
 from relayquant.codegen.mmap_constants import MappedExecutable, can_map
 from relayquant.errors import RelayQuantError
+from relayquant.ir.rewrite.bind import Model, bind_model
 from relayquant.ir.rewrite.entry import MAIN, find_entry, name_main, rename_function
 from relayquant.ir.rewrite.graph import call_name
 from relayquant.stages.preparation import prepare_module
@@ -52,9 +53,7 @@ def adapt_pipeline(lowering: tvm.transform.Pass) -> tvm.transform.Pass:
 
 
 @check_arguments
-def compile(
-    mod: tvm.IRModule, target: Any = None, *, tune: bool | str | os.PathLike[str] = False
-) -> Any:
+def compile(mod: Model, target: Any = None, *, tune: bool | str | os.PathLike[str] = False) -> Any:
     """Compile a quantized or float module into a TVM executable.
 
     Args:
@@ -75,7 +74,7 @@ def compile(
             the operator and its value.
     """
     stop_spinning()
-    resolved = resolve_target(target)
+    mod, resolved = bind_model(mod), resolve_target(target)
     if tune is False:
         return build(mod, resolved, adapt_pipeline(make_pipeline(resolved)))
     with open_tuner(resolved, None if tune is True else Path(tune)) as choose_schedule:

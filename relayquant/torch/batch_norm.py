@@ -17,8 +17,8 @@ from relayquant.ir.ops.find import find_pattern, match_operator
 from relayquant.ir.plan import OperatorPlan
 from relayquant.ir.rewrite import Graph, Skip
 from relayquant.ir.rewrite.attributes import read_attributes
+from relayquant.ir.rewrite.bind import LAYOUTS, bind_params
 from relayquant.ir.rewrite.editor import Editor
-from relayquant.stages.preparation.bind import LAYOUTS, bind_params
 from relayquant.stages.prepared import PreparedModel
 
 BATCH_NORM = "relax.nn.batch_norm"

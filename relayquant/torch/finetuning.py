@@ -22,6 +22,7 @@ from relayquant.config import BackendConfig, Effort, QConfigMapping, Ranges
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError
 from relayquant.flow.pipeline import lower_prepared
+from relayquant.ir.rewrite.bind import Model, split_model
 from relayquant.stages.prepared import PreparedModel
 from relayquant.torch.finetune_settings import FinetuneSettings, Loss, TrainingData
 from relayquant.torch.training import from_relax, import_trainable
@@ -29,7 +30,7 @@ from relayquant.torch.training import from_relax, import_trainable
 
 @check_arguments
 def finetune(
-    mod: tvm.IRModule | PreparedModel,
+    mod: Model | PreparedModel,
     params: Mapping[str, Any] | None,
     batches: Any,
     loss: Loss | None = None,
@@ -112,6 +113,8 @@ def finetune(
         ConfigError: a setting is wrong, or the checkpoint belongs to another training.
         DataError: the data does not fit the model, or is not that of the checkpoint.
     """
+    if not isinstance(mod, PreparedModel):
+        mod, params = split_model(mod, params)
     settings = FinetuneSettings(
         steps=steps,
         lr=lr,

@@ -27,6 +27,7 @@ from relayquant.errors import (
 from relayquant.flow.pipeline import calibrate_model, prepare_model, review_prepared
 from relayquant.flow.settings import CalibrateSettings, PrepareSettings
 from relayquant.ir.rewrite import Skip
+from relayquant.ir.rewrite.bind import Model, split_model
 from relayquant.stages.backends import resolve_backend
 from relayquant.stages.effort import default_mapping, resolve_effort
 from relayquant.stages.prepared import PreparedModel
@@ -195,7 +196,7 @@ def read_form(
 
 @check_arguments
 def from_relax(
-    mod: tvm.IRModule | PreparedModel,
+    mod: Model | PreparedModel,
     params: Mapping[str, Any] | None = None,
     qconfig_mapping: QConfigMapping | None = None,
     backend: BackendConfig | str | None = None,
@@ -232,6 +233,7 @@ def from_relax(
                 code="RQ102",
             )
         return build_trainable(mod, ranges, weight_ranges, {})
+    mod, params = split_model(mod, params)
     import_trainable()
     is_live = batch_norm is BatchNorm.LIVE
     is_float = calibration is None and qconfig_mapping is None

@@ -15,8 +15,8 @@ from relayquant.analysis.profile import (
 )
 from relayquant.demo import load_digits
 from relayquant.errors import ConfigError
+from relayquant.ir.rewrite.bind import bind_params
 from relayquant.ir.rewrite.editor import Editor
-from relayquant.stages.preparation.bind import bind_params
 
 
 @pytest.fixture(scope="module")

@@ -29,9 +29,9 @@ from relayquant.base.storage.files import open_temporary_folder, write_whole
 from relayquant.cli.commands.bench import export_own, quantize_quickly
 from relayquant.codegen.kernels.isa.target import name_cpu
 from relayquant.formats.load import load
+from relayquant.ir.rewrite.bind import bind_params
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.stages.compilation import compile as compile_module
-from relayquant.stages.preparation.bind import bind_params
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs/speed.json"

@@ -18,9 +18,10 @@ from relayquant.analysis.onnxruntime_baseline import quantize_with_onnxruntime
 from relayquant.analysis.openvino_baseline import has_nncf
 from relayquant.analysis.other_engines import RIVALS
 from relayquant.cli.commands import bench
-from relayquant.cli.files import bind_weights, load_model
+from relayquant.cli.files import load_model
 from relayquant.cli.parsers import parse_words
 from relayquant.demo import load_digits
+from relayquant.ir.rewrite.bind import bind_model
 
 QUICK = ["--repeat", "1", "--operators", "2", "--threads", "1"]
 
@@ -102,7 +103,7 @@ def test_bench__batches(
             image.new("L", (8, 8), 40 * i).save(folder / "pictures" / f"{i}.png")
     monkeypatch.chdir(folder)
     parsed = parse_words(["bench", "digits.onnx", *source, *options])
-    batches = bench.read_batches(parsed, bind_weights(*load_model(parsed.model)))
+    batches = bench.read_batches(parsed, bind_model(load_model(parsed.model)))
     assert [len(batch["image"]) for batch in batches] == sizes
     if "pictures" in source:
         values = np.concatenate([batch["image"] for batch in batches])[:, 0, 0, 0]

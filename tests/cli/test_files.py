@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tvm
 from tvm.script import ir as I
 from tvm.script import relax as R
 
 from relayquant.base.storage.files import write_whole
-from relayquant.cli.files import bind_weights, load_mapping, load_module
+from relayquant.cli.files import load_mapping, load_module
 from relayquant.errors import ConfigError, FileError, ModelError
 
 
@@ -58,17 +57,6 @@ def test_load_module__another_object(tmp_path: Path) -> None:
 def test_load_module__no_file(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no module file .*missing\.json"):
         load_module(tmp_path / "missing.json")
-
-
-def test_bind_weights__become_constants() -> None:
-    bound = bind_weights(Scale, {"w": np.arange(4, dtype="float32")})
-    assert [param.name for param in bound["main"].params] == ["x"]
-    assert [param.name for param in bind_weights(Scale, None)["main"].params] == ["x", "w"]
-
-
-def test_bind_weights__unknown_name() -> None:
-    with pytest.raises(ModelError, match=r"Did you mean 'w'\?|Known: 'w', 'x'"):
-        bind_weights(Scale, {"weight": np.arange(4, dtype="float32")})
 
 
 def test_write_whole__replaces_the_old_file(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from relayquant.analysis.profile import compile_with_sites, profile_executable
 from relayquant.base.runtime import Executor, count_cores
 from relayquant.base.storage.files import TEMPORARY, open_temporary_folder, writing
 from relayquant.cli.data import open_data
-from relayquant.cli.files import bind_weights, load_model, load_module
+from relayquant.cli.files import load_model, load_module
 from relayquant.cli.measure import bind_run
 from relayquant.cli.options import check_options, read_backend
 from relayquant.cli.output import CommandOutput, ExitCode, make_plain
@@ -33,6 +33,7 @@ from relayquant.config import BackendConfig, BiasCorrection, FitSettings, Weight
 from relayquant.data import InputInfo, count_samples, open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError, ModelError, format_count
+from relayquant.ir.rewrite.bind import bind_model
 from relayquant.ir.rewrite.entry import name_main
 from relayquant.plots.bench import kernel_table, latency_table, operator_table
 from relayquant.plots.pictures import check_picture, plot_latency
@@ -69,7 +70,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
         rival.check()  # fails before anything takes time
     with ExitStack() as stack:
         stack.enter_context(use_threads(threads))
-        mod = bind_weights(*load_model(options.model, options.shape, options.input))
+        mod = bind_model(load_model(options.model, options.shape, options.input))
         batches = read_batches(options, mod)
         inputs = [*batches[0].values()]
         if options.data is None:

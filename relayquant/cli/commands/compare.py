@@ -13,13 +13,14 @@ import relayquant as rq
 from relayquant.base.runtime import Executor
 from relayquant.base.storage.files import write_text
 from relayquant.cli.data import open_data
-from relayquant.cli.files import bind_weights, load_model, load_module
+from relayquant.cli.files import load_model, load_module
 from relayquant.cli.measure import compare_outputs
 from relayquant.cli.options import check_options
 from relayquant.cli.output import CommandOutput, ExitCode, make_plain
 from relayquant.data import count_samples, open_dataset, take_samples
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ModelError
+from relayquant.ir.rewrite.bind import bind_model
 from relayquant.ir.rewrite.entry import name_main
 from relayquant.plots.pictures import check_picture, plot_error_by_depth
 from relayquant.plots.text import compare_table, summary_table
@@ -30,7 +31,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     check_options(options, counts={"--samples": options.samples}, outputs=outputs)
     if options.plot is not None:
         check_picture(options.plot)
-    mod = bind_weights(*load_model(options.model, options.shape, options.input))
+    mod = bind_model(load_model(options.model, options.shape, options.input))
     qmod = name_main(load_module(options.qmodel))
     inputs, quantized_inputs = describe_inputs(mod), describe_inputs(qmod)
     if [info.name for info in inputs] != [info.name for info in quantized_inputs]:

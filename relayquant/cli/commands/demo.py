@@ -6,12 +6,12 @@ import argparse
 
 import relayquant as rq
 from relayquant.base.runtime import Executor
-from relayquant.cli.files import bind_weights
 from relayquant.cli.measure import time_interleaved
 from relayquant.cli.options import check_options, read_backend
 from relayquant.cli.output import CommandOutput, ExitCode
 from relayquant.demo import load_digits
 from relayquant.errors import format_count
+from relayquant.ir.rewrite.bind import bind_model
 from relayquant.ir.rewrite.constants import count_constant_bytes
 from relayquant.plots.text import summary_table
 
@@ -28,7 +28,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
             backend=read_backend(options.backend),
             callbacks=(progress,),
         )
-    modules = {"float": bind_weights(mod, params), "int8": qmod}
+    modules = {"float": bind_model((mod, params)), "int8": qmod}
     models = {name: Executor(rq.compile(module)) for name, module in modules.items()}
     timed = demo.images[: options.batch]
     seconds = time_interleaved(list(models.values()), [timed], options.repeat)

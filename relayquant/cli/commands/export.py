@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 
 import relayquant as rq
-from relayquant.cli.files import LIBRARIES, bind_weights, check_ending, load_model, write_module
+from relayquant.cli.files import LIBRARIES, check_ending, load_model, write_module
 from relayquant.cli.options import check_options
 from relayquant.cli.output import CommandOutput, ExitCode
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.errors import ConfigError
 from relayquant.ir.ledger import find_ledger
+from relayquant.ir.rewrite.bind import bind_model
 from relayquant.stages.conversion.partial import has_quantized_values
 
 
@@ -26,7 +27,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
         )
     check_options(options, outputs=(path,))
     target = resolve_target(options.target) if is_library else None
-    mod = bind_weights(*load_model(options.model, options.shape, options.input))
+    mod = bind_model(load_model(options.model, options.shape, options.input))
     if is_library and find_ledger(mod) is None and has_quantized_values(mod):
         # Quantized by another tool with other parameters: lower it to integers for the target.
         mod = rq.lower(mod, rq.get_backend_config(target=target))

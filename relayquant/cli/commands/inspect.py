@@ -12,7 +12,7 @@ import tvm
 
 import relayquant as rq
 from relayquant.base.storage.files import decode_json, read_text, write_text
-from relayquant.cli.files import bind_weights, is_module_file, load_model
+from relayquant.cli.files import is_module_file, load_model
 from relayquant.cli.options import MAX_BACKEND_SIZE, check_options, read_backend
 from relayquant.cli.output import CommandOutput, ExitCode
 from relayquant.config import BackendConfig
@@ -26,6 +26,7 @@ from relayquant.errors import (
 )
 from relayquant.formats.load import FORMATS
 from relayquant.ir.ledger import Ledger, find_ledger
+from relayquant.ir.rewrite.bind import bind_model
 from relayquant.ir.rewrite.constants import count_constant_bytes
 from relayquant.ir.rewrite.entry import name_main
 from relayquant.ir.rewrite.graph import (
@@ -124,7 +125,7 @@ def operator_table(backend: BackendConfig) -> FittedTable:
 
 
 def show_model(path: Path, options: argparse.Namespace, output: CommandOutput) -> ExitCode:
-    mod = name_main(bind_weights(*load_model(path, options.shape, options.input)))
+    mod = name_main(bind_model(load_model(path, options.shape, options.input)))
     ledger = find_ledger(mod)
     is_float = ledger is None and not has_quantized_values(mod)
     kind = "float model" if is_float else "quantized model"

@@ -38,6 +38,7 @@ from relayquant.ir.dialect import qnn
 from relayquant.ir.ledger import Ledger, LedgerRow, attach_ledger
 from relayquant.ir.ops.base import IntegerRows
 from relayquant.ir.ops.dynamic import Emit, multiply_groups, quantize_rows_at_run_time
+from relayquant.ir.rewrite.bind import Model, split_model
 from relayquant.ir.rewrite.graph import call_name, tensor_shape
 
 #: number of operators that an error names
@@ -46,7 +47,7 @@ SHOWN_REFUSALS = 3
 
 @check_arguments
 def compress_weights(
-    mod: tvm.IRModule,
+    mod: Model,
     params: Mapping[str, Any] | Sequence[tuple[str, Any]] | None = None,
     dataset: Any = None,
     *,
@@ -140,6 +141,7 @@ def compress_weights(
         workers=workers,
         callbacks=callbacks,
     )
+    mod, params = split_model(mod, params)
     given = params if isinstance(params, Mapping) or params is None else dict(params)
     if given:
         mod = unpack_params(mod, list(given), is_ordered=given is not params)

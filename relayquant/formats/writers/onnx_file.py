@@ -28,6 +28,7 @@ from relayquant.formats.writers.onnx_operators import (
 from relayquant.formats.writers.onnx_qnn import QNN_WRITERS
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.attributes import find_unmodelled
+from relayquant.ir.rewrite.bind import Model, bind_model
 from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
 
 #: Relax operator -> its writer
@@ -45,7 +46,7 @@ ACCUMULATORS = ("int32",)
 
 @check_arguments
 def export_onnx(
-    mod: tvm.IRModule,
+    mod: Model,
     path: str | os.PathLike[str],
     *,
     grouped: GroupedForm | str = GroupedForm.BLOCKS,
@@ -70,7 +71,7 @@ def export_onnx(
             than 2 GB.
     """
     path = Path(path)
-    model = build_model(mod, grouped)
+    model = build_model(bind_model(mod), grouped)
     size = model.ByteSize()
     if size > MAX_BYTES:
         raise ModelError(

@@ -25,6 +25,7 @@ from relayquant.ir.reference.inputs import bind_input, bind_inputs, check_input
 from relayquant.ir.reference.relax import OPERATORS
 from relayquant.ir.reference.single_call import compile_call, describe_operator, get_tensor_dtype
 from relayquant.ir.rewrite.attributes import read_attributes
+from relayquant.ir.rewrite.bind import Model, bind_model
 from relayquant.ir.rewrite.entry import name_main
 from relayquant.ir.rewrite.function import find_free_name
 from relayquant.ir.rewrite.lifetimes import find_ends
@@ -32,7 +33,7 @@ from relayquant.ir.rewrite.lifetimes import find_ends
 Array = np.ndarray[Any, Any]
 
 
-def run(mod: tvm.IRModule, inputs: Any) -> list[Array]:
+def run(mod: Model, inputs: Any) -> list[Array]:
     """Outputs of function `main`, a tuple as several arrays; of the only one if it is called
     otherwise.
 
@@ -49,7 +50,7 @@ def run(mod: tvm.IRModule, inputs: Any) -> list[Array]:
 
 
 def run_values(
-    mod: tvm.IRModule, inputs: Any, settle: Callable[[ExecutedBinding], Any] | None = None
+    mod: Model, inputs: Any, settle: Callable[[ExecutedBinding], Any] | None = None
 ) -> dict[str, Array]:
     """Every value that `main` binds, by variable name, in order; arguments and errors as for `run`.
 
@@ -62,13 +63,13 @@ def run_values(
 
 
 def execute_main(
-    mod: tvm.IRModule,
+    mod: Model,
     inputs: Any,
     record: dict[str, Array] | None,
     settle: Callable[[ExecutedBinding], Any] | None = None,
 ) -> Any:
     """The value of `main`; bound values go into `record` if there is one."""
-    mod = name_main(mod)
+    mod = name_main(bind_model(mod))
     main = mod["main"]
     frame = Frame(mod, settle=settle)
     bind_inputs(frame, main.params, inputs)

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import tvm
 from tvm import relax
 from tvm.ir import Call
 
 from relayquant.base.arguments import check_arguments
 from relayquant.errors import ModelError, RelayQuantError, format_count
 from relayquant.ir.rewrite.attributes import find_unmodelled
+from relayquant.ir.rewrite.bind import Model, bind_model
 from relayquant.ir.rewrite.graph import Graph, call_name, constant_value, tensor_dtype, tensor_shape
 from relayquant.relay import syntax
 from relayquant.relay.export.base import ExportSite, Statements
@@ -31,7 +31,7 @@ EXPORTS = {**FLOAT_EXPORTS, **QUANTIZED_EXPORTS}
 
 @check_arguments
 def to_text(
-    mod: tvm.IRModule,
+    mod: Model,
     *,
     exact: bool = True,
     release: str = NEWEST,
@@ -60,7 +60,7 @@ def to_text(
             symbolic.
     """
     wanted = find_release(release)
-    graph = Graph(fix_shapes(Graph(mod).mod, shapes or {}))
+    graph = Graph(fix_shapes(Graph(bind_model(mod)).mod, shapes or {}))
     names = Statements(())
     params: dict[relax.Var, syntax.Param] = {}
     for var in graph.func.params:

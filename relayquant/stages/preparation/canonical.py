@@ -17,6 +17,7 @@ from relayquant.errors import ConfigError
 from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE, QUANTIZE
 from relayquant.ir.ops.callbacks import call_user, check_value
 from relayquant.ir.rewrite import Emitter, Match, Rule, Skip, apply_rules
+from relayquant.ir.rewrite.bind import bind_params, describe_weights
 from relayquant.ir.rewrite.constants import share_constants
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.function import SOURCES_ATTR
@@ -29,7 +30,6 @@ from relayquant.stages.preparation.affine import (
     fold_channel_affine,
     merge_constant_adds,
 )
-from relayquant.stages.preparation.bind import bind_params, describe_weights
 from relayquant.stages.preparation.clamp import (
     CLAMPS,
     canonicalize_clamp,

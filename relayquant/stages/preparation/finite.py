@@ -19,10 +19,10 @@ from relayquant.base.arguments import describe_not_finite
 from relayquant.base.runtime import view_constant
 from relayquant.errors import ModelError, format_count, warn_user
 from relayquant.ir.plan import Plan
+from relayquant.ir.rewrite.bind import LAYOUTS
 from relayquant.ir.rewrite.constants import LARGEST, count_huge
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.function import read_sources
-from relayquant.stages.preparation.bind import LAYOUTS
 from relayquant.stages.prepared import ConstantVariable
 
 PRODUCTS = frozenset(

@@ -12,9 +12,9 @@ import numpy as np
 import tvm
 from tvm import relax
 
+from relayquant.ir.rewrite.bind import bind_params
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.graph import constant_value
-from relayquant.stages.preparation.bind import bind_params
 
 
 @dataclass(frozen=True, eq=False)

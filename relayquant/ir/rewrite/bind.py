@@ -1,21 +1,64 @@
-"""First step of preparation: parameters become constants."""
+"""What `relayquant.load` gives, a module and its parameters -> a module with these as constants."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import tvm
 from tvm import relax
 
-from relayquant.errors import ModelError, format_count, suggest_name
+from relayquant.errors import ConfigError, ModelError, format_count, suggest_name
 from relayquant.ir.rewrite.constants import holds_constant
 from relayquant.ir.rewrite.editor import Editor
+from relayquant.ir.rewrite.entry import find_entry
 from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
-from relayquant.stages.preparation.tensors import make_const
 
 #: operators that change the layout of a weight for its reader
 LAYOUTS = frozenset({"relax.permute_dims", "relax.reshape", "relax.expand_dims", "relax.astype"})
+
+
+#: What public functions take as a model: a module, or what `relayquant.load` gives.
+Model: TypeAlias = tvm.IRModule | tuple[tvm.IRModule, Mapping[str, Any] | None]
+
+
+def split_model(model: Model, params: Any = None) -> tuple[tvm.IRModule, Any]:
+    """A module and its parameters, which are given as one or as two.
+
+    Raises:
+        ConfigError: parameters are given twice.
+    """
+    if not isinstance(model, tuple):
+        return model, params
+    if params is not None:
+        raise ConfigError(
+            "mod is a pair (mod, params), and params is given too. Pass the pair and params=None, "
+            "or the two apart.",
+            code="RQ101",
+        )
+    return model
+
+
+def bind_model(model: Model) -> tvm.IRModule:
+    """A model as a module alone: of a pair, the parameters are constants, so that only the inputs
+    are left.
+
+    Raises:
+        ModelError: a name is unknown, a shape or dtype differs, or a value is missing.
+    """
+    mod, params = split_model(model)
+    if mod is model or not (params or has_weights(mod)):
+        return mod
+    editor = Editor(mod)
+    bind_params(editor, params)
+    return editor.build()
+
+
+def has_weights(mod: tvm.IRModule) -> bool:
+    """Whether a TVM frontend left weights as parameters of the model."""
+    entry = find_entry(mod)
+    return entry is not None and "num_input" in (mod[entry].attrs or {})
 
 
 def bind_params(editor: Editor, params: Mapping[str, Any] | None) -> None:
@@ -115,4 +158,4 @@ def _to_const(param: relax.Var, value: Any) -> relax.Expr:
             f"of shape {shape}.",
             code="RQ204",
         )
-    return make_const(array, dtype)
+    return relax.const(np.asarray(array, order="C"), dtype)
