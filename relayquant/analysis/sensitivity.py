@@ -21,7 +21,7 @@ from relayquant.analysis.error_statistics import ErrorSums
 from relayquant.base.events import CallbackList, ProgressEvent
 from relayquant.base.runtime import limit_blas, map_on_threads
 from relayquant.base.tables import format_csv, format_html
-from relayquant.codegen.eager import EagerModule, Recording, Replay
+from relayquant.codegen.eager import EagerModule, IncrementalFunction, Recording
 from relayquant.config import Effort, QConfig, QConfigMapping
 from relayquant.config.mapping import MappingRule, Selector, count_parts
 from relayquant.data import Dataset, count_samples, take_samples
@@ -204,7 +204,7 @@ class Simulation:
         first = next(iter(data))
         share = memory * count_samples(first) / self.samples
         with limit_blas():
-            self.replay = Replay(
+            self.incremental = IncrementalFunction(
                 EagerModule(prepared.graph.mod).programs["main"],
                 prepared.graph.arguments(),
                 (self.find_changes([op]) for op in find_rounding_operators(prepared)),
@@ -213,7 +213,7 @@ class Simulation:
             )
             #: of the inputs of each batch
             self.digests: list[str] = []
-            self.recordings = list(map_on_threads(self.replay.record, self.note_batches()))
+            self.recordings = list(map_on_threads(self.incremental.record, self.note_batches()))
         self.expected = [recording.results for recording in self.recordings]
 
     def read_batches(self) -> Iterator[list[np.ndarray]]:
@@ -286,13 +286,13 @@ class Simulation:
         The operators may come from another plan of the same model. Parameters that only that plan
         has pass through.
         """
-        variation = self.replay.vary(self.find_changes(quantized))
-        if variation.inputs:
+        update = self.incremental.plan_update(self.find_changes(quantized))
+        if update.inputs:
             return map_on_threads(
-                lambda pair: self.replay.run(variation, *pair), self.pair_batches()
+                lambda pair: self.incremental.run(update, *pair), self.pair_batches()
             )
         return map_on_threads(
-            lambda recording: self.replay.run(variation, recording), self.recordings
+            lambda recording: self.incremental.run(update, recording), self.recordings
         )
 
     def score(self, quantized: Collection[OperatorPlan]) -> float:

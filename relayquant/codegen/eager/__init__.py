@@ -8,7 +8,7 @@ share them. Arrays keep their logical layout, but their memory order is the kern
 last: no value is transposed between one convolution and the next.
 """
 
-from relayquant.codegen.eager.incremental import Recording, Replay
+from relayquant.codegen.eager.incremental import IncrementalFunction, Recording
 from relayquant.codegen.eager.module import EagerModule
 
-__all__ = ["EagerModule", "Recording", "Replay"]
+__all__ = ["EagerModule", "IncrementalFunction", "Recording"]

@@ -34,7 +34,7 @@ class Recording:
 
 
 @dataclass(frozen=True, eq=False)
-class Variation:
+class ParameterUpdate:
     """Other values for some parameters, and the steps that have to run again.
 
     Attributes:
@@ -52,7 +52,7 @@ class Variation:
     inputs: bool
 
 
-class Replay:
+class IncrementalFunction:
     """A function with default values for all parameters except its inputs.
 
     Args:
@@ -175,7 +175,7 @@ class Replay:
         values = {var: frame.values[var] for var in self.kept}
         return Recording(values, frame.symbols, self.program.find_results(frame))
 
-    def vary(self, arguments: Mapping[str, Any]) -> Variation:
+    def plan_update(self, arguments: Mapping[str, Any]) -> ParameterUpdate:
         """Prepare other values for these parameters, by name."""
         values = self.compute_shared(arguments, self.values) if arguments else self.values
         changed = find_reached(self.program.steps, {self.params[name] for name in arguments})
@@ -183,18 +183,21 @@ class Replay:
         read = self.results.union(*(step.reads for step in steps))
         missing = read & set(self.inputs) - self.kept
         dead = find_dead(steps, self.results | values.keys())
-        return Variation(values, frozenset(changed), tuple(steps), dead, bool(missing))
+        return ParameterUpdate(values, frozenset(changed), tuple(steps), dead, bool(missing))
 
     def run(
-        self, variation: Variation, recording: Recording, batch: Sequence[np.ndarray] | None = None
+        self,
+        update: ParameterUpdate,
+        recording: Recording,
+        batch: Sequence[np.ndarray] | None = None,
     ) -> list[np.ndarray]:
-        """Call the function on the batch of a recording, which is needed if `variation.inputs`."""
-        frame = Frame(self.program.mod, dict(variation.values), dict(recording.symbols))
+        """Call the function on the batch of a recording, which is needed if `update.inputs`."""
+        frame = Frame(self.program.mod, dict(update.values), dict(recording.symbols))
         kept = recording.values
-        frame.values |= {var: kept[var] for var in kept if var not in variation.changed}
+        frame.values |= {var: kept[var] for var in kept if var not in update.changed}
         for param, array in zip(self.inputs, batch or (), strict=batch is not None):
             self.program.bind(frame, param, array)
-        run_steps(frame, variation.steps, variation.dead)
+        run_steps(frame, update.steps, update.dead)
         return self.program.find_results(frame)
 
 

@@ -85,13 +85,13 @@ class Softmax:
         is_plain = self.factor is None and self.quantized is None
         if not is_plain and self.axis != len(self.shape) - 1:
             raise ValueError(
-                f"Softmax: a factor, or integers, along axis {self.axis} of {len(self.shape)}; "
-                "allowed: along the last one.",
+                f"Softmax: a factor or quantized results along axis {self.axis} of "
+                f"{len(self.shape)}; allowed: along the last one.",
             )
         if self.quantized is not None and self.shape[-1] is None:
             raise ValueError(
-                "Softmax: integers of rows whose length the run time decides; allowed: floats of "
-                "these, or a known length.",
+                "Softmax: quantized results of rows whose length is known only at run time; "
+                "allowed: float results, or a known length.",
             )
 
 

@@ -105,8 +105,8 @@ class FloatEpilogue:
     def __post_init__(self) -> None:
         if self.residual and self.columns:
             raise ValueError(
-                "FloatEpilogue: a residual is as wide as the results; allowed with columns of a "
-                "wider tensor: none.",
+                "FloatEpilogue: a residual cannot be combined with columns of a wider tensor. "
+                "Allowed: one of both.",
             )
 
     def pitch(self, channels: int) -> int:

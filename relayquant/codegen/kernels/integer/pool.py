@@ -283,8 +283,7 @@ def build_mean(
     most = most_values(spec.data.dtype)
     if count > most:
         raise ValueError(
-            f"Mean: over {format_count(count, 'value')} of {spec.data.dtype}; allowed: up to "
-            f"{most}.",
+            f"Mean: {format_count(count, 'value')} of {spec.data.dtype}; allowed: up to {most}.",
         )
     factor = np.float32(spec.data.multiplier) / np.float32(count)
 

@@ -164,8 +164,8 @@ def pack_channels(
         )
     if spec.epilogue.is_small and not has_small_multipliers(multiplier, spec.epilogue.residual):
         raise ValueError(
-            f"The epilogue says is_small, but the multiplier reaches {np.abs(multiplier).max()}; "
-            "allowed: up to 0.5. Build the kernel without is_small.",
+            f"The epilogue has is_small, but the multiplier reaches {np.abs(multiplier).max()}. "
+            "Allowed: up to 0.5. Build the kernel without is_small.",
         )
     multiplier = np.broadcast_to(multiplier, (channels,))[index]
     return folded, np.where(exists, multiplier, 0).astype("float32")

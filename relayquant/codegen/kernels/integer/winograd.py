@@ -439,7 +439,7 @@ def pack_winograd(
     if find_largest_sum(weight) >= LARGEST_SUM:
         raise ValueError(
             f"pack_winograd: sums with these weights reach {find_largest_sum(weight)}; allowed: "
-            f"below {LARGEST_SUM}. Take build_conv2d and pack_conv2d.",
+            f"below {LARGEST_SUM}. Use build_conv2d and pack_conv2d.",
         )
     plan = WinogradPlan(spec, isa)
     taps = weight.reshape(spec.out_channels, -1, 1, 1, spec.in_channels).swapaxes(0, 1)

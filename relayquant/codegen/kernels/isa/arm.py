@@ -367,8 +367,8 @@ class SmullIsa(PackedIsa, ArmIsa):
     def arrange_weights(self, words: NDArray[np.int8]) -> NDArray[Any]:
         if self.is_paired and find_largest(words) > LARGEST_PAIRED:
             raise ValueError(
-                f"{self.name} adds two products in int16, where those of -128 by -128 do not fit; "
-                "allowed: weights of -127 to 127. Take what Isa.for_weights gives.",
+                f"{self.name} adds two products in int16, where two products of -128 by -128 "
+                "do not fit. Allowed: weights of -127 to 127. Use the result of Isa.for_weights.",
             )
         return super().arrange_weights(words)
 

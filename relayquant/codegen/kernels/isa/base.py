@@ -435,7 +435,7 @@ class SmallWeightIsa(PackedIsa):
         if largest > SMALL_WEIGHT:
             raise ValueError(
                 f"{self.name} adds products in int16, which saturates with a weight of magnitude "
-                f"{largest}; allowed: up to {SMALL_WEIGHT}. Take what Isa.for_weights gives.",
+                f"{largest}. Allowed: up to {SMALL_WEIGHT}. Use the result of Isa.for_weights.",
             )
         return super().arrange_weights(words)
 

@@ -1,4 +1,4 @@
-"""Replay: the results of a whole call, whatever changes and however little is kept."""
+"""Incremental re-execution: the results of a whole call, whatever changes and is kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relayquant as rq
-from relayquant.codegen.eager import EagerModule, Replay
+from relayquant.codegen.eager import EagerModule, IncrementalFunction
 
 #: bytes kept of a batch: nothing, some values, all of them
 MEMORY = [0, 3000, 1e9]
@@ -35,11 +35,13 @@ def batches(calibrated):
     return [[*batch.values()] for batch in draw_batches(calibrated.mod, 2, seed=1)]
 
 
-def make_replay(module, prepared, batches, memory) -> Replay:
+def make_incremental(module, prepared, batches, memory) -> IncrementalFunction:
     graph = prepared.graph
     changes = [[var.name for var in variables.vars] for variables in graph.variables.values()]
     changes += [[constant.var.name] for constant in graph.constants.values()]
-    return Replay(module.programs["main"], graph.arguments(), changes, batches[0], memory)
+    return IncrementalFunction(
+        module.programs["main"], graph.arguments(), changes, batches[0], memory
+    )
 
 
 def quantize_some(prepared, keys) -> dict[str, np.ndarray]:
@@ -58,22 +60,22 @@ def quantize_some(prepared, keys) -> dict[str, np.ndarray]:
 @settings(deadline=None, max_examples=count_examples(30))
 @given(st.data())
 def test_run__equals_a_call_of_the_whole_function(calibrated, module, batches, data):
-    replay = make_replay(module, calibrated, batches, data.draw(st.sampled_from(MEMORY)))
+    incremental = make_incremental(module, calibrated, batches, data.draw(st.sampled_from(MEMORY)))
     names = st.sampled_from([*calibrated.graph.variables])
     changed = quantize_some(calibrated, data.draw(st.sets(names)))
-    variation = replay.vary(changed)
+    update = incremental.plan_update(changed)
     arguments = {**calibrated.graph.arguments(), **changed}
     for batch in batches:
-        recording = replay.record(batch)
-        got = replay.run(variation, recording, batch if variation.inputs else None)
+        recording = incremental.record(batch)
+        got = incremental.run(update, recording, batch if update.inputs else None)
         for have, want in zip(got, module.run("main", [*batch, *arguments.values()]), strict=True):
             np.testing.assert_array_equal(have, want)
 
 
 @pytest.mark.parametrize("memory", MEMORY)
 def test_record__keeps_no_more_than_the_bound(calibrated, module, batches, memory):
-    replay = make_replay(module, calibrated, batches, memory)
-    recording = replay.record(batches[0])
+    incremental = make_incremental(module, calibrated, batches, memory)
+    recording = incremental.record(batches[0])
     sizes = {}
     for array in recording.values.values():
         while isinstance(array.base, np.ndarray):
@@ -90,20 +92,25 @@ def test_record__keeps_what_some_change_needs(calibrated, module, batches):
     _, weight = calibrated.plan.operator("two").operands[1]
     names = quantize_some(calibrated, [weight])
     kept = [
-        {v.name for v in Replay(module.programs["main"], arguments, c, batches[0], 1e9).kept}
+        {
+            v.name
+            for v in IncrementalFunction(
+                module.programs["main"], arguments, c, batches[0], 1e9
+            ).kept
+        }
         for c in ([], [names])
     ]
     assert kept == [{"out"}, {"out", "one.d"}]
 
 
 def test_vary__runs_what_the_change_reaches_and_nothing_else(calibrated, module, batches):
-    replay = make_replay(module, calibrated, batches, 1e9)
-    assert replay.vary({}).steps == ()
+    incremental = make_incremental(module, calibrated, batches, 1e9)
+    assert incremental.plan_update({}).steps == ()
     operator = calibrated.plan.operator("deep")
     weight = next(key for name, key in operator.operands if name == "weight")
-    variation = replay.vary(quantize_some(calibrated, [weight]))
-    assert not variation.inputs
-    names = {step.var.name for step in variation.steps}
+    update = incremental.plan_update(quantize_some(calibrated, [weight]))
+    assert not update.inputs
+    names = {step.var.name for step in update.steps}
     # The weight itself is rounded once, not for every batch.
     assert not any(name.startswith(f"{weight}.") for name in names)
     assert {"mean", "flat", "out"} <= names
@@ -111,14 +118,14 @@ def test_vary__runs_what_the_change_reaches_and_nothing_else(calibrated, module,
 
 
 def test_vary__without_memory_starts_at_the_inputs(calibrated, module, batches):
-    replay = make_replay(module, calibrated, batches, 0)
+    incremental = make_incremental(module, calibrated, batches, 0)
     _, weight = calibrated.plan.operator("out").operands[1]
-    variation = replay.vary(quantize_some(calibrated, [weight]))
-    assert variation.inputs
-    assert {"stem", "one", "two"} <= {step.var.name for step in variation.steps}
+    update = incremental.plan_update(quantize_some(calibrated, [weight]))
+    assert update.inputs
+    assert {"stem", "one", "two"} <= {step.var.name for step in update.steps}
 
 
-def test_replay__symbolic_sizes_and_several_results():
+def test_incremental__symbolic_sizes_and_several_results():
     @I.ir_module
     class Module:  # the first result does not depend on b, the second on both
         @R.function
@@ -140,12 +147,14 @@ def test_replay__symbolic_sizes_and_several_results():
     a, b, c = rng.standard_normal((3, 4)).astype("float32")
     module = EagerModule(Module)
     data = [rng.standard_normal((n, 4)).astype("float32") for n in (3, 5)]
-    replay = Replay(module.programs["main"], {"a": a, "b": b}, ["b"], data[:1], 1e6)
-    variation = replay.vary({"b": c})
-    assert "first" not in {step.var.name for step in variation.steps}
+    incremental = IncrementalFunction(
+        module.programs["main"], {"a": a, "b": b}, ["b"], data[:1], 1e6
+    )
+    update = incremental.plan_update({"b": c})
+    assert "first" not in {step.var.name for step in update.steps}
     for x in data:
-        got = replay.run(variation, replay.record([x]))
+        got = incremental.run(update, incremental.record([x]))
         for have, want in zip(got, module.run("main", [x, a, c]), strict=True):
             np.testing.assert_array_equal(have, want)
     with pytest.raises(rq.DataError, match=r"\(4, 4\).*n = 3"):
-        replay.run(variation, replay.record([data[0]]), [np.zeros((4, 4), "float32")])
+        incremental.run(update, incremental.record([data[0]]), [np.zeros((4, 4), "float32")])
