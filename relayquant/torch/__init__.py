@@ -1,7 +1,6 @@
-"""PyTorch modules in, integer modules out; training with quantization; models that only run.
-PyTorch is an extra.
+"""PyTorch modules -> integer modules: quantization, training, and models that only run.
 
-Around the data flow. PyTorch is imported when a function of this package is called.
+PyTorch is an extra. It is imported when a function of this package is called.
 """
 
 from typing import TYPE_CHECKING

@@ -1,5 +1,5 @@
-"""Batch norms of a float module that its preparation folds: which operator each became part of, so
-that training may take it apart again.
+"""Find the operator that each batch norm was folded into, so that training can separate it
+again.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from relayquant.ir.rewrite.editor import Editor
 from relayquant.stages.prepared import PreparedModel
 
 BATCH_NORM = "relax.nn.batch_norm"
-#: what may stand between a product and its batch norm
+#: operators allowed between a product and its batch norm
 BIAS_ADD = "relax.add"
-#: how far folded numbers may be from those expected, of the largest
+#: tolerance of folded numbers, relative to the largest
 TOLERANCE = 1e-3
 
 
@@ -33,10 +33,10 @@ class Normalization:
     """A batch norm of the float module, float32 (channels,) each.
 
     Attributes:
-        name: The value that it computes.
-        gamma, beta, mean, variance: Its factors and running statistics; the mean is that of the
+        name: Name of the value that it computes.
+        gamma, beta, mean, variance: Its factors and running statistics. The mean is the mean of the
             product without a bias.
-        epsilon, momentum: Its attributes; the momentum is the share of a new batch.
+        epsilon, momentum: Its attributes. The momentum is the weight of a new batch.
     """
 
     name: str
@@ -49,12 +49,12 @@ class Normalization:
 
     @property
     def factor(self) -> np.ndarray:
-        """What weights are multiplied by when the running statistics are folded into them."""
+        """The factor of the weights when the running statistics are folded into them."""
         return self.gamma / np.sqrt(self.variance + np.float32(self.epsilon))
 
     @property
     def shift(self) -> np.ndarray:
-        """The bias that folding leaves."""
+        """The bias after folding."""
         return self.beta - self.mean * self.factor
 
 
@@ -64,7 +64,7 @@ class FoldedNorm:
 
     Attributes:
         norm: The batch norm.
-        product: Value of the calibration graph that is the sum of products, without its bias.
+        product: Value of the calibration graph that holds the sum of products without its bias.
         axis: Channel axis of that value.
         weight, bias: Keys of the operator's constants in the calibration graph.
         weight_axis: Axis of the output channels in the weight.
@@ -81,7 +81,9 @@ class FoldedNorm:
 def find_norms(
     mod: tvm.IRModule, params: Mapping[str, Any] | None
 ) -> Iterator[Normalization | tuple[str, str]]:
-    """The batch norms of a float module; (value, reason) for those that nothing can be made of."""
+    """Find the batch norms of a float module, and (value, reason) of each one that cannot be
+    used.
+    """
     editor = Editor(mod)
     bind_params(editor, params)
     graph = Graph(editor.build())
@@ -96,7 +98,7 @@ def find_norms(
 
 
 def read_norm(graph: Graph, call: relax.Call, name: str) -> Normalization | tuple[str, str]:
-    """One batch norm; the bias of a convolution in front of it moves into its mean."""
+    """Read one batch norm. The bias of a convolution before it moves into its mean."""
     attrs = read_attributes(call)
     factors = [read_constant(graph, arg) for arg in call.args[1:]]
     if any(array is None for array in factors):
@@ -108,24 +110,24 @@ def read_norm(graph: Graph, call: relax.Call, name: str) -> Normalization | tupl
     if source is not None and source.op.name == BIAS_ADD:
         biases = [array for arg in source.args if (array := read_constant(graph, arg)) is not None]
         if len(biases) != 1 or biases[0].size not in (1, mean.size):
-            return name, "no convolution or matrix product of a constant weight is before it"
+            return name, "no convolution or matrix product with a constant weight is before it"
         mean = mean - biases[0].reshape(-1)
     if np.abs(gamma).min(initial=np.inf) < 1e-8:
-        return name, "a factor of it is zero, so that its weight has no scale"
+        return name, "one of its factors is zero, so its weight has no scale"
     return Normalization(
         name, gamma, beta, mean, variance, float(attrs["epsilon"]), float(attrs["momentum"])
     )
 
 
 def read_constant(graph: Graph, expr: relax.Expr) -> np.ndarray | None:
-    """The array of a constant; of one value per channel in whatever shape."""
+    """Read a constant with one value per channel, in any shape."""
     while (call := graph.call_of(expr)) is not None and call.op.name in LAYOUTS:
         expr = call.args[0]
     return expr.value.numpy() if isinstance(expr, GenericConst) else None
 
 
 def find_folded(prepared: PreparedModel, norm: Normalization) -> FoldedNorm | Skip:
-    """The operator of a prepared model that a batch norm was folded into."""
+    """Find the operator of a prepared model that a batch norm was folded into."""
     for operator in prepared.plan.operators:
         if norm.name in operator.values and operator.quantized and operator.pattern:
             return match_norm(prepared, norm, operator)
@@ -135,7 +137,7 @@ def find_folded(prepared: PreparedModel, norm: Normalization) -> FoldedNorm | Sk
 def match_norm(
     prepared: PreparedModel, norm: Normalization, operator: OperatorPlan
 ) -> FoldedNorm | Skip:
-    """`norm` as part of `operator`, if that is what its constants say."""
+    """Match `norm` to `operator` by the operator's constants."""
     weight, bias = f"{operator.name}:weight", f"{operator.name}:bias"
     constants = prepared.graph.constants
     if weight not in constants or bias not in constants:
@@ -146,7 +148,7 @@ def match_norm(
     weight_axis = None if axis_of is None else axis_of(match)
     axis = None if result_axis is None else result_axis(match)
     if weight_axis is None or axis is None:
-        return Skip("the weight has no axis of its output channels")
+        return Skip("the weight has no axis of output channels")
     expected, folded = norm.shift, constants[bias].value.reshape(-1)
     is_same = folded.shape == expected.shape and np.allclose(
         folded, expected, rtol=TOLERANCE, atol=TOLERANCE * max(np.abs(expected).max(), 1e-6)

@@ -1,8 +1,8 @@
-"""Prepared PyTorch models -> what runs on integers: `convert`; or a torch module in reference form
-(dequantize - float operator - quantize): `convert_to_reference`.
+"""Prepared PyTorch models -> integer modules (`convert`) or a torch module in reference form
+(`convert_to_reference`).
 
-Behind `prepare`, `prepare_qat` and `from_relax`; what they return knows how it is converted.
-PyTorch is an extra and is imported when a function here is called.
+The reference form is dequantize - float operator - quantize. The models come from `prepare`,
+`prepare_qat` and `from_relax`. PyTorch is an extra and is imported when a function here is called.
 """
 
 from __future__ import annotations
@@ -18,40 +18,39 @@ from relayquant.torch.training import import_trainable
 
 @runtime_checkable
 class Convertible(Protocol):
-    """What a function of this package that prepares returns."""
+    """The result of a function of this package that prepares a model."""
 
     def check_ranges(self) -> None:
         """Raise ConfigError if a range is not known."""
         ...
 
     def to_quantized(self) -> Any:
-        """The quantized model."""
+        """Return the quantized model."""
         ...
 
 
 def convert(prepared: Any) -> Any:
-    """The quantized model of what `prepare`, `prepare_qat` or `from_relax` gave.
+    """Convert the result of `prepare`, `prepare_qat` or `from_relax` to a quantized model.
 
-    Of the latter two, the integer module of the normal pipeline, with its ledger; of a model that
-    is not quantized, the float module. The module in evaluation mode and the integer module agree
-    within one step in every value that is computed from the same integers.
+    From `prepare_qat` and `from_relax`: the integer module of the normal pipeline with its ledger,
+    or the float module if the model is not quantized. The module in evaluation mode and the integer
+    module agree within one step in every value that is computed from the same integers.
 
-    Of `prepare`, an object that is called like the model. Where `torch.export` takes the model as a
-    whole, it is one integer module, the same that `quantize` gives (`.mod`). Elsewhere the user's
-    code runs, and its regions of operators are integer modules (`.regions`), called without
-    copies; where one feeds the next, integers pass. `.modules` are the integer modules of either
-    kind, and `.ledger` says of every operator, also of those in PyTorch, what became of it.
+    From `prepare`: an object that is called like the model. If `torch.export` accepts the whole
+    model, it is one integer module (`.mod`), the same as from `quantize`. Otherwise the user's code
+    runs, and its regions of operators are integer modules (`.regions`), called without copies.
+    Integers pass directly from one region to the next. In both cases `.modules` are the integer
+    modules, and `.ledger` describes every operator, including operators that stay in PyTorch.
 
     Raises:
-        ConfigError: `prepared` is nothing of that kind; training diverged, or has not begun and
-            there was no data for calibration; or a line of the QConfigMapping decides for no
-            operator.
+        ConfigError: `prepared` is something else; training diverged, or has not started and there
+            was no calibration data; or a line of the QConfigMapping has no effect.
     """
     if not isinstance(prepared, Convertible):
         raise ConfigError(
-            "convert takes what prepare, prepare_qat or from_relax gave, got "
-            f"{type(prepared).__name__}. For a module that is neither calibrated nor trained, use "
-            "relayquant.torch.quantize(module, example_inputs, dataset).",
+            "convert takes the result of prepare, prepare_qat or from_relax, "
+            f"got {type(prepared).__name__}. For a module that is neither calibrated nor trained, "
+            "use relayquant.torch.quantize(module, example_inputs, dataset).",
             code="RQ105",
         )
     prepared.check_ranges()
@@ -60,26 +59,25 @@ def convert(prepared: Any) -> Any:
 
 @check_arguments
 def convert_to_reference(prepared: Any) -> Any:
-    """The reference form of a calibrated or trained model, as a `torch.nn.Module`.
+    """Return the reference form of a calibrated or trained model, as a `torch.nn.Module`.
 
-    It quantizes and dequantizes by the operators of `torch.ops.quantized_decomposed`, those of
-    PyTorch's own quantized programs, so that `torch.export` gives a program that other tools read;
-    `load` of that program, with `relayquant.lower`, gives the integers that `convert` gives, as far
-    as none depends on an operator that stays in float, which PyTorch rounds its own way. Weights
-    are integers, in buffers. Run by PyTorch itself, its quantize multiplies by 1 / scale: a value
-    half-way between two steps may get the other one.
+    It quantizes and dequantizes with `torch.ops.quantized_decomposed`, as PyTorch's own quantized
+    programs do. So `torch.export` gives a program that other tools can read. `load` of that program
+    and `relayquant.lower` give the same integers as `convert`, except where they depend on a float
+    operator, which PyTorch rounds differently. Weights are integers, in buffers. When PyTorch runs
+    the module, its quantize multiplies by 1 / scale, so a value half-way between two steps may get
+    the other step.
 
     Args:
-        prepared: A calibrated model, as `relayquant.calibrate` returns it; or what `prepare_qat` or
-            `from_relax` gave, as it is trained now.
+        prepared: A calibrated model from `relayquant.calibrate`, or the current state of a module
+            from `prepare_qat` or `from_relax`.
 
     Returns:
-        A module that takes the model's inputs, in order, and gives what the model gives. It does
-        not train: it holds no parameters.
+        A module with the model's inputs and outputs. It has no parameters and cannot be trained.
 
     Raises:
         MissingDependencyError: PyTorch is not installed.
-        ConfigError: the model is not calibrated, or is nothing of that kind; training diverged.
+        ConfigError: the model is not calibrated, or is something else; training diverged.
         ModelError: operators have no torch form; all of them are listed.
     """
     trainable = import_trainable()
@@ -88,8 +86,8 @@ def convert_to_reference(prepared: Any) -> Any:
         return prepared.to_reference()
     if not isinstance(prepared, PreparedModel):
         raise ConfigError(
-            "relayquant.torch.convert_to_reference takes a calibrated model, or what prepare_qat "
-            f"or from_relax gave, got {type(prepared).__name__}.",
+            "relayquant.torch.convert_to_reference takes a calibrated model, or the result of "
+            f"prepare_qat or from_relax, got {type(prepared).__name__}.",
             code="RQ105",
         )
     from relayquant.torch.reference_module import ReferenceModule

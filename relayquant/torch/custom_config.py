@@ -1,7 +1,6 @@
-"""What functions of this package are told of single submodules, and of what the model takes and
-gives; the names are those of FX's `PrepareCustomConfig`.
+"""`PrepareCustomConfig`: settings for single submodules, and for integer inputs and outputs.
 
-Around the data flow: read before the model is exported.
+The names are those of FX's `PrepareCustomConfig`. It is read before the model is exported.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from relayquant.config import BackendConfig, QConfigMapping
 from relayquant.config.mapping import MappingRule, Selector
 from relayquant.errors import ConfigError, suggest_name
 
-#: lines of a mapping that go by names, which lie within a module or not
+#: kinds of mapping lines that select by name, so they belong to one module
 BY_NAME = (Selector.MODULE_NAME, Selector.MODULE_NAME_OBJECT_TYPE_ORDER)
 
 
@@ -25,7 +24,7 @@ class SubmoduleRule:
     """Submodules of a path or a class.
 
     Attributes:
-        key: The path of a module ("layer1.0"), or a class, of which subclasses count too.
+        key: The path of a module ("layer1.0"), or a class. Subclasses count too.
     """
 
     key: Any
@@ -39,7 +38,7 @@ class SubmoduleRule:
             )
 
     def find_paths(self, module: Any) -> list[str]:
-        """Paths of the submodules, none of which lies within another.
+        """Find the paths of the submodules. None of them lies inside another.
 
         Raises:
             ConfigError: there are none.
@@ -64,13 +63,14 @@ class SubmoduleRule:
 @check_fields
 @dataclass(frozen=True)
 class StandaloneRule(SubmoduleRule):
-    """Submodules that are quantized by themselves.
+    """Submodules that are quantized separately.
 
     Attributes:
-        qconfig_mapping: How; names in it are paths within. None: the caller's mapping.
-        prepare_custom_config: What is not quantized as the rest of it, by paths within, and which
-            inputs and outputs are integers.
-        backend: Whose operators they are quantized for; None: the caller's.
+        qconfig_mapping: Their mapping, with names relative to the submodule. None: the caller's
+            mapping.
+        prepare_custom_config: Exceptions inside the submodule, with relative paths, and its integer
+            inputs and outputs.
+        backend: Their backend. None: the caller's backend.
     """
 
     qconfig_mapping: QConfigMapping | None = None
@@ -97,16 +97,16 @@ class CustomRule(SubmoduleRule):
 @check_fields
 @dataclass(frozen=True)
 class PrepareCustomConfig:
-    """Submodules that are not quantized as the rest is, and inputs and outputs that are integers;
-    `set_` methods return new objects.
+    """Submodules with their own settings, and integer inputs and outputs. `set_` methods return new
+    objects.
 
     Attributes:
         non_traceable: Modules that stay in float.
-        standalone: Those that are quantized by themselves.
-        custom: Those with an observed form.
+        standalone: Modules that are quantized separately.
+        custom: Modules with an observed form.
         quantized_forms: (observed class, quantized class) of each.
-        input_quantized_indexes, output_quantized_indexes: Numbers of the inputs and outputs that
-            are integers.
+        input_quantized_indexes, output_quantized_indexes: Numbers of the integer inputs and
+        outputs.
     """
 
     non_traceable: tuple[SubmoduleRule, ...] = ()
@@ -118,12 +118,12 @@ class PrepareCustomConfig:
 
     @check_arguments
     def set_non_traceable_module_names(self, names: Iterable[str]) -> PrepareCustomConfig:
-        """Modules of these paths, and all within, stay in float."""
+        """Keep modules of these paths, and everything inside, in float."""
         return self._keep_float(names)
 
     @check_arguments
     def set_non_traceable_module_classes(self, classes: Iterable[type]) -> PrepareCustomConfig:
-        """Modules of these classes, and all within, stay in float."""
+        """Keep modules of these classes, and everything inside, in float."""
         return self._keep_float(classes)
 
     def _keep_float(self, keys: Iterable[Any]) -> PrepareCustomConfig:
@@ -138,21 +138,21 @@ class PrepareCustomConfig:
         prepare_custom_config: PrepareCustomConfig | None = None,
         backend: BackendConfig | str | None = None,
     ) -> PrepareCustomConfig:
-        """The module of this path is quantized by itself, on what it gets from the float model.
+        """Quantize the module of this path separately, on its inputs in the float model.
 
-        The first rule that finds a module counts. It is computed with the operators that the
-        caller's backend has: what that has none for is computed in float, between roundings.
+        The first rule that matches a module counts. The module is computed with operators of the
+        caller's backend. An operator that this backend lacks is computed in float, between
+        roundings.
 
         Args:
             name: The path.
-            qconfig_mapping: How it is quantized; names in it are paths within. None: the caller's
+            qconfig_mapping: Its mapping, with names relative to the module. None: the caller's
                 mapping.
-            prepare_custom_config: What within stays in float, is standalone or custom in its turn;
-                names in it are paths within. Its `set_input_quantized_indexes` and
-                `set_output_quantized_indexes` say where integers pass between caller and module:
-                on the grid that the module picks, which the caller takes over. Elsewhere they
-                pass where both sides have integers anyway.
-            backend: What it is quantized for; None: the caller's.
+            prepare_custom_config: Exceptions inside the module, with relative names. Its
+                `set_input_quantized_indexes` and `set_output_quantized_indexes` select where
+                integers pass between caller and module, with the parameters that the module chooses
+                and the caller adopts. Elsewhere integers pass if both sides have integers anyway.
+            backend: Its backend. None: the caller's backend.
         """
         rule = StandaloneRule(name, qconfig_mapping, prepare_custom_config, backend)
         return replace(self, standalone=(*self.standalone, rule))
@@ -165,7 +165,7 @@ class PrepareCustomConfig:
         prepare_custom_config: PrepareCustomConfig | None = None,
         backend: BackendConfig | str | None = None,
     ) -> PrepareCustomConfig:
-        """As `set_standalone_module_name`, for every module of this class, each by itself."""
+        """Same as `set_standalone_module_name` for every module of this class, each separately."""
         rule = StandaloneRule(kind, qconfig_mapping, prepare_custom_config, backend)
         return replace(self, standalone=(*self.standalone, rule))
 
@@ -173,11 +173,11 @@ class PrepareCustomConfig:
     def set_float_to_observed_mapping(
         self, float_class: type, observed_class: type
     ) -> PrepareCustomConfig:
-        """Modules of a class have a form that observes: `observed_class.from_float(module)`.
+        """Replace modules of a class during calibration by `observed_class.from_float(module)`.
 
-        It is called in place of the module, with floats, when the model runs on the data, and gives
-        what the module gives; in `prepare_qat` it trains. `set_observed_to_quantized_mapping`
-        says what takes its place then.
+        The observed form is called instead of the module, with floats, when the model runs on the
+        data, and returns what the module returns. In `prepare_qat` it trains.
+        `set_observed_to_quantized_mapping` selects its replacement in the quantized model.
         """
         return replace(self, custom=(*self.custom, CustomRule(float_class, observed_class)))
 
@@ -185,11 +185,11 @@ class PrepareCustomConfig:
     def set_observed_to_quantized_mapping(
         self, observed_class: type, quantized_class: type
     ) -> PrepareCustomConfig:
-        """What has observed is replaced by `quantized_class.from_observed(observed)`.
+        """Replace observed forms after calibration by `quantized_class.from_observed(observed)`.
 
-        That takes and gives floats and is a part of the integer module as torch.export writes it
-        down: what it quantizes with `torch.ops.quantized_decomposed` becomes integer operators,
-        all else of it stays as it is. (FX has this in its `ConvertCustomConfig`.)
+        The quantized form takes and returns floats. It becomes a part of the integer module as
+        torch.export records it: operators of `torch.ops.quantized_decomposed` become integer
+        operators, all others stay unchanged. (FX has this in its `ConvertCustomConfig`.)
         """
         check_builder("set_observed_to_quantized_mapping", quantized_class, "from_observed")
         forms = dict(self.quantized_forms) | {observed_class: quantized_class}
@@ -197,17 +197,17 @@ class PrepareCustomConfig:
 
     @check_arguments
     def set_input_quantized_indexes(self, indexes: Iterable[int]) -> PrepareCustomConfig:
-        """The inputs of these numbers, from 0, are integers."""
+        """Make the inputs of these numbers, from 0, integers."""
         return replace(self, input_quantized_indexes=tuple(indexes))
 
     @check_arguments
     def set_output_quantized_indexes(self, indexes: Iterable[int]) -> PrepareCustomConfig:
-        """The outputs of these numbers, from 0, are integers."""
+        """Make the outputs of these numbers, from 0, integers."""
         return replace(self, output_quantized_indexes=tuple(indexes))
 
     def name_dtypes(self, backend: BackendConfig) -> dict[str, dict[str | int, str]]:
-        """`input_dtypes` and `output_dtypes` for the pipeline: integers of a backend's
-        activations.
+        """Return `input_dtypes` and `output_dtypes` for the pipeline: the dtype of the
+        backend's activations.
         """
         dtype = backend.default_qconfig.activation.spec.dtype
         return {
@@ -216,8 +216,10 @@ class PrepareCustomConfig:
         }
 
     def extend_mapping(self, mapping: QConfigMapping, module: Any) -> QConfigMapping:
-        """`mapping` for the rest of the model: a line for each module that stays in float or is
-        quantized by itself, and none for what is within.
+        """Extend `mapping` for the rest of the model.
+
+        Adds a line for each module that stays in float or is quantized separately. Lines for
+        modules inside are left out.
 
         Raises:
             ConfigError: a rule finds no module.
@@ -231,13 +233,13 @@ class PrepareCustomConfig:
             and any(rule.key == path or rule.key.startswith(f"{path}.") for path in paths)
         ]  # fmt: skip
         kept = mapping.without(within)
-        if alone:  # their operators may be all that a line selects
+        if alone:  # all operators that a line selects may be inside such modules
             kept = make_optional(kept, (Selector.OBJECT_TYPE, Selector.MODULE_NAME_REGEX))
         lines = (MappingRule(Selector.MODULE_NAME, path, None, optional=True) for path in paths)
         return replace(kept, rules=(*kept.rules, *lines))
 
     def within(self, path: str, module: Any) -> PrepareCustomConfig:
-        """The configuration of `module` for what holds it at `path`.
+        """Return the configuration for the contents of `module`, which is at `path`.
 
         Raises:
             ConfigError: a rule finds no module.
@@ -258,35 +260,36 @@ class PrepareCustomConfig:
         )
 
     def find_standalone(self, module: Any) -> Iterator[tuple[str, StandaloneRule]]:
-        """(path, rule) of every module that is quantized by itself.
+        """Find (path, rule) of every module that is quantized separately.
 
         Raises:
-            ConfigError: a rule finds no module, or one within another's.
+            ConfigError: a rule finds no module, or a module inside another rule's module.
         """
         return iter(find_apart(self.standalone, module, "standalone").items())
 
     def find_custom(self, module: Any) -> dict[str, tuple[Any, Any]]:
-        """(observed class, quantized class) of every module with such forms, by path.
+        """Find (observed class, quantized class) of every module with these forms, by path.
 
         Raises:
-            ConfigError: a rule finds no module, or one within another's or within a standalone
-                one; or there is no quantized form of what observes.
+            ConfigError: a rule finds no module, or a module inside another rule's module or inside
+                a standalone module; or an observed form has no quantized form.
         """
         forms, found = dict(self.quantized_forms), {}
         alone = dict(self.find_standalone(module))
         for path, rule in find_apart(self.custom, module, "custom").items():
             if rule.observed not in forms:
                 raise ConfigError(
-                    f"PrepareCustomConfig: modules of {rule.observed.__name__} observe, but "
-                    "nothing says what they become. Add set_observed_to_quantized_mapping("
-                    f"{rule.observed.__name__}, ...).",
+                    f"PrepareCustomConfig: observed modules of {rule.observed.__name__} have no "
+                    "quantized form. Add "
+                    f"set_observed_to_quantized_mapping({rule.observed.__name__}, ...).",
                     code="RQ102",
                 )
             outer = next((p for p in alone if path == p or path.startswith(f"{p}.")), None)
             if outer is not None:
                 raise ConfigError(
-                    f"PrepareCustomConfig makes {path!r} custom, and {outer!r}, which holds it, "
-                    "standalone. Say so in the PrepareCustomConfig of the standalone module.",
+                    f"PrepareCustomConfig makes {path!r} custom, but it is inside {outer!r}, "
+                    "which is standalone. Name it in the PrepareCustomConfig of the standalone "
+                    "module instead.",
                     code="RQ102",
                 )
             found[path] = rule.observed, forms[rule.observed]
@@ -294,10 +297,10 @@ class PrepareCustomConfig:
 
 
 def find_apart(rules: Iterable[Any], module: Any, what: str) -> dict[str, Any]:
-    """The first rule of each module that one finds, by path.
+    """Map each module that a rule finds to its first rule, by path.
 
     Raises:
-        ConfigError: a rule finds no module, or one within another's.
+        ConfigError: a rule finds no module, or a module inside another rule's module.
     """
     found: dict[str, Any] = {}
     for rule in rules:
@@ -307,7 +310,8 @@ def find_apart(rules: Iterable[Any], module: Any, what: str) -> dict[str, Any]:
         outer = next((p for p in found if path.startswith(f"{p}.")), None)
         if outer is not None:
             raise ConfigError(
-                f"PrepareCustomConfig makes {path!r} {what}, and {outer!r}, which holds it. "
+                f"PrepareCustomConfig makes {path!r} {what}, and also {outer!r}, which contains "
+                "it. "
                 + (
                     "Name the inner one in the PrepareCustomConfig of the outer one."
                     if what == "standalone"
@@ -319,7 +323,7 @@ def find_apart(rules: Iterable[Any], module: Any, what: str) -> dict[str, Any]:
 
 
 def make_optional(mapping: QConfigMapping, kinds: Iterable[Selector]) -> QConfigMapping:
-    """The mapping, whose lines of some kinds may select nothing."""
+    """Return the mapping with lines of some kinds marked as optional: they may match nothing."""
     chosen = tuple(kinds)
     rules = (
         replace(rule, optional=True) if rule.kind in chosen else rule for rule in mapping.rules
@@ -328,11 +332,11 @@ def make_optional(mapping: QConfigMapping, kinds: Iterable[Selector]) -> QConfig
 
 
 def check_builder(method: str, kind: Any, builder: str) -> None:
-    """Raise ConfigError if a class does not have the method that makes one of another module."""
+    """Raise ConfigError if a class lacks the class method that builds it from a module."""
     if not isinstance(kind, type) or not callable(getattr(kind, builder, None)):
         name = kind.__name__ if isinstance(kind, type) else repr(kind)
         raise ConfigError(
             f"PrepareCustomConfig.{method} got {name}, which has no class method "
-            f"`{builder}(module)` that makes it.",
+            f"`{builder}(module)`. Add it to the class.",
             code="RQ101",
         )

@@ -1,6 +1,6 @@
-"""PyTorch modules in, integer modules out: `quantize(module, example_inputs, dataset)`.
+"""`quantize(module, example_inputs, dataset)`: PyTorch module -> integer module.
 
-In front of the data flow: export, then `load` and `relayquant.quantize`. PyTorch is an extra and is
+It exports the module and calls `load` and `relayquant.quantize`. PyTorch is an extra and is
 imported when a function here is called.
 """
 
@@ -38,26 +38,26 @@ def quantize(
     `QConfigMapping().set_module_name("layer1.0.conv1", ...)` finds them.
 
     Args:
-        module: `torch.nn.Module`, float32; it is exported in evaluation mode and not changed.
+        module: `torch.nn.Module`, float32. It is exported in evaluation mode and not changed.
         example_inputs, example_kwargs, dynamic_shapes: As for `torch.export.export`. Shapes are
-            those of the example inputs unless `dynamic_shapes` says otherwise:
-            `({0: torch.export.Dim("batch")},)` for any batch size.
-        prepare_custom_config: Submodules that stay in float, are quantized by themselves, or have a
-            quantized form of their own; with the latter two, shapes are those of the example
-            inputs. And inputs and outputs that are integers, as `input_dtypes` and `output_dtypes`
-            of `relayquant.quantize` say with their dtypes.
-        dataset: As for `relayquant.quantize`; items may be torch tensors, so a DataLoader without
-            labels will do.
+        fixed to those of the example inputs, unless `dynamic_shapes` frees them: `({0:
+        torch.export.Dim("batch")},)` for any batch size.
+        prepare_custom_config: Submodules that stay in float, are quantized separately, or have
+            their own quantized form. With the last two, shapes are fixed to those of the example
+            inputs. Also integer inputs and outputs; `input_dtypes` and `output_dtypes` of
+            `relayquant.quantize` select their dtypes.
+        dataset: As for `relayquant.quantize`. Items may be torch tensors, so a DataLoader without
+            labels works.
         options: Further arguments of `relayquant.quantize`.
 
     Returns:
-        What `relayquant.quantize` returns: inputs in the order of the module's arguments.
+        The result of `relayquant.quantize`. Inputs are in the order of the module's arguments.
 
     Raises:
         MissingDependencyError: PyTorch is not installed.
         ModelError: torch.export cannot export the module, or an operator is not supported; or the
             module keeps state between calls.
-        DataError, ConfigError: as `relayquant.quantize`.
+        DataError, ConfigError: as for `relayquant.quantize`.
     """
     shaping = {"example_kwargs": example_kwargs, "dynamic_shapes": dynamic_shapes}
     if prepare_custom_config is not None:
@@ -65,8 +65,8 @@ def quantize(
         has_parts = prepare_custom_config.standalone or prepare_custom_config.custom
         if has_parts and any(value is not None for value in shaping.values()):
             raise ConfigError(
-                "quantize: standalone and custom modules have the shapes of example inputs by "
-                "position; leave out example_kwargs and dynamic_shapes.",
+                "quantize: a model with standalone or custom modules needs example inputs by "
+                "position and fixed shapes. Leave out example_kwargs and dynamic_shapes.",
                 code="RQ102",
             )
         module, options = apply_config(
@@ -83,7 +83,7 @@ def apply_config(
     dataset: Any,
     options: Mapping[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
-    """(module, options) of `quantize` as a configuration changes them."""
+    """Apply a configuration to the (module, options) of `quantize`."""
     from relayquant.torch.standalone import replace_parts
 
     backend = resolve_backend(options.get("backend"))

@@ -1,5 +1,6 @@
-"""PyTorch module -> exported program -> Relax module. PyTorch is an extra and is imported when a
-function here is called.
+"""PyTorch module -> exported program -> Relax module.
+
+PyTorch is an extra and is imported when a function here is called.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from relayquant.base.arguments import check_arguments
 from relayquant.errors import MissingDependencyError, ModelError
 from relayquant.formats.readers import import_torch as load
 
-#: What torch.export says of a tensor that an earlier trace left where the module reads it.
+#: Part of torch.export's message if an earlier trace left a tensor where the module reads it.
 LEFT_BEHIND = "fake tensor in the exported program"
 
 
@@ -26,7 +27,7 @@ def export(
     example_kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
 ) -> Any:
-    """The `torch.export.ExportedProgram` of a module in evaluation mode; `load` takes it.
+    """Export a module in evaluation mode to a `torch.export.ExportedProgram`, which `load` accepts.
 
     Raises:
         MissingDependencyError: PyTorch is not installed.
@@ -62,7 +63,7 @@ def load_module(
     example_kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
 ) -> tuple[tvm.IRModule, dict[str, Any]]:
-    """The Relax module of a module in evaluation mode; arguments as for `export`.
+    """Convert a module in evaluation mode to a Relax module. Arguments as for `export`.
 
     Raises:
         MissingDependencyError: PyTorch is not installed.
@@ -79,7 +80,7 @@ def load_module(
 def check_state(
     module: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 ) -> None:
-    """That a module in evaluation mode keeps no state in Python: see `check_stateless`.
+    """Check that a module in evaluation mode keeps no state in Python. See `check_stateless`.
 
     Raises:
         ModelError: it does.
@@ -91,8 +92,10 @@ def check_state(
 
 
 def free_batch(inputs: Any) -> Any:
-    """Dynamic shapes of example inputs, at any depth of lists and dicts: the first axis, where it
-    holds more than one sample, as far as the module allows. None where no input has one.
+    """Return dynamic shapes for example inputs, at any depth of lists and dicts.
+
+    The first axis is free if it holds more than one sample and the module allows it. None if no
+    input has such an axis.
     """
     import torch  # pyright: ignore[reportMissingImports]
     from torch.utils import _pytree as pytree  # pyright: ignore[reportMissingImports]
@@ -107,11 +110,11 @@ def free_batch(inputs: Any) -> Any:
 
 
 def check_module(module: Any) -> None:
-    """That it is a module of PyTorch's.
+    """Check that the argument is a module of PyTorch.
 
     Raises:
         MissingDependencyError: PyTorch is not installed.
-        ModelError: it is not.
+        ModelError: it is not a module.
     """
     try:
         import torch  # pyright: ignore[reportMissingImports]
@@ -130,7 +133,7 @@ def check_module(module: Any) -> None:
 
 @contextlib.contextmanager
 def evaluation_mode(module: Any) -> Iterator[None]:
-    """`module.eval()`, undone at the end: each part gets the mode back that it had."""
+    """Run `module.eval()`. At the end each submodule returns to its previous mode."""
     training = [part for part in module.modules() if part.training]
     module.eval()
     try:

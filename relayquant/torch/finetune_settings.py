@@ -1,4 +1,4 @@
-"""What the training loop of `finetune` is given: settings, and the data with what belongs to it.
+"""Settings and data for the training loop of `finetune`.
 
 Nothing here needs PyTorch.
 """
@@ -29,7 +29,7 @@ Loss = Callable[..., Any]
 @check_fields
 @dataclass(frozen=True, kw_only=True)
 class FinetuneSettings(RunSettings):
-    """What `relayquant.torch.finetune` is told besides model, data and loss.
+    """Settings of `relayquant.torch.finetune`, except model, data and loss.
 
     Raises:
         ConfigError: one of them is out of range.
@@ -79,28 +79,28 @@ class FinetuneSettings(RunSettings):
         ):
             if not value >= 0:
                 raise ConfigError(
-                    f"finetune got {name}={value!r}; allowed: 0 and more.", code="RQ101"
+                    f"finetune got {name}={value!r}; allowed: 0 or more.", code="RQ101"
                 )
         if self.metric is not None:
             check_metric(self.metric)
         if self.validation is None and (self.metric is not None or self.patience is not None):
             raise ConfigError(
-                "finetune got a metric or patience but no validation data to measure on. Pass "
-                "validation=, a data set that is not trained on.",
+                "finetune got a metric or patience but no validation data to measure on.  Pass "
+                "validation=, a data set that is not used for training.",
                 code="RQ102",
             )
 
     @property
     def interval(self) -> int:
-        """Steps between two evaluations: a tenth of all, unless given."""
+        """Steps between two evaluations. By default a tenth of all steps."""
         return self.evaluate_every or max(1, self.steps // 10)
 
 
 class TrainingData:
-    """A data set to train on: its items checked, and apart from them what else they hold.
+    """A data set to train on: checked inputs, and separately the other contents of its items.
 
     Attributes:
-        dataset: The inputs alone.
+        dataset: The inputs only.
     """
 
     def __init__(self, batches: Any, inputs: Sequence[InputInfo]) -> None:
@@ -111,7 +111,7 @@ class TrainingData:
         self.dataset = open_dataset(batches if self.open is None else self.split, inputs)
 
     def split(self) -> Iterator[Any]:
-        """The items without what is no input, which is kept in `extras`."""
+        """Yield the items reduced to inputs. The rest is kept in `extras`."""
         for item in self.open() if self.open is not None else ():
             self.extras = {}
             if isinstance(item, Mapping):
@@ -120,7 +120,7 @@ class TrainingData:
             yield item
 
     def __iter__(self) -> Iterator[tuple[dict[str, np.ndarray], dict[str, Any]]]:
-        """(inputs, all that the item holds), again from the beginning when the data ends."""
+        """Yield (inputs, complete item). Starts again when the data ends."""
         while True:
             for batch in self.dataset:
                 yield batch, {**batch, **self.extras}

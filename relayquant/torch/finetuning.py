@@ -1,8 +1,8 @@
-"""`finetune`: a float module -> an integer module whose weights and ranges were trained to give
-what the float model gives; no labels needed.
+"""`finetune`: float module -> integer module, with weights and ranges trained to reproduce the
+float model.
 
-Prepare and calibrate, as `quantize` does; train (`training_loop`); convert. PyTorch is imported
-when the function here is called.
+No labels are needed. It prepares and calibrates as `quantize` does, trains (`training_loop`) and
+converts. PyTorch is imported when the function here is called.
 """
 
 from __future__ import annotations
@@ -53,65 +53,67 @@ def finetune(
     checkpoint: str | Path | None = None,
     callbacks: Iterable[Callback] | Callback = (),
 ) -> tvm.IRModule:
-    """Quantize a model, and train it to give again what the float model gives.
+    """Quantize a model and train it to reproduce the outputs of the float model.
 
-    Calibration gives the integer model that `quantize` would; weights, biases and, by default,
-    scales are trained from there with Adam, the rate falling to 0 along half a cosine. What is
-    given is their average over the last tenth or so of the steps taken. With `validation` the best
-    average that was met counts, of which the calibrated state is the first and that of a
-    `reconstruction` the second, both of step 0. Where the loss of the best is not lower by two of
-    its standard errors the calibrated one counts: the result is never worse on that data, nor
-    another by chance. Where the reconstruction is worse than the calibrated state, steps begin
-    with that; without `validation` nothing tells, and what was reconstructed and trained is given.
+    Training starts from the integer model that `quantize` would give after calibration. It trains
+    weights, biases and, by default, scales with Adam. The rate falls to 0 along half a cosine. The
+    result is the average of the parameters over about the last tenth of the steps taken.
+
+    With `validation`, the best average of all evaluations is returned. The calibrated state is the
+    first candidate. The state after `reconstruction` is the second. Both count as step 0. The
+    calibrated state is returned if the best loss is not lower by two of its standard errors. So the
+    result is never worse on that data, nor different by chance. If the reconstruction is worse than
+    the calibrated state, training starts from the calibrated state. Without `validation`, the
+    reconstructed and trained state is returned.
 
     Args:
-        mod, params: The float module; or a calibrated model, as `calibrate` returns it, and None.
-        batches: Data set, as for `quantize`, read again and again; each item is one step. Items
-            that are dicts may hold more than the inputs, labels for instance, for the loss.
-            For the same result every time, and to resume, it must give the same items each time.
-        loss: `(outputs, expected) -> scalar tensor`, lists of torch tensors: what the trained and
-            the float model give; a third parameter gets the item of `batches`, a dict of arrays.
-            None: the distance to `expected`, relative to its size, or for probabilities the
-            divergence.
-        steps: How many steps; 0 with `reconstruction`: that alone.
-        lr: Of a step, relative to the root mean square of the weights of each output channel. A
-            weight becomes another when it has moved about half a step of its grid: few bits, or few
-            steps, want more.
-        scale_lr: How many times as fast as weights learned scales move; weights move along with
-            theirs, so that no level of them changes by it.
-        hidden_weight: How much it counts, beside `loss`, that operators inside give what they gave
-            in float: the squared distance relative to the size, the mean over operators. It is for
-            networks so deep that outputs alone say little.
-        reconstruction: How many items of `batches`, all if they are fewer, weights are fitted to
-            before they train, operator by operator, so that each gives the float model's sums on
-            what the quantized ones before it leave of its input. It is for weights of few bits,
-            takes as long as some hundred steps in deep networks, and holds what is alive of these
-            items in memory.
+        mod, params: The float module; or a calibrated model from `calibrate`, and None.
+        batches: Data set, as for `quantize`, read repeatedly. Each item is one step. Items that are
+            dicts may hold more than the inputs, for instance labels for the loss. For reproducible
+            results, and to resume, it must yield the same items each time.
+        loss: `(outputs, expected) -> scalar tensor`, lists of torch tensors: the outputs of the
+            trained model and of the float model. A third parameter gets the item of `batches`, a
+            dict of arrays. None: the distance to `expected` relative to its size, or the divergence
+            for probabilities.
+        steps: Number of steps. 0 with `reconstruction`: only the reconstruction.
+        lr: Learning rate of a step, relative to the root mean square of the weights of each output
+            channel. An integer weight changes after moving about half a quantization step, so few
+            bits or few steps need a larger rate.
+        scale_lr: Learning rate of learned scales, as a multiple of the rate of weights. Weights
+            move with their scale, so that a scale change does not change their integers.
+        hidden_weight: Weight of a second loss, added to `loss`: the squared distance between values
+            of inner operators and their float values, relative to their size, averaged over
+            operators. For networks so deep that the outputs alone give too little information.
+        reconstruction: Number of items of `batches`, at most all, for reconstruction before
+            training. It fits weights operator by operator, so that each reproduces the float
+            model's sums on the quantized outputs of the operators before it. For weights of few
+            bits. In deep networks it takes as long as some hundred steps. It holds the live values
+            of these items in memory.
         backend, qconfig_mapping, effort: As for `quantize`.
-        ranges, weight_ranges: What ranges do, see `relayquant.config.Ranges`.
-        calibration: Data set that gives the first ranges; `batches` if None.
-        validation: Data set that is not trained on, to choose the best state by. The more samples
-            it has, the smaller a gain it can tell from chance.
-        metric: `(float outputs, quantized outputs) -> float` on it, higher is better, as for
-            `quantize`; None: the loss, the default one where `loss` takes the item. A metric is
-            taken at its word: any higher value is a gain.
-        evaluate_every: Steps between two evaluations, and between two checkpoints; a tenth of all
-            unless given.
-        patience: End after so many evaluations without a better one, those before the first step
-            not counted.
-        checkpoint: A file that is written, whole, at every evaluation. A training that was
-            interrupted goes on from there when it is started again with the same arguments, and
-            gives the same bits. Deleted in the end.
-        callbacks: Told of stages, progress and evaluations (`on_training`).
+        ranges, weight_ranges: How ranges change. See `relayquant.config.Ranges`.
+        calibration: Data set for the first ranges. `batches` if None.
+        validation: Data set that is not used for training, to choose the best state. With more
+            samples it can tell smaller gains from chance.
+        metric: `(float outputs, quantized outputs) -> float` on the validation data, higher is
+            better, as for `quantize`. None: the loss, or the default loss if `loss` takes the item.
+            Any higher value of a metric counts as a gain, without a test for chance.
+        evaluate_every: Steps between two evaluations, and between two checkpoints. By default a
+            tenth of all steps.
+        patience: Stop after this number of evaluations without improvement. Evaluations before the
+            first step do not count.
+        checkpoint: A file that is rewritten at every evaluation. An interrupted training resumes
+            from it when started again with the same arguments, and gives the same bits. Deleted at
+            the end.
+        callbacks: Called with stages, progress and evaluations (`on_training`).
 
     Returns:
-        The integer module, with its ledger; see `quantize`. There is no guard.
+        The integer module, with its ledger. See `quantize`. There is no guard.
 
     Raises:
         MissingDependencyError: PyTorch is not installed.
         ModelError: operators have no torch form; all of them are listed.
         ConfigError: a setting is wrong, or the checkpoint belongs to another training.
-        DataError: the data does not fit the model, or is not that of the checkpoint.
+        DataError: the data does not fit the model, or differs from the checkpoint's data.
     """
     if not isinstance(mod, PreparedModel):
         mod, params = split_model(mod, params)
@@ -147,7 +149,8 @@ def finetune(
         check_writable(Path(settings.checkpoint))
     run = settings.events.run_stage
     is_calibrated = isinstance(mod, PreparedModel)
-    # Of a module this is done first, so that what cannot be trained is said before the work.
+    # For a module this comes first, so that an operator that cannot be trained is reported before
+    # the work.
     known = mod if isinstance(mod, PreparedModel) else from_relax(mod, params).source.prepared
     data = TrainingData(batches, describe_inputs(known.mod))
     calibration = data.dataset if settings.calibration is None else settings.calibration
@@ -163,8 +166,8 @@ def finetune(
         weight_ranges=settings.weight_ranges,
         effort=settings.effort,
     )
-    # The float model as it was prepared: values inside have the same names, and the same scales
-    # where layers were scaled against one another.
+    # The float model as prepared: inner values have the same names, and the same scales after
+    # equalization of layers.
     teacher = from_relax(student.source.prepared.mod)
     summary = run("train", train, student, teacher, data, loss, settings)
     trained = student.to_prepared()

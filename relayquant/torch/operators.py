@@ -1,8 +1,8 @@
-"""PyTorch as the library of rows: what `program` interprets modules with.
+"""Rows of PyTorch operators, with which `program` interprets modules.
 
-The rows are those of `reference.relax`, with the same arguments: tensors, tuples of tensors, tuples
-of ints (shapes) or numbers, and the attributes by name. Gradients flow through every row that has
-any.
+The rows are those of `reference.relax` and have the same arguments: tensors, tuples of tensors,
+tuples of ints (shapes) or numbers, and the attributes by name. Gradients flow through every row
+that has any.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ Tensor = torch.Tensor
 
 
 def permute(data: Tensor, source: str, target: str) -> Tensor:
-    """`data` with its axes reordered from layout `source` to `target`."""
+    """Reorder the axes of `data` from layout `source` to `target`."""
     return data if source == target else data.permute([source.index(letter) for letter in target])
 
 
 def permute_weight(weight: Tensor, source: str, target: str) -> Tensor:
-    """`permute`, in memory as well: some of torch's convolutions give the weight a gradient in no
-    other order.
+    """Same as `permute`, and copy to that order in memory.
+
+    Some of torch's convolutions support the weight's gradient in no other order.
     """
     return permute(weight, source, target).contiguous()
 
 
 def pad_edges(data: Tensor, edges: Sequence[tuple[int, int]], value: float = 0.0) -> Tensor:
-    """`data` with (before, after) values added to each of its last axes."""
+    """Pad each of the last axes with (before, after) values."""
     widths = [width for edge in reversed(edges) for width in edge]
     return F.pad(data, widths, value=value) if any(widths) else data
 
@@ -48,7 +49,7 @@ def pad_edges(data: Tensor, edges: Sequence[tuple[int, int]], value: float = 0.0
 def pad_data(
     data: Tensor, edges: Sequence[tuple[int, int]]
 ) -> tuple[Tensor, list[int] | tuple[int, ...]]:
-    """(data, padding) for a torch convolution, which pads as much before as behind."""
+    """Return (data, padding) for a torch convolution, which pads equally before and after."""
     if all(before == after for before, after in edges):
         return data, tuple(before for before, _ in edges)
     return pad_edges(data, edges), (0,) * len(edges)
@@ -71,8 +72,10 @@ def convolve(args: list[Any], attrs: Any) -> Tensor:
 
 
 def convolve_transposed(args: list[Any], attrs: Any) -> Tensor:
-    """The kernel has I = input channels and O = output channels / groups. What is padded is cut
-    off the full result.
+    """Compute a transposed convolution. I = input channels, O = output channels / groups of the
+    kernel.
+
+    Padding is cut off the full result.
     """
     view = ConvView.read(attrs)
     order = f"NC{view.letters}"
@@ -88,7 +91,7 @@ def convolve_transposed(args: list[Any], attrs: Any) -> Tensor:
 
 
 def open_window(data: Tensor, attrs: Any, value: float) -> tuple[Tensor, Window, list[int], str]:
-    """(padded data in layout N C spatial, the window, number of windows by axis, layout)."""
+    """Return (padded data in layout N C spatial, the window, number of windows by axis, layout)."""
     window = get_window(attrs)
     order = f"NC{get_spatial_letters(attrs.layout)}"
     data = permute(data, attrs.layout, order)
@@ -97,7 +100,9 @@ def open_window(data: Tensor, attrs: Any, value: float) -> tuple[Tensor, Window,
 
 
 def take_windows(result: Tensor, outputs: Sequence[int]) -> Tensor:
-    """The first windows of each axis; torch counts those that fit, which may be more."""
+    """Keep the first windows of each axis. torch counts every window that fits, which may be
+    more.
+    """
     for axis, count in enumerate(outputs, start=2):
         result = result.narrow(axis, 0, count)
     return result
@@ -114,7 +119,9 @@ def max_pool(args: list[Any], attrs: Any) -> Tensor:
 
 
 def avg_pool(args: list[Any], attrs: Any) -> Tensor:
-    """Sums of the windows, by a convolution with ones, over the number of values in each."""
+    """Compute the sums of the windows by a convolution with ones, divided by the number of
+    values in each.
+    """
     (data,) = args
     shape = tuple(data.shape)
     padded, window, outputs, order = open_window(data, attrs, 0.0)
@@ -141,7 +148,7 @@ def adaptive_avg_pool(args: list[Any], attrs: Any) -> Tensor:
 
 
 def pad(args: list[Any], attrs: Any) -> Tensor:
-    """Modes other than constant by indices, which torch pads at any rank with."""
+    """Pad. Modes other than constant use indices, which torch pads at any rank."""
     (data,) = args
     widths = to_ints(attrs.pad_width)
     edges = [*zip(widths[::2], widths[1::2], strict=True)]
@@ -156,7 +163,7 @@ def pad(args: list[Any], attrs: Any) -> Tensor:
 
 
 def fold_index(at: Tensor, size: int, mode: str) -> Tensor:
-    """Indices beyond an axis of length `size` -> those inside that stand for them."""
+    """Map indices beyond an axis of length `size` to the indices inside that replace them."""
     if mode == "replicate":
         return at.clamp(0, size - 1)
     if mode == "circular":
@@ -175,7 +182,7 @@ def fold_index(at: Tensor, size: int, mode: str) -> Tensor:
 
 
 def skip_zero(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """A quotient or remainder; of integers it is 0 where the divisor is, as in numpy."""
+    """Compute a quotient or remainder. For integers it is 0 if the divisor is 0, as in numpy."""
 
     def compute(left: Tensor, right: Tensor) -> Tensor:
         if left.is_floating_point() or right.is_floating_point() or right.all():
@@ -186,7 +193,7 @@ def skip_zero(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Ten
 
 
 def reduce(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A reduction of axes, all of them where they are None."""
+    """Reduce some axes, or all of them for None."""
 
     def compute(data: Tensor, axes: tuple[int, ...] | None, keepdims: bool) -> Tensor:
         axes = tuple(range(data.ndim)) if axes is None else axes
@@ -196,7 +203,7 @@ def reduce(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def mean(data: Tensor, axes: tuple[int, ...], keepdim: bool) -> Tensor:
-    """Of integers: the sum, divided toward zero."""
+    """Compute the mean. For integers: the sum, divided toward zero."""
     if data.is_floating_point():
         return data.mean(axes, keepdim=keepdim)
     total = data.sum(axes, keepdim=keepdim)
@@ -211,18 +218,18 @@ def product(data: Tensor, axes: tuple[int, ...], keepdim: bool) -> Tensor:
 
 
 def population(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The variance or deviation of a population, not of a sample."""
+    """Compute the variance or deviation of a population, not of a sample."""
     return lambda data, axes, keepdim: function(data, axes, correction=0, keepdim=keepdim)
 
 
 def divide(left: Tensor, right: Tensor) -> Tensor:
-    """Integers truncate toward zero, as in C."""
+    """Divide. Integers truncate toward zero, as in C."""
     is_float = left.is_floating_point() or right.is_floating_point()
     return torch.div(left, right) if is_float else torch.div(left, right, rounding_mode="trunc")
 
 
 class Torch:
-    """What rows call of PyTorch."""
+    """PyTorch functions that rows call."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -256,12 +263,12 @@ class Torch:
 
     @staticmethod
     def convert_numbers(args: list[Any]) -> list[Tensor]:
-        """Numbers as tensors among tensors."""
+        """Convert numbers among tensors to tensors."""
         return [arg if isinstance(arg, Tensor) else torch.as_tensor(arg) for arg in args]
 
     @staticmethod
     def find_dtype(value: Any, default: Any) -> torch.dtype:
-        """A dtype attribute, or `default` where it is empty."""
+        """Return a dtype attribute, or `default` if it is empty."""
         text = "" if value is None else str(value)
         found = default if text in ("", "void") else text
         return found if isinstance(found, torch.dtype) else getattr(torch, found)
@@ -272,12 +279,12 @@ class Torch:
 
     @staticmethod
     def widen(data: Tensor) -> Tensor:
-        """Training computes in the dtype that it has."""
+        """Return the data unchanged: training computes in the dtype that it has."""
         return data
 
     @staticmethod
     def full(shape: Sequence[int], value: Any, dtype: torch.dtype) -> Tensor:
-        """One value, expanded: a gradient flows into it."""
+        """Expand one value, so that a gradient flows into it."""
         return torch.as_tensor(value).to(dtype).expand(tuple(shape))
 
     @staticmethod
@@ -293,7 +300,7 @@ class Torch:
 
     @staticmethod
     def find_order(data: Tensor, axis: int, descending: bool) -> Tensor:
-        """Indices in the order of the data; of equals the first comes first."""
+        """Return indices in sorted order. Equal elements keep their order."""
         return torch.argsort(data, stable=True, dim=axis, descending=descending)
 
     # ---- what has a gradient of its own ----
@@ -307,8 +314,8 @@ class Torch:
 
     @staticmethod
     def clip(args: list[Any], attrs: Any) -> Tensor:
-        """Of floats hardtanh, whose gradient is one pass; that of clamp is three comparisons. At
-        the bounds themselves it is 0.
+        """Clip. For floats this is hardtanh, whose gradient is one pass. The gradient of clamp
+        would be three comparisons. At the bounds the gradient is 0.
         """
         data, low, high = args
         if data.is_floating_point() and low <= high:
@@ -336,10 +343,10 @@ class Torch:
         return data.mean(tuple(axes), keepdim=True)
 
 
-#: Name of the operator without "relax." -> its row, of those that models that train are made of.
+#: Operator name without "relax." -> its row, for operators in models that train.
 TRAINED_ROWS: Mapping[str, Row] = {row.name: row for row in ROWS if not row.is_reference_only}
 
-#: Name of the operator without "relax." -> its torch form.
+#: Operator name without "relax." -> its torch form.
 TORCH_OPERATORS: Mapping[str, Callable[[list[Any], Any], Any]] = bind_rows(
     TRAINED_ROWS.values(), Torch()
 )

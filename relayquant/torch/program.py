@@ -1,7 +1,7 @@
-"""A Relax function as steps of torch operators: the float or calibration graph that trains.
+"""Relax function -> steps of torch operators: the float or calibration graph that trains.
 
-Holds no tensor that trains: `TorchProgram.run` is told the values of parameters, and what rounds,
-so that one program serves a module, its copies, and all their states.
+It holds no trainable tensor. `TorchProgram.run` gets the values of parameters and the rounding
+functions, so one program serves a module, its copies, and all their states.
 """
 
 from __future__ import annotations
@@ -28,17 +28,16 @@ from relayquant.stages.prepared import CalibrationGraph
 from relayquant.torch.operators import TORCH_OPERATORS, TRAINED_ROWS
 from relayquant.torch.submodule_cut import Placeholder
 
-#: (key of a group, channel axis, value) -> the value as the group rounds it
+#: (key of a group, channel axis, value) -> the value rounded by the group
 Rounding = Callable[[str, int, torch.Tensor], torch.Tensor]
-#: value -> what takes its place, and parameters that change for what comes behind, by name
+#: value -> its replacement, and parameters that change for later steps, by name
 Visitor = Callable[[torch.Tensor], tuple[torch.Tensor, Mapping[str, Any]]]
-#: (number of a placeholder, what is called there is called with) -> what it gives
+#: (number of a placeholder, arguments of the call there) -> its results
 Filler = Callable[[int, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
-#: A float32 constant that trains: (value that reads it, number of the argument)
+#: A trainable float32 constant: (value that reads it, number of the argument)
 ConstantPlace = tuple[str, int]
 
-#: Operators of whose constant arguments those that are float32 tensors train; the rest are numbers
-#: that say what the operator is.
+#: Operators whose float32 constants train if they are tensors; constant numbers define the operator
 WEIGHTED = (
     "relax.add",
     "relax.matmul",
@@ -60,7 +59,7 @@ WEIGHTED = (
 
 @dataclass(frozen=True, eq=False)
 class Values:
-    """The state of one run: what every variable holds, and what the run was told."""
+    """State of one run: the value of every variable, and the arguments of the run."""
 
     frame: Frame
     constants: Mapping[GenericConst, torch.Tensor]
@@ -74,7 +73,9 @@ Reader = Callable[[Values], Any]
 
 @dataclass(frozen=True, eq=False)
 class TorchStep:
-    """One value of the function, what computes it, and which values nothing reads behind it."""
+    """One value of the function, the code that computes it, and the values that are not read
+    afterwards.
+    """
 
     var: relax.Var
     compute: Reader
@@ -89,9 +90,9 @@ class TorchProgram:
     Attributes:
         graph: The calibration graph.
         steps: In order.
-        result: Reads what the function returns, but for what placeholders take.
-        constants: Those of the function, as they were.
-        trained: float32 constants that train, by the first place that reads each.
+        result: Reads the results of the function, without the arguments of placeholders.
+        constants: The original constants of the function.
+        trained: Trainable float32 constants, by the first place that reads each.
     """
 
     graph: CalibrationGraph
@@ -103,7 +104,7 @@ class TorchProgram:
     by_name: Mapping[str, relax.Var] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: Any) -> TorchProgram:
-        """Itself: nothing of it changes."""
+        """Return the same object: it never changes."""
         return self
 
     def run(
@@ -115,10 +116,10 @@ class TorchProgram:
         visit: Mapping[str, Visitor],
         fill: Filler = lambda number, taken: (),
     ) -> Any:
-        """What the function returns: a tensor, or a tuple.
+        """Run the function and return its result: a tensor, or a tuple.
 
         Args:
-            visit: What is done with values, by name.
+            visit: Functions that are called with values, by name.
             inputs, parameters, constants, round_value, fill: As for `begin`.
 
         Raises:
@@ -136,14 +137,14 @@ class TorchProgram:
         round_value: Rounding,
         fill: Filler = lambda number, taken: (),
     ) -> Values:
-        """The state before the first step.
+        """Return the state before the first step.
 
         Args:
-            inputs: Of the model, in order.
+            inputs: Inputs of the model, in order.
             parameters: Weights and biases by the name of their parameter of main.
-            constants: Those in `trained` as they are now.
-            round_value: What rounds the values of a group.
-            fill: What is called at placeholders.
+            constants: Current values of `trained`.
+            round_value: Rounds the values of a group.
+            fill: Is called at placeholders.
 
         Raises:
             DataError: the inputs do not fit the function.
@@ -161,7 +162,7 @@ class TorchProgram:
         steps: Sequence[TorchStep],
         visit: Mapping[str, Visitor] = MappingProxyType({}),
     ) -> None:
-        """Take the next steps; `visit` as for `run`."""
+        """Run the next steps. `visit` as for `run`."""
         for step in steps:
             value = step.compute(values)
             if step.var.name in visit:
@@ -208,8 +209,9 @@ def bind_input(values: Values, var: relax.Var, value: Any) -> None:
 def build_program(
     graph: CalibrationGraph, placeholders: Sequence[Placeholder] = (), fixed: Collection[str] = ()
 ) -> TorchProgram:
-    """The steps of a calibration graph; with placeholders, of one that has them. Constants that the
-    values `fixed` are computed of do not train.
+    """Build the steps of a calibration graph, with or without placeholders.
+
+    Constants from which the values `fixed` are computed do not train.
 
     Raises:
         ModelError: operators have no torch form; names all of them.
@@ -267,7 +269,7 @@ class ProgramBuilder:
         )
 
     def list_results(self, result: relax.Expr) -> list[relax.Expr]:
-        """What the function returns, one by one."""
+        """List the results of the function."""
         bound = self.view.values.get(result) if isinstance(result, relax.Var) else None
         return list(iterate_results(bound if isinstance(bound, relax.Tuple) else result))
 
@@ -277,7 +279,7 @@ class ProgramBuilder:
         inputs: Sequence[relax.Var],
         results: Sequence[relax.Expr],
     ) -> list[TorchStep]:
-        """The steps that call what stands at placeholders, and those that store what it gives."""
+        """Make steps that call placeholders, and steps that store their results."""
         steps: list[TorchStep] = []
         for number, placeholder in enumerate(placeholders):
             row = relax.Var(f"placeholder {number}", relax.TupleType([]))
@@ -303,7 +305,7 @@ class ProgramBuilder:
         return steps
 
     def make_step(self, binding: Any) -> TorchStep | None:
-        """The step of a binding; None for those within a rounding."""
+        """Make the step of a binding. None for bindings inside a rounding."""
         var = binding.var
         if isinstance(binding, relax.MatchCast):
             compute = self.match_cast(binding)
@@ -331,7 +333,7 @@ class ProgramBuilder:
         )
 
     def make_rounding(self, var: relax.Var, call: Call) -> TorchStep:
-        """simulated_quantize - (maximum - minimum) - simulated_dequantize as one step."""
+        """Make one step of simulated_quantize - (maximum - minimum) - simulated_dequantize."""
         key, axis = self.keys[call.args[1]], int(call.attrs.axis)
         source = call.args[0]
         while op_name(self.view.values[source]) != "relax.qnn.simulated_quantize":
@@ -345,7 +347,7 @@ class ProgramBuilder:
         return TorchStep(var, compute, tuple(relax.analysis.free_vars(data)))
 
     def make_call(self, call: Call, name: str, var: relax.Var) -> Reader:
-        """What computes a call of an operator."""
+        """Make the function that computes a call of an operator."""
         operator = name.removeprefix("relax.")
         function, reason = TORCH_OPERATORS.get(operator), self.explain_missing(call, operator)
         if function is None or reason:
@@ -364,7 +366,9 @@ class ProgramBuilder:
         return compute
 
     def explain_missing(self, call: Call, operator: str) -> str:
-        """Operator and attribute of a call that its row does not model; "" if there is none."""
+        """Name the operator and attribute of a call that its row does not model. "" if there is
+        none.
+        """
         row = TRAINED_ROWS.get(operator)
         if row is None:
             return ""
@@ -373,7 +377,9 @@ class ProgramBuilder:
         return str(unmodelled) if unmodelled else f"{operator} has {refused}" if refused else ""
 
     def note_trained(self, expr: relax.Expr, place: ConstantPlace) -> None:
-        """A float32 constant that is more than a number trains; once, if several read it."""
+        """Mark a float32 constant as trainable if it is more than a number. Once, even if
+        several values read it.
+        """
         if not isinstance(expr, GenericConst) or expr in self.places:
             return
         array = expr.value.numpy()
@@ -382,7 +388,7 @@ class ProgramBuilder:
             self.trained[place] = expr
 
     def match_cast(self, binding: relax.MatchCast) -> Reader:
-        """Binds the sizes of a value."""
+        """Bind the sizes of a value."""
         read, shape = self.read(binding.value), getattr(binding.ty, "shape", None)
         name = binding.var.name
 
@@ -395,11 +401,11 @@ class ProgramBuilder:
         return compute
 
     def read(self, expr: relax.Expr) -> Reader:
-        """What reads an expression that computes nothing."""
+        """Return a reader of an expression that computes nothing."""
         if isinstance(expr, relax.Var):
             return lambda values: values.slots[expr]
         if isinstance(expr, GenericConst):
-            # A copy: what TVM holds is not to be written.
+            # A copy: TVM's memory must not be written to.
             self.constants.setdefault(expr, torch.from_numpy(np.array(expr.value.numpy())))
             return lambda values: values.constants[expr]
         if isinstance(expr, relax.Tuple):
@@ -416,7 +422,7 @@ class ProgramBuilder:
         raise ModelError(f"A {type(expr).__name__} has no torch form: {expr}.", code="RQ206")
 
     def read_sizes(self, dims: Sequence[Any]) -> Reader:
-        """Numbers, known or of the run."""
+        """Return a reader of numbers, known or determined by the run."""
         known = Frame(self.graph.mod)
         sizes = tuple(known.evaluate_number(dim) for dim in dims)
         if None not in sizes:
@@ -425,7 +431,7 @@ class ProgramBuilder:
 
 
 def order_steps(steps: Sequence[TorchStep], known: set[relax.Var]) -> list[TorchStep]:
-    """Steps in an order in which each reads what is known by then, as near to theirs as can be."""
+    """Order steps so that each reads known values, as close to the original order as possible."""
     placed: list[TorchStep] = []
     waiting = list(steps)
     known = set(known)
@@ -445,7 +451,7 @@ def order_steps(steps: Sequence[TorchStep], known: set[relax.Var]) -> list[Torch
 
 
 def make_conform(ty: Any) -> Callable[[Any], Any]:
-    """A value in the dtype that TVM infers."""
+    """Make a function that converts a value to the dtype that TVM infers."""
     if not isinstance(ty, relax.TensorType) or not get_tensor_dtype(ty):
         return lambda value: value
     dtype = getattr(torch, get_tensor_dtype(ty))

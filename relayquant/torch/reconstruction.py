@@ -1,14 +1,17 @@
-"""What `finetune` may begin with: weights that give, on what the quantized operators before leave
-of their input, the sums that the float model has; in closed form, one operator after the other.
+"""Reconstruction before training: fit weights so that each operator reproduces the float model's
+sums.
 
-Calibration rounds a weight so that the float weight's sums on quantized input stay; that the input
-itself is wrong by then, nobody makes up for. Here W* is fitted to the sums of the float model,
+The input of each operator is what the quantized operators before it return. Weights are fitted in
+closed form, one operator after the other.
+
+Calibration rounds a weight so that the sums of the float weight on quantized input stay, but
+nothing corrects the error of that input. Here W* is fitted to the sums of the float model,
 
     W* = argmin |W x' - W0 x|^2 + ridge |W - W0|^2 = W0 + (y x'^T - W0 H) (H + ridge)^-1
 
-of the quantized input x' and the float input x, y = W0 x, H = x' x'^T, all around their means,
-and then rounded as calibration does it (GPTQ). Li et al. 2025, GPTAQ
-(https://arxiv.org/abs/2504.02692), has the same target for what is rounded column by column.
+with the quantized input x', the float input x, y = W0 x and H = x' x'^T, all minus their means.
+Then W* is rounded as in calibration (GPTQ). GPTAQ (Li et al. 2025,
+https://arxiv.org/abs/2504.02692) has the same target and rounds column by column.
 """
 
 from __future__ import annotations
@@ -33,12 +36,15 @@ from relayquant.torch.trainable import (
     reshape_scale,
 )
 
-#: values of the sampled rows of an operator's input, and rows, at most; the seed of their choice
+#: maximum number of values in the sampled rows of an operator's input, and of rows; seed of the
+#: choice
 VALUES, ROWS, SEED = 1 << 26, 1 << 16, 0
-#: weights per output above which an operator stays as calibrated: H has that many rows and columns
+#: weights per output above which an operator stays as calibrated: H has this number of rows and
+#: columns
 MOST_COLUMNS = 4608
-#: of the ridge, relative to the mean of H's diagonal; columns per row are added, since few rows
-#: say little: with a twentieth and 256 images, the last layer of MobileNet was right on them alone
+#: Ridge relative to the mean of H's diagonal. The number of columns per row is added, because few
+#: rows are unreliable: with a twentieth and 256 images, the last layer of MobileNet fitted only
+#: these images.
 RIDGE = 0.3
 #: how scales are searched and weights rounded
 SEARCH = FitSettings(
@@ -47,7 +53,7 @@ SEARCH = FitSettings(
     sweeps=4,
 )
 
-#: of one batch, the inputs of the model
+#: inputs of the model in one batch
 Inputs = Sequence[torch.Tensor]
 Array = np.ndarray
 
@@ -58,9 +64,9 @@ class FittedSum:
 
     Attributes:
         fit: The operator.
-        quantizer: What rounds its weight.
-        rounding: Number of the student's step where it does.
-        student, teacher: Number of the step that computes the sum, in either program.
+        quantizer: Rounds its weight.
+        rounding: Number of the student's step that rounds it.
+        student, teacher: Number of the step that computes the sum, in each program.
     """
 
     fit: OperatorFit
@@ -79,11 +85,11 @@ class Runs:
 
     @staticmethod
     def begin(module: TrainableModule, batches: Sequence[Inputs]) -> Runs:
-        """Before the first step."""
+        """Start before the first step."""
         return Runs(module.source.program, [module.eval().begin(inputs) for inputs in batches])
 
     def advance(self, first: int, stop: int, weight: str) -> list[Array]:
-        """Take steps first..stop - 1; returns what step `stop` reads beside `weight`."""
+        """Run steps first..stop - 1. Return the operands of step `stop` other than `weight`."""
         for each in self.values:
             self.program.advance(each, self.program.steps[first:stop])
         (data,) = (var for var in self.program.steps[stop].reads if var.name != weight)
@@ -99,13 +105,13 @@ def reconstruct(
 ) -> None:
     """Fit weights, biases and learned scales of `student`, in place, to the sums of `teacher`.
 
-    All batches are run at once, both models up to an operator, which is fitted before they go on:
-    what is alive there, of all batches, is held in memory.
+    All batches run together. Both models run up to an operator, which is fitted before they
+    continue. The live values of all batches are held in memory.
 
     Args:
-        student, teacher: The quantized model as it is calibrated, and the float one.
-        batches: What they are run on.
-        report: Told how many operators of how many are done.
+        student, teacher: The calibrated quantized model, and the float model.
+        batches: Inputs of both models.
+        report: Called with the number of finished operators and of all operators.
 
     Raises:
         DataError: an operator reads values that are not finite.
@@ -123,7 +129,7 @@ def reconstruct(
 
 
 def refresh(student: TrainableModule, place: FittedSum, runs: Sequence[Values]) -> None:
-    """What runs have of a weight and its bias already, anew."""
+    """Recompute values of a weight and its bias that runs already hold."""
     program, bias = student.source.program, f"{place.fit.point.operator}:bias"
     step = program.steps[place.rounding]
     for values in runs:
@@ -135,8 +141,10 @@ def refresh(student: TrainableModule, place: FittedSum, runs: Sequence[Values]) 
 
 
 def find_places(student: TrainableModule, teacher: TrainableModule) -> list[FittedSum]:
-    """Operators that can be fitted, in the order of the student's steps: convolutions and products
-    with a weight of their own, whose sum is in both programs.
+    """Find operators that can be fitted, in the order of the student's steps.
+
+    They are convolutions and products with a weight that no other operator uses, whose sum is in
+    both programs.
     """
     own, known = (module.source.program.steps for module in (student, teacher))
     rounded = {step.var.name: i for i, step in enumerate(own)}
@@ -158,23 +166,22 @@ def find_places(student: TrainableModule, teacher: TrainableModule) -> list[Fitt
 def fit_place(
     student: TrainableModule, place: FittedSum, real: Sequence[Array], expected: Sequence[Array]
 ) -> None:
-    """Fit one operator to what it reads in the student, and in the teacher.
+    """Fit one operator to its inputs in the student and in the teacher.
 
     Raises:
-        DataError: that is not finite.
+        DataError: the inputs are not finite.
     """
     fit, quantizer = place.fit, place.quantizer
     view, name = fit.view, fit.point.operator
     rows = min(ROWS, max(VALUES // (view.groups * fit.columns), 1))
-    # The same positions of both.
+    # the same positions of both
     x, y = (
         view.sample_rows(arrays, rows, np.random.default_rng(SEED)) for arrays in (real, expected)
     )
     if not (np.isfinite(x.sum()) and np.isfinite(y.sum())):
         raise DataError(
             f"Operator {name!r} reads values that are not finite, or too large for their sum, so "
-            "that its weight cannot be fitted. Look at the data that is trained on, and its "
-            "preprocessing.",
+            "its weight cannot be fitted. Check the training data and its preprocessing.",
             code="RQ302",
         )
     original = view.weight_to_rows(fit.weight)
@@ -209,19 +216,19 @@ def fit_place(
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """What a weight is rounded to: itself, (G, O, K), and H of its input, (G, K, K), float64."""
+    """A weight to round, (G, O, K), and H of its input, (G, K, K), float64."""
 
     weight: Array
     gram: Array
 
 
 def fit_sums(x: Array, y: Array, weight: Array, *, with_bias: bool) -> Target:
-    """The weight that gives, on `x`, the sums that `weight` gives on `y`: the formula above.
+    """Return the weight whose sums on `x` equal the sums of `weight` on `y`: the formula above.
 
     Args:
-        x, y: Rows of the input, (G, n, K) float32: as the student has it, and the teacher.
+        x, y: Rows of the input, (G, n, K) float32: of the student, and of the teacher.
         weight: (G, O, K).
-        with_bias: Whether a bias takes what sums are wrong on the whole.
+        with_bias: Whether a bias corrects the mean error of the sums.
     """
     old, count, columns = weight.astype("float64"), *x.shape[1:]
     grams = []
@@ -241,5 +248,5 @@ def fit_sums(x: Array, y: Array, weight: Array, *, with_bias: bool) -> Target:
 
 
 def write(parameter: torch.Tensor, value: Array) -> None:
-    """Another value for a parameter, in its shape."""
+    """Set a parameter to another value in its shape."""
     parameter.copy_(torch.from_numpy(np.asarray(value, "float32").reshape(parameter.shape)))

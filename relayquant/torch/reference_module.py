@@ -1,5 +1,5 @@
-"""The module that `reference.convert_to_reference` gives: a program of the reference form, with its
-constants as buffers.
+"""The module that `reference.convert_to_reference` returns: the reference form, with constants
+as buffers.
 """
 
 from __future__ import annotations
@@ -40,13 +40,15 @@ class ReferenceModule(nn.Module):
         parts: Mapping[str, nn.Module] | None = None,
         form: TensorTree | None = None,
     ) -> None:
-        """
+        """Build the module.
+
         Args:
             mod: The reference form.
-            inputs: Names of its inputs, in the order in which it is called.
-            placeholders: Where it calls submodules.
-            parts: These, by path.
-            form: What the model returns, but for its tensors; None: a tensor, or a flat tuple.
+            inputs: Names of its inputs, in call order.
+            placeholders: Calls of submodules.
+            parts: The submodules, by path.
+            form: Structure of the model's result without its tensors. None: a tensor, or a flat
+                tuple.
         """
         super().__init__()
         self.program = ReferenceBuilder(CalibrationGraph(mod, {}, inputs)).build(placeholders)
@@ -56,7 +58,7 @@ class ReferenceModule(nn.Module):
             self.register_buffer(f"constant_{i}", constant)
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        """What the model gives for these inputs."""
+        """Return the model's outputs for these inputs."""
         names = (f"constant_{i}" for i in range(len(self.program.constants)))
         constants = {
             constant: self.get_buffer(name)
@@ -68,15 +70,15 @@ class ReferenceModule(nn.Module):
 
 
 def refuse_rounding(key: str, axis: int, value: torch.Tensor) -> torch.Tensor:
-    """A reference form holds no simulated quantization."""
+    """Refuse simulated quantization: a reference form has none."""
     raise ModelError(f"Value {key!r} is simulated in a reference form.", code="RQ206")
 
 
 class ReferenceBuilder(ProgramBuilder):
-    """As for a calibration graph; nothing trains, and values are quantized."""
+    """Builder for the reference form: nothing trains, and values are quantized."""
 
     def make_call(self, call: Call, name: str, var: relax.Var) -> Reader:
-        """What computes a call of an operator."""
+        """Make the function that computes a call of an operator."""
         if name == QUANTIZE_ROWS:
             read = self.read(call.args[0])
             return lambda values: quantize_rows(read(values))
@@ -102,7 +104,9 @@ class ReferenceBuilder(ProgramBuilder):
         return compute
 
     def read_parameters(self, call: Call) -> list[Reader]:
-        """Readers of scale, zero point and, of several, their axis, as torch takes them."""
+        """Return readers of the scale, the zero point and, for several scales, their axis, as
+        torch needs them.
+        """
         arrays = [constant_value(arg) for arg in call.args[1:3]]
         if any(array is None for array in arrays) and not call.args[1].ty.ndim:
             return [self.read(arg) for arg in call.args[1:3]]
@@ -119,7 +123,8 @@ class ReferenceBuilder(ProgramBuilder):
             numbers = float(scale), int(zero_point)
             return [lambda values: numbers[0], lambda values: numbers[1]]
         axis, size = int(call.attrs.axis) % call.args[0].ty.ndim, max(scale.size, zero_point.size)
-        # Wide as constants: what is computed of them is no parameter to readers of the program.
+        # Constants in wide dtypes: readers of the program do not treat results computed from
+        # constants as parameters.
         wide = [
             relax.const(np.broadcast_to(array, (size,)).copy(), str(array.dtype))
             for array in (scale, zero_point)
@@ -127,18 +132,20 @@ class ReferenceBuilder(ProgramBuilder):
         return [*map(self.read, wide), lambda values: axis]
 
     def note_trained(self, expr: relax.Expr, place: tuple[str, int]) -> None:
-        """Nothing trains."""
+        """Do nothing: nothing trains."""
 
 
 def quantize_rows(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `qnn.quantize_rows` computes: int8 of -127..127, and a scale for each row."""
+    """Same as `qnn.quantize_rows`: int8 of -127..127, and a scale for each row."""
     largest = data.abs().amax(-1, keepdim=True)
     scale = torch.where(largest > 0, largest / 127, torch.ones_like(largest))
     return torch.clamp(torch.round(data / scale), -127, 127).to(torch.int8), scale
 
 
 def choose_function(call: Call, is_quantize: bool) -> Callable[..., torch.Tensor]:
-    """The operator of quantized_decomposed for constant parameters, or those of the run time."""
+    """Choose the operator of quantized_decomposed for constant parameters, or for run-time
+    parameters.
+    """
     name = "quantize" if is_quantize else "dequantize"
     space, parameters = torch.ops.quantized_decomposed, call.args[1:3]
     if any(parameter.ty.ndim for parameter in parameters):

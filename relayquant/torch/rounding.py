@@ -1,5 +1,7 @@
-"""Fake quantization that trains: values are rounded as the integer module rounds them, gradients
-pass straight through, and scales may learn.
+"""Trainable fake quantization.
+
+Values are rounded as in the integer module. Gradients pass straight through, and scales may be
+learned.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from relayquant.config.observers import Fixed
 from relayquant.errors import ModelError, format_count
 from relayquant.ir.plan import SharedQParams
 
-#: share of a batch's extremes in a moving average of them, as in PyTorch's observers
+#: weight of a batch's extremes in their moving average, as in PyTorch's observers
 MOMENTUM = 0.01
-#: training batches that give the first range where calibration has not
+#: training batches that give the first range if there was no calibration
 WATCHED = 10
 
 
 def align_channels(values: torch.Tensor, like: torch.Tensor, axis: int) -> torch.Tensor:
-    """One value per channel, shaped to broadcast."""
+    """Reshape one value per channel to broadcast."""
     shape = [1] * like.ndim
     shape[axis] = -1
     return values.reshape(shape)
@@ -34,13 +36,14 @@ class RoundTrip(torch.autograd.Function):
     """dequantize(quantize(x)) with straight-through gradients.
 
     forward: (clip(round_half_even(x / s) + z) - z) * s
-    backward: for x, 1 where the rounded value lies within the bounds, else 0; for s, that of the
-    forward formula with round as identity: round(x / s) - x / s inside, and bound - z outside
-    (Esser et al. 2020, LSQ, equation 3, https://arxiv.org/abs/1902.08153), times `gradient_scale`.
+    backward for x: 1 if the rounded value lies within the bounds, else 0.
+    backward for s: the gradient of the forward formula with round as identity, times
+    `gradient_scale`. Inside: round(x / s) - x / s. Outside: bound - z (Esser et al. 2020, LSQ,
+    equation 3, https://arxiv.org/abs/1902.08153).
 
-    Most of a step's time beside convolutions is spent here, in passes over memory: x / s is kept
-    for the backward pass, and where zero points are equal the bounds are numbers, so that one pass
-    does what takes a comparison, a conversion and a product else.
+    Apart from convolutions, most of a step's time is spent here, in passes over memory. So x / s is
+    kept for the backward pass. If zero points are equal, the bounds are numbers, so that one pass
+    replaces a comparison, a conversion and a product.
     """
 
     @staticmethod
@@ -55,7 +58,8 @@ class RoundTrip(torch.autograd.Function):
         real = torch.div(x, scale)
         low, high = (shift_limit(limit, zero_point) for limit in limits)
         ctx.bounds, ctx.gradient_scale = (low, high), gradient_scale
-        # The scale itself is not kept: a moving average changes it in place before gradients come.
+        # The scale itself is not kept: a moving average changes it in place before the gradients
+        # are computed.
         ctx.shape = scale.shape
         ctx.save_for_backward(real)
         return torch.round(real).clamp_(low, high).mul_(scale)
@@ -80,12 +84,12 @@ class RoundTrip(torch.autograd.Function):
         return of_x, of_scale, None, None, None
 
 
-#: A bound of x / s: a number where zero points are equal, else a tensor that broadcasts
+#: A bound of x / s: a number if zero points are equal, else a tensor that broadcasts
 Bound = float | torch.Tensor
 
 
 def shift_limit(limit: int, zero_point: torch.Tensor) -> Any:
-    """limit - zero point, the bound of x / s as a whole number of steps."""
+    """Return limit - zero point, the bound of x / s as a whole number of steps."""
     first = int(zero_point.reshape(-1)[0])
     if zero_point.numel() == 1 or bool((zero_point == first).all()):
         return float(limit - first)
@@ -93,12 +97,12 @@ def shift_limit(limit: int, zero_point: torch.Tensor) -> Any:
 
 
 def keep_inside(values: torch.Tensor, real: torch.Tensor, low: Bound, high: Bound) -> torch.Tensor:
-    """`values` where round_half_even(real) lies within the bounds, 0 elsewhere."""
+    """Keep `values` where round_half_even(real) lies within the bounds. 0 elsewhere."""
     if isinstance(low, torch.Tensor) or isinstance(high, torch.Tensor):
         steps = torch.round(real)
         return torch.where((steps >= low) & (steps <= high), values, 0.0)
-    # The gradient of hardtanh is that of values strictly between two numbers. Half a step beyond an
-    # even bound rounds to it, beyond an odd one it does not.
+    # The gradient of hardtanh covers values strictly between two numbers. Half a step beyond an
+    # even bound rounds to the bound. Half a step beyond an odd bound does not.
     dtype = real.dtype
     ends = torch.tensor([low - 0.5, high + 0.5], dtype=dtype)
     beyond = torch.nextafter(ends, torch.tensor([-math.inf, math.inf], dtype=dtype))
@@ -116,9 +120,11 @@ def round_softly(
     gradient_scale: float,
     sharpness: float,
 ) -> torch.Tensor:
-    """`RoundTrip` by a staircase that has a slope everywhere: between two levels it is
-    (1 + tanh(k (f - 1/2)) / tanh(k / 2)) / 2 for a share f of the way and sharpness k, a line for
-    small k and a jump for large ones (Gong et al. 2019, DSQ, https://arxiv.org/abs/1908.05033).
+    """Approximate `RoundTrip` by a staircase with a slope everywhere.
+
+    Between two levels it is (1 + tanh(k (f - 1/2)) / tanh(k / 2)) / 2 for a share f of the way and
+    sharpness k: a line for small k and a jump for large k (Gong et al. 2019, DSQ,
+    https://arxiv.org/abs/1908.05033).
     """
     scale = scale.detach() + (scale - scale.detach()) * gradient_scale
     low, high = (shift_limit(limit, zero_point) for limit in limits)
@@ -129,7 +135,7 @@ def round_softly(
 
 
 class StraightThrough(torch.autograd.Function):
-    """The nearest scale that a specification allows, with the gradient of the scale itself."""
+    """The nearest scale that a specification allows, with the gradient of the original scale."""
 
     @staticmethod
     def forward(ctx: Any, scale: torch.Tensor, spec: QSpec) -> torch.Tensor:
@@ -143,16 +149,16 @@ class StraightThrough(torch.autograd.Function):
 
 
 class FakeQuantize(nn.Module):
-    """What rounds the values of one group; its scale, and how that is found.
+    """Rounds the values of one group, and holds its scale and how the scale is found.
 
     Attributes:
         scale, zero_point: float32 and int32 (n,), n = 1 or one per channel.
-        log_factor: float32 (n,), where the scale is learned: that is scale * exp(log_factor), so
-            that it stays positive and a step of an optimizer is relative to it; else None.
-        low, high: float32 (n,), the range that a moving average has found.
-        is_frozen: Whether the range stays as it is, bool ().
-        to_watch: How many training batches are still to come that widen the range to what they
-            hold, int64 (): the first ones, where no data for calibration has given one.
+        log_factor: float32 (n,) if the scale is learned, else None. The learned scale is scale *
+            exp(log_factor), so it stays positive and an optimizer step is relative to it.
+        low, high: float32 (n,), the range found by a moving average.
+        is_frozen: Whether the range is fixed, bool ().
+        to_watch: Number of coming training batches that widen the range to their values, int64 ().
+            These are the first batches if there was no calibration.
     """
 
     scale: torch.Tensor
@@ -189,20 +195,20 @@ class FakeQuantize(nn.Module):
         self.log_factor: nn.Parameter | None = None
         if self.ranges is Ranges.LEARNED:
             self.log_factor = nn.Parameter(torch.zeros(len(scale)))
-        #: of the staircase that takes the place of rounding in training, see `round_softly`
+        #: sharpness of the staircase that replaces rounding in training, see `round_softly`
         self.sharpness: float | None = None
-        #: extremes of the batch that runs
+        #: extremes of the current batch
         self.seen: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor, axis: int) -> torch.Tensor:
-        """`x` on the grid; `axis` is that of the channels, if they have scales of their own."""
+        """Round `x`. `axis` is the channel axis, if channels have separate scales."""
         is_following = self.ranges is Ranges.MOVING_AVERAGE and not self.is_frozen
         is_watching = self.to_watch > 0 and not (self.is_frozen and self.ranges.moves)
         if self.training and (is_following or is_watching):
             self.observe(x.detach(), axis)
             if is_watching:
                 self.widen()
-            elif self.group.constant is not None:  # of a weight, the range is that of now
+            elif self.group.constant is not None:  # the range of a weight is its present range
                 self.follow(1.0)
         scale = self.find_scale()
         shape = [1] * x.ndim
@@ -226,15 +232,16 @@ class FakeQuantize(nn.Module):
         return RoundTrip.apply(*given)  # pyright: ignore[reportReturnType]
 
     def find_gradient_scale(self, x: torch.Tensor) -> float:
-        """What the gradient of the scale is multiplied by when `x` is rounded (LSQ, section 2.2):
-        by the number of weights, or of features of one sample, that a scale has.
+        """Return the factor for the gradient of the scale when `x` is rounded (LSQ, section 2.2).
+
+        It depends on the number of weights, or of features of one sample, per scale.
         """
         samples = 1 if self.group.constant is not None or not x.ndim else max(x.shape[0], 1)
         count = max(x.numel() // (samples * len(self.scale)), 1)
         return 1 / math.sqrt(count * max(self.limits[1], 1))
 
     def find_scale(self) -> torch.Tensor:
-        """The scale that values are rounded with."""
+        """Return the present scale."""
         if self.log_factor is None:
             return self.scale
         factor = self.log_factor.detach() if self.is_frozen else self.log_factor
@@ -247,12 +254,12 @@ class FakeQuantize(nn.Module):
 
     @property
     def is_conformed(self) -> bool:
-        """Whether the specification allows some scales only."""
+        """Whether the specification allows only some scales."""
         spec = self.group.info.spec
         return spec.power_of_two or (spec.scale_min, spec.scale_max) != (None, None)
 
     def observe(self, x: torch.Tensor, axis: int) -> None:
-        """Note the extremes of a value; a group may have several."""
+        """Record the extremes of a value. A group may have several values."""
         if len(self.scale) > 1:
             x = x.transpose(0, axis).reshape(len(self.scale), -1)
         else:
@@ -265,15 +272,17 @@ class FakeQuantize(nn.Module):
         self.seen = low, high
 
     def widen(self) -> None:
-        """Widen the range to what was seen."""
+        """Widen the range to the recorded extremes."""
         if self.seen is not None:
             torch.minimum(self.low, self.seen[0], out=self.low)
             torch.maximum(self.high, self.seen[1], out=self.high)
             self.choose_parameters()
 
     def follow(self, momentum: float) -> None:
-        """The batch is through: move the range toward what was seen, and the parameters with it.
-        One of the first batches has widened it already.
+        """At the end of a batch, move the range toward the recorded extremes, and update the
+        parameters.
+
+        In the first batches the range has already been widened.
         """
         if self.seen is None:
             return
@@ -286,14 +295,14 @@ class FakeQuantize(nn.Module):
         self.seen = None
 
     def choose_parameters(self) -> None:
-        """The parameters of the range."""
+        """Compute the parameters from the range."""
         info = self.group.info
         low, high = (bound.numpy().astype("float64") for bound in (self.low, self.high))
         axis = info.axis if info.spec.is_per_channel else None
         if axis is None:
             low, high = low[0], high[0]
         found = choose_qparams(low, high, info.spec, axis)
-        # New tensors: what was rounded with the old ones may still need them for its gradient.
+        # New tensors: gradients of earlier roundings may still need the old ones.
         self.scale = torch.from_numpy(np.array(found.scale, "float32").reshape(-1))
         self.zero_point = torch.from_numpy(np.array(found.zero_point, "int32").reshape(-1))
 
@@ -304,7 +313,7 @@ class FakeQuantize(nn.Module):
 
     @property
     def qparams(self) -> QParams:
-        """The parameters that the integer module gets."""
+        """The parameters for the integer module."""
         info = self.group.info
         scale, zero_point = self.find_scale().detach().numpy(), self.zero_point.numpy()
         axis = info.axis if info.spec.is_per_channel else None

@@ -1,8 +1,7 @@
-"""Submodules that are quantized by themselves, or have a quantized form of the user's: each takes
-its place in a copy of the module, as its reference form or as it is.
+"""Submodules that are quantized separately, or that have the user's own quantized form.
 
-In front of the data flow: what the whole model's preparation then finds quantized it leaves as it
-is.
+Each replaces its original in a copy of the module, in reference form or as it is. The preparation
+of the whole model leaves parts unchanged that are already quantized.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ from relayquant.torch.submodule_cut import (
 
 @dataclass(frozen=True, kw_only=True)
 class UnitSettings:
-    """How a module is prepared by itself.
+    """Settings for a separately prepared module.
 
     Attributes:
         backend, effort: As for `relayquant.quantize`.
-        normalization: Of batch norms.
-        frees_batch: Whether the module takes any number of samples.
+        normalization: Treatment of batch norms.
+        frees_batch: Whether the module accepts any number of samples.
     """
 
     backend: BackendConfig
@@ -61,16 +60,16 @@ class UnitSettings:
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A module that is calibrated by itself, its standalone and custom submodules apart.
+    """A module that is calibrated separately, without its standalone and custom submodules.
 
     Attributes:
         mod, params: The float graph, with a placeholder for each call of such a submodule.
-        prepared: The same, calibrated.
-        opened: Where the placeholders are.
-        parts: What is called there, by path; of custom submodules the observed form.
-        forms: The quantized form of each of the latter.
-        path: Where the whole model has the module; "" for itself.
-        examples: What it is called with.
+        prepared: The calibrated graph.
+        opened: The placeholders.
+        parts: Modules called there, by path; custom submodules in observed form.
+        forms: Quantized forms of the custom submodules.
+        path: Path in the whole model, "" for the whole model.
+        examples: Its example arguments.
     """
 
     mod: tvm.IRModule
@@ -85,12 +84,12 @@ class Unit:
 
 @dataclass(frozen=True)
 class QuantizedForm:
-    """What a custom submodule becomes.
+    """Quantized form of a custom submodule.
 
     Attributes:
-        path: Of the submodule.
+        path: Path of the submodule.
         kind: A class with `from_observed`.
-        examples: What it is called with.
+        examples: Its example arguments.
     """
 
     path: str
@@ -98,17 +97,17 @@ class QuantizedForm:
     examples: Tensors
 
     def build(self, observed: nn.Module) -> nn.Module:
-        """That of what has observed.
+        """Build the quantized form of a module that has observed.
 
         Raises:
-            ModelError: it is no module, or no graph can hold it.
+            ModelError: it is not a module, or no graph can hold it.
         """
         form = call_builder(self.kind.from_observed, observed, self.path)
         check_form(self.path, form, self.examples)
         return form
 
 
-#: What a unit becomes, once it is calibrated.
+#: Converts a calibrated unit.
 Finish = Callable[[Unit], nn.Module]
 
 
@@ -121,15 +120,16 @@ def replace_parts(
     backend: BackendConfig,
     effort: Effort,
 ) -> nn.Module:
-    """A copy of a module whose standalone submodules are in reference form, and whose custom ones
-    are in their quantized form.
+    """Copy a module with standalone submodules in reference form, and custom submodules in
+    quantized form.
 
-    They are calibrated on what they get when the module runs on the data, all of which is held at
-    once.
+    They are calibrated on their inputs when the module runs on the data. All of these inputs are
+    held in memory.
 
     Raises:
-        ModelError: a submodule is not called, or not with tensors alone; or cannot be exported.
-        ConfigError: an input or output that is to be of integers is not quantized.
+        ModelError: a submodule is not called, or an argument is not a tensor; or it cannot be
+            exported.
+        ConfigError: a requested integer input or output is not quantized.
     """
     if not config.custom and not config.standalone:
         return module
@@ -146,13 +146,13 @@ def replace_parts(
 def read_batches(
     module: nn.Module, example_inputs: tuple[Any, ...], dataset: Any, *, frees_batch: bool = False
 ) -> list[Tensors]:
-    """All of a data set, as tensors."""
+    """Read all of a data set, as tensors."""
     data = open_dataset(dataset, describe_examples(module, example_inputs, frees_batch))
     return [tuple(map(torch.from_numpy, map(np.array, batch.values()))) for batch in data]
 
 
 def observe_custom(module: nn.Module, custom: Mapping[str, tuple[Any, Any]]) -> None:
-    """Put the observed forms of custom modules in their places."""
+    """Replace custom modules by their observed forms."""
     observed = {
         path: call_builder(kind.from_float, module.get_submodule(path), path)
         for path, (kind, _) in custom.items()
@@ -163,7 +163,7 @@ def observe_custom(module: nn.Module, custom: Mapping[str, tuple[Any, Any]]) -> 
 def find_forms(
     custom: Mapping[str, tuple[Any, Any]], calls: Sequence[SubmoduleCall]
 ) -> dict[str, QuantizedForm]:
-    """The quantized forms of custom submodules, by path."""
+    """Return the quantized forms of custom submodules, by path."""
     taken = {call.path: call.taken for call in reversed(calls)}
     return {path: QuantizedForm(path, kind, taken[path]) for path, (_, kind) in custom.items()}
 
@@ -171,7 +171,7 @@ def find_forms(
 def quantize_custom(
     module: nn.Module, custom: Mapping[str, tuple[Any, Any]], batches: Sequence[Tensors]
 ) -> None:
-    """Put the quantized forms of custom modules in their places, once they have observed."""
+    """Replace custom modules by their quantized forms, after observation."""
     if not custom:
         return
     observe_custom(module, custom)
@@ -188,7 +188,7 @@ def prepare_standalone(
     settings: UnitSettings,
     finish: Finish,
 ) -> dict[str, nn.Module]:
-    """What standalone submodules become, by path: each is calibrated on its calls."""
+    """Convert standalone submodules, by path. Each is calibrated on its calls."""
     found: dict[str, nn.Module] = {}
     for path, rule in alone.items():
         own = [call.taken for row in calls for call in row if call.path == path]
@@ -208,10 +208,10 @@ def prepare_unit(
     finish: Finish,
     path: str = "",
 ) -> Unit:
-    """A module, its configuration and what it is called with -> the unit that it is.
+    """Prepare a module with its configuration and example arguments as a unit.
 
-    Custom submodules are called in their observed form, standalone ones as what `finish` makes of
-    them.
+    Custom submodules are called in their observed form. Standalone submodules are called as
+    `finish` converts them.
     """
     twin, custom = copy.deepcopy(module), config.find_custom(module)
     alone = dict(config.find_standalone(module))
@@ -240,10 +240,10 @@ def prepare_unit(
 
 
 def finish_reference(unit: Unit) -> ReferenceModule:
-    """The reference form of a unit; custom submodules that have observed, in their quantized form.
+    """Return the reference form of a unit, with custom submodules in their quantized form.
 
     Raises:
-        ConfigError: an input of a standalone module that is to be of integers is not quantized.
+        ConfigError: a requested integer input of a standalone module is not quantized.
     """
     reference, opened = convert_model(unit.prepared), unit.opened
     for value in unit.prepared.inputs:
@@ -257,7 +257,7 @@ def finish_reference(unit: Unit) -> ReferenceModule:
 def describe_examples(
     module: nn.Module, example_inputs: tuple[Any, ...], frees_batch: bool = False
 ) -> tuple[InputInfo, ...]:
-    """What the module takes, by the names that its export gives the arguments of `forward`.
+    """Describe the module's inputs by the names that its export gives the arguments of `forward`.
 
     Args:
         frees_batch: Whether first axes of more than one sample may have any size.
@@ -285,10 +285,10 @@ def describe_examples(
 
 
 def call_builder(build: Any, part: nn.Module, path: str) -> nn.Module:
-    """The form of the submodule at a path that a class method of the user's makes of a copy.
+    """Call the user's class method with a copy of the submodule at a path, and return its form.
 
     Raises:
-        ModelError: it makes no module.
+        ModelError: it returns no module.
     """
     form = build(copy.deepcopy(part))
     if isinstance(form, nn.Module):
@@ -301,10 +301,10 @@ def call_builder(build: Any, part: nn.Module, path: str) -> nn.Module:
 
 
 def check_form(path: str, form: nn.Module, examples: tuple[torch.Tensor, ...]) -> None:
-    """That a graph can hold the quantized form of a custom module.
+    """Check that a graph can hold the quantized form of a custom module.
 
     Raises:
-        ModelError: it cannot; with the reason.
+        ModelError: it cannot, with the reason.
     """
     try:
         import_torch(export(form, examples))
@@ -320,8 +320,9 @@ def check_form(path: str, form: nn.Module, examples: tuple[torch.Tensor, ...]) -
 def place_in_wrapper(
     module: nn.Module, path: str, rule: StandaloneRule, mapping: QConfigMapping | None
 ) -> tuple[nn.Module, PrepareCustomConfig, QConfigMapping | None]:
-    """The standalone module at a path, or what holds it there alone; and its configuration and
-    mapping, by paths within what is given.
+    """Return the standalone module at a path inside a wrapper, with its configuration and mapping.
+
+    Paths are relative to the wrapper.
     """
     config = rule.prepare_custom_config or PrepareCustomConfig()
     part = module.get_submodule(path)
@@ -332,10 +333,10 @@ def place_in_wrapper(
 
 
 def check_input(reference: Any, name: str, path: str) -> None:
-    """That all readers of an input of a standalone module take integers.
+    """Check that all readers of a standalone module's input accept integers.
 
     Raises:
-        ConfigError: one takes floats.
+        ConfigError: one needs floats.
     """
     graph = Graph(reference)
     users = graph.users[graph.vars[name]]
@@ -343,15 +344,15 @@ def check_input(reference: Any, name: str, path: str) -> None:
     if floats or not users:
         who = f"{floats[0]!r} reads it in float" if floats else "nothing reads it"
         raise ConfigError(
-            f"set_input_quantized_indexes: input {name!r} of standalone module {path!r} is no "
-            f"integer: {who}. Leave it out, or quantize what reads it.",
+            f"set_input_quantized_indexes: input {name!r} of standalone module {path!r} cannot be "
+            f"integer: {who}. Leave it out, or quantize the operators that read it.",
             code="RQ103",
         )
 
 
 class Wrapper(nn.Module):
-    """A module that holds another one at its path, so that values get the names that they have in
-    the whole model.
+    """Holds another module at its path, so that values have the same names as in the whole
+    model.
     """
 
     def __init__(self, path: str, part: nn.Module) -> None:

@@ -1,8 +1,8 @@
-"""PyTorch modules in: what a module keeps between calls in Python is found by calling it.
+"""Find state that a PyTorch module keeps in Python between calls, by calling the module.
 
-Around the export, which records one call: an attribute, a list, a global or a counter that the code
-of a module changes would be a constant of the integer module. Buffers that change stand in the
-program, where the importer refuses them.
+An export records one call. An attribute, a list, a global or a counter that the module's code
+changes would become a constant of the integer module. Changing buffers are in the exported program,
+and the importer refuses them.
 """
 
 from __future__ import annotations
@@ -16,29 +16,31 @@ from torch.utils import _pytree as pytree  # pyright: ignore[reportMissingImport
 
 from relayquant.errors import ModelError
 
-#: attributes of every module that are no state of the user's
+#: attributes of every module that are not the user's state
 _OWN = frozenset(torch.nn.Module().__dict__)
-#: how far apart answers of the same inputs may be, of the largest: sums of float32 in another order
+#: allowed difference of results for equal inputs, relative to the largest: float32 sums in another
+#: order
 TOLERANCE = 1e-3
-#: How many attributes a message shows.
+#: Number of attributes in a message.
 MOST_NAMES = 5
 ADVICE = (
-    "An integer module keeps nothing between calls. Take the state as an input and return the new "
-    "one as an output; or use relayquant.torch.prepare, which runs the code of the model."
+    "An integer module keeps nothing between calls. Make the state an input and the new state an "
+    "output; or use relayquant.torch.prepare, which runs the code of the model."
 )
 
 
 def check_stateless(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 ) -> None:
-    """That a module gives the same answer for the same inputs, whatever it was called with between.
+    """Check that a module gives the same results for the same inputs, whatever calls were made in
+    between.
 
     Args:
-        module: In evaluation mode; its parameters and buffers stay as they are.
-        args, kwargs: Example inputs, which are not changed.
+        module: In evaluation mode. Its parameters and buffers are not changed.
+        args, kwargs: Example inputs. They are not changed.
 
     Raises:
-        ModelError: it does not; names the attributes that a call has changed.
+        ModelError: the results differ. Names the attributes that a call has changed.
     """
 
     name, before = type(module).__name__, list_attributes(module)
@@ -58,7 +60,7 @@ def check_stateless(
     names = find_changed(before, list_attributes(module))
     shown = ", ".join(map(repr, names[:MOST_NAMES])) + (", ..." if len(names) > MOST_NAMES else "")
     raise ModelError(
-        f"{name} gives another answer when it is called again with the same inputs: it keeps state "
+        f"{name} gives different results when called again with the same inputs: it keeps state "
         f"in {shown or 'a global, a hook or a closure, as no attribute has changed'}. {ADVICE}",
         code="RQ206",
     )
@@ -70,8 +72,8 @@ def call_module(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> list[Any]:
-    """The leaves of what a module gives for inputs that are changed; random numbers are the same
-    each time.
+    """Call a module with copied inputs and return the leaves of its result. Random numbers are
+    the same each time.
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -80,20 +82,20 @@ def call_module(
 
 
 def add_noise(tensor: torch.Tensor) -> torch.Tensor:
-    """Another tensor of that form: floats get numbers from 0 to 1 added."""
+    """Return another tensor of the same form: numbers from 0 to 1 are added to floats."""
     return tensor + torch.rand_like(tensor) if tensor.is_floating_point() else tensor.clone()
 
 
 def copy_leaf(leaf: Any) -> Any:
-    """A tensor as it is now, which the module may write into later; anything else itself."""
+    """Copy a tensor that the module may write into later. Other leaves are returned unchanged."""
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def is_same_leaf(a: Any, b: Any) -> bool:
-    """Whether two answers are the same; what is neither a tensor nor a number says nothing."""
+    """Whether two results are equal. Leaves that are neither tensors nor numbers count as equal."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         if isinstance(a, FakeTensor) or isinstance(b, FakeTensor):
-            return False  # what the export has left in the state
+            return False  # left in the state by the export
         if a.shape != b.shape or a.dtype != b.dtype:
             return False
         if not a.is_floating_point():
@@ -105,13 +107,13 @@ def is_same_leaf(a: Any, b: Any) -> bool:
     return type(a) is type(b) and (not is_plain or a == b)
 
 
-#: path of an attribute -> what it holds, at any depth of lists and dicts
+#: path of an attribute -> its contents, at any depth of lists and dicts
 Attributes = Mapping[str, list[tuple[Any, int]]]
 
 
 def list_attributes(module: torch.nn.Module) -> Attributes:
-    """What the user's attributes of a module and of its parts hold now: each object, and how often
-    a tensor was written into.
+    """List the present contents of the user's attributes in a module and its submodules:
+    objects, and the number of writes into tensors.
     """
     found: dict[str, list[tuple[Any, int]]] = {}
     for path, part in module.named_modules():
@@ -123,13 +125,13 @@ def list_attributes(module: torch.nn.Module) -> Attributes:
 
 
 def read_version(value: Any) -> int:
-    """How often a tensor was written into; 0 for what does not count it."""
+    """Return the number of writes into a tensor. 0 for a tensor that does not count them."""
     is_counted = isinstance(value, torch.Tensor) and not value.is_inference()
     return value._version if is_counted else 0
 
 
 def find_changed(before: Attributes, after: Attributes) -> list[str]:
-    """Paths of the attributes that hold something else."""
+    """Return the paths of the attributes whose contents have changed."""
     return [
         path
         for path in (*before, *(path for path in after if path not in before))
@@ -138,7 +140,7 @@ def find_changed(before: Attributes, after: Attributes) -> list[str]:
 
 
 def is_held(before: list[tuple[Any, int]], after: list[tuple[Any, int]]) -> bool:
-    """Whether an attribute holds what it held."""
+    """Whether an attribute still has its contents."""
 
     def is_same(old: tuple[Any, int], new: tuple[Any, int]) -> bool:
         (a, count), (b, now) = old, new

@@ -1,9 +1,8 @@
-"""A module without some of its submodules: a graph of its own, with a placeholder where it calls
-one.
+"""Cut submodules out of a module: a separate graph with a placeholder for each of their calls.
 
-In front of the data flow. What the graph computes for a call leaves it as further results; what the
-call gives enters it as further inputs. So a submodule may be anything that PyTorch calls, and the
-rest is prepared, calibrated and trained as any module is.
+The arguments of a call become further results of the graph, and the results of the call become
+further inputs. So a submodule may be anything that PyTorch can call, and the rest is prepared,
+calibrated and trained like any module.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class TensorTree:
-    """What a call returned, but for its tensors.
+    """Structure of a result, without its tensors.
 
     Attributes:
-        spec: How the leaves hang together.
-        rest: The leaves, with None in the places of tensors.
+        spec: Tree of the leaves.
+        rest: The leaves, with None in place of tensors.
         are_tensors: Which leaves are tensors.
     """
 
@@ -40,7 +39,7 @@ class TensorTree:
 
     @staticmethod
     def split(value: Any) -> tuple[TensorTree, Tensors]:
-        """(the tree, its tensors) of a value."""
+        """Split a value into (tree, tensors)."""
         leaves, spec = pytree.tree_flatten(value)
         marks = tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
         rest = (None if mark else leaf for leaf, mark in zip(leaves, marks, strict=True))
@@ -48,7 +47,7 @@ class TensorTree:
         return TensorTree(spec, tuple(rest), marks), tuple(tensors)
 
     def join(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The value with these tensors."""
+        """Insert these tensors into the tree."""
         given = iter(tensors)
         leaves = [
             next(given) if mark else leaf
@@ -59,7 +58,7 @@ class TensorTree:
 
 @dataclass(frozen=True, eq=False)
 class SubmoduleCall:
-    """One call of a submodule: with what, and what it gave."""
+    """One call of a submodule: arguments and results."""
 
     path: str
     taken: Tensors
@@ -69,12 +68,12 @@ class SubmoduleCall:
 
 @dataclass(frozen=True)
 class Placeholder:
-    """Where a graph calls a submodule.
+    """A call of a submodule in a graph.
 
     Attributes:
-        path: Of the submodule.
-        taken: Numbers of the graph's results that it is called with.
-        given: Numbers of the graph's inputs that it gives.
+        path: Path of the submodule.
+        taken: Numbers of the graph's results that are its arguments.
+        given: Numbers of the graph's inputs that are its results.
     """
 
     path: str
@@ -85,11 +84,11 @@ class Placeholder:
 def record_calls(
     module: nn.Module, paths: Sequence[str], batches: Sequence[Tensors]
 ) -> list[list[SubmoduleCall]]:
-    """The calls of submodules, in order, when the module runs on each batch.
+    """Record the calls of submodules, in order, while the module runs on each batch.
 
     Raises:
-        ModelError: one is called with something else than tensors, or not at all; or the calls
-            differ from batch to batch.
+        ModelError: a submodule is not called, or an argument is not a tensor; or the calls differ
+            between batches.
     """
     calls: list[list[SubmoduleCall]] = []
 
@@ -99,8 +98,8 @@ def record_calls(
         def begin(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if kwargs or not all(isinstance(value, torch.Tensor) for value in args):
                 raise ModelError(
-                    f"Module {path!r} is to be quantized by itself, but is called with more than "
-                    "tensors by position. Choose a module within it, or around it.",
+                    f"Module {path!r} is to be quantized separately, but is not called with "
+                    "positional tensors only. Choose an inner or an outer module.",
                     code="RQ206",
                 )
             began.append(tuple(value.detach().clone() for value in args))
@@ -128,7 +127,7 @@ def record_calls(
 
 
 def check_calls(calls: Sequence[Sequence[SubmoduleCall]], paths: Sequence[str]) -> None:
-    """That every batch calls the same submodules in the same order.
+    """Check that every batch calls the same submodules in the same order.
 
     Raises:
         ModelError: it does not, or one is not called.
@@ -137,21 +136,21 @@ def check_calls(calls: Sequence[Sequence[SubmoduleCall]], paths: Sequence[str]) 
     for path in paths:
         if not any(path in row for row in rows):
             raise ModelError(
-                f"Module {path!r} is to be quantized by itself, but the model does not call it.",
+                f"Module {path!r} is to be quantized separately, but the model does not call it.",
                 code="RQ206",
             )
     for row in rows[1:]:
         if row != rows[0]:
             raise ModelError(
-                f"The model calls its standalone and custom modules in one order for one input "
-                f"({', '.join(rows[0])}) and in another for another ({', '.join(row)}), which no "
-                "graph does. Use relayquant.torch.prepare, which runs the model's own code.",
+                "The order in which the model calls its standalone and custom modules depends on "
+                f"the input: {', '.join(rows[0])} or {', '.join(row)}. A graph cannot do that. "
+                "Use relayquant.torch.prepare, which runs the model's own code.",
                 code="RQ206",
             )
 
 
 class Stub(nn.Module):
-    """Stands for a submodule: notes what it is called with, and gives what is said."""
+    """Replaces a submodule: records its arguments and returns given results."""
 
     def __init__(self, visit: Visit) -> None:
         super().__init__()
@@ -171,11 +170,11 @@ class Visit:
         self.taken: list[torch.Tensor] = []
 
     def begin(self, given: Sequence[torch.Tensor]) -> None:
-        """Start, with all that calls give."""
+        """Start with the results of all calls."""
         self._count, self._given, self.taken = 0, list(given), []
 
     def call(self, args: Tensors) -> Any:
-        """The next call."""
+        """Return the result of the next call."""
         form = self._forms[self._count]
         self._count += 1
         self.taken.extend(value.clone() for value in args)  # it may be written into later
@@ -189,11 +188,11 @@ class CutModule:
     """A module with placeholders.
 
     Attributes:
-        module: It takes, behind its own inputs, what calls of submodules give, and returns, behind
-            its own results, what they are called with.
-        placeholders: Where.
-        form: Of its own results.
-        count: How many tensors these are.
+        module: After its own inputs it takes the results of submodule calls. After its own results
+            it returns their arguments.
+        placeholders: The calls.
+        form: Structure of its own results.
+        count: Number of tensors in its own results.
     """
 
     module: nn.Module
@@ -205,12 +204,12 @@ class CutModule:
 def cut_module(
     module: nn.Module, names: Sequence[str], example: Tensors, calls: Sequence[SubmoduleCall]
 ) -> CutModule:
-    """A copy of a module with a placeholder for each of these calls, which it makes for an example.
+    """Copy a module with a placeholder for each of these calls, which it makes for an example.
 
     x -> f(part(g(x))) becomes x, given -> f(given), g(x).
 
     Args:
-        names: Of the module's inputs.
+        names: Names of the module's inputs.
     """
     twin = copy.deepcopy(module)
     visit, call_twin, count = Visit(calls), twin.forward, len(names)
@@ -238,22 +237,24 @@ def cut_module(
 
 
 def name_parameter(key: str) -> str:
-    """A name that torch allows: dots are its own."""
+    """Return a name that torch allows: torch reserves dots."""
     return key.replace(".", "/")
 
 
 class Parts(nn.ModuleDict):
-    """What stands at placeholders, by path; dots are written as slashes, as torch allows none."""
+    """Modules called at placeholders, by path. Dots are written as slashes, because torch does
+    not allow dots.
+    """
 
     def __init__(self, parts: Mapping[str, nn.Module]) -> None:
         super().__init__({name_parameter(path): part for path, part in parts.items()})
 
     def find(self, path: str) -> nn.Module:
-        """The one at a path."""
+        """Find the module at a path."""
         return self[name_parameter(path)]
 
     def make_filler(self, placeholders: Sequence[Placeholder]) -> Callable[[int, Any], Tensors]:
-        """What `TorchProgram.run` calls at placeholders."""
+        """Make the function that `TorchProgram.run` calls at placeholders."""
 
         def fill(number: int, taken: Sequence[torch.Tensor]) -> Tensors:
             return TensorTree.split(self.find(placeholders[number].path)(*taken))[1]
@@ -262,7 +263,7 @@ class Parts(nn.ModuleDict):
 
 
 def place(module: nn.Module, parts: Mapping[str, nn.Module]) -> None:
-    """Put modules in the places of these paths, and of others that show the same module."""
+    """Set modules at these paths, and at other paths of the same module."""
     for path, part in parts.items():
         old = module.get_submodule(path)
         shown = [p for p, m in module.named_modules(remove_duplicate=False) if m is old]
@@ -272,6 +273,6 @@ def place(module: nn.Module, parts: Mapping[str, nn.Module]) -> None:
 
 
 def list_parameters(names: Sequence[str]) -> inspect.Signature:
-    """A signature of these names."""
+    """Return a signature with these names."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     return inspect.Signature([inspect.Parameter(name, kind) for name in names])

@@ -1,5 +1,5 @@
-"""A prepared model as a `torch.nn.Module`: its calibration graph, computed by torch, whose weights,
-biases and scales train.
+"""A prepared model as a `torch.nn.Module`: torch computes its calibration graph, and its
+weights, biases and scales train.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from relayquant.torch.rounding import MOMENTUM, FakeQuantize, align_channels
 from relayquant.torch.standalone import Unit, finish_reference
 from relayquant.torch.submodule_cut import Parts, name_parameter
 
-#: how far from the border of its cell a fitted weight is put, in steps: on the border the first
-#: step of an optimizer would undo the fit
+#: distance of a fitted weight from the boundary of its cell, in steps: on the boundary, the first
+#: optimizer step would undo the fit
 MARGIN = 0.25
 
 
-#: integers below are float32 numbers
+#: smaller integers are exact in float32
 EXACT_INTEGERS = 2**24
-#: a bias of as many units is more than int32 holds
+#: int32 cannot hold a bias of this number of units
 MOST_UNITS = 2**31
-#: operators behind a sum that do the same to integers
+#: operators after a sum that do the same to integers
 CLIPS = ("relax.nn.relu", "relax.clip")
 
 
 @dataclass(frozen=True, eq=False)
 class CallForm:
-    """How a module is called, and what it returns: trees of tensors.
+    """How a module is called, and what it returns, as trees of tensors.
 
     Attributes:
         inputs: (args, kwargs) of a call, as a tree.
-        outputs: What it returns, as a tree.
-        constants: Leaves of the latter that are no tensors, by number.
-        shapes: Those that inputs of the integer module have; None for as many samples as there are.
+        outputs: The result, as a tree.
+        constants: Leaves of the result that are not tensors, by number.
+        shapes: Input shapes of the integer module. None for any number of samples.
     """
 
     inputs: Any
@@ -65,10 +65,11 @@ class CallForm:
     shapes: tuple[tuple[int, ...], ...] | None
 
     def read_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """The tensors of a call, in the order of the model's inputs; also of one with these alone.
+        """Return the tensors of a call, in the order of the model's inputs. Also for a call with
+        these tensors only.
 
         Raises:
-            DataError: it has another form than the example inputs.
+            DataError: the structure differs from the example inputs.
         """
         if not kwargs and all(isinstance(arg, torch.Tensor) for arg in args):
             return list(args)
@@ -76,13 +77,13 @@ class CallForm:
             leaves = self.inputs.flatten_up_to((args, dict(kwargs)))
         except ValueError as error:
             raise DataError(
-                f"The module is called in another form than its example inputs have: {error}",
+                f"The arguments have another structure than the example inputs: {error}",
                 code="RQ302",
             ) from error
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def build_result(self, result: Any) -> Any:
-        """What the model returns, of the tensors that it computes."""
+        """Build the model's result from the tensors that it computes."""
         tensors = iter(result if isinstance(result, tuple) else (result,))
         count = self.outputs.num_leaves
         leaves = [self.constants[i] if i in self.constants else next(tensors) for i in range(count)]
@@ -91,7 +92,7 @@ class CallForm:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What a trainable module is made of; a copy of the module shares it."""
+    """The parts that a trainable module and its copies share."""
 
     prepared: PreparedModel
     program: TorchProgram
@@ -99,25 +100,25 @@ class Source:
     form: CallForm | None = None
 
     def __deepcopy__(self, memo: Any) -> Source:
-        """Itself: nothing of it changes."""
+        """Return the same object: it never changes."""
         return self
 
     def __reduce__(self) -> Any:
-        """What a file would hold is code: of the module its state is saved.
+        """Refuse to pickle: a file would hold code. Save the state of the module instead.
 
         Raises:
             ConfigError: always.
         """
         raise ConfigError(
-            "A trainable module cannot be pickled. Save its state_dict(), and load that into one "
-            "prepared in the same way; or save the module that relayquant.torch.convert gives.",
+            "A trainable module cannot be pickled. Save its state_dict() and load it into a "
+            "module prepared in the same way; or save the result of relayquant.torch.convert.",
             code="RQ105",
         )
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum of products with its bias, that one requantization brings to the scale of the result.
+    """A sum of products with its bias, requantized once to the scale of the result.
 
     Attributes:
         bias, shape: Key of the bias, and its shape.
@@ -130,14 +131,15 @@ class Sum:
 
 
 class LiveBatchNorm(nn.Module):
-    """A batch norm taken out of a quantized operator, whose weight is rounded as it is when folded
-    with the running statistics (as FX's ConvBn; Jacob et al. 2018, section 3.2,
-    https://arxiv.org/abs/1712.05877).
+    """A batch norm separated from a quantized operator, with live statistics.
+
+    The operator's weight is rounded as folded with the running statistics, as in FX's ConvBn (Jacob
+    et al. 2018, section 3.2, https://arxiv.org/abs/1712.05877).
 
     With a = gamma / sqrt(running variance + epsilon) the operator's weight is weight * a. In
-    training its sum of products y is brought to the statistics of the batch:
-    y * sqrt(running variance + epsilon) / sqrt(batch variance + epsilon), and the bias is that of
-    the batch's mean. In evaluation the factor is 1, and weight and bias are the folded ones.
+    training, its sum of products y is converted to the statistics of the batch: y * sqrt(running
+    variance + epsilon) / sqrt(batch variance + epsilon), and the bias uses the batch's mean. In
+    evaluation the factor is 1, and weight and bias are the folded ones.
     """
 
     running_mean: torch.Tensor
@@ -156,21 +158,21 @@ class LiveBatchNorm(nn.Module):
         self.register_buffer("is_frozen", torch.tensor(False))
 
     def find_factor(self) -> torch.Tensor:
-        """What the weight is multiplied by."""
+        """Return the factor of the weight."""
         return self.gamma / torch.sqrt(self.running_var + self.epsilon)
 
     def fold_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight as the operator has it."""
+        """Return the weight folded for the operator."""
         return weight * align_channels(self.find_factor(), weight, self.place.weight_axis)
 
     def fold_bias(self) -> torch.Tensor:
-        """The bias as the operator has it."""
+        """Return the bias folded for the operator."""
         shift = self.beta - self.running_mean * self.find_factor()
         return shift.reshape(self.bias_shape)
 
     def forward(self, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum of products of the folded weight -> the same by the batch's statistics, and the bias
-        to add.
+        """Convert the folded weight's sum of products to the batch's statistics. Return it and
+        the bias to add.
         """
         if not self.training or self.is_frozen:
             return total, self.fold_bias()
@@ -184,7 +186,7 @@ class LiveBatchNorm(nn.Module):
                 code="RQ206",
             )
         deviation = torch.sqrt(self.running_var + self.epsilon)
-        # The sum of the weight before it was folded; where that is 0 the product is, too.
+        # The sum of the weight before folding. If that factor is 0, the product is 0 too.
         plain = total / align_channels(self.gamma / deviation, total, axis)
         variance, mean = torch.var_mean(plain, axes, correction=0)
         with torch.no_grad():
@@ -198,20 +200,22 @@ class LiveBatchNorm(nn.Module):
 
 
 class TrainableModule(nn.Module):
-    """A model that trains with its quantization: values are rounded where, and as, the integer
-    module rounds them. What `relayquant.torch.prepare_qat` and `from_relax` give, and
-    `relayquant.torch.convert` takes.
+    """A model that trains with its quantization. Values are rounded at the same places and in the
+    same way as in the integer module.
 
-    Called with the model's inputs, in order; gives what the model gives, a tensor or a tuple.
+    `relayquant.torch.prepare_qat` and `from_relax` return it, and `relayquant.torch.convert`
+    converts it. Call it with the model's inputs, in order. It returns what the model returns, a
+    tensor or a tuple.
 
     Attributes:
         weights: Weights and biases of quantized operators, by "<operator>:weight" and
-            "<operator>:bias", dots written as slashes. Layouts are those of the prepared model.
+            "<operator>:bias", with dots written as slashes. Layouts are those of the prepared
+            model.
         floats: float32 constants of operators that stay in float, by "<value>:<argument>".
-        quantizers: What rounds, by the key of its group in the plan.
+        quantizers: Rounding modules, by the key of their group in the plan.
         norms: Batch norms with live statistics, by the value that they compute.
-        parts: Standalone submodules, trainable modules too, and the observed forms of custom ones,
-            by path, dots written as slashes.
+        parts: Standalone submodules, also as trainable modules, and the observed forms of custom
+            ones, by path, with dots written as slashes.
     """
 
     def __init__(
@@ -274,10 +278,10 @@ class TrainableModule(nn.Module):
     # ---- running ----
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model gives for these inputs.
+        """Return the model's outputs for these inputs.
 
         Raises:
-            DataError: they do not fit the model.
+            DataError: the inputs do not fit the model.
         """
         form = self.source.form
         if form is None:
@@ -287,7 +291,7 @@ class TrainableModule(nn.Module):
     def compute(
         self, inputs: Sequence[torch.Tensor], inner: Collection[str] = ()
     ) -> tuple[Any, dict[str, torch.Tensor]]:
-        """What the model gives, and the values inside whose names are `inner`, by name."""
+        """Return the model's outputs, and the inner values with the names `inner`, by name."""
         found: dict[str, torch.Tensor] = {}
         visit = {name: keeping_visitor(name, found) for name in inner}
         visit |= {norm.place.product: norm_visitor(self, norm) for norm in self.list_norms()}
@@ -298,7 +302,7 @@ class TrainableModule(nn.Module):
         return result, found
 
     def run(self, inputs: Sequence[torch.Tensor], visit: Mapping[str, Visitor]) -> Any:
-        """What the model gives; `visit` as for `TorchProgram.run`."""
+        """Return the model's outputs. `visit` as for `TorchProgram.run`."""
         program, values = self.source.program, self.begin(inputs)
         if not self.training:
             held = self.fold_constants() if self.sums else {}
@@ -311,7 +315,7 @@ class TrainableModule(nn.Module):
         return program.result(values)
 
     def begin(self, inputs: Sequence[torch.Tensor]) -> Values:
-        """The state before the first step of the program."""
+        """Return the state before the first step of the program."""
         program = self.source.program
         trained = {
             constant: self.floats[name_parameter(f"{name}:{i}")]
@@ -330,11 +334,11 @@ class TrainableModule(nn.Module):
         return values
 
     def find_variable(self, key: str) -> str:
-        """The parameter of the calibration graph that holds a constant."""
+        """Return the parameter of the calibration graph that holds a constant."""
         return self.source.prepared.graph.constants[key].var.name
 
     def fold_constants(self) -> dict[str, torch.Tensor]:
-        """Weights and biases as the operators have them, by key: batch norms folded in."""
+        """Return weights and biases for the operators, by key: with batch norms folded in."""
         graph = self.source.prepared.graph
         found = {
             key: self.weights[name_parameter(key)]
@@ -347,15 +351,15 @@ class TrainableModule(nn.Module):
         return found
 
     def round_value(self, key: str, axis: int, value: torch.Tensor) -> torch.Tensor:
-        """A value as its group rounds it."""
+        """Round a value with its group."""
         return self.quantizers[name_parameter(key)](value, axis)
 
     def round_bias(self, key: str, value: torch.Tensor) -> torch.Tensor:
-        """A bias in units of its accumulator, data scale x weight scale, with the gradient of the
-        bias itself; any other constant as it is.
+        """Round a bias to units of its accumulator, data scale x weight scale, with the gradient of
+        the bias itself. Other constants are unchanged.
 
-        The unit is small beside a step of the result, unless weights are large: behind them most
-        results are clipped, and what the bias alone makes is within.
+        The unit is small compared with a step of the result, unless weights are large. With large
+        weights most results are clipped, and results of the bias alone stay within the range.
         """
         if key not in self.bias_scales or not self.find_data(key).is_known:
             return value
@@ -365,33 +369,35 @@ class TrainableModule(nn.Module):
         return value + (torch.round(value / unit) * unit - value).detach()
 
     def find_unit(self, bias: str, shape: Sequence[int]) -> torch.Tensor:
-        """Scale of the accumulator that a bias of this shape is added to."""
+        """Return the accumulator scale for a bias of this shape."""
         data, weight = (self.find_scale(group) for group in self.bias_scales[bias])
         unit = (data * weight).clamp_min(torch.finfo(torch.float32).tiny)
         return unit.reshape(tuple(shape)) if unit.numel() > 1 else unit
 
     @torch.no_grad()
     def suits_bias(self, unit: torch.Tensor, value: torch.Tensor) -> bool:
-        """Whether int32 holds a bias in these units: else its operator stays in float, as
-        `conversion.bias.refine_units` says.
+        """Whether int32 holds a bias in these units. Otherwise its operator stays in float, see
+        `conversion.bias.refine_units`.
         """
         return bool((value.double() / unit.double()).abs().max() < MOST_UNITS)
 
     def find_data(self, bias: str) -> FakeQuantize:
-        """What rounds the data that the weight beside a bias is multiplied by."""
+        """Return the quantizer of the data that is multiplied by the weight of this bias."""
         return self.quantizers[name_parameter(self.bias_scales[bias][0])]  # pyright: ignore[reportReturnType]
 
     def find_scale(self, group: str) -> torch.Tensor:
-        """The scale that values of a group are rounded with, without a gradient."""
+        """Return the present scale of a group, without a gradient."""
         return self.quantizers[name_parameter(group)].find_scale().detach()
 
     def make_requantizer(self, place: Sum, bias: torch.Tensor) -> Visitor:
-        """What `TorchProgram.run` calls with a sum of products in evaluation: the sum in units of
-        the accumulator, an integer but for the last bits of float32, is scaled and rounded by the
-        integer module's arithmetic, `float32(integer) * float32(unit / scale)`.
+        """Make the function that `TorchProgram.run` calls with a sum of products in evaluation.
 
-        Else the last bits of float32 say to which side a sum on the border of two steps falls: in
-        one of a million, which deep networks with 8 bits make another answer of.
+        The sum in units of the accumulator is an integer, except for the last bits of float32. It
+        is scaled and rounded by the integer module's arithmetic, `float32(integer) * float32(unit /
+        scale)`.
+
+        Otherwise the last bits of float32 would decide how a sum between two steps is rounded. This
+        affects one of a million sums, which changes the answers of deep 8-bit networks.
         """
         unit, scale = self.find_unit(place.bias, place.shape), self.find_scale(place.group)
         if not self.suits_bias(unit, bias.reshape(place.shape)):
@@ -407,7 +413,7 @@ class TrainableModule(nn.Module):
         return visit
 
     def find_quantizer(self, key: str) -> FakeQuantize | None:
-        """What rounds the values of a group; None where nothing does."""
+        """Return the quantizer of a value. None if it is not rounded."""
         found = dict(self.quantizers.items()).get(name_parameter(key))
         return found if isinstance(found, FakeQuantize) else None
 
@@ -424,7 +430,7 @@ class TrainableModule(nn.Module):
                 yield module
 
     def list_parts(self) -> Iterator[TrainableModule]:
-        """Standalone submodules."""
+        """Return the standalone submodules."""
         for module in self.parts.values():
             if isinstance(module, TrainableModule):
                 yield module
@@ -432,11 +438,11 @@ class TrainableModule(nn.Module):
     # ---- switches ----
 
     def freeze_ranges(self) -> TrainableModule:
-        """Scales and zero points stay as they are, until `thaw_ranges`."""
+        """Fix scales and zero points until `thaw_ranges`."""
         return self._set_ranges(True)
 
     def thaw_ranges(self) -> TrainableModule:
-        """Scales follow what `ranges` says again."""
+        """Let scales follow `ranges` again."""
         return self._set_ranges(False)
 
     def _set_ranges(self, is_frozen: bool) -> TrainableModule:
@@ -450,11 +456,11 @@ class TrainableModule(nn.Module):
         return self
 
     def freeze_statistics(self) -> TrainableModule:
-        """Batch norms use their running statistics, which stay, also in training."""
+        """Let batch norms use their running statistics, unchanged, also in training."""
         return self._set_statistics(True)
 
     def thaw_statistics(self) -> TrainableModule:
-        """Batch norms use, and follow, the statistics of batches in training again."""
+        """Let batch norms use and update the statistics of batches in training again."""
         return self._set_statistics(False)
 
     def _set_statistics(self, is_frozen: bool) -> TrainableModule:
@@ -467,7 +473,7 @@ class TrainableModule(nn.Module):
     # ---- results ----
 
     def check_ranges(self) -> None:
-        """That every range was found: by calibration, or by a training batch.
+        """Check that every range was found, by calibration or by a training batch.
 
         Raises:
             ConfigError: one was not.
@@ -475,9 +481,9 @@ class TrainableModule(nn.Module):
         waiting = [q.group.key for q in self.list_quantizers() if not q.is_known]
         if waiting:
             raise ConfigError(
-                f"The module was prepared without calibration data, and has not trained: the range "
-                f"of {waiting[0]!r} is not known. Call it in training mode (module.train()) with "
-                "representative inputs, or prepare it with calibration=.",
+                "The module was prepared without calibration data and has not been trained: the "
+                f"range of {waiting[0]!r} is not known. Call it in training mode (module.train()) "
+                "with representative inputs, or prepare it with calibration=.",
                 code="RQ105",
             )
         for part in self.list_parts():
@@ -485,28 +491,28 @@ class TrainableModule(nn.Module):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether anything is rounded."""
+        """Whether any value is rounded."""
         own = bool(self.source.prepared.plan.groups)
         return own or any(part.is_quantized for part in self.list_parts())
 
     def to_prepared(self) -> PreparedModel:
-        """The calibrated model with what was trained: what `relayquant.lower` takes.
+        """Return the calibrated model with the trained parameters, for `relayquant.lower`.
 
         Raises:
             ConfigError: a parameter is NaN or infinite; or the model calls standalone or custom
-                submodules, without which it is none.
+                submodules, so that one graph cannot hold it.
         """
         if self.source.unit is not None:
             raise ConfigError(
-                "A model with standalone or custom modules is no calibrated model of one graph. "
-                "Use relayquant.torch.convert, or relayquant.torch.convert_to_reference.",
+                "A model with standalone or custom modules is not one calibrated graph. Use "
+                "relayquant.torch.convert, or relayquant.torch.convert_to_reference.",
                 code="RQ105",
             )
         return self.collect()
 
     @torch.no_grad()
     def collect(self) -> PreparedModel:
-        """The calibrated graph with what was trained, submodules apart.
+        """Return the calibrated graph with the trained parameters, without submodules.
 
         Raises:
             ConfigError: a parameter is NaN or infinite.
@@ -529,14 +535,14 @@ class TrainableModule(nn.Module):
         )
 
     def to_quantized(self) -> tvm.IRModule:
-        """The integer module of the normal pipeline, with its ledger; of a model that is not
-        quantized, the float module.
+        """Return the integer module of the normal pipeline, with its ledger. The float module if
+        the model is not quantized.
 
         The module in evaluation mode and the integer module agree within one step in every value
         that is computed from the same integers.
 
-        With standalone or custom submodules it is made of the reference form, which holds these,
-        for the shapes of the example inputs.
+        With standalone or custom submodules it is made from the reference form, which includes
+        them, for the shapes of the example inputs.
 
         Raises:
             ConfigError: training diverged.
@@ -571,7 +577,7 @@ class TrainableModule(nn.Module):
 
 
 def keeping_visitor(name: str, found: dict[str, torch.Tensor]) -> Visitor:
-    """What `TorchProgram.run` calls with a value that is to be kept in `found`."""
+    """Make the function that stores values in `found` when `TorchProgram.run` calls it."""
 
     def visit(value: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         found[name] = value
@@ -581,7 +587,7 @@ def keeping_visitor(name: str, found: dict[str, torch.Tensor]) -> Visitor:
 
 
 def norm_visitor(module: TrainableModule, norm: LiveBatchNorm) -> Visitor:
-    """What `TorchProgram.run` calls behind the sum of products of a batch norm."""
+    """Make the function that `TorchProgram.run` calls after the sum of products of a batch norm."""
     variable = module.find_variable(norm.place.bias)
 
     def visit(total: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
@@ -592,7 +598,7 @@ def norm_visitor(module: TrainableModule, norm: LiveBatchNorm) -> Visitor:
 
 
 def bind_sizes(mod: tvm.IRModule, shapes: Sequence[Sequence[int]]) -> tvm.IRModule:
-    """main for inputs of these shapes."""
+    """Bind main to inputs of these shapes."""
     main = mod["main"]
     sizes = {
         dim: size
@@ -607,13 +613,13 @@ def bind_sizes(mod: tvm.IRModule, shapes: Sequence[Sequence[int]]) -> tvm.IRModu
 
 
 def list_dtypes(values: Sequence[InterfaceValue]) -> dict[str | int, str]:
-    """The integer dtypes that inputs or outputs are asked to have, by number."""
+    """List the requested integer dtypes of inputs or outputs, by number."""
     return {i: value.requested for i, value in enumerate(values) if value.is_integer}
 
 
 def find_input_grids(prepared: PreparedModel) -> dict[str, str]:
-    """Name of an input that is to be integers -> the group that rounds it: operators in float read
-    it as rounded, too.
+    """Map each requested integer input to the group that rounds it. Float operators read the
+    rounded value too.
     """
     keys = prepared.plan.value_groups
     return {
@@ -624,8 +630,8 @@ def find_input_grids(prepared: PreparedModel) -> dict[str, str]:
 
 
 def find_chained(plan: Plan) -> set[str]:
-    """Values of chains that become tables: of an array in one, all elements are one number, and
-    have to stay that.
+    """Find values of operator chains that become lookup tables. The elements of an array there
+    are one number and must stay equal.
     """
     return {
         value
@@ -636,8 +642,8 @@ def find_chained(plan: Plan) -> set[str]:
 
 
 def find_bias_scales(plan: Plan) -> dict[str, tuple[str, str]]:
-    """Bias -> the groups of data and weight whose scales are its unit. One with a group of its own
-    is on that grid.
+    """Map each bias to the groups of data and weight whose scales are its unit. A bias with its
+    own group uses that group.
     """
     found = {}
     for operator in plan.operators:
@@ -650,10 +656,10 @@ def find_bias_scales(plan: Plan) -> dict[str, tuple[str, str]]:
 def find_sums(
     prepared: PreparedModel, program: TorchProgram, bias_scales: Collection[str]
 ) -> dict[str, Sum]:
-    """Sums that are rounded once, and read by nothing else, by the name of the value.
+    """Find sums that are rounded once and that nothing else reads, by the name of the value.
 
-    Those that something is added to have another arithmetic (`qnn.add`), as have those whose
-    operator goes on in a table.
+    A sum that something is added to has another arithmetic (`qnn.add`). So has a sum whose operator
+    continues in a table.
     """
     plan, found = prepared.plan, {}
     main = prepared.graph.mod["main"]
@@ -679,12 +685,12 @@ def find_sums(
 
 
 def array(tensor: torch.Tensor) -> np.ndarray:
-    """A float32 array of its own."""
+    """Copy to a float32 array."""
     return tensor.detach().numpy().copy()
 
 
 def check_trainable(prepared: PreparedModel) -> None:
-    """Refuses what the calibration graph does not compute as the integer module does.
+    """Refuse operators that the calibration graph does not compute as the integer module does.
 
     Raises:
         ConfigError: names the operator and why.
@@ -694,17 +700,17 @@ def check_trainable(prepared: PreparedModel) -> None:
         if operator.accumulator is not None:
             reason = (
                 "has a narrow accumulator, whose overflow has no gradient: prepare for a backend "
-                "without, and use relayquant.analysis.accumulator_report on the result"
+                "without one, and use relayquant.analysis.accumulator_report on the result"
             )
         elif operator.grouped is not None:
             reason = (
-                "has a weight in groups, whose scales are those of the float weight: leave it in "
-                "float, and use relayquant.compress_weights on the result"
+                "has a weight with scales by group, which do not train: leave it in float, and "
+                "use relayquant.compress_weights on the result"
             )
         elif operator.dynamic is not None:
             reason = (
-                "gets parameters of the run time: use an activation that is not dynamic, or leave "
-                "it in float"
+                "gets its parameters at run time: use an activation that is not dynamic, or "
+                "leave it in float"
             )
         if reason:
             raise ConfigError(
@@ -714,11 +720,11 @@ def check_trainable(prepared: PreparedModel) -> None:
 
 
 def start_constant(prepared: PreparedModel, key: str) -> np.ndarray:
-    """Where the training of a weight or bias begins.
+    """Return the start value of a weight or bias for training.
 
-    A weight that calibration fitted is on its grid; training starts from the point of the float
-    weight's that is nearest in the cell of that step, so that both the fit and what rounding lost
-    are kept.
+    A weight that calibration fitted is a multiple of its scale. Training starts from the point in
+    that step's cell that is nearest to the float weight, so that both the fit and the rounding
+    error are kept.
     """
     original, fitted = prepared.graph.constants[key].value, prepared.constants.get(key)
     if fitted is None:
@@ -732,7 +738,7 @@ def start_constant(prepared: PreparedModel, key: str) -> np.ndarray:
 
 
 def reshape_scale(qparams: QParams, ndim: int) -> np.ndarray:
-    """A scale shaped to broadcast."""
+    """Reshape a scale to broadcast."""
     if qparams.axis is None:
         return qparams.scale
     shape = [1] * ndim
@@ -743,7 +749,7 @@ def reshape_scale(qparams: QParams, ndim: int) -> np.ndarray:
 def replace_constants(
     mod: tvm.IRModule, program: TorchProgram, floats: Mapping[str, torch.Tensor]
 ) -> tvm.IRModule:
-    """The prepared module with trained constants in the place of those of float operators."""
+    """Replace constants of float operators in the prepared module by trained ones."""
     if not program.trained:
         return mod
     new = {

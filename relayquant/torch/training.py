@@ -1,8 +1,7 @@
-"""Quantization-aware training: `prepare_qat` and `from_relax` give a torch module that trains,
-`convert` makes the integer module of it.
+"""Quantization-aware training: `prepare_qat` and `from_relax` return a trainable torch module.
 
-Around the data flow: export, load, prepare and calibrate come before the training; convert, expand,
-fold and lower behind it. PyTorch is an extra and is imported when a function here is called.
+Export, load, prepare and calibrate come before the training. `convert`, which propagates, folds and
+lowers, comes after it. PyTorch is an extra and is imported when a function here is called.
 """
 
 from __future__ import annotations
@@ -57,49 +56,49 @@ def prepare_qat(
     dynamic_shapes: Any = None,
     prepare_custom_config: PrepareCustomConfig | None = None,
 ) -> Any:
-    """A PyTorch module -> one that trains with its quantization, in anyone's loop.
+    """Prepare a PyTorch module to train with its quantization, in any training loop.
 
-    The module is exported in evaluation mode, prepared and calibrated as `quantize` does it. What
-    comes back computes the same graph with torch operators and rounds values where, and as, the
-    integer module will; gradients pass roundings straight through and are 0 outside of the range.
-    Its parameters are weights, biases (of batch norms with live statistics gamma and beta) and,
-    with learned ranges, one `log_factor` for each scale. The example module is not changed, and
-    shares nothing with it.
+    The module is exported in evaluation mode, prepared and calibrated as in `quantize`. The result
+    computes the same graph with torch operators and rounds values at the same places and in the
+    same way as the integer module. Gradients pass roundings straight through and are 0 outside of
+    the range. Its parameters are weights, biases (for batch norms with live statistics: gamma and
+    beta) and, with learned ranges, one `log_factor` for each scale. The example module is not
+    changed, and shares nothing with the result.
 
     Args:
         module: `torch.nn.Module`, float32.
-        example_inputs, example_kwargs: As for `torch.export.export`. The module is called in the
-            form that they have. Where they hold more than one sample, and the module allows it, it
+        example_inputs, example_kwargs: As for `torch.export.export`. Calls must have the same
+            structure. If the examples hold more than one sample, and the module allows it, it
             trains with any number of samples.
         qconfig_mapping, backend, effort: As for `relayquant.quantize`.
-        calibration: Data set that gives the first ranges; as for `relayquant.quantize`. Without it
-            the first batches in training mode do, as with FX: the very first with a moving average,
-            which then goes on, else as many as `rounding.WATCHED`. Nothing is fitted to data
-            before: `effort` is "fast".
-        ranges: What ranges of activations do while the module trains; see `Ranges`.
-        weight_ranges: The same of weights; None: as `ranges`.
-        batch_norm: What batch norms do; see `BatchNorm`. With live statistics nothing is scaled
-            between channels before calibration, and those that are no part of a quantized
-            operator with a constant weight stay frozen, with a warning that says why.
-        dynamic_shapes: As for `torch.export.export`, of the module that trains and of the integer
-            module. None: the latter has the shapes of the example inputs, as `quantize` gives it.
-        prepare_custom_config: Modules that stay in float, and train so; standalone modules, which
-            train within a mapping and backend of their own; and custom ones, whose observed form
-            is called, and trains, in their place: `convert` makes the quantized form of it. With
-            the latter two the data for calibration is held at once, and the integer module has the
-            shapes of the example inputs. Inputs and outputs that are integers are those of what
-            `convert` gives, as its ledger says; the module that trains takes and gives floats,
-            rounded to the same grids.
+        calibration: Data set for the first ranges, as for `relayquant.quantize`. Without it, the
+            first batches in training mode give the ranges, as with FX: the first batch with a
+            moving average, which then continues, else `rounding.WATCHED` batches. Then nothing is
+            fitted to data before: `effort` is "fast".
+        ranges: How ranges of activations change in training. See `Ranges`.
+        weight_ranges: The same for weights. None: as `ranges`.
+        batch_norm: Treatment of batch norms. See `BatchNorm`. With live statistics, nothing is
+            scaled between channels before calibration. A batch norm that is not part of a quantized
+            operator with a constant weight stays frozen, with a warning that says why.
+        dynamic_shapes: As for `torch.export.export`, for the trainable and the integer module.
+            None: the integer module has the shapes of the example inputs, as with `quantize`.
+        prepare_custom_config: Modules that stay in float, and train in float; standalone modules,
+            which train with their own mapping and backend; and custom modules, whose observed form
+            is called and trains, and which `convert` replaces by their quantized form. With the
+            last two, calibration data is held in memory, and the integer module has the shapes of
+            the example inputs. Integer inputs and outputs apply to the result of `convert`, as its
+            ledger shows. The trainable module takes and returns floats, rounded with the same
+            parameters.
 
     Returns:
-        A `TrainableModule`; `convert` makes the integer module of it.
+        A `TrainableModule`. `convert` makes the integer module from it.
 
     Raises:
         MissingDependencyError: PyTorch is not installed.
         ModelError: torch.export cannot export the module, it keeps state between calls, or
             operators have no torch form.
-        ConfigError: the configuration is wrong; or an operator has a narrow accumulator or
-            parameters of the run time, which do not train.
+        ConfigError: the configuration is wrong; or an operator cannot be trained because it has a
+            narrow accumulator or run-time parameters.
         DataError: the data does not fit the module.
     """
     check_module(module)
@@ -112,9 +111,9 @@ def prepare_qat(
         if config.standalone or config.custom:
             if dynamic_shapes is not None or example_kwargs is not None:
                 raise ConfigError(
-                    "prepare_qat: a model with standalone and custom modules takes any number of "
-                    "samples if its example inputs hold more than one, and inputs by position; "
-                    "leave out dynamic_shapes and example_kwargs.",
+                    "prepare_qat: leave out dynamic_shapes and example_kwargs for a model with "
+                    "standalone or custom modules. It takes inputs by position, and any number "
+                    "of samples if its example inputs hold more than one.",
                     code="RQ102",
                 )
             from relayquant.torch.standalone import UnitSettings, prepare_unit, read_batches
@@ -143,7 +142,7 @@ def prepare_qat(
         check_state(module, inputs, example_kwargs)
         form = read_form(program, inputs, example_kwargs, is_free=dynamic_shapes is not None)
         with warnings.catch_warnings():
-            if is_waiting:  # what the examples hold says nothing
+            if is_waiting:  # ranges of the examples have no meaning
                 warnings.simplefilter("ignore", DataWarning)
             prepared = calibrate_graph(
                 mod,
@@ -170,7 +169,7 @@ def prepare_qat(
 
 
 def list_examples(inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> list[Any]:
-    """Example inputs as a data set."""
+    """Return example inputs as a data set."""
     import torch  # pyright: ignore[reportMissingImports]
     from torch.utils import _pytree as pytree  # pyright: ignore[reportMissingImports]
 
@@ -182,7 +181,7 @@ def list_examples(inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> 
 def read_form(
     program: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None, *, is_free: bool
 ) -> CallForm:
-    """How an exported module is called; `is_free`: also the integer module has free sizes."""
+    """Read how an exported module is called. `is_free`: the integer module also has free sizes."""
     import torch  # pyright: ignore[reportMissingImports]
     from torch.utils import _pytree as pytree  # pyright: ignore[reportMissingImports]
 
@@ -207,29 +206,29 @@ def from_relax(
     batch_norm: BatchNorm | str = BatchNorm.FROZEN,
     effort: Effort | str = Effort.BALANCED,
 ) -> Any:
-    """A Relax module, of whatever source, -> a torch module that trains.
+    """Convert a Relax module from any source to a trainable torch module.
 
-    Without `calibration` and `qconfig_mapping` it is the float model, and `convert` gives the float
-    module with the trained weights. With them it trains with its quantization, as `prepare_qat`
-    says, where the arguments are described.
+    Without `calibration` and `qconfig_mapping` it is the float model, and `convert` returns the
+    float module with the trained weights. With them it trains with its quantization. See
+    `prepare_qat` for the arguments.
 
     Args:
-        mod: A module, as `load` gives it; or a calibrated model, as `calibrate` returns it, which
-            says all but what ranges do.
+        mod: A module from `load`; or a calibrated model from `calibrate`, with no other arguments
+            than the ranges.
         params: Its parameters, if they are not bound.
 
     Raises:
         MissingDependencyError: PyTorch is not installed.
         ModelError: operators have no torch form; all of them are listed.
-        ConfigError, DataError: as `prepare_qat`.
+        ConfigError, DataError: as for `prepare_qat`.
     """
     if isinstance(mod, PreparedModel):
         given = params, qconfig_mapping, backend, calibration
         if any(value is not None for value in given) or batch_norm is BatchNorm.LIVE:
             raise ConfigError(
-                "from_relax got a calibrated model, which has its parameters, mapping, backend "
-                "and data, and folded batch norms. Give ranges and weight_ranges only, or start "
-                "from the module.",
+                "from_relax got a calibrated model, which already has parameters, mapping, "
+                "backend, data and folded batch norms. Pass only ranges and weight_ranges, or "
+                "start from the module.",
                 code="RQ102",
             )
         return build_trainable(mod, ranges, weight_ranges, {})
@@ -261,8 +260,10 @@ def calibrate_graph(
     *,
     is_plain: bool,
 ) -> PreparedModel:
-    """A module with the ranges that training begins with; `is_plain`: nothing is scaled between
-    channels, as batch norms have live statistics or the data is none.
+    """Calibrate a module for the first ranges of training.
+
+    `is_plain`: nothing is scaled between channels, because batch norms have live statistics or
+    there is no real data.
     """
     data = None if is_plain else calibration
     prepared = prepare_model(mod, params, data, mapping, resolve_backend(backend), settings)
@@ -271,8 +272,8 @@ def calibrate_graph(
 
 
 def check_interface(trained: TrainableModule) -> TrainableModule:
-    """The module, whose inputs and outputs can be integers where that is asked for: said before
-    the training.
+    """Check before the training that requested inputs and outputs can be integers. Return the
+    module.
 
     Raises:
         ConfigError: one cannot.
@@ -284,7 +285,7 @@ def check_interface(trained: TrainableModule) -> TrainableModule:
 
 
 def import_trainable() -> Any:
-    """The module that needs torch.
+    """Import the module that needs torch.
 
     Raises:
         MissingDependencyError: PyTorch is not installed.
@@ -309,10 +310,10 @@ def build_trainable(
     form: CallForm | None = None,
     is_waiting: bool = False,
 ) -> TrainableModule:
-    """The torch module of a calibrated model; of one that calls submodules, with these. See
+    """Build the torch module of a calibrated model, with the submodules that it calls. See
     `TrainableModule`.
     """
-    # What observers saw belongs to what is trained from here on no more.
+    # Training changes the parameters, so the records of the observers no longer apply.
     prepared = replace(prepared, statistics={})
     chosen = ranges if weight_ranges is None else weight_ranges
     return import_trainable().TrainableModule(
@@ -323,7 +324,7 @@ def build_trainable(
 def find_live(
     mod: tvm.IRModule, params: Mapping[str, Any] | None, prepared: PreparedModel
 ) -> dict[str, FoldedNorm]:
-    """Batch norms that can have live statistics, by name; warns of the others."""
+    """Find batch norms that can have live statistics, by name. Warns about the others."""
     found: dict[str, FoldedNorm] = {}
     frozen: list[str] = []
     for norm in find_norms(mod, params):
@@ -338,7 +339,7 @@ def find_live(
     if frozen:
         warn_user(
             f"{format_count(len(frozen), 'batch norm')} of the model cannot have live statistics "
-            f"and stays as it is ({'; '.join(frozen)}).",
+            f"and stays frozen ({'; '.join(frozen)}).",
             code="RQ206",
         )
     return found

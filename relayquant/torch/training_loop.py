@@ -1,6 +1,4 @@
-"""The training loop of `finetune`: Adam on batches, the average of late steps, evaluation, the best
-state, checkpoints.
-"""
+"""Training loop of `finetune`: Adam, average of late steps, evaluation, best state, checkpoints."""
 
 from __future__ import annotations
 
@@ -34,20 +32,21 @@ from relayquant.torch.rounding import FakeQuantize, align_channels
 from relayquant.torch.trainable import TrainableModule, name_parameter
 
 FORMAT = "relayquant.training.2"
-#: unit of tensors whose numbers are all near 0: a bias before training
+#: unit of tensors whose numbers are all near 0, such as a bias before training
 LEAST_UNIT = 1e-2
-#: unit of a channel without weights, relative to that of the largest
+#: unit of a channel without weights, relative to the unit of the largest
 LEAST_SHARE = 1e-4
-#: outputs that are probabilities up to float32 rounding
+#: outputs are probabilities up to this float32 rounding error
 SUM_TOLERANCE = 1e-3
 
-#: of the staircase that weights are rounded by, in the first step and the last
+#: sharpness of the staircase that rounds weights, in the first step and in the last
 SHARPNESS = (8.0, 400.0)
-#: how late the steps are that the average is of: after n steps about the last n / (LATENESS + 1)
+#: lateness of the average: after n steps it covers about the last n / (LATENESS + 1)
 LATENESS = 9
-#: parts of the validation data that are left out in turn, to tell how far a score is chance
+#: parts of the validation data that are left out in turn, to measure the chance in a score
 FOLDS = 20
-#: standard errors that a score has to rise by: a best state is the best of several by chance, too
+#: standard errors that a score must gain, because the best of several states is better by chance
+#: too
 SURENESS = 2.0
 
 State = dict[str, np.ndarray]
@@ -62,7 +61,7 @@ def train(
     loss: Loss | None,
     settings: FinetuneSettings,
 ) -> str:
-    """Train `student`, in place, to give what `teacher` gives; returns what was done, in words."""
+    """Train `student`, in place, to return what `teacher` returns. Describe what was done."""
     run = _Training(student, teacher, loss, settings)
     run.resume()
     run.run(data)
@@ -71,13 +70,13 @@ def train(
 
 @dataclass(frozen=True, eq=False)
 class Progress:
-    """Where a training stands.
+    """Current state of a training.
 
     Attributes:
-        step: Steps done.
-        best_score, best_step, best: The best evaluation, and the state then; None before the first.
-        worse: Evaluations since then, of those behind a step.
-        digest: Of all items that were trained on.
+        step: Finished steps.
+        best_score, best_step, best: The best evaluation and its state. None before the first.
+        worse: Evaluations since then, only after a step.
+        digest: Digest of all items used for training.
     """
 
     step: int = 0
@@ -106,7 +105,7 @@ class _Training:
         #: of the steps since the last evaluation
         self.losses: list[float] = []
         self.parameters = [p for p in student.parameters() if p.requires_grad]
-        #: what is evaluated and given: see `follow_average`
+        #: what is evaluated and returned: see `follow_average`
         self.begin_average()
         self.optimizer = torch.optim.Adam(self.parameters, lr=settings.lr)
         units = measure_units(student)
@@ -126,13 +125,13 @@ class _Training:
             self.expected = [run_module(self.teacher, self.pick(b)) for b in self.validation]
 
     def pick(self, batch: Mapping[str, np.ndarray]) -> list[torch.Tensor]:
-        """The inputs of a batch as tensors of their own, in order."""
+        """Return the inputs of a batch as separate tensors, in order."""
         return [torch.from_numpy(np.array(batch[name])) for name in self.names]
 
     # ---- the loop ----
 
     def run(self, data: TrainingData) -> None:
-        """The steps that are left."""
+        """Run the remaining steps."""
         settings = self.settings
         if self.progress.step == 0:
             self.evaluate()
@@ -150,9 +149,9 @@ class _Training:
             if seen <= begun:  # these steps were done before the training was interrupted
                 if seen == begun and digest != self.progress.digest:
                     raise DataError(
-                        f"checkpoint={str(self.path)!r} was begun with other data. Data that is "
-                        "drawn or augmented at random needs a fixed seed. Delete the file to begin "
-                        "anew.",
+                        f"checkpoint={str(self.path)!r} was started with other data. Use a fixed "
+                        "seed for data that is drawn or augmented at random. Delete the file to "
+                        "start again.",
                         code="RQ303",
                     )
                 continue
@@ -165,8 +164,10 @@ class _Training:
                 self.save()
 
     def reconstruct(self, data: TrainingData) -> None:
-        """Fit the weights to the first items, and begin the average with them. Data that ends is
-        not read again: samples that come twice say no more, and would count as more.
+        """Fit the weights to the first items, and start the average with them.
+
+        If the data ends it is not read again: repeated samples carry no new information, but would
+        count twice.
         """
         count = self.settings.reconstruction
         batches = [self.pick(batch) for batch in itertools.islice(data.dataset, count)]
@@ -179,17 +180,17 @@ class _Training:
         self.begin_average()
 
     def begin_average(self) -> None:
-        """The average before the first step: the parameters."""
+        """Start the average before the first step with the parameters."""
         self.average = [p.detach().clone() for p in self.parameters]
 
     @property
     def is_done(self) -> bool:
-        """Whether patience has ended."""
+        """Whether `patience` has run out."""
         patience = self.settings.patience
         return patience is not None and self.progress.worse >= patience
 
     def take_step(self, batch: Mapping[str, np.ndarray], item: Mapping[str, Any]) -> None:
-        """One step of the optimizer."""
+        """Run one step of the optimizer."""
         settings, step = self.settings, self.progress.step
         rate = 0.5 * settings.lr * (1 + math.cos(math.pi * step / settings.steps))
         for group in self.optimizer.param_groups:
@@ -222,10 +223,11 @@ class _Training:
 
     @torch.no_grad()
     def step_relative(self) -> None:
-        """A step of Adam, whose size is the rate for every number, in the unit of each.
+        """Run a step of Adam whose size is the rate for every number, in the unit of each.
 
-        Weights move with their scale, so that it changes no level: rounding was fitted so that its
-        errors make up for one another, and levels that flip all at once undo that.
+        Weights move with their scale, so that it changes none of their integers. Rounding was
+        fitted so that its errors compensate each other. If all integers changed at once, this would
+        be lost.
         """
         for scaled in self.scaled:
             scaled.carry_gradient()
@@ -239,14 +241,16 @@ class _Training:
 
     @torch.no_grad()
     def follow_average(self, step: int) -> None:
-        """Count the parameters after so many steps, 1 and more, into the average of late ones. A
-        weight between two levels is rounded to either from one step to the next, each time an error
-        that the other weights were not trained for; its average moves little.
+        """Count the parameters after `steps` steps, 1 and more, into the average of late
+        parameters.
 
-        Shares fall polynomially into the past, so that the average is of the last tenth or so of
-        the steps taken, however many they are: (1 - w) average + w now, w = (e + 1) / (t + e)
-        (Shamir and Zhang 2013, https://arxiv.org/abs/1212.1824). Ranges that follow the data are
-        averages already, and stay those of the last step.
+        A weight between two levels is rounded to one or the other from step to step. Each time this
+        is an error that the other weights were not trained for. Its average moves little.
+
+        Weights fall polynomially into the past, so the average covers about the last tenth of the
+        steps taken, however many they are: (1 - w) average + w now, w = (e + 1) / (t + e) (Shamir
+        and Zhang 2013, https://arxiv.org/abs/1212.1824). Ranges that follow the data are averages
+        already, and keep their values of the last step.
         """
         weight = (LATENESS + 1) / (step + LATENESS)
         for average, parameter in zip(self.average, self.parameters, strict=True):
@@ -254,7 +258,7 @@ class _Training:
 
     @contextlib.contextmanager
     def put_average(self) -> Iterator[None]:
-        """The student with the average as its parameters, meanwhile."""
+        """Use the average as the student's parameters inside the context."""
         now = [p.detach().clone() for p in self.parameters]
         write_parameters(self.parameters, self.average)
         try:
@@ -268,7 +272,7 @@ class _Training:
         expected: list[torch.Tensor],
         item: Mapping[str, Any] | None = None,
     ) -> torch.Tensor:
-        """The loss of one batch; a loss that takes the item needs it."""
+        """Compute the loss of one batch. A loss that takes the item needs `item`."""
         value = self.loss(outputs, expected, *([item] if self.takes_item else []))
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             raise ConfigError(
@@ -279,14 +283,17 @@ class _Training:
         return value
 
     def evaluate(self) -> bool:
-        """Measure the average, and keep it if it is the best: whether it is, or nothing tells."""
+        """Evaluate the average, and keep it if it is the best.
+
+        Returns whether it is the best. True without validation.
+        """
         progress, settings = self.progress, self.settings
         score, is_best = None, True
         if self.validation is not None:
             with self.put_average():
                 score, state = self.score(self.validate()), read_state(self.student)
             is_best = progress.best_score is None or score > progress.best_score
-            # Patience is with steps: a reconstruction that is worse does not end them.
+            # Patience counts steps: a worse reconstruction does not end them.
             self.progress = replace(progress, worse=progress.worse + (progress.step > 0))
             if is_best:
                 self.progress = replace(
@@ -299,22 +306,23 @@ class _Training:
         return is_best
 
     def validate(self) -> list[list[torch.Tensor]]:
-        """Outputs of the state as it is, for each batch of the validation data."""
+        """Return the outputs of the current state for each batch of the validation data."""
         self.student.eval()
         return [run_module(self.student, self.pick(batch)) for batch in self.validation or ()]
 
     @torch.no_grad()
     def average_loss(self, outputs: Batches, expected: Batches) -> float:
-        """The mean over batches of the loss; of the default one where `loss` takes the item."""
+        """Return the mean loss over batches. The default loss if `loss` takes the item."""
         loss = match_outputs if self.takes_item else self.measure
         pairs = zip(outputs, expected, strict=True)
         return float(np.mean([float(loss(*pair)) for pair in pairs]))
 
     def score(self, outputs: Batches) -> float:
-        """What validation gives, higher is better; never NaN, which nothing is better than.
+        """Score the outputs on validation data, higher is better. Never NaN, because nothing is
+        better than NaN.
 
         Raises:
-            ConfigError: it is no number.
+            ConfigError: it is not a number.
         """
         metric, expected = self.settings.metric, self.expected
         if metric is not None:
@@ -324,22 +332,24 @@ class _Training:
             step = self.progress.step
             if is_finite(expected) and is_finite(outputs):
                 raise ConfigError(
-                    f"The loss is {score} on validation data after step {step}, of outputs that "
-                    "are finite. Look at the loss, or pass a metric.",
+                    f"The loss is {score} on validation data after step {step}, although outputs "
+                    "are finite. Check the loss, or pass a metric.",
                     code="RQ106",
                 )
             whose = "trained" if is_finite(expected) else "float"
             raise ConfigError(
                 f"validation: outputs of the {whose} model are not finite after step {step}, so "
-                "states cannot be compared. Look at the validation data and the float model; if "
-                "both are well, training diverged: lower lr.",
+                "states cannot be compared. Check the validation data and the float model. If "
+                "both are right, training diverged: lower lr.",
                 code="RQ302",
             )
         return score
 
     def finish(self) -> str:
-        """Go back to the best state, and say what was done. Where validation cannot tell it from
-        the first one, that is the best: what a few samples gain by chance others lose.
+        """Return to the best state, and describe what was done.
+
+        If validation cannot tell it from the first state, the first state is used: a gain by chance
+        on a few samples is a loss on others.
         """
         progress = self.progress
         done = format_count(progress.step, "step")
@@ -360,8 +370,9 @@ class _Training:
         return done
 
     def is_gain(self) -> bool:
-        """Whether the state's loss is below that of the first one by more than chance. A metric of
-        the user's is taken at its word: it may be one that parts of the data have no value of.
+        """Whether the state's loss is lower than the first state's by more than chance.
+
+        A user's metric is not tested: it may have no value on parts of the data.
         """
         if self.settings.metric is not None:
             return True
@@ -375,14 +386,14 @@ class _Training:
             return self.average_loss(old, expected) - self.average_loss(new, expected)
 
         parts = now, first, self.expected
-        # Not ">": where a part has no loss, nothing is known of chance.
+        # Not ">": if a part has no loss, chance is unknown.
         return not measure_gain(parts) <= SURENESS * estimate_error(measure_gain, parts)
 
     # ---- checkpoints ----
 
     @functools.cached_property
     def binding(self) -> dict[str, str]:
-        """What a checkpoint belongs to; where the data differs, the items tell."""
+        """Describe what a checkpoint belongs to. Digests of the items detect other data."""
         settings, prepared = self.settings, self.student.source.prepared
         loss = getattr(self.loss, "__qualname__", type(self.loss).__name__)
         return {
@@ -397,7 +408,7 @@ class _Training:
         }
 
     def resume(self) -> None:
-        """Go on from the checkpoint, if there is one.
+        """Resume from the checkpoint, if there is one.
 
         Raises:
             ConfigError: it belongs to another training.
@@ -411,9 +422,9 @@ class _Training:
         different = [name for name in binding if bound.get(name) != binding[name]]
         if different:
             raise ConfigError(
-                f"checkpoint={str(self.path)!r} belongs to another training; what differs: "
-                f"{', '.join(different)}. Pass the same arguments to go on, another file, or "
-                "delete it to begin anew.",
+                f"checkpoint={str(self.path)!r} belongs to another training; different: "
+                f"{', '.join(different)}. Pass the same arguments to resume, pass another file, "
+                "or delete it to start again.",
                 code="RQ502",
             )
         write_state(self.student, take_part(arrays, "now:"))
@@ -458,12 +469,13 @@ class _Training:
 def estimate_error(
     statistic: Callable[[Sequence[Batches]], float], parts: Sequence[Batches]
 ) -> float:
-    """The standard error of a statistic of samples, by a jackknife that leaves out a fold at a time
-    (Efron 1982, chapter 3): sqrt((n - 1) / n * sum((t_i - mean t)^2)), of n folds. 0 where there is
-    one sample, of which nothing is known.
+    """Estimate the standard error of a statistic by a jackknife over folds of the samples.
+
+    sqrt((n - 1) / n * sum((t_i - mean t)^2)) of n folds, each left out in turn (Efron 1982, chapter
+    3). 0 for a single sample, whose error is unknown.
 
     Args:
-        statistic: Of outputs of the same samples, given by several models.
+        statistic: A function of several models' outputs of the same samples.
         parts: The outputs of each model.
     """
     places = list_samples(parts)
@@ -478,8 +490,8 @@ def estimate_error(
 
 
 def list_samples(parts: Sequence[Batches]) -> list[tuple[int, int | None]]:
-    """(batch, row) of each sample; row None where outputs of a batch do not agree in how many there
-    are, so that it is one sample.
+    """Return (batch, row) of each sample. Row None for a batch whose outputs have different
+    numbers of rows: it is one sample.
     """
     places: list[tuple[int, int | None]] = []
     for i, batches in enumerate(zip(*parts, strict=True)):
@@ -490,7 +502,7 @@ def list_samples(parts: Sequence[Batches]) -> list[tuple[int, int | None]]:
 
 
 def take_samples(batches: Batches, places: Sequence[tuple[int, int | None]]) -> Batches:
-    """The batches with these samples alone; those that keep none are left out."""
+    """Return the batches reduced to these samples. Empty batches are left out."""
     rows: dict[int, list[int | None]] = {}
     for batch, row in places:
         rows.setdefault(batch, []).append(row)
@@ -501,10 +513,10 @@ def take_samples(batches: Batches, places: Sequence[tuple[int, int | None]]) -> 
 
 
 def match_outputs(outputs: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> Any:
-    """The default loss: how far outputs are from those of the float model, summed over outputs.
+    """The default loss: distance of outputs from the float model's, summed over outputs.
 
-    Of probabilities along the last axis the Kullback-Leibler divergence; of anything else the
-    squared distance to what is expected, relative to its own square around the mean.
+    For probabilities along the last axis: the Kullback-Leibler divergence. Otherwise: the squared
+    distance, relative to the square of the expected output around its mean.
     """
     total = torch.zeros(())
     for got, want in zip(outputs, expected, strict=True):
@@ -520,18 +532,20 @@ def match_outputs(outputs: Sequence[torch.Tensor], expected: Sequence[torch.Tens
 
 
 def measure_distance(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """The squared distance to what is wanted, relative to its own square around the mean."""
+    """Return the squared distance, relative to the square of the expected output around its
+    mean.
+    """
     size = (want - want.mean()).square().mean().clamp_min(1e-12)
     return (got - want).square().mean() / size
 
 
 @dataclass(frozen=True, eq=False)
 class ScaledWeight:
-    """A weight s * u that moves with its learned scale s, u staying as it is.
+    """A weight s * u that moves with its learned scale s. u stays unchanged.
 
     Attributes:
         weight: The weight.
-        quantizer: What rounds it.
+        quantizer: Rounds it.
         factor: The logarithm of its scale, (n,).
     """
 
@@ -546,8 +560,10 @@ class ScaledWeight:
 
     @torch.no_grad()
     def carry_gradient(self) -> None:
-        """The gradient of the factor, that of s alone before, becomes that of s with u kept: what
-        the weight's says of a move along itself is added, times LSQ's factor, as the rest is.
+        """Change the factor's gradient from the gradient of s alone to the gradient of s with fixed
+        u.
+
+        The weight's gradient along the weight itself is added, times LSQ's factor.
         """
         if self.weight.grad is None or self.factor.grad is None:
             return
@@ -557,13 +573,15 @@ class ScaledWeight:
 
     @torch.no_grad()
     def carry_weight(self, before: torch.Tensor) -> None:
-        """The weight for a factor that has moved."""
+        """Change the weight for a factor that has moved."""
         self.weight.mul_(align_channels((self.factor - before).exp(), self.weight, self.axis))
 
 
 def find_scaled(student: TrainableModule) -> Iterator[ScaledWeight]:
-    """Weights with a learned scale; without those whose specification picks it, since such a scale
-    jumps while the factor moves.
+    """Find weights with a learned scale.
+
+    Weights whose specification restricts the scale are left out, because such a scale jumps while
+    the factor moves.
     """
     for quantizer in student.list_quantizers():
         name, factor = name_parameter(quantizer.group.key), quantizer.log_factor
@@ -572,7 +590,9 @@ def find_scaled(student: TrainableModule) -> Iterator[ScaledWeight]:
 
 
 def find_inner(student: TrainableModule, teacher: TrainableModule) -> list[str]:
-    """Names of float values that quantized operators give in one, and that the other has too."""
+    """Find names of float values that quantized operators return in one model, and that the
+    other model has too.
+    """
     steps = (teacher.source.program.steps, student.source.program.steps)
     known, own = (
         {step.var.name for step in each if "float" in str(getattr(step.var.ty, "dtype", ""))}
@@ -592,12 +612,12 @@ def is_probability(values: torch.Tensor) -> bool:
 
 
 def measure_units(module: TrainableModule) -> dict[str, torch.Tensor]:
-    """What a step of each parameter is relative to, shaped to broadcast.
+    """Return the unit of a step for each parameter, shaped to broadcast.
 
-    Of weights the root mean square of an output channel: preparation folds and scales channels, so
-    that those of one tensor may be a thousand times apart. Of their biases what the channel's sums
-    are expected to be: that times the root of the number of products, and times an eighth of the
-    range of the data. Of factors (`log_factor`) 1.
+    For weights it is the root mean square of an output channel, because preparation folds and
+    scales channels, so channels of a tensor may differ by a factor of a thousand. For their biases
+    it is the expected sum of the channel: that unit, times the root of the number of products,
+    times an eighth of the range of the data. For factors (`log_factor`) it is 1.
     """
     prepared, units = module.source.prepared, {}
     for name, parameter in module.named_parameters():
@@ -632,7 +652,7 @@ def measure_units(module: TrainableModule) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def run_module(module: TrainableModule, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Outputs without gradients."""
+    """Return outputs without gradients."""
     return as_list(module(*inputs))
 
 
@@ -642,17 +662,17 @@ def is_finite(outputs: Batches) -> bool:
 
 
 def as_list(outputs: Any) -> list[torch.Tensor]:
-    """What a module gives, as a list."""
+    """Return a module's result as a list."""
     return list(outputs) if isinstance(outputs, tuple) else [outputs]
 
 
 def read_outputs(outputs: Batches) -> list[list[np.ndarray]]:
-    """Outputs of batches as arrays, which share their memory; scalars with an axis."""
+    """Return outputs of batches as arrays that share their memory. Scalars get an axis."""
     return [[torch.atleast_1d(value).numpy() for value in batch] for batch in outputs]
 
 
 def read_state(module: TrainableModule) -> State:
-    """Parameters and buffers, copied."""
+    """Copy parameters and buffers."""
     return {name: value.detach().numpy().copy() for name, value in module.state_dict().items()}
 
 
@@ -662,17 +682,17 @@ def is_same(one: State, other: State) -> bool:
 
 
 def write_state(module: TrainableModule, state: State) -> None:
-    """What `read_state` read."""
+    """Restore a state from `read_state`."""
     module.load_state_dict({name: torch.from_numpy(np.array(v)) for name, v in state.items()})
 
 
 @torch.no_grad()
 def write_parameters(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Other values for parameters."""
+    """Set parameters to other values."""
     for parameter, value in zip(parameters, values, strict=True):
         parameter.copy_(value)
 
 
 def take_part(arrays: Mapping[str, np.ndarray], prefix: str) -> State:
-    """The arrays whose name begins so."""
+    """Return the arrays whose name starts with the prefix."""
     return {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}

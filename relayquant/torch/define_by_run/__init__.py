@@ -1,10 +1,10 @@
-"""Models that only run: PyTorch code that no graph holds is calibrated by calling it, and its
-regions, whose operators always follow one another, become integer modules.
+"""Models that no graph can hold: calibrate PyTorch code by calling it, and convert its regions.
 
-In front of the data flow. The code runs under `recording`, which writes down the operators it
-calls (`call_sites`, `tape`); `regions` cuts what was recorded where control flow may part;
-`quantized_regions` makes a Relax module of each part and quantizes it; `executing` runs the code
-again with these. PyTorch is imported when `prepare` is called.
+A region is a sequence of operators that always follow one another. Each becomes an integer module.
+The code runs under `recording`, which records the called operators (`call_sites`, `tape`).
+`regions` cuts the record where control flow can branch. `quantized_regions` makes a Relax module of
+each region and quantizes it. `executing` runs the code again with these modules. PyTorch is
+imported when `prepare` is called.
 """
 
 from relayquant.config import Unseen

@@ -1,4 +1,4 @@
-"""Define-by-run: the arguments of a call, its tensors apart from the rest."""
+"""Define-by-run: split the arguments of a call into tensors and a template."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ import torch  # pyright: ignore[reportMissingImports]
 
 @dataclass(frozen=True)
 class Slot:
-    """Stands for a tensor in the arguments of a call, by its number."""
+    """Placeholder for a tensor in the arguments of a call, with its number."""
 
     index: int
 
 
-#: Those of most calls, made once: equal ones are the same object.
+#: Slots of most calls, made once: equal slots are the same object.
 _SLOTS = tuple(map(Slot, range(64)))
 
 
 def split_arguments(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """`value` with a `Slot` in place of each tensor, which are appended to `tensors`; tuples,
-    lists, dicts and slices are looked into.
+    """Return `value` with a `Slot` for each tensor, and append the tensors to `tensors`.
+
+    Looks into tuples, lists, dicts and slices.
     """
     kind = type(value)
     if kind in _PLAIN:
@@ -44,13 +45,14 @@ def split_arguments(value: Any, tensors: list[torch.Tensor]) -> Any:
     return value
 
 
-#: types of most arguments that are no tensors
+#: types of most arguments that are not tensors
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
 class FlatArguments:
-    """The arguments of a call that holds its tensors and plain values side by side, compared
-    without a template being made of those of another call.
+    """The arguments of a call without nested containers.
+
+    They are compared with another call's arguments without making a template.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -60,19 +62,21 @@ class FlatArguments:
         self._take_tensors = _make_getter(slots)
         self._take_plain = _make_getter(plain)
         self._plain = self._take_plain(args)
-        #: types of all arguments of the last call that was taken one by one; those with the same
-        #: are compared at once
+        #: types of all arguments of the last call that was compared one by one; a call with the
+        #: same types is compared at once
         self._types: tuple[type, ...] | None = None
         others = (*self._plain, *kwargs.values())
         self._is_bare = not others
-        #: whether a look at types and values is enough: 0.0 equals -0.0
+        #: whether equal values and types are enough: 0.0 equals -0.0
         self._is_simple = Slot not in map(type, kwargs.values()) and not any(
             type(each) is float and not each for each in others
         )
 
     @staticmethod
     def of(template: Any) -> FlatArguments | None:
-        """Those of a template (args, kwargs); None where tensors are within lists and the like."""
+        """Return the flat arguments of a template (args, kwargs). None if tensors are inside
+        lists or other containers.
+        """
         args, kwargs = template
         is_flat = all(
             type(each) is Slot or type(each) in _PLAIN for each in (*args, *kwargs.values())
@@ -80,8 +84,8 @@ class FlatArguments:
         return FlatArguments(args, kwargs) if is_flat else None
 
     def match(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any] | None:
-        """The tensors of another call that has equal arguments but for these, in the order of their
-        slots; None for one that may have others.
+        """Return the tensors of another call in slot order, if its other arguments are equal.
+        None if they may differ.
         """
         types = tuple(map(type, (*args, *kwargs.values()) if kwargs else args))
         if types == self._types:
@@ -104,7 +108,7 @@ class FlatArguments:
 
 
 def _make_getter(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """args -> those at some places."""
+    """Make a function: args -> the elements at some positions."""
     start, count = (places[0] if places else 0), len(places)
     if list(places) == list(range(start, start + count)):
         return operator.itemgetter(slice(start, start + count))
@@ -112,7 +116,7 @@ def _make_getter(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any
 
 
 def _take(value: Any, wanted: Any, tensors: list[torch.Tensor]) -> bool:
-    """Whether a value is the tensor or the plain value that is wanted there."""
+    """Whether a value is the expected tensor or plain value."""
     if type(wanted) is Slot:
         tensors.append(value)
         return isinstance(value, torch.Tensor)
@@ -127,7 +131,7 @@ class SliceTemplate:
 
 
 def join_arguments(template: Any, tensors: Sequence[Any]) -> Any:
-    """What `split_arguments` was given, with other tensors."""
+    """Insert tensors into a template. The inverse of `split_arguments`."""
     kind = type(template)
     if kind is Slot:
         return tensors[template.index]
@@ -141,8 +145,9 @@ def join_arguments(template: Any, tensors: Sequence[Any]) -> Any:
 
 
 def is_equal(a: Any, b: Any) -> bool:
-    """Whether two templates say the same, to the type of each number and the sign of a zero; what
-    cannot be compared does not.
+    """Whether two templates are equal, including number types and the sign of zero.
+
+    Objects that cannot be compared are not equal.
     """
     kind = type(a)
     if kind is not type(b):
@@ -163,15 +168,16 @@ def is_equal(a: Any, b: Any) -> bool:
 
 @dataclass(frozen=True)
 class ResultForm:
-    """What a call returns: one tensor (`kind` None), or a sequence of tensors (and None, where
-    `present` says so).
+    """Structure of a call's result: one tensor (`kind` None), or a sequence of tensors and None.
+
+    `present` tells which elements are tensors.
     """
 
     kind: type | None
     present: tuple[bool, ...] = (True,)
 
     def build(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The result of these tensors."""
+        """Build the result from these tensors."""
         if self.kind is None:
             return tensors[0]
         rest = iter(tensors)
@@ -186,7 +192,9 @@ SINGLE = ResultForm(None)
 
 
 def read_result(result: Any) -> tuple[ResultForm, list[torch.Tensor]] | None:
-    """Form and tensors of a result; None for one that is no tensor or sequence of tensors."""
+    """Return structure and tensors of a result. None if it is not a tensor or a sequence of
+    tensors.
+    """
     if isinstance(result, torch.Tensor):
         return SINGLE, [result]
     if isinstance(result, tuple | list) and result:

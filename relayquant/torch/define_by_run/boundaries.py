@@ -1,10 +1,10 @@
-"""Define-by-run, convert: where one region feeds the next, and whether integers may cross there.
+"""Define-by-run, convert: boundaries between regions, and which of them integers cross.
 
-Values that meet at one input of a region, from two branches or round a loop, have one grid: such
-boundaries are joined until no value crosses two of them. A boundary is integer when the regions
-that compute what crosses it, and one that reads it, quantize it anyway; its grid is picked by the
-observer of the latter, from all values that crossed. What is read in float, too, is not rounded for
-that: the region gives it both ways.
+Values that can reach the same input of a region, from two branches or around a loop, share their
+parameters. Such boundaries are joined until no value crosses two of them. A boundary is integer if
+the regions that compute its values, and one region that reads them, quantize the values anyway. The
+reading region's observer chooses the parameters from all values that crossed. A value that is also
+read in float is not rounded for that: the region returns both forms.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ from relayquant.stages.prepared import PreparedModel
 from relayquant.torch.define_by_run.regions import Input, Region
 from relayquant.torch.define_by_run.tape import Tape
 
-#: number of what calls the model, as if it were a region
+#: number of the model's caller, treated as a region
 OUTSIDE = -1
 
 
 @dataclass(frozen=True, order=True)
 class Port:
-    """An input or output of a region, by number; of the region `OUTSIDE`, an argument of the model,
-    which comes out of there, or what the model returns.
+    """An input or output of a region, by number.
+
+    In the region `OUTSIDE`, an output is an argument of the model, and an input is a result of the
+    model.
     """
 
     region: int
@@ -45,9 +47,9 @@ class Port:
 
 @dataclass(frozen=True)
 class Boundary:
-    """Inputs and outputs of regions that are one value of the model, and its grid.
+    """Inputs and outputs of regions that are one value of the model, with its parameters.
 
-    `exact` are outputs among them that are read in float as well.
+    `exact` are the outputs among them that are also read in float.
     """
 
     ports: frozenset[Port]
@@ -56,7 +58,7 @@ class Boundary:
 
 
 def find_made(tapes: Sequence[Tape], regions: Sequence[Region]) -> dict[tuple[int, int], Port]:
-    """(tape, value) -> the output of a region that it is."""
+    """Map (tape, value) to the region output that it is."""
     made: dict[tuple[int, int], Port] = {}
     for b, region in enumerate(regions):
         for each in region.passes:
@@ -69,7 +71,7 @@ def find_made(tapes: Sequence[Tape], regions: Sequence[Region]) -> dict[tuple[in
 
 
 def find_owned(tapes: Sequence[Tape], regions: Sequence[Region]) -> list[set[int]]:
-    """Of each tape, the steps that are part of a region."""
+    """Return the steps of each tape that are part of a region."""
     owned = [set[int]() for _ in tapes]
     for region in regions:
         for each in region.passes:
@@ -83,10 +85,10 @@ def find_joins(
     inputs: Collection[int] = (),
     outputs: Collection[int] = (),
 ) -> list[frozenset[Port]]:
-    """The ports that values connect, those alone left out.
+    """Group ports that values connect. Unconnected ports are left out.
 
-    `inputs` and `outputs` are the tensors that the model takes and returns, by number, that are to
-    be ports too.
+    `inputs` and `outputs` are tensors of the model's arguments and results, by number, that become
+    ports too.
     """
     made = find_made(tapes, regions)
     reads: list[tuple[tuple[int, int], Port]] = []
@@ -113,8 +115,9 @@ def find_joins(
 def find_float_reads(
     tapes: Sequence[Tape], regions: Sequence[Region], outputs: Collection[int] = ()
 ) -> set[Port]:
-    """Outputs of regions that operators in PyTorch read, or the user; but for what the model
-    returns as integers, the tensors of these numbers.
+    """Find region outputs that operators in PyTorch or the user read.
+
+    Results that the model returns as integers, the tensors with the given numbers, do not count.
     """
     owned, made = find_owned(tapes, regions), find_made(tapes, regions)
     read: set[Port] = set()
@@ -129,14 +132,14 @@ def find_float_reads(
 
 
 def is_read_inside(prepared: PreparedModel, number: int) -> bool:
-    """Whether operators of a region read an output of it themselves."""
+    """Whether operators of a region read one of its outputs."""
     graph = Graph(prepared.mod)
     result = list(iterate_results(result_expr(graph)))[number]
     return isinstance(result, relax.Var) and bool(graph.users[result])
 
 
 def read_inputs(tape: Tape, region: Region, steps: Sequence[int]) -> list[int]:
-    """Numbers of the values that the inputs of a region are in one pass."""
+    """Return the numbers of the values at the inputs of a region in one pass."""
     found: dict[int, int] = {}
     for i, step in zip(steps, region.steps, strict=True):
         for operand, source in zip(tape.steps[i].operands, step.sources, strict=True):
@@ -146,8 +149,8 @@ def read_inputs(tape: Tape, region: Region, steps: Sequence[int]) -> list[int]:
 
 
 def name_ports(prepared: PreparedModel) -> tuple[list[str], list[str]]:
-    """Names of the inputs and of the outputs of a region's module; "" for an output that is no
-    value of its own.
+    """Name the inputs and outputs of a region's module. "" for an output that is not a separate
+    value.
     """
     graph = Graph(prepared.mod)
     inputs = [param.name for param in graph.func.params]
@@ -156,7 +159,7 @@ def name_ports(prepared: PreparedModel) -> tuple[list[str], list[str]]:
 
 
 def find_group(prepared: PreparedModel, name: str) -> SharedQParams | None:
-    """The group of 8 bits that a value is on; None where it is float."""
+    """Find the 8-bit group of a value. None if it is float."""
     keys = prepared.plan.value_groups.get(name, ())
     if len(keys) != 1:
         return None
@@ -176,16 +179,18 @@ def choose_boundaries(
     float_reads: Collection[Port],
     returned_dtype: str,
 ) -> list[Boundary]:
-    """The boundaries that integers cross.
+    """Choose the boundaries that integers cross.
 
     Args:
-        joins: As `find_joins` gives them.
-        graphs: By number, the modules of the regions that are quantized.
-        plan_region: (module, output_dtypes) -> its plan; ConfigError where an output cannot be so.
-        observer: What picks the grids; None: that of the first region that reads the values.
-        read_values: Input of a region, or what the model returns -> all arrays that came there.
+        joins: Result of `find_joins`.
+        graphs: Modules of the quantized regions, by number.
+        plan_region: (module, output_dtypes) -> its plan. Raises ConfigError if an output cannot
+            have its dtype.
+        observer: Chooses the parameters. None: the observer of the first region that reads the
+            values.
+        read_values: Input of a region, or result of the model -> all arrays seen there.
         float_reads: Outputs that PyTorch reads.
-        returned_dtype: Of what the model returns, where no region reads it.
+        returned_dtype: Dtype of the model's results that no region reads.
     """
     plans = {number: plan_region(mod, {}) for number, mod in graphs.items()}
     boundaries = []
@@ -221,9 +226,9 @@ def choose_boundaries(
         if first.is_fixed or not isinstance(picker, Observer):
             continue
         if isinstance(picker, OutputSQNR):
-            picker = MinMax()  # there is no output to judge by: nothing is clipped
+            picker = MinMax()  # without an output to measure, nothing is clipped
         values = itertools.chain.from_iterable(map(read_values, [*read, *returned]))
-        crossed = frozenset([*makers, *readers, *outside])  # other readers take it in float
+        crossed = frozenset([*makers, *readers, *outside])  # other readers use the float form
         exact = frozenset(
             port for port in makers
             if crossed != ports or port in float_reads
@@ -234,13 +239,13 @@ def choose_boundaries(
 
 
 def find_port_group(plans: Mapping[int, PreparedModel], port: Port) -> SharedQParams | None:
-    """The group of an input or output."""
+    """Find the group of an input or output."""
     prepared = plans[port.region]
     name = name_ports(prepared)[port.is_output][port.number]
     return find_group(prepared, name)
 
 
 def is_alike(group: SharedQParams, other: SharedQParams) -> bool:
-    """Whether two groups hold integers of one kind."""
+    """Whether two groups have the same kind of integers."""
     a, b = group.info.spec, other.info.spec
     return (a.dtype, a.limits, a.scheme) == (b.dtype, b.limits, b.scheme)

@@ -1,4 +1,4 @@
-"""Define-by-run: which operator a call is, by module path and place in the code -> `CallSite`."""
+"""Define-by-run: module path and place in the code of a call -> its operator (`CallSite`)."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ import torch  # pyright: ignore[reportMissingImports]
 from relayquant.torch.define_by_run.forwards import ModuleForward
 from relayquant.torch.define_by_run.functions import FunctionNames
 
-#: what calls a module's `forward`
+#: calls a module's `forward`
 CALL_MODULE = torch.nn.Module._call_impl.__code__
-#: what calls that
+#: calls `CALL_MODULE`
 WRAP_CALL = torch.nn.Module._wrapped_call_impl.__code__
-#: code that stands between a module's caller and its `forward`
+#: code between a module's caller and its `forward`
 _TRANSPARENT = (
     WRAP_CALL,
     ModuleForward.__call__.__code__,
-    # where there are hooks, which come and go without the operator being another one
+    # code that runs hooks. Hooks come and go, but the operator stays the same.
     *(code for code in CALL_MODULE.co_consts if isinstance(code, CodeType)),
 )
-#: where code lies that is not the user's
+#: folders of code that is not the user's
 _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
-#: What two calls of one operator have in common: (id of the module, name of the function, places
-#: within the module, places around it); a place is (id of a code object, instruction), and they go
-#: from the call outwards to the user's module. A module that the model did not have when it was
-#: prepared, as its code may make one in each call, is known by its class and the places around it.
+#: Identity of an operator: (id of the module, name of the function, places inside the module,
+#: places around it). A place is (id of a code object, instruction). Places are ordered from the
+#: call outwards to the user's module. A module that was created after preparation, for example in
+#: each call, is identified by its class and the places around it.
 SiteKey = tuple[Any, ...]
 
 
 class CodeKind(enum.Enum):
-    """What a code object is, to a look through the stack of a call."""
+    """Kind of a code object in the stack of a call."""
 
     USER = enum.auto()
-    LIBRARY = enum.auto()  #: PyTorch's or ours: a place like those of the user's
-    TRANSPARENT = enum.auto()  #: says nothing of which operator it is
+    LIBRARY = enum.auto()  #: code of PyTorch or of this package: a place, like the user's code
+    TRANSPARENT = enum.auto()  #: does not help to identify the operator
     MODULE = enum.auto()  #: calls a module's `forward`
     ROOT = enum.auto()  #: calls the model
 
 
-# The look is taken at each operator: names of the module are found faster than members.
+# This runs for each operator. Module globals are faster than enum members.
 _USER, _LIBRARY, _MODULE, _ROOT = (
     CodeKind.USER, CodeKind.LIBRARY, CodeKind.MODULE, CodeKind.ROOT,
 )  # fmt: skip
@@ -58,10 +58,10 @@ class CallSite:
 
     Attributes:
         module: Path of the innermost module that runs it, "" for the model itself.
-        operator: Name of the function of PyTorch.
-        file, line, function: The user's code that calls it, or the module of PyTorch that does.
-        reason, advice: Why it stays in PyTorch, and what to do about it; "" as long as nothing
-            says that it does.
+        operator: Name of the PyTorch function.
+        file, line, function: The user's code that calls it, or the PyTorch module that calls it.
+        reason, advice: Why it stays in PyTorch, and what to do about it. "" if it is not known to
+            stay there.
     """
 
     def __init__(self, module: str, operator: str, file: str, line: int, function: str) -> None:
@@ -80,7 +80,7 @@ class CallSite:
 
 
 class SiteTable:
-    """All call sites of one model, found by the stack of a call."""
+    """All call sites of one model. A call is identified by its stack."""
 
     def __init__(self, model: Callable[..., Any], root: CodeType) -> None:
         self.modules = find_modules(model)
@@ -88,20 +88,20 @@ class SiteTable:
         self.paths = name_modules(self.modules)
         self.names = FunctionNames()
         self.sites: dict[SiteKey, CallSite] = {}
-        #: id of a code object -> what it is; the objects must stay alive
+        #: id of a code object -> its kind; the objects must stay alive
         self._kinds = {id(root): CodeKind.ROOT, id(CALL_MODULE): CodeKind.MODULE}
         self._kinds.update((id(code), CodeKind.TRANSPARENT) for code in _TRANSPARENT)
         self._codes: list[CodeType] = [root]
-        #: places that are the same as another
+        #: places that are equivalent to another place
         self._folded: dict[tuple[int, int], tuple[int, int]] = {}
         self._root = root
 
     def find_key(self, frame: FrameType | None, operator: str) -> SiteKey:
-        """The key of a call of `operator`, whose caller is `frame`.
+        """Return the key of a call of `operator` from `frame`.
 
-        It holds all places between the call and the `forward` of the user's module around it, one
-        time each: a function that calls itself has the same operators at any depth. Those outside
-        of the innermost module stand apart.
+        The key holds all places between the call and the surrounding `forward` of the user's
+        module, each once, so a recursive function has the same operators at any depth. Places
+        outside the innermost module are stored separately.
         """
         places, end, is_inside = self.walk(frame, False)
         if end is None:
@@ -113,22 +113,22 @@ class SiteTable:
         return owner, operator, join_places(places), outer
 
     def find_outer(self, frame: FrameType | None) -> tuple[tuple[int, int], ...]:
-        """The places between the call of a module, whose innermost frame is given, and the
-        `forward` of the user's module around it.
+        """Return the places between a module call, with the given innermost frame, and the
+        user's `forward` around it.
         """
         return join_places(self.walk(frame, True)[0])
 
     def walk(
         self, frame: FrameType | None, passes_libraries: bool
     ) -> tuple[list[tuple[int, int]], FrameType | None, bool]:
-        """From a frame outwards to the call of the module around it, or of the model.
+        """Walk from a frame outwards to the call of the surrounding module, or of the model.
 
         Args:
-            passes_libraries: Whether to go on at a module none of whose code is the user's.
+            passes_libraries: Whether to continue at a module without any user code.
 
         Returns:
-            The places between, the frame that calls the module (None: the model itself), and
-            whether a place is the user's.
+            The places on the way, the frame that calls the module (None: the model itself), and
+            whether one of the places is the user's.
         """
         kinds, folded = self._kinds, self._folded
         places: list[tuple[int, int]] = []
@@ -150,7 +150,7 @@ class SiteTable:
         return places, None, is_inside
 
     def add_code(self, code: CodeType) -> CodeKind:
-        """What a code is that was not met before."""
+        """Classify a new code object."""
         kind = _LIBRARY if code.co_filename.startswith(_LIBRARIES) else _USER
         self._codes.append(code)
         self._folded.update(fold_places(code))
@@ -158,14 +158,15 @@ class SiteTable:
         return kind
 
     def add(self, key: SiteKey, frame: FrameType | None) -> CallSite:
-        """The site of a key; a new one where it has none."""
+        """Return the site of a key, and add it if it is new."""
         site = self.sites.get(key)
         if site is None:
-            site = self.sites.setdefault(key, self.describe(key, frame))  # threads: the first
+            # with several threads, the first one wins
+            site = self.sites.setdefault(key, self.describe(key, frame))
         return site
 
     def describe(self, key: SiteKey, frame: FrameType | None) -> CallSite:
-        """What is said of the call with this key: its place is the innermost code of the user's."""
+        """Describe the call with this key. Its place is the innermost user code."""
         first = frame
         while frame is not None and frame.f_code is not self._root:
             if not frame.f_code.co_filename.startswith(_LIBRARIES):
@@ -181,9 +182,11 @@ class SiteTable:
 
 
 def fold_places(code: CodeType) -> dict[tuple[int, int], tuple[int, int]]:
-    """Of Python 3.11, where a call is two instructions: the place of the first -> of the second.
-    Builtins (`abs(x)`, `list(map(layer, x))`) are called by the second as long as the code is new,
-    by the first once it has run some times.
+    """For Python 3.11, where a call is two instructions: map the place of the first to the place of
+    the second.
+
+    Builtins (`abs(x)`, `list(map(layer, x))`) are called by the second instruction while the code
+    is new, and by the first after some runs.
     """
     first, call = dis.opmap.get("PRECALL"), dis.opmap.get("CALL")
     found: dict[tuple[int, int], tuple[int, int]] = {}
@@ -197,21 +200,23 @@ def fold_places(code: CodeType) -> dict[tuple[int, int], tuple[int, int]]:
 
 
 def find_called(frame: FrameType) -> Any:
-    """The module that is called by a frame of `CALL_MODULE`."""
+    """Return the module that a frame of `CALL_MODULE` calls."""
     outer = frame.f_back
     if outer is not None and outer.f_code is WRAP_CALL:
-        frame = outer  # it has fewer variables, all of which are made a dict of
+        frame = outer  # the frame with fewer variables, since all of them are copied to a dict
     return frame.f_locals["self"]
 
 
 def join_places(places: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Places, one time each."""
+    """Return the places, each once."""
     return tuple(places) if len(places) < 2 else tuple(dict.fromkeys(places))
 
 
 def find_modules(model: Callable[..., Any]) -> dict[str, torch.nn.Module]:
-    """The modules that a model is made of, by the name under which it finds them: "" for itself,
-    the variables that a function refers to, the attributes of an object whose method it is.
+    """Find the modules of a model and the names under which the model refers to them.
+
+    "" for the model itself, variables that a function refers to, or attributes of the object of a
+    method.
     """
     if isinstance(model, torch.nn.Module):
         return {"": model}
@@ -219,7 +224,7 @@ def find_modules(model: Callable[..., Any]) -> dict[str, torch.nn.Module]:
     owner = getattr(model, "__self__", None)
     if isinstance(owner, torch.nn.Module):
         return {"": owner}
-    if owner is None and not inspect.isroutine(model):  # an object that can be called
+    if owner is None and not inspect.isroutine(model):  # a callable object
         owner, function = model, type(model).__call__
     variables: dict[str, Any] = dict(getattr(owner, "__dict__", {}))
     if inspect.isfunction(function):
@@ -229,13 +234,13 @@ def find_modules(model: Callable[..., Any]) -> dict[str, torch.nn.Module]:
 
 
 def join_modules(model: Callable[..., Any]) -> torch.nn.Module:
-    """One module that holds those of a model at their paths."""
+    """Make one module that holds a model's modules at their paths."""
     modules = find_modules(model)
     return modules[""] if "" in modules else torch.nn.ModuleDict(modules)
 
 
 def name_modules(modules: Mapping[str, torch.nn.Module]) -> dict[int, str]:
-    """id of a module -> its path."""
+    """Map id of a module to its path."""
     return {
         id(part): join_path(root, path)
         for root, module in reversed(modules.items())
@@ -244,5 +249,5 @@ def name_modules(modules: Mapping[str, torch.nn.Module]) -> dict[int, str]:
 
 
 def join_path(*parts: str) -> str:
-    """ "decoder" and "gru" -> "decoder.gru"; empty parts are left out."""
+    """Join "decoder" and "gru" to "decoder.gru". Empty parts are left out."""
     return ".".join(part for part in parts if part)

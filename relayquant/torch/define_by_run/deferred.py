@@ -1,6 +1,6 @@
-"""Define-by-run, converted: values of a region that its operators return before it is computed.
+"""Define-by-run, converted: values of a region that its operators return before they are computed.
 
-They are made often: those that nobody holds any more serve again.
+They are created often, so values that nobody holds any more are reused.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from relayquant.torch.define_by_run.functions import is_metadata, name_function
 
 
 class Computation(Protocol):
-    """What computes values that no module gives: a pass of a region."""
+    """Computes values in PyTorch that no module returns: a pass of a region."""
 
     def compute_in_float(self) -> Mapping[int, torch.Tensor]:
-        """The values that the code has come to, by number."""
+        """Compute the values that the code has reached, by number."""
         ...
 
 
 class DeferredTensor(torch.Tensor):
-    """A value of a region: shape and dtype now, its numbers when the region is through.
+    """A value of a region. Shape and dtype are known, its numbers when the region has finished.
 
     Attributes:
-        passing: The pass of the region that computes it; None once it has its numbers.
+        passing: The pass of the region that computes it. None after it is computed.
         form: Shape and dtype.
-        number: Which value of the region.
-        floats: Its numbers, once they are needed in float.
-        integers: Its numbers on the grid of a boundary.
+        number: Number of the value in the region.
+        floats: Its numbers in float, once needed.
+        integers: Its integers with the parameters of a boundary.
     """
 
     passing: Computation | None
@@ -48,7 +48,7 @@ class DeferredTensor(torch.Tensor):
     def make(
         shape: Sequence[int], dtype: Any, passing: Computation | None, number: int
     ) -> DeferredTensor:
-        """A value that is not computed yet."""
+        """Make a value that is not computed yet."""
         with torch._C.DisableTorchFunction():
             value = torch.Tensor._make_wrapper_subclass(DeferredTensor, shape, dtype=dtype)
         value.form = tuple(shape), dtype
@@ -56,11 +56,11 @@ class DeferredTensor(torch.Tensor):
         return value
 
     def begin(self, passing: Computation | None, number: int) -> None:
-        """It is a value of this pass, not computed yet."""
+        """Bind the value to this pass, not computed yet."""
         self.passing, self.number = passing, number
         self.floats = self.integers = None
 
-    # Questions that code asks often: answered here, they do not pass PyTorch's dispatch.
+    # Frequent queries of code. Answering them here avoids PyTorch's dispatch.
 
     def dim(self) -> int:
         return len(self.form[0])
@@ -83,7 +83,7 @@ class DeferredTensor(torch.Tensor):
 
 
 def take_real(value: Any) -> Any:
-    """`value` with float tensors in place of deferred ones, at any depth."""
+    """Replace deferred tensors by float tensors, at any depth."""
     if isinstance(value, DeferredTensor):
         return compute(value)
     kind = type(value)
@@ -97,19 +97,17 @@ def take_real(value: Any) -> Any:
 
 
 def compute_result(result: Any) -> Any:
-    """What a model returns, with float tensors in place of deferred ones."""
+    """Replace deferred tensors by float tensors in the model's result."""
     return replace_tensors(result, take_float)
 
 
 def take_float(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor, in float where it is deferred."""
+    """Return a tensor, in float if it is deferred."""
     return compute(tensor) if isinstance(tensor, DeferredTensor) else tensor
 
 
 def replace_tensors(result: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """What a model returns, with others in place of its tensors; data classes are filled with them
-    in place.
-    """
+    """Replace the tensors in a model's result. Data classes are changed in place."""
 
     def take_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -123,7 +121,7 @@ def replace_tensors(result: Any, change: Callable[[torch.Tensor], torch.Tensor])
 
 
 def compute(value: DeferredTensor) -> torch.Tensor:
-    """The numbers of a value, in float; what no module gives is computed in PyTorch."""
+    """Compute the numbers of a value in float. PyTorch computes what no module returns."""
     if value.floats is None:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             if value.integers is not None:
@@ -135,42 +133,45 @@ def compute(value: DeferredTensor) -> torch.Tensor:
 
 
 def quantize_tensor(tensor: torch.Tensor, qparams: QParams) -> torch.Tensor:
-    """What `qnn.quantize` computes: half to even, one division."""
+    """Same as `qnn.quantize`: round half to even, one division."""
     low, high = INTEGER_LIMITS[qparams.dtype]
-    steps = torch.nan_to_num(tensor / float(qparams.scale))  # NaN gives the zero point
+    steps = torch.nan_to_num(tensor / float(qparams.scale))  # NaN becomes the zero point
     rounded = torch.round(steps) + int(qparams.zero_point)
     return rounded.clamp(low, high).to(getattr(torch, qparams.dtype))
 
 
 def dequantize_tensor(tensor: torch.Tensor, qparams: QParams) -> torch.Tensor:
-    """What `qnn.dequantize` computes."""
+    """Same as `qnn.dequantize`."""
     integers = tensor.to(torch.int32) - int(qparams.zero_point)
     return integers * float(qparams.scale)
 
 
 class ValuePool:
-    """Values that were made, for those that need some of the same kind; for one thread: between
-    the look at who holds a value and its use no other code may come to it.
+    """Deferred values that can be reused for values of the same kind, in one thread.
+
+    No other code may run between the check that nobody holds a value and its reuse.
     """
 
     def __init__(self) -> None:
         self._values: defaultdict[object, list[DeferredTensor]] = defaultdict(list)
-        #: references to a value that nobody else holds, counted the way they will be: which of them
-        #: the interpreter counts is its own affair (3.14 counts fewer than 3.11)
+        #: References to a value that nobody else holds, counted in the same way. The number depends
+        #: on the interpreter (3.14 counts fewer than 3.11).
         self._unheld = count_references([DeferredTensor.make((), torch.float32, None, 0)], 0)
 
     def make(
         self, kind: object, form: tuple[tuple[int, ...], Any], passing: Computation, number: int
     ) -> DeferredTensor:
-        """A value that is not computed yet: one of that kind which nobody holds any more, without
-        what the user's code has set on it, or a new one.
+        """Make a value that is not computed yet.
+
+        It reuses a value of this kind that nobody holds any more, without attributes set by the
+        user's code. Otherwise it makes a new one.
         """
         values = self._values[kind]
         for i in range(len(values)):
             if count_references(values, i) == self._unheld and values[i].form == form:
                 value = values[i]
                 if weakref.getweakrefcount(value):
-                    continue  # somebody waits for its end
+                    continue  # a weak reference waits for its end
                 value.__dict__.clear()
                 value.form = form
                 value.begin(passing, number)
@@ -182,10 +183,10 @@ class ValuePool:
         return value
 
 
-#: values of one kind that are kept; a loop holds two of its state
+#: reusable values of one kind; a loop holds two values of its state
 POOL_SIZE = 3
 
 
 def count_references(values: Sequence[object], i: int) -> int:
-    """References to a value of a list, that of the list among them."""
+    """Count references to a value in a list, including the list's."""
     return sys.getrefcount(values[i])

@@ -1,4 +1,4 @@
-"""Define-by-run, the way in: `prepare(model, example_inputs)`."""
+"""Define-by-run, entry point: `prepare(model, example_inputs)`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relayquant.torch.custom_config import PrepareCustomConfig
 
 
 def resolve_unseen(unseen: Unseen | str) -> Unseen:
-    """A member of `Unseen`, or its value.
+    """Return a member of `Unseen`, from the member or its value.
 
     Raises:
         ConfigError: there is no such member.
@@ -42,34 +42,35 @@ def prepare(
     strict_order: bool = False,
     prepare_custom_config: PrepareCustomConfig | None = None,
 ) -> Any:
-    """A model that is calibrated by calling it, for `relayquant.torch.convert`.
+    """Prepare a model that is calibrated by calling it, for `relayquant.torch.convert`.
 
-    For PyTorch code that `torch.export` refuses: `if` and `while` on what is computed, loops of
-    any length, state that is kept in Python. The model runs as it is, in float and without
-    gradients; what it calls is recorded. An operator is known by the path of its module and its
-    place in the user's code: in a loop it is the same one each time, each branch has its own. The
-    code and the parameters of the model are not changed; what it does to its own state, it does.
+    For PyTorch code that `torch.export` refuses: data-dependent `if` and `while`, loops of any
+    length, state in Python. The model runs as it is, in float and without gradients, and its
+    operators are recorded. An operator is identified by the path of its module and its place in the
+    user's code. So in a loop it is the same operator each time, and each branch has its own
+    operators. The code and the parameters of the model are not changed. The model may change its
+    own state.
 
     Args:
         model: A `torch.nn.Module`, which runs in evaluation mode, or any callable.
         example_inputs: Arguments of a first call, which counts as calibration.
-        qconfig_mapping: As for `relayquant.quantize`; names are paths of modules, of a callable
-            with the name in front under which it finds them. A number of a line for the n-th
-            operator of a type counts within a region.
+        qconfig_mapping: As for `relayquant.quantize`. Names are paths of modules; for a callable,
+            after the name under which it refers to the module. In a line for the n-th operator of a
+            type, n counts inside a region.
         backend, effort, calibration: As for `relayquant.quantize`.
-        unseen: What the converted model does at an operator that calibration never passed; a value
-            of `Unseen` will do.
-        strict_order: Every call must pass the operators of the first, in its order; another is an
-            error, at calibration and afterwards.
-        prepare_custom_config: By path or class, modules that stay in float; standalone modules,
-            each an integer module of its own, calibrated on its calls; and custom ones, whose
-            observed form is called, and after `convert` the quantized one. And inputs and outputs
-            of the converted model that are integers: numbers count the tensors among its
-            arguments, and among what it returns. Its ledger states their grids; this one takes and
-            gives floats.
+        unseen: Behaviour of the converted model at an operator that calibration never reached: an
+            `Unseen` or its value.
+        strict_order: Every call must run the operators of the first call in the same order. Any
+            other order is an error, in calibration and afterwards.
+        prepare_custom_config: By path or class: modules that stay in float; standalone modules,
+            each a separate integer module calibrated on its calls; custom modules, called in their
+            observed form, and after `convert` in their quantized form. Also integer inputs and
+            outputs of the converted model: numbers count the tensors among its arguments and among
+            its results. The converted model's ledger states their parameters. The prepared model
+            takes and returns floats.
 
     Returns:
-        A `relayquant.torch.define_by_run.program.PreparedProgram`: call it like the model, with
+        A `relayquant.torch.define_by_run.program.PreparedProgram`. Call it like the model, with
         representative inputs.
 
     Raises:

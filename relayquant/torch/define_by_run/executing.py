@@ -1,13 +1,13 @@
-"""Define-by-run, converted: the user's code runs again, and its regions are integer modules.
+"""Define-by-run, converted: run the user's code again, with its regions as integer modules.
 
-An operator of a region computes nothing when the code calls it: it returns a `DeferredTensor`,
-which knows its shape. With the region's last operator the module is called and all of them have
-values. From one region to the next these stay integers where the boundary is; code that looks at
-one in any other way gets a float tensor.
+An operator of a region computes nothing when the code calls it. It returns a `DeferredTensor`,
+which knows its shape. At the region's last operator the module is called, and all its values are
+computed. Between two regions they stay integers if the boundary is integer. Any other code that
+reads a value gets a float tensor.
 
-What the code does between two operators is Python, and takes longer than small models compute: the
-operator that a region expects next is known by a look at its place, and whole modules of PyTorch's
-are taken at once (`module_calls`).
+The Python code between two operators can take longer than a small model computes. So the next
+expected operator is recognized by its place, and whole PyTorch modules are handled at once
+(`module_calls`).
 """
 
 from __future__ import annotations
@@ -55,24 +55,25 @@ from relayquant.torch.define_by_run.tape import ModelConstants, check_order, is_
 
 
 class CompiledModule:
-    """A compiled module that takes and gives tensors of PyTorch, without copies."""
+    """A compiled module that takes and returns PyTorch tensors without copies."""
 
     def __init__(self, executable: Any) -> None:
         stop_spinning()
         self._main = relax.VirtualMachine(executable, tvm.cpu())["main"]
-        #: of tensors in a flat row of results; 0 for what is none, None before the first call
+        #: number of tensors in a flat row of results; 0 if it is not one, None before the first
+        #: call
         self._count: int | None = None
-        #: numbers of the outputs that have to be copied; None before the first call
+        #: numbers of the outputs that must be copied; None before the first call
         self._shared: list[int] | None = None
         self._calling = threading.Lock()  # TVM's virtual machine has one stack
 
     def call(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The outputs for these inputs."""
+        """Return the outputs for these inputs."""
         check_threads()
         tensors = list(map(align, inputs))
         with self._calling:
             result = self._main(*tensors)
-            if self._count is None:  # taking results apart by number is the fastest way
+            if self._count is None:  # indexing is the fastest way to unpack results
                 is_row = isinstance(result, tvm_ffi.Array)
                 is_flat = is_row and all(isinstance(part, _TENSORS) for part in result)
                 self._count = len(result) if is_flat else 0
@@ -90,8 +91,9 @@ class CompiledModule:
 
 
 def find_shared(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[int]:
-    """Numbers of the outputs that are an input, or an output before, in memory: what gives a value
-    as it is (`clone`, a reshape) computes nothing, and code may write into what it returns.
+    """Find outputs that share memory with an input or an earlier output.
+
+    Operators such as `clone` or a reshape compute nothing, but code may write into their result.
     """
     places = {tensor.data_ptr() for tensor in inputs}
     found: list[int] = []
@@ -103,27 +105,27 @@ def find_shared(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor])
     return found
 
 
-#: (row of results, number) -> that one; without the look at the number that indexing takes
+#: (row of results, number) -> the element, without the bounds check of indexing
 _take_part = tvm_ffi.get_global_func("ffi.ArrayGetItem")
 _TENSORS = (torch.Tensor, tvm.runtime.Tensor)
 
 
 def flatten_parts(result: Any) -> list[Any]:
-    """The tensors of a result: one, or rows of them at any depth."""
+    """Flatten a result to its tensors: one, or rows of them at any depth."""
     if isinstance(result, tvm_ffi.Array):
         return [tensor for part in result for tensor in flatten_parts(part)]
     return [result]
 
 
 def import_tensor(tensor: Any) -> torch.Tensor:
-    """A result as a tensor of PyTorch: where inputs are, TVM gives such by itself."""
+    """Convert a result to a PyTorch tensor. With inputs, TVM returns PyTorch tensors itself."""
     if isinstance(tensor, torch.Tensor):
         return tensor
     return torch._C._from_dlpack(tensor.__dlpack__())
 
 
 class RegionPlayer:
-    """A region that is ready to be called: what each of its operators expects."""
+    """A callable region, with the expected arguments of each operator."""
 
     def __init__(self, run: QuantizedRegion, constants: ModelConstants) -> None:
         self.run, self.constants = run, constants
@@ -131,11 +133,11 @@ class RegionPlayer:
         self.module = CompiledModule(run.executable)
         self._forms: dict[tuple[int, Any], list[tuple[tuple[int, ...], Any]]] = {}
         self.is_fixed = all(None not in form.shape for form in self.region.forms)
-        #: whether all that the module gives is float
+        #: whether all results of the module are float
         self.is_float = not any(run.outputs)
         self.fixed_forms = [(form.shape, form.dtype) for form in self.region.forms]
         self.places: tuple[Place, ...] = ()  # of its operators
-        #: number of the last operator's result, where it is one float tensor of the module
+        #: number of the last operator's result, if it is one float tensor of the module
         self.last: int | None = None
         last = self.region.steps[-1]
         if last.step.form == SINGLE and not last.step.target:
@@ -144,7 +146,7 @@ class RegionPlayer:
                 self.last = last.results[0]
 
     def find_forms(self, number: int, tensors: Sequence[torch.Tensor]) -> Any:
-        """Shapes and dtypes of the results of a step, for tensors of these shapes."""
+        """Find shapes and dtypes of a step's results for these input shapes."""
         step = self.region.steps[number]
         if self.is_fixed:
             return [self.fixed_forms[k] for k in step.results]
@@ -162,19 +164,19 @@ class RegionPlayer:
 
 
 def align(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that compiled code can read where it lies."""
+    """Return a tensor whose memory compiled code can read directly."""
     if tensor.requires_grad or not tensor.is_contiguous():
         tensor = tensor.detach().contiguous()
     return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
 class RegionPass:
-    """One time that the code goes through a region.
+    """One execution of a region by the user's code.
 
     Attributes:
-        position: Number of the operator that comes next.
-        inputs: What the region has been given so far.
-        values: What it has returned, by number; None for what nobody was given.
+        position: Number of the next operator.
+        inputs: Inputs of the region so far.
+        values: Values that it has returned, by number. None for values that nobody got.
     """
 
     def __init__(self, player: RegionPlayer, code: RunningCode) -> None:
@@ -185,8 +187,9 @@ class RegionPass:
         self._floats: dict[int, torch.Tensor] = {}
 
     def take(self, arguments: Any, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether the next operator is called as in calibration; its inputs are kept. `arguments`
-        is None where they are known to be those.
+        """Whether the next operator is called as in calibration. Keeps its inputs.
+
+        `arguments` is None if they are known to be equal.
         """
         step = self.player.region.steps[self.position]
         if arguments is not None and not is_equal(arguments, step.step.call.arguments):
@@ -196,7 +199,7 @@ class RegionPass:
         return all(map(self.take_source, tensors, step.sources))
 
     def take_source(self, tensor: torch.Tensor, source: Source) -> bool:
-        """Whether a tensor is what an operator reads there; an input is kept."""
+        """Whether a tensor is the expected operand of an operator. An input is kept."""
         if type(source) is Inside:
             return (
                 type(tensor) is DeferredTensor
@@ -214,14 +217,15 @@ class RegionPass:
         return id(tensor) == source.number
 
     def advance(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The result of the operator that `take` took."""
+        """Return the result of the operator that `take` accepted."""
         region = self.player.region
         step = region.steps[self.position]
         self.position += 1
         is_last = self.position == len(region.steps)
         is_own = step.step.is_same and type(step.sources[0]) is Inside
         if step.step.target or is_own:
-            # It writes into a value of this region, or returns it: the same tensor, another value.
+            # It writes into a value of this region, or returns it: the same tensor, but a new
+            # value.
             value = tensors[0]
             self.values[value.number] = None
             value.number = step.results[0]
@@ -239,7 +243,7 @@ class RegionPass:
         return result
 
     def pass_over(self, end: int, numbers: Sequence[int], form: ResultForm) -> Any:
-        """Go on at operator `end`; the values of these numbers are what the code gets."""
+        """Continue at operator `end`. The code gets the values with these numbers."""
         player = self.player
         self.position = end
         is_last = end == len(player.region.steps)
@@ -251,14 +255,14 @@ class RegionPass:
         return result
 
     def defer(self, number: int, form: tuple[tuple[int, ...], Any]) -> DeferredTensor:
-        """A value of the region that is not computed yet."""
+        """Return a value of the region that is not computed yet."""
         value = self.code.pool.make((self.player, number), form, self, number)
         self.values[number] = value
         return value
 
     def finish(self) -> dict[int, torch.Tensor]:
-        """Call the module: the values that are read elsewhere get their numbers. Those that it
-        gives in float, by number.
+        """Call the module and compute the values that are read elsewhere. Returns its float
+        results by number.
         """
         self.code.passing = None
         player = self.player
@@ -272,7 +276,7 @@ class RegionPass:
                 if value is not None:
                     value.floats = result
                     if not self.code.defers:
-                        value.passing = None  # what the region was given, and was before, may go
+                        value.passing = None  # earlier inputs and values of the region may be freed
             self.values = []
             return floats
         integers = dict(zip(run.exact, outputs[len(numbers) :], strict=True))
@@ -293,8 +297,9 @@ class RegionPass:
         return floats
 
     def compute_in_float(self) -> dict[int, torch.Tensor]:
-        """All values that the code has come to, in PyTorch, by number. The region is left: its
-        other operators run in PyTorch too.
+        """Compute all values that the code has reached in PyTorch, by number.
+
+        This leaves the region: its other operators run in PyTorch too.
         """
         if self.code.passing is self:
             self.code.leave_run()
@@ -309,11 +314,11 @@ class RegionPass:
 
 
 def is_form(tensor: torch.Tensor, form: Form) -> bool:
-    """Whether a tensor has dtype and sizes of an input."""
+    """Whether a tensor has the dtype and sizes of an input."""
     if type(tensor) is DeferredTensor:
         shape, dtype = tensor.form
     else:
-        with torch._C.DisableTorchFunction():  # a look at a shape is no operator
+        with torch._C.DisableTorchFunction():  # reading a shape is not an operator
             shape, dtype = tensor.shape, tensor.dtype
     if dtype != form.dtype or len(shape) != len(form.shape):
         return False
@@ -323,7 +328,7 @@ def is_form(tensor: torch.Tensor, form: Form) -> bool:
 
 
 def take_grid(tensor: Any, qparams: QParams | None) -> torch.Tensor:
-    """What a region takes: a float tensor, or integers on the grid of a boundary."""
+    """Convert a tensor for a region: to float, or to integers with a boundary's parameters."""
     if qparams is None:
         return take_real(tensor)
     if type(tensor) is DeferredTensor and tensor.integers is not None:
@@ -334,7 +339,7 @@ def take_grid(tensor: Any, qparams: QParams | None) -> torch.Tensor:
 
 
 class RunningCode(TorchFunctionMode):
-    """Runs the user's code with its regions as integer modules; for one call."""
+    """Runs the user's code with its regions as integer modules, for one call."""
 
     def __init__(
         self,
@@ -350,12 +355,12 @@ class RunningCode(TorchFunctionMode):
         super().__init__()
         self.sites, self.places, self.unseen, self.order = sites, places, unseen, order
         self.pool, self._calls, self._parts = pool, calls, parts
-        #: whether values of regions are to say which they are, though their numbers are known
+        #: whether values of regions keep their identity after they are computed
         self.defers = False
         self._depth = torch._C._len_torch_function_stack() + 1
         self.passing: RegionPass | None = None
-        self._warned = warned  # operators that were spoken of
-        self._count = 0  # operators so far
+        self._warned = warned  # operators with a warning so far
+        self._count = 0  # number of operators so far
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -370,7 +375,8 @@ class RunningCode(TorchFunctionMode):
         if passing is not None and self.order is None:
             expected = passing.player.places[passing.position]
             if expected.function is func and expected.is_at(frame):
-                # What it computes, of what, says which operator it is: no need to look further out.
+                # Function, place and operands identify the operator: outer frames need not be
+                # checked.
                 found = expected.match(args, kwargs)
                 if found is not None and passing.take(None, found):
                     return passing.advance(found)
@@ -409,8 +415,8 @@ class RunningCode(TorchFunctionMode):
         return passing.advance(tensors)
 
     def find_call(self, module: torch.nn.Module, frame: FrameType) -> ModuleCall | None:
-        """The place that calls a module, whose innermost frame is given; None if it has none, or a
-        hook stands between.
+        """Find the known place of a module call, by its innermost frame. None if there is none,
+        or a hook runs in between.
         """
         part = self._parts.get(id(module))
         if part is not None:
@@ -420,7 +426,7 @@ class RunningCode(TorchFunctionMode):
         return self._calls.get((id(module), self.sites.find_outer(frame)))
 
     def is_innermost(self) -> bool:
-        """Whether operators come here first: no mode of the user's sees them before."""
+        """Whether this mode sees operators first, before any mode of the user."""
         return torch._C._len_torch_function_stack() == self._depth
 
     def run_in_float(
@@ -431,7 +437,7 @@ class RunningCode(TorchFunctionMode):
         kwargs: dict[str, Any],
         tensors: Sequence[torch.Tensor],
     ) -> Any:
-        """An operator that stays in PyTorch, on float tensors."""
+        """Run an operator that stays in PyTorch, on float tensors."""
         if may_write(name, kwargs):
             if self.passing is not None and any(t is tensors[0] for t in self.passing.inputs):
                 self.passing.compute_in_float()
@@ -444,11 +450,11 @@ class RunningCode(TorchFunctionMode):
         for tensor in crossing:
             place = compute(tensor).data_ptr()
             if any(is_view(each) or each.data_ptr() == place for each in results):
-                tensor.integers = None  # what is written through a view would not come to them
+                tensor.integers = None  # a write through the view would not reach the integers
         return result
 
     def leave_run(self) -> None:
-        """What was deferred of the current run does not come to its end."""
+        """Leave the current region before its end."""
         if self.passing is not None:
             steps = self.passing.player.region.steps
             site = steps[min(self.passing.position, len(steps) - 1)].step.site
@@ -456,18 +462,18 @@ class RunningCode(TorchFunctionMode):
             self.report_way(site)
 
     def report_way(self, site: CallSite) -> None:
-        """Calls came to an operator, or left it, another way than in calibration."""
+        """Warn that calls reached or left an operator on a path that calibration did not take."""
         if site not in self._warned:
             self._warned.add(site)
             warn_user(
-                f"The code comes to {site} on a way that calibration never took: the operators of "
+                f"The code reached {site} on a path that calibration never took. The operators of "
                 "that region are computed in PyTorch, in float. Call the prepared model with "
-                "inputs that take this way, and convert it again.",
+                "inputs that take this path, and convert it again.",
                 code="RQ208",
             )
 
     def report_arguments(self, place: Place, tensors: Sequence[torch.Tensor]) -> None:
-        """An operator is called with other sizes or constants than in calibration."""
+        """Report an operator call with other sizes or constants than in calibration."""
         if self.passing is not None and self.passing.position:
             self.passing.compute_in_float()
         self.passing = None
@@ -476,9 +482,9 @@ class RunningCode(TorchFunctionMode):
             for tensor in tensors
         )
         text = (
-            f"{place.site} is called with {forms}, or constants, that calibration never saw there. "
-            "Call the prepared model with inputs that do so and convert it again; a "
-            "size that differs between calls of calibration may have any value afterwards"
+            f"{place.site} is called with {forms}, or constants, that calibration never saw "
+            "there. Call the prepared model with such inputs and convert it again; a size that "
+            "differs between calls of calibration may have any value afterwards"
         )
         if self.unseen is Unseen.ERROR:
             raise ModelError(f"{text}. With unseen='float' it stays in PyTorch.", code="RQ208")
@@ -487,7 +493,7 @@ class RunningCode(TorchFunctionMode):
             warn_user(f"{text}. It stays in PyTorch, in float.", code="RQ208")
 
     def report_unseen(self, site: CallSite, result: object) -> None:
-        """Calibration never came to an operator.
+        """Report an operator that calibration never reached.
 
         Raises:
             ModelError: it computes floats, and `unseen` is ERROR.
@@ -495,21 +501,22 @@ class RunningCode(TorchFunctionMode):
         if self.unseen is Unseen.FLOAT or not has_floats(result):
             return
         raise ModelError(
-            f"Calibration never came to {site}. Call the prepared model with inputs that reach it "
-            "and convert it again; or prepare it with unseen='float', which leaves the operator in "
-            "PyTorch.",
+            f"Calibration never reached {site}. Call the prepared model with inputs that reach it "
+            "and convert it again; or prepare it with unseen='float', which leaves the operator "
+            "in PyTorch.",
             code="RQ208",
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where an operator of the code runs: number of it in a region; in PyTorch if `player` is None.
+    """Where an operator of the code runs: its number in a region, or in PyTorch if `player` is
+    None.
 
     Attributes:
-        arguments: Those it is called with, where they can be compared as they come.
-        function: What is called.
-        caller, instruction: id of the code that calls it, and where in that code.
+        arguments: Its expected arguments, if they can be compared directly.
+        function: The called function.
+        caller, instruction: id of the calling code, and the instruction in it.
     """
 
     site: CallSite
@@ -521,18 +528,18 @@ class Place:
     instruction: int = -1
 
     def is_at(self, frame: FrameType) -> bool:
-        """Whether the innermost code of a call is that of the operator."""
+        """Whether the innermost code of a call is the place of the operator."""
         return frame.f_lasti == self.instruction and id(frame.f_code) == self.caller
 
     def match(self, args: Any, kwargs: dict[str, Any]) -> Sequence[Any] | None:
-        """The tensors of a call that has the arguments of calibration; None where that is to be
-        seen.
+        """Return the tensors of a call with the arguments of calibration. None if the arguments
+        may differ.
         """
         return None if self.arguments is None else self.arguments.match(args, kwargs)
 
 
 def has_floats(result: object) -> bool:
-    """Whether a result holds a tensor of floats."""
+    """Whether a result holds a float tensor."""
     return any(
         isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point
         for leaf in pytree.tree_leaves(result)

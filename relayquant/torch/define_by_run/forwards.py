@@ -1,8 +1,7 @@
-"""Define-by-run, converted: modules of PyTorch whose `forward` first asks the code that runs.
+"""Define-by-run, converted: replace the `forward` of PyTorch modules while a converted model runs.
 
-While a converted model runs, and only then, such a module has a `ModuleForward` of its own in the
-place of its class's `forward`. What calls it from elsewhere, from another thread for one, gets the
-class's.
+During the run, such a module has a `ModuleForward` in place of its class's `forward`. It asks the
+running code first. Callers from elsewhere, for example another thread, get the class's `forward`.
 """
 
 from __future__ import annotations
@@ -18,32 +17,32 @@ import torch  # pyright: ignore[reportMissingImports]
 
 
 class ModuleCall(Protocol):
-    """A place in the code that calls a module, where its operators may be taken at once."""
+    """A place in the code that calls a module, whose operators may be handled at once."""
 
     def play(self, caller: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What the module returns; None where its own code has to run."""
+        """Return the module's result. None if its own code has to run."""
         ...
 
     def begin(self, caller: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Look at what the module's own code is about to be called with; None if that says nothing
-        new.
+        """Look at the arguments before the module's own code runs. None if there is nothing to
+        learn.
         """
         ...
 
     def end(self, caller: Any) -> None:
-        """The module's own code has run."""
+        """End a call in which the module's own code ran."""
         ...
 
     def learn(self, lesson: Any, result: Any) -> None:
-        """Look at what it gave for that."""
+        """Look at the result for the arguments that `begin` saw."""
         ...
 
 
 class Caller(Protocol):
-    """What runs a model's code, for one call."""
+    """Runs a model's code, for one call."""
 
     def find_call(self, module: torch.nn.Module, frame: FrameType) -> ModuleCall | None:
-        """The place that calls a module, its innermost frame given; None where it has none."""
+        """Find the known place of a module call by its innermost frame. None without one."""
         ...
 
 
@@ -51,16 +50,16 @@ class _Running(threading.local):
     caller: Caller | None = None
 
 
-#: what this thread runs
+#: caller that this thread runs
 RUNNING = _Running()
 _CHANGING = threading.Lock()
 
 
 class ModuleForward:
-    """Stands in for the `forward` of one module.
+    """Replaces the `forward` of one module.
 
     Attributes:
-        users: Calls of converted models that have put it there.
+        users: Number of running calls of converted models that use it.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -83,14 +82,16 @@ class ModuleForward:
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MethodType:
-        """A copy of the module, made while the model runs, has the `forward` of its class."""
+        """Copy as the class's `forward`: a copy of the module made during a run must not keep
+        this object.
+        """
         twin = memo[id(self.module)]
         return MethodType(type(twin).forward, twin)
 
 
 def has_own_forward(module: torch.nn.Module) -> bool:
-    """Whether a module runs code of PyTorch's alone: a class of `torch.nn`, nothing replaced, no
-    modules within.
+    """Whether a module runs only PyTorch code: a `torch.nn` class, nothing replaced, no
+    submodules.
     """
     if isinstance(module, torch.jit.ScriptModule):
         return False
@@ -102,7 +103,7 @@ def has_own_forward(module: torch.nn.Module) -> bool:
 
 @contextlib.contextmanager
 def replacing_forwards(forwards: Sequence[ModuleForward], caller: Caller) -> Iterator[None]:
-    """Have modules ask `caller`, as long as the context lasts."""
+    """Let modules ask `caller` inside the context."""
     if not forwards:
         yield
         return
@@ -112,7 +113,7 @@ def replacing_forwards(forwards: Sequence[ModuleForward], caller: Caller) -> Ite
         with _CHANGING:
             for forward in forwards:
                 there = forward.module.__dict__.setdefault("forward", forward)
-                if type(there) is ModuleForward:  # else something that the user has put there
+                if type(there) is ModuleForward:  # otherwise the user has replaced it
                     there.users += 1
                     placed.append(there)
         RUNNING.caller = caller

@@ -1,4 +1,4 @@
-"""Define-by-run: what is known of the functions of PyTorch by their names."""
+"""Define-by-run: properties of PyTorch functions, by their names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch  # pyright: ignore[reportMissingImports]
 
-#: Functions that ask for no value of a tensor.
+#: Functions that read no value of a tensor.
 METADATA = frozenset(
     [
         "size",
@@ -43,9 +43,9 @@ METADATA = frozenset(
         "is_grad_enabled",
     ]
 )
-#: Properties whose value is a tensor that is computed.
+#: Properties that compute a tensor.
 COMPUTED = frozenset(["T", "mT", "H", "mH", "real", "imag", "data"])
-#: Functions that give another result each time.
+#: Functions with a different result each time.
 RANDOM = frozenset(
     [
         "rand_like",
@@ -62,18 +62,18 @@ RANDOM = frozenset(
         "gumbel_softmax",
     ]
 )
-#: Functions that draw numbers in training only.
+#: Functions that draw random numbers in training only.
 DROPOUT = frozenset(["dropout", "dropout1d", "dropout2d", "dropout3d"])
-#: Functions whose result has a size that the values decide.
+#: Functions whose result size depends on values.
 SIZED_BY_VALUES = frozenset(
     ["nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "_unique2"]
 )
-#: Functions that may change running statistics, which is not counted as a write -> the name of the
-#: argument that says so, which is the sixth, and its default
+#: Functions that may change running statistics, which PyTorch does not count as a write -> the name
+#: of the argument that selects it, the sixth one, and its default
 STATISTICS = {"batch_norm": ("training", False), "instance_norm": ("use_input_stats", True)}
-#: Functions that give a number of Python's: no part of a region.
+#: Functions that return a Python number: not part of a region.
 NUMBERS = frozenset(["item", "tolist", "__bool__", "__int__", "__float__", "__index__"])
-#: Operators of Python that write into their first argument -> the same that does not.
+#: Python operators that write into their first argument -> the same without writing.
 IN_PLACE = {
     "__iadd__": "__add__",
     "__isub__": "__sub__",
@@ -98,12 +98,12 @@ WRITERS = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class SubmoduleFunction:
-    """A standalone or custom module, as the function that is called in its place.
+    """A standalone or custom module as a function, called instead of the module.
 
     Attributes:
-        name: Of its class.
-        form: What is called.
-        reason: What the ledger says of it.
+        name: Name of its class.
+        form: The called object.
+        reason: Reason in the ledger.
     """
 
     name: str
@@ -115,7 +115,7 @@ class SubmoduleFunction:
 
 
 def name_function(function: Callable[..., Any]) -> str:
-    """Its name; that of the property where it reads one."""
+    """Return the name of a function, or of the property that it reads."""
     if isinstance(function, SubmoduleFunction):
         return function.name
     name = getattr(function, "__name__", type(function).__name__)
@@ -125,14 +125,14 @@ def name_function(function: Callable[..., Any]) -> str:
 
 
 def is_metadata(function: Callable[..., Any], name: str) -> bool:
-    """Whether it asks for a shape, a dtype and the like: no operator."""
+    """Whether it reads metadata such as a shape or dtype: not an operator."""
     if name in METADATA:
         return True
     return getattr(function, "__name__", "") == "__get__" and name not in COMPUTED
 
 
 class FunctionNames(dict[Any, tuple[str, bool]]):
-    """Function -> (its name, whether it asks for metadata), each found once."""
+    """Function -> (its name, whether it reads metadata), each looked up once."""
 
     def __missing__(self, function: Callable[..., Any]) -> tuple[str, bool]:
         name = name_function(function)
@@ -141,13 +141,13 @@ class FunctionNames(dict[Any, tuple[str, bool]]):
 
 
 def replaces_memory(function: Callable[..., Any], name: str) -> bool:
-    """Whether it gives its first tensor other memory, which is not counted as a write."""
+    """Whether it gives its first tensor other memory, which PyTorch does not count as a write."""
     is_property = name == "__set__" and getattr(function.__self__, "__name__", "") == "data"
     return is_property or name == "set_"
 
 
 def changes_statistics(function: Callable[..., Any], name: str, args: Any, kwargs: Any) -> bool:
-    """Whether it normalizes by the batch and lets running statistics follow."""
+    """Whether it normalizes by the batch and updates running statistics."""
     if name not in STATISTICS:
         return False
 
@@ -162,8 +162,10 @@ def changes_statistics(function: Callable[..., Any], name: str, args: Any, kwarg
 def find_pure(
     function: Callable[..., Any], name: str, kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], dict[str, Any]] | None:
-    """The function, and its arguments by name, that computes what this one writes into its first
-    argument; None where there is none.
+    """Find a function, with arguments by name, that computes the result of an in-place function
+    without writing.
+
+    None if there is none.
     """
     if kwargs.get("inplace") is True:
         return function, {**kwargs, "inplace": False}

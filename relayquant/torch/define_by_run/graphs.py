@@ -1,6 +1,7 @@
-"""Define-by-run, convert: a region -> a Relax module, through torch.export and its importer.
+"""Define-by-run, convert: region -> Relax module, through torch.export and its importer.
 
-Values get the names that they have in a model that exports as a whole: those of the user's modules.
+Values have the same names as in a model that is exported as a whole: they are named after the
+user's modules.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from relayquant.torch.define_by_run.regions import Input, Inside, Region, Region
 from relayquant.torch.define_by_run.tape import ModelConstants
 from relayquant.torch.exporting import export
 
-#: name of the submodule that holds the steps; no attribute of the user's has it
+#: name of the submodule that holds the steps; no attribute of the user has it
 _STEPS = "relayquant steps"
 
 
 class StepModule(torch.nn.Module):
-    """One step, a module of its own so that the graph says which nodes it became."""
+    """One step as a module, so that the graph shows which nodes it became."""
 
     def __init__(self, step: RegionStep) -> None:
         super().__init__()
@@ -37,7 +38,7 @@ class StepModule(torch.nn.Module):
 class RunModule(torch.nn.Module):
     """A region as a module for torch.export: inputs -> the values that are read elsewhere.
 
-    Its own attributes have names that no attribute of the user's has.
+    Its attributes have names that no attribute of the user has.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class RunModule(torch.nn.Module):
 
 
 def put_constant(root: torch.nn.Module, path: str, tensor: torch.Tensor) -> None:
-    """Make a tensor known to the module under the path that it has in the user's model."""
+    """Store a tensor in the module under its path in the user's model."""
     *modules, name = path.split(".")
     for part in modules:
         if part not in root._modules:
@@ -84,7 +85,7 @@ def put_constant(root: torch.nn.Module, path: str, tensor: torch.Tensor) -> None
 
 
 def find_constant(root: torch.nn.Module, path: str) -> torch.Tensor:
-    """The tensor that `put_constant` put there."""
+    """Find the tensor that `put_constant` stored."""
     module, _, name = path.rpartition(".")
     return getattr(root.get_submodule(module), name)
 
@@ -96,17 +97,17 @@ def build_graph(
     inputs: Sequence[torch.Tensor],
     sizes: Sequence[tuple[int | None, ...]],
 ) -> tvm.IRModule:
-    """The Relax module of the steps of a region.
+    """Build the Relax module of a region's steps.
 
     Args:
         steps: The steps.
         outputs: Numbers of the values that main returns.
-        constants: The model's.
+        constants: Constants of the model.
         inputs: Example inputs.
-        sizes: Their sizes, None for one that differs from call to call.
+        sizes: Their sizes, None for a size that differs between calls.
 
     Raises:
-        ModelError: torch.export or the importer cannot take it.
+        ModelError: torch.export or the importer does not accept it.
     """
     module = RunModule(steps, outputs, constants)
     dims = tuple(
@@ -121,7 +122,7 @@ def build_graph(
 
 
 def name_nodes(program: Any, paths: Sequence[str]) -> None:
-    """Give the nodes of each step the module that runs it in the user's model."""
+    """Name the nodes of each step after the module that runs it in the user's model."""
     for node in program.graph.nodes:
         stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
         owner = next((str(path) for path, _ in stack.values() if _STEPS in str(path)), "")
@@ -136,7 +137,9 @@ def name_nodes(program: Any, paths: Sequence[str]) -> None:
 def find_refused(
     region: Region, constants: ModelConstants, inputs: Sequence[torch.Tensor]
 ) -> dict[int, ModelError]:
-    """Steps of a region that no graph takes, each tried alone on what it reads for these inputs."""
+    """Find steps of a region that no graph can hold. Each is tried alone on its operands for
+    these inputs.
+    """
     found: dict[int, ModelError] = {}
     for i, (step, operands) in enumerate(run_steps(region.steps, constants, inputs)):
         kept = [
@@ -164,7 +167,7 @@ def run_steps(
     inputs: Sequence[torch.Tensor | None],
     values: dict[int, torch.Tensor] | None = None,
 ) -> Iterator[tuple[RegionStep, list[Any]]]:
-    """Run steps in PyTorch: each with the tensors it reads; `values` are filled."""
+    """Run steps in PyTorch with their operands. Fills `values`."""
     values = {} if values is None else values
     for step in steps:
         tensors = []

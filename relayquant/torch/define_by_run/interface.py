@@ -1,7 +1,7 @@
-"""Define-by-run, convert: inputs and outputs of the model that are integers.
+"""Define-by-run, convert: integer inputs and outputs of the model.
 
-What the caller gives crosses a boundary into the regions that read it, and what they compute
-crosses one out to the caller; between two regions integers cross in the same way (`boundaries`).
+An argument of the model crosses a boundary into the regions that read it, and a result crosses a
+boundary out to the caller, in the same way as values between two regions (`boundaries`).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from relayquant.torch.define_by_run.tape import Tape, TensorFile
 
 @dataclass(frozen=True, eq=False)
 class QuantizedPort:
-    """An input or output of the model that is integers.
+    """An integer input or output of the model.
 
     Attributes:
-        number: Which tensor among the arguments, or among what the model returns.
-        inside: The grid that regions have it on.
-        outside: The same, in the dtype that the caller has: the zero point moves.
+        number: Number of the tensor among the arguments or results.
+        inside: Its parameters in the regions.
+        outside: The same in the caller's dtype: the zero point is shifted.
     """
 
     number: int
@@ -45,7 +45,7 @@ class QuantizedPort:
     outside: QParams
 
     def enter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The value that the code gets for integers of the caller's.
+        """Convert the caller's integers to the value that the code gets.
 
         Raises:
             DataError: they have another dtype.
@@ -57,7 +57,7 @@ class QuantizedPort:
         return value
 
     def leave(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the caller gets for what the code returns."""
+        """Convert the code's result to the caller's integers."""
         if type(tensor) is DeferredTensor and tensor.integers is not None:
             integers, grid = tensor.integers
             if grid is self.inside:
@@ -67,11 +67,11 @@ class QuantizedPort:
 
 @dataclass(frozen=True, eq=False)
 class ModelInterface:
-    """What a converted model takes and gives.
+    """Inputs and outputs of a converted model.
 
     Attributes:
-        entries, exits: Its inputs and outputs that are integers.
-        inputs, outputs: All of them, for the ledger; of a model that takes and gives floats, none.
+        entries, exits: Its integer inputs and outputs.
+        inputs, outputs: All inputs and outputs, for the ledger. Empty if all are float.
     """
 
     entries: Mapping[int, QuantizedPort] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class ModelInterface:
     outputs: tuple[InterfaceValue, ...] = ()
 
     def enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments that the code gets for those of the caller."""
+        """Convert the caller's arguments to the code's arguments."""
         tensors: list[torch.Tensor] = []
         template = split_arguments((args, kwargs), tensors)
         given = [
@@ -90,7 +90,7 @@ class ModelInterface:
         return join_arguments(template, given)
 
     def leave(self, result: Any) -> Any:
-        """What the caller gets for what the code returns."""
+        """Convert the code's result to the caller's result."""
         numbers = itertools.count()
 
         def change(tensor: torch.Tensor) -> torch.Tensor:
@@ -101,7 +101,7 @@ class ModelInterface:
 
 
 def list_tensors(result: Any) -> list[torch.Tensor]:
-    """The tensors of what a model returns, in the order of their numbers."""
+    """List the tensors of a model's result in the order of their numbers."""
     found: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ def list_tensors(result: Any) -> list[torch.Tensor]:
 
 
 def check_integers(tensor: torch.Tensor, grid: QParams, what: str) -> None:
-    """That a tensor has the dtype of a grid.
+    """Check that a tensor has the expected integer dtype.
 
     Raises:
         DataError: it has another one.
@@ -129,7 +129,7 @@ def check_integers(tensor: torch.Tensor, grid: QParams, what: str) -> None:
 
 
 def move_zero(tensor: torch.Tensor, have: QParams, want: QParams) -> torch.Tensor:
-    """Integers of one dtype in another of the same width."""
+    """Convert integers to another dtype of the same width."""
     if have.dtype == want.dtype:
         return tensor
     moved = tensor.to(torch.int32) + (int(want.zero_point) - int(have.zero_point))
@@ -145,11 +145,12 @@ def find_interface(
     input_dtypes: Mapping[int, str],
     output_dtypes: Mapping[int, str],
 ) -> ModelInterface:
-    """The inputs and outputs of a model whose regions have these boundaries; the numbers of those
-    that are integer modules are `quantized`.
+    """Find the inputs and outputs of a model whose regions have these boundaries.
+
+    `quantized` are the numbers of the regions that are integer modules.
 
     Raises:
-        ConfigError: one that is to be integers cannot be.
+        ConfigError: a requested integer input or output cannot be integer.
     """
     if not input_dtypes and not output_dtypes:
         return ModelInterface()
@@ -170,7 +171,7 @@ def find_interface(
 def describe_values(
     what: str, numbers: Sequence[int], file: TensorFile, passages: Mapping[int, QuantizedPort]
 ) -> tuple[InterfaceValue, ...]:
-    """The rows of the ledger for inputs or outputs, whose values of the first call are these."""
+    """Describe inputs or outputs as rows of the ledger. `values` are from the first call."""
 
     def describe(k: int, number: int) -> InterfaceValue:
         if k not in passages:
@@ -183,7 +184,7 @@ def describe_values(
 
 
 def check_number(what: str, number: int, count: int) -> None:
-    """Raise ConfigError for an input or output that is none."""
+    """Raise ConfigError for a number of an input or output that does not exist."""
     if not 0 <= number < count:
         allowed = f"0 to {count - 1}" if count else "none, as it has no tensors there"
         raise ConfigError(
@@ -199,7 +200,7 @@ def find_entry(
     number: int,
     dtype: str,
 ) -> QuantizedPort:
-    """An input as integers; says which operators in PyTorch read it.
+    """Find an integer input. Warns about operators in PyTorch that read it.
 
     Raises:
         ConfigError: no region reads it as integers.
@@ -217,14 +218,15 @@ def find_entry(
     if grid is None:
         cause = f"PyTorch reads it, in {listed}, and " if readers else ""
         raise ConfigError(
-            f"set_input_quantized_indexes: input {number} of the model is no integer: {cause}no "
-            "region reads it on one grid of integers. Leave it out, or quantize what reads "
-            "it; the ledger of the converted model says why that stays in float.",
+            f"set_input_quantized_indexes: input {number} of the model cannot be integer: "
+            f"{cause}no region reads it as integers with one set of parameters. Leave it out, or "
+            "quantize the operators that read it; the ledger of the converted model says why "
+            "they stay in float.",
             code="RQ103",
         )
     if readers:
         warn_user(
-            f"Input {number} of the model is integers, and is read in PyTorch by {listed}: there "
+            f"Input {number} of the model is integer, but is read in PyTorch by {listed}: there "
             "it is converted to float in each call.",
             code="RQ208",
         )
@@ -238,10 +240,10 @@ def find_exit(
     number: int,
     dtype: str,
 ) -> QuantizedPort:
-    """An output as integers.
+    """Find an integer output.
 
     Raises:
-        ConfigError: a call of calibration returned there what no region computes as integers.
+        ConfigError: in a call of calibration, no region computed it as integers.
     """
     for tape in tapes:
         check_number("output", number, len(tape.results))
@@ -257,12 +259,12 @@ def find_exit(
         tape = tapes[floats[0]]
         value = tape.results[number]
         maker = next((s for s in tape.steps if value is not None and value in s.results), None)
-        what = "what comes from outside of it" if maker is None else str(maker.site)
+        what = "a value from outside the model" if maker is None else str(maker.site)
         raise ConfigError(
-            f"set_output_quantized_indexes: output {number} of the model is no integer: it is "
-            f"{what}, which no region computes as integers on one grid. Leave it out, or "
-            "quantize what computes it; the ledger of the converted model says why that stays "
-            "in float.",
+            f"set_output_quantized_indexes: output {number} of the model cannot be integer: it is "
+            f"{what}, which no region computes as integers with one set of parameters. Leave it "
+            "out, or quantize the operators that compute it; the ledger of the converted model "
+            "says why they stay in float.",
             code="RQ103",
         )
     return QuantizedPort(number, grid, shift_qparams(grid, dtype, f"output {number}"))

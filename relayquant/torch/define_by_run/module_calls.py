@@ -1,11 +1,11 @@
-"""Define-by-run, converted: a call of a module of PyTorch's stands for a span of a region.
+"""Define-by-run, converted: a call of a PyTorch module stands for a span of a region.
 
-The code of such a module computes and does nothing else: it prints nothing, counts nothing and
-keeps nothing. So, where all its operators at one place of the user's code are neighbours in one
-region, it need not run: the pass goes on behind them. How arguments and results are connected with
-them is learned from a call that did run.
+The code of such a module only computes: it prints nothing, counts nothing and keeps nothing. So it
+need not run if all its operators at one place of the user's code are neighbours in one region. The
+pass continues after them. A call that did run shows how the operators depend on the arguments and
+results.
 
-A module of the user's own may do anything, and always runs.
+The user's own modules may do anything, so they always run.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ from relayquant.torch.define_by_run.regions import Input, Inside, Source
 CallKey = tuple[int, tuple[tuple[int, int], ...]]
 #: attributes of every module, for its hooks and its state dict, that are read before `forward`
 _HOOKS = frozenset(torch.nn.Module().__dict__) - {"training", "_parameters", "_buffers", "_modules"}
-#: Calls that are looked at before a place is given up.
+#: number of calls of a place without success before it is given up
 ATTEMPTS = 3
 
 
 @dataclass(frozen=True, eq=False)
 class RunSpan:
-    """Operators of a region that a module's call stands for: from number `start` to before `end`;
-    `is_same`: one that returns the tensor that the module is given.
+    """The operators of a region that a module call stands for: from `start` to before `end`.
+
+    `is_same`: an operator that returns the module's argument itself.
     """
 
     module: torch.nn.Module
@@ -53,18 +54,18 @@ class RunSpan:
 
 @dataclass(frozen=True, eq=False)
 class Connection:
-    """How a call is connected with the operators it stands for.
+    """How the arguments and results of a call relate to its operators.
 
     Attributes:
-        template: What it is called with, with slots for tensors.
-        flat: The same, where it can be compared as it comes.
-        sources: What each tensor among the arguments is.
-        form: What it returns, and the numbers of these values.
+        template: Its arguments, with slots for tensors.
+        flat: The same, if the arguments can be compared directly.
+        sources: Source of each tensor among the arguments.
+        form: Structure of the result, and the numbers of its values.
         results: Those numbers.
-        size: How many attributes the module has.
-        names: Those that its `forward` may read.
-        state, parameters, buffers: ids of these, of its parameters and of its buffers.
-        held: All of these, so that nothing else has their ids.
+        size: Number of the module's attributes.
+        names: Attributes that its `forward` may read.
+        state, parameters, buffers: ids of these attributes, its parameters and its buffers.
+        held: References to all of these, so that their ids are not reused.
     """
 
     template: Any
@@ -80,7 +81,7 @@ class Connection:
     held: tuple[Any, ...]
 
     def match(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any] | None:
-        """The tensors of a call that has these arguments; None for another one."""
+        """Return the tensors of a call with these arguments. None for other arguments."""
         if self.flat is not None:
             return self.flat.match(args, kwargs)
         tensors: list[torch.Tensor] = []
@@ -90,7 +91,7 @@ class Connection:
 
 
 class KnownCall:
-    """A place in the user's code that calls a module, and what is known of it."""
+    """A place in the user's code that calls a module, and what is known about it."""
 
     def __init__(self, span: RunSpan) -> None:
         self.span = span
@@ -98,8 +99,10 @@ class KnownCall:
         self.attempts = 0
 
     def play(self, caller: RunningCode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the module returns; None where its own code has to run: it is another call than
-        those before, or comes at another time, or somebody watches the operators.
+        """Return the module's result without running its code.
+
+        None if the code has to run: the arguments differ, the call comes at another position, or
+        somebody watches the operators.
         """
         known, span, passing = self.connection, self.span, caller.passing
         if known is None or not caller.is_innermost():
@@ -123,8 +126,9 @@ class KnownCall:
     def begin(
         self, caller: RunningCode, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, list[torch.Tensor]] | None:
-        """Have the operators of the module say which values they return, so that `learn` sees how
-        they are connected; None if that is known, or was not found so far.
+        """Let the module's operators return identifiable values, so that `learn` can connect them.
+
+        None if the connection is known, or was not found in earlier calls.
         """
         if self.connection is not None or self.attempts == ATTEMPTS:
             return None
@@ -137,11 +141,11 @@ class KnownCall:
         return template, tensors
 
     def end(self, caller: RunningCode) -> None:
-        """What follows is computed as soon as it can be."""
+        """End a call. Later values are computed as early as possible again."""
         caller.defers = False
 
     def learn(self, lesson: tuple[Any, list[torch.Tensor]], result: Any) -> None:
-        """Connect what the module was given and has returned with the operators."""
+        """Connect the module's arguments and results with the operators."""
         template, tensors = lesson
         span, read = self.span, read_result(result)
         passing = getattr(read[1][0], "passing", None) if read else None
@@ -190,7 +194,9 @@ class KnownCall:
 def find_source(
     tensor: torch.Tensor, passing: RegionPass, sources: Iterable[Source]
 ) -> Source | None:
-    """What operators of a pass read where they read a tensor; None if they do not."""
+    """Find the value that operators of a pass read when they read a tensor. None if they do not
+    read it.
+    """
     for source in sources:
         if isinstance(source, Inside):
             is_value = type(tensor) is DeferredTensor and tensor.passing is passing
@@ -202,7 +208,7 @@ def find_source(
 
 
 def is_unchanged(module: torch.nn.Module, known: Connection) -> bool:
-    """Whether a module has the attributes, parameters and buffers that it had."""
+    """Whether a module still has the same attributes, parameters and buffers."""
     state = module.__dict__
     return (
         len(state) == known.size
@@ -215,7 +221,7 @@ def is_unchanged(module: torch.nn.Module, known: Connection) -> bool:
 def find_calls(
     modules: Iterable[torch.nn.Module], places: Mapping[SiteKey, Place]
 ) -> dict[CallKey, KnownCall]:
-    """The calls of modules that stand for a span of a region of known sizes."""
+    """Find module calls that stand for a span of a region with known sizes."""
     own = {id(module): module for module in modules if has_own_forward(module)}
     inside: dict[CallKey, list[Place]] = defaultdict(list)
     for (module, _, _, outer), place in places.items():
@@ -229,7 +235,7 @@ def find_calls(
 
 
 def find_span(module: torch.nn.Module, places: Sequence[Place]) -> RunSpan | None:
-    """The span that the operators of a call are; None if they are none, or write."""
+    """Find the span of a call's operators. None if they are no span, or if they write."""
     player = places[0].player
     if player is None or any(place.player is not player for place in places):
         return None

@@ -1,4 +1,6 @@
-"""Define-by-run: a prepared model, called to calibrate, and the converted one, called to use it."""
+"""Define-by-run: the prepared model, called to calibrate, and the converted model, called to
+use it.
+"""
 
 from __future__ import annotations
 
@@ -70,10 +72,10 @@ from relayquant.torch.state import Attributes, find_changed, list_attributes
 def run_model(
     model: Callable[..., Any], mode: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A call of the model under a mode. Call sites are looked for up to here.
+    """Call the model under a mode. Call sites are searched up to this frame.
 
     Raises:
-        ModelError: the code has PyTorch compile a part of it.
+        ModelError: the code lets PyTorch compile a part of it.
     """
     try:
         with mode, torch.no_grad():
@@ -82,17 +84,19 @@ def run_model(
         if not type(error).__module__.startswith("torch._dynamo"):
             raise
         raise ModelError(
-            "The model has PyTorch compile a part of its code (torch.compile, torch.cond, map and "
-            "the like), whose operators cannot be recorded: "
-            f"{type(error).__name__}: {str(error).partition(chr(10))[0]} Write it as plain code: "
-            "`if`, `for` and `while` are followed.",
+            "The model lets PyTorch compile a part of its code (torch.compile, torch.cond, map "
+            f"and the like), whose operators cannot be recorded: {type(error).__name__}: "
+            f"{str(error).partition(chr(10))[0]} Write it as plain code: `if`, `for` and `while` "
+            "are followed.",
             code="RQ208",
         ) from error
 
 
 def leaving_autocast() -> contextlib.AbstractContextManager[Any]:
-    """A context without the `torch.autocast` that is around: what PyTorch computes for a converted
-    model has the dtypes of calibration. One that the model's own code begins still holds.
+    """Leave the surrounding `torch.autocast`.
+
+    What PyTorch computes for a converted model has the dtypes of calibration. A `torch.autocast`
+    inside the model's code still works.
     """
     if torch.is_autocast_enabled("cpu"):
         return torch.autocast("cpu", enabled=False)
@@ -100,30 +104,30 @@ def leaving_autocast() -> contextlib.AbstractContextManager[Any]:
 
 
 class Uncopied:
-    """What belongs to the one model whose code it runs, and holds compiled code."""
+    """An object that belongs to one model and its code, and holds compiled code."""
 
     def __reduce__(self) -> Any:
-        """Neither `copy.deepcopy` nor `pickle` can make another.
+        """Refuse `copy.deepcopy` and `pickle`.
 
         Raises:
             ConfigError: always.
         """
         raise ConfigError(
-            f"A {type(self).__name__} cannot be copied or pickled: it knows the modules and the "
-            "code of the model that it was prepared for, and compiled code. Prepare and convert a "
-            "copy of the float model; of a converted one, its integer modules can be saved "
-            "(.modules, relayquant.save_module).",
+            f"A {type(self).__name__} cannot be copied or pickled: it refers to the modules and "
+            "code of one model, and to compiled code. Prepare and convert a copy of the float "
+            "model instead. Integer modules of a converted model can be saved (.modules, "
+            "relayquant.save_module).",
             code="RQ105",
         )
 
 
 class PreparedProgram(Uncopied):
-    """A model that is calibrated by calling it: it gives what the float model gives.
+    """A model that is calibrated by calling it. It returns what the float model returns.
 
     Attributes:
         model: The user's model, which it runs.
-        sites: The operators that calls have come to.
-        calls: How often it was called.
+        sites: The operators that calls have reached.
+        calls: Number of calls.
     """
 
     def __init__(
@@ -141,7 +145,7 @@ class PreparedProgram(Uncopied):
         self._file = TensorFile()
         self._evaluation = Evaluation(self._table.parts)
         self._tapes: list[Tape] = []
-        #: of each call, whether it changed an attribute of a module
+        #: for each call, whether it changed an attribute of a module
         self._changes: list[bool] = []
         self._known: dict[SiteKey, KnownOperator] = {}
         self._parts: ObservedSubmodules | None = None
@@ -166,7 +170,7 @@ class PreparedProgram(Uncopied):
 
     @property
     def order(self) -> list[CallSite] | None:
-        """The operators of the first call; None where others may come."""
+        """The operators of the first call. None if the order is free."""
         if not self.strict_order or not self._tapes:
             return None
         return [step.site for step in self._tapes[0].steps]
@@ -175,7 +179,7 @@ class PreparedProgram(Uncopied):
         """Run the float model on representative inputs, and record the call.
 
         Raises:
-            ModelError: with `strict_order`, the call goes another way than the first.
+            ModelError: with `strict_order`, the order of operators differs from the first call.
         """
         tensors: list[torch.Tensor] = []
         arguments = split_arguments((args, kwargs), tensors)
@@ -202,7 +206,7 @@ class PreparedProgram(Uncopied):
         return result
 
     def _list_attributes(self) -> Attributes:
-        """What the attributes of the model hold now."""
+        """Return the current values of the model's attributes."""
         return {
             join_path(root, path): held
             for root, module in self._table.modules.items()
@@ -210,7 +214,7 @@ class PreparedProgram(Uncopied):
         }
 
     def check_ranges(self) -> None:
-        """The first call, of `prepare`, is calibration: nothing is to be said."""
+        """Do nothing: the first call, in `prepare`, is calibration."""
 
     def to_quantized(self) -> QuantizedProgram | QuantizedWhole:
         """See `relayquant.torch.convert`."""
@@ -235,12 +239,12 @@ class PreparedProgram(Uncopied):
         )
 
     def _quantize_whole(self, tapes: Sequence[Tape]) -> QuantizedWhole | None:
-        """One integer module of the whole model, where torch.export takes it."""
+        """Return one integer module of the whole model, if torch.export accepts it."""
         first = tapes[0]
         is_module = isinstance(self.model, torch.nn.Module)
         args, kwargs = first.arguments
         if self._parts is not None:
-            return None  # each has a place of its own in the code
+            return None  # each has its own place in the code
         if not is_module or kwargs or not all(map(is_flat, args)):
             return None
         for tape in tapes:
@@ -261,7 +265,7 @@ class PreparedProgram(Uncopied):
             mod, params = load(program)
             check_state(self.model, inputs)
         except ModelError:
-            return None  # what torch.export refuses, and state, is what this package is for
+            return None  # Code that torch.export refuses, and state, is why this package exists.
         if len(mod["main"].params) != len(examples):
             return None
 
@@ -288,8 +292,8 @@ class QuantizedWhole(Uncopied):
     """A model that is one integer module.
 
     Attributes:
-        mod: The module: what `relayquant.torch.quantize` gives.
-        executable: It, compiled for this machine.
+        mod: The module, the same as from `relayquant.torch.quantize`.
+        executable: The module, compiled for this machine.
     """
 
     def __init__(self, mod: tvm.IRModule, form: Any) -> None:
@@ -300,19 +304,20 @@ class QuantizedWhole(Uncopied):
 
     @property
     def modules(self) -> tuple[tvm.IRModule, ...]:
-        """The integer modules that the model is made of."""
+        """The integer modules of the model."""
         return (self.mod,)
 
     @property
     def ledger(self) -> Ledger:
-        """What was quantized, and why what was not."""
+        """What was quantized, and why other operators were not."""
         return read_ledger(self.mod)
 
     def __call__(self, *args: Any) -> Any:
-        """The outputs for inputs of the calibrated shapes, as the float model returns them.
+        """Return the outputs for inputs of the calibrated shapes, in the structure of the float
+        model's outputs.
 
         Raises:
-            DataError: an input that is integers has another dtype.
+            DataError: an integer input has another dtype.
         """
         tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         for i, grid in self._integers:
@@ -321,15 +326,16 @@ class QuantizedWhole(Uncopied):
 
 
 class QuantizedProgram(Uncopied):
-    """A model whose regions are integer modules, called from its own code. Several threads
-    may call it, as far as that code allows it.
+    """A model whose regions are integer modules, called from its own code.
+
+    Several threads may call it, if the model's code allows it.
 
     Attributes:
         model: The user's model, whose code runs.
         regions: The integer modules, each with the operators that it stands for.
-        sites: The operators that calibration came to.
-        parts: What is called in the places of standalone and custom modules, by path: a
-            `StandaloneModule`, or the quantized form.
+        sites: The operators that calibration reached.
+        parts: Replacements of standalone and custom modules, by path: a `StandaloneModule`, or the
+            quantized form.
     """
 
     def __init__(
@@ -350,7 +356,7 @@ class QuantizedProgram(Uncopied):
         self._table, self._unseen, self._order = table, unseen, order
         self._warned: set[CallSite] = set()
         self._evaluation = Evaluation(table.parts)
-        self._thread = threading.local()  # its `pool`: values for calls to come
+        self._thread = threading.local()  # its `pool`: values for later calls
         self._places = find_places(table, self.regions, constants)
         self._calls = find_calls(table.parts, self._places)
         modules = {id(call.span.module): call.span.module for call in self._calls.values()}
@@ -365,13 +371,13 @@ class QuantizedProgram(Uncopied):
 
     @property
     def modules(self) -> tuple[tvm.IRModule, ...]:
-        """The integer modules that the model is made of."""
+        """The integer modules of the model."""
         alone = (p.mod for p in self.parts.values() if isinstance(p, StandaloneModule))
         return (*(region.mod for region in self.regions), *alone)
 
     @property
     def ledger(self) -> Ledger:
-        """What was quantized, and why what was not, of all parts: integer modules and PyTorch."""
+        """What was quantized, and why other operators were not, for integer modules and PyTorch."""
         alone = [p.ledger for p in self.parts.values() if isinstance(p, StandaloneModule)]
         joined = join_ledgers(self.regions, self.sites, alone)
         return replace(joined, inputs=self._interface.inputs, outputs=self._interface.outputs)
@@ -380,9 +386,9 @@ class QuantizedProgram(Uncopied):
         """Run the model.
 
         Raises:
-            ModelError: the call comes to an operator, a size or a constant that calibration never
-                came to, unless `unseen` says float; or with `strict_order`, another way.
-            DataError: an input that is integers has another dtype.
+            ModelError: the call reaches an operator, a size or a constant that calibration never
+                reached, unless `unseen` is float; or with `strict_order`, another order.
+            DataError: an integer input has another dtype.
         """
         if self._interface.entries:
             args, kwargs = self._interface.enter(args, kwargs)
@@ -405,7 +411,7 @@ class QuantizedProgram(Uncopied):
         return compute_result(result)
 
     def _find_pool(self) -> ValuePool:
-        """The values of this thread."""
+        """Return the reusable values of this thread."""
         if not hasattr(self._thread, "pool"):
             self._thread.pool = ValuePool()
         return self._thread.pool
@@ -414,14 +420,14 @@ class QuantizedProgram(Uncopied):
 def replace_forwards(
     calls: Mapping[int, ObservedCall], modules: Sequence[torch.nn.Module]
 ) -> tuple[ModuleForward, ...]:
-    """What stands in for the `forward` of modules that are called another way."""
+    """Return replacements for the `forward` of modules that are called differently."""
     return tuple(ModuleForward(module) for module in modules if id(module) in calls)
 
 
 def find_places(
     table: SiteTable, regions: Sequence[QuantizedRegion], constants: ModelConstants
 ) -> dict[SiteKey, Place]:
-    """Where each operator runs."""
+    """Map each operator to where it runs."""
     keys = {site: key for key, site in table.sites.items()}
     places: dict[CallSite, Place] = {}
     for region in regions:
@@ -443,8 +449,9 @@ def find_places(
 
 
 class Evaluation:
-    """A context with all modules in evaluation mode; afterwards they are as they were. Several
-    threads may be inside: the last one to leave puts things back.
+    """A context with all modules in evaluation mode. At the end they return to their previous mode.
+
+    Several threads may be inside: the last one to leave restores the modes.
     """
 
     def __init__(self, parts: Sequence[torch.nn.Module]) -> None:

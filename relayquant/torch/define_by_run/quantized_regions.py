@@ -1,7 +1,7 @@
-"""Define-by-run, convert: regions of recorded operators -> integer modules, compiled.
+"""Define-by-run, convert: regions of recorded operators -> compiled integer modules.
 
-Each region goes through the one pipeline, `relayquant.quantize`, on what came to its inputs during
-calibration; that is computed by running the tapes again.
+Each region goes through the normal pipeline, `relayquant.quantize`, with the inputs that it had
+during calibration. Running the tapes again computes these inputs.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ class QuantizedRegion:
     """A region as an integer module.
 
     Attributes:
-        region: The operators it stands for.
-        mod: The integer module; its ledger says what was quantized.
-        executable: It, compiled for this machine.
-        inputs, outputs: Their grids; None for those in float, and for those that are no floats.
-        exact: Numbers of the outputs on a grid that the module gives in float, and again, behind
-            all outputs and in this order, as integers.
+        region: The operators that it stands for.
+        mod: The integer module. Its ledger tells what was quantized.
+        executable: The module, compiled for this machine.
+        inputs, outputs: Their parameters. None for float values, and for values that are not
+            floats.
+        exact: Numbers of integer outputs that the module also returns in float. The module returns
+            these in float in their place, and as integers after all outputs, in this order.
     """
 
     region: Region
@@ -67,7 +68,7 @@ class QuantizedRegion:
 
 
 class RegionData:
-    """What came to the inputs of each region, on disk."""
+    """Inputs of each region, on disk."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class RegionData:
         file: TensorFile,
     ) -> None:
         self._file = TensorFile()
-        #: of each region and pass: number of the input -> its number in the file
+        #: for each region and pass: number of the input -> its number in the file
         self._rows = [[dict[int, int]() for _ in region.passes] for region in regions]
         wanted: dict[tuple[int, int], tuple[int, int, int]] = {}  # (tape, step) -> run, pass, step
         for b, region in enumerate(regions):
@@ -97,15 +98,16 @@ class RegionData:
             replay(tape, constants, file, observe)
 
     def read_port(self, port: Port) -> Iterator[np.ndarray]:
-        """All arrays that came to one input of a region, but for empty ones."""
+        """Read all arrays that came to one input of a region, except empty ones."""
         for row in self._rows[port.region]:
             array = self._file.read(row[port.number]).numpy()
             if array.size:
                 yield array
 
     def iterate(self, region: int) -> Iterator[tuple[np.ndarray, ...]]:
-        """The inputs of each pass of a region; those of no element, as of an empty batch, say
-        nothing, unless there are no others.
+        """Iterate over the inputs of each pass of a region.
+
+        Inputs without elements, as of an empty batch, are left out unless there are no others.
         """
         is_empty = True
         for row in self._rows[region]:
@@ -117,7 +119,7 @@ class RegionData:
             yield tuple(tensor.numpy() for tensor in self.example(region))
 
     def example(self, region: int) -> list[torch.Tensor]:
-        """The inputs of the first pass."""
+        """Return the inputs of the first pass."""
         row = self._rows[region][0]
         return [self._file.read(row[number]) for number in range(len(row))]
 
@@ -125,13 +127,14 @@ class RegionData:
 def quantize_regions(
     tapes: Sequence[Tape], constants: ModelConstants, file: TensorFile, settings: QuantizeSettings
 ) -> tuple[list[QuantizedRegion], ModelInterface]:
-    """The regions of all tapes that hold something to quantize; and what the model takes and gives.
+    """Quantize the regions of all tapes that hold something to quantize. Also return the model's
+    inputs and outputs.
 
-    What stays in PyTorch has the reason at its site.
+    Operators that stay in PyTorch have the reason at their site.
 
     Raises:
-        ConfigError: a line of the mapping decides for no operator of any region; or an input or
-            output of the model cannot be integers.
+        ConfigError: a line of the mapping has no effect in any region; or an input or output of the
+            model cannot be integer.
     """
     inputs, outputs = (
         {int(k): dtype for k, dtype in (asked or {}).items()}
@@ -162,7 +165,7 @@ def quantize_regions(
         if port.region != OUTSIDE:
             yield from data.read_port(port)
             return
-        for tape in tapes:  # what the model has returned
+        for tape in tapes:  # results of the model
             array = file.read(tape.given[port.number]).numpy()
             if array.size:
                 yield array
@@ -184,7 +187,7 @@ def quantize_regions(
 def build_graphs(
     tapes: Sequence[Tape], constants: ModelConstants, file: TensorFile
 ) -> tuple[list[Region], dict[int, tvm.IRModule], RegionData]:
-    """The regions, the Relax module of each by its number, and their data."""
+    """Build the regions, the Relax module of each by its number, and their data."""
     eager: set[CallSite] = set()
     known: dict[tuple[CallSite, ...], tuple[tuple[int, ...], tvm.IRModule]] = {}
     while True:
@@ -217,8 +220,9 @@ def refuse_region(
     error: ModelError,
     eager: set[CallSite],
 ) -> None:
-    """No graph takes a region: its operators that no graph takes alone stay in PyTorch; all of them
-    where there is none such.
+    """Move operators of a region that no graph can hold to PyTorch.
+
+    These are the operators that no graph can hold alone, or all of them if there are none.
     """
     found = find_refused(region, constants, inputs)
     for i, site in enumerate(region.sites):
@@ -237,7 +241,7 @@ def quantize_region(
     data: RegionData,
     settings: QuantizeSettings,
 ) -> QuantizedRegion:
-    """One region, quantized with the grids of its boundaries and compiled."""
+    """Quantize a region with the parameters of its boundaries, and compile it."""
     inputs, outputs = name_ports(prepared)
     grids: dict[Port, QParams] = {
         port: boundary.qparams
@@ -277,9 +281,9 @@ def quantize_region(
 
 
 def add_integer_outputs(mod: tvm.IRModule, grids: Mapping[int, QParams]) -> tvm.IRModule:
-    """main with further results, behind its own: some of these, by number, on a grid.
+    """Add integer forms of some outputs, by number, after the results of main.
 
-    return x -> return (x, quantize(x)), which their ledger tells of.
+    return x -> return (x, quantize(x)). The ledger lists them.
     """
     if not grids:
         return mod
@@ -306,10 +310,10 @@ def add_integer_outputs(mod: tvm.IRModule, grids: Mapping[int, QParams]) -> tvm.
 
 
 def check_rules(mapping: QConfigMapping, plans: Collection[PreparedModel]) -> None:
-    """That each line of the mapping decides for an operator of some region.
+    """Check that each line of the mapping has an effect on an operator of some region.
 
     Raises:
-        ConfigError: one does not.
+        ConfigError: one has none.
     """
     operators = [operator for prepared in plans for operator in prepared.plan.operators]
     used = {operator.rule for operator in operators}
@@ -318,8 +322,8 @@ def check_rules(mapping: QConfigMapping, plans: Collection[PreparedModel]) -> No
         if is_idle and rule.kind is not Selector.GLOBAL:
             names = ", ".join(sorted({operator.name for operator in operators}))
             raise ConfigError(
-                f"The line {rule.description} of the QConfigMapping decides for no operator that "
-                f"calibration came to. Their names: {names}.",
+                f"The line {rule.description} of the QConfigMapping matches no operator that "
+                f"calibration reached. Their names: {names}.",
                 code="RQ103",
             )
 
@@ -327,8 +331,8 @@ def check_rules(mapping: QConfigMapping, plans: Collection[PreparedModel]) -> No
 def join_ledgers(
     regions: Sequence[QuantizedRegion], sites: Collection[CallSite], alone: Sequence[Ledger] = ()
 ) -> Ledger:
-    """One ledger of all parts: the rows of each region and of each standalone module, and one for
-    each operator in PyTorch.
+    """Join the ledgers: the rows of each region and standalone module, and a row for each
+    operator in PyTorch.
     """
     ledgers = [*(read_ledger(region.mod) for region in regions), *alone]
     inside = {site for region in regions for site in region.region.sites}

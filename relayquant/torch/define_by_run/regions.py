@@ -1,9 +1,9 @@
-"""Define-by-run, after calibration: tapes of calls -> the regions of the user's code.
+"""Define-by-run, after calibration: tapes of calls -> regions of the user's code.
 
-As a compiler finds basic blocks: an operator begins a region where calls come to it from different
-operators, or go on from the one before to different ones. A region ends before an operator that
-stays in PyTorch reads what it computes (`bool(x.max() > 1)`). So each operator belongs to one
-region, and any path through the code is a sequence of whole regions.
+Regions are found like a compiler's basic blocks. An operator starts a region if calls reach it from
+different operators, or if the operator before it continues to different ones. A region ends before
+an operator that stays in PyTorch reads one of its values (`bool(x.max() > 1)`). So each operator
+belongs to one region, and any path through the code is a sequence of whole regions.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from relayquant.torch.define_by_run.arguments import is_equal
 from relayquant.torch.define_by_run.call_sites import CallSite
 from relayquant.torch.define_by_run.tape import Call, ModelConstant, Tape, TapeStep, ValueForm
 
-VARIES = "an argument of it that is no tensor differs from call to call"
-RANK_VARIES = "the rank or dtype of its tensors differs from call to call"
-SOMETIMES_SAME = "it returns the tensor that it is called with in some calls only"
-OTHER_CONSTANT = "it reads another parameter, or none, from call to call"
-OTHER_CONSTANT_ADVICE = "Write it as modules, each with a parameter, or as an operator for each."
-VARIES_ADVICE = "Compute it with tensors, or make it a constant of the code."
+VARIES = "one of its arguments that is not a tensor differs between calls"
+RANK_VARIES = "the rank or dtype of its tensors differs between calls"
+SOMETIMES_SAME = "it returns its argument itself in some calls only"
+OTHER_CONSTANT = "the parameter that it reads differs between calls"
+OTHER_CONSTANT_ADVICE = "Use a separate module or operator for each parameter."
+VARIES_ADVICE = "Compute it with tensors, or make it a constant in the code."
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ class Input:
     number: int
 
 
-#: What a step of a region reads.
+#: Operand of a step of a region.
 Source = Inside | Input | ModelConstant
 
 
 @dataclass(frozen=True, eq=False)
 class RegionStep:
-    """A step of a region: what it reads, and the numbers of the values it computes.
+    """A step of a region: its operands, and the numbers of the values it computes.
 
-    `step` is one of those that were recorded, for its call and its form.
+    `step` is one of the recorded steps, for its call and its structure.
     """
 
     step: TapeStep
@@ -55,14 +55,14 @@ class RegionStep:
 
     @property
     def call(self) -> Call:
-        """What it computes, without writing into anything."""
+        """The call of the step, without writing into an argument."""
         assert self.step.pure is not None
         return self.step.pure
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One time that a call went through a region: number of the tape, and of the steps."""
+    """One execution of a region in a call: number of the tape, and of the steps."""
 
     tape: int
     steps: tuple[int, ...]
@@ -70,7 +70,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Form:
-    """Shape and dtype of a value in all passes; None for a size that differs."""
+    """Shape and dtype of a value in all passes. None for a size that differs."""
 
     shape: tuple[int | None, ...]
     dtype: object
@@ -81,11 +81,11 @@ class Region:
     """Operators that follow one another in every call, whatever branch the code takes.
 
     Attributes:
-        steps: In their order.
-        forms: Of the values that it computes; a size of None differs from pass to pass.
-        inputs: Of the tensors that it reads and that are no constants; likewise.
+        steps: In order.
+        forms: Forms of the values that it computes. A size of None differs between passes.
+        inputs: Forms of the tensors that it reads and that are not constants, in the same way.
         outputs: Numbers of the values that are read elsewhere.
-        passes: All of them.
+        passes: All executions.
     """
 
     steps: tuple[RegionStep, ...]
@@ -100,12 +100,12 @@ class Region:
 
 
 class Cuts:
-    """What the search for regions has found so far; it only grows.
+    """Current result of the search for regions. It only grows.
 
     Attributes:
         eager: Operators that stay in PyTorch.
-        leaders: Operators that begin a region.
-        ends: Operators that end one.
+        leaders: First operators of regions.
+        ends: Last operators of regions.
     """
 
     def __init__(self, eager: set[CallSite]) -> None:
@@ -115,13 +115,13 @@ class Cuts:
 
 
 class _Changed(Exception):
-    """The cuts have changed: what was found with them is void."""
+    """The cuts have changed: results found with them are no longer valid."""
 
 
 def find_regions(tapes: Sequence[Tape], eager: set[CallSite]) -> list[Region]:
-    """The regions of all tapes, in the order in which calls first came to them.
+    """Find the regions of all tapes, in the order in which calls first reached them.
 
-    `eager` are operators that stay in PyTorch; those that cannot be part of a region are added,
+    `eager` are operators that stay in PyTorch. Operators that cannot be part of a region are added,
     with the reason at the site.
     """
     cuts = Cuts(eager)
@@ -151,7 +151,9 @@ def _form_regions(tapes: Sequence[Tape], cuts: Cuts) -> Iterator[Region]:
 
 
 def find_leaders(tapes: Sequence[Tape], cuts: Cuts) -> None:
-    """Operators that do not always follow the same one, or follow one that goes on to others."""
+    """Find operators that have several predecessors, or whose predecessor has several
+    successors.
+    """
     before: dict[CallSite, set[CallSite | None]] = defaultdict(set)
     after: dict[CallSite, set[CallSite | None]] = defaultdict(set)
     for tape in tapes:
@@ -174,10 +176,10 @@ def find_leaders(tapes: Sequence[Tape], cuts: Cuts) -> None:
 
 
 def cut_tape(tape: Tape, cuts: Cuts) -> Iterator[list[int]]:
-    """Numbers of the steps of each pass; finds new ends."""
+    """Return the numbers of the steps of each pass. Finds new ends."""
     current: list[int] = []
     touched: set[object] = set()  # values that the pass computes
-    inputs: set[object] = set()  # and those that it reads
+    inputs: set[object] = set()  # values that it reads
     for i, step in enumerate(tape.steps):
         if step.site in cuts.eager:
             is_reader = not touched.isdisjoint(step.operands)
@@ -206,8 +208,8 @@ def cut_tape(tape: Tape, cuts: Cuts) -> Iterator[list[int]]:
 def find_read_values(
     tapes: Sequence[Tape], owners: Mapping[tuple[int, int], tuple[CallSite, int]]
 ) -> list[set[int]]:
-    """Of each tape, the values that are read outside of the pass that computes them, or still
-    exist when the call is over.
+    """Find the values of each tape that are read outside the pass that computes them, or still
+    exist after the call.
     """
     found: list[set[int]] = []
     for t, tape in enumerate(tapes):
@@ -226,15 +228,16 @@ def find_read_values(
 def form_region(
     tapes: Sequence[Tape], passes: Sequence[Pass], read: Sequence[set[int]], cuts: Cuts
 ) -> Region:
-    """The region whose passes these are.
+    """Build the region with these passes.
 
     Raises:
-        _Changed: the passes do not agree; the cuts now say so.
+        _Changed: the passes do not agree. The cuts were changed accordingly.
     """
     rows = [[tapes[each.tape].steps[i] for i in each.steps] for each in passes]
-    inputs: dict[tuple[int, ...], int] = {}  # what it is in each pass -> number of the input
+    inputs: dict[tuple[int, ...], int] = {}  # its value in each pass -> number of the input
     steps: list[RegionStep] = []
-    inside = [dict[int, int]() for _ in passes]  # of each pass: value of the tape -> of the region
+    # for each pass: value of the tape -> value of the region
+    inside = [dict[int, int]() for _ in passes]
     count = 0
     for k, first in enumerate(rows[0]):
         column = [row[k] for row in rows]
@@ -252,7 +255,7 @@ def form_region(
                 source = Input(inputs.setdefault(source, len(inputs)))
             sources.append(source)
         if first.target and not isinstance(sources[0], Inside):
-            refuse(first.site, cuts, "it writes into a tensor of another part of the code", "")
+            refuse(first.site, cuts, "it writes into a tensor from another part of the code", "")
         is_lent = first.is_same and not isinstance(sources[0], Inside)
         if is_lent and any(first.site in tapes[each.tape].rewritten for each in passes):
             refuse(first.site, cuts, "it returns a tensor that is written into", "")
@@ -285,7 +288,7 @@ def form_region(
 
 
 def check_calls(column: Sequence[TapeStep], cuts: Cuts) -> None:
-    """That an operator has the same arguments in all passes, but for its tensors."""
+    """Check that an operator has the same arguments in all passes, except tensors."""
     first = column[0]
     assert first.pure is not None
     for step in column[1:]:
@@ -297,7 +300,7 @@ def check_calls(column: Sequence[TapeStep], cuts: Cuts) -> None:
 
 
 def refuse(site: CallSite, cuts: Cuts, reason: str, advice: str = "") -> None:
-    """An operator stays in PyTorch; what was found with the cuts so far is void."""
+    """Leave an operator in PyTorch. Results found with the present cuts are no longer valid."""
     site.reason, site.advice = reason, advice
     cuts.eager.add(site)
     raise _Changed
@@ -306,8 +309,9 @@ def refuse(site: CallSite, cuts: Cuts, reason: str, advice: str = "") -> None:
 def find_source(
     operands: Sequence[int | ModelConstant], inside: Sequence[Mapping[int, int]]
 ) -> Source | tuple[int, ...] | None:
-    """What an operand is in all passes: a value of the region, a constant, or the values it is from
-    outside. None where it is not the same kind of thing in all of them.
+    """Find an operand in all passes: a value of the region, a constant, or values from outside.
+
+    None if its kind differs between passes.
     """
     kinds = {
         operand if isinstance(operand, ModelConstant) else values.get(operand)
@@ -325,7 +329,7 @@ def find_source(
 
 
 def join_forms(forms: Sequence[ValueForm]) -> Form:
-    """The form of a value from that in each pass."""
+    """Join the forms of a value in all passes."""
     shapes = zip(*(form.shape for form in forms), strict=True)
     return Form(
         tuple(sizes[0] if len(set(sizes)) == 1 else None for sizes in shapes), forms[0].dtype

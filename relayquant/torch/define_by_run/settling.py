@@ -1,10 +1,9 @@
-"""Define-by-run, after calibration: which tensors from outside of the calls are constants -> tapes
-that say so.
+"""Define-by-run, after calibration: find tensors from outside the calls that are constants.
 
-Parameters and buffers are known before the first call. A plain tensor that is an attribute, one in
-a list, a global, what a closure holds: each is seen when an operator reads it, and may be state as
-well. A constant is what an operator has read each time, if it is still there, unchanged. A buffer
-that has been replaced or written into is none.
+Parameters and buffers are known before the first call. Any other tensor, in an attribute, a list, a
+global or a closure, is seen when an operator reads it, and may be state. It is a constant if the
+operator has read the same tensor each time, and if it still exists unchanged. A buffer that has
+been replaced or written into is not a constant.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from relayquant.torch.define_by_run.tape import (
 )
 from relayquant.torch.state import list_attributes
 
-#: (operator, place among its tensors)
+#: (operator, position among its tensors)
 ReadPlace = tuple[CallSite, int]
 
 
@@ -37,12 +36,12 @@ def settle_constants(
     modules: Mapping[str, torch.nn.Module],
     file: TensorFile,
 ) -> list[Tape]:
-    """The tapes with each constant as one; `constants` knows them too.
+    """Return the tapes with constants marked. `constants` is extended.
 
     Args:
-        tapes: Of all calls; they are not changed.
-        modules: What the model is made of, by name.
-        file: Takes the tensors of parameters and buffers that have changed.
+        tapes: Tapes of all calls. They are not changed.
+        modules: Modules of the model, by name.
+        file: Stores the tensors of parameters and buffers that have changed.
     """
     found = find_constants(tapes)
     names = name_tensors(modules)
@@ -52,14 +51,14 @@ def settle_constants(
 
 
 def iterate_operands(tape: Tape) -> Iterator[tuple[TapeStep, int, Operand]]:
-    """(step, place, operand) of all that a tape reads."""
+    """Yield (step, position, operand) of everything that a tape reads."""
     for step in tape.steps:
         for place, operand in enumerate(step.operands):
             yield step, place, operand
 
 
 def find_constants(tapes: Sequence[Tape]) -> dict[OutsideTensor, torch.Tensor]:
-    """The tensors that wherever they are read nothing else is, and that are as they were."""
+    """Find tensors that are unchanged and that are read at their places in every call."""
     read: dict[ReadPlace, set[OutsideTensor | None]] = defaultdict(set)
     for tape in tapes:
         for step, place, operand in iterate_operands(tape):
@@ -83,7 +82,7 @@ def settle_tape(
     kept: set[int],
     file: TensorFile,
 ) -> Tape:
-    """One tape, settled.
+    """Mark the constants of one tape.
 
     Args:
         found: The constants among the tensors from outside.
@@ -109,7 +108,9 @@ def settle_tape(
 
 
 def name_tensors(modules: Mapping[str, torch.nn.Module]) -> dict[int, str]:
-    """id of a tensor -> path of the attribute that holds it; "<path>_<number>" of one in a list."""
+    """Map id of a tensor to the path of the attribute that holds it. "<path>_<number>" for one
+    in a list.
+    """
     found: dict[int, str] = {}
     for root, module in modules.items():
         for path, held in list_attributes(module).items():

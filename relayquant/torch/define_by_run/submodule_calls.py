@@ -1,7 +1,7 @@
-"""Define-by-run: standalone and custom modules, each one operator to the code that calls it.
+"""Define-by-run: calls of standalone and custom modules. Each is one operator for the calling code.
 
-What is called there is, at calibration, the float module or the observed form, whose calls and
-results are stored; after `convert` the integer module of its own, or the quantized form.
+In calibration, the float module or the observed form is called, and its calls and results are
+stored. After `convert`, the separate integer module or the quantized form is called.
 """
 
 from __future__ import annotations
@@ -34,30 +34,28 @@ from relayquant.torch.submodule_cut import TensorTree
 
 
 class ObservedCall:
-    """A call of a standalone or custom module: as `forwards.ModuleCall`."""
+    """A call of a standalone or custom module. Same interface as `forwards.ModuleCall`."""
 
     def __init__(self, function: SubmoduleFunction) -> None:
         self.function = function
 
     def play(self, caller: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What the module returns: an operator, to whatever looks at operators."""
+        """Run the module as one operator, visible to everything that watches operators."""
         tensors = [*args, *kwargs.values()]
         return handle_torch_function(self.function, tensors, *args, **kwargs)
 
     def begin(self, caller: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """There is nothing to learn."""
+        """Nothing to learn."""
 
     def end(self, caller: Any) -> None:
-        """There is nothing to end."""
+        """Nothing to end."""
 
     def learn(self, lesson: Any, result: Any) -> None:
-        """There is nothing to learn."""
+        """Nothing to learn."""
 
 
 class ObservedStandalone:
-    """A standalone module while the model is calibrated: it runs in float, and what it is called
-    with is stored.
-    """
+    """A standalone module during calibration: it runs in float, and its arguments are stored."""
 
     def __init__(self, module: nn.Module, path: str, file: TensorFile) -> None:
         self._module, self._path, self._file = module, path, file
@@ -65,14 +63,15 @@ class ObservedStandalone:
         self._form: TensorTree | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """
+        """Run the module.
+
         Raises:
-            ModelError: it is not called with tensors alone, or writes into one.
+            ModelError: an argument is not a tensor, or the module writes into one.
         """
         if kwargs or not all(isinstance(value, torch.Tensor) for value in args):
             raise ModelError(
-                f"Module {self._path!r} is to be quantized by itself, but is called with more than "
-                "tensors by position. Choose a module within it, or around it.",
+                f"Module {self._path!r} is to be quantized separately, but is not called with "
+                "positional tensors only. Choose an inner or an outer module.",
                 code="RQ208",
             )
         versions = [value._version for value in args]
@@ -80,9 +79,9 @@ class ObservedStandalone:
         result = type(self._module).forward(self._module, *args)
         if [value._version for value in args] != versions:
             raise ModelError(
-                f"Module {self._path!r} is to be quantized by itself, but writes into a tensor "
-                "that it is called with, which an integer module does not. Choose a module around "
-                "it, or write it without operators in place.",
+                f"Module {self._path!r} is to be quantized separately, but writes into one of its "
+                "arguments. An integer module cannot do that. Choose an outer module, or write "
+                "it without in-place operators.",
                 code="RQ208",
             )
         self._form = TensorTree.split(result)[0]
@@ -91,10 +90,10 @@ class ObservedStandalone:
     def quantize(
         self, whole: nn.Module, rule: StandaloneRule, given: Any, settings: QuantizeSettings
     ) -> StandaloneModule | None:
-        """The integer module of its own; None if it was not called.
+        """Return the separate integer module. None if it was not called.
 
         Args:
-            whole: What holds it, at its path.
+            whole: The module that holds it, at its path.
             given: The mapping of `prepare`.
         """
         if self._form is None:
@@ -120,8 +119,8 @@ class ObservedStandalone:
 
 
 def find_dynamic(sizes: Sequence[tuple[tuple[int, ...], ...]]) -> tuple[Any, ...] | None:
-    """Dynamic shapes of inputs for `torch.export`, whose sizes these are in each call: those that
-    differ. None where none does.
+    """Return dynamic shapes for `torch.export` from the sizes in each call: the sizes that
+    differ. None if all are equal.
     """
     dims = tuple(
         {
@@ -135,10 +134,10 @@ def find_dynamic(sizes: Sequence[tuple[tuple[int, ...], ...]]) -> tuple[Any, ...
 
 
 class StandaloneModule:
-    """A standalone module, converted: an integer module of its own, that takes and gives floats.
+    """A converted standalone module: a separate integer module that takes and returns floats.
 
     Attributes:
-        mod: The integer module. Inputs and outputs that its configuration has as integers are
+        mod: The integer module. If its configuration has integer inputs and outputs, they are
             rounded here.
     """
 
@@ -152,30 +151,30 @@ class StandaloneModule:
 
     @property
     def ledger(self) -> Ledger:
-        """That of the module, by names in the whole model."""
+        """The ledger of the module, with names of the whole model."""
         ledger = read_ledger(self.mod)
         rows = (replace(row, name=f"{self._prefix}{row.name}") for row in ledger.rows)
         return replace(ledger, rows=tuple(rows))
 
     def __call__(self, *args: torch.Tensor) -> Any:
-        """What the float module would give."""
+        """Return what the float module would return."""
         given = [*map(quantize_by, args, self._inputs)]
         results = self._module.call(given)
         return self._form.join([*map(dequantize_by, results, self._outputs)])
 
 
 def find_grids(values: Sequence[Any]) -> list[QParams | None]:
-    """The grids of inputs or outputs; None for those in float."""
+    """Find the parameters of inputs or outputs. None for float ones."""
     return [value.qparams if value.is_integer else None for value in values]
 
 
 def quantize_by(tensor: torch.Tensor, grid: QParams | None) -> torch.Tensor:
-    """A float tensor as a module takes it."""
+    """Quantize a float tensor for a module."""
     return tensor if grid is None else quantize_tensor(tensor, grid)
 
 
 def dequantize_by(tensor: torch.Tensor, grid: QParams | None) -> torch.Tensor:
-    """What a module gives as a float tensor."""
+    """Dequantize a tensor from a module."""
     return tensor if grid is None else dequantize_tensor(tensor, grid)
 
 
@@ -184,10 +183,10 @@ class ObservedSubmodules:
     """The standalone and custom modules of a prepared model.
 
     Attributes:
-        whole: What holds them, at their paths.
+        whole: The module that holds them, at their paths.
         standalone: Each with its rule, by path.
-        observed: The observed form of each custom module, and the class of the quantized one.
-        mapping: As the user gave it.
+        observed: The observed form of each custom module, and the class of the quantized form.
+        mapping: The user's mapping.
     """
 
     whole: nn.Module
@@ -199,7 +198,7 @@ class ObservedSubmodules:
     def find(
         whole: nn.Module, config: PrepareCustomConfig, mapping: Any, file: TensorFile
     ) -> ObservedSubmodules:
-        """Those that a configuration names.
+        """Find the modules that a configuration names.
 
         Raises:
             ConfigError: a rule finds none.
@@ -215,11 +214,11 @@ class ObservedSubmodules:
         return ObservedSubmodules(whole, alone, custom, mapping)
 
     def make_calls(self, forms: Mapping[str, Callable[..., Any]]) -> dict[int, ObservedCall]:
-        """id of a module -> the call of what is called in its place, of those with a path here."""
+        """Map id of a module to the call of its replacement, for modules with a path here."""
         calls: dict[int, ObservedCall] = {}
         for path, form in forms.items():
             reason = (
-                "it is standalone: an integer module of its own"
+                "it is standalone: a separate integer module"
                 if path in self.standalone
                 else "it is custom: its quantized form is called"
             )
@@ -229,16 +228,16 @@ class ObservedSubmodules:
         return calls
 
     def observe(self) -> dict[int, ObservedCall]:
-        """What is called while the model is calibrated."""
+        """Return the modules that are called during calibration."""
         forms: dict[str, Callable[..., Any]] = {p: form for p, (form, _) in self.observed.items()}
         forms.update((path, form) for path, (form, _) in self.standalone.items())
         return self.make_calls(forms)
 
     def convert(self, settings: QuantizeSettings) -> dict[str, Any]:
-        """What is called after `convert`, by path.
+        """Return the modules that are called after `convert`, by path.
 
         Raises:
-            ModelError: a custom module's `from_observed` gives no module.
+            ModelError: a custom module's `from_observed` returns no module.
         """
         forms: dict[str, Any] = {}
         for path, (observed, quantized) in self.observed.items():

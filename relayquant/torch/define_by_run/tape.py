@@ -1,8 +1,8 @@
-"""Define-by-run, calibration: a call of the model is run and recorded on a `Tape`.
+"""Define-by-run, calibration: run a call of the model and record it on a `Tape`.
 
-A tape can be run again by itself: control flow has been decided, and what came from outside is
-stored. So nothing is observed while the user's code runs, and calibration sees what it needs,
-whatever the regions turn out to be once all calls are known.
+A tape can be run again: control flow is decided, and values from outside are stored. So nothing is
+observed while the user's code runs. After all calls are known and the regions are found,
+calibration computes the values that it needs.
 """
 
 from __future__ import annotations
@@ -50,21 +50,22 @@ from relayquant.torch.define_by_run.functions import (
 
 
 class TensorFile:
-    """Tensors on disk, in a temporary file that goes with this object. Several threads may use
-    it.
+    """Tensors on disk, in a temporary file that is deleted with this object. Several threads
+    may use it.
     """
 
     def __init__(self) -> None:
         with writing("temporary files", TEMPORARY):
             self._file = tempfile.TemporaryFile(prefix="relayquant-")  # noqa: SIM115
-        #: each tensor: where it lies, its shape and dtype; or it, of a dtype that numpy has not
+        #: for each tensor: its position, shape and dtype; or the tensor itself if numpy lacks its
+        #: dtype
         self._rows: list[tuple[int, tuple[int, ...], np.dtype[Any]] | torch.Tensor] = []
         self._end = 0
         self._is_at_end = True
         self._moving = threading.Lock()  # the file has one position
 
     def append(self, tensor: torch.Tensor) -> int:
-        """Store a tensor as it is now; its number."""
+        """Store the present value of a tensor and return its number."""
         value = tensor.detach()
         try:
             array = value.numpy()
@@ -84,7 +85,7 @@ class TensorFile:
             return len(self._rows) - 1
 
     def read(self, number: int) -> torch.Tensor:
-        """The tensor that has a number, a new one each time."""
+        """Read the tensor with a number, a new one each time."""
         row = self._rows[number]
         if isinstance(row, torch.Tensor):
             return row.clone()
@@ -106,37 +107,38 @@ class ValueForm:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> ValueForm:
-        """Those of a tensor."""
+        """Return the form of a tensor."""
         return ValueForm(tuple(tensor.shape), tensor.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConstant:
-    """A parameter or buffer of the model, or a tensor that is as constant, by its id."""
+    """A parameter or buffer of the model, or another constant tensor, by its id."""
 
     number: int
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class OutsideTensor:
-    """A tensor that a call read and that was there before it: an attribute, a global, a closure's.
+    """A tensor that a call read and that existed before the call: an attribute, a global, a
+    closure's variable.
 
     Attributes:
-        tensor: The tensor, which may be gone.
-        version: How often it had been written into.
+        tensor: The tensor, which may no longer exist.
+        version: Number of writes into it at that time.
     """
 
     tensor: weakref.ref[torch.Tensor]
     version: int
 
     def find(self) -> torch.Tensor | None:
-        """The tensor, if somebody holds it and nobody has written into it since."""
+        """Return the tensor if it still exists and nobody has written into it since."""
         tensor = self.tensor()
         is_kept = tensor is not None and self.version == read_version(tensor) != UNCOUNTED
         return tensor if is_kept else None
 
 
-#: What a step reads: number of a value of the tape, or a constant.
+#: Operand of a step: number of a value of the tape, or a constant.
 Operand = int | ModelConstant
 
 
@@ -148,7 +150,7 @@ class Call:
     arguments: Any  # (args, kwargs)
 
     def run(self, tensors: Any) -> Any:
-        """What it returns for these tensors."""
+        """Return the result for these tensors."""
         args, kwargs = join_arguments(self.arguments, tensors)
         return self.function(*args, **kwargs)
 
@@ -158,19 +160,20 @@ class TapeStep:
     """One call of an operator.
 
     Attributes:
-        site: Which operator.
-        call: What was called.
-        pure: The same without writing into an argument, where a graph can hold it; None: it can
-            not, and the operator stays in PyTorch.
-        target: Whether it returns its first tensor, into which it has written.
-        operands: What its tensors are.
-        form: What it returns; None for what is no tensor.
+        site: The operator.
+        call: The recorded call.
+        pure: The same without writing into an argument, if a graph can hold it. None: it cannot,
+            and the operator stays in PyTorch.
+        target: Whether it returns its first tensor after writing into it.
+        operands: Its tensors.
+        form: Structure of its result. None for a result without tensors.
         results: Numbers of the values it returns.
-        is_drawn: Whether it gives another result each time: `results` are stored, and it is not
+        is_drawn: Whether the result is different each time. Then `results` are stored and it is not
             run again.
-        is_same: Whether it returns its first tensor as it is, as `contiguous` may: the same tensor.
-        written: Tensors, by their place among the operands, that it writes into and does not
-            return, and the numbers of what they hold afterwards.
+        is_same: Whether it returns its first tensor unchanged, as `contiguous` may: the same
+            tensor.
+        written: Tensors that it writes into and does not return, by position among the operands,
+            and the numbers of their values afterwards.
     """
 
     site: CallSite
@@ -190,20 +193,20 @@ class TapeStep:
         return self.target or bool(self.written)
 
     def list_values(self) -> list[int]:
-        """Numbers of the values that it reads, returns or writes."""
+        """Return the numbers of the values that it reads, returns or writes."""
         numbers = (*self.operands, *self.results, *(value for _, value in self.written))
         return [number for number in numbers if isinstance(number, int)]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class KnownOperator:
-    """How an operator was called last.
+    """The last call of an operator.
 
     Attributes:
-        step: That call.
-        repeated: Its function, where a call of it with equal arguments is a repetition; None where
-            each has to be looked at by itself.
-        flat: These arguments; without meaning where `repeated` is None.
+        step: The recorded step.
+        repeated: Its function, if a call with equal arguments is a repetition. None if each call
+            must be examined.
+        flat: Its arguments. Unused if `repeated` is None.
     """
 
     step: TapeStep
@@ -212,7 +215,9 @@ class KnownOperator:
 
     @staticmethod
     def of(name: str, step: TapeStep, is_alias: bool) -> KnownOperator:
-        """That of the function with this name; `is_alias`: it shows the memory of a tensor."""
+        """Make it for the function with this name. `is_alias`: its result shares the memory of
+        a tensor.
+        """
         call = step.call
         is_own = is_alias or step.is_drawn or step.writes or may_write(name, call.arguments[1])
         is_alike = not is_own and step.form in (None, SINGLE)
@@ -224,21 +229,25 @@ class Tape:
     """One call of the model.
 
     Attributes:
-        rows: What ran, in order, as steps that are alike but for operands and results.
-        numbers: These, of all rows: operands of the first, its results, operands of the second ...
-        forms: Of every value.
-        stored: Number of a value that came from outside -> its number in the file.
+        rows: Executed steps in order. Equal steps are the same object, without operands and
+            results.
+        numbers: Operands and results of all rows: operands of the first, its results, operands of
+            the second ...
+        forms: Form of every value.
+        stored: Number of a value from outside -> its number in the file.
         arguments: Arguments of the call, with slots.
         inputs: Tensors among them: their numbers in the file.
         sizes: Shapes of these tensors.
-        entries: Number of a value -> number of the tensor among the arguments that it was.
-        results: Values that the model returned, tensor by tensor, None for one that is none of
-            the tape's; and `given`, their numbers in the file. Where these are asked for.
-        outside: Number of a value -> the tensor that it was, of those that are no arguments or
-            constants and that the call has not made: state from before.
-        eager: Operators that only PyTorch can run: they make views of what is written into.
-        rewritten: Operators that have returned a tensor as it is, which was then written into.
-        alive: Values that still exist when the call is over: results, and state.
+        entries: Number of a value -> number of the argument tensor that it was.
+        results: Values that the model returned, for each tensor; None for a tensor that is not on
+            the tape. Only if requested.
+        given: Numbers of these tensors in the file. Only if requested.
+        outside: Number of a value -> tensor, for tensors that are state: not arguments, not
+            constants, and not made by the call.
+        eager: Operators that only PyTorch can run, because they make views of tensors that are
+            written into.
+        rewritten: Operators that have returned a tensor unchanged, which was then written into.
+        alive: Values that still exist after the call: results, and state.
     """
 
     def __init__(self) -> None:
@@ -258,30 +267,30 @@ class Tape:
         self.alive: frozenset[int] = frozenset()
 
     def append(self, step: TapeStep) -> None:
-        """A step that has run."""
+        """Append an executed step."""
         self.rows.append(step)
         self.numbers += (*step.operands, *step.results)
 
     @property
     def has_state(self) -> bool:
-        """Whether the call read what was there before it, and is no constant."""
+        """Whether the call read a tensor that existed before it and is not a constant."""
         return bool(self.outside)
 
     def copy(self) -> Tape:
-        """Another tape of the same call."""
+        """Copy the tape."""
         twin = copy.copy(self)
         vars(twin).pop("steps", None)
         twin.forms, twin.stored, twin.outside = [*self.forms], {**self.stored}, {**self.outside}
         return twin
 
     def add_form(self, form: ValueForm) -> int:
-        """The number of a further value."""
+        """Add a value and return its number."""
         self.forms.append(form)
         return len(self.forms) - 1
 
     @functools.cached_property
     def steps(self) -> tuple[TapeStep, ...]:
-        """All that ran; of a tape that is finished."""
+        """All steps of a finished tape."""
         numbers = iter(self.numbers)
 
         def read(count: int) -> Any:
@@ -294,12 +303,11 @@ class Tape:
 
 
 class ModelConstants:
-    """Parameters and buffers of a model, which are constants as long as nobody writes into them.
+    """Parameters and buffers of a model. They are constants until somebody writes into them.
 
     Attributes:
         names, tensors: By id of the tensor.
-        current: id -> how often it had been written into, and the constant, of those that are as
-            they were.
+        current: id -> (number of writes so far, constant), for unchanged tensors.
     """
 
     def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
@@ -321,7 +329,7 @@ class ModelConstants:
                 self.current[number] = read_version(tensor), ModelConstant(number)
 
     def find_current(self) -> set[int]:
-        """ids of the parameters and buffers that nobody has written into."""
+        """Find the ids of the parameters and buffers that nobody has written into."""
         return {
             number
             for number, (version, _) in self.current.items()
@@ -329,20 +337,20 @@ class ModelConstants:
         }
 
     def keep_before_write(self, tensor: torch.Tensor) -> None:
-        """A tensor is about to be written into: steps that read it so far read a copy."""
+        """Copy a tensor before a write into it: earlier steps read the copy."""
         number = id(tensor)
         if self.current.pop(number, None) is not None:
             self.tensors[number] = tensor.detach().clone()
 
     def note_outside(self, tensor: torch.Tensor) -> OutsideTensor:
-        """A tensor that a call reads as it is now: the same object for the same one."""
+        """Return the object for a tensor that a call reads. The same object for the same tensor."""
         known, version = self._outside.get(id(tensor)), read_version(tensor)
         if known is None or known.tensor() is not tensor or known.version != version:
             known = self._outside[id(tensor)] = OutsideTensor(weakref.ref(tensor), version)
         return known
 
     def add(self, tensor: torch.Tensor, name: str) -> ModelConstant:
-        """A tensor that turned out to be constant; the same one for the same tensor."""
+        """Add a tensor that turned out to be constant. The same constant for the same tensor."""
         number = id(tensor)
         self.tensors.setdefault(number, tensor)
         if number not in self.names:
@@ -353,29 +361,29 @@ class ModelConstants:
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Whether a tensor shows the memory of another."""
+    """Whether a tensor is a view of another."""
     return tensor._base is not None
 
 
 def shares_memory(result: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether a result begins where one of the tensors does that it is made of, and is no view."""
+    """Whether a result starts at the same memory as one of its operands, and is not a view."""
     if result._base is not None:
         return False
     place = result.data_ptr()
     return place != 0 and any(tensor.data_ptr() == place for tensor in tensors)
 
 
-#: version of a tensor that does not count how often it is written into
+#: version of a tensor whose writes are not counted
 UNCOUNTED = -1
 
 
 def read_version(tensor: torch.Tensor) -> int:
-    """How often a tensor was written into; `UNCOUNTED` for those that do not count it."""
+    """Return the number of writes into a tensor. `UNCOUNTED` if they are not counted."""
     return UNCOUNTED if tensor.is_inference() else tensor._version
 
 
 def read_versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """That of each."""
+    """Return the version of each tensor."""
     try:
         return [tensor._version for tensor in tensors]
     except RuntimeError:
@@ -387,10 +395,10 @@ _TENSORS = (torch.Tensor, tuple, list)
 
 
 class RecordedCall(TorchFunctionMode):
-    """Records what runs under it.
+    """Records the calls made under it.
 
-    A loop records the same calls again and again: what is equal is kept once, and known by a look
-    at the arguments that are no tensors.
+    A loop records the same calls again and again. Equal calls are stored once, and recognized by
+    their arguments that are not tensors.
     """
 
     def __init__(
@@ -405,25 +413,26 @@ class RecordedCall(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.order, self._parts = order, parts or {}
-        #: of each operator, how it was called last
+        #: last call of each operator
         self._known = {} if known is None else known
         self.sites, self.constants, self.file = sites, constants, file
         self.tape = Tape()
-        #: id of a tensor -> (the tensor, which may be gone, number of its value)
+        #: id of a tensor -> (the tensor, which may no longer exist, number of its value)
         self._values: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        #: id of a tensor -> (the tensor, which may be gone, operators that have made views of it)
+        #: id of a tensor -> (the tensor, which may no longer exist, operators that made views of
+        #: it)
         self._views: dict[int, tuple[weakref.ref[torch.Tensor], set[CallSite]]] = {}
-        #: id of a tensor -> (the tensor, operators that have returned it as it is)
+        #: id of a tensor -> (the tensor, operators that returned it unchanged)
         self._same: dict[int, tuple[weakref.ref[torch.Tensor], set[CallSite]]] = {}
-        #: operators that have returned such a tensor without making a view
+        #: operators that returned such a tensor without making a view
         self._aliasing: set[CallSite] = set()
         self._forms: dict[tuple[torch.Size, torch.dtype], ValueForm] = {}
-        #: id of a tensor that the call was given or has made without another -> the tensor
+        #: id of a tensor that the call got, or made from no other tensor -> the tensor
         self._own = {id(tensor): weakref.ref(tensor) for tensor in arguments}
         self._arguments = {id(tensor): i for i, tensor in reversed([*enumerate(arguments)])}
 
     def find_call(self, module: torch.nn.Module, frame: FrameType) -> ModuleCall | None:
-        """The call of a standalone or custom module; None for any other."""
+        """Find the call of a standalone or custom module. None for any other module."""
         return self._parts.get(id(module))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -441,7 +450,8 @@ class RecordedCall(TorchFunctionMode):
         tensors: list[torch.Tensor] = []
         arguments = split_arguments((args, kwargs), tensors)
         if not tensors:
-            result = func(*args, **kwargs)  # may make a tensor, which is an input of what follows
+            # may make a tensor, which is an input of later operators
+            result = func(*args, **kwargs)
             read = read_result(result)
             self._own.update((id(t), weakref.ref(t)) for t in (read[1] if read else ()))
             return result
@@ -466,7 +476,7 @@ class RecordedCall(TorchFunctionMode):
     def repeat(
         self, step: TapeStep, name: str, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]
     ) -> Any:
-        """The result of an operator that is called as in `step`, but for its tensors."""
+        """Return the result of an operator that is called as in `step`, with other tensors."""
         if self.order is not None:
             check_order(self.order, len(self.tape.rows), step.site)
         versions = read_versions(tensors)
@@ -484,8 +494,8 @@ class RecordedCall(TorchFunctionMode):
                 )
             )
             return result
-        # A loop comes here at each operator. Numbers are held by lists: objects of their own would
-        # be looked through by Python's garbage collector, again and again.
+        # A loop runs this for each operator. Numbers are kept in lists, because Python's garbage
+        # collector would scan separate objects again and again.
         tape.rows.append(step)
         tape.numbers += operands
         if is_tensor:
@@ -504,11 +514,11 @@ class RecordedCall(TorchFunctionMode):
         versions: Sequence[int],
         result: Any,
     ) -> TapeStep:
-        """The step that a call was.
+        """Make the step of a call.
 
         Args:
-            name: Of the function.
-            operands, versions: Of its tensors, before it ran.
+            name: Name of the function.
+            operands, versions: Operands and versions of its tensors before it ran.
         """
         func, (_, kwargs) = call.function, call.arguments
         after = read_versions(tensors)
@@ -516,12 +526,10 @@ class RecordedCall(TorchFunctionMode):
         if replaces_memory(func, name):
             written = [0]
         form, outputs = read_result(result) or (None, [])
-        is_part = isinstance(
-            func, SubmoduleFunction
-        )  # it is called once, and what it gives is stored
+        is_part = isinstance(func, SubmoduleFunction)  # it is called once, and its result is stored
         is_drawn = is_part or name in RANDOM
         is_drawn |= name in DROPOUT and bool(kwargs.get("training", True))
-        is_cast = torch.is_autocast_enabled("cpu")  # what it gives depends on where it is called
+        is_cast = torch.is_autocast_enabled("cpu")  # its result depends on where it is called
         is_drawn |= is_cast
         gives_first = bool(outputs) and outputs[0] is tensors[0]
         is_target, is_same = gives_first and bool(written), gives_first and not written
@@ -538,7 +546,7 @@ class RecordedCall(TorchFunctionMode):
         elif written == [0] and is_target and not self.has_aliases(tensors[0]):
             pure = find_pure_call(call, name)
         if written and pure is None and not is_part:
-            site.reason = "it writes into a tensor that others may look at"
+            site.reason = "it writes into a tensor that other code may read"
         for i in written if pure is None else ():
             self.keep_views(tensors[i])
         for tensor in outputs:
@@ -562,7 +570,7 @@ class RecordedCall(TorchFunctionMode):
     def find_operands(
         self, tensors: Sequence[torch.Tensor], versions: Sequence[int]
     ) -> list[Operand]:
-        """What tensors are that were written into so often."""
+        """Find the operands for tensors with these versions."""
         constants, values = self.constants.current, self._values
         found: list[Operand] = []
         for i, tensor in enumerate(tensors):
@@ -576,7 +584,7 @@ class RecordedCall(TorchFunctionMode):
         return found
 
     def add_input(self, tensor: torch.Tensor) -> int:
-        """A number for a tensor that is met for the first time: it comes from outside."""
+        """Return a number for a tensor seen for the first time: it comes from outside."""
         own = self._own.get(id(tensor))
         value = self.add_value(tensor)
         if own is None or own() is not tensor:
@@ -588,7 +596,7 @@ class RecordedCall(TorchFunctionMode):
         return value
 
     def note_results(self, tensors: Sequence[torch.Tensor]) -> None:
-        """The model has returned these."""
+        """Record what the model returned."""
         known = [self._values.get(id(tensor)) for tensor in tensors]
         self.tape.results = tuple(
             row[1] if row is not None and row[0]() is tensor else None
@@ -597,7 +605,7 @@ class RecordedCall(TorchFunctionMode):
         self.tape.given = tuple(map(self.file.append, tensors))
 
     def add_value(self, tensor: torch.Tensor) -> int:
-        """A number for what a tensor holds from now on."""
+        """Return a number for the value of a tensor from now on."""
         key = tensor.shape, tensor.dtype
         form = self._forms.get(key)
         if form is None:
@@ -607,17 +615,18 @@ class RecordedCall(TorchFunctionMode):
         return value
 
     def note_same(self, tensor: torch.Tensor, site: CallSite) -> None:
-        """An operator has returned a tensor as it is."""
+        """Record that an operator returned a tensor unchanged."""
         self._same[id(tensor)] = weakref.ref(tensor), self.find_same(tensor) | {site}
 
     def find_same(self, tensor: torch.Tensor) -> set[CallSite]:
-        """Operators that have returned a tensor as it is."""
+        """Find operators that returned a tensor unchanged."""
         known = self._same.get(id(tensor))
         return known[1] if known is not None and known[0]() is tensor else set()
 
     def keep_views(self, tensor: torch.Tensor) -> None:
-        """A tensor was written into: other tensors that show its memory have to stay views of it,
-        which the values of an integer module are not.
+        """Keep views of a tensor that was written into as views: their operators stay in PyTorch.
+
+        Values of an integer module are not views.
         """
         base = tensor._base if is_view(tensor) else tensor
         for site in self.find_views(base):
@@ -625,12 +634,14 @@ class RecordedCall(TorchFunctionMode):
             self.tape.eager.add(site)
 
     def has_aliases(self, tensor: torch.Tensor) -> bool:
-        """Whether another tensor may show the same memory."""
+        """Whether another tensor may share the memory."""
         return tensor.is_inference() or tensor._is_view() or bool(self.find_views(tensor))
 
     def join_aliases(self, tensor: torch.Tensor, other: torch.Tensor, site: CallSite) -> None:
-        """An operator has returned a tensor: one that shows the memory of another without being a
-        view of it, as `detach` and `data` do, shares the views of that one.
+        """Record the result of an operator that shares another tensor's memory without being a
+        view.
+
+        As `detach` and `data`. It shares the views of that tensor.
         """
         place = tensor.data_ptr()
         if tensor is other or not place or place != other.data_ptr() or is_view(tensor):
@@ -641,21 +652,22 @@ class RecordedCall(TorchFunctionMode):
         self._aliasing.add(site)
 
     def add_view(self, base: torch.Tensor, site: CallSite) -> None:
-        """An operator has made a view of a tensor."""
+        """Record that an operator made a view of a tensor."""
         sites = self.find_views(base)
         if not sites:
             self._views[id(base)] = weakref.ref(base), sites
         sites.add(site)
 
     def find_views(self, base: torch.Tensor) -> set[CallSite]:
-        """Operators that have made views of a tensor; not of one that was at its address before,
-        whose views are gone with it.
+        """Find operators that made views of a tensor.
+
+        Views of an earlier tensor at the same address do not count: they no longer exist.
         """
         known = self._views.get(id(base))
         return known[1] if known is not None and known[0]() is base else set()
 
     def finish(self) -> Tape:
-        """The tape, once the call is over and what it returned is held."""
+        """Return the tape after the call, while its result is still held."""
         self.tape.alive = frozenset(
             value for tensor, value in self._values.values() if tensor() is not None
         )
@@ -670,13 +682,14 @@ def explain_eager(
     is_cast: bool,
     is_drawn: bool,
 ) -> tuple[str, str]:
-    """(why no graph can hold a call, what to do about it), whatever it writes into; "" if one can.
+    """Return (why no graph can hold a call, what to do about it), apart from writes. "" if a graph
+    can.
 
     Args:
-        name: Of the function.
-        tensors, results: What it was given, and what it returned.
+        name: Name of the function.
+        tensors, results: Its operands and results.
         is_cast: Whether it was called under autocast.
-        is_drawn: Whether it gives another result each time.
+        is_drawn: Whether its result is different each time.
     """
     if isinstance(call.function, SubmoduleFunction):
         return call.function.reason, ""
@@ -697,15 +710,19 @@ def explain_eager(
 
 
 def find_pure_call(call: Call, name: str) -> Call | None:
-    """The call that computes what this one writes into its first tensor; None if there is none."""
+    """Find a call that computes what this one writes into its first tensor. None if there is
+    none.
+    """
     template, kwargs = call.arguments
     found = find_pure(call.function, name, kwargs)
     return None if found is None else Call(found[0], (template, found[1]))
 
 
 def strip_inplace(call: Call, name: str) -> Call:
-    """A call that has written nothing without the word that it may: of a dropout that does
-    nothing. `x.data` is `x.detach()`, which a graph can hold.
+    """Replace a call that wrote nothing by its pure form.
+
+    For example an in-place dropout in evaluation mode. `x.data` becomes `x.detach()`, which a graph
+    can hold.
     """
     if name == "data":
         return Call(torch.Tensor.detach, call.arguments)
@@ -719,7 +736,7 @@ def replay(
     file: TensorFile,
     observe: Callable[[int, TapeStep, list[torch.Tensor]], None],
 ) -> None:
-    """Run a tape again; `observe` is told of each step's number and of the tensors it reads."""
+    """Run a tape again. `observe` is called with the number and operands of each step."""
     values: dict[int, torch.Tensor] = {}
 
     def find(operand: Operand) -> torch.Tensor:
@@ -735,7 +752,8 @@ def replay(
             tensors = [find(operand) for operand in step.operands]
             observe(i, step, tensors)
             if step.is_drawn or (step.form is None and not step.writes):
-                continue  # results that are stored; what was no tensor has decided what follows
+                # stored results; results that are not tensors have already decided control flow
+                continue
             read = read_result(step.call.run(tensors))
             values.update(zip(step.results, read[1] if read else (), strict=True))
             values.update((value, tensors[k]) for k, value in step.written)
@@ -744,14 +762,14 @@ def replay(
 
 
 def has_equal_call(step: TapeStep, other: TapeStep) -> bool:
-    """Whether two steps call the same, and the same without writing."""
+    """Whether two steps have equal calls, and equal pure calls."""
     a, b = step.call, other.call
     is_alike = a.function is b.function and (step.pure is None) == (other.pure is None)
     return is_alike and is_equal(a.arguments, b.arguments)
 
 
 def check_order(order: Sequence[CallSite], number: int, site: CallSite) -> None:
-    """That a call passes the operators of the first one, in its order (`strict_order`).
+    """Check that a call runs the operators of the first call in the same order (`strict_order`).
 
     Raises:
         ModelError: it does not.
@@ -760,7 +778,7 @@ def check_order(order: Sequence[CallSite], number: int, site: CallSite) -> None:
         expected = str(order[number]) if number < len(order) else "the end of the call"
         raise ModelError(
             f"strict_order: operator {number} of this call is {site}; of the first call it was "
-            f"{expected}. Prepare the model without strict_order where control flow depends on the "
-            "data.",
+            f"{expected}. If control flow depends on the data, prepare the model without "
+            "strict_order.",
             code="RQ208",
         )

@@ -169,7 +169,7 @@ def test_modules__a_mode_of_the_user_sees_their_operators(zoo):
             return linear(torch.cat([x, x], 1))
 
     model.watch = watch
-    with Watching(), pytest.raises(ModelError, match="Calibration never came to cat"):
+    with Watching(), pytest.raises(ModelError, match="Calibration never reached cat"):
         converted(*draw_maps(1))
     model.watch = lambda x: x
     assert "cat" in names

@@ -119,7 +119,7 @@ def test_live__frozen_is_the_folded_module():
     ("change", "reason"),
     [
         ("relu", "it is no part of a quantized operator"),
-        ("zero", "a factor of it is zero"),
+        ("zero", "one of its factors is zero"),
     ],
 )
 def test_live__what_does_not_fit_stays_frozen_with_the_reason(change, reason):

@@ -1146,7 +1146,7 @@ def test_set_standalone_module_name__that_writes_into_what_it_gets():
         (lambda c: replace(c, standalone=(StandaloneRule(3),)), "got 3; allowed: the path"),
         (
             lambda c: c.set_standalone_module_name("layer1").set_standalone_module_name("layer1.0"),
-            "makes 'layer1.0' standalone, and 'layer1', which holds it",
+            "makes 'layer1.0' standalone, and also 'layer1', which contains it",
         ),
         (
             lambda c: c.set_standalone_module_name("layer1", None, CUSTOM),
@@ -1158,7 +1158,7 @@ def test_set_standalone_module_name__that_writes_into_what_it_gets():
                 .set_float_to_observed_mapping(torch.nn.BatchNorm2d, ObservedGain)
                 .set_observed_to_quantized_mapping(ObservedGain, QuantizedGain)
             ),
-            "makes 'layer1.0.bn1' custom, and 'layer1', which holds it, standalone. Say so in the",
+            "makes 'layer1.0.bn1' custom, but it is inside 'layer1', which is standalone.",
         ),
     ],
 )
