@@ -94,7 +94,7 @@ class PatternConfig:
         dtypes: Combinations that run; a QConfig must fit one of them.
         observation: Where the result's parameters come from; None: as the operator row says.
         fixed: For OUTPUT_USE_FIXED_QPARAMS, the parameters by dtype and scheme.
-        claims_first: Whether it takes its operators, anywhere in the graph, before rows without
+        match_first: Whether it takes its operators, anywhere in the graph, before rows without
             this take any; so `BackendConfig.with_pattern` adds a row.
     """
 
@@ -102,7 +102,7 @@ class PatternConfig:
     dtypes: tuple[DTypeConfig, ...]
     observation: ObservationType | None = None
     fixed: tuple[FixedOutput, ...] = ()
-    claims_first: bool = False
+    match_first: bool = False
 
     def find_fixed(self, spec: QSpec) -> Any:
         """The observer of fixed parameters for a result of this spec, None if there is none."""
@@ -243,7 +243,7 @@ class BackendConfig:
             dtypes = self.patterns[0].dtypes
         # A pattern of the table that gets other dtypes is as long or short as it was: before longer
         # ones it would cut the operators that these fuse.
-        is_own = any(row.pattern is pattern and not row.claims_first for row in self.patterns)
+        is_own = any(row.pattern is pattern and not row.match_first for row in self.patterns)
         row = PatternConfig(pattern, tuple(dtypes), observation, tuple(fixed), not is_own)
         others = (other for other in self.patterns if other.pattern.name != pattern.name)
         return replace(self, patterns=(row, *others))

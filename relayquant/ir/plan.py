@@ -152,7 +152,7 @@ class OperatorPlan(PlainFields):
         return self.dynamic is not None or self.grouped is not None
 
     @property
-    def is_unserved(self) -> bool:
+    def is_unsupported(self) -> bool:
         """Whether the backend cannot run what its QConfig asks for.
 
         Either the dtypes are unsupported, or a rule for this operator alone is not fulfilled.

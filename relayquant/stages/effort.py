@@ -95,11 +95,11 @@ def choose_order(plan: Plan, calibration: Any, effort: Effort) -> Order:
         calibration: The user's observer for all activations; None: as the plan says.
         effort: The level.
     """
-    pickers = [
+    chosen = [
         group.calibration if calibration is None or group.is_fixed else calibration
         for group in plan.activations
     ]
-    if any(isinstance(resolve_calibration(picker), CallableCalibration) for picker in pickers):
+    if any(isinstance(resolve_calibration(each), CallableCalibration) for each in chosen):
         return Order.TOPOLOGICAL
     return EFFORTS[effort].order
 
@@ -163,8 +163,8 @@ def describe_observers(
         calibration: The user's observer for all activations; None: as the plan says.
         observers: Group key -> observer that chose its parameters.
     """
-    pickers = [group.calibration if calibration is None else calibration for group in plan.groups]
-    if not any(isinstance(picker, OutputSQNR) for picker in pickers):
+    chosen = [group.calibration if calibration is None else calibration for group in plan.groups]
+    if not any(isinstance(each, OutputSQNR) for each in chosen):
         return {}
     counts = Counter(observers.values())
     return {

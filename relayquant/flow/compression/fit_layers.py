@@ -255,13 +255,13 @@ def open_results(
     described = [f"{use.place} {use.op} {forms[use.key]}" for use in uses]
     digests = {use.key: digest_batch({"": use.array}) for use in uses}
     fitting = f"{FITS[settings.level]} {settings.activation} {settings.max_loss}"
-    binding = {
+    fingerprint = {
         "model": digest_text(data.mod.script(show_meta=False)),
         "weights": digest_text("\n".join((*described, *(digests[use.key] for use in uses)))),
         "settings": digest_text(fitting),
         "data": digest_text(" ".join(map(digest_batch, data.batches))),
     }
-    with open_checkpoint(settings.checkpoint, binding, "compression") as workspace:
+    with open_checkpoint(settings.checkpoint, fingerprint, "compression") as workspace:
         yield workspace
 
 

@@ -40,7 +40,7 @@ Meet: TypeAlias = Callable[[WeightUse, Gram | None], np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
-class Stretch:
+class LayerSubgraph:
     """Bindings from one weight up to the next, and the values that nothing reads after them. The
     first binding computes `use`. At the start of the function `use` is None.
     """
@@ -78,14 +78,14 @@ def walk_weights(
             data without the changes of earlier weights. Takes twice the time and memory.
     """
     func = mod[name]
-    stretches = cut_stretches(func, uses)
-    read = {var for s in stretches for b in s.bindings for var in find_read(b, uses)}
+    subgraphs = cut_subgraphs(func, uses)
+    read = {var for s in subgraphs for b in s.bindings for var in find_read(b, uses)}
     values = {param: source.array for param, source in params.items() if param in read}
     frames = [start_frame(mod, func, batch, params, values) for batch in batches]
     floats = [Frame(mod, dict(f.values), dict(f.symbols)) for f in frames] if with_float else []
     grams: dict[relax.Expr, Gram] = {}
-    for stretch in stretches:
-        use, weight = stretch.use, None
+    for subgraph in subgraphs:
+        use, weight = subgraph.use, None
         if use is not None:
             gram = None
             if use.op == "matmul":
@@ -94,11 +94,11 @@ def walk_weights(
                     grams = {use.data: gram}
                 gram = grams[use.data]
             weight = meet(use, gram)
-        if stretch is stretches[-1] and use is not None and use.op == "matmul":
+        if subgraph is subgraphs[-1] and use is not None and use.op == "matmul":
             break  # nothing reads its result
-        run_stretch(frames, stretch, weight, activation, name)
+        run_subgraph(frames, subgraph, weight, activation, name)
         weight = use.array if use is not None and floats else None
-        run_stretch(floats, stretch, weight, None, name)
+        run_subgraph(floats, subgraph, weight, None, name)
 
 
 def start_frame(
@@ -141,21 +141,21 @@ def drop_moves(bindings: Sequence[Any], uses: Mapping[relax.Var, WeightUse]) -> 
     return kept[::-1]
 
 
-def cut_stretches(func: relax.Function, uses: Mapping[relax.Var, WeightUse]) -> list[Stretch]:
+def cut_subgraphs(func: relax.Function, uses: Mapping[relax.Var, WeightUse]) -> list[LayerSubgraph]:
     """Split the bindings of a function before each weight, up to the last one."""
     bindings = [binding for block in func.body.blocks for binding in block.bindings]
-    stops = [i for i, binding in enumerate(bindings) if binding.var in uses]
-    bindings = drop_moves(bindings[: stops[-1] + 1] if stops else [], uses)
-    stops = [i for i, binding in enumerate(bindings) if binding.var in uses]
+    cuts = [i for i, binding in enumerate(bindings) if binding.var in uses]
+    bindings = drop_moves(bindings[: cuts[-1] + 1] if cuts else [], uses)
+    cuts = [i for i, binding in enumerate(bindings) if binding.var in uses]
     ends = find_ends((binding.var, *find_read(binding, uses)) for binding in bindings)
-    stretches = []
-    for start, stop in zip([0, *stops], [*stops, stops[-1] + 1 if stops else 0], strict=True):
+    subgraphs = []
+    for start, stop in zip([0, *cuts], [*cuts, cuts[-1] + 1 if cuts else 0], strict=True):
         if start == stop:
             continue
         dead = tuple(itertools.chain.from_iterable(ends[start:stop]))
         own = tuple(bindings[start:stop])
-        stretches.append(Stretch(uses.get(own[0].var), own, dead))
-    return stretches
+        subgraphs.append(LayerSubgraph(uses.get(own[0].var), own, dead))
+    return subgraphs
 
 
 def collect_gram(
@@ -222,9 +222,9 @@ def round_rows(data: np.ndarray) -> np.ndarray:
     return (integers - zero_point) * scale
 
 
-def run_stretch(
+def run_subgraph(
     frames: Sequence[Frame],
-    stretch: Stretch,
+    subgraph: LayerSubgraph,
     weight: np.ndarray | None,
     activation: QSpec | None,
     name: str,
@@ -235,7 +235,7 @@ def run_stretch(
     Raises:
         DataError: a batch does not fit the function.
     """
-    use, bindings = stretch.use, stretch.bindings
+    use, bindings = subgraph.use, subgraph.bindings
 
     def run(some: slice) -> None:
         rest = bindings
@@ -244,7 +244,7 @@ def run_stretch(
             rest = bindings[1:]
         for i in range(some.start, some.stop):
             try:
-                run_bindings(frames[i], stretch, rest, weight)
+                run_bindings(frames[i], subgraph, rest, weight)
             except ModelError as error:
                 if isinstance(error.__cause__, DataError | IndexError):
                     raise DataError(
@@ -273,17 +273,17 @@ def run_product(
 
 
 def run_bindings(
-    frame: Frame, stretch: Stretch, bindings: Sequence[Any], weight: np.ndarray | None
+    frame: Frame, subgraph: LayerSubgraph, bindings: Sequence[Any], weight: np.ndarray | None
 ) -> None:
     """Compute the values of bindings. `weight` replaces the table if rows are taken from one."""
-    use = stretch.use
+    use = subgraph.use
     with np.errstate(all="ignore"):
         if use is not None and weight is not None and use.op == "take":
             frame.values[use.var] = take_rows(frame, use, bindings[0].value, weight)
             bindings = bindings[1:]
         for binding in bindings:
             execute_binding(frame, binding)
-    for var in stretch.dead:
+    for var in subgraph.dead:
         frame.values.pop(var, None)
 
 

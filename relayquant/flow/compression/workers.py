@@ -27,7 +27,7 @@ from relayquant.flow.compression.fit import (
     run_on_threads,
 )
 from relayquant.stages.calibration.checkpoint import Workspace, open_temporary
-from relayquant.stages.calibration.dispatch import WORKER_TIMEOUT, JobWords, deal_out
+from relayquant.stages.calibration.dispatch import WORKER_TIMEOUT, JobMessages, dispatch_jobs
 from relayquant.stages.calibration.store import BEGIN_ANEW
 
 PROBLEM_FORMAT = "relayquant.group_problem.1"
@@ -67,7 +67,9 @@ class FitWorkers:
             WorkerError: a job failed too often, the pool lost its workers, or they hang.
         """
         remote = [RemoteJob(job, self.place(problem)) for job, problem in jobs]
-        for each, found in deal_out(self.pool, remote, run_remotely, WORKER_TIMEOUT, FIT_WORDS):
+        for each, found in dispatch_jobs(
+            self.pool, remote, run_remotely, WORKER_TIMEOUT, FIT_MESSAGES
+        ):
             yield each.job, found
 
     def place(self, problem: GroupProblem) -> Path:
@@ -134,4 +136,4 @@ def describe_silence(jobs: Sequence[RemoteJob], timeout: float | None) -> Worker
     )
 
 
-FIT_WORDS = JobWords(describe_failure, describe_silence)
+FIT_MESSAGES = JobMessages(describe_failure, describe_silence)

@@ -153,12 +153,12 @@ def prepare_example(
     activation = TensorConfig(QSpec(dtype), MinMax())
     mapping = QConfigMapping().set_global(QConfig(activation, default.weight))
     known = [r for r in backend.patterns if r.pattern.name == row.name]
-    served = backend.with_pattern(row, known[0].dtypes if known else None)
+    extended = backend.with_pattern(row, known[0].dtypes if known else None)
     # A built-in row comes first here too. Otherwise a longer row may match its operators.
-    first, *others = served.patterns
-    served = replace(served, patterns=(replace(first, claims_first=True), *others))
+    first, *others = extended.patterns
+    extended = replace(extended, patterns=(replace(first, match_first=True), *others))
     # "fast" adds nothing that the row does not have, such as a bias for bias correction.
-    return prepare(mod, None, qconfig_mapping=mapping, backend=served, effort=Effort.FAST)
+    return prepare(mod, None, qconfig_mapping=mapping, backend=extended, effort=Effort.FAST)
 
 
 def observe_parameters(

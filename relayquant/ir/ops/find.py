@@ -34,7 +34,7 @@ def order_rows(backend: BackendConfig) -> list[tuple[PatternConfig, ...]]:
     Each part goes over the whole graph, from outputs to inputs, before the next part starts. Within
     a part, the order is the priority at each value.
 
-    Rows with `claims_first` come first, each as one part. The rest of the table follows. Both begin
+    Rows with `match_first` come first, each as one part. The rest of the table follows. Both begin
     with their anchors, so that an add never takes the bias of a convolution.
     """
 
@@ -43,8 +43,8 @@ def order_rows(backend: BackendConfig) -> list[tuple[PatternConfig, ...]]:
         return pattern.kind is Kind.ANCHOR
 
     rows = sorted(backend.patterns, key=lambda row: not is_anchor(row))
-    table = [row for row in rows if not row.claims_first]
-    parts = [(row,) for row in rows if row.claims_first]
+    table = [row for row in rows if not row.match_first]
+    parts = [(row,) for row in rows if row.match_first]
     parts += [tuple(filter(is_anchor, table)), tuple(row for row in table if not is_anchor(row))]
     return [part for part in parts if part]
 

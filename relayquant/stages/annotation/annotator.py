@@ -25,7 +25,7 @@ from relayquant.ir.ops import Kind
 from relayquant.ir.plan import OperatorPlan, Plan
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import constant_value
-from relayquant.stages.annotation.match import Claim, Sites, claim_operators
+from relayquant.stages.annotation.match import OperatorMatch, Sites, match_operators
 from relayquant.stages.annotation.shared_qparams import build_groups
 
 
@@ -45,48 +45,48 @@ def annotate(
         ModelError: the module has no main, or it is not in normal form.
     """
     graph = Graph(mod)
-    claims = claim_operators(graph, backend, mapping)
-    check_mapping(graph, claims, mapping)
-    quantized = decide_quantized(graph, claims, wanted)
-    check_wanted(claims, quantized, wanted)
-    found = build_groups(graph, claims, quantized, wanted)
+    matches = match_operators(graph, backend, mapping)
+    check_mapping(graph, matches, mapping)
+    quantized = decide_quantized(graph, matches, wanted)
+    check_wanted(matches, quantized, wanted)
+    found = build_groups(graph, matches, quantized, wanted)
     operators = []
-    for claim in claims:
+    for matched in matches:
         row = OperatorPlan(
-            name=claim.root.name,
-            op=claim.op,
-            values=tuple(var.name for var in claim.vars),
-            pattern=claim.pattern.name if claim.pattern is not None and claim.match else "",
-            sources=claim.sources,
-            support=claim.support,
-            rule=claim.rule.description if claim.rule is not None else "",
-            is_explicit=claim.rule is not None and claim.rule.kind is not Selector.GLOBAL,
-            passed_over=claim.passed_over,
+            name=matched.root.name,
+            op=matched.op,
+            values=tuple(var.name for var in matched.vars),
+            pattern=matched.pattern.name if matched.pattern is not None and matched.match else "",
+            sources=matched.sources,
+            support=matched.support,
+            rule=matched.rule.description if matched.rule is not None else "",
+            is_explicit=matched.rule is not None and matched.rule.kind is not Selector.GLOBAL,
+            passed_over=matched.passed_over,
         )
-        if claim.root in quantized:
-            name = claim.root.name
+        if matched.root in quantized:
+            name = matched.root.name
             row = replace(
                 row,
                 quantized=True,
                 operands=found.operands[name],
                 output=found.outputs.get(name),
-                accumulator=claim.accumulator,
-                dynamic=claim.dynamic,
-                grouped=claim.grouped,
+                accumulator=matched.accumulator,
+                dynamic=matched.dynamic,
+                grouped=matched.grouped,
             )
         else:
-            skip = claim.skip
+            skip = matched.skip
             row = replace(
                 row,
                 reason=skip.reason if skip else "neither its input nor its result is quantized",
                 advice=skip.advice if skip else "",
-                compute=claim.compute,
+                compute=matched.compute,
             )
         operators.append(row)
     return Plan(tuple(operators), found.groups, found.value_groups)
 
 
-def check_mapping(graph: Graph, claims: Sequence[Claim], mapping: QConfigMapping) -> None:
+def check_mapping(graph: Graph, matches: Sequence[OperatorMatch], mapping: QConfigMapping) -> None:
     """Raise ConfigError for lines that select no operator: the name is misspelt, or the operator
     was folded away.
     """
@@ -94,70 +94,69 @@ def check_mapping(graph: Graph, claims: Sequence[Claim], mapping: QConfigMapping
     for rule in mapping.rules:
         if rule.kind is Selector.GLOBAL or rule.optional:
             continue
-        if not any(rule.selects(find_site(sites, claim)) for claim in claims):
-            names = sorted({claim.root.name for claim in claims})
+        if not any(rule.selects(find_site(sites, matched)) for matched in matches):
+            names = sorted({matched.root.name for matched in matches})
             by_type = rule.kind is Selector.OBJECT_TYPE
-            known = sorted({claim.op for claim in claims}) if by_type else names
+            known = sorted({matched.op for matched in matches}) if by_type else names
             raise ConfigError(
                 f"QConfigMapping: {rule.description} selects no operator of the model. "
-                f"{find_fused(graph, claims, rule)}{suggest_type(claims, rule)}"
+                f"{find_fused(graph, matches, rule)}{suggest_type(matches, rule)}"
                 f"Known: {', '.join(known[:40])}{' ...' if len(known) > 40 else ''}.",
                 code="RQ103",
             )
 
 
-def find_site(sites: Sites, claim: Claim) -> OperatorSite:
+def find_site(sites: Sites, matched: OperatorMatch) -> OperatorSite:
     """Describe a matched operator in the form that mapping lines are compared with."""
-    return sites.site(claim.vars, claim.op, claim.pattern.name if claim.pattern else "")
+    return sites.site(matched.vars, matched.op, matched.pattern.name if matched.pattern else "")
 
 
-def suggest_type(claims: Sequence[Claim], rule: MappingRule) -> str:
+def suggest_type(matches: Sequence[OperatorMatch], rule: MappingRule) -> str:
     """Return a sentence with the type name that a line by type may mean; "" if no name is near."""
     wanted = rule.object_type or (rule.key if rule.kind is Selector.OBJECT_TYPE else "")
-    names = {claim.op.removeprefix("relax.") for claim in claims} | set(RELAY_NAMES)
-    names |= {claim.pattern.name for claim in claims if claim.pattern}
+    names = {matched.op.removeprefix("relax.") for matched in matches} | set(RELAY_NAMES)
+    names |= {matched.pattern.name for matched in matches if matched.pattern}
     near = difflib.get_close_matches(wanted, sorted(names), 1) if wanted not in names else []
     return f"Did you mean {near[0]!r}? " if near else ""
 
 
-def find_fused(graph: Graph, claims: Sequence[Claim], rule: MappingRule) -> str:
+def find_fused(graph: Graph, matches: Sequence[OperatorMatch], rule: MappingRule) -> str:
     """Return a sentence on the operator that a line by type means if a pattern absorbed that
     operator; else "".
     """
     wanted = rule.object_type or (rule.key if rule.kind is Selector.OBJECT_TYPE else "")
-    for claim in claims:
-        for var in claim.vars if wanted and claim.pattern else ():
+    for matched in matches:
+        for var in matched.vars if wanted and matched.pattern else ():
             op = graph.op_name(var)
-            if op != claim.op and is_type(op, "", wanted):
+            if op != matched.op and is_type(op, "", wanted):
                 name = op.removeprefix("relax.")
-                return (
-                    f"{name} is part of {claim.root.name!r} ({claim.pattern.name}); select that. "
-                )
+                whole = f"{matched.root.name!r} ({matched.pattern.name})"
+                return f"{name} is part of {whole}; select that. "
     return ""
 
 
 def check_wanted(
-    claims: Sequence[Claim], quantized: frozenset[relax.Var], wanted: Collection[str]
+    matches: Sequence[OperatorMatch], quantized: frozenset[relax.Var], wanted: Collection[str]
 ) -> None:
     """Raise ConfigError for outputs that are wanted as integers but are computed in float."""
-    for claim in claims:
-        is_float = claim.root not in quantized or claim.has_float_data
-        if claim.root.name in wanted and is_float:
-            reason = claim.skip.reason if claim.skip else "none of its inputs is quantized"
-            if claim.dynamic is not None:
+    for matched in matches:
+        is_float = matched.root not in quantized or matched.has_float_data
+        if matched.root.name in wanted and is_float:
+            reason = matched.skip.reason if matched.skip else "none of its inputs is quantized"
+            if matched.dynamic is not None:
                 reason = "its data has parameters of the run time"
-            if claim.grouped is not None:
+            if matched.grouped is not None:
                 reason = "its weight alone is quantized, in groups"
             raise ConfigError(
-                f"output_dtypes: output {claim.root.name!r} ({claim.op.removeprefix('relax.')}) is "
-                "computed in "
-                f"float: {reason}. Leave it out of output_dtypes, or quantize the operator.",
+                f"output_dtypes: output {matched.root.name!r} "
+                f"({matched.op.removeprefix('relax.')}) is computed in float: {reason}. Leave it "
+                "out of output_dtypes, or quantize the operator.",
                 code="RQ103",
             )
 
 
 def decide_quantized(
-    graph: Graph, claims: Sequence[Claim], wanted: Collection[str] = ()
+    graph: Graph, matches: Sequence[OperatorMatch], wanted: Collection[str] = ()
 ) -> frozenset[relax.Var]:
     """Return the roots of the operators that run on integers.
 
@@ -167,20 +166,22 @@ def decide_quantized(
     """
     # An operator with dynamic parameters or with weights in groups reads and returns float values,
     # so it neither needs nor provides integers for its neighbours.
-    alone = {claim.root for claim in claims if claim.has_float_data}
+    alone = {matched.root for matched in matches if matched.has_float_data}
     quantized = {
-        claim.root: claim for claim in claims if claim.can_quantize and claim.root not in alone
+        matched.root: matched
+        for matched in matches
+        if matched.can_quantize and matched.root not in alone
     }
-    owner = {var: claim.root for claim in claims for var in claim.vars}
+    owner = {var: matched.root for matched in matches for var in matched.vars}
     given = find_given(graph)
     while True:
         below = reach_down(quantized.values(), given)
         above = reach_up(quantized.values(), wanted)
         removed = [
             root
-            for root, claim in quantized.items()
-            if not is_worthwhile(claim, [var in below for var in claim.inputs()], root in above)
-            or (claim.kind is Kind.CONNECTOR and has_float_reader(graph, root, owner, quantized))
+            for root, matched in quantized.items()
+            if not is_worthwhile(matched, [var in below for var in matched.inputs()], root in above)
+            or (matched.kind is Kind.CONNECTOR and has_float_reader(graph, root, owner, quantized))
         ]
         if not removed:
             return frozenset(quantized) | alone
@@ -199,18 +200,18 @@ def find_given(graph: Graph) -> list[relax.Var]:
     ]
 
 
-def is_worthwhile(claim: Claim, available: Sequence[bool], wanted: bool) -> bool:
+def is_worthwhile(matched: OperatorMatch, available: Sequence[bool], wanted: bool) -> bool:
     """Decide whether an operator should run on integers.
 
     Args:
         available: For each input, whether it is available as integers.
         wanted: Whether an anchor wants the result as integers.
     """
-    if claim.kind is Kind.ANCHOR:
+    if matched.kind is Kind.ANCHOR:
         return True
-    if claim.kind is Kind.SHARING:
+    if matched.kind is Kind.SHARING:
         return any(available) or wanted
-    if claim.kind is Kind.CONNECTOR:
+    if matched.kind is Kind.CONNECTOR:
         return bool(available) and all(available) and wanted
     return (bool(available) and all(available)) or (any(available) and wanted)
 
@@ -219,7 +220,7 @@ def has_float_reader(
     graph: Graph,
     root: relax.Var,
     owner: Mapping[relax.Var, relax.Var],
-    quantized: Mapping[relax.Var, Claim],
+    quantized: Mapping[relax.Var, OperatorMatch],
 ) -> bool:
     """Whether a float operator reads the value. It would read the value after rounding to 8 bits.
 
@@ -228,24 +229,24 @@ def has_float_reader(
     return any(owner.get(user) not in quantized for user in graph.users[root])
 
 
-def reach_down(quantized: Iterable[Claim], given: Iterable[relax.Var]) -> set[relax.Var]:
+def reach_down(quantized: Iterable[OperatorMatch], given: Iterable[relax.Var]) -> set[relax.Var]:
     """Return the values that carry integers: an anchor's result, the values that the model
     already holds as integers (`given`), and everything computed from them by quantized
     operators.
     """
     reached = set(given)
-    for claim in quantized:  # in topological order
-        if claim.kind is Kind.ANCHOR or any(var in reached for var in claim.inputs()):
-            reached.add(claim.root)
+    for matched in quantized:  # in topological order
+        if matched.kind is Kind.ANCHOR or any(var in reached for var in matched.inputs()):
+            reached.add(matched.root)
     return reached
 
 
-def reach_up(quantized: Iterable[Claim], wanted: Collection[str] = ()) -> set[relax.Var]:
+def reach_up(quantized: Iterable[OperatorMatch], wanted: Collection[str] = ()) -> set[relax.Var]:
     """Return the values that an anchor or the user wants as integers, directly or through other
     quantized operators.
     """
-    reached = {claim.root for claim in quantized if claim.root.name in wanted}
-    for claim in reversed(list(quantized)):
-        if claim.kind is Kind.ANCHOR or claim.root in reached:
-            reached.update(claim.inputs())
+    reached = {matched.root for matched in quantized if matched.root.name in wanted}
+    for matched in reversed(list(quantized)):
+        if matched.kind is Kind.ANCHOR or matched.root in reached:
+            reached.update(matched.inputs())
     return reached

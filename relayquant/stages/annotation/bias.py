@@ -29,7 +29,7 @@ from relayquant.ir.plan import OperatorPlan, Plan, SharedQParams
 from relayquant.ir.rewrite import Emitter, Graph, Match, rewrite_main
 from relayquant.ir.rewrite.function import SOURCES_ATTR, read_sources
 from relayquant.ir.rewrite.graph import constant_value, tensor_shape
-from relayquant.stages.annotation.match import UNBIASED, Claim, claim_operators
+from relayquant.stages.annotation.match import UNBIASED, OperatorMatch, match_operators
 from relayquant.stages.annotation.shared_qparams import weight_group
 
 #: products and convolutions that take a bias
@@ -61,11 +61,11 @@ def add_biases(
     if not missing:
         return canonical, plan
     changed, products = insert_biases(canonical, dict(missing.values()))
-    claims = {each.root.name: each for each in claim_operators(Graph(changed), backend, mapping)}
+    matches = {each.root.name: each for each in match_operators(Graph(changed), backend, mapping)}
     taken = {
-        name: claims[name]
+        name: matches[name]
         for name, (linear, _) in missing.items()
-        if name in claims and is_same(plan.operator(name), claims[name], products[linear])
+        if name in matches and is_same(plan.operator(name), matches[name], products[linear])
     }
     kept = {missing[name][0]: missing[name][1] for name in taken}
     if len(taken) < len(missing):
@@ -150,15 +150,17 @@ def insert_biases(mod: tvm.IRModule, biases: Biases) -> tuple[tvm.IRModule, dict
     return same, products
 
 
-def is_same(operator: OperatorPlan, claim: Claim, product: str) -> bool:
+def is_same(operator: OperatorPlan, matched: OperatorMatch, product: str) -> bool:
     """Whether the planned operator, with a bias, was matched as a whole and by the same line."""
-    values = {var.name for var in claim.vars}
-    is_whole = claim.kind is Kind.ANCHOR and values == {*operator.values, product}
-    rule = claim.rule.description if claim.rule is not None else ""
-    return is_whole and claim.can_quantize and rule == operator.rule
+    values = {var.name for var in matched.vars}
+    is_whole = matched.kind is Kind.ANCHOR and values == {*operator.values, product}
+    rule = matched.rule.description if matched.rule is not None else ""
+    return is_whole and matched.can_quantize and rule == operator.rule
 
 
-def refine_plan(plan: Plan, claims: Mapping[str, Claim], products: Mapping[str, str]) -> Plan:
+def refine_plan(
+    plan: Plan, matches: Mapping[str, OperatorMatch], products: Mapping[str, str]
+) -> Plan:
     """Return the plan with these operators as matched with a bias. All other decisions stay.
 
     Args:
@@ -166,10 +168,10 @@ def refine_plan(plan: Plan, claims: Mapping[str, Claim], products: Mapping[str, 
     """
     operators, groups = list(plan.operators), list(plan.groups)
     for i, operator in enumerate(operators):
-        if operator.name in claims:
-            claim = claims[operator.name]
-            added = group_bias(claim)
-            operators[i] = refine_operator(operator, claim, added)
+        if operator.name in matches:
+            matched = matches[operator.name]
+            added = group_bias(matched)
+            operators[i] = refine_operator(operator, matched, added)
             at = [group.constant == (operator.name, "weight") for group in groups].index(True)
             groups[at + 1 : at + 1] = added
     renamed = [group if group.constant else rename_consumers(group, products) for group in groups]
@@ -177,28 +179,28 @@ def refine_plan(plan: Plan, claims: Mapping[str, Claim], products: Mapping[str, 
 
 
 def refine_operator(
-    operator: OperatorPlan, claim: Claim, added: Collection[SharedQParams]
+    operator: OperatorPlan, matched: OperatorMatch, added: Collection[SharedQParams]
 ) -> OperatorPlan:
     """Return the plan's row for an operator with a bias."""
     keys = dict(operator.operands)
     keys.update((group.constant[1], group.key) for group in added if group.constant)
     return replace(
         operator,
-        values=tuple(var.name for var in claim.vars),
-        pattern=claim.pattern.name if claim.pattern is not None else "",
-        operands=tuple((name, keys[name]) for name, *_ in claim.operands() if name in keys),
-        sources=claim.sources,
-        accumulator=claim.accumulator,
-        passed_over=claim.passed_over,
+        values=tuple(var.name for var in matched.vars),
+        pattern=matched.pattern.name if matched.pattern is not None else "",
+        operands=tuple((name, keys[name]) for name, *_ in matched.operands() if name in keys),
+        sources=matched.sources,
+        accumulator=matched.accumulator,
+        passed_over=matched.passed_over,
     )
 
 
-def group_bias(claim: Claim) -> list[SharedQParams]:
+def group_bias(matched: OperatorMatch) -> list[SharedQParams]:
     """Return the group of the bias if the bias has its own parameters."""
-    if claim.qconfig is None or not claim.qconfig.has_own_bias:
+    if matched.qconfig is None or not matched.qconfig.has_own_bias:
         return []
-    rows = [row for row in claim.operands() if row[2].role is Role.BIAS]
-    return [weight_group(claim, name, expr, operand) for name, expr, operand in rows]
+    rows = [row for row in matched.operands() if row[2].role is Role.BIAS]
+    return [weight_group(matched, name, expr, operand) for name, expr, operand in rows]
 
 
 def rename_consumers(group: SharedQParams, products: Mapping[str, str]) -> SharedQParams:

@@ -43,7 +43,7 @@ RESIDUAL = "residual"
 
 
 @dataclass(frozen=True, eq=False)
-class Claim:
+class OperatorMatch:
     """An operator of the graph: its match and QConfig if it can be quantized, else the reason."""
 
     root: relax.Var
@@ -150,9 +150,9 @@ class Claim:
         ]
 
 
-def claim_operators(
+def match_operators(
     graph: Graph, backend: BackendConfig, mapping: QConfigMapping
-) -> tuple[Claim, ...]:
+) -> tuple[OperatorMatch, ...]:
     """Match every operator of the graph, in topological order, with the first pattern that accepts
     it.
 
@@ -160,32 +160,32 @@ def claim_operators(
     longest pattern wins at its last operator. An operator that no row matches becomes an entry of
     its own, with the reason.
     """
-    claiming = _Claiming(graph, backend, mapping)
+    matching = _Matching(graph, backend, mapping)
     for rows in order_rows(backend):
         for binding in reversed(graph.bindings):
-            claiming.try_rows(binding.var, rows)
+            matching.try_rows(binding.var, rows)
     for binding in graph.bindings:
-        if binding.var not in claiming.owners and graph.call_of(binding.var) is not None:
-            claiming.add(claiming.explain(binding.var))
-    claims = (choose_float(claim, backend) for claim in claiming.name_passed_over())
-    return tuple(sorted(claims, key=lambda claim: graph.order[claim.root]))
+        if binding.var not in matching.owners and graph.call_of(binding.var) is not None:
+            matching.add(matching.explain(binding.var))
+    matches = (choose_float(matched, backend) for matched in matching.name_passed_over())
+    return tuple(sorted(matches, key=lambda matched: graph.order[matched.root]))
 
 
-def choose_float(claim: Claim, backend: BackendConfig) -> Claim:
+def choose_float(matched: OperatorMatch, backend: BackendConfig) -> OperatorMatch:
     """Return the operator, computed in a narrow float dtype if the configuration asks for one
     and the backend supports it.
     """
-    config = claim.rule.qconfig if claim.rule is not None else None
-    if not isinstance(config, FloatConfig) or tensor_dtype(claim.root) != "float32":
-        return claim
+    config = matched.rule.qconfig if matched.rule is not None else None
+    if not isinstance(config, FloatConfig) or tensor_dtype(matched.root) != "float32":
+        return matched
     if config.dtype in backend.float_dtypes:
-        reason = f"computed in {config.dtype} by the configuration ({claim.rule.description})"
-        return replace(claim, skip=Skip(reason), support=Support.SERVED, compute=config.dtype)
+        reason = f"computed in {config.dtype} by the configuration ({matched.rule.description})"
+        return replace(matched, skip=Skip(reason), support=Support.SERVED, compute=config.dtype)
     skip = Skip(
         f"backend {backend.name!r} does not compute in {config.dtype}",
         "choose a backend whose float_dtypes have it, or None for float32",
     )
-    return replace(claim, skip=skip, support=Support.DTYPE_UNSUPPORTED)
+    return replace(matched, skip=skip, support=Support.DTYPE_UNSUPPORTED)
 
 
 class Sites:
@@ -249,22 +249,22 @@ def find_sites(mod: tvm.IRModule, plan: Plan) -> dict[str, OperatorSite]:
     }
 
 
-class _Claiming:
+class _Matching:
     """State of one pass over the rows: the operators matched so far."""
 
     def __init__(self, graph: Graph, backend: BackendConfig, mapping: QConfigMapping) -> None:
         self.graph, self.backend, self.mapping = graph, backend, mapping
         self.sites = Sites(graph)
-        self.claims: list[Claim] = []
-        self.owners: dict[relax.Var, Claim] = {}
+        self.operators: list[OperatorMatch] = []
+        self.owners: dict[relax.Var, OperatorMatch] = {}
         self.takers: dict[relax.Var, tuple[QuantOp, Match]] = {}
         self.matches: dict[str, list[Match]] = {}
 
-    def add(self, claim: Claim) -> None:
-        self.claims.append(claim)
-        self.owners.update(dict.fromkeys(claim.vars, claim))
-        if claim.pattern is not None and claim.match is not None:
-            self.takers.update(dict.fromkeys(claim.vars, (claim.pattern, claim.match)))
+    def add(self, matched: OperatorMatch) -> None:
+        self.operators.append(matched)
+        self.owners.update(dict.fromkeys(matched.vars, matched))
+        if matched.pattern is not None and matched.match is not None:
+            self.takers.update(dict.fromkeys(matched.vars, (matched.pattern, matched.match)))
 
     def find_rule(
         self, variables: Sequence[relax.Var], op: str, pattern: str
@@ -289,7 +289,7 @@ class _Claiming:
             skip, support = find_refusal(row, match, rule, qconfig, self.backend.name)
             nodes = self.sites.nodes(match.vars)
             self.add(
-                Claim(
+                OperatorMatch(
                     var,
                     match.vars,
                     pattern.op,
@@ -319,22 +319,22 @@ class _Claiming:
             "add a row for the product without the sum, or choose a static QConfig",
         )
 
-    def name_passed_over(self) -> list[Claim]:
+    def name_passed_over(self) -> list[OperatorMatch]:
         """Return all operators, each with the user's rows that match it but were not used."""
         passed = find_passed_over(self.graph, self.backend, self.takers, self.decline)
         if not passed:
-            return self.claims
+            return self.operators
         return [
             replace(
-                claim,
+                matched,
                 passed_over=tuple(
-                    dict.fromkeys(row for var in claim.vars for row in passed.get(var, ()))
+                    dict.fromkeys(row for var in matched.vars for row in passed.get(var, ()))
                 ),
             )
-            for claim in self.claims
+            for matched in self.operators
         ]
 
-    def explain(self, var: relax.Var) -> Claim:
+    def explain(self, var: relax.Var) -> OperatorMatch:
         """Return an entry for a value that no row matched, with the reason.
 
         The reason comes from a row for this operator, from the operator that absorbed a part of the
@@ -351,7 +351,7 @@ class _Claiming:
                 rule, qconfig = self.find_rule((var,), op, pattern.name)
                 support = Support.NOT_ASKED if qconfig is None else Support.FORM_UNSUPPORTED
                 skip = self.decline(pattern, match) or describe_owner(pattern, match, self.takers)
-                return Claim(
+                return OperatorMatch(
                     var, (var,), op, pattern, None, None, skip, nodes, support, rule, row
                 )  # fmt: skip
         rule, _ = self.find_rule((var,), op, "")
@@ -369,7 +369,7 @@ class _Claiming:
                 reason += f": {', '.join(known[:MOST_NAMES])}"
                 reason += " ..." if len(known) > MOST_NAMES else ""
             skip = Skip(reason, "add one with backend.with_pattern(...), or leave it in float")
-        return Claim(var, (var,), op, None, None, None, skip, nodes, support, rule)
+        return OperatorMatch(var, (var,), op, None, None, None, skip, nodes, support, rule)
 
     def find_matches(self, pattern: QuantOp) -> list[Match]:
         """Return all matches of a pattern, the last of the graph first."""

@@ -23,7 +23,7 @@ from relayquant.ir.plan import SharedQParams
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.function import find_free_name
 from relayquant.ir.rewrite.graph import tensor_shape
-from relayquant.stages.annotation.match import Claim
+from relayquant.stages.annotation.match import OperatorMatch
 
 #: a value together with the specification it is quantized by
 Node = tuple[relax.Var, QSpec]
@@ -89,34 +89,34 @@ class ValueGroups:
 
 def build_groups(
     graph: Graph,
-    claims: Sequence[Claim],
+    matches: Sequence[OperatorMatch],
     quantized: frozenset[relax.Var],
     wanted: Collection[str] = (),
 ) -> ValueGroups:
     """Build the groups of the `quantized` operators. Results that are `wanted` as integers
     always have a group.
     """
-    planned = [claim for claim in claims if claim.root in quantized]
+    planned = [matched for matched in matches if matched.root in quantized]
     # An operator with dynamic parameters reads and returns float values, so only its weight has a
     # group. A weight in groups has no entry here, because it has many sets of parameters.
-    active = [claim for claim in planned if not claim.has_float_data]
+    active = [matched for matched in planned if not matched.has_float_data]
     partition = Partition()
     for node in seed_nodes(active, wanted):
         partition.add(node)
     spread_sharing(active, partition)
     join_concat_inputs(graph, active, partition)
-    add_served_outputs(active, partition)
+    add_supported_outputs(active, partition)
 
     primary = choose_primary(active, partition)
     groups, key_of = group_values(graph, active, partition, primary)
     operands: dict[str, tuple[tuple[str, str], ...]] = {}
     outputs: dict[str, str] = {}
-    for claim in planned:
-        name = claim.root.name
-        operands[name], constants = group_operands(claim, primary, key_of)
+    for matched in planned:
+        name = matched.root.name
+        operands[name], constants = group_operands(matched, primary, key_of)
         groups += constants
-        if claim.root in primary and not claim.has_float_data:
-            outputs[name] = key_of[claim.root, primary[claim.root]]
+        if matched.root in primary and not matched.has_float_data:
+            outputs[name] = key_of[matched.root, primary[matched.root]]
 
     value_groups: dict[str, list[str]] = {}
     for (var, spec), key in key_of.items():
@@ -131,13 +131,13 @@ def build_groups(
 
 def group_values(
     graph: Graph,
-    active: Sequence[Claim],
+    active: Sequence[OperatorMatch],
     partition: Partition,
     primary: Mapping[relax.Var, QSpec],
 ) -> tuple[list[SharedQParams], dict[Node, str]]:
     """Return (a group for each set of computed values, the group key of each node)."""
-    shared = {claim.root: claim for claim in active if claim.kind is Kind.SHARING}
-    by_root = {claim.root: claim for claim in active}
+    shared = {matched.root: matched for matched in active if matched.kind is Kind.SHARING}
+    by_root = {matched.root: matched for matched in active}
     consumers = find_consumers(active)
     groups: list[SharedQParams] = []
     key_of: dict[Node, str] = {}
@@ -173,74 +173,74 @@ def group_values(
 
 
 def group_operands(
-    claim: Claim, primary: Mapping[relax.Var, QSpec], key_of: Mapping[Node, str]
+    matched: OperatorMatch, primary: Mapping[relax.Var, QSpec], key_of: Mapping[Node, str]
 ) -> tuple[tuple[tuple[str, str], ...], list[SharedQParams]]:
     """Return ((operand, group key) for each quantized operand, groups of the constants)."""
-    if claim.grouped is not None:
+    if matched.grouped is not None:
         return (), []
     rows: list[tuple[str, str]] = []
     constants: list[SharedQParams] = []
-    for name, expr, operand in claim.operands():
-        if operand.role is Role.BIAS and not _qconfig(claim).has_own_bias:
+    for name, expr, operand in matched.operands():
+        if operand.role is Role.BIAS and not _qconfig(matched).has_own_bias:
             continue
         if operand.role in (Role.WEIGHT, Role.BIAS):
-            group = weight_group(claim, name, expr, operand)
+            group = weight_group(matched, name, expr, operand)
             constants.append(group)
             rows.append((name, group.key))
-        elif not claim.has_float_data and (expr, operand_spec(claim, primary)) in key_of:
-            rows.append((name, key_of[expr, operand_spec(claim, primary)]))
+        elif not matched.has_float_data and (expr, operand_spec(matched, primary)) in key_of:
+            rows.append((name, key_of[expr, operand_spec(matched, primary)]))
     return tuple(rows), constants
 
 
-def activation_spec(claim: Claim) -> QSpec:
+def activation_spec(matched: OperatorMatch) -> QSpec:
     """Return the specification that the operator wants for its computed operands."""
-    return _qconfig(claim).tensor(Role.ACTIVATION).spec.stored
+    return _qconfig(matched).tensor(Role.ACTIVATION).spec.stored
 
 
-def operand_spec(claim: Claim, primary: Mapping[relax.Var, QSpec]) -> QSpec:
+def operand_spec(matched: OperatorMatch, primary: Mapping[relax.Var, QSpec]) -> QSpec:
     """Return the specification in which the operator reads its computed operands. For a sharing
     operator it is the specification of its result.
     """
-    if claim.kind is Kind.SHARING and claim.root in primary:
-        return primary[claim.root]
-    return activation_spec(claim)
+    if matched.kind is Kind.SHARING and matched.root in primary:
+        return primary[matched.root]
+    return activation_spec(matched)
 
 
-def output_spec(claim: Claim) -> QSpec:
+def output_spec(matched: OperatorMatch) -> QSpec:
     """Return the specification of the operator's result."""
-    return _qconfig(claim).tensor(Role.OUTPUT).spec.stored
+    return _qconfig(matched).tensor(Role.OUTPUT).spec.stored
 
 
-def _qconfig(claim: Claim):
-    if claim.qconfig is None:
-        raise ValueError(f"operator {claim.root.name!r} is not quantized")
-    return claim.qconfig
+def _qconfig(matched: OperatorMatch):
+    if matched.qconfig is None:
+        raise ValueError(f"operator {matched.root.name!r} is not quantized")
+    return matched.qconfig
 
 
-def seed_nodes(active: Sequence[Claim], wanted: Collection[str] = ()) -> list[Node]:
+def seed_nodes(active: Sequence[OperatorMatch], wanted: Collection[str] = ()) -> list[Node]:
     """Return the nodes that need parameters: operands of computing operators, results with their
     own parameters, and results that are `wanted` as integers.
     """
     nodes: list[Node] = []
-    for claim in active:
-        if claim.root.name in wanted:
-            nodes.append((claim.root, output_spec(claim)))
-        if claim.kind is Kind.SHARING:
+    for matched in active:
+        if matched.root.name in wanted:
+            nodes.append((matched.root, output_spec(matched)))
+        if matched.kind is Kind.SHARING:
             continue
-        nodes += [(var, activation_spec(claim)) for var in claim.inputs()]
-        if claim.has_own_output:
-            nodes.append((claim.root, output_spec(claim)))
+        nodes += [(var, activation_spec(matched)) for var in matched.inputs()]
+        if matched.has_own_output:
+            nodes.append((matched.root, output_spec(matched)))
     return nodes
 
 
-def spread_sharing(active: Sequence[Claim], partition: Partition) -> None:
+def spread_sharing(active: Sequence[OperatorMatch], partition: Partition) -> None:
     """Join inputs and outputs of sharing operators, in both directions, starting from the seeds."""
     neighbours: dict[relax.Var, list[relax.Var]] = {}
-    for claim in active:
-        if claim.kind is Kind.SHARING:
-            for source in claim.inputs():
-                neighbours.setdefault(source, []).append(claim.root)
-                neighbours.setdefault(claim.root, []).append(source)
+    for matched in active:
+        if matched.kind is Kind.SHARING:
+            for source in matched.inputs():
+                neighbours.setdefault(source, []).append(matched.root)
+                neighbours.setdefault(matched.root, []).append(source)
     queue = [node for nodes in partition.sets() for node in nodes]
     seen = set(queue)
     while queue:
@@ -253,20 +253,20 @@ def spread_sharing(active: Sequence[Claim], partition: Partition) -> None:
                 queue.append(node)
 
 
-def join_concat_inputs(graph: Graph, active: Sequence[Claim], partition: Partition) -> None:
+def join_concat_inputs(graph: Graph, active: Sequence[OperatorMatch], partition: Partition) -> None:
     """Give the inputs of a concat its parameters if nothing else reads them. Then the concat needs
     no requantize.
 
     A value with another reader must not wait for the concat's range, which may depend on that
     reader.
     """
-    by_root = {claim.root: claim for claim in active}
-    for claim in active:
-        if claim.pattern is None or claim.pattern.op != "relax.concat":
+    by_root = {matched.root: matched for matched in active}
+    for matched in active:
+        if matched.pattern is None or matched.pattern.op != "relax.concat":
             continue
-        node = (claim.root, output_spec(claim))
-        for var in claim.inputs():
-            part = (var, activation_spec(claim))
+        node = (matched.root, output_spec(matched))
+        for var in matched.inputs():
+            part = (var, activation_spec(matched))
             if part[1] != node[1] or partition.is_joined(part, node):
                 continue
             members = partition.members(part)
@@ -277,7 +277,7 @@ def join_concat_inputs(graph: Graph, active: Sequence[Claim], partition: Partiti
                 partition.join(part, node)
 
 
-def add_served_outputs(active: Sequence[Claim], partition: Partition) -> None:
+def add_supported_outputs(active: Sequence[OperatorMatch], partition: Partition) -> None:
     """Return a result as the operator's QConfig says, if the QConfig has a separate `output` or if
     the backend cannot produce the specification that the readers want.
 
@@ -288,20 +288,23 @@ def add_served_outputs(active: Sequence[Claim], partition: Partition) -> None:
     for nodes in partition.sets():
         for var, spec in nodes:
             wanted.setdefault(var, []).append(spec)
-    for claim in active:
-        specs = wanted.get(claim.root, [])
-        if claim.kind is Kind.SHARING or not specs or output_spec(claim) in specs:
+    for matched in active:
+        specs = wanted.get(matched.root, [])
+        if matched.kind is Kind.SHARING or not specs or output_spec(matched) in specs:
             continue
-        config = _qconfig(claim)
+        config = _qconfig(matched)
         if config.output is not None:
-            partition.add((claim.root, output_spec(claim)))
+            partition.add((matched.root, output_spec(matched)))
             continue
         direct = replace(config, output=TensorConfig(specs[0], config.data.calibration))
-        if claim.row is not None and claim.row.find_conflict(direct, has_bias=False) is not None:
-            partition.add((claim.root, output_spec(claim)))
+        if (
+            matched.row is not None
+            and matched.row.find_conflict(direct, has_bias=False) is not None
+        ):
+            partition.add((matched.root, output_spec(matched)))
 
 
-def choose_primary(active: Sequence[Claim], partition: Partition) -> dict[relax.Var, QSpec]:
+def choose_primary(active: Sequence[OperatorMatch], partition: Partition) -> dict[relax.Var, QSpec]:
     """Choose the specification that all consumers of a value read: the producer's if a consumer
     wants it, else the first consumer's.
     """
@@ -309,7 +312,7 @@ def choose_primary(active: Sequence[Claim], partition: Partition) -> dict[relax.
     for nodes in partition.sets():
         for var, spec in nodes:
             specs.setdefault(var, []).append(spec)
-    made = {claim.root: output_spec(claim) for claim in active}
+    made = {matched.root: output_spec(matched) for matched in active}
     return {var: made[var] if made.get(var) in found else found[0] for var, found in specs.items()}
 
 
@@ -330,8 +333,8 @@ def unique_key(key: str, groups: Sequence[SharedQParams]) -> str:
 def find_points(
     graph: Graph,
     members: Sequence[relax.Var],
-    shared: Mapping[relax.Var, Claim],
-    by_root: Mapping[relax.Var, Claim],
+    shared: Mapping[relax.Var, OperatorMatch],
+    by_root: Mapping[relax.Var, OperatorMatch],
 ) -> tuple[list[relax.Var], list[relax.Var]]:
     """Return (members that are observed and rounded, members that are only rounded again)."""
     inside = set(members)
@@ -341,10 +344,10 @@ def find_points(
         if not graph.has_one_user(var) or graph.order[var] < 0:
             return False
         user = graph.users[var][0]
-        claim = shared.get(user)
-        if claim is None or user not in inside or claim.pattern is None:
+        matched = shared.get(user)
+        if matched is None or user not in inside or matched.pattern is None:
             return False
-        return claim.pattern.op in CLAMPING.values() or is_deferred(user)
+        return matched.pattern.op in CLAMPING.values() or is_deferred(user)
 
     deferred = {var for var in members if is_deferred(var)}
     settled: set[relax.Var] = set()
@@ -360,49 +363,53 @@ def find_points(
     return points, clamped
 
 
-def keeps_grid(claim: Claim) -> bool:
+def keeps_grid(matched: OperatorMatch) -> bool:
     """Whether the results of an operator without separate parameters are on the grid of its
     operands.
     """
-    return claim.keeps_values or (claim.pattern is not None and claim.pattern.op == "relax.concat")
+    return matched.keeps_values or (
+        matched.pattern is not None and matched.pattern.op == "relax.concat"
+    )
 
 
 def is_moved(
     var: relax.Var,
     inside: set[relax.Var],
     settled: set[relax.Var],
-    shared: Mapping[relax.Var, Claim],
-    by_root: Mapping[relax.Var, Claim],
+    shared: Mapping[relax.Var, OperatorMatch],
+    by_root: Mapping[relax.Var, OperatorMatch],
 ) -> bool:
     """Whether the operator that computes `var` only moves or clamps values on the same grid."""
-    claim = by_root.get(var)
-    if claim is None or claim.pattern is None or claim.match is None:
+    matched = by_root.get(var)
+    if matched is None or matched.pattern is None or matched.match is None:
         return False
-    moves = var in shared or claim.pattern.op == "relax.concat"
-    sources = claim.inputs()
+    moves = var in shared or matched.pattern.op == "relax.concat"
+    sources = matched.inputs()
     if not moves or not sources or not all(v in inside and v in settled for v in sources):
         return False
-    if len(sources) < sum(1 for _ in claim.operands()):
+    if len(sources) < sum(1 for _ in matched.operands()):
         return False  # constants among the operands get another range
-    if claim.pattern.op == "relax.nn.pad":
-        return float(claim.match.call("relax.nn.pad").attrs.pad_value) == 0.0
+    if matched.pattern.op == "relax.nn.pad":
+        return float(matched.match.call("relax.nn.pad").attrs.pad_value) == 0.0
     return True
 
 
-def find_consumers(active: Sequence[Claim]) -> dict[relax.Var, list[tuple[int, Claim]]]:
+def find_consumers(
+    active: Sequence[OperatorMatch],
+) -> dict[relax.Var, list[tuple[int, OperatorMatch]]]:
     """Map each value to the operators that compute with it and their indices in `active`."""
-    found: dict[relax.Var, list[tuple[int, Claim]]] = {}
-    for place, claim in enumerate(active):
-        for var in claim.inputs() if claim.kind is not Kind.SHARING else ():
-            found.setdefault(var, []).append((place, claim))
+    found: dict[relax.Var, list[tuple[int, OperatorMatch]]] = {}
+    for place, matched in enumerate(active):
+        for var in matched.inputs() if matched.kind is not Kind.SHARING else ():
+            found.setdefault(var, []).append((place, matched))
     return found
 
 
 def find_calibration(
     members: Sequence[relax.Var],
     spec: QSpec,
-    consumers: Mapping[relax.Var, Sequence[tuple[int, Claim]]],
-    by_root: Mapping[relax.Var, Claim],
+    consumers: Mapping[relax.Var, Sequence[tuple[int, OperatorMatch]]],
+    by_root: Mapping[relax.Var, OperatorMatch],
 ):
     """Choose the observer that picks a group's parameters.
 
@@ -417,10 +424,10 @@ def find_calibration(
         if own is not None and own.spec.stored == spec:
             return own.calibration
     asking = [
-        (place, claim)
+        (place, matched)
         for var in members
-        for place, claim in consumers.get(var, ())
-        if activation_spec(claim) == spec
+        for place, matched in consumers.get(var, ())
+        if activation_spec(matched) == spec
     ]
     if asking:
         _, first = min(asking, key=lambda found: found[0])
@@ -431,29 +438,29 @@ def find_calibration(
     raise ValueError(f"no operator asks for the parameters of {members[0].name!r}")
 
 
-def find_fixed_calibration(nodes: Sequence[Node], by_root: Mapping[relax.Var, Claim]):
+def find_fixed_calibration(nodes: Sequence[Node], by_root: Mapping[relax.Var, OperatorMatch]):
     """Return the observer of parameters that the backend fixes for one of the values; None if it
     fixes none.
     """
     for var, spec in nodes:
-        claim = by_root.get(var)
-        if claim is not None and claim.row is not None and spec == output_spec(claim):
-            fixed = claim.row.find_fixed(spec)
+        matched = by_root.get(var)
+        if matched is not None and matched.row is not None and spec == output_spec(matched):
+            fixed = matched.row.find_fixed(spec)
             if fixed is not None:
                 return fixed
     return None
 
 
-def weight_group(claim: Claim, name: str, expr: relax.Expr, operand) -> SharedQParams:
+def weight_group(matched: OperatorMatch, name: str, expr: relax.Expr, operand) -> SharedQParams:
     """Return the group of one constant operand. It is per-channel if the operand has a channel
     axis.
     """
-    config = _qconfig(claim).tensor(operand.role)
-    axis = run_axis(claim.pattern, operand, claim.match)
+    config = _qconfig(matched).tensor(operand.role)
+    axis = run_axis(matched.pattern, operand, matched.match)
     spec = config.spec.stored
     if axis is None or not spec.is_per_channel:
         spec, axis = replace(spec, granularity=Granularity.PER_TENSOR), None
-    key = f"{claim.root.name}:{name}"
+    key = f"{matched.root.name}:{name}"
     shape = tensor_shape(expr) or ()
-    info = ValueInfo(key, operand.role, spec, shape, axis, (claim.root.name,))
-    return SharedQParams(info, (), (), config.calibration, constant=(claim.root.name, name))
+    info = ValueInfo(key, operand.role, spec, shape, axis, (matched.root.name,))
+    return SharedQParams(info, (), (), config.calibration, constant=(matched.root.name, name))

@@ -35,12 +35,12 @@ def review_plan(
         ConfigError: with `strict`, if there is one of these problems.
     """
     texts = [
-        describe_unserved(plan, strict=strict),
+        describe_unsupported(plan, strict=strict),
         describe_idle(mod, plan, mapping),
         "" if is_partial else describe_nothing(plan, mapping, backend),
     ]
-    unserved, _, nothing = texts
-    if unserved and nothing:
+    unsupported, _, nothing = texts
+    if unsupported and nothing:
         texts.remove(nothing)  # the warning above gave the reasons of all operators
     for text in filter(None, texts):
         if strict:
@@ -48,14 +48,14 @@ def review_plan(
         warn_user(text, code="RQ104")
 
 
-def describe_unserved(plan: Plan, *, strict: bool) -> str:
+def describe_unsupported(plan: Plan, *, strict: bool) -> str:
     """List the operators whose QConfig the backend does not support; "" if there are none.
 
     A warning names requests that had no effect: dtypes that the backend does not run, and operators
     that a line of the mapping selects by type or name. In strict mode every operator that has a
     QConfig must be quantized. To keep an operator in float on purpose, map it to None.
     """
-    rows = [op for op in plan.operators if (op.is_left_in_float if strict else op.is_unserved)]
+    rows = [op for op in plan.operators if (op.is_left_in_float if strict else op.is_unsupported)]
     if not rows:
         return ""
     lines = "\n  ".join(map(describe_row, rows))

@@ -179,7 +179,7 @@ def open_temporary() -> Iterator[Workspace]:
 
 @contextmanager
 def open_checkpoint(
-    path: str | Path, binding: Mapping[str, str], work: str = "calibration"
+    path: str | Path, fingerprint: Mapping[str, str], work: str = "calibration"
 ) -> Iterator[Workspace]:
     """Start or continue a checkpoint. It is deleted when the `with` block ends without an error.
 
@@ -226,9 +226,9 @@ def open_checkpoint(
                     code="RQ101",
                 ) from None
             if header.exists():
-                check_binding(path, read_json(header), binding, work)
+                check_fingerprint(path, read_json(header), fingerprint, work)
             else:
-                write_json(header, {"format": FORMAT, "binding": dict(binding)})
+                write_json(header, {"format": FORMAT, "binding": dict(fingerprint)})
             workspace = Workspace(path, is_kept=True)
             workspace.make_folders()
         yield workspace
@@ -243,16 +243,16 @@ def find_half_written(path: Path) -> Iterator[Path]:
     return chain.from_iterable(map(path.glob, HALF_WRITTEN))
 
 
-def check_binding(
-    path: Path, header: Mapping[str, Any], binding: Mapping[str, str], work: str
+def check_fingerprint(
+    path: Path, header: Mapping[str, Any], fingerprint: Mapping[str, str], work: str
 ) -> None:
     """Raise ConfigError if the checkpoint belongs to other work, and DataError if it is damaged."""
     bound = header.get("binding")
     if header.get("format") != FORMAT or not isinstance(bound, dict):
         raise DataError(f"{path / HEADER} is not of format {FORMAT!r}.", code="RQ502")
     different = []
-    for aspect in sorted({*bound, *binding}):
-        before, now = bound.get(aspect), binding.get(aspect)
+    for aspect in sorted({*bound, *fingerprint}):
+        before, now = bound.get(aspect), fingerprint.get(aspect)
         if before != now:
             is_digest = str(before).startswith("sha256:")
             different.append(aspect if is_digest else f"{aspect} (was {before}, is {now})")
@@ -312,7 +312,7 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(data))
 
 
-def describe_binding(
+def describe_fingerprint(
     prepared: PreparedModel, order: str, override: Any, fit: Any
 ) -> dict[str, str]:
     """Map aspects to a digest or text: everything except the data that a calibration's result
@@ -322,7 +322,7 @@ def describe_binding(
     included, because float results differ between them.
     """
     callables = {
-        group.key: describe_picker(group.calibration)
+        group.key: describe_observer(group.calibration)
         for group in prepared.plan.groups
         if isinstance(resolve_calibration(group.calibration), CallableCalibration)
     }
@@ -335,7 +335,7 @@ def describe_binding(
         "model": digest_text(tvm.ir.save_json(prepared.mod)),
         "plan": digest_text(json.dumps(plan)),
         "backend": prepared.backend.name,
-        "calibration": "that of the plan" if override is None else describe_picker(override),
+        "calibration": "that of the plan" if override is None else describe_observer(override),
         "order": order,
         "fit": repr(fit),
         "relayquant": metadata.version("relayquant"),
@@ -345,11 +345,11 @@ def describe_binding(
     }
 
 
-def describe_picker(picker: Any) -> str:
+def describe_observer(observer: Any) -> str:
     """Describe an observer by its settings, and a callable by module and name."""
-    if isinstance(picker, CallableCalibration):
-        picker = picker.function
-    if callable(picker):
-        module = getattr(picker, "__module__", "")
-        return f"{module}.{getattr(picker, '__qualname__', type(picker).__qualname__)}"
-    return repr(picker)
+    if isinstance(observer, CallableCalibration):
+        observer = observer.function
+    if callable(observer):
+        module = getattr(observer, "__module__", "")
+        return f"{module}.{getattr(observer, '__qualname__', type(observer).__qualname__)}"
+    return repr(observer)

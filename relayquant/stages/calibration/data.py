@@ -189,7 +189,7 @@ class StoredData:
 
     def can_cut_for(self, judge: OutputJudge) -> bool:
         """Whether the judge accepts some of the samples of a batch."""
-        return self.can_cut and not judge.segment.symbols
+        return self.can_cut and not judge.subgraph.symbols
 
     def read_judged(self, judge: OutputJudge) -> list[JudgedBatch]:
         """Read the batches of `choose_judged`. A large batch is cut to its first samples if

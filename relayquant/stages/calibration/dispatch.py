@@ -99,20 +99,20 @@ class ShardRunner:
 
     def __init__(
         self,
-        segments: tvm.IRModule,
+        subgraphs: tvm.IRModule,
         workspace: Workspace,
         load_module: LoadModule,
         pool: futures.Executor | None,
         timeout: float | None = WORKER_TIMEOUT,
     ) -> None:
         self.workspace = workspace
-        functions = segments.functions
+        functions = subgraphs.functions
         # Workers load the subgraphs themselves.
         is_here = pool is None and len(functions) > 0
-        self.functions = load_module(segments) if is_here else None
+        self.functions = load_module(subgraphs) if is_here else None
         self.workers: Workers | None = None
         if pool is not None:
-            module = workspace.write_module(tvm.ir.save_json(segments)) if functions else None
+            module = workspace.write_module(tvm.ir.save_json(subgraphs)) if functions else None
             self.workers = Workers(pool, module, load_module, timeout)
 
     @property
@@ -210,12 +210,12 @@ class Workers:
         """
         jobs = [RemoteTask(task, self.module, arguments, path) for task, path in tasks]
         run = partial(run_shard_remotely, load_module=self.load_module)
-        for remote, _ in deal_out(self.pool, jobs, run, self.timeout, SHARD_WORDS):
+        for remote, _ in dispatch_jobs(self.pool, jobs, run, self.timeout, SHARD_MESSAGES):
             yield remote.task.shard
 
 
 @dataclass(frozen=True)
-class JobWords(Generic[J]):
+class JobMessages(Generic[J]):
     """The errors for jobs that no worker completed.
 
     Attributes:
@@ -227,12 +227,12 @@ class JobWords(Generic[J]):
     silence: Callable[[Sequence[J], float | None], WorkerError]
 
 
-def deal_out(
+def dispatch_jobs(
     pool: futures.Executor,
     jobs: Iterable[J],
     run: Callable[[J], R],
     timeout: float | None,
-    words: JobWords[J],
+    messages: JobMessages[J],
 ) -> Iterator[tuple[J, R]]:
     """Have the workers of `pool` run every job. Yield each job with its result when it is done.
 
@@ -252,7 +252,7 @@ def deal_out(
         try:
             future = pool.submit(run, job)
         except RuntimeError as error:  # it is broken, or shut down
-            raise words.failure(job, attempt, error) from error
+            raise messages.failure(job, attempt, error) from error
         waiting[future] = job, attempt
 
     try:
@@ -263,7 +263,7 @@ def deal_out(
             if not done:
                 silent = [job for job, _ in waiting.values()]
                 kill_processes(pool, waiting)
-                raise words.silence(silent, timeout)
+                raise messages.silence(silent, timeout)
             for future in done:
                 job, attempt = waiting.pop(future)
                 try:
@@ -273,7 +273,7 @@ def deal_out(
                     if isinstance(error, RelayQuantError) and not isinstance(error, FileError):
                         raise
                     if isinstance(error, futures.BrokenExecutor) or attempt >= ATTEMPTS:
-                        raise words.failure(job, attempt, error) from error
+                        raise messages.failure(job, attempt, error) from error
                     submit(job, attempt + 1)
                     continue
                 yield job, result
@@ -300,7 +300,7 @@ def describe_silence(jobs: Sequence[RemoteTask], timeout: float | None) -> Worke
 def describe_failure(job: RemoteTask, attempt: int, error: BaseException) -> WorkerError:
     """Return the error for a shard that no worker completed."""
     task, shard = job.task, job.task.shard
-    observed = dict.fromkeys(name for segment in task.segments for name in segment.observed)
+    observed = dict.fromkeys(name for subgraph in task.subgraphs for name in subgraph.observed)
     names = ", ".join(map(repr, islice(observed, MOST_NAMED))) or "nothing"
     if len(observed) > MOST_NAMED:
         names += f" and {format_count(len(observed) - MOST_NAMED, 'value')} more"
@@ -314,4 +314,4 @@ def describe_failure(job: RemoteTask, attempt: int, error: BaseException) -> Wor
     )
 
 
-SHARD_WORDS = JobWords(describe_failure, describe_silence)
+SHARD_MESSAGES = JobMessages(describe_failure, describe_silence)

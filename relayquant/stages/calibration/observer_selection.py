@@ -219,12 +219,12 @@ class OutputJudge:
     def __init__(self, graph: CalibrationGraph, load_module: LoadModule) -> None:
         self.graph, self.load_module = graph, load_module
         self.split = split_graph(graph, (), results=True, prefix="whole")
-        (self.segment,) = self.split.segments
+        (self.subgraph,) = self.split.subgraphs
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the values that the function reads, including the model's inputs."""
-        return self.segment.inputs
+        return self.subgraph.inputs
 
     def choose(
         self,
@@ -241,12 +241,12 @@ class OutputJudge:
             find: Returns a group's parameters by a candidate.
             batches: The samples to judge by.
         """
-        sections = find_sections(self.graph, keys, self.segment.observed)
+        sections = find_sections(self.graph, keys, self.subgraph.observed)
         if not sections or not batches:
             return {}
         functions = self.load_module(self.split.mod)
         fixed = self.split.compute_constants(self.graph.arguments())
-        segment = self.segment
+        subgraph = self.subgraph
         found: dict[tuple[str, str], QParams] = {}
 
         def find_all(names: Mapping[str, str]) -> dict[str, QParams]:
@@ -257,12 +257,12 @@ class OutputJudge:
         def run(known: Mapping[str, Any]) -> list[list[np.ndarray]]:
             def run_batch(batch: JudgedBatch) -> list[np.ndarray]:
                 values = {**known, **fixed, **batch.inputs}
-                args = [values[name] for name in segment.inputs]
-                if segment.symbols:
-                    args.append(as_shape(batch.symbols[name] for name in segment.symbols))
-                results = functions.run(segment.function, args)
-                named = dict(zip(segment.outputs, results, strict=True))
-                return [named[name] for name in segment.observed]
+                args = [values[name] for name in subgraph.inputs]
+                if subgraph.symbols:
+                    args.append(as_shape(batch.symbols[name] for name in subgraph.symbols))
+                results = functions.run(subgraph.function, args)
+                named = dict(zip(subgraph.outputs, results, strict=True))
+                return [named[name] for name in subgraph.observed]
 
             return list(map_on_threads(run_batch, batches))
 

@@ -193,14 +193,14 @@ def raise_scale(
     return QParams(scale, qparams.zero_point, qparams.dtype, qparams.axis)
 
 
-def is_data_free(picker: object) -> bool:
+def is_data_free(observer: object) -> bool:
     """Whether it chooses parameters without data."""
-    return isinstance(picker, Observer) and not picker.needs_data
+    return isinstance(observer, Observer) and not observer.needs_data
 
 
 def pick_given(
     plan: Plan,
-    pickers: Sequence[Any],
+    observers: Sequence[Any],
     weights: Mapping[str, QParams],
     callbacks: CallbackList,
     min_scales: Mapping[str, np.ndarray],
@@ -208,22 +208,22 @@ def pick_given(
     """Return the parameters of observers that need no data, together with the parameters of the
     weights.
     """
-    parameters, observers = dict(weights), dict[str, str]()
-    for group, picker in zip(plan.activations, pickers, strict=True):
-        picked = picker.qparams(picker.start(group.info), group.info)
+    parameters, names = dict(weights), dict[str, str]()
+    for group, observer in zip(plan.activations, observers, strict=True):
+        picked = observer.qparams(observer.start(group.info), group.info)
         if group.key in min_scales:
             picked = raise_scale(picked, group, min_scales)
-        parameters[group.key], observers[group.key] = picked, picker.name
+        parameters[group.key], names[group.key] = picked, observer.name
         callbacks.on_parameters(ParametersEvent(group.info, picked))
-    return CalibrationResult(parameters, {}, observers=observers)
+    return CalibrationResult(parameters, {}, observers=names)
 
 
-def describe_needs(plan: Plan, pickers: Sequence[object]) -> str:
+def describe_needs(plan: Plan, observers: Sequence[object]) -> str:
     """Return a message for a plan without data: the operators whose parameters depend on data."""
     names = {
         group.key
-        for group, picker in zip(plan.activations, pickers, strict=True)
-        if not is_data_free(picker)
+        for group, observer in zip(plan.activations, observers, strict=True)
+        if not is_data_free(observer)
     }
     rows = [
         f"{op.name} ({op.op.removeprefix('relax.')})"

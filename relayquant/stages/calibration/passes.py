@@ -20,7 +20,7 @@ from relayquant.data import InputInfo
 from relayquant.ir.plan import Plan
 from relayquant.ir.reference.frame import Frame
 from relayquant.ir.rewrite import Graph
-from relayquant.stages.calibration.subgraphs import Segment, SegmentedGraph, split_graph
+from relayquant.stages.calibration.subgraphs import SplitGraph, Subgraph, split_graph
 from relayquant.stages.prepared import CalibrationGraph, FitPoint
 
 #: minimum number of samples that weights are fitted with, whatever their size; fewer only if the
@@ -29,7 +29,7 @@ FEWEST_SAMPLES = 32
 
 
 @dataclass(frozen=True, eq=False)
-class Phase:
+class DataPass:
     """Steps that run one after the other on the same batches.
 
     Attributes:
@@ -40,34 +40,34 @@ class Phase:
         is_part: Whether some of the batches are enough.
     """
 
-    split: SegmentedGraph
-    steps: tuple[tuple[Segment, ...], ...]
+    split: SplitGraph
+    steps: tuple[tuple[Subgraph, ...], ...]
     is_float: bool = False
     is_part: bool = False
 
 
-def plan_phases(
+def plan_passes(
     graph: CalibrationGraph, plan: Plan, order: Order, fits: Sequence[FitPoint]
-) -> tuple[Phase, ...]:
+) -> tuple[DataPass, ...]:
     """Return the passes of a calibration that chooses the parameters of the plan's activations
     and fits the operators `fits`.
     """
     groups = plan.activations
     if order is Order.TOPOLOGICAL:
         split = split_graph(graph, groups, fits)
-        return (Phase(split, tuple((segment,) for segment in split.segments)),)
+        return (DataPass(split, tuple((subgraph,) for subgraph in split.subgraphs)),)
     observe = split_graph(graph, groups, prefix="observe")
-    phases = [Phase(observe, (observe.segments,), is_float=True)]
+    passes = [DataPass(observe, (observe.subgraphs,), is_float=True)]
     if fits:
         split = split_graph(graph, (), fits, prefix="fit")
-        steps = tuple((segment,) for segment in split.segments)
-        phases.append(Phase(split, steps, is_part=True))
-    return tuple(phases)
+        steps = tuple((subgraph,) for subgraph in split.subgraphs)
+        passes.append(DataPass(split, steps, is_part=True))
+    return tuple(passes)
 
 
-def join_segments(phases: Sequence[Phase]) -> tvm.IRModule:
+def join_subgraphs(passes: Sequence[DataPass]) -> tvm.IRModule:
     """Return one module with the subgraphs of all passes."""
-    functions = [item for phase in phases for item in phase.split.mod.functions_items()]
+    functions = [item for data_pass in passes for item in data_pass.split.mod.functions_items()]
     return tvm.IRModule(dict(functions))
 
 

@@ -29,7 +29,7 @@ from relayquant.data.item import describe_inputs
 from relayquant.errors import DataError
 from relayquant.ir.ops.base import group_weight
 from relayquant.stages.calibration.checkpoint import (
-    describe_binding,
+    describe_fingerprint,
     open_checkpoint,
     open_temporary,
 )
@@ -51,15 +51,15 @@ from relayquant.stages.calibration.parameters import (
     resolve_calibration,
 )
 from relayquant.stages.calibration.passes import (
-    Phase,
+    DataPass,
     choose_batches,
     count_part,
-    join_segments,
-    plan_phases,
+    join_subgraphs,
+    plan_passes,
 )
 from relayquant.stages.calibration.result import CalibrationResult
 from relayquant.stages.calibration.shard import FitObservation, GroupObservation, ShardTask
-from relayquant.stages.calibration.subgraphs import Segment
+from relayquant.stages.calibration.subgraphs import Subgraph
 from relayquant.stages.calibration.weights.fit import fit_operator
 from relayquant.stages.calibration.weights.pick import (
     OperatorFit,
@@ -117,10 +117,10 @@ def pick_parameters(
     override = resolve_calibration(calibration) if calibration is not None else None
     pool = check_executor(workers) if workers is not None else None
     timeout = check_timeout(worker_timeout)
-    pickers = [override or resolve_calibration(group.calibration) for group in plan.activations]
+    observers = [override or resolve_calibration(group.calibration) for group in plan.activations]
     needs_data = bool(plan.activations)
-    if dataset is None and not all(map(is_data_free, pickers)):
-        raise DataError(describe_needs(plan, pickers), code="RQ303")
+    if dataset is None and not all(map(is_data_free, observers)):
+        raise DataError(describe_needs(plan, observers), code="RQ303")
     if dataset is None:
         needs_data = False
     data = None
@@ -136,24 +136,24 @@ def pick_parameters(
             callbacks.on_parameters(ParametersEvent(group.info, parameters[group.key]))
     constants = decode_grouped(prepared)
     if data is None:
-        found = pick_given(plan, pickers, parameters, callbacks, min_scales or {})
+        found = pick_given(plan, observers, parameters, callbacks, min_scales or {})
         return replace(found, constants=constants)
     if not needs_data:
         return CalibrationResult(parameters, constants)
-    stops = [f.point for f in fits.values()] if fit.is_needed else []
-    phases = plan_phases(prepared.graph, plan, order, stops)
-    is_judged = order is Order.PARALLEL and any(isinstance(p, OutputSQNR) for p in pickers)
+    fit_points = [f.point for f in fits.values()] if fit.is_needed else []
+    passes = plan_passes(prepared.graph, plan, order, fit_points)
+    is_judged = order is Order.PARALLEL and any(isinstance(p, OutputSQNR) for p in observers)
     judge = OutputJudge(prepared.graph, load_module) if is_judged else None
     with limit_blas(), ExitStack() as stack:
         if checkpoint is None:
             workspace = stack.enter_context(open_temporary())
         else:
-            binding = describe_binding(prepared, order.value, override, fit)
-            workspace = stack.enter_context(open_checkpoint(checkpoint, binding))
-        shards = ShardRunner(join_segments(phases), workspace, load_module, pool, timeout)
+            fingerprint = describe_fingerprint(prepared, order.value, override, fit)
+            workspace = stack.enter_context(open_checkpoint(checkpoint, fingerprint))
+        shards = ShardRunner(join_subgraphs(passes), workspace, load_module, pool, timeout)
         run = _Run(
             prepared,
-            phases,
+            passes,
             shards,
             parameters,
             constants,
@@ -165,8 +165,8 @@ def pick_parameters(
             judge,
         )
         run.load(data)
-        for phase, chosen in zip(phases, run.chosen, strict=True):
-            run.phase(phase, chosen)
+        for data_pass, chosen in zip(passes, run.chosen, strict=True):
+            run.run_pass(data_pass, chosen)
     return CalibrationResult(
         parameters,
         run.constants,
@@ -182,7 +182,7 @@ class _Run:
     def __init__(
         self,
         prepared: PreparedModel,
-        phases: Sequence[Phase],
+        passes: Sequence[DataPass],
         shards: ShardRunner,
         parameters: dict[str, QParams],
         constants: dict[str, np.ndarray],
@@ -193,7 +193,7 @@ class _Run:
         min_scales: Mapping[str, np.ndarray],
         judge: OutputJudge | None,
     ) -> None:
-        self.prepared, self.plan, self.phases = prepared, prepared.plan, phases
+        self.prepared, self.plan, self.passes = prepared, prepared.plan, passes
         self.shards, self.workspace = shards, shards.workspace
         self.parameters, self.constants, self.override = parameters, constants, override
         self.callbacks = callbacks
@@ -218,60 +218,62 @@ class _Run:
         """Store the inputs that subgraphs read."""
         used = {
             name
-            for phase in self.phases
-            for segment in phase.split.segments
-            for name in (*segment.inputs, *segment.observed)
+            for data_pass in self.passes
+            for subgraph in data_pass.split.subgraphs
+            for name in (*subgraph.inputs, *subgraph.observed)
         }
         used.update(self.judge.inputs if self.judge is not None else ())
         self.data.load(data, used, self.callbacks)
-        self.chosen = [self.choose_batches(phase) for phase in self.phases]
+        self.chosen = [self.choose_batches(data_pass) for data_pass in self.passes]
         self.judged = () if self.judge is None else self.data.choose_judged(self.judge)
 
-    def choose_batches(self, phase: Phase) -> tuple[int, ...]:
+    def choose_batches(self, data_pass: DataPass) -> tuple[int, ...]:
         """Return the indices of the batches that a pass runs on."""
         count = self.data.count
-        if phase.is_part:
-            stops = [fit.point for fit in self.fits.values()]
+        if data_pass.is_part:
+            fit_points = [fit.point for fit in self.fits.values()]
             symbols = self.data.record.symbols[0] if self.data.record.symbols else {}
             values = self.settings.values
-            count = count_part(self.prepared.graph, stops, self.data.inputs, symbols, values)
+            count = count_part(self.prepared.graph, fit_points, self.data.inputs, symbols, values)
         return choose_batches(self.data.count, count)
 
-    def phase(self, phase: Phase, chosen: Sequence[int]) -> None:
+    def run_pass(self, data_pass: DataPass, chosen: Sequence[int]) -> None:
         """Run all steps of a pass on the batches `chosen`."""
         self.data.keep(chosen)
-        known = () if phase.is_float else (self.parameters, self.constants)
+        known = () if data_pass.is_float else (self.parameters, self.constants)
         self.variables = self.prepared.graph.arguments(*known)
         # Fitted weights replace these once they are known.
-        self.fixed = phase.split.compute_constants(self.variables)
-        for segments in phase.steps:
-            self.step(phase, segments)
+        self.fixed = data_pass.split.compute_constants(self.variables)
+        for subgraphs in data_pass.steps:
+            self.step(data_pass, subgraphs)
 
-    def step(self, phase: Phase, segments: tuple[Segment, ...]) -> None:
+    def step(self, data_pass: DataPass, subgraphs: tuple[Subgraph, ...]) -> None:
         """Run one step on all batches and make its choices, or take the choices from the
         checkpoint.
         """
         index, self.steps = self.steps, self.steps + 1
-        pickers = {key: self.find_picker(key) for segment in segments for key in segment.groups}
+        observers = {
+            key: self.find_observer(key) for subgraph in subgraphs for key in subgraph.groups
+        }
         shards = self.data.shards
         observed = {
-            key: GroupObservation(picker, group.info, group.points)
-            for key, picker in pickers.items()
-            if isinstance(picker, Observer)
+            key: GroupObservation(observer, group.info, group.points)
+            for key, observer in observers.items()
+            if isinstance(observer, Observer)
             for group in [self.plan.group(key)]
         }
         path = self.workspace.choices(index)
         if self.workspace.is_kept and path.exists():
-            self.adopt(phase, segments, CalibrationResult.load(path, observed))
+            self.adopt(data_pass, subgraphs, CalibrationResult.load(path, observed))
             self.done += self.data.count
         else:
-            result = self.choose(index, phase, segments, pickers, observed)
+            result = self.choose(index, data_pass, subgraphs, observers, observed)
             if self.workspace.is_kept:
                 result.save(path)
-            self.adopt(phase, segments, result)
-        is_last = phase is self.phases[-1]
-        for segment in segments:
-            for name in segment.expired:
+            self.adopt(data_pass, subgraphs, result)
+        is_last = data_pass is self.passes[-1]
+        for subgraph in subgraphs:
+            for name in subgraph.expired:
                 # A later pass reads the model's inputs again.
                 if is_last or name not in self.data.record.starts:
                     self.data.values.drop(name, shards)
@@ -282,9 +284,9 @@ class _Run:
     def choose(
         self,
         index: int,
-        phase: Phase,
-        segments: tuple[Segment, ...],
-        pickers: Mapping[str, Observer[Any] | CallableCalibration],
+        data_pass: DataPass,
+        subgraphs: tuple[Subgraph, ...],
+        observers: Mapping[str, Observer[Any] | CallableCalibration],
         observed: Mapping[str, GroupObservation],
     ) -> CalibrationResult:
         """Run one step on all batches. Then choose the parameters of its groups and fit its
@@ -292,29 +294,29 @@ class _Run:
         """
         later = {
             name
-            for step in phase.steps[phase.steps.index(segments) + 1 :]
+            for step in data_pass.steps[data_pass.steps.index(subgraphs) + 1 :]
             for other in step
             for name in (*other.inputs, *other.observed)
         }
         replay = {
             name
-            for key, picker in pickers.items()
-            if isinstance(picker, CallableCalibration)
+            for key, observer in observers.items()
+            if isinstance(observer, CallableCalibration)
             for name in self.plan.group(key).points
         }
-        computed = dict.fromkeys(name for segment in segments for name in segment.outputs)
+        computed = dict.fromkeys(name for subgraph in subgraphs for name in subgraph.outputs)
         stored = tuple(name for name in computed if name in later | replay)
         fits = {
             point.operator: self.observe_fit(point)
-            for segment in segments
-            for point in segment.fits
+            for subgraph in subgraphs
+            for point in subgraph.fits
         }
-        has_symbols = any(segment.symbols for segment in segments)
+        has_symbols = any(subgraph.symbols for subgraph in subgraphs)
         shards = self.data.shards
         parts = {key: seen.for_part(shards[0], self.data.count) for key, seen in observed.items()}
         tasks = [
             ShardTask(
-                segments,
+                subgraphs,
                 shard,
                 self.data.values,
                 parts,
@@ -326,32 +328,34 @@ class _Run:
         ]
         known = {**self.variables, **self.fixed}
         read = dict.fromkeys(
-            name for segment in segments for name in (*segment.inputs, *segment.observed)
+            name for subgraph in subgraphs for name in (*subgraph.inputs, *subgraph.observed)
         )
         arguments = {name: known[name] for name in read if name in known}
         states = self.shards.run(index, tasks, arguments, self.advance)
         result = CalibrationResult({}, {})
         with futures.ThreadPoolExecutor(count_threads()) as pool:
             found = {
-                key: pool.submit(picker.qparams, states.groups[key], self.plan.group(key).info)
-                for key, picker in pickers.items()
-                if isinstance(picker, Observer)
+                key: pool.submit(observer.qparams, states.groups[key], self.plan.group(key).info)
+                for key, observer in observers.items()
+                if isinstance(observer, Observer)
             }
-        for key, picker in pickers.items():
+        for key, observer in observers.items():
             result.parameters[key] = (
                 found[key].result()
-                if isinstance(picker, Observer)
-                else picker.qparams(self.data.samples(self.plan.group(key)), self.describe(result))
+                if isinstance(observer, Observer)
+                else observer.qparams(
+                    self.data.samples(self.plan.group(key)), self.describe(result)
+                )
             )
-            result.observers[key] = picker.name
-        if phase.is_float and self.judge is not None:
-            self.choose_ranges(self.judge, pickers, states.groups, result)
-        for key, picker in pickers.items():
+            result.observers[key] = observer.name
+        if data_pass.is_float and self.judge is not None:
+            self.choose_ranges(self.judge, observers, states.groups, result)
+        for key, observer in observers.items():
             if key in self.min_scales:
                 raised = raise_scale(result.parameters[key], self.plan.group(key), self.min_scales)
                 result.parameters[key] = raised
-            if phase.is_float and isinstance(picker, Observer):
-                result.statistics[key] = GroupStatistics(picker, states.groups[key])
+            if data_pass.is_float and isinstance(observer, Observer):
+                result.statistics[key] = GroupStatistics(observer, states.groups[key])
         for name, statistics in states.fits.items():
             self.fit(self.fits[name], statistics, result)
         return result
@@ -359,12 +363,14 @@ class _Run:
     def choose_ranges(
         self,
         judge: OutputJudge,
-        pickers: Mapping[str, Observer[Any] | CallableCalibration],
+        observers: Mapping[str, Observer[Any] | CallableCalibration],
         states: Mapping[str, Any],
         result: CalibrationResult,
     ) -> None:
         """Replace ranges in `result` by the ranges that the outputs favour."""
-        judged = {key: picker for key, picker in pickers.items() if isinstance(picker, OutputSQNR)}
+        judged = {
+            key: observer for key, observer in observers.items() if isinstance(observer, OutputSQNR)
+        }
         if not judged:
             return
         relative = dict(result.parameters)
@@ -381,37 +387,39 @@ class _Run:
     def advance(self, batches: int) -> None:
         """Report that a step has run on this many more batches."""
         self.done += batches
-        phases = zip(self.phases, self.chosen, strict=True)
-        total = sum(len(phase.steps) * len(chosen) for phase, chosen in phases)
+        passes = zip(self.passes, self.chosen, strict=True)
+        total = sum(len(data_pass.steps) * len(chosen) for data_pass, chosen in passes)
         self.callbacks.on_progress(ProgressEvent("calibrate", self.done, total))
 
-    def adopt(self, phase: Phase, segments: Sequence[Segment], result: CalibrationResult) -> None:
+    def adopt(
+        self, data_pass: DataPass, subgraphs: Sequence[Subgraph], result: CalibrationResult
+    ) -> None:
         """Use these parameters, weights and biases in later steps."""
         self.parameters.update(result.parameters)
         self.constants.update(result.constants)
         self.statistics.update(result.statistics)
         self.observers.update(result.observers)
-        if not phase.is_float:
+        if not data_pass.is_float:
             graph = self.prepared.graph
             for key, qparams in result.parameters.items():
                 self.variables.update(graph.group_arguments(key, qparams))
             for key, array in result.constants.items():
                 self.variables[graph.constants[key].var.name] = array
-        for point in (point for segment in segments for point in segment.fits):
+        for point in (point for subgraph in subgraphs for point in subgraph.fits):
             if point.weight in self.fixed:
                 self.fixed[point.weight] = result.constants[f"{point.operator}:weight"]
         for key, qparams in result.parameters.items():
             self.callbacks.on_parameters(ParametersEvent(self.plan.group(key).info, qparams))
 
-    def find_picker(self, key: str) -> Observer[Any] | CallableCalibration:
+    def find_observer(self, key: str) -> Observer[Any] | CallableCalibration:
         """Return the observer of a group. If the observer depends on the consumers, it gets
         their weights.
         """
         group = self.plan.group(key)
         override = None if group.is_fixed else self.override
-        picker = override or resolve_calibration(group.calibration)
-        if not isinstance(picker, RelativeMSE) or picker.importance:
-            return picker
+        observer = override or resolve_calibration(group.calibration)
+        if not isinstance(observer, RelativeMSE) or observer.importance:
+            return observer
         readers = [
             fit
             for name, fit in self.known.items()
@@ -422,7 +430,7 @@ class _Run:
         importance = tuple(
             tuple(fit.view.channel_importance(fit.weight).tolist()) for fit in readers
         )
-        return replace(picker, axis=readers[0].view.channel_axis, importance=importance)
+        return replace(observer, axis=readers[0].view.channel_axis, importance=importance)
 
     def observe_fit(self, point: FitPoint) -> FitObservation:
         """Describe what to observe of an operator's input. Second moments are left out if

@@ -25,7 +25,7 @@ from relayquant.base.storage.files import reading
 from relayquant.base.storage.module_file import parse_module
 from relayquant.config.observers import Observer
 from relayquant.stages.calibration.store import BEGIN_ANEW, Shard, ValueStore
-from relayquant.stages.calibration.subgraphs import Segment
+from relayquant.stages.calibration.subgraphs import Subgraph
 from relayquant.stages.calibration.weights.patches import LinearView
 from relayquant.stages.calibration.weights.statistics import InputStatistics, round_to_grid
 
@@ -104,7 +104,7 @@ class ShardTask:
     """The work on one shard, as plain data that can be sent to another process.
 
     Attributes:
-        segments: The functions that each batch runs through, one after the other.
+        subgraphs: The functions that each batch runs through, one after the other.
         shard: The batches to run on.
         values: Where values are read and written.
         groups: By group key.
@@ -113,7 +113,7 @@ class ShardTask:
         symbols: Symbolic dimensions of each batch of the shard; empty if there are none.
     """
 
-    segments: tuple[Segment, ...]
+    subgraphs: tuple[Subgraph, ...]
     shard: Shard
     values: ValueStore
     groups: Mapping[str, GroupObservation]
@@ -195,8 +195,8 @@ def run_shard(
         arguments: Values that subgraphs read or observe and that are the same for all batches.
     """
     watch = Watch(task)
-    computed = {name for segment in task.segments for name in segment.outputs}
-    read = {name for segment in task.segments for name in (*segment.inputs, *segment.observed)}
+    computed = {name for subgraph in task.subgraphs for name in subgraph.outputs}
+    read = {name for subgraph in task.subgraphs for name in (*subgraph.inputs, *subgraph.observed)}
     with ExitStack() as stack:
         readers = {}
         for name in read - computed - set(arguments):
@@ -208,19 +208,19 @@ def run_shard(
         for i in range(len(task.shard)):
             values = dict(arguments)
             values.update((name, next(reader)) for name, reader in readers.items())
-            for segment in task.segments:
-                if functions is not None and segment.function:
-                    args = [values[name] for name in segment.inputs]
-                    if segment.symbols:
-                        args.append(as_shape(task.symbols[i][name] for name in segment.symbols))
-                    results = functions.run(segment.function, args)
-                    values.update(zip(segment.outputs, results, strict=True))
-                watch.see(segment, values, i)
-                for name in writers.keys() & segment.outputs:
+            for subgraph in task.subgraphs:
+                if functions is not None and subgraph.function:
+                    args = [values[name] for name in subgraph.inputs]
+                    if subgraph.symbols:
+                        args.append(as_shape(task.symbols[i][name] for name in subgraph.symbols))
+                    results = functions.run(subgraph.function, args)
+                    values.update(zip(subgraph.outputs, results, strict=True))
+                watch.see(subgraph, values, i)
+                for name in writers.keys() & subgraph.outputs:
                     writers[name].append(values[name])
                 # If a batch runs through many subgraphs, only the values that one of them needs are
                 # kept.
-                for name in segment.expired:
+                for name in subgraph.expired:
                     values.pop(name, None)
     return watch.finish()
 
@@ -236,9 +236,9 @@ class Watch:
         self.fitted_later = {name: WaitingArrays() for name in task.fits}
         self.waiting_bytes = 0  # of all groups
 
-    def see(self, segment: Segment, values: Mapping[str, np.ndarray], batch: int) -> None:
+    def see(self, subgraph: Subgraph, values: Mapping[str, np.ndarray], batch: int) -> None:
         """Observe the values that one subgraph computed or read."""
-        for key in segment.groups:
+        for key in subgraph.groups:
             if key in self.task.groups:
                 waiting = self.seen_later[key]
                 before = waiting.bytes
@@ -248,7 +248,7 @@ class Watch:
                     self.observe(key)
                 if self.waiting_bytes >= MOST_WAITING_BYTES:
                     self.observe_all()
-        for point in segment.fits:
+        for point in subgraph.fits:
             waiting = self.fitted_later[point.operator]
             waiting.add([values[point.source]], batch)
             if waiting.bytes >= MOST_SAMPLED_BYTES:
@@ -328,15 +328,15 @@ def run_shard_remotely(remote: RemoteTask, load_module: LoadModule) -> None:
     """Run `run_shard` from files to a file. A second run writes the same file."""
     functions = None
     if remote.module is not None:
-        functions = load_segments(str(remote.module), load_module)
+        functions = load_subgraphs(str(remote.module), load_module)
     arguments = read_archive(remote.arguments, ARGUMENTS_FORMAT, "part of a calibration").arrays
     with limit_blas():
         run_shard(remote.task, functions, arguments).save(remote.states)
 
 
 @functools.lru_cache(maxsize=1)
-def load_segments(path: str, load_module: LoadModule) -> FunctionRunner:
+def load_subgraphs(path: str, load_module: LoadModule) -> FunctionRunner:
     """Load the subgraphs. A process loads them once, because the path holds their digest."""
     with reading(path, "part of a calibration", advice=BEGIN_ANEW):
-        segments = parse_module(Path(path).read_text("utf-8"))
-    return load_module(segments)
+        subgraphs = parse_module(Path(path).read_text("utf-8"))
+    return load_module(subgraphs)

@@ -35,7 +35,7 @@ from relayquant.stages.prepared import CalibrationGraph, FitPoint
 
 
 @dataclass(frozen=True)
-class Segment:
+class Subgraph:
     """One function of the split module, with arguments and results by value name.
 
     Attributes:
@@ -61,7 +61,7 @@ class Segment:
 
 
 @dataclass(frozen=True, eq=False)
-class Stop:
+class Breakpoint:
     """A place where the graph is split: the choices made there, and the values they depend on."""
 
     groups: tuple[str, ...]
@@ -70,32 +70,32 @@ class Stop:
 
 
 @dataclass(frozen=True, eq=False)
-class SegmentedGraph:
+class SplitGraph:
     """The split module.
 
     Attributes:
         mod: The functions of the subgraphs.
         constants: The subgraph of the values that do not depend on data, function main of
             `constants_mod`; None if no weight is quantized.
-        segments: In the order they run.
+        subgraphs: In the order they run.
     """
 
     mod: tvm.IRModule
-    constants: Segment | None
+    constants: Subgraph | None
     constants_mod: tvm.IRModule | None
-    segments: tuple[Segment, ...]
+    subgraphs: tuple[Subgraph, ...]
 
     def compute_constants(self, variables: Mapping[str, np.ndarray]) -> dict[str, Any]:
         """Compute the rounded weights, once for all batches, from the values of all graph
         variables.
         """
-        segment = self.constants
-        if segment is None or self.constants_mod is None:
+        subgraph = self.constants
+        if subgraph is None or self.constants_mod is None:
             return {}
         # In numpy, because compiling a kernel for each weight's shape would take longer than all
         # the rest.
-        results = reference.run(self.constants_mod, [variables[n] for n in segment.inputs])
-        return dict(zip(segment.outputs, results, strict=True))
+        results = reference.run(self.constants_mod, [variables[n] for n in subgraph.inputs])
+        return dict(zip(subgraph.outputs, results, strict=True))
 
 
 def split_graph(
@@ -104,8 +104,8 @@ def split_graph(
     fits: Sequence[FitPoint] = (),
     *,
     results: bool = False,
-    prefix: str = "segment",
-) -> SegmentedGraph:
+    prefix: str = "subgraph",
+) -> SplitGraph:
     """Split main of the calibration graph at each choice, in topological order.
 
     Args:
@@ -116,10 +116,10 @@ def split_graph(
         prefix: Prefix of the functions' names.
     """
     view = Graph(graph.mod)
-    stops = order_stops(view, groups, fits)
+    breakpoints = order_breakpoints(view, groups, fits)
     if results:
-        stops.append(Stop((), (), tuple(dict.fromkeys(list_results(view)))))
-    targets = [stop.targets for stop in stops]
+        breakpoints.append(Breakpoint((), (), tuple(dict.fromkeys(list_results(view)))))
+    targets = [point.targets for point in breakpoints]
     data = find_data_dependent(view, graph.inputs, {var for target in targets for var in target})
 
     wanted: list[tuple[list[relax.Var], list[relax.Var]]] = []  # (bindings, values read)
@@ -143,31 +143,29 @@ def split_graph(
         dropped = set(ends[i]) - set(targets[i])
         kept.append([var for var in needed if var not in dropped and not is_shape(var)])
     waiting = {*view.func.params, *(var for vars_ in kept for var in vars_)}
-    segments = []
+    subgraphs = []
     for i, (needed, reads) in enumerate(wanted):
         keep = kept[i]
         inputs, symbols = reads if needed else [], ()
         if needed:
             functions[f"{prefix}_{i}"], symbols = build_function(view, needed, inputs, keep)
-        segments.append(
-            Segment(
+        subgraphs.append(
+            Subgraph(
                 f"{prefix}_{i}" if needed else "",
-                stops[i].groups,
+                breakpoints[i].groups,
                 tuple(var.name for var in inputs),
                 tuple(var.name for var in keep),
                 tuple(var.name for var in targets[i]),
                 tuple(var.name for var in ends[i] if var in data and var in waiting),
-                stops[i].fits,
+                breakpoints[i].fits,
                 symbols,
             )
         )
-    segment, function = constants or (None, None)
+    subgraph, function = constants or (None, None)
     constants_mod = (
-        make_module({segment.function: function}, graph.mod) if segment and function else None
+        make_module({subgraph.function: function}, graph.mod) if subgraph and function else None
     )
-    return SegmentedGraph(
-        make_module(functions, graph.mod), segment, constants_mod, tuple(segments)
-    )
+    return SplitGraph(make_module(functions, graph.mod), subgraph, constants_mod, tuple(subgraphs))
 
 
 def make_module(functions: Mapping[str, relax.Function], source: tvm.IRModule) -> tvm.IRModule:
@@ -184,23 +182,23 @@ def make_module(functions: Mapping[str, relax.Function], source: tvm.IRModule) -
     return tvm.IRModule({**loops, **made})
 
 
-def order_stops(
+def order_breakpoints(
     view: Graph, groups: Sequence[SharedQParams], fits: Sequence[FitPoint]
-) -> list[Stop]:
+) -> list[Breakpoint]:
     """Return one breakpoint per group, in the plan's order, and one per fit, in front of the
     first reader of the operator's weight.
     """
     by_name = view.vars
-    stops: list[tuple[float, Stop]] = []
+    breakpoints: list[tuple[float, Breakpoint]] = []
     for group in groups:
         targets = tuple(by_name[name] for name in group.points)
         place = max((view.order[var] for var in targets), default=-1)
-        stops.append((place, Stop((group.key,), (), targets)))
+        breakpoints.append((place, Breakpoint((group.key,), (), targets)))
     for fit in fits:
         weight = by_name[fit.weight]
         place = min(view.order[user] for user in view.users[weight]) - 0.5
-        stops.append((place, Stop((), (fit,), (by_name[fit.source],))))
-    return [stop for _, stop in sorted(stops, key=lambda item: item[0])]
+        breakpoints.append((place, Breakpoint((), (fit,), (by_name[fit.source],))))
+    return [point for _, point in sorted(breakpoints, key=lambda item: item[0])]
 
 
 def list_results(view: Graph) -> Iterator[relax.Var]:
@@ -299,7 +297,7 @@ def make_constants(
     view: Graph,
     wanted: Sequence[tuple[list[relax.Var], list[relax.Var]]],
     data: set[relax.Var],
-) -> tuple[Segment, relax.Function] | None:
+) -> tuple[Subgraph, relax.Function] | None:
     """Return the function that computes, once, the values that subgraphs read and that no input
     changes.
     """
@@ -316,14 +314,14 @@ def make_constants(
             arg for var in needed for arg in read_values(view, var) if arg not in view.values
         )
     )
-    segment = Segment(
+    subgraph = Subgraph(
         "main",
         (),
         tuple(var.name for var in inputs),
         tuple(var.name for var in outputs),
         (),
     )
-    return segment, build_function(view, needed, inputs, outputs)[0]
+    return subgraph, build_function(view, needed, inputs, outputs)[0]
 
 
 def build_function(
@@ -333,7 +331,7 @@ def build_function(
     outputs: Sequence[relax.Var],
 ) -> tuple[relax.Function, tuple[str, ...]]:
     """Return a separate function of some bindings of main, which returns a tuple, and its
-    `Segment.symbols`.
+    `Subgraph.symbols`.
     """
     new: dict[relax.Var, relax.Var] = {var: relax.Var(var.name, var.ty) for var in inputs}
 
@@ -363,7 +361,7 @@ def build_function(
             builder.emit_normalized(relax.VarBinding(new[var], value))
         return builder.emit_output(relax.Tuple([new[var] for var in outputs]))
 
-    function = define_function(builder, params, emit, attrs={"global_symbol": "segment"})
+    function = define_function(builder, params, emit, attrs={"global_symbol": "subgraph"})
     symbols = list(relax.analysis.free_symbolic_vars(function))
     if symbols:
         shape = relax.Var("symbols", relax.ShapeType(symbols))

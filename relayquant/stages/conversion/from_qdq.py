@@ -46,11 +46,11 @@ from relayquant.stages.conversion.names import name_integers
 from relayquant.stages.conversion.propagate import (
     AFFINE_RULES,
     clip_bounds,
-    lift_clamp,
-    lift_pad,
-    push_dequantize,
+    hoist_clamp,
+    hoist_pad,
     relu_bounds,
     repeat_call,
+    sink_dequantize,
 )
 from relayquant.stages.conversion.qnn_form import (
     decline_dequantized,
@@ -83,15 +83,15 @@ def adopt_reference(mod: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
     The input is a canonical module with quantize and dequantize anywhere. The function of the
     module stays the same.
     """
-    lifts = [lift_clamp("relax.nn.relu", relu_bounds), lift_clamp("relax.clip", clip_bounds)]
-    lifts.append(lift_pad())
-    lifted = apply_rules(mod, [*lifts, *(lift_mover(op) for op in MOVERS)])
-    pushes = [push_dequantize(rule) for rule in (*backend.affine_rules, *AFFINE_RULES)]
-    pushed = apply_rules(lifted, pushes)
-    return apply_rules(pushed, list(quantize_biases()))
+    hoists = [hoist_clamp("relax.nn.relu", relu_bounds), hoist_clamp("relax.clip", clip_bounds)]
+    hoists.append(hoist_pad())
+    hoisted = apply_rules(mod, [*hoists, *(hoist_mover(op) for op in MOVERS)])
+    sinks = [sink_dequantize(rule) for rule in (*backend.affine_rules, *AFFINE_RULES)]
+    sunk = apply_rules(hoisted, sinks)
+    return apply_rules(sunk, list(quantize_biases()))
 
 
-def lift_mover(op: str) -> Rule:
+def hoist_mover(op: str) -> Rule:
     """quantize(move(x)) -> move(quantize(x)) if an operator computes x and nothing else reads
     it.
     """
@@ -108,7 +108,7 @@ def lift_mover(op: str) -> Rule:
         if match.graph.call_of(source) is None or not match.graph.has_one_user(source):
             return Skip("the value is used elsewhere, or is an input")
         if match.graph.op_name(source) == DEQUANTIZE:
-            return Skip("the value is dequantized: that is pushed down")
+            return Skip("the value is dequantized: its dequantize is sunk instead")
         integers = qnn.quantize(
             emitter.get(source),
             relax.const(qparams.scale, "float32"),
@@ -119,7 +119,7 @@ def lift_mover(op: str) -> Rule:
         call = emitter.get(match.call(op))
         return repeat_call(call, emitter.emit(integers, f"{match.name}.unmoved"))
 
-    return Rule(f"lift quantize over {op}", pattern, rewrite)
+    return Rule(f"hoist quantize over {op}", pattern, rewrite)
 
 
 def quantize_biases() -> Iterable[Rule]:

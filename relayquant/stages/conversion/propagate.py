@@ -266,14 +266,14 @@ def expand_affine(mod: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:
         {value for row in ledger.floating for value in row.values} if ledger is not None else set()
     )
     rules = [
-        lift_clamp("relax.nn.relu", relu_bounds, kept),
-        lift_clamp("relax.clip", clip_bounds, kept),
-        lift_pad(kept),
+        hoist_clamp("relax.nn.relu", relu_bounds, kept),
+        hoist_clamp("relax.clip", clip_bounds, kept),
+        hoist_pad(kept),
         quantize_before_joining(),
     ]
     planned = {id(row.pattern) for row in backend.patterns}
     rules += [
-        push_dequantize(rule, kept, rule.shares_parameters and id(rule.pattern) in planned)
+        sink_dequantize(rule, kept, rule.shares_parameters and id(rule.pattern) in planned)
         for rule in (*backend.affine_rules, *AFFINE_RULES)
     ]
     declined: dict[str, Skip] = {}
@@ -331,7 +331,7 @@ def check_affine(emitter: Emitter, outcome: object, root: relax.Var, where: str)
         )
 
 
-def push_dequantize(
+def sink_dequantize(
     affine: AffineRule, kept: Set[str] = frozenset(), is_shared: bool = False
 ) -> Rule:
     """Return the rewrite rule op(dequantize(q)) -> dequantize(op'(q)).
@@ -371,10 +371,10 @@ def push_dequantize(
         value = emitter.emit(outcome.value, f"{match.name}.int")
         return Quantized(value, outcome.qparams).dequantize()
 
-    return Rule(f"push dequantize through {affine.op}", pattern, rewrite)
+    return Rule(f"sink dequantize through {affine.op}", pattern, rewrite)
 
 
-def lift_clamp(
+def hoist_clamp(
     op: str, bounds: Callable[[Call, QParams], tuple[int, int]], kept: Set[str] = frozenset()
 ) -> Rule:
     """quantize(clamp(x)) -> clip(quantize(x)); exact, because quantize is monotonic."""
@@ -382,10 +382,10 @@ def lift_clamp(
     def clamp(call: Call, value: relax.Expr, qparams: QParams) -> relax.Expr:
         return clip_integer(value, *bounds(call, qparams))
 
-    return lift_quantize(op, clamp, "unclipped", kept)
+    return hoist_quantize(op, clamp, "unclipped", kept)
 
 
-def lift_pad(kept: Set[str] = frozenset()) -> Rule:
+def hoist_pad(kept: Set[str] = frozenset()) -> Rule:
     """quantize(pad(x, value)) -> pad(quantize(x), quantize(value)); exact, in any parameters."""
 
     def pad(call: Call, value: relax.Expr, qparams: QParams) -> relax.Expr:
@@ -393,10 +393,10 @@ def lift_pad(kept: Set[str] = frozenset()) -> Rule:
             return repeat_call(call, value)
         return pad_integer(call, value, quantize_scalar(float(call.attrs.pad_value), qparams))
 
-    return lift_quantize("relax.nn.pad", pad, "unpadded", kept)
+    return hoist_quantize("relax.nn.pad", pad, "unpadded", kept)
 
 
-def lift_quantize(
+def hoist_quantize(
     op: str,
     repeat: Callable[[Call, relax.Expr, QParams], relax.Expr],
     suffix: str,
@@ -427,7 +427,7 @@ def lift_quantize(
         call = emitter.get(match.call(op))
         return repeat(call, emitter.emit(value, f"{match.name}.{suffix}"), qparams)
 
-    return Rule(f"lift quantize over {op}", pattern, rewrite)
+    return Rule(f"hoist quantize over {op}", pattern, rewrite)
 
 
 def relu_bounds(call: Call, qparams: QParams) -> tuple[int, int]:

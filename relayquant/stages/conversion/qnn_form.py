@@ -158,16 +158,16 @@ def find_dequantized(
     """Return (root, (pattern, match)) wherever all operands of a pattern are dequantized, and
     the result is quantized if the pattern needs parameters for it.
     """
-    claimed: set[relax.Var] = set()
+    taken: set[relax.Var] = set()
     for rows in order_rows(backend):
         for binding in reversed(graph.bindings):
-            for row in rows if binding.var not in claimed else ():
+            for row in rows if binding.var not in taken else ():
                 pattern = find_pattern(backend, row.pattern.name)
                 match = run_match(pattern, graph, binding.var)
-                if match is None or not claimed.isdisjoint(match.vars):
+                if match is None or not taken.isdisjoint(match.vars):
                     continue
                 if decline_dequantized(pattern, match) is None:
-                    claimed.update(match.vars)
+                    taken.update(match.vars)
                     yield binding.var, (pattern, match)
                     break
 

@@ -188,7 +188,7 @@ def test_mapping__what_the_backend_cannot_run_is_marked():
     wide = replace(CONFIG, activation=rq.TensorConfig(rq.QSpec("uint16"), rq.observers.MinMax()))
     plan = annotate(two_convs(), X86, rq.QConfigMapping().set_global(wide))
     row = plan.operator("net.second")
-    assert row.is_unserved
+    assert row.is_unsupported
     assert "activation dtype uint16 is asked for, the backend runs uint8" in row.reason
     assert row.advice.startswith("choose a QConfig with uint8 x int8 -> uint8; ")
     assert not any(op.quantized for op in plan.operators)

@@ -321,7 +321,7 @@ def test_annotate__reason_for_a_float_operator(body, shapes, operator, reason):
     row = plan_of(build(body, *shapes)).operator(operator)
     assert not row.quantized
     assert reason in row.reason
-    assert not row.is_unserved
+    assert not row.is_unsupported
 
 
 def test_annotate__integers_and_halves_stay_what_they_are():

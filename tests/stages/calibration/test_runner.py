@@ -279,7 +279,7 @@ def test_calibrate__data_is_read_once():
 
 
 def test_calibrate__every_batch_runs_every_operator_once(monkeypatch):
-    """Each segment is called once for each batch, and no operator is in two segments."""
+    """Each subgraph is called once for each batch, and no operator is in two subgraphs."""
     mod = branched_model()
     calls: list[str] = []
 
@@ -292,9 +292,9 @@ def test_calibrate__every_batch_runs_every_operator_once(monkeypatch):
 
     monkeypatch.setattr(EagerModule, "run", counted)
     pick_parameters(prepared, draw_batches(mod, 4), load_module=EagerModule, fit=NEAREST)
-    segments = set(calls)
-    assert len(segments) >= 5
-    assert all(calls.count(name) == 4 for name in segments)
+    subgraphs = set(calls)
+    assert len(subgraphs) >= 5
+    assert all(calls.count(name) == 4 for name in subgraphs)
 
 
 @pytest.mark.parametrize("order", list(rq.config.Order))
@@ -352,7 +352,7 @@ def test_calibrate__progress_and_choices_are_reported():
     assert order == [group.key for group in prepared.plan.activations]
 
 
-def test_calibrate__symbolic_dimensions_between_segments():
+def test_calibrate__symbolic_dimensions_between_subgraphs():
     def body(emit, x):
         n = x.ty.shape.values[0]
         a = emit("a", op.reshape(x, [n * 2, 4]))

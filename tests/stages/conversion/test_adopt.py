@@ -1,4 +1,4 @@
-"""What other tools quantized: where quantizes are lifted, and biases brought to int32."""
+"""What other tools quantized: where quantizes are hoisted, and biases brought to int32."""
 
 from __future__ import annotations
 

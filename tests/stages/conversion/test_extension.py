@@ -134,13 +134,13 @@ def test_rule_of_the_user__carries_integers_through_an_operator():
     assert "no rule" in row.reason
     # A rule, or a pattern, that does not name the axis cannot know what it does to the values.
     unnamed = rq.extend.AffineRule("relax.flip", rewrite)
-    for served in (
+    for extended in (
         rq.get_backend_config("x86").with_pattern(flip).with_affine_rule(unnamed),
         rq.get_backend_config("x86")
         .with_pattern(replace(flip, attributes=()))
         .with_affine_rule(rule),
     ):
-        row = rq.ledger(rq.quantize(mod, None, inputs, backend=served)).row("f")
+        row = rq.ledger(rq.quantize(mod, None, inputs, backend=extended)).row("f")
         assert row is not None
         assert not row.quantized
         assert row.reason.startswith("flip has axis=2, which ")

@@ -67,13 +67,13 @@ def pick_weight_parameters(prepared: PreparedModel) -> dict[str, QParams]:
         name, operand = group.constant or ("", "")
         match = match_operator(graph, prepared.backend, prepared.plan.operator(name))
         array = operand_constant(match, operand)
-        picker = resolve_calibration(group.calibration)
-        if isinstance(picker, CallableCalibration):
+        observer = resolve_calibration(group.calibration)
+        if isinstance(observer, CallableCalibration):
             samples = StoredSamples(group.info, lambda array=array: iter([array]))
             context = CalibrationContext(
                 prepared.plan, prepared.graph, MappingProxyType(dict(parameters)), {}
             )
-            parameters[group.key] = picker.qparams(samples, context)
+            parameters[group.key] = observer.qparams(samples, context)
         else:
-            parameters[group.key] = picker.observe(group.info, [array])
+            parameters[group.key] = observer.observe(group.info, [array])
     return parameters

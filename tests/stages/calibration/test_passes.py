@@ -1,4 +1,4 @@
-"""Phases of a calibration: what runs on which batches before what is chosen."""
+"""Passes of a calibration: what runs on which batches before what is chosen."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from relayquant.stages.calibration.passes import (
     FEWEST_SAMPLES,
     choose_batches,
     count_part,
-    join_segments,
-    plan_phases,
+    join_subgraphs,
+    plan_passes,
 )
 
 
@@ -27,41 +27,41 @@ def small_model(shape=MAP):
 
 def plan(order: rq.config.Order, *, fits: bool = True):
     prepared = rq.prepare(residual_model())
-    stops = prepared.graph.fits if fits else ()
-    return prepared, plan_phases(prepared.graph, prepared.plan, order, stops)
+    points = prepared.graph.fits if fits else ()
+    return prepared, plan_passes(prepared.graph, prepared.plan, order, points)
 
 
-def test_phases__topological_is_one_choice_a_step():
-    prepared, (phase,) = plan(rq.config.Order.TOPOLOGICAL)
-    assert not phase.is_float
-    assert not phase.is_part
-    chosen = [(segment.groups, segment.fits) for (segment,) in phase.steps]
+def test_passes__topological_is_one_choice_a_step():
+    prepared, (data_pass,) = plan(rq.config.Order.TOPOLOGICAL)
+    assert not data_pass.is_float
+    assert not data_pass.is_part
+    chosen = [(subgraph.groups, subgraph.fits) for (subgraph,) in data_pass.steps]
     assert all(len(groups) + len(fits) == 1 for groups, fits in chosen)
     groups = [key for groups, _ in chosen for key in groups]
     assert groups == [group.key for group in prepared.plan.activations]
     assert tuple(fit for _, fits in chosen for fit in fits) == prepared.graph.fits
 
 
-def test_phases__parallel_observes_all_then_fits_one_by_one():
+def test_passes__parallel_observes_all_then_fits_one_by_one():
     prepared, (observe, fit) = plan(rq.config.Order.PARALLEL)
     (step,) = observe.steps
     assert observe.is_float
     assert not observe.is_part
-    groups = [key for segment in step for key in segment.groups]
+    groups = [key for subgraph in step for key in subgraph.groups]
     assert groups == [group.key for group in prepared.plan.activations]
-    assert not any(segment.fits for segment in step)
+    assert not any(subgraph.fits for subgraph in step)
     assert fit.is_part
     assert not fit.is_float
-    assert [segment.fits for (segment,) in fit.steps] == [(f,) for f in prepared.graph.fits]
-    assert not any(segment.groups for (segment,) in fit.steps)
-    joined = {var.name_hint for var in join_segments((observe, fit)).get_global_vars()}
-    segments = [*observe.split.segments, *fit.split.segments]
-    assert joined == {segment.function for segment in segments if segment.function}
+    assert [subgraph.fits for (subgraph,) in fit.steps] == [(f,) for f in prepared.graph.fits]
+    assert not any(subgraph.groups for (subgraph,) in fit.steps)
+    joined = {var.name_hint for var in join_subgraphs((observe, fit)).get_global_vars()}
+    subgraphs = [*observe.split.subgraphs, *fit.split.subgraphs]
+    assert joined == {subgraph.function for subgraph in subgraphs if subgraph.function}
 
 
-def test_phases__parallel_without_fits_is_one_pass():
-    _, (phase,) = plan(rq.config.Order.PARALLEL, fits=False)
-    assert len(phase.steps) == 1
+def test_passes__parallel_without_fits_is_one_pass():
+    _, (data_pass,) = plan(rq.config.Order.PARALLEL, fits=False)
+    assert len(data_pass.steps) == 1
 
 
 @pytest.mark.parametrize("batch", [1, 4, "n"])

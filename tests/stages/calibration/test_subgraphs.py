@@ -37,11 +37,11 @@ def branched_model():
 
 @pytest.mark.parametrize("model", [residual_model, branched_model])
 @pytest.mark.parametrize("stops_at_groups", [False, True])
-def test_split__no_binding_is_in_two_segments(model, stops_at_groups):
+def test_split__no_binding_is_in_two_subgraphs(model, stops_at_groups):
     prepared = rq.prepare(model())
     groups = prepared.plan.activations if stops_at_groups else ()
     split = split_graph(prepared.graph, groups, prepared.graph.fits)
-    functions = [segment.function for segment in split.segments if segment.function]
+    functions = [subgraph.function for subgraph in split.subgraphs if subgraph.function]
     bound = [name for function in functions for name in bound_names(split.mod, function)]
     assert len(bound) == len(set(bound))
     assert split.constants_mod is not None
@@ -50,24 +50,24 @@ def test_split__no_binding_is_in_two_segments(model, stops_at_groups):
     # Everything that a choice depends on is there: all ancestors of the observed values.
     view = Graph(prepared.graph.mod)
     known = {*bound, *constants}
-    for segment in split.segments:
-        for name in segment.observed:
+    for subgraph in split.subgraphs:
+        for name in subgraph.observed:
             assert name in known or name in prepared.graph.inputs
     assert all(name in view.vars for name in known)
 
 
 @pytest.mark.parametrize("model", [residual_model, branched_model])
-def test_split__one_segment_for_each_group_in_order(model):
+def test_split__one_subgraph_for_each_group_in_order(model):
     prepared = rq.prepare(model())
     split = split_graph(prepared.graph, prepared.plan.activations)
-    assert [segment.groups for segment in split.segments] == [
+    assert [subgraph.groups for subgraph in split.subgraphs] == [
         (group.key,) for group in prepared.plan.activations
     ]
-    assert {name for segment in split.segments if (name := segment.function)} == {
+    assert {name for subgraph in split.subgraphs if (name := subgraph.function)} == {
         var.name_hint for var in split.mod.get_global_vars()
     }
-    for segment, group in zip(split.segments, prepared.plan.activations, strict=True):
-        assert segment.observed == group.points
+    for subgraph, group in zip(split.subgraphs, prepared.plan.activations, strict=True):
+        assert subgraph.observed == group.points
 
 
 @pytest.mark.parametrize("model", [residual_model, branched_model])
@@ -79,13 +79,13 @@ def test_split__values_are_there_when_they_are_read_and_expire_afterwards(model)
     if split.constants is not None:
         known.update(split.constants.outputs)
     expired: set[str] = set()
-    for segment in split.segments:
-        assert set(segment.inputs) <= known
-        assert not {*segment.inputs, *segment.observed} & expired
-        known.update(segment.outputs)
-        expired.update(segment.expired)
+    for subgraph in split.subgraphs:
+        assert set(subgraph.inputs) <= known
+        assert not {*subgraph.inputs, *subgraph.observed} & expired
+        known.update(subgraph.outputs)
+        expired.update(subgraph.expired)
     # At the end nothing that was computed from data is still kept.
-    computed = {name for segment in split.segments for name in segment.outputs}
+    computed = {name for subgraph in split.subgraphs for name in subgraph.outputs}
     assert computed <= expired
 
 
@@ -102,24 +102,24 @@ def test_split__value_that_is_only_looked_at_later_is_kept():
     assert [fit.operator for fit in fits] == ["a", "out", "b"]
     split = split_graph(prepared.graph, prepared.plan.activations, fits)
     known = set(prepared.graph.inputs)
-    for segment in split.segments:
-        known.update(segment.outputs)
-        assert {fit.source for fit in segment.fits} <= known
+    for subgraph in split.subgraphs:
+        known.update(subgraph.outputs)
+        assert {fit.source for fit in subgraph.fits} <= known
 
 
-def test_split__weights_are_rounded_once_outside_of_all_segments():
+def test_split__weights_are_rounded_once_outside_of_all_subgraphs():
     prepared = rq.prepare(branched_model())
     split = split_graph(prepared.graph, prepared.plan.activations)
     names = bound_names(split.constants_mod)
     assert any(name.endswith(":weight.d") for name in names)
-    for segment in split.segments:
-        if segment.function:
-            assert not any(":weight" in name for name in bound_names(split.mod, segment.function))
+    for subgraph in split.subgraphs:
+        if subgraph.function:
+            assert not any(":weight" in name for name in bound_names(split.mod, subgraph.function))
 
 
 def test_split__input_that_is_observed_needs_no_function():
     prepared = rq.prepare(branched_model())
-    first = split_graph(prepared.graph, prepared.plan.activations).segments[0]
+    first = split_graph(prepared.graph, prepared.plan.activations).subgraphs[0]
     assert first.groups == ("x",)
     assert first.function == ""
     assert first.outputs == ()

@@ -20,7 +20,7 @@ from relayquant.ir.ops import Kind, Operand, Output, QuantOp
 from relayquant.ir.ops.find import find_pattern, order_rows
 from relayquant.ir.rewrite import Graph, Pattern
 from relayquant.stages.annotation import annotate
-from relayquant.stages.annotation.match import claim_operators
+from relayquant.stages.annotation.match import match_operators
 from relayquant.stages.preparation import prepare_module
 
 DEFAULT = rq.QConfigMapping().set_global(rq.get_backend_config("x86").default_qconfig)
@@ -83,7 +83,7 @@ def test_claims__survive_plain_data():
     data = backend.to_dict()
     again = rq.BackendConfig.from_dict(data, (*rq.extend.BUILTIN_OPS, CONV3D))
     assert again == backend
-    assert [row.claims_first for row in again.patterns[:2]] == [True, False]
+    assert [row.match_first for row in again.patterns[:2]] == [True, False]
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -152,9 +152,9 @@ def check_anchors_have_what_they_want(mod, backend):
     """Every match that an anchor row accepts has an operator that an anchor row took: none was
     lost to a row without an anchor."""
     graph = Graph(mod)
-    claims = claim_operators(graph, backend, DEFAULT)
-    owners = {var: claim for claim in claims for var in claim.vars}
-    assert len(owners) == sum(len(claim.vars) for claim in claims)
+    matches = match_operators(graph, backend, DEFAULT)
+    owners = {var: matched for matched in matches for var in matched.vars}
+    assert len(owners) == sum(len(matched.vars) for matched in matches)
     calls = [b.var for b in graph.bindings if graph.call_of(b.var) is not None]
     assert set(owners) == set(calls)
     found = 0
@@ -305,7 +305,7 @@ def dynamic() -> rq.QConfigMapping:
             "makes the result of the",
         ),
     ],
-    ids=["check", "attribute", "shared value", "claimed before", "run time"],
+    ids=["check", "attribute", "shared value", "matched before", "run time"],
 )
 def test_passed_over__names_the_row_of_the_user(mod, backend, mapping, reason):
     plan = rq.prepare(mod, None, qconfig_mapping=mapping, backend=backend).plan
