@@ -444,7 +444,7 @@ def test_export__shape_and_input_of_the_model(rated: Path, rate: str, gain: int)
         (["--shape", "x=2,0"], "no valid shape for 'x'"),
         (["--input", "rate=fast"], "no valid value for 'rate'"),
         (["--input", "rate=1", "--input", "rate=2"], "--input is given twice"),
-        (["--input", "speed=1"], "names 'speed', which is no input"),
+        (["--input", "speed=1"], "names 'speed', which is not an input"),
         (["--input", "rate=1.5"], "does not fit int64"),
         (["--shape", "z=2,480", "--input", "rate=1"], "'z'"),
     ],

@@ -302,7 +302,7 @@ def test_shapes__fix_and_name_dimensions():
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        ({"X": (1, 2, 3)}, "'X', which is no input.*(Did you mean|Known:) 'x'"),
+        ({"X": (1, 2, 3)}, "'X', which is not an input.*(Did you mean|Known:) 'x'"),
         ({"x": (1, 2)}, "allowed: 3 sizes"),
         ({"x": (1, 2, 4)}, "the size 4, but the model fixes it to 3"),
         ({"x": (1, 2, "C")}, "the name 'C', but the model fixes it to 3"),

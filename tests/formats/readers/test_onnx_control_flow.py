@@ -324,7 +324,7 @@ def test_scan__of_a_length_that_is_not_known():
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"rates": 1}, "names 'rates', which is no input.*'rate'"),
+        ({"rates": 1}, "names 'rates', which is not an input.*'rate'"),
         ({"rate": 0.5}, "0.5, which does not fit int64"),
         ({"rate": "fast"}, "'rate' a value that cannot be int64"),
         ({"rate": [1, 2]}, r"shape \(2,\); allowed: \(\), the shape of the input"),
