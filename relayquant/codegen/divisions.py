@@ -1,5 +1,4 @@
-"""Relax divisions and remainders -> loop nests with the same result on every CPU; part of
-`legalization`.
+"""Relax divisions and remainders -> loop nests that are safe on every CPU; part of `legalization`.
 
 No division ends the process.
 """
@@ -56,8 +55,9 @@ def is_harmless(divisor: np.ndarray[Any, Any] | None, is_float: bool) -> bool:
 
 
 def divide_integers(name: str, dtype: str, a: Any, b: Any) -> Any:
-    """Compute the quotient or remainder of integers. Division by 0 gives 0; division by -1 wraps
-    around.
+    """Compute the quotient or remainder of integers.
+
+    Division by 0 gives 0; division by -1 wraps around.
 
     numpy and Arm's instruction do the same. The x86 instruction ends the process for a divisor of
     0, and for the smallest integer divided by -1.

@@ -16,9 +16,7 @@ from relayquant.ir.rewrite.expressions import list_bindings
 
 
 def keep_sized_calls(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-    """Mark kernels opaque if an argument or the result of a call has a size that a match_cast
-    defines.
-    """
+    """Mark kernels opaque if a size in the types of a call is defined by a match_cast."""
     sized: set[str] = set()
     for func in mod.functions.values():
         if not isinstance(func, relax.Function):

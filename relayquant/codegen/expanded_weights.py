@@ -34,8 +34,9 @@ def call_expansion(weights: Expanded) -> Call:
 
 
 def read_expansion(expr: relax.Expr) -> Expanded | None:
-    """Read the weights of a call that expands weights in a lowered module. None for any other
-    expression.
+    """Read the weights of a call that expands weights in a lowered module.
+
+    None for any other expression.
     """
     if not isinstance(expr, Call) or not isinstance(expr.op, relax.ExternFunc):
         return None

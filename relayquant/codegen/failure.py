@@ -89,8 +89,9 @@ def list_functions(mod: tvm.IRModule) -> list[relax.Function]:
 
 
 def find_calls(mod: tvm.IRModule) -> Iterator[tuple[str, Call]]:
-    """List the operator calls with the names of their values. Calls that differ only in operands
-    are listed once.
+    """List the operator calls with the names of their values.
+
+    Calls that differ only in operands are listed once.
     """
     seen: set[Any] = set()
     for func in list_functions(mod):
@@ -129,9 +130,7 @@ def isolate_call(call: Call) -> tvm.IRModule:
 
 
 def last_line(error: Exception) -> str:
-    """Return the message of a TVM error without its stack trace and the notes on how it was
-    printed.
-    """
+    """Return the message of a TVM error, without stack trace and notes on its printing."""
     lines = [line.strip() for line in str(error).splitlines()]
     said = [line for line in lines if line and not line.startswith("#")]
     return said[-1].rstrip(".:") if said else type(error).__name__

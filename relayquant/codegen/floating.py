@@ -1,5 +1,6 @@
-"""lower_float: float operators -> calls of float kernels with packed weights; the counterpart of
-`integer`.
+"""lower_float: float operators -> calls of float kernels; the counterpart of `integer`.
+
+Weights are packed.
 
 Runs before LegalizeOps, on float modules and on the float operators of quantized modules. The
 kernels of convolutions (already in the kernels' layout) and of matrix products also compute the
@@ -84,8 +85,7 @@ TAKES = float_takes(GenericConst)
 
 
 def lower_float(mod: IRModule, target: Target, on_skip: OnSkip = log_skip) -> IRModule:
-    """Replace float32 conv2d, conv2d_transpose, max_pool2d and matmul by calls of kernels, in every
-    Relax function.
+    """Replace float32 convolutions, max pools and matmuls of every function by calls of kernels.
 
     Convolutions and pools have to be in the layout of the kernels. If only a concatenation of
     channels reads a product, the kernel writes straight into the result of the concatenation.
@@ -156,8 +156,7 @@ def read_conv2d_transpose(call: Call) -> FloatConv2dTranspose | Skip:
 
 
 def find_extents(concat: Call) -> list[int] | None:
-    """Read the extents that a concatenation puts side by side along the last axis of float32
-    tensors.
+    """Read the extents that a float32 concatenation puts side by side along the last axis.
 
     None for any other concatenation.
     """
@@ -174,18 +173,14 @@ def find_extents(concat: Call) -> list[int] | None:
 
 @dataclass(frozen=True, eq=False)
 class FloatContext:
-    """Context of the float rules: a block, the instruction set and the symbolic extents in
-    kernels.
-    """
+    """Context of the float rules: a block, the instruction set and symbolic extents."""
 
     block: BlockView
     isa: FloatIsa
     symbols: dict[str, tirx.Var] = field(default_factory=dict)
 
     def symbol(self, extent: Any) -> Any:
-        """Return a constant extent as an int, or the variable that stands for a symbolic extent in
-        kernels.
-        """
+        """Return a constant extent as an int, or the variable for a symbolic extent."""
         if isinstance(extent, tirx.IntImm):
             return int(extent)
         name = "n" if isinstance(extent, tirx.Var) else f"n{len(self.symbols)}"
@@ -388,8 +383,9 @@ def call_product(
 
 
 def copy_parts(context: FloatContext, concat: relax.Var) -> Lowered | Skip:
-    """Copy the inputs of a concatenation that no kernel writes in place, if kernels write the
-    others.
+    """Copy those inputs of a concatenation that no kernel writes in place.
+
+    Only if kernels write the others.
     """
     call = context.block.values[concat]
     placed = context.block.placed.get(concat)

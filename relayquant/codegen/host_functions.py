@@ -41,8 +41,9 @@ def name_kernel_pipeline() -> str:
 
 
 def make_kernel_pipeline() -> tuple[tvm.transform.Pass, Any, Any]:
-    """Make TVM's default pipeline of kernels in its three stages. The first one is run by
-    `lower_kernels`.
+    """Make TVM's default pipeline of kernels in its three stages.
+
+    The first one is run by `lower_kernels`.
     """
     parts: Any = get_tir_pipeline("default")
     default, finish_host, finish_device = parts

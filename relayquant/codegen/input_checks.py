@@ -44,9 +44,7 @@ def create_input_checks(target: Target) -> Any:
 
 
 def check_inputs(mod: tvm.IRModule, target: Target) -> tvm.IRModule:
-    """Add a check to every public Relax function, and mark kernels that need no checks as
-    `IS_INNER`.
-    """
+    """Add a check to every public Relax function, and mark kernels without checks as `IS_INNER`."""
     mask = "int64" if read_triple(target).split("-")[0] in ARCHITECTURES_64 else "int32"
     builder, given = relax.BlockBuilder(mod), dict[GlobalVar, bool]()
     for gv, func in mod.functions_items():

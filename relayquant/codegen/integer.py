@@ -1,5 +1,6 @@
-"""lower_integer: QNN module -> calls of kernels. Operators without a kernel are left for exact
-legalization.
+"""lower_integer: QNN module -> calls of kernels.
+
+Operators without a kernel are left for exact legalization.
 
 The rules are tried at every value, in order. A rule also takes the following values that its kernel
 computes.

@@ -1,5 +1,4 @@
-"""Module -> the same module with convolutions, and the operators between them, in the kernels'
-layout.
+"""Module -> the same module with convolutions, and operators between them, in the kernels' layout.
 
 Transposes remain only at the inputs and outputs of the model. ConvertLayout does the work, and
 `layout_exceptions` corrects it. Operators it cannot see through (pad, reshape of unit axes,
@@ -144,9 +143,7 @@ def _transpose_of_transpose() -> Rule:
 
 
 def _pad_of_transpose() -> Rule:
-    """Move pad(permute_dims(x)) -> permute_dims(pad(x)), so that the transpose may meet its
-    inverse.
-    """
+    """Move pad(permute_dims(x)) -> permute_dims(pad(x)): the transpose may meet its inverse."""
     data = wildcard()
     inner = is_op("relax.permute_dims")(data)
     pattern = Pattern(is_op("relax.nn.pad")(inner), {"inner": inner})
@@ -190,9 +187,7 @@ def _clip_of_transpose() -> Rule:
 
 
 def _transpose_of_unit_axes() -> Rule:
-    """Replace a permute_dims(x) that moves only axes of size 1 by reshape(x), which costs
-    nothing.
-    """
+    """Replace a permute_dims(x) that moves only axes of size 1 by reshape(x), which is free."""
     data = wildcard()
     pattern = Pattern(is_op("relax.permute_dims")(data), {"data": data})
 

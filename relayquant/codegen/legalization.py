@@ -22,8 +22,9 @@ from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_sha
 
 
 def legalize_power(builder: relax.BlockBuilder, call: Call) -> Any:
-    """Legalize power(x, 3) as x * x * x, and power(x, 4) alike. Other constant exponents become
-    visible to LLVM.
+    """Legalize power(x, 3) as x * x * x, and power(x, 4) alike.
+
+    Other constant exponents become visible to LLVM.
 
     Calling the C library for each element takes as long as the products of a layer. GELU has a cube
     in its tanh form. TVM has no power of integers. Integer powers wrap around, see
@@ -125,9 +126,7 @@ def compute_cosh(x: Any) -> Any:
 
 
 def legalize_softmax(builder: relax.BlockBuilder, call: Call) -> Any:
-    """Legalize softmax(x) of float32 as a call of its kernel, whose arithmetic is specified to the
-    bit.
-    """
+    """Legalize softmax(x) of float32 as its kernel, whose arithmetic is specified to the bit."""
     (data,) = call.args
     shape, target = tensor_shape(data), tvm.target.Target.current(allow_none=True)
     is_cpu = target is not None and target.kind.name == "llvm"

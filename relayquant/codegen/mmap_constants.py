@@ -136,8 +136,9 @@ def find_address(constant: GenericConst) -> int:
 
 
 def call_provider(mod: tvm.IRModule, constants: Mapping[int, Large]) -> tvm.IRModule:
-    """Make the kernels of a lowered module get these constants from the provider, by their
-    order.
+    """Make the kernels of a lowered module get these constants from the provider.
+
+    Constants are numbered in their order.
     """
     numbers = {key: i for i, key in enumerate(constants)}
     mutator = ProviderCalls(mod, numbers)
@@ -172,8 +173,9 @@ class ProviderCalls(relax.PyExprMutator):
         return self.visit_expr(expr) if call is None else self.builder_.emit(call)
 
     def ask(self, key: int, ty: Any) -> Call | None:
-        """Make the call that returns the constant at this address. None if the provider does not
-        have it.
+        """Make the call that returns the constant at this address.
+
+        None if the provider does not have it.
         """
         number = self.numbers.get(key)
         if number is None:

@@ -1,5 +1,6 @@
-"""QNN or float module -> scheduled TIR: the Relax pipeline that `relayquant.compile` passes to
-`tvm.compile`.
+"""QNN or float module -> scheduled TIR: the Relax pipeline that `relayquant.compile` uses.
+
+It is passed to `tvm.compile`.
 """
 
 from __future__ import annotations
@@ -30,9 +31,7 @@ from relayquant.codegen.zero_point_correction import subtract_zero_points
 def make_pipeline(
     target: Target, choose_schedule: ChooseSchedule = keep_estimate
 ) -> tvm.transform.Pass:
-    """Make a Relax pipeline for a target: kernels, exact legalization, schedules, TVM's own
-    lowering.
-    """
+    """Make a Relax pipeline for a target: kernels, legalization, schedules, TVM's own lowering."""
 
     def run(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         if has_integer_main(mod):

@@ -35,8 +35,9 @@ NO_ROWS = decline("not of float32 rows of known length")
 
 @dataclass(frozen=True, eq=False)
 class QuantizedRows:
-    """The values from a norm to the quantized integers of its rows. The last value is the pair of
-    integers and scales.
+    """The values from a norm to the quantized integers of its rows.
+
+    The last value is the pair of integers and scales.
 
     `keeps_result`: whether anything else reads the float rows.
     """
@@ -139,8 +140,9 @@ def lower_root_mean_square(block: BlockView, var: relax.Var) -> Lowered | Skip:
 
 
 def follow(block: BlockView, vars_: list[relax.Var], *names: str) -> Call | None:
-    """Append the only reader of the last value and return its call. None if it is another
-    operator.
+    """Append the only reader of the last value and return its call.
+
+    None if it is another operator.
     """
     user = block.only_user(vars_[-1])
     call = None if user is None else block.call_of(user)
@@ -151,9 +153,7 @@ def follow(block: BlockView, vars_: list[relax.Var], *names: str) -> Call | None
 
 
 def follow_weight(block: BlockView, vars_: list[relax.Var], features: int) -> relax.Expr | None:
-    """Append the only reader of the last value if it multiplies it by a vector, and return the
-    vector.
-    """
+    """Append the only reader of the last value if it multiplies by a vector; return the vector."""
     last, user = vars_[-1], block.only_user(vars_[-1])
     if user is None or op_name(block.values[user]) != "relax.multiply":
         return None
@@ -165,8 +165,9 @@ def follow_weight(block: BlockView, vars_: list[relax.Var], features: int) -> re
 
 
 def read_rows(data: relax.Expr, epsilon: float) -> RowNorm | None:
-    """Make the norm of rows without factors. None if they are not float32 or have unknown
-    length.
+    """Make the norm of rows without factors.
+
+    None if they are not float32 or have unknown length.
     """
     if not is_float32(data):
         return None
@@ -177,8 +178,9 @@ def read_rows(data: relax.Expr, epsilon: float) -> RowNorm | None:
 
 
 def list_leading(data: relax.Expr) -> tuple[int | None, ...]:
-    """List the extents before the last axis of a tensor of known rank. None for an extent known
-    only at run time.
+    """List the extents before the last axis of a tensor of known rank.
+
+    None for an extent known only at run time.
     """
     return read_leading((tensor_shape(data) or ())[:-1])
 
@@ -217,9 +219,7 @@ def read_square(block: BlockView, var: relax.Expr) -> relax.Expr | None:
 
 
 def find_quantized(block: BlockView, result: relax.Var) -> QuantizedRows | None:
-    """Find the operator that quantizes the rows of a norm, directly or after a reshape that keeps
-    them.
-    """
+    """Find the operator that quantizes the rows of a norm, directly or after a reshape."""
     is_alone = block.only_user(result) is not None
     for user in block.users_of(result):
         name = op_name(block.values[user])

@@ -1,5 +1,4 @@
-"""Kernel calls -> the same calls with fewer kernels: kernels that differ only in numbers become
-one.
+"""Kernel calls -> the same calls, where kernels that differ only in numbers become one.
 
     x * 0.25 + 7.0,  x * 0.5 + 3.0    ->    x * c[0] + c[1]  with c an operand
 
@@ -40,9 +39,7 @@ class Skeleton:
 
 
 def share_kernels(calls: Sequence[Lowered]) -> list[Lowered]:
-    """Return the same calls in the same order, with shared kernels that read the differing
-    numbers.
-    """
+    """Return the same calls in order, with shared kernels that read the differing numbers."""
     skeletons = [read_skeleton(call.kernel.func) for call in calls]
     shared = list(calls)
     for group in group_equal([skeleton.func for skeleton in skeletons]):

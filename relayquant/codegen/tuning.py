@@ -116,8 +116,9 @@ def check_runnable(target: Target) -> None:
 
 
 def describe_layer(spec: Conv2d, isa: Isa, can_winograd: bool) -> str:
-    """Describe everything that the time of a layer depends on. The values of its numbers do not
-    matter.
+    """Describe everything that the time of a layer depends on.
+
+    The values of its numbers do not matter.
     """
     end, added = spec.epilogue, spec.epilogue.residual
     shape = f"{spec.batch}x{spec.height}x{spec.width}x{spec.in_channels} to {spec.out_channels}"

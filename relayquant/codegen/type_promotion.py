@@ -1,5 +1,6 @@
-"""Relax operators on types that TVM cannot compute or sort -> the same in wider types; the first of
-`passes`.
+"""Relax operators on types that TVM cannot compute or sort -> the same in wider types.
+
+This is the first step of `passes`.
 
 This includes operators whose result in TVM has another type than declared. The results are cast
 back.
@@ -131,8 +132,9 @@ def find_wide_type(call: Any) -> str | None:
 
 
 def make_keys(numbers: Any) -> Any:
-    """Return integers in the same order as the numbers. 0 and -0 have equal keys; NaN has the
-    largest key.
+    """Return integers in the same order as the numbers.
+
+    0 and -0 have equal keys; NaN has the largest key.
 
     The bits of positive floats are in this order already; the bits of negative floats are in
     reverse order. Unsigned integers are in this order once their highest bit is flipped.

@@ -1,5 +1,4 @@
-"""Legalized module -> the same module, where a reshape is not fused with the data movement before
-it.
+"""Legalized module -> the same module, where reshapes are not fused with data movement.
 
 A separate reshape after a permutation is a view and costs nothing. A fused loop has to divide its
 positions and runs element by element.
@@ -21,8 +20,7 @@ INJECTIVE = 2
 
 
 def keep_views(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-    """Mark reshapes that read the result of a data movement as opaque, so that FuseOps does not
-    fuse them.
+    """Mark reshapes that read the result of a data movement as opaque, so they are not fused.
 
     A reshape between two data movements is not marked: all three are fused.
     """

@@ -71,8 +71,9 @@ def _subtract_zero_point(op: str, layout: Layout) -> Rule:
         centred = weight.astype("int32") - (zero.reshape(shape) if zero.size > 1 else zero)
 
         def multiply(integers: np.ndarray) -> relax.Expr:
-            """Call the operator with other weights, whose zero point is 0. Scales do not affect
-            sums.
+            """Call the operator with other weights, whose zero point is 0.
+
+            Scales do not affect sums.
             """
             operands = [emitter.get(arg) for arg in call.args]
             operands[1] = relax.const(integers.astype("int8"), "int8")

@@ -108,9 +108,7 @@ class IncrementalFunction:
         return frame.values
 
     def find_boundary(self, names: Collection[str]) -> set[relax.Var]:
-        """Find the boundary: values read by steps that depend on these parameters, which do not
-        depend on them.
-        """
+        """Find the boundary: values independent of these parameters, with dependent readers."""
         reached = find_reached(self.program.steps, {self.params[name] for name in names})
         steps = [step for step in self.late if step.var in reached]
         return {var for step in steps for var in step.reads} - reached

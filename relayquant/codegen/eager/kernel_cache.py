@@ -50,8 +50,9 @@ class KernelCache:
         self._kernels: OrderedDict[KernelKey, futures.Future[Any]] = OrderedDict()
 
     def get(self, key: KernelKey) -> Callable[..., None]:
-        """Return a kernel, a function of TVM tensors. Compile it unless it exists or is being
-        compiled.
+        """Return a kernel, a function of TVM tensors.
+
+        Compile it unless it exists or is being compiled.
         """
         future, is_mine = self._reserve(key)
         if is_mine:

@@ -123,8 +123,9 @@ def run_steps(frame: Frame, steps: Sequence[Step], dead: Sequence[Sequence[relax
 
 
 def find_static_type(var: relax.Var) -> tuple[tuple[int, ...], np.dtype] | None:
-    """Return (shape, dtype) of a tensor. None if its shape is symbolic, or if it is not a
-    tensor.
+    """Return (shape, dtype) of a tensor.
+
+    None if its shape is symbolic, or if it is not a tensor.
     """
     if not isinstance(var.ty, relax.TensorType) or not isinstance(var.ty.shape, relax.ShapeExpr):
         return None

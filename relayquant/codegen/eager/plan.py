@@ -88,8 +88,9 @@ class Planner:
         self.claimed: set[relax.Var] = set()
 
     def plan(self) -> Iterator[Step]:
-        """Return the steps in order. A step for several values is placed where the last one was
-        bound.
+        """Return the steps in order.
+
+        A step for several values is placed where the last one was bound.
         """
         found: dict[relax.Var, Step] = {}
         for binding in self.bindings:
@@ -186,9 +187,7 @@ class Planner:
     # ---- simulated quantization ----
 
     def plan_rounding(self, first: relax.Var) -> Step | Skip:
-        """Plan one step for simulated_quantize, (maximum, minimum,) simulated_dequantize of a
-        tensor.
-        """
+        """Plan one step for simulated_quantize, (maximum, minimum,) simulated_dequantize."""
         call = self.values[first]
         if not is_float32(first):
             return decline("not float32 of known rank")

@@ -1,6 +1,4 @@
-"""Convolutions and products with weights, and what follows them -> steps that call float
-kernels.
-"""
+"""Convolutions and products with weights, and their epilogues -> steps that call float kernels."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Simulated quantization -> a step that runs one kernel for all tensors with one scale, of any
-size.
+"""Simulated quantization with one scale -> a step that runs one kernel for all sizes.
 
     y[i] = (clip(rint(x[i] / scale) + zero_point, low, high) - zero_point) * scale
 

@@ -197,8 +197,9 @@ def emit_prefetch(buffer: Buffer, offset: Expr, level: int, write: bool = False)
 
 
 def emit_shared_loop(extent: Expr, is_worth: Expr | bool, emit: Callable[[Expr], None]) -> None:
-    """Emit a loop of emit(i) for each i < extent; on threads if `is_worth`, known now or at run
-    time.
+    """Emit a loop of emit(i) for each i < extent, on threads if `is_worth`.
+
+    `is_worth` is known now or at run time.
     """
     if isinstance(is_worth, bool):
         with (T.parallel if is_worth else T.serial)(extent) as index:

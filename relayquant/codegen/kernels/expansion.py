@@ -53,9 +53,7 @@ class Expansion:
         return f"relayquant_expand_{self.dtype}"
 
     def list_terms(self) -> list[list[tuple[int, float]]]:
-        """List for each point the (tap, coefficient) pairs whose products are added up, in this
-        order.
-        """
+        """List for each point the (tap, coefficient) pairs of its sum, in order."""
         parts = split_coefficients if self.sums == "float64" else lambda value: iter([value])
         return [
             [(tap, part) for tap, value in enumerate(row) for part in parts(float(value)) if part]

@@ -135,8 +135,9 @@ class TileGrid:
         return min(max(LEAST_ITEMS // (self.images * self.chunks), 1), panels)
 
     def locate_results(self, n: Expr, row: Expr, col: Expr, number: Expr) -> TileResults:
-        """Locate the results of the tile with these indices. The last tile of an axis is moved
-        back.
+        """Locate the results of the tile with these indices.
+
+        The last tile of an axis is moved back.
         """
         starts = [
             T.bind(T.min(index * OUT, size - OUT) if size % OUT else index * OUT)

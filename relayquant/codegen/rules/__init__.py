@@ -1,3 +1,1 @@
-"""Operators -> calls of integer kernels, with the operators after a product in the kernel's
-epilogue.
-"""
+"""Operators -> calls of integer kernels that include an epilogue."""

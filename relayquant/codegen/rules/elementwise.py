@@ -1,5 +1,6 @@
-"""Operators between convolutions -> calls of integer kernels: the rules for quantize, requantize,
-add, multiply, lookup tables, concatenations and pools.
+"""Operators between convolutions -> calls of integer kernels.
+
+The rules lower quantize, requantize, add, multiply, lookup tables, concatenations and pools.
 """
 
 from __future__ import annotations
@@ -89,8 +90,7 @@ def scalars(*exprs: relax.Expr) -> list[float] | None:
 
 
 def is_fused(graph: Graph, var: relax.Var, taken: Set[relax.Var]) -> bool:
-    """Whether FuseOps should fuse an operator with its neighbours instead of calling a kernel for
-    it.
+    """Whether FuseOps should fuse an operator with its neighbours instead of a kernel call.
 
     True for a tensor with few values that another operator of `FUSED_OPERATORS` reads or writes, if
     no kernel has `taken` this operator.
@@ -172,9 +172,7 @@ def lower_softmax(context: KernelContext, var: relax.Var) -> Lowered | Skip:
 
 
 def is_image_transpose(call: Call, shape: tuple[int, ...]) -> bool:
-    """Whether a permute_dims turns NCHW into NHWC and the data has no more channels than an
-    image.
-    """
+    """Whether a permute_dims turns NCHW into NHWC, and there are only an image's channels."""
     axes = [int(axis) % len(shape) for axis in call.attrs.axes or ()]
     return axes == [0, 2, 3, 1] and shape[1] <= IMAGE_CHANNELS
 

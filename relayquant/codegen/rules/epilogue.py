@@ -1,5 +1,4 @@
-"""Operators after an integer product -> the epilogue of its kernel, from int32 sums to stored
-values.
+"""Operators after an integer product -> the epilogue of its kernel.
 
 product -> + bias -> requantize | qnn.add of a residual | dequantize -> clip becomes one kernel.
 """
@@ -63,9 +62,7 @@ class IntegerEpilogueChain(EpilogueChain):
         return () if self.residual is None else (self.residual,)
 
     def bounded(self) -> IntegerEpilogueChain:
-        """Return the chain with the bounds of a clip in its epilogue, and with `Epilogue.is_small`
-        set.
-        """
+        """Return the chain with the bounds of a clip and `Epilogue.is_small` in its epilogue."""
         epilogue = self.epilogue
         if epilogue.output is not Store.REQUANTIZE:
             return self

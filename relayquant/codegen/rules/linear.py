@@ -1,6 +1,4 @@
-"""Convolutions and matrix products -> calls of integer kernels, with the operators after them in
-the epilogue.
-"""
+"""Convolutions and matrix products -> calls of integer kernels with epilogues."""
 
 from __future__ import annotations
 
@@ -59,8 +57,9 @@ def read_linear(
     layouts: tuple[tuple[str, str], ...] = (),
     split: Callable[[relax.Expr], tuple[bool, tuple[int, ...]] | None] = split_batch,
 ) -> Linear | Skip:
-    """Read the operands of a linear operator in one of the (data, weight) layouts. () allows any
-    layout.
+    """Read the operands of a linear operator in one of the (data, weight) layouts.
+
+    () allows any layout.
 
     `split` tells which dimensions may be symbolic.
     """
@@ -169,9 +168,7 @@ def lower_conv2d_transpose(context: KernelContext, var: relax.Var) -> Lowered | 
 
 
 def order_transposed_weight(weight: np.ndarray, layout: str, groups: int) -> np.ndarray:
-    """Reorder weights (I, ..., O/groups) of a transposed convolution to OHWI (O, KH, KW,
-    I/groups).
-    """
+    """Reorder weights (I, ..., O/groups) of a transposed convolution to (O, KH, KW, I/groups)."""
     iohw = weight.transpose([layout.index(letter) for letter in "IOHW"])
     inputs, per_group, kh, kw = iohw.shape
     grouped = iohw.reshape(groups, inputs // groups, per_group, kh, kw)
@@ -181,8 +178,9 @@ def order_transposed_weight(weight: np.ndarray, layout: str, groups: int) -> np.
 
 
 def lower_dense(context: KernelContext, var: relax.Var) -> Lowered | Skip:
-    """Lower qnn.dense with constant weights. All leading dimensions are rows, static or
-    symbolic.
+    """Lower qnn.dense with constant weights.
+
+    All leading dimensions are rows, static or symbolic.
     """
     linear = read_linear(context, var, split=split_rows)
     if isinstance(linear, Skip):

@@ -1,6 +1,4 @@
-"""Block of a TIR function -> what the generic schedule needs: axes, accesses and cost of
-arithmetic.
-"""
+"""Block of a TIR function -> its axes, accesses and arithmetic cost for the generic schedule."""
 
 from __future__ import annotations
 
@@ -220,9 +218,7 @@ def call_name(call: Call) -> str:
 
 
 def is_expensive(expr: tirx.Expr) -> bool:
-    """Whether computing `expr` twice costs more than storing it: it has a division or a math
-    function.
-    """
+    """Whether `expr` has a division or math function, so that it should not be repeated."""
     return any(
         isinstance(node, tirx.Div)
         or (isinstance(node, Call) and call_name(node) not in CHEAP_CALLS)
@@ -251,9 +247,7 @@ def list_conditions(expr: tirx.Expr) -> list[tirx.Expr]:
 
 
 def pick_width(extent: int, lanes: int, least: int = 2) -> int:
-    """Choose the elements of one vector along an axis: a divisor of at least half a register, else
-    0.
-    """
+    """Choose the elements of one vector: a divisor of at least half a register, else 0."""
     width = largest_divisor(extent, lanes)
     return width if width == extent or width >= max(lanes // 2, least) else 0
 

@@ -21,8 +21,9 @@ STARTS = {tirx.Max: float("-inf"), tirx.Min: float("inf")}
 
 
 def find_starts(func: tirx.PrimFunc) -> dict[tirx.Buffer, float]:
-    """Find float buffers with a maximum or minimum -> initial value. Buffers with both are left
-    out.
+    """Find float buffers with a maximum or minimum -> initial value.
+
+    Buffers with both are left out.
     """
     found: dict[tirx.Buffer, set[float]] = {}
 

@@ -31,17 +31,14 @@ logger = logging.getLogger("relayquant.codegen")
 
 @dataclass(frozen=True)
 class ScheduleReport:
-    """Result of `schedule_with_report`: names of scheduled functions; names and reasons of the
-    others.
-    """
+    """Result of `schedule_with_report`: scheduled functions, and the others with reasons."""
 
     scheduled: tuple[str, ...]
     skipped: tuple[tuple[str, str], ...]
 
 
 def schedule_with_report(mod: IRModule, target: Target) -> tuple[IRModule, ScheduleReport]:
-    """Schedule every TIR function of `mod` without a schedule, and report the functions left
-    unchanged.
+    """Schedule every TIR function of `mod` that has no schedule, and report the others.
 
     Works on static and symbolic shapes. A function stays as it is if
     - it has the attribute `tirx.is_scheduled`

@@ -234,8 +234,9 @@ class FunctionScheduler:
     # ---- reductions ----------------------------------------------------------------------------
 
     def schedule_reduction(self, block: s_tir.schedule.SBlockRV, info: BlockInfo) -> set[str]:
-        """Schedule a reduction and what is fused with it. Returns the names of the scheduled
-        blocks.
+        """Schedule a reduction and what is fused with it.
+
+        Returns the names of the scheduled blocks.
         """
         if info.simple and info.spatial and is_identity(info):
             axes = [v for v in info.spatial if constant(v.dom.extent) != 1]
@@ -317,8 +318,9 @@ class FunctionScheduler:
     def pick_rows(
         self, info: BlockInfo, vector_axis: tirx.IterVar, most: int
     ) -> tuple[int | None, int]:
-        """Choose (axis, rows) of the register tile. Axes that let an operand be reused come
-        first.
+        """Choose (axis, rows) of the register tile.
+
+        Axes that let an operand be reused come first.
         """
         best: tuple[tuple[int, int], int, int] | None = None
         for i, axis in enumerate(info.spatial):
@@ -337,9 +339,7 @@ class FunctionScheduler:
     def fused_epilogue(
         self, block: s_tir.schedule.SBlockRV, info: BlockInfo
     ) -> s_tir.schedule.SBlockRV | None:
-        """Return the only reader of a reduction, if it reads element by element in the same
-        order.
-        """
+        """Return the only reader of a reduction, if it reads element by element in order."""
         consumers = self.sch.get_consumers(block)
         if len(consumers) != 1:
             return None

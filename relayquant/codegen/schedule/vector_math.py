@@ -92,8 +92,9 @@ def horner(x: Expr, coefficients: Sequence[float]) -> Expr:
 
 
 def clamp(x: Expr, low: float, high: float) -> Expr:
-    """Clamp x to the bounds. NaN stays, since its comparisons are false (`isnan` is not
-    vectorized).
+    """Clamp x to the bounds.
+
+    NaN stays, since its comparisons are false (`isnan` is not vectorized).
     """
     return tirx.Select(x < number(low), number(low), tirx.Select(x > number(high), number(high), x))
 
@@ -212,8 +213,9 @@ def expand_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 def create_math_pass(target: Target) -> Any:
-    """Make a pass that applies `expand_math` to every TIR function. Only LLVM targets are
-    changed.
+    """Make a pass that applies `expand_math` to every TIR function.
+
+    Only LLVM targets are changed.
     """
 
     def run(mod: IRModule, _: tvm.transform.PassContext) -> IRModule:

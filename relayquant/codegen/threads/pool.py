@@ -60,8 +60,7 @@ PAUSES = {
 
 
 def make_launch(source: str) -> tirx.PrimFunc:
-    """Make the function that kernels call for a parallel loop, with the signature of
-    TVMBackendParallelLaunch.
+    """Make the function that kernels call for a parallel loop, like TVMBackendParallelLaunch.
 
     It imports `source`, the code of all pool functions.
     """
@@ -110,8 +109,9 @@ def call_pool(name: str, *args: tirx.Var) -> tirx.Stmt:
 
 
 def make_function(name: str, params: list[tirx.Var], body: tirx.Stmt) -> tirx.PrimFunc:
-    """Make a function with these parameters that C code can call directly: TVM does not pack
-    them.
+    """Make a function with these parameters that C code can call directly.
+
+    TVM does not pack the parameters.
     """
     returned = tirx.SeqStmt([body, tirx.Return(tirx.IntImm("int32", 0))])
     # 1: packed already. Without `noalias` here TVM would remove it from all functions of the

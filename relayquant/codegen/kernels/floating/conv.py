@@ -1,5 +1,6 @@
-"""Specification of a float convolution -> its kernel in NHWC, for any stride, dilation, padding,
-groups.
+"""Specification of a float convolution -> its kernel in NHWC.
+
+Any stride, dilation, padding and groups.
 
     y[n, oy, ox, o] = sum x[n, oy*s + ky*d - p, ox*s + kx*d - p, i] * w[o, ky, kx, i]
                       (+ bias[o]) (+ residual[n, oy, ox, o]), clipped
@@ -77,8 +78,7 @@ class FloatConv2d(Conv2dShape):
         )
 
     def lay_down(self) -> FloatConv2d:
-        """Return the same convolution with an image of one column, as in conv1d, turned into one
-        row.
+        """Return a convolution over one column, as in conv1d, as the same convolution over one row.
 
         The memory is the same, and the taps of a row are contiguous.
         """
@@ -101,9 +101,7 @@ class FloatConv2d(Conv2dShape):
 
 
 def plan_conv2d(spec: FloatConv2d, isa: FloatIsa) -> tuple[FloatIsa, Panels]:
-    """Choose vector width and panels of one group, which determine the packed layout of the
-    weights.
-    """
+    """Choose vector width and panels of one group, which determine the layout of the weights."""
     if spec.is_depthwise:
         narrow = isa.narrow(spec.out_channels)
         return narrow, Panels(spec.out_channels, narrow.lanes, 1, narrow.accumulators)
@@ -144,9 +142,7 @@ def pack_conv2d(
 
 
 def make_conv2d_packing(spec: FloatConv2d, isa: FloatIsa, name: str = "float_pack") -> PrimFunc:
-    """Make PrimFunc(w OHWI, packed), `pack_conv2d` at run time, for weights that are not
-    constant.
-    """
+    """Make PrimFunc(w OHWI, packed), `pack_conv2d` at run time, for weights that vary."""
     isa, panels = plan_conv2d(spec, isa)
     taps = spec.kernel[0] * spec.kernel[1]
     inner = taps * spec.group_in

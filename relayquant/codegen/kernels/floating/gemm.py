@@ -1,5 +1,4 @@
-"""Specification of a float matrix product -> its kernel: dense layers, and products of two
-activations.
+"""Specification of a float matrix product -> its kernel: dense layers and batched products.
 
     dense          y[m, n] = sum_k x[m, k] * w[n, k]  (+ bias[n]) (+ residual[m, n]), clipped
     batch_matmul   y[b, m, n] = sum_k x[b, m, k] * w[b, k, n]
@@ -48,8 +47,9 @@ from relayquant.codegen.kernels.row_loops import choose_heights, loop_over_rows
 
 @dataclass(frozen=True)
 class FloatDense:
-    """A dense layer with N outputs. x has `shape` (..., K) float32; `shape[:-1]` is static or
-    symbolic.
+    """A dense layer with N outputs.
+
+    x has `shape` (..., K) float32; `shape[:-1]` is static or symbolic.
     """
 
     shape: tuple[Any, ...]
@@ -119,8 +119,9 @@ def make_dense(spec: FloatDense, isa: FloatIsa, name: str = "float_dense") -> Pr
                     step(k, lambda b: base + (k * blocks + b) * isa.lanes)
 
             def fetch_next(k: Expr) -> None:
-                """Fetch a line per step. The next tile's rows follow in memory, and all steps
-                together fetch them.
+                """Fetch a line per step.
+
+                The next tile's rows follow in memory, and all steps together fetch them.
                 """
                 line = CACHE_LINE // FLOAT_BYTES
                 emit_prefetch(x, (rows[0] + len(rows)) * inner + k * line, level=1)
@@ -234,8 +235,9 @@ def finish_into(
     channels: list[Expr],
     lanes: int,
 ) -> Callable[[int, int, Expr], None]:
-    """Return a function that stores a tile. rows[i] is the offset of a row in `y` and
-    `residual`.
+    """Return a function that stores a tile.
+
+    rows[i] is the offset of a row in `y` and `residual`.
     """
 
     def finish(row: int, block: int, value: Expr) -> None:
@@ -253,8 +255,9 @@ def touch_results(
     rows: list[Expr],
     channels: list[Expr],
 ) -> Callable[[int, int], None]:
-    """Return a function that prefetches what `finish_into` reads and writes for the same
-    arguments.
+    """Return a function that prefetches what `finish_into` reads and writes.
+
+    It takes the same arguments.
     """
 
     def touch(row: int, block: int) -> None:

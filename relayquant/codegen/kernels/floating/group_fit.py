@@ -1,5 +1,4 @@
-"""Grouped weights and data -> fitted codes and scales: the steps from one column to the next, as
-TIR.
+"""Grouped weights and data -> fitted codes and scales: the column by column steps, as TIR.
 
 The columns of a block are fixed one after the other, for `STRIP` rows of the weight (outputs) at a
 time, so all values they share stay in the cache. The caller adds the effect of a block on the other

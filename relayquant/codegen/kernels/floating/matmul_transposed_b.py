@@ -1,5 +1,6 @@
-"""Specification of a product with a transposed second operand -> its kernel: the scores of
-attention.
+"""Specification of a product with a transposed second operand -> its kernel.
+
+Attention scores are products of this kind.
 
     y[b, m, n] = sum_k x[b, m, k] * w[b, n, k]
 
@@ -133,9 +134,7 @@ def find_start(index: Expr, extents: tuple[Any, ...], strides: list[Any]) -> Exp
 
 
 def loop_over_blocks(total: Any, size: int, emit: Callable[[Expr, int], None]) -> None:
-    """Call emit(first, count) for blocks of `size` members, then for the remaining members one by
-    one.
-    """
+    """Call emit(first, count) for blocks of `size` members, then for the rest one by one."""
     known = static(total)
     blocks = T.floordiv(total, size) if known is None else known // size
     if known is None or known >= size:

@@ -1,5 +1,6 @@
-"""Specification of a softmax along an axis of float32 -> its kernel, with integers if one scale
-quantizes them.
+"""Specification of a softmax along an axis of float32 -> its kernel.
+
+It also writes integers if one scale quantizes the results.
 
     e = exp(x - max(x));  y = e * (1 / sum(e))
 
@@ -181,8 +182,9 @@ class SoftmaxRows:
         return fence(value * constant("float32", self.spec.factor, lanes), lanes)
 
     def emit_largest(self, start: Expr, lanes: int) -> Expr:
-        """Emit the maximum of the row from `start` on. NaN may be lost: it reappears in the
-        exponential.
+        """Emit the maximum of the row from `start` on.
+
+        NaN may be lost: it reappears in the exponential.
         """
         (found,) = alloc_vectors(1, lanes, "float32")
         store_vector(found, constant("float32", float("-inf"), lanes), 0, lanes)
@@ -238,8 +240,9 @@ class SoftmaxColumns:
             emit_shared_loop(outer, is_worth, emit_rest)
 
     def emit_columns(self, start: Expr, lanes: int, counts: list[int]) -> None:
-        """Emit neighbouring vectors of columns from `start` on. `counts` are the valid columns of
-        each.
+        """Emit neighbouring vectors of columns from `start` on.
+
+        `counts` are the valid columns of each.
 
         They are copied: the elements of a column are often a power of two apart, and then no cache
         holds them together.

@@ -61,9 +61,7 @@ FEWEST_ROWS = 8
 
 @dataclass(frozen=True)
 class FloatIsa:
-    """Vector registers for float32: `lanes` per register, and `accumulators` that a tile may
-    keep.
-    """
+    """Vector registers for float32: `lanes` per register, and `accumulators` per tile."""
 
     lanes: int
     accumulators: int

@@ -1,5 +1,6 @@
-"""Specification of a float 3x3 convolution -> its kernel by Winograd's F(4x4, 3x3); see
-`kernels.winograd`.
+"""Specification of a float 3x3 convolution -> its kernel by Winograd's F(4x4, 3x3).
+
+The transforms are described in `kernels.winograd`.
 
 The points are 0, a, -a, b, -b and infinity. The sums differ from the direct form: each product of
 transforms mixes 36 activations and nine weights, and their rounding errors remain in the result.
@@ -101,8 +102,9 @@ class FloatWinogradPlan:
 
     @cached_property
     def input_stride(self) -> int:
-        """Distance between elements of transformed activations. It is one vector more than the
-        tiles need, or all 36 might fall into one set of the cache.
+        """Distance between elements of transformed activations.
+
+        It is one vector more than the tiles need, or all 36 might fall into one set of the cache.
         """
         return self.grid.most_tiles * self.spec.in_channels + self.isa.lanes
 
@@ -128,9 +130,7 @@ class FloatWinogradPlan:
 
 
 def prefers_winograd(spec: FloatConv2d, isa: FloatIsa) -> bool:
-    """Whether `make_winograd` can compute a convolution and its estimate is faster than
-    `make_conv2d`.
-    """
+    """Whether `make_winograd` is possible and estimated to be faster than `make_conv2d`."""
     if not can_transform(spec, isa.lanes):
         return False
     plan = FloatWinogradPlan(spec, isa)
@@ -211,9 +211,7 @@ def transform_inputs(d: list[Expr], lanes: int) -> list[Expr]:
 def emit_products(
     plan: FloatWinogradPlan, weight: Buffer, inputs: Buffer, sums: Buffer, share: Share
 ) -> None:
-    """Emit for every element: transformed activations of the tiles times transformed weights of a
-    part.
-    """
+    """Emit for every element: transformed activations times transformed weights of a part."""
     channels, outputs = plan.spec.in_channels, plan.spec.out_channels
     lanes, panels, height = plan.isa.lanes, plan.panels, plan.height
     own, tiles = share.own, share.tiles

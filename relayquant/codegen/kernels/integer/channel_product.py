@@ -48,8 +48,7 @@ SMALL_MULTIPLIER = 2.0**13
 
 
 def fold_channels(spec: Multiply, isa: Isa) -> tuple[int, int, int] | None:
-    """Return (outer, rows, values of a row) if `build_channel_product` can compute a product, else
-    None.
+    """Return (outer, rows, values of a row) for `build_channel_product`; None if it cannot be used.
 
     A row has enough pixels to fill whole vectors with their channels. Otherwise it is one pixel of
     at least one vector, and the last vector overlaps its neighbour.

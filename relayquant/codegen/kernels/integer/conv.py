@@ -186,8 +186,9 @@ def emit_convolution(
 
 
 def pick_order(plan: ConvPlan) -> str:
-    """Choose the axes of the loop over tiles, outermost first. What changes last stays in the
-    caches.
+    """Choose the axes of the loop over tiles, outermost first.
+
+    What changes last stays in the caches.
     """
     if plan.weight_bytes <= SMALL_WEIGHT_BYTES:
         return PIXEL_ORDER
@@ -278,8 +279,9 @@ def locate_tile(
     group: Expr,
     panel: Expr,
 ) -> TilePosition:
-    """Compute the offsets of the tile with these indices. The last tile of an axis is moved
-    back.
+    """Compute the offsets of the tile with these indices.
+
+    The last tile of an axis is moved back.
     """
     spec, tile, lanes = plan.spec, plan.tile, plan.isa.lanes
     _, n_rows, n_cols = plan.pixel_grid
@@ -541,9 +543,7 @@ def pack_dense(
     bias: NDArray[np.int32],
     multiplier: NDArray[np.float32] | None,
 ) -> PackedWeights:
-    """Pack the constant operands of `build_dense`: weight (N, K), bias (N,), multiplier (N,) or
-    ().
-    """
+    """Pack the operands of `build_dense`: weight (N, K), bias (N,), multiplier (N,) or ()."""
     if weight.shape != (spec.out_features, spec.in_features):
         raise ValueError(
             f"pack_dense: weight has shape {weight.shape}, expected "

@@ -1,6 +1,4 @@
-"""Specification of a convolution -> register tile, panels and weight order, for generator and
-packer.
-"""
+"""Specification of a convolution -> tile, panels and weight order, for generator and packer."""
 
 from __future__ import annotations
 
@@ -90,9 +88,7 @@ def rank_tiles(
 
 
 def count_chains(dots: int, words: int, isa: Isa) -> int:
-    """Count the partial sums of each result that hide the latency of `dots` dot products per
-    word.
-    """
+    """Count the partial sums per result that hide the latency of `dots` dot products per word."""
     return max(min(ceil_div(isa.dots_in_flight, dots), isa.accumulators // dots, words), 1)
 
 
@@ -157,8 +153,7 @@ class ConvPlan:
 
     @cached_property
     def end(self) -> int:
-        """Activations after the whole words of a run, if the ends of all kernel rows are joined to
-        words.
+        """Activations after the whole words of a run, if ends of kernel rows are joined to words.
 
         0 if each run ends with a separate word that is not full. For example, a row of a first 3x3
         convolution is 9 activations: three rows take 7 words instead of 9.
@@ -275,8 +270,7 @@ class ConvPlan:
 
     @cached_property
     def instructions(self) -> float:
-        """Estimated vector instructions for all tiles and the copy, in vectors of 16 bytes as on
-        Arm.
+        """Estimated vector instructions for all tiles and the copy, in vectors of 16 bytes.
 
         Each word takes dot products, loads of activations and loads of weights. Each tile has to
         split accumulators of several pixels. The copy loads and stores every vector of the input.
@@ -375,8 +369,9 @@ def pack_constants(
     bias: NDArray[np.int32],
     multiplier: NDArray[np.float32] | None,
 ) -> PackedWeights:
-    """Pack the constant operands of a kernel for the plan. OHWI weight, others as for
-    `pack_channels`.
+    """Pack the constant operands of a kernel for the plan.
+
+    OHWI weight, others as for `pack_channels`.
 
     Raises:
         ConfigError: A shape does not fit, or the multiplier is missing or not allowed.
@@ -416,9 +411,7 @@ def pack_panels(plan: ConvPlan, weight: NDArray[np.integer]) -> NDArray[np.integ
 
 
 def expand_groups(weight: NDArray[np.integer], groups: int, merged: int) -> NDArray[np.integer]:
-    """Expand [O, KH, KW, I/groups] -> [O, KH, KW, merged * I/groups], zero between merged
-    groups.
-    """
+    """Expand [O, KH, KW, I/groups] -> [O, KH, KW, merged * I/groups], with zeros between groups."""
     if merged == 1:
         return weight
     out, kh, kw, group_in = weight.shape

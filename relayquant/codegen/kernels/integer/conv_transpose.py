@@ -95,9 +95,7 @@ class TransposePlan:
 
 
 def choose_transpose_plan(spec: Conv2dTranspose, isa: Isa) -> TransposePlan:
-    """Choose one instruction set for all phases, like `choose_plan`: they share the packed
-    weights.
-    """
+    """Choose one instruction set for all phases, since they share the packed weights."""
     isa = isa.for_convolution(spec.in_dtype)
     return choose_instructions(lambda isa: TransposePlan(spec, isa), isa)
 

@@ -56,9 +56,7 @@ class BlockPosition:
 
 @dataclass(frozen=True)
 class InputRow:
-    """An input row of words: offset of its first value in the block's channels, within the
-    image.
-    """
+    """An input row of words: offset of its first value in the block's channels."""
 
     start: Expr
     mask: Buffer | None  #: all bits set if the row is in the image; None: it always is

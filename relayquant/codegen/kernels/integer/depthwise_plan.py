@@ -1,5 +1,6 @@
-"""Specification of a depthwise convolution -> words, blocks and weight order, for generator and
-packer.
+"""Specification of a depthwise convolution -> words, blocks and weight order.
+
+Generator and packer share the plan.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     y[m, n] = epilogue(bias[n] + sum_k x[m, k] * w[n, k])          m = 0 .. M, any M
 
-The register tiles are those of convolutions (`conv`), with the heights of `row_loops`. All tiles
-share the packed weights, so one kernel serves a single row as well as many.
+The register tiles are built as for convolutions (`conv`), with the heights of `row_loops`. All
+tiles share the packed weights, so one kernel serves a single row as well as many.
 """
 
 from __future__ import annotations
@@ -97,8 +97,7 @@ def pack_dense_rows(
     bias: NDArray[np.int32],
     multiplier: NDArray[np.float32] | None,
 ) -> PackedWeights:
-    """Pack the constant operands of `build_dense_rows`: weight (N, K), bias (N,), multiplier (N,)
-    or ().
+    """Pack the operands of `build_dense_rows`: weight (N, K), bias (N,), multiplier (N,) or ().
 
     Raises:
         ConfigError: A shape does not fit, or the multiplier is missing or not allowed.

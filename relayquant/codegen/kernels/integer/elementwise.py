@@ -1,5 +1,6 @@
-"""Specifications of elementwise integer operators -> their kernels: quantize, requantize, add,
-multiply, join.
+"""Specifications of elementwise integer operators -> their kernels.
+
+The operators are quantize, requantize, add, multiply and join.
 
 The kernels are vector loops over flat memory. Shapes matter only if an operand is broadcast or
 channels are joined. The arithmetic is defined in `epilogue`; an `Epilogue` also says how results
@@ -175,8 +176,9 @@ class Concatenate:
 
 
 def broadcast_view(shape: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, int, int] | None:
-    """Fold `shape` to (outer, middle, inner) so that `other` is (outer, 1, inner). None if
-    impossible.
+    """Fold `shape` to (outer, middle, inner) so that `other` is (outer, 1, inner).
+
+    None if impossible.
 
     Covers equal shapes, scalars, one value per channel, and (N, 1, 1, C) over (N, H, W, C).
     """

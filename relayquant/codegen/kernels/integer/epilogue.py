@@ -124,8 +124,9 @@ class Epilogue:
     def emit_real(
         self, acc: Expr, multiplier: Expr, residual: Expr | None, lanes: int, moved: int = 0
     ) -> Expr:
-        """Compute the float32 vector before rounding. `residual` is int32: its values plus
-        `moved`.
+        """Compute the float32 vector before rounding.
+
+        `residual` is int32: its values plus `moved`.
         """
         value = T.Cast(vector("float32", lanes), acc) * multiplier
         if self.residual is not None:
@@ -148,9 +149,7 @@ def has_small_multipliers(multiplier: NDArray[np.float32], residual: Residual | 
 
 
 def emit_fma(a: Expr, b: Expr, c: Expr, lanes: int) -> Expr:
-    """Compute a * b + c in float32 with one rounding, on every target (if needed by a library
-    call).
-    """
+    """Compute a * b + c in float32 with one rounding, if needed by a library call."""
     suffix = "f32" if lanes == 1 else f"v{lanes}f32"
     return T.call_llvm_pure_intrin(f"llvm.fma.{suffix}", a, b, c, dtype=vector("float32", lanes))
 
@@ -171,8 +170,9 @@ def emit_round_clamp(
 
 
 def emit_round(value: Expr, dtype: str, zero_point: int, lanes: int) -> Expr:
-    """Compute int(rne(value)) + zero_point as `dtype`, which must hold it. |value| is below
-    2**22.
+    """Compute int(rne(value)) + zero_point as `dtype`, which must hold it.
+
+    |value| is below 2**22.
     """
     value = value + constant("float32", ROUNDING_MAGIC, lanes)
     bits = T.reinterpret(vector("int32", lanes), value)

@@ -185,8 +185,9 @@ class GroupedPlan:
 
     @cached_property
     def channels(self) -> np.ndarray:
-        """(panels, lanes): the output of every lane. Lanes without an output repeat the last
-        one.
+        """(panels, lanes): the output of every lane.
+
+        Lanes without an output repeat the last one.
         """
         lanes, units = self.dot.lanes, self.spec.units
         first = np.minimum(np.arange(self.panels) * lanes, max(units - lanes, 0))
@@ -410,8 +411,9 @@ def emit_tile(
     members: Sequence[Expr],
     panels: Sequence[Expr],
 ) -> None:
-    """Emit the outputs of some panels for some rows. Codes of several panels are read in
-    parallel.
+    """Emit the outputs of some panels for some rows.
+
+    Codes of several panels are read in parallel.
     """
     dot, lanes = plan.dot, plan.dot.lanes
     totals = [alloc_vectors(len(members), lanes, "float32") for _ in panels]
@@ -485,9 +487,7 @@ def emit_ahead(plan: GroupedPlan, codes: Buffer, at: Expr) -> None:
 
 
 def emit_blocks(total: int, size: int, emit: Callable[[Expr, int], None]) -> None:
-    """Call emit(first, count) for blocks of `size`, in a loop if there are several, and for the
-    rest.
-    """
+    """Call emit(first, count) for blocks of `size`, then for the rest."""
     whole, rest = divmod(total, size)
     if whole == 1:
         emit(T.int64(0), size)
@@ -508,9 +508,7 @@ def emit_words(
     starts: Sequence[Expr],
     accs: Sequence[Buffer],
 ) -> None:
-    """Add products to each sum: of neighbouring vectors of codes from `index` on, and of the words
-    of its row from its start on.
-    """
+    """Add the products of codes from `index` on, and of the words of each row from its start on."""
     dot, lanes, dtype = plan.dot, plan.dot.lanes, plan.dot.sum_dtype
     sums = accs
     if isinstance(dot, PartsDot):

@@ -74,8 +74,9 @@ class GroupedDot(ABC):
 
     @abstractmethod
     def spread_codes(self, words: Expr, zero: Expr | None) -> Expr:
-        """Make an operand with one word of codes per lane, from int32 lanes. Floats subtract
-        `zero`.
+        """Make an operand with one word of codes per lane, from int32 lanes.
+
+        Floats subtract `zero`.
         """
 
     @abstractmethod
@@ -163,8 +164,7 @@ class ShortDot(PartsDot):
 
 @dataclass(frozen=True)
 class NeonDot(PartsDot):
-    """smull and sadalp, for signed bytes: each product is exact as int16, and neighbours add to
-    int32.
+    """smull and sadalp, for signed bytes: exact products as int16, neighbours added as int32.
 
     A vector of sums has two for each output, since pairs of places of a word are added.
     """
@@ -260,8 +260,9 @@ class ShortNeonDot(NeonDot):
 
 @dataclass(frozen=True)
 class PairsDot(GroupedDot):
-    """For an instruction set that multiplies pairs of int16. Rows are stored as x0 x2 x1 x3,
-    int16.
+    """For an instruction set that multiplies pairs of int16.
+
+    Rows are stored as x0 x2 x1 x3, int16.
     """
 
     isa: MaddIsa
@@ -331,9 +332,7 @@ def multiply_add(dot: GroupedDot, a: Expr, b: Expr, c: Expr) -> Expr:
 
 
 def choose_dot(isa: Isa, is_float: bool, bits: int) -> GroupedDot:
-    """Choose the dot product of an instruction set, for float32 or int8 rows and codes of `bits`
-    bits.
-    """
+    """Choose the dot product for float32 or int8 rows and codes of `bits` bits."""
     if isinstance(isa, SmmlaIsa):
         isa = isa.single
     is_arm = isinstance(isa, ArmIsa)

@@ -65,8 +65,7 @@ class TwoRegisterShuffle(ByteShuffle):
 
 @dataclass(frozen=True)
 class PartShuffle(ByteShuffle):
-    """pshufb: looks up 16 bytes in every 128-bit block of a register; 0 if the index has its top
-    bit set.
+    """pshufb: looks up 16 bytes per 128-bit block; 0 if the index has its top bit set.
 
     Indices of other sections of the table get this bit by a saturating addition.
     """
@@ -123,8 +122,9 @@ class Lookup:
 def build_lookup(
     spec: Lookup, shuffle: ByteShuffle | None = None, name: str = "lookup"
 ) -> PrimFunc:
-    """Make PrimFunc(x, table (256,), y). For tables of bytes it uses `shuffle`, if the target has
-    one.
+    """Make PrimFunc(x, table (256,), y).
+
+    For tables of bytes it uses `shuffle`, if the target has one.
     """
     if spec.dtype not in ("uint8", "int8"):
         raise ValueError(f"Lookup: data is {spec.dtype!r}; allowed: uint8, int8.")

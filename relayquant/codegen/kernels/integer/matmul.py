@@ -93,8 +93,9 @@ def build_batch_matmul(
     w_shape: tuple[int, ...] | None = None,
     out_shape: tuple[int, ...] | None = None,
 ) -> PrimFunc:
-    """Make PrimFunc(x, w[, residual], y). Shapes are (B, M, K), `spec.w_shape`, (B, M, N), or as
-    given.
+    """Make PrimFunc(x, w[, residual], y).
+
+    Shapes are (B, M, K), `spec.w_shape`, (B, M, N), or as given.
     """
 
     def body() -> None:
@@ -122,8 +123,9 @@ def build_batch_matmul(
 
 
 def plan_batch_matmul(spec: BatchMatmul, isa: Isa) -> ConvPlan:
-    """Choose the plan of the product. Packing the operand needs fewer instructions with longer
-    words.
+    """Choose the plan of the product.
+
+    Packing the operand needs fewer instructions with longer words.
     """
     conv = as_conv2d(spec)
     return choose_instructions(lambda isa: ConvPlan(conv, isa, weights_per_image=True), isa)
@@ -147,8 +149,9 @@ def as_conv2d(spec: BatchMatmul) -> Conv2d:
 def emit_packed_operand(
     spec: BatchMatmul, plan: ConvPlan, w: Buffer, threads: bool
 ) -> tuple[Buffer, Buffer]:
-    """Emit (packed weights, bias) of every image in workspaces. uint8 is stored as int8, minus
-    128.
+    """Emit (packed weights, bias) of every image in workspaces.
+
+    uint8 is stored as int8, minus 128.
     """
     isa, lanes = plan.isa, plan.isa.lanes
     weight = alloc_workspace(spec.batch * plan.weight_size, isa.weight_dtype)
@@ -239,9 +242,7 @@ def load_words_across(
     word: Expr,
     count: int,
 ) -> Expr:
-    """Load the same if channels are neighbours in memory and the bytes of a word are in `count`
-    rows.
-    """
+    """Load the same if channels are neighbours, and the bytes of a word are in `count` rows."""
     assert spec.w_heads is not None
     dtype, lanes, heads = plan.isa.word_dtype, plan.isa.lanes, spec.w_heads
     size = np.dtype(dtype).itemsize

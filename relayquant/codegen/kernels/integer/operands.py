@@ -179,8 +179,9 @@ def load_multiplier(operands: Operands, first: Expr, lanes: int) -> Expr | None:
 
 
 def load_partial(buffer: Buffer, offset: Expr, lanes: int, width: int) -> Expr:
-    """Load a vector, reading only the first `width` lanes from memory. The others repeat the last
-    one.
+    """Load a vector, reading only the first `width` lanes from memory.
+
+    The others repeat the last one.
     """
     if width == lanes:
         return load_vector(buffer, offset, lanes)

@@ -122,8 +122,9 @@ class PoolWindow:
 
 @dataclass(frozen=True)
 class MaxPool2d:
-    """Maximum over the pixels of the window that lie in the data. The affine space stays the
-    same.
+    """Maximum over the pixels of the window that lie in the data.
+
+    The affine space stays the same.
     """
 
     window: PoolWindow
@@ -168,9 +169,7 @@ class Mean:
 
 
 def emit_tap(window: PoolWindow, out: Expr, tap: Expr, axis: int) -> tuple[Expr, Expr]:
-    """Return the coordinate of a tap along an axis, clamped to the data, and whether it was
-    inside.
-    """
+    """Return a tap's coordinate along an axis, clamped to the data, and whether it was inside."""
     size = (window.height, window.width)[axis]
     at = out * window.strides[axis] + tap * window.dilation[axis] - window.padding[axis]
     return T.max(T.min(at, size - 1), 0), T.And(at >= 0, at < size)

@@ -1,6 +1,4 @@
-"""Product and schedule -> the functions that pack its constants and build its kernel, chosen
-once.
-"""
+"""Product and schedule -> the functions that pack its constants and build its kernel."""
 
 from __future__ import annotations
 

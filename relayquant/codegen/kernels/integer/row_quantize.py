@@ -43,8 +43,9 @@ ReadVector = Callable[[Expr, int], Expr]
 
 @dataclass(frozen=True)
 class RowQuantize:
-    """Quantization of rows of `features`. `leading` are the extents before, None if known at run
-    time.
+    """Quantization of rows of `features`.
+
+    `leading` are the extents before, None if known at run time.
     """
 
     leading: Sequence[int | None]

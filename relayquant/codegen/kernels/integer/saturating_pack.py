@@ -50,9 +50,7 @@ def channel_order(lanes: int, blocks: int) -> NDArray[np.int64]:
 
 
 def word_order(lanes: int, blocks: int) -> NDArray[np.int64]:
-    """Return the positions of the words of some pixels, [pixel][part][block], in a packed
-    vector.
-    """
+    """Return the positions of words of pixels, [pixel][part][block], in a packed vector."""
     pixels, parts = PACKED // blocks, lanes // PART
     packed = np.arange(PACKED * parts).reshape(parts, pixels, blocks)
     return packed.transpose(1, 0, 2).reshape(-1)

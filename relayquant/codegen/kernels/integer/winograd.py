@@ -1,5 +1,6 @@
-"""Specification of an integer 3x3 convolution -> its kernel by Winograd's F(4x4, 3x3), in exact
-integers.
+"""Specification of an integer 3x3 convolution -> its kernel by Winograd's F(4x4, 3x3).
+
+All arithmetic is in exact integers.
 
     576 y = A (sum over i of (G w[i] G') * (B d[i] B')) A'
 
@@ -144,8 +145,10 @@ class WinogradPlan:
 
     @cached_property
     def input_stride(self) -> int:
-        """Distance between elements of transformed activations. It is one cache line more than the
-        tiles need, or all 36 might fall into one set of the cache.
+        """Distance between elements of transformed activations.
+
+        It is one cache line more than the tiles need, or all 36 might fall into one set of the
+        cache.
         """
         tiles = prod(self.grid.tiles) if self.parts > 1 else self.grid.most_tiles
         return tiles * self.spec.in_channels + 2 * self.isa.lanes
@@ -255,9 +258,7 @@ def emit_shares(plan: WinogradPlan, operands: Operands, image: Image) -> None:
 
 
 def alloc_columns(rows: int, lanes: int, dtype: str) -> list[Buffer]:
-    """Allocate `rows` rows of a half-finished transform, each with all columns one after the
-    other.
-    """
+    """Allocate `rows` rows of a half-finished transform, each with all columns in order."""
     return [view_buffer(buffer) for buffer in alloc_vectors(rows, IN * lanes, dtype)]
 
 
@@ -322,8 +323,7 @@ def emit_products(
     tiles: Expr,
     own: PanelRange,
 ) -> None:
-    """Emit for every element: transformed activations of the tiles times transformed weights of a
-    part.
+    """Emit for every element: transformed activations times transformed weights of a part.
 
     The activations begin at `origin`.
     """

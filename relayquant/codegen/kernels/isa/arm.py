@@ -88,8 +88,9 @@ def join(values: list[Expr], lanes: int) -> Expr:
 
 
 def repeat(value: Expr, lanes: int, lane: int, count: int) -> Expr:
-    """Repeat one lane of a vector of `lanes` `count` times. LLVM makes it the index of an
-    instruction.
+    """Repeat one lane of a vector of `lanes` `count` times.
+
+    LLVM makes it the index of an instruction.
     """
     copies = -(-count // lanes)  # a Shuffle returns no more lanes than it reads
     return T.Shuffle([value] * copies, [T.int32(lane)] * count)
@@ -130,16 +131,12 @@ class ArmIsa(Isa):
         return dots + pixels * self.word_cost + size / 32 + 6 / (self.words_per_load * steps)
 
     def count_steps(self, pixels: int, blocks: int, sums: int) -> int:
-        """Return two if registers hold the words of both loads, as LLVM starts the second one
-        early.
-        """
+        """Return two if registers hold the words of both loads, which LLVM overlaps."""
         registers = self.count_registers(pixels, blocks, sums) + pixels - 1
         return 2 if self.has_two_loads and registers <= self.registers else 1
 
     def for_depthwise(self, channels: int) -> Isa:
-        """Return twice the lanes: then rows are loaded, interleaved and stored by 8 bytes instead
-        of 4.
-        """
+        """Return twice the lanes: rows are then handled by 8 bytes instead of 4."""
         return replace(self, lanes=2 * PART) if channels >= 2 * PART else self
 
     def load_activation(self, buffer: Buffer, offset: Expr) -> Expr:

@@ -34,9 +34,7 @@ Buffer = Any
 
 @dataclass(frozen=True)
 class Narrowing:
-    """x86 instructions that round and narrow vectors with saturation, by names of LLVM
-    intrinsics.
-    """
+    """x86 instructions that narrow vectors with rounding and saturation, as LLVM intrinsics."""
 
     to_int32: str  #: float32 -> int32, half to even; overflow gives -2**31
     to_int16: str  #: packssdw
@@ -132,8 +130,9 @@ class Isa(ABC):
         return "int32"
 
     def repeat_word(self, word: int) -> Expr:
-        """Return the operand of `dot` with the same word, given as bits, for all lanes and
-        pixels.
+        """Return the operand of `dot` with the same word, given as bits, in all lanes.
+
+        It is also the same for all pixels.
         """
         return self.as_activation(T.broadcast(T.int32(word), self.lanes))
 
@@ -144,16 +143,12 @@ class Isa(ABC):
         return 128 if dtype == "int8" else -128
 
     def arrange_weights(self, words: NDArray[np.int8]) -> NDArray[Any]:
-        """Arrange weights for packing: [..., lanes, products] int8 -> [..., weight_vector]
-        weight_dtype.
-        """
+        """Arrange weights: [..., lanes, products] int8 -> [..., weight_vector] weight_dtype."""
         flat = words.reshape(*words.shape[:-2], self.weight_vector)
         return flat.astype(self.weight_dtype)
 
     def count_registers(self, pixels: int, blocks: int, sums: int) -> int:
-        """Count the vector registers of a tile: its sums, the weights and one word of
-        activations.
-        """
+        """Count the vector registers of a tile: sums, weights and one word of activations."""
         return sums + blocks + 1
 
     def count_steps(self, pixels: int, blocks: int, sums: int) -> int:
@@ -202,17 +197,15 @@ class Isa(ABC):
 
     @property
     def companion(self) -> Isa:
-        """Instruction set of the target for sizes that this one does not fill: few pixels, short
-        reductions.
+        """Instruction set of the target for sizes that do not fill this one: few pixels, short
+        runs.
 
         It has the same `activation`. It is this instruction set if there is no other.
         """
         return self
 
     def join_words(self, words: list[Expr]) -> Expr:
-        """Make the operand of `dot` from the operands that `load_activations` returned for `pixels`
-        pixels.
-        """
+        """Make the operand of `dot` from the `load_activations` operands of `pixels` pixels."""
         (word,) = words
         return word
 
@@ -226,14 +219,11 @@ class Isa(ABC):
         return [acc]
 
     def load_activation(self, buffer: Buffer, offset: Expr) -> Expr:
-        """Load an operand: `products` values at `offset` of a flat buffer, repeated in all
-        lanes.
-        """
+        """Load an operand: `products` values at `offset` of a flat buffer, in all lanes."""
         return self.as_activation(load_word(buffer, offset, self.lanes))
 
     def load_joined(self, buffer: Buffer, offsets: list[Expr], count: int) -> Expr:
-        """Load an operand from several offsets: a word of `count` values (1 or 2) at each, then
-        zeros.
+        """Load an operand from several offsets: `count` values (1 or 2) at each, then zeros.
 
         The word is repeated in all lanes. Only for instruction sets with `joins_ends`.
         """
@@ -501,9 +491,7 @@ class PlainIsa(Isa):
 
 
 def on_bytes(wide: PairIsa, name: str, small: SmallWeightIsa | None = None) -> MaddIsa:
-    """Make the instruction set for bytes of the CPUs of `wide`: same instruction, same
-    registers.
-    """
+    """Make the instruction set for bytes of the CPUs of `wide`, with the same instruction."""
     shared = {field.name: getattr(wide, field.name) for field in fields(wide)}
     changed = {"name": name, "products": 4, "activation": "uint8", "wide": wide, "small": small}
     return MaddIsa(**{**shared, **changed})

@@ -223,8 +223,9 @@ def _build(config: dict[str, Any], text: str) -> Target:
 
 
 def read_triple(target: Target) -> str:
-    """Return the triple: architecture, vendor and system. Without one, the triple of this
-    machine.
+    """Return the triple: architecture, vendor and system.
+
+    Without one, the triple of this machine.
     """
     return str(target.attrs.get("mtriple") or llvm_get_system_triple())
 

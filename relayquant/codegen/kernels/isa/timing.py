@@ -1,5 +1,6 @@
-"""CPU core -> its timing, for the choice of register tiles: cores differ with equal
-instructions.
+"""CPU core -> its timing, for the choice of register tiles.
+
+Cores with the same instructions differ in timing.
 """
 
 from __future__ import annotations
@@ -25,9 +26,7 @@ class Timing:
     behind: float = 0.0
 
     def time_stores(self, results: int, blocks: int, is_narrow: bool) -> float:
-        """Return the time to store `results` vectors of a tile with `blocks` vectors of
-        channels.
-        """
+        """Return the time to store `results` vectors of a tile of `blocks` vectors."""
         one = dict(self.narrow_store).get(blocks, self.plain_store)
         one = one if is_narrow else self.plain_store
         return results * one + self.behind * max(results - self.ahead, 0)
