@@ -79,7 +79,7 @@ def test_plan__survives_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: replace(SYMMETRIC, quant_max=100), "in 0..100 is symmetric; allowed: all of 8"),
+        (lambda: replace(SYMMETRIC, quant_max=100), "in 0..100 is symmetric; allowed: the full"),
         (
             lambda: replace(SPEC, granularity=rq.config.Granularity.PER_CHANNEL),
             "one set of parameters",

@@ -275,7 +275,7 @@ def test_to_dict__a_callable_has_no_plain_form():
             lambda: rq.QSpec("int8", power_of_two=True, scale_min=0.6, scale_max=0.9),
             "no power of two",
         ),
-        (lambda: rq.QSpec("int8", scale_min=2.0, scale_max=1.0), "no range of scales"),
+        (lambda: rq.QSpec("int8", scale_min=2.0, scale_max=1.0), "not a range of scales"),
     ],
 )  # fmt: skip
 def test_values__refuse_what_is_wrong(make, message):

@@ -53,7 +53,7 @@ def test_json__on_the_command_line(tmp_path):
 
 def test_json__of_relax_is_named(tmp_path):
     (tmp_path / "model.json").write_text(tvm.ir.save_json(from_json(conv_module())))
-    with pytest.raises(ModelError, match=r"no Relay module.*tvm\.ir\.load_json"):
+    with pytest.raises(ModelError, match=r"not a Relay module.*tvm\.ir\.load_json"):
         rq.load(tmp_path / "model.json")
 
 
