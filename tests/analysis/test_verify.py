@@ -129,7 +129,7 @@ def test_verify__sums_round_by_their_largest_terms(others, error, is_equal):
 
 def test_verify__inputs_that_do_not_fit(model):
     qmod, inputs = model
-    with pytest.raises(rq.DataError, match="input 'y' is no parameter"):
+    with pytest.raises(rq.DataError, match="input 'y' is not a parameter"):
         rq.verify(qmod, {"y": inputs["x"]})
     with pytest.raises(rq.DataError, match="got 2 inputs for 1"):
         rq.verify(qmod, [inputs["x"], inputs["x"]])

@@ -1,4 +1,6 @@
-"""Reference: numpy semantics of every operator, an interpreter; compiled code must equal them."""
+"""The reference: numpy forms of every operator and an interpreter. Compiled code must give the same
+results.
+"""
 
 from relayquant.ir.reference.interpreter import run, run_values
 from relayquant.ir.reference.lookup_table import build_table

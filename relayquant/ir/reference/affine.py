@@ -1,5 +1,5 @@
-"""Affine space in numpy: parameters that fit their data, exact sums, and the roundings that the
-operators of `reference.qnn` share.
+"""Affine space in numpy: broadcasting of parameters, exact sums and shared rounding of
+`reference.qnn`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SIMULATED_RANGES: dict[int, tuple[int, int]] = {
 
 
 def align_parameter(values: Any, dtype: str, data: Array, axis: int) -> Array:
-    """A scale or zero point shaped to broadcast against `data`: () or (C,) along `axis`."""
+    """Reshape a scale or zero point, () or (C,) along `axis`, to broadcast against `data`."""
     array = np.asarray(values, dtype)
     if array.size == 1:
         return array.reshape(())
@@ -52,7 +52,9 @@ def align_parameter(values: Any, dtype: str, data: Array, axis: int) -> Array:
 
 
 def cycle_parameter(values: Any, data: Array, axis: int) -> Array:
-    """A parameter of a simulated operator as float32, element i mod length for channel i."""
+    """Return a parameter of a simulated operator as float32. Channel i gets element i mod
+    length.
+    """
     array = np.asarray(values).astype("float32").reshape(-1)
     if array.size == 0:
         raise QnnError("a scale or zero point of a simulated operator is empty.", code="RQ601")
@@ -66,7 +68,10 @@ def cycle_parameter(values: Any, data: Array, axis: int) -> Array:
 
 
 def pick_limits(codes: Array, end: int) -> Array:
-    """Lower (0) or upper (1) limit as float32 of each dtype code; NaN where data passes through."""
+    """Return the lower (0) or upper (1) float32 limit of each dtype code.
+
+    NaN stands for a code that passes data through.
+    """
     limits = np.full(codes.shape, np.nan, "float32")
     for code, limit in SIMULATED_RANGES.items():
         limits = np.where(codes == code, np.float32(limit[end]), limits)
@@ -74,7 +79,7 @@ def pick_limits(codes: Array, end: int) -> Array:
 
 
 def get_scalar(values: Any, dtype: str, name: str) -> Array:
-    """A parameter that must hold one value, as an array of shape ()."""
+    """Return a parameter that must hold one value as an array of shape ()."""
     array = np.asarray(values, dtype)
     if array.size != 1:
         raise QnnError(
@@ -85,7 +90,7 @@ def get_scalar(values: Any, dtype: str, name: str) -> Array:
 
 
 def has_parameters(scale: Any, zero_point: Any, output_scale: Any, output_zero_point: Any) -> bool:
-    """Whether scalar parameters equal the output's."""
+    """Whether scalar parameters equal the output parameters."""
     s, z = np.asarray(scale, "float32"), np.asarray(zero_point, "int32")
     return (
         s.size == z.size == 1
@@ -95,7 +100,7 @@ def has_parameters(scale: Any, zero_point: Any, output_scale: Any, output_zero_p
 
 
 def subtract_zero_point(data: Array, zero_point: Any, axis: int) -> Array:
-    """int32(data) - zero_point in wrapping int32; int64 stays what it is."""
+    """Compute data - zero_point in wrapping int32. int64 data stays int64."""
     z = align_parameter(zero_point, "int32", data, axis)
     if data.dtype == np.int64:
         return np.asarray(data - z)
@@ -106,8 +111,10 @@ def subtract_zero_point(data: Array, zero_point: Any, axis: int) -> Array:
 
 
 def choose_exact_dtype(largest: int) -> str:
-    """The fastest dtype in which numpy adds integers exactly whose sums, in any order, reach
-    `largest` in magnitude: float32 takes half the time of float64, and int64 many times as long.
+    """Choose the fastest dtype for exact sums in numpy, in any order of addition.
+
+    `largest` is the largest magnitude of a sum. float32 takes half the time of float64. int64 is
+    many times slower.
     """
     if largest < 1 << 24:
         return "float32"
@@ -115,16 +122,16 @@ def choose_exact_dtype(largest: int) -> str:
 
 
 def count_magnitude(values: Array) -> int:
-    """Largest magnitude of integers, 0 where there are none."""
+    """Return the largest magnitude of integers, or 0 for an empty array."""
     return max(int(values.max(initial=0)), -int(values.min(initial=0)))
 
 
 def center_factors(
     data: Array, weight: Array, data_zero_point: Any, weight_zero_point: Any, axis: int
 ) -> tuple[Array, Array]:
-    """`data` and `weight` less their zero points, of a dtype in which sums of products are exact.
+    """Subtract the zero points of `data` and `weight`, in a dtype with exact sums of products.
 
-    `axis` of the weight is that of the outputs.
+    `axis` is the weight's axis of the outputs.
     """
     data, w = np.asarray(data), np.asarray(weight).astype("float64")
     w -= align_parameter(weight_zero_point, "int32", w, axis)
@@ -137,8 +144,8 @@ def center_factors(
 
 
 def cast_accumulator(values: Array, out_dtype: str, operator: str) -> Array:
-    """Exact sums of products as integers of `out_dtype`; those that int32 does not hold wrap, with
-    a warning.
+    """Convert exact sums of products to `out_dtype`. If a sum overflows int32, it wraps with a
+    warning.
     """
     if values.dtype == np.float32:  # below 2^24
         return values.astype("int32").astype(out_dtype, copy=False)
@@ -147,17 +154,17 @@ def cast_accumulator(values: Array, out_dtype: str, operator: str) -> Array:
 
 
 def wrap_sums(sums: Array, operator: str) -> Array:
-    """int64 sums or products modulo 2^32, as int32; a warning says how many did not fit.
+    """Wrap int64 sums or products to int32, modulo 2^32. Warn about the number that overflowed.
 
-    An operator of the default arithmetic never comes here with such sums where this package made
-    the module; one of TVM v0.19, or of ONNX with an int32 result, computes what it does there.
+    In modules of this package, sums of the default arithmetic never overflow. Operators with the
+    arithmetic of TVM v0.19, or of ONNX with an int32 result, wrap as they do there.
     """
     wrapped = wrap_int32(sums)
     lost = int(np.count_nonzero(wrapped != sums))
     if lost:
         warn_user(
-            f"qnn.{operator}: int32 cannot hold {lost} of {format_count(sums.size, 'sum')}, "
-            "and wraps modulo 2^32",
+            f"qnn.{operator}: int32 cannot hold {lost} of {format_count(sums.size, 'sum')}, and "
+            "wraps modulo 2^32",
             RuntimeWarning,
             code="RQ402",
         )
@@ -165,7 +172,7 @@ def wrap_sums(sums: Array, operator: str) -> Array:
 
 
 def saturate_float(values: Array, dtype: str) -> Array:
-    """Whole floats clipped to `dtype`, also to int32 where TVM v0.19 left the cast undefined."""
+    """Clip whole floats to `dtype`. For int32, TVM v0.19 left this cast undefined."""
     return finish_rounded(values, np.zeros((), "int32"), dtype)
 
 
@@ -177,10 +184,11 @@ def scale_integer(
     rounding: Rounding,
     compute_dtype: Arithmetic,
 ) -> Array:
-    """round(centred * multiplier) + zero_point, saturated; the zero point is added as an integer.
+    """Compute round(centred * multiplier) + zero_point with saturation. The zero point is an
+    integer.
 
-    `centred` int32 or int64 (with INT64: int32), `multiplier` float64 broadcastable. For float
-    arithmetic only TONEAREST_EVEN.
+    `centred` is int32 or int64, with INT64 only int32. `multiplier` is float64 and broadcasts.
+    Float arithmetic is only for TONEAREST_EVEN.
     """
     if compute_dtype is not Arithmetic.INT64:
         real = compute_dtype.value
@@ -200,12 +208,13 @@ def average_integer(
     rounding: Rounding,
     compute_dtype: Arithmetic,
 ) -> Array:
-    """total / count (int64, broadcastable) in the output's affine space, rounded once.
+    """Compute total / count in the output's affine space, rounded once. `count` is int64 and
+    broadcasts.
 
     `scales` is (input scale, output scale, output zero point). FLOAT32 divides the float32
-    multiplier by float32(count), FLOAT64 the double one; INT64 takes the fixed-point form of the
-    double quotient. UPWARD and TONEAREST in float add the zero point before rounding, as
-    `requantize`.
+    multiplier by float32(count). FLOAT64 divides the double multiplier. INT64 uses the fixed-point
+    form of the double quotient. UPWARD and TONEAREST in float add the zero point before rounding,
+    like `requantize`.
     """
     s_in = get_scalar(scales[0], "float32", "input_scale").astype("float64")
     ratio = s_in / get_scalar(scales[1], "float32", "output_scale").astype("float64")

@@ -1,4 +1,5 @@
-"""Convolution, its transpose and windows over N spatial dimensions in numpy, for any layout.
+"""Convolution, transposed convolution and windows in numpy, for N spatial dimensions and any
+layout.
 
 Used by the integer operators (float64, exact below 2^53) and by the float operators of the
 interpreter. Layouts are strings of axis letters, as in `relax.nn.conv2d`: N C and spatial letters
@@ -26,7 +27,7 @@ Array = np.ndarray[Any, Any]
 
 
 def permute_layout(array: Array, source: str, target: str) -> Array:
-    """A view of `array` with its axes reordered from layout `source` to `target`."""
+    """Return a view of `array` with its axes reordered from layout `source` to `target`."""
     if array.ndim != len(source):
         raise QnnError(
             f"an array of shape {array.shape} does not have layout {source!r}.", code="RQ601"
@@ -40,7 +41,7 @@ def iterate_taps(
     strides: Sequence[int],
     dilation: Sequence[int],
 ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-    """(index in the kernel, slices of the padded data that this tap meets), channels-last data."""
+    """Iterate over (index in the kernel, slices of padded channels-last data) for each tap."""
     for tap in itertools.product(*map(range, kernel)):
         yield (
             tap,
@@ -63,13 +64,13 @@ def convolve(
     kernel_layout: str,
     out_layout: str = "",
 ) -> Array:
-    """Grouped convolution with zero padding in the dtype of the operands (float32 or float64).
+    """Convolve in groups with zero padding, in the dtype of the operands (float32 or float64).
 
     `data` has `data_layout`; `kernel` has `kernel_layout` with O = output channels and
-    I = input channels / groups. The result has `out_layout`, by default `data_layout`.
+    I = input channels / groups. The result has `out_layout`, or `data_layout` by default.
 
     Raises:
-        QnnError: layouts, channels or groups do not fit together, or the output would be empty.
+        QnnError: Layouts, channels or groups do not match, or the output would be empty.
     """
     letters = get_spatial_letters(data_layout)
     rank = len(letters)
@@ -99,7 +100,7 @@ def convolve(
     windows = iterate_taps(taps, outputs, strides, dilation)
     shape = (x.shape[0], *outputs)
     if groups == 1 and per_group * int(np.prod(taps)) <= 1024:
-        # Few channels: one product over all taps instead of many thin ones.
+        # Few channels: one product over all taps is faster than one thin product per tap.
         columns = np.concatenate([x[(slice(None), *at)] for _, at in windows], axis=-1)
         result = columns.reshape(-1, columns.shape[-1]) @ w.reshape(-1, out_channels)
     elif groups == 1:
@@ -107,7 +108,7 @@ def convolve(
         for tap, at in windows:
             result += x[(slice(None), *at)].reshape(-1, per_group) @ w[tap]
     elif per_group == 1:
-        # Depthwise: every input channel serves out_channels / groups consecutive outputs.
+        # Depthwise: every input channel contributes to out_channels / groups consecutive outputs.
         result = np.zeros((*shape, groups, out_channels // groups), x.dtype)
         products = np.empty_like(result)
         for tap, at in windows:
@@ -143,7 +144,7 @@ def convolve_transposed(
     (size - 1) * stride + dilation * (kernel - 1) + 1 + output_padding - padding.
 
     Raises:
-        QnnError: layouts, channels or groups do not fit together, or the output would be empty.
+        QnnError: Layouts, channels or groups do not match, or the output would be empty.
     """
     letters = get_spatial_letters(data_layout)
     rank = len(letters)
@@ -180,11 +181,13 @@ def convolve_transposed(
 
 @dataclass(frozen=True)
 class Window:
-    """The window of a pool; numbers per spatial axis, padding befores first, then afters.
+    """The window of a pool, with one number per spatial axis.
 
-    With `ceil_mode` the last window may reach beyond the data and its padding. TVM 0.27 drops it
-    when it starts there (`starts_inside`) and does not count what lies beyond when padding counts;
-    v0.19 kept it, and counted all of it.
+    Padding holds the numbers before each axis, then the numbers after each axis.
+
+    With `ceil_mode`, the last window may reach beyond the data and its padding. TVM 0.27 drops a
+    window that starts there (`starts_inside`). If padding counts, it does not count elements beyond
+    the padding. v0.19 kept the window and counted all of it.
     """
 
     pool_size: Sequence[int]
@@ -201,7 +204,7 @@ class Window:
         return len(get_spatial_letters(self.layout))
 
     def expand(self) -> tuple[Ints, Ints, Ints]:
-        """Size, strides and dilation with one number per axis."""
+        """Return size, strides and dilation with one number per axis."""
         size, strides, dilation = (
             expand_per_axis(values, self.rank)
             for values in (self.pool_size, self.strides, self.dilation)
@@ -209,10 +212,11 @@ class Window:
         return size, strides, dilation
 
     def fit(self, sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
-        """((before, after) per spatial axis that hold every window, number of windows).
+        """Return ((before, after) padding per spatial axis that holds every window, number of
+        windows).
 
         Raises:
-            QnnError: no window fits into the padded data.
+            QnnError: No window fits into the padded data.
         """
         pads, outputs = [], []
         edges = split_padding(self.padding, self.rank)
@@ -232,9 +236,9 @@ class Window:
 
 
 def pool_windows(data: Array, window: Window, fill: Any) -> Iterator[Array]:
-    """For each tap of the window, the data it meets: shape of the output, axes N, spatial, C.
+    """Iterate over the data at each tap of the window, in the shape of the output: N, spatial, C.
 
-    `data` has the window's layout; beyond its borders it holds `fill`.
+    `data` has the window's layout. Beyond the borders, the data is `fill`.
     """
     x = permute_layout(data, window.layout, "N" + get_spatial_letters(window.layout) + "C")
     pads, outputs = window.fit(x.shape[1:-1])
@@ -245,10 +249,10 @@ def pool_windows(data: Array, window: Window, fill: Any) -> Iterator[Array]:
 
 
 def count_window_values(shape: Sequence[int], window: Window, count_include_pad: bool) -> Array:
-    """Number of values an average pool divides by, int64 of shape (1, output sizes..., 1).
+    """Return the divisors of an average pool, int64 of shape (1, output sizes..., 1).
 
-    With `count_include_pad` those inside the data or its padding (see `Window`), else those inside
-    the data; at least 1.
+    A divisor counts the window elements inside the data. With `count_include_pad` it also counts
+    padding (see `Window`). It is at least 1.
     """
     letters = get_spatial_letters(window.layout)
     sizes = [shape[window.layout.index(letter)] for letter in letters]

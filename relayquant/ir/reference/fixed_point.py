@@ -1,8 +1,7 @@
-"""Rounding and fixed-point arithmetic in numpy: what every number that leaves an operator goes
-through.
+"""Rounding and fixed-point arithmetic in numpy, used for the result of every integer operator.
 
-Compiled code must give the same bits, so nothing here depends on the machine: only IEEE float32 and
-float64 operations and two's complement integers.
+Compiled code must give the same bits on every machine. The code here therefore uses only IEEE
+float32 and float64 operations and two's complement integers.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from relayquant.base.qtypes import INTEGER_LIMITS, Rounding
 
 Array = np.ndarray[Any, Any]
 
-#: Integers of a smaller magnitude, and what a 16-bit number is from them, are float32 exactly.
+#: float32 is exact for integers of a smaller magnitude, also after adding a 16-bit number.
 EXACT_FLOAT32 = 1 << 23
 
 
 def round_values(values: Array, rounding: Rounding) -> Array:
-    """`values` (float32 or float64, any shape) rounded to whole numbers, in the same dtype."""
+    """Round float32 or float64 values of any shape to whole numbers, in the same dtype."""
     if rounding is Rounding.TONEAREST_EVEN:
         return np.rint(values)
     if rounding is Rounding.UPWARD:
@@ -31,15 +30,17 @@ def round_values(values: Array, rounding: Rounding) -> Array:
 
 
 def wrap_int32(values: Array) -> Array:
-    """Int64 values reduced to int32 modulo 2^32, as a C cast does."""
+    """Wrap int64 values to int32, modulo 2^32, as a C cast does."""
     return values.astype("int64").astype("int32")
 
 
 def get_fixed_point_multiplier(multiplier: Any) -> tuple[Array, Array]:
-    """(M, e) with multiplier ~ M * 2^(e - 31), M int64 in [2^30, 2^31), e int64; 0 gives (0, 0).
+    """Return (M, e) with multiplier ~ M * 2^(e - 31).
 
-    The decomposition of gemmlowp and TFLite as in TVM v0.19, `GetFixedPointMultiplierShift`
-    (src/relay/qnn/utils.cc). `multiplier`: float64, any shape, >= 0.
+    M is int64 in [2^30, 2^31), e is int64. A multiplier of 0 gives (0, 0).
+
+    `multiplier` is float64 of any shape, >= 0. Source: the decomposition of gemmlowp and TFLite, as
+    in TVM v0.19, `GetFixedPointMultiplierShift` (src/relay/qnn/utils.cc).
     """
     fraction, exponent = np.frexp(np.asarray(multiplier, "float64"))
     # fraction * 2^31 is exact, so adding a half before floor rounds half away correctly.
@@ -54,18 +55,18 @@ def get_fixed_point_multiplier(multiplier: Any) -> tuple[Array, Array]:
 def multiply_fixed_point(
     values: Array, mantissa: Array, exponent: Array, rounding: Rounding
 ) -> Array:
-    """round(values * mantissa * 2^(exponent - 31)) in 64-bit integers, wrapped to int32.
+    """Compute round(values * mantissa * 2^(exponent - 31)) in 64-bit integers, wrapped to int32.
 
-    `values`: int32, or int64 within int32; `mantissa`, `exponent`: as from
-    `get_fixed_point_multiplier`, broadcastable. A right shift beyond 63 bits gives 0, to which the
-    product rounds; after a left shift of 63 bits the wrapped result is 0, as for any longer one.
+    `values` are int32, or int64 in the range of int32. `mantissa` and `exponent` come from
+    `get_fixed_point_multiplier` and broadcast. A right shift beyond 63 bits gives 0, the correctly
+    rounded product. A left shift by 63 bits or more gives the wrapped result 0.
     """
     left = np.clip(exponent, 0, 63)
     right = 31 + np.maximum(-exponent, 0)
     product = (values.astype("int64") << left) * mantissa
     shift = np.minimum(right, 63)
     half = np.int64(1) << (shift - 1)
-    # Quotient and remainder instead of product + half: the sum may leave int64.
+    # Quotient and remainder instead of product + half, because the sum may overflow int64.
     quotient = product >> shift
     remainder = product - (quotient << shift)
     if rounding is Rounding.UPWARD:
@@ -78,8 +79,10 @@ def multiply_fixed_point(
 
 
 def hold_multiplier(multiplier: Any, dtype: str) -> Array:
-    """A float64 multiplier, any shape, as float32 or float64: the largest of them instead of
-    infinity, which times 0 would not be 0. Both saturate all other integers.
+    """Convert a float64 multiplier of any shape to float32 or float64, without infinity.
+
+    Infinity times 0 would be NaN. The largest finite number replaces it and gives 0 there. For
+    other integers, both saturate.
     """
     largest = float(np.finfo(dtype).max)
     with np.errstate(under="ignore"):
@@ -87,13 +90,13 @@ def hold_multiplier(multiplier: Any, dtype: str) -> Array:
 
 
 def fma_float32(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c of float32 arrays with a single rounding to float32, bit for bit as hardware FMA.
+    """Compute a * b + c of float32 arrays with one rounding, with the bits of a hardware FMA.
 
-    The product of two float32 is exact in float64. Rounding the float64 sum again would round
-    twice, so the sum is rounded to odd (its exact error comes from Knuth's two-sum); 53 >= 24 + 2
-    bits then make the last rounding correct. Boldo and Melquiond, "Emulation of FMA and correctly
-    rounded sums: proved algorithms using rounding to odd", IEEE Transactions on Computers 57
-    (2008).
+    The product of two float32 is exact in float64. Rounding the float64 sum to float32 would round
+    twice. The sum is therefore rounded to odd, with its exact error from Knuth's two-sum. Because
+    53 >= 24 + 2 bits, the last rounding is then correct. Source: Boldo and Melquiond, "Emulation of
+    FMA and correctly rounded sums: proved algorithms using rounding to odd", IEEE Transactions on
+    Computers 57 (2008).
     """
     with np.errstate(invalid="ignore", over="ignore"):
         product = np.asarray(a, "float32").astype("float64") * np.asarray(b, "float32")
@@ -111,21 +114,21 @@ def fma_float32(a: Array, b: Array, c: Array) -> Array:
 
 
 def clip_to_integer(values: Array, dtype: str) -> Array:
-    """Integers (int64 or int32) limited to the range of `dtype`, as `dtype` ("int4" in int8)."""
+    """Clip int64 or int32 integers to the range of `dtype` and cast to it. "int4" becomes int8."""
     low, high = INTEGER_LIMITS[dtype]
     return np.clip(values.astype("int64"), low, high).astype(get_storage_dtype(dtype))
 
 
 def get_storage_dtype(dtype: str) -> str:
-    """The numpy dtype that holds `dtype`: numpy has no int4, int8 holds it."""
+    """Return the numpy dtype for `dtype`. numpy has no int4: int8 holds it."""
     return "int8" if dtype == "int4" else dtype
 
 
 def get_float_limits(dtype: str, float_dtype: str) -> tuple[float, float]:
-    """Smallest and largest `float_dtype` within the integer `dtype`.
+    """Return the smallest and largest `float_dtype` numbers within the integer `dtype`.
 
-    The upper limit is another than the integer one where that is no float: 2^31 - 128 for int32 in
-    float32, and for int64 2^63 - 2^39 in float32 and 2^63 - 1024 in float64.
+    If the upper integer limit is not a float, the result is the next smaller float: 2^31 - 128 for
+    int32 in float32, 2^63 - 2^39 for int64 in float32, 2^63 - 1024 for int64 in float64.
     """
     low, high = INTEGER_LIMITS[dtype]
     excess = max(high.bit_length() - (24 if float_dtype == "float32" else 53), 0)
@@ -133,12 +136,12 @@ def get_float_limits(dtype: str, float_dtype: str) -> tuple[float, float]:
 
 
 def finish_rounded(rounded: Array, zero_point: Array, dtype: str) -> Array:
-    """Whole float values to integers: min(max(v, qmin - z), qmax - z), to integer, plus z.
+    """Convert whole floats to integers: clamp to qmin - z..qmax - z, cast, add z.
 
-    The clamp comes before the cast, which is undefined outside int32, and the zero point is added
-    as an integer, so that no compiler can contract the addition with a multiplication. For int32
-    and int64 the clamp is to the limits themselves (`get_float_limits`) and the addition saturates.
-    NaN gives the zero point (real value 0).
+    The clamp comes before the cast, because the cast is undefined outside int32. The zero point is
+    added as an integer, so that no compiler can contract the addition with a multiplication. For
+    int32 and int64, the clamp uses the limits of `get_float_limits` and the addition saturates. NaN
+    gives the zero point (real value 0).
     """
     kind = rounded.dtype
     zero = zero_point.astype("int64")
@@ -152,6 +155,6 @@ def finish_rounded(rounded: Array, zero_point: Array, dtype: str) -> Array:
     if clamped.size and np.isnan(clamped.min()):
         clamped = np.where(np.isnan(clamped), kind.type(0), clamped)
     if not is_wide and np.abs(zero).max(initial=0) < EXACT_FLOAT32:
-        # Both limits are exact, so that the sum is within the range of the dtype already.
+        # Both limits are exact, so the sum is in the range of the dtype.
         return (clamped.astype("int32") + zero.astype("int32")).astype(get_storage_dtype(dtype))
     return clip_to_integer(clamped.astype("int64") + zero, dtype)

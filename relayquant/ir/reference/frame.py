@@ -1,4 +1,4 @@
-"""What the interpreter knows while a function runs: values of variables and of symbolic sizes."""
+"""The state of a function call in the interpreter: values of variables and symbolic sizes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from relayquant.errors import DataError, suggest_sizes
 
 @dataclass
 class Frame:
-    """The state of one function call: values of variables and of symbolic dimensions."""
+    """The state of one function call: values of variables and symbolic dimensions."""
 
     mod: tvm.IRModule
     values: dict[Any, Any] = field(default_factory=dict)
     symbols: dict[Any, Any] = field(default_factory=dict)
-    #: what stands for the value of an executed binding, as in `interpreter.run_values`
+    #: returns the value to use for an executed binding, as in `interpreter.run_values`
     settle: Callable[[Any], Any] | None = None
 
     def evaluate_number(self, expr: Any) -> Any:
-        """The number a scalar expression of TIR stands for; None if a symbol is unknown."""
+        """Evaluate a scalar TIR expression to a number, or None if a symbol is unknown."""
         if isinstance(expr, (int, float)):
             return expr
         if isinstance(expr, tvm.tirx.IntImm):
@@ -41,8 +41,9 @@ class Frame:
 def match_shape(
     frame: Frame, name: str, dims: Sequence[Any], shape: Sequence[int], *, is_input: bool = False
 ) -> None:
-    """Bind symbolic dimensions to `shape`; raise DataError where a dimension is another, of an
-    input with what to do.
+    """Bind symbolic dimensions to the sizes in `shape`. Raise DataError for a different dimension.
+
+    For an input, the message says what to do.
     """
     text = f"({', '.join(str(getattr(dim, 'value', dim)) for dim in dims)})"
     if len(dims) != len(shape):

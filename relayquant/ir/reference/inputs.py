@@ -1,4 +1,4 @@
-"""Inputs of the interpreter, as users give them: checked against the parameters, and bound."""
+"""User inputs -> checked and bound parameters of the interpreter."""
 
 from __future__ import annotations
 
@@ -14,31 +14,33 @@ from relayquant.errors import DataError, format_count, suggest_name
 from relayquant.ir.reference.frame import Frame, match_shape
 from relayquant.ir.reference.single_call import get_tensor_dtype
 
-#: the largest size that TVM has
+#: the largest size in TVM
 MOST = 2**63 - 1
-#: kind of a dtype -> kinds of the numbers that stand for one, as numpy has them
+#: dtype kind -> accepted kinds of Python numbers, as numpy kinds
 TAKEN = {"b": "b", "i": "iu", "u": "iu", "f": "fiu"}
 
 
 def bind_inputs(frame: Frame, params: Sequence[Any], inputs: Any) -> None:
-    """Check inputs (arrays by parameter name, in the order of the parameters, or the only one)
-    against the parameters, bind their symbolic dimensions, and store them.
+    """Check inputs against the parameters, bind their symbolic dimensions, and store them.
+
+    Inputs are arrays by parameter name, arrays in the order of the parameters, or a single array.
 
     Raises:
-        DataError: they do not fit in number, name, type, dtype or shape.
+        DataError: Number, name, type, dtype or shape do not match.
     """
     for param, value in zip(params, order_inputs(params, inputs), strict=True):
         bind_input(frame, param, param.name, param.ty, value)
 
 
 def order_inputs(params: Sequence[Any], inputs: Any) -> list[Any]:
-    """One value per parameter, in order."""
+    """Return one value per parameter, in order."""
     names = [param.name for param in params]
     if isinstance(inputs, Mapping):
         for name in inputs:
             if name not in names:
                 raise DataError(
-                    f"input {name!r} is no parameter. {suggest_name(str(name), names)}",
+                    f"input {name!r} is not a parameter of the model. "
+                    f"{suggest_name(str(name), names)}",
                     code="RQ302",
                 )
         missing = [name for name in names if name not in inputs]
@@ -74,7 +76,7 @@ def bind_input(frame: Frame, var: Any, name: str, ty: Any, value: Any) -> None:
 
 
 def check_input(frame: Frame, name: str, ty: Any, value: Any) -> Any:
-    """`value` as the interpreter holds it, if it is of type `ty`."""
+    """Convert `value` for the interpreter. Raise if it is not of type `ty`."""
     if isinstance(ty, tvm.ir.TupleType):
         if not isinstance(value, (tuple, list)) or len(value) != len(ty.fields):
             raise DataError(
@@ -111,28 +113,29 @@ def check_input(frame: Frame, name: str, ty: Any, value: Any) -> Any:
 
 
 def as_native_array(name: str, value: Any) -> np.ndarray[Any, Any]:
-    """An array, or what becomes one (nested lists, tensors of TVM and PyTorch), in this machine's
-    order of bytes.
+    """Convert an array, nested lists or a tensor of TVM or PyTorch to a numpy array in native byte
+    order.
 
     Raises:
-        DataError: it becomes none.
+        DataError: The value cannot be converted.
     """
     try:
         array = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
-    except (TypeError, ValueError, RuntimeError) as error:  # of numpy, or the tensor's own
+    except (TypeError, ValueError, RuntimeError) as error:  # raised by numpy or by the tensor
         raise DataError(
             f"input {name!r} cannot be made a numpy array: {error}", code="RQ302"
         ) from error
     if array.dtype.kind == "O":
         kind = type(value).__name__
         raise DataError(
-            f"input {name!r} is a {kind}, no array of numbers. Pass a numpy array.", code="RQ302"
+            f"input {name!r} is a {kind}, not an array of numbers. Pass a numpy array.",
+            code="RQ302",
         )
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def check_shape(name: str, value: Any) -> tuple[int, ...]:
-    """The sizes of an input that is a shape."""
+    """Return the sizes of an input that is a shape."""
     try:
         sizes = tuple(operator.index(size) for size in value)
     except TypeError:
@@ -147,7 +150,7 @@ def check_shape(name: str, value: Any) -> tuple[int, ...]:
 
 
 def check_number(name: str, dtype: str, value: Any) -> bool | int | float:
-    """An input that is a number of `dtype`, no tensor."""
+    """Return an input that is a number of `dtype`, not a tensor."""
     array = as_native_array(name, value)
     kind = np.dtype(dtype).kind
     if array.size == 1 and array.dtype.kind in TAKEN[kind]:

@@ -1,9 +1,9 @@
-"""Executes function `main` of any Relax module in numpy, binding by binding.
+"""Interpreter: executes function `main` of any Relax module in numpy, binding by binding.
 
-`run` gives the outputs, `run_values` every bound value by name. Operators of `relax.qnn` have the
-exact meaning of `reference.qnn`; the usual Relax operators are rows of `relax.OPERATORS`.
-What has no row (an operator, `call_tir` of a PrimFunc, a packed function) is compiled alone with
-TVM for the generic `llvm` target and called, so any module that compiles also runs here.
+`run` returns the outputs, `run_values` returns every bound value by name. Operators of `relax.qnn`
+compute as in `reference.qnn`. Other Relax operators are rows of `relax.OPERATORS`. Calls without a
+row (another operator, `call_tir` of a PrimFunc, a packed function) are compiled alone with TVM for
+the generic `llvm` target. Any module that compiles therefore also runs here.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ Array = np.ndarray[Any, Any]
 
 
 def run(mod: Model, inputs: Any) -> list[Array]:
-    """Outputs of function `main`, a tuple as several arrays; of the only one if it is called
-    otherwise.
+    """Run function `main` and return its outputs as arrays.
+
+    If no function is called main, the model function is run. A tuple is returned as several arrays.
 
     Args:
-        mod: any Relax module; parameters of `main` are its inputs.
-        inputs: arrays by parameter name, in the order of the parameters, or the only one.
+        mod: Any Relax module. The parameters of `main` are its inputs.
+        inputs: Arrays by parameter name, arrays in the order of the parameters, or a single array.
 
     Raises:
-        DataError: inputs do not fit the parameters in number, name, dtype or shape.
-        ModelError: the module has no function that is the model, or holds something that cannot be
-            executed.
+        DataError: Inputs do not match the parameters in number, name, dtype or shape.
+        ModelError: No function of the module is the model, or a call cannot be executed.
     """
     return flatten_value(execute_main(mod, inputs, None))
 
@@ -52,10 +52,11 @@ def run(mod: Model, inputs: Any) -> list[Array]:
 def run_values(
     mod: Model, inputs: Any, settle: Callable[[ExecutedBinding], Any] | None = None
 ) -> dict[str, Array]:
-    """Every value that `main` binds, by variable name, in order; arguments and errors as for `run`.
+    """Run `main` and return every value that it binds, by variable name, in order.
 
-    Element i of a tuple is "name.i". A second variable of the same name is "name#1", and so on.
-    What `settle` gives for a step stands for its value from there on.
+    Arguments and errors are the same as for `run`. Element i of a tuple is "name.i". A second
+    variable with the same name is "name#1", and so on. `settle` is called with each executed step.
+    Its result replaces the value of the step.
     """
     values: dict[str, Array] = {}
     execute_main(mod, inputs, values, settle)
@@ -68,7 +69,7 @@ def execute_main(
     record: dict[str, Array] | None,
     settle: Callable[[ExecutedBinding], Any] | None = None,
 ) -> Any:
-    """The value of `main`; bound values go into `record` if there is one."""
+    """Execute `main` and return its value. Bound values go into `record`, if there is one."""
     mod = name_main(bind_model(mod))
     main = mod["main"]
     frame = Frame(mod, settle=settle)
@@ -82,44 +83,44 @@ def execute_main(
 
 @dataclass(frozen=True, eq=False)
 class ExecutedBinding:
-    """A binding of `main` that was executed, and its value."""
+    """An executed binding of `main`, and its value."""
 
     binding: Any
     value: Any
     frame: Frame
 
     def evaluate(self, expr: Any) -> Any:
-        """The value of an operand."""
+        """Return the value of an operand."""
         return evaluate(self.frame, expr, self.binding.var.name)
 
     def recompute(self, operand: Any, array: Array) -> Any:
-        """The value, were a variable among the operands `array`."""
+        """Compute the value again with `array` as the value of one operand variable."""
         frame = Frame(self.frame.mod, {**self.frame.values, operand: array}, self.frame.symbols)
         return execute_binding(frame, self.binding)
 
 
 @dataclass(frozen=True)
 class Closure:
-    """A function that a variable is bound to, with the outer values that it reads."""
+    """A function as a value, with the outer values that it reads."""
 
     function: relax.Function
     frame: Frame
 
 
 def iterate_bindings(body: Any) -> Iterator[Any]:
-    """The bindings of a function's or branch's body, in order."""
+    """Iterate over the bindings of a function or branch, in order."""
     if isinstance(body, relax.SeqExpr):
         for block in body.blocks:
             yield from block.bindings
 
 
 def execute_function(frame: Frame, function: relax.Function, record: Any) -> Any:
-    """The value of a function whose parameters are bound in `frame`."""
+    """Execute a function with parameters that are bound in `frame`, and return its value."""
     return execute_body(frame, function.body, record)
 
 
 def execute_body(frame: Frame, body: Any, record: dict[str, Array] | None) -> Any:
-    """Execute bindings and give the result; without a record, values are freed after their last
+    """Execute bindings and return the result. Without a record, values are freed after their last
     use.
     """
     if not isinstance(body, relax.SeqExpr):
@@ -129,7 +130,7 @@ def execute_body(frame: Frame, body: Any, record: dict[str, Array] | None) -> An
         for binding in bindings:
             record_value(record, binding.var.name, execute_binding(frame, binding))
         return evaluate(frame, body.body, "result")
-    # Only what this body binds ends in it: an outer body may still need the rest.
+    # Free only values that this body binds. An outer body may still need the others.
     bound = {binding.var for binding in bindings}
     used = ([binding.var, *relax.analysis.free_vars(binding.value)] for binding in bindings)
     ends = find_ends(
@@ -175,19 +176,19 @@ def record_value(record: dict[str, Array], name: str, value: Any) -> None:
 
 
 def is_shape(value: tuple[Any, ...]) -> bool:
-    """Whether a tuple is a shape: numbers, not values."""
+    """Whether a tuple is a shape, which holds numbers instead of values."""
     return bool(value) and all(isinstance(element, int) for element in value)
 
 
 def flatten_value(value: Any) -> list[Array]:
-    """The arrays of a value, depth first."""
+    """Iterate over the arrays of a value, depth first."""
     if isinstance(value, tuple) and not is_shape(value):
         return [array for element in value for array in flatten_value(element)]
     return [np.asarray(value)]
 
 
 def evaluate(frame: Frame, expr: Any, name: str) -> Any:
-    """The value of an expression: an array, a tuple, a shape (tuple of ints) or a number."""
+    """Evaluate an expression to an array, a tuple, a shape (tuple of ints) or a number."""
     if isinstance(expr, tvm.ir.Call) and not isinstance(expr.ty, tvm.ir.PrimType):
         return evaluate_call(frame, expr, name)
     if isinstance(expr, tvm.ir.Var) and expr in frame.values:
@@ -218,7 +219,7 @@ def evaluate(frame: Frame, expr: Any, name: str) -> Any:
 
 
 def evaluate_call(frame: Frame, call: Any, name: str) -> Any:
-    """The value of a call of an operator or of a function of the module."""
+    """Evaluate a call of an operator or of a function of the module."""
     if isinstance(call.op, tvm.ir.GlobalVar):
         callee = frame.mod[call.op]
         if not isinstance(callee, relax.Function):
@@ -237,7 +238,7 @@ def evaluate_call(frame: Frame, call: Any, name: str) -> Any:
             try:
                 result = OPERATORS[operator](args, call.attrs)
             except (RelayQuantError, IndexError, TypeError, ValueError) as error:
-                # numpy's own are of data and types: indices, shapes, what it does not compute
+                # numpy raises these for data and types: indices, shapes, unsupported dtypes
                 raise ModelError(
                     f"value {name!r}, operator relax.{operator}: {error}", code="RQ206"
                 ) from error
@@ -252,14 +253,14 @@ def evaluate_call(frame: Frame, call: Any, name: str) -> Any:
 
 
 def call_function(inner: Frame, callee: Any, call: Any, frame: Frame, name: str) -> Any:
-    """The value of a Relax function, its parameters bound in `inner` to the arguments of `call`."""
+    """Execute a Relax function with its parameters bound in `inner` to the arguments of `call`."""
     for param, arg in zip(callee.params, call.args, strict=True):
         bind_input(inner, param, param.name, param.ty, evaluate(frame, arg, name))
     return execute_function(inner, callee, None)
 
 
 def evaluate_qnn(operator: str, args: list[Any], call: Any, name: str) -> Any:
-    """An operator of `relax.qnn` by its function in `reference.qnn`."""
+    """Evaluate an operator of `relax.qnn` by its function in `reference.qnn`."""
     if operator not in qnn.OPERATORS:
         raise ModelError(
             f"value {name!r}: relax.qnn.{operator} has no numpy form. "
@@ -276,16 +277,17 @@ def evaluate_qnn(operator: str, args: list[Any], call: Any, name: str) -> Any:
 
 
 def read_mode(key: str, value: Any) -> Any:
-    """An attribute of a qnn operator as its numpy function takes it: a mode as its enum."""
+    """Convert an attribute of a qnn operator for its numpy function: a mode becomes its enum."""
     mode = {"rounding": Rounding, "compute_dtype": Arithmetic}.get(key)
     return mode(value) if mode else value
 
 
 def conform_value(frame: Frame, ty: Any, value: Any, name: str, call: Any) -> Any:
-    """`value` in the dtype TVM infers; its shape must be the inferred one.
+    """Cast `value` to the dtype that TVM infers, and check its shape.
 
     Raises:
-        ModelError: the shapes differ, which a wrong inference or numpy form would cause.
+        ModelError: The shape differs from the inferred shape. Type inference or the numpy form is
+            wrong.
     """
     if isinstance(ty, tvm.ir.TupleType) and isinstance(value, tuple):
         return tuple(

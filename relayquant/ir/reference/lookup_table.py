@@ -1,7 +1,7 @@
 """Tables for `relax.qnn.lookup`: any unary function of 256 quantized values.
 
-A table is quantize(function(dequantize(all bit patterns))), so that applying it is exact by
-construction on every target.
+A table is quantize(function(dequantize(all bit patterns))). Reading it gives the same bits on every
+target.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ def build_table(
     output_params: QParams | str,
     rounding: Rounding = Rounding.TONEAREST_EVEN,
 ) -> Array:
-    """The (256,) table of `function`, indexed by the bit pattern of the input as uint8.
+    """Build the (256,) table of `function`, indexed by the bit pattern of the input as uint8.
 
     Args:
-        function: float32 array to float array of the same shape.
-        input_params: scalar parameters, dtype int8 or uint8.
-        output_params: scalar parameters of any integer dtype, or the name of a float dtype for a
+        function: float32 array -> float array of the same shape.
+        input_params: Scalar parameters, dtype int8 or uint8.
+        output_params: Scalar parameters of any integer dtype, or the name of a float dtype for a
             table that also dequantizes.
-        rounding: of the output.
+        rounding: Rounding of the output.
 
-    NaN gives the output's zero point (real value 0), and 0.0 in a float table; infinities saturate.
-    The functions of `unary.UNARY_FUNCTIONS` never give NaN.
+    NaN becomes the output's zero point (real value 0), or 0.0 in a float table. Infinities
+    saturate. The functions of `unary.UNARY_FUNCTIONS` never return NaN.
 
     Raises:
-        QnnError: parameters are per channel, or the input is not 8 bits wide.
+        QnnError: Parameters are per-channel, or the input does not have 8 bits.
     """
     if input_params.dtype not in ("int8", "uint8") or input_params.is_per_channel:
         raise QnnError(

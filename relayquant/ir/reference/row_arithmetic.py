@@ -1,6 +1,7 @@
-"""float32 sums and softmax along rows, in one stated order of operations: integers that are made of
-their results are then the same in compiled code and in numpy. `kernels.floating.softmax` has the
-sources of softmax.
+"""float32 sums and softmax along rows, in one fixed order of operations.
+
+Compiled code and numpy use the same order. Integers that are computed from the results are
+therefore the same too. `kernels.floating.softmax` names the sources of softmax.
 """
 
 from __future__ import annotations
@@ -9,17 +10,17 @@ from typing import Any
 
 import numpy as np
 
-#: Partial sums of a row.
+#: Number of partial sums of a row.
 SUM_LANES = 32
 
 Array = np.ndarray[Any, Any]
 
 
 def sum_rows(data: Array) -> Array:
-    """float32 (..., K) -> (..., 1).
+    """Sum rows: float32 (..., K) -> (..., 1).
 
-    Lane l of 32 adds up the elements l, l + 32, ...; then halves are added to halves (16, 8, 4, 2,
-    1), and what is left of the row follows, one by one.
+    Lane l of 32 adds the elements l, l + 32, ... The lanes are then added in halves (16, 8, 4, 2,
+    1). The rest of the row is added last, one element at a time.
     """
     data = np.asarray(data, "float32")
     whole = data.shape[-1] // SUM_LANES * SUM_LANES
@@ -38,8 +39,10 @@ def sum_rows(data: Array) -> Array:
 
 
 def mean_along(data: Array, axes: tuple[int, ...]) -> Array:
-    """The mean along `axes`, which stay with extent 1: of float32 along the last axis alone
-    `sum_rows` divided by its extent, else in no stated order.
+    """Return the mean along `axes`, which keep size 1.
+
+    For float32 along the last axis, it is `sum_rows` divided by the size. In other cases the order
+    is unspecified.
     """
     is_row = len(axes) == 1 and axes[0] % data.ndim == data.ndim - 1
     if data.dtype == np.float32 and is_row:
@@ -49,7 +52,7 @@ def mean_along(data: Array, axes: tuple[int, ...]) -> Array:
 
 F32 = np.float32
 
-#: e^r on -ln(2)/2 .. ln(2)/2: coefficients, that of the highest power first.
+#: Coefficients of e^r on -ln(2)/2 .. ln(2)/2, the highest power first.
 POWERS = tuple(map(F32, (0.008290272, 0.041898163, 0.16667639, 0.49999148, 0.9999997, 1.0)))
 LN2_HIGH, LN2_LOW = F32(0.693145751953125), F32(1.428605173714459e-06)
 LOG2_E, LOWEST = F32(1.44269504088896341), F32(-88.0296919311)
@@ -57,9 +60,11 @@ ROUND_TO_EXPONENT = F32(1.5 * 2**23 + 127)
 
 
 def exponentiate(data: Array) -> Array:
-    """e^x of float32 that is not above 0, each operation rounded to float32; within 2e-7 relative.
+    """Compute e^x of float32 values <= 0, with each operation rounded to float32.
 
-    Results below 2^-126.5 are 0, NaN gives NaN.
+    The relative error is within 2e-7.
+
+    Results below 2^-126.5 are 0. NaN gives NaN.
     """
     data = np.where(data < LOWEST, LOWEST, data).astype("float32")
     exponent = data * LOG2_E + ROUND_TO_EXPONENT
@@ -72,9 +77,9 @@ def exponentiate(data: Array) -> Array:
 
 
 def softmax_along(data: Array, axis: int) -> Array:
-    """e^(x - max) times one over its sum along an axis, of float32, summed as `sum_rows` does.
+    """Compute float32 softmax along an axis: e^(x - max) * (1 / sum), with the sum of `sum_rows`.
 
-    Rows with NaN or infinity, and those of nothing but -infinity, are NaN.
+    A row with NaN or +infinity, or with only -infinity, is NaN.
     """
     rows = np.moveaxis(np.asarray(data, "float32"), axis, -1)
     with np.errstate(invalid="ignore", under="ignore"):

@@ -1,4 +1,4 @@
-"""Runs what numpy has no form for: a call compiled alone with TVM."""
+"""Run a call that has no numpy form: the call is compiled alone with TVM."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ Array = np.ndarray[Any, Any]
 
 
 def get_tensor_dtype(ty: Any) -> str:
-    """The dtype name of a tensor type, "" if it is unknown."""
+    """Return the dtype name of a tensor type, or "" if it is unknown."""
     dtype = ty.dtype
     text = "" if dtype is None else str(getattr(dtype, "dtype", dtype))
     return "" if text == "void" else text
 
 
 def describe_operator(call: Any) -> str:
-    """The operator of a call for messages, with the function that call_tir calls."""
+    """Describe the operator of a call for messages, with the function of a call_tir."""
     name = getattr(call.op, "name", None) or str(call.op)
     if name.startswith("relax.call") and call.args:
         return f"{name} of {getattr(call.args[0], 'name_hint', call.args[0])}"
     return name
 
 
-#: TVM's virtual machine has one stack: one thread at a time.
+#: TVM's virtual machine has one stack, so that only one thread may run it.
 _COMPILING = threading.Lock()
 
 
@@ -42,10 +42,10 @@ def compile_call(mod: tvm.IRModule, call: Any, name: str, evaluate: Callable[[An
     """Compile a function of this single call with TVM for the generic CPU, and run it.
 
     Args:
-        mod: Holds the functions that the call names.
+        mod: Module with the functions that the call uses.
         call: The call.
-        name: Of the value, for messages.
-        evaluate: The value of an operand, or of a size in a type.
+        name: Name of the value, for messages.
+        evaluate: Returns the value of an operand, or of a size in a type.
     """
     params: list[Any] = []
     arrays: list[Array] = []
@@ -102,7 +102,7 @@ def compile_call(mod: tvm.IRModule, call: Any, name: str, evaluate: Callable[[An
 
 @dataclass(frozen=True, eq=False)
 class ModuleKey:
-    """A module that is equal to every module of the same structure."""
+    """Cache key of a module. It equals every module with the same structure."""
 
     mod: tvm.IRModule
 
@@ -115,13 +115,13 @@ class ModuleKey:
 
 @lru_cache(maxsize=512)
 def compile_module(key: ModuleKey) -> relax.VirtualMachine:
-    """The module compiled for the generic CPU; the same call of the next run needs no compiling."""
+    """Compile a module for the generic CPU. The result is cached for the next run."""
     executable = tvm.compile(key.mod, tvm.target.Target({"kind": "llvm"}))
     return relax.VirtualMachine(executable, tvm.cpu())
 
 
 def to_numpy(result: Any) -> Any:
-    """What a compiled function returned, as arrays and tuples of arrays."""
+    """Convert the result of a compiled function to arrays and tuples of arrays."""
     if hasattr(result, "numpy"):
         return result.numpy()
     if isinstance(result, (int, float)):

@@ -1,8 +1,7 @@
-"""Functions of one value, element by element: one row each, for all that names them.
+"""Elementwise functions of one value, one row each.
 
-From these rows derive the numpy meaning of Relax's operators, the tables that take their place on
-8 bits, the chains that become one table, and what ONNX and Relay call them. Adding a function is
-adding a row.
+The rows define the numpy forms of Relax operators, the tables for 8-bit data, the chains that
+become one table, and the names in ONNX and Relay. A new function needs one new row.
 """
 
 from __future__ import annotations
@@ -20,38 +19,39 @@ UnaryFunction = Callable[..., Array]
 
 @dataclass(frozen=True)
 class Unary:
-    """One function: what it computes, and its names.
+    """One function: its numpy form and its names.
 
-    `function` takes an array of floats, and the `attributes` of the Relax operator by name, which
-    have defaults; it keeps the dtype.
+    `function` takes a float array and keeps its dtype. The `attributes` of the Relax operator are
+    keyword arguments with defaults.
     """
 
     name: str
     function: UnaryFunction
-    relax: str = ""  #: Relax operator without "relax."; "": there is none
+    relax: str = ""  #: Relax operator without "relax.", or "" if there is none
     onnx: str = ""  #: ONNX operator
-    relay: str = ""  #: Relay operator of the same meaning
-    formula: str = ""  #: for what has no such operator: other rows and ARITHMETIC, in postfix form
+    relay: str = ""  #: Relay operator with the same meaning
+    formula: str = ""  #: if there is no Relay operator: rows and ARITHMETIC in postfix form
     attributes: tuple[str, ...] = ()
-    #: the smallest argument; a table takes a smaller one, which quantization noise makes, as this
+    #: the smallest argument; quantization noise makes smaller ones, and a table clamps them to it
     low: float | None = None
-    is_in_relay_qnn: bool = False  #: Relay has it on integers as well
-    is_table: bool = True  #: runs as a table on 8 bits; False: a better form, or no float result
+    is_in_relay_qnn: bool = False  #: Relay has the operator on integers too
+    #: runs as a table on 8-bit data; False: there is a better form, or the result is not float
+    is_table: bool = True
 
     @property
     def op(self) -> str:
-        """Name of the operator in the IR."""
+        """The operator's name in the IR."""
         return f"relax.{self.relax}"
 
     def evaluate(self, args: list[Any], attrs: Any) -> Array:
-        """The numpy meaning of a call of the Relax operator."""
+        """Evaluate a call of the Relax operator in numpy."""
         return self.function(args[0], **{name: getattr(attrs, name) for name in self.attributes})
 
     def tabulate(self, x: Array, **attributes: Any) -> Array:
-        """float32 values for a table, evaluated in float64; never NaN.
+        """Compute float32 values for a table, evaluated in float64. The result has no NaN.
 
-        float32 library functions differ by an ulp between machines; float64 ones rounded to
-        float32 do so only within about 2^-29 of a rounding boundary.
+        float32 library functions differ by an ulp between machines. float64 functions that are
+        rounded to float32 differ only within about 2^-29 of a rounding boundary.
         """
         x = np.asarray(x).astype("float64")
         with np.errstate(all="ignore"):
@@ -60,7 +60,7 @@ class Unary:
 
 
 def round_to_even(x: Array) -> Array:
-    return x if x.dtype.kind in "iu" else np.rint(x)  # which would make floats of integers
+    return x if x.dtype.kind in "iu" else np.rint(x)  # without this, integers would become floats
 
 
 def gelu(x: Array) -> Array:
@@ -81,7 +81,7 @@ def selu(x: Array) -> Array:
 
 
 def softplus(x: Array, beta: float = 1.0, threshold: float = 20.0) -> Array:
-    """log(1 + exp(beta x)) / beta, without overflow; x beyond the threshold."""
+    """Compute log(1 + exp(beta x)) / beta without overflow. Beyond the threshold, return x."""
     scaled = x * beta
     return np.where(scaled > threshold, x, np.logaddexp(0, scaled) / beta)
 
@@ -90,7 +90,7 @@ def hard_sigmoid(x: Array) -> Array:
     return np.clip(x + 3, 0, 6) / 6
 
 
-#: operators of two values that a formula may use
+#: binary operators that a formula may use
 ARITHMETIC = ("add", "multiply", "divide")
 
 _GELU = "x 1.4142135623730951 divide erf 1 add x multiply 0.5 multiply"
@@ -131,23 +131,24 @@ UNARY: tuple[Unary, ...] = (
         "softplus", softplus, "nn.softplus", "Softplus", attributes=("beta", "threshold")
     ),
     Unary("square", np.square, "square", formula="x x multiply"),
-    # tables without an operator of Relax: frontends spell these out, which makes them chains
+    # tables without a Relax operator: frontends write these as several operators, which form a
+    # chain
     Unary("elu", elu),
     Unary("hardsigmoid", hard_sigmoid),
     Unary("hardswish", lambda x: x * hard_sigmoid(x), is_in_relay_qnn=True),
     Unary("mish", lambda x: x * np.tanh(softplus(x))),
-    # part of a table only within a chain: alone it is merged into the operator before it
+    # part of a table only inside a chain: a single one is merged into the operator before it
     Unary(
         "relu", lambda x: np.maximum(x, x.dtype.type(0)), "nn.relu", "Relu", "nn.relu",
         is_table=False,
     ),
-    # not finite, or without a result, for inputs that a range holds; or met in no network
+    # infinite or undefined for usual inputs, or not used in networks
     Unary("tan", np.tan, "tan", "Tan", "tan", is_table=False),
     Unary("asin", np.arcsin, "asin", "Asin", "asin", is_table=False),
     Unary("acos", np.arccos, "acos", "Acos", "acos", is_table=False),
     Unary("atanh", np.arctanh, "atanh", "Atanh", "atanh", is_table=False),
     Unary("acosh", np.arccosh, "acosh", "Acosh", "acosh", is_table=False),
-    # of other dtypes than float, in or out
+    # input or result is not float
     Unary("isfinite", np.isfinite, "isfinite", relay="isfinite", is_table=False),
     Unary("isinf", np.isinf, "isinf", "IsInf", "isinf", is_table=False),
     Unary("isnan", np.isnan, "isnan", "IsNaN", "isnan", is_table=False),
@@ -155,7 +156,7 @@ UNARY: tuple[Unary, ...] = (
     Unary("bitwise_not", np.bitwise_not, "bitwise_not", relay="bitwise_not", is_table=False),
 )  # fmt: skip
 
-#: those that Relax has, by the name of the operator in the IR
+#: rows with a Relax operator, by the operator's name in the IR
 RELAX_UNARY: dict[str, Unary] = {row.op: row for row in UNARY if row.relax}
 
 #: Name -> float32 function for `build_table`.
@@ -170,7 +171,7 @@ def evaluate_formula(
     apply: Callable[[str, list[Any], bool], Any],
     number: Callable[[float], Any],
 ) -> Any:
-    """The value of a formula: apply(name, operands, is_last) of each operator in it."""
+    """Evaluate a formula with apply(name, operands, is_last) for each operator in it."""
     stack: list[Any] = []
     words = formula.split()
     for at, word in enumerate(words, 1):

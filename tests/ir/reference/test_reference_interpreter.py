@@ -290,7 +290,7 @@ def test_run__frees_values_after_their_last_use(monkeypatch):
     ("inputs", "words"),
     [
         ({"x": floats(2, 3)}, "'y'.*missing"),
-        ({"x": floats(2, 3), "y": floats(2, 1), "z": floats(1)}, "'z' is no parameter"),
+        ({"x": floats(2, 3), "y": floats(2, 1), "z": floats(1)}, "'z' is not a parameter"),
         ((floats(2, 3),), "got 1 input for 2 parameters"),
         ((floats(2, 3).astype("float64"), floats(2, 1)), "'x' has dtype float64.*float32"),
         ((floats(2, 4), floats(2, 1)), r"'x' has shape \(2, 4\); allowed: \(n, 3\)"),
@@ -345,11 +345,11 @@ def test_inputs__of_every_kind():
     ("inputs", "words"),
     [
         ([MIXED], r"a list with a dict in it; allowed: .*\['x', 'pair', .*Pass the dict itself"),
-        ({**MIXED, 1: 2}, "input 1 is no parameter"),
-        ({**MIXED, "x": None}, "'x' is a NoneType, no array of numbers. Pass a numpy array"),
+        ({**MIXED, 1: 2}, "input 1 is not a parameter"),
+        ({**MIXED, "x": None}, "'x' is a NoneType, not an array of numbers. Pass a numpy array"),
         ({**MIXED, "x": [[1.0], [2.0, 3.0]]}, "'x' cannot be made a numpy array: .*inhomogeneous"),
         ({**MIXED, "x": Unreadable()}, "'x' cannot be made a numpy array: it has a gradient"),
-        ({**MIXED, "x": iter([1])}, "'x' is a .*iterator, no array"),
+        ({**MIXED, "x": iter([1])}, "'x' is a .*iterator, not an array"),
         ({**MIXED, "x": "abc"}, "'x' has dtype str"),
         ({**MIXED, "pair": floats(2, 2, 3)}, "'pair' must be a tuple of 2 values"),
         ({**MIXED, "pair": (floats(2, 3), None)}, "'pair.1' is a NoneType"),

@@ -1,16 +1,18 @@
-"""What every `relax.qnn` operator means, in numpy: the contract for compiled code and kernels.
+"""The numpy form of every `relax.qnn` operator: the contract for compiled code and kernels.
 
-One function per operator, in the file of its family, which names it in `__all__`; with its name,
-operand order and attribute names; arrays in, arrays out. Scales are float32 and zero points int32,
-of shape () or (C,); a vector of length 1 counts as one per tensor. Each rounding operator has
+There is one function per operator, in the file of its family, listed in `__all__`. It has the name,
+operand order and attribute names of the operator. It takes and returns arrays. Scales are float32
+and zero points int32, of shape () or (C,). A vector of length 1 counts as per-tensor. Each rounding
+operator has
 
 - the default arithmetic, Rounding.TONEAREST_EVEN with Arithmetic.FLOAT32: one IEEE float32 multiply
   by m = float32(double(s_in) / double(s_out)), round half to even, clamp in float, cast, and the
-  zero point added as an integer (`fixed_point.finish_rounded`). The same bits on every machine.
-- the meaning of TVM v0.19 for UPWARD and TONEAREST with INT64, FLOAT32 or FLOAT64.
-- TONEAREST_EVEN with FLOAT64 (as the default, in double) and INT64 (as v0.19, half to even).
+  zero point added as an integer (`fixed_point.finish_rounded`). It gives the same bits on every
+  machine.
+- the arithmetic of TVM v0.19 for UPWARD and TONEAREST with INT64, FLOAT32 or FLOAT64.
+- TONEAREST_EVEN with FLOAT64 (the default in double) and with INT64 (v0.19, but half to even).
 
-All raise QnnError when parameters do not fit the data.
+All functions raise QnnError if parameters do not match the data.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from relayquant.ir.reference.qnn.pointwise import *
 from relayquant.ir.reference.qnn.quantization import *
 from relayquant.ir.reference.qnn.reduction import *
 
-#: Name of the operator without "relax.qnn." -> its meaning.
+#: Name of the operator without "relax.qnn." -> numpy form.
 OPERATORS: dict[str, Callable[..., Any]] = {
     name: getattr(family, name)
     for family in (quantization, linear, arithmetic, reduction, pointwise, grouped)

@@ -1,4 +1,4 @@
-"""Meaning of `relax.qnn` operators: add, subtract, mul and concatenate of affine tensors."""
+"""Numpy forms of `relax.qnn` operators: add, subtract, mul and concatenate of affine tensors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["add", "concatenate", "mul", "subtract"]
 
 
 def make_sum(sign: int) -> Callable[..., Array]:
-    """lhs + sign * rhs."""
+    """Make the function of lhs + sign * rhs."""
 
     def combine(
         lhs: Array,
@@ -52,12 +52,13 @@ def make_sum(sign: int) -> Callable[..., Array]:
         rounding: Rounding = Rounding.TONEAREST_EVEN,
         compute_dtype: Arithmetic = Arithmetic.FLOAT32,
     ) -> Array:
-        """Sum or difference of two affine tensors, broadcast, in the output's affine space
-        (default: lhs dtype).
+        """Add or subtract two broadcast affine tensors, in the output's affine space.
+
+        The default dtype is the dtype of lhs.
 
         Default arithmetic: fma(float32(r - z_r), m_r, RN(float32(l - z_l) * m_l)), rounded once,
-        with -m_r for a difference. All other modes round each side to int32 as TVM v0.19, then add
-        and saturate.
+        with -m_r for a difference. All other modes round each side to int32 like TVM v0.19, then
+        add and saturate.
         """
         left, right = np.asarray(lhs), np.asarray(rhs)
         dtype = out_dtype or left.dtype.name
@@ -102,11 +103,11 @@ def mul(
     rounding: Rounding = Rounding.TONEAREST_EVEN,
     compute_dtype: Arithmetic = Arithmetic.FLOAT32,
 ) -> Array:
-    """P = (lhs - z_l) * (rhs - z_r), requantized.
+    """Multiply: P = (lhs - z_l) * (rhs - z_r), requantized.
 
     TONEAREST_EVEN: the multiplier is double(s_l) * double(s_r) / double(s_o). UPWARD and TONEAREST
-    go through float32(s_l * s_r) as TVM v0.19. P is exact in the default arithmetic and with
-    FLOAT64, int32 in the others.
+        use float32(s_l * s_r) like TVM v0.19. P is exact in the default arithmetic and with
+        FLOAT64, and int32 in other modes.
     """
     lhs, rhs = np.asarray(lhs), np.asarray(rhs)
     left = subtract_zero_point(lhs, lhs_zero_point, lhs_axis).astype("int64")
@@ -140,13 +141,15 @@ def concatenate(
     rounding: Rounding = Rounding.TONEAREST_EVEN,
     compute_dtype: Arithmetic = Arithmetic.FLOAT32,
 ) -> Array:
-    """Tensors of one dtype along `axis`, requantized where parameters differ from the output's."""
+    """Join tensors of one dtype along `axis`. Tensors with other parameters than the output are
+    requantized.
+    """
     if not len(data) == len(input_scales) == len(input_zero_points) or not data:
         raise QnnError(
             f"qnn.concatenate: {format_count(len(data), 'tensor')}, "
             f"{format_count(len(input_scales), 'scale')} and "
-            f"{format_count(len(input_zero_points), 'zero point')}; allowed: the same number, at "
-            "least one.",
+            f"{format_count(len(input_zero_points), 'zero point')}; allowed: the same number of "
+            "each, at least 1.",
             code="RQ601",
         )
     parts = []

@@ -1,6 +1,6 @@
-"""What the operators on grouped weights mean, in numpy: rows of integers, products, gathers.
+"""Numpy forms of `relax.qnn` operators on grouped weights: integer rows, products, gathers.
 
-See `relayquant.base.packing` for how codes lie in bytes.
+`relayquant.base.packing` describes how codes are packed in bytes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ __all__ = ["grouped_dense", "grouped_take", "quantize_rows"]
 
 Array = np.ndarray[Any, Any]
 
-#: Largest magnitude of an integer of a row.
+#: Largest magnitude of an integer in a row.
 ROW_LIMIT = 127
 
 
 def quantize_rows(data: Array) -> tuple[Array, Array]:
-    """float32 (..., K) -> int8 (..., K), and the scale of each row, float32 (..., 1).
+    """Quantize each row: float32 (..., K) -> int8 (..., K) and row scales, float32 (..., 1).
 
-    scale = max(|row|) / 127, 1 where that is 0: for a row of zeros, and for one whose 127th is less
-    than float32 has; half to even of the float32 quotients.
+    scale = max(|row|) / 127. If this is 0 in float32, the scale is 1. The float32 quotients are
+    rounded half to even.
     """
     data = np.asarray(data, "float32")
     largest = np.abs(data).max(axis=-1, keepdims=True, initial=np.float32(0))
@@ -39,7 +39,7 @@ def quantize_rows(data: Array) -> tuple[Array, Array]:
 def subtract_zero_points(
     weight: Array, zero_point: Array, bits: int, group_size: int, k: int
 ) -> Array:
-    """Codes minus zero points, int16 (N, k)."""
+    """Subtract zero points from codes -> int16 (N, k)."""
     if weight.ndim != 2 or weight.shape[1] != count_bytes(k, bits):
         raise QnnError(
             f"weight has shape {weight.shape}; allowed: (N, {count_bytes(k, bits)}), rows of "
@@ -62,17 +62,17 @@ def grouped_dense(
     group_size: int = 32,
     features: int = 0,
 ) -> Array:
-    """data (..., K) by a grouped weight -> float32 (..., N); K = `features`.
+    """Multiply data (..., K) by a grouped weight -> float32 (..., N), with K = `features`.
 
-    Of int8 data the sums of each group are exact; total = fma(float32(sum), scale, total), first
-    group first, from 0; then one multiplication by the scale of the row. Of float32 data the sums
-    of a group are float32, in no stated order.
+    For int8 data, the sum of each group is exact. total = fma(float32(sum), scale, total) runs over
+    the groups in order, from 0. The total is then multiplied by the row scale. For float32 data,
+    the sum of a group is float32, in unspecified order.
     """
     data, weight = np.asarray(data), np.asarray(weight)
     values = subtract_zero_points(weight, weight_zero_point, bits, group_size, features)
     scales = np.asarray(weight_scale).astype("float32")
     is_float = data.dtype == np.float32
-    # Products of 8 bits: float64 holds the sums of any group exactly.
+    # 8-bit products: float64 holds the sum of any group exactly.
     kind = "float32" if is_float else "float64"
     rows = data.reshape(-1, features).astype(kind)
     total = np.zeros((len(rows), len(weight)), "float32")
@@ -100,8 +100,10 @@ def grouped_take(
     group_size: int = 32,
     features: int = 0,
 ) -> Array:
-    """Rows of a grouped weight, float32 (*indices, K): float32(code - zero point) * scale; an index
-    counts modulo the rows, -1 is the last.
+    """Gather rows of a grouped weight -> float32 (*indices.shape, K).
+
+    A value is float32(code - zero point) * scale. An index is taken modulo the number of rows: -1
+    is the last row.
     """
     rows = np.asarray(indices).reshape(-1) % len(weight)
     zero_point = np.asarray(weight_zero_point)

@@ -1,4 +1,4 @@
-"""Meaning of `relax.qnn` operators: convolutions and matrix products: sums of centred products."""
+"""Numpy forms of `relax.qnn` operators: convolutions and matrix products."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["batch_matmul", "conv1d", "conv2d", "conv2d_transpose", "dense"]
 
 
 def make_convolution(spatial: str) -> Callable[..., Array]:
-    """The convolution over axes that are called by these letters."""
+    """Make the convolution over the axes with these letters."""
     rank = len(spatial)
 
     def convolution(
@@ -47,12 +47,11 @@ def make_convolution(spatial: str) -> Callable[..., Array]:
         kernel_layout: str = "OI" + spatial,
         out_dtype: str = "int32",
     ) -> Array:
-        """conv(data - input_zero_point, weight - kernel_zero_point), padded with the zero point.
+        """Convolve data - input_zero_point with weight - kernel_zero_point, padded with real 0.
 
-        The result has scale input_scale * kernel_scale and zero point 0; the scales take no part in
-        the arithmetic. Kernel parameters are scalar or per output channel. Sums are those of
-        `out_dtype`, int32 or int64; those that int32 does not hold wrap modulo 2^32, with a
-        warning.
+        The result has scale input_scale * kernel_scale and zero point 0. The scales do not affect
+        the integers. Kernel parameters are scalar or per output channel. Sums have dtype
+        `out_dtype`, int32 or int64. A sum that overflows int32 wraps modulo 2^32, with a warning.
         """
         del input_scale, kernel_scale
         axis = kernel_layout.index("O")
@@ -90,7 +89,7 @@ def conv2d_transpose(
     kernel_layout: str = "IOHW",
     out_dtype: str = "int32",
 ) -> Array:
-    """Transposed `conv2d`; kernel parameters are scalar or per output channel.
+    """Convolve transposed. Kernel parameters are scalar or per output channel.
 
     Output channel c is entry c mod O of the kernel's O axis, in group c // O.
     """
@@ -134,7 +133,7 @@ def dense(
     *,
     out_dtype: str = "int32",
 ) -> Array:
-    """(data - z_x) @ (weight - z_w).T: data (..., K), weight (N, K), result (..., N)."""
+    """Compute (data - z_x) @ (weight - z_w).T: data (..., K), weight (N, K), result (..., N)."""
     del input_scale, kernel_scale
     x, w = center_factors(data, weight, input_zero_point, kernel_zero_point, 0)
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
@@ -156,7 +155,10 @@ def batch_matmul(
     *,
     out_dtype: str = "int32",
 ) -> Array:
-    """(x - z_x) @ (y - z_y)^T: x (..., M, K), y (..., N, K), out (..., M, N), batches broadcast."""
+    """Compute (x - z_x) @ (y - z_y)^T: x (..., M, K), y (..., N, K) -> (..., M, N).
+
+    Leading dimensions broadcast.
+    """
     del x_scale, y_scale
     left = subtract_zero_point(np.asarray(x), get_scalar(x_zero_point, "int32", "x_zero_point"), -1)
     right = subtract_zero_point(

@@ -1,4 +1,4 @@
-"""Meaning of `relax.qnn` operators: functions of one value."""
+"""Numpy forms of `relax.qnn` operators: functions of one value."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def leaky_relu(
     rounding: Rounding = Rounding.TONEAREST_EVEN,
     compute_dtype: Arithmetic = Arithmetic.FLOAT32,
 ) -> Array:
-    """x where x >= 0 else alpha * x, in the output's affine space; the dtype of `data`.
+    """Compute x if x >= 0 else alpha * x, in the output's affine space, in the dtype of `data`.
 
-    TONEAREST_EVEN: as `requantize`, with the multiplier double(s_in) * alpha / double(s_out) below
-    the input zero point. UPWARD and TONEAREST requantize to int32 and below the zero point multiply
-    by alpha in fixed point, as TVM v0.19.
+    TONEAREST_EVEN requantizes. Below the input zero point, the multiplier is double(s_in) * alpha /
+        double(s_out). UPWARD and TONEAREST requantize to int32. Below the zero point, they multiply
+        by alpha in fixed point, like TVM v0.19.
     """
     data = np.asarray(data)
     dtype = data.dtype.name
@@ -77,10 +77,10 @@ def prelu(
     *,
     axis: int = 1,
 ) -> Array:
-    """x where x >= 0 else slopes * x, in the output's affine space; the dtype of `data`.
+    """Compute x if x >= 0 else slopes * x, in the output's affine space, in the dtype of `data`.
 
-    As `leaky_relu` rounding half to even, with a slope for each index of `axis`: the multiplier
-    below the input zero point is double(s_in) * double(slope) / double(s_out).
+    Rounds half to even like `leaky_relu`, with one slope per index of `axis`. The multiplier below
+    the input zero point is double(s_in) * double(slope) / double(s_out).
     """
     data = np.asarray(data)
     s_in = get_scalar(input_scale, "float32", "input_scale").astype("float64")
@@ -96,7 +96,7 @@ def prelu(
 
 
 def lookup(data: Array, table: Array) -> Array:
-    """table[bit pattern of data as uint8]: data int8 or uint8, table (256,), result table dtype."""
+    """Read table[bit pattern of data as uint8]: data int8 or uint8, table (256,) of any dtype."""
     data, table = np.asarray(data), np.asarray(table)
     if data.dtype.name not in ("int8", "uint8") or table.shape != (256,):
         raise QnnError(

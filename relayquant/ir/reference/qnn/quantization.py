@@ -1,6 +1,4 @@
-"""Meaning of `relax.qnn` operators: into, out of and between affine spaces, also
-simulated in float.
-"""
+"""Numpy forms of `relax.qnn` operators: quantize, dequantize, requantize, and their simulation."""
 
 from __future__ import annotations
 
@@ -40,10 +38,10 @@ def quantize(
     out_dtype: str = "int8",
     rounding: Rounding = Rounding.TONEAREST_EVEN,
 ) -> Array:
-    """round(data / scale) + zero_point, saturated to `out_dtype`. NaN gives the zero point.
+    """Compute round(data / scale) + zero_point, saturated to `out_dtype`. NaN gives the zero point.
 
     The division is a true float32 division. TONEAREST and UPWARD add the zero point in float32
-    before the clamp, as TVM v0.19, which differs only beyond 2^24.
+    before the clamp, like TVM v0.19. This differs only beyond 2^24.
     """
     data = np.asarray(data).astype("float32", copy=False)
     s = align_parameter(scale, "float32", data, axis)
@@ -60,7 +58,7 @@ def quantize(
 def dequantize(
     data: Array, scale: Any, zero_point: Any, *, axis: int = -1, out_dtype: str = "float32"
 ) -> Array:
-    """float32(int32(data) - zero_point) * scale; float16 saturates at +-65504."""
+    """Compute float32(int32(data) - zero_point) * scale. float16 saturates at +-65504."""
     data = np.asarray(data)
     centred = subtract_zero_point(data, zero_point, axis).astype("float32")
     real = centred * align_parameter(scale, "float32", data, axis)
@@ -81,10 +79,12 @@ def requantize(
     rounding: Rounding = Rounding.TONEAREST_EVEN,
     compute_dtype: Arithmetic = Arithmetic.FLOAT32,
 ) -> Array:
-    """From one affine space to another; input parameters per channel of `axis`, output scalar.
+    """Convert to another affine space.
 
-    TVM v0.19 differs between its ways: INT64 rounds, wraps to int32 and then adds the zero point
-    (and does not clip an int32 result); FLOAT32 and FLOAT64 add the zero point and then round.
+    Input parameters may be per-channel along `axis`. Output parameters are scalar.
+
+    The modes of TVM v0.19 differ. INT64 rounds, wraps to int32 and then adds the zero point, and it
+    does not clip an int32 result. FLOAT32 and FLOAT64 add the zero point and then round.
     """
     data = np.asarray(data)
     if data.dtype == np.int64 and not has_exact_sums(rounding, compute_dtype):
@@ -110,7 +110,10 @@ def move_to_int32(
     rounding: Rounding,
     compute_dtype: Arithmetic,
 ) -> Array:
-    """`data` as int32 in the output's affine space, unclipped; a plain cast if it is in it."""
+    """Convert `data` to int32 in the output's affine space, unclipped.
+
+    If it is in this space already, it is only cast.
+    """
     scale, zero_point, axis = parameters
     if has_parameters(scale, zero_point, *output):
         return data.astype("int32")
@@ -135,11 +138,11 @@ def simulated_quantize(
     axis: int = -1,
     rounding: Rounding = Rounding.TONEAREST_EVEN,
 ) -> Array:
-    """`quantize`, with the integers in the dtype of `data`; `dtype` is a code of SIMULATED_RANGES.
+    """Quantize, but keep the dtype of `data`. `dtype` is a code of SIMULATED_RANGES.
 
-    max(min(round(data / scale) + zero_point, high), low) in float32. `dtype`, scale and zero point
-    may have any length: channel i takes element i mod length. Code 0 and unknown codes pass data
-    through. NaN gives the zero point, as in `quantize`.
+    Computes max(min(round(data / scale) + zero_point, high), low) in float32. `dtype`, scale and
+    zero point may have any length: channel i takes element i mod length. Code 0 and unknown codes
+    pass data through. NaN gives the zero point, as in `quantize`.
     """
     data = np.asarray(data)
     codes, s, z = (cycle_parameter(values, data, axis) for values in (dtype, scale, zero_point))
@@ -156,7 +159,7 @@ def simulated_quantize(
 def simulated_dequantize(
     data: Array, dtype: Any, scale: Any, zero_point: Any, *, axis: int = -1
 ) -> Array:
-    """(data - zero_point) * scale in float32; operands as for `simulated_quantize`."""
+    """Compute (data - zero_point) * scale in float32, with the operands of `simulated_quantize`."""
     data = np.asarray(data)
     codes, s, z = (cycle_parameter(values, data, axis) for values in (dtype, scale, zero_point))
     passes = np.isnan(pick_limits(codes, 0))

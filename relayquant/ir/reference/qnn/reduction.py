@@ -1,4 +1,4 @@
-"""Meaning of `relax.qnn` operators: averages of windows and along axes."""
+"""Numpy forms of `relax.qnn` operators: averages of windows and along axes."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def avg_pool2d(
     rounding: Rounding = Rounding.TONEAREST_EVEN,
     compute_dtype: Arithmetic = Arithmetic.FLOAT32,
 ) -> Array:
-    """Average of each window, padded with the zero point; `data` and the result have one dtype.
+    """Average each window, padded with the zero point. The result has the dtype of `data`.
 
-    TONEAREST_EVEN averages first and rounds once, its windows and counts are those of
-    `relax.nn.avg_pool2d`. UPWARD and TONEAREST are TVM v0.19 with its
-    defects: every value is requantized to int32 first, pads are 0 instead of the output's zero
-    point, and the division by the count truncates.
+    TONEAREST_EVEN averages first and rounds once. Windows and counts are the same as in
+    `relax.nn.avg_pool2d`. UPWARD and TONEAREST reproduce TVM v0.19 with its defects: every value is
+    first requantized to int32, the padding is 0 instead of the output's zero point, and the
+    division by the count truncates.
     """
     data = np.asarray(data)
     is_relay = rounding is not Rounding.TONEAREST_EVEN
@@ -92,9 +92,9 @@ def mean(
     rounding: Rounding = Rounding.TONEAREST_EVEN,
     compute_dtype: Arithmetic = Arithmetic.FLOAT32,
 ) -> Array:
-    """Average over `axes` (None or empty: all) in the output's affine space, rounded once.
+    """Average over `axes` in the output's affine space, rounded once. None or empty is all axes.
 
-    The sum is exact in the default arithmetic and with FLOAT64, int32 in the others.
+    The sum is exact in the default arithmetic and with FLOAT64, and int32 in other modes.
     """
     data = np.asarray(data)
     centred = subtract_zero_point(

@@ -1,6 +1,6 @@
-"""Meanings of the usual Relax operators, as rows of one table for the interpreter and for training.
+"""Numpy forms of Relax operators, as rows of one table for the interpreter and for training.
 
-See `row` for what a row is.
+`row` describes the rows.
 """
 
 from __future__ import annotations

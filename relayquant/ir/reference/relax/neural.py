@@ -1,4 +1,4 @@
-"""Rows of Relax's operators of neural networks: products, pooling, normalization, attention."""
+"""Rows of neural network operators of Relax: products, pooling, normalization, attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def prelu(xp: Any, args: list[Any], attrs: Any) -> Any:
 
 
 def normalize(xp: Any, x: Any, axes: Sequence[int], epsilon: float) -> Any:
-    """(x - mean) * (1 / sqrt(variance + epsilon)) over `axes`."""
+    """Compute (x - mean) * (1 / sqrt(variance + epsilon)) over `axes`."""
     x = xp.widen(x)
     centred = x - xp.mean_along(x, axes)
     variance = xp.mean_along(centred * centred, axes)
@@ -28,7 +28,7 @@ def normalize(xp: Any, x: Any, axes: Sequence[int], epsilon: float) -> Any:
 
 
 def apply_affine(xp: Any, x: Any, args: list[Any], axes: Sequence[int], attrs: Any) -> Any:
-    """x * gamma + beta, with gamma and beta the second and third argument along `axes`."""
+    """Compute x * gamma + beta. The second and third argument are gamma and beta along `axes`."""
     if attrs.scale:
         x = x * align(xp, args[1], axes, x.ndim)
     if attrs.center:
@@ -65,7 +65,7 @@ def rms_norm(xp: Any, args: list[Any], attrs: Any) -> Any:
 
 
 def batch_norm(xp: Any, args: list[Any], attrs: Any) -> Any:
-    """With the statistics that it has: (result, moving mean, moving variance)."""
+    """Normalize with the moving statistics -> (result, moving mean, moving variance)."""
     data, _, _, mean, variance = args
     axes = (int(attrs.axis),)
     centred = xp.widen(data) - align(xp, mean, axes, data.ndim)
@@ -85,7 +85,7 @@ def refuse_training(attrs: Any) -> str:
 
 
 def attention(xp: Any, args: list[Any], attrs: Any) -> Any:
-    """softmax(q k^T * scale) v with q, k, v of shape (batch, sequence, heads, size)."""
+    """Compute softmax(q k^T * scale) v. q, k and v have shape (batch, sequence, heads, size)."""
     q, k, v = (xp.permute(xp.widen(operand), (0, 2, 1, 3)) for operand in args[:3])
     scale = q.shape[-1] ** -0.5 if attrs.scale is None else float(attrs.scale)
     scores = q @ xp.permute(k, (0, 1, 3, 2)) * scale

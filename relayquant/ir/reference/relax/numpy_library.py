@@ -1,7 +1,8 @@
-"""numpy as the library of rows: numpy itself, and what the reference computes in a way of its own.
+"""The numpy library for rows: numpy functions, and functions with the reference's order of
+operations.
 
-The floats that integers are rounded from are the same in compiled code, so sums along rows and
-softmax have a stated order.
+Integers are rounded from these floats, so compiled code must compute the same floats. Sums along
+rows and softmax therefore have a fixed order of operations.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Numpy:
-    """What rows call of numpy."""
+    """The functions that rows call."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)
@@ -41,12 +42,12 @@ class Numpy:
 
     @staticmethod
     def convert_numbers(args: list[Any]) -> list[Any]:
-        """numpy takes numbers among arrays."""
+        """Return the arguments: numpy accepts numbers among arrays."""
         return args
 
     @staticmethod
     def find_dtype(value: Any, default: Any) -> str:
-        """A dtype attribute, or `default` where it is empty."""
+        """Return a dtype attribute, or `default` if it is empty."""
         text = "" if value is None else str(value)
         return text if text not in ("", "void") else np.dtype(default).name
 
@@ -56,12 +57,12 @@ class Numpy:
 
     @staticmethod
     def select(data: Array, indices: Array, axis: int) -> Array:
-        """The elements of an axis at some indices (n,), none of which is below 0."""
+        """Return the elements of an axis at non-negative indices (n,)."""
         return np.take(data, indices, axis=axis)
 
     @staticmethod
     def find_order(data: Array, axis: int, descending: bool) -> Array:
-        """Indices in the order of the data; of equals the first comes first."""
+        """Return the indices that sort the data. Equal elements keep their order."""
         if not descending:
             return np.argsort(data, axis=axis, kind="stable")
         backwards = np.argsort(np.flip(data, axis), axis=axis, kind="stable")
@@ -79,15 +80,17 @@ class Numpy:
 
     @staticmethod
     def divide(left: Any, right: Any) -> Any:
-        """True division of floats; integers truncate toward zero, as in C."""
+        """Divide floats truly. Integers truncate toward zero, as in C."""
         if np.asarray(left).dtype.kind in "iu":
             return truncate_divide(left, right)
         return np.divide(left, right)
 
     @staticmethod
     def power(base: Array, exponent: Array) -> Array:
-        """x ** n; of integers modulo 2^bits, and for n below 0 1 / x ** -n without its part after
-        the point, 0 of 0, as in PyTorch.
+        """Compute x ** n.
+
+        Integers wrap modulo 2^bits. For integers and n < 0, the result is 1 / x ** -n truncated, or
+        0 for x = 0, as in PyTorch.
         """
         if base.dtype.kind != "i" or not (exponent < 0).any():
             return np.power(base, exponent)
@@ -97,7 +100,9 @@ class Numpy:
 
     @staticmethod
     def clip(args: list[Any], attrs: Any) -> Array:
-        """Limits are floats; for integer data they are truncated and held within its dtype."""
+        """Clip to float limits. For integer data, the limits are truncated and clipped to its
+        dtype.
+        """
         data, low, high = args
         if data.dtype.kind in "iu":
             info = np.iinfo(data.dtype)
@@ -112,13 +117,13 @@ class Numpy:
 
     @staticmethod
     def plain_softmax(x: Array, axis: int) -> Array:
-        """In no stated order."""
+        """Compute softmax in unspecified order of additions."""
         exponential = np.exp(x - x.max(axis=axis, keepdims=True))
         return exponential / exponential.sum(axis=axis, keepdims=True)
 
     @staticmethod
     def softmax(args: list[Any], attrs: Any) -> Array:
-        """Of float32 in a stated order."""
+        """Compute softmax. For float32, the order of operations is fixed."""
         (x,), axis = args, int(attrs.axis)
         return softmax_along(x, axis) if x.dtype == np.float32 else Numpy.plain_softmax(x, axis)
 
@@ -150,8 +155,10 @@ class Numpy:
 
     @staticmethod
     def mean(data: Array, axes: Any, keepdims: bool) -> Any:
-        """Of float32 rows: in a stated order. Of integers: the wrapping sum, divided toward
-        zero.
+        """Compute the mean.
+
+        For float32 rows, the order of additions is fixed. For integers, the wrapping sum is divided
+        toward zero.
         """
         if data.dtype.kind not in "iu":
             if axes is None:
@@ -164,7 +171,7 @@ class Numpy:
 
     @staticmethod
     def variance(data: Array, axes: Any, keepdims: bool) -> Any:
-        """Population variance of floats."""
+        """Compute the population variance of floats."""
         if data.dtype.kind in "iu":
             return NotImplemented
         return np.var(data, axis=axes, keepdims=keepdims)
@@ -209,7 +216,7 @@ class Numpy:
 
     @staticmethod
     def quantize(args: list[Any], attrs: Any) -> Any:
-        """relax.quantize: clip(round_half_even(x / s) + z) in float32."""
+        """Compute relax.quantize: clip(round_half_even(x / s) + z) in float32."""
         dtype = np.dtype(str(attrs.out_dtype))
         if dtype.kind not in "iu":
             return NotImplemented
@@ -220,7 +227,7 @@ class Numpy:
 
     @staticmethod
     def dequantize(args: list[Any], attrs: Any) -> Any:
-        """relax.dequantize: float(int32(q) - z) * s."""
+        """Compute relax.dequantize: float(int32(q) - z) * s."""
         data, scale, zero_point = align_parameters(args, attrs)
         if data.dtype.kind not in "iu":
             return NotImplemented
@@ -229,7 +236,9 @@ class Numpy:
 
 
 def align_parameters(args: list[Any], attrs: Any) -> list[Any]:
-    """Data, scale and zero point, the last two along the channel axis unless they are numbers."""
+    """Return data, scale and zero point. Parameters that are not numbers lie along the channel
+    axis.
+    """
     data, *parameters = args
     axes = to_axes(attrs.axis) or ()
     return [data, *(align(Numpy(), p, axes, data.ndim) if p.ndim else p for p in parameters)]

@@ -1,8 +1,8 @@
-"""Rows of the table of Relax operators: what an operator computes, for any library of arrays.
+"""The row type of the table of Relax operators: the function of an operator for any array library.
 
-A meaning that numpy and PyTorch share is written once, over the library `xp`: `numpy_library.Numpy`
-or `relayquant.torch.operators.Torch`. What they compute differently is a function of both: sums in
-a stated order, what has a gradient of its own.
+A function that numpy and PyTorch share is written once, over the library `xp`:
+`numpy_library.Numpy` or `relayquant.torch.operators.Torch`. Functions that differ, such as sums in
+a fixed order or functions with a custom gradient, are methods of both libraries.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import Any
 
 #: (library, arguments, attributes) -> value
 Meaning = Callable[[Any, list[Any], Any], Any]
-#: The same of one library. Arguments are arrays, tuples of arrays, tuples of ints (shapes) or
-#: numbers, as the operator takes them. NotImplemented is given for what is not covered.
+#: (arguments, attributes) -> value, in one library. Arguments are arrays, tuples of arrays, tuples
+#: of ints (shapes) or numbers, as in the call. Returns NotImplemented for attributes that are not
+#: supported.
 OperatorFunction = Callable[[list[Any], Any], Any]
 
 
 def accept(attrs: Any) -> str:
-    """No attribute is refused."""
+    """Accept all attributes."""
     return ""
 
 
@@ -28,13 +29,13 @@ class Row:
     """One Relax operator.
 
     Attributes:
-        name: Without "relax.".
-        meaning: What it computes.
-        attributes: Those that it honours, or that its result does not depend on. A call with
-            another one away from its default has no meaning here.
-        refuse: Attributes -> why there is no meaning with these values; "" if there is one.
-        is_reference_only: Whether the interpreter has it alone: integers, indices and creation,
-            which models that train are not made of.
+        name: Name of the operator without "relax.".
+        meaning: The function of the operator.
+        attributes: Attributes that it honours, or that do not change its result. A call is not
+            supported if another attribute differs from its default.
+        refuse: Attributes -> why these values are not supported, or "" if they are.
+        is_reference_only: Whether only the interpreter has it. Training does not need operators on
+            integers and indices, or operators that create tensors.
     """
 
     name: str
@@ -45,7 +46,7 @@ class Row:
 
 
 def bind_row(row: Row, library: Any) -> OperatorFunction:
-    """The meaning of a row in one library."""
+    """Bind a row to one library."""
 
     def compute(args: list[Any], attrs: Any) -> Any:
         return NotImplemented if row.refuse(attrs) else row.meaning(library, args, attrs)
@@ -54,39 +55,39 @@ def bind_row(row: Row, library: Any) -> OperatorFunction:
 
 
 def bind_rows(rows: Iterable[Row], library: Any) -> dict[str, OperatorFunction]:
-    """Name of the operator without "relax." -> what it computes in one library."""
+    """Bind rows to one library: name without "relax." -> function."""
     return {row.name: bind_row(row, library) for row in rows}
 
 
 def call(function: str) -> Meaning:
-    """A function of the library, of the arguments alone."""
+    """Make a meaning that calls a function of the library with the arguments only."""
     return lambda xp, args, attrs: getattr(xp, function)(*xp.convert_numbers(args))
 
 
 def own(function: str) -> Meaning:
-    """A function of (arguments, attributes) that each library has for itself."""
+    """Make a meaning that calls a function of the library with arguments and attributes."""
     return lambda xp, args, attrs: getattr(xp, function)(args, attrs)
 
 
 def to_ints(values: Any) -> tuple[int, ...]:
-    """An array of integer attributes as Python ints."""
+    """Convert an array of integer attributes to Python ints."""
     return tuple(int(value) for value in values)
 
 
 def to_axes(values: Any) -> tuple[int, ...] | None:
-    """An axis attribute: None (all axes), one integer or an array of them."""
+    """Convert an axis attribute: None (all axes), one integer or an array of integers."""
     if values is None:
         return None
     return to_ints(values) if hasattr(values, "__len__") else (int(values),)
 
 
 def to_axis(value: Any) -> int | None:
-    """An axis attribute that is one integer, or None."""
+    """Convert an axis attribute that is one integer or None."""
     return None if value is None else int(value)
 
 
 def align(xp: Any, values: Any, axes: Sequence[int], ndim: int) -> Any:
-    """Parameters of the given axes, in their order, shaped to broadcast against `ndim` axes."""
+    """Reshape parameters along `axes`, in this order, to broadcast against `ndim` axes."""
     positions = [axis % ndim for axis in axes]
     if values.ndim > 1:
         values = xp.permute(values, sorted(range(len(positions)), key=positions.__getitem__))

@@ -1,7 +1,7 @@
-"""Rows of Relax's operators on tensors: arithmetic, reductions, shapes, indices, creation.
+"""Rows of tensor operators of Relax: arithmetic, reductions, shapes, indices, creation.
 
-Integer operators keep the dtype, as in TVM; whoever executes a row casts its result to the dtype
-that TVM infers.
+Integer operators keep the dtype, as in TVM. The caller of a row casts the result to the dtype that
+TVM infers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from relayquant.ir.reference.unary import RELAX_UNARY, Unary
 
 
 def make_unary(unary: Unary) -> Row:
-    """The row of a function of one value."""
+    """Make the row of a function of one value."""
 
     def compute(xp: Any, args: list[Any], attrs: Any) -> Any:
         given = {name: getattr(attrs, name) for name in unary.attributes}
@@ -27,7 +27,7 @@ def make_unary(unary: Unary) -> Row:
 
 
 def reduce(function: str) -> Meaning:
-    """A reduction of `axis`, all axes where it names none."""
+    """Make a reduction over the attribute `axis`, or over all axes."""
 
     def compute(xp: Any, args: list[Any], attrs: Any) -> Any:
         return getattr(xp, function)(args[0], to_axes(attrs.axis), bool(attrs.keepdims))
@@ -36,7 +36,7 @@ def reduce(function: str) -> Meaning:
 
 
 def find_extreme(function: str) -> Meaning:
-    """argmax or argmin: the first index that attains it."""
+    """Make argmax or argmin. The first index of the extreme value is returned."""
 
     def compute(xp: Any, args: list[Any], attrs: Any) -> Any:
         axis, keepdims = to_axis(attrs.axis), bool(attrs.keepdims)
@@ -56,7 +56,7 @@ def argsort(xp: Any, args: list[Any], attrs: Any) -> Any:
 
 
 def topk(xp: Any, args: list[Any], attrs: Any) -> Any:
-    """The k first in order, all where k is less than 1: values, indices or both."""
+    """Return values, indices or both of the k first elements in order. k < 1 returns all."""
     (data,), axis = args, int(attrs.axis)
     order = xp.find_order(data, axis, bool(attrs.largest))
     if int(attrs.k) > 0:
@@ -67,8 +67,9 @@ def topk(xp: Any, args: list[Any], attrs: Any) -> Any:
 
 
 def accumulate(function: str) -> Meaning:
-    """cumsum or cumprod in the dtype of the data or of the attribute; with `exclusive` of the
-    elements before each one.
+    """Make cumsum or cumprod, in the dtype of the data or of the attribute.
+
+    With `exclusive`, each result covers only the elements before it.
     """
 
     def compute(xp: Any, args: list[Any], attrs: Any) -> Any:
@@ -87,12 +88,12 @@ def accumulate(function: str) -> Meaning:
 
 
 def cut(data: Any, axis: int, start: int, stop: int, step: int = 1) -> Any:
-    """Indices start, start + step, ... before stop of an axis."""
+    """Return the elements start, start + step, ... before stop along an axis."""
     return data[(*(slice(None),) * (axis % data.ndim), slice(start, stop, step))]
 
 
 def squeeze(xp: Any, args: list[Any], attrs: Any) -> Any:
-    """Axes whose length is not 1 stay, as in TVM."""
+    """Remove axes of length 1. Other axes stay, as in TVM."""
     (data,), axes = args, to_axes(attrs.axis)
     chosen = set(range(data.ndim)) if axes is None else {axis % data.ndim for axis in axes}
     return data.reshape([n for i, n in enumerate(data.shape) if n != 1 or i not in chosen])
@@ -111,8 +112,9 @@ def concat(xp: Any, args: list[Any], attrs: Any) -> Any:
 
 
 def split(xp: Any, args: list[Any], attrs: Any) -> Any:
-    """Sections of ceil(length / count), the last one shorter, or cut at indices; a single one is no
-    tuple, as TVM infers it.
+    """Split into sections of ceil(length / count), with a shorter last one, or at indices.
+
+    A single section is not a tuple, as inferred by TVM.
     """
     (data,) = args
     axis, where = int(attrs.axis), attrs.indices_or_sections
@@ -133,7 +135,7 @@ def strided_slice(xp: Any, args: list[Any], attrs: Any) -> Any:
     strides = rest[0] if rest else (1,) * len(axes)
     for axis, first, last, step in zip(axes, begin, end, strides, strict=True):
         length = data.shape[axis]
-        # A negative step that ends before index 0 ends at "nothing", which a slice writes None.
+        # With a negative step, an end before index 0 is None in a slice.
         stop = None if step < 0 and last < -length else int(last)
         at = range(length)[int(first) : stop : int(step)]
         if at.step > 0:
@@ -146,10 +148,10 @@ def strided_slice(xp: Any, args: list[Any], attrs: Any) -> Any:
 
 
 def take(xp: Any, args: list[Any], attrs: Any) -> Any:
-    """Indices below 0 count from the end.
+    """Take elements. Indices below 0 count from the end.
 
     Raises:
-        DataError: an index is outside the axis, and the mode is neither wrap nor clip.
+        DataError: An index is outside the axis, and the mode is neither wrap nor clip.
     """
     data, indices, mode = args[0], xp.asarray(args[1]), str(attrs.mode)
     if attrs.axis is None:
@@ -179,7 +181,7 @@ def permute_dims(xp: Any, args: list[Any], attrs: Any) -> Any:
 
 
 def collapse_sum_to(xp: Any, args: list[Any], attrs: Any) -> Any:
-    """The sum that undoes broadcasting to `data` from the given shape."""
+    """Sum `data` to the given shape, which reverses broadcasting."""
     data, shape = args
     extra = data.ndim - len(shape)
     axes = [i for i in range(data.ndim) if i < extra or shape[i - extra] != data.shape[i]]
@@ -190,14 +192,14 @@ def collapse_sum_to(xp: Any, args: list[Any], attrs: Any) -> Any:
 
 
 def full(xp: Any, args: list[Any], attrs: Any) -> Any:
-    """Of a shape, or like an array."""
+    """Make full (of a shape) or full_like (of an array)."""
     like, value = args
     default = like.dtype if hasattr(like, "dtype") else xp.asarray(value).dtype
     return xp.full(getattr(like, "shape", like), value, xp.find_dtype(attrs.dtype, default))
 
 
 def fill(value: int) -> Meaning:
-    """Zeros or ones, of a shape or like an array."""
+    """Make zeros or ones, of a shape or like an array."""
 
     def compute(xp: Any, args: list[Any], attrs: Any) -> Any:
         (like,) = args

@@ -1,4 +1,4 @@
-"""Relax operators on boxes in numpy."""
+"""Numpy forms of Relax operators on boxes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ Array = np.ndarray[Any, Any]
 
 
 def select_boxes(args: list[Any], attrs: Any) -> Any:
-    """all_class_non_max_suppression in ONNX's format: (rows (batch, class, box) int64, their number
-    int64 (1,)).
+    """Compute all_class_non_max_suppression in ONNX format.
 
-    Of boxes (B, N, 4), the lower corner and the upper one, and scores (B, C, N): by batch and class
-    the boxes with a score above the threshold, the best first, at most `most` of them, without
-    those that overlap a better one by the threshold or more. There is a row for each box and class;
-    those beyond the number are 0.
+    Returns rows (batch, class, box), int64, and the number of rows, int64 (1,).
+
+    Boxes are (B, N, 4): lower corner, upper corner. Scores are (B, C, N). For each batch and class,
+    boxes with a score above the score threshold are selected, the best first, at most `most`. A box
+    that overlaps a better box by the overlap threshold or more is dropped. The result has a row for
+    each box and class. Rows beyond the number are 0.
     """
     if str(attrs.output_format) != "onnx":
         return NotImplemented
@@ -36,7 +37,7 @@ def select_boxes(args: list[Any], attrs: Any) -> Any:
 
 
 def suppress(boxes: Array, scores: Array, most: int, overlap: Any, least: Any) -> list[int]:
-    """Numbers of the selected boxes of one class, the best first."""
+    """Return the indices of the selected boxes of one class, the best first."""
     chosen: list[int] = []
     for box in np.argsort(-scores, kind="stable"):
         if len(chosen) >= most or not scores[box] > least:
@@ -47,7 +48,7 @@ def suppress(boxes: Array, scores: Array, most: int, overlap: Any, least: Any) -
 
 
 def measure_overlap(first: Array, second: Array) -> Any:
-    """Area that two boxes (4,) share over the area of both."""
+    """Return the intersection of two boxes (4,) divided by their union."""
     low = np.maximum(first[:2], second[:2])
     high = np.minimum(first[2:], second[2:])
     shared = np.prod(np.maximum(high - low, 0), dtype=first.dtype)

@@ -1,4 +1,4 @@
-"""Numpy forms of Relax's products and pools over windows, and what sums of integers need."""
+"""Numpy forms of Relax convolutions, matrix products and pools, with exact integer sums."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ Array = np.ndarray[Any, Any]
 
 
 def widen(array: Array) -> Array:
-    """Floats as float32 at least, integers as float64."""
+    """Cast narrow floats to float32 and integers to float64."""
     if array.dtype.kind in "iu":
         return array.astype("float64")
     return array.astype("float32") if array.dtype.itemsize < 4 else array
 
 
 def widen_factors(left: Array, right: Array) -> tuple[Array, Array]:
-    """The operands of a sum of products: floats as float32 at least; integers as float64, which is
-    fast, where that is exact for every sum, else as int64, which wraps around.
+    """Cast the operands of a sum of products.
+
+    Narrow floats become float32. Integers become float64, which is fast, if every sum is then
+    exact. Otherwise they become int64, which wraps.
     """
     if left.dtype.kind in "iu" and left.size and right.size:
         largest = [max(int(each.max()), -int(each.min())) for each in (left, right)]
@@ -39,21 +41,21 @@ def widen_factors(left: Array, right: Array) -> tuple[Array, Array]:
 
 
 def finish_product(result: Array, operand: Array) -> Array:
-    """A product or sum of products of integers wraps; whoever executes it casts it to the dtype
-    that TVM infers.
+    """Cast a product of integers to int64. The caller casts to the dtype that TVM infers, which
+    wraps.
     """
     return result.astype("int64") if operand.dtype.kind in "iu" else result
 
 
 def truncate_divide(left: Any, right: Any) -> Any:
-    """Integer quotient rounded toward zero; 0 of a division by 0."""
+    """Divide integers, rounded toward zero. Division by 0 gives 0."""
     quotient = np.floor_divide(left, right)
     inexact = (quotient * right != left) & (np.asarray(right) != 0)
     return quotient + (inexact & ((np.asarray(left) < 0) != (np.asarray(right) < 0)))
 
 
 def sum_products(convolve: Callable[..., Array], *more: str) -> OperatorFunction:
-    """A convolution; `more` are numbers that it has besides."""
+    """Make a convolution. `more` names further attributes that are passed on."""
 
     def compute(args: list[Any], attrs: Any) -> Any:
         data, kernel = widen_factors(*args)
@@ -80,14 +82,14 @@ convolve_transposed = sum_products(convolution.convolve_transposed, "output_padd
 
 
 def get_window(attrs: Any) -> Window:
-    """The window of a pool's attributes."""
+    """Return the window of a pool."""
     view = ConvView.read(attrs)
     numbers = view.window, view.strides, view.dilation, view.padding
     return Window(*numbers, bool(attrs.ceil_mode), view.layout)
 
 
 def to_out_layout(channels_last: Array, attrs: Any) -> Array:
-    """A pool's result, axes N, spatial, C, in the layout of the operator's output."""
+    """Convert a pool's result (N, spatial, C) to the layout of the operator's output."""
     layout = attrs.out_layout or attrs.layout
     return permute_layout(channels_last, "N" + get_spatial_letters(layout) + "C", layout)
 
@@ -115,7 +117,7 @@ def avg_pool(args: list[Any], attrs: Any) -> Any:
 
 
 def adaptive_avg_pool(args: list[Any], attrs: Any) -> Any:
-    """Output i averages from floor(i * size / out) to ceil((i + 1) * size / out)."""
+    """Average for output i from floor(i * size / out) to ceil((i + 1) * size / out)."""
     (data,) = args
     letters = get_spatial_letters(attrs.layout)
     result = permute_layout(data, attrs.layout, "N" + letters + "C")
