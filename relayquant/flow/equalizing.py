@@ -1,4 +1,6 @@
-"""Before the data flow, if asked for: float module -> the same function, easier to quantize."""
+"""Optional equalization before quantization: float module -> the same function, easier to
+quantize.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,16 @@ from relayquant.stages.preparation import prepare_module
 def equalize_layers(
     mod: Model, params: Mapping[str, Any] | None = None
 ) -> tuple[tvm.IRModule, tuple[Declined, ...]]:
-    """The same float function with the channels between its layers scaled (cross-layer
-    equalization), to be quantized in place of `mod`; and the values that had to stay, with reasons.
+    """Scale the channels between layers (cross-layer equalization).
 
-    The ranges of weights are made alike, which is best for weights with one scale per tensor, and
-    helps weights with a scale per channel where values between the layers, which always have one
-    scale, have channels of very different ranges. `quantize` does what is worth it by itself, by
-    the ranges that values have on data, except with effort "fast".
+    Quantize the result instead of `mod`. The ranges of the weights become equal. This is best for
+    weights with one scale per tensor. It also helps weights with a scale per channel if the
+    channels of a value between layers have very different ranges, because the value always has one
+    scale. Except with effort "fast", `quantize` does this itself where it pays off, by the ranges
+    of values on data.
+
+    Returns:
+        The same float function, and the values that could not be scaled, with reasons.
 
     Raises:
         ModelError: the model is not one this package can work with.
@@ -45,22 +50,25 @@ def smooth_activations(
     samples: int = SMOOTHING_SAMPLES,
     inserts: bool = False,
 ) -> tuple[tvm.IRModule, tuple[Declined, ...]]:
-    """The same float function, to be quantized in place of `mod`, with part of what makes the
-    activations of matrix products hard to quantize moved into their weights (SmoothQuant); and the
-    values that had to stay, with reasons.
+    """Move a part of the activations' range into the weights of matrix products (SmoothQuant).
 
-    For transformers with a few channels far larger than the rest. Constants before the product take
-    the inverse scales: no operator is added, unless `inserts`.
+    Quantize the result instead of `mod`. This is for transformers with a few channels far larger
+    than the rest. Constants before the product absorb the inverse scales, so no operator is added
+    unless `inserts` is set.
 
     Args:
         mod, params, dataset: As for `quantize`.
-        alpha: How much goes to the weights, 0 to 1; 0.5 is the paper's.
-        samples: Ranges by channel are those of the first samples, about so many; run in numpy.
-        inserts: Values that no constant takes the scales for, as those that a residual sum reads
-            too, are multiplied before their products ("<name>.smooth"). Leave other operators than
-            products in float then, `QConfigMapping().set_object_type("relax.matmul", qconfig)`, or
-            the multiplication reads what is rounded already. `quantize` does both with
-            `model_type=ModelType.TRANSFORMER`.
+        alpha: Share that moves to the weights, 0 to 1; 0.5 is the paper's.
+        samples: Number of samples, from the first ones, that give the channel ranges; run in numpy.
+        inserts: Whether to multiply a value in front of its products ("<name>.smooth") if no
+            constant can absorb its scales, for example a value that a residual sum reads too. Then
+            keep operators other than products in float,
+            `QConfigMapping().set_object_type("relax.matmul", qconfig)`. Otherwise the
+            multiplication reads a value that is already rounded. `quantize` does both with
+            `model_type="transformer"`.
+
+    Returns:
+        The same float function, and the values that could not be scaled, with reasons.
 
     Raises:
         ModelError: the model is not one this package can work with.

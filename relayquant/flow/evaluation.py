@@ -1,5 +1,5 @@
-"""After the data flow: how near a quantized module is to its float model and to the numpy
-reference, which operators cost accuracy, and what the hardware's registers have to hold.
+"""Evaluation after quantization: quantized module (+ float module, data) -> reports on its
+accuracy, on the operators that cost accuracy, and on accumulator ranges.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from relayquant.stages.prepared import PreparedModel
 
 @check_arguments
 def ledger(mod: Model) -> Ledger:
-    """What became of every operator of the float model.
+    """Return the ledger: what became of every operator of the float model.
 
     Raises:
         ModelError: the module was not quantized by this package.
@@ -52,7 +52,9 @@ def verify(mod: Model, inputs: Any, target: Any = None) -> VerifyReport:
 
 
 def compile_to_verify(mod: tvm.IRModule, target: Any = None) -> Verifier:
-    """`verify` of a module compiled once, whose `compare` takes one inputs after the other."""
+    """Compile a module once for `verify`. The result's `compare` takes one set of inputs after
+    the other.
+    """
     return Verifier(mod, lambda module: compile(module, target))
 
 
@@ -63,13 +65,13 @@ def compare(
     qmod: Model,
     dataset: Any,
 ) -> CompareReport:
-    """How far every value of a quantized module is from the float model, and where it starts.
+    """Compare every value of a quantized module with the float model, to find where errors start.
 
     Args:
-        mod: The float module, as it was given to `quantize`.
+        mod: The float module, as passed to `quantize`.
         params: Parameters of the float module; None if they are bound.
-        qmod: What `quantize` made of it.
-        dataset: As for `quantize`; a few dozen samples tell enough.
+        qmod: The result of `quantize`.
+        dataset: As for `quantize`; a few dozen samples are enough.
 
     Raises:
         ModelError: the quantized module was not made from this float module.
@@ -78,15 +80,15 @@ def compare(
     mod, params = split_model(mod, params)
     canonical, quantized = align_modules(mod, bind_model(qmod), params)
     data = open_dataset(dataset, describe_inputs(canonical))
-    # The first batch is read: what is wrong with the data shows before anything is compiled.
+    # The first batch is read here, so that wrong data is reported before anything is compiled.
     return compare_modules(canonical, quantized, data, bind_loader(data, compile_draft))
 
 
 def align_modules(
     mod: tvm.IRModule, quantized: tvm.IRModule, params: Mapping[str, Any] | None
 ) -> tuple[tvm.IRModule, tvm.IRModule]:
-    """The canonical float module with its values in the units that they have in the quantized one,
-    and that, its function called main.
+    """Return the canonical float module, with values in the units of the quantized module, and the
+    quantized module with its function called main.
 
     Raises:
         ModelError: the quantized module has no ledger.
@@ -114,12 +116,12 @@ def sensitivity(
         metric: `(float outputs, quantized outputs) -> float`, higher is better; both are lists with
             one array for each output of the model, samples along axis 0. None: SQNR of the worst
             output in dB.
-        samples: Measure on the first batches that hold so many samples; time grows with samples x
+        samples: Number of samples to measure on, from the first batches. Time grows with samples x
             operators.
-        callbacks: Told of progress.
+        callbacks: Called with progress.
 
     Raises:
-        ConfigError: the model is not calibrated, or the metric returns no number.
+        ConfigError: the model is not calibrated, or the metric does not return a number.
         DataError: the data does not fit the model.
     """
     if not isinstance(prepared, PreparedModel):
@@ -136,10 +138,10 @@ def sensitivity(
 
 @check_arguments
 def accumulator_report(model: PreparedModel | Model, dataset: Any) -> AccumulatorReport:
-    """Which sums of products do not fit the accumulators that the backend has, by channel.
+    """Report which sums of products do not fit the backend's accumulators, by channel.
 
     Args:
-        model: A calibrated model, or what `quantize` or `lower` returned.
+        model: A calibrated model, or the result of `quantize` or `lower`.
         dataset: As for `quantize`.
 
     Raises:

@@ -1,5 +1,5 @@
-"""The one call: arguments -> settings, which `pipeline` is told, with the guard or with the search
-that a metric asks for.
+"""The one call: arguments -> settings -> quantized module of `pipeline`, with the guard, or with
+the search if there is a metric.
 """
 
 from __future__ import annotations
@@ -48,69 +48,73 @@ def quantize(
     checkpoint: str | Path | None = None,
     callbacks: Iterable[Callback] | Callback = (),
 ) -> tvm.IRModule:
-    """Quantize a float model after training, or what is still float of one that is quantized in
-    part.
+    """Quantize a float model after training, or the float part of a partly quantized model.
 
     Args:
-        mod: Module with a Relax function main, float32; the only function, or the only public one,
-            may have another name and is main in what is returned. What has quantization parameters
-            already (quantize and dequantize operators) keeps them. Or the pair that `load` gives.
-        params: {name: array}; None when they are bound already, or in the pair.
+        mod: Module with a Relax function main, float32. The only function, or the only public one,
+            may have another name and is main in the result. Values that already have quantization
+            parameters (quantize and dequantize operators) keep them. Or the pair that `load`
+            returns.
+        params: {name: array}; None if they are bound already, or in the pair.
         dataset: Representative inputs, a few hundred samples: anything re-iterable that yields
             dicts {input: array}, tuples in input order, or single arrays; a path to an .npz; or a
-            function that returns an iterator. None where nothing needs data: every quantized
-            operator gets the parameters of its data at run time (`QSpec(is_dynamic=True)`) or
-            from the user (`Fixed`). The guard has nothing to look at then.
-        backend: "x86", "x86-7bit", "arm", "generic", or a BackendConfig; None for that of this
-            machine. To run elsewhere, `relayquant.get_backend_config(target=target)`.
-        qconfig_mapping: Which operator is quantized how; the backend's default for all when None.
-        calibration: Observer, or callable `(ValueInfo, samples) -> QParams`, for all activations;
-            a callable with a third parameter gets a `CalibrationContext`: the calibration graph,
-            and what was picked so far.
+            function that returns an iterator. None if no operator needs data: the parameters of all
+            data are computed at run time (`QSpec(is_dynamic=True)`) or given by the user (`Fixed`).
+            Without data there is no guard.
+        backend: "x86", "x86-7bit", "arm", "generic", or a BackendConfig; None for the backend of
+            this machine. To run elsewhere, `relayquant.get_backend_config(target=target)`.
+        qconfig_mapping: Which operator is quantized how. None: the backend's default for all.
+        calibration: Observer, or callable `(ValueInfo, samples) -> QParams`, for all activations. A
+            callable with a third parameter gets a `CalibrationContext`: the calibration graph and
+            the parameters chosen so far.
         effort: "fast", "balanced" or "best": how much work calibration does for accuracy; see
             `Effort`.
-        model_type: "transformer" for transformers: matrix products and convolutions alone
-            are quantized (unless a `qconfig_mapping` says otherwise), and where a few channels of
-            what products with weights read are far larger than the rest, the weights take part of
-            that (`smooth_activations`). More accurate, less fast. None: all operators.
-        input_dtypes, output_dtypes: {name or index: integer dtype} of what main is to take and
-            return as integers, e.g. {"x": "uint8"} or {0: "uint8"}. `ledger(qmod).inputs` and
+        model_type: "transformer" for transformers: only matrix products and convolutions are
+            quantized (unless a `qconfig_mapping` says otherwise). If a few channels that products
+            with weights read are far larger than the rest, a part of their range moves to the
+            weights (`smooth_activations`). More accurate, less fast. None: all operators.
+        input_dtypes, output_dtypes: {name or index: integer dtype} for inputs and outputs of main
+            that are integers, e.g. {"x": "uint8"} or {0: "uint8"}. `ledger(qmod).inputs` and
             `.outputs` hold their scales and zero points.
-        qparams: {value: QParams} that are not calibrated any more; see `load_qparams`.
+        qparams: {value: QParams} for values that are not calibrated; see `load_qparams`.
         callbacks: See `relayquant.base.events.Callback`.
-        strict: Raise one error that lists every operator whose QConfig cannot be served, instead of
+        strict: Raise one error that lists every operator whose QConfig is not supported, instead of
             keeping them in float.
         checkpoint, workers: See `calibrate`.
-        guard: What happens when the integer model does not follow the float model on samples of
-            the data. None: operators that cause it are reverted to float, with a
-            warning; with effort "fast", and where it follows but loosely, there is only the
-            warning. See `Guard`, `GuardSettings`.
-        metric: `(float outputs, quantized outputs) -> float`, higher is better; lists with one
-            array for each output of the model, samples along axis 0 in the order of `validation`.
-            For an accuracy, close over the labels:
-            `lambda expected, got: (got[0].argmax(1) == labels).mean()`. The fewest operators are
-            put back to int16 or float that keep it within `max_drop` of what the float model has
-            against itself. It takes the place of the guard; `ledger(qmod).search` says what was
-            found, and its `mapping` makes the module again.
-        max_drop: How far the metric may be below that of the float model against itself.
-        budget: Seconds after which no further trial of the search begins; what it has found by
-            then is still built and measured, with a warning if the bound is not met. None: no
-            bound.
-        validation: Samples that the metric is measured on, or, without a metric, that the guard
-            looks at; `dataset` if None. What calibration did not read tells more of other data.
-        search_state: A JSON file that is written, whole, after every measurement: what was
-            measured, and the best mapping so far. A search that finds it there goes on from it, if
-            model, settings and data are the same, and the metric of the float model is.
+        guard: What happens if the integer model deviates from the float model on samples of the
+            data. None: operators that cause it are reverted to float, with a warning. With effort
+            "fast", or if the model deviates only slightly, there is only the warning. See `Guard`,
+            `GuardSettings`.
+        metric: `(float outputs, quantized outputs) -> float`, higher is better. Both are lists with
+            one array for each output of the model, samples along axis 0 in the order of
+            `validation`. For an accuracy, close over the labels: `lambda expected, got:
+            (got[0].argmax(1) == labels).mean()`. The search reverts the fewest operators to int16
+            or float that keep the metric within `max_drop` of the float model compared with itself.
+            With a metric, the guard is off. `ledger(qmod).search` has the result, and its `mapping`
+            makes the same module again.
+        max_drop: How far the metric may fall below the metric of the float model compared with
+            itself.
+        budget: Seconds after which the search starts no further trial. The best mapping so far is
+            still built and measured, with a warning if the bound is not met. None: no limit.
+        validation: Samples for the metric, or for the guard if there is no metric; None: `dataset`.
+            Samples that calibration did not read say more about other data.
+        search_state: A JSON file that is written after every measurement: the measurements, and the
+            best mapping so far. If the file exists, the search continues from it, provided that
+            model, settings, data and the float model's metric are the same.
         only_if_faster: Time the kernels of both models on this machine, on the first batch, and
-            keep operators in float that are faster so; only if the whole model is, and with a
-            metric only as long as that is within the bound, or no worse. What was measured is in
-            `ledger(qmod).speed`, with the mapping that makes the module again anywhere.
+            keep operators in float that are faster in float. This is done only if the whole model
+            gets faster. With a metric, it must also stay within the bound or get no worse. The
+            measurements are in `ledger(qmod).speed`, with the mapping that makes the same module
+            anywhere.
 
     Returns:
-        A module with the same inputs and outputs that computes on integers. `tvm.compile` takes it
-        as it is; `relayquant.compile` makes it fast. It carries its `ledger`. A weight that two
-        operators use is one constant, also when saved, unless its rounding is fitted to the data
-        of each use, which efforts other than "fast" do: then there are two of integers.
+        A module with the same inputs and outputs that computes on integers. `tvm.compile` accepts
+        it,
+        and `relayquant.compile` makes it fast. It has a `ledger`. A weight that two operators use
+        is one
+        constant, also in a file. With efforts other than "fast", its rounding may be fitted to the
+        data
+        of each use. Then there are two integer weights.
 
     Raises:
         ModelError, DataError, ConfigError: the model, the data or the configuration is wrong.
@@ -155,18 +159,18 @@ def quantize_within(
     metric: Metric,
     settings: QuantizeSettings,
 ) -> tvm.IRModule:
-    """The module with the fewest operators put back that keep the metric within its bound; warns
-    where none does.
+    """Return the module with the fewest reverted operators whose metric is within its bound.
+    Warn if there is none.
     """
     found = search_module(mod, params, dataset, metric, settings)
     if not found.is_met:
-        remedy = "Allow a larger max_drop; there is nothing left to put back."
+        remedy = "Pass a larger max_drop=; there is nothing left to revert."
         if settings.budget is not None:
-            remedy = "A longer budget may help; it goes on from search_state, if one is given."
+            remedy = "A longer budget= may help. With search_state= the next search continues."
         warn_user(
             f"The metric is {found.score:.6g} and not within {settings.max_drop:g} of "
             f"{found.float_score:.6g} with "
-            f"{format_count(len(found.reverted), 'operator')} put back. {remedy}",
+            f"{format_count(len(found.reverted), 'operator')} reverted. {remedy}",
             AccuracyWarning,
             code="RQ401",
         )

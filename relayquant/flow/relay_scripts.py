@@ -1,4 +1,4 @@
-"""Scripts of Relay's: `relay.quantize` as they call it, short for the data flow of ours."""
+"""Relay scripts: calls of `relay.quantize` -> calls of `quantize`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tvm
 from relayquant.flow.quantizer import quantize as run_quantizer
 from relayquant.relay.qconfig import current_qconfig, qconfig
 
-#: What `tvm.relay.quantize` has besides -> what to use.
+#: names of `tvm.relay.quantize` that are not supported -> what to use instead
 SUCCESSORS: Mapping[str, str] = {
     "QConfig": "relayquant.relay.RelayQConfig",
     "annotate": "relayquant.prepare",
@@ -22,26 +22,27 @@ SUCCESSORS: Mapping[str, str] = {
 
 
 class RelayQuantize:
-    """`relay.quantize`: in Relay a module with a function of the same name, here both.
+    """`relay.quantize`, which is callable. In Relay it is a module with a function of the same
+    name.
 
-    with relay.quantize.qconfig(skip_conv_layers=[0]):
-        qmod = relay.quantize.quantize(mod, params, dataset)
+        with relay.quantize.qconfig(skip_conv_layers=[0]):
+            qmod = relay.quantize.quantize(mod, params, dataset)
     """
 
     def __call__(
         self, mod: tvm.IRModule, params: Mapping[str, Any] | None = None, dataset: Any = None
     ) -> tvm.IRModule:
-        """Quantize as `relay.quantize.quantize` would, by the options of the innermost
-        `with qconfig(...)`.
+        """Quantize as `relay.quantize.quantize` would, by the options of the innermost `with
+        qconfig(...)`.
 
         Args:
-            mod: A Relax module, such as `rq.load("model.relay")` gives.
+            mod: A Relax module, for example from `rq.load("model.relay")`.
             params: {name: array} for parameters of main, or None if they are bound.
             dataset: Samples, as for `rq.quantize`; None with a global scale.
 
         Raises:
             DataError: samples are needed and there are none.
-            ModelError: the module or the parameters are not those of a model.
+            ModelError: the module or the parameters do not belong to a model.
         """
         return run_quantizer(mod, params, dataset, **current_qconfig().settings)
 

@@ -1,8 +1,8 @@
-"""What a run of the pipeline is told besides the model and the data, checked before anything takes
-time.
+"""Settings of the pipeline: arguments of a public function -> one checked value, before anything
+takes time.
 
-Each is an argument by name of a public function, which makes one value of all; what it means is
-said where users look: at `relayquant.quantize`.
+Every field is a keyword argument of a public function. Its meaning is documented there, mostly at
+`relayquant.quantize`.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from relayquant.errors import ConfigError
 from relayquant.stages.calibration.dispatch import WORKER_TIMEOUT
 from relayquant.stages.effort import resolve_effort
 
-#: how far a metric may fall by default: a point of an accuracy
+#: default for how far a metric may fall: one percentage point of accuracy
 MAX_DROP = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What every run of stages is told.
+    """Settings that every run of stages has.
 
     Attributes:
-        callbacks: Who hears of it.
+        callbacks: Called with progress and choices.
     """
 
     callbacks: Iterable[Callback] | Callback = ()
@@ -49,13 +49,13 @@ class RunSettings:
 
     @property
     def events(self) -> CallbackList:
-        """`callbacks` as one."""
+        """`callbacks` as one object."""
         return CallbackList.of(self.callbacks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareSettings(RunSettings):
-    """What `relayquant.prepare` is told besides model, data, mapping and backend.
+    """The arguments of `relayquant.prepare` except model, data, mapping and backend.
 
     Raises:
         ConfigError: there is no such level of effort.
@@ -74,18 +74,18 @@ class PrepareSettings(RunSettings):
 
     @property
     def level(self) -> Effort:
-        """`effort`, in whatever form it was given."""
+        """`effort` as a member, whatever form was passed."""
         return resolve_effort(self.effort)
 
     @property
     def promises_integers(self) -> bool:
-        """Whether no operator may go back to float after calibration."""
+        """Whether no operator may be reverted to float after calibration."""
         return bool(self.input_dtypes or self.output_dtypes or self.strict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateSettings(RunSettings):
-    """What `relayquant.calibrate` is told besides prepared model and data."""
+    """The arguments of `relayquant.calibrate` except prepared model and data."""
 
     calibration: Any = None
     order: Order | None = None
@@ -97,10 +97,10 @@ class CalibrateSettings(RunSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeSettings(PrepareSettings):
-    """What `relayquant.quantize` is told besides model and data.
+    """The arguments of `relayquant.quantize` except model and data.
 
     Raises:
-        ConfigError: one of them is out of range, or two do not go together.
+        ConfigError: one of them is out of range, or two of them contradict each other.
     """
 
     backend: BackendConfig | str | None = None
@@ -157,12 +157,12 @@ class QuantizeSettings(PrepareSettings):
 
     @property
     def guarding(self) -> GuardSettings:
-        """`guard`, in whatever form it was given."""
+        """`guard` as settings, whatever form was passed."""
         return self.guard if isinstance(self.guard, GuardSettings) else GuardSettings(self.guard)
 
     @property
     def calibrating(self) -> CalibrateSettings:
-        """Those that are calibration's."""
+        """The settings of calibration among these."""
         return CalibrateSettings(
             calibration=self.calibration,
             callbacks=self.callbacks,

@@ -1,5 +1,5 @@
-"""The stages of `pipeline`, for those who want to stand between them: prepare, calibrate,
-convert_to_reference and lower, named as in PyTorch FX.
+"""The stages of `pipeline` one by one, named as in PyTorch FX: prepare, calibrate,
+convert_to_reference and lower.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ def prepare(
     strict: bool = False,
     callbacks: Iterable[Callback] | Callback = (),
 ) -> PreparedModel:
-    """Canonical float module, plan and calibration graph of a model.
+    """Prepare a model for calibration: canonical float module, plan and calibration graph.
 
     With a `dataset` (see `quantize`), inputs whose channels differ much in range are scaled, and
-    the weights they meet inversely: the same function, but one that loses less to 8 bits. So are,
-    except with effort "fast", channels between two layers; and quantized operators without a bias
-    get one of zeros, which calibration corrects.
+    the weights that read them inversely. The function stays the same, but loses less accuracy in 8
+    bits. Except with effort "fast", two more steps follow: channels between two layers are scaled
+    too, and quantized operators without a bias get a bias of zeros, which calibration corrects.
 
     Raises:
         ModelError: the model is not one this package can work with.
-        ConfigError: a line of the mapping selects nothing; or with `strict`: the mapping asks for
-            what the backend cannot do, has a line that decides nothing, or quantizes nothing. These
-            are warnings else.
+        ConfigError: a line of the mapping selects nothing. With `strict` also: the mapping asks for
+            something the backend cannot do, has a line without effect, or quantizes nothing.
+            Without `strict` these are warnings.
     """
     settings = PrepareSettings(
         effort=effort,
@@ -90,44 +90,44 @@ def calibrate(
     checkpoint: str | Path | None = None,
     callbacks: Iterable[Callback] | Callback = (),
 ) -> PreparedModel:
-    """The prepared model with the parameters of every quantized value, picked from data.
+    """Return the prepared model with parameters for every quantized value, chosen from data.
 
-    Where the backend's accumulators are narrow, the scales of weights (of the second factor of a
-    product of two activations) are raised until the sums fit, as `Accumulator.bound` says, and
-    calibration starts again with them; a warning names what still does not fit.
-    Memory does not grow with the data: statistics stream, and values that later steps need wait on
-    disk. The result depends on neither `checkpoint` nor `workers`, nor on the number of workers,
-    bit for bit, as long as all processors are of one kind.
+    If the backend's accumulators are narrow, weight scales are raised until the sums fit, as
+    `Accumulator.bound` says. For a product of two activations, the scales of the second factor are
+    raised. Calibration then starts again with these scales. A warning names sums that still do not
+    fit.
+
+    Memory does not grow with the data: statistics are updated batch by batch, and values that later
+    steps need are stored on disk. The result is the same, bit for bit, for every `checkpoint`,
+    `workers` and number of workers, if all processors are of one kind.
 
     Args:
-        prepared: The prepared model; not changed. Parameters that it has already do not count.
-        dataset: See `quantize`; read once (and again when scales are raised).
+        prepared: The prepared model; not changed. Parameters that it already has are ignored.
+        dataset: See `quantize`; read once, and again if scales are raised.
         calibration: Observer or callable for all activations.
-        order: See `Order`; as the level of effort says when None, but topological where a callable
-            picks parameters.
-        fit: How weights are rounded and biases corrected; as the level of effort says when None.
+        order: See `Order`. None: the order of the level of effort, or topological if a callable
+            chooses parameters.
+        fit: How weights are rounded and biases corrected. None: as the level of effort says.
         callbacks: See `relayquant.base.events.Callback`.
-        checkpoint: A folder. A calibration that was interrupted or killed goes on from there when
-            it is started again with the same arguments; the data set is then read again to see that
-            it is the same, and nothing that was computed is computed twice. Deleted in the end. It
-            holds the values that wait, about (largest activations alive at once) x samples x 4
-            bytes; without it they are in the system's temporary directory.
-        workers: Any `concurrent.futures.Executor`: a ProcessPoolExecutor whose processes are
-            spawned, `dask.distributed.Client(...).get_executor()`. Its workers run the model on
-            shards of the data; they must see the folder, so across machines name a `checkpoint` on
-            a file system that they share. Callables pick parameters in this process.
-        worker_timeout: Seconds, a day unless given. When no worker has returned anything for so
-            long, they hang, and that is an error; the processes of a ProcessPoolExecutor, which
-            nobody could leave any more, are killed. None waits for ever. Batches go out in shards,
-            at most 32 in each step: it is to be longer than one shard takes, and than a cluster
-            needs to start.
+        checkpoint: A folder. A calibration that was interrupted or killed continues from it if it
+            is started again with the same arguments. The data set is read again and compared, and
+            nothing is computed twice. Deleted at the end. It holds the stored values, about
+            (largest activations alive at once) x samples x 4 bytes. Without it they are in the
+            system's temporary directory.
+        workers: Any `concurrent.futures.Executor`: a ProcessPoolExecutor with spawned processes, or
+            `dask.distributed.Client(...).get_executor()`. Workers run the model on shards of the
+            data. On several machines, put `checkpoint` on a shared file system. Callables choose
+            parameters in this process.
+        worker_timeout: Seconds; the default is a day. If no worker has returned anything for this
+            time, an error says that they hang, and the processes of a ProcessPoolExecutor are
+            killed. None waits without limit. Each step has at most 32 shards of batches. The
+            timeout must be longer than one shard takes, and longer than a cluster needs to start.
 
     Raises:
-        DataError: the data set is empty or does not fit the model, or is not that of the
-            checkpoint.
-        ConfigError: `calibration` is no observer or callable, or picked something wrong; or the
+        DataError: the data set is empty, does not fit the model, or differs from the checkpoint's.
+        ConfigError: `calibration` is not an observer or callable, or its result is wrong; or the
             folder belongs to another calibration (the message says what differs).
-        WorkerError: workers died, hang, or failed again and again; names the batches.
+        WorkerError: workers died, hang, or failed repeatedly; names the batches.
     """
     settings = CalibrateSettings(
         calibration=calibration,
@@ -143,7 +143,7 @@ def calibrate(
 
 @check_arguments
 def convert_to_reference(prepared: PreparedModel) -> tvm.IRModule:
-    """The reference form: dequantize - float operator - quantize. Runs on any target.
+    """Return the reference form: dequantize - float operator - quantize. It runs on any target.
 
     Raises:
         ConfigError: the model is not calibrated.
@@ -155,15 +155,15 @@ def convert_to_reference(prepared: PreparedModel) -> tvm.IRModule:
 def lower(
     reference: Model | PreparedModel, backend: BackendConfig | str | None = None
 ) -> tvm.IRModule:
-    """The integer module of a calibrated model or of its reference form.
+    """Return the integer module of a calibrated model or of its reference form.
 
     Args:
-        reference: A calibrated model; what `convert_to_reference` gave; or a model that was
-            quantized elsewhere as `load` reads it, with its own quantize and dequantize operators.
-        backend: For a module of the last kind, the backend to run it on; None for that of
-            this machine. What was prepared knows its backend: a calibrated model all of it, a
-            reference form the name. Its BackendConfig is to be given only where that is none of
-            the built-in names.
+        reference: A calibrated model; the result of `convert_to_reference`; or a model that was
+            quantized elsewhere as `load` reads it, with quantize and dequantize operators.
+        backend: For a model that was quantized elsewhere: the backend to run it on, None for the
+            backend of this machine. A calibrated model holds its backend, and a reference form
+            holds the name. So pass the BackendConfig of a reference form only if its name is not
+            built in.
 
     Raises:
         ConfigError: the model is not calibrated, or its backend is not known here.
@@ -175,7 +175,7 @@ def lower(
     if backend is not None and resolve_backend(backend) != reference.backend:
         raise ConfigError(
             f"lower: the model was prepared for backend {reference.backend.name!r} and runs on no "
-            "other. Leave backend out, or prepare it for the other.",
+            "other. Leave backend= out, or pass the other backend to prepare.",
             code="RQ105",
         )
     return lower_prepared(reference)
