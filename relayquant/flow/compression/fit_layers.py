@@ -117,7 +117,7 @@ def open_data(
     for param in mod[name].params:
         if param not in params and not isinstance(param.ty, tvm.relax.TensorType):
             raise ConfigError(
-                f"compress_weights: {param.name!r} of function {name!r} is no tensor, so that no "
+                f"compress_weights: {param.name!r} of function {name!r} is not a tensor, so no "
                 "data can be given for it. Pass data for another function: function=.",
                 code="RQ101",
             )

@@ -221,8 +221,8 @@ def open_checkpoint(
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ConfigError(
-                    f"checkpoint={str(path)!r} is in use by another process; give each {work} "
-                    "a folder of its own.",
+                    f"checkpoint={str(path)!r} is in use by another process; use a "
+                    f"separate folder for each {work}.",
                     code="RQ101",
                 ) from None
             if header.exists():

@@ -108,7 +108,7 @@ def hoist_mover(op: str) -> Rule:
         if match.graph.call_of(source) is None or not match.graph.has_one_user(source):
             return Skip("the value is used elsewhere, or is an input")
         if match.graph.op_name(source) == DEQUANTIZE:
-            return Skip("the value is dequantized: its dequantize is sunk instead")
+            return Skip("the value is dequantized; its dequantize is sunk instead")
         integers = qnn.quantize(
             emitter.get(source),
             relax.const(qparams.scale, "float32"),
@@ -153,12 +153,12 @@ def quantize_bias(emitter: Emitter, match: Match) -> relax.Expr | Skip:
         scale, zero_point = quantized.qparams.scale, quantized.qparams.zero_point
         real = numpy_qnn.dequantize(integers, scale, zero_point, axis=axis)
     if real is None or str(real.dtype) != "float32":
-        return Skip("the bias is no float32 constant")
+        return Skip("the bias is not a float32 constant")
     rank = match.root.ty.ndim
     axis = rank - 1 if match.find_call("relax.matmul") is not None else conv_output_axis(match)
     padded = real.reshape((1,) * (rank - real.ndim) + real.shape)
     if any(size != 1 for at, size in enumerate(padded.shape) if at != axis):
-        return Skip("the added constant is no bias per output channel")
+        return Skip("the added constant is not a bias per output channel")
     units = accumulator_qparams(data.qparams, weight.qparams, axis)
     steps = units.scale.astype("float64").reshape(units_shape(units, rank))
     is_wide = quantized is not None and tensor_dtype(quantized.value) == "int32"

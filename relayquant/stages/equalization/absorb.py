@@ -45,7 +45,7 @@ def absorb(graph: Graph, var: relax.Var, channels: Channels) -> Absorbed:
     rule = ABSORBERS.get(graph.op_name(var))
     if rule is None:
         kind = graph.op_name(var).removeprefix("relax.") or "an input"
-        return Declined(var.name, f"it is computed by {kind}, which no factor passes")
+        return Declined(var.name, f"it is computed by {kind}, which cannot absorb a factor")
     return rule(graph, var, channels)
 
 
@@ -68,7 +68,7 @@ def absorb_matmul(graph: Graph, var: relax.Var, channels: Channels) -> Absorbed:
         return Declined(var.name, "it is a product of vectors")
     by_row, by_column = (channels.shape[axis] > 1 for axis in (-2, -1))
     if by_row and by_column:
-        return Declined(var.name, "rows and columns of a product would need factors of their own")
+        return Declined(var.name, "rows and columns of a product would need different factors")
     return absorb_operand(graph, var, 0 if by_row else 1, channels)
 
 

@@ -220,7 +220,7 @@ def read_constant(graph: Graph, edit: Edit) -> np.ndarray:
     """Return the constant of an edit. `find_sites` names no other operands."""
     value = constant_value(graph.values[edit.var].args[edit.operand])
     if value is None:
-        raise TypeError(f"Operand {edit.operand} of {edit.var.name!r} is no constant.")
+        raise TypeError(f"Operand {edit.operand} of {edit.var.name!r} is not a constant.")
     return value
 
 

@@ -72,11 +72,11 @@ def fold_channel_affine(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """
     found = _find_product(editor, var)
     if found is None:
-        return decline("no affine of each channel behind a product of constant weights")
+        return decline("no per-channel affine operator behind a product with constant weight")
     product, affine = found
     weight_dtype = tensor_dtype(product.call.args[1])
     if tensor_dtype(var) != weight_dtype or weight_dtype not in FLOATS:
-        return decline("the dtypes of weight and result differ, or are no floats")
+        return decline("the dtypes of weight and result differ, or are not float")
     bias = None
     if product.bias_var is not None:
         bias_call = editor.call_of(product.bias_var)
@@ -149,7 +149,7 @@ def canonicalize_batch_norm(editor: Editor, var: relax.Var) -> relax.Expr | Skip
     """
     norm = _read_batch_norm(editor, var)
     if norm is None:
-        return decline("no batch norm of constant statistics, whose other results nothing reads")
+        return decline("not a batch norm with constant statistics whose other results are unused")
     call, axis, scale, shift = norm
     data = call.args[0]
     dtype = tensor_dtype(var)
@@ -199,7 +199,7 @@ def merge_constant_adds(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
         return decline("no sum before it")
     first, second = constant_value(inner.args[1]), constant_value(call.args[1])
     if first is None or second is None or not editor.has_one_use(call.args[0]):
-        return decline("an operand is no constant, or others read the sum before it")
+        return decline("an operand is not constant, or others read the sum before it")
     wide = "float64" if first.dtype.kind == "f" else str(first.dtype)
     try:
         total = first.astype(wide) + second.astype(wide)

@@ -71,7 +71,7 @@ def where_to_prelu(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
         return decline("no comparison and product of the data")
     slopes = constant_value(scaled.args[1])
     if scalar_value(compared.args[1], data) != 0 or slopes is None or slopes.size == 0:
-        return decline("the data is not compared with 0, or the slopes are no constants")
+        return decline("the data is not compared with 0, or the slopes are not constant")
     if slopes.size == 1:
         return relax.op.nn.leakyrelu(data, float(slopes.item()))
     rank = data.ty.ndim
@@ -87,7 +87,7 @@ def prelu_to_leaky_relu(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     data, slopes = editor.call_of(var).args
     array = constant_value(slopes)
     if array is None or array.size == 0 or (array != array.flat[0]).any():
-        return decline("the slopes differ, or are no constants")
+        return decline("the slopes differ, or are not constant")
     return relax.op.nn.leakyrelu(data, float(array.flat[0]))
 
 

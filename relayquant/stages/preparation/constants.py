@@ -40,7 +40,7 @@ def fold_constants(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     name = editor.op_name(var)
     shape = tensor_shape(var)
     if not name or name.startswith(KEPT) or shape is None or any(isinstance(d, str) for d in shape):
-        return decline("an operator that is kept, or of a symbolic shape")
+        return decline("an operator that is never folded, or a symbolic shape")
     arrays = []
     for arg in call.args:
         fields = arg.fields if isinstance(arg, relax.Tuple) else [arg]

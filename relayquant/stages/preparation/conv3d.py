@@ -415,7 +415,7 @@ def move_before_volume(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
         elif isinstance(arg.ty, relax.TensorType):
             moved = move_constant(arg, first)
             if moved is None:
-                return decline("an operand is neither a volume nor one value for each channel")
+                return decline("an operand is neither a volume nor one value per channel")
             arguments.append(moved)
         else:
             arguments.append(arg)
@@ -453,7 +453,7 @@ def join_volumes(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     volumes = [find_volume(editor, field) for field in fields]
     found = [volume for volume in volumes if volume is not None]
     if not found or len(found) < len(volumes):
-        return decline("an operand is no volume of images")
+        return decline("an operand is not a volume of images")
     first, axis = found[0], int(call.attrs.axis) % 5
     sizes = {str((*volume.shape[:-1], volume.layout)) for volume in found}
     if len(sizes) > 1 or first.layout[axis] != "C":

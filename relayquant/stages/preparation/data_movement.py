@@ -53,7 +53,7 @@ def stack_to_concat(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     call = editor.call_of(var)
     fields = call.args[0]
     if not isinstance(fields, relax.Tuple):
-        return decline("the operands are no literal tuple")
+        return decline("the operands are not a literal tuple")
     axis = int(call.attrs.axis) % var.ty.ndim
     parts = [
         editor.define(var, relax.op.expand_dims(field, axis), f"{editor.names[var]}.{i}")

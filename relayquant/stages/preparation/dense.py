@@ -61,7 +61,7 @@ def put_weight_second(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     if not is_constant(editor, weight) or is_constant(editor, data):
         return decline("not a constant times a value")
     if weight.ty.ndim != 2 or data.ty.ndim < 2:
-        return decline("a factor is no matrix")
+        return decline("a factor is not a matrix")
     rank = data.ty.ndim
     order = [*range(rank - 2), rank - 1, rank - 2]
     name = editor.names[var]
@@ -94,7 +94,7 @@ def squeeze_weight(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
         squeezed = relax.const(matrices[0], str(weight.dtype))
         factors = (data, squeezed) if at else (squeezed, data)
         return relax.op.matmul(*factors, call.attrs.out_dtype)
-    return decline("no constant repeats one matrix for each product")
+    return decline("no constant operand repeats one matrix for each product")
 
 
 def split_stack(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
@@ -112,7 +112,7 @@ def split_stack(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     if len(sizes) == 2:
         data = editor.define(var, relax.op.expand_dims(data, 0), f"{name}.data")
     elif sizes[axis] not in (1, len(stack)):
-        return decline("the data has as many matrices as is known when it runs")
+        return decline("the data has another number of matrices, or one known only at run time")
     products = []
     for i, matrix in enumerate(stack):
         part = data
@@ -145,7 +145,7 @@ def unflatten_dense(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     flat, weight = matmul.args
     array = constant_value(weight)
     if editor.op_name(flat) != "relax.reshape" or array is None or array.ndim != 2:
-        return decline("the data is not flattened, or the weight no constant matrix")
+        return decline("the data is not flattened, or the weight is not a constant matrix")
     data = editor.call_of(flat).args[0]
     shapes = [expr.ty.shape for expr in (data, flat, var)]
     if not all(isinstance(shape, relax.ShapeExpr) and len(shape.values) for shape in shapes):

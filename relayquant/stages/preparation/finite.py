@@ -101,8 +101,8 @@ def check_constants(editor: Editor, sources: Mapping[str, Mapping[str, Any]]) ->
         raise ModelError(f"{describe(editor, sources, refused)} {CHECK_FILE}", code="RQ204")
     if huge:
         warn_user(
-            f"{describe(editor, sources, huge)} Products of such numbers overflow float32, and "
-            "other elements vanish beside them: check the file of the model, and how it was "
+            f"{describe(editor, sources, huge)} Products of these numbers overflow float32, and "
+            "smaller elements are lost in the sums: check the file of the model, and how it was "
             "trained or converted.",
             code="RQ204",
         )
@@ -229,7 +229,7 @@ def check_planned(mod: tvm.IRModule, plan: Plan, constants: Mapping[str, Constan
             read = dict.fromkeys(repr(each) for row in rows for each in row.get("constants", ()))
             origin = f" (made of {', '.join(read)})" if read else ""
             raise ModelError(
-                f"The {operand} of {name!r}{origin} holds {reason}, for which no integer stands. "
+                f"The {operand} of {name!r}{origin} holds {reason}, which cannot be quantized. "
                 "Check the file of the model; if this is meant, keep the operator in float: "
                 f"qconfig_mapping=QConfigMapping().set_global(relayquant.get_backend_config('x86').default_qconfig)"
                 f".set_module_name({name!r}, None), with your backend for X86.",

@@ -110,7 +110,7 @@ def remove_neutral(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     call = editor.call_of(var)
     array = constant_value(call.args[1])
     if array is None or not isinstance(call.args[0], relax.Var):
-        return decline("the second operand is no constant")
+        return decline("the second operand is not constant")
     if not same_type(call.args[0], var) or not (array == NEUTRAL[editor.op_name(var)]).all():
         return decline("it changes shape or values")
     if editor.op_name(var) == "relax.add" and array.ndim and editor.op_name(call.args[0]) in LINEAR:
@@ -153,5 +153,5 @@ def put_constant_second(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """
     left, right = editor.call_of(var).args
     if not is_constant(editor, left) or is_constant(editor, right):
-        return decline("the first operand alone is no constant")
+        return decline("not exactly the first operand is constant")
     return relax.Call(editor.call_of(var).op, [right, left])

@@ -50,11 +50,11 @@ def fold_pad(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     layout = attrs.data_layout if name in _CONVS else attrs.layout
     axes = spatial_axes(layout)
     if axes is None or pad.attrs.pad_mode != "constant":
-        return decline("a packed layout, or pads that are no constant")
+        return decline("a packed layout, or pads that are not constant")
     widths = np.array([int(width) for width in pad.attrs.pad_width]).reshape(-1, 2)
     outside = [at for at in range(len(widths)) if at not in axes]
     if (widths < 0).any() or widths[outside].any():
-        return decline("the pad cuts, or touches other axes than the windows")
+        return decline("the pad is negative, or touches axes outside of the windows")
     view = ConvView.of(call)
     own = np.array(view.padding).reshape(2, -1)
     total = (own + widths[axes].T).ravel().tolist()
@@ -79,7 +79,7 @@ def fold_pad(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     if name in _AVERAGE_POOLS:
         # If the pool has padding that it does not count, it could not tell the two apart.
         if value != 0 or attrs.ceil_mode or (own.any() and not counts):
-            return decline("the pool counts these pads otherwise than its own")
+            return decline("the pool counts these pads differently from its own padding")
         counts, pool = True, _AVERAGE_POOLS[name]
     else:
         pool = _MAX_POOLS[name]

@@ -34,7 +34,7 @@ def merge_equal(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """a = quantize(x, s, z); b = quantize(x, s, z) -> a for both; the same for dequantize."""
     call = editor.call_of(var)
     if editor.is_output(var) or not isinstance(call.args[0], relax.Var):
-        return decline("main returns it, or it is that of a constant")
+        return decline("main returns it, or its operand is a constant")
     users = editor.users(call.args[0])
     for other in sorted(users, key=editor.order().index):
         if other.same_as(var):

@@ -317,7 +317,7 @@ def test_quantize__search_settings_without_a_metric_are_an_error(digits, tmp_pat
 def test_quantize__bound_that_nothing_meets_asks_for_another_bound(digits):
     mod, params, data = digits
     scores = iter([1.0, *[0.5] * 100])
-    with pytest.warns(rq.AccuracyWarning, match="Allow a larger max_drop; there is nothing left"):
+    with pytest.warns(rq.AccuracyWarning, match="Pass a larger max_drop=; there is nothing left"):
         rq.quantize(mod, params, data, effort="fast", metric=lambda a, b: next(scores))
 
 

@@ -265,8 +265,8 @@ def test_prepare_module__says_why_a_rule_did_not_fire():
     assert "fold_pad at conv: the pads are not 0" in trace
     assert "canonicalize_clamp at out: it is canonical" in trace
     assert (
-        "fold_channel_affine at scaled: no affine of each channel behind a product of constant "
-        "weights"
+        "fold_channel_affine at scaled: no per-channel affine operator behind a product with "
+        "constant weight"
     ) in trace
 
 
