@@ -40,7 +40,7 @@ class Engine(Enum):
 
 
 @dataclass(frozen=True)
-class Contender:
+class Candidate:
     """A model for one engine: a library that `export_library` wrote, an ONNX file or an OpenVINO
     file.
     """
@@ -76,8 +76,8 @@ class Comparison:
 class EngineProcess:
     """A process with one engine and one loaded model. Ends with the `with` block."""
 
-    def __init__(self, contender: Contender, inputs: Path, threads: int) -> None:
-        self.contender = contender
+    def __init__(self, candidate: Candidate, inputs: Path, threads: int) -> None:
+        self.candidate = candidate
         with writing("temporary files", TEMPORARY):
             self.stderr: IO[str] = tempfile.TemporaryFile(  # noqa: SIM115
                 "w+", errors="replace"
@@ -96,9 +96,9 @@ class EngineProcess:
         )
         self.send(
             {
-                "engine": contender.engine.value,
-                "path": str(contender.path),
-                "float": contender.is_float,
+                "engine": candidate.engine.value,
+                "path": str(candidate.path),
+                "float": candidate.is_float,
                 "inputs": str(inputs),
                 "threads": threads,
             }
@@ -125,7 +125,7 @@ class EngineProcess:
         """
         answer = self.receive()
         if "error" in answer:
-            raise ModelError(f"{self.contender.path.name}: {answer['error']}", code="RQ504")
+            raise ModelError(f"{self.candidate.path.name}: {answer['error']}", code="RQ504")
 
     def take_turn(self) -> Sequence[Timing]:
         """Return the timed runs of one turn. See `latency.measure_turns`."""
@@ -160,7 +160,7 @@ class EngineProcess:
             self.stderr.seek(0)
             words = self.stderr.read()[-TAIL:].strip()
             raise ModelError(
-                f"{self.contender.path.name}: the process of {self.contender.engine.value} ended "
+                f"{self.candidate.path.name}: the process of {self.candidate.engine.value} ended "
                 f"with code {code}: {words}",
                 code="RQ504",
             )
@@ -168,16 +168,16 @@ class EngineProcess:
 
 
 def measure_engines(
-    contenders: Mapping[str, Contender],
+    candidates: Mapping[str, Candidate],
     inputs: Mapping[str, np.ndarray],
     *,
     threads: int,
     rounds: int,
 ) -> Comparison:
-    """Time each contender in its own process, in `rounds` turns.
+    """Time each candidate in its own process, in `rounds` turns.
 
     Args:
-        contenders: Name -> model and engine.
+        candidates: Name -> model and engine.
         inputs: Input -> array, in the order of the model's inputs.
         threads: Number of threads for each engine.
         rounds: Turns of each, >= 1.
@@ -192,8 +192,8 @@ def measure_engines(
         with writing(file, TEMPORARY):
             np.savez(file, **inputs)
         started = {
-            name: stack.enter_context(EngineProcess(contender, file, threads))
-            for name, contender in contenders.items()
+            name: stack.enter_context(EngineProcess(candidate, file, threads))
+            for name, candidate in candidates.items()
         }
         for name, process in started.items():
             try:

@@ -1,4 +1,4 @@
-"""Analysis: how long runs take. Contenders take turns, because the machine may have other users."""
+"""Analysis: how long runs take. Candidates take turns, because the machine may have other users."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from relayquant.analysis.engine_process import time_turn
 from relayquant.base.arguments import check_arguments
 from relayquant.errors import ConfigError, format_count
 
-#: Seconds before each turn, so that the previous contender's thread pool has stopped spinning.
+#: Seconds before each turn, so that the previous candidate's thread pool has stopped spinning.
 PAUSE = 0.01
-#: Seconds that one turn of a contender lasts at least.
+#: Seconds that one turn of a candidate lasts at least.
 TURN = 0.02
 
 
@@ -41,44 +41,44 @@ Timing = tuple[float, float]
 
 @check_arguments
 def measure_latency(
-    contenders: Mapping[str, Callable[[], object]], rounds: int = 20
+    candidates: Mapping[str, Callable[[], object]], rounds: int = 20
 ) -> dict[str, Latency]:
     """Time functions that do one run each, in turns, so that a busy moment affects all of them.
 
     Args:
-        contenders: Name -> function. It should copy as little as the real program.
+        candidates: Name -> function. It should copy as little as the real program.
         rounds: Turns of each. One turn takes 0.02 s or one run, whichever is longer.
 
     Raises:
-        ConfigError: `rounds` < 1, or no contenders.
+        ConfigError: `rounds` < 1, or no candidates.
     """
-    if rounds < 1 or not contenders:
+    if rounds < 1 or not candidates:
         raise ConfigError(
             f"measure_latency: {format_count(rounds, 'round')} of "
-            f"{format_count(len(contenders), 'function')}; allowed: at least one of each.",
+            f"{format_count(len(candidates), 'function')}; allowed: at least one of each.",
             code="RQ101",
         )
-    for run in contenders.values():
+    for run in candidates.values():
         run()  # The first run allocates.
 
     def bind_turn(run: Callable[[], object]) -> Callable[[], list[Timing]]:
         return lambda: time_turn(run, TURN)
 
-    return measure_turns({name: bind_turn(run) for name, run in contenders.items()}, rounds)
+    return measure_turns({name: bind_turn(run) for name, run in candidates.items()}, rounds)
 
 
 def measure_turns(
-    contenders: Mapping[str, Callable[[], Sequence[Timing]]], rounds: int
+    candidates: Mapping[str, Callable[[], Sequence[Timing]]], rounds: int
 ) -> dict[str, Latency]:
-    """Let contenders take `rounds` >= 1 turns and return their times by name.
+    """Let candidates take `rounds` >= 1 turns and return their times by name.
 
     Args:
-        contenders: Name -> function that takes one turn, in this process or another one.
+        candidates: Name -> function that takes one turn, in this process or another one.
         rounds: Turns of each.
     """
-    timings: dict[str, list[Timing]] = {name: [] for name in contenders}
+    timings: dict[str, list[Timing]] = {name: [] for name in candidates}
     for _ in range(rounds):
-        for name, take_turn in contenders.items():
+        for name, take_turn in candidates.items():
             time.sleep(PAUSE)
             timings[name] += take_turn()
     latencies = {}

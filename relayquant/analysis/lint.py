@@ -456,7 +456,7 @@ def check_layer(
     moments = measure_moments(name, layer, batches)
     wrong = check_spread(name, layer, found, moments, norm)
     if wrong and (better := find_better_form(name, layer, found, batches, norm)):
-        fits = f"With the preprocessing {better[1].text!r}, they would fit."
+        fits = f"Prepared as {better[1].text!r}, they would fit."
         wrong = [replace(finding, advice=f"{finding.advice} {fits}") for finding in wrong]
     wrong = wrong or check_normalization(name, layer, found, batches, norm)
     return wrong or check_order(name, layer, found, batches, moments, norm)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tvm
 
-from relayquant.analysis.engines import Contender, Engine
+from relayquant.analysis.engines import Candidate, Engine
 from relayquant.analysis.onnxruntime_baseline import (
     import_onnxruntime,
     quantize_with_onnxruntime,
@@ -29,7 +29,7 @@ Quantizer = Callable[[Path, Sequence[Mapping[str, np.ndarray]], Path], Path]
 
 
 @dataclass(frozen=True)
-class Rival:
+class OtherEngine:
     """An engine to compare with.
 
     Attributes:
@@ -51,18 +51,18 @@ def has_own_quantizer() -> bool:
     return True
 
 
-#: name on the command line -> rival
-RIVALS: Mapping[str, Rival] = {
-    rival.engine.value: rival
-    for rival in (
-        Rival(
+#: name on the command line -> other
+OTHER_ENGINES: Mapping[str, OtherEngine] = {
+    other.engine.value: other
+    for other in (
+        OtherEngine(
             Engine.ONNXRUNTIME,
             import_onnxruntime,
             ("onnxruntime int8", quantize_with_onnxruntime),
             has_own_quantizer,
             ("onnxruntime",),
         ),
-        Rival(
+        OtherEngine(
             Engine.OPENVINO,
             import_openvino,
             ("openvino int8, NNCF", quantize_with_nncf),
@@ -74,51 +74,51 @@ RIVALS: Mapping[str, Rival] = {
 
 
 @dataclass(frozen=True)
-class Rivalry:
-    """Contenders by name, and why others are missing."""
+class CandidateModels:
+    """Candidates by name, and why others are missing."""
 
-    contenders: Mapping[str, Contender]
+    candidates: Mapping[str, Candidate]
     failures: Mapping[str, str]
 
 
-def prepare_rivals(
-    rivals: Sequence[Rival],
+def prepare_candidates(
+    others: Sequence[OtherEngine],
     source: Path,
     qmod: tvm.IRModule,
     batches: Sequence[Mapping[str, np.ndarray]],
     folder: Path,
-) -> Rivalry:
-    """Prepare the models that the rivals run.
+) -> CandidateModels:
+    """Prepare the models that the others run.
 
     Args:
-        rivals: Engines with installed packages.
+        others: Engines with installed packages.
         source: The float model, an ONNX file.
-        qmod: The integer module. All rivals get it as ONNX.
+        qmod: The integer module. All others get it as ONNX.
         batches: Calibration data for their quantizers.
         folder: Folder for the files.
     """
-    contenders: dict[str, Contender] = {}
+    candidates: dict[str, Candidate] = {}
     failures: dict[str, str] = {}
     exported = folder / "exported.onnx"
 
-    def add(rival: Rival, name: str, make: Callable[[], Path]) -> None:
+    def add(other: OtherEngine, name: str, make: Callable[[], Path]) -> None:
         try:
-            contenders[name] = Contender(rival.engine, make())
+            candidates[name] = Candidate(other.engine, make())
         except ModelError as error:
             failures[name] = str(error)
 
-    for rival in rivals:
-        engine, (name, quantize) = rival.engine.value, rival.quantizer
-        contenders[f"{engine} float"] = Contender(rival.engine, source, is_float=True)
-        if rival.has_quantizer():
-            add(rival, name, lambda quantize=quantize: quantize(source, batches, folder))
-        add(rival, f"{engine} int8, our QDQ", lambda: export_onnx(qmod, exported))
-    return Rivalry(contenders, failures)
+    for other in others:
+        engine, (name, quantize) = other.engine.value, other.quantizer
+        candidates[f"{engine} float"] = Candidate(other.engine, source, is_float=True)
+        if other.has_quantizer():
+            add(other, name, lambda quantize=quantize: quantize(source, batches, folder))
+        add(other, f"{engine} int8, our QDQ", lambda: export_onnx(qmod, exported))
+    return CandidateModels(candidates, failures)
 
 
-def list_versions(rivals: Sequence[Rival]) -> list[str]:
+def list_versions(others: Sequence[OtherEngine]) -> list[str]:
     """List names and versions of what is compared, ours first: "openvino 2026.4.1"."""
-    packages = ["relayquant", *(package for rival in rivals for package in rival.packages)]
+    packages = ["relayquant", *(package for other in others for package in other.packages)]
     found = []
     for package in packages:
         try:

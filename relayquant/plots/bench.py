@@ -15,7 +15,7 @@ from relayquant.plots.text import stack
 
 
 def latency_table(latencies: Mapping[str, Latency], reference: str, title: str = "") -> Group:
-    """Return one line for each contender: best time, median time, and the ratio to `reference`.
+    """Return one line for each candidate: best time, median time, and the ratio to `reference`.
 
     A ratio above 1 means that the reference is faster.
     """

@@ -453,11 +453,11 @@ def time_executables(
     runs: Mapping[str, tuple[Any, Sequence[np.ndarray]]],
 ) -> dict[str, Latency]:
     """Time one run of each executable on its inputs, in turns."""
-    contenders = {
+    candidates = {
         name: partial(Executor(executable).vm["main"], *map(as_tensor, inputs))
         for name, (executable, inputs) in runs.items()
     }
-    return measure_latency(contenders, ROUNDS)
+    return measure_latency(candidates, ROUNDS)
 
 
 def time_operators(

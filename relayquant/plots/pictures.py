@@ -139,7 +139,7 @@ def plot_sensitivity(
 
 @check_arguments
 def plot_latency(latencies: Mapping[str, Latency], path: str | Path | None = None) -> Figure:
-    """Plot the best and the median time of each contender.
+    """Plot the best and the median time of each candidate.
 
     Args:
         latencies: Name -> time, the result of `relayquant.analysis.measure_latency`.

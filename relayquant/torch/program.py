@@ -247,7 +247,7 @@ class ProgramBuilder:
         if placeholders:
             fields = self.list_results(result)
             filled = {inputs[i]: None for placeholder in placeholders for i in placeholder.given}
-            steps += self.make_openings(placeholders, inputs, fields)
+            steps += self.make_placeholder_steps(placeholders, inputs, fields)
             steps = order_steps(steps, {*self.main.params} - filled.keys())
             inputs = [var for var in inputs if var not in filled]
             taken = {i for placeholder in placeholders for i in placeholder.taken}
@@ -273,7 +273,7 @@ class ProgramBuilder:
         bound = self.view.values.get(result) if isinstance(result, relax.Var) else None
         return list(iterate_results(bound if isinstance(bound, relax.Tuple) else result))
 
-    def make_openings(
+    def make_placeholder_steps(
         self,
         placeholders: Sequence[Placeholder],
         inputs: Sequence[relax.Var],

@@ -192,10 +192,10 @@ def prepare_standalone(
     found: dict[str, nn.Module] = {}
     for path, rule in alone.items():
         own = [call.taken for row in calls for call in row if call.path == path]
-        shell, config, given = place_in_wrapper(module, path, rule, mapping)
+        wrapper, config, given = place_in_wrapper(module, path, rule, mapping)
         backend = settings.backend if rule.backend is None else resolve_backend(rule.backend)
         each = replace(settings, backend=backend)
-        found[path] = finish(prepare_unit(shell, config, own, given, each, finish, path))
+        found[path] = finish(prepare_unit(wrapper, config, own, given, each, finish, path))
     return found
 
 

@@ -266,7 +266,7 @@ class TrainableModule(nn.Module):
                 start = start / align_channels(factor, start, norm.place.weight_axis)
             self.weights[name_parameter(key)] = nn.Parameter(start)
         self.bias_scales = find_bias_scales(prepared.plan)
-        self.grids = find_input_grids(prepared)
+        self.input_groups = find_input_groups(prepared)
         self.sums = find_sums(prepared, program, self.bias_scales)
         self.floats = nn.ParameterDict(
             {
@@ -289,11 +289,11 @@ class TrainableModule(nn.Module):
         return form.build_result(self.compute(form.read_inputs(args, kwargs))[0])
 
     def compute(
-        self, inputs: Sequence[torch.Tensor], inner: Collection[str] = ()
+        self, inputs: Sequence[torch.Tensor], hidden: Collection[str] = ()
     ) -> tuple[Any, dict[str, torch.Tensor]]:
-        """Return the model's outputs, and the inner values with the names `inner`, by name."""
+        """Return the model's outputs, and the hidden values with the names `hidden`, by name."""
         found: dict[str, torch.Tensor] = {}
-        visit = {name: keeping_visitor(name, found) for name in inner}
+        visit = {name: keeping_visitor(name, found) for name in hidden}
         visit |= {norm.place.product: norm_visitor(self, norm) for norm in self.list_norms()}
         result = self.run(inputs, visit)
         if self.training:
@@ -328,7 +328,7 @@ class TrainableModule(nn.Module):
         unit = self.source.unit
         fill = self.parts.make_filler(unit.opened.placeholders if unit else ())
         values = program.begin(inputs, parameters, trained, self.round_value, fill)
-        for name, key in self.grids.items():
+        for name, key in self.input_groups.items():
             var = program.by_name[name]
             values.slots[var] = self.round_value(key, 1, values.slots[var])
         return values
@@ -617,7 +617,7 @@ def list_dtypes(values: Sequence[InterfaceValue]) -> dict[str | int, str]:
     return {i: value.requested for i, value in enumerate(values) if value.is_integer}
 
 
-def find_input_grids(prepared: PreparedModel) -> dict[str, str]:
+def find_input_groups(prepared: PreparedModel) -> dict[str, str]:
     """Map each requested integer input to the group that rounds it. Float operators read the
     rounded value too.
     """

@@ -116,7 +116,7 @@ class _Training:
             if p.requires_grad
         ]
         self.scaled = list(find_scaled(student))
-        self.inner = find_inner(student, teacher) if settings.hidden_weight else []
+        self.hidden = find_hidden(student, teacher) if settings.hidden_weight else []
         self.path = None if settings.checkpoint is None else Path(settings.checkpoint)
         self.validation = None
         if settings.validation is not None:
@@ -197,16 +197,16 @@ class _Training:
             group["lr"] = rate
         inputs = self.pick(batch)
         with torch.no_grad():
-            expected, inside = self.teacher.compute(inputs, self.inner)
+            expected, inside = self.teacher.compute(inputs, self.hidden)
         self.student.train()
         begin, end = SHARPNESS
         for quantizer in self.student.list_quantizers():
             if quantizer.group.constant is not None:
                 quantizer.sharpness = begin * (end / begin) ** (step / settings.steps)
-        outputs, found = self.student.compute(inputs, self.inner)
+        outputs, found = self.student.compute(inputs, self.hidden)
         loss = self.measure(as_list(outputs), as_list(expected), item)
-        if self.inner:
-            distances = [measure_distance(found[name], inside[name]) for name in self.inner]
+        if self.hidden:
+            distances = [measure_distance(found[name], inside[name]) for name in self.hidden]
             loss = loss + settings.hidden_weight * torch.stack(distances).mean()
         self.optimizer.zero_grad()
         loss.backward()
@@ -589,7 +589,7 @@ def find_scaled(student: TrainableModule) -> Iterator[ScaledWeight]:
             yield ScaledWeight(student.weights[name], quantizer, factor)
 
 
-def find_inner(student: TrainableModule, teacher: TrainableModule) -> list[str]:
+def find_hidden(student: TrainableModule, teacher: TrainableModule) -> list[str]:
     """Find names of float values that quantized operators return in one model, and that the
     other model has too.
     """

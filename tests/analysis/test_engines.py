@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from relayquant.analysis import openvino_baseline
-from relayquant.analysis.engines import Contender, Engine, EngineProcess, measure_engines
-from relayquant.analysis.other_engines import RIVALS, list_versions, prepare_rivals
+from relayquant.analysis.engines import Candidate, Engine, EngineProcess, measure_engines
+from relayquant.analysis.other_engines import OTHER_ENGINES, list_versions, prepare_candidates
 from relayquant.demo import load_digits
 from relayquant.errors import MissingDependencyError, ModelError
 from relayquant.formats.load import load
@@ -30,12 +30,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_measure_engines__one_process_each(library):
     pytest.importorskip("onnxruntime")
-    contenders = {
-        "ours": Contender(Engine.RELAYQUANT, library),
-        "ort": Contender(Engine.ONNXRUNTIME, load_digits().model_path),
-        "damaged": Contender(Engine.ONNXRUNTIME, library),
+    candidates = {
+        "ours": Candidate(Engine.RELAYQUANT, library),
+        "ort": Candidate(Engine.ONNXRUNTIME, load_digits().model_path),
+        "damaged": Candidate(Engine.ONNXRUNTIME, library),
     }
-    found = measure_engines(contenders, INPUTS, threads=1, rounds=2)
+    found = measure_engines(candidates, INPUTS, threads=1, rounds=2)
     assert list(found.latencies) == ["ours", "ort"]
     for row in found.latencies.values():
         assert 0 < row.best <= row.median
@@ -48,7 +48,7 @@ def test_engine_process__ends_while_it_is_timed(library, tmp_path):
     """Whatever ends it, the message has its code; the block leaves no process behind."""
     inputs = tmp_path / "inputs.npz"
     np.savez(inputs, **INPUTS)
-    with EngineProcess(Contender(Engine.RELAYQUANT, library), inputs, 1) as process:
+    with EngineProcess(Candidate(Engine.RELAYQUANT, library), inputs, 1) as process:
         process.wait_ready()
         process.process.kill()
         with pytest.raises(ModelError, match=r"process of relayquant ended with code -9"):
@@ -56,11 +56,11 @@ def test_engine_process__ends_while_it_is_timed(library, tmp_path):
     assert process.process.returncode == -9
 
 
-@pytest.mark.parametrize("name", RIVALS)
+@pytest.mark.parametrize("name", OTHER_ENGINES)
 def test_rivals__missing_package_names_its_extra(name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingDependencyError, match=rf"pip install 'relayquant\[{name}\]'"):
-        RIVALS[name].check()
+        OTHER_ENGINES[name].check()
 
 
 def test_quantize_with_nncf__missing(monkeypatch, tmp_path):
@@ -71,7 +71,7 @@ def test_quantize_with_nncf__missing(monkeypatch, tmp_path):
 
 
 def test_list_versions__of_what_is_there():
-    found = list_versions(list(RIVALS.values()))
+    found = list_versions(list(OTHER_ENGINES.values()))
     assert found[0].startswith("relayquant ")
     assert len({line.split()[0] for line in found}) == len(found)
 
@@ -80,8 +80,8 @@ def test_prepare_rivals__a_quantizer_that_fails_is_named(tmp_path):
     pytest.importorskip("onnxruntime")
     (tmp_path / "broken.onnx").write_bytes(b"no model")
     mod, _ = load(load_digits().model_path)
-    rivals = [RIVALS["onnxruntime"]]
-    found = prepare_rivals(rivals, tmp_path / "broken.onnx", mod, [INPUTS], tmp_path)
+    rivals = [OTHER_ENGINES["onnxruntime"]]
+    found = prepare_candidates(rivals, tmp_path / "broken.onnx", mod, [INPUTS], tmp_path)
     assert "ONNX Runtime cannot quantize" in found.failures["onnxruntime int8"]
-    assert found.contenders["onnxruntime float"].path == tmp_path / "broken.onnx"
-    assert "onnxruntime int8" not in found.contenders
+    assert found.candidates["onnxruntime float"].path == tmp_path / "broken.onnx"
+    assert "onnxruntime int8" not in found.candidates

@@ -9,7 +9,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import tvm
-from relayquant.data.inputs import describe_inputs
 from tvm import relax
 
 import relayquant as rq
@@ -17,6 +16,7 @@ from relayquant.analysis.label_scores import is_clearly_better
 from relayquant.analysis.lint import find_unchecked, lint
 from relayquant.analysis.normalization import PixelForm, find_form, list_forms
 from relayquant.data.images import Preprocessing
+from relayquant.data.item import describe_inputs
 from relayquant.demo import load_digits
 
 #: filters of the network below
@@ -151,7 +151,7 @@ def test_lint__labels_decide(coloured):
     (score,) = [finding for finding in findings if finding.check == "labels"]
     (output,) = rq.reference.run(mod, [np.concatenate(prepare(pixels, "tflite"))])
     right = int((output.argmax(1) == labels).sum())
-    assert f"label of {right} of 300 samples" in score.what
+    assert f"right on {right} of 300 samples" in score.what
     (finding,) = [
         f for f in lint(mod, None, prepare(pixels, "unit"), labels) if f.check != "labels"
     ]
@@ -231,7 +231,7 @@ def test_lint__photographs_prepared_otherwise(shared_data):
     assert checks(findings) == ["normalization"]
     assert "prepared as 'tflite'" in findings[0].what
     (score,) = [f for f in findings if f.check == "labels"]
-    assert "label of" in score.what
+    assert "is right on" in score.what
 
 
 @pytest.mark.parametrize("labels", [[0.5] * 300, ["a"] * 300])

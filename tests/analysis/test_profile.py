@@ -69,8 +69,8 @@ def test_match_sites__skips_what_was_not_called() -> None:
 
 def test_measure_latency__contenders_take_turns() -> None:
     order: list[str] = []
-    contenders = {name: lambda name=name: order.append(name) for name in "ab"}
-    result = measure_latency(contenders, rounds=2)
+    candidates = {name: lambda name=name: order.append(name) for name in "ab"}
+    result = measure_latency(candidates, rounds=2)
     turns = [name for i, name in enumerate(order) if not i or order[i - 1] != name]
     assert turns == ["a", "b"] * 3  # the first runs, then two rounds
     for latency in result.values():
@@ -85,7 +85,7 @@ def test_measure_latency__median_of_many_runs() -> None:
     assert result["a"].runs > 10
 
 
-@pytest.mark.parametrize(("contenders", "rounds"), [({}, 1), ({"a": dict}, 0)])
-def test_measure_latency__nothing_to_time(contenders, rounds) -> None:
+@pytest.mark.parametrize(("candidates", "rounds"), [({}, 1), ({"a": dict}, 0)])
+def test_measure_latency__nothing_to_time(candidates, rounds) -> None:
     with pytest.raises(ConfigError, match="allowed: at least one of each"):
-        measure_latency(contenders, rounds)
+        measure_latency(candidates, rounds)

@@ -107,7 +107,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "load_qparams": (rq.load_qparams, {"path": "never"}),
     "save_qparams": (rq.save_qparams, {"parameters": {}, "path": "/no/folder"}),
     "lint": (rq.lint, {**MODEL, "dataset": DATA}),
-    "measure_latency": (rq.analysis.measure_latency, {"contenders": {"a": dict}, "rounds": 1}),
+    "measure_latency": (rq.analysis.measure_latency, {"candidates": {"a": dict}, "rounds": 1}),
     "measure_growth": (rq.analysis.measure_growth, {**MODEL, "dataset": DATA}),
     "load": (rq.load, {"model": "never"}),
     "load_gguf": (rq.load_gguf, {"path": "never"}),

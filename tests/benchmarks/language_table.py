@@ -43,7 +43,7 @@ from speed_table import Times, read_results, read_times, replace_table
 from tvm import relax
 from tvm.script.ir_builder import tirx as T
 
-from relayquant.analysis.engines import Contender, Engine, measure_engines
+from relayquant.analysis.engines import Candidate, Engine, measure_engines
 from relayquant.base.packing import count_bytes, count_groups
 from relayquant.base.qtypes import Granularity, QSpec, Scheme
 from relayquant.base.storage.files import open_temporary_folder, write_whole
@@ -273,7 +273,7 @@ def draw_inputs(spec: Spec, folder: Path) -> dict[str, np.ndarray]:
     return {name: rng.standard_normal(shape, "float32") for name in spec.inputs}
 
 
-#: contender -> engine, and what makes its file
+#: candidate -> engine, and what makes its file
 Makers = Mapping[str, tuple[Engine, Callable[[Any, Path], Path]]]
 GEMM_MAKERS: Makers = {
     "relayquant": (Engine.RELAYQUANT, save_own),
@@ -303,8 +303,8 @@ ROWS: dict[str, tuple[Spec, Makers]] = {
 }
 
 
-def prepare_row(row: str, folder: Path) -> tuple[dict[str, Contender], dict[str, np.ndarray]]:
-    """(contenders, inputs) of a row; from the folder where they are there."""
+def prepare_row(row: str, folder: Path) -> tuple[dict[str, Candidate], dict[str, np.ndarray]]:
+    """(candidates, inputs) of a row; from the folder where they are there."""
     (spec, makers), index = ROWS[row], folder / "contenders.json"
     folder.mkdir(parents=True, exist_ok=True)
     entries = json.loads(index.read_text()) if index.exists() else {}
@@ -312,8 +312,8 @@ def prepare_row(row: str, folder: Path) -> tuple[dict[str, Contender], dict[str,
         if name not in entries:
             entries[name] = make(spec, folder).name
             write_whole(index, lambda path: path.write_text(json.dumps(entries)))
-    contenders = {name: Contender(makers[name][0], folder / at) for name, at in entries.items()}
-    return contenders, draw_inputs(spec, folder)
+    candidates = {name: Candidate(makers[name][0], folder / at) for name, at in entries.items()}
+    return candidates, draw_inputs(spec, folder)
 
 
 # ---------------------------------------------------------------- the table
@@ -374,9 +374,9 @@ def main() -> None:
         folder = options.folder or stack.enter_context(open_temporary_folder())
         results = read_results(RESULTS)
         for row in options.rows:
-            contenders, inputs = prepare_row(row, folder / row.replace(" ", "_"))
+            candidates, inputs = prepare_row(row, folder / row.replace(" ", "_"))
             for threads in [] if options.prepare else options.threads:
-                found = measure_engines(contenders, inputs, threads=threads, rounds=options.rounds)
+                found = measure_engines(candidates, inputs, threads=threads, rounds=options.rounds)
                 times = {name: asdict(latency) for name, latency in found.latencies.items()}
                 results["times"].setdefault(row, {})[str(threads)] = times
                 if threads == 1:

@@ -22,9 +22,9 @@ import numpy as np
 import onnx
 from models import MODELS
 
-from relayquant.analysis.engines import Contender, Engine, measure_engines
+from relayquant.analysis.engines import Candidate, Engine, measure_engines
 from relayquant.analysis.latency import Latency
-from relayquant.analysis.other_engines import RIVALS, list_versions, prepare_rivals
+from relayquant.analysis.other_engines import OTHER_ENGINES, list_versions, prepare_candidates
 from relayquant.base.storage.files import open_temporary_folder, write_whole
 from relayquant.cli.commands.bench import export_own, quantize_quickly
 from relayquant.codegen.kernels.isa.target import name_cpu
@@ -56,8 +56,8 @@ BATCHES = 2
 Times = Mapping[str, Latency]
 
 
-def prepare_row(row: str, folder: Path) -> tuple[dict[str, Contender], dict[str, np.ndarray]]:
-    """(contenders, one input each) of a row; from the folder if they are there."""
+def prepare_row(row: str, folder: Path) -> tuple[dict[str, Candidate], dict[str, np.ndarray]]:
+    """(candidates, one input each) of a row; from the folder if they are there."""
     index = folder / "contenders.json"
     if not index.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,17 +75,17 @@ def prepare_row(row: str, folder: Path) -> tuple[dict[str, Contender], dict[str,
             "relayquant int8": compile_module(qmod),
             "relayquant float": compile_module(mod),
         }
-        rivalry = prepare_rivals([*RIVALS.values()], source, qmod, batches, folder)
-        for contender, reason in rivalry.failures.items():
-            print(f"{row}: {contender} is left out: {reason}", flush=True)
-        contenders = {**export_own(executables, folder), **rivalry.contenders}
-        entries = {name: (each.engine.value, each.path.name) for name, each in contenders.items()}
+        models = prepare_candidates([*OTHER_ENGINES.values()], source, qmod, batches, folder)
+        for candidate, reason in models.failures.items():
+            print(f"{row}: {candidate} is left out: {reason}", flush=True)
+        candidates = {**export_own(executables, folder), **models.candidates}
+        entries = {name: (each.engine.value, each.path.name) for name, each in candidates.items()}
         write_whole(index, lambda path: path.write_text(json.dumps(entries)))
     with np.load(folder / "inputs.npz") as arrays:
         inputs = {name: arrays[name] for name in arrays.files}
     entries = json.loads(index.read_text())
     found = {
-        name: Contender(Engine(engine), folder / at, name.endswith("float"))
+        name: Candidate(Engine(engine), folder / at, name.endswith("float"))
         for name, (engine, at) in entries.items()
     }
     return found, inputs
@@ -173,7 +173,7 @@ def write_tables(results: Mapping[str, Any]) -> None:
 
 def read_results(file: Path = RESULTS) -> dict[str, Any]:
     """What was measured before on this CPU with these versions."""
-    fresh = {"cpu": name_cpu(), "versions": list_versions([*RIVALS.values()]), "times": {}}
+    fresh = {"cpu": name_cpu(), "versions": list_versions([*OTHER_ENGINES.values()]), "times": {}}
     if not file.exists():
         return fresh
     found = json.loads(file.read_text(encoding="utf-8"))
@@ -189,15 +189,15 @@ def main() -> None:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--prepare", action="store_true", help="measure nothing")
     options = parser.parse_args()
-    for rival in RIVALS.values():
+    for rival in OTHER_ENGINES.values():
         rival.check()
     with ExitStack() as stack:
         folder = options.folder or stack.enter_context(open_temporary_folder())
         results = read_results()
         for row in options.models:
-            contenders, inputs = prepare_row(row, folder / row.replace(" ", "_"))
+            candidates, inputs = prepare_row(row, folder / row.replace(" ", "_"))
             for threads in [] if options.prepare else options.threads:
-                found = measure_engines(contenders, inputs, threads=threads, rounds=options.rounds)
+                found = measure_engines(candidates, inputs, threads=threads, rounds=options.rounds)
                 times = {name: asdict(latency) for name, latency in found.latencies.items()}
                 results["times"].setdefault(row, {})[str(threads)] = times
                 print(

@@ -16,7 +16,7 @@ from relayquant.analysis.engines import Comparison
 from relayquant.analysis.latency import Latency
 from relayquant.analysis.onnxruntime_baseline import quantize_with_onnxruntime
 from relayquant.analysis.openvino_baseline import has_nncf
-from relayquant.analysis.other_engines import RIVALS
+from relayquant.analysis.other_engines import OTHER_ENGINES
 from relayquant.cli.commands import bench
 from relayquant.cli.files import load_model
 from relayquant.cli.parsers import parse_words
@@ -117,7 +117,7 @@ def read_rows(text: str) -> list[str]:
     return [name for name, _ in rows]
 
 
-@pytest.mark.parametrize("peer", RIVALS)
+@pytest.mark.parametrize("peer", OTHER_ENGINES)
 def test_bench__peer_is_missing(
     peer: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,8 +157,8 @@ def test_bench__model_that_onnxruntime_cannot_quantize(
     def fail(*_args: object, **_options: object) -> None:
         raise ValueError("some reason")
 
-    def measure(contenders: dict, *_args: object, **_options: object) -> Comparison:
-        return Comparison(dict.fromkeys(contenders, Latency(1e-3, 2e-3, 2e-3, 1)), {}, {})
+    def measure(candidates: dict, *_args: object, **_options: object) -> Comparison:
+        return Comparison(dict.fromkeys(candidates, Latency(1e-3, 2e-3, 2e-3, 1)), {}, {})
 
     monkeypatch.setattr(quantization, "quantize_static", fail)
     monkeypatch.setattr(bench, "measure_engines", measure)  # what it does is tested elsewhere

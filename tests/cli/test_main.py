@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from relayquant import cli
-from relayquant.analysis.other_engines import RIVALS
+from relayquant.analysis.other_engines import OTHER_ENGINES
 from relayquant.base.qtypes import Scheme
 from relayquant.cli import commands, parsers
 from relayquant.cli.data import METRICS
@@ -215,7 +215,7 @@ def test_parsers__choices_are_those_of_what_takes_them() -> None:
     assert set(parsers.SCHEMES) == {scheme.value for scheme in Scheme}
     assert set(parsers.OBSERVERS) == set(OBSERVERS)
     assert set(parsers.METRICS) == set(METRICS)
-    assert set(parsers.ENGINES) == set(RIVALS)
+    assert set(parsers.ENGINES) == set(OTHER_ENGINES)
     assert set(parsers.PRESETS) == set(PRESETS)
 
 

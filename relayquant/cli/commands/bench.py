@@ -16,9 +16,9 @@ import numpy as np
 import tvm
 
 import relayquant as rq
-from relayquant.analysis.engines import Contender, Engine, measure_engines
+from relayquant.analysis.engines import Candidate, Engine, measure_engines
 from relayquant.analysis.latency import measure_latency
-from relayquant.analysis.other_engines import RIVALS, list_versions, prepare_rivals
+from relayquant.analysis.other_engines import OTHER_ENGINES, list_versions, prepare_candidates
 from relayquant.analysis.peak import measure_peak
 from relayquant.analysis.profile import compile_with_sites, profile_executable
 from relayquant.base.runtime import Executor, count_cores
@@ -55,19 +55,19 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
         check_picture(options.plot)
     if options.operators < 0:
         raise ConfigError(f"--operators is {options.operators}; allowed: 0 or more.", code="RQ102")
-    rivals = [RIVALS[name] for name in dict.fromkeys(options.against)]
-    names = " and ".join(rival.engine.value for rival in rivals)
-    if rivals and options.model.suffix != ".onnx":
+    others = [OTHER_ENGINES[name] for name in dict.fromkeys(options.against)]
+    names = " and ".join(other.engine.value for other in others)
+    if others and options.model.suffix != ".onnx":
         raise ConfigError(
             f"--against {names}: .onnx files are compared, but MODEL is {options.model}.",
             code="RQ102",
         )
-    if rivals and options.input:
+    if others and options.input:
         raise ConfigError(
             f"--input: {names} would run the file with all of its inputs.", code="RQ102"
         )
-    for rival in rivals:
-        rival.check()  # fails before anything takes time
+    for other in others:
+        other.check()  # fails before anything takes time
     with ExitStack() as stack:
         stack.enter_context(use_threads(threads))
         mod = bind_model(load_model(options.model, options.shape, options.input))
@@ -88,14 +88,14 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
             start = time.perf_counter()
             executables[name], sites[name] = compile_with_sites(module, compile_module)
             output.print(f"{name}: compiled in {time.perf_counter() - start:.1f} s")
-        if rivals:
+        if others:
             folder = stack.enter_context(open_temporary_folder())
-            rivalry = prepare_rivals(rivals, options.model, qmod, batches, folder)
-            contenders = {**export_own(executables, folder), **rivalry.contenders}
+            models = prepare_candidates(others, options.model, qmod, batches, folder)
+            candidates = {**export_own(executables, folder), **models.candidates}
             comparison = measure_engines(
-                contenders, batches[0], threads=threads, rounds=options.repeat
+                candidates, batches[0], threads=threads, rounds=options.repeat
             )
-            for name, reason in {**rivalry.failures, **comparison.failures}.items():
+            for name, reason in {**models.failures, **comparison.failures}.items():
                 output.print(f"{name} is left out: {reason}")
             latencies = comparison.latencies
             if "relayquant int8" not in latencies:
@@ -105,10 +105,10 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
         else:
             runs = {name: bind_run(Executor(each), inputs) for name, each in executables.items()}
             latencies = measure_latency(runs, options.repeat)
-        output.print(f"{name_cpu()}; {', '.join(list_versions(rivals))}")
+        output.print(f"{name_cpu()}; {', '.join(list_versions(others))}")
         shapes = ", ".join(f"{name} {array.shape}" for name, array in batches[0].items())
         title = f"{options.model.name}: {shapes}, {format_count(threads, 'thread')}"
-        output.add_values(cpu=name_cpu(), versions=list_versions(rivals), threads=threads)
+        output.add_values(cpu=name_cpu(), versions=list_versions(others), threads=threads)
         shown = [{"name": name, **make_plain(row)} for name, row in latencies.items()]
         output.add_table("latencies", shown)
         output.print(latency_table(latencies, "relayquant int8", title))
@@ -135,15 +135,15 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     return ExitCode.OK
 
 
-def export_own(executables: Mapping[str, Any], folder: Path) -> dict[str, Contender]:
+def export_own(executables: Mapping[str, Any], folder: Path) -> dict[str, Candidate]:
     """Write executables as libraries into `folder`, so that other processes can load them."""
-    contenders = {}
+    candidates = {}
     for number, (name, executable) in enumerate(executables.items()):
         path = folder / f"own{number}.so"
         with writing(path, TEMPORARY):
             executable.export_library(str(path))
-        contenders[name] = Contender(Engine.RELAYQUANT, path)
-    return contenders
+        candidates[name] = Candidate(Engine.RELAYQUANT, path)
+    return candidates
 
 
 @contextmanager

@@ -84,7 +84,7 @@ class SiteTable:
 
     def __init__(self, model: Callable[..., Any], root: CodeType) -> None:
         self.modules = find_modules(model)
-        self.parts = [part for module in self.modules.values() for part in module.modules()]
+        self.submodules = [each for module in self.modules.values() for each in module.modules()]
         self.paths = name_modules(self.modules)
         self.names = FunctionNames()
         self.sites: dict[SiteKey, CallSite] = {}

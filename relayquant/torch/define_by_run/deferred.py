@@ -31,14 +31,14 @@ class DeferredTensor(torch.Tensor):
     """A value of a region. Shape and dtype are known, its numbers when the region has finished.
 
     Attributes:
-        passing: The pass of the region that computes it. None after it is computed.
+        region_pass: The pass of the region that computes it. None after it is computed.
         form: Shape and dtype.
         number: Number of the value in the region.
         floats: Its numbers in float, once needed.
         integers: Its integers with the parameters of a boundary.
     """
 
-    passing: Computation | None
+    region_pass: Computation | None
     number: int
     form: tuple[tuple[int, ...], Any]
     floats: torch.Tensor | None
@@ -46,18 +46,18 @@ class DeferredTensor(torch.Tensor):
 
     @staticmethod
     def make(
-        shape: Sequence[int], dtype: Any, passing: Computation | None, number: int
+        shape: Sequence[int], dtype: Any, region_pass: Computation | None, number: int
     ) -> DeferredTensor:
         """Make a value that is not computed yet."""
         with torch._C.DisableTorchFunction():
             value = torch.Tensor._make_wrapper_subclass(DeferredTensor, shape, dtype=dtype)
         value.form = tuple(shape), dtype
-        value.begin(passing, number)
+        value.begin(region_pass, number)
         return value
 
-    def begin(self, passing: Computation | None, number: int) -> None:
+    def begin(self, region_pass: Computation | None, number: int) -> None:
         """Bind the value to this pass, not computed yet."""
-        self.passing, self.number = passing, number
+        self.region_pass, self.number = region_pass, number
         self.floats = self.integers = None
 
     # Frequent queries of code. Answering them here avoids PyTorch's dispatch.
@@ -127,8 +127,8 @@ def compute(value: DeferredTensor) -> torch.Tensor:
             if value.integers is not None:
                 value.floats = dequantize_tensor(*value.integers)
             else:
-                assert value.passing is not None
-                value.floats = value.passing.compute_in_float()[value.number]
+                assert value.region_pass is not None
+                value.floats = value.region_pass.compute_in_float()[value.number]
     return value.floats
 
 
@@ -159,7 +159,7 @@ class ValuePool:
         self._unheld = count_references([DeferredTensor.make((), torch.float32, None, 0)], 0)
 
     def make(
-        self, kind: object, form: tuple[tuple[int, ...], Any], passing: Computation, number: int
+        self, kind: object, form: tuple[tuple[int, ...], Any], region_pass: Computation, number: int
     ) -> DeferredTensor:
         """Make a value that is not computed yet.
 
@@ -174,9 +174,9 @@ class ValuePool:
                     continue  # a weak reference waits for its end
                 value.__dict__.clear()
                 value.form = form
-                value.begin(passing, number)
+                value.begin(region_pass, number)
                 return value
-        value = DeferredTensor.make(*form, passing, number)
+        value = DeferredTensor.make(*form, region_pass, number)
         if len(values) == POOL_SIZE:
             values.pop(0)
         values.append(value)

@@ -124,7 +124,7 @@ def import_tensor(tensor: Any) -> torch.Tensor:
     return torch._C._from_dlpack(tensor.__dlpack__())
 
 
-class RegionPlayer:
+class RegionRunner:
     """A callable region, with the expected arguments of each operator."""
 
     def __init__(self, run: QuantizedRegion, constants: ModelConstants) -> None:
@@ -179,11 +179,11 @@ class RegionPass:
         values: Values that it has returned, by number. None for values that nobody got.
     """
 
-    def __init__(self, player: RegionPlayer, code: RunningCode) -> None:
-        self.player, self.code = player, code
+    def __init__(self, runner: RegionRunner, code: RunningCode) -> None:
+        self.runner, self.code = runner, code
         self.position = 0
-        self.inputs: list[torch.Tensor | None] = [None] * len(player.region.inputs)
-        self.values: list[DeferredTensor | None] = [None] * len(player.region.forms)
+        self.inputs: list[torch.Tensor | None] = [None] * len(runner.region.inputs)
+        self.values: list[DeferredTensor | None] = [None] * len(runner.region.forms)
         self._floats: dict[int, torch.Tensor] = {}
 
     def take(self, arguments: Any, tensors: Sequence[torch.Tensor]) -> bool:
@@ -191,7 +191,7 @@ class RegionPass:
 
         `arguments` is None if they are known to be equal.
         """
-        step = self.player.region.steps[self.position]
+        step = self.runner.region.steps[self.position]
         if arguments is not None and not is_equal(arguments, step.step.call.arguments):
             return False
         if len(tensors) != len(step.sources):
@@ -203,14 +203,14 @@ class RegionPass:
         if type(source) is Inside:
             return (
                 type(tensor) is DeferredTensor
-                and tensor.passing is self
+                and tensor.region_pass is self
                 and tensor.number == source.number
             )
         if type(source) is Input:
             known = self.inputs[source.number]
             if known is not None:
                 return known is tensor
-            if not is_form(tensor, self.player.region.inputs[source.number]):
+            if not is_form(tensor, self.runner.region.inputs[source.number]):
                 return False
             self.inputs[source.number] = tensor
             return True
@@ -218,7 +218,7 @@ class RegionPass:
 
     def advance(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the result of the operator that `take` accepted."""
-        region = self.player.region
+        region = self.runner.region
         step = region.steps[self.position]
         self.position += 1
         is_last = self.position == len(region.steps)
@@ -231,10 +231,10 @@ class RegionPass:
             value.number = step.results[0]
             self.values[value.number] = value
             result = value
-        elif is_last and self.player.last is not None and not self.code.defers:
-            return self.finish()[self.player.last]
+        elif is_last and self.runner.last is not None and not self.code.defers:
+            return self.finish()[self.runner.last]
         else:
-            forms = self.player.find_forms(self.position - 1, tensors)
+            forms = self.runner.find_forms(self.position - 1, tensors)
             result = step.step.form.build(
                 [self.defer(k, form) for k, form in zip(step.results, forms, strict=True)]
             )
@@ -244,19 +244,19 @@ class RegionPass:
 
     def pass_over(self, end: int, numbers: Sequence[int], form: ResultForm) -> Any:
         """Continue at operator `end`. The code gets the values with these numbers."""
-        player = self.player
+        runner = self.runner
         self.position = end
-        is_last = end == len(player.region.steps)
-        if is_last and player.last is not None and numbers == (player.last,) and not form.kind:
-            return self.finish()[player.last]
-        result = form.build([self.defer(k, player.fixed_forms[k]) for k in numbers])
+        is_last = end == len(runner.region.steps)
+        if is_last and runner.last is not None and numbers == (runner.last,) and not form.kind:
+            return self.finish()[runner.last]
+        result = form.build([self.defer(k, runner.fixed_forms[k]) for k in numbers])
         if is_last:
             self.finish()
         return result
 
     def defer(self, number: int, form: tuple[tuple[int, ...], Any]) -> DeferredTensor:
         """Return a value of the region that is not computed yet."""
-        value = self.code.pool.make((self.player, number), form, self, number)
+        value = self.code.pool.make((self.runner, number), form, self, number)
         self.values[number] = value
         return value
 
@@ -264,19 +264,21 @@ class RegionPass:
         """Call the module and compute the values that are read elsewhere. Returns its float
         results by number.
         """
-        self.code.passing = None
-        player = self.player
-        run, numbers = player.run, player.region.outputs
+        self.code.region_pass = None
+        runner = self.runner
+        run, numbers = runner.run, runner.region.outputs
         with torch._C.DisableTorchFunction():
-            outputs = player.module.call(list(map(take_grid, self.inputs, run.inputs)))
-        if player.is_float:
+            outputs = runner.module.call(list(map(convert_input, self.inputs, run.inputs)))
+        if runner.is_float:
             floats = dict(zip(numbers, outputs, strict=True))
             for number, result in floats.items():
                 value = self.values[number]
                 if value is not None:
                     value.floats = result
                     if not self.code.defers:
-                        value.passing = None  # earlier inputs and values of the region may be freed
+                        value.region_pass = (
+                            None  # earlier inputs and values of the region may be freed
+                        )
             self.values = []
             return floats
         integers = dict(zip(run.exact, outputs[len(numbers) :], strict=True))
@@ -292,7 +294,7 @@ class RegionPass:
             if qparams is not None:
                 value.integers = integers.get(k, outputs[k]), qparams
             if not self.code.defers:
-                value.passing = None
+                value.region_pass = None
         self.values = []
         return floats
 
@@ -301,13 +303,13 @@ class RegionPass:
 
         This leaves the region: its other operators run in PyTorch too.
         """
-        if self.code.passing is self:
-            self.code.leave_run()
+        if self.code.region_pass is self:
+            self.code.leave_region()
         if not self._floats:
-            steps = self.player.region.steps[: self.position]
+            steps = self.runner.region.steps[: self.position]
             inputs = [None if tensor is None else take_real(tensor) for tensor in self.inputs]
             values: dict[int, torch.Tensor] = {}
-            for _ in run_steps(steps, self.player.constants, inputs, values):
+            for _ in run_steps(steps, self.runner.constants, inputs, values):
                 pass
             self._floats = values  # at once: another thread may ask
         return self._floats
@@ -327,13 +329,13 @@ def is_form(tensor: torch.Tensor, form: Form) -> bool:
     return all(want is None or size == want for size, want in zip(shape, form.shape, strict=True))
 
 
-def take_grid(tensor: Any, qparams: QParams | None) -> torch.Tensor:
+def convert_input(tensor: Any, qparams: QParams | None) -> torch.Tensor:
     """Convert a tensor for a region: to float, or to integers with a boundary's parameters."""
     if qparams is None:
         return take_real(tensor)
     if type(tensor) is DeferredTensor and tensor.integers is not None:
-        integers, grid = tensor.integers
-        if grid is qparams:
+        integers, held = tensor.integers
+        if held is qparams:
             return integers
     return quantize_tensor(take_real(tensor), qparams)
 
@@ -350,15 +352,15 @@ class RunningCode(TorchFunctionMode):
         warned: set[CallSite],
         pool: ValuePool,
         calls: Mapping[Any, ModuleCall],
-        parts: Mapping[int, ModuleCall],
+        submodule_calls: Mapping[int, ModuleCall],
     ) -> None:
         super().__init__()
         self.sites, self.places, self.unseen, self.order = sites, places, unseen, order
-        self.pool, self._calls, self._parts = pool, calls, parts
+        self.pool, self._calls, self._submodule_calls = pool, calls, submodule_calls
         #: whether values of regions keep their identity after they are computed
         self.defers = False
         self._depth = torch._C._len_torch_function_stack() + 1
-        self.passing: RegionPass | None = None
+        self.region_pass: RegionPass | None = None
         self._warned = warned  # operators with a warning so far
         self._count = 0  # number of operators so far
 
@@ -371,15 +373,15 @@ class RunningCode(TorchFunctionMode):
         if name in NUMBERS and type(args[0]) is torch.Tensor and self.order is None:
             return func(*args, **kwargs)
         frame = sys._getframe(1)
-        passing = self.passing
-        if passing is not None and self.order is None:
-            expected = passing.player.places[passing.position]
+        region_pass = self.region_pass
+        if region_pass is not None and self.order is None:
+            expected = region_pass.runner.places[region_pass.position]
             if expected.function is func and expected.is_at(frame):
                 # Function, place and operands identify the operator: outer frames need not be
                 # checked.
                 found = expected.match(args, kwargs)
-                if found is not None and passing.take(None, found):
-                    return passing.advance(found)
+                if found is not None and region_pass.take(None, found):
+                    return region_pass.advance(found)
         key = self.sites.find_key(frame, name)
         place = self.places.get(key)
         arguments = None
@@ -398,29 +400,29 @@ class RunningCode(TorchFunctionMode):
         if self.order is not None:
             check_order(self.order, self._count, place.site)
             self._count += 1
-        if place.player is None:
+        if place.runner is None:
             return self.run_in_float(func, name, args, kwargs, tensors)
-        is_next = passing is not None and passing.player is place.player
-        if passing is not None and not (is_next and passing.position == place.number):
-            passing.compute_in_float()
-            passing = None
-        if passing is None:
+        is_next = region_pass is not None and region_pass.runner is place.runner
+        if region_pass is not None and not (is_next and region_pass.position == place.number):
+            region_pass.compute_in_float()
+            region_pass = None
+        if region_pass is None:
             if place.number:
-                self.report_way(place.site)
+                self.report_path(place.site)
                 return self.run_in_float(func, name, args, kwargs, tensors)
-            passing = self.passing = RegionPass(place.player, self)
-        if not passing.take(arguments, tensors):
+            region_pass = self.region_pass = RegionPass(place.runner, self)
+        if not region_pass.take(arguments, tensors):
             self.report_arguments(place, tensors)
             return self.run_in_float(func, name, args, kwargs, tensors)
-        return passing.advance(tensors)
+        return region_pass.advance(tensors)
 
     def find_call(self, module: torch.nn.Module, frame: FrameType) -> ModuleCall | None:
         """Find the known place of a module call, by its innermost frame. None if there is none,
         or a hook runs in between.
         """
-        part = self._parts.get(id(module))
-        if part is not None:
-            return part
+        call = self._submodule_calls.get(id(module))
+        if call is not None:
+            return call
         if self.order is not None or frame.f_code is not CALL_MODULE:
             return None
         return self._calls.get((id(module), self.sites.find_outer(frame)))
@@ -439,8 +441,10 @@ class RunningCode(TorchFunctionMode):
     ) -> Any:
         """Run an operator that stays in PyTorch, on float tensors."""
         if may_write(name, kwargs):
-            if self.passing is not None and any(t is tensors[0] for t in self.passing.inputs):
-                self.passing.compute_in_float()
+            if self.region_pass is not None and any(
+                t is tensors[0] for t in self.region_pass.inputs
+            ):
+                self.region_pass.compute_in_float()
             if isinstance(tensors[0], DeferredTensor):
                 compute(tensors[0])
                 tensors[0].integers = None
@@ -453,15 +457,15 @@ class RunningCode(TorchFunctionMode):
                 tensor.integers = None  # a write through the view would not reach the integers
         return result
 
-    def leave_run(self) -> None:
+    def leave_region(self) -> None:
         """Leave the current region before its end."""
-        if self.passing is not None:
-            steps = self.passing.player.region.steps
-            site = steps[min(self.passing.position, len(steps) - 1)].step.site
-            self.passing = None
-            self.report_way(site)
+        if self.region_pass is not None:
+            steps = self.region_pass.runner.region.steps
+            site = steps[min(self.region_pass.position, len(steps) - 1)].step.site
+            self.region_pass = None
+            self.report_path(site)
 
-    def report_way(self, site: CallSite) -> None:
+    def report_path(self, site: CallSite) -> None:
         """Warn that calls reached or left an operator on a path that calibration did not take."""
         if site not in self._warned:
             self._warned.add(site)
@@ -474,9 +478,9 @@ class RunningCode(TorchFunctionMode):
 
     def report_arguments(self, place: Place, tensors: Sequence[torch.Tensor]) -> None:
         """Report an operator call with other sizes or constants than in calibration."""
-        if self.passing is not None and self.passing.position:
-            self.passing.compute_in_float()
-        self.passing = None
+        if self.region_pass is not None and self.region_pass.position:
+            self.region_pass.compute_in_float()
+        self.region_pass = None
         forms = ", ".join(
             f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
             for tensor in tensors
@@ -510,7 +514,7 @@ class RunningCode(TorchFunctionMode):
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where an operator of the code runs: its number in a region, or in PyTorch if `player` is
+    """Where an operator of the code runs: its number in a region, or in PyTorch if `runner` is
     None.
 
     Attributes:
@@ -520,7 +524,7 @@ class Place:
     """
 
     site: CallSite
-    player: RegionPlayer | None = None
+    runner: RegionRunner | None = None
     number: int = 0
     arguments: FlatArguments | None = None
     function: Any = None

@@ -33,7 +33,7 @@ class ModuleCall(Protocol):
         """End a call in which the module's own code ran."""
         ...
 
-    def learn(self, lesson: Any, result: Any) -> None:
+    def learn(self, recorded: Any, result: Any) -> None:
         """Look at the result for the arguments that `begin` saw."""
         ...
 
@@ -72,13 +72,13 @@ class ModuleForward:
             return type(module).forward(module, *args, **kwargs)
         result = call.play(caller, args, kwargs)
         if result is None:
-            lesson = call.begin(caller, args, kwargs)
+            recorded = call.begin(caller, args, kwargs)
             try:
                 result = type(module).forward(module, *args, **kwargs)
             finally:
                 call.end(caller)
-            if lesson is not None:
-                call.learn(lesson, result)
+            if recorded is not None:
+                call.learn(recorded, result)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MethodType:

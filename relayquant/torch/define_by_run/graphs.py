@@ -35,7 +35,7 @@ class StepModule(torch.nn.Module):
         return read[1] if read else []
 
 
-class RunModule(torch.nn.Module):
+class RegionModule(torch.nn.Module):
     """A region as a module for torch.export: inputs -> the values that are read elsewhere.
 
     Its attributes have names that no attribute of the user has.
@@ -109,7 +109,7 @@ def build_graph(
     Raises:
         ModelError: torch.export or the importer does not accept it.
     """
-    module = RunModule(steps, outputs, constants)
+    module = RegionModule(steps, outputs, constants)
     dims = tuple(
         {axis: torch.export.Dim.AUTO for axis, size in enumerate(shape) if size is None}
         for shape in sizes

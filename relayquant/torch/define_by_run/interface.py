@@ -59,8 +59,8 @@ class QuantizedPort:
     def leave(self, tensor: torch.Tensor) -> torch.Tensor:
         """Convert the code's result to the caller's integers."""
         if type(tensor) is DeferredTensor and tensor.integers is not None:
-            integers, grid = tensor.integers
-            if grid is self.inside:
+            integers, qparams = tensor.integers
+            if qparams is self.inside:
                 return move_zero(integers, self.inside, self.outside)
         return quantize_tensor(take_float(tensor), self.outside)
 
@@ -112,18 +112,18 @@ def list_tensors(result: Any) -> list[torch.Tensor]:
     return found
 
 
-def check_integers(tensor: torch.Tensor, grid: QParams, what: str) -> None:
+def check_integers(tensor: torch.Tensor, qparams: QParams, what: str) -> None:
     """Check that a tensor has the expected integer dtype.
 
     Raises:
         DataError: it has another one.
     """
-    dtype = getattr(torch, grid.dtype)
+    dtype = getattr(torch, qparams.dtype)
     if tensor.dtype != dtype:
         raise DataError(
             f"{what} is {str(tensor.dtype).removeprefix('torch.')}; the converted model takes "
-            f"{grid.dtype}: round(x / {float(grid.scale)!r}) + {int(grid.zero_point)}, within its "
-            "bounds, as its ledger says.",
+            f"{qparams.dtype}: round(x / {float(qparams.scale)!r}) + {int(qparams.zero_point)}, "
+            "within its bounds, as its ledger says.",
             code="RQ302",
         )
 
@@ -155,12 +155,14 @@ def find_interface(
     if not input_dtypes and not output_dtypes:
         return ModelInterface()
     first, owned = tapes[0], find_owned(tapes, [regions[number] for number in quantized])
-    grids = {port: boundary.qparams for boundary in boundaries for port in boundary.ports}
+    qparams_of = {port: boundary.qparams for boundary in boundaries for port in boundary.ports}
     entries = {
-        k: find_entry(tapes, owned, grids, k, dtype) for k, dtype in sorted(input_dtypes.items())
+        k: find_entry(tapes, owned, qparams_of, k, dtype)
+        for k, dtype in sorted(input_dtypes.items())
     }
     exits = {
-        k: find_exit(tapes, regions, grids, k, dtype) for k, dtype in sorted(output_dtypes.items())
+        k: find_exit(tapes, regions, qparams_of, k, dtype)
+        for k, dtype in sorted(output_dtypes.items())
     }
     inputs = describe_values("input", first.inputs, file, entries)
     return ModelInterface(
@@ -169,16 +171,16 @@ def find_interface(
 
 
 def describe_values(
-    what: str, numbers: Sequence[int], file: TensorFile, passages: Mapping[int, QuantizedPort]
+    what: str, numbers: Sequence[int], file: TensorFile, ports: Mapping[int, QuantizedPort]
 ) -> tuple[InterfaceValue, ...]:
     """Describe inputs or outputs as rows of the ledger. `values` are from the first call."""
 
     def describe(k: int, number: int) -> InterfaceValue:
-        if k not in passages:
+        if k not in ports:
             dtype = str(file.read(number).dtype).removeprefix("torch.")
             return InterfaceValue(f"{what} {k}", dtype)
-        grid = passages[k].outside
-        return InterfaceValue(f"{what} {k}", grid.dtype, grid.dtype).with_qparams(grid)
+        qparams = ports[k].outside
+        return InterfaceValue(f"{what} {k}", qparams.dtype, qparams.dtype).with_qparams(qparams)
 
     return tuple(describe(k, number) for k, number in enumerate(numbers))
 
@@ -196,7 +198,7 @@ def check_number(what: str, number: int, count: int) -> None:
 def find_entry(
     tapes: Sequence[Tape],
     owned: Sequence[set[int]],
-    grids: Mapping[Port, QParams],
+    qparams_of: Mapping[Port, QParams],
     number: int,
     dtype: str,
 ) -> QuantizedPort:
@@ -214,8 +216,8 @@ def find_entry(
             if i not in steps and not values.isdisjoint(step.operands):
                 readers[step.site] = None
     listed = "; ".join(map(str, readers))
-    grid = grids.get(Port(OUTSIDE, True, number))
-    if grid is None:
+    qparams = qparams_of.get(Port(OUTSIDE, True, number))
+    if qparams is None:
         cause = f"PyTorch reads it, in {listed}, and " if readers else ""
         raise ConfigError(
             f"set_input_quantized_indexes: input {number} of the model cannot be integer: "
@@ -230,13 +232,13 @@ def find_entry(
             "it is converted to float in each call.",
             code="RQ208",
         )
-    return QuantizedPort(number, grid, shift_qparams(grid, dtype, f"input {number}"))
+    return QuantizedPort(number, qparams, shift_qparams(qparams, dtype, f"input {number}"))
 
 
 def find_exit(
     tapes: Sequence[Tape],
     regions: Sequence[Region],
-    grids: Mapping[Port, QParams],
+    qparams_of: Mapping[Port, QParams],
     number: int,
     dtype: str,
 ) -> QuantizedPort:
@@ -248,14 +250,14 @@ def find_exit(
     for tape in tapes:
         check_number("output", number, len(tape.results))
     made = find_made(tapes, regions)
-    grid = grids.get(Port(OUTSIDE, False, number))
+    qparams = qparams_of.get(Port(OUTSIDE, False, number))
 
     def is_integer(t: int, value: int | None) -> bool:
         port = None if value is None else made.get((t, value))
-        return grid is not None and port is not None and grids.get(port) is grid
+        return qparams is not None and port is not None and qparams_of.get(port) is qparams
 
     floats = [t for t, tape in enumerate(tapes) if not is_integer(t, tape.results[number])]
-    if grid is None or floats:
+    if qparams is None or floats:
         tape = tapes[floats[0]]
         value = tape.results[number]
         maker = next((s for s in tape.steps if value is not None and value in s.results), None)
@@ -267,4 +269,4 @@ def find_exit(
             "says why they stay in float.",
             code="RQ103",
         )
-    return QuantizedPort(number, grid, shift_qparams(grid, dtype, f"output {number}"))
+    return QuantizedPort(number, qparams, shift_qparams(qparams, dtype, f"output {number}"))

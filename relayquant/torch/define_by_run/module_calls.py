@@ -26,7 +26,7 @@ from relayquant.torch.define_by_run.arguments import (
 )
 from relayquant.torch.define_by_run.call_sites import SiteKey
 from relayquant.torch.define_by_run.deferred import DeferredTensor
-from relayquant.torch.define_by_run.executing import Place, RegionPass, RegionPlayer, RunningCode
+from relayquant.torch.define_by_run.executing import Place, RegionPass, RegionRunner, RunningCode
 from relayquant.torch.define_by_run.forwards import has_own_forward
 from relayquant.torch.define_by_run.regions import Input, Inside, Source
 
@@ -39,14 +39,14 @@ ATTEMPTS = 3
 
 
 @dataclass(frozen=True, eq=False)
-class RunSpan:
+class RegionSpan:
     """The operators of a region that a module call stands for: from `start` to before `end`.
 
     `is_same`: an operator that returns the module's argument itself.
     """
 
     module: torch.nn.Module
-    player: RegionPlayer
+    runner: RegionRunner
     start: int
     end: int
     is_same: bool = False
@@ -93,7 +93,7 @@ class Connection:
 class KnownCall:
     """A place in the user's code that calls a module, and what is known about it."""
 
-    def __init__(self, span: RunSpan) -> None:
+    def __init__(self, span: RegionSpan) -> None:
         self.span = span
         self.connection: Connection | None = None
         self.attempts = 0
@@ -104,24 +104,24 @@ class KnownCall:
         None if the code has to run: the arguments differ, the call comes at another position, or
         somebody watches the operators.
         """
-        known, span, passing = self.connection, self.span, caller.passing
+        known, span, region_pass = self.connection, self.span, caller.region_pass
         if known is None or not caller.is_innermost():
             return None
-        if passing is None:
+        if region_pass is None:
             if span.start:
                 return None
-            passing = RegionPass(span.player, caller)
-        elif passing.player is not span.player or passing.position != span.start:
+            region_pass = RegionPass(span.runner, caller)
+        elif region_pass.runner is not span.runner or region_pass.position != span.start:
             return None
         tensors = known.match(args, kwargs)
         if tensors is None or not is_unchanged(span.module, known):
             return None
-        if not all(map(passing.take_source, tensors, known.sources)):
+        if not all(map(region_pass.take_source, tensors, known.sources)):
             return None
-        caller.passing = passing
+        caller.region_pass = region_pass
         if span.is_same:
-            return passing.advance(tensors)
-        return passing.pass_over(span.end, known.results, known.form)
+            return region_pass.advance(tensors)
+        return region_pass.pass_over(span.end, known.results, known.form)
 
     def begin(
         self, caller: RunningCode, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -144,16 +144,16 @@ class KnownCall:
         """End a call. Later values are computed as early as possible again."""
         caller.defers = False
 
-    def learn(self, lesson: tuple[Any, list[torch.Tensor]], result: Any) -> None:
+    def learn(self, recorded: tuple[Any, list[torch.Tensor]], result: Any) -> None:
         """Connect the module's arguments and results with the operators."""
-        template, tensors = lesson
+        template, tensors = recorded
         span, read = self.span, read_result(result)
-        passing = getattr(read[1][0], "passing", None) if read else None
-        if not isinstance(passing, RegionPass) or passing.player is not span.player:
+        region_pass = getattr(read[1][0], "region_pass", None) if read else None
+        if not isinstance(region_pass, RegionPass) or region_pass.runner is not span.runner:
             return
-        if read is None or passing.position != span.end:
+        if read is None or region_pass.position != span.end:
             return
-        steps = span.player.region.steps[span.start : span.end]
+        steps = span.runner.region.steps[span.start : span.end]
         inside = {number for step in steps for number in step.results}
         sources = {
             source
@@ -162,13 +162,13 @@ class KnownCall:
             if isinstance(source, Input)
             or (isinstance(source, Inside) and source.number not in inside)
         }
-        found = [find_source(tensor, passing, sources) for tensor in tensors]
+        found = [find_source(tensor, region_pass, sources) for tensor in tensors]
         if span.is_same and len(tensors) == len(sources) == 1 and read[1][0] is tensors[0]:
             found = list(sources)  # it has become another value of the region
         if None in found or set(found) != sources:
             return
         results = tuple(getattr(value, "number", -1) for value in read[1])
-        is_own = all(getattr(value, "passing", None) is passing for value in read[1])
+        is_own = all(getattr(value, "region_pass", None) is region_pass for value in read[1])
         if not is_own or not inside.issuperset(results):
             return
         state = span.module.__dict__
@@ -192,17 +192,17 @@ class KnownCall:
 
 
 def find_source(
-    tensor: torch.Tensor, passing: RegionPass, sources: Iterable[Source]
+    tensor: torch.Tensor, region_pass: RegionPass, sources: Iterable[Source]
 ) -> Source | None:
     """Find the value that operators of a pass read when they read a tensor. None if they do not
     read it.
     """
     for source in sources:
         if isinstance(source, Inside):
-            is_value = type(tensor) is DeferredTensor and tensor.passing is passing
+            is_value = type(tensor) is DeferredTensor and tensor.region_pass is region_pass
             if is_value and tensor.number == source.number:
                 return source
-        elif isinstance(source, Input) and passing.inputs[source.number] is tensor:
+        elif isinstance(source, Input) and region_pass.inputs[source.number] is tensor:
             return source
     return None
 
@@ -234,17 +234,17 @@ def find_calls(
     }
 
 
-def find_span(module: torch.nn.Module, places: Sequence[Place]) -> RunSpan | None:
+def find_span(module: torch.nn.Module, places: Sequence[Place]) -> RegionSpan | None:
     """Find the span of a call's operators. None if they are no span, or if they write."""
-    player = places[0].player
-    if player is None or any(place.player is not player for place in places):
+    runner = places[0].runner
+    if runner is None or any(place.runner is not runner for place in places):
         return None
     numbers = sorted(place.number for place in places)
     start, end = numbers[0], numbers[-1] + 1
-    steps = player.region.steps[start:end]
-    has_sizes = player.is_fixed and all(None not in form.shape for form in player.region.inputs)
+    steps = runner.region.steps[start:end]
+    has_sizes = runner.is_fixed and all(None not in form.shape for form in runner.region.inputs)
     is_same = any(step.step.is_same for step in steps)
     is_new = not any(step.step.target for step in steps) and (not is_same or len(steps) == 1)
     if end - start != len(numbers) or not has_sizes or not is_new:
         return None
-    return RunSpan(module, player, start, end, is_same)
+    return RegionSpan(module, runner, start, end, is_same)

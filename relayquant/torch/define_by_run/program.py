@@ -39,7 +39,7 @@ from relayquant.torch.define_by_run.deferred import ValuePool, compute_result
 from relayquant.torch.define_by_run.executing import (
     CompiledModule,
     Place,
-    RegionPlayer,
+    RegionRunner,
     RunningCode,
 )
 from relayquant.torch.define_by_run.forwards import ModuleForward, replacing_forwards
@@ -143,22 +143,22 @@ class PreparedProgram(Uncopied):
         self._table = SiteTable(model, run_model.__code__)
         self._constants = ModelConstants(self._table.modules)
         self._file = TensorFile()
-        self._evaluation = Evaluation(self._table.parts)
+        self._evaluation = Evaluation(self._table.submodules)
         self._tapes: list[Tape] = []
         #: for each call, whether it changed an attribute of a module
         self._changes: list[bool] = []
         self._known: dict[SiteKey, KnownOperator] = {}
-        self._parts: ObservedSubmodules | None = None
-        self._part_calls: dict[int, ObservedCall] = {}
+        self._submodules: ObservedSubmodules | None = None
+        self._submodule_calls: dict[int, ObservedCall] = {}
         if config is not None:
             whole, given = join_modules(model), settings.qconfig_mapping
             if config.standalone or config.custom:
-                self._parts = ObservedSubmodules.find(whole, config, given, self._file)
-                self._part_calls = self._parts.observe()
+                self._submodules = ObservedSubmodules.find(whole, config, given, self._file)
+                self._submodule_calls = self._submodules.observe()
             mapping = given or default_mapping(settings.backend, settings.level)
             mapping = config.extend_mapping(mapping, whole)
             self.settings = replace(settings, qconfig_mapping=mapping)
-        self._forwards = replace_forwards(self._part_calls, self._table.parts)
+        self._forwards = replace_forwards(self._submodule_calls, self._table.submodules)
 
     @property
     def sites(self) -> tuple[CallSite, ...]:
@@ -189,7 +189,7 @@ class PreparedProgram(Uncopied):
             self._file,
             tensors,
             self.order,
-            self._part_calls,
+            self._submodule_calls,
             self._known,
         )
         inputs = tuple(map(self._file.append, tensors))
@@ -224,8 +224,8 @@ class PreparedProgram(Uncopied):
         if whole is not None:
             return whole
         regions, interface = quantize_regions(tapes, self._constants, self._file, self.settings)
-        forms = {} if self._parts is None else self._parts.convert(self.settings)
-        calls = {} if self._parts is None else self._parts.make_calls(forms)
+        forms = {} if self._submodules is None else self._submodules.convert(self.settings)
+        calls = {} if self._submodules is None else self._submodules.make_calls(forms)
         return QuantizedProgram(
             self.model,
             self._table,
@@ -243,7 +243,7 @@ class PreparedProgram(Uncopied):
         first = tapes[0]
         is_module = isinstance(self.model, torch.nn.Module)
         args, kwargs = first.arguments
-        if self._parts is not None:
+        if self._submodules is not None:
             return None  # each has its own place in the code
         if not is_module or kwargs or not all(map(is_flat, args)):
             return None
@@ -320,8 +320,8 @@ class QuantizedWhole(Uncopied):
             DataError: an integer input has another dtype.
         """
         tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-        for i, grid in self._integers:
-            check_integers(tensors[i], grid, f"Input {i} of the model")
+        for i, qparams in self._integers:
+            check_integers(tensors[i], qparams, f"Input {i} of the model")
         return pytree.tree_unflatten(self._module.call(tensors), self._form)
 
 
@@ -347,22 +347,22 @@ class QuantizedProgram(Uncopied):
         unseen: Unseen,
         order: Sequence[CallSite] | None,
         forms: Mapping[str, Any],
-        part_calls: Mapping[int, ObservedCall],
+        submodule_calls: Mapping[int, ObservedCall],
         interface: ModelInterface,
     ) -> None:
         self._interface = interface
-        self.parts, self._part_calls = dict(forms), part_calls
+        self.parts, self._submodule_calls = dict(forms), submodule_calls
         self.model, self.regions = model, tuple(regions)
         self._table, self._unseen, self._order = table, unseen, order
         self._warned: set[CallSite] = set()
-        self._evaluation = Evaluation(table.parts)
+        self._evaluation = Evaluation(table.submodules)
         self._thread = threading.local()  # its `pool`: values for later calls
         self._places = find_places(table, self.regions, constants)
-        self._calls = find_calls(table.parts, self._places)
+        self._calls = find_calls(table.submodules, self._places)
         modules = {id(call.span.module): call.span.module for call in self._calls.values()}
         self._forwards = (
             *map(ModuleForward, modules.values()),
-            *replace_forwards(part_calls, table.parts),
+            *replace_forwards(submodule_calls, table.submodules),
         )
 
     @property
@@ -400,12 +400,12 @@ class QuantizedProgram(Uncopied):
             self._warned,
             self._find_pool(),
             self._calls,
-            self._part_calls,
+            self._submodule_calls,
         )
         with self._evaluation, replacing_forwards(self._forwards, code), leaving_autocast():
             result = run_model(self.model, code, args, kwargs)
-        if code.passing is not None:
-            code.passing.compute_in_float()
+        if code.region_pass is not None:
+            code.region_pass.compute_in_float()
         if self._interface.exits:
             return self._interface.leave(result)
         return compute_result(result)
@@ -431,20 +431,20 @@ def find_places(
     keys = {site: key for key, site in table.sites.items()}
     places: dict[CallSite, Place] = {}
     for region in regions:
-        player = RegionPlayer(region, constants)
+        runner = RegionRunner(region, constants)
         for number, step in enumerate(region.region.steps):
             site, call = step.step.site, step.step.call
             (caller, instruction), *_ = (*keys[site][2], (0, -1))
             places[site] = Place(
                 site,
-                player,
+                runner,
                 number,
                 FlatArguments.of(call.arguments),
                 call.function,
                 caller,
                 instruction,
             )
-        player.places = tuple(places[site] for site in player.region.sites)
+        runner.places = tuple(places[site] for site in runner.region.sites)
     return {key: places.get(site, Place(site)) for key, site in table.sites.items()}
 
 
@@ -454,24 +454,24 @@ class Evaluation:
     Several threads may be inside: the last one to leave restores the modes.
     """
 
-    def __init__(self, parts: Sequence[torch.nn.Module]) -> None:
-        self._parts, self._training, self._users = tuple(parts), [], 0
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        self._modules, self._training, self._users = tuple(modules), [], 0
         self._changing = threading.Lock()
 
     def __enter__(self) -> None:
         with self._changing:
-            training = [part for part in self._parts if part.training]
+            training = [module for module in self._modules if module.training]
             self._training += training
             self._users += 1
-            for part in training:
-                part.training = False
+            for module in training:
+                module.training = False
 
     def __exit__(self, *_: object) -> None:
         with self._changing:
             self._users -= 1
             if not self._users:
-                for part in self._training:
-                    part.training = True
+                for module in self._training:
+                    module.training = True
                 self._training = []
 
 

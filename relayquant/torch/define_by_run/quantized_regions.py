@@ -243,7 +243,7 @@ def quantize_region(
 ) -> QuantizedRegion:
     """Quantize a region with the parameters of its boundaries, and compile it."""
     inputs, outputs = name_ports(prepared)
-    grids: dict[Port, QParams] = {
+    qparams_of: dict[Port, QParams] = {
         port: boundary.qparams
         for boundary in boundaries
         for port in boundary.ports
@@ -252,7 +252,7 @@ def quantize_region(
     exact = sorted(
         port for boundary in boundaries for port in boundary.exact if port.region == number
     )
-    planned = {port: qparams for port, qparams in grids.items() if port not in exact}
+    planned = {port: qparams for port, qparams in qparams_of.items() if port not in exact}
     dtypes = {port: qparams.dtype for port, qparams in planned.items()}
     qmod = quantize(
         mod,
@@ -269,38 +269,41 @@ def quantize_region(
         input_dtypes={port.number: d for port, d in dtypes.items() if not port.is_output},
         output_dtypes={port.number: d for port, d in dtypes.items() if port.is_output},
     )
-    qmod = add_integer_outputs(qmod, {port.number: grids[port] for port in exact})
+    qmod = add_integer_outputs(qmod, {port.number: qparams_of[port] for port in exact})
     return QuantizedRegion(
         region,
         qmod,
         compile(qmod),
-        tuple(grids.get(Port(number, False, k)) for k in range(len(region.inputs))),
-        tuple(grids.get(Port(number, True, k)) for k in range(len(region.outputs))),
+        tuple(qparams_of.get(Port(number, False, k)) for k in range(len(region.inputs))),
+        tuple(qparams_of.get(Port(number, True, k)) for k in range(len(region.outputs))),
         tuple(port.number for port in exact),
     )
 
 
-def add_integer_outputs(mod: tvm.IRModule, grids: Mapping[int, QParams]) -> tvm.IRModule:
+def add_integer_outputs(mod: tvm.IRModule, qparams_of: Mapping[int, QParams]) -> tvm.IRModule:
     """Add integer forms of some outputs, by number, after the results of main.
 
     return x -> return (x, quantize(x)). The ledger lists them.
     """
-    if not grids:
+    if not qparams_of:
         return mod
     graph, ledger = Graph(mod), read_ledger(mod)
     results = list(iterate_results(result_expr(graph)))
     rows = [
-        replace(ledger.outputs[k], requested=grid.dtype).with_qparams(grid)
-        for k, grid in grids.items()
+        replace(ledger.outputs[k], requested=qparams.dtype).with_qparams(qparams)
+        for k, qparams in qparams_of.items()
     ]
     ledger = replace(ledger, outputs=(*ledger.outputs, *rows))
 
     def give_both(emitter: Emitter, out: relax.Expr) -> relax.Expr:
         integers = []
-        for k, grid in grids.items():
-            scale, zero = relax.const(grid.scale, "float32"), relax.const(grid.zero_point, "int32")
+        for k, qparams in qparams_of.items():
+            scale, zero = (
+                relax.const(qparams.scale, "float32"),
+                relax.const(qparams.zero_point, "int32"),
+            )
             real = emitter.get(results[k])
-            value = qnn.quantize(real, scale, zero, out_dtype=grid.dtype)
+            value = qnn.quantize(real, scale, zero, out_dtype=qparams.dtype)
             integers.append(emitter.emit(value, f"{ledger.outputs[k].name}.boundary"))
         return relax.Tuple([*map(emitter.get, results), *integers])
 

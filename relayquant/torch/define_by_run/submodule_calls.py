@@ -50,7 +50,7 @@ class ObservedCall:
     def end(self, caller: Any) -> None:
         """Nothing to end."""
 
-    def learn(self, lesson: Any, result: Any) -> None:
+    def learn(self, recorded: Any, result: Any) -> None:
         """Nothing to learn."""
 
 
@@ -99,7 +99,7 @@ class ObservedStandalone:
         if self._form is None:
             return None
         mapping = given or default_mapping(settings.backend, settings.level)
-        shell, config, given = place_in_wrapper(whole, self._path, rule, mapping)
+        wrapper, config, given = place_in_wrapper(whole, self._path, rule, mapping)
         calls = [tuple(map(self._file.read, call)) for call in self._calls]
         options = {
             "backend": rule.backend or settings.backend,
@@ -108,13 +108,13 @@ class ObservedStandalone:
             "qconfig_mapping": given,
         }
         arrays = [tuple(tensor.numpy() for tensor in call) for call in calls]
-        part, options = apply_config(shell, config, calls[0], arrays, options)
+        module, options = apply_config(wrapper, config, calls[0], arrays, options)
         shapes = find_dynamic([tuple(tuple(t.shape) for t in call) for call in calls])
-        if shapes is not None and isinstance(shell, Wrapper):
+        if shapes is not None and isinstance(wrapper, Wrapper):
             shapes = (shapes,)
-        mod, params = load_module(part, calls[0], dynamic_shapes=shapes)
+        mod, params = load_module(module, calls[0], dynamic_shapes=shapes)
         qmod = quantize(mod, params, arrays, **options)
-        prefix = "" if isinstance(shell, Wrapper) else f"{self._path}."
+        prefix = "" if isinstance(wrapper, Wrapper) else f"{self._path}."
         return StandaloneModule(qmod, prefix, self._form)
 
 
@@ -146,8 +146,8 @@ class StandaloneModule:
         ledger = read_ledger(mod)
         self._prefix = prefix
         self._module = CompiledModule(compile(mod))
-        self._inputs = find_grids(ledger.inputs)
-        self._outputs = find_grids(ledger.outputs)
+        self._inputs = find_qparams(ledger.inputs)
+        self._outputs = find_qparams(ledger.outputs)
 
     @property
     def ledger(self) -> Ledger:
@@ -163,19 +163,19 @@ class StandaloneModule:
         return self._form.join([*map(dequantize_by, results, self._outputs)])
 
 
-def find_grids(values: Sequence[Any]) -> list[QParams | None]:
+def find_qparams(values: Sequence[Any]) -> list[QParams | None]:
     """Find the parameters of inputs or outputs. None for float ones."""
     return [value.qparams if value.is_integer else None for value in values]
 
 
-def quantize_by(tensor: torch.Tensor, grid: QParams | None) -> torch.Tensor:
+def quantize_by(tensor: torch.Tensor, qparams: QParams | None) -> torch.Tensor:
     """Quantize a float tensor for a module."""
-    return tensor if grid is None else quantize_tensor(tensor, grid)
+    return tensor if qparams is None else quantize_tensor(tensor, qparams)
 
 
-def dequantize_by(tensor: torch.Tensor, grid: QParams | None) -> torch.Tensor:
+def dequantize_by(tensor: torch.Tensor, qparams: QParams | None) -> torch.Tensor:
     """Dequantize a tensor from a module."""
-    return tensor if grid is None else dequantize_tensor(tensor, grid)
+    return tensor if qparams is None else dequantize_tensor(tensor, qparams)
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,9 +222,9 @@ class ObservedSubmodules:
                 if path in self.standalone
                 else "it is custom: its quantized form is called"
             )
-            part = self.whole.get_submodule(path)
-            function = SubmoduleFunction(type(part).__name__, form, reason)
-            calls[id(part)] = ObservedCall(function)
+            module = self.whole.get_submodule(path)
+            function = SubmoduleFunction(type(module).__name__, form, reason)
+            calls[id(module)] = ObservedCall(function)
         return calls
 
     def observe(self) -> dict[int, ObservedCall]:

@@ -408,11 +408,11 @@ class RecordedCall(TorchFunctionMode):
         file: TensorFile,
         arguments: Sequence[torch.Tensor],
         order: Sequence[CallSite] | None = None,
-        parts: Mapping[int, ModuleCall] | None = None,
+        submodule_calls: Mapping[int, ModuleCall] | None = None,
         known: dict[SiteKey, KnownOperator] | None = None,
     ) -> None:
         super().__init__()
-        self.order, self._parts = order, parts or {}
+        self.order, self._submodule_calls = order, submodule_calls or {}
         #: last call of each operator
         self._known = {} if known is None else known
         self.sites, self.constants, self.file = sites, constants, file
@@ -433,7 +433,7 @@ class RecordedCall(TorchFunctionMode):
 
     def find_call(self, module: torch.nn.Module, frame: FrameType) -> ModuleCall | None:
         """Find the call of a standalone or custom module. None for any other module."""
-        return self._parts.get(id(module))
+        return self._submodule_calls.get(id(module))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

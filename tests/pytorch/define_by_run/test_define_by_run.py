@@ -36,7 +36,7 @@ from torch import nn  # noqa: E402
 from relayquant.torch.define_by_run.arguments import FlatArguments, Slot, is_equal  # noqa: E402
 from relayquant.torch.define_by_run.executing import (  # noqa: E402
     DeferredTensor,
-    RegionPlayer,
+    RegionRunner,
     quantize_tensor,
 )
 from relayquant.torch.define_by_run.tape import KnownOperator, replay  # noqa: E402
@@ -165,7 +165,7 @@ def test_boundary__integers_pass_from_run_to_run_and_round_the_loop(early_exit, 
     first, _, again, _ = converted.regions
     assert first.outputs[0] is again.inputs[0] is again.outputs[0] is not None
     given, made = [], []
-    call = type(RegionPlayer(first, None).module).call
+    call = type(RegionRunner(first, None).module).call
 
     def watch(self, inputs):
         outputs = call(self, inputs)

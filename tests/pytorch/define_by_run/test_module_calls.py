@@ -259,7 +259,7 @@ def test_loop__holds_no_values_of_passes_before(noisy):
     for _ in range(3):
         converted(torch.ones(5, dtype=torch.int64))
     assert type(model.last) is DeferredTensor
-    assert model.last.passing is None
+    assert model.last.region_pass is None
 
 
 def test_threads__give_what_one_gives(noisy):

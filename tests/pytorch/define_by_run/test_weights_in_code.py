@@ -186,8 +186,8 @@ def find_mods(converted):
     """Compiled module -> what it was compiled from."""
     if hasattr(converted, "mod"):
         return {converted._module: converted.mod}
-    players = [place.player for place in converted._places.values() if place.player]
-    return {player.module: player.run.mod for player in players}
+    runners = [place.runner for place in converted._places.values() if place.runner]
+    return {runner.module: runner.run.mod for runner in runners}
 
 
 FAST = ["attribute", "list", "closure", "convolution", "parameters, joined"]

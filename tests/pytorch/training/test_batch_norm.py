@@ -9,7 +9,7 @@ import relayquant as rq
 
 torch = pytest.importorskip("torch", reason="pip install torch")
 
-from relayquant.torch import BatchNorm, Ranges  # noqa: E402
+from relayquant.config import BatchNorm, Ranges  # noqa: E402
 
 
 class ConvNorm(torch.nn.Module):

@@ -338,7 +338,7 @@ def test_scales__gradient_with_levels_kept():
 
 
 def test_inner_weight__values_inside_come_nearer_where_outputs_say_nothing():
-    from relayquant.torch.training_loop import find_inner, measure_distance
+    from relayquant.torch.training_loop import find_hidden, measure_distance
 
     def silent(outputs, expected):
         return outputs[0].sum() * 0
@@ -347,7 +347,7 @@ def test_inner_weight__values_inside_come_nearer_where_outputs_say_nothing():
     inputs, distances = [torch.from_numpy(value) for value in batch.values()], []
     for weight in (0.0, 1.0):
         student, teacher, _ = train_student(silent, steps=12, lr=3e-2, hidden_weight=weight)
-        names = find_inner(student, teacher)
+        names = find_hidden(student, teacher)
         assert len(names) >= 3, "the operators of the model"
         with torch.no_grad():
             found, wanted = (m.eval().compute(inputs, names)[1] for m in (student, teacher))

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch", reason="pip install torch")
 from torch import nn  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
 
-from relayquant.torch import BatchNorm, Ranges  # noqa: E402
+from relayquant.config import BatchNorm, Ranges  # noqa: E402
 
 
 class Layers(nn.Module):
