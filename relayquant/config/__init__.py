@@ -1,8 +1,8 @@
 """What the user chooses: which operators are quantized, how (QConfig), and what a backend can run
 (BackendConfig).
 
-Frozen values; `with_` and `set_` methods return new objects. Names follow PyTorch's FX Graph Mode
-Quantization.
+All objects are frozen. `with_` and `set_` methods return new objects. Names follow PyTorch's FX
+Graph Mode Quantization.
 """
 
 from relayquant.base.qtypes import Granularity, Role, Rounding, Scheme

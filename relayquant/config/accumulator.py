@@ -1,6 +1,7 @@
-"""The register in which hardware sums products: its width, and what becomes of sums too large.
+"""The accumulator of the hardware: its width, and the overflow behaviour.
 
-Part of a DTypeConfig; annotate hands it to the plan, simulate and convert make the sums behave so.
+It is part of a DTypeConfig. annotate puts it into the plan. simulate and convert reproduce its
+overflow.
 """
 
 from __future__ import annotations
@@ -15,44 +16,44 @@ from relayquant.base.arguments import check_fields
 from relayquant.base.plain_data import PlainSettings, read_fields
 from relayquant.errors import ConfigError
 
-#: width of the sums of this package's own kernels: no sum of products passes it
+#: accumulator width of this package's kernels: no sum of products overflows it
 NATIVE_BITS = 64
-#: widest register that is emulated
+#: widest accumulator that is emulated
 WIDEST_BITS = 32
-ALLOWED_BITS = f"allowed: 8 to {WIDEST_BITS}, or {NATIVE_BITS}, which is that of the kernels"
+ALLOWED_BITS = f"allowed: 8 to {WIDEST_BITS}, or {NATIVE_BITS}, the accumulator of the kernels"
 
 
 class Overflow(enum.Enum):
-    """What becomes of a sum that does not fit."""
+    """The result for a sum that overflows."""
 
     SATURATE = "saturate"  #: the nearest end of the range
     WRAP = "wrap"  #: modulo 2 ** bits, two's complement
 
 
 class OverflowBound(enum.Enum):
-    """What calibration sees to fit, by raising the scales of weights."""
+    """The sums that must not overflow. Calibration raises weight scales to ensure it."""
 
-    NONE = "none"  #: nothing: parameters are taken as they were picked
+    NONE = "none"  #: none: parameters are not adapted
     OBSERVED = "observed"  #: every sum on the calibration data
-    #: the sum, and every partial sum in any order, for any input; OBSERVED for products of two
-    #: activations, whose integers are as large whatever the scales
+    #: the sum and every partial sum in any order, for any input; products of two activations use
+    #: OBSERVED, because scales do not change the size of their integers
     WORST_CASE = "worst_case"
 
 
 @check_fields
 @dataclass(frozen=True)
 class Accumulator(PlainSettings):
-    """A register of `bits` bits, signed, that holds sum(x * w) + bias in units of data scale x
-    weight scale.
+    """A signed accumulator of `bits` bits for sum(x * w) + bias, with scale data scale x weight
+    scale.
 
-    The sum is exact, and is brought into range once, when it is complete with its bias: with WRAP
-    that is what hardware does in whatever order it adds; with SATURATE it is what hardware does
-    whose partial sums fit, and of which the order therefore does not matter.
-    `OverflowBound.WORST_CASE` guarantees that, for all inputs.
+    The sum with bias is computed exactly and then brought into range once. With WRAP, hardware
+    gives the same result for any order of additions. With SATURATE, hardware gives the same result
+    if no partial sum overflows. `OverflowBound.WORST_CASE` guarantees this for all inputs.
 
     Attributes:
-        bits: 8 to 32, or 64, that of this package's kernels: it holds every sum, so that the
-            other two say nothing. Kernels use 32 bits of it where no input can pass them.
+        bits: 8 to 32, or 64 for the accumulator of this package's kernels. 64 bits hold every sum,
+            so that the other two fields have no effect. Kernels use int32 if no input can overflow
+            it.
         overflow, bound: See the enums.
     """
 
@@ -75,27 +76,29 @@ class Accumulator(PlainSettings):
 
     @property
     def limits(self) -> tuple[int, int]:
-        """Smallest and largest sum that fits."""
+        """The smallest and the largest sum that fits."""
         return -(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1
 
     @property
     def is_native(self) -> bool:
-        """Whether it is the register of the kernels: nothing has to be emulated."""
+        """Whether it is the accumulator of the kernels, so that nothing has to be emulated."""
         return self.bits == NATIVE_BITS
 
     @property
     def description(self) -> str:
-        """ "int14 saturate", "int64" for that of the kernels; `parse` reads it."""
+        """A text such as "int14 saturate", or "int64" for the kernels' accumulator. `parse` reads
+        it.
+        """
         if self.is_native:
             return f"int{self.bits}"
         return f"int{self.bits} {self.overflow.value}"
 
     @staticmethod
     def parse(text: object, where: str = "Accumulator") -> Accumulator:
-        """The accumulator that "int14", "int14 saturate" or "int14 wrap" names.
+        """Read a text such as "int14", "int14 saturate" or "int14 wrap".
 
         Raises:
-            ConfigError: it names none.
+            ConfigError: The text does not name an accumulator.
         """
         found = re.fullmatch(r"int(\d+)(?: (saturate|wrap))?", text) if isinstance(text, str) else 0
         if not found:
@@ -107,7 +110,7 @@ class Accumulator(PlainSettings):
         return Accumulator(int(found[1]), Overflow(found[2] or Overflow.SATURATE.value))
 
     def narrow(self, sums: np.ndarray) -> np.ndarray:
-        """Exact integer sums as the register holds them, same shape, int64."""
+        """Bring exact integer sums into range -> int64, same shape."""
         low, high = self.limits
         sums = sums.astype("int64")
         if self.is_native:
@@ -118,12 +121,12 @@ class Accumulator(PlainSettings):
 
     @classmethod
     def from_dict(cls, data: object, where: str = "") -> Accumulator:
-        """What `to_dict` wrote, or a text for `parse`."""
+        """Read the data of `to_dict`, or a text for `parse`."""
         where = where or cls.__name__
         if isinstance(data, str):
             return Accumulator.parse(data, where)
         return read_fields(Accumulator, data, where, ("bits",))
 
 
-#: what the kernels of this package sum in
+#: the accumulator of this package's kernels
 NATIVE = Accumulator()

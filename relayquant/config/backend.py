@@ -1,7 +1,7 @@
-"""What a backend can run: a table of patterns with the dtypes of each, and where results get their
+"""A backend's capabilities: a table of patterns with their dtypes and the source of output
 parameters.
 
-Frozen values; `with_` methods return new objects. Read by annotate and by every later stage.
+All objects are frozen. `with_` methods return new objects. annotate and all later stages read them.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from relayquant.errors import ConfigError, format_count, suggest_name
 
 
 class ObservationType(enum.Enum):
-    """Where the parameters of a pattern's result come from; the names are FX's."""
+    """The source of the parameters of a pattern's result. The names are from FX."""
 
-    #: an observer of its own
+    #: a separate observer
     OUTPUT_USE_DIFFERENT_OBSERVER_AS_INPUT = "output_use_different_observer_as_input"
-    #: the input's: the result is on the same grid
+    #: the input: the result has the same parameters
     OUTPUT_SHARE_OBSERVER_WITH_INPUT = "output_share_observer_with_input"
-    #: there are none: the backend runs it in float, on purpose
+    #: no parameters: the backend runs it in float, on purpose
     INPUT_OUTPUT_NOT_OBSERVED = "input_output_not_observed"
-    #: a table by dtype, whatever the data: softmax and sigmoid lie between 0 and 1
+    #: a table by dtype, independent of the data: softmax and sigmoid lie between 0 and 1
     OUTPUT_USE_FIXED_QPARAMS = "output_use_fixed_qparams"
 
 
@@ -47,13 +47,13 @@ class FixedOutput(PlainSettings):
 
     dtype: str
     scheme: Scheme
-    #: an observer that looks at no data, e.g. `Fixed(scale, zero_point)`
+    #: an observer that reads no data, e.g. `Fixed(scale, zero_point)`
     calibration: NamedSettings = field(metadata={"key": "observer"})
 
 
 @runtime_checkable
 class QuantPattern(Protocol):
-    """What configuration needs to know of an operator row (`relayquant.ir.ops.QuantOp`)."""
+    """The part of an operator row (`relayquant.ir.ops.QuantOp`) that configuration uses."""
 
     @property
     def name(self) -> str: ...
@@ -64,7 +64,7 @@ class QuantPattern(Protocol):
 
 @runtime_checkable
 class AnyAffineRule(Protocol):
-    """What configuration needs of a rule of the allow-list (`relayquant.extend.AffineRule`)."""
+    """The part of an allow-list rule (`relayquant.extend.AffineRule`) that configuration uses."""
 
     @property
     def op(self) -> str: ...
@@ -75,7 +75,7 @@ class AnyAffineRule(Protocol):
 
 @runtime_checkable
 class AnyFuser(Protocol):
-    """What configuration needs to know of a float rewrite (`relayquant.extend.Rule`)."""
+    """The part of a float rewrite (`relayquant.extend.Rule`) that configuration uses."""
 
     @property
     def name(self) -> str: ...
@@ -91,8 +91,8 @@ class PatternConfig:
 
     Attributes:
         pattern: The operator row.
-        dtypes: Combinations that run; a QConfig must fit one of them.
-        observation: Where the result's parameters come from; None: as the operator row says.
+        dtypes: Supported combinations. A QConfig must match one of them.
+        observation: Source of the result's parameters. None takes the source from the operator row.
         fixed: For OUTPUT_USE_FIXED_QPARAMS, the parameters by dtype and scheme.
         match_first: Whether it takes its operators, anywhere in the graph, before rows without
             this take any; so `BackendConfig.with_pattern` adds a row.
@@ -105,7 +105,7 @@ class PatternConfig:
     match_first: bool = False
 
     def find_fixed(self, spec: QSpec) -> Any:
-        """The observer of fixed parameters for a result of this spec, None if there is none."""
+        """Return the observer of fixed parameters for a result with this spec, or None."""
         if self.observation is not ObservationType.OUTPUT_USE_FIXED_QPARAMS:
             return None
         for row in self.fixed:
@@ -116,7 +116,7 @@ class PatternConfig:
     def find_dtypes(
         self, qconfig: QConfig, *, has_weight: bool = True, has_bias: bool = True
     ) -> DTypeConfig | None:
-        """The first row that fits `qconfig`: how the pattern will run; None when none does."""
+        """Return the first combination of dtypes that fits `qconfig`, or None."""
         for row in self.dtypes:
             if row.find_conflict(qconfig, has_weight=has_weight, has_bias=has_bias) is None:
                 return row
@@ -125,13 +125,14 @@ class PatternConfig:
     def find_conflict(
         self, qconfig: QConfig, *, has_weight: bool = True, has_bias: bool = True
     ) -> str | None:
-        """Why the backend cannot run the pattern with `qconfig`: the reason of the row that is
-        nearest to it if none fits; else None.
+        """Return why the backend cannot run the pattern with `qconfig`, or None if it can.
+
+        The reason is from the most similar combination of dtypes.
         """
         if not self.dtypes:
             return "the backend lists no dtypes for it"
         if self.find_dtypes(qconfig, has_weight=has_weight, has_bias=has_bias) is None:
-            # A row of the other kind would only say that it is of the other kind.
+            # A combination of another kind would only report the other kind.
             kind = (qconfig.is_dynamic and not qconfig.is_grouped, qconfig.is_grouped)
             alike = [row for row in self.dtypes if (row.is_dynamic, row.is_grouped) == kind]
             rows, data = alike or self.dtypes, qconfig.activation
@@ -151,7 +152,7 @@ class PatternConfig:
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; the pattern by name."""
+        """Return plain data, with the pattern by name."""
         rest = {f.name: to_plain(getattr(self, f.name)) for f in fields(self)[2:]}
         data = {"pattern": self.pattern.name, "dtypes": to_plain(self.dtypes)}
         return data | {key: value for key, value in rest.items() if value}
@@ -160,7 +161,7 @@ class PatternConfig:
     def from_dict(
         data: object, patterns: Mapping[str, QuantPattern], where: str = "PatternConfig"
     ) -> PatternConfig:
-        """What `to_dict` wrote; `patterns` gives the operator rows by name."""
+        """Read the data of `to_dict`. `patterns` holds the operator rows by name."""
         names = [f.name for f in fields(PatternConfig)]
         found = check_keys(data, names, where, ("pattern", "dtypes"))
         name = found["pattern"]
@@ -174,18 +175,21 @@ class PatternConfig:
 @check_fields
 @dataclass(frozen=True)
 class BackendConfig:
-    """What a backend can run. The order of `patterns` is priority: the first that matches a value
-    wins, but none without an anchor takes what one with an anchor wants.
+    """The capabilities of a backend.
+
+    The order of `patterns` is the priority: the first pattern that matches a value wins. A pattern
+    without an anchor never takes an operator that a pattern with an anchor needs.
 
     Attributes:
-        name: For messages and the ledger.
+        name: Name in messages and in the ledger.
         patterns: Rows, the longest patterns first.
         affine_rules: Rules of the allow-list (`relayquant.extend.AffineRule`), tried before the
             built-in ones.
         fusers: Rewrites of the float model (`relayquant.extend.Rule`) before it is planned.
-        default_qconfig: For all operators when the user gives no QConfigMapping.
-        float_dtypes: Narrow float dtypes that it computes any operator in (`FloatConfig`).
-        reduce_range: Activations use one bit less than their dtype has, unless a QSpec says
+        default_qconfig: QConfig of all operators if the user gives no QConfigMapping.
+        float_dtypes: Narrow float dtypes that the backend supports for all operators
+            (`FloatConfig`).
+        reduce_range: Whether activations use one bit less than their dtype has, unless a QSpec says
             otherwise.
     """
 
@@ -198,7 +202,7 @@ class BackendConfig:
     fusers: tuple[AnyFuser, ...] = ()
 
     def __repr__(self) -> str:
-        """A line: `explain` has the rows."""
+        """Return one line. `explain` lists the rows."""
         rows = format_count(len(self.patterns), "pattern")
         return f"BackendConfig({self.name!r}: {rows})"
 
@@ -225,13 +229,14 @@ class BackendConfig:
         observation: ObservationType | None = None,
         fixed: Iterable[FixedOutput] = (),
     ) -> BackendConfig:
-        """A backend that tries `pattern` before all others; a row it had for a pattern of this name
-        is replaced.
+        """Return a backend that tries `pattern` before all others.
 
-        It is tried at all values of the graph before any row of the backend's own table is, so that
-        none that ends further down takes a part of it. Of several that were added those with
-        anchors come first, then that added last. `dtypes` defaults to those of the first pattern
-        the backend has.
+        An existing pattern with this name is replaced.
+
+        The pattern is tried at all values of the graph before the backend's table. No pattern of
+        the table can therefore take a part of it. Among several added patterns, patterns with
+        anchors come first, then the pattern that was added last. `dtypes` defaults to the dtypes of
+        the backend's first pattern.
         """
         if dtypes is None:
             if not self.patterns:
@@ -241,8 +246,8 @@ class BackendConfig:
                     code="RQ102",
                 )
             dtypes = self.patterns[0].dtypes
-        # A pattern of the table that gets other dtypes is as long or short as it was: before longer
-        # ones it would cut the operators that these fuse.
+        # A pattern of the table that gets other dtypes keeps its place. In front of longer
+        # patterns, it would take operators that these patterns fuse.
         is_own = any(row.pattern is pattern and not row.match_first for row in self.patterns)
         row = PatternConfig(pattern, tuple(dtypes), observation, tuple(fixed), not is_own)
         others = (other for other in self.patterns if other.pattern.name != pattern.name)
@@ -250,7 +255,7 @@ class BackendConfig:
 
     @check_arguments
     def without_pattern(self, name: str) -> BackendConfig:
-        """A backend that does not run the pattern.
+        """Return a backend without the pattern.
 
         Raises:
             ConfigError: the backend has no such pattern.
@@ -260,10 +265,10 @@ class BackendConfig:
 
     @check_arguments
     def with_affine_rule(self, rule: AnyAffineRule) -> BackendConfig:
-        """A backend whose allow-list tries `rule` first.
+        """Return a backend with an allow-list that tries `rule` first.
 
-        Where it has no pattern for the rule's operator, it gets `rule.pattern`, of the lowest
-        priority and with all dtypes that it runs, so that plans quantize the operator.
+        If the backend has no pattern for the rule's operator, `rule.pattern` is added with the
+        lowest priority and all dtypes of the backend. Plans then quantize the operator.
         """
         backend = replace(self, affine_rules=(rule, *self.affine_rules))
         if any(row.pattern.op == rule.op for row in self.patterns):
@@ -275,20 +280,21 @@ class BackendConfig:
 
     @check_arguments
     def with_fuser(self, fuser: AnyFuser) -> BackendConfig:
-        """A backend that rewrites the float model by `fuser` before it is planned, as FX does by
-        `additional_fuser_method_mapping`; a fuser of this name that it had is replaced.
+        """Return a backend that rewrites the float model by `fuser` before the plan is made.
+
+        FX calls this `additional_fuser_method_mapping`. An existing fuser with this name is
+        replaced.
 
         The rule is a `relayquant.extend.Rule(name, pattern, rewrite)`: `rewrite(emitter, match)`
-        gives the float expression that stands for `match.root` from then on, or Skip. Fusers are
-        tried at every value, the one added last first, until none fires; constants that they
-        compute with are folded.
+        returns the float expression that replaces `match.root`, or Skip. Fusers are tried at every
+        value, the last added first, until none fires. Computations on constants are then folded.
         """
         others = (other for other in self.fusers if other.name != fuser.name)
         return replace(self, fusers=(fuser, *others))
 
     @check_arguments
     def find_pattern(self, name: str) -> PatternConfig:
-        """The row of a pattern by name.
+        """Return the row of a pattern by name.
 
         Raises:
             ConfigError: the backend has no such pattern.
@@ -304,18 +310,21 @@ class BackendConfig:
 
     @check_arguments
     def adapt_qconfig(self, qconfig: QConfig) -> QConfig:
-        """A user's QConfig as this backend runs it: one bit less where `reduce_range` says so."""
+        """Adapt a user's QConfig to this backend: activations use one bit less with
+        `reduce_range`.
+        """
         return qconfig.with_reduced_range() if self.reduce_range else qconfig
 
     @check_arguments
     def explain(self, pattern: str | QuantPattern | None = None) -> str:
-        """What the backend can run: a text with a line for each pattern and combination of dtypes.
+        """Describe the backend in text, with a line for each pattern and combination of dtypes.
 
         Args:
-            pattern: A pattern, its name, or an operator ("nn.conv2d", "conv2d"); None: everything.
+            pattern: A pattern, its name, or an operator ("nn.conv2d", "conv2d"). None is
+                everything.
 
         Raises:
-            ConfigError: the backend has nothing of this name.
+            ConfigError: The backend has no pattern or operator with this name.
         """
         rows = self.patterns
         if pattern is not None:
@@ -344,8 +353,10 @@ class BackendConfig:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON and TOML; patterns, affine rules and fusers, which are code, by
-        name."""
+        """Return plain data for JSON and TOML.
+
+        Patterns, affine rules and fusers are code and are stored by name.
+        """
         data: dict[str, Any] = {"name": self.name, "reduce_range": self.reduce_range}
         if self.default_qconfig is not None:
             data["default_qconfig"] = self.default_qconfig.to_dict()
@@ -367,12 +378,14 @@ class BackendConfig:
         *,
         fusers: Iterable[AnyFuser] = (),
     ) -> BackendConfig:
-        """What `to_dict` wrote. `patterns` are the operator rows it may name
-        (`relayquant.extend.BUILTIN_OPS` and your own).
+        """Read the data of `to_dict`.
+
+        `patterns` are the operator rows that the data may name (`relayquant.extend.BUILTIN_OPS` and
+        your rows).
 
         Raises:
-            ConfigError: an unknown key or pattern (names the nearest), a missing one, or a value
-                not allowed.
+            ConfigError: A key or pattern is unknown (the message names the nearest), a key is
+                missing, or a value is not allowed.
         """
         names = [f.name for f in fields(BackendConfig)]
         found = check_keys(data, names, where, ("name", "patterns"))

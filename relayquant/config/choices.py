@@ -1,4 +1,4 @@
-"""Words that settings take: what a user chooses among, each a member or its value as text."""
+"""The enums of user settings. A setting takes a member, or its value as text."""
 
 from __future__ import annotations
 
@@ -6,92 +6,95 @@ import enum
 
 
 class Effort(enum.Enum):
-    """Levels of effort."""
+    """The effort of calibration."""
 
     FAST = "fast"  #: ranges from the extremes, weights rounded to nearest
-    #: ranges and weights by what they change in the results, layers scaled against one another
-    #: where that is worth it; the default
+    #: ranges and weights with the smallest error in the results, layers equalized if it helps; the
+    #: default
     BALANCED = "balanced"
-    #: as BALANCED, with a search of the weights' scales; for few bits or one scale per tensor
+    #: BALANCED with a search of weight scales, for few bits or per-tensor weights
     BEST = "best"
 
 
 class Order(enum.Enum):
-    """When parameters are picked."""
+    """The order in which parameters are chosen."""
 
-    #: One after the other, each sees the rounding of those before it.
+    #: One operator after the other. Each sees the rounding of the operators before it.
     TOPOLOGICAL = "topological"
-    #: Ranges all from one pass of the float model; then weights, in topological order, from a part
+    #: All ranges from one pass of the float model. Then weights, in topological order, from a part
     #: of the data (`FitSettings.values`).
     PARALLEL = "parallel"
 
 
 class WeightRounding(enum.Enum):
-    """How weights become integers."""
+    """The rounding of weights to integers."""
 
-    NEAREST = "nearest"  #: each to its nearest level
-    OPTIMAL = "optimal"  #: so that the operator's result changes least on the calibration data
-    ADAPTIVE = "adaptive"  #: the same aim, up or down by gradient descent: `fit_adaround`
+    NEAREST = "nearest"  #: each to the nearest integer
+    OPTIMAL = "optimal"  #: with the smallest error of the operator's result on the calibration data
+    ADAPTIVE = "adaptive"  #: the same aim, learned by gradient descent: `fit_adaround`
 
 
 class BiasCorrection(enum.Enum):
-    """What is taken back through the bias (Nagel et al. 2019, https://arxiv.org/abs/1906.04721)."""
+    """The error that is corrected in the bias (Nagel et al. 2019,
+    https://arxiv.org/abs/1906.04721).
+    """
 
     NONE = "none"
-    WEIGHT = "weight"  #: the mean error that rounding this operator's weights makes
+    WEIGHT = "weight"  #: the mean error from rounding this operator's weights
 
 
 class Guard(enum.Enum):
-    """What happens when the outputs of float and integer model part."""
+    """The action of the guard (accuracy control) if the outputs deviate from the float model."""
 
-    REVERT = "revert"  #: operators that cause it go back to float, with a warning
-    WARN = "warn"  #: a warning names the first operator that is off
-    OFF = "off"  #: nothing is run
+    REVERT = "revert"  #: the operators that cause it are reverted to float, with a warning
+    WARN = "warn"  #: a warning names the first operator with a wrong result
+    OFF = "off"  #: the guard is off
 
 
 class GroupedForm(enum.Enum):
-    """How products with weights in groups are written to ONNX."""
+    """The form of matrix products with grouped weights in ONNX."""
 
     BLOCKS = "blocks"  #: DequantizeLinear with block_size (opset 21) and MatMul: plain ONNX
-    NBITS = "nbits"  #: com.microsoft.MatMulNBits, of ONNX Runtime, where it takes the weight
+    NBITS = "nbits"  #: com.microsoft.MatMulNBits of ONNX Runtime, if it supports the weight
 
 
 class Ranges(enum.Enum):
-    """Where the scales of fake quantization come from, once calibration has found the first, or
-    the first training batches without it.
+    """The source of fake quantization scales during training.
+
+    The first scales come from calibration, or else from the first training batches.
     """
 
     FROZEN = "frozen"  #: they stay
-    #: they follow the extremes of the batches, of weights the extremes of now, as FX's observers do
+    #: the extremes of the batches, and the current extremes of weights, as in FX observers
     MOVING_AVERAGE = "moving_average"
-    LEARNED = "learned"  #: by the gradient of the loss (LSQ); zero points stay
+    LEARNED = "learned"  #: learned by the gradient of the loss (LSQ); zero points stay
 
     @property
     def moves(self) -> bool:
-        """Whether they change while the module trains."""
+        """Whether the scales change while the module trains."""
         return self is not Ranges.FROZEN
 
 
 class BatchNorm(enum.Enum):
-    """What becomes of batch norms behind convolutions and matrix products."""
+    """The treatment of batch norms behind convolutions and matrix products."""
 
-    FROZEN = "frozen"  #: folded into weights and biases with the statistics that they have
-    #: folded with the running statistics, normalized by those of each batch: FX's ConvBn
+    FROZEN = "frozen"  #: folded into weights and biases with their statistics
+    #: folded with the running statistics, normalized by the batch statistics: ConvBn of FX
     LIVE = "live"
 
 
 class Unseen(enum.Enum):
-    """What becomes of an operator that calibration never passed, when it is reached later."""
+    """The treatment of an operator that is reached later but was never reached in calibration."""
 
-    ERROR = "error"  #: an error that names it, and what to calibrate
+    ERROR = "error"  #: an error that names it and what to calibrate
     FLOAT = "float"  #: it stays in PyTorch, in float
 
 
 class Support(enum.Enum):
-    """What became of the QConfig that the mapping gave an operator: FX's three cases, two more."""
+    """The backend's answer to an operator's QConfig: the three cases of FX and two more."""
 
-    SERVED = "served"  #: the backend has the pattern and runs these dtypes
-    DTYPE_UNSUPPORTED = "dtype unsupported"  #: it has the pattern, and runs other dtypes
+    SERVED = "served"  #: the backend runs the pattern with these dtypes
+    DTYPE_UNSUPPORTED = "dtype unsupported"  #: it runs the pattern with other dtypes
     PATTERN_UNKNOWN = "pattern unknown"  #: it has no pattern for the operator
-    FORM_UNSUPPORTED = "form unsupported"  #: its pattern does not take this use of the operator
-    NOT_ASKED = "not asked"  #: no QConfig asks for it
+    FORM_UNSUPPORTED = "form unsupported"  #: its pattern excludes this use
+    NOT_ASKED = "not asked"  #: there is no QConfig for it

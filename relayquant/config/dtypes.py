@@ -1,6 +1,6 @@
-"""What a backend accepts of each tensor of an operator: dtypes and constraints.
+"""The dtypes and constraints that a backend supports for each tensor of an operator.
 
-Read by annotate, which asks whether a QConfig can be served.
+annotate uses them to decide whether the backend supports a QConfig.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from relayquant.errors import ConfigError, suggest_name
 @check_fields
 @dataclass(frozen=True)
 class DTypeWithConstraints(PlainSettings):
-    """What a backend accepts of one tensor. A QSpec fits when it stays within every bound.
+    """The supported specifications of one tensor. A QSpec fits if it is within every bound.
 
     Attributes:
-        dtype: The only dtype; int8 takes int4 too, which is stored in it.
-        schemes, granularities: Those that run.
-        quant_min_lower_bound, quant_max_upper_bound: Integers that it can hold; None: the limits of
+        dtype: The only dtype. int8 also accepts int4, which is stored in int8.
+        schemes, granularities: The supported values.
+        quant_min_lower_bound, quant_max_upper_bound: The supported integers. None is the limits of
             `dtype`.
         scale_min_lower_bound, scale_max_upper_bound: Bounds that `QSpec.scale_min` and `scale_max`
             must keep.
@@ -52,7 +52,7 @@ class DTypeWithConstraints(PlainSettings):
         self.check_bounds()
 
     def check_bounds(self) -> None:
-        """Raise ConfigError if no QSpec keeps within all bounds."""
+        """Raise ConfigError if no QSpec is within all bounds."""
         for name in ("schemes", "granularities"):
             if getattr(self, name) == ():
                 raise ConfigError(
@@ -81,7 +81,7 @@ class DTypeWithConstraints(PlainSettings):
             ) from error
 
     def find_conflict(self, spec: QSpec, what: str) -> str | None:
-        """Why `spec` is refused, or None; `what` names the tensor for the message."""
+        """Return why `spec` is refused, or None. `what` names the tensor for the message."""
         if not self.holds(spec):
             return f"{what} dtype {spec.dtype} is asked for, the backend runs {self.dtype}"
         if spec.scheme not in self.schemes:
@@ -105,8 +105,8 @@ class DTypeWithConstraints(PlainSettings):
         return None
 
     def holds(self, spec: QSpec) -> bool:
-        """Whether integers of this specification are of `dtype`; int4 and an int8 that keeps within
-        -8..7 are the same.
+        """Whether integers of this specification have `dtype`. int8 limited to -8..7 is the same as
+        int4.
         """
         if self.dtype == "int4" and spec.dtype == "int8":
             low, high = INTEGER_LIMITS["int4"]
@@ -115,8 +115,9 @@ class DTypeWithConstraints(PlainSettings):
 
     @property
     def description(self) -> str:
-        """One phrase: "int8 symmetric per_tensor power_of_two -127..127"; what is not restricted is
-        left out.
+        """A phrase such as "int8 symmetric per_tensor power_of_two -127..127".
+
+        Unrestricted properties are left out.
         """
         words = [self.dtype]
         if len(self.schemes) == 1:
@@ -135,34 +136,36 @@ class DTypeWithConstraints(PlainSettings):
 
     @classmethod
     def from_dict(cls, data: object, where: str = "") -> DTypeWithConstraints:
-        """What `to_dict` wrote, or a dtype by name."""
+        """Read the data of `to_dict`, or a dtype by name."""
         if isinstance(data, str):
             return DTypeWithConstraints(data)
         return read_fields(cls, data, where or cls.__name__)
 
 
 def describe_bound(name: str, value: float | None) -> str:
-    """A bound of a QSpec, for messages."""
+    """Describe a bound of a QSpec, for messages."""
     return f"QSpec has no {name}" if value is None else f"{name} is {value}"
 
 
 @check_fields
 @dataclass(frozen=True, kw_only=True)
 class DTypeConfig(PlainSettings):
-    """One combination of dtypes a backend can run a pattern with, given by keywords. A dtype by
-    name stands for one without constraints. One that no QConfig can fit is refused.
+    """One combination of dtypes that a backend can run a pattern with, given by keywords.
+
+    The name of a dtype stands for the dtype without constraints. A combination that no QConfig can
+    fit raises ConfigError.
 
     Attributes:
-        input, output: Computed operands, and the result.
-        weight: Constant operands; not asked for where a pattern has none.
-        bias: "int32" is in units of data scale x weight scale; another dtype has a grid of its own.
-        accumulator: What sums of products are held in, for patterns that have them (convolutions,
-            matrix products): an `Accumulator`, or "int14", "int14 wrap". The default holds all.
-        is_dynamic: The input's parameters are computed at run time, from each tensor. Serves
-            QConfigs whose activation is dynamic, and no other; `output` and `bias` must be
-            "float32" then, and the accumulator the kernels' own.
-        is_grouped: The weights stay packed, in groups. Serves QConfigs whose weight has a
-            `group_size`, and no other; `input` is "float32", or "int8" for a scale for each row,
+        input, output: The computed operands, and the result.
+        weight: Constant operands. Ignored for patterns without constant operands.
+        bias: "int32" has scale data scale x weight scale. Another dtype has a separate scale.
+        accumulator: Accumulator of convolutions and matrix products: an `Accumulator`, or a text
+            such as "int14" or "int14 wrap". The default never overflows.
+        is_dynamic: Whether the input's parameters are computed at run time, from each tensor. It
+            fits only QConfigs with a dynamic activation. `output` and `bias` must be "float32", and
+            the accumulator must be the kernels' accumulator.
+        is_grouped: Whether the weights stay packed, in groups. It fits only QConfigs with a
+            `group_size` of the weight. `input` is "float32", or "int8" with a scale for each row.
             `output` and `bias` are "float32".
     """
 
@@ -235,7 +238,7 @@ class DTypeConfig(PlainSettings):
 
     @property
     def register(self) -> Accumulator:
-        """`accumulator`, which a text may have named."""
+        """The accumulator. A text is read as an `Accumulator`."""
         return (
             Accumulator.from_dict(self.accumulator)
             if isinstance(self.accumulator, str)
@@ -243,13 +246,13 @@ class DTypeConfig(PlainSettings):
         )
 
     def constraints(self, name: str) -> DTypeWithConstraints:
-        """Those of "input", "output", "weight" or "bias"."""
+        """Return the constraints of "input", "output", "weight" or "bias"."""
         return getattr(self, name)
 
     def find_conflict(
         self, qconfig: QConfig, *, has_weight: bool = True, has_bias: bool = True
     ) -> str | None:
-        """Why `qconfig` cannot run with these dtypes, or None when it can."""
+        """Return why `qconfig` cannot run with these dtypes, or None if it can."""
         if self.is_grouped or qconfig.is_grouped:
             return self._find_grouped_conflict(qconfig)
         if self.is_dynamic or qconfig.is_dynamic:
@@ -270,9 +273,9 @@ class DTypeConfig(PlainSettings):
         return None
 
     def _find_grouped_conflict(self, qconfig: QConfig) -> str | None:
-        """As `find_conflict`, where the row or the QConfig has weights in groups."""
+        """Find the conflict if the row or the QConfig has grouped weights."""
         if not qconfig.is_grouped:
-            return "the backend's weights are in groups, those of the QConfig are not"
+            return "the backend's weights are in groups, the QConfig's weights are not"
         if not self.is_grouped:
             return "weights in groups are asked for (group_size), the backend's are not"
         wanted = "float32" if qconfig.activation is None else qconfig.activation.spec.dtype
@@ -284,7 +287,7 @@ class DTypeConfig(PlainSettings):
         return self.constraints("weight").find_conflict(qconfig.weight.spec, "weight")
 
     def _find_dynamic_conflict(self, qconfig: QConfig, *, has_weight: bool) -> str | None:
-        """As `find_conflict`, where the row or the QConfig has parameters of the run time."""
+        """Find the conflict if the row or the QConfig has run-time parameters."""
         if not qconfig.is_dynamic:
             return "the backend computes the input's parameters at run time, the QConfig is static"
         if not self.is_dynamic:
@@ -298,7 +301,7 @@ class DTypeConfig(PlainSettings):
         return conflict
 
     def _find_static_part(self) -> str | None:
-        """What a row for float results says that only integer ones can have, or None."""
+        """Find a setting in a row for float results that only integer results can have, or None."""
         kind = "a grouped" if self.is_grouped else "a dynamic"
         for name in ("output", "bias"):
             if self.constraints(name).dtype != "float32":
@@ -315,7 +318,7 @@ class DTypeConfig(PlainSettings):
 
     @property
     def description(self) -> str:
-        """One line: "uint8 x int8 -> uint8"; a bias is named where it is not int32."""
+        """One line such as "uint8 x int8 -> uint8". A bias is named if it is not int32."""
         parts = [self.constraints(name).description for name in ("input", "weight", "output")]
         bias = self.constraints("bias").description
         text = f"{parts[0]} x {parts[1]} -> {parts[2]}" + (
@@ -327,7 +330,7 @@ class DTypeConfig(PlainSettings):
         return text + (", dynamic" if self.is_dynamic else "")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; a dtype without constraints by name."""
+        """Return plain data. A dtype without constraints is its name."""
         data: dict[str, Any] = {}
         for name in ("input", "output", "weight", "bias"):
             constraints = self.constraints(name)

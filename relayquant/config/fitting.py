@@ -1,4 +1,4 @@
-"""How calibration rounds weights and corrects biases: settings of `stages.calibration.weights`."""
+"""Settings of `stages.calibration.weights`: how calibration rounds weights and corrects biases."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from relayquant.base.arguments import check_fields
 from relayquant.config.choices import BiasCorrection, WeightRounding
 from relayquant.errors import ConfigError
 
-#: sampled rows of an operator's input per weight of one output, at least and at most
+#: minimum and maximum of sampled input rows of an operator per weight of one output
 ROWS_PER_COLUMN = (4, 128)
 
 
 @check_fields
 @dataclass(frozen=True)
 class AdaRoundSettings:
-    """How rounding is learned.
+    """Settings of learned rounding.
 
     Attributes:
-        steps: Of gradient descent. Each is two products of the weight with H.
+        steps: Steps of gradient descent. Each step costs two products of the weight with H.
         rate: Adam's step size.
-        regularization: What a weight between two levels costs, as a multiple of the mean error
-            that rounding to nearest makes per weight.
-        warm_up: Share of the steps before that cost counts.
-        sharpness: The exponent beta of that cost, first and last: the larger, the less it
-            cares of weights that are far from both levels.
+        regularization: Cost of a weight between two levels, as a multiple of the mean error per
+            weight from rounding to nearest.
+        warm_up: Share of the steps before this cost counts.
+        sharpness: First and last exponent beta of this cost. A larger beta affects weights far from
+            both levels less.
     """
 
     steps: int = 300
@@ -54,29 +54,29 @@ DEFAULT_ADAROUND = AdaRoundSettings()
 @check_fields
 @dataclass(frozen=True)
 class FitSettings:
-    """How weights and biases are fitted.
+    """Settings of the fit of weights and biases, as in GPTQ.
 
     Attributes:
         rounding, bias: See the enums.
-        scale_factors: The scale of each channel (of the tensor, if it has one) is the best of these
-            multiples of the scale that its observer picked, judged by the error of the result.
-        tensor_factors: Where one scale serves several channels, it is first multiplied by the best
-            of these, judged with weights rounded to nearest: a channel of huge weights whose input
-            is nearly always zero may be clipped.
-        sweeps: Passes over all weights after rounding, in each of which every level moves to where
-            the error is least given the others (coordinate descent).
+        scale_factors: Multiples of the observer's scale that are tried for each channel (or for a
+            per-tensor scale). The multiple with the smallest error of the result is used.
+        tensor_factors: Multiples that are tried first for a scale of several channels, with weights
+            rounded to nearest. They can clip a channel of huge weights with an input that is nearly
+            always zero.
+        sweeps: Passes over all weights after rounding. Each pass moves every level to the smallest
+            error, given the other levels (coordinate descent).
         damping: Added to the diagonal of H, as a share of its mean.
-        samples: Positions of an operator's input that H is made of, all batches together; but per
-            weight of one output at least `ROWS_PER_COLUMN[0]` and at most `ROWS_PER_COLUMN[1]`.
-        values: In parallel order (`Order`), so many values of the operators' inputs are computed,
-            all operators and samples together, but those of 32 samples at least: of more data a
-            part is used, evenly spread. What more of it brings is less than chance: MobileNet's
-            output has 23.9 dB with 16 samples and 24.0 dB with 200.
-        max_columns: Operators with more weights per output are fitted in blocks of that many
-            columns, one block on each thread at a time, as if the inputs of different blocks had
-            nothing to do with one another: H is columns x columns.
-        adaround: How `WeightRounding.ADAPTIVE` learns.
-        seed: Of the choice of positions.
+        samples: Number of positions of an operator's input for H, over all batches. Per weight of
+            one output, it is at least `ROWS_PER_COLUMN[0]` and at most `ROWS_PER_COLUMN[1]`.
+        values: Number of input values that are computed in parallel order (`Order`), over all
+            operators and samples. At least 32 samples are used. From a larger data set, evenly
+            spread samples are used. More data has little effect: MobileNet's output has 23.9 dB
+            with 16 samples and 24.0 dB with 200.
+        max_columns: Operators with more weights per output are fitted in blocks of this many
+            columns, one block per thread at a time. Inputs of different blocks are treated as
+            uncorrelated. H is columns x columns.
+        adaround: Settings of `WeightRounding.ADAPTIVE`.
+        seed: Seed for the choice of positions.
     """
 
     rounding: WeightRounding = WeightRounding.OPTIMAL
@@ -121,13 +121,15 @@ class FitSettings:
                 )
 
     def count_rows(self, columns: int) -> int:
-        """Positions to sample for an operator with that many weights per output."""
+        """Return the number of positions to sample for an operator with `columns` weights per
+        output.
+        """
         least, most = (factor * min(columns, self.max_columns) for factor in ROWS_PER_COLUMN)
         return min(max(self.samples, least), most)
 
     @property
     def is_needed(self) -> bool:
-        """Whether operators have to be observed at all."""
+        """Whether operators must be observed."""
         return self.rounding is not WeightRounding.NEAREST or self.bias is not BiasCorrection.NONE
 
 

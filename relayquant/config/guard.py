@@ -1,4 +1,4 @@
-"""When the guard of `relayquant.quantize` says that outputs deviate, and what it does then."""
+"""Settings of the guard (accuracy control) of `relayquant.quantize`."""
 
 from __future__ import annotations
 
@@ -12,39 +12,36 @@ from relayquant.errors import ConfigError
 @check_fields
 @dataclass(frozen=True)
 class GuardSettings:
-    """When the guard says that outputs deviate, and what it does.
+    """The bounds of the guard (accuracy control), and its action if outputs deviate from float.
 
-    Outputs deviate when the SQNR of one of them is below `min_sqnr`, or when more than
-    `disagreement` of the samples get clearly another answer
-    (`relayquant.analysis.outputs.count_differing`). What 8 bits can give is 25 to 45 dB at the
-    outputs of networks that quantize well; the worst one that still keeps most answers (MobileNet,
-    ranges from the extremes, 97 % equal) has 15 dB. At 15 dB the error holds a thirtieth of the
-    output's energy, at 10 dB a tenth. Both bounds are far from what is normal: the guard is for
-    models that broke, not for the last points of accuracy; for those there is
-    `quantize(..., metric=)`.
+    Outputs deviate if the SQNR of one output is below `min_sqnr`, or if more than `disagreement` of
+    the samples get a clearly different answer (`relayquant.analysis.outputs.count_differing`).
+    Networks that quantize well reach 25 to 45 dB with 8 bits. The worst network that still keeps
+    most answers (MobileNet, ranges from the extremes, 97 % equal) has 15 dB. At 15 dB, the error
+    has a thirtieth of the output's energy, at 10 dB a tenth. The guard finds broken models. For a
+    bound on accuracy, use `quantize(..., metric=)`.
 
-    The guard looks at a few samples, spread over the data, and then at twice as many, until it is
-    settled whether outputs deviate: what they are not likely to fall below
-    (`relayquant.analysis.outputs.OutputGap.least`) is above `min_sqnr`, or what they are not likely
-    to exceed is below. Models that are cheap to run are looked at on so many samples, too, that
-    damage to more than `doubtful_disagreement` of all samples is seen at a confidence of 95 %.
+    The guard runs a few samples, spread over the data, and doubles the number until the result is
+    certain. The result is certain if the probable lower bound of the SQNR
+    (`relayquant.analysis.outputs.OutputGap.least`) is above `min_sqnr`, or the probable upper bound
+    is below. Models that are cheap to run get more samples: enough to find damage to more than
+    `doubtful_disagreement` of all samples with 95 % confidence.
 
-    Where outputs do not deviate, there is a warning of more than `doubtful_disagreement` other
-    answers, or, of an output that holds no answers (boxes, a mask, a signal), of one that may be
-    below `doubtful_sqnr` by what the samples tell, or is below `sample_sqnr` on one sample.
+    If outputs do not deviate, the guard warns if more than `doubtful_disagreement` of the answers
+    differ. For an output without answers (boxes, a mask, a signal), it warns if the SQNR may be
+    below `doubtful_sqnr`, or is below `sample_sqnr` on one sample.
 
     Attributes:
-        action: See `Guard`; None: WARN with effort "fast", else REVERT.
-        samples: Samples that are compared, at most.
-        work: Multiply-adds of the float model for all samples together that are spent in any case;
-            at least 4 samples are compared. Up to 4 times as many are spent where it is not
-            settled whether outputs deviate.
-        min_sqnr: dB at an output, below which it deviates.
-        disagreement: Share of samples with another answer, above which an output deviates.
-        target_sqnr: dB that operators are reverted to float for, once outputs deviated.
+        action: See `Guard`. None is WARN with effort "fast", else REVERT.
+        samples: Maximum number of compared samples.
+        work: Multiply-adds of the float model that are always spent, over all samples. At least 4
+            samples are compared. If the result is uncertain, up to 4 times as many are spent.
+        min_sqnr: SQNR in dB. An output below it deviates.
+        disagreement: Share of samples with a different answer. An output above it deviates.
+        target_sqnr: SQNR in dB to reach by reverting operators to float, if outputs deviate.
         doubtful_sqnr, doubtful_disagreement, sample_sqnr: See above.
-        search_work: Multiply-adds of the float model that finding these operators may take, about;
-            it looks at fewer samples for that, the worst ones, one at least.
+        search_work: Approximate limit of multiply-adds of the float model for the search of these
+            operators. The search uses fewer samples, the worst ones, at least one.
     """
 
     action: Guard | None = None

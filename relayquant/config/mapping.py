@@ -1,7 +1,6 @@
-"""Which operator gets which QConfig: the lines of a QConfigMapping, and the operators they select.
+"""The QConfig of each operator: the lines of a QConfigMapping, and the operators that they select.
 
-The user's choice, read by annotate. Names and precedence follow PyTorch's FX Graph Mode
-Quantization.
+annotate reads the user's mapping. Names and precedence follow PyTorch's FX Graph Mode Quantization.
 """
 
 from __future__ import annotations
@@ -19,8 +18,10 @@ from relayquant.errors import ConfigError
 
 
 class Selector(enum.Enum):
-    """What a line of a QConfigMapping selects by. Later members win over earlier ones, as in FX;
-    `QConfigMapping` says which of two lines of one kind wins.
+    """The kind of selection of a QConfigMapping line.
+
+    Later members win over earlier members, as in FX. `QConfigMapping` describes the precedence
+    between two lines of the same kind.
     """
 
     GLOBAL = "global"
@@ -32,10 +33,10 @@ class Selector(enum.Enum):
 
 @dataclass(frozen=True)
 class OperatorSite:
-    """An operator as the lines of a mapping see it.
+    """The facts about an operator that mapping lines select by.
 
     Attributes:
-        names: Names of its values, and of the nodes of the source model it came from.
+        names: Names of its values, and of its nodes in the source model.
         op: Its main operator, e.g. "relax.nn.conv2d".
         pattern: Its pattern, "" if none.
         place: Position of its main operator in `peers`.
@@ -50,7 +51,7 @@ class OperatorSite:
     peers: tuple[tuple[str, ...], ...] = ()
 
     def find_order(self, module: str) -> int | None:
-        """How many operators of this type come before it below `module`; None when it is not below
+        """Count the operators of this type before it below `module`. None if it is not below
         `module`.
         """
         if not any(is_below(name, module) for name in self.names):
@@ -60,23 +61,26 @@ class OperatorSite:
 
 
 def is_below(name: str, module: str) -> bool:
-    """Whether a value is `module` or belongs to it ("module.x", "module/x"); every value belongs to
-    "".
+    """Whether a value is `module` or belongs to it ("module.x", "module/x").
+
+    Every value belongs to "".
     """
     module = module.rstrip("./")
     return not module or name == module or name.startswith((module + ".", module + "/"))
 
 
 def count_parts(module: str) -> int:
-    """How deep a name is: 2 for "stage1/conv_a" and "stage1.conv_a", 0 for "", which is the whole
-    model.
+    """Return the depth of a name: 2 for "stage1/conv_a" and "stage1.conv_a".
+
+    The whole model, "", has depth 0.
     """
     return len([part for part in re.split(r"[./]", module) if part])
 
 
 def is_type(op: str, pattern: str, wanted: str) -> bool:
-    """Whether `wanted` names this operator ("relax.nn.conv2d", "nn.conv2d", "conv2d", or as Relay
-    does: "nn.dense") or this pattern.
+    """Whether `wanted` names this operator or this pattern.
+
+    Operator names are "relax.nn.conv2d", "nn.conv2d", "conv2d", or Relay names such as "nn.dense".
     """
     if wanted in (op, op.removeprefix("relax."), op.rsplit(".", 1)[-1]):
         return True
@@ -87,18 +91,19 @@ def is_type(op: str, pattern: str, wanted: str) -> bool:
 
 @dataclass(frozen=True)
 class MappingRule:
-    """One line of a QConfigMapping: operators it selects and their QConfig (None keeps them in
-    float).
+    """One line of a QConfigMapping: a selection of operators and their QConfig.
+
+    None keeps the operators in float.
 
     Attributes:
-        kind: What it selects by.
+        kind: Kind of selection.
         key: Operator type or pattern, regular expression, or name.
         qconfig: How the selected operators are quantized.
-        object_type, index: For MODULE_NAME_OBJECT_TYPE_ORDER, beside the name in `key`: the
-            operator, and which of those below the name, counted from 0 in topological order.
-        optional: Whether the line may select no operator, as in a mapping for any model.
-        origin: What the line follows from, if not from a call of the user: the ledger then says
-            that instead of the line ("skip_conv_layers=[0]").
+        object_type, index: For MODULE_NAME_OBJECT_TYPE_ORDER with the name in `key`: the operator
+            type, and its number below the name, from 0 in topological order.
+        optional: Whether the line may select no operator, as in a mapping for many models.
+        origin: Source of a line that the user did not write, such as "skip_conv_layers=[0]". The
+            ledger shows it instead of the line.
     """
 
     kind: Selector
@@ -123,7 +128,7 @@ class MappingRule:
             )
         if not isinstance(self.key, str) or not isinstance(self.object_type, str):
             raise ConfigError(
-                f"{where}: {self.key!r} is no text; names are given as text.", code="RQ101"
+                f"{where}: {self.key!r} is no text; allowed: a name as text.", code="RQ101"
             )
         if isinstance(self.index, bool) or not isinstance(self.index, int) or self.index < 0:
             raise ConfigError(
@@ -145,7 +150,7 @@ class MappingRule:
 
     @property
     def description(self) -> str:
-        """For the ledger and messages: "object_type 'conv2d'"."""
+        """A text for the ledger and messages, such as "object_type 'conv2d'"."""
         if self.kind is Selector.GLOBAL:
             return "global"
         more = ""
@@ -154,7 +159,7 @@ class MappingRule:
         return f"{self.kind.value} {self.key!r}{more}"
 
     def selects(self, site: OperatorSite) -> bool:
-        """Whether the rule speaks of an operator."""
+        """Whether the rule selects an operator."""
         if self.kind is Selector.OBJECT_TYPE:
             return is_type(site.op, site.pattern, self.key)
         if self.kind is Selector.MODULE_NAME_REGEX:
@@ -167,15 +172,17 @@ class MappingRule:
         return True
 
     def rank(self, site: OperatorSite) -> int:
-        """Of two lines of one kind that select an operator, the one of the higher rank decides."""
+        """Return the rank of the line. Between two lines of the same kind, the higher rank
+        decides.
+        """
         if self.kind is Selector.OBJECT_TYPE:
-            return int(self.key == site.pattern)  # a pattern says more than its operator
+            return int(self.key == site.pattern)  # a pattern is more specific than its operator
         if self.kind in (Selector.MODULE_NAME, Selector.MODULE_NAME_OBJECT_TYPE_ORDER):
             return count_parts(self.key)
         return 0
 
     def to_dict(self) -> dict[str, Any]:
-        """{"key": ..., "qconfig": ...}, and "object_type" and "index" where they count."""
+        """Return {"key": ..., "qconfig": ...}, with "object_type" and "index" if they are used."""
         data: dict[str, Any] = {"key": self.key, "qconfig": write_qconfig(self.qconfig)}
         if self.kind is Selector.MODULE_NAME_OBJECT_TYPE_ORDER:
             data |= {"object_type": self.object_type, "index": self.index}
@@ -184,7 +191,7 @@ class MappingRule:
 
     @staticmethod
     def from_dict(kind: Selector, data: object, where: str) -> MappingRule:
-        """What `to_dict` wrote."""
+        """Read the data of `to_dict`."""
         needed = ["key", "qconfig"]
         if kind is Selector.MODULE_NAME_OBJECT_TYPE_ORDER:
             needed += ["object_type", "index"]
@@ -195,46 +202,52 @@ class MappingRule:
 
 @dataclass(frozen=True)
 class QConfigMapping:
-    """Which operators get which QConfig; None keeps an operator in float, FLOAT16 computes it in
+    """The QConfig of each operator. None keeps an operator in float, FLOAT16 computes it in
     float16.
 
-    Precedence as in torch.ao.quantization.QConfigMapping: global < object type < name regex < name
-    < name, type and order. Of several regular expressions that match, the one set first decides; of
-    several names the longest, in whatever order they were set ("stage1/conv_a" before "stage1"); of
-    several types a pattern ("conv2d_relu") before its operator ("conv2d"). Where that leaves a tie,
-    which two names of one fused operator may, the line set last decides.
+    Precedence is the same as in torch.ao.quantization.QConfigMapping: global < object type < name
+    regex < name < name, type and order.
 
-    Names are those of the values in the prepared model and of the nodes in the source model;
-    `rq.prepare(mod, params).plan.operators` lists them. A line that selects no operator is an error
-    when the model is prepared; one that selects some, but decides none, is a warning (with `strict`
-    an error).
+    - Several matching regular expressions: the first that was set decides.
+    - Several names: the longest name decides ("stage1/conv_a" before "stage1").
+    - Several types: a pattern ("conv2d_relu") decides before its operator ("conv2d").
+    - A tie, for example two names of one fused operator: the last line that was set decides.
+
+    A name is the name of a value in the prepared model or of a node in the source model.
+    `rq.prepare(mod, params).plan.operators` lists both. A line that selects no operator raises an
+    error when the model is prepared. A line that selects operators but decides none of them gives a
+    warning, or with `strict` an error.
     """
 
     rules: tuple[MappingRule, ...] = ()
 
     def set_global(self, qconfig: QConfig | FloatConfig | None) -> QConfigMapping:
-        """For every operator that no other line selects."""
+        """Set the QConfig of every operator that no other line selects."""
         return self._add(MappingRule(Selector.GLOBAL, "", qconfig))
 
     def set_object_type(
         self, op: str, qconfig: QConfig | FloatConfig | None, *, optional: bool = False
     ) -> QConfigMapping:
-        """For an operator ("relax.nn.conv2d", "nn.conv2d", "conv2d"), also by its name in Relay
-        ("nn.dense", "concatenate"), or a pattern by name. With `optional` the model may have none.
+        """Set the QConfig of an operator type or a pattern.
+
+        Types are "relax.nn.conv2d", "nn.conv2d", "conv2d", or Relay names ("nn.dense",
+        "concatenate"). With `optional`, the model may have none.
         """
         return self._add(MappingRule(Selector.OBJECT_TYPE, op, qconfig, optional=optional))
 
     def set_module_name_regex(
         self, regex: str, qconfig: QConfig | FloatConfig | None
     ) -> QConfigMapping:
-        """For operators of which a name matches the whole regular expression. The first that was
-        set and matches decides: set the special one before the general one.
+        """Set the QConfig of operators with a name that matches the whole regular expression.
+
+        The first matching expression decides: set the special one before the general one.
         """
         return self._add(MappingRule(Selector.MODULE_NAME_REGEX, regex, qconfig))
 
     def set_module_name(self, name: str, qconfig: QConfig | FloatConfig | None) -> QConfigMapping:
-        """For the operator that computes value `name`, and those below it ("name.x", "name/x"), but
-        for those that a longer name selects.
+        """Set the QConfig of the operator that computes `name` and of operators below it.
+
+        Operators below it are "name.x" and "name/x". A longer name has precedence.
         """
         return self._add(MappingRule(Selector.MODULE_NAME, name, qconfig))
 
@@ -247,8 +260,9 @@ class QConfigMapping:
         *,
         optional: bool = False,
     ) -> QConfigMapping:
-        """For the operator of type `op` that is number `index`, from 0, of those below `name` ("":
-        of all). With `optional` there may be fewer.
+        """Set the QConfig of operator number `index` of type `op` below `name`.
+
+        Numbers start at 0. "" is the whole model. With `optional`, there may be fewer operators.
         """
         kind = Selector.MODULE_NAME_OBJECT_TYPE_ORDER
         return self._add(MappingRule(kind, name, qconfig, op, index, optional))
@@ -259,17 +273,17 @@ class QConfigMapping:
             return replace(other, **same) == replace(rule, **same)
 
         if rule.kind is Selector.MODULE_NAME_REGEX and any(map(is_replaced, self.rules)):
-            # Set again it keeps its place among the regular expressions, as in torch.
+            # A regular expression that is set again keeps its place, as in torch.
             return replace(
                 self, rules=tuple(rule if is_replaced(other) else other for other in self.rules)
             )
-        # By kind, as they win: two mappings that say the same are equal.
+        # Sorted by precedence of kinds, so that two equivalent mappings are equal.
         order = list(Selector)
         rules = [*(r for r in self.rules if not is_replaced(r)), rule]
         return replace(self, rules=tuple(sorted(rules, key=lambda r: order.index(r.kind))))
 
     def find_rule(self, site: OperatorSite) -> MappingRule | None:
-        """The line that decides for an operator."""
+        """Find the line that decides for an operator."""
         for kind in reversed(Selector):
             found = [rule for rule in self.rules if rule.kind is kind and rule.selects(site)]
             if kind is not Selector.MODULE_NAME_REGEX:
@@ -279,8 +293,9 @@ class QConfigMapping:
         return None
 
     def find_idle(self, sites: Iterable[OperatorSite]) -> tuple[MappingRule, ...]:
-        """Lines that decide for none of these operators, since others do. That for all operators
-        is not one of them: it is there for what no other line selects; nor are optional ones.
+        """Find lines that decide for none of these operators because other lines do.
+
+        The global line and optional lines are not reported.
         """
         deciding = [self.find_rule(site) for site in sites]
         return tuple(
@@ -290,12 +305,13 @@ class QConfigMapping:
         )
 
     def without(self, rules: Collection[MappingRule]) -> QConfigMapping:
-        """The mapping without some of its lines."""
+        """Return the mapping without some lines."""
         return replace(self, rules=tuple(rule for rule in self.rules if rule not in rules))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON and TOML: {"global": qconfig, "object_type": [{"key": ..., "qconfig":
-        ...}], ...}.
+        """Return plain data for JSON and TOML.
+
+        The form is {"global": qconfig, "object_type": [{"key": ..., "qconfig": ...}], ...}.
 
         A qconfig is a dict, "float" for None, or "float16".
         """

@@ -1,4 +1,4 @@
-"""Kinds of models that need more than the backend's defaults, and what each needs, as data."""
+"""Model types that need more than the backend's defaults, and their settings."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from dataclasses import dataclass
 
 
 class ModelType(enum.Enum):
-    """What a model is, where that says how to quantize it."""
+    """The type of a model that needs special settings."""
 
-    #: residual sums in which a few channels are far larger than the rest: products and convolutions
-    #: alone are quantized, and what products read is smoothed
+    #: Residual sums have a few channels that are much larger than the rest. Only matrix products
+    #: and convolutions are quantized, and the inputs of matrix products are smoothed.
     TRANSFORMER = "transformer"
 
 
 @dataclass(frozen=True)
 class ModelTypeSettings:
-    """What a kind of model needs.
+    """The settings for a model type.
 
     Attributes:
-        operators: Types that are quantized where no mapping is given; all others stay in float.
-        alpha: How much of what products read is hard to quantize goes to their weights, 0 to 1
-            (`relayquant.smooth_activations`).
+        operators: Operator types that are quantized if no mapping is given. All others stay in
+            float.
+        alpha: Share of the quantization difficulty that moves from the inputs of products to the
+            weights, 0 to 1 (`relayquant.smooth_activations`).
     """
 
     operators: tuple[str, ...]

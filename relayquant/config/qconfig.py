@@ -1,6 +1,6 @@
-"""How one operator is quantized: observer and specification of each kind of tensor.
+"""The quantization of one operator: observer and specification for each kind of tensor.
 
-The user's choice, read by annotate.
+annotate reads the user's QConfigs.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from relayquant.base.plain_data import (
 from relayquant.base.qtypes import Granularity, QSpec, Role
 from relayquant.errors import ConfigError, suggest_name
 
-#: what plain data says for None: the operator stays in float
+#: plain data for None: the operator stays in float
 KEPT_IN_FLOAT = "float"
-#: dtypes that an operator may be computed in instead of float32
+#: dtypes in which an operator may be computed instead of float32
 NARROW_FLOATS = ("float16",)
-#: what plain data may say in place of a QConfig
+#: names that plain data may hold instead of a QConfig
 CONFIG_NAMES = (KEPT_IN_FLOAT, *NARROW_FLOATS)
 
 
 def check_calibration(calibration: object, where: str) -> None:
-    """Raise ConfigError if it is neither an observer nor a callable that can pick parameters."""
+    """Raise ConfigError unless it is an observer, or a callable that can choose parameters."""
     allowed = "an observer, for instance MinMax(), or a callable (info, samples) -> QParams"
     if isinstance(calibration, type):
         raise ConfigError(
@@ -41,7 +41,7 @@ def check_calibration(calibration: object, where: str) -> None:
         return
     if not callable(calibration):
         raise ConfigError(f"{where} is {calibration!r}; allowed: {allowed}.", code="RQ101")
-    # The third is the context; see `relayquant.observers.CalibrationContext`.
+    # The third argument is a `relayquant.observers.CalibrationContext`.
     if not takes_arguments(calibration, 2) and not takes_arguments(calibration, 3):
         raise ConfigError(
             f"{where} is {getattr(calibration, '__qualname__', calibration)}, which cannot be "
@@ -53,12 +53,12 @@ def check_calibration(calibration: object, where: str) -> None:
 @check_fields
 @dataclass(frozen=True)
 class TensorConfig(PlainSettings):
-    """How one kind of tensor is quantized: `spec`, and the observer (or callable) that picks
+    """The quantization of one kind of tensor: `spec`, and the observer or callable that chooses
     parameters.
 
-    `calibration` is an `Observer` or a callable `(ValueInfo, samples) -> QParams`; None where
-    `spec.is_dynamic`, since nothing is calibrated then, and for weights in groups, whose scales are
-    those of the least error.
+    `calibration` is an `Observer` or a callable `(ValueInfo, samples) -> QParams`; It is None for
+    `spec.is_dynamic`, because nothing is calibrated, and for grouped weights, because each group
+    uses the scale with the smallest error.
     """
 
     spec: QSpec
@@ -78,7 +78,7 @@ class TensorConfig(PlainSettings):
         if self.is_grouped and self.calibration is not None:
             raise ConfigError(
                 f"TensorConfig.calibration is {self.calibration!r}, but the spec has a group_size: "
-                "each group gets the scale of its least error. Leave the observer out.",
+                "each group gets the scale with the smallest error. Leave the observer out.",
                 code="RQ102",
             )
         if not self.needs_none and self.calibration is None:
@@ -92,17 +92,18 @@ class TensorConfig(PlainSettings):
 
     @property
     def is_grouped(self) -> bool:
-        """Whether it is of weights that stay packed, in groups."""
+        """Whether it is for weights that stay packed, in groups."""
         return self.spec.group_size is not None
 
     @property
     def needs_none(self) -> bool:
-        """Whether nothing picks parameters before the model runs, or from its ranges."""
+        """Whether no observer is needed, because parameters are not chosen from observed ranges."""
         return self.spec.is_dynamic or self.is_grouped
 
     def to_dict(self) -> dict[str, Any]:
-        """{"spec": ..., "observer": {"name": class, setting: value, ...}}; no observer where the
-        spec needs none.
+        """Return {"spec": ..., "observer": {"name": class, setting: value, ...}}.
+
+        There is no observer if the spec needs none.
 
         Raises:
             ConfigError: `calibration` is a callable, which has no plain form.
@@ -139,17 +140,17 @@ class TensorConfig(PlainSettings):
 @check_fields
 @dataclass(frozen=True)
 class QConfig(PlainSettings):
-    """How one operator is quantized.
+    """The quantization of one operator.
 
     Attributes:
-        activation: Operands that are computed. With `QSpec(is_dynamic=True)` their parameters are
-            computed at run time, the weights are quantized as usual, and the result is float32.
-            None: they stay float32, the weights alone have few bits.
-        weight: Constant operands. With `QSpec(group_size=...)` they stay packed in memory, the
+        activation: Computed operands. With `QSpec(is_dynamic=True)`, their parameters are computed
+            at run time, the weights are quantized as usual, and the result is float32. With None,
+            they stay float32 and only the weights are quantized.
+        weight: Constant operands. With `QSpec(group_size=...)`, they stay packed in memory, the
             activation is None or has a scale for each row, and the result is float32.
-        output: The result; None: as `activation`.
-        bias: None: int32 in units of data scale x weight scale, which is exact to half such a unit.
-            A TensorConfig of fewer bits rounds the bias to a grid of its own first, as hardware
+        output: The result. None uses `activation`.
+        bias: None is int32 with scale data scale x weight scale, which is exact to half a step. A
+            TensorConfig with fewer bits first rounds the bias with a separate scale, as hardware
             with narrow biases does.
     """
 
@@ -183,7 +184,7 @@ class QConfig(PlainSettings):
         self._check_groups()
 
     def _check_groups(self) -> None:
-        """Raise where data does not go with weights that are in groups, or are not."""
+        """Raise if activations do not match grouped or ungrouped weights."""
         data = self.activation
         if not self.is_grouped:
             if data is None:
@@ -216,7 +217,7 @@ class QConfig(PlainSettings):
 
     @property
     def data(self) -> TensorConfig:
-        """`activation`, where that is quantized.
+        """The config of quantized activations.
 
         Raises:
             ConfigError: activations are float32.
@@ -240,7 +241,7 @@ class QConfig(PlainSettings):
 
     @check_arguments
     def tensor(self, role: Role) -> TensorConfig:
-        """Configuration of a tensor in this role.
+        """Return the config of a tensor in this role.
 
         Raises:
             ConfigError: role is BIAS and there is no `bias`: its parameters follow from data and
@@ -263,16 +264,16 @@ class QConfig(PlainSettings):
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether the parameters of computed operands are those of the run time."""
+        """Whether the parameters of computed operands are computed at run time."""
         return self.activation is not None and self.activation.spec.is_dynamic
 
     @property
     def has_own_bias(self) -> bool:
-        """Whether biases are rounded to a grid of their own before they are added."""
+        """Whether biases are rounded with a separate scale before they are added."""
         return self.bias is not None and self.bias.spec.dtype != "int32"
 
     def with_reduced_range(self) -> QConfig:
-        """Activations of one bit less; see `QSpec.with_reduced_range`."""
+        """Return a copy with activations of one bit less. See `QSpec.with_reduced_range`."""
 
         def reduce(config: TensorConfig) -> TensorConfig:
             return replace(config, spec=config.spec.with_reduced_range())
@@ -286,10 +287,10 @@ class QConfig(PlainSettings):
 @check_fields
 @dataclass(frozen=True)
 class FloatConfig:
-    """An operator is computed in another float dtype, by name: not quantized, but narrower.
+    """A narrower float dtype, by name, for operators that are not quantized.
 
-    Values are cast where they enter and leave it, once; neighbours that are computed so too share
-    what is between them.
+    Values are cast once where they enter and leave. Neighbours with the same dtype share the values
+    between them.
     """
 
     dtype: str
@@ -303,19 +304,19 @@ class FloatConfig:
             )
 
 
-#: for a QConfigMapping: the operators are computed in float16
+#: entry of a QConfigMapping: the operators are computed in float16
 FLOAT16 = FloatConfig("float16")
 
 
 def write_qconfig(qconfig: QConfig | FloatConfig | None) -> Any:
-    """Plain data: a dict, "float16", or "float" for None."""
+    """Return plain data: a dict, "float16", or "float" for None."""
     if qconfig is None:
         return KEPT_IN_FLOAT
     return qconfig.dtype if isinstance(qconfig, FloatConfig) else qconfig.to_dict()
 
 
 def read_qconfig(data: object, where: str) -> QConfig | FloatConfig | None:
-    """A QConfig from plain data, FLOAT16 from "float16"; None from "float" or None."""
+    """Read plain data: a QConfig, FLOAT16 from "float16", None from "float" or None."""
     if data is None or data == KEPT_IN_FLOAT:
         return None
     if isinstance(data, str):

@@ -1,6 +1,6 @@
-"""Names of operators in Relay that Relax does not use, for mappings that were written for Relay.
+"""Relay names of operators that Relax does not use, for mappings that were written for Relay.
 
-What has the same name in both ("nn.conv2d", "add") is not here.
+Operators with the same name in both ("nn.conv2d", "add") are not listed.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RelaxOperator:
-    """What a name of Relay is in Relax.
+    """The Relax operator for a Relay name.
 
     Attributes:
         op: The operator.
-        patterns: Beginnings of the patterns it is limited to, since Relax has one operator for
-            several of Relay's; "" is the operator that no pattern takes.
+        patterns: Prefixes of the patterns that it is limited to, because one Relax operator may
+            stand for several Relay operators. "" is an operator without a pattern.
     """
 
     op: str
     patterns: tuple[str, ...] | None = None
 
     def is_site(self, op: str, pattern: str) -> bool:
-        """Whether an operator, taken by a pattern or by none (""), is this one."""
+        """Whether an operator with this pattern ("" for none) is this operator."""
         if op != self.op:
             return False
         return self.patterns is None or any(
@@ -31,7 +31,7 @@ class RelaxOperator:
         )
 
 
-#: name in Relay -> what it is in Relax; as `relayquant.relay.operators` reads them
+#: Relay name -> Relax operator, as read by `relayquant.relay.operators`
 RELAY_NAMES: Mapping[str, RelaxOperator] = {
     "nn.dense": RelaxOperator("relax.matmul", ("dense", "")),
     "nn.batch_matmul": RelaxOperator("relax.matmul", ("batch_matmul",)),

@@ -1,7 +1,7 @@
-"""From calibration batches to quantization parameters: observers stream values in O(1) memory.
+"""Observers: calibration batches -> quantization parameters, streamed in O(1) memory.
 
-An observer holds settings only. What it has seen is an explicit state that `update` and `merge`
-return anew; a state becomes arrays with `to_arrays`, so that states may be saved, and merged across
+An observer holds only settings. The observed data is an explicit state. `update` and `merge` return
+a new state. `to_arrays` turns a state into arrays, so that states can be saved and merged across
 processes:
 
     state = observer.start(info)
@@ -38,7 +38,7 @@ __all__ = [
     "ValueInfo",
 ]
 
-# They look at the calibration graph, which stands above this room.
+# They read the calibration graph, which is above this package in the import order.
 __getattr__, __dir__ = lazy.gather(
     __name__,
     {

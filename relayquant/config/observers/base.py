@@ -1,4 +1,4 @@
-"""Calibrate, observers: the contract, and the checks that all of them make."""
+"""Observers: the interface, and the checks that all observers share."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Float64Array = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """What an observer has seen of one value. By convention nobody writes into its arrays."""
+    """The observed data of one value. By convention, its arrays are never written to."""
 
     info: ValueInfo
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
-        """Everything but `info`, as arrays for an .npz file."""
+        """Return everything except `info` as arrays for an .npz file."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "info"}
 
     @classmethod
     def from_arrays(cls: type[StateT], info: ValueInfo, arrays: Mapping[str, Any]) -> StateT:
-        """The state of the value `info` that `to_arrays` wrote.
+        """Read the state of the value `info` from the arrays of `to_arrays`.
 
         Raises:
             DataError: an array is missing.
@@ -43,7 +43,7 @@ class State:
 def require_arrays(
     kind: type, info: ValueInfo, arrays: Mapping[str, Any], names: Sequence[str]
 ) -> list[NDArray[Any]]:
-    """The named arrays of a saved state of the class `kind`.
+    """Return the named arrays of a saved state of class `kind`.
 
     Raises:
         DataError: one is missing.
@@ -63,40 +63,40 @@ StateT = TypeVar("StateT", bound=State)
 
 @dataclass(frozen=True)
 class Observer(NamedSettings, ABC, Generic[StateT]):
-    """Streams the arrays of one value and picks its quantization parameters.
+    """Interface that streams the arrays of one value and chooses its quantization parameters.
 
-    Subclasses are frozen dataclasses whose fields are the settings; calibration calls them from
-    several threads, each with states of its own. `merge` is associative, and
-    commutative unless the class says otherwise; merging the states of two parts of the data equals
-    having seen both parts.
+    Subclasses are frozen dataclasses. The fields are the settings. Calibration calls them from
+    several threads, each with separate states. `merge` is associative, and commutative unless the
+    class says otherwise. Merging the states of two parts of the data gives the state of all data.
     """
 
-    needs_data: ClassVar[bool] = True  #: False: `qparams` works on a state that has seen nothing
+    needs_data: ClassVar[bool] = True  #: False: `qparams` also works on an empty state
 
     @property
     def name(self) -> str:
-        """For reports and messages."""
+        """The name in reports and messages."""
         return type(self).__name__
 
     @abstractmethod
     def start(self, info: ValueInfo) -> StateT:
-        """The state before any data.
+        """Return the state before any data.
 
         Raises:
-            ConfigError: this observer cannot serve `info` (per channel, for instance).
+            ConfigError: This observer does not support `info`, for example per-channel.
         """
 
     @abstractmethod
     def update(self, state: StateT, array: NDArray[Any]) -> StateT:
-        """The state after one more batch: a float array of the value, any shape.
+        """Return the state after one more batch, a float array of any shape.
 
         Raises:
             DataError: the array holds NaN or infinity, or is not numeric; names the value.
         """
 
     def update_all(self, state: StateT, arrays: Sequence[NDArray[Any]]) -> StateT:
-        """The state after several batches, one after the other. Calibration calls this, with the
-        same batches whoever runs it.
+        """Return the state after several batches in order.
+
+        Calibration calls this method, with the same batches for any number of workers.
         """
         for array in arrays:
             state = self.update(state, array)
@@ -104,35 +104,39 @@ class Observer(NamedSettings, ABC, Generic[StateT]):
 
     @abstractmethod
     def merge(self, a: StateT, b: StateT) -> StateT:
-        """The state of the data of both."""
+        """Return the state of the data of both states."""
 
     @abstractmethod
     def qparams(self, state: StateT, info: ValueInfo) -> QParams:
-        """Parameters for what was seen. A value that was always 0 gets scale 1.
+        """Choose parameters for the observed data. A value that was always 0 gets scale 1.
 
         Raises:
             DataError: the state has seen no data.
         """
 
     def for_part(self, share: float, arrays: int) -> Observer[StateT]:
-        """What sees a part of the data (0 < share <= 1), in so many arrays, whose state is merged
-        with those of the other parts: this observer, or one whose states are smaller.
+        """Return the observer for a part of the data, with 0 < share <= 1.
+
+        Its state is merged with the states of the other parts. It is this observer, or an observer
+        with smaller states.
         """
         return self
 
     def restore(self, info: ValueInfo, arrays: Mapping[str, Any]) -> StateT:
-        """The state that `state.to_arrays()` wrote; DataError if it is of another kind."""
+        """Read a state from the arrays of `state.to_arrays()`. DataError for another kind of
+        state.
+        """
         return type(self.start(info)).from_arrays(info, arrays)
 
     def observe(self, info: ValueInfo, arrays: Iterable[NDArray[Any]]) -> QParams:
-        """Start, update with every array, and pick parameters."""
+        """Start, update with every array, and choose parameters."""
         state = self.start(info)
         for array in arrays:
             state = self.update(state, array)
         return self.qparams(state, info)
 
 
-#: Any observer, whatever its state is.
+#: Any observer, with any state.
 AnyObserver = Observer[Any]
 
 
@@ -154,7 +158,7 @@ def check_number(name: str, value: object) -> None:
 
 
 def check_array(info: ValueInfo, array: NDArray[Any]) -> NDArray[Any]:
-    """`array` as a float array; its values are checked where their range is found."""
+    """Return `array` as a float array. Its values are checked later, with their range."""
     array = np.asarray(array)
     if array.dtype.kind == "f":
         return array
@@ -169,7 +173,7 @@ def check_array(info: ValueInfo, array: NDArray[Any]) -> NDArray[Any]:
 
 
 def find_axis(info: ValueInfo, array: NDArray[Any]) -> int | None:
-    """The channel axis as a non-negative number, None when the spec is per tensor."""
+    """Return the channel axis as a non-negative number, or None for a per-tensor spec."""
     if not info.spec.is_per_channel:
         return None
     if info.axis is None or not -array.ndim <= info.axis < array.ndim:
@@ -182,7 +186,7 @@ def find_axis(info: ValueInfo, array: NDArray[Any]) -> int | None:
 
 
 def find_range(info: ValueInfo, array: NDArray[Any]) -> tuple[Float64Array, Float64Array]:
-    """Smallest and largest value, shape () or (C,); DataError on NaN or infinity."""
+    """Return the smallest and largest value, shape () or (C,). DataError for NaN or infinity."""
     axis = find_axis(info, array)
     return reduce_range(info, array, tuple(i for i in range(array.ndim) if i != axis))
 
@@ -190,10 +194,10 @@ def find_range(info: ValueInfo, array: NDArray[Any]) -> tuple[Float64Array, Floa
 def reduce_range(
     info: ValueInfo, array: NDArray[Any], axes: tuple[int, ...]
 ) -> tuple[Float64Array, Float64Array]:
-    # Adding 0.0 makes 0.0 of -0.0: which of them min picks depends on the order.
+    # Adding 0.0 turns -0.0 into 0.0. Otherwise min would return either, depending on the order.
     low = np.asarray(array.min(axis=axes), "float64") + 0.0
     high = np.asarray(array.max(axis=axes), "float64") + 0.0
-    # NaN propagates through min and max, infinities are extremes: no pass over the data is needed.
+    # NaN propagates through min and max, and infinities are extremes. No extra pass is needed.
     if not (np.isfinite(low).all() and np.isfinite(high).all()):
         found = describe_not_finite(array)
         if info.role is Role.WEIGHT:
@@ -233,7 +237,7 @@ def need_data(count: int, info: ValueInfo) -> None:
 def refuse_per_channel(observer: str, info: ValueInfo) -> None:
     if info.spec.is_per_channel:
         raise ConfigError(
-            f"{observer} picks one range per tensor, but value {info.name!r} ({info.role.value}) "
+            f"{observer} chooses one range per tensor, but value {info.name!r} ({info.role.value}) "
             "is to be quantized per channel; use MinMax(), AverageMax(), or for weights MSE(), or "
             "a QSpec with Granularity.PER_TENSOR.",
             code="RQ102",

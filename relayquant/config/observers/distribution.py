@@ -1,4 +1,4 @@
-"""Calibrate, observers of the distribution: percentiles, KL divergence, squared error."""
+"""Observers of the distribution: percentiles, KL divergence, squared error."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class HistogramState(State):
 
 @dataclass(frozen=True, eq=False)
 class WeightState(State):
-    """The weight itself, float32, shape (C, n), one row per channel (one row per tensor)."""
+    """The weight, float32 (C, n): one row per channel, or one row for a per-tensor spec."""
 
     rows: NDArray[np.float32]
 
 
 class _HistogramObserver(Observer[HistogramState]):
-    """Shared streaming of the observers that look at one histogram per tensor."""
+    """Base of the observers with one histogram per tensor."""
 
     bins: int
 
@@ -69,7 +69,7 @@ class _HistogramObserver(Observer[HistogramState]):
 
 @dataclass(frozen=True)
 class Percentile(_HistogramObserver):
-    """The range that keeps `percentile` percent of the values; what lies outside is clipped.
+    """The range of `percentile` percent of the values. Other values are clipped.
 
     Affine: from the (100 - percentile)-th to the percentile-th percentile. Symmetric: the
     percentile-th percentile of `|x|`. Accurate to one bin (at most 2 / bins of the largest
@@ -111,14 +111,19 @@ class Percentile(_HistogramObserver):
 
 @dataclass(frozen=True)
 class KLDivergence(_HistogramObserver):
-    """The clipping threshold whose quantized distribution is nearest to the true one, by KL.
+    """The clipping threshold with the smallest KL divergence of the quantized distribution.
 
     After TensorRT (Migacz, "8-bit inference with TensorRT", GTC 2017) and `kl` of TVM v0.19's
-    relay.quantize, with these differences: bins are grouped by the levels of the actual parameters,
-    so affine and one-sided ranges work; exact zeros are left out, since they are exact with any
-    parameters and otherwise pull the threshold down after a ReLU; thresholds are taken from a
-    geometric series of `candidates`. A range with fewer bins than levels says nothing of the
-    rounding, so such thresholds are not tried (none is for int16: the full range is taken).
+    relay.quantize, with these differences:
+
+    - Bins are grouped by the levels of the actual parameters, so that affine and one-sided ranges
+    work.
+    - Exact zeros are left out. They are exact with any parameters, and after a ReLU they would
+    lower the threshold.
+    - Thresholds come from a geometric series of `candidates`.
+
+    A range with fewer bins than levels does not show the rounding and is not tried. For int16 this
+    leaves the full range.
     """
 
     bins: int = 8192
@@ -140,12 +145,12 @@ class KLDivergence(_HistogramObserver):
 
 @dataclass(frozen=True)
 class MSE(Observer[Any]):
-    """The range with the least expected squared error of rounding and clipping together.
+    """The range with the smallest expected squared error of rounding and clipping.
 
-    Activations: from a histogram, per tensor; values are taken as uniform within a bin, and the
-    integral of the squared error over each bin is exact, so bins may be wider than a quantization
-    step. Weights (role WEIGHT): from the values themselves, per tensor or per channel; the state
-    then holds the weight.
+    Activations use a histogram, per-tensor. Values are assumed uniform within a bin, and the
+        integral of the squared error over each bin is exact. Bins may therefore be wider than a
+        quantization step. Weights (role WEIGHT) use the values, per-tensor or per-channel. The
+        state then holds the weight.
 
     Choukroun et al. 2019, "Low-bit quantization of neural networks for efficient inference"
     (https://arxiv.org/abs/1902.06822), section 3.1: the minimum of the mean squared error.
@@ -185,13 +190,13 @@ class MSE(Observer[Any]):
         if isinstance(a, WeightState) and isinstance(b, WeightState):
             if a.rows.size == 0 or b.rows.size == 0:
                 return b if a.rows.size == 0 else a
-            # A weight is a constant: seeing it again adds nothing.
+            # A weight is constant: a second batch adds nothing.
             if a.rows.shape == b.rows.shape and np.array_equal(a.rows, b.rows):
                 return a
             if a.rows.shape[0] == b.rows.shape[0]:
                 return WeightState(info, np.concatenate([a.rows, b.rows], axis=1))
         raise DataError(
-            f"The states of value {info.name!r} do not fit together: one holds a weight and one a "
+            f"The states of value {info.name!r} do not match: one holds a weight and the other a "
             "histogram, or their channels differ.",
             code="RQ105",
         )

@@ -1,10 +1,10 @@
-"""Between calibration batches and observers: a histogram that streams, grows, merges exactly.
+"""A histogram for observers that streams, grows and merges exactly.
 
-Bins lie on one global grid: width 2**exponent, edges at integer multiples of the width, hence zero
-is always an edge. When a value falls outside, the width doubles and neighbours are summed, which is
-the same as having binned everything with the wider bins from the start: floor(floor(x / w) / 2) ==
-floor(x / 2w). The exponent is a function of the largest magnitude seen, so the result depends on
-neither the order of the data nor how it was split over processes.
+The bin width is 2**exponent. Edges are integer multiples of the width, so that zero is always an
+edge. If a value falls outside, the width doubles and neighbours are summed. This equals binning
+with the wider bins from the start: floor(floor(x / w) / 2) == floor(x / 2w). The exponent is a
+function of the largest magnitude. The result therefore does not depend on the order of the data or
+on its split over processes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from relayquant.errors import ConfigError, DataError, format_count
 
-#: Bins do not get narrower than this; float32 needs exponents down to -149 - log2(bins).
+#: Smallest exponent of the bin width. float32 needs exponents down to -149 - log2(bins).
 SMALLEST_EXPONENT = -200
-#: Elements binned at a time: bounds the temporary arrays, and keeps them in cache.
+#: Number of elements binned at a time. It bounds the temporary arrays and keeps them in cache.
 CHUNK = 1 << 16
 
 
@@ -30,14 +30,14 @@ class Histogram:
     """Counts of real values in `bins` bins on each side of zero.
 
     Attributes:
-        bins: bins per side, a power of two. Between half and all of them are in use on the side of
-            the largest magnitude.
+        bins: Bins per side, a power of two. On the side of the largest magnitude, at least half of
+            them are in use.
         exponent: log2 of the bin width.
         counts: int64, shape (2 * bins,). Entry i counts the values x with
             (i - bins) * width <= x < (i - bins + 1) * width, zeros excepted.
-        zeros: how many values were exactly zero. Zero is representable with any parameters, and
-            often a spike (after a ReLU, padding), so it is kept apart.
-        low, high: exact smallest and largest value; +inf and -inf as long as there is none.
+        zeros: Number of exact zeros. Zero is representable with any parameters and often a spike
+            (after a ReLU, padding), so it is counted separately.
+        low, high: Exact smallest and largest value. +inf and -inf without values.
     """
 
     bins: int
@@ -49,7 +49,7 @@ class Histogram:
 
     @staticmethod
     def empty(bins: int = 4096) -> Histogram:
-        """A histogram of nothing.
+        """Make an empty histogram.
 
         Raises:
             ConfigError: bins is not a power of two from 64 to 2**20.
@@ -70,11 +70,11 @@ class Histogram:
 
     @property
     def total(self) -> int:
-        """How many values were counted, zeros included."""
+        """Number of counted values, with zeros."""
         return int(self.counts.sum()) + self.zeros
 
     def add(self, values: NDArray[Any]) -> Histogram:
-        """This histogram and the elements of `values` (any shape, finite floats)."""
+        """Return this histogram plus the elements of `values` (any shape, finite floats)."""
         if values.size == 0:
             return self
         low, high = float(values.min()), float(values.max())
@@ -86,7 +86,7 @@ class Histogram:
         low, high = min(self.low, low) + 0.0, max(self.high, high) + 0.0
         grown = self._widen(find_exponent(max(-low, high), self.bins))
         counts, nonzero = grown.counts.copy(), 0
-        # Exact: a power of two, in float64, which holds what underflows in float32.
+        # Exact: a power of two in float64, where nothing underflows that does in float32.
         per_width = math.ldexp(1.0, -grown.exponent)
         for chunk in iterate_chunks(values):
             scaled = np.multiply(chunk, per_width, dtype="float64")
@@ -99,7 +99,7 @@ class Histogram:
         return replace(grown, counts=counts, zeros=self.zeros + zeros, low=low, high=high)
 
     def merge(self, other: Histogram) -> Histogram:
-        """The histogram of the data of both: exactly associative and commutative.
+        """Return the histogram of the data of both. It is exactly associative and commutative.
 
         Raises:
             ConfigError: the histograms have different numbers of bins.
@@ -131,9 +131,9 @@ class Histogram:
         return replace(self, exponent=exponent, counts=counts)
 
     def occupied(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Edges, shape (n + 1,), and counts, shape (n,), from the first to the last bin in use.
+        """Return edges (n + 1,) and counts (n,) from the first to the last bin in use.
 
-        The range always touches zero; n is at least 1.
+        The range always touches zero. n is at least 1.
         """
         used = np.flatnonzero(self.counts)
         first = min(int(used[0]), self.bins) if used.size else self.bins
@@ -142,9 +142,9 @@ class Histogram:
         return edges, self.counts[first : last + 1]
 
     def find_quantile(self, fraction: float) -> float:
-        """The value below which `fraction` (0..1) of the data lies, linear within a bin.
+        """Return the quantile at `fraction` (0..1), interpolated linearly within a bin.
 
-        Within one bin width of the exact quantile, and never outside [low, high].
+        It is within one bin width of the exact quantile, and never outside [low, high].
 
         Raises:
             DataError: the histogram is empty.
@@ -152,13 +152,13 @@ class Histogram:
         edges, counts = self.occupied()
         mass = np.concatenate([[0.0], np.cumsum(counts, dtype="float64")])
         zero = int(np.searchsorted(edges, 0.0))
-        # The edge at zero stands twice: before and after the step of the exact zeros.
+        # The edge at zero is repeated: before and after the step of the exact zeros.
         points = np.concatenate([edges[: zero + 1], edges[zero:]])
         steps = np.concatenate([mass[: zero + 1], mass[zero:] + self.zeros])
         return self._interpolate(fraction, steps, points, self.low, self.high)
 
     def find_magnitude_quantile(self, fraction: float) -> float:
-        """As `find_quantile`, of |x|."""
+        """Return the quantile of |x|, as `find_quantile` does."""
         counts = self.counts[self.bins :] + self.counts[: self.bins][::-1]
         edges = np.ldexp(np.arange(self.bins + 1, dtype="float64"), self.exponent)
         points = np.concatenate([[0.0], edges])
@@ -180,7 +180,7 @@ class Histogram:
         return min(max(float(np.interp(fraction * self.total, steps, points)), low), high)
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
-        """Arrays for an .npz file; `from_arrays` reads them back exactly."""
+        """Return arrays for an .npz file. `from_arrays` reads them back exactly."""
         return {
             "exponent": np.asarray(self.exponent, "int64"),
             "counts": self.counts,
@@ -190,7 +190,7 @@ class Histogram:
 
     @staticmethod
     def from_arrays(arrays: Mapping[str, Any]) -> Histogram:
-        """The histogram that `to_arrays` wrote.
+        """Read a histogram from the arrays of `to_arrays`.
 
         Raises:
             DataError: an array is missing, or has the wrong shape or values.
@@ -217,7 +217,7 @@ class Histogram:
 
 
 def find_exponent(magnitude: float, bins: int) -> int:
-    """log2 of the narrowest bin width at which +-magnitude falls into `bins` bins a side."""
+    """Return log2 of the narrowest bin width with +-magnitude inside `bins` bins per side."""
     if magnitude == 0:
         return SMALLEST_EXPONENT
     # magnitude = m * 2**e with m in [0.5, 1), thus magnitude < 2**e == bins * 2**(e - log2(bins)).
@@ -225,7 +225,10 @@ def find_exponent(magnitude: float, bins: int) -> int:
 
 
 def iterate_chunks(values: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    """Flat pieces of at most CHUNK elements, in any order, without copying a contiguous array."""
+    """Iterate over flat pieces of at most CHUNK elements, in any order.
+
+    A contiguous array is not copied.
+    """
     flat = values.reshape(-1)
     for start in range(0, flat.size, CHUNK):
         yield flat[start : start + CHUNK]

@@ -1,4 +1,4 @@
-"""Calibrate, observers of the range: extremes, their averages, and parameters that are given."""
+"""Observers of the range: extremes, averages of extremes, and fixed parameters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ from relayquant.errors import ConfigError
 
 @dataclass(frozen=True, eq=False)
 class RangeState(State):
-    """Smallest and largest value, float64, shape () or (C,); `count` updates, int64, shape ()."""
+    """Smallest and largest value, float64, shape () or (C,). `count` is the number of updates,
+    int64 ().
+    """
 
     low: Float64Array
     high: Float64Array
@@ -36,7 +38,7 @@ class RangeState(State):
 
 @dataclass(frozen=True, eq=False)
 class MovingState(RangeState):
-    """A moving range, and the range of the first array, which weighs more than the others."""
+    """A moving range, and the range of the first array, which has a larger weight."""
 
     first_low: Float64Array
     first_high: Float64Array
@@ -54,12 +56,12 @@ class SumState(State):
 
 @dataclass(frozen=True, eq=False)
 class EmptyState(State):
-    """For observers that look at nothing."""
+    """State of observers that read no data."""
 
 
 @dataclass(frozen=True)
 class MinMax(Observer[RangeState]):
-    """The range from the smallest to the largest value ever seen. Per tensor or per channel."""
+    """The range from the smallest to the largest observed value. Per-tensor or per-channel."""
 
     def start(self, info: ValueInfo) -> RangeState:
         return empty_range(info)
@@ -96,8 +98,8 @@ class MovingAverageMinMax(Observer[MovingState]):
     Jacob et al. 2018, "Quantization and training of neural networks for efficient
     integer-arithmetic-only inference", section 3.1 (https://arxiv.org/abs/1712.05877).
     After the first batch, range = momentum * range + (1 - momentum) * range of the batch. The
-    result depends on the order of the batches; `merge` takes them in the order of its arguments,
-    and is associative (up to float64 rounding) but not commutative.
+    result depends on the order of the batches. `merge` takes them in the order of its arguments. It
+    is associative (up to float64 rounding) but not commutative.
     """
 
     momentum: float = 0.9
@@ -127,8 +129,8 @@ class MovingAverageMinMax(Observer[MovingState]):
         info = merge_info(a, b)
         if a.count == 0 or b.count == 0:
             return b if a.count == 0 else a
-        # b = m**(n - 1) * b_first + ... as if b_first were the first of all; behind a it stands for
-        # m * a + (1 - m) * b_first instead, which is m * (a - b_first) more.
+        # b = m**(n - 1) * b_first + ... as if b_first were the first batch of all. Behind a, its
+        # place is m * a + (1 - m) * b_first, which is m * (a - b_first) more.
         past = self.momentum ** int(b.count)
         return MovingState(
             info,
@@ -146,13 +148,13 @@ class MovingAverageMinMax(Observer[MovingState]):
 
 @dataclass(frozen=True)
 class AverageMax(Observer[SumState]):
-    """Means over samples: of each sample's max `|x|` (symmetric), or of its min and max (affine).
+    """The mean over samples of max `|x|` (symmetric), or of min and max (affine).
 
-    NNCF's range estimator with ABS_MAX, or MIN and MAX, of each sample, aggregated by MEAN
+    Source: NNCF's range estimator with ABS_MAX, or MIN and MAX, per sample, aggregated by MEAN
     (https://openvinotoolkit.github.io/nncf/autoapi/nncf/quantization/range_estimator/).
 
-    A sample is an entry of axis 0. A weight, a scalar, and a value whose channel axis is 0 count as
-    one sample per array. Per tensor or per channel.
+    A sample is an entry of axis 0. A weight, a scalar and a value with channel axis 0 count as one
+    sample per array. Per-tensor or per-channel.
     """
 
     def start(self, info: ValueInfo) -> SumState:
@@ -198,9 +200,9 @@ class AverageMax(Observer[SumState]):
 
 @dataclass(frozen=True)
 class Fixed(Observer[EmptyState]):
-    """Parameters given by the user: `Fixed(scale, zero_point)`, or `Fixed(low=..., high=...)`.
+    """Fixed parameters from the user: `Fixed(scale, zero_point)`, or `Fixed(low=..., high=...)`.
 
-    Looks at no data. Numbers, or sequences with one number per channel.
+    It reads no data. Each argument is a number, or a sequence with one number per channel.
     """
 
     needs_data: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""Calibrate, observers: the range of least divergence or error, by trial."""
+"""Search of the range with the smallest divergence or error, for observers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Float64Array = NDArray[np.float64]
 def search_kl_range(
     histogram: Histogram, spec: QSpec, candidates: int = 256
 ) -> tuple[float, float]:
-    """(low, high) with the least KL divergence over clipping at +-threshold."""
+    """Search (low, high) with the smallest KL divergence, over clipping at +-threshold."""
     full = min(histogram.low, 0.0), max(histogram.high, 0.0)
     if not histogram.counts.any():
         return full
@@ -51,21 +51,24 @@ def search_kl_range(
 
 
 def _kl_divergence(true: Float64Array, approximate: Float64Array) -> float:
-    """KL divergence in nats of two unnormalized histograms; `true` is positive everywhere."""
+    """Return the KL divergence in nats of two unnormalized histograms. `true` is positive
+    everywhere.
+    """
     p = true / true.sum()
     if not approximate.any():
         return math.inf
     q = approximate / approximate.sum()
     empty = q == 0
     if empty.any():
-        # TVM and MXNet smooth the same way: 1e-4 to each empty entry, taken from the others evenly.
+        # TVM and MXNet smooth the same way: each empty entry gets 1e-4, taken evenly from the
+        # others.
         q = np.where(empty, 1e-4, q - 1e-4 * empty.sum() / (~empty).sum())
         q = np.maximum(q, 1e-12)
     return float(np.sum(p * np.log(p / q)))
 
 
 def search_mse_range(histogram: Histogram, spec: QSpec) -> tuple[float, float]:
-    """(low, high) with the least expected squared quantization error over the histogram."""
+    """Search (low, high) with the smallest expected squared quantization error of a histogram."""
     edges, integer_counts = histogram.occupied()
     counts = integer_counts.astype("float64")
 
@@ -80,7 +83,7 @@ def search_mse_range(histogram: Histogram, spec: QSpec) -> tuple[float, float]:
 def expected_squared_errors(
     edges: Float64Array, counts: Float64Array, lows: Float64Array, highs: Float64Array, spec: QSpec
 ) -> Float64Array:
-    """Summed squared error of quantizing a histogram with each of K ranges, shape (K,).
+    """Sum the squared error of quantizing a histogram, for each of K ranges: shape (K,).
 
     Values are uniform within a bin. With t = x / scale, n = clip(rint(t), quant_min - z, quant_max
     - z) the error is scale**2 * (t - n)**2, whose antiderivative in t is n / 12 + (t - n)**3 / 3
@@ -102,7 +105,9 @@ def expected_squared_errors(
 def search_weight_mse_range(
     rows: NDArray[np.float32], spec: QSpec
 ) -> tuple[Float64Array, Float64Array]:
-    """(low, high), each (C,), with the least squared error of each row of `rows`, (C, n)."""
+    """Search (low, high), each (C,), with the smallest squared error of each row of `rows` (C,
+    n).
+    """
 
     def errors(lows: Float64Array, highs: Float64Array) -> Float64Array:
         return sum_squared_errors(rows, lows, highs, spec)
@@ -114,14 +119,16 @@ def search_weight_mse_range(
 def sum_squared_errors(
     rows: NDArray[np.float32], lows: Float64Array, highs: Float64Array, spec: QSpec
 ) -> Float64Array:
-    """Summed squared error of quantizing rows (C, n) with each of K ranges (K, C); shape (K, C)."""
+    """Sum the squared error of quantizing rows (C, n), for each of K ranges (K, C): shape (K,
+    C).
+    """
     trials, channels = lows.shape
     qparams = choose_qparams(lows.reshape(-1), highs.reshape(-1), spec, axis=0)
     scale = qparams.scale.reshape(trials, channels, 1)
     offset = qparams.zero_point.reshape(trials, channels, 1).astype("float32")
     quant_min, quant_max = (np.float32(limit) for limit in spec.limits)
     result = np.zeros((trials, channels))
-    # Blocks that stay in cache: the same values are quantized once for each trial.
+    # Blocks stay in cache, because the same values are quantized once per trial.
     columns = min(rows.shape[1], 1 << 15)
     height = max(1, (1 << 15) // columns)
     for top in range(0, channels, height):
@@ -148,11 +155,12 @@ def search_ranges(
     floor: float,
     steps: int,
 ) -> tuple[Float64Array, Float64Array]:
-    """Ranges within [low, high] (each (C,)) that minimize `errors` ((K, C), (K, C)) -> (K, C).
+    """Search ranges within [low, high], each (C,), that minimize `errors`((K, C), (K, C)) -> (K,
+    C).
 
-    First both ends are clipped at a common threshold, from the largest magnitude down to `floor`
-    times it; where both ends are free (affine, data on both sides of zero) each is then moved
-    alone.
+    First, both ends are clipped at a common threshold, from the largest magnitude down to `floor`
+    times this magnitude. If both ends are free (affine, data on both sides of zero), each end is
+    then moved alone.
     """
     low, high = np.minimum(low, 0.0), np.maximum(high, 0.0)
     top = np.maximum(-low, high)
@@ -190,15 +198,15 @@ def search_ranges(
 def _search_factor(
     errors: Callable[[Float64Array], Float64Array], channels: int, floor: float, steps: int
 ) -> tuple[Float64Array, Float64Array]:
-    """Per channel, the factor in [floor, 1] with the least error, and that error; each shape (C,).
+    """Search the factor in [floor, 1] with the smallest error per channel. Return both, each (C,).
 
-    A geometric series, then twice eight trials between the neighbours of the best.
+    A geometric series is tried, then twice eight values between the neighbours of the best.
     """
     factors = np.repeat(np.geomspace(1.0, floor, steps)[:, None], channels, axis=1)
     ratio = floor ** (1 / (steps - 1))
     everywhere = np.arange(channels)
     values = errors(factors)
-    # argmin takes the first of equals: the widest range.
+    # Of equal errors, argmin takes the first: the widest range.
     index = values.argmin(axis=0)
     best, least = factors[index, everywhere], values[index, everywhere]
     for _ in range(2):
