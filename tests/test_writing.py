@@ -184,7 +184,7 @@ def test_calibrate__no_place_for_temporary_files(monkeypatch):
 
 COMMANDS = {
     "quantize": ["quantize", "none.onnx", "--data", "data.npz", "-o", "x.json"],
-    "compile": ["compile", "none.onnx", "-o", "x.so"],
+    "export": ["export", "none.onnx", "-o", "x.so"],
     "compare csv": ["compare", "none.onnx", "b.json", "--data", "data.npz", "--csv", "x.csv"],
     "compare plot": ["compare", "none.onnx", "b.json", "--data", "data.npz", "--plot", "x.png"],
     "sensitivity": [

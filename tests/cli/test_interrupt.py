@@ -79,6 +79,7 @@ def test_quantize__goes_on_after_a_signal(
     assert Path("q.json").read_bytes() == went_on
 
 
+@pytest.mark.slow
 def test_quantize__search_goes_on_after_a_signal(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,6 +94,7 @@ def test_quantize__search_goes_on_after_a_signal(
     assert not kept.exists()
 
 
+@pytest.mark.slow
 def test_compress__goes_on_after_a_signal(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
