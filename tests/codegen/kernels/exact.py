@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import tvm
+from machines import compile_kernel
 from tvm.target import Target
 
 from relayquant.codegen.kernels.floating.row_norm import RowNorm
@@ -87,8 +88,7 @@ def random_multiplier(rng, w):
 
 def call_kernel(func, target: Target, inputs, out_shape, out_dtype):
     """Compile, run and return the output, which starts as garbage."""
-    name = str(func.attrs["global_symbol"])
-    kernel = tvm.compile(tvm.IRModule({name: func}), target=target)[name]
+    kernel = compile_kernel(func, target)
     y = tvm.runtime.tensor(np.full(out_shape, 77, out_dtype))
     kernel(*[tvm.runtime.tensor(np.ascontiguousarray(a)) for a in inputs], y)
     return y.numpy()

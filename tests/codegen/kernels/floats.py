@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import tvm
+from machines import compile_kernel
 from tvm import tirx
 
 from relayquant.codegen.kernels.floating.conv import FloatConv2d
@@ -23,8 +24,7 @@ def draw(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 def run_kernel(func: tirx.PrimFunc, *arrays: np.ndarray) -> np.ndarray:
     """Call a kernel; the last array is the output."""
-    name = str(func.attrs["global_symbol"])
-    kernel = tvm.compile(tvm.IRModule({name: func}), target=TARGET)[name]
+    kernel = compile_kernel(func, TARGET)
     tensors = [tvm.runtime.tensor(np.ascontiguousarray(a)) for a in arrays]
     kernel(*tensors)
     return tensors[-1].numpy()

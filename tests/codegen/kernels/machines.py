@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import platform
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
+import tvm
+from tvm import tirx
 from tvm.target import Target
 from tvm.target.codegen import llvm_get_system_cpu
 
@@ -35,6 +40,19 @@ def runnable_target(isa: Isa) -> Target:
     if not has_isa(isa, target_of(llvm_get_system_cpu())):
         pytest.skip(f"this machine cannot run {isa.name}")
     return target_of(REPRESENTATIVE[isa.name])
+
+
+def compile_kernel(func: tirx.PrimFunc, target: Target) -> Callable[..., Any]:
+    """A kernel to be called: its values are under test, not its code.
+
+    LLVM at level 0 gives the same values and takes less time. In one test of six, chosen by the
+    test's name, it is at the level that users compile with.
+    """
+    test = os.environ["PYTEST_CURRENT_TEST"]
+    if zlib.crc32(test.encode()) % 6:
+        target = Target({**target.export(), "opt-level": 0})
+    name = str(func.attrs["global_symbol"])
+    return tvm.compile(tvm.IRModule({name: func}), target=target)[name]
 
 
 def best_isa() -> Isa:

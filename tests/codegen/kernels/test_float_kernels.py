@@ -11,6 +11,7 @@ from drawing import count_examples
 from floats import FULL, HOST, ISAS, TARGET, check, convolve, draw, finish, run_kernel
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from machines import compile_kernel
 from tvm import tirx
 from tvm.target import Target
 
@@ -236,8 +237,7 @@ def test_make_dense__every_number_of_rows_on_one_kernel(inner, outputs):
     rng = np.random.default_rng(5)
     spec = FloatDense((tirx.Var("n", "int64"), inner), outputs, FloatEpilogue(residual=True))
     w = draw(rng, outputs, inner)
-    name = "float_dense"
-    kernel = tvm.compile(tvm.IRModule({name: make_dense(spec, HOST)}), target=TARGET)[name]
+    kernel = compile_kernel(make_dense(spec, HOST), TARGET)
     packed = tvm.runtime.tensor(pack_dense(w, spec, HOST))
     for rows in [*range(33), 1500]:
         x, residual = draw(rng, rows, inner), draw(rng, rows, outputs)
@@ -262,11 +262,6 @@ def test_make_batch_matmul__follows_numpy(isa, shared, rows, inner, outputs):
         check(run_kernel(make_batch_matmul(spec, isa), x, w, out), expected)
 
 
-def compile_kernel(func: tirx.PrimFunc):
-    name = str(func.attrs["global_symbol"])
-    return tvm.compile(tvm.IRModule({name: func}), target=TARGET)[name]
-
-
 def run_compiled(kernel, x: np.ndarray, w: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     y = tvm.runtime.tensor(np.full(shape, np.nan, "float32"))
     kernel(tvm.runtime.tensor(x), tvm.runtime.tensor(w), y)
@@ -280,7 +275,7 @@ def test_make_batch_matmul__of_any_rows_and_inner_extent(isa, shared):
     rng = np.random.default_rng(7)
     batch, rows, inner = (tirx.Var(name, "int64") for name in ("b", "m", "k"))
     kernel = compile_kernel(
-        make_batch_matmul(FloatMatmul((batch, 3), rows, inner, 33, shared), isa)
+        make_batch_matmul(FloatMatmul((batch, 3), rows, inner, 33, shared), isa), TARGET
     )
     for m, k in [*((m, 5) for m in range(1, 30)), (1, 1), (7, 130), (150, 64)]:
         x = draw(rng, 2, 3, m, k)
@@ -300,7 +295,8 @@ def test_make_dots__of_any_sizes_are_those_of_static_ones(isa, order, inner):
     rng = np.random.default_rng(8)
     symbols = [tirx.Var(name, "int64") for name in ("b", "m", "n")]
     batch, rows, outputs = symbols
-    kernel = compile_kernel(make_dots(FloatDots((batch, 3), rows, inner, outputs, order), isa))
+    dots = FloatDots((batch, 3), rows, inner, outputs, order)
+    kernel = compile_kernel(make_dots(dots, isa), TARGET)
     sizes = [(1, 1), (1, 9), (2, 3), (5, 4), (9, 13), (4, 8), (0, 2), (3, 0), (40, 33)]
     for m, n in sizes:
         static = FloatDots((2, 3), m, inner, n, order)
@@ -311,14 +307,14 @@ def test_make_dots__of_any_sizes_are_those_of_static_ones(isa, order, inner):
         if m * n:
             check(got, x.astype("float64") @ w)
         if (m, n) in sizes[1:5:3]:
-            fixed = run_compiled(compile_kernel(make_dots(static, isa)), x, stored, (2, 3, m, n))
-            check(fixed, got)
+            kernel_of_size = compile_kernel(make_dots(static, isa), TARGET)
+            check(run_compiled(kernel_of_size, x, stored, (2, 3, m, n)), got)
 
 
 def test_make_dots__threads_share_products_of_any_size():
     rng = np.random.default_rng(9)
     rows, outputs = tirx.Var("m", "int64"), tirx.Var("n", "int64")
-    kernel = compile_kernel(make_dots(FloatDots((16,), rows, 64, outputs, (0, 2, 1)), HOST))
+    kernel = compile_kernel(make_dots(FloatDots((16,), rows, 64, outputs, (0, 2, 1)), HOST), TARGET)
     x, w = draw(rng, 16, 70, 64), draw(rng, 16, 90, 64)
     got = run_compiled(kernel, x, w, (16, 70, 90))
     check(got, x.astype("float64") @ w.transpose(0, 2, 1))

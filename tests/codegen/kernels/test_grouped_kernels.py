@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tvm
 from exact import call_kernel
-from machines import ISAS, best_isa, every_isa, runnable_target
+from machines import ISAS, best_isa, compile_kernel, every_isa, runnable_target
 from tvm import tirx
 from tvm.target import Target
 
@@ -82,9 +82,7 @@ def check_case(isa, case):
     """Integers and, where the target has fma, their float sums to the bit; any number of rows."""
     target, rng, spec = runnable_target(isa), np.random.default_rng(0), make_spec(case)
     weight = draw_weight(rng, spec)
-    kernel = tvm.compile(
-        tvm.IRModule({"grouped_dense": build_grouped_dense(spec, isa)}), target=target
-    )["grouped_dense"]
+    kernel = compile_kernel(build_grouped_dense(spec, isa), target)
     constants = list_constants(spec, isa, weight)
     for count in case[0]:
         data = draw_rows(rng, count, spec)
@@ -197,9 +195,7 @@ def test_quantize_rows__as_numpy(width):
     x = np.random.default_rng(width).normal(size=(2, 3, width)).astype("float32")
     x[1] = [[0], [1e-45], [63e-45]]
     func = build_quantize_rows(RowQuantize((2, None), width))
-    kernel = tvm.compile(tvm.IRModule({"quantize_rows": func}), target=runnable_target(best_isa()))[
-        "quantize_rows"
-    ]
+    kernel = compile_kernel(func, runnable_target(best_isa()))
     q, scale = (
         tvm.runtime.tensor(np.full((2, 3, n), 7, d)) for n, d in ((width, "int8"), (1, "float32"))
     )

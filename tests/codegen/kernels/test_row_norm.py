@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tvm
 from exact import state_row_norm
-from machines import best_isa, every_isa, runnable_target
+from machines import best_isa, compile_kernel, every_isa, runnable_target
 
 from relayquant.codegen.kernels.floating.row_norm import RowNorm, make_row_norm
 from relayquant.ir.reference import qnn
@@ -37,8 +37,8 @@ def run(spec, target, x, factors):
         rows = (6,) if len(spec.rows) == 1 else x.shape[:-1]
         shapes += [((*rows, x.shape[-1]), "int8"), ((*rows, 1), "float32")]
     outputs = [tvm.runtime.tensor(np.full(shape, 7, dtype)) for shape, dtype in shapes]
-    kernel = tvm.compile(tvm.IRModule({"row_norm": make_row_norm(spec)}), target=target)
-    kernel["row_norm"](*map(tvm.runtime.tensor, [x, *factors]), *outputs)
+    kernel = compile_kernel(make_row_norm(spec), target)
+    kernel(*map(tvm.runtime.tensor, [x, *factors]), *outputs)
     return [output.numpy() for output in outputs]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tvm
 from exact import finish, random_multiplier, random_values
-from machines import best_isa, every_isa, runnable_target
+from machines import best_isa, compile_kernel, every_isa, runnable_target
 
 from relayquant.codegen.kernels.integer.conv import SMALL_WEIGHT_BYTES
 from relayquant.codegen.kernels.integer.dynamic_rows import (
@@ -41,8 +41,7 @@ class Layer:
         multiplier = random_multiplier(rng, w) if spec.epilogue.has_multiplier else None
         packed = pack_dense_rows(spec, self.isa, w, bias, multiplier)
         func = build_dense_rows(spec, self.isa, "dense", self.leading)
-        module = tvm.IRModule({"dense": func})
-        kernel = tvm.compile(module, target=runnable_target(self.isa))["dense"]
+        kernel = compile_kernel(func, runnable_target(self.isa))
         for shape in shapes:
             x = random_values(rng, (*shape, spec.in_features), spec.in_dtype)
             acc = (x.astype("int64") - spec.in_zero_point) @ w.T.astype("int64") + bias

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
-from machines import best_isa, every_isa, runnable_target
+from machines import best_isa, compile_kernel, every_isa, runnable_target
 
 from relayquant.codegen.kernels.floating.softmax import Softmax, make_softmax
 from relayquant.codegen.kernels.integer.elementwise import Quantize
@@ -32,8 +32,8 @@ def draw(shape, axis):
 def run(spec, target, x):
     dtype = "float32" if spec.quantized is None else spec.quantized.out.dtype
     y = tvm.runtime.tensor(np.full(x.shape, 7, dtype))
-    kernel = tvm.compile(tvm.IRModule({"softmax": make_softmax(spec)}), target=target)
-    kernel["softmax"](tvm.runtime.tensor(x), y)
+    kernel = compile_kernel(make_softmax(spec), target)
+    kernel(tvm.runtime.tensor(x), y)
     return y.numpy()
 
 
