@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 from drawing import FULL, QUICK
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from real_relay import VARIABLE, RealRelay
 
 # A change must not fail by what was drawn on that day: `--hypothesis-profile=drawn` draws anew.
 # `--hypothesis-profile=full` takes all examples, as `.ci/run` does.
-settings.register_profile("quick", derandomize=True, max_examples=QUICK)
-settings.register_profile("full", derandomize=True, max_examples=FULL)
-settings.register_profile("drawn", derandomize=False, max_examples=FULL)
+# On a busy machine any draw is slow.
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", PATIENT, derandomize=True, max_examples=QUICK)
+settings.register_profile("full", PATIENT, derandomize=True, max_examples=FULL)
+settings.register_profile("drawn", PATIENT, derandomize=False, max_examples=FULL)
 settings.load_profile("quick")
 
 # A shell lets what it starts in the background ignore Ctrl-C, which the tests of interruptions send

@@ -8,6 +8,7 @@ from hypothesis import settings
 FULL, QUICK = 100, 20
 
 
-def count_examples(full: int) -> int:
-    """`full` examples in the profiles `full` and `drawn`, a fifth of them in `quick`."""
-    return max(1, full * settings.default.max_examples // FULL)
+def count_examples(full: int, fraction: int = FULL // QUICK) -> int:
+    """`full` examples in the profiles `full` and `drawn`, that part of them in `quick`: a fifth."""
+    is_full = settings.default.max_examples >= FULL
+    return full if is_full else max(1, full // fraction)

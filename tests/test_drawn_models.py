@@ -16,18 +16,24 @@ import relayquant as rq
 from relayquant.flow.testing.check import observe_parameters
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@settings(
-    max_examples=count_examples(150),
-    deadline=None,
-    phases=(Phase.explicit, Phase.generate),
-    suppress_health_check=list(HealthCheck),
+@pytest.mark.parametrize(
+    "examples",
+    [pytest.param(15, marks=pytest.mark.slow), pytest.param(150, marks=pytest.mark.nightly)],
 )
-@given(draw=st.data())
-def test_drawn_model__every_target(symbolic, draw):
-    mod = draw.draw(draw_models(wide=True, symbolic=symbolic))
-    check_model(mod, draw.draw(st.sampled_from(("x86", "arm", "generic"))), TARGETS)
+def test_drawn_model__every_target(examples, symbolic):
+    @settings(
+        max_examples=count_examples(examples),
+        deadline=None,
+        phases=(Phase.explicit, Phase.generate),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(draw=st.data())
+    def check_drawn(draw):
+        mod = draw.draw(draw_models(wide=True, symbolic=symbolic))
+        check_model(mod, draw.draw(st.sampled_from(("x86", "arm", "generic"))), TARGETS)
+
+    check_drawn()
 
 
 def check_model(mod, backend: str, targets) -> None:

@@ -80,15 +80,16 @@ def check_integer(seed: int) -> None:
         assert report.is_equal, report.first
 
 
-def test_drawn_graphs__as_onnx_runtime():
+@pytest.mark.parametrize("count", [GRAPHS // 4, pytest.param(GRAPHS, marks=pytest.mark.slow)])
+def test_drawn_graphs__as_onnx_runtime(count):
     wrong, taken = {}, 0
-    for seed in range(GRAPHS):
+    for seed in range(count):
         try:
             taken += check_float(seed)
         except Exception as error:
             wrong[seed] = f"{type(error).__name__}: {error}"
     assert not wrong, "\n".join(f"{seed}: {error}" for seed, error in wrong.items())
-    assert taken >= GRAPHS - REFUSED
+    assert taken >= count - REFUSED
 
 
 @pytest.mark.sample(3)

@@ -408,6 +408,7 @@ def test_innermost_loops__of_grouped_weights_fetch_codes_ahead():
     assert count(1) == [0]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layer", FLOAT_LAYERS)
 @pytest.mark.parametrize("name", FLOAT_BOUNDS)
 def test_innermost_loops__of_floats(name, layer):
@@ -424,6 +425,7 @@ def test_innermost_loops__of_floats(name, layer):
     assert len(fetches) >= 14  # a line of results and of the residual for each row of 6, and more
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", FLOAT_BOUNDS)
 def test_innermost_loops__of_float_winograd(name):
     """Sums stay in registers, and of the transforms, which multiply floats too, what can."""
@@ -444,6 +446,7 @@ def test_innermost_loops__of_float_winograd(name):
     assert found.loads <= 0.75  # tiles of as many rows as share a chunk's evenly
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("form", NORMS)
 @pytest.mark.parametrize("name", NORM_CPUS)
 def test_innermost_loops__of_row_norms(name, form):

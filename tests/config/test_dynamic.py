@@ -284,6 +284,7 @@ PER_ROW_CASES = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("shape", "scheme", "backend", "dtype"), PER_ROW_CASES)
 def test_per_row__a_set_of_parameters_for_each_row(shape, scheme, backend, dtype):
     """Rows of very different size: each is as precise as if it were alone."""

@@ -268,7 +268,7 @@ def test_quantize__unknown_backend():
 
 
 @settings(
-    max_examples=count_examples(140),
+    max_examples=count_examples(140, 12),
     deadline=None,
     derandomize=True,
     phases=(Phase.explicit, Phase.generate),
