@@ -67,7 +67,7 @@ def test_save_module__of_an_integer_model(tmp_path):
     for again in (load_module(path), load_model(path)[0]):
         one, two = (rq.reference.run(each, batches[0])[0] for each in (qmod, again))
         np.testing.assert_array_equal(one, two)
-    with pytest.raises(ModelError, match="--shape and --input are for model files"):
+    with pytest.raises(ModelError, match="leave out --shape and --input, which are for"):
         load_model(path, shape=[("x", (1,))])
 
 

@@ -271,7 +271,7 @@ def test_ledger__operator_that_reads_another_parameter_each_time():
 
     _, converted, _ = convert(use, True)
     rows = converted.ledger.to_dict()["operators"]
-    (row,) = [row for row in rows if "another parameter" in row["reason"]]
+    (row,) = [row for row in rows if "the parameter that it reads" in row["reason"]]
     assert not row["quantized"]
     assert "modules" in row["advice"]
 

@@ -95,7 +95,7 @@ def test_finetune__calibrated_model_gives_the_same():
     got = rq.torch.finetune(prepared, None, data, steps=4)
     expected = rq.torch.finetune(mod, None, data, steps=4, effort="fast", backend="x86")
     np.testing.assert_array_equal(run(got, batch)[0], run(expected, batch)[0])
-    with pytest.raises(ConfigError, match="got a calibrated model, which has its parameters"):
+    with pytest.raises(ConfigError, match="got a calibrated model, which already has parameters"):
         rq.torch.finetune(prepared, None, data, steps=4, backend="x86")
 
 
@@ -110,7 +110,7 @@ def test_checkpoint__same_bits_after_resuming(tmp_path):
         tune(path, lr=0.5)
     same, changed = (draw_batches(residual_model(), 3) for _ in range(2))
     changed[1] = {"x": changed[1]["x"] + 1}
-    with pytest.raises(DataError, match="was begun with other data"):
+    with pytest.raises(DataError, match="was started with other data"):
         tune(path, data=changed, calibration=same)
     assert path.read_bytes() == kept, "what does not fit leaves it as it is"
     rest = Watch()

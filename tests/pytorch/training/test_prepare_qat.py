@@ -165,7 +165,7 @@ def test_batch__of_another_size_trains_where_the_model_allows_it(kind):
 def test_call__in_another_form_is_named():
     (args, _) = MODELS[Nested][0]()
     module = rq.torch.prepare_qat(Nested().eval(), args, effort="fast", backend="x86")
-    with pytest.raises(DataError, match="another form than its example inputs"):
+    with pytest.raises(DataError, match="another structure than the example inputs"):
         module({"a": args[0]["a"]})
     swapped = {"b": args[0]["b"], "a": args[0]["a"]}
     module.eval()

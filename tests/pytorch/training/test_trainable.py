@@ -340,11 +340,11 @@ def test_convert__diverged_and_others_refused():
         next(iter(module.weights.values())).fill_(float("nan"))
     with pytest.raises(ConfigError, match=r"Parameter 'weights\..*' is NaN or infinite"):
         rq.torch.convert(module)
-    with pytest.raises(ConfigError, match=r"result of prepare_qat or from_relax, got Linear"):
+    with pytest.raises(ConfigError, match=r"prepare_qat or from_relax, got Linear"):
         rq.torch.convert(torch.nn.Linear(2, 2))
     prepared = rq.calibrate(rq.prepare(residual_model()), draw_batches(residual_model(), 1))
     assert rq.torch.from_relax(prepared).is_quantized
-    with pytest.raises(ConfigError, match="calibrated model, which has its parameters"):
+    with pytest.raises(ConfigError, match="calibrated model, which already has parameters"):
         rq.torch.from_relax(prepared, backend="arm")
 
 
