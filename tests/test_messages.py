@@ -19,7 +19,7 @@ PACKAGE = Path(relayquant.__file__).parent
 NO_NOUNS = (
     "as has is its this was others belongs clips computes decides depends differs does draws ends "
     "gives holds lacks leaves looks names needs picks pools quantizes reads repeats rounds runs "
-    "says selects starts stores takes wants"
+    "chooses says selects starts stores takes wants"
 )
 
 #: (file, value, plural) -> why the value is never one there, or no count at all.
