@@ -35,7 +35,12 @@ from relayquant.ir.ledger import find_ledger
 from relayquant.ir.rewrite.constants import count_constant_bytes
 from relayquant.relay import encode_params
 from relayquant.stages.calibration.checkpoint import FORMAT as CHECKPOINT
-from relayquant.stages.calibration.checkpoint import DataRecord, Workspace, check_binding, read_json
+from relayquant.stages.calibration.checkpoint import (
+    DataRecord,
+    Workspace,
+    check_fingerprint,
+    read_json,
+)
 from relayquant.stages.calibration.result import CalibrationResult
 from relayquant.stages.calibration.shard import GroupObservation, ShardStates, ShardTask
 from relayquant.stages.calibration.store import Shard, ValueStore
@@ -139,7 +144,7 @@ BINDING = {"model": "sha256:1", "order": "parallel"}
 
 
 def read_header(path: Path) -> None:
-    check_binding(path.parent, read_json(path), BINDING, "calibration")
+    check_fingerprint(path.parent, read_json(path), BINDING, "calibration")
 
 
 def make_values(folder: Path) -> Path:
