@@ -70,8 +70,8 @@ def remove_single_concat(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
 
 
 def remove_no_op(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """Remove reshape, broadcast_to, squeeze, pad, strided_slice, permute_dims and astype that
-    change neither shape nor order, and a split into one part.
+    """no_op(x) -> x, for a reshape, broadcast_to, squeeze, pad, strided_slice, permute_dims or
+    astype that changes neither shape nor order, and for a split into one part.
     """
     call = editor.call_of(var)
     data, name = call.args[0], editor.op_name(var)

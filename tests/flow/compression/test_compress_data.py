@@ -325,7 +325,7 @@ def test_max_loss__a_weight_of_8_bits_is_fitted_once(llama, monkeypatch):
 #: message -> arguments besides module and parameters
 WRONG_DATA = {
     r"the module has no one model; the data is to be for one of decode, prefill": {"dataset": [1]},
-    r"'past' of function 'decode' is no tensor": {"dataset": [1], "function": "decode"},
+    r"'past' of function 'decode' is not a tensor": {"dataset": [1], "function": "decode"},
     r"function='encode' reads no weight": {"dataset": [1], "function": "encode"},
     r"function= says what dataset= is for": {"function": "prefill"},
     r"max_loss=0.1, max_size=3; allowed: one of them": {"max_loss": 0.1, "max_size": 3},
