@@ -155,7 +155,7 @@ def test_compare__integer_inputs_and_outputs_say_the_same(digits):
 
 def test_compare__prepared_model_is_an_error(digits):
     mod, params, data = digits
-    with pytest.raises(rq.ModelError, match=r"quantized is PreparedModel.*allowed: a tvm.IRModule"):
+    with pytest.raises(rq.ModelError, match=r"qmod is PreparedModel.*[Aa]llowed: a tvm.IRModule"):
         rq.compare(mod, params, rq.prepare(mod, params), data)
 
 

@@ -37,7 +37,6 @@ from relayquant.codegen.kernels.isa.arm import (
 from relayquant.codegen.kernels.isa.base import PORTABLE, Isa
 from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.isa.target import Architecture, find_architecture, resolve_target
-from relayquant.errors import ConfigError
 
 ARM32_TRIPLE = "armv7l-linux-gnueabihf"
 EXPECTED = {
@@ -236,7 +235,7 @@ def test_for_weights__bytes_in_pairs_where_no_weight_is_too_much():
     assert 2 * 128 * LARGEST_PAIRED < 2**15 == 2 * 128 * (LARGEST_PAIRED + 1)
     for isa in (NEON32, SDOT, SMMLA):
         assert isa.for_weights(weight) is isa
-    with pytest.raises(ConfigError, match="allowed: weights of -127 to 127"):
+    with pytest.raises(ValueError, match="Allowed: weights of -127 to 127"):
         pack_conv2d(MATRIX, NEON_PAIRS, weight, np.zeros(64, "int32"), np.float32(1))
 
 

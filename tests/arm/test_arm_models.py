@@ -168,4 +168,4 @@ def test_model__runs_on_arm_kernels(cpu):
     text = rq.compile(mod, target_of(cpu)).mod.imports[0].inspect_source("asm")
     assert ("sdot" in text) == (cpu != "cortex-a53")
     assert ("smmla" in text) == (cpu == MATRIX_CPU)
-    assert default_backend(target_of(cpu)) is rq.get_backend_config("arm")
+    assert rq.get_backend_config(target=target_of(cpu)) is rq.get_backend_config("arm")
