@@ -139,5 +139,5 @@ def test_packed__refuses_values_in_another_order(packed):
 
 def test_data__refuses_a_function_with_a_paged_cache(packed):
     x = np.zeros((1, 3, WIDTH), "float32")
-    with pytest.raises(ConfigError, match="'cache' of function 'prefill' is no tensor"):
+    with pytest.raises(ConfigError, match="'cache' of function 'prefill' is not a tensor"):
         rq.compress_weights(*packed, [{"x": x, "cache": x}], function="prefill")
