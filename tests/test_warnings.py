@@ -47,7 +47,7 @@ def calibrate_with_another_name(folder):
 
 
 def quantize_badly(folder, **options):
-    rq.quantize(model(), None, draw_batches(model(), 2), calibration=clip, **options)
+    rq.quantize(model(), None, draw_batches(model(), 2), observer=clip, **options)
 
 
 def quantize_without_a_good_score(folder):

@@ -11,7 +11,7 @@ function of your own.
 # Observers
 # ---------
 # An observer sees the values as they stream by and keeps a small state: the range, or a histogram.
-# Pass one as ``calibration=`` and it serves all activations. Weights are known beforehand; the
+# Pass one as ``observer=`` and it serves all activations. Weights are known beforehand; the
 # backend's default gives each output channel a scale of its own.
 
 import numpy as np
@@ -36,7 +36,7 @@ for observer in (
     rq.observers.MSE(),
     rq.observers.KLDivergence(),
 ):
-    qmod = rq.quantize(mod, params, demo.calibration, calibration=observer)
+    qmod = rq.quantize(mod, params, demo.calibration, observer=observer)
     print(f"{observer.name:14s} {sqnr(qmod):5.1f} dB")
 
 # %%
@@ -57,7 +57,7 @@ def cover_three_sigma(info: rq.observers.ValueInfo, samples) -> rq.QParams:
     return rq.choose_qparams(low, high, info.spec)
 
 
-qmod = rq.quantize(mod, params, demo.calibration, calibration=cover_three_sigma)
+qmod = rq.quantize(mod, params, demo.calibration, observer=cover_three_sigma)
 print(f"three sigma    {sqnr(qmod):5.1f} dB")
 
 # %%

@@ -59,7 +59,7 @@ def relative_error(mod_) -> float:
 
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always", rq.AccuracyWarning)
-    guarded = rq.quantize(mod, params, demo.calibration, calibration=pick_range)
+    guarded = rq.quantize(mod, params, demo.calibration, observer=pick_range)
 print(caught[0].message)
 print(rq.ledger(guarded).guard)
 print(f"with the guard: error {relative_error(guarded):.1%}")
@@ -68,7 +68,7 @@ print(f"with the guard: error {relative_error(guarded):.1%}")
 # The guard saves the answers, not the integers. To find the cause, look at the model as it is
 # without it.
 
-bad = rq.quantize(mod, params, demo.calibration, calibration=pick_range, guard=rq.config.Guard.OFF)
+bad = rq.quantize(mod, params, demo.calibration, observer=pick_range, guard=rq.config.Guard.OFF)
 print(f"broken: error {relative_error(bad):.1%}")
 
 # %%
@@ -95,7 +95,7 @@ print(f"it starts at {first.name}: {first.saturated:.0%} of its elements are cut
 # value between them, so a bad value shows at the operator that makes it and at those that read it.
 
 prepared = rq.prepare(mod, params)
-prepared = rq.calibrate(prepared, demo.calibration, calibration=pick_range)
+prepared = rq.calibrate(prepared, demo.calibration, observer=pick_range)
 ranking = rq.sensitivity(prepared, demo.calibration)
 print(ranking)
 
@@ -108,7 +108,7 @@ print(ranking)
 patch = ranking.to_mapping(keep=1)
 for rule in patch.rules:
     print(rule.description, "->", "quantized" if rule.qconfig else "float")
-mended = rq.quantize(mod, params, demo.calibration, qconfig_mapping=patch, calibration=pick_range)
+mended = rq.quantize(mod, params, demo.calibration, qconfig_mapping=patch, observer=pick_range)
 print(f"in float: error {relative_error(mended):.1%}")
 print([row.name for row in rq.ledger(mended).floating])
 
@@ -140,7 +140,7 @@ found = rq.ledger(
         max_drop=0.05,
         budget=60,
         search_state="search.json",
-        calibration=pick_range,
+        observer=pick_range,
         effort="fast",
     )
 ).search

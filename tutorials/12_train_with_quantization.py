@@ -50,10 +50,10 @@ print(f"calibrated: {measure(calibrated):.1%} of the answers of float")
 # One call
 # --------
 # ``finetune`` starts from calibration and trains weights, biases and scales until the outputs are
-# those of the float model again. It needs no labels. With ``validation`` the best state counts, of
-# which the calibrated one is the first: data that is not trained on, where there is more than these
-# 128 images. ``checkpoint="file"`` makes it resumable. Few bits want a large rate: a weight has to
-# move half a step to become another.
+# those of the float model again. It needs no labels. With ``validation_dataset`` the best state
+# counts, of which the calibrated one is the first: data that is not trained on, where there is more
+# than these 128 images. ``checkpoint="file"`` makes it resumable. Few bits want a large rate: a
+# weight has to move half a step to become another.
 
 
 class Report(rq.Callback):
@@ -67,7 +67,7 @@ trained = rq.torch.finetune(
     demo.calibration,
     steps=100,
     lr=3e-2,
-    validation=demo.calibration,
+    validation_dataset=demo.calibration,
     callbacks=Report(),
     **options,
 )
@@ -80,7 +80,7 @@ print(rq.ledger(trained).to_dict()["choices"]["training"])
 # ``from_relax`` gives a ``torch.nn.Module`` of a Relax module, ``prepare_qat`` of a PyTorch one.
 # It rounds where the integer module will, and any loop trains it: here 8 bits on float's answers.
 
-module = rq.torch.from_relax(mod, params, calibration=demo.calibration, effort="fast")
+module = rq.torch.from_relax(mod, params, calibration_dataset=demo.calibration, effort="fast")
 teacher = rq.torch.from_relax(mod, params)
 batches = [torch.from_numpy(batch) for batch in demo.calibration]
 optimizer = torch.optim.Adam(module.parameters(), lr=1e-4)

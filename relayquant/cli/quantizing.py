@@ -21,16 +21,6 @@ from relayquant.config import BackendConfig
 from relayquant.errors import ConfigError, DataError
 from relayquant.stages.backends import resolve_backend
 
-#: values of `--observer`
-OBSERVERS = {
-    "minmax": rq.observers.MinMax(),
-    "average-max": rq.observers.AverageMax(),
-    "moving-average": rq.observers.MovingAverageMinMax(),
-    "percentile": rq.observers.Percentile(),
-    "mse": rq.observers.MSE(),
-    "kl": rq.observers.KLDivergence(),
-}
-
 
 def check_search(options: argparse.Namespace) -> None:
     """Check the options of accuracy control.
@@ -86,7 +76,7 @@ def read_quantizing(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "backend": backend,
         "qconfig_mapping": mapping,
-        "calibration": OBSERVERS.get(options.observer),
+        "observer": options.observer,
         "effort": options.effort,
         "model_type": rq.config.ModelType(options.model_type) if options.model_type else None,
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, runtime_checkable
 
 from relayquant.base.arguments import check_arguments, check_fields
@@ -48,7 +48,7 @@ class FixedOutput(PlainSettings):
     dtype: str
     scheme: Scheme
     #: an observer that reads no data, e.g. `Fixed(scale, zero_point)`
-    calibration: NamedSettings = field(metadata={"key": "observer"})
+    observer: NamedSettings
 
 
 @runtime_checkable
@@ -110,7 +110,7 @@ class PatternConfig:
             return None
         for row in self.fixed:
             if (row.dtype, row.scheme) == (spec.dtype, spec.scheme):
-                return row.calibration
+                return row.observer
         return None
 
     def find_dtypes(
@@ -349,7 +349,7 @@ class BackendConfig:
             if row.observation is not None:
                 lines.append(f"  {row.observation.value}")
             for fixed in row.fixed:
-                lines.append(f"  fixed {fixed.dtype} {fixed.scheme.value}: {fixed.calibration}")
+                lines.append(f"  fixed {fixed.dtype} {fixed.scheme.value}: {fixed.observer}")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from relayquant.base.plain_data import (
     read_fields,
 )
 from relayquant.base.qtypes import Granularity, QSpec, Role
+from relayquant.config.observers import read_observer
 from relayquant.errors import ConfigError, suggest_name
 
 #: plain data for None: the operator stays in float
@@ -28,23 +29,23 @@ NARROW_FLOATS = ("float16",)
 CONFIG_NAMES = (KEPT_IN_FLOAT, *NARROW_FLOATS)
 
 
-def check_calibration(calibration: object, where: str) -> None:
+def check_observer(observer: object, where: str) -> None:
     """Raise ConfigError unless it is an observer, or a callable that can choose parameters."""
     allowed = "an observer, for instance MinMax(), or a callable (info, samples) -> QParams"
-    if isinstance(calibration, type):
+    if isinstance(observer, type):
         raise ConfigError(
-            f"{where} is the class {calibration.__name__}, not an instance: write "
-            f"{calibration.__name__}(). Allowed: {allowed}.",
+            f"{where} is the class {observer.__name__}, not an instance: write "
+            f"{observer.__name__}(). Allowed: {allowed}.",
             code="RQ101",
         )
-    if isinstance(calibration, NamedSettings):
+    if isinstance(observer, NamedSettings):
         return
-    if not callable(calibration):
-        raise ConfigError(f"{where} is {calibration!r}; allowed: {allowed}.", code="RQ101")
+    if not callable(observer):
+        raise ConfigError(f"{where} is {observer!r}; allowed: {allowed}.", code="RQ101")
     # The third argument is a `relayquant.observers.CalibrationContext`.
-    if not takes_arguments(calibration, 2) and not takes_arguments(calibration, 3):
+    if not takes_arguments(observer, 2) and not takes_arguments(observer, 3):
         raise ConfigError(
-            f"{where} is {getattr(calibration, '__qualname__', calibration)}, which cannot be "
+            f"{where} is {getattr(observer, '__qualname__', observer)}, which cannot be "
             f"called with two or three positional arguments; allowed: {allowed}.",
             code="RQ101",
         )
@@ -56,39 +57,41 @@ class TensorConfig(PlainSettings):
     """The quantization of one kind of tensor: `spec`, and the observer or callable that chooses
     parameters.
 
-    `calibration` is an `Observer` or a callable `(ValueInfo, samples) -> QParams`; It is None for
+    `observer` is an `Observer` or a callable `(ValueInfo, samples) -> QParams`; It is None for
     `spec.is_dynamic`, because nothing is calibrated, and for grouped weights, because each group
     uses the scale with the smallest error.
     """
 
     spec: QSpec
-    calibration: Any = None
+    observer: Any = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.spec, QSpec):
             raise ConfigError(
                 f"TensorConfig.spec is {self.spec!r}; allowed: a QSpec.", code="RQ101"
             )
-        if self.spec.is_dynamic and self.calibration is not None:
+        if self.spec.is_dynamic and self.observer is not None:
             raise ConfigError(
-                f"TensorConfig.calibration is {self.calibration!r}, but the spec is dynamic: its "
+                f"TensorConfig.observer is {self.observer!r}, but the spec is dynamic: its "
                 "parameters are computed at run time. Leave the observer out.",
                 code="RQ102",
             )
-        if self.is_grouped and self.calibration is not None:
+        if self.is_grouped and self.observer is not None:
             raise ConfigError(
-                f"TensorConfig.calibration is {self.calibration!r}, but the spec has a group_size: "
+                f"TensorConfig.observer is {self.observer!r}, but the spec has a group_size: "
                 "each group gets the scale with the smallest error. Leave the observer out.",
                 code="RQ102",
             )
-        if not self.needs_none and self.calibration is None:
+        if not self.needs_none and self.observer is None:
             raise ConfigError(
-                "TensorConfig.calibration is missing; give an observer, for instance MinMax(), or "
+                "TensorConfig.observer is missing; give an observer, for instance MinMax(), or "
                 "a callable. Only QSpec(is_dynamic=True) and QSpec(group_size=...) need none.",
                 code="RQ102",
             )
-        if self.calibration is not None:
-            check_calibration(self.calibration, "TensorConfig.calibration")
+        if self.observer is not None:
+            observer = read_observer(self.observer, "TensorConfig.observer")
+            object.__setattr__(self, "observer", observer)
+            check_observer(observer, "TensorConfig.observer")
 
     @property
     def is_grouped(self) -> bool:
@@ -106,19 +109,19 @@ class TensorConfig(PlainSettings):
         There is no observer if the spec needs none.
 
         Raises:
-            ConfigError: `calibration` is a callable, which has no plain form.
+            ConfigError: `observer` is a callable, which has no plain form.
         """
         if self.needs_none:
             return {"spec": self.spec.to_dict()}
-        if not isinstance(self.calibration, NamedSettings):
-            name = getattr(self.calibration, "__qualname__", type(self.calibration).__name__)
+        if not isinstance(self.observer, NamedSettings):
+            name = getattr(self.observer, "__qualname__", type(self.observer).__name__)
             raise ConfigError(
-                f"TensorConfig.calibration is {name}, which cannot be written as plain data; use "
+                f"TensorConfig.observer is {name}, which cannot be written as plain data; use "
                 "an observer, "
-                "for instance MinMax(), or pass the callable as quantize(..., calibration=...).",
+                "for instance MinMax(), or pass the callable as quantize(..., observer=...).",
                 code="RQ101",
             )
-        return {"spec": self.spec.to_dict(), "observer": self.calibration.to_dict()}
+        return {"spec": self.spec.to_dict(), "observer": self.observer.to_dict()}
 
     @classmethod
     def from_dict(cls, data: object, where: str = "") -> TensorConfig:

@@ -183,7 +183,7 @@ def rebuild(
     calibrated: PreparedModel, names: Sequence[str], dataset: Any, settings: QuantizeSettings
 ) -> tuple[PreparedModel, tvm.IRModule]:
     """(calibrated model, integer module) with operators in float; parameters stay as they are."""
-    again = CalibrateSettings(calibration=settings.calibration)
+    again = CalibrateSettings(observer=settings.observer)
     changed = keep_in_float(calibrated, names, lambda bare: calibrate_model(bare, dataset, again))
     return changed, lower_prepared(changed)
 
@@ -290,15 +290,15 @@ def calibrate_model(
 ) -> PreparedModel:
     """Calibration graph + data -> the model with parameters, fitted weights and biases."""
     events, effort = settings.events, Effort(prepared.effort)
-    calibration, fit = settings.calibration, settings.fit or EFFORTS[effort].fit
-    order = settings.order or choose_order(prepared.plan, calibration, effort)
+    observer, fit = settings.observer, settings.fit or EFFORTS[effort].fit
+    order = settings.order or choose_order(prepared.plan, observer, effort)
 
     def pick(min_scales: Mapping[str, np.ndarray]) -> PreparedModel:
         return pick_parameters(
             prepared,
             dataset,
             load_module=EagerModule,
-            calibration=calibration,
+            observer=observer,
             order=order,
             callbacks=events,
             fit=fit,
@@ -322,7 +322,7 @@ def calibrate_model(
             lambda model: measure_sums(lower_alone(model), dataset),
             pick,
         )
-    return replace(calibrated, choices=describe_work(calibrated, calibration, fit))
+    return replace(calibrated, choices=describe_work(calibrated, observer, fit))
 
 
 def convert_model(calibrated: PreparedModel) -> tvm.IRModule:

@@ -30,7 +30,7 @@ def quantize(
     *,
     backend: BackendConfig | str | None = None,
     qconfig_mapping: QConfigMapping | None = None,
-    calibration: Any = None,
+    observer: Any = None,
     effort: Effort | str = Effort.BALANCED,
     model_type: ModelType | str | None = None,
     input_dtypes: Mapping[str | int, str] | None = None,
@@ -41,7 +41,7 @@ def quantize(
     metric: Metric | None = None,
     max_drop: float = MAX_DROP,
     budget: float | None = None,
-    validation: Any = None,
+    validation_dataset: Any = None,
     search_state: str | Path | None = None,
     only_if_faster: bool = False,
     workers: futures.Executor | None = None,
@@ -64,9 +64,10 @@ def quantize(
         backend: "x86", "x86-7bit", "arm", "generic", or a BackendConfig; None for the backend of
             this machine. To run elsewhere, `relayquant.get_backend_config(target=target)`.
         qconfig_mapping: Which operator is quantized how. None: the backend's default for all.
-        calibration: Observer, or callable `(ValueInfo, samples) -> QParams`, for all activations. A
-            callable with a third parameter gets a `CalibrationContext`: the calibration graph and
-            the parameters chosen so far.
+        observer: For all activations: an observer, its name ("minmax", "average-max",
+            "moving-average", "percentile", "mse", "kl"), or a callable `(ValueInfo, samples) ->
+            QParams`. A callable with a third parameter gets a `CalibrationContext`: the
+            calibration graph and the parameters chosen so far.
         effort: "fast", "balanced" or "best": how much work calibration does for accuracy; see
             `Effort`.
         model_type: "transformer" for transformers: only matrix products and convolutions are
@@ -87,7 +88,7 @@ def quantize(
             `GuardSettings`.
         metric: `(float outputs, quantized outputs) -> float`, higher is better. Both are lists with
             one array for each output of the model, samples along axis 0 in the order of
-            `validation`. For an accuracy, close over the labels: `lambda expected, got:
+            `validation_dataset`. For an accuracy, close over the labels: `lambda expected, got:
             (got[0].argmax(1) == labels).mean()`. The search reverts the fewest operators to int16
             or float that keep the metric within `max_drop` of the float model compared with itself.
             With a metric, the guard is off. `ledger(qmod).search` has the result, and its `mapping`
@@ -96,8 +97,8 @@ def quantize(
             itself.
         budget: Seconds after which the search starts no further trial. The best mapping so far is
             still built and measured, with a warning if the bound is not met. None: no limit.
-        validation: Samples for the metric, or for the guard if there is no metric; None: `dataset`.
-            Samples that calibration did not read say more about other data.
+        validation_dataset: Samples for the metric, or for the guard if there is no metric; None:
+            `dataset`. Samples that calibration did not read say more about other data.
         search_state: A JSON file that is written after every measurement: the measurements, and the
             best mapping so far. If the file exists, the search continues from it, provided that
             model, settings, data and the float model's metric are the same.
@@ -122,7 +123,7 @@ def quantize(
     settings = QuantizeSettings(
         backend=backend,
         qconfig_mapping=qconfig_mapping,
-        calibration=calibration,
+        observer=observer,
         effort=effort,
         model_type=model_type,
         input_dtypes=input_dtypes,
@@ -133,7 +134,7 @@ def quantize(
         metric=metric,
         max_drop=max_drop,
         budget=budget,
-        validation=validation,
+        validation_dataset=validation_dataset,
         search_state=search_state,
         only_if_faster=only_if_faster,
         workers=workers,

@@ -26,6 +26,7 @@ from relayquant.config import (
     Order,
     QConfigMapping,
 )
+from relayquant.config.observers import read_observer
 from relayquant.errors import ConfigError
 from relayquant.stages.calibration.dispatch import WORKER_TIMEOUT
 from relayquant.stages.effort import resolve_effort
@@ -87,12 +88,16 @@ class PrepareSettings(RunSettings):
 class CalibrateSettings(RunSettings):
     """The arguments of `relayquant.calibrate` except prepared model and data."""
 
-    calibration: Any = None
+    observer: Any = None
     order: Order | None = None
     fit: FitSettings | None = None
     checkpoint: str | Path | None = None
     workers: futures.Executor | None = None
     worker_timeout: float | None = WORKER_TIMEOUT
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "observer", read_observer(self.observer, "observer"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,19 +110,20 @@ class QuantizeSettings(PrepareSettings):
 
     backend: BackendConfig | str | None = None
     qconfig_mapping: QConfigMapping | None = None
-    calibration: Any = None
+    observer: Any = None
     checkpoint: str | Path | None = None
     workers: futures.Executor | None = None
     guard: Guard | GuardSettings | None = None
     metric: Metric | None = None
     max_drop: float = MAX_DROP
     budget: float | None = None
-    validation: Any = None
+    validation_dataset: Any = None
     search_state: str | Path | None = None
     only_if_faster: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "observer", read_observer(self.observer, "observer"))
         if self.only_if_faster and self.promises_integers:
             raise ConfigError(
                 "quantize(only_if_faster=True) puts operators back to float: strict, input_dtypes "
@@ -133,7 +139,8 @@ class QuantizeSettings(PrepareSettings):
         given = {
             "max_drop": self.max_drop != MAX_DROP,
             "budget": self.budget is not None,
-            "validation": self.validation is not None and self.guarding.action is Guard.OFF,
+            "validation_dataset": self.validation_dataset is not None
+            and self.guarding.action is Guard.OFF,
             "search_state": self.search_state is not None,
         }
         if self.metric is None and any(given.values()):
@@ -164,7 +171,7 @@ class QuantizeSettings(PrepareSettings):
     def calibrating(self) -> CalibrateSettings:
         """The settings of calibration among these."""
         return CalibrateSettings(
-            calibration=self.calibration,
+            observer=self.observer,
             callbacks=self.callbacks,
             checkpoint=self.checkpoint,
             workers=self.workers,

@@ -82,7 +82,7 @@ def calibrate(
     prepared: PreparedModel,
     dataset: Any,
     *,
-    calibration: Any = None,
+    observer: Any = None,
     order: Order | str | None = None,
     fit: FitSettings | None = None,
     workers: futures.Executor | None = None,
@@ -104,7 +104,7 @@ def calibrate(
     Args:
         prepared: The prepared model; not changed. Parameters that it already has are ignored.
         dataset: See `quantize`; read once, and again if scales are raised.
-        calibration: Observer or callable for all activations.
+        observer: Observer or callable for all activations.
         order: See `Order`. None: the order of the level of effort, or topological if a callable
             chooses parameters.
         fit: How weights are rounded and biases corrected. None: as the level of effort says.
@@ -125,12 +125,12 @@ def calibrate(
 
     Raises:
         DataError: the data set is empty, does not fit the model, or differs from the checkpoint's.
-        ConfigError: `calibration` is not an observer or callable, or its result is wrong; or the
+        ConfigError: `observer` is not an observer or callable, or its result is wrong; or the
             folder belongs to another calibration (the message says what differs).
         WorkerError: workers died, hang, or failed repeatedly; names the batches.
     """
     settings = CalibrateSettings(
-        calibration=calibration,
+        observer=observer,
         order=order,
         fit=fit,
         workers=workers,

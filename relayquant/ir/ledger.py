@@ -138,7 +138,7 @@ class GuardResult(PlainFields):
         worst_number: Position of the worst sample. None if the outputs have no entry per sample.
         tuned: Number of samples that also chose ranges or fitted weights. On these, the models
             agree better than on others.
-        is_held_out: Whether calibration did not read the samples (`validation=`).
+        is_held_out: Whether calibration did not read the samples (`validation_dataset=`).
     """
 
     samples: int

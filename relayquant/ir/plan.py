@@ -16,11 +16,12 @@ from relayquant.base.arguments import check_arguments
 from relayquant.base.plain_data import NamedSettings, PlainFields, check_keys, read_fields
 from relayquant.base.qtypes import QSpec, ValueInfo
 from relayquant.config import Accumulator, Support
-from relayquant.config.qconfig import check_calibration
+from relayquant.config.observers import read_observer
+from relayquant.config.qconfig import check_observer
 from relayquant.errors import ConfigError, suggest_name
 
 #: keys of a group in plain data, after the fields of its `info`
-GROUP_KEYS = ("members", "points", "clamped", "constant", "base", "is_fixed", "calibration")
+GROUP_KEYS = ("members", "points", "clamped", "constant", "base", "is_fixed", "observer")
 
 
 @dataclass(frozen=True)
@@ -34,16 +35,16 @@ class SharedQParams(PlainFields):
         clamped: Members that are rounded again, but not observed: the result of a clip with bounds
             that are not representable, or of a mean that shares its input's parameters.
         constant: (operator, operand) for a constant operand such as a weight, else None.
-        calibration: Observer or callable that chooses the parameters.
+        observer: Observer or callable that chooses the parameters.
         is_fixed: Whether the backend fixes the parameters. A user setting for all values then does
-            not replace `calibration`.
+            not replace `observer`.
         base: Key of the group that this group converts from, for a value with two groups.
     """
 
     info: ValueInfo
     members: tuple[str, ...]
     points: tuple[str, ...]
-    calibration: Any
+    observer: Any
     constant: tuple[str, str] | None = None
     base: str | None = None
     clamped: tuple[str, ...] = ()
@@ -58,14 +59,14 @@ class SharedQParams(PlainFields):
 
         An observer is included. A callable is left out.
         """
-        is_plain = isinstance(self.calibration, NamedSettings)
+        is_plain = isinstance(self.observer, NamedSettings)
         data = super().to_dict()
-        data["calibration"] = self.calibration.to_dict() if is_plain else None
+        data["observer"] = self.observer.to_dict() if is_plain else None
         return {**data.pop("info"), **{key: data[key] for key in GROUP_KEYS}}
 
     @classmethod
     def from_dict(cls, data: object, where: str = "") -> SharedQParams:
-        """Read the data of `to_dict`. `calibration` is None if it was a callable.
+        """Read the data of `to_dict`. `observer` is None if it was a callable.
 
         Raises:
             ConfigError: a key is wrong or missing, or a value is not allowed.
@@ -75,9 +76,9 @@ class SharedQParams(PlainFields):
         names = (*info_keys, *GROUP_KEYS)
         found = dict(check_keys(data, names, where, names))
         info = read_fields(ValueInfo, {key: found.pop(key) for key in info_keys}, where)
-        if found["calibration"] is not None:
-            seen = NamedSettings.from_dict(found["calibration"], f"{where}.calibration")
-            found["calibration"] = seen
+        if found["observer"] is not None:
+            seen = NamedSettings.from_dict(found["observer"], f"{where}.observer")
+            found["observer"] = seen
         return read_fields(SharedQParams, {**found, "info": info}, where)
 
 
@@ -179,13 +180,13 @@ class Plan(PlainFields):
     value_groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @check_arguments
-    def replace(self, key: str, *, spec: QSpec | None = None, calibration: Any = None) -> Plan:
+    def replace(self, key: str, *, spec: QSpec | None = None, observer: Any = None) -> Plan:
         """Return a plan with another spec or another observer for one set of parameters.
 
         Args:
             key: Key of the group, as listed in `plan.groups`: a value name, or "<operator>:weight".
             spec: The new specification.
-            calibration: An observer, or a callable that chooses the parameters.
+            observer: An observer, or a callable that chooses the parameters.
 
         Raises:
             ConfigError: The plan does not have the group, or `spec` is per-channel and the value
@@ -210,9 +211,10 @@ class Plan(PlainFields):
             group = dataclasses.replace(
                 group, info=dataclasses.replace(group.info, spec=spec, axis=axis)
             )
-        if calibration is not None:
-            check_calibration(calibration, f"Plan.replace({key!r}): calibration")
-            group = dataclasses.replace(group, calibration=calibration)
+        if observer is not None:
+            observer = read_observer(observer, f"Plan.replace({key!r}): observer")
+            check_observer(observer, f"Plan.replace({key!r}): observer")
+            group = dataclasses.replace(group, observer=observer)
         groups = tuple(group if other.key == key else other for other in self.groups)
         return dataclasses.replace(self, groups=groups)
 

@@ -25,7 +25,7 @@ from relayquant.errors import ConfigError, format_count, suggest_name
 from relayquant.ir.plan import Plan
 from relayquant.stages.backends.defaults import DEFAULT_OBSERVER
 from relayquant.stages.calibration.observer_selection import OutputSQNR
-from relayquant.stages.calibration.parameters import CallableCalibration, resolve_calibration
+from relayquant.stages.calibration.parameters import CallableCalibration, resolve_observer
 from relayquant.stages.calibration.weights.ranges import RelativeMSE
 from relayquant.stages.equalization import read_exponents
 from relayquant.stages.prepared import PreparedModel
@@ -86,49 +86,47 @@ def resolve_effort(effort: Effort | str) -> Effort:
     )
 
 
-def choose_order(plan: Plan, calibration: Any, effort: Effort) -> Order:
+def choose_order(plan: Plan, observer: Any, effort: Effort) -> Order:
     """Return the level's order of calibration. It is topological if a callable chooses parameters:
     the callable's samples then include the effect of earlier choices.
 
     Args:
         plan: The plan. Its groups name the observers.
-        calibration: The user's observer for all activations; None: as the plan says.
+        observer: The user's observer for all activations; None: as the plan says.
         effort: The level.
     """
     chosen = [
-        group.calibration if calibration is None or group.is_fixed else calibration
+        group.observer if observer is None or group.is_fixed else observer
         for group in plan.activations
     ]
-    if any(isinstance(resolve_calibration(each), CallableCalibration) for each in chosen):
+    if any(isinstance(resolve_observer(each), CallableCalibration) for each in chosen):
         return Order.TOPOLOGICAL
     return EFFORTS[effort].order
 
 
-def describe_work(calibrated: PreparedModel, calibration: Any, fit: FitSettings) -> dict[str, str]:
+def describe_work(calibrated: PreparedModel, observer: Any, fit: FitSettings) -> dict[str, str]:
     """Describe what calibration worked with, as `describe_choices` and `describe_observers` do, and
     the layers that were scaled.
     """
-    choices = describe_choices(calibrated, calibration, fit)
+    choices = describe_choices(calibrated, observer, fit)
     if equalized := read_exponents(calibrated.mod):
         choices["equalized"] = f"channels between {format_count(len(equalized), 'pair')} of layers"
-    return choices | describe_observers(calibrated.plan, calibration, calibrated.observers)
+    return choices | describe_observers(calibrated.plan, observer, calibrated.observers)
 
 
-def describe_choices(prepared: PreparedModel, calibration: Any, fit: FitSettings) -> dict[str, str]:
+def describe_choices(prepared: PreparedModel, observer: Any, fit: FitSettings) -> dict[str, str]:
     """Describe the choices of calibration in words for the ledger: {"activations": observers,
     "weights": observers, rounding and bias correction}.
 
     Args:
         prepared: The model. The groups of its plan name the observers.
-        calibration: The user's observer for all activations; None: as the plan says.
+        observer: The user's observer for all activations; None: as the plan says.
         fit: How weights are fitted.
     """
     names = {
         is_weight: {
-            describe_calibration(
-                group.calibration
-                if calibration is None or group.constant or group.is_fixed
-                else calibration
+            describe_observer(
+                group.observer if observer is None or group.constant or group.is_fixed else observer
             )
             for group in prepared.plan.groups
             if (group.constant is not None) is is_weight
@@ -153,17 +151,15 @@ def describe_choices(prepared: PreparedModel, calibration: Any, fit: FitSettings
     return {"activations": ", ".join(sorted(names[False])), "weights": described}
 
 
-def describe_observers(
-    plan: Plan, calibration: Any, observers: Mapping[str, str]
-) -> dict[str, str]:
+def describe_observers(plan: Plan, observer: Any, observers: Mapping[str, str]) -> dict[str, str]:
     """Return {"ranges": number of values per observer} for the ledger; {} if there was no choice.
 
     Args:
         plan: The plan. Its groups name the observers.
-        calibration: The user's observer for all activations; None: as the plan says.
+        observer: The user's observer for all activations; None: as the plan says.
         observers: Group key -> observer that chose its parameters.
     """
-    chosen = [group.calibration if calibration is None else calibration for group in plan.groups]
+    chosen = [group.observer if observer is None else observer for group in plan.groups]
     if not any(isinstance(each, OutputSQNR) for each in chosen):
         return {}
     counts = Counter(observers.values())
@@ -174,18 +170,18 @@ def describe_observers(
     }
 
 
-def describe_calibration(calibration: Any) -> str:
+def describe_observer(observer: Any) -> str:
     """Describe an observer by its settings that differ from the defaults, or a function by its
     name.
     """
-    if not isinstance(calibration, Observer):
-        return getattr(calibration, "__qualname__", type(calibration).__name__)
+    if not isinstance(observer, Observer):
+        return getattr(observer, "__qualname__", type(observer).__name__)
     changed = [
-        f"{f.name}={getattr(calibration, f.name)!r}"
-        for f in fields(calibration)  # pyright: ignore[reportArgumentType]
-        if getattr(calibration, f.name) != f.default
+        f"{f.name}={getattr(observer, f.name)!r}"
+        for f in fields(observer)  # pyright: ignore[reportArgumentType]
+        if getattr(observer, f.name) != f.default
     ]
-    return f"{type(calibration).__name__}({', '.join(changed)})"
+    return f"{type(observer).__name__}({', '.join(changed)})"
 
 
 def apply_effort(qconfig: QConfig, effort: Effort) -> QConfig:
@@ -194,9 +190,9 @@ def apply_effort(qconfig: QConfig, effort: Effort) -> QConfig:
     """
     observer = EFFORTS[effort].activation
     changed = {
-        name: replace(config, calibration=observer)
+        name: replace(config, observer=observer)
         for name in ("activation", "output")
-        if (config := getattr(qconfig, name)) is not None and config.calibration is DEFAULT_OBSERVER
+        if (config := getattr(qconfig, name)) is not None and config.observer is DEFAULT_OBSERVER
     }
     return replace(qconfig, **changed)
 

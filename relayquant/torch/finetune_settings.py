@@ -45,8 +45,8 @@ class FinetuneSettings(RunSettings):
     effort: Effort | str = Effort.BEST
     ranges: Ranges = Ranges.LEARNED
     weight_ranges: Ranges | None = None
-    calibration: Any = None
-    validation: Any = None
+    calibration_dataset: Any = None
+    validation_dataset: Any = None
     metric: Metric | None = None
     evaluate_every: int | None = None
     patience: int | None = None
@@ -83,10 +83,12 @@ class FinetuneSettings(RunSettings):
                 )
         if self.metric is not None:
             check_metric(self.metric)
-        if self.validation is None and (self.metric is not None or self.patience is not None):
+        if self.validation_dataset is None and (
+            self.metric is not None or self.patience is not None
+        ):
             raise ConfigError(
                 "finetune got a metric or patience but no validation data to measure on.  Pass "
-                "validation=, a data set that is not used for training.",
+                "validation_dataset=, a data set that is not used for training.",
                 code="RQ102",
             )
 

@@ -32,7 +32,7 @@ from relayquant.torch.training import from_relax, import_trainable
 def finetune(
     mod: Model | PreparedModel,
     params: Mapping[str, Any] | None,
-    batches: Any,
+    dataset: Any,
     loss: Loss | None = None,
     *,
     steps: int = 400,
@@ -45,8 +45,8 @@ def finetune(
     effort: Effort | str = Effort.BEST,
     ranges: Ranges | str = Ranges.LEARNED,
     weight_ranges: Ranges | str | None = None,
-    calibration: Any = None,
-    validation: Any = None,
+    calibration_dataset: Any = None,
+    validation_dataset: Any = None,
     metric: Metric | None = None,
     evaluate_every: int | None = None,
     patience: int | None = None,
@@ -59,20 +59,20 @@ def finetune(
     weights, biases and, by default, scales with Adam. The rate falls to 0 along half a cosine. The
     result is the average of the parameters over about the last tenth of the steps taken.
 
-    With `validation`, the best average of all evaluations is returned. The calibrated state is the
-    first candidate. The state after `reconstruction` is the second. Both count as step 0. The
-    calibrated state is returned if the best loss is not lower by two of its standard errors. So the
-    result is never worse on that data, nor different by chance. If the reconstruction is worse than
-    the calibrated state, training starts from the calibrated state. Without `validation`, the
-    reconstructed and trained state is returned.
+    With `validation_dataset`, the best average of all evaluations is returned. The calibrated state
+    is the first candidate. The state after `reconstruction` is the second. Both count as step 0.
+    The calibrated state is returned if the best loss is not lower by two of its standard errors. So
+    the result is never worse on that data, nor different by chance. If the reconstruction is worse
+    than the calibrated state, training starts from the calibrated state. Without
+    `validation_dataset`, the reconstructed and trained state is returned.
 
     Args:
         mod, params: The float module; or a calibrated model from `calibrate`, and None.
-        batches: Data set, as for `quantize`, read repeatedly. Each item is one step. Items that are
+        dataset: Data set, as for `quantize`, read repeatedly. Each item is one step. Items that are
             dicts may hold more than the inputs, for instance labels for the loss. For reproducible
             results, and to resume, it must yield the same items each time.
         loss: `(outputs, expected) -> scalar tensor`, lists of torch tensors: the outputs of the
-            trained model and of the float model. A third parameter gets the item of `batches`, a
+            trained model and of the float model. A third parameter gets the item of `dataset`, a
             dict of arrays. None: the distance to `expected` relative to its size, or the divergence
             for probabilities.
         steps: Number of steps. 0 with `reconstruction`: only the reconstruction.
@@ -84,16 +84,16 @@ def finetune(
         hidden_weight: Weight of a second loss, added to `loss`: the squared distance between values
             of inner operators and their float values, relative to their size, averaged over
             operators. For networks so deep that the outputs alone give too little information.
-        reconstruction: Number of items of `batches`, at most all, for reconstruction before
+        reconstruction: Number of items of `dataset`, at most all, for reconstruction before
             training. It fits weights operator by operator, so that each reproduces the float
             model's sums on the quantized outputs of the operators before it. For weights of few
             bits. In deep networks it takes as long as some hundred steps. It holds the live values
             of these items in memory.
         backend, qconfig_mapping, effort: As for `quantize`.
         ranges, weight_ranges: How ranges change. See `relayquant.config.Ranges`.
-        calibration: Data set for the first ranges. `batches` if None.
-        validation: Data set that is not used for training, to choose the best state. With more
-            samples it can tell smaller gains from chance.
+        calibration_dataset: Data set for the first ranges. `dataset` if None.
+        validation_dataset: Data set that is not used for training, to choose the best state. With
+            more samples it can tell smaller gains from chance.
         metric: `(float outputs, quantized outputs) -> float` on the validation data, higher is
             better, as for `quantize`. None: the loss, or the default loss if `loss` takes the item.
             Any higher value of a metric counts as a gain, without a test for chance.
@@ -128,8 +128,8 @@ def finetune(
         effort=effort,
         ranges=ranges,
         weight_ranges=weight_ranges,
-        calibration=calibration,
-        validation=validation,
+        calibration_dataset=calibration_dataset,
+        validation_dataset=validation_dataset,
         metric=metric,
         evaluate_every=evaluate_every,
         patience=patience,
@@ -152,8 +152,8 @@ def finetune(
     # For a module this comes first, so that an operator that cannot be trained is reported before
     # the work.
     known = mod if isinstance(mod, PreparedModel) else from_relax(mod, params).source.prepared
-    data = TrainingData(batches, describe_inputs(known.mod))
-    calibration = data.dataset if settings.calibration is None else settings.calibration
+    data = TrainingData(dataset, describe_inputs(known.mod))
+    given = settings.calibration_dataset
     student = run(
         "calibrate",
         from_relax,
@@ -161,7 +161,7 @@ def finetune(
         params,
         settings.qconfig_mapping,
         settings.backend,
-        calibration=settings.calibration if is_calibrated else calibration,
+        calibration_dataset=data.dataset if given is None and not is_calibrated else given,
         ranges=settings.ranges,
         weight_ranges=settings.weight_ranges,
         effort=settings.effort,

@@ -173,7 +173,7 @@ class FakeQuantize(nn.Module):
     ) -> None:
         super().__init__()
         self.group, self.limits = group, group.info.spec.limits
-        is_given = group.is_fixed or isinstance(group.calibration, Fixed)
+        is_given = group.is_fixed or isinstance(group.observer, Fixed)
         self.ranges = Ranges.FROZEN if is_given else ranges
         scale = np.array(qparams.scale, "float32").reshape(-1)
         zero_point = np.broadcast_to(qparams.zero_point.reshape(-1), scale.shape).copy()

@@ -483,7 +483,7 @@ class TrainableModule(nn.Module):
             raise ConfigError(
                 "The module was prepared without calibration data and has not been trained: the "
                 f"range of {waiting[0]!r} is not known. Call it in training mode (module.train()) "
-                "with representative inputs, or prepare it with calibration=.",
+                "with representative inputs, or prepare it with calibration_dataset=.",
                 code="RQ105",
             )
         for part in self.list_parts():

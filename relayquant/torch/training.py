@@ -47,7 +47,7 @@ def prepare_qat(
     qconfig_mapping: QConfigMapping | None = None,
     backend: BackendConfig | str | None = None,
     *,
-    calibration: Any = None,
+    calibration_dataset: Any = None,
     ranges: Ranges | str = Ranges.LEARNED,
     weight_ranges: Ranges | str | None = None,
     batch_norm: BatchNorm | str = BatchNorm.FROZEN,
@@ -71,9 +71,9 @@ def prepare_qat(
             structure. If the examples hold more than one sample, and the module allows it, it
             trains with any number of samples.
         qconfig_mapping, backend, effort: As for `relayquant.quantize`.
-        calibration: Data set for the first ranges, as for `relayquant.quantize`. Without it, the
-            first batches in training mode give the ranges, as with FX: the first batch with a
-            moving average, which then continues, else `rounding.WATCHED` batches. Then nothing is
+        calibration_dataset: Data set for the first ranges, as for `relayquant.quantize`. Without
+            it, the first batches in training mode give the ranges, as with FX: the first batch with
+            a moving average, which then continues, else `rounding.WATCHED` batches. Then nothing is
             fitted to data before: `effort` is "fast".
         ranges: How ranges of activations change in training. See `Ranges`.
         weight_ranges: The same for weights. None: as `ranges`.
@@ -104,7 +104,7 @@ def prepare_qat(
     check_module(module)
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     config, backend = prepare_custom_config, resolve_backend(backend)
-    is_live, is_waiting = batch_norm is BatchNorm.LIVE, calibration is None
+    is_live, is_waiting = batch_norm is BatchNorm.LIVE, calibration_dataset is None
     effort = Effort.FAST if is_waiting else resolve_effort(effort)
     dtypes: dict[str, Any] = {}
     if config is not None:
@@ -127,7 +127,7 @@ def prepare_qat(
             settings = UnitSettings(
                 backend=backend, effort=effort, normalization=batch_norm, frees_batch=True
             )
-            data = [inputs] if is_waiting else calibration
+            data = [inputs] if is_waiting else calibration_dataset
             batches = read_batches(module, inputs, data, frees_batch=True)
             unit = prepare_unit(module, config, batches, qconfig_mapping, settings, finish)
             return check_interface(finish(unit))
@@ -149,7 +149,7 @@ def prepare_qat(
                 params,
                 qconfig_mapping,
                 backend,
-                list_examples(inputs, example_kwargs) if is_waiting else calibration,
+                list_examples(inputs, example_kwargs) if is_waiting else calibration_dataset,
                 settings,
                 is_plain=is_live or is_waiting,
             )
@@ -200,7 +200,7 @@ def from_relax(
     qconfig_mapping: QConfigMapping | None = None,
     backend: BackendConfig | str | None = None,
     *,
-    calibration: Any = None,
+    calibration_dataset: Any = None,
     ranges: Ranges | str = Ranges.LEARNED,
     weight_ranges: Ranges | str | None = None,
     batch_norm: BatchNorm | str = BatchNorm.FROZEN,
@@ -208,8 +208,8 @@ def from_relax(
 ) -> Any:
     """Convert a Relax module from any source to a trainable torch module.
 
-    Without `calibration` and `qconfig_mapping` it is the float model, and `convert` returns the
-    float module with the trained weights. With them it trains with its quantization. See
+    Without `calibration_dataset` and `qconfig_mapping` it is the float model, and `convert` returns
+    the float module with the trained weights. With them it trains with its quantization. See
     `prepare_qat` for the arguments.
 
     Args:
@@ -223,7 +223,7 @@ def from_relax(
         ConfigError, DataError: as for `prepare_qat`.
     """
     if isinstance(mod, PreparedModel):
-        given = params, qconfig_mapping, backend, calibration
+        given = params, qconfig_mapping, backend, calibration_dataset
         if any(value is not None for value in given) or batch_norm is BatchNorm.LIVE:
             raise ConfigError(
                 "from_relax got a calibrated model, which already has parameters, mapping, "
@@ -235,7 +235,7 @@ def from_relax(
     mod, params = split_model(mod, params)
     import_trainable()
     is_live = batch_norm is BatchNorm.LIVE
-    is_float = calibration is None and qconfig_mapping is None
+    is_float = calibration_dataset is None and qconfig_mapping is None
     if is_float:
         fast = PrepareSettings(effort=Effort.FAST)
         prepared = prepare_model(
@@ -244,7 +244,7 @@ def from_relax(
     else:
         settings = PrepareSettings(effort=resolve_effort(effort))
         prepared = calibrate_graph(
-            mod, params, qconfig_mapping, backend, calibration, settings, is_plain=is_live
+            mod, params, qconfig_mapping, backend, calibration_dataset, settings, is_plain=is_live
         )
     folded = find_live(mod, params, prepared) if is_live else {}
     return build_trainable(prepared, ranges, weight_ranges, folded)
@@ -255,7 +255,7 @@ def calibrate_graph(
     params: Mapping[str, Any] | None,
     mapping: QConfigMapping | None,
     backend: BackendConfig | str | None,
-    calibration: Any,
+    calibration_dataset: Any,
     settings: PrepareSettings,
     *,
     is_plain: bool,
@@ -265,10 +265,10 @@ def calibrate_graph(
     `is_plain`: nothing is scaled between channels, because batch norms have live statistics or
     there is no real data.
     """
-    data = None if is_plain else calibration
+    data = None if is_plain else calibration_dataset
     prepared = prepare_model(mod, params, data, mapping, resolve_backend(backend), settings)
     review_prepared(prepared, strict=False)
-    return calibrate_model(prepared, calibration, CalibrateSettings())
+    return calibrate_model(prepared, calibration_dataset, CalibrateSettings())
 
 
 def check_interface(trained: TrainableModule) -> TrainableModule:

@@ -119,9 +119,9 @@ class _Training:
         self.hidden = find_hidden(student, teacher) if settings.hidden_weight else []
         self.path = None if settings.checkpoint is None else Path(settings.checkpoint)
         self.validation = None
-        if settings.validation is not None:
+        if settings.validation_dataset is not None:
             inputs = describe_inputs(student.source.prepared.mod)
-            self.validation = list(open_dataset(settings.validation, inputs))
+            self.validation = list(open_dataset(settings.validation_dataset, inputs))
             self.expected = [run_module(self.teacher, self.pick(b)) for b in self.validation]
 
     def pick(self, batch: Mapping[str, np.ndarray]) -> list[torch.Tensor]:

@@ -84,7 +84,7 @@ def test_compare__names_the_value_where_it_goes_wrong(digits):
         high = max(float(np.abs(array).max()) for array in samples)
         return rq.choose_qparams(0.0, high / (50 if info.name == "conv2/relu" else 1), info.spec)
 
-    wrong = rq.quantize(mod, params, data, calibration=clip_one, guard=rq.config.Guard.OFF)
+    wrong = rq.quantize(mod, params, data, observer=clip_one, guard=rq.config.Guard.OFF)
     report = rq.compare(mod, params, wrong, data)
     assert report.first_below(15).name == "conv2/relu"
     assert str(report).endswith("; the first below 15 dB is conv2/relu")

@@ -70,10 +70,10 @@ WORDS = {
 #: of parameters that are annotated as Any, the kinds that are wrong
 WRONG_ANY = {
     "dataset": "number text object",
-    "validation": "number object",
+    "validation_dataset": "number object",
     "inputs": "number text object none",
-    "finetune.calibration": "number text object",  # data; elsewhere it picks parameters
-    "calibration": "flag number text names table class object bytes",
+    "finetune.calibration_dataset": "number text object",  # data; elsewhere it picks parameters
+    "observer": "flag number text names table class object bytes",
     "target": "number text names class object",
     "program_or_path": "number object",
     "data": "none number text names class object",
@@ -115,7 +115,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "import_torch": (import_torch, {"program_or_path": "never"}),
     "import_onnx": (import_onnx, {"model_or_path": "never"}),
     "compress_weights": (rq.compress_weights, {"mod": DENSE}),
-    "finetune": (rq.torch.finetune, {**MODEL, "batches": DATA}),
+    "finetune": (rq.torch.finetune, {**MODEL, "dataset": DATA}),
     "report": (rq.report, {"mod": MOD, "params": None, "qmod": MOD, "dataset": DATA}),
     "plot_error_by_depth": (rq.plots.plot_error_by_depth, {"report": None}),
     "plot_latency": (rq.plots.plot_latency, {"latencies": {}}),
@@ -126,7 +126,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "relay.from_json": (rq.relay.from_json, {"text": ""}),
     "relay.to_text": (rq.relay.to_text, {"mod": MOD}),
     "QSpec": (rq.QSpec, {}),
-    "TensorConfig": (rq.TensorConfig, {"spec": SPEC, "calibration": rq.observers.MinMax()}),
+    "TensorConfig": (rq.TensorConfig, {"spec": SPEC, "observer": rq.observers.MinMax()}),
     "QConfig": (rq.QConfig, {"activation": QCONFIG.activation, "weight": QCONFIG.weight}),
     "FloatConfig": (rq.config.FloatConfig, {"dtype": "float16"}),
     "Accumulator": (rq.config.Accumulator, {}),
@@ -134,7 +134,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "DTypeConfig": (rq.config.DTypeConfig, {"input": "int8", "output": "int8"}),
     "FixedOutput": (
         rq.config.FixedOutput,
-        {"dtype": "int8", "scheme": Scheme.AFFINE, "calibration": rq.observers.Fixed(1.0, 0)},
+        {"dtype": "int8", "scheme": Scheme.AFFINE, "observer": rq.observers.Fixed(1.0, 0)},
     ),
     "PatternConfig": (rq.config.PatternConfig, {"pattern": ROW, "dtypes": (DTYPES,)}),
     "BackendConfig": (rq.BackendConfig, {"name": "mine"}),

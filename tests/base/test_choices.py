@@ -10,8 +10,9 @@ import pytest
 
 import relayquant as rq
 from relayquant.base.arguments import check_arguments, find_enums, find_hints
-from relayquant.config import Order, Role, Scheme
+from relayquant.config import Order, Role, Scheme, observers
 from relayquant.demo import load_digits
+from relayquant.flow.settings import CalibrateSettings, QuantizeSettings
 
 FACADES = (rq, rq.config, rq.observers, rq.analysis, rq.plots, rq.torch)
 PUBLIC = {
@@ -46,7 +47,7 @@ FIELDS = [
 NEEDED: dict[str, dict[str, Any]] = {
     "DTypeWithConstraints": {"dtype": "int8"},
     "Finding": {"severity": "info", "check": "data", "where": "", "what": "w", "advice": "a"},
-    "FixedOutput": {"dtype": "int8", "calibration": rq.observers.Fixed(1.0, 0)},
+    "FixedOutput": {"dtype": "int8", "observer": rq.observers.Fixed(1.0, 0)},
     "PatternConfig": {
         "pattern": rq.get_backend_config("x86").find_pattern("conv2d").pattern,
         "dtypes": (rq.config.DTypeConfig(input="uint8", output="uint8"),),
@@ -135,3 +136,13 @@ def test_text__of_a_near_value_is_suggested() -> None:
     with pytest.raises(rq.ConfigError, match=r"QSpec\.scheme is 'symetric'.*mean 'symmetric'"):
         rq.QSpec("int8", "symetric")
     assert rq.QSpec("int8", "symmetric").scheme is Scheme.SYMMETRIC
+
+
+@pytest.mark.parametrize("name", observers.OBSERVERS)
+def test_observer__by_name(name: str) -> None:
+    spec = rq.QSpec("uint8")
+    assert rq.TensorConfig(spec, name) == rq.TensorConfig(spec, observers.OBSERVERS[name])
+    assert QuantizeSettings(observer=name).observer is observers.OBSERVERS[name]
+    assert CalibrateSettings(observer=name).observer is observers.OBSERVERS[name]
+    with pytest.raises(rq.ConfigError, match=rf"observer is '{name}x'.*Did you mean '{name}'"):
+        rq.TensorConfig(spec, f"{name}x")

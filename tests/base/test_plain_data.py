@@ -58,7 +58,7 @@ VALUES = [
     SPEC,
     *(rq.QParams(np.float32([0.1, 3]), np.int32([1, 2]), "int8", -1),),  # pyright: ignore
     *(rq.QParams(np.float32(0.3), np.int32(3), "uint8"),),  # pyright: ignore
-    *(TENSOR, QCONFIG, INFO, GROUP, replace(GROUP, calibration=None), OPERATOR),
+    *(TENSOR, QCONFIG, INFO, GROUP, replace(GROUP, observer=None), OPERATOR),
     rq.TensorConfig(rq.QSpec("uint8", is_dynamic=True)),
     plan.Plan((OPERATOR,), (GROUP,), {"w": ("w", "w:2")}),
     rq.config.Accumulator(20, rq.config.Overflow.WRAP, rq.config.OverflowBound.WORST_CASE),

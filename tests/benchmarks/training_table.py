@@ -282,7 +282,12 @@ def measure_row(row: Row, folder: Path) -> dict[str, Any]:
     begun = time.process_time()
     drawn = Drawn(samples, row.options["steps"])
     trained = rq.torch.finetune(
-        prepared, None, drawn, validation=samples.validation, callbacks=Report(), **row.options
+        prepared,
+        None,
+        drawn,
+        validation_dataset=samples.validation,
+        callbacks=Report(),
+        **row.options,
     )
     seconds = time.process_time() - begun
     expected = answer(rq.load(samples.model)[0], samples)

@@ -19,8 +19,8 @@ from relayquant.cli import commands, parsers
 from relayquant.cli.data import METRICS
 from relayquant.cli.output import ExitCode
 from relayquant.cli.parsers import OTHER_VERBS
-from relayquant.cli.quantizing import OBSERVERS
 from relayquant.config import ModelType
+from relayquant.config.observers import OBSERVERS
 from relayquant.data.images import PRESETS
 from relayquant.errors import ModelError
 from relayquant.flow.settings import Guard

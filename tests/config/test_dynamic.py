@@ -93,7 +93,7 @@ def test_plan__survives_a_file(tmp_path):
             lambda: rq.TensorConfig(SPEC, rq.observers.MinMax()),
             "computed at run time. Leave the observer",
         ),
-        (lambda: rq.TensorConfig(rq.QSpec("uint8")), "calibration is missing; give an observer"),
+        (lambda: rq.TensorConfig(rq.QSpec("uint8")), "observer is missing; give an observer"),
         (lambda: rq.QConfig(WEIGHT, rq.TensorConfig(SPEC)), "QConfig.weight is dynamic; only"),
         (
             lambda: rq.prepare(chain_model(), None).plan.replace("x", spec=SPEC),

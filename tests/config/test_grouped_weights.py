@@ -231,7 +231,7 @@ def test_mapping__a_line_by_name_beside_integer_operators(model):
     }
     prepared = rq.prepare(model, None, qconfig_mapping=mapping, backend=X86)
     calibrated = rq.calibrate(
-        prepared, data, calibration=rq.observers.MinMax(), order=rq.config.Order.TOPOLOGICAL
+        prepared, data, observer=rq.observers.MinMax(), order=rq.config.Order.TOPOLOGICAL
     )
     weight, bias = calibrated.constants["up:weight"], prepared.graph.constants["up:bias"].value
     x = np.concatenate([batch["x"] for batch in data])

@@ -353,9 +353,7 @@ def test_ledger__says_what_the_effort_picked(effort, activations, weights):
 def test_ledger__says_what_the_user_picked():
     mod = build_model(lambda emit, x: emit.dense("y", x, 3), (4, 5))
     prepared = rq.prepare(mod)
-    prepared = rq.calibrate(
-        prepared, draw_batches(mod, 2), calibration=rq.observers.Percentile(99.0)
-    )
+    prepared = rq.calibrate(prepared, draw_batches(mod, 2), observer=rq.observers.Percentile(99.0))
     assert prepared.choices["activations"] == "Percentile(percentile=99.0)"
 
 

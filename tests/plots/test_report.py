@@ -177,7 +177,7 @@ def test_suggest_float__brings_what_it_says():
         high = max(float(array.max()) for array in samples)
         return rq.choose_qparams(low, high * (30 if info.name == "r3" else 1), info.spec)
 
-    prepared = rq.calibrate(prepared, batches, calibration=pick)
+    prepared = rq.calibrate(prepared, batches, observer=pick)
     ranking = rq.sensitivity(prepared, batches)
     found = suggest_float(ranking, open_dataset(batches, describe_inputs(mod)))
     assert found is not None

@@ -156,7 +156,7 @@ def test_options__a_model_without_convolutions_or_dense_layers():
 def test_bits__are_those_of_the_specs():
     config = qconfig(nbit_input=6, nbit_weight=4, global_scale=4.0).qconfig
     assert config.activation.spec.limits == (-31, 31)
-    assert config.activation.calibration == rq.observers.Fixed(scale=4 / 32)
+    assert config.activation.observer == rq.observers.Fixed(scale=4 / 32)
     assert config.weight.spec.limits == (-7, 7)
     assert config.weight.spec.power_of_two
     assert not qconfig(weight_scale="max").qconfig.weight.spec.power_of_two

@@ -10,6 +10,7 @@ processes:
     qparams = observer.qparams(state, info)
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from relayquant.base import lazy
@@ -17,11 +18,22 @@ from relayquant.base.qtypes import ValueInfo
 from relayquant.config.observers.base import Observer
 from relayquant.config.observers.distribution import MSE, KLDivergence, Percentile
 from relayquant.config.observers.ranges import AverageMax, Fixed, MinMax, MovingAverageMinMax
+from relayquant.errors import ConfigError, suggest_name
 
 if TYPE_CHECKING:
     CalibrationContext: Any
     OutputSQNR: Any
     RelativeMSE: Any
+
+#: What `observer=` takes as text, in Python and in the shell.
+OBSERVERS: Mapping[str, Observer] = {
+    "minmax": MinMax(),
+    "average-max": AverageMax(),
+    "moving-average": MovingAverageMinMax(),
+    "percentile": Percentile(),
+    "mse": MSE(),
+    "kl": KLDivergence(),
+}
 
 __all__ = [
     "MSE",
@@ -47,3 +59,20 @@ __getattr__, __dir__ = lazy.gather(
         "relayquant.stages.calibration.weights.ranges": "RelativeMSE",
     },
 )
+
+
+def read_observer(observer: Any, where: str) -> Any:
+    """Return the observer that a text names, and any other value as it is.
+
+    Raises:
+        ConfigError: no observer has this name.
+    """
+    if not isinstance(observer, str):
+        return observer
+    if observer not in OBSERVERS:
+        raise ConfigError(
+            f"{where} is {observer!r}; allowed: {', '.join(map(repr, OBSERVERS))}, an observer, "
+            f"for instance MinMax(), or a callable. {suggest_name(observer, OBSERVERS)}",
+            code="RQ101",
+        )
+    return OBSERVERS[observer]

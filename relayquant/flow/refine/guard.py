@@ -69,8 +69,8 @@ def start_watching(
     guarding, inputs = settings.guarding, describe_inputs(prepared.mod)
     if dataset is None or guarding.find_action(prepared.effort) is Guard.OFF:
         return dataset, None
-    if settings.validation is not None:
-        next(iter(open_dataset(settings.validation, inputs)))
+    if settings.validation_dataset is not None:
+        next(iter(open_dataset(settings.validation_dataset, inputs)))
         return dataset, None  # what is wrong with the other shows before anything takes time
     sample = start_sample(prepared, guarding)
     return sample.watch(open_dataset(dataset, inputs)), sample
@@ -84,7 +84,7 @@ def finish_watching(
     """
     if sample is not None and sample.kept:
         return sample
-    data = dataset if settings.validation is None else settings.validation
+    data = dataset if settings.validation_dataset is None else settings.validation_dataset
     return take_sample(prepared, data, settings.guarding)
 
 
@@ -212,7 +212,7 @@ def look_at_samples(
         quantizing: When it is enough.
         least: So many samples in any case, as far as there are.
     """
-    settings, is_held_out = quantizing.guarding, quantizing.validation is not None
+    settings, is_held_out = quantizing.guarding, quantizing.validation_dataset is not None
     tuned = TunedBatches() if is_held_out else prepared.tuned
     meter, parts, first = GapMeter(prepared.mod, qmod), [], 0
     cheap = count_samples_for(prepared, settings.work)

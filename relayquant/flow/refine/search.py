@@ -78,7 +78,7 @@ def open_search(
         DataError: it is damaged, or the data does not fit the model.
     """
     state = open_state(prepared, settings)
-    validation = dataset if settings.validation is None else settings.validation
+    validation = dataset if settings.validation_dataset is None else settings.validation_dataset
     data = open_dataset(validation, describe_inputs(prepared.mod))
     next(iter(data))
     deadline = math.inf if settings.budget is None else start + settings.budget
@@ -348,12 +348,12 @@ def open_state(prepared: PreparedModel, settings: QuantizeSettings) -> SearchSta
     """The state of this search; an empty one without a path."""
     if settings.search_state is None:
         return SearchState(None, "")
-    calibration = settings.calibration
+    observer = settings.observer
     basis = {
         "backend": prepared.backend.name,
         "effort": prepared.effort,
         "max_drop": settings.max_drop,
-        "calibration": getattr(calibration, "__qualname__", repr(calibration)),
+        "observer": getattr(observer, "__qualname__", repr(observer)),
         "plan": [(op.name, op.quantized) for op in prepared.plan.operators],
         "formats": [(group.key, repr(group.info.spec)) for group in prepared.plan.groups],
     }

@@ -172,7 +172,7 @@ def observe_parameters(
     ]
     for group in prepared.plan.activations:
         seen = [batch[name] for batch in batches for name in group.points]
-        observer = group.calibration if isinstance(group.calibration, Observer) else MinMax()
+        observer = group.observer if isinstance(group.observer, Observer) else MinMax()
         parameters[group.key] = observer.observe(group.info, seen)
     return replace(prepared, parameters=parameters)
 

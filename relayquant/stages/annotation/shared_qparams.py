@@ -296,7 +296,7 @@ def add_supported_outputs(active: Sequence[OperatorMatch], partition: Partition)
         if config.output is not None:
             partition.add((matched.root, output_spec(matched)))
             continue
-        direct = replace(config, output=TensorConfig(specs[0], config.data.calibration))
+        direct = replace(config, output=TensorConfig(specs[0], config.data.observer))
         if (
             matched.row is not None
             and matched.row.find_conflict(direct, has_bias=False) is not None
@@ -422,7 +422,7 @@ def find_calibration(
     for var in members:
         own = _qconfig(by_root[var]).output if var in by_root else None
         if own is not None and own.spec.stored == spec:
-            return own.calibration
+            return own.observer
     asking = [
         (place, matched)
         for var in members
@@ -431,10 +431,10 @@ def find_calibration(
     ]
     if asking:
         _, first = min(asking, key=lambda found: found[0])
-        return _qconfig(first).tensor(Role.ACTIVATION).calibration
+        return _qconfig(first).tensor(Role.ACTIVATION).observer
     for var in members:
         if var in by_root:
-            return _qconfig(by_root[var]).tensor(Role.OUTPUT).calibration
+            return _qconfig(by_root[var]).tensor(Role.OUTPUT).observer
     raise ValueError(f"no operator asks for the parameters of {members[0].name!r}")
 
 
@@ -463,4 +463,4 @@ def weight_group(matched: OperatorMatch, name: str, expr: relax.Expr, operand) -
     key = f"{matched.root.name}:{name}"
     shape = tensor_shape(expr) or ()
     info = ValueInfo(key, operand.role, spec, shape, axis, (matched.root.name,))
-    return SharedQParams(info, (), (), config.calibration, constant=(matched.root.name, name))
+    return SharedQParams(info, (), (), config.observer, constant=(matched.root.name, name))

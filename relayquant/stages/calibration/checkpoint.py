@@ -42,7 +42,7 @@ from relayquant.base.storage.files import (
     writing,
 )
 from relayquant.errors import ConfigError, DataError, format_count
-from relayquant.stages.calibration.parameters import CallableCalibration, resolve_calibration
+from relayquant.stages.calibration.parameters import CallableCalibration, resolve_observer
 from relayquant.stages.calibration.store import BEGIN_ANEW, Shard, ValueStore
 from relayquant.stages.prepared import PreparedModel
 
@@ -322,9 +322,9 @@ def describe_fingerprint(
     included, because float results differ between them.
     """
     callables = {
-        group.key: describe_observer(group.calibration)
+        group.key: describe_observer(group.observer)
         for group in prepared.plan.groups
-        if isinstance(resolve_calibration(group.calibration), CallableCalibration)
+        if isinstance(resolve_observer(group.observer), CallableCalibration)
     }
     plan = {
         "plan": prepared.plan.to_dict(),
@@ -335,7 +335,7 @@ def describe_fingerprint(
         "model": digest_text(tvm.ir.save_json(prepared.mod)),
         "plan": digest_text(json.dumps(plan)),
         "backend": prepared.backend.name,
-        "calibration": "that of the plan" if override is None else describe_observer(override),
+        "observer": "that of the plan" if override is None else describe_observer(override),
         "order": order,
         "fit": repr(fit),
         "relayquant": metadata.version("relayquant"),

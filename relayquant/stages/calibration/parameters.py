@@ -140,44 +140,44 @@ def takes_context(function: Callable[..., Any]) -> bool:
         return False  # a built-in without a signature
 
 
-def resolve_calibration(calibration: object) -> AnyObserver | CallableCalibration:
-    """Return `calibration` as an observer, or as a checked callable `(ValueInfo, samples) ->
+def resolve_observer(observer: object) -> AnyObserver | CallableCalibration:
+    """Return `observer` as an observer, or as a checked callable `(ValueInfo, samples) ->
     QParams` or `(ValueInfo, samples, CalibrationContext) -> QParams`.
 
     Raises:
         ConfigError: it is neither, or it is an observer class, or a callable that takes neither two
             nor three positional arguments.
     """
-    if isinstance(calibration, (Observer, CallableCalibration)):
-        return calibration
+    if isinstance(observer, (Observer, CallableCalibration)):
+        return observer
     allowed = (
         "an observer, for instance MinMax(), Percentile(99.99), KLDivergence() or MSE(), or a "
         "callable (info, samples) or (info, samples, context) -> QParams"
     )
-    if isinstance(calibration, type):
-        if issubclass(calibration, Observer):
+    if isinstance(observer, type):
+        if issubclass(observer, Observer):
             raise ConfigError(
-                f"calibration is the class {calibration.__name__}, not an instance: write "
-                f"{calibration.__name__}().",
+                f"observer is the class {observer.__name__}, not an instance: write "
+                f"{observer.__name__}().",
                 code="RQ101",
             )
         raise ConfigError(
-            f"calibration is the class {calibration.__name__}; allowed: {allowed}.", code="RQ101"
+            f"observer is the class {observer.__name__}; allowed: {allowed}.", code="RQ101"
         )
-    if isinstance(calibration, QParams):
+    if isinstance(observer, QParams):
         raise ConfigError(
-            "calibration is a QParams; to give every value the same parameters write "
+            "observer is a QParams; to give every value the same parameters write "
             "Fixed(scale, zero_point).",
             code="RQ101",
         )
-    if not callable(calibration):
-        raise ConfigError(f"calibration is {calibration!r}; allowed: {allowed}.", code="RQ101")
-    result = CallableCalibration(calibration)
-    if not takes_context(calibration) and not (
-        takes_arguments(calibration, 2) or takes_arguments(calibration, 3)
+    if not callable(observer):
+        raise ConfigError(f"observer is {observer!r}; allowed: {allowed}.", code="RQ101")
+    result = CallableCalibration(observer)
+    if not takes_context(observer) and not (
+        takes_arguments(observer, 2) or takes_arguments(observer, 3)
     ):
         raise ConfigError(
-            f"calibration {result.name} cannot be called with two or three positional arguments; "
+            f"observer {result.name} cannot be called with two or three positional arguments; "
             f"allowed: {allowed}.",
             code="RQ106",
         )

@@ -48,7 +48,7 @@ from relayquant.stages.calibration.parameters import (
     is_data_free,
     pick_given,
     raise_scale,
-    resolve_calibration,
+    resolve_observer,
 )
 from relayquant.stages.calibration.passes import (
     DataPass,
@@ -76,7 +76,7 @@ def pick_parameters(
     dataset: Any,
     *,
     load_module: LoadModule,
-    calibration: Any = None,
+    observer: Any = None,
     order: Order = Order.TOPOLOGICAL,
     callbacks: CallbackList | None = None,
     fit: FitSettings = DEFAULT_FIT,
@@ -93,7 +93,7 @@ def pick_parameters(
         prepared: The prepared model; not changed.
         dataset: See `open_dataset`. Read once. None if no value of the plan needs data.
         load_module: Makes the subgraphs runnable on this machine.
-        calibration: Observer or callable for all activations, instead of the plan's.
+        observer: Observer or callable for all activations, instead of the plan's.
         order: See `Order`.
         callbacks: Called with progress and with every choice.
         fit: How weights are rounded and biases corrected.
@@ -108,16 +108,16 @@ def pick_parameters(
     Raises:
         DataError: the data set is empty, an item is wrong, or the data differs from the
             checkpoint's.
-        ConfigError: `calibration` is neither observer nor callable, or its result is wrong; the
+        ConfigError: `observer` is neither observer nor callable, or its result is wrong; the
             checkpoint belongs to another calibration; the executor cannot be used.
         WorkerError: workers died or hang.
     """
     callbacks = callbacks or CallbackList()
     plan = prepared.plan
-    override = resolve_calibration(calibration) if calibration is not None else None
+    override = resolve_observer(observer) if observer is not None else None
     pool = check_executor(workers) if workers is not None else None
     timeout = check_timeout(worker_timeout)
-    observers = [override or resolve_calibration(group.calibration) for group in plan.activations]
+    observers = [override or resolve_observer(group.observer) for group in plan.activations]
     needs_data = bool(plan.activations)
     if dataset is None and not all(map(is_data_free, observers)):
         raise DataError(describe_needs(plan, observers), code="RQ303")
@@ -417,7 +417,7 @@ class _Run:
         """
         group = self.plan.group(key)
         override = None if group.is_fixed else self.override
-        observer = override or resolve_calibration(group.calibration)
+        observer = override or resolve_observer(group.observer)
         if not isinstance(observer, RelativeMSE) or observer.importance:
             return observer
         readers = [

@@ -197,6 +197,6 @@ def fix_group(
     if not (spec.is_symmetric and is_centred):
         spec = QSpec(spec.dtype, Scheme.AFFINE, spec.granularity)
     scale, zero_point = np.float32(shifted.scale), shifted.zero_point
-    calibration = fix(scale.tolist(), zero_point.tolist())
+    observer = fix(scale.tolist(), zero_point.tolist())
     info = replace(info, spec=spec)
-    return replace(group, info=info, calibration=calibration, is_fixed=True)
+    return replace(group, info=info, observer=observer, is_fixed=True)

@@ -92,7 +92,7 @@ def move_scales(canonical: tvm.IRModule, plan: Plan, dataset: Any) -> tvm.IRModu
     """
     whole, channelwise, fixed = set[str](), set[str](), set[str]()
     for group in plan.groups:
-        if group.is_fixed or isinstance(group.calibration, Fixed):
+        if group.is_fixed or isinstance(group.observer, Fixed):
             fixed.update(group.members)
         elif group.constant is not None:
             values = plan.operator(group.constant[0]).values

@@ -222,7 +222,7 @@ def choose_boundaries(
         first = next(iter(groups), None)
         if first is None or not all(g is not None and is_alike(g, first) for g in groups):
             continue
-        picker = observer or first.calibration
+        picker = observer or first.observer
         if first.is_fixed or not isinstance(picker, Observer):
             continue
         if isinstance(picker, OutputSQNR):

@@ -37,7 +37,7 @@ def prepare(
     qconfig_mapping: QConfigMapping | None = None,
     backend: BackendConfig | str | None = None,
     effort: Effort | str = Effort.BALANCED,
-    calibration: Any = None,
+    observer: Any = None,
     unseen: Unseen | str = Unseen.ERROR,
     strict_order: bool = False,
     prepare_custom_config: PrepareCustomConfig | None = None,
@@ -57,7 +57,7 @@ def prepare(
         qconfig_mapping: As for `relayquant.quantize`. Names are paths of modules; for a callable,
             after the name under which it refers to the module. In a line for the n-th operator of a
             type, n counts inside a region.
-        backend, effort, calibration: As for `relayquant.quantize`.
+        backend, effort, observer: As for `relayquant.quantize`.
         unseen: Behaviour of the converted model at an operator that calibration never reached: an
             `Unseen` or its value.
         strict_order: Every call must run the operators of the first call in the same order. Any
@@ -92,7 +92,7 @@ def prepare(
         effort=effort,
         backend=backend,
         qconfig_mapping=qconfig_mapping,
-        calibration=calibration,
+        observer=observer,
         **({} if config is None else config.name_dtypes(backend)),
     )
     prepared = PreparedProgram(model, settings, resolve_unseen(unseen), strict_order, config)

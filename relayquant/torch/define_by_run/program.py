@@ -281,7 +281,7 @@ class PreparedProgram(Uncopied):
             qconfig_mapping=settings.qconfig_mapping,
             backend=settings.backend,
             effort=settings.effort,
-            calibration=settings.calibration,
+            observer=settings.observer,
             input_dtypes=settings.input_dtypes,
             output_dtypes=settings.output_dtypes,
         )

@@ -159,7 +159,7 @@ def quantize_regions(
             for site in regions[number].sites:
                 site.reason, site.advice = site.reason or reason, site.advice or advice
             del graphs[number]
-    observer = settings.calibration if isinstance(settings.calibration, Observer) else None
+    observer = settings.observer if isinstance(settings.observer, Observer) else None
 
     def read_port(port: Port) -> Iterator[np.ndarray]:
         if port.region != OUTSIDE:
@@ -261,7 +261,7 @@ def quantize_region(
         qconfig_mapping=settings.qconfig_mapping,
         backend=settings.backend,
         effort=settings.effort,
-        calibration=settings.calibration,
+        observer=settings.observer,
         qparams={
             (outputs if port.is_output else inputs)[port.number]: qparams
             for port, qparams in planned.items()

@@ -104,7 +104,7 @@ class ObservedStandalone:
         options = {
             "backend": rule.backend or settings.backend,
             "effort": settings.effort,
-            "calibration": settings.calibration,
+            "observer": settings.observer,
             "qconfig_mapping": given,
         }
         arrays = [tuple(tensor.numpy() for tensor in call) for call in calls]

@@ -59,14 +59,14 @@ def broken(digits):
     """(calibrated model, integer module) with one bad range."""
     mod, params, data = digits
     prepared = rq.prepare(mod, params, effort="fast")
-    prepared = rq.calibrate(prepared, data, calibration=clip_one)
+    prepared = rq.calibrate(prepared, data, observer=clip_one)
     return prepared, rq.lower(rq.convert_to_reference(prepared))
 
 
 @pytest.fixture(scope="module")
 def mended(digits):
     with pytest.warns(rq.AccuracyWarning) as caught:
-        qmod = rq.quantize(*digits, calibration=clip_one, effort="fast", guard=Guard.REVERT)
+        qmod = rq.quantize(*digits, observer=clip_one, effort="fast", guard=Guard.REVERT)
     return qmod, caught
 
 
@@ -170,7 +170,7 @@ def test_keep_in_float__a_value_without_any_is_calibrated(digits, broken):
     known = {k: v for k, v in prepared.parameters.items() if k != "conv1/relu"}
     bare = replace(prepared, parameters=known)
     changed = keep_in_float(
-        bare, ["logits"], lambda model: rq.calibrate(model, digits[2], calibration=clip_one)
+        bare, ["logits"], lambda model: rq.calibrate(model, digits[2], observer=clip_one)
     )
     assert changed.parameters.keys() == {group.key for group in changed.plan.groups}
 
@@ -517,7 +517,7 @@ def test_guard__damage_to_few_samples_is_seen(digits):
         high = max(float(array.max()) for array in arrays)
         return rq.choose_qparams(min(float(array.min()) for array in arrays), high, info.spec)
 
-    prepared = rq.calibrate(rq.prepare(mod, params, effort="fast"), data, calibration=clip_rare)
+    prepared = rq.calibrate(rq.prepare(mod, params, effort="fast"), data, observer=clip_rare)
     qmod = rq.lower(rq.convert_to_reference(prepared))
     (whole,) = measure_gaps(prepared.mod, qmod, [{"image": image} for image in data])
     assert whole.sqnr < 15
@@ -550,15 +550,15 @@ def test_guard__validation_is_what_it_looks_at(digits):
     mod, params, data = digits
     with warnings.catch_warnings():
         warnings.simplefilter("error", rq.AccuracyWarning)
-        good = rq.quantize(mod, params, data, effort="fast", validation=data[0][:40])
+        good = rq.quantize(mod, params, data, effort="fast", validation_dataset=data[0][:40])
     assert rq.ledger(good).guard.is_held_out
     assert rq.ledger(good).guard.total == 40
     assert "of 40 validation samples" in str(rq.ledger(good).guard)
     with pytest.warns(rq.AccuracyWarning, match=r"\d+ of 40 validation samples"):
-        bad = rq.quantize(mod, params, data, effort="fast", validation=[data[0][:40] * 12])
+        bad = rq.quantize(mod, params, data, effort="fast", validation_dataset=[data[0][:40] * 12])
     assert rq.ledger(bad).guard.deviates
-    with pytest.raises(rq.ConfigError, match="got validation but no metric"):
-        rq.quantize(mod, params, data, guard=Guard.OFF, validation=data)
+    with pytest.raises(rq.ConfigError, match="got validation_dataset but no metric"):
+        rq.quantize(mod, params, data, guard=Guard.OFF, validation_dataset=data)
 
 
 def test_guard__wrong_validation_is_an_error_before_calibration(digits):
@@ -568,7 +568,9 @@ def test_guard__wrong_validation_is_an_error_before_calibration(digits):
         raise AssertionError("the data was read")
 
     with pytest.raises(rq.DataError, match="rank 2 instead of 4"):
-        rq.quantize(mod, params, items, effort="fast", validation=[np.zeros((1, 8), "float32")])
+        rq.quantize(
+            mod, params, items, effort="fast", validation_dataset=[np.zeros((1, 8), "float32")]
+        )
 
 
 def test_guard__prefers_samples_that_nothing_was_tuned_on(digits):
@@ -592,13 +594,13 @@ def test_guard__what_was_mended_is_measured_on_more_samples(digits):
     data = [image[None] for image in images]
     settings = GuardSettings(Guard.REVERT, work=1)
     with pytest.warns(rq.AccuracyWarning) as caught:
-        qmod = rq.quantize(mod, params, data, calibration=clip_one, effort="fast", guard=settings)
+        qmod = rq.quantize(mod, params, data, observer=clip_one, effort="fast", guard=settings)
     seen = rq.ledger(qmod).guard
     assert "on 4 of 64 calibration samples" in str(caught[0].message)
     assert seen.samples == 4  # no work is left
     settings = GuardSettings(Guard.REVERT, samples=16)
     with pytest.warns(rq.AccuracyWarning, match="on 8 of 64 calibration samples: .* Now: on 16 of"):
-        qmod = rq.quantize(mod, params, data, calibration=clip_one, effort="fast", guard=settings)
+        qmod = rq.quantize(mod, params, data, observer=clip_one, effort="fast", guard=settings)
     assert rq.ledger(qmod).guard.samples == 16
 
 

@@ -149,7 +149,7 @@ def test_replace__another_spec_keeps_the_rest(observer):
 
 def test_replace__another_observer_asks_for_data():
     prepared = rq.calibrate(prepare(rq.observers.MinMax()), DATA)
-    plan = prepared.plan.replace("deep", calibration=rq.observers.Fixed(low=0.0, high=3.0))
+    plan = prepared.plan.replace("deep", observer=rq.observers.Fixed(low=0.0, high=3.0))
     edited = replace_plan(prepared, plan)
     with pytest.raises(rq.ConfigError, match=r"1 of .* values without parameters yet.*'deep'"):
         convert(edited)

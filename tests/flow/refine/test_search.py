@@ -78,7 +78,7 @@ def test_search__puts_back_what_is_broken(digits, tmp_path):
         relative_error,
         effort="fast",
         max_drop=0.1,
-        calibration=clip_one,
+        observer=clip_one,
         search_state=path,
     )
     assert found.is_met
@@ -98,7 +98,7 @@ def test_search__puts_back_what_is_broken(digits, tmp_path):
     assert ledger.search.mapping == state["best"]["mapping"]
     assert rq.QConfigMapping.from_dict(state["best"]["mapping"]) == mapping
     prepared = rq.prepare(mod, params, data, qconfig_mapping=mapping, effort="fast")
-    prepared = rq.calibrate(prepared, data, calibration=clip_one)
+    prepared = rq.calibrate(prepared, data, observer=clip_one)
     again = rq.lower(rq.convert_to_reference(prepared))
     for one, other in zip(rq.reference.run(again, data), rq.reference.run(qmod, data), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -147,7 +147,7 @@ def test_search__goes_on_only_with_the_same_data_and_metric(digits, tmp_path):
 
     def search(samples, metric=relative_error, checks=data):
         settings = {"effort": "fast", "max_drop": 0.5, "search_state": path}
-        return run_search(mod, params, samples, metric, validation=checks, **settings)
+        return run_search(mod, params, samples, metric, validation_dataset=checks, **settings)
 
     found = search(data)
     assert search(data).score == found.score
@@ -240,7 +240,7 @@ def test_quantize__budget_used_up_gives_the_first_module(digits):
             metric=relative_error,
             effort="fast",
             max_drop=0.1,
-            calibration=clip_one,
+            observer=clip_one,
             budget=1e-3,
         )
     found = rq.ledger(qmod).search
@@ -279,14 +279,14 @@ def test_search__what_is_wrong_shows_before_the_work(digits, tmp_path):
 
     def search(**settings):
         return rq.quantize(mod, params, data, **{"metric": relative_error, **settings},
-                           calibration=fail)  # fmt: skip
+                           observer=fail)  # fmt: skip
 
     with pytest.raises(rq.ConfigError, match="metric is 'accuracy'; allowed: a function"):
         search(metric="accuracy")
     with pytest.raises(rq.errors.FileError, match="there is no folder"):
         search(search_state=tmp_path / "none" / "search.json")
     with pytest.raises(rq.DataError, match=r"none\.npz"):
-        search(validation=tmp_path / "none.npz")
+        search(validation_dataset=tmp_path / "none.npz")
     damaged = tmp_path / "damaged.json"
     damaged.write_text('{"format": 1')
     with pytest.raises(rq.DataError, match="is damaged"):

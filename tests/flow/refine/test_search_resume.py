@@ -44,7 +44,7 @@ def search(path, kill_at=None):
         return -float(np.linalg.norm(expected[0] - got[0]) / np.linalg.norm(expected[0]))
 
     qmod = rq.quantize(mod, None, data, metric=metric, effort="fast", max_drop=0.1,
-                       calibration=clip_two, search_state=path)
+                       observer=clip_two, search_state=path)
     found = rq.ledger(qmod).search
     return {{"mapping": found.mapping, "score": found.score, "calls": calls}}
 

@@ -38,7 +38,7 @@ def prepare(module, batches, ranges=Ranges.FROZEN):
         module,
         (batches[0],),
         backend="x86",
-        calibration=batches,
+        calibration_dataset=batches,
         ranges=ranges,
         batch_norm=BatchNorm.LIVE,
         effort="fast",
@@ -98,7 +98,7 @@ def test_live__frozen_is_the_folded_module():
     source, batches = ConvNorm(True), [torch.randn(8, 3, 6, 6) for _ in range(2)]
     live = prepare(source, batches)
     folded = rq.torch.prepare_qat(
-        source, (batches[0],), backend="x86", calibration=batches, ranges=Ranges.FROZEN,
+        source, (batches[0],), backend="x86", calibration_dataset=batches, ranges=Ranges.FROZEN,
         effort="fast",
     )  # fmt: skip
     expected = folded(batches[0])

@@ -377,7 +377,7 @@ def prepare_all(function, net, data, config):
     """(prepared, converted) by one of the functions that prepare."""
     if function == "prepare_qat":
         prepared = rq.torch.prepare_qat(
-            net, (data[0],), calibration=data, prepare_custom_config=config, **OPTIONS
+            net, (data[0],), calibration_dataset=data, prepare_custom_config=config, **OPTIONS
         )
         return prepared, rq.torch.convert(prepared.eval())
     prepared = rq.torch.prepare(net, (data[0],), prepare_custom_config=config, **OPTIONS)
@@ -827,7 +827,7 @@ def test_set_non_traceable_module_names__train_in_float():
     net, data = make_net()
     config = PrepareCustomConfig().set_non_traceable_module_names(["layer1.0"])
     trained = rq.torch.prepare_qat(
-        net, (data[0],), calibration=data, prepare_custom_config=config, **OPTIONS
+        net, (data[0],), calibration_dataset=data, prepare_custom_config=config, **OPTIONS
     )
     rows = rq.ledger(rq.torch.convert(trained)).rows
     assert not any(row.quantized for row in rows if row.name.startswith("layer1.0"))
@@ -888,7 +888,7 @@ def test_set_standalone_module_name__trains_within_its_own_config_as_in_fx():
     net, data = make_net()
     config = PrepareCustomConfig().set_standalone_module_name("layer1.0", FOUR_BITS)
     trained = rq.torch.prepare_qat(
-        net, (data[0],), calibration=data, prepare_custom_config=config, **OPTIONS
+        net, (data[0],), calibration_dataset=data, prepare_custom_config=config, **OPTIONS
     )
     with torch.no_grad():
         wanted = [net(batch) for batch in data]
@@ -926,7 +926,7 @@ def test_set_standalone_module_name__trains_with_integers_in_and_out_as_in_fx():
     net, data = Linears().eval(), [torch.randn(4, 12) for _ in range(4)]
     config = PrepareCustomConfig().set_standalone_module_name("inner", None, INTEGERS)
     trained = rq.torch.prepare_qat(
-        net, (data[0],), calibration=data, prepare_custom_config=config, **OPTIONS
+        net, (data[0],), calibration_dataset=data, prepare_custom_config=config, **OPTIONS
     )
     qmod = check_agreement(trained.eval(), data[0])
     assert count_calls(qmod) == {"quantize": 1, "dequantize": 1, "requantize": 2}
@@ -943,7 +943,7 @@ def test_set_float_to_observed_mapping__observed_form_trains_as_in_fx():
     net, data = WithGain().eval(), [torch.randn(16, 12) for _ in range(3)]
     config = CUSTOM.set_observed_to_quantized_mapping(ObservedGain, QuantizedGain)
     trained = rq.torch.prepare_qat(
-        net, (data[0],), calibration=data, prepare_custom_config=config, **OPTIONS
+        net, (data[0],), calibration_dataset=data, prepare_custom_config=config, **OPTIONS
     )
     observed = trained.parts["gain"]
     assert type(observed) is ObservedGain
@@ -993,7 +993,7 @@ def test_set_float_to_observed_mapping__trains_within_standalone_around_a_shortc
     inner = CUSTOM.set_observed_to_quantized_mapping(ObservedGain, QuantizedGain)
     config = PrepareCustomConfig().set_standalone_module_name("block", None, inner)
     trained = rq.torch.prepare_qat(
-        net, (data[0],), calibration=data, prepare_custom_config=config, **OPTIONS
+        net, (data[0],), calibration_dataset=data, prepare_custom_config=config, **OPTIONS
     )
     start, end = train(trained, data, [torch.randn(8, 4, 6, 6) for _ in data])
     assert end < start

@@ -52,7 +52,7 @@ def test_finetune__digits_with_weights_of_two_bits():
     before = rq.quantize(mod, params, demo.calibration, guard=rq.config.Guard.OFF, **options)
     watch = Watch()
     after = rq.torch.finetune(
-        mod, params, demo.calibration, steps=60, lr=3e-2, validation=demo.calibration,
+        mod, params, demo.calibration, steps=60, lr=3e-2, validation_dataset=demo.calibration,
         callbacks=watch, **options,
     )  # fmt: skip
     (expected,), (first,), (second,) = (run(m, [demo.images]) for m in (mod, before, after))
@@ -78,7 +78,7 @@ def tune(path=None, callbacks=(), data=None, **options):
             "effort": "fast",
             "backend": "x86",
             "evaluate_every": 2,
-            "validation": draw_batches(mod, 1, seed=1),
+            "validation_dataset": draw_batches(mod, 1, seed=1),
         }
         | options,
         checkpoint=path,
@@ -111,7 +111,7 @@ def test_checkpoint__same_bits_after_resuming(tmp_path):
     same, changed = (draw_batches(residual_model(), 3) for _ in range(2))
     changed[1] = {"x": changed[1]["x"] + 1}
     with pytest.raises(DataError, match="was started with other data"):
-        tune(path, data=changed, calibration=same)
+        tune(path, data=changed, calibration_dataset=same)
     assert path.read_bytes() == kept, "what does not fit leaves it as it is"
     rest = Watch()
     (got,) = run(tune(path, rest), batch)
@@ -150,7 +150,7 @@ def test_validation__gains_by_chance_leave_the_calibrated_state(seed):
         size = outputs[0].square().mean()
         return size - size.detach() + torch.randn((), generator=noise)
 
-    got = tune(loss=loss, validation=validation, callbacks=watch, steps=40)
+    got = tune(loss=loss, validation_dataset=validation, callbacks=watch, steps=40)
     before = rq.quantize(mod, None, data, effort="fast", backend="x86", guard=rq.config.Guard.OFF)
     np.testing.assert_array_equal(run(got, data[0])[0], run(before, data[0])[0])
     assert sum(event.is_best for event in watch.events) > 1, "some state was the best by chance"
@@ -215,7 +215,7 @@ def test_loss_and_metric__of_the_user():
             "The loss is nan on validation data",
         ),
         (
-            {"loss": lambda a, b: a[0].sum() * float("nan"), "validation": None},
+            {"loss": lambda a, b: a[0].sum() * float("nan"), "validation_dataset": None},
             "The loss is nan in step 0",
         ),
     ],
@@ -233,7 +233,7 @@ def train_student(loss=None, **options):
     mod = residual_model()
     teacher = rq.torch.from_relax(mod, None)
     student = rq.torch.from_relax(
-        mod, None, backend="x86", calibration=draw_batches(mod, 3), effort="fast",
+        mod, None, backend="x86", calibration_dataset=draw_batches(mod, 3), effort="fast",
         qconfig_mapping=make_mapping(), ranges=rq.config.Ranges.LEARNED,
     )  # fmt: skip
     before = {name: value.clone() for name, value in student.state_dict().items()}
@@ -399,7 +399,7 @@ def test_validation__that_gives_no_number_refused():
     data = draw_batches(residual_model(), 1)
     data[0]["x"][0] = 3e38
     with pytest.raises(ConfigError, match="outputs of the float model are not finite after step 0"):
-        tune(validation=data)
+        tune(validation_dataset=data)
 
 
 def test_checkpoint__place_is_asked_before_the_work(tmp_path):

@@ -119,7 +119,7 @@ def test_prepare_qat__takes_what_quantize_takes(kind, is_calibrated):
     (args, kwargs), data = calls[0], [tuple(flatten(call)) for call in calls]
     options = {"example_kwargs": kwargs or None, "backend": "x86", "effort": "fast"}
     module = rq.torch.prepare_qat(
-        model, args, calibration=data if is_calibrated else None, **options
+        model, args, calibration_dataset=data if is_calibrated else None, **options
     )
     optimizer = torch.optim.SGD(module.parameters(), 1e-5)
     module.train()
@@ -156,7 +156,7 @@ def test_batch__of_another_size_trains_where_the_model_allows_it(kind):
     assert rq.torch.convert(module)["main"].params[0].ty.shape.values[0] == 6
     shapes = pytree.tree_map(lambda x: {0: torch.export.Dim.AUTO}, args)
     free = rq.torch.prepare_qat(
-        model, args, calibration=x, effort="fast", backend="x86", dynamic_shapes=shapes
+        model, args, calibration_dataset=x, effort="fast", backend="x86", dynamic_shapes=shapes
     )
     qmod = rq.torch.convert(free)
     assert rq.verify(qmod, list(x[0])).is_equal, "as it was asked for"
@@ -266,7 +266,7 @@ def test_ranges__found_by_the_first_batches(ranges, batches):
         module = rq.torch.prepare_qat(Small(), examples, backend="x86", ranges=ranges)
     train(module, batches[:12], lr=0)
     calibrated = rq.torch.prepare_qat(
-        Small(), examples, backend="x86", calibration=batches[:12], effort="fast"
+        Small(), examples, backend="x86", calibration_dataset=batches[:12], effort="fast"
     )
     model = Small().eval()
     with torch.no_grad():

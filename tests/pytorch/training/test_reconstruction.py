@@ -42,7 +42,7 @@ def test_fit_sums__as_least_squares(with_bias):
 def make_pair(mod, params, calibration, **options):
     """(trainable module, calibrated; the float one; the batches as tensors)."""
     student = rq.torch.from_relax(
-        mod, params, make_mapping(), "x86", calibration=calibration, **options
+        mod, params, make_mapping(), "x86", calibration_dataset=calibration, **options
     )
     names = [var.name for var in student.source.program.inputs]
     batches = [

@@ -167,7 +167,7 @@ def test_prepare_qat__state_is_refused_by_name(kind, batches):
         warnings.filterwarnings("ignore", "The tensor attribute", UserWarning)
         with pytest.raises(ModelError, match=KINDS[kind]):
             rq.torch.prepare_qat(
-                make(kind), (batches[0],), calibration=batches, effort="fast", backend="x86"
+                make(kind), (batches[0],), calibration_dataset=batches, effort="fast", backend="x86"
             )
 
 

@@ -51,7 +51,9 @@ def test_convert_to_reference_fx__torch_module_and_back(kind, backend):
 
 def test_convert_to_reference_fx__of_what_was_trained():
     module, x = make(ResidualNet), torch.randn(4, 3, 8, 8)
-    trained = rq.torch.prepare_qat(module, (x,), calibration=[x], backend="x86", effort="fast")
+    trained = rq.torch.prepare_qat(
+        module, (x,), calibration_dataset=[x], backend="x86", effort="fast"
+    )
     with torch.no_grad():
         trained.weights["relu:weight"] *= 1.1
     trained.eval()

@@ -92,7 +92,7 @@ def test_contract__same_answers_value_after_value(bits):
     weight = rq.QSpec("int8", SYMMETRIC, CHANNELS, quant_min=-most - (bits == 2), quant_max=most)
     mapping = quantize_as(rq.QSpec("uint8", quant_max=15 if bits < 8 else 255), weight)
     module = rq.torch.from_relax(
-        mod, params, mapping, "x86", calibration=demo.calibration, effort="fast"
+        mod, params, mapping, "x86", calibration_dataset=demo.calibration, effort="fast"
     )
     train(module, torch.from_numpy(np.concatenate([*demo.calibration])[:64]), steps=20)
     (expected,) = run(rq.torch.convert(module), [demo.images])
@@ -114,8 +114,8 @@ def test_contract__sums_on_the_border_of_two_steps(activation, groups):
     spec = rq.QSpec("int8", SYMMETRIC, quant_min=-1, quant_max=1)
     module = rq.torch.prepare_qat(
         torch.nn.Sequential(*layers, torch.nn.Conv2d(8, 4, 1)), (batch,),
-        quantize_as(rq.QSpec("uint8"), spec), "x86", calibration=[batch], ranges=Ranges.FROZEN,
-        effort="fast",
+        quantize_as(rq.QSpec("uint8"), spec), "x86", calibration_dataset=[batch],
+        ranges=Ranges.FROZEN, effort="fast",
     ).eval()  # fmt: skip
     (place, *_) = module.sums.values()
     data, weight = (module.find_scale(group) for group in module.bias_scales[place.bias])
@@ -167,7 +167,13 @@ def test_contract__one_step_in_every_value(name):
     data = draw_batches(mod, 3)
     for ranges in Ranges:
         module = rq.torch.from_relax(
-            mod, None, quantize_as(*specs), backend, calibration=data, ranges=ranges, effort="fast"
+            mod,
+            None,
+            quantize_as(*specs),
+            backend,
+            calibration_dataset=data,
+            ranges=ranges,
+            effort="fast",
         )
         losses = train(module, torch.from_numpy(data[0]["x"]))
         assert losses[-1] < losses[0]
@@ -194,7 +200,7 @@ def test_prepare_qat__networks_agree_with_their_integer_modules(kind, shape, nor
             source,
             (batches[0],),
             backend="x86",
-            calibration=batches,
+            calibration_dataset=batches,
             batch_norm=batch_norm,
             effort="fast",
             dynamic_shapes=({0: torch.export.Dim.AUTO},),
@@ -218,7 +224,7 @@ def test_untrained__is_what_quantize_gives():
     mod = residual_model()
     data = draw_batches(mod, 3)
     expected = rq.quantize(mod, None, data, guard=rq.config.Guard.OFF, backend="x86")
-    module = rq.torch.from_relax(mod, None, None, "x86", calibration=data)
+    module = rq.torch.from_relax(mod, None, None, "x86", calibration_dataset=data)
     (got,), (want,) = run(rq.torch.convert(module), data[0]), run(expected, data[0])
     np.testing.assert_array_equal(got, want)
 
@@ -230,7 +236,7 @@ def test_state_dict__round_trip_and_copies():
         return rq.torch.prepare_qat(
             source,
             (batch,),
-            calibration=[scale * batch],
+            calibration_dataset=[scale * batch],
             ranges=Ranges.MOVING_AVERAGE,
             weight_ranges=Ranges.LEARNED,
             batch_norm=BatchNorm.LIVE,
@@ -256,7 +262,7 @@ def test_frozen__training_and_evaluation_are_one():
     """Behind freeze_ranges and freeze_statistics nothing is left that differs."""
     source, batch = make(ResidualNet), torch.randn(4, 3, 8, 8)
     module = rq.torch.prepare_qat(
-        source, (batch,), calibration=[batch], ranges=Ranges.MOVING_AVERAGE,
+        source, (batch,), calibration_dataset=[batch], ranges=Ranges.MOVING_AVERAGE,
         batch_norm=BatchNorm.LIVE, effort="fast",
     )  # fmt: skip
     train(module, batch)
@@ -270,7 +276,7 @@ def test_freeze__ranges_stay_until_thawed(ranges):
     mod = residual_model()
     data = draw_batches(mod, 2)
     x = 10 * torch.from_numpy(data[0]["x"])
-    module = rq.torch.from_relax(mod, calibration=data, ranges=ranges, effort="fast")
+    module = rq.torch.from_relax(mod, calibration_dataset=data, ranges=ranges, effort="fast")
 
     def read():
         return [quantizer.qparams for quantizer in module.list_quantizers()]
@@ -290,7 +296,7 @@ def test_freeze__given_parameters_stay():
     mapping = rq.QConfigMapping().set_global(rq.QConfig(fixed, config.weight))
     mod = residual_model()
     data = draw_batches(mod, 2)
-    module = rq.torch.from_relax(mod, None, mapping, "x86", calibration=data)
+    module = rq.torch.from_relax(mod, None, mapping, "x86", calibration_dataset=data)
     train(module, torch.from_numpy(data[0]["x"]))
     kinds = {
         q.group.constant is None: float(q.qparams.scale.flat[0]) for q in module.list_quantizers()
@@ -323,7 +329,7 @@ def test_operators_left_in_float__train_too():
         .set_module_name("fc", None)
     )
     module = rq.torch.prepare_qat(
-        source, (batch,), mapping, "x86", calibration=[batch], effort="fast"
+        source, (batch,), mapping, "x86", calibration_dataset=[batch], effort="fast"
     )
     assert len(module.floats) >= 3
     before = {name: value.clone() for name, value in module.floats.items()}
@@ -335,7 +341,9 @@ def test_operators_left_in_float__train_too():
 
 
 def test_convert__diverged_and_others_refused():
-    module = rq.torch.from_relax(residual_model(), calibration=draw_batches(residual_model(), 1))
+    module = rq.torch.from_relax(
+        residual_model(), calibration_dataset=draw_batches(residual_model(), 1)
+    )
     with torch.no_grad():
         next(iter(module.weights.values())).fill_(float("nan"))
     with pytest.raises(ConfigError, match=r"Parameter 'weights\..*' is NaN or infinite"):
@@ -365,7 +373,7 @@ def test_dynamic_and_narrow__refused_with_the_reason():
     )
     narrow = replace(rq.get_backend_config("generic"), name="narrow", patterns=patterns)
     with pytest.raises(ConfigError, match="narrow accumulator, whose overflow has no gradient"):
-        rq.torch.from_relax(mod, None, None, narrow, calibration=draw_batches(mod, 1))
+        rq.torch.from_relax(mod, None, None, narrow, calibration_dataset=draw_batches(mod, 1))
 
     def body(emit, x):
         return emit.dense("d", x, 4)
@@ -377,7 +385,10 @@ def test_dynamic_and_narrow__refused_with_the_reason():
     )
     with pytest.raises(ConfigError, match="'d' cannot be trained: it gets parameters of the run"):
         rq.torch.from_relax(
-            dense, None, rq.QConfigMapping().set_global(config), calibration=draw_batches(dense, 1)
+            dense,
+            None,
+            rq.QConfigMapping().set_global(config),
+            calibration_dataset=draw_batches(dense, 1),
         )
 
 
@@ -406,8 +417,8 @@ def test_contract__bias_of_large_weights():
         norm = torch.nn.BatchNorm2d(8)
         source = torch.nn.Sequential(*layers[:3], norm, layers[3], torch.nn.Conv2d(8, 4, 1))
         module = rq.torch.prepare_qat(
-            source, (batches[0],), backend="x86", calibration=batches, batch_norm=batch_norm,
-            effort="fast",
+            source, (batches[0],), backend="x86", calibration_dataset=batches,
+            batch_norm=batch_norm, effort="fast",
         )  # fmt: skip
         module.eval()
         qmod = rq.torch.convert(module)
@@ -461,7 +472,7 @@ def test_contract__bias_however_it_is_written(name):
         (batches[0],),
         quantize_as(*FORMATS["arm"][1:]),
         "arm",
-        calibration=batches,
+        calibration_dataset=batches,
         effort="fast",
     )
     counts = [

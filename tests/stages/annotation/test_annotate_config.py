@@ -212,9 +212,9 @@ def test_output__observer_of_the_producer_wins_as_in_fx():
     mapping = DEFAULT.set_module_name("net.first", with_output(CONFIG.activation.spec))
     plan = annotate(two_convs(), X86, mapping)
     assert plan.value_groups["net.first"] == ("net.first",)
-    assert plan.group("net.first").calibration == rq.observers.Percentile(99.0)
-    assert plan.group("x").calibration == CONFIG.activation.calibration
-    assert plan.group("net.second").calibration == CONFIG.activation.calibration
+    assert plan.group("net.first").observer == rq.observers.Percentile(99.0)
+    assert plan.group("x").observer == CONFIG.activation.observer
+    assert plan.group("net.second").observer == CONFIG.activation.observer
 
 
 def test_output__of_another_dtype_is_requantized_for_the_reader():
@@ -222,5 +222,5 @@ def test_output__of_another_dtype_is_requantized_for_the_reader():
     plan = annotate(two_convs(), GENERIC, mapping)
     assert plan.value_groups["net.first"] == ("net.first", "net.first:uint8")
     first, second = plan.group("net.first"), plan.group("net.first:uint8")
-    assert (first.info.spec.dtype, first.calibration) == ("int8", rq.observers.Percentile(99.0))
+    assert (first.info.spec.dtype, first.observer) == ("int8", rq.observers.Percentile(99.0))
     assert (second.info.spec.dtype, second.base) == ("uint8", "net.first")

@@ -294,4 +294,4 @@ def test_group__first_consumer_picks_the_observer(first_reads):
     )
     mapping = DEFAULT.set_module_name("one", first)
     plan = plan_of(body, mapping=mapping)
-    assert plan.group(plan.value_groups["a"][0]).calibration == rq.observers.Percentile(99.0)
+    assert plan.group(plan.value_groups["a"][0]).observer == rq.observers.Percentile(99.0)

@@ -355,7 +355,7 @@ def test_observation__fixed_parameters_whatever_the_data():
     data = draw_batches(mod, 3)
     prepared = rq.prepare(mod, None, backend=ACCELERATOR, strict=True)
     assert prepared.plan.group("gate").is_fixed
-    prepared = rq.calibrate(prepared, data, calibration=rq.observers.MinMax())
+    prepared = rq.calibrate(prepared, data, observer=rq.observers.MinMax())
     assert float(prepared.parameters["gate"].scale) == 1 / 128
     qmod = rq.lower(rq.convert_to_reference(prepared), ACCELERATOR)
     assert rq.verify(qmod, data[0]).is_equal

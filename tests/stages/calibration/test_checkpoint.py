@@ -81,8 +81,8 @@ def calibrate(prepared, tmp_path):
     "options",
     [
         {"order": rq.config.Order.TOPOLOGICAL},
-        {"order": rq.config.Order.TOPOLOGICAL, "calibration": rq.observers.MovingAverageMinMax()},
-        {"order": rq.config.Order.PARALLEL, "calibration": rq.observers.MSE()},
+        {"order": rq.config.Order.TOPOLOGICAL, "observer": rq.observers.MovingAverageMinMax()},
+        {"order": rq.config.Order.PARALLEL, "observer": rq.observers.MSE()},
         {"order": rq.config.Order.PARALLEL, "fit": rq.config.FitSettings(values=1)},
     ],
 )
@@ -122,15 +122,13 @@ def test_checkpoint__calls_of_a_callable_are_made_up_for(calibrate, tmp_path):
         low, high = min(a.min() for a in samples), max(a.max() for a in samples)
         return rq.choose_qparams(low, high, info.spec)
 
-    want = calibrate(calibration=pick)
+    want = calibrate(observer=pick)
     path, all_calls = tmp_path / "checkpoint", calls.copy()
     calls.clear()
     with pytest.raises(Stopped):
-        calibrate(
-            calibration=pick, checkpoint=path, listener=Stop("calibrate", 2 * BATCHES + 1, stop)
-        )
+        calibrate(observer=pick, checkpoint=path, listener=Stop("calibrate", 2 * BATCHES + 1, stop))
     assert 0 < len(calls) < len(all_calls)
-    assert calibrate(calibration=pick, checkpoint=path) == want
+    assert calibrate(observer=pick, checkpoint=path) == want
     assert calls == all_calls
 
 
@@ -299,8 +297,8 @@ def stopped(calibrate, tmp_path) -> Path:
         ({"order": rq.config.Order.PARALLEL}, r"differs: order \(was topological, is parallel\)\."),
         ({"fit": rq.config.FitSettings(sweeps=3)}, r"differs: fit \(was .*is .*sweeps=3"),
         (
-            {"calibration": rq.observers.MSE()},
-            r"differs: calibration \(was that of the plan, is MSE\(bins=4096\)\)",
+            {"observer": rq.observers.MSE()},
+            r"differs: observer \(was that of the plan, is MSE\(bins=4096\)\)",
         ),
         ({"of": "plan"}, "differs: plan\\."),
         ({"of": "model"}, "differs: model, plan\\."),

@@ -164,7 +164,7 @@ def test_quantize__rare_outputs_are_not_worse_than_with_minmax_and_the_ledger_sa
         return total
 
     default, full, relative = (
-        rq.quantize(mod, None, data, calibration=calibration, guard=guard)
+        rq.quantize(mod, None, data, observer=calibration, guard=guard)
         for calibration in (None, rq.observers.MinMax(), rq.observers.RelativeMSE())
     )
     worse = 10 * np.log10(noise(relative) / noise(full))
@@ -179,7 +179,7 @@ def test_quantize__rare_outputs_are_not_worse_than_with_minmax_and_the_ledger_sa
 
 def test_calibrate__an_observer_that_the_user_names_is_taken_as_it_is():
     prepared = rq.prepare(two_heads())
-    prepared = rq.calibrate(prepared, draw_rare(16), calibration=rq.observers.Percentile(99.0))
+    prepared = rq.calibrate(prepared, draw_rare(16), observer=rq.observers.Percentile(99.0))
     assert set(prepared.observers.values()) == {"Percentile"}
     prepared = rq.calibrate(prepared, draw_rare(16), order=rq.config.Order.TOPOLOGICAL)
     assert set(prepared.observers.values()) <= {RELATIVE, MINMAX}

@@ -50,7 +50,7 @@ def calibrated(path: Path, **options) -> bytes:
     "options",
     [
         {"order": rq.config.Order.TOPOLOGICAL},
-        {"order": rq.config.Order.PARALLEL, "calibration": rq.observers.AverageMax()},
+        {"order": rq.config.Order.PARALLEL, "observer": rq.observers.AverageMax()},
         {"order": rq.config.Order.PARALLEL, "fit": rq.config.FitSettings(values=1)},
     ],
 )
@@ -64,9 +64,9 @@ def test_processes__with_a_checkpoint_and_a_callable(pool, tmp_path):
         low, high = min(a.min() for a in samples), max(a.max() for a in samples)
         return rq.choose_qparams(low, high, info.spec)
 
-    want = calibrated(tmp_path / "here", calibration=pick)
+    want = calibrated(tmp_path / "here", observer=pick)
     path = tmp_path / "checkpoint"
-    have = calibrated(tmp_path / "there", calibration=pick, workers=pool, checkpoint=path)
+    have = calibrated(tmp_path / "there", observer=pick, workers=pool, checkpoint=path)
     assert have == want
     assert not path.exists()
 
@@ -92,7 +92,7 @@ def test_processes__a_dead_one_is_reported_and_the_work_is_not_lost(tmp_path):
             r"failed with BrokenProcessPool.* observe 'x'",
         ),
     ):
-        calibrated(tmp_path / "out", workers=executor, calibration=Deadly(), checkpoint=path)
+        calibrated(tmp_path / "out", workers=executor, observer=Deadly(), checkpoint=path)
     assert (path / "data.json").exists()
 
 
@@ -176,7 +176,7 @@ def test_silence__processes_are_killed_so_that_the_pool_can_be_left(tmp_path):
         with pytest.raises(
             rq.errors.WorkerError, match="no worker has returned anything for 1 seconds"
         ):
-            calibrated(tmp_path / "out", workers=executor, calibration=Hanging(), worker_timeout=1)
+            calibrated(tmp_path / "out", workers=executor, observer=Hanging(), worker_timeout=1)
         processes = set(multiprocessing.active_children()) - others
         for process in processes:
             process.join(60)

@@ -149,7 +149,7 @@ def test_calibrate__later_values_see_fitted_weights() -> None:
         settings = rq.config.FitSettings(rounding, rq.config.BiasCorrection.NONE)
         order = rq.config.Order.TOPOLOGICAL
         prepared = rq.calibrate(
-            prepared, draw_batches(2), calibration=rq.observers.MinMax(), fit=settings, order=order
+            prepared, draw_batches(2), observer=rq.observers.MinMax(), fit=settings, order=order
         )
         assert bool(prepared.constants) == (rounding is rq.config.WeightRounding.OPTIMAL)
         return prepared.parameters["grouped"]

@@ -42,7 +42,7 @@ from relayquant.errors import ConfigError, DataError
 from relayquant.stages.calibration.parameters import (
     CallableCalibration,
     ValueSamples,
-    resolve_calibration,
+    resolve_observer,
 )
 
 AFFINE = ValueInfo("relu_1", Role.ACTIVATION, QSpec("int8"), ("n", 4))
@@ -672,7 +672,7 @@ def pick_twice_the_range(info, samples):
 
 
 def test_callable__is_asked_and_checked():
-    calibration = resolve_calibration(pick_twice_the_range)
+    calibration = resolve_observer(pick_twice_the_range)
     assert isinstance(calibration, CallableCalibration)
     assert calibration.name == "pick_twice_the_range"
     samples = Samples(SYMMETRIC, [np.ones((1, 4)), -3 * np.ones((1, 4))])
@@ -694,7 +694,7 @@ def test_callable__wrong_result_names_value_and_callable(result, message):
         return result
 
     with pytest.raises(ConfigError, match=message) as caught:
-        resolve_calibration(rule).qparams(Samples(SYMMETRIC, []))
+        resolve_observer(rule).qparams(Samples(SYMMETRIC, []))
     assert "rule" in str(caught.value)
     assert "'relu_1'" in str(caught.value)
 
@@ -704,7 +704,7 @@ def test_callable__that_raises_is_named_with_the_value():
         return 1 // 0
 
     with pytest.raises(ConfigError, match=r"rule raised ZeroDivisionError for value 'relu_1': "):
-        resolve_calibration(rule).qparams(Samples(SYMMETRIC, []))
+        resolve_observer(rule).qparams(Samples(SYMMETRIC, []))
 
 
 @pytest.mark.parametrize(
@@ -726,15 +726,15 @@ def test_callable__gets_the_context_if_it_takes_a_third_parameter(function, want
         return choose_qparams(-1, 1, SYMMETRIC.spec)
 
     see.__signature__ = inspect.signature(function)
-    resolve_calibration(see).qparams(Samples(SYMMETRIC, []), "the context")
+    resolve_observer(see).qparams(Samples(SYMMETRIC, []), "the context")
     assert (seen == ["the context"]) == wants
 
 
-def test_resolve_calibration__passes_observers_through():
+def test_resolve_observer__passes_observers_through():
     for observer in OBSERVERS:
-        assert resolve_calibration(observer) is observer
+        assert resolve_observer(observer) is observer
     bound = CallableCalibration(pick_twice_the_range)
-    assert resolve_calibration(bound) is bound
+    assert resolve_observer(bound) is bound
 
 
 @pytest.mark.parametrize(
@@ -749,6 +749,6 @@ def test_resolve_calibration__passes_observers_through():
         (lambda a, b, c, d: None, r"cannot be called with two or three positional arguments"),
     ],
 )
-def test_resolve_calibration__messages(wrong, message):
+def test_resolve_observer__messages(wrong, message):
     with pytest.raises(ConfigError, match=message):
-        resolve_calibration(wrong)
+        resolve_observer(wrong)

@@ -116,9 +116,9 @@ def test_calibrate__order_is_that_of_the_effort_unless_a_callable_picks():
         low, high = min(a.min() for a in samples), max(a.max() for a in samples)
         return rq.choose_qparams(low, high, info.spec)
 
-    def is_parallel(effort: str, calibration=None) -> bool:
+    def is_parallel(effort: str, observer=None) -> bool:
         prepared = rq.prepare(mod, effort=effort)
-        return bool(rq.calibrate(prepared, data, calibration=calibration).statistics)
+        return bool(rq.calibrate(prepared, data, observer=observer).statistics)
 
     assert is_parallel("fast")
     assert is_parallel("balanced")
@@ -133,7 +133,7 @@ def test_parallel__of_many_values_few_wait_to_be_observed(monkeypatch):
 
     def longest() -> int:
         observer = Counting()
-        rq.calibrate(rq.prepare(mod, effort="fast"), data, calibration=observer)
+        rq.calibrate(rq.prepare(mod, effort="fast"), data, observer=observer)
         return max(observer.seen)
 
     assert longest() == 3  # all batches of a shard

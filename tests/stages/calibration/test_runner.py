@@ -153,7 +153,7 @@ def test_calibrate__two_threads_one_prepared_model(tmp_path):
 def test_calibrate__observers(observer, order):
     mod = small_model()
     prepared = rq.calibrate(
-        rq.prepare(mod, effort="fast"), draw_batches(mod, 3), calibration=observer, order=order
+        rq.prepare(mod, effort="fast"), draw_batches(mod, 3), observer=observer, order=order
     )
     assert set(prepared.parameters) == {group.key for group in prepared.plan.groups}
 
@@ -163,7 +163,7 @@ def test_calibrate__fixed():
     prepared = rq.calibrate(
         rq.prepare(mod, effort="fast"),
         draw_batches(mod, 1),
-        calibration=rq.observers.Fixed(0.125, 100),
+        observer=rq.observers.Fixed(0.125, 100),
     )
     for group in prepared.plan.activations:
         assert float(prepared.parameters[group.key].scale) == 0.125
@@ -186,7 +186,7 @@ def test_calibrate__callable_sees_every_sample_again_and_again(order):
         low, high = min(a.min() for a in first), max(a.max() for a in first)
         return rq.choose_qparams(low, high, info.spec)
 
-    prepared = calibrate(mod, data, calibration=pick, order=order)
+    prepared = calibrate(mod, data, observer=pick, order=order)
     # One array per batch, also where several values share the parameters.
     assert max(len(group.points) for group in prepared.plan.activations) > 1
     assert seen == {group.key: 3 for group in prepared.plan.activations}
@@ -218,7 +218,7 @@ def test_calibrate__callable_with_a_third_parameter_sees_the_graph_and_what_was_
             context.parameters[info.name] = qparams
         return qparams
 
-    prepared = calibrate(mod, data, calibration=pick, order=rq.config.Order.TOPOLOGICAL)
+    prepared = calibrate(mod, data, observer=pick, order=rq.config.Order.TOPOLOGICAL)
     assert sorted(picked) == sorted(group.key for group in prepared.plan.activations)
     assert prepared.parameters == calibrate(mod, data, order=rq.config.Order.TOPOLOGICAL).parameters
 
@@ -240,9 +240,9 @@ def test_calibrate__callable_that_picks_something_wrong():
         return rq.QParams(np.float32(1), np.int32(0), "int8")
 
     with pytest.raises(rq.ConfigError, match=r"wrong.* value 'x' of dtype int8.*uint8"):
-        calibrate(mod, draw_batches(mod, 1), calibration=wrong)
+        calibrate(mod, draw_batches(mod, 1), observer=wrong)
     with pytest.raises(rq.ConfigError, match="allowed: an observer"):
-        calibrate(mod, draw_batches(mod, 1), calibration=3)
+        calibrate(mod, draw_batches(mod, 1), observer=3)
 
 
 def test_calibrate__constant_zero_activations_get_scale_one():

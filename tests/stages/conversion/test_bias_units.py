@@ -76,7 +76,7 @@ def quantize_in_steps(model, x, mapping=None, backend="x86"):
     """(reference form, integer module): without the guard, which puts back to float."""
     mod, params = rq.load(model)
     prepared = rq.prepare(mod, params, qconfig_mapping=mapping, backend=backend)
-    prepared = rq.calibrate(prepared, [{"x": x}], calibration=rq.observers.MinMax())
+    prepared = rq.calibrate(prepared, [{"x": x}], observer=rq.observers.MinMax())
     reference = rq.convert_to_reference(prepared)
     return reference, rq.lower(reference, prepared.backend)
 

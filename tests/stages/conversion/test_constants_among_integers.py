@@ -146,7 +146,7 @@ def test_calibrated_model__has_the_constants_in_its_ranges(name, value):
     x = np.random.default_rng(0).standard_normal(SHAPE).astype("float32")
     wanted = run_file(model, x)
     mod, params = rq.load(model)
-    prepared = rq.calibrate(rq.prepare(mod, params), [{"x": x}], calibration=rq.observers.MinMax())
+    prepared = rq.calibrate(rq.prepare(mod, params), [{"x": x}], observer=rq.observers.MinMax())
     reference = rq.convert_to_reference(prepared)
     extent = max(wanted.max(), 0) - min(wanted.min(), 0)
     for module in (reference, rq.lower(reference, prepared.backend)):

@@ -89,7 +89,7 @@ def test_reference__dequantize_float_operator_quantize():
     prepared = rq.calibrate(
         prepared,
         draw_batches(Float, 1),
-        calibration=rq.observers.Fixed(SCALE, ZERO_POINT),
+        observer=rq.observers.Fixed(SCALE, ZERO_POINT),
         fit=NEAREST,
     )
     text = prepared.mod.script(show_meta=True)

@@ -17,7 +17,7 @@ from relayquant.stages.calibration.parameters import (
     CalibrationContext,
     CallableCalibration,
     StoredSamples,
-    resolve_calibration,
+    resolve_observer,
 )
 from relayquant.stages.calibration.weights.patches import LinearView, make_linear_view
 from relayquant.stages.prepared import FitPoint, PreparedModel
@@ -67,7 +67,7 @@ def pick_weight_parameters(prepared: PreparedModel) -> dict[str, QParams]:
         name, operand = group.constant or ("", "")
         match = match_operator(graph, prepared.backend, prepared.plan.operator(name))
         array = operand_constant(match, operand)
-        observer = resolve_calibration(group.calibration)
+        observer = resolve_observer(group.observer)
         if isinstance(observer, CallableCalibration):
             samples = StoredSamples(group.info, lambda array=array: iter([array]))
             context = CalibrationContext(
