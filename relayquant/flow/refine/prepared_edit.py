@@ -73,7 +73,7 @@ def repick(edited: PreparedModel, prepared: PreparedModel) -> PreparedModel:
     """With the parameters that need no data."""
     # The observer of a group need not be the plan's: the caller of `calibrate` may have named one.
     # What it saw stands as long as the plan's is the same.
-    observers = {group.key: group.observer for group in prepared.plan.groups}
+    planned = {group.key: group.observer for group in prepared.plan.groups}
     weights = pick_weight_parameters(edited)
     parameters, observers = dict(edited.parameters), dict(edited.observers)
     statistics: dict[str, GroupStatistics] = {}
@@ -82,7 +82,7 @@ def repick(edited: PreparedModel, prepared: PreparedModel) -> PreparedModel:
             parameters.setdefault(group.key, weights[group.key])
             continue
         seen = prepared.statistics.get(group.key)
-        if seen is None or observers[group.key] != group.observer:
+        if seen is None or planned[group.key] != group.observer:
             continue
         if group.key not in parameters:
             parameters[group.key] = seen.observer.qparams(seen.state, group.info)
