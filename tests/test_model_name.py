@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,10 +105,11 @@ def list_takers() -> set[Callable[..., Any]]:
     return {
         found
         for home in (rq, rq.reference, rq.relay, rq.torch)
-        for found in map(home.__dict__.get, getattr(home, "__all__", dir(home)))
+        for found in (getattr(home, name) for name in getattr(home, "__all__", dir(home)))
         if inspect.isfunction(found)
         and any(
-            "IRModule" in str(p.annotation) for p in inspect.signature(found).parameters.values()
+            re.search(r"\b(IRModule|Model)\b", str(p.annotation))
+            for p in inspect.signature(found).parameters.values()
         )
     }
 

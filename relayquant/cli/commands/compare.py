@@ -31,7 +31,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     check_options(options, counts={"--samples": options.samples}, outputs=outputs)
     if options.plot is not None:
         check_picture(options.plot)
-    mod = bind_model(load_model(options.model, options.shape, options.input))
+    mod = name_main(bind_model(load_model(options.model, options.shape, options.input)))
     qmod = name_main(load_module(options.qmodel))
     inputs, quantized_inputs = describe_inputs(mod), describe_inputs(qmod)
     if [info.name for info in inputs] != [info.name for info in quantized_inputs]:

@@ -189,7 +189,7 @@ def sum_model() -> tvm.IRModule:
 @pytest.mark.parametrize("place", [0, 1])
 def test_prepare__lines_count_the_operators_of_the_model_alone(place: int) -> None:
     """Added biases are no sums that a line by place could mean."""
-    line = rq.QConfigMapping().set_global(rq.X86.default_qconfig)
+    line = rq.QConfigMapping().set_global(rq.get_backend_config("x86").default_qconfig)
     line = line.set_module_name_object_type_order("", "add", place, None)
     rows = {}
     for effort in ("fast", "balanced"):
@@ -209,9 +209,9 @@ def test_prepare__lines_count_the_operators_of_the_model_alone(place: int) -> No
 def test_prepare__a_sum_of_the_backend_is_no_bias() -> None:
     """Where no row takes a product with its bias, the bias would be an operator more."""
     names = ("add", "conv2d", "conv2d_relu")
-    rows = tuple(row for row in rq.X86.patterns if row.pattern.name in names)
+    rows = tuple(row for row in rq.get_backend_config("x86").patterns if row.pattern.name in names)
     assert len(rows) == len(names)
-    prepared = rq.prepare(block_model(), None, backend=replace(rq.X86, patterns=rows))
+    prepared = rq.prepare(block_model(), None, backend=replace(rq.get_backend_config("x86"), patterns=rows))
     assert [row.values for row in prepared.plan.operators if row.quantized] == [("linear", "act")]
 
 
