@@ -104,7 +104,7 @@ def list_takers() -> set[Callable[..., Any]]:
     """The public functions with a module among their parameters."""
     return {
         found
-        for home in (rq, rq.reference, rq.relay, rq.torch)
+        for home in (rq, rq.analysis, rq.reference, rq.relay, rq.torch)
         for found in (getattr(home, name) for name in getattr(home, "__all__", dir(home)))
         if inspect.isfunction(found)
         and any(
@@ -148,7 +148,7 @@ def test_commands__take_a_model_of_any_name(tmp_path, capsys):
         ["compare", model, int8, *data],
         ["compare", model, str(tmp_path / "renamed.json"), *data],
         ["sensitivity", model, *data],
-        ["compile", model, "-o", str(tmp_path / "model.so")],
+        ["export", model, "-o", str(tmp_path / "model.so")],
         ["bench", model, *data],
     ):
         assert cli.main(command) == 0, capsys.readouterr().err

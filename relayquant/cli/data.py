@@ -13,6 +13,7 @@ from relayquant.data.images import PRESETS, Preprocessing, list_images, open_ima
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError, DataError, format_count
 from relayquant.ir.rewrite.bind import bind_model
+from relayquant.ir.rewrite.entry import name_main
 
 
 def open_data(options: argparse.Namespace, mod: tvm.IRModule, params: Any) -> Any:
@@ -36,7 +37,7 @@ def open_data(options: argparse.Namespace, mod: tvm.IRModule, params: Any) -> An
             f"preprocessing in training ({', '.join(PRESETS)}, or mean=..., std=...).",
             code="RQ102",
         )
-    inputs = describe_inputs(bind_model((mod, params)))
+    inputs = describe_inputs(name_main(bind_model((mod, params))))
     return open_images(options.data, Preprocessing.parse(options.preprocess), inputs)
 
 

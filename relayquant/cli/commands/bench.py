@@ -70,7 +70,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
         other.check()  # fails before anything takes time
     with ExitStack() as stack:
         stack.enter_context(use_threads(threads))
-        mod = bind_model(load_model(options.model, options.shape, options.input))
+        mod = name_main(bind_model(load_model(options.model, options.shape, options.input)))
         batches = read_batches(options, mod)
         inputs = [*batches[0].values()]
         if options.data is None:

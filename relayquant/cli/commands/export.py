@@ -12,6 +12,7 @@ from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.errors import ConfigError
 from relayquant.ir.ledger import find_ledger
 from relayquant.ir.rewrite.bind import bind_model
+from relayquant.ir.rewrite.entry import name_main
 from relayquant.stages.conversion.partial import has_quantized_values
 
 
@@ -27,7 +28,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
         )
     check_options(options, outputs=(path,))
     target = resolve_target(options.target) if is_library else None
-    mod = bind_model(load_model(options.model, options.shape, options.input))
+    mod = name_main(bind_model(load_model(options.model, options.shape, options.input)))
     if is_library and find_ledger(mod) is None and has_quantized_values(mod):
         # Quantized by another tool with other parameters: lower it to integers for the target.
         mod = rq.lower(mod, rq.get_backend_config(target=target))

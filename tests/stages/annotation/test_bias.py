@@ -211,7 +211,9 @@ def test_prepare__a_sum_of_the_backend_is_no_bias() -> None:
     names = ("add", "conv2d", "conv2d_relu")
     rows = tuple(row for row in rq.get_backend_config("x86").patterns if row.pattern.name in names)
     assert len(rows) == len(names)
-    prepared = rq.prepare(block_model(), None, backend=replace(rq.get_backend_config("x86"), patterns=rows))
+    prepared = rq.prepare(
+        block_model(), None, backend=replace(rq.get_backend_config("x86"), patterns=rows)
+    )
     assert [row.values for row in prepared.plan.operators if row.quantized] == [("linear", "act")]
 
 
