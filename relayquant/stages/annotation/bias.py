@@ -70,7 +70,9 @@ def add_biases(
     kept = {missing[name][0]: missing[name][1] for name in taken}
     if len(taken) < len(missing):
         changed, products = insert_biases(canonical, kept)
-    return changed, refine_plan(plan, taken, products) if kept else plan
+    if not kept:
+        return changed, plan
+    return changed, refine_plan(plan, taken, products, Graph(changed).vars)
 
 
 def find_missing_biases(
@@ -159,12 +161,16 @@ def is_same(operator: OperatorPlan, matched: OperatorMatch, product: str) -> boo
 
 
 def refine_plan(
-    plan: Plan, matches: Mapping[str, OperatorMatch], products: Mapping[str, str]
+    plan: Plan,
+    matches: Mapping[str, OperatorMatch],
+    products: Mapping[str, str],
+    known: Collection[str],
 ) -> Plan:
     """Return the plan with these operators as matched with a bias. All other decisions stay.
 
     Args:
         products: The new names of the values that the operators' readers read.
+        known: The names of all values of the changed module.
     """
     operators, groups = list(plan.operators), list(plan.groups)
     for i, operator in enumerate(operators):
@@ -174,7 +180,9 @@ def refine_plan(
             operators[i] = refine_operator(operator, matched, added)
             at = [group.constant == (operator.name, "weight") for group in groups].index(True)
             groups[at + 1 : at + 1] = added
-    renamed = [group if group.constant else rename_consumers(group, products) for group in groups]
+    renamed = [
+        group if group.constant else rename_consumers(group, products, known) for group in groups
+    ]
     return replace(plan, operators=tuple(operators), groups=tuple(renamed))
 
 
@@ -203,7 +211,10 @@ def group_bias(matched: OperatorMatch) -> list[SharedQParams]:
     return [weight_group(matched, name, expr, operand) for name, expr, operand in rows]
 
 
-def rename_consumers(group: SharedQParams, products: Mapping[str, str]) -> SharedQParams:
-    """Rename the readers of a group's values."""
-    consumers = tuple(products.get(name, name) for name in group.info.consumers)
+def rename_consumers(
+    group: SharedQParams, products: Mapping[str, str], known: Collection[str]
+) -> SharedQParams:
+    """Rename the readers of a group's values, and drop the readers that are gone."""
+    renamed = (products.get(name, name) for name in group.info.consumers)
+    consumers = tuple(name for name in renamed if name in known)
     return replace(group, info=replace(group.info, consumers=consumers))
