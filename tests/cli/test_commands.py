@@ -186,7 +186,7 @@ def test_inspect__outputs_of_every_kind(tmp_path: Path, capsys: pytest.CaptureFi
     path.write_text(tvm.ir.save_json(ManyOutputs))
     assert cli.main([str(path)]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  output")]
-    assert [line.split()[1] for line in lines] == ["y", "z", "size", "x.output"]
+    assert [line.split()[1] for line in lines] == ["y", "z", "size", "x"]
     assert lines[0] == "  output  y (n, 4) float32"
     assert "Tuple" in lines[1]
     assert "Shape" in lines[2]

@@ -350,7 +350,7 @@ def test_pack_conv2d__multiplier_where_none_is_taken():
 def test_pack_conv2d__multiplier_that_is_not_small():
     spec = Dense(1, 8, 8, epilogue=Epilogue(is_small=True))
     weight, bias = np.zeros((8, 8), "int8"), np.zeros(8, "int32")
-    with pytest.raises(ValueError, match=r"reaches 0\.75; allowed: up to 0\.5"):
+    with pytest.raises(ValueError, match=r"reaches 0\.75. Allowed: up to 0\.5"):
         pack_dense(spec, VNNI512, weight, bias, np.full(8, 0.75, "float32"))
 
 
@@ -518,7 +518,7 @@ def test_small_weights__larger_ones_are_refused(isa, small, weight):
     w = np.zeros(spec.weight_shape, "int8")
     w[3, 0, 0, 1] = weight
     assert isa.for_weights(w) is isa
-    with pytest.raises(ValueError, match="allowed: up to 64"):
+    with pytest.raises(ValueError, match="Allowed: up to 64"):
         pack_conv2d(spec, small, w, np.zeros(8, "int32"), None)
 
 

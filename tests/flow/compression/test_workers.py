@@ -129,7 +129,7 @@ def test_executor__is_used_for_data_alone(llama):
 
 
 def test_executor__refuses():
-    with pytest.raises(rq.ConfigError, match="executor is 2; allowed: "):
+    with pytest.raises(rq.ConfigError, match="workers is 2; allowed: "):
         rq.compress_weights(*make_llama(), workers=2)
     context = multiprocessing.get_context("fork")
     with (

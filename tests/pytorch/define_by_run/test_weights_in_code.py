@@ -273,7 +273,7 @@ def test_ledger__operator_that_reads_another_parameter_each_time():
     rows = converted.ledger.to_dict()["operators"]
     (row,) = [row for row in rows if "the parameter that it reads" in row["reason"]]
     assert not row["quantized"]
-    assert "modules" in row["advice"]
+    assert "module" in row["advice"]
 
 
 def test_attributes__may_have_the_names_of_ours():

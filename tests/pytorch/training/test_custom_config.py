@@ -200,7 +200,10 @@ def test_set_standalone_module_name__integers_where_nothing_takes_them():
 
     net, data = Around(Norm()).eval(), [torch.randn(4, 12) for _ in range(2)]
     for one, message in (
-        (PrepareCustomConfig().set_input_quantized_indexes([0]), "input 'x' of .* 'block' is no"),
+        (
+            PrepareCustomConfig().set_input_quantized_indexes([0]),
+            "input 'x' of .* 'block' cannot be integer",
+        ),
         (PrepareCustomConfig().set_output_quantized_indexes([0]), "computed in float"),
         (PrepareCustomConfig().set_output_quantized_indexes([1]), "index 1; allowed: 0 to 0"),
     ):

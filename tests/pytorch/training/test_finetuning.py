@@ -106,7 +106,7 @@ def test_checkpoint__same_bits_after_resuming(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         tune(path, Watch(stop_at=5))
     kept = path.read_bytes()
-    with pytest.raises(ConfigError, match=r"another training; what differs: settings"):
+    with pytest.raises(ConfigError, match=r"another training; different: settings"):
         tune(path, lr=0.5)
     same, changed = (draw_batches(residual_model(), 3) for _ in range(2))
     changed[1] = {"x": changed[1]["x"] + 1}
@@ -205,9 +205,9 @@ def test_loss_and_metric__of_the_user():
         ({"steps": 0}, r"finetune got steps=0; allowed: numbers above 0"),
         ({"lr": -1.0}, r"finetune got lr=-1.0"),
         ({"scale_lr": 0.0}, r"finetune got scale_lr=0.0; allowed: numbers above 0"),
-        ({"hidden_weight": -0.1}, r"finetune got hidden_weight=-0.1; allowed: 0 and more"),
-        ({"hidden_weight": float("nan")}, r"finetune got hidden_weight=nan; allowed: 0 and more"),
-        ({"reconstruction": -1}, r"finetune got reconstruction=-1; allowed: 0 and more"),
+        ({"hidden_weight": -0.1}, r"finetune got hidden_weight=-0.1; allowed: 0 or more"),
+        ({"hidden_weight": float("nan")}, r"finetune got hidden_weight=nan; allowed: 0 or more"),
+        ({"reconstruction": -1}, r"finetune got reconstruction=-1; allowed: 0 or more"),
         ({"loss": lambda: 0}, "loss cannot be called with"),
         ({"loss": lambda outputs, expected: 1.0}, "loss returned a float; allowed: a tensor"),
         (

@@ -383,7 +383,7 @@ def test_dynamic_and_narrow__refused_with_the_reason():
         rq.TensorConfig(rq.QSpec("uint8", is_dynamic=True)),
         rq.get_backend_config("x86").default_qconfig.weight,
     )
-    with pytest.raises(ConfigError, match="'d' cannot be trained: it gets parameters of the run"):
+    with pytest.raises(ConfigError, match="'d' cannot be trained: it gets its parameters at run"):
         rq.torch.from_relax(
             dense,
             None,

@@ -60,6 +60,4 @@ def test_resolve_backend__none_is_that_of_this_machine(monkeypatch, machine, bac
 
 @pytest.mark.parametrize("function", [rq.quantize, rq.prepare, rq.lower])
 def test_backend__is_left_to_the_machine(function):
-    parameters = inspect.signature(function).parameters
-    (default,) = [parameters[n].default for n in ("backend", "backend") if n in parameters]
-    assert default is None
+    assert inspect.signature(function).parameters["backend"].default is None

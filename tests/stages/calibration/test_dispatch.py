@@ -223,7 +223,7 @@ def test_error__of_the_data_is_the_same_as_here():
 
 def test_executor__what_is_none():
     prepared = rq.prepare(model(), effort="fast")
-    with pytest.raises(rq.ConfigError, match="executor is 2; allowed: an Executor"):
+    with pytest.raises(rq.ConfigError, match="workers is 2; allowed: an Executor"):
         rq.calibrate(prepared, data(), workers=2)
     context = multiprocessing.get_context("fork")
     with (

@@ -247,7 +247,7 @@ def test_fit_operator__wide_matrices_cross_blocks() -> None:
         {"tensor_factors": ()},
         {"damping": 0.0},
         {"samples": 0},
-        {"rounding": "nearest"},
+        {"rounding": "nearer"},
     ],
 )
 def test_fit_settings__refuses(settings_: dict) -> None:

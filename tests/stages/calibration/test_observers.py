@@ -636,7 +636,7 @@ def test_mse__weight_seen_twice_changes_nothing():
     assert state.rows.shape == (4, 500)
     again = MSE().restore(WEIGHT, state.to_arrays())
     assert MSE().qparams(again, WEIGHT) == MSE().observe(WEIGHT, [weight])
-    with pytest.raises(DataError, match=r"'conv_1:weight' do not fit together"):
+    with pytest.raises(DataError, match=r"'conv_1:weight' do not match"):
         MSE().update(state, weight[:3])
     with pytest.raises(DataError, match=r"constant 'conv_1:weight' of the model holds 1 NaN"):
         MSE().observe(WEIGHT, [np.where(weight == weight[0, 0], np.nan, weight)])

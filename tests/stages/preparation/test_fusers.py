@@ -66,7 +66,7 @@ def test_additional_fuser_method_mapping__as_fuse_fx_does():
     """FX with a fuser of two linear layers, and ours: one layer each, the same function."""
     torch = pytest.importorskip("torch")
     quantization = pytest.importorskip("torch.ao.quantization")
-    from torch.ao.quantization.backend import BackendConfig, BackendPatternConfig
+    from torch.ao.quantization.backend_config import BackendConfig, BackendPatternConfig
     from torch.ao.quantization.quantize_fx import fuse_fx
 
     nn = torch.nn
