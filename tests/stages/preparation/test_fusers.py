@@ -79,7 +79,7 @@ def test_additional_fuser_method_mapping__as_fuse_fx_does():
         return both
 
     row = BackendPatternConfig((nn.Linear, nn.Linear)).set_fuser_method(join)
-    theirs = fuse_fx(net, backend=BackendConfig().set_backend_pattern_config(row))
+    theirs = fuse_fx(net, backend_config=BackendConfig().set_backend_pattern_config(row))
     assert quantization is not None
     assert sum(isinstance(part, nn.Linear) for part in theirs.modules()) == 1
     x = torch.randn(4, 10)
