@@ -92,7 +92,7 @@ def test_drawn_graphs__as_onnx_runtime(count):
     assert taken >= count - REFUSED
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(
     ("first", "count"),
     [

@@ -190,6 +190,7 @@ def test_read_norm_statistics__are_those_of_the_results(digits):
     np.testing.assert_allclose(moments.spread(), norm.deviation, rtol=0.2)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("part", range(3))
 def test_lint__red_and_blue_exchanged(part, shared_data):
     """Pictures that were read in the other order, and then prepared as in training."""

@@ -215,6 +215,7 @@ def test_is_clearly_better__not_by_a_few_pictures(gained, lost, is_clear):
     assert is_clearly_better(right, before) is is_clear
 
 
+@pytest.mark.slow
 def test_lint__photographs_prepared_otherwise(shared_data):
     """MobileNet was trained on pixels of -1 to 1, which its first batch norm remembers."""
     image = pytest.importorskip("PIL.Image", reason="Pillow decodes the JPEG images")

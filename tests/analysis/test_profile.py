@@ -40,6 +40,7 @@ def test_compile_with_sites__every_product_knows_its_work(digits) -> None:
     assert len({site.value for site in sites}) == len(sites)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("quantized", [False, True])
 def test_profile_module__work_scales_with_the_batch(digits, quantized: bool) -> None:
     mod = digits[quantized]

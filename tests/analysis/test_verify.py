@@ -70,6 +70,7 @@ def test_verify__names_the_first_value_that_differs(model):
     assert "out" in {difference.name for difference in report.differences}
 
 
+@pytest.mark.slow
 def test_verify__floats_within_the_tolerance(model):
     qmod, inputs = model
 

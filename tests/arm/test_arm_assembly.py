@@ -152,6 +152,7 @@ def test_find_architecture__no_cpu():
     assert find_architecture(Target({"kind": "c"})) is Architecture.OTHER
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("cpu", EXPECTED)
 def test_assembly__has_only_what_the_target_has(cpu):
     text, has_dot = assembly(cpu), EXPECTED[cpu] is not NEON

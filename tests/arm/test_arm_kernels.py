@@ -136,6 +136,7 @@ def test_eager__takes_bytes_together(isa):
             assert choose_plan(spec, eager).isa is eager, spec
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("cpu", "case"),
     [run if run[1] in CORE else pytest.param(*run, marks=pytest.mark.slow) for run in RUNS],

@@ -117,6 +117,7 @@ def assert_same_bits(got: list[np.ndarray], expected: list[np.ndarray]) -> None:
         np.testing.assert_array_equal(a.view(f"u{a.itemsize}"), b.view(f"u{b.itemsize}"))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "cpu"),
     [
@@ -161,6 +162,7 @@ def test_model__without_the_pipeline(emulator, ports, tmp_path):
     assert_same_bits(run_remotely(ports("cortex-a53"), library, x), rq.reference.run(mod, [x]))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("cpu", CPUS)
 def test_model__runs_on_arm_kernels(cpu):
     """Not a run: the code for the CPU holds the instructions that make it fast."""

@@ -34,6 +34,7 @@ def stories(tmp_path, monkeypatch):
     return table.Stories(write_llama(tmp_path / "stories.bin"))
 
 
+@pytest.mark.slow
 def test_stories__float_is_itself(stories):
     """It writes texts of the wanted size, and diverges nowhere from itself."""
     assert stories.fit.shape == (4, 16)
@@ -44,6 +45,7 @@ def test_stories__float_is_itself(stories):
     )
 
 
+@pytest.mark.slow
 def test_stories__compressed_diverges(stories):
     """By numpy's own sum of p log(p / q); a text ends with the first other token."""
     coarse = table.Writer(stories, table.rq.compress_weights(stories.mod, bits=2, group_size=16))

@@ -325,7 +325,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(20)
 @pytest.mark.parametrize(
     ("name", "config", "layer", "spec"), ROWS, ids=[f"{row[0]}-{row[2]}" for row in ROWS]
 )
@@ -334,6 +334,7 @@ def test_innermost_loops__are_products(name, config, layer, spec):
     check_layer(spec, name, layer, select_isa(target), target)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("name", ["haswell", "znver2", "skylake-avx512"])
 def test_innermost_loops__of_small_weights(name, layer):
@@ -376,7 +377,7 @@ def test_innermost_loops__of_winograd(name):
         assert sum(bool(syntax.stack.match(line)) for line in loop) <= WINOGRAD_STACK[isa.registers]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", GROUPED_BOUNDS)
 def test_innermost_loops__of_grouped_weights(name):
     """Codes of 4 bits in groups of 32, unpacked in registers: tiles of all heights."""
@@ -390,6 +391,7 @@ def test_innermost_loops__of_grouped_weights(name):
     assert found.loads <= bound.loads
 
 
+@pytest.mark.slow
 def test_innermost_loops__of_grouped_weights_fetch_codes_ahead():
     """A line for each that is read, of several rows; a single row takes them as they come."""
     target, syntax = resolve_target(TARGETS["znver4"]), SYNTAX[Architecture.X86]

@@ -107,6 +107,7 @@ def quantized(request) -> tuple[str, tvm.IRModule, int]:
     return request.param, qmod, sum(map(count_macs, calls))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(9)
 @pytest.mark.parametrize("cpu", ["haswell", "x86-64-v2"])
 def test_models__execute_no_more_instructions(quantized, cpu, program, tmp_path):

@@ -143,7 +143,7 @@ def quantize_random(
     return rq.quantize(mod, None, list(data), qconfig_mapping=mapping), data[0]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @pytest.mark.parametrize("body", IMAGE_MODELS, ids=lambda f: f.__name__)
 def test_lower_integer__images_equal_numpy(body, symbolic):
@@ -234,6 +234,7 @@ def test_lower_integer__dense_of_any_batch_and_length():
         np.testing.assert_array_equal(got, rq.reference.run(qmod, [data])[0])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("body", IMAGE_MODELS, ids=lambda f: f.__name__)
 def test_lower_integer__leaves_no_integer_operator(body):
     qmod, _ = quantize_random(build_model(body, NCHW, False), NCHW)
@@ -287,6 +288,7 @@ def cell(units: int):
     return body
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("units", "symbolic", "is_fused"),
     [(32, False, True), (19, False, True), (400, False, False), (32, True, False)],

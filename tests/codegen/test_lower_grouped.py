@@ -44,6 +44,7 @@ def test_lower_grouped__every_operator_of_every_function(compressed):
     assert sorted(map(len, constants.values())) == [2, 2, 2, 2, 2, 4]
 
 
+@pytest.mark.slow
 def test_compile__prefill_and_decode_as_the_reference(compressed):
     machine = relax.VirtualMachine(rq.compile(compressed), tvm.cpu())
 

@@ -95,7 +95,7 @@ def conv1d_bias(emit, name: str, x: relax.Expr) -> relax.Var:
     return emit(name, op.add(conv, emit.constant(1, 4, 1)))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("between", BETWEEN)
 def test_convert_layout__same_numbers(between):
     def body(emit, x):

@@ -20,6 +20,7 @@ def make_ties(dtype):
     )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", [*SORTED, "uint64"])
 @pytest.mark.parametrize("axis", [-1, 0, 1])
 def test_sort__up_and_down(axis, dtype):
@@ -33,6 +34,7 @@ def test_sort__up_and_down(axis, dtype):
     check_exactly(lambda x: relax.op.argsort(x, axis, True, "int64"), down, data)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("largest", [True, False])
 @pytest.mark.parametrize("dtype", [*SORTED, "uint64"])
 def test_topk__values_and_where_they_were(dtype, largest):

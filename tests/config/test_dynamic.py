@@ -222,6 +222,7 @@ def test_realize__one_dense():
     assert float(dense.args[2].value.numpy()) == 0, "the kernel's zero point is a constant"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("backend", "qconfig"),
     [
@@ -284,7 +285,7 @@ PER_ROW_CASES = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("shape", "scheme", "backend", "dtype"), PER_ROW_CASES)
 def test_per_row__a_set_of_parameters_for_each_row(shape, scheme, backend, dtype):
     """Rows of very different size: each is as precise as if it were alone."""

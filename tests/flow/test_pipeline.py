@@ -57,7 +57,7 @@ def assert_close(mod, qmod, inputs, relative: float = 0.06) -> None:
         assert np.abs(have - want).max() <= relative * np.abs(want).max()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("backend", ["x86", "arm", "generic"])
 def test_quantize__fully_integral_and_equal_to_numpy(backend):
     mod = residual_model()

@@ -128,7 +128,7 @@ def name_windows(case):
     }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(12)
 @with_integers
 @pytest.mark.parametrize("first", range(4))
 def test_integer_average__is_the_nearest_to_onnx_runtime(dtype, first):

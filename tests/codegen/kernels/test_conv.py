@@ -126,6 +126,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", CASES)
 @every_isa_in_samples
 def test_build_conv2d__equals_numpy(isa, case):

@@ -287,7 +287,7 @@ def test_make_batch_matmul__of_any_rows_and_inner_extent(isa, shared):
 DOTS_ORDERS = [(0, 1, 3, 2), (0, 2, 3, 1), (1, 2, 3, 0)]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("order", DOTS_ORDERS)
 @pytest.mark.parametrize("inner", [1, 5, 80])

@@ -67,6 +67,7 @@ def draw_rows(rng, rows, spec):
     return [data, rng.uniform(0.1, 1, (rows, 1)).astype("float32")]
 
 
+@pytest.mark.sample(4)
 @every_isa
 def test_grouped_dense__as_numpy_on_every_instruction_set(isa):
     check_case(isa, CASES[0])
@@ -96,7 +97,7 @@ def check_case(isa, case):
         np.testing.assert_allclose(y.numpy(), expected, rtol=1e-5, atol=bound)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("bits", [2, 4])
 @every_isa
 def test_grouped_dense__largest_sums(isa, bits):
@@ -169,7 +170,7 @@ def test_grouped_dense__static_rows_agree_with_symbolic_ones(count):
     np.testing.assert_array_equal(*results)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("panels", [1, STREAMS, STREAMS + 1, 2 * STREAMS + 3])
 @pytest.mark.parametrize("is_float", [False, True])
 def test_grouped_dense__one_row_meets_every_panel(panels, is_float):

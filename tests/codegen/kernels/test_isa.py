@@ -143,6 +143,7 @@ def test_assembly__int16_by_pairs(mcpu):
     assert not re.search(r"\bv?pmulld\b", text)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("mcpu", EXPECTED)
 def test_assembly__never_saturates_16_bit_sums(mcpu):
     assert "pmaddubsw" not in assembly(mcpu)

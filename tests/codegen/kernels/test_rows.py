@@ -59,6 +59,7 @@ def all_row_counts(spec: Dense, isa: Isa) -> list[tuple[int, ...]]:
     return [(rows,) for rows in range(2 * plan_rows(spec, isa).full.spec.width + 2)]
 
 
+@pytest.mark.sample(4)
 @every_isa
 def test_build_dense_rows__every_number_of_rows(isa):
     added = Epilogue(zero_point=7, low=7, residual=Residual("int8", 4, 0.37))
@@ -74,6 +75,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", OTHERS)
 def test_build_dense_rows__every_kind_of_layer(name):
     spec, isa = OTHERS[name], best_isa()

@@ -59,6 +59,7 @@ def quantize(has_fma):
     return Quantize((1,), SCALE, Epilogue(Store.REQUANTIZE, "uint8", 0), has_fma)
 
 
+@pytest.mark.sample(4)
 @every_isa
 @pytest.mark.parametrize("factor", [None, 0.3])
 def test_softmax__the_same_bits_on_every_instruction_set(isa, factor):

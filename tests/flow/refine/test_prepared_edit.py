@@ -133,6 +133,7 @@ def test_merge__what_does_not_belong_together():
         rq.merge_statistics(parallel, prepare(rq.observers.MSE()))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("observer", [rq.observers.MinMax(), rq.observers.RelativeMSE()])
 def test_replace__another_spec_keeps_the_rest(observer):
     prepared = rq.calibrate(prepare(observer), DATA, order=rq.config.Order.PARALLEL)

@@ -20,7 +20,7 @@ from relayquant.ir.rewrite import Pattern
 COMPILED = {row.op: row.name for row in reversed(BUILTIN_OPS)}
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("row", BUILTIN_OPS, ids=lambda row: row.name)
 def test_builtin_row__same_at_every_stage(row):
     compiled = COMPILED[row.op] == row.name

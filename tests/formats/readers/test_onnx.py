@@ -77,6 +77,7 @@ def draw(*shape):
 # -- recovered operators ---------------------------------------------------------------------------
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("opset", OPSETS)
 @pytest.mark.parametrize(
     ("low", "high"),

@@ -108,7 +108,7 @@ def make_product(types, *, columns, zeros, bias, is_constant, shape=(3, 7)) -> N
     return n
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("types", PAIRS, ids="-".join)
 @pytest.mark.parametrize("is_constant", [True, False], ids=["static", "dynamic"])
 def test_matmul_integer_to_float__in_every_form(types, is_constant):
@@ -117,6 +117,7 @@ def test_matmul_integer_to_float__in_every_form(types, is_constant):
         make_product(types, shape=(3, 7) if bias else (2, 3, 7), **form).check()
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_dynamic_quantize_matmul__in_every_form(dtype):
@@ -191,7 +192,7 @@ LSTM_FORMS = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("form", LSTM_FORMS, ids=str)
 def test_dynamic_quantize_lstm__in_every_form(form):
     make_lstm(**form).check(3, **select_lstm_attributes(form))
@@ -249,6 +250,7 @@ def make_lstm(
 # -- transformers ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("batch", [2, "n"])
 @pytest.mark.parametrize("has_segments", [True, False])
@@ -323,6 +325,7 @@ def make_attention(
     return n
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("form", ATTENTION_FORMS, ids=lambda form: "-".join(form))
 def test_qattention__in_every_form(form):
     known = ("unidirectional", "mask_filter_value")

@@ -119,6 +119,7 @@ NBITS = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("form", NBITS, ids=lambda form: "-".join(map(str, form.values())))
 def test_nbits__gives_what_onnx_runtime_gives(tmp_path, form):
     path = make_nbits(tmp_path / "m.onnx", **form)

@@ -116,6 +116,7 @@ OPERATORS = [
 ]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "int16"])
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.__name__)
 def test_half__gives_what_onnx_runtime_gives(operator, dtype):

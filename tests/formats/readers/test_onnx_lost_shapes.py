@@ -81,6 +81,7 @@ def test_broadcasts__every_operator_that_onnx_says_does():
     assert ELEMENTWISE - said == {"PRelu"}  # unidirectional: the slope alone grows
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("op", sorted(ELEMENTWISE - {"Where", "PRelu"}))
 def test_broadcasts__two_symbolic_sizes(op):
     attrs = {"Mod": {"fmod": 1}, "BitShift": {"direction": "LEFT"}}.get(op, {})
@@ -129,6 +130,7 @@ def test_flattening__of_what_was_broadcast(op, axis):
         compiled.check({"a": draw("", (n, 3, 2))})
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "node",
     [

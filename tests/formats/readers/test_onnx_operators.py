@@ -55,6 +55,7 @@ def test_upsample__repeats_each_element(opset):
     assert found.ravel().tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("coordinates", ["align_corners", "half_pixel", "pytorch_half_pixel"])
 @pytest.mark.parametrize("mode", ["nearest", "linear", "cubic"])
 def test_resize__axes_of_one_element(mode, coordinates):
@@ -187,6 +188,7 @@ def test_foreign_operator__is_none_of_onnx(domain, name):
         import_onnx(model)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("mode", ["constant", "edge", "reflect", "wrap"])
 @pytest.mark.parametrize("dtype", ["float32", "int32"])
 def test_pad__of_the_run_time(mode, dtype):
@@ -210,6 +212,7 @@ def test_pad__of_the_run_time(mode, dtype):
         np.testing.assert_array_equal(found, want)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("axis", [0, 1, -1])
 @pytest.mark.parametrize("reduction", ["none", "add", "mul", "max", "min"])
 def test_scatter_elements__of_some_rows(axis, reduction):
@@ -235,6 +238,7 @@ def test_split__of_the_run_time():
             np.testing.assert_array_equal(have, want)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 @pytest.mark.parametrize("is_constant", [False, True])
 def test_pow__of_integers(dtype, is_constant):

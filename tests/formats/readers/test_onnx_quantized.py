@@ -306,6 +306,7 @@ PADS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", ["float32", "uint8"])
 @pytest.mark.parametrize("form", PADS)
 def test_pad__with_a_value_of_the_run_time(form, dtype):

@@ -154,6 +154,7 @@ def make_case(nodes, inputs):
     return make_model(nodes, inputs, 17, weights)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CASES)
 def test_sizes__as_onnx_runtime(name):
     compiled = Compiled(make_case(CASES[name], {"x": INPUT}))
@@ -214,6 +215,7 @@ def test_gather_elements__fewer_indices_than_data(axis, shape, is_symbolic):
     Compiled(make_model([gather], inputs, 18)).check({"x": data, "i": index})
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("reduction", ["none", "add", "max"])
 @pytest.mark.parametrize(("axis", "shape"), [(0, (2, 2, 2)), (1, (2, 3, 5)), (-1, (1, 1, 2))])
 def test_scatter_elements__fewer_indices_than_symbolic_data(axis, shape, reduction):

@@ -37,6 +37,7 @@ REFUSED_OF = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", VARIED)
 def test_attributes__are_written_or_refused(name, tmp_path):
     builder, values, mod, _ = build_models(name)

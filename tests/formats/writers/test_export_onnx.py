@@ -91,6 +91,7 @@ def test_weights__integers_per_channel_and_int32_biases(tmp_path, backend):
     np.testing.assert_array_equal(tensors[bias.input[1]], data_scale * tensors[weight.input[1]])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "write",
     [

@@ -96,7 +96,7 @@ def get_calls(mod, name):
     return calls
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_convert_layout__same_result(graph):
     before = make_module(GRAPHS[graph], [type_of(DATA)])

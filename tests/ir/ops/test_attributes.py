@@ -56,7 +56,7 @@ def find_wrong(name: str, backend: rq.BackendConfig = GENERIC) -> dict[str, str]
     return wrong
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("name", VARIED)
 def test_attributes__are_honoured_or_declined(name):
     assert find_wrong(name) == {}

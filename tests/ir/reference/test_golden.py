@@ -413,7 +413,7 @@ def test_golden__numpy(op, golden):
     assert find_differences(cases, [run_numpy(case.steps) for case in cases]) == []
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("op", OPERATORS)
 def test_golden__compiled(op, golden):
     """Every case, its parameters constants or variables, whichever compiles faster for `op`."""
@@ -427,6 +427,7 @@ def test_golden__compiled(op, golden):
             assert find_differences(some, run_compiled(some, constants)) == []
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("op", OPERATORS)
 def test_golden__compiled_the_other_way(op, golden):
     """A part of the cases with parameters the other way: the loop nests are the same."""

@@ -234,7 +234,7 @@ CASES = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("case", CASES)
 def test_backend__whole_model(case):
     """From the same integers simulation, reference form and integer module are a step apart at

@@ -77,6 +77,7 @@ def calibrate(prepared, tmp_path):
     return run
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "options",
     [

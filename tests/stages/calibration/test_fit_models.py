@@ -64,7 +64,7 @@ def output_sqnr(mod: tvm.IRModule, quantized: tvm.IRModule) -> float:
     return float(10 * np.log10(signal / noise))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("effort", ["fast", "balanced", "best"])
 def test_quantize__compiled_equals_numpy(effort: str) -> None:
     quantized = rq.quantize(build_net(), None, draw_batches(3), effort=effort)

@@ -133,7 +133,7 @@ def find_axes(name: str) -> range:
     return range(len((WEIGHTED | PLAIN)[name][1]))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", [*WEIGHTED, *PLAIN])
 def test_lower__scales_of_channels(name):
     check(name, 1, shifted=True, closed=True, bias=name in WEIGHTED and "matmul" not in name)
