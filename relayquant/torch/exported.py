@@ -40,8 +40,8 @@ def quantize(
     Args:
         module: `torch.nn.Module`, float32. It is exported in evaluation mode and not changed.
         example_inputs, example_kwargs, dynamic_shapes: As for `torch.export.export`. Shapes are
-        fixed to those of the example inputs, unless `dynamic_shapes` frees them: `({0:
-        torch.export.Dim("batch")},)` for any batch size.
+        fixed to those of the example inputs, unless `dynamic_shapes` frees them. For
+            any batch size: `({0: torch.export.Dim("batch")},)`.
         prepare_custom_config: Submodules that stay in float, are quantized separately, or have
             their own quantized form. With the last two, shapes are fixed to those of the example
             inputs. Also integer inputs and outputs; `input_dtypes` and `output_dtypes` of

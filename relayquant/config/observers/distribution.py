@@ -117,9 +117,9 @@ class KLDivergence(_HistogramObserver):
     relay.quantize, with these differences:
 
     - Bins are grouped by the levels of the actual parameters, so that affine and one-sided ranges
-    work.
+      work.
     - Exact zeros are left out. They are exact with any parameters, and after a ReLU they would
-    lower the threshold.
+      lower the threshold.
     - Thresholds come from a geometric series of `candidates`.
 
     A range with fewer bins than levels does not show the rounding and is not tried. For int16 this

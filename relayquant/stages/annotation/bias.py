@@ -58,21 +58,20 @@ def add_biases(
     The bias would be one more float operator, and there may be no data to correct it with.
     """
     missing = find_missing_biases(Graph(canonical), plan, backend, mapping)
-    if not missing:
-        return canonical, plan
-    changed, products = insert_biases(canonical, dict(missing.values()))
-    matches = {each.root.name: each for each in match_operators(Graph(changed), backend, mapping)}
-    taken = {
-        name: matches[name]
-        for name, (linear, _) in missing.items()
-        if name in matches and is_same(plan.operator(name), matches[name], products[linear])
-    }
-    kept = {missing[name][0]: missing[name][1] for name in taken}
-    if len(taken) < len(missing):
-        changed, products = insert_biases(canonical, kept)
-    if not kept:
-        return changed, plan
-    return changed, refine_plan(plan, taken, products, Graph(changed).vars)
+    while missing:
+        changed, products = insert_biases(canonical, dict(missing.values()))
+        graph = Graph(changed)
+        matches = {each.root.name: each for each in match_operators(graph, backend, mapping)}
+        taken = {
+            name: matches[name]
+            for name, (linear, _) in missing.items()
+            if name in matches and is_same(plan.operator(name), matches[name], products[linear])
+        }
+        if len(taken) == len(missing):
+            return changed, refine_plan(plan, taken, products, graph.vars)
+        # Without one bias, another operator may match otherwise: ask again.
+        missing = {name: missing[name] for name in taken}
+    return canonical, plan
 
 
 def find_missing_biases(
