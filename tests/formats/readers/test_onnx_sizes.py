@@ -230,3 +230,32 @@ def test_scatter_elements__fewer_indices_than_symbolic_data(axis, shape, reducti
     attrs = {"axis": axis, "reduction": reduction}
     scatter = helper.make_node("ScatterElements", ["x", "i", "u"], ["y"], **attrs)
     Compiled(make_model([scatter], inputs, 18)).check({"x": data, "i": index, "u": updates})
+
+
+@pytest.mark.parametrize("end", [2**31 - 1, 2**31, 2**63 - 1])
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("opset", [9, 18])
+def test_slice__to_the_end_of_a_symbolic_size(end, dtype, opset):
+    """An end of INT_MAX is no size to plan memory for: it ended in std::bad_alloc."""
+    ort = pytest.importorskip("onnxruntime")
+    if end > np.iinfo(dtype).max:
+        pytest.skip(f"{dtype} does not hold it")
+    rows = {"starts": [1], "ends": [end], "axes": [0]}
+    names = list(rows) if opset >= 10 else []
+    attrs = {} if names else rows
+    graph = helper.make_graph(
+        [
+            helper.make_node("Slice", ["x", *names], ["v"], **attrs),
+            helper.make_node("LRN", ["v"], ["y"], size=3),
+        ],
+        "g",
+        [helper.make_tensor_value_info("x", 1, ["batch", 4, 5, 6])],
+        [helper.make_tensor_value_info("y", 1, None)],
+        [numpy_helper.from_array(np.array(rows[name], dtype), name) for name in names],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+    x = np.random.default_rng(0).standard_normal((3, 4, 5, 6)).astype("float32")
+    (want,) = ort.InferenceSession(model.SerializeToString()).run(None, {"x": x})
+    mod, _ = rq.load(model)
+    (got,) = rq.Executor(rq.compile(mod)).run("main", [x])
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)

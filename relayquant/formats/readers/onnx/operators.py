@@ -99,6 +99,9 @@ from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
 
 _FRONTEND = _tvm.load_onnx_frontend()
 
+#: An end of Slice from here on means the end of the axis (ONNX, operator Slice).
+INT_MAX = np.iinfo("int32").max
+
 Convert = Callable[[relax.BlockBuilder, Sequence[Any], dict[str, Any], int], "relax.Expr | None"]
 
 #: Dtypes for which R.nn.pad computes the pad value in the dtype of the data.
@@ -414,11 +417,27 @@ def convert_slice(
     inputs.
     """
     if opset >= 10:
-        return slice_at_run_time(bb, inputs, attrs, opset)
+        sliced = slice_at_run_time(bb, inputs, attrs, opset)
+        if sliced is not None:
+            return sliced
+        data, starts, ends, *rest = inputs
+        return _run_frontend("Slice", bb, [data, starts, open_ends(ends), *rest], {}, opset)
     starts, ends = attrs["starts"], attrs["ends"]
     axes = attrs.get("axes", range(len(starts)))
-    bounds = [relax.const(np.array(list(row), "int64"), "int64") for row in (starts, ends, axes)]
-    return _run_frontend("Slice", bb, [inputs[0], *bounds], {}, 10)
+    rows = (starts, ends, axes)
+    starts, ends, axes = (relax.const(np.array(list(row), "int64"), "int64") for row in rows)
+    return _run_frontend("Slice", bb, [inputs[0], starts, open_ends(ends), axes], {}, 10)
+
+
+def open_ends(ends: relax.Expr) -> relax.Expr:
+    """Write the end INT_MAX, which the specification of Slice recommends for "to the end", as the
+    largest int64. TVM plans memory for INT_MAX elements where the size is symbolic.
+    """
+    array = constant_value(ends)
+    if array is None or array.max(initial=0) < INT_MAX:
+        return ends
+    largest = np.iinfo("int64").max
+    return relax.const(np.where(array >= INT_MAX, largest, array.astype("int64")), "int64")
 
 
 def convert_conv_transpose(
