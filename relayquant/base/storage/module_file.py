@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import tvm
+from tvm import relax
 
 from relayquant.base import _tvm
 from relayquant.base.arguments import check_arguments
@@ -74,6 +75,9 @@ def parse_module(text: str) -> tvm.IRModule:
     module = tvm.ir.load_json(text)
     if not isinstance(module, tvm.IRModule):
         raise ValueError(f"it holds a {type(module).__name__}, not a module")
+    for function in module.functions.values():
+        if isinstance(function, relax.Function):  # an expression or type may be missing inside
+            relax.analysis.post_order_visit(function, lambda _: None)
     return module
 
 

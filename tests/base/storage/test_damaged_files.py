@@ -280,7 +280,7 @@ def test_file__damaged(sample):
     assert refused > len(seeds) / 4  # some of the faults do no harm
 
 
-@pytest.mark.nightly  # open: a damaged module ends in an InternalError of TVM
+@pytest.mark.slow
 def test_file__damaged_in_many_ways(sample):
     for seed in range(FEW, MANY // SLOW.get(sample[0], 1) ** 2):
         check_damaged(*sample, seed)
