@@ -60,6 +60,8 @@ MAX_RANK = 32
 CONTAINERS = ("ffi.Array", "ffi.List", "ffi.Map", "ffi.Dict")
 #: Types of fields whose values are stored inline, without a reference.
 INLINE = ("int", "float", "bool", "DataType", "Device")
+#: Types of fields that may hold nothing. In any other field nothing ends the process.
+NULLABLE = ("Any", "Optional", "ir.Attrs", "ir.Span")
 #: Fields that TVM declares as "Any", with the type that they must have.
 NARROWED = {("ir.GenericConst", "value"): "ffi.Tensor"}
 
@@ -217,6 +219,8 @@ def check_node(kind: str, data: Any, kinds: Sequence[str], at: int) -> None:
             continue
         if not is_index(value, at):
             raise ValueError(f"field {name!r} is {value!r}, which is not an earlier node")
+        if kinds[value] == "None" and fields[name] not in NULLABLE:
+            raise ValueError(f"field {name!r} holds nothing")
         if kinds[value] != NARROWED.get((kind, name), kinds[value]):
             raise ValueError(f"field {name!r} holds a {kinds[value]}")
 
