@@ -43,8 +43,8 @@ class AccumulatorRow(PlainFields):
 
     Attributes:
         name: Operator name, as in the ledger.
-        accumulator: Dtype that holds the sums. int32 or int64 if the hardware has no accumulator
-            dtype of its own. Its `bound` is not known here.
+        accumulator: Dtype that holds the sums. int32 or int64 if the backend names no
+            accumulator. The accumulator's `bound` is not known here.
         elements: Number of sums computed, over all channels.
         overflows: Number of sums that overflowed.
         lowest, highest: Smallest and largest exact sum seen.

@@ -75,7 +75,7 @@ class CompareReport:
 
     @property
     def worst(self) -> CompareRow | None:
-        """The operator with the largest error of its own."""
+        """The operator that adds the largest error itself."""
         alone = [row for row in self.rows if row.isolated is not None]
         return min(alone, key=lambda row: row.isolated or 0.0, default=None)
 

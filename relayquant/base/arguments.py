@@ -326,7 +326,11 @@ def describe_type(hint: Any) -> str:
 
 
 def describe_not_finite(array: np.ndarray) -> str:
-    """Count NaN and infinite elements in words. "" if there are none."""
+    """Describe elements that are not finite: "3 NaN and 0 infinite of 12 elements".
+
+    Returns:
+        "" if all elements are finite.
+    """
     low, high = array.min(initial=0), array.max(initial=0)  # NaN passes through both
     if np.isfinite(low) and np.isfinite(high):
         return ""

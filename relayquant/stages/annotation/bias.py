@@ -50,7 +50,7 @@ def add_biases(
     canonical: tvm.IRModule, plan: Plan, backend: BackendConfig, mapping: QConfigMapping
 ) -> tuple[tvm.IRModule, Plan]:
     """Return (module, plan) with a bias per channel at every operator that the plan quantizes with
-    a constant weight. Both are returned unchanged if every such operator has a bias.
+    a constant weight. Both are returned unchanged if no bias is added.
 
     An operator stays without a bias in three cases: a line of the mapping selects the pattern
     without a bias, another line would decide for the pattern with a bias, or the backend has no row
