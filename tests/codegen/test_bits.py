@@ -76,6 +76,7 @@ def test_truths__are_compared_as_0_and_1(name):
     check_exactly(lambda x: getattr(relax.op, name)(x, constant), expected, data)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int32", "int64", "float32", "float64"])
 @pytest.mark.parametrize("name", ["logical_and", "logical_or", "logical_xor", "logical_not"])
 def test_logical__of_numbers(name, dtype):
@@ -87,6 +88,7 @@ def test_logical__of_numbers(name, dtype):
     check_exactly(getattr(relax.op, name), getattr(np, name)(*arrays).astype(dtype), *arrays)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("is_constant", [False, True])
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int64"])
 @pytest.mark.parametrize("name", ["left_shift", "right_shift"])

@@ -30,6 +30,7 @@ def find_expected(name: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.array([value % 2**bits for value in exact], f"uint{bits}").astype(a.dtype)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", INTEGERS)
 @pytest.mark.parametrize("name", DIVISIONS)
 def test_integers__every_pair_of_the_hardest(name, dtype):
@@ -41,6 +42,7 @@ def test_integers__every_pair_of_the_hardest(name, dtype):
     check_exactly(getattr(relax.op, name), find_expected(name, a, b), a, b)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("divisor", [3, -3, 8, 1, 0, -1])
 @pytest.mark.parametrize("name", DIVISIONS)
 def test_integers__by_a_constant(name, divisor):

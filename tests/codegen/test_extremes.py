@@ -26,6 +26,7 @@ def make_model(shape, compute, dtype="float32") -> tvm.IRModule:
     return bb.get()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
 @pytest.mark.parametrize(
     ("shape", "axis"), [((6, 64), 1), ((6, 64), 0), ((3, 5), None), ((2, 3, 4, 40), (1, 3))]

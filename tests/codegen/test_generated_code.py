@@ -344,6 +344,7 @@ def test_innermost_loops__of_small_weights(name, layer):
     check_layer(spec, name, layer, isa, target)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("layer", ARM_LAYERS)
 @pytest.mark.parametrize("isa", WORD_ISAS, ids=lambda isa: isa.name)
 @pytest.mark.parametrize("name", WORD_CPUS)

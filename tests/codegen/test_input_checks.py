@@ -98,6 +98,7 @@ def test_input__of_a_size_known_at_run_time():
     assert run(mod, empty, empty).shape == (0, 16)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint8", "int16", "float16", "float64", "int64"])
 @pytest.mark.parametrize("shape", [(), (1,), (3, 1, 5)])
 def test_input__of_any_type_and_number_of_dimensions(dtype, shape):

@@ -102,6 +102,7 @@ MODELS = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", MODELS)
 def test_epilogue_chains__integer_float_and_eager_kernels_take_the_same(case):
     body, expected = MODELS[case]

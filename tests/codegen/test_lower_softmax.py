@@ -120,6 +120,7 @@ def test_lower_softmax__the_bits_of_the_reference(body, names):
     check(mod, draw())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("shape", [("n", 3, 20, 37), (2, 3, "m", "k"), (2, 3, 20, "k")])
 @pytest.mark.parametrize("body", [scaled_codes, codes_of_rows, along_channels])
 def test_lower_softmax__of_extents_that_are_known_at_run_time(shape, body):

@@ -73,6 +73,7 @@ def random_ints(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     return rng.integers(max(info.min, -1000), min(info.max, 1000) + 1, shape).astype(dtype)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("shape", [(1, 3, 5), (4, 16, 31), (2, 64, 48), (1, 1000), (7,), (97, 1)])
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32"])
 def test_schedule_functions__elementwise_integers_are_the_same(shape, dtype):
@@ -92,6 +93,7 @@ def test_schedule_functions__integer_matmul_is_the_same(m, n):
     np.testing.assert_array_equal(got, a @ b)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("axis", [[0], [1], [2], [1, 2], [0, 1, 2]])
 @pytest.mark.parametrize("shape", [(4, 7, 49), (3, 64, 32), (2, 5, 13)])
 def test_schedule_functions__integer_sums_are_the_same(shape, axis):

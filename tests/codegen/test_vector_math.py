@@ -144,6 +144,7 @@ def list_chains() -> list[tuple[str, ...]]:
     return [(a, b, a, b) for a, b in itertools.product(names, names) if a <= b]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("names", list_chains(), ids="-".join)
 def test_expand_math__chains_grow_by_sums(names: tuple[str, ...]) -> None:
     """Each function of a chain adds what it takes alone. All functions that repeat their argument

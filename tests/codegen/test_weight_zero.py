@@ -74,6 +74,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CASES)
 def test_product__equal_integers_without_zero_points(name):
     op, weight, zero, shape, attrs, count = CASES[name]

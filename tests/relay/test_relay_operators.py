@@ -28,6 +28,7 @@ def test_operator__computes(name, text, expected, inputs):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("name", "text", "expected", "inputs"),
     [*VARIATIONS, *(each for each in CASES if each.values[0] in ("sinh", "cosh"))],

@@ -134,6 +134,7 @@ VARIED = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", VARIED)
 def test_options__say_what_is_quantized(model, name):
     options, among, absent = VARIED[name]

@@ -86,6 +86,7 @@ def test_build_quantize__reciprocal_decides_ties_as_a_division(scale, dtype):
     np.testing.assert_array_equal(got, store(x / scale, out))
 
 
+@pytest.mark.sample(4)
 @with_machines
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("dtype", ["int8", "int32"])

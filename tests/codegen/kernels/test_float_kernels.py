@@ -268,6 +268,7 @@ def run_compiled(kernel, x: np.ndarray, w: np.ndarray, shape: tuple[int, ...]) -
     return y.numpy()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("shared", [False, True])
 def test_make_batch_matmul__of_any_rows_and_inner_extent(isa, shared):

@@ -205,6 +205,7 @@ def test_quantize_rows__as_numpy(width):
         np.testing.assert_array_equal(found.numpy(), expected)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("isa", "features", "instruction"),
     [(SDOT, "+dotprod", "sdot"), (SMMLA, "+dotprod,+i8mm", "sdot"), (NEON, "", "sm(?:ul|la)l2?")],

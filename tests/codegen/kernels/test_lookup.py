@@ -45,6 +45,7 @@ def runnable_target(shuffle) -> Target:
     return target_of(REPRESENTATIVE[shuffle])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("shuffle", [None, *X86_SHUFFLES], ids=lambda s: s.name if s else "loads")
 @pytest.mark.parametrize("size", SIZES)
 def test_build_lookup__indexes_by_bit_pattern(shuffle, size):

@@ -102,6 +102,7 @@ MEANS = {
 }
 
 
+@pytest.mark.sample(4)
 @with_machines
 @pytest.mark.parametrize("dtype", ["int8", "int16"])
 @pytest.mark.parametrize("case", MEANS)

@@ -81,6 +81,7 @@ def test_row_norm__the_same_bits_on_every_instruction_set(isa):
     check(RowNorm((2, 3), 72, EPSILON, **form, rows=(2, 3)), runnable_target(isa))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("width", [1, 2, 7, 16, 31, 32, 33, 64])
 def test_row_norm__of_every_width(width):
     form = FORMS["rms that divides" if width % 2 else "layer"]

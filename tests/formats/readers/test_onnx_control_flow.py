@@ -170,6 +170,7 @@ main (float[M, N] x, bool c) => (float[M, N] y) {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("condition", [True, False])
 @pytest.mark.parametrize("text", RUN_TIME)
 def test_if__of_the_run_time_in_every_form(text, condition):

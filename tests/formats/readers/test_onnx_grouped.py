@@ -338,6 +338,7 @@ GATHERS = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("form", GATHERS, ids=lambda form: "-".join(map(str, form.values())))
 def test_gather_blocks__gives_what_onnx_runtime_gives(tmp_path, form):
     path = make_gather(tmp_path / "m.onnx", **form)

@@ -118,6 +118,7 @@ def test_broadcasts__slope_and_batches():
         compiled.check({"a": draw("", (n, 3, 5)), "b": draw("", (m, 5, 2))})
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("op", ["Softmax", "LogSoftmax", "Hardmax"])
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_flattening__of_what_was_broadcast(op, axis):

@@ -13,7 +13,7 @@ import pytest
 from onnx_node_cases import Outcome, Result, list_cases, read_refused, run_case, shorten
 
 #: The cases are spread over so many tests, which run side by side.
-PARTS = 16
+PARTS = 32
 
 #: What a refusal says: which node or operator, what is supported, and what to do.
 SAYS = (
@@ -27,7 +27,7 @@ SAYS = (
 #: this once.
 FAULTS = {"test_attention_4d_causal_fp16", "test_attention_4d_causal_fp16_expanded"}
 
-#: Every run takes each sixteenth case; the others take -m slow.
+#: Every run takes one part of the cases; the others take -m slow.
 EACH = [pytest.param(part, marks=pytest.mark.slow if part else ()) for part in range(PARTS)]
 
 

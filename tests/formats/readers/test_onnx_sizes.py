@@ -202,6 +202,7 @@ def test_sizes__stay_expressions_of_the_model():
 INDEXED = {"x": ("float32", ["A", "B", "C"]), "i": ("int64", ["K", "L", "M"])}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("is_symbolic", [False, True])
 @pytest.mark.parametrize(
     ("axis", "shape"),

@@ -144,6 +144,7 @@ def convolve_transposed(x, w, strides, padding, extra, dilation, groups):
     return y[:, :, top : y.shape[2] - bottom, left : y.shape[3] - right]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layouts", [("NCHW", "IOHW"), ("NHWC", "HWIO")])
 @pytest.mark.parametrize(
     ("groups", "strides", "padding", "extra", "dilation"),
@@ -313,6 +314,7 @@ def test_avg_pool2d(layout, include, size, strides, padding, dilation, ceil):
     np.testing.assert_array_equal(got, finish_mean(total, divisor, 0.1, 0.06, 12))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("include", [True, False])
 @pytest.mark.parametrize(("size", "strides", "padding", "dilation", "ceil"), POOLS)
 def test_avg_pool2d__counts_as_the_float_operator(include, size, strides, padding, dilation, ceil):

@@ -177,6 +177,7 @@ def test_operator__json(name):
         assert tvm_ffi.structural_equal(getattr(call.attrs, field.name), expected)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_operator__compiles_and_inferred_type_is_that_of_the_result(name):
     module = make_example(name)

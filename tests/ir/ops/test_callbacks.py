@@ -94,6 +94,7 @@ WRONG = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("callback", ["simulate", "realize"])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_value__is_checked(callback, wrong):

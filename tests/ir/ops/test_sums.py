@@ -157,6 +157,7 @@ def test_every_row__sums_that_int32_does_not_hold(name):
     check_row(SUMMING[name], "int16", "int8")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("data", DTYPES)
 @pytest.mark.parametrize("weight", DTYPES)

@@ -63,6 +63,7 @@ def check_file(limits, center: int, opset: int, *, is_compiled: bool = False) ->
         np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("center", [0, 1])
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
 def test_boxes__rows_of_onnx_runtime(limits, center):

@@ -495,6 +495,7 @@ def find_best_error(data, spec, low_factors, high_factors):
     )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.parametrize("scheme", Scheme)

@@ -110,6 +110,7 @@ def check_layer(layer: str, sizes, *, is_whole: bool = False, is_followed=False,
         assert any(row.quantized for row in rows if "conv" in row.op or "matmul" in row.op)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_channels_without_weights__give_their_bias(layer):
     check_layer(layer, SIZES[0])

@@ -242,6 +242,7 @@ def test_conv3d__equals_onnx(groups, kernel, strides, dilations, pads, seed):
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("ceil_mode", [0, 1])
 @pytest.mark.parametrize("kernel", [(1, 2, 2), (3, 3, 2), (3, 3, 3)])
 def test_max_pool3d__equals_onnx(kernel, ceil_mode):
