@@ -7,8 +7,9 @@ the accumulator with it. If the model itself has a bias of zeros, the canonical 
 expands a scalar to one number per channel.
 
 The plan is not built anew. All biases are added first, and the operators are matched once more. An
-operator that another row or another line of the mapping would now match stays without a bias. The
-rows of the other operators are updated.
+operator that another row or another line of the mapping would now match stays without a bias, and
+so does one whose sum keeps a reader from being matched as planned. The rows of the others are
+updated.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from relayquant.ir.ops.find import find_pattern, match_operator
 from relayquant.ir.plan import OperatorPlan, Plan, SharedQParams
 from relayquant.ir.rewrite import Emitter, Graph, Match, rewrite_main
 from relayquant.ir.rewrite.function import SOURCES_ATTR, read_sources
-from relayquant.ir.rewrite.graph import constant_value, tensor_shape
+from relayquant.ir.rewrite.graph import constant_value, free_vars, tensor_shape
 from relayquant.stages.annotation.match import UNBIASED, OperatorMatch, match_operators
 from relayquant.stages.annotation.shared_qparams import weight_group
 
@@ -62,16 +63,53 @@ def add_biases(
         changed, products = insert_biases(canonical, dict(missing.values()))
         graph = Graph(changed)
         matches = {each.root.name: each for each in match_operators(graph, backend, mapping)}
+        spoilt = find_spoilt(graph, plan, matches, missing)
         taken = {
             name: matches[name]
             for name, (linear, _) in missing.items()
-            if name in matches and is_same(plan.operator(name), matches[name], products[linear])
+            if name in matches
+            and name not in spoilt
+            and is_same(plan.operator(name), matches[name], products[linear])
         }
         if len(taken) == len(missing):
-            return changed, refine_plan(plan, taken, products, graph.vars)
+            moved = find_moved(plan, matches, missing)
+            return changed, refine_plan(plan, taken | moved, products, graph.vars)
         # Without one bias, another operator may match otherwise: ask again.
         missing = {name: missing[name] for name in taken}
     return canonical, plan
+
+
+def find_spoilt(
+    graph: Graph, plan: Plan, matches: Mapping[str, OperatorMatch], missing: Collection[str]
+) -> set[str]:
+    """Return the operators that must stay without a bias, since a reader of their sum would not be
+    matched as planned: add(conv, conv_with_bias) reads two sums then, and a row takes either.
+    """
+    spoilt: set[str] = set()
+    for operator in plan.operators:
+        if not operator.quantized or operator.name in missing:
+            continue
+        if not is_as_planned(operator, matches.get(operator.name)):
+            values = [graph.values[graph.vars[name]] for name in operator.values]
+            read = {var.name for value in values for var in free_vars(value)}
+            spoilt |= read.intersection(missing) or set(missing)
+    return spoilt
+
+
+def find_moved(
+    plan: Plan, matches: Mapping[str, OperatorMatch], missing: Collection[str]
+) -> dict[str, OperatorMatch]:
+    """Return the operators without a new bias that another row of the backend matches now: its
+    operands stand in the other order.
+    """
+    return {
+        operator.name: matches[operator.name]
+        for operator in plan.operators
+        if operator.quantized
+        and operator.name not in missing
+        and (row := matches[operator.name].pattern) is not None
+        and row.name != operator.pattern
+    }
 
 
 def find_missing_biases(
@@ -153,10 +191,16 @@ def insert_biases(mod: tvm.IRModule, biases: Biases) -> tuple[tvm.IRModule, dict
 
 def is_same(operator: OperatorPlan, matched: OperatorMatch, product: str) -> bool:
     """Whether the planned operator, with a bias, was matched as a whole and by the same line."""
-    values = {var.name for var in matched.vars}
-    is_whole = matched.kind is Kind.ANCHOR and values == {*operator.values, product}
+    values = (*operator.values, product)
+    return matched.kind is Kind.ANCHOR and is_as_planned(replace(operator, values=values), matched)
+
+
+def is_as_planned(operator: OperatorPlan, matched: OperatorMatch | None) -> bool:
+    """Whether the values of a quantized operator were matched as a whole and by the same line."""
+    if matched is None or not matched.can_quantize:
+        return False
     rule = matched.rule.description if matched.rule is not None else ""
-    return is_whole and matched.can_quantize and rule == operator.rule
+    return {var.name for var in matched.vars} == {*operator.values} and rule == operator.rule
 
 
 def refine_plan(
@@ -165,7 +209,7 @@ def refine_plan(
     products: Mapping[str, str],
     known: Collection[str],
 ) -> Plan:
-    """Return the plan with these operators as matched with a bias. All other decisions stay.
+    """Return the plan with these operators as they are matched now. All other decisions stay.
 
     Args:
         products: The new names of the values that the operators' readers read.
@@ -177,6 +221,8 @@ def refine_plan(
             matched = matches[operator.name]
             added = group_bias(matched)
             operators[i] = refine_operator(operator, matched, added)
+            if not added:
+                continue
             at = [group.constant == (operator.name, "weight") for group in groups].index(True)
             groups[at + 1 : at + 1] = added
     renamed = [

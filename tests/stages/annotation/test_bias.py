@@ -221,6 +221,24 @@ def block_model() -> tvm.IRModule:
     return make_model("conv2d", "none")[0]
 
 
+@pytest.mark.parametrize("shared_first", [True, False])
+def test_add_biases__reader_of_two_sums_is_planned_anew(shared_first: bool) -> None:
+    """conv + (conv + bias) reads two sums once both have a bias; only one of them is its own."""
+
+    def body(emit: Chain, x: relax.Expr) -> relax.Expr:
+        shared = emit.conv("shared", x)
+        own = emit.conv_bias("own", emit("act", op.nn.relu(shared)))
+        total = emit("sum", op.add(*((shared, own) if shared_first else (own, shared))))
+        return emit("out", op.nn.relu(total))
+
+    prepared = prepare(build_model(body, (1, 4, 6, 6)))
+    rows = {row.name: row for row in prepared.plan.operators}
+    assert rows["shared"].values == ("shared_unbiased", "shared")
+    assert rows["out"].values == ("own.conv", "own", "sum", "out")
+    again = annotate(prepared.mod, prepared.backend, prepared.mapping)
+    assert prepared.plan.to_dict() == again.to_dict()
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(draw_models(), st.data())
 def test_add_biases__plan_is_that_of_the_changed_module(mod: tvm.IRModule, data) -> None:
