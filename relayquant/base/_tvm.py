@@ -130,6 +130,18 @@ def build_bytecode(lowered: Any, target: Any, kernels: Any) -> Any:
     return vm_build._vmlink(builder, target, ext_libs=[kernels])
 
 
+def read_host_features() -> dict[str, bool]:
+    """Return LLVM's feature names -> whether this machine has the feature.
+
+    On x86 the map is complete and says what the operating system allows. On Arm it has the few
+    features that the kernel lists. It is empty where LLVM cannot ask the system.
+    """
+    import tvm
+
+    features = tvm.get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
+    return {str(name): bool(has) for name, has in features.items()}
+
+
 @functools.cache
 def find_fields(type_key: str) -> dict[str, str]:
     """Return field name -> type name for an object type and its base types, from TVM's reflection.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from float_models import build_model, draw_batches
+from hosts import HOSTS, on_x86
 from tvm import relax
 
 import relayquant as rq
@@ -18,6 +20,7 @@ from relayquant.codegen.kernels.integer.conv_plan import choose_plan, list_tiles
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
 from relayquant.codegen.kernels.integer.specs import Conv2d, KernelSchedule, Tile
 from relayquant.codegen.kernels.integer.winograd import can_winograd
+from relayquant.codegen.kernels.isa import target as target_module
 from relayquant.codegen.kernels.isa.base import VNNI512
 from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.isa.target import list_instructions, resolve_target
@@ -264,6 +267,30 @@ def test_check_runnable__what_other_cpus_do_fast_is_no_instruction(cpu):
     if not list_instructions(target) <= list_instructions(TARGET):
         pytest.skip(f"this CPU has less instructions than {cpu}")
     tuning.check_runnable(target)
+
+
+@on_x86
+@pytest.mark.parametrize(
+    ("host", "cpu", "lacks"),
+    [
+        ("Sapphire Rapids", "sapphirerapids", ""),
+        ("Sapphire Rapids", "emeraldrapids", ""),
+        ("Sapphire Rapids", "graniterapids", "amx-fp16"),
+        ("Sapphire Rapids", "znver4", "sse4a"),
+        ("Zen 5", "znver4", ""),
+        ("Zen 4", "znver5", "avx512vp2intersect, avxvnni"),
+        ("without AMX", "emeraldrapids", "amx-bf16, amx-int8, amx-tile"),
+        ("without AMX", "icelake-server", ""),
+        ("without AVX512", "cascadelake", "avx512bw"),
+        ("without AVX512", "alderlake", ""),
+    ],
+)
+def test_check_runnable__asks_for_the_features_of_the_machine(monkeypatch, host, cpu, lacks):
+    monkeypatch.setattr(target_module, "ask_host", HOSTS[host].ask)
+    target = resolve_target(f"llvm -mcpu={cpu}")
+    expected = pytest.raises(ConfigError, match=f"lacks {lacks}") if lacks else nullcontext()
+    with expected:
+        tuning.check_runnable(target)
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from float_models import build_model, draw_batches
+from hosts import HOSTS, SAPPHIRE, HostCpu, on_x86
 from tvm import relax
 from tvm.target import Target
 from tvm.target.codegen import llvm_get_cpu_features
 
 import relayquant as rq
-from relayquant.codegen.kernels.isa.target import NEUTRAL_TIMING, parse_target, resolve_target
+from relayquant.codegen.kernels.isa import target as target_module
+from relayquant.codegen.kernels.isa.select import select_isa
+from relayquant.codegen.kernels.isa.target import (
+    NEUTRAL_TIMING,
+    ON_REQUEST,
+    ask_host,
+    host_config,
+    list_differences,
+    name_cpu,
+    name_host,
+    parse_target,
+    read_features,
+    resolve_target,
+)
+from relayquant.codegen.kernels.isa.timing import COMMON, ZEN4, ZEN5
 from relayquant.errors import ConfigError
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, host: HostCpu) -> None:
+    """This machine is `host` for the rest of the test."""
+    monkeypatch.setattr(target_module, "ask_host", host.ask)
 
 
 def test_resolve_target__none_is_this_machine():
@@ -20,6 +41,158 @@ def test_resolve_target__none_is_this_machine():
     assert target.kind.name == "llvm"
     assert target.attrs["mcpu"]
     assert target.attrs["num-cores"] >= 1
+
+
+#: Feature as LLVM names it -> as Linux does.
+LINUX_FLAGS = {
+    **{name: name for name in ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "f16c", "gfni")},
+    "avx512vnni": "avx512_vnni",
+    "avxvnni": "avx_vnni",
+    "avx512fp16": "avx512_fp16",
+    "avx512bf16": "avx512_bf16",
+    "avx512vbmi": "avx512vbmi",
+    "sse4a": "sse4a",
+    **{name: name.replace("-", "_") for name in ("amx-tile", "amx-int8", "amx-bf16")},
+}
+
+
+@on_x86
+def test_ask_host__agrees_with_linux():
+    """The kernel lists what it has switched on, which may be less than what the CPU has."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        pytest.skip("needs Linux")
+    flags = set(re.findall(r"^flags\s*:(.*)$", text, re.MULTILINE)[0].split())
+    _, features = ask_host()
+    found = read_features(resolve_target(None))
+    for feature, flag in LINUX_FLAGS.items():
+        assert (flag in flags, flag in flags) == (features[feature], feature in found), feature
+
+
+@on_x86
+@pytest.mark.parametrize("host", HOSTS.values(), ids=HOSTS.keys())
+def test_resolve_target__none_has_the_features_of_the_machine(monkeypatch, host):
+    pretend(monkeypatch, host)
+    _, features = host.ask()
+    found = read_features(resolve_target(None))
+    assert {name: name in found for name in features} == features
+    assert str(resolve_target(None)) == str(resolve_target(resolve_target(None)))
+
+
+@on_x86
+@pytest.mark.parametrize(
+    ("host", "mattr"),
+    [
+        (
+            "Sapphire Rapids",
+            "+amx-bf16 +amx-int8 +amx-tile +avx512bf16 +avx512fp16 +avxvnni +cldemote +clwb "
+            "+movdir64b +movdiri +serialize +shstk +tsxldtrk +wbnoinvd",
+        ),
+        ("Emerald Rapids", "-enqcmd -pconfig -ptwrite -uintr -waitpkg"),
+        ("Zen 4", "-mwaitx -rdpru -shstk"),
+        (
+            "with APX",
+            "+egpr +ndd +nf +ppx +push2pop2 "
+            "-amx-fp16 -enqcmd -pconfig -prefetchi -ptwrite -uintr -waitpkg",
+        ),
+    ],
+)
+def test_host_config__lists_the_differences_from_the_name(monkeypatch, host, mattr):
+    pretend(monkeypatch, HOSTS[host])
+    config = host_config()
+    assert (config["mcpu"], config["mattr"]) == (HOSTS[host].cpu, mattr.split())
+
+
+@on_x86
+def test_host_config__a_cpu_as_llvm_knows_it_needs_its_name_alone(monkeypatch):
+    whole = frozenset(read_features(Target({"kind": "llvm", "mcpu": "znver5"})))
+    pretend(monkeypatch, HostCpu("znver5", whole))
+    assert set(host_config()) == {"kind", "mcpu", "num-cores"}
+
+
+@on_x86
+@pytest.mark.parametrize(
+    ("features", "expected"),
+    [
+        ({"no-such-feature": True, "avx512fp16": True}, ["+avx512fp16"]),
+        ({"no-such-feature": False}, []),
+        # LLVM's amx-int8 needs amx-tile, and is dropped with it.
+        ({"amx-int8": True, "amx-tile": False}, ["+amx-int8", "-amx-tile"]),
+    ],
+)
+def test_list_differences__of_unusual_machines(features, expected):
+    config = {"kind": "llvm", "mcpu": "rocketlake"}
+    found = list_differences(config, features)
+    assert found == expected
+    left = read_features(Target({**config, "mattr": found}))
+    assert not {name for name, has in features.items() if not has} & left
+
+
+@pytest.mark.parametrize(
+    ("features", "expected"),
+    [
+        ({}, []),
+        ({"neon": True, "dotprod": True}, []),
+        ({"neon": True, "sve": False, "sve2": True, "aes": False}, ["+sve2", "-aes", "-sve"]),
+    ],
+)
+def test_list_differences__arm_knows_some_features_or_none(features, expected):
+    config = {"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "neoverse-v1"}
+    assert list_differences(config, features) == expected
+
+
+@on_x86
+@pytest.mark.parametrize(
+    ("host", "isa", "timing"),
+    [
+        ("Sapphire Rapids", "vnni512", COMMON),
+        ("Emerald Rapids", "vnni512", COMMON),
+        ("without AMX", "vnni512", COMMON),
+        ("without AVX512", "vnni256", COMMON),
+        ("with APX", "vnni512", COMMON),
+        ("unknown", "vnni512", COMMON),
+        ("Zen 4", "vnni512", ZEN4),
+        ("Zen 5", "vnni512", ZEN5),
+        ("Zen 4 without AVX512", "avx2", COMMON),
+    ],
+)
+def test_select_isa__of_machines(monkeypatch, host, isa, timing):
+    pretend(monkeypatch, HOSTS[host])
+    found = select_isa(resolve_target(None))
+    assert (found.name, found.timing) == (isa, timing)
+
+
+@on_x86
+def test_name_cpu__differs_where_code_does(monkeypatch):
+    def name(host):
+        pretend(monkeypatch, host)
+        return name_cpu()
+
+    assert len({*map(name, HOSTS.values())}) == len(HOSTS)
+    pretend(monkeypatch, HOSTS["without AMX"])
+    assert name_host() == "emeraldrapids -amx-bf16 -amx-int8 -amx-tile"
+    assert name_host() in name_cpu()
+    # Nothing runs otherwise with an instruction that only an operating system uses.
+    assert name(HostCpu("rocketlake", SAPPHIRE)) == name(HostCpu("rocketlake", SAPPHIRE | {"sgx"}))
+
+
+@on_x86
+def test_compile__names_no_instruction_on_request():
+    """The code for a CPU is the same without these features, so they need not be there."""
+    mod = build_model(convolve, (1, 64, 14, 14))
+    qmod = rq.quantize(mod, None, draw_batches(mod, 1), effort="fast", guard=rq.config.Guard.OFF)
+
+    def list_code(target):
+        (library,) = rq.compile(qmod, target).mod.imports
+        return library.inspect_source("asm")
+
+    cpu = {"kind": "llvm", "mcpu": "sapphirerapids"}
+    on_request = [name for name in read_features(Target(cpu)) if ON_REQUEST.fullmatch(name)]
+    assert len(on_request) > 20
+    without = Target({**cpu, "mattr": [f"-{name}" for name in sorted(on_request)]})
+    assert not set(on_request) & read_features(without)
+    assert list_code(Target(cpu)) == list_code(without)
 
 
 def test_resolve_target__string_dict_and_target_agree():
@@ -130,14 +303,15 @@ def test_resolve_target__neutral_timing_keeps_the_features(cpu):
     assert str(resolve_target(neutral)) == str(neutral)
 
 
+def convolve(emit, x):
+    return emit("out", relax.op.nn.conv2d(x, emit.constant(128, 64, 1, 1)))
+
+
 @pytest.mark.parametrize("cpu", [*X86_NEUTRAL, "cascadelake"])
 def test_compile__sums_stay_in_registers(cpu):
     """In the assembly of a 1x1 convolution, for which LLVM has registers for a tile of sums."""
 
-    def body(emit, x):
-        return emit("out", relax.op.nn.conv2d(x, emit.constant(128, 64, 1, 1)))
-
-    mod = build_model(body, (1, 64, 14, 14))
+    mod = build_model(convolve, (1, 64, 14, 14))
     data = draw_batches(mod, 1)
     qmod = rq.quantize(mod, None, data, effort="fast", guard=rq.config.Guard.OFF)
     (library,) = rq.compile(qmod, f"llvm -mcpu={cpu}").mod.imports

@@ -19,6 +19,7 @@ from tvm.target.codegen import (
     llvm_is_valid_cpu,
 )
 
+from relayquant.base._tvm import read_host_features
 from relayquant.base.runtime import count_cores
 from relayquant.errors import ConfigError, suggest_name
 
@@ -48,6 +49,14 @@ TUNING = re.compile(
     r"|a\d+\w*|cortex-.*|neoverse.*|apple-.*"
 )
 
+#: x86 features whose instructions LLVM emits only where a program names one of them: for operating
+#: systems, devices, random numbers and waiting. Kernels name none of them, so code for a CPU with
+#: these features runs on a CPU without. Virtual machines hide many of them. Source: LLVM's X86.td.
+ON_REQUEST = re.compile(
+    r"cldemote|clflushopt|clwb|clzero|enqcmd|fsgsbase|hreset|invpcid|(wide)?kl|lwp|movdir(i|64b)"
+    r"|mwaitx|pconfig|pku|prefetchi|ptwrite|rdpid|rdpru|rdrnd|rdseed|rtm|serialize|sgx|shstk|tsxldtrk|uintr"
+    r"|usermsr|waitpkg|wbnoinvd|xsave(c|opt|s)?"
+)
 
 #: First words of the triples of 64-bit x86 and Arm.
 ARCHITECTURES_64 = frozenset(["x86_64", "amd64", "aarch64", "arm64"])
@@ -66,7 +75,7 @@ def resolve_target(target: Any = None) -> Target:
     """Return the target to compile for.
 
     Args:
-        target: None for this machine (its CPU and core count), a Target, a dict as for Target, or a
+        target: None for this machine (see `host_config`), a Target, a dict as for Target, or a
             string such as "llvm -mcpu=cascadelake" or "llvm -mtriple=aarch64-linux-gnu
             -mattr=+dotprod". A CPU in `NEUTRAL_TIMING` is replaced by another CPU with the same
             features.
@@ -126,7 +135,7 @@ def check_target(target: Target, text: str) -> None:
         )
     features = [str(feature) for feature in attrs.get("mattr") or ()]
     wanted = [f"+{feature[1:]}" for feature in features]
-    accepted = llvm_get_cpu_features(Target({"kind": "llvm", "mtriple": triple, "mattr": wanted}))
+    accepted = read_features(Target({"kind": "llvm", "mtriple": triple, "mattr": wanted}))
     for feature in features:
         if feature[:1] not in ("+", "-") or feature[1:] not in accepted:
             raise ConfigError(
@@ -144,25 +153,84 @@ def neutralize_timing(target: Target) -> Target:
     config = {key: value for key, value in target.export().items() if key not in ("keys", "tag")}
     without = [str(asked) for asked in config.get("mattr", ()) if str(asked).startswith("-")]
     # An Arm feature has the name of the core. With it LLVM would unroll loops for this core again.
-    names = {*map(str, llvm_get_cpu_features(target))} - {cpu.removeprefix("cortex-")}
+    names = read_features(target) - {cpu.removeprefix("cortex-")}
     features = [f"+{name}" for name in sorted(names)]
     return Target({**config, "mcpu": NEUTRAL_TIMING[cpu], "mattr": [*features, *without]})
 
 
 def list_instructions(target: Target) -> set[str]:
-    """List LLVM's names of the instructions a target may use: its features without `TUNING`."""
-    names = {*map(str, llvm_get_cpu_features(target))}
-    return {name for name in names if not TUNING.fullmatch(name)}
+    """List LLVM's names of the instructions that code for a target may contain.
+
+    These are its features without `TUNING` and `ON_REQUEST`.
+    """
+    return {name for name in read_features(target) if is_instruction(name)}
+
+
+def is_instruction(feature: str) -> bool:
+    """Whether code for a target with this feature may need a CPU that has it."""
+    return not (TUNING.fullmatch(feature) or ON_REQUEST.fullmatch(feature))
+
+
+def read_features(target: Target) -> set[str]:
+    """Return LLVM's names of all features that a target's CPU, `mattr` and triple imply."""
+    return {str(name) for name in llvm_get_cpu_features(target)}
+
+
+def ask_host() -> tuple[str, dict[str, bool]]:
+    """Ask LLVM for the name of this machine's CPU, and whether the machine has each feature.
+
+    The name follows from the CPU's model number. A virtual machine may have another CPU's number:
+    a Sapphire Rapids can be "rocketlake". It may also hide features. The features come from the
+    CPU itself and from the operating system, so they are right where the two disagree.
+    """
+    return llvm_get_system_cpu(), read_host_features()
 
 
 def host_config() -> dict[str, Any]:
-    """Return this machine's CPU as LLVM names it, and the cores this process may use."""
-    return {"kind": "llvm", "mcpu": llvm_get_system_cpu(), "num-cores": count_cores()}
+    """Return this machine's CPU as LLVM names it, and the cores this process may use.
+
+    `mattr` has the features in which this machine differs from that CPU. It is absent if there are
+    none.
+    """
+    cpu, features = ask_host()
+    config: dict[str, Any] = {"kind": "llvm", "mcpu": cpu}
+    differences = list_differences(config, features)
+    changed = {"mattr": differences} if differences else {}
+    return {**config, **changed, "num-cores": count_cores()}
+
+
+def list_differences(config: Mapping[str, Any], features: Mapping[str, bool]) -> list[str]:
+    """List the `mattr` that turn a CPU, as LLVM knows it, into a machine with these features.
+
+    First the added features ("+name"), then the removed ones ("-name"), each sorted. LLVM adds and
+    removes in this order, and adds what a feature needs. So a removed feature stays removed.
+
+    Args:
+        config: The CPU, as a dict for Target.
+        features: Feature -> whether the machine has it. Features that are not in the map stay as
+            the CPU has them. Features that LLVM does not know as `mattr` are left out.
+    """
+    implied = read_features(Target(dict(config)))
+    added = sorted(name for name, has in features.items() if has and name not in implied)
+    asked = [f"+{name}" for name in added]
+    together = read_features(Target({**config, "mattr": asked})) if added else implied
+    removed = sorted(name for name in together if not features.get(name, True))
+    return [f"+{name}" for name in added if name in together] + [f"-{name}" for name in removed]
+
+
+def name_host() -> str:
+    """Return LLVM's name of this machine's CPU, and the instructions in which they differ.
+
+    Machines with equal names run the same code. Example: "rocketlake +amx-int8 +amx-tile".
+    """
+    config = host_config()
+    differences = [each for each in config.get("mattr", ()) if is_instruction(each[1:])]
+    return " ".join([config["mcpu"], *differences])
 
 
 def name_cpu() -> str:
-    """Return this machine's CPU for a reader: the maker's name, and LLVM's name in parentheses."""
-    llvm = llvm_get_system_cpu()
+    """Return this machine's CPU for a reader: the maker's name, and `name_host` in parentheses."""
+    llvm = name_host()
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # not Linux
