@@ -31,7 +31,6 @@ from typing import Any
 
 import numpy as np
 import tvm
-from tvm.target.codegen import llvm_get_system_cpu
 
 from relayquant.base.storage.files import (
     decode_json,
@@ -41,6 +40,7 @@ from relayquant.base.storage.files import (
     write_text,
     writing,
 )
+from relayquant.codegen.kernels.isa.target import name_host
 from relayquant.errors import ConfigError, DataError, format_count
 from relayquant.stages.calibration.parameters import CallableCalibration, resolve_observer
 from relayquant.stages.calibration.store import BEGIN_ANEW, Shard, ValueStore
@@ -341,7 +341,7 @@ def describe_fingerprint(
         "relayquant": metadata.version("relayquant"),
         "tvm": tvm.__version__,
         "numpy": np.__version__,
-        "processor": llvm_get_system_cpu(),
+        "processor": name_host(),
     }
 
 

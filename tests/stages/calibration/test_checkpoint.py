@@ -21,6 +21,7 @@ from tvm.relax import op
 import relayquant as rq
 from relayquant.base.events import CallbackList
 from relayquant.codegen.eager import EagerModule
+from relayquant.stages.calibration import checkpoint
 from relayquant.stages.calibration.checkpoint import FOLDERS, Workspace, open_checkpoint
 from relayquant.stages.calibration.runner import pick_parameters
 
@@ -315,6 +316,14 @@ def test_checkpoint__other_arguments_are_named(calibrate, stopped, options, what
     with pytest.raises(rq.ConfigError, match=f"belongs to another calibration; what {what}"):
         calibrate(checkpoint=stopped, **options)
     calibrate(checkpoint=stopped)  # and is not harmed
+
+
+def test_checkpoint__another_cpu_is_named(calibrate, stopped, monkeypatch):
+    """Float results may differ between CPUs of one name with other features."""
+    own = checkpoint.name_host()
+    monkeypatch.setattr(checkpoint, "name_host", lambda: f"{own} -fma")
+    with pytest.raises(rq.ConfigError, match=rf"processor \(was .*{own[-5:]}, is .* -fma\)"):
+        calibrate(checkpoint=stopped)
 
 
 def test_checkpoint__other_data_is_named(calibrate, stopped):
