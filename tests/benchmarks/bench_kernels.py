@@ -20,7 +20,6 @@ from collections.abc import Callable
 import numpy as np
 import tvm
 from tvm.target import Target
-from tvm.target.codegen import llvm_get_system_cpu
 
 from relayquant.analysis.peak import compile_peak
 from relayquant.codegen.kernels.integer.conv import build_conv2d, pack_conv2d
@@ -28,7 +27,7 @@ from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.isa.select import select_isa
-from relayquant.codegen.kernels.isa.target import resolve_target
+from relayquant.codegen.kernels.isa.target import name_cpu, resolve_target
 
 
 def conv(c_in: int, c_out: int, kernel: int, stride: int, size: int, **more) -> Conv2d:
@@ -120,11 +119,10 @@ def compile_layer(spec: Conv2d, isa: Isa, target: Target) -> tuple[Callable[[], 
 def main() -> None:
     options = [a for a in sys.argv[1:] if a.startswith("mcpu=")]
     words = [a for a in sys.argv[1:] if a not in options]
-    mcpu = options[0][5:] if options else llvm_get_system_cpu()
-    target = resolve_target({"kind": "llvm", "mcpu": mcpu})
+    target = resolve_target(f"llvm -mcpu={options[0][5:]}" if options else None)
     isa = select_isa(target)
     peak_call, peak_operations = compile_peak(target)
-    print(f"{mcpu}, {isa.name}")
+    print(f"{options[0][5:] if options else name_cpu()}, {isa.name}")
     for name, spec in LAYERS.items():
         if words and not any(word in name for word in words):
             continue

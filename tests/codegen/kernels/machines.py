@@ -12,10 +12,10 @@ import pytest
 import tvm
 from tvm import tirx
 from tvm.target import Target
-from tvm.target.codegen import llvm_get_system_cpu
 
 from relayquant.codegen.kernels.isa.base import PORTABLE, X86_ISAS, Isa
 from relayquant.codegen.kernels.isa.select import has_isa
+from relayquant.codegen.kernels.isa.target import resolve_target
 
 #: A CPU that has the instruction set and no better one.
 REPRESENTATIVE = {
@@ -37,7 +37,7 @@ def runnable_target(isa: Isa) -> Target:
     """Target of a CPU whose best instruction set is `isa`; skips if this machine lacks it."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         pytest.skip("the instruction sets under test are of x86")
-    if not has_isa(isa, target_of(llvm_get_system_cpu())):
+    if not has_isa(isa, resolve_target(None)):
         pytest.skip(f"this machine cannot run {isa.name}")
     return target_of(REPRESENTATIVE[isa.name])
 
@@ -57,7 +57,7 @@ def compile_kernel(func: tirx.PrimFunc, target: Target) -> Callable[..., Any]:
 
 def best_isa() -> Isa:
     """The best instruction set of this machine that the tests know."""
-    host = target_of(llvm_get_system_cpu())
+    host = resolve_target(None)
     return next((isa for isa in X86_ISAS if has_isa(isa, host)), PORTABLE)
 
 

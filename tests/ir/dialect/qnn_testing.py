@@ -10,8 +10,9 @@ import tvm
 from tvm import relax
 
 import relayquant.ir.dialect  # noqa: F401  registers the operators
+from relayquant.codegen.kernels.isa.target import resolve_target
 
-HOST_TARGET = {"kind": "llvm", "mcpu": tvm.target.codegen.llvm_get_system_cpu()}
+HOST_TARGET = resolve_target(None)
 TARGETS: tuple[Any, ...] = ("llvm", HOST_TARGET)
 
 

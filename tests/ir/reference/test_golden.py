@@ -16,6 +16,7 @@ import tvm
 from tvm import relax
 
 from relayquant.base.qtypes import INTEGER_LIMITS, Arithmetic, QParams, Rounding
+from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.errors import QnnError
 from relayquant.ir import dialect
 from relayquant.ir.reference import UNARY_FUNCTIONS, build_table
@@ -341,12 +342,6 @@ def build_function(builder: Any, name: str, case: Case, constants: bool) -> None
         builder.emit_func_output(result)
 
 
-def get_host_target() -> tvm.target.Target:
-    """This machine's CPU: its fused multiply-add must not change a bit."""
-    mcpu = tvm.get_global_func("target.llvm_get_system_cpu")()
-    return tvm.target.Target({"kind": "llvm", "mcpu": mcpu})
-
-
 def get_signature(case: Case, arrays: list[np.ndarray]) -> str:
     """What the function of a case with variable parameters depends on."""
     plain = [s.operands[1:] for s in case.steps if s.name == "clip"]
@@ -366,7 +361,8 @@ def run_compiled(cases: list[Case], constants: bool) -> list[np.ndarray]:
             names[signature] = f"case{number}"
             build_function(builder, names[signature], case, constants)
         calls.append((names[signature], arrays))
-    machine = relax.VirtualMachine(tvm.compile(builder.get(), get_host_target()), tvm.cpu())
+    # For this machine's CPU: its fused multiply-add must not change a bit.
+    machine = relax.VirtualMachine(tvm.compile(builder.get(), resolve_target(None)), tvm.cpu())
     results = []
     for case, (name, arrays) in zip(cases, calls, strict=True):
         tensors = [tvm.runtime.tensor(np.array(array, order="C")) for array in arrays]
