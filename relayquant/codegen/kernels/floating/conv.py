@@ -390,8 +390,8 @@ def emit_padding(spec: FloatConv2d, isa: FloatIsa, x: Buffer, threads: bool) -> 
     return padded
 
 
-#: Floats in the scratch rows of one task. They stay in the second-level cache.
-SCRATCH_FLOATS = 1 << 15
+#: Floats of the input rows of one task. They stay in the second-level cache.
+TASK_FLOATS = 1 << 15
 
 
 def emit_depthwise(
@@ -403,95 +403,84 @@ def emit_depthwise(
     residual: Buffer | None,
     y: Buffer,
 ) -> None:
-    """Emit tasks of a few output rows: zero-padded input rows in scratch, then tiles of pixels.
-
-    Channels are the vector axis. Padding is copied per task and not per image, so the copy is still
-    in the cache when it is read.
+    """Emit tasks of a few output rows times one vector of channels. Padding is not read: a row
+    outside the image is skipped at run time, a column outside of it when the kernel is built.
     """
-    (kh, kw), (sh, sw), (dh, dw) = spec.kernel, spec.strides, spec.dilation
-    (oh, ow), channels = spec.out_size, spec.in_channels
-    top, left, _, _ = spec.padding
-    lanes = isa.lanes
-    padded_width = spec.padded_size[1]
-    row_size = padded_width * channels
-    copies = any(spec.padding)
-    task_rows = min(oh, 8)
-    while task_rows > 1 and ((task_rows - 1) * sh + (kh - 1) * dh + 1) * row_size > SCRATCH_FLOATS:
-        task_rows -= 1
-    tasks = -(-oh // task_rows)
-    in_rows = (task_rows - 1) * sh + (kh - 1) * dh + 1
-    most = max(1, isa.accumulators // 3)
-    cols = max(range(1, min(ow, most) + 1), key=lambda c: (-(-(-ow // c) * (c + 1.5)), c))
-    vectors, regular = -(-channels // lanes), channels % lanes == 0
-
-    def emit_copy(scratch: Buffer, n: Expr, first: Expr) -> None:
-        with T.serial(in_rows) as r:
-            row = first * sh + r - top
-            to = r * row_size
-            outside = T.Or(row < 0, row >= spec.height)
-
-            def fill(start: Expr, count: int) -> None:
-                if count:
-                    emit_vector_loop(
-                        count,
-                        lanes,
-                        lambda at, n_: store_vector(
-                            scratch, broadcast(T.float32(0), n_), start + at, n_
-                        ),
-                    )
-
-            with T.If(outside):
-                with T.Then():
-                    fill(to, row_size)
-                with T.Else():
-                    source = (n * spec.height + row) * (spec.width * channels)
-                    fill(to, left * channels)
-                    emit_vector_loop(
-                        spec.width * channels,
-                        lanes,
-                        lambda at, n_: store_vector(
-                            scratch, load_vector(x, source + at, n_), to + left * channels + at, n_
-                        ),
-                    )
-                    fill(
-                        to + (left + spec.width) * channels,
-                        (padded_width - left - spec.width) * channels,
-                    )
-
+    (kh, _), (sh, _), (dh, _) = spec.kernel, spec.strides, spec.dilation
+    (oh, _), channels, lanes = spec.out_size, spec.in_channels, isa.lanes
+    row_size = spec.width * channels
+    rows = oh
+    while rows > 1 and ((rows - 1) * sh + (kh - 1) * dh + 1) * row_size > TASK_FLOATS:
+        rows -= 1
+    tasks, vectors = -(-oh // rows), -(-channels // lanes)
+    rows = -(-oh // tasks)
     threads = count_macs(spec) * DEPTHWISE_COST >= PARALLEL_MACS
-    with (T.parallel if threads else T.serial)(spec.batch * tasks) as index:
-        n, task = T.floordiv(index, tasks), T.floormod(index, tasks)
-        first = task * task_rows
-        if oh % task_rows:
-            first = T.min(first, oh - task_rows)
-        image, origin = x, (n * spec.height + first * sh) * row_size
-        if copies:
-            image, origin = T.alloc_buffer((in_rows * row_size,), "float32"), 0
-            emit_copy(image, n, first)
-        with T.grid(vectors, task_rows, -(-ow // cols)) as (vector, r, block):
-            channel = vector * lanes if regular else T.min(vector * lanes, channels - lanes)
-            ox = block * cols if ow % cols == 0 else T.min(block * cols, ow - cols)
-            accumulators = alloc_vectors(cols, lanes, "float32")
-            start = start_with(bias, [channel], lanes)
-            for acc in accumulators:
-                store_vector(acc, start(0), 0, lanes)
-            corner = origin + (r * sh) * row_size + (ox * sw) * channels + channel
-            for ky in range(kh):
-                for kx in range(kw):
-                    for c, acc in enumerate(accumulators):
-                        at = corner + ky * dh * row_size + (kx * dw + c * sw) * channels
-                        tap = (ky * kw + kx) * channels + channel
-                        product = load_vector(image, at, lanes) * load_vector(weight, tap, lanes)
-                        store_vector(acc, load_vector(acc, 0, lanes) + product, 0, lanes)
-            pitch = spec.epilogue.pitch(spec.out_channels)
-            out = ((n * oh + first + r) * ow + ox) * pitch
-            finish = finish_into(
-                y,
-                residual,
-                spec.epilogue,
-                [out + c * pitch for c in range(cols)],
-                [channel],
-                lanes,
-            )
-            for c, acc in enumerate(accumulators):
-                finish(c, 0, load_vector(acc, 0, lanes))
+    with (T.parallel if threads else T.serial)(spec.batch * (tasks * vectors)) as index:
+        task, vector = T.floordiv(index, vectors), T.floormod(index, vectors)
+        n, first = T.floordiv(task, tasks), T.floormod(task, tasks) * rows
+        first = T.min(first, oh - rows) if oh % rows else first
+        channel = vector * lanes
+        channel = T.min(channel, channels - lanes) if channels % lanes else channel
+        with T.serial(rows) as r:
+            emit_depthwise_row(spec, isa, x, weight, bias, residual, y, n, first + r, channel)
+
+
+def emit_depthwise_row(
+    spec: FloatConv2d,
+    isa: FloatIsa,
+    x: Buffer,
+    weight: Buffer,
+    bias: Buffer | None,
+    residual: Buffer | None,
+    y: Buffer,
+    n: Expr,
+    oy: Expr,
+    channel: Expr,
+) -> None:
+    """Emit one row of results for a vector of channels."""
+    (kh, kw), (sh, sw), (dh, dw) = spec.kernel, spec.strides, spec.dilation
+    (oh, ow), channels, lanes = spec.out_size, spec.in_channels, isa.lanes
+    (top, left, _, _), pitch = spec.padding, spec.epilogue.pitch(spec.out_channels)
+
+    def emit_columns(ox: Expr, count: int) -> None:
+        """Emit neighbouring results. A column that is known reads only the taps in the image."""
+        accumulators = alloc_vectors(count, lanes, "float32")
+        start = start_with(bias, [channel], lanes)
+        for acc in accumulators:
+            store_vector(acc, start(0), 0, lanes)
+
+        def add_row(ky: Expr, row: Expr) -> None:
+            source = (n * spec.height + row) * (spec.width * channels) + channel
+            for kx in range(kw):
+                tap = load_vector(weight, (ky * kw + kx) * channels + channel, lanes)
+                for c, acc in enumerate(accumulators):
+                    column = (ox + c) * sw + (kx * dw - left)
+                    if isinstance(column, int) and not 0 <= column < spec.width:
+                        continue
+                    product = load_vector(x, source + column * channels, lanes) * tap
+                    store_vector(acc, load_vector(acc, 0, lanes) + product, 0, lanes)
+
+        with T.serial(kh) as ky:
+            row = oy * sh + (ky * dh - top)
+            with T.If(T.And(row >= 0, row < spec.height)), T.Then():
+                add_row(ky, row)
+        out = ((n * oh + oy) * ow + ox) * pitch
+        targets = [out + c * pitch for c in range(count)]
+        finish = finish_into(y, residual, spec.epilogue, targets, [channel], lanes)
+        for c, acc in enumerate(accumulators):
+            finish(c, 0, load_vector(acc, 0, lanes))
+
+    most = max(1, isa.accumulators // 3)
+    before = min(-(-left // sw), ow)
+    behind = max(min((spec.width + left - (kw - 1) * dw - 1) // sw + 1, ow), before)
+    if ow <= most:
+        before = behind = ow
+    for begin, end in ((0, before), (behind, ow)):
+        for ox in range(begin, end, most):
+            emit_columns(ox, min(most, end - ox))
+    count = behind - before
+    if count:
+        cols = max(range(1, min(count, most) + 1), key=lambda c: (-(-(-count // c) * (c + 1.5)), c))
+        with T.serial(-(-count // cols)) as block:
+            at = block * cols
+            emit_columns(before + (T.min(at, count - cols) if count % cols else at), cols)
