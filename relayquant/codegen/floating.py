@@ -63,6 +63,7 @@ from relayquant.codegen.lowering import (
     lower_functions,
 )
 from relayquant.codegen.rules.elementwise import make_window
+from relayquant.codegen.rules.joined_slices import read_joined_slices
 from relayquant.codegen.rules.kernel_call import build_for_batch, split_batch, vector
 from relayquant.codegen.rules.linear import order_transposed_weight
 from relayquant.ir.rewrite.conv_view import ConvView
@@ -253,7 +254,10 @@ def lower_conv2d(context: FloatContext, root: relax.Var) -> Lowered | Skip:
         return decline("the result is empty")
     chain = context.follow(root, outputs)
     concat, epilogue = context.choose_epilogue(chain)
-    spec = replace(spec, epilogue=epilogue)
+    joined = None
+    if spec.is_depthwise:
+        data, joined = read_joined_slices(context.block.call_of, data)
+    spec = replace(spec, epilogue=epilogue, joined=joined)
     isa = context.isa
     kind, before = "float_conv2d", ()
     packed: Operand

@@ -24,7 +24,7 @@ from relayquant.codegen.expanded_weights import call_expansion
 from relayquant.codegen.kernels.emit import IS_SCHEDULED
 from relayquant.codegen.kernels.expansion import Expanded
 from relayquant.ir.dialect.cost import MACS_ATTR, count_macs
-from relayquant.ir.rewrite.expressions import FunctionGraph, op_name
+from relayquant.ir.rewrite.expressions import FunctionGraph, list_reads, op_name
 from relayquant.ir.rewrite.rule import OnSkip, Rule, fire_first, log_skip, select_rules
 
 #: relax::OpPatternKind::kOpaque: FuseOps must not fuse anything into a finished kernel.
@@ -216,7 +216,7 @@ def lower_functions(
         blocks = []
         for block in body.blocks:
             if isinstance(block, relax.DataflowBlock):
-                block = relax.DataflowBlock(lower_block(graph, block.bindings))
+                block = relax.DataflowBlock(drop_unread(lower_block(graph, block.bindings)))
             elif in_any_block:
                 inner = [lower_branches(graph, binding) for binding in block.bindings]
                 block = relax.BindingBlock(lower_block(graph, inner))
@@ -243,6 +243,21 @@ def lower_functions(
     mod = relax.transform.Normalize()(table.builder.get())
     relax.analysis.well_formed(mod)
     return mod
+
+
+def drop_unread(bindings: Sequence[relax.Binding]) -> list[relax.Binding]:
+    """Drop the values inside a dataflow block that nothing reads.
+
+    A kernel may read what its operand was computed from.
+    """
+    kept: list[relax.Binding] = []
+    read: set[relax.Var] = set()
+    for binding in reversed(bindings):
+        is_inner = isinstance(binding.var, relax.DataflowVar)
+        if isinstance(binding, relax.MatchCast) or not is_inner or binding.var in read:
+            read.update(list_reads(binding.value))
+            kept.append(binding)
+    return kept[::-1]
 
 
 def claim_values(

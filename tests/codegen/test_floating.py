@@ -129,6 +129,29 @@ def test_lower_float__transforms_for_whole_vectors_of_channels(symbolic):
     assert "relax.concat" not in list_operators(lowered)
 
 
+@pytest.mark.parametrize(
+    ("starts", "is_read"), [((0, 1, 2), True), ((0, 2, 1), False), ((1, 2, 3), False)]
+)
+def test_lower_float__depthwise_kernels_read_slices_of_volumes(starts, is_read):
+    """In place, if equal steps from the first slice lead to the others."""
+    rng = np.random.default_rng(5)
+    weight = const(rng, 8, 9, 3, 1)
+
+    def emit(bb, x):
+        parts = [
+            bb.emit(relax.op.strided_slice(x, [1], [start], [start + 2], [1])) for start in starts
+        ]
+        parts = [bb.emit(relax.op.reshape(part, (2, 2, 5, 1, 6, 8))) for part in parts]
+        joined = bb.emit(relax.op.concat(parts, 3))
+        images = bb.emit(relax.op.reshape(joined, (4, 15, 6, 8)))
+        y = relax.op.nn.conv2d(images, weight, (3, 1), (3, 1, 3, 1), 1, 8, "NHWC", "OHWI")
+        return bb.emit(relax.op.nn.relu(bb.emit(y)))
+
+    mod = make_module(emit, (2, 5, 5, 6, 8))
+    lowered = check_same(mod, rng.standard_normal((2, 5, 5, 6, 8)).astype("float32"))
+    assert (list_operators(lowered) == ["float_conv2d"]) == is_read
+
+
 def test_lower_float__a_sum_of_two_products_belongs_to_one():
     rng = np.random.default_rng(2)
     a, b = const(rng, 8, 3, 3, 3), const(rng, 8, 3, 1, 1)

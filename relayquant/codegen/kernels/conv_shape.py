@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -58,8 +58,57 @@ class ConvShape(ABC):
 
 
 @dataclass(frozen=True)
+class JoinedSlices:
+    """Slices of volumes whose rows are the rows of images: a convolution over the depth, too.
+
+    Row y of image i belongs to volume i // images. It is row y // taps of the slice
+    i % images * stride + y % taps * dilation.
+    """
+
+    slices: int  #: slices of a volume
+    images: int  #: images of a volume: slices of the result
+    taps: int  #: slices of an image
+    stride: int
+    dilation: int
+
+    def find_row(self, image: Any, row: Any, height: int) -> Any:
+        """Return the number of a row among the rows of all slices, for images of this height."""
+        volume, first = image // self.images, image % self.images * self.stride
+        stored = volume * self.slices + first + row % self.taps * self.dilation
+        return stored * (height // self.taps) + row // self.taps
+
+
+@dataclass(frozen=True)
 class Conv2dShape(ConvShape):
-    """Extents of an ordinary convolution."""
+    """Extents of an ordinary convolution.
+
+    With `joined` the data are volumes (N, D, H, W, C) and the images exist only as rows of their
+    slices. Only depthwise kernels read them.
+    """
+
+    joined: JoinedSlices | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.joined is not None and not self.is_depthwise:
+            raise ValueError(
+                f"Joined slices with {self.groups} groups of {self.in_channels} channels; allowed: "
+                "depthwise convolutions."
+            )
+
+    @property
+    def stored_shape(self) -> tuple[Any, ...]:
+        """Shape of the data: `in_shape`, or (N, D, H, W, C) for slices that are joined."""
+        if self.joined is None:
+            return self.in_shape
+        rows, joined = self.height // self.joined.taps, self.joined
+        batch = self.batch // joined.images
+        return batch, joined.slices, rows, self.width, self.in_channels
+
+    def find_row(self, image: Any, row: Any) -> Any:
+        """Return the number of a row of an image among all rows of the data."""
+        if self.joined is None:
+            return image * self.height + row
+        return self.joined.find_row(image, row, self.height)
 
     @property
     def padded_size(self) -> tuple[int, int]:

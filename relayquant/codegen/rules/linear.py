@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -18,6 +19,7 @@ from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, PackedWeight
 from relayquant.codegen.kernels.integer.winograd import can_winograd
 from relayquant.codegen.lowering import Lowered
 from relayquant.codegen.rules.epilogue import UNBIASED_TAKES, IntegerEpilogueChain, follow_product
+from relayquant.codegen.rules.joined_slices import read_joined_slices
 from relayquant.codegen.rules.kernel_call import (
     IntegerRule,
     KernelContext,
@@ -46,9 +48,14 @@ class Linear:
     shape: tuple[int, ...]  #: 1 for dimensions known only at run time
 
     @property
+    def data(self) -> relax.Expr:
+        """The operand that is not constant."""
+        return self.call.args[0]
+
+    @property
     def dtype(self) -> str:
         """Dtype of the data: uint8, int8 or int16."""
-        return tensor_dtype(self.call.args[0])
+        return tensor_dtype(self.data)
 
 
 def read_linear(
@@ -85,12 +92,13 @@ def read_linear(
 
 def make_call(
     linear: Linear,
+    data: relax.Expr,
     chain: IntegerEpilogueChain,
     packed: PackedWeights,
     build: Callable[[], PrimFunc],
 ) -> Lowered:
     """Make the kernel call of a linear operator: data, packed constants, residual."""
-    operands = (linear.call.args[0], *packed.operands(), *chain.residuals)
+    operands = (data, *packed.operands(), *chain.residuals)
     # The data, the residual and the result have a batch; constants have none.
     batched = [0, *range(len(operands) - len(chain.residuals), len(operands) + 1)]
     return call_built(chain.vars, build_for_batch(build, linear.is_symbolic, batched), operands)
@@ -111,6 +119,9 @@ def lower_conv2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     batch, height, width, channels = shape
     outputs, *taps, _ = weight.shape
     chain = follow_product(context, var, outputs)
+    data, joined = linear.data, None
+    if view.groups == channels == outputs > 1 and not linear.is_symbolic:
+        data, joined = read_joined_slices(context.graph.call_of, data)
     spec = Conv2d(
         batch=batch,
         height=height,
@@ -125,6 +136,7 @@ def lower_conv2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
         in_dtype=linear.dtype,
         in_zero_point=linear.zero_point,
         epilogue=chain.epilogue,
+        joined=joined,
     )
     isa = context.isa.for_weights(weight)
     schedule = context.choose_schedule(spec, isa, can_winograd(spec, isa, weight))
@@ -132,7 +144,8 @@ def lower_conv2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     packed = product.pack(weight, chain.offsets, chain.multiplier)
     sizes = (batch, *spec.out_size, outputs)
     out_shape = sizes if len(linear.shape) == 4 else (batch, *sizes[2:])
-    return make_call(linear, chain, packed, lambda: product.build(name, linear.shape, out_shape))
+    in_shape = linear.shape if joined is None else spec.stored_shape
+    return make_call(linear, data, chain, packed, partial(product.build, name, in_shape, out_shape))
 
 
 def lower_conv2d_transpose(context: KernelContext, var: relax.Var) -> Lowered | Skip:
@@ -164,7 +177,8 @@ def lower_conv2d_transpose(context: KernelContext, var: relax.Var) -> Lowered | 
     )
     product = choose_product(spec, context.isa.for_weights(weight))
     packed = product.pack(weight, chain.offsets, chain.multiplier)
-    return make_call(linear, chain, packed, lambda: product.build("qnn_conv2d_transpose"))
+    build = partial(product.build, "qnn_conv2d_transpose")
+    return make_call(linear, linear.data, chain, packed, build)
 
 
 def order_transposed_weight(weight: np.ndarray, layout: str, groups: int) -> np.ndarray:

@@ -12,6 +12,7 @@ from exact import (
 )
 from tvm.target import Target
 
+from relayquant.codegen.kernels.conv_shape import Conv2dShape
 from relayquant.codegen.kernels.integer.conv import build_conv2d, pack_conv2d
 from relayquant.codegen.kernels.integer.conv_transpose import Conv2dTranspose
 from relayquant.codegen.kernels.integer.specs import Conv2d
@@ -59,12 +60,23 @@ def conv2d_transpose_accumulators(x, w, bias, spec: Conv2dTranspose):
     return full[:, : spec.out_size[0], : spec.out_size[1]] + bias
 
 
+def join_slices(x: np.ndarray, spec: Conv2dShape) -> np.ndarray:
+    """The images of a convolution of volumes x (N, D, H, W, C), with a copy of every row."""
+    joined = spec.joined
+    if joined is None:
+        return x
+    starts = range(0, joined.images * joined.stride, joined.stride)
+    taps = range(0, joined.taps * joined.dilation, joined.dilation)
+    images = [[x[:, start + tap] for tap in taps] for start in starts]  # each (N, H, W, C)
+    return np.array(images).transpose(2, 0, 3, 1, 4, 5).reshape(spec.in_shape)
+
+
 def check_conv2d(
     spec: Conv2d, isa: Isa, target: Target, seed: int = 0, build=build_conv2d, pack=pack_conv2d
 ) -> None:
     """Random operands over the whole range of their dtypes; asserts equal bits."""
     rng = np.random.default_rng(seed)
-    x = random_values(rng, spec.in_shape, spec.in_dtype)
+    x = random_values(rng, spec.stored_shape, spec.in_dtype)
     w = random_weights(rng, spec.weight_shape)
     bias = rng.integers(-5000, 5000, spec.out_channels).astype("int32")
     multiplier = random_multiplier(rng, w) if spec.epilogue.has_multiplier else None
@@ -73,7 +85,7 @@ def check_conv2d(
     if spec.epilogue.residual is not None:
         residual = random_values(rng, spec.out_shape, spec.epilogue.residual.dtype)
         inputs.append(residual)
-    acc = conv2d_accumulators(x, w, bias, spec)
+    acc = conv2d_accumulators(join_slices(x, spec), w, bias, spec)
     expected = finish(acc, spec.epilogue, multiplier, residual)
     got = call_kernel(
         build(spec, isa, "conv2d"), target, inputs, spec.out_shape, spec.epilogue.dtype

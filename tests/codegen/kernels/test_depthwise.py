@@ -10,6 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from machines import best_isa, every_isa_in_samples, runnable_target
 
+from relayquant.codegen.kernels.conv_shape import JoinedSlices
 from relayquant.codegen.kernels.integer.depthwise import build_depthwise
 from relayquant.codegen.kernels.integer.depthwise_plan import DepthwisePlan
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
@@ -64,6 +65,18 @@ CASES = {
     "3x3/2, 1 column": depthwise(1, 5, 1, 64, (3, 3), (2, 2), SAME, in_zero_point=255),
     "4x4/3, dilation": depthwise(
         1, 13, 14, 64, (4, 4), (3, 3), (2, 3, 2, 3), (2, 2), in_zero_point=3
+    ),
+    "volumes, 3x3x3, 33 channels": depthwise(
+        4, 15, 8, 33, (9, 3), (3, 1), (3, 1, 3, 1), in_zero_point=3,
+        joined=JoinedSlices(4, 2, taps=3, stride=1, dilation=1),
+    ),
+    "volumes, 2x2x2/2 with dilation along the depth": depthwise(
+        2, 12, 9, 64, (4, 2), (4, 2), (2, 0, 0, 1), in_dtype="int8", in_zero_point=-9,
+        joined=JoinedSlices(5, 2, taps=2, stride=2, dilation=2), epilogue=Epilogue(dtype="int8"),
+    ),
+    "volumes of 5 channels": depthwise(
+        3, 10, 6, 5, (4, 3), (2, 1), (2, 1, 0, 1), in_zero_point=7,
+        joined=JoinedSlices(4, 3, taps=2, stride=1, dilation=1),
     ),
     "accumulators": depthwise(
         1, 5, 5, 17, (3, 3), (2, 1), SAME, epilogue=Epilogue(Store.ACCUMULATOR, "int32")

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import tvm
+from convolutions import join_slices
 from drawing import count_examples
 from floats import FULL, HOST, ISAS, TARGET, check, convolve, draw, finish, run_kernel
 from hypothesis import HealthCheck, given, settings
@@ -15,6 +16,7 @@ from machines import compile_kernel
 from tvm import tirx
 from tvm.target import Target
 
+from relayquant.codegen.kernels.conv_shape import JoinedSlices
 from relayquant.codegen.kernels.floating.conv import (
     FloatConv2d,
     make_conv2d,
@@ -56,9 +58,9 @@ FEW = settings(
 
 def check_conv2d(spec: FloatConv2d, isa: FloatIsa, symbolic: bool = False) -> None:
     rng = np.random.default_rng(3)
-    x = draw(rng, *spec.in_shape)
+    x = draw(rng, *spec.stored_shape)
     w = draw(rng, spec.out_channels, *spec.kernel, spec.group_in)
-    expected, operands = finish(convolve(x, w, spec), spec.epilogue, rng)
+    expected, operands = finish(convolve(join_slices(x, spec), w, spec), spec.epilogue, rng)
     made = replace(spec, batch=tirx.Var("n", "int64")) if symbolic else spec
     packed = pack_conv2d(w, made, isa)
     assert packed.size == packed_conv2d_size(made, isa)
@@ -86,6 +88,32 @@ def check_conv2d(spec: FloatConv2d, isa: FloatIsa, symbolic: bool = False) -> No
         FloatConv2d(1, 1, 1, 16, 16, (3, 3), (1, 1), (1, 1, 1, 1)),
         FloatConv2d(2, 40, 1, 24, 40, (5, 1), (2, 3), (2, 0, 1, 0), (2, 1), epilogue=FULL),
         FloatConv2d(2, 9, 1, 8, 16, (3, 1), (1, 1), (1, 0, 2, 0), groups=2),
+        FloatConv2d(1, 5, 30, 24, 24, (5, 3), (1, 2), (2, 6, 2, 9), (1, 3), groups=24),
+        FloatConv2d(
+            4,
+            15,
+            30,
+            20,
+            20,
+            (9, 3),
+            (3, 1),
+            (3, 1, 3, 1),
+            groups=20,
+            epilogue=FULL,
+            joined=JoinedSlices(4, 2, taps=3, stride=1, dilation=1),
+        ),
+        FloatConv2d(
+            2,
+            12,
+            9,
+            64,
+            64,
+            (4, 2),
+            (4, 2),
+            (2, 0, 0, 1),
+            groups=64,
+            joined=JoinedSlices(5, 2, taps=2, stride=2, dilation=2),
+        ),
     ],
 )
 def test_make_conv2d__follows_numpy(spec, isa):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import relayquant as rq
+from relayquant.analysis.profile import compile_with_sites
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import tensor_shape
 from relayquant.stages.preparation import prepare_module
@@ -64,6 +65,22 @@ def test_volumes__equal_torch(name):
     got = rq.Executor(rq.compile(qmod)).run("main", [x.numpy()])[0]
     assert ((got - wanted) ** 2).sum() < 0.003 * (wanted**2).sum()
     assert rq.verify(qmod, [x.numpy()]).differences == ()
+
+
+def test_volumes__depthwise_kernels_read_slices_in_place():
+    """Nothing between two layers but the padding along the depth."""
+    torch.manual_seed(0)
+    layers = [nn.Conv3d(8, 8, 3, padding=(p, 1, 1), groups=8, bias=False) for p in (1, 0)]
+    module, x = nn.Sequential(layers[0], nn.ReLU(), layers[1]).eval(), torch.randn(2, 8, 5, 6, 7)
+    mod, params = rq.load(torch.export.export(module, (x,)))
+    batches = [{mod["main"].params[0].name: x.numpy()}]
+    qmod = rq.quantize(mod, params, batches, effort="fast")
+    prepared = prepare_module(mod, params)
+    for each, kernel in ((prepared, "float_conv2d"), (qmod, "qnn_conv2d")):
+        _, sites = compile_with_sites(each, rq.compile)
+        names = [site.kernel.rstrip("0123456789") for site in sites]
+        assert names.count(kernel) == 2
+        assert not [name for name in names if "slice" in name or "concat" in name]
 
 
 def test_volumes__of_any_batch():

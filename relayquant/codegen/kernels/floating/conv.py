@@ -186,7 +186,7 @@ def make_conv2d(spec: FloatConv2d, isa: FloatIsa, name: str = "float_conv2d") ->
 
     def body() -> None:
         x, weight, bias, residual, y = declare_arguments(
-            ("x", spec.in_shape),
+            ("x", spec.stored_shape),
             ("w", (size,)),
             ("bias", (spec.out_channels,)) if spec.epilogue.bias else None,
             ("residual", spec.out_shape) if spec.epilogue.residual else None,
@@ -450,7 +450,7 @@ def emit_depthwise_row(
             store_vector(acc, start(0), 0, lanes)
 
         def add_row(ky: Expr, row: Expr) -> None:
-            source = (n * spec.height + row) * (spec.width * channels) + channel
+            source = spec.find_row(n, row) * (spec.width * channels) + channel
             for kx in range(kw):
                 tap = load_vector(weight, (ky * kw + kx) * channels + channel, lanes)
                 for c, acc in enumerate(accumulators):

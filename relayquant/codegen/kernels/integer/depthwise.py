@@ -71,6 +71,7 @@ def build_depthwise(
                 height=image.height,
                 width=image.width,
                 padding=(0, 0, 0, 0),
+                joined=None,
                 in_dtype=plan.isa.activation,
                 in_zero_point=0,
             )
@@ -131,7 +132,7 @@ def emit_row(
         inside.append(T.And(y >= 0, y < spec.height) if border and needed else None)
         if border or not needed:  # rows that are not needed have zero weights
             y = T.max(T.min(y, spec.height - 1), 0)
-        row_starts.append((n * spec.height + y) * spec.width * channels + channel)
+        row_starts.append(spec.find_row(n, y) * spec.width * channels + channel)
     window = [alloc_vectors(plan.words, lanes, isa.row_dtype) for _ in range(span)]
 
     def load_row(i: int, column: Expr) -> Expr:

@@ -97,7 +97,7 @@ def locate_rows(plan: DepthwisePlan, at: BlockPosition) -> list[InputRow | None]
             tests.append(y < spec.height)
         if tests:
             y = T.max(T.min(y, spec.height - 1), 0)
-        start = (at.image * spec.height + y) * (spec.width * spec.in_channels) + at.channel
+        start = spec.find_row(at.image, y) * (spec.width * spec.in_channels) + at.channel
         mask = None
         if tests:
             (mask,) = alloc_vectors(1, plan.isa.lanes)

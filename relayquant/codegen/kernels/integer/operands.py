@@ -67,7 +67,7 @@ def declare_operands(
     y_shape = spec.out_shape if out_shape is None else out_shape
     return Operands(
         *declare_arguments(
-            ("x", in_shape or spec.in_shape, spec.in_dtype),
+            ("x", in_shape or spec.stored_shape, spec.in_dtype),
             ("weight", (weight_size,), isa.weight_dtype),
             ("bias", channels, "int32"),
             ("multiplier", channels, "float32") if spec.epilogue.has_multiplier else None,
@@ -107,7 +107,7 @@ def emit_prepared_image(data: Buffer, spec: Conv2d, isa: Isa) -> Image:
         emit_vector_loop(count, COPY_BYTES, move)
 
     result = Image(image, rows, left + width + right)
-    if not any(spec.padding):
+    if not any(spec.padding) and spec.joined is None:
         blocks = batch * height if width * channels >= COPY_BYTES else 1
         with loop_over((blocks,), threads and blocks > 1) as (y,):
             size = batch * height * row // blocks
@@ -120,7 +120,7 @@ def emit_prepared_image(data: Buffer, spec: Conv2d, isa: Isa) -> Image:
     with loop_over((batch, height), threads and batch * height > 1) as (n, y):
         start = (n * rows + top + y) * row
         fill(start, left * channels)
-        copy(start + left * channels, (n * height + y) * width * channels, width * channels)
+        copy(start + left * channels, spec.find_row(n, y) * width * channels, width * channels)
         fill(start + (left + width) * channels, right * channels)
     return result
 

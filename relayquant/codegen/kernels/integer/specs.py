@@ -45,6 +45,7 @@ class Conv2d(Conv2dShape):
     tile: Tile | None = None  #: tile to use; None: the one with the smallest estimated time
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.in_dtype not in ("uint8", "int8", "int16"):
             raise ValueError(f"Conv2d: in_dtype is {self.in_dtype!r}; allowed: uint8, int8, int16.")
         if self.in_channels % self.groups or self.out_channels % self.groups:

@@ -1,0 +1,110 @@
+"""Images joined from slices of volumes -> the volumes, for depthwise convolutions.
+
+conv2d(reshape(concat((cut(x), cut(x), ...))))    ->    kernel(x)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm import relax
+from tvm.ir import Call
+
+from relayquant.codegen.kernels.conv_shape import JoinedSlices
+from relayquant.ir.rewrite.expressions import op_name, shape_of, static_sizes
+from relayquant.ir.rewrite.graph import constant_value, tensor_shape
+
+#: value -> the call that computes it, if there is one
+CallOf = Callable[[relax.Expr], Call | None]
+
+
+def read_joined_slices(
+    call_of: CallOf, images: relax.Expr
+) -> tuple[relax.Expr, JoinedSlices | None]:
+    """Read images (N * D', H * taps, W, C) whose rows are rows of slices of x (N, D, H, W, C).
+
+    Returns:
+        x and how the images consist of its slices; or the images and None.
+    """
+    joined = skip_reshapes(call_of, images)
+    call = call_of(joined)
+    if call is None or not is_plain_concat(call) or joined.ty.ndim != 6:
+        return images, None
+    cuts = [call_of(skip_reshapes(call_of, part)) for part in call.args[0].fields]
+    places = [read_cut(cut) for cut in cuts if cut is not None]
+    found = [place for place in places if place is not None]
+    if not len(found) == len(cuts) > 1:
+        return images, None
+    (x, (first, second, *rest)) = found[0][0], [kept for _, kept in found]
+    taps, dilation = len(cuts), second.start
+    expected = [range(dilation * t, dilation * t + first.stop, first.step) for t in range(taps)]
+    if [first, second, *rest] != expected or not all(source.same_as(x) for source, _ in found):
+        return images, None
+    sizes = static_sizes(shape_of(x))
+    if sizes is None:
+        return images, None
+    batch, slices, height, *row = sizes
+    split = (batch, len(first), height, taps, *row)
+    whole = (batch * len(first), height * taps, *row)
+    if int(call.attrs.axis) % 6 != 3 or tensor_shape(joined) != split:
+        return images, None
+    if tensor_shape(images) != whole:
+        return images, None
+    return x, JoinedSlices(slices, len(first), taps, first.step, dilation)
+
+
+def skip_reshapes(call_of: CallOf, expr: relax.Expr) -> relax.Expr:
+    """Return the value that reshapes give another shape."""
+    call = call_of(expr)
+    while call is not None and op_name(call) == "relax.reshape":
+        expr = call.args[0]
+        call = call_of(expr)
+    return expr
+
+
+def is_plain_concat(call: Call) -> bool:
+    """Whether a call joins values without changing their numbers."""
+    if not call.args or not isinstance(call.args[0], relax.Tuple):
+        return False
+    if op_name(call) == "relax.concat":
+        return call.attrs.axis is not None
+    if op_name(call) != "relax.qnn.concatenate":
+        return False
+    fields, scales, zeros, scale, zero = call.args
+    if not (isinstance(scales, relax.Tuple) and isinstance(zeros, relax.Tuple)):
+        return False
+    alike = [constant_value(each) for each in (*scales.fields, scale)]
+    moved = [constant_value(each) for each in (*zeros.fields, zero)]
+    dtypes = {str(field.ty.dtype) for field in fields.fields}
+    return all_equal(alike) and all_equal(moved) and dtypes == {str(call.ty.dtype)}
+
+
+def all_equal(values: list[Any]) -> bool:
+    """Whether all are constants with the same single number."""
+    numbers = {None if v is None or v.size != 1 else v.item() for v in values}
+    return len(numbers) == 1 and None not in numbers
+
+
+def read_cut(call: Call) -> tuple[relax.Expr, range] | None:
+    """Read strided_slice(x, axis 1) as (x, the slices it keeps). None for any other call."""
+    if op_name(call) != "relax.strided_slice":
+        return None
+    x, shape = call.args[0], tensor_shape(call.args[0])
+    numbers = [read_numbers(each) for each in call.args[1:]]
+    if shape is None or len(shape) != 5 or len(numbers) != 4 or not isinstance(shape[1], int):
+        return None
+    axes, *ends = numbers
+    if axes != [1] or not all(end is not None and len(end) == 1 for end in ends):
+        return None
+    begin, end, step = (int(end[0]) for end in ends if end is not None)
+    if begin < 0 or step < 1 or not 0 < end <= shape[1]:
+        return None
+    return x, range(begin, end, step)
+
+
+def read_numbers(expr: relax.Expr) -> list[int] | None:
+    """Read a tuple of constant integers."""
+    fields = getattr(expr, "fields", None)
+    values = [getattr(field, "value", None) for field in fields or ()]
+    return values if values and all(isinstance(value, int) for value in values) else None  # pyright: ignore[reportReturnType]
