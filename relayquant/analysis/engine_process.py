@@ -4,7 +4,7 @@ It runs as a script. The process loads its engine and nothing else: no TVM next 
 no compiler next to TVM's runtime. One line of JSON each way, on stdin and stdout:
 
     {"engine", "path", "float", "inputs", "threads"}  ->  {"ready": true} or {"error": "..."}
-    {"turn": seconds}                                 ->  [[wall seconds, CPU seconds], ...]
+    {"turn": seconds, "interval": seconds}            ->  [[wall seconds, CPU seconds], ...]
     {"memory": true}                                  ->  [bytes now, bytes at most]
 
 What an engine prints goes to stderr. The process ends when stdin closes.
@@ -85,20 +85,24 @@ LOADERS: dict[str, Callable[[str, bool, Mapping[str, np.ndarray], int], Run]] = 
 }
 
 
-def time_turn(run: Run, seconds: float) -> list[tuple[float, float]]:
+def time_turn(run: Run, seconds: float, interval: float = 0.0) -> list[tuple[float, float]]:
     """Time one turn: (wall seconds, CPU seconds) of each run.
 
-    An untimed run first fills the caches and wakes the threads. Then as many timed runs follow as
-    fit into `seconds`, at least one.
+    An untimed run first fills the caches and wakes the threads. Then timed runs follow for
+    `seconds`, at least one. A run starts `interval` seconds after the start of the run before it,
+    like a request to a server. The process sleeps in between.
     """
+    due = time.perf_counter()
     run()
-    timings, spent = [], 0.0
-    while not timings or spent < seconds:
+    timings, begin = [], time.perf_counter()
+    while not timings or time.perf_counter() - begin < seconds:
+        due = max(due + interval, time.perf_counter())
+        if (rest := due - time.perf_counter()) > 0:
+            time.sleep(rest)
         start, cpu = time.perf_counter(), time.process_time()
         run()
         elapsed = time.perf_counter() - start
         timings.append((elapsed, time.process_time() - cpu))
-        spent += elapsed
     return timings
 
 
@@ -138,7 +142,10 @@ def main() -> None:
     answer({"ready": True})
     for line in sys.stdin:
         asked = json.loads(line)
-        answer(read_memory() if "memory" in asked else time_turn(run, asked["turn"]))
+        if "memory" in asked:
+            answer(read_memory())
+        else:
+            answer(time_turn(run, asked["turn"], asked["interval"]))
 
 
 if __name__ == "__main__":

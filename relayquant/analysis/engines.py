@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -27,6 +28,8 @@ from relayquant.base.storage.files import TEMPORARY, open_temporary_folder, writ
 from relayquant.errors import ModelError
 
 SCRIPT = Path(__file__).with_name("engine_process.py")
+#: runs of a turn in which runs do not follow each other at once
+SPACED_RUNS = 10
 #: characters of a process's stderr that a message repeats
 TAIL = 500
 
@@ -127,9 +130,9 @@ class EngineProcess:
         if "error" in answer:
             raise ModelError(f"{self.candidate.path.name}: {answer['error']}", code="RQ504")
 
-    def take_turn(self) -> Sequence[Timing]:
-        """Return the timed runs of one turn. See `latency.measure_turns`."""
-        self.send({"turn": TURN})
+    def take_turn(self, interval: float = 0.0) -> Sequence[Timing]:
+        """Return the timed runs of one turn, which start every `interval` seconds."""
+        self.send({"turn": max(TURN, SPACED_RUNS * interval), "interval": interval})
         return [(passed, cpu) for passed, cpu in self.receive()]
 
     def read_memory(self) -> Memory:
@@ -173,6 +176,7 @@ def measure_engines(
     *,
     threads: int,
     rounds: int,
+    interval: float = 0.0,
 ) -> Comparison:
     """Time each candidate in its own process, in `rounds` turns.
 
@@ -181,6 +185,8 @@ def measure_engines(
         inputs: Input -> array, in the order of the model's inputs.
         threads: Number of threads for each engine.
         rounds: Turns of each, >= 1.
+        interval: Seconds from the start of a run to the start of the next run in a turn. 0: runs
+            follow each other at once. After an idle time, caches are cold and threads asleep.
 
     Raises:
         ModelError: an engine ended while it was timed. An engine that cannot load its model is
@@ -201,7 +207,7 @@ def measure_engines(
             except ModelError as error:
                 failures[name] = str(error)
         ready = {name: each for name, each in started.items() if name not in failures}
-        turns = {name: process.take_turn for name, process in ready.items()}
+        turns = {name: partial(process.take_turn, interval) for name, process in ready.items()}
         latencies = measure_turns(turns, rounds)
         memory = {name: process.read_memory() for name, process in ready.items()}
         return Comparison(latencies, failures, memory)

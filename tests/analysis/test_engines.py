@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relayquant.analysis import openvino_baseline
+from relayquant.analysis import engine_process, openvino_baseline
 from relayquant.analysis.engines import Candidate, Engine, EngineProcess, measure_engines
 from relayquant.analysis.other_engines import OTHER_ENGINES, list_versions, prepare_candidates
 from relayquant.demo import load_digits
@@ -28,20 +28,39 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_measure_engines__one_process_each(library):
+@pytest.mark.parametrize("interval", [0.0, 0.02])
+def test_measure_engines__one_process_each(library, interval):
     pytest.importorskip("onnxruntime")
     candidates = {
         "ours": Candidate(Engine.RELAYQUANT, library),
         "ort": Candidate(Engine.ONNXRUNTIME, load_digits().model_path),
         "damaged": Candidate(Engine.ONNXRUNTIME, library),
     }
-    found = measure_engines(candidates, INPUTS, threads=1, rounds=2)
+    found = measure_engines(candidates, INPUTS, threads=1, rounds=2, interval=interval)
     assert list(found.latencies) == ["ours", "ort"]
     for row in found.latencies.values():
         assert 0 < row.best <= row.median
         assert row.runs >= 2
     assert list(found.failures) == ["damaged"]
     assert "digits.so: " in found.failures["damaged"]
+
+
+def test_time_turn__runs_start_at_intervals(monkeypatch):
+    """A run that takes longer than the interval is followed by the next one at once."""
+    clock, starts, lengths = [0.0], [], iter([0.002, 0.003, 0.03, 0.001, 0.01])
+
+    def run() -> None:
+        starts.append(round(clock[0], 6))
+        clock[0] += next(lengths)
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(engine_process.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(engine_process.time, "sleep", sleep)
+    timings = engine_process.time_turn(run, 0.09, 0.02)
+    assert starts == [0.0, 0.02, 0.04, 0.07, 0.09]
+    assert [round(passed, 6) for passed, _ in timings] == [0.003, 0.03, 0.001, 0.01]
 
 
 def test_engine_process__ends_while_it_is_timed(library, tmp_path):

@@ -14,7 +14,7 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +35,37 @@ from relayquant.stages.compilation import compile as compile_module
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs/speed.json"
-#: row of the table -> model and its options
-ROWS: dict[str, tuple[str, dict[str, Any]]] = {
-    "ResNet-50": ("resnet50", {}),
-    "ResNet-50, batch 8": ("resnet50", {"batch": 8}),
-    "ResNet-18": ("resnet18", {}),
-    "MobileNetV2": ("mobilenet_v2", {}),
-    "MobileNet v1": ("mobilenet_v1", {}),
-    "SqueezeNet 1.1": ("squeezenet", {}),
-    "EfficientNet-B0": ("efficientnet_b0", {}),
-    "U-Net, 128 x 128": ("unet", {}),
-    "BERT, 3 layers": ("bert", {}),
-    "ViT-tiny": ("vit_tiny", {}),
-    "KWT-1": ("kwt1", {}),
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table: what runs, and the seconds from one run to the next (0: at once)."""
+
+    model: str
+    batch: int = 1
+    interval: float = 0.0
+
+    @property
+    def folder(self) -> str:
+        """Name of the folder with the prepared models, which rows share."""
+        return f"{self.model}-{self.batch}"
+
+
+ROWS = {
+    "ResNet-50": Row("resnet50"),
+    "ResNet-50, batch 8": Row("resnet50", batch=8),
+    "ResNet-18": Row("resnet18"),
+    "MobileNetV2": Row("mobilenet_v2"),
+    "MobileNetV2, every 20 ms": Row("mobilenet_v2", interval=0.02),
+    "MobileNet v1": Row("mobilenet_v1"),
+    "SqueezeNet 1.1": Row("squeezenet"),
+    "SqueezeNet 1.1, every 20 ms": Row("squeezenet", interval=0.02),
+    "EfficientNet-B0": Row("efficientnet_b0"),
+    "U-Net, 128 x 128": Row("unet"),
+    "BERT, 3 layers": Row("bert"),
+    "ViT-tiny": Row("vit_tiny"),
+    "KWT-1": Row("kwt1"),
+    "KWT-1, every 20 ms": Row("kwt1", interval=0.02),
 }
 #: rows of README.md
 SHOWN = ("ResNet-50", "MobileNetV2", "BERT, 3 layers", "ViT-tiny")
@@ -61,9 +79,8 @@ def prepare_row(row: str, folder: Path) -> tuple[dict[str, Candidate], dict[str,
     index = folder / "contenders.json"
     if not index.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        name, options = ROWS[row]
         source = folder / "float.onnx"
-        onnx.save(MODELS[name](**options), source)
+        onnx.save(MODELS[ROWS[row].model](batch=ROWS[row].batch), source)
         editor = Editor((loaded := load(source))[0])
         bind_params(editor, loaded[1])
         mod = editor.build()
@@ -122,7 +139,8 @@ def format_table(results: Mapping[str, Any], rows: Sequence[str], kinds: Sequenc
         for count in threads
     ]
     lines = [
-        f"Best time of one run in ms, batch 1 unless said, on {results['cpu']}",
+        "Best time of one run in ms, batch 1 and runs that follow each other at once unless said,",
+        f"on {results['cpu']}",
         f"({', '.join(results['versions'])}), each engine in a process of its own;",
         "in brackets how many times as long OpenVINO and then ONNX Runtime take, by the best and",
         "by the median time. Of their own int8 model and of what `export_onnx` writes of ours they",
@@ -195,9 +213,15 @@ def main() -> None:
         folder = options.folder or stack.enter_context(open_temporary_folder())
         results = read_results()
         for row in options.models:
-            candidates, inputs = prepare_row(row, folder / row.replace(" ", "_"))
+            candidates, inputs = prepare_row(row, folder / ROWS[row].folder)
             for threads in [] if options.prepare else options.threads:
-                found = measure_engines(candidates, inputs, threads=threads, rounds=options.rounds)
+                found = measure_engines(
+                    candidates,
+                    inputs,
+                    threads=threads,
+                    rounds=options.rounds,
+                    interval=ROWS[row].interval,
+                )
                 times = {name: asdict(latency) for name, latency in found.latencies.items()}
                 results["times"].setdefault(row, {})[str(threads)] = times
                 print(

@@ -53,5 +53,5 @@ def test_replace_table__leaves_the_rest_of_a_page(page):
 
 
 def test_rows__name_models_that_exist():
-    assert {name for name, _ in speed_table.ROWS.values()} <= set(speed_table.MODELS)
+    assert {row.model for row in speed_table.ROWS.values()} <= set(speed_table.MODELS)
     assert set(speed_table.SHOWN) <= set(speed_table.ROWS)
