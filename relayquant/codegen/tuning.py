@@ -20,7 +20,8 @@ from tvm.target import Target
 
 from relayquant.base.runtime import count_threads
 from relayquant.base.storage.files import check_writable
-from relayquant.codegen.kernels.integer.conv_plan import choose_plan, list_tiles
+from relayquant.codegen.kernels.integer.conv_plan import list_tiles
+from relayquant.codegen.kernels.integer.plan_choice import choose_plan
 from relayquant.codegen.kernels.integer.product import choose_product
 from relayquant.codegen.kernels.integer.specs import Conv2d, KernelSchedule
 from relayquant.codegen.kernels.integer.winograd import WinogradPlan, saves_time

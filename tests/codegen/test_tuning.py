@@ -16,8 +16,9 @@ from tvm import relax
 
 import relayquant as rq
 from relayquant.codegen import schedule_cache, tuning
-from relayquant.codegen.kernels.integer.conv_plan import choose_plan, list_tiles
+from relayquant.codegen.kernels.integer.conv_plan import list_tiles
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
+from relayquant.codegen.kernels.integer.plan_choice import choose_plan
 from relayquant.codegen.kernels.integer.specs import Conv2d, KernelSchedule, Tile
 from relayquant.codegen.kernels.integer.winograd import can_winograd
 from relayquant.codegen.kernels.isa import target as target_module

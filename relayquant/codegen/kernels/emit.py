@@ -62,6 +62,14 @@ def build_kernel(name: str, body: Callable[[], None]) -> PrimFunc:
     return func.with_body(s_tir.SBlockRealize([], True, root))
 
 
+def import_code(text: str) -> None:
+    """Link functions in LLVM's language to the kernel, for calls of `T.call_extern` from here on.
+
+    Kernels of one library may import the same functions, if these are `linkonce_odr`.
+    """
+    _LOOPS.get().enter_context(T.attr(T.int32(0), "pragma_import_llvm", text))
+
+
 def declare_arguments(
     *arguments: tuple[str, tuple[int, ...], str] | None,
 ) -> list[Buffer | None]:

@@ -19,6 +19,7 @@ from relayquant.codegen.kernels.isa.target import resolve_target
 
 #: A CPU that has the instruction set and no better one.
 REPRESENTATIVE = {
+    "amx": "sapphirerapids",
     "vnni512": "cascadelake",
     "vnni256": "alderlake",
     "avx512bw": "skylake-avx512",

@@ -28,6 +28,7 @@ from relayquant.codegen.kernels.integer.matmul import BatchMatmul, build_batch_m
 from relayquant.codegen.kernels.integer.pool import AvgPool2d, PoolWindow, build_avg_pool2d
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense
 from relayquant.codegen.kernels.isa.base import (
+    AMX,
     AVX2,
     AVX512BW,
     PORTABLE,
@@ -44,7 +45,7 @@ EXPECTED = {
     "haswell": AVX2,
     "skylake-avx512": AVX512BW,
     "cascadelake": VNNI512,
-    "sapphirerapids": VNNI512,
+    "sapphirerapids": AMX,
     "znver4": VNNI512.with_timing(ZEN4),
     "znver5": VNNI512.with_timing(ZEN5),
     "alderlake": VNNI256,
@@ -56,6 +57,13 @@ DOT, MADD = re.compile(r"\bv?pdpbusd\b"), re.compile(r"\bv?pmaddwd\b|\bvpdpwssd\
 @pytest.mark.parametrize("mcpu", EXPECTED)
 def test_select_isa__asks_the_target(mcpu):
     assert select_isa(target_of(mcpu)) == EXPECTED[mcpu]
+
+
+def test_select_isa__asks_only_linux_for_a_matrix_unit():
+    """The system call that asks for the unit is one of 64-bit Linux."""
+    for triple in ("x86_64-apple-darwin", "x86_64-pc-windows-msvc", "i686-unknown-linux-gnu"):
+        target = Target({"kind": "llvm", "mcpu": "sapphirerapids", "mtriple": triple})
+        assert select_isa(target) == VNNI512
 
 
 def test_select_isa__neutral_timing_of_llvm_keeps_ours():

@@ -50,19 +50,23 @@ from relayquant.codegen.kernels.emit import (
     loop_over,
     store_vector,
 )
-from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, choose_plan, pack_constants
+from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, pack_constants
 from relayquant.codegen.kernels.integer.depthwise import build_depthwise
 from relayquant.codegen.kernels.integer.depthwise_plan import pack_depthwise
 from relayquant.codegen.kernels.integer.operands import (
     Image,
     Operands,
+    Placement,
     declare_operands,
     emit_narrow_vectors,
     emit_prepared_image,
     emit_store,
 )
+from relayquant.codegen.kernels.integer.plan_choice import choose_plan
 from relayquant.codegen.kernels.integer.saturating_pack import PACKED
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, PackedWeights
+from relayquant.codegen.kernels.integer.tiled import emit_tiled
+from relayquant.codegen.kernels.integer.tiled_plan import TiledPlan
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 
 #: Packed weights of up to this many bytes stay in the first-level cache during all pixels.
@@ -95,8 +99,19 @@ def build_general_conv2d(
 ) -> PrimFunc:
     """Build the kernel of `build_conv2d` for all convolutions that are not depthwise."""
 
+    return build_planned(choose_plan(spec, isa), name, in_shape, out_shape)
+
+
+def build_planned(
+    plan: ConvPlan,
+    name: str = "conv2d",
+    in_shape: tuple[int, ...] | None = None,
+    out_shape: tuple[int, ...] | None = None,
+) -> PrimFunc:
+    """Build the kernel of a convolution for a plan and the constants of `pack_constants`."""
+
     def body() -> None:
-        plan = choose_plan(spec, isa)
+        spec = plan.spec
         operands = declare_operands(
             spec, plan.isa, plan.weight_size, plan.channel_size, in_shape, out_shape
         )
@@ -108,22 +123,6 @@ def build_general_conv2d(
         emit_convolution(plan, image, operands, threads)
 
     return build_kernel(name, body)
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where a convolution reads and writes, if it is part of another one.
-
-    Output pixel (y, x) goes to (y * stride + offset) of an image of `size`. Its window starts at
-    `origin` in the input. `first_weight` counts weight vectors, `first_channel` lanes.
-    """
-
-    origin: tuple[int, int]
-    size: tuple[int, int]
-    stride: tuple[int, int]
-    offset: tuple[int, int]
-    first_weight: int
-    first_channel: int
 
 
 @dataclass(frozen=True)
@@ -152,6 +151,9 @@ def emit_convolution(
     """Emit all tiles of a convolution over a prepared image."""
     images, n_rows, n_cols = plan.pixel_grid
     placement = placement or Placement((0, 0), (n_rows, n_cols), (1, 1), (0, 0), 0, 0)
+    if isinstance(plan, TiledPlan):
+        emit_tiled(plan, image, operands, threads, placement)
+        return
     if plan.is_matrix:
         image = Image(image.data, 1, n_cols)
     sizes = {

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,20 +26,6 @@ UNROLLED_WORDS = 8
 JOINING_SHARE = 0.7
 #: A packed panel that is not full is stored in pieces of at least this size.
 NARROW_PIECE = 8
-
-
-class RankedPlan(Protocol):
-    """Properties of a plan that `choose_instructions` compares."""
-
-    @property
-    def isa(self) -> Isa: ...
-    @property
-    def fewest_pixels(self) -> int: ...
-    @property
-    def instructions(self) -> float: ...
-
-
-PlanT = TypeVar("PlanT", bound=RankedPlan)
 
 
 def rank_tiles(
@@ -302,6 +288,14 @@ class ConvPlan:
         converts = self.spec.in_dtype != self.isa.activation
         return any(self.spec.padding) or converts or reads_past_the_end
 
+    def number_vector(self, word: Any, block: int) -> Any:
+        """Return the place of a vector of weights in its panel."""
+        return word * self.tile.blocks + block
+
+    def order_vectors(self, packed: NDArray[Any]) -> NDArray[Any]:
+        """Order the vectors of weights, [group][panel][word][block][...], by `number_vector`."""
+        return packed
+
     @cached_property
     def channel_map(self) -> NDArray[np.int64]:
         """[panel, block, lane] -> channel within the group.
@@ -342,25 +336,6 @@ def list_tiles(plan: ConvPlan, count: int) -> list[Tile]:
         if len(chosen) == count:
             break
     return chosen
-
-
-def choose_plan(spec: Conv2d, isa: Isa) -> ConvPlan:
-    """Choose the plan of `spec` for generator and packer, for `isa` or its companion.
-
-    The instruction set is the one for activations of this dtype. Its companion is used if it needs
-    no more instructions, or if there are fewer pixels than a dot product takes.
-    """
-    return choose_instructions(lambda isa: ConvPlan(spec, isa), isa.for_convolution(spec.in_dtype))
-
-
-def choose_instructions(make: Callable[[Isa], PlanT], isa: Isa) -> PlanT:
-    """Choose the plan of `make` for an instruction set or for its companion; see `choose_plan`."""
-    plan = make(isa)
-    if isa.companion is isa:
-        return plan
-    other = choose_instructions(make, isa.companion)
-    fits = plan.fewest_pixels >= isa.pixels
-    return plan if fits and plan.instructions < other.instructions else other
 
 
 def pack_constants(
@@ -407,7 +382,7 @@ def pack_panels(plan: ConvPlan, weight: NDArray[np.integer]) -> NDArray[np.integ
         plan.groups, plan.panels, plan.tile.blocks, lanes, plan.panel_words, isa.products
     )
     ordered = np.ascontiguousarray(split.transpose(0, 1, 4, 2, 3, 5))
-    return np.ascontiguousarray(isa.arrange_weights(ordered)).reshape(-1)
+    return np.ascontiguousarray(plan.order_vectors(isa.arrange_weights(ordered))).reshape(-1)
 
 
 def expand_groups(weight: NDArray[np.integer], groups: int, merged: int) -> NDArray[np.integer]:

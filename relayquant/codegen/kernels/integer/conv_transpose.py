@@ -16,10 +16,15 @@ from numpy.typing import NDArray
 from tvm.tirx import PrimFunc
 
 from relayquant.codegen.kernels.emit import PARALLEL_THRESHOLD, build_kernel
-from relayquant.codegen.kernels.integer.conv import Placement, emit_convolution
-from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, choose_instructions, pack_panels
+from relayquant.codegen.kernels.integer.conv import emit_convolution
+from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, pack_panels
 from relayquant.codegen.kernels.integer.epilogue import Epilogue
-from relayquant.codegen.kernels.integer.operands import declare_operands, emit_prepared_image
+from relayquant.codegen.kernels.integer.operands import (
+    Placement,
+    declare_operands,
+    emit_prepared_image,
+)
+from relayquant.codegen.kernels.integer.plan_choice import choose_instructions, make_plan
 from relayquant.codegen.kernels.integer.specs import Conv2d, PackedWeights, pack_channels
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.transposed import TransposedShape
@@ -67,7 +72,7 @@ class TransposePlan:
     def parts(self) -> list[ConvPlan]:
         """The convolution of each phase."""
         return [
-            ConvPlan(
+            make_plan(
                 Conv2d(
                     **vars(self.spec.shape_part(*phase)),
                     in_dtype=self.isa.activation,

@@ -31,7 +31,6 @@ from relayquant.codegen.kernels.emit import (
 )
 from relayquant.codegen.kernels.integer.conv import (
     SMALL_WEIGHT_BYTES,
-    Placement,
     emit_reduction,
     emit_residual_prefetch,
     emit_results,
@@ -41,11 +40,11 @@ from relayquant.codegen.kernels.integer.conv import (
 )
 from relayquant.codegen.kernels.integer.conv_plan import (
     ConvPlan,
-    choose_instructions,
     count_chains,
     pack_constants,
 )
-from relayquant.codegen.kernels.integer.operands import Image, Operands
+from relayquant.codegen.kernels.integer.operands import Image, Operands, Placement
+from relayquant.codegen.kernels.integer.plan_choice import choose_instructions
 from relayquant.codegen.kernels.integer.specs import Dense, PackedWeights, Tile
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 from relayquant.codegen.kernels.row_loops import choose_heights, count_chunk_rows, loop_over_rows
@@ -82,6 +81,7 @@ class RowsPlan:
 def plan_rows(spec: Dense, isa: Isa) -> RowsPlan:
     """Make the plan for generator and packer. `spec.rows` does not matter."""
     many = replace(spec, rows=MANY_ROWS).as_conv2d()
+    isa = isa if isa.unit is None else isa.companion
     plan = choose_instructions(lambda isa: ConvPlan(many, isa), isa.for_convolution(spec.in_dtype))
     tiles = (
         TilePlan(replace(many, width=height), plan.isa, blocks=plan.tile.blocks)

@@ -34,9 +34,10 @@ from relayquant.codegen.kernels.emit import (
     vector,
 )
 from relayquant.codegen.kernels.integer.conv import emit_convolution
-from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, choose_instructions
+from relayquant.codegen.kernels.integer.conv_plan import ConvPlan
 from relayquant.codegen.kernels.integer.epilogue import Epilogue
 from relayquant.codegen.kernels.integer.operands import Image, Operands, emit_prepared_image
+from relayquant.codegen.kernels.integer.plan_choice import choose_instructions, make_plan
 from relayquant.codegen.kernels.integer.saturating_pack import PART, channel_order
 from relayquant.codegen.kernels.integer.specs import Conv2d
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
@@ -128,7 +129,7 @@ def plan_batch_matmul(spec: BatchMatmul, isa: Isa) -> ConvPlan:
     Packing the operand needs fewer instructions with longer words.
     """
     conv = as_conv2d(spec)
-    return choose_instructions(lambda isa: ConvPlan(conv, isa, weights_per_image=True), isa)
+    return choose_instructions(lambda isa: make_plan(conv, isa, weights_per_image=True), isa)
 
 
 def as_conv2d(spec: BatchMatmul) -> Conv2d:
@@ -176,7 +177,7 @@ def emit_packed_operand(
             if flip:
                 mask = np.frombuffer(bytes([flip] * count).ljust(8, b"\0"), dtype)[0]
                 words = T.bitwise_xor(words, constant(dtype, int(mask), lanes))
-            index = first + word * blocks + block
+            index = first + plan.number_vector(word, block)
             isa.store_weights(weight, index, words)
             loaded = isa.load_weights(weight, index)
             store_vector(total, isa.dot(load_vector(total, 0, width), ones, loaded), 0, width)

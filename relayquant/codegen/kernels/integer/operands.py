@@ -54,6 +54,22 @@ class Image:
     width: int
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where a convolution reads and writes, if it is part of another one.
+
+    Output pixel (y, x) goes to (y * stride + offset) of an image of `size`. Its window starts at
+    `origin` in the input. `first_weight` counts weight vectors, `first_channel` lanes.
+    """
+
+    origin: tuple[int, int]
+    size: tuple[int, int]
+    stride: tuple[int, int]
+    offset: tuple[int, int]
+    first_weight: int
+    first_channel: int
+
+
 def declare_operands(
     spec: Conv2d,
     isa: Isa,

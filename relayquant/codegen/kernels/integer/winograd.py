@@ -53,17 +53,19 @@ from relayquant.codegen.kernels.emit import (
     vector,
 )
 from relayquant.codegen.kernels.expansion import Expanded, Expansion
-from relayquant.codegen.kernels.integer.conv import Placement, emit_reduction, locate_tile
-from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, choose_plan, pack_panels
+from relayquant.codegen.kernels.integer.conv import emit_reduction, locate_tile
+from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, pack_panels
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Store
 from relayquant.codegen.kernels.integer.operands import (
     Image,
     Operands,
+    Placement,
     declare_operands,
     emit_narrow_vectors,
     emit_prepared_image,
     emit_store,
 )
+from relayquant.codegen.kernels.integer.plan_choice import choose_plan
 from relayquant.codegen.kernels.integer.saturating_pack import can_narrow
 from relayquant.codegen.kernels.integer.specs import Conv2d, PackedWeights, pack_channels
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa, Wrapping, emit_wrapping
@@ -196,6 +198,8 @@ def saves_time(spec: Conv2d, isa: Isa) -> bool:
     `can_winograd` must be true for the convolution.
     """
     direct = choose_plan(spec, isa)
+    if direct.isa.unit is not None:
+        return False  # a matrix unit multiplies bytes only, ten times as fast
     dots = prod(spec.out_size) * direct.vectors * direct.panel_words
     return WinogradPlan(spec, isa).cost < WORTH * dots
 

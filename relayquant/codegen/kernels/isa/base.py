@@ -22,14 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 from tvm.script.ir_builder import tirx as T
 
+from relayquant.codegen.kernels.isa.matrix_unit import AMX_INT8, Buffer, Expr, MatrixUnit
 from relayquant.codegen.kernels.isa.timing import COMMON, Timing
 
 #: Bytes that `load_word` reads.
 BYTES_PER_WORD = 4
-
-#: A TIR expression or buffer. TVM gives them no useful static type.
-Expr = Any
-Buffer = Any
 
 
 @dataclass(frozen=True)
@@ -94,6 +91,7 @@ class Isa(ABC):
     has_fma: bool = True  #: whether float32 fma is an instruction (otherwise a library call)
     wide: Isa | None = None  #: for int16 activations on the same CPUs; None: this instruction set
     timing: Timing = COMMON  #: timing of the target's core
+    unit: MatrixUnit | None = None  #: for products of many rows; the rest takes vectors
 
     @property
     def is_fused(self) -> bool:
@@ -318,6 +316,16 @@ class VnniIsa(PackedIsa):
     """
 
     intrinsic: str = ""
+
+    @property
+    def companion(self) -> Isa:
+        return self if self.unit is None else VNNI512.with_timing(self.timing)
+
+    def for_convolution(self, dtype: str) -> Isa:
+        isa = self.for_activations(dtype)
+        if isa.unit is None:
+            return isa
+        return replace(isa, activation=dtype)  # a matrix unit takes both kinds of bytes
 
     @property
     def is_fused(self) -> bool:
@@ -548,6 +556,9 @@ VNNI512 = replace(
     intrinsic="llvm.x86.avx512.vpdpbusd.512",
     wide=VNNI512_WIDE,
 )
+AMX = replace(
+    VNNI512, name="amx", features=(*VNNI512.features, "amx-tile", "amx-int8"), unit=AMX_INT8
+)
 VNNI256_WIDE = VnniIsa(
     name="vnni256 int16",
     features=("avxvnni", "avx2"),
@@ -635,4 +646,4 @@ PORTABLE_WIDE = PlainIsa(
 PORTABLE = replace(PORTABLE_WIDE, name="portable", activation="uint8", wide=PORTABLE_WIDE)
 
 #: Fastest first.
-X86_ISAS: tuple[Isa, ...] = (VNNI512, VNNI256, AVX512BW, AVX2, SSE2)
+X86_ISAS: tuple[Isa, ...] = (AMX, VNNI512, VNNI256, AVX512BW, AVX2, SSE2)

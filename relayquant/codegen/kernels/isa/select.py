@@ -8,7 +8,12 @@ from tvm.target.codegen import llvm_cpu_has_features
 from relayquant.codegen.kernels.integer.lookup import AARCH64_SHUFFLES, X86_SHUFFLES, ByteShuffle
 from relayquant.codegen.kernels.isa.arm import AARCH64_ISAS, ARM32_ISAS
 from relayquant.codegen.kernels.isa.base import PORTABLE, X86_ISAS, Isa
-from relayquant.codegen.kernels.isa.target import Architecture, find_architecture
+from relayquant.codegen.kernels.isa.target import (
+    ARCHITECTURES_64,
+    Architecture,
+    find_architecture,
+    read_triple,
+)
 from relayquant.codegen.kernels.isa.timing import TIMINGS
 
 #: Fastest first. `select_isa` takes the first one whose features the target has.
@@ -30,8 +35,13 @@ SHUFFLES: dict[Architecture, tuple[ByteShuffle, ...]] = {
 def has_isa(isa: Isa | ByteShuffle, target: Target) -> bool:
     """Whether `target` (not this machine) can execute every instruction that `isa` emits.
 
-    `isa` must be of the target's architecture: 32-bit and 64-bit Arm both have "neon".
+    `isa` must be of the target's architecture: 32-bit and 64-bit Arm both have "neon". Code that
+    uses a matrix unit asks 64-bit Linux for it.
     """
+    if isinstance(isa, Isa) and isa.unit is not None:
+        architecture, *system = read_triple(target).split("-")
+        if architecture not in ARCHITECTURES_64 or "linux" not in system:
+            return False
     return all(llvm_cpu_has_features(feature, target) for feature in isa.features)
 
 

@@ -1,0 +1,416 @@
+"""Plan of a convolution for a matrix unit + operands -> its products on tiles, as TIR.
+
+    A      16 pixels where they lie in NHWC, or in a copy: rows of a tile are at equal distances
+    B      packed weights [group][panel][step][tile of 16 channels][word][channel][4 bytes]
+    bias   the sums before the first step: a tile load with distance 0 repeats one row
+    sums   stored to a block in memory, from where vectors go through the epilogue
+
+A process that may not use the unit runs the same products on vectors, with the same weights.
+
+- Blocks are `Tile.rows` tiles of pixels by `Tile.blocks` tiles of channels, up to four. The other
+registers hold operands.
+- The last tile of a line is moved back and overlaps its neighbour, as in `conv`.
+- Convolutions with stride 1 may take the padded image as one line of pixels. Sums of a pixel in the
+padding are not stored; another pixel of the same tile is stored twice instead.
+- Tiles are configured and released within each part of a parallel loop, since another thread may
+run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from tvm.script.ir_builder import tirx as T
+
+from relayquant.codegen.kernels.emit import (
+    CACHE_LINE,
+    alloc_vectors,
+    alloc_workspace,
+    broadcast,
+    ceil_div,
+    constant,
+    emit_prefetch,
+    emit_vector_loop,
+    import_code,
+    load_vector,
+    split_index,
+    store_vector,
+)
+from relayquant.codegen.kernels.integer.operands import (
+    Image,
+    Operands,
+    Placement,
+    emit_narrow_vectors,
+    emit_store,
+)
+from relayquant.codegen.kernels.integer.saturating_pack import PACKED
+from relayquant.codegen.kernels.integer.tiled_plan import TiledPlan, TileRows
+from relayquant.codegen.kernels.isa.base import Buffer, Expr
+from relayquant.codegen.kernels.isa.matrix_unit import MatrixUnit, Tiles
+
+#: Parts of a parallel loop. Each configures the tiles, which takes 50 ns.
+PARTS = 16
+#: Weights of up to this many bytes stay in the second-level cache during all pixels.
+CACHED_WEIGHT_BYTES = 256 * 1024
+#: Accumulators of the product on vectors.
+ACCUMULATORS = 24
+#: The top bits of four bytes, as int32: also four times 128.
+FLIP = -0x7F7F7F80
+
+
+@dataclass(frozen=True)
+class SumBlock:
+    """Position of a block of sums."""
+
+    sources: list[Expr]  #: of each tile of pixels: its first activation, for the first tap
+    lines: list[tuple[Expr, Expr, Expr]]  #: (image, line, first pixel) of each tile of pixels
+    panel: Expr  #: number of the panel of weights
+    first_vector: Expr  #: number of its first vector of weights
+    constants: Expr  #: of its first multiplier
+    bias: Expr
+    channels: list[Expr]  #: of each vector in a pixel of y
+
+
+def emit_tiled(
+    plan: TiledPlan,
+    image: Image,
+    operands: Operands,
+    threads: bool,
+    place: Placement,
+) -> None:
+    """Emit all blocks of a convolution over a prepared image."""
+    if plan.rows is TileRows.GATHERED:
+        image = emit_gathered(plan, image, threads)
+    may_use = ask_permission(plan.unit)
+    images = plan.lines[0] if plan.weights_per_image else 1
+    pixels = ceil_div(plan.image_tiles, plan.tile.rows)
+    is_small = plan.groups * plan.panels * plan.panel_bytes <= CACHED_WEIGHT_BYTES
+    axes = ["n", "pixel", "group", "panel"] if is_small else ["n", "group", "panel", "pixel"]
+    sizes = {"n": images, "pixel": pixels, "group": plan.groups, "panel": plan.panels}
+    total = prod(sizes.values())
+    parts = min(total, PARTS) if threads else 1
+    with (T.parallel if parts > 1 else T.serial)(parts) as part:
+        first, end = (T.floordiv((part + i) * total, parts) for i in (0, 1))
+        tiles: list[Tiles] = []
+        emit_if(may_use, lambda: tiles.append(plan.unit.configure(plan.register_shapes)))
+        sums = alloc_workspace(plan.tile.rows * plan.tile_rows * plan.panel_channels, "int32")
+        with T.serial(end - first) as step:
+            indices = split_index(first + step, tuple(sizes[axis] for axis in axes))
+            index = dict(zip(axes, indices, strict=True))
+            block = locate_block(plan, image, place, **index)
+            ahead = None if is_small else index["pixel"]
+            emit_if(
+                may_use,
+                lambda: emit_products(plan, image, operands, tiles[0], block, sums, ahead, pixels),
+                lambda: emit_vector_products(plan, image, operands, block, sums),
+            )
+            emit_results(plan, operands, place, block, sums)
+        emit_if(may_use, lambda: tiles[0].release())
+
+
+def ask_permission(unit: MatrixUnit) -> Expr | bool:
+    """Emit the question whether this process may use the unit."""
+    if unit.permission is None:
+        return True
+    import_code(unit.permission.code)
+    return T.bind(T.call_extern(unit.permission.function, dtype="int32")) != 0
+
+
+def emit_if(
+    condition: Expr | bool, emit: Callable[[], None], otherwise: Callable[[], None] | None = None
+) -> None:
+    """Emit one of two things, or the choice between them if it is made at run time."""
+    if isinstance(condition, bool):
+        if condition:
+            emit()
+        elif otherwise is not None:
+            otherwise()
+        return
+    with T.If(condition):
+        with T.Then():
+            emit()
+        if otherwise is not None:
+            with T.Else():
+                otherwise()
+
+
+def emit_gathered(plan: TiledPlan, image: Image, threads: bool) -> Image:
+    """Emit a copy that holds the whole window of each output pixel, one after the other."""
+    spec, size = plan.spec, plan.gathered_size
+    images, height, width = plan.pixel_grid
+    rows, columns = spec.kernel
+    length = columns * spec.in_channels
+    copy = alloc_workspace(images * height * width * size, image.data.dtype)
+    pitch = image.width * spec.in_channels
+    is_run = spec.dilation[1] == 1 or columns == 1
+    pieces, length = (1, length) if is_run else (columns, spec.in_channels)
+    with (T.parallel if threads else T.serial)(images * height) as line:
+        n, oy = split_index(line, (images, height))
+        with T.grid(width, rows, pieces) as (ox, row, piece):
+            y = oy * spec.strides[0] + row * spec.dilation[0]
+            x = ox * spec.strides[1] + piece * spec.dilation[1]
+            source = (n * image.height + y) * pitch + x * spec.in_channels
+            target = (line * width + ox) * size + (row * pieces + piece) * length
+
+            def move(at: Expr, lanes: int) -> None:
+                value = load_vector(image.data, source + at, lanes)
+                store_vector(copy, value, target + at, lanes)
+
+            emit_vector_loop(length, CACHE_LINE, move)
+    return Image(copy, 1, images * height * width)
+
+
+def locate_block(
+    plan: TiledPlan,
+    image: Image,
+    place: Placement,
+    n: Expr,
+    pixel: Expr,
+    group: Expr,
+    panel: Expr,
+) -> SumBlock:
+    """Compute the offsets of a block. The last tile of a line, and of all tiles, is moved back."""
+    spec, tile = plan.spec, plan.tile
+    _, lines, length = plan.lines
+    found = []
+    for m in range(tile.rows):
+        number = pixel * tile.rows + m
+        if plan.image_tiles % tile.rows:
+            number = T.min(number, plan.image_tiles - 1)
+        image_number, line, start = split_index(
+            number, (ceil_div(plan.image_tiles, lines * plan.line_tiles), lines, plan.line_tiles)
+        )
+        start = start * plan.tile_rows
+        if length % plan.tile_rows:
+            start = T.min(start, length - plan.tile_rows)
+        found.append((n if plan.weights_per_image else image_number, line, start))
+
+    sources = []
+    for each, line, start in found:
+        if plan.rows in (TileRows.MATRIX, TileRows.GATHERED):
+            at = (each * length + start) * row_distance(plan)
+        else:
+            y = line * spec.strides[0] + place.origin[0]
+            x = start * spec.strides[1] + place.origin[1]
+            at = ((each * image.height + y) * image.width + x) * spec.in_channels
+        sources.append(at + group * plan.group_in)
+
+    width = plan.panel_channels if plan.is_narrow else plan.isa.lanes
+    channels = []
+    for block in range(tile.blocks):
+        first = panel * plan.panel_channels + (0 if plan.is_narrow else block * plan.isa.lanes)
+        if plan.panels * plan.panel_channels != plan.group_out:
+            first = T.min(first, max(plan.group_out - width, 0))
+        channels.append(group * plan.group_out + first)
+    constants = (group * plan.panels + panel) * plan.panel_channels + place.first_channel
+    weight_set = n if plan.weights_per_image else 0
+    number = (weight_set * plan.groups + group) * plan.panels + panel
+    return SumBlock(
+        sources=sources,
+        lines=found,
+        panel=group * plan.panels + panel,
+        first_vector=number * plan.panel_vectors + place.first_weight,
+        constants=constants,
+        bias=weight_set * plan.channel_size + constants,
+        channels=channels,
+    )
+
+
+def row_distance(plan: TiledPlan) -> int:
+    """Activations from one row of a tile to the next."""
+    if plan.rows is TileRows.GATHERED:
+        return plan.gathered_size
+    return plan.spec.strides[1] * plan.spec.in_channels
+
+
+def tap_offset(plan: TiledPlan, image: Image, row: Expr, column: Expr) -> Expr:
+    """Activations from the first tap to another one."""
+    dilation = plan.spec.dilation
+    pixels = row * dilation[0] * image.width + column * dilation[1]
+    return pixels * plan.spec.in_channels
+
+
+def emit_products(
+    plan: TiledPlan,
+    image: Image,
+    operands: Operands,
+    tiles: Tiles,
+    block: SumBlock,
+    sums: Buffer,
+    pixel: Expr | None,
+    pixels: int,
+) -> None:
+    """Emit the products of a block on tiles.
+
+    With `pixel`, its number among `pixels`, blocks of a panel fetch the next panel together.
+    """
+    rows, blocks = plan.tile.rows, plan.tile.blocks
+    lanes, distance = plan.isa.lanes, row_distance(plan)
+    own, others = plan.registers
+    first_a, first_b = rows * blocks, rows * blocks + own
+    is_signed = plan.isa.activation == "int8"
+    for m, n in np.ndindex(rows, blocks):
+        tiles.load(m * blocks + n, operands.bias, block.bias + n * lanes, 0)
+    with T.grid(*plan.taps, plan.chunks) as (row, column, chunk):
+        number = (row * plan.taps[1] + column) * plan.chunks + chunk
+        if pixel is not None:
+            emit_weight_prefetch(plan, operands.weight, block, number, pixel, pixels)
+        offset = tap_offset(plan, image, row, column) + chunk * plan.chunk
+
+        def load_pixels(m: int) -> None:
+            tiles.load(first_a + m % own, image.data, block.sources[m] + offset, distance)
+
+        def load_weights(n: int) -> None:
+            vector = block.first_vector + (number * blocks + n) * plan.chunk_words
+            size = plan.isa.weight_vector
+            tiles.load(first_b + n % others, operands.weight, vector * size, size)
+
+        def multiply(m: int, n: int) -> None:
+            tiles.multiply(m * blocks + n, first_a + m % own, first_b + n % others, is_signed)
+
+        if blocks > rows:  # the weights take turns in their registers
+            load_pixels(0)
+        else:
+            for n in range(blocks):
+                load_weights(n)
+        for m, n in np.ndindex(rows, blocks):
+            if blocks > rows:
+                load_weights(n)
+            elif n == 0:
+                load_pixels(m)
+            multiply(m, n)
+    width = plan.panel_channels
+    for m, n in np.ndindex(rows, blocks):
+        tiles.store(m * blocks + n, sums, m * plan.tile_rows * width + n * lanes, width)
+
+
+def emit_weight_prefetch(
+    plan: TiledPlan, weight: Buffer, block: SumBlock, step: Expr, pixel: Expr, pixels: int
+) -> None:
+    """Fetch a share of the next panel of weights, which may be in the last-level cache."""
+    size, count = plan.isa.weight_vector, plan.groups * plan.panels
+    if count == 1:
+        return
+    vectors = plan.tile.blocks * plan.chunk_words
+    share = ceil_div(vectors, pixels)
+    following = T.min(block.panel + 1, count - 1) - block.panel
+    first = block.first_vector + following * plan.panel_vectors + step * vectors
+    first = first + T.min(pixel * share, vectors - share)
+    for i in range(share):
+        emit_prefetch(weight, (first + i) * size, level=2)
+
+
+def emit_vector_products(
+    plan: TiledPlan, image: Image, operands: Operands, block: SumBlock, sums: Buffer
+) -> None:
+    """Emit the same products on vectors, a few rows at a time.
+
+    vpdpbusd takes uint8. int8 activations are moved by 128, and 128 times the weights is
+    subtracted.
+    """
+    isa, blocks, lanes = plan.isa, plan.tile.blocks, plan.isa.lanes
+    count, width = max(min(ACCUMULATORS // blocks, plan.tile_rows), 1), plan.panel_channels
+    is_signed, zeros = isa.activation == "int8", constant("int32", 0, lanes)
+    for m in range(plan.tile.rows):
+        with T.serial(ceil_div(plan.tile_rows, count)) as part:
+            first = T.min(part * count, plan.tile_rows - count)
+            accs = alloc_vectors(count * blocks, lanes)
+            moved = alloc_vectors(blocks if is_signed else 0, lanes)
+            for slot, acc in enumerate(accs):
+                bias = load_vector(operands.bias, block.bias + slot % blocks * lanes, lanes)
+                store_vector(acc, bias, 0, lanes)
+            for acc in moved:
+                store_vector(acc, zeros, 0, lanes)
+            with T.grid(*plan.taps, plan.chunks, plan.chunk_words) as (row, column, chunk, word):
+                step = (row * plan.taps[1] + column) * plan.chunks + chunk
+                at = block.sources[m] + first * row_distance(plan) + chunk * plan.chunk
+                at = at + tap_offset(plan, image, row, column) + word * isa.products
+                weights = []
+                for n in range(blocks):
+                    vector = block.first_vector + (step * blocks + n) * plan.chunk_words + word
+                    weights.append(T.bind(isa.load_weights(operands.weight, vector)))
+                for i in range(count):
+                    start = at + i * row_distance(plan)
+                    words = T.reinterpret("int32", load_vector(image.data, start, isa.products))
+                    if is_signed:  # of the word; LLVM does not return from optimizing bytes here
+                        words = T.bitwise_xor(words, T.int32(FLIP))
+                    value = T.bind(isa.as_activation(T.broadcast(words, lanes)))
+                    for n in range(blocks):
+                        acc = accs[i * blocks + n]
+                        dot = isa.dot(load_vector(acc, 0, lanes), value, weights[n])
+                        store_vector(acc, dot, 0, lanes)
+                for n, acc in enumerate(moved):
+                    dot = isa.dot(load_vector(acc, 0, lanes), isa.repeat_word(FLIP), weights[n])
+                    store_vector(acc, dot, 0, lanes)
+            for slot, acc in enumerate(accs):
+                i, n = divmod(slot, blocks)
+                total = load_vector(acc, 0, lanes)
+                if is_signed:
+                    total = total - load_vector(moved[n], 0, lanes)
+                to = (m * plan.tile_rows + first + i) * width + n * lanes
+                store_vector(sums, total, to, lanes)
+
+
+def emit_results(
+    plan: TiledPlan, operands: Operands, place: Placement, block: SumBlock, sums: Buffer
+) -> None:
+    """Store the sums of a block through the epilogue."""
+    isa, epilogue, blocks = plan.isa, plan.spec.epilogue, plan.tile.blocks
+    lanes, width = isa.lanes, plan.panel_channels
+    count = PACKED // blocks if plan.is_narrow else 1
+    count = min(count, plan.tile_rows)
+    for m in range(plan.tile.rows):
+        with T.serial(ceil_div(plan.tile_rows, count)) as part:
+            accs, targets = [], []
+            for i in range(count):
+                row = part * count + i
+                if plan.tile_rows % count:
+                    row = T.min(row, plan.tile_rows - 1)
+                row, pixel, number = locate_result(plan, place, *block.lines[m], row)
+                term = None
+                if operands.row_term is not None:
+                    term = broadcast(operands.row_term.vload([number]), lanes)
+                for n in range(blocks):
+                    at = (m * plan.tile_rows + row) * width + n * lanes
+                    value = load_vector(sums, at, lanes)
+                    accs.append(value if term is None else value + term)
+                targets.append(pixel * plan.spec.out_channels)
+            if plan.is_narrow:
+                to = [pixel + block.channels[0] for pixel in targets]
+                emit_narrow_vectors(
+                    isa, epilogue, operands, accs, to, block.constants, blocks, plan.store_width
+                )
+                continue
+            for n, acc in enumerate(accs):
+                to, first = targets[0] + block.channels[n], block.constants + n * lanes
+                emit_store(operands, epilogue, acc, to, first, lanes, plan.store_width)
+
+
+def locate_result(
+    plan: TiledPlan, place: Placement, image: Expr, line: Expr, start: Expr, row: Expr
+) -> tuple[Expr, Expr, Expr]:
+    """Return (row of the tile to store, its pixel in y, its pixel in `Operands.row_term`).
+
+    A row in the padding is replaced by its neighbour on the left, or on the right if that belongs
+    to another tile.
+    """
+    height, width = plan.pixel_grid[1:]
+    if plan.rows in (TileRows.MATRIX, TileRows.GATHERED):
+        pixel = image * plan.lines[2] + start + row
+        return row, pixel, pixel
+    x, y = start + row, line
+    if plan.rows is TileRows.PADDED:
+        y, x = T.floordiv(start + row, plan.pitch), T.floormod(start + row, plan.pitch)
+        if plan.pitch > width:
+            beyond = T.max(x - (width - 1), 0)  # 0 for a pixel of the image
+            is_left = beyond <= row
+            row = T.Select(is_left, row - beyond, row + (plan.pitch - x))
+            x = T.Select(is_left, x - beyond, 0)
+            y = T.Select(is_left, y, y + 1)
+    number = (image * height + y) * width + x
+    y = y * place.stride[0] + place.offset[0]
+    x = x * place.stride[1] + place.offset[1]
+    return row, (image * place.size[0] + y) * place.size[1] + x, number

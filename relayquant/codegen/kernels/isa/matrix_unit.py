@@ -1,0 +1,98 @@
+"""Matrix units as values for the kernel generators: the tile registers of Intel's AMX.
+
+A unit has eight tile registers of up to 16 rows of 64 bytes. One instruction multiplies two of them
+and adds to a third:
+
+    sums (16 rows x 16 int32)  +=  A (16 rows x 64 bytes)  x  B (16 words x 16 channels x 4 bytes)
+
+A word of B is a vector of 64 bytes as vpdpbusd takes it, so kernels of VNNI read the same packed
+weights. A product takes the same time for one row as for sixteen. Source: Intel 64 and IA-32
+Architectures Software Developer's Manual, volume 1, chapter 18.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tvm.script.ir_builder import tirx as T
+
+#: A TIR expression or buffer. TVM gives them no useful static type.
+Expr = Any
+Buffer = Any
+
+
+@dataclass(frozen=True)
+class Permission:
+    """A function of the library that tells whether this process may use the unit."""
+
+    function: str  #: it returns int32, 0 for no
+    file: str  #: LLVM code with the function, next to this module
+
+    @property
+    def code(self) -> str:
+        return importlib.resources.files(__package__).joinpath(self.file).read_text("utf-8")
+
+
+@dataclass(frozen=True)
+class MatrixUnit:
+    """Sizes and instructions of the tile registers.
+
+    `permission` None: kernels use the unit without asking.
+    """
+
+    permission: Permission | None
+    rows: int = 16  #: most rows of a tile
+    row_bytes: int = 64  #: most bytes of a row
+    registers: int = 8
+    product_cycles: int = 16  #: between two products
+    load_cycles: int = 9  #: of a tile in the first-level cache
+
+    def configure(self, shapes: Sequence[tuple[int, int]]) -> Tiles:
+        """Emit the configuration of the tile registers: (rows, bytes of a row) of each."""
+        memory = np.zeros(64, "uint8")  # palette 1, then bytes at 16 and rows at 48
+        memory[0] = 1
+        memory[16 : 16 + 2 * len(shapes)] = np.array([size for _, size in shapes], "<u2").view("u1")
+        memory[48 : 48 + len(shapes)] = [rows for rows, _ in shapes]
+        config = T.alloc_buffer((8,), "int64")
+        for i, word in enumerate(memory.view("<i8")):
+            T.buffer_store(config, T.int64(int(word)), [i])
+        emit_instruction("ldtilecfg", T.address_of(config[0]))
+        return Tiles()
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Configured tile registers, by number. Distances of rows are in elements of the buffer."""
+
+    def load(self, tile: int, buffer: Buffer, at: Expr, distance: int) -> None:
+        """Load a tile whose first row begins at element `at`. Distance 0 repeats one row."""
+        self.move("tileloadd64", tile, buffer, at, distance)
+
+    def store(self, tile: int, buffer: Buffer, at: Expr, distance: int) -> None:
+        """Store a tile."""
+        self.move("tilestored64", tile, buffer, at, distance)
+
+    def move(self, name: str, tile: int, buffer: Buffer, at: Expr, distance: int) -> None:
+        size = np.dtype(buffer.dtype).itemsize
+        address = T.address_of(buffer[at])
+        emit_instruction(name, T.int8(tile), address, T.int64(distance * size))
+
+    def multiply(self, sums: int, a: int, b: int, is_signed: bool) -> None:
+        """Add the products of tiles a, of uint8 or int8, and b, of int8."""
+        name = "tdpbssd" if is_signed else "tdpbusd"
+        emit_instruction(name, T.int8(sums), T.int8(a), T.int8(b))
+
+    def release(self) -> None:
+        """Emit the end of all use: the tiles then cost nothing at a change of threads."""
+        emit_instruction("tilerelease")
+
+
+def emit_instruction(name: str, *args: Expr) -> None:
+    T.evaluate(T.call_llvm_intrin(f"llvm.x86.{name}", *args, dtype="void"))
+
+
+AMX_INT8 = MatrixUnit(Permission("relayquant_may_use_tiles", "tile_permission.ll"))

@@ -1,0 +1,237 @@
+"""Convolutions on a matrix unit have the bits of numpy: run, emulated, and without permission.
+
+The emulation keeps tiles in memory and loops over their elements. So it runs without a unit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import pytest
+import tvm
+from convolutions import check_conv2d
+from drawing import count_examples
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from machines import runnable_target
+from tvm.script.ir_builder import tirx as T
+from tvm.target import Target
+
+from relayquant.base.qtypes import INTEGER_LIMITS
+from relayquant.codegen.kernels.integer.conv import build_conv2d, build_planned
+from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, pack_constants
+from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
+from relayquant.codegen.kernels.integer.matmul import BatchMatmul, plan_batch_matmul
+from relayquant.codegen.kernels.integer.plan_choice import choose_plan
+from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, Tile
+from relayquant.codegen.kernels.integer.tiled_plan import BLOCKS, TiledPlan, TileRows, list_rows
+from relayquant.codegen.kernels.isa.base import AMX, VNNI512, Isa
+from relayquant.codegen.kernels.isa.matrix_unit import AMX_INT8, MatrixUnit, Permission, Tiles
+
+
+@dataclass(frozen=True)
+class MemoryUnit(MatrixUnit):
+    """A matrix unit whose tiles are in memory."""
+
+    def configure(self, shapes: Sequence[tuple[int, int]]) -> Tiles:
+        return MemoryTiles(
+            [(T.alloc_buffer((rows * size,), "int8"), rows, size) for rows, size in shapes]
+        )
+
+
+class MemoryTiles(Tiles):
+    def __init__(self, tiles) -> None:
+        self.tiles = tiles
+
+    def view(self, tile: int, dtype: str):
+        memory, rows, size = self.tiles[tile]
+        count = size // (4 if dtype == "int32" else 1)
+        return T.decl_buffer((rows * count,), dtype, data=memory.data), rows, count
+
+    def load(self, tile, buffer, at, distance):
+        memory, rows, size = self.view(tile, buffer.dtype)
+        with T.grid(rows, size) as (r, i):
+            T.buffer_store(memory, buffer[at + r * distance + i], [r * size + i])
+
+    def store(self, tile, buffer, at, distance):
+        memory, rows, size = self.view(tile, buffer.dtype)
+        with T.grid(rows, size) as (r, i):
+            T.buffer_store(buffer, memory[r * size + i], [at + r * distance + i])
+
+    def multiply(self, sums, a, b, is_signed):
+        c, rows, lanes = self.view(sums, "int32")
+        x, _, size = self.view(a, "int8" if is_signed else "uint8")
+        w, words, _ = self.view(b, "int8")
+        assert words * 4 == size
+        with T.grid(rows, words, 4, lanes) as (r, word, i, n):
+            product = T.Cast("int32", x[r * size + word * 4 + i]) * T.Cast(
+                "int32", w[word * 64 + n * 4 + i]
+            )
+            T.buffer_store(c, c[r * lanes + n] + product, [r * lanes + n])
+
+    def release(self):
+        pass
+
+
+class Refusal(Permission):
+    @property
+    def code(self) -> str:
+        return "define linkonce_odr hidden i32 @refuse() { ret i32 0 }"
+
+
+EMULATED = replace(AMX, unit=MemoryUnit(None))
+REFUSED = replace(AMX, unit=MatrixUnit(Refusal("refuse", "")))
+#: Instructions of a CPU with VNNI and tiles; without permission no tile instruction is executed.
+WITH_TILES = Target({"kind": "llvm", "mcpu": "cascadelake", "mattr": ["+amx-tile", "+amx-int8"]})
+
+
+def find_target(isa: Isa) -> Target:
+    if isa is AMX:
+        return runnable_target(AMX)
+    vectors = runnable_target(VNNI512)
+    return WITH_TILES if isa is REFUSED else vectors
+
+
+def list_plans(spec: Conv2d, isa: Isa) -> list[TiledPlan]:
+    plan = ConvPlan(spec, isa.for_convolution(spec.in_dtype))
+    own = {each.name: getattr(plan, each.name) for each in fields(ConvPlan)}
+    return [TiledPlan(**own, rows=rows) for rows in list_rows(plan)]
+
+
+def check_plan(plan: TiledPlan, isa: Isa, seed: int = 0) -> None:
+    check_conv2d(
+        plan.spec,
+        isa,
+        find_target(isa),
+        seed,
+        build=lambda spec, isa, name: build_planned(plan, name),
+        pack=lambda spec, isa, *constants: pack_constants(plan, *constants),
+    )
+
+
+@st.composite
+def draw_specs(draw):
+    def small(low, high):
+        return draw(st.integers(low, high))
+
+    groups = draw(st.sampled_from([1, 1, 2, 3]))
+    c_in = groups * draw(st.sampled_from([1, 3, 16, 17, 64, 70]))
+    c_out = groups * draw(st.sampled_from([1, 5, 16, 17, 32, 48, 64, 100]))
+    in_dtype = draw(st.sampled_from(["uint8", "int8"]))
+    output = draw(st.sampled_from([Store.REQUANTIZE, Store.REQUANTIZE, *Store]))
+    epilogue = Epilogue(output, {Store.DEQUANTIZE: "float32"}.get(output, "int32"))
+    if output is Store.REQUANTIZE:
+        dtype, added = (draw(st.sampled_from(["uint8", "int8", "int16"])) for _ in "yr")
+        low, high = INTEGER_LIMITS[dtype]
+        residual = Residual(added, small(0, 127), -0.7) if draw(st.booleans()) else None
+        epilogue = Epilogue(output, dtype, small(low, high), residual=residual)
+    kernel, dilation = (small(1, 3), small(1, 3)), (small(1, 2), small(1, 2))
+    padding = tuple(small(0, 2) for _ in range(4))
+    height, width = small(1, 6), small(1, 37)
+    assume(height + padding[0] + padding[2] > (kernel[0] - 1) * dilation[0])
+    assume(width + padding[1] + padding[3] > (kernel[1] - 1) * dilation[1])
+    return Conv2d(
+        small(1, 2), height, width, c_in, c_out, kernel, (small(1, 2), small(1, 2)), padding,
+        dilation, groups, in_dtype, small(*INTEGER_LIMITS[in_dtype]), epilogue,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("isa", [AMX, EMULATED, REFUSED], ids=["unit", "emulated", "refused"])
+@settings(max_examples=count_examples(60, 6), deadline=None, derandomize=True)
+@given(spec=draw_specs(), choice=st.integers(0, 1000))
+def test_build_planned__drawn_specs(isa, spec, choice):
+    plans = list_plans(spec, isa)
+    plan = plans[choice % len(plans)]
+    tile = plan.ranked_tiles[choice % len(plan.ranked_tiles)]
+    check_plan(replace(plan, spec=replace(spec, tile=tile)), isa, choice)
+
+
+WIDE = Conv2d(1, 9, 20, 64, 96, (3, 3), padding=(1, 1, 1, 1), in_zero_point=7)
+
+
+@pytest.mark.parametrize("isa", [AMX, EMULATED, REFUSED], ids=["unit", "emulated", "refused"])
+@pytest.mark.parametrize("rows", [TileRows.LINES, TileRows.PADDED, TileRows.GATHERED])
+@pytest.mark.parametrize("block", [(1, 4), (2, 2), pytest.param((4, 1), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["uint8", "int8"])
+def test_build_planned__every_kind_of_rows(isa, rows, block, dtype):
+    spec = replace(WIDE, in_dtype=dtype, tile=Tile(block[0], 16, block[1]))
+    (plan,) = [plan for plan in list_plans(spec, isa) if plan.rows is rows]
+    check_plan(plan, isa)
+
+
+@pytest.mark.parametrize(
+    ("size", "channels", "outputs", "kernel", "strides", "wanted"),
+    [
+        (56, 64, 256, 1, 1, TileRows.MATRIX),
+        (7, 512, 512, 3, 1, TileRows.PADDED),
+        (56, 64, 64, 3, 1, TileRows.LINES),
+        (14, 512, 512, 3, 2, TileRows.GATHERED),
+    ],
+)
+def test_choose_plan__fills_tiles(size, channels, outputs, kernel, strides, wanted):
+    pad = (kernel // 2,) * 4
+    spec = Conv2d(1, size, size, channels, outputs, (kernel,) * 2, (strides,) * 2, pad)
+    plan = choose_plan(spec, AMX)
+    assert isinstance(plan, TiledPlan)
+    assert plan.rows is wanted
+
+
+def test_choose_plan__few_rows_stay_on_vectors():
+    for rows in (1, 5):
+        assert choose_plan(Dense(rows, 512, 512).as_conv2d(), AMX).isa.unit is None
+    for rows in (16, 64):
+        assert choose_plan(Dense(rows, 512, 512).as_conv2d(), AMX).isa.unit is AMX_INT8
+
+
+def test_choose_plan__a_tile_that_is_asked_for_decides_nothing_else():
+    plan = choose_plan(WIDE, AMX)
+    for tile in plan.ranked_tiles:
+        again = choose_plan(replace(WIDE, tile=tile), AMX)
+        assert (again.tile, again.rows) == (tile, plan.rows)
+
+
+def test_plan_batch_matmul__takes_the_unit():
+    assert plan_batch_matmul(BatchMatmul(2, 64, 64, 64), AMX).isa.unit is AMX_INT8
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8"])
+def test_register_shapes__fit_the_unit(dtype):
+    for rows, blocks in BLOCKS:
+        spec = replace(WIDE, in_dtype=dtype, tile=Tile(rows, 16, blocks))
+        for plan in list_plans(spec, AMX):
+            shapes = plan.register_shapes
+            assert len(shapes) <= AMX_INT8.registers
+            assert all(0 < r <= 16 and 0 < size <= 64 for r, size in shapes)
+
+
+def compile_assembly(spec: Conv2d, isa: Isa) -> str:
+    module = tvm.IRModule({"conv2d": build_conv2d(spec, isa)})
+    return tvm.compile(module, target=WITH_TILES).mod.inspect_source("asm")
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_build_conv2d__tile_instructions_of_a_block(rows):
+    """As many loads as operands for each product, and one store for each sum: nothing spills."""
+    spec = replace(WIDE, tile=Tile(rows, 16, 4 // rows))
+    text = compile_assembly(spec, AMX)
+    count = {
+        name: len(re.findall(rf"\t{name}\b", text))
+        for name in ("tdpbusd", "tileloadd", "tilestored", "ldtilecfg", "tilerelease", "syscall")
+    }
+    assert count["tdpbusd"] % 4 == 0
+    assert count["tilestored"] == 4
+    loads_of_a_step = 5 if rows == 1 else 4
+    assert count["tileloadd"] == 4 + count["tdpbusd"] // 4 * loads_of_a_step
+    assert count["ldtilecfg"] == count["tilerelease"]
+    assert count["syscall"] == 1
+
+
+def test_zero_point_shift__both_kinds_of_bytes_are_read_in_place():
+    for dtype in ("uint8", "int8"):
+        spec = Conv2d(1, 8, 8, 64, 64, (1, 1), in_dtype=dtype)
+        plan = choose_plan(spec, AMX)
+        assert isinstance(plan, TiledPlan)
+        assert not plan.needs_copy
+        assert plan.shift == 0
