@@ -339,3 +339,23 @@ def test_create_schedule_pass__scheduled_functions_are_left_alone():
     assert report.scheduled == ()
     assert report.skipped == ()
     tvm.ir.assert_structural_equal(create_schedule_pass(TARGET)(once), once)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint8"])
+@pytest.mark.parametrize(
+    ("shape", "widths", "blocks"),
+    [
+        ((2, 3, 4, 5, 64), (0, 0, 1, 2, 0, 0, 0, 0, 0, 0), 1),  # a border around whole vectors
+        ((1, 6, 7, 64), (0, 0, 1, 1, 2, 1, 0, 0), 1),
+        ((1, 6, 7, 20), (0, 0, 1, 1, 2, 1, 0, 0), 1),
+        ((1, 6, 7, 48), (0, 0, 0, 0, 0, 0, 8, 8), 2),  # a border within vectors
+    ],
+)
+def test_schedule_functions__a_border_of_whole_vectors_is_written_once(
+    shape, widths, blocks, dtype
+):
+    mod = make_module(lambda bb, x: relax.op.nn.pad(x, list(widths)), (shape, dtype))
+    x = random_ints(shape, "int32").astype(dtype)
+    got, _ = run_both(mod, x)
+    np.testing.assert_array_equal(got, np.pad(x, np.reshape(widths, (-1, 2))))
+    assert scheduled_text(mod).count("T.sblock(") == 1 + blocks  # and the root

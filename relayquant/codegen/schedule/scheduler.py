@@ -145,10 +145,17 @@ class FunctionScheduler:
         if not loops or not info.simple or len(loops) != len(info.spatial):
             self.parallelize(loops[:-1], info)
             return
-        if list_conditions(info.value) and sch.can_decompose_padding(block, loops[0]):
+        if self.guards_elements(info) and sch.can_decompose_padding(block, loops[0]):
             self.schedule_padding(block)
             return
         self.vectorize_loops(loops, info)
+
+    def guards_elements(self, info: BlockInfo) -> bool:
+        """Whether a guard depends on the vector axis, so that it would be tested per element."""
+        guards = list_conditions(info.value)
+        inner = self.contiguous_suffix(info, self.lanes(info.dtype_bits)) if guards else 0
+        inside = [axis.var for axis in info.spatial[-max(inner, 1) :]]
+        return any(mentions(guard, var) for guard in guards for var in inside)
 
     def vectorize_loops(self, loops: Sequence[s_tir.schedule.LoopRV], info: BlockInfo) -> None:
         """Vectorize the contiguous suffix of `loops`, which has one loop per spatial axis.
