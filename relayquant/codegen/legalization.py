@@ -15,8 +15,10 @@ from tvm.ir import Call
 
 from relayquant.codegen.divisions import DIVISION_LEGALIZATIONS
 from relayquant.codegen.kernels.floating.softmax import Softmax, make_softmax
+from relayquant.codegen.kernels.permutation import Permutation, make_permutation
 from relayquant.codegen.logical_and_bitwise import BITS, legalize_as_tvm
 from relayquant.codegen.lowering import mark_kernel
+from relayquant.codegen.rules.kernel_call import build_for_batch, split_batch
 from relayquant.ir.rewrite.expressions import same_type, shape_of
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
@@ -128,13 +130,33 @@ def compute_cosh(x: Any) -> Any:
 def legalize_softmax(builder: relax.BlockBuilder, call: Call) -> Any:
     """Legalize softmax(x) of float32 as its kernel, whose arithmetic is specified to the bit."""
     (data,) = call.args
-    shape, target = tensor_shape(data), tvm.target.Target.current(allow_none=True)
-    is_cpu = target is not None and target.kind.name == "llvm"
-    if not is_cpu or not shape or 0 in shape or tensor_dtype(data) != "float32":
+    shape = tensor_shape(data)
+    if not is_cpu_target() or not shape or 0 in shape or tensor_dtype(data) != "float32":
         return legalize_as_tvm(builder, call)
     extents = tuple(None if isinstance(extent, str) else int(extent) for extent in shape)
     func = make_softmax(Softmax(extents, int(call.attrs.axis) % len(extents)))
     return relax.call_tir(builder.add_func(mark_kernel(func, macs=0), "softmax"), data, call.ty)
+
+
+def legalize_permute_dims(builder: relax.BlockBuilder, call: Call) -> Any:
+    """Legalize permute_dims(x) as its kernel if it moves the last axis, in an array of tiles."""
+    (data,) = call.args
+    dtype, found = tensor_dtype(data), split_batch(data)
+    if found is None or not is_cpu_target() or not dtype.startswith(("float", "int", "uint")):
+        return legalize_as_tvm(builder, call)
+    symbolic, shape = found
+    axes = [int(axis) for axis in call.attrs.axes or reversed(range(len(shape)))]
+    spec = Permutation(shape, tuple(axes), dtype, np.dtype(dtype).itemsize)
+    if 0 in shape or (symbolic and axes[0] != 0) or not spec.fits_tiles:
+        return legalize_as_tvm(builder, call)
+    func = build_for_batch(lambda: make_permutation(spec), symbolic, (0, 1))
+    return relax.call_tir(builder.add_func(mark_kernel(func, macs=0), "transpose"), data, call.ty)
+
+
+def is_cpu_target() -> bool:
+    """Whether code is made for a CPU."""
+    target = tvm.target.Target.current(allow_none=True)
+    return target is not None and target.kind.name == "llvm"
 
 
 def legalize_pad(builder: relax.BlockBuilder, call: Call) -> Any:
@@ -264,6 +286,7 @@ LEGALIZATIONS = {
     "relax.cosh": legalize_cosh,
     "relax.nn.softmax": legalize_softmax,
     "relax.nn.pad": legalize_pad,
+    "relax.permute_dims": legalize_permute_dims,
     "relax.take": legalize_take,
     "relax.index_tensor": bound_first(find_axes_of_fields),
     "relax.index_put": bound_first(find_axes_of_fields),
