@@ -99,3 +99,11 @@ def test_row_norm__compiles_for_arm(form):
     assert "\tfsqrt\t" in text
     assert "\tfmla\t" not in text
     assert "\tbl\tsqrt" not in text
+
+
+@pytest.mark.parametrize(
+    ("leading", "features", "shares"), [((1, 197), 192, True), ((1, 98), 64, False)]
+)
+def test_make_row_norm__threads_share_what_takes_five_microseconds(leading, features, shares):
+    spec = RowNorm(leading, features, EPSILON, is_centred=True)
+    assert ("T.parallel" in make_row_norm(spec).script()) == shares

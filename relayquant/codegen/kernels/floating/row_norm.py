@@ -35,7 +35,6 @@ from relayquant.codegen.kernels.emit import (
 )
 from relayquant.codegen.kernels.floating.tile import Buffer, Expr
 from relayquant.codegen.kernels.integer.row_quantize import (
-    ELEMENT_COST,
     ReadVector,
     choose_lanes,
     emit_codes,
@@ -47,6 +46,8 @@ from relayquant.codegen.kernels.integer.row_quantize import (
 SUM_LANES = 32
 #: Most rows that are processed together, and most elements of them.
 MOST_ROWS, BLOCK_ELEMENTS = 16, 1024
+#: Multiply-adds that take as long as one element.
+NORM_COST = 40
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def make_row_norm(spec: RowNorm, name: str = "row_norm") -> PrimFunc:
             rows.emit_block(first, T.bind(T.min(count - first, block)))
 
         blocks = T.floordiv(count + (block - 1), block)
-        emit_shared_loop(blocks, count * (width * ELEMENT_COST) >= PARALLEL_THRESHOLD, emit)
+        emit_shared_loop(blocks, count * (width * NORM_COST) >= PARALLEL_THRESHOLD, emit)
 
     return build_kernel(name, body)
 

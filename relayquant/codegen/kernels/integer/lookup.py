@@ -28,7 +28,7 @@ from relayquant.codegen.kernels.isa.base import Buffer, Expr
 
 #: Values in a table: one for each byte.
 TABLE_SIZE = 256
-#: From this many values on, threads share the work, if each value takes a load; else from 16 times
+#: From this many values on, threads share the work, if each value takes a load; else from 8 times
 #: as many.
 PARALLEL_VALUES = 1 << 14
 #: Values that are loaded per step of the loop.
@@ -154,6 +154,6 @@ def build_lookup(
             found = shuffle.emit(bits, index)
             store_vector(out, T.reinterpret(vector(spec.out_dtype, lanes), found), at, lanes)
 
-        emit_vector_loop(size, shuffle.lanes, look_up, size >= 16 * PARALLEL_VALUES)
+        emit_vector_loop(size, shuffle.lanes, look_up, size >= 8 * PARALLEL_VALUES)
 
     return build_kernel(name, body)
