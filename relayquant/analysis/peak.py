@@ -25,6 +25,7 @@ from relayquant.codegen.kernels.emit import (
     store_vector,
 )
 from relayquant.codegen.kernels.isa.base import Isa
+from relayquant.codegen.kernels.isa.matrix_unit import MatrixUnit, may_use_tiles
 from relayquant.codegen.kernels.isa.select import select_isa
 
 #: Vectors of weights that are read in turns. They stay in the first-level cache.
@@ -33,6 +34,8 @@ WEIGHTS = 8
 SYMMETRIC = np.array([-127, 127], "int8")
 #: Dot products per call: long enough that the call overhead does not count.
 ITERATIONS = 20_000
+#: Tiles of sums of a matrix unit that are multiplied in turns.
+TILE_SUMS = 4
 
 
 def measure_peak(target: Target, seconds: float = 0.2) -> float:
@@ -54,6 +57,8 @@ def measure_peak(target: Target, seconds: float = 0.2) -> float:
 def compile_peak(target: Target) -> tuple[Callable[[], None], int]:
     """Compile the function of `measure_peak`, and count the integer operations of one call."""
     isa = choose_peak_isa(target)
+    if isa.unit is not None:
+        return compile_tile_peak(isa, isa.unit, target)
     sums = count_sums(isa)
     func = build_peak(isa, sums)
     name = str(func.attrs["global_symbol"])
@@ -69,8 +74,41 @@ def compile_peak(target: Target) -> tuple[Callable[[], None], int]:
 
 
 def choose_peak_isa(target: Target) -> Isa:
-    """Return the instructions for convolutions with symmetric weights."""
-    return select_isa(target).for_weights(SYMMETRIC).for_convolution("uint8")
+    """Return the instructions for convolutions with symmetric weights.
+
+    A matrix unit counts if this process may use it.
+    """
+    isa = select_isa(target)
+    if isa.unit is not None and not may_use_tiles():
+        isa = isa.companion
+    return isa.for_weights(SYMMETRIC).for_convolution("uint8")
+
+
+def compile_tile_peak(isa: Isa, unit: MatrixUnit, target: Target) -> tuple[Callable[[], None], int]:
+    """Do the same for products of tiles: four independent tiles of sums."""
+    full, shape = (unit.rows, unit.row_bytes), (unit.rows * unit.row_bytes,)
+
+    def body() -> None:
+        x, w, y = declare_arguments(
+            ("x", shape, isa.activation), ("w", shape, isa.weight_dtype), ("y", (256,), "int32")
+        )
+        tiles = unit.configure([full] * unit.registers)
+        for tile in range(TILE_SUMS):
+            tiles.load(tile, y, 0, isa.lanes)
+        tiles.load(TILE_SUMS, x, 0, unit.row_bytes)
+        tiles.load(TILE_SUMS + 1, w, 0, unit.row_bytes)
+        with T.serial(ITERATIONS):
+            for tile in range(TILE_SUMS):
+                tiles.multiply(tile, TILE_SUMS, TILE_SUMS + 1, is_signed=False)
+        for tile in range(TILE_SUMS):
+            tiles.store(tile, y, 0, isa.lanes)
+        tiles.release()
+
+    kernel = tvm.compile(tvm.IRModule({"peak": build_kernel("peak", body)}), target=target)["peak"]
+    arrays = (np.ones(shape, isa.activation), np.ones(shape, "int8"), np.zeros(256, "int32"))
+    tensors = [tvm.runtime.tensor(array) for array in arrays]
+    products = unit.rows * unit.row_bytes * isa.lanes * TILE_SUMS * ITERATIONS
+    return lambda: kernel(*tensors), 2 * products
 
 
 def count_sums(isa: Isa) -> int:

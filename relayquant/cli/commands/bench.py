@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import tvm
+from tvm.target import Target
 
 import relayquant as rq
 from relayquant.analysis.engines import Candidate, Engine, measure_engines
@@ -28,6 +29,8 @@ from relayquant.cli.files import load_model, load_module
 from relayquant.cli.measure import bind_run
 from relayquant.cli.options import check_options, read_backend
 from relayquant.cli.output import CommandOutput, ExitCode, make_plain
+from relayquant.codegen.kernels.isa.matrix_unit import may_use_tiles
+from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.isa.target import name_cpu, resolve_target
 from relayquant.config import BackendConfig, BiasCorrection, FitSettings, WeightRounding
 from relayquant.data import InputInfo, count_samples, open_dataset
@@ -106,6 +109,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
             runs = {name: bind_run(Executor(each), inputs) for name, each in executables.items()}
             latencies = measure_latency(runs, options.repeat)
         output.print(f"{name_cpu()}; {', '.join(list_versions(others))}")
+        output.print(describe_products(resolve_target(None)))
         shapes = ", ".join(f"{name} {array.shape}" for name, array in batches[0].items())
         title = f"{options.model.name}: {shapes}, {format_count(threads, 'thread')}"
         output.add_values(cpu=name_cpu(), versions=list_versions(others), threads=threads)
@@ -133,6 +137,19 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
                 )
             output.add_table("kernels", calls)
     return ExitCode.OK
+
+
+def describe_products(target: Target) -> str:
+    """Say with which instructions kernels for this machine multiply bytes."""
+    isa = select_isa(target)
+    if isa.unit is None:
+        return f"int8 products: {isa.name}"
+    if may_use_tiles():
+        return f"int8 products: {isa.name}, on tiles; few rows and depthwise on vectors"
+    return (
+        f"int8 products: {isa.companion.name}, on vectors, since this process may not use the "
+        "tiles of AMX (an old kernel, a filter of system calls, or a small signal stack)"
+    )
 
 
 def export_own(executables: Mapping[str, Any], folder: Path) -> dict[str, Candidate]:

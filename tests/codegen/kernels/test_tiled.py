@@ -6,13 +6,17 @@ The emulation keeps tiles in memory and loops over their elements. So it runs wi
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import pytest
 import tvm
-from convolutions import check_conv2d
+from convolutions import check_conv2d, conv2d_accumulators
 from drawing import count_examples
+from exact import finish, random_multiplier, random_values, random_weights
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from machines import runnable_target
@@ -20,12 +24,13 @@ from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
 from relayquant.base.qtypes import INTEGER_LIMITS
-from relayquant.codegen.kernels.integer.conv import build_conv2d, build_planned
+from relayquant.codegen.kernels.integer.conv import build_conv2d, build_planned, pack_conv2d
 from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, pack_constants
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
 from relayquant.codegen.kernels.integer.matmul import BatchMatmul, plan_batch_matmul
 from relayquant.codegen.kernels.integer.plan_choice import choose_plan
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, Tile
+from relayquant.codegen.kernels.integer.tiled import count_parts
 from relayquant.codegen.kernels.integer.tiled_plan import BLOCKS, TiledPlan, TileRows, list_rows
 from relayquant.codegen.kernels.isa.base import AMX, VNNI512, Isa
 from relayquant.codegen.kernels.isa.matrix_unit import AMX_INT8, MatrixUnit, Permission, Tiles
@@ -226,6 +231,56 @@ def test_build_conv2d__tile_instructions_of_a_block(rows):
     assert count["tileloadd"] == 4 + count["tdpbusd"] // 4 * loads_of_a_step
     assert count["ldtilecfg"] == count["tilerelease"]
     assert count["syscall"] == 1
+
+
+#: Runs a library in a process whose signal stack is too small for the state of the tiles.
+REFUSED_PROCESS = """
+import ctypes, sys
+import numpy as np
+
+class Stack(ctypes.Structure):
+    _fields_ = [("start", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+
+system = ctypes.CDLL(None)
+memory = ctypes.create_string_buffer(8192)
+stack = Stack(ctypes.addressof(memory), 0, 8192)
+assert system.sigaltstack(ctypes.byref(stack), None) == 0
+import tvm
+kernel = tvm.runtime.load_module(sys.argv[1])["conv2d"]
+with np.load(sys.argv[2]) as arrays:
+    inputs = [arrays[name] for name in arrays.files]
+    kernel(*map(tvm.runtime.tensor, inputs[:-1]), y := tvm.runtime.tensor(inputs[-1]))
+np.save(sys.argv[3], y.numpy())
+granted = ctypes.c_uint64()
+system.syscall(158, 0x1022, ctypes.byref(granted))
+print("granted" if granted.value >> 18 & 1 else "refused")
+"""
+
+
+def test_permission__a_process_that_may_not_use_tiles_computes_the_same(tmp_path):
+    """As on a CPU without tiles, no tile instruction is executed: it would end the process."""
+    runnable_target(VNNI512)
+    rng = np.random.default_rng(0)
+    weight = random_weights(rng, WIDE.weight_shape)
+    bias = np.zeros(WIDE.out_channels, "int32")
+    factor = random_multiplier(rng, weight)
+    x = random_values(rng, WIDE.in_shape, "uint8")
+    packed = pack_conv2d(WIDE, AMX, weight, bias, factor).arguments()
+    kernel = tvm.IRModule({"conv2d": build_conv2d(WIDE, AMX)})
+    tvm.compile(kernel, target=WITH_TILES).export_library(str(tmp_path / "kernel.so"))
+    np.savez(tmp_path / "inputs.npz", x, *packed, np.zeros(WIDE.out_shape, "uint8"))
+    paths = [str(tmp_path / name) for name in ("kernel.so", "inputs.npz", "y.npy")]
+    command = [sys.executable, "-c", REFUSED_PROCESS, *paths]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == "refused"
+    wanted = finish(conv2d_accumulators(x, weight, bias, WIDE), WIDE.epilogue, factor, None)
+    np.testing.assert_array_equal(np.load(paths[-1]), wanted)
+
+
+@pytest.mark.parametrize(("cycles", "parts"), [(10_000, 1), (16_000, 16), (640_000, 32), (1e9, 64)])
+def test_count_parts__by_work(cycles, parts):
+    assert count_parts(cycles) == parts
 
 
 def test_zero_point_shift__both_kinds_of_bytes_are_read_in_place():

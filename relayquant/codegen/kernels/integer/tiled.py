@@ -51,8 +51,12 @@ from relayquant.codegen.kernels.integer.tiled_plan import TiledPlan, TileRows
 from relayquant.codegen.kernels.isa.base import Buffer, Expr
 from relayquant.codegen.kernels.isa.matrix_unit import MatrixUnit, Tiles
 
-#: Parts of a parallel loop. Each configures the tiles, which takes 50 ns.
-PARTS = 16
+#: Fewest cycles of products and stores that are worth sharing among threads; see
+#: `emit.PARALLEL_THRESHOLD`.
+PARALLEL_CYCLES = 15_000
+#: Parts of a parallel loop, if a part takes fewer cycles than the second number; and most parts.
+#: Each part configures the tiles, which takes 50 ns.
+PARTS, PART_CYCLES, MOST_PARTS = 16, 20_000, 64
 #: Weights of up to this many bytes stay in the second-level cache during all pixels.
 CACHED_WEIGHT_BYTES = 256 * 1024
 #: Accumulators of the product on vectors.
@@ -91,7 +95,7 @@ def emit_tiled(
     axes = ["n", "pixel", "group", "panel"] if is_small else ["n", "group", "panel", "pixel"]
     sizes = {"n": images, "pixel": pixels, "group": plan.groups, "panel": plan.panels}
     total = prod(sizes.values())
-    parts = min(total, PARTS) if threads else 1
+    parts = min(total, count_parts(plan.count_cycles(plan.tile))) if threads else 1
     with (T.parallel if parts > 1 else T.serial)(parts) as part:
         first, end = (T.floordiv((part + i) * total, parts) for i in (0, 1))
         tiles: list[Tiles] = []
@@ -109,6 +113,13 @@ def emit_tiled(
             )
             emit_results(plan, operands, place, block, sums)
         emit_if(may_use, lambda: tiles[0].release())
+
+
+def count_parts(cycles: float) -> int:
+    """Count the parts in which threads share a loop that takes this many cycles."""
+    if cycles < PARALLEL_CYCLES:
+        return 1
+    return min(max(PARTS, int(cycles // PART_CYCLES)), MOST_PARTS)
 
 
 def ask_permission(unit: MatrixUnit) -> Expr | bool:
