@@ -1,6 +1,6 @@
 """Schedules timed on a machine, kept in a file between runs; `tuning` reads and writes it.
 
-    {"format": "relayquant.forms", "version": 1, "made_by": "0.27.0",
+    {"format": "relayquant.forms", "version": 2, "made_by": "0.27.0",
      "forms": {layer: {"tile": {"rows": 1, "cols": 7, "blocks": 4, "chains": 1},
                        "transforms": false}}}
 
@@ -27,7 +27,7 @@ from relayquant.codegen.kernels.integer.specs import KernelSchedule, Tile
 from relayquant.errors import ConfigError
 
 FORMAT = "relayquant.forms"
-VERSION = 1
+VERSION = 2
 #: Larger files are not caches of schedules: a layer takes some 200 bytes.
 MAX_BYTES = 2**24
 ADVICE = "Delete it, or name another file."

@@ -119,9 +119,25 @@ def test_open_tuner__times_for_real(tmp_path, monkeypatch):
             assert choose(spec, ISA, able) in list_schedules(spec, ISA, able)
 
 
+def test_bind_arguments__weights_come_from_a_far_cache():
+    """A call reads other weights than the calls before, as each layer of a network does."""
+    read = []
+    run = tuning.bind_arguments(
+        lambda _data, weights, *_others: read.append(weights), LAYER, VNNI512, KernelSchedule()
+    )
+    for _ in range(2000):
+        run()
+    copies = {id(weights): weights.numpy().nbytes for weights in read}
+    assert sum(copies.values()) >= tuning.COLD_BYTES
+    assert len({id(weights) for weights in read[: len(copies)]}) == len(copies)
+
+
 @pytest.mark.parametrize(
     ("changes", "first"),
-    [({}, True), ({"height": 5, "width": 5, "out_channels": 16, "in_channels": 16}, False)],
+    [
+        ({"height": 56, "width": 56}, True),
+        ({"height": 5, "width": 5, "out_channels": 16, "in_channels": 16}, False),
+    ],
 )
 def test_list_schedules__with_transforms_and_without(changes, first):
     spec = replace(LAYER, **changes)
@@ -174,7 +190,7 @@ def test_describe_layer__is_the_same_for_other_numbers():
 
 
 FORM = '{"tile": {"rows": 1, "cols": 2, "blocks": 3, "chains": 1}, "transforms": false}'
-GOOD = '{"format": "relayquant.forms", "version": 1, "made_by": "%s", "forms": {"a": FORM}}'
+GOOD = '{"format": "relayquant.forms", "version": 2, "made_by": "%s", "forms": {"a": FORM}}'
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ class TileGrid:
         is_parallel: Whether threads share the work.
         shares_inputs: Whether the parts of a chunk read the same transformed activations, as
             integer kernels do. Float kernels transform again for each part.
+        fewest_tiles: Least number of tiles of a chunk, if the image has them.
     """
 
     out_size: tuple[int, int]
@@ -98,6 +99,7 @@ class TileGrid:
     images: int
     is_parallel: bool
     shares_inputs: bool = False
+    fewest_tiles: int = 0
 
     @cached_property
     def tiles(self) -> tuple[int, int]:
@@ -109,10 +111,11 @@ class TileGrid:
     def chunks(self) -> int:
         """Chunks of the tile rows: one, or an even number, which two threads share."""
         rows, cols = self.tiles
-        count = ceil_div(rows, max(CHUNK_BYTES // (cols * self.tile_bytes), 1))
+        fewest_rows = ceil_div(self.fewest_tiles, cols)
+        count = ceil_div(rows, max(CHUNK_BYTES // (cols * self.tile_bytes), fewest_rows, 1))
         if self.is_parallel and self.shares_inputs:
             wanted = ceil_div(LEAST_ITEMS, self.images)
-            count = max(count, min(wanted, rows // ceil_div(LEAST_TILES, cols)))
+            count = max(count, min(wanted, rows // max(ceil_div(LEAST_TILES, cols), fewest_rows)))
         elif self.is_parallel:
             parts = ceil_div(self.out_channels, PART_CHANNELS)
             count = max(count, ceil_div(LEAST_ITEMS, self.images * parts))

@@ -5,6 +5,7 @@ the numpy model of the direct form.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -25,10 +26,12 @@ from relayquant.codegen.kernels.integer.winograd import (
     can_winograd,
     find_largest_sum,
     pack_winograd,
+    plan_prefetch,
 )
 from relayquant.codegen.kernels.isa.arm import SDOT
 from relayquant.codegen.kernels.isa.base import AVX2, PORTABLE, VNNI512, X86_ISAS
-from relayquant.codegen.kernels.isa.timing import ZEN4
+from relayquant.codegen.kernels.isa.timing import COMMON, ZEN4
+from relayquant.codegen.kernels.winograd import PanelRange
 from relayquant.codegen.tuning import keep_estimate
 
 SAME, RAW = (1, 1, 1, 1), Epilogue(Store.ACCUMULATOR, "int32")
@@ -55,6 +58,10 @@ CASES = {
         2, 14, 13, 64, 128, (3, 3), padding=SAME, in_zero_point=9,
         epilogue=Epilogue(residual=Residual("uint8", 4, 0.3)),
     ),
+    "one chunk in parts, partial panels": Conv2d(
+        1, 28, 28, 80, 112, (3, 3), padding=SAME, in_zero_point=9,
+        epilogue=Epilogue(is_small=True),
+    ),
     "float output": Conv2d(
         1, 7, 9, 16, 16, (3, 3), padding=SAME, epilogue=Epilogue(Store.DEQUANTIZE, "float32")
     ),
@@ -70,9 +77,11 @@ every_x86_in_samples = take_samples(X86_ISAS)
 
 
 @pytest.mark.sample(4)
+@pytest.mark.parametrize("timing", [COMMON, ZEN4], ids=["common", "zen4"])
 @pytest.mark.parametrize("name", CASES)
 @every_x86_in_samples
-def test_winograd__equals_the_direct_form(name, isa):
+def test_winograd__equals_the_direct_form(name, isa, timing):
+    isa = isa.with_timing(timing)
     check_conv2d(CASES[name], isa, runnable_target(isa), 0, build_winograd, pack_winograd)
 
 
@@ -164,8 +173,16 @@ def test_winograd__sums_that_are_too_large_are_refused():
         ({"height": 5, "width": 5}, VNNI512, False),  # four tiles for little more than one
         # 19 MB of weights for four tiles
         ({"height": 7, "width": 7, "in_channels": 512, "out_channels": 512}, AVX2, False),
-        ({"height": 16, "width": 16, "in_channels": 256, "out_channels": 256}, VNNI512, True),
+        # Intel's servers read the 4.7 MB of weights slowly from their last-level cache.
+        ({"height": 14, "width": 14, "in_channels": 256, "out_channels": 256}, VNNI512, False),
         ({"height": 14, "width": 14, "in_channels": 256, "out_channels": 256}, ON_ZEN4, True),
+        # With more tiles the products take longer than the weights take to come.
+        ({"height": 28, "width": 28, "in_channels": 256, "out_channels": 256}, VNNI512, True),
+        ({"in_channels": 128, "out_channels": 128}, VNNI512, True),
+        ({"height": 55, "width": 55, "in_channels": 16}, VNNI512, False),  # mostly transforms
+        ({"height": 55, "width": 55, "in_channels": 16}, ON_ZEN4, True),
+        # A product without VNNI takes two instructions, and twice as many of them.
+        ({"height": 14, "width": 14, "in_channels": 256, "out_channels": 256}, AVX2, True),
     ],
 )
 def test_winograd__where_it_can_and_pays(changes, isa, expected):
@@ -174,19 +191,54 @@ def test_winograd__where_it_can_and_pays(changes, isa, expected):
     assert keep_estimate(spec, isa, able) == KernelSchedule(transforms=expected)
 
 
+DEEP = {"in_channels": 256, "out_channels": 256}
+
+
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("changes", "isa", "expected"),
     [
-        ({}, (7, 1)),  # as many as there are rows of tiles
-        ({"height": 56, "width": 56}, (8, 1)),
-        ({"height": 14, "width": 14, "in_channels": 256, "out_channels": 256}, (2, 4)),
-        ({"batch": 8, "height": 14, "width": 14, "out_channels": 256}, (2, 1)),
-        ({"height": 6, "width": 6, "in_channels": 16, "out_channels": 16}, (1, 1)),  # one thread
+        ({}, ON_ZEN4, (7, 1)),  # as many as there are rows of tiles
+        ({"height": 56, "width": 56}, ON_ZEN4, (8, 1)),
+        ({"height": 14, "width": 14, **DEEP}, ON_ZEN4, (2, 4)),
+        ({"batch": 8, "height": 14, "width": 14, "out_channels": 256}, ON_ZEN4, (2, 1)),
+        ({"height": 6, "width": 6, "in_channels": 16, "out_channels": 16}, ON_ZEN4, (1, 1)),
+        # If weights come slowly, few chunks read them.
+        ({"height": 56, "width": 56}, VNNI512, (6, 1)),
+        ({"in_channels": 128, "out_channels": 128}, VNNI512, (1, 4)),
+        ({"height": 28, "width": 28, **DEEP}, VNNI512, (1, 4)),
+        ({"batch": 8, "height": 28, "width": 28, **DEEP}, VNNI512, (1, 1)),
     ],
 )
-def test_winograd_plan__work_for_many_threads(changes, expected):
-    plan = WinogradPlan(replace(LAYER, **changes), VNNI512)
+def test_winograd_plan__work_for_many_threads(changes, isa, expected):
+    plan = WinogradPlan(replace(LAYER, **changes), isa)
     assert (plan.grid.chunks, plan.parts) == expected
+
+
+@pytest.mark.parametrize("isa", [VNNI512, ON_ZEN4], ids=["common", "zen4"])
+@pytest.mark.parametrize(
+    ("size", "channels"), [((56, 56), 64), ((14, 14), 256), ((28, 28), 48), ((14, 13), 176)]
+)
+def test_plan_prefetch__covers_the_next_panel_of_the_part(size, channels, isa):
+    """While a part multiplies a panel, its tiles together fetch the panel that it reads next."""
+    height, width = size
+    spec = replace(LAYER, height=height, width=width, in_channels=channels, out_channels=channels)
+    plan = WinogradPlan(spec, isa)
+    product, panels, parts = plan.product, plan.product.panels, plan.parts
+    length = product.panel_vectors * product.isa.weight_vector
+    steps = -(-plan.grid.least_tiles // product.tile.cols)
+    for part in range(parts):
+        own = PanelRange(part * panels // parts, (part + 1) * panels // parts)
+        order = [(point, panel) for point in range(36) for panel in range(own.first, own.end)]
+        for (point, panel), following in pairwise(order):
+            fetched = np.zeros(plan.weight_size, bool)
+            for step in range(steps):
+                share = plan_prefetch(plan, point, panel - own.first, own, step)
+                fetched[int(share.start) :][: product.words * share.step] = True
+            first = (following[0] * panels + following[1]) * length
+            assert fetched[first : first + length].all()
+            assert fetched.sum() == length
+        share = plan_prefetch(plan, *order[-1][:1], own.end - own.first - 1, own, steps - 1)
+        assert int(share.start) + product.words * share.step <= plan.weight_size
 
 
 @pytest.mark.parametrize("height", [7, 28, 56, 57, 224])

@@ -19,7 +19,9 @@ of bytes with VNNI: half of the time remains, plus the transforms; a quarter wit
 An image is processed in chunks of tile rows that fit the second-level cache. For each chunk: B d B'
 of all tiles, then for each of the 36 elements a matrix product of tiles by channels, then the
 results of all tiles. If there are few chunks, B d B' of the whole image is computed first, and the
-output channels of each chunk are split into several parts, for many threads.
+output channels of each chunk are split into several parts, for many threads. Every chunk reads all
+weights, which have eight times the bytes of the direct form's. The tiles of a panel fetch the next
+panel. If the last-level cache is slow (`Timing.far_bytes`), chunks are larger than the weights.
 
 Source of B and A: A. Lavin and S. Gray, Fast Algorithms for Convolutional Neural Networks, 2015,
 section 4.3. Rows of G are multiplied by 24, 24, 24, 24, 24 and 12, columns of A by the remaining
@@ -46,6 +48,7 @@ from relayquant.codegen.kernels.emit import (
     alloc_vectors,
     alloc_workspace,
     build_kernel,
+    ceil_div,
     constant,
     load_vector,
     loop_over,
@@ -53,7 +56,7 @@ from relayquant.codegen.kernels.emit import (
     vector,
 )
 from relayquant.codegen.kernels.expansion import Expanded, Expansion
-from relayquant.codegen.kernels.integer.conv import emit_reduction, locate_tile
+from relayquant.codegen.kernels.integer.conv import Prefetch, emit_reduction, locate_tile
 from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, pack_panels
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Store
 from relayquant.codegen.kernels.integer.operands import (
@@ -92,12 +95,16 @@ EXPANSION = Expansion(np.kron(WEIGHT_TRANSFORM, WEIGHT_TRANSFORM), "int8", "int1
 INVERSE_OF_9, SHIFT = pow(9, -1, 2**32), 6
 #: Sums of weights times activations minus 128 must be smaller in magnitude.
 LARGEST_SUM = 2**25
-#: Times in units of a dot product, measured on Zen 4: input and output transform of one vector of a
-#: tile; and bytes of weights read from the last-level cache in one unit.
-INPUT_COST, OUTPUT_COST, BYTES_PER_DOT = 145, 175, 12
 #: Largest size of the transformed weights, which have eight times the bytes. A last-level cache
 #: holds some weights of this size.
 MOST_WEIGHT_BYTES = 5 * 1024 * 1024
+#: Bytes of transformed activations and products of a chunk, by bytes of weights.
+CHUNK_PER_WEIGHTS = 1.5
+#: Least number of parts of an image in few chunks, if it has enough channels. Narrower panels would
+#: make more of them, but multiply more slowly.
+LEAST_PARTS = 4
+#: Fused dot products in the time of one that multiplies and then adds.
+UNFUSED = 2
 #: Winograd is used if its estimated time is below this share of the direct form's time.
 WORTH = 0.92
 
@@ -123,7 +130,21 @@ class WinogradPlan:
             spec.batch,
             is_parallel=cost >= PARALLEL_THRESHOLD,
             shares_inputs=True,
+            fewest_tiles=self.fewest_tiles,
         )
+
+    @cached_property
+    def fewest_tiles(self) -> int:
+        """Least number of tiles of a chunk.
+
+        If weights come slowly from the last-level cache, a chunk has more bytes than the weights:
+        then they are read once or twice, and products take longer than the next panel takes to
+        come.
+        """
+        if self.isa.timing.near_weights is None:
+            return 0
+        channels, outputs = self.spec.in_channels, self.spec.out_channels
+        return int(CHUNK_PER_WEIGHTS * 2 * channels * outputs / (2 * channels + 4 * outputs))
 
     @cached_property
     def parts(self) -> int:
@@ -137,7 +158,12 @@ class WinogradPlan:
         channels = self.spec.in_channels, self.spec.out_channels
         stored, tile = Epilogue(Store.ACCUMULATOR, "int32"), self.spec.tile
         spec = Conv2d(1, 1, tiles, *channels, (1, 1), in_dtype="int16", epilogue=stored, tile=tile)
-        return ConvPlan(spec, self.isa.for_activations("int16").for_wrapping_sums())
+        isa = self.isa.for_activations("int16").for_wrapping_sums()
+        if self.fewest_tiles and self.grid.is_parallel:  # parts for the threads that have no chunk
+            vectors = ceil_div(self.spec.out_channels, isa.lanes)
+            most = vectors * self.spec.batch * self.grid.chunks // LEAST_PARTS
+            isa = replace(isa, max_blocks=max(min(isa.max_blocks, most), 1))
+        return ConvPlan(spec, isa)
 
     @cached_property
     def input_lanes(self) -> int:
@@ -156,9 +182,15 @@ class WinogradPlan:
         return tiles * self.spec.in_channels + 2 * self.isa.lanes
 
     @cached_property
+    def sum_channels(self) -> int:
+        """Channels of the products of the largest part."""
+        panels = ceil_div(self.product.panels, self.parts)
+        return min(panels * self.product.panel_channels, self.spec.out_channels)
+
+    @cached_property
     def sum_stride(self) -> int:
         """Distance between elements of the products."""
-        return self.grid.most_tiles * self.spec.out_channels + self.isa.lanes
+        return self.grid.most_tiles * self.sum_channels + self.isa.lanes
 
     @cached_property
     def weight_size(self) -> int:
@@ -169,13 +201,23 @@ class WinogradPlan:
         return POINTS * self.product.weight_bytes
 
     @cached_property
+    def weight_reads(self) -> int:
+        """How often the weights come from the last-level cache: once, or for every chunk."""
+        near = self.isa.timing.near_weights
+        stay = near is None or self.weight_bytes <= near * self.parts
+        return 1 if stay else self.grid.chunks
+
+    @cached_property
     def cost(self) -> float:
         """Estimated time of an image, in dot products of the instruction set for int16."""
-        vectors = self.product.vectors
-        dots = POINTS * vectors * self.product.words
-        inputs = self.spec.in_channels // self.input_lanes * INPUT_COST
-        tiles = prod(self.grid.tiles) * (dots + inputs + vectors * OUTPUT_COST)
-        return tiles + self.weight_bytes / BYTES_PER_DOT
+        timing, vectors, tiles = self.isa.timing, self.product.vectors, prod(self.grid.tiles)
+        unit = 1 if self.product.isa.is_fused else UNFUSED
+        dots = tiles * POINTS * vectors * self.product.words
+        inputs = self.spec.in_channels // self.input_lanes * timing.input_transform
+        transforms = tiles * (inputs + vectors * timing.output_transform)
+        fetches = self.weight_reads * self.weight_bytes / timing.far_bytes / unit
+        hidden = timing.overlap * dots * self.weight_reads / self.grid.chunks
+        return dots + transforms / unit + max(fetches - hidden, 0)
 
 
 def can_winograd(spec: Conv2d, isa: Isa, weight: NDArray[np.int8]) -> bool:
@@ -331,7 +373,7 @@ def emit_products(
 
     The activations begin at `origin`.
     """
-    product, (channels, outputs) = plan.product, (plan.spec.in_channels, plan.spec.out_channels)
+    product, channels, outputs = plan.product, plan.spec.in_channels, plan.sum_channels
     lanes, tile = product.isa.lanes, product.tile
     image = Image(inputs, 1, product.spec.width)
     steps = T.floordiv(tiles + (tile.cols - 1), tile.cols)
@@ -347,14 +389,35 @@ def emit_products(
         chains = [alloc_vectors(tile.cols * tile.blocks, lanes) for _ in range(tile.chains)]
         for acc in (acc for accs in chains for acc in accs):
             store_vector(acc, constant("int32", 0, lanes), 0, lanes)
-        emit_reduction(product, image, operands, at, chains, ahead=None)
+        ahead = plan_prefetch(plan, point, index, own, step)
+        emit_reduction(product, image, operands, at, chains, ahead)
         for slot, accs in enumerate(zip(*chains, strict=True)):
             total = load_vector(accs[0], 0, lanes)
             for acc in accs[1:]:
                 total = emit_wrapping(Wrapping.ADD, total, load_vector(acc, 0, lanes), lanes)
             pixel, block = divmod(slot, tile.blocks)
-            target = (first + pixel) * outputs + at.out_channels[block]
+            channel = at.out_channels[block] - own.first * product.panel_channels
+            target = (first + pixel) * outputs + channel
             store_vector(sums, total, point * plan.sum_stride + target, lanes)
+
+
+def plan_prefetch(
+    plan: WinogradPlan, point: Expr, index: Expr, own: PanelRange, step: Expr
+) -> Prefetch:
+    """Plan what a tile fetches of the weights of the next panel, which may be of the next element.
+
+    Transformed weights of many channels come from the last-level cache.
+    """
+    product = plan.product
+    size = product.panel_vectors * product.isa.weight_vector
+    tiles = ceil_div(plan.grid.least_tiles, product.tile.cols)
+    share = ceil_div(product.tile.blocks * product.isa.weight_vector, tiles)
+    panels = own.end - own.first
+    following = point * product.panels + own.first + index + 1
+    following += T.floordiv(index + 1, panels) * (product.panels - panels)  # of the next element
+    following = T.min(following, POINTS * product.panels - 1)
+    start = T.min(step * (product.words * share), size - product.words * share)
+    return Prefetch(following * size + start, share)
 
 
 def emit_results(
@@ -369,7 +432,8 @@ def emit_results(
     end = T.bind(T.min(own.end * blocks, channels // lanes))  # the last panel may be partial
     with T.serial(end - own.first * blocks) as v:
         first = T.bind((own.first * blocks + v) * lanes)
-        source, target = T.bind(at.number * channels + first), T.bind(start + first)
+        source = T.bind(at.number * plan.sum_channels + v * lanes)
+        target = T.bind(start + first)
 
         columns = alloc_columns(OUT, lanes, "int32")
         with T.unroll(IN) as j:

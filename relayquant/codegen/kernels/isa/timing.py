@@ -1,4 +1,4 @@
-"""CPU core -> its timing, for the choice of register tiles.
+"""CPU core -> its timing, for the choice of register tiles and of Winograd's transforms.
 
 Cores with the same instructions differ in timing.
 """
@@ -24,6 +24,16 @@ class Timing:
     narrow_store: tuple[tuple[int, float], ...] = ((1, 6.0), (2, 5.5), (4, 4.75))
     ahead: int = 32
     behind: float = 0.0
+    #: of Winograd's transform of one vector of a tile of activations, and of a tile of results
+    input_transform: float = 390.0
+    output_transform: float = 290.0
+    #: bytes of weights that come from the last-level cache in one unit, if they are fetched ahead;
+    #: and the share of the products' time that goes by while they are fetched
+    far_bytes: float = 2.4
+    overlap: float = 0.5
+    #: most bytes of weights that stay in the second-level cache, next to other data, until the next
+    #: chunk of an image reads them again. None: the last-level cache is fast enough
+    near_weights: int | None = 512 * 1024
 
     def time_stores(self, results: int, blocks: int, is_narrow: bool) -> float:
         """Return the time to store `results` vectors of a tile of `blocks` vectors."""
@@ -43,6 +53,11 @@ ZEN5 = Timing(
     narrow_store=((1, 2.2), (2, 1.7), (4, 1.3)),
     ahead=10,
     behind=0.7,
+    input_transform=145.0,
+    output_transform=175.0,
+    far_bytes=12.0,
+    overlap=0.0,
+    near_weights=None,
 )
 #: Zen 4: as on Zen 5, but a dot product takes twice the time. Loads keep up with it in tiles of 8
 #: results, whose stores hide behind the next tile. Fitted to the times of 16 tiles each for 130
@@ -55,6 +70,11 @@ ZEN4 = Timing(
     narrow_store=((1, 3.0), (2, 2.8), (4, 2.2)),
     ahead=8,
     behind=1.0,
+    input_transform=145.0,
+    output_transform=175.0,
+    far_bytes=12.0,
+    overlap=0.0,
+    near_weights=None,
 )
 
 #: LLVM features that identify a core -> its timing, newest first. Only AMD cores have sse4a.
