@@ -79,7 +79,13 @@ class Comparison:
 class EngineProcess:
     """A process with one engine and one loaded model. Ends with the `with` block."""
 
-    def __init__(self, candidate: Candidate, inputs: Path, threads: int) -> None:
+    def __init__(
+        self,
+        candidate: Candidate,
+        inputs: Path,
+        threads: int,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.candidate = candidate
         with writing("temporary files", TEMPORARY):
             self.stderr: IO[str] = tempfile.TemporaryFile(  # noqa: SIM115
@@ -93,6 +99,7 @@ class EngineProcess:
             text=True,
             env={
                 **os.environ,
+                **(environment or {}),
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
                 "TVM_NUM_THREADS": str(threads),
             },
@@ -177,6 +184,7 @@ def measure_engines(
     threads: int,
     rounds: int,
     interval: float = 0.0,
+    environment: Mapping[str, str] | None = None,
 ) -> Comparison:
     """Time each candidate in its own process, in `rounds` turns.
 
@@ -187,6 +195,7 @@ def measure_engines(
         rounds: Turns of each, >= 1.
         interval: Seconds from the start of a run to the start of the next run in a turn. 0: runs
             follow each other at once. After an idle time, caches are cold and threads asleep.
+        environment: Variables that each process gets besides ours, such as limits of an engine.
 
     Raises:
         ModelError: an engine ended while it was timed. An engine that cannot load its model is
@@ -198,7 +207,7 @@ def measure_engines(
         with writing(file, TEMPORARY):
             np.savez(file, **inputs)
         started = {
-            name: stack.enter_context(EngineProcess(candidate, file, threads))
+            name: stack.enter_context(EngineProcess(candidate, file, threads, environment))
             for name, candidate in candidates.items()
         }
         for name, process in started.items():

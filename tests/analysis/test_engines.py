@@ -45,6 +45,14 @@ def test_measure_engines__one_process_each(library, interval):
     assert "digits.so: " in found.failures["damaged"]
 
 
+def test_measure_engines__processes_get_the_environment(library):
+    """Python cannot start with an encoding that it does not know."""
+    candidates = {"ours": Candidate(Engine.RELAYQUANT, library)}
+    environment = {"PYTHONIOENCODING": "unheard-of"}
+    found = measure_engines(candidates, INPUTS, threads=1, rounds=1, environment=environment)
+    assert "unknown encoding: unheard-of" in found.failures["ours"]
+
+
 def test_time_turn__runs_start_at_intervals(monkeypatch):
     """A run that takes longer than the interval is followed by the next one at once."""
     clock, starts, lengths = [0.0], [], iter([0.002, 0.003, 0.03, 0.001, 0.01])

@@ -14,7 +14,8 @@ with MatMulNBits: 4 layers, 2048 wide, hidden 5632, 16 heads, a vocabulary of 81
 decode takes one token behind a cache of 127. Encoders are in int8 (`encoders`).
 
 Needs onnxruntime, openvino and nncf. Models are prepared in FOLDER (default: a temporary one), and
-found there the next time. Measured times go to docs/language.json.
+found there the next time. docs/language.json holds the times of each CPU. A measurement replaces
+the measured rows of this CPU, or all rows of this CPU if the versions have changed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,18 @@ from encoders import (
 )
 from llama_onnx import Llama, llama_inputs, save_llama
 from onnx import TensorProto, helper, numpy_helper
-from speed_table import Times, read_results, read_times, replace_table
+from speed_table import (
+    Results,
+    Times,
+    format_threads,
+    head_table,
+    list_threads,
+    open_entry,
+    read_results,
+    read_times,
+    replace_table,
+    write_results,
+)
 from tvm import relax
 from tvm.script.ir_builder import tirx as T
 
@@ -55,6 +67,7 @@ from relayquant.codegen.kernels.emit import (
     load_vector,
     store_vector,
 )
+from relayquant.codegen.kernels.isa.target import name_cpu
 from relayquant.flow.compression import compress_weights
 from relayquant.formats.load import load
 from relayquant.ir.dialect import qnn
@@ -339,26 +352,26 @@ def format_memory(memory: Mapping[str, Mapping[str, int]]) -> str:
     return f"{own} ({', '.join(rivals)})"
 
 
-def format_table(results: Mapping[str, Any]) -> str:
-    """A table in Markdown, under sentences that say what was measured where."""
-    threads = sorted({int(count) for times in results["times"].values() for count in times})
-    heads = [f"{count} {'thread' if count == 1 else 'threads'}" for count in threads]
+def format_tables(results: Results) -> str:
+    """A table for each CPU in Markdown, below sentences that say what the cells mean."""
     lines = [
-        f"Best time in ms on {results['cpu']} ({', '.join(results['versions'])}), each engine in a",
-        "process of its own; in brackets how many times as long OpenVINO, then ONNX Runtime, and",
-        "for a GEMV reading as many bytes take, by the best and by the median time. The last",
-        "column is what a process with one thread had in memory at most (VmHWM), engine and all.",
-        "",
-        f"| 4-bit weights, or as it says | {' | '.join(heads)} | MB |",
-        "|---" * (len(heads) + 2) + "|",
+        "A cell has our best time in ms. The parentheses say how many times as long OpenVINO, then",
+        "ONNX Runtime, and for a GEMV reading as many bytes takes: first by the best times, then",
+        "by the median times. Each engine has a process of its own. The last column is the most",
+        "memory in MB that a process with one thread had (VmHWM), with its engine: ours (OpenVINO,",
+        "ONNX Runtime).",
     ]
-    for row, (spec, _) in ROWS.items():
-        if (measured := results["times"].get(row)) is not None:
-            found = [read_times(measured.get(str(count), {})) for count in threads]
-            cells = [format_times(spec, times) if times else "" for times in found]
-            memory = results.get("memory", {}).get(row)
-            cells.append(format_memory(memory) if memory else "")
-            lines.append(f"| {row} | {' | '.join(cells)} |")
+    for cpu, entry in results.items():
+        threads = list_threads({cpu: entry})
+        lines += ["", f"**{cpu}** ({', '.join(entry['versions'])}):", ""]
+        lines += head_table(["4-bit weights, or as it says", *map(format_threads, threads), "MB"])
+        for row, (spec, _) in ROWS.items():
+            if (measured := entry["times"].get(row)) is not None:
+                found = [read_times(measured.get(str(count), {})) for count in threads]
+                cells = [format_times(spec, times) if times else "" for times in found]
+                memory = entry.get("memory", {}).get(row)
+                cells.append(format_memory(memory) if memory else "")
+                lines.append(f"| {row} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -373,21 +386,21 @@ def main() -> None:
     with ExitStack() as stack:
         folder = options.folder or stack.enter_context(open_temporary_folder())
         results = read_results(RESULTS)
+        entry = open_entry(results, name_cpu())
         for row in options.rows:
             candidates, inputs = prepare_row(row, folder / row.replace(" ", "_"))
             for threads in [] if options.prepare else options.threads:
                 found = measure_engines(candidates, inputs, threads=threads, rounds=options.rounds)
                 times = {name: asdict(latency) for name, latency in found.latencies.items()}
-                results["times"].setdefault(row, {})[str(threads)] = times
+                entry["times"].setdefault(row, {})[str(threads)] = times
                 if threads == 1:
                     memory = {name: asdict(each) for name, each in found.memory.items()}
-                    results.setdefault("memory", {})[row] = memory
+                    entry.setdefault("memory", {})[row] = memory
                 cells = format_times(ROWS[row][0], found.latencies)
                 print(row, threads, cells, *found.failures.values(), flush=True)
-                text = json.dumps(results, indent=1)
-                write_whole(RESULTS, lambda path, text=text: path.write_text(text))
+                write_results(results, RESULTS)
     if not options.prepare:
-        text = replace_table(PAGE.read_text(encoding="utf-8"), format_table(results), "language")
+        text = replace_table(PAGE.read_text(encoding="utf-8"), format_tables(results), "language")
         write_whole(PAGE, lambda path: path.write_text(text, encoding="utf-8"))
 
 

@@ -1,11 +1,13 @@
 """Times of well-known architectures in all engines, as the tables of docs/speed.md and README.md.
 
-    python tests/benchmarks/speed_table.py [--models resnet50 ...] [--threads 1 2] [--folder DIR]
+    python tests/benchmarks/speed_table.py [--models ResNet-50 ...] [--threads 1 2] [--folder DIR]
+        [--without-amx]
 
 Needs onnxruntime, openvino and, for OpenVINO's own int8 models, nncf. Models are prepared in FOLDER
-(default: a temporary one), and found there the next time. The measured times go to docs/speed.json,
-where those of other models stay as they were if they are of the same CPU and versions; the tables
-are written from it. Weights and inputs are random: results mean nothing, times do.
+(default: a temporary one), and found there the next time. docs/speed.json holds the times of each
+CPU. A measurement replaces the measured rows of this CPU, or all rows of this CPU if the versions
+have changed. The tables are written from this file. Weights and inputs are random: results mean
+nothing, times do.
 """
 
 from __future__ import annotations
@@ -14,20 +16,26 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 from models import MODELS
+from tvm.target import Target
 
 from relayquant.analysis.engines import Candidate, Engine, measure_engines
 from relayquant.analysis.latency import Latency
 from relayquant.analysis.other_engines import OTHER_ENGINES, list_versions, prepare_candidates
 from relayquant.base.storage.files import open_temporary_folder, write_whole
 from relayquant.cli.commands.bench import export_own, quantize_quickly
-from relayquant.codegen.kernels.isa.target import name_cpu
+from relayquant.codegen.kernels.isa.target import (
+    host_config,
+    list_instructions,
+    name_cpu,
+    resolve_target,
+)
 from relayquant.formats.load import load
 from relayquant.ir.rewrite.bind import bind_params
 from relayquant.ir.rewrite.editor import Editor
@@ -72,40 +80,91 @@ SHOWN = ("ResNet-50", "MobileNetV2", "BERT, 3 layers", "ViT-tiny")
 BATCHES = 2
 
 Times = Mapping[str, Latency]
+#: CPU -> {"versions": [...], "times": row -> threads -> candidate -> fields of Latency}
+Results = dict[str, Any]
 
 
-def prepare_row(row: str, folder: Path) -> tuple[dict[str, Candidate], dict[str, np.ndarray]]:
-    """(candidates, one input each) of a row; from the folder if they are there."""
-    index = folder / "contenders.json"
-    if not index.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+@dataclass(frozen=True)
+class Machine:
+    """This machine, with all of its instructions or without some of them.
+
+    Attributes:
+        cpu: Name of the CPU in the results.
+        folder: Subfolder of a row's folder for our libraries.
+        target: Target of our libraries. None: all instructions of this machine.
+        environment: Variables for the engines' processes.
+    """
+
+    cpu: str
+    folder: str = "."
+    target: Target | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def machine_without_amx() -> Machine:
+    """This machine, as if its CPU ended with VNNI.
+
+    ONNX Runtime has no limit of its own, so it keeps AMX.
+    """
+    return Machine(
+        f"{name_cpu()}, without AMX",
+        "without-amx",
+        target_without_amx(host_config()),
+        {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
+    )
+
+
+def target_without_amx(config: Mapping[str, Any]) -> Target:
+    """The target of a dict for Target, less AMX. LLVM drops all that needs tiles with the tiles."""
+    return resolve_target({**config, "mattr": [*config.get("mattr", ()), "-amx-tile"]})
+
+
+def prepare_row(
+    row: str, folder: Path, machine: Machine
+) -> tuple[dict[str, Candidate], dict[str, np.ndarray]]:
+    """(candidates, one input each) of a row; from the folder if they are there.
+
+    The machines share the models of the rivals. Each has libraries of ours.
+    """
+    rivals, own = folder / "contenders.json", folder / machine.folder / "own.json"
+    if not (rivals.exists() and own.exists()):
+        own.parent.mkdir(parents=True, exist_ok=True)
         source = folder / "float.onnx"
-        onnx.save(MODELS[ROWS[row].model](batch=ROWS[row].batch), source)
+        if not rivals.exists():
+            onnx.save(MODELS[ROWS[row].model](batch=ROWS[row].batch), source)
         editor = Editor((loaded := load(source))[0])
         bind_params(editor, loaded[1])
         mod = editor.build()
         rng, shape = np.random.default_rng(0), read_shape(source)
         batches = [{"input": rng.normal(size=shape).astype("float32")} for _ in range(BATCHES)]
-        np.savez(folder / "inputs.npz", **batches[0])
         qmod = quantize_quickly(mod, batches, None)
+        if not rivals.exists():
+            np.savez(folder / "inputs.npz", **batches[0])
+            models = prepare_candidates([*OTHER_ENGINES.values()], source, qmod, batches, folder)
+            for candidate, reason in models.failures.items():
+                print(f"{row}: {candidate} is left out: {reason}", flush=True)
+            write_index(rivals, models.candidates)
         executables = {
-            "relayquant int8": compile_module(qmod),
-            "relayquant float": compile_module(mod),
+            "relayquant int8": compile_module(qmod, machine.target),
+            "relayquant float": compile_module(mod, machine.target),
         }
-        models = prepare_candidates([*OTHER_ENGINES.values()], source, qmod, batches, folder)
-        for candidate, reason in models.failures.items():
-            print(f"{row}: {candidate} is left out: {reason}", flush=True)
-        candidates = {**export_own(executables, folder), **models.candidates}
-        entries = {name: (each.engine.value, each.path.name) for name, each in candidates.items()}
-        write_whole(index, lambda path: path.write_text(json.dumps(entries)))
+        write_index(own, export_own(executables, own.parent))
     with np.load(folder / "inputs.npz") as arrays:
         inputs = {name: arrays[name] for name in arrays.files}
-    entries = json.loads(index.read_text())
-    found = {
-        name: Candidate(Engine(engine), folder / at, name.endswith("float"))
-        for name, (engine, at) in entries.items()
+    return {**read_index(rivals), **read_index(own)}, inputs
+
+
+def write_index(index: Path, candidates: Mapping[str, Candidate]) -> None:
+    """Name candidates, whose files lie beside the index."""
+    entries = {name: (each.engine.value, each.path.name) for name, each in candidates.items()}
+    write_whole(index, lambda path: path.write_text(json.dumps(entries)))
+
+
+def read_index(index: Path) -> dict[str, Candidate]:
+    return {
+        name: Candidate(Engine(engine), index.parent / at, name.endswith("float"))
+        for name, (engine, at) in json.loads(index.read_text()).items()
     }
-    return found, inputs
 
 
 def read_shape(source: Path) -> tuple[int, ...]:
@@ -130,36 +189,83 @@ def format_ratios(times: Times, kind: str) -> str:
     return " ".join(cells)
 
 
-def format_table(results: Mapping[str, Any], rows: Sequence[str], kinds: Sequence[str]) -> str:
-    """A table in Markdown, under a sentence that says where it was measured."""
-    threads = sorted({int(count) for times in results["times"].values() for count in times})
+def list_threads(results: Results) -> list[int]:
+    """All numbers of threads that any row was measured with."""
+    rows = (row for entry in results.values() for row in entry["times"].values())
+    return sorted({int(count) for row in rows for count in row})
+
+
+def format_threads(count: int) -> str:
+    return "1 thread" if count == 1 else f"{count} threads"
+
+
+def head_table(heads: Sequence[str]) -> list[str]:
+    """The first two lines of a table in Markdown."""
+    return [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+
+
+def format_tables(results: Results, rows: Sequence[str], kinds: Sequence[str]) -> str:
+    """A table for each CPU in Markdown, with best and median times, below what the cells mean."""
+    lines = [
+        "A cell has our best time in ms. The parentheses say how many times as long OpenVINO, then",
+        "ONNX Runtime takes: first by the best times, then by the median times. Batches have one",
+        "sample, and runs follow each other at once, unless the row says otherwise. Each engine",
+        "has a process of its own. A rival runs the faster of two int8 models: its own, and ours",
+        "as `export_onnx` writes it.",
+    ]
+    for cpu, entry in results.items():
+        threads = list_threads({cpu: entry})
+        heads = [f"{kind}, {format_threads(count)}" for kind in kinds for count in threads]
+        lines += ["", f"**{cpu}** ({', '.join(entry['versions'])}):", ""]
+        lines += head_table(["model", *heads])
+        for row in rows:
+            if (measured := entry["times"].get(row)) is None:
+                continue
+            cells = []
+            for kind in kinds:
+                for count in threads:
+                    times = measured.get(str(count))
+                    cells.append(format_ratios(read_times(times), kind) if times else "")
+            lines.append(f"| {row} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def format_summary(results: Results, rows: Sequence[str]) -> str:
+    """One table in Markdown: best times of int8, with columns for each CPU."""
+    threads = list_threads(results)
     heads = [
-        f"{kind}, {count} {'thread' if count == 1 else 'threads'}"
-        for kind in kinds
-        for count in threads
+        head for cpu in results for head in (f"{cpu}: ours (ms)", "vs OpenVINO", "vs ONNX Runtime")
     ]
     lines = [
-        "Best time of one run in ms, batch 1 and runs that follow each other at once unless said,",
-        f"on {results['cpu']}",
-        f"({', '.join(results['versions'])}), each engine in a process of its own;",
-        "in brackets how many times as long OpenVINO and then ONNX Runtime take, by the best and",
-        "by the median time. Of their own int8 model and of what `export_onnx` writes of ours they",
-        "run the faster one.",
+        f"Latency of int8 models, batch 1, {' / '.join(map(format_threads, threads))}:",
         "",
-        f"| model | {' | '.join(heads)} |",
-        "|---" * (len(heads) + 1) + "|",
+        *head_table(["model", *heads]),
     ]
     for row in rows:
-        measured = results["times"].get(row)
-        if measured is None:
-            continue
         cells = []
-        for kind in kinds:
-            for count in threads:
-                times = measured.get(str(count))
-                cells.append(format_ratios(read_times(times), kind) if times else "")
+        for entry in results.values():
+            measured = entry["times"].get(row, {})
+            found = [read_times(measured.get(str(count), {})) for count in threads]
+            parts = [format_best(times) if times else ("-",) * 3 for times in found]
+            cells += [" / ".join(column) for column in zip(*parts, strict=True)]
         lines.append(f"| {row} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        'Best of all runs. "vs" is the time of the rival divided by ours. Each engine has a',
+        "process of its own. A rival runs the faster of two int8 models: its own, and ours as",
+        "`export_onnx` writes it. [Speed](docs/speed.md) has all models, versions and medians.",
+    ]
     return "\n".join(lines)
+
+
+def format_best(times: Times) -> tuple[str, ...]:
+    """Our best int8 time in ms, and how many times as long OpenVINO and ONNX Runtime take."""
+    own = times["relayquant int8"].best
+    rivals = [best_rival(times, engine, "int8") for engine in ("openvino", "onnxruntime")]
+    return (
+        f"{own * 1e3:.2f}",
+        *(f"{rival.best / own:.2f}" if rival else "-" for rival in rivals),
+    )
 
 
 def read_times(times: Mapping[str, Mapping[str, Any]]) -> dict[str, Latency]:
@@ -178,25 +284,36 @@ def replace_table(text: str, table: str, name: str = "speed") -> str:
     return f"{before}{begin}\n{table}\n{rest[rest.index(end) :]}"
 
 
-def write_tables(results: Mapping[str, Any]) -> None:
-    """Both pages."""
-    tables = {
-        ROOT / "docs/speed.md": format_table(results, [*ROWS], ("int8", "float")),
-        ROOT / "README.md": format_table(results, SHOWN, ("int8",)),
+def format_pages(results: Results) -> dict[Path, str]:
+    """Page -> what stands between its marks."""
+    return {
+        ROOT / "docs/speed.md": format_tables(results, [*ROWS], ("int8", "float")),
+        ROOT / "README.md": format_summary(results, SHOWN),
     }
-    for page, table in tables.items():
+
+
+def write_pages(results: Results) -> None:
+    for page, table in format_pages(results).items():
         text = replace_table(page.read_text(encoding="utf-8"), table)
         write_whole(page, lambda path, text=text: path.write_text(text, encoding="utf-8"))
 
 
-def read_results(file: Path = RESULTS) -> dict[str, Any]:
-    """What was measured before on this CPU with these versions."""
-    fresh = {"cpu": name_cpu(), "versions": list_versions([*OTHER_ENGINES.values()]), "times": {}}
-    if not file.exists():
-        return fresh
-    found = json.loads(file.read_text(encoding="utf-8"))
-    is_same = all(found[key] == fresh[key] for key in ("cpu", "versions"))
-    return found if is_same else fresh
+def read_results(file: Path) -> Results:
+    """What was measured before, on any CPU."""
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def open_entry(results: Results, cpu: str) -> dict[str, Any]:
+    """The entry of a CPU, to add to. It starts afresh if it has other versions than these."""
+    versions = list_versions([*OTHER_ENGINES.values()])
+    if results.get(cpu, {}).get("versions") != versions:
+        results[cpu] = {"versions": versions, "times": {}}
+    return results[cpu]
+
+
+def write_results(results: Results, file: Path) -> None:
+    text = json.dumps(results, indent=1)
+    write_whole(file, lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def main() -> None:
@@ -206,14 +323,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--prepare", action="store_true", help="measure nothing")
+    parser.add_argument(
+        "--without-amx",
+        action="store_true",
+        help="compile ours without AMX and limit OpenVINO to VNNI; a CPU of its own in the results",
+    )
     options = parser.parse_args()
+    if options.without_amx and "amx-tile" not in list_instructions(resolve_target()):
+        parser.error(f"--without-amx: {name_cpu()} has no AMX. Leave the option out.")
+    machine = machine_without_amx() if options.without_amx else Machine(name_cpu())
     for rival in OTHER_ENGINES.values():
         rival.check()
     with ExitStack() as stack:
         folder = options.folder or stack.enter_context(open_temporary_folder())
-        results = read_results()
+        results = read_results(RESULTS)
+        measured = open_entry(results, machine.cpu)["times"]
         for row in options.models:
-            candidates, inputs = prepare_row(row, folder / ROWS[row].folder)
+            candidates, inputs = prepare_row(row, folder / ROWS[row].folder, machine)
             for threads in [] if options.prepare else options.threads:
                 found = measure_engines(
                     candidates,
@@ -221,9 +347,10 @@ def main() -> None:
                     threads=threads,
                     rounds=options.rounds,
                     interval=ROWS[row].interval,
+                    environment=machine.environment,
                 )
                 times = {name: asdict(latency) for name, latency in found.latencies.items()}
-                results["times"].setdefault(row, {})[str(threads)] = times
+                measured.setdefault(row, {})[str(threads)] = times
                 print(
                     row,
                     threads,
@@ -231,10 +358,9 @@ def main() -> None:
                     *found.failures.values(),
                     flush=True,
                 )
-                text = json.dumps(results, indent=1)
-                write_whole(RESULTS, lambda path, text=text: path.write_text(text))
+                write_results(results, RESULTS)
     if not options.prepare:
-        write_tables(results)
+        write_pages(results)
 
 
 if __name__ == "__main__":

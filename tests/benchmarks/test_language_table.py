@@ -26,11 +26,13 @@ TIMES = {
 }
 
 
-def test_format_table__times_of_one_product():
+def test_format_tables__times_of_one_product():
     times = {name: asdict(row) for name, row in TIMES.items()}
     measured = {"GEMV 4096x11008": {"1": times}}
-    results = {"cpu": "a CPU", "versions": ["openvino 1"], "times": measured}
-    assert language_table.format_table(results).splitlines()[-3:] == [
+    results = {"a CPU": {"versions": ["openvino 1"], "times": measured}}
+    assert language_table.format_tables(results).splitlines()[-5:] == [
+        "**a CPU** (openvino 1):",
+        "",
         "| 4-bit weights, or as it says | 1 thread | MB |",
         "|---|---|---|",
         "| GEMV 4096x11008 | 0.40 (1.50, 2.00) (0.90, 1.00) |  |",
@@ -61,9 +63,10 @@ def test_save_encoder_own__runs_in_integers(is_dynamic, tmp_path):
     assert 1e-4 < error < 0.1
 
 
-def test_page__has_a_place_for_the_table():
+def test_page__has_the_tables():
     text = language_table.PAGE.read_text(encoding="utf-8")
-    assert "| a table |" in language_table.replace_table(text, "| a table |", "language")
+    table = language_table.format_tables(language_table.read_results(language_table.RESULTS))
+    assert language_table.replace_table(text, table, "language") == text
 
 
 @pytest.mark.parametrize(("rows", "seen"), [(1, 5), (6, 0)])
