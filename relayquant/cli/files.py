@@ -11,6 +11,7 @@ import tvm
 import relayquant as rq
 from relayquant.base.storage.files import decode_json, read_text, reading, write_text, write_whole
 from relayquant.base.storage.module_file import ARCHIVE_SUFFIX, WHAT, read_module
+from relayquant.config import Precision
 from relayquant.errors import ConfigError, ModelError
 from relayquant.ir.ledger import find_ledger
 from relayquant.relay import is_relay_json
@@ -119,14 +120,18 @@ def check_ending(path: Path) -> None:
 
 
 def write_module(
-    mod: tvm.IRModule, path: Path, target: Any = None, tune: bool | Path = False
+    mod: tvm.IRModule,
+    path: Path,
+    target: Any = None,
+    tune: bool | Path = False,
+    precision: Precision = Precision.FLOAT32,
 ) -> list[Path]:
     """Write a module in the format that the ending of `path` selects. Return the written files."""
     check_ending(path)
     if path.suffix == ".onnx":
         rq.export_onnx(mod, path)
     elif path.suffix in LIBRARIES:
-        executable = rq.compile(mod, target, tune=tune)
+        executable = rq.compile(mod, target, tune=tune, precision=precision)
         write_whole(path, lambda file: executable.export_library(str(file)))
     elif path.suffix == ".relay":
         text, params = rq.relay.to_text(mod)

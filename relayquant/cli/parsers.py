@@ -21,6 +21,7 @@ from relayquant.errors import ConfigError, ModelError
 # Enums of stages that cannot be imported here. A test compares them.
 EFFORTS = ("fast", "balanced", "best")
 GUARDS = ("revert", "warn", "off")
+PRECISIONS = ("float32", "bf16")
 MODEL_TYPES = ("transformer",)
 OBSERVERS = ("minmax", "average-max", "moving-average", "percentile", "mse", "kl")
 SCHEMES = ("symmetric", "affine")
@@ -310,6 +311,16 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="time the best few schedules of every layer on this machine (some seconds) and "
         "cache the times, in FILE if given",
+    )
+
+
+def add_precision(parser: argparse.ArgumentParser) -> None:
+    """Add `--precision`, as `precision` of `relayquant.compile`."""
+    parser.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        help="operands of float convolutions and matrix products (default: float32); bf16 needs a "
+        "CPU with instructions for it",
     )
 
 
@@ -681,6 +692,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     add_output(parser, "FILE", "file to write", required=True)
     add_target(parser, "target of a library (default: this machine)")
     add_tune(parser)
+    add_precision(parser)
 
 
 def add_demo(parser: argparse.ArgumentParser) -> None:

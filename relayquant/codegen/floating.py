@@ -20,6 +20,13 @@ from tvm import relax, tirx
 from tvm.ir import Call, GenericConst, IRModule
 from tvm.target import Target
 
+from relayquant.codegen.kernels.floating.bf16 import (
+    Bf16Conv2d,
+    make_bf16_conv2d,
+    pack_bf16,
+    read_bf16_conv2d,
+    read_bf16_dense,
+)
 from relayquant.codegen.kernels.floating.conv import (
     FloatConv2d,
     make_conv2d,
@@ -54,6 +61,7 @@ from relayquant.codegen.kernels.floating.winograd import (
     prefers_winograd,
 )
 from relayquant.codegen.kernels.integer.pool import MaxPool2d, build_max_pool2d
+from relayquant.codegen.kernels.isa.bf16 import Bf16Isa
 from relayquant.codegen.lowering import (
     BlockView,
     Kernel,
@@ -85,7 +93,12 @@ CONV_TRANSPOSE_LAYOUT = ("NHWC", "IOHW")
 TAKES = float_takes(GenericConst)
 
 
-def lower_float(mod: IRModule, target: Target, on_skip: OnSkip = log_skip) -> IRModule:
+def lower_float(
+    mod: IRModule,
+    target: Target,
+    on_skip: OnSkip = log_skip,
+    bf16: Bf16Isa | None = None,
+) -> IRModule:
     """Replace float32 convolutions, max pools and matmuls of every function by calls of kernels.
 
     Convolutions and pools have to be in the layout of the kernels. If only a concatenation of
@@ -93,10 +106,12 @@ def lower_float(mod: IRModule, target: Target, on_skip: OnSkip = log_skip) -> IR
     Inputs, outputs and names of the functions stay. Batch extents may be symbolic. Operators with
     other dtypes, with dynamic inner extents, or outside dataflow blocks stay as they are; `on_skip`
     gets the reason.
+
+    With `bf16`, products of constant weights have operands in bfloat16 and use these instructions.
     """
     isa = choose_float_isa(target)
     return lower_functions(
-        mod, FLOAT_RULES, lambda block: FloatContext(block, isa), on_skip=on_skip
+        mod, FLOAT_RULES, lambda block: FloatContext(block, isa, bf16), on_skip=on_skip
     )
 
 
@@ -174,10 +189,14 @@ def find_extents(concat: Call) -> list[int] | None:
 
 @dataclass(frozen=True, eq=False)
 class FloatContext:
-    """Context of the float rules: a block, the instruction set and symbolic extents."""
+    """Context of the float rules: a block, the instruction sets and symbolic extents.
+
+    `bf16` is for products with operands of bfloat16, None if they stay float32.
+    """
 
     block: BlockView
     isa: FloatIsa
+    bf16: Bf16Isa | None = None
     symbols: dict[str, tirx.Var] = field(default_factory=dict)
 
     def symbol(self, extent: Any) -> Any:
@@ -258,6 +277,9 @@ def lower_conv2d(context: FloatContext, root: relax.Var) -> Lowered | Skip:
     if spec.is_depthwise:
         data, joined = read_joined_slices(context.block.call_of, data)
     spec = replace(spec, epilogue=epilogue, joined=joined)
+    if context.bf16 is not None and isinstance(weight, GenericConst) and not spec.is_depthwise:
+        narrow = read_bf16_conv2d(spec)
+        return call_bf16(context.bf16, chain, narrow, data, weight.value.numpy(), concat)
     isa = context.isa
     kind, before = "float_conv2d", ()
     packed: Operand
@@ -318,6 +340,10 @@ def lower_matmul(context: FloatContext, root: relax.Var) -> Lowered | Skip:
         chain = context.follow(root, outputs[0])
         concat, epilogue = context.choose_epilogue(chain)
         spec = FloatDense((*leading, inner), outputs[0], epilogue)
+        narrow = read_bf16_dense(spec)
+        if context.bf16 is not None and narrow is not None:
+            taps = np.ascontiguousarray(weight.value.numpy().T)
+            return call_bf16(context.bf16, chain, narrow, data, taps, concat)
         packed = pack_dense(weight.value.numpy().T, spec, context.isa)
         kernel = context.make_kernel("float_dense", spec)
         return call_product(chain, kernel, data, packed, concat)
@@ -381,6 +407,24 @@ def call_product(
     operands: list[Operand] = [data, packed]
     if chain.bias is not None:
         operands.append(np.ascontiguousarray(vector(chain.bias, chain.channels)))
+    if chain.residual is not None:
+        operands.append(chain.residual)
+    return Lowered(chain.vars, kernel, tuple(operands), concat=concat)
+
+
+def call_bf16(
+    isa: Bf16Isa,
+    chain: EpilogueChain,
+    spec: Bf16Conv2d,
+    data: relax.Expr,
+    weight: np.ndarray,
+    concat: relax.Var | None,
+) -> Lowered:
+    """Call the kernel of a product with operands of bfloat16. `weight` is float32, OHWI or OI."""
+    name = "bf16_conv2d"
+    kernel = Kernel(name, repr(spec), lambda: make_bf16_conv2d(spec, isa, name))
+    bias = None if chain.bias is None else vector(chain.bias, chain.channels)
+    operands: list[Operand] = [data, *pack_bf16(weight, bias, spec, isa)]
     if chain.residual is not None:
         operands.append(chain.residual)
     return Lowered(chain.vars, kernel, tuple(operands), concat=concat)

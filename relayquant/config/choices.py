@@ -90,6 +90,17 @@ class Unseen(enum.Enum):
     FLOAT = "float"  #: it stays in PyTorch, in float
 
 
+class Precision(enum.Enum):
+    """The operands of float products: convolutions and matrix products with constant weights.
+
+    Sums are float32.
+    """
+
+    FLOAT32 = "float32"
+    #: rounded to bfloat16, which has 8 bits of precision; only on CPUs with instructions for it
+    BF16 = "bf16"
+
+
 class Support(enum.Enum):
     """The backend's answer to an operator's QConfig: the three cases of FX and two more."""
 

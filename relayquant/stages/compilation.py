@@ -20,6 +20,7 @@ from relayquant.codegen.failure import explain_failure
 from relayquant.codegen.host_functions import name_kernel_pipeline
 from relayquant.codegen.kernels.isa.target import host_config, resolve_target
 from relayquant.codegen.mmap_constants import MappedExecutable, can_map
+from relayquant.config import Precision
 from relayquant.errors import RelayQuantError
 from relayquant.ir.rewrite.bind import Model, bind_model
 from relayquant.ir.rewrite.entry import MAIN, find_entry, name_main, rename_function
@@ -28,13 +29,19 @@ from relayquant.stages.preparation import prepare_module
 
 
 @check_arguments
-def get_pipeline(target: Any = None) -> tvm.transform.Pass:
+def get_pipeline(
+    target: Any = None, *, precision: Precision = Precision.FLOAT32
+) -> tvm.transform.Pass:
     """Return the Relax pipeline for a target: `tvm.compile(mod, target, relax_pipeline=...)`.
 
     A float model is first brought into canonical form, with batch norms folded. A quantized model
     is in this form already. Function names stay: `forward` is `forward` in the executable.
+
+    Raises:
+        ConfigError: TVM does not know the target, or the target has no instructions for the
+            precision.
     """
-    lowering = adapt_pipeline(make_pipeline(resolve_target(target)))
+    lowering = adapt_pipeline(make_pipeline(resolve_target(target), precision=precision))
     return tvm.transform.Sequential([lowering, EXPAND_WEIGHTS])
 
 
@@ -53,7 +60,13 @@ def adapt_pipeline(lowering: tvm.transform.Pass) -> tvm.transform.Pass:
 
 
 @check_arguments
-def compile(mod: Model, target: Any = None, *, tune: bool | str | os.PathLike[str] = False) -> Any:
+def compile(
+    mod: Model,
+    target: Any = None,
+    *,
+    tune: bool | str | os.PathLike[str] = False,
+    precision: Precision = Precision.FLOAT32,
+) -> Any:
     """Compile a quantized or float module into a TVM executable.
 
     Args:
@@ -65,10 +78,15 @@ def compile(mod: Model, target: Any = None, *, tune: bool | str | os.PathLike[st
             without Winograd's transforms. This takes some seconds per model. The results are the
             same, bit for bit. The times are stored in a file, by default in the system's cache
             folder. Pass a path to use another file.
+        precision: Operands of the products that are computed in float32: convolutions and matrix
+            products with constant weights. "bf16" rounds them to bfloat16, and sums in float32. All
+            other operators stay float32, and quantized operators stay as they are. See "bfloat16"
+            in docs/numbers.md for what this costs.
 
     Raises:
-        ConfigError: TVM does not know the target; with `tune`, this machine cannot run code for it,
-            or the file of times is damaged.
+        ConfigError: TVM does not know the target, or the target has no instructions for the
+            precision; with `tune`, this machine cannot run code for it, or the file of times is
+            damaged.
         FileError: the file of times cannot be written.
         ModelError: TVM has no code for an operator with these dtypes or shapes. The message names
             the operator and its value.
@@ -76,9 +94,11 @@ def compile(mod: Model, target: Any = None, *, tune: bool | str | os.PathLike[st
     stop_spinning()
     mod, resolved = bind_model(mod), resolve_target(target)
     if tune is False:
-        return build(mod, resolved, adapt_pipeline(make_pipeline(resolved)))
+        lowering = make_pipeline(resolved, precision=precision)
+        return build(mod, resolved, adapt_pipeline(lowering))
     with open_tuner(resolved, None if tune is True else Path(tune)) as choose_schedule:
-        return build(mod, resolved, adapt_pipeline(make_pipeline(resolved, choose_schedule)))
+        lowering = make_pipeline(resolved, choose_schedule, precision)
+        return build(mod, resolved, adapt_pipeline(lowering))
 
 
 def build(mod: tvm.IRModule, target: Target, lowering: tvm.transform.Pass) -> MappedExecutable:

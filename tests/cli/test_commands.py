@@ -417,7 +417,7 @@ def test_export__tunes_if_asked(
 ) -> None:
     asked: list[object] = []
 
-    def refuse(_mod: tvm.IRModule, target: object, *, tune: object) -> None:
+    def refuse(_mod: tvm.IRModule, target: object, *, tune: object, precision: object) -> None:
         asked.append(tune)
         raise rq.errors.ConfigError("far enough")
 
@@ -425,6 +425,27 @@ def test_export__tunes_if_asked(
     output = str(tmp_path / "x.so")
     assert cli.main(["export", str(folder / "digits.onnx"), "-o", output, *options]) == 2
     assert asked == [tune]
+
+
+def test_export__precision_of_a_library(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def refuse(_mod: tvm.IRModule, target: object, *, tune: object, precision: object) -> None:
+        asked.append(precision)
+        raise rq.errors.ConfigError("far enough")
+
+    model, library = str(folder / "digits.onnx"), str(folder / "bf16.so")
+    target = ["--target", "llvm -mtriple=x86_64-linux-gnu -mcpu=haswell"]
+    options = ["export", model, "--precision", "bf16", "-o"]
+    assert cli.main([*options, library, *target]) == 2
+    assert "Sapphire Rapids" in capsys.readouterr().err
+    assert cli.main([*options, str(folder / "bf16.json")]) == 2
+    assert "--precision: only a library is compiled" in capsys.readouterr().err
+    monkeypatch.setattr(rq, "compile", refuse)
+    assert cli.main([*options, library]) == 2
+    assert asked == [rq.config.Precision.BF16]
 
 
 @pytest.mark.parametrize(("rate", "gain"), [("8000", 2), ("16000", 3)])

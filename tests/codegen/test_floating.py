@@ -13,6 +13,8 @@ from tvm.relax.backend.cpu_generic import pipeline as stages
 import relayquant as rq
 from relayquant.codegen.expanded_weights import EXPAND_WEIGHTS
 from relayquant.codegen.floating import lower_float
+from relayquant.codegen.kernels.isa.bf16 import VECTORS_BF16, select_bf16
+from relayquant.codegen.kernels.isa.select import has_isa
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.layout import convert_layout
 from relayquant.codegen.schedule.schedule_pass import create_schedule_pass
@@ -105,6 +107,48 @@ def test_lower_float__a_network_is_kernels_with_one_transpose(symbolic):
         "relax.mean",
         "float_dense",
     ]
+
+
+BF16 = resolve_target("llvm -mtriple=x86_64-linux-gnu -mcpu=cooperlake")
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_lower_float__products_of_constant_weights_take_the_precision(symbolic):
+    """Depthwise convolutions and products of two values stay in float32."""
+    batch = tirx.Var("n", "int64") if symbolic else 2
+    mod = make_module(emit_residual_net(np.random.default_rng(1)), (batch, 3, 12, 12))
+    lowered = lower_float(convert_layout(mod), BF16, bf16=select_bf16(BF16))
+    assert list_operators(lowered) == [
+        "relax.permute_dims",
+        "bf16_conv2d",
+        "float_conv2d",
+        "bf16_conv2d",
+        "relax.mean",
+        "bf16_conv2d",
+    ]
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_compile__bf16_is_near_float32(symbolic):
+    if not has_isa(VECTORS_BF16, TARGET):
+        pytest.skip("this machine has no products of bfloat16")
+    rng = np.random.default_rng(1)
+    batch = tirx.Var("n", "int64") if symbolic else 2
+    mod = make_module(emit_residual_net(rng), (batch, 3, 12, 12))
+    x = rng.standard_normal((2, 3, 12, 12)).astype("float32")
+    outputs = []
+    for precision in ("float32", "bf16"):
+        executor = rq.Executor(rq.compile(mod, precision=precision))
+        outputs.append(executor.run("main", [x])[0])
+    exact, rounded = outputs
+    error = abs(rounded - exact).max() / abs(exact).max()
+    assert 1e-5 < error < 2e-2  # 8 bits, and not 24
+
+
+def test_compile__bf16_needs_its_instructions():
+    mod = make_module(emit_residual_net(np.random.default_rng(1)), (1, 3, 12, 12))
+    with pytest.raises(rq.ConfigError, match="Sapphire Rapids"):
+        rq.compile(mod, "llvm -mtriple=x86_64-linux-gnu -mcpu=haswell", precision="bf16")
 
 
 @pytest.mark.parametrize("symbolic", [False, True])

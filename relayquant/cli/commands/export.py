@@ -9,6 +9,7 @@ from relayquant.cli.files import LIBRARIES, check_ending, load_model, write_modu
 from relayquant.cli.options import check_options
 from relayquant.cli.output import CommandOutput, ExitCode
 from relayquant.codegen.kernels.isa.target import resolve_target
+from relayquant.config import Precision
 from relayquant.errors import ConfigError
 from relayquant.ir.ledger import find_ledger
 from relayquant.ir.rewrite.bind import bind_model
@@ -20,7 +21,11 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     path = options.output
     check_ending(path)
     is_library = path.suffix in LIBRARIES
-    given = {"--target": options.target is not None, "--tune": options.tune is not False}
+    given = {
+        "--target": options.target is not None,
+        "--tune": options.tune is not False,
+        "--precision": options.precision is not None,
+    }
     named = [name for name, is_given in given.items() if is_given]
     if named and not is_library:
         raise ConfigError(
@@ -32,6 +37,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     if is_library and find_ledger(mod) is None and has_quantized_values(mod):
         # Quantized by another tool with other parameters: lower it to integers for the target.
         mod = rq.lower(mod, rq.get_backend_config(target=target))
-    for written in write_module(mod, path, target, options.tune):
+    precision = Precision(options.precision or Precision.FLOAT32)
+    for written in write_module(mod, path, target, options.tune, precision):
         output.add_file(written)
     return ExitCode.OK

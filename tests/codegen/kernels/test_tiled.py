@@ -1,15 +1,11 @@
-"""Convolutions on a matrix unit have the bits of numpy: run, emulated, and without permission.
-
-The emulation keeps tiles in memory and loops over their elements. So it runs without a unit.
-"""
+"""Convolutions on a matrix unit have the bits of numpy: run, emulated, and without permission."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -20,7 +16,7 @@ from exact import finish, random_multiplier, random_values, random_weights
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from machines import runnable_target
-from tvm.script.ir_builder import tirx as T
+from memory_tiles import MemoryUnit, Refusal
 from tvm.target import Target
 
 from relayquant.base.qtypes import INTEGER_LIMITS
@@ -33,58 +29,7 @@ from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, Tile
 from relayquant.codegen.kernels.integer.tiled import count_parts
 from relayquant.codegen.kernels.integer.tiled_plan import BLOCKS, TiledPlan, TileRows, list_rows
 from relayquant.codegen.kernels.isa.base import AMX, VNNI512, Isa
-from relayquant.codegen.kernels.isa.matrix_unit import AMX_INT8, MatrixUnit, Permission, Tiles
-
-
-@dataclass(frozen=True)
-class MemoryUnit(MatrixUnit):
-    """A matrix unit whose tiles are in memory."""
-
-    def configure(self, shapes: Sequence[tuple[int, int]]) -> Tiles:
-        return MemoryTiles(
-            [(T.alloc_buffer((rows * size,), "int8"), rows, size) for rows, size in shapes]
-        )
-
-
-class MemoryTiles(Tiles):
-    def __init__(self, tiles) -> None:
-        self.tiles = tiles
-
-    def view(self, tile: int, dtype: str):
-        memory, rows, size = self.tiles[tile]
-        count = size // (4 if dtype == "int32" else 1)
-        return T.decl_buffer((rows * count,), dtype, data=memory.data), rows, count
-
-    def load(self, tile, buffer, at, distance):
-        memory, rows, size = self.view(tile, buffer.dtype)
-        with T.grid(rows, size) as (r, i):
-            T.buffer_store(memory, buffer[at + r * distance + i], [r * size + i])
-
-    def store(self, tile, buffer, at, distance):
-        memory, rows, size = self.view(tile, buffer.dtype)
-        with T.grid(rows, size) as (r, i):
-            T.buffer_store(buffer, memory[r * size + i], [at + r * distance + i])
-
-    def multiply(self, sums, a, b, is_signed):
-        c, rows, lanes = self.view(sums, "int32")
-        x, _, size = self.view(a, "int8" if is_signed else "uint8")
-        w, words, _ = self.view(b, "int8")
-        assert words * 4 == size
-        with T.grid(rows, words, 4, lanes) as (r, word, i, n):
-            product = T.Cast("int32", x[r * size + word * 4 + i]) * T.Cast(
-                "int32", w[word * 64 + n * 4 + i]
-            )
-            T.buffer_store(c, c[r * lanes + n] + product, [r * lanes + n])
-
-    def release(self):
-        pass
-
-
-class Refusal(Permission):
-    @property
-    def code(self) -> str:
-        return "define linkonce_odr hidden i32 @refuse() { ret i32 0 }"
-
+from relayquant.codegen.kernels.isa.matrix_unit import AMX_INT8, MatrixUnit
 
 EMULATED = replace(AMX, unit=MemoryUnit(None))
 REFUSED = replace(AMX, unit=MatrixUnit(Refusal("refuse", "")))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm.script.ir_builder import tirx as T
 
+from relayquant.codegen.kernels.conv_shape import Conv2dShape
 from relayquant.codegen.kernels.emit import (
     COPY_BYTES,
     PARALLEL_BYTES,
@@ -99,17 +101,38 @@ def emit_prepared_image(data: Buffer, spec: Conv2d, isa: Isa) -> Image:
     It is padded with the zero point. If `data` has another dtype than the dot product, its bytes
     become int16, or the top bit of each is flipped. A vector of slack at the end may be read.
     """
+    dtype = isa.activation
+
+    def convert(value: Expr, lanes: int) -> Expr:
+        return convert_activation(value, spec.in_dtype, dtype, lanes)
+
+    zero_point = spec.in_zero_point + isa.zero_point_shift(spec.in_dtype)
+    return emit_image_copy(data, spec, dtype, zero_point, convert, COPY_BYTES)
+
+
+def emit_image_copy(
+    data: Buffer,
+    spec: Conv2dShape,
+    dtype: str,
+    zero: int,
+    convert: Callable[[Expr, int], Expr],
+    most_lanes: int,
+) -> Image:
+    """Emit a copy of NHWC `data` in a workspace, padded with `zero`, and slack of a vector.
+
+    Args:
+        convert: (vector, lanes) -> vector of `dtype`.
+        most_lanes: Lanes of the longest vector that `convert` takes.
+    """
     batch, height, width, channels = spec.in_shape
     top, left, bottom, right = spec.padding
-    dtype = isa.activation
-    zero_point = spec.in_zero_point + isa.zero_point_shift(spec.in_dtype)
     rows, row = height + top + bottom, (left + width + right) * channels
     image = alloc_workspace(batch * rows * row + COPY_BYTES, dtype)
     threads = batch * rows * row >= PARALLEL_BYTES
 
     def fill(start: Expr, count: int) -> None:
         def store(at: Expr, lanes: int) -> None:
-            store_vector(image, constant(dtype, zero_point, lanes), start + at, lanes)
+            store_vector(image, constant(dtype, zero, lanes), start + at, lanes)
 
         if count:
             emit_vector_loop(count, COPY_BYTES, store)
@@ -117,10 +140,9 @@ def emit_prepared_image(data: Buffer, spec: Conv2d, isa: Isa) -> Image:
     def copy(start: Expr, source: Expr, count: int) -> None:
         def move(at: Expr, lanes: int) -> None:
             value = load_vector(data, source + at, lanes)
-            value = convert_activation(value, data.dtype, dtype, lanes)
-            store_vector(image, value, start + at, lanes)
+            store_vector(image, convert(value, lanes), start + at, lanes)
 
-        emit_vector_loop(count, COPY_BYTES, move)
+        emit_vector_loop(count, most_lanes, move)
 
     result = Image(image, rows, left + width + right)
     if not any(spec.padding) and spec.joined is None:

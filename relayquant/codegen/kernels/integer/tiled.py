@@ -21,12 +21,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 from tvm.script.ir_builder import tirx as T
 
 from relayquant.codegen.kernels.emit import (
-    CACHE_LINE,
     alloc_vectors,
     alloc_workspace,
     broadcast,
@@ -78,14 +78,20 @@ class SumBlock:
     channels: list[Expr]  #: of each vector in a pixel of y
 
 
+#: Stores the sums of a block: (plan, operands, place, block, sums).
+StoreSums = Callable[[Any, Operands, Placement, SumBlock, Buffer], None]
+
+
 def emit_tiled(
     plan: TiledPlan,
     image: Image,
     operands: Operands,
     threads: bool,
     place: Placement,
+    store: StoreSums | None = None,
 ) -> None:
-    """Emit all blocks of a convolution over a prepared image."""
+    """Emit all blocks of a convolution over a prepared image. `store` None: `emit_results`."""
+    store = store or emit_results
     if plan.rows is TileRows.GATHERED:
         image = emit_gathered(plan, image, threads)
     may_use = ask_permission(plan.unit)
@@ -100,7 +106,9 @@ def emit_tiled(
         first, end = (T.floordiv((part + i) * total, parts) for i in (0, 1))
         tiles: list[Tiles] = []
         emit_if(may_use, lambda: tiles.append(plan.unit.configure(plan.register_shapes)))
-        sums = alloc_workspace(plan.tile.rows * plan.tile_rows * plan.panel_channels, "int32")
+        sums = alloc_workspace(
+            plan.tile.rows * plan.tile_rows * plan.panel_channels, plan.isa.sum_dtype
+        )
         with T.serial(end - first) as step:
             indices = split_index(first + step, tuple(sizes[axis] for axis in axes))
             index = dict(zip(axes, indices, strict=True))
@@ -111,7 +119,7 @@ def emit_tiled(
                 lambda: emit_products(plan, image, operands, tiles[0], block, sums, ahead, pixels),
                 lambda: emit_vector_products(plan, image, operands, block, sums),
             )
-            emit_results(plan, operands, place, block, sums)
+            store(plan, operands, place, block, sums)
         emit_if(may_use, lambda: tiles[0].release())
 
 
@@ -125,7 +133,7 @@ def count_parts(cycles: float) -> int:
 def ask_permission(unit: MatrixUnit) -> Expr | bool:
     """Emit the question whether this process may use the unit."""
     if unit.permission is None:
-        return True
+        return not unit.is_missing
     import_code(unit.permission.code)
     return T.bind(T.call_extern(unit.permission.function, dtype="int32")) != 0
 
@@ -170,7 +178,13 @@ def emit_gathered(plan: TiledPlan, image: Image, threads: bool) -> Image:
                 value = load_vector(image.data, source + at, lanes)
                 store_vector(copy, value, target + at, lanes)
 
-            emit_vector_loop(length, CACHE_LINE, move)
+            emit_vector_loop(length, plan.row_values, move)
+        gap = plan.words * plan.isa.products - plan.run
+        if gap and plan.isa.sum_dtype == "float32":  # 0 times whatever is there may be NaN
+            with T.serial(width) as ox:
+                zeros = constant(copy.dtype, 0, plan.row_values)
+                target = (line * width + ox) * size + plan.run
+                store_vector(copy, zeros, target, plan.row_values, gap)
     return Image(copy, 1, images * height * width)
 
 
@@ -262,7 +276,6 @@ def emit_products(
     lanes, distance = plan.isa.lanes, row_distance(plan)
     own, others = plan.registers
     first_a, first_b = rows * blocks, rows * blocks + own
-    is_signed = plan.isa.activation == "int8"
     for m, n in np.ndindex(rows, blocks):
         tiles.load(m * blocks + n, operands.bias, block.bias + n * lanes, 0)
     with T.grid(*plan.taps, plan.chunks) as (row, column, chunk):
@@ -280,7 +293,8 @@ def emit_products(
             tiles.load(first_b + n % others, operands.weight, vector * size, size)
 
         def multiply(m: int, n: int) -> None:
-            tiles.multiply(m * blocks + n, first_a + m % own, first_b + n % others, is_signed)
+            a, b = first_a + m % own, first_b + n % others
+            tiles.multiply(m * blocks + n, a, b, plan.isa.activation)
 
         if blocks > rows:  # the weights take turns in their registers
             load_pixels(0)
@@ -328,7 +342,7 @@ def emit_vector_products(
     for m in range(plan.tile.rows):
         with T.serial(ceil_div(plan.tile_rows, count)) as part:
             first = T.min(part * count, plan.tile_rows - count)
-            accs = alloc_vectors(count * blocks, lanes)
+            accs = alloc_vectors(count * blocks, lanes, isa.sum_dtype)
             moved = alloc_vectors(blocks if is_signed else 0, lanes)
             for slot, acc in enumerate(accs):
                 bias = load_vector(operands.bias, block.bias + slot % blocks * lanes, lanes)

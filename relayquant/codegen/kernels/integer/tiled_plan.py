@@ -62,13 +62,23 @@ class TiledPlan(ConvPlan):
         return self.isa.unit
 
     @cached_property
+    def value_bytes(self) -> int:
+        """Bytes of an activation, and of a weight."""
+        return np.dtype(self.isa.activation).itemsize
+
+    @cached_property
+    def row_values(self) -> int:
+        """Most activations of a row of a tile."""
+        return self.unit.row_bytes // self.value_bytes
+
+    @cached_property
     def merged(self) -> int:
         """Neighbouring groups that are computed as one: as many as take the fewest products."""
-        spec, unit = self.spec, self.unit
+        spec = self.spec
 
         def cost(merged: int) -> tuple[int, int]:
             vectors = ceil_div(merged * spec.group_out, self.isa.lanes)
-            steps = ceil_div(merged * spec.group_in, unit.row_bytes)
+            steps = ceil_div(merged * spec.group_in, self.row_values)
             return spec.groups // merged * vectors * steps, -merged
 
         return min((d for d in range(1, spec.groups + 1) if spec.groups % d == 0), key=cost)
@@ -88,16 +98,16 @@ class TiledPlan(ConvPlan):
     @cached_property
     def chunks(self) -> int:
         """Tiles that a run of activations takes."""
-        return ceil_div(self.run, self.unit.row_bytes)
+        return ceil_div(self.run, self.row_values)
 
     @cached_property
     def chunk_words(self) -> int:
-        """Words of four activations in a row of a tile of activations."""
+        """Words of activations in a row of a tile of activations."""
         return ceil_div(ceil_div(self.run, self.chunks), self.isa.products)
 
     @cached_property
     def chunk(self) -> int:
-        """Bytes of a row of a tile of activations."""
+        """Activations of a row of a tile of activations."""
         return self.chunk_words * self.isa.products
 
     @cached_property
@@ -111,8 +121,8 @@ class TiledPlan(ConvPlan):
 
     @cached_property
     def gathered_size(self) -> int:
-        """Bytes from one pixel of the gathered copy to the next: whole rows of tiles."""
-        return self.chunks * self.unit.row_bytes
+        """Activations from one pixel of the gathered copy to the next: whole rows of tiles."""
+        return self.chunks * self.row_values
 
     @cached_property
     def pitch(self) -> int:
@@ -158,7 +168,7 @@ class TiledPlan(ConvPlan):
     def count_cycles(self, tile: Tile) -> float:
         """Estimate the cycles of all blocks of this size."""
         sums, unit = tile.rows * tile.blocks, self.unit
-        panel = self.steps * tile.blocks * self.chunk_words * self.isa.weight_vector
+        panel = self.steps * tile.blocks * self.chunk_words * unit.row_bytes
         weight = unit.load_cycles if panel <= NEAR_BYTES else FAR_LOAD_CYCLES
         loads = tile.rows * PIXEL_LOAD_CYCLES + tile.blocks * weight
         step = max(sums * unit.product_cycles, loads)
@@ -176,14 +186,16 @@ class TiledPlan(ConvPlan):
         if self.needs_copy:
             cycles += prod(self.spec.in_shape) / 32
         if self.rows is TileRows.GATHERED:
-            pieces = self.spec.kernel[0] * ceil_div(self.run // self.spec.kernel[0], 64)
+            pieces = self.spec.kernel[0] * ceil_div(
+                self.run // self.spec.kernel[0], self.row_values
+            )
             cycles += GATHER_CYCLES * self.lines[2] * pieces
         return cycles * PER_CYCLE
 
     @property
     def panel_bytes(self) -> int:
         """Bytes of the weights of a panel."""
-        return self.panel_vectors * self.isa.weight_vector
+        return self.panel_vectors * self.unit.row_bytes
 
     @cached_property
     def registers(self) -> tuple[int, int]:
@@ -200,7 +212,7 @@ class TiledPlan(ConvPlan):
         activations, weights = self.registers
         return [
             *[(self.tile_rows, self.unit.row_bytes)] * (self.tile.rows * self.tile.blocks),
-            *[(self.tile_rows, self.chunk)] * activations,
+            *[(self.tile_rows, self.chunk * self.value_bytes)] * activations,
             *[(self.chunk_words, self.unit.row_bytes)] * weights,
         ]
 

@@ -94,6 +94,11 @@ class Isa(ABC):
     unit: MatrixUnit | None = None  #: for products of many rows; the rest takes vectors
 
     @property
+    def sum_dtype(self) -> str:
+        """Dtype of the lanes of an accumulator."""
+        return "int32"
+
+    @property
     def is_fused(self) -> bool:
         """Whether one instruction multiplies and adds to the sums."""
         return False

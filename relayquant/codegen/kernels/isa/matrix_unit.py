@@ -5,9 +5,10 @@ and adds to a third:
 
     sums (16 rows x 16 int32)  +=  A (16 rows x 64 bytes)  x  B (16 words x 16 channels x 4 bytes)
 
-A word of B is a vector of 64 bytes as vpdpbusd takes it, so kernels of VNNI read the same packed
-weights. A product takes the same time for one row as for sixteen. Source: Intel 64 and IA-32
-Architectures Software Developer's Manual, volume 1, chapter 18.
+The bytes are integers, or pairs of bfloat16 with sums in float32. A word of B is a vector of 64
+bytes as vpdpbusd or vdpbf16ps takes it, so kernels for vectors read the same packed weights. A
+product takes the same time for one row as for sixteen. Source: Intel 64 and IA-32 Architectures
+Software Developer's Manual, volume 1, chapter 18.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ from typing import Any
 
 import numpy as np
 from tvm.script.ir_builder import tirx as T
+
+#: Dtype in which kernels hold bfloat16: its bits. TVM would compute bfloat16 itself in float32.
+BF16_BITS = "uint16"
+#: Dtype of activations -> instruction that multiplies tiles.
+PRODUCTS = {"uint8": "tdpbusd", "int8": "tdpbssd", BF16_BITS: "tdpbf16ps"}
 
 #: A TIR expression or buffer. TVM gives them no useful static type.
 Expr = Any
@@ -44,10 +50,12 @@ class Permission:
 class MatrixUnit:
     """Sizes and instructions of the tile registers.
 
-    `permission` None: kernels use the unit without asking.
+    `permission` None: kernels use the unit without asking. With `is_missing` they never use it, and
+    run the same blocks of sums on vectors.
     """
 
     permission: Permission | None
+    is_missing: bool = False
     rows: int = 16  #: most rows of a tile
     row_bytes: int = 64  #: most bytes of a row
     registers: int = 8
@@ -84,10 +92,9 @@ class Tiles:
         address = T.address_of(buffer[at])
         emit_instruction(name, T.int8(tile), address, T.int64(distance * size))
 
-    def multiply(self, sums: int, a: int, b: int, is_signed: bool) -> None:
-        """Add the products of tiles a, of uint8 or int8, and b, of int8."""
-        name = "tdpbssd" if is_signed else "tdpbusd"
-        emit_instruction(name, T.int8(sums), T.int8(a), T.int8(b))
+    def multiply(self, sums: int, a: int, b: int, dtype: str) -> None:
+        """Add the products of tiles a, of this dtype, and b: of int8, or of bfloat16 like a."""
+        emit_instruction(PRODUCTS[dtype], T.int8(sums), T.int8(a), T.int8(b))
 
     def release(self) -> None:
         """Emit the end of all use: the tiles then cost nothing at a change of threads."""
@@ -107,3 +114,7 @@ def may_use_tiles() -> bool:
 
 
 AMX_INT8 = MatrixUnit(Permission("relayquant_may_use_tiles", "tile_permission.ll"))
+#: The same registers. CPUs have both kinds of products.
+AMX_BF16 = AMX_INT8
+#: Kernels for a matrix unit, run on vectors.
+NO_UNIT = MatrixUnit(None, is_missing=True)

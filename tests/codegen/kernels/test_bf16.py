@@ -1,0 +1,297 @@
+"""Products with operands of bfloat16 against float64 sums of the rounded operands.
+
+On tiles, on vectors, refused, and emulated on any CPU. The tolerance is that of float32 sums.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tvm
+from convolutions import conv2d_accumulators
+from drawing import count_examples
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from machines import compile_kernel
+from memory_tiles import MemoryUnit, Refusal
+from tvm.script.ir_builder import tirx as T
+from tvm.target import Target
+
+from relayquant.codegen.kernels.emit import build_kernel, load_vector, store_vector
+from relayquant.codegen.kernels.floating.bf16 import (
+    Bf16Conv2d,
+    list_bf16_plans,
+    make_bf16_conv2d,
+    pack_bf16,
+    plan_bf16,
+    read_bf16_conv2d,
+    read_bf16_dense,
+)
+from relayquant.codegen.kernels.floating.conv import FloatConv2d
+from relayquant.codegen.kernels.floating.gemm import FloatDense
+from relayquant.codegen.kernels.floating.tile import FloatEpilogue
+from relayquant.codegen.kernels.integer.specs import Conv2d
+from relayquant.codegen.kernels.isa.bf16 import (
+    TILES_BF16,
+    VECTORS_BF16,
+    Bf16Isa,
+    round_integers,
+    round_to_bf16,
+    select_bf16,
+)
+from relayquant.codegen.kernels.isa.matrix_unit import NO_UNIT, MatrixUnit
+from relayquant.codegen.kernels.isa.select import has_isa
+from relayquant.codegen.kernels.isa.target import resolve_target
+from relayquant.errors import ConfigError
+
+#: Error of float32 sums relative to the sum of magnitudes.
+TOLERANCE = 2e-6
+
+
+@dataclass(frozen=True)
+class PlainBf16(Bf16Isa):
+    """The same in ordinary vector arithmetic."""
+
+    @property
+    def code(self) -> str:
+        return "; nothing"
+
+    def round(self, value, lanes):
+        return round_integers(value, lanes)
+
+    def dot(self, acc, activation, weights):
+        a, b = (T.reinterpret("uint32x16", each) for each in (activation, weights))
+        mask, shift = (T.broadcast(T.uint32(value), 16) for value in (0xFFFF0000, 16))
+        for one, other in (
+            (T.shift_left(a, shift), T.shift_left(b, shift)),
+            (T.bitwise_and(a, mask), T.bitwise_and(b, mask)),
+        ):
+            acc = acc + T.reinterpret("float32x16", one) * T.reinterpret("float32x16", other)
+        return acc
+
+
+def as_plain(unit: MatrixUnit) -> Bf16Isa:
+    own = {name: getattr(VECTORS_BF16, name) for name in VECTORS_BF16.__dataclass_fields__}
+    return PlainBf16(**{**own, "unit": unit})
+
+
+ISAS = {
+    "tiles": TILES_BF16,
+    "vectors": VECTORS_BF16,
+    "emulated tiles": as_plain(MemoryUnit(None)),
+    "emulated vectors": as_plain(NO_UNIT),
+    "refused": as_plain(MatrixUnit(Refusal("refuse", ""))),
+}
+every_isa = pytest.mark.parametrize("isa", ISAS.values(), ids=ISAS)
+#: A CPU with AVX512 and the instructions of tiles, which are not executed after a refusal.
+WITH_TILES = Target({"kind": "llvm", "mcpu": "cascadelake", "mattr": ["+amx-tile", "+amx-bf16"]})
+
+
+def find_target(isa: Bf16Isa) -> Target:
+    """A target for the kernels of `isa`; skips if this machine cannot run them."""
+    host = resolve_target(None)
+    if isinstance(isa, PlainBf16):
+        if isa.unit is ISAS["refused"].unit:
+            if not has_isa(replace(VECTORS_BF16, features=("avx512vnni",)), host):
+                pytest.skip("this machine has no AVX512")
+            return WITH_TILES
+        return host
+    if not has_isa(isa, host):
+        pytest.skip(f"this machine cannot run {isa.name}")
+    return Target({"kind": "llvm", "mcpu": "sapphirerapids" if isa is TILES_BF16 else "cooperlake"})
+
+
+def widen(values: np.ndarray) -> np.ndarray:
+    """The values that float32 numbers have as bfloat16."""
+    return values.astype(ml_dtypes.bfloat16).astype("float64")
+
+
+def compute(conv: FloatConv2d, x, w, bias) -> np.ndarray:
+    shape = [getattr(conv, name) for name in ("batch", "height", "width", "in_channels")]
+    spec = Conv2d(
+        *shape,
+        conv.out_channels,
+        conv.kernel,
+        conv.strides,
+        conv.padding,
+        conv.dilation,
+        conv.groups,
+    )
+    return conv2d_sums(widen(x), widen(w), spec) + bias
+
+
+def conv2d_sums(x, w, spec) -> np.ndarray:
+    """Exact sums of operands that are multiples of 2**-12: as integers."""
+    scale = 2.0**12
+    return conv2d_accumulators(np.rint(x * scale), np.rint(w * scale), 0, spec) / scale**2
+
+
+def draw_operands(conv: FloatConv2d, seed: int):
+    rng = np.random.default_rng(seed)
+    x, w = (
+        np.round(rng.uniform(-1, 1, shape) * 2**12).astype("float32") / 2**12
+        for shape in (conv.in_shape, conv.weight_shape)
+    )
+    # As bfloat16, values of at least 2**-4 are multiples of 2**-11.
+    x, w = (np.where(abs(a) < 2**-4, 0, a).astype("float32") for a in (x, w))
+    return x, w, rng.uniform(-1, 1, conv.out_channels).astype("float32")
+
+
+def check_conv2d(spec: Bf16Conv2d, isa: Bf16Isa, seed: int = 0, plan=None) -> None:
+    conv = spec.conv
+    x, w, bias = draw_operands(conv, seed)
+    epilogue = conv.epilogue
+    bias = bias if epilogue.bias else None
+    kernel = make_bf16_conv2d(spec, isa, "bf16", plan)
+    run = compile_kernel(kernel, find_target(isa))
+    residual = np.random.default_rng(seed + 1).normal(size=spec.out_shape).astype("float32")
+    y = np.full(spec.out_shape, np.nan, "float32")
+    added = [residual] if epilogue.residual else []
+    arguments = [x.reshape(spec.in_shape), *pack_bf16(w, bias, spec, isa, plan), *added, y]
+    tensors = [tvm.runtime.tensor(each) for each in arguments]
+    run(*tensors)
+    wanted = compute(conv, x, w, 0 if bias is None else bias)
+    magnitude = compute(conv, abs(x), abs(w), 1)
+    if epilogue.residual:
+        wanted = wanted + residual.reshape(wanted.shape)
+    low, high = epilogue.low, epilogue.high
+    if low is not None or high is not None:
+        wanted = np.clip(wanted, low, high)
+    got = tensors[-1].numpy().reshape(*wanted.shape[:3], -1)
+    first = epilogue.first
+    own = got[..., first : first + conv.out_channels]
+    assert np.all(abs(own - wanted) <= TOLERANCE * magnitude)
+    assert np.isnan(got[..., :first]).all()
+    assert np.isnan(got[..., first + conv.out_channels :]).all()
+
+
+@st.composite
+def draw_specs(draw):
+    def small(low, high):
+        return draw(st.integers(low, high))
+
+    groups = draw(st.sampled_from([1, 1, 2, 3]))
+    c_in = groups * draw(st.sampled_from([1, 3, 16, 17, 64, 70]))
+    c_out = groups * draw(st.sampled_from([2, 5, 16, 17, 48, 100]))
+    residual = draw(st.booleans())
+    columns = None if residual or draw(st.booleans()) else (3, c_out + 5)
+    epilogue = FloatEpilogue(
+        draw(st.booleans()), residual, draw(st.sampled_from([None, 0.0])),
+        draw(st.sampled_from([None, 0.5])), columns,
+    )  # fmt: skip
+    kernel, dilation = (small(1, 3), small(1, 3)), (small(1, 2), small(1, 2))
+    padding = tuple(small(0, 2) for _ in range(4))
+    height, width = small(1, 6), small(1, 37)
+    assume(height + padding[0] + padding[2] > (kernel[0] - 1) * dilation[0])
+    assume(width + padding[1] + padding[3] > (kernel[1] - 1) * dilation[1])
+    assume(groups == 1 or c_in > groups)
+    strides = (small(1, 2), small(1, 2))
+    return FloatConv2d(
+        small(1, 2), height, width, c_in, c_out, kernel, strides, padding, dilation, groups,
+        epilogue=epilogue,
+    )  # fmt: skip
+
+
+@every_isa
+@settings(max_examples=count_examples(60, 6), deadline=None, derandomize=True)
+@given(conv=draw_specs(), choice=st.integers(0, 1000))
+def test_make_bf16_conv2d__drawn_specs(isa, conv, choice):
+    spec = read_bf16_conv2d(conv)
+    plans = list_bf16_plans(spec, isa)
+    check_conv2d(spec, isa, choice, plans[choice % len(plans)])
+
+
+@every_isa
+def test_make_bf16_conv2d__dense_layers(isa):
+    for shape, outputs in (((1, 96), 40), ((2, 3, 65), 64), ((40, 128), 2)):
+        spec = read_bf16_dense(FloatDense(shape, outputs, FloatEpilogue(bias=True)))
+        assert spec is not None
+        check_conv2d(spec, isa)
+
+
+def test_round_to_bf16__has_the_bits_of_another_implementation():
+    rng = np.random.default_rng(0)
+    values = rng.integers(0, 2**32, 100_000, dtype="uint32").view("float32")
+    ties = (rng.integers(0, 2**16, 1000, dtype="uint32") << 16 | 0x8000).view("float32")
+    for each in (values, ties):
+        with np.errstate(invalid="ignore"):
+            wanted = each.astype(ml_dtypes.bfloat16)
+        got = round_to_bf16(each)
+        is_nan = np.isnan(each)
+        np.testing.assert_array_equal(got[~is_nan], wanted.view("uint16")[~is_nan])
+        assert np.isnan(got.view(ml_dtypes.bfloat16)[is_nan].astype("float32")).all()
+
+
+@pytest.mark.parametrize("lanes", [1, 4, 16])
+@pytest.mark.parametrize("isa", [VECTORS_BF16, as_plain(NO_UNIT)], ids=["vectors", "emulated"])
+def test_round__in_a_kernel_is_that_of_packed_weights(isa, lanes):
+    rng = np.random.default_rng(1)
+    x = (rng.integers(0, 2**17, 64, dtype="uint32") << 15).view("float32")
+    x = np.where(np.isfinite(x) & (abs(x) > 2.0**-126), x, 1).astype("float32")
+    x[:3] = np.inf, -np.inf, np.nan
+
+    def body() -> None:
+        values, bits = T.arg("x", T.Buffer((64,))), T.arg("y", T.Buffer((64,), "uint16"))
+        with T.serial(64 // lanes) as i:
+            rounded = isa.round(load_vector(values, i * lanes, lanes), lanes)
+            store_vector(bits, rounded, i * lanes, lanes)
+
+    y = tvm.runtime.tensor(np.zeros(64, "uint16"))
+    compile_kernel(build_kernel("round", body), find_target(isa))(tvm.runtime.tensor(x), y)
+    got = y.numpy()
+    np.testing.assert_array_equal(got[:2], round_to_bf16(x)[:2])
+    assert np.isnan(got.view(ml_dtypes.bfloat16)[2].astype("float32"))
+    np.testing.assert_array_equal(got[3:], round_to_bf16(x)[3:])
+
+
+WIDE = FloatConv2d(1, 9, 20, 64, 96, (3, 3), padding=(1, 1, 1, 1))
+
+
+def compile_assembly(isa: Bf16Isa, mcpu: str) -> str:
+    module = tvm.IRModule({"conv2d": make_bf16_conv2d(read_bf16_conv2d(WIDE), isa)})
+    target = Target({"kind": "llvm", "mcpu": mcpu, "mtriple": "x86_64-linux-gnu"})
+    return tvm.compile(module, target=target).mod.inspect_source("asm")
+
+
+def test_make_bf16_conv2d__instructions_of_tiles():
+    text = compile_assembly(TILES_BF16, "sapphirerapids")
+    found = {name: len(re.findall(rf"\t{name}\b", text)) for name in ("tdpbf16ps", "tilestored")}
+    assert found["tdpbf16ps"] % 4 == 0
+    assert found["tilestored"] == 4
+    assert "vdpbf16ps" in text  # without permission
+    assert "vcvtneps2bf16" in text
+
+
+def test_make_bf16_conv2d__instructions_of_vectors():
+    text = compile_assembly(VECTORS_BF16, "znver4")
+    assert "vdpbf16ps" in text
+    assert "tdpbf16ps" not in text
+    assert "arch_prctl" not in text
+    assert "syscall" not in text
+    assert "call\trelayquant_dot_bf16" not in text  # it is inlined
+
+
+@pytest.mark.parametrize(
+    ("mcpu", "isa"),
+    [("sapphirerapids", TILES_BF16), ("cooperlake", VECTORS_BF16), ("znver5", VECTORS_BF16)],
+)
+def test_select_bf16__by_the_target(mcpu, isa):
+    target = resolve_target({"kind": "llvm", "mcpu": mcpu, "mtriple": "x86_64-linux-gnu"})
+    assert select_bf16(target) is isa
+
+
+@pytest.mark.parametrize("triple", ["x86_64-linux-gnu", "aarch64-linux-gnu"])
+def test_select_bf16__a_target_without_names_those_that_have_it(triple):
+    with pytest.raises(ConfigError, match="Sapphire Rapids") as raised:
+        select_bf16(resolve_target({"kind": "llvm", "mtriple": triple}))
+    assert raised.value.code == "RQ102"
+
+
+def test_plan_bf16__a_row_of_a_tile_holds_32_products():
+    plan = plan_bf16(read_bf16_conv2d(WIDE), TILES_BF16)
+    assert plan.chunk == 32
+    assert all(0 < r <= 16 and 0 < size <= 64 for r, size in plan.register_shapes)
