@@ -16,13 +16,11 @@ from tvm.ir import Call
 from tvm.target import Target
 
 from relayquant.codegen.kernels.integer.grouped import (
-    LARGEST_SUM,
-    GroupedDense,
     GroupedTake,
     build_grouped_dense,
     build_grouped_take,
-    pack_grouped,
 )
+from relayquant.codegen.kernels.integer.grouped_plan import LARGEST_SUM, GroupedDense, pack_grouped
 from relayquant.codegen.kernels.integer.row_quantize import RowQuantize, build_quantize_rows
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.isa.select import select_isa

@@ -50,11 +50,8 @@ from relayquant.codegen.kernels.integer.elementwise import (
     build_requantize,
 )
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
-from relayquant.codegen.kernels.integer.grouped import (
-    GroupedDense,
-    build_grouped_dense,
-    pack_grouped,
-)
+from relayquant.codegen.kernels.integer.grouped import build_grouped_dense
+from relayquant.codegen.kernels.integer.grouped_plan import GroupedDense, pack_grouped
 from relayquant.codegen.kernels.integer.lookup import TBL, Lookup, build_lookup
 from relayquant.codegen.kernels.integer.matmul import BatchMatmul, build_batch_matmul
 from relayquant.codegen.kernels.integer.pool import (

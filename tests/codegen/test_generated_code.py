@@ -23,7 +23,8 @@ from relayquant.codegen.kernels.floating.tile import FloatEpilogue, choose_float
 from relayquant.codegen.kernels.floating.winograd import make_winograd
 from relayquant.codegen.kernels.integer.conv import build_conv2d
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual
-from relayquant.codegen.kernels.integer.grouped import GroupedDense, build_grouped_dense
+from relayquant.codegen.kernels.integer.grouped import build_grouped_dense
+from relayquant.codegen.kernels.integer.grouped_plan import GroupedDense
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense
 from relayquant.codegen.kernels.integer.winograd import build_winograd
 from relayquant.codegen.kernels.isa.arm import NEON_BYTES, NEON_PAIRS

@@ -29,6 +29,11 @@ class MemoryTiles(Tiles):
         count = size // {"int32": 4, "float32": 4, BF16_BITS: 2}.get(dtype, 1)
         return T.decl_buffer((rows * count,), dtype, data=memory.data), rows, count
 
+    def clear(self, tile):
+        memory, rows, count = self.view(tile, "int32")
+        with T.serial(rows * count) as i:
+            T.buffer_store(memory, T.int32(0), [i])
+
     def load(self, tile, buffer, at, distance):
         memory, rows, size = self.view(tile, buffer.dtype)
         with T.grid(rows, size) as (r, i):

@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import tvm
+from emulated_unit import EMULATED, REFUSED, WITH_TILES, find_target
 from exact import call_kernel
 from machines import ISAS, best_isa, compile_kernel, every_isa, runnable_target
 from tvm import tirx
@@ -14,18 +15,20 @@ from tvm.target import Target
 
 from relayquant.base.packing import count_groups, pack_codes
 from relayquant.codegen.kernels.integer.grouped import (
-    STREAMS,
-    GroupedDense,
     GroupedTake,
     build_grouped_dense,
     build_grouped_take,
+)
+from relayquant.codegen.kernels.integer.grouped_dot import choose_dot
+from relayquant.codegen.kernels.integer.grouped_plan import (
+    STREAMS,
+    GroupedDense,
     pack_grouped,
     plan_grouped,
 )
-from relayquant.codegen.kernels.integer.grouped_dot import choose_dot
 from relayquant.codegen.kernels.integer.row_quantize import RowQuantize, build_quantize_rows
 from relayquant.codegen.kernels.isa.arm import NEON, SDOT, SMMLA
-from relayquant.codegen.kernels.isa.base import VNNI512
+from relayquant.codegen.kernels.isa.base import AMX, VNNI512
 from relayquant.ir.reference import qnn
 
 #: (rows, outputs, inputs, bits, group size, float rows, zero points, dtype of scales): a group that
@@ -81,7 +84,7 @@ def test_grouped_dense__as_numpy_in_every_form(case):
 
 def check_case(isa, case):
     """Integers and, where the target has fma, their float sums to the bit; any number of rows."""
-    target, rng, spec = runnable_target(isa), np.random.default_rng(0), make_spec(case)
+    target, rng, spec = find_target(isa), np.random.default_rng(0), make_spec(case)
     weight = draw_weight(rng, spec)
     kernel = compile_kernel(build_grouped_dense(spec, isa), target)
     constants = list_constants(spec, isa, weight)
@@ -95,6 +98,63 @@ def check_case(isa, case):
             np.testing.assert_array_equal(y.numpy(), expected)
         bound = 1e-6 * np.abs(expected).max()
         np.testing.assert_allclose(y.numpy(), expected, rtol=1e-5, atol=bound)
+
+
+#: As CASES, for tiles: tiles that are not full, several chunks of rows, groups of no whole tile,
+#: several blocks of groups, codes of every width.
+TILED_CASES = [
+    ((16, 17, 150), 37, 84, 4, 32, False, False, "float32"),
+    ((40,), 70, 1100, 4, 128, False, True, "float16"),
+    ((33,), 5, 200, 8, 72, False, False, "float32"),
+    ((20,), 20, 96, 2, 96, False, True, "float32"),
+    ((20,), 48, 50, 3, 16, False, False, "float32"),
+]
+
+
+@pytest.mark.sample(9)
+@pytest.mark.parametrize("isa", [AMX, EMULATED, REFUSED], ids=["unit", "emulated", "refused"])
+@pytest.mark.parametrize("case", TILED_CASES, ids=lambda case: f"{case[3]}x{case[4]}")
+def test_grouped_dense__as_numpy_on_tiles(isa, case):
+    assert plan_grouped(make_spec(case), isa).unit is isa.unit
+    check_case(isa, case)
+
+
+@pytest.mark.parametrize("isa", [AMX, EMULATED], ids=["unit", "emulated"])
+def test_grouped_dense__largest_sums_on_tiles(isa):
+    """Codes of 8 bits reach the bounds of int8, and sums those of a group."""
+    rows, features, units = 16, 200, 16
+    spec = GroupedDense((rows,), units, features, 8, features)
+    codes = np.zeros((units, features), int)
+    codes[1::2] = 255
+    weight = pack_codes(codes, 8), np.ones((units, 1), "float32"), np.array(128, "uint8")
+    data = np.full((rows, features), -128, "int8")
+    data[1::2] = 127
+    arrays = [data, np.ones((rows, 1), "float32"), *list_constants(spec, isa, weight)]
+    func = build_grouped_dense(spec, isa)
+    found = call_kernel(func, find_target(isa), arrays, (rows, units), "float32")
+    np.testing.assert_array_equal(found, data.astype("int64") @ (codes - 128).T)
+
+
+def test_plan__float_rows_and_wide_differences_stay_on_vectors():
+    """A code of 8 bits minus a zero point does not fit a byte."""
+    for is_float, bits, has_zeros in ((True, 4, False), (False, 8, True)):
+        spec = GroupedDense((None,), 64, 256, bits, 32, is_float, has_zeros)
+        assert plan_grouped(spec, AMX).unit is None
+
+
+@pytest.mark.parametrize("group_size", [32, 128])
+def test_grouped_dense__tile_instructions_of_a_group(group_size):
+    """Two loads for each product, and one store for the sums of a group: nothing spills."""
+    spec = GroupedDense((128,), 64, 512, 4, group_size)
+    module = tvm.IRModule({"grouped_dense": build_grouped_dense(spec, AMX)})
+    text = tvm.compile(module, target=WITH_TILES).mod.inspect_source("asm")
+    names = ("tdpbssd", "tileloadd", "tilestored", "tilezero", "ldtilecfg", "tilerelease")
+    count = {name: len(re.findall(rf"\t{name}\b", text)) for name in names}
+    products = -(-group_size // 64)
+    assert count["tilestored"] == count["tilezero"] > 0
+    assert count["tdpbssd"] == products * count["tilestored"]
+    assert count["tileloadd"] == 2 * count["tdpbssd"]
+    assert count["ldtilecfg"] == count["tilerelease"] == 1
 
 
 @pytest.mark.sample(15)

@@ -12,12 +12,10 @@ import pytest
 import tvm
 from convolutions import check_conv2d, conv2d_accumulators
 from drawing import count_examples
+from emulated_unit import EMULATED, REFUSED, WITH_TILES, find_target
 from exact import finish, random_multiplier, random_values, random_weights
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from machines import runnable_target
-from memory_tiles import MemoryUnit, Refusal
-from tvm.target import Target
 
 from relayquant.base.qtypes import INTEGER_LIMITS
 from relayquant.codegen.kernels.integer.conv import build_conv2d, build_planned, pack_conv2d
@@ -29,19 +27,7 @@ from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, Tile
 from relayquant.codegen.kernels.integer.tiled import count_parts
 from relayquant.codegen.kernels.integer.tiled_plan import BLOCKS, TiledPlan, TileRows, list_rows
 from relayquant.codegen.kernels.isa.base import AMX, VNNI512, Isa
-from relayquant.codegen.kernels.isa.matrix_unit import AMX_INT8, MatrixUnit
-
-EMULATED = replace(AMX, unit=MemoryUnit(None))
-REFUSED = replace(AMX, unit=MatrixUnit(Refusal("refuse", "")))
-#: Instructions of a CPU with VNNI and tiles; without permission no tile instruction is executed.
-WITH_TILES = Target({"kind": "llvm", "mcpu": "cascadelake", "mattr": ["+amx-tile", "+amx-int8"]})
-
-
-def find_target(isa: Isa) -> Target:
-    if isa is AMX:
-        return runnable_target(AMX)
-    vectors = runnable_target(VNNI512)
-    return WITH_TILES if isa is REFUSED else vectors
+from relayquant.codegen.kernels.isa.matrix_unit import AMX_INT8
 
 
 def list_plans(spec: Conv2d, isa: Isa) -> list[TiledPlan]:

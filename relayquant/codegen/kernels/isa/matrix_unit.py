@@ -79,6 +79,10 @@ class MatrixUnit:
 class Tiles:
     """Configured tile registers, by number. Distances of rows are in elements of the buffer."""
 
+    def clear(self, tile: int) -> None:
+        """Fill a tile with zeros."""
+        emit_instruction("tilezero", T.int8(tile))
+
     def load(self, tile: int, buffer: Buffer, at: Expr, distance: int) -> None:
         """Load a tile whose first row begins at element `at`. Distance 0 repeats one row."""
         self.move("tileloadd64", tile, buffer, at, distance)

@@ -1,0 +1,278 @@
+"""Specification of a product with grouped weights -> its plan, packed constants and arguments.
+
+A weight is stored panel by panel, each with `lanes` outputs (the last panel overlaps its
+neighbour):
+
+    for each group     vectors of 4 * lanes bytes: byte 4 * l + p of vector v is of output l and
+                       holds the codes at p of words v * e .. v * e + e - 1 (e = 8 / bits of them),
+                       the first in the lowest bits
+    scales, zeros      one per output and group, in separate arrays
+
+Codes of 3 bits take 4 bits here. Groups are filled up to whole vectors with codes whose rows are 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import numpy as np
+from tvm.script.ir_builder import tirx as T
+
+from relayquant.base.packing import count_groups, unpack_codes
+from relayquant.codegen.kernels.emit import CACHE_LINE, ceil_div, constant, load_vector, vector
+from relayquant.codegen.kernels.integer.grouped_dot import (
+    SHORT_WORDS,
+    WORD,
+    FloatDot,
+    GroupedDot,
+    PartsDot,
+    choose_dot,
+)
+from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
+from relayquant.codegen.kernels.isa.matrix_unit import MatrixUnit
+
+#: A multiple of every height of tiles.
+TILE_ROWS = 24
+#: Rows that are prepared together: least and most, and their size in bytes between these bounds.
+LEAST_CHUNK_ROWS, MOST_CHUNK_ROWS = 2 * TILE_ROWS, 6 * TILE_ROWS
+CHUNK_BYTES = 640 * 1024
+#: Panels whose codes are read in parallel for a single row: memory is faster with several streams.
+#: Instruction sets with at least this many lanes have enough registers for it.
+STREAMS, STREAM_LANES = 4, 16
+#: Most dot products that are unrolled. More are a loop over vectors.
+UNROLLED = 96
+#: Largest sum of a group that int32 holds.
+LARGEST_SUM = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class GroupedDense:
+    """A product of rows (..., features) with a grouped weight (units, features).
+
+    `leading` are the extents before the last one, None for an extent known only at run time.
+    `is_float`: rows are float32, else int8 with one scale per row.
+    """
+
+    leading: tuple[int | None, ...]
+    units: int
+    features: int
+    bits: int
+    group_size: int
+    is_float: bool = False
+    has_zeros: bool = False
+    scale_dtype: str = "float32"
+
+    @property
+    def largest_sum(self) -> int:
+        """Bound of the magnitude of a sum of integers."""
+        return self.group_size * 128 * ((1 << self.bits) - 1)
+
+
+def code_bits(bits: int) -> int:
+    """Return the bits of a code in memory."""
+    return 4 if bits == 3 else bits
+
+
+@dataclass(frozen=True)
+class GroupedPlan:
+    """Memory layout of a weight for an instruction set, and its tiles."""
+
+    spec: GroupedDense
+    dot: GroupedDot
+    unit: MatrixUnit | None = None  #: for many rows, if there is one that takes these codes
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code in memory."""
+        return code_bits(self.spec.bits)
+
+    @property
+    def each(self) -> int:
+        """Words in a vector of codes."""
+        return 8 // self.bits
+
+    @property
+    def groups(self) -> int:
+        return count_groups(self.spec.features, self.spec.group_size)
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of codes of a group."""
+        return ceil_div(self.spec.group_size, WORD * self.each)
+
+    @property
+    def stride(self) -> int:
+        """Elements of a group in a prepared row."""
+        return self.vectors * self.each * WORD
+
+    @property
+    def panels(self) -> int:
+        return ceil_div(self.spec.units, self.dot.lanes)
+
+    @property
+    def streams(self) -> int:
+        """Panels that are multiplied with a single row at a time."""
+        return min(STREAMS, self.panels) if self.dot.lanes >= STREAM_LANES else 1
+
+    @property
+    def vector_bytes(self) -> int:
+        return WORD * self.dot.lanes
+
+    @property
+    def offset(self) -> int:
+        """Subtracted from the weight's codes to get the codes that the dot product reads."""
+        return 128 if self.bits == 8 and self.dot.is_signed else 0
+
+    def block_vectors(self, height: int) -> int:
+        """Count the vectors of codes that are processed without a loop, for `height` rows."""
+        if isinstance(self.dot, PartsDot):
+            return min(self.vectors, SHORT_WORDS // self.each)
+        return self.vectors if self.vectors * self.each * height <= UNROLLED else 1
+
+    @property
+    def row_stride(self) -> int:
+        """Distance between prepared rows in elements.
+
+        It is an odd number of cache lines, so that the rows of a tile do not fall into the same
+        cache sets.
+        """
+        size = np.dtype(self.dot.row_dtype).itemsize
+        return (ceil_div(self.groups * self.stride * size, CACHE_LINE) | 1) * CACHE_LINE // size
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows that are prepared together: as many as fit the second-level cache with a panel."""
+        size = np.dtype(self.dot.row_dtype).itemsize * self.row_stride
+        fitting = CHUNK_BYTES // size // TILE_ROWS * TILE_ROWS
+        return max(LEAST_CHUNK_ROWS, min(fitting, MOST_CHUNK_ROWS))
+
+    @property
+    def scale_dtype(self) -> str:
+        """Dtype of scales: float16 only if one instruction converts vectors of it."""
+        return self.spec.scale_dtype if self.dot.lanes >= 8 else "float32"
+
+    @cached_property
+    def channels(self) -> np.ndarray:
+        """(panels, lanes): the output of every lane.
+
+        Lanes without an output repeat the last one.
+        """
+        lanes, units = self.dot.lanes, self.spec.units
+        first = np.minimum(np.arange(self.panels) * lanes, max(units - lanes, 0))
+        return np.minimum(first[:, None] + np.arange(lanes), units - 1)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedGroups:
+    """Constant operands of the kernels: codes, scales, zero points (empty if there are none)."""
+
+    codes: np.ndarray
+    scale: np.ndarray
+    zeros: np.ndarray
+
+
+def plan_grouped(spec: GroupedDense, isa: Isa) -> GroupedPlan:
+    """Make the plan for generator and packer. The packed weights do not depend on the rows."""
+    bits = code_bits(spec.bits)
+    fits_int8 = not spec.is_float and (bits < 8 or not spec.has_zeros)  # codes minus zero points
+    dot = choose_dot(isa, spec.is_float, bits)
+    return GroupedPlan(spec, dot, isa.unit if fits_int8 else None)
+
+
+def pack_grouped(
+    spec: GroupedDense, isa: Isa, weight: np.ndarray, scale: np.ndarray, zeros: np.ndarray
+) -> PackedGroups:
+    """Pack the operands of `qnn.grouped_dense` for the kernels."""
+    plan = plan_grouped(spec, isa)
+    lanes, groups = plan.dot.lanes, plan.groups
+    packed = np.empty((plan.panels, groups, plan.vectors, plan.vector_bytes), "uint8")
+    size, short = spec.group_size, groups * spec.group_size - spec.features
+    for panel, rows in enumerate(plan.channels):
+        codes = unpack_codes(weight[rows], spec.bits, spec.features)
+        codes = np.pad(codes, [(0, 0), (0, short)]).reshape(lanes, groups, size)
+        codes = np.pad(codes, [(0, 0), (0, 0), (0, plan.stride - size)])
+        # (lane, group, vector, word of the vector, place) -> (group, vector, lane, place, word)
+        words = codes.reshape(lanes, groups, plan.vectors, plan.each, WORD).transpose(1, 2, 0, 4, 3)
+        shifts = plan.bits * np.arange(plan.each)
+        joined = (words.astype("uint16") << shifts).sum(axis=-1).astype("uint8")
+        packed[panel] = joined.reshape(groups, plan.vectors, -1) ^ plan.offset
+    return PackedGroups(
+        packed.reshape(-1),
+        np.ascontiguousarray(scale[plan.channels].swapaxes(1, 2).reshape(-1), plan.scale_dtype),
+        np.ascontiguousarray(zeros[plan.channels].swapaxes(1, 2).reshape(-1))
+        if zeros.ndim
+        else np.zeros(0, "uint8"),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Arguments:
+    """Flat views of a kernel's arguments."""
+
+    rows: Expr  #: number of rows
+    data: Buffer
+    row_scale: Buffer | None
+    codes: Buffer
+    scale: Buffer
+    zeros: Buffer | None
+    out: Buffer
+
+
+def declare_grouped(plan: GroupedPlan) -> Arguments:
+    """Declare the arguments of `build_grouped_dense`."""
+    spec = plan.spec
+    extents = [T.int64() if extent is None else extent for extent in spec.leading]
+    rows = prod(extents)
+
+    def declare(name: str, width: int, dtype: str) -> tuple[Buffer, int]:
+        buffer = T.arg(name, T.Buffer((*extents, width), dtype))
+        return buffer, width
+
+    def declare_constant(name: str, size: int, dtype: str) -> Buffer:
+        return T.arg(name, T.Buffer((size,), dtype))
+
+    def view(pair: tuple[Buffer, int]) -> Buffer:
+        buffer, width = pair
+        return T.decl_buffer((rows * width,), buffer.dtype, data=buffer.data)
+
+    count = plan.panels * plan.groups * plan.dot.lanes
+    data = declare("x", spec.features, "float32" if spec.is_float else "int8")
+    row_scale = None if spec.is_float else declare("x_scale", 1, "float32")
+    codes = declare_constant("codes", count * plan.vectors * WORD, "uint8")
+    scale = declare_constant("scale", count, plan.scale_dtype)
+    zeros = declare_constant("zeros", count, "uint8") if spec.has_zeros else None
+    out = declare("y", spec.units, "float32")
+    return Arguments(
+        rows, view(data), None if row_scale is None else view(row_scale), codes, scale, zeros,
+        view(out),
+    )  # fmt: skip
+
+
+def middle(spec: GroupedDense) -> int:
+    """Return the zero point of all groups, if they have no separate zero points."""
+    return 1 << (spec.bits - 1)
+
+
+def read_zero(plan: GroupedPlan, arguments: Arguments, at: Expr) -> Expr | None:
+    """Read the zero point that is subtracted from the codes of a group, as an int32 vector.
+
+    None if it is the same for all groups and integer sums subtract it through the sum of the row.
+    """
+    lanes = plan.dot.lanes
+    if arguments.zeros is None:
+        is_float = isinstance(plan.dot, FloatDot)
+        return constant("int32", middle(plan.spec), lanes) if is_float else None
+    zero = T.Cast(vector("int32", lanes), load_vector(arguments.zeros, at * lanes, lanes))
+    return zero - constant("int32", plan.offset, lanes) if plan.offset else zero
+
+
+def take_word(plan: GroupedPlan, words: Expr, place: int) -> Expr:
+    """Extract the codes of one word, one byte each, as an int32 vector."""
+    if plan.bits == 8:
+        return words
+    lanes, mask = plan.dot.lanes, ((1 << plan.bits) - 1) * 0x01010101
+    if place:
+        words = plan.dot.shift_codes(words, plan.bits * place)
+    return T.bitwise_and(words, constant("int32", mask, lanes))

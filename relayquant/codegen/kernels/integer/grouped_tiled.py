@@ -1,0 +1,291 @@
+"""Plan of a product with grouped weights + arguments -> its products on tiles, for many rows.
+
+    A     16 rows x up to 64 bytes of a group, from a copy of the rows with one tile after the other
+    B     16 words x 16 outputs x 4 bytes: codes minus zero points as int8, unpacked from a panel
+    sums  of a group, exact; stored to memory, from where vectors are multiplied by the scales and
+          added to the float sums of the tile, which are in registers
+
+Blocks of a few panels by a few groups are unpacked once and multiplied with all rows of a chunk.
+They fit the first-level cache, together with the same groups of 16 rows. Between the blocks the
+float sums of a row are kept in memory. The groups of a row are added from the first to the last, as
+on vectors, so both have the same bits.
+
+The last tile of a chunk repeats the last row, which writes the same values twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from tvm.script.ir_builder import tirx as T
+
+from relayquant.codegen.kernels.emit import (
+    COPY_BYTES,
+    alloc_vectors,
+    alloc_workspace,
+    broadcast,
+    ceil_div,
+    constant,
+    emit_vector_loop,
+    load_vector,
+    store_vector,
+    vector,
+)
+from relayquant.codegen.kernels.integer.grouped_dot import WORD, multiply_add
+from relayquant.codegen.kernels.integer.grouped_plan import (
+    Arguments,
+    GroupedPlan,
+    middle,
+    read_zero,
+    take_word,
+)
+from relayquant.codegen.kernels.isa.base import Buffer, Expr
+from relayquant.codegen.kernels.isa.matrix_unit import MatrixUnit, Tiles
+
+#: Panels of a block, and bytes of its weights.
+BLOCK_PANELS, BLOCK_BYTES = 2, 16 * 1024
+#: Groups whose sums are in memory: those of one are added while the next one is multiplied.
+SLOTS = 2
+
+
+@dataclass(frozen=True)
+class TiledGroups:
+    """Sizes of a product with grouped weights on a matrix unit."""
+
+    plan: GroupedPlan
+    unit: MatrixUnit
+
+    @cached_property
+    def words(self) -> int:
+        """Words of a group, and vectors of its unpacked weights."""
+        return self.plan.stride // WORD
+
+    @cached_property
+    def steps(self) -> list[tuple[int, int]]:
+        """(first word, words) of each product of tiles of a group."""
+        most = self.unit.row_bytes // WORD
+        return [(at, min(most, self.words - at)) for at in range(0, self.words, most)]
+
+    @cached_property
+    def panels(self) -> int:
+        return min(BLOCK_PANELS, self.plan.panels)
+
+    @cached_property
+    def group_bytes(self) -> int:
+        """Bytes of a group of unpacked weights."""
+        return self.words * self.plan.vector_bytes
+
+    @cached_property
+    def groups(self) -> int:
+        """Groups of a block."""
+        fitting = max(BLOCK_BYTES // (self.group_bytes * self.panels), 1)
+        blocks = ceil_div(self.plan.groups, fitting)
+        return ceil_div(self.plan.groups, blocks)
+
+    @cached_property
+    def blocks(self) -> int:
+        """Blocks of a row."""
+        return ceil_div(self.plan.groups, self.groups)
+
+    @cached_property
+    def tile_bytes(self) -> int:
+        """Bytes of the copy of the rows of a tile."""
+        return self.unit.rows * self.plan.groups * self.plan.stride
+
+    @cached_property
+    def chunk_tiles(self) -> int:
+        """Most tiles of a chunk of rows."""
+        return self.plan.chunk_rows // self.unit.rows
+
+    @cached_property
+    def register_shapes(self) -> list[tuple[int, int]]:
+        """(rows, bytes of a row): the sums, then the rows and the weights of each size of step."""
+        rows, size = self.unit.rows, self.unit.row_bytes
+        shapes = [(rows, size)]
+        for words in dict.fromkeys(words for _, words in self.steps):
+            shapes += [(rows, words * WORD), (words, size)]
+        return shapes
+
+    def number_operands(self, words: int) -> int:
+        """Return the register of the rows for a step; the next one is for the weights."""
+        return 1 if words == self.steps[0][1] else 3
+
+
+def emit_tiled_rows(plan: GroupedPlan, arguments: Arguments, threads: bool) -> None:
+    """Emit all rows, one chunk after the other. Threads share the panels."""
+    assert plan.unit is not None
+    form, unit = TiledGroups(plan, plan.unit), plan.unit
+    side, size = form.panels, form.chunk_tiles * unit.rows
+    rows = arguments.rows
+    with T.serial(T.floordiv(rows + (size - 1), size)) as chunk:
+        first = T.bind(chunk * size)
+        count = T.bind(T.min(rows - first, size))
+        tiles = T.bind(T.floordiv(count + (unit.rows - 1), unit.rows))
+        copy = emit_tile_copy(form, arguments, first, tiles)
+        with (T.parallel if threads else T.serial)(ceil_div(plan.panels, side)) as band:
+            registers = unit.configure(form.register_shapes)
+            panel = T.bind(T.min(band * side, plan.panels - side))
+            emit_band(form, arguments, registers, copy, panel, first, tiles)
+            registers.release()
+
+
+def emit_tile_copy(form: TiledGroups, arguments: Arguments, first: Expr, tiles: Expr) -> Buffer:
+    """Copy the rows from `first` on, for each tile and step one after the other."""
+    plan, rows = form.plan, form.unit.rows
+    spec = plan.spec
+    copy = alloc_workspace(form.chunk_tiles * form.tile_bytes, "int8")
+    last = spec.features - (plan.groups - 1) * spec.group_size
+
+    with T.grid(tiles, rows) as (tile, row):
+        number = T.bind(T.min(first + tile * rows + row, arguments.rows - 1))
+
+        def copy_group(group: Expr, length: int) -> None:
+            origin = number * spec.features + group * spec.group_size
+            start = tile * form.tile_bytes + group * (rows * plan.stride)
+            for word, words in form.steps:
+                at, size = word * WORD, words * WORD
+                to = start + at * rows + row * size
+                valid = min(max(length - at, 0), size)
+                if valid:
+                    copy_bytes(arguments.data, origin + at, copy, to, valid)
+                if valid < size:
+                    with T.serial(size - valid) as place:
+                        T.buffer_store(copy, T.int8(0), [to + valid + place])
+
+        full = plan.groups if last == spec.group_size else plan.groups - 1
+        if full:
+            with T.serial(full) as group:
+                copy_group(group, spec.group_size)
+        if last != spec.group_size:
+            copy_group(T.int64(plan.groups - 1), last)
+    return copy
+
+
+def copy_bytes(source: Buffer, start: Expr, target: Buffer, to: Expr, count: int) -> None:
+    def move(offset: Expr, lanes: int) -> None:
+        store_vector(target, load_vector(source, start + offset, lanes), to + offset, lanes)
+
+    emit_vector_loop(count, COPY_BYTES, move)
+
+
+def emit_band(
+    form: TiledGroups,
+    arguments: Arguments,
+    registers: Tiles,
+    copy: Buffer,
+    panel: Expr,
+    first: Expr,
+    tiles: Expr,
+) -> None:
+    """Emit the outputs of some panels, from `panel` on, for all rows of a chunk."""
+    plan, lanes, rows = form.plan, form.plan.dot.lanes, form.unit.rows
+    weights = alloc_workspace(form.panels * form.groups * form.group_bytes, "int8")
+    totals = alloc_workspace(form.chunk_tiles * form.panels * rows * lanes, "float32")
+    sums = alloc_workspace(SLOTS * rows * lanes, "int32")
+    with T.serial(form.blocks) as block:
+        start = T.bind(block * form.groups)
+        groups = T.bind(T.min(plan.groups - start, form.groups))
+        with T.grid(form.panels, groups) as (side, group):
+            at = T.bind((panel + side) * plan.groups + start + group)
+            to = T.bind((side * form.groups + group) * form.group_bytes)
+            emit_unpacked(form, arguments, weights, at, to)
+        with T.grid(tiles, form.panels) as (tile, side):
+            kept = T.bind((tile * form.panels + side) * (rows * lanes))
+            accs = alloc_vectors(rows, lanes, "float32")
+            zero = constant("float32", 0, lanes)
+            for row, acc in enumerate(accs):
+                value = load_vector(totals, kept + row * lanes, lanes)
+                store_vector(acc, T.if_then_else(block == 0, zero, value), 0, lanes)
+            data = T.bind(tile * form.tile_bytes + start * (rows * plan.stride))
+            weight = T.bind(side * (form.groups * form.group_bytes))
+
+            def multiply(group: Expr) -> None:
+                at = T.bind(data + group * (rows * plan.stride))
+                to = T.bind(weight + group * form.group_bytes)
+                slot = T.bind(T.floormod(group, SLOTS) * (rows * lanes))
+                emit_tile_sums(form, registers, copy, at, weights, to, sums, slot)
+
+            def add(group: Expr) -> None:
+                at = T.bind(((panel + side) * plan.groups + start + group) * lanes)
+                scale = T.Cast(vector("float32", lanes), load_vector(arguments.scale, at, lanes))
+                slot = T.bind(T.floormod(group, SLOTS) * (rows * lanes))
+                emit_scaled(form, sums, slot, T.bind(scale), accs)
+
+            multiply(T.int64(0))
+            with T.serial(groups - 1) as group:
+                multiply(group + 1)
+                add(group)
+            add(groups - 1)
+            with T.If(block < form.blocks - 1):
+                with T.Then():
+                    for row, acc in enumerate(accs):
+                        store_vector(totals, load_vector(acc, 0, lanes), kept + row * lanes, lanes)
+                with T.Else():
+                    emit_outputs(form, arguments, accs, panel + side, first + tile * rows)
+
+
+def emit_unpacked(
+    form: TiledGroups, arguments: Arguments, weights: Buffer, at: Expr, to: Expr
+) -> None:
+    """Unpack group number `at` of the weight: codes minus zero points, as int8."""
+    plan, lanes, size = form.plan, form.plan.dot.lanes, form.plan.vector_bytes
+    dtype = f"int8x{size}"
+    zero = read_zero(plan, arguments, at)
+    if zero is None:  # the middle of a byte, 128, is -128 as int8
+        zeros = constant("int8", (middle(plan.spec) + 128) % 256 - 128, size)
+    else:
+        zeros = T.bind(T.reinterpret(dtype, zero * constant("int32", 0x01010101, lanes)))
+    with T.serial(plan.vectors) as number:
+        index = (at * plan.vectors + number) * size
+        loaded = arguments.codes.vload([index], f"uint8x{size}")
+        words = T.bind(T.reinterpret(vector("int32", lanes), loaded))
+        for place in range(plan.each):
+            value = T.reinterpret(dtype, take_word(plan, words, place)) - zeros
+            store_vector(weights, value, to + (number * plan.each + place) * size, size)
+
+
+def emit_tile_sums(
+    form: TiledGroups,
+    registers: Tiles,
+    copy: Buffer,
+    data: Expr,
+    weights: Buffer,
+    weight: Expr,
+    sums: Buffer,
+    slot: Expr,
+) -> None:
+    """Emit the sums of a group for the rows of a tile and the outputs of a panel."""
+    size = form.plan.vector_bytes
+    registers.clear(0)
+    for word, words in form.steps:
+        a = form.number_operands(words)
+        registers.load(a, copy, data + word * WORD * form.unit.rows, words * WORD)
+        registers.load(a + 1, weights, weight + word * size, size)
+        registers.multiply(0, a, a + 1, "int8")
+    registers.store(0, sums, slot, form.plan.dot.lanes)
+
+
+def emit_scaled(
+    form: TiledGroups, sums: Buffer, slot: Expr, scale: Expr, accs: list[Buffer]
+) -> None:
+    """Add the sums of a group, times its scales, to the float sums of each row."""
+    lanes = form.plan.dot.lanes
+    for row, acc in enumerate(accs):
+        value = T.Cast(vector("float32", lanes), load_vector(sums, slot + row * lanes, lanes))
+        value = multiply_add(form.plan.dot, value, scale, load_vector(acc, 0, lanes))
+        store_vector(acc, value, 0, lanes)
+
+
+def emit_outputs(
+    form: TiledGroups, arguments: Arguments, accs: list[Buffer], panel: Expr, row: Expr
+) -> None:
+    """Store the outputs of a panel for the rows of a tile, from `row` on."""
+    units, lanes = form.plan.spec.units, form.plan.dot.lanes
+    assert arguments.row_scale is not None
+    width = min(lanes, units)
+    channel = T.bind(T.min(panel * lanes, units - width))
+    for offset, acc in enumerate(accs):
+        number = T.bind(T.min(row + offset, arguments.rows - 1))
+        value = load_vector(acc, 0, lanes) * broadcast(arguments.row_scale[number], lanes)
+        store_vector(arguments.out, value, number * units + channel, lanes, width)
