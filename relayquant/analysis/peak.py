@@ -99,7 +99,7 @@ def compile_tile_peak(isa: Isa, unit: MatrixUnit, target: Target) -> tuple[Calla
         tiles.load(TILE_SUMS + 1, w, 0, unit.row_bytes)
         with T.serial(ITERATIONS):
             for tile in range(TILE_SUMS):
-                tiles.multiply(tile, TILE_SUMS, TILE_SUMS + 1, is_signed=False)
+                tiles.multiply(tile, TILE_SUMS, TILE_SUMS + 1, isa.activation)
         for tile in range(TILE_SUMS):
             tiles.store(tile, y, 0, isa.lanes)
         tiles.release()
