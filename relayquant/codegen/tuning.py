@@ -61,12 +61,16 @@ def keep_estimate(spec: Conv2d, isa: Isa, can_winograd: bool) -> KernelSchedule:
 
 
 def list_schedules(spec: Conv2d, isa: Isa, can_winograd: bool) -> list[KernelSchedule]:
-    """List the few schedules with the smallest estimated times, best first."""
-    if not can_winograd:
-        return [KernelSchedule(tile) for tile in list_tiles(choose_plan(spec, isa), CANDIDATES)]
-    plan = WinogradPlan(spec, isa).product
-    transformed = [KernelSchedule(tile, True) for tile in list_tiles(plan, OF_EACH_KIND)]
-    direct = [KernelSchedule(tile) for tile in list_tiles(choose_plan(spec, isa), OF_EACH_KIND)]
+    """List the few schedules with the smallest estimated times, best first.
+
+    Transforms are never faster than products of bytes on a matrix unit.
+    """
+    plan = choose_plan(spec, isa)
+    if not can_winograd or plan.isa.unit is not None:
+        return [KernelSchedule(tile) for tile in list_tiles(plan, CANDIDATES)]
+    product = WinogradPlan(spec, isa).product
+    transformed = [KernelSchedule(tile, True) for tile in list_tiles(product, OF_EACH_KIND)]
+    direct = [KernelSchedule(tile) for tile in list_tiles(plan, OF_EACH_KIND)]
     return transformed + direct if saves_time(spec, isa) else direct + transformed
 
 

@@ -22,7 +22,7 @@ from relayquant.codegen.kernels.integer.plan_choice import choose_plan
 from relayquant.codegen.kernels.integer.specs import Conv2d, KernelSchedule, Tile
 from relayquant.codegen.kernels.integer.winograd import can_winograd
 from relayquant.codegen.kernels.isa import target as target_module
-from relayquant.codegen.kernels.isa.base import VNNI512
+from relayquant.codegen.kernels.isa.base import AMX, VNNI512
 from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.isa.target import list_instructions, resolve_target
 from relayquant.codegen.schedule_cache import add_schedules, find_cache_folder, read_schedules
@@ -146,6 +146,13 @@ def test_list_schedules__with_transforms_and_without(changes, first):
     assert {schedule.transforms for schedule in schedules} == {True, False}
     assert len({*schedules}) == len(schedules) <= tuning.CANDIDATES
     assert not any(schedule.transforms for schedule in list_schedules(spec, VNNI512, False))
+
+
+def test_list_schedules__blocks_of_tiles():
+    schedules = list_schedules(LAYER, AMX, True)
+    assert len(schedules) > 1
+    assert not any(schedule.transforms for schedule in schedules)
+    assert {schedule.tile for schedule in schedules} <= {*choose_plan(LAYER, AMX).ranked_tiles}
 
 
 def test_list_tiles__differ_and_begin_with_the_estimate():
