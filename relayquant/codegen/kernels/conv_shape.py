@@ -91,8 +91,8 @@ class Conv2dShape(ConvShape):
     def __post_init__(self) -> None:
         if self.joined is not None and not self.is_depthwise:
             raise ValueError(
-                f"Joined slices with {self.groups} groups of {self.in_channels} channels; allowed: "
-                "depthwise convolutions."
+                f"Joined slices of a convolution with groups={self.groups} and in_channels="
+                f"{self.in_channels}; allowed: depthwise convolutions."
             )
 
     @property

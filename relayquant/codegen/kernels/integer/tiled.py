@@ -54,8 +54,8 @@ from relayquant.codegen.kernels.isa.matrix_unit import MatrixUnit, Tiles
 #: Fewest cycles of products and stores that are worth sharing among threads; see
 #: `emit.PARALLEL_THRESHOLD`.
 PARALLEL_CYCLES = 15_000
-#: Parts of a parallel loop, if a part takes fewer cycles than the second number; and most parts.
-#: Each part configures the tiles, which takes 50 ns.
+#: Parts of a parallel loop: a multiple of the first number, which threads share evenly, with the
+#: second number of cycles each if there are more. Each part configures the tiles in 50 ns.
 PARTS, PART_CYCLES, MOST_PARTS = 16, 20_000, 64
 #: Weights of up to this many bytes stay in the second-level cache during all pixels.
 CACHED_WEIGHT_BYTES = 256 * 1024
@@ -127,7 +127,7 @@ def count_parts(cycles: float) -> int:
     """Count the parts in which threads share a loop that takes this many cycles."""
     if cycles < PARALLEL_CYCLES:
         return 1
-    return min(max(PARTS, int(cycles // PART_CYCLES)), MOST_PARTS)
+    return min(max(int(cycles / PART_CYCLES / PARTS), 1) * PARTS, MOST_PARTS)
 
 
 def ask_permission(unit: MatrixUnit) -> Expr | bool:
