@@ -4,7 +4,7 @@
 
 Sums, bias, residual and results are float32. The weights are rounded when they are packed, the
 activations by the copy of the image that also pads them. Rounding is to nearest, ties to even. The
-products are computed as those of integers on tiles (`integer.tiled`), or on vectors.
+products run on tiles, by the generator for integers (`integer.tiled`), or on vectors.
 
 A tile may read neighbouring activations and multiply them by zero. So an infinity or a NaN becomes
 NaN in the results of some neighbouring pixels, too.
@@ -57,8 +57,9 @@ from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS
 class Bf16Conv2d:
     """A float convolution of static shape, computed with operands of bfloat16.
 
-    `in_shape` and `out_shape` are the shapes of the kernel's arguments, whose elements are those of
-    the convolution. With `is_batched` the first extents are 1, and any number of images is taken.
+    The kernel's arguments have the shapes `in_shape` and `out_shape`, with as many elements as the
+    data and the result of the convolution. With `is_batched` the first extents are 1, and any
+    number of images is taken.
     """
 
     conv: FloatConv2d
@@ -204,7 +205,7 @@ def emit_float_results(
         with T.serial(plan.tile_rows) as part:
             row, pixel, _ = locate_result(plan, place, *block.lines[m], part)
             for n in range(blocks):
-                at = pixel * pitch + block.channels[n] + epilogue.first
+                at = pixel * pitch + block.panel.channels[n] + epilogue.first
                 source = (m * plan.tile_rows + row) * plan.panel_channels + n * lanes
                 residual = None
                 if operands.residual is not None:

@@ -61,6 +61,7 @@ from relayquant.codegen.kernels.integer.operands import (
     emit_narrow_vectors,
     emit_prepared_image,
     emit_store,
+    locate_panel,
 )
 from relayquant.codegen.kernels.integer.plan_choice import choose_plan
 from relayquant.codegen.kernels.integer.saturating_pack import PACKED
@@ -285,7 +286,7 @@ def locate_tile(
 
     The last tile of an axis is moved back.
     """
-    spec, tile, lanes = plan.spec, plan.tile, plan.isa.lanes
+    spec, tile = plan.spec, plan.tile
     _, n_rows, n_cols = plan.pixel_grid
     stride_h, stride_w = spec.strides
     oy, ox = row * tile.rows, col * tile.cols
@@ -303,27 +304,16 @@ def locate_tile(
         x = (ox + c) * place.stride[1] + place.offset[1]
         targets.append(((n * place.size[0] + y) * place.size[1] + x) * spec.out_channels)
 
-    # Packed results cover a panel, others a vector. Both are moved back within the group.
-    width = plan.panel_channels if plan.is_narrow else lanes
-    channels = []
-    for block in range(tile.blocks):
-        start = panel * plan.panel_channels + (0 if plan.is_narrow else block * lanes)
-        if plan.panels * plan.panel_channels != plan.group_out:
-            start = T.min(start, max(plan.group_out - width, 0))
-        channels.append(group * plan.group_out + start)
-
-    weight_set = n if plan.weights_per_image else 0
-    constants = (group * plan.panels + panel) * plan.panel_channels + place.first_channel
-    first_panel = (weight_set * plan.groups + group) * plan.panels + panel
+    own = locate_panel(plan, place, n, group, panel)
     return TilePosition(
         origin=origin + group * plan.group_in,
         pixel_starts=starts,
         out_pixels=targets,
-        out_channels=channels,
+        out_channels=own.channels,
         pixel_numbers=numbers,
-        constants=constants,
-        bias=weight_set * plan.channel_size + constants,
-        first_vector=first_panel * plan.panel_vectors + place.first_weight,
+        constants=own.constants,
+        bias=own.bias,
+        first_vector=own.first_vector,
     )
 
 

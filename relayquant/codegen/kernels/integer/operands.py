@@ -20,6 +20,7 @@ from relayquant.codegen.kernels.emit import (
     loop_over,
     store_vector,
 )
+from relayquant.codegen.kernels.integer.conv_plan import ConvPlan
 from relayquant.codegen.kernels.integer.epilogue import Epilogue
 from relayquant.codegen.kernels.integer.saturating_pack import (
     PACKED,
@@ -70,6 +71,41 @@ class Placement:
     offset: tuple[int, int]
     first_weight: int
     first_channel: int
+
+
+@dataclass(frozen=True)
+class PanelPosition:
+    """Where a panel of weights, its constants and its channels are."""
+
+    channels: list[Expr]  #: of each vector in a pixel of y; all the same when results are packed
+    constants: Expr  #: of the first multiplier
+    bias: Expr  #: of the first number of the bias
+    first_vector: Expr  #: number of the first vector of weights
+
+
+def locate_panel(
+    plan: ConvPlan, place: Placement, n: Expr, group: Expr, panel: Expr
+) -> PanelPosition:
+    """Compute the offsets of a panel of image n.
+
+    Packed results cover a panel, others a vector. The last of them is moved back within the group.
+    """
+    width = plan.panel_channels if plan.is_narrow else plan.isa.lanes
+    channels = []
+    for block in range(plan.tile.blocks):
+        start = panel * plan.panel_channels + (0 if plan.is_narrow else block * plan.isa.lanes)
+        if plan.panels * plan.panel_channels != plan.group_out:
+            start = T.min(start, max(plan.group_out - width, 0))
+        channels.append(group * plan.group_out + start)
+    weight_set = n if plan.weights_per_image else 0
+    constants = (group * plan.panels + panel) * plan.panel_channels + place.first_channel
+    number = (weight_set * plan.groups + group) * plan.panels + panel
+    return PanelPosition(
+        channels=channels,
+        constants=constants,
+        bias=weight_set * plan.channel_size + constants,
+        first_vector=number * plan.panel_vectors + place.first_weight,
+    )
 
 
 def declare_operands(

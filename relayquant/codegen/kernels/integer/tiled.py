@@ -42,13 +42,15 @@ from relayquant.codegen.kernels.emit import (
 from relayquant.codegen.kernels.integer.operands import (
     Image,
     Operands,
+    PanelPosition,
     Placement,
     emit_narrow_vectors,
     emit_store,
+    locate_panel,
 )
 from relayquant.codegen.kernels.integer.saturating_pack import PACKED
 from relayquant.codegen.kernels.integer.tiled_plan import TiledPlan, TileRows
-from relayquant.codegen.kernels.isa.base import Buffer, Expr
+from relayquant.codegen.kernels.isa.base import Buffer, Expr, Wrapping, emit_wrapping
 from relayquant.codegen.kernels.isa.matrix_unit import MatrixUnit, Tiles
 
 #: Fewest cycles of products and stores that are worth sharing among threads; see
@@ -71,11 +73,8 @@ class SumBlock:
 
     sources: list[Expr]  #: of each tile of pixels: its first activation, for the first tap
     lines: list[tuple[Expr, Expr, Expr]]  #: (image, line, first pixel) of each tile of pixels
-    panel: Expr  #: number of the panel of weights
-    first_vector: Expr  #: number of its first vector of weights
-    constants: Expr  #: of its first multiplier
-    bias: Expr
-    channels: list[Expr]  #: of each vector in a pixel of y
+    number: Expr  #: of the panel of weights
+    panel: PanelPosition
 
 
 #: Stores the sums of a block: (plan, operands, place, block, sums).
@@ -161,11 +160,10 @@ def emit_gathered(plan: TiledPlan, image: Image, threads: bool) -> Image:
     spec, size = plan.spec, plan.gathered_size
     images, height, width = plan.pixel_grid
     rows, columns = spec.kernel
-    length = columns * spec.in_channels
     copy = alloc_workspace(images * height * width * size, image.data.dtype)
     pitch = image.width * spec.in_channels
-    is_run = spec.dilation[1] == 1 or columns == 1
-    pieces, length = (1, length) if is_run else (columns, spec.in_channels)
+    pieces = 1 if spec.dilation[1] == 1 else columns
+    length = columns // pieces * spec.in_channels
     with (T.parallel if threads else T.serial)(images * height) as line:
         n, oy = split_index(line, (images, height))
         with T.grid(width, rows, pieces) as (ox, row, piece):
@@ -223,24 +221,11 @@ def locate_block(
             at = ((each * image.height + y) * image.width + x) * spec.in_channels
         sources.append(at + group * plan.group_in)
 
-    width = plan.panel_channels if plan.is_narrow else plan.isa.lanes
-    channels = []
-    for block in range(tile.blocks):
-        first = panel * plan.panel_channels + (0 if plan.is_narrow else block * plan.isa.lanes)
-        if plan.panels * plan.panel_channels != plan.group_out:
-            first = T.min(first, max(plan.group_out - width, 0))
-        channels.append(group * plan.group_out + first)
-    constants = (group * plan.panels + panel) * plan.panel_channels + place.first_channel
-    weight_set = n if plan.weights_per_image else 0
-    number = (weight_set * plan.groups + group) * plan.panels + panel
     return SumBlock(
         sources=sources,
         lines=found,
-        panel=group * plan.panels + panel,
-        first_vector=number * plan.panel_vectors + place.first_weight,
-        constants=constants,
-        bias=weight_set * plan.channel_size + constants,
-        channels=channels,
+        number=group * plan.panels + panel,
+        panel=locate_panel(plan, place, n, group, panel),
     )
 
 
@@ -277,7 +262,7 @@ def emit_products(
     own, others = plan.registers
     first_a, first_b = rows * blocks, rows * blocks + own
     for m, n in np.ndindex(rows, blocks):
-        tiles.load(m * blocks + n, operands.bias, block.bias + n * lanes, 0)
+        tiles.load(m * blocks + n, operands.bias, block.panel.bias + n * lanes, 0)
     with T.grid(*plan.taps, plan.chunks) as (row, column, chunk):
         number = (row * plan.taps[1] + column) * plan.chunks + chunk
         if pixel is not None:
@@ -288,7 +273,7 @@ def emit_products(
             tiles.load(first_a + m % own, image.data, block.sources[m] + offset, distance)
 
         def load_weights(n: int) -> None:
-            vector = block.first_vector + (number * blocks + n) * plan.chunk_words
+            vector = block.panel.first_vector + (number * blocks + n) * plan.chunk_words
             size = plan.isa.weight_vector
             tiles.load(first_b + n % others, operands.weight, vector * size, size)
 
@@ -321,8 +306,8 @@ def emit_weight_prefetch(
         return
     vectors = plan.tile.blocks * plan.chunk_words
     share = ceil_div(vectors, pixels)
-    following = T.min(block.panel + 1, count - 1) - block.panel
-    first = block.first_vector + following * plan.panel_vectors + step * vectors
+    following = T.min(block.number + 1, count - 1) - block.number
+    first = block.panel.first_vector + following * plan.panel_vectors + step * vectors
     first = first + T.min(pixel * share, vectors - share)
     for i in range(share):
         emit_prefetch(weight, (first + i) * size, level=2)
@@ -345,7 +330,7 @@ def emit_vector_products(
             accs = alloc_vectors(count * blocks, lanes, isa.sum_dtype)
             moved = alloc_vectors(blocks if is_signed else 0, lanes)
             for slot, acc in enumerate(accs):
-                bias = load_vector(operands.bias, block.bias + slot % blocks * lanes, lanes)
+                bias = load_vector(operands.bias, block.panel.bias + slot % blocks * lanes, lanes)
                 store_vector(acc, bias, 0, lanes)
             for acc in moved:
                 store_vector(acc, zeros, 0, lanes)
@@ -355,7 +340,9 @@ def emit_vector_products(
                 at = at + tap_offset(plan, image, row, column) + word * isa.products
                 weights = []
                 for n in range(blocks):
-                    vector = block.first_vector + (step * blocks + n) * plan.chunk_words + word
+                    vector = (
+                        block.panel.first_vector + (step * blocks + n) * plan.chunk_words + word
+                    )
                     weights.append(T.bind(isa.load_weights(operands.weight, vector)))
                 for i in range(count):
                     start = at + i * row_distance(plan)
@@ -374,7 +361,8 @@ def emit_vector_products(
                 i, n = divmod(slot, blocks)
                 total = load_vector(acc, 0, lanes)
                 if is_signed:
-                    total = total - load_vector(moved[n], 0, lanes)
+                    other = load_vector(moved[n], 0, lanes)
+                    total = emit_wrapping(Wrapping.SUBTRACT, total, other, lanes)
                 to = (m * plan.tile_rows + first + i) * width + n * lanes
                 store_vector(sums, total, to, lanes)
 
@@ -404,13 +392,20 @@ def emit_results(
                     accs.append(value if term is None else value + term)
                 targets.append(pixel * plan.spec.out_channels)
             if plan.is_narrow:
-                to = [pixel + block.channels[0] for pixel in targets]
+                to = [pixel + block.panel.channels[0] for pixel in targets]
                 emit_narrow_vectors(
-                    isa, epilogue, operands, accs, to, block.constants, blocks, plan.store_width
+                    isa,
+                    epilogue,
+                    operands,
+                    accs,
+                    to,
+                    block.panel.constants,
+                    blocks,
+                    plan.store_width,
                 )
                 continue
             for n, acc in enumerate(accs):
-                to, first = targets[0] + block.channels[n], block.constants + n * lanes
+                to, first = targets[0] + block.panel.channels[n], block.panel.constants + n * lanes
                 emit_store(operands, epilogue, acc, to, first, lanes, plan.store_width)
 
 
