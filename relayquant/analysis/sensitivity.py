@@ -11,8 +11,8 @@ import inspect
 import itertools
 import math
 import reprlib
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -403,8 +403,11 @@ def add_float_lines(
     names: Sequence[str],
     mapping: QConfigMapping,
     qconfig: QConfig | None = None,
+    origins: Mapping[str, str] = {},
 ) -> QConfigMapping:
     """Add lines to `mapping` that keep exactly these operators in float, or give them `qconfig`.
+
+    `origins` says of some operators where their line comes from (`MappingRule.origin`).
 
     A line by name also applies to names below it ("block" to "block.conv"), and a longer name wins.
     If that would match too much, the line counts operators of the type below the operator's longest
@@ -422,5 +425,10 @@ def add_float_lines(
             longest = max(reversed(site.names), key=count_parts)
             index = site.find_order(longest) or 0
             added = mapping.set_module_name_object_type_order(longest, site.op, index, qconfig)
-        mapping = added
+        line = added.find_rule(site)
+        rules = (
+            replace(rule, origin=origins.get(name, "")) if rule is line else rule
+            for rule in added.rules
+        )
+        mapping = replace(added, rules=tuple(rules))
     return mapping.without(mapping.find_idle(sites.values()))

@@ -34,11 +34,13 @@ from relayquant.data import SpreadSample
 from relayquant.flow.refine.guard import (
     Attempt,
     Suspects,
+    find_bound,
     find_promise,
     find_suspects,
     finish_watching,
     judge_look,
     look_at_samples,
+    pick_few,
     start_watching,
     warn_of_deviation,
     write_reverted,
@@ -54,6 +56,7 @@ from relayquant.flow.refine.speed import (
     time_beside,
     time_first,
 )
+from relayquant.flow.refine.wide_values import find_wide
 from relayquant.flow.settings import CalibrateSettings, PrepareSettings, QuantizeSettings
 from relayquant.ir.dialect.legality import Stage, check_stage
 from relayquant.ir.ledger import find_ledger, read_ledger, write_ledger
@@ -103,6 +106,8 @@ def quantize_model(
     review_prepared(prepared, settings.strict)
     watched, sample = start_watching(prepared, dataset, settings)
     calibrated = calibrate_model(prepared, watched, settings.calibrating)
+    if sample is not None:
+        calibrated = keep_wide_values(calibrated, sample, dataset, settings)
     reference = run("convert", convert_model, calibrated)
     qmod = run("lower", lower_module, reference, backend)
     if dataset is None:
@@ -113,6 +118,18 @@ def quantize_model(
             "keep faster", keep_faster, calibrated, qmod, stopwatch, dataset, settings
         )
     return run("guard", guard_module, calibrated, qmod, dataset, settings, sample)
+
+
+def keep_wide_values(
+    calibrated: PreparedModel, sample: SpreadSample, dataset: Any, settings: QuantizeSettings
+) -> PreparedModel:
+    """The calibrated model with operators in float whose values 8 bits cannot hold and that cost
+    little; see `refine.wide_values`. `sample` is what was kept of the data while it was read.
+    """
+    if find_bound(calibrated, settings):
+        return calibrated
+    found = find_wide(calibrated, pick_few(calibrated, sample))
+    return put_back(calibrated, list(found), dataset, settings, found) if found else calibrated
 
 
 def keep_faster(
@@ -183,9 +200,24 @@ def rebuild(
     calibrated: PreparedModel, names: Sequence[str], dataset: Any, settings: QuantizeSettings
 ) -> tuple[PreparedModel, tvm.IRModule]:
     """(calibrated model, integer module) with operators in float; parameters stay as they are."""
-    again = CalibrateSettings(observer=settings.observer)
-    changed = keep_in_float(calibrated, names, lambda bare: calibrate_model(bare, dataset, again))
+    changed = put_back(calibrated, names, dataset, settings)
     return changed, lower_prepared(changed)
+
+
+def put_back(
+    calibrated: PreparedModel,
+    names: Sequence[str],
+    dataset: Any,
+    settings: QuantizeSettings,
+    origins: Mapping[str, str] = {},
+) -> PreparedModel:
+    """The calibrated model with operators in float; parameters stay as they are. `origins` gives
+    reasons for the ledger.
+    """
+    again = CalibrateSettings(observer=settings.observer)
+    return keep_in_float(
+        calibrated, names, lambda bare: calibrate_model(bare, dataset, again), origins
+    )
 
 
 def search_module(

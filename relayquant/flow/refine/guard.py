@@ -48,6 +48,8 @@ LEAST, FIRST = 4, 8
 UNSETTLED = 4
 #: what calling an operator takes, as multiply-adds
 CALL_WORK = 2e5
+#: samples that ranges are reviewed on, and the multiply-adds that this may take
+FEW, FEW_WORK = 4, 2e9
 #: elements of the inputs that are kept for looks, about
 KEPT_ELEMENTS = 1 << 24
 
@@ -63,17 +65,30 @@ Batches = Sequence[Mapping[str, np.ndarray]]
 def start_watching(
     prepared: PreparedModel, dataset: Any, settings: QuantizeSettings
 ) -> tuple[Any, SpreadSample | None]:
-    """(what calibration reads in place of the data set, the samples that the guard has of it then);
-    without samples where the guard looks at none, or at others.
+    """(what calibration reads in place of the data set, the samples that are kept of it then).
+    Without data both are None.
     """
+    if dataset is None:
+        return None, None
     guarding, inputs = settings.guarding, describe_inputs(prepared.mod)
-    if dataset is None or guarding.find_action(prepared.effort) is Guard.OFF:
-        return dataset, None
-    if settings.validation_dataset is not None:
-        next(iter(open_dataset(settings.validation_dataset, inputs)))
-        return dataset, None  # what is wrong with the other shows before anything takes time
     sample = start_sample(prepared, guarding)
+    if settings.validation_dataset is not None:
+        # What is wrong with it shows before anything takes time.
+        next(iter(open_dataset(settings.validation_dataset, inputs)))
+    if settings.validation_dataset is not None or not is_on(prepared, settings):
+        sample = SpreadSample(tuple(inputs), FEW)
     return sample.watch(open_dataset(dataset, inputs)), sample
+
+
+def is_on(prepared: PreparedModel, settings: QuantizeSettings) -> bool:
+    """Whether the guard looks at the outputs."""
+    return settings.guarding.find_action(prepared.effort) is not Guard.OFF
+
+
+def pick_few(prepared: PreparedModel, sample: SpreadSample) -> list[Batch]:
+    """A few of the kept samples, fewer of a model that takes long to run."""
+    count = int(np.clip(count_samples_for(prepared, FEW_WORK), 1, FEW))
+    return [part.batch for part in sample.parts(count, sample.kept)]
 
 
 def finish_watching(
@@ -82,7 +97,7 @@ def finish_watching(
     """The samples that the guard compares: those that were kept while calibration read the data,
     else from data that is read for it.
     """
-    if sample is not None and sample.kept:
+    if settings.validation_dataset is None and sample is not None and sample.kept:
         return sample
     data = dataset if settings.validation_dataset is None else settings.validation_dataset
     return take_sample(prepared, data, settings.guarding)
@@ -111,6 +126,11 @@ def find_promise(prepared: PreparedModel, settings: QuantizeSettings) -> str:
     """Why no operator may be reverted, however far the outputs deviate; "" where they may."""
     if settings.guarding.find_action(prepared.effort) is Guard.WARN:
         return "with effort='fast' or guard=Guard.WARN nothing is done about it"
+    return find_bound(prepared, settings)
+
+
+def find_bound(prepared: PreparedModel, settings: QuantizeSettings) -> str:
+    """Which argument keeps all operators of the plan on integers; "" if none does."""
     if settings.strict:
         return "with strict=True no operator goes back to float"
     if any(value.is_integer for value in (*prepared.inputs, *prepared.outputs)):

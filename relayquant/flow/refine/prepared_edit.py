@@ -290,8 +290,10 @@ def keep_in_float(
     prepared: PreparedModel,
     names: Collection[str],
     calibrate: Callable[[PreparedModel], PreparedModel],
+    origins: Mapping[str, str] = {},
 ) -> PreparedModel:
     """The calibrated model with operators in float, and all parameters as they were picked.
+    `origins` gives reasons for the ledger (`MappingRule.origin`).
 
     A value of a new group takes the parameters that its former group had in the same format. Only
     where there were none, which no built-in pattern brings about, `calibrate` picks all anew.
@@ -300,7 +302,7 @@ def keep_in_float(
         raise ConfigError(
             "The model lacks the QConfigMapping that it was prepared with.", code="RQ105"
         )
-    mapping = add_float_lines(prepared, list(names), prepared.mapping)
+    mapping = add_float_lines(prepared, list(names), prepared.mapping, origins=origins)
     wanted = {value.name for value in prepared.outputs if value.is_integer}
     plan = annotate(prepared.mod, prepared.backend, mapping, wanted)
     changed = replace(replace_plan(prepared, plan), mapping=mapping)

@@ -10,7 +10,7 @@ max_pool, relu) is quantized if its input is, or if its output is wanted as inte
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
 import tvm
@@ -51,6 +51,7 @@ def annotate(
     check_wanted(matches, quantized, wanted)
     found = build_groups(graph, matches, quantized, wanted)
     operators = []
+    integers = {var for matched in matches if matched.root in quantized for var in matched.vars}
     for matched in matches:
         row = OperatorPlan(
             name=matched.root.name,
@@ -78,12 +79,23 @@ def annotate(
             skip = matched.skip
             row = replace(
                 row,
-                reason=skip.reason if skip else "neither its input nor its result is quantized",
+                reason=skip.reason if skip else describe_neighbours(graph, matched, integers),
                 advice=skip.advice if skip else "",
                 compute=matched.compute,
             )
         operators.append(row)
     return Plan(tuple(operators), found.groups, found.value_groups)
+
+
+def describe_neighbours(graph: Graph, matched: OperatorMatch, integers: Set[relax.Var]) -> str:
+    """Say why an operator that could run on integers stays in float.
+
+    Args:
+        integers: All values inside operators that run on integers.
+    """
+    if not integers.isdisjoint([*matched.inputs(), *graph.users[matched.root]]):
+        return "it computes no products, and an operator next to it runs in float"
+    return "neither its input nor its result is quantized"
 
 
 def check_mapping(graph: Graph, matches: Sequence[OperatorMatch], mapping: QConfigMapping) -> None:

@@ -1,0 +1,82 @@
+"""After calibration: calibrated model + a few samples -> the model with operators in float whose
+values 8 bits cannot hold.
+
+Squares, magnitudes, logarithms and exponentials have a wide range: most of their values are smaller
+than one step. Such operators compute no products, so float costs little. They are found before
+anything is quantized, by the error that each one adds by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from relayquant.analysis.own_error import OwnError, measure_own_errors
+from relayquant.analysis.sensitivity import add_float_lines
+from relayquant.config import QConfigMapping
+from relayquant.ir.dialect.cost import count_macs, static_dims
+from relayquant.ir.plan import Plan
+from relayquant.ir.rewrite import Graph
+from relayquant.stages.annotation import annotate
+from relayquant.stages.prepared import PreparedModel
+
+#: SQNR in dB below which an operator's own result is poor. Operators of networks that quantize well
+#: have 25 to 45 dB.
+POOR = 20.0
+#: dB that its result gains in float at least
+LEAST_GAIN = 6.0
+#: multiply-adds of an integer product that take as long as one element of an operator in float
+ELEMENT_WORK = 50
+#: share of the model's multiply-adds that operators in float may take together
+MOST_WORK = 0.25
+
+
+def find_wide(
+    prepared: PreparedModel, batches: Iterable[Mapping[str, np.ndarray]]
+) -> dict[str, str]:
+    """Return the operators that go to float because of their values, each with the reason.
+
+    Operators that the user's mapping selects by type or name stay as they are.
+
+    Args:
+        prepared: A calibrated model with its mapping.
+        batches: Inputs of the float model by name.
+    """
+    poor = [
+        error
+        for error in measure_own_errors(prepared, batches)
+        if error.rounded < POOR and error.gain >= LEAST_GAIN
+    ]
+    found: dict[str, str] = {}
+    for error in sorted(poor, key=lambda error: error.rounded):
+        if may_move(prepared, [*found, error.name]):
+            found[error.name] = describe(error)
+    return found
+
+
+def describe(error: OwnError) -> str:
+    """Say why an operator runs in float, as part of a sentence."""
+    exact = "" if math.isinf(error.floating) else f", {error.floating:.1f} dB in float"
+    return f"the range of its values: its result has {error.rounded:.1f} dB on integers{exact}"
+
+
+def may_move(prepared: PreparedModel, names: Sequence[str]) -> bool:
+    """Whether these operators, and all that go to float with them, take little time in float, and
+    the user asked for none of them by type or name.
+    """
+    mapping = add_float_lines(prepared, names, prepared.mapping or QConfigMapping())
+    changed = annotate(prepared.mod, prepared.backend, mapping)
+    graph = Graph(prepared.mod)
+    moved = find_quantized(prepared.plan) - find_quantized(changed)
+    if any(prepared.plan.operator(name).is_explicit for name in moved):
+        return False
+    elements = sum(math.prod(static_dims(graph.vars[name].ty)) for name in moved)
+    macs = sum(count_macs(binding.value) for binding in graph.bindings)
+    return elements * ELEMENT_WORK <= MOST_WORK * macs
+
+
+def find_quantized(plan: Plan) -> set[str]:
+    """Names of the operators that run on integers."""
+    return {operator.name for operator in plan.operators if operator.quantized}
