@@ -26,7 +26,7 @@ from relayquant.codegen.kernels.isa.target import host_config, resolve_target
 
 #: Steps pass valid arguments. Checking each argument again would be half of a kernel's code.
 CONFIG = {"tirx.disable_assert": True}
-#: Number of kernels that are kept. MobileNet has 20.
+#: Number of kernels that are kept. A network has about five.
 MOST_KERNELS = 256
 
 

@@ -178,7 +178,7 @@ class Planner:
             None if chain.residual is None else self.operand(chain.residual),
             self.kernels,
         )
-        return self.make_step(chain.last, reads, product.run, product.find_kernel())
+        return self.make_step(chain.last, reads, product.run, product.key)
 
     def is_free(self, var: relax.Var) -> bool:
         """Whether no step found so far computes `var`."""

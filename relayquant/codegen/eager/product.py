@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from tvm import relax, tirx
+from tvm import relax
 from tvm.ir import Call, GenericConst
 
 from relayquant.base.runtime import align_array, empty_aligned, view_tensor
 from relayquant.codegen.eager.kernel_cache import KernelCache, KernelKey
 from relayquant.codegen.eager.operand import Operand
-from relayquant.codegen.kernels.floating.conv import FloatConv2d, make_conv2d, pack_conv2d
-from relayquant.codegen.kernels.floating.gemm import FloatDense, make_dense, pack_dense
-from relayquant.codegen.kernels.floating.tile import FEWEST_CHANNELS, FloatEpilogue, FloatIsa
+from relayquant.codegen.eager.windows import find_windows, pad_images
+from relayquant.codegen.kernels.floating.conv import FloatConv2d
+from relayquant.codegen.kernels.floating.gathered import (
+    GatheredDepthwise,
+    GatheredProduct,
+    make_depthwise,
+    make_product,
+)
+from relayquant.codegen.kernels.floating.tile import FEWEST_CHANNELS
 from relayquant.errors import ModelError
 from relayquant.ir.reference.frame import Frame
 from relayquant.ir.rewrite.conv_view import ConvView
@@ -26,30 +32,8 @@ from relayquant.ir.rewrite.expressions import shape_of, static_sizes
 from relayquant.ir.rewrite.rule import Skip, decline
 
 CONVOLUTIONS = ("relax.nn.conv2d", "relax.nn.conv1d")
-#: Means a batch (rows of a product) of any size in the specification of a kernel.
-ANY = 0
 #: Number of data shapes that a product is prepared for at a time.
 MOST_SHAPES = 64
-
-
-def make_any_conv2d(spec: FloatConv2d, isa: FloatIsa, name: str) -> tirx.PrimFunc:
-    """Make the kernel of a convolution for any batch."""
-    return make_conv2d(for_any_batch(spec), isa, name)
-
-
-def make_any_dense(spec: FloatDense, isa: FloatIsa, name: str) -> tirx.PrimFunc:
-    """Make the kernel of a product for any number of rows."""
-    return make_dense(for_any_rows(spec), isa, name)
-
-
-def for_any_batch(spec: FloatConv2d) -> FloatConv2d:
-    """Return the convolution with a symbolic batch."""
-    return replace(spec, batch=tirx.Var("n", "int64"))
-
-
-def for_any_rows(spec: FloatDense) -> FloatDense:
-    """Return the product (rows, K) with symbolic rows."""
-    return replace(spec, shape=(tirx.Var("rows", "int64"), spec.inner))
 
 
 @dataclass(frozen=True)
@@ -60,15 +44,13 @@ class Convolution:
         axis, channels: Channel axis and number of channels of the result.
         data_axes: Axes of data and result in the order N, spatial, C.
         weight_axes: Axes of the weight in the order O, spatial, I.
-        sizes: Data (N, spatial, C); None where a dimension is symbolic.
-        spec: The convolution without batch, height and width.
+        spec: The convolution of one image, without height and width.
     """
 
     axis: int
     channels: int
     data_axes: tuple[int, ...]
     weight_axes: tuple[int, ...]
-    sizes: tuple[int | None, ...]
     spec: FloatConv2d
 
     @cached_property
@@ -96,55 +78,40 @@ class Convolution:
         taps = (weight.get("H", 1), weight["W"])
         flat = view.as_2d()
         spec = FloatConv2d(
-            ANY, 0, 0, inputs[0], weight["O"], taps, flat.strides, flat.padding, flat.dilation,
+            1, 0, 0, inputs[0], weight["O"], taps, flat.strides, flat.padding, flat.dilation,
             flat.groups,
         )  # fmt: skip
         few = min(spec.group_out, spec.out_channels) < FEWEST_CHANNELS
         if (few and not spec.is_depthwise) or min(spec.padding) < 0:
             return decline("too few channels, or the padding is negative")
-        known = [static_sizes([extents[letter]]) for letter in view.order]
         return Convolution(
             data.index("C"),
             weight["O"],
             tuple(data.index(letter) for letter in view.order),
             tuple(kernel.index(letter) for letter in f"O{spatial}I"),
-            tuple(size[0] if size else None for size in known),
             spec,
         )
 
-    def find_spec(
-        self, sizes: Sequence[int | None], epilogue: FloatEpilogue
-    ) -> FloatConv2d | FloatDense | None:
-        """Return the kernel's specification for data of these sizes (N, spatial, C).
-
-        None if a spatial size is unknown and matters.
-        """
-        spec = replace(self.spec, epilogue=epilogue)
-        if spec.is_pointwise:
-            return FloatDense((ANY, spec.in_channels), spec.out_channels, epilogue)
+    def find_images(self, sizes: Sequence[int]) -> tuple[int, FloatConv2d]:
+        """Return data of these sizes (N, spatial, C) as so many images of a convolution."""
+        if self.spec.is_pointwise:
+            return math.prod(sizes[:-1]), replace(self.spec, height=1, width=1)
         height, width = (1, *sizes[1:-1])[-2:]
-        if height is None or width is None:
-            return None
-        return replace(spec, height=height, width=width)
+        return sizes[0], replace(self.spec, height=height, width=width)
 
     def to_kernel(self, array: np.ndarray) -> np.ndarray:
-        """Convert data or residual to the order (N, spatial, C) that compiled code reads."""
-        return align_array(array.transpose(self.data_axes))
+        """Return a view of data or residual in the order (N, spatial, C)."""
+        return array.transpose(self.data_axes)
 
-    def pack(self, weight: np.ndarray, spec: Any, isa: FloatIsa) -> np.ndarray:
-        """Pack the weight."""
-        moved = weight.transpose(self.weight_axes)
-        if isinstance(spec, FloatDense):
-            rows = moved.reshape(moved.shape[0], -1)
-            return pack_dense(rows, for_any_rows(spec), isa)
-        if moved.ndim == 3:
-            moved = moved[:, None]
-        return pack_conv2d(np.ascontiguousarray(moved), for_any_batch(spec), isa)
+    def to_rows(self, weight: np.ndarray) -> np.ndarray:
+        """Return the weight as (groups, outputs of a group, K)."""
+        rows = weight.transpose(self.weight_axes)
+        return rows.reshape(self.spec.groups, self.spec.group_out, -1)
 
-    def out_shape(self, sizes: Sequence[int], spec: Any) -> tuple[int, ...]:
+    def out_shape(self, sizes: Sequence[int], spec: FloatConv2d) -> tuple[int, ...]:
         """Return the result shape (N, spatial, C)."""
-        if isinstance(spec, FloatDense):
-            return (*sizes[:-1], spec.outputs)
+        if spec.is_pointwise:
+            return (*sizes[:-1], spec.out_channels)
         height, width = spec.out_size
         spatial = (height, width) if len(sizes) == 4 else (width,)
         return (sizes[0], *spatial, spec.out_channels)
@@ -161,7 +128,11 @@ class Matmul:
     axis: int
     channels: int
     inner: int
-    sizes: tuple[int | None, ...] = ()
+
+    @property
+    def spec(self) -> FloatConv2d:
+        """The product as a convolution of images of one pixel."""
+        return FloatConv2d(1, 1, 1, self.inner, self.channels, (1, 1))
 
     @staticmethod
     def of(call: Call, params: set[relax.Var]) -> Matmul | Skip:
@@ -175,19 +146,19 @@ class Matmul:
             return decline("vectors, several matrices, symbolic sizes, or too few channels")
         return Matmul(rank - 1, sizes[1], sizes[0])
 
-    def find_spec(self, sizes: Sequence[int | None], epilogue: FloatEpilogue) -> FloatDense:
-        """Return the kernel's specification, which does not depend on the sizes of the data."""
-        return FloatDense((ANY, self.inner), self.channels, epilogue)
+    def find_images(self, sizes: Sequence[int]) -> tuple[int, FloatConv2d]:
+        """Return data of these sizes (..., K) as so many images of a convolution."""
+        return math.prod(sizes[:-1]), self.spec
 
     def to_kernel(self, array: np.ndarray) -> np.ndarray:
-        """Convert data or residual to what compiled code reads."""
-        return align_array(array)
+        """Return data or residual unchanged."""
+        return array
 
-    def pack(self, weight: np.ndarray, spec: Any, isa: FloatIsa) -> np.ndarray:
-        """Pack the weight."""
-        return pack_dense(weight.T, for_any_rows(spec), isa)
+    def to_rows(self, weight: np.ndarray) -> np.ndarray:
+        """Return the weight as (1, outputs, K)."""
+        return weight.T[None]
 
-    def out_shape(self, sizes: Sequence[int], spec: Any) -> tuple[int, ...]:
+    def out_shape(self, sizes: Sequence[int], _spec: FloatConv2d) -> tuple[int, ...]:
         """Return the shape of the result."""
         return (*sizes[:-1], self.channels)
 
@@ -198,17 +169,20 @@ class Matmul:
 
 @dataclass(frozen=True, eq=False)
 class ProductCall:
-    """A kernel call for data of one shape.
+    """Kernel calls for data of one shape.
 
-    Holds the specification, the kernel, the shape of the result, and the shapes of data and result
-    for the kernel.
+    Attributes:
+        spec: The data as images of a convolution; their shape is `data_view`.
+        out_shape: Shape of the result.
+        steps: Where the elements of a window are.
+        parts: For each call where the windows are, and the sizes.
     """
 
-    spec: FloatConv2d | FloatDense
-    kernel: Callable[..., None]
-    out_shape: tuple[int, ...]
+    spec: FloatConv2d
     data_view: tuple[int, ...]
-    out_view: tuple[int, ...]
+    out_shape: tuple[int, ...]
+    steps: Any
+    parts: tuple[tuple[Any, Any], ...]
 
 
 class ProductStep:
@@ -231,41 +205,30 @@ class ProductStep:
         self.layout, self.chain, self.kernels = layout, chain, kernels
         self.data, self.weight, self.bias, self.residual = data, weight, bias, residual
         self.result = result
-        self.epilogue = FloatEpilogue(
-            chain.bias is not None, chain.residual is not None, chain.low, chain.high
+        spec, isa = layout.spec, kernels.isa
+        self.panels: GatheredDepthwise | GatheredProduct
+        if spec.is_depthwise:
+            self.panels = GatheredDepthwise.choose(spec.out_channels, isa)
+            self.key = KernelKey(make_depthwise, self.panels)
+        else:
+            self.panels = GatheredProduct.choose(spec.group_out, isa)
+            self.key = KernelKey(make_product, self.panels)
+        groups = spec.groups, spec.group_out
+        #: what every call passes behind the result
+        self.starts = view_flat(self.panels.list_starts(*groups))
+        self.origins = view_flat(self.panels.list_origins(*groups, spec.group_in))
+        bounds = (
+            -math.inf if chain.low is None else chain.low,
+            math.inf if chain.high is None else chain.high,
         )
-        #: shape of data -> kernel call
+        self.limits = view_flat(np.array(bounds, "float32"))
+        self.no_bias = np.zeros(layout.channels, "float32")
+        #: shape of data -> kernel calls
         self.calls: dict[tuple[int, ...], ProductCall] = {}
-        #: (weight, specification, packed weight) of the last call
-        self.packed: tuple[np.ndarray, FloatConv2d | FloatDense, Any] | None = None
+        #: (weight, packed weight) of the last call
+        self.packed: tuple[np.ndarray, Any] | None = None
         #: (bias, tensor of it) of the last call
         self.known_bias: tuple[np.ndarray, Any] | None = None
-
-    def key(self, spec: FloatConv2d | FloatDense) -> KernelKey:
-        """Return the key of the kernel for a specification."""
-        make = make_any_dense if isinstance(spec, FloatDense) else make_any_conv2d
-        return KernelKey(make, spec)
-
-    def find_spec(self, sizes: Sequence[int | None]) -> FloatConv2d | FloatDense | None:
-        """Return the specification for data of these sizes. None if they leave it open.
-
-        Raises:
-            ModelError: The result is empty, as in the numpy form of a convolution.
-        """
-        spec = self.layout.find_spec(sizes, self.epilogue)
-        if isinstance(spec, FloatConv2d) and min(spec.out_size) < 1:
-            raise ModelError(
-                f"value {self.result.name!r}: a convolution with a {spec.kernel} kernel "
-                f"leaves nothing of data of {spec.height} x {spec.width}. Pass larger inputs, or "
-                "pad them in the model.",
-                code="RQ206",
-            )
-        return spec
-
-    def find_kernel(self) -> KernelKey | None:
-        """Return the kernel, if it does not depend on the data."""
-        spec = self.find_spec(self.layout.sizes)
-        return None if spec is None else self.key(spec)
 
     def run(self, frame: Frame) -> None:
         """Compute the last value of the chain."""
@@ -277,27 +240,44 @@ class ProductStep:
             call = self.calls[x.shape] = self.plan_call(x.shape)
         y = empty_aligned(call.out_shape, "float32")
         if y.size and x.size:
-            tensors = [view_tensor(x.reshape(call.data_view)), self.pack(frame, call.spec)]
-            if self.bias is not None:
-                tensors.append(self.find_bias(self.bias.read(frame)))
-            if self.residual is not None:
-                residual = self.layout.to_kernel(self.residual.read(frame))
-                tensors.append(view_tensor(residual.reshape(call.out_view)))
-            call.kernel(*tensors, view_tensor(y.reshape(call.out_view)))
+            self.compute(frame, call, x, y)
         frame.values[self.result] = self.layout.from_kernel(y)
 
+    def compute(self, frame: Frame, call: ProductCall, x: np.ndarray, y: np.ndarray) -> None:
+        """Run the kernel on data in the order (N, spatial, C), and write `y`."""
+        kernel, result = self.kernels.get(self.key), view_flat(y)
+        data, weight = view_flat(pad_images(x.reshape(call.data_view), call.spec)), self.pack(frame)
+        bias = self.find_bias(self.no_bias if self.bias is None else self.bias.read(frame))
+        residual = result
+        if self.residual is not None:
+            residual = view_flat(self.layout.to_kernel(self.residual.read(frame)))
+        for rows, sizes in call.parts:
+            kernel(data, rows, call.steps, weight, bias, residual, result, self.starts,
+                   self.origins, sizes, self.limits)  # fmt: skip
+
     def plan_call(self, sizes: tuple[int, ...]) -> ProductCall:
-        """Plan the kernel call for data of the shape `sizes` (N, spatial, C)."""
-        spec = self.find_spec(sizes)
-        assert spec is not None  # all sizes of an array are known
-        out = self.layout.out_shape(sizes, spec)
-        views = [sizes, out]
-        if isinstance(spec, FloatDense):
-            views = [(math.prod(sizes[:-1]), spec.inner), (math.prod(out[:-1]), spec.outputs)]
-        elif len(sizes) == 3:
-            views = [(view[0], 1, *view[1:]) for view in views]
-        # Looked up once: finding a specification in a table takes as long as a small kernel.
-        return ProductCall(spec, self.kernels.get(self.key(spec)), out, *views)
+        """Plan the kernel calls for data of the shape `sizes` (N, spatial, C).
+
+        Raises:
+            ModelError: The result is empty, as in the numpy form of a convolution.
+        """
+        images, spec = self.layout.find_images(sizes)
+        if min(spec.out_size) < 1:
+            raise ModelError(
+                f"value {self.result.name!r}: a convolution with a {spec.kernel} kernel "
+                f"leaves nothing of data of {spec.height} x {spec.width}. Pass larger inputs, or "
+                "pad them in the model.",
+                code="RQ206",
+            )
+        windows = find_windows(spec)
+        parts = windows.plan_calls(images, spec.out_channels, self.residual is not None)
+        return ProductCall(
+            spec,
+            (images, *spec.in_shape[1:]),
+            self.layout.out_shape(sizes, spec),
+            view_flat(windows.steps),
+            tuple((view_flat(rows), view_flat(extents.array)) for rows, extents in parts),
+        )
 
     def find_bias(self, bias: np.ndarray) -> Any:
         """Return the bias as a tensor, made once for the same array."""
@@ -305,16 +285,20 @@ class ProductStep:
         if before is not None and before[0] is bias:
             return before[1]
         values = np.broadcast_to(bias.reshape(-1), (self.layout.channels,))
-        tensor = view_tensor(align_array(values))
+        tensor = view_flat(values)
         self.known_bias = bias, tensor  # both at once: other threads read it
         return tensor
 
-    def pack(self, frame: Frame, spec: FloatConv2d | FloatDense) -> Any:
+    def pack(self, frame: Frame) -> Any:
         """Return the packed weight as a tensor."""
         before, weight = self.packed, self.weight.read(frame)
-        if before is not None and before[0] is weight and before[1] == spec:
-            return before[2]
-        array = align_array(self.layout.pack(weight, spec, self.kernels.isa))
-        packed = view_tensor(array)
-        self.packed = weight, spec, packed  # all at once: other threads read it
+        if before is not None and before[0] is weight:
+            return before[1]
+        packed = view_flat(self.panels.pack(self.layout.to_rows(weight)))
+        self.packed = weight, packed  # both at once: other threads read it
         return packed
+
+
+def view_flat(array: np.ndarray) -> Any:
+    """Return a flat tensor of an array in C order; it shares the memory where it can."""
+    return view_tensor(align_array(array).reshape(-1))

@@ -1,0 +1,78 @@
+"""Shape of a product's data -> the tables by which kernels find the operands of results."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from relayquant.base.runtime import align_array, empty_aligned
+from relayquant.codegen.kernels.floating.conv import FloatConv2d
+from relayquant.codegen.kernels.floating.gathered import Extents, Table
+
+#: Rows of a table, if an image has fewer. More would only take memory.
+TABLE_ROWS = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """Windows of one image, whose data lie in the order H, W, C with the padding.
+
+    Attributes:
+        rows: Where the window of each result begins in the image.
+        steps: Where the elements of a window are.
+        image_size: Elements of the image.
+    """
+
+    rows: Table
+    steps: Table
+    image_size: int
+
+    def plan_calls(
+        self, images: int, pitch: int, has_residual: bool
+    ) -> Iterator[tuple[Table, Extents]]:
+        """Return rows and extents of the calls for this many images, whose results have `pitch`
+        channels. Small images share a table.
+        """
+        pixels = len(self.rows)
+        together = max(min(TABLE_ROWS // pixels, images), 1)
+        whole, rest = divmod(images, together)
+        steps = (together * self.image_size, together * pixels * pitch)
+        yield self.repeat(together), Extents(whole, *steps, pitch, 0, 0, has_residual)
+        if rest:
+            first = (whole * steps[0], whole * steps[1])
+            yield self.repeat(rest), Extents(1, *steps, pitch, *first, has_residual)
+
+    def repeat(self, images: int) -> Table:
+        """Return the rows of several images."""
+        starts = np.arange(images, dtype="int64")[:, None] * self.image_size
+        return (starts + self.rows).reshape(-1).astype("int32")
+
+
+@functools.lru_cache(maxsize=256)
+def find_windows(spec: FloatConv2d) -> Windows:
+    """Return the windows of an image of `spec`. Only its geometry matters."""
+    (height, width), (oh, ow), channels = spec.padded_size, spec.out_size, spec.in_channels
+    (kh, kw), (sh, sw), (dh, dw) = spec.kernel, spec.strides, spec.dilation
+    rows = (np.arange(oh)[:, None] * (sh * width) + np.arange(ow) * sw) * channels
+    taps = (np.arange(kh)[:, None] * (dh * width) + np.arange(kw) * dw) * channels
+    inputs = np.arange(spec.group_in)
+    steps = (taps[..., None] + inputs).reshape(-1)
+    return Windows(
+        rows.reshape(-1).astype("int32"), steps.astype("int32"), height * width * channels
+    )
+
+
+def pad_images(images: np.ndarray, spec: FloatConv2d) -> np.ndarray:
+    """Return images (N, H, W, C) in this memory order, with the padding of `spec`."""
+    if not any(spec.padding):
+        return align_array(images)
+    (height, width), (top, left, _, _) = spec.padded_size, spec.padding
+    padded = empty_aligned((len(images), height, width, spec.in_channels), "float32")
+    below, right = top + spec.height, left + spec.width
+    padded[:, :top], padded[:, below:] = 0, 0
+    padded[:, top:below, :left], padded[:, top:below, right:] = 0, 0
+    padded[:, top:below, left:right] = images
+    return padded

@@ -1,0 +1,125 @@
+"""Tables of windows: products of any shape on the same kernels, as exact integers in numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from float_models import build_model
+from tvm import relax
+from tvm.relax import op
+
+from relayquant.codegen.eager import EagerModule, kernel_cache, windows
+from relayquant.codegen.eager.kernel_cache import KernelCache, host_kernels
+from relayquant.codegen.kernels.floating.conv import FloatConv2d
+from relayquant.codegen.kernels.floating.gathered import GatheredProduct
+from relayquant.codegen.kernels.floating.tile import FloatIsa
+
+
+def draw_integers(*shape: int, seed: int = 0) -> np.ndarray:
+    """Float32 integers whose sums of products are exact in any order."""
+    return np.random.default_rng(seed).integers(-8, 9, shape).astype("float32")
+
+
+def convolve(x: np.ndarray, w: np.ndarray, stride: int, pad: int, groups: int) -> np.ndarray:
+    """Convolution NCHW by OIHW in int64, window by window."""
+    n, c, h, width = x.shape
+    o, i, kh, kw = w.shape
+    padded = np.zeros((n, c, h + 2 * pad, width + 2 * pad), "int64")
+    padded[:, :, pad : pad + h, pad : pad + width] = x
+    oh, ow = ((size + 2 * pad - k) // stride + 1 for size, k in ((h, kh), (width, kw)))
+    y = np.zeros((n, o, oh, ow), "int64")
+    for channel in range(o):
+        first = channel // (o // groups) * i
+        for row, col in np.ndindex(oh, ow):
+            top, left = row * stride, col * stride
+            window = padded[:, first : first + i, top : top + kh, left : left + kw]
+            y[:, channel, row, col] = (window * w[channel].astype("int64")).sum(axis=(1, 2, 3))
+    return y
+
+
+#: images, channels, outputs, size, kernel, stride, padding, groups
+CONVOLUTIONS = [
+    (1, 3, 24, 9, 3, 2, 1, 1),  # panels that overlap
+    (2, 5, 80, 6, 1, 1, 0, 1),  # a dense layer; vectors that are computed twice
+    (2, 4, 3, 7, 3, 1, 1, 1),  # fewer outputs than a vector has lanes
+    (3, 8, 34, 5, 3, 1, 0, 2),  # groups with panels of their own
+    (7, 6, 6, 5, 3, 1, 1, 6),  # depthwise
+    (1, 20, 20, 11, 5, 2, 2, 20),
+    (9, 4, 16, 2, 2, 1, 0, 1),  # images of one result
+]
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+@pytest.mark.parametrize("rows", [8, windows.TABLE_ROWS], ids=["several calls", "one call"])
+def test_convolution__equals_exact_integers(monkeypatch, case, rows):
+    monkeypatch.setattr(windows, "TABLE_ROWS", rows)
+    n, c, o, size, kernel, stride, pad, groups = case
+    w, bias = draw_integers(o, c // groups, kernel, kernel), draw_integers(1, o, 1, 1, seed=1)
+
+    def body(emit, x, other):
+        options = {"strides": stride, "padding": pad, "groups": groups}
+        y = emit("y", op.nn.conv2d(x, relax.const(w), **options))
+        y = emit("sum", op.add(emit("biased", op.add(y, relax.const(bias))), other))
+        return emit("clip", op.clip(y, -150, 200))
+
+    x = draw_integers(n, c, size, size, seed=2)
+    want = convolve(x, w, stride, pad, groups)
+    other = draw_integers(*want.shape, seed=3)
+    module = EagerModule(build_model(body, x.shape, other.shape))
+    assert [s.var.name for s in module.programs["main"].steps if s.kernel] == ["clip"]
+    (have,) = module.run("main", [x, other])
+    np.testing.assert_array_equal(have, np.clip(want + bias + other, -150, 200))
+
+
+def test_clip__nan_and_infinity_are_those_of_numpy():
+    weight = np.eye(4, dtype="float32")
+    mod = build_model(lambda e, x: e("y", op.matmul(x, relax.const(weight))), (3, 4))
+    x = np.float32([[1, -2, 3, -0.0], [np.nan] * 4, [np.inf] * 4])
+    with np.errstate(invalid="ignore"):
+        want = x @ weight
+    np.testing.assert_array_equal(EagerModule(mod).run("main", [x])[0], want)
+
+
+def test_kernels__a_network_of_many_shapes_needs_few(monkeypatch):
+    made = []
+    compile_kernel = kernel_cache.compile_kernel
+
+    def counted(key, isa, target):
+        made.append(key)
+        return compile_kernel(key, isa, target)
+
+    monkeypatch.setattr(kernel_cache, "compile_kernel", counted)
+
+    def body(emit, x):
+        for i, (inputs, size) in enumerate(((3, 3), (64, 1), (64, 3), (64, 5))):
+            w = draw_integers(64, inputs, size, size, seed=i)
+            x = emit(f"c{i}", op.nn.conv2d(x, relax.const(w), strides=1 + i % 2, padding=size // 2))
+            x = emit(f"r{i}", op.nn.relu(x)) if i % 2 else x
+        return x
+
+    mod = build_model(body, (1, 3, 20, 20))
+    EagerModule(mod, KernelCache(host_kernels().target)).run("main", [draw_integers(1, 3, 20, 20)])
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("outputs", [*range(2, 20), 63, 64, 65, 1000])
+@pytest.mark.parametrize("lanes", [4, 16])
+def test_panels__cover_every_output_of_every_group(outputs, lanes):
+    product = GatheredProduct.choose(outputs, FloatIsa(lanes, 24))
+    starts = product.list_starts(3, outputs)
+    covered = starts[..., None] + np.arange(product.lanes)
+    for group, panels in enumerate(np.split(covered, 3)):
+        inside = np.arange(outputs) + group * outputs
+        assert set(panels.flat) == set(inside)
+    assert list(product.list_origins(3, outputs, 7)) == [
+        group * 7 for group in range(3) for _ in range(len(starts) // 3)
+    ]
+    assert starts.size * product.lanes < 3 * 2 * outputs
+
+
+def test_windows__of_a_pixel_are_its_channels():
+    found = windows.find_windows(FloatConv2d(1, 1, 1, 6, 4, (1, 1)))
+    assert (list(found.rows), list(found.steps), found.image_size) == ([0], [*range(6)], 6)
+    parts = list(found.plan_calls(10_000, 4, False))
+    assert [(len(rows), extents.images) for rows, extents in parts] == [(4096, 2), (1808, 1)]
+    assert (parts[1][1].first, parts[1][1].first_result) == (8192 * 6, 8192 * 4)
