@@ -1,13 +1,15 @@
-"""Events of a long stage -> progress bars on a terminal."""
+"""Events of a long stage -> progress bars on a terminal, or lines in a log."""
 
 from __future__ import annotations
 
+import threading
+import time
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
     ProgressColumn,
     SpinnerColumn,
@@ -20,13 +22,47 @@ from rich.text import Text
 
 from relayquant.base.events import Callback, ProgressEvent, StageEvent
 
+#: seconds after which a log gets a line, if anything is still running
+LINE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class RunningTask:
+    """A stage or task that has begun. `start` is in seconds, see `time.monotonic`."""
+
+    name: str
+    start: float
+    done: int = 0
+    total: int | None = None
+    unit: str = ""
+
+    @property
+    def count(self) -> str:
+        """How much is done: "4/8 batch", "3 batch" if the total is not known, or nothing."""
+        if self.total is not None:
+            return f"{self.done}/{self.total} {self.unit}".rstrip()
+        return f"{self.done} {self.unit}" if self.done else ""
+
+    def describe(self) -> str:
+        """Return a line for a log: "calibrate: 4/8 batch, 12 s"."""
+        seconds = f"{time.monotonic() - self.start:.0f} s"
+        return f"{self.name}: {', '.join(filter(None, (self.count, seconds)))}"
+
+
+class CountColumn(ProgressColumn):
+    """How much is done, see `RunningTask.count`."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["count"])
+
 
 class RateColumn(ProgressColumn):
     """Units per second, e.g. "41.5 batch/s". Empty until two events have come."""
 
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
-        return Text("" if speed is None else f"{speed:.3g} {task.fields['unit']}/s")
+        unit = task.fields["unit"]
+        return Text("" if speed is None or not unit else f"{speed:.3g} {unit}/s")
 
 
 class ProgressReport(Callback):
@@ -37,23 +73,29 @@ class ProgressReport(Callback):
         with ProgressReport() as progress:
             qmod = relayquant.quantize(mod, params, dataset, callbacks=(progress,))
 
-    Nothing is written if the console is not a terminal, or with `quiet`.
+    If the console is not a terminal, a line that says what is running is written every few seconds.
+    With `quiet` nothing is written.
     """
 
-    def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
+    def __init__(
+        self, console: Console | None = None, *, quiet: bool = False, seconds: float = LINE_SECONDS
+    ) -> None:
         self.console = console or Console(stderr=True)
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
             BarColumn(),
-            MofNCompleteColumn(),
+            CountColumn(),
             RateColumn(),
             TimeRemainingColumn(),
             console=self.console,
             transient=True,
             disable=quiet or not self.console.is_terminal,
         )
-        self._tasks: dict[str, TaskID] = {}
+        self._log = None
+        if not quiet and not self.console.is_terminal:
+            self._log = LineLog(self.console, seconds)
+        self._running: dict[str, tuple[RunningTask, TaskID]] = {}
 
     def __enter__(self) -> ProgressReport:
         return self
@@ -64,32 +106,74 @@ class ProgressReport(Callback):
         error: BaseException | None,
         _trace: TracebackType | None,
     ) -> None:
-        for name in list(self._tasks):
+        for name in list(self._running):
             self._finish(name)
 
     def on_stage_start(self, event: StageEvent) -> None:
-        self._find_task(event.stage, None, "")
+        self._update(event.stage, 0, None, "")
 
     def on_stage_end(self, event: StageEvent) -> None:
         self._finish(event.stage)
 
     def on_progress(self, event: ProgressEvent) -> None:
-        task = self._find_task(event.task, event.total, event.unit)
-        self._progress.update(task, completed=event.done, total=event.total, unit=event.unit)
+        self._update(event.task, event.done, event.total, event.unit)
         if event.total is not None and event.done >= event.total:
             self._finish(event.task)
 
-    def _find_task(self, name: str, total: int | None, unit: str) -> TaskID:
-        if name not in self._tasks:
-            self._tasks[name] = self._progress.add_task(name, total=total, unit=unit)
+    def _update(self, name: str, done: int, total: int | None, unit: str) -> None:
+        """Show a stage or task, which may be new."""
+        if name in self._running:
+            task, bar = self._running[name]
+        else:
+            task = RunningTask(name, time.monotonic())
+            bar = self._progress.add_task(name, total=None, count="", unit="")
             self._progress.start()
-        return self._tasks[name]
+        task = replace(task, done=done, total=total, unit=unit)
+        self._running[name] = task, bar
+        self._progress.update(bar, completed=done, total=total, count=task.count, unit=unit)
+        self._tell_log()
 
     def _finish(self, name: str) -> None:
         """Remove a bar. With the last one the display ends, so that others may print."""
-        task = self._tasks.pop(name, None)
-        if task is None:
+        found = self._running.pop(name, None)
+        if found is None:
             return
-        self._progress.remove_task(task)
-        if not self._tasks:
+        self._progress.remove_task(found[1])
+        if not self._running:
             self._progress.stop()
+        self._tell_log()
+
+    def _tell_log(self) -> None:
+        if self._log is not None:
+            self._log.follow(tuple(task for task, _ in self._running.values()))
+
+
+class LineLog:
+    """Writes a line every few seconds while something runs. A thread does so, because a stage may
+    be silent for longer.
+    """
+
+    def __init__(self, console: Console, seconds: float) -> None:
+        self.console, self.seconds = console, seconds
+        self._running: tuple[RunningTask, ...] = ()
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def follow(self, running: tuple[RunningTask, ...]) -> None:
+        """Take note of what runs now, the outermost first. The thread ends with the last of it."""
+        self._running = running
+        if running and self._thread is None:
+            self._end.clear()
+            self._thread = threading.Thread(
+                target=self._write, name="relayquant-progress", daemon=True
+            )
+            self._thread.start()
+        elif not running and self._thread is not None:
+            self._end.set()
+            self._thread.join()
+            self._thread = None
+
+    def _write(self) -> None:
+        while not self._end.wait(self.seconds):
+            for task in self._running[-1:]:
+                self.console.print(task.describe(), markup=False, highlight=False, soft_wrap=True)

@@ -1,8 +1,11 @@
-"""Progress: bars come with events and go with the last one; only a terminal sees them."""
+"""Progress: bars come with events and go with the last one; a log gets lines."""
 
 from __future__ import annotations
 
 import io
+import re
+import threading
+import time
 
 import pytest
 from rich.console import Console
@@ -15,6 +18,14 @@ def make_report(terminal: bool) -> tuple[ProgressReport, io.StringIO]:
     file = io.StringIO()
     console = Console(file=file, force_terminal=terminal, width=120, _environ={"TERM": "xterm"})
     return ProgressReport(console), file
+
+
+def wait_for(file: io.StringIO, text: str) -> None:
+    """Wait until the text was written."""
+    end = time.monotonic() + 60
+    while text not in file.getvalue():
+        assert time.monotonic() < end, file.getvalue()
+        time.sleep(0.005)
 
 
 def feed(report: ProgressReport) -> None:
@@ -36,11 +47,33 @@ def test_progress_report__shows_task_count_and_rate() -> None:
     assert "sample/s" in text
 
 
-def test_progress_report__silent_outside_a_terminal() -> None:
+def test_progress_report__outside_a_terminal_a_line_says_what_runs() -> None:
+    file = io.StringIO()
+    with ProgressReport(Console(file=file, width=20), seconds=0.01) as report:
+        report.on_stage_start(StageEvent("calibrate"))
+        wait_for(file, "calibrate: 0 s\n")
+        report.on_progress(ProgressEvent("read data", 3, None, unit="batch"))
+        wait_for(file, "read data: 3 batch, 0 s\n")
+        report.on_progress(ProgressEvent("read data", 4, 8, unit="batch"))
+        wait_for(file, "read data: 4/8 batch, 0 s\n")
+        report.on_progress(ProgressEvent("read data", 8, 8, unit="batch"))
+        report.on_stage_end(StageEvent("calibrate", 1.0))
+    assert not any(thread.name == "relayquant-progress" for thread in threading.enumerate())
+
+
+def test_progress_report__a_short_run_leaves_no_line() -> None:
     report, file = make_report(terminal=False)
     with report:
         feed(report)
         report.on_stage_end(StageEvent("calibrate", 1.0))
+    assert file.getvalue() == ""
+
+
+def test_progress_report__quiet() -> None:
+    file = io.StringIO()
+    with ProgressReport(Console(file=file), quiet=True, seconds=0.001) as report:
+        feed(report)
+        time.sleep(0.05)
     assert file.getvalue() == ""
 
 
@@ -76,4 +109,14 @@ def test_progress_report__total_unknown() -> None:
     with report:
         report.on_progress(ProgressEvent("observe", 3, None))
         report._progress.refresh()
-    assert "3/?" in file.getvalue()
+    assert "3 batch" in file.getvalue()
+    assert "/?" not in file.getvalue()
+
+
+def test_progress_report__a_stage_has_no_count() -> None:
+    report, file = make_report(terminal=True)
+    with report:
+        report.on_stage_start(StageEvent("guard"))
+        report._progress.refresh()
+    assert "guard" in file.getvalue()
+    assert "0" not in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|-:--:--|0:00:00", "", file.getvalue())

@@ -128,7 +128,7 @@ class StoredData:
                 for name, writer in writers.items():
                     offsets[name].append(writer.append(batch[name]))
                 count += 1
-                callbacks.on_progress(ProgressEvent("read data", count, None))
+                callbacks.on_progress(ProgressEvent("read data", count, data.length))
         if before is not None:
             check_same_data(before, digests, self.workspace.path)
             self.record = before
