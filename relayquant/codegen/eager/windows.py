@@ -17,8 +17,8 @@ TABLE_ROWS = 4096
 
 
 @dataclass(frozen=True, eq=False)
-class Windows:
-    """Windows of one image, whose data lie in the order H, W, C with the padding.
+class WindowTables:
+    """WindowTables of one image, whose data lie in the order H, W, C with the padding.
 
     Attributes:
         rows: Where the window of each result begins in the image.
@@ -52,7 +52,7 @@ class Windows:
 
 
 @functools.lru_cache(maxsize=256)
-def find_windows(spec: FloatConv2d) -> Windows:
+def find_windows(spec: FloatConv2d) -> WindowTables:
     """Return the windows of an image of `spec`. Only its geometry matters."""
     (height, width), (oh, ow), channels = spec.padded_size, spec.out_size, spec.in_channels
     (kh, kw), (sh, sw), (dh, dw) = spec.kernel, spec.strides, spec.dilation
@@ -60,7 +60,7 @@ def find_windows(spec: FloatConv2d) -> Windows:
     taps = (np.arange(kh)[:, None] * (dh * width) + np.arange(kw) * dw) * channels
     inputs = np.arange(spec.group_in)
     steps = (taps[..., None] + inputs).reshape(-1)
-    return Windows(
+    return WindowTables(
         rows.reshape(-1).astype("int32"), steps.astype("int32"), height * width * channels
     )
 
