@@ -11,6 +11,7 @@ example in a calibration graph whose scales are parameters.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from relayquant.codegen.kernels.floating.bf16 import (
     Bf16Conv2d,
     make_bf16_conv2d,
     pack_bf16,
+    plan_bf16,
     read_bf16_conv2d,
     read_bf16_dense,
 )
@@ -47,6 +49,7 @@ from relayquant.codegen.kernels.floating.gemm import (
     pack_dense,
 )
 from relayquant.codegen.kernels.floating.matmul_transposed_b import FEW_ROWS, FloatDots, make_dots
+from relayquant.codegen.kernels.floating.stored import Stored
 from relayquant.codegen.kernels.floating.tile import (
     FEWEST_CHANNELS,
     FloatCopy,
@@ -70,6 +73,7 @@ from relayquant.codegen.lowering import (
     Operand,
     lower_functions,
 )
+from relayquant.codegen.narrow_values import StoringKernel, store_narrow
 from relayquant.codegen.rules.elementwise import make_window
 from relayquant.codegen.rules.joined_slices import read_joined_slices
 from relayquant.codegen.rules.kernel_call import build_for_batch, split_batch, vector
@@ -108,10 +112,15 @@ def lower_float(
     gets the reason.
 
     With `bf16`, products of constant weights have operands in bfloat16 and use these instructions.
+    Values that only such products read are stored in bfloat16; see `narrow_values`.
     """
-    isa = choose_float_isa(target)
+    isa = replace(choose_float_isa(target), bf16=bf16)
+
+    def refine(calls: list[Lowered], block: BlockView) -> list[Lowered]:
+        return calls if bf16 is None else store_narrow(calls, block)
+
     return lower_functions(
-        mod, FLOAT_RULES, lambda block: FloatContext(block, isa, bf16), on_skip=on_skip
+        mod, FLOAT_RULES, lambda block: FloatContext(block, isa), on_skip=on_skip, refine=refine
     )
 
 
@@ -189,14 +198,10 @@ def find_extents(concat: Call) -> list[int] | None:
 
 @dataclass(frozen=True, eq=False)
 class FloatContext:
-    """Context of the float rules: a block, the instruction sets and symbolic extents.
-
-    `bf16` is for products with operands of bfloat16, None if they stay float32.
-    """
+    """Context of the float rules: a block, the instruction set and symbolic extents."""
 
     block: BlockView
     isa: FloatIsa
-    bf16: Bf16Isa | None = None
     symbols: dict[str, tirx.Var] = field(default_factory=dict)
 
     def symbol(self, extent: Any) -> Any:
@@ -209,6 +214,20 @@ class FloatContext:
     def make_kernel(self, kind: str, spec: Any) -> Kernel:
         """Make the kernel `kind` (a name in MAKERS) for `spec`, with symbols known by name."""
         return Kernel(kind, repr(spec), lambda: MAKERS[kind](spec, self.isa, kind))
+
+    @property
+    def bf16(self) -> Bf16Isa | None:
+        """Instructions of products with operands of bfloat16. None: they stay float32."""
+        return self.isa.bf16
+
+    def make_storing_kernel(self, kind: str, spec: Any, fields: Mapping[int, str]) -> Kernel:
+        """Make the kernel for a `spec` with a field `stored`."""
+        own = self.make_kernel(kind, spec)
+
+        def choose(stored: Stored) -> Kernel:
+            return self.make_kernel(kind, replace(spec, stored=stored))
+
+        return StoringKernel(own.name, own.spec, own.build, choose, fields, is_product=False)
 
     def follow(self, root: relax.Var, channels: int) -> EpilogueChain:
         """Find the operators after a product that its kernel also computes."""
@@ -295,8 +314,12 @@ def lower_conv2d(context: FloatContext, root: relax.Var) -> Lowered | Skip:
         ty = relax.TensorType([packed_conv2d_size(spec, isa)], "float32")
         packed = relax.DataflowVar(f"{root.name}_packed", ty)
         before = (Lowered((packed,), packing, (weight,)),)
-    product = call_product(chain, context.make_kernel(kind, spec), data, packed, concat)
-    return replace(product, before=before)
+    kernel = context.make_kernel(kind, spec)
+    if spec.is_depthwise:
+        operand = 2 + epilogue.bias
+        fields = {0: "data", **({operand: "residual"} if epilogue.residual else {})}
+        kernel = context.make_storing_kernel(kind, spec, fields)
+    return replace(call_product(chain, kernel, data, packed, concat), before=before)
 
 
 def lower_conv2d_transpose(context: FloatContext, root: relax.Var) -> Lowered | Skip:
@@ -393,7 +416,7 @@ def lower_max_pool2d(context: FloatContext, root: relax.Var) -> Lowered | Skip:
         return decline("not float32, or a size other than the batch is symbolic")
     spec = MaxPool2d(make_window(call, shape[1]), "float32")
     kind = "float_max_pool2d_of_images" if shape[0] else "float_max_pool2d"
-    return Lowered((root,), context.make_kernel(kind, spec), (data,))
+    return Lowered((root,), context.make_storing_kernel(kind, spec, {0: "data"}), (data,))
 
 
 def call_product(
@@ -421,10 +444,18 @@ def call_bf16(
     concat: relax.Var | None,
 ) -> Lowered:
     """Call the kernel of a product with operands of bfloat16. `weight` is float32, OHWI or OI."""
-    name = "bf16_conv2d"
-    kernel = Kernel(name, repr(spec), lambda: make_bf16_conv2d(spec, isa, name))
+    name, plan = "bf16_conv2d", plan_bf16(spec, isa)
+
+    def choose(stored: Stored) -> Kernel:
+        conv = replace(spec.conv, stored=stored)
+        chosen, own = replace(spec, conv=conv), replace(plan, spec=conv)
+        return Kernel(name, repr(chosen), lambda: make_bf16_conv2d(chosen, isa, name, own))
+
+    plain = choose(Stored())
+    fields = {0: "data", **({3: "residual"} if chain.residual is not None else {})}
+    kernel = StoringKernel(name, plain.spec, plain.build, choose, fields, is_product=True)
     bias = None if chain.bias is None else vector(chain.bias, chain.channels)
-    operands: list[Operand] = [data, *pack_bf16(weight, bias, spec, isa)]
+    operands: list[Operand] = [data, *pack_bf16(weight, bias, spec, isa, plan)]
     if chain.residual is not None:
         operands.append(chain.residual)
     return Lowered(chain.vars, kernel, tuple(operands), concat=concat)

@@ -70,13 +70,13 @@ def call_kernels(
     def make_context(block: BlockView) -> KernelContext:
         return KernelContext(graph, isa, shuffle, choose_schedule, on_skip, block.taken)
 
-    def share(calls: list[Lowered]) -> list[Lowered]:
+    def share(calls: list[Lowered], _: BlockView) -> list[Lowered]:
         # Only products take long to compile. The others are faster if LLVM knows the numbers.
         products = [call for call in calls if any(count_macs(graph.call_of(v)) for v in call.vars)]
         shared = dict(zip(products, share_kernels(products), strict=True))
         return [shared.get(call, call) for call in calls]
 
     lowered = lower_functions(
-        graph.mod, rules, make_context, on_skip=on_skip, share=share, only="main"
+        graph.mod, rules, make_context, on_skip=on_skip, refine=share, only="main"
     )
     return tidy_module(lowered)

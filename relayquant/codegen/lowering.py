@@ -71,6 +71,8 @@ class Lowered:
             their tensors, in this order. The call is placed where the first one is bound.
         before: Other kernels that run first, for example to pack weights at run time.
         concat: Concatenation that has the result as an input. The kernel writes the result into it.
+        stored: Variable of another dtype that holds the result. Only kernels read it. None: the
+            last of `vars`.
     """
 
     vars: tuple[relax.Var, ...]
@@ -79,6 +81,7 @@ class Lowered:
     results: tuple[relax.Var, ...] = ()
     before: tuple[Lowered, ...] = ()
     concat: relax.Var | None = None
+    stored: relax.Var | None = None
 
     @property
     def first(self) -> relax.Var:
@@ -190,7 +193,7 @@ def lower_functions(
     make_context: Callable[[BlockView], ContextT],
     *,
     on_skip: OnSkip = log_skip,
-    share: Callable[[list[Lowered]], list[Lowered]] = list,
+    refine: Callable[[list[Lowered], BlockView], list[Lowered]] = lambda calls, _: calls,
     in_any_block: bool = False,
     only: str | None = None,
 ) -> IRModule:
@@ -201,7 +204,7 @@ def lower_functions(
         rules: Tried at every value in order. The first rule that takes the value wins.
         make_context: Makes the context that rules get with each value.
         on_skip: Gets the reason of each rule that declines.
-        share: Merges kernels of the calls of a block, so that fewer are compiled.
+        refine: Chooses other kernels for the calls of a block, which it sees together.
         in_any_block: Whether blocks that are not dataflow blocks, and branches, are rewritten too.
         only: Name of the one function to lower. None: all functions.
     """
@@ -209,7 +212,7 @@ def lower_functions(
 
     def lower_block(graph: FunctionGraph, bindings: Sequence[relax.Binding]) -> list[relax.Binding]:
         block = BlockView(graph, bindings, table, on_skip)
-        calls = share(claim_values(block, rules, make_context(block)))
+        calls = refine(claim_values(block, rules, make_context(block)), block)
         return BlockEmitter(block, calls).run()
 
     def lower_blocks(graph: FunctionGraph, body: relax.SeqExpr) -> relax.SeqExpr:
@@ -325,7 +328,7 @@ class BlockEmitter:
         elif call.results:
             self.bind_all(call.results, function, operands)
         else:
-            var = call.vars[-1]
+            var = call.vars[-1] if call.stored is None else call.stored
             self.bind(var, relax.call_tir(function, relax.Tuple(operands), list_types(var)))
 
     def emit_operand(self, operand: Operand, name: str) -> relax.Expr:

@@ -11,6 +11,7 @@ from tvm.relax.backend.cpu_generic import get_default_pipeline
 from tvm.relax.backend.cpu_generic import pipeline as stages
 
 import relayquant as rq
+from relayquant.codegen import floating
 from relayquant.codegen.expanded_weights import EXPAND_WEIGHTS
 from relayquant.codegen.floating import lower_float
 from relayquant.codegen.kernels.isa.bf16 import VECTORS_BF16, select_bf16
@@ -36,6 +37,11 @@ def make_module(emit, *shapes: tuple) -> tvm.IRModule:
 
 def const(rng: np.random.Generator, *shape: int) -> relax.Expr:
     return relax.const(rng.standard_normal(shape).astype("float32"))
+
+
+def list_calls(mod: tvm.IRModule) -> list:
+    """Values of main in order."""
+    return [binding.value for block in mod["main"].body.blocks for binding in block.bindings]
 
 
 def list_operators(mod: tvm.IRModule) -> list[str]:
@@ -114,7 +120,7 @@ BF16 = resolve_target("llvm -mtriple=x86_64-linux-gnu -mcpu=cooperlake")
 
 @pytest.mark.parametrize("symbolic", [False, True])
 def test_lower_float__products_of_constant_weights_take_the_precision(symbolic):
-    """Depthwise convolutions and products of two values stay in float32."""
+    """Depthwise convolutions compute in float32. Values that only kernels read are bfloat16."""
     batch = tirx.Var("n", "int64") if symbolic else 2
     mod = make_module(emit_residual_net(np.random.default_rng(1)), (batch, 3, 12, 12))
     lowered = lower_float(convert_layout(mod), BF16, bf16=select_bf16(BF16))
@@ -126,6 +132,30 @@ def test_lower_float__products_of_constant_weights_take_the_precision(symbolic):
         "relax.mean",
         "bf16_conv2d",
     ]
+    kernels = [call for call in list_calls(lowered) if op_name(call) == "relax.call_tir"]
+    dtypes = [str(call.ty_args[0].dtype) for call in kernels]
+    assert dtypes == ["uint16", "uint16", "float32", "float32"]
+
+
+def test_compile__bf16_between_products_keeps_the_bits(monkeypatch):
+    """Rounding where a value is written is rounding where products read it, also through a pool."""
+    if not has_isa(VECTORS_BF16, TARGET):
+        pytest.skip("this machine has no products of bfloat16")
+    rng = np.random.default_rng(6)
+    weights = [const(rng, 16, 3, 3, 3), const(rng, 24, 16, 3, 3), const(rng, 8, 24, 1, 1)]
+
+    def emit(bb, x):
+        y = bb.emit(relax.op.nn.relu(bb.emit(relax.op.nn.conv2d(x, weights[0], padding=1))))
+        y = bb.emit(relax.op.nn.max_pool2d(y, (3, 3), (2, 2), 1))
+        y = bb.emit(relax.op.nn.conv2d(y, weights[1], padding=1))
+        return bb.emit(relax.op.nn.conv2d(y, weights[2]))
+
+    mod = make_module(emit, (2, 3, 12, 12))
+    x = rng.standard_normal((2, 3, 12, 12)).astype("float32")
+    narrow = rq.Executor(rq.compile(mod, precision="bf16")).run("main", [x])[0]
+    monkeypatch.setattr(floating, "store_narrow", lambda calls, block: calls)
+    wide = rq.Executor(rq.compile(mod, precision="bf16")).run("main", [x])[0]
+    np.testing.assert_array_equal(narrow, wide)
 
 
 @pytest.mark.parametrize("symbolic", [False, True])

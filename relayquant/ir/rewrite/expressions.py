@@ -44,6 +44,10 @@ class FunctionGraph:
         """
         return self._users[var][0] if self._uses[var] == 1 and var in self._users else None
 
+    def count_uses(self, var: relax.Var) -> int:
+        """Count how often values read `var`, and the function's result names it."""
+        return self._uses[var]
+
     def users_of(self, var: relax.Var) -> list[relax.Var]:
         """Return the values that read `var`, once per read."""
         return self._users.get(var, [])

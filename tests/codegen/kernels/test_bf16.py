@@ -31,9 +31,11 @@ from relayquant.codegen.kernels.floating.bf16 import (
     read_bf16_conv2d,
     read_bf16_dense,
 )
-from relayquant.codegen.kernels.floating.conv import FloatConv2d
+from relayquant.codegen.kernels.floating.conv import FloatConv2d, make_conv2d, pack_conv2d
 from relayquant.codegen.kernels.floating.gemm import FloatDense
-from relayquant.codegen.kernels.floating.tile import FloatEpilogue
+from relayquant.codegen.kernels.floating.stored import Stored
+from relayquant.codegen.kernels.floating.tile import FloatEpilogue, FloatIsa, choose_float_isa
+from relayquant.codegen.kernels.integer.pool import MaxPool2d, PoolWindow, build_max_pool2d
 from relayquant.codegen.kernels.integer.specs import Conv2d
 from relayquant.codegen.kernels.isa.bf16 import (
     TILES_BF16,
@@ -43,7 +45,7 @@ from relayquant.codegen.kernels.isa.bf16 import (
     round_to_bf16,
     select_bf16,
 )
-from relayquant.codegen.kernels.isa.matrix_unit import NO_UNIT, MatrixUnit
+from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS, NO_UNIT, MatrixUnit
 from relayquant.codegen.kernels.isa.select import has_isa
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.errors import ConfigError
@@ -110,6 +112,16 @@ def widen(values: np.ndarray) -> np.ndarray:
     return values.astype(ml_dtypes.bfloat16).astype("float64")
 
 
+def hold(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Float32 numbers as a kernel holds them in memory."""
+    return values if dtype == "float32" else values.astype(ml_dtypes.bfloat16).view(dtype)
+
+
+def read(held: np.ndarray) -> np.ndarray:
+    """The float32 numbers that a kernel holds in memory."""
+    return held if held.dtype == "float32" else held.view(ml_dtypes.bfloat16).astype("float32")
+
+
 def compute(conv: FloatConv2d, x, w, bias) -> np.ndarray:
     shape = [getattr(conv, name) for name in ("batch", "height", "width", "in_channels")]
     spec = Conv2d(
@@ -149,24 +161,32 @@ def check_conv2d(spec: Bf16Conv2d, isa: Bf16Isa, seed: int = 0, plan=None) -> No
     kernel = make_bf16_conv2d(spec, isa, "bf16", plan)
     run = compile_kernel(kernel, find_target(isa))
     residual = np.random.default_rng(seed + 1).normal(size=spec.out_shape).astype("float32")
-    y = np.full(spec.out_shape, np.nan, "float32")
-    added = [residual] if epilogue.residual else []
-    arguments = [x.reshape(spec.in_shape), *pack_bf16(w, bias, spec, isa, plan), *added, y]
+    stored = conv.stored
+    y = hold(np.full(spec.out_shape, np.nan, "float32"), stored.result)
+    added = [hold(residual, stored.residual)] if epilogue.residual else []
+    data = hold(x.reshape(spec.in_shape), stored.data)
+    arguments = [data, *pack_bf16(w, bias, spec, isa, plan), *added, y]
     tensors = [tvm.runtime.tensor(each) for each in arguments]
     run(*tensors)
     wanted = compute(conv, x, w, 0 if bias is None else bias)
     magnitude = compute(conv, abs(x), abs(w), 1)
     if epilogue.residual:
-        wanted = wanted + residual.reshape(wanted.shape)
+        wanted = wanted + read(added[0]).reshape(wanted.shape)
     low, high = epilogue.low, epilogue.high
     if low is not None or high is not None:
         wanted = np.clip(wanted, low, high)
-    got = tensors[-1].numpy().reshape(*wanted.shape[:3], -1)
+    got = read(tensors[-1].numpy()).reshape(*wanted.shape[:3], -1)
     first = epilogue.first
     own = got[..., first : first + conv.out_channels]
-    assert np.all(abs(own - wanted) <= TOLERANCE * magnitude)
+    tolerance = TOLERANCE * magnitude
+    if stored.result == BF16_BITS:
+        tolerance = tolerance + 2.0**-8 * abs(wanted)
+    assert np.all(abs(own - wanted) <= tolerance)
     assert np.isnan(got[..., :first]).all()
     assert np.isnan(got[..., first + conv.out_channels :]).all()
+
+
+STORED = st.builds(Stored, *[st.sampled_from(["float32", BF16_BITS])] * 3)
 
 
 @st.composite
@@ -192,7 +212,7 @@ def draw_specs(draw):
     strides = (small(1, 2), small(1, 2))
     return FloatConv2d(
         small(1, 2), height, width, c_in, c_out, kernel, strides, padding, dilation, groups,
-        epilogue=epilogue,
+        epilogue=epilogue, stored=draw(STORED),
     )  # fmt: skip
 
 
@@ -211,6 +231,50 @@ def test_make_bf16_conv2d__dense_layers(isa):
         spec = read_bf16_dense(FloatDense(shape, outputs, FloatEpilogue(bias=True)))
         assert spec is not None
         check_conv2d(spec, isa)
+
+
+def check_stored(make, operands: list[np.ndarray], out_shape, target: Target) -> None:
+    """A kernel gives the same numbers whether it holds rounded operands as float32 or not."""
+    held = []
+    for dtype in ("float32", BF16_BITS):
+        y = hold(np.zeros(out_shape, "float32"), dtype)
+        arguments = [hold(each, dtype) if each.ndim == 4 else each for each in operands]
+        tensors = [tvm.runtime.tensor(each) for each in [*arguments, y]]
+        compile_kernel(make(Stored(dtype, dtype, dtype)), target)(*tensors)
+        held.append(read(tensors[-1].numpy()))
+    np.testing.assert_array_equal(held[0].astype(ml_dtypes.bfloat16), held[1])
+
+
+@pytest.mark.parametrize("bf16", [None, VECTORS_BF16], ids=["rounded by integers", "rounded"])
+def test_make_conv2d__depthwise_reads_and_writes_bfloat16(bf16):
+    target = resolve_target(None) if bf16 is None else find_target(bf16)
+    isa: FloatIsa = replace(choose_float_isa(target), bf16=bf16)
+    epilogue = FloatEpilogue(residual=True, low=0.0)
+    spec = FloatConv2d(2, 7, 9, 21, 21, (3, 3), (2, 1), (1, 1, 1, 1), groups=21, epilogue=epilogue)
+    rng = np.random.default_rng(2)
+    x, residual = (
+        rng.normal(size=shape).astype(ml_dtypes.bfloat16).astype("float32")
+        for shape in (spec.in_shape, spec.out_shape)
+    )
+    packed = pack_conv2d(rng.normal(size=spec.weight_shape).astype("float32"), spec, isa)
+    check_stored(
+        lambda stored: make_conv2d(replace(spec, stored=stored), isa),
+        [x, packed, residual],
+        spec.out_shape,
+        target,
+    )
+
+
+def test_build_max_pool2d__reads_and_writes_bfloat16():
+    window = PoolWindow(2, 8, 7, 21, (3, 3), (2, 2), (1, 1, 1, 1))
+    x = np.random.default_rng(3).normal(size=window.in_shape)
+    x = x.astype(ml_dtypes.bfloat16).astype("float32")
+    check_stored(
+        lambda stored: build_max_pool2d(MaxPool2d(window, "float32", stored)),
+        [x],
+        window.out_shape,
+        resolve_target(None),
+    )
 
 
 def test_round_to_bf16__has_the_bits_of_another_implementation():

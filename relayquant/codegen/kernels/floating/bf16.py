@@ -2,9 +2,10 @@
 
     y = sum bf16(x) * bf16(w)  (+ bias) (+ residual), clipped
 
-Sums, bias, residual and results are float32. The weights are rounded when they are packed, the
-activations by the copy of the image that also pads them. Rounding is to nearest, ties to even. The
-products run on tiles, by the generator for integers (`integer.tiled`), or on vectors.
+Sums and bias are float32. Data, residual and results are float32 or bfloat16 in memory (`stored`).
+The weights are rounded when they are packed, float32 activations by the copy of the image that also
+pads them. Rounding is to nearest, ties to even. The products run on tiles, by the generator for
+integers (`integer.tiled`), or on vectors.
 
 A tile may read neighbouring activations and multiply them by zero. So an infinity or a NaN becomes
 NaN in the results of some neighbouring pixels, too.
@@ -36,6 +37,7 @@ from relayquant.codegen.kernels.emit import (
 )
 from relayquant.codegen.kernels.floating.conv import FloatConv2d
 from relayquant.codegen.kernels.floating.gemm import FloatDense
+from relayquant.codegen.kernels.floating.stored import store_floats, widen_bits
 from relayquant.codegen.kernels.floating.tile import static
 from relayquant.codegen.kernels.integer.conv_plan import pack_panels
 from relayquant.codegen.kernels.integer.operands import (
@@ -91,7 +93,7 @@ def read_bf16_dense(spec: FloatDense) -> Bf16Conv2d | None:
 
 @dataclass(frozen=True)
 class Bf16Plan(TiledPlan):
-    """A plan of tiles for operands of bfloat16, which are always copied."""
+    """A plan of tiles for operands of bfloat16."""
 
     spec: FloatConv2d  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
     isa: Bf16Isa  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
@@ -110,7 +112,8 @@ class Bf16Plan(TiledPlan):
 
     @cached_property
     def needs_copy(self) -> bool:
-        return True
+        spec = self.spec
+        return spec.stored.data != BF16_BITS or any(spec.padding) or self.gap > 0
 
     @property
     def gap(self) -> int:
@@ -154,15 +157,15 @@ def make_bf16_conv2d(
 
     `plan` None: `plan_bf16`.
     """
-    plan, epilogue = plan or plan_bf16(spec, isa), spec.conv.epilogue
+    plan, epilogue, stored = plan or plan_bf16(spec, isa), spec.conv.epilogue, spec.conv.stored
 
     def body() -> None:
         x, weight, bias, residual, y = declare_arguments(
-            ("x", spec.in_shape, "float32"),
+            ("x", spec.in_shape, stored.data),
             ("weight", (plan.weight_size,), BF16_BITS),
             ("bias", (plan.channel_size,), "float32"),
-            ("residual", spec.out_shape, "float32") if epilogue.residual else None,
-            ("y", spec.out_shape, "float32"),
+            ("residual", spec.out_shape, stored.residual) if epilogue.residual else None,
+            ("y", spec.out_shape, stored.result),
         )
         import_code(isa.code)
         operands = Operands(x, weight, bias, None, residual, y)
@@ -180,8 +183,16 @@ def make_bf16_conv2d(
 
 
 def emit_rounded_image(plan: Bf16Plan, x: Buffer) -> Image:
-    """Emit a copy of the image in bfloat16 with its padding. What may be read behind it is 0."""
-    image = emit_image_copy(x, plan.spec, BF16_BITS, 0, plan.isa.round, ROUNDED_LANES)
+    """Emit a copy of the image in bfloat16 with its padding. What may be read behind it is 0.
+
+    An image that is bfloat16 already and needs no padding is read in place.
+    """
+    if not plan.needs_copy:
+        image = Image(x, plan.spec.height, plan.spec.width)
+    elif plan.spec.stored.data == BF16_BITS:
+        image = emit_image_copy(x, plan.spec, BF16_BITS, 0, lambda bits, _: bits, COPY_BYTES // 2)
+    else:
+        image = emit_image_copy(x, plan.spec, BF16_BITS, 0, plan.isa.round, ROUNDED_LANES)
     if plan.gap:
         batch, (rows, width), channels = (
             plan.spec.batch,
@@ -210,5 +221,7 @@ def emit_float_results(
                 residual = None
                 if operands.residual is not None:
                     residual = load_partial(operands.residual, at, lanes, plan.store_width)
+                    if plan.spec.stored.residual == BF16_BITS:
+                        residual = widen_bits(residual, lanes)
                 value = epilogue.finish(load_vector(sums, source, lanes), residual, lanes)
-                store_vector(operands.out, value, at, lanes, plan.store_width)
+                store_floats(operands.out, value, at, lanes, plan.isa, plan.store_width)

@@ -38,6 +38,7 @@ from relayquant.codegen.kernels.floating.gemm import (
     start_with,
     touch_results,
 )
+from relayquant.codegen.kernels.floating.stored import Stored, load_floats
 from relayquant.codegen.kernels.floating.tile import (
     PARALLEL_MACS,
     RESIDENT_WEIGHTS,
@@ -58,9 +59,13 @@ DEPTHWISE_COST = 8
 
 @dataclass(frozen=True)
 class FloatConv2d(Conv2dShape):
-    """A float convolution and its epilogue."""
+    """A float convolution and its epilogue.
+
+    Only depthwise kernels, and those of `bf16`, read and write the bits of bfloat16.
+    """
 
     epilogue: FloatEpilogue = field(default_factory=FloatEpilogue)
+    stored: Stored = field(default_factory=Stored)
 
     @property
     def out_shape(self) -> tuple[Any, int, int, int]:
@@ -186,11 +191,11 @@ def make_conv2d(spec: FloatConv2d, isa: FloatIsa, name: str = "float_conv2d") ->
 
     def body() -> None:
         x, weight, bias, residual, y = declare_arguments(
-            ("x", spec.stored_shape),
+            ("x", spec.stored_shape, spec.stored.data),
             ("w", (size,)),
             ("bias", (spec.out_channels,)) if spec.epilogue.bias else None,
-            ("residual", spec.out_shape) if spec.epilogue.residual else None,
-            ("y", spec.out_shape),
+            ("residual", spec.out_shape, spec.stored.residual) if spec.epilogue.residual else None,
+            ("y", spec.out_shape, spec.stored.result),
         )
         if spec.is_depthwise:
             emit_depthwise(spec, isa, x, weight, bias, residual, y)
@@ -457,7 +462,7 @@ def emit_depthwise_row(
                     column = (ox + c) * sw + (kx * dw - left)
                     if isinstance(column, int) and not 0 <= column < spec.width:
                         continue
-                    product = load_vector(x, source + column * channels, lanes) * tap
+                    product = load_floats(x, source + column * channels, lanes) * tap
                     store_vector(acc, load_vector(acc, 0, lanes) + product, 0, lanes)
 
         with T.serial(kh) as ky:
@@ -466,7 +471,7 @@ def emit_depthwise_row(
                 add_row(ky, row)
         out = ((n * oh + oy) * ow + ox) * pitch
         targets = [out + c * pitch for c in range(count)]
-        finish = finish_into(y, residual, spec.epilogue, targets, [channel], lanes)
+        finish = finish_into(y, residual, spec.epilogue, targets, [channel], lanes, isa.bf16)
         for c, acc in enumerate(accumulators):
             finish(c, 0, load_vector(acc, 0, lanes))
 

@@ -23,8 +23,8 @@ from relayquant.codegen.kernels.emit import (
     build_kernel,
     emit_prefetch,
     load_vector,
-    store_vector,
 )
+from relayquant.codegen.kernels.floating.stored import load_floats, store_floats
 from relayquant.codegen.kernels.floating.tile import (
     FEWEST_ROWS,
     FLOAT_BYTES,
@@ -42,6 +42,7 @@ from relayquant.codegen.kernels.floating.tile import (
     emit_tile,
     static,
 )
+from relayquant.codegen.kernels.isa.bf16 import Bf16Isa
 from relayquant.codegen.kernels.row_loops import choose_heights, loop_over_rows
 
 
@@ -234,16 +235,18 @@ def finish_into(
     rows: list[Expr],
     channels: list[Expr],
     lanes: int,
+    bf16: Bf16Isa | None = None,
 ) -> Callable[[int, int, Expr], None]:
     """Return a function that stores a tile.
 
-    rows[i] is the offset of a row in `y` and `residual`.
+    rows[i] is the offset of a row in `y` and `residual`. `bf16` rounds results that are stored as
+    bfloat16.
     """
 
     def finish(row: int, block: int, value: Expr) -> None:
         at = rows[row] + channels[block] + epilogue.first
-        added = load_vector(residual, at, lanes) if residual is not None else None
-        store_vector(y, epilogue.finish(value, added, lanes), at, lanes)
+        added = load_floats(residual, at, lanes) if residual is not None else None
+        store_floats(y, epilogue.finish(value, added, lanes), at, lanes, bf16)
 
     return finish
 

@@ -11,7 +11,7 @@ is read or written outside a buffer, and no vector is partial.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -32,6 +32,7 @@ from relayquant.codegen.kernels.emit import (
     load_vector,
     store_vector,
 )
+from relayquant.codegen.kernels.isa.bf16 import Bf16Isa
 
 #: Fewest output channels of a product for which vectors are worthwhile.
 FEWEST_CHANNELS = 2
@@ -61,17 +62,21 @@ FEWEST_ROWS = 8
 
 @dataclass(frozen=True)
 class FloatIsa:
-    """Vector registers for float32: `lanes` per register, and `accumulators` per tile."""
+    """Vector registers for float32: `lanes` per register, and `accumulators` per tile.
+
+    `bf16` has the instruction that rounds results to bfloat16, if the target has one.
+    """
 
     lanes: int
     accumulators: int
+    bf16: Bf16Isa | None = None
 
     def narrow(self, channels: int) -> FloatIsa:
         """Return the same with vectors short enough for `channels`: a power of two."""
         lanes = self.lanes
         while lanes > channels:
             lanes //= 2
-        return FloatIsa(lanes, self.accumulators)
+        return replace(self, lanes=lanes)
 
 
 def choose_float_isa(target: Target) -> FloatIsa:
@@ -273,10 +278,17 @@ def flat_view(buffer: Buffer) -> Buffer:
 
 
 def declare_arguments(
-    *arguments: tuple[str, tuple[Any, ...]] | None,
+    *arguments: tuple[str, tuple[Any, ...]] | tuple[str, tuple[Any, ...], str] | None,
 ) -> list[Any]:
-    """Declare float32 arguments (name, shape) of the kernel, as flat views; None stays None."""
-    buffers = [None if a is None else T.arg(a[0], T.Buffer(a[1], "float32")) for a in arguments]
+    """Declare the arguments (name, shape[, dtype]) of the kernel, as flat views; None stays None.
+
+    The dtype is float32 if there is none.
+    """
+
+    def declare(name: str, shape: tuple[Any, ...], dtype: str = "float32") -> Buffer:
+        return T.arg(name, T.Buffer(shape, dtype))
+
+    buffers = [None if a is None else declare(*a) for a in arguments]
     return [None if b is None else flat_view(b) for b in buffers]
 
 

@@ -11,7 +11,7 @@ an average over a window as large as the image. The averaged axes become the hei
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
@@ -34,6 +34,7 @@ from relayquant.codegen.kernels.emit import (
     store_vector,
     vector,
 )
+from relayquant.codegen.kernels.floating.stored import Stored, load_floats, store_floats
 from relayquant.codegen.kernels.integer.elementwise import Space, check_integer_output
 from relayquant.codegen.kernels.integer.epilogue import Epilogue
 from relayquant.codegen.kernels.isa.base import Expr
@@ -124,11 +125,16 @@ class PoolWindow:
 class MaxPool2d:
     """Maximum over the pixels of the window that lie in the data.
 
-    The affine space stays the same.
+    The affine space stays the same. `stored` is for float32: it may be bfloat16 in memory.
     """
 
     window: PoolWindow
     dtype: str = "uint8"
+    stored: Stored = field(default_factory=Stored)
+
+    @property
+    def is_float(self) -> bool:
+        return self.dtype == "float32"
 
 
 @dataclass(frozen=True)
@@ -183,9 +189,11 @@ def build_max_pool2d(spec: MaxPool2d, name: str = "max_pool2d") -> PrimFunc:
     lowest = limits[0] if limits else float("-inf")
 
     def body() -> None:
+        dtypes = (spec.stored.data, spec.stored.result) if spec.is_float else (spec.dtype,) * 2
         data, out = declare_arguments(
-            ("x", window.in_shape, spec.dtype), ("y", window.out_shape, spec.dtype)
+            ("x", window.in_shape, dtypes[0]), ("y", window.out_shape, dtypes[1])
         )
+        load = load_floats if spec.is_float else load_vector
         with loop_over(window.out_shape[:3], window.threads) as (n, oy, ox):
 
             def step(channel: Expr, lanes: int) -> None:
@@ -195,7 +203,7 @@ def build_max_pool2d(spec: MaxPool2d, name: str = "max_pool2d") -> PrimFunc:
                     y, y_inside = emit_tap(window, oy, i, 0)
                     x, x_inside = emit_tap(window, ox, j, 1)
                     at = ((n * window.height + y) * window.width + x) * channels + channel
-                    value = load_vector(data, at, lanes)
+                    value = load(data, at, lanes)
                     # Without dilation a pixel clamped to the data is another pixel of the window.
                     if window.misses_image or (window.leaves_image and window.dilation != (1, 1)):
                         inside = broadcast(T.And(y_inside, x_inside), lanes)
@@ -203,7 +211,11 @@ def build_max_pool2d(spec: MaxPool2d, name: str = "max_pool2d") -> PrimFunc:
                     store_vector(best, T.max(load_vector(best, 0, lanes), value), 0, lanes)
                 height, width = window.out_size
                 at = ((n * height + oy) * width + ox) * channels + channel
-                store_vector(out, load_vector(best, 0, lanes), at, lanes)
+                value = load_vector(best, 0, lanes)
+                if spec.is_float:
+                    store_floats(out, value, at, lanes, isa=None)
+                else:
+                    store_vector(out, value, at, lanes)
 
             emit_vector_loop(channels, COPY_BYTES, step)
 
