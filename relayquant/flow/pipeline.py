@@ -34,7 +34,6 @@ from relayquant.data import SpreadSample
 from relayquant.flow.refine.guard import (
     Attempt,
     Suspects,
-    find_bound,
     find_promise,
     find_suspects,
     finish_watching,
@@ -45,7 +44,7 @@ from relayquant.flow.refine.guard import (
     warn_of_deviation,
     write_reverted,
 )
-from relayquant.flow.refine.prepared_edit import keep_in_float
+from relayquant.flow.refine.prepared_edit import keep_in_float, review_prepared
 from relayquant.flow.refine.search import open_search, start_search
 from relayquant.flow.refine.search_result import SearchOutcome
 from relayquant.flow.refine.speed import (
@@ -56,11 +55,11 @@ from relayquant.flow.refine.speed import (
     time_beside,
     time_first,
 )
-from relayquant.flow.refine.wide_values import find_wide
+from relayquant.flow.refine.wide_values import keep_wide
 from relayquant.flow.settings import CalibrateSettings, PrepareSettings, QuantizeSettings
 from relayquant.ir.dialect.legality import Stage, check_stage
 from relayquant.ir.ledger import find_ledger, read_ledger, write_ledger
-from relayquant.stages.annotation import add_biases, annotate, review_plan
+from relayquant.stages.annotation import add_biases, annotate
 from relayquant.stages.backends import resolve_backend
 from relayquant.stages.calibration.overflow import find_cause
 from relayquant.stages.calibration.runner import pick_parameters
@@ -107,7 +106,8 @@ def quantize_model(
     watched, sample = start_watching(prepared, dataset, settings)
     calibrated = calibrate_model(prepared, watched, settings.calibrating)
     if sample is not None:
-        calibrated = keep_wide_values(calibrated, sample, dataset, settings)
+        few = pick_few(calibrated, sample)
+        calibrated = keep_wide(calibrated, few, settings, recalibrate(dataset, settings))
     reference = run("convert", convert_model, calibrated)
     qmod = run("lower", lower_module, reference, backend)
     if dataset is None:
@@ -118,18 +118,6 @@ def quantize_model(
             "keep faster", keep_faster, calibrated, qmod, stopwatch, dataset, settings
         )
     return run("guard", guard_module, calibrated, qmod, dataset, settings, sample)
-
-
-def keep_wide_values(
-    calibrated: PreparedModel, sample: SpreadSample, dataset: Any, settings: QuantizeSettings
-) -> PreparedModel:
-    """The calibrated model with operators in float whose values 8 bits cannot hold and that cost
-    little; see `refine.wide_values`. `sample` is what was kept of the data while it was read.
-    """
-    if find_bound(calibrated, settings):
-        return calibrated
-    found = find_wide(calibrated, pick_few(calibrated, sample))
-    return put_back(calibrated, list(found), dataset, settings, found) if found else calibrated
 
 
 def keep_faster(
@@ -200,24 +188,14 @@ def rebuild(
     calibrated: PreparedModel, names: Sequence[str], dataset: Any, settings: QuantizeSettings
 ) -> tuple[PreparedModel, tvm.IRModule]:
     """(calibrated model, integer module) with operators in float; parameters stay as they are."""
-    changed = put_back(calibrated, names, dataset, settings)
+    changed = keep_in_float(calibrated, names, recalibrate(dataset, settings))
     return changed, lower_prepared(changed)
 
 
-def put_back(
-    calibrated: PreparedModel,
-    names: Sequence[str],
-    dataset: Any,
-    settings: QuantizeSettings,
-    origins: Mapping[str, str] = {},
-) -> PreparedModel:
-    """The calibrated model with operators in float; parameters stay as they are. `origins` gives
-    reasons for the ledger.
-    """
+def recalibrate(dataset: Any, settings: QuantizeSettings) -> Callable[..., PreparedModel]:
+    """What picks the parameters of a changed model anew, where they cannot stay as they are."""
     again = CalibrateSettings(observer=settings.observer)
-    return keep_in_float(
-        calibrated, names, lambda bare: calibrate_model(bare, dataset, again), origins
-    )
+    return lambda bare: calibrate_model(bare, dataset, again)
 
 
 def search_module(
@@ -306,14 +284,6 @@ def prepare_model(
         inputs=inputs,
         outputs=outputs,
         mapping=mapping,
-    )
-
-
-def review_prepared(prepared: PreparedModel, strict: bool) -> None:
-    """Warn of what the user's mapping asks for in vain; with `strict` that is an error."""
-    mapping, is_partial = prepared.mapping or QConfigMapping(), has_quantized_values(prepared.mod)
-    review_plan(
-        prepared.mod, prepared.plan, mapping, prepared.backend, strict=strict, is_partial=is_partial
     )
 
 

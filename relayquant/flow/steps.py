@@ -22,8 +22,8 @@ from relayquant.flow.pipeline import (
     lower_module,
     lower_prepared,
     prepare_model,
-    review_prepared,
 )
+from relayquant.flow.refine.prepared_edit import review_prepared
 from relayquant.flow.settings import CalibrateSettings, PrepareSettings
 from relayquant.ir.rewrite.bind import Model, bind_model, split_model
 from relayquant.stages.backends import find_backend, resolve_backend

@@ -21,7 +21,8 @@ from relayquant.config import BackendConfig, BatchNorm, Effort, QConfigMapping
 from relayquant.config.mapping import Selector
 from relayquant.data import InputInfo, open_dataset
 from relayquant.errors import ConfigError, ModelError
-from relayquant.flow.pipeline import calibrate_model, convert_model, prepare_model, review_prepared
+from relayquant.flow.pipeline import calibrate_model, convert_model, prepare_model
+from relayquant.flow.refine.prepared_edit import review_prepared
 from relayquant.flow.settings import CalibrateSettings, PrepareSettings
 from relayquant.formats.readers import import_torch
 from relayquant.ir.dialect.qnn.quantization import QUANTIZE

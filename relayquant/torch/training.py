@@ -23,7 +23,8 @@ from relayquant.errors import (
     format_count,
     warn_user,
 )
-from relayquant.flow.pipeline import calibrate_model, prepare_model, review_prepared
+from relayquant.flow.pipeline import calibrate_model, prepare_model
+from relayquant.flow.refine.prepared_edit import review_prepared
 from relayquant.flow.settings import CalibrateSettings, PrepareSettings
 from relayquant.ir.rewrite import Skip
 from relayquant.ir.rewrite.bind import Model, split_model

@@ -128,11 +128,6 @@ def find_promise(prepared: PreparedModel, settings: QuantizeSettings) -> str:
     """Why no operator may be reverted, however far the outputs deviate; "" where they may."""
     if settings.guarding.find_action(prepared.effort) is Guard.WARN:
         return "with effort='fast' or guard=Guard.WARN nothing is done about it"
-    return find_bound(prepared, settings)
-
-
-def find_bound(prepared: PreparedModel, settings: QuantizeSettings) -> str:
-    """Which argument keeps all operators of the plan on integers; "" if none does."""
     if settings.strict:
         return "with strict=True no operator goes back to float"
     if any(value.is_integer for value in (*prepared.inputs, *prepared.outputs)):

@@ -27,14 +27,26 @@ from relayquant.config.observers import Observer
 from relayquant.errors import ConfigError, DataError, format_count
 from relayquant.ir.ledger import InterfaceValue
 from relayquant.ir.plan import OperatorPlan, Plan, SharedQParams
-from relayquant.stages.annotation import annotate
+from relayquant.stages.annotation import annotate, review_plan
 from relayquant.stages.backends import resolve_backend
 from relayquant.stages.calibration.weights.pick import pick_weight_parameters
+from relayquant.stages.conversion.partial import has_quantized_values
 from relayquant.stages.prepared import GroupStatistics, PreparedModel
 from relayquant.stages.simulation import build_calibration_graph
 
 FORMAT = "relayquant.prepared.1"
 MODULE = "module.json"
+
+
+# --- Reviewing ----------------------------------------------------------------------------------
+
+
+def review_prepared(prepared: PreparedModel, strict: bool) -> None:
+    """Warn of what the user's mapping asks for in vain; with `strict` that is an error."""
+    mapping, is_partial = prepared.mapping or QConfigMapping(), has_quantized_values(prepared.mod)
+    review_plan(
+        prepared.mod, prepared.plan, mapping, prepared.backend, strict=strict, is_partial=is_partial
+    )
 
 
 # --- Editing ------------------------------------------------------------------------------------

@@ -9,13 +9,15 @@ anything is quantized, by the error that each one adds by itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from relayquant.analysis.own_error import OwnError, measure_own_errors
 from relayquant.analysis.sensitivity import add_float_lines
 from relayquant.config import QConfigMapping
+from relayquant.flow.refine.prepared_edit import keep_in_float
+from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.dialect.cost import count_macs, static_dims
 from relayquant.ir.plan import Plan
 from relayquant.ir.rewrite import Graph
@@ -33,16 +35,32 @@ ELEMENT_WORK = 50
 MOST_WORK = 0.25
 
 
+def keep_wide(
+    prepared: PreparedModel,
+    batches: Iterable[Mapping[str, np.ndarray]],
+    settings: QuantizeSettings,
+    calibrate: Callable[[PreparedModel], PreparedModel],
+) -> PreparedModel:
+    """Return the calibrated model with these operators in float; all others keep their parameters.
+
+    Args:
+        prepared: A calibrated model with its mapping.
+        batches: A few samples, inputs of the float model by name.
+        settings: With `strict`, or integer inputs or outputs, nothing changes.
+        calibrate: See `keep_in_float`.
+    """
+    if settings.promises_integers:
+        return prepared
+    found = find_wide(prepared, batches)
+    return keep_in_float(prepared, list(found), calibrate, found) if found else prepared
+
+
 def find_wide(
     prepared: PreparedModel, batches: Iterable[Mapping[str, np.ndarray]]
 ) -> dict[str, str]:
     """Return the operators that go to float because of their values, each with the reason.
 
     Operators that the user's mapping selects by type or name stay as they are.
-
-    Args:
-        prepared: A calibrated model with its mapping.
-        batches: Inputs of the float model by name.
     """
     poor = [
         error
