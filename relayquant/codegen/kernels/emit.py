@@ -120,6 +120,18 @@ def alloc_workspace(size: int, dtype: str) -> Buffer:
     return T.alloc_buffer((size,), dtype)
 
 
+def settle(*values: Expr) -> list[Expr]:
+    """Compute integers now, and keep them in memory.
+
+    TVM would put the definitions of names into every index that is made of them, and simplify that
+    for minutes.
+    """
+    memory = T.alloc_buffer((len(values),), "int64")
+    for i, value in enumerate(values):
+        T.buffer_store(memory, T.Cast("int64", value), [i])
+    return [T.bind(memory[i]) for i in range(len(values))]
+
+
 def alloc_vectors(count: int, lanes: int, dtype: str = "int32") -> list[Buffer]:
     """Allocate `count` vector variables, which LLVM keeps in registers.
 

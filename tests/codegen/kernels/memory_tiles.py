@@ -16,7 +16,7 @@ class MemoryUnit(MatrixUnit):
 
     def configure(self, shapes: Sequence[tuple[int, int]]) -> Tiles:
         return MemoryTiles(
-            [(T.alloc_buffer((rows * size,), "int8"), rows, size) for rows, size in shapes]
+            [(T.alloc_buffer((self.rows * size,), "int8"), rows, size) for rows, size in shapes]
         )
 
 
@@ -27,7 +27,7 @@ class MemoryTiles(Tiles):
     def view(self, tile: int, dtype: str):
         memory, rows, size = self.tiles[tile]
         count = size // {"int32": 4, "float32": 4, BF16_BITS: 2}.get(dtype, 1)
-        return T.decl_buffer((rows * count,), dtype, data=memory.data), rows, count
+        return T.decl_buffer((16 * count,), dtype, data=memory.data), rows, count
 
     def clear(self, tile):
         memory, rows, count = self.view(tile, "int32")

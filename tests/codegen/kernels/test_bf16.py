@@ -358,4 +358,4 @@ def test_select_bf16__a_target_without_names_those_that_have_it(triple):
 def test_plan_bf16__a_row_of_a_tile_holds_32_products():
     plan = plan_bf16(read_bf16_conv2d(WIDE), TILES_BF16)
     assert plan.chunk == 32
-    assert all(0 < r <= 16 and 0 < size <= 64 for r, size in plan.register_shapes)
+    assert all(0 < r <= 16 and 0 < size <= 64 for r, size in plan.shape_registers(plan.tile_rows))

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import tvm
+from emulated_unit import EMULATED, REFUSED, find_target
 from exact import finish, random_multiplier, random_values
-from machines import best_isa, compile_kernel, every_isa, runnable_target
+from machines import best_isa, compile_kernel, every_isa
 
 from relayquant.codegen.kernels.integer.conv import SMALL_WEIGHT_BYTES
 from relayquant.codegen.kernels.integer.dynamic_rows import (
@@ -21,7 +22,7 @@ from relayquant.codegen.kernels.integer.dynamic_rows import (
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
 from relayquant.codegen.kernels.integer.specs import Dense
 from relayquant.codegen.kernels.isa.arm import NEON, SDOT, SMMLA
-from relayquant.codegen.kernels.isa.base import Isa
+from relayquant.codegen.kernels.isa.base import AMX, Isa
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +42,7 @@ class Layer:
         multiplier = random_multiplier(rng, w) if spec.epilogue.has_multiplier else None
         packed = pack_dense_rows(spec, self.isa, w, bias, multiplier)
         func = build_dense_rows(spec, self.isa, "dense", self.leading)
-        kernel = compile_kernel(func, runnable_target(self.isa))
+        kernel = compile_kernel(func, find_target(self.isa))
         for shape in shapes:
             x = random_values(rng, (*shape, spec.in_features), spec.in_dtype)
             acc = (x.astype("int64") - spec.in_zero_point) @ w.T.astype("int64") + bias
@@ -87,6 +88,36 @@ def test_build_dense_rows__every_kind_of_layer(name):
 def test_build_dense_rows__several_symbolic_extents():
     spec = Dense(0, 24, 20)
     Layer(spec, best_isa(), (None, 3, None)).check((1, 3, 1), (2, 3, 11), (0, 3, 5), (50, 3, 50))
+
+
+ON_TILES = {
+    "few outputs": Dense(0, 36, 5, epilogue=Epilogue(Store.ACCUMULATOR, "int32")),
+    "in place": Dense(
+        0, 128, 72, epilogue=Epilogue(zero_point=7, residual=Residual("int8", 4, 0.3))
+    ),
+    "copied: int8, odd sizes": Dense(0, 101, 40, "int8", -7, Epilogue(dtype="int8", zero_point=3)),
+    "panel by panel": Dense(0, 2048, 160, epilogue=Epilogue(Store.DEQUANTIZE, "float32")),
+}
+
+
+@pytest.mark.parametrize("isa", [AMX, EMULATED, REFUSED], ids=["unit", "emulated", "refused"])
+@pytest.mark.parametrize(
+    "name", ["few outputs", *(pytest.param(n, marks=pytest.mark.slow) for n in list(ON_TILES)[1:])]
+)
+def test_build_dense_rows__on_a_matrix_unit(isa, name):
+    """Few rows on vectors, tiles of every height, odd tiles, several chunks, and threads."""
+    spec = ON_TILES[name]
+    counts = [0, 1, 3, 4, 5, 6, 7, 15, 16, 17, 32, 33, 47, 50, 100, 300]
+    Layer(spec, isa).check(*((count,) for count in counts))
+
+
+def test_plan_rows__a_matrix_unit_shares_the_weights_with_vectors():
+    for spec in ON_TILES.values():
+        plan = plan_rows(spec, AMX)
+        assert plan.tiled is not None
+        assert plan.full.isa.unit is None
+        sizes = {(each.weight_size, each.channel_size) for each in (*plan.tiles, plan.tiled)}
+        assert len(sizes) == 1
 
 
 def test_plan_rows__heights_share_their_panels():

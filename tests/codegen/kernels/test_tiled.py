@@ -16,9 +16,10 @@ from emulated_unit import EMULATED, REFUSED, WITH_TILES, find_target
 from exact import finish, random_multiplier, random_values, random_weights
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from machines import runnable_target
+from machines import compile_kernel, runnable_target
 
 from relayquant.base.qtypes import INTEGER_LIMITS
+from relayquant.codegen.kernels.emit import repeat_over_batch
 from relayquant.codegen.kernels.integer.conv import build_conv2d, build_planned, pack_conv2d
 from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, pack_constants
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
@@ -98,6 +99,24 @@ def test_build_planned__every_kind_of_rows(isa, rows, block, dtype):
     check_plan(plan, isa)
 
 
+@pytest.mark.parametrize("isa", [AMX, EMULATED, REFUSED], ids=["unit", "emulated", "refused"])
+def test_build_conv2d__symbolic_batch_runs_on_tiles(isa):
+    spec = Conv2d(1, 4, 9, 20, 16, (3, 3), padding=(1, 1, 1, 1), in_zero_point=7)
+    assert isinstance(choose_plan(spec, isa), TiledPlan)
+    rng, images = np.random.default_rng(0), 3
+    weight = random_weights(rng, spec.weight_shape)
+    bias, factor = np.zeros(16, "int32"), random_multiplier(rng, weight)
+    packed = pack_conv2d(spec, isa, weight, bias, factor).arguments()
+    with repeat_over_batch((0, 4)):
+        kernel = compile_kernel(build_conv2d(spec, isa), find_target(isa))
+    many = replace(spec, batch=images)
+    x = random_values(rng, many.in_shape, "uint8")
+    y = tvm.runtime.tensor(np.zeros(many.out_shape, "uint8"))
+    kernel(*map(tvm.runtime.tensor, [x, *packed]), y)
+    wanted = finish(conv2d_accumulators(x, weight, bias, many), spec.epilogue, factor, None)
+    np.testing.assert_array_equal(y.numpy(), wanted)
+
+
 @pytest.mark.parametrize(
     ("size", "channels", "outputs", "kernel", "strides", "wanted"),
     [
@@ -134,11 +153,11 @@ def test_plan_batch_matmul__takes_the_unit():
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8"])
-def test_register_shapes__fit_the_unit(dtype):
+def test_shape_registers__fit_the_unit(dtype):
     for rows, blocks in BLOCKS:
         spec = replace(WIDE, in_dtype=dtype, tile=Tile(rows, 16, blocks))
         for plan in list_plans(spec, AMX):
-            shapes = plan.register_shapes
+            shapes = plan.shape_registers(plan.tile_rows)
             assert len(shapes) <= AMX_INT8.registers
             assert all(0 < r <= 16 and 0 < size <= 64 for r, size in shapes)
 

@@ -3,7 +3,8 @@
     y[m, n] = epilogue(bias[n] + sum_k x[m, k] * w[n, k])          m = 0 .. M, any M
 
 The register tiles are built as for convolutions (`conv`), with the heights of `row_loops`. All
-tiles share the packed weights, so one kernel serves a single row as well as many.
+tiles share the packed weights, so one kernel serves a single row as well as many. Many rows go to a
+matrix unit, if there is one that this process may use (`tiled_rows`).
 """
 
 from __future__ import annotations
@@ -24,10 +25,6 @@ from relayquant.codegen.kernels.emit import (
     STORE_COST,
     alloc_workspace,
     build_kernel,
-    convert_activation,
-    emit_vector_loop,
-    load_vector,
-    store_vector,
 )
 from relayquant.codegen.kernels.integer.conv import (
     SMALL_WEIGHT_BYTES,
@@ -43,9 +40,21 @@ from relayquant.codegen.kernels.integer.conv_plan import (
     count_chains,
     pack_constants,
 )
-from relayquant.codegen.kernels.integer.operands import Image, Operands, Placement
+from relayquant.codegen.kernels.integer.operands import (
+    Image,
+    Operands,
+    Placement,
+    emit_prepared_rows,
+)
 from relayquant.codegen.kernels.integer.plan_choice import choose_instructions
 from relayquant.codegen.kernels.integer.specs import Dense, PackedWeights, Tile
+from relayquant.codegen.kernels.integer.tiled import ask_unit, emit_if
+from relayquant.codegen.kernels.integer.tiled_plan import FEWEST_PIXELS, TiledPlan
+from relayquant.codegen.kernels.integer.tiled_rows import (
+    FEWEST_ROWS,
+    emit_tiled_rows,
+    plan_tiled_rows,
+)
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 from relayquant.codegen.kernels.row_loops import choose_heights, count_chunk_rows, loop_over_rows
 
@@ -57,9 +66,17 @@ PREFETCH_SHARING = (8, 2, 1)
 
 @dataclass(frozen=True)
 class TilePlan(ConvPlan):
-    """One tile of rows, with the same panels of weights as tiles of other heights."""
+    """One tile of rows, with the same panels of weights as tiles of other heights.
+
+    The words of a panel may be more than a row has, since a matrix unit reads the same panels.
+    """
 
     blocks: int = 1
+    least_words: int = 0
+
+    @cached_property
+    def words(self) -> int:
+        return max(super().words, self.least_words)
 
     @cached_property
     def tile(self) -> Tile:
@@ -72,6 +89,7 @@ class RowsPlan:
     """One to three tiles of a dense layer, highest first."""
 
     tiles: tuple[TilePlan, ...]
+    tiled: TiledPlan | None = None  #: for many rows, on a matrix unit
 
     @property
     def full(self) -> TilePlan:
@@ -81,13 +99,23 @@ class RowsPlan:
 def plan_rows(spec: Dense, isa: Isa) -> RowsPlan:
     """Make the plan for generator and packer. `spec.rows` does not matter."""
     many = replace(spec, rows=MANY_ROWS).as_conv2d()
+    tiled = plan_tiled_rows(many, isa)
     isa = isa if isa.unit is None else isa.companion
     plan = choose_instructions(lambda isa: ConvPlan(many, isa), isa.for_convolution(spec.in_dtype))
+    tile, words = plan.tile, 0
+    if tiled is not None:
+        # More rows take the unit, where it may be used. Higher tiles would take long to compile.
+        tile = next(
+            each
+            for each in plan.ranked_tiles
+            if each.blocks == tiled.tile.blocks and each.cols <= FEWEST_PIXELS
+        )
+        words = tiled.words
     tiles = (
-        TilePlan(replace(many, width=height), plan.isa, blocks=plan.tile.blocks)
-        for height in choose_heights(plan.tile.cols, plan.isa.pixels)
+        TilePlan(replace(many, width=height), plan.isa, blocks=tile.blocks, least_words=words)
+        for height in choose_heights(tile.cols, plan.isa.pixels)
     )
-    return RowsPlan(tuple(tiles))
+    return RowsPlan(tuple(tiles), tiled)
 
 
 def pack_dense_rows(
@@ -117,15 +145,29 @@ def build_dense_rows(
     def body() -> None:
         plan = plan_rows(spec, isa)
         rows, operands = declare_rows(plan.full, leading)
-        work = spec.in_features * spec.out_features + STORE_COST * spec.out_features
-        with T.If(rows * work >= PARALLEL_THRESHOLD):
-            with T.Then():
-                emit_rows(plan, operands, rows, threads=True)
-            if work < PARALLEL_THRESHOLD:
-                with T.Else():
-                    emit_rows(plan, operands, rows, threads=False)
+        tiled = plan.tiled
+        if tiled is None:
+            emit_vector_rows(plan, operands, rows)
+            return
+        emit_if(
+            ask_unit(tiled.unit, rows, FEWEST_ROWS),
+            lambda: emit_tiled_rows(tiled, operands, rows),
+            lambda: emit_vector_rows(plan, operands, rows),
+        )
 
     return build_kernel(name, body)
+
+
+def emit_vector_rows(plan: RowsPlan, operands: Operands, rows: Expr) -> None:
+    """Emit all rows on vectors, on threads if there are enough."""
+    inner, outputs = plan.full.spec.in_channels, plan.full.spec.out_channels
+    work = inner * outputs + STORE_COST * outputs
+    with T.If(rows * work >= PARALLEL_THRESHOLD):
+        with T.Then():
+            emit_rows(plan, operands, rows, threads=True)
+        if work < PARALLEL_THRESHOLD:
+            with T.Else():
+                emit_rows(plan, operands, rows, threads=False)
 
 
 def declare_rows(plan: ConvPlan, leading: Sequence[int | None]) -> tuple[Expr, Operands]:
@@ -163,21 +205,6 @@ def declare_rows(plan: ConvPlan, leading: Sequence[int | None]) -> tuple[Expr, O
     )
 
 
-def emit_prepared_rows(
-    data: Buffer, copy: Buffer, plan: ConvPlan, first: Expr, count: Expr
-) -> None:
-    """Copy `count` rows from `first` on, in the dtype of the dot product."""
-    width = plan.spec.in_channels
-    with T.serial(count) as row:
-
-        def move(at: Expr, lanes: int) -> None:
-            value = load_vector(data, (first + row) * width + at, lanes)
-            value = convert_activation(value, data.dtype, copy.dtype, lanes)
-            store_vector(copy, value, row * width + at, lanes)
-
-        emit_vector_loop(width, COPY_BYTES, move)
-
-
 def emit_rows(plan: RowsPlan, operands: Operands, rows: Expr, threads: bool) -> None:
     """Emit all register tiles, from a copy of each chunk if they cannot read the rows in place.
 
@@ -191,7 +218,7 @@ def emit_rows(plan: RowsPlan, operands: Operands, rows: Expr, threads: bool) -> 
     def prepare(first: Expr, count: Expr) -> None:
         width = plan.full.spec.in_channels
         copy = alloc_workspace(size * width + COPY_BYTES, plan.full.isa.activation)
-        emit_prepared_rows(operands.data, copy, plan.full, first, count)
+        emit_prepared_rows(operands.data, copy, width, first, count)
         copies[:] = [(copy, first)]
 
     def emit(kind: int, members: list[Expr], panel: Expr, index: Expr) -> None:

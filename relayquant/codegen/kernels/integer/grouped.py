@@ -52,7 +52,7 @@ from relayquant.codegen.kernels.integer.grouped_plan import (
     take_word,
 )
 from relayquant.codegen.kernels.integer.grouped_tiled import emit_tiled_rows
-from relayquant.codegen.kernels.integer.tiled import ask_permission, emit_if
+from relayquant.codegen.kernels.integer.tiled import ask_unit, emit_if
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 from relayquant.codegen.kernels.row_loops import choose_heights, emit_chunk
 
@@ -72,7 +72,7 @@ def build_grouped_dense(spec: GroupedDense, isa: Isa, name: str = "grouped_dense
     def body() -> None:
         plan = plan_grouped(spec, isa)
         arguments = declare_grouped(plan)
-        on_tiles = ask_unit(plan, arguments.rows)
+        on_tiles = ask_unit(plan.unit, arguments.rows, FEWEST_TILE_ROWS)
         work = spec.units * spec.features
         if work >= PARALLEL_THRESHOLD or work * plan.chunk_rows < PARALLEL_THRESHOLD:
             emit_rows(plan, arguments, on_tiles, threads=work >= PARALLEL_THRESHOLD)
@@ -101,17 +101,6 @@ class PreparedRows:
     first: Expr
     data: Buffer
     starts: Buffer | None
-
-
-def ask_unit(plan: GroupedPlan, rows: Expr | int) -> Expr | bool:
-    """Emit the question whether rows go to the matrix unit: enough of them, and it may be used."""
-    if plan.unit is None or (isinstance(rows, int) and rows < FEWEST_TILE_ROWS):
-        return False
-    may_use = ask_permission(plan.unit)
-    if isinstance(rows, int) or may_use is False:
-        return may_use
-    is_many = rows >= FEWEST_TILE_ROWS
-    return is_many if may_use is True else T.And(is_many, may_use)
 
 
 def emit_rows(

@@ -15,6 +15,7 @@ from relayquant.codegen.kernels.emit import (
     constant,
     convert_activation,
     declare_arguments,
+    emit_shared_loop,
     emit_vector_loop,
     load_vector,
     loop_over,
@@ -144,6 +145,25 @@ def emit_prepared_image(data: Buffer, spec: Conv2d, isa: Isa) -> Image:
 
     zero_point = spec.in_zero_point + isa.zero_point_shift(spec.in_dtype)
     return emit_image_copy(data, spec, dtype, zero_point, convert, COPY_BYTES)
+
+
+def emit_prepared_rows(
+    data: Buffer, copy: Buffer, width: int, first: Expr, count: Expr, is_worth: Expr | bool = False
+) -> None:
+    """Emit a copy of `count` rows from `first` on, in the dtype of the dot product.
+
+    Threads share the rows if `is_worth`.
+    """
+
+    def emit_row(row: Expr) -> None:
+        def move(at: Expr, lanes: int) -> None:
+            value = load_vector(data, (first + row) * width + at, lanes)
+            value = convert_activation(value, data.dtype, copy.dtype, lanes)
+            store_vector(copy, value, row * width + at, lanes)
+
+        emit_vector_loop(width, COPY_BYTES, move)
+
+    emit_shared_loop(count, is_worth, emit_row)
 
 
 def emit_image_copy(

@@ -36,6 +36,7 @@ from relayquant.codegen.kernels.emit import (
     emit_vector_loop,
     import_code,
     load_vector,
+    settle,
     split_index,
     store_vector,
 )
@@ -71,6 +72,7 @@ FLIP = -0x7F7F7F80
 class SumBlock:
     """Position of a block of sums."""
 
+    rows: Expr | int  #: pixels of each tile
     sources: list[Expr]  #: of each tile of pixels: its first activation, for the first tap
     lines: list[tuple[Expr, Expr, Expr]]  #: (image, line, first pixel) of each tile of pixels
     number: Expr  #: of the panel of weights
@@ -104,7 +106,8 @@ def emit_tiled(
     with (T.parallel if parts > 1 else T.serial)(parts) as part:
         first, end = (T.floordiv((part + i) * total, parts) for i in (0, 1))
         tiles: list[Tiles] = []
-        emit_if(may_use, lambda: tiles.append(plan.unit.configure(plan.register_shapes)))
+        shapes = plan.shape_registers(plan.tile_rows)
+        emit_if(may_use, lambda: tiles.append(plan.unit.configure(shapes)))
         sums = alloc_workspace(
             plan.tile.rows * plan.tile_rows * plan.panel_channels, plan.isa.sum_dtype
         )
@@ -127,6 +130,17 @@ def count_parts(cycles: float) -> int:
     if cycles < PARALLEL_CYCLES:
         return 1
     return min(max(int(cycles / PART_CYCLES / PARTS), 1) * PARTS, MOST_PARTS)
+
+
+def ask_unit(unit: MatrixUnit | None, rows: Expr | int, fewest: int) -> Expr | bool:
+    """Emit the question whether rows go to the unit: at least `fewest`, and it may be used."""
+    if unit is None or (isinstance(rows, int) and rows < fewest):
+        return False
+    may_use = ask_permission(unit)
+    if isinstance(rows, int) or may_use is False:
+        return may_use
+    is_many = rows >= fewest
+    return is_many if may_use is True else T.And(is_many, may_use)
 
 
 def ask_permission(unit: MatrixUnit) -> Expr | bool:
@@ -222,6 +236,7 @@ def locate_block(
         sources.append(at + group * plan.group_in)
 
     return SumBlock(
+        rows=plan.tile_rows,
         sources=sources,
         lines=found,
         number=group * plan.panels + panel,
@@ -257,10 +272,11 @@ def emit_products(
 
     With `pixel`, its number among `pixels`, blocks of a panel fetch the next panel together.
     """
-    rows, blocks = plan.tile.rows, plan.tile.blocks
+    rows, blocks = len(block.sources), plan.tile.blocks
     lanes, distance = plan.isa.lanes, row_distance(plan)
     own, others = plan.registers
-    first_a, first_b = rows * blocks, rows * blocks + own
+    first_a = plan.tile.rows * blocks
+    first_b = first_a + own
     for m, n in np.ndindex(rows, blocks):
         tiles.load(m * blocks + n, operands.bias, block.panel.bias + n * lanes, 0)
     with T.grid(*plan.taps, plan.chunks) as (row, column, chunk):
@@ -273,9 +289,11 @@ def emit_products(
             tiles.load(first_a + m % own, image.data, block.sources[m] + offset, distance)
 
         def load_weights(n: int) -> None:
-            vector = block.panel.first_vector + (number * blocks + n) * plan.chunk_words
+            vector = block.panel.first_vector + plan.number_vector(number * plan.chunk_words, n)
             size = plan.isa.weight_vector
-            tiles.load(first_b + n % others, operands.weight, vector * size, size)
+            tiles.load(
+                first_b + n % others, operands.weight, vector * size, plan.word_distance * size
+            )
 
         def multiply(m: int, n: int) -> None:
             a, b = first_a + m % own, first_b + n % others
@@ -340,9 +358,8 @@ def emit_vector_products(
                 at = at + tap_offset(plan, image, row, column) + word * isa.products
                 weights = []
                 for n in range(blocks):
-                    vector = (
-                        block.panel.first_vector + (step * blocks + n) * plan.chunk_words + word
-                    )
+                    vector = plan.number_vector(step * plan.chunk_words + word, n)
+                    vector = block.panel.first_vector + vector
                     weights.append(T.bind(isa.load_weights(operands.weight, vector)))
                 for i in range(count):
                     start = at + i * row_distance(plan)
@@ -375,13 +392,14 @@ def emit_results(
     lanes, width = isa.lanes, plan.panel_channels
     count = PACKED // blocks if plan.is_narrow else 1
     count = min(count, plan.tile_rows)
-    for m in range(plan.tile.rows):
-        with T.serial(ceil_div(plan.tile_rows, count)) as part:
+    is_whole = isinstance(block.rows, int) and block.rows % count == 0
+    for m in range(len(block.lines)):
+        with T.serial(T.floordiv(block.rows + (count - 1), count)) as part:
             accs, targets = [], []
             for i in range(count):
                 row = part * count + i
-                if plan.tile_rows % count:
-                    row = T.min(row, plan.tile_rows - 1)
+                if not is_whole:
+                    (row,) = settle(T.min(row, block.rows - 1))
                 row, pixel, number = locate_result(plan, place, *block.lines[m], row)
                 term = None
                 if operands.row_term is not None:

@@ -55,6 +55,7 @@ class TiledPlan(ConvPlan):
     """
 
     rows: TileRows = TileRows.LINES
+    is_shared: bool = False  #: the weights have the order in which kernels for vectors read them
 
     @cached_property
     def unit(self) -> MatrixUnit:
@@ -167,6 +168,12 @@ class TiledPlan(ConvPlan):
 
     def count_cycles(self, tile: Tile) -> float:
         """Estimate the cycles of all blocks of this size."""
+        images = self.lines[0] if self.weights_per_image else 1
+        blocks = images * ceil_div(self.image_tiles, tile.rows) * self.groups
+        return blocks * ceil_div(self.vectors, tile.blocks) * self.count_block_cycles(tile)
+
+    def count_block_cycles(self, tile: Tile) -> float:
+        """Estimate the cycles of a block."""
         sums, unit = tile.rows * tile.blocks, self.unit
         panel = self.steps * tile.blocks * self.chunk_words * unit.row_bytes
         weight = unit.load_cycles if panel <= NEAR_BYTES else FAR_LOAD_CYCLES
@@ -175,10 +182,7 @@ class TiledPlan(ConvPlan):
         one = STORE_CYCLES[tile.blocks] if tile.blocks in self.narrow_blocks else PLAIN_STORE_CYCLES
         one += PADDED_STORE_CYCLES if self.rows is TileRows.PADDED else 0
         store = sums * (unit.load_cycles + self.tile_rows * one)
-        images = self.lines[0] if self.weights_per_image else 1
-        blocks = images * ceil_div(self.image_tiles, tile.rows) * self.groups
-        blocks *= ceil_div(self.vectors, tile.blocks)
-        return blocks * (self.steps * step + store + BLOCK_CYCLES)
+        return self.steps * step + store + BLOCK_CYCLES
 
     @cached_property
     def instructions(self) -> float:
@@ -206,21 +210,29 @@ class TiledPlan(ConvPlan):
             return 1, min(tile.blocks, left - 1)
         return min(tile.rows, left - tile.blocks), tile.blocks
 
-    @property
-    def register_shapes(self) -> list[tuple[int, int]]:
-        """(rows, bytes of a row) of the tile registers."""
+    def shape_registers(self, rows: Expr | int) -> list[tuple[Expr | int, int]]:
+        """List (rows, bytes of a row) of the tile registers, for tiles of this many pixels."""
         activations, weights = self.registers
         return [
-            *[(self.tile_rows, self.unit.row_bytes)] * (self.tile.rows * self.tile.blocks),
-            *[(self.tile_rows, self.chunk * self.value_bytes)] * activations,
+            *[(rows, self.unit.row_bytes)] * (self.tile.rows * self.tile.blocks),
+            *[(rows, self.chunk * self.value_bytes)] * activations,
             *[(self.chunk_words, self.unit.row_bytes)] * weights,
         ]
 
+    @property
+    def word_distance(self) -> int:
+        """Vectors from a word of a tile of weights to the next."""
+        return self.tile.blocks if self.is_shared else 1
+
     def number_vector(self, word: Expr, block: Expr) -> Expr:
+        if self.is_shared:
+            return super().number_vector(word, block)
         step, own = word // self.chunk_words, word % self.chunk_words
         return (step * self.tile.blocks + block) * self.chunk_words + own
 
     def order_vectors(self, packed: NDArray[np.int8]) -> NDArray[np.int8]:
+        if self.is_shared:
+            return packed
         shape = (*packed.shape[:2], self.steps, self.chunk_words, *packed.shape[3:])
         return np.moveaxis(packed.reshape(shape), 3, 4)
 

@@ -62,15 +62,21 @@ class MatrixUnit:
     product_cycles: int = 16  #: between two products
     load_cycles: int = 9  #: of a tile in the first-level cache
 
-    def configure(self, shapes: Sequence[tuple[int, int]]) -> Tiles:
-        """Emit the configuration of the tile registers: (rows, bytes of a row) of each."""
+    def configure(self, shapes: Sequence[tuple[Expr | int, int]]) -> Tiles:
+        """Emit the configuration of the tile registers: (rows, bytes of a row) of each.
+
+        The rows may be known only at run time.
+        """
         memory = np.zeros(64, "uint8")  # palette 1, then bytes at 16 and rows at 48
         memory[0] = 1
         memory[16 : 16 + 2 * len(shapes)] = np.array([size for _, size in shapes], "<u2").view("u1")
-        memory[48 : 48 + len(shapes)] = [rows for rows, _ in shapes]
         config = T.alloc_buffer((8,), "int64")
         for i, word in enumerate(memory.view("<i8")):
             T.buffer_store(config, T.int64(int(word)), [i])
+        heights: Expr = T.int64(0)
+        for i, (rows, _) in enumerate(shapes):
+            heights = heights + T.Cast("int64", rows) * T.int64(1 << 8 * i)
+        T.buffer_store(config, heights, [6])
         emit_instruction("ldtilecfg", T.address_of(config[0]))
         return Tiles()
 

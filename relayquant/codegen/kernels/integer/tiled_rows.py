@@ -1,0 +1,155 @@
+"""Dense layer with a number of rows known at run time -> its products on a matrix unit, as TIR.
+
+The weights are packed as kernels for vectors read them (`dynamic_rows`), which compute a few rows,
+and all rows of a process that may not use the unit.
+
+Rows are computed in chunks, whose activations stay in the second-level cache, and these in tiles of
+up to 16 rows, as even as possible. The last chunk and the last tile are moved back and overlap
+their neighbours. Tiles that are too few for a block of sums form blocks of one tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+from tvm.script.ir_builder import tirx as T
+
+from relayquant.codegen.kernels.emit import COPY_BYTES, PARALLEL_BYTES, alloc_workspace, settle
+from relayquant.codegen.kernels.integer.conv_plan import ConvPlan
+from relayquant.codegen.kernels.integer.operands import (
+    Image,
+    Operands,
+    PanelPosition,
+    Placement,
+    emit_prepared_rows,
+    locate_panel,
+)
+from relayquant.codegen.kernels.integer.specs import Conv2d
+from relayquant.codegen.kernels.integer.tiled import (
+    CACHED_WEIGHT_BYTES,
+    MOST_PARTS,
+    PARALLEL_CYCLES,
+    PART_CYCLES,
+    PARTS,
+    SumBlock,
+    emit_if,
+    emit_products,
+    emit_results,
+)
+from relayquant.codegen.kernels.integer.tiled_plan import TiledPlan, TileRows
+from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
+from relayquant.codegen.kernels.isa.matrix_unit import Tiles
+
+#: Bytes of the activations of a chunk. A chunk has at least `LEAST_CHUNK` rows.
+CHUNK_BYTES, LEAST_CHUNK = 512 * 1024, 64
+#: Blocks that fetch the next panel of weights together. Their number is not known.
+PREFETCH_SHARING = 2
+#: Fewest rows for the unit. They fill at least one vector of packed results.
+FEWEST_ROWS = 4
+#: Rows are one line of pixels. `SumBlock` says which.
+PLACE = Placement((0, 0), (1, 1), (1, 1), (0, 0), 0, 0)
+
+
+def plan_tiled_rows(spec: Conv2d, isa: Isa) -> TiledPlan | None:
+    """Plan the products of many rows on the matrix unit. None if there is none for this dtype.
+
+    The unit takes activations of the same dtype as vectors do, since the bias has its zero point.
+    """
+    isa = isa.for_activations(spec.in_dtype)
+    if isa.unit is None:
+        return None
+    plan = ConvPlan(spec, isa)
+    own = {each.name: getattr(plan, each.name) for each in fields(ConvPlan)}
+    return TiledPlan(**own, rows=TileRows.MATRIX, is_shared=True)
+
+
+def emit_tiled_rows(plan: TiledPlan, operands: Operands, rows: Expr) -> None:
+    """Emit all rows, at least `FEWEST_ROWS`, one chunk after the other.
+
+    Threads share the panels and tiles of a chunk.
+    """
+    width = plan.spec.in_channels
+    size = max(CHUNK_BYTES // width, LEAST_CHUNK)
+    (chunks,) = settle(divide(rows, size))
+    (count,) = settle(divide(rows, chunks))
+    with T.serial(chunks) as chunk:
+        (first,) = settle(T.min(chunk * count, rows - count))
+        if plan.needs_copy:
+            copy = alloc_workspace(size * width + COPY_BYTES, plan.isa.activation)
+            is_worth = count * width >= PARALLEL_BYTES
+            emit_prepared_rows(operands.data, copy, width, first, count, is_worth)
+            emit_chunk(plan, replace(operands, data=copy), T.int64(0), first, count)
+        else:
+            emit_chunk(plan, operands, first, first, count)
+
+
+def emit_chunk(plan: TiledPlan, operands: Operands, start: Expr, first: Expr, count: Expr) -> None:
+    """Emit `count` rows from `first` on. Their activations are in rows of the data from `start` on.
+
+    All rows of a tile count as pixels of one line.
+    """
+    side, unit = plan.tile.rows, plan.unit
+    (tiles,) = settle(divide(count, unit.rows))
+    height, blocks = settle(divide(count, tiles), T.floordiv(tiles, side) + tiles % side)
+    (total,) = settle(plan.panels * blocks)
+    block_cycles = int(plan.count_block_cycles(plan.tile))
+    cycles = total * block_cycles
+
+    def emit_block(registers: Tiles, sums: Buffer, index: Expr) -> None:
+        panel, number = settle(T.floordiv(index, blocks), T.floormod(index, blocks))
+        position = settle_panel(locate_panel(plan, PLACE, T.int64(0), T.int64(0), panel))
+
+        def emit_rows(numbers: list[Expr]) -> None:
+            offsets = settle(*(T.min(each * height, count - height) for each in numbers))
+            block = SumBlock(
+                rows=height,
+                sources=settle(*((start + each) * plan.spec.in_channels for each in offsets)),
+                lines=[(0, 0, line) for line in settle(*(first + each for each in offsets))],
+                number=panel,
+                panel=position,
+            )
+            ahead = number if plan.weight_bytes > CACHED_WEIGHT_BYTES else None
+            image = Image(operands.data, 1, 1)
+            emit_products(plan, image, operands, registers, block, sums, ahead, PREFETCH_SHARING)
+            emit_results(plan, operands, PLACE, block, sums)
+
+        if side == 1:
+            emit_rows([number])
+            return
+        with T.If((number + 1) * side <= tiles):
+            with T.Then():
+                emit_rows([number * side + m for m in range(side)])
+            with T.Else():  # one of the last tiles, which are fewer than a block has
+                emit_rows([number + T.floordiv(tiles, side) * (side - 1)])
+
+    def emit_part(part: Expr, parts: Expr) -> None:
+        begin, end = settle(*(T.floordiv((part + i) * total, parts) for i in (0, 1)))
+        registers = unit.configure(plan.shape_registers(height))
+        sums = alloc_workspace(side * unit.rows * plan.panel_channels, plan.isa.sum_dtype)
+        with T.serial(end - begin) as step:
+            emit_block(registers, sums, begin + step)
+        registers.release()
+
+    def emit_shared() -> None:
+        many = T.if_then_else(
+            cycles >= MOST_PARTS * PART_CYCLES, T.int64(MOST_PARTS), T.int64(PARTS)
+        )
+        (parts,) = settle(T.min(total, many))
+        with T.parallel(parts) as part:
+            emit_part(part, parts)
+
+    is_worth = plan.panels * block_cycles >= PARALLEL_CYCLES or cycles >= PARALLEL_CYCLES
+    emit_if(is_worth, emit_shared, lambda: emit_part(T.int64(0), T.int64(1)))
+
+
+def divide(a: Expr, b: Expr | int) -> Expr:
+    """Return a / b, rounded up."""
+    return T.floordiv(a + (b - 1), b)
+
+
+def settle_panel(position: PanelPosition) -> PanelPosition:
+    """Do the same for the offsets of a panel."""
+    constants, bias, vector, *channels = settle(
+        position.constants, position.bias, position.first_vector, *position.channels
+    )
+    return PanelPosition(channels, constants, bias, vector)
