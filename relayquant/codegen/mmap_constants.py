@@ -33,6 +33,7 @@ from relayquant.base.runtime import ALIGNMENT, view_constant
 from relayquant.base.storage.files import TEMPORARY, open_temporary_folder, write_text, writing
 from relayquant.codegen.expanded_weights import expand_weights, read_expansion
 from relayquant.codegen.kernels.expansion import Expanded
+from relayquant.codegen.kernels.isa.select import describe_products
 from relayquant.codegen.kernels.isa.target import ARCHITECTURES_64, read_triple
 
 #: Smallest size in bytes of a large constant. Asking for one takes some 100 nanoseconds, a
@@ -56,6 +57,13 @@ class MappedExecutable(relax.VMExecutable):
     def __init__(self, executable: Any, lowered: tvm.IRModule, target: Target) -> None:
         super().__init__(executable.mod)
         self._lowered, self._target = lowered, target
+
+    def describe(self) -> str:
+        """Describe in one line how this process multiplies bytes if it runs the executable.
+
+        A process that may not use the tiles of AMX runs the same kernels on vectors.
+        """
+        return describe_products(self._target)
 
     def export_library(self, file_name: Any, *, addons: Any = None, **options: Any) -> Any:
         """Write a shared library. The arguments are the same as for `tvm.runtime.Executable`."""

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import tvm
-from tvm.target import Target
 
 import relayquant as rq
 from relayquant.analysis.engines import Candidate, Engine, measure_engines
@@ -29,8 +28,7 @@ from relayquant.cli.files import load_model, load_module
 from relayquant.cli.measure import bind_run
 from relayquant.cli.options import check_options, read_backend
 from relayquant.cli.output import CommandOutput, ExitCode, make_plain
-from relayquant.codegen.kernels.isa.matrix_unit import may_use_tiles
-from relayquant.codegen.kernels.isa.select import select_isa
+from relayquant.codegen.kernels.isa.select import describe_products
 from relayquant.codegen.kernels.isa.target import name_cpu, resolve_target
 from relayquant.config import BackendConfig, BiasCorrection, FitSettings, WeightRounding
 from relayquant.data import InputInfo, count_samples, open_dataset
@@ -137,19 +135,6 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
                 )
             output.add_table("kernels", calls)
     return ExitCode.OK
-
-
-def describe_products(target: Target) -> str:
-    """Say with which instructions kernels for this machine multiply bytes."""
-    isa = select_isa(target)
-    if isa.unit is None:
-        return f"int8 products: {isa.name}"
-    if may_use_tiles():
-        return f"int8 products: {isa.name}, on tiles; few rows and depthwise on vectors"
-    return (
-        f"int8 products: {isa.companion.name}, on vectors, since this process may not use the "
-        "tiles of AMX (an old kernel, a filter of system calls, or a small signal stack)"
-    )
 
 
 def export_own(executables: Mapping[str, Any], folder: Path) -> dict[str, Candidate]:

@@ -27,6 +27,7 @@ from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual
 from relayquant.codegen.kernels.integer.matmul import BatchMatmul, build_batch_matmul
 from relayquant.codegen.kernels.integer.pool import AvgPool2d, PoolWindow, build_avg_pool2d
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense
+from relayquant.codegen.kernels.isa import select
 from relayquant.codegen.kernels.isa.base import (
     AMX,
     AVX2,
@@ -64,6 +65,23 @@ def test_select_isa__asks_only_linux_for_a_matrix_unit():
     for triple in ("x86_64-apple-darwin", "x86_64-pc-windows-msvc", "i686-unknown-linux-gnu"):
         target = Target({"kind": "llvm", "mcpu": "sapphirerapids", "mtriple": triple})
         assert select_isa(target) == VNNI512
+
+
+@pytest.mark.parametrize(
+    ("mcpu", "is_allowed", "wanted"),
+    [
+        ("sapphirerapids", True, "int8 products: amx, on tiles"),
+        ("sapphirerapids", False, "int8 products: vnni512, on vectors, since this process may not"),
+        ("cascadelake", False, "int8 products: vnni512"),
+    ],
+)
+def test_describe_products__says_whether_the_process_may_use_tiles(
+    mcpu, is_allowed, wanted, monkeypatch
+):
+    monkeypatch.setattr(select, "may_use_tiles", lambda: is_allowed)
+    line = select.describe_products(target_of(mcpu))
+    assert line.startswith(wanted)
+    assert ("tiles" in line) == (mcpu == "sapphirerapids")
 
 
 def test_select_isa__neutral_timing_of_llvm_keeps_ours():

@@ -8,6 +8,7 @@ from tvm.target.codegen import llvm_cpu_has_features
 from relayquant.codegen.kernels.integer.lookup import AARCH64_SHUFFLES, X86_SHUFFLES, ByteShuffle
 from relayquant.codegen.kernels.isa.arm import AARCH64_ISAS, ARM32_ISAS
 from relayquant.codegen.kernels.isa.base import PORTABLE, X86_ISAS, Isa
+from relayquant.codegen.kernels.isa.matrix_unit import may_use_tiles
 from relayquant.codegen.kernels.isa.target import (
     ARCHITECTURES_64,
     Architecture,
@@ -55,6 +56,22 @@ def select_isa(target: Target) -> Isa:
         if has_isa(isa, target):
             return time_isa(isa, target)
     return PORTABLE
+
+
+def describe_products(target: Target) -> str:
+    """Describe in one line the instructions with which kernels for a target multiply bytes.
+
+    It is said whether this process may use them. If not, the same kernels run on vectors.
+    """
+    isa = select_isa(target)
+    if isa.unit is None:
+        return f"int8 products: {isa.name}"
+    if may_use_tiles():
+        return f"int8 products: {isa.name}, on tiles; few rows and depthwise on vectors"
+    return (
+        f"int8 products: {isa.companion.name}, on vectors, since this process may not use the "
+        "tiles of AMX (an old kernel, a filter of system calls, or a small signal stack)"
+    )
 
 
 def time_isa(isa: Isa, target: Target) -> Isa:
