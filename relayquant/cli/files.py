@@ -124,7 +124,7 @@ def write_module(
     path: Path,
     target: Any = None,
     tune: bool | Path = False,
-    precision: Precision = Precision.FLOAT32,
+    precision: Precision | None = None,
 ) -> list[Path]:
     """Write a module in the format that the ending of `path` selects. Return the written files."""
     check_ending(path)

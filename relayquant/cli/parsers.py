@@ -319,8 +319,8 @@ def add_precision(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--precision",
         choices=PRECISIONS,
-        help="operands of float convolutions and matrix products (default: float32); bf16 needs a "
-        "CPU with instructions for it",
+        help="operands of float convolutions and matrix products (default: as quantized, else "
+        "float32); bf16 needs a CPU with instructions for it",
     )
 
 

@@ -14,7 +14,7 @@ from relayquant.codegen.floating import lower_float
 from relayquant.codegen.grouped import lower_grouped
 from relayquant.codegen.input_checks import create_input_checks
 from relayquant.codegen.integer import has_integer_main, lower_integer
-from relayquant.codegen.kernels.isa.bf16 import select_bf16
+from relayquant.codegen.kernels.isa.bf16 import Bf16Isa, select_bf16
 from relayquant.codegen.layout import convert_layout
 from relayquant.codegen.legalization import LEGALIZATIONS
 from relayquant.codegen.row_norms import lower_row_norms
@@ -28,21 +28,29 @@ from relayquant.codegen.type_promotion import widen_types
 from relayquant.codegen.views import KEEP_VIEWS
 from relayquant.codegen.zero_point_correction import subtract_zero_points
 from relayquant.config import Precision
+from relayquant.ir.float_precision import find_float_precision
 
 
 def make_pipeline(
     target: Target,
     choose_schedule: ChooseSchedule = keep_estimate,
-    precision: Precision = Precision.FLOAT32,
+    precision: Precision | None = None,
 ) -> tvm.transform.Pass:
     """Make a Relax pipeline for a target: kernels, legalization, schedules, TVM's own lowering.
+
+    `precision` None: the one that the module asks for.
 
     Raises:
         ConfigError: The target has no instructions for the precision.
     """
-    bf16 = select_bf16(target) if precision is Precision.BF16 else None
+
+    def select(precision: Precision) -> Bf16Isa | None:
+        return select_bf16(target) if precision is Precision.BF16 else None
+
+    chosen = None if precision is None else select(precision)
 
     def run(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+        bf16 = select(find_float_precision(mod)) if precision is None else chosen
         if has_integer_main(mod):
             mod = split_int64_sums(subtract_zero_points(mod))
         mod = lower_integer(convert_layout(mod), target, choose_schedule)

@@ -15,10 +15,19 @@ from relayquant.analysis.sensitivity import Metric
 from relayquant.base.arguments import check_arguments
 from relayquant.base.events import Callback
 from relayquant.base.qtypes import QParams
-from relayquant.config import BackendConfig, Effort, Guard, GuardSettings, ModelType, QConfigMapping
+from relayquant.config import (
+    BackendConfig,
+    Effort,
+    Guard,
+    GuardSettings,
+    ModelType,
+    Precision,
+    QConfigMapping,
+)
 from relayquant.errors import AccuracyWarning, ConfigError, format_count, warn_user
 from relayquant.flow.pipeline import quantize_model, search_module
 from relayquant.flow.settings import MAX_DROP, QuantizeSettings
+from relayquant.ir.float_precision import ask_float_precision
 from relayquant.ir.rewrite.bind import Model, split_model
 
 
@@ -44,6 +53,7 @@ def quantize(
     validation_dataset: Any = None,
     search_state: str | Path | None = None,
     only_if_faster: bool = False,
+    float_precision: Precision = Precision.FLOAT32,
     workers: futures.Executor | None = None,
     checkpoint: str | Path | None = None,
     callbacks: Iterable[Callback] | Callback = (),
@@ -107,6 +117,11 @@ def quantize(
             gets faster. With a metric, it must also stay within the bound or get no worse. The
             measurements are in `ledger(qmod).speed`, with the mapping that makes the same module
             anywhere.
+        float_precision: Operands of the convolutions and matrix products that stay in float. With
+            "bf16", `compile` rounds them to bfloat16 as its own `precision="bf16"` does, on CPUs
+            that have the instructions. On other CPUs `compile` raises an error, unless it is called
+            with `precision="float32"`. Calibration, guard, metric and `only_if_faster` run these
+            operators in float32. The module keeps the setting in files of modules, not in ONNX.
 
     Returns:
         A module with the same inputs and outputs that computes on integers. `tvm.compile` accepts
@@ -137,6 +152,7 @@ def quantize(
         validation_dataset=validation_dataset,
         search_state=search_state,
         only_if_faster=only_if_faster,
+        float_precision=float_precision,
         workers=workers,
         checkpoint=checkpoint,
         callbacks=callbacks,
@@ -149,8 +165,10 @@ def quantize(
         )
     mod, params = split_model(mod, params)
     if settings.metric is not None:
-        return quantize_within(mod, params, dataset, settings.metric, settings)
-    return quantize_model(mod, params, dataset, settings)
+        qmod = quantize_within(mod, params, dataset, settings.metric, settings)
+    else:
+        qmod = quantize_model(mod, params, dataset, settings)
+    return ask_float_precision(qmod, settings.float_precision)
 
 
 def quantize_within(

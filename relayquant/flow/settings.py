@@ -24,6 +24,7 @@ from relayquant.config import (
     GuardSettings,
     ModelType,
     Order,
+    Precision,
     QConfigMapping,
 )
 from relayquant.config.observers import read_observer
@@ -120,6 +121,7 @@ class QuantizeSettings(PrepareSettings):
     validation_dataset: Any = None
     search_state: str | Path | None = None
     only_if_faster: bool = False
+    float_precision: Precision = Precision.FLOAT32
 
     def __post_init__(self) -> None:
         super().__post_init__()

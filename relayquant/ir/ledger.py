@@ -20,7 +20,7 @@ from relayquant.base.tables import format_html
 from relayquant.config.accumulator import NATIVE
 from relayquant.errors import ConfigError, ModelError, format_count
 from relayquant.ir.plan import PassedOver, Plan
-from relayquant.ir.rewrite.entry import find_entry
+from relayquant.ir.rewrite.entry import attach_attrs, find_attrs
 
 LEDGER_ATTR = "relayquant.ledger"
 
@@ -431,9 +431,8 @@ def find_ledger(mod: tvm.IRModule) -> Ledger | None:
     Raises:
         ModelError: The ledger is damaged.
     """
-    entry = find_entry(mod)
-    attrs = mod.attrs if entry is None else mod[entry].attrs
-    if attrs is None or LEDGER_ATTR not in attrs:
+    attrs = find_attrs(mod)
+    if LEDGER_ATTR not in attrs:
         return None
     with reading("The module's ledger", "ledger", ModelError):
         try:
@@ -477,12 +476,7 @@ def attach_ledger(mod: tvm.IRModule, ledger: Ledger) -> tvm.IRModule:
 
     If several functions could be the model, the module itself carries the ledger.
     """
-    entry = find_entry(mod)
-    if entry is None:
-        return mod.with_attrs(ledger_attrs(ledger))
-    changed = tvm.IRModule(dict(mod.functions_items()), attrs=mod.attrs)
-    changed[entry] = mod[entry].with_attrs(ledger_attrs(ledger))
-    return changed
+    return attach_attrs(mod, ledger_attrs(ledger))
 
 
 def ledger_attrs(ledger: Ledger) -> dict[str, str]:

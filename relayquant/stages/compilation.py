@@ -22,6 +22,7 @@ from relayquant.codegen.kernels.isa.target import host_config, resolve_target
 from relayquant.codegen.mmap_constants import MappedExecutable, can_map
 from relayquant.config import Precision
 from relayquant.errors import RelayQuantError
+from relayquant.ir.float_precision import find_float_precision
 from relayquant.ir.rewrite.bind import Model, bind_model
 from relayquant.ir.rewrite.entry import MAIN, find_entry, name_main, rename_function
 from relayquant.ir.rewrite.graph import call_name
@@ -29,10 +30,10 @@ from relayquant.stages.preparation import prepare_module
 
 
 @check_arguments
-def get_pipeline(
-    target: Any = None, *, precision: Precision = Precision.FLOAT32
-) -> tvm.transform.Pass:
+def get_pipeline(target: Any = None, *, precision: Precision | None = None) -> tvm.transform.Pass:
     """Return the Relax pipeline for a target: `tvm.compile(mod, target, relax_pipeline=...)`.
+
+    `precision` None: the one that the module asks for.
 
     A float model is first brought into canonical form, with batch norms folded. A quantized model
     is in this form already. Function names stay: `forward` is `forward` in the executable.
@@ -65,7 +66,7 @@ def compile(
     target: Any = None,
     *,
     tune: bool | str | os.PathLike[str] = False,
-    precision: Precision = Precision.FLOAT32,
+    precision: Precision | None = None,
 ) -> Any:
     """Compile a quantized or float module into a TVM executable.
 
@@ -81,7 +82,8 @@ def compile(
         precision: Operands of the products that are computed in float32: convolutions and matrix
             products with constant weights. "bf16" rounds them to bfloat16, and sums in float32. All
             other operators stay float32, and quantized operators stay as they are. See "bfloat16"
-            in docs/numbers.md for what this costs.
+            in docs/numbers.md for what this costs. None: the `float_precision` that the module was
+            quantized with, else float32.
 
     Raises:
         ConfigError: TVM does not know the target, or the target has no instructions for the
@@ -93,6 +95,7 @@ def compile(
     """
     stop_spinning()
     mod, resolved = bind_model(mod), resolve_target(target)
+    precision = precision or find_float_precision(mod)
     if tune is False:
         lowering = make_pipeline(resolved, precision=precision)
         return build(mod, resolved, adapt_pipeline(lowering))

@@ -37,7 +37,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     if is_library and find_ledger(mod) is None and has_quantized_values(mod):
         # Quantized by another tool with other parameters: lower it to integers for the target.
         mod = rq.lower(mod, rq.get_backend_config(target=target))
-    precision = Precision(options.precision or Precision.FLOAT32)
+    precision = Precision(options.precision) if options.precision else None
     for written in write_module(mod, path, target, options.tune, precision):
         output.add_file(written)
     return ExitCode.OK

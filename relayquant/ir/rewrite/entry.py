@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import tvm
@@ -33,6 +34,25 @@ def find_entry(mod: tvm.IRModule) -> str | None:
     public = [name for name, func in functions.items() if "global_symbol" in (func.attrs or {})]
     names = public or [*functions]
     return names[0] if len(names) == 1 else None
+
+
+def find_attrs(mod: tvm.IRModule) -> Mapping[str, Any]:
+    """Return the attributes of the model function, or of the module if it has no such function."""
+    entry = find_entry(mod)
+    return (mod.attrs if entry is None else mod[entry].attrs) or {}
+
+
+def attach_attrs(mod: tvm.IRModule, attrs: Mapping[str, str]) -> tvm.IRModule:
+    """Return the module with attributes at its model function.
+
+    If several functions could be the model, the module itself has the attributes.
+    """
+    entry = find_entry(mod)
+    if entry is None:
+        return mod.with_attrs(attrs)
+    changed = tvm.IRModule(dict(mod.functions_items()), attrs=mod.attrs)
+    changed[entry] = mod[entry].with_attrs(attrs)
+    return changed
 
 
 def name_main(mod: tvm.IRModule) -> tvm.IRModule:

@@ -1,0 +1,26 @@
+"""The precision of float products that a module asks for, as an attribute of its model function.
+
+Quantization writes it, compilation reads it. Files of modules keep it.
+"""
+
+from __future__ import annotations
+
+import tvm
+
+from relayquant.config import Precision
+from relayquant.ir.rewrite.entry import attach_attrs, find_attrs
+
+#: The attribute, with the value of a `Precision`.
+FLOAT_PRECISION_ATTR = "relayquant.float_precision"
+
+
+def ask_float_precision(mod: tvm.IRModule, precision: Precision) -> tvm.IRModule:
+    """Return the module with another precision of its float products."""
+    if precision is find_float_precision(mod):
+        return mod
+    return attach_attrs(mod, {FLOAT_PRECISION_ATTR: precision.value})
+
+
+def find_float_precision(mod: tvm.IRModule) -> Precision:
+    """Return the precision that a module asks for, float32 if it asks for none."""
+    return Precision(str(find_attrs(mod).get(FLOAT_PRECISION_ATTR, Precision.FLOAT32.value)))
