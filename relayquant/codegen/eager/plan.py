@@ -6,20 +6,26 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from tvm import relax
 from tvm.ir import Call, GenericConst
 
+from relayquant.base.runtime import view_constant
 from relayquant.codegen.eager.kernel_cache import KernelCache, KernelKey
 from relayquant.codegen.eager.operand import Operand, Variable, is_operand, make_operand
 from relayquant.codegen.eager.product import (
     CONVOLUTIONS,
+    INTEGER_CONVOLUTIONS,
     Convolution,
+    IntegerProductStep,
     Matmul,
     ProductStep,
 )
 from relayquant.codegen.eager.rounding import ROUND, RoundingStep
+from relayquant.ir.reference.affine import center_factors
 from relayquant.ir.reference.frame import Frame
 from relayquant.ir.reference.interpreter import execute_binding
+from relayquant.ir.rewrite.conv_view import ConvView
 from relayquant.ir.rewrite.epilogue_pattern import EpilogueChain, float_takes, follow_epilogue
 from relayquant.ir.rewrite.expressions import (
     FunctionGraph,
@@ -178,7 +184,54 @@ class Planner:
             None if chain.residual is None else self.operand(chain.residual),
             self.kernels,
         )
-        return self.make_step(chain.last, reads, product.run, product.key)
+        return self.make_step(chain.last, reads, product.run, product.product.key)
+
+    # ---- products of integers ----
+
+    def plan_integer_convolution(self, root: relax.Var) -> Step | Skip:
+        """Plan the step of the integer convolution bound to `root`."""
+        call = self.values[root]
+        axis = ConvView.of(call).kernel_layout.index("O")
+        return self.plan_integers(root, axis, Convolution.of)
+
+    def plan_integer_dense(self, root: relax.Var) -> Step | Skip:
+        """Plan the step of the integer product bound to `root`."""
+        return self.plan_integers(root, 0, Matmul.of_dense)
+
+    def plan_integers(
+        self, root: relax.Var, axis: int, lay_out: Callable[[Call], Convolution | Matmul | Skip]
+    ) -> Step | Skip:
+        """Plan a product of integers by a constant weight with outputs at `axis`, if float32 holds
+        all sums.
+        """
+        call = self.values[root]
+        data, *constants = call.args[:4]
+        if not isinstance(data, relax.Var) or not all(
+            isinstance(expr, GenericConst) for expr in constants
+        ):
+            return decline("weight or zero points are computed")
+        weight, zero_point, weight_zero = (view_constant(expr.value) for expr in constants)
+        dtype = str(data.ty.dtype)
+        if zero_point.size != 1 or np.dtype(dtype).itemsize > 2:
+            return decline("there are several zero points, or the data is wide")
+        none = np.zeros((0,), dtype)
+        centred, rows = center_factors(none, weight, zero_point, weight_zero, axis)
+        if centred.dtype != np.float32:
+            return decline("float32 does not hold the sums")
+        layout = lay_out(call)
+        if isinstance(layout, Skip):
+            return layout
+        step = IntegerProductStep(
+            layout,
+            self.find_object(root),
+            self.operand(data),
+            int(zero_point.item()),
+            rows,
+            str(call.attrs.out_dtype),
+            self.kernels,
+        )
+        self.claimed.add(root)
+        return self.make_step(root, [data], step.run, step.product.key)
 
     def is_free(self, var: relax.Var) -> bool:
         """Whether no step found so far computes `var`."""
@@ -235,5 +288,7 @@ class Planner:
 EAGER_RULES: tuple[Rule[Planner, relax.Var, Step], ...] = (
     make_rule(Planner.plan_convolution, *CONVOLUTIONS),
     make_rule(Planner.plan_matmul, "relax.matmul"),
+    make_rule(Planner.plan_integer_convolution, *INTEGER_CONVOLUTIONS),
+    make_rule(Planner.plan_integer_dense, "relax.qnn.dense"),
     make_rule(Planner.plan_rounding, "relax.qnn.simulated_quantize"),
 )

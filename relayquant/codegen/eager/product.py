@@ -32,6 +32,7 @@ from relayquant.ir.rewrite.expressions import shape_of, static_sizes
 from relayquant.ir.rewrite.rule import Skip, decline
 
 CONVOLUTIONS = ("relax.nn.conv2d", "relax.nn.conv1d")
+INTEGER_CONVOLUTIONS = ("relax.qnn.conv2d", "relax.qnn.conv1d")
 #: Number of data shapes that a product is prepared for at a time.
 MOST_SHAPES = 64
 
@@ -123,11 +124,12 @@ class Convolution:
 
 @dataclass(frozen=True)
 class Matmul:
-    """A product of data (..., K) with a weight (K, N)."""
+    """A product of data (..., K) with a weight (K, N), or (N, K) if it is transposed."""
 
     axis: int
     channels: int
     inner: int
+    is_transposed: bool = False
 
     @property
     def spec(self) -> FloatConv2d:
@@ -146,6 +148,14 @@ class Matmul:
             return decline("vectors, several matrices, symbolic sizes, or too few channels")
         return Matmul(rank - 1, sizes[1], sizes[0])
 
+    @staticmethod
+    def of_dense(call: Call) -> Matmul | Skip:
+        """Read a `qnn.dense` call, whose weight is (N, K)."""
+        sizes, rank = static_sizes(shape_of(call.args[1])), len(shape_of(call.args[0]))
+        if rank < 2 or sizes is None or sizes[0] < FEWEST_CHANNELS:
+            return decline("vectors, symbolic sizes, or too few channels")
+        return Matmul(rank - 1, *sizes, is_transposed=True)
+
     def find_images(self, sizes: Sequence[int]) -> tuple[int, FloatConv2d]:
         """Return data of these sizes (..., K) as so many images of a convolution."""
         return math.prod(sizes[:-1]), self.spec
@@ -156,7 +166,7 @@ class Matmul:
 
     def to_rows(self, weight: np.ndarray) -> np.ndarray:
         """Return the weight as (1, outputs, K)."""
-        return weight.T[None]
+        return (weight if self.is_transposed else weight.T)[None]
 
     def out_shape(self, sizes: Sequence[int], _spec: FloatConv2d) -> tuple[int, ...]:
         """Return the shape of the result."""
@@ -185,6 +195,90 @@ class ProductCall:
     parts: tuple[tuple[Any, Any], ...]
 
 
+class ProductKernel:
+    """Runs a product of any data shape on a kernel. Data and results have the order (N, spatial,
+    C).
+
+    Attributes:
+        key: The kernel, which depends on the number of outputs only.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layout: Convolution | Matmul,
+        kernels: KernelCache,
+        bounds: tuple[float | None, float | None] = (None, None),
+    ) -> None:
+        self.name, self.layout, self.kernels = name, layout, kernels
+        spec, isa = layout.spec, kernels.isa
+        self.panels: GatheredDepthwise | GatheredProduct
+        if spec.is_depthwise:
+            self.panels = GatheredDepthwise.choose(spec.out_channels, isa)
+            self.key = KernelKey(make_depthwise, self.panels)
+        else:
+            self.panels = GatheredProduct.choose(spec.group_out, isa)
+            self.key = KernelKey(make_product, self.panels)
+        groups = spec.groups, spec.group_out
+        self.starts = view_flat(self.panels.list_starts(*groups))
+        self.origins = view_flat(self.panels.list_origins(*groups, spec.group_in))
+        low, high = bounds
+        limits = -math.inf if low is None else low, math.inf if high is None else high
+        self.limits = view_flat(np.array(limits, "float32"))
+        self.no_bias = view_flat(np.zeros(layout.channels, "float32"))
+        #: shape of data -> kernel calls
+        self.calls: dict[tuple[int, ...], ProductCall] = {}
+
+    def pack(self, rows: np.ndarray) -> Any:
+        """Return a weight (groups, outputs of a group, K) as the tensor that the kernel reads."""
+        return view_flat(self.panels.pack(rows))
+
+    def multiply(
+        self, x: np.ndarray, weight: Any, bias: Any = None, residual: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Multiply data by a packed weight, add tensor and array, and clip."""
+        call = self.calls.get(x.shape)
+        if call is None:
+            if len(self.calls) == MOST_SHAPES:
+                self.calls.clear()
+            call = self.calls[x.shape] = self.plan_call(x.shape, residual is not None)
+        y = empty_aligned(call.out_shape, "float32")
+        if not y.size or not x.size:
+            return y
+        kernel, result = self.kernels.get(self.key), view_flat(y)
+        data = view_flat(pad_images(x.reshape(call.data_view), call.spec))
+        bias = self.no_bias if bias is None else bias
+        added = result if residual is None else view_flat(residual)
+        for rows, sizes in call.parts:
+            kernel(data, rows, call.steps, weight, bias, added, result, self.starts, self.origins,
+                   sizes, self.limits)  # fmt: skip
+        return y
+
+    def plan_call(self, sizes: tuple[int, ...], has_residual: bool) -> ProductCall:
+        """Plan the kernel calls for data of the shape `sizes` (N, spatial, C).
+
+        Raises:
+            ModelError: The result is empty, as in the numpy form of a convolution.
+        """
+        images, spec = self.layout.find_images(sizes)
+        if min(spec.out_size) < 1:
+            raise ModelError(
+                f"value {self.name!r}: a convolution with a {spec.kernel} kernel "
+                f"leaves nothing of data of {spec.height} x {spec.width}. Pass larger inputs, or "
+                "pad them in the model.",
+                code="RQ206",
+            )
+        windows = find_windows(spec)
+        parts = windows.plan_calls(images, spec.out_channels, has_residual)
+        return ProductCall(
+            spec,
+            (images, *spec.in_shape[1:]),
+            self.layout.out_shape(sizes, spec),
+            view_flat(windows.steps),
+            tuple((view_flat(rows), view_flat(extents.array)) for rows, extents in parts),
+        )
+
+
 class ProductStep:
     """A product and the operators after it, run on a kernel. The packed weight is kept.
 
@@ -202,29 +296,9 @@ class ProductStep:
         residual: Operand | None,
         kernels: KernelCache,
     ) -> None:
-        self.layout, self.chain, self.kernels = layout, chain, kernels
+        self.layout, self.chain, self.result = layout, chain, result
         self.data, self.weight, self.bias, self.residual = data, weight, bias, residual
-        self.result = result
-        spec, isa = layout.spec, kernels.isa
-        self.panels: GatheredDepthwise | GatheredProduct
-        if spec.is_depthwise:
-            self.panels = GatheredDepthwise.choose(spec.out_channels, isa)
-            self.key = KernelKey(make_depthwise, self.panels)
-        else:
-            self.panels = GatheredProduct.choose(spec.group_out, isa)
-            self.key = KernelKey(make_product, self.panels)
-        groups = spec.groups, spec.group_out
-        #: what every call passes behind the result
-        self.starts = view_flat(self.panels.list_starts(*groups))
-        self.origins = view_flat(self.panels.list_origins(*groups, spec.group_in))
-        bounds = (
-            -math.inf if chain.low is None else chain.low,
-            math.inf if chain.high is None else chain.high,
-        )
-        self.limits = view_flat(np.array(bounds, "float32"))
-        self.no_bias = np.zeros(layout.channels, "float32")
-        #: shape of data -> kernel calls
-        self.calls: dict[tuple[int, ...], ProductCall] = {}
+        self.product = ProductKernel(result.name, layout, kernels, (chain.low, chain.high))
         #: (weight, packed weight) of the last call
         self.packed: tuple[np.ndarray, Any] | None = None
         #: (bias, tensor of it) of the last call
@@ -232,60 +306,21 @@ class ProductStep:
 
     def run(self, frame: Frame) -> None:
         """Compute the last value of the chain."""
-        x = self.layout.to_kernel(self.data.read(frame))
-        call = self.calls.get(x.shape)
-        if call is None:
-            if len(self.calls) == MOST_SHAPES:
-                self.calls.clear()
-            call = self.calls[x.shape] = self.plan_call(x.shape)
-        y = empty_aligned(call.out_shape, "float32")
-        if y.size and x.size:
-            self.compute(frame, call, x, y)
-        frame.values[self.result] = self.layout.from_kernel(y)
-
-    def compute(self, frame: Frame, call: ProductCall, x: np.ndarray, y: np.ndarray) -> None:
-        """Run the kernel on data in the order (N, spatial, C), and write `y`."""
-        kernel, result = self.kernels.get(self.key), view_flat(y)
-        data, weight = view_flat(pad_images(x.reshape(call.data_view), call.spec)), self.pack(frame)
-        bias = self.find_bias(self.no_bias if self.bias is None else self.bias.read(frame))
-        residual = result
+        bias = residual = None
+        if self.bias is not None:
+            bias = self.find_bias(self.bias.read(frame))
         if self.residual is not None:
-            residual = view_flat(self.layout.to_kernel(self.residual.read(frame)))
-        for rows, sizes in call.parts:
-            kernel(data, rows, call.steps, weight, bias, residual, result, self.starts,
-                   self.origins, sizes, self.limits)  # fmt: skip
-
-    def plan_call(self, sizes: tuple[int, ...]) -> ProductCall:
-        """Plan the kernel calls for data of the shape `sizes` (N, spatial, C).
-
-        Raises:
-            ModelError: The result is empty, as in the numpy form of a convolution.
-        """
-        images, spec = self.layout.find_images(sizes)
-        if min(spec.out_size) < 1:
-            raise ModelError(
-                f"value {self.result.name!r}: a convolution with a {spec.kernel} kernel "
-                f"leaves nothing of data of {spec.height} x {spec.width}. Pass larger inputs, or "
-                "pad them in the model.",
-                code="RQ206",
-            )
-        windows = find_windows(spec)
-        parts = windows.plan_calls(images, spec.out_channels, self.residual is not None)
-        return ProductCall(
-            spec,
-            (images, *spec.in_shape[1:]),
-            self.layout.out_shape(sizes, spec),
-            view_flat(windows.steps),
-            tuple((view_flat(rows), view_flat(extents.array)) for rows, extents in parts),
-        )
+            residual = self.layout.to_kernel(self.residual.read(frame))
+        x = self.layout.to_kernel(self.data.read(frame))
+        y = self.product.multiply(x, self.pack(frame), bias, residual)
+        frame.values[self.result] = self.layout.from_kernel(y)
 
     def find_bias(self, bias: np.ndarray) -> Any:
         """Return the bias as a tensor, made once for the same array."""
         before = self.known_bias
         if before is not None and before[0] is bias:
             return before[1]
-        values = np.broadcast_to(bias.reshape(-1), (self.layout.channels,))
-        tensor = view_flat(values)
+        tensor = view_flat(np.broadcast_to(bias.reshape(-1), (self.layout.channels,)))
         self.known_bias = bias, tensor  # both at once: other threads read it
         return tensor
 
@@ -294,9 +329,41 @@ class ProductStep:
         before, weight = self.packed, self.weight.read(frame)
         if before is not None and before[0] is weight:
             return before[1]
-        packed = view_flat(self.panels.pack(self.layout.to_rows(weight)))
+        packed = self.product.pack(self.layout.to_rows(weight))
         self.packed = weight, packed  # both at once: other threads read it
         return packed
+
+
+class IntegerProductStep:
+    """A product of integers whose sums float32 holds exactly, run on a float kernel. The bits are
+    those of `reference.qnn`.
+
+    Attributes:
+        zero_point: Of the data.
+        dtype: Of the result.
+    """
+
+    def __init__(
+        self,
+        layout: Convolution | Matmul,
+        result: relax.Var,
+        data: Operand,
+        zero_point: int,
+        weight: np.ndarray,
+        dtype: str,
+        kernels: KernelCache,
+    ) -> None:
+        self.layout, self.result, self.data = layout, result, data
+        self.zero_point, self.dtype = np.float32(zero_point), dtype
+        self.product = ProductKernel(result.name, layout, kernels)
+        self.packed = self.product.pack(layout.to_rows(weight))
+
+    def run(self, frame: Frame) -> None:
+        """Compute the sums."""
+        x = self.layout.to_kernel(self.data.read(frame)).astype("float32")
+        x -= self.zero_point
+        y = self.product.multiply(x, self.packed).astype("int32").astype(self.dtype, copy=False)
+        frame.values[self.result] = self.layout.from_kernel(y)
 
 
 def view_flat(array: np.ndarray) -> Any:

@@ -18,7 +18,7 @@ TABLE_ROWS = 4096
 
 @dataclass(frozen=True, eq=False)
 class WindowTables:
-    """WindowTables of one image, whose data lie in the order H, W, C with the padding.
+    """Windows of one image, whose data lie in the order H, W, C with the padding.
 
     Attributes:
         rows: Where the window of each result begins in the image.

@@ -10,7 +10,7 @@ the module with these in float, and all other parameters as they were calibrated
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from tvm import relax
 from relayquant.analysis.confidence import bound_share
 from relayquant.analysis.error_statistics import ErrorSums
 from relayquant.analysis.lint import lint_samples
-from relayquant.analysis.outputs import GapMeter, Interface, OutputGap, measure_gaps
+from relayquant.analysis.outputs import GapMeter, Interface, OutputGap, measure_gaps, order_inputs
 from relayquant.analysis.sensitivity import Simulation, find_rounding_operators
 from relayquant.codegen.eager import EagerModule
 from relayquant.config import Guard, GuardSettings
@@ -36,7 +36,6 @@ from relayquant.data.item import describe_inputs
 from relayquant.errors import AccuracyWarning, ConfigError, DataWarning, format_count, warn_user
 from relayquant.flow.refine.search import rank_operators, search_simulated
 from relayquant.flow.settings import QuantizeSettings
-from relayquant.ir import reference
 from relayquant.ir.dialect.cost import count_macs
 from relayquant.ir.ledger import GuardResult, SpeedResult, read_ledger, write_ledger
 from relayquant.ir.rewrite import Graph, expose_values
@@ -349,17 +348,12 @@ def find_first_off(
     prepared: PreparedModel, qmod: tvm.IRModule, batches: Batches, decibels: float = 15.0
 ) -> str:
     """The first operator whose result is off by more than `decibels`; else the one that is most."""
-    interface, inputs = Interface.of(qmod), describe_inputs(prepared.mod)
+    interface = Interface.of(qmod)
     rows = {row.name: row for row in read_ledger(qmod).quantized}
-    bound = [binding.var for binding in Graph(prepared.mod).bindings]
-    names = [v.name for v in bound if v.name in rows and isinstance(v.ty, relax.TensorType)]
-    # Products run on kernels; their numpy form takes longer than all else that the guard does.
-    exposed = EagerModule(expose_values(prepared.mod, names))
+    run_float, run_integer = (make_run(mod, rows) for mod in (prepared.mod, qmod))
     sums: dict[str, ErrorSums] = {}
     for batch in batches:
-        results = exposed.run("main", [batch[info.name] for info in inputs])
-        expected = dict(zip(names, results, strict=False))
-        got = reference.run_values(qmod, interface.to_inputs(batch))
+        expected, got = run_float(batch), run_integer(interface.to_inputs(batch))
         for name in expected:
             row = rows[name]
             # An accumulator has no parameters in the ledger; it is dequantized under its own name.
@@ -374,6 +368,21 @@ def find_first_off(
     if off:
         return off[0]
     return min(sums, key=lambda name: sums[name].sqnr, default="")
+
+
+def make_run(
+    mod: tvm.IRModule, wanted: Container[str]
+) -> Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]:
+    """Return a function from inputs to those of the wanted values that main binds, in order."""
+    bound = [binding.var for binding in Graph(mod).bindings]
+    names = [v.name for v in bound if v.name in wanted and isinstance(v.ty, relax.TensorType)]
+    exposed = EagerModule(expose_values(mod, names))
+
+    def run(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        results = exposed.run("main", order_inputs(mod, batch))
+        return dict(zip(names, results, strict=False))
+
+    return run
 
 
 # --- Mending ----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tvm
 from float_models import build_model
 from tvm import relax
 from tvm.relax import op
@@ -13,6 +14,7 @@ from relayquant.codegen.eager.kernel_cache import KernelCache, host_kernels
 from relayquant.codegen.kernels.floating.conv import FloatConv2d
 from relayquant.codegen.kernels.floating.gathered import GatheredProduct
 from relayquant.codegen.kernels.floating.tile import FloatIsa
+from relayquant.ir.dialect import qnn
 
 
 def draw_integers(*shape: int, seed: int = 0) -> np.ndarray:
@@ -123,3 +125,56 @@ def test_windows__of_a_pixel_are_its_channels():
     parts = list(found.plan_calls(10_000, 4, False))
     assert [(len(rows), extents.images) for rows, extents in parts] == [(4096, 2), (1808, 1)]
     assert (parts[1][1].first, parts[1][1].first_result) == (8192 * 6, 8192 * 4)
+
+
+# --- Integers -----------------------------------------------------------------------------------
+
+
+def integer_model(w: np.ndarray, zero: int, **attrs) -> tvm.IRModule:
+    """qnn.conv2d or qnn.dense of uint8 with a weight int8 that has one zero point per output."""
+    zeros = np.arange(len(w), dtype="int32") % 3
+    scales = relax.const(np.float32(1)), relax.const(np.ones(len(w), "float32"))
+
+    def body(emit, x):
+        constants = relax.const(w), relax.const(np.int32(zero)), relax.const(zeros)
+        operator = qnn.dense if w.ndim == 2 else qnn.conv2d
+        return emit("y", operator(x, *constants, *scales, **attrs))
+
+    shape = ("n", 5, w.shape[1]) if w.ndim == 2 else ("n", w.shape[1] * attrs["groups"], 6, 6)
+    return build_model(body, shape, dtype="uint8")
+
+
+@pytest.mark.parametrize(
+    ("shape", "attrs"),
+    [
+        ((40, 3, 3, 3), {"groups": 1, "padding": (1, 1, 1, 1)}),
+        ((20, 1, 3, 3), {"groups": 20, "strides": (2, 2), "padding": (1, 1, 1, 1)}),
+        ((18, 4, 1, 1), {"groups": 2}),
+        ((70, 33), {}),
+    ],
+)
+def test_integers__run_on_a_float_kernel_and_stay_exact(shape, attrs):
+    rng = np.random.default_rng(0)
+    w = rng.integers(-128, 128, shape, dtype="int8")
+    mod = integer_model(w, 131, **attrs)
+    x = rng.integers(0, 256, [3, *map(int, mod["main"].params[0].ty.shape.values[1:])], "uint8")
+    module = EagerModule(mod)
+    assert [s.var.name for s in module.programs["main"].steps if s.kernel] == ["y"]
+    (have,) = module.run("main", [x])
+    centred = w.astype("int64") - (np.arange(len(w)) % 3).reshape(-1, *[1] * (w.ndim - 1))
+    if w.ndim == 2:
+        want = (x.astype("int64") - 131) @ centred.T
+    else:
+        pad, stride = max(attrs.get("padding", (0,))), max(attrs.get("strides", (1,)))
+        want = convolve(x.astype("int64") - 131, centred, stride, pad, attrs["groups"])
+    assert have.dtype == np.int32
+    np.testing.assert_array_equal(have, want)
+
+
+def test_integers__sums_that_float32_does_not_hold_are_left_to_numpy():
+    w = np.full((8, 600), 127, "int8")
+    module = EagerModule(integer_model(w, 0))
+    assert not any(step.kernel for step in module.programs["main"].steps)
+    (have,) = module.run("main", [np.full((1, 5, 600), 255, "uint8")])
+    want = 255 * (127 - np.arange(8) % 3) * 600
+    np.testing.assert_array_equal(have, np.broadcast_to(want, have.shape))
