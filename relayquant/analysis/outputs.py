@@ -1,7 +1,7 @@
 """outputs: float module, quantized module and a few samples -> the difference of their results.
 
-Both modules run step by step. Integers run in numpy (`relayquant.reference`), bit-identical to
-compiled code. Float products run on the kernels that calibration has already compiled.
+Both modules run step by step. Integers have the bits of numpy (`relayquant.reference`) and of
+compiled code. Products run on the kernels that calibration has already compiled.
 """
 
 from __future__ import annotations
