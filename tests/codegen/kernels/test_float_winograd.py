@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -126,6 +127,18 @@ def test_make_winograd__zeros_give_zero():
 )
 def test_prefers_winograd__where_it_can_and_pays(changes, expected):
     assert prefers_winograd(replace(LAYER, **changes), ISAS[0]) is expected
+
+
+@pytest.mark.parametrize(("channels", "fetches"), [(64, False), (256, True)])
+def test_make_winograd__fetches_weights_that_no_near_cache_holds(channels, fetches):
+    spec = replace(LAYER, height=14, width=14, in_channels=channels, out_channels=channels)
+    plan = FloatWinogradPlan(spec, ISAS[0])
+    text = make_winograd(spec, ISAS[0]).script()
+    to_second_level = re.findall(r'"llvm.prefetch".*, 0, 2, 1\)', text)
+    assert bool(to_second_level) is fetches
+    size = plan.panels.blocks * plan.isa.lanes  # of the next panel for each channel
+    tiles = -(-plan.grid.least_tiles // plan.height)
+    assert plan.ahead * tiles >= size if fetches else plan.ahead == 0
 
 
 @pytest.mark.parametrize("isa", ISAS, ids=str)

@@ -26,7 +26,15 @@ from numpy.typing import NDArray
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
-from relayquant.codegen.kernels.emit import alloc_workspace, build_kernel, constant, store_vector
+from relayquant.codegen.kernels.emit import (
+    CACHE_LINE,
+    alloc_workspace,
+    build_kernel,
+    ceil_div,
+    constant,
+    emit_prefetch,
+    store_vector,
+)
 from relayquant.codegen.kernels.expansion import Expanded, Expansion
 from relayquant.codegen.kernels.floating.conv import (
     FloatConv2d,
@@ -50,6 +58,7 @@ from relayquant.codegen.kernels.winograd import (
     IN,
     OUT,
     POINTS,
+    PanelRange,
     Share,
     TileGrid,
     TileResults,
@@ -64,6 +73,9 @@ NEAR, FAR = sqrt(0.5), sqrt(2.0)
 #: Largest size of the transformed weights, which have four times the bytes. A last-level cache
 #: holds some weights of this size.
 MOST_WEIGHT_BYTES = 12 * 1024 * 1024
+#: Weights of up to this many bytes stay in the second-level cache, at least partly. Fetching them
+#: ahead takes more time than it saves.
+NEAR_WEIGHT_BYTES = 3 * 1024 * 1024
 #: Times in units of a vector multiply-add, measured on Zen 4: input and output transform of one
 #: vector of a tile; and bytes of weights read from the last-level cache in one unit.
 INPUT_COST, OUTPUT_COST, BYTES_PER_STEP = 160, 160, 12
@@ -99,6 +111,18 @@ class FloatWinogradPlan:
     def height(self) -> int:
         """Tiles that are multiplied at once."""
         return choose_rows(self.grid.least_tiles, self.panels.most_rows)
+
+    @cached_property
+    def ahead(self) -> int:
+        """Elements of the next panel of weights that a tile fetches with each channel.
+
+        0 if the weights stay in a second-level cache.
+        """
+        if 4 * self.weight_size <= NEAR_WEIGHT_BYTES:
+            return 0
+        return ceil_div(
+            self.panels.blocks * self.isa.lanes, ceil_div(self.grid.least_tiles, self.height)
+        )
 
     @cached_property
     def input_stride(self) -> int:
@@ -223,8 +247,16 @@ def emit_products(
         origin = T.bind(point * plan.input_stride + first * channels)
         target = T.bind(point * plan.sum_stride + first * outputs + panel * (panels.blocks * lanes))
 
-        def reduce(emit: Callable[[Expr, Callable[[int], Expr]], None], base: Expr = base) -> None:
+        ahead = locate_ahead(plan, point, index, own, step)
+
+        def reduce(
+            emit: Callable[[Expr, Callable[[int], Expr]], None],
+            base: Expr = base,
+            ahead: Expr = ahead,
+        ) -> None:
             with T.serial(channels) as k:
+                for element in range(0, plan.ahead, CACHE_LINE // 4):
+                    emit_prefetch(weight, ahead + k * plan.ahead + element, level=2)
                 emit(k, lambda b: base + (k * panels.blocks + b) * lanes)
 
         def finish(row: int, block: int, value: Expr, target: Expr = target) -> None:
@@ -240,6 +272,24 @@ def emit_products(
             start_with(None, [], lanes),
             finish,
         )
+
+
+def locate_ahead(
+    plan: FloatWinogradPlan, point: Expr, index: Expr, own: PanelRange, step: Expr
+) -> Expr:
+    """Locate the share of a tile in fetching the weights of the next panel.
+
+    The next panel may be of the next element. Transformed weights of many channels come from the
+    last-level cache.
+    """
+    channels, panels = plan.spec.in_channels, plan.panels
+    size = channels * panels.blocks * plan.isa.lanes
+    count = own.end - own.first
+    following = point * panels.full + own.first + index + 1
+    following += T.floordiv(index + 1, count) * (panels.full - count)  # of the next element
+    following = T.min(following, POINTS * panels.full - 1)
+    share = channels * plan.ahead
+    return T.bind(following * size + T.min(step * share, size - share))
 
 
 def emit_results(
