@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from code_level import choose_level, replace_compile
 from drawing import FULL, QUICK
 from hypothesis import HealthCheck, settings
 from real_relay import VARIABLE, RealRelay
@@ -31,7 +33,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.update(OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
 
+#: So many slow instances of a test are many.
+MANY = 6
+
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+replace_compile()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    choose_level(item)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -45,6 +58,19 @@ def pytest_pycollect_makeitem():
         if at % step:
             item.add_marker("slow")
     return made
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of a test with many slow instances `.ci/run` takes each third, `-m nightly` the others."""
+    slow = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("slow"):
+            slow[item.nodeid.partition("[")[0]].append(item)
+    for instances in slow.values():
+        for at, item in enumerate(instances if len(instances) >= MANY else []):
+            if at % 3:
+                item.add_marker("nightly")
 
 
 def pytest_collection_finish():

@@ -38,6 +38,8 @@ from relayquant.codegen.kernels.isa.base import PORTABLE, Isa
 from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.isa.target import Architecture, find_architecture, resolve_target
 
+pytestmark = pytest.mark.optimized
+
 ARM32_TRIPLE = "armv7l-linux-gnueabihf"
 EXPECTED = {
     "cortex-a53": NEON,

@@ -32,6 +32,8 @@ from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.isa.target import Architecture, find_architecture, resolve_target
 
+pytestmark = pytest.mark.optimized
+
 
 @dataclass(frozen=True)
 class Syntax:

@@ -265,6 +265,7 @@ def test_compile__a_result_of_other_code_is_checked():
         run(Mixed, place(np.zeros(SHAPE, "float32"), 0))
 
 
+@pytest.mark.optimized
 def test_compile__kernels_of_a_network_check_nothing(convolutions):
     """Only what looks at the inputs can fail."""
     source = rq.compile(convolutions).mod.imports[0].inspect_source("ll")
@@ -293,6 +294,7 @@ def convolutions():
     return rq.quantize(mod, None, [{"x0": values(1, 16, 8, 8)}], effort="fast")
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     "triple", ["aarch64-linux-gnu", "armv7a-linux-gnueabihf", "i686-linux-gnu"]
 )

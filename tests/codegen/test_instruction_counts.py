@@ -24,6 +24,8 @@ import relayquant as rq
 from relayquant.ir.dialect.cost import count_macs
 from relayquant.ir.rewrite.expressions import list_bindings, op_name
 
+pytestmark = pytest.mark.optimized
+
 SHAPE = (1, 3, 64, 64)
 
 

@@ -99,6 +99,7 @@ def test_averages__of_integers_have_the_type_they_declare(name):
     np.testing.assert_array_equal(compiled, found)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(("exponent", "calls"), [(2, 0), (3, 0), (4, 0), (2.5, 1)])
 @pytest.mark.parametrize("ndim", [0, 1])
 def test_power__small_ones_are_products(exponent, calls, ndim, capfd):

@@ -214,6 +214,7 @@ def test_pool__fork(tmp_path):
     assert result.stdout.split() == ["parent", "ends", "too"], result.stderr
 
 
+@pytest.mark.optimized
 def test_pool__kernel_is_the_same_code():
     """What stands beside a kernel leaves it alone: TVM takes `noalias` from a module as a whole."""
     target = resolve_target(None)
@@ -229,6 +230,7 @@ def test_pool__kernel_is_the_same_code():
     assert sum(count_distinct(beside)) > 0
 
 
+@pytest.mark.optimized
 def test_pool__loops_are_launched_there():
     """Not by what TVM's runtime stores in the pointer when it loads the code."""
     text = tvm.compile(add_host_pool(count_visits), resolve_target(None)).mod.inspect_source("ll")
@@ -236,6 +238,7 @@ def test_pool__loops_are_launched_there():
     assert launches == ["@relayquant_launch"]
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     ("target", "waits"),
     [

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,14 +42,6 @@ def runnable_target(isa: Isa) -> Target:
 
 
 def compile_kernel(func: tirx.PrimFunc, target: Target) -> Callable[..., Any]:
-    """A kernel to be called: its values are under test, not its code.
-
-    LLVM at level 0 gives the same values and takes less time. In one test of six, chosen by the
-    test's name, it is at the level that users compile with.
-    """
-    test = os.environ["PYTEST_CURRENT_TEST"]
-    if zlib.crc32(test.encode()) % 6:
-        target = Target({**target.export(), "opt-level": 0})
     name = str(func.attrs["global_symbol"])
     return tvm.compile(tvm.IRModule({name: func}), target=target)[name]
 

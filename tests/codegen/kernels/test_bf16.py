@@ -321,6 +321,7 @@ def compile_assembly(isa: Bf16Isa, mcpu: str) -> str:
     return tvm.compile(module, target=target).mod.inspect_source("asm")
 
 
+@pytest.mark.optimized
 def test_make_bf16_conv2d__instructions_of_tiles():
     text = compile_assembly(TILES_BF16, "sapphirerapids")
     found = {name: len(re.findall(rf"\t{name}\b", text)) for name in ("tdpbf16ps", "tilestored")}
@@ -330,6 +331,7 @@ def test_make_bf16_conv2d__instructions_of_tiles():
     assert "vcvtneps2bf16" in text
 
 
+@pytest.mark.optimized
 def test_make_bf16_conv2d__instructions_of_vectors():
     text = compile_assembly(VECTORS_BF16, "znver4")
     assert "vdpbf16ps" in text

@@ -142,6 +142,7 @@ def test_plan__float_rows_and_wide_differences_stay_on_vectors():
         assert plan_grouped(spec, AMX).unit is None
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("group_size", [32, 128])
 def test_grouped_dense__tile_instructions_of_a_group(group_size):
     """Two loads for each product, and one store for the sums of a group: nothing spills."""
@@ -265,6 +266,7 @@ def test_quantize_rows__as_numpy(width):
         np.testing.assert_array_equal(found.numpy(), expected)
 
 
+@pytest.mark.optimized
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("isa", "features", "instruction"),

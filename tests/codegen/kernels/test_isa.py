@@ -147,6 +147,7 @@ def compile_assembly(kernels: list[tvm.tirx.PrimFunc], target: Target) -> str:
     return tvm.compile(module, target=target).mod.inspect_source("asm")
 
 
+@pytest.mark.optimized
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("mcpu", EXPECTED)
 def test_assembly__has_only_what_the_target_has(mcpu):
@@ -159,6 +160,7 @@ def test_assembly__has_only_what_the_target_has(mcpu):
     assert ("vfmadd" in text) == isa.has_fma
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("mcpu", EXPECTED)
 def test_assembly__int16_by_pairs(mcpu):
     isa = EXPECTED[mcpu]
@@ -169,6 +171,7 @@ def test_assembly__int16_by_pairs(mcpu):
     assert not re.search(r"\bv?pmulld\b", text)
 
 
+@pytest.mark.optimized
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("mcpu", EXPECTED)
 def test_assembly__never_saturates_16_bit_sums(mcpu):

@@ -91,6 +91,7 @@ def assembly(mcpu: str) -> str:
     return compiled.mod.inspect_source("asm")
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("mcpu", EXPECTED)
 def test_build_lookup__emits_what_the_target_has(mcpu):
     text, shuffle = assembly(mcpu), EXPECTED[mcpu]

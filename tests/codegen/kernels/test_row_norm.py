@@ -88,6 +88,7 @@ def test_row_norm__of_every_width(width):
     check(RowNorm((None, 3), width, EPSILON, **form, rows=(None,)), runnable_target(best_isa()))
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("form", FORMS)
 def test_row_norm__compiles_for_arm(form):
     """Cross-compiled: vectors, and no call of a library function."""

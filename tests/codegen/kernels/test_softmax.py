@@ -138,6 +138,7 @@ def test_exponentiate__against_float64():
     assert np.isnan(exponentiate(np.array([np.nan], "float32")))
 
 
+@pytest.mark.optimized
 def test_softmax__compiles_for_arm():
     """Cross-compiled: vectors, and no call of a library function."""
     target = tvm.target.Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mattr": ["+neon"]})

@@ -177,6 +177,7 @@ def test_name_cpu__differs_where_code_does(monkeypatch):
     assert name(HostCpu("rocketlake", SAPPHIRE)) == name(HostCpu("rocketlake", SAPPHIRE | {"sgx"}))
 
 
+@pytest.mark.optimized
 @on_x86
 def test_compile__names_no_instruction_on_request():
     """The code for a CPU is the same without these features, so they need not be there."""
@@ -307,6 +308,7 @@ def convolve(emit, x):
     return emit("out", relax.op.nn.conv2d(x, emit.constant(128, 64, 1, 1)))
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("cpu", [*X86_NEUTRAL, "cascadelake"])
 def test_compile__sums_stay_in_registers(cpu):
     """In the assembly of a 1x1 convolution, for which LLVM has registers for a tile of sums."""

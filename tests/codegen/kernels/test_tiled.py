@@ -167,6 +167,7 @@ def compile_assembly(spec: Conv2d, isa: Isa) -> str:
     return tvm.compile(module, target=WITH_TILES).mod.inspect_source("asm")
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("rows", [1, 2])
 def test_build_conv2d__tile_instructions_of_a_block(rows):
     """As many loads as operands for each product, and one store for each sum: nothing spills."""

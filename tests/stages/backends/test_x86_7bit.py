@@ -48,11 +48,13 @@ def test_quantize__weights_are_small_and_the_ledger_says_so(quantized):
     assert all(row.quantized for row in ledger.rows)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("cpu", CPUS)
 def test_compile__adds_in_int16_where_that_is_fastest(quantized, cpu):
     assert ("pmaddubsw" in read_assembly(quantized[0], cpu)) == CPUS[cpu]
 
 
+@pytest.mark.optimized
 def test_compile__weights_of_8_bits_never_are_added_in_int16():
     mod = residual_model()
     qmod = rq.quantize(mod, None, draw_batches(mod, 1), backend="x86", effort="fast")
