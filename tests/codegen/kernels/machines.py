@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import tvm
@@ -27,6 +27,9 @@ REPRESENTATIVE = {
 }
 ISAS = (*X86_ISAS, PORTABLE)
 
+#: Codes of DLPack.
+CPU, UINT = 1, 1
+
 
 def target_of(mcpu: str) -> Target:
     return Target({"kind": "llvm", "mcpu": mcpu})
@@ -41,9 +44,31 @@ def runnable_target(isa: Isa) -> Target:
     return target_of(REPRESENTATIVE[isa.name])
 
 
-def compile_kernel(func: tirx.PrimFunc, target: Target) -> Callable[..., Any]:
+def compile_kernel(func: tirx.PrimFunc, target: Target) -> Callable[..., None]:
+    """A kernel to be called. Its workspaces hold garbage, as in a process that runs other kernels;
+    new memory is 0, and a kernel that does not write what it reads would be right with that.
+    """
     name = str(func.attrs["global_symbol"])
-    return tvm.compile(tvm.IRModule({name: func}), target=target)[name]
+    kernel = tvm.compile(tvm.IRModule({name: func}), target=target)[name]
+
+    def run(*arrays: tvm.runtime.Tensor) -> None:
+        fill_workspaces(0xA5)
+        kernel(*arrays)
+
+    return run
+
+
+def fill_workspaces(byte: int, count: int = 6, size: int = 1 << 20) -> None:
+    """Fill what TVM keeps for the next workspaces of this thread, of at most `size` bytes each."""
+    runtime = ctypes.CDLL(None)
+    allocate, free = runtime.TVMBackendAllocWorkspace, runtime.TVMBackendFreeWorkspace
+    allocate.restype = ctypes.c_void_p
+    allocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ctypes.c_int, ctypes.c_int]
+    free.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
+    blocks = [allocate(CPU, 0, size, UINT, 8) for _ in range(count)]
+    for block in blocks:
+        ctypes.memset(block, byte, size)
+        free(CPU, 0, block)
 
 
 def best_isa() -> Isa:

@@ -21,6 +21,9 @@ CASES = {
     ),
     "uint8 x uint8": BatchMatmul(2, 16, 16, 64, "uint8", 128, "uint8", 128, 1e-3),
     "with threads": BatchMatmul(4, 128, 128, 64, "uint8", 130, "uint8", 128, 1e-3),
+    "99 tokens": BatchMatmul(2, 99, 99, 64, "uint8", 130, "uint8", 128, 1e-3),
+    "values of 99 tokens": BatchMatmul(2, 99, 64, 99, "uint8", 0, "uint8", 91, 1e-3, w_heads=1),
+    "inner 99": BatchMatmul(2, 16, 64, 99, "int8", 3, "int8", 91, 1e-3),
     "values of 3 heads": BatchMatmul(6, 9, 64, 18, "uint8", 3, "uint8", 140, 1e-3, w_heads=3),
     "values of 2 heads, a panel and more": BatchMatmul(
         2, 30, 100, 33, "uint8", 3, "int8", -5, 1e-3, w_heads=2

@@ -188,6 +188,9 @@ def emit_packed_operand(
                 pack_word(word, isa.products)
         if rest:
             pack_word(T.int32(full), rest)
+        for word in range(full + bool(rest), plan.words):  # tiles take the same number of words
+            index = first + plan.number_vector(T.int32(word), block)
+            isa.store_weights(weight, index, constant(isa.word_dtype, 0, lanes))
         (own, *_) = isa.split_sums(load_vector(total, 0, width))
         sums = own * constant("int32", -x_zero_point, lanes)
         sums = sums + constant("int32", spec.inner * x_zero_point * w_zero_point, lanes)
