@@ -399,7 +399,9 @@ def emit_results(
             for i in range(count):
                 row = part * count + i
                 if not is_whole:
-                    (row,) = settle(T.min(row, block.rows - 1))
+                    row = T.min(row, block.rows - 1)
+                if not isinstance(block.rows, int):
+                    (row,) = settle(row)
                 row, pixel, number = locate_result(plan, place, *block.lines[m], row)
                 term = None
                 if operands.row_term is not None:
