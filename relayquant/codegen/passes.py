@@ -17,6 +17,7 @@ from relayquant.codegen.integer import has_integer_main, lower_integer
 from relayquant.codegen.kernels.isa.bf16 import Bf16Isa, select_bf16
 from relayquant.codegen.layout import convert_layout
 from relayquant.codegen.legalization import LEGALIZATIONS
+from relayquant.codegen.recurrent import lower_recurrent
 from relayquant.codegen.row_norms import lower_row_norms
 from relayquant.codegen.schedule.reduction_init import create_reduction_init_pass
 from relayquant.codegen.schedule.schedule_pass import create_schedule_pass
@@ -55,6 +56,7 @@ def make_pipeline(
             mod = split_int64_sums(subtract_zero_points(mod))
         mod = lower_integer(convert_layout(mod), target, choose_schedule)
         mod = lower_grouped(lower_row_norms(mod, target), target)
+        mod = lower_recurrent(mod, target)
         mod = lower_float(widen_types(mod), target, bf16=bf16)
         with target:
             lowered = tvm.transform.Sequential(

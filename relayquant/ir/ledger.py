@@ -19,6 +19,7 @@ from relayquant.base.storage.files import reading
 from relayquant.base.tables import format_html
 from relayquant.config.accumulator import NATIVE
 from relayquant.errors import ConfigError, ModelError, format_count
+from relayquant.ir.dialect.legality import is_integer_operator
 from relayquant.ir.plan import PassedOver, Plan
 from relayquant.ir.rewrite.entry import attach_attrs, find_attrs
 
@@ -339,7 +340,7 @@ class Ledger(PlainFields):
             for row in self.rows
             if row.name not in taken
             and (row.quantized or row.name in known or row.dtype.startswith("float"))
-            and not row.op.startswith("qnn.")
+            and not is_integer_operator(f"relax.{row.op}")
         )
         return replace(self, rows=(*finished, *planned))
 

@@ -145,12 +145,14 @@ class OperatorPlan(PlainFields):
     compute: str = ""
     dynamic: QSpec | None = None
     grouped: QSpec | None = None
+    has_constants_only: bool = False  #: only constants are quantized, not the data
     passed_over: tuple[PassedOver, ...] = ()
 
     @property
     def has_float_data(self) -> bool:
         """Whether it is quantized but has float data and a float result."""
-        return self.dynamic is not None or self.grouped is not None
+        is_chosen = self.dynamic is not None or self.grouped is not None
+        return is_chosen or self.has_constants_only
 
     @property
     def is_unsupported(self) -> bool:

@@ -22,6 +22,7 @@ from relayquant.codegen.kernels.isa.target import host_config, resolve_target
 from relayquant.codegen.mmap_constants import MappedExecutable, can_map
 from relayquant.config import Precision
 from relayquant.errors import RelayQuantError
+from relayquant.ir.dialect.legality import is_integer_operator
 from relayquant.ir.float_precision import find_float_precision
 from relayquant.ir.rewrite.bind import Model, bind_model
 from relayquant.ir.rewrite.entry import MAIN, find_entry, name_main, rename_function
@@ -165,4 +166,4 @@ def is_float_model(mod: tvm.IRModule) -> bool:
     if not all(isinstance(block, tvm.relax.DataflowBlock) for block in blocks):
         return False
     calls = [b.value for block in blocks for b in block.bindings if isinstance(b.value, Call)]
-    return not any(call_name(call).startswith("relax.qnn.") for call in calls)
+    return not any(is_integer_operator(call_name(call)) for call in calls)

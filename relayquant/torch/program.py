@@ -26,6 +26,7 @@ from relayquant.ir.rewrite.graph import iterate_results
 from relayquant.ir.rewrite.lifetimes import find_ends
 from relayquant.stages.prepared import CalibrationGraph
 from relayquant.torch.operators import TORCH_OPERATORS, TRAINED_ROWS
+from relayquant.torch.recurrent import RECURRENT_FORMS
 from relayquant.torch.submodule_cut import Placeholder
 
 #: (key of a group, channel axis, value) -> the value rounded by the group
@@ -349,7 +350,8 @@ class ProgramBuilder:
     def make_call(self, call: Call, name: str, var: relax.Var) -> Reader:
         """Make the function that computes a call of an operator."""
         operator = name.removeprefix("relax.")
-        function, reason = TORCH_OPERATORS.get(operator), self.explain_missing(call, operator)
+        forms = {**TORCH_OPERATORS, **RECURRENT_FORMS}
+        function, reason = forms.get(operator), self.explain_missing(call, operator)
         if function is None or reason:
             self.missing.setdefault(reason or operator or str(call.op), var.name)
             return lambda values: None

@@ -117,9 +117,14 @@ class OnnxBuilder:
 
     def emit(self, op: str, inputs: Sequence[str], output: str, **attrs: Any) -> str:
         """Add a node that computes tensor `output`, and return its name."""
-        name = f"{output}/{op}"
-        self.nodes.append(helper.make_node(op, list(inputs), [output], name=name, **attrs))
+        self.add_node(op, inputs, [output], f"{output}/{op}", **attrs)
         return output
+
+    def add_node(
+        self, op: str, inputs: Sequence[str], outputs: Sequence[str], name: str, **attrs: Any
+    ) -> None:
+        """Add a node with several outputs."""
+        self.nodes.append(helper.make_node(op, list(inputs), list(outputs), name=name, **attrs))
 
     def step(self, op: str, inputs: Sequence[str], base: str, **attrs: Any) -> str:
         """Add a node for a tensor that is not a value of the module."""

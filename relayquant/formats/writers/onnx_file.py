@@ -26,13 +26,15 @@ from relayquant.formats.writers.onnx_operators import (
     Writer,
 )
 from relayquant.formats.writers.onnx_qnn import QNN_WRITERS
+from relayquant.formats.writers.onnx_recurrent import RECURRENT_WRITERS
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.attributes import find_unmodelled
 from relayquant.ir.rewrite.bind import Model, bind_model
 from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
 
-#: Relax operator -> its writer
-WRITERS: dict[str, Writer] = {**FLOAT_WRITERS, **DATA_MOVEMENT_WRITERS, **QNN_WRITERS}
+#: Operator -> its writer
+DIALECT_WRITERS: dict[str, Writer] = {**QNN_WRITERS, **RECURRENT_WRITERS}
+WRITERS: dict[str, Writer] = {**FLOAT_WRITERS, **DATA_MOVEMENT_WRITERS, **DIALECT_WRITERS}
 
 #: Relax operator -> attributes that its writer writes. Writers of the dialect write all attributes.
 ATTRIBUTES = {**FLOAT_ATTRIBUTES, **DATA_MOVEMENT_ATTRIBUTES}
@@ -153,7 +155,7 @@ def check_operators(graph: Graph) -> None:
         if call is None:
             continue
         found = None
-        if op in WRITERS and op not in QNN_WRITERS:
+        if op in WRITERS and op not in DIALECT_WRITERS:
             found = find_unmodelled([call], ATTRIBUTES.get(op, ()))
         if op not in WRITERS or found is not None:
             what = op if found is None else f"{op} with {found.name}={found.value!r}"

@@ -18,11 +18,14 @@ CONVOLUTIONS = frozenset(
 PRODUCTS = frozenset(
     {"relax.matmul", *(f"relax.qnn.{op}" for op in ("dense", "batch_matmul", "grouped_dense"))}
 )
+RECURRENCES = frozenset(f"relax.qnn.{op}" for op in ("lstm", "gru", "rnn"))
 TRANSPOSED_CONVOLUTIONS = frozenset({"relax.nn.conv2d_transpose", "relax.qnn.conv2d_transpose"})
 
 
 def count_macs(call: Any) -> int:
-    """Count the multiply-adds of one call. Anything but a convolution or matrix product counts 0.
+    """Count the multiply-adds of one call: of a convolution, matrix product or recurrent layer.
+
+    Anything else counts 0.
 
     Symbolic dimensions count as 1. With a symbolic batch, the result is the cost of one sample.
     """
@@ -37,6 +40,8 @@ def count_macs(call: Any) -> int:
         positions = prod(static_dims(call.args[0].ty))
     elif op in PRODUCTS:
         return prod(static_dims(call.ty)) * static_dims(call.args[0].ty)[-1]
+    elif op in RECURRENCES:
+        return prod(static_dims(call.args[0].ty)) * static_dims(call.args[1].ty)[0]
     else:
         return 0
     weight = static_dims(call.args[1].ty)

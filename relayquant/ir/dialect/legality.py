@@ -15,7 +15,7 @@ from tvm import relax
 from tvm.ir import Call, Op
 
 from relayquant.errors import ModelError
-from relayquant.ir.dialect.qnn import OPERATORS, grouped
+from relayquant.ir.dialect.qnn import OPERATORS, grouped, recurrent
 
 
 class Stage(enum.Enum):
@@ -40,9 +40,16 @@ LEGAL_STAGES: dict[str, frozenset[Stage]] = {
     "relax.qnn.dequantize": _NOT_FLOAT,
     # compressed weights: the rest of the model is unchanged
     **{operator.full_name: frozenset(Stage) for operator in grouped.OPERATORS},
+    # recurrent layers: float with a float32 weight
+    **{operator.full_name: frozenset(Stage) for operator in recurrent.OPERATORS},
     "relax.qnn.simulated_quantize": _SIMULATED_ONLY,
     "relax.qnn.simulated_dequantize": _SIMULATED_ONLY,
 }
+
+
+def is_integer_operator(name: str) -> bool:
+    """Whether an operator with this name shows that a module is quantized."""
+    return name.startswith("relax.qnn.") and name not in recurrent.RECURRENT_OPERATORS
 
 
 def iterate_bindings(expr: Any) -> Iterator[Any]:

@@ -74,6 +74,7 @@ def annotate(
                 accumulator=matched.accumulator,
                 dynamic=matched.dynamic,
                 grouped=matched.grouped,
+                has_constants_only=matched.has_constants_only,
             )
         else:
             skip = matched.skip
@@ -159,6 +160,8 @@ def check_wanted(
                 reason = "its data has parameters of the run time"
             if matched.grouped is not None:
                 reason = "its weight alone is quantized, in groups"
+            if matched.has_constants_only:
+                reason = "its weight alone is quantized"
             raise ConfigError(
                 f"output_dtypes: output {matched.root.name!r} "
                 f"({matched.op.removeprefix('relax.')}) is computed in float: {reason}. Leave it "

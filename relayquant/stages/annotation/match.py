@@ -93,7 +93,17 @@ class OperatorMatch:
     @property
     def has_float_data(self) -> bool:
         """Whether the operator is quantized but reads and returns float values."""
-        return self.dynamic is not None or self.grouped is not None
+        is_chosen = self.dynamic is not None or self.grouped is not None
+        return is_chosen or self.has_constants_only
+
+    @property
+    def has_constants_only(self) -> bool:
+        """Whether the operator is quantized, but its row has no operand for data."""
+        return (
+            self.can_quantize
+            and self.pattern is not None
+            and not any(operand.role is Role.ACTIVATION for operand in self.pattern.operands)
+        )
 
     @property
     def kind(self) -> Kind | None:

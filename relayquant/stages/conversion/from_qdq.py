@@ -20,6 +20,7 @@ from tvm.relax.dpl import is_op, wildcard
 from relayquant.base.qtypes import QParams, Rounding
 from relayquant.config import BackendConfig
 from relayquant.ir.dialect import qnn
+from relayquant.ir.dialect.legality import is_integer_operator
 from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE
 from relayquant.ir.ledger import Ledger, LedgerRow, ledger_attrs
 from relayquant.ir.ops import QuantOp
@@ -213,7 +214,7 @@ def add_ledger(
     rows = []
     for binding in source.bindings:
         call, name = source.call_of(binding.var), binding.var.name
-        if call is None or call_name(call).startswith("relax.qnn.") or name in inner:
+        if call is None or is_integer_operator(call_name(call)) or name in inner:
             continue
         if stays_float(source, final, binding.var):
             reason = explain_float(graph, backend, name)

@@ -18,6 +18,7 @@ import tvm
 from relayquant.base.qtypes import INTEGER_LIMITS, Granularity, QParams, QSpec, Scheme
 from relayquant.config import BackendConfig
 from relayquant.errors import ConfigError, ModelError, suggest_name, warn_user
+from relayquant.ir.dialect.legality import is_integer_operator
 from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE, QUANTIZE
 from relayquant.ir.ledger import find_ledger
 from relayquant.ir.plan import Plan, SharedQParams
@@ -43,7 +44,7 @@ def has_quantized_values(mod: tvm.IRModule) -> bool:
     """
     graph = Graph(mod)
     names = (graph.op_name(binding.var) for binding in graph.bindings)
-    return any(name.startswith("relax.qnn.") or name in QDQ_OPERATORS for name in names)
+    return any(is_integer_operator(name) or name in QDQ_OPERATORS for name in names)
 
 
 def realize_quantized(canonical: tvm.IRModule, backend: BackendConfig) -> tvm.IRModule:

@@ -24,6 +24,7 @@ from relayquant.base.qtypes import INTEGER_LIMITS, QParams, Rounding
 from relayquant.config import BackendConfig
 from relayquant.errors import ConfigError
 from relayquant.ir.dialect import qnn
+from relayquant.ir.dialect.qnn.recurrent import has_integer_weight
 from relayquant.ir.ledger import Ledger, find_ledger, ledger_attrs
 from relayquant.ir.ops import Kind, Operand, Output, Quantized, QuantOp
 from relayquant.ir.ops.build import unary_pattern
@@ -297,6 +298,8 @@ def record_declined(
         var = graph.vars.get(row.name)
         is_same = var in graph.values and graph.op_name(var) == f"relax.{row.op}"
         if is_same and tensor_dtype(var).startswith("float"):
+            if has_integer_weight(graph.values[var]):
+                continue
             skip = declined.get(row.name, Skip("the allow-list has no rule for it"))
             corrected = corrected.with_refusal(row.name, skip.reason, skip.advice)
     if corrected is ledger:

@@ -183,9 +183,25 @@ def test_recurrent__as_pytorch(op):
     check(expected, model, feeds)
 
 
+def list_calls(mod):
+    (block,) = mod["main"].body.blocks
+    ops = [getattr(binding.value, "op", None) for binding in block.bindings]
+    return [op.name for op in ops if op is not None]
+
+
+@pytest.mark.parametrize("op", GATES)
+def test_recurrent__one_operator_for_all_steps(op):
+    """The module does not grow with the number of steps."""
+    few, many = (import_onnx(make_case(op, steps=n)[0])[0] for n in (3, 5000))
+    assert list_calls(few) == list_calls(many)
+    assert list_calls(few).count(f"relax.qnn.{op.lower()}") == 1
+    assert list_calls(few).count("relax.matmul") == 1
+
+
 def test_recurrent__one_constant_for_all_steps():
-    """The inputs are multiplied once, the state in each step with the same constant."""
-    mod, _ = import_onnx(make_case("LSTM", steps=5)[0])
+    """What is unrolled multiplies the inputs once, and the state always with the same constant."""
+    names = ["Sigmoid", "Tanh", "Softsign"]
+    mod, _ = import_onnx(make_case("LSTM", steps=5, activations=names)[0])
     (block,) = mod["main"].body.blocks
     products = [
         binding.value.args[1]
@@ -203,7 +219,7 @@ def test_recurrent__one_constant_for_all_steps():
         ({"activations": ["Tanh"]}, "activations has 1 name; expected: 3"),
         ({"activations": ["Tanh", "Tanh", "Affine"]}, "'Affine' has no alpha"),
         ({"direction": "up"}, "direction is 'up'; allowed: forward, reverse, bidirectional"),
-        ({"steps": 5000}, "more than 4096 steps"),
+        ({"steps": 5000, "activations": ["Tanh", "Tanh", "Elu"]}, "more than 4096 steps"),
     ],
 )
 def test_recurrent__refused(settings, message):
@@ -218,11 +234,20 @@ def test_recurrent__weights_that_do_not_fit():
         import_onnx(model)
 
 
-def test_recurrent__length_must_be_known():
-    model, feeds = make_case("GRU", states=False)
+def make_symbolic(**settings):
+    model, feeds = make_case("GRU", states=False, **settings)
     dims = model.graph.input[0].type.tensor_type.shape.dim
     dims[0].dim_param, dims[1].dim_param = "T", "N"
+    return model, feeds
+
+
+def test_recurrent__length_known_at_run_time():
+    model, feeds = make_symbolic()
+    check(ReferenceEvaluator(model).run(None, feeds), model, feeds)
+
+
+def test_recurrent__length_of_unrolled_steps_must_be_known():
+    model, _ = make_symbolic(activations=["Sigmoid", "Softsign"])
     with pytest.raises(ModelError, match=r"length of its sequence is T; .*shapes={'X': "):
         import_onnx(model)
-    expected = ReferenceEvaluator(model).run(None, feeds)
-    check(expected, model, feeds, shapes={"X": (STEPS, "N", INPUTS)})
+    import_onnx(model, shapes={"X": (STEPS, "N", INPUTS)})

@@ -30,6 +30,9 @@ W = ((5, 3, 3, 3), "int8")
 A = ((4, 6), "int8")
 P = (((), "float32"), ((), "int32"))
 GROUPED = (((5, 3), "uint8"), ((5, 3), "float16"), ((5, 3), "uint8"))
+ROWS, LENGTHS = ((2, 3), "float32"), ((2,), "int32")
+STATES = (ROWS, ROWS, ((3, 3), "float32"), LENGTHS)
+GRU = (ROWS, ((3,), "float32"), LENGTHS)
 
 #: Operator -> (types of the variables, call with no attribute at its default value).
 EXAMPLES = {
@@ -102,6 +105,18 @@ EXAMPLES = {
         lambda *a: qnn.grouped_dense(*a, 3, 2, 6),
     ),
     "grouped_take": ([((2, 3), "int64"), *GROUPED], lambda *a: qnn.grouped_take(*a, 3, 2, 6)),
+    "lstm": (
+        [((4, 2, 12), "float32"), ((3, 12), "int8"), ((12,), "float32"), *STATES],
+        lambda *a: qnn.lstm(*a, ["relu", "tanh", "sigmoid"], 0.5, True, True),
+    ),
+    "gru": (
+        [((4, 2, 9), "float32"), ((3, 9), "int8"), ((9,), "float32"), *GRU],
+        lambda *a: qnn.gru(*a, ["relu", "tanh"], 0.5, True, True),
+    ),
+    "rnn": (
+        [((4, 2, 3), "float32"), ((3, 3), "float32")],
+        lambda *a: qnn.rnn(*a, activations=["relu"], clip=0.5, is_reversed=True),
+    ),
 }
 
 

@@ -1,8 +1,10 @@
-"""ONNX reader: LSTM, GRU and RNN -> the operators of their steps.
+"""ONNX reader: LSTM, GRU and RNN -> one operator of the dialect for each direction.
 
-All inputs are multiplied by their weights at once. The state is multiplied in each step,
-always by the same constant:
+All inputs are multiplied by their weights at once. The operator multiplies the state:
     gates = matmul(X, W^T) + b            (steps, batch, gates * hidden)
+    y = qnn.lstm(gates, R^T)              last states, then the hidden state of each step
+
+Activations that the dialect does not have are unrolled into the operators of their steps:
     h = f(gates[t] + matmul(h, R^T))      for each step t
 If no initial state is given, it is zero, and its products are left out in the first step.
 """
@@ -15,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from tvm import relax
+from tvm import relax, tirx
+from tvm.ir import Call
 
 from relayquant.errors import format_count
 from relayquant.formats.readers.onnx.activations import find_activation
@@ -26,7 +29,9 @@ from relayquant.formats.readers.onnx.steps import (
     take_element,
 )
 from relayquant.formats.readers.refusal import Refusal
-from relayquant.ir.rewrite.graph import constant_value, tensor_shape
+from relayquant.ir.dialect import qnn
+from relayquant.ir.dialect.qnn.recurrent import ACTIVATIONS
+from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
 #: An activation with its parameters, applied after the clip.
 Activate = Callable[[relax.Expr], relax.Expr]
@@ -76,6 +81,7 @@ class Cell:
     activations: tuple[str, ...]
     states: int
     step: Step
+    layer: Callable[..., Call]  #: constructor of the dialect
 
 
 def convert_recurrent(
@@ -84,21 +90,107 @@ def convert_recurrent(
     """Convert LSTM, GRU or RNN -> (Y, last hidden state, last cell), as ONNX defines them.
 
     Raises:
-        Refusal: the number of steps is unknown, or a shape or an attribute does not fit the
-            operator.
+        Refusal: a shape or an attribute does not fit the operator, or the operator is unrolled and
+            the number of steps is unknown.
     """
     data, weight, recurrence, *others = (*inputs, *[None] * 8)[:8]
     directions = len(read_directions(attrs))
     shapes = [tensor_shape(operand) for operand in (data, weight, recurrence)]
     hidden = check_shapes(cell, shapes, attrs, directions)
-    products = [
-        (
-            multiply_by(bb, transpose(bb, take_element(bb, weight, at, 0))),
-            split_recurrence(cell, bb, take_element(bb, recurrence, at, 0), hidden, attrs),
-        )
+    matrices = [
+        [take_element(bb, matrix, at, 0) for matrix in (weight, recurrence)]
         for at in range(directions)
     ]
+    activations = find_dialect_activations(cell, attrs, directions)
+    if activations is not None and tensor_dtype(data) == "float32":
+        return emit_layers(cell, bb, (data, *others), hidden, matrices, activations, attrs)
+    products = [
+        (
+            multiply_by(bb, transpose(bb, own)),
+            split_recurrence(cell, bb, state, hidden, attrs),
+        )
+        for own, state in matrices
+    ]
     return unroll_steps(cell, bb, (data, *others), hidden, products, attrs)
+
+
+# -- one operator per layer and direction ----------------------------------------------------------
+
+
+def find_dialect_activations(
+    cell: Cell, attrs: dict[str, Any], directions: int
+) -> list[str] | None:
+    """Return the names of all activations, or None if the dialect does not have one of them."""
+    names = [name.decode().lower() for name in attrs.get("activations", ())]
+    names = names or [name.lower() for name in cell.activations] * directions
+    is_known = len(names) == len(cell.activations) * directions and set(names) <= set(ACTIVATIONS)
+    return names if is_known else None
+
+
+def emit_layers(
+    cell: Cell,
+    bb: relax.BlockBuilder,
+    inputs: Sequence[Any],
+    hidden: int,
+    matrices: Sequence[Sequence[relax.Expr]],
+    activations: Sequence[str],
+    attrs: dict[str, Any],
+) -> relax.Expr:
+    """Emit one product and one operator of the dialect for each direction.
+
+    The arguments are those of `unroll_steps`, with the weights (gates * hidden, ...) of inputs and
+    state for each direction. Returns the results of `convert_recurrent`.
+    """
+    data, bias, lengths, *states = inputs
+    states, peepholes = states[: cell.states], states[2] if cell.states == 2 else None
+    layout, count = int(attrs.get("layout", 0)), len(cell.activations)
+    if layout:
+        data = bb.emit(relax.op.permute_dims(data, [1, 0, 2]))
+    steps = data.ty.shape.values[0]
+    if isinstance(steps, tirx.IntImm) and int(steps) < 1:
+        raise Refusal("its sequence is empty")
+    sequences, lasts = [], []
+    for at, is_reversed in enumerate(read_directions(attrs)):
+        own, state = matrices[at]
+        outer, inner = split_bias(cell, bb, bias, at, hidden, attrs)
+        gates = add(bb, bb.emit(relax.op.matmul(data, transpose(bb, own))), outer)
+        operands: dict[str, Any] = {
+            name: take_element(bb, value, at, layout)
+            for name, value in zip(("hidden", "cell"), states, strict=False)
+            if value is not None
+        }
+        if inner is not None:
+            operands["hidden_bias"] = inner
+        look = split_peepholes(bb, peepholes, at, hidden)
+        if look:
+            operands["peepholes"] = join(bb, [expand(bb, row, 0) for row in look], 0)
+        if lengths is not None:
+            operands["lengths"] = lengths
+        if cell is LSTM:
+            operands["input_forget"] = bool(attrs.get("input_forget", 0))
+        if cell is GRU:
+            operands["linear_before_reset"] = bool(attrs.get("linear_before_reset", 0))
+        layer = cell.layer(
+            gates,
+            transpose(bb, state),
+            **operands,
+            activations=activations[at * count : (at + 1) * count],
+            clip=float(attrs.get("clip") or 0.0),
+            is_reversed=is_reversed,
+        )
+        values = bb.emit(layer)
+        lasts.append([slice_element(bb, values, i, 0) for i in range(cell.states)])
+        every = relax.op.strided_slice(values, [0], [cell.states], [steps + cell.states], [1])
+        sequences.append(bb.emit(every))
+    last = [join(bb, list(each), 0) for each in zip(*lasts, strict=True)]
+    if layout:
+        last = [bb.emit(relax.op.permute_dims(each, [1, 0, 2])) for each in last]
+        sequences = [bb.emit(relax.op.permute_dims(each, [1, 0, 2])) for each in sequences]
+    expanded = [expand(bb, each, 1 + layout) for each in sequences]
+    return relax.Tuple([join(bb, expanded, 1 + layout), *last])
+
+
+# -- unrolled --------------------------------------------------------------------------------------
 
 
 def unroll_steps(
@@ -437,6 +529,14 @@ def cut(bb: relax.BlockBuilder, state: relax.Expr, at: int, layout: int) -> rela
     return slice_element(bb, state, at, layout)
 
 
+def expand(bb: relax.BlockBuilder, value: relax.Expr, axis: int) -> relax.Expr:
+    """Insert an axis of size 1. A constant stays a constant."""
+    array = constant_value(value)
+    if array is not None:
+        return relax.const(np.expand_dims(array, axis), str(array.dtype))
+    return bb.emit(relax.op.expand_dims(value, axis))
+
+
 def slice_rows(bb: relax.BlockBuilder, matrix: relax.Expr, begin: int, end: int) -> relax.Expr:
     """Return matrix[begin:end]. A constant stays a constant."""
     array = constant_value(matrix)
@@ -464,6 +564,6 @@ def join(bb: relax.BlockBuilder, values: Sequence[relax.Expr], axis: int) -> rel
     return bb.emit(relax.op.concat(list(values), axis))
 
 
-LSTM = Cell(4, ("Sigmoid", "Tanh", "Tanh"), 2, step_lstm)
-GRU = Cell(3, ("Sigmoid", "Tanh"), 1, step_gru)
-RNN = Cell(1, ("Tanh",), 1, step_rnn)
+LSTM = Cell(4, ("Sigmoid", "Tanh", "Tanh"), 2, step_lstm, qnn.lstm)
+GRU = Cell(3, ("Sigmoid", "Tanh"), 1, step_gru, qnn.gru)
+RNN = Cell(1, ("Tanh",), 1, step_rnn, qnn.rnn)

@@ -35,6 +35,7 @@ from relayquant.ir.dialect.qnn import (
     grouped,
     product,
     quantization,
+    recurrent,
     reduction,
     simulation,
     slope,
@@ -46,6 +47,7 @@ from relayquant.ir.dialect.qnn.convolution import *
 from relayquant.ir.dialect.qnn.grouped import *
 from relayquant.ir.dialect.qnn.product import *
 from relayquant.ir.dialect.qnn.quantization import *
+from relayquant.ir.dialect.qnn.recurrent import *
 from relayquant.ir.dialect.qnn.reduction import *
 from relayquant.ir.dialect.qnn.simulation import *
 from relayquant.ir.dialect.qnn.slope import *
@@ -63,6 +65,7 @@ FAMILIES = (
     slope,
     table,
     grouped,
+    recurrent,
 )
 
 OPERATORS: tuple[Operator, ...] = tuple(row for family in FAMILIES for row in family.OPERATORS)

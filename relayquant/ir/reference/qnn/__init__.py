@@ -26,6 +26,7 @@ from relayquant.ir.reference.qnn import (
     linear,
     pointwise,
     quantization,
+    recurrent,
     reduction,
 )
 from relayquant.ir.reference.qnn.arithmetic import *
@@ -33,11 +34,12 @@ from relayquant.ir.reference.qnn.grouped import *
 from relayquant.ir.reference.qnn.linear import *
 from relayquant.ir.reference.qnn.pointwise import *
 from relayquant.ir.reference.qnn.quantization import *
+from relayquant.ir.reference.qnn.recurrent import *
 from relayquant.ir.reference.qnn.reduction import *
 
 #: Name of the operator without "relax.qnn." -> numpy form.
 OPERATORS: dict[str, Callable[..., Any]] = {
     name: getattr(family, name)
-    for family in (quantization, linear, arithmetic, reduction, pointwise, grouped)
+    for family in (quantization, linear, arithmetic, reduction, pointwise, grouped, recurrent)
     for name in family.__all__
 }
