@@ -195,7 +195,7 @@ class ProductCall:
     parts: tuple[tuple[Any, Any], ...]
 
 
-class ProductKernel:
+class ProductRunner:
     """Runs a product of any data shape on a kernel. Data and results have the order (N, spatial,
     C).
 
@@ -298,7 +298,7 @@ class ProductStep:
     ) -> None:
         self.layout, self.chain, self.result = layout, chain, result
         self.data, self.weight, self.bias, self.residual = data, weight, bias, residual
-        self.product = ProductKernel(result.name, layout, kernels, (chain.low, chain.high))
+        self.product = ProductRunner(result.name, layout, kernels, (chain.low, chain.high))
         #: (weight, packed weight) of the last call
         self.packed: tuple[np.ndarray, Any] | None = None
         #: (bias, tensor of it) of the last call
@@ -355,7 +355,7 @@ class IntegerProductStep:
     ) -> None:
         self.layout, self.result, self.data = layout, result, data
         self.zero_point, self.dtype = np.float32(zero_point), dtype
-        self.product = ProductKernel(result.name, layout, kernels)
+        self.product = ProductRunner(result.name, layout, kernels)
         self.packed = self.product.pack(layout.to_rows(weight))
 
     def run(self, frame: Frame) -> None:
