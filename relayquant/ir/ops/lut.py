@@ -15,6 +15,7 @@ from tvm import relax
 from relayquant.base.qtypes import Rounding
 from relayquant.ir.dialect import qnn
 from relayquant.ir.ops.base import (
+    ElementFunction,
     Kind,
     Operand,
     Output,
@@ -24,7 +25,12 @@ from relayquant.ir.ops.base import (
     compute_in_one_dtype,
 )
 from relayquant.ir.ops.build import check_float, unary_pattern
-from relayquant.ir.ops.chain import CHAIN_ATTRIBUTES, ChainPattern, build_chain_table
+from relayquant.ir.ops.chain import (
+    CHAIN_ATTRIBUTES,
+    ChainPattern,
+    build_chain_table,
+    chain_function,
+)
 from relayquant.ir.reference.lookup_table import build_table
 from relayquant.ir.reference.unary import RELAX_UNARY
 from relayquant.ir.rewrite import Match, Skip
@@ -43,12 +49,16 @@ def realize_lookup(context: RealizeContext) -> relax.Expr | Skip:
     data = context.operands["data"]
     if data.qparams.dtype not in ("int8", "uint8"):
         return Skip(f"a table needs 8-bit data, the input is {data.qparams.dtype}")
-    call = context.match.graph.values[context.match.root]
-    attributes = read_attributes(call)
-    function = functools.partial(RELAX_UNARY[call.op.name].tabulate, **attributes)
+    function = unary_function(context.match)
     table = build_table(function, data.qparams, context.output, Rounding.TONEAREST_EVEN)
     value = context.emit(qnn.lookup(data.value, relax.const(table, str(table.dtype))), "int")
     return Quantized(value, context.output).dequantize()
+
+
+def unary_function(match: Match) -> ElementFunction:
+    """Return the function that a unary operator computes."""
+    call = match.graph.values[match.root]
+    return functools.partial(RELAX_UNARY[call.op.name].tabulate, **read_attributes(call))
 
 
 def check_leaky_relu(match: Match) -> Skip | None:
@@ -122,7 +132,7 @@ CHAIN_OPS: tuple[QuantOp, ...] = (
     QuantOp(
         "elementwise_chain", "relax.elementwise_chain", ChainPattern(), (Operand("data"),),
         Kind.CONNECTOR, Output.OWN, realize_chain, check=check_float,
-        attributes=CHAIN_ATTRIBUTES,
+        attributes=CHAIN_ATTRIBUTES, function=chain_function,
     ),
 )  # fmt: skip
 
@@ -130,6 +140,7 @@ TABLE_OPS: tuple[QuantOp, ...] = tuple(
     QuantOp(
         row.name, op, unary_pattern(op), (Operand("data"),), Kind.CONNECTOR, Output.OWN,
         realize_lookup, check=check_float, attributes=row.attributes,
+        function=unary_function,
     )
     for op, row in RELAX_UNARY.items()
     if row.is_table
