@@ -5,6 +5,7 @@ A layer whose shapes are not known is left for exact legalization.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,9 +96,9 @@ def lower_layer(context: RecurrentBlock, var: relax.Var) -> Lowered | Skip:
         bool(getattr(attrs, "input_forget", False)),
         tuple(given),
     )
-    weights: list[relax.Expr | np.ndarray] = [weight]
+    weights: Sequence[relax.Expr | np.ndarray] = [weight]
     if is_integer:
-        weights = [*pack_recurrence(spec, context.isa, *constants)]  # pyright: ignore[reportArgumentType]
+        weights = pack_recurrence(spec, context.isa, *constants)  # pyright: ignore[reportArgumentType]
     kernel = Kernel(cell, spec, lambda: build_recurrence(spec, context.isa, cell))
     return Lowered((var,), kernel, (data, *weights, *operands))
 

@@ -358,6 +358,8 @@ class ProgramBuilder:
         if name in WEIGHTED and var.name not in self.fixed:
             for i, arg in enumerate(call.args):
                 self.note_trained(arg, (var.name, i))
+        if operator in RECURRENT_FORMS and var.name not in self.fixed:
+            self.note_trained(call.args[1], (var.name, 1))  # not the initial states
         attrs = SimpleNamespace(**read_attributes(call))
         readers = [self.read(arg) for arg in call.args]
         conform = make_conform(var.ty)

@@ -23,6 +23,7 @@ from relayquant.config import (
     Support,
 )
 from relayquant.config.mapping import MappingRule, OperatorSite, Selector
+from relayquant.ir.dialect.qnn.recurrent import RECURRENT_OPERATORS
 from relayquant.ir.ops import Kind, Operand, Output, QuantOp
 from relayquant.ir.ops.callbacks import run_check, run_match
 from relayquant.ir.ops.find import order_rows
@@ -188,6 +189,9 @@ def choose_float(matched: OperatorMatch, backend: BackendConfig) -> OperatorMatc
     config = matched.rule.qconfig if matched.rule is not None else None
     if not isinstance(config, FloatConfig) or tensor_dtype(matched.root) != "float32":
         return matched
+    if matched.op in RECURRENT_OPERATORS:
+        skip = Skip("recurrent layers compute in float32", "choose a QConfig, or None for float32")
+        return replace(matched, skip=skip, support=Support.DTYPE_UNSUPPORTED)
     if config.dtype in backend.float_dtypes:
         reason = f"computed in {config.dtype} by the configuration ({matched.rule.description})"
         return replace(matched, skip=Skip(reason), support=Support.SERVED, compute=config.dtype)

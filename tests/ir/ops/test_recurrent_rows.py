@@ -77,6 +77,14 @@ def test_recurrent__kept_in_float():
     assert "qnn.lstm" in rows["qnn.lstm"]["reason"]
 
 
+def test_recurrent__has_no_float16():
+    mapping = rq.QConfigMapping().set_object_type("qnn.lstm", rq.config.FLOAT16)
+    with pytest.warns(UserWarning, match="float32"):
+        _, _, qmod = quantize("LSTM", qconfig_mapping=mapping)
+    rows = {row["op"]: row for row in rq.ledger(qmod).to_dict()["operators"]}
+    assert rows["qnn.lstm"]["reason"] == "recurrent layers compute in float32"
+
+
 @pytest.mark.parametrize("op", GATES)
 def test_recurrent__exported_as_one_node(op, tmp_path):
     ort = pytest.importorskip("onnxruntime")

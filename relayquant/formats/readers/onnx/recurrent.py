@@ -28,6 +28,7 @@ from relayquant.formats.readers.onnx.steps import (
     slice_element,
     take_element,
 )
+from relayquant.formats.readers.recurrent_layer import emit_layer
 from relayquant.formats.readers.refusal import Refusal
 from relayquant.ir.dialect import qnn
 from relayquant.ir.dialect.qnn.recurrent import ACTIVATIONS
@@ -153,7 +154,6 @@ def emit_layers(
     for at, is_reversed in enumerate(read_directions(attrs)):
         own, state = matrices[at]
         outer, inner = split_bias(cell, bb, bias, at, hidden, attrs)
-        gates = add(bb, bb.emit(relax.op.matmul(data, transpose(bb, own))), outer)
         operands: dict[str, Any] = {
             name: take_element(bb, value, at, layout)
             for name, value in zip(("hidden", "cell"), states, strict=False)
@@ -170,18 +170,19 @@ def emit_layers(
             operands["input_forget"] = bool(attrs.get("input_forget", 0))
         if cell is GRU:
             operands["linear_before_reset"] = bool(attrs.get("linear_before_reset", 0))
-        layer = cell.layer(
-            gates,
-            transpose(bb, state),
+        sequence, last = emit_layer(
+            bb,
+            cell.layer,
+            data,
+            (transpose(bb, own), transpose(bb, state), outer),
+            cell.states,
             **operands,
             activations=activations[at * count : (at + 1) * count],
             clip=float(attrs.get("clip") or 0.0),
             is_reversed=is_reversed,
         )
-        values = bb.emit(layer)
-        lasts.append([slice_element(bb, values, i, 0) for i in range(cell.states)])
-        every = relax.op.strided_slice(values, [0], [cell.states], [steps + cell.states], [1])
-        sequences.append(bb.emit(every))
+        sequences.append(sequence)
+        lasts.append(last)
     last = [join(bb, list(each), 0) for each in zip(*lasts, strict=True)]
     if layout:
         last = [bb.emit(relax.op.permute_dims(each, [1, 0, 2])) for each in last]

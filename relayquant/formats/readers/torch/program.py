@@ -26,6 +26,7 @@ from relayquant.formats.readers.torch.archive import drop_stacks, read_program, 
 from relayquant.formats.readers.torch.decompositions import find_release, make_decompositions
 from relayquant.formats.readers.torch.operators import OPERATORS
 from relayquant.formats.readers.torch.quantized import make_converters
+from relayquant.formats.readers.torch.recurrent import keep_layers, make_recurrent_converters
 from relayquant.formats.readers.torch.signature import (
     check_effects,
     describe_node,
@@ -109,10 +110,17 @@ def _import_program(program: Any) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
     check_effects(program)
     try:
         with silence_torch(), drop_stacks():
-            program = program.run_decompositions(make_decompositions())
+            table = make_decompositions()
+            keep_layers(program, table)
+            program = program.run_decompositions(table)
         check_effects(program)
         drop_constant_inputs(program)
-        converters = {**OPERATORS, **make_converters(find_constants(program))}
+        constants = find_constants(program)
+        converters = {
+            **OPERATORS,
+            **make_recurrent_converters(constants),
+            **make_converters(constants),
+        }
         with _tvm.FRONTEND_LOCK:
             mod = importer.from_exported_program(program, False, True, False, converters)
     except ModelError:
