@@ -3,7 +3,7 @@
 It runs as a script. The process loads its engine and nothing else: no TVM next to ONNX Runtime, and
 no compiler next to TVM's runtime. One line of JSON each way, on stdin and stdout:
 
-    {"engine", "path", "float", "inputs", "threads"}  ->  {"ready": true} or {"error": "..."}
+    {"engine", "path", "precision", "inputs", "threads"}  ->  {"ready": true} or {"error": "..."}
     {"turn": seconds, "interval": seconds}            ->  [[wall seconds, CPU seconds], ...]
     {"memory": true}                                  ->  [bytes now, bytes at most]
 
@@ -28,8 +28,13 @@ import numpy as np
 
 Run = Callable[[], object]
 
+#: precision of a float model -> OpenVINO's name
+PRECISION_HINTS = {"float32": "f32", "bf16": "bf16"}
 
-def load_relayquant(path: str, _: bool, inputs: Mapping[str, np.ndarray], threads: int) -> Run:
+
+def load_relayquant(
+    path: str, _: str | None, inputs: Mapping[str, np.ndarray], threads: int
+) -> Run:
     """Return a run of a library that `export_library` wrote. `threads` are in the environment."""
     from relayquant_runtime import Library, as_tensor
 
@@ -38,7 +43,9 @@ def load_relayquant(path: str, _: bool, inputs: Mapping[str, np.ndarray], thread
     return lambda: main(*tensors)
 
 
-def load_onnxruntime(path: str, _: bool, inputs: Mapping[str, np.ndarray], threads: int) -> Run:
+def load_onnxruntime(
+    path: str, _: str | None, inputs: Mapping[str, np.ndarray], threads: int
+) -> Run:
     """Return a run of an ONNX file.
 
     Threads spin during a run and stop at its end, so they take no time from the next measurement.
@@ -55,12 +62,14 @@ def load_onnxruntime(path: str, _: bool, inputs: Mapping[str, np.ndarray], threa
     return lambda: session.run(None, feed)
 
 
-def load_openvino(path: str, is_float: bool, inputs: Mapping[str, np.ndarray], threads: int) -> Run:
+def load_openvino(
+    path: str, precision: str | None, inputs: Mapping[str, np.ndarray], threads: int
+) -> Run:
     """Return a run of an ONNX or OpenVINO file, compiled for the shapes of the inputs and low
     latency.
 
-    On a CPU with bfloat16, OpenVINO would compute float models in bfloat16. The other engines here
-    do not, so float32 is requested.
+    On a CPU with bfloat16, OpenVINO computes float models in bfloat16 unless it is asked for
+    float32. So a precision is always requested for them.
     """
     import openvino as ov  # pyright: ignore[reportMissingImports]
 
@@ -69,16 +78,16 @@ def load_openvino(path: str, is_float: bool, inputs: Mapping[str, np.ndarray], t
     if model.is_dynamic():
         model.reshape({name: list(array.shape) for name, array in inputs.items()})
     settings: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
-    if is_float:
-        settings["INFERENCE_PRECISION_HINT"] = "f32"
+    if precision is not None:
+        settings["INFERENCE_PRECISION_HINT"] = PRECISION_HINTS[precision]
     request = core.compile_model(model, "CPU", settings).create_infer_request()
     for name, array in inputs.items():
         request.set_tensor(name, ov.Tensor(np.ascontiguousarray(array)))
     return request.infer
 
 
-#: engine name -> makes a run of (path, whether the model is float, inputs, threads)
-LOADERS: dict[str, Callable[[str, bool, Mapping[str, np.ndarray], int], Run]] = {
+#: engine name -> makes a run of (path, precision of a float model, inputs, threads)
+LOADERS: dict[str, Callable[[str, str | None, Mapping[str, np.ndarray], int], Run]] = {
     "relayquant": load_relayquant,
     "onnxruntime": load_onnxruntime,
     "openvino": load_openvino,
@@ -133,7 +142,7 @@ def main() -> None:
         with np.load(given["inputs"]) as arrays:
             inputs = {name: arrays[name] for name in arrays.files}
         load = LOADERS[given["engine"]]
-        run = load(given["path"], given["float"], inputs, given["threads"])
+        run = load(given["path"], given["precision"], inputs, given["threads"])
         run()  # The first run allocates.
     except Exception as error:
         # Any exception of the engine is reported. The parent process raises it as an error of ours.

@@ -25,6 +25,7 @@ import numpy as np
 
 from relayquant.analysis.latency import TURN, Latency, Timing, measure_turns
 from relayquant.base.storage.files import TEMPORARY, open_temporary_folder, writing
+from relayquant.config import Precision
 from relayquant.errors import ModelError
 
 SCRIPT = Path(__file__).with_name("engine_process.py")
@@ -50,7 +51,7 @@ class Candidate:
 
     engine: Engine
     path: Path
-    is_float: bool = False  #: whether to compute in float32
+    precision: Precision | None = None  #: of the products of a float model
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class EngineProcess:
             {
                 "engine": candidate.engine.value,
                 "path": str(candidate.path),
-                "float": candidate.is_float,
+                "precision": candidate.precision and candidate.precision.value,
                 "inputs": str(inputs),
                 "threads": threads,
             }

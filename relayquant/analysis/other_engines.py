@@ -21,6 +21,7 @@ from relayquant.analysis.onnxruntime_baseline import (
     quantize_with_onnxruntime,
 )
 from relayquant.analysis.openvino_baseline import has_nncf, import_openvino, quantize_with_nncf
+from relayquant.config import Precision
 from relayquant.errors import ModelError
 from relayquant.formats.writers import export_onnx
 
@@ -87,6 +88,7 @@ def prepare_candidates(
     qmod: tvm.IRModule,
     batches: Sequence[Mapping[str, np.ndarray]],
     folder: Path,
+    precision: Precision = Precision.FLOAT32,
 ) -> CandidateModels:
     """Prepare the models that the others run.
 
@@ -96,6 +98,7 @@ def prepare_candidates(
         qmod: The integer module. All others get it as ONNX.
         batches: Calibration data for their quantizers.
         folder: Folder for the files.
+        precision: Of the float model, for engines that can choose. ONNX Runtime has float32 only.
     """
     candidates: dict[str, Candidate] = {}
     failures: dict[str, str] = {}
@@ -109,7 +112,7 @@ def prepare_candidates(
 
     for other in others:
         engine, (name, quantize) = other.engine.value, other.quantizer
-        candidates[f"{engine} float"] = Candidate(other.engine, source, is_float=True)
+        candidates[f"{engine} float"] = Candidate(other.engine, source, precision)
         if other.has_quantizer():
             add(other, name, lambda quantize=quantize: quantize(source, batches, folder))
         add(other, f"{engine} int8, our QDQ", lambda: export_onnx(qmod, exported))

@@ -650,7 +650,8 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     Runtime's; NNCF's for OpenVINO, if installed), and our int8 model as QDQ. Each candidate then
     runs in its own process. All engines get --threads. Threads of a compiled module spin for about
     20 microseconds after a kernel, ONNX Runtime's spin during a run, OpenVINO's have the latency
-    hint.
+    hint. Float models run in float32, also in OpenVINO; with --precision bf16 ours and OpenVINO's
+    run in bfloat16, ONNX Runtime's stays float32.
     """
     add_model(parser, "float model")
     add_qmodel(parser, required=False, text=" (default: quantize MODEL)")
@@ -677,6 +678,7 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         help="number of slowest kernels to list; 0: none",
     )
     add_tune(parser)
+    add_precision(parser)
     add_plot(parser, "the times")
 
 

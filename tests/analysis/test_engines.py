@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -69,6 +70,26 @@ def test_time_turn__runs_start_at_intervals(monkeypatch):
     timings = engine_process.time_turn(run, 0.09, 0.02)
     assert starts == [0.0, 0.02, 0.04, 0.07, 0.09]
     assert [round(passed, 6) for passed, _ in timings] == [0.003, 0.03, 0.001, 0.01]
+
+
+@pytest.mark.parametrize(
+    ("precision", "hint"), [("float32", "f32"), ("bf16", "bf16"), (None, None)]
+)
+def test_load_openvino__requests_the_precision_of_a_float_model(monkeypatch, precision, hint):
+    openvino = pytest.importorskip("openvino")
+    asked = []
+
+    class Core:
+        def read_model(self, path):
+            return MagicMock(is_dynamic=lambda: False)
+
+        def compile_model(self, model, device, settings):
+            asked.append(settings.get("INFERENCE_PRECISION_HINT"))
+            return MagicMock()
+
+    monkeypatch.setattr(openvino, "Core", Core)
+    engine_process.load_openvino("model.onnx", precision, {}, 1)
+    assert asked == [hint]
 
 
 def test_engine_process__ends_while_it_is_timed(library, tmp_path):

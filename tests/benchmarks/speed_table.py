@@ -30,12 +30,15 @@ from relayquant.analysis.latency import Latency
 from relayquant.analysis.other_engines import OTHER_ENGINES, list_versions, prepare_candidates
 from relayquant.base.storage.files import open_temporary_folder, write_whole
 from relayquant.cli.commands.bench import export_own, quantize_quickly
+from relayquant.codegen.kernels.isa.bf16 import VECTORS_BF16
+from relayquant.codegen.kernels.isa.select import has_isa
 from relayquant.codegen.kernels.isa.target import (
     host_config,
     list_instructions,
     name_cpu,
     resolve_target,
 )
+from relayquant.config import Precision
 from relayquant.formats.load import load
 from relayquant.ir.rewrite.bind import bind_params
 from relayquant.ir.rewrite.editor import Editor
@@ -47,16 +50,21 @@ RESULTS = ROOT / "docs/speed.json"
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: what runs, and the seconds from one run to the next (0: at once)."""
+    """A row of the table: what runs, and the seconds from one run to the next (0: at once).
+
+    A bf16 row compares float models in bfloat16, as OpenVINO runs them by default.
+    """
 
     model: str
     batch: int = 1
     interval: float = 0.0
+    precision: Precision = Precision.FLOAT32  #: of the float models; bf16 rows have no int8 models
 
     @property
     def folder(self) -> str:
         """Name of the folder with the prepared models, which rows share."""
-        return f"{self.model}-{self.batch}"
+        suffix = "" if self.precision is Precision.FLOAT32 else f"-{self.precision.value}"
+        return f"{self.model}-{self.batch}{suffix}"
 
 
 ROWS = {
@@ -74,6 +82,9 @@ ROWS = {
     "ViT-tiny": Row("vit_tiny"),
     "KWT-1": Row("kwt1"),
     "KWT-1, every 20 ms": Row("kwt1", interval=0.02),
+    "ResNet-50, bf16": Row("resnet50", precision=Precision.BF16),
+    "MobileNetV2, bf16": Row("mobilenet_v2", precision=Precision.BF16),
+    "BERT, 3 layers, bf16": Row("bert", precision=Precision.BF16),
 }
 #: rows of README.md
 SHOWN = ("ResNet-50", "MobileNetV2", "BERT, 3 layers", "ViT-tiny")
@@ -137,6 +148,12 @@ def prepare_row(
         mod = editor.build()
         rng, shape = np.random.default_rng(0), read_shape(source)
         batches = [{"input": rng.normal(size=shape).astype("float32")} for _ in range(BATCHES)]
+        if (precision := ROWS[row].precision) is not Precision.FLOAT32:
+            np.savez(folder / "inputs.npz", **batches[0])
+            write_index(rivals, {"openvino float": Candidate(Engine.OPENVINO, source)})
+            narrow = compile_module(mod, machine.target, precision=precision)
+            write_index(own, export_own({"relayquant float": narrow}, own.parent))
+            return read_row(row, folder, machine)
         qmod = quantize_quickly(mod, batches, None)
         if not rivals.exists():
             np.savez(folder / "inputs.npz", **batches[0])
@@ -149,9 +166,28 @@ def prepare_row(
             "relayquant float": compile_module(mod, machine.target),
         }
         write_index(own, export_own(executables, own.parent))
+    return read_row(row, folder, machine)
+
+
+def read_row(
+    row: str, folder: Path, machine: Machine
+) -> tuple[dict[str, Candidate], dict[str, np.ndarray]]:
+    """The same from the folder."""
+    rivals, own = folder / "contenders.json", folder / machine.folder / "own.json"
     with np.load(folder / "inputs.npz") as arrays:
         inputs = {name: arrays[name] for name in arrays.files}
-    return {**read_index(rivals), **read_index(own)}, inputs
+    precision = ROWS[row].precision
+    return {**read_index(rivals, precision), **read_index(own, precision)}, inputs
+
+
+def has_precision(row: str, machine: Machine) -> bool:
+    """Whether a machine has the instructions of a row, with all that it has.
+
+    OpenVINO has no limit that keeps bfloat16 on vectors.
+    """
+    if ROWS[row].precision is Precision.FLOAT32:
+        return True
+    return machine.target is None and has_isa(VECTORS_BF16, resolve_target())
 
 
 def write_index(index: Path, candidates: Mapping[str, Candidate]) -> None:
@@ -160,9 +196,11 @@ def write_index(index: Path, candidates: Mapping[str, Candidate]) -> None:
     write_whole(index, lambda path: path.write_text(json.dumps(entries)))
 
 
-def read_index(index: Path) -> dict[str, Candidate]:
+def read_index(index: Path, precision: Precision) -> dict[str, Candidate]:
     return {
-        name: Candidate(Engine(engine), index.parent / at, name.endswith("float"))
+        name: Candidate(
+            Engine(engine), index.parent / at, precision if name.endswith("float") else None
+        )
         for name, (engine, at) in json.loads(index.read_text()).items()
     }
 
@@ -180,7 +218,9 @@ def best_rival(times: Times, engine: str, kind: str) -> Latency | None:
 
 def format_ratios(times: Times, kind: str) -> str:
     """Our best time in ms, and in brackets how many times as long the rivals take: best, median."""
-    own = times[f"relayquant {kind}"]
+    own = times.get(f"relayquant {kind}")
+    if own is None:
+        return ""
     cells = [f"{own.best * 1e3:.2f}"]
     for engine in ("openvino", "onnxruntime"):
         rival = best_rival(times, engine, kind)
@@ -211,7 +251,7 @@ def format_tables(results: Results, rows: Sequence[str], kinds: Sequence[str]) -
         "ONNX Runtime takes: first by the best times, then by the median times. Batches have one",
         "sample, and runs follow each other at once, unless the row says otherwise. Each engine",
         "has a process of its own. A rival runs the faster of two int8 models: its own, and ours",
-        "as `export_onnx` writes it.",
+        "as `export_onnx` writes it. Float models run in float32, in rows with bf16 in bfloat16.",
     ]
     for cpu, entry in results.items():
         threads = list_threads({cpu: entry})
@@ -339,6 +379,9 @@ def main() -> None:
         results = read_results(RESULTS)
         measured = open_entry(results, machine.cpu)["times"]
         for row in options.models:
+            if not has_precision(row, machine):
+                print(f"{row} is left out: {machine.cpu} has no products of bfloat16", flush=True)
+                continue
             candidates, inputs = prepare_row(row, folder / ROWS[row].folder, machine)
             for threads in [] if options.prepare else options.threads:
                 found = measure_engines(

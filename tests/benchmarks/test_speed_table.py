@@ -17,6 +17,7 @@ from relayquant.analysis.other_engines import CandidateModels
 from relayquant.codegen.kernels.isa.base import VNNI512
 from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.isa.target import host_config, list_instructions, resolve_target
+from relayquant.config import Precision
 
 TIMES = {
     "relayquant int8": Latency(2e-3, 4e-3, 4e-3, 9),
@@ -155,8 +156,29 @@ def test_prepare_row__machines_share_the_rivals(monkeypatch, tmp_path):
             "relayquant float": folder,
         }
         assert all(each.path.exists() for each in candidates.values())
-        assert candidates["relayquant float"].is_float
+        assert candidates["relayquant float"].precision is Precision.FLOAT32
         assert [*inputs] == ["input"]
+
+
+def test_prepare_row__bf16_has_float_models_only(monkeypatch, tmp_path):
+    """OpenVINO is asked for the same precision. Nothing is quantized."""
+    precisions = []
+
+    def compile_module(mod, target, precision):
+        precisions.append(precision)
+        return compile_for(mod, target)  # on any CPU
+
+    compile_for = speed_table.compile_module
+    monkeypatch.setattr(speed_table, "compile_module", compile_module)
+    monkeypatch.setattr(speed_table, "quantize_quickly", None)
+    monkeypatch.setitem(speed_table.MODELS, "bert", partial(build_transformer, 1, 32, 2, 8))
+    candidates, inputs = speed_table.prepare_row("BERT, 3 layers, bf16", tmp_path, Machine("a CPU"))
+    assert precisions == [Precision.BF16]
+    assert {name: each.precision for name, each in candidates.items()} == {
+        "openvino float": Precision.BF16,
+        "relayquant float": Precision.BF16,
+    }
+    assert [*inputs] == ["input"]
 
 
 def test_format_pages__are_written():

@@ -30,7 +30,7 @@ from relayquant.cli.options import check_options, read_backend
 from relayquant.cli.output import CommandOutput, ExitCode, make_plain
 from relayquant.codegen.kernels.isa.select import describe_products
 from relayquant.codegen.kernels.isa.target import name_cpu, resolve_target
-from relayquant.config import BackendConfig, BiasCorrection, FitSettings, WeightRounding
+from relayquant.config import BackendConfig, BiasCorrection, FitSettings, Precision, WeightRounding
 from relayquant.data import InputInfo, count_samples, open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError, ModelError, format_count
@@ -82,7 +82,10 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
             output.print(f"quantized in {time.perf_counter() - start:.1f} s")
         else:
             qmod = name_main(load_module(options.qmodel))
-        compile_module = partial(rq.compile, tune=options.tune)
+        precision = Precision(options.precision or Precision.FLOAT32)
+        compile_module = partial(
+            rq.compile, tune=options.tune, precision=precision if options.precision else None
+        )
         modules = {"relayquant int8": qmod, "relayquant float": mod}
         executables, sites = {}, {}
         for name, module in modules.items():
@@ -91,7 +94,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
             output.print(f"{name}: compiled in {time.perf_counter() - start:.1f} s")
         if others:
             folder = stack.enter_context(open_temporary_folder())
-            models = prepare_candidates(others, options.model, qmod, batches, folder)
+            models = prepare_candidates(others, options.model, qmod, batches, folder, precision)
             candidates = {**export_own(executables, folder), **models.candidates}
             comparison = measure_engines(
                 candidates, batches[0], threads=threads, rounds=options.repeat
