@@ -100,8 +100,13 @@ def has_parameters(scale: Any, zero_point: Any, output_scale: Any, output_zero_p
 
 
 def subtract_zero_point(data: Array, zero_point: Any, axis: int) -> Array:
-    """Compute data - zero_point in wrapping int32. int64 data stays int64."""
+    """Compute data - zero_point in wrapping int32. int64 data stays int64.
+
+    The result is `data` itself where nothing changes: do not write to it.
+    """
     z = align_parameter(zero_point, "int32", data, axis)
+    if data.dtype == np.int32 and not z.any():
+        return data
     if data.dtype == np.int64:
         return np.asarray(data - z)
     if not np.can_cast(data.dtype, "int32"):

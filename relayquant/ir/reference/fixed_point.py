@@ -149,12 +149,13 @@ def finish_rounded(rounded: Array, zero_point: Array, dtype: str) -> Array:
     is_wide = dtype in ("int32", "int64")
     shift = np.zeros((), "int64") if is_wide else zero
     with np.errstate(invalid="ignore"):
-        clamped = np.minimum(
-            np.maximum(rounded, (low - shift).astype(kind)), (high - shift).astype(kind)
-        )
+        clamped = np.asarray(np.maximum(rounded, (low - shift).astype(kind)))
+        clamped = np.minimum(clamped, (high - shift).astype(kind), out=clamped)
     if clamped.size and np.isnan(clamped.min()):
         clamped = np.where(np.isnan(clamped), kind.type(0), clamped)
     if not is_wide and np.abs(zero).max(initial=0) < EXACT_FLOAT32:
-        # Both limits are exact, so the sum is in the range of the dtype.
-        return (clamped.astype("int32") + zero.astype("int32")).astype(get_storage_dtype(dtype))
+        # Both limits are exact, and so is every number between them: the sum is in the range of
+        # the dtype.
+        clamped += zero.astype(kind)
+        return clamped.astype(get_storage_dtype(dtype))
     return clip_to_integer(clamped.astype("int64") + zero, dtype)
