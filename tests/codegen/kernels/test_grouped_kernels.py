@@ -9,7 +9,15 @@ import pytest
 import tvm
 from emulated_unit import EMULATED, REFUSED, WITH_TILES, find_target
 from exact import call_kernel
-from machines import ISAS, best_isa, compile_kernel, every_isa, runnable_target
+from machines import (
+    ISAS,
+    REPRESENTATIVE,
+    best_isa,
+    compile_kernel,
+    every_isa,
+    runnable_target,
+    target_of,
+)
 from tvm import tirx
 from tvm.target import Target
 
@@ -38,6 +46,7 @@ CASES = [
     ((2,), 5, 60, 8, 20, False, True, "float16"),
     ((2,), 20, 96, 2, 96, False, True, "float32"),
     ((3,), 20, 50, 3, 16, True, True, "float32"),
+    ((1, 3, 13), 20, 50, 4, 12, True, False, "float16"),
 ]
 
 
@@ -193,6 +202,19 @@ def test_plan__rows_of_a_tile_meet_in_no_set_of_a_cache():
 def test_plan__rows_of_a_prompt_are_one_chunk():
     """Of 128 rows of 4096 every code comes from memory once."""
     assert plan_grouped(GroupedDense((None,), 64, 4096, 4, 32), VNNI512).chunk_rows >= 128
+
+
+def test_grouped_dense__a_code_of_float_rows_takes_a_shift_and_a_lookup():
+    """And no mask, no subtraction, no conversion."""
+    func = build_grouped_dense(GroupedDense((1,), 64, 64, 4, 32, is_float=True), VNNI512)
+    target = target_of(REPRESENTATIVE["vnni512"])
+    text = tvm.compile(tvm.IRModule({"dense": func}), target=target).mod.inspect_source("asm")
+    lookups = len(re.findall(r"\tvperm(?:ps|d)\b[^\n]*%zmm", text))
+    shifts = len(re.findall(r"\tvps(?:ra|rl)d\b[^\n]*%zmm", text))
+    assert lookups == 4 * 32  # panels, codes
+    assert shifts <= lookups
+    assert len(re.findall(r"\tvcvtdq2ps\b[^\n]*%zmm", text)) == 0
+    assert len(re.findall(r"\tvpsub[bd]\b[^\n]*%zmm", text)) == 0
 
 
 @pytest.mark.parametrize("isa", [*ISAS, SDOT, SMMLA, NEON], ids=lambda isa: isa.name)

@@ -17,7 +17,8 @@ a time. Many rows go to a matrix unit, if there is one that this process may use
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 
 from tvm.script.ir_builder import tirx as T
@@ -101,6 +102,15 @@ class PreparedRows:
     first: Expr
     data: Buffer
     starts: Buffer | None
+
+
+@dataclass(frozen=True, eq=False)
+class PanelGroup:
+    """A group of a panel: where its codes begin, its zero points, and its sums for each row."""
+
+    index: Expr
+    zero: Expr | None
+    sums: Sequence[Buffer]
 
 
 def emit_rows(
@@ -213,9 +223,9 @@ def emit_tile(
         store_vector(total, constant("float32", 0, lanes), 0, lanes)
     accs = [alloc_vectors(len(members), lanes, dot.sum_dtype) for _ in panels]
     with T.serial(plan.groups) as group:
-        for panel, sums, row_totals in zip(panels, accs, totals, strict=True):
-            at = T.bind(panel * plan.groups + group)
-            emit_group(plan, arguments, prepared, members, group, at, sums)
+        places = [T.bind(panel * plan.groups + group) for panel in panels]
+        emit_group(plan, arguments, prepared, members, group, places, accs)
+        for at, sums, row_totals in zip(places, accs, totals, strict=True):
             scale = T.Cast(
                 vector("float32", lanes), load_vector(arguments.scale, at * lanes, lanes)
             )
@@ -240,30 +250,36 @@ def emit_group(
     prepared: PreparedRows,
     members: Sequence[Expr],
     group: Expr,
-    at: Expr,
-    sums: Sequence[Buffer],
+    places: Sequence[Expr],
+    accs: Sequence[Sequence[Buffer]],
 ) -> None:
-    """Emit the sums of one group, number `at` of the weight, for some rows."""
+    """Emit the sums of a group of some rows with some panels, at these numbers of the weight."""
     spec, dot, lanes = plan.spec, plan.dot, plan.dot.lanes
-    at_codes = T.bind(at * (plan.vectors * plan.vector_bytes))
-    if len(members) > 1:
-        emit_ahead(plan, arguments.codes, at_codes)
-    zero = read_zero(plan, arguments, at)
-    for acc, row in zip(sums, members, strict=True):
-        value = constant(dot.sum_dtype, 0, lanes)
-        if prepared.starts is not None:
-            start = prepared.starts[(row - prepared.first) * plan.groups + group]
-            value = broadcast(start, lanes)
-            if spec.has_zeros:
-                value = value * zero
-        store_vector(acc, value, 0, lanes)
+    panels: list[PanelGroup] = []
+    for at, sums in zip(places, accs, strict=True):
+        at_codes = T.bind(at * (plan.vectors * plan.vector_bytes))
+        if len(members) > 1:
+            emit_ahead(plan, arguments.codes, at_codes)
+        zero = read_zero(plan, arguments, at)
+        panels.append(PanelGroup(at_codes, zero, sums))
+        for acc, row in zip(sums, members, strict=True):
+            value = constant(dot.sum_dtype, 0, lanes)
+            if prepared.starts is not None:
+                start = prepared.starts[(row - prepared.first) * plan.groups + group]
+                value = broadcast(start, lanes)
+                if spec.has_zeros:
+                    value = value * zero
+            store_vector(acc, value, 0, lanes)
 
     def emit_vectors(number: Expr, count: int) -> None:
         # Bound to names: otherwise TVM would take long to simplify their values in every index.
         offset = group * plan.stride + number * (plan.each * WORD)
         starts = [T.bind((row - prepared.first) * plan.row_stride + offset) for row in members]
-        index = T.bind(at_codes + number * plan.vector_bytes)
-        emit_words(plan, arguments.codes, index, count, zero, prepared.data, starts, sums)
+        blocks = [
+            replace(panel, index=T.bind(panel.index + number * plan.vector_bytes))
+            for panel in panels
+        ]
+        emit_words(plan, arguments.codes, blocks, count, prepared.data, starts)
 
     emit_blocks(plan.vectors, plan.block_vectors(len(members)), emit_vectors)
 
@@ -293,15 +309,17 @@ def emit_blocks(total: int, size: int, emit: Callable[[Expr, int], None]) -> Non
 def emit_words(
     plan: GroupedPlan,
     codes: Buffer,
-    index: Expr,
+    panels: Sequence[PanelGroup],
     vectors: int,
-    zero: Expr | None,
     rows: Buffer,
     starts: Sequence[Expr],
-    accs: Sequence[Buffer],
 ) -> None:
-    """Add the products of codes from `index` on, and of the words of each row from its start on."""
+    """Add the products of codes of each panel, and of the words of each row from its start on.
+
+    Panels take turns, so that their sums do not wait for each other.
+    """
     dot, lanes, dtype = plan.dot, plan.dot.lanes, plan.dot.sum_dtype
+    accs = [acc for panel in panels for acc in panel.sums]
     sums = accs
     if isinstance(dot, PartsDot):
         lanes, dtype = dot.part_lanes, dot.part_dtype
@@ -309,12 +327,14 @@ def emit_words(
         for total in sums:
             store_vector(total, constant(dtype, 0, lanes), 0, lanes)
     read = [dot.read_words(rows, start, vectors * plan.each) for start in starts]
-    for number in range(vectors):
-        loaded = codes.vload([index + number * plan.vector_bytes], f"uint8x{plan.vector_bytes}")
+    for number, (side, panel) in product(range(vectors), enumerate(panels)):
+        index = panel.index + number * plan.vector_bytes
+        loaded = codes.vload([index], f"uint8x{plan.vector_bytes}")
         words = T.reinterpret(vector("int32", dot.lanes), loaded)
+        own = sums[side * len(starts) : (side + 1) * len(starts)]
         for place in range(plan.each):
-            operand = dot.spread_codes(take_word(plan, words, place), zero)
-            for total, row_words in zip(sums, read, strict=True):
+            operand = dot.spread_codes(take_word(plan, words, place), panel.zero)
+            for total, row_words in zip(own, read, strict=True):
                 word = row_words[number * plan.each + place]
                 value = dot.dot(load_vector(total, 0, lanes), operand, word)
                 store_vector(total, value, 0, lanes)

@@ -11,6 +11,7 @@ dot product of x86 multiplies unsigned by signed bytes.
         bits
     PairsDot   vpmaddwd: even and odd bytes, widened to int16
     LanesDot   multiply-add of int32 or float32 lanes, the four of a word in turn: any target
+    TableDot   the same for float32 lanes and codes of 4 bits, whose values vpermps looks up
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa, MaddIsa, Smal
 
 #: Neighbours of a row in one word.
 WORD = 4
+#: Codes of 4 bits, and lanes of the vectors of AVX512 that hold their values.
+TABLE_SIZE = 16
 #: Words of codes of at most 4 bits for which int16 holds the sums of products with rows.
 SHORT_WORDS = 8
 
@@ -59,6 +62,10 @@ class GroupedDot(ABC):
     sum_dtype = "int32"
     #: Whether bytes of codes are signed. Then codes of 8 bits are stored minus 128.
     is_signed = False
+    #: Multiply-adds of a word.
+    steps = 1
+    #: Whether `spread_codes` ignores all bits of a byte but those of its lowest code.
+    reads_low_bits = False
 
     @abstractmethod
     def read_word(self, rows: Buffer, offset: Expr) -> Expr:
@@ -284,6 +291,8 @@ class PairsDot(GroupedDot):
 class LanesDot(GroupedDot):
     """Ordinary vectors of int32."""
 
+    steps = WORD
+
     def read_word(self, rows: Buffer, offset: Expr) -> Expr:
         # One load, which LLVM splits into loads of each element if instructions read these from
         # memory. With four loads, `CompactBufferAllocation` would take ten seconds for their
@@ -323,6 +332,38 @@ class FloatDot(LanesDot):
         return acc
 
 
+@dataclass(frozen=True)
+class TableDot(FloatDot):
+    """The same with AVX512, for codes of 4 bits: a register has the values of all codes.
+
+    vpermps reads the low 4 bits of an int32 lane, so a code takes a shift and vpermps. Otherwise it
+    would take a shift, a mask, a subtraction and a conversion.
+
+    Attributes:
+        zero: The zero point if it is the same for all groups, else None.
+    """
+
+    zero: int | None
+    reads_low_bits = True
+
+    def spread_codes(self, words: Expr, zero: Expr | None) -> Expr:
+        dtype = f"float32x{self.lanes}"
+        values = [T.float32(code - (self.zero or 0)) for code in range(self.lanes)]
+        table = T.Shuffle(values, [T.int32(i) for i in range(self.lanes)])
+        codes = [
+            T.call_llvm_pure_intrin(
+                "llvm.x86.avx512.permvar.sf.512",
+                table,
+                T.shift_right(words, constant("int32", 8 * place, self.lanes)),
+                dtype=dtype,
+            )
+            for place in range(WORD)
+        ]
+        return tuple(
+            code if self.zero is not None else code - T.Cast(dtype, zero) for code in codes
+        )
+
+
 def multiply_add(dot: GroupedDot, a: Expr, b: Expr, c: Expr) -> Expr:
     """Compute a * b + c of float32 vectors, with one rounding if the target has the instruction."""
     if not dot.has_fma:
@@ -331,14 +372,19 @@ def multiply_add(dot: GroupedDot, a: Expr, b: Expr, c: Expr) -> Expr:
     return T.call_llvm_pure_intrin(name, a, b, c, dtype=f"float32x{dot.lanes}")
 
 
-def choose_dot(isa: Isa, is_float: bool, bits: int) -> GroupedDot:
-    """Choose the dot product for float32 or int8 rows and codes of `bits` bits."""
+def choose_dot(isa: Isa, is_float: bool, bits: int, zero: int | None = None) -> GroupedDot:
+    """Choose the dot product for float32 or int8 rows and codes of `bits` bits.
+
+    `zero` is the zero point of all groups. None if each has its own.
+    """
     if isinstance(isa, SmmlaIsa):
         isa = isa.single
     is_arm = isinstance(isa, ArmIsa)
     # Arm reads a word of a row once for two of its short vectors.
     lanes = 2 * isa.lanes if is_arm else isa.lanes
     many = isa.registers > 16
+    if is_float and bits == 4 and isa.lanes == TABLE_SIZE:
+        return TableDot(lanes, 12, isa.has_fma, zero)
     if is_float:
         return FloatDot(lanes, 4 if is_arm or not many else 8, isa.has_fma)
     if isinstance(isa, SdotIsa):

@@ -28,6 +28,7 @@ from relayquant.codegen.kernels.integer.grouped_dot import (
     FloatDot,
     GroupedDot,
     PartsDot,
+    TableDot,
     choose_dot,
 )
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
@@ -41,7 +42,7 @@ CHUNK_BYTES = 640 * 1024
 #: Panels whose codes are read in parallel for a single row: memory is faster with several streams.
 #: Instruction sets with at least this many lanes have enough registers for it.
 STREAMS, STREAM_LANES = 4, 16
-#: Most dot products that are unrolled. More are a loop over vectors.
+#: Most dot products, or multiply-adds of a word, that are unrolled. More are a loop over vectors.
 UNROLLED = 96
 #: Largest sum of a group that int32 holds.
 LARGEST_SUM = 2**31 - 1
@@ -129,7 +130,8 @@ class GroupedPlan:
         """Count the vectors of codes that are processed without a loop, for `height` rows."""
         if isinstance(self.dot, PartsDot):
             return min(self.vectors, SHORT_WORDS // self.each)
-        return self.vectors if self.vectors * self.each * height <= UNROLLED else 1
+        steps = self.vectors * self.each * height * self.dot.steps
+        return self.vectors if steps <= UNROLLED else 1
 
     @property
     def row_stride(self) -> int:
@@ -177,7 +179,7 @@ def plan_grouped(spec: GroupedDense, isa: Isa) -> GroupedPlan:
     """Make the plan for generator and packer. The packed weights do not depend on the rows."""
     bits = code_bits(spec.bits)
     fits_int8 = not spec.is_float and (bits < 8 or not spec.has_zeros)  # codes minus zero points
-    dot = choose_dot(isa, spec.is_float, bits)
+    dot = choose_dot(isa, spec.is_float, bits, None if spec.has_zeros else middle(spec))
     return GroupedPlan(spec, dot, isa.unit if fits_int8 else None)
 
 
@@ -258,12 +260,13 @@ def middle(spec: GroupedDense) -> int:
 def read_zero(plan: GroupedPlan, arguments: Arguments, at: Expr) -> Expr | None:
     """Read the zero point that is subtracted from the codes of a group, as an int32 vector.
 
-    None if it is the same for all groups and integer sums subtract it through the sum of the row.
+    None if it is the same for all groups, and integer sums subtract it through the sum of the row,
+    or a table of values has it.
     """
     lanes = plan.dot.lanes
     if arguments.zeros is None:
-        is_float = isinstance(plan.dot, FloatDot)
-        return constant("int32", middle(plan.spec), lanes) if is_float else None
+        subtracts = isinstance(plan.dot, FloatDot) and not isinstance(plan.dot, TableDot)
+        return constant("int32", middle(plan.spec), lanes) if subtracts else None
     zero = T.Cast(vector("int32", lanes), load_vector(arguments.zeros, at * lanes, lanes))
     return zero - constant("int32", plan.offset, lanes) if plan.offset else zero
 
@@ -275,4 +278,6 @@ def take_word(plan: GroupedPlan, words: Expr, place: int) -> Expr:
     lanes, mask = plan.dot.lanes, ((1 << plan.bits) - 1) * 0x01010101
     if place:
         words = plan.dot.shift_codes(words, plan.bits * place)
+    if plan.dot.reads_low_bits:
+        return words
     return T.bitwise_and(words, constant("int32", mask, lanes))
