@@ -6,6 +6,7 @@ you need. The stages print nothing themselves.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -44,6 +45,13 @@ class ParametersEvent:
 
 
 @dataclass(frozen=True)
+class SummaryEvent:
+    """`quantize` ended. `text` is one line: what runs on integers, and what the outputs lost."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class TrainingEvent:
     """Training progress after `step` of `steps`.
 
@@ -78,6 +86,16 @@ class Callback:
     def on_training(self, event: TrainingEvent) -> None:
         """Called when a training state was measured."""
 
+    def on_summary(self, event: SummaryEvent) -> None:
+        """Called when `quantize` ends."""
+
+
+class SummaryLine(Callback):
+    """Writes the line that sums up a quantization to standard error."""
+
+    def on_summary(self, event: SummaryEvent) -> None:
+        print(f"relayquant: {event.text}", file=sys.stderr)
+
 
 @dataclass(frozen=True)
 class CallbackList(Callback):
@@ -110,6 +128,10 @@ class CallbackList(Callback):
     def on_training(self, event: TrainingEvent) -> None:
         for callback in self.callbacks:
             callback.on_training(event)
+
+    def on_summary(self, event: SummaryEvent) -> None:
+        for callback in self.callbacks:
+            callback.on_summary(event)
 
     def run_stage(self, name: str, stage: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a stage between its start and end events and return its result."""

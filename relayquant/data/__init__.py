@@ -6,10 +6,17 @@ against the model's inputs before compiled code sees it.
 
 from relayquant.data.dataset import Dataset, open_dataset
 from relayquant.data.item import Batch, InputInfo, convert_item, count_samples
-from relayquant.data.sampling import SpreadSample, has_free_batch, take_samples
+from relayquant.data.sampling import (
+    CalibrationShare,
+    SpreadSample,
+    has_free_batch,
+    open_share,
+    take_samples,
+)
 
 __all__ = [
     "Batch",
+    "CalibrationShare",
     "Dataset",
     "InputInfo",
     "SpreadSample",
@@ -17,5 +24,6 @@ __all__ = [
     "count_samples",
     "has_free_batch",
     "open_dataset",
+    "open_share",
     "take_samples",
 ]

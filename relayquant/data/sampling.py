@@ -4,14 +4,46 @@ iterates.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from relayquant.data.dataset import Dataset
+from relayquant.data.dataset import Dataset, open_dataset
 from relayquant.data.item import Batch, InputInfo, count_samples
 from relayquant.errors import ConfigError
+
+#: The first batch that is held back, and how many batches there are from one to the next: an eighth
+#: of the data, and nothing of a small data set.
+FIRST_HELD, HELD_STEP = 23, 8
+
+
+def is_held_back(place: int) -> bool:
+    """Whether the batch with this index is left out of calibration, to measure the result on it."""
+    return place >= FIRST_HELD and (place - FIRST_HELD) % HELD_STEP == 0
+
+
+@dataclass(frozen=True)
+class CalibrationShare:
+    """A data set of the user without the batches that are held back; see `open_share`."""
+
+    dataset: object
+
+
+def open_share(dataset: object, inputs: Iterable[InputInfo]) -> Dataset:
+    """Open a data set, without what is held back if it is a `CalibrationShare`."""
+    if not isinstance(dataset, CalibrationShare):
+        return open_dataset(dataset, inputs)
+    whole = open_dataset(dataset.dataset, inputs)
+    read, length, shown = whole.read_item, whole.length, None
+
+    def items() -> Iterator[Batch]:
+        return (batch for place, batch in enumerate(whole) if not is_held_back(place))
+
+    if read is not None and length is not None:
+        places = [place for place in range(length) if not is_held_back(place)]
+        shown, length = (lambda i: read(places[i])), len(places)
+    return replace(whole, open_items=items, read_item=shown, length=length, limit=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,17 +92,30 @@ class SpreadSample:
     Attributes:
         count: About how many samples `parts` can return.
         total: Number of samples read.
+        held: What was held back, if anything is.
     """
 
-    def __init__(self, inputs: tuple[InputInfo, ...], count: int) -> None:
+    def __init__(
+        self, inputs: tuple[InputInfo, ...], count: int, *, holds_back: bool = False
+    ) -> None:
         self.count = count
         self.is_cut = has_free_batch(inputs)
+        self.held = SpreadSample(inputs, count) if holds_back else None
         self.clear()
 
     def clear(self) -> None:
         """Forget all batches."""
         self.kept: list[KeptRows] = []
         self.stride, self.passed, self.total = 1, 0, 0
+        if self.held is not None:
+            self.held.clear()
+
+    def hold_back(self, batch: Batch) -> None:
+        """Take another batch that nobody else reads. Only with `holds_back`."""
+        if self.held is not None:
+            self.held.total = self.total
+            self.held.note(batch)
+            self.total = self.held.total
 
     def note(self, batch: Batch) -> None:
         """Take another batch. The kept rows are copied."""
@@ -86,17 +131,21 @@ class SpreadSample:
         self.passed, self.total = self.passed + 1, self.total + size
 
     def watch(self, data: Dataset) -> Dataset:
-        """Return the same data set, with every batch noted when it is read. Each pass starts
-        anew.
+        """Return the same data set, with every batch noted when it is read, without the batches
+        that are held back. Each pass starts anew.
         """
 
         def items() -> Iterator[Batch]:
             self.clear()
-            for batch in data:
+            for place, batch in enumerate(data):
+                if self.held is not None and is_held_back(place):
+                    self.hold_back(batch)
+                    continue
                 self.note(batch)
                 yield batch
 
-        return replace(data, open_items=items, read_item=None)
+        length = None if self.held is not None else data.length
+        return replace(data, open_items=items, read_item=None, length=length)
 
     def parts(self, count: int, kept: Sequence[KeptRows]) -> list[KeptRows]:
         """Return about `count` of the kept samples, in the order of the data.
@@ -121,6 +170,11 @@ class SpreadSample:
         """Return about `count` samples, see `parts`."""
         return [part.batch for part in self.parts(self.count, self.kept)]
 
+    @property
+    def all_numbers(self) -> set[int]:
+        """The indices of all kept samples."""
+        return {int(number) for part in self.kept for number in part.numbers}
+
     def find_numbers(self, places: Collection[int]) -> set[int]:
         """Return the indices of the kept samples that are from these batches."""
         chosen = [part for part in self.kept if part.place in places]
@@ -129,7 +183,8 @@ class SpreadSample:
     def rounds(
         self, counts: Sequence[int], used: Sequence[Collection[int]] = ()
     ) -> Iterator[list[KeptRows]]:
-        """Yield samples for several rounds: first `parts`, then random ones of the rest.
+        """Yield samples for several rounds: first `parts`, then random ones of the rest. Samples
+        that were held back come before all others.
 
         Random samples matter because patterns in the data may repeat with the same period as evenly
         spread samples.
@@ -145,18 +200,26 @@ class SpreadSample:
             if sum(len(part.numbers) for part in others) >= counts[0]:
                 kept = others
                 break
-        first = self.parts(counts[0], kept)
+        held = [] if self.held is None else self.held.kept
+        first = self.parts(counts[0], held)
+        left = counts[0] - sum(len(part.numbers) for part in first)
+        if left > 0:
+            first += self.parts(left, kept)
         seen = {int(number) for part in first for number in part.numbers}
         yield first
-        rest = self.draw_rest(kept, -(-counts[-1] // max(len(kept), 1)), seen)
-        drawn = len(seen)
+        rows = -(-counts[-1] // max(len(kept) + len(held), 1))
+        rest = self.draw_rest(kept, rows, seen) + self.draw_rest(held, rows, seen)
+        drawn, first_read = len(seen), set() if self.held is None else self.held.all_numbers
         for count in counts[1:]:
             fresh: list[tuple[int, KeptRows]] = []
             while rest and drawn < count:
                 fresh.append(rest.pop())
                 drawn += len(fresh[-1][1].numbers)
             if fresh:
-                yield self.join_parts([part for _, part in sorted(fresh, key=lambda row: row[0])])
+                fresh.sort(key=lambda row: row[0])
+                ours = [part for number, part in fresh if number in first_read]
+                others = [part for number, part in fresh if number not in first_read]
+                yield self.join_parts(ours) + self.join_parts(others)
 
     def draw_rest(
         self, kept: Sequence[KeptRows], rows: int, seen: Collection[int]

@@ -30,13 +30,14 @@ from relayquant.config import (
 )
 from relayquant.config.observers import Fixed
 from relayquant.config.observers.base import NotFiniteError
-from relayquant.data import SpreadSample
+from relayquant.data import CalibrationShare, SpreadSample
 from relayquant.flow.refine.guard import (
     Attempt,
     Suspects,
     find_promise,
     find_suspects,
     finish_watching,
+    holds_back,
     judge_look,
     look_at_samples,
     pick_few,
@@ -101,7 +102,8 @@ def quantize_model(
     Arguments and errors as for `relayquant.quantize`.
     """
     backend, run = resolve_backend(settings.backend), settings.events.run_stage
-    prepared = prepare_model(mod, params, dataset, settings.qconfig_mapping, backend, settings)
+    shown = CalibrationShare(dataset) if dataset is not None and holds_back(settings) else dataset
+    prepared = prepare_model(mod, params, shown, settings.qconfig_mapping, backend, settings)
     review_prepared(prepared, settings.strict)
     watched, sample = start_watching(prepared, dataset, settings)
     calibrated = calibrate_model(prepared, watched, settings.calibrating)

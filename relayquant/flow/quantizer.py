@@ -13,7 +13,7 @@ import tvm
 
 from relayquant.analysis.sensitivity import Metric
 from relayquant.base.arguments import check_arguments
-from relayquant.base.events import Callback
+from relayquant.base.events import Callback, SummaryEvent
 from relayquant.base.qtypes import QParams
 from relayquant.config import (
     BackendConfig,
@@ -26,8 +26,9 @@ from relayquant.config import (
 )
 from relayquant.errors import AccuracyWarning, ConfigError, format_count, warn_user
 from relayquant.flow.pipeline import quantize_model, search_module
-from relayquant.flow.settings import MAX_DROP, QuantizeSettings
+from relayquant.flow.settings import DEFAULT_CALLBACKS, MAX_DROP, QuantizeSettings
 from relayquant.ir.float_precision import ask_float_precision
+from relayquant.ir.ledger import read_ledger
 from relayquant.ir.rewrite.bind import Model, split_model
 
 
@@ -56,7 +57,7 @@ def quantize(
     float_precision: Precision = Precision.FLOAT32,
     workers: futures.Executor | None = None,
     checkpoint: str | Path | None = None,
-    callbacks: Iterable[Callback] | Callback = (),
+    callbacks: Iterable[Callback] | Callback = DEFAULT_CALLBACKS,
 ) -> tvm.IRModule:
     """Quantize a float model after training, or the float part of a partly quantized model.
 
@@ -88,7 +89,9 @@ def quantize(
             that are integers, e.g. {"x": "uint8"} or {0: "uint8"}. `ledger(qmod).inputs` and
             `.outputs` hold their scales and zero points.
         qparams: {value: QParams} for values that are not calibrated; see `load_qparams`.
-        callbacks: See `relayquant.base.events.Callback`.
+        callbacks: Called with progress, and with one line at the end; see
+            `relayquant.base.events.Callback`. By default the line goes to standard error; () is
+            silent.
         strict: Raise one error that lists every operator whose QConfig is not supported, instead of
             keeping them in float.
         checkpoint, workers: See `calibrate`.
@@ -168,6 +171,7 @@ def quantize(
         qmod = quantize_within(mod, params, dataset, settings.metric, settings)
     else:
         qmod = quantize_model(mod, params, dataset, settings)
+    settings.events.on_summary(SummaryEvent(read_ledger(qmod).summarize()))
     return ask_float_precision(qmod, settings.float_precision)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from relayquant.analysis.sensitivity import Metric, check_metric
-from relayquant.base.events import Callback, CallbackList
+from relayquant.base.events import Callback, CallbackList, SummaryLine
 from relayquant.base.qtypes import QParams
 from relayquant.config import (
     BackendConfig,
@@ -34,6 +34,8 @@ from relayquant.stages.effort import resolve_effort
 
 #: default for how far a metric may fall: one percentage point of accuracy
 MAX_DROP = 0.01
+#: what `quantize` calls if the user names nothing: one line at the end
+DEFAULT_CALLBACKS: tuple[Callback, ...] = (SummaryLine(),)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ The module carries the ledger as a function attribute.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +25,11 @@ from relayquant.ir.plan import PassedOver, Plan
 from relayquant.ir.rewrite.entry import attach_attrs, find_attrs
 
 LEDGER_ATTR = "relayquant.ledger"
+
+#: origin of the mapping lines of operators whose values 8 bits cannot hold, and how their reason
+#: begins
+WIDE_ORIGIN = "the range of its values"
+WIDE_REASON = f"kept in float by {WIDE_ORIGIN}"
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,7 @@ class LedgerRow(PlainFields):
         observer: Observer that chose the parameters of its result. "" if there are none or they
             were given.
         passed_over: User rows that match it but did not take it.
+        macs: Multiply-adds of its products for one batch. Symbolic dimensions count as 1.
     """
 
     name: str
@@ -72,6 +79,7 @@ class LedgerRow(PlainFields):
     is_dynamic: bool = False
     observer: str = ""
     passed_over: tuple[PassedOver, ...] = ()
+    macs: int = 0
 
     @property
     def is_narrow(self) -> bool:
@@ -139,7 +147,9 @@ class GuardResult(PlainFields):
         worst_number: Position of the worst sample. None if the outputs have no entry per sample.
         tuned: Number of samples that also chose ranges or fitted weights. On these, the models
             agree better than on others.
-        is_held_out: Whether calibration did not read the samples (`validation_dataset=`).
+        is_held_out: Whether the samples are from `validation_dataset=`.
+        held_back: Number of samples of the calibration data that calibration did not read.
+        held_sqnr: SQNR of the worst output on these alone. None if there are none.
     """
 
     samples: int
@@ -159,6 +169,8 @@ class GuardResult(PlainFields):
     worst_number: int | None = None
     tuned: int = 0
     is_held_out: bool = False
+    held_back: int = 0
+    held_sqnr: float | None = None
 
     def __str__(self) -> str:
         """One line."""
@@ -173,7 +185,10 @@ class GuardResult(PlainFields):
         text = format_count(self.samples, f"{kind} sample")
         if self.total is not None and self.total > self.samples:
             text = f"{self.samples} of {format_count(self.total, f'{kind} sample')}"
-        return f"{text} ({self.tuned} of them tuned weights or ranges)" if self.tuned else text
+        notes = [f"{self.held_back} of them held back"] if self.held_back else []
+        if self.tuned:
+            notes.append(f"{self.tuned} of them tuned weights or ranges")
+        return f"{text} ({', '.join(notes)})" if notes else text
 
     def describe(self) -> str:
         """Describe the measurements as part of a sentence."""
@@ -296,6 +311,40 @@ class Ledger(PlainFields):
             )
         return "\n".join(lines)
 
+    def summarize(self) -> str:
+        """Return one line: what runs on integers, what the outputs lost on which samples, and what
+        stays in float.
+        """
+        count, macs = len(self.rows), sum(row.macs for row in self.rows)
+        text = f"{len(self.quantized)} of {format_count(count, 'operator')} on integers"
+        if macs:
+            share = sum(row.macs for row in self.quantized) / macs
+            text += f" ({share:.0%} of the multiply-adds)"
+        parts = [text]
+        if self.guard is not None:
+            measured = f"{self.guard.sqnr:.1f} dB SQNR"
+            if self.guard.disagreement:
+                measured += f", {self.guard.disagreement:.1%} of the answers clearly others"
+            measured += f" on {self.guard.describe_samples()}"
+            if self.guard.held_sqnr is not None and self.guard.held_back < self.guard.samples:
+                measured += f", {self.guard.held_sqnr:.1f} dB on those held back"
+            parts.append(f"outputs: {measured}")
+            if self.guard.reverted:
+                parts.append(f"back in float for that: {', '.join(self.guard.reverted)}")
+        parts += self.describe_floating()
+        return "; ".join([*parts, "reasons and advice: relayquant.ledger(qmod)"])
+
+    def describe_floating(self) -> list[str]:
+        """Describe operators in float for one line: for their values, and the most frequent."""
+        wide = [row.name for row in self.floating if row.reason.startswith(WIDE_REASON)]
+        kinds = Counter(row.op for row in self.floating).most_common(3)
+        found = [f"in float for the range of their values: {', '.join(wide)}"] if wide else []
+        if kinds:
+            counts = ", ".join(f"{count} {op}" for op, count in kinds)
+            more = len(self.floating) - sum(count for _, count in kinds)
+            found.append(f"in float: {counts}" + (f" and {more} others" if more else ""))
+        return found
+
     def _repr_html_(self) -> str:
         """Return the table for a notebook."""
         columns = {
@@ -385,11 +434,12 @@ def build_ledger(
     backend: str,
     dtypes: Mapping[str, str],
     observers: Mapping[str, str],
+    macs: Mapping[str, int],
 ) -> Ledger:
     """Build the ledger of a plan with its parameters.
 
-    `dtypes` maps values of the float model to dtypes. `observers` maps groups to the observers that
-    chose their parameters.
+    `dtypes` maps values of the float model to dtypes, and `macs` to their multiply-adds.
+    `observers` maps groups to the observers that chose their parameters.
     """
     rows = []
     for operator in plan.operators:
@@ -421,6 +471,7 @@ def build_ledger(
                 operator.dynamic is not None,
                 observers.get(operator.output, "") if operator.output else "",
                 operator.passed_over,
+                sum(macs.get(value, 0) for value in operator.values),
             )
         )
     return Ledger(tuple(rows), backend)

@@ -411,3 +411,35 @@ def test_quantize__max_pool_of_padding_alone_stays_float(attrs, is_quantized):
     (have,), (want,) = (rq.reference.run(each, data[0]) for each in (qmod, mod))
     np.testing.assert_array_equal(np.isinf(have), np.isinf(want))
     np.testing.assert_allclose(have, want, atol=0.1)
+
+
+def test_quantize__ends_with_one_line(capsys):
+    """What was lost, on samples that calibration did not read; silent if asked."""
+    mod = build_model(lambda emit, x: emit.dense("out", emit("s", op.nn.softmax(x)), 8), (4, 16))
+    data = draw_batches(mod, 64)
+    qmod = rq.quantize(mod, None, data)
+    guard = rq.ledger(qmod).guard
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"relayquant: {rq.ledger(qmod).summarize()}"
+    assert "1 of 2 operators on integers (100% of the multiply-adds)" in line
+    assert f"outputs: {guard.sqnr:.1f} dB SQNR" in line
+    assert "24 of them held back" in line
+    assert "in float: 1 nn.softmax" in line
+    assert guard.held_back == 24
+    assert guard.total == 256
+    assert rq.quantize(mod, None, data, callbacks=()) is not None
+    assert not capsys.readouterr().err
+
+
+def test_quantize__small_data_is_calibrated_with_whole():
+    mod = build_model(lambda emit, x: emit.dense("out", x, 8), (4, 16))
+    seen = []
+
+    def note(info, samples):
+        seen.append(sum(len(array) for array in samples))
+        return rq.choose_qparams(-4, 4, info.spec)
+
+    for count in (23, 64):
+        rq.quantize(mod, None, draw_batches(mod, count), observer=note, callbacks=())
+    assert seen[0] == 23 * 4
+    assert seen[-1] == 58 * 4

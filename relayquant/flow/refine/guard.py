@@ -72,13 +72,19 @@ def start_watching(
     if dataset is None:
         return None, None
     guarding, inputs = settings.guarding, describe_inputs(prepared.mod)
-    sample = start_sample(prepared, guarding)
+    sample = start_sample(prepared, guarding, holds_back=holds_back(settings))
     if settings.validation_dataset is not None:
         # What is wrong with it shows before anything takes time.
         next(iter(open_dataset(settings.validation_dataset, inputs)))
     if settings.validation_dataset is not None or not is_on(prepared, settings):
         sample = SpreadSample(tuple(inputs), FEW)
     return sample.watch(open_dataset(dataset, inputs)), sample
+
+
+def holds_back(settings: QuantizeSettings) -> bool:
+    """Whether calibration leaves out a part of the data, to measure the result on it."""
+    is_off = settings.guarding.find_action(settings.level.value) is Guard.OFF
+    return not is_off and settings.validation_dataset is None and settings.metric is None
 
 
 def is_on(prepared: PreparedModel, settings: QuantizeSettings) -> bool:
@@ -173,7 +179,9 @@ class Look:
         tuned: How many of them are in batches that calibration tuned weights or ranges on.
         total: Samples of the data.
         gaps: Of every output, over all batches.
-        is_held_out: Whether the samples are those that calibration did not read.
+        is_held_out: Whether the samples are from a validation data set.
+        held_back: How many of them, at the beginning, calibration did not read.
+        held_gaps: Of every output, over these alone.
     """
 
     first: list[Batch]
@@ -183,6 +191,8 @@ class Look:
     total: int
     gaps: list[OutputGap]
     is_held_out: bool = False
+    held_back: int = 0
+    held_gaps: Sequence[OutputGap] = ()
 
     def summarize(self) -> GuardResult:
         """For the ledger, what the gaps say: the worst of all outputs."""
@@ -204,6 +214,10 @@ class Look:
             tuned=self.tuned,
             worst_number=number,
             is_held_out=self.is_held_out,
+            held_back=self.held_back,
+            held_sqnr=clip_decibels(min(gap.sqnr for gap in self.held_gaps))
+            if self.held_gaps
+            else None,
         )
 
 
@@ -231,12 +245,17 @@ def look_at_samples(
     settings, is_held_out = quantizing.guarding, quantizing.validation_dataset is not None
     tuned = TunedBatches() if is_held_out else prepared.tuned
     meter, parts, first = GapMeter(prepared.mod, qmod), [], 0
+    held = set() if sample.held is None else sample.held.all_numbers
+    #: batches at the beginning that calibration did not read, and their gaps
+    held_back, held_gaps = 0, []
     cheap = count_samples_for(prepared, settings.work)
     both = {*tuned.judged, *tuned.fitted}
     for fresh in sample.rounds(plan_looks(prepared, settings), (both, tuned.judged)):
         for part in fresh:
             meter.measure(part.batch)
-        parts += fresh
+            parts.append(part)
+            if held.issuperset(part.numbers) and held_back == len(parts) - 1:
+                held_back, held_gaps = len(parts), meter.gaps
         first = first or len(fresh)
         samples = sum(len(part.numbers) for part in parts)
         is_enough = 2 * samples > cheap or is_covered(settings, samples)
@@ -247,7 +266,17 @@ def look_at_samples(
     batches = [part.batch for part in parts]
     numbers = tuple(int(number) for part in parts for number in part.numbers)
     known = len(sample.find_numbers(both).intersection(numbers))
-    return Look(batches[:first], batches, numbers, known, sample.total, meter.gaps, is_held_out)
+    return Look(
+        batches[:first],
+        batches,
+        numbers,
+        known,
+        sample.total,
+        meter.gaps,
+        is_held_out,
+        sum(len(part.numbers) for part in parts[:held_back]),
+        held_gaps,
+    )
 
 
 def plan_looks(prepared: PreparedModel, settings: GuardSettings) -> list[int]:
@@ -260,9 +289,12 @@ def plan_looks(prepared: PreparedModel, settings: GuardSettings) -> list[int]:
     return counts
 
 
-def start_sample(prepared: PreparedModel, settings: GuardSettings) -> SpreadSample:
+def start_sample(
+    prepared: PreparedModel, settings: GuardSettings, *, holds_back: bool = False
+) -> SpreadSample:
     """What keeps the samples that are compared, from data that is read for something else."""
-    return SpreadSample(tuple(describe_inputs(prepared.mod)), plan_looks(prepared, settings)[-1])
+    count = plan_looks(prepared, settings)[-1]
+    return SpreadSample(tuple(describe_inputs(prepared.mod)), count, holds_back=holds_back)
 
 
 def take_sample(prepared: PreparedModel, dataset: Any, settings: GuardSettings) -> SpreadSample:

@@ -19,6 +19,7 @@ from relayquant.config import QConfigMapping
 from relayquant.flow.refine.prepared_edit import keep_in_float
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.dialect.cost import count_macs, static_dims
+from relayquant.ir.ledger import WIDE_ORIGIN
 from relayquant.ir.plan import Plan
 from relayquant.ir.rewrite import Graph
 from relayquant.stages.annotation import annotate
@@ -77,7 +78,7 @@ def find_wide(
 def describe(error: OwnError) -> str:
     """Say why an operator runs in float, as part of a sentence."""
     exact = "" if math.isinf(error.floating) else f", {error.floating:.1f} dB in float"
-    return f"the range of its values: its result has {error.rounded:.1f} dB on integers{exact}"
+    return f"{WIDE_ORIGIN}: its result has {error.rounded:.1f} dB on integers{exact}"
 
 
 def may_move(prepared: PreparedModel, names: Sequence[str]) -> bool:

@@ -25,6 +25,7 @@ from relayquant.base.qtypes import (
 )
 from relayquant.errors import ConfigError
 from relayquant.ir.dialect import qnn
+from relayquant.ir.dialect.cost import count_macs
 from relayquant.ir.ledger import build_ledger, find_ledger, ledger_attrs
 from relayquant.ir.ops import Quantized, QuantOp, SimulateContext
 from relayquant.ir.ops.base import (
@@ -57,8 +58,9 @@ def build_reference(prepared: PreparedModel) -> tvm.IRModule:
     """
     builder = _ReferenceBuilder(prepared)
     dtypes = {name: tensor_dtype(var) for name, var in builder.graph.vars.items()}
+    macs = {binding.var.name: count_macs(binding.value) for binding in builder.graph.bindings}
     ledger = build_ledger(
-        prepared.plan, builder.parameters, prepared.backend.name, dtypes, prepared.observers
+        prepared.plan, builder.parameters, prepared.backend.name, dtypes, prepared.observers, macs
     )
     before = find_ledger(prepared.mod)
     if before is not None:  # a part of the model was quantized before

@@ -18,7 +18,7 @@ from relayquant.codegen.eager import EagerModule
 from relayquant.config import ModelType
 from relayquant.config.model_type import MODEL_TYPES
 from relayquant.config.observers import Fixed
-from relayquant.data import Batch, SpreadSample, count_samples, open_dataset, take_samples
+from relayquant.data import Batch, SpreadSample, count_samples, open_share, take_samples
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError
 from relayquant.ir.dialect.cost import count_macs
@@ -77,7 +77,7 @@ def smooth_products(canonical: tvm.IRModule, dataset: Any, model_type: ModelType
             "with it. Pass some samples, or leave model_type out.",
             code="RQ102",
         )
-    batches = take_samples(open_dataset(dataset, describe_inputs(canonical)), SMOOTHING_SAMPLES)
+    batches = take_samples(open_share(dataset, describe_inputs(canonical)), SMOOTHING_SAMPLES)
     alpha = MODEL_TYPES[model_type].alpha
     return smooth.smooth_activations(canonical, batches, alpha, absorbs=False, inserts=True)[0]
 
@@ -159,7 +159,7 @@ def pick_samples(canonical: tvm.IRModule, dataset: Any) -> list[Batch]:
     macs = sum(count_macs(binding.value) for binding in Graph(canonical).bindings)
     least, most = SAMPLES
     count = int(np.clip(SAMPLE_WORK / max(macs, 1), least, most))
-    data = open_dataset(dataset, describe_inputs(canonical))
+    data = open_share(dataset, describe_inputs(canonical))
     (first,) = data.pick(1)
     sample = SpreadSample(data.inputs, count)
     for batch in data.pick(-(-count // max(count_samples(first), 1))):
@@ -177,7 +177,7 @@ def measure_peaks(
     peaks: dict[str, np.ndarray] = {}
     if not names:
         return peaks
-    data = open_dataset(dataset, describe_inputs(canonical))
+    data = open_share(dataset, describe_inputs(canonical))
     for found in run_values(canonical, names, data):
         for name, array in found.items():
             peak = array.reshape(-1, array.shape[-1]).max(axis=0)

@@ -22,7 +22,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from relayquant.data import open_dataset
+from relayquant.data import open_share
 from relayquant.data.item import describe_inputs
 from relayquant.ir.rewrite import Emitter, Graph, rewrite_main
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
@@ -63,7 +63,7 @@ def scale_inputs(canonical: tvm.IRModule, dataset: Any, kept: Collection[str] = 
     """Scale the channels of a prepared module's inputs to one range where this pays off. `kept`
     inputs stay.
     """
-    data = open_dataset(dataset, describe_inputs(canonical))  # reports a dataset that is not one
+    data = open_share(dataset, describe_inputs(canonical))  # reports a dataset that is not one
     names = [name for name in find_scaled_inputs(canonical) if name not in kept]
     return equalize_inputs(canonical, measure_channels(data, names)) if names else canonical
 

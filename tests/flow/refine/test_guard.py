@@ -18,6 +18,7 @@ from relayquant.analysis.outputs import OutputGap, count_differing, measure_gaps
 from relayquant.config import Guard, GuardSettings
 from relayquant.data import open_dataset
 from relayquant.data.item import describe_inputs
+from relayquant.data.sampling import is_held_back
 from relayquant.demo import load_digits
 from relayquant.flow import pipeline
 from relayquant.flow.pipeline import guard_module
@@ -577,11 +578,19 @@ def test_guard__prefers_samples_that_nothing_was_tuned_on(digits):
     mod, params, _ = digits
     images = np.concatenate(load_digits().calibration)
     data = [image[None] for image in images[:60]]
-    prepared = rq.calibrate(rq.prepare(mod, params), data)
+    shown = [number for number in range(60) if not is_held_back(number)]
+    prepared = rq.calibrate(rq.prepare(mod, params), [data[number] for number in shown])
     assert prepared.tuned.judged
     seen = rq.ledger(rq.quantize(mod, params, data)).guard
-    assert set(prepared.tuned.judged).isdisjoint(seen.numbers)
-    assert seen.tuned == len(set(prepared.tuned.fitted) & set(seen.numbers))
+    judged, fitted = (
+        {shown[place] for place in places}
+        for places in (prepared.tuned.judged, prepared.tuned.fitted)
+    )
+    assert judged.isdisjoint(seen.numbers)
+    assert seen.tuned == len(fitted & set(seen.numbers))
+    # What calibration did not read at all comes first.
+    assert seen.numbers[: seen.held_back] == (23, 31, 39, 47, 55)
+    assert seen.held_sqnr is not None
     # Of few samples, all are looked at.
     seen = rq.ledger(rq.quantize(mod, params, data[:10])).guard
     assert (seen.samples, seen.tuned) == (10, 10)
@@ -599,7 +608,7 @@ def test_guard__what_was_mended_is_measured_on_more_samples(digits):
     assert "on 4 of 64 calibration samples" in str(caught[0].message)
     assert seen.samples == 4  # no work is left
     settings = GuardSettings(Guard.REVERT, samples=16)
-    with pytest.warns(rq.AccuracyWarning, match="on 8 of 64 calibration samples: .* Now: on 16 of"):
+    with pytest.warns(rq.AccuracyWarning, match="on 8 of 64 calibration samples .* Now: on 16 of"):
         qmod = rq.quantize(mod, params, data, observer=clip_one, effort="fast", guard=settings)
     assert rq.ledger(qmod).guard.samples == 16
 
