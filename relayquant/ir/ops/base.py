@@ -27,9 +27,6 @@ from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
 
 #: last part of the names of exact accumulators, the accumulator with bias first
 TOTALS = ("biased", "acc")
-
-#: float array of rank 1 -> float array of the same shape, element by element
-ElementFunction = Callable[[np.ndarray], np.ndarray]
 #: last part of the names of an accumulator in a narrow register, and of its intermediate value
 NARROW, SHIFTED = "narrow", "shifted"
 
@@ -281,8 +278,6 @@ class QuantOp:
             supported.
         realize_grouped: GroupedContext -> float32 value of the root, for grouped weights. The
             operands are "data", "weight" (K, N) and optionally "bias". None if not supported.
-        function: Match -> the function of one value that the row looks up in a table, or None for
-            other rows.
         has_affine_rule: Whether the row comes from an `AffineRule`, which computes it.
     """
 
@@ -301,7 +296,6 @@ class QuantOp:
     realize_dynamic: Callable[[DynamicContext], relax.Expr | Skip] | None = None
     realize_grouped: Callable[[GroupedContext], relax.Expr | Skip] | None = None
     attributes: tuple[str, ...] = ()
-    function: Callable[[Match], ElementFunction] | None = None
     has_affine_rule: bool = False
 
     def __post_init__(self) -> None:

@@ -14,7 +14,6 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.base.qtypes import QParams, Rounding
-from relayquant.ir.ops.base import ElementFunction
 from relayquant.ir.ops.conv import CONV_FAMILIES
 from relayquant.ir.ops.dense import MATMUL
 from relayquant.ir.reference import run as run_numpy
@@ -157,9 +156,9 @@ def build_chain_table(match: Match, data: QParams, output: QParams) -> np.ndarra
     """Build the 256 entries of `qnn.lookup` for a chain. Entry i is for bit pattern i of the
     data.
     """
-    return build_table(chain_function(match), data, output, Rounding.TONEAREST_EVEN)
-
-
-def chain_function(match: Match) -> ElementFunction:
-    """Return the function that a chain computes, of values of any float dtype (rank 1)."""
-    return lambda values: evaluate_chain(match, values.astype("float32"))
+    return build_table(
+        lambda values: evaluate_chain(match, values.astype("float32")),
+        data,
+        output,
+        Rounding.TONEAREST_EVEN,
+    )

@@ -15,7 +15,6 @@ from tvm import relax
 from relayquant.base.qtypes import Rounding
 from relayquant.ir.dialect import qnn
 from relayquant.ir.ops.base import (
-    ElementFunction,
     Kind,
     Operand,
     Output,
@@ -25,12 +24,7 @@ from relayquant.ir.ops.base import (
     compute_in_one_dtype,
 )
 from relayquant.ir.ops.build import check_float, unary_pattern
-from relayquant.ir.ops.chain import (
-    CHAIN_ATTRIBUTES,
-    ChainPattern,
-    build_chain_table,
-    chain_function,
-)
+from relayquant.ir.ops.chain import CHAIN_ATTRIBUTES, ChainPattern, build_chain_table
 from relayquant.ir.reference.lookup_table import build_table
 from relayquant.ir.reference.unary import RELAX_UNARY
 from relayquant.ir.rewrite import Match, Skip
@@ -49,16 +43,12 @@ def realize_lookup(context: RealizeContext) -> relax.Expr | Skip:
     data = context.operands["data"]
     if data.qparams.dtype not in ("int8", "uint8"):
         return Skip(f"a table needs 8-bit data, the input is {data.qparams.dtype}")
-    function = unary_function(context.match)
+    call = context.match.graph.values[context.match.root]
+    attributes = read_attributes(call)
+    function = functools.partial(RELAX_UNARY[call.op.name].tabulate, **attributes)
     table = build_table(function, data.qparams, context.output, Rounding.TONEAREST_EVEN)
     value = context.emit(qnn.lookup(data.value, relax.const(table, str(table.dtype))), "int")
     return Quantized(value, context.output).dequantize()
-
-
-def unary_function(match: Match) -> ElementFunction:
-    """Return the function that a unary operator computes."""
-    call = match.graph.values[match.root]
-    return functools.partial(RELAX_UNARY[call.op.name].tabulate, **read_attributes(call))
 
 
 def check_leaky_relu(match: Match) -> Skip | None:
@@ -132,7 +122,7 @@ CHAIN_OPS: tuple[QuantOp, ...] = (
     QuantOp(
         "elementwise_chain", "relax.elementwise_chain", ChainPattern(), (Operand("data"),),
         Kind.CONNECTOR, Output.OWN, realize_chain, check=check_float,
-        attributes=CHAIN_ATTRIBUTES, function=chain_function,
+        attributes=CHAIN_ATTRIBUTES,
     ),
 )  # fmt: skip
 
@@ -140,7 +130,6 @@ TABLE_OPS: tuple[QuantOp, ...] = tuple(
     QuantOp(
         row.name, op, unary_pattern(op), (Operand("data"),), Kind.CONNECTOR, Output.OWN,
         realize_lookup, check=check_float, attributes=row.attributes,
-        function=unary_function,
     )
     for op, row in RELAX_UNARY.items()
     if row.is_table

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from relayquant.base.events import CallbackList, ParametersEvent, ProgressEvent
-from relayquant.base.qtypes import QParams, choose_qparams
+from relayquant.base.qtypes import QParams
 from relayquant.base.runtime import LoadModule, count_threads, limit_blas
 from relayquant.config import FitSettings, Order, WeightRounding
 from relayquant.config.fitting import DEFAULT_FIT
@@ -40,7 +40,6 @@ from relayquant.stages.calibration.dispatch import (
     check_executor,
     check_timeout,
 )
-from relayquant.stages.calibration.flat_ends import cut_flat_ends, find_functions
 from relayquant.stages.calibration.observer_selection import RELATIVE, OutputJudge, OutputSQNR
 from relayquant.stages.calibration.parameters import (
     CalibrationContext,
@@ -204,8 +203,6 @@ class _Run:
         self.observers: dict[str, str] = {}
         #: chooses between ranges; None if no observer asks for it
         self.judge = judge
-        #: functions of values whose range ends where these no longer change
-        self.functions = find_functions(prepared) if override is None else {}
         self.data = StoredData(shards.workspace)
         #: indices of the batches that each pass runs on
         self.chosen: list[tuple[int, ...]] = []
@@ -351,10 +348,6 @@ class _Run:
                 )
             )
             result.observers[key] = observer.name
-            if key in self.functions and isinstance(self.plan.group(key).observer, RelativeMSE):
-                info, state = self.plan.group(key).info, states.groups[key]
-                ends = cut_flat_ends(float(state.low), float(state.high), self.functions[key])
-                result.parameters[key] = choose_qparams(*ends, info.spec)
         if data_pass.is_float and self.judge is not None:
             self.choose_ranges(self.judge, observers, states.groups, result)
         for key, observer in observers.items():
