@@ -128,12 +128,9 @@ def quantize(
 
     Returns:
         A module with the same inputs and outputs that computes on integers. `tvm.compile` accepts
-        it,
-        and `relayquant.compile` makes it fast. It has a `ledger`. A weight that two operators use
-        is one
-        constant, also in a file. With efforts other than "fast", its rounding may be fitted to the
-        data
-        of each use. Then there are two integer weights.
+        it, and `relayquant.compile` makes it fast. It has a `ledger`. A weight that two operators
+        use is one constant, also in a file. With efforts other than "fast", its rounding may be
+        fitted to the data of each use. Then there are two integer weights.
 
     Raises:
         ModelError, DataError, ConfigError: the model, the data or the configuration is wrong.
