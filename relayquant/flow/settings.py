@@ -124,6 +124,7 @@ class QuantizeSettings(PrepareSettings):
     search_state: str | Path | None = None
     only_if_faster: bool = False
     float_precision: Precision = Precision.FLOAT32
+    callbacks: Iterable[Callback] | Callback = DEFAULT_CALLBACKS
 
     def __post_init__(self) -> None:
         super().__post_init__()

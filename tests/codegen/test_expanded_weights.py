@@ -20,6 +20,9 @@ from relayquant.codegen.kernels.expansion import Expanded
 from relayquant.codegen.mmap_constants import find_large_constants
 from relayquant_runtime import Library
 
+# Libraries of several tests are compared, bit for bit.
+pytestmark = pytest.mark.optimized
+
 KINDS = ("float", "int8")
 CHANNELS, LAYERS = 256, 8
 SHAPE = (1, CHANNELS, 28, 28)  # large enough for transforms on the CPUs of both makers

@@ -23,6 +23,8 @@ from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.threads import add_pool
 from relayquant.codegen.threads.pool import MOST_THREADS, PAUSES, format_source
 
+pytestmark = pytest.mark.optimized
+
 ROWS, COLUMNS = 48, 64
 
 
@@ -214,7 +216,6 @@ def test_pool__fork(tmp_path):
     assert result.stdout.split() == ["parent", "ends", "too"], result.stderr
 
 
-@pytest.mark.optimized
 def test_pool__kernel_is_the_same_code():
     """What stands beside a kernel leaves it alone: TVM takes `noalias` from a module as a whole."""
     target = resolve_target(None)
@@ -230,7 +231,6 @@ def test_pool__kernel_is_the_same_code():
     assert sum(count_distinct(beside)) > 0
 
 
-@pytest.mark.optimized
 def test_pool__loops_are_launched_there():
     """Not by what TVM's runtime stores in the pointer when it loads the code."""
     text = tvm.compile(add_host_pool(count_visits), resolve_target(None)).mod.inspect_source("ll")
@@ -238,7 +238,6 @@ def test_pool__loops_are_launched_there():
     assert launches == ["@relayquant_launch"]
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize(
     ("target", "waits"),
     [

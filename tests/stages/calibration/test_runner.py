@@ -343,7 +343,7 @@ def test_calibrate__progress_and_choices_are_reported():
     prepared = rq.calibrate(prepared, draw_batches(mod, 2), callbacks=Listener())
     assert stages == ["prepare", "annotate", "simulate", "calibrate"]
     assert [p for p in progress if p[0] == "read data"] == [
-        ("read data", 1, None), ("read data", 2, None),
+        ("read data", 1, 2), ("read data", 2, 2),
     ]  # fmt: skip
     done = [p for p in progress if p[0] == "calibrate"]
     assert done[-1][1] == done[-1][2] == len(done)

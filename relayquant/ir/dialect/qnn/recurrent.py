@@ -263,8 +263,8 @@ def infer_recurrent(call: Call, _builder: Any) -> Any:
         if is_known_different(size, units):
             raise each.fail(
                 f"has shape {show_shape(each.shape or [])}",
-                f"allowed: {show_dimension(units)} in the last dimension, because 'weight' has "
-                f"{show_dimension(hidden)} rows",
+                f"allowed: {show_dimension(units)} in the last dimension, because dimension 0 of "
+                f"'weight' is {show_dimension(hidden)}",
             )
     sizes = {
         "weight_scale": (units,),
