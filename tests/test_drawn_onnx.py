@@ -97,7 +97,8 @@ def test_drawn_graphs__as_onnx_runtime(count):
     ("first", "count"),
     [
         *((first, FAST) for first in PARTS),
-        *(pytest.param(first, PART, marks=pytest.mark.slow) for first in PARTS),
+        *(pytest.param(first, PART // 2, marks=pytest.mark.slow) for first in PARTS),
+        *(pytest.param(first, PART, marks=pytest.mark.nightly) for first in PARTS),
     ],
 )
 def test_drawn_graphs__compiled_as_numpy(first, count):

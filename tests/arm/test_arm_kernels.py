@@ -136,7 +136,7 @@ def test_eager__takes_bytes_together(isa):
             assert choose_plan(spec, eager).isa is eager, spec
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(
     ("cpu", "case"),
     [run if run[1] in CORE else pytest.param(*run, marks=pytest.mark.slow) for run in RUNS],
@@ -150,6 +150,7 @@ def test_emulated_cpus__need_different_kernels():
     assert [select_isa(target_of(cpu)) for cpu in CPUS] == [NEON, SDOT, SMMLA]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cpu", "lesser"), [("cortex-a76", "cortex-a53"), (MATRIX_CPU, "cortex-a76")]
 )

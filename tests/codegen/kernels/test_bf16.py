@@ -216,6 +216,7 @@ def draw_specs(draw):
     )  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @every_isa
 @settings(max_examples=count_examples(60, 6), deadline=None, derandomize=True)
 @given(conv=draw_specs(), choice=st.integers(0, 1000))

@@ -152,7 +152,7 @@ def test_plan__float_rows_and_wide_differences_stay_on_vectors():
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("group_size", [32, 128])
+@pytest.mark.parametrize("group_size", [pytest.param(32, marks=pytest.mark.slow), 128])
 def test_grouped_dense__tile_instructions_of_a_group(group_size):
     """Two loads for each product, and one store for the sums of a group: nothing spills."""
     spec = GroupedDense((128,), 64, 512, 4, group_size)

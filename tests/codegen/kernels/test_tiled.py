@@ -89,9 +89,10 @@ def test_build_planned__drawn_specs(isa, spec, choice):
 WIDE = Conv2d(1, 9, 20, 64, 96, (3, 3), padding=(1, 1, 1, 1), in_zero_point=7)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("isa", [AMX, EMULATED, REFUSED], ids=["unit", "emulated", "refused"])
 @pytest.mark.parametrize("rows", [TileRows.LINES, TileRows.PADDED, TileRows.GATHERED])
-@pytest.mark.parametrize("block", [(1, 4), (2, 2), pytest.param((4, 1), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("block", [(1, 4), (2, 2), (4, 1)])
 @pytest.mark.parametrize("dtype", ["uint8", "int8"])
 def test_build_planned__every_kind_of_rows(isa, rows, block, dtype):
     spec = replace(WIDE, in_dtype=dtype, tile=Tile(block[0], 16, block[1]))

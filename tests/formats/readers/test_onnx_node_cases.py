@@ -13,7 +13,7 @@ import pytest
 from onnx_node_cases import Outcome, Result, list_cases, read_refused, run_case, shorten
 
 #: The cases are spread over so many tests, which run side by side.
-PARTS = 32
+PARTS = 128
 
 #: What a refusal says: which node or operator, what is supported, and what to do.
 SAYS = (
