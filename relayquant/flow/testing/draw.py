@@ -17,6 +17,8 @@ from tvm.relax.dpl import CallPattern, TuplePattern
 
 from relayquant.base.qtypes import Role
 from relayquant.errors import ConfigError
+from relayquant.ir.dialect import qnn
+from relayquant.ir.dialect.qnn.recurrent import CELLS
 from relayquant.ir.ops import QuantOp
 from relayquant.ir.reference.unary import RELAX_UNARY
 from relayquant.ir.rewrite import Pattern
@@ -232,6 +234,18 @@ def draw_prelu(b: ModelBuilder, args: list[Any]) -> relax.Expr:
     return relax.op.nn.prelu(b.activation(*shape), b.constant(shape[axis]), axis)
 
 
+def draw_recurrent(name: str) -> Callable[[ModelBuilder, list[Any]], relax.Expr]:
+    """Return a function that draws a recurrent layer, in both directions."""
+
+    def draw(b: ModelBuilder, args: list[Any]) -> relax.Expr:
+        hidden = b.draw(3, 8)
+        units = CELLS[name].gates * hidden
+        data = b.activation(b.draw(1, 4), b.draw(1, 2), units)
+        return getattr(qnn, name)(data, b.constant(hidden, units), is_reversed=b.draw(False, True))
+
+    return draw
+
+
 MAP = (1, 4, 6, 6)
 R = relax.op
 
@@ -241,6 +255,7 @@ DRAWN: Mapping[str, Callable[[ModelBuilder, list[Any]], relax.Expr]] = {
     "relax.nn.conv2d": lambda b, args: draw_conv(b, 2, R.nn.conv2d),
     "relax.nn.conv2d_transpose": lambda b, args: draw_conv(b, 2, R.nn.conv2d_transpose, True),
     "relax.matmul": draw_matmul,
+    **{f"relax.qnn.{name}": draw_recurrent(name) for name in CELLS},
     "relax.add": draw_binary(R.add),
     "relax.subtract": draw_binary(R.subtract),
     "relax.multiply": draw_binary(R.multiply),
