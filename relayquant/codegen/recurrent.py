@@ -15,14 +15,10 @@ from tvm.target import Target
 
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.isa.select import select_isa
-from relayquant.codegen.kernels.recurrent import (
-    OPTIONAL,
-    Recurrence,
-    build_recurrence,
-    pack_recurrence,
-)
+from relayquant.codegen.kernels.recurrent import Recurrence, build_recurrence, pack_recurrence
 from relayquant.codegen.lowering import BlockView, Kernel, KernelRule, Lowered, lower_functions
 from relayquant.ir.dialect.legality import iterate_bindings
+from relayquant.ir.dialect.qnn.recurrent import CELLS, is_left_out
 from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.rule import OnSkip, Skip, log_skip, make_rule, select_rules
 
@@ -72,11 +68,8 @@ def lower_layer(context: RecurrentBlock, var: relax.Var) -> Lowered | Skip:
     if is_integer and any(array is None for array in constants):
         return Skip("the integer weight, or its scale, is not constant")
     given, operands = [], []
-    for name, operand in zip(OPTIONAL[cell], others, strict=True):
-        array = constant_value(operand)
-        if operand.ty.ndim == 0 and array is None:
-            return Skip(f"operand {name!r} is a number known only at run time")
-        if operand.ty.ndim == 0 and array == (2**31 - 1 if name == "lengths" else 0):
+    for name, operand in zip(CELLS[cell].optional, others, strict=True):
+        if is_left_out(name, operand):
             continue
         if operand.ty.ndim == 0:
             return Skip(f"operand {name!r} is one number for all samples")
@@ -104,5 +97,5 @@ def lower_layer(context: RecurrentBlock, var: relax.Var) -> Lowered | Skip:
 
 
 RECURRENT_RULES: tuple[KernelRule[RecurrentBlock], ...] = tuple(
-    make_rule(lower_layer, f"relax.qnn.{name}") for name in OPTIONAL
+    make_rule(lower_layer, f"relax.qnn.{name}") for name in CELLS
 )

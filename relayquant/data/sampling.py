@@ -13,8 +13,8 @@ from relayquant.data.dataset import Dataset, open_dataset
 from relayquant.data.item import Batch, InputInfo, count_samples
 from relayquant.errors import ConfigError
 
-#: The first batch that is held back, and how many batches there are from one to the next: an eighth
-#: of the data, and nothing of a small data set.
+#: Index of the first batch that is held back, and distance to the next one. A data set of up to 23
+#: batches is calibrated with whole. From the 24th batch on, every eighth is held back.
 FIRST_HELD, HELD_STEP = 23, 8
 
 

@@ -29,6 +29,9 @@ from relayquant.torch.operators import TORCH_OPERATORS, TRAINED_ROWS
 from relayquant.torch.recurrent import RECURRENT_FORMS
 from relayquant.torch.submodule_cut import Placeholder
 
+#: Operator without "relax." -> its torch form.
+FORMS = {**TORCH_OPERATORS, **RECURRENT_FORMS}
+
 #: (key of a group, channel axis, value) -> the value rounded by the group
 Rounding = Callable[[str, int, torch.Tensor], torch.Tensor]
 #: value -> its replacement, and parameters that change for later steps, by name
@@ -350,8 +353,7 @@ class ProgramBuilder:
     def make_call(self, call: Call, name: str, var: relax.Var) -> Reader:
         """Make the function that computes a call of an operator."""
         operator = name.removeprefix("relax.")
-        forms = {**TORCH_OPERATORS, **RECURRENT_FORMS}
-        function, reason = forms.get(operator), self.explain_missing(call, operator)
+        function, reason = FORMS.get(operator), self.explain_missing(call, operator)
         if function is None or reason:
             self.missing.setdefault(reason or operator or str(call.op), var.name)
             return lambda values: None

@@ -282,7 +282,7 @@ class ProductRunner:
 class ProductStep:
     """A product and the operators after it, run on a kernel. The packed weight is kept.
 
-    `bias` and `residual` are None if there are none.
+    `bias` is None for a product without a bias, and `residual` if nothing is added to it.
     """
 
     def __init__(
@@ -335,8 +335,8 @@ class ProductStep:
 
 
 class IntegerProductStep:
-    """A product of integers whose sums float32 holds exactly, run on a float kernel. The bits are
-    those of `reference.qnn`.
+    """A product of integers whose sums float32 holds exactly, run on a float kernel. The result has
+    the same bits as in `reference.qnn`.
 
     Attributes:
         zero_point: Of the data.

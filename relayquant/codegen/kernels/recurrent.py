@@ -52,12 +52,6 @@ GATE_COST = 32
 
 #: Gates of each product with a state: a GRU may multiply twice.
 PRODUCTS = {"lstm": ((0, 4),), "gru": ((0, 2), (2, 1)), "rnn": ((0, 1),)}
-#: Operands that a call may leave out, in order.
-OPTIONAL = {
-    "lstm": ("hidden", "cell", "peepholes", "lengths"),
-    "gru": ("hidden", "hidden_bias", "lengths"),
-    "rnn": ("hidden", "lengths"),
-}
 
 
 @dataclass(frozen=True)
@@ -331,22 +325,19 @@ class SampleEmitter:
         with T.serial(spec.gates) as gate:
             copy_vectors(x, first + gate * units, self.gates, gate * padded, units)
         self.emit_levels(hidden)
-        if spec.cell != "gru":
-            self.emit_product(0, self.gates, hidden)
-        else:
-            self.emit_product(0, self.gates, hidden)
-            if spec.linear_before_reset:
-                self.emit_product(1, self.product, hidden)
-            else:
+        self.emit_product(0, self.gates, hidden)
+        if spec.linear_before_reset:
+            self.emit_product(1, self.product, hidden)
+        elif spec.cell == "gru":
 
-                def reset(j: Expr) -> None:
-                    gate = self.apply(0, load_vector(self.gates, padded + j, LANES))
-                    value = fence(gate * load_vector(hidden, j, LANES), LANES)
-                    store_vector(self.reset, value, j, LANES)
+            def reset(j: Expr) -> None:
+                gate = self.apply(0, load_vector(self.gates, padded + j, LANES))
+                value = fence(gate * load_vector(hidden, j, LANES), LANES)
+                store_vector(self.reset, value, j, LANES)
 
-                self.each_vector(reset)
-                self.emit_levels(self.reset)
-                self.emit_product(1, self.product, self.reset)
+            self.each_vector(reset)
+            self.emit_levels(self.reset)
+            self.emit_product(1, self.product, self.reset)
         self.each_vector(
             {"lstm": self.emit_lstm, "gru": self.emit_gru, "rnn": self.emit_rnn}[spec.cell]
         )

@@ -67,7 +67,7 @@ def start_watching(
     prepared: PreparedModel, dataset: Any, settings: QuantizeSettings
 ) -> tuple[Any, SpreadSample | None]:
     """(what calibration reads in place of the data set, the samples that are kept of it then).
-    Without data both are None.
+    (None, None) without data.
     """
     if dataset is None:
         return None, None

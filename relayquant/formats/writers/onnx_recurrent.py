@@ -15,8 +15,8 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.formats.writers.onnx_builder import OnnxBuilder, read_affine
-from relayquant.ir.dialect.qnn.recurrent import ALL_STEPS, CELLS
-from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype
+from relayquant.ir.dialect.qnn.recurrent import CELLS, is_left_out
+from relayquant.ir.rewrite.graph import call_name, tensor_dtype
 
 
 def write_recurrent(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
@@ -25,9 +25,9 @@ def write_recurrent(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     cell, name, attrs = CELLS[kind], var.name, call.attrs
     data, weight, scale, *others = call.args
     given = {
-        argument.name: builder.tensor(operand, name)
-        for argument, operand in zip(cell.operands[3:], others, strict=True)
-        if not is_left_out(argument.name, operand)
+        each: builder.tensor(operand, name)
+        for each, operand in zip(cell.optional, others, strict=True)
+        if not is_left_out(each, operand)
     }
     units = int(weight.ty.shape.values[0])
     width = units * cell.gates
@@ -83,14 +83,6 @@ def write_recurrent(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     axis = builder.constant(np.array([1], "int64"), f"{name}.axis")
     steps = builder.step("Squeeze", [outputs[0], axis], f"{name}.squeezed")
     return builder.emit("Concat", [*outputs[1:], steps], name, axis=0)
-
-
-def is_left_out(name: str, operand: relax.Expr) -> bool:
-    """Whether an operand is the number that stands for no operand."""
-    array = constant_value(operand)
-    if array is None or array.ndim:
-        return False
-    return array == (ALL_STEPS if name == "lengths" else 0)
 
 
 def find_product(builder: OnnxBuilder, name: str) -> tuple[str, str, str | None] | None:

@@ -13,12 +13,8 @@ from machines import best_isa, every_isa
 from tvm.target import Target
 
 from relayquant.codegen.kernels.isa.arm import NEON, SDOT, SMMLA
-from relayquant.codegen.kernels.recurrent import (
-    OPTIONAL,
-    Recurrence,
-    build_recurrence,
-    pack_recurrence,
-)
+from relayquant.codegen.kernels.recurrent import Recurrence, build_recurrence, pack_recurrence
+from relayquant.ir.dialect.qnn.recurrent import CELLS
 from relayquant.ir.reference import qnn
 
 ACTIVATIONS = {"lstm": ("sigmoid", "tanh", "tanh"), "gru": ("sigmoid", "tanh"), "rnn": ("tanh",)}
@@ -27,12 +23,12 @@ ABSENT = {"lengths": 2**31 - 1}
 
 #: cell, steps, samples, units, settings: units that fill no vector, one, and several with a rest
 CASES = [
-    ("lstm", 3, 2, 7, {"given": OPTIONAL["lstm"]}),
+    ("lstm", 3, 2, 7, {"given": CELLS["lstm"].optional}),
     ("lstm", 4, 1, 32, {"is_reversed": True, "clip": 0.5}),
     ("lstm", 2, 3, 37, {"input_forget": True, "activations": ("tanh", "relu", "sigmoid")}),
-    ("gru", 3, 3, 20, {"given": OPTIONAL["gru"], "linear_before_reset": True}),
+    ("gru", 3, 3, 20, {"given": CELLS["gru"].optional, "linear_before_reset": True}),
     ("gru", 3, 2, 16, {"given": ("lengths",), "is_reversed": True, "clip": 0.3}),
-    ("rnn", 4, 2, 5, {"given": OPTIONAL["rnn"], "activations": ("relu",)}),
+    ("rnn", 4, 2, 5, {"given": CELLS["rnn"].optional, "activations": ("relu",)}),
 ]
 
 
@@ -71,7 +67,7 @@ def draw(spec):
 
 
 def expect(spec, x, weight, scale, given):
-    others = [given.get(name, ABSENT.get(name, 0.0)) for name in OPTIONAL[spec.cell]]
+    others = [given.get(name, ABSENT.get(name, 0.0)) for name in CELLS[spec.cell].optional]
     attrs = {
         name: getattr(spec, name)
         for name in ("activations", "clip", "is_reversed", *OWN[spec.cell])

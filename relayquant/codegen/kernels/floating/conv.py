@@ -61,7 +61,8 @@ DEPTHWISE_COST = 8
 class FloatConv2d(Conv2dShape):
     """A float convolution and its epilogue.
 
-    Only depthwise kernels, and those of `bf16`, read and write the bits of bfloat16.
+    `stored` says what is bfloat16 in memory. Only depthwise kernels and those of module `bf16` read
+    and write it; all others are for float32.
     """
 
     epilogue: FloatEpilogue = field(default_factory=FloatEpilogue)

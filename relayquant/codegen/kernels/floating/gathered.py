@@ -152,7 +152,7 @@ class _Arguments:
         return T.Cast("int64", self[name][index])
 
     def finish(self, value: Expr, at: Expr, lanes: int) -> None:
-        """Store results: residual and clip are those of `FloatEpilogue`."""
+        """Add the residual, clip and store, as `FloatEpilogue` says."""
         low, high = (broadcast(self["limits"][i], lanes) for i in range(2))
 
         def store(total: Expr) -> None:

@@ -64,7 +64,7 @@ class GroupedDot(ABC):
     is_signed = False
     #: Multiply-adds of a word.
     steps = 1
-    #: Whether `spread_codes` ignores all bits of a byte but those of its lowest code.
+    #: Whether `spread_codes` reads only the lowest code of each byte, whatever is above.
     reads_low_bits = False
 
     @abstractmethod

@@ -44,6 +44,7 @@ from relayquant.ir.reference.row_arithmetic import (
     POWERS,
     ROUND_TO_EXPONENT,
 )
+from relayquant.ir.rewrite.graph import constant_value
 
 __all__ = ["gru", "lstm", "rnn"]
 
@@ -106,6 +107,11 @@ class RecurrentCell:
     activations: tuple[str, ...]
     operands: tuple[Argument, ...]
     attrs: type
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """Names of the operands that a call may leave out, in order."""
+        return tuple(operand.name for operand in self.operands[len(PRODUCT) :])
 
 
 CELLS = {
@@ -506,6 +512,12 @@ class NaiveRecurrence:
         )
         cell = hold(fence(forget * cell) + fence(entry * self.apply(1, new)))
         return [hold(self.apply(0, look(exit_, 1, cell)) * self.apply(2, cell)), cell]
+
+
+def is_left_out(name: str, operand: relax.Expr) -> bool:
+    """Whether a call leaves out the optional operand `name`: it is the default number."""
+    array = constant_value(operand)
+    return array is not None and not array.ndim and array == (ALL_STEPS if name == "lengths" else 0)
 
 
 def has_integer_weight(call: Call) -> bool:
