@@ -62,7 +62,8 @@ class GroupedWeight:
     Attributes:
         codes: Packed, uint8 (N, bytes per row).
         scale: (N, groups), in the dtype of the format.
-        zero_point: uint8 (N, groups), or () for a symmetric format.
+        zero_point: uint8 (N, groups), or () for a symmetric format. Offsets if it is a float array
+            (N, groups).
         features: K.
     """
 
@@ -95,8 +96,13 @@ class GroupedWeight:
         """Dequantize some rows of codes into `out`."""
         spread = lambda values: spread_groups(values, self.group_size, self.features)  # noqa: E731
         out[:] = unpack_codes(self.codes[rows], self.format.bits, self.features)
+        scale = spread(self.scale[rows].astype("float32"))
+        if self.zero_point.dtype != np.uint8:
+            out *= scale
+            out += spread(self.zero_point[rows].astype("float32"))
+            return
         out -= spread(self.zero_point[rows]) if self.zero_point.ndim else self.zero_point
-        out *= spread(self.scale[rows].astype("float32"))
+        out *= scale
 
 
 def quantize_groups(
