@@ -13,11 +13,9 @@ from typing import Any
 import numpy as np
 
 from relayquant.base.arguments import check_arguments
-from relayquant.base.storage.files import DEFAULT_MAX_BYTES, PathLike, check_file, reading
+from relayquant.base.storage.files import DEFAULT_MAX_BYTES, PathLike, reading
 from relayquant.errors import MissingDependencyError, ModelError, format_count
-
-#: Largest allowed growth from file to float32, unless the caller allows more: 2 bits grow by 16.
-MOST_GROWTH = 16
+from relayquant.formats.readers.gguf_header import KINDS, GgufPlace, read_header
 
 
 @check_arguments
@@ -49,48 +47,10 @@ def load_gguf(path: PathLike, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Mapping[
             "Reading a .gguf file needs the package gguf. Run: pip install 'relayquant[gguf]'",
             code="RQ503",
         ) from None
-    with reading(path, "GGUF file", ModelError):
-        checked = check_file(path, max_bytes)
-        tensors = make_reader(gguf)(checked).tensors
-        size = sum(4 * int(tensor.n_elements) for tensor in tensors)
-        if size > MOST_GROWTH * checked.stat().st_size:
-            raise ModelError(
-                f"{path}: its tensors take {format_count(size, 'byte')} as float32, more than "
-                f"{MOST_GROWTH} times the file. It is damaged.",
-                code="RQ502",
-            )
-        for tensor in {tensor.tensor_type: tensor for tensor in tensors}.values():
-            check_kind(gguf, tensor)
-        places = {
-            tensor.name: TensorPlace(
-                tensor.tensor_type,
-                int(tensor.data_offset),
-                tensor.data.dtype,
-                tensor.data.shape,
-                tuple(reversed([int(size) for size in tensor.shape])),
-            )
-            for tensor in tensors
-        }
-        return GgufTensors(checked.absolute(), places)
-
-
-@dataclass(frozen=True)
-class TensorPlace:
-    """The place of a tensor in a file.
-
-    Attributes:
-        kind: Kind of its blocks, as named by the package.
-        offset: Offset of its first byte.
-        dtype, stored: Dtype and shape of the array that the package decodes: bytes of blocks, or
-            floats.
-        shape: Shape of its values.
-    """
-
-    kind: Any
-    offset: int
-    dtype: np.dtype
-    stored: tuple[int, ...]
-    shape: tuple[int, ...]
+    header = read_header(path, max_bytes=max_bytes)
+    for kind, name in {place.kind: name for name, place in header.tensors.items()}.items():
+        check_kind(gguf, name, kind)
+    return GgufTensors(Path(path).absolute(), header.tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +58,7 @@ class GgufTensors(Mapping[str, np.ndarray]):
     """Name -> values, read at each access."""
 
     path: Path
-    places: Mapping[str, TensorPlace]
+    places: Mapping[str, GgufPlace]
 
     def __getitem__(self, name: str) -> np.ndarray:
         """Read the values of one tensor. The caller may write to the array.
@@ -110,11 +70,10 @@ class GgufTensors(Mapping[str, np.ndarray]):
 
         place = self.places[name]
         with reading(self.path, "GGUF file", ModelError):
-            # numpy cannot map 0 bytes.
-            data = np.empty(place.stored, place.dtype)
-            if data.size:
-                data = np.memmap(self.path, place.dtype, "r", place.offset, place.stored)
-            values = gguf.quants.dequantize(data, place.kind)
+            data = np.empty(0, "uint8")
+            if place.size:  # numpy cannot map 0 bytes.
+                data = np.memmap(self.path, "uint8", "r", place.offset, place.size)
+            values = gguf.quants.dequantize(data, gguf.GGMLQuantizationType(place.kind))
             return np.array(values, "float32").reshape(place.shape)
 
     def __iter__(self) -> Iterator[str]:
@@ -127,36 +86,18 @@ class GgufTensors(Mapping[str, np.ndarray]):
         return f"GgufTensors({str(self.path)!r}, {format_count(len(self), 'tensor')})"
 
 
-def make_reader(gguf: Any) -> Any:
-    """Return the package's reader with a check for the end of the file.
-
-    The package's reader silently reads beyond the end, and then loops over whatever count it finds
-    there.
-    """
-
-    class CheckedReader(gguf.GGUFReader):
-        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
-            found = super()._get(offset, dtype, count, override_order)
-            if len(found) != int(count):
-                raise ValueError(f"it ends before {format_count(int(count), 'value')} at {offset}")
-            return found
-
-    return CheckedReader
-
-
-def check_kind(gguf: Any, tensor: Any) -> None:
+def check_kind(gguf: Any, name: str, kind: int) -> None:
     """Check that the package decodes the blocks of a tensor, by decoding one block of zeros.
 
     Raises:
         ModelError: the package does not decode them.
     """
-    size = gguf.GGML_QUANT_SIZES[tensor.tensor_type][1]
-    block = np.zeros(size, "uint8").view(tensor.data.dtype)
+    block = np.zeros(KINDS[kind].size, "uint8")
     try:
-        gguf.quants.dequantize(block, tensor.tensor_type)
-    except NotImplementedError:
+        gguf.quants.dequantize(block, gguf.GGMLQuantizationType(kind))
+    except (NotImplementedError, ValueError):
         raise ModelError(
-            f"Tensor {tensor.name!r} has blocks of kind {tensor.tensor_type.name}, which the "
-            "package gguf does not decode. Quantize the model to Q8_0, Q4_0 or Q4_K.",
+            f"Tensor {name!r} has blocks of kind {KINDS[kind].name}, which the package gguf does "
+            "not decode. Quantize the model to Q8_0, Q4_0 or Q4_K.",
             code="RQ202",
         ) from None

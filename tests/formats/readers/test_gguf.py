@@ -11,6 +11,8 @@ import pytest
 
 import relayquant as rq
 from relayquant.errors import ModelError
+from relayquant.formats.readers.gguf_header import KINDS as HEADER_KINDS
+from relayquant.formats.readers.gguf_header import read_header
 
 gguf = pytest.importorskip("gguf")
 KINDS = gguf.GGMLQuantizationType
@@ -162,3 +164,74 @@ def test_load__refuses_what_is_too_large_missing_or_another_file(path, tmp_path)
     (tmp_path / "text.gguf").write_text("hello, this is no such file")
     with pytest.raises(ModelError, match=r"text\.gguf"):
         rq.load_gguf(tmp_path / "text.gguf")
+
+
+def test_header__is_what_the_package_reads(path):
+    """Places of tensors, and metadata of every type that the package writes."""
+    header = read_header(path)
+    for tensor in gguf.GGUFReader(path).tensors:
+        place = header.tensors[tensor.name]
+        assert place.kind == tensor.tensor_type
+        assert (place.offset, place.size) == (tensor.data_offset, tensor.n_bytes)
+        assert place.shape == tuple(reversed(tensor.shape.tolist()))
+    assert header.metadata["some.count"] == 3
+    assert header.metadata["some.words"] == ["a", "bc"]
+    assert header.metadata["general.architecture"] == "llama"
+
+
+def test_header__knows_every_kind_of_block():
+    known = {kind.value: (kind.name, *size) for kind, size in gguf.GGML_QUANT_SIZES.items()}
+    assert known.items() <= HEADER_KINDS.items()
+
+
+@pytest.mark.parametrize("kind", [n for n in gguf.GGUFValueType if n < 8 or n > 9])
+def test_header__numbers_of_every_type(kind, tmp_path):
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_key_value("one", 1, kind)
+    writer.add_key_value("more", [0, 1, 1], gguf.GGUFValueType.ARRAY, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    found = read_header(path).metadata
+    assert found["one"] == 1
+    assert found["more"].tolist() == [0, 1, 1]
+
+
+def change_header(path, folder, old, new):
+    """A copy of a file with some bytes replaced once."""
+    raw = path.read_bytes()
+    assert len(old) == len(new)
+    assert old in raw
+    changed = folder / "changed.gguf"
+    changed.write_bytes(raw.replace(old, new, 1))
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b"GGUF\3\0\0\0", b"GGUF\0\0\0\3", "version is 0x3000000; readable: 2 and 3"),
+        (b"some.count", b"some.words", "'some.words' twice"),
+        (b"Q4_1", b"Q4_0", "the tensor 'Q4_0' twice"),
+        (b"plain\2", b"plain\x63", "'plain' has 99 axes; allowed: 1 to 4"),
+        (b"some.count\4", b"some.count\x0d", "value of type 13; readable: numbers, texts"),
+        (b"half\1\0\0\0\5", b"half\1\0\0\0\xff", r"'half' has 510 bytes at \d+, not aligned to 32"),
+        (b"Q8_0\2\0\0\0\0\2", b"Q8_0\2\0\0\0\1\2", "'Q8_0' has rows of 513 values; Q8_0 stores 32"),
+    ],
+)  # fmt: skip
+def test_header__says_what_is_damaged(old, new, message, path, tmp_path):
+    with pytest.raises(ModelError, match=message):
+        read_header(change_header(path, tmp_path, old, new))
+
+
+def test_header__tensors_may_not_overlap(tmp_path):
+    """Or a small file would be large in memory."""
+    tensors = {f"w{i}": (KINDS.F32, draw_weight((64, 64))) for i in range(4)}
+    raw = write_file(tmp_path / "m.gguf", tensors).read_bytes()
+    for i in range(1, 4):
+        at = raw.index(b"w%d" % i) + 2 + 4 + 16 + 4
+        raw = raw[:at] + bytes(8) + raw[at + 8 :]
+    (tmp_path / "m.gguf").write_bytes(raw[: -2 * 64 * 64 * 4])
+    with pytest.raises(ModelError, match="its tensors overlap"):
+        read_header(tmp_path / "m.gguf")
