@@ -134,6 +134,7 @@ def test_compile__keeps_the_name(module):
     np.testing.assert_allclose(found, rq.reference.run(module, DATA[0]), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_commands__take_a_model_of_any_name(tmp_path, capsys):
     np.savez(tmp_path / "data.npz", x=np.concatenate([row["x"] for row in DATA]))
     data = ["--data", str(tmp_path / "data.npz")]

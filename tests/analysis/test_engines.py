@@ -29,6 +29,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interval", [0.0, 0.02])
 def test_measure_engines__one_process_each(library, interval):
     pytest.importorskip("onnxruntime")

@@ -87,6 +87,7 @@ def test_lint__bytes_are_clean(shared_data):
     assert lint(*rq.load(str(shared_data("magika_v3_3_b1.onnx"))), list(x[:, None])) == []
 
 
+@pytest.mark.slow
 def test_lint__photographs_are_clean(shared_data):
     image = pytest.importorskip("PIL.Image", reason="Pillow decodes the JPEG images")
     with np.load(shared_data("imagenet_200.npz")) as data:

@@ -51,6 +51,7 @@ def test_products__bytes_of_codes_and_scales():
     assert Products(1, 64, 10, 3).weight_bytes == 10 * (32 + 2 * 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_dynamic", [False, True])
 def test_save_encoder_own__runs_in_integers(is_dynamic, tmp_path):
     """The library gives what the float model does, nearly, and is not it."""

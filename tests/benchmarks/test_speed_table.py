@@ -125,6 +125,7 @@ def test_target_without_amx__has_all_the_rest(config):
     assert select_isa(target) is VNNI512
 
 
+@pytest.mark.slow
 def test_prepare_row__machines_share_the_rivals(monkeypatch, tmp_path):
     """Ours is compiled for each machine, once; the rivals are prepared once."""
     prepared, targets = [], []

@@ -36,6 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_bench__random_inputs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", str(folder / "digits.onnx"), *QUICK]) == 0
     text = capsys.readouterr().out
@@ -149,6 +150,7 @@ def test_bench__only_onnx_against_onnxruntime(
     assert ".onnx" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_bench__model_that_onnxruntime_cannot_quantize(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

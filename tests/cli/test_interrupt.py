@@ -126,6 +126,7 @@ def test_quantize__a_failure_leaves_no_checkpoint(
     assert own.is_dir(), "what the user named is the user's"
 
 
+@pytest.mark.slow
 def test_output__that_nobody_reads_any_more() -> None:
     """As `relayquant inspect x86 | head -1` leaves it: no traceback, the exit code of shells."""
     process = subprocess.Popen(

@@ -95,6 +95,7 @@ def folder(modules, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_export_library__is_little_larger_than_the_weights(kind, folder):
     weights = LAYERS * CHANNELS * CHANNELS * 9 * {"float": 4, "int8": 1}[kind]

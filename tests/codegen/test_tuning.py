@@ -96,6 +96,7 @@ def test_open_tuner__the_estimate_stays_where_nothing_is_faster(tmp_path, monkey
         assert choose(LAYER, ISA, False) == KernelSchedule(choose_plan(LAYER, ISA).tile)
 
 
+@pytest.mark.slow
 def test_open_tuner__a_form_that_is_not_listed_is_not_built(tmp_path, last_is_fastest):
     """A file is untrusted: 60,000 accumulators would take LLVM hours, and transforms of weights
     that are too large would be wrong.
@@ -111,6 +112,7 @@ def test_open_tuner__a_form_that_is_not_listed_is_not_built(tmp_path, last_is_fa
         assert read_schedules(path) == {layer: fastest}
 
 
+@pytest.mark.slow
 def test_open_tuner__times_for_real(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "SECONDS", 0.002)
     spec = replace(LAYER, epilogue=Epilogue(residual=Residual("int8", 3, 0.5), is_small=True))

@@ -185,6 +185,7 @@ def test_quantize__saved_and_loaded_module_runs():
     )
 
 
+@pytest.mark.slow
 def test_compile__plain_tvm_gives_the_same_integers():
     mod = residual_model()
     data = draw_batches(mod, 2)

@@ -77,6 +77,7 @@ def test_quantize__meets_the_bar(name, request):
     assert all(row.quantized for row in rq.ledger(qmod).rows if row.op != "nn.softmax")
 
 
+@pytest.mark.slow
 def test_plain_tvm_compile__equals_ours(dscnn):
     mod, params = rq.load(str(dscnn.model))
     qmod = rq.quantize(mod, params, dscnn.calibration)

@@ -139,6 +139,7 @@ def test_plot_ranges__writes_a_picture(prepared, tmp_path):
         plot_ranges(model, data, tmp_path / "ranges.png", names=["imagge"])
 
 
+@pytest.mark.slow
 def test_command_compare__values_csv_and_picture(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     demo = load_digits()

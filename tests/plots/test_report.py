@@ -47,6 +47,7 @@ def elements(report):
     return Elements(report.html)
 
 
+@pytest.mark.slow
 def test_report__names_are_text_only(elements, report):
     assert len(elements.scripts) == 2, "the data and our own"
     handlers = [a for _, attributes in elements.tags for a in attributes if a.startswith("on")]

@@ -86,6 +86,7 @@ def test_integer__round_trip_is_exact(name):
         assert word in text
 
 
+@pytest.mark.slow
 def test_integer__read_again_and_compiled_is_exact():
     """Compiled, not in numpy alone: the simplifier turns float (x + c) - c into x."""
     mod, inputs = build_all({name: INTEGER[name][:2] for name in EXACT})

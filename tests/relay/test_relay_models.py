@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from relay_testing import WRITTEN_BY_TVM
 
 import relayquant as rq
@@ -88,6 +89,7 @@ def test_dump__float_model_is_quantized():
     np.testing.assert_allclose(got, want, atol=0.02)
 
 
+@pytest.mark.slow
 def test_dump__integer_model_is_compiled():
     mod, _ = rq.load(WRITTEN_BY_TVM / "qnn_convnet.json")
     with np.load(WRITTEN_BY_TVM / "qnn_convnet.io.npz") as data:

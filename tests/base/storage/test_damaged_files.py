@@ -323,6 +323,7 @@ for name, write in writers.items():
 """
 
 
+@pytest.mark.slow
 def test_write__a_full_disk_names_the_file(tmp_path):
     """EFBIG, from a limit on the size of files: what a full disk (ENOSPC) takes the same way."""
     script = FULL.format(tests=sys.path)

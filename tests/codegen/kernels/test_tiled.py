@@ -89,7 +89,7 @@ def test_build_planned__drawn_specs(isa, spec, choice):
 WIDE = Conv2d(1, 9, 20, 64, 96, (3, 3), padding=(1, 1, 1, 1), in_zero_point=7)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("isa", [AMX, EMULATED, REFUSED], ids=["unit", "emulated", "refused"])
 @pytest.mark.parametrize("rows", [TileRows.LINES, TileRows.PADDED, TileRows.GATHERED])
 @pytest.mark.parametrize("block", [(1, 4), (2, 2), (4, 1)])

@@ -119,6 +119,7 @@ def test_packed__is_as_float_with_a_paged_cache(packed):
     assert np.abs(run(q) - expected).max() < 0.03 * np.abs(expected).max()
 
 
+@pytest.mark.slow
 def test_packed__is_the_same_as_plain(packed):
     """A parameter for each weight, or all in one tuple: the same functions come out."""
     plain = rq.compress_weights(*export("plain"))

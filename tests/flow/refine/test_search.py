@@ -68,6 +68,7 @@ def test_quantize__metric_that_is_met_at_once(digits):
     assert rq.ledger(qmod).guard is None, "the metric takes the guard's place"
 
 
+@pytest.mark.slow
 def test_search__puts_back_what_is_broken(digits, tmp_path):
     mod, params, data = digits
     path = tmp_path / "search.json"

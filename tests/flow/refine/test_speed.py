@@ -139,6 +139,7 @@ def test_find_faster_parts__operators_that_share_a_kernel_stay_together(calibrat
     assert (part.integer, part.float_) == (6.0, 2.0)
 
 
+@pytest.mark.slow
 def test_stopwatch__names_of_both_forms_are_values_of_the_model(calibrated):
     prepared, qmod, data = calibrated
     stopwatch = Stopwatch.on_this_machine([data[0][:2]])

@@ -271,6 +271,7 @@ def test_loop__refused(count, message):
         import_onnx(parse(LOOP), inputs=inputs)
 
 
+@pytest.mark.slow
 def test_loop__without_end():
     model = parse("""
     main (float[2, 3] x) => (float[2, 3] y) {

@@ -35,6 +35,7 @@ def test_dscnn__has_the_interpreters_accuracy(shared_data):
     assert abs((answers == labels).mean() - DSCNN_ACCURACY) <= 0.003
 
 
+@pytest.mark.slow
 def test_resnet8__agrees_with_the_float_file(shared_data):
     qmod, operators = lower_file(shared_data("ic_resnet8_int8_reference.tflite"))
     assert operators["qnn.conv2d"] == 9

@@ -531,5 +531,6 @@ def test_literals__numpy(literals):
     assert find_differences(literals, [run_numpy(case.steps) for case in literals]) == []
 
 
+@pytest.mark.slow
 def test_literals__compiled(literals):
     assert find_differences(literals, run_compiled(literals, True)) == []

@@ -58,6 +58,7 @@ def test_make_main__is_what_the_builder_makes():
     assert build(with_builder).script() == build(without).script()
 
 
+@pytest.mark.slow
 def test_quantize_and_compile__in_threads(switch_often):
     models = [small_model(seed) for seed in (0, 1)]
     data = draw_batches(models[0], 2)

@@ -46,6 +46,7 @@ def calibrated(path: Path, **options) -> bytes:
     return path.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -81,6 +82,7 @@ class Deadly(rq.observers.MinMax):
         return super().update(state, array)
 
 
+@pytest.mark.slow
 def test_processes__a_dead_one_is_reported_and_the_work_is_not_lost(tmp_path):
     path = tmp_path / "checkpoint"
     context = multiprocessing.get_context("spawn")

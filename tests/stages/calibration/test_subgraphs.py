@@ -196,6 +196,7 @@ def test_split__a_constant_for_every_sample_waits_for_the_batch(effort):
     assert np.abs(got - want).max() < 0.05 * np.abs(want).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("effort", ["fast", "best"])
 def test_split__sizes_of_the_run_time_in_arguments(effort, tmp_path):
     """The first rows of a table, as many as the data has: positions of a sequence."""

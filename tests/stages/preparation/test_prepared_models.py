@@ -101,6 +101,7 @@ def test_resnet20__names_and_sources_survive(shared_data):
     assert set(names) <= set(sources)
 
 
+@pytest.mark.slow
 def test_resnet8_tflite__confident_and_diverse(shared_data):
     pytest.importorskip("tflite")
     mod, params = load(shared_data("ic_resnet8_fp32.tflite"))

@@ -173,6 +173,7 @@ def test_prepare_module__keeps_what_a_backend_has_rows_for():
     assert operators(prepare_module(mod, keep=["relax.nn.conv3d"])) == ["nn.conv3d", "add"]
 
 
+@pytest.mark.slow
 def test_quantize__volumes_are_integers():
     def body(emit, x):
         a = emit("a.relu", op.nn.relu(block(emit, x, "a")))
