@@ -127,6 +127,8 @@ def read_weight(call: Call, weight: list[Any], is_float: bool) -> GroupedDense |
     if codes is None or scale is None or zeros is None:
         return Skip("the weight is not a constant")
     attrs = call.attrs
+    if zeros.dtype != np.uint8:
+        return Skip("groups have offsets")
     has_zeros = zeros.ndim > 0
     if not has_zeros and int(zeros) != 1 << (int(attrs.bits) - 1):
         return Skip("all groups have one zero point, which is not the middle of the range")

@@ -89,7 +89,9 @@ def read_blocks(raw: Array, kind: int, shape: tuple[int, int]) -> GroupedWeight:
 
     def decode_rows(start: int) -> None:
         own = slice(start, start + step)
-        found, *values = form.decode(np.ascontiguousarray(blocks[own]).reshape(-1, form.nbytes))
+        block = np.ascontiguousarray(blocks[own]).reshape(-1, form.nbytes)
+        with np.errstate(invalid="ignore"):  # A damaged file may have infinite scales.
+            found, *values = form.decode(block)
         codes[own] = pack_codes(found.reshape(-1, features), form.bits)
         for part, value in zip(parts, values, strict=True):
             part[own] = value.reshape(-1, groups[1])

@@ -71,11 +71,18 @@ def read_weight(call: Call, name: str, args) -> tuple[np.ndarray, np.ndarray, np
     """Return (codes uint8 (N, K), scales float32 and zero points uint8 (N, groups)).
 
     Raises:
-        ModelError: they are computed at run time.
+        ModelError: they are computed at run time, or there are offsets.
     """
     packed, scale, zero = (constant_value(arg) for arg in args)
     if packed is None or scale is None or zero is None:
         raise ModelError(f"export_onnx: the weight of {name!r} is not a constant.", code="RQ203")
+    if zero.dtype != np.uint8:
+        raise ModelError(
+            f"export_onnx: the weight of {name!r} has offsets, as blocks of GGUF with a minimum "
+            "have (Q4_1, Q4_K). ONNX has zero points only. Use blocks without a minimum (Q4_0, "
+            "Q8_0, Q6_K).",
+            code="RQ203",
+        )
     codes = unpack_codes(packed, int(call.attrs.bits), int(call.attrs.features))
     return codes, scale.astype("float32"), np.broadcast_to(zero, scale.shape)
 

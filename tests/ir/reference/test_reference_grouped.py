@@ -68,6 +68,47 @@ def test_grouped_dense__exact_to_rounding_of_sums(bits, has_zeros):
         assert abs(float(floats[index] - expected)) <= 3e-6 * size
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_grouped_dense__offsets_are_exact_to_rounding_of_sums(bits):
+    """real = scale * code + offset, against fractions: two roundings for each group."""
+    rng = np.random.default_rng(bits)
+    codes, packed, scale, _ = draw_weight(rng, (5, 23), bits, 8, False)
+    offset = rng.normal(size=scale.shape).astype("float16")
+    data = rng.integers(-127, 128, (3, 23)).astype("int8")
+    row_scale = rng.uniform(0.1, 1, (3, 1)).astype("float32")
+    form = {"bits": bits, "group_size": 8, "features": 23}
+    found = qnn.grouped_dense(data, row_scale, packed, scale, offset, **form)
+    as_float = (data * row_scale).astype("float32")
+    floats = qnn.grouped_dense(as_float, 1.0, packed, scale, offset, **form)
+    for row, n in np.ndindex(3, 5):
+        pairs = [
+            (
+                int(data[row, k]) * int(codes[n, k]) * Fraction(float(scale[n, k // 8])),
+                int(data[row, k]) * Fraction(float(offset[n, k // 8])),
+            )
+            for k in range(23)
+        ]
+        step = Fraction(float(row_scale[row, 0]))
+        expected = step * sum(a + b for a, b in pairs)
+        size = float(step * sum(abs(a) + abs(b) for a, b in pairs))
+        assert abs(float(found[row, n] - expected)) <= 1e-6 * size
+        assert abs(float(floats[row, n] - expected)) <= 3e-6 * size
+
+
+def test_grouped_take__offsets_are_added_with_one_rounding():
+    rng = np.random.default_rng(1)
+    codes, packed, scale, _ = draw_weight(rng, (6, 10), 8, 4, False)
+    offset = rng.normal(size=scale.shape).astype("float32")
+    found = qnn.grouped_take(np.arange(6), packed, scale, offset, bits=8, group_size=4, features=10)
+    for n, k in np.ndindex(6, 10):
+        exact = int(codes[n, k]) * Fraction(float(scale[n, k // 4])) + Fraction(
+            float(offset[n, k // 4])
+        )
+        near = [found[n, k], *(np.nextafter(found[n, k], np.float32(s)) for s in (-9e9, 9e9))]
+        errors = [abs(Fraction(float(value)) - exact) for value in near]
+        assert errors[0] == min(errors)
+
+
 def test_grouped_take__rows_of_the_decoded_weight():
     rng = np.random.default_rng(1)
     codes, packed, scale, zeros = draw_weight(rng, (6, 10), 4, 4, True)

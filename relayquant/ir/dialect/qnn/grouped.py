@@ -5,7 +5,8 @@ A grouped weight is three operands (see `base.packing`):
 - codes of `bits` bits, packed in bytes: uint8 (N, count_bytes(K, bits));
 - scales: float32 or float16 (N, G), one for each of the G groups of `group_size` neighbours in a
   row;
-- zero points: uint8 (N, G), or () for all groups.
+- zero points: uint8 (N, G), or () for all groups: real = scale * (code - zero point). Or offsets:
+  float32 or float16 (N, G): real = scale * code + offset.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def grouped_dense(
     data is float32 with data_scale 1, or int8 with row scales (..., 1) from `quantize_rows`. For
     int8 data, the sum over a group is exact in int32. Each sum is converted to float32, multiplied
     by the group scale and added in group order. Multiplication and addition share one rounding
-    (fma).
+    (fma). With offsets, each group then adds the sum of its data times its offset in the same way.
     """
     values = (data, data_scale, weight, weight_scale, weight_zero_point)
     attrs = QGroupedAttrs(int(bits), int(group_size), int(features))
@@ -100,7 +101,8 @@ def grouped_take(
 ) -> Call:
     """Gather rows of a grouped weight of K = `features` columns -> float32 (*indices.shape, K).
 
-    `indices` are int32 or int64 of any shape. A value is float32(code - zero point) * scale.
+    `indices` are int32 or int64 of any shape. A value is float32(code - zero point) * scale. With
+    offsets it is fma(float32(code), scale, offset).
 
     An index is taken modulo the number of rows, as in `take` with mode="wrap": -1 is the last row.
     Nothing outside the weight is read.
@@ -151,7 +153,9 @@ def check_grouped_weight(call: Call, operands: Sequence[CheckedOperand]) -> Any:
         )
     weight.check_dtype(("uint8",), "Pack its codes first: relayquant.base.packing.pack_codes.")
     scale.check_dtype(("float32", "float16"))
-    zero_point.check_dtype(("uint8",), "A zero point is a code.")
+    zero_point.check_dtype(
+        ("uint8", "float32", "float16"), "A zero point is a code, an offset is a float."
+    )
     weight.check_rank(2)
     scale.check_rank(2)
     rows, groups = weight.dimension(0), count_groups(features, group_size)
@@ -161,8 +165,9 @@ def check_grouped_weight(call: Call, operands: Sequence[CheckedOperand]) -> Any:
             f"has rows whose length in bytes is {show_dimension(weight.dimension(1))}",
             f"allowed: {int(expected)}, for {format_count(features, 'code')} of {bits} bits",
         )
+    may_be_scalar = zero_point.dtype == "uint8"
     for each in (scale, zero_point):
-        if each is zero_point and each.ndim in (-1, 0):
+        if each is zero_point and may_be_scalar and each.ndim in (-1, 0):
             continue
         each.check_rank(2)
         sizes = (rows, tirx.IntImm("int64", groups))
@@ -171,7 +176,7 @@ def check_grouped_weight(call: Call, operands: Sequence[CheckedOperand]) -> Any:
                 f"has shape {show_shape(each.shape or [])}",
                 f"allowed: ({show_dimension(rows)}, {groups}), one for each group of {group_size} "
                 f"of {format_count(features, 'column')}"
-                + (", or ()" if each is zero_point else ""),
+                + (", or ()" if each is zero_point and may_be_scalar else ""),
             )
     return rows
 
@@ -264,14 +269,21 @@ def read_code(weight: te.Tensor, bits: int) -> Callable[[PrimExpr, PrimExpr], Pr
 def subtract_zero_points(
     call: Call, weight: te.Tensor, zero_point: te.Tensor
 ) -> Callable[[PrimExpr, PrimExpr], PrimExpr]:
-    """Return a function (row, column) -> code - zero point, int32."""
+    """Return a function (row, column) -> code - zero point, int32. Offsets are not subtracted."""
     size, read = int(call.attrs.group_size), read_code(weight, int(call.attrs.bits))
+    if has_offsets(zero_point):
+        return read
 
     def subtract(row: PrimExpr, column: PrimExpr) -> PrimExpr:
         zero = zero_point(row, column // size) if len(zero_point.shape) else zero_point()
         return read(row, column) - zero.astype("int32")
 
     return subtract
+
+
+def has_offsets(zero_point: te.Tensor) -> bool:
+    """Tell whether the operand for zero points has offsets."""
+    return zero_point.dtype != "uint8"
 
 
 def legalize_grouped_dense(builder: BlockBuilder, call: Call) -> Any:
@@ -285,22 +297,35 @@ def legalize_grouped_dense(builder: BlockBuilder, call: Call) -> Any:
         data: te.Tensor, data_scale: te.Tensor, weight: te.Tensor, scale: te.Tensor, zero: te.Tensor
     ) -> te.Tensor:
         integers = subtract_zero_points(call, weight, zero)
-        k = te.reduce_axis((0, min(size, features)), name="k")
         g = te.reduce_axis((0, groups), name="g")
 
-        def product(*i: PrimExpr) -> PrimExpr:
-            *lead, n, group = i
+        def sum_group(group: PrimExpr, term: Callable[[PrimExpr], PrimExpr]) -> PrimExpr:
+            k = te.reduce_axis((0, min(size, features)), name="k")
             column = group * size + k
-            inside = tirx.min(column, features - 1)
-            value = data(*lead, inside).astype(dtype) * integers(n, inside).astype(dtype)
+            value = term(tirx.min(column, features - 1)).astype(dtype)
             if features % size and groups > 1:
                 value = tirx.if_then_else(column < features, value, tirx.const(0, dtype))
             return te.sum(value, axis=k)
 
+        def product(*i: PrimExpr) -> PrimExpr:
+            *lead, n, group = i
+            return sum_group(
+                group, lambda k: data(*lead, k).astype(dtype) * integers(n, k).astype(dtype)
+            )
+
         sums = compute_tensor([*shape, groups], product, name="sums")
+        if has_offsets(zero):
+            row_sums = compute_tensor(
+                [*shape[:-1], groups],
+                lambda *i: sum_group(i[-1], lambda k: data(*i[:-1], k)),
+                name="row_sums",
+            )
 
         def total(*i: PrimExpr) -> PrimExpr:
             value = sums(*i, g).astype("float32") * scale(i[-1], g).astype("float32")
+            if has_offsets(zero):
+                offset = zero(i[-1], g).astype("float32")
+                value = value + row_sums(*i[:-1], g).astype("float32") * offset
             return te.sum(value, axis=g)
 
         added = compute_tensor(shape, total, name="added")
@@ -322,7 +347,7 @@ def legalize_grouped_dense(builder: BlockBuilder, call: Call) -> Any:
 
 
 def legalize_grouped_take(builder: BlockBuilder, call: Call) -> Any:
-    """Compute float32(code - zero point) * scale of the rows at `indices`."""
+    """Compute the values of the rows at `indices`."""
     size = int(call.attrs.group_size)
 
     def te_take(
@@ -333,7 +358,10 @@ def legalize_grouped_take(builder: BlockBuilder, call: Call) -> Any:
         def element(*i: PrimExpr) -> PrimExpr:
             row, column = indices(*i[:-1]) % weight.shape[0], i[-1]
             step = scale(row, column // size).astype("float32")
-            return integers(row, column).astype("float32") * step
+            value = integers(row, column).astype("float32") * step
+            if has_offsets(zero):
+                return value + zero(row, column // size).astype("float32")
+            return value
 
         return compute_tensor(list(call.ty.shape), element, name=name_hint(call))
 

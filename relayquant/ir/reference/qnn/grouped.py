@@ -39,16 +39,25 @@ def quantize_rows(data: Array) -> tuple[Array, Array]:
 def subtract_zero_points(
     weight: Array, zero_point: Array, bits: int, group_size: int, k: int
 ) -> Array:
-    """Subtract zero points from codes -> int16 (N, k)."""
+    """Subtract zero points from codes -> int16 (N, k). Offsets are left to the caller."""
     if weight.ndim != 2 or weight.shape[1] != count_bytes(k, bits):
         raise QnnError(
             f"weight has shape {weight.shape}; allowed: (N, {count_bytes(k, bits)}), rows of "
             f"{format_count(k, 'code')} of {bits} bits.",
             code="RQ601",
         )
+    codes = unpack_codes(weight, bits, k).astype("int16")
+    if read_offsets(zero_point) is not None:
+        return codes
     zero_point = np.asarray(zero_point)
     zeros = spread_groups(zero_point, group_size, k) if zero_point.ndim else zero_point
-    return unpack_codes(weight, bits, k).astype("int16") - zeros.astype("int16")
+    return codes - zeros.astype("int16")
+
+
+def read_offsets(zero_point: Any) -> Array | None:
+    """Return the offsets of groups, float32 (N, G). None if the operand has zero points."""
+    array = np.asarray(zero_point)
+    return None if array.dtype == np.uint8 else array.astype("float32")
 
 
 def grouped_dense(
@@ -65,10 +74,12 @@ def grouped_dense(
     """Multiply data (..., K) by a grouped weight -> float32 (..., N), with K = `features`.
 
     For int8 data, the sum of each group is exact. total = fma(float32(sum), scale, total) runs over
-    the groups in order, from 0. The total is then multiplied by the row scale. For float32 data,
-    the sum of a group is float32, in unspecified order.
+    the groups in order, from 0. With offsets, total = fma(float32(sum of the data), offset, total)
+    follows for each group. The total is then multiplied by the row scale. For float32 data, the
+    sums of a group are float32, in unspecified order.
     """
     data, weight = np.asarray(data), np.asarray(weight)
+    offsets = read_offsets(weight_zero_point)
     values = subtract_zero_points(weight, weight_zero_point, bits, group_size, features)
     scales = np.asarray(weight_scale).astype("float32")
     is_float = data.dtype == np.float32
@@ -76,13 +87,17 @@ def grouped_dense(
     kind = "float32" if is_float else "float64"
     rows = data.reshape(-1, features).astype(kind)
     total = np.zeros((len(rows), len(weight)), "float32")
+
+    def add(sums: Array, factors: Array) -> Array:
+        if is_float:
+            return total + sums * factors
+        return fma_float32(sums.astype("float32"), factors, total)
+
     for group in range(count_groups(features, group_size)):
         part = slice(group * group_size, (group + 1) * group_size)
-        sums = rows[:, part] @ values[:, part].astype(kind).T
-        if is_float:
-            total = total + sums * scales[:, group]
-        else:
-            total = fma_float32(sums.astype("float32"), scales[:, group], total)
+        total = add(rows[:, part] @ values[:, part].astype(kind).T, scales[:, group])
+        if offsets is not None:
+            total = add(rows[:, part].sum(axis=1, keepdims=True), offsets[:, group])
     if not is_float:
         total = total * np.broadcast_to(
             np.asarray(data_scale, "float32"), (*data.shape[:-1], 1)
@@ -102,12 +117,17 @@ def grouped_take(
 ) -> Array:
     """Gather rows of a grouped weight -> float32 (*indices.shape, K).
 
-    A value is float32(code - zero point) * scale. An index is taken modulo the number of rows: -1
-    is the last row.
+    A value is float32(code - zero point) * scale, or fma(float32(code), scale, offset). An index is
+    taken modulo the number of rows: -1 is the last row.
     """
     rows = np.asarray(indices).reshape(-1) % len(weight)
     zero_point = np.asarray(weight_zero_point)
     zero_point = zero_point[rows] if zero_point.ndim else zero_point
     values = subtract_zero_points(np.asarray(weight)[rows], zero_point, bits, group_size, features)
     scales = spread_groups(np.asarray(weight_scale)[rows].astype("float32"), group_size, features)
-    return (values.astype("float32") * scales).reshape(*np.shape(indices), features)
+    offsets = read_offsets(zero_point)
+    if offsets is None:
+        found = values.astype("float32") * scales
+    else:
+        found = fma_float32(values, scales, spread_groups(offsets, group_size, features))
+    return found.reshape(*np.shape(indices), features)
