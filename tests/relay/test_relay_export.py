@@ -19,6 +19,7 @@ from relayquant.base.runtime import Executor
 from relayquant.errors import ConfigError, ModelError
 from relayquant.ir.dialect import qnn
 from relayquant.ir.dialect.legality import LEGAL_STAGES, Stage
+from relayquant.ir.dialect.qnn.attention import ATTENTION_OPERATORS
 from relayquant.relay import from_text, to_text
 from relayquant.relay.export import EXPORTS
 from relayquant.relay.export.quantized_rows import export_as_table, sum_rounds_once
@@ -130,9 +131,9 @@ def test_operators__each_is_written():
     """All that a quantized module may hold, but what is refused by name."""
     integer = {name for name, stages in LEGAL_STAGES.items() if Stage.QNN in stages}
     # Weights of few bits in groups, and what reads them, are refused: there is no such operator.
-    # So are recurrent layers.
+    # So are recurrent layers, and attention over a cache.
     refused = ("grouped_dense", "grouped_take", "quantize_rows", "lstm", "gru", "rnn")
-    assert integer - set(EXPORTS) == {f"relax.qnn.{name}" for name in refused}
+    assert integer - set(EXPORTS) == ATTENTION_OPERATORS | {f"relax.qnn.{n}" for n in refused}
 
 
 @pytest.mark.parametrize("release", ["0.8", "0.19"])

@@ -15,7 +15,7 @@ from tvm import relax
 from tvm.ir import Call, Op
 
 from relayquant.errors import ModelError
-from relayquant.ir.dialect.qnn import OPERATORS, grouped, recurrent
+from relayquant.ir.dialect.qnn import OPERATORS, attention, grouped, recurrent
 
 
 class Stage(enum.Enum):
@@ -42,6 +42,7 @@ LEGAL_STAGES: dict[str, frozenset[Stage]] = {
     **{operator.full_name: frozenset(Stage) for operator in grouped.OPERATORS},
     # recurrent layers: float with a float32 weight
     **{operator.full_name: frozenset(Stage) for operator in recurrent.OPERATORS},
+    **dict.fromkeys(attention.ATTENTION_OPERATORS, frozenset(Stage)),
     "relax.qnn.simulated_quantize": _SIMULATED_ONLY,
     "relax.qnn.simulated_dequantize": _SIMULATED_ONLY,
 }
@@ -49,7 +50,8 @@ LEGAL_STAGES: dict[str, frozenset[Stage]] = {
 
 def is_integer_operator(name: str) -> bool:
     """Whether an operator with this name shows that a module is quantized."""
-    return name.startswith("relax.qnn.") and name not in recurrent.RECURRENT_OPERATORS
+    real = recurrent.RECURRENT_OPERATORS | attention.ATTENTION_OPERATORS
+    return name.startswith("relax.qnn.") and name not in real
 
 
 def iterate_bindings(expr: Any) -> Iterator[Any]:

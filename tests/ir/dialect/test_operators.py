@@ -32,6 +32,7 @@ P = (((), "float32"), ((), "int32"))
 GROUPED = (((5, 3), "uint8"), ((5, 3), "float16"), ((5, 3), "uint8"))
 ROWS, LENGTHS = ((2, 3), "float32"), ((2,), "int32")
 STATES = (ROWS, ROWS, ((3, 3), "float32"), LENGTHS)
+QUERY, CACHE = ((2, 3, 4, 4), "float32"), ((2, 2, 9, 4), "float16")
 GRU = (ROWS, ((3,), "float32"), LENGTHS)
 
 #: Operator -> (types of the variables, call with no attribute at its default value).
@@ -116,6 +117,12 @@ EXAMPLES = {
     "rnn": (
         [((4, 2, 3), "float32"), ((3, 3), "float32")],
         lambda *a: qnn.rnn(*a, activations=["relu"], clip=0.5, is_reversed=True),
+    ),
+    "rotate": ([QUERY, *[((9, 2), "float32")] * 2, LENGTHS], qnn.rotate),
+    "update_cache": ([CACHE, ((2, 3, 2, 4), "float32"), LENGTHS], qnn.update_cache),
+    "cached_attention": (
+        [QUERY, CACHE, CACHE, LENGTHS],
+        lambda q, k, v, p: qnn.cached_attention(q, k, 1, v, 1, p, 0.5, 3, 2.0),
     ),
 }
 

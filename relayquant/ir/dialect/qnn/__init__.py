@@ -30,6 +30,7 @@ from __future__ import annotations
 from relayquant.ir.dialect.operator import Operator
 from relayquant.ir.dialect.qnn import (
     arithmetic,
+    attention,
     concatenation,
     convolution,
     grouped,
@@ -42,6 +43,7 @@ from relayquant.ir.dialect.qnn import (
     table,
 )
 from relayquant.ir.dialect.qnn.arithmetic import *
+from relayquant.ir.dialect.qnn.attention import *
 from relayquant.ir.dialect.qnn.concatenation import *
 from relayquant.ir.dialect.qnn.convolution import *
 from relayquant.ir.dialect.qnn.grouped import *
@@ -66,6 +68,7 @@ FAMILIES = (
     table,
     grouped,
     recurrent,
+    attention,
 )
 
 OPERATORS: tuple[Operator, ...] = tuple(row for family in FAMILIES for row in family.OPERATORS)

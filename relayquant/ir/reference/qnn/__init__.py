@@ -22,6 +22,7 @@ from typing import Any
 
 from relayquant.ir.reference.qnn import (
     arithmetic,
+    attention,
     grouped,
     linear,
     pointwise,
@@ -30,6 +31,7 @@ from relayquant.ir.reference.qnn import (
     reduction,
 )
 from relayquant.ir.reference.qnn.arithmetic import *
+from relayquant.ir.reference.qnn.attention import *
 from relayquant.ir.reference.qnn.grouped import *
 from relayquant.ir.reference.qnn.linear import *
 from relayquant.ir.reference.qnn.pointwise import *
@@ -40,6 +42,9 @@ from relayquant.ir.reference.qnn.reduction import *
 #: Name of the operator without "relax.qnn." -> numpy form.
 OPERATORS: dict[str, Callable[..., Any]] = {
     name: getattr(family, name)
-    for family in (quantization, linear, arithmetic, reduction, pointwise, grouped, recurrent)
+    for family in (
+        *(quantization, linear, arithmetic, reduction, pointwise),
+        *(grouped, recurrent, attention),
+    )
     for name in family.__all__
 }
