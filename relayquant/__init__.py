@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from relayquant.formats.writers import export_onnx
     from relayquant.ir import reference
     from relayquant.ir.plan import Plan
+    from relayquant.ir.state import StateValue, get_state, with_state
     from relayquant.plots.build import report
     from relayquant.stages.backends import get_backend_config
     from relayquant.stages.compilation import compile, get_pipeline
@@ -59,6 +60,7 @@ __all__ = [
     "QParams",
     "QSpec",
     "RelayQuantError",
+    "StateValue",
     "TensorConfig",
     "analysis",
     "calibrate",
@@ -74,6 +76,7 @@ __all__ = [
     "extend",
     "get_backend_config",
     "get_pipeline",
+    "get_state",
     "ledger",
     "lint",
     "load",
@@ -96,6 +99,7 @@ __all__ = [
     "smooth_activations",
     "torch",
     "verify",
+    "with_state",
 ]
 
 __getattr__, __dir__ = lazy.gather(
@@ -121,6 +125,7 @@ __getattr__, __dir__ = lazy.gather(
         "relayquant.formats.readers": "load_gguf",
         "relayquant.formats.writers": "export_onnx",
         "relayquant.ir.plan": "Plan",
+        "relayquant.ir.state": "StateValue get_state with_state",
         "relayquant.plots.build": "report",
         "relayquant.stages.backends": "get_backend_config",
         "relayquant.stages.compilation": "compile get_pipeline",

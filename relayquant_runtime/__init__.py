@@ -15,11 +15,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import json
 import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ ALIGNMENT = 64
 RUNTIME = ("libtvm_runtime.so", "libtvm_runtime_extra.so")
 #: Numbers of the device and the allocator in `vm_initialization`: CPU 0, one that keeps memory.
 CPU, FIRST, POOLED = 1, 0, 2
+#: Functions of a library whose model has state: its description, and new initial values.
+DESCRIPTION, INITIAL_STATE = "relayquant_state", "relayquant_initial_state"
 #: What the virtual machine says of an argument that does not fit its parameter.
 ARGUMENT_ERROR = re.compile(
     r"loc=param\[(?P<index>\d+)\], param=(?P<name>.*?), annotation=R\.Tensor\((?P<type>.*)\)\)"
@@ -47,6 +50,9 @@ class LibraryError(RuntimeError):
 
 class Library:
     """A compiled library in this process. Several threads may use it; runs take turns.
+
+    If the model has state, `run` takes and gives what is left without the state, and holds the
+    state for the next run.
 
     Its large constants are read where the file is mapped: it must not be changed in place meanwhile
     (to replace a library, write a new file and rename it).
@@ -71,7 +77,17 @@ class Library:
             raise LibraryError(
                 f"{self.path} is no library that export_library wrote for this machine: {reason}"
             ) from error
-        self._running = threading.Lock()  # TVM's virtual machine has one stack
+        self._running = threading.RLock()  # TVM's virtual machine has one stack
+        self._values, self._places = [], {}
+        try:
+            described = self._machine[DESCRIPTION]
+        except (AttributeError, RuntimeError, ValueError):
+            pass
+        else:
+            text = json.loads(np.from_dlpack(described()).tobytes())
+            self._values, self._places = text["values"], text["functions"]
+        self._held: dict[str, Any] = {}
+        self.reset()
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
         """The function `name` as it is: tensors of `as_tensor` in, tensors of tvm_ffi out. Calls of
@@ -88,9 +104,47 @@ class Library:
                 "model, mostly 'main'."
             ) from error
 
+    @property
+    def state(self) -> dict[str, np.ndarray]:
+        """The state that the next run takes: name -> a new array; {} if the model has none. Assign
+        such a dict to go on from there.
+
+        Raises:
+            ValueError: a state is missing, unknown, or of another shape or dtype.
+        """
+        with self._running:
+            return {name: np.from_dlpack(held).copy() for name, held in self._held.items()}
+
+    @state.setter
+    def state(self, values: Mapping[str, Any]) -> None:
+        names = [row["name"] for row in self._values]
+        if sorted(values) != sorted(names):
+            raise ValueError(
+                f"the state has {', '.join(sorted(values)) or 'no values'}; {self.path.name} takes "
+                f"{', '.join(names) or 'none'}"
+            )
+        arrays = {name: np.asarray(values[name]) for name in names}
+        for row in self._values:
+            name, dtype, shape = row["name"], row["dtype"], tuple(row["shape"])
+            array = arrays[name]
+            if array.shape != shape or str(array.dtype) != dtype:
+                raise ValueError(
+                    f"state {name!r} is {array.dtype} of shape {array.shape}; {self.path.name} "
+                    f"takes {dtype} of shape {shape}"
+                )
+        with self._running:
+            self._held = {name: as_tensor(array.copy()) for name, array in arrays.items()}
+
+    def reset(self) -> None:
+        """Begin again: the next run takes the initial state."""
+        if self._values:
+            with self._running:
+                names = [row["name"] for row in self._values]
+                self._held = dict(zip(names, self._machine[INITIAL_STATE](), strict=True))
+
     def run(self, name: str, args: Sequence[Any]) -> list[np.ndarray]:
         """Call a function with arrays, in order (a tuple of ints for a parameter that is a shape);
-        returns its results as new arrays.
+        returns its results as new arrays. State is neither among the arrays nor among the results.
 
         Raises:
             LibraryError: there is no such function.
@@ -98,14 +152,21 @@ class Library:
             TypeError: of TVM, where there are more or fewer arguments.
         """
         function, tensors = self[name], [as_tensor(arg) for arg in args]
+        place = self._places.get(name, {"first": 0, "names": []})
+        first, names = place["first"], place["names"]
         try:
             with self._running:
-                return flatten(function(*tensors))
+                held = [self._held[each] for each in names]
+                results = flatten(function(*tensors[:first], *held, *tensors[first:]))
+                split = len(results) - len(names)
+                news = separate(results[split:], [*tensors, *results[:split]])
+                self._held.update(zip(names, news, strict=True))
+                return [np.from_dlpack(each) for each in results[:split]]
         except (RuntimeError, TypeError, ValueError) as error:
             found = ARGUMENT_ERROR.search(str(error))
             if found is None:
                 raise
-            given = np.asarray(args[int(found["index"])])
+            given = np.asarray([*args[:first], *names, *args[first:]][int(found["index"])])
             raise ValueError(
                 f"input {found['name']!r} of {name!r} is {given.dtype} of shape {given.shape}; "
                 f"{self.path.name} takes R.Tensor({found['type']}). For other sizes compile the "
@@ -174,8 +235,19 @@ def align_array(array: np.ndarray) -> np.ndarray:
     return copy
 
 
-def flatten(result: Any) -> list[np.ndarray]:
-    """Arrays of a result, nested tuples taken apart."""
+def flatten(result: Any) -> list[Any]:
+    """Tensors of a result, nested tuples taken apart."""
     if isinstance(result, load_runtime().Tensor):
-        return [np.from_dlpack(result)]
-    return [array for part in result for array in flatten(part)]
+        return [result]
+    return [tensor for part in result for tensor in flatten(part)]
+
+
+def separate(tensors: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """The tensors; copies of those whose memory another one has too, or the caller."""
+    kind = load_runtime().Tensor
+    taken, found = {each.data_ptr() for each in others if isinstance(each, kind)}, []
+    for tensor in tensors:
+        is_taken = tensor.data_ptr() in taken
+        found.append(as_tensor(np.from_dlpack(tensor).copy()) if is_taken else tensor)
+        taken.add(tensor.data_ptr())
+    return found

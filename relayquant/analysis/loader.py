@@ -10,7 +10,7 @@ from __future__ import annotations
 import tvm
 from tvm import relax
 
-from relayquant.base.runtime import CompileModule, Executor, FunctionRunner, LoadModule
+from relayquant.base.runtime import CompileModule, FunctionRunner, LoadModule, Machine
 from relayquant.codegen.eager import EagerModule
 from relayquant.data import Dataset, count_samples
 from relayquant.ir.dialect.cost import count_macs
@@ -33,7 +33,7 @@ def load_integers(
     work = sum(map(count_macs, values)) * (samples or 0)
     if samples is not None and work <= WORK_PER_OPERATOR * len(values):
         return EagerModule(mod)
-    return Executor(compile_module(mod))
+    return Machine(compile_module(mod))
 
 
 def bind_loader(data: Dataset, compile_module: CompileModule) -> LoadModule:

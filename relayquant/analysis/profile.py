@@ -12,7 +12,7 @@ import numpy as np
 import tvm
 from tvm.ir.instrument import pass_instrument
 
-from relayquant.base.runtime import CompileModule, Executor, as_tensor
+from relayquant.base.runtime import CompileModule, Machine, as_tensor
 from relayquant.ir.dialect.cost import MACS_ATTR
 from relayquant.ir.rewrite.graph import static_size
 
@@ -144,13 +144,13 @@ def profile_executable(
 
     Args: as for `profile_module`.
     """
-    executor = Executor(executable)
+    executor = Machine(executable)
     tensors = [as_tensor(array) for array in inputs]
     main = executor.vm["main"]
     main(*tensors)
     times = [time_calls(executor, tensors) for _ in range(runs)]
     totals = []
-    executor = Executor(executable)  # a new machine, because an instrument cannot be removed
+    executor = Machine(executable)  # a new machine, because an instrument cannot be removed
     main = executor.vm["main"]
     for _ in range(runs + 1):
         start = time.perf_counter()
@@ -170,7 +170,7 @@ def profile_executable(
     return Profile(operators, float(np.median(totals[1:])), sum(is_machine))
 
 
-def time_calls(executor: Executor, tensors: Sequence[Any]) -> list[tuple[str, float]]:
+def time_calls(executor: Machine, tensors: Sequence[Any]) -> list[tuple[str, float]]:
     """Return (function, seconds) of every call in one run of main."""
     calls: list[tuple[str, float]] = []
     started = 0.0

@@ -12,7 +12,7 @@ import tvm
 from tvm import relax
 from tvm.ir import Call, PrimType, TupleType
 
-from relayquant.base.runtime import CompileModule, Executor, as_shape, as_tensor
+from relayquant.base.runtime import CompileModule, Machine, as_shape, as_tensor
 from relayquant.errors import format_count
 from relayquant.ir.dialect.qnn.recurrent import has_integer_weight
 from relayquant.ir.reference import run_values
@@ -139,14 +139,14 @@ class Verifier:
         self.compile_module = compile_module
 
     @cached_property
-    def tapped(self) -> Executor:
+    def tapped(self) -> Machine:
         """The module with every integer as an additional result."""
-        return Executor(self.compile_module(expose_values(self.graph.mod, self.names)))
+        return Machine(self.compile_module(expose_values(self.graph.mod, self.names)))
 
     @cached_property
-    def compiled(self) -> Executor:
+    def compiled(self) -> Machine:
         """The module as it is, with the model's function named main."""
-        return Executor(self.compile_module(self.graph.mod))
+        return Machine(self.compile_module(self.graph.mod))
 
     def compare(self, inputs: Any) -> VerifyReport:
         """Compare on inputs, as for `relayquant.reference.run`.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures as futures
 import functools
+import json
 import math
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -18,7 +19,7 @@ from threadpoolctl import ThreadpoolController
 from tvm import relax
 
 from relayquant.base import _tvm
-from relayquant.errors import ConfigError, DataError, suggest_sizes
+from relayquant.errors import ConfigError, DataError, format_count, suggest_sizes
 
 #: How many turns TVM's idle threads spin before they sleep. With TVM's default of 300,000, two
 #: threads are up to 500 times slower than one as soon as another process needs a core. Even 30
@@ -34,10 +35,13 @@ _VIEWED = frozenset(
     + ["float16", "float32", "float64"]
 )
 
+#: Functions that compiled modules with state have, see `codegen.state_functions`.
+DESCRIPTION, INITIAL_STATE = "relayquant_state", "relayquant_initial_state"
+
 S = TypeVar("S")
 T = TypeVar("T")
 
-#: compiles a module into something `Executor` can run
+#: compiles a module into something `Machine` can run
 CompileModule = Callable[[tvm.IRModule], Any]
 
 
@@ -139,8 +143,10 @@ def check_threads() -> None:
         )
 
 
-class Executor:
-    """A compiled module on this machine's CPU. Functions are called by name."""
+class Machine:
+    """A compiled module on this machine's CPU. Functions are called by name and take all their
+    arguments, state included.
+    """
 
     def __init__(self, executable: Any) -> None:
         stop_spinning()
@@ -158,15 +164,117 @@ class Executor:
 
     def call(self, name: str, args: Sequence[Any]) -> list[np.ndarray]:
         """Call a function with arguments of TVM's types, also tuples of tensors and numbers."""
+        return [as_array(out) for out in self.call_tensors(name, args)]
+
+    def call_tensors(self, name: str, args: Sequence[Any]) -> list[tvm.runtime.Tensor]:
+        """Call a function like `call`. Returns its results as tensors."""
         check_threads()
         try:
             with self._running:
-                return [as_array(out) for out in flatten_result(self.vm[name](*args))]
+                return flatten_result(self.vm[name](*args))
         except (RuntimeError, TypeError, ValueError) as error:
             fault = _tvm.read_argument_error(error)
             if fault is None:
                 raise
             raise describe_argument(fault, args[fault.index]) from error
+
+    def has_function(self, name: str) -> bool:
+        """Whether the module has a function of this name."""
+        try:
+            return self.vm[name] is not None
+        except (AttributeError, ValueError):
+            return False
+
+    def count_parameters(self, name: str) -> int:
+        """Return how many arguments a function takes."""
+        return int(self.vm._get_function_arity(name))
+
+
+class Executor(Machine):
+    """A compiled module on this machine's CPU. Functions are called by name.
+
+    If the module has state, `run` takes and gives what is left without the state, and holds the
+    state for the next call. Several threads may call it. Calls take turns. For two streams at the
+    same time make two executors.
+    """
+
+    def __init__(self, executable: Any) -> None:
+        super().__init__(executable)
+        described = self.describe_state()
+        self._values: list[dict[str, Any]] = described["values"]
+        self._places: dict[str, dict[str, Any]] = described["functions"]
+        self._held: dict[str, tvm.runtime.Tensor] = {}
+        self._stepping = threading.RLock()  # A call begins with the state that the last one left.
+        self.reset()
+
+    def describe_state(self) -> dict[str, Any]:
+        """Return the description that the compiled module carries. Empty if it has no state."""
+        if not self.has_function(DESCRIPTION):
+            return {"values": [], "functions": {}}
+        (text,) = self.call(DESCRIPTION, [])
+        return json.loads(text.tobytes())
+
+    @property
+    def state(self) -> dict[str, np.ndarray]:
+        """The state that the next call takes: name -> a new array. {} if the module has none.
+
+        Assign such a dict to go on from there. It must have all states.
+        """
+        with self._stepping:
+            return {name: as_array(tensor).copy() for name, tensor in self._held.items()}
+
+    @state.setter
+    def state(self, values: Mapping[str, Any]) -> None:
+        names = [row["name"] for row in self._values]
+        if sorted(values) != sorted(names):
+            raise DataError(
+                f"The state has {', '.join(sorted(values)) or 'no values'}; allowed: "
+                f"{', '.join(names) or 'none, the module has no state'}.",
+                code="RQ302",
+            )
+        for row in self._values:
+            check_state_value(row, values[row["name"]])
+        with self._stepping:
+            self._held = {name: copy_tensor(values[name]) for name in names}
+
+    def reset(self) -> None:
+        """Begin again: the next call takes the initial state."""
+        if self._values:
+            with self._stepping:
+                tensors = self.call_tensors(INITIAL_STATE, [])
+                names = [row["name"] for row in self._values]
+                self._held = dict(zip(names, tensors, strict=True))
+
+    def run(self, name: str, args: Sequence[Any]) -> list[np.ndarray]:
+        """Call a function with arrays (TVM tensors, shapes). Returns its results as new arrays.
+
+        State is neither among the arguments nor among the results.
+
+        Raises:
+            ConfigError: the process is a fork of one that has run kernels, see `check_threads`.
+            DataError: the shape or dtype of an array differs from the function's parameter, or
+                there are too few or too many.
+        """
+        place = self._places.get(name)
+        if place is None:
+            return super().run(name, args)
+        first, names = place["first"], place["names"]
+        wanted = self.count_parameters(name) - len(names)
+        if len(args) != wanted:
+            raise DataError(
+                f"{name!r} takes {format_count(wanted, 'input')} besides its state "
+                f"({', '.join(names)}), and got {len(args)}. The executor holds the state: give "
+                "the inputs without it.",
+                code="RQ302",
+            )
+        given = [as_tensor(arg) for arg in args]
+        with self._stepping:
+            held = [self._held[each] for each in names]
+            results = self.call_tensors(name, [*given[:first], *held, *given[first:]])
+            split = len(results) - len(names)
+            news = separate(results[split:], [*given, *results[:split]])
+            self._held.update(zip(names, news, strict=True))
+        return [as_array(each) for each in results[:split]]
 
 
 def describe_argument(fault: _tvm.ArgumentError, argument: Any) -> DataError:
@@ -243,6 +351,40 @@ def align_array(array: np.ndarray) -> np.ndarray:
     copy = empty_aligned(array.shape, array.dtype)
     copy[...] = array
     return copy
+
+
+def separate(tensors: Sequence[Any], others: Sequence[Any]) -> list[tvm.runtime.Tensor]:
+    """Return the tensors, with copies of those whose memory another tensor has too. Writing into
+    one of them changes no other then.
+    """
+    taken = {each.data_ptr() for each in others if isinstance(each, tvm.runtime.Tensor)}
+    found = []
+    for tensor in tensors:
+        found.append(copy_tensor(tensor) if tensor.data_ptr() in taken else tensor)
+        taken.add(tensor.data_ptr())
+    return found
+
+
+def copy_tensor(value: Any) -> tvm.runtime.Tensor:
+    """Return a new tensor with the values of an array or a tensor."""
+    array = value.numpy() if isinstance(value, tvm.runtime.Tensor) else np.asarray(value, order="C")
+    return tvm.runtime.tensor(array)
+
+
+def check_state_value(row: Mapping[str, Any], value: Any) -> None:
+    """Check shape and dtype of a state that a user gives.
+
+    Raises:
+        DataError: they differ from the description.
+    """
+    array = value if isinstance(value, tvm.runtime.Tensor) else np.asarray(value)
+    shape = tuple(int(size) for size in array.shape)
+    if shape != tuple(row["shape"]) or str(array.dtype) != row["dtype"]:
+        raise DataError(
+            f"State {row['name']!r} is {array.dtype} of shape {shape}; allowed: {row['dtype']} of "
+            f"shape {tuple(row['shape'])}.",
+            code="RQ302",
+        )
 
 
 def as_shape(sizes: Iterable[int]) -> tvm_ffi.Shape:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relayquant.base.runtime import Executor, as_tensor
+from relayquant.base.runtime import Machine, as_tensor
 from relayquant.errors import ModelError
 
 
@@ -51,7 +51,7 @@ def compare_outputs(
     return rows
 
 
-def bind_run(executor: Executor, inputs: Sequence[NDArray[Any]]) -> Callable[[], object]:
+def bind_run(executor: Machine, inputs: Sequence[NDArray[Any]]) -> Callable[[], object]:
     """Return a function that runs main once. The inputs are copied here, not in each run."""
     tensors = [as_tensor(array) for array in inputs]
     main = executor.vm["main"]
@@ -59,7 +59,7 @@ def bind_run(executor: Executor, inputs: Sequence[NDArray[Any]]) -> Callable[[],
 
 
 def time_interleaved(
-    models: Sequence[Executor], inputs: Sequence[NDArray[Any]], runs: int
+    models: Sequence[Machine], inputs: Sequence[NDArray[Any]], runs: int
 ) -> list[float]:
     """Return the median seconds of one run of each model, without copies in and out.
 
@@ -67,7 +67,7 @@ def time_interleaved(
     """
     tensors = [as_tensor(array) for array in inputs]
 
-    def time_run(model: Executor) -> float:
+    def time_run(model: Machine) -> float:
         start = time.perf_counter()
         model.vm["main"](*tensors)
         return time.perf_counter() - start

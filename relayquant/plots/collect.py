@@ -38,7 +38,7 @@ from relayquant.analysis.sensitivity import (
 )
 from relayquant.base.events import CallbackList
 from relayquant.base.qtypes import INTEGER_LIMITS
-from relayquant.base.runtime import Executor, LoadModule, as_tensor, count_cores
+from relayquant.base.runtime import LoadModule, Machine, as_tensor, count_cores
 from relayquant.codegen.eager import EagerModule
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.config import BackendConfig, Effort
@@ -444,9 +444,9 @@ class Deployed:
     def build(mod: tvm.IRModule) -> Deployed:
         return Deployed(mod, *compile_with_sites(mod, compile))
 
-    def load(self, _mod: tvm.IRModule) -> Executor:
+    def load(self, _mod: tvm.IRModule) -> Machine:
         """Load this module. Same interface as `LoadModule`, for no other module."""
-        return Executor(self.executable)
+        return Machine(self.executable)
 
 
 def time_executables(
@@ -454,7 +454,7 @@ def time_executables(
 ) -> dict[str, Latency]:
     """Time one run of each executable on its inputs, in turns."""
     candidates = {
-        name: partial(Executor(executable).vm["main"], *map(as_tensor, inputs))
+        name: partial(Machine(executable).vm["main"], *map(as_tensor, inputs))
         for name, (executable, inputs) in runs.items()
     }
     return measure_latency(candidates, ROUNDS)

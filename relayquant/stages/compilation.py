@@ -20,6 +20,7 @@ from relayquant.codegen.failure import explain_failure
 from relayquant.codegen.host_functions import name_kernel_pipeline
 from relayquant.codegen.kernels.isa.target import host_config, resolve_target
 from relayquant.codegen.mmap_constants import MappedExecutable, can_map
+from relayquant.codegen.state_functions import add_state_functions
 from relayquant.config import Precision
 from relayquant.errors import RelayQuantError
 from relayquant.ir.dialect.legality import is_integer_operator
@@ -27,6 +28,7 @@ from relayquant.ir.float_precision import find_float_precision
 from relayquant.ir.rewrite.bind import Model, bind_model
 from relayquant.ir.rewrite.entry import MAIN, find_entry, name_main, rename_function
 from relayquant.ir.rewrite.graph import call_name
+from relayquant.ir.state import find_places, get_state
 from relayquant.stages.preparation import prepare_module
 
 
@@ -43,20 +45,26 @@ def get_pipeline(target: Any = None, *, precision: Precision | None = None) -> t
         ConfigError: TVM does not know the target, or the target has no instructions for the
             precision.
     """
-    lowering = adapt_pipeline(make_pipeline(resolve_target(target), precision=precision))
+    resolved = resolve_target(target)
+    lowering = adapt_pipeline(make_pipeline(resolved, precision=precision), resolved)
     return tvm.transform.Sequential([lowering, EXPAND_WEIGHTS])
 
 
-def adapt_pipeline(lowering: tvm.transform.Pass) -> tvm.transform.Pass:
-    """Adapt a target's pipeline as `get_pipeline` does, with calls that expand weights."""
+def adapt_pipeline(lowering: tvm.transform.Pass, target: Target) -> tvm.transform.Pass:
+    """Adapt a target's pipeline as `get_pipeline` does: with calls that expand weights, and the
+    functions of state.
+    """
 
     def run(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        entry = find_entry(mod)
+        entry, values = find_entry(mod), get_state(mod)
+        places = find_places(mod, values)
         if entry is None:
-            return lowering(mod)
-        named = name_main(mod)
-        lowered = lowering(prepare_unbound(named) if is_float_model(named) else named)
-        return lowered if entry == MAIN else rename_function(lowered, MAIN, entry)
+            lowered = lowering(mod)
+        else:
+            named = name_main(mod)
+            lowered = lowering(prepare_unbound(named) if is_float_model(named) else named)
+            lowered = lowered if entry == MAIN else rename_function(lowered, MAIN, entry)
+        return add_state_functions(lowered, values, places, target)
 
     return tvm.transform.module_pass(run, opt_level=0, name="relayquant.compile")  # pyright: ignore[reportReturnType]
 
@@ -99,10 +107,10 @@ def compile(
     precision = precision or find_float_precision(mod)
     if tune is False:
         lowering = make_pipeline(resolved, precision=precision)
-        return build(mod, resolved, adapt_pipeline(lowering))
+        return build(mod, resolved, adapt_pipeline(lowering, resolved))
     with open_tuner(resolved, None if tune is True else Path(tune)) as choose_schedule:
         lowering = make_pipeline(resolved, choose_schedule, precision)
-        return build(mod, resolved, adapt_pipeline(lowering))
+        return build(mod, resolved, adapt_pipeline(lowering, resolved))
 
 
 def build(mod: tvm.IRModule, target: Target, lowering: tvm.transform.Pass) -> MappedExecutable:

@@ -1,4 +1,4 @@
-"""`run_library.cc`, which runs exported libraries without Python, as a program."""
+"""Programs that run exported libraries without Python: `run_library.cc`, `run_stream.cc`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import tvm_ffi
 SOURCE = Path(__file__).with_name("run_library.cc")
 
 
-def compile_program(folder: Path) -> Path:
-    """Compiles it against TVM's runtime; skips the test where that cannot be."""
+def compile_program(folder: Path, source: Path = SOURCE) -> Path:
+    """Compiles one against TVM's runtime; skips the test where that cannot be."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         pytest.skip("no C++ compiler is here")
@@ -24,7 +24,7 @@ def compile_program(folder: Path) -> Path:
         pytest.skip("TVM is here without its runtime library or headers")
     folders = [str(runtimes[0].parent), str(ffi / "lib")]
     command = [
-        *(compiler, "-std=c++17", "-O1", str(SOURCE), "-o", str(folder / "run")),
+        *(compiler, "-std=c++17", "-O1", str(source), "-o", str(folder / "run")),
         f"-I{ffi / 'include'}",
         *(f"-L{each}" for each in folders),
         *("-Wl,--no-as-needed", "-ltvm_runtime", "-ltvm_ffi", f"-Wl,-rpath,{':'.join(folders)}"),

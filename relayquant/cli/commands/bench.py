@@ -21,7 +21,7 @@ from relayquant.analysis.latency import measure_latency
 from relayquant.analysis.other_engines import OTHER_ENGINES, list_versions, prepare_candidates
 from relayquant.analysis.peak import measure_peak
 from relayquant.analysis.profile import compile_with_sites, profile_executable
-from relayquant.base.runtime import Executor, count_cores
+from relayquant.base.runtime import Machine, count_cores
 from relayquant.base.storage.files import TEMPORARY, open_temporary_folder, writing
 from relayquant.cli.data import open_data
 from relayquant.cli.files import load_model, load_module
@@ -107,7 +107,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
                     f"relayquant int8: {comparison.failures['relayquant int8']}", code="RQ504"
                 )
         else:
-            runs = {name: bind_run(Executor(each), inputs) for name, each in executables.items()}
+            runs = {name: bind_run(Machine(each), inputs) for name, each in executables.items()}
             latencies = measure_latency(runs, options.repeat)
         output.print(f"{name_cpu()}; {', '.join(list_versions(others))}")
         output.print(describe_products(resolve_target(None)))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import relayquant as rq
-from relayquant.base.runtime import Executor
+from relayquant.base.runtime import Machine
 from relayquant.base.storage.files import write_text
 from relayquant.cli.data import open_data
 from relayquant.cli.files import load_model, load_module
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     dataset = open_dataset(open_data(options, mod, None), inputs)
     if options.samples is not None:
         dataset = take_samples(dataset, options.samples)
-    executors = [Executor(rq.compile(module)) for module in (mod, qmod)]
+    executors = [Machine(rq.compile(module)) for module in (mod, qmod)]
     # [batch][model][output] -> [model][output], with all batches in one array
     runs = [
         [executor.run("main", [*batch.values()]) for executor in executors] for batch in dataset

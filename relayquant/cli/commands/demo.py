@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 import relayquant as rq
-from relayquant.base.runtime import Executor
+from relayquant.base.runtime import Machine
 from relayquant.cli.measure import time_interleaved
 from relayquant.cli.options import check_options, read_backend
 from relayquant.cli.output import CommandOutput, ExitCode
@@ -29,7 +29,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
             callbacks=(progress,),
         )
     modules = {"float": bind_model((mod, params)), "int8": qmod}
-    models = {name: Executor(rq.compile(module)) for name, module in modules.items()}
+    models = {name: Machine(rq.compile(module)) for name, module in modules.items()}
     timed = demo.images[: options.batch]
     seconds = time_interleaved(list(models.values()), [timed], options.repeat)
     ratio = seconds[0] / seconds[1]

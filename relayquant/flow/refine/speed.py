@@ -19,7 +19,7 @@ import tvm
 
 from relayquant.analysis.latency import measure_latency
 from relayquant.analysis.profile import profile_module
-from relayquant.base.runtime import Executor, as_tensor
+from relayquant.base.runtime import Machine, as_tensor
 from relayquant.data import open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.flow.refine.prepared_edit import describe_mapping
@@ -81,7 +81,7 @@ def start_stopwatch(dataset: Any, prepared: PreparedModel) -> Stopwatch:
 
 def bind_run(mod: tvm.IRModule, inputs: Inputs) -> Callable[[], object]:
     """A function that runs main of a module, compiled for this machine, once."""
-    main, tensors = Executor(compile(mod)).vm["main"], [as_tensor(array) for array in inputs]
+    main, tensors = Machine(compile(mod)).vm["main"], [as_tensor(array) for array in inputs]
     return lambda: main(*tensors)
 
 
