@@ -70,8 +70,7 @@ class GroupedBlock:
         """Pack the constants of a weight for kernels, once for all readers."""
 
         def make() -> list[np.ndarray]:
-            packed = pack_grouped(spec, self.isa, *(expr.value.numpy() for expr in weight))
-            return [packed.codes, packed.scale, *([packed.zeros] if spec.has_zeros else [])]
+            return pack_grouped(spec, self.isa, *(expr.value.numpy() for expr in weight)).arrays
 
         key = (replace(spec, leading=()), *(expr.value.data_ptr() for expr in weight))
         return self.block.table.pack(key, make)
@@ -127,10 +126,7 @@ def read_weight(call: Call, weight: list[Any], is_float: bool) -> GroupedDense |
     if codes is None or scale is None or zeros is None:
         return Skip("the weight is not a constant")
     attrs = call.attrs
-    if zeros.dtype != np.uint8:
-        return Skip("groups have offsets")
-    has_zeros = zeros.ndim > 0
-    if not has_zeros and int(zeros) != 1 << (int(attrs.bits) - 1):
+    if not zeros.ndim and int(zeros) != 1 << (int(attrs.bits) - 1):
         return Skip("all groups have one zero point, which is not the middle of the range")
     features = int(attrs.features)
     return GroupedDense(
@@ -140,7 +136,7 @@ def read_weight(call: Call, weight: list[Any], is_float: bool) -> GroupedDense |
         int(attrs.bits),
         min(int(attrs.group_size), features),
         is_float,
-        has_zeros,
+        str(zeros.dtype) if zeros.ndim else "",
         str(np.dtype(scale.dtype)),
     )
 

@@ -363,9 +363,11 @@ def make_grouped(spec: GroupedDense, rows: int, extreme: bool = False) -> Case:
     rng = np.random.default_rng(9)
     groups = spec.units, count_groups(spec.features, spec.group_size)
     codes = rng.integers(0, 2**spec.bits, (spec.units, spec.features))
-    zeros = rng.integers(0, 2**spec.bits, groups if spec.has_zeros else ()).astype("uint8")
-    if not spec.has_zeros:
-        zeros = np.array(middle_code(spec.bits), "uint8")
+    zeros = np.array(middle_code(spec.bits), "uint8")
+    if spec.has_zeros:
+        zeros = rng.integers(0, 2**spec.bits, groups).astype("uint8")
+    elif spec.has_offsets:
+        zeros = rng.normal(size=groups).astype(spec.zeros_dtype)
     weight = pack_codes(codes, spec.bits), rng.normal(size=groups).astype(spec.scale_dtype), zeros
     data = rng.integers(-128, 128, (rows, spec.features)).astype("int8")
     if extreme:
@@ -376,8 +378,7 @@ def make_grouped(spec: GroupedDense, rows: int, extreme: bool = False) -> Case:
 
     def build(isa: Isa) -> tuple[PrimFunc, list[np.ndarray]]:
         packed = pack_grouped(spec, isa, *weight)
-        zeros = [packed.zeros] if spec.has_zeros else []
-        return build_grouped_dense(spec, isa), [data, scale, packed.codes, packed.scale, *zeros]
+        return build_grouped_dense(spec, isa), [data, scale, *packed.arrays]
 
     form = {"bits": spec.bits, "group_size": spec.group_size, "features": spec.features}
     return Case(build, qnn.grouped_dense(data, scale, *weight, **form))
@@ -454,8 +455,10 @@ def make_avg_pool(window: PoolWindow) -> Case:
 GROUPED = {
     "grouped 4 bits": (GroupedDense((9,), 37, 84, 4, 32), 9),
     "grouped 4 bits, float16": (GroupedDense((1,), 32, 64, 4, 32, scale_dtype="float16"), 1),
-    "grouped 8 bits, zero points": (GroupedDense((3,), 20, 60, 8, 20, has_zeros=True), 3),
-    "grouped 2 bits, zero points": (GroupedDense((2,), 20, 192, 2, 96, has_zeros=True), 2),
+    "grouped 8 bits, zero points": (GroupedDense((3,), 20, 60, 8, 20, zeros_dtype="uint8"), 3),
+    "grouped 4 bits, offsets": (GroupedDense((5,), 37, 84, 4, 32, zeros_dtype="float16"), 5),
+    "grouped 8 bits, offsets": (GroupedDense((3,), 20, 60, 8, 20, zeros_dtype="float32"), 3),
+    "grouped 2 bits, zero points": (GroupedDense((2,), 20, 192, 2, 96, zeros_dtype="uint8"), 2),
 }
 
 #: A row of several sums and a rest; one that is shorter than a vector, and divided.

@@ -255,17 +255,20 @@ def emit_vector_loop(
 
 
 def emit_sum(buffer: Buffer, start: Expr, count: int) -> Expr:
-    """Emit the int32 sum of `count` neighbouring integers of a buffer."""
-    lanes = SUM_LANES
-    (total,) = alloc_vectors(1, lanes)
-    store_vector(total, constant("int32", 0, lanes), 0, lanes)
+    """Emit the sum of `count` neighbouring elements of a buffer: int32, or float32 of floats."""
+    lanes, dtype = SUM_LANES, "float32" if buffer.dtype == "float32" else "int32"
+    (total,) = alloc_vectors(1, lanes, dtype)
+    store_vector(total, constant(dtype, 0, lanes), 0, lanes)
     with T.serial(count // lanes) as i:
-        value = T.Cast(vector("int32", lanes), load_vector(buffer, start + i * lanes, lanes))
+        value = T.Cast(vector(dtype, lanes), load_vector(buffer, start + i * lanes, lanes))
         store_vector(total, load_vector(total, 0, lanes) + value, 0, lanes)
-    name = f"llvm.vector.reduce.add.v{lanes}i32"
-    result = T.call_llvm_pure_intrin(name, load_vector(total, 0, lanes), dtype="int32")
+    if dtype == "float32":
+        result = fold_lanes(load_vector(total, 0, lanes), lanes, lambda a, b: a + b)
+    else:
+        name = f"llvm.vector.reduce.add.v{lanes}i32"
+        result = T.call_llvm_pure_intrin(name, load_vector(total, 0, lanes), dtype=dtype)
     for i in range(count - count % lanes, count):
-        result = result + T.Cast("int32", buffer.vload([start + i]))
+        result = result + T.Cast(dtype, buffer.vload([start + i]))
     return result
 
 

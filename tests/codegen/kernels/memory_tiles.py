@@ -44,11 +44,11 @@ class MemoryTiles(Tiles):
         with T.grid(rows, size) as (r, i):
             T.buffer_store(buffer, memory[r * size + i], [at + r * distance + i])
 
-    def multiply(self, sums, a, b, dtype):
-        is_float = dtype == BF16_BITS
+    def multiply(self, sums, a, b, dtypes):
+        is_float = BF16_BITS in dtypes
         c, rows, lanes = self.view(sums, "float32" if is_float else "int32")
-        x, _, size = self.view(a, dtype)
-        w, words, row = self.view(b, dtype if is_float else "int8")
+        x, _, size = self.view(a, dtypes[0])
+        w, words, row = self.view(b, dtypes[1])
         count = row // lanes
         assert words * count == size
         with T.grid(rows, words, count, lanes) as (r, word, i, n):

@@ -39,33 +39,41 @@ from relayquant.codegen.kernels.isa.arm import NEON, SDOT, SMMLA
 from relayquant.codegen.kernels.isa.base import AMX, VNNI512
 from relayquant.ir.reference import qnn
 
-#: (rows, outputs, inputs, bits, group size, float rows, zero points, dtype of scales): a group that
-#: is short, fewer outputs than lanes, outputs that overlap, groups of no whole vector, many rows
+#: (rows, outputs, inputs, bits, group size, float rows, dtype of zero points or offsets, of
+#: scales): a group that is short, fewer outputs than lanes, outputs that overlap, groups of no
+#: whole vector, many rows
 CASES = [
-    ((1, 3, 50, 150), 37, 84, 4, 32, False, False, "float32"),
-    ((2,), 5, 60, 8, 20, False, True, "float16"),
-    ((2,), 20, 96, 2, 96, False, True, "float32"),
-    ((3,), 20, 50, 3, 16, True, True, "float32"),
-    ((1, 3, 13), 20, 50, 4, 12, True, False, "float16"),
+    ((1, 3, 50, 150), 37, 84, 4, 32, False, "", "float32"),
+    ((2,), 5, 60, 8, 20, False, "uint8", "float16"),
+    ((2,), 20, 96, 2, 96, False, "uint8", "float32"),
+    ((3,), 20, 50, 3, 16, True, "uint8", "float32"),
+    ((1, 3, 13), 20, 50, 4, 12, True, "", "float16"),
+    ((1, 3, 13), 20, 50, 4, 12, True, "float16", "float16"),
+    ((3,), 20, 50, 8, 32, True, "float32", "float32"),
+    ((1, 14), 37, 84, 8, 32, False, "float16", "float16"),
 ]
+#: As CASES, on every instruction set.
+OFFSETS = ((1, 3, 50), 37, 84, 4, 32, False, "float32", "float32")
 
 
 def draw_weight(rng, spec):
     groups = (spec.units, count_groups(spec.features, spec.group_size))
     codes = rng.integers(0, 2**spec.bits, (spec.units, spec.features))
-    zeros = rng.integers(0, 2**spec.bits, groups if spec.has_zeros else ()).astype("uint8")
-    zeros = zeros if spec.has_zeros else np.array(2 ** (spec.bits - 1), "uint8")
+    zeros = np.array(2 ** (spec.bits - 1), "uint8")
+    if spec.has_zeros:
+        zeros = rng.integers(0, 2**spec.bits, groups).astype("uint8")
+    elif spec.has_offsets:
+        zeros = rng.normal(size=groups).astype(spec.zeros_dtype)
     return pack_codes(codes, spec.bits), rng.normal(size=groups).astype(spec.scale_dtype), zeros
 
 
 def make_spec(case, rows=None):
-    _, units, features, bits, group_size, is_float, has_zeros, dtype = case
-    return GroupedDense((rows,), units, features, bits, group_size, is_float, has_zeros, dtype)
+    _, units, features, bits, group_size, is_float, zeros, dtype = case
+    return GroupedDense((rows,), units, features, bits, group_size, is_float, zeros, dtype)
 
 
 def list_constants(spec, isa, weight):
-    packed = pack_grouped(spec, isa, *weight)
-    return [packed.codes, packed.scale, *([packed.zeros] if spec.has_zeros else [])]
+    return pack_grouped(spec, isa, *weight).arrays
 
 
 def form_of(spec):
@@ -85,8 +93,14 @@ def test_grouped_dense__as_numpy_on_every_instruction_set(isa):
     check_case(isa, CASES[0])
 
 
+@pytest.mark.sample(2)
+@every_isa
+def test_grouped_dense__offsets_on_every_instruction_set(isa):
+    check_case(isa, OFFSETS)
+
+
 @pytest.mark.sample(5)
-@pytest.mark.parametrize("case", CASES[1:], ids=lambda case: f"{case[3]}x{case[4]}")
+@pytest.mark.parametrize("case", CASES[1:], ids=lambda case: f"{case[3]}x{case[4]}{case[6]}")
 def test_grouped_dense__as_numpy_in_every_form(case):
     check_case(best_isa(), case)
 
@@ -112,17 +126,19 @@ def check_case(isa, case):
 #: As CASES, for tiles: tiles that are not full, several chunks of rows, groups of no whole tile,
 #: several blocks of groups, codes of every width.
 TILED_CASES = [
-    ((16, 17, 150), 37, 84, 4, 32, False, False, "float32"),
-    ((40,), 70, 1100, 4, 128, False, True, "float16"),
-    ((33,), 5, 200, 8, 72, False, False, "float32"),
-    ((20,), 20, 96, 2, 96, False, True, "float32"),
-    ((20,), 48, 50, 3, 16, False, False, "float32"),
+    ((16, 17, 150), 37, 84, 4, 32, False, "", "float32"),
+    ((40,), 70, 1100, 4, 128, False, "uint8", "float16"),
+    ((33,), 5, 200, 8, 72, False, "", "float32"),
+    ((20,), 20, 96, 2, 96, False, "uint8", "float32"),
+    ((20,), 48, 50, 3, 16, False, "", "float32"),
+    ((16, 150), 37, 1100, 4, 32, False, "float16", "float16"),
+    ((33,), 20, 200, 8, 72, False, "float32", "float32"),
 ]
 
 
 @pytest.mark.sample(9)
 @pytest.mark.parametrize("isa", [AMX, EMULATED, REFUSED], ids=["unit", "emulated", "refused"])
-@pytest.mark.parametrize("case", TILED_CASES, ids=lambda case: f"{case[3]}x{case[4]}")
+@pytest.mark.parametrize("case", TILED_CASES, ids=lambda case: f"{case[3]}x{case[4]}{case[6]}")
 def test_grouped_dense__as_numpy_on_tiles(isa, case):
     assert plan_grouped(make_spec(case), isa).unit is isa.unit
     check_case(isa, case)
@@ -146,8 +162,8 @@ def test_grouped_dense__largest_sums_on_tiles(isa):
 
 def test_plan__float_rows_and_wide_differences_stay_on_vectors():
     """A code of 8 bits minus a zero point does not fit a byte."""
-    for is_float, bits, has_zeros in ((True, 4, False), (False, 8, True)):
-        spec = GroupedDense((None,), 64, 256, bits, 32, is_float, has_zeros)
+    for is_float, bits, zeros in ((True, 4, ""), (False, 8, "uint8")):
+        spec = GroupedDense((None,), 64, 256, bits, 32, is_float, zeros)
         assert plan_grouped(spec, AMX).unit is None
 
 
@@ -260,13 +276,14 @@ def test_grouped_dense__one_row_meets_every_panel(panels, is_float):
     """Panels are taken several at once, the last of them once more where they do not come out."""
     isa = best_isa()
     units = panels * choose_dot(isa, is_float, 4).lanes - 1
-    check_case(isa, ((1,), units, 64, 4, 32, is_float, False, "float32"))
+    check_case(isa, ((1,), units, 64, 4, 32, is_float, "", "float32"))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_grouped_take__reads_what_products_read(bits):
     isa, rng = best_isa(), np.random.default_rng(bits)
-    spec = GroupedDense((), 37, 84, bits, 32, False, bits != 4, "float32")
+    zeros = {2: "uint8", 3: "float32", 4: "", 8: "float16"}[bits]
+    spec = GroupedDense((), 37, 84, bits, 32, False, zeros, "float32")
     weight, indices = draw_weight(rng, spec), np.array([[36, -1], [17, 37 + 33]], "int32")
     func = build_grouped_take(GroupedTake((2, None), "int32", spec), isa)
     arrays = [indices, *list_constants(spec, isa, weight)]

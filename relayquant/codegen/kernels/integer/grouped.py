@@ -4,6 +4,10 @@ The weights stay packed in memory.
 
     y[m, n] = s_x[m] * sum over groups g of s_w[n, g] * sum over k in g of x[m, k] * (c[n, k] - z)
 
+or, with offsets o,
+
+    y[m, n] = s_x[m] * sum over g of (s_w[n, g] * sum of x[m, k] * c[n, k]) + (o[n, g] * sum of x)
+
 The integer sums of a group are exact. They become float32, and the groups are added from the first
 to the last, with fused multiply-adds if the target has them. `grouped_plan` says how weights are
 stored.
@@ -46,8 +50,8 @@ from relayquant.codegen.kernels.integer.grouped_plan import (
     Arguments,
     GroupedDense,
     GroupedPlan,
+    common_zero,
     declare_grouped,
-    middle,
     plan_grouped,
     read_zero,
     take_word,
@@ -97,11 +101,13 @@ class PreparedRows:
         starts: Initial value of the sum of each group of each row, int32. It is minus the sum of
             the row times the common zero point. If groups have separate zero points, it is minus
             the sum of the row. None if it is 0.
+        sums: Sum of each group of each row, float32. None if groups have no offsets.
     """
 
     first: Expr
     data: Buffer
     starts: Buffer | None
+    sums: Buffer | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,8 +175,9 @@ def emit_preparation(
     """Copy `count` rows, at most `rows`, to where tiles read them, and add up their groups."""
     spec, groups, size, stride = plan.spec, plan.groups, plan.spec.group_size, plan.stride
     data, width = arguments.data, plan.row_stride
-    factor = -1 if spec.has_zeros else plan.offset - middle(spec)
+    factor = -1 if spec.has_zeros else plan.offset - common_zero(spec)
     starts = alloc_workspace(rows * groups, "int32") if factor and not spec.is_float else None
+    sums = alloc_workspace(rows * groups, "float32") if spec.has_offsets else None
     copy = alloc_workspace(rows * width, data.dtype)
     wide = alloc_workspace(rows * width, "int16") if isinstance(plan.dot, PairsDot) else None
     last = spec.features - (groups - 1) * size
@@ -187,9 +194,12 @@ def emit_preparation(
             emit_vector_loop(length, COPY_BYTES // 2, move)
             with T.serial(stride - length) as place:
                 T.buffer_store(copy, T.Cast(copy.dtype, T.int32(0)), [at + length + place])
-            if starts is not None:
-                value = emit_sum(data, origin, length) * factor
-                T.buffer_store(starts, value, [row * groups + group])
+            if starts is not None or sums is not None:
+                value = T.bind(emit_sum(data, origin, length))
+                if starts is not None:
+                    T.buffer_store(starts, value * factor, [row * groups + group])
+                if sums is not None:
+                    T.buffer_store(sums, T.Cast("float32", value), [row * groups + group])
 
         full = groups if last == size else groups - 1
         if full:
@@ -203,7 +213,7 @@ def emit_preparation(
                 value = T.Cast(f"int16x{WORD}", load_vector(copy, at, WORD))
                 order = [T.int32(i) for i in (0, 2, 1, 3)]
                 store_vector(wide, T.Shuffle([value], order), at, WORD)
-    return PreparedRows(first, copy if wide is None else wide, starts)
+    return PreparedRows(first, copy if wide is None else wide, starts, sums)
 
 
 def emit_tile(
@@ -229,9 +239,15 @@ def emit_tile(
             scale = T.Cast(
                 vector("float32", lanes), load_vector(arguments.scale, at * lanes, lanes)
             )
-            for acc, total in zip(sums, row_totals, strict=True):
+            for acc, total, row in zip(sums, row_totals, members, strict=True):
                 value = T.Cast(vector("float32", lanes), load_vector(acc, 0, lanes))
-                value = multiply_add(dot, value, scale, load_vector(total, 0, lanes))
+                value = multiply_add(dot.has_fma, value, scale, load_vector(total, 0, lanes), lanes)
+                if arguments.offsets is not None and prepared.sums is not None:
+                    offset = load_vector(arguments.offsets, at * lanes, lanes)
+                    offset = T.Cast(vector("float32", lanes), offset)
+                    number = (row - prepared.first) * plan.groups + group
+                    own = broadcast(prepared.sums[number], lanes)
+                    value = multiply_add(dot.has_fma, own, offset, value, lanes)
                 store_vector(total, value, 0, lanes)
     units = plan.spec.units
     width = min(lanes, units)
@@ -372,7 +388,9 @@ def build_grouped_take(spec: GroupedTake, isa: Isa, name: str = "grouped_take") 
         indices = T.arg("indices", T.Buffer(tuple(extents), spec.index_dtype))
         codes = T.arg("codes", T.Buffer((count * plan.vectors * WORD,), "uint8"))
         scale = T.arg("scale", T.Buffer((count,), plan.scale_dtype))
-        zeros = T.arg("zeros", T.Buffer((count,), "uint8")) if dense.has_zeros else None
+        zeros = None
+        if dense.zeros_dtype:
+            zeros = T.arg("zeros", T.Buffer((count,), plan.zeros_dtype))
         out = T.arg("y", T.Buffer((*extents, dense.features), "float32"))
         numbers = T.decl_buffer((rows,), indices.dtype, data=indices.data)
         result = T.decl_buffer((rows * dense.features,), "float32", data=out.data)
@@ -385,9 +403,13 @@ def build_grouped_take(spec: GroupedTake, isa: Isa, name: str = "grouped_take") 
             def emit_group(group: Expr, length: int) -> None:
                 at = T.bind(panel * plan.groups + group)
                 step = T.bind(T.Cast("float32", scale[at * lanes + lane]))
-                zero = T.int32(middle(dense) - plan.offset)
+                zero, offset = T.int32(common_zero(dense) - plan.offset), None
                 if zeros is not None:
-                    zero = T.bind(T.Cast("int32", zeros[at * lanes + lane]) - plan.offset)
+                    own = zeros[at * lanes + lane]
+                    if dense.has_zeros:
+                        zero = T.bind(T.Cast("int32", own) - plan.offset)
+                    else:
+                        offset = T.bind(T.Cast("float32", own))
                 with T.serial(length) as place:
                     word = T.floordiv(place, WORD)
                     start = (at * plan.vectors + T.floordiv(word, plan.each)) * plan.vector_bytes
@@ -398,7 +420,11 @@ def build_grouped_take(spec: GroupedTake, isa: Isa, name: str = "grouped_take") 
                     if plan.each > 1:
                         shift = T.Cast("int32", T.floormod(word, plan.each) * plan.bits)
                         value = T.bitwise_and(T.shift_right(value, shift), (1 << plan.bits) - 1)
-                    real = T.Cast("float32", value - zero) * step
+                    real = T.Cast("float32", value - zero)
+                    if offset is None:
+                        real = real * step
+                    else:
+                        real = multiply_add(plan.dot.has_fma, real, step, offset, 1)
                     index = row * dense.features + group * dense.group_size + place
                     T.buffer_store(result, real, [index])
 

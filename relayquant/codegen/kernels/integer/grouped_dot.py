@@ -328,7 +328,7 @@ class FloatDot(LanesDot):
 
     def dot(self, acc: Expr, codes: Expr, word: Expr) -> Expr:
         for code, value in zip(codes, word, strict=True):
-            acc = multiply_add(self, code, value, acc)
+            acc = multiply_add(self.has_fma, code, value, acc, self.lanes)
         return acc
 
 
@@ -364,12 +364,12 @@ class TableDot(FloatDot):
         )
 
 
-def multiply_add(dot: GroupedDot, a: Expr, b: Expr, c: Expr) -> Expr:
+def multiply_add(has_fma: bool, a: Expr, b: Expr, c: Expr, lanes: int) -> Expr:
     """Compute a * b + c of float32 vectors, with one rounding if the target has the instruction."""
-    if not dot.has_fma:
+    if not has_fma:
         return a * b + c
-    name = f"llvm.fma.v{dot.lanes}f32"
-    return T.call_llvm_pure_intrin(name, a, b, c, dtype=f"float32x{dot.lanes}")
+    name = f"llvm.fma.v{lanes}f32" if lanes > 1 else "llvm.fma.f32"
+    return T.call_llvm_pure_intrin(name, a, b, c, dtype=vector("float32", lanes))
 
 
 def choose_dot(isa: Isa, is_float: bool, bits: int, zero: int | None = None) -> GroupedDot:

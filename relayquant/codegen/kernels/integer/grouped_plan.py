@@ -6,7 +6,8 @@ neighbour):
     for each group     vectors of 4 * lanes bytes: byte 4 * l + p of vector v is of output l and
                        holds the codes at p of words v * e .. v * e + e - 1 (e = 8 / bits of them),
                        the first in the lowest bits
-    scales, zeros      one per output and group, in separate arrays
+    scales, zeros      one per output and group, in separate arrays. Zeros are zero points or
+                       offsets.
 
 Codes of 3 bits take 4 bits here. Groups are filled up to whole vectors with codes whose rows are 0.
 """
@@ -53,7 +54,9 @@ class GroupedDense:
     """A product of rows (..., features) with a grouped weight (units, features).
 
     `leading` are the extents before the last one, None for an extent known only at run time.
-    `is_float`: rows are float32, else int8 with one scale per row.
+    `is_float`: rows are float32, else int8 with one scale per row. `zeros_dtype`: uint8 if each
+    group has its own zero point, a float dtype if it has an offset, "" if the middle of the codes
+    is the zero point of all.
     """
 
     leading: tuple[int | None, ...]
@@ -62,8 +65,18 @@ class GroupedDense:
     bits: int
     group_size: int
     is_float: bool = False
-    has_zeros: bool = False
+    zeros_dtype: str = ""
     scale_dtype: str = "float32"
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether each group has its own zero point."""
+        return self.zeros_dtype == "uint8"
+
+    @property
+    def has_offsets(self) -> bool:
+        """Whether a group has an offset: real = scale * code + offset."""
+        return self.zeros_dtype.startswith("float")
 
     @property
     def largest_sum(self) -> int:
@@ -155,6 +168,17 @@ class GroupedPlan:
         """Dtype of scales: float16 only if one instruction converts vectors of it."""
         return self.spec.scale_dtype if self.dot.lanes >= 8 else "float32"
 
+    @property
+    def zeros_dtype(self) -> str:
+        """Dtype of zero points or offsets, like `scale_dtype`."""
+        keeps = self.spec.has_zeros or self.dot.lanes >= 8
+        return self.spec.zeros_dtype if keeps else "float32"
+
+    @property
+    def tile_dtype(self) -> str:
+        """Dtype of codes minus zero points on a matrix unit."""
+        return "uint8" if self.spec.has_offsets else "int8"
+
     @cached_property
     def channels(self) -> np.ndarray:
         """(panels, lanes): the output of every lane.
@@ -168,18 +192,23 @@ class GroupedPlan:
 
 @dataclass(frozen=True, eq=False)
 class PackedGroups:
-    """Constant operands of the kernels: codes, scales, zero points (empty if there are none)."""
+    """Constant operands of the kernels: codes, scales, and zero points or offsets, if any."""
 
     codes: np.ndarray
     scale: np.ndarray
-    zeros: np.ndarray
+    zeros: np.ndarray | None
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """The operands in the order of the kernels' arguments."""
+        return [self.codes, self.scale, *([] if self.zeros is None else [self.zeros])]
 
 
 def plan_grouped(spec: GroupedDense, isa: Isa) -> GroupedPlan:
     """Make the plan for generator and packer. The packed weights do not depend on the rows."""
     bits = code_bits(spec.bits)
     fits_int8 = not spec.is_float and (bits < 8 or not spec.has_zeros)  # codes minus zero points
-    dot = choose_dot(isa, spec.is_float, bits, None if spec.has_zeros else middle(spec))
+    dot = choose_dot(isa, spec.is_float, bits, None if spec.has_zeros else common_zero(spec))
     return GroupedPlan(spec, dot, isa.unit if fits_int8 else None)
 
 
@@ -200,12 +229,14 @@ def pack_grouped(
         shifts = plan.bits * np.arange(plan.each)
         joined = (words.astype("uint16") << shifts).sum(axis=-1).astype("uint8")
         packed[panel] = joined.reshape(groups, plan.vectors, -1) ^ plan.offset
+
+    def arrange(values: np.ndarray, dtype: str) -> np.ndarray:
+        return np.ascontiguousarray(values[plan.channels].swapaxes(1, 2).reshape(-1), dtype)
+
     return PackedGroups(
         packed.reshape(-1),
-        np.ascontiguousarray(scale[plan.channels].swapaxes(1, 2).reshape(-1), plan.scale_dtype),
-        np.ascontiguousarray(zeros[plan.channels].swapaxes(1, 2).reshape(-1))
-        if zeros.ndim
-        else np.zeros(0, "uint8"),
+        arrange(scale, plan.scale_dtype),
+        arrange(zeros, plan.zeros_dtype) if spec.zeros_dtype else None,
     )
 
 
@@ -218,7 +249,8 @@ class Arguments:
     row_scale: Buffer | None
     codes: Buffer
     scale: Buffer
-    zeros: Buffer | None
+    zeros: Buffer | None  #: zero points
+    offsets: Buffer | None
     out: Buffer
 
 
@@ -244,17 +276,17 @@ def declare_grouped(plan: GroupedPlan) -> Arguments:
     row_scale = None if spec.is_float else declare("x_scale", 1, "float32")
     codes = declare_constant("codes", count * plan.vectors * WORD, "uint8")
     scale = declare_constant("scale", count, plan.scale_dtype)
-    zeros = declare_constant("zeros", count, "uint8") if spec.has_zeros else None
+    zeros = declare_constant("zeros", count, plan.zeros_dtype) if spec.zeros_dtype else None
     out = declare("y", spec.units, "float32")
     return Arguments(
-        rows, view(data), None if row_scale is None else view(row_scale), codes, scale, zeros,
-        view(out),
+        rows, view(data), None if row_scale is None else view(row_scale), codes, scale,
+        zeros if spec.has_zeros else None, zeros if spec.has_offsets else None, view(out),
     )  # fmt: skip
 
 
-def middle(spec: GroupedDense) -> int:
+def common_zero(spec: GroupedDense) -> int:
     """Return the zero point of all groups, if they have no separate zero points."""
-    return 1 << (spec.bits - 1)
+    return 0 if spec.has_offsets else 1 << (spec.bits - 1)
 
 
 def read_zero(plan: GroupedPlan, arguments: Arguments, at: Expr) -> Expr | None:
@@ -266,7 +298,7 @@ def read_zero(plan: GroupedPlan, arguments: Arguments, at: Expr) -> Expr | None:
     lanes = plan.dot.lanes
     if arguments.zeros is None:
         subtracts = isinstance(plan.dot, FloatDot) and not isinstance(plan.dot, TableDot)
-        return constant("int32", middle(plan.spec), lanes) if subtracts else None
+        return constant("int32", common_zero(plan.spec), lanes) if subtracts else None
     zero = T.Cast(vector("int32", lanes), load_vector(arguments.zeros, at * lanes, lanes))
     return zero - constant("int32", plan.offset, lanes) if plan.offset else zero
 

@@ -1,7 +1,8 @@
 """Plan of a product with grouped weights + arguments -> its products on tiles, for many rows.
 
     A     16 rows x up to 64 bytes of a group, from a copy of the rows with one tile after the other
-    B     16 words x 16 outputs x 4 bytes: codes minus zero points as int8, unpacked from a panel
+    B     16 words x 16 outputs x 4 bytes: codes minus zero points as int8, or codes as uint8 if
+          there are offsets, unpacked from a panel
     sums  of a group, exact; stored to memory, from where vectors are multiplied by the scales and
           added to the float sums of the tile, which are in registers
 
@@ -27,6 +28,7 @@ from relayquant.codegen.kernels.emit import (
     broadcast,
     ceil_div,
     constant,
+    emit_sum,
     emit_vector_loop,
     load_vector,
     store_vector,
@@ -36,7 +38,7 @@ from relayquant.codegen.kernels.integer.grouped_dot import WORD, multiply_add
 from relayquant.codegen.kernels.integer.grouped_plan import (
     Arguments,
     GroupedPlan,
-    middle,
+    common_zero,
     read_zero,
     take_word,
 )
@@ -122,19 +124,34 @@ def emit_tiled_rows(plan: GroupedPlan, arguments: Arguments, threads: bool) -> N
         first = T.bind(chunk * size)
         count = T.bind(T.min(rows - first, size))
         tiles = T.bind(T.floordiv(count + (unit.rows - 1), unit.rows))
-        copy = emit_tile_copy(form, arguments, first, tiles)
+        prepared = emit_tile_copy(form, arguments, first, tiles)
         with (T.parallel if threads else T.serial)(ceil_div(plan.panels, side)) as band:
             registers = unit.configure(form.register_shapes)
             panel = T.bind(T.min(band * side, plan.panels - side))
-            emit_band(form, arguments, registers, copy, panel, first, tiles)
+            emit_band(form, arguments, registers, prepared, panel, first, tiles)
             registers.release()
 
 
-def emit_tile_copy(form: TiledGroups, arguments: Arguments, first: Expr, tiles: Expr) -> Buffer:
-    """Copy the rows from `first` on, for each tile and step one after the other."""
+@dataclass(frozen=True, eq=False)
+class TiledRows:
+    """Rows of a chunk as tiles read them: for each tile and step one after the other.
+
+    `sums`, float32: the sum of each group of each row, with the rows of a tile next to each other.
+    None if groups have no offsets.
+    """
+
+    copy: Buffer
+    sums: Buffer | None
+
+
+def emit_tile_copy(form: TiledGroups, arguments: Arguments, first: Expr, tiles: Expr) -> TiledRows:
+    """Copy the rows from `first` on."""
     plan, rows = form.plan, form.unit.rows
     spec = plan.spec
     copy = alloc_workspace(form.chunk_tiles * form.tile_bytes, "int8")
+    sums = None
+    if spec.has_offsets:
+        sums = alloc_workspace(form.chunk_tiles * plan.groups * rows, "float32")
     last = spec.features - (plan.groups - 1) * spec.group_size
 
     with T.grid(tiles, rows) as (tile, row):
@@ -152,6 +169,9 @@ def emit_tile_copy(form: TiledGroups, arguments: Arguments, first: Expr, tiles: 
                 if valid < size:
                     with T.serial(size - valid) as place:
                         T.buffer_store(copy, T.int8(0), [to + valid + place])
+            if sums is not None:
+                value = T.Cast("float32", emit_sum(arguments.data, origin, length))
+                T.buffer_store(sums, value, [(tile * plan.groups + group) * rows + row])
 
         full = plan.groups if last == spec.group_size else plan.groups - 1
         if full:
@@ -159,7 +179,7 @@ def emit_tile_copy(form: TiledGroups, arguments: Arguments, first: Expr, tiles: 
                 copy_group(group, spec.group_size)
         if last != spec.group_size:
             copy_group(T.int64(plan.groups - 1), last)
-    return copy
+    return TiledRows(copy, sums)
 
 
 def copy_bytes(source: Buffer, start: Expr, target: Buffer, to: Expr, count: int) -> None:
@@ -173,14 +193,14 @@ def emit_band(
     form: TiledGroups,
     arguments: Arguments,
     registers: Tiles,
-    copy: Buffer,
+    prepared: TiledRows,
     panel: Expr,
     first: Expr,
     tiles: Expr,
 ) -> None:
     """Emit the outputs of some panels, from `panel` on, for all rows of a chunk."""
     plan, lanes, rows = form.plan, form.plan.dot.lanes, form.unit.rows
-    weights = alloc_workspace(form.panels * form.groups * form.group_bytes, "int8")
+    weights = alloc_workspace(form.panels * form.groups * form.group_bytes, plan.tile_dtype)
     totals = alloc_workspace(form.chunk_tiles * form.panels * rows * lanes, "float32")
     sums = alloc_workspace(SLOTS * rows * lanes, "int32")
     with T.serial(form.blocks) as block:
@@ -204,13 +224,13 @@ def emit_band(
                 at = T.bind(data + group * (rows * plan.stride))
                 to = T.bind(weight + group * form.group_bytes)
                 slot = T.bind(T.floormod(group, SLOTS) * (rows * lanes))
-                emit_tile_sums(form, registers, copy, at, weights, to, sums, slot)
+                emit_tile_sums(form, registers, prepared.copy, at, weights, to, sums, slot)
 
             def add(group: Expr) -> None:
                 at = T.bind(((panel + side) * plan.groups + start + group) * lanes)
-                scale = T.Cast(vector("float32", lanes), load_vector(arguments.scale, at, lanes))
                 slot = T.bind(T.floormod(group, SLOTS) * (rows * lanes))
-                emit_scaled(form, sums, slot, T.bind(scale), accs)
+                first_sum = T.bind((tile * plan.groups + start + group) * rows)
+                emit_scaled(form, arguments, at, sums, slot, prepared.sums, first_sum, accs)
 
             multiply(T.int64(0))
             with T.serial(groups - 1) as group:
@@ -228,12 +248,14 @@ def emit_band(
 def emit_unpacked(
     form: TiledGroups, arguments: Arguments, weights: Buffer, at: Expr, to: Expr
 ) -> None:
-    """Unpack group number `at` of the weight: codes minus zero points, as int8."""
+    """Unpack group number `at` of the weight: codes minus zero points."""
     plan, lanes, size = form.plan, form.plan.dot.lanes, form.plan.vector_bytes
-    dtype = f"int8x{size}"
+    dtype = f"{plan.tile_dtype}x{size}"
     zero = read_zero(plan, arguments, at)
-    if zero is None:  # the middle of a byte, 128, is -128 as int8
-        zeros = constant("int8", (middle(plan.spec) + 128) % 256 - 128, size)
+    if plan.spec.has_offsets:
+        zeros = None
+    elif zero is None:  # the middle of a byte, 128, is -128 as int8
+        zeros = constant("int8", (common_zero(plan.spec) + 128) % 256 - 128, size)
     else:
         zeros = T.bind(T.reinterpret(dtype, zero * constant("int32", 0x01010101, lanes)))
     with T.serial(plan.vectors) as number:
@@ -241,7 +263,8 @@ def emit_unpacked(
         loaded = arguments.codes.vload([index], f"uint8x{size}")
         words = T.bind(T.reinterpret(vector("int32", lanes), loaded))
         for place in range(plan.each):
-            value = T.reinterpret(dtype, take_word(plan, words, place)) - zeros
+            value = T.reinterpret(dtype, take_word(plan, words, place))
+            value = value if zeros is None else value - zeros
             store_vector(weights, value, to + (number * plan.each + place) * size, size)
 
 
@@ -262,18 +285,36 @@ def emit_tile_sums(
         a = form.number_operands(words)
         registers.load(a, copy, data + word * WORD * form.unit.rows, words * WORD)
         registers.load(a + 1, weights, weight + word * size, size)
-        registers.multiply(0, a, a + 1, "int8")
+        registers.multiply(0, a, a + 1, ("int8", form.plan.tile_dtype))
     registers.store(0, sums, slot, form.plan.dot.lanes)
 
 
 def emit_scaled(
-    form: TiledGroups, sums: Buffer, slot: Expr, scale: Expr, accs: list[Buffer]
+    form: TiledGroups,
+    arguments: Arguments,
+    at: Expr,
+    sums: Buffer,
+    slot: Expr,
+    row_sums: Buffer | None,
+    first_sum: Expr,
+    accs: list[Buffer],
 ) -> None:
-    """Add the sums of a group, times its scales, to the float sums of each row."""
-    lanes = form.plan.dot.lanes
+    """Add the sums of a group, times its scales, to the float sums of each row.
+
+    With offsets, also the sums of the rows, times the offsets.
+    """
+    lanes, has_fma = form.plan.dot.lanes, form.plan.dot.has_fma
+    dtype = vector("float32", lanes)
+    scale = T.bind(T.Cast(dtype, load_vector(arguments.scale, at, lanes)))
+    offset = None
+    if arguments.offsets is not None:
+        offset = T.bind(T.Cast(dtype, load_vector(arguments.offsets, at, lanes)))
     for row, acc in enumerate(accs):
-        value = T.Cast(vector("float32", lanes), load_vector(sums, slot + row * lanes, lanes))
-        value = multiply_add(form.plan.dot, value, scale, load_vector(acc, 0, lanes))
+        value = T.Cast(dtype, load_vector(sums, slot + row * lanes, lanes))
+        value = multiply_add(has_fma, value, scale, load_vector(acc, 0, lanes), lanes)
+        if offset is not None and row_sums is not None:
+            own = broadcast(row_sums[first_sum + row], lanes)
+            value = multiply_add(has_fma, own, offset, value, lanes)
         store_vector(acc, value, 0, lanes)
 
 

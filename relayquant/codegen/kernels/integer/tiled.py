@@ -297,7 +297,7 @@ def emit_products(
 
         def multiply(m: int, n: int) -> None:
             a, b = first_a + m % own, first_b + n % others
-            tiles.multiply(m * blocks + n, a, b, plan.isa.activation)
+            tiles.multiply(m * blocks + n, a, b, (plan.isa.activation, plan.isa.weight_dtype))
 
         if blocks > rows:  # the weights take turns in their registers
             load_pixels(0)

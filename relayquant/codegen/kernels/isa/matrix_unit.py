@@ -26,8 +26,13 @@ from tvm.script.ir_builder import tirx as T
 
 #: Dtype in which kernels hold bfloat16: its bits. TVM would compute bfloat16 itself in float32.
 BF16_BITS = "uint16"
-#: Dtype of activations -> instruction that multiplies tiles.
-PRODUCTS = {"uint8": "tdpbusd", "int8": "tdpbssd", BF16_BITS: "tdpbf16ps"}
+#: Dtypes of activations and weights -> instruction that multiplies tiles.
+PRODUCTS = {
+    ("uint8", "int8"): "tdpbusd",
+    ("int8", "int8"): "tdpbssd",
+    ("int8", "uint8"): "tdpbsud",
+    (BF16_BITS, BF16_BITS): "tdpbf16ps",
+}
 
 #: A TIR expression or buffer. TVM gives them no useful static type.
 Expr = Any
@@ -102,9 +107,9 @@ class Tiles:
         address = T.address_of(buffer[at])
         emit_instruction(name, T.int8(tile), address, T.int64(distance * size))
 
-    def multiply(self, sums: int, a: int, b: int, dtype: str) -> None:
-        """Add the products of tiles a, of this dtype, and b: of int8, or of bfloat16 like a."""
-        emit_instruction(PRODUCTS[dtype], T.int8(sums), T.int8(a), T.int8(b))
+    def multiply(self, sums: int, a: int, b: int, dtypes: tuple[str, str]) -> None:
+        """Add the products of tiles a and b, whose dtypes are a key of `PRODUCTS`."""
+        emit_instruction(PRODUCTS[dtypes], T.int8(sums), T.int8(a), T.int8(b))
 
     def release(self) -> None:
         """Emit the end of all use: the tiles then cost nothing at a change of threads."""

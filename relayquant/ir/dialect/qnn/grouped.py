@@ -314,12 +314,11 @@ def legalize_grouped_dense(builder: BlockBuilder, call: Call) -> Any:
             )
 
         sums = compute_tensor([*shape, groups], product, name="sums")
-        if has_offsets(zero):
-            row_sums = compute_tensor(
-                [*shape[:-1], groups],
-                lambda *i: sum_group(i[-1], lambda k: data(*i[:-1], k)),
-                name="row_sums",
-            )
+        row_sums = compute_tensor(
+            [*shape[:-1], groups],
+            lambda *i: sum_group(i[-1], lambda k: data(*i[:-1], k)),
+            name="row_sums",
+        )
 
         def total(*i: PrimExpr) -> PrimExpr:
             value = sums(*i, g).astype("float32") * scale(i[-1], g).astype("float32")
