@@ -71,6 +71,8 @@ class Lowered:
             their tensors, in this order. The call is placed where the first one is bound.
         before: Other kernels that run first, for example to pack weights at run time.
         concat: Concatenation that has the result as an input. The kernel writes the result into it.
+        changed: Position of the operand that the kernel changes. The changed operand is the result.
+            None: the kernel writes a new tensor.
         stored: Variable of another dtype that holds the result. Only kernels read it. None: the
             last of `vars`.
     """
@@ -82,6 +84,7 @@ class Lowered:
     before: tuple[Lowered, ...] = ()
     concat: relax.Var | None = None
     stored: relax.Var | None = None
+    changed: int | None = None
 
     @property
     def first(self) -> relax.Var:
@@ -327,6 +330,10 @@ class BlockEmitter:
             self.write_part(call, call.concat, function, operands)
         elif call.results:
             self.bind_all(call.results, function, operands)
+        elif call.changed is not None:
+            var = call.vars[-1]
+            value = relax.op.call_tir_inplace(function, operands, call.changed, var.ty)
+            self.bind(var, value)
         else:
             var = call.vars[-1] if call.stored is None else call.stored
             self.bind(var, relax.call_tir(function, relax.Tuple(operands), list_types(var)))

@@ -9,6 +9,7 @@ import tvm
 from tvm import relax
 from tvm.target import Target
 
+from relayquant.codegen.attention import lower_attention
 from relayquant.codegen.dynamic_shapes import KEEP_SIZED_CALLS
 from relayquant.codegen.floating import lower_float
 from relayquant.codegen.grouped import lower_grouped
@@ -56,7 +57,7 @@ def make_pipeline(
             mod = split_int64_sums(subtract_zero_points(mod))
         mod = lower_integer(convert_layout(mod), target, choose_schedule)
         mod = lower_grouped(lower_row_norms(mod, target), target)
-        mod = lower_recurrent(mod, target)
+        mod = lower_recurrent(lower_attention(mod, target), target)
         mod = lower_float(widen_types(mod), target, bf16=bf16)
         with target:
             lowered = tvm.transform.Sequential(

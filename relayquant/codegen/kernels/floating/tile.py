@@ -33,6 +33,7 @@ from relayquant.codegen.kernels.emit import (
     store_vector,
 )
 from relayquant.codegen.kernels.isa.bf16 import Bf16Isa
+from relayquant.codegen.kernels.isa.target import Architecture, find_architecture
 
 #: Fewest output channels of a product for which vectors are worthwhile.
 FEWEST_CHANNELS = 2
@@ -64,12 +65,14 @@ FEWEST_ROWS = 8
 class FloatIsa:
     """Vector registers for float32: `lanes` per register, and `accumulators` per tile.
 
-    `bf16` has the instruction that rounds results to bfloat16, if the target has one.
+    `bf16` has the instruction that rounds results to bfloat16, if the target has one. `half`:
+    whether there are instructions between float16 and float32.
     """
 
     lanes: int
     accumulators: int
     bf16: Bf16Isa | None = None
+    half: bool = False
 
     def narrow(self, channels: int) -> FloatIsa:
         """Return the same with vectors short enough for `channels`: a power of two."""
@@ -82,13 +85,22 @@ class FloatIsa:
 def choose_float_isa(target: Target) -> FloatIsa:
     """Choose the widest float vectors of `target`. This machine does not matter."""
     if target.kind.name == "llvm":
+        half = has_half(target)
         if llvm_cpu_has_features("avx512f", target):
-            return FloatIsa(16, 28)
+            return FloatIsa(16, 28, half=half)
         if llvm_cpu_has_features("avx2", target) or llvm_cpu_has_features("avx", target):
-            return FloatIsa(8, 12)
+            return FloatIsa(8, 12, half=half)
         if llvm_cpu_has_features("neon", target):
-            return FloatIsa(4, 24)
+            return FloatIsa(4, 24, half=half)
     return FloatIsa(4, 12)
+
+
+def has_half(target: Target) -> bool:
+    """Whether a CPU has instructions between vectors of float16 and float32."""
+    architecture = find_architecture(target)
+    if architecture is Architecture.X86:
+        return bool(llvm_cpu_has_features("f16c", target))
+    return architecture is Architecture.AARCH64
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,132 @@
+"""lower_attention: rotary positions and caches of keys and values -> calls of kernels.
+
+    c' = update_cache(c, rows, p)    ->    c' = call_tir_inplace(kernel, rows, p, c)
+
+The cache is changed in place if nothing can see that: it is a parameter of a function that the user
+calls, or the result of another update, and nothing else reads it. Otherwise it is copied first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tvm
+from tvm import relax
+from tvm.target import Target
+
+from relayquant.codegen.kernels.floating.new_rows import (
+    Rotate,
+    UpdateCache,
+    make_rotate,
+    make_update_cache,
+)
+from relayquant.codegen.kernels.floating.tile import FloatIsa, choose_float_isa
+from relayquant.codegen.lowering import BlockView, Kernel, KernelRule, Lowered, lower_functions
+from relayquant.ir.dialect.legality import iterate_bindings
+from relayquant.ir.rewrite.expressions import op_name
+from relayquant.ir.rewrite.graph import call_name, tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.rule import OnSkip, Skip, log_skip, make_rule, select_rules
+
+UPDATE = "relax.qnn.update_cache"
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionBlock:
+    """Context of the rules: a block, the vectors of its kernels, and who calls the function.
+
+    `called`: parameters of functions that the module itself calls. They may be constants.
+    """
+
+    block: BlockView
+    isa: FloatIsa
+    called: frozenset[relax.Var]
+
+
+def lower_attention(mod: tvm.IRModule, target: Target, on_skip: OnSkip = log_skip) -> tvm.IRModule:
+    """Replace operators of attention in every Relax function by kernels for the target.
+
+    Targets other than LLVM CPUs keep the operators. `on_skip` gets the reason for each operator
+    without a kernel.
+    """
+    calls = [
+        binding.value
+        for func in mod.functions.values()
+        for binding in iterate_bindings(func)
+        if isinstance(binding.value, tvm.ir.Call)
+    ]
+    has_rule = any(select_rules(ATTENTION_RULES, call_name(call)) for call in calls)
+    if target.kind.name != "llvm" or not has_rule:
+        return mod
+    isa = choose_float_isa(target)
+    inner = {call.op for call in calls if isinstance(call.op, tvm.ir.GlobalVar)}
+    functions = (mod[gvar] for gvar in inner)
+    called = frozenset(
+        param for f in functions if isinstance(f, relax.Function) for param in f.params
+    )
+    return lower_functions(
+        mod,
+        ATTENTION_RULES,
+        lambda block: AttentionBlock(block, isa, called),
+        on_skip=on_skip,
+        in_any_block=True,
+    )
+
+
+def read_extents(rows: relax.Expr) -> tuple[int | None, int | None, int, int] | Skip:
+    """Return the extents of rows (B, R, heads, D)."""
+    shape = tensor_shape(rows)
+    if shape is None:
+        return Skip("the shape of the rows is not known")
+    batch, count, heads, width = (size if isinstance(size, int) else None for size in shape)
+    if not heads or not width:
+        return Skip("the heads or the width of a head are symbolic")
+    return batch, count, heads, width
+
+
+def read_length(cache: relax.Expr, axis: int) -> int | Skip:
+    """Return the number of positions of a cache or table."""
+    shape = tensor_shape(cache)
+    length = None if shape is None else shape[axis]
+    return length if isinstance(length, int) and length else Skip("the length is symbolic")
+
+
+def lower_rotate(context: AttentionBlock, var: relax.Var) -> Lowered | Skip:
+    """Lower qnn.rotate."""
+    x, cos, sin, positions = context.block.values[var].args
+    extents, length = read_extents(x), read_length(cos, 0)
+    half = read_length(cos, 1)
+    for found in (extents, length, half):
+        if isinstance(found, Skip):
+            return found
+    spec = Rotate(extents, length, half)  # pyright: ignore[reportArgumentType]
+    kernel = Kernel("rotate", spec, lambda: make_rotate(spec, context.isa))
+    return Lowered((var,), kernel, (x, cos, sin, positions))
+
+
+def lower_update(context: AttentionBlock, var: relax.Var) -> Lowered | Skip:
+    """Lower qnn.update_cache."""
+    cache, rows, positions = context.block.values[var].args
+    extents, length = read_extents(rows), read_length(cache, 2)
+    for found in (extents, length):
+        if isinstance(found, Skip):
+            return found
+    in_place = may_change(context, cache)
+    spec = UpdateCache(extents, length, tensor_dtype(cache), in_place)  # pyright: ignore[reportArgumentType]
+    name = "update_cache" if in_place else "copy_cache"
+    kernel = Kernel(name, spec, lambda: make_update_cache(spec, context.isa))
+    return Lowered((var,), kernel, (rows, positions, cache), changed=2 if in_place else None)
+
+
+def may_change(context: AttentionBlock, cache: relax.Expr) -> bool:
+    """Whether a cache may be changed in place."""
+    graph = context.block.graph
+    if not isinstance(cache, relax.Var) or graph.count_uses(cache) != 1:
+        return False
+    is_own = cache in graph.params and cache not in context.called
+    return is_own or op_name(context.block.call_of(cache)) == UPDATE
+
+
+ATTENTION_RULES: tuple[KernelRule[AttentionBlock], ...] = (
+    make_rule(lower_rotate, "relax.qnn.rotate"),
+    make_rule(lower_update, UPDATE),
+)
