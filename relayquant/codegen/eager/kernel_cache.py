@@ -1,6 +1,7 @@
 """Kernel specifications -> compiled kernels, each compiled once in a process, on several threads.
 
 LLVM works without Python's lock, so kernels that will be needed are compiled while others run.
+`kernel_files` keeps them for later processes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tvm import tirx
 from tvm.target import Target
 
 from relayquant.base.runtime import count_threads
+from relayquant.codegen.eager.kernel_files import KernelFiles, open_kernel_files
 from relayquant.codegen.host_functions import lower_prescheduled
 from relayquant.codegen.kernels.emit import IS_SCHEDULED
 from relayquant.codegen.kernels.floating.tile import FloatIsa, choose_float_isa
@@ -26,6 +28,8 @@ from relayquant.codegen.kernels.isa.target import host_config, resolve_target
 
 #: Steps pass valid arguments. Checking each argument again would be half of a kernel's code.
 CONFIG = {"tirx.disable_assert": True}
+#: Name of a kernel in its module.
+NAME = "kernel"
 #: Number of kernels that are kept. A network has about five.
 MOST_KERNELS = 256
 
@@ -37,6 +41,10 @@ class KernelKey:
     make: Callable[[Any, FloatIsa, str], tirx.PrimFunc]
     spec: Any
 
+    def describe(self) -> str:
+        """Return a text that differs from the texts of all other kernels."""
+        return f"{self.make.__module__}.{self.make.__qualname__} {self.spec!r}"
+
 
 class KernelCache:
     """Compiled kernels for this machine. Any thread may ask for them.
@@ -44,8 +52,8 @@ class KernelCache:
     They run on the thread that calls them: several threads call several kernels.
     """
 
-    def __init__(self, target: Target) -> None:
-        self.target, self.isa = target, choose_float_isa(target)
+    def __init__(self, target: Target, files: KernelFiles | None = None) -> None:
+        self.target, self.isa, self.files = target, choose_float_isa(target), files
         self._lock = threading.Lock()
         self._kernels: OrderedDict[KernelKey, futures.Future[Any]] = OrderedDict()
 
@@ -83,28 +91,41 @@ class KernelCache:
 
     def _compile(self, key: KernelKey, future: futures.Future[Any]) -> None:
         try:
-            future.set_result(compile_kernel(key, self.isa, self.target))
+            future.set_result(self._load(key))
         except BaseException as error:
             with self._lock:
                 self._kernels.pop(key, None)
             future.set_exception(error)
 
+    def _load(self, key: KernelKey) -> Callable[..., None]:
+        """Load a kernel from its file, or compile it and write the file."""
+        if self.files is None:
+            return compile_kernel(key, self.isa, self.target)[NAME]
+        path = self.files.find(f"{key.describe()} {self.isa!r}")
+        found = self.files.load(path, NAME)
+        if found is not None:
+            return found
+        module = compile_kernel(key, self.isa, self.target)
+        self.files.save(path, module)
+        # The file's code is ready to run; the module would have LLVM work once more.
+        return self.files.load(path, NAME) or module[NAME]
+
 
 @functools.cache
 def host_kernels() -> KernelCache:
-    """Return the kernels of this process, for its machine.
+    """Return the kernels of this process, for its machine. Files keep them.
 
     They use LLVM at level 1, since registers and vectors are laid out before LLVM sees a kernel.
     """
-    return KernelCache(resolve_target({**host_config(), "opt-level": 1}))
+    target = resolve_target({**host_config(), "opt-level": 1})
+    return KernelCache(target, open_kernel_files(target))
 
 
-def compile_kernel(key: KernelKey, isa: FloatIsa, target: Target) -> Callable[..., None]:
-    """Compile a kernel alone, with serial loops."""
-    name = "kernel"
-    func = make_serial(key.make(key.spec, isa, name)).with_attr(IS_SCHEDULED, True)
+def compile_kernel(key: KernelKey, isa: FloatIsa, target: Target) -> Any:
+    """Compile a module of one kernel, with serial loops."""
+    func = make_serial(key.make(key.spec, isa, NAME)).with_attr(IS_SCHEDULED, True)
     with tvm.transform.PassContext(config=CONFIG), lower_prescheduled():
-        return tvm.tirx.build(tvm.IRModule({name: func}), target)[name]
+        return tvm.tirx.build(tvm.IRModule({NAME: func}), target)
 
 
 def make_serial(func: tirx.PrimFunc) -> tirx.PrimFunc:
