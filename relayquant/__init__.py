@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from relayquant.flow.steps import calibrate, convert_to_reference, lower, prepare
     from relayquant.formats.load import load
     from relayquant.formats.readers import load_gguf
+    from relayquant.formats.tokenizers import Tokenizer, load_tokenizer
     from relayquant.formats.writers import export_onnx
     from relayquant.ir import reference
     from relayquant.ir.plan import Plan
@@ -62,6 +63,7 @@ __all__ = [
     "RelayQuantError",
     "StateValue",
     "TensorConfig",
+    "Tokenizer",
     "analysis",
     "calibrate",
     "choose_qparams",
@@ -83,6 +85,7 @@ __all__ = [
     "load_gguf",
     "load_prepared",
     "load_qparams",
+    "load_tokenizer",
     "lower",
     "merge_statistics",
     "observers",
@@ -123,6 +126,7 @@ __getattr__, __dir__ = lazy.gather(
         "relayquant.flow.steps": "calibrate convert_to_reference lower prepare",
         "relayquant.formats.load": "load",
         "relayquant.formats.readers": "load_gguf",
+        "relayquant.formats.tokenizers": "Tokenizer load_tokenizer",
         "relayquant.formats.writers": "export_onnx",
         "relayquant.ir.plan": "Plan",
         "relayquant.ir.state": "StateValue get_state with_state",
