@@ -2,12 +2,13 @@
 
 An export records one call. An attribute, a list, a global or a counter that the module's code
 changes would become a constant of the integer module. Changing buffers are in the exported program,
-and the importer refuses them.
+and become state of the integer module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ TOLERANCE = 1e-3
 #: Number of attributes in a message.
 MOST_NAMES = 5
 ADVICE = (
-    "An integer module keeps nothing between calls. Make the state an input and the new state an "
-    "output; or use relayquant.torch.prepare, which runs the code of the model."
+    "An integer module keeps tensors only. Register the state as a buffer, or make it an input and "
+    "the new state an output; or use relayquant.torch.prepare, which runs the code of the model."
 )
 
 
@@ -75,10 +76,25 @@ def call_module(
     """Call a module with copied inputs and return the leaves of its result. Random numbers are
     the same each time.
     """
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), keep_buffers(module):
         torch.manual_seed(0)
         given, named = pytree.tree_map_only(torch.Tensor, change, (args, dict(kwargs)))
         return [copy_leaf(leaf) for leaf in pytree.tree_leaves(module(*given, **named))]
+
+
+@contextlib.contextmanager
+def keep_buffers(module: torch.nn.Module) -> Iterator[None]:
+    """Give the buffers of a module and its submodules their tensors and values back at the end."""
+    held = [(part, dict(part._buffers)) for part in module.modules()]
+    tensors = [each for _, buffers in held for each in buffers.values() if each is not None]
+    values = [tensor.clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        for part, buffers in held:
+            part._buffers.update(buffers)
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
 
 
 def add_noise(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from relayquant.base.storage.files import DEFAULT_MAX_BYTES, check_file, reading
 from relayquant.errors import MissingDependencyError, ModelError, format_count
 from relayquant.formats.readers.names import MARK, SourceNode, name_values
 from relayquant.formats.readers.refusal import describe_failure
+from relayquant.formats.readers.state import hold_state
 from relayquant.formats.readers.torch.archive import drop_stacks, read_program, silence_torch
 from relayquant.formats.readers.torch.decompositions import find_release, make_decompositions
 from relayquant.formats.readers.torch.operators import OPERATORS
@@ -30,8 +31,11 @@ from relayquant.formats.readers.torch.recurrent import keep_layers, make_recurre
 from relayquant.formats.readers.torch.signature import (
     check_effects,
     describe_node,
+    describe_place,
     drop_constant_inputs,
     find_path,
+    join_aliases,
+    take_state,
 )
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.graph import call_name
@@ -52,6 +56,9 @@ def import_torch(
     program is exported for their values. Nothing stored in a file is executed; `archive` lists what
     is refused. A program quantized with PT2E keeps its integers: pass it to `relayquant.lower`.
 
+    What the program changes, a buffer, a parameter or an input, becomes state: one of the last
+    inputs and of the last results, see `relayquant.get_state`.
+
     Args:
         program_or_path: `torch.export.ExportedProgram`, or a file of torch.export.save.
         max_bytes: Refuse larger files.
@@ -61,8 +68,8 @@ def import_torch(
 
     Raises:
         ModelError: the file cannot be read, or holds something that reading would execute; an
-            operator is unknown to TVM's frontend; or the program changes buffers, parameters or
-            inputs, or draws random numbers.
+            operator is unknown to TVM's frontend; or the program changes running statistics of a
+            norm, or draws random numbers.
         MissingDependencyError: torch is not installed, or too old.
     """
     program = program_or_path
@@ -110,11 +117,12 @@ def _import_program(program: Any) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
     check_effects(program)
     try:
         with silence_torch(), drop_stacks():
-            table = make_decompositions()
+            program, table = join_aliases(program), make_decompositions()
             keep_layers(program, table)
             program = program.run_decompositions(table)
         check_effects(program)
         drop_constant_inputs(program)
+        state = take_state(program)
         constants = find_constants(program)
         converters = {
             **OPERATORS,
@@ -131,7 +139,8 @@ def _import_program(program: Any) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
             "evaluation mode (model.eval()) and without data-dependent control flow.",
             code="RQ202",
         ) from error
-    return _name_after_modules(mod, importer.env, find_targets(program)), {}
+    named = _name_after_modules(mod, importer.env, find_targets(program))
+    return hold_state(named, state), {}
 
 
 def make_importer() -> Any:
@@ -177,18 +186,6 @@ def copy_tensor(tensor: Any) -> Any:
     dense = tensor.detach() if is_dense else tensor.detach().to_dense()
     values = dense.cpu().clone(memory_format=torch.contiguous_format)
     return tvm.runtime.from_dlpack(values.resolve_conj().resolve_neg())
-
-
-def describe_place(tensor: Any) -> Any:
-    """Return a key that is equal for PyTorch tensors with the same memory and the same view
-    of it.
-    """
-    import torch  # pyright: ignore[reportMissingImports]
-
-    if tensor.layout != torch.strided:
-        return id(tensor)
-    view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-    return (tensor.untyped_storage().data_ptr(), *view)
 
 
 def convert_node(importer: Any, convert: Callable[..., Any], node: Any, *more: Any) -> Any:

@@ -1,45 +1,39 @@
-"""PyTorch reader: refuses a program that does more than compute its outputs.
+"""PyTorch reader: what a program does besides computing its outputs. What it changes becomes state;
+other effects are refused.
 
-A compiled function keeps nothing between two calls and does not write to its inputs. A decomposed
-program lists its mutations in its signature. Before that, the graph has operators that change
-tensors in place.
+A decomposed program lists its mutations in its signature. Before that, the graph has operators that
+change tensors in place.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from typing import Any
 
-from relayquant.errors import ModelError, format_count
+from relayquant.errors import ModelError, format_count, warn_user
+from relayquant.formats.readers.state import StatePair
 from relayquant.formats.readers.torch.arguments import read_arguments
 
 #: statistics of normalizations, which change in training mode only
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+STATISTICS = ("running_mean", "running_var")
 
 #: Number of names that a message shows. The rest is counted.
 MOST_NAMES = 5
-
-#: kind of mutation -> what to do
-REMEDIES = {
-    "buffer": "Take the old value as an input and return the new one as an output",
-    "parameter": "Take the old value as an input and return the new one as an output",
-    "input": "Write to a copy (x = x.clone()) and return the new value as an output",
-    "normalization": "Export the module in evaluation mode: model.eval()",
-}
-
 
 #: Arguments that switch off an operator's random numbers if they are 0.
 SWITCHES = ("train", "training", "dropout", "dropout_p")
 
 
 def check_effects(program: Any) -> None:
-    """Check that a program computes outputs from tensors and does nothing else.
+    """Check that a program computes outputs and state from tensors and does nothing else.
 
     In a program as exported, mutations are not visible yet. In a decomposed program, the dropout of
     recurrent layers is not visible, because PyTorch's decomposition leaves it out.
 
     Raises:
-        ModelError: the program changes buffers, parameters or inputs, reads objects that are not
-            tensors, computes gradients, or draws random numbers. Names them.
+        ModelError: the program changes running statistics, reads objects that are not tensors,
+            computes gradients, or draws random numbers. Names them.
     """
     check_signature(program.graph_signature)
     for part in program.graph_module.modules():
@@ -96,36 +90,116 @@ def check_signature(signature: Any) -> None:
                 "module whose forward returns tensors alone.",
                 code="RQ202",
             )
-    kinds = {
-        OutputKind.BUFFER_MUTATION: "buffer",
-        OutputKind.USER_INPUT_MUTATION: "input",
-        getattr(OutputKind, "PARAMETER_MUTATION", None): "parameter",  # exists since PyTorch 2.10
-    }
-    changed: dict[str, list[str]] = {}
     for spec in signature.output_specs:
-        if spec.kind in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT):
-            continue
-        if spec.kind not in kinds:
+        if spec.kind not in (*list_mutations(), OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT):
             raise ModelError(
                 f"The program has the result {spec.arg.name!r} of kind {spec.kind.name}; supported:"
                 " results of the module. Export the module's forward alone.",
                 code="RQ202",
             )
-        kind, name = kinds[spec.kind], str(spec.target)
-        module, _, last = name.rpartition(".")
-        if kind == "buffer" and last in STATISTICS:
-            kind, name = "normalization", module or "(the model itself)"
-        if name not in changed.setdefault(kind, []):
-            changed[kind].append(name)
-    if changed:
+    names = [str(spec.target).rpartition(".") for spec in signature.output_specs]
+    modules = [path or "(the model itself)" for path, _, last in names if last in STATISTICS]
+    if modules:
         raise ModelError(
-            "The program changes "
-            + " and ".join(describe_change(kind, names) for kind, names in changed.items())
-            + " in each run; supported: programs that only compute their outputs. "
-            + ". ".join(dict.fromkeys(REMEDIES[kind] for kind in changed))
-            + ".",
+            "The program changes the running statistics of "
+            f"{quote_names([*dict.fromkeys(modules)])} (training mode) in each run. Export the module in evaluation mode: model.eval().",
             code="RQ202",
         )
+
+
+def list_mutations() -> tuple[Any, ...]:
+    """Return the kinds of outputs that are new values of a buffer, a parameter or an input."""
+    from torch.export.graph_signature import OutputKind  # pyright: ignore[reportMissingImports]
+
+    parameter = getattr(OutputKind, "PARAMETER_MUTATION", None)  # exists since PyTorch 2.10
+    kinds = (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION, parameter)
+    return tuple(kind for kind in kinds if kind is not None)
+
+
+def join_aliases(program: Any) -> Any:
+    """Return the program with one input for each tensor: a constant that is a buffer's tensor, as
+    in the static cache of transformers, becomes the buffer. `program` is not changed.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+    from torch.export.graph_signature import InputKind  # pyright: ignore[reportMissingImports]
+
+    signature, tensors = program.graph_signature, {**program.constants, **program.state_dict}
+    named = [
+        (spec, describe_place(tensors[spec.target]))
+        for spec in signature.input_specs
+        if isinstance(tensors.get(spec.target), torch.Tensor) and tensors[spec.target].numel()
+    ]
+    buffers = {at: spec.arg.name for spec, at in named if spec.kind is InputKind.BUFFER}
+    by = {
+        spec.arg.name: buffers[at]
+        for spec, at in named
+        if spec.kind is InputKind.CONSTANT_TENSOR and at in buffers
+    }
+    if not by:
+        return program
+    graph_module = copy.deepcopy(program.graph_module)
+    inputs = {node.name: node for node in graph_module.graph.find_nodes(op="placeholder")}
+    for name, buffer in by.items():
+        inputs[name].replace_all_uses_with(inputs[buffer])
+        graph_module.graph.erase_node(inputs[name])
+    graph_module.recompile()
+    kept = [spec for spec in signature.input_specs if spec.arg.name not in by]
+    gone = {spec.target for spec in signature.input_specs if spec.arg.name in by}
+    return torch.export.ExportedProgram(
+        root=graph_module,
+        graph=graph_module.graph,
+        graph_signature=dataclasses.replace(signature, input_specs=kept),
+        state_dict=program.state_dict,
+        range_constraints=program.range_constraints,
+        module_call_graph=copy.deepcopy(program.module_call_graph),
+        example_inputs=program.example_inputs,
+        constants={name: each for name, each in program.constants.items() if name not in gone},
+        verifiers=program.verifiers,
+    )
+
+
+def take_state(program: Any) -> list[StatePair]:
+    """Make inputs and outputs of what a decomposed program changes: buffers, parameters, inputs.
+
+    PyTorch lists new values first among the outputs. The program is changed.
+
+    Returns:
+        What is changed, named as in the module. The initial values are those of the export, and
+        zeros for inputs.
+    """
+    from torch.export.graph_signature import (  # pyright: ignore[reportMissingImports]
+        InputKind,
+        OutputKind,
+    )
+
+    signature, tensors = program.graph_signature, {**program.constants, **program.state_dict}
+    mutations, pairs = list_mutations(), []
+    for at, spec in enumerate(signature.output_specs):
+        if spec.kind not in mutations:
+            continue
+        is_input = spec.kind is OutputKind.USER_INPUT_MUTATION
+        (number,) = (
+            i
+            for i, given in enumerate(signature.input_specs)
+            if (given.arg.name if is_input else given.target) == spec.target
+        )
+        given = signature.input_specs[number]
+        initial = None if is_input else tensors[spec.target].detach().cpu().numpy()
+        pairs.append(StatePair(given.arg.name, at, str(spec.target), initial))
+        user = dataclasses.replace(given, kind=InputKind.USER_INPUT, target=None, persistent=None)
+        signature.input_specs[number] = user
+        output = dataclasses.replace(spec, kind=OutputKind.USER_OUTPUT, target=None)
+        signature.output_specs[at] = output
+        if is_input:
+            warn_user(
+                f"The program changes its input {spec.target!r}, which becomes a state that begins "
+                "with zeros. Attach another initial value with relayquant.with_state. If it is no "
+                "state, write to a copy (x = x.clone()).",
+                code="RQ202",
+            )
+    names = {pair.name for pair in pairs}
+    program._constants = {n: value for n, value in program.constants.items() if n not in names}
+    return pairs
 
 
 def drop_constant_inputs(program: Any) -> None:
@@ -144,13 +218,6 @@ def drop_constant_inputs(program: Any) -> None:
             specs[:] = [spec for spec in specs if spec.arg.name != node.name]
 
 
-def describe_change(kind: str, names: list[str]) -> str:
-    """Describe tensors of one kind: "the buffer 'state'", "the buffers 'a', 'b' and 3 more"."""
-    if kind == "normalization":
-        return f"the running statistics of {quote_names(names)} (training mode)"
-    return f"the {kind}{'s' if len(names) > 1 else ''} {quote_names(names)}"
-
-
 def quote_names(names: list[str]) -> str:
     """Quote names: "'a', 'b' and 3 names more"."""
     text = ", ".join(map(repr, names[:MOST_NAMES]))
@@ -162,6 +229,18 @@ def describe_node(node: Any) -> str:
     """Describe a node: "Node 'add_1' (operator aten.add.Tensor, module 'layer1.0')"."""
     path = find_path(node)
     return f"Node {node.name!r} (operator {node.target}{f', module {path!r}' if path else ''})"
+
+
+def describe_place(tensor: Any) -> Any:
+    """Return a key that is equal for PyTorch tensors with the same memory and the same view
+    of it.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    if tensor.layout != torch.strided:
+        return id(tensor)
+    view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+    return (tensor.untyped_storage().data_ptr(), *view)
 
 
 def find_path(node: Any) -> str:
