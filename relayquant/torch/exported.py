@@ -72,7 +72,7 @@ def quantize(
         module, options = apply_config(
             module, prepare_custom_config, example_inputs, dataset, options
         )
-    mod, params = load_module(module, example_inputs, **shaping)
+    mod, params = load_module(module, example_inputs, may_have_state=True, **shaping)
     return quantize_module(mod, params, dataset, **options)
 
 

@@ -13,7 +13,7 @@ import tvm
 
 from relayquant.base.arguments import check_arguments
 from relayquant.errors import MissingDependencyError, ModelError
-from relayquant.formats.readers import import_torch as load
+from relayquant.formats.readers import import_torch
 
 #: Part of torch.export's message if an earlier trace left a tensor where the module reads it.
 LEFT_BEHIND = "fake tensor in the exported program"
@@ -56,23 +56,30 @@ def export(
         raise ModelError(message, code="RQ207") from error
 
 
+def load(program: Any) -> tuple[tvm.IRModule, dict[str, Any]]:
+    """Convert a program without state to a Relax module. ModelError if it changes something."""
+    return import_torch(program, may_have_state=False)
+
+
 def load_module(
     module: Any,
     example_inputs: tuple[Any, ...],
     *,
     example_kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
+    may_have_state: bool = False,
 ) -> tuple[tvm.IRModule, dict[str, Any]]:
-    """Convert a module in evaluation mode to a Relax module. Arguments as for `export`.
+    """Convert a module in evaluation mode to a Relax module. Arguments as for `export` and
+    `import_torch`.
 
     Raises:
         MissingDependencyError: PyTorch is not installed.
         ModelError: torch.export cannot export the module, an operator is not supported, or the
-            module keeps state between calls.
+            module keeps state in Python between calls.
     """
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     program = export(module, inputs, example_kwargs=example_kwargs, dynamic_shapes=dynamic_shapes)
-    loaded = load(program)
+    loaded = import_torch(program, may_have_state=may_have_state)
     check_state(module, inputs, example_kwargs)
     return loaded
 

@@ -24,14 +24,13 @@ from relayquant.errors import ConfigError, ModelError
 from relayquant.flow.pipeline import calibrate_model, convert_model, prepare_model
 from relayquant.flow.refine.prepared_edit import review_prepared
 from relayquant.flow.settings import CalibrateSettings, PrepareSettings
-from relayquant.formats.readers import import_torch
 from relayquant.ir.dialect.qnn.quantization import QUANTIZE
 from relayquant.ir.rewrite import Graph
 from relayquant.stages.backends import resolve_backend
 from relayquant.stages.effort import default_mapping
 from relayquant.stages.prepared import PreparedModel
 from relayquant.torch.custom_config import PrepareCustomConfig, StandaloneRule, make_optional
-from relayquant.torch.exporting import export, free_batch, load_module
+from relayquant.torch.exporting import export, free_batch, load, load_module
 from relayquant.torch.reference_module import ReferenceModule
 from relayquant.torch.submodule_cut import (
     CutModule,
@@ -308,7 +307,7 @@ def check_form(path: str, form: nn.Module, examples: tuple[torch.Tensor, ...]) -
         ModelError: it cannot, with the reason.
     """
     try:
-        import_torch(export(form, examples))
+        load(export(form, examples))
     except ModelError as error:
         raise ModelError(
             f"Custom module {path!r}: its quantized form {type(form).__name__} cannot be a part of "

@@ -21,14 +21,13 @@ from relayquant.base.qtypes import QParams, Role
 from relayquant.config import Ranges
 from relayquant.errors import ConfigError, DataError, ModelError, format_count
 from relayquant.flow.pipeline import convert_model, lower_module, lower_prepared
-from relayquant.formats.readers import import_torch
 from relayquant.ir.ledger import InterfaceValue
 from relayquant.ir.plan import Plan
 from relayquant.ir.rewrite import Emitter, rewrite_main
 from relayquant.ir.rewrite.expressions import FunctionGraph, op_name
 from relayquant.stages.prepared import PreparedModel
 from relayquant.torch.batch_norm import FoldedNorm
-from relayquant.torch.exporting import export
+from relayquant.torch.exporting import export, load
 from relayquant.torch.program import TorchProgram, Values, Visitor, build_program
 from relayquant.torch.reference_module import ReferenceModule
 from relayquant.torch.rounding import MOMENTUM, FakeQuantize, align_channels
@@ -550,7 +549,7 @@ class TrainableModule(nn.Module):
         """
         unit = self.source.unit
         if unit is not None:
-            mod, _ = import_torch(export(self.to_reference(), unit.examples))
+            mod, _ = load(export(self.to_reference(), unit.examples))
             prepared = unit.prepared
             inputs, outputs = map(list_dtypes, (prepared.inputs, prepared.outputs))
             return lower_module(mod, prepared.backend, inputs, outputs)

@@ -13,11 +13,10 @@ import torch  # pyright: ignore[reportMissingImports]
 import tvm
 
 from relayquant.errors import ModelError
-from relayquant.formats.readers import import_torch
 from relayquant.torch.define_by_run.arguments import read_result
 from relayquant.torch.define_by_run.regions import Input, Inside, Region, RegionStep
 from relayquant.torch.define_by_run.tape import ModelConstants
-from relayquant.torch.exporting import export
+from relayquant.torch.exporting import export, load
 
 #: name of the submodule that holds the steps; no attribute of the user has it
 _STEPS = "relayquant steps"
@@ -117,7 +116,7 @@ def build_graph(
     has_dims = any(dims)
     program = export(module, tuple(inputs), dynamic_shapes=(dims,) if has_dims else None)
     name_nodes(program, [step.step.site.module for step in steps])
-    mod, _ = import_torch(program)
+    mod, _ = load(program)
     return mod
 
 

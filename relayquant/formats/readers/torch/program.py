@@ -35,6 +35,7 @@ from relayquant.formats.readers.torch.signature import (
     drop_constant_inputs,
     find_path,
     join_aliases,
+    refuse_state,
     take_state,
 )
 from relayquant.ir.rewrite.editor import Editor
@@ -46,7 +47,7 @@ OLDEST = (2, 9)
 
 @check_arguments
 def import_torch(
-    program_or_path: Any, *, max_bytes: int = DEFAULT_MAX_BYTES
+    program_or_path: Any, *, max_bytes: int = DEFAULT_MAX_BYTES, may_have_state: bool = True
 ) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
     """Import a torch.export program, or a .pt2 file of one, with weights bound as constants.
 
@@ -62,6 +63,7 @@ def import_torch(
     Args:
         program_or_path: `torch.export.ExportedProgram`, or a file of torch.export.save.
         max_bytes: Refuse larger files.
+        may_have_state: Whether to take a program that changes something.
 
     Returns:
         The module and {} (no parameter is left unbound).
@@ -91,7 +93,7 @@ def import_torch(
             code="RQ503",
         )
     if isinstance(program, torch.export.ExportedProgram):
-        return _import_program(program)
+        return _import_program(program, may_have_state)
     if isinstance(program, torch.nn.Module):
         raise ModelError(
             f"{type(program).__name__} is a module, not an exported program. Pass "
@@ -101,7 +103,9 @@ def import_torch(
     if not is_path:
         raise _describe_wrong_type(program)
     with reading(program, "torch.export archive", ModelError):
-        return _import_program(read_program(check_file(program, max_bytes), max_bytes))
+        return _import_program(
+            read_program(check_file(program, max_bytes), max_bytes), may_have_state
+        )
 
 
 def _describe_wrong_type(program: object) -> ModelError:
@@ -112,7 +116,9 @@ def _describe_wrong_type(program: object) -> ModelError:
     )
 
 
-def _import_program(program: Any) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
+def _import_program(
+    program: Any, may_have_state: bool
+) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
     importer = make_importer()
     check_effects(program)
     try:
@@ -122,6 +128,8 @@ def _import_program(program: Any) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
             program = program.run_decompositions(table)
         check_effects(program)
         drop_constant_inputs(program)
+        if not may_have_state:
+            refuse_state(program)
         state = take_state(program)
         constants = find_constants(program)
         converters = {

@@ -102,7 +102,33 @@ def check_signature(signature: Any) -> None:
     if modules:
         raise ModelError(
             "The program changes the running statistics of "
-            f"{quote_names([*dict.fromkeys(modules)])} (training mode) in each run. Export the module in evaluation mode: model.eval().",
+            f"{quote_names([*dict.fromkeys(modules)])} (training mode) in each run. Export the "
+            "module in evaluation mode: model.eval().",
+            code="RQ202",
+        )
+
+
+def refuse_state(program: Any) -> None:
+    """Check that a decomposed program changes nothing.
+
+    Raises:
+        ModelError: it changes buffers, parameters or inputs. Names them.
+    """
+    changed: dict[str, list[str]] = {}
+    for spec in program.graph_signature.output_specs:
+        if spec.kind in list_mutations():
+            kind = spec.kind.name.removesuffix("_MUTATION").removeprefix("USER_").lower()
+            changed.setdefault(kind, []).append(str(spec.target))
+    if changed:
+        said = [
+            f"the {kind}{'s' if len(names) > 1 else ''} {quote_names(names)}"
+            for kind, names in changed.items()
+        ]
+        raise ModelError(
+            f"The program changes {' and '.join(said)} in each run; supported here: programs that "
+            "only compute their outputs. Take the old value as an input and return the new one, "
+            "write to a copy of an input (x = x.clone()), or quantize the module with "
+            "relayquant.torch.quantize, which keeps state.",
             code="RQ202",
         )
 
