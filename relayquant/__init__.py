@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from relayquant.flow.compression import compress_weights
     from relayquant.flow.equalizing import equalize_layers, smooth_activations
     from relayquant.flow.evaluation import compare, ledger, sensitivity, verify
+    from relayquant.flow.generation import Generator, TokenSampling
     from relayquant.flow.quantizer import quantize
     from relayquant.flow.refine.prepared_edit import load_prepared, merge_statistics, save_prepared
     from relayquant.flow.steps import calibrate, convert_to_reference, lower, prepare
@@ -53,6 +54,7 @@ __all__ = [
     "DataError",
     "DataWarning",
     "Executor",
+    "Generator",
     "ModelError",
     "Plan",
     "PreparedModel",
@@ -63,6 +65,7 @@ __all__ = [
     "RelayQuantError",
     "StateValue",
     "TensorConfig",
+    "TokenSampling",
     "Tokenizer",
     "analysis",
     "calibrate",
@@ -121,6 +124,7 @@ __getattr__, __dir__ = lazy.gather(
         "relayquant.flow.compression": "compress_weights",
         "relayquant.flow.equalizing": "equalize_layers smooth_activations",
         "relayquant.flow.evaluation": "compare ledger sensitivity verify",
+        "relayquant.flow.generation": "Generator TokenSampling",
         "relayquant.flow.quantizer": "quantize",
         "relayquant.flow.refine.prepared_edit": "load_prepared merge_statistics save_prepared",
         "relayquant.flow.steps": "calibrate convert_to_reference lower prepare",

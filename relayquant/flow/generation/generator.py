@@ -1,0 +1,317 @@
+"""A compiled language model and its tokenizer -> text, for one prompt or several at once."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from relayquant.base.runtime import Executor
+from relayquant.errors import ConfigError, DataError, ModelError, format_count
+from relayquant.flow.generation.sampling import TokenSampling, choose_token
+from relayquant.formats.tokenizers import Tokenizer
+
+#: A text, or its tokens.
+Prompt: TypeAlias = str | Sequence[int]
+
+FUNCTIONS = ("prefill", "decode")
+#: Tokens of a prompt that the model takes at once: more take more memory, fewer more time.
+CHUNK = 512
+MAX_TOKENS = 128
+
+
+class StopReason(enum.Enum):
+    """Why a text ended."""
+
+    STOP_TOKEN = "stop token"
+    STOP_TEXT = "stop text"
+    MAX_TOKENS = "max tokens"
+    MAX_LENGTH = "max length"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one step gave one sequence.
+
+    Attributes:
+        sequence: Index of the prompt.
+        token: The token.
+        text: The text that became certain with it. "" within a character or a stop text.
+        reason: Why this is the sequence's last piece. None if it is not.
+    """
+
+    sequence: int
+    token: int
+    text: str
+    reason: StopReason | None
+
+
+class Generator:
+    """Generates text with a compiled language model.
+
+    The model has functions `prefill` and `decode` and holds keys and values of all tokens as its
+    state, as `relayquant.load` makes it of a GGUF file. It runs as many sequences at once as it was
+    loaded for. Texts of one generator are generated one after another.
+
+    Args:
+        executable: What `relayquant.compile` returned, or an `Executor` of it.
+        tokenizer: See `load_tokenizer`.
+        chunk: Tokens of a prompt that the model takes at once.
+
+    Attributes:
+        sequences: Prompts that run at once.
+        max_length: Most tokens of a prompt and its text together.
+        vocabulary: Number of the model's tokens.
+
+    Raises:
+        ConfigError: there is no tokenizer.
+        ModelError: the model lacks a function or its state.
+    """
+
+    def __init__(self, executable: Any, tokenizer: Tokenizer, *, chunk: int = CHUNK) -> None:
+        if not isinstance(tokenizer, Tokenizer):
+            raise ConfigError(
+                f"Generator: tokenizer is a {type(tokenizer).__name__}; allowed: what "
+                "relayquant.load_tokenizer returns for the model's file.",
+                code="RQ101",
+            )
+        if chunk < 1:
+            raise ConfigError(f"Generator: chunk is {chunk}; allowed: 1 or more.", code="RQ101")
+        is_ready = isinstance(executable, Executor)
+        self.executor = executable if is_ready else Executor(executable)
+        self.tokenizer, self.chunk = tokenizer, chunk
+        state = self.executor.describe_state()["values"]
+        missing = [name for name in FUNCTIONS if not self.executor.has_function(name)]
+        if missing or not state:
+            raise ModelError(
+                f"The model has no {' and no '.join(missing) or 'state'}. A generator runs "
+                "language models: relayquant.load of a GGUF file or of a folder with config.json, "
+                "relayquant.torch.load_causal_lm.",
+                code="RQ204",
+            )
+        # Keys and values are (sequences, groups, length, width).
+        self.sequences, _, self.max_length, _ = state[0]["shape"]
+        self._turn = 0
+        empty = np.zeros((self.sequences, 1), "int32")
+        self.vocabulary = self._run("decode", empty, empty[:, 0]).shape[-1]
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        max_tokens: int = MAX_TOKENS,
+        stop: Sequence[str] = (),
+        sampling: TokenSampling = TokenSampling(),  # noqa: B008 (frozen)
+    ) -> Any:
+        """Return the text that follows a prompt, or a list of the texts of a list of prompts.
+
+        Args:
+            prompts: A text or its tokens; or a list of them, of any lengths. As many as the model
+                has sequences run at once.
+            max_tokens: Most tokens of each text.
+            stop: Texts that end a text. They are left out.
+            sampling: How tokens are chosen.
+
+        Raises:
+            ConfigError: an argument is wrong.
+            DataError: a prompt is empty, too long, or has a token that the model does not have.
+        """
+        is_one = isinstance(prompts, str) or (
+            len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
+        )
+        listed: list[Any] = [prompts] if is_one else [*prompts]
+        texts = [""] * len(listed)
+        for first in range(0, len(listed), self.sequences):
+            part = listed[first : first + self.sequences]
+            steps = self.iterate(part, max_tokens=max_tokens, stop=stop, sampling=sampling)
+            for piece in (piece for step in steps for piece in step):
+                texts[first + piece.sequence] += piece.text
+        return texts[0] if is_one else texts
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = MAX_TOKENS,
+        stop: Sequence[str] = (),
+        sampling: TokenSampling = TokenSampling(),  # noqa: B008 (frozen)
+    ) -> Iterator[str]:
+        """Yield the text that follows a prompt as soon as it is certain. See `generate`."""
+        for (piece,) in self.iterate([prompt], max_tokens=max_tokens, stop=stop, sampling=sampling):
+            if piece.text:
+                yield piece.text
+
+    def iterate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_tokens: int = MAX_TOKENS,
+        stop: Sequence[str] = (),
+        sampling: TokenSampling = TokenSampling(),  # noqa: B008 (frozen)
+    ) -> Iterator[list[Piece]]:
+        """Yield the next piece of every text that has not ended, step by step.
+
+        The first step follows the whole prompt. See `generate`, which takes more prompts than the
+        model has sequences.
+        """
+        if isinstance(stop, str) or not all(stop):
+            raise ConfigError(
+                f"stop is {stop!r}; allowed: a list of texts, none empty.", code="RQ101"
+            )
+        if max_tokens < 1:
+            raise ConfigError(f"max_tokens is {max_tokens}; allowed: 1 or more.", code="RQ101")
+        if len(prompts) > self.sequences:
+            raise DataError(
+                f"There are {format_count(len(prompts), 'prompt')} at once; the model runs "
+                f"{self.sequences}. Call generate, or load the model with "
+                f"CausalLMOptions(sequences={len(prompts)}).",
+                code="RQ302",
+            )
+        tokens = [self._read_prompt(i, prompt) for i, prompt in enumerate(prompts)]
+        return self._iterate(tokens, max_tokens, stop, sampling)
+
+    def _iterate(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        stop: Sequence[str],
+        sampling: TokenSampling,
+    ) -> Iterator[list[Piece]]:
+        self._turn = turn = self._turn + 1
+        texts = []
+        for prompt in prompts:
+            # The last token of a text is never read.
+            room = self.max_length - len(prompt) + 1
+            reason = StopReason.MAX_TOKENS if max_tokens <= room else StopReason.MAX_LENGTH
+            limit = min(max_tokens, room)
+            texts.append(GrowingText(self.tokenizer, prompt, limit, reason, stop))
+        # A text does not depend on the others that run beside it.
+        draws = [np.random.default_rng((sampling.seed, i)) for i in range(len(prompts))]
+        running = dict(enumerate(self.prefill(prompts))) if prompts else {}
+        tokens = np.zeros((self.sequences, 1), "int32")
+        positions = np.zeros(self.sequences, "int32")
+        while running:
+            step = []
+            for i, row in running.items():
+                tokens[i] = token = choose_token(row, sampling, draws[i])
+                positions[i] = len(prompts[i]) + texts[i].count
+                step.append(Piece(i, token, *texts[i].add(token)))
+            yield step
+            left = [piece.sequence for piece in step if piece.reason is None]
+            if not left:
+                return
+            if turn != self._turn:
+                raise ConfigError(
+                    "Another text was begun before this one ended. Finish a text first, or make "
+                    "a generator for each from its own Executor.",
+                    code="RQ105",
+                )
+            scores = self._run("decode", tokens, positions)[:, 0]
+            running = {i: scores[i] for i in left}
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Read prompts from the first position on, in chunks. Returns the scores of the token that
+        follows each, float32 (vocabulary,).
+        """
+        lengths = np.zeros(self.sequences, int)
+        lengths[: len(prompts)] = [len(prompt) for prompt in prompts]
+        tokens = np.zeros((self.sequences, lengths.max()), "int32")
+        for row, prompt in zip(tokens, prompts, strict=False):
+            row[: len(prompt)] = prompt
+        found = [np.empty(0, "float32")] * len(prompts)
+        for start in range(0, tokens.shape[1], self.chunk):
+            rows = tokens[:, start : start + self.chunk]
+            ends = start + rows.shape[1]
+            # Rows behind the end of a short prompt are overwritten before they are seen.
+            positions = np.full(self.sequences, start, "int32")
+            picked = np.clip(lengths - 1 - start, 0, rows.shape[1] - 1).astype("int32")
+            scores = self._run("prefill", rows, positions, picked[:, None])
+            for i in range(len(prompts)):
+                if start < lengths[i] <= ends:
+                    found[i] = scores[i, 0]
+        return found
+
+    def _run(self, name: str, *args: np.ndarray) -> np.ndarray:
+        """Call a function, which keeps the state. Returns its scores."""
+        return self.executor.run(name, args)[0]
+
+    def _read_prompt(self, index: int, prompt: Prompt) -> list[int]:
+        """Return the tokens of a prompt. DataError if there are none, too many or unknown ones."""
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [*map(int, prompt)]
+        if not tokens:
+            raise DataError(
+                f"Prompt {index} is empty. Give it at least one token; a model's first token, if "
+                "it has one, begins a text.",
+                code="RQ302",
+            )
+        if len(tokens) > self.max_length:
+            raise DataError(
+                f"Prompt {index} has {format_count(len(tokens), 'token')}; allowed: at most "
+                f"{self.max_length}. Shorten it, or load the model with "
+                f"CausalLMOptions(max_length=...) above {len(tokens)}.",
+                code="RQ302",
+            )
+        wrong = [token for token in tokens if not 0 <= token < self.vocabulary]
+        if wrong:
+            raise DataError(
+                f"Prompt {index} has the token {wrong[0]}; the model has 0 to "
+                f"{self.vocabulary - 1}. Is the tokenizer that of the model?",
+                code="RQ302",
+            )
+        return tokens
+
+
+class GrowingText:
+    """One text while it grows: what is certain of it, and whether it ends.
+
+    Args:
+        tokenizer: Converts the tokens.
+        prompt: Tokens before the text.
+        limit: Most tokens.
+        reason: Why there may not be more.
+        stop: Texts that end it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        limit: int,
+        reason: StopReason,
+        stop: Sequence[str],
+    ) -> None:
+        self._stop_tokens, self._stop = tokenizer.stop_tokens, stop
+        self._limit, self._reason = limit, reason
+        self._stream = tokenizer.open_stream(prompt[-8:])
+        self._held = ""  #: certain text that may be the beginning of a stop text
+        self.count = 0  #: tokens so far
+
+    def add(self, token: int) -> tuple[str, StopReason | None]:
+        """Return the text that became certain with a token, and why it is the last, if it is."""
+        self.count += 1
+        if token in self._stop_tokens:
+            return self._find(self._stream.finish(), StopReason.STOP_TOKEN)
+        text = self._stream.add(token)
+        if self.count == self._limit:
+            return self._find(text + self._stream.finish(), self._reason)
+        return self._find(text, None)
+
+    def _find(self, text: str, reason: StopReason | None) -> tuple[str, StopReason | None]:
+        """Look for stop texts. Without one, what may begin one is held until the text ends."""
+        text, self._held = self._held + text, ""
+        ends = [at for at in map(text.find, self._stop) if at >= 0]
+        if ends:
+            return text[: min(ends)], StopReason.STOP_TEXT
+        if reason is None:
+            at = len(text) - max((count_begun(text, each) for each in self._stop), default=0)
+            text, self._held = text[:at], text[at:]
+        return text, reason
+
+
+def count_begun(text: str, stop: str) -> int:
+    """Count the last characters of a text that are the first ones of a stop text."""
+    sizes = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((size for size in sizes if text.endswith(stop[:size])), 0)
