@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from relayquant.flow.steps import calibrate, convert_to_reference, lower, prepare
     from relayquant.formats.load import load
     from relayquant.formats.readers import load_gguf
+    from relayquant.formats.readers.causal_lm import CausalLMOptions
     from relayquant.formats.tokenizers import Tokenizer, load_tokenizer
     from relayquant.formats.writers import export_onnx
     from relayquant.ir import reference
@@ -50,6 +51,7 @@ __all__ = [
     "AccuracyWarning",
     "BackendConfig",
     "Callback",
+    "CausalLMOptions",
     "ConfigError",
     "DataError",
     "DataWarning",
@@ -130,6 +132,7 @@ __getattr__, __dir__ = lazy.gather(
         "relayquant.flow.steps": "calibrate convert_to_reference lower prepare",
         "relayquant.formats.load": "load",
         "relayquant.formats.readers": "load_gguf",
+        "relayquant.formats.readers.causal_lm": "CausalLMOptions",
         "relayquant.formats.tokenizers": "Tokenizer load_tokenizer",
         "relayquant.formats.writers": "export_onnx",
         "relayquant.ir.plan": "Plan",

@@ -17,12 +17,14 @@ from relayquant.base.storage.files import DEFAULT_MAX_BYTES, PathLike, check_fil
 from relayquant.base.storage.module_file import ARCHIVE_SUFFIX, read_module
 from relayquant.errors import ModelError
 from relayquant.formats.readers import import_onnx, import_tflite, import_torch
+from relayquant.formats.readers.causal_lm import CausalLMOptions
+from relayquant.formats.readers.causal_lm.sources import CONFIG, import_folder, import_gguf
 from relayquant.formats.readers.onnx.inputs import Inputs
 from relayquant.relay import decode_params, from_json, from_text, is_relay_json
 
 Shapes: TypeAlias = Mapping[str, Sequence[int | str]]
 Params: TypeAlias = Mapping[str, Any]
-Imported: TypeAlias = tuple[tvm.IRModule, dict[str, np.ndarray]]
+Imported: TypeAlias = tuple[tvm.IRModule, Mapping[str, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Request:
     shapes: Shapes | None
     inputs: Inputs | None
     params: Params | PathLike | None
+    causal_lm: CausalLMOptions | None
     max_bytes: int
 
     @property
@@ -52,6 +55,7 @@ class Format:
     takes_shapes: bool = False
     takes_inputs: bool = False
     takes_params: bool = False
+    takes_causal_lm: bool = False
     is_model: Callable[[object], bool] = lambda model: False
 
 
@@ -86,6 +90,18 @@ def _read_relay_json(request: Request) -> Imported:
 
 def _read_module(request: Request) -> Imported:
     return read_module(check_file(request.path, request.max_bytes)), {}
+
+
+def _read_gguf(request: Request) -> Imported:
+    return import_gguf(
+        request.path, request.causal_lm or CausalLMOptions(), max_bytes=request.max_bytes
+    )
+
+
+def _read_folder(request: Request) -> Imported:
+    return import_folder(
+        request.path, request.causal_lm or CausalLMOptions(), max_bytes=request.max_bytes
+    )
 
 
 def _read_utf8(request: Request) -> str:
@@ -123,7 +139,10 @@ FORMATS: tuple[Format, ...] = (
     Format(ARCHIVE_SUFFIX, "relayquant", _read_module),
     Format(".relay", "Relay text", _read_relay_text, takes_shapes=True, takes_params=True),
     Format(".json", "Relay JSON", _read_relay_json, takes_shapes=True, takes_params=True),
+    Format(".gguf", "GGUF", _read_gguf, takes_causal_lm=True),
 )
+#: A folder that transformers wrote. It has no suffix.
+FOLDER = Format("", "transformers", _read_folder, takes_causal_lm=True)
 
 
 @check_arguments
@@ -133,6 +152,7 @@ def load(
     shapes: Shapes | None = None,
     inputs: Inputs | None = None,
     params: Params | PathLike | None = None,
+    causal_lm: CausalLMOptions | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> Imported:
     """Read a model from a file or from memory. The suffix of a file says which kind of model it is.
@@ -141,17 +161,20 @@ def load(
         model: An `onnx.ModelProto`, a `torch.export.ExportedProgram`, or the path of a file: .onnx,
             .tflite, .pt2 (written by torch.export.save), .rqm (written by `save_module`), or a
             Relay file of TVM 0.7 to 0.19: .relay (`mod.astext()`) or .json (`tvm.ir.save_json`).
+            Or a language model: .gguf, or a folder with config.json and safetensors files.
         shapes: Input name -> shape, to fix or rename symbolic dimensions (ONNX, Relay):
             {"x": ("N", 3, 224, 224)}.
         inputs: Input name -> value, a number or an array (ONNX): {"sr": 16000}. The input becomes a
             constant, and an If that depends on it becomes the branch that is taken.
         params: Relay only: {name: array} or a file of `save_param_dict`. Default: the file
             `model.params` next to `model.relay`, if it exists.
+        causal_lm: Language models only: length, number of sequences, and dtype of the cache.
         max_bytes: Refuse larger files, external weights included.
 
     Returns:
-        The module, and unbound parameters as {name: array}, today {} for every kind. Parameters of
-        a Relay module without a value stay inputs.
+        The module, and unbound parameters as {name: array}. Only a language model has any: its
+        matrices of floats, each read from the file when it is accessed. Parameters of a Relay
+        module without a value stay inputs.
 
     Raises:
         ModelError: there is no model, its suffix is unknown, the file is unreadable, or something
@@ -160,11 +183,12 @@ def load(
     """
     is_path = isinstance(model, str | os.PathLike)
     found = _find_format(Path(model)) if is_path else _find_kind(model)
-    what = f"a {found.suffix} file" if is_path else f"a {type(model).__name__}"
+    what = f"a {found.suffix or 'model'} file" if is_path else f"a {type(model).__name__}"
     for name, given, is_taken in (
         ("shapes", shapes, found.takes_shapes),
         ("inputs", inputs, found.takes_inputs),
         ("params", params, found.takes_params),
+        ("causal_lm", causal_lm, found.takes_causal_lm),
     ):
         if given is not None and not is_taken:
             raise ModelError(
@@ -172,7 +196,7 @@ def load(
                 "out.",
                 code="RQ102",
             )
-    request = Request(model, shapes, inputs, params, max_bytes)
+    request = Request(model, shapes, inputs, params, causal_lm, max_bytes)
     if not is_path:
         return found.read(request)
     with reading(model, f"{found.kind} model", ModelError):
@@ -180,11 +204,14 @@ def load(
 
 
 def _find_format(path: Path) -> Format:
-    """Return the format of a file. ModelError if its suffix is unknown."""
+    """Return the format of a file or folder. ModelError if its suffix is unknown."""
+    if (path / CONFIG).is_file():
+        return FOLDER
     for each in FORMATS:
         if each.suffix == path.suffix.lower():
             return each
     kinds = ", ".join(f"{each.suffix} ({each.kind})" for each in FORMATS)
+    kinds += f", a folder with {CONFIG} ({FOLDER.kind})"
     raise ModelError(
         f"Cannot tell from the name of {str(path)!r} what kind of model it is. Readable: {kinds}. "
         "Any module of a TVM frontend may also be passed to relayquant directly.",

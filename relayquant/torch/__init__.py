@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from relayquant.base import lazy
 
 if TYPE_CHECKING:
+    from relayquant.torch.causal_lm import load_causal_lm
     from relayquant.torch.conversion import convert, convert_to_reference
     from relayquant.torch.custom_config import PrepareCustomConfig
     from relayquant.torch.define_by_run import prepare
@@ -23,6 +24,7 @@ __all__ = [
     "export",
     "finetune",
     "from_relax",
+    "load_causal_lm",
     "prepare",
     "prepare_qat",
     "quantize",
@@ -31,6 +33,7 @@ __all__ = [
 __getattr__, __dir__ = lazy.gather(
     __name__,
     {
+        "relayquant.torch.causal_lm": "load_causal_lm",
         "relayquant.torch.conversion": "convert convert_to_reference",
         "relayquant.torch.custom_config": "PrepareCustomConfig",
         "relayquant.torch.define_by_run": "prepare",

@@ -50,9 +50,44 @@ def bind_model(model: Model) -> tvm.IRModule:
     mod, params = split_model(model)
     if mod is model or not (params or has_weights(mod)):
         return mod
+    if find_entry(mod) is None:
+        return bind_functions(mod, params or {})
     editor = Editor(mod)
     bind_params(editor, params)
     return editor.build()
+
+
+def bind_functions(mod: tvm.IRModule, params: Mapping[str, Any]) -> tvm.IRModule:
+    """Replace parameters of all functions by constants. Functions share the constant of a name.
+
+    Raises:
+        ModelError: no function has a parameter of a name, or its shape or dtype differs.
+    """
+    functions = {
+        gvar: func for gvar, func in mod.functions_items() if isinstance(func, relax.Function)
+    }
+    weights = {gvar: list_weights(func) for gvar, func in functions.items()}
+    known = {name: param for own in weights.values() for name, param in own.items()}
+    for name in params:
+        if name not in known:
+            raise ModelError(
+                f"params has {name!r}, which no function takes. "
+                f"{suggest_name(name, sorted(known))}",
+                code="RQ103",
+            )
+    constants = {name: _to_const(known[name], params[name]) for name in params}
+    for gvar, own in weights.items():
+        values = {name: constants[name] for name in own if name in constants}
+        if values:
+            bind = relax.transform.BindParams(gvar.name_hint, values)
+            mod = bind(mod)
+    return mod
+
+
+def list_weights(func: relax.Function) -> dict[str, relax.Var]:
+    """Return the parameters of a function behind its inputs, by name."""
+    first = int((func.attrs or {}).get("num_input", 0))
+    return {param.name: param for param in func.params[first:]}
 
 
 def has_weights(mod: tvm.IRModule) -> bool:

@@ -1,0 +1,203 @@
+"""The description of a causal language model: what distinguishes one network from another.
+
+`architectures` and `gguf` make it from a model's metadata, and `network` builds from it.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+from relayquant.errors import ModelError
+
+#: Most layers and most elements along an axis that are believed of a file.
+MOST_LAYERS, MOST_SIZE = 4096, 1 << 31
+
+
+class NormKind(enum.Enum):
+    """Normalization before attention and the feed-forward network."""
+
+    RMS = "rms"
+    LAYER = "layer"
+
+
+class HiddenFunction(enum.Enum):
+    """Function inside the feed-forward network."""
+
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+    RELU = "relu"
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary positions: pair i of a head is turned by position * frequencies[i].
+
+    Attributes:
+        frequencies: One for each pair. The first 2 * len(frequencies) elements of a head are
+            turned, element i together with element i + len(frequencies).
+        magnitude: Factor of cosines and sines.
+    """
+
+    frequencies: tuple[float, ...]
+    magnitude: float = 1.0
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """What may differ between layers.
+
+    Attributes:
+        rotary: Rotary positions. None: this layer has none.
+        window: Number of latest tokens that attention sees, itself included. 0: all.
+    """
+
+    rotary: Rotary | None = None
+    window: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalLMConfig:
+    """A causal language model of the family of GPT and Llama.
+
+    A layer is, with norms and biases where the model has them:
+
+        h = attention_norm(x)
+        x = x + out(attention(q(h), k(h), v(h)))
+        x = x + down(activation(gate(h)) * up(h)), h = ffn_norm(x)
+
+    Attributes:
+        architecture: Name of the architecture in its source, for messages.
+        vocabulary, width, hidden: Number of tokens, of elements between layers, and of elements
+            inside the feed-forward network.
+        heads, groups, head_width: Number of query heads, of heads of keys and values, and elements
+            of a head.
+        max_length: Most tokens that the model was made for.
+        layers: One for each layer.
+        norm, epsilon: Normalization, and what it adds to the variance.
+        norm_shift: Added to the stored weights of norms (Gemma stores w of 1 + w).
+        activation, is_gated: Feed-forward network. Without a gate it is down(activation(up(h))).
+        is_parallel: Whether attention and the feed-forward network read the same norm, and both
+            are added to x.
+        has_head_norms: Whether each query and key head is normalized before it is turned.
+        has_post_norms: Whether results of attention and the feed-forward network are normalized.
+        has_positions: Whether a learned vector of the position is added to the embedding.
+        biases: Products with a bias: "q", "k", "v", "out", "gate", "up", "down", "classifier".
+        query_scale: Factor of the attention scores.
+        attention_cap, score_cap: Soft caps c * tanh(s / c) of attention scores and of scores. 0:
+            none.
+        embedding_scale, residual_scale, score_scale: Factors of the embedding, of what a layer
+            adds, and of the scores.
+        is_tied: Whether the classifier is the embedding.
+    """
+
+    architecture: str
+    vocabulary: int
+    width: int
+    hidden: int
+    heads: int
+    groups: int
+    head_width: int
+    max_length: int
+    layers: tuple[LayerConfig, ...]
+    norm: NormKind = NormKind.RMS
+    epsilon: float = 1e-5
+    norm_shift: float = 0.0
+    activation: HiddenFunction = HiddenFunction.SILU
+    is_gated: bool = True
+    is_parallel: bool = False
+    has_head_norms: bool = False
+    has_post_norms: bool = False
+    has_positions: bool = False
+    biases: frozenset[str] = frozenset()
+    query_scale: float = 1.0
+    attention_cap: float = 0.0
+    score_cap: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    score_scale: float = 1.0
+    is_tied: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = ("vocabulary", "width", "hidden", "heads", "groups", "head_width", "max_length")
+        for name in sizes:
+            if not 1 <= getattr(self, name) < MOST_SIZE:
+                raise ModelError(
+                    f"The model's {name} is {getattr(self, name)}; allowed: 1 to {MOST_SIZE - 1}.",
+                    code="RQ204",
+                )
+        if not 1 <= len(self.layers) <= MOST_LAYERS:
+            raise ModelError(
+                f"The model has {len(self.layers)} layers; allowed: 1 to {MOST_LAYERS}.",
+                code="RQ204",
+            )
+        if self.heads % self.groups:
+            raise ModelError(
+                f"The model has {self.heads} heads and {self.groups} heads of keys and values; "
+                "allowed: a divisor.",
+                code="RQ204",
+            )
+        for layer in self.layers:
+            if layer.rotary and 2 * len(layer.rotary.frequencies) > self.head_width:
+                raise ModelError(
+                    f"The model turns {2 * len(layer.rotary.frequencies)} elements of heads of "
+                    f"{self.head_width}.",
+                    code="RQ204",
+                )
+        numbers = (
+            self.epsilon, self.query_scale, self.attention_cap, self.score_cap,
+            self.embedding_scale, self.residual_scale, self.score_scale,
+        )  # fmt: skip
+        if not all(map(math.isfinite, numbers)) or min(self.attention_cap, self.score_cap) < 0:
+            raise ModelError(
+                f"A number of the model is not finite or below 0: {numbers}.", code="RQ204"
+            )
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor: "embedding.weight", "layers.0.q.weight", ... A weight is
+        (outputs, inputs).
+        """
+        heads, groups = self.heads * self.head_width, self.groups * self.head_width
+        products = {
+            "q": (heads, self.width),
+            "k": (groups, self.width),
+            "v": (groups, self.width),
+            "out": (self.width, heads),
+            "up": (self.hidden, self.width),
+            "down": (self.width, self.hidden),
+        }
+        norms = {"attention_norm": self.width}
+        if self.is_gated:
+            products["gate"] = (self.hidden, self.width)
+        if not self.is_parallel:
+            norms["ffn_norm"] = self.width
+        if self.has_head_norms:
+            norms |= {"q_norm": self.head_width, "k_norm": self.head_width}
+        if self.has_post_norms:
+            norms |= {"post_attention_norm": self.width, "post_ffn_norm": self.width}
+        found: dict[str, tuple[int, ...]] = {"embedding.weight": (self.vocabulary, self.width)}
+        if self.has_positions:
+            found["positions.weight"] = (self.max_length, self.width)
+
+        def add_product(name: str, kind: str, shape: tuple[int, int]) -> None:
+            found[f"{name}.weight"] = shape
+            if kind in self.biases:
+                found[f"{name}.bias"] = shape[:1]
+
+        def add_norm(name: str, size: int) -> None:
+            found[f"{name}.weight"] = (size,)
+            if self.norm is NormKind.LAYER:
+                found[f"{name}.bias"] = (size,)
+
+        for i in range(len(self.layers)):
+            for kind, shape in products.items():
+                add_product(f"layers.{i}.{kind}", kind, shape)
+            for kind, size in norms.items():
+                add_norm(f"layers.{i}.{kind}", size)
+        add_norm("final_norm", self.width)
+        if not self.is_tied:
+            add_product("classifier", "classifier", (self.vocabulary, self.width))
+        return found

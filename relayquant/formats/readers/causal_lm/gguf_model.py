@@ -1,0 +1,303 @@
+"""GGUF file -> config and tensors of a language model.
+
+An architecture is one row of `GGUF_ARCHITECTURES`. Keys of the metadata are those of
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and names of tensors those of llama.cpp.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from relayquant.base.storage.files import PathLike, reading
+from relayquant.errors import ModelError
+from relayquant.formats.readers.causal_lm.architectures import list_types
+from relayquant.formats.readers.causal_lm.config import (
+    MOST_LAYERS,
+    CausalLMConfig,
+    HiddenFunction,
+    LayerConfig,
+    NormKind,
+)
+from relayquant.formats.readers.causal_lm.fields import Fields
+from relayquant.formats.readers.causal_lm.names import TensorNames
+from relayquant.formats.readers.causal_lm.rotary import make_rotary
+from relayquant.formats.readers.causal_lm.tensors import FLOATS, StoredTensor, Weight
+from relayquant.formats.readers.gguf_blocks import BLOCK_KINDS, read_blocks
+from relayquant.formats.readers.gguf_header import KINDS, GgufHeader, GgufPlace
+
+#: Name of a kind of floats -> dtype of its bytes.
+FLOAT_KINDS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+
+NAMES: dict[str, str] = {
+    "embedding": "token_embd",
+    "positions": "position_embd",
+    "attention_norm": "blk.{}.attn_norm",
+    "qkv": "blk.{}.attn_qkv",
+    "q": "blk.{}.attn_q",
+    "k": "blk.{}.attn_k",
+    "v": "blk.{}.attn_v",
+    "q_norm": "blk.{}.attn_q_norm",
+    "k_norm": "blk.{}.attn_k_norm",
+    "out": "blk.{}.attn_output",
+    "post_attention_norm": "blk.{}.post_attention_norm",
+    "ffn_norm": "blk.{}.ffn_norm",
+    "gate": "blk.{}.ffn_gate",
+    "up": "blk.{}.ffn_up",
+    "down": "blk.{}.ffn_down",
+    "post_ffn_norm": "blk.{}.post_ffw_norm",
+    "final_norm": "output_norm",
+    "classifier": "output",
+}
+#: Divisors of the frequencies of rotary positions: read with the config.
+FACTORS = "rope_freqs.weight"
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+UNREAD = r"rope_(freqs|factors_long|factors_short)\.weight|.*\.attn_rot_embd"
+
+PLAIN = TensorNames(NAMES, UNREAD)
+#: Rows of q and k are stored for pairs of neighbours.
+PAIRED = replace(PLAIN, is_paired=True)
+
+
+@dataclass(frozen=True)
+class GgufModelRow:
+    """An architecture of llama.cpp.
+
+    Attributes:
+        names: Names of its tensors.
+        changes: Fields of `CausalLMConfig` that differ from Llama.
+        pattern: Where the window holds, see `architectures.ModelRow`.
+        local_base: Base of rotary positions in layers with a window. 0: as in the others.
+        unturned: Each `unturned`-th layer has no rotary positions. 0: all have.
+        adjust: What depends on other metadata.
+    """
+
+    names: TensorNames = PLAIN
+    changes: Mapping[str, object] = field(default_factory=dict)
+    pattern: int = 0
+    local_base: float = 0.0
+    unturned: int = 0
+    adjust: Callable[[Fields, CausalLMConfig], CausalLMConfig] = lambda _fields, config: config
+
+
+def read_gguf_config(
+    header: GgufHeader, length: Callable[[int], int], tensors: Mapping[str, StoredTensor]
+) -> tuple[CausalLMConfig, TensorNames]:
+    """Read the metadata of a GGUF file.
+
+    Args:
+        length: Most tokens of the model -> length of the cache.
+        tensors: The file's tensors.
+
+    Raises:
+        ModelError: the architecture or a setting is not supported, or a value is missing or wrong.
+    """
+    kind = Fields(header.metadata).text("general.architecture")
+    if kind not in GGUF_ARCHITECTURES:
+        raise ModelError(
+            f"The model's architecture is {kind!r}; supported: {', '.join(GGUF_ARCHITECTURES)}.",
+            code="RQ202",
+        )
+    row, fields = GGUF_ARCHITECTURES[kind], Fields(header.metadata, f"{kind}.")
+    if fields.integer("expert_count", default=0):
+        raise ModelError("The model has experts, which are not supported.", code="RQ202")
+    count = fields.integer("block_count")
+    if not 1 <= count <= MOST_LAYERS:
+        raise fields.refuse(("block_count",), count, f"1 to {MOST_LAYERS}")
+    width, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
+    if heads < 1:
+        raise fields.refuse(("attention.head_count",), heads, "an integer from 1 on")
+    head = fields.integer("attention.key_length", default=width // heads)
+    if fields.integer("attention.value_length", default=head) != head:
+        raise fields.refuse(("attention.value_length",), None, f"{head}, as the length of keys")
+    most = fields.integer("context_length")
+    embedding = tensors.get("token_embd.weight")
+    config = CausalLMConfig(
+        architecture=kind,
+        vocabulary=embedding.shape[0] if embedding else fields.integer("vocab_size"),
+        width=width,
+        hidden=fields.integer("feed_forward_length"),
+        heads=heads,
+        groups=fields.integer("attention.head_count_kv", default=heads),
+        head_width=head,
+        max_length=most,
+        layers=read_gguf_layers(fields, row, count, head, length(most), tensors),
+        epsilon=fields.number(
+            "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", default=1e-5
+        ),
+        biases=frozenset(
+            part
+            for part in ("q", "k", "v", "out", "gate", "up", "down", "classifier")
+            if f"{NAMES[part].format(0)}.bias" in tensors
+            or (part in "qkv" and "blk.0.attn_qkv.bias" in tensors)
+        ),
+        query_scale=1 / math.sqrt(max(head, 1)),
+        attention_cap=fields.number("attn_logit_softcapping", default=0.0),
+        score_cap=fields.number("final_logit_softcapping", default=0.0),
+        is_tied="output.weight" not in tensors,
+    )
+    return row.adjust(fields, replace(config, **row.changes)), row.names  # pyright: ignore[reportArgumentType]
+
+
+def read_gguf_layers(
+    fields: Fields,
+    row: GgufModelRow,
+    count: int,
+    head: int,
+    length: int,
+    tensors: Mapping[str, StoredTensor],
+) -> tuple[LayerConfig, ...]:
+    """Read windows and rotary positions of all layers."""
+    window = fields.integer("attention.sliding_window", default=0) if row.pattern else 0
+    size = fields.integer("rope.dimension_count", default=head)
+    base = fields.number("rope.freq_base", default=10000.0)
+    original = fields.integer(
+        "rope.scaling.original_context_length", default=fields.integer("context_length")
+    )
+    kind = fields.text("rope.scaling.type", default="none")
+    factor = fields.number("rope.scaling.factor", default=1.0)
+    values = {
+        "rope_type": "default" if kind == "none" else kind,
+        "factor": factor,
+        "original_max_position_embeddings": original,
+    }
+    factors = None
+    if FACTORS in tensors:
+        factors = tensors[FACTORS]
+    elif LONG_FACTORS in tensors and SHORT_FACTORS in tensors:
+        factors = tensors[SHORT_FACTORS if length <= original else LONG_FACTORS]
+        values["rope_type"] = "default"
+    numbers = None
+    if factors is not None:
+        if factors.shape != (size // 2,):
+            raise fields.refuse(("rope.dimension_count",), size, f"twice {factors.shape}")
+        numbers = factors.read_floats().tolist()
+    rotary = make_rotary(base, size, Fields(values), length, numbers)
+    magnitude = fields.number("rope.scaling.attn_factor", default=1.0)
+    rotary = replace(rotary, magnitude=rotary.magnitude * magnitude)
+    local = make_rotary(row.local_base, size, Fields({}), length) if row.local_base else rotary
+    is_windowed = [kind != "full_attention" for kind in list_types(row.pattern, count)]
+    return tuple(
+        LayerConfig(
+            None
+            if row.unturned and (i + 1) % row.unturned == 0
+            else (local if is_windowed[i] else rotary),
+            window if is_windowed[i] else 0,
+        )
+        for i in range(count)
+    )
+
+
+def list_gguf_tensors(path: PathLike, header: GgufHeader) -> dict[str, StoredTensor]:
+    """Return the tensors of a file, which are read when they are used.
+
+    Raises:
+        ModelError: a tensor has blocks of a kind that is not supported.
+    """
+    return {
+        name: store_tensor(Path(path).absolute(), name, place)
+        for name, place in header.tensors.items()
+    }
+
+
+def store_tensor(path: Path, name: str, place: GgufPlace) -> StoredTensor:
+    """Return one tensor of a file."""
+    kind = KINDS[place.kind].name
+    if kind in FLOAT_KINDS:
+        return StoredTensor(place.shape, FLOATS, partial(read_floats, path, place))
+    if place.kind not in BLOCK_KINDS or len(place.shape) != 2:
+        known = [*FLOAT_KINDS, *(form.name for form in BLOCK_KINDS.values())]
+        raise ModelError(
+            f"Tensor {name!r} has blocks of kind {kind} and shape {place.shape}; supported: "
+            f"matrices of {', '.join(known)}. Quantize the model to one of these.",
+            code="RQ202",
+        )
+    return StoredTensor(place.shape, kind, partial(read_grouped, path, place))
+
+
+def map_bytes(path: Path, place: GgufPlace) -> np.ndarray:
+    """Map the bytes of a tensor. numpy cannot map 0 bytes."""
+    if not place.size:
+        return np.empty(0, "uint8")
+    return np.memmap(path, "uint8", "r", place.offset, place.size)
+
+
+def read_floats(path: Path, place: GgufPlace) -> Weight:
+    """Read a tensor of floats as float32."""
+    with reading(path, "GGUF file", ModelError):
+        dtype = FLOAT_KINDS[KINDS[place.kind].name]
+        return widen(map_bytes(path, place).view(dtype).reshape(place.shape))
+
+
+def read_grouped(path: Path, place: GgufPlace) -> Weight:
+    """Read a tensor of blocks."""
+    with reading(path, "GGUF file", ModelError):
+        rows, features = place.shape
+        return read_blocks(map_bytes(path, place), place.kind, (rows, features))
+
+
+def widen(array: np.ndarray) -> np.ndarray:
+    """Convert floats to float32. uint16 are the bits of bfloat16."""
+    if array.dtype.kind == "u":
+        return (array.astype("uint32") << 16).view("float32")
+    return array.astype("float32")
+
+
+# --- What differs from Llama --------------------------------------------------------------------
+
+
+def scale_embedding(_fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
+    """Gemma multiplies the embedding by sqrt(width). The file has 1 + w of its norms."""
+    return replace(config, embedding_scale=math.sqrt(config.width))
+
+
+def adjust_gemma_scale(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
+    """The largest models (46 layers of Gemma 2, 62 of Gemma 3) scale by width / heads."""
+    if len(config.layers) in (46, 62):
+        config = replace(config, query_scale=math.sqrt(config.heads / config.width))
+    return scale_embedding(fields, config)
+
+
+def adjust_gguf_granite(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
+    divisor = fields.number("logit_scale", default=1.0)
+    if divisor == 0:
+        raise fields.refuse(("logit_scale",), divisor, "a number other than 0")
+    return replace(
+        config,
+        query_scale=fields.number("attention.scale", default=config.query_scale),
+        embedding_scale=fields.number("embedding_scale", default=1.0),
+        residual_scale=fields.number("residual_scale", default=1.0),
+        score_scale=1 / divisor,
+    )
+
+
+GELU = {"activation": HiddenFunction.GELU_TANH}
+#: Layer norms and a feed-forward network without a gate.
+LAYER_NORMS = {**GELU, "norm": NormKind.LAYER, "is_gated": False}
+GEMMA2 = {**GELU, "has_post_norms": True}
+
+#: "general.architecture" -> architecture.
+GGUF_ARCHITECTURES: dict[str, GgufModelRow] = {
+    "llama": GgufModelRow(PAIRED),
+    "smollm3": GgufModelRow(PAIRED, unturned=4),
+    "granite": GgufModelRow(PAIRED, adjust=adjust_gguf_granite),
+    "qwen2": GgufModelRow(),
+    "qwen3": GgufModelRow(changes={"has_head_norms": True}),
+    "phi2": GgufModelRow(changes={**LAYER_NORMS, "is_parallel": True}),
+    "phi3": GgufModelRow(replace(PLAIN, names={**NAMES, "gate_up": "blk.{}.ffn_up"}), pattern=1),
+    "gemma": GgufModelRow(changes=GELU, adjust=scale_embedding),
+    "gemma2": GgufModelRow(changes=GEMMA2, pattern=2, adjust=adjust_gemma_scale),
+    "gemma3": GgufModelRow(
+        changes={**GEMMA2, "has_head_norms": True},
+        pattern=6,
+        local_base=10000.0,
+        adjust=adjust_gemma_scale,
+    ),
+    "starcoder2": GgufModelRow(changes=LAYER_NORMS),
+    "gpt2": GgufModelRow(changes={**LAYER_NORMS, "has_positions": True}),
+}

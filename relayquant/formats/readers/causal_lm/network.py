@@ -1,0 +1,473 @@
+"""Config and tensors of a language model -> a module with the functions prefill and decode.
+
+    prefill(tokens, positions, picked, state...) -> scores of the picked rows, state...
+    decode(tokens, positions, state...) -> scores, state...
+
+Both read one set of weights. Matrices of floats are parameters, so that `compress_weights` finds
+them. Matrices in blocks, norms, biases and tables of angles are constants that both share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax, tirx
+
+from relayquant.base.grouping import GroupedWeight
+from relayquant.formats.readers.causal_lm.config import (
+    CausalLMConfig,
+    HiddenFunction,
+    LayerConfig,
+    NormKind,
+    Rotary,
+)
+from relayquant.formats.readers.causal_lm.options import CausalLMOptions
+from relayquant.formats.readers.causal_lm.tensors import (
+    CausalLMParams,
+    StoredTensor,
+    join_tensors,
+)
+from relayquant.ir.dialect import qnn
+from relayquant.ir.ledger import Ledger, LedgerRow, attach_ledger
+from relayquant.ir.state import StateValue, with_state
+
+Expr = relax.Expr
+
+#: function -> operator
+ACTIVATIONS = {
+    HiddenFunction.SILU: relax.op.nn.silu,
+    HiddenFunction.GELU: relax.op.nn.gelu,
+    HiddenFunction.GELU_TANH: relax.op.nn.gelu_tanh,
+    HiddenFunction.RELU: relax.op.nn.relu,
+}
+#: Products that read the same data, whose weights are joined by rows where their kinds agree.
+SIBLINGS = (("q", "k", "v"), ("gate", "up"))
+
+
+def build_network(
+    config: CausalLMConfig, options: CausalLMOptions, tensors: Mapping[str, StoredTensor]
+) -> tuple[tvm.IRModule, CausalLMParams]:
+    """Build the module of a language model.
+
+    Args:
+        tensors: Name -> tensor, the names and shapes of `config.shapes`.
+
+    Returns:
+        The module, and the matrices of floats, which are read when they are used.
+
+    Raises:
+        ConfigError: the options ask for more than the model allows.
+        ModelError: a tensor cannot be read.
+    """
+    network = Network.make(config, options, tensors)
+    rows = {"prefill": tirx.Var("rows", "int64"), "decode": tirx.IntImm("int64", 1)}
+    # A builder of its own for each function: values of the same name are called the same in both.
+    functions = {name: FunctionBuilder(network, name, each).build() for name, each in rows.items()}
+    mod = with_state(tvm.IRModule(functions), list_states(network))
+    if network.ledger:
+        mod = attach_ledger(mod, Ledger(tuple(network.ledger), effort="weights"))
+    return mod, CausalLMParams(network.floats)
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedProduct:
+    """A product that computes one or several results of the same data.
+
+    Attributes:
+        name: "layers.0.qkv".
+        sizes: Part -> number of its outputs, in order.
+        weight: The joined weights.
+        bias: (outputs,), or None.
+    """
+
+    name: str
+    sizes: Mapping[str, int]
+    weight: StoredTensor
+    bias: StoredTensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """What both functions share.
+
+    Attributes:
+        length: Longest sequence.
+        products: Layer ("0", "" for the classifier) and first part -> its products.
+        vectors: Name -> constant: norms, biases, tables.
+        grouped: Name of a product or table -> weight and its constants.
+        floats: Name of a parameter -> its tensor.
+    """
+
+    config: CausalLMConfig
+    options: CausalLMOptions
+    length: int
+    products: Mapping[str, Sequence[JoinedProduct]]
+    tables: Mapping[str, StoredTensor]
+    constants: dict[str, Expr] = field(default_factory=dict)
+    grouped: dict[str, tuple[GroupedWeight, list[Expr]]] = field(default_factory=dict)
+    floats: dict[str, StoredTensor] = field(default_factory=dict)
+    angles: dict[Rotary, tuple[Expr, Expr]] = field(default_factory=dict)
+    ledger: list[LedgerRow] = field(default_factory=list)
+
+    @staticmethod
+    def make(
+        config: CausalLMConfig, options: CausalLMOptions, tensors: Mapping[str, StoredTensor]
+    ) -> Network:
+        """Join weights, and read what becomes a constant."""
+        length = options.choose_length(config.max_length)
+        products: dict[str, list[JoinedProduct]] = {}
+        for i in range(len(config.layers)):
+            parts = [
+                ("q", "k", "v"),
+                ("out",),
+                ("gate", "up") if config.is_gated else ("up",),
+                ("down",),
+            ]
+            for group in parts:
+                products[f"layers.{i}.{group[0]}"] = join_products(tensors, f"layers.{i}.", group)
+        if not config.is_tied:
+            products["classifier"] = join_products(tensors, "", ("classifier",))
+        tables = {
+            name: tensors[f"{name}.weight"]
+            for name in ("embedding", "positions")
+            if f"{name}.weight" in tensors
+        }
+        network = Network(config, options, length, products, tables)
+        for name, tensor in tensors.items():
+            if len(tensor.shape) == 1 and not is_product_bias(config, name):
+                network.constants[name] = relax.const(tensor.read_floats())
+        for own in products.values():
+            for product in own:
+                network.hold(product.name, product.weight)
+                if product.bias is not None:
+                    network.constants[f"{product.name}.bias"] = relax.const(
+                        product.bias.read_floats()
+                    )
+        for name, tensor in tables.items():
+            network.hold(name, tensor)
+        for layer in config.layers:
+            if layer.rotary is not None and layer.rotary not in network.angles:
+                network.angles[layer.rotary] = make_angles(layer.rotary, length)
+        return network
+
+    def hold(self, name: str, tensor: StoredTensor) -> None:
+        """Keep a matrix: floats as a parameter, blocks as constants."""
+        if tensor.is_float:
+            self.floats[f"{name}.weight"] = tensor
+            return
+        weight = tensor.read()
+        assert isinstance(weight, GroupedWeight)
+        parts = (weight.codes, weight.scale, weight.zero_point)
+        self.grouped[name] = weight, [relax.const(tvm.runtime.tensor(part)) for part in parts]
+
+
+def is_product_bias(config: CausalLMConfig, name: str) -> bool:
+    """Return whether a tensor is the bias of a product."""
+    place, _, suffix = name.rpartition(".")
+    return suffix == "bias" and place.rpartition(".")[2] in config.biases
+
+
+def join_products(
+    tensors: Mapping[str, StoredTensor], prefix: str, parts: Sequence[str]
+) -> list[JoinedProduct]:
+    """Make one product of neighbours that are stored alike, in the order of `parts`."""
+    runs: list[list[str]] = []
+    for part in parts:
+        kind = tensors[f"{prefix}{part}.weight"].kind
+        if runs and tensors[f"{prefix}{runs[-1][0]}.weight"].kind == kind:
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    found = []
+    for run in runs:
+        weights = [tensors[f"{prefix}{part}.weight"] for part in run]
+        biases = [tensors.get(f"{prefix}{part}.bias") for part in run]
+        bias = None
+        if any(biases):
+            # A part without a bias has zeros.
+            bias = join_tensors(
+                [each or make_zeros(w.shape[0]) for each, w in zip(biases, weights, strict=True)]
+            )
+        name = prefix + ("_".join(run) if "gate" in run else "".join(run))
+        sizes = {part: weight.shape[0] for part, weight in zip(run, weights, strict=True)}
+        found.append(JoinedProduct(name, sizes, join_tensors(weights), bias))
+    return found
+
+
+def make_zeros(size: int) -> StoredTensor:
+    return StoredTensor((size,), "floats", lambda: np.zeros(size, "float32"))
+
+
+def make_angles(rotary: Rotary, length: int) -> tuple[Expr, Expr]:
+    """Return cosines and sines of all positions, float32 (length, frequencies)."""
+    angles = np.arange(length)[:, None] * np.array(rotary.frequencies)
+    return (
+        relax.const((rotary.magnitude * np.cos(angles)).astype("float32")),
+        relax.const((rotary.magnitude * np.sin(angles)).astype("float32")),
+    )
+
+
+def list_states(network: Network) -> list[StateValue]:
+    """Return the state: keys and values of each layer, with scales if they are int8."""
+    config, options = network.config, network.options
+    shape = (options.sequences, config.groups, network.length, config.head_width)
+    states = []
+    for i in range(len(config.layers)):
+        for kind in ("keys", "values"):
+            states.append(StateValue(f"{kind}.{i}", shape, options.cache))
+            if options.cache == "int8":
+                states.append(StateValue(f"{kind}.{i}.scale", (*shape[:3], 1), "float32"))
+    return states
+
+
+class FunctionBuilder:
+    """Builds one function. B sequences, `rows` new tokens each."""
+
+    def __init__(self, network: Network, name: str, rows: tirx.PrimExpr) -> None:
+        self.network, self.config, self.builder = network, network.config, relax.BlockBuilder()
+        self.name, self.rows = name, rows
+        self.sequences = network.options.sequences
+
+        def variable(name: str, shape: Sequence[int | tirx.PrimExpr], dtype: str) -> relax.Var:
+            return relax.Var(name, relax.TensorType(list(shape), dtype))
+
+        self.tokens = variable("tokens", (self.sequences, rows), "int32")
+        self.positions = variable("positions", (self.sequences,), "int32")
+        picked = tirx.Var("picked", "int64")
+        self.picked = variable("picked", (self.sequences, picked), "int32")
+        self.state = {
+            each.name: variable(each.name, each.shape, each.dtype) for each in list_states(network)
+        }
+        self.weights = {
+            name: variable(name, tensor.shape, "float32") for name, tensor in network.floats.items()
+        }
+        self.inputs = [self.tokens, self.positions]
+        if name == "prefill":
+            self.inputs.append(self.picked)
+        self.inputs += self.state.values()
+
+    def build(self) -> relax.Function:
+        """Build the function."""
+        params = [*self.inputs, *self.weights.values()]
+        with self.builder.function(self.name, params, attrs={"num_input": len(self.inputs)}):
+            with self.builder.dataflow():
+                results = [self.compute_scores(self.compute_layers())]
+                results += [self.emit(value, name) for name, value in self.state.items()]
+                output = self.builder.emit_output(relax.Tuple(results))
+            self.builder.emit_func_output(output)
+        return self.builder.finalize()[self.name]
+
+    def emit(self, expr: Expr, name: str) -> relax.Var:
+        return self.builder.emit(expr, name)
+
+    # --- Layers ---------------------------------------------------------------------------------
+
+    def compute_layers(self) -> Expr:
+        """Return (B, rows, width) behind the last layer, and replace the state."""
+        config = self.config
+        x = self.take_rows("embedding", self.tokens)
+        if config.embedding_scale != 1:
+            x = self.emit(relax.op.multiply(x, number(config.embedding_scale)), "embedded")
+        if config.has_positions:
+            at = relax.op.arange(0, self.rows, 1, "int32")
+            at = relax.op.add(relax.op.expand_dims(self.positions, 1), self.emit(at, "places"))
+            x = self.emit(
+                relax.op.add(x, self.take_rows("positions", self.emit(at, "at"))), "placed"
+            )
+        for i, layer in enumerate(config.layers):
+            x = self.compute_layer(f"layers.{i}", i, layer, x)
+        return x
+
+    def compute_layer(self, name: str, i: int, layer: LayerConfig, x: Expr) -> Expr:
+        """Return x (B, rows, width) with attention and the feed-forward network added."""
+        config = self.config
+        h = self.normalize(f"{name}.attention_norm", x)
+        attended = self.attend(name, i, layer, h)
+        if config.has_post_norms:
+            attended = self.normalize(f"{name}.post_attention_norm", attended)
+        if not config.is_parallel:
+            x = self.add(f"{name}.attended", x, attended)
+            h = self.normalize(f"{name}.ffn_norm", x)
+        computed = self.feed_forward(name, h)
+        if config.has_post_norms:
+            computed = self.normalize(f"{name}.post_ffn_norm", computed)
+        if config.is_parallel:
+            computed = self.emit(relax.op.add(attended, computed), f"{name}.both")
+        return self.add(f"{name}.computed", x, computed)
+
+    def add(self, name: str, x: Expr, change: Expr) -> Expr:
+        """Add what a layer computes."""
+        if self.config.residual_scale != 1:
+            scale = number(self.config.residual_scale)
+            change = self.emit(relax.op.multiply(change, scale), f"{name}.scaled")
+        return self.emit(relax.op.add(x, change), name)
+
+    def attend(self, name: str, i: int, layer: LayerConfig, h: Expr) -> Expr:
+        """Return the attention over the cache, after new keys and values are written to it."""
+        config = self.config
+        parts = self.multiply(f"{name}.q", h)
+        heads = {
+            part: self.emit(
+                relax.op.reshape(
+                    parts[part],
+                    (
+                        self.sequences,
+                        self.rows,
+                        config.heads if part == "q" else config.groups,
+                        config.head_width,
+                    ),
+                ),
+                f"{name}.{part}.heads",
+            )
+            for part in ("q", "k", "v")
+        }
+        for part in ("q", "k"):
+            if config.has_head_norms:
+                heads[part] = self.normalize(f"{name}.{part}_norm", heads[part])
+            if layer.rotary is not None:
+                angles = self.network.angles[layer.rotary]
+                turned = qnn.rotate(heads[part], *angles, self.positions)
+                heads[part] = self.emit(turned, f"{name}.{part}.turned")
+        cached = [
+            operand
+            for part, kind in (("k", "keys"), ("v", "values"))
+            for operand in self.update_cache(f"{kind}.{i}", heads[part])
+        ]
+        window = layer.window if layer.window < self.network.length else 0
+        attended = self.emit(
+            qnn.cached_attention(
+                heads["q"], *cached, self.positions, config.query_scale, window,
+                config.attention_cap,
+            ),
+            f"{name}.attention",
+        )  # fmt: skip
+        width = config.heads * config.head_width
+        flat = relax.op.reshape(attended, (self.sequences, self.rows, width))
+        return self.multiply(f"{name}.out", self.emit(flat, f"{name}.seen"))["out"]
+
+    def update_cache(self, name: str, rows: Expr) -> tuple[Expr, Expr]:
+        """Write rows (B, rows, groups, head) to the cache. Returns the cache and its scales."""
+        values: dict[str, Expr] = {name: rows}
+        if self.network.options.cache == "int8":
+            pair = self.emit(qnn.quantize_rows(rows), f"{name}.rows")
+            values = {name: self.emit(pair[0], f"{name}.rows.q")}
+            values[f"{name}.scale"] = self.emit(pair[1], f"{name}.rows.scale")
+        for slot, value in values.items():
+            updated = qnn.update_cache(self.state[slot], value, self.positions)
+            self.state[slot] = self.emit(updated, f"{slot}.next")
+        return self.state[name], self.state.get(f"{name}.scale", number(1.0))
+
+    def feed_forward(self, name: str, h: Expr) -> Expr:
+        """Return down(activation(gate(h)) * up(h)), or down(activation(up(h)))."""
+        activation = ACTIVATIONS[self.config.activation]
+        if self.config.is_gated:
+            parts = self.multiply(f"{name}.gate", h)
+            gate = self.emit(activation(parts["gate"]), f"{name}.gated")
+            h = self.emit(relax.op.multiply(gate, parts["up"]), f"{name}.hidden")
+        else:
+            h = self.emit(activation(self.multiply(f"{name}.up", h)["up"]), f"{name}.hidden")
+        return self.multiply(f"{name}.down", h)["down"]
+
+    def compute_scores(self, x: Expr) -> Expr:
+        """Return scores of the picked rows, (B, picked, vocabulary)."""
+        config = self.config
+        if self.name == "prefill":
+            at = self.emit(relax.op.astype(self.picked, "int64"), "picked.wide")
+            at = self.emit(relax.op.expand_dims(at, -1), "picked.at")
+            x = self.emit(relax.op.gather_nd(x, at, batch_dims=1), "picked.rows")
+        x = self.normalize("final_norm", x)
+        if config.is_tied:
+            scores = self.emit(
+                self.multiply_by("embedding", x, self.quantize(x, "embedding")), "scores"
+            )
+        else:
+            scores = self.multiply("classifier", x)["classifier"]
+        if config.score_scale != 1:
+            scores = self.emit(relax.op.multiply(scores, number(config.score_scale)), "scaled")
+        if config.score_cap:
+            share = self.emit(relax.op.divide(scores, number(config.score_cap)), "share")
+            share = self.emit(relax.op.tanh(share), "share.tanh")
+            scores = self.emit(relax.op.multiply(share, number(config.score_cap)), "capped")
+        return scores
+
+    # --- Parts ----------------------------------------------------------------------------------
+
+    def normalize(self, name: str, x: Expr) -> Expr:
+        """Normalize the last axis."""
+        weight = self.network.constants[f"{name}.weight"]
+        if self.config.norm is NormKind.RMS:
+            normed = relax.op.nn.rms_norm(x, weight, [-1], self.config.epsilon)
+        else:
+            bias = self.network.constants[f"{name}.bias"]
+            normed = relax.op.nn.layer_norm(x, weight, bias, [-1], self.config.epsilon)
+        return self.emit(normed, name)
+
+    def multiply(self, name: str, x: Expr) -> dict[str, Expr]:
+        """Multiply by all weights of a group of siblings. Returns part -> (B, rows, outputs)."""
+        products, found = self.network.products[name], {}
+        rows = None
+        for product in products:
+            if rows is None:
+                rows = self.quantize(x, product.name)
+            y = self.emit(self.multiply_by(product.name, x, rows), product.name)
+            bias = self.network.constants.get(f"{product.name}.bias")
+            if bias is not None:
+                y = self.emit(relax.op.add(y, bias), f"{product.name}.biased")
+            if len(product.sizes) == 1:
+                found[next(iter(product.sizes))] = y
+                continue
+            at = 0
+            for part, size in product.sizes.items():
+                cut = relax.op.strided_slice(y, [2], [at], [at + size])
+                found[part] = self.emit(cut, f"{product.name}.{part}")
+                at += size
+        return found
+
+    def quantize(self, x: Expr, name: str) -> tuple[Expr, Expr] | None:
+        """Quantize rows for a product with blocks. None: the weight is a matrix of floats."""
+        if name not in self.network.grouped:
+            return None
+        pair = self.emit(qnn.quantize_rows(x), f"{name}.rows")
+        return self.emit(pair[0], f"{name}.rows.q"), self.emit(pair[1], f"{name}.rows.scale")
+
+    def multiply_by(self, name: str, x: Expr, rows: tuple[Expr, Expr] | None) -> Expr:
+        """Return x w^T for one weight."""
+        if name not in self.network.grouped:
+            turned = self.emit(relax.op.permute_dims(self.weights[f"{name}.weight"]), f"{name}.t")
+            return relax.op.matmul(x, turned)
+        assert rows is not None
+        return qnn.grouped_dense(*rows, *self.read_blocks(name, "matmul"))
+
+    def take_rows(self, name: str, indices: Expr) -> Expr:
+        """Return rows of a table."""
+        if name not in self.network.grouped:
+            table = self.weights[f"{name}.weight"]
+            return self.emit(relax.op.take(table, indices, 0, mode="clip"), name)
+        return self.emit(qnn.grouped_take(indices, *self.read_blocks(name, "take")), name)
+
+    def read_blocks(self, name: str, op: str) -> tuple[Any, ...]:
+        """Return the last operands of an operator with grouped weights, and note it."""
+        weight, constants = self.network.grouped[name]
+        form, value = weight.format, f"{self.name}.{name}"
+        self.network.ledger.append(
+            LedgerRow(
+                value,
+                op,
+                True,
+                "grouped_take" if op == "take" else "grouped_dense",
+                f"int{form.bits}",
+                scheme="symmetric" if form.is_symmetric else "affine",
+                rule=f"blocks of the file, as groups of {weight.group_size}",
+                values=(value,),
+                is_dynamic=op != "take",
+            )
+        )
+        return (*constants, form.bits, weight.group_size, weight.features)
+
+
+def number(value: float) -> Expr:
+    return relax.const(value, "float32")

@@ -1,0 +1,88 @@
+"""A GGUF file, a folder of `transformers`, or a model in memory -> a module of a language model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import tvm
+
+from relayquant.base.storage.files import PathLike, decode_json, read_text, reading
+from relayquant.errors import ModelError
+from relayquant.formats.readers.causal_lm.architectures import read_config
+from relayquant.formats.readers.causal_lm.config import CausalLMConfig
+from relayquant.formats.readers.causal_lm.fields import Fields
+from relayquant.formats.readers.causal_lm.gguf_model import list_gguf_tensors, read_gguf_config
+from relayquant.formats.readers.causal_lm.names import TensorNames, translate_tensors
+from relayquant.formats.readers.causal_lm.network import build_network
+from relayquant.formats.readers.causal_lm.options import CausalLMOptions
+from relayquant.formats.readers.causal_lm.tensors import FLOATS, CausalLMParams, StoredTensor
+from relayquant.formats.readers.gguf_header import read_header
+from relayquant.formats.readers.safetensors_file import list_safetensors
+
+#: Name of the file that describes a model of `transformers`, and its largest size in bytes.
+CONFIG, MOST_CONFIG = "config.json", 16 << 20
+
+#: A module, and the values of its parameters.
+CausalLM: TypeAlias = tuple[tvm.IRModule, CausalLMParams]
+
+
+def import_gguf(path: PathLike, options: CausalLMOptions, *, max_bytes: int) -> CausalLM:
+    """Read a language model from a GGUF file.
+
+    Blocks stay as they are, in grouped weights. Matrices of floats become parameters.
+
+    Raises:
+        ModelError: the file is damaged or too large, or the model is not supported.
+        ConfigError: the options ask for more than the model allows.
+    """
+    with reading(path, "GGUF file", ModelError):
+        header = read_header(path, max_bytes=max_bytes)
+        tensors = list_gguf_tensors(path, header)
+        config, names = read_gguf_config(header, options.choose_length, tensors)
+        return assemble(config, names, tensors, options)
+
+
+def import_folder(folder: PathLike, options: CausalLMOptions, *, max_bytes: int) -> CausalLM:
+    """Read a language model from a folder that `save_pretrained` wrote: config.json and
+    safetensors. Errors as for `import_gguf`.
+    """
+    folder = Path(folder)
+    with reading(folder / CONFIG, "description of a model", ModelError):
+        values = decode_json(read_text(folder / CONFIG, MOST_CONFIG), allow_nan=True)
+        if not isinstance(values, dict):
+            raise ValueError("it is no table")
+    with reading(folder, "folder of a model", ModelError):
+        tensors = {
+            name: StoredTensor(place.shape, FLOATS, place.read)
+            for name, place in list_safetensors(folder, max_bytes).items()
+        }
+        return import_tensors(values, tensors, options)
+
+
+def import_tensors(
+    values: Mapping[str, Any], tensors: Mapping[str, StoredTensor], options: CausalLMOptions
+) -> CausalLM:
+    """Build the module of a model of `transformers`.
+
+    Args:
+        values: What config.json holds.
+        tensors: Tensors by the names of `transformers`, with or without "model." before them.
+    """
+    config, names = read_config(Fields(values), options.choose_length, tensors)
+    # The file of a model without a classifier has no name of the model before the others.
+    base, _, embedding = f"{names.names['embedding']}.weight".partition(".")
+    if embedding in tensors:
+        tensors = {f"{base}.{name}": tensor for name, tensor in tensors.items()}
+    return assemble(config, names, tensors, options)
+
+
+def assemble(
+    config: CausalLMConfig,
+    names: TensorNames,
+    tensors: Mapping[str, StoredTensor],
+    options: CausalLMOptions,
+) -> CausalLM:
+    """Build a module after the tensors were found and checked."""
+    return build_network(config, options, translate_tensors(config, names, tensors))

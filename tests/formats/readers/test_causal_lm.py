@@ -1,0 +1,257 @@
+"""Language models from GGUF files and folders: scores as numpy computes them; what is refused."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import tvm
+from causal_lm_runs import run_chunks, run_function
+from tiny_llama import (
+    LENGTH,
+    VOCABULARY,
+    compute_scores,
+    draw_weights,
+    write_folder,
+    write_gguf,
+)
+
+import relayquant as rq
+from relayquant.errors import ConfigError, ModelError
+from relayquant.ir.state import get_state
+
+TOKENS = np.random.default_rng(1).integers(0, VOCABULARY, (1, 18))
+CHUNKS = (7, 8, 1, 1, 1)
+FLOAT = rq.CausalLMOptions(cache="float32")
+
+
+def check_scores(found, want, share):
+    assert found.shape == want.shape
+    assert np.sqrt(((found - want) ** 2).mean()) < share * np.sqrt((want**2).mean())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_folder(tmp_path_factory.mktemp("llama"), draw_weights())
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    pytest.importorskip("gguf")
+    return write_gguf(tmp_path_factory.mktemp("llama") / "m.gguf").path
+
+
+def test_folder__scores_are_those_of_numpy(folder):
+    mod, params = rq.load(folder, causal_lm=FLOAT)
+    found = run_chunks(mod, params, TOKENS, CHUNKS)
+    check_scores(found[0], compute_scores(draw_weights(), TOKENS[0]), 1e-5)
+
+
+def test_gguf__scores_are_those_of_numpy(path):
+    mod, params = rq.load(path, causal_lm=FLOAT)
+    found = run_chunks(mod, params, TOKENS, CHUNKS)
+    check_scores(found[0], compute_scores(draw_weights(), TOKENS[0]), 1e-5)
+
+
+@pytest.mark.parametrize(("cache", "share"), [("float16", 3e-3), ("int8", 3e-2)])
+def test_cache__narrow_dtypes(folder, cache, share):
+    mod, params = rq.load(folder, causal_lm=rq.CausalLMOptions(cache=cache))
+    found = run_chunks(mod, params, TOKENS, CHUNKS)
+    check_scores(found[0], compute_scores(draw_weights(), TOKENS[0]), share)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_folder__dtypes(tmp_path, dtype):
+    weights = draw_weights()
+    if dtype == "bfloat16":  # the upper halves of float32
+        stored = {name: (w.view("uint32") >> 16).astype("uint16") for name, w in weights.items()}
+        weights = {name: (w.view("uint32") & 0xFFFF0000).view("f4") for name, w in weights.items()}
+    else:
+        stored = {name: w.astype(dtype) for name, w in weights.items()}
+        weights = {name: w.astype("float32") for name, w in stored.items()}
+    mod, params = rq.load(write_folder(tmp_path, stored), causal_lm=FLOAT)
+    assert all(value.dtype == np.float32 for value in params.values())
+    found = run_chunks(mod, params, TOKENS[:, :5], (5,))
+    check_scores(found[0], compute_scores(weights, TOKENS[0, :5]), 1e-5)
+
+
+def test_folder__several_files(tmp_path, folder):
+    one, many = rq.load(folder), rq.load(write_folder(tmp_path, draw_weights(), files=3))
+    assert one[0].script(show_meta=True) == many[0].script(show_meta=True)
+    assert list(one[1]) == list(many[1])
+    for name, value in one[1].items():
+        np.testing.assert_array_equal(many[1][name], value)
+
+
+def test_folder__names_without_the_model_s_and_tied(tmp_path):
+    weights = draw_weights()
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    stored = {
+        name.removeprefix("model."): w for name, w in weights.items() if "lm_head" not in name
+    }
+    mod, params = rq.load(write_folder(tmp_path, stored, tie_word_embeddings=True), causal_lm=FLOAT)
+    assert "classifier.weight" not in params
+    found = run_chunks(mod, params, TOKENS[:, :5], (5,))
+    check_scores(found[0], compute_scores(weights, TOKENS[0, :5]), 1e-5)
+
+
+def test_gguf__blocks_stay_and_both_functions_share_them(tmp_path):
+    pytest.importorskip("gguf")
+    kinds = dict.fromkeys(("attn_q.", "attn_k.", "attn_output", "ffn_gate", "ffn_up"), "Q4_0")
+    kinds |= dict.fromkeys(("attn_v", "ffn_down", "token_embd", "output."), "Q8_0")
+    file = write_gguf(tmp_path / "m.gguf", kinds)
+    mod, params = rq.load(file.path, causal_lm=FLOAT)
+    assert dict(params) == {}
+    assert list_constants(mod["prefill"]) == list_constants(mod["decode"])
+    found = run_chunks(mod, params, TOKENS, CHUNKS)
+    check_scores(found[0], compute_scores(file.weights, TOKENS[0]), 3e-2)  # rows are rounded
+    rows = {row.name: row for row in rq.ledger(mod).rows}
+    assert {row.dtype for row in rows.values()} == {"int4", "int8"}
+    # q and k are one product, v has other blocks.
+    assert rows["decode.layers.0.qk"].dtype == "int4"
+    assert rows["decode.layers.0.v"].dtype == "int8"
+
+
+def list_constants(func):
+    """Addresses of the constants of a function, larger than a number."""
+    found = set()
+
+    def visit(expr):
+        value = expr.value if isinstance(expr, tvm.ir.GenericConst) else None
+        if isinstance(value, tvm.runtime.Tensor) and np.prod(value.shape) > 1:
+            found.add(value.data_ptr())
+
+    tvm.relax.analysis.post_order_visit(func, visit)
+    return found
+
+
+def test_sequences__of_different_lengths(folder):
+    """A short sequence is padded. What is written behind its end is never seen."""
+    options = rq.CausalLMOptions(cache="float32", sequences=2, max_length=16)
+    mod, params = rq.load(folder, causal_lm=options)
+    state = [value.value for value in get_state(mod)]
+    assert state[0].shape == (2, 2, 16, 16)
+    long, short = TOKENS[0, :9], TOKENS[0, 9:14]
+    rows = np.stack([long[:8], np.pad(short[:4], (0, 4))]).astype("int32")
+    picked = np.array([[7], [3]], "int32")
+    first, *state = run_function(
+        mod, params, "prefill", [rows, np.zeros(2, "int32"), picked, *state]
+    )
+    assert first.shape == (2, 1, VOCABULARY)
+    last = np.array([[long[8]], [short[4]]], "int32")
+    second, *_ = run_function(mod, params, "decode", [last, np.array([8, 4], "int32"), *state])
+    for i, sequence in enumerate((long, short)):
+        want = compute_scores(draw_weights(), sequence)
+        check_scores(first[i, 0], want[-2], 1e-5)
+        check_scores(second[i, 0], want[-1], 1e-5)
+
+
+@pytest.mark.slow
+def test_compile__both_functions_compute_as_the_reference(folder):
+    pair = rq.load(folder)
+    executor = rq.Executor(rq.compile(pair))
+    tokens = TOKENS.astype("int32")
+    positions, picked = np.zeros(1, "int32"), np.arange(17, dtype="int32")[None]
+    first = executor.run("prefill", [tokens[:, :17], positions, picked])[0]
+    second = executor.run("decode", [tokens[:, 17:], positions + 17])[0]
+    want = run_chunks(*pair, TOKENS, (17, 1))
+    found = np.concatenate([np.asarray(first), np.asarray(second)], 1)
+    check_scores(found, want, 1e-3)  # float16 keys and values
+
+
+def test_compress__float_weights_of_both_functions(folder):
+    pair = rq.load(folder, causal_lm=FLOAT)
+    small = rq.compress_weights(pair, bits=8)
+    assert {param.name for param in small["decode"].params} == {
+        param.name for param in pair[0]["decode"].params[: -len(pair[1])]
+    }
+    found = run_chunks(small, {}, TOKENS, CHUNKS)
+    check_scores(found[0], compute_scores(draw_weights(), TOKENS[0]), 3e-2)
+
+
+# --- Errors -------------------------------------------------------------------------------------
+
+
+def test_options__out_of_range(folder):
+    with pytest.raises(ConfigError, match="max_length=41; the model allows at most 40"):
+        rq.load(folder, causal_lm=rq.CausalLMOptions(max_length=LENGTH + 1))
+    for wrong in ({"max_length": 0}, {"sequences": 0}, {"cache": "int4"}):
+        with pytest.raises(ConfigError, match="allowed"):
+            rq.CausalLMOptions(**wrong)
+    with pytest.raises(ModelError, match="causal_lm= does not apply"):
+        rq.load("m.onnx", causal_lm=FLOAT)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "rwkv"}, "architecture is 'rwkv'; supported: llama"),
+        ({"hidden_act": "mish"}, "activation is 'mish'; supported: silu"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "'dynamic'; supported: default"),
+        ({"hidden_size": "many"}, "'hidden_size' of the model is many; needed: an integer"),
+        ({"vocab_size": None}, "'vocab_size' of the model is missing"),
+        ({"num_attention_heads": 0}, "num_attention_heads"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"num_hidden_layers": 3}, "no tensor 'model.layers.2.self_attn.q_proj.weight'.*more"),
+        ({"num_hidden_layers": 1}, "does not use: 'model.layers.1"),
+        ({"intermediate_size": 95}, "has shape .*96, 64.*; the model's metadata says"),
+        ({"max_position_embeddings": 1 << 40}, "max_length"),
+        ({"num_key_value_heads": 3}, "3 heads of keys and values"),
+        ({"head_dim": 15}, "turns 15 elements"),
+        ({"rms_norm_eps": float("nan")}, "finite"),
+    ],
+)
+def test_folder__metadata_that_is_wrong(folder, tmp_path, config, message):
+    write_folder(tmp_path, draw_weights(), **config)
+    with pytest.raises(ModelError, match=message) as caught:
+        rq.load(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"block_count": 3}, "no tensor 'blk.2.attn_q.weight'"),
+        ({"feed_forward_length": 95}, "metadata says"),
+        ({"rope.dimension_count": 2**31}, "elements"),
+        ({"expert_count": 8}, "experts"),
+        ({"context_length": 0}, "max_length is 0"),
+    ],
+)
+def test_gguf__metadata_that_is_wrong(tmp_path, metadata, message):
+    pytest.importorskip("gguf")
+    path = write_gguf(tmp_path / "m.gguf", **metadata).path
+    with pytest.raises(ModelError, match=message) as caught:
+        rq.load(path)
+    assert "m.gguf" in str(caught.value)
+
+
+def test_gguf__damaged(path, tmp_path):
+    """Every cut is an error. A changed byte is an error, or another model."""
+    raw, bad = path.read_bytes(), tmp_path / "bad.gguf"
+    rng = np.random.default_rng(0)
+    for stop in rng.integers(0, len(raw), 20):
+        bad.write_bytes(raw[:stop])
+        with pytest.raises(ModelError, match=r"bad\.gguf"):
+            rq.load(bad)
+    end = raw.index(b"output.weight") + 60
+    for place in rng.integers(0, end, 60):
+        bad.write_bytes(raw[:place] + rng.bytes(1) + raw[place + 1 :])
+        with suppress(ModelError):
+            rq.load(bad, causal_lm=rq.CausalLMOptions(max_length=4))
+
+
+def test_folder__damaged_config(folder, tmp_path):
+    text = json.dumps(json.loads((folder / "config.json").read_text())).encode()
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    rng = np.random.default_rng(0)
+    for place in rng.integers(0, len(text), 40):
+        changed = text[:place] + bytes([rng.integers(32, 127)]) + text[place + 1 :]
+        (tmp_path / "config.json").write_bytes(changed)
+        with suppress(ModelError, ConfigError):
+            rq.load(tmp_path, causal_lm=rq.CausalLMOptions(max_length=4))
+    (tmp_path / "config.json").write_text("[" * 100000)
+    with pytest.raises(ModelError, match="nested too deeply"):
+        rq.load(tmp_path)
