@@ -20,6 +20,7 @@ from relayquant.formats.readers import import_onnx, import_tflite, import_torch
 from relayquant.formats.readers.causal_lm import CausalLMOptions
 from relayquant.formats.readers.causal_lm.sources import CONFIG, import_folder, import_gguf
 from relayquant.formats.readers.onnx.inputs import Inputs
+from relayquant.formats.readers.state import pair_state
 from relayquant.relay import decode_params, from_json, from_text, is_relay_json
 
 Shapes: TypeAlias = Mapping[str, Sequence[int | str]]
@@ -153,6 +154,7 @@ def load(
     inputs: Inputs | None = None,
     params: Params | PathLike | None = None,
     causal_lm: CausalLMOptions | None = None,
+    state: Mapping[str, str | int] | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> Imported:
     """Read a model from a file or from memory. The suffix of a file says which kind of model it is.
@@ -169,6 +171,10 @@ def load(
         params: Relay only: {name: array} or a file of `save_param_dict`. Default: the file
             `model.params` next to `model.relay`, if it exists.
         causal_lm: Language models only: length, number of sequences, and dtype of the cache.
+        state: Input name -> the result that is its new value, by name or number: {"state":
+            "stateN"}. These become the last inputs and results, and `Executor` holds them between
+            calls, see `get_state`. Programs of torch.export and TFLite models with variables need
+            no such pairs.
         max_bytes: Refuse larger files, external weights included.
 
     Returns:
@@ -198,9 +204,15 @@ def load(
             )
     request = Request(model, shapes, inputs, params, causal_lm, max_bytes)
     if not is_path:
-        return found.read(request)
+        return _pair_state(found.read(request), state)
     with reading(model, f"{found.kind} model", ModelError):
-        return found.read(request)
+        return _pair_state(found.read(request), state)
+
+
+def _pair_state(imported: Imported, state: Mapping[str, str | int] | None) -> Imported:
+    """Make state of the pairs of inputs and results."""
+    mod, params = imported
+    return (pair_state(mod, state) if state else mod), params
 
 
 def _find_format(path: Path) -> Format:

@@ -6,16 +6,16 @@ last and described.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import tvm
 from tvm import relax
 
-from relayquant.errors import ModelError
+from relayquant.errors import ModelError, suggest_name
 from relayquant.ir.rewrite.editor import Editor
-from relayquant.ir.state import StateValue, is_type, with_state
+from relayquant.ir.state import StateValue, get_state, is_type, with_state
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,3 +84,83 @@ def describe_state(
             code="RQ204",
         )
     return value
+
+
+def pair_state(mod: tvm.IRModule, pairs: Mapping[str, str | int]) -> tvm.IRModule:
+    """Make state of inputs and results of main that the caller pairs. It begins with zeros.
+
+    Args:
+        pairs: Input -> the result that is its new value, by name or number.
+
+    Raises:
+        ModelError: there is no such input or result, two inputs have the same new value, or types
+            differ. Names pairs that are likely.
+    """
+    if get_state(mod):
+        names = ", ".join(value.name for value in get_state(mod))
+        raise ModelError(
+            f"state= is given, and the model has state of its own: {names}. Leave state= out, or "
+            "describe all of it with relayquant.with_state.",
+            code="RQ102",
+        )
+    params, results = list_interface(mod)
+    found = []
+    for name, new in pairs.items():
+        numbers = [at for at, (result, _) in enumerate(results) if new in (at, result)]
+        for kind, given, known in (
+            ("input", name, name in dict(params)),
+            ("result", new, len(numbers) == 1),
+        ):
+            if not known:
+                names = [each for each, _ in (params if kind == "input" else results)]
+                raise ModelError(
+                    f"state= names {given!r}, which is no {kind} of the model. "
+                    f"{suggest_name(str(given), names)}{describe_likely(mod)}",
+                    code="RQ103",
+                )
+        if numbers[0] in [pair.result for pair in found]:
+            raise ModelError(
+                f"state= names the result {new!r} twice. Each state has its own new value."
+                f"{describe_likely(mod)}",
+                code="RQ103",
+            )
+        found.append(StatePair(name, numbers[0], name))
+    return hold_state(mod, found)
+
+
+def list_interface(
+    mod: tvm.IRModule,
+) -> tuple[list[tuple[str, relax.Expr]], list[tuple[str, relax.Expr]]]:
+    """Return the inputs and the results of main in order, each as (name, expression)."""
+    editor = Editor(mod)
+    is_tuple = isinstance(editor.result, relax.Tuple)
+    results = list(editor.result.fields) if is_tuple else [editor.result]
+    names = [
+        editor.names.get(each, str(at)) if isinstance(each, relax.Var) else str(at)
+        for at, each in enumerate(results)
+    ]
+    return (
+        [(param.name, param) for param in editor.params],
+        list(zip(names, results, strict=True)),
+    )
+
+
+def find_likely(mod: tvm.IRModule) -> dict[str, str]:
+    """Find inputs and results that look like state. They have one type, and the name of the result
+    begins or ends with the name of the input. Input -> result.
+    """
+    params, results = list_interface(mod)
+    found = {}
+    for name, param in params:
+        for new, result in results:
+            is_named = new.startswith(name) or new.endswith(name)
+            is_free = name not in found and new not in found.values()
+            if is_named and is_free and str(param.ty) == str(result.ty):
+                found[name] = new
+    return found
+
+
+def describe_likely(mod: tvm.IRModule) -> str:
+    """Return a sentence with the likely pairs, "" if there are none."""
+    likely = find_likely(mod)
+    return f" Likely: state={likely}." if likely else ""
