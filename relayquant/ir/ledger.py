@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -486,9 +487,15 @@ def find_ledger(mod: tvm.IRModule) -> Ledger | None:
     attrs = find_attrs(mod)
     if LEDGER_ATTR not in attrs:
         return None
+    return parse_ledger(str(attrs[LEDGER_ATTR]))
+
+
+@lru_cache(maxsize=4)
+def parse_ledger(text: str) -> Ledger:
+    """Parse the attribute's text. Several stages ask for the ledger of one module."""
     with reading("The module's ledger", "ledger", ModelError):
         try:
-            return Ledger.from_dict(json.loads(str(attrs[LEDGER_ATTR])))
+            return Ledger.from_dict(json.loads(text))
         except ConfigError as error:
             raise ModelError(str(error), code="RQ205") from error
 
