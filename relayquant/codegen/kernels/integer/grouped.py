@@ -29,7 +29,6 @@ from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
 from relayquant.codegen.kernels.emit import (
-    CACHE_LINE,
     COPY_BYTES,
     PARALLEL_THRESHOLD,
     alloc_vectors,
@@ -61,8 +60,10 @@ from relayquant.codegen.kernels.integer.tiled import ask_unit, emit_if
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 from relayquant.codegen.kernels.row_loops import choose_heights, emit_chunk
 
-#: Distance at which codes are prefetched into the first-level cache.
-PREFETCH_BYTES = 8 * 1024
+#: Distance at which codes are prefetched into the first-level cache, for one row and for a tile of
+#: rows, which takes longer. Without it, products of the first rows wait for the hardware's own
+#: prefetching, which ends with each page and follows few streams.
+ROW_PREFETCH, TILE_PREFETCH = 1024, 8 * 1024
 #: Fewest rows for which a matrix unit is faster than vectors.
 FEWEST_TILE_ROWS = 16
 
@@ -274,8 +275,6 @@ def emit_group(
     panels: list[PanelGroup] = []
     for at, sums in zip(places, accs, strict=True):
         at_codes = T.bind(at * (plan.vectors * plan.vector_bytes))
-        if len(members) > 1:
-            emit_ahead(plan, arguments.codes, at_codes)
         zero = read_zero(plan, arguments, at)
         panels.append(PanelGroup(at_codes, zero, sums))
         for acc, row in zip(sums, members, strict=True):
@@ -298,16 +297,10 @@ def emit_group(
         emit_words(plan, arguments.codes, blocks, count, prepared.data, starts)
 
     emit_blocks(plan.vectors, plan.block_vectors(len(members)), emit_vectors)
-
-
-def emit_ahead(plan: GroupedPlan, codes: Buffer, at: Expr) -> None:
-    """Prefetch as many codes as a group has.
-
-    Otherwise products of the first rows of a chunk would wait for the hardware's own prefetching. A
-    single row leaves no time for prefetching.
-    """
-    for line in range(ceil_div(plan.vectors * plan.vector_bytes, CACHE_LINE)):
-        emit_prefetch(codes, at + (PREFETCH_BYTES + line * CACHE_LINE), level=1)
+    if len(members) == 1:
+        ahead = ceil_div(ROW_PREFETCH, plan.vectors * plan.vector_bytes)
+        for at, values in product(places, arguments.group_values):
+            emit_prefetch(values, (at + ahead) * lanes, level=1)
 
 
 def emit_blocks(total: int, size: int, emit: Callable[[Expr, int], None]) -> None:
@@ -335,6 +328,7 @@ def emit_words(
     Panels take turns, so that their sums do not wait for each other.
     """
     dot, lanes, dtype = plan.dot, plan.dot.lanes, plan.dot.sum_dtype
+    distance = ROW_PREFETCH if len(starts) == 1 else TILE_PREFETCH
     accs = [acc for panel in panels for acc in panel.sums]
     sums = accs
     if isinstance(dot, PartsDot):
@@ -345,6 +339,7 @@ def emit_words(
     read = [dot.read_words(rows, start, vectors * plan.each) for start in starts]
     for number, (side, panel) in product(range(vectors), enumerate(panels)):
         index = panel.index + number * plan.vector_bytes
+        emit_prefetch(codes, index + distance, level=1)
         loaded = codes.vload([index], f"uint8x{plan.vector_bytes}")
         words = T.reinterpret(vector("int32", dot.lanes), loaded)
         own = sums[side * len(starts) : (side + 1) * len(starts)]

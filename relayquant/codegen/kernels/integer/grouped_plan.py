@@ -45,6 +45,9 @@ CHUNK_BYTES = 640 * 1024
 STREAMS, STREAM_LANES = 4, 16
 #: Most dot products, or multiply-adds of a word, that are unrolled. More are a loop over vectors.
 UNROLLED = 96
+#: Smallest group of a matrix unit. The sums of a group go through memory, and with groups of 16
+#: vectors are faster.
+LEAST_TILE_GROUP = 32
 #: Largest sum of a group that int32 holds.
 LARGEST_SUM = 2**31 - 1
 
@@ -207,9 +210,10 @@ class PackedGroups:
 def plan_grouped(spec: GroupedDense, isa: Isa) -> GroupedPlan:
     """Make the plan for generator and packer. The packed weights do not depend on the rows."""
     bits = code_bits(spec.bits)
-    fits_int8 = not spec.is_float and (bits < 8 or not spec.has_zeros)  # codes minus zero points
+    fits_int8 = bits < 8 or not spec.has_zeros  # codes minus zero points
+    on_tiles = not spec.is_float and fits_int8 and spec.group_size >= LEAST_TILE_GROUP
     dot = choose_dot(isa, spec.is_float, bits, None if spec.has_zeros else common_zero(spec))
-    return GroupedPlan(spec, dot, isa.unit if fits_int8 else None)
+    return GroupedPlan(spec, dot, isa.unit if on_tiles else None)
 
 
 def pack_grouped(
@@ -252,6 +256,11 @@ class Arguments:
     zeros: Buffer | None  #: zero points
     offsets: Buffer | None
     out: Buffer
+
+    @property
+    def group_values(self) -> list[Buffer]:
+        """What there is one of for each output and group."""
+        return [each for each in (self.scale, self.zeros, self.offsets) if each is not None]
 
 
 def declare_grouped(plan: GroupedPlan) -> Arguments:
