@@ -14,6 +14,7 @@ import tvm
 from tvm import relax
 from tvm.target import Target
 
+from relayquant.codegen.kernels.floating.attention import Attention, make_attention
 from relayquant.codegen.kernels.floating.new_rows import (
     Rotate,
     UpdateCache,
@@ -24,7 +25,7 @@ from relayquant.codegen.kernels.floating.tile import FloatIsa, choose_float_isa
 from relayquant.codegen.lowering import BlockView, Kernel, KernelRule, Lowered, lower_functions
 from relayquant.ir.dialect.legality import iterate_bindings
 from relayquant.ir.rewrite.expressions import op_name
-from relayquant.ir.rewrite.graph import call_name, tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.rule import OnSkip, Skip, log_skip, make_rule, select_rules
 
 UPDATE = "relax.qnn.update_cache"
@@ -117,6 +118,37 @@ def lower_update(context: AttentionBlock, var: relax.Var) -> Lowered | Skip:
     return Lowered((var,), kernel, (rows, positions, cache), changed=2 if in_place else None)
 
 
+def lower_cached_attention(context: AttentionBlock, var: relax.Var) -> Lowered | Skip:
+    """Lower qnn.cached_attention."""
+    call = context.block.values[var]
+    query, keys, key_scale, values, value_scale, positions = call.args
+    extents, length = read_extents(query), read_length(keys, 2)
+    for found in (extents, length):
+        if isinstance(found, Skip):
+            return found
+    groups, dtype = tensor_shape(keys)[1], tensor_dtype(keys)  # pyright: ignore[reportOptionalSubscript]
+    scales = [constant_value(scale) for scale in (key_scale, value_scale)]
+    if tensor_dtype(values) != dtype:
+        return Skip("keys and values have two dtypes")
+    if dtype != "int8" and any(scale is None or scale != 1 for scale in scales):
+        return Skip("a scale of a float cache is not 1")
+    attrs = call.attrs
+    spec = Attention(
+        extents,  # pyright: ignore[reportArgumentType]
+        groups,
+        length,
+        dtype,
+        float(attrs.scale),
+        int(attrs.window),
+        float(attrs.soft_cap),
+    )
+    if spec.extents[1] != 1:
+        return Skip("several rows")
+    kernel = Kernel("attention", spec, lambda: make_attention(spec, context.isa))
+    operands = (keys, key_scale, values, value_scale) if dtype == "int8" else (keys, values)
+    return Lowered((var,), kernel, (query, *operands, positions))
+
+
 def may_change(context: AttentionBlock, cache: relax.Expr) -> bool:
     """Whether a cache may be changed in place."""
     graph = context.block.graph
@@ -129,4 +161,5 @@ def may_change(context: AttentionBlock, cache: relax.Expr) -> bool:
 ATTENTION_RULES: tuple[KernelRule[AttentionBlock], ...] = (
     make_rule(lower_rotate, "relax.qnn.rotate"),
     make_rule(lower_update, UPDATE),
+    make_rule(lower_cached_attention, "relax.qnn.cached_attention"),
 )

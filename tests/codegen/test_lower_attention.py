@@ -10,6 +10,7 @@ from tvm import relax
 import relayquant as rq
 from relayquant.base.runtime import Executor
 from relayquant.ir.dialect import qnn
+from relayquant.ir.reference.qnn import quantize_rows
 
 BATCH, GROUPS, LENGTH, WIDTH = 2, 2, 9, 8
 CACHE = relax.TensorType((BATCH, GROUPS, LENGTH, WIDTH), "float16")
@@ -149,3 +150,30 @@ def test_rotate__as_numpy(width, half):
     mod = build(types, lambda emit, *args: [emit(qnn.rotate(*args))])
     (found,) = Executor(rq.compile(mod)).run("main", arrays)
     np.testing.assert_allclose(found, rq.reference.run(mod, arrays)[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["float16", "int8"])
+def test_cached_attention__as_numpy(kind):
+    """One row; and several, whose number is known at run time."""
+    rng = np.random.default_rng(0)
+    caches = []
+    for _ in range(2):
+        cache = rng.normal(size=(2, 2, 70, 32)).astype("float32")
+        caches += quantize_rows(cache) if kind == "int8" else [cache.astype(kind), np.float32(1)]
+    types = [relax.TensorType(cache.shape, str(cache.dtype)) for cache in caches]
+    for rows in (1, 5):
+        query = rng.normal(size=(2, rows, 6, 32)).astype("float32")
+        count = 1 if rows == 1 else tvm.tirx.Var("n", "int64")
+        names = {"query": relax.TensorType((2, count, 6, 32), "float32"), "positions": POSITIONS}
+        given = dict(zip(("k", "ks", "v", "vs"), types, strict=True)) if kind == "int8" else {}
+        given = given or {"k": types[0], "v": types[2]}
+
+        def compute(emit, query, positions, *cache):
+            cache = cache if len(cache) == 4 else (cache[0], 1.0, cache[1], 1.0)
+            return [emit(qnn.cached_attention(query, *cache, positions, 0.2, 9, 3.0))]
+
+        mod = build({**names, **given}, compute)
+        arrays = [query, np.array([3, 70 - rows], "int32"), *caches[:: 4 // len(given)]]
+        (found,) = Executor(rq.compile(mod)).run("main", arrays)
+        expected = rq.reference.run(mod, arrays)[0]
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-6)

@@ -1,0 +1,132 @@
+"""Attention to a cache on every instruction set, against PyTorch and numpy."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import tvm
+from exact import call_kernel
+from machines import best_isa, every_isa, runnable_target
+from tvm.target import Target
+
+from relayquant.codegen.kernels.floating.attention import Attention, make_attention
+from relayquant.codegen.kernels.floating.tile import choose_float_isa
+from relayquant.ir.reference.qnn import cached_attention, quantize_rows
+
+
+def draw(spec, positions, seed=0):
+    """Query, and keys and values with their scales. What no row sees is NaN, or large."""
+    rng = np.random.default_rng(seed)
+    batch, rows, heads, width = spec.extents
+    query = rng.normal(size=(batch, rows, heads, width)).astype("float32")
+    caches = []
+    for _ in range(2):
+        cache = rng.normal(size=(batch, spec.groups, spec.length, width)).astype("float32")
+        codes, scales = quantize_rows(cache)
+        if spec.dtype != "int8":
+            codes, scales = cache.astype(spec.dtype), np.float32(1)
+        for b, place in enumerate(positions):
+            unseen = np.arange(spec.length) >= place + rows
+            if spec.window:
+                unseen |= np.arange(spec.length) <= place - spec.window
+            (codes if spec.dtype != "int8" else scales)[b, :, unseen] = np.nan
+        caches += [codes, scales]
+    return query, caches
+
+
+def expect(spec, query, caches, positions):
+    attrs = {"scale": spec.scale, "window": spec.window, "soft_cap": spec.soft_cap}
+    return cached_attention(query, *caches, np.array(positions), **attrs)
+
+
+def check(spec, positions, target, make=make_attention):
+    query, caches = draw(spec, positions)
+    expected = expect(spec, query, caches, positions)
+    operands = caches if spec.dtype == "int8" else caches[::2]
+    inputs = [query, *operands, np.array(positions, "int32")]
+    kernel = make(spec, choose_float_isa(target))
+    found = call_kernel(kernel, target, inputs, expected.shape, "float32")
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-6)
+
+
+#: B, H, G, D, L; positions; the other settings
+ROWS = [
+    ((1, 9, 3, 64, 300), [299], {}),
+    ((2, 4, 2, 32, 40), [0, 39], {}),
+    ((2, 4, 4, 80, 600), [5, 512], {}),
+    ((1, 6, 1, 96, 70), [64], {"window": 17}),
+    ((2, 8, 2, 128, 513), [512, 511], {"soft_cap": 3.0}),
+    ((1, 14, 1, 256, 33), [31], {}),
+    ((3, 2, 1, 20, 9), [5, -1, 8], {"window": 3, "soft_cap": 1.0}),
+    ((1, 40, 1, 7, 5), [3], {}),
+]
+
+
+def make_spec(sizes, settings, rows=1, dtype="float16"):
+    batch, heads, groups, width, length = sizes
+    return Attention((batch, rows, heads, width), groups, length, dtype, width**-0.5, **settings)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("dtype", ["float16", "float32", "int8"])
+@pytest.mark.parametrize("case", ROWS, ids=lambda case: "x".join(map(str, case[0])))
+def test_attention__one_row(case, dtype):
+    sizes, positions, settings = case
+    check(make_spec(sizes, settings, dtype=dtype), positions, runnable_target(best_isa()))
+
+
+@pytest.mark.sample(3)
+@every_isa
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_attention__on_every_instruction_set(isa, dtype):
+    sizes, positions, settings = ROWS[3]
+    check(make_spec(sizes, settings, dtype=dtype), positions, runnable_target(isa))
+
+
+def test_attention__sequences_and_their_number_known_at_run_time():
+    sizes, positions, settings = ROWS[4]
+    known = make_spec(sizes, settings)
+    spec = Attention(**{**vars(known), "extents": (None, *known.extents[1:])})
+    target = runnable_target(best_isa())
+    query, caches = draw(known, positions)
+    inputs = [query, *caches[::2], np.array(positions, "int32")]
+    kernel = make_attention(spec, choose_float_isa(target))
+    found = call_kernel(kernel, target, inputs, query.shape, "float32")
+    expected = expect(known, query, caches, positions)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-6)
+
+
+def test_attention__as_pytorch():
+    """The one row of grouped heads, in float32."""
+    torch = pytest.importorskip("torch")
+    spec = make_spec((1, 9, 3, 64, 300), {})
+    query, caches = draw(spec, [299])
+    keys, values = (torch.from_numpy(cache.astype("float32")) for cache in caches[::2])
+    found = torch.nn.functional.scaled_dot_product_attention(
+        torch.from_numpy(query).transpose(1, 2), keys, values, enable_gqa=True
+    )
+    expected = expect(spec, query, caches, [299])
+    np.testing.assert_allclose(found.transpose(1, 2).numpy(), expected, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("target", "instructions", "scalar"),
+    [
+        ({"mcpu": "skylake-avx512"}, ["vcvtph2ps.*zmm", "vfmadd.*zmm"], "vcvtph2ps.*xmm"),
+        ({"mcpu": "haswell"}, ["vcvtph2ps.*ymm", "vfmadd.*ymm"], "vcvtph2ps.*xmm.*xmm"),
+        ({"mtriple": "aarch64-linux-gnu"}, ["fcvtl", r"fmla\s+v"], r"fcvt\s+s"),
+    ],
+    ids=["avx512", "haswell", "aarch64"],
+)
+def test_attention__instructions(target, instructions, scalar):
+    """Numbers of the cache are converted by whole vectors, without a call."""
+    target = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", **target})
+    kernel = make_attention(make_spec(*ROWS[0][::2]), choose_float_isa(target))
+    module = tvm.compile(tvm.IRModule({"attention": kernel}), target=target)
+    code = module.mod.inspect_source("asm")
+    for instruction in instructions:
+        assert re.search(instruction, code)
+    assert not re.search(scalar, code)
+    assert not re.search(r"(call|bl)\s.*(hf|h2f|exp)", code)
