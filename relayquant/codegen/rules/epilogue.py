@@ -163,12 +163,16 @@ def take_integer_clip(chain: IntegerEpilogueChain, call: Call) -> IntegerEpilogu
 
 
 CLIP_TAKES: Mapping[str, Take[IntegerEpilogueChain]] = {"relax.clip": take_integer_clip}
-#: For products whose kernels start their sums at 0.
-UNBIASED_TAKES: Mapping[str, Take[IntegerEpilogueChain]] = {
+#: For products whose kernels take no operand after the sums.
+PLAIN_TAKES: Mapping[str, Take[IntegerEpilogueChain]] = {
     "relax.qnn.requantize": take_requantize,
     "relax.qnn.dequantize": take_dequantize,
-    "relax.qnn.add": take_residual,
     **CLIP_TAKES,
+}
+#: For products whose kernels start their sums at 0.
+UNBIASED_TAKES: Mapping[str, Take[IntegerEpilogueChain]] = {
+    "relax.qnn.add": take_residual,
+    **PLAIN_TAKES,
 }
 PRODUCT_TAKES: Mapping[str, Take[IntegerEpilogueChain]] = {"relax.add": take_bias, **UNBIASED_TAKES}
 

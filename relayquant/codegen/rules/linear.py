@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -13,12 +13,18 @@ from tvm.ir import Call
 from tvm.tirx import PrimFunc
 
 from relayquant.codegen.kernels.integer.conv_transpose import Conv2dTranspose
+from relayquant.codegen.kernels.integer.dynamic_matmul import DynamicMatmul, build_dynamic_matmul
 from relayquant.codegen.kernels.integer.matmul import BatchMatmul, build_batch_matmul
 from relayquant.codegen.kernels.integer.product import DIRECT, choose_product
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, PackedWeights
 from relayquant.codegen.kernels.integer.winograd import can_winograd
 from relayquant.codegen.lowering import Lowered
-from relayquant.codegen.rules.epilogue import UNBIASED_TAKES, IntegerEpilogueChain, follow_product
+from relayquant.codegen.rules.epilogue import (
+    PLAIN_TAKES,
+    UNBIASED_TAKES,
+    IntegerEpilogueChain,
+    follow_product,
+)
 from relayquant.codegen.rules.joined_slices import read_joined_slices
 from relayquant.codegen.rules.kernel_call import (
     IntegerRule,
@@ -225,50 +231,131 @@ def lower_dense(context: KernelContext, var: relax.Var) -> Lowered | Skip:
 
 
 def lower_batch_matmul(context: KernelContext, var: relax.Var) -> Lowered | Skip:
-    """Lower qnn.batch_matmul of two computed operands with equal batch dimensions.
+    """Lower qnn.batch_matmul of two computed operands with equal batch dimensions, of any sizes.
 
     The second operand may be transposed, see `read_transposed`.
     """
     call = context.call(var)
-    x, y = split_batch(call.args[0]), split_batch(call.args[1])
+    shapes = [tensor_shape(call.args[i]) for i in (0, 1)]
     zeros = [scalar(arg) for arg in call.args[2:4]]
-    if x is None or y is None or None in zeros:
-        return Skip("shapes or zero points are not constant")
+    if None in shapes or None in zeros:
+        return Skip("a shape is unknown, or a zero point not constant")
     if not (is_byte(call.args[0]) and is_byte(call.args[1])):
         return Skip("operands are not 8 bit")
-    if tensor_dtype(var) != "int32":
-        return Skip(f"the sums are {tensor_dtype(var)}")
-    (symbolic, x_shape), (y_symbolic, y_shape) = x, y
-    if x_shape[:-2] != y_shape[:-2] or symbolic != y_symbolic:
+    x_shape, y_shape = shapes
+    if x_shape[:-2] != y_shape[:-2]:  # pyright: ignore[reportOptionalSubscript]
         return Skip("batch dimensions are broadcast")
-    if symbolic and len(x_shape) < 3:
-        return Skip("the number of rows is symbolic")
-    chain = follow_product(context, var, 1, takes=UNBIASED_TAKES)
     second, heads = read_transposed(context, call.args[1])
+    product = Product(
+        context=context,
+        var=var,
+        operands=(call.args[0], second),
+        zeros=(int(zeros[0]), int(zeros[1])),  # pyright: ignore[reportArgumentType]
+        x_shape=x_shape,  # pyright: ignore[reportArgumentType]
+        cols=y_shape[-2],  # pyright: ignore[reportOptionalSubscript]
+        w_heads=heads,
+    )
+    x, y = split_batch(call.args[0]), split_batch(call.args[1])
+    if x is None or y is None or (x[0] and len(x[1]) < 3):
+        return lower_dynamic_product(product)
+    return lower_static_product(product, *x)
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """Operands of a product of two computed matrices, as the kernels read them."""
+
+    context: KernelContext
+    var: relax.Var
+    operands: tuple[relax.Expr, relax.Expr]
+    zeros: tuple[int, int]
+    x_shape: tuple[int | str, ...]
+    cols: int | str
+    w_heads: int | None
+
+    @property
+    def dtypes(self) -> tuple[str, str]:
+        """Dtypes of the operands: uint8 or int8."""
+        return tensor_dtype(self.operands[0]), tensor_dtype(self.operands[1])
+
+
+def lower_static_product(
+    product: Product, is_symbolic: bool, x_shape: tuple[int, ...]
+) -> Lowered | Skip:
+    """Lower a product whose sizes are known but for the batch, which counts as 1 in `x_shape`."""
+    if tensor_dtype(product.var) != "int32":
+        return Skip(f"the sums are {tensor_dtype(product.var)}")
+    chain = follow_product(product.context, product.var, 1, takes=UNBIASED_TAKES)
     spec = BatchMatmul(
         batch=prod(x_shape[:-2]),
         rows=x_shape[-2],
-        cols=y_shape[-2],
+        cols=int(product.cols),
         inner=x_shape[-1],
-        x_dtype=tensor_dtype(call.args[0]),
-        x_zero_point=int(zeros[0]),  # pyright: ignore[reportArgumentType]
-        w_dtype=tensor_dtype(call.args[1]),
-        w_zero_point=int(zeros[1]),  # pyright: ignore[reportArgumentType]
-        multiplier=1.0 if chain.multiplier is None else float(chain.multiplier.reshape(-1)[0]),
+        x_dtype=product.dtypes[0],
+        x_zero_point=product.zeros[0],
+        w_dtype=product.dtypes[1],
+        w_zero_point=product.zeros[1],
+        multiplier=read_multiplier(chain),
         epilogue=chain.epilogue,
-        w_heads=heads,
+        w_heads=product.w_heads,
     )
-    stored = split_batch(second)
-    w_shape = y_shape if stored is None else stored[1]
-    out_shape = (*x_shape[:-1], y_shape[-2])
+    stored = split_batch(product.operands[1])
+    if stored is None:
+        return Skip("a size of the second operand is unknown")
     func = build_for_batch(
         lambda: build_batch_matmul(
-            spec, context.isa, "qnn_batch_matmul", x_shape, w_shape, out_shape
+            spec,
+            product.context.isa,
+            "qnn_batch_matmul",
+            x_shape,
+            stored[1],
+            (*x_shape[:-1], spec.cols),
         ),
-        symbolic,
+        is_symbolic,
         range(3 + len(chain.residuals)),
     )
-    return call_built(chain.vars, func, (call.args[0], second, *chain.residuals))
+    return call_built(chain.vars, func, (*product.operands, *chain.residuals))
+
+
+def lower_dynamic_product(product: Product) -> Lowered | Skip:
+    """Lower a product with sizes that are known only at run time."""
+    chain = follow_product(product.context, product.var, 1, takes=PLAIN_TAKES)
+    if chain.is_sums and tensor_dtype(product.var) != "int32":
+        return Skip(f"the sums are {tensor_dtype(product.var)} and are stored")
+    x_shape = find_known(product.x_shape)
+    spec = DynamicMatmul(
+        *find_known((product.cols, product.x_shape[-1])),
+        x_dtype=product.dtypes[0],
+        x_zero_point=product.zeros[0],
+        w_dtype=product.dtypes[1],
+        w_zero_point=product.zeros[1],
+        multiplier=read_multiplier(chain),
+        epilogue=chain.epilogue,
+        w_heads=product.w_heads,
+        sum_dtype=tensor_dtype(product.var),
+    )
+    stored = tensor_shape(product.operands[1])
+    if stored is None:
+        return Skip("a size of the second operand is unknown")
+    func = build_dynamic_matmul(
+        spec,
+        product.context.isa,
+        "qnn_batch_matmul",
+        x_shape,
+        find_known(stored),
+        (*x_shape[:-1], spec.cols),
+    )
+    return call_built(chain.vars, func, product.operands)
+
+
+def read_multiplier(chain: IntegerEpilogueChain) -> float:
+    """Return the multiplier of sums that have one scale; 1 if they are stored."""
+    return 1.0 if chain.multiplier is None else float(chain.multiplier.reshape(-1)[0])
+
+
+def find_known(shape: Sequence[int | str]) -> tuple[int | None, ...]:
+    """Return a shape with None for what is known only at run time."""
+    return tuple(None if isinstance(size, str) else size for size in shape)
 
 
 def read_transposed(context: KernelContext, expr: relax.Expr) -> tuple[relax.Expr, int | None]:
@@ -283,14 +370,14 @@ def read_transposed(context: KernelContext, expr: relax.Expr) -> tuple[relax.Exp
     call = context.graph.call_of(expr)
     if call is None or context.graph.op_name(expr) != "relax.permute_dims":
         return expr, None
-    shape, axes = split_batch(call.args[0]), [int(axis) for axis in call.attrs.axes or ()]
+    shape, axes = tensor_shape(call.args[0]), [int(axis) for axis in call.attrs.axes or ()]
     if shape is None:
         return expr, None
     rank = len(axes)
     if rank > 2 and axes == [*range(rank - 2), rank - 1, rank - 2]:
         return call.args[0], 1
-    if axes == [0, 2, 3, 1]:
-        return call.args[0], shape[1][2]
+    if axes == [0, 2, 3, 1] and isinstance(shape[2], int):
+        return call.args[0], shape[2]
     return expr, None
 
 

@@ -96,12 +96,16 @@ class RowsPlan:
         return self.tiles[0]
 
 
-def plan_rows(spec: Dense, isa: Isa) -> RowsPlan:
-    """Make the plan for generator and packer. `spec.rows` does not matter."""
+def plan_rows(spec: Dense, isa: Isa, *, packs_later: bool = False) -> RowsPlan:
+    """Make the plan for generator and packer. `spec.rows` does not matter.
+
+    Weights that the kernel packs itself (`packs_later`) stay bytes.
+    """
     many = replace(spec, rows=MANY_ROWS).as_conv2d()
     tiled = plan_tiled_rows(many, isa)
     isa = isa if isa.unit is None else isa.companion
-    plan = choose_instructions(lambda isa: ConvPlan(many, isa), isa.for_convolution(spec.in_dtype))
+    isa = isa if packs_later else isa.for_convolution(spec.in_dtype)
+    plan = choose_instructions(lambda isa: ConvPlan(many, isa), isa)
     tile, words = plan.tile, 0
     if tiled is not None:
         # More rows take the unit, where it may be used. Higher tiles would take long to compile.

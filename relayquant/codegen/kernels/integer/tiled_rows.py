@@ -63,10 +63,12 @@ def plan_tiled_rows(spec: Conv2d, isa: Isa) -> TiledPlan | None:
     return TiledPlan(**own, rows=TileRows.MATRIX, is_shared=True)
 
 
-def emit_tiled_rows(plan: TiledPlan, operands: Operands, rows: Expr) -> None:
+def emit_tiled_rows(
+    plan: TiledPlan, operands: Operands, rows: Expr, *, threads: bool = True
+) -> None:
     """Emit all rows, at least `FEWEST_ROWS`, one chunk after the other.
 
-    Threads share the panels and tiles of a chunk.
+    `threads` share the panels and tiles of a chunk.
     """
     width = plan.spec.in_channels
     size = max(CHUNK_BYTES // width, LEAST_CHUNK)
@@ -76,14 +78,16 @@ def emit_tiled_rows(plan: TiledPlan, operands: Operands, rows: Expr) -> None:
         (first,) = settle(T.min(chunk * count, rows - count))
         if plan.needs_copy:
             copy = alloc_workspace(size * width + COPY_BYTES, plan.isa.activation)
-            is_worth = count * width >= PARALLEL_BYTES
+            is_worth = threads and count * width >= PARALLEL_BYTES
             emit_prepared_rows(operands.data, copy, width, first, count, is_worth)
-            emit_chunk(plan, replace(operands, data=copy), T.int64(0), first, count)
+            emit_chunk(plan, replace(operands, data=copy), T.int64(0), first, count, threads)
         else:
-            emit_chunk(plan, operands, first, first, count)
+            emit_chunk(plan, operands, first, first, count, threads)
 
 
-def emit_chunk(plan: TiledPlan, operands: Operands, start: Expr, first: Expr, count: Expr) -> None:
+def emit_chunk(
+    plan: TiledPlan, operands: Operands, start: Expr, first: Expr, count: Expr, threads: bool
+) -> None:
     """Emit `count` rows from `first` on. Their activations are in rows of the data from `start` on.
 
     All rows of a tile count as pixels of one line.
@@ -139,6 +143,7 @@ def emit_chunk(plan: TiledPlan, operands: Operands, start: Expr, first: Expr, co
             emit_part(part, parts)
 
     is_worth = plan.panels * block_cycles >= PARALLEL_CYCLES or cycles >= PARALLEL_CYCLES
+    is_worth = threads and is_worth
     emit_if(is_worth, emit_shared, lambda: emit_part(T.int64(0), T.int64(1)))
 
 
