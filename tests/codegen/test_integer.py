@@ -28,10 +28,12 @@ def constant(*shape: int) -> relax.Expr:
     return relax.const((RNG.standard_normal(shape) * 0.3).astype("float32"))
 
 
-def build_model(body, shape: tuple, symbolic: bool) -> tvm.IRModule:
-    """main(x) = body(x), with the first dimension symbolic on request."""
-    batch = tvm.tirx.Var("n", "int64") if symbolic else shape[0]
-    x = relax.Var("x", relax.TensorType((batch, *shape[1:]), "float32"))
+def build_model(body, shape: tuple, symbolic: bool, axis: int = 0) -> tvm.IRModule:
+    """main(x) = body(x), with one dimension, the first, symbolic on request."""
+    sizes = list(shape)
+    if symbolic:
+        sizes[axis] = tvm.tirx.Var("n", "int64")
+    x = relax.Var("x", relax.TensorType(sizes, "float32"))
     builder = relax.BlockBuilder()
     with builder.function("main", [x]):
         with builder.dataflow():
@@ -185,6 +187,17 @@ def test_lower_integer__attention_equals_numpy(symbolic):
     qmod, x = quantize_random(build_model(attention, shape, symbolic), shape)
     got = Executor(rq.compile(qmod)).run("main", [x])[0]
     np.testing.assert_array_equal(got, rq.reference.run(qmod, [x])[0])
+
+
+@pytest.mark.slow
+def test_lower_integer__attention_of_any_length():
+    qmod, x = quantize_random(build_model(attention, (1, 7, 12), True, axis=1), (1, 7, 12))
+    executor, lowered = Executor(rq.compile(qmod)), lower_integer(qmod, resolve_target(None))
+    assert "R.qnn.batch_matmul" not in lowered.script()
+    for length in (7, 1, 131):
+        x = np.random.default_rng(length).standard_normal((1, length, 12), "float32")
+        got = executor.run("main", [x])[0]
+        np.testing.assert_array_equal(got, rq.reference.run(qmod, [x])[0])
 
 
 def attention_of_heads(builder, x):

@@ -6,7 +6,7 @@ registers. All addresses are offsets into flat (1-D) views of the buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from math import prod
@@ -99,6 +99,20 @@ def declare_arguments(
         else T.decl_buffer((next(sizes),), b.dtype, data=b.data, elem_offset=next(offsets))
         for b in buffers
     ]
+
+
+def declare_argument(name: str, shape: Sequence[int | None], dtype: str) -> Buffer:
+    """Declare one argument; None is an extent of the run time.
+
+    TVM wants all arguments before anything else (`flatten_argument`).
+    """
+    extents = [T.int64() if extent is None else extent for extent in shape]
+    return T.arg(name, T.Buffer(extents, dtype))
+
+
+def flatten_argument(buffer: Buffer) -> Buffer:
+    """Return a flat view of an argument."""
+    return T.decl_buffer((prod(buffer.shape),), buffer.dtype, data=buffer.data)
 
 
 @contextmanager

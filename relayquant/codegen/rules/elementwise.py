@@ -57,6 +57,7 @@ from relayquant.codegen.rules.kernel_call import (
     build_for_batch,
     call_built,
     element_count,
+    find_known,
     is_activation,
     is_byte,
     is_default_arithmetic,
@@ -285,13 +286,11 @@ def lower_binary(context: KernelContext, var: relax.Var) -> Lowered | Skip:
 def lower_lookup(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     """Lower qnn.lookup."""
     call = context.call(var)
-    shape = split_batch(call.args[0])
+    shape = tensor_shape(call.args[0])
     if shape is None or not is_byte(call.args[0]):
-        return Skip("symbolic dimensions, or data that is not 8 bit")
-    spec = Lookup(shape[1], tensor_dtype(call.args[0]), tensor_dtype(var))
-    func = build_for_batch(
-        lambda: build_lookup(spec, context.shuffle, "qnn_lookup"), shape[0], (0, 2)
-    )
+        return Skip("an unknown shape, or data that is not 8 bit")
+    spec = Lookup(find_known(shape), tensor_dtype(call.args[0]), tensor_dtype(var))
+    func = build_lookup(spec, context.shuffle, "qnn_lookup")
     return call_built((var,), func, (call.args[0], call.args[1]))
 
 

@@ -103,6 +103,11 @@ def split_rows(expr: relax.Expr) -> tuple[bool, tuple[int, ...]] | None:
     return any(isinstance(dim, str) for dim in shape), static
 
 
+def find_known(shape: Sequence[int | str]) -> tuple[int | None, ...]:
+    """Return a shape with None for what is known only at run time."""
+    return tuple(None if isinstance(size, str) else size for size in shape)
+
+
 def build_for_batch(
     build: Callable[[], PrimFunc], symbolic: bool, positions: Sequence[int]
 ) -> PrimFunc:

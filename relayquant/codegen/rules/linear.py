@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -31,6 +31,7 @@ from relayquant.codegen.rules.kernel_call import (
     KernelContext,
     build_for_batch,
     call_built,
+    find_known,
     is_activation,
     is_byte,
     scalar,
@@ -246,7 +247,7 @@ def lower_batch_matmul(context: KernelContext, var: relax.Var) -> Lowered | Skip
     if x_shape[:-2] != y_shape[:-2]:  # pyright: ignore[reportOptionalSubscript]
         return Skip("batch dimensions are broadcast")
     second, heads = read_transposed(context, call.args[1])
-    product = Product(
+    product = ComputedProduct(
         context=context,
         var=var,
         operands=(call.args[0], second),
@@ -262,7 +263,7 @@ def lower_batch_matmul(context: KernelContext, var: relax.Var) -> Lowered | Skip
 
 
 @dataclass(frozen=True, eq=False)
-class Product:
+class ComputedProduct:
     """Operands of a product of two computed matrices, as the kernels read them."""
 
     context: KernelContext
@@ -280,7 +281,7 @@ class Product:
 
 
 def lower_static_product(
-    product: Product, is_symbolic: bool, x_shape: tuple[int, ...]
+    product: ComputedProduct, is_symbolic: bool, x_shape: tuple[int, ...]
 ) -> Lowered | Skip:
     """Lower a product whose sizes are known but for the batch, which counts as 1 in `x_shape`."""
     if tensor_dtype(product.var) != "int32":
@@ -317,7 +318,7 @@ def lower_static_product(
     return call_built(chain.vars, func, (*product.operands, *chain.residuals))
 
 
-def lower_dynamic_product(product: Product) -> Lowered | Skip:
+def lower_dynamic_product(product: ComputedProduct) -> Lowered | Skip:
     """Lower a product with sizes that are known only at run time."""
     chain = follow_product(product.context, product.var, 1, takes=PLAIN_TAKES)
     if chain.is_sums and tensor_dtype(product.var) != "int32":
@@ -351,11 +352,6 @@ def lower_dynamic_product(product: Product) -> Lowered | Skip:
 def read_multiplier(chain: IntegerEpilogueChain) -> float:
     """Return the multiplier of sums that have one scale; 1 if they are stored."""
     return 1.0 if chain.multiplier is None else float(chain.multiplier.reshape(-1)[0])
-
-
-def find_known(shape: Sequence[int | str]) -> tuple[int | None, ...]:
-    """Return a shape with None for what is known only at run time."""
-    return tuple(None if isinstance(size, str) else size for size in shape)
 
 
 def read_transposed(context: KernelContext, expr: relax.Expr) -> tuple[relax.Expr, int | None]:

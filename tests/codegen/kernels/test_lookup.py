@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tvm
 from exact import call_kernel, random_values
-from machines import target_of
+from machines import compile_kernel, target_of
 from tvm.target import Target
 
 from relayquant.codegen.kernels.integer.lookup import (
@@ -57,6 +57,20 @@ def test_build_lookup__indexes_by_bit_pattern(shuffle, size):
     func = build_lookup(Lookup(x.shape, dtype, out_dtype), shuffle)
     got = call_kernel(func, runnable_target(shuffle), [x, table], x.shape, out_dtype)
     np.testing.assert_array_equal(got, table[x.view("uint8")])
+
+
+@pytest.mark.parametrize("out_dtype", ["int8", "float32"])
+def test_build_lookup__of_a_size_of_the_run_time(out_dtype):
+    shuffle = select_shuffle(resolve_target(None))
+    table = np.random.default_rng(0).integers(-100, 100, 256).astype(out_dtype)
+    kernel = compile_kernel(
+        build_lookup(Lookup((None, 3), "uint8", out_dtype), shuffle), resolve_target(None)
+    )
+    for rows in (0, 1, 22, 100_000):
+        x = np.random.default_rng(rows).integers(0, 256, (rows, 3)).astype("uint8")
+        y = tvm.runtime.tensor(np.full(x.shape, 77, out_dtype))
+        kernel(*(tvm.runtime.tensor(each) for each in (x, table)), y)
+        np.testing.assert_array_equal(y.numpy(), table[x])
 
 
 @pytest.mark.parametrize("out_dtype", ["int16", "float32"])

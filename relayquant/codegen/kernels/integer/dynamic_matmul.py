@@ -25,9 +25,11 @@ from relayquant.codegen.kernels.emit import (
     broadcast,
     build_kernel,
     constant,
+    declare_argument,
     emit_shared_loop,
     emit_sum,
     emit_vector_loop,
+    flatten_argument,
     load_vector,
     settle,
     store_vector,
@@ -119,14 +121,14 @@ def build_dynamic_matmul(
 
     def body() -> None:
         arguments = [
-            declare(*each)
+            declare_argument(*each)
             for each in (
                 ("x", x_shape, spec.x_dtype),
                 ("w", w_shape, spec.w_dtype),
                 ("y", y_shape, spec.epilogue.dtype),
             )
         ]
-        x, w, out = (flatten(buffer) for buffer in arguments)
+        x, w, out = (flatten_argument(buffer) for buffer in arguments)
         x_sizes, y_sizes = list(arguments[0].shape), list(arguments[2].shape)
         sizes = Sizes(prod(x_sizes[:-2]), x_sizes[-2], y_sizes[-1], x_sizes[-1])
         block = spec.block
@@ -152,17 +154,6 @@ def build_dynamic_matmul(
         emit_shared_loop(batch * chunks, macs >= PARALLEL_THRESHOLD, emit_chunk)
 
     return build_kernel(name, body)
-
-
-def declare(name: str, shape: Sequence[int | None], dtype: str) -> Buffer:
-    """Declare an argument. TVM wants all of them before anything else."""
-    extents = [T.int64() if extent is None else extent for extent in shape]
-    return T.arg(name, T.Buffer(extents, dtype))
-
-
-def flatten(buffer: Buffer) -> Buffer:
-    """Return a flat view of an argument."""
-    return T.decl_buffer((prod(buffer.shape),), buffer.dtype, data=buffer.data)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ vector registers. Other tables, and other targets, take one load per value: no t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
@@ -18,8 +18,9 @@ from tvm.tirx import PrimFunc
 from relayquant.codegen.kernels.emit import (
     build_kernel,
     constant,
-    declare_arguments,
-    emit_vector_loop,
+    declare_argument,
+    emit_shared_loop,
+    flatten_argument,
     load_vector,
     store_vector,
     vector,
@@ -33,6 +34,8 @@ TABLE_SIZE = 256
 PARALLEL_VALUES = 1 << 14
 #: Values that are loaded per step of the loop.
 SCALARS = 8
+#: emit(offset, lanes)
+EmitValues = Callable[[Expr, int], None]
 
 
 @dataclass(frozen=True)
@@ -112,9 +115,11 @@ AARCH64_SHUFFLES: tuple[ByteShuffle, ...] = (TBL,)
 
 @dataclass(frozen=True)
 class Lookup:
-    """table[x as uint8]. The table has 256 values of `out_dtype`."""
+    """table[x as uint8]. The table has 256 values of `out_dtype`. None: an extent of the run
+    time.
+    """
 
-    shape: tuple[int, ...]
+    shape: tuple[int | None, ...]
     dtype: str
     out_dtype: str
 
@@ -128,16 +133,17 @@ def build_lookup(
     """
     if spec.dtype not in ("uint8", "int8"):
         raise ValueError(f"Lookup: data is {spec.dtype!r}; allowed: uint8, int8.")
-    size = prod(spec.shape)
-    if spec.out_dtype not in ("uint8", "int8") or (shuffle is not None and size < shuffle.lanes):
+    if spec.out_dtype not in ("uint8", "int8"):
         shuffle = None
 
     def body() -> None:
-        data, table, out = declare_arguments(
-            ("x", spec.shape, spec.dtype),
-            ("table", (TABLE_SIZE,), spec.out_dtype),
-            ("y", spec.shape, spec.out_dtype),
-        )
+        arguments = [
+            declare_argument("x", spec.shape, spec.dtype),
+            declare_argument("table", (TABLE_SIZE,), spec.out_dtype),
+            declare_argument("y", spec.shape, spec.out_dtype),
+        ]
+        data, table, out = map(flatten_argument, arguments)
+        (size,) = data.shape
 
         def load_each(at: Expr, lanes: int) -> None:
             for i in range(lanes):
@@ -145,7 +151,7 @@ def build_lookup(
                 T.buffer_store(out, table.vload([index]), [at + i])
 
         if shuffle is None:
-            emit_vector_loop(size, SCALARS, load_each, size >= PARALLEL_VALUES)
+            emit_values(size, SCALARS, load_each, load_each, PARALLEL_VALUES)
             return
         bits = T.decl_buffer((TABLE_SIZE,), "uint8", data=table.data)
 
@@ -154,6 +160,18 @@ def build_lookup(
             found = shuffle.emit(bits, index)
             store_vector(out, T.reinterpret(vector(spec.out_dtype, lanes), found), at, lanes)
 
-        emit_vector_loop(size, shuffle.lanes, look_up, size >= 8 * PARALLEL_VALUES)
+        emit_values(size, shuffle.lanes, look_up, load_each, 8 * PARALLEL_VALUES)
 
     return build_kernel(name, body)
+
+
+def emit_values(
+    size: Expr, lanes: int, emit: EmitValues, emit_rest: EmitValues, parallel_values: int
+) -> None:
+    """Emit whole vectors of `size` values, on threads from `parallel_values` on, then the rest, one
+    by one.
+    """
+    whole = T.floordiv(size, lanes)
+    emit_shared_loop(whole, size >= parallel_values, lambda index: emit(index * lanes, lanes))
+    with T.serial(size - whole * lanes) as index:
+        emit_rest(whole * lanes + index, 1)
