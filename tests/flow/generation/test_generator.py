@@ -181,7 +181,7 @@ def test_sampling__draws_as_often_as_is_likely():
     ):
         rng = np.random.default_rng(1)
         counts = np.bincount(
-            [choose_token(scores, sampling, rng) for _ in range(4000)], minlength=5
+            [choose_token(scores, sampling, rng) for _ in range(COUNT)], minlength=5
         )
         seen = np.array(chances) > 0
         assert not counts[~seen].any()
