@@ -27,6 +27,7 @@ OBSERVERS = ("minmax", "average-max", "moving-average", "percentile", "mse", "kl
 SCHEMES = ("symmetric", "affine")
 METRICS = ("top1", "agreement")
 ENGINES = ("onnxruntime", "openvino")
+CACHE_DTYPES = ("float16", "int8", "float32")
 PRESETS = ("imagenet", "caffe", "tflite", "cifar", "unit")
 SHELLS = ("bash", "zsh", "tcsh")
 
@@ -697,6 +698,79 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     add_precision(parser)
 
 
+def add_generate(parser: argparse.ArgumentParser) -> None:
+    """Generate text with a language model.
+
+    The text is printed as it comes; how fast, on standard error. Compiling takes a while, so
+    --save keeps the compiled model, with which a next call begins at once:
+
+    relayquant generate model.gguf -p "Once upon a time" --save model.so
+    relayquant generate model.so --tokenizer model.gguf -p "The end"
+    """
+    parser.add_argument(
+        "model",
+        type=Path,
+        metavar="MODEL",
+        help="a .gguf file, a folder with config.json and .safetensors files, or the .so that "
+        "--save wrote",
+    )
+    parser.add_argument("-p", "--prompt", required=True, metavar="TEXT", help="what comes before")
+    parser.add_argument(
+        "--chat", action="store_true", help="the prompt is a message, which the model answers"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="a .gguf file, a tokenizer.json or its folder (default: MODEL)",
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=128, metavar="N", help="length limit (default: 128)"
+    )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="text that ends the output, and is left out; may be repeated",
+    )
+    group = parser.add_argument_group("how a token is chosen")
+    group.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="0: the likeliest token (default); 1: as likely as the model says",
+    )
+    group.add_argument("--top-k", type=int, default=0, metavar="N", help="among the N likeliest")
+    group.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="among the likeliest ones whose probabilities add up to X",
+    )
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    group = parser.add_argument_group("how the model runs")
+    group.add_argument("--threads", type=int, metavar="N", help="default: all cores")
+    group.add_argument(
+        "--max-length",
+        type=int,
+        metavar="N",
+        help="tokens of prompt and text that the cache has room for (default: what the model "
+        "allows, at most 2048)",
+    )
+    group.add_argument(
+        "--cache", choices=CACHE_DTYPES, help="dtype of keys and values (default: float16)"
+    )
+    group.add_argument(
+        "--bits", type=int, choices=[4, 8], help="for float weights: compress them first"
+    )
+    group.add_argument(
+        "--save", type=Path, metavar="FILE.so", help="write the compiled model to this file"
+    )
+
+
 def add_demo(parser: argparse.ArgumentParser) -> None:
     """Quantize the built-in digits model and measure accuracy and speed."""
     add_backend(parser)
@@ -717,6 +791,7 @@ COMMANDS = (
     Command("report", "write a page with accuracy, network and times", add_report),
     Command("bench", "measure latency, and the time of each kernel", add_bench),
     Command("export", "write .so, .onnx, .rqm, .json or .relay", add_export),
+    Command("generate", "generate text with a language model", add_generate),
     Command("demo", "quantize and measure the built-in example", add_demo),
 )
 
@@ -726,6 +801,7 @@ BENCH = "relayquant bench MODEL"
 SEARCH = f"{QUANTIZE} --metric agreement"
 COMPARE = "relayquant compare MODEL QMODEL --data DATA"
 COMPRESS = "relayquant compress MODEL"
+GENERATE = 'relayquant generate MODEL.gguf -p "TEXT"'
 INSPECT = "relayquant inspect MODEL"
 PLOTS = (
     "relayquant compare | sensitivity | bench ... --plot FILE.png, or relayquant report ... "
@@ -740,6 +816,7 @@ OTHER_VERBS: Mapping[str, str] = {
     **dict.fromkeys(("search", "accuracy", "autoquant"), SEARCH),
     **dict.fromkeys(("diff", "evaluate", "eval", "debug"), COMPARE),
     **dict.fromkeys(("check", "test", "validate"), "relayquant verify QMODEL --data DATA"),
+    **dict.fromkeys(("chat", "complete", "infer", "llm", "text"), GENERATE),
     **dict.fromkeys(("int4", "gptq", "awq", "weights"), COMPRESS),
     **dict.fromkeys(("describe", "info", "show", "ledger", "load", "summary"), INSPECT),
     **dict.fromkeys(("plot", "draw"), PLOTS),

@@ -7,11 +7,13 @@ from __future__ import annotations
 import json
 import math
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from llama_files import draw_weights, write_folder, write_tokenizer
 
 from relayquant import cli
 from relayquant.cli.output import MEANINGS, SCHEMA, CommandOutput, ExitCode, make_plain
@@ -104,9 +106,24 @@ COMMANDS: dict[str, tuple[list[str], set[str], set[str], list[str]]] = {
         {"latencies"},
         ["b.png"],
     ),
+    "generate": (
+        ["generate", ".", "-p", "hello", "--max-tokens", "3"],
+        {
+            "text",
+            "tokens",
+            "reason",
+            "prompt_tokens",
+            "prompt_tokens_per_second",
+            "text_tokens_per_second",
+            "seconds_to_start",
+        },
+        set(),
+        [],
+    ),
     "completion": (["--completion", "bash"], {"shell", "script"}, set(), []),
 }
 NEEDS = {"report": ("jinja2", "grandalf", "matplotlib"), "completion": ("shtab",)}
+NEEDS["generate"] = ("tokenizers",)
 NEEDS |= dict.fromkeys(("compare", "sensitivity", "bench"), ("matplotlib",))
 
 
@@ -116,6 +133,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     demo = load_digits()
     (folder / MODEL).write_bytes(demo.model_path.read_bytes())
     np.savez(folder / "data.npz", image=np.concatenate(demo.calibration)[:32])
+    if find_spec("tokenizers"):
+        write_tokenizer(write_folder(folder, draw_weights()))
     words = [str(folder / MODEL), "--data", str(folder / "data.npz"), "--effort", "fast"]
     assert cli.main(["quantize", *words, "-o", str(folder / MODULE), "--quiet"]) == 0
     return folder

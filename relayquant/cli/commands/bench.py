@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -25,7 +24,7 @@ from relayquant.base.runtime import Machine, count_cores
 from relayquant.base.storage.files import TEMPORARY, open_temporary_folder, writing
 from relayquant.cli.data import open_data
 from relayquant.cli.files import load_model, load_module
-from relayquant.cli.measure import bind_run
+from relayquant.cli.measure import bind_run, use_threads
 from relayquant.cli.options import check_options, read_backend
 from relayquant.cli.output import CommandOutput, ExitCode, make_plain
 from relayquant.codegen.kernels.isa.select import describe_products
@@ -149,25 +148,6 @@ def export_own(executables: Mapping[str, Any], folder: Path) -> dict[str, Candid
             executable.export_library(str(path))
         candidates[name] = Candidate(Engine.RELAYQUANT, path)
     return candidates
-
-
-@contextmanager
-def use_threads(count: int) -> Iterator[None]:
-    """Use this number of threads inside TVM, unless its pool was started already.
-
-    Only the environment variable works: `runtime.config_threadpool` counts "fast" cores, and uses
-    one thread if all cores are equal.
-    """
-    variable = "TVM_NUM_THREADS"
-    before = os.environ.get(variable)
-    os.environ[variable] = str(count)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
 
 
 def read_batches(options: argparse.Namespace, mod: tvm.IRModule) -> list[Batch]:

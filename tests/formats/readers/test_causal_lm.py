@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tvm
 from causal_lm_runs import run_chunks, run_function
-from tiny_llama import (
+from llama_files import (
     LENGTH,
     VOCABULARY,
     compute_scores,

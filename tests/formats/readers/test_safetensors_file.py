@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from tiny_llama import write_safetensors
+from llama_files import write_safetensors
 
 from relayquant.errors import ModelError
 from relayquant.formats.readers.safetensors_file import list_safetensors, read_places

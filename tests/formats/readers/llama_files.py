@@ -177,3 +177,20 @@ def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
     text = json.dumps(header).encode()
     body = b"".join(array.tobytes() for array in tensors.values())
     path.write_bytes(len(text).to_bytes(8, "little") + text + body)
+
+
+#: Text of each token. The first one ends a text.
+TOKEN_TEXTS = ["</s>", *"abcdefghijklmnopqrstuvwxyz .,!?0123456789'-:;()"][:VOCABULARY]
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """Write a tokenizer.json with a token for each character."""
+    import tokenizers
+
+    core = tokenizers.Tokenizer(
+        tokenizers.models.BPE({text: i for i, text in enumerate(TOKEN_TEXTS)}, [])
+    )
+    core.add_special_tokens(TOKEN_TEXTS[:1])
+    core.decoder = tokenizers.decoders.Fuse()
+    core.save(str(folder / "tokenizer.json"))
+    return folder

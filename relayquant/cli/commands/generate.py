@@ -1,0 +1,160 @@
+"""`relayquant generate`: text of a language model, as it comes, and how fast it came."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import tvm
+
+import relayquant as rq
+from relayquant.base.events import StageEvent
+from relayquant.base.runtime import Executor, count_cores
+from relayquant.base.storage.files import check_file, reading, write_whole
+from relayquant.cli.files import LIBRARIES
+from relayquant.cli.measure import use_threads
+from relayquant.cli.options import check_options
+from relayquant.cli.output import CommandOutput, ExitCode
+from relayquant.config import Granularity, Scheme
+from relayquant.errors import ConfigError, ModelError, format_count
+from relayquant.flow.generation import Piece
+from relayquant.plots.progress import ProgressReport
+
+
+def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
+    threads = count_cores() if options.threads is None else options.threads
+    counts = {"--threads": threads, "--max-tokens": options.max_tokens}
+    counts["--max-length"] = options.max_length
+    check_options(options, counts=counts, outputs=(options.save,))
+    is_library = options.model.suffix in LIBRARIES
+    if is_library:
+        check_library(options)
+    if options.save is not None and options.save.suffix not in LIBRARIES:
+        raise ConfigError(
+            f"--save {options.save}: a compiled model is written as {', '.join(LIBRARIES)}.",
+            code="RQ102",
+        )
+    sampling = rq.TokenSampling(
+        options.temperature, options.top_k, options.top_p, seed=options.seed
+    )
+    tokenizer = rq.load_tokenizer(options.tokenizer or options.model)
+    prompt = options.prompt
+    if options.chat:
+        text = tokenizer.apply_chat([{"role": "user", "content": prompt}])
+        prompt = tokenizer.encode(text, add_special=False)
+    else:
+        prompt = tokenizer.encode(prompt)
+    with use_threads(threads):
+        with output.open_progress() as progress:
+            start = time.perf_counter()
+            executor = open_library(options.model) if is_library else build(options, progress)
+            with show_stage(progress, "prepare"):
+                generator = rq.Generator(executor, tokenizer)
+            seconds = time.perf_counter() - start
+        steps = generator.iterate(
+            [prompt], max_tokens=options.max_tokens, stop=options.stop, sampling=sampling
+        )
+        report(output, len(prompt), seconds, [*print_pieces(steps, output)])
+    if options.save is not None:
+        output.files.append(options.save)
+    return ExitCode.OK
+
+
+def check_library(options: argparse.Namespace) -> None:
+    """Raise ConfigError for options that do not apply to a compiled model."""
+    for name in ("max_length", "cache", "bits", "save"):
+        if getattr(options, name) is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} does not apply to {options.model}, which is compiled. "
+                "Leave it out, or give the .gguf file.",
+                code="RQ102",
+            )
+    if options.tokenizer is None:
+        raise ConfigError(
+            f"{options.model} has no tokenizer. Add --tokenizer with the model's .gguf file or "
+            "tokenizer.json.",
+            code="RQ102",
+        )
+
+
+def open_library(path: Path) -> Executor:
+    """Load a compiled model."""
+    check_file(path, sys.maxsize)
+    with reading(path, "compiled model", ModelError):
+        return Executor(tvm.runtime.load_module(str(path)))
+
+
+def build(options: argparse.Namespace, progress: ProgressReport) -> Executor:
+    """Load and compile a model, and save it if that was asked for."""
+    settings: dict[str, Any] = {"max_length": options.max_length}
+    if options.cache is not None:
+        settings["cache"] = options.cache
+    with show_stage(progress, "load"):
+        mod, params = rq.load(options.model, causal_lm=rq.CausalLMOptions(**settings))
+    if options.bits is not None:
+        rows = rq.QSpec("int8", Scheme.SYMMETRIC, Granularity.PER_ROW, is_dynamic=True)
+        mod = rq.compress_weights(
+            mod, params, bits=options.bits, activation=rows, callbacks=(progress,)
+        )
+        params = None
+    with show_stage(progress, "compile"):
+        executable = rq.compile((mod, params))
+        if options.save is not None:
+            write_whole(options.save, lambda file: executable.export_library(str(file)))
+    return Executor(executable)
+
+
+@contextmanager
+def show_stage(progress: ProgressReport, name: str) -> Iterator[None]:
+    """Show that a stage is running."""
+    progress.on_stage_start(StageEvent(name))
+    yield
+    progress.on_stage_end(StageEvent(name))
+
+
+def print_pieces(
+    steps: Iterator[list[Piece]], output: CommandOutput
+) -> Iterator[tuple[Piece, float]]:
+    """Yield (piece, seconds since the start), and print the text of each piece at once."""
+    start = time.perf_counter()
+    for (piece,) in steps:
+        yield piece, time.perf_counter() - start
+        if not output.is_json:
+            sys.stdout.write(piece.text)
+            sys.stdout.flush()
+    if not output.is_json:
+        sys.stdout.write("\n")
+
+
+def report(
+    output: CommandOutput, prompt: int, seconds: float, pieces: list[tuple[Piece, float]]
+) -> None:
+    """Report the text for machines, and for both how fast prompt and text were read and made."""
+    first, last = pieces[0][1], pieces[-1][1]
+    reason = pieces[-1][0].reason
+    rates = {"prompt": prompt / first, "text": 0.0}
+    if len(pieces) > 1:
+        rates["text"] = (len(pieces) - 1) / (last - first)
+    output.add_values(
+        text="".join(piece.text for piece, _ in pieces),
+        tokens=[piece.token for piece, _ in pieces],
+        prompt_tokens=prompt,
+        reason="" if reason is None else reason.value,
+        prompt_tokens_per_second=rates["prompt"],
+        text_tokens_per_second=rates["text"],
+        seconds_to_start=seconds,
+    )
+    if output.is_quiet or output.is_json:
+        return
+    for line in (
+        f"ready after {seconds:.1f} s",
+        f"prompt: {format_count(prompt, 'token')}, {rates['prompt']:.1f} per second",
+        f"text: {format_count(len(pieces), 'token')}, {rates['text']:.1f} per second, ended by "
+        f"{'' if reason is None else reason.value}",
+    ):
+        print(f"relayquant: {line}", file=sys.stderr)

@@ -1,0 +1,57 @@
+"""`relayquant generate`: text of a tiny Llama, compiled and saved."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from llama_files import draw_weights, write_folder, write_tokenizer
+
+from relayquant import cli
+
+pytest.importorskip("tokenizers")
+WORDS = ["-p", "hello", "--max-tokens", "5", "--threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tokenizer(write_folder(tmp_path_factory.mktemp("llama"), draw_weights()))
+
+
+@pytest.mark.slow
+def test_generate__text_and_rates_and_again_from_a_library(folder, tmp_path, capsys):
+    """The text is on standard output, alone."""
+    library = tmp_path / "m.so"
+    words = ["generate", str(folder), *WORDS, "--bits", "8", "--save", str(library)]
+    assert cli.main(words) == 0
+    said = capsys.readouterr()
+    assert 0 < len(said.out.rstrip("\n")) <= 5  # special tokens have no text
+    assert "relayquant: prompt: 5 tokens, " in said.err
+    assert "relayquant: text: 5 tokens, " in said.err
+    assert said.err.rstrip().endswith("ended by max tokens")
+    again = ["generate", str(library), "--tokenizer", str(folder), *WORDS]
+    assert cli.main([*again, "--quiet"]) == 0
+    assert capsys.readouterr() == (said.out, "")
+    assert cli.main([*again, "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)["summary"]
+    assert summary["text"] + "\n" == said.out
+    assert len(summary["tokens"]) == summary["prompt_tokens"] == 5
+    assert summary["reason"] == "max tokens"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["m.so", "-p", "x"], "m.so has no tokenizer. Add --tokenizer"),
+        (["m.so", "-p", "x", "--cache", "int8"], "--cache does not apply to m.so"),
+        (["m.gguf", "-p", "x", "--save", "m.txt"], "--save m.txt: a compiled model is"),
+        (["m.gguf", "-p", "x", "--max-tokens", "0"], "--max-tokens is 0; allowed: 1 or more"),
+        (["m.gguf", "-p", "x", "--top-p", "2"], "top_p is 2.0; allowed: above 0, at most 1"),
+        (["m.gguf", "-p", "x"], "There is no model file 'm.gguf'"),
+        (["m.gguf"], "the following arguments are required: -p/--prompt"),
+    ],
+)  # fmt: skip
+def test_generate__wrong_words(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["generate", *words]) == 2
+    assert message in capsys.readouterr().err
