@@ -15,6 +15,7 @@ from tvm import relax
 from tvm.target import Target
 
 from relayquant.codegen.kernels.floating.attention import Attention, make_attention
+from relayquant.codegen.kernels.floating.attention_blocks import make_attention_blocks
 from relayquant.codegen.kernels.floating.new_rows import (
     Rotate,
     UpdateCache,
@@ -142,9 +143,12 @@ def lower_cached_attention(context: AttentionBlock, var: relax.Var) -> Lowered |
         int(attrs.window),
         float(attrs.soft_cap),
     )
-    if spec.extents[1] != 1:
-        return Skip("several rows")
-    kernel = Kernel("attention", spec, lambda: make_attention(spec, context.isa))
+    name, make = (
+        ("attention", make_attention)
+        if spec.extents[1] == 1
+        else ("attention_blocks", make_attention_blocks)
+    )
+    kernel = Kernel(name, spec, lambda: make(spec, context.isa))
     operands = (keys, key_scale, values, value_scale) if dtype == "int8" else (keys, values)
     return Lowered((var,), kernel, (query, *operands, positions))
 

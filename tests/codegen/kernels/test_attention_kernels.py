@@ -12,6 +12,7 @@ from machines import best_isa, every_isa, runnable_target
 from tvm.target import Target
 
 from relayquant.codegen.kernels.floating.attention import Attention, make_attention
+from relayquant.codegen.kernels.floating.attention_blocks import make_attention_blocks
 from relayquant.codegen.kernels.floating.tile import choose_float_isa
 from relayquant.ir.reference.qnn import cached_attention, quantize_rows
 
@@ -69,7 +70,7 @@ def make_spec(sizes, settings, rows=1, dtype="float16"):
     return Attention((batch, rows, heads, width), groups, length, dtype, width**-0.5, **settings)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("dtype", ["float16", "float32", "int8"])
 @pytest.mark.parametrize("case", ROWS, ids=lambda case: "x".join(map(str, case[0])))
 def test_attention__one_row(case, dtype):
@@ -77,12 +78,40 @@ def test_attention__one_row(case, dtype):
     check(make_spec(sizes, settings, dtype=dtype), positions, runnable_target(best_isa()))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @every_isa
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
 def test_attention__on_every_instruction_set(isa, dtype):
     sizes, positions, settings = ROWS[3]
     check(make_spec(sizes, settings, dtype=dtype), positions, runnable_target(isa))
+
+
+#: As ROWS, with the number of rows
+BLOCKS = [
+    ((1, 9, 3, 64, 300), [100], 130, {}),
+    ((2, 4, 2, 32, 40), [0, 35], 5, {}),
+    ((2, 4, 4, 80, 90), [5, 40], 33, {}),
+    ((1, 6, 1, 96, 200), [60], 77, {"window": 17}),
+    ((2, 4, 2, 128, 90), [0, 3], 66, {"soft_cap": 3.0}),
+    ((1, 4, 1, 256, 33), [0], 33, {}),
+    ((3, 2, 1, 20, 9), [5, -1, 8], 3, {"window": 3, "soft_cap": 1.0}),
+]
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("dtype", ["float16", "float32", "int8"])
+@pytest.mark.parametrize("case", BLOCKS, ids=lambda case: "x".join(map(str, case[0])))
+def test_attention_blocks__many_rows(case, dtype):
+    sizes, positions, rows, settings = case
+    spec = make_spec(sizes, settings, rows, dtype)
+    check(spec, positions, runnable_target(best_isa()), make_attention_blocks)
+
+
+@pytest.mark.sample(4)
+@every_isa
+def test_attention_blocks__on_every_instruction_set(isa):
+    sizes, positions, rows, settings = BLOCKS[3]
+    check(make_spec(sizes, settings, rows), positions, runnable_target(isa), make_attention_blocks)
 
 
 def test_attention__sequences_and_their_number_known_at_run_time():
@@ -98,17 +127,31 @@ def test_attention__sequences_and_their_number_known_at_run_time():
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-6)
 
 
-def test_attention__as_pytorch():
-    """The one row of grouped heads, in float32."""
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("rows", [1, 70])
+def test_attention__as_pytorch(rows, window):
+    """Grouped heads, with the mask that the positions mean."""
     torch = pytest.importorskip("torch")
-    spec = make_spec((1, 9, 3, 64, 300), {})
-    query, caches = draw(spec, [299])
-    keys, values = (torch.from_numpy(cache.astype("float32")) for cache in caches[::2])
-    found = torch.nn.functional.scaled_dot_product_attention(
-        torch.from_numpy(query).transpose(1, 2), keys, values, enable_gqa=True
+    spec = make_spec((1, 9, 3, 64, 300), {"window": window}, rows)
+    query, caches = draw(spec, [230])
+    operands = [np.nan_to_num(cache) for cache in caches[::2]]
+    last, at = 230 + np.arange(rows)[:, None], np.arange(spec.length)
+    mask = (at <= last) & ((at > last - window) if window else True)
+    keys, values = (torch.from_numpy(cache.astype("float32")) for cache in operands)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        torch.from_numpy(query).transpose(1, 2),
+        keys,
+        values,
+        attn_mask=torch.from_numpy(mask),
+        enable_gqa=True,
     )
-    expected = expect(spec, query, caches, [299])
-    np.testing.assert_allclose(found.transpose(1, 2).numpy(), expected, rtol=1e-4, atol=2e-6)
+    target = runnable_target(best_isa())
+    make = make_attention if rows == 1 else make_attention_blocks
+    inputs = [query, *operands, np.array([230], "int32")]
+    kernel = make(spec, choose_float_isa(target))
+    found = call_kernel(kernel, target, inputs, query.shape, "float32")
+    expected = expected.transpose(1, 2).numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-6)
 
 
 @pytest.mark.parametrize(
