@@ -29,6 +29,7 @@ from relayquant.codegen.kernels.floating.bf16 import (
     read_bf16_conv2d,
     read_bf16_dense,
 )
+from relayquant.codegen.kernels.floating.bf16_matmul import make_bf16_matmul, read_bf16_matmul
 from relayquant.codegen.kernels.floating.conv import (
     FloatConv2d,
     make_conv2d,
@@ -111,7 +112,7 @@ def lower_float(
     other dtypes, with dynamic inner extents, or outside dataflow blocks stay as they are; `on_skip`
     gets the reason.
 
-    With `bf16`, products of constant weights have operands in bfloat16 and use these instructions.
+    With `bf16`, products have operands in bfloat16 and use these instructions.
     Values that only such products read are stored in bfloat16; see `narrow_values`.
     """
     isa = replace(choose_float_isa(target), bf16=bf16)
@@ -374,6 +375,11 @@ def lower_matmul(context: FloatContext, root: relax.Var) -> Lowered | Skip:
     if not shared and not same_extents(shape[:-2], other[:-2]):
         return decline("batch dimensions are broadcast")
     matmul = FloatMatmul(leading[:-1], leading[-1], inner, outputs[0], shared)
+    narrow = None if context.bf16 is None else read_bf16_matmul(matmul, context.bf16)
+    if narrow is not None:
+        isa, name = context.bf16, "bf16_batch_matmul"
+        kernel = Kernel(name, repr(narrow), lambda: make_bf16_matmul(narrow, isa, name))
+        return Lowered((root,), kernel, (data, weight))
     return Lowered((root,), context.make_kernel("float_batch_matmul", matmul), (data, weight))
 
 
