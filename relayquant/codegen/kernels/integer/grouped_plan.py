@@ -40,6 +40,8 @@ TILE_ROWS = 24
 #: Rows that are prepared together: least and most, and their size in bytes between these bounds.
 LEAST_CHUNK_ROWS, MOST_CHUNK_ROWS = 2 * TILE_ROWS, 6 * TILE_ROWS
 CHUNK_BYTES = 640 * 1024
+#: Codes that are packed at once: few enough for the second-level cache.
+PACKED_CODES = 1 << 18
 #: Panels whose codes are read in parallel for a single row: memory is faster with several streams.
 #: Instruction sets with at least this many lanes have enough registers for it.
 STREAMS, STREAM_LANES = 4, 16
@@ -224,15 +226,24 @@ def pack_grouped(
     lanes, groups = plan.dot.lanes, plan.groups
     packed = np.empty((plan.panels, groups, plan.vectors, plan.vector_bytes), "uint8")
     size, short = spec.group_size, groups * spec.group_size - spec.features
-    for panel, rows in enumerate(plan.channels):
-        codes = unpack_codes(weight[rows], spec.bits, spec.features)
-        codes = np.pad(codes, [(0, 0), (0, short)]).reshape(lanes, groups, size)
-        codes = np.pad(codes, [(0, 0), (0, 0), (0, plan.stride - size)])
-        # (lane, group, vector, word of the vector, place) -> (group, vector, lane, place, word)
-        words = codes.reshape(lanes, groups, plan.vectors, plan.each, WORD).transpose(1, 2, 0, 4, 3)
-        shifts = plan.bits * np.arange(plan.each)
-        joined = (words.astype("uint16") << shifts).sum(axis=-1).astype("uint8")
-        packed[panel] = joined.reshape(groups, plan.vectors, -1) ^ plan.offset
+    step = max(1, PACKED_CODES // (lanes * groups * plan.stride))
+    for first in range(0, plan.panels, step):
+        rows = plan.channels[first : first + step]
+        codes = unpack_codes(weight[rows.reshape(-1)], spec.bits, spec.features)
+        if short:
+            codes = np.pad(codes, [(0, 0), (0, short)])
+        codes = codes.reshape(-1, groups, size)
+        if plan.stride > size:
+            codes = np.pad(codes, [(0, 0), (0, 0), (0, plan.stride - size)])
+        # (panel, lane, group, vector, word of the vector, place)
+        # -> (panel, group, vector, lane, place, word)
+        words = codes.reshape(len(rows), lanes, groups, plan.vectors, plan.each, WORD)
+        words = words.transpose(0, 2, 3, 1, 5, 4)
+        joined = words[..., 0].copy()
+        for word in range(1, plan.each):
+            joined |= words[..., word] << np.uint8(plan.bits * word)
+        joined = joined.reshape(len(rows), groups, plan.vectors, -1)
+        packed[first : first + step] = joined ^ np.uint8(plan.offset)
 
     def arrange(values: np.ndarray, dtype: str) -> np.ndarray:
         return np.ascontiguousarray(values[plan.channels].swapaxes(1, 2).reshape(-1), dtype)
