@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from relayquant.base.storage.module_file import save_module
     from relayquant.base.storage.qparams_file import load_qparams, save_qparams
     from relayquant.config import BackendConfig, QConfig, QConfigMapping, TensorConfig, observers
+    from relayquant.data.sequence import SampleSequence
     from relayquant.errors import (
         AccuracyWarning,
         ConfigError,
@@ -65,6 +66,7 @@ __all__ = [
     "QParams",
     "QSpec",
     "RelayQuantError",
+    "SampleSequence",
     "StateValue",
     "TensorConfig",
     "TokenSampling",
@@ -120,6 +122,7 @@ __getattr__, __dir__ = lazy.gather(
         "relayquant.base.storage.module_file": "save_module",
         "relayquant.base.storage.qparams_file": "load_qparams save_qparams",
         "relayquant.config": "BackendConfig QConfig QConfigMapping TensorConfig",
+        "relayquant.data.sequence": "SampleSequence",
         "relayquant.errors": (
             "AccuracyWarning ConfigError DataError DataWarning ModelError RelayQuantError"
         ),

@@ -13,17 +13,21 @@ from relayquant.data.sampling import (
     open_share,
     take_samples,
 )
+from relayquant.data.sequence import SampleSequence, StreamedDataset, open_sequences
 
 __all__ = [
     "Batch",
     "CalibrationShare",
     "Dataset",
     "InputInfo",
+    "SampleSequence",
     "SpreadSample",
+    "StreamedDataset",
     "convert_item",
     "count_samples",
     "has_free_batch",
     "open_dataset",
+    "open_sequences",
     "open_share",
     "take_samples",
 ]

@@ -20,6 +20,7 @@ from relayquant.data import open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError
 from relayquant.flow.pipeline import lower_alone
+from relayquant.flow.streams import open_streams
 from relayquant.ir.ledger import Ledger, read_ledger
 from relayquant.ir.rewrite.bind import Model, bind_model, split_model
 from relayquant.ir.rewrite.entry import name_main
@@ -79,7 +80,8 @@ def compare(
     """
     mod, params = split_model(mod, params)
     canonical, quantized = align_modules(mod, bind_model(qmod), params)
-    data = open_dataset(dataset, describe_inputs(canonical))
+    streams = open_streams(canonical, None, dataset)
+    data = open_dataset(streams, describe_inputs(canonical))
     # The first batch is read here, so that wrong data is reported before anything is compiled.
     return compare_modules(canonical, quantized, data, bind_loader(data, compile_draft))
 
@@ -130,7 +132,8 @@ def sensitivity(
             "calibrate(prepare(mod, params), dataset).",
             code="RQ105",
         )
-    data = open_dataset(dataset, describe_inputs(prepared.mod))
+    streams = open_streams(prepared.mod, None, dataset)
+    data = open_dataset(streams, describe_inputs(prepared.mod))
     return measure_sensitivity(
         prepared, data, metric, samples=samples, callbacks=CallbackList.of(callbacks)
     )

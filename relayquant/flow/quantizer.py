@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from concurrent import futures
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from relayquant.config import (
 from relayquant.errors import AccuracyWarning, ConfigError, format_count, warn_user
 from relayquant.flow.pipeline import quantize_model, search_module
 from relayquant.flow.settings import DEFAULT_CALLBACKS, MAX_DROP, QuantizeSettings
+from relayquant.flow.streams import open_streams
 from relayquant.ir.float_precision import ask_float_precision
 from relayquant.ir.ledger import read_ledger
 from relayquant.ir.rewrite.bind import Model, split_model
@@ -164,6 +166,10 @@ def quantize(
             code="RQ102",
         )
     mod, params = split_model(mod, params)
+    dataset = open_streams(mod, params, dataset)
+    settings = replace(
+        settings, validation_dataset=open_streams(mod, params, settings.validation_dataset)
+    )
     if settings.metric is not None:
         qmod = quantize_within(mod, params, dataset, settings.metric, settings)
     else:

@@ -25,6 +25,7 @@ from relayquant.flow.pipeline import (
 )
 from relayquant.flow.refine.prepared_edit import review_prepared
 from relayquant.flow.settings import CalibrateSettings, PrepareSettings
+from relayquant.flow.streams import open_streams
 from relayquant.ir.rewrite.bind import Model, bind_model, split_model
 from relayquant.stages.backends import find_backend, resolve_backend
 from relayquant.stages.calibration.dispatch import WORKER_TIMEOUT
@@ -70,6 +71,7 @@ def prepare(
         callbacks=callbacks,
     )
     mod, params = split_model(mod, params)
+    dataset = open_streams(mod, params, dataset)
     prepared = prepare_model(
         mod, params, dataset, qconfig_mapping, resolve_backend(backend), settings
     )
@@ -138,7 +140,7 @@ def calibrate(
         checkpoint=checkpoint,
         callbacks=callbacks,
     )
-    return calibrate_model(prepared, dataset, settings)
+    return calibrate_model(prepared, open_streams(prepared.mod, None, dataset), settings)
 
 
 @check_arguments

@@ -19,7 +19,9 @@ import tvm
 from tvm import relax
 
 from relayquant.errors import ModelError, format_count
+from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.entry import attach_attrs, find_attrs
+from relayquant.ir.rewrite.graph import iterate_results, result_expr
 
 #: Attribute of the model function, or of a module with several: JSON text, a list of values.
 STATE_ATTR = "relayquant.state"
@@ -131,6 +133,19 @@ def find_places(mod: tvm.IRModule, values: Sequence[StateValue]) -> dict[str, St
         if found is not None:
             places[name] = found
     return places
+
+
+def pair_states(mod: tvm.IRModule) -> list[tuple[str, str]]:
+    """Return (parameter, value that becomes it) of every state of main, by name. A new value that
+    is no variable is left out.
+    """
+    place = find_places(mod, get_state(mod)).get("main")
+    if place is None:
+        return []
+    graph = Graph(mod)
+    results = list(iterate_results(result_expr(graph)))
+    pairs = zip(place.names, results[len(results) - len(place.names) :], strict=True)
+    return [(name, new.name) for name, new in pairs if isinstance(new, relax.Var)]
 
 
 def list_functions(mod: tvm.IRModule) -> dict[str, relax.Function]:

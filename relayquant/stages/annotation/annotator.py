@@ -34,11 +34,13 @@ def annotate(
     backend: BackendConfig,
     mapping: QConfigMapping,
     wanted: Collection[str] = (),
+    tied: Sequence[tuple[str, str]] = (),
 ) -> Plan:
     """Return the plan for a prepared float module.
 
     Args:
         wanted: Names of the outputs that the module returns as integers.
+        tied: Pairs of values that share parameters where both are quantized.
 
     Raises:
         ConfigError: a line of the mapping selects nothing.
@@ -49,7 +51,7 @@ def annotate(
     check_mapping(graph, matches, mapping)
     quantized = decide_quantized(graph, matches, wanted)
     check_wanted(matches, quantized, wanted)
-    found = build_groups(graph, matches, quantized, wanted)
+    found = build_groups(graph, matches, quantized, wanted, tied)
     operators = []
     integers = {var for matched in matches if matched.root in quantized for var in matched.vars}
     for matched in matches:

@@ -92,9 +92,10 @@ def build_groups(
     matches: Sequence[OperatorMatch],
     quantized: frozenset[relax.Var],
     wanted: Collection[str] = (),
+    tied: Sequence[tuple[str, str]] = (),
 ) -> ValueGroups:
     """Build the groups of the `quantized` operators. Results that are `wanted` as integers
-    always have a group.
+    always have a group. Values that are `tied` have one group where both have one.
     """
     planned = [matched for matched in matches if matched.root in quantized]
     # An operator with dynamic parameters reads and returns float values, so only its weight has a
@@ -106,6 +107,7 @@ def build_groups(
     spread_sharing(active, partition)
     join_concat_inputs(graph, active, partition)
     add_supported_outputs(active, partition)
+    join_tied(graph, active, partition, tied)
 
     primary = choose_primary(active, partition)
     groups, key_of = group_values(graph, active, partition, primary)
@@ -275,6 +277,27 @@ def join_concat_inputs(graph: Graph, active: Sequence[OperatorMatch], partition:
             alone = all(graph.has_one_user(v) and graph.order[v] >= 0 for v, _ in members)
             if alone:
                 partition.join(part, node)
+
+
+def join_tied(
+    graph: Graph,
+    active: Sequence[OperatorMatch],
+    partition: Partition,
+    tied: Sequence[tuple[str, str]],
+) -> None:
+    """Give both values of a pair the same parameters: a state and its new value are one value.
+
+    A state that is read as integers is then returned on their grid, if an operator on integers
+    computes it.
+    """
+    roots = {matched.root.name: matched for matched in active}
+    for old, new in tied:
+        specs = {spec for nodes in partition.sets() for var, spec in nodes if var.name == old}
+        if new not in roots or old == new:
+            continue
+        spec = output_spec(roots[new])
+        if spec in specs:
+            partition.join((graph.vars[old], spec), (roots[new].root, spec))
 
 
 def add_supported_outputs(active: Sequence[OperatorMatch], partition: Partition) -> None:

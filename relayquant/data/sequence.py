@@ -1,0 +1,111 @@
+"""Sequences: samples in order, for models with state. State runs on within a sequence and begins
+anew with the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from relayquant.data.dataset import Dataset, open_dataset
+from relayquant.data.item import Batch, InputInfo, convert_item
+from relayquant.errors import DataError
+
+#: (inputs by name) -> the new values of the state by name
+Step = Callable[[Mapping[str, np.ndarray]], Mapping[str, np.ndarray]]
+
+
+@dataclass(frozen=True, eq=False)
+class SampleSequence:
+    """Samples of a model with state, in order, as one item of a data set.
+
+    Attributes:
+        samples: Each is what the model takes in one call, without its state: a dict, a tuple in
+            input order, or for one input an array. Anything that can be read repeatedly.
+    """
+
+    samples: Iterable[Any]
+
+
+@dataclass(frozen=True)
+class StreamedDataset(Dataset):
+    """A data set of a model with state: every step is a batch, with the state that the float model
+    has come to.
+
+    Attributes:
+        sequences: Returns the sequences: lists of batches without state.
+    """
+
+    sequences: Callable[[], Iterator[list[Batch]]] = lambda: iter(())
+
+
+def open_sequences(
+    dataset: Any,
+    inputs: Sequence[InputInfo],
+    initial: Mapping[str, np.ndarray],
+    step: Step,
+) -> StreamedDataset:
+    """Open the data set of a model with state.
+
+    An item that is no `SampleSequence` is a sequence of one step. An item with all inputs, state
+    included, stays as it is.
+
+    Args:
+        inputs: All inputs, state included.
+        initial: State -> its initial value.
+        step: Runs the float model once.
+
+    Raises:
+        DataError: as `open_dataset`, or a sequence is empty.
+    """
+    given = tuple(info for info in inputs if info.name not in initial)
+    if isinstance(dataset, SampleSequence):
+        dataset = [dataset]
+    whole = open_dataset(dataset, inputs if has_state(dataset, initial) else given)
+
+    def read_sequences() -> Iterator[tuple[int, list[Batch], Mapping[str, np.ndarray] | None]]:
+        index = 0
+        for item in whole.open_items():
+            if isinstance(item, Mapping) and initial.keys() <= item.keys():
+                batch = convert_item(item, tuple(inputs), index)
+                yield index, [{info.name: batch[info.name] for info in given}], batch
+                index += 1
+                continue
+            samples = list(item.samples) if isinstance(item, SampleSequence) else [item]
+            if not samples:
+                raise DataError(
+                    f"The sequence at sample {index} is empty. Give it samples.", code="RQ303"
+                )
+            yield (
+                index,
+                [convert_item(each, given, index + at) for at, each in enumerate(samples)],
+                None,
+            )
+            index += len(samples)
+
+    def read_steps() -> Iterator[Batch]:
+        for _, steps, complete in read_sequences():
+            if complete is not None:
+                yield dict(complete)
+                continue
+            state: Mapping[str, np.ndarray] = initial
+            for number, batch in enumerate(steps):
+                full = {**batch, **state}
+                yield full
+                if number + 1 < len(steps):
+                    state = step(full)
+
+    return StreamedDataset(
+        tuple(inputs),
+        None,
+        read_steps,
+        sequences=lambda: (steps for _, steps, complete in read_sequences() if complete is None),
+    )
+
+
+def has_state(dataset: Any, initial: Mapping[str, np.ndarray]) -> bool:
+    """Whether a dict of arrays has the state too."""
+    return isinstance(dataset, Mapping) and initial.keys() <= dataset.keys()

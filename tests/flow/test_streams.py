@@ -1,0 +1,149 @@
+"""Models with state: calibration over sequences, and one set of parameters for a state and its new
+value.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tvm import relax
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+import relayquant as rq
+from relayquant.data import open_dataset, open_sequences
+from relayquant.data.item import describe_inputs
+from relayquant.errors import DataError
+from relayquant.flow.streams import open_streams
+from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE, QUANTIZE
+from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.graph import call_name, iterate_results, result_expr
+
+RNG = np.random.default_rng(0)
+#: the first and the last steps of 300
+PARTS = slice(100), slice(200, 300)
+WEIGHT = RNG.standard_normal((3, 2, 3), "float32")
+
+
+def make_stream() -> object:
+    """A convolution over the last three columns of a stream: the two before are the state."""
+    x = relax.Var("x", relax.TensorType((1, 2, 1), "float32"))
+    past = relax.Var("past", relax.TensorType((1, 2, 2), "float32"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x, past]):
+        with builder.dataflow():
+            joined = builder.emit(relax.op.concat([past, x], axis=2), "joined")
+            y = builder.emit(relax.op.nn.conv1d(joined, relax.const(WEIGHT)), "y")
+            new = builder.emit(relax.op.strided_slice(joined, [2], [1], [3]), "new")
+            result = builder.emit_output(relax.Tuple([y, new]))
+        builder.emit_func_output(result)
+    return rq.with_state(builder.get(), [rq.StateValue("past", (1, 2, 2), "float32")])
+
+
+def draw_columns(count: int) -> list[np.ndarray]:
+    return [*RNG.uniform(-1, 1, (count, 1, 2, 1)).astype("float32")]
+
+
+def test_open_streams__state_runs_on_within_a_sequence():
+    mod = make_stream()
+    first, second = draw_columns(4), draw_columns(3)
+    single = draw_columns(1)[0]
+    items = [rq.SampleSequence(first), {"x": single}, rq.SampleSequence(second)]
+    batches = list(open_dataset(open_streams(mod, None, items), describe_inputs(mod)))
+    assert len(batches) == 8
+    for sequence, start in ((first, 0), ([single], 4), (second, 5)):
+        columns = np.concatenate([np.zeros((1, 2, 2), "float32"), *sequence], axis=2)
+        for at, x in enumerate(sequence):
+            np.testing.assert_array_equal(batches[start + at]["x"], x)
+            np.testing.assert_array_equal(batches[start + at]["past"], columns[:, :, at : at + 2])
+
+
+def test_open_streams__a_given_state_stays():
+    mod, past = make_stream(), np.ones((1, 2, 2), "float32")
+    data = open_streams(mod, None, [{"x": draw_columns(1)[0], "past": past}])
+    (batch,) = open_dataset(data, describe_inputs(mod))
+    np.testing.assert_array_equal(batch["past"], past)
+    assert open_streams(rq.with_state(mod, []), None, data) is data
+
+
+def test_open_sequences__says_what_is_wrong():
+    inputs = describe_inputs(make_stream())
+    initial = {"past": np.zeros((1, 2, 2), "float32")}
+
+    def read(*samples: object) -> None:
+        list(open_sequences([rq.SampleSequence(samples)], inputs, initial, lambda _: initial))
+
+    with pytest.raises(DataError, match="sequence at sample 0 is empty"):
+        read()
+    with pytest.raises(DataError, match=r"Sample 1: input 'x' does not fit.*\(1, 2, 1\)"):
+        read(np.zeros((1, 2, 1), "float32"), np.zeros((1, 3, 1), "float32"))
+
+
+def make_cell() -> object:
+    """A recurrent layer whose state is computed, read and returned as integers."""
+    x, h = (relax.Var(name, relax.TensorType((4, 8), "float32")) for name in "xh")
+    turn, _ = np.linalg.qr(RNG.standard_normal((8, 8)))
+    weights = [relax.const(w.astype("float32")) for w in (np.eye(8), 0.9 * turn, turn)]
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x, h]):
+        with builder.dataflow():
+            taken = builder.emit(relax.op.matmul(x, weights[0]), "taken")
+            held = builder.emit(relax.op.matmul(h, weights[1]), "held")
+            new = builder.emit(relax.op.nn.relu(relax.op.add(taken, held)), "new")
+            y = builder.emit(relax.op.matmul(new, weights[2]), "y")
+            result = builder.emit_output(relax.Tuple([y, new]))
+        builder.emit_func_output(result)
+    return rq.with_state(builder.get(), [rq.StateValue("h", (4, 8), "float32")])
+
+
+def draw_rows(count: int) -> list[np.ndarray]:
+    return [*RNG.uniform(-1, 1, (count, 4, 8)).astype("float32")]
+
+
+@pytest.fixture(scope="module")
+def quantized():
+    mod = make_cell()
+    data = [rq.SampleSequence(draw_rows(30)) for _ in range(4)]
+    return mod, rq.quantize(mod, None, data, callbacks=())
+
+
+def test_quantize__a_state_and_its_new_value_have_one_scale():
+    # Each step begins with zeros: a range of its own would be empty.
+    qmod = rq.quantize(make_cell(), None, draw_rows(16), callbacks=())
+    assert [value.name for value in rq.get_state(qmod)] == ["h"]
+    graph = Graph(qmod)
+    (taken,) = [
+        graph.values[var]
+        for var in graph.order
+        if graph.op_name(var) == QUANTIZE and getattr(graph.values[var].args[0], "name", "") == "h"
+    ]
+    given = graph.values[list(iterate_results(result_expr(graph)))[-1]]
+    assert call_name(given) == DEQUANTIZE
+    for at in (1, 2):  # scale and zero point
+        np.testing.assert_array_equal(taken.args[at].value.numpy(), given.args[at].value.numpy())
+
+
+def test_quantize__a_stream_does_not_drift(quantized):
+    mod, qmod = quantized
+    executors = [rq.Executor(rq.compile(each)) for each in (mod, qmod)]
+    energy, noise = np.zeros(300), np.zeros(300)
+    for at, x in enumerate(draw_rows(300)):
+        expected, got = (executor.run("main", [x])[0] for executor in executors)
+        energy[at], noise[at] = (expected**2).sum(), ((expected - got) ** 2).sum()
+    first, last = (10 * np.log10(energy[part].sum() / noise[part].sum()) for part in PARTS)
+    assert min(first, last) > 30
+
+
+@I.ir_module
+class Plain:
+    @R.function
+    def main(x: R.Tensor((1, 2), "float32")):
+        with R.dataflow():
+            y = R.nn.relu(x)
+            R.output(y)
+        return y
+
+
+def test_open_streams__a_model_without_state_keeps_its_data():
+    data = [np.zeros((1, 2), "float32")]
+    assert open_streams(Plain, None, data) is data
