@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from relayquant.base.plain_data import check_keys, check_list
 from relayquant.config.qconfig import FloatConfig, QConfig, read_qconfig, write_qconfig
 from relayquant.config.relay_names import RELAY_NAMES
+from relayquant.config.torch_names import TORCH_NAMES, name_class, name_function
 from relayquant.errors import ConfigError
 
 
@@ -26,6 +27,7 @@ class Selector(enum.Enum):
 
     GLOBAL = "global"
     OBJECT_TYPE = "object_type"
+    MODULE_CLASS = "module_class"
     MODULE_NAME_REGEX = "module_name_regex"
     MODULE_NAME = "module_name"
     MODULE_NAME_OBJECT_TYPE_ORDER = "module_name_object_type_order"
@@ -42,6 +44,8 @@ class OperatorSite:
         place: Position of its main operator in `peers`.
         peers: Names (of the value and its source node) of every operator of the same type, in
             topological order.
+        main_names: Those of `names` that belong to the main operator alone: not to a bias or an
+            activation that its pattern absorbed.
     """
 
     names: tuple[str, ...]
@@ -49,6 +53,7 @@ class OperatorSite:
     pattern: str = ""
     place: int = 0
     peers: tuple[tuple[str, ...], ...] = ()
+    main_names: tuple[str, ...] = ()
 
     def find_order(self, module: str) -> int | None:
         """Count the operators of this type before it below `module`. None if it is not below
@@ -80,12 +85,15 @@ def count_parts(module: str) -> int:
 def is_type(op: str, pattern: str, wanted: str) -> bool:
     """Whether `wanted` names this operator or this pattern.
 
-    Operator names are "relax.nn.conv2d", "nn.conv2d", "conv2d", or Relay names such as "nn.dense".
+    Operator names are "relax.nn.conv2d", "nn.conv2d", "conv2d", Relay names such as "nn.dense", or
+    names of PyTorch such as "aten.linear".
     """
     if wanted in (op, op.removeprefix("relax."), op.rsplit(".", 1)[-1]):
         return True
     if wanted == pattern != "":
         return True
+    if wanted in TORCH_NAMES:
+        return any(named.is_site(op, pattern) for named in TORCH_NAMES[wanted])
     return wanted in RELAY_NAMES and RELAY_NAMES[wanted].is_site(op, pattern)
 
 
@@ -97,10 +105,12 @@ class MappingRule:
 
     Attributes:
         kind: Kind of selection.
-        key: Operator type or pattern, regular expression, or name.
+        key: Operator type or pattern, class of modules, regular expression, or name.
         qconfig: How the selected operators are quantized.
         object_type, index: For MODULE_NAME_OBJECT_TYPE_ORDER with the name in `key`: the operator
             type, and its number below the name, from 0 in topological order.
+        modules: For MODULE_CLASS: the paths of the modules of this class. `relayquant.torch` sets
+            them, because it has the model.
         optional: Whether the line may select no operator, as in a mapping for many models.
         origin: Source of a line that the user did not write, such as "skip_conv_layers=[0]". The
             ledger shows it instead of the line.
@@ -113,6 +123,7 @@ class MappingRule:
     index: int = 0
     optional: bool = False
     origin: str = ""
+    modules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, Selector):
@@ -162,6 +173,8 @@ class MappingRule:
         """Whether the rule selects an operator."""
         if self.kind is Selector.OBJECT_TYPE:
             return is_type(site.op, site.pattern, self.key)
+        if self.kind is Selector.MODULE_CLASS:
+            return self.find_depth(site) >= 0
         if self.kind is Selector.MODULE_NAME_REGEX:
             return any(re.fullmatch(self.key, name) for name in site.names)
         if self.kind is Selector.MODULE_NAME:
@@ -171,12 +184,24 @@ class MappingRule:
             return is_wanted and site.find_order(self.key) == self.index
         return True
 
+    def find_depth(self, site: OperatorSite) -> int:
+        """Return the depth of the innermost of `modules` that holds an operator. -1 if none does.
+
+        Only the names of its main operator count: a convolution that absorbed a ReLU is none of the
+        ReLU's module.
+        """
+        names = site.main_names
+        found = (path for path in self.modules if any(is_below(name, path) for name in names))
+        return max(map(count_parts, found), default=-1)
+
     def rank(self, site: OperatorSite) -> int:
         """Return the rank of the line. Between two lines of the same kind, the higher rank
         decides.
         """
         if self.kind is Selector.OBJECT_TYPE:
             return int(self.key == site.pattern)  # a pattern is more specific than its operator
+        if self.kind is Selector.MODULE_CLASS:
+            return self.find_depth(site)
         if self.kind in (Selector.MODULE_NAME, Selector.MODULE_NAME_OBJECT_TYPE_ORDER):
             return count_parts(self.key)
         return 0
@@ -186,6 +211,7 @@ class MappingRule:
         data: dict[str, Any] = {"key": self.key, "qconfig": write_qconfig(self.qconfig)}
         if self.kind is Selector.MODULE_NAME_OBJECT_TYPE_ORDER:
             data |= {"object_type": self.object_type, "index": self.index}
+        data |= {"modules": list(self.modules)} if self.modules else {}
         data |= {"optional": True} if self.optional else {}
         return data | ({"origin": self.origin} if self.origin else {})
 
@@ -195,8 +221,11 @@ class MappingRule:
         needed = ["key", "qconfig"]
         if kind is Selector.MODULE_NAME_OBJECT_TYPE_ORDER:
             needed += ["object_type", "index"]
-        found = dict(check_keys(data, [*needed, "optional", "origin"], where, needed))
+        more = ["modules"] if kind is Selector.MODULE_CLASS else []
+        found = dict(check_keys(data, [*needed, *more, "optional", "origin"], where, needed))
         qconfig = read_qconfig(found.pop("qconfig"), f"{where}.qconfig")
+        if more:
+            found["modules"] = tuple(check_list(found.get("modules", ()), f"{where}.modules"))
         return MappingRule(kind, found.pop("key"), qconfig, **found)
 
 
@@ -205,12 +234,13 @@ class QConfigMapping:
     """The QConfig of each operator. None keeps an operator in float, FLOAT16 computes it in
     float16.
 
-    Precedence is the same as in torch.ao.quantization.QConfigMapping: global < object type < name
-    regex < name < name, type and order.
+    Precedence is the same as in torch.ao.quantization.QConfigMapping: global < object type < class
+    of modules < name regex < name < name, type and order.
 
     - Several matching regular expressions: the first that was set decides.
     - Several names: the longest name decides ("stage1/conv_a" before "stage1").
     - Several types: a pattern ("conv2d_relu") decides before its operator ("conv2d").
+    - Several classes: the class of the innermost module decides.
     - A tie, for example two names of one fused operator: the last line that was set decides.
 
     A name is the name of a value in the prepared model or of a node in the source model.
@@ -226,14 +256,25 @@ class QConfigMapping:
         return self._add(MappingRule(Selector.GLOBAL, "", qconfig))
 
     def set_object_type(
-        self, op: str, qconfig: QConfig | FloatConfig | None, *, optional: bool = False
+        self,
+        op: str | type | Callable[..., Any],
+        qconfig: QConfig | FloatConfig | None,
+        *,
+        optional: bool = False,
     ) -> QConfigMapping:
-        """Set the QConfig of an operator type or a pattern.
+        """Set the QConfig of an operator type or a pattern, or of the modules of a class.
 
-        Types are "relax.nn.conv2d", "nn.conv2d", "conv2d", or Relay names ("nn.dense",
-        "concatenate"). With `optional`, the model may have none.
+        Types are "relax.nn.conv2d", "nn.conv2d", "conv2d", Relay names ("nn.dense", "concatenate"),
+        or functions of PyTorch (`torch.nn.functional.linear`, `torch.add`), which also select the
+        modules that call them. A class (`torch.nn.Linear`, or your own) selects the operators of
+        its modules, and of modules inside them, in `relayquant.torch.quantize`, `prepare` and
+        `prepare_qat`. Subclasses count too. With `optional`, the model may have none.
         """
-        return self._add(MappingRule(Selector.OBJECT_TYPE, op, qconfig, optional=optional))
+        if isinstance(op, type):
+            rule = MappingRule(Selector.MODULE_CLASS, name_class(op), qconfig, optional=optional)
+            return self._add(rule)
+        name = op if isinstance(op, str) or not callable(op) else name_function(op)
+        return self._add(MappingRule(Selector.OBJECT_TYPE, name, qconfig, optional=optional))
 
     def set_module_name_regex(
         self, regex: str, qconfig: QConfig | FloatConfig | None
@@ -254,7 +295,7 @@ class QConfigMapping:
     def set_module_name_object_type_order(
         self,
         name: str,
-        op: str,
+        op: str | Callable[..., Any],
         index: int,
         qconfig: QConfig | FloatConfig | None,
         *,
@@ -265,11 +306,18 @@ class QConfigMapping:
         Numbers start at 0. "" is the whole model. With `optional`, there may be fewer operators.
         """
         kind = Selector.MODULE_NAME_OBJECT_TYPE_ORDER
+        if isinstance(op, type):
+            raise ConfigError(
+                f"QConfigMapping.set_{kind.value}: {op.__name__} is a class; allowed: an operator "
+                "type as text, or a function such as torch.nn.functional.linear.",
+                code="RQ101",
+            )
+        op = op if isinstance(op, str) or not callable(op) else name_function(op)
         return self._add(MappingRule(kind, name, qconfig, op, index, optional))
 
     def _add(self, rule: MappingRule) -> QConfigMapping:
         def is_replaced(other: MappingRule) -> bool:
-            same = {"qconfig": None, "optional": False, "origin": ""}
+            same = {"qconfig": None, "optional": False, "origin": "", "modules": ()}
             return replace(other, **same) == replace(rule, **same)
 
         if rule.kind is Selector.MODULE_NAME_REGEX and any(map(is_replaced, self.rules)):

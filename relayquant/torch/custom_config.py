@@ -234,7 +234,8 @@ class PrepareCustomConfig:
         ]  # fmt: skip
         kept = mapping.without(within)
         if alone:  # all operators that a line selects may be inside such modules
-            kept = make_optional(kept, (Selector.OBJECT_TYPE, Selector.MODULE_NAME_REGEX))
+            kinds = Selector.OBJECT_TYPE, Selector.MODULE_CLASS, Selector.MODULE_NAME_REGEX
+            kept = make_optional(kept, kinds)
         lines = (MappingRule(Selector.MODULE_NAME, path, None, optional=True) for path in paths)
         return replace(kept, rules=(*kept.rules, *lines))
 

@@ -19,6 +19,7 @@ from relayquant.stages.backends import resolve_backend
 from relayquant.stages.effort import default_mapping, resolve_effort
 from relayquant.torch.custom_config import PrepareCustomConfig
 from relayquant.torch.exporting import check_module, load_module
+from relayquant.torch.user_mapping import find_classes
 
 
 @check_arguments
@@ -48,7 +49,8 @@ def quantize(
             `relayquant.quantize` select their dtypes.
         dataset: As for `relayquant.quantize`. Items may be torch tensors, so a DataLoader without
             labels works.
-        options: Further arguments of `relayquant.quantize`.
+        options: Further arguments of `relayquant.quantize`. A `qconfig_mapping` may also select
+            the modules of a class: `QConfigMapping().set_object_type(torch.nn.Linear, ...)`.
 
     Returns:
         The result of `relayquant.quantize`. Inputs are in the order of the module's arguments.
@@ -60,8 +62,10 @@ def quantize(
         DataError, ConfigError: as for `relayquant.quantize`.
     """
     shaping = {"example_kwargs": example_kwargs, "dynamic_shapes": dynamic_shapes}
+    check_module(module)
+    if options.get("qconfig_mapping") is not None:
+        options["qconfig_mapping"] = find_classes(options["qconfig_mapping"], module)
     if prepare_custom_config is not None:
-        check_module(module)
         has_parts = prepare_custom_config.standalone or prepare_custom_config.custom
         if has_parts and any(value is not None for value in shaping.values()):
             raise ConfigError(

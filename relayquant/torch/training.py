@@ -35,6 +35,7 @@ from relayquant.torch.batch_norm import FoldedNorm, Normalization, find_folded, 
 from relayquant.torch.custom_config import PrepareCustomConfig
 from relayquant.torch.exporting import check_module, check_state, export, free_batch
 from relayquant.torch.exporting import load as load_program
+from relayquant.torch.user_mapping import find_classes
 
 if TYPE_CHECKING:
     from relayquant.torch.standalone import Unit
@@ -71,7 +72,7 @@ def prepare_qat(
         example_inputs, example_kwargs: As for `torch.export.export`. Calls must have the same
             structure. If the examples hold more than one sample, and the module allows it, it
             trains with any number of samples.
-        qconfig_mapping, backend, effort: As for `relayquant.quantize`.
+        qconfig_mapping, backend, effort: As for `relayquant.torch.quantize`.
         calibration_dataset: Data set for the first ranges, as for `relayquant.quantize`. Without
             it, the first batches in training mode give the ranges, as with FX: the first batch with
             a moving average, which then continues, else `rounding.WATCHED` batches. Then nothing is
@@ -103,6 +104,7 @@ def prepare_qat(
         DataError: the data does not fit the module.
     """
     check_module(module)
+    qconfig_mapping = find_classes(qconfig_mapping, module)
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     config, backend = prepare_custom_config, resolve_backend(backend)
     is_live, is_waiting = batch_norm is BatchNorm.LIVE, calibration_dataset is None

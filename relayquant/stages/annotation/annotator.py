@@ -17,7 +17,7 @@ import tvm
 from tvm import relax
 
 from relayquant.config import BackendConfig, QConfigMapping
-from relayquant.config.mapping import MappingRule, OperatorSite, Selector, is_type
+from relayquant.config.mapping import MappingRule, OperatorSite, Selector, is_below, is_type
 from relayquant.config.relay_names import RELAY_NAMES
 from relayquant.errors import ConfigError
 from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE
@@ -107,6 +107,14 @@ def check_mapping(graph: Graph, matches: Sequence[OperatorMatch], mapping: QConf
     """
     sites = Sites(graph)
     for rule in mapping.rules:
+        if rule.kind is Selector.MODULE_CLASS and not rule.modules:
+            raise ConfigError(
+                f"QConfigMapping: {rule.description} names a class of PyTorch modules, but a Relax "
+                "module does not know the classes. Call relayquant.torch.quantize, prepare or "
+                'prepare_qat, or select the operator ("nn.dense" or torch.nn.functional.linear for '
+                "torch.nn.Linear).",
+                code="RQ102",
+            )
         if rule.kind is Selector.GLOBAL or rule.optional:
             continue
         if not any(rule.selects(find_site(sites, matched)) for matched in matches):
@@ -136,11 +144,15 @@ def suggest_type(matches: Sequence[OperatorMatch], rule: MappingRule) -> str:
 
 
 def find_fused(graph: Graph, matches: Sequence[OperatorMatch], rule: MappingRule) -> str:
-    """Return a sentence on the operator that a line by type means if a pattern absorbed that
-    operator; else "".
+    """Return a sentence on the operator that a line by type or class means if a pattern absorbed
+    that operator; else "".
     """
     wanted = rule.object_type or (rule.key if rule.kind is Selector.OBJECT_TYPE else "")
     for matched in matches:
+        for path in rule.modules:
+            if any(is_below(var.name, path) for var in matched.vars) and matched.pattern:
+                whole = f"{matched.root.name!r} ({matched.pattern.name})"
+                return f"Module {path!r} is part of {whole}; select that by its name. "
         for var in matched.vars if wanted and matched.pattern else ():
             op = graph.op_name(var)
             if op != matched.op and is_type(op, "", wanted):

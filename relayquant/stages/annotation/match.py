@@ -237,7 +237,12 @@ class Sites:
         main = next((v for v in variables if self.graph.op_name(v) == op), variables[-1])
         peers, places = self.order
         return OperatorSite(
-            self.names(variables), op, pattern, places.get(main, 0), peers.get(op, ())
+            self.names(variables),
+            op,
+            pattern,
+            places.get(main, 0),
+            peers.get(op, ()),
+            self.names((main,)),
         )
 
 

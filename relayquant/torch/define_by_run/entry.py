@@ -54,9 +54,9 @@ def prepare(
     Args:
         model: A `torch.nn.Module`, which runs in evaluation mode, or any callable.
         example_inputs: Arguments of a first call, which counts as calibration.
-        qconfig_mapping: As for `relayquant.quantize`. Names are paths of modules; for a callable,
-            after the name under which it refers to the module. In a line for the n-th operator of a
-            type, n counts inside a region.
+        qconfig_mapping: As for `relayquant.torch.quantize`. Names are paths of modules; for a
+            callable, after the name under which it refers to the module. In a line for the n-th
+            operator of a type, n counts inside a region.
         backend, effort, observer: As for `relayquant.quantize`.
         unseen: Behaviour of the converted model at an operator that calibration never reached: an
             `Unseen` or its value.
