@@ -100,6 +100,8 @@ def lower_dense(context: GroupedBlock, var: relax.Var) -> Lowered | Skip:
         return Skip("the sums of a group may exceed int32")
     if not is_float and data_scale.ty.ndim == 0:
         return Skip("one scale for all rows")
+    if not is_float and tensor_shape(data_scale)[-1] != 1:  # pyright: ignore[reportOptionalSubscript]
+        return Skip("the data has a scale for each group")
     spec = replace(spec, leading=read_leading(shape[:-1]))
     kernel = Kernel("grouped_dense", spec, lambda: build_grouped_dense(spec, context.isa))
     rows = (data,) if is_float else (data, data_scale)

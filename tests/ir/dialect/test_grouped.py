@@ -29,7 +29,7 @@ ZEROS = {2: True, 3: True, 4: False, 8: "float32"}
 
 
 @pytest.mark.parametrize("bits", CODE_BITS)
-@pytest.mark.parametrize("kind", ["float32", "int8"])
+@pytest.mark.parametrize("kind", ["float32", "int8", "int8 with scales of groups"])
 def test_grouped_dense__loop_nest_is_as_numpy(bits, kind):
     """Also a last group that is short, zero points, offsets and scales of float16."""
     rng = np.random.default_rng(bits)
@@ -41,8 +41,9 @@ def test_grouped_dense__loop_nest_is_as_numpy(bits, kind):
         return qnn.grouped_dense(x, 1.0, *weight, *form)
 
     arrays = [x, *weight]
-    if kind == "int8":
-        arrays = [(40 * x).astype("int8"), np.abs(x[..., :1]) + 1, *weight]
+    if kind != "float32":
+        scales = np.abs(x[..., : 1 if kind == "int8" else 3]) + 1
+        arrays = [(40 * x).astype("int8"), scales, *weight]
         call = lambda *args: qnn.grouped_dense(*args, *form)  # noqa: E731
     module = make_module(call, [type_of(array) for array in arrays])
     (expected,) = run(module, arrays)
@@ -84,6 +85,11 @@ BAD = {
         "zero": "int8"
     },
     "operand 'weight_zero_point' has rank 0; allowed: rank 2": {"zero": "float16"},
+    r"operand 'data_scale' has shape \(2, 3\); allowed: \(..., 1\), .*or \(..., 2\)": {
+        "data": ((2, 16), "int8"),
+        "scale": (2, 3),
+        "form": (4, 8, 16),
+    },
     "group_size=0, features=16; allowed": {"form": (4, 0, 16)},
 }
 

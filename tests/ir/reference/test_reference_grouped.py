@@ -69,6 +69,25 @@ def test_grouped_dense__exact_to_rounding_of_sums(bits, has_zeros):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("has_offsets", [False, True])
+def test_grouped_dense__scales_of_the_data_for_each_group(bits, has_offsets):
+    """Rows that `quantize_rows` makes of groups, against float64."""
+    rng = np.random.default_rng(bits)
+    codes, packed, scale, _ = draw_weight(rng, (5, 24), bits, 8, False)
+    zero = rng.normal(size=scale.shape).astype("float16") if has_offsets else np.uint8(2)
+    data = rng.normal(size=(2, 3, 3, 8)).astype("float32") * [[1], [10], [100]]
+    q, steps = qnn.quantize_rows(data)
+    form = {"bits": bits, "group_size": 8, "features": 24}
+    found = qnn.grouped_dense(q.reshape(2, 3, 24), steps[..., 0], packed, scale, zero, **form)
+    real = codes.reshape(5, 3, 8) - (0 if has_offsets else 2.0)
+    real = real * scale[..., None] + (zero[..., None].astype("float64") if has_offsets else 0)
+    rows = q.astype("float64") * steps
+    expected = rows.reshape(2, 3, 24) @ real.reshape(5, 24).T
+    size = np.abs(rows).reshape(2, 3, 24) @ np.abs(real).reshape(5, 24).T
+    assert (np.abs(found - expected) <= 1e-6 * size + 1e-6 * np.abs(rows).max() * 24).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
 def test_grouped_dense__offsets_are_exact_to_rounding_of_sums(bits):
     """real = scale * code + offset, against fractions: two roundings for each group."""
     rng = np.random.default_rng(bits)

@@ -33,6 +33,7 @@ from relayquant.ir.dialect.operands import (
 )
 from relayquant.ir.dialect.operator import Operator, define_attrs
 from relayquant.ir.dialect.parameters import PrimExpr, compute_tensor
+from relayquant.ir.rewrite.graph import static_size
 
 __all__ = ["grouped_dense", "grouped_take", "quantize_rows"]
 
@@ -84,6 +85,10 @@ def grouped_dense(
     int8 data, the sum over a group is exact in int32. Each sum is converted to float32, multiplied
     by the group scale and added in group order. Multiplication and addition share one rounding
     (fma). With offsets, each group then adds the sum of its data times its offset in the same way.
+
+    int8 data may have a scale for each of the G groups of a row, too: data_scale (..., G). It is
+    multiplied with the group scale, and with the sum of the data, before. `quantize_rows` of the
+    data as (..., G, group_size) makes such integers.
     """
     values = (data, data_scale, weight, weight_scale, weight_zero_point)
     attrs = QGroupedAttrs(int(bits), int(group_size), int(features))
@@ -197,6 +202,14 @@ def infer_grouped_dense(call: Call, _builder: Any) -> Any:
         raise data_scale.fail(
             f"has rank {data_scale.ndim}", f"allowed: rank {data.ndim}, one scale for each row"
         )
+    groups = count_groups(int(call.attrs.features), int(call.attrs.group_size))
+    scales = None if data_scale.ndim < 1 else static_size(data_scale.dimension(data_scale.ndim - 1))
+    if scales not in (None, 1, groups):
+        raise data_scale.fail(
+            f"has shape {show_shape(data_scale.shape or [])}",
+            f"allowed: (..., 1), one scale for each row, or (..., {groups}), one for each group of "
+            f"{call.attrs.group_size} columns",
+        )
     if data.shape is None or rows is None:
         return relax.TensorType(None, "float32", data.ty.vdevice, data.ndim)
     features = tirx.IntImm("int64", int(call.attrs.features))
@@ -286,6 +299,12 @@ def has_offsets(zero_point: te.Tensor) -> bool:
     return zero_point.dtype != "uint8"
 
 
+def has_scale_of_each_group(data_scale: Any, groups: int) -> bool:
+    """Tell whether an operand of known shape has a scale for each of several groups of a row."""
+    shape = data_scale.shape
+    return len(shape) > 0 and groups > 1 and static_size(shape[len(shape) - 1]) == groups
+
+
 def legalize_grouped_dense(builder: BlockBuilder, call: Call) -> Any:
     """Sum data * (code - zero point) over each group, then over the groups with their scales."""
     size, features = int(call.attrs.group_size), int(call.attrs.features)
@@ -320,15 +339,19 @@ def legalize_grouped_dense(builder: BlockBuilder, call: Call) -> Any:
             name="row_sums",
         )
 
+        has_group_scales = has_scale_of_each_group(data_scale, groups)
+
         def total(*i: PrimExpr) -> PrimExpr:
-            value = sums(*i, g).astype("float32") * scale(i[-1], g).astype("float32")
+            own = data_scale(*i[:-1], g) if has_group_scales else tirx.const(1.0, "float32")
+            factor = own * scale(i[-1], g).astype("float32")
+            value = sums(*i, g).astype("float32") * factor
             if has_offsets(zero):
                 offset = zero(i[-1], g).astype("float32")
-                value = value + row_sums(*i[:-1], g).astype("float32") * offset
+                value = value + own * row_sums(*i[:-1], g).astype("float32") * offset
             return te.sum(value, axis=g)
 
         added = compute_tensor(shape, total, name="added")
-        if is_float:
+        if is_float or has_group_scales:
             return added
 
         def scaled(*i: PrimExpr) -> PrimExpr:

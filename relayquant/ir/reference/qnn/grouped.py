@@ -75,8 +75,9 @@ def grouped_dense(
 
     For int8 data, the sum of each group is exact. total = fma(float32(sum), scale, total) runs over
     the groups in order, from 0. With offsets, total = fma(float32(sum of the data), offset, total)
-    follows for each group. The total is then multiplied by the row scale. For float32 data, the
-    sums of a group are float32, in unspecified order.
+    follows for each group. The total is then multiplied by the row scale. With a data scale for
+    each group, (..., G), scale and sum of the data are multiplied by it before, and the total is
+    the result. For float32 data, the sums of a group are float32, in unspecified order.
     """
     data, weight = np.asarray(data), np.asarray(weight)
     offsets = read_offsets(weight_zero_point)
@@ -93,15 +94,19 @@ def grouped_dense(
             return total + sums * factors
         return fma_float32(sums.astype("float32"), factors, total)
 
-    for group in range(count_groups(features, group_size)):
+    groups = count_groups(features, group_size)
+    steps = np.atleast_1d(np.asarray(data_scale, "float32"))
+    steps = np.broadcast_to(steps, (*data.shape[:-1], steps.shape[-1])).reshape(len(rows), -1)
+    has_group_scales = steps.shape[1] == groups > 1
+    for group in range(groups):
         part = slice(group * group_size, (group + 1) * group_size)
-        total = add(rows[:, part] @ values[:, part].astype(kind).T, scales[:, group])
+        own = steps[:, group, None] if has_group_scales else np.float32(1)
+        total = add(rows[:, part] @ values[:, part].astype(kind).T, scales[:, group] * own)
         if offsets is not None:
-            total = add(rows[:, part].sum(axis=1, keepdims=True), offsets[:, group])
-    if not is_float:
-        total = total * np.broadcast_to(
-            np.asarray(data_scale, "float32"), (*data.shape[:-1], 1)
-        ).reshape(-1, 1)
+            sums = rows[:, part].sum(axis=1, keepdims=True).astype("float32")
+            total = add(sums * own, offsets[:, group])
+    if not is_float and not has_group_scales:
+        total = total * steps
     return np.asarray(total, "float32").reshape(*data.shape[:-1], len(weight))
 
 
