@@ -22,7 +22,7 @@ from relayquant.errors import ConfigError, ModelError
 EFFORTS = ("fast", "balanced", "best")
 GUARDS = ("revert", "warn", "off")
 PRECISIONS = ("float32", "bf16")
-MODEL_TYPES = ("transformer",)
+MODEL_TYPES = ("general", "transformer")
 OBSERVERS = ("minmax", "average-max", "moving-average", "percentile", "mse", "kl")
 SCHEMES = ("symmetric", "affine")
 METRICS = ("top1", "agreement")
@@ -473,7 +473,8 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model-type",
         choices=MODEL_TYPES,
-        help="for transformers: quantize only matrix products, and smooth their inputs",
+        help="transformer: quantize only matrix products, and smooth their inputs; general: "
+        "quantize all operators (default: recognized)",
     )
     parser.add_argument(
         "--observer", choices=OBSERVERS, help="how ranges are chosen (default: depends on --effort)"

@@ -1,4 +1,6 @@
-"""Model types that need more than the backend's defaults, and their settings."""
+"""Model types that need more than the backend's defaults, their settings, and how a mapping says
+that the type was recognized.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,10 @@ from dataclasses import dataclass
 
 
 class ModelType(enum.Enum):
-    """The type of a model that needs special settings."""
+    """The type of a model that needs special settings. It is recognized if it is not given."""
+
+    #: All operators are quantized. Nothing is recognized.
+    GENERAL = "general"
 
     #: Residual sums have a few channels that are much larger than the rest. Only matrix products
     #: and convolutions are quantized, and the inputs of matrix products are smoothed.
@@ -28,6 +33,13 @@ class ModelTypeSettings:
 
     operators: tuple[str, ...]
     alpha: float
+
+
+#: Origin of the line that keeps all other operators of a recognized transformer in float.
+RECOGNIZED = (
+    "model_type=transformer, which was recognized by its attention and by a few channels that are "
+    "far larger than the rest"
+)
 
 
 MODEL_TYPES: Mapping[ModelType, ModelTypeSettings] = {

@@ -31,6 +31,7 @@ from relayquant.config import (
 from relayquant.config.observers import Fixed
 from relayquant.config.observers.base import NotFiniteError
 from relayquant.data import CalibrationShare, SpreadSample
+from relayquant.flow.mapping_choice import choose_mapping
 from relayquant.flow.refine.guard import (
     Attempt,
     Suspects,
@@ -82,7 +83,7 @@ from relayquant.stages.conversion.partial import (
     has_quantized_values,
     realize_quantized,
 )
-from relayquant.stages.effort import EFFORTS, choose_order, default_mapping, describe_work
+from relayquant.stages.effort import EFFORTS, choose_order, describe_work
 from relayquant.stages.equalization import add_scales, move_scales
 from relayquant.stages.preparation import prepare_module
 from relayquant.stages.preparation.canonical import apply_fusers
@@ -251,8 +252,6 @@ def prepare_model(
     user's own.
     """
     level, run = EFFORTS[settings.level], settings.events.run_stage
-    if mapping is None:
-        mapping = default_mapping(backend, settings.level, settings.model_type)
     keep = {row.pattern.op for row in backend.patterns}
     canonical = run("prepare", partial(prepare_module, keep=keep, needs_finite=True), mod, params)
     canonical = apply_fusers(canonical, backend.fusers, keep)
@@ -264,8 +263,9 @@ def prepare_model(
         canonical, settings.input_dtypes or {}, settings.output_dtypes or {}
     )
     kept = {value.name for value in inputs if value.is_integer}
-    if dataset is not None or settings.model_type is not None:
-        canonical = run("equalize", add_scales, canonical, dataset, kept, settings.model_type)
+    mapping, model_type = choose_mapping(canonical, dataset, mapping, backend, settings)
+    if dataset is not None or model_type is not None:
+        canonical = run("equalize", add_scales, canonical, dataset, kept, model_type)
 
     wanted = {value.name for value in outputs if value.is_integer}
     plan = run("annotate", annotate, canonical, backend, mapping, wanted, pair_states(canonical))

@@ -84,9 +84,12 @@ def quantize(
         effort: "fast", "balanced" or "best": how much work calibration does for accuracy; see
             `Effort`.
         model_type: "transformer" for transformers: only matrix products and convolutions are
-            quantized (unless a `qconfig_mapping` says otherwise). If a few channels that products
-            with weights read are far larger than the rest, a part of their range moves to the
-            weights (`smooth_activations`). More accurate, less fast. None: all operators.
+            quantized (unless a `qconfig_mapping` says otherwise), and a part of the range of the
+            channels that products with weights read moves to the weights (`smooth_activations`).
+            More accurate, less fast. "general": all operators are quantized. None: "transformer" if
+            the model has attention and a few channels of a norm are far larger than the rest, and
+            neither a mapping nor `strict` nor integer inputs or outputs are asked for; else
+            "general".
         input_dtypes, output_dtypes: {name or index: integer dtype} for inputs and outputs of main
             that are integers, e.g. {"x": "uint8"} or {0: "uint8"}. `ledger(qmod).inputs` and
             `.outputs` hold their scales and zero points.

@@ -20,6 +20,7 @@ from relayquant.base.qtypes import QParams
 from relayquant.base.storage.files import reading
 from relayquant.base.tables import format_html
 from relayquant.config.accumulator import NATIVE
+from relayquant.config.model_type import RECOGNIZED
 from relayquant.errors import ConfigError, ModelError, format_count
 from relayquant.ir.dialect.legality import is_integer_operator
 from relayquant.ir.plan import PassedOver, Plan
@@ -31,6 +32,7 @@ LEDGER_ATTR = "relayquant.ledger"
 #: begins
 WIDE_ORIGIN = "the range of its values"
 WIDE_REASON = f"kept in float by {WIDE_ORIGIN}"
+RECOGNIZED_REASON = f"kept in float by {RECOGNIZED}"
 
 
 @dataclass(frozen=True)
@@ -340,6 +342,11 @@ class Ledger(PlainFields):
         wide = [row.name for row in self.floating if row.reason.startswith(WIDE_REASON)]
         kinds = Counter(row.op for row in self.floating).most_common(3)
         found = [f"in float for the range of their values: {', '.join(wide)}"] if wide else []
+        if any(row.reason.startswith(RECOGNIZED_REASON) for row in self.floating):
+            found.append(
+                "recognized as a transformer, so that only products are quantized "
+                '(model_type="general" quantizes all operators)'
+            )
         if kinds:
             counts = ", ".join(f"{count} {op}" for op, count in kinds)
             more = len(self.floating) - sum(count for _, count in kinds)

@@ -19,7 +19,8 @@ from relayquant.config import (
     WeightRounding,
 )
 from relayquant.config.fitting import DEFAULT_FIT
-from relayquant.config.model_type import MODEL_TYPES
+from relayquant.config.mapping import MappingRule, Selector
+from relayquant.config.model_type import MODEL_TYPES, RECOGNIZED
 from relayquant.config.observers import MinMax, Observer
 from relayquant.errors import ConfigError, format_count, suggest_name
 from relayquant.ir.plan import Plan
@@ -198,18 +199,30 @@ def apply_effort(qconfig: QConfig, effort: Effort) -> QConfig:
 
 
 def default_mapping(
-    backend: BackendConfig, effort: Effort, model_type: ModelType | None = None
+    backend: BackendConfig,
+    effort: Effort,
+    model_type: ModelType | None = None,
+    *,
+    is_recognized: bool = False,
 ) -> QConfigMapping:
     """Return the backend's default mapping for a model of this type, with the level's observers.
     It selects every operator or the operators that this type of model has quantized. It has no
-    lines if the backend has no default.
+    lines if the backend has no default. If the type `is_recognized`, a line says so.
     """
     mapping = QConfigMapping()
     if backend.default_qconfig is None:
         return mapping
     qconfig = apply_effort(backend.default_qconfig, effort)
-    if model_type is None:
+    if model_type not in MODEL_TYPES:
         return mapping.set_global(qconfig)
+    if is_recognized:
+        mapping = QConfigMapping((MappingRule(Selector.GLOBAL, "", None, origin=RECOGNIZED),))
     for operator in MODEL_TYPES[model_type].operators:
         mapping = mapping.set_object_type(operator, qconfig, optional=True)
     return mapping
+
+
+def read_recognized(mapping: QConfigMapping) -> ModelType | None:
+    """Return the type that was recognized when `default_mapping` made this mapping."""
+    is_recognized = any(rule.origin == RECOGNIZED for rule in mapping.rules)
+    return ModelType.TRANSFORMER if is_recognized else None

@@ -117,7 +117,7 @@ def test_argument__unknown_text_is_an_error_with_what_is_allowed(digits) -> None
     mod, params, data = digits
     with pytest.raises(rq.ConfigError, match=r"quantize: guard is 'of'; allowed: .*mean 'off'"):
         rq.quantize(mod, params, data, guard="of")
-    with pytest.raises(rq.ConfigError, match="quantize: model_type is 'cnn'; allowed: 'transf"):
+    with pytest.raises(rq.ConfigError, match="model_type is 'cnn'; allowed: 'general', 'transf"):
         rq.quantize(mod, params, data, model_type="cnn")
 
 

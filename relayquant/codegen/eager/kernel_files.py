@@ -72,10 +72,11 @@ class KernelFiles:
             return
 
         def write(temporary: Path) -> None:
-            module.export_library(str(temporary))
-            data = temporary.read_bytes()
-            # Loaders ignore what follows the last section.
-            temporary.write_bytes(data + hashlib.sha256(data).digest())
+            with writing(temporary):
+                module.export_library(str(temporary))
+                data = temporary.read_bytes()
+                # Loaders ignore what follows the last section.
+                temporary.write_bytes(data + hashlib.sha256(data).digest())
 
         try:
             with writing(self.folder):

@@ -56,7 +56,7 @@ def add_scales(
     """
     if dataset is not None:
         canonical = scale_inputs(canonical, dataset, kept)
-    if model_type is not None:
+    if model_type in MODEL_TYPES:
         canonical = smooth_products(canonical, dataset, model_type)
     return canonical
 

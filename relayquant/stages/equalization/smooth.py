@@ -46,9 +46,9 @@ import tvm
 from tvm import relax
 from tvm.ir import Call
 
+from relayquant.codegen.eager import EagerModule
 from relayquant.errors import ConfigError
-from relayquant.ir import reference
-from relayquant.ir.rewrite import Emitter, Graph, rewrite_main
+from relayquant.ir.rewrite import Emitter, Graph, expose_values, rewrite_main
 from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_shape
 from relayquant.stages.equalization.absorb import Channels, Edit, absorb
 from relayquant.stages.equalization.channels import (
@@ -236,14 +236,15 @@ def measure_sites(
     largest = {var: np.zeros(ids.size) for var, ids in channels.items()}
     squares = {var: np.zeros(ids.size) for var, ids in channels.items()}
     counts = dict.fromkeys(channels, 0)
+    values = EagerModule(expose_values(mod, [var.name for var in channels]))
+    params = [param.name for param in Graph(mod).func.params]
     for batch in batches:
-        values = reference.run_values(mod, dict(batch))
-        for var, ids in channels.items():
-            array = np.abs(values[var.name].astype("float64"))
+        results = values.run("main", [batch[name] for name in params])
+        for (var, ids), array in zip(channels.items(), results, strict=False):
             others = tuple(axis for axis, size in enumerate(ids.shape) if size == 1)
-            peak = array.max(axis=others, initial=0.0)
+            peak = np.maximum(array.max(axis=others, initial=0), -array.min(axis=others, initial=0))
             largest[var] = np.maximum(largest[var], peak.ravel())
-            squares[var] += np.square(array).sum(axis=others).ravel()
+            squares[var] += np.square(array).sum(axis=others, dtype="float64").ravel()
             counts[var] += array.size // ids.size
     return {
         var: ChannelStatistics(largest[var], squares[var] / max(counts[var], 1)) for var in channels

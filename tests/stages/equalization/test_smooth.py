@@ -16,6 +16,7 @@ from relayquant.analysis.outputs import measure_gaps
 from relayquant.ir import reference
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import constant_value
+from relayquant.stages.equalization import recognize_type
 from relayquant.stages.equalization.absorb import absorb, reshape_channels
 from relayquant.stages.equalization.channels import ChannelStatistics
 from relayquant.stages.equalization.smooth import (
@@ -104,7 +105,9 @@ def test_smooth__finds_all_products_of_a_block() -> None:
 def test_smooth__loses_less_to_8_bits() -> None:
     gaps = []
     for mod in (MODEL, rq.smooth_activations(MODEL, None, DATA)[0]):
-        qmod = rq.quantize(mod, None, DATA, effort="fast", guard=rq.config.Guard.OFF)
+        qmod = rq.quantize(
+            mod, None, DATA, effort="fast", model_type="general", guard=rq.config.Guard.OFF
+        )
         gaps.append(measure_gaps(MODEL, qmod, draw_batches(MODEL, 4, seed=9))[0].sqnr)
     assert gaps[1] > gaps[0] + 3
 
@@ -206,7 +209,7 @@ def post_norm(emit: Chain, x: relax.Expr) -> relax.Expr:
 def test_model_type__a_transformer_loses_less_to_8_bits(block, backend) -> None:
     mod = build_model(block, (2, TOKENS, WIDTH))
     data, gaps = draw_batches(mod, 3), []
-    for model_type in (None, rq.config.ModelType.TRANSFORMER):
+    for model_type in ("general", None):  # None: it is recognized
         qmod = rq.quantize(
             mod,
             None,
@@ -220,6 +223,59 @@ def test_model_type__a_transformer_loses_less_to_8_bits(block, backend) -> None:
     assert {row.op for row in rows if row.quantized} == {"matmul"}
     assert all(row.quantized for row in rows if row.op == "matmul")
     assert gaps[1] > gaps[0] + 5, gaps
+    assert "recognized as a transformer" in rq.ledger(qmod).summarize()
+    again = rq.quantize(
+        mod,
+        None,
+        data,
+        model_type=rq.config.ModelType.TRANSFORMER,
+        backend=backend,
+        guard=rq.config.Guard.OFF,
+    )
+    (x,) = draw_batches(mod, 1, seed=9)[0].values()
+    np.testing.assert_array_equal(reference.run(again, [x])[0], reference.run(qmod, [x])[0])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "general"},
+        {"qconfig_mapping": rq.QConfigMapping().set_object_type("matmul", None)},
+    ],
+)
+def test_model_type__is_recognized_only_where_it_is_left_open(change) -> None:
+    mod = build_model(transformer, (2, TOKENS, WIDTH))
+    prepared = rq.prepare(mod, None, draw_batches(mod, 1), effort="fast", **change)
+    assert not any(name.endswith(".smooth") for name in Graph(prepared.mod).vars)
+
+
+def even(emit: Chain, x: relax.Expr) -> relax.Expr:
+    """Attention whose channels are alike."""
+    ones = relax.const(np.ones(WIDTH, "float32"))
+    norm = emit("norm", op.nn.layer_norm(x, ones, ones, axes=[-1]))
+    q, k, v = (emit.dense(name, norm, WIDTH) for name in "qkv")
+    scores = emit("scores", op.matmul(q, emit("turned", op.permute_dims(k, [0, 2, 1]))))
+    return emit("heads", op.matmul(emit("softmax", op.nn.softmax(scores)), v))
+
+
+def uneven_classes(emit: Chain, x: relax.Expr) -> relax.Expr:
+    """A few large channels, and a softmax of a product with a weight."""
+    y = emit.dense("classes", emit_norm(emit, "norm", x), WIDTH)
+    return emit("softmax", op.nn.softmax(y))
+
+
+@pytest.mark.parametrize(
+    ("block", "found"),
+    [
+        (transformer, rq.config.ModelType.TRANSFORMER),
+        (post_norm, rq.config.ModelType.TRANSFORMER),
+        (even, None),
+        (uneven_classes, None),
+    ],
+)
+def test_recognize_type__needs_attention_and_a_few_large_channels(block, found) -> None:
+    mod = build_model(block, (2, TOKENS, WIDTH))
+    assert recognize_type(prepare_module(mod), draw_batches(mod, 1)) is found
 
 
 @pytest.mark.parametrize("block", [transformer, post_norm])
