@@ -9,12 +9,14 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
+from tvm import relax
 
 import relayquant as rq
 from relayquant.base.packing import count_bytes, count_groups, pack_codes, unpack_codes
 from relayquant.base.runtime import Executor
 from relayquant.errors import ModelError
 from relayquant.formats.readers.onnx.operators import FOREIGN, OF_FRONTEND
+from relayquant.ir.dialect import qnn
 from relayquant.ir.rewrite import Graph
 
 runtime = pytest.importorskip("onnxruntime")
@@ -541,3 +543,17 @@ def test_export__four_bits_take_half_a_byte(tmp_path):
         sizes = {t.name: len(t.raw_data) for t in model.graph.initializer}
         assert sizes["h.weight"] == 48 * 10 // 2
         assert sizes["h.weight"] == count_bytes(48, 4) * 10
+
+
+def test_export__offsets_of_groups_are_refused_by_name(tmp_path):
+    """As blocks of GGUF with a minimum have them: ONNX has zero points only."""
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((2, 32), "float32"))
+    parts = np.zeros((3, 16), "uint8"), np.ones((3, 1), "float16"), np.ones((3, 1), "float16")
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            call = qnn.grouped_dense(x, 1.0, *(relax.const(part) for part in parts), 4, 32, 32)
+            y = builder.emit_output(builder.emit(call, "product"))
+        builder.emit_func_output(y)
+    with pytest.raises(ModelError, match=r"'product' has offsets.*Q4_1.*Q8_0.*RQ203"):
+        rq.export_onnx(builder.finalize(), tmp_path / "q.onnx")
