@@ -73,7 +73,7 @@ class GgufModelRow:
         changes: Fields of `CausalLMConfig` that differ from Llama.
         pattern: Where the window holds, see `architectures.ModelRow`.
         local_base: Base of rotary positions in layers with a window. 0: as in the others.
-        unturned: Each `unturned`-th layer has no rotary positions. 0: all have.
+        unturned: Each `unturned`-th layer has no rotary positions. 0: all have. 1: none has.
         adjust: What depends on other metadata.
     """
 
@@ -299,5 +299,5 @@ GGUF_ARCHITECTURES: dict[str, GgufModelRow] = {
         adjust=adjust_gemma_scale,
     ),
     "starcoder2": GgufModelRow(changes=LAYER_NORMS),
-    "gpt2": GgufModelRow(changes={**LAYER_NORMS, "has_positions": True}),
+    "gpt2": GgufModelRow(changes={**LAYER_NORMS, "has_positions": True}, unturned=1),
 }
