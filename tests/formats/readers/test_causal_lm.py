@@ -97,6 +97,7 @@ def test_folder__names_without_the_model_s_and_tied(tmp_path):
     check_scores(found[0], compute_scores(weights, TOKENS[0, :5]), 1e-5)
 
 
+@pytest.mark.slow
 def test_gguf__blocks_stay_and_both_functions_share_them(tmp_path):
     pytest.importorskip("gguf")
     kinds = dict.fromkeys(("attn_q.", "attn_k.", "attn_output", "ffn_gate", "ffn_up"), "Q4_0")

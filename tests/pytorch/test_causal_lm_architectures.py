@@ -1,0 +1,121 @@
+"""Language models of `transformers`, tiny and random: their own scores against ours."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import relayquant as rq
+from relayquant.errors import ModelError
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+sys.path.append(str(Path(__file__).parents[1] / "formats" / "readers"))
+from causal_lm_runs import run_chunks  # noqa: E402
+
+SIZES = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def scale(kind, **numbers):
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **numbers}}
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+FACTORS = {
+    "short_factor": [1 + i / 10 for i in range(8)],
+    "long_factor": [1 + i / 2 for i in range(8)],
+}
+WINDOW = {"sliding_window": 6}
+SCALES = {
+    "embedding_multiplier": 12.0, "logits_scaling": 3.0, "residual_multiplier": 0.22,
+    "attention_multiplier": 0.1,
+}  # fmt: skip
+
+#: case -> class of the config, what it has besides SIZES
+CASES = {
+    "llama": ("LlamaConfig", {}),
+    "llama, biases and llama3": (
+        "LlamaConfig",
+        {"attention_bias": True, "mlp_bias": True, **scale("llama3", factor=8.0, **LLAMA3)},
+    ),
+    "llama, yarn": (
+        "LlamaConfig",
+        scale("yarn", factor=4.0, original_max_position_embeddings=16),
+    ),
+    "llama, tied and linear": (
+        "LlamaConfig",
+        {"tie_word_embeddings": True, **scale("linear", factor=4.0)},
+    ),
+    "smollm3": ("SmolLM3Config", {"num_hidden_layers": 4}),
+    "mistral": ("MistralConfig", {**WINDOW, "head_dim": 24}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "granite": ("GraniteConfig", SCALES),
+    "phi": ("PhiConfig", {}),
+    "phi3": ("Phi3Config", WINDOW),
+    "phi3, longrope": (
+        "Phi3Config",
+        {"original_max_position_embeddings": 32, **scale("longrope", **FACTORS)},
+    ),
+    "gemma": ("GemmaConfig", {"head_dim": 32}),
+    "gemma2": ("Gemma2Config", {**WINDOW, "head_dim": 32, "query_pre_attn_scalar": 20}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {**WINDOW, "head_dim": 32, "query_pre_attn_scalar": 20, "num_hidden_layers": 7},
+    ),
+    "starcoder2": ("Starcoder2Config", {}),
+    "gpt2": ("GPT2Config", {}),
+}
+
+
+def make_model(kind, more):
+    """A model with random weights: also norms and biases, which are ones and zeros at first."""
+    torch.manual_seed(0)
+    sizes = SIZES
+    if kind == "GPT2Config":  # It has its own names, and others have no effect.
+        known = {**transformers.GPT2Config.attribute_map, "intermediate_size": "n_inner"}
+        sizes = {known.get(name, name): value for name, value in SIZES.items()}
+        del sizes["num_key_value_heads"]
+    config = getattr(transformers, kind)(**{**sizes, **more})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for value in model.parameters():
+            if value.ndim == 1:
+                value += torch.randn(value.shape) * 0.2
+            else:
+                value.copy_(torch.randn(value.shape) * 1.5 / value.shape[-1] ** 0.5)
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_load_causal_lm__scores_are_those_of_the_model(case):
+    model = make_model(*CASES[case])
+    tokens = np.random.default_rng(0).integers(3, 96, (2, 24))
+    with torch.no_grad():
+        want = model(torch.tensor(tokens)).logits.numpy()
+    options = rq.CausalLMOptions(max_length=32, cache="float32", sequences=2)
+    pair = rq.torch.load_causal_lm(model, options)
+    found = run_chunks(*pair, tokens, (9, 8, 1, 1, 4, 1))
+    np.testing.assert_allclose(found, want, rtol=0, atol=1e-4 * np.abs(want).max())
+
+
+def test_load__what_save_pretrained_wrote(tmp_path):
+    model = make_model("LlamaConfig", {}).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    written, params = rq.load(tmp_path)
+    mod, expected = rq.torch.load_causal_lm(model)
+    assert written.script(show_meta=True) == mod.script(show_meta=True)
+    for name, value in expected.items():
+        np.testing.assert_array_equal(params[name], value)
+
+
+def test_load_causal_lm__takes_models_of_transformers():
+    with pytest.raises(ModelError, match=r"model of transformers.*given a Linear"):
+        rq.torch.load_causal_lm(torch.nn.Linear(2, 2))
