@@ -14,8 +14,9 @@ from relayquant.errors import ConfigError
 class GuardSettings:
     """The bounds of the guard (accuracy control), and its action if outputs deviate from float.
 
-    Outputs deviate if the SQNR of one output is below `min_sqnr`, or if more than `disagreement` of
-    the samples get a clearly different answer (`relayquant.analysis.outputs.count_differing`).
+    Outputs deviate if the SQNR of one output is below `min_sqnr`, or if it is 95 % certain that
+    more than `disagreement` of all data gets a clearly different answer
+    (`relayquant.analysis.outputs.count_differing`): one of 16 samples, or 4 of 128.
     Networks that quantize well reach 25 to 45 dB with 8 bits. The worst network that still keeps
     most answers (MobileNet, ranges from the extremes, 97 % equal) has 15 dB. At 15 dB, the error
     has a thirtieth of the output's energy, at 10 dB a tenth. The guard finds broken models. For a
@@ -37,7 +38,8 @@ class GuardSettings:
         work: Multiply-adds of the float model that are always spent, over all samples. At least 4
             samples are compared. If the result is uncertain, up to 4 times as many are spent.
         min_sqnr: SQNR in dB. An output below it deviates.
-        disagreement: Share of samples with a different answer. An output above it deviates.
+        disagreement: Share of all data with a different answer. An output that is certainly above
+            it deviates.
         target_sqnr: SQNR in dB to reach by reverting operators to float, if outputs deviate.
         doubtful_sqnr, doubtful_disagreement, sample_sqnr: See above.
         search_work: Approximate limit of multiply-adds of the float model for the search of these
@@ -48,7 +50,7 @@ class GuardSettings:
     samples: int = 128
     work: float = 1.5e9
     min_sqnr: float = 15.0
-    disagreement: float = 0.5
+    disagreement: float = 0.01
     target_sqnr: float = 20.0
     doubtful_sqnr: float = 15.0
     doubtful_disagreement: float = 0.1

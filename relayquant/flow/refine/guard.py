@@ -576,7 +576,9 @@ def write_reverted(
 def deviates(settings: GuardSettings, gaps: Sequence[OutputGap]) -> bool:
     """Whether one of the outputs is too far from the float model's."""
     return any(
-        gap.sqnr < settings.min_sqnr or gap.disagreement > settings.disagreement for gap in gaps
+        gap.sqnr < settings.min_sqnr
+        or bound_share(gap.differing, gap.samples)[0] > settings.disagreement
+        for gap in gaps
     )
 
 
@@ -592,14 +594,16 @@ def deviates_slightly(settings: GuardSettings, gaps: Sequence[OutputGap]) -> boo
 
 def is_settled(settings: GuardSettings, gaps: Sequence[OutputGap]) -> bool:
     """Whether further samples are not likely to change whether outputs deviate."""
-    answers = [bound_share(gap.differing, gap.samples) for gap in gaps if gap.samples]
+    answers = [bound_share(gap.differing, gap.samples) for gap in gaps if gap.differing]
+    # One other answer of a few samples says little about one of a hundred.
+    share = max(settings.disagreement, settings.doubtful_disagreement)
     if any(gap.most < settings.min_sqnr for gap in gaps):
         return True
-    if any(least > settings.disagreement for least, _ in answers):
+    if any(least > share for least, _ in answers):
         return True
     if any(gap.least < settings.min_sqnr for gap in gaps):
         return False
-    return all(most <= settings.disagreement for _, most in answers)
+    return all(most <= share for _, most in answers)
 
 
 def is_covered(settings: GuardSettings, samples: int) -> bool:

@@ -36,13 +36,18 @@ from relayquant.flow.refine.prepared_edit import describe_mapping
 from relayquant.flow.refine.search_result import FLOAT, WIDE, SearchOutcome, Trial, describe_best
 from relayquant.flow.refine.search_state import SearchState, make_fingerprint, trial_key
 from relayquant.flow.settings import QuantizeSettings
+from relayquant.ir.dialect.cost import count_macs
 from relayquant.ir.ledger import SearchResult, read_ledger, write_ledger
 from relayquant.ir.plan import OperatorPlan
+from relayquant.ir.rewrite import Graph
 from relayquant.stages.annotation import annotate
 from relayquant.stages.calibration.checkpoint import digest_batch
 from relayquant.stages.compilation import compile
 from relayquant.stages.effort import default_mapping
 from relayquant.stages.prepared import PreparedModel
+
+#: dB of the outputs within which operators count as about as sensitive
+ALIKE = 3.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -403,7 +408,8 @@ def rank_operators(
     deadline: float,
     state: SearchState | None = None,
 ) -> list[str]:
-    """Names of the operators, the most sensitive first; in half of the time that is left.
+    """Names of the operators, the most sensitive first, of those that are about as sensitive the
+    ones with the fewest multiply-adds first; in half of the time that is left.
 
     By SQNR: a metric such as an accuracy does not tell small damage from none. Those that time did
     not suffice for come last. What `state` knows is not measured again.
@@ -422,7 +428,17 @@ def rank_operators(
             scores[operator.name] = simulation.sqnr([operator])
             state.save()
         events.on_progress(ProgressEvent("sensitivity", done, len(operators), unit="operator"))
-    return sorted((op.name for op in operators), key=lambda name: scores.get(name, math.inf))
+    graph = Graph(simulation.prepared.mod)
+    work = {
+        op.name: sum(count_macs(graph.values[graph.vars[value]]) for value in op.values)
+        for op in operators
+    }
+
+    def rank(name: str) -> tuple[float, int]:
+        score = scores.get(name, math.inf)
+        return score if math.isinf(score) else score // ALIKE, work[name]
+
+    return sorted(work, key=rank)
 
 
 def find_remaining(

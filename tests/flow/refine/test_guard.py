@@ -312,7 +312,7 @@ def test_count_differing__what_is_no_answer():
 
 def test_settings__what_parts():
     settings = GuardSettings()
-    assert not deviates(settings, [OutputGap(15.0, 4, 8), OutputGap(float("inf"))])
+    assert not deviates(settings, [OutputGap(15.0, 0, 8), OutputGap(float("inf"))])
     assert deviates(settings, [OutputGap(30.0), OutputGap(9.0)])
     assert deviates(settings, [OutputGap(30.0, 5, 8)])
     assert deviates(settings, [OutputGap(float("-inf"))])
@@ -367,6 +367,19 @@ def test_measure_gaps__integers_are_answers_and_no_amounts():
     assert (same.disagreement, other.disagreement) == (0, 1)
     assert deviates(GuardSettings(), [other])
     assert other.worst <= 0, "the sample is found as the worst"
+
+
+@pytest.mark.parametrize(
+    ("differing", "samples", "wanted"),
+    [(0, 8, False), (1, 16, True), (1, 32, False), (3, 128, False), (4, 128, True)],
+)
+def test_deviates__where_more_than_one_percent_is_certain(differing, samples, wanted):
+    assert deviates(GuardSettings(), [OutputGap(30.0, differing, samples)]) is wanted
+
+
+@pytest.mark.parametrize(("differing", "wanted"), [(0, True), (1, False), (20, True)])
+def test_is_settled__few_other_answers_ask_for_more_samples(differing, wanted):
+    assert is_settled(GuardSettings(), [OutputGap(30.0, differing, 32)]) is wanted
 
 
 def test_measure_gaps__nan_is_the_largest_gap(digits, broken):
@@ -623,8 +636,8 @@ def test_guard__what_was_mended_is_measured_on_more_samples(digits):
         (OutputGap(float("inf")), True),
         (OutputGap(float("-inf")), True),
         (OutputGap(30.0, 0, 8), True),
-        (OutputGap(30.0, 3, 8), False),  # answers: more than half may be others
-        (OutputGap(30.0, 10, 64), True),
+        (OutputGap(30.0, 1, 8), False),  # answers: more than a tenth may be others
+        (OutputGap(30.0, 1, 64), True),
         (OutputGap(30.0, 60, 64), True),
     ],
 )

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from float_models import build_model
 
 import relayquant as rq
 from relayquant.base.events import CallbackList
@@ -174,10 +175,11 @@ def test_search__metric_without_a_largest_value_is_an_error(digits):
 def test_rank_operators__known_scores_are_not_measured_again():
     operators = [OperatorPlan(name, "relax.matmul", (name,), "dense", True, (("data", "x"),)) for
                  name in "abc"]  # fmt: skip
+    mod = build_model(lambda e, x: e.dense("c", e.dense("b", e.dense("a", x, 8), 8), 8), (1, 2))
     asked = []
 
     class Stub:
-        prepared = SimpleNamespace(plan=rq.Plan(tuple(operators), ()))
+        prepared = SimpleNamespace(plan=rq.Plan(tuple(operators), ()), mod=mod)
 
         def sqnr(self, quantized):
             asked.append(quantized[0].name)
@@ -187,6 +189,8 @@ def test_rank_operators__known_scores_are_not_measured_again():
     state.ranking |= {"a": 50.0, "c": 10.0}
     assert rank_operators(Stub(), CallbackList(), math.inf, state) == ["c", "b", "a"]
     assert asked == ["b"]
+    state.ranking |= {"a": 31.0}  # as sensitive as b, with a quarter of the multiply-adds
+    assert rank_operators(Stub(), CallbackList(), math.inf, state) == ["c", "a", "b"]
 
 
 def test_trial__int16_before_float_and_few_before_many():
