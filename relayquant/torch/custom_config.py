@@ -66,14 +66,14 @@ class StandaloneRule(SubmoduleRule):
     """Submodules that are quantized separately.
 
     Attributes:
-        qconfig_mapping: Their mapping, with names relative to the submodule. None: the caller's
-            mapping.
+        qconfig_mapping: Their mapping, as for `relayquant.torch.quantize`, with names relative to
+            the submodule. None: the caller's mapping.
         prepare_custom_config: Exceptions inside the submodule, with relative paths, and its integer
             inputs and outputs.
         backend: Their backend. None: the caller's backend.
     """
 
-    qconfig_mapping: QConfigMapping | None = None
+    qconfig_mapping: Any = None
     prepare_custom_config: PrepareCustomConfig | None = None
     backend: BackendConfig | str | None = None
 
@@ -134,7 +134,7 @@ class PrepareCustomConfig:
     def set_standalone_module_name(
         self,
         name: str,
-        qconfig_mapping: QConfigMapping | None = None,
+        qconfig_mapping: Any = None,
         prepare_custom_config: PrepareCustomConfig | None = None,
         backend: BackendConfig | str | None = None,
     ) -> PrepareCustomConfig:
@@ -161,7 +161,7 @@ class PrepareCustomConfig:
     def set_standalone_module_class(
         self,
         kind: type,
-        qconfig_mapping: QConfigMapping | None = None,
+        qconfig_mapping: Any = None,
         prepare_custom_config: PrepareCustomConfig | None = None,
         backend: BackendConfig | str | None = None,
     ) -> PrepareCustomConfig:

@@ -19,7 +19,7 @@ from relayquant.stages.backends import resolve_backend
 from relayquant.stages.effort import default_mapping, resolve_effort
 from relayquant.torch.custom_config import PrepareCustomConfig
 from relayquant.torch.exporting import check_module, load_module
-from relayquant.torch.user_mapping import find_classes
+from relayquant.torch.user_mapping import read_mapping
 
 
 @check_arguments
@@ -50,7 +50,8 @@ def quantize(
         dataset: As for `relayquant.quantize`. Items may be torch tensors, so a DataLoader without
             labels works.
         options: Further arguments of `relayquant.quantize`. A `qconfig_mapping` may also select
-            the modules of a class: `QConfigMapping().set_object_type(torch.nn.Linear, ...)`.
+            the modules of a class (`QConfigMapping().set_object_type(torch.nn.Linear, ...)`), and
+            may be a `torch.ao.quantization` QConfigMapping or QConfig.
 
     Returns:
         The result of `relayquant.quantize`. Inputs are in the order of the module's arguments.
@@ -63,8 +64,9 @@ def quantize(
     """
     shaping = {"example_kwargs": example_kwargs, "dynamic_shapes": dynamic_shapes}
     check_module(module)
-    if options.get("qconfig_mapping") is not None:
-        options["qconfig_mapping"] = find_classes(options["qconfig_mapping"], module)
+    if "qconfig_mapping" in options:
+        given, backend = options["qconfig_mapping"], options.get("backend")
+        options["qconfig_mapping"] = read_mapping(given, module, backend)
     if prepare_custom_config is not None:
         has_parts = prepare_custom_config.standalone or prepare_custom_config.custom
         if has_parts and any(value is not None for value in shaping.values()):

@@ -40,7 +40,7 @@ from relayquant.torch.submodule_cut import (
     place,
     record_calls,
 )
-from relayquant.torch.user_mapping import find_classes
+from relayquant.torch.user_mapping import read_mapping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,7 +328,7 @@ def place_in_wrapper(
     config = rule.prepare_custom_config or PrepareCustomConfig()
     part = module.get_submodule(path)
     if rule.qconfig_mapping is not None or mapping is None:
-        return part, config, find_classes(rule.qconfig_mapping, part)
+        return part, config, read_mapping(rule.qconfig_mapping, part, rule.backend)
     # Names in the caller's mapping are paths of the whole model.
     return Wrapper(path, part), config.within(path, part), make_optional(mapping, Selector)
 

@@ -35,7 +35,7 @@ from relayquant.torch.batch_norm import FoldedNorm, Normalization, find_folded, 
 from relayquant.torch.custom_config import PrepareCustomConfig
 from relayquant.torch.exporting import check_module, check_state, export, free_batch
 from relayquant.torch.exporting import load as load_program
-from relayquant.torch.user_mapping import find_classes
+from relayquant.torch.user_mapping import read_mapping
 
 if TYPE_CHECKING:
     from relayquant.torch.standalone import Unit
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 def prepare_qat(
     module: Any,
     example_inputs: tuple[Any, ...],
-    qconfig_mapping: QConfigMapping | None = None,
+    qconfig_mapping: Any = None,
     backend: BackendConfig | str | None = None,
     *,
     calibration_dataset: Any = None,
@@ -104,9 +104,9 @@ def prepare_qat(
         DataError: the data does not fit the module.
     """
     check_module(module)
-    qconfig_mapping = find_classes(qconfig_mapping, module)
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     config, backend = prepare_custom_config, resolve_backend(backend)
+    qconfig_mapping = read_mapping(qconfig_mapping, module, backend)
     is_live, is_waiting = batch_norm is BatchNorm.LIVE, calibration_dataset is None
     effort = Effort.FAST if is_waiting else resolve_effort(effort)
     dtypes: dict[str, Any] = {}

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from relayquant.base.arguments import check_arguments
-from relayquant.config import BackendConfig, Effort, QConfigMapping, Unseen
+from relayquant.config import BackendConfig, Effort, Unseen
 from relayquant.errors import ConfigError, MissingDependencyError, suggest_name
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.stages.backends import resolve_backend
 from relayquant.torch.custom_config import PrepareCustomConfig
+from relayquant.torch.user_mapping import read_mapping
 
 
 def resolve_unseen(unseen: Unseen | str) -> Unseen:
@@ -34,7 +35,7 @@ def prepare(
     model: Callable[..., Any],
     example_inputs: tuple[Any, ...],
     *,
-    qconfig_mapping: QConfigMapping | None = None,
+    qconfig_mapping: Any = None,
     backend: BackendConfig | str | None = None,
     effort: Effort | str = Effort.BALANCED,
     observer: Any = None,
@@ -84,6 +85,7 @@ def prepare(
             "Calibrating PyTorch code needs PyTorch. Run: pip install 'relayquant[torch]'",
             code="RQ503",
         ) from None
+    from relayquant.torch.define_by_run.call_sites import join_modules
     from relayquant.torch.define_by_run.program import PreparedProgram
 
     backend = resolve_backend(backend)
@@ -91,7 +93,7 @@ def prepare(
     settings = QuantizeSettings(
         effort=effort,
         backend=backend,
-        qconfig_mapping=qconfig_mapping,
+        qconfig_mapping=read_mapping(qconfig_mapping, join_modules(model), backend),
         observer=observer,
         **({} if config is None else config.name_dtypes(backend)),
     )

@@ -67,7 +67,6 @@ from relayquant.torch.define_by_run.tape import (
 )
 from relayquant.torch.exporting import check_state, export, load
 from relayquant.torch.state import Attributes, find_changed, list_attributes
-from relayquant.torch.user_mapping import find_classes
 
 
 def run_model(
@@ -139,7 +138,7 @@ class PreparedProgram(Uncopied):
         strict_order: bool,
         config: PrepareCustomConfig | None = None,
     ) -> None:
-        self.model, self.unseen = model, unseen
+        self.model, self.settings, self.unseen = model, settings, unseen
         self.strict_order = strict_order
         self._table = SiteTable(model, run_model.__code__)
         self._constants = ModelConstants(self._table.modules)
@@ -151,10 +150,8 @@ class PreparedProgram(Uncopied):
         self._known: dict[SiteKey, KnownOperator] = {}
         self._submodules: ObservedSubmodules | None = None
         self._submodule_calls: dict[int, ObservedCall] = {}
-        whole = join_modules(model)
-        given = find_classes(settings.qconfig_mapping, whole)
-        self.settings = replace(settings, qconfig_mapping=given)
         if config is not None:
+            whole, given = join_modules(model), settings.qconfig_mapping
             if config.standalone or config.custom:
                 self._submodules = ObservedSubmodules.find(whole, config, given, self._file)
                 self._submodule_calls = self._submodules.observe()
