@@ -1,105 +1,47 @@
-"""Real models and data for the whole-model tests: each loader gives model, calibration and held-out
-samples.
-"""
+"""Real models and data for the whole-model tests, as fixtures."""
 
 from __future__ import annotations
 
-import io
-import itertools
-from dataclasses import dataclass
-from pathlib import Path
-
-import numpy as np
 import pytest
-
-Array = np.ndarray
-
-
-@dataclass(frozen=True, eq=False)
-class Case:
-    """A model file, batches to calibrate with, held-out samples, and their labels if there
-    are any.
-    """
-
-    model: Path
-    calibration: list[Array]
-    samples: Array
-    labels: Array | None = None
-
-
-def batches(array: Array, size: int) -> list[Array]:
-    """Consecutive batches along the first axis."""
-    return [array[i : i + size] for i in range(0, len(array), size)]
+import real_models
 
 
 @pytest.fixture
-def resnet20(shared_data) -> Case:
-    images = np.load(shared_data("cifar10_unlabelled_1000.npz"))["x"]
-    if images.shape[-1] == 3:
-        images = images.transpose(0, 3, 1, 2)
-    mean = np.array([0.485, 0.456, 0.406], "float32").reshape(1, 3, 1, 1)
-    std = np.array([0.229, 0.224, 0.225], "float32").reshape(1, 3, 1, 1)
-    x = ((images / np.float32(255) - mean) / std).astype("float32")
-    return Case(shared_data("resnet20_cifar10.onnx"), batches(x[:200], 10), x[500:])
+def resnet20(shared_data) -> real_models.Case:
+    return real_models.read_resnet20(shared_data)
 
 
 @pytest.fixture
-def resnet8(shared_data) -> Case:
-    images = np.load(shared_data("cifar10_unlabelled_1000.npz"))["x"]
-    if images.shape[-1] != 3:
-        images = images.transpose(0, 2, 3, 1)
-    x = np.ascontiguousarray(images).astype("float32")
-    return Case(shared_data("ic_resnet8_fp32.tflite"), batches(x[:200], 1), x[500:])
+def resnet8(shared_data) -> real_models.Case:
+    return real_models.read_resnet8(shared_data)
 
 
 @pytest.fixture
-def mobilenet(shared_data) -> Case:
-    image = pytest.importorskip("PIL.Image", reason="Pillow decodes the JPEG images")
-    with np.load(shared_data("imagenet_200.npz")) as data:
-        jpeg, offsets, labels = data["jpeg"].tobytes(), data["offset"], data["y"]
-    pictures = [
-        np.asarray(image.open(io.BytesIO(jpeg[a:b])).convert("RGB"))[1:225, 1:225]
-        for a, b in itertools.pairwise(offsets)
-    ]
-    x = np.stack(pictures).astype("float32") / np.float32(127.5) - 1
-    x = np.ascontiguousarray(x.transpose(0, 3, 1, 2))
-    model = shared_data("mobilenet_v1_0.75_224.onnx")
-    return Case(model, batches(x[:100], 2), x[100:], labels[100:])
+def mobilenet(shared_data) -> real_models.Case:
+    pytest.importorskip("PIL.Image", reason="Pillow decodes the JPEG images")
+    return real_models.read_mobilenet(shared_data)
 
 
 @pytest.fixture
-def dscnn(shared_data) -> Case:
-    with np.load(shared_data("kws_1000.npz")) as data:
-        x, labels, split = data["x"], data["y"], data["split"]
-    x = ((x.astype("float32") - 83) * np.float32(0.58470291)).reshape(-1, 1, 49, 10)
-    x = x.astype("float32")
-    model = shared_data("kws_dscnn.onnx")
-    return Case(model, batches(x[split == 0][:200], 10), x[split == 1], labels[split == 1])
+def dscnn(shared_data) -> real_models.Case:
+    return real_models.read_dscnn(shared_data)
 
 
 @pytest.fixture
-def mnist(shared_data) -> Case:
-    with np.load(shared_data("mnist_1000.npz")) as data:
-        x, labels = data["x"].astype("float32").reshape(-1, 1, 28, 28), data["y"]
-    return Case(shared_data("mnist-8.onnx"), batches(x[:100], 1), x[100:], labels[100:])
+def mnist(shared_data) -> real_models.Case:
+    return real_models.read_mnist(shared_data)
 
 
 @pytest.fixture
-def kwt1(shared_data) -> Case:
-    x = np.load(shared_data("kwt_unlabelled_100.npz"))["x"].astype("float32")
-    return Case(shared_data("kwt1_mfcc.onnx"), batches(x[:50], 10), x[50:])
+def kwt1(shared_data) -> real_models.Case:
+    return real_models.read_kwt1(shared_data)
 
 
 @pytest.fixture
-def magika(shared_data) -> Case:
-    with np.load(shared_data("magika_filetype_152.npz")) as data:
-        x, labels = data["x"].astype("int32"), data["y"]
-    return Case(shared_data("magika_v3_3_b1.onnx"), batches(x[:50], 1), x[50:], labels[50:])
+def magika(shared_data) -> real_models.Case:
+    return real_models.read_magika(shared_data)
 
 
 @pytest.fixture
-def digits() -> Case:
-    from relayquant.demo import load_digits
-
-    demo = load_digits()
-    return Case(Path(demo.model_path), demo.calibration, demo.images, demo.labels)
+def digits() -> real_models.Case:
+    return real_models.read_digits()
