@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from relayquant.errors import ModelError
-from relayquant.formats.readers.causal_lm.config import MOST_SIZE, Rotary
+from relayquant.formats.readers.causal_lm.config import Rotary
 from relayquant.formats.readers.causal_lm.fields import Fields
 
+#: Most elements of a head that are believed of a file.
+MOST_TURNED = 1 << 16
 #: (frequencies, metadata of the scaling, length of the cache) -> frequencies, magnitude
 Scaling = Callable[[np.ndarray, Fields, int], tuple[np.ndarray, float]]
 
@@ -32,9 +34,10 @@ def make_rotary(
     Raises:
         ModelError: the kind of scaling is unknown, or its numbers are wrong.
     """
-    if not 2 <= size < MOST_SIZE or size % 2:
+    if not 2 <= size <= MOST_TURNED or size % 2:
         raise ModelError(
-            f"The model turns {size} elements of a head; allowed: even numbers from 2 on.",
+            f"The model turns {size} elements of a head; allowed: even numbers from 2 to "
+            f"{MOST_TURNED}.",
             code="RQ204",
         )
     if base <= 0:

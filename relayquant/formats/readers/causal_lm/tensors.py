@@ -48,7 +48,7 @@ class StoredTensor:
 
     def take_rows(self, rows: slice | np.ndarray) -> StoredTensor:
         """Return some rows, in the order of an index."""
-        count = len(np.arange(self.shape[0])[rows])
+        count = len(range(*rows.indices(self.shape[0])) if isinstance(rows, slice) else rows)
         return StoredTensor(
             (count, *self.shape[1:]), self.kind, lambda: index_rows(self.read(), rows)
         )
