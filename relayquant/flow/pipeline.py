@@ -32,6 +32,7 @@ from relayquant.config.observers import Fixed
 from relayquant.config.observers.base import NotFiniteError
 from relayquant.data import CalibrationShare, SpreadSample
 from relayquant.flow.mapping_choice import choose_mapping
+from relayquant.flow.refine.drift import follow_streams
 from relayquant.flow.refine.guard import (
     Attempt,
     Suspects,
@@ -121,7 +122,8 @@ def quantize_model(
         calibrated, qmod = run(
             "keep faster", keep_faster, calibrated, qmod, stopwatch, dataset, settings
         )
-    return run("guard", guard_module, calibrated, qmod, dataset, settings, sample)
+    qmod = run("guard", guard_module, calibrated, qmod, dataset, settings, sample)
+    return run("guard", follow_streams, calibrated, qmod, dataset, settings, rebuild)
 
 
 def keep_faster(
@@ -367,7 +369,6 @@ def lower_module(
         asked = request_interface(lowered, input_dtypes or {}, output_dtypes or {})
         integer = set_interface(asked)
     else:
-        expanded = expand_affine(realize_qnn(reference, backend), backend)
-        integer = set_interface(fold_qnn(expanded))
+        integer = set_interface(fold_qnn(expand_affine(realize_qnn(reference, backend), backend)))
     check_stage(integer, Stage.QNN)
     return integer

@@ -1,6 +1,4 @@
-"""Models with state: the user's sequences -> batches with the state of the float model, and what
-becomes of an integer module that goes on from its own state.
-"""
+"""Models with state: the user's sequences -> batches with the state of the float model."""
 
 from __future__ import annotations
 
@@ -15,9 +13,6 @@ from relayquant.data import StreamedDataset, open_sequences
 from relayquant.data.item import describe_inputs
 from relayquant.ir.state import get_state
 from relayquant.stages.preparation import prepare_module
-
-#: Sequences and steps of each that an integer module is compared on.
-SEQUENCES, STEPS = 8, 256
 
 
 def open_streams(mod: tvm.IRModule, params: Mapping[str, Any] | None, dataset: Any) -> Any:

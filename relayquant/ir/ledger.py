@@ -153,6 +153,8 @@ class GuardResult(PlainFields):
         is_held_out: Whether the samples are from `validation_dataset=`.
         held_back: Number of samples of the calibration data that calibration did not read.
         held_sqnr: SQNR of the worst output on these alone. None if there are none.
+        stream_sqnr: SQNR of the worst output in the last halves of sequences, with both models
+            going on from their own state. None without state or sequences.
     """
 
     samples: int
@@ -174,6 +176,7 @@ class GuardResult(PlainFields):
     is_held_out: bool = False
     held_back: int = 0
     held_sqnr: float | None = None
+    stream_sqnr: float | None = None
 
     def __str__(self) -> str:
         """One line."""
@@ -201,6 +204,8 @@ class GuardResult(PlainFields):
         if self.worst is not None:
             number = "" if self.worst_number is None else f", number {self.worst_number},"
             notes.append(f"the worst sample{number} {self.worst:.1f} dB")
+        if self.stream_sqnr is not None:
+            notes.append(f"at the end of sequences {self.stream_sqnr:.1f} dB")
         measured = f"{self.sqnr:.1f} dB SQNR" + (f" ({'; '.join(notes)})" if notes else "")
         return f"{measured}, {self.disagreement:.0%} of the answers clearly others"
 

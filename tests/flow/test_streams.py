@@ -147,3 +147,47 @@ class Plain:
 def test_open_streams__a_model_without_state_keeps_its_data():
     data = [np.zeros((1, 2), "float32")]
     assert open_streams(Plain, None, data) is data
+
+
+def make_integrator() -> object:
+    """Sums what a matmul gives: a small error in each step adds up without end."""
+    x, h = (relax.Var(name, relax.TensorType((1, 8), "float32")) for name in "xh")
+    # the columns cancel but for a little: rounding is as large as what is left
+    weight = RNG.standard_normal((8, 8)).astype("float32")
+    weight[4:] = 0.02 * weight[4:] - weight[:4]
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x, h]):
+        with builder.dataflow():
+            part = builder.emit(relax.op.matmul(x, relax.const(weight)), "part")
+            new = builder.emit(relax.op.add(part, h), "new")
+            y = builder.emit(relax.op.sin(new), "y")
+            result = builder.emit_output(relax.Tuple([y, new]))
+        builder.emit_func_output(result)
+    return rq.with_state(builder.get(), [rq.StateValue("h", (1, 8), "float32")])
+
+
+def draw_equal_halves(count: int) -> list[np.ndarray]:
+    half = RNG.uniform(-1, 1, (count, 1, 4)).astype("float32")
+    return [*np.concatenate([half, half], axis=2)]
+
+
+def test_quantize__what_drifts_goes_back_to_float():
+    mod = make_integrator()
+    data = [rq.SampleSequence(draw_equal_halves(64)) for _ in range(2)]
+    with pytest.warns(rq.AccuracyWarning, match=r"to the end of the sequences.*: part\. Now: "):
+        qmod = rq.quantize(mod, None, data, callbacks=())
+    ledger = rq.ledger(qmod)
+    assert ledger.guard.reverted == ("part",)
+    assert ledger.guard.stream_sqnr > 20
+    (row,) = [row for row in ledger.rows if row.name == "part"]
+    assert not row.quantized
+    assert "at the end of sequences" in row.reason
+    off = rq.quantize(mod, None, data, callbacks=(), guard="off")
+    assert any(row.quantized for row in rq.ledger(off).rows)
+
+
+def test_quantize__what_follows_says_how_far(quantized):
+    _, qmod = quantized
+    guard = rq.ledger(qmod).guard
+    assert guard.stream_sqnr > 30
+    assert "at the end of sequences" in str(guard)

@@ -1,0 +1,163 @@
+"""Integer module of a model with state -> the same, or one with operators in float that follows the
+float model at the end of sequences too.
+
+The guard gives both models the float model's state. Here each goes on from its own, as in use, so
+that errors add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import tvm
+
+from relayquant.analysis.outputs import GapSums, Interface, order_inputs
+from relayquant.analysis.sensitivity import find_rounding_operators
+from relayquant.codegen.eager import EagerModule
+from relayquant.config import Guard
+from relayquant.data import Batch, StreamedDataset
+from relayquant.errors import AccuracyWarning, format_count, warn_user
+from relayquant.flow.refine.guard import clip_decibels, find_promise
+from relayquant.flow.settings import QuantizeSettings
+from relayquant.ir.ledger import read_ledger, write_ledger
+from relayquant.ir.state import get_state
+from relayquant.stages.prepared import PreparedModel
+
+#: Steps of one sequence, and of all, that modules are compared on.
+LONGEST, MOST = 256, 512
+#: Operators that are tried alone, each.
+TRIED = 16
+
+#: operators to put back into float -> the integer module
+Build = Callable[[Sequence[str]], tvm.IRModule]
+
+
+@dataclass(frozen=True, eq=False)
+class StreamMeter:
+    """The float model's results on some sequences.
+
+    Attributes:
+        float_mod: The model.
+        sequences: Inputs of each step, without state.
+        expected: Results of the last half of each sequence, without state; with it if the model has
+            no others.
+    """
+
+    float_mod: tvm.IRModule
+    sequences: tuple[list[Batch], ...]
+    expected: tuple[list[list[np.ndarray]], ...]
+
+    @staticmethod
+    def of(float_mod: tvm.IRModule, data: StreamedDataset) -> StreamMeter | None:
+        """Run the float model. None if no sequence has two steps."""
+        found, left = [], MOST
+        for steps in data.sequences():
+            found.append(steps[: min(LONGEST, left)])
+            left -= len(found[-1])
+            if left < 2:
+                break
+        sequences = tuple(steps for steps in found if len(steps) > 1)
+        if not sequences:
+            return None
+        runs = tuple([*run_sequence(float_mod, steps)] for steps in sequences)
+        return StreamMeter(float_mod, sequences, runs)
+
+    def measure(self, quantized: tvm.IRModule) -> float:
+        """SQNR of the worst result in dB, over the last halves of the sequences."""
+        sums = GapSums()
+        for steps, expected in zip(self.sequences, self.expected, strict=True):
+            for want, got in zip(expected, run_sequence(quantized, steps), strict=True):
+                sums.update(want, got, 1)
+        return clip_decibels(min(gap.sqnr for gap in sums.gaps))
+
+
+def run_sequence(mod: tvm.IRModule, steps: Sequence[Batch]) -> Iterator[list[np.ndarray]]:
+    """Run a module that goes on from its own state. Yields the real results of the last half."""
+    runner, interface = EagerModule(mod), Interface.of(mod)
+    state = {value.name: value.value for value in get_state(mod)}
+    for number, batch in enumerate(steps):
+        inputs = order_inputs(mod, interface.to_inputs({**batch, **state}))
+        results = interface.to_real(runner.run("main", inputs))
+        split = len(results) - len(state)
+        state = dict(zip(state, results[split:], strict=True))
+        if number >= len(steps) // 2:
+            yield results[:split] or results
+
+
+def follow_streams(
+    calibrated: PreparedModel,
+    qmod: tvm.IRModule,
+    dataset: Any,
+    settings: QuantizeSettings,
+    rebuild: Callable[..., tuple[PreparedModel, tvm.IRModule]],
+) -> tvm.IRModule:
+    """Return the module with what was seen in its ledger. If it does not follow the float model to
+    the end of the sequences, the operators that cost most go back to float. Warns then.
+
+    Args:
+        dataset: Nothing is done unless it has sequences.
+        rebuild: Makes of (calibrated model, operators to keep in float, data set, settings) the
+            model and its integer module.
+    """
+
+    def build(names: Sequence[str]) -> tvm.IRModule:
+        return rebuild(calibrated, names, dataset, settings)[1]
+
+    guard, guarding = read_ledger(qmod).guard, settings.guarding
+    is_off = guarding.find_action(calibrated.effort) is Guard.OFF or guard is None
+    if is_off or not isinstance(dataset, StreamedDataset):
+        return qmod
+    meter = StreamMeter.of(calibrated.mod, dataset)
+    if meter is None:
+        return qmod
+    seen, wanted = meter.measure(qmod), guarding.target_sqnr
+    promise, found, chosen, best = find_promise(calibrated, settings), qmod, guard.reverted, seen
+    if seen < wanted and not promise:
+        for names in rank_prefixes(meter, build, calibrated, guard.reverted):
+            module = build(names)
+            sqnr = meter.measure(module)
+            if sqnr > best:
+                found, chosen, best = module, names, sqnr
+            if best >= wanted:
+                break
+    if seen < wanted:
+        done = f"Nothing is done about it{f': {promise}' if promise else ''}."
+        if found is not qmod:
+            back = [name for name in chosen if name not in guard.reverted]
+            count = format_count(len(back), "operator")
+            done = f"Back in float, {count}: {', '.join(back)}. Now: {best:.1f} dB."
+        warn_user(
+            "The integer model goes on from its own state and does not follow the float model to "
+            f"the end of the sequences: {seen:.1f} dB SQNR in their last halves. {done} Longer "
+            "sequences to calibrate with may help. guard=Guard.OFF silences this.",
+            AccuracyWarning,
+            code="RQ401",
+        )
+    ledger = replace(read_ledger(found), speed=read_ledger(qmod).speed)
+    ledger = replace(ledger, guard=replace(guard, reverted=tuple(chosen), stream_sqnr=best))
+    for name in chosen if found is not qmod else ():
+        ledger = ledger.with_refusal(
+            name,
+            f"reverted to float by the guard: quantized, {seen:.1f} dB SQNR at the end of "
+            "sequences",
+            "longer sequences to calibrate with may help; guard=Guard.OFF keeps it quantized",
+        )
+    return write_ledger(found, ledger)
+
+
+def rank_prefixes(
+    meter: StreamMeter, build: Build, calibrated: PreparedModel, reverted: Sequence[str]
+) -> Iterator[tuple[str, ...]]:
+    """Yield ever more operators, those first that give most alone in float."""
+    operators = [operator.name for operator in find_rounding_operators(calibrated)]
+    names = [name for name in operators if name not in reverted][:TRIED]
+    alone = {name: meter.measure(build((*reverted, name))) for name in names}
+    order = sorted(names, key=lambda name: -alone[name])
+    count = 1
+    while count <= len(order):
+        yield (*reverted, *order[:count])
+        count += max(count // 2, 1)
+    yield (*reverted, *order)
