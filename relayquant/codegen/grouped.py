@@ -72,7 +72,10 @@ class GroupedBlock:
         def make() -> list[np.ndarray]:
             return pack_grouped(spec, self.isa, *(expr.value.numpy() for expr in weight)).arrays
 
-        key = (replace(spec, leading=()), *(expr.value.data_ptr() for expr in weight))
+        key = (
+            replace(spec, leading=(), group_scales=False),
+            *(expr.value.data_ptr() for expr in weight),
+        )
         return self.block.table.pack(key, make)
 
 
@@ -100,9 +103,11 @@ def lower_dense(context: GroupedBlock, var: relax.Var) -> Lowered | Skip:
         return Skip("the sums of a group may exceed int32")
     if not is_float and data_scale.ty.ndim == 0:
         return Skip("one scale for all rows")
-    if not is_float and tensor_shape(data_scale)[-1] != 1:  # pyright: ignore[reportOptionalSubscript]
-        return Skip("the data has a scale for each group")
-    spec = replace(spec, leading=read_leading(shape[:-1]))
+    scales = tensor_shape(data_scale)
+    if scales is None:
+        return Skip("the shape of the scales of the data is not known")
+    has_group_scales = not is_float and scales[-1] != 1
+    spec = replace(spec, leading=read_leading(shape[:-1]), group_scales=has_group_scales)
     kernel = Kernel("grouped_dense", spec, lambda: build_grouped_dense(spec, context.isa))
     rows = (data,) if is_float else (data, data_scale)
     return Lowered((var,), kernel, (*rows, *context.pack(spec, weight)))

@@ -67,9 +67,10 @@ def draw_weight(rng, spec):
     return pack_codes(codes, spec.bits), rng.normal(size=groups).astype(spec.scale_dtype), zeros
 
 
-def make_spec(case, rows=None):
+def make_spec(case, rows=None, group_scales=False):
     _, units, features, bits, group_size, is_float, zeros, dtype = case
-    return GroupedDense((rows,), units, features, bits, group_size, is_float, zeros, dtype)
+    form = units, features, bits, group_size, is_float, zeros, dtype
+    return GroupedDense((rows,), *form, group_scales)
 
 
 def list_constants(spec, isa, weight):
@@ -84,7 +85,8 @@ def draw_rows(rng, rows, spec):
     if spec.is_float:
         return [rng.normal(size=(rows, spec.features)).astype("float32")]
     data = rng.integers(-127, 128, (rows, spec.features)).astype("int8")
-    return [data, rng.uniform(0.1, 1, (rows, 1)).astype("float32")]
+    scales = count_groups(spec.features, spec.group_size) if spec.group_scales else 1
+    return [data, rng.uniform(0.1, 1, (rows, scales)).astype("float32")]
 
 
 @pytest.mark.sample(4)
@@ -105,9 +107,16 @@ def test_grouped_dense__as_numpy_in_every_form(case):
     check_case(best_isa(), case)
 
 
-def check_case(isa, case):
+@pytest.mark.sample(4)
+@every_isa
+def test_grouped_dense__rows_with_a_scale_for_each_group(isa):
+    check_case(isa, OFFSETS, group_scales=True)
+
+
+def check_case(isa, case, group_scales=False):
     """Integers and, where the target has fma, their float sums to the bit; any number of rows."""
-    target, rng, spec = find_target(isa), np.random.default_rng(0), make_spec(case)
+    target, rng = find_target(isa), np.random.default_rng(0)
+    spec = make_spec(case, group_scales=group_scales)
     weight = draw_weight(rng, spec)
     kernel = compile_kernel(build_grouped_dense(spec, isa), target)
     constants = list_constants(spec, isa, weight)
@@ -142,6 +151,13 @@ TILED_CASES = [
 def test_grouped_dense__as_numpy_on_tiles(isa, case):
     assert plan_grouped(make_spec(case), isa).unit is isa.unit
     check_case(isa, case)
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("isa", [AMX, EMULATED], ids=["unit", "emulated"])
+@pytest.mark.parametrize("case", TILED_CASES[-3:], ids=lambda case: f"{case[3]}x{case[4]}")
+def test_grouped_dense__scales_of_groups_on_tiles(isa, case):
+    check_case(isa, case, group_scales=True)
 
 
 @pytest.mark.parametrize("isa", [AMX, EMULATED], ids=["unit", "emulated"])

@@ -8,6 +8,8 @@ or, with offsets o,
 
     y[m, n] = s_x[m] * sum over g of (s_w[n, g] * sum of x[m, k] * c[n, k]) + (o[n, g] * sum of x)
 
+With a scale s_x[m, g] for each group of a row, it multiplies s_w[n, g] and the sum of x instead.
+
 The integer sums of a group are exact. They become float32, and the groups are added from the first
 to the last, with fused multiply-adds if the target has them. `grouped_plan` says how weights are
 stored.
@@ -69,8 +71,8 @@ FEWEST_TILE_ROWS = 16
 
 
 def build_grouped_dense(spec: GroupedDense, isa: Isa, name: str = "grouped_dense") -> PrimFunc:
-    """Make PrimFunc(x (*leading, K)[, x_scale (*leading, 1)], codes, scale[, zeros], y (*leading,
-    N)).
+    """Make PrimFunc(x (*leading, K)[, x_scale (*leading, 1 or G)], codes, scale[, zeros], y
+    (*leading, N)).
 
     The constants come from `pack_grouped`.
     """
@@ -102,7 +104,8 @@ class PreparedRows:
         starts: Initial value of the sum of each group of each row, int32. It is minus the sum of
             the row times the common zero point. If groups have separate zero points, it is minus
             the sum of the row. None if it is 0.
-        sums: Sum of each group of each row, float32. None if groups have no offsets.
+        sums: Sum of each group of each row, float32, times its scale if each group has one. None
+            if groups have no offsets.
     """
 
     first: Expr
@@ -200,7 +203,10 @@ def emit_preparation(
                 if starts is not None:
                     T.buffer_store(starts, value * factor, [row * groups + group])
                 if sums is not None:
-                    T.buffer_store(sums, T.Cast("float32", value), [row * groups + group])
+                    real = T.Cast("float32", value)
+                    if arguments.group_scale is not None:
+                        real = real * arguments.group_scale[(first + row) * groups + group]
+                    T.buffer_store(sums, real, [row * groups + group])
 
         full = groups if last == size else groups - 1
         if full:
@@ -241,8 +247,12 @@ def emit_tile(
                 vector("float32", lanes), load_vector(arguments.scale, at * lanes, lanes)
             )
             for acc, total, row in zip(sums, row_totals, members, strict=True):
-                value = T.Cast(vector("float32", lanes), load_vector(acc, 0, lanes))
-                value = multiply_add(dot.has_fma, value, scale, load_vector(total, 0, lanes), lanes)
+                value, factor = T.Cast(vector("float32", lanes), load_vector(acc, 0, lanes)), scale
+                if arguments.group_scale is not None:
+                    own = arguments.group_scale[row * plan.groups + group]
+                    factor = scale * broadcast(own, lanes)
+                before = load_vector(total, 0, lanes)
+                value = multiply_add(dot.has_fma, value, factor, before, lanes)
                 if arguments.offsets is not None and prepared.sums is not None:
                     offset = load_vector(arguments.offsets, at * lanes, lanes)
                     offset = T.Cast(vector("float32", lanes), offset)

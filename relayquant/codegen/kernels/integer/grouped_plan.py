@@ -59,7 +59,8 @@ class GroupedDense:
     """A product of rows (..., features) with a grouped weight (units, features).
 
     `leading` are the extents before the last one, None for an extent known only at run time.
-    `is_float`: rows are float32, else int8 with one scale per row. `zeros_dtype`: uint8 if each
+    `is_float`: rows are float32, else int8 with one scale per row, or with one for each of several
+    groups of a row if `group_scales`. `zeros_dtype`: uint8 if each
     group has its own zero point, a float dtype if it has an offset, "" if the middle of the codes
     is the zero point of all.
     """
@@ -72,6 +73,7 @@ class GroupedDense:
     is_float: bool = False
     zeros_dtype: str = ""
     scale_dtype: str = "float32"
+    group_scales: bool = False
 
     @property
     def has_zeros(self) -> bool:
@@ -262,6 +264,7 @@ class Arguments:
     rows: Expr  #: number of rows
     data: Buffer
     row_scale: Buffer | None
+    group_scale: Buffer | None  #: of each group of each row
     codes: Buffer
     scale: Buffer
     zeros: Buffer | None  #: zero points
@@ -293,13 +296,16 @@ def declare_grouped(plan: GroupedPlan) -> Arguments:
 
     count = plan.panels * plan.groups * plan.dot.lanes
     data = declare("x", spec.features, "float32" if spec.is_float else "int8")
-    row_scale = None if spec.is_float else declare("x_scale", 1, "float32")
+    width = plan.groups if spec.group_scales else 1
+    declared = None if spec.is_float else declare("x_scale", width, "float32")
     codes = declare_constant("codes", count * plan.vectors * WORD, "uint8")
     scale = declare_constant("scale", count, plan.scale_dtype)
     zeros = declare_constant("zeros", count, plan.zeros_dtype) if spec.zeros_dtype else None
     out = declare("y", spec.units, "float32")
+    data_scale = None if declared is None else view(declared)
     return Arguments(
-        rows, view(data), None if row_scale is None else view(row_scale), codes, scale,
+        rows, view(data), None if spec.group_scales else data_scale,
+        data_scale if spec.group_scales else None, codes, scale,
         zeros if spec.has_zeros else None, zeros if spec.has_offsets else None, view(out),
     )  # fmt: skip
 

@@ -137,11 +137,12 @@ class TiledRows:
     """Rows of a chunk as tiles read them: for each tile and step one after the other.
 
     `sums`, float32: the sum of each group of each row, with the rows of a tile next to each other.
-    None if groups have no offsets.
+    None if groups have no offsets. `scales`, in the same order: None if there is one for a row.
     """
 
     copy: Buffer
     sums: Buffer | None
+    scales: Buffer | None
 
 
 def emit_tile_copy(form: TiledGroups, arguments: Arguments, first: Expr, tiles: Expr) -> TiledRows:
@@ -149,9 +150,9 @@ def emit_tile_copy(form: TiledGroups, arguments: Arguments, first: Expr, tiles: 
     plan, rows = form.plan, form.unit.rows
     spec = plan.spec
     copy = alloc_workspace(form.chunk_tiles * form.tile_bytes, "int8")
-    sums = None
-    if spec.has_offsets:
-        sums = alloc_workspace(form.chunk_tiles * plan.groups * rows, "float32")
+    count = form.chunk_tiles * plan.groups * rows
+    sums = alloc_workspace(count, "float32") if spec.has_offsets else None
+    scales = alloc_workspace(count, "float32") if spec.group_scales else None
     last = spec.features - (plan.groups - 1) * spec.group_size
 
     with T.grid(tiles, rows) as (tile, row):
@@ -169,9 +170,14 @@ def emit_tile_copy(form: TiledGroups, arguments: Arguments, first: Expr, tiles: 
                 if valid < size:
                     with T.serial(size - valid) as place:
                         T.buffer_store(copy, T.int8(0), [to + valid + place])
+            place = (tile * plan.groups + group) * rows + row
+            scale = T.float32(1)
+            if scales is not None and arguments.group_scale is not None:
+                scale = T.bind(arguments.group_scale[number * plan.groups + group])
+                T.buffer_store(scales, scale, [place])
             if sums is not None:
                 value = T.Cast("float32", emit_sum(arguments.data, origin, length))
-                T.buffer_store(sums, value, [(tile * plan.groups + group) * rows + row])
+                T.buffer_store(sums, value * scale, [place])
 
         full = plan.groups if last == spec.group_size else plan.groups - 1
         if full:
@@ -179,7 +185,7 @@ def emit_tile_copy(form: TiledGroups, arguments: Arguments, first: Expr, tiles: 
                 copy_group(group, spec.group_size)
         if last != spec.group_size:
             copy_group(T.int64(plan.groups - 1), last)
-    return TiledRows(copy, sums)
+    return TiledRows(copy, sums, scales)
 
 
 def copy_bytes(source: Buffer, start: Expr, target: Buffer, to: Expr, count: int) -> None:
@@ -229,8 +235,8 @@ def emit_band(
             def add(group: Expr) -> None:
                 at = T.bind(((panel + side) * plan.groups + start + group) * lanes)
                 slot = T.bind(T.floormod(group, SLOTS) * (rows * lanes))
-                first_sum = T.bind((tile * plan.groups + start + group) * rows)
-                emit_scaled(form, arguments, at, sums, slot, prepared.sums, first_sum, accs)
+                first_row = T.bind((tile * plan.groups + start + group) * rows)
+                emit_scaled(form, arguments, at, sums, slot, prepared, first_row, accs)
 
             multiply(T.int64(0))
             with T.serial(groups - 1) as group:
@@ -295,13 +301,14 @@ def emit_scaled(
     at: Expr,
     sums: Buffer,
     slot: Expr,
-    row_sums: Buffer | None,
-    first_sum: Expr,
+    prepared: TiledRows,
+    first_row: Expr,
     accs: list[Buffer],
 ) -> None:
     """Add the sums of a group, times its scales, to the float sums of each row.
 
-    With offsets, also the sums of the rows, times the offsets.
+    With offsets, also the sums of the rows, times the offsets. `first_row` is the place of the
+    first row in the sums and scales of the prepared rows.
     """
     lanes, has_fma = form.plan.dot.lanes, form.plan.dot.has_fma
     dtype = vector("float32", lanes)
@@ -311,9 +318,12 @@ def emit_scaled(
         offset = T.bind(T.Cast(dtype, load_vector(arguments.offsets, at, lanes)))
     for row, acc in enumerate(accs):
         value = T.Cast(dtype, load_vector(sums, slot + row * lanes, lanes))
-        value = multiply_add(has_fma, value, scale, load_vector(acc, 0, lanes), lanes)
-        if offset is not None and row_sums is not None:
-            own = broadcast(row_sums[first_sum + row], lanes)
+        factor = scale
+        if prepared.scales is not None:
+            factor = scale * broadcast(prepared.scales[first_row + row], lanes)
+        value = multiply_add(has_fma, value, factor, load_vector(acc, 0, lanes), lanes)
+        if offset is not None and prepared.sums is not None:
+            own = broadcast(prepared.sums[first_row + row], lanes)
             value = multiply_add(has_fma, own, offset, value, lanes)
         store_vector(acc, value, 0, lanes)
 
@@ -323,10 +333,11 @@ def emit_outputs(
 ) -> None:
     """Store the outputs of a panel for the rows of a tile, from `row` on."""
     units, lanes = form.plan.spec.units, form.plan.dot.lanes
-    assert arguments.row_scale is not None
     width = min(lanes, units)
     channel = T.bind(T.min(panel * lanes, units - width))
     for offset, acc in enumerate(accs):
         number = T.bind(T.min(row + offset, arguments.rows - 1))
-        value = load_vector(acc, 0, lanes) * broadcast(arguments.row_scale[number], lanes)
+        value = load_vector(acc, 0, lanes)
+        if arguments.row_scale is not None:
+            value = value * broadcast(arguments.row_scale[number], lanes)
         store_vector(arguments.out, value, number * units + channel, lanes, width)
