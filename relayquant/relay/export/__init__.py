@@ -14,6 +14,7 @@ from tvm.ir import Call
 
 from relayquant.base.arguments import check_arguments
 from relayquant.errors import ModelError, RelayQuantError, format_count
+from relayquant.ir.dialect.qnn.recurrent import RECURRENT_OPERATORS
 from relayquant.ir.rewrite.attributes import find_unmodelled
 from relayquant.ir.rewrite.bind import Model, bind_model
 from relayquant.ir.rewrite.graph import Graph, call_name, constant_value, tensor_dtype, tensor_shape
@@ -27,6 +28,11 @@ from relayquant.relay.printer import print_module
 
 #: Relax operator name -> its writer.
 EXPORTS = {**FLOAT_EXPORTS, **QUANTIZED_EXPORTS}
+#: What to do about layers that compute all steps in one operator.
+RECURRENT_ADVICE = (
+    ": Relay has no recurrent layers. Write the model with relayquant.export_onnx, or write the "
+    "layer as a loop over its steps in the source framework and export the model again"
+)
 
 
 @check_arguments
@@ -131,7 +137,8 @@ class _Writer:
             return self.operand(value, var.name)
         row = EXPORTS.get(call_name(value))
         if row is None:
-            raise ModelError("the operator has no counterpart", code="RQ203")
+            advice = RECURRENT_ADVICE if call_name(value) in RECURRENT_OPERATORS else ""
+            raise ModelError(f"the operator has no counterpart{advice}", code="RQ203")
         if call_name(value) in FLOAT_EXPORTS:
             named = FLOAT_ATTRIBUTES.get(call_name(value), ())
             unwritten = find_unmodelled([value], named)
