@@ -107,7 +107,7 @@ def test_gguf__blocks_stay_and_both_functions_share_them(tmp_path):
     assert dict(params) == {}
     assert list_constants(mod["prefill"]) == list_constants(mod["decode"])
     found = run_chunks(mod, params, TOKENS, CHUNKS)
-    check_scores(found[0], compute_scores(file.weights, TOKENS[0]), 3e-2)  # rows are rounded
+    check_scores(found[0], compute_scores(file.weights, TOKENS[0]), 2e-2)  # rows are rounded
     rows = {row.name: row for row in rq.ledger(mod).rows}
     assert {row.dtype for row in rows.values()} == {"int4", "int8"}
     # q and k are one product, v has other blocks.
@@ -216,7 +216,7 @@ def test_folder__metadata_that_is_wrong(folder, tmp_path, config, message):
     [
         ({"block_count": 3}, "no tensor 'blk.2.attn_q.weight'"),
         ({"feed_forward_length": 95}, "metadata says"),
-        ({"rope.dimension_count": 2**31}, "elements"),
+        ({"rope.dimension_count": 2**31 - 2}, "elements"),
         ({"expert_count": 8}, "experts"),
         ({"context_length": 0}, "max_length is 0"),
     ],

@@ -381,9 +381,7 @@ class FunctionBuilder:
             x = self.emit(relax.op.gather_nd(x, at, batch_dims=1), "picked.rows")
         x = self.normalize("final_norm", x)
         if config.is_tied:
-            scores = self.emit(
-                self.multiply_by("embedding", x, self.quantize(x, "embedding")), "scores"
-            )
+            scores = self.emit(self.multiply_by("embedding", x, {}), "scores")
         else:
             scores = self.multiply("classifier", x)["classifier"]
         if config.score_scale != 1:
@@ -409,10 +407,8 @@ class FunctionBuilder:
     def multiply(self, name: str, x: Expr) -> dict[str, Expr]:
         """Multiply by all weights of a group of siblings. Returns part -> (B, rows, outputs)."""
         products, found = self.network.products[name], {}
-        rows = None
+        rows: dict[int, tuple[Expr, Expr]] = {}  # by the size of a group
         for product in products:
-            if rows is None:
-                rows = self.quantize(x, product.name)
             y = self.emit(self.multiply_by(product.name, x, rows), product.name)
             bias = self.network.constants.get(f"{product.name}.bias")
             if bias is not None:
@@ -427,20 +423,27 @@ class FunctionBuilder:
                 at += size
         return found
 
-    def quantize(self, x: Expr, name: str) -> tuple[Expr, Expr] | None:
-        """Quantize rows for a product with blocks. None: the weight is a matrix of floats."""
-        if name not in self.network.grouped:
-            return None
-        pair = self.emit(qnn.quantize_rows(x), f"{name}.rows")
-        return self.emit(pair[0], f"{name}.rows.q"), self.emit(pair[1], f"{name}.rows.scale")
-
-    def multiply_by(self, name: str, x: Expr, rows: tuple[Expr, Expr] | None) -> Expr:
-        """Return x w^T for one weight."""
+    def multiply_by(self, name: str, x: Expr, rows: dict[int, tuple[Expr, Expr]]) -> Expr:
+        """Return x w^T for one weight. `rows` has what x is quantized to so far, by group size."""
         if name not in self.network.grouped:
             turned = self.emit(relax.op.permute_dims(self.weights[f"{name}.weight"]), f"{name}.t")
             return relax.op.matmul(x, turned)
-        assert rows is not None
-        return qnn.grouped_dense(*rows, *self.read_blocks(name, "matmul"))
+        size = self.network.grouped[name][0].group_size
+        if size not in rows:
+            rows[size] = self.quantize(x, size, name)
+        return qnn.grouped_dense(*rows[size], *self.read_blocks(name, "matmul"))
+
+    def quantize(self, x: Expr, size: int, name: str) -> tuple[Expr, Expr]:
+        """Quantize rows to int8, with a scale for each group of `size` as the weight has them. A
+        single scale for a row loses too much: some elements of a row are far larger than others.
+        """
+        *lead, features = x.ty.shape
+        groups = int(features) // size
+        split = self.emit(relax.op.reshape(x, (*lead, groups, size)), f"{name}.groups")
+        pair = self.emit(qnn.quantize_rows(split), f"{name}.rows")
+        codes = self.emit(relax.op.reshape(pair[0], (*lead, features)), f"{name}.rows.q")
+        scales = self.emit(relax.op.reshape(pair[1], (*lead, groups)), f"{name}.rows.scale")
+        return codes, scales
 
     def take_rows(self, name: str, indices: Expr) -> Expr:
         """Return rows of a table."""
