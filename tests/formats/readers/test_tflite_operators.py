@@ -13,6 +13,7 @@ import pytest
 from tflite_models import Operator, Subgraph, Tensor, write_model
 from tflite_operator_cases import Case, all_cases
 
+import relayquant as rq
 from relayquant.errors import ModelError
 from relayquant.formats.readers import import_tflite
 from relayquant.ir import reference
@@ -338,12 +339,34 @@ def test_variable__that_nothing_changes(tmp_path):
     np.testing.assert_array_equal(reference.run(mod, [X])[0], X + 2)
 
 
-def test_variable__that_changes_is_refused_by_name(tmp_path):
+def test_variable__that_changes_is_state(tmp_path):
     arguments, others = variable_model(Operator("ASSIGN_VARIABLE", ["h", "y"], []))
-    message = r"ASSIGN_VARIABLE .*keeps variable 'state' from run to run.*Make the state an input"
-    with pytest.raises(ModelError, match=message) as caught:
-        load(tmp_path, *arguments, others=others)
-    assert "damaged" not in str(caught.value)
+    mod = load(tmp_path, *arguments, others=others)
+    (state,) = rq.get_state(mod)
+    assert (state.name, state.shape, state.dtype) == ("state", X.shape, "float32")
+    executor = rq.Executor(rq.compile(mod))
+    for step in range(1, 4):
+        (got,) = executor.run("main", [X])
+        np.testing.assert_allclose(got, step * X + 2, rtol=1e-6)
+    executor.reset()
+    np.testing.assert_array_equal(executor.run("main", [X])[0], X + 2)
+
+
+def test_variable__what_is_read_behind_an_assignment_is_new(tmp_path):
+    again = [
+        Operator("ASSIGN_VARIABLE", ["h", "y"], []),
+        Operator("READ_VARIABLE", ["h"], ["v2"]),
+        Operator("ADD", ["v2", "x"], ["z"], "AddOptions"),
+        Operator("ASSIGN_VARIABLE", ["h", "x"], []),
+    ]
+    (tensors, operators, *_), others = variable_model(*again)
+    tensors = [*tensors, tensor("v2"), tensor("z")]
+    mod = load(tmp_path, tensors, operators, ["x"], ["y", "z"], others=others)
+    assert [param.name for param in mod["main"].params] == ["x", "state"]
+    y, z, new = reference.run(mod, [X, X * 3])
+    np.testing.assert_allclose(y, X * 4, rtol=1e-6)
+    np.testing.assert_allclose(z, X * 5, rtol=1e-6)
+    np.testing.assert_array_equal(new, X)
 
 
 def test_variable__without_a_value(tmp_path):

@@ -1,13 +1,14 @@
 """TensorFlow Lite reader: operators that run other graphs of the model, or keep a value.
 
 `main` is one dataflow block, so a call is replaced by the called graph. Which graph is called, and
-how often, must be known while the file is read. A variable is a constant: CALL_ONCE sets it, and
-nothing changes it.
+how often, must be known while the file is read. CALL_ONCE sets the initial value of a variable. If
+nothing else assigns it, it is a constant, else a state: its first read is a parameter of main.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tvm import relax
@@ -28,6 +29,19 @@ STATE = (
     "Make the state an input and an output of the model (in Keras, a stateful layer takes and "
     "returns it), and pass the output of one run to the next"
 )
+
+
+@dataclass(frozen=True, eq=False)
+class AssignedVariable:
+    """A variable that the model assigns in each run.
+
+    Attributes:
+        param: Its value before the run.
+        initial: Its value before the first run, an array.
+    """
+
+    param: relax.Var
+    initial: Any
 
 
 def convert_call(converter: Any, op: Any) -> relax.Expr:
@@ -105,29 +119,46 @@ def convert_var_handle(converter: Any, op: Any) -> None:
 
 
 def convert_assign_variable(converter: Any, op: Any) -> None:
-    """Convert ASSIGN_VARIABLE(handle, value) in the graph of a CALL_ONCE.
-
-    Raises:
-        Refusal: it is in another graph, so the model has a state.
-    """
+    """Convert ASSIGN_VARIABLE(handle, value): the value that later reads and the next run take."""
     handle, value = converter.get_input_tensors(op)
     key = find_variable(converter, handle)
     if not converter.conversion_state["in_call_once_init"]:
-        raise Refusal(
-            f"the model keeps {describe_variable(key)} from run to run; supported: variables that "
-            "only CALL_ONCE sets",
-            STATE,
-        )
+        find_state(converter, key)
     converter.conversion_state["resource_values"][key] = converter.get_tensor_expr(value)
 
 
 def convert_read_variable(converter: Any, op: Any) -> relax.Expr:
-    """Convert READ_VARIABLE(handle) to the value that CALL_ONCE set.
+    """Convert READ_VARIABLE(handle) to the value of the variable at this point.
 
     Raises:
         Refusal: the variable has no value.
     """
     key = find_variable(converter, converter.get_input_tensors(op)[0])
+    if converter.assigns_variables:
+        find_state(converter, key)
+    return find_variable_value(converter, key)
+
+
+def find_state(converter: Any, key: tuple[str, str]) -> None:
+    """Make the variable a state of the model, if it is none yet.
+
+    Raises:
+        Refusal: the variable has no initial value, or one that is not constant.
+    """
+    if key in converter.variables:
+        return
+    value = find_variable_value(converter, key)
+    initial = constant_value(value)
+    if initial is None:
+        raise Refusal(f"the initial value of {describe_variable(key)} is not constant", STATE)
+    name = "/".join(part for part in key if part) or f"variable.{len(converter.variables)}"
+    param = relax.Var(name, value.ty)
+    converter.variables[key] = AssignedVariable(param, initial)
+    converter.conversion_state["resource_values"][key] = param
+
+
+def find_variable_value(converter: Any, key: tuple[str, str]) -> relax.Expr:
+    """Return the value of a variable. Refusal if it has none."""
     value = converter.conversion_state["resource_values"].get(key)
     if value is None:
         raise Refusal(

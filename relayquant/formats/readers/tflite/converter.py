@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from tvm import relax
 from relayquant.errors import ModelError, RelayQuantError, format_count
 from relayquant.formats.readers.names import MARK, SourceNode
 from relayquant.formats.readers.refusal import OTHERWISE, NotConstant, Refusal, describe_failure
-from relayquant.formats.readers.tflite.control_flow import FLOW, STATE
+from relayquant.formats.readers.tflite.control_flow import FLOW, STATE, AssignedVariable
 from relayquant.formats.readers.tflite.operators import OPERATORS
 from relayquant.formats.readers.tflite.tables import SIZES
 from relayquant.ir.reference.frame import Frame
@@ -107,8 +108,27 @@ class FloatTensor:
         return getattr(self.tensor, name)
 
 
-def make_converter(frontend: Any, sources: dict[str, SourceNode]) -> type[Any]:
-    """Make the class of a converter that records in `sources` which operator made which value."""
+@dataclass(frozen=True)
+class VariableTable:
+    """The variables of a model that change in each run, filled while the model is converted.
+
+    Attributes:
+        is_changed: Whether the model assigns any variable in each run.
+        variables: Container and name -> variable.
+        news: The value of each variable behind a run.
+    """
+
+    is_changed: bool
+    variables: dict[tuple[str, str], AssignedVariable] = field(default_factory=dict)
+    news: dict[tuple[str, str], relax.Var] = field(default_factory=dict)
+
+
+def make_converter(
+    frontend: Any, sources: dict[str, SourceNode], found: VariableTable
+) -> type[Any]:
+    """Make the class of a converter that records in `sources` which operator made which value, and
+    in `found` the variables that change.
+    """
     from tflite import TensorType
 
     types = {getattr(TensorType, name) for name in SIZES}
@@ -120,6 +140,7 @@ def make_converter(frontend: Any, sources: dict[str, SourceNode]) -> type[Any]:
             self.prefix = prefix
             self.kind = ""
             self.in_float = False
+            self.variables, self.assigns_variables = found.variables, found.is_changed
             table = OPERATORS | FLOW
             self.convert_map |= {kind: partial(f, self) for kind, f in table.items()}
 
@@ -211,6 +232,10 @@ def make_converter(frontend: Any, sources: dict[str, SourceNode]) -> type[Any]:
                         f"{describe_failure(error, self.list_operands(op))}.",
                         code="RQ202",
                     ) from error
+            if not self.prefix:
+                values = self.conversion_state["resource_values"]
+                for key in self.variables:
+                    found.news[key] = self.bb.emit_output(values[key])
 
         def name_call(self, op: Any) -> str:
             """Return an operator's name: its first output, or its type if it has no output."""
@@ -248,13 +273,13 @@ def make_converter(frontend: Any, sources: dict[str, SourceNode]) -> type[Any]:
                 raise Refusal(
                     f"it has {format_count(len(outputs), 'output')} instead of {len(fields)}"
                 )
-            for tensor, name, field in zip(
+            for tensor, name, each in zip(
                 self.get_output_tensors(op), outputs, fields, strict=True
             ):
-                field = self.bb.normalize(field)
-                self.check_result(tensor, name, field)
-                folded = self.fold(op, kind, field)
-                given = self.name_value(name, field, outputs[0], kind) if folded is None else folded
+                each = self.bb.normalize(each)
+                self.check_result(tensor, name, each)
+                folded = self.fold(op, kind, each)
+                given = self.name_value(name, each, outputs[0], kind) if folded is None else folded
                 self.exp_tab.set_expr(name, given, force_override=True)
 
         def convert_fused_activation_function(

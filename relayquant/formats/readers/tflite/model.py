@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import tvm
+from tvm import relax
 
 from relayquant.base import _tvm
 from relayquant.base.arguments import check_arguments
@@ -15,7 +16,9 @@ from relayquant.base.storage.files import DEFAULT_MAX_BYTES, PathLike, check_fil
 from relayquant.errors import MissingDependencyError, ModelError, RelayQuantError, format_count
 from relayquant.formats.readers.names import SourceNode, name_values
 from relayquant.formats.readers.refusal import OTHERWISE
-from relayquant.formats.readers.tflite.converter import make_converter
+from relayquant.formats.readers.state import StatePair, hold_state
+from relayquant.formats.readers.tflite.converter import VariableTable, make_converter
+from relayquant.formats.readers.tflite.options import read_options
 from relayquant.formats.readers.tflite.tables import check_tables, list_codes, open_model
 
 #: Bytes 4 to 8 of every TFLite file.
@@ -76,12 +79,15 @@ def convert_model(model: Any) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
     """Convert a model with valid tables to a module."""
     frontend = _tvm.load_tflite_frontend()
     sources: dict[str, SourceNode] = {}
+    found = VariableTable(assigns_variables(model))
     try:
         with _tvm.FRONTEND_LOCK:
-            mod = frontend.from_tflite(model, op_converter=make_converter(frontend, sources))
+            converter = make_converter(frontend, sources, found)
+            mod = frontend.from_tflite(model, op_converter=converter)
         # The frontend attaches the weights that it has already bound.
         mod["main"] = mod["main"].without_attr("params")
-        return name_values(mod, sources), {}
+        mod, pairs = add_variables(mod, found)
+        return hold_state(name_values(mod, sources), pairs), {}
     except RelayQuantError:
         raise
     except Exception as error:
@@ -91,6 +97,62 @@ def convert_model(model: Any) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
             f"{OTHERWISE}.",
             code="RQ202",
         ) from error
+
+
+def assigns_variables(model: Any) -> bool:
+    """Whether the model assigns a variable in each run, not only in the graphs of CALL_ONCE."""
+    from tflite import BuiltinOperator, CallOnceOptions
+
+    calls = [
+        (index, read_code(model, graph.Operators(at)), graph.Operators(at))
+        for index in range(model.SubgraphsLength())
+        for graph in [model.Subgraphs(index)]
+        for at in range(graph.OperatorsLength())
+    ]
+    first = {
+        read_options(op, CallOnceOptions).InitSubgraphIndex()
+        for _, code, op in calls
+        if code == BuiltinOperator.CALL_ONCE
+    }
+    return any(
+        code == BuiltinOperator.ASSIGN_VARIABLE and index not in first for index, code, _ in calls
+    )
+
+
+def read_code(model: Any, op: Any) -> int:
+    """Return the builtin operator of a call."""
+    code = model.OperatorCodes(op.OpcodeIndex())
+    return max(code.BuiltinCode(), code.DeprecatedBuiltinCode())
+
+
+def add_variables(mod: tvm.IRModule, found: VariableTable) -> tuple[tvm.IRModule, list[StatePair]]:
+    """Make parameters and results of main of the variables that change.
+
+    Returns:
+        The module and the pairs of parameters and results.
+    """
+    if not found.variables:
+        return mod, []
+    main = mod["main"]
+    results = main.body.body
+    block: Any = main.body.blocks[-1]
+    bound = {binding.var: binding.value for binding in block.bindings}
+    value = bound.get(results, results) if isinstance(results, relax.Var) else results
+    is_tuple = isinstance(value, relax.Tuple)
+    fields = list(value.fields) if is_tuple else [results]
+    pairs = [
+        StatePair(variable.param.name, len(fields) + at, variable.param.name, variable.initial)
+        for at, variable in enumerate(found.variables.values())
+    ]
+    params = [*main.params, *(variable.param for variable in found.variables.values())]
+    outputs = [
+        relax.TupleGetItem(results, at) if is_tuple else results for at in range(len(fields))
+    ]
+    body = relax.SeqExpr(main.body.blocks, relax.Tuple([*outputs, *found.news.values()]))
+    whole = relax.Function(params, relax.BlockBuilder().normalize(body), attrs=main.attrs)
+    changed = tvm.IRModule(dict(mod.functions_items()), attrs=mod.attrs)
+    changed["main"] = whole.with_attr("num_input", len(params))
+    return changed, pairs
 
 
 def list_custom_operators(model: Any) -> list[str]:
