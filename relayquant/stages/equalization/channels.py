@@ -49,9 +49,10 @@ def measure_channels(
     rows = dict.fromkeys(names, 0)
     for batch in batches:
         for name in names:
-            values = np.asarray(batch[name], "float64")
+            values = np.asarray(batch[name])
             values = values.reshape(-1, values.shape[-1])
-            peak, square = np.abs(values).max(axis=0, initial=0.0), (values**2).sum(axis=0)
+            peak = np.maximum(values.max(axis=0, initial=0), -values.min(axis=0, initial=0))
+            square = np.square(values, dtype="float64").sum(axis=0)
             largest[name] = np.maximum(largest.get(name, 0.0), peak)
             squares[name] = squares.get(name, 0.0) + square
             rows[name] += len(values)

@@ -244,7 +244,7 @@ def measure_sites(
             others = tuple(axis for axis, size in enumerate(ids.shape) if size == 1)
             peak = np.maximum(array.max(axis=others, initial=0), -array.min(axis=others, initial=0))
             largest[var] = np.maximum(largest[var], peak.ravel())
-            squares[var] += np.square(array).sum(axis=others, dtype="float64").ravel()
+            squares[var] += np.square(array, dtype="float64").sum(axis=others).ravel()
             counts[var] += array.size // ids.size
     return {
         var: ChannelStatistics(largest[var], squares[var] / max(counts[var], 1)) for var in channels
