@@ -63,11 +63,14 @@ class CompareReport:
         rows: The values.
         samples: Number of samples that both modules ran on.
         outputs: The gap of each output of main.
+        stream_sqnr: SQNR of the worst output in the last halves of sequences, with both models
+            going on from their own state, dB. None without state or sequences.
     """
 
     rows: tuple[CompareRow, ...]
     samples: int = field(default=0)
     outputs: tuple[OutputGap, ...] = ()
+    stream_sqnr: float | None = None
 
     def first_below(self, decibels: float = 15.0) -> CompareRow | None:
         """Return the first value whose accumulated SQNR is below `threshold`."""
@@ -92,6 +95,8 @@ class CompareReport:
         first = self.first_below()
         where = "" if first is None else f"; the first below 15 dB is {first.name}"
         counts = f"{format_count(len(self.rows), 'value')}, {format_count(self.samples, 'sample')}"
+        if self.stream_sqnr is not None:
+            where += f"; at the end of sequences {self.stream_sqnr:.1f} dB"
         return "\n".join([*lines, f"{counts}{where}"])
 
     def to_csv(self) -> str:

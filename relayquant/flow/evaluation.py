@@ -5,6 +5,7 @@ accuracy, on the operators that cost accuracy, and on accumulator ranges.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import tvm
@@ -16,10 +17,11 @@ from relayquant.analysis.sensitivity import Metric, SensitivityReport, measure_s
 from relayquant.analysis.verify import Verifier, VerifyReport
 from relayquant.base.arguments import check_arguments
 from relayquant.base.events import Callback, CallbackList
-from relayquant.data import open_dataset
+from relayquant.data import StreamedDataset, open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError
 from relayquant.flow.pipeline import lower_alone
+from relayquant.flow.refine.drift import StreamMeter
 from relayquant.flow.streams import open_streams
 from relayquant.ir.ledger import Ledger, read_ledger
 from relayquant.ir.rewrite.bind import Model, bind_model, split_model
@@ -83,7 +85,9 @@ def compare(
     streams = open_streams(canonical, None, dataset)
     data = open_dataset(streams, describe_inputs(canonical))
     # The first batch is read here, so that wrong data is reported before anything is compiled.
-    return compare_modules(canonical, quantized, data, bind_loader(data, compile_draft))
+    report = compare_modules(canonical, quantized, data, bind_loader(data, compile_draft))
+    meter = StreamMeter.of(canonical, streams) if isinstance(streams, StreamedDataset) else None
+    return report if meter is None else replace(report, stream_sqnr=meter.measure(quantized))
 
 
 def align_modules(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,8 +174,7 @@ def find_place(
             "neighbours in this order.",
             code="RQ204",
         )
-    result = func.ret_ty
-    types = list(result.fields) if isinstance(result, relax.TupleType) else [result]
+    types = list(flatten_type(func.ret_ty))
     if len(types) < len(taken):
         raise ModelError(
             f"{function!r} has {format_count(len(types), 'result')} and takes "
@@ -193,6 +192,15 @@ def find_place(
                     code="RQ204",
                 )
     return StatePlace(first, names)
+
+
+def flatten_type(ty: Any) -> Iterator[Any]:
+    """Iterate over the types of a result. Nested tuples are taken apart."""
+    if isinstance(ty, relax.TupleType):
+        for each in ty.fields:
+            yield from flatten_type(each)
+    else:
+        yield ty
 
 
 def is_type(ty: Any, value: StateValue) -> bool:

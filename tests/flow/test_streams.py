@@ -191,3 +191,11 @@ def test_quantize__what_follows_says_how_far(quantized):
     guard = rq.ledger(qmod).guard
     assert guard.stream_sqnr > 30
     assert "at the end of sequences" in str(guard)
+
+
+def test_compare__looks_at_the_end_of_sequences(quantized):
+    mod, qmod = quantized
+    report = rq.compare(mod, None, qmod, [rq.SampleSequence(draw_rows(20))])
+    assert report.stream_sqnr > 30
+    assert "at the end of sequences" in str(report)
+    assert rq.compare(mod, None, qmod, draw_rows(4)).stream_sqnr is None

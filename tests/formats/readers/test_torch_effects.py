@@ -195,6 +195,13 @@ def test_program__a_tensor_that_it_reads_as_buffer_and_as_constant():
         np.testing.assert_array_equal(got[place + 1 :], 1)
 
 
+def test_quantize__a_module_with_buffers_that_change():
+    module = make_module(add_to_buffer).eval()
+    qmod = rq.torch.quantize(module, (torch.ones(3),), [np.ones(3, "float32")])
+    assert [value.name for value in rq.get_state(qmod)] == ["state"]
+    np.testing.assert_array_equal(module.state, 0)
+
+
 STATISTICS = (
     r"the running statistics of '0'(, '2')? \(training mode\) in each run. .*model.eval\(\)"
 )
