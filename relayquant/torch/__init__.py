@@ -15,10 +15,13 @@ if TYPE_CHECKING:
     from relayquant.torch.exported import quantize
     from relayquant.torch.exporting import export
     from relayquant.torch.finetuning import finetune
+    from relayquant.torch.integer_module import as_module, compare
     from relayquant.torch.training import from_relax, prepare_qat
 
 __all__ = [
     "PrepareCustomConfig",
+    "as_module",
+    "compare",
     "convert",
     "convert_to_reference",
     "export",
@@ -40,6 +43,7 @@ __getattr__, __dir__ = lazy.gather(
         "relayquant.torch.exported": "quantize",
         "relayquant.torch.exporting": "export",
         "relayquant.torch.finetuning": "finetune",
+        "relayquant.torch.integer_module": "as_module compare",
         "relayquant.torch.training": "from_relax prepare_qat",
     },
 )

@@ -115,8 +115,9 @@ class Uncopied:
         raise ConfigError(
             f"A {type(self).__name__} cannot be copied or pickled: it refers to the modules and "
             "code of one model, and to compiled code. Prepare and convert a copy of the float "
-            "model instead. Integer modules of a converted model can be saved (.modules, "
-            "relayquant.save_module).",
+            "model instead. Integer modules of a converted model (.modules) can be saved: "
+            "relayquant.torch.as_module makes a torch.nn.Module of each, which can be copied, "
+            "pickled and has a state_dict.",
             code="RQ105",
         )
 

@@ -1,0 +1,70 @@
+"""An integer module as a `torch.nn.Module`, which can be called, copied and pickled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import tvm
+from torch import nn
+
+from relayquant.errors import DataError, ModelError, format_count
+from relayquant.stages.compilation import compile
+from relayquant.torch.define_by_run.executing import CompiledModule
+
+
+class IntegerModule(nn.Module):
+    """A compiled integer module, from `relayquant.torch.as_module`.
+
+    Attributes:
+        mod: The integer module.
+    """
+
+    def __init__(self, mod: tvm.IRModule) -> None:
+        super().__init__()
+        self.mod = mod
+        self._compiled: CompiledModule | None = None
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        """Return the outputs for inputs of the module's shapes: one tensor, or a tuple.
+
+        Raises:
+            DataError: it takes another number of inputs, or one is not a tensor.
+        """
+        count = int(self.mod["main"].attrs.get("num_input", len(self.mod["main"].params)))
+        if len(inputs) != count or not all(isinstance(one, torch.Tensor) for one in inputs):
+            kinds = ", ".join(type(one).__name__ for one in inputs)
+            raise DataError(
+                f"The module takes {format_count(count, 'tensor')} by position, got {kinds}.",
+                code="RQ302",
+            )
+        if self._compiled is None:
+            self._compiled = CompiledModule(compile(self.mod))
+        results = self._compiled.call(inputs)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def get_extra_state(self) -> str:
+        """Return what `state_dict` holds: the integer module as JSON."""
+        return str(tvm.ir.save_json(self.mod))  # a plain str, for torch.load(weights_only=True)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take over the module of a `state_dict`.
+
+        Raises:
+            ModelError: the state holds no module.
+        """
+        mod = tvm.ir.load_json(state) if isinstance(state, str) else state
+        if not isinstance(mod, tvm.IRModule):
+            raise ModelError(
+                f"The state of an IntegerModule is a {type(mod).__name__}; allowed: the text that "
+                "state_dict() of another one holds.",
+                code="RQ201",
+            )
+        self.mod, self._compiled = mod, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for `pickle` and `copy.deepcopy`, without compiled code."""
+        return {**self.__dict__, "mod": self.get_extra_state(), "_compiled": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "mod": tvm.ir.load_json(state["mod"])})
