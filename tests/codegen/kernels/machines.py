@@ -11,9 +11,11 @@ import tvm
 from tvm import tirx
 from tvm.target import Target
 
+from relayquant.codegen.host_functions import name_kernel_pipeline
 from relayquant.codegen.kernels.isa.base import PORTABLE, X86_ISAS, Isa
 from relayquant.codegen.kernels.isa.select import has_isa
 from relayquant.codegen.kernels.isa.target import resolve_target
+from relayquant.ir.dialect.cost import MACS_ATTR
 
 #: A CPU that has the instruction set and no better one.
 REPRESENTATIVE = {
@@ -45,11 +47,13 @@ def runnable_target(isa: Isa) -> Target:
 
 
 def compile_kernel(func: tirx.PrimFunc, target: Target) -> Callable[..., None]:
-    """A kernel to be called. Its workspaces hold garbage, as in a process that runs other kernels;
-    new memory is 0, and a kernel that does not write what it reads would be right with that.
+    """A kernel to be called, lowered as in a module. Its workspaces hold garbage, as in a process
+    that runs other kernels; new memory is 0, and a kernel that does not write what it reads would
+    be right with that.
     """
     name = str(func.attrs["global_symbol"])
-    kernel = tvm.compile(tvm.IRModule({name: func}), target=target)[name]
+    mod = tvm.IRModule({name: func.with_attr(MACS_ATTR, 0)})
+    kernel = tvm.compile(mod, target, tir_pipeline=name_kernel_pipeline())[name]
 
     def run(*arrays: tvm.runtime.Tensor) -> None:
         fill_workspaces(0xA5)
