@@ -96,6 +96,45 @@ for _ in range(2):
 module.freeze_ranges()  # scales stay from here on, as after FX's disable_observer
 
 # %%
+# The Trainer of transformers
+# ---------------------------
+# It trains the same module, inside one that returns a loss. This part is left out where
+# ``transformers`` and ``accelerate`` are not installed.
+
+try:
+    from transformers import Trainer, TrainingArguments
+except ImportError:
+    print("no Trainer here. Run: pip install transformers accelerate")
+else:
+
+    class Classifier(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, images, labels):
+            scores = self.inner(images)
+            return {"loss": torch.nn.functional.cross_entropy(scores, labels), "logits": scores}
+
+    with torch.no_grad():
+        rows = [
+            {"images": image, "labels": label}
+            for x in batches
+            for image, label in zip(x, teacher(x).argmax(1), strict=True)
+        ]
+    arguments = TrainingArguments(
+        "trainer",
+        num_train_epochs=1,
+        per_device_train_batch_size=32,
+        learning_rate=1e-5,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    Trainer(Classifier(module), arguments, train_dataset=rows).train()
+
+# %%
 # The integer module
 # ------------------
 # ``convert`` gives what ``quantize`` gives for these weights and scales: ledger, kernels and export
