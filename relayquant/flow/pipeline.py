@@ -30,7 +30,7 @@ from relayquant.config import (
 )
 from relayquant.config.observers import Fixed
 from relayquant.config.observers.base import NotFiniteError
-from relayquant.data import CalibrationShare, SpreadSample
+from relayquant.data import CalibrationShare, SpreadSample, StreamedDataset
 from relayquant.flow.mapping_choice import choose_mapping
 from relayquant.flow.refine.drift import follow_streams
 from relayquant.flow.refine.guard import (
@@ -123,6 +123,8 @@ def quantize_model(
             "keep faster", keep_faster, calibrated, qmod, stopwatch, dataset, settings
         )
     qmod = run("guard", guard_module, calibrated, qmod, dataset, settings, sample)
+    if not isinstance(dataset, StreamedDataset):
+        return qmod
     return run("guard", follow_streams, calibrated, qmod, dataset, settings, rebuild)
 
 
@@ -280,16 +282,8 @@ def prepare_model(
     graph = run("simulate", build_calibration_graph, canonical, plan, backend)
     check_stage(graph.mod, Stage.SIMULATED, with_integers=is_quantized)
     check_planned(canonical, plan, graph.constants)
-    return PreparedModel(
-        canonical,
-        plan,
-        graph,
-        backend,
-        effort=settings.level.value,
-        inputs=inputs,
-        outputs=outputs,
-        mapping=mapping,
-    )
+    made = PreparedModel(canonical, plan, graph, backend, inputs=inputs, outputs=outputs)
+    return replace(made, effort=settings.level.value, mapping=mapping)
 
 
 def calibrate_model(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import tvm
@@ -90,7 +89,7 @@ def run_sequence(mod: tvm.IRModule, steps: Sequence[Batch]) -> Iterator[list[np.
 def follow_streams(
     calibrated: PreparedModel,
     qmod: tvm.IRModule,
-    dataset: Any,
+    dataset: StreamedDataset,
     settings: QuantizeSettings,
     rebuild: Callable[..., tuple[PreparedModel, tvm.IRModule]],
 ) -> tvm.IRModule:
@@ -98,7 +97,7 @@ def follow_streams(
     the end of the sequences, the operators that cost most go back to float. Warns then.
 
     Args:
-        dataset: Nothing is done unless it has sequences.
+        dataset: Its sequences.
         rebuild: Makes of (calibrated model, operators to keep in float, data set, settings) the
             model and its integer module.
     """
@@ -108,7 +107,7 @@ def follow_streams(
 
     guard, guarding = read_ledger(qmod).guard, settings.guarding
     is_off = guarding.find_action(calibrated.effort) is Guard.OFF or guard is None
-    if is_off or not isinstance(dataset, StreamedDataset):
+    if is_off:
         return qmod
     meter = StreamMeter.of(calibrated.mod, dataset)
     if meter is None:

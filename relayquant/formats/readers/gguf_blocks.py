@@ -78,8 +78,8 @@ def read_blocks(raw: Array, kind: int, shape: tuple[int, int]) -> GroupedWeight:
         raise ModelError(
             f"A tensor of {form.name} blocks has shape {shape} and "
             f"{format_count(raw.size, 'byte')}; allowed: rows of whole blocks, "
-            f"{format_count(form.nbytes, 'byte')} for each {form.weights} weights. The file is "
-            "damaged.",
+            f"{format_count(form.nbytes, 'byte')} for each {format_count(form.weights, 'weight')}. "
+            "The file is damaged.",
             code="RQ502",
         )
     blocks = raw.reshape(rows, each * form.nbytes)

@@ -9,7 +9,7 @@ import enum
 import math
 from dataclasses import dataclass
 
-from relayquant.errors import ModelError
+from relayquant.errors import ModelError, format_count
 
 #: Most layers and most elements along an axis that are believed of a file.
 MOST_LAYERS, MOST_SIZE = 4096, 1 << 31
@@ -130,12 +130,14 @@ class CausalLMConfig:
                 )
         if not 1 <= len(self.layers) <= MOST_LAYERS:
             raise ModelError(
-                f"The model has {len(self.layers)} layers; allowed: 1 to {MOST_LAYERS}.",
+                f"The model has {format_count(len(self.layers), 'layer')}; allowed: 1 to "
+                f"{MOST_LAYERS}.",
                 code="RQ204",
             )
         if self.heads % self.groups:
             raise ModelError(
-                f"The model has {self.heads} heads and {self.groups} heads of keys and values; "
+                f"The model has {format_count(self.heads, 'head')} and "
+                f"{format_count(self.groups, 'head')} of keys and values; "
                 "allowed: a divisor.",
                 code="RQ204",
             )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from relayquant.errors import ModelError
+from relayquant.errors import ModelError, format_count
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, list) or len(value) < count:
-            raise self.refuse(names, value, f"a list of {count} values")
+            raise self.refuse(names, value, f"a list of {format_count(count, 'value')}")
         return value[:count]
 
     def refuse(self, names: tuple[str, ...], value: Any, allowed: str) -> ModelError:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from relayquant.errors import ModelError
+from relayquant.errors import ModelError, format_count
 from relayquant.formats.readers.causal_lm.config import Rotary
 from relayquant.formats.readers.causal_lm.fields import Fields
 
@@ -36,8 +36,8 @@ def make_rotary(
     """
     if not 2 <= size <= MOST_TURNED or size % 2:
         raise ModelError(
-            f"The model turns {size} elements of a head; allowed: even numbers from 2 to "
-            f"{MOST_TURNED}.",
+            f"The model turns {format_count(size, 'element')} of a head; allowed: even numbers "
+            f"from 2 to {MOST_TURNED}.",
             code="RQ204",
         )
     if base <= 0:
@@ -66,7 +66,7 @@ def divide_by(frequencies: np.ndarray, factors: Sequence[float]) -> np.ndarray:
     array = np.asarray(factors, "float64")
     if array.shape != frequencies.shape or not (array > 0).all():
         raise ModelError(
-            f"The model has {array.size} factors of rotary positions; needed: "
+            f"The model has {format_count(array.size, 'factor')} of rotary positions; needed: "
             f"{frequencies.size}, above 0.",
             code="RQ204",
         )
@@ -140,7 +140,7 @@ def scale_by_length(
     name = "short_factor" if length <= known else "long_factor"
     values = scaling.items(len(frequencies), name)
     if values is None or not all(isinstance(value, int | float) for value in values):
-        raise scaling.refuse((name,), values, f"{len(frequencies)} numbers")
+        raise scaling.refuse((name,), values, f"{format_count(len(frequencies), 'number')}")
     factor = positive(scaling, "factor", positive(scaling, "max_position_embeddings") / known)
     magnitude = (
         1.0 if factor <= 1 or known <= 1 else math.sqrt(1 + math.log(factor) / math.log(known))

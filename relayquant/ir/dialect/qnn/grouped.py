@@ -208,7 +208,7 @@ def infer_grouped_dense(call: Call, _builder: Any) -> Any:
         raise data_scale.fail(
             f"has shape {show_shape(data_scale.shape or [])}",
             f"allowed: (..., 1), one scale for each row, or (..., {groups}), one for each group of "
-            f"{call.attrs.group_size} columns",
+            f"{format_count(int(call.attrs.group_size), 'column')}",
         )
     if data.shape is None or rows is None:
         return relax.TensorType(None, "float32", data.ty.vdevice, data.ndim)
