@@ -49,6 +49,25 @@ def rename_model(mod: tvm.IRModule) -> tvm.IRModule:
     return rename_function(mod, find_entry(mod), "main")
 
 
+def torch_tensor(array: np.ndarray) -> Any:
+    import torch
+
+    return torch.from_numpy(array)
+
+
+def compare_torch(name: str) -> str:
+    """A module of PyTorch beside its integer module, which has this name."""
+    import torch
+
+    net = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU()).eval()
+    with torch.no_grad():
+        for value in net.parameters():
+            value.fill_(0.125)
+    data = [(torch_tensor(row["x"]),) for row in DATA]
+    qmod = rq.torch.quantize(net, data[0], data, backend="x86", effort="fast", callbacks=())
+    return str(rq.torch.compare(net, rename_function(qmod, "main", name), data))
+
+
 def read_file(path: Path) -> bytes:
     return path.read_bytes()
 
@@ -96,6 +115,12 @@ ENTRIES: dict[Callable[..., Any], Callable[[Any, Any, Path], Any]] = {
     rq.reference.run: lambda mod, qmod, _: [
         rq.reference.run(m, DATA[0])[0].tolist() for m in (mod, qmod)
     ],
+    rq.get_state: lambda mod, qmod, _: rq.get_state(qmod),
+    rq.with_state: lambda mod, qmod, _: rename_model(rq.with_state(qmod, [])).script(),
+    rq.torch.as_module: lambda mod, qmod, _: rq.torch.as_module(qmod)(
+        torch_tensor(DATA[0]["x"])
+    ).tolist(),
+    rq.torch.compare: lambda mod, qmod, _: compare_torch(find_entry(qmod) or ""),
     rq.reference.run_values: lambda mod, qmod, _: [*rq.reference.run_values(qmod, DATA[0])],
 }
 
@@ -120,7 +145,7 @@ def test_entries__are_all_that_take_a_module():
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.__name__)
 def test_entry__takes_a_model_of_any_name(entry, tmp_path):
-    if entry in (rq.torch.finetune, rq.torch.from_relax):
+    if entry.__module__.startswith("relayquant.torch"):
         pytest.importorskip("torch")
     before = FORWARD.script(show_meta=True)
     found = ENTRIES[entry](FORWARD, QUANTIZED_FORWARD, tmp_path)

@@ -87,6 +87,7 @@ def choose_peak_isa(target: Target) -> Isa:
 def compile_tile_peak(isa: Isa, unit: MatrixUnit, target: Target) -> tuple[Callable[[], None], int]:
     """Do the same for products of tiles: four independent tiles of sums."""
     full, shape = (unit.rows, unit.row_bytes), (unit.rows * unit.row_bytes,)
+    dtypes = isa.activation, isa.weight_dtype
 
     def body() -> None:
         x, w, y = declare_arguments(
@@ -99,7 +100,7 @@ def compile_tile_peak(isa: Isa, unit: MatrixUnit, target: Target) -> tuple[Calla
         tiles.load(TILE_SUMS + 1, w, 0, unit.row_bytes)
         with T.serial(ITERATIONS):
             for tile in range(TILE_SUMS):
-                tiles.multiply(tile, TILE_SUMS, TILE_SUMS + 1, isa.activation)
+                tiles.multiply(tile, TILE_SUMS, TILE_SUMS + 1, dtypes)
         for tile in range(TILE_SUMS):
             tiles.store(tile, y, 0, isa.lanes)
         tiles.release()

@@ -18,6 +18,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
+from relayquant.base.arguments import check_arguments
 from relayquant.errors import ModelError, format_count
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.entry import attach_attrs, find_attrs
@@ -78,6 +79,7 @@ class StatePlace:
     names: tuple[str, ...]
 
 
+@check_arguments
 def with_state(mod: tvm.IRModule, values: Sequence[StateValue]) -> tvm.IRModule:
     """Return the module with a description of its state. `mod` is not changed.
 
@@ -115,6 +117,7 @@ def with_state(mod: tvm.IRModule, values: Sequence[StateValue]) -> tvm.IRModule:
     return changed
 
 
+@check_arguments
 def get_state(mod: tvm.IRModule) -> tuple[StateValue, ...]:
     """Return the state of a module, in order. () if it has none."""
     text = find_attrs(mod).get(STATE_ATTR)

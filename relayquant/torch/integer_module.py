@@ -13,6 +13,7 @@ from relayquant.analysis.compare import CompareReport
 from relayquant.base.arguments import check_arguments
 from relayquant.errors import DataError
 from relayquant.flow.evaluation import compare as compare_modules
+from relayquant.ir.rewrite.entry import name_main
 from relayquant.torch.exporting import check_module, load_module
 
 
@@ -33,7 +34,7 @@ def as_module(mod: tvm.IRModule) -> Any:
     import_trainable()
     from relayquant.torch.compiled_module import IntegerModule
 
-    return IntegerModule(mod)
+    return IntegerModule(name_main(mod))
 
 
 @check_arguments

@@ -8,7 +8,7 @@ from float_models import MAP, build_model
 
 import relayquant as rq
 from relayquant.analysis.loader import bind_loader, load_integers
-from relayquant.base.runtime import Executor
+from relayquant.base.runtime import Machine
 from relayquant.codegen.eager import EagerModule
 from relayquant.data import open_dataset
 from relayquant.data.item import describe_inputs
@@ -26,7 +26,7 @@ def test_load_integers__compiles_for_many_samples(quantized):
     qmod, data = quantized
     few, many = (load_integers(qmod, samples, compile_draft) for samples in (3, 10**9))
     assert isinstance(few, EagerModule)
-    assert isinstance(many, Executor)
+    assert isinstance(many, Machine)
     for batch in data:
         (one,), (other,) = few.run("main", [batch]), many.run("main", [batch])
         np.testing.assert_array_equal(one, other)
@@ -42,4 +42,4 @@ def test_bind_loader__counts_the_samples(quantized):
             return 10**9
 
     for source in (Endless(data), lambda: iter(data)):  # of a function the length is not known
-        assert isinstance(bind_loader(open_dataset(source, inputs), compile_draft)(qmod), Executor)
+        assert isinstance(bind_loader(open_dataset(source, inputs), compile_draft)(qmod), Machine)

@@ -133,7 +133,6 @@ def test_set_object_type__classes_and_functions_are_plain_data():
         (torch.cat, "cat"),
         (operator.truediv, "div"),
     ],
-    ids=str,
 )
 def test_set_object_type__a_function_is_known_by_any_of_its_names(function, name):
     (rule,) = rq.QConfigMapping().set_object_type(function, None).rules

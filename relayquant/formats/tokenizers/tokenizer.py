@@ -43,7 +43,7 @@ class Tokenizer:
         """Convert text to tokens.
 
         Args:
-            text: The text. The text of a special token, such as "<|im_end|>", becomes that token.
+            text: The text. The text of a special token, such as ``<|im_end|>``, becomes that token.
             add_special: Put the tokens that the model expects around a text, such as a first one
                 that begins it.
         """

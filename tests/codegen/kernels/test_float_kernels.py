@@ -370,4 +370,4 @@ def test_choose_float_isa__asks_the_target(cpu, lanes):
 
 def test_choose_float_isa__arm():
     target = Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mattr": ["+neon"]})
-    assert choose_float_isa(target) == FloatIsa(4, 24)
+    assert choose_float_isa(target) == FloatIsa(4, 24, half=True)

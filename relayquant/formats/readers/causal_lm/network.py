@@ -33,6 +33,7 @@ from relayquant.formats.readers.causal_lm.tensors import (
 )
 from relayquant.ir.dialect import qnn
 from relayquant.ir.ledger import Ledger, LedgerRow, attach_ledger
+from relayquant.ir.rewrite.function import define_function
 from relayquant.ir.state import StateValue, with_state
 
 Expr = relax.Expr
@@ -253,13 +254,14 @@ class FunctionBuilder:
     def build(self) -> relax.Function:
         """Build the function."""
         params = [*self.inputs, *self.weights.values()]
-        with self.builder.function(self.name, params, attrs={"num_input": len(self.inputs)}):
-            with self.builder.dataflow():
-                results = [self.compute_scores(self.compute_layers())]
-                results += [self.emit(value, name) for name, value in self.state.items()]
-                output = self.builder.emit_output(relax.Tuple(results))
-            self.builder.emit_func_output(output)
-        return self.builder.finalize()[self.name]
+        attrs = {"num_input": len(self.inputs), "global_symbol": self.name}
+        return define_function(self.builder, params, self.compute, attrs=attrs)
+
+    def compute(self) -> Expr:
+        """Return the scores and the new state."""
+        results = [self.compute_scores(self.compute_layers())]
+        results += [self.emit(value, name) for name, value in self.state.items()]
+        return self.builder.emit_output(relax.Tuple(results))
 
     def emit(self, expr: Expr, name: str) -> relax.Var:
         return self.builder.emit(expr, name)
