@@ -90,8 +90,12 @@ QUANTIZED: dict[str, tuple[tvm.IRModule, Callable[[Any], Any]]] = {
     ),
     "rq.lower": (REFERENCE, rq.lower),
 }
-#: they make or edit modules, and are for authors of rules; a file that holds a module alone
-ALONE = {"rq.extend.Emitter", "rq.PreparedModel", "rq.save_module"}
+#: they make or edit modules, and are for authors of rules; a file that holds a module alone; the
+#: description of a module's state; what takes an integer module to PyTorch
+ALONE = {
+    *("rq.extend.Emitter", "rq.PreparedModel", "rq.save_module", "rq.get_state", "rq.with_state"),
+    *("rq.torch.as_module", "rq.torch.compare"),
+}
 
 
 def list_functions(
