@@ -84,7 +84,11 @@ def call_module(
 
 @contextlib.contextmanager
 def keep_buffers(module: torch.nn.Module) -> Iterator[None]:
-    """Give the buffers of a module and its submodules their tensors and values back at the end."""
+    """Give the buffers of a module and its submodules their tensors and values back at the end.
+
+    A tensor that did not change is not written: PyTorch counts writes, and whoever reads the count
+    (`rq.torch.prepare`) would take the buffer for one that the model changes.
+    """
     held = [(part, dict(part._buffers)) for part in module.modules()]
     tensors = [each for _, buffers in held for each in buffers.values() if each is not None]
     values = [tensor.clone() for tensor in tensors]
@@ -94,7 +98,8 @@ def keep_buffers(module: torch.nn.Module) -> Iterator[None]:
         for part, buffers in held:
             part._buffers.update(buffers)
         for tensor, value in zip(tensors, values, strict=True):
-            tensor.copy_(value)
+            if not torch.equal(tensor, value):
+                tensor.copy_(value)
 
 
 def add_noise(tensor: torch.Tensor) -> torch.Tensor:

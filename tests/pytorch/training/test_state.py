@@ -171,6 +171,15 @@ def test_prepare_qat__state_is_refused_by_name(kind, batches):
             )
 
 
+def test_quantize__writes_no_buffer_of_a_model_that_changes_none():
+    """`prepare` takes a buffer that is written for one that the model changes."""
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)).eval()
+    versions = [buffer._version for buffer in model.buffers()]
+    data = [torch.randn(1, 1, 5, 5) for _ in range(4)]
+    rq.torch.quantize(model, (data[0],), data, effort="fast", callbacks=())
+    assert [buffer._version for buffer in model.buffers()] == versions
+
+
 def test_quantize__attributes_are_refused_by_name():
     (x,) = draw(1)
     with pytest.raises(ModelError, match=r"keeps state in 'count'.*relayquant\.torch\.prepare"):
