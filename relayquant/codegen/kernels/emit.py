@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from math import prod
 from typing import Any
 
-from tvm import s_tir
+from tvm import s_tir, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
@@ -104,14 +104,14 @@ def declare_arguments(
 def declare_argument(name: str, shape: Sequence[int | None], dtype: str) -> Buffer:
     """Declare one argument; None is an extent of the run time.
 
-    TVM wants all arguments before anything else (`flatten_argument`).
+    TVM wants all arguments before anything else (`flat_view`).
     """
     extents = [T.int64() if extent is None else extent for extent in shape]
     return T.arg(name, T.Buffer(extents, dtype))
 
 
-def flatten_argument(buffer: Buffer) -> Buffer:
-    """Return a flat view of an argument."""
+def flat_view(buffer: Buffer) -> Buffer:
+    """Make a one-dimensional view of a buffer, of static or symbolic size."""
     return T.decl_buffer((prod(buffer.shape),), buffer.dtype, data=buffer.data)
 
 
@@ -235,6 +235,8 @@ def emit_shared_loop(extent: Expr, is_worth: Expr | bool, emit: Callable[[Expr],
 
     `is_worth` is known now or at run time.
     """
+    if isinstance(is_worth, tirx.IntImm):  # a comparison of known sizes
+        is_worth = bool(is_worth.value)
     if isinstance(is_worth, bool):
         with (T.parallel if is_worth else T.serial)(extent) as index:
             emit(index)

@@ -33,6 +33,7 @@ from relayquant.codegen.kernels.emit import (
     emit_prefetch,
     emit_shared_loop,
     emit_vector_loop,
+    flat_view,
     fold_lanes,
     load_vector,
     settle,
@@ -41,7 +42,7 @@ from relayquant.codegen.kernels.emit import (
 from relayquant.codegen.kernels.floating.halves import load_numbers
 from relayquant.codegen.kernels.floating.new_rows import Extents, name_extents
 from relayquant.codegen.kernels.floating.softmax import emit_exp
-from relayquant.codegen.kernels.floating.tile import Buffer, Expr, FloatIsa, flat_view
+from relayquant.codegen.kernels.floating.tile import Buffer, Expr, FloatIsa
 
 #: Keys of a piece, and most pieces of a long cache.
 PIECE, MOST_PIECES = 256, 64

@@ -18,11 +18,12 @@ from relayquant.codegen.kernels.emit import (
     build_kernel,
     emit_shared_loop,
     emit_vector_loop,
+    flat_view,
     load_vector,
     store_vector,
 )
 from relayquant.codegen.kernels.floating.halves import store_numbers
-from relayquant.codegen.kernels.floating.tile import Buffer, Expr, FloatIsa, flat_view
+from relayquant.codegen.kernels.floating.tile import Buffer, Expr, FloatIsa
 
 #: Extents of rows (B, R, heads, D), None if known at run time. Heads and D are known.
 Extents = tuple[int | None, int | None, int, int]

@@ -29,6 +29,7 @@ from relayquant.codegen.kernels.emit import (
     build_kernel,
     emit_prefetch,
     emit_vector_loop,
+    flat_view,
     load_vector,
     store_vector,
 )
@@ -279,14 +280,6 @@ def emit_tile(
     reduce(step)
     for acc, (r, b) in zip(accumulators, slots, strict=True):
         finish(r, b, load_vector(acc, 0, lanes))
-
-
-def flat_view(buffer: Buffer) -> Buffer:
-    """Make a one-dimensional view of a buffer, of static or symbolic size."""
-    size: Any = 1
-    for extent in buffer.shape:
-        size = size * extent
-    return T.decl_buffer((size,), buffer.dtype, data=buffer.data)
 
 
 def declare_arguments(

@@ -29,7 +29,7 @@ from relayquant.codegen.kernels.emit import (
     emit_shared_loop,
     emit_sum,
     emit_vector_loop,
-    flatten_argument,
+    flat_view,
     load_vector,
     settle,
     store_vector,
@@ -128,7 +128,7 @@ def build_dynamic_matmul(
                 ("y", y_shape, spec.epilogue.dtype),
             )
         ]
-        x, w, out = (flatten_argument(buffer) for buffer in arguments)
+        x, w, out = (flat_view(buffer) for buffer in arguments)
         x_sizes, y_sizes = list(arguments[0].shape), list(arguments[2].shape)
         sizes = Sizes(prod(x_sizes[:-2]), x_sizes[-2], y_sizes[-1], x_sizes[-1])
         block = spec.block

@@ -25,6 +25,7 @@ from relayquant.codegen.kernels.emit import (
     STORE_COST,
     alloc_workspace,
     build_kernel,
+    flat_view,
 )
 from relayquant.codegen.kernels.integer.conv import (
     SMALL_WEIGHT_BYTES,
@@ -196,16 +197,13 @@ def declare_rows(plan: ConvPlan, leading: Sequence[int | None]) -> tuple[Expr, O
         residual = declare("residual", spec.out_channels, epilogue.residual.dtype)
     y = declare("y", spec.out_channels, epilogue.dtype)
 
-    def view(buffer: Buffer, width: int) -> Buffer:
-        return T.decl_buffer((rows * width,), buffer.dtype, data=buffer.data)
-
     return rows, Operands(
-        data=view(x, spec.in_channels),
+        data=flat_view(x),
         weight=weight,
         bias=bias,
         multiplier=multiplier,
-        residual=None if residual is None else view(residual, spec.out_channels),
-        out=view(y, spec.out_channels),
+        residual=None if residual is None else flat_view(residual),
+        out=flat_view(y),
     )
 
 

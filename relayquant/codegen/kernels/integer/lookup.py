@@ -20,7 +20,7 @@ from relayquant.codegen.kernels.emit import (
     constant,
     declare_argument,
     emit_shared_loop,
-    flatten_argument,
+    flat_view,
     load_vector,
     store_vector,
     vector,
@@ -142,7 +142,7 @@ def build_lookup(
             declare_argument("table", (TABLE_SIZE,), spec.out_dtype),
             declare_argument("y", spec.shape, spec.out_dtype),
         ]
-        data, table, out = map(flatten_argument, arguments)
+        data, table, out = map(flat_view, arguments)
         (size,) = data.shape
 
         def load_each(at: Expr, lanes: int) -> None:
