@@ -43,9 +43,15 @@ def import_onnxruntime() -> Any:
 
 
 def quantize_with_onnxruntime(
-    source: Path, batches: Iterable[Mapping[str, np.ndarray]], folder: Path
+    source: Path,
+    batches: Iterable[Mapping[str, np.ndarray]],
+    folder: Path,
+    *,
+    per_channel: bool = True,
 ) -> Path:
     """Write ONNX Runtime's int8 model of `source` into `folder` and return its path.
+
+    Weights have a scale for each channel, or with `per_channel` False one for each tensor.
 
     Raises:
         MissingDependencyError: onnxruntime is not installed.
@@ -79,7 +85,7 @@ def quantize_with_onnxruntime(
                 quant_format=tools.QuantFormat.QDQ,
                 activation_type=tools.QuantType.QUInt8,
                 weight_type=tools.QuantType.QInt8,
-                per_channel=True,
+                per_channel=per_channel,
                 calibrate_method=tools.CalibrationMethod.MinMax,
             )
     except Exception as error:

@@ -216,9 +216,9 @@ class Executor(Machine):
 
     @property
     def state(self) -> dict[str, np.ndarray]:
-        """The state that the next call takes: name -> a new array. {} if the module has none.
+        """Name -> a copy of the value that the next call takes. {} if the module has no state.
 
-        Assign such a dict to go on from there. It must have all states.
+        Assign such a dict, with all names, to go on from other values.
         """
         with self._stepping:
             return {name: as_array(tensor).copy() for name, tensor in self._held.items()}
@@ -354,8 +354,8 @@ def align_array(array: np.ndarray) -> np.ndarray:
 
 
 def separate(tensors: Sequence[Any], others: Sequence[Any]) -> list[tvm.runtime.Tensor]:
-    """Return the tensors, with copies of those whose memory another tensor has too. Writing into
-    one of them changes no other then.
+    """Return the tensors, each with memory of its own: a tensor that shares memory with another one
+    is copied, so that writing into it changes no other.
     """
     taken = {each.data_ptr() for each in others if isinstance(each, tvm.runtime.Tensor)}
     found = []

@@ -190,10 +190,11 @@ class FloatLlama:
 def format_tables(results: dict[str, Any]) -> str:
     """Tables of each CPU in Markdown."""
     lines = [
-        "Rates are tokens per second. Best of all rounds; each engine runs in a process of its own",
-        "and takes turns with the others. `load` does not count imports. relayquant loads a",
-        "library that was compiled before, the others read the GGUF file. `first token` is load",
-        "and a prompt of 512. `memory` is the most that the process had (VmHWM).",
+        "Prefill and decode are in tokens per second. A cell is the best of all rounds. The",
+        "engines take turns, each in a process of its own. `load` does not count imports:",
+        "relayquant loads a library that was compiled before, the others read the GGUF file.",
+        "`first token` is the time to load and to answer a prompt of 512. `memory` is the peak of",
+        "the process (VmHWM).",
     ]
     for cpu, models in results.items():
         for model, entry in models.items():

@@ -122,8 +122,12 @@ def quantize_ours(effort: str, path: Path, samples: list[Sample], _: Path) -> Qu
 def quantize_onnxruntime(path: Path, samples: list[Sample], folder: Path) -> Quantized:
     if path.suffix == ".tflite":
         raise ModelError("ONNX Runtime reads no TFLite")
-    found = quantize_with_onnxruntime(path, samples, folder)
-    return lambda: run_onnx(found), {}
+    try:
+        found, weights = quantize_with_onnxruntime(path, samples, folder), "per channel"
+    except ModelError:  # it fails at biases of one element, with a scale for each channel
+        found = quantize_with_onnxruntime(path, samples, folder, per_channel=False)
+        weights = "per tensor"
+    return lambda: run_onnx(found), {"weights": weights}
 
 
 def quantize_nncf(path: Path, samples: list[Sample], folder: Path) -> Quantized:

@@ -91,7 +91,7 @@ class Attention:
 def declare_operands(spec: Attention, extents: list[Expr]) -> list[Buffer]:
     """Declare query, keys[, scales], values[, scales], positions and result, as flat views.
 
-    The list always has 7 entries. Scales that the cache does not have are None.
+    There are always 7 entries. A scale that the cache does not have is None.
     """
     batch = extents[0]
     has_scales = spec.dtype == "int8"
@@ -278,7 +278,7 @@ class RowAttention:
     def emit_products(self, line: Expr, row: Expr, size: Expr, products: Buffer) -> None:
         """Emit the products of all keys of a piece with the query heads, not yet added up.
 
-        A vector holds those of `group` keys, whose sums are spread over its lanes.
+        A stored vector belongs to `group` keys. A key's product is the sum of several of its lanes.
         """
         lanes, width = self.lanes, self.spec.width
 
