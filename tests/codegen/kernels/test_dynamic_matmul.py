@@ -23,11 +23,11 @@ CASES = {
     ),
     "values of any length": (
         DynamicMatmul(64, None, "uint8", 0, "int8", -7, 1e-3, w_heads=3),
-        [(6, 99, 64, 99), (3, 1, 64, 1), (3, 2, 64, 300)],
+        [(6, 99, 64, 99), (3, 1, 64, 1), (3, 2, 64, 300), (3, 2, 64, 0)],
     ),
     "everything of the run time": (
         DynamicMatmul(None, None, "int8", -9, "uint8", 100, 1, SUMS),
-        [(2, 5, 33, 17), (1, 257, 130, 129), (1, 4, 3, 128)],
+        [(2, 5, 33, 17), (1, 257, 130, 129), (1, 4, 3, 128), (1, 5, 3, 0)],
     ),
     "transposed, odd sizes": (
         DynamicMatmul(None, None, "int8", 5, "int8", 0, 1e-3, Epilogue(dtype="int8"), w_heads=1),
@@ -61,7 +61,7 @@ def check(case, isa):
         left, right = x.astype("int64") - spec.x_zero_point, w.astype("int64") - spec.w_zero_point
         acc = left @ right.transpose(0, 2, 1)
         if spec.w_heads is not None:
-            w = w.reshape(-1, spec.w_heads, cols, inner).transpose(0, 3, 1, 2)
+            w = w.reshape(batch // spec.w_heads, spec.w_heads, cols, inner).transpose(0, 3, 1, 2)
         got = tvm.runtime.tensor(np.full(acc.shape, 77, spec.epilogue.dtype))
         kernel(*[tvm.runtime.tensor(np.ascontiguousarray(a)) for a in (x, w)], got)
         expected = finish(acc, spec.epilogue, np.float32(spec.multiplier))

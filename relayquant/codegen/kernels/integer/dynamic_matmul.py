@@ -177,8 +177,10 @@ def emit_blocks(chunk: Chunk) -> None:
     spec, sizes, block = chunk.spec, chunk.sizes, chunk.spec.block
     width, depth = block.cols, block.inner
     sums = alloc_workspace(CHUNK_ROWS * width, spec.sum_dtype)
-    (col_blocks, inner_blocks) = settle(
-        T.floordiv(sizes.cols + (width - 1), width), T.floordiv(sizes.inner + (depth - 1), depth)
+    # An inner extent of 0, as of an empty context, is one block of zero points: the sums are 0.
+    col_blocks, inner_blocks = settle(
+        T.floordiv(sizes.cols + (width - 1), width),
+        T.floordiv(T.max(sizes.inner, T.int64(1)) + (depth - 1), depth),
     )
     is_one = spec.inner == depth and spec.sum_dtype == "int32"
     part = sums if is_one else alloc_workspace(CHUNK_ROWS * width, "int32")
