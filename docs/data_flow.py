@@ -1,7 +1,7 @@
 """The drawing of the data flow, from the page of code that it shows.
 
-python docs/data_flow.py writes docs/data_flow.svg anew: a box for each stage in the first line of
-relayquant/flow/pipeline.py, and an arrow for each way back, which its loops are.
+python docs/data_flow.py writes docs/pictures/data_flow.svg: a box for each stage in the first line
+of relayquant/flow/pipeline.py, and an arrow for each way back, which its loops are.
 """
 
 from __future__ import annotations
@@ -153,4 +153,4 @@ def draw_return(start: tuple[int, int], end: tuple[int, int], why: str) -> str:
 
 
 if __name__ == "__main__":
-    (ROOT / "docs" / "data_flow.svg").write_text(draw_flow(), "utf-8", newline="\n")
+    (ROOT / "docs" / "pictures" / "data_flow.svg").write_text(draw_flow(), "utf-8", newline="\n")

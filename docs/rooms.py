@@ -1,6 +1,7 @@
 """The picture and the table of rooms in design.md, from imports and docstrings.
 
-python docs/rooms.py writes docs/rooms.svg and the table between the marks in docs/design.md.
+python docs/rooms.py writes docs/pictures/rooms.svg and the table between the marks in
+docs/concepts/design.md.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "relayquant"
-PAGE = ROOT / "docs" / "design.md"
+PAGE = ROOT / "docs" / "concepts" / "design.md"
 MARKS = ("<!-- rooms: written by docs/rooms.py -->", "<!-- end of rooms -->")
 #: of a box and of the space between two, in pixels
 WIDTH, HEIGHT, GAP, STEP = 118, 34, 26, 40
@@ -128,5 +129,5 @@ def write_page(text: str) -> str:
 
 
 if __name__ == "__main__":
-    (ROOT / "docs" / "rooms.svg").write_text(draw_rooms(), "utf-8")
+    (ROOT / "docs" / "pictures" / "rooms.svg").write_text(draw_rooms(), "utf-8")
     PAGE.write_text(write_page(PAGE.read_text("utf-8")), "utf-8")

@@ -90,9 +90,9 @@ def compile(
             folder. Pass a path to use another file.
         precision: Operands of the products that are computed in float32: convolutions and matrix
             products. "bf16" rounds them to bfloat16, and sums in float32. All other operators stay
-            float32, and quantized operators stay as they are. See "bfloat16" in docs/numbers.md for
-            what this costs. None: the `float_precision` that the module was quantized with, else
-            float32.
+            float32, and quantized operators stay as they are. "bfloat16" in
+            docs/concepts/numbers.md says what this costs. None: the `float_precision` that the
+            module was quantized with, else float32.
 
     Raises:
         ConfigError: TVM does not know the target, or the target has no instructions for the

@@ -1,4 +1,5 @@
-"""What few bits cost two trained transformers: the numbers of docs/using.md and docs/accuracy.md.
+"""What few bits cost two trained transformers: numbers of docs/how_to/compress_weights.md and
+docs/accuracy.md.
 
     python tests/benchmarks/accuracy_table.py [--stories FILE] [--minilm FOLDER] [--peers]
 

@@ -1,5 +1,5 @@
 """Time and memory of `compress_weights` on a Llama of a billion random weights, as they stand in
-docs/using.md.
+docs/how_to/compress_weights.md.
 
     python tests/benchmarks/compression_table.py FOLDER [--layers 20] [--efforts fast balanced]
         [--tokens 128] [--texts 64]

@@ -1,5 +1,5 @@
 """Speed and memory of a language model in this package, llama.cpp and OpenVINO GenAI, and the
-perplexity of a text, as the tables of docs/language.md.
+perplexity of a text, as the tables of docs/how_to/language_models.md.
 
     python tests/benchmarks/generation_table.py [MODEL.gguf] [--threads 1 2] [--rounds 3]
         [--library FILE.so] [--text FILE.txt] [--text-tokens N]
@@ -47,7 +47,7 @@ from relayquant.codegen.kernels.isa.target import name_cpu
 from relayquant.formats.readers.gguf_header import read_header
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS, PAGE = ROOT / "docs/generation.json", ROOT / "docs/language.md"
+RESULTS, PAGE = ROOT / "docs/generation.json", ROOT / "docs/how_to/language_models.md"
 #: Tokens whose perplexity is measured, and the window that the model sees.
 TEXT_TOKENS, WINDOW = 20_000, 512
 RATES = {

@@ -1,4 +1,4 @@
-"""What training gives back of a few bits: the table of docs/training.md.
+"""What training gives back of a few bits: the table of docs/how_to/train.md.
 
     python tests/benchmarks/training_table.py [--rows "ResNet-20, 4/4" ...] [--data DIR]
 
@@ -32,7 +32,7 @@ from relayquant.stages.effort import apply_effort
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"
-RESULTS, PAGE = ROOT / "docs/training.json", ROOT / "docs/training.md"
+RESULTS, PAGE = ROOT / "docs/training.json", ROOT / "docs/how_to/train.md"
 #: around the table; what is between is written anew
 BEGIN, END = "<!-- training: begin -->", "<!-- training: end -->"
 SEED = 0

@@ -20,7 +20,7 @@ from relayquant.cli.output import MEANINGS, SCHEMA, CommandOutput, ExitCode, mak
 from relayquant.cli.parsers import COMMANDS as ALL_COMMANDS
 from relayquant.demo import load_digits
 
-PAGE = (Path(__file__).parents[2] / "docs" / "commands.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "commands.md").read_text("utf-8")
 DATA = ["--data", "data.npz"]
 FAST = [*DATA, "--effort", "fast"]
 SHORT = ["--operators", "0"]

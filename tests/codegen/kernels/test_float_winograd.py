@@ -92,7 +92,7 @@ def measure_errors(spec: FloatConv2d, x: np.ndarray, w: np.ndarray) -> tuple[flo
 @pytest.mark.parametrize("channels", [16, 64, 512])
 @pytest.mark.parametrize("mean", [0, 1, 100])
 def test_make_winograd__errors_are_comparable_to_those_of_the_direct_form(channels, mean):
-    """Of every size and mean of activations: `docs/numbers.md` states what they are."""
+    """Of every size and mean of activations: `docs/concepts/numbers.md` states what they are."""
     rng = np.random.default_rng(5)
     spec = FloatConv2d(1, 14, 14, channels, 32, (3, 3), padding=SAME)
     x, w = mean + draw(rng, *spec.in_shape), draw(rng, *spec.weight_shape)
