@@ -553,3 +553,28 @@ def test_rules__decline_with_a_reason() -> None:
     rules = list_rules()
     assert len(rules) > 50
     assert [fault for rule in rules for fault in find_silence(*rule)] == []
+
+
+#: Private names of FlatBuffers, PyTorch and argparse. PyTorch's are used in `torch` as well.
+NOT_OF_TVM = {"_tab", "_ops", "_schema", "_actions", "_SubParsersAction"}
+
+
+def test_private_names__of_tvm_are_in_the_table() -> None:
+    """Each private name that is read is one of the package, or of the table for the next TVM."""
+    own: set[str] = set()
+    read: set[str] = set()
+    for module, node in find_nodes(ast.FunctionDef, ast.ClassDef, ast.Name, ast.Attribute):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node.ctx, ast.Store):
+            own.add(node.id if isinstance(node, ast.Name) else node.attr)
+        elif isinstance(node, ast.Attribute) and member_of(module) != "torch":
+            read.add(node.attr)
+    (table,) = (
+        node.value
+        for node in read_tree("relayquant.base._tvm").body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "INTERNALS"
+    )
+    names = " ".join(ast.literal_eval(table).values()).replace(".", " ").split()
+    private = {name for name in read - own if name.startswith("_") and not name.startswith("__")}
+    assert sorted(private - {*names} - NOT_OF_TVM) == []

@@ -1,10 +1,17 @@
-"""The check of TVM's versions, which runs before TVM is loaded."""
+"""TVM's versions: the check that runs before TVM is loaded, and what another release may lack."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import re
 from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 import pytest
+import tvm
+import tvm_ffi
 
 from relayquant.base import _tvm
 
@@ -79,3 +86,41 @@ def test_check_versions__refuses_with_what_to_do(installed, versions, message):
 def test_parse_version__orders_as_pep_440(lower, higher):
     assert _tvm.parse_version(lower) < _tvm.parse_version(higher)
     assert _tvm.parse_version("0.27") == _tvm.parse_version("0.27.0+cu12")
+
+
+def find_owner(path: str) -> Any:
+    """A module, or a class of one."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if not path.startswith(str(error.name)):
+            pytest.skip(f"needs {error.name}")
+        module, _, name = path.rpartition(".")
+        return getattr(importlib.import_module(module), name)
+
+
+def list_assigned(owner: Any) -> set[str]:
+    """Names that the methods of a class assign to `self`."""
+    parts = inspect.getmro(owner) if inspect.isclass(owner) else ()
+    files = {inspect.getfile(part) for part in parts if part.__module__.startswith("tvm.")}
+    texts = [Path(file).read_text("utf-8") for file in files]
+    return {name for text in texts for name in re.findall(r"\bself\.(\w+)\b.*? = ", text)}
+
+
+@pytest.mark.parametrize("path", _tvm.INTERNALS)
+def test_internals__are_those_of_the_installed_tvm(path):
+    """Fails with the names that a new release of TVM has no longer."""
+    owner = find_owner(path)
+    assigned = list_assigned(owner)
+    missing = []
+    for name in _tvm.INTERNALS[path].split():
+        value: Any = owner
+        for part in name.split("."):
+            value = getattr(value, part, None if part not in assigned else "assigned")
+        missing += [name] if value is None else []
+    assert not missing, f"TVM {tvm.__version__}: {path} has no {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("name", _tvm.GLOBAL_FUNCTIONS)
+def test_global_functions__are_those_of_the_installed_tvm(name):
+    assert tvm_ffi.get_global_func(name, allow_missing=True) is not None

@@ -20,6 +20,46 @@ SUPPORTED = {
     ),
 }
 
+#: What is used of TVM's insides, which may change without notice: owner -> its names. The names of
+#: frontends are those that readers call or override. `tests/test_versions.py` fails with the names
+#: that the installed TVM lacks.
+INTERNALS = {
+    "tvm.relax.vm_build": "_vmcodegen _vmlink",
+    "tvm.relax.BlockBuilder": "_begin_dataflow_block _end_block",
+    "tvm.runtime.vm.VirtualMachine": "_get_function_arity",
+    "tvm_ffi.core": "_lookup_or_register_type_info_from_type_key",
+    "tvm.relax.frontend.onnx.onnx_frontend": (
+        "ONNXGraphImporter _get_convert_map onnx_input BatchNormalization._impl_v15"
+    ),
+    "tvm.relax.frontend.onnx.onnx_frontend.ONNXGraphImporter": (
+        "_check_for_unsupported_ops _construct_nodes _convert_operator _nodes _parse_attr "
+        "_parse_graph_initializers bb from_onnx opset"
+    ),
+    "tvm.relax.frontend.tflite.tflite_frontend": (
+        "ExprTable OperatorConverter from_tflite get_tensor_name"
+    ),
+    "tvm.relax.frontend.tflite.tflite_frontend.OperatorConverter": (
+        "_SUPPORTED_QUANTIZED_OPS _get_relax_tensor_dtype _get_relax_tensor_shape "
+        "_get_tensor_param _get_tensor_shape_tuple _get_var_handle_resource_key "
+        "activation_fn_type bb check_unsupported_ops conversion_state convert_fill "
+        "convert_fully_connected convert_fused_activation_function convert_map "
+        "convert_mirror_pad convert_nms_v4 convert_nms_v5 convert_op_to_relax convert_reshape "
+        "convert_resize_nearest_neighbor convert_softmax convert_transpose_conv dequantize "
+        "exp_tab get_expr get_input_tensors get_op_code_str get_output_tensors "
+        "get_prefetched_node get_tensor_expr get_tensor_type_as_numpy get_tensor_type_str "
+        "get_tensor_value get_tensors has_expr has_same_qnn_params is_prefetched model quantize "
+        "resource_handles subgraph"
+    ),
+    "tvm.relax.frontend.torch.exported_program_translator": "ExportedProgramImporter",
+    "tvm.relax.frontend.torch.exported_program_translator.ExportedProgramImporter": (
+        "_check_unsupported_func_type _clamp _convert_data_type _convert_pytorch_tensor_to_tvm "
+        "_convolution _gather _index_put block_builder convert_map env from_exported_program "
+        "retrieve_args shape_of"
+    ),
+}
+#: Functions of TVM's registry that no Python module offers.
+GLOBAL_FUNCTIONS = ("ffi.ArrayGetItem", "tvm.codegen.llvm.GetHostCPUFeatures")
+
 
 #: Held while a TVM frontend runs. A frontend records the functions that it builds in one list per
 #: process, so two frontends at once would fail.
