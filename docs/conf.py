@@ -1,7 +1,6 @@
 """How Sphinx makes the site of these pages: `sphinx-build -W docs build/docs`."""
 
 import sys
-from importlib import metadata
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -10,8 +9,10 @@ from sphinx.util.docutils import SphinxDirective
 sys.path.insert(0, str(Path(__file__).parent))
 from operator_table import format_table
 
+from relayquant.base.version import __version__
+
 project = "relayquant"
-release = metadata.version("relayquant")
+release = __version__
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",

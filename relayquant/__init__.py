@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from relayquant.base import lazy
 from relayquant.base._tvm import check_versions
+from relayquant.base.version import __version__ as __version__
 
 check_versions()
 

@@ -12,9 +12,10 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from relayquant.base.version import __version__
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -129,7 +130,7 @@ class CommandOutput:
         """Build the JSON document."""
         return {
             "schema": SCHEMA,
-            "relayquant": metadata.version("relayquant"),
+            "relayquant": __version__,
             "command": self.command,
             "exit_code": int(code),
             "error": self.error,

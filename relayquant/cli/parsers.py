@@ -11,11 +11,11 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
 from relayquant.base.storage.files import decode_json
+from relayquant.base.version import __version__
 from relayquant.errors import ConfigError, ModelError
 
 # Enums of stages that cannot be imported here. A test compares them.
@@ -76,10 +76,10 @@ class MainParser(Parser):
 
 
 class ShowVersion(argparse.Action):
-    """Prints the version. It is looked up only then, because the look-up is slow."""
+    """Prints the version."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print(f"relayquant {metadata.version('relayquant')}")
+        print(f"relayquant {__version__}")
         parser.exit()
 
 

@@ -24,7 +24,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from importlib import metadata
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,7 @@ from relayquant.base.storage.files import (
     write_text,
     writing,
 )
+from relayquant.base.version import __version__
 from relayquant.codegen.kernels.isa.target import name_host
 from relayquant.errors import ConfigError, DataError, format_count
 from relayquant.stages.calibration.parameters import CallableCalibration, resolve_observer
@@ -338,7 +338,7 @@ def describe_fingerprint(
         "observer": "that of the plan" if override is None else describe_observer(override),
         "order": order,
         "fit": repr(fit),
-        "relayquant": metadata.version("relayquant"),
+        "relayquant": __version__,
         "tvm": tvm.__version__,
         "numpy": np.__version__,
         "processor": name_host(),
