@@ -45,7 +45,7 @@ def test_readme__example_runs(
     assert "conv1" in capsys.readouterr().out
 
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def find_anchors(page: Path) -> set[str]:
@@ -57,7 +57,8 @@ def find_anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages__links_lead_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8"))
+    text = page.read_text("utf-8")
+    targets = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'src="([^"]+)"', text)
     local = [target.partition("#") for target in targets if "://" not in target]
     assert local or page.name not in ("README.md", "start.md", "accuracy.md")
     assert [file for file, _, _ in local if not (page.parent / file).exists()] == []
@@ -78,4 +79,4 @@ def test_pages__name_what_is_public(page: Path) -> None:
 
 
 def test_readme__is_one_screen() -> None:
-    assert len(README.splitlines()) <= 90
+    assert len(README.splitlines()) <= 100

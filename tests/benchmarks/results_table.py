@@ -64,7 +64,7 @@ def measure_row(case: Case) -> list[str]:
     expected, failure = run_apart(measure_float, LIMIT)
     if failure:
         raise SystemExit(failure)
-    cells = [str(len(expected)), score(expected, case)]
+    cells = [str(len(expected)), score(expected, case) or "no labels"]
     with open_temporary_folder() as folder:
 
         def measure(method: str) -> np.ndarray:
