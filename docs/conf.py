@@ -19,12 +19,15 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_gallery.gen_gallery",
 ]
-html_theme = "alabaster"
+html_theme = "furo"
+html_title = f"relayquant {release}"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_theme_options = {
-    "description": "Post-training quantization for Apache TVM",
-    "page_width": "70em",
-    "sidebar_collapse": True,
+    "light_css_variables": {"color-brand-primary": "#1f5fbf", "color-brand-content": "#1f5fbf"},
+    "dark_css_variables": {"color-brand-primary": "#7db0ff", "color-brand-content": "#7db0ff"},
 }
+pygments_style, pygments_dark_style = "friendly", "github-dark"
 root_doc = "index"
 exclude_patterns = ["build", "tutorials/GALLERY_HEADER.rst"]
 # Tutorials are shown, not run: their test runs them.
