@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import ast
 import doctest
+import functools
 import importlib.util
+import inspect
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,12 +20,15 @@ from xml.etree import ElementTree
 import pytest
 
 import relayquant as rq
+from relayquant.cli.parsers import COMMANDS, parse_words
 from relayquant.stages.backends import BACKENDS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PICTURES = DOCS / "pictures"
 PAGES = {path.relative_to(DOCS).as_posix(): path for path in sorted(DOCS.rglob("*.md"))}
+#: these, and the pages beside the sources
+ALL_PAGES = PAGES | {path.name: path for path in sorted(ROOT.glob("*.md"))}
 #: the page whose examples all others go on from
 FIRST = "api/index.md"
 
@@ -63,6 +69,90 @@ def test_examples__show_what_happens(page, session, tmp_path, monkeypatch):
             pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     run_examples(page, session)
+
+
+def read_code(page: str) -> tuple[list[tuple[str, str]], list[str]]:
+    """(language and text of each block, code within sentences) of a page."""
+    text = ALL_PAGES[page].read_text("utf-8")
+    fence = re.compile(r"^```(.*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    inline = re.findall(r"`([^`\n]+)`", fence.sub("", text))
+    return fence.findall(text), [code.replace("\\|", "|") for code in inline]
+
+
+def list_wrong_names(code: str) -> list[str]:
+    """Names of ours, and their arguments, which code has and the package has not."""
+    try:
+        tree = ast.parse(code.replace("..., ", "").replace(", ...", ""))
+    except SyntaxError:
+        return []
+    wrong = []
+    for call in ast.walk(tree):
+        name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
+        if not re.fullmatch(r"(rq|relayquant)(\.\w+)+", name):
+            continue
+        try:
+            parameters = inspect.signature(
+                functools.reduce(getattr, name.split(".")[1:], rq)
+            ).parameters
+        except (AttributeError, ValueError):
+            wrong += [] if name.startswith("relayquant.demo.") else [name]
+            continue
+        if all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
+            wrong += [
+                f"{name}({key.arg}=)" for key in call.keywords if key.arg not in (None, *parameters)
+            ]
+    return wrong
+
+
+def list_commands(blocks: list[tuple[str, str]], inline: list[str]) -> list[list[str]]:
+    """The words behind `relayquant` of whole command lines: no placeholder, no other program."""
+    lines = [line for language, text in blocks if language == "bash" for line in text.splitlines()]
+    words = [
+        shlex.split(line.partition(" > ")[0].partition("  #")[0])
+        for line in (*lines, *inline)
+        if line.startswith("relayquant ") and "..." not in line and "|" not in line
+    ]
+    return [each[1:] for each in words if not any(re.fullmatch("[A-Z]+", word) for word in each)]
+
+
+@pytest.mark.parametrize("page", ALL_PAGES)
+def test_code__is_of_this_version(page, tmp_path, monkeypatch):
+    """Blocks have a language, Python is Python, names, arguments and command lines exist."""
+    monkeypatch.chdir(tmp_path)
+    blocks, inline = read_code(page)
+    assert [text for language, text in blocks if not language] == []
+    plain = [text for language, text in blocks if language == "python" and ">>>" not in text]
+    for text in plain:
+        ast.parse(text)
+    assert [name for code in (*plain, *inline) for name in list_wrong_names(code)] == []
+    known = {command.name for command in COMMANDS}
+    for words in list_commands(blocks, inline):
+        if len(words) == 1 and words[0] not in known:
+            tmp_path.joinpath(words[0]).touch()  # a model
+        if words != ["--version"] and not (len(words) == 1 and words[0] in known):
+            parse_words(words)
+
+
+def test_code__that_is_not_of_this_version():
+    assert list_wrong_names("rq.quantize(mod, None, data, parameters=p)") == [
+        "rq.quantize(parameters=)"
+    ]
+    assert list_wrong_names("rq.fallback(..., relayquant.report())") == ["rq.fallback"]
+    assert list_commands(
+        [("bash", "ls\nrelayquant bench m.onnx  # fast?\n")], ["relayquant M"]
+    ) == [["bench", "m.onnx"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["how_to/train.md"])
+def test_code__runs(page, tmp_path, monkeypatch):
+    """Blocks that go on from each other, of pages without sessions."""
+    pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    blocks, _ = read_code(page)
+    names: dict = {}
+    for text in [text for language, text in blocks if language == "python"]:
+        exec(compile(text, page, "exec"), names)
 
 
 def read_sections() -> dict[str, tuple[str, str]]:
@@ -161,6 +251,12 @@ def test_drawing__is_made_by_its_script():
     assert (PICTURES / "data_flow.svg").read_text("utf-8") == drawing.draw_flow()
 
 
+def test_pictures__show_the_results():
+    """`python docs/results.py` draws them anew from the README and docs/speed.json."""
+    for path, picture in load_script("results").draw_results().items():
+        assert path.read_text("utf-8") == picture
+
+
 def test_operator_table__has_every_operator_of_every_backend():
     module = load_script("operator_table")
     head, _, *lines = module.format_table().splitlines()
@@ -180,7 +276,7 @@ def test_operator_table__has_every_operator_of_every_backend():
 
 @pytest.mark.slow
 def test_site__builds_without_warnings(tmp_path: Path) -> None:
-    for package in ("sphinx", "myst_parser", "sphinx_gallery"):
+    for package in ("sphinx", "myst_parser", "sphinx_gallery", "furo"):
         pytest.importorskip(package)
     for folder in ("docs", "tutorials"):
         shutil.copytree(
