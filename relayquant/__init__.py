@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         ModelError,
         RelayQuantError,
     )
+    from relayquant.flow.bundle import export_bundle
     from relayquant.flow.compression import compress_weights
     from relayquant.flow.equalizing import equalize_layers, smooth_activations
     from relayquant.flow.evaluation import compare, ledger, sensitivity, verify
@@ -82,6 +83,7 @@ __all__ = [
     "convert_to_reference",
     "equalize_layers",
     "errors",
+    "export_bundle",
     "export_onnx",
     "extend",
     "get_backend_config",
@@ -127,6 +129,7 @@ __getattr__, __dir__ = lazy.gather(
         "relayquant.errors": (
             "AccuracyWarning ConfigError DataError DataWarning ModelError RelayQuantError"
         ),
+        "relayquant.flow.bundle": "export_bundle",
         "relayquant.flow.compression": "compress_weights",
         "relayquant.flow.equalizing": "equalize_layers smooth_activations",
         "relayquant.flow.evaluation": "compare ledger sensitivity verify",

@@ -4,10 +4,11 @@ of a second.
 
     from relayquant_runtime import Library
 
-    library = Library("digits.so")
+    library = Library("digits.so")  # or the folder of rq.export_bundle
     (scores,) = library.run("main", [image])
 
-Needs the packages apache-tvm (of which only the runtime is loaded), apache-tvm-ffi and numpy.
+Needs the packages apache-tvm-ffi and numpy, and TVM's runtime: that of the bundle, or the package
+apache-tvm, of which only the runtime is loaded.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ from typing import Any
 
 import numpy as np
 
+from relayquant_runtime.bundle import Bundle, read_bundle
+from relayquant_runtime.errors import LibraryError
+from relayquant_runtime.tiles import may_use_tiles
+
 __all__ = ["Library", "LibraryError"]
 
 #: How long threads of TVM that have nothing to do spin, as `relayquant.base.runtime` has it.
@@ -38,14 +43,12 @@ RUNTIME = ("libtvm_runtime.so", "libtvm_runtime_extra.so")
 CPU, FIRST, POOLED = 1, 0, 2
 #: Functions of a library whose model has state: its description, and new initial values.
 DESCRIPTION, INITIAL_STATE = "relayquant_state", "relayquant_initial_state"
+#: Data of a library: JSON that describes its functions and its target.
+LIBRARY_DESCRIPTION = "relayquant_description"
 #: What the virtual machine says of an argument that does not fit its parameter.
 ARGUMENT_ERROR = re.compile(
     r"loc=param\[(?P<index>\d+)\], param=(?P<name>.*?), annotation=R\.Tensor\((?P<type>.*)\)\)"
 )
-
-
-class LibraryError(RuntimeError):
-    """A library that cannot be loaded, or has no such function; says which and what to do."""
 
 
 class Library:
@@ -56,17 +59,25 @@ class Library:
 
     Its large constants are read where the file is mapped: it must not be changed in place meanwhile
     (to replace a library, write a new file and rename it).
+
+    Attributes:
+        path: The library's file.
+        manifest: The JSON of a bundle: names, shapes, dtypes, scales, preprocessing. {} if the
+            library was given alone.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Load a library.
+        """Load a library, or the folder that `rq.export_bundle` wrote.
 
         Raises:
             LibraryError: there is no such file, it is no library of compiled functions, was made
-                for another CPU, or the packages of TVM are missing.
+                for another CPU, or the packages of TVM are missing. A file of a bundle is missing
+                or is not the one that was exported.
         """
         os.environ.setdefault(SPIN_VARIABLE, "0")
-        ffi, self.path = load_runtime(), Path(path).absolute()
+        given = Path(path).absolute()
+        bundle = read_bundle(given) if given.is_dir() else Bundle(given, {}, {})
+        ffi, self.path, self.manifest = load_runtime(bundle), bundle.library, bundle.manifest
         if not self.path.is_file():
             raise LibraryError(f"There is no file {self.path}. Name one that export_library wrote.")
         try:
@@ -103,6 +114,25 @@ class Library:
                 f"{self.path} has no function {name!r}. A quantized model's is called as in the "
                 "model, mostly 'main'."
             ) from error
+
+    def describe(self) -> str:
+        """Describe the library in a few lines: target, functions with inputs and outputs, state,
+        and the instructions with which this process multiplies bytes.
+
+        A process that may not use the tiles of AMX runs the same kernels on vectors; it is said.
+        """
+        described = read_description(self.path)
+        target = described.get("target", {"triple": "an unknown target", "cpu": "unknown CPU"})
+        lines = [f"{self.path.name}: {target['triple']}, {target['cpu']}"]
+        for name, function in described.get("functions", {}).items():
+            inputs, outputs = (
+                ", ".join(map(format_value, function[key])) for key in ("inputs", "outputs")
+            )
+            lines.append(f"{name}({inputs}) -> {outputs}")
+        lines.append(f"state: {', '.join(map(format_value, self._values)) or 'none'}")
+        first, *refused = described.get("products", ["int8 products: not known"])
+        lines.append(refused[0] if refused and not may_use_tiles() else first)
+        return "\n".join(lines)
 
     @property
     def state(self) -> dict[str, np.ndarray]:
@@ -175,21 +205,34 @@ class Library:
             ) from error
 
 
-@functools.cache
-def load_runtime() -> Any:
-    """The module tvm_ffi, with TVM's runtime loaded into the process."""
+def load_runtime(bundle: Bundle) -> Any:
+    """The module tvm_ffi, with TVM's runtime loaded into the process: that of the package
+    apache-tvm if it is installed, else that of the bundle.
+    """
     ffi = import_ffi()
     if "tvm" in sys.modules:
         return ffi  # it is there already, with the compiler
     found = importlib.util.find_spec("tvm")
-    if found is None or not found.submodule_search_locations:
-        raise LibraryError("relayquant_runtime needs TVM. Run: pip install 'apache-tvm<0.28'")
-    folder = Path(found.submodule_search_locations[0]) / "lib"
-    for name in RUNTIME:
-        ctypes.CDLL(str(folder / name), ctypes.RTLD_GLOBAL)
+    if found is not None and found.submodule_search_locations:
+        folder = Path(found.submodule_search_locations[0]) / "lib"
+        places = [folder / name for name in RUNTIME]
+    else:
+        places = [bundle.runtime[name] for name in RUNTIME if name in bundle.runtime]
+    if len(places) < len(RUNTIME):
+        missing = bundle.manifest.get("missing") or ["Run: pip install 'apache-tvm<0.28'"]
+        raise LibraryError(f"relayquant_runtime needs TVM's runtime. {' '.join(map(str, missing))}")
+    load_libraries(*map(str, places))
     return ffi
 
 
+@functools.cache
+def load_libraries(*places: str) -> None:
+    """Load libraries whose functions every other library sees."""
+    for place in places:
+        ctypes.CDLL(place, ctypes.RTLD_GLOBAL)
+
+
+@functools.cache
 def import_ffi() -> Any:
     """tvm_ffi, which imports PyTorch wherever that is installed, to exchange tensors with it: 160
     MB that nothing here needs. A program that does need it imports torch before.
@@ -209,11 +252,26 @@ def import_ffi() -> Any:
     return tvm_ffi
 
 
+def read_description(path: Path) -> dict[str, Any]:
+    """What a loaded library says about itself; {} if it says nothing."""
+    try:
+        text = ctypes.c_char.in_dll(ctypes.CDLL(str(path)), LIBRARY_DESCRIPTION)
+    except ValueError:
+        return {}
+    return json.loads(ctypes.string_at(ctypes.addressof(text)))
+
+
+def format_value(row: Mapping[str, Any]) -> str:
+    """An input, output or state on one line: "image float32 (N, 1, 8, 8)"."""
+    shape = "" if row["shape"] is None else f" ({', '.join(map(str, row['shape']))})"
+    return f"{row['name']} {row['dtype']}{shape}"
+
+
 def as_tensor(value: Any) -> Any:
     """A tensor in the memory of an array if compiled code can read it there, else of a copy; tuples
     of ints become shapes; tensors and shapes pass through.
     """
-    ffi = load_runtime()
+    ffi = import_ffi()
     if isinstance(value, ffi.Tensor | ffi.Shape):
         return value
     if isinstance(value, tuple):
@@ -237,14 +295,14 @@ def align_array(array: np.ndarray) -> np.ndarray:
 
 def flatten(result: Any) -> list[Any]:
     """Tensors of a result, nested tuples taken apart."""
-    if isinstance(result, load_runtime().Tensor):
+    if isinstance(result, import_ffi().Tensor):
         return [result]
     return [tensor for part in result for tensor in flatten(part)]
 
 
 def separate(tensors: Sequence[Any], others: Sequence[Any]) -> list[Any]:
     """The tensors; copies of those whose memory another one has too, or the caller."""
-    kind = load_runtime().Tensor
+    kind = import_ffi().Tensor
     taken, found = {each.data_ptr() for each in others if isinstance(each, kind)}, []
     for tensor in tensors:
         is_taken = tensor.data_ptr() in taken

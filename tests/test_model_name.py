@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -72,6 +73,11 @@ def read_file(path: Path) -> bytes:
     return path.read_bytes()
 
 
+def read_entry(folder: Path) -> Any:
+    described = json.loads((folder / "bundle.json").read_text())
+    return described["functions"][described["entry"]]
+
+
 #: function that takes a module -> how it is called with (float module, quantized module, folder),
 #: and what of its result has to be the same whatever the name
 ENTRIES: dict[Callable[..., Any], Callable[[Any, Any, Path], Any]] = {
@@ -108,6 +114,9 @@ ENTRIES: dict[Callable[..., Any], Callable[[Any, Any, Path], Any]] = {
     rq.export_onnx: lambda mod, qmod, folder: read_file(
         rq.export_onnx(qmod, folder / "model.onnx")
     ),
+    rq.export_bundle: lambda mod, qmod, folder: [
+        read_entry(rq.export_bundle(each, folder / "deploy")) for each in (mod, qmod)
+    ],
     rq.save_module: lambda mod, qmod, folder: rename_model(
         rq.load(rq.save_module(qmod, folder / "model.rqm"))[0]
     ).script(),

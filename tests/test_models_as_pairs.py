@@ -76,6 +76,9 @@ MODULE: dict[str, Callable[[Any, Path], Any]] = {
     "rq.compile": lambda mod, _: run(rq.compile(mod)),
     "rq.verify": lambda mod, _: rq.verify(mod, [BATCH]),
     "rq.export_onnx": lambda mod, path: write(rq.export_onnx, mod, path / "m.onnx"),
+    "rq.export_bundle": lambda mod, path: Path(
+        rq.export_bundle(mod, path / "deploy"), "bundle.json"
+    ).read_text(),
     "rq.reference.run": lambda mod, _: rq.reference.run(mod, [BATCH]),
     "rq.reference.run_values": lambda mod, _: rq.reference.run_values(mod, [BATCH]),
     "rq.relay.to_text": lambda mod, _: rq.relay.to_text(mod),

@@ -56,6 +56,12 @@ def quantize_without_a_good_score(folder):
     rq.quantize(model(), None, draw_batches(model(), 1), effort="fast", **options)
 
 
+def compile_for_another_cpu(folder):
+    data = draw_batches(model(), 1)
+    qmod = rq.quantize(model(), None, data, backend="x86", effort="fast", guard="off")
+    rq.compile(qmod, {"kind": "llvm", "mtriple": "aarch64-linux-gnu"})
+
+
 #: From all depths: what warns inside of what is called here.
 CALLS = [
     prepare_with_an_idle_line,
@@ -67,6 +73,7 @@ CALLS = [
         folder, guard=rq.config.GuardSettings(min_sqnr=-99), effort="fast"
     ),
     quantize_without_a_good_score,
+    compile_for_another_cpu,
     lambda folder: wrap_sums(np.array([2**40]), "dense"),
 ]
 

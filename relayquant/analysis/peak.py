@@ -25,8 +25,9 @@ from relayquant.codegen.kernels.emit import (
     store_vector,
 )
 from relayquant.codegen.kernels.isa.base import Isa
-from relayquant.codegen.kernels.isa.matrix_unit import MatrixUnit, may_use_tiles
+from relayquant.codegen.kernels.isa.matrix_unit import MatrixUnit
 from relayquant.codegen.kernels.isa.select import select_isa
+from relayquant_runtime.tiles import may_use_tiles
 
 #: Vectors of weights that are read in turns. They stay in the first-level cache.
 WEIGHTS = 8

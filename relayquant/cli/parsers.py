@@ -128,6 +128,7 @@ def parse_words(words: Sequence[str]) -> argparse.Namespace:
     first, *rest = options.words
     del options.words, options.completion
     known = {command.name: command for command in COMMANDS}
+    first = ALIASES.get(first, first)
     if first not in known and Path(first).is_file():
         first, rest = "inspect", [first, *rest]
     if first not in known:
@@ -687,16 +688,29 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
 def add_export(parser: argparse.ArgumentParser) -> None:
     """Write a float or quantized model in another format. The ending of -o selects it:
 
+    no ending           a folder with all that runs the model without a compiler:
+                        the library, TVM's runtime, a C++ program, a description
     .so, .dylib, .dll   a library, compiled for --target
     .onnx               ONNX with QuantizeLinear and DequantizeLinear
     .json, .rqm         the module
     .relay              Relay text, with its parameters in .params next to it
     """
     add_model(parser, "float model, or a quantized module's .json or .rqm")
-    add_output(parser, "FILE", "file to write", required=True)
-    add_target(parser, "target of a library (default: this machine)")
+    add_output(parser, "FILE", "file or folder to write", required=True)
+    add_target(parser, "target of a library or folder (default: this machine)")
     add_tune(parser)
     add_precision(parser)
+    parser.add_argument(
+        "--runtime",
+        type=Path,
+        metavar="FOLDER",
+        help="for a folder: wheels of apache-tvm and apache-tvm-ffi for another kind of CPU",
+    )
+    parser.add_argument(
+        "--preprocess",
+        metavar="SPEC",
+        help="for a folder: preprocessing of pictures, as for quantize, to write into it",
+    )
 
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
@@ -791,13 +805,15 @@ COMMANDS = (
     Command("verify", "compare compiled code with the reference, bit for bit", add_verify),
     Command("report", "write a page with accuracy, network and times", add_report),
     Command("bench", "measure latency, and the time of each kernel", add_bench),
-    Command("export", "write .so, .onnx, .rqm, .json or .relay", add_export),
+    Command("export", "write a folder to deploy, .so, .onnx, .rqm, .json or .relay", add_export),
     Command("generate", "generate text with a language model", add_generate),
     Command("demo", "quantize and measure the built-in example", add_demo),
 )
 
 QUANTIZE = "relayquant quantize MODEL --data DATA"
 EXPORT = "relayquant export MODEL -o FILE.so"
+#: Another name of a command -> the command.
+ALIASES = {"compile": "export"}
 BENCH = "relayquant bench MODEL"
 SEARCH = f"{QUANTIZE} --metric agreement"
 COMPARE = "relayquant compare MODEL QMODEL --data DATA"
@@ -812,7 +828,7 @@ TRAIN = "relayquant.torch.prepare_qat or relayquant.torch.finetune, in Python"
 #: A word that other tools use for a command -> the command here.
 OTHER_VERBS: Mapping[str, str] = {
     **dict.fromkeys(("calibrate", "ptq", "optimize", "quantise", "int8"), QUANTIZE),
-    **dict.fromkeys(("compile", "build", "convert", "deploy", "save", "lower"), EXPORT),
+    **dict.fromkeys(("build", "convert", "deploy", "save", "lower"), EXPORT),
     **dict.fromkeys(("benchmark", "run", "profile", "latency", "time", "perf"), BENCH),
     **dict.fromkeys(("search", "accuracy", "autoquant"), SEARCH),
     **dict.fromkeys(("diff", "evaluate", "eval", "debug"), COMPARE),

@@ -18,6 +18,7 @@ weights untransformed. On first use they are expanded into zeroed memory of the 
 from __future__ import annotations
 
 import importlib.resources
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,13 @@ from tvm.target import Target
 from relayquant.base._tvm import build_bytecode
 from relayquant.base.runtime import ALIGNMENT, view_constant
 from relayquant.base.storage.files import TEMPORARY, open_temporary_folder, write_text, writing
+from relayquant.codegen.description import describe_module, write_description
 from relayquant.codegen.expanded_weights import expand_weights, read_expansion
 from relayquant.codegen.kernels.expansion import Expanded
 from relayquant.codegen.kernels.isa.select import describe_products
 from relayquant.codegen.kernels.isa.target import ARCHITECTURES_64, read_triple
+from relayquant.codegen.linking import choose_linker
+from relayquant.codegen.llvm_text import escape, quote
 
 #: Smallest size in bytes of a large constant. Asking for one takes some 100 nanoseconds, a
 #: hundredth of the time a kernel needs to read it.
@@ -56,30 +60,60 @@ class MappedExecutable(relax.VMExecutable):
 
     def __init__(self, executable: Any, lowered: tvm.IRModule, target: Target) -> None:
         super().__init__(executable.mod)
-        self._lowered, self._target = lowered, target
+        self._lowered, self.target = lowered, target
 
     def describe(self) -> str:
         """Describe in one line how this process multiplies bytes if it runs the executable.
 
         A process that may not use the tiles of AMX runs the same kernels on vectors.
         """
-        return describe_products(self._target)
+        return describe_products(self.target)
+
+    def describe_interface(self) -> dict[str, Any]:
+        """Describe functions and target as plain data, see `describe_module`. The library carries
+        this description.
+        """
+        return describe_module(self._lowered, self.target)
 
     def export_library(self, file_name: Any, *, addons: Any = None, **options: Any) -> Any:
-        """Write a shared library. The arguments are the same as for `tvm.runtime.Executable`."""
+        """Write a shared library. The arguments are the same as for `tvm.runtime.Executable`.
+
+        The linker of another system, such as aarch64-linux-gnu-g++, is found if it is installed.
+
+        Raises:
+            FileError: the file cannot be written.
+            MissingDependencyError: there is no linker for the target. The message says what to
+                install.
+        """
+        if options.get("fcompile") is None:
+            options["fcompile"] = choose_linker(self.target, str(file_name))
+        addons = [*(addons or [])]
+        with writing(file_name), open_temporary_folder() as folder:
+            if can_describe(self._lowered, self.target):
+                text = json.dumps(self.describe_interface())
+                addons.append(str(write_description(text, self.target, folder)))
+            mapped = self.map_constants(addons, folder)
+            return mapped.export_library(file_name, addons=addons, **options)
+
+    def map_constants(self, addons: list[str], folder: Path) -> relax.VMExecutable:
+        """Return an executable whose large constants are in an object file, which is added to
+        `addons`. Without large constants, return this one.
+        """
         constants = find_large_constants(self._lowered)
-        if not constants or not can_map(self._lowered, self._target):
-            with writing(file_name):
-                return super().export_library(file_name, addons=addons, **options)
+        if not constants or not can_map(self._lowered, self.target):
+            return relax.VMExecutable(self.mod)
         (kernels,) = self.mod.imports
         called = expand_weights(call_provider(self._lowered, constants))
-        with open_temporary_folder() as folder:
-            described = str(kernels["_get_target_string"]())
-            compiled = write_constants([*constants.values()], self._target, described, folder)
-            mapped = build_bytecode(called, self._target, kernels)
-            addons = [*(addons or []), str(compiled)]
-            with writing(file_name):
-                return mapped.export_library(file_name, addons=addons, **options)
+        described = str(kernels["_get_target_string"]())
+        addons.append(str(write_constants([*constants.values()], self.target, described, folder)))
+        return build_bytecode(called, self.target, kernels)
+
+
+def can_describe(mod: tvm.IRModule, target: Target) -> bool:
+    """Whether libraries can carry a description. Not if they are linked statically: the symbols of
+    two modules would have the same name.
+    """
+    return target.kind.name == "llvm" and "system_lib_prefix" not in (mod.attrs or {})
 
 
 def can_map(mod: tvm.IRModule, target: Target) -> bool:
@@ -88,7 +122,7 @@ def can_map(mod: tvm.IRModule, target: Target) -> bool:
     Libraries that are linked statically cannot, since the constants of a second module would have
     the same names.
     """
-    if target.kind.name != "llvm" or "system_lib_prefix" in (mod.attrs or {}):
+    if not can_describe(mod, target):
         return False
     architecture, *system = read_triple(target).split("-")
     return architecture in ARCHITECTURES_64 and "linux" in system
@@ -263,16 +297,3 @@ def read_type(constant: Large) -> tuple[list[int], Any]:
     if isinstance(constant, Expanded):
         return [constant.size], tvm.DataType(constant.rule.dtype)
     return [int(size) for size in constant.value.shape], constant.value.dtype
-
-
-def quote(text: str) -> str:
-    """Escape `text` for a string in quotation marks of an assembler."""
-    return text.replace("\\", "\\\\").replace('"', '\\"')
-
-
-def escape(text: str) -> str:
-    """Escape `text` for a string in quotation marks of LLVM IR."""
-    return "".join(
-        chr(byte) if 32 <= byte < 127 and byte not in b'"\\' else f"\\{byte:02X}"
-        for byte in text.encode()
-    )

@@ -26,7 +26,7 @@ from relayquant.flow.streams import open_streams
 from relayquant.ir.ledger import Ledger, read_ledger
 from relayquant.ir.rewrite.bind import Model, bind_model, split_model
 from relayquant.ir.rewrite.entry import name_main
-from relayquant.stages.compilation import compile, compile_draft
+from relayquant.stages.compilation import compile_draft, compile_silently
 from relayquant.stages.equalization.cross_layer import add_exponents, read_exponents, scale_layers
 from relayquant.stages.preparation import prepare_module
 from relayquant.stages.prepared import PreparedModel
@@ -58,7 +58,7 @@ def compile_to_verify(mod: tvm.IRModule, target: Any = None) -> Verifier:
     """Compile a module once for `verify`. The result's `compare` takes one set of inputs after
     the other.
     """
-    return Verifier(mod, lambda module: compile(module, target))
+    return Verifier(mod, lambda module: compile_silently(module, target))
 
 
 @check_arguments

@@ -18,17 +18,19 @@ from relayquant.codegen import make_pipeline, open_tuner
 from relayquant.codegen.expanded_weights import EXPAND_WEIGHTS, add_expanders, expand_weights
 from relayquant.codegen.failure import explain_failure
 from relayquant.codegen.host_functions import name_kernel_pipeline
-from relayquant.codegen.kernels.isa.target import host_config, resolve_target
+from relayquant.codegen.kernels.isa.target import host_config, read_triple, resolve_target
 from relayquant.codegen.mmap_constants import MappedExecutable, can_map
 from relayquant.codegen.state_functions import add_state_functions
 from relayquant.config import Precision
-from relayquant.errors import RelayQuantError
+from relayquant.errors import RelayQuantError, warn_user
 from relayquant.ir.dialect.legality import is_integer_operator
 from relayquant.ir.float_precision import find_float_precision
+from relayquant.ir.ledger import find_ledger
 from relayquant.ir.rewrite.bind import Model, bind_model
 from relayquant.ir.rewrite.entry import MAIN, find_entry, name_main, rename_function
 from relayquant.ir.rewrite.graph import call_name
 from relayquant.ir.state import find_places, get_state
+from relayquant.stages.backends import ARM, X86, X86_7BIT, get_backend_config
 from relayquant.stages.preparation import prepare_module
 
 
@@ -94,6 +96,9 @@ def compile(
             docs/concepts/numbers.md says what this costs. None: the `float_precision` that the
             module was quantized with, else float32.
 
+    A module that was quantized for another kind of CPU than the target warns: it computes the same
+    bits, but slower.
+
     Raises:
         ConfigError: TVM does not know the target, or the target has no instructions for the
             precision; with `tune`, this machine cannot run code for it, or the file of times is
@@ -102,8 +107,20 @@ def compile(
         ModelError: TVM has no code for an operator with these dtypes or shapes. The message names
             the operator and its value.
     """
-    stop_spinning()
     mod, resolved = bind_model(mod), resolve_target(target)
+    warn_other_backend(mod, resolved)
+    return compile_silently(mod, resolved, tune, precision)
+
+
+def compile_silently(
+    mod: tvm.IRModule,
+    target: Any = None,
+    tune: bool | str | os.PathLike[str] = False,
+    precision: Precision | None = None,
+) -> MappedExecutable:
+    """Compile a bound module like `compile`, without a warning."""
+    stop_spinning()
+    resolved = resolve_target(target)
     precision = precision or find_float_precision(mod)
     if tune is False:
         lowering = make_pipeline(resolved, precision=precision)
@@ -111,6 +128,20 @@ def compile(
     with open_tuner(resolved, None if tune is True else Path(tune)) as choose_schedule:
         lowering = make_pipeline(resolved, choose_schedule, precision)
         return build(mod, resolved, adapt_pipeline(lowering, resolved))
+
+
+def warn_other_backend(mod: tvm.IRModule, target: Target) -> None:
+    """Warn if a module was quantized for x86 and the target is Arm, or the other way round."""
+    ledger, served = find_ledger(mod), get_backend_config(target=target).name
+    used = "" if ledger is None else ledger.backend
+    of_x86 = (X86.name, X86_7BIT.name)
+    if (used in of_x86 and served == ARM.name) or (used == ARM.name and served in of_x86):
+        warn_user(
+            f"The module was quantized for the backend {used!r}, and kernels for "
+            f"{read_triple(target)} are made for {served!r}: it computes the same bits, but "
+            f"slower. Quantize for the target: backend={served!r}.",
+            code="RQ102",
+        )
 
 
 def build(mod: tvm.IRModule, target: Target, lowering: tvm.transform.Pass) -> MappedExecutable:
@@ -145,7 +176,7 @@ def compile_draft(mod: tvm.IRModule) -> Any:
     LLVM runs at level 1. For MobileNet's calibration graph this saves a third of the compile time.
     The kernels are as fast, because their registers and vectors are laid out before LLVM sees them.
     """
-    return compile(mod, {**host_config(), "opt-level": 1})
+    return compile_silently(mod, {**host_config(), "opt-level": 1})
 
 
 def prepare_unbound(mod: tvm.IRModule) -> tvm.IRModule:

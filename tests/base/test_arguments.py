@@ -100,6 +100,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "smooth_activations": (rq.smooth_activations, {**MODEL, "dataset": DATA}),
     "get_backend_config": (rq.get_backend_config, {}),
     "export_onnx": (rq.export_onnx, {"mod": MOD, "path": "never.onnx"}),
+    "export_bundle": (rq.export_bundle, {"mod": MOD, "folder": "/no/folder/deploy"}),
     "load_prepared": (rq.load_prepared, {"path": "never"}),
     "merge_statistics": (rq.merge_statistics, {"first": PREPARED}),
     "save_prepared": (rq.save_prepared, {"prepared": PREPARED, "path": "/no/folder"}),

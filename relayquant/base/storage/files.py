@@ -101,6 +101,47 @@ def write_text(path: Path, text: str) -> None:
     write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
+def replace_folder(path: Path, mark: str, write: Callable[[Path], object]) -> None:
+    """Call `write` on an empty folder next to `path`, then rename it. No incomplete folder stays.
+
+    Args:
+        mark: Name of a file that every folder of this kind has. A folder that has it is replaced.
+
+    Raises:
+        FileError: the folder cannot be written, or holds something else.
+    """
+    path = path.absolute()
+    with writing(path):
+        check_folder(path, mark)
+        with open_temporary_folder(path.parent) as folder:
+            made, old = folder / "new", folder / "old"
+            made.mkdir()
+            write(made)
+            if path.exists():
+                path.rename(old)
+            made.rename(path)
+
+
+def check_folder(path: Path, mark: str) -> None:
+    """Raise FileError unless `replace_folder` can write this folder. Call this before long work."""
+    with writing(path):
+        if not path.parent.is_dir():
+            raise FileError(
+                f"Cannot write {path}: there is no folder {path.parent}. Make it, or name another "
+                "place.",
+                errno.ENOENT,
+                code="RQ501",
+            )
+        is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+        if not is_free and not (path / mark).is_file():
+            raise FileError(
+                f"Cannot write {path}: it holds something else. Name a new or an empty folder, or "
+                f"one with a {mark}, which is replaced.",
+                errno.EEXIST,
+                code="RQ501",
+            )
+
+
 def check_writable(path: Path) -> None:
     """Raise FileError if no file can be written to `path`. Call this before long work.
 

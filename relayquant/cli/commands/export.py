@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 import relayquant as rq
+from relayquant.base.storage.files import check_folder
 from relayquant.cli.files import LIBRARIES, check_ending, load_model, write_module
 from relayquant.cli.options import check_options
 from relayquant.cli.output import CommandOutput, ExitCode
@@ -15,29 +16,45 @@ from relayquant.ir.ledger import find_ledger
 from relayquant.ir.rewrite.bind import bind_model
 from relayquant.ir.rewrite.entry import name_main
 from relayquant.stages.conversion.partial import has_quantized_values
+from relayquant_runtime.bundle import MANIFEST
 
 
 def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     path = options.output
-    check_ending(path)
-    is_library = path.suffix in LIBRARIES
+    is_bundle = not path.suffix
+    if not is_bundle:
+        check_ending(path)
+    is_compiled = is_bundle or path.suffix in LIBRARIES
     given = {
         "--target": options.target is not None,
         "--tune": options.tune is not False,
         "--precision": options.precision is not None,
     }
     named = [name for name, is_given in given.items() if is_given]
-    if named and not is_library:
+    if named and not is_compiled:
         raise ConfigError(
             f"{' and '.join(named)}: only a library is compiled; say -o FILE.so.", code="RQ102"
         )
-    check_options(options, outputs=(path,))
-    target = resolve_target(options.target) if is_library else None
+    bundle = {"runtime": options.runtime, "preprocessing": options.preprocess}
+    if any(value is not None for value in bundle.values()) and not is_bundle:
+        raise ConfigError(
+            f"--runtime and --preprocess are for a folder, and -o {path} is a file. Leave them "
+            "out, or say -o FOLDER.",
+            code="RQ102",
+        )
+    if is_bundle:
+        check_folder(path, MANIFEST)
+    check_options(options, outputs=() if is_bundle else (path,))
+    target = resolve_target(options.target) if is_compiled else None
     mod = name_main(bind_model(load_model(options.model, options.shape, options.input)))
-    if is_library and find_ledger(mod) is None and has_quantized_values(mod):
+    if is_compiled and find_ledger(mod) is None and has_quantized_values(mod):
         # Quantized by another tool with other parameters: lower it to integers for the target.
         mod = rq.lower(mod, rq.get_backend_config(target=target))
     precision = Precision(options.precision) if options.precision else None
+    if is_bundle:
+        executable = rq.compile(mod, target, tune=options.tune, precision=precision)
+        output.add_file(rq.export_bundle(executable, path, **bundle))
+        return ExitCode.OK
     for written in write_module(mod, path, target, options.tune, precision):
         output.add_file(written)
     return ExitCode.OK

@@ -26,7 +26,7 @@ from relayquant.flow.refine.prepared_edit import describe_mapping
 from relayquant.ir.ledger import SpeedResult, read_ledger, write_ledger
 from relayquant.ir.plan import Plan
 from relayquant.ir.rewrite import Graph
-from relayquant.stages.compilation import compile
+from relayquant.stages.compilation import compile_silently
 from relayquant.stages.prepared import PreparedModel
 
 #: by how much of its time the whole model has to become faster, to be sure it is no chance
@@ -58,7 +58,7 @@ class Stopwatch:
 
         def time_values(mod: tvm.IRModule) -> dict[str, float]:
             seconds: dict[str, float] = {}
-            for call in profile_module(mod, inputs, compile).operators:
+            for call in profile_module(mod, inputs, compile_silently).operators:
                 seconds[call.value] = seconds.get(call.value, 0.0) + call.seconds
             return seconds
 
@@ -81,7 +81,8 @@ def start_stopwatch(dataset: Any, prepared: PreparedModel) -> Stopwatch:
 
 def bind_run(mod: tvm.IRModule, inputs: Inputs) -> Callable[[], object]:
     """A function that runs main of a module, compiled for this machine, once."""
-    main, tensors = Machine(compile(mod)).vm["main"], [as_tensor(array) for array in inputs]
+    main = Machine(compile_silently(mod)).vm["main"]
+    tensors = [as_tensor(array) for array in inputs]
     return lambda: main(*tensors)
 
 

@@ -13,10 +13,7 @@ Software Developer's Manual, volume 1, chapter 18.
 
 from __future__ import annotations
 
-import ctypes
 import importlib.resources
-import platform
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -118,14 +115,6 @@ class Tiles:
 
 def emit_instruction(name: str, *args: Expr) -> None:
     T.evaluate(T.call_llvm_intrin(f"llvm.x86.{name}", *args, dtype="void"))
-
-
-def may_use_tiles() -> bool:
-    """Ask Linux whether this process may use tiles, as the libraries do."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return False
-    number, request, feature = 158, 0x1023, 18  # arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA
-    return ctypes.CDLL(None).syscall(number, request, feature) == 0
 
 
 AMX_INT8 = MatrixUnit(Permission("relayquant_may_use_tiles", "tile_permission.ll"))

@@ -8,7 +8,6 @@ from tvm.target.codegen import llvm_cpu_has_features
 from relayquant.codegen.kernels.integer.lookup import AARCH64_SHUFFLES, X86_SHUFFLES, ByteShuffle
 from relayquant.codegen.kernels.isa.arm import AARCH64_ISAS, ARM32_ISAS
 from relayquant.codegen.kernels.isa.base import PORTABLE, X86_ISAS, Isa
-from relayquant.codegen.kernels.isa.matrix_unit import may_use_tiles
 from relayquant.codegen.kernels.isa.target import (
     ARCHITECTURES_64,
     Architecture,
@@ -16,6 +15,7 @@ from relayquant.codegen.kernels.isa.target import (
     read_triple,
 )
 from relayquant.codegen.kernels.isa.timing import TIMINGS
+from relayquant_runtime.tiles import may_use_tiles
 
 #: Fastest first. `select_isa` takes the first one whose features the target has.
 ISAS: dict[Architecture, tuple[Isa, ...]] = {
@@ -63,15 +63,22 @@ def describe_products(target: Target) -> str:
 
     It is said whether this process may use them. If not, the same kernels run on vectors.
     """
+    first, *refused = list_product_lines(target)
+    return refused[0] if refused and not may_use_tiles() else first
+
+
+def list_product_lines(target: Target) -> list[str]:
+    """Return the line of `describe_products`, for a target with tiles followed by the line for a
+    process that may not use them.
+    """
     isa = select_isa(target)
     if isa.unit is None:
-        return f"int8 products: {isa.name}"
-    if may_use_tiles():
-        return f"int8 products: {isa.name}, on tiles; few rows and depthwise on vectors"
-    return (
+        return [f"int8 products: {isa.name}"]
+    return [
+        f"int8 products: {isa.name}, on tiles; few rows and depthwise on vectors",
         f"int8 products: {isa.companion.name}, on vectors, since this process may not use the "
-        "tiles of AMX (an old kernel, a filter of system calls, or a small signal stack)"
-    )
+        "tiles of AMX (an old kernel, a filter of system calls, or a small signal stack)",
+    ]
 
 
 def time_isa(isa: Isa, target: Target) -> Isa:

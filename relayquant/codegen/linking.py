@@ -1,0 +1,113 @@
+"""Object files of a target -> shared library. Finds a linker for the target on this machine.
+
+LLVM writes the object files for any target, but the linker of this machine joins only its own.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tvm.support import cc
+from tvm.target import Target
+
+from relayquant.codegen.kernels.isa.target import read_triple
+from relayquant.errors import MissingDependencyError, ModelError
+
+#: First word of a triple -> Debian's name of the system, which begins the names of its tools. Other
+#: words name themselves: riscv64-linux-gnu.
+GNU_NAMES = {
+    "amd64": "x86_64-linux-gnu",
+    "arm64": "aarch64-linux-gnu",
+    "arm": "arm-linux-gnueabihf",
+    "armv6l": "arm-linux-gnueabihf",
+    "armv7a": "arm-linux-gnueabihf",
+    "armv7l": "arm-linux-gnueabihf",
+}
+#: Endings that TVM writes without a linker for the target.
+OTHER_ENDINGS = (".tar", ".wasm")
+#: Characters of a linker's message that an error quotes.
+MESSAGE_LENGTH = 400
+
+#: As `fcompile` of `export_library`: (file to write, object files).
+Link = Callable[..., None]
+
+
+def choose_linker(target: Target, file_name: str) -> Link | None:
+    """Choose what joins object files for a target. None: TVM's choice, this machine's compiler.
+
+    Raises:
+        MissingDependencyError: there is no linker for the target. The message says what to install.
+    """
+    name = find_gnu_name(target)
+    if name is None or Path(file_name).suffix in OTHER_ENDINGS:
+        return None
+    is_native = name == GNU_NAMES.get(platform.machine(), f"{platform.machine()}-linux-gnu")
+    if is_native and cc.get_cc():
+        return None
+    command = next(list_linkers(name), None)
+    if command is None:
+        package = "g++" if is_native else f"g++-{name.replace('_', '-')}"
+        raise MissingDependencyError(
+            f"{file_name} is for {read_triple(target)}, and this machine has no linker for it. "
+            f"Run: apt install {package} (Debian, Ubuntu), or: pip install ziglang. Or pass "
+            "fcompile= to export_library, a function that takes the file to write and its object "
+            "files.",
+            code="RQ503",
+        )
+
+    def link(output: Any, objects: Any, **_: Any) -> None:
+        run_linker(command, str(output), [objects] if isinstance(objects, str) else objects)
+
+    return link
+
+
+def find_gnu_name(target: Target) -> str | None:
+    """Return Debian's name of the target's system, such as "aarch64-linux-gnu". None if it is not
+    Linux.
+    """
+    architecture, *system = read_triple(target).lower().split("-")
+    if target.kind.name != "llvm" or "linux" not in system:
+        return None
+    return GNU_NAMES.get(architecture, f"{architecture}-linux-gnu")
+
+
+def list_linkers(name: str) -> Iterator[list[str]]:
+    """List commands on this machine that join object files of a system, the best first.
+
+    Code of LLVM needs no start files and no libraries that the loading process does not have, so a
+    bare linker is enough.
+    """
+    for tool in ("g++", "gcc", "ld"):
+        if path := shutil.which(f"{name}-{tool}"):
+            yield [path, "-shared"]
+    if path := shutil.which("ld.lld"):
+        yield [path, "-shared"]
+    options = ["cc", "-target", name, "-shared", "-nostdlib"]
+    if path := shutil.which("zig"):
+        yield [path, *options]
+    elif find_spec("ziglang") is not None:
+        yield [sys.executable, "-m", "ziglang", *options]
+
+
+def run_linker(command: Sequence[str], output: str, objects: Sequence[str]) -> None:
+    """Run a linker.
+
+    Raises:
+        ModelError: it failed.
+    """
+    words = [*command, "-o", output, *map(os.fspath, objects)]
+    done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode:
+        said = " ".join((done.stderr or done.stdout).split())[-MESSAGE_LENGTH:]
+        raise ModelError(
+            f"{command[0]} did not link {output} (exit code {done.returncode}): {said}",
+            code="RQ503",
+        )

@@ -1,0 +1,184 @@
+// Runs a library that `rq.compile(...).export_library` wrote: load, run, state. Header only, C++17.
+//
+//     relayquant::Model model("deploy/model.so");
+//     auto x = relayquant::empty({1, 3, 224, 224}, "float32");
+//     std::memcpy(x.data_ptr(), pixels, relayquant::count_bytes(x));
+//     auto results = model.run("main", {x});
+//
+// Needs the headers of tvm-ffi, libtvm_ffi.so and libtvm_runtime.so, and for models that sort
+// libtvm_runtime_extra.so. All errors are exceptions derived from std::exception.
+
+#pragma once
+
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/extra/json.h>
+#include <tvm/ffi/extra/module.h>
+#include <tvm/ffi/function.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace relayquant {
+
+namespace ffi = tvm::ffi;
+
+// Memory of a tensor, as compiled code needs it.
+struct AlignedMemory {
+  static constexpr size_t kAlignment = 64;
+  void AllocData(DLTensor* tensor) {
+    size_t bytes = ffi::GetDataSize(*tensor);
+    tensor->data = std::aligned_alloc(kAlignment, (bytes / kAlignment + 1) * kAlignment);
+    if (tensor->data == nullptr) throw std::bad_alloc();
+  }
+  void FreeData(DLTensor* tensor) { std::free(tensor->data); }
+};
+
+// A new tensor on the CPU. Its values are not set.
+inline ffi::Tensor empty(const std::vector<int64_t>& shape, const std::string& dtype) {
+  DLDataType type = ffi::StringToDLDataType(dtype);
+  return ffi::Tensor::FromNDAlloc(AlignedMemory(), ffi::ShapeView(shape.data(), shape.size()), type,
+                                  DLDevice{kDLCPU, 0});
+}
+
+inline size_t count_bytes(const ffi::Tensor& tensor) { return ffi::GetDataSize(tensor); }
+
+inline ffi::Tensor copy(const ffi::Tensor& tensor) {
+  auto shape = tensor.shape();
+  ffi::Tensor made = ffi::Tensor::FromNDAlloc(AlignedMemory(), shape, tensor.dtype(), tensor.device());
+  std::memcpy(made.data_ptr(), tensor.data_ptr(), count_bytes(tensor));
+  return made;
+}
+
+// A compiled model. Several threads may use it; runs take turns. For runs at the same time make one
+// Model per thread: models of one file share its large constants.
+//
+// If the model has state, `run` takes and gives what is left without the state, and holds the state
+// for the next run.
+class Model {
+ public:
+  // Load a library. Throws if there is no such file, or it is for another CPU.
+  explicit Model(const std::string& path) : machine_(load(path)) {
+    const int pooled = 2;  // an allocator that keeps memory for the next run
+    find("vm_initialization")(static_cast<int>(kDLCPU), 0, pooled);
+    if (machine_->GetFunction("relayquant_state").has_value()) read_state();
+    reset();
+  }
+
+  // Call a function with tensors, in order (ffi::Shape for a parameter that is a shape). Throws if
+  // there is no such function, or an argument has another shape or dtype than it takes.
+  std::vector<ffi::Tensor> run(const std::string& name, std::vector<ffi::Any> inputs) {
+    ffi::Function function = find(name);
+    std::lock_guard<std::mutex> lock(running_);  // TVM's virtual machine has one stack
+    const Place place = places_.count(name) ? places_[name] : Place{};
+    if (inputs.size() < place.first) throw std::runtime_error(name + ": an input is missing");
+    std::vector<ffi::Any> held;
+    for (const std::string& state : place.names) held.push_back(state_[state]);
+    inputs.insert(inputs.begin() + place.first, held.begin(), held.end());
+    std::vector<ffi::AnyView> views(inputs.begin(), inputs.end());
+    ffi::Any result;
+    function.CallPacked(views.data(), static_cast<int>(views.size()), &result);
+    std::vector<ffi::Tensor> results;
+    flatten(result, &results);
+    // The last results are the new state. What shares memory with another tensor is copied.
+    const size_t left = results.size() - place.names.size();
+    for (size_t i = 0; i < place.names.size(); ++i) {
+      const ffi::Tensor& next = results[left + i];
+      state_[place.names[i]] = is_shared(next, inputs, results, left + i) ? copy(next) : next;
+    }
+    results.resize(left);
+    return results;
+  }
+
+  // Begin again: the next run takes the initial state.
+  void reset() {
+    if (names_.empty()) return;
+    std::lock_guard<std::mutex> lock(running_);
+    std::vector<ffi::Tensor> values;
+    flatten(find("relayquant_initial_state")(), &values);
+    for (size_t i = 0; i < names_.size(); ++i) state_[names_[i]] = values.at(i);
+  }
+
+  // Name -> value that the next run takes. To go on from elsewhere, assign copies.
+  std::map<std::string, ffi::Tensor> state() const { return state_; }
+  void set_state(const std::string& name, const ffi::Tensor& value) { state_.at(name) = copy(value); }
+
+ private:
+  // Where a function has state: number of its first parameter that is state, and the names.
+  struct Place {
+    size_t first = 0;
+    std::vector<std::string> names;
+  };
+
+  static ffi::Module load(const std::string& path) {
+    // TVM's idle threads would spin, which costs more than it gains beside any other process.
+    setenv("TVM_THREAD_POOL_SPIN_COUNT", "0", 0);
+    if (!std::filesystem::is_regular_file(path)) throw std::runtime_error("There is no file " + path);
+    // A bare name would be searched in the system's folders only.
+    ffi::Module library = ffi::Module::LoadFromFile(std::filesystem::absolute(path).string());
+    ffi::Optional<ffi::Function> load = library->GetFunction("vm_load_executable");
+    if (!load.has_value()) throw std::runtime_error(path + " is no library that export_library wrote");
+    return (*load)().cast<ffi::Module>();
+  }
+
+  ffi::Function find(const std::string& name) {
+    ffi::Optional<ffi::Function> found = machine_->GetFunction(name);
+    if (!found.has_value()) {
+      throw std::runtime_error("The library has no function '" + name + "'; a model's is mostly 'main'");
+    }
+    return *found;
+  }
+
+  void read_state() {
+    ffi::Tensor text = find("relayquant_state")().cast<ffi::Tensor>();
+    std::string json(static_cast<const char*>(text.data_ptr()), count_bytes(text));
+    auto described = ffi::json::Parse(json).cast<ffi::json::Object>();
+    for (const ffi::Any& row : described["values"].cast<ffi::json::Array>()) {
+      names_.push_back(row.cast<ffi::json::Object>()["name"].cast<ffi::String>());
+    }
+    for (const auto& [function, value] : described["functions"].cast<ffi::json::Object>()) {
+      auto row = value.cast<ffi::json::Object>();
+      Place place;
+      place.first = static_cast<size_t>(row["first"].cast<int64_t>());
+      for (const ffi::Any& name : row["names"].cast<ffi::json::Array>()) {
+        place.names.push_back(name.cast<ffi::String>());
+      }
+      places_[function.cast<ffi::String>()] = place;
+    }
+  }
+
+  // Tensors of a result, nested tuples taken apart.
+  static void flatten(const ffi::Any& result, std::vector<ffi::Tensor>* found) {
+    if (auto tensor = result.try_cast<ffi::Tensor>()) {
+      found->push_back(*tensor);
+    } else {
+      for (const ffi::Any& part : result.cast<ffi::Array<ffi::Any>>()) flatten(part, found);
+    }
+  }
+
+  static bool is_shared(const ffi::Tensor& tensor, const std::vector<ffi::Any>& inputs,
+                        const std::vector<ffi::Tensor>& results, size_t number) {
+    for (const ffi::Any& input : inputs) {
+      auto other = input.try_cast<ffi::Tensor>();
+      if (other && other->data_ptr() == tensor.data_ptr()) return true;
+    }
+    for (size_t i = 0; i < number; ++i) {
+      if (results[i].data_ptr() == tensor.data_ptr()) return true;
+    }
+    return false;
+  }
+
+  ffi::Module machine_;
+  std::vector<std::string> names_;
+  std::map<std::string, Place> places_;
+  std::map<std::string, ffi::Tensor> state_;
+  std::mutex running_;
+};
+
+}  // namespace relayquant

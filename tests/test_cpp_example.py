@@ -1,0 +1,173 @@
+"""The C++ example, built with CMake: for this machine, and for Arm where an emulator runs it.
+
+For Arm: Debian's packages qemu-user and g++-aarch64-linux-gnu, and a folder with the wheels of
+apache-tvm and apache-tvm-ffi for aarch64 in RELAYQUANT_ARM_WHEELS, or a network to fetch them.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import pytest
+from float_models import build_model, draw_batches
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+import relayquant as rq
+from relayquant.flow.bundle.runtime_libraries import PACKAGES
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not shutil.which("cmake") or not shutil.which("g++"), reason="needs cmake and g++"
+    ),
+]
+
+ARM = {"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "cortex-a76"}
+ROOT = Path(__file__).parents[1]
+
+
+@I.ir_module
+class RunningSum:
+    @R.function
+    def main(x: R.Tensor(("n", 3), "float32"), total: R.Tensor((), "float32")):
+        with R.dataflow():
+            more = R.add(total, R.sum(x))
+            result = (R.add(x, more), R.astype(x, "int32"), more)
+            R.output(result)
+        return result
+
+
+STREAM = rq.with_state(RunningSum, [rq.StateValue("total", (), "float32", np.float32(5))])
+
+
+@dataclass(frozen=True)
+class Program:
+    """The built example, and how it is started."""
+
+    command: list[str]
+    target: dict | None
+    runtime: Path | None
+
+    def export(self, mod, folder: Path) -> Path:
+        return rq.export_bundle(mod, folder, self.target, runtime=self.runtime)
+
+    def run(self, *words) -> subprocess.CompletedProcess[str]:
+        command = [*self.command, *map(str, words)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    def read(self, *words) -> list[np.ndarray]:
+        done = self.run(*words)
+        assert done.returncode == 0, done.stderr
+        return [read_line(line) for line in done.stdout.splitlines()]
+
+
+def read_line(line: str) -> np.ndarray:
+    """dtype, sizes, ":" and values."""
+    kind, values = line.split(":")
+    dtype, *sizes = kind.split()
+    return np.array(values.split(), dtype).reshape([*map(int, sizes)])
+
+
+def build(folder: Path, bundle: Path, *options: str) -> Path:
+    source = ROOT / "examples" / "cpp"
+    settings = [f"-DBUNDLE={bundle}", "-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS=-Wall -Werror"]
+    for command in (
+        ["cmake", "-S", source, "-B", folder, *settings, *options],
+        ["cmake", "--build", folder],
+    ):
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "run"
+
+
+@pytest.fixture(scope="module", params=["here", "arm"])
+def program(request, tmp_path_factory) -> Program:
+    folder = tmp_path_factory.mktemp("example")
+    if request.param == "here":
+        bundle = rq.export_bundle(STREAM, folder / "deploy")
+        return Program([str(build(folder / "build", bundle))], None, None)
+    emulator, compiler = shutil.which("qemu-aarch64"), shutil.which("aarch64-linux-gnu-g++")
+    if not emulator or not compiler:
+        pytest.skip("needs qemu-user and g++-aarch64-linux-gnu: apt install them")
+    wheels = find_wheels(folder)
+    bundle = rq.export_bundle(STREAM, folder / "deploy", ARM, runtime=wheels)
+    options = [f"-DCMAKE_CXX_COMPILER={compiler}", "-DCMAKE_SYSTEM_NAME=Linux"]
+    built = build(folder / "build", bundle, *options)
+    return Program([emulator, "-L", "/usr/aarch64-linux-gnu", str(built)], ARM, wheels)
+
+
+def find_wheels(folder: Path) -> Path:
+    if "RELAYQUANT_ARM_WHEELS" in os.environ:
+        return Path(os.environ["RELAYQUANT_ARM_WHEELS"])
+    wheels = folder / "wheels"
+    packages = [f"{name}=={metadata.version(name)}" for name in PACKAGES]
+    options = ["--no-deps", "--only-binary=:all:", "--platform", "manylinux_2_28_aarch64"]
+    command = [sys.executable, "-m", "pip", "download", "-q", *options, "--python-version", "3.11"]
+    done = subprocess.run([*command, "-d", wheels, *packages], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no wheels of TVM for aarch64: {done.stderr.strip().splitlines()[-1]}")
+    return wheels
+
+
+def test_example__quantized_model(program, tmp_path):
+    mod = build_model(lambda emit, x: emit.conv("a", x, 8), (1, 3, 6, 6))
+    data = draw_batches(mod, 2)
+    backend = "x86" if program.target is None else "arm"
+    options = {"effort": "fast", "guard": "off", "callbacks": ()}
+    qmod = rq.quantize(mod, None, data, backend=backend, **options)
+    data[0]["x"].tofile(tmp_path / "x.bin")
+    program.export(qmod, tmp_path / "deploy")
+    (found,) = program.read(tmp_path / "deploy", tmp_path / "x.bin")
+    np.testing.assert_array_equal(found, rq.reference.run(qmod, data[0])[0])
+    # Two models at the same time, and one on two threads, compute the same.
+    both = program.read(tmp_path / "deploy", "--models", 2, "--threads", 2, tmp_path / "x.bin")
+    np.testing.assert_array_equal(both, [found, found])
+
+
+def test_example__state_and_free_sizes(program, tmp_path):
+    x = np.arange(6, dtype="float32").reshape(2, 3)
+    x.tofile(tmp_path / "x.bin")
+    program.export(STREAM, tmp_path / "deploy")
+    for steps in (1, 4):
+        words = (tmp_path / "deploy", "--steps", steps, tmp_path / "x.bin")
+        moved, whole = program.read(*words)
+        np.testing.assert_array_equal(moved, x + 5 + 15 * steps)
+        np.testing.assert_array_equal(whole, x.astype("int32"))
+
+
+def test_example__says_what_is_wrong(program, tmp_path):
+    program.export(STREAM, tmp_path / "deploy")
+    (tmp_path / "short.bin").write_bytes(bytes(20))
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "bundle.json").write_text("{}")
+    wrong = tmp_path / "wrong"
+    shutil.copytree(tmp_path / "deploy", wrong)
+    machine = "aarch64" if platform.machine() == "x86_64" and program.target is None else "x86_64"
+    other = {"kind": "llvm", "mtriple": f"{machine}-linux-gnu"}
+    rq.compile(STREAM, other).export_library(
+        str(wrong / "model.so"), fcompile=lambda out, files, **_: shutil.copy(files[0], out)
+    )
+    for words, told in (
+        ([], "Usage: run FOLDER"),
+        ([tmp_path / "none"], f"Cannot read {tmp_path / 'none'}/bundle.json"),
+        ([tmp_path / "deploy", tmp_path / "none"], f"Cannot read {tmp_path / 'none'}"),
+        (
+            [tmp_path / "deploy", tmp_path / "short.bin"],
+            "input 'x' has 20 bytes; the model takes 12",
+        ),
+        ([tmp_path / "text"], ""),
+        ([wrong], "model.so"),
+    ):
+        done = program.run(*words)
+        assert done.returncode == 1, (words, done)
+        assert told in done.stderr
+        assert done.stdout == ""
