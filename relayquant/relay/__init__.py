@@ -43,7 +43,25 @@ if TYPE_CHECKING:
     quantize: Any
 
 # `quantize` is in a higher room, because it uses the whole data flow.
-__getattr__, __dir__ = lazy.gather(__name__, {"relayquant.flow.relay_scripts": "quantize"})
+_load_name, __dir__ = lazy.gather(__name__, {"relayquant.flow.relay_scripts": "quantize"})
+
+#: name of `tvm.relay` -> what to use instead
+SUCCESSORS: Mapping[str, str] = {
+    "build": "relayquant.compile(mod, target)",
+    "frontend": "relayquant.load(path)",
+    "qnn": "relayquant.extend.qnn",
+    "save_param_dict": "relayquant.relay.save_params(params)",
+    "load_param_dict": "relayquant.relay.decode_params(data)",
+    "transform": "tvm.relax.transform",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in SUCCESSORS:
+        raise AttributeError(
+            f"module 'relayquant.relay' has no attribute {name!r}. Use {SUCCESSORS[name]}."
+        )
+    return _load_name(name)
 
 
 @check_arguments

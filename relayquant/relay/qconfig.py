@@ -14,7 +14,7 @@ from relayquant.base.arguments import check_arguments
 from relayquant.base.qtypes import QSpec, Scheme
 from relayquant.config import QConfig, QConfigMapping, TensorConfig
 from relayquant.config.mapping import MappingRule, Selector
-from relayquant.errors import ConfigError, format_count, suggest_name
+from relayquant.errors import ConfigError, format_count, suggest_name, warn_user
 
 #: Operators for which `relay.quantize` has a rule. All others stay in float.
 QUANTIZED_OPERATORS = (
@@ -62,11 +62,8 @@ class RelayQConfig:
         with relay.quantize.qconfig(...):
             relay.quantize.quantize(mod, params, dataset)
 
-    It is equivalent to `rq.quantize(mod, params, dataset, **config.settings)`.
-
-    Attributes have the names of Relay's options. Two of them have no effect here: `rounding`
-    (relayquant rounds to nearest, ties to even, and needs no fixed-point multiplication) and
-    `calibrate_chunk_by` (memory does not grow with the data).
+    It is equivalent to `rq.quantize(mod, params, dataset, **config.settings)`. Attributes have the
+    names of Relay's options; `docs/coming_from/relay.md` says what each does here.
     """
 
     nbit_input: int = 8
@@ -173,7 +170,17 @@ class RelayQConfig:
     def settings(self) -> dict[str, Any]:
         """Arguments of `quantize`: the mapping, a backend with signed activations, and effort
         "fast", because Relay does no more.
+
+        Raises:
+            ConfigError: `do_simulation` is set, which `rq.quantize` does not do.
         """
+        if self.do_simulation:
+            raise ConfigError(
+                "relay.qconfig: do_simulation is True, but rq.quantize returns integers. Call "
+                "relay.quantize.quantize(mod, params, dataset) within `with config:`, or leave "
+                "do_simulation out.",
+                code="RQ102",
+            )
         return {"qconfig_mapping": self.mapping, "backend": "generic", "effort": "fast"}
 
 
@@ -226,13 +233,13 @@ _CHECKS: tuple[_Check, ...] = (
     ("nbit_weight", lambda value: _is_integer(value, 2, 8), "allowed: 2 to 8."),
     (
         "dtype_activation",
-        lambda value: value == "int32",
-        "allowed: int32, the dtype of sums. Activations have dtype_input.",
+        ("int8", "int16", "int32").__contains__,
+        "allowed: int8, int16, int32, the dtype of sums. Activations have dtype_input.",
     ),
     (
         "nbit_activation",
-        lambda value: value == 32,
-        "allowed: 32, sums are not rounded. Activations have nbit_input bits.",
+        lambda value: _is_integer(value, 2, 32),
+        "allowed: 2 to 32, the bits of sums. Activations have nbit_input bits.",
     ),
     (
         "calibrate_mode",
@@ -243,17 +250,8 @@ _CHECKS: tuple[_Check, ...] = (
     ("weight_scale", WEIGHT_SCALES.__contains__, f"allowed: {', '.join(WEIGHT_SCALES)}."),
     ("skip_dense_layer", lambda value: isinstance(value, bool), "allowed: True, False."),
     ("skip_conv_layers", _are_indices, "allowed: indices of nn.conv2d, from 0, or None."),
-    (
-        "do_simulation",
-        lambda value: value is False,
-        "there is no simulated module to return; allowed: False. relayquant.convert_to_reference("
-        "relayquant.prepare(...)) is the model with rounding in float.",
-    ),
-    (
-        "round_for_shift",
-        lambda value: value is True,
-        "results are always rounded to nearest; allowed: True.",
-    ),
+    ("do_simulation", lambda value: isinstance(value, bool), "allowed: True, False."),
+    ("round_for_shift", lambda value: isinstance(value, bool), "allowed: True, False."),
     (
         "rounding",
         ("UPWARD", "TONEAREST").__contains__,
@@ -262,16 +260,32 @@ _CHECKS: tuple[_Check, ...] = (
     ("calibrate_chunk_by", lambda value: _is_integer(value, -1, 2**31), "allowed: -1, or a count."),
     (
         "partition_conversions",
-        lambda value: value == "disabled",
-        'the module is not cut into functions; allowed: "disabled". quantize(..., input_dtypes=, '
-        "output_dtypes=) gives a model with integer inputs and outputs.",
+        ("disabled", "enabled").__contains__,
+        "allowed: disabled, enabled. quantize(..., input_dtypes=, output_dtypes=) gives a model "
+        "with integer inputs and outputs.",
     ),
 )
+
+#: option -> why a value that is not the default has no effect
+WITHOUT_EFFECT: Mapping[str, str] = {
+    "dtype_activation": "sums are int32 here",
+    "nbit_activation": "sums have 32 bits here",
+    "round_for_shift": "results are always rounded to nearest here",
+    "partition_conversions": "the module has one function here",
+}
+
+#: option of releases before 0.7 -> what to do
+OUTDATED: Mapping[str, str] = {
+    "skip_k_conv": "Use skip_conv_layers=range(k) instead.",
+    "store_lowbit_output": "Leave it out: values between operators have nbit_input bits here.",
+    "target": "Leave it out, and pass the target to relayquant.compile.",
+}
 
 
 @check_arguments
 def qconfig(**options: Any) -> RelayQConfig:
-    """Make the options of `relay.quantize.qconfig`, for `quantize(..., **qconfig(...).settings)`.
+    """Make the options of `relay.quantize.qconfig`, for `with` or for `quantize(...,
+    **qconfig(...).settings)`. An option without effect here is a warning.
 
     Raises:
         ConfigError: there is no such option (names the nearest), or a value has no counterpart.
@@ -279,10 +293,14 @@ def qconfig(**options: Any) -> RelayQConfig:
     known = [field.name for field in fields(RelayQConfig)]
     for name in options:
         if name not in known:
-            raise ConfigError(
-                f"relay.qconfig has no option {name!r}. {suggest_name(name, known)}", code="RQ101"
-            )
-    return RelayQConfig(**options)
+            advice = OUTDATED.get(name) or suggest_name(name, known)
+            raise ConfigError(f"relay.qconfig has no option {name!r}. {advice}", code="RQ101")
+    config, default = RelayQConfig(**options), RelayQConfig()
+    for name, reason in WITHOUT_EFFECT.items():
+        value = getattr(config, name)
+        if value != getattr(default, name):
+            warn_user(f"relay.qconfig: {name}={value!r} has no effect: {reason}.", code="RQ104")
+    return config
 
 
 def current_qconfig() -> RelayQConfig:

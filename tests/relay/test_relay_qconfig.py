@@ -167,8 +167,8 @@ def test_bits__are_those_of_the_specs():
 REFUSED = (
     ("dtype_input", "uint8", "signed"),
     ("dtype_weight", "int4", "allowed: int8"),
-    ("dtype_activation", "int16", "the dtype of sums"),
-    ("nbit_activation", 16, "sums are not rounded"),
+    ("dtype_activation", "float32", "the dtype of sums"),
+    ("nbit_activation", 64, "the bits of sums"),
     ("nbit_input", 16, "holds 8 bits"),
     ("nbit_input", 1, "2 to 16"),
     ("nbit_weight", 16, "2 to 8"),
@@ -177,15 +177,17 @@ REFUSED = (
     ("weight_scale", "mean", "power2, max"),
     ("skip_dense_layer", None, "True, False"),
     ("skip_conv_layers", [-1], "from 0"),
-    ("do_simulation", True, "convert_to_reference"),
-    ("round_for_shift", False, "always rounded"),
+    ("do_simulation", None, "True, False"),
+    ("round_for_shift", 0, "True, False"),
     ("debug_enabled_ops", ["nn.conv2"], "Did you mean 'nn.conv2d'"),
     ("rounding", "DOWNWARD", "UPWARD, TONEAREST"),
     ("calibrate_chunk_by", 0.5, "a count"),
-    ("partition_conversions", "enabled", "input_dtypes="),
     ("partition_conversions", "fully_integral", "input_dtypes="),
     ("nbits", 8, "no option 'nbits'"),
     ("skip_conv_layer", [0], "Did you mean 'skip_conv_layers'"),
+    # those of TVM 0.5 and 0.6
+    ("skip_k_conv", 1, "skip_conv_layers=range(k)"),
+    ("store_lowbit_output", True, "Leave it out"),
 )
 
 
@@ -198,6 +200,22 @@ def test_options__without_counterpart_are_errors(option, value, message):
 
 def test_options__every_one_is_refused_somewhere():
     assert {option for option, _, _ in REFUSED} >= DEFAULTS.keys()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("dtype_activation", "int8"),
+        ("nbit_activation", 16),
+        ("round_for_shift", False),
+        ("partition_conversions", "enabled"),
+    ],
+)
+def test_options__without_effect_are_warnings(option, value):
+    with pytest.warns(UserWarning, match=rf"{option}={value!r} has no effect: .*RQ104") as raised:
+        config = qconfig(**{option: value})
+    assert raised[0].filename == __file__
+    assert config.mapping == qconfig().mapping
 
 
 # -- scripts as they were --------------------------------------------------------------------------
@@ -215,6 +233,40 @@ def test_script__runs_as_it_was(model):
     with qconfig(calibrate_mode="kl_divergence", skip_conv_layers=None):
         qmod = relay.quantize(mod, params=None, dataset=samples)
     assert {row.name for row in rq.ledger(qmod).rows if row.quantized} >= {"relu1", "relu2"}
+
+
+def test_script__data_from_a_generator(model):
+    """As in the tutorial of TVM, which calls its generator function. It may fill one array again
+    and again.
+    """
+    mod, data = model
+    buffer = np.empty_like(data[0])
+
+    def read_samples():
+        for sample in data:
+            buffer[:] = sample
+            yield {"x": buffer}
+
+    with relay.quantize.qconfig(calibrate_mode="percentile"), tvm.transform.PassContext(3):
+        expected = relay.quantize.quantize(mod, None, [{"x": sample} for sample in data])
+        qmod = relay.quantize.quantize(mod, None, dataset=read_samples())
+    tvm.ir.assert_structural_equal(qmod, expected)
+
+
+def test_script__simulation_rounds_in_float(model):
+    """Old Relay returns the module with simulated quantization; here it is the reference form."""
+    mod, data = model
+    with qconfig(do_simulation=True) as config:
+        simulated = relay.quantize.quantize(mod)
+    integers = rq.quantize(mod, None, None, **qconfig().settings)
+    text = simulated.script()
+    assert "R.qnn.quantize" in text
+    assert "R.qnn.conv2d" not in text
+    assert "R.qnn.conv2d" in integers.script()
+    got, want = (rq.reference.run(each, [data[0]])[0] for each in (simulated, integers))
+    np.testing.assert_allclose(got, want, atol=0.02)
+    with pytest.raises(ConfigError, match="do_simulation is True.*with config"):
+        rq.quantize(mod, None, None, **config.settings)
 
 
 def test_scopes__nest_and_end(model):
@@ -242,6 +294,9 @@ def test_namespace__says_what_became_of_the_rest():
     for name in ("prerequisite_optimize", "annotate", "calibrate", "partition", "QConfig"):
         with pytest.raises(AttributeError, match=rf"no '{name}'\. Use relayquant\."):
             getattr(relay.quantize, name)
+    for name in ("build", "frontend", "transform"):
+        with pytest.raises(AttributeError, match=rf"no attribute '{name}'\. Use \w+\."):
+            getattr(relay, name)
     with pytest.raises(AttributeError, match="no attribute 'quantise'"):
         _ = relay.quantise
     with pytest.raises(AttributeError, match=r"no 'kl'\. It has quantize"):
