@@ -265,7 +265,7 @@ def test_script__simulation_rounds_in_float(model):
     assert "R.qnn.conv2d" in integers.script()
     got, want = (rq.reference.run(each, [data[0]])[0] for each in (simulated, integers))
     np.testing.assert_allclose(got, want, atol=0.02)
-    with pytest.raises(ConfigError, match="do_simulation is True.*with config"):
+    with pytest.raises(ConfigError, match=r"do_simulation is True.*with config"):
         rq.quantize(mod, None, None, **config.settings)
 
 
