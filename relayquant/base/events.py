@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
@@ -16,6 +16,7 @@ from relayquant.base.qtypes import QParams, ValueInfo
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,12 @@ class CallbackList(Callback):
     def on_summary(self, event: SummaryEvent) -> None:
         for callback in self.callbacks:
             callback.on_summary(event)
+
+    def follow(self, task: str, items: Iterable[T], total: int | None, unit: str) -> Iterator[T]:
+        """Yield the items, and report each as progress of a task when the next one is asked for."""
+        for done, item in enumerate(items, 1):
+            yield item
+            self.on_progress(ProgressEvent(task, done, total, unit))
 
     def run_stage(self, name: str, stage: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a stage between its start and end events and return its result."""

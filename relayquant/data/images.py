@@ -6,8 +6,9 @@ Pictures need Pillow: `pip install relayquant[images]`.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -209,18 +210,47 @@ def list_images(folder: Path) -> list[Path]:
     return found
 
 
+@dataclass(frozen=True)
+class PictureFolder:
+    """A data set of the pictures in a folder, one for each batch. Items are read when asked for."""
+
+    paths: tuple[Path, ...]
+    preprocessing: Preprocessing
+    info: InputInfo
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> Batch:
+        """Read one picture.
+
+        Raises:
+            DataError: the file is too large or not a readable picture.
+        """
+        from PIL import Image
+
+        path = self.paths[index]
+        try:
+            with Image.open(path) as image:
+                return {self.info.name: self.preprocessing.apply(image, self.info)}
+        except (OSError, Image.DecompressionBombError, SyntaxError) as error:
+            raise DataError(
+                f"{path} is not a readable picture: {error}. Remove it, or convert it.",
+                code="RQ301",
+            ) from error
+
+
 def open_images(
     folder: Path, preprocessing: Preprocessing, inputs: tuple[InputInfo, ...]
-) -> Callable[[], Iterator[Batch]]:
-    """Open the pictures in a folder as a data set, sorted by name, one picture per batch.
+) -> PictureFolder:
+    """Open the pictures in a folder as a data set, sorted by name.
 
     Raises:
         MissingDependencyError: Pillow is not installed.
-        DataError: there is no picture, or the model does not take one. While iterating: a file is
-            too large or not a readable picture.
+        DataError: there is no picture, or the model does not take one.
     """
     try:
-        from PIL import Image
+        import_module("PIL.Image")
     except ImportError as error:
         raise MissingDependencyError(
             "Pictures need Pillow, which is not installed: pip install relayquant[images].",
@@ -241,20 +271,7 @@ def open_images(
             "Make its first size 1 or open (--shape), or write the data as .npz.",
             code="RQ301",
         )
-    paths = list_images(folder)
-
-    def read() -> Iterator[Batch]:
-        for path in paths:
-            try:
-                with Image.open(path) as image:
-                    yield {info.name: preprocessing.apply(image, info)}
-            except (OSError, Image.DecompressionBombError, SyntaxError) as error:
-                raise DataError(
-                    f"{path} is not a readable picture: {error}. Remove it, or convert it.",
-                    code="RQ301",
-                ) from error
-
-    return read
+    return PictureFolder(tuple(list_images(folder)), preprocessing, info)
 
 
 def read_labels(

@@ -144,7 +144,9 @@ class SpreadSample:
                 self.note(batch)
                 yield batch
 
-        length = None if self.held is not None else data.length
+        length = data.length
+        if length is not None and self.held is not None:
+            length = sum(not is_held_back(place) for place in range(length))
         return replace(data, open_items=items, read_item=None, length=length)
 
     def parts(self, count: int, kept: Sequence[KeptRows]) -> list[KeptRows]:

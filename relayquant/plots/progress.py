@@ -21,6 +21,7 @@ from rich.progress import (
 from rich.text import Text
 
 from relayquant.base.events import Callback, ProgressEvent, StageEvent
+from relayquant.errors import format_count
 
 #: seconds after which a log gets a line, if anything is still running
 LINE_SECONDS = 5.0
@@ -38,13 +39,13 @@ class RunningTask:
 
     @property
     def count(self) -> str:
-        """How much is done: "4/8 batch", "3 batch" if the total is not known, or nothing."""
+        """How much is done: "4/8 batches", "3 batches" if the total is not known, or nothing."""
         if self.total is not None:
-            return f"{self.done}/{self.total} {self.unit}".rstrip()
-        return f"{self.done} {self.unit}" if self.done else ""
+            return f"{self.done}/{format_count(self.total, self.unit)}"
+        return format_count(self.done, self.unit) if self.done else ""
 
     def describe(self) -> str:
-        """Return a line for a log: "calibrate: 4/8 batch, 12 s"."""
+        """Return a line for a log: "calibrate: 4/8 batches, 12 s"."""
         seconds = f"{time.monotonic() - self.start:.0f} s"
         return f"{self.name}: {', '.join(filter(None, (self.count, seconds)))}"
 
@@ -113,7 +114,11 @@ class ProgressReport(Callback):
         self._update(event.stage, 0, None, "")
 
     def on_stage_end(self, event: StageEvent) -> None:
-        self._finish(event.stage)
+        # A task whose total is not known ends with its stage.
+        names = list(self._running)
+        if event.stage in names:
+            for name in reversed(names[names.index(event.stage) :]):
+                self._finish(name)
 
     def on_progress(self, event: ProgressEvent) -> None:
         self._update(event.task, event.done, event.total, event.unit)

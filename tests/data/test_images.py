@@ -30,7 +30,7 @@ EXPECTED = {
 
 def read_one(folder, text, shape, dtype="float32"):
     infos = (InputInfo("x", shape, dtype),)
-    return [batch["x"] for batch in open_images(folder, Preprocessing.parse(text), infos)()]
+    return [batch["x"] for batch in open_images(folder, Preprocessing.parse(text), infos)]
 
 
 @pytest.fixture

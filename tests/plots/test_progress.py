@@ -53,9 +53,9 @@ def test_progress_report__outside_a_terminal_a_line_says_what_runs() -> None:
         report.on_stage_start(StageEvent("calibrate"))
         wait_for(file, "calibrate: 0 s\n")
         report.on_progress(ProgressEvent("read data", 3, None, unit="batch"))
-        wait_for(file, "read data: 3 batch, 0 s\n")
+        wait_for(file, "read data: 3 batches, 0 s\n")
         report.on_progress(ProgressEvent("read data", 4, 8, unit="batch"))
-        wait_for(file, "read data: 4/8 batch, 0 s\n")
+        wait_for(file, "read data: 4/8 batches, 0 s\n")
         report.on_progress(ProgressEvent("read data", 8, 8, unit="batch"))
         report.on_stage_end(StageEvent("calibrate", 1.0))
     assert not any(thread.name == "relayquant-progress" for thread in threading.enumerate())
@@ -120,3 +120,14 @@ def test_progress_report__a_stage_has_no_count() -> None:
         report._progress.refresh()
     assert "guard" in file.getvalue()
     assert "0" not in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|-:--:--|0:00:00", "", file.getvalue())
+
+
+def test_progress_report__a_task_of_unknown_length_ends_with_its_stage() -> None:
+    file = io.StringIO()
+    with ProgressReport(Console(file=file, width=20), seconds=0.01) as report:
+        report.on_stage_start(StageEvent("calibrate"))
+        report.on_progress(ProgressEvent("read data", 3, None, unit="batch"))
+        report.on_stage_end(StageEvent("calibrate", 1.0))
+        assert not report._running
+        report.on_stage_start(StageEvent("guard"))
+        wait_for(file, "guard: 0 s\n")
