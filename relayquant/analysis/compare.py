@@ -14,13 +14,14 @@ import numpy as np
 import tvm
 
 from relayquant.analysis.error_statistics import ErrorSums
-from relayquant.analysis.outputs import GapSums, Interface, OutputGap
+from relayquant.analysis.outputs import GapSums, Interface, OutputGap, find_agreement
 from relayquant.base.qtypes import INTEGER_LIMITS
 from relayquant.base.runtime import LoadModule
 from relayquant.base.tables import format_csv, format_html
 from relayquant.codegen.eager import EagerModule
 from relayquant.data import count_samples
 from relayquant.errors import ModelError, format_count
+from relayquant.ir.agreement import Agreement
 from relayquant.ir.ledger import Ledger, LedgerRow, read_ledger
 from relayquant.ir.rewrite import Graph, expose_values
 from relayquant.ir.rewrite.graph import free_vars, tensor_dtype
@@ -71,6 +72,11 @@ class CompareReport:
     samples: int = field(default=0)
     outputs: tuple[OutputGap, ...] = ()
     stream_sqnr: float | None = None
+
+    @property
+    def agreement(self) -> Agreement:
+        """The agreement of the outputs."""
+        return find_agreement(self.outputs, self.samples)
 
     def first_below(self, decibels: float = 15.0) -> CompareRow | None:
         """Return the first value whose accumulated SQNR is below `threshold`."""

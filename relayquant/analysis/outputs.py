@@ -6,6 +6,7 @@ compiled code. Products run on the kernels that calibration has already compiled
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from relayquant.analysis.error_statistics import ErrorSums
 from relayquant.base.qtypes import INTEGER_LIMITS
 from relayquant.codegen.eager import EagerModule
 from relayquant.data import count_samples
+from relayquant.ir.agreement import Agreement
 from relayquant.ir.ledger import InterfaceValue, find_ledger
 
 #: share of a sample's mean energy; samples with less are rated by it
@@ -35,6 +37,8 @@ class OutputGap:
         samples: Number of all samples. 0 if the output is no answer in this sense.
         each: SQNR of each sample in dB, in order. Of each batch if axis 0 of the output does not
             count samples. For integer outputs, differing elements are the noise.
+        equal: Number of samples with an equal answer (the same arg max).
+        largest: Largest absolute error. 0 for integer outputs.
         margins: How many dB `sqnr` may be too high and too low for all data of this kind
             (`relayquant.analysis.confidence.find_margins`). 0 if the samples do not tell.
     """
@@ -44,6 +48,8 @@ class OutputGap:
     samples: int = 0
     each: tuple[float, ...] = ()
     margins: tuple[float, float] = (0.0, 0.0)
+    equal: int = 0
+    largest: float = 0.0
 
     @property
     def disagreement(self) -> float:
@@ -113,6 +119,7 @@ class GapSums:
     def __init__(self) -> None:
         self.sums: list[ErrorSums] = []
         self.counts: list[tuple[int, int]] = []
+        self.equal: list[int] = []
         self.energies: list[list[np.ndarray]] = []
 
     def update(
@@ -121,10 +128,12 @@ class GapSums:
         """Add one batch of `samples` samples: outputs of both modules in real units."""
         self.sums = self.sums or [ErrorSums()] * len(expected)
         self.counts = self.counts or [(0, 0)] * len(expected)
+        self.equal = self.equal or [0] * len(expected)
         self.energies = self.energies or [[] for _ in expected]
         for i, (x, y) in enumerate(zip(expected, got, strict=True)):
             differing, answers = count_differing(x, y)
             self.counts[i] = self.counts[i][0] + differing, self.counts[i][1] + answers
+            self.equal[i] += count_equal(x, y) if answers else 0
             if x.dtype.kind == "f":
                 usable = np.isfinite(x)
                 self.sums[i] = self.sums[i].update(x[usable], y[usable])
@@ -141,8 +150,12 @@ class GapSums:
                 *count,
                 rate_samples(energy),
                 find_margins(*np.concatenate(energy, axis=1)) if s.count else (0.0, 0.0),
+                equal,
+                s.largest,
             )
-            for s, count, energy in zip(self.sums, self.counts, self.energies, strict=True)
+            for s, count, energy, equal in zip(
+                self.sums, self.counts, self.energies, self.equal, strict=True
+            )
         ]
 
 
@@ -198,6 +211,23 @@ def count_differing(expected: np.ndarray, got: np.ndarray) -> tuple[int, int]:
     chosen = x[np.arange(len(x)), y.argmax(axis=1)]
     half = (x.mean(axis=1) + x.max(axis=1)) / 2
     return int(np.count_nonzero(chosen < half)), len(x)
+
+
+def count_equal(expected: np.ndarray, got: np.ndarray) -> int:
+    """Return how many answers of an output with answers (see `count_differing`) are equal."""
+    if expected.dtype.kind != "f":
+        return int(np.count_nonzero(expected == got))
+    x, y = (array.reshape(expected.shape[:2]) for array in (expected, got))
+    rows = np.isfinite(x).all(axis=1)
+    return int(np.count_nonzero(x[rows].argmax(axis=1) == y[rows].argmax(axis=1)))
+
+
+def find_agreement(gaps: Sequence[OutputGap], samples: int) -> Agreement:
+    """Return the agreement of all outputs: the lowest SQNR, and the fewest equal answers."""
+    answering = [gap for gap in gaps if gap.samples]
+    worst = min(answering, key=lambda gap: gap.equal / gap.samples, default=OutputGap(math.inf))
+    sqnr = min((gap.sqnr for gap in gaps), default=math.inf)
+    return Agreement(sqnr, samples, worst.samples, worst.equal)
 
 
 @dataclass(frozen=True)

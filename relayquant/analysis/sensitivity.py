@@ -26,6 +26,7 @@ from relayquant.config import Effort, QConfig, QConfigMapping
 from relayquant.config.mapping import MappingRule, Selector, count_parts
 from relayquant.data import Dataset, count_samples, take_samples
 from relayquant.errors import ConfigError, DataError, format_count
+from relayquant.ir.agreement import Agreement
 from relayquant.ir.plan import OperatorPlan
 from relayquant.stages.annotation.match import find_sites
 from relayquant.stages.calibration.checkpoint import digest_batch, digest_text
@@ -34,6 +35,9 @@ from relayquant.stages.prepared import PreparedModel
 
 #: bytes of float values that are kept from one measurement to the next
 KEPT_BYTES = 256e6
+
+#: name of the measure without a metric
+SQNR = "SQNR [dB]"
 
 #: (outputs of the float model, outputs of the quantized model) -> a number, higher is better. One
 #: array for each output of the model, all samples along axis 0.
@@ -65,7 +69,7 @@ class SensitivityReport:
     Attributes:
         rows: The operators.
         score: The same measure with all of them quantized.
-        metric: "SQNR [dB]", or the name of the user's metric.
+        metric: `SQNR`, or the name of the user's metric.
         samples: Number of measured samples.
         prepared: The measured model.
     """
@@ -110,9 +114,7 @@ class SensitivityReport:
             "op": [row.op for row in self.rows],
             self.metric: [row.score for row in self.rows],
         }
-        samples = format_count(self.samples, "sample")
-        last = f"All {len(self.rows)} quantized: {self.score:.4g}, {samples}."
-        return format_html(columns, "each quantized alone", [last])
+        return format_html(columns, "each quantized alone", [self.describe_all()])
 
     def __str__(self) -> str:
         width = max([len(row.name) for row in self.rows] + [8])
@@ -120,11 +122,17 @@ class SensitivityReport:
         for row in self.rows:
             op = row.op.removeprefix("nn.")
             lines.append(f"{row.name:{width}}  {op:12}  {row.score:.4g}")
-        lines.append(
-            f"all {len(self.rows)} quantized: {self.score:.4g}, "
-            f"{format_count(self.samples, 'sample')}"
-        )
+        lines.append(self.describe_all())
         return "\n".join(lines)
+
+    def describe_all(self) -> str:
+        """Return one line on the model with all of these operators quantized."""
+        agreement = Agreement(self.score, self.samples, is_simulated=True)
+        seen = str(agreement)
+        if self.metric != SQNR:
+            samples = agreement.describe_samples()
+            seen = f"{self.metric} {self.score:.4g}, simulated, on {samples}"
+        return f"all {len(self.rows)} quantized: {seen}"
 
 
 def measure_sensitivity(
@@ -156,7 +164,7 @@ def measure_sensitivity(
         score = simulation.score([operator])
         rows.append(SensitivityRow(operator.name, operator.op.removeprefix("relax."), score))
         callbacks.on_progress(ProgressEvent("sensitivity", done, len(operators), unit="operator"))
-    name = "SQNR [dB]" if metric is None else name_metric(metric)
+    name = SQNR if metric is None else name_metric(metric)
     return SensitivityReport(
         tuple(sorted(rows, key=lambda row: row.score)),  # stable: equal scores stay in order
         simulation.score(operators),

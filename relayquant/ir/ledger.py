@@ -22,6 +22,7 @@ from relayquant.base.tables import format_html
 from relayquant.config.accumulator import NATIVE
 from relayquant.config.model_type import RECOGNIZED
 from relayquant.errors import ConfigError, ModelError, format_count
+from relayquant.ir.agreement import Agreement, describe_sqnr
 from relayquant.ir.dialect.legality import is_integer_operator
 from relayquant.ir.plan import PassedOver, Plan
 from relayquant.ir.rewrite.entry import attach_attrs, find_attrs
@@ -155,6 +156,7 @@ class GuardResult(PlainFields):
         held_sqnr: SQNR of the worst output on these alone. None if there are none.
         stream_sqnr: SQNR of the worst output in the last halves of sequences, with both models
             going on from their own state. None without state or sequences.
+        answers, equal: See `Agreement`. `equal` is None in ledgers of older versions.
     """
 
     samples: int
@@ -177,37 +179,46 @@ class GuardResult(PlainFields):
     held_back: int = 0
     held_sqnr: float | None = None
     stream_sqnr: float | None = None
+    answers: int = 0
+    equal: int | None = None
+
+    @property
+    def agreement(self) -> Agreement:
+        """What was measured, without the statistics."""
+        return Agreement(
+            self.sqnr,
+            self.samples,
+            self.answers,
+            self.equal,
+            self.total,
+            self.held_back,
+            self.is_held_out,
+        )
 
     def __str__(self) -> str:
         """One line."""
-        seen = f"guard: outputs on {self.describe_samples()}: {self.describe()}"
+        seen = f"guard: {self.describe()}"
         if self.reverted:
             return f"{seen}; for that, back in float: {', '.join(self.reverted)}"
         return f"{seen}; it starts at {self.operator}" if self.operator else seen
 
-    def describe_samples(self) -> str:
-        """Describe the samples: "32 of 64 calibration samples"."""
-        kind = "validation" if self.is_held_out else "calibration"
-        text = format_count(self.samples, f"{kind} sample")
-        if self.total is not None and self.total > self.samples:
-            text = f"{self.samples} of {format_count(self.total, f'{kind} sample')}"
-        notes = [f"{self.held_back} of them held back"] if self.held_back else []
-        if self.tuned:
-            notes.append(f"{self.tuned} of them tuned weights or ranges")
-        return f"{text} ({', '.join(notes)})" if notes else text
-
     def describe(self) -> str:
-        """Describe the measurements as part of a sentence."""
+        """Describe the measurements, and what they say of other data."""
         notes = []
+        if self.disagreement:
+            notes.append(f"{self.disagreement:.1%} of the answers clearly different")
         if self.least is not None and self.least < self.sqnr:
-            notes.append(f"in data of this kind at least {self.least:.1f} dB")
+            notes.append(f"on other data of this kind at least {describe_sqnr(self.least)}")
         if self.worst is not None:
-            number = "" if self.worst_number is None else f", number {self.worst_number},"
-            notes.append(f"the worst sample{number} {self.worst:.1f} dB")
+            number = "" if self.worst_number is None else f" number {self.worst_number}"
+            notes.append(f"worst sample{number}: {describe_sqnr(self.worst)}")
+        if self.tuned:
+            notes.append(f"weights or ranges were tuned on {self.tuned} of them")
+        if self.held_sqnr is not None and self.held_back < self.samples:
+            notes.append(f"on those held back {describe_sqnr(self.held_sqnr)}")
         if self.stream_sqnr is not None:
-            notes.append(f"at the end of sequences {self.stream_sqnr:.1f} dB")
-        measured = f"{self.sqnr:.1f} dB SQNR" + (f" ({'; '.join(notes)})" if notes else "")
-        return f"{measured}, {self.disagreement:.0%} of the answers clearly others"
+            notes.append(f"at the end of sequences {describe_sqnr(self.stream_sqnr)}")
+        return "; ".join([str(self.agreement), *notes])
 
 
 @dataclass(frozen=True)
@@ -330,12 +341,11 @@ class Ledger(PlainFields):
             text += f" ({share:.0%} of the multiply-adds)"
         parts = [text]
         if self.guard is not None:
-            measured = f"{self.guard.sqnr:.1f} dB SQNR"
+            measured = str(self.guard.agreement)
             if self.guard.disagreement:
-                measured += f", {self.guard.disagreement:.1%} of the answers clearly others"
-            measured += f" on {self.guard.describe_samples()}"
+                measured += f", {self.guard.disagreement:.1%} of the answers clearly different"
             if self.guard.held_sqnr is not None and self.guard.held_back < self.guard.samples:
-                measured += f", {self.guard.held_sqnr:.1f} dB on those held back"
+                measured += f", on those held back {describe_sqnr(self.guard.held_sqnr)}"
             parts.append(f"outputs: {measured}")
             if self.guard.reverted:
                 parts.append(f"back in float for that: {', '.join(self.guard.reverted)}")

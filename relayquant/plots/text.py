@@ -146,8 +146,7 @@ def sensitivity_table(report: SensitivityReport, title: str = "", rows: int | No
         Column("op", [row.op.removeprefix("nn.") for row in shown], is_minor=True),
         Column(report.metric, [f"{row.score:.4g}" for row in shown], Fit.NUMBER),
     ]
-    samples = format_count(report.samples, "sample")
-    first = Text(f"all {len(report.rows)} quantized: {report.score:.4g}, {samples}")
+    first = Text(report.describe_all())
     left = len(report.rows) - len(shown)
     more = [Text(f"not shown: {format_count(left, 'operator')} that cost less")] if left else []
     return stack(title, first, *([FittedTable(columns)] if shown else []), *more)

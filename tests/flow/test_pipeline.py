@@ -424,7 +424,8 @@ def test_quantize__ends_with_one_line(capsys):
     assert line == f"relayquant: {rq.ledger(qmod).summarize()}"
     assert "1 of 2 operators on integers (100% of the multiply-adds)" in line
     assert f"outputs: {guard.sqnr:.1f} dB SQNR" in line
-    assert "24 of them held back" in line
+    assert "on 32 of 256 samples (24 held back, 8 calibrated with)" in line
+    assert f"{guard.equal} of 32 answers equal" in line
     assert "in float: 1 nn.softmax" in line
     assert guard.held_back == 24
     assert guard.total == 256

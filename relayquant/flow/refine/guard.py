@@ -21,7 +21,14 @@ from tvm import relax
 from relayquant.analysis.confidence import bound_share
 from relayquant.analysis.error_statistics import ErrorSums
 from relayquant.analysis.lint import lint_samples
-from relayquant.analysis.outputs import GapMeter, Interface, OutputGap, measure_gaps, order_inputs
+from relayquant.analysis.outputs import (
+    GapMeter,
+    Interface,
+    OutputGap,
+    find_agreement,
+    measure_gaps,
+    order_inputs,
+)
 from relayquant.analysis.sensitivity import Simulation, find_rounding_operators
 from relayquant.codegen.eager import EagerModule
 from relayquant.config import Guard, GuardSettings
@@ -36,6 +43,7 @@ from relayquant.data.item import describe_inputs
 from relayquant.errors import AccuracyWarning, ConfigError, DataWarning, format_count, warn_user
 from relayquant.flow.refine.search import rank_operators, search_simulated
 from relayquant.flow.settings import QuantizeSettings
+from relayquant.ir.agreement import MOST_DECIBELS
 from relayquant.ir.dialect.cost import count_macs
 from relayquant.ir.ledger import GuardResult, SpeedResult, read_ledger, write_ledger
 from relayquant.ir.rewrite import Graph, expose_values
@@ -159,10 +167,7 @@ def warn_of_deviation(seen: GuardResult, promise: str) -> None:
 
 def describe_deviation(seen: GuardResult) -> str:
     """What was seen, as a sentence."""
-    return (
-        "The integer model does not follow the float model on "
-        f"{seen.describe_samples()}: {seen.describe()}."
-    )
+    return f"The integer model does not follow the float model: {seen.describe()}."
 
 
 # --- What is compared -------------------------------------------------------------------------
@@ -202,6 +207,7 @@ class Look:
         if len(worst.each) == len(self.numbers):
             number = self.numbers[int(np.argmin(worst.each))]
         by_output = tuple(clip_decibels(gap.sqnr) for gap in gaps)
+        agreement = find_agreement(gaps, len(self.numbers))
         return GuardResult(
             len(self.numbers),
             min(by_output, default=clip_decibels(math.inf)),
@@ -218,12 +224,14 @@ class Look:
             held_sqnr=clip_decibels(min(gap.sqnr for gap in self.held_gaps))
             if self.held_gaps
             else None,
+            answers=agreement.answers,
+            equal=agreement.equal,
         )
 
 
 def clip_decibels(value: float) -> float:
-    """Within -999 and 999: JSON has no infinity."""
-    return float(np.clip(value, -999.0, 999.0))
+    """Within bounds that JSON has numbers for."""
+    return float(np.clip(value, -MOST_DECIBELS, MOST_DECIBELS))
 
 
 def look_at_samples(
@@ -557,7 +565,7 @@ def write_reverted(
         )
     warn_user(
         f"{describe_deviation(seen)} Back in float, {format_count(len(found.names), 'operator')}: "
-        f"{', '.join(found.names)}. Now: on {guard.describe_samples()} {guard.describe()}. "
+        f"{', '.join(found.names)}. Now: {guard.describe()}. "
         f"{advice}",
         AccuracyWarning,
         code="RQ401",
