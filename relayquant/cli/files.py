@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,12 @@ from relayquant.ir.ledger import find_ledger
 from relayquant.relay import is_relay_json
 
 #: A Relax module that `tvm.ir.save_json` wrote, float or quantized.
-MODULE_SUFFIX = ".json"
+JSON_SUFFIX = ".json"
 #: ending -> what is written
 ENDINGS = {
-    ".json": "the module, which `relayquant export` takes",
+    ".rqm": "the module, which `relayquant export` takes",
+    ".json": "the same as text",
     ".onnx": "ONNX with QuantizeLinear and DequantizeLinear",
-    ".rqm": "the module, with its weights in binary form",
     ".relay": "Relay text, with its parameters in .params next to it",
     ".so": "a compiled library",
 }
@@ -65,6 +66,13 @@ def load_model(
     return rq.load(path, shapes=shapes, inputs=inputs)
 
 
+def load_options(
+    options: argparse.Namespace,
+) -> tuple[tvm.IRModule, Mapping[str, Any] | None]:
+    """Read MODEL with `--shape` and `--input`. See `load_model`."""
+    return load_model(options.model, options.shape, options.input)
+
+
 def collect(pairs: Sequence[tuple[str, Any]], option: str) -> dict[str, Any] | None:
     """Collect name -> value of an option that may be repeated. None if it was not given."""
     found = dict(pairs)
@@ -77,7 +85,7 @@ def collect(pairs: Sequence[tuple[str, Any]], option: str) -> dict[str, Any] | N
 
 def is_module_file(path: Path) -> bool:
     """Whether a file name has the ending of a Relax module."""
-    if path.suffix != MODULE_SUFFIX:
+    if path.suffix != JSON_SUFFIX:
         return path.suffix == ARCHIVE_SUFFIX
     with path.open(encoding="utf-8", errors="replace") as file:
         return not is_relay_json(file.read(1000))

@@ -1,4 +1,4 @@
-"""Compiled modules and samples -> numbers on the outputs and their times."""
+"""Compiled modules and samples -> the times of their runs."""
 
 from __future__ import annotations
 
@@ -6,51 +6,12 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from relayquant.base.runtime import Machine, as_tensor
-from relayquant.errors import ModelError
-
-
-@dataclass(frozen=True)
-class OutputAgreement:
-    """Agreement of one output of two modules, over all samples."""
-
-    max_error: float  #: largest absolute difference
-    sqnr: float  #: signal to noise in dB, 10 log10(sum a^2 / sum (a - b)^2); inf if equal
-    top1: float | None  #: share of rows with the same arg max; None for fewer than 2 entries
-
-
-def compare_outputs(
-    expected: Sequence[NDArray[Any]], actual: Sequence[NDArray[Any]]
-) -> list[OutputAgreement]:
-    """Compare outputs: one row for each; arrays of equal shape (N, ..., K).
-
-    Raises:
-        ModelError: the numbers of outputs or their shapes differ.
-    """
-    shapes = [[array.shape for array in arrays] for arrays in (expected, actual)]
-    if shapes[0] != shapes[1]:
-        raise ModelError(
-            f"The outputs have the shapes {shapes[0]} and {shapes[1]}: these are different models.",
-            code="RQ205",
-        )
-    rows = []
-    for a, b in zip(expected, actual, strict=True):
-        a, b = a.astype("float64"), b.astype("float64")
-        noise = float(np.square(a - b).sum())
-        signal = float(np.square(a).sum())
-        with np.errstate(divide="ignore"):
-            sqnr = float(10 * np.log10(signal / noise)) if noise else float("inf")
-        top1 = None
-        if a.ndim > 1 and a.shape[-1] > 1:
-            top1 = float((a.argmax(-1) == b.argmax(-1)).mean())
-        rows.append(OutputAgreement(float(np.abs(a - b).max(initial=0.0)), sqnr, top1))
-    return rows
 
 
 def bind_run(executor: Machine, inputs: Sequence[NDArray[Any]]) -> Callable[[], object]:

@@ -11,19 +11,23 @@ import enum
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from relayquant.base.version import __version__
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from relayquant.data import Batch, Dataset
     from relayquant.ir.ledger import Ledger
     from relayquant.plots.progress import ProgressReport
 
 # Help and mistakes are printed without TVM, so printing code is imported where it is used.
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 #: Version of the document. It grows when a key is renamed or removed, not when one is added.
 SCHEMA = 1
@@ -121,10 +125,24 @@ class CommandOutput:
         )
 
     def open_progress(self) -> ProgressReport:
-        """Open progress bars on standard error, if it is a terminal."""
+        """Open progress on standard error: bars on a terminal, else a line every few seconds."""
         from relayquant.plots.progress import ProgressReport
 
         return ProgressReport(quiet=self.is_quiet)
+
+    def run(self, step: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run a step of a command. While it runs, its name is shown."""
+        from relayquant.base.events import CallbackList
+
+        with self.open_progress() as progress:
+            return CallbackList.of(progress).run_stage(step, function, *args, **kwargs)
+
+    def follow(self, step: str, data: Dataset) -> Iterator[Batch]:
+        """Yield the batches of a data set, and show how many of them are done."""
+        from relayquant.base.events import CallbackList
+
+        with self.open_progress() as progress:
+            yield from CallbackList.of(progress).follow(step, data, data.length, "batch")
 
     def make_document(self, code: ExitCode) -> dict[str, Any]:
         """Build the JSON document."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import difflib
 import inspect
+import shutil
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from relayquant.base.storage.files import decode_json
 from relayquant.base.version import __version__
@@ -38,6 +40,8 @@ SWITCHES = {
     "--all": "print every row, not only the notable ones",
     "--debug": "show the traceback of an error",
 }
+#: columns of a help text, on terminals that are not narrower
+HELP_WIDTH = 80
 #: bytes of each unit that --max-size accepts
 UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -49,14 +53,37 @@ Quantize neural networks after training, for Apache TVM.
 
 {commands}
 
-MODEL is a float model, QMODEL what `quantize` made of it. DATA is an .npz with
-an array for each input, or a folder of pictures with --preprocess. The ending
-of FILE says what is written.
+MODEL is a float model, QMODEL what `quantize` made of it (.rqm). DATA is an
+.npz with an array for each input, or a folder of pictures, with --preprocess.
+The ending of FILE says what is written.
 
 Every command: --json  --quiet  --all  --debug  --help
 relayquant --version, relayquant --completion {shells}
 Exit code: 0 done, 1 done and something found, 2 wrong input, 70 our fault.
 """
+
+
+class ArgumentParent(Protocol):
+    """What arguments are added to: a parser, or a group of it."""
+
+    def add_argument(self, *names: str, **settings: Any) -> Any: ...
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Help of at most `HELP_WIDTH` columns. Paragraphs are filled. Examples and tables, which have
+    several spaces in a row, stay as they are.
+    """
+
+    def __init__(self, prog: str) -> None:
+        width = min(shutil.get_terminal_size().columns, HELP_WIDTH)
+        super().__init__(prog, max_help_position=26, width=width)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        blocks = (
+            block if "  " in block else textwrap.fill(block, width, initial_indent=indent)
+            for block in text.split("\n\n")
+        )
+        return "\n\n".join(blocks)
 
 
 class Parser(argparse.ArgumentParser):
@@ -85,17 +112,26 @@ class ShowVersion(argparse.Action):
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its name, its purpose, and the function that adds its arguments to a parser."""
+    """A command: its name, its purpose, the words that it is usually called with, and the function
+    that adds its arguments to a parser.
+    """
 
     name: str
     what: str
+    words: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
+
+    @property
+    def usage(self) -> str:
+        """How it is called, without the options that are rarely needed."""
+        return " ".join(filter(None, ("relayquant", self.name, self.words, "[OPTIONS]")))
 
     def describe(self) -> dict[str, Any]:
         """Return the parser arguments that describe the command."""
         return {
             "description": inspect.cleandoc(self.add_arguments.__doc__ or self.what),
-            "formatter_class": argparse.RawDescriptionHelpFormatter,
+            "formatter_class": HelpFormatter,
+            "usage": self.usage,
         }
 
     def parse(self, words: Sequence[str], options: argparse.Namespace) -> argparse.Namespace:
@@ -184,7 +220,7 @@ def list_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 def add_switches(parser: argparse.ArgumentParser) -> None:
     """Add `SWITCHES`. If absent after a command, they do not undo those before it."""
-    group = parser.add_argument_group("what is printed")
+    group = parser.add_argument_group("every command")
     for switch, text in SWITCHES.items():
         group.add_argument(switch, action="store_true", default=argparse.SUPPRESS, help=text)
 
@@ -193,15 +229,14 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model(
-    parser: argparse.ArgumentParser,
-    text: str = "float model: .onnx, .tflite, or a module's .json or .rqm",
+    parser: ArgumentParent,
+    text: str = "float model: .onnx, .tflite, .pt2, or a module's .rqm or .json",
 ) -> None:
-    """Add `MODEL`, a model file, and the options for `relayquant.load`."""
+    """Add `MODEL`, a model file."""
     parser.add_argument("model", type=Path, metavar="MODEL", help=text)
-    add_inputs(parser)
 
 
-def add_inputs(parser: argparse.ArgumentParser) -> None:
+def add_inputs(parser: ArgumentParent) -> None:
     """Add `--shape` and `--input`."""
     parser.add_argument(
         "--shape",
@@ -221,7 +256,7 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_qmodel(parser: argparse.ArgumentParser, *, required: bool = True, text: str = "") -> None:
+def add_qmodel(parser: ArgumentParent, *, required: bool = True, text: str = "") -> None:
     """Add `QMODEL`, a quantized module."""
     nargs = None if required else "?"
     parser.add_argument(
@@ -229,11 +264,11 @@ def add_qmodel(parser: argparse.ArgumentParser, *, required: bool = True, text: 
         type=Path,
         nargs=nargs,
         metavar="QMODEL",
-        help=f"quantized module, .json or .rqm{text}",
+        help=f"quantized module, .rqm or .json{text}",
     )
 
 
-def add_data(parser: argparse.ArgumentParser, *, required: bool = True, text: str = "") -> None:
+def add_data(parser: ArgumentParent, *, required: bool = True, text: str = "") -> None:
     """Add `--data FILE.npz or FOLDER`, and `--preprocess`."""
     parser.add_argument(
         "--data",
@@ -247,12 +282,12 @@ def add_data(parser: argparse.ArgumentParser, *, required: bool = True, text: st
         "--preprocess",
         metavar="SPEC",
         help=f"preprocessing of pictures: {', '.join(PRESETS)}; or with changes, such as "
-        "imagenet,size=232 or "
-        "mean=0.5:0.5:0.5,std=0.5,order=bgr,layout=nhwc,crop=160,scale=255",
+        "imagenet,size=232,crop=224 or mean=0.5:0.5:0.5,std=0.5 (keys: size, crop, scale, mean, "
+        "std, order, layout; default: guessed from the model)",
     )
 
 
-def add_labels(parser: argparse.ArgumentParser, text: str) -> None:
+def add_labels(parser: ArgumentParent, text: str) -> None:
     """Add `--labels FILE.txt`."""
     parser.add_argument(
         "--labels",
@@ -264,7 +299,7 @@ def add_labels(parser: argparse.ArgumentParser, text: str) -> None:
 
 
 def add_samples(
-    parser: argparse.ArgumentParser, text: str, default: int | None, default_text: str = ""
+    parser: ArgumentParent, text: str, default: int | None, default_text: str = ""
 ) -> None:
     """Add `--samples N`."""
     parser.add_argument(
@@ -276,7 +311,7 @@ def add_samples(
     )
 
 
-def add_backend(parser: argparse.ArgumentParser) -> None:
+def add_backend(parser: ArgumentParent) -> None:
     """Add `--backend NAME or FILE.json`."""
     parser.add_argument(
         "--backend",
@@ -287,7 +322,7 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_effort(parser: argparse.ArgumentParser) -> None:
+def add_effort(parser: ArgumentParent) -> None:
     """Add `--effort LEVEL`."""
     parser.add_argument(
         "--effort",
@@ -297,12 +332,12 @@ def add_effort(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_target(parser: argparse.ArgumentParser, text: str) -> None:
+def add_target(parser: ArgumentParent, text: str) -> None:
     """Add `--target TARGET`."""
     parser.add_argument("--target", help=f"{text}, e.g. 'llvm -mcpu=cascadelake'")
 
 
-def add_tune(parser: argparse.ArgumentParser) -> None:
+def add_tune(parser: ArgumentParent) -> None:
     """Add `--tune [FILE]`, as `tune` of `relayquant.compile`."""
     parser.add_argument(
         "--tune",
@@ -316,7 +351,7 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_precision(parser: argparse.ArgumentParser) -> None:
+def add_precision(parser: ArgumentParent) -> None:
     """Add `--precision`, as `precision` of `relayquant.compile`."""
     parser.add_argument(
         "--precision",
@@ -326,7 +361,7 @@ def add_precision(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_work(parser: argparse.ArgumentParser) -> None:
+def add_work(parser: ArgumentParent) -> None:
     """Add `--workers N` and `--checkpoint FOLDER`."""
     parser.add_argument(
         "--workers", type=int, metavar="N", help="use N processes (default: threads)"
@@ -339,19 +374,26 @@ def add_work(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_output(parser: argparse.ArgumentParser, metavar: str, text: str, **more: Any) -> None:
+def add_choice(parser: ArgumentParent, option: str, choices: Sequence[str], text: str) -> None:
+    """Add an option with so many choices that they are listed beside its name."""
+    parser.add_argument(
+        option, choices=choices, metavar="NAME", help=f"{text}; NAME: {', '.join(choices)}"
+    )
+
+
+def add_output(parser: ArgumentParent, metavar: str, text: str, **more: Any) -> None:
     """Add `-o FILE`."""
     parser.add_argument("-o", "--output", type=Path, metavar=metavar, help=text, **more)
 
 
-def add_plot(parser: argparse.ArgumentParser, text: str) -> None:
+def add_plot(parser: ArgumentParent, text: str) -> None:
     """Add `--plot FILE`."""
     parser.add_argument(
         "--plot", type=Path, metavar="FILE.png", help=f"plot {text} (.png, .svg or .pdf)"
     )
 
 
-def add_csv(parser: argparse.ArgumentParser) -> None:
+def add_csv(parser: ArgumentParent) -> None:
     """Add `--csv FILE`."""
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table as CSV")
 
@@ -409,10 +451,10 @@ def parse_size(text: str) -> int:
 def add_inspect(parser: argparse.ArgumentParser) -> None:
     """Show what a model file is and what can be done with it, or what a backend can run.
 
-    relayquant inspect model.onnx        a float model: inputs, outputs, operators
-    relayquant inspect model.int8.json   a quantized model: operators in float, and why
+    relayquant inspect model.onnx        a float model: inputs, operators
+    relayquant inspect model.int8.rqm    a quantized model: what is in float
     relayquant inspect x86               a backend: operators and dtypes
-    relayquant inspect x86 -o mine.json  write the backend to a file, to change it for --backend
+    relayquant inspect x86 -o mine.json  write the backend, to change it
     """
     parser.add_argument(
         "model",
@@ -421,25 +463,28 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
         help="a model file, or a backend: x86, x86-7bit, arm, generic, accelerator, or its "
         "FILE.json (default: this machine's backend)",
     )
-    add_inputs(parser)
-    parser.add_argument(
-        "--operator", metavar="OP", help="for a backend: show only this operator, e.g. nn.conv2d"
-    )
-    add_output(parser, "FILE.json", "for a backend: write its table to this file")
+    group = parser.add_argument_group("of a model")
+    add_inputs(group)
+    group = parser.add_argument_group("of a backend")
+    group.add_argument("--operator", metavar="OP", help="show only this operator, e.g. nn.conv2d")
+    add_output(group, "FILE.json", "write its table to this file")
 
 
 def add_lint(parser: argparse.ArgumentParser) -> None:
     """Find mistakes in calibration data before it is used.
 
+    The first layer's results are compared with the statistics in its batch norm. With --labels,
+    the accuracy of the float model is measured for each preset of preprocessing.
+
     The exit code is 1 if something looks wrong.
     """
     add_model(parser)
-    add_data(parser)
-    add_labels(
-        parser,
-        "also measure the accuracy of the float model, and whether other preprocessing improves it",
-    )
-    parser.add_argument(
+    group = parser.add_argument_group("data")
+    add_data(group)
+    add_labels(group, "also measure the accuracy of the float model")
+    add_inputs(group)
+    group = parser.add_argument_group("output")
+    group.add_argument(
         "--growth",
         action="store_true",
         help="also show after how many samples the range of an input stops growing",
@@ -449,8 +494,8 @@ def add_lint(parser: argparse.ArgumentParser) -> None:
 def add_quantize(parser: argparse.ArgumentParser) -> None:
     """Quantize a float model, with calibration data.
 
-    The ending of -o selects the format: .json or .rqm (the module), .so (compiled for --target),
-    .onnx (QDQ), .relay (Relay text, with .params next to it).
+    The ending of -o selects the format: .rqm (the module), .json (the same as text), .so (compiled
+    for --target), .onnx (QDQ), .relay (Relay text, with .params next to it).
 
     With --metric, operators are put back to float until the metric drops by at most --max-drop. The
     exit code is 1 if that is not possible. --save-config writes the configuration that was found.
@@ -458,62 +503,64 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
     Ctrl-C leaves a checkpoint. The same command resumes from it.
     """
     add_model(parser)
-    add_data(parser)
-    add_output(parser, "FILE", "default: MODEL with .int8.json")
-    parser.add_argument("--report", type=Path, metavar="FILE.html", help="also write a report")
-    add_backend(parser)
-    add_target(parser, "CPU that will run the model")
-    add_effort(parser)
-    parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE.json",
-        help="a QConfigMapping: how each operator is quantized (--save-config and `sensitivity "
-        "--keep` write one)",
-    )
-    parser.add_argument(
-        "--model-type",
-        choices=MODEL_TYPES,
-        help="transformer: quantize only matrix products, and smooth their inputs; general: "
-        "quantize all operators (default: recognized)",
-    )
-    parser.add_argument(
-        "--observer", choices=OBSERVERS, help="how ranges are chosen (default: depends on --effort)"
-    )
-    parser.add_argument(
-        "--weights", choices=["int8", "int4"], help="dtype of weights (default: int8)"
-    )
+    group = parser.add_argument_group("data")
+    add_data(group)
+    add_inputs(group)
+    group = parser.add_argument_group("output")
+    add_output(group, "FILE", "default: MODEL with .int8.rqm")
+    group.add_argument("--report", type=Path, metavar="FILE.html", help="also write a report")
+    add_target(group, "CPU that will run the model")
     for side in ("input", "output"):
-        parser.add_argument(
+        group.add_argument(
             f"--{side}-dtype",
             action="append",
             default=[],
             metavar="[NAME=]DTYPE",
             help=f"make the module's {side}s integers, e.g. uint8; may be repeated",
         )
-    parser.add_argument(
+    group = parser.add_argument_group("quantization")
+    add_effort(group)
+    add_backend(group)
+    group.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE.json",
+        help="a QConfigMapping: how each operator is quantized (--save-config and `sensitivity "
+        "--keep` write one)",
+    )
+    add_choice(
+        group,
+        "--model-type",
+        MODEL_TYPES,
+        "transformer: quantize only matrix products, and smooth their inputs; general: quantize "
+        "all operators (default: recognized)",
+    )
+    add_choice(group, "--observer", OBSERVERS, "how ranges are chosen (default: by --effort)")
+    group.add_argument(
+        "--weights", choices=["int8", "int4"], help="dtype of weights (default: int8)"
+    )
+    group.add_argument(
         "--strict", action="store_true", help="an operator left in float is an error"
     )
-    parser.add_argument(
+    group.add_argument(
         "--guard",
         choices=GUARDS,
         help="when the outputs deviate from the float model: put operators back to float, warn, "
         "or skip the check (default: revert; warn with --effort fast)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--only-if-faster",
         action="store_true",
         help="quantize only operators that are faster in integers on this machine, as measured",
     )
-    add_work(parser)
     group = parser.add_argument_group("accuracy control")
     group.add_argument(
         "--metric",
         choices=METRICS,
-        help="top1: top-1 accuracy (needs --labels); agreement: how often the top-1 answer "
-        "equals the float model's",
+        help="top1: top-1 accuracy (needs --labels); agreement: share of answers that are equal "
+        "to the float model's",
     )
-    add_labels(parser, "for --metric top1")
+    add_labels(group, "for --metric top1")
     group.add_argument("--max-drop", type=float, metavar="X", help="default: 0.01")
     group.add_argument("--time-limit", type=float, metavar="SECONDS", help="limit of the search")
     group.add_argument(
@@ -522,6 +569,7 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.json",
         help="write the configuration that was found, for `quantize --config`",
     )
+    add_work(parser.add_argument_group("work"))
 
 
 def add_compress(parser: argparse.ArgumentParser) -> None:
@@ -532,54 +580,61 @@ def add_compress(parser: argparse.ArgumentParser) -> None:
     checkpoint. The same command resumes from it.
     """
     add_model(parser)
-    add_data(parser, required=False)
-    add_output(parser, "FILE", "default: MODEL with .int4.json, for --bits 4")
-    parser.add_argument(
+    group = parser.add_argument_group("data")
+    add_data(group, required=False)
+    add_inputs(group)
+    group = parser.add_argument_group("output")
+    add_output(group, "FILE", "default: MODEL with .int4.rqm, for --bits 4")
+    add_target(group, "target of a library (.so)")
+    group = parser.add_argument_group("compression")
+    group.add_argument(
         "--bits", type=int, choices=[2, 3, 4, 8], default=4, help="bits of a weight (default: 4)"
     )
-    parser.add_argument(
+    group.add_argument(
         "--group-size",
         type=int,
         default=32,
         metavar="N",
         help="number of weights with one scale, 16 to 256 (default: 32)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--scheme",
         choices=SCHEMES,
         default="symmetric",
         help="affine: with a zero point for each scale (default: symmetric)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--embedding-bits",
         type=int,
         choices=[2, 3, 4, 8],
         default=8,
         help="bits of an embedding weight (default: 8)",
     )
-    add_effort(parser)
-    parser.add_argument(
+    add_effort(group)
+    group.add_argument(
         "--max-size",
         type=parse_size,
         metavar="SIZE",
         help="limit for all compressed weights, such as 1.5GB; the weights with the largest "
         "error keep 8 bits while they fit",
     )
-    add_target(parser, "target of a library (.so)")
-    add_work(parser)
+    add_work(parser.add_argument_group("work"))
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
     """Compare the outputs of a float model and its quantized module."""
     add_model(parser, "float model")
     add_qmodel(parser)
-    add_data(parser)
-    add_samples(parser, "compare on", None, "all")
-    parser.add_argument(
+    group = parser.add_argument_group("data")
+    add_data(group)
+    add_samples(group, "compare on", None, "all")
+    add_inputs(group)
+    group = parser.add_argument_group("output")
+    group.add_argument(
         "--values", action="store_true", help="also compare the values inside the model"
     )
-    add_csv(parser)
-    add_plot(parser, "SQNR along the depth of the model")
+    add_csv(group)
+    add_plot(group, "SQNR along the depth of the model")
 
 
 def add_sensitivity(parser: argparse.ArgumentParser) -> None:
@@ -589,19 +644,23 @@ def add_sensitivity(parser: argparse.ArgumentParser) -> None:
     --config.
     """
     add_model(parser)
-    add_data(parser)
-    add_backend(parser)
-    add_effort(parser)
-    add_samples(parser, "measure on", 64)
-    parser.add_argument(
+    group = parser.add_argument_group("data")
+    add_data(group)
+    add_samples(group, "measure on", 64)
+    add_inputs(group)
+    group = parser.add_argument_group("quantization")
+    add_effort(group)
+    add_backend(group)
+    group = parser.add_argument_group("output")
+    group.add_argument(
         "--keep",
         type=int,
         metavar="N",
         help="write a configuration with the N most sensitive operators in float",
     )
-    add_output(parser, "FILE.json", "file for --keep")
-    add_csv(parser)
-    add_plot(parser, "the accuracy that each operator costs")
+    add_output(group, "FILE.json", "file for --keep")
+    add_csv(group)
+    add_plot(group, "the accuracy that each operator costs")
 
 
 def add_verify(parser: argparse.ArgumentParser) -> None:
@@ -610,9 +669,13 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
     The exit code is 1 if it does not.
     """
     add_qmodel(parser)
-    add_data(parser)
-    add_target(parser, "a target that this machine can run (default: this machine)")
-    add_samples(parser, "run", 1, "the first batch")
+    group = parser.add_argument_group("data")
+    add_data(group)
+    add_samples(group, "run", 1, "the first batch")
+    add_target(
+        parser.add_argument_group("target"),
+        "a target that this machine can run (default: this machine)",
+    )
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
@@ -622,19 +685,23 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     """
     add_model(parser, "float model")
     add_qmodel(parser, required=False, text=" (default: quantize MODEL)")
-    add_data(parser)
-    add_output(parser, "FILE.html", "default: MODEL with .html")
-    parser.add_argument(
+    group = parser.add_argument_group("data")
+    add_data(group)
+    add_labels(group, "also measure top-1 accuracy")
+    add_samples(group, "measure on", 32)
+    add_inputs(group)
+    group = parser.add_argument_group("quantization")
+    add_effort(group)
+    add_backend(group)
+    group.add_argument(
         "--other", type=Path, metavar="QMODEL", help="another quantized module to compare with"
     )
-    add_backend(parser)
-    add_effort(parser)
-    parser.add_argument(
+    group = parser.add_argument_group("output")
+    add_output(group, "FILE.html", "default: MODEL with .html")
+    group.add_argument(
         "--latency", action="store_true", help="compile both models, time them and each kernel"
     )
-    add_labels(parser, "also measure top-1 accuracy")
-    add_samples(parser, "measure on", 32)
-    parser.add_argument(
+    group.add_argument(
         "--pictures",
         type=Path,
         metavar="FOLDER",
@@ -646,6 +713,8 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 def add_bench(parser: argparse.ArgumentParser) -> None:
     """Measure the float and int8 latency of a model, and the time of each kernel.
 
+    If MODEL is quantized, it is timed alone.
+
     Latency is the time of one run on one batch, without copies in and out. The candidates take
     turns on the same inputs. A ratio above 1 means slower than the first line.
 
@@ -656,57 +725,71 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     hint. Float models run in float32, also in OpenVINO; with --precision bf16 ours and OpenVINO's
     run in bfloat16, ONNX Runtime's stays float32.
     """
-    add_model(parser, "float model")
-    add_qmodel(parser, required=False, text=" (default: quantize MODEL)")
-    add_data(parser, required=False, text=" (default: random numbers)")
-    add_backend(parser)
-    parser.add_argument(
+    add_model(parser, "float model, or a quantized module")
+    add_qmodel(parser, required=False, text=" of a float MODEL (default: quantize MODEL)")
+    group = parser.add_argument_group("data")
+    add_data(group, required=False, text=" (default: random numbers)")
+    add_samples(group, "calibrate on", None, "four batches")
+    group.add_argument(
+        "--batch",
+        type=int,
+        default=1,
+        metavar="N",
+        help="samples in a run, if the model leaves it open (default: 1)",
+    )
+    add_inputs(group)
+    group = parser.add_argument_group("what is timed")
+    group.add_argument(
         "--against",
         action="append",
         choices=ENGINES,
         default=[],
         help="also time this engine, float and int8 (MODEL must be .onnx); may be repeated",
     )
-    parser.add_argument("--threads", type=int, metavar="N", help="default: all cores")
-    parser.add_argument(
-        "--batch", type=int, default=1, help="samples in a run, if the model leaves it open"
+    group.add_argument("--threads", type=int, metavar="N", help="default: all cores")
+    group.add_argument(
+        "--repeat", type=int, default=20, metavar="N", help="turns of each model (default: 20)"
     )
-    parser.add_argument("--repeat", type=int, default=20, help="turns of each model (default: 20)")
-    add_samples(parser, "calibrate on", None, "four batches")
-    parser.add_argument(
+    add_backend(group)
+    add_tune(group)
+    add_precision(group)
+    group = parser.add_argument_group("output")
+    group.add_argument(
         "--operators",
         type=int,
         default=15,
         metavar="N",
-        help="number of slowest kernels to list; 0: none",
+        help="number of slowest kernels to list; 0: none (default: 15)",
     )
-    add_tune(parser)
-    add_precision(parser)
-    add_plot(parser, "the times")
+    add_plot(group, "the times")
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
     """Write a float or quantized model in another format. The ending of -o selects it:
 
-    no ending           a folder with all that runs the model without a compiler:
-                        the library, TVM's runtime, a C++ program, a description
+    no ending           a folder with all that runs the model without a
+                        compiler: the library, TVM's runtime, a C++ program,
+                        a description
     .so, .dylib, .dll   a library, compiled for --target
     .onnx               ONNX with QuantizeLinear and DequantizeLinear
-    .json, .rqm         the module
-    .relay              Relay text, with its parameters in .params next to it
+    .rqm, .json         the module; .json as text
+    .relay              Relay text, with its parameters in .params
     """
-    add_model(parser, "float model, or a quantized module's .json or .rqm")
-    add_output(parser, "FILE", "file or folder to write", required=True)
-    add_target(parser, "target of a library or folder (default: this machine)")
-    add_tune(parser)
-    add_precision(parser)
-    parser.add_argument(
+    add_model(parser, "float model, or a quantized module's .rqm or .json")
+    group = parser.add_argument_group("output")
+    add_output(group, "FILE", "file or folder to write", required=True)
+    add_inputs(group)
+    group = parser.add_argument_group("of a library or folder")
+    add_target(group, "target (default: this machine)")
+    add_tune(group)
+    add_precision(group)
+    group.add_argument(
         "--runtime",
         type=Path,
         metavar="FOLDER",
         help="for a folder: wheels of apache-tvm and apache-tvm-ffi for another kind of CPU",
     )
-    parser.add_argument(
+    group.add_argument(
         "--preprocess",
         metavar="SPEC",
         help="for a folder: preprocessing of pictures, as for quantize, to write into it",
@@ -719,8 +802,8 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     The text is printed as it comes; how fast, on standard error. Compiling takes a while, so
     --save keeps the compiled model, with which a next call begins at once:
 
-    relayquant generate model.gguf -p "Once upon a time" --save model.so
-    relayquant generate model.so --tokenizer model.gguf -p "The end"
+        relayquant generate model.gguf -p "Once upon a time" --save model.so
+        relayquant generate model.so --tokenizer model.gguf -p "The end"
     """
     parser.add_argument(
         "model",
@@ -729,20 +812,21 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
         help="a .gguf file, a folder with config.json and .safetensors files, or the .so that "
         "--save wrote",
     )
-    parser.add_argument("-p", "--prompt", required=True, metavar="TEXT", help="what comes before")
-    parser.add_argument(
+    group = parser.add_argument_group("text")
+    group.add_argument("-p", "--prompt", required=True, metavar="TEXT", help="what comes before")
+    group.add_argument(
         "--chat", action="store_true", help="the prompt is a message, which the model answers"
     )
-    parser.add_argument(
+    group.add_argument(
         "--tokenizer",
         type=Path,
         metavar="FILE",
         help="a .gguf file, a tokenizer.json or its folder (default: MODEL)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--max-tokens", type=int, default=128, metavar="N", help="length limit (default: 128)"
     )
-    parser.add_argument(
+    group.add_argument(
         "--stop",
         action="append",
         default=[],
@@ -788,26 +872,69 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 
 def add_demo(parser: argparse.ArgumentParser) -> None:
     """Quantize the built-in digits model and measure accuracy and speed."""
-    add_backend(parser)
-    parser.add_argument(
+    group = parser.add_argument_group("what is timed")
+    add_backend(group)
+    group.add_argument(
         "--batch", type=int, default=64, help="digits in one timed run (default: 64)"
     )
-    parser.add_argument("--repeat", type=int, default=50, help="turns of each model (default: 50)")
+    group.add_argument("--repeat", type=int, default=50, help="turns of each model (default: 50)")
 
 
 COMMANDS = (
-    Command("inspect", "show a model file or a backend (also: relayquant MODEL)", add_inspect),
-    Command("lint", "look for mistakes in calibration data", add_lint),
-    Command("quantize", "turn a float model and data into an integer model", add_quantize),
-    Command("compress", "store weights in 8 to 2 bits, for language models", add_compress),
-    Command("compare", "compare the outputs of float and integer model", add_compare),
-    Command("sensitivity", "rank operators by the accuracy that they cost", add_sensitivity),
-    Command("verify", "compare compiled code with the reference, bit for bit", add_verify),
-    Command("report", "write a page with accuracy, network and times", add_report),
-    Command("bench", "measure latency, and the time of each kernel", add_bench),
-    Command("export", "write a folder to deploy, .so, .onnx, .rqm, .json or .relay", add_export),
-    Command("generate", "generate text with a language model", add_generate),
-    Command("demo", "quantize and measure the built-in example", add_demo),
+    Command(
+        "inspect", "show a model file or a backend (also: relayquant MODEL)", "MODEL", add_inspect
+    ),
+    Command("lint", "look for mistakes in calibration data", "MODEL --data DATA", add_lint),
+    Command(
+        "quantize",
+        "turn a float model and data into an integer model",
+        "MODEL --data DATA [-o FILE]",
+        add_quantize,
+    ),
+    Command(
+        "compress",
+        "store weights in 8 to 2 bits, for language models",
+        "MODEL [--data DATA] [-o FILE]",
+        add_compress,
+    ),
+    Command(
+        "compare",
+        "compare the outputs of float and integer model",
+        "MODEL QMODEL --data DATA",
+        add_compare,
+    ),
+    Command(
+        "sensitivity",
+        "rank operators by the accuracy that they cost",
+        "MODEL --data DATA",
+        add_sensitivity,
+    ),
+    Command(
+        "verify",
+        "compare compiled code with the reference, bit for bit",
+        "QMODEL --data DATA",
+        add_verify,
+    ),
+    Command(
+        "report",
+        "write a page with a verdict, accuracy, network and times",
+        "MODEL [QMODEL] --data DATA [-o FILE.html]",
+        add_report,
+    ),
+    Command(
+        "bench",
+        "measure latency, and the time of each kernel",
+        "MODEL [QMODEL] [--data DATA]",
+        add_bench,
+    ),
+    Command(
+        "export",
+        "write a folder to deploy, .so, .onnx, .rqm, .json or .relay",
+        "MODEL -o FILE",
+        add_export,
+    ),
+    Command("generate", "generate text with a language model", "MODEL -p TEXT", add_generate),
+    Command("demo", "quantize and measure the built-in example", "", add_demo),
 )
 
 QUANTIZE = "relayquant quantize MODEL --data DATA"

@@ -196,3 +196,16 @@ def test_onnxruntime__below_opset_13(opset: int, tmp_path: Path) -> None:
         ort.InferenceSession(str(p)).run(None, x)[0] for p in (tmp_path / "model.onnx", path)
     )
     np.testing.assert_allclose(got, want, atol=0.02 * want.max())
+
+
+def test_bench__a_quantized_module_is_timed_alone(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, module = str(folder / "digits.onnx"), str(tmp_path / "digits.int8.rqm")
+    data = ["--data", str(folder / "digits.npz")]
+    assert cli.main(["quantize", model, *data, "--effort", "fast", "-o", module]) == 0
+    capsys.readouterr()
+    assert cli.main(["bench", module, *data, *QUICK]) == 0
+    assert read_rows(capsys.readouterr().out) == ["relayquant int8"]
+    assert cli.main(["bench", module, module, *QUICK]) == 2
+    assert "is quantized already" in capsys.readouterr().err

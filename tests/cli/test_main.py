@@ -35,11 +35,18 @@ SEARCH = ["quantize", "a.onnx", *DATA, "--metric", "agreement"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_main__every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_main__every_command_has_help(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as stop:
         cli.main([command, "--help"])
     assert stop.value.code == 0
-    assert f"relayquant {command}" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: relayquant {command}")
+    assert max(map(len, text.splitlines())) <= 80
+    options = text.partition("\noptions:\n")[2].partition("\n\n")[0]
+    assert options.count("--") <= 2, "an option belongs to a group with a name"
 
 
 def test_main__no_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,7 +66,7 @@ def test_main__no_command(capsys: pytest.CaptureFixture[str]) -> None:
             ["quantize", "missing.onnx", "--data", "missing.npz"],
             "no data file or folder missing.npz",
         ),
-        (["quantize", "a.onnx", "--data", "a.npz", "-o", "a.txt"], "is written as .json"),
+        (["quantize", "a.onnx", "--data", "a.npz", "-o", "a.txt"], "is written as .rqm"),
         (["quantize", "a.onnx", *DATA, "--report", "no/a.html"], "there is no folder no."),
         (
             ["quantize", "a.onnx", *DATA, "--metric", "top1"],
@@ -70,7 +77,7 @@ def test_main__no_command(capsys: pytest.CaptureFixture[str]) -> None:
             "this needs --metric",
         ),
         (["report", "a.onnx", *DATA, "-o", "no/a.html"], "there is no folder no."),
-        (["export", "a.json", "-o", "a.txt"], "is written as .json"),
+        (["export", "a.json", "-o", "a.txt"], "is written as .rqm"),
         (["verify", "a.json", *DATA, "--samples", "0"], "--samples is 0; allowed: 1 or more."),
         (["export", "missing.json", "-o", "a.so"], "There is no model file missing.json."),
         (["export", "missing.json"], "the following arguments are required: -o"),

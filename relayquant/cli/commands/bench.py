@@ -1,4 +1,6 @@
-"""`relayquant bench`: float and int8 latency of a model, and the time of each kernel."""
+"""`relayquant bench`: latency of a float model and its int8 model, or of an int8 model alone, and
+the time of each kernel.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from relayquant.analysis.profile import compile_with_sites, profile_executable
 from relayquant.base.runtime import Machine, count_cores
 from relayquant.base.storage.files import TEMPORARY, open_temporary_folder, writing
 from relayquant.cli.data import open_data
-from relayquant.cli.files import load_model, load_module
+from relayquant.cli.files import load_module, load_options
 from relayquant.cli.measure import bind_run, use_threads
 from relayquant.cli.options import check_options, read_backend
 from relayquant.cli.output import CommandOutput, ExitCode, make_plain
@@ -33,6 +35,7 @@ from relayquant.config import BackendConfig, BiasCorrection, FitSettings, Precis
 from relayquant.data import InputInfo, count_samples, open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError, ModelError, format_count
+from relayquant.ir.ledger import find_ledger
 from relayquant.ir.rewrite.bind import bind_model
 from relayquant.ir.rewrite.entry import name_main
 from relayquant.plots.bench import kernel_table, latency_table, operator_table
@@ -40,6 +43,8 @@ from relayquant.plots.pictures import check_picture, plot_latency
 
 Batch = Mapping[str, np.ndarray]
 
+#: what is timed
+INT8, FLOAT = "relayquant int8", "relayquant float"
 #: samples to calibrate on if no number is given
 BATCHES = 4
 #: The rounding of weights does not change their speed.
@@ -70,44 +75,68 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
         other.check()  # fails before anything takes time
     with ExitStack() as stack:
         stack.enter_context(use_threads(threads))
-        mod = name_main(bind_model(load_model(options.model, options.shape, options.input)))
-        batches = read_batches(options, mod)
+        mod = name_main(bind_model(output.run("read model", load_options, options)))
+        is_quantized = find_ledger(mod) is not None
+        if is_quantized and options.qmodel is not None:
+            raise ConfigError(
+                f"{options.model} is quantized already, so it is timed alone. To compare it with "
+                "its float model, say: relayquant bench MODEL QMODEL.",
+                code="RQ102",
+            )
+        batches = output.run("read data", read_batches, options, mod)
         inputs = [*batches[0].values()]
         if options.data is None:
             output.print("inputs: random numbers; give --data for real ones")
-        if options.qmodel is None:
-            start = time.perf_counter()
-            qmod = quantize_quickly(mod, batches, read_backend(options.backend))
-            output.print(f"quantized in {time.perf_counter() - start:.1f} s")
+        if is_quantized:
+            modules = {INT8: mod}
+        elif options.qmodel is not None:
+            modules = {INT8: name_main(load_module(options.qmodel)), FLOAT: mod}
         else:
-            qmod = name_main(load_module(options.qmodel))
+            start = time.perf_counter()
+            backend = read_backend(options.backend)
+            qmod = output.run("quantize", quantize_quickly, mod, batches, backend)
+            output.print(f"quantized in {time.perf_counter() - start:.1f} s")
+            modules = {INT8: qmod, FLOAT: mod}
         precision = Precision(options.precision or Precision.FLOAT32)
         compile_module = partial(
             rq.compile, tune=options.tune, precision=precision if options.precision else None
         )
-        modules = {"relayquant int8": qmod, "relayquant float": mod}
         executables, sites = {}, {}
         for name, module in modules.items():
             start = time.perf_counter()
-            executables[name], sites[name] = compile_with_sites(module, compile_module)
+            executables[name], sites[name] = output.run(
+                f"compile {name}", compile_with_sites, module, compile_module
+            )
             output.print(f"{name}: compiled in {time.perf_counter() - start:.1f} s")
         if others:
             folder = stack.enter_context(open_temporary_folder())
-            models = prepare_candidates(others, options.model, qmod, batches, folder, precision)
+            models = output.run(
+                "quantize with other engines",
+                prepare_candidates,
+                others,
+                options.model,
+                modules[INT8],
+                batches,
+                folder,
+                precision,
+            )
             candidates = {**export_own(executables, folder), **models.candidates}
-            comparison = measure_engines(
-                candidates, batches[0], threads=threads, rounds=options.repeat
+            comparison = output.run(
+                "time engines",
+                measure_engines,
+                candidates,
+                batches[0],
+                threads=threads,
+                rounds=options.repeat,
             )
             for name, reason in {**models.failures, **comparison.failures}.items():
                 output.print(f"{name} is left out: {reason}")
             latencies = comparison.latencies
-            if "relayquant int8" not in latencies:
-                raise ModelError(
-                    f"relayquant int8: {comparison.failures['relayquant int8']}", code="RQ504"
-                )
+            if INT8 not in latencies:
+                raise ModelError(f"{INT8}: {comparison.failures[INT8]}", code="RQ504")
         else:
             runs = {name: bind_run(Machine(each), inputs) for name, each in executables.items()}
-            latencies = measure_latency(runs, options.repeat)
+            latencies = output.run("time", measure_latency, runs, options.repeat)
         output.print(f"{name_cpu()}; {', '.join(list_versions(others))}")
         output.print(describe_products(resolve_target(None)))
         shapes = ", ".join(f"{name} {array.shape}" for name, array in batches[0].items())
@@ -115,7 +144,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
         output.add_values(cpu=name_cpu(), versions=list_versions(others), threads=threads)
         shown = [{"name": name, **make_plain(row)} for name, row in latencies.items()]
         output.add_table("latencies", shown)
-        output.print(latency_table(latencies, "relayquant int8", title))
+        output.print(latency_table(latencies, INT8, title))
         if options.plot is not None:
             plot_latency(latencies, options.plot)
             output.add_file(options.plot)
@@ -125,7 +154,14 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
             output.add_values(peak_gops=peak)
             calls: list[dict[str, Any]] = []
             for name, module in modules.items():
-                profile = profile_executable(executables[name], sites[name], module, inputs)
+                profile = output.run(
+                    f"profile {name}",
+                    profile_executable,
+                    executables[name],
+                    sites[name],
+                    module,
+                    inputs,
+                )
                 output.print(kernel_table(profile, peak, f"{name}: kinds of kernels"))
                 calls += [{"module": name, **make_plain(row)} for row in profile.operators]
                 rows = None if output.show_all else options.operators

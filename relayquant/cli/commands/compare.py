@@ -5,21 +5,31 @@ module.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import tvm
 
 import relayquant as rq
+from relayquant.analysis.outputs import (
+    GapSums,
+    Interface,
+    OutputGap,
+    find_agreement,
+    order_inputs,
+)
 from relayquant.base.runtime import Machine
 from relayquant.base.storage.files import write_text
 from relayquant.cli.data import open_data
-from relayquant.cli.files import load_model, load_module
-from relayquant.cli.measure import compare_outputs
+from relayquant.cli.files import load_module, load_options
 from relayquant.cli.options import check_options
 from relayquant.cli.output import CommandOutput, ExitCode, make_plain
 from relayquant.data import count_samples, open_dataset, take_samples
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ModelError
+from relayquant.ir.agreement import Agreement
+from relayquant.ir.ledger import find_ledger
 from relayquant.ir.rewrite.bind import bind_model
 from relayquant.ir.rewrite.entry import name_main
 from relayquant.plots.pictures import check_picture, plot_error_by_depth
@@ -31,7 +41,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     check_options(options, counts={"--samples": options.samples}, outputs=outputs)
     if options.plot is not None:
         check_picture(options.plot)
-    mod = name_main(bind_model(load_model(options.model, options.shape, options.input)))
+    mod = name_main(bind_model(output.run("read model", load_options, options)))
     qmod = name_main(load_module(options.qmodel))
     inputs, quantized_inputs = describe_inputs(mod), describe_inputs(qmod)
     if [info.name for info in inputs] != [info.name for info in quantized_inputs]:
@@ -43,28 +53,27 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     dataset = open_dataset(open_data(options, mod, None), inputs)
     if options.samples is not None:
         dataset = take_samples(dataset, options.samples)
-    executors = [Machine(rq.compile(module)) for module in (mod, qmod)]
-    # [batch][model][output] -> [model][output], with all batches in one array
-    runs = [
-        [executor.run("main", [*batch.values()]) for executor in executors] for batch in dataset
-    ]
-    expected, actual = (
-        [np.concatenate(parts) for parts in zip(*outputs, strict=True)]
-        for outputs in zip(*runs, strict=True)
-    )
-    rows = compare_outputs(expected, actual)
-    samples = sum(count_samples(batch) for batch in dataset)
-    output.add_values(samples=samples)
-    output.add_table("outputs", [{"output": i, **make_plain(row)} for i, row in enumerate(rows)])
-    for index, row in enumerate(rows):
-        values: dict[str, Any] = {
-            "samples": samples,
-            "largest error": row.max_error,
-            "SQNR [dB]": row.sqnr,
-        }
-        if row.top1 is not None:
-            values["same top-1"] = f"{row.top1:.2%}"
-        output.print(summary_table(values, title=f"output {index}"))
+    machines = {
+        name: Machine(output.run(f"compile {name}", rq.compile, module))
+        for name, module in {"float model": mod, "quantized module": qmod}.items()
+    }
+    interface, sums, samples = Interface.of(qmod), GapSums(), 0
+    for batch in output.follow("compare", dataset):
+        expected = machines["float model"].run("main", order_inputs(mod, batch))
+        integers = order_inputs(qmod, interface.to_inputs(batch))
+        got = interface.to_real(machines["quantized module"].run("main", integers))
+        check_shapes(expected, got)
+        sums.update(expected, got, count_samples(batch))
+        samples += count_samples(batch)
+    gaps = sums.gaps
+    agreement = find_agreement(gaps, samples)
+    output.add_values(samples=samples, agreement=make_plain(agreement))
+    output.add_table("outputs", [describe_gap(number, gap) for number, gap in enumerate(gaps)])
+    for number, gap in enumerate(gaps):
+        values: dict[str, Any] = {"agreement": str(find_agreement([gap], samples))}
+        values["largest error"] = gap.largest
+        output.print(summary_table(values, title=f"output {number}"))
+    output.print(describe_other(qmod, agreement))
     if options.values or options.csv is not None or options.plot is not None:
         report = rq.compare(mod, None, qmod, dataset)
         output.add_table("values", report.rows)
@@ -77,3 +86,28 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
             plot_error_by_depth(report, options.plot)
             output.add_file(options.plot)
     return ExitCode.OK
+
+
+def check_shapes(expected: Sequence[np.ndarray], got: Sequence[np.ndarray]) -> None:
+    """Raise ModelError if the numbers of outputs or their shapes differ."""
+    shapes = [[array.shape for array in arrays] for arrays in (expected, got)]
+    if shapes[0] != shapes[1]:
+        raise ModelError(
+            f"The outputs have the shapes {shapes[0]} and {shapes[1]}: these are different models.",
+            code="RQ205",
+        )
+
+
+def describe_gap(number: int, gap: OutputGap) -> dict[str, Any]:
+    """Return a row of the table `outputs`. `top1` is the share of equal answers."""
+    top1 = gap.equal / gap.samples if gap.samples else None
+    row = {"output": number, "max_error": gap.largest, "sqnr": gap.sqnr, "top1": top1}
+    return make_plain(row)
+
+
+def describe_other(qmod: tvm.IRModule, agreement: Agreement) -> str:
+    """Return what `quantize` measured, if that differs, so that both can be told apart."""
+    ledger = find_ledger(qmod)
+    if ledger is None or ledger.guard is None or ledger.guard.agreement == agreement:
+        return ""
+    return f"quantize measured {ledger.guard.agreement}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 
 import relayquant as rq
+from relayquant.base.storage.module_file import ARCHIVE_SUFFIX
 from relayquant.cli.data import open_data
-from relayquant.cli.files import MODULE_SUFFIX, check_ending, load_model, write_module
+from relayquant.cli.files import check_ending, load_options, write_module
 from relayquant.cli.options import check_options
 from relayquant.cli.output import CommandOutput, ExitCode
 from relayquant.cli.quantizing import open_workers
@@ -15,13 +16,13 @@ from relayquant.codegen.kernels.isa.target import resolve_target
 
 
 def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
-    path = options.output or options.model.with_suffix(f".int{options.bits}{MODULE_SUFFIX}")
+    path = options.output or options.model.with_suffix(f".int{options.bits}{ARCHIVE_SUFFIX}")
     check_ending(path)
     counts = {"--group-size": options.group_size, "--workers": options.workers}
     check_options(options, counts=counts, outputs=(path,))
     if options.target is not None:
         resolve_target(options.target)
-    mod, params = load_model(options.model, options.shape, options.input)
+    mod, params = output.run("read model", load_options, options)
     data = open_data(options, mod, params)
     kept = ResumeState.of(options, path)
     progress, workers = output.open_progress(), open_workers(options.workers)
@@ -41,7 +42,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
             **kept.arguments,
         )
     output.add_ledger(rq.ledger(qmod))
-    for written in write_module(qmod, path, options.target):
+    for written in output.run(f"write {path.name}", write_module, qmod, path, options.target):
         output.add_file(written)
     kept.remove()
     return ExitCode.OK

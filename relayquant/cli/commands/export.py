@@ -6,7 +6,7 @@ import argparse
 
 import relayquant as rq
 from relayquant.base.storage.files import check_folder
-from relayquant.cli.files import LIBRARIES, check_ending, load_model, write_module
+from relayquant.cli.files import LIBRARIES, check_ending, load_options, write_module
 from relayquant.cli.options import check_options
 from relayquant.cli.output import CommandOutput, ExitCode
 from relayquant.codegen.kernels.isa.target import resolve_target
@@ -46,15 +46,19 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
         check_folder(path, MANIFEST)
     check_options(options, outputs=() if is_bundle else (path,))
     target = resolve_target(options.target) if is_compiled else None
-    mod = name_main(bind_model(load_model(options.model, options.shape, options.input)))
+    mod = name_main(bind_model(output.run("read model", load_options, options)))
     if is_compiled and find_ledger(mod) is None and has_quantized_values(mod):
         # Quantized by another tool with other parameters: lower it to integers for the target.
         mod = rq.lower(mod, rq.get_backend_config(target=target))
     precision = Precision(options.precision) if options.precision else None
     if is_bundle:
-        executable = rq.compile(mod, target, tune=options.tune, precision=precision)
+        executable = output.run(
+            "compile", rq.compile, mod, target, tune=options.tune, precision=precision
+        )
         output.add_file(rq.export_bundle(executable, path, **bundle))
         return ExitCode.OK
-    for written in write_module(mod, path, target, options.tune, precision):
+    for written in output.run(
+        f"write {path.name}", write_module, mod, path, target, options.tune, precision
+    ):
         output.add_file(written)
     return ExitCode.OK

@@ -9,7 +9,7 @@ from typing import Any
 import relayquant as rq
 from relayquant.analysis.lint import find_unchecked
 from relayquant.cli.data import open_data, read_classes
-from relayquant.cli.files import load_model
+from relayquant.cli.files import load_options
 from relayquant.cli.options import check_options
 from relayquant.cli.output import CommandOutput, ExitCode
 from relayquant.plots.text import findings_table
@@ -18,9 +18,9 @@ from relayquant.plots.text import findings_table
 def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     check_options(options)
     labels = None if options.labels is None else read_classes(options)
-    mod, params = load_model(options.model, options.shape, options.input)
+    mod, params = output.run("read model", load_options, options)
     data = open_data(options, mod, params)
-    findings = rq.lint(mod, params, data, labels)
+    findings = output.run("check data", rq.lint, mod, params, data, labels)
     output.print(findings_table(findings, title=f"{options.data} for {options.model}"))
     if labels is None and options.data.is_dir():
         for name in find_unchecked(mod, params):

@@ -8,8 +8,9 @@ from typing import Any
 
 import relayquant as rq
 from relayquant.base.storage.files import write_text
+from relayquant.base.storage.module_file import ARCHIVE_SUFFIX
 from relayquant.cli.data import open_data
-from relayquant.cli.files import MODULE_SUFFIX, check_ending, load_model, write_module
+from relayquant.cli.files import check_ending, load_options, write_module
 from relayquant.cli.options import check_options
 from relayquant.cli.output import CommandOutput, ExitCode
 from relayquant.cli.quantizing import (
@@ -26,7 +27,7 @@ from relayquant.plots.page import check_installed
 
 
 def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
-    path = options.output or options.model.with_suffix(f".int8{MODULE_SUFFIX}")
+    path = options.output or options.model.with_suffix(f".int8{ARCHIVE_SUFFIX}")
     check_ending(path)
     check_search(options)
     check_modes(options)
@@ -37,7 +38,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     if options.report is not None:
         check_installed()
     settings = read_settings(options)
-    mod, params = load_model(options.model, options.shape, options.input)
+    mod, params = output.run("read model", load_options, options)
     data = open_data(options, mod, params)
     kept = ResumeState.of(options, path, is_search=options.metric is not None)
     with output.open_progress() as progress:
@@ -48,7 +49,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
             )
         ledger = rq.ledger(qmod)
         output.add_ledger(ledger)
-        for written in write_module(qmod, path, options.target):
+        for written in output.run(f"write {path.name}", write_module, qmod, path, options.target):
             output.add_file(written)
         if options.report is not None:
             report = rq.report(

@@ -9,7 +9,7 @@ from typing import Any
 import relayquant as rq
 from relayquant.base.storage.files import writing
 from relayquant.cli.data import make_top1, open_data
-from relayquant.cli.files import load_model, load_module
+from relayquant.cli.files import load_module, load_options
 from relayquant.cli.options import check_options, read_backend
 from relayquant.cli.output import CommandOutput, ExitCode
 from relayquant.errors import DataError
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     if options.pictures is not None:
         with writing(options.pictures, "--pictures must be a writable folder."):
             options.pictures.mkdir(exist_ok=True)
-    mod, params = load_model(options.model, options.shape, options.input)
+    mod, params = output.run("read model", load_options, options)
     data = open_data(options, mod, params)
     backend = read_backend(options.backend)
     other = None if options.other is None else load_module(options.other)

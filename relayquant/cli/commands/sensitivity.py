@@ -8,7 +8,7 @@ import json
 import relayquant as rq
 from relayquant.base.storage.files import write_text
 from relayquant.cli.data import open_data
-from relayquant.cli.files import load_model
+from relayquant.cli.files import load_options
 from relayquant.cli.options import check_options, read_backend
 from relayquant.cli.output import CommandOutput, ExitCode
 from relayquant.errors import ConfigError, format_count
@@ -28,7 +28,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     check_options(options, counts=counts, outputs=(options.csv, options.output, options.plot))
     if options.plot is not None:
         check_picture(options.plot)
-    mod, params = load_model(options.model, options.shape, options.input)
+    mod, params = output.run("read model", load_options, options)
     data = open_data(options, mod, params)
     with output.open_progress() as progress:
         prepared = rq.prepare(
