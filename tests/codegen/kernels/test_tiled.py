@@ -100,6 +100,19 @@ def test_build_planned__every_kind_of_rows(isa, rows, block, dtype):
     check_plan(plan, isa)
 
 
+FIRST = Conv2d(2, 11, 20, 3, 32, (7, 5), (2, 2), (3, 1, 2, 0), in_zero_point=7)
+
+
+@pytest.mark.parametrize("isa", [AMX, EMULATED, REFUSED], ids=["unit", "emulated", "refused"])
+@pytest.mark.parametrize(
+    ("channels", "kernel", "width"), [(3, (7, 5), 20), (1, (2, 3), 20), (8, (3, 4), 6)]
+)
+def test_build_planned__folded_pixels(isa, channels, kernel, width):
+    spec = replace(FIRST, in_channels=channels, kernel=kernel, width=width)
+    (plan,) = [plan for plan in list_plans(spec, isa) if plan.rows is TileRows.FOLDED]
+    check_plan(plan, isa)
+
+
 @pytest.mark.parametrize("isa", [AMX, EMULATED, REFUSED], ids=["unit", "emulated", "refused"])
 def test_build_conv2d__symbolic_batch_runs_on_tiles(isa):
     spec = Conv2d(1, 4, 9, 20, 16, (3, 3), padding=(1, 1, 1, 1), in_zero_point=7)
@@ -125,6 +138,7 @@ def test_build_conv2d__symbolic_batch_runs_on_tiles(isa):
         (7, 512, 512, 3, 1, TileRows.PADDED),
         (56, 64, 64, 3, 1, TileRows.LINES),
         (14, 512, 512, 3, 2, TileRows.GATHERED),
+        (224, 3, 64, 7, 2, TileRows.FOLDED),
     ],
 )
 def test_choose_plan__fills_tiles(size, channels, outputs, kernel, strides, wanted):

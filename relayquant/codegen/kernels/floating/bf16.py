@@ -19,7 +19,6 @@ from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
-from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
 from relayquant.codegen.kernels.emit import (
@@ -48,9 +47,14 @@ from relayquant.codegen.kernels.integer.operands import (
     load_partial,
 )
 from relayquant.codegen.kernels.integer.specs import Tile
-from relayquant.codegen.kernels.integer.tiled import SumBlock, emit_tiled, locate_result
+from relayquant.codegen.kernels.integer.tiled import (
+    Storing,
+    SumTile,
+    emit_tiled,
+    locate_result,
+)
 from relayquant.codegen.kernels.integer.tiled_plan import TiledPlan, list_rows
-from relayquant.codegen.kernels.isa.base import Buffer
+from relayquant.codegen.kernels.isa.base import Buffer, Expr
 from relayquant.codegen.kernels.isa.bf16 import ROUNDED_LANES, Bf16Isa, round_to_bf16
 from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS
 
@@ -174,7 +178,7 @@ def make_bf16_conv2d(
         cost = macs + STORE_COST * prod(plan.spec.out_shape) + WEIGHT_COST * plan.weight_size
         image = emit_rounded_image(plan, x)
         place = Placement((0, 0), plan.pixel_grid[1:], (1, 1), (0, 0), 0, 0)
-        emit_tiled(plan, image, operands, cost >= PARALLEL_THRESHOLD, place, emit_float_results)
+        emit_tiled(plan, image, operands, cost >= PARALLEL_THRESHOLD, place, FLOATS)
 
     if not spec.is_batched:
         return build_kernel(name, body)
@@ -206,22 +210,28 @@ def emit_rounded_image(plan: Bf16Plan, x: Buffer) -> Image:
     return image
 
 
-def emit_float_results(
-    plan: Bf16Plan, operands: Operands, place: Placement, block: SumBlock, sums: Buffer
+def emit_floats(
+    plan: Bf16Plan,
+    operands: Operands,
+    place: Placement,
+    tile: SumTile,
+    sums: Buffer,
+    part: Expr,
 ) -> None:
-    """Store the sums of a block, which include the bias, through the epilogue."""
-    epilogue, blocks, lanes = plan.spec.epilogue, plan.tile.blocks, plan.isa.lanes
+    """Store the sums of a pixel, which include the bias, through the epilogue."""
+    epilogue, lanes = plan.spec.epilogue, plan.isa.lanes
     pitch = epilogue.pitch(plan.spec.out_channels)
-    for m in range(plan.tile.rows):
-        with T.serial(plan.tile_rows) as part:
-            row, pixel, _ = locate_result(plan, place, *block.lines[m], part)
-            for n in range(blocks):
-                at = pixel * pitch + block.panel.channels[n] + epilogue.first
-                source = (m * plan.tile_rows + row) * plan.panel_channels + n * lanes
-                residual = None
-                if operands.residual is not None:
-                    residual = load_partial(operands.residual, at, lanes, plan.store_width)
-                    if plan.spec.stored.residual == BF16_BITS:
-                        residual = widen_bits(residual, lanes)
-                value = epilogue.finish(load_vector(sums, source, lanes), residual, lanes)
-                store_floats(operands.out, value, at, lanes, plan.isa, plan.store_width)
+    row, pixel, _ = locate_result(plan, place, *tile.line, part)
+    for n, channel in enumerate(tile.channels):
+        at = pixel * pitch + channel + epilogue.first
+        residual = None
+        if operands.residual is not None:
+            residual = load_partial(operands.residual, at, lanes, plan.store_width)
+            if plan.spec.stored.residual == BF16_BITS:
+                residual = widen_bits(residual, lanes)
+        acc = load_vector(sums, (tile.first + row) * plan.panel_channels + n * lanes, lanes)
+        value = epilogue.finish(acc, residual, lanes)
+        store_floats(operands.out, value, at, lanes, plan.isa, plan.store_width)
+
+
+FLOATS = Storing(lambda plan: 1, emit_floats)

@@ -29,8 +29,8 @@ from relayquant.codegen.kernels.emit import (
     store_vector,
 )
 from relayquant.codegen.kernels.floating.bf16 import (
+    FLOATS,
     Bf16Plan,
-    emit_float_results,
     emit_rounded_image,
 )
 from relayquant.codegen.kernels.floating.conv import FloatConv2d
@@ -96,7 +96,7 @@ def make_bf16_matmul(spec: Bf16Matmul, isa: Bf16Isa, name: str = "bf16_batch_mat
         weight, bias = emit_packed_weights(plan, w, threads)
         place = Placement((0, 0), plan.pixel_grid[1:], (1, 1), (0, 0), 0, 0)
         operands = Operands(image.data, weight, bias, None, None, y)
-        emit_tiled(plan, image, operands, threads, place, emit_float_results)
+        emit_tiled(plan, image, operands, threads, place, FLOATS)
 
     if not spec.is_batched:
         return build_kernel(name, body)

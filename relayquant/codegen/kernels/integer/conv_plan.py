@@ -292,6 +292,10 @@ class ConvPlan:
         """Return the place of a vector of weights in its panel."""
         return word * self.tile.blocks + block
 
+    def list_runs(self, weight: NDArray[Any]) -> NDArray[Any]:
+        """Split OHWI weights, with merged groups, into runs: [group, channel, tap, run]."""
+        return weight.reshape(self.groups, self.group_out, prod(self.taps), self.run)
+
     def order_vectors(self, packed: NDArray[Any]) -> NDArray[Any]:
         """Order the vectors of weights, [group][panel][word][block][...], by `number_vector`."""
         return packed
@@ -363,11 +367,8 @@ def pack_panels(plan: ConvPlan, weight: NDArray[np.integer]) -> NDArray[np.integ
     They are int8, or int16 for instructions that take int16. The words of all taps come first, one
     tap after the other, then the joined words.
     """
-    spec, isa = plan.spec, plan.isa
-    lanes, (kh, kw) = isa.lanes, spec.kernel
-    merged = expand_groups(weight, spec.groups, plan.merged)
-    by_group = merged.reshape(plan.groups, plan.group_out, kh, kw, plan.group_in)
-    runs = by_group.reshape(plan.groups, plan.group_out, prod(plan.taps), plan.run)
+    isa, lanes = plan.isa, plan.isa.lanes
+    runs = plan.list_runs(expand_groups(weight, plan.spec.groups, plan.merged))
     whole = plan.run - plan.end
     channels = plan.channel_map.max() + 1
     padded = np.zeros((plan.groups, channels, plan.panel_words * isa.products), weight.dtype)

@@ -12,13 +12,16 @@ registers hold operands.
 - The last tile of a line is moved back and overlaps its neighbour, as in `conv`.
 - Convolutions with stride 1 may take the padded image as one line of pixels. Sums of a pixel in the
 padding are not stored; another pixel of the same tile is stored twice instead.
+- The sums of a block are converted and stored in parts, one after each step of the next block,
+while its tiles are multiplied. The loop over blocks runs once more for the last one.
 - Tiles are configured and released within each part of a parallel loop, since another thread may
 run it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -50,7 +53,7 @@ from relayquant.codegen.kernels.integer.operands import (
     locate_panel,
 )
 from relayquant.codegen.kernels.integer.saturating_pack import PACKED
-from relayquant.codegen.kernels.integer.tiled_plan import TiledPlan, TileRows
+from relayquant.codegen.kernels.integer.tiled_plan import NEAR_BYTES, TiledPlan, TileRows
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Wrapping, emit_wrapping
 from relayquant.codegen.kernels.isa.matrix_unit import MatrixUnit, Tiles
 
@@ -62,10 +65,21 @@ PARALLEL_CYCLES = 15_000
 PARTS, PART_CYCLES, MOST_PARTS = 16, 20_000, 64
 #: Weights of up to this many bytes stay in the second-level cache during all pixels.
 CACHED_WEIGHT_BYTES = 256 * 1024
+#: Bytes between the weights of a step and those that it fetches, if they are read once.
+FETCHED_AHEAD = 8 * 1024
+#: Bytes of operands that stay in the first-level cache.
+FIRST_CACHE_BYTES = 40 * 1024
+#: Fewer chunks than this number of threads cost as many bytes as the image has for each that is
+#: missing.
+SHARING_THREADS = 4
 #: Accumulators of the product on vectors.
 ACCUMULATORS = 24
 #: The top bits of four bytes, as int32: also four times 128.
 FLIP = -0x7F7F7F80
+
+
+#: (image, line, first pixel) of a tile of pixels.
+Line = tuple[Expr, Expr, Expr]
 
 
 @dataclass(frozen=True)
@@ -74,13 +88,35 @@ class SumBlock:
 
     rows: Expr | int  #: pixels of each tile
     sources: list[Expr]  #: of each tile of pixels: its first activation, for the first tap
-    lines: list[tuple[Expr, Expr, Expr]]  #: (image, line, first pixel) of each tile of pixels
+    lines: list[Line]  #: of each tile of pixels
     number: Expr  #: of the panel of weights
     panel: PanelPosition
 
 
-#: Stores the sums of a block: (plan, operands, place, block, sums).
-StoreSums = Callable[[Any, Operands, Placement, SumBlock, Buffer], None]
+@dataclass(frozen=True)
+class SumTile:
+    """The sums of one tile of pixels of a block, in memory."""
+
+    rows: Expr | int  #: its pixels
+    first: Expr | int  #: row of the sums
+    line: Line
+    channels: list[Expr]  #: as in `PanelPosition`
+    constants: Expr  #: as in `PanelPosition`
+
+
+@dataclass(frozen=True)
+class Storing:
+    """How sums are stored: parts of `count_rows(plan)` pixels of a tile.
+
+    `emit` stores part number `part`: (plan, operands, place, tile, sums, part).
+    """
+
+    count_rows: Callable[[Any], int]
+    emit: Callable[[Any, Operands, Placement, SumTile, Buffer, Expr], None]
+
+    def count_parts(self, plan: TiledPlan) -> int:
+        """Count the parts of a tile."""
+        return ceil_div(plan.tile_rows, self.count_rows(plan))
 
 
 def emit_tiled(
@@ -89,18 +125,25 @@ def emit_tiled(
     operands: Operands,
     threads: bool,
     place: Placement,
-    store: StoreSums | None = None,
+    storing: Storing | None = None,
 ) -> None:
-    """Emit all blocks of a convolution over a prepared image. `store` None: `emit_results`."""
-    store = store or emit_results
+    """Emit all blocks of a convolution over a prepared image. `storing` None: `INTEGERS`."""
+    storing = storing or INTEGERS
     if plan.rows is TileRows.GATHERED:
         image = emit_gathered(plan, image, threads)
+    if plan.rows is TileRows.FOLDED:
+        image = emit_folded(plan, image, threads)
     may_use = ask_permission(plan.unit)
     images = plan.lines[0] if plan.weights_per_image else 1
     pixels = ceil_div(plan.image_tiles, plan.tile.rows)
-    is_small = plan.groups * plan.panels * plan.panel_bytes <= CACHED_WEIGHT_BYTES
-    axes = ["n", "pixel", "group", "panel"] if is_small else ["n", "group", "panel", "pixel"]
-    sizes = {"n": images, "pixel": pixels, "group": plan.groups, "panel": plan.panels}
+    chunks = count_chunks(plan, pixels) if is_cached(plan) else 1
+    sizes = {
+        "n": images,
+        "chunk": chunks,
+        "group": plan.groups,
+        "panel": plan.panels,
+        "pixel": pixels // chunks,
+    }
     total = prod(sizes.values())
     parts = min(total, count_parts(plan.count_cycles(plan.tile))) if threads else 1
     with (T.parallel if parts > 1 else T.serial)(parts) as part:
@@ -111,18 +154,115 @@ def emit_tiled(
         sums = alloc_workspace(
             plan.tile.rows * plan.tile_rows * plan.panel_channels, plan.isa.sum_dtype
         )
-        with T.serial(end - first) as step:
-            indices = split_index(first + step, tuple(sizes[axis] for axis in axes))
-            index = dict(zip(axes, indices, strict=True))
+        kept = KeptBlock.allocate(plan)
+        delay = int(plan.is_delayed)
+        with T.serial(end - first + delay) as number:
+            indices = split_index(first + number, tuple(sizes.values()))
+            index = dict(zip(sizes, indices, strict=True))
+            index["pixel"] = index.pop("chunk") * sizes["pixel"] + index["pixel"]
             block = locate_block(plan, image, place, **index)
-            ahead = None if is_small else index["pixel"]
-            emit_if(
-                may_use,
-                lambda: emit_products(plan, image, operands, tiles[0], block, sums, ahead, pixels),
-                lambda: emit_vector_products(plan, image, operands, block, sums),
-            )
-            store(plan, operands, place, block, sums)
+            ahead = None if is_cached(plan) else index["pixel"]
+            is_block = number < end - first if delay else True
+            on_tiles = join_conditions(is_block, may_use)
+            emit_if(on_tiles, lambda: emit_start(plan, operands, tiles[0], block))
+            with loop_over_steps(plan) as step:
+
+                def multiply(step: TileStep = step) -> None:
+                    if ahead is not None:
+                        emit_weight_prefetch(plan, operands.weight, block, step, ahead, pixels)
+                    emit_step(plan, image, operands, tiles[0], block, step)
+
+                emit_if(on_tiles, multiply)
+                if delay:
+                    emit_stores(plan, operands, place, kept, sums, storing, step, number > 0)
+
+            def multiply_vectors() -> None:
+                if may_use is not True:
+                    emit_if(
+                        is_block, lambda: emit_vector_products(plan, image, operands, block, sums)
+                    )
+
+            emit_if(on_tiles, lambda: emit_end(plan, tiles[0], block, sums), multiply_vectors)
+            if delay:
+                kept.keep(block)
+            else:
+                emit_results(plan, operands, place, block, sums, storing)
         emit_if(may_use, lambda: tiles[0].release())
+
+
+@dataclass(frozen=True)
+class KeptBlock:
+    """The position of a block in memory, for when its sums are stored."""
+
+    plan: TiledPlan
+    memory: Buffer
+
+    @classmethod
+    def allocate(cls, plan: TiledPlan) -> KeptBlock:
+        return cls(plan, T.alloc_buffer((1 + plan.tile.blocks + 3 * plan.tile.rows,), "int32"))
+
+    def keep(self, block: SumBlock) -> None:
+        """Emit stores of the position."""
+        lines = [each for line in block.lines for each in line]
+        for i, value in enumerate((block.panel.constants, *block.panel.channels, *lines)):
+            T.buffer_store(self.memory, T.Cast("int32", value), [i])
+
+    def read(self, m: Expr) -> SumTile:
+        """Read the position of tile `m` of pixels."""
+        constants, *channels = (self.memory[i] for i in range(1 + self.plan.tile.blocks))
+        at = 1 + self.plan.tile.blocks + 3 * m
+        image, line, start = (T.bind(self.memory[at + i]) for i in range(3))
+        rows = self.plan.tile_rows
+        return SumTile(rows, m * rows, (image, line, start), channels, constants)
+
+
+def emit_stores(
+    plan: TiledPlan,
+    operands: Operands,
+    place: Placement,
+    kept: KeptBlock,
+    sums: Buffer,
+    storing: Storing,
+    step: TileStep,
+    is_due: Expr,
+) -> None:
+    """Emit the parts of a block that are stored after a step of the next one, if any `is_due`."""
+    parts = storing.count_parts(plan)
+    total = plan.tile.rows * parts
+    share = ceil_div(total, plan.steps)
+    first = step.number * share
+    left = total - first if total == share * plan.steps else T.max(total - first, 0)
+    count = T.if_then_else(is_due, T.min(left, share), 0)
+    with T.serial(count) as i:
+        m, part = split_index(first + i, (plan.tile.rows, parts))
+        storing.emit(plan, operands, place, kept.read(m), sums, part)
+
+
+def is_cached(plan: TiledPlan) -> bool:
+    """Whether all weights stay in the second-level cache."""
+    return plan.groups * plan.panels * plan.panel_bytes <= CACHED_WEIGHT_BYTES
+
+
+def count_chunks(plan: TiledPlan, pixels: int) -> int:
+    """Choose in how many chunks the blocks of pixels are computed, with all panels for each.
+
+    The number is the one with the fewest bytes from the second-level cache. Chunks of a few blocks
+    stay in the first during all panels, and a panel does during all blocks of a chunk. Threads that
+    do not share a chunk do not read what others wrote.
+    """
+    image = plan.image_bytes
+    weights = plan.groups * plan.panels * plan.panel_bytes
+
+    def cost(chunks: int) -> tuple[int, int]:
+        is_near = image // chunks + plan.panel_bytes <= FIRST_CACHE_BYTES
+        total = image if is_near else image * plan.panels
+        if weights <= NEAR_BYTES:
+            total += weights
+        else:
+            total += weights * (chunks if plan.panel_bytes <= FIRST_CACHE_BYTES else pixels)
+        return total + image * max(SHARING_THREADS - chunks, 0), -chunks
+
+    return min((d for d in range(1, pixels + 1) if pixels % d == 0), key=cost)
 
 
 def count_parts(cycles: float) -> int:
@@ -149,6 +289,15 @@ def ask_permission(unit: MatrixUnit) -> Expr | bool:
         return not unit.is_missing
     import_code(unit.permission.code)
     return T.bind(T.call_extern(unit.permission.function, dtype="int32")) != 0
+
+
+def join_conditions(a: Expr | bool, b: Expr | bool) -> Expr | bool:
+    """Return whether both hold."""
+    if isinstance(a, bool):
+        return a and b
+    if isinstance(b, bool):
+        return b and a
+    return T.And(a, b)
 
 
 def emit_if(
@@ -200,6 +349,35 @@ def emit_gathered(plan: TiledPlan, image: Image, threads: bool) -> Image:
     return Image(copy, 1, images * height * width)
 
 
+def emit_folded(plan: TiledPlan, image: Image, threads: bool) -> Image:
+    """Emit a copy in which the pixels of a square, as large as the strides, are one pixel.
+
+    Each vector has some of them. What it has behind them is in a pixel that ends the line. Windows
+    that end outside the image have weights of zero there.
+    """
+    spec, size, count = plan.spec, plan.pixel_size, plan.folded_pixels
+    (high, wide), (height, width) = spec.strides, plan.folded_size
+    pitch, run, lanes = width + 1, wide * spec.in_channels, plan.row_values
+    copy = alloc_workspace(spec.batch * height * pitch * size + lanes, image.data.dtype)
+    order = [0] * lanes
+    for i in range(count * size):
+        pixel, (row, at) = i // size, divmod(i % size, run)
+        order[i] = row * (lanes // high) + pixel * run + at
+    with (T.parallel if threads else T.serial)(spec.batch * height) as line:
+        n, y = split_index(line, (spec.batch, height))
+        with T.serial(ceil_div(width, count)) as part:
+            x = T.min(part * count, width - count)
+            pieces = []
+            for row in range(high):
+                source_row = n * image.height + T.min(y * high + row, image.height - 1)
+                source = source_row * image.width * spec.in_channels + x * run
+                pieces.append(load_vector(image.data, source, lanes // high))
+            folded = T.Shuffle(pieces, [T.int32(i) for i in order])
+            stored = lanes if lanes - count * size <= size else count * size
+            store_vector(copy, folded, (line * pitch + x) * size, lanes, stored)
+    return Image(copy, height, pitch)
+
+
 def locate_block(
     plan: TiledPlan,
     image: Image,
@@ -210,8 +388,7 @@ def locate_block(
     panel: Expr,
 ) -> SumBlock:
     """Compute the offsets of a block. The last tile of a line, and of all tiles, is moved back."""
-    spec, tile = plan.spec, plan.tile
-    _, lines, length = plan.lines
+    tile, (_, lines, length) = plan.tile, plan.lines
     found = []
     for m in range(tile.rows):
         number = pixel * tile.rows + m
@@ -230,9 +407,9 @@ def locate_block(
         if plan.rows in (TileRows.MATRIX, TileRows.GATHERED):
             at = (each * length + start) * row_distance(plan)
         else:
-            y = line * spec.strides[0] + place.origin[0]
-            x = start * spec.strides[1] + place.origin[1]
-            at = ((each * image.height + y) * image.width + x) * spec.in_channels
+            y = line * plan.pixel_strides[0] + place.origin[0]
+            x = start * plan.pixel_strides[1] + place.origin[1]
+            at = ((each * image.height + y) * image.width + x) * plan.pixel_size
         sources.append(at + group * plan.group_in)
 
     return SumBlock(
@@ -246,16 +423,31 @@ def locate_block(
 
 def row_distance(plan: TiledPlan) -> int:
     """Activations from one row of a tile to the next."""
-    if plan.rows is TileRows.GATHERED:
-        return plan.gathered_size
-    return plan.spec.strides[1] * plan.spec.in_channels
+    return plan.pixel_strides[1] * plan.pixel_size
 
 
 def tap_offset(plan: TiledPlan, image: Image, row: Expr, column: Expr) -> Expr:
     """Activations from the first tap to another one."""
     dilation = plan.spec.dilation
     pixels = row * dilation[0] * image.width + column * dilation[1]
-    return pixels * plan.spec.in_channels
+    return pixels * plan.pixel_size
+
+
+@dataclass(frozen=True)
+class TileStep:
+    """A step of a block: a chunk of a tap, and the number of the step."""
+
+    row: Expr
+    column: Expr
+    chunk: Expr
+    number: Expr
+
+
+@contextmanager
+def loop_over_steps(plan: TiledPlan) -> Iterator[TileStep]:
+    """Emit the loop over the steps of a block."""
+    with T.grid(*plan.taps, plan.chunks) as (row, column, chunk):
+        yield TileStep(row, column, chunk, (row * plan.taps[1] + column) * plan.chunks + chunk)
 
 
 def emit_products(
@@ -272,61 +464,87 @@ def emit_products(
 
     With `pixel`, its number among `pixels`, blocks of a panel fetch the next panel together.
     """
+    emit_start(plan, operands, tiles, block)
+    with loop_over_steps(plan) as step:
+        if pixel is not None:
+            emit_weight_prefetch(plan, operands.weight, block, step, pixel, pixels)
+        emit_step(plan, image, operands, tiles, block, step)
+    emit_end(plan, tiles, block, sums)
+
+
+def emit_start(plan: TiledPlan, operands: Operands, tiles: Tiles, block: SumBlock) -> None:
+    """Emit the start of the sums of a block: the bias."""
+    for m, n in np.ndindex(len(block.sources), plan.tile.blocks):
+        at = block.panel.bias + n * plan.isa.lanes
+        tiles.load(m * plan.tile.blocks + n, operands.bias, at, 0)
+
+
+def emit_step(
+    plan: TiledPlan,
+    image: Image,
+    operands: Operands,
+    tiles: Tiles,
+    block: SumBlock,
+    step: TileStep,
+) -> None:
+    """Emit the products of a step of a block on tiles."""
     rows, blocks = len(block.sources), plan.tile.blocks
-    lanes, distance = plan.isa.lanes, row_distance(plan)
     own, others = plan.registers
     first_a = plan.tile.rows * blocks
     first_b = first_a + own
+    offset = tap_offset(plan, image, step.row, step.column) + step.chunk * plan.chunk
+
+    def load_pixels(m: int) -> None:
+        tiles.load(first_a + m % own, image.data, block.sources[m] + offset, row_distance(plan))
+
+    def load_weights(n: int) -> None:
+        vector = block.panel.first_vector + plan.number_vector(step.number * plan.chunk_words, n)
+        size = plan.isa.weight_vector
+        tiles.load(first_b + n % others, operands.weight, vector * size, plan.word_distance * size)
+
+    def multiply(m: int, n: int) -> None:
+        a, b = first_a + m % own, first_b + n % others
+        tiles.multiply(m * blocks + n, a, b, (plan.isa.activation, plan.isa.weight_dtype))
+
+    if blocks > rows:  # the weights take turns in their registers
+        load_pixels(0)
+    else:
+        for n in range(blocks):
+            load_weights(n)
     for m, n in np.ndindex(rows, blocks):
-        tiles.load(m * blocks + n, operands.bias, block.panel.bias + n * lanes, 0)
-    with T.grid(*plan.taps, plan.chunks) as (row, column, chunk):
-        number = (row * plan.taps[1] + column) * plan.chunks + chunk
-        if pixel is not None:
-            emit_weight_prefetch(plan, operands.weight, block, number, pixel, pixels)
-        offset = tap_offset(plan, image, row, column) + chunk * plan.chunk
+        if blocks > rows:
+            load_weights(n)
+        elif n == 0:
+            load_pixels(m)
+        multiply(m, n)
 
-        def load_pixels(m: int) -> None:
-            tiles.load(first_a + m % own, image.data, block.sources[m] + offset, distance)
 
-        def load_weights(n: int) -> None:
-            vector = block.panel.first_vector + plan.number_vector(number * plan.chunk_words, n)
-            size = plan.isa.weight_vector
-            tiles.load(
-                first_b + n % others, operands.weight, vector * size, plan.word_distance * size
-            )
-
-        def multiply(m: int, n: int) -> None:
-            a, b = first_a + m % own, first_b + n % others
-            tiles.multiply(m * blocks + n, a, b, (plan.isa.activation, plan.isa.weight_dtype))
-
-        if blocks > rows:  # the weights take turns in their registers
-            load_pixels(0)
-        else:
-            for n in range(blocks):
-                load_weights(n)
-        for m, n in np.ndindex(rows, blocks):
-            if blocks > rows:
-                load_weights(n)
-            elif n == 0:
-                load_pixels(m)
-            multiply(m, n)
-    width = plan.panel_channels
-    for m, n in np.ndindex(rows, blocks):
-        tiles.store(m * blocks + n, sums, m * plan.tile_rows * width + n * lanes, width)
+def emit_end(plan: TiledPlan, tiles: Tiles, block: SumBlock, sums: Buffer) -> None:
+    """Emit the stores of the sums of a block to memory."""
+    lanes, width = plan.isa.lanes, plan.panel_channels
+    for m, n in np.ndindex(len(block.sources), plan.tile.blocks):
+        to = m * plan.tile_rows * width + n * lanes
+        tiles.store(m * plan.tile.blocks + n, sums, to, width)
 
 
 def emit_weight_prefetch(
-    plan: TiledPlan, weight: Buffer, block: SumBlock, step: Expr, pixel: Expr, pixels: int
+    plan: TiledPlan, weight: Buffer, block: SumBlock, step: TileStep, pixel: Expr, pixels: int
 ) -> None:
-    """Fetch a share of the next panel of weights, which may be in the last-level cache."""
+    """Fetch weights, which may be in the last-level cache: a share of the next panel.
+
+    With one block of pixels weights are read once, in order: those are fetched that soon follow.
+    """
     size, count = plan.isa.weight_vector, plan.groups * plan.panels
-    if count == 1:
-        return
     vectors = plan.tile.blocks * plan.chunk_words
     share = ceil_div(vectors, pixels)
-    following = T.min(block.number + 1, count - 1) - block.number
-    first = block.panel.first_vector + following * plan.panel_vectors + step * vectors
-    first = first + T.min(pixel * share, vectors - share)
+    first = block.panel.first_vector + step.number * vectors
+    if pixels == 1:
+        first = first + FETCHED_AHEAD // plan.unit.row_bytes
+    elif count == 1:
+        return
+    else:
+        following = T.min(block.number + 1, count - 1) - block.number
+        first = first + following * plan.panel_vectors + T.min(pixel * share, vectors - share)
     for i in range(share):
         emit_prefetch(weight, (first + i) * size, level=2)
 
@@ -385,48 +603,67 @@ def emit_vector_products(
 
 
 def emit_results(
-    plan: TiledPlan, operands: Operands, place: Placement, block: SumBlock, sums: Buffer
+    plan: TiledPlan,
+    operands: Operands,
+    place: Placement,
+    block: SumBlock,
+    sums: Buffer,
+    storing: Storing,
 ) -> None:
-    """Store the sums of a block through the epilogue."""
-    isa, epilogue, blocks = plan.isa, plan.spec.epilogue, plan.tile.blocks
-    lanes, width = isa.lanes, plan.panel_channels
-    count = PACKED // blocks if plan.is_narrow else 1
-    count = min(count, plan.tile_rows)
-    is_whole = isinstance(block.rows, int) and block.rows % count == 0
-    for m in range(len(block.lines)):
+    """Store the sums of a block."""
+    for m, line in enumerate(block.lines):
+        tile = SumTile(
+            block.rows, m * plan.tile_rows, line, block.panel.channels, block.panel.constants
+        )
+        count = storing.count_rows(plan)
         with T.serial(T.floordiv(block.rows + (count - 1), count)) as part:
-            accs, targets = [], []
-            for i in range(count):
-                row = part * count + i
-                if not is_whole:
-                    row = T.min(row, block.rows - 1)
-                if not isinstance(block.rows, int):
-                    (row,) = settle(row)
-                row, pixel, number = locate_result(plan, place, *block.lines[m], row)
-                term = None
-                if operands.row_term is not None:
-                    term = broadcast(operands.row_term.vload([number]), lanes)
-                for n in range(blocks):
-                    at = (m * plan.tile_rows + row) * width + n * lanes
-                    value = load_vector(sums, at, lanes)
-                    accs.append(value if term is None else value + term)
-                targets.append(pixel * plan.spec.out_channels)
-            if plan.is_narrow:
-                to = [pixel + block.panel.channels[0] for pixel in targets]
-                emit_narrow_vectors(
-                    isa,
-                    epilogue,
-                    operands,
-                    accs,
-                    to,
-                    block.panel.constants,
-                    blocks,
-                    plan.store_width,
-                )
-                continue
-            for n, acc in enumerate(accs):
-                to, first = targets[0] + block.panel.channels[n], block.panel.constants + n * lanes
-                emit_store(operands, epilogue, acc, to, first, lanes, plan.store_width)
+            storing.emit(plan, operands, place, tile, sums, part)
+
+
+def count_stored_rows(plan: TiledPlan) -> int:
+    """Count the pixels whose results are packed and stored together."""
+    return min(PACKED // plan.tile.blocks if plan.is_narrow else 1, plan.tile_rows)
+
+
+def emit_integers(
+    plan: TiledPlan,
+    operands: Operands,
+    place: Placement,
+    tile: SumTile,
+    sums: Buffer,
+    part: Expr,
+) -> None:
+    """Store a part of a tile of sums through the epilogue. The last part overlaps another."""
+    isa, epilogue, blocks = plan.isa, plan.spec.epilogue, plan.tile.blocks
+    lanes, width, count = isa.lanes, plan.panel_channels, count_stored_rows(plan)
+    is_whole = isinstance(tile.rows, int) and tile.rows % count == 0
+    accs, targets = [], []
+    for i in range(count):
+        row = part * count + i
+        if not is_whole:
+            row = T.min(row, tile.rows - 1)
+        if not isinstance(tile.rows, int):
+            (row,) = settle(row)
+        row, pixel, number = locate_result(plan, place, *tile.line, row)
+        term = None
+        if operands.row_term is not None:
+            term = broadcast(operands.row_term.vload([number]), lanes)
+        for n in range(blocks):
+            value = load_vector(sums, (tile.first + row) * width + n * lanes, lanes)
+            accs.append(value if term is None else value + term)
+        targets.append(pixel * plan.spec.out_channels)
+    if plan.is_narrow:
+        to = [pixel + tile.channels[0] for pixel in targets]
+        emit_narrow_vectors(
+            isa, epilogue, operands, accs, to, tile.constants, blocks, plan.store_width
+        )
+        return
+    for n, acc in enumerate(accs):
+        to, first = targets[0] + tile.channels[n], tile.constants + n * lanes
+        emit_store(operands, epilogue, acc, to, first, lanes, plan.store_width)
+
+
+INTEGERS = Storing(count_stored_rows, emit_integers)
 
 
 def locate_result(

@@ -9,6 +9,7 @@ import enum
 from dataclasses import dataclass, fields
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,14 +25,20 @@ BLOCKS = ((1, 4), (2, 2), (4, 1), (1, 3), (3, 1), (1, 2), (2, 1), (1, 1))
 #: channels; and of the instructions around a block.
 PLAIN_STORE_CYCLES, STORE_CYCLES, BLOCK_CYCLES = 7.0, {1: 3.8, 2: 3.4, 4: 3.0}, 40
 #: Cycles more for a vector of results if its pixel may be in the padding.
-PADDED_STORE_CYCLES = 2.0
+PADDED_STORE_CYCLES = 5.0
 #: Cycles for copying a run of up to 64 bytes of a pixel.
 GATHER_CYCLES = 6.0
+#: Cycles for 64 bytes of a copy with folded pixels; most bytes of such a pixel.
+FOLD_CYCLES, MOST_FOLDED = 6.0, 32
 #: Cycles for loading a tile from the second-level cache. Weights of a panel of up to this many
 #: bytes stay in the first.
 FAR_LOAD_CYCLES, NEAR_BYTES = 24, 16 * 1024
+#: Weights of more bytes come from the last-level cache in each run, a byte in so many cycles.
+SECOND_CACHE_BYTES, FAR_BYTE_CYCLES = 2 * 1024 * 1024, 0.12
 #: Cycles for loading a tile of pixels, some of which are in the second-level cache.
 PIXEL_LOAD_CYCLES = 12
+#: Fewest steps of a block for which its products and the stores of the last block overlap.
+DELAYED_STEPS = 3
 #: Instructions of `ConvPlan.instructions` that take a cycle.
 PER_CYCLE = 4.0
 #: Fewest pixels for which a product on tiles can be faster than on vectors.
@@ -45,6 +52,7 @@ class TileRows(enum.Enum):
     LINES = "lines"  #: of a line of the output
     PADDED = "padded"  #: of the padded image as one line; results in its padding are thrown away
     GATHERED = "gathered"  #: of a copy that has the whole window of each pixel
+    FOLDED = "folded"  #: of a line of the output, with a copy that has squares of pixels as pixels
 
 
 @dataclass(frozen=True)
@@ -86,10 +94,14 @@ class TiledPlan(ConvPlan):
 
     @cached_property
     def taps(self) -> tuple[int, int]:
+        if self.rows is TileRows.FOLDED:
+            return ceil_div(self.spec.kernel[0], self.spec.strides[0]), 1
         return (1, 1) if self.rows is TileRows.GATHERED else super().taps
 
     @cached_property
     def run(self) -> int:
+        if self.rows is TileRows.FOLDED:
+            return ceil_div(self.spec.kernel[1], self.spec.strides[1]) * self.pixel_size
         return self.group_in * prod(self.spec.kernel) // prod(self.taps)
 
     @cached_property
@@ -119,6 +131,39 @@ class TiledPlan(ConvPlan):
     def steps(self) -> int:
         """Products of tiles for each tile of sums."""
         return prod(self.taps) * self.chunks
+
+    @cached_property
+    def pixel_size(self) -> int:
+        """Activations from one pixel of the image that tiles are loaded from to the next."""
+        if self.rows is TileRows.GATHERED:
+            return self.gathered_size
+        folded = prod(self.spec.strides) if self.rows is TileRows.FOLDED else 1
+        return folded * self.spec.in_channels
+
+    @cached_property
+    def pixel_strides(self) -> tuple[int, int]:
+        """Pixels of the same image from one pixel of the output to the next, in y and x."""
+        is_copy = self.rows in (TileRows.GATHERED, TileRows.FOLDED)
+        return (1, 1) if is_copy else self.spec.strides
+
+    @cached_property
+    def folded_size(self) -> tuple[int, int]:
+        """(H, W) of the folded image, without the rest of a line that no window reads."""
+        kernel, strides = self.spec.kernel, self.spec.strides
+        height, width = (
+            size + ceil_div(k, s) - 1
+            for size, k, s in zip(self.spec.out_size, kernel, strides, strict=True)
+        )
+        return height, width
+
+    @cached_property
+    def folded_pixels(self) -> int:
+        """Folded pixels that are copied at once."""
+        return min(self.row_values // self.pixel_size, self.folded_size[1])
+
+    @cached_property
+    def needs_copy(self) -> bool:
+        return self.rows is TileRows.FOLDED or super().needs_copy
 
     @cached_property
     def gathered_size(self) -> int:
@@ -169,8 +214,12 @@ class TiledPlan(ConvPlan):
     def count_cycles(self, tile: Tile) -> float:
         """Estimate the cycles of all blocks of this size."""
         images = self.lines[0] if self.weights_per_image else 1
-        blocks = images * ceil_div(self.image_tiles, tile.rows) * self.groups
-        return blocks * ceil_div(self.vectors, tile.blocks) * self.count_block_cycles(tile)
+        blocks, panels = ceil_div(self.image_tiles, tile.rows), ceil_div(self.vectors, tile.blocks)
+        cycles = blocks * self.count_block_cycles(tile)
+        panel = self.steps * tile.blocks * self.chunk_words * self.unit.row_bytes
+        if self.groups * panels * panel > SECOND_CACHE_BYTES:  # the first block waits for them
+            cycles += max(panel * FAR_BYTE_CYCLES - self.count_block_cycles(tile), 0)
+        return images * self.groups * panels * cycles
 
     def count_block_cycles(self, tile: Tile) -> float:
         """Estimate the cycles of a block."""
@@ -178,11 +227,18 @@ class TiledPlan(ConvPlan):
         panel = self.steps * tile.blocks * self.chunk_words * unit.row_bytes
         weight = unit.load_cycles if panel <= NEAR_BYTES else FAR_LOAD_CYCLES
         loads = tile.rows * PIXEL_LOAD_CYCLES + tile.blocks * weight
-        step = max(sums * unit.product_cycles, loads)
+        products = self.steps * max(sums * unit.product_cycles, loads)
         one = STORE_CYCLES[tile.blocks] if tile.blocks in self.narrow_blocks else PLAIN_STORE_CYCLES
-        one += PADDED_STORE_CYCLES if self.rows is TileRows.PADDED else 0
-        store = sums * (unit.load_cycles + self.tile_rows * one)
-        return self.steps * step + store + BLOCK_CYCLES
+        store = sums * self.tile_rows * one
+        time = max(products, store) if self.is_delayed else products + store
+        if self.rows is TileRows.PADDED:
+            time += sums * self.tile_rows * PADDED_STORE_CYCLES
+        return time + sums * unit.store_cycles + BLOCK_CYCLES
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether the sums of a block are converted and stored during the products of the next."""
+        return self.steps >= DELAYED_STEPS
 
     @cached_property
     def instructions(self) -> float:
@@ -194,6 +250,8 @@ class TiledPlan(ConvPlan):
                 self.run // self.spec.kernel[0], self.row_values
             )
             cycles += GATHER_CYCLES * self.lines[2] * pieces
+        if self.rows is TileRows.FOLDED:
+            cycles += FOLD_CYCLES * prod(self.folded_size) / self.folded_pixels * self.lines[0]
         return cycles * PER_CYCLE
 
     @property
@@ -230,6 +288,16 @@ class TiledPlan(ConvPlan):
         step, own = word // self.chunk_words, word % self.chunk_words
         return (step * self.tile.blocks + block) * self.chunk_words + own
 
+    def list_runs(self, weight: NDArray[Any]) -> NDArray[Any]:
+        if self.rows is not TileRows.FOLDED:
+            return super().list_runs(weight)
+        (out, kh, kw, channels), (sh, sw) = weight.shape, self.spec.strides
+        rows, columns = ceil_div(kh, sh), ceil_div(kw, sw)
+        whole = np.zeros((out, rows * sh, columns * sw, channels), weight.dtype)
+        whole[:, :kh, :kw] = weight
+        folded = whole.reshape(out, rows, sh, columns, sw, channels).transpose(0, 1, 3, 2, 4, 5)
+        return super().list_runs(folded)
+
     def order_vectors(self, packed: NDArray[np.int8]) -> NDArray[np.int8]:
         if self.is_shared:
             return packed
@@ -249,6 +317,10 @@ def list_rows(plan: ConvPlan) -> list[TileRows]:
         found.append(TileRows.PADDED)
     if spec.groups == 1 and prod(spec.kernel) * spec.in_channels <= 2**14:
         found.append(TileRows.GATHERED)
+    is_bytes = np.dtype(plan.isa.activation).itemsize == 1
+    is_plain = spec.groups == 1 and spec.dilation == (1, 1) and spec.strides == (2, 2)
+    if is_bytes and is_plain and prod(spec.strides) * spec.in_channels <= MOST_FOLDED:
+        found.append(TileRows.FOLDED)
     return found
 
 

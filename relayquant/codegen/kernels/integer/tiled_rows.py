@@ -27,6 +27,7 @@ from relayquant.codegen.kernels.integer.operands import (
 from relayquant.codegen.kernels.integer.specs import Conv2d
 from relayquant.codegen.kernels.integer.tiled import (
     CACHED_WEIGHT_BYTES,
+    INTEGERS,
     MOST_PARTS,
     PARALLEL_CYCLES,
     PART_CYCLES,
@@ -115,7 +116,7 @@ def emit_chunk(
             ahead = number if plan.weight_bytes > CACHED_WEIGHT_BYTES else None
             image = Image(operands.data, 1, 1)
             emit_products(plan, image, operands, registers, block, sums, ahead, PREFETCH_SHARING)
-            emit_results(plan, operands, PLACE, block, sums)
+            emit_results(plan, operands, PLACE, block, sums, INTEGERS)
 
         if side == 1:
             emit_rows([number])

@@ -61,8 +61,9 @@ class MatrixUnit:
     rows: int = 16  #: most rows of a tile
     row_bytes: int = 64  #: most bytes of a row
     registers: int = 8
-    product_cycles: int = 16  #: between two products
+    product_cycles: int = 20  #: between two products whose operands are loaded
     load_cycles: int = 9  #: of a tile in the first-level cache
+    store_cycles: int = 26  #: of a tile: the load of its bias, and the store of its sums
 
     def configure(self, shapes: Sequence[tuple[Expr | int, int]]) -> Tiles:
         """Emit the configuration of the tile registers: (rows, bytes of a row) of each.
