@@ -21,6 +21,7 @@ extensions = [
 ]
 html_theme = "furo"
 html_title = f"relayquant {release}"
+html_copy_source = False
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_theme_options = {
