@@ -22,6 +22,9 @@ from relayquant.ir.rewrite.graph import call_name
 
 SIZES = LlamaSizes(width=32, hidden=44, layers=1, heads=4, groups=2, vocabulary=64)
 ROWS = rq.QSpec("int8", rq.config.Scheme.SYMMETRIC, rq.config.Granularity.PER_ROW, is_dynamic=True)
+GROUPS = rq.QSpec(
+    "int8", rq.config.Scheme.SYMMETRIC, rq.config.Granularity.PER_GROUP, is_dynamic=True
+)
 AFFINE_ROWS = rq.QSpec(
     "int8", rq.config.Scheme.AFFINE, rq.config.Granularity.PER_ROW, is_dynamic=True
 )

@@ -99,10 +99,7 @@ print("the model:", path.name)
 start = time.perf_counter()
 mod, params = rq.load(path, causal_lm=rq.CausalLMOptions(max_length=256, sequences=2))
 if params:
-    rows = rq.QSpec(
-        "int8", rq.config.Scheme.SYMMETRIC, rq.config.Granularity.PER_ROW, is_dynamic=True
-    )
-    mod, params = rq.compress_weights(mod, params, bits=8, activation=rows), {}
+    mod, params = rq.compress_weights(mod, params, bits=8), {}
 exe = rq.compile((mod, params))
 print(f"loaded and compiled in {time.perf_counter() - start:.0f} s")
 

@@ -77,6 +77,7 @@ class Granularity(enum.Enum):
     PER_TENSOR = "per_tensor"
     PER_CHANNEL = "per_channel"
     PER_ROW = "per_row"  #: one set per row (token), computed at run time
+    PER_GROUP = "per_group"  #: one scale per group of a row, where the weight's groups are
 
 
 class Role(enum.Enum):
@@ -102,7 +103,8 @@ class QSpec(PlainSettings):
         is_dynamic: Scale and zero point are computed from each tensor at run time, as in ONNX's
             DynamicQuantizeLinear, instead of being calibrated. For input activations of operators
             with constant weights. With granularity PER_ROW, each row of a product's data has its
-            own set.
+            own set; with PER_GROUP (symmetric int8, for `compress_weights`) each group of a row
+            has its own scale.
         group_size: For weights that stay packed in memory: the number of neighbours along the
             reduction axis that share a scale, 16 to 256, or `WHOLE_ROW`. Codes have 2, 3, 4 or 8
             bits, as many as the limits need: -4..3 needs 3. Symmetric, or with a zero point per
@@ -181,11 +183,18 @@ class QSpec(PlainSettings):
 
     def _check_granularity(self) -> None:
         """Raise if another setting contradicts the granularity."""
-        is_row = self.granularity is Granularity.PER_ROW
+        is_group = self.granularity is Granularity.PER_GROUP
+        is_row = is_group or self.granularity is Granularity.PER_ROW
         if is_row and not self.is_dynamic:
             raise ConfigError(
-                "QSpec.granularity is PER_ROW, whose parameters are computed when the model runs; "
-                "set is_dynamic=True as well.",
+                f"QSpec.granularity is {self.granularity.name}, whose parameters are computed when "
+                "the model runs; set is_dynamic=True as well.",
+                code="RQ102",
+            )
+        if is_group and not (self.is_symmetric and self.dtype == "int8"):
+            raise ConfigError(
+                f"QSpec with PER_GROUP is {self.scheme.value} {self.dtype}; allowed: symmetric "
+                "int8.",
                 code="RQ102",
             )
         if is_row and self.dtype not in ("int8", "uint8"):

@@ -109,7 +109,9 @@ class Stories:
                     for effort in ("balanced", "best")
                 ]  # fmt: skip
         for name, options in kinds:
-            found = Writer(self, rq.compress_weights(self.mod, None, **options))
+            found = Writer(
+                self, rq.compress_weights(self.mod, None, **{"activation": None, **options})
+            )
             yield name, self.measure(found.score, found.count_same)
 
     def peers(self, path: Path, folder: Path) -> Iterator[tuple[str, str]]:
@@ -288,7 +290,7 @@ class Sentences:
         for scheme, affine in (("", {}), (", zero points", {"is_symmetric": False})):
             kinds += [
                 (f"4 bits{scheme}, {how}",
-                 partial(rq.compress_weights, mod, params, given, **affine))
+                 partial(rq.compress_weights, mod, params, given, activation=None, **affine))
                 for how, given in (("no data", None), ("balanced", data))
             ]  # fmt: skip
         for name, make in kinds:

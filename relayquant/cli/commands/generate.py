@@ -20,7 +20,6 @@ from relayquant.cli.files import LIBRARIES
 from relayquant.cli.measure import use_threads
 from relayquant.cli.options import check_options
 from relayquant.cli.output import CommandOutput, ExitCode
-from relayquant.config import Granularity, Scheme
 from relayquant.errors import ConfigError, ModelError, format_count
 from relayquant.flow.generation import Piece
 from relayquant.plots.progress import ProgressReport
@@ -97,10 +96,7 @@ def build(options: argparse.Namespace, progress: ProgressReport) -> Executor:
     with show_stage(progress, "load"):
         mod, params = rq.load(options.model, causal_lm=rq.CausalLMOptions(**settings))
     if options.bits is not None:
-        rows = rq.QSpec("int8", Scheme.SYMMETRIC, Granularity.PER_ROW, is_dynamic=True)
-        mod = rq.compress_weights(
-            mod, params, bits=options.bits, activation=rows, callbacks=(progress,)
-        )
+        mod = rq.compress_weights(mod, params, bits=options.bits, callbacks=(progress,))
         params = None
     with show_stage(progress, "compile"):
         executable = rq.compile((mod, params))

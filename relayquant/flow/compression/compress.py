@@ -32,7 +32,11 @@ from relayquant.flow.compression.fit_layers import (
     open_data,
 )
 from relayquant.flow.compression.packed_params import unpack_params
-from relayquant.flow.compression.settings import CompressSettings
+from relayquant.flow.compression.settings import (
+    GROUPS_OF_ROWS,
+    CompressSettings,
+    find_data_group,
+)
 from relayquant.flow.compression.sources import WeightSource, bind_params, open_params
 from relayquant.ir.dialect import qnn
 from relayquant.ir.ledger import Ledger, LedgerRow, attach_ledger
@@ -55,7 +59,7 @@ def compress_weights(
     group_size: int | None = 32,
     is_symmetric: bool = True,
     scale_dtype: str = "float32",
-    activation: QSpec | None = None,
+    activation: QSpec | None = GROUPS_OF_ROWS,
     embedding_bits: int | None = 8,
     effort: Effort | str = Effort.BALANCED,
     function: str | None = None,
@@ -92,10 +96,11 @@ def compress_weights(
             for each output.
         is_symmetric: True: no zero points. False: one zero point for each scale.
         scale_dtype: "float32" or "float16".
-        activation: How rows of data are quantized at run time: `QSpec("int8", Scheme.SYMMETRIC,
-            Granularity.PER_ROW, is_dynamic=True)`, for which there are kernels. With an affine
-            scheme, rows of one sign have twice as many steps. None: rows stay float32 and the
-            products are float.
+        activation: How rows of data are quantized at run time: by default `QSpec("int8",
+            Scheme.SYMMETRIC, Granularity.PER_GROUP, is_dynamic=True)`, a scale for each group of a
+            row, where the weight has whole groups; else, and with PER_ROW, a scale for each row.
+            With an affine scheme, rows of one sign have twice as many steps. None: rows stay
+            float32 and the products are float.
         embedding_bits: Bits of embedding tables, also if a product reads the same table (a
             classifier). Models lose most accuracy by these. None: they stay float.
         effort: How data is used. "fast": scales are chosen so that weights with large inputs count
@@ -242,7 +247,7 @@ class Replacement(relax.PyExprMutator):
         super().__init__()
         self.uses, self.weights, self.constants = uses, weights, constants
         self.activation = activation
-        self.rows: dict[Any, IntegerRows] = {}
+        self.rows: dict[tuple[Any, int | None], IntegerRows] = {}
 
     def visit_dataflow_block_(self, block: relax.DataflowBlock) -> relax.BindingBlock:
         self.rows = {}  # a block must not use the bindings of another block
@@ -286,15 +291,18 @@ class Replacement(relax.PyExprMutator):
             form = (weight.format.bits, weight.group_size, weight.features)
             return qnn.grouped_take(data, *constants, *form)
         if self.activation is not None:
-            data = self.quantize_rows(data, self.activation)
+            data = self.quantize_rows(data, self.activation, weight)
         return multiply_groups(self.emitter(use.name), data, weight, constants)
 
-    def quantize_rows(self, data: relax.Expr, activation: QSpec) -> IntegerRows:
-        """Return the rows of `data` as integers, bound once."""
-        if data not in self.rows:
+    def quantize_rows(
+        self, data: relax.Expr, activation: QSpec, weight: GroupedWeight
+    ) -> IntegerRows:
+        """Return the rows of `data` as integers, bound once for weights of the same groups."""
+        size = find_data_group(activation, weight.group_size, weight.features)
+        if (data, size) not in self.rows:
             emit = self.emitter(getattr(data, "name", "data"))
-            self.rows[data] = quantize_rows_at_run_time(emit, data, activation)
-        return self.rows[data]
+            self.rows[data, size] = quantize_rows_at_run_time(emit, data, activation, size)
+        return self.rows[data, size]
 
     def emitter(self, name: str) -> Emit:
         """Return an emitter for values whose names start with this name."""

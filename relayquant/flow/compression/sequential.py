@@ -20,6 +20,7 @@ from relayquant.base.runtime import limit_blas, map_on_threads
 from relayquant.errors import DataError, ModelError
 from relayquant.flow.compression.find import TRANSPOSE, WeightUse
 from relayquant.flow.compression.fit import Gram
+from relayquant.flow.compression.settings import find_data_group
 from relayquant.flow.compression.sources import WeightSource
 from relayquant.ir import reference
 from relayquant.ir.dialect.qnn.grouped import ROW_LIMIT
@@ -77,7 +78,7 @@ def walk_weights(
         with_float: Whether the batches also run through the float function. Then grams know the
             data without the changes of earlier weights. Takes twice the time and memory.
     """
-    func = mod[name]
+    func, rounding = mod[name], RowRounding(activation, group_size)
     subgraphs = cut_subgraphs(func, uses)
     read = {var for s in subgraphs for b in s.bindings for var in find_read(b, uses)}
     values = {param: source.array for param, source in params.items() if param in read}
@@ -90,15 +91,15 @@ def walk_weights(
             gram = None
             if use.op == "matmul":
                 if use.data not in grams:  # products that read one value are consecutive
-                    gram = collect_gram(frames, floats, use.data, group_size, activation)
+                    gram = collect_gram(frames, floats, use.data, group_size, rounding)
                     grams = {use.data: gram}
                 gram = grams[use.data]
             weight = meet(use, gram)
         if subgraph is subgraphs[-1] and use is not None and use.op == "matmul":
             break  # nothing reads its result
-        run_subgraph(frames, subgraph, weight, activation, name)
+        run_subgraph(frames, subgraph, weight, rounding, name)
         weight = use.array if use is not None and floats else None
-        run_subgraph(floats, subgraph, weight, None, name)
+        run_subgraph(floats, subgraph, weight, FLOAT_ROWS, name)
 
 
 def start_frame(
@@ -141,6 +142,28 @@ def drop_moves(bindings: Sequence[Any], uses: Mapping[relax.Var, WeightUse]) -> 
     return kept[::-1]
 
 
+@dataclass(frozen=True)
+class RowRounding:
+    """What quantizing at run time makes of the rows that products read."""
+
+    activation: QSpec | None = None
+    group_size: int | None = None  #: of the weights
+
+    def round(self, values: np.ndarray) -> np.ndarray:
+        """Return float32 rows (n, K) as products read them."""
+        if self.activation is None:
+            return values
+        if not self.activation.is_symmetric:
+            return round_rows(values)
+        columns = values.shape[-1]
+        size = find_data_group(self.activation, self.group_size or columns, columns)
+        integers, scale = reference.qnn.quantize_rows(values.reshape(-1, size or columns))
+        return (integers.astype("float32") * scale).reshape(values.shape)
+
+
+FLOAT_ROWS = RowRounding()
+
+
 def cut_subgraphs(func: relax.Function, uses: Mapping[relax.Var, WeightUse]) -> list[LayerSubgraph]:
     """Split the bindings of a function before each weight, up to the last one."""
     bindings = [binding for block in func.body.blocks for binding in block.bindings]
@@ -163,18 +186,18 @@ def collect_gram(
     floats: Sequence[Frame],
     data: Any,
     group_size: int | None,
-    activation: QSpec | None,
+    rounding: RowRounding,
 ) -> Gram:
     """Collect the gram of a value that products read. `floats` hold the value in the float
     model.
     """
     gram: Gram | None = None
     for some in cut_frames(frames, data, MOST_GRAM_ROWS):
-        rows = read_all(frames[some], data, activation)
+        rows = read_all(frames[some], data, rounding)
         if gram is None:
             columns = rows.shape[-1]
             gram = Gram(columns, group_size or columns, with_shift=bool(floats))
-        gram.add(rows, read_all(floats[some], data, None) if floats else None)
+        gram.add(rows, read_all(floats[some], data, FLOAT_ROWS) if floats else None)
     assert gram is not None  # a data set has at least one batch
     return gram
 
@@ -193,16 +216,11 @@ def cut_frames(frames: Sequence[Frame], data: Any, most: int) -> Iterator[slice]
     yield slice(start, len(frames))
 
 
-def read_all(frames: Sequence[Frame], data: Any, activation: QSpec | None) -> np.ndarray:
+def read_all(frames: Sequence[Frame], data: Any, rounding: RowRounding) -> np.ndarray:
     """Return the rows of a value in all frames as products read them, (n, K)."""
     parts = [evaluate(frame, data, "data") for frame in frames]
     values = np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
-    if activation is None:
-        return values
-    if not activation.is_symmetric:
-        return round_rows(values)
-    integers, scale = reference.qnn.quantize_rows(values)
-    return integers.astype("float32") * scale
+    return rounding.round(values)
 
 
 def round_rows(data: np.ndarray) -> np.ndarray:
@@ -226,7 +244,7 @@ def run_subgraph(
     frames: Sequence[Frame],
     subgraph: LayerSubgraph,
     weight: np.ndarray | None,
-    activation: QSpec | None,
+    rounding: RowRounding,
     name: str,
 ) -> None:
     """Compute the values of a subgraph of function `name` in all frames, with some frames on each
@@ -240,7 +258,7 @@ def run_subgraph(
     def run(some: slice) -> None:
         rest = bindings
         if use is not None and weight is not None and use.op == "matmul":
-            run_product(frames[some], use, weight, activation)
+            run_product(frames[some], use, weight, rounding)
             rest = bindings[1:]
         for i in range(some.start, some.stop):
             try:
@@ -261,10 +279,10 @@ def run_subgraph(
 
 
 def run_product(
-    frames: Sequence[Frame], use: WeightUse, weight: np.ndarray, activation: QSpec | None
+    frames: Sequence[Frame], use: WeightUse, weight: np.ndarray, rounding: RowRounding
 ) -> None:
     """Compute the product with `weight` instead of the operator's weight, in all frames at once."""
-    found, start = read_all(frames, use.data, activation) @ weight.T, 0
+    found, start = read_all(frames, use.data, rounding) @ weight.T, 0
     for frame in frames:
         shape = evaluate(frame, use.data, "data").shape[:-1]
         stop = start + math.prod(shape)

@@ -10,12 +10,22 @@ from pathlib import Path
 
 from relayquant.base.arguments import check_fields
 from relayquant.base.packing import CODE_BITS
-from relayquant.base.qtypes import GROUP_SIZES, SCALE_DTYPES, Granularity, QSpec
+from relayquant.base.qtypes import GROUP_SIZES, SCALE_DTYPES, Granularity, QSpec, Scheme
 from relayquant.config import Effort
 from relayquant.errors import ConfigError
 from relayquant.flow.settings import RunSettings
 from relayquant.stages.calibration.dispatch import check_executor
 from relayquant.stages.effort import resolve_effort
+
+#: Data of products as integers: a scale for each group of a row, as the weights have.
+GROUPS_OF_ROWS = QSpec("int8", Scheme.SYMMETRIC, Granularity.PER_GROUP, is_dynamic=True)
+
+
+def find_data_group(activation: QSpec, group_size: int, features: int) -> int | None:
+    """Return the elements of a row of data that share a scale. None: all of the row."""
+    if activation.granularity is not Granularity.PER_GROUP or features % group_size:
+        return None
+    return group_size if group_size < features else None
 
 
 @check_fields
@@ -31,7 +41,7 @@ class CompressSettings(RunSettings):
     group_size: int | None = 32
     is_symmetric: bool = True
     scale_dtype: str = "float32"
-    activation: QSpec | None = None
+    activation: QSpec | None = GROUPS_OF_ROWS
     embedding_bits: int | None = 8
     effort: Effort | str = Effort.BALANCED
     function: str | None = None
@@ -68,11 +78,12 @@ class CompressSettings(RunSettings):
         if activation is not None and (
             not activation.is_dynamic
             or activation.dtype != "int8"
-            or activation.granularity is not Granularity.PER_ROW
+            or activation.granularity not in (Granularity.PER_ROW, Granularity.PER_GROUP)
         ):
             raise ConfigError(
                 f"compress_weights: activation={activation!r}; allowed: None, or QSpec('int8', "
-                "is_dynamic=True, granularity=Granularity.PER_ROW), a scale for each row of data.",
+                "Scheme.SYMMETRIC, Granularity.PER_GROUP, is_dynamic=True), a scale for each group "
+                "of a row of data, or with Granularity.PER_ROW, one for each row.",
                 code="RQ101",
             )
         bounds = {

@@ -20,6 +20,9 @@ def write_reshape(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     """Write Reshape, also for flatten, squeeze and expand_dims. One dimension may be -1. If several
     are known at run time only, each one is computed.
     """
+    if call.args[0] in builder.rows:  # of integers that their readers write
+        builder.rows[var] = builder.rows[call.args[0]]
+        return builder.rows[var]
     shape = tensor_shape(var)
     before = tensor_shape(call.args[0])
     if shape is None or before is None:

@@ -20,7 +20,7 @@ from relayquant.base.packing import count_groups, middle_code, pack_codes, unpac
 from relayquant.config import GroupedForm
 from relayquant.errors import ModelError
 from relayquant.formats.writers.onnx_builder import OnnxBuilder
-from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
+from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
 MICROSOFT = "com.microsoft"
 #: Smallest group size of MatMulNBits. All sizes are powers of two.
@@ -50,12 +50,25 @@ def write_grouped_dense(builder: OnnxBuilder, var: relax.Var, call: Call) -> str
         factor = builder.tensor(data_scale, var.name)
         source = builder.step("Mul", [units, factor], f"{var.name}.rows")
     is_power = size >= LEAST_BLOCK and size & (size - 1) == 0
+    is_split = is_row and (tensor_shape(data_scale) or ())[-1:] != (1,)
     if builder.grouped is GroupedForm.NBITS and is_power:
+        source = merge_groups(builder, source, data, var.name) if is_split else source
         return write_nbits(builder, var, (source, is_row), (codes, scale, zero), bits, size)
     if is_row:
         source = write_rows(builder, source, var.name)
+    if is_split:
+        source = merge_groups(builder, source, data, var.name)
     weight = dequantize(builder, (codes, scale, zero), bits, size, 0, var.name)
     return builder.emit("MatMul", [source, weight], var.name)
+
+
+def merge_groups(builder: OnnxBuilder, source: str, data: relax.Expr, name: str) -> str:
+    """Write rows (..., groups, size) as rows of the shape of `data`, (..., K)."""
+    shape = tensor_shape(data) or ()
+    sizes = np.array([*[0] * len(shape[:-1]), *shape[-1:]], "int64")  # 0: as in the operand
+    return builder.step(
+        "Reshape", [source, builder.constant(sizes, f"{name}.shape")], f"{name}.merged"
+    )
 
 
 def write_grouped_take(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:

@@ -123,12 +123,25 @@ def choose_scale(emit: Emit, data: relax.Expr, highest: int, *, is_row: bool = F
     return emit(relax.op.where(is_zero, relax.const(1.0, "float32"), step), "scale")
 
 
-def quantize_rows_at_run_time(emit: Emit, data: relax.Expr, spec: QSpec) -> IntegerRows:
+def quantize_rows_at_run_time(
+    emit: Emit, data: relax.Expr, spec: QSpec, group_size: int | None = None
+) -> IntegerRows:
     """Quantize each row of float32 `data` (..., K) to int8, for products with grouped weights.
 
     Symmetric rows use `qnn.quantize_rows`. Affine rows use `choose_at_run_time`. Both avoid -128,
-    because instructions that multiply magnitudes do not support it.
+    because instructions that multiply magnitudes do not support it. With `group_size`, a divisor of
+    K, each group of a row has a scale: float32 (..., K / group_size).
     """
+    if group_size is not None:
+        *lead, features = data.ty.shape.values
+        split = (*lead, int(features) // group_size, group_size)
+        groups = emit(relax.op.reshape(data, split), "groups")
+        pair = emit(qnn.quantize_rows(groups), "rows")
+        codes, scales = emit(pair[0], "groups.q"), emit(pair[1], "groups.scale")
+        return IntegerRows(
+            emit(relax.op.reshape(codes, (*lead, features)), "rows.q"),
+            emit(relax.op.reshape(scales, split[:-1]), "rows.scale"),
+        )
     if spec.is_symmetric:
         pair = emit(qnn.quantize_rows(data), "rows")
         return IntegerRows(emit(pair[0], "rows.q"), emit(pair[1], "rows.scale"))

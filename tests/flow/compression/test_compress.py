@@ -9,6 +9,7 @@ import pytest
 import tvm
 from tiny_llama import (
     AFFINE_ROWS,
+    GROUPS,
     ROWS,
     SIZES,
     TOKENS,
@@ -41,7 +42,9 @@ def run_decode(mod, token, at, cache):
     return rq.reference.run(take_function(mod, "decode"), inputs)
 
 
-@pytest.mark.parametrize("activation", [None, ROWS, AFFINE_ROWS], ids=["float", "rows", "affine"])
+@pytest.mark.parametrize(
+    "activation", [None, GROUPS, ROWS, AFFINE_ROWS], ids=["float", "groups", "rows", "affine"]
+)
 def test_compress__prefill_and_decode_agree(llama, activation):
     """The last of four tokens: all at once, and the fourth behind the cache of three."""
     q = rq.compress_weights(*llama, bits=8, activation=activation)
@@ -161,7 +164,7 @@ WRONG = {
     r"embedding_bits=1; allowed": {"embedding_bits": 1},
     r"group_size=8; allowed: 16 to 256, or None": {"group_size": 8},
     r"scale_dtype='bfloat16'; allowed: float32, float16": {"scale_dtype": "bfloat16"},
-    r"allowed: None, or QSpec\('int8', is_dynamic=True": {"activation": rq.QSpec("int8")},
+    r"allowed: None, or QSpec\('int8', Scheme.SYMM": {"activation": rq.QSpec("int8")},
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
-from tiny_llama import AFFINE_ROWS, ROWS, select_calls
+from tiny_llama import AFFINE_ROWS, GROUPS, ROWS, select_calls
 from tvm import relax
 
 import relayquant as rq
@@ -52,7 +52,8 @@ def test_experts__products_are_those_of_numpy(shape, is_swapped):
     """In float64, with the weights that the codes stand for; compiled and by the reference."""
     stack, x = draw(EXPERTS, FEATURES, UNITS), draw(*shape, seed=1)
     stored = np.ascontiguousarray(stack.transpose(0, 2, 1)) if is_swapped else stack
-    q = rq.compress_weights(make_product(shape, stored, is_swapped=is_swapped), group_size=16)
+    mod = make_product(shape, stored, is_swapped=is_swapped)
+    q = rq.compress_weights(mod, group_size=16, activation=None)
     expected = x.astype("float64") @ decode_stack(stack, GroupFormat(4, 16))
     found = rq.reference.run(q, x)[0]
     assert found.shape == expected.shape
@@ -64,7 +65,9 @@ def test_experts__products_are_those_of_numpy(shape, is_swapped):
     assert all(row.quantized and row.dtype == "int4" for row in rows)
 
 
-@pytest.mark.parametrize("activation", [ROWS, AFFINE_ROWS], ids=["rows", "affine"])
+@pytest.mark.parametrize(
+    "activation", [GROUPS, ROWS, AFFINE_ROWS], ids=["groups", "rows", "affine"]
+)
 def test_experts__rows_of_integers(activation):
     """Near the float product of the same codes; shared data is quantized once."""
     stack, x = draw(EXPERTS, FEATURES, UNITS), draw(5, FEATURES, seed=1)
@@ -75,7 +78,7 @@ def test_experts__rows_of_integers(activation):
     compiled = rq.Executor(rq.compile(q)).run("main", [x])[0]
     np.testing.assert_allclose(compiled, found, rtol=1e-5, atol=1e-5)
     assert q.script().count("R.qnn.grouped_dense") == EXPERTS
-    assert q.script().count("R.qnn.quantize_rows") == (activation is ROWS)
+    assert q.script().count("R.qnn.quantize_rows") == (activation is not AFFINE_ROWS)
     assert all(row.is_dynamic for row in rq.ledger(q).rows)
 
 
@@ -93,7 +96,8 @@ def make_functions():
 def test_experts__functions_share_one_copy_of_each_matrix():
     """Parameters, which are gone in the result, and any number of rows."""
     stack = draw(EXPERTS, FEATURES, UNITS)
-    q = rq.compress_weights(make_functions(), {"weight": stack}, bits=3, group_size=16)
+    settings = {"bits": 3, "group_size": 16, "activation": None}
+    q = rq.compress_weights(make_functions(), {"weight": stack}, **settings)
     assert [len(q[name].params) for name in ("prefill", "decode")] == [1, 1]
     constants = {
         name: [call.args[2] for call in calls]
@@ -175,7 +179,7 @@ class Experts(nn.Module):
 def test_experts__of_torch(is_symbolic):
     """As transformers has Mixtral's and Llama 4's: with 8 bits near what PyTorch computes."""
     torch.manual_seed(0)
-    q = compress_torch(Experts(), draw(7, FEATURES, seed=4), is_symbolic, 1e-4)
+    q = compress_torch(Experts(), draw(7, FEATURES, seed=4), is_symbolic, 5e-4)
     assert len(rq.ledger(q).quantized) == 1 + 2 * EXPERTS
 
 

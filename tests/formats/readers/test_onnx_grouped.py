@@ -21,6 +21,9 @@ from relayquant.ir.rewrite import Graph
 
 runtime = pytest.importorskip("onnxruntime")
 MICROSOFT = "com.microsoft"
+GROUPS = rq.QSpec(
+    "int8", rq.config.Scheme.SYMMETRIC, rq.config.Granularity.PER_GROUP, is_dynamic=True
+)
 ROWS = rq.QSpec("int8", rq.config.Scheme.SYMMETRIC, rq.config.Granularity.PER_ROW, is_dynamic=True)
 AFFINE_ROWS = rq.QSpec(
     "int8", rq.config.Scheme.AFFINE, rq.config.Granularity.PER_ROW, is_dynamic=True
@@ -508,7 +511,10 @@ SETTINGS = [
     {"bits": bits, "is_symmetric": is_symmetric, "group_size": size, "activation": activation}
     for bits in (2, 3, 4, 8)
     for is_symmetric, size, activation in ((True, 16, None), (False, 32, ROWS), (True, None, None))
-] + [{"bits": 4, "is_symmetric": False, "group_size": 16, "activation": AFFINE_ROWS}]
+] + [
+    {"bits": 4, "is_symmetric": is_symmetric, "group_size": 16, "activation": activation}
+    for is_symmetric, activation in ((False, AFFINE_ROWS), (True, GROUPS))
+]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: f"{s['bits']}-{s['group_size']}")
