@@ -65,6 +65,8 @@ PARALLEL_CYCLES = 15_000
 PARTS, PART_CYCLES, MOST_PARTS = 16, 20_000, 64
 #: Weights of up to this many bytes stay in the second-level cache during all pixels.
 CACHED_WEIGHT_BYTES = 256 * 1024
+#: Weights of up to this many bytes are not fetched ahead.
+NEAR_WEIGHT_BYTES = 64 * 1024
 #: Bytes between the weights of a step and those that it fetches, if they are read once.
 FETCHED_AHEAD = 8 * 1024
 #: Bytes of operands that stay in the first-level cache.
@@ -161,7 +163,9 @@ def emit_tiled(
             index = dict(zip(sizes, indices, strict=True))
             index["pixel"] = index.pop("chunk") * sizes["pixel"] + index["pixel"]
             block = locate_block(plan, image, place, **index)
-            ahead = None if is_cached(plan) else index["pixel"]
+            ahead = (
+                index["pixel"] if chunks == 1 and count_weights(plan) > NEAR_WEIGHT_BYTES else None
+            )
             is_block = number < end - first if delay else True
             on_tiles = join_conditions(is_block, may_use)
             emit_if(on_tiles, lambda: emit_start(plan, operands, tiles[0], block))
@@ -240,7 +244,12 @@ def emit_stores(
 
 def is_cached(plan: TiledPlan) -> bool:
     """Whether all weights stay in the second-level cache."""
-    return plan.groups * plan.panels * plan.panel_bytes <= CACHED_WEIGHT_BYTES
+    return count_weights(plan) <= CACHED_WEIGHT_BYTES
+
+
+def count_weights(plan: TiledPlan) -> int:
+    """Count the bytes of all weights."""
+    return plan.groups * plan.panels * plan.panel_bytes
 
 
 def count_chunks(plan: TiledPlan, pixels: int) -> int:
@@ -251,7 +260,7 @@ def count_chunks(plan: TiledPlan, pixels: int) -> int:
     do not share a chunk do not read what others wrote.
     """
     image = plan.image_bytes
-    weights = plan.groups * plan.panels * plan.panel_bytes
+    weights = count_weights(plan)
 
     def cost(chunks: int) -> tuple[int, int]:
         is_near = image // chunks + plan.panel_bytes <= FIRST_CACHE_BYTES
@@ -260,7 +269,7 @@ def count_chunks(plan: TiledPlan, pixels: int) -> int:
             total += weights
         else:
             total += weights * (chunks if plan.panel_bytes <= FIRST_CACHE_BYTES else pixels)
-        return total + image * max(SHARING_THREADS - chunks, 0), -chunks
+        return total + 2 * image * max(SHARING_THREADS - chunks, 0), -chunks
 
     return min((d for d in range(1, pixels + 1) if pixels % d == 0), key=cost)
 
