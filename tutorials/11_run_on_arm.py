@@ -59,7 +59,7 @@ print(f"{older.mod.imports[0].inspect_source('asm').count('sdot')} for cortex-a5
 # ``export_library`` writes object files and calls a linker to join them. The compiler of the PC
 # cannot do that for Arm: take ``aarch64-linux-gnu-gcc`` (on Debian and Ubuntu in the package
 # gcc-aarch64-linux-gnu), or the bare linker ``aarch64-linux-gnu-ld`` (binutils-aarch64-linux-gnu),
-# which is enough for code that LLVM wrote. A script in the repository, ``tests/arm/setup_arm.sh``,
+# which is enough for code that LLVM wrote. A script in the repository, ``tools/setup_arm.sh``,
 # fetches the linker together with an emulator into a folder, without root; name that folder in
 # RELAYQUANT_ARM_ENV.
 
@@ -140,7 +140,7 @@ with connect_to_arm() as session:
     if session is None or not library.exists():
         print(
             "Compiled only. To run, set RELAYQUANT_ARM_BOARD to the host:port of a board, or "
-            "RELAYQUANT_ARM_ENV to a folder made by tests/arm/setup_arm.sh."
+            "RELAYQUANT_ARM_ENV to a folder made by tools/setup_arm.sh."
         )
     else:
         session.upload(str(library))

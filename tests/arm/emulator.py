@@ -38,7 +38,7 @@ def target_of(cpu: str) -> Target:
 
 @dataclass(frozen=True)
 class Emulator:
-    """A folder made by `setup_arm.sh`."""
+    """A folder made by `tools/setup_arm.sh`."""
 
     folder: Path
 
@@ -137,7 +137,7 @@ def find_or_set_up(temporary: Path) -> Emulator:
 
 def set_up(folder: Path) -> str:
     """Run setup_arm.sh; the reason why it failed, or nothing."""
-    command = ["bash", str(HERE / "setup_arm.sh"), str(folder)]
+    command = ["bash", str(HERE.parents[1] / "tools" / "setup_arm.sh"), str(folder)]
     env = {**os.environ, "PYTHON": sys.executable}
     try:
         done = subprocess.run(

@@ -1,25 +1,27 @@
 #!/bin/bash
 # From nothing to an aarch64 TVM runtime that runs on x86-64, inside one folder and without root.
 #
-#   tests/arm/setup_arm.sh FOLDER
+#   tools/setup_arm.sh FOLDER
 #
 # FOLDER/armpy  runs aarch64 Python with TVM's runtime under qemu-user; ARM_CPU names the CPU that is
 #               emulated (cortex-a53, cortex-a72, cortex-a76, neoverse-n1; "max" when not set)
 # FOLDER/armld  links aarch64 objects to shared libraries, for `export_library(fcompile=...)`
 #
 # Nothing is installed and no binfmt handler is registered: packages of Debian 12 are downloaded and
-# unpacked, wheels too. The TVM in it is of the version that PYTHON (default: python3) has.
+# unpacked, wheels too. The TVM in it is of the version that PYTHON has (default: .venv of this clone,
+# else python3), or without one of a version that pyproject.toml allows.
 #
 # Needs apt-get, dpkg-deb, Debian's archive keyring, pip, 700 MB of disk, and a way to a Debian mirror
 # (DEBIAN_MIRROR; default: the one this machine uses) and to a package index for pip.
 set -euo pipefail
 
 if [ $# -ne 1 ]; then
-  sed -n '2,16s/^# \{0,1\}//p' "$0"
+  sed -n '2,17s/^# \{0,1\}//p' "$0"
   exit 2
 fi
 folder=$(realpath -m "$1")
-python=${PYTHON:-python3}
+clone=$(realpath "$(dirname "${BASH_SOURCE[0]}")/..")
+python=${PYTHON:-$([ -x "$clone/.venv/bin/python" ] && echo "$clone/.venv/bin/python" || echo python3)}
 keyring=${DEBIAN_KEYRING:-/usr/share/keyrings/debian-archive-keyring.gpg}
 release=bookworm # Python 3.11
 
@@ -39,12 +41,19 @@ pip=("$python" -m pip)
 mirror=${DEBIAN_MIRROR:-$(apt-get indextargets --format '$(REPO_URI) $(RELEASE)' 2> /dev/null |
   awk -v release="$release" '$2 == release { print $1; exit }')}
 mirror=${mirror:-http://deb.debian.org/debian}
-requirements=$("$python" - << 'PY'
-from importlib.metadata import version
+mapfile -t requirements < <("$python" - "$clone/pyproject.toml" << 'PY'
+import re, sys
+from importlib.metadata import PackageNotFoundError, version
 
-print(*(f"{name}=={version(name)}" for name in ("apache-tvm", "apache-tvm-ffi", "numpy")))
+allowed = open(sys.argv[1], encoding="utf-8").read()
+for name in ("apache-tvm", "apache-tvm-ffi", "numpy"):
+    try:
+        print(f"{name}=={version(name)}")
+    except PackageNotFoundError:
+        print(re.search(rf'"({name}[<>=][^"]*)"', allowed)[1])
 PY
-) || fail "$python has no apache-tvm, apache-tvm-ffi and numpy; set PYTHON to one that has"
+)
+[ ${#requirements[@]} = 3 ] || fail "$python does not run; set PYTHON to a Python 3"
 
 downloads=$folder/downloads
 rm -rf "$folder"/{root,host,site,downloads,armpy,armld,ready}
@@ -91,10 +100,9 @@ get_tools() { # a static emulator and a linker, for this machine
 get_wheels() { # TVM and what it imports, for aarch64 Python 3.11; unpacked, never run on this machine
   local platforms=(--platform manylinux2014_aarch64) glibc
   for glibc in 17 24 27 28 34; do platforms+=(--platform "manylinux_2_${glibc}_aarch64"); done
-  # shellcheck disable=SC2086 # several words
   "${pip[@]}" download -qq --disable-pip-version-check --no-deps --only-binary=:all: \
     "${platforms[@]}" --python-version 3.11 --implementation cp --abi cp311 --abi abi3 --abi none \
-    -d "$downloads/wheels" $requirements ml_dtypes typing_extensions cloudpickle
+    -d "$downloads/wheels" "${requirements[@]}" ml_dtypes typing_extensions cloudpickle
   for wheel in "$downloads"/wheels/*.whl; do "$python" -m zipfile -e "$wheel" "$folder/site"; done
   # The runtime is enough, and imports in 2 s instead of 13 s.
   rm -f "$folder"/site/tvm/lib/libtvm_compiler.so "$folder"/site/tvm/lib/libtvm_runtime_cuda.so
