@@ -38,15 +38,23 @@ ROOT = Path(__file__).parents[1]
 @I.ir_module
 class RunningSum:
     @R.function
-    def main(x: R.Tensor(("n", 3), "float32"), total: R.Tensor((), "float32")):
+    def main(
+        x: R.Tensor(("n", 3), "float32"),
+        total: R.Tensor((), "float32"),
+        count: R.Tensor((), "float16"),
+    ):
         with R.dataflow():
-            more = R.add(total, R.sum(x))
-            result = (R.add(x, more), R.astype(x, "int32"), more)
+            more, steps = R.add(total, R.sum(x)), R.add(count, R.const(1, "float16"))
+            result = (R.add(x, more), R.astype(x, "int32"), R.astype(steps, "int64"), more, steps)
             R.output(result)
         return result
 
 
-STREAM = rq.with_state(RunningSum, [rq.StateValue("total", (), "float32", np.float32(5))])
+STATE = [
+    rq.StateValue("total", (), "float32", np.float32(5)),
+    rq.StateValue("count", (), "float16"),
+]
+STREAM = rq.with_state(RunningSum, STATE)
 
 
 @dataclass(frozen=True)
@@ -139,9 +147,10 @@ def test_example__state_and_free_sizes(program, tmp_path):
     program.export(STREAM, tmp_path / "deploy")
     for steps in (1, 4):
         words = (tmp_path / "deploy", "--steps", steps, tmp_path / "x.bin")
-        moved, whole = program.read(*words)
+        moved, whole, count = program.read(*words)
         np.testing.assert_array_equal(moved, x + 5 + 15 * steps)
         np.testing.assert_array_equal(whole, x.astype("int32"))
+        assert count == steps
 
 
 def test_example__says_what_is_wrong(program, tmp_path):

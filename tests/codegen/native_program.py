@@ -1,4 +1,4 @@
-"""Programs that run exported libraries without Python: `run_library.cc`, `run_stream.cc`."""
+"""Programs that run exported libraries without Python: `run_library.cc`."""
 
 from __future__ import annotations
 

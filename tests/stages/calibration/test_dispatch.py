@@ -242,12 +242,12 @@ def test_executor__what_is_none():
 
 
 @pytest.mark.slow
-def test_dask__a_local_cluster(tmp_path):
+def test_dask__a_cluster_of_two_processes(tmp_path):
     distributed = pytest.importorskip("distributed", reason="the extra dask is not installed")
     want = calibrated(tmp_path / "here", effort="fast")
     with (
         distributed.LocalCluster(
-            n_workers=1, threads_per_worker=2, processes=False, dashboard_address=None
+            n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None
         ) as cluster,
         distributed.Client(cluster) as client,
     ):
