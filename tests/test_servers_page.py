@@ -60,7 +60,7 @@ def test_triton__answers_requests(bundle, monkeypatch):
     ((output,), error) = right
     assert (output.name, error) == ("output0", None)
     np.testing.assert_allclose(output.values[0], rq.reference.run(MOD, DATA)[0], atol=1e-5)
-    assert "input 'x' of 'main' is float32 of shape (2, 3)" in str(refused[1])
+    assert "input 'x' of 'main' is float32 of shape (2, 3)" in refused[1].args[0]
 
 
 def test_kserve__answers_requests(bundle, monkeypatch):

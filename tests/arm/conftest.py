@@ -1,8 +1,8 @@
 """Tests on emulated Arm CPUs: the one machine they share.
 
-RELAYQUANT_ARM_ENV names a folder made by `tools/setup_arm.sh`, or one to make. Without it the folder is
-made in a temporary directory, which takes a minute and needs the network; without that the tests
-that run code are skipped.
+RELAYQUANT_ARM_ENV names a folder made by `tools/setup_arm.sh`, or one to make. Without it the
+folder is made in a temporary directory, which takes a minute and needs the network; without that
+the tests that run code are skipped.
 """
 
 from __future__ import annotations
