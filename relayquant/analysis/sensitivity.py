@@ -101,7 +101,8 @@ class SensitivityReport:
             qconfig = self.prepared.backend.default_qconfig
             effort = Effort(self.prepared.effort)
             base = QConfigMapping().set_global(apply_effort(qconfig, effort) if qconfig else None)
-        return add_float_lines(self.prepared, [row.name for row in self.rows[:keep]], base)
+        names = [row.name for row in self.rows[:keep]]
+        return add_lines(self.prepared, dict.fromkeys(names), base)
 
     def to_csv(self) -> str:
         """Comma-separated text with a header line."""
@@ -406,14 +407,13 @@ def join_batches(batches: Sequence[list[np.ndarray]]) -> list[np.ndarray]:
     return joined
 
 
-def add_float_lines(
+def add_lines(
     prepared: PreparedModel,
-    names: Sequence[str],
+    choices: Mapping[str, QConfig | None],
     mapping: QConfigMapping,
-    qconfig: QConfig | None = None,
     origins: Mapping[str, str] = {},
 ) -> QConfigMapping:
-    """Add lines to `mapping` that keep exactly these operators in float, or give them `qconfig`.
+    """Add lines to `mapping` that give exactly these operators, by name, a QConfig; None is float.
 
     `origins` says of some operators where their line comes from (`MappingRule.origin`).
 
@@ -422,7 +422,7 @@ def add_float_lines(
     name instead. Lines without effect are left out.
     """
     sites = find_sites(prepared.mod, prepared.plan)
-    for name in names:
+    for name, qconfig in choices.items():
         site = sites[name]
         line = MappingRule(Selector.MODULE_NAME, name, qconfig)
         added = mapping.set_module_name(name, qconfig)

@@ -41,13 +41,14 @@ from relayquant.flow.refine.guard import (
     finish_watching,
     holds_back,
     judge_look,
+    look_again,
     look_at_samples,
     pick_few,
     start_watching,
     warn_of_deviation,
     write_reverted,
 )
-from relayquant.flow.refine.prepared_edit import keep_in_float, review_prepared
+from relayquant.flow.refine.prepared_edit import Changes, change_operators, review_prepared
 from relayquant.flow.refine.search import open_search, start_search
 from relayquant.flow.refine.search_result import SearchOutcome
 from relayquant.flow.refine.speed import (
@@ -125,7 +126,8 @@ def quantize_model(
     qmod = run("guard", guard_module, calibrated, qmod, dataset, settings, sample)
     if not isinstance(dataset, StreamedDataset):
         return qmod
-    return run("guard", follow_streams, calibrated, qmod, dataset, settings, rebuild)
+    look = partial(look_again, calibrated, dataset, settings, sample)
+    return run("guard", follow_streams, calibrated, qmod, dataset, settings, rebuild, look)
 
 
 def keep_faster(
@@ -142,7 +144,7 @@ def keep_faster(
     parts = find_faster_parts(calibrated, qmod, stopwatch)
     best = time_first(calibrated, qmod, stopwatch)
     for names in list_trials(parts):
-        changed, module = rebuild(calibrated, names, dataset, settings)
+        changed, module = rebuild(calibrated, dict.fromkeys(names), dataset, settings)
         trial = time_beside(qmod, changed, module, names, stopwatch)
         if trial.is_faster_than(best) and accept(module):
             best = trial
@@ -178,25 +180,30 @@ def guard_module(
 def revert_operators(
     calibrated: PreparedModel, suspects: Suspects, dataset: Any, settings: QuantizeSettings
 ) -> Attempt:
-    """As few suspects in float as bring the outputs back: more until they follow, then fewer."""
+    """What brings the outputs back: ranges of the run time, where these suffice, else as few
+    suspects in float as do, more until they follow, then fewer.
+    """
 
-    def attempt(names: Sequence[str]) -> Attempt:
-        return suspects.judge(names, rebuild(calibrated, names, dataset, settings)[1])
+    def attempt(changes: Changes) -> Attempt:
+        return suspects.judge(changes, rebuild(calibrated, changes, dataset, settings)[1])
 
-    found = attempt(suspects.first)
+    for changes in suspects.list_milder():
+        if suspects.follows(found := attempt(changes)):
+            return found
+    found = attempt(dict.fromkeys(suspects.first))
     while more := suspects.add_more(found):
-        found = attempt(more)
+        found = attempt(dict.fromkeys(more))
     for name in suspects.list_spare(found):
-        fewer = attempt(found.without(name))
+        fewer = attempt(dict.fromkeys(found.without(name)))
         found = fewer if suspects.suffices(fewer, found) else found
     return found
 
 
 def rebuild(
-    calibrated: PreparedModel, names: Sequence[str], dataset: Any, settings: QuantizeSettings
+    calibrated: PreparedModel, changes: Changes, dataset: Any, settings: QuantizeSettings
 ) -> tuple[PreparedModel, tvm.IRModule]:
-    """(calibrated model, integer module) with operators in float; parameters stay as they are."""
-    changed = keep_in_float(calibrated, names, recalibrate(dataset, settings))
+    """(calibrated model, integer module) with other QConfigs; parameters stay as they are."""
+    changed = change_operators(calibrated, changes, recalibrate(dataset, settings))
     return changed, lower_prepared(changed)
 
 

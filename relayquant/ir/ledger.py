@@ -140,6 +140,7 @@ class GuardResult(PlainFields):
         deviates: Whether the outputs deviated with all of the plan quantized.
         operator: First operator with a wrong result. "" if the outputs did not deviate.
         reverted: Operators that were reverted to float.
+        ranged: Operators on integers that read their data's range at run time instead.
         sqnr_before, disagreement_before: The same numbers before operators were reverted.
         worst: SQNR of the worst sample alone in dB, within -999 and 999. None in ledgers of older
             versions.
@@ -181,6 +182,7 @@ class GuardResult(PlainFields):
     stream_sqnr: float | None = None
     answers: int = 0
     equal: int | None = None
+    ranged: tuple[str, ...] = ()
 
     @property
     def agreement(self) -> Agreement:
@@ -198,9 +200,17 @@ class GuardResult(PlainFields):
     def __str__(self) -> str:
         """One line."""
         seen = f"guard: {self.describe()}"
-        if self.reverted:
-            return f"{seen}; for that, back in float: {', '.join(self.reverted)}"
+        if changes := self.describe_changes():
+            return f"{seen}; for that, {'; '.join(changes)}"
         return f"{seen}; it starts at {self.operator}" if self.operator else seen
+
+    def describe_changes(self) -> list[str]:
+        """Describe what was done about outputs that deviated, as parts of a sentence."""
+        changes = (
+            ("back in float", self.reverted),
+            ("with ranges computed at run time", self.ranged),
+        )
+        return [f"{what}: {', '.join(names)}" for what, names in changes if names]
 
     def describe(self) -> str:
         """Describe the measurements, and what they say of other data."""
@@ -347,8 +357,7 @@ class Ledger(PlainFields):
             if self.guard.held_sqnr is not None and self.guard.held_back < self.guard.samples:
                 measured += f", on those held back {describe_sqnr(self.guard.held_sqnr)}"
             parts.append(f"outputs: {measured}")
-            if self.guard.reverted:
-                parts.append(f"back in float for that: {', '.join(self.guard.reverted)}")
+            parts += [f"for that, {change}" for change in self.guard.describe_changes()]
         parts += self.describe_floating()
         return "; ".join([*parts, "reasons and advice: relayquant.ledger(qmod)"])
 

@@ -31,7 +31,7 @@ from relayquant.analysis.sensitivity import (
     Metric,
     SensitivityReport,
     Simulation,
-    add_float_lines,
+    add_lines,
     apply_metric,
     find_rounding_operators,
     name_metric,
@@ -403,7 +403,7 @@ def recalibrate(
     floating = {row.name for row in ledger.floating}
     names = [op.name for op in prepared.plan.operators if op.quantized and op.name in floating]
     if names:
-        mapping = add_float_lines(prepared, names, mapping)
+        mapping = add_lines(prepared, dict.fromkeys(names), mapping)
         prepared = prepare(
             mod, params, data, qconfig_mapping=mapping, backend=backend, effort=Effort.FAST
         )

@@ -186,6 +186,39 @@ def test_quantize__what_drifts_goes_back_to_float():
     assert any(row.quantized for row in rq.ledger(off).rows)
 
 
+def make_smoother() -> object:
+    """A mean over time of products."""
+    x, h = (relax.Var(name, relax.TensorType((1, 8), "float32")) for name in "xh")
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x, h]):
+        with builder.dataflow():
+            weight = relax.const(RNG.standard_normal((8, 8)).astype("float32"))
+            part = builder.emit(relax.op.nn.relu(relax.op.matmul(x, weight)), "part")
+            kept = builder.emit(relax.op.multiply(h, relax.const(0.5)), "kept")
+            new = builder.emit(relax.op.add(part, kept), "new")
+            result = builder.emit_output(relax.Tuple([new, new]))
+        builder.emit_func_output(result)
+    return rq.with_state(builder.get(), [rq.StateValue("h", (1, 8), "float32")])
+
+
+def test_quantize__what_gets_quiet_has_its_range_at_run_time():
+    """The first half of a sequence is 200 times as loud as the second: a step of the calibrated
+    range is larger than all of that.
+    """
+    loudness = np.repeat([1.0, 0.005], 32)[:, None, None]
+    data = [
+        rq.SampleSequence((loudness * RNG.uniform(-1, 1, (64, 1, 8))).astype("float32"))
+        for _ in range(2)
+    ]
+    with pytest.warns(rq.AccuracyWarning, match="at run time, 1 operator: part"):
+        qmod = rq.quantize(make_smoother(), None, data, callbacks=())
+    ledger = rq.ledger(qmod)
+    assert (ledger.guard.ranged, ledger.guard.reverted) == (("part",), ())
+    assert ledger.guard.stream_sqnr > 20
+    assert "with ranges computed at run time: part" in str(ledger.guard)
+    assert [row.name for row in ledger.quantized if row.macs] == ["part"]
+
+
 def test_quantize__what_follows_says_how_far(quantized):
     _, qmod = quantized
     guard = rq.ledger(qmod).guard

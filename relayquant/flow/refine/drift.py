@@ -7,7 +7,7 @@ that errors add up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,12 +16,14 @@ import tvm
 from relayquant.analysis.outputs import GapSums, Interface, order_inputs
 from relayquant.analysis.sensitivity import find_rounding_operators
 from relayquant.codegen.eager import EagerModule
-from relayquant.config import Guard
+from relayquant.config import Guard, QConfig
 from relayquant.data import Batch, StreamedDataset
-from relayquant.errors import AccuracyWarning, format_count, warn_user
-from relayquant.flow.refine.guard import clip_decibels, find_promise
+from relayquant.errors import AccuracyWarning, warn_user
+from relayquant.flow.refine.guard import clip_decibels, describe_changes, find_promise
+from relayquant.flow.refine.prepared_edit import Changes
+from relayquant.flow.refine.run_time_ranges import find_run_time_qconfigs
 from relayquant.flow.settings import QuantizeSettings
-from relayquant.ir.ledger import read_ledger, write_ledger
+from relayquant.ir.ledger import GuardResult, read_ledger, write_ledger
 from relayquant.ir.state import get_state
 from relayquant.stages.prepared import PreparedModel
 
@@ -30,8 +32,8 @@ LONGEST, MOST = 256, 512
 #: Operators that are tried alone, each.
 TRIED = 16
 
-#: operators to put back into float -> the integer module
-Build = Callable[[Sequence[str]], tvm.IRModule]
+#: changes -> the integer module with them
+Build = Callable[[Changes], tvm.IRModule]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,18 +94,21 @@ def follow_streams(
     dataset: StreamedDataset,
     settings: QuantizeSettings,
     rebuild: Callable[..., tuple[PreparedModel, tvm.IRModule]],
+    look: Callable[[tvm.IRModule], GuardResult],
 ) -> tvm.IRModule:
     """Return the module with what was seen in its ledger. If it does not follow the float model to
-    the end of the sequences, the operators that cost most go back to float. Warns then.
+    the end of the sequences, products read their ranges at run time; if that is not enough, the
+    operators that cost most go back to float. Warns then.
 
     Args:
         dataset: Its sequences.
-        rebuild: Makes of (calibrated model, operators to keep in float, data set, settings) the
+        rebuild: Makes of (calibrated model, other QConfigs of operators, data set, settings) the
             model and its integer module.
+        look: What the guard sees of a module, on single steps.
     """
 
-    def build(names: Sequence[str]) -> tvm.IRModule:
-        return rebuild(calibrated, names, dataset, settings)[1]
+    def build(changes: Changes) -> tvm.IRModule:
+        return rebuild(calibrated, changes, dataset, settings)[1]
 
     guard, guarding = read_ledger(qmod).guard, settings.guarding
     is_off = guarding.find_action(calibrated.effort) is Guard.OFF or guard is None
@@ -113,21 +118,24 @@ def follow_streams(
     if meter is None:
         return qmod
     seen, wanted = meter.measure(qmod), guarding.target_sqnr
-    promise, found, chosen, best = find_promise(calibrated, settings), qmod, guard.reverted, seen
+    ranged = find_run_time_qconfigs(calibrated)
+    before: Changes = {name: ranged[name] for name in guard.ranged} | dict.fromkeys(guard.reverted)
+    promise, found, chosen, best = find_promise(calibrated, settings), qmod, before, seen
     if seen < wanted and not promise:
-        for names in rank_prefixes(meter, build, calibrated, guard.reverted):
-            module = build(names)
+        for changes in propose_changes(meter, build, calibrated, before, ranged):
+            module = build(changes)
             sqnr = meter.measure(module)
             if sqnr > best:
-                found, chosen, best = module, names, sqnr
+                found, chosen, best = module, changes, sqnr
             if best >= wanted:
                 break
+    new = {name: config for name, config in chosen.items() if before.get(name, "") != config}
+    back = [name for name, config in new.items() if config is None]
     if seen < wanted:
         done = f"Nothing is done about it{f': {promise}' if promise else ''}."
         if found is not qmod:
-            back = [name for name in chosen if name not in guard.reverted]
-            count = format_count(len(back), "operator")
-            done = f"Back in float, {count}: {', '.join(back)}. Now: {best:.1f} dB."
+            done = describe_changes(back, [name for name in new if name not in back])
+            done += f" Now: {best:.1f} dB."
         warn_user(
             "The integer model goes on from its own state and does not follow the float model to "
             f"the end of the sequences: {seen:.1f} dB SQNR in their last halves. {done} Longer "
@@ -136,8 +144,14 @@ def follow_streams(
             code="RQ401",
         )
     ledger = replace(read_ledger(found), speed=read_ledger(qmod).speed)
-    ledger = replace(ledger, guard=replace(guard, reverted=tuple(chosen), stream_sqnr=best))
-    for name in chosen if found is not qmod else ():
+    floating = tuple(name for name, config in chosen.items() if config is None)
+    kept = tuple(name for name in chosen if name not in floating)
+    if found is not qmod:
+        now, was = look(found), guard
+        guard = replace(now, sqnr_before=was.sqnr, disagreement_before=was.disagreement)
+    guard = replace(guard, reverted=floating, ranged=kept, stream_sqnr=best)
+    ledger = replace(ledger, guard=guard)
+    for name in floating if found is not qmod else ():
         ledger = ledger.with_refusal(
             name,
             f"reverted to float by the guard: quantized, {seen:.1f} dB SQNR at the end of "
@@ -147,16 +161,25 @@ def follow_streams(
     return write_ledger(found, ledger)
 
 
-def rank_prefixes(
-    meter: StreamMeter, build: Build, calibrated: PreparedModel, reverted: Sequence[str]
-) -> Iterator[tuple[str, ...]]:
-    """Yield ever more operators, those first that give most alone in float."""
+def propose_changes(
+    meter: StreamMeter,
+    build: Build,
+    calibrated: PreparedModel,
+    before: Changes,
+    ranged: Mapping[str, QConfig],
+) -> Iterator[Changes]:
+    """Yield ranges of the run time for all products, then ever more operators in float with that,
+    those first that give most alone.
+    """
+    start = {**ranged, **{name: config for name, config in before.items() if config is None}}
+    if start != before:
+        yield start
     operators = [operator.name for operator in find_rounding_operators(calibrated)]
-    names = [name for name in operators if name not in reverted][:TRIED]
-    alone = {name: meter.measure(build((*reverted, name))) for name in names}
+    names = [name for name in operators if start.get(name, "") is not None][:TRIED]
+    alone = {name: meter.measure(build({**start, name: None})) for name in names}
     order = sorted(names, key=lambda name: -alone[name])
     count = 1
     while count <= len(order):
-        yield (*reverted, *order[:count])
+        yield start | dict.fromkeys(order[:count])
         count += max(count // 2, 1)
-    yield (*reverted, *order)
+    yield start | dict.fromkeys(order)

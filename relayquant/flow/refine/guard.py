@@ -41,6 +41,8 @@ from relayquant.data import (
 )
 from relayquant.data.item import describe_inputs
 from relayquant.errors import AccuracyWarning, ConfigError, DataWarning, format_count, warn_user
+from relayquant.flow.refine.prepared_edit import Changes
+from relayquant.flow.refine.run_time_ranges import find_run_time_qconfigs
 from relayquant.flow.refine.search import rank_operators, search_simulated
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.agreement import MOST_DECIBELS
@@ -116,6 +118,18 @@ def finish_watching(
         return sample
     data = dataset if settings.validation_dataset is None else settings.validation_dataset
     return take_sample(prepared, data, settings.guarding)
+
+
+def look_again(
+    prepared: PreparedModel,
+    dataset: Any,
+    settings: QuantizeSettings,
+    sample: SpreadSample | None,
+    qmod: tvm.IRModule,
+) -> GuardResult:
+    """What the guard sees of a module that was changed after its look."""
+    kept = finish_watching(prepared, dataset, settings, sample)
+    return look_at_samples(prepared, qmod, kept, settings).summarize()
 
 
 # --- The verdict ------------------------------------------------------------------------------
@@ -430,17 +444,27 @@ def make_run(
 
 @dataclass(frozen=True, eq=False)
 class Attempt:
-    """An integer module with operators in float.
+    """An integer module with changes.
 
     Attributes:
-        names: The operators.
+        changes: What they are.
         module: The module.
         gaps: Of every output, on the samples that decide.
     """
 
-    names: tuple[str, ...]
+    changes: Changes
     module: tvm.IRModule
     gaps: list[OutputGap]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The operators in float."""
+        return tuple(name for name, qconfig in self.changes.items() if qconfig is None)
+
+    @property
+    def ranged(self) -> tuple[str, ...]:
+        """The operators that read their data's range at run time."""
+        return tuple(name for name, qconfig in self.changes.items() if qconfig is not None)
 
     def without(self, name: str) -> list[str]:
         """The operators but for one."""
@@ -461,8 +485,7 @@ class Suspects:
         settings: When outputs deviate.
         order: All operators, the most sensitive first.
         first: What to begin with.
-        is_arithmetic: Whether the simulated model follows the float model, so that only integers
-            deviate.
+        is_arithmetic: Whether the simulated model has the SQNR that the integer module lacks.
         bad: Samples that the operators are sought on.
         judged: Samples that decide.
     """
@@ -475,10 +498,27 @@ class Suspects:
     bad: Batches
     judged: Batches
 
-    def judge(self, names: Sequence[str], module: tvm.IRModule) -> Attempt:
-        """Compare a module that has these operators in float."""
-        gaps = measure_gaps(self.prepared.mod, module, self.judged)
-        return Attempt(tuple(names), module, gaps)
+    def judge(self, changes: Changes, module: tvm.IRModule) -> Attempt:
+        """Compare a module that has these changes."""
+        return Attempt(changes, module, measure_gaps(self.prepared.mod, module, self.judged))
+
+    def list_milder(self) -> list[Changes]:
+        """What may suffice without products in float: the first suspects, then all products, read
+        their data's range at run time. Suspects that cannot do so go to float, as they would.
+        """
+        ranged = {} if self.is_arithmetic else find_run_time_qconfigs(self.prepared)
+        if not ranged:
+            return []
+        few = {name: ranged.get(name) for name in self.first}
+        trials = [few] if any(few.values()) else []
+        return [*trials, {**dict.fromkeys(self.first), **ranged}]
+
+    def follows(self, attempt: Attempt) -> bool:
+        """Whether the outputs are as close to float as operators in float bring them."""
+        target = self.settings.target_sqnr
+        return not deviates(self.settings, attempt.gaps) and all(
+            gap.sqnr >= target for gap in attempt.gaps
+        )
 
     def add_more(self, attempt: Attempt) -> list[str]:
         """What to revert next; nothing where the outputs follow, or all is in float."""
@@ -520,11 +560,12 @@ def find_suspects(
     simulation = Simulation(prepared, open_dataset(bad, describe_inputs(prepared.mod)))
     judged = pick_typical(prepared, batches, gaps, plan_looks(prepared, guarding)[0])
     order = rank_operators(simulation, settings.events, math.inf)
-    is_arithmetic = simulation.sqnr(operators) >= guarding.target_sqnr
+    target = guarding.target_sqnr
+    is_arithmetic = simulation.sqnr(operators) >= target > min(gap.sqnr for gap in gaps)
     if is_arithmetic:
         first = [find_first_off(prepared, qmod, bad)]
     else:
-        first = search_simulated(simulation, mapping, order, guarding.target_sqnr, math.inf)
+        first = search_simulated(simulation, mapping, order, target, math.inf) or order[:1]
     return Suspects(prepared, guarding, order, first, is_arithmetic, bad, judged)
 
 
@@ -553,6 +594,7 @@ def write_reverted(
         deviates=True,
         operator=seen.operator,
         reverted=found.names,
+        ranged=found.ranged,
         sqnr_before=seen.sqnr,
         disagreement_before=seen.disagreement,
     )
@@ -564,9 +606,8 @@ def write_reverted(
             "relayquant.analysis.accumulator_report. guard=Guard.OFF silences this."
         )
     warn_user(
-        f"{describe_deviation(seen)} Back in float, {format_count(len(found.names), 'operator')}: "
-        f"{', '.join(found.names)}. Now: {guard.describe()}. "
-        f"{advice}",
+        f"{describe_deviation(seen)} {describe_changes(found.names, found.ranged)} Now: "
+        f"{guard.describe()}. {advice}",
         AccuracyWarning,
         code="RQ401",
     )
@@ -579,6 +620,15 @@ def write_reverted(
             "guard=Guard.OFF keeps it quantized",
         )
     return write_ledger(found.module, ledger)
+
+
+def describe_changes(reverted: Sequence[str], ranged: Sequence[str]) -> str:
+    """What was done about outputs that deviate, as sentences."""
+    lines = []
+    for what, names in (("Back in float", reverted), ("With ranges computed at run time", ranged)):
+        if names:
+            lines.append(f"{what}, {format_count(len(names), 'operator')}: {', '.join(names)}.")
+    return " ".join(lines)
 
 
 def deviates(settings: GuardSettings, gaps: Sequence[OutputGap]) -> bool:

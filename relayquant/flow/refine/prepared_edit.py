@@ -7,7 +7,7 @@ What `prepare` and `calibrate` give may wait, travel and be put together before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import tvm
 
-from relayquant.analysis.sensitivity import add_float_lines
+from relayquant.analysis.sensitivity import add_lines
 from relayquant.base.arguments import check_arguments
 from relayquant.base.plain_data import NamedSettings
 from relayquant.base.qtypes import QParams, Role
 from relayquant.base.storage.archive import Archive, read_archive, write_archive
 from relayquant.base.storage.files import reading
 from relayquant.base.storage.module_file import parse_module
-from relayquant.config import BackendConfig, DTypeConfig, QConfigMapping
+from relayquant.config import BackendConfig, DTypeConfig, QConfig, QConfigMapping
 from relayquant.config.observers import Observer
 from relayquant.errors import ConfigError, DataError, format_count
 from relayquant.ir.ledger import InterfaceValue
@@ -33,6 +33,9 @@ from relayquant.stages.calibration.weights.pick import pick_weight_parameters
 from relayquant.stages.conversion.partial import has_quantized_values
 from relayquant.stages.prepared import GroupStatistics, PreparedModel
 from relayquant.stages.simulation import build_calibration_graph
+
+#: another QConfig for some operators, by name; None is float
+Changes = Mapping[str, QConfig | None]
 
 FORMAT = "relayquant.prepared.1"
 MODULE = "module.json"
@@ -298,13 +301,13 @@ def read_statistics(
     return GroupStatistics(observer, observer.restore(group.info, found))
 
 
-def keep_in_float(
+def change_operators(
     prepared: PreparedModel,
-    names: Collection[str],
+    changes: Changes,
     calibrate: Callable[[PreparedModel], PreparedModel],
     origins: Mapping[str, str] = {},
 ) -> PreparedModel:
-    """The calibrated model with operators in float, and all parameters as they were picked.
+    """The calibrated model with these changes, and all other parameters as they were picked.
     `origins` gives reasons for the ledger (`MappingRule.origin`).
 
     A value of a new group takes the parameters that its former group had in the same format. Only
@@ -314,7 +317,7 @@ def keep_in_float(
         raise ConfigError(
             "The model lacks the QConfigMapping that it was prepared with.", code="RQ105"
         )
-    mapping = add_float_lines(prepared, list(names), prepared.mapping, origins=origins)
+    mapping = add_lines(prepared, changes, prepared.mapping, origins)
     wanted = {value.name for value in prepared.outputs if value.is_integer}
     plan = annotate(prepared.mod, prepared.backend, mapping, wanted)
     changed = replace(replace_plan(prepared, plan), mapping=mapping)

@@ -19,7 +19,7 @@ from relayquant.analysis.loader import load_integers
 from relayquant.analysis.sensitivity import (
     Metric,
     Simulation,
-    add_float_lines,
+    add_lines,
     apply_metric,
     find_rounding_operators,
     name_metric,
@@ -169,7 +169,7 @@ class ModuleSearch:
         """The mapping that puts these operators back to a dtype."""
         prepared = self.simulation.prepared
         wide = make_wide(prepared) if dtype == WIDE else None
-        return add_float_lines(prepared, names, self.base, wide)
+        return add_lines(prepared, dict.fromkeys(names, wide), self.base)
 
     def propose(self) -> Iterator[Choice]:
         """What to measure next, as long as few operators are not enough and there is time.
@@ -445,7 +445,7 @@ def find_remaining(
     prepared: PreparedModel, base: QConfigMapping, names: Sequence[str]
 ) -> list[OperatorPlan]:
     """Operators that still run on integers when these are in float: others may go with them."""
-    plan = annotate(prepared.mod, prepared.backend, add_float_lines(prepared, names, base))
+    plan = annotate(prepared.mod, prepared.backend, add_lines(prepared, dict.fromkeys(names), base))
     return [operator for operator in plan.operators if operator.quantized]
 
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from relayquant.analysis.own_error import OwnError, measure_own_errors
-from relayquant.analysis.sensitivity import add_float_lines
+from relayquant.analysis.sensitivity import add_lines
 from relayquant.config import QConfigMapping
-from relayquant.flow.refine.prepared_edit import keep_in_float
+from relayquant.flow.refine.prepared_edit import change_operators
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.dialect.cost import count_macs, static_dims
 from relayquant.ir.ledger import WIDE_ORIGIN
@@ -48,12 +48,12 @@ def keep_wide(
         prepared: A calibrated model with its mapping.
         batches: A few samples, inputs of the float model by name.
         settings: With `strict`, or integer inputs or outputs, nothing changes.
-        calibrate: See `keep_in_float`.
+        calibrate: See `change_operators`.
     """
     if settings.promises_integers:
         return prepared
     found = find_wide(prepared, batches)
-    return keep_in_float(prepared, list(found), calibrate, found) if found else prepared
+    return change_operators(prepared, dict.fromkeys(found), calibrate, found) if found else prepared
 
 
 def find_wide(
@@ -85,7 +85,7 @@ def may_move(prepared: PreparedModel, names: Sequence[str]) -> bool:
     """Whether these operators, and all that go to float with them, take little time in float, and
     the user asked for none of them by type or name.
     """
-    mapping = add_float_lines(prepared, names, prepared.mapping or QConfigMapping())
+    mapping = add_lines(prepared, dict.fromkeys(names), prepared.mapping or QConfigMapping())
     changed = annotate(prepared.mod, prepared.backend, mapping)
     graph = Graph(prepared.mod)
     moved = find_quantized(prepared.plan) - find_quantized(changed)

@@ -32,7 +32,7 @@ from relayquant.flow.refine.guard import (
     plan_looks,
     take_sample,
 )
-from relayquant.flow.refine.prepared_edit import keep_in_float
+from relayquant.flow.refine.prepared_edit import change_operators
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.ledger import Ledger
 from relayquant.ir.rewrite import rewrite_main
@@ -166,12 +166,12 @@ def test_guard__names_the_first_value_that_is_off(digits, broken):
     assert find_first_off(prepared, qmod, [{"image": digits[2][0][:4]}]) == BROKEN
 
 
-def test_keep_in_float__a_value_without_any_is_calibrated(digits, broken):
+def test_change_operators__a_value_without_any_is_calibrated(digits, broken):
     prepared, _ = broken
     known = {k: v for k, v in prepared.parameters.items() if k != "conv1/relu"}
     bare = replace(prepared, parameters=known)
-    changed = keep_in_float(
-        bare, ["logits"], lambda model: rq.calibrate(model, digits[2], observer=clip_one)
+    changed = change_operators(
+        bare, {"logits": None}, lambda model: rq.calibrate(model, digits[2], observer=clip_one)
     )
     assert changed.parameters.keys() == {group.key for group in changed.plan.groups}
 
@@ -415,6 +415,10 @@ def test_find_first_off__zero_points_are_taken_off():
     assert find_first_off(prepared, qmod, data, decibels=99.0) == "a"
 
 
+RANGED = rq.QConfig(
+    rq.TensorConfig(rq.QSpec("uint8", is_dynamic=True)),
+    rq.get_backend_config().default_qconfig.weight,
+)
 #: Operators by their damage, the worst first.
 ORDER = tuple(f"o{i}" for i in range(12))
 
@@ -425,13 +429,13 @@ def revert(monkeypatch):
     of the outputs. Returns what it returns, and all that was tried.
     """
 
-    def run(gap, simulated=("o8",), off=()):
+    def run(gap, simulated=("o8",), off=(), ranged=()):
         tried: list[tuple[str, ...]] = []
         others = iter([*off, *[""] * 20])
 
-        def rebuild(calibrated, names, dataset, settings):
-            tried.append(tuple(names))
-            return None, tried[-1]
+        def rebuild(calibrated, changes, dataset, settings):
+            tried.append(tuple(changes) if None in changes.values() else dict(changes))
+            return None, tuple(changes)
 
         for name, stand_in in {
             "rank_operators": lambda *_: list(ORDER),
@@ -440,6 +444,7 @@ def revert(monkeypatch):
             "measure_gaps": lambda *_: [gap(set(tried[-1]))],
             "Simulation": lambda *_: SimpleNamespace(sqnr=lambda _: 99.0 if off else 0.0),
             "find_rounding_operators": lambda *_: [],
+            "find_run_time_qconfigs": lambda _: dict.fromkeys(ranged, RANGED),
             "count_all_macs": lambda *_: 0,
             "pick_bad": lambda *_: [],
             "plan_looks": lambda *_: [8],
@@ -449,12 +454,12 @@ def revert(monkeypatch):
             monkeypatch.setattr(guard, name, stand_in)
         monkeypatch.setattr(pipeline, "rebuild", rebuild)
         prepared = SimpleNamespace(mod=None, mapping=rq.QConfigMapping())
-        look = SimpleNamespace(batches=[], gaps=[])
+        look = SimpleNamespace(batches=[], gaps=[OutputGap(0.0)])
         suspects = guard.find_suspects(prepared, None, look, QuantizeSettings())
         found = pipeline.revert_operators(prepared, suspects, None, QuantizeSettings())
         # The module and the gaps are those of the names.
-        assert found.module == found.names
-        assert found.gaps == [gap(set(found.names))]
+        assert found.module == tuple(found.changes)
+        assert found.gaps == [gap(set(found.changes))]
         assert suspects.is_arithmetic == bool(off)
         return found.names, tried
 

@@ -16,7 +16,7 @@ from float_models import draw_batches, residual_model
 
 import relayquant as rq
 from relayquant.config import BiasCorrection, FitSettings, WeightRounding
-from relayquant.flow.refine.prepared_edit import keep_in_float, replace_plan
+from relayquant.flow.refine.prepared_edit import change_operators, replace_plan
 
 DATA = draw_batches(residual_model(), 6)
 NEAREST = FitSettings(WeightRounding.NEAREST, BiasCorrection.NONE)
@@ -186,9 +186,9 @@ def test_replace__what_is_not_possible(key, spec, message):
         replace_plan(prepared, prepared.plan.replace(key, spec=spec))
 
 
-def test_keep_in_float__the_rest_keeps_its_parameters():
+def test_change_operators__the_rest_keeps_its_parameters():
     prepared = rq.calibrate(prepare(rq.observers.MinMax()), DATA, order=rq.config.Order.PARALLEL)
-    edited = keep_in_float(prepared, ["two"], lambda model: rq.calibrate(model, DATA))
+    edited = change_operators(prepared, {"two": None}, lambda model: rq.calibrate(model, DATA))
     assert not edited.plan.operator("two").quantized
     assert prepared.plan.operator("two").quantized
     assert edited.parameters["stem"] == prepared.parameters["stem"]

@@ -1,0 +1,57 @@
+"""Products that read their data's range at run time, as a step before float."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tvm import relax
+
+import relayquant as rq
+from relayquant.config import Granularity
+from relayquant.flow.refine.run_time_ranges import find_run_time_qconfigs
+from tests.float_models import build_model
+
+RNG = np.random.default_rng(3)
+
+
+def make_products(batch: int):
+    """A convolution, and a product of its flattened result."""
+
+    def body(emit, x):
+        weight = relax.const(RNG.standard_normal((4, 3, 3, 3)).astype("float32"))
+        y = emit("conv", relax.op.nn.conv2d(x, weight, padding=1))
+        return emit.dense("dense", emit("flat", relax.op.reshape(y, (batch, 256))), 4)
+
+    return build_model(body, (batch, 3, 8, 8))
+
+
+@pytest.mark.parametrize("backend", ["x86", "arm"])
+def test_find_run_time_qconfigs__a_sample_never_sees_its_neighbours(backend):
+    """A product has a range for each row; a convolution has one for its tensor, so only where that
+    is one sample.
+    """
+    found = [
+        find_run_time_qconfigs(rq.prepare(make_products(batch), backend=backend))
+        for batch in (1, 2)
+    ]
+    ranges = [{k: v.activation.spec.granularity for k, v in one.items()} for one in found]
+    assert ranges == [
+        {"conv": Granularity.PER_TENSOR, "dense": Granularity.PER_ROW},
+        {"dense": Granularity.PER_ROW},
+    ]
+
+
+def test_guard__loud_and_quiet_samples():
+    """Samples whose loudness differs a thousand times follow the float model, all on integers."""
+    mod = make_products(1)
+    loud = np.geomspace(1e-2, 10, 32)[:, None, None, None, None]
+    data = [*(loud * RNG.uniform(-1, 1, (32, 1, 3, 8, 8))).astype("float32")]
+    with pytest.warns(rq.AccuracyWarning, match="With ranges computed at run time, 2 operators"):
+        qmod = rq.quantize(mod, None, data, callbacks=())
+    guard = rq.ledger(qmod).guard
+    assert (guard.ranged, guard.reverted) == (("conv", "dense"), ())
+    assert [row.name for row in rq.ledger(qmod).quantized if row.macs] == ["conv", "dense"]
+    run, want = rq.Executor(rq.compile(qmod)), rq.Executor(rq.compile(mod))
+    for batch in data:
+        got, expected = run.run("main", [batch])[0], want.run("main", [batch])[0]
+        assert np.sum((got - expected) ** 2) < 0.01 * np.sum(expected**2)
