@@ -101,7 +101,8 @@ def quantize(
             keeping them in float.
         checkpoint, workers: See `calibrate`.
         guard: What happens if the integer model deviates from the float model on samples of the
-            data. None: operators that cause it are reverted to float, with a warning. With effort
+            data. None: operators that cause it read their data's range at run time or, if that is
+            not enough, are reverted to float, with a warning. With effort
             "fast", or if the model deviates only slightly, there is only the warning. See `Guard`,
             `GuardSettings`.
         metric: `(float outputs, quantized outputs) -> float`, higher is better. Both are lists with
