@@ -33,8 +33,9 @@ FOLD_CYCLES, MOST_FOLDED = 6.0, 32
 #: Cycles for loading a tile from the second-level cache. Weights of a panel of up to this many
 #: bytes stay in the first.
 FAR_LOAD_CYCLES, NEAR_BYTES = 24, 16 * 1024
-#: Weights of more bytes come from the last-level cache in each run, a byte in so many cycles.
-SECOND_CACHE_BYTES, FAR_BYTE_CYCLES = 2 * 1024 * 1024, 0.12
+#: Weights of more bytes come from the last-level cache in each run: a byte in so many cycles, if
+#: they are read once and if they are read for several blocks of pixels.
+SECOND_CACHE_BYTES, FAR_BYTE_CYCLES = 2 * 1024 * 1024, (0.12, 0.13)
 #: Cycles for loading a tile of pixels, some of which are in the second-level cache.
 PIXEL_LOAD_CYCLES = 12
 #: Fewest steps of a block for which its products and the stores of the last block overlap.
@@ -217,8 +218,8 @@ class TiledPlan(ConvPlan):
         blocks, panels = ceil_div(self.image_tiles, tile.rows), ceil_div(self.vectors, tile.blocks)
         cycles = blocks * self.count_block_cycles(tile)
         panel = self.steps * tile.blocks * self.chunk_words * self.unit.row_bytes
-        if self.groups * panels * panel > SECOND_CACHE_BYTES:  # the first block waits for them
-            cycles += max(panel * FAR_BYTE_CYCLES - self.count_block_cycles(tile), 0)
+        if self.groups * panels * panel > SECOND_CACHE_BYTES:
+            cycles = max(cycles, panel * FAR_BYTE_CYCLES[blocks > 1])
         return images * self.groups * panels * cycles
 
     def count_block_cycles(self, tile: Tile) -> float:
