@@ -1,5 +1,6 @@
 """How Sphinx makes the site of these pages: `sphinx-build -W docs build/docs`."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -52,5 +53,13 @@ class OperatorTable(SphinxDirective):
         return self.parse_text_to_nodes(format_table())
 
 
+def stay_inside(app: Sphinx, page: str, source: list[str]) -> None:
+    """Links to the repository's README and tutorials lead to what the site has of them."""
+    inside = {"tutorials": "/tutorials/index.rst", "README.md": "/index.md"}
+    link = r"\]\((?:\.\./)+(tutorials|README\.md)\)"
+    source[0] = re.sub(link, lambda found: f"]({inside[found[1]]})", source[0])
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("source-read", stay_inside)
     app.add_directive("operator-table", OperatorTable)

@@ -155,6 +155,39 @@ def test_code__runs(page, tmp_path, monkeypatch):
         exec(compile(text, page, "exec"), names)
 
 
+#: What only points at things, or is no word of the field, and what to write.
+VAGUE = {
+    "that of": "the noun",
+    "those of": "the noun",
+    "the one that": "the noun",
+    "in vain": "without effect",
+    "takes the place of": "replaces",
+    "is said": "is named",
+    "comes to": "is",
+    "what it takes": "what is needed",
+    "have to be those": "must be the",
+}
+
+
+def list_sentences(page: str) -> list[str]:
+    """Sentences of a page outside of code, tables and headings; code is one word."""
+    text = re.sub(r"^```.*?^```", "", ALL_PAGES[page].read_text("utf-8"), flags=re.M | re.S)
+    text = re.sub(r"<!-- (\w+): begin -->.*?<!-- \1: end -->", "", text, flags=re.S)
+    text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`\n]*`", "Code", text))
+    parts = [" ".join(part.split()) for part in re.split(r"\n\s*\n|\n(?=[-|#])", text)]
+    prose = [part for part in parts if part and part[0] not in "#|<"]
+    return [sentence for part in prose for sentence in re.split(r"(?<=[.!?:]) (?=[A-Z\[])", part)]
+
+
+@pytest.mark.parametrize("page", ALL_PAGES)
+def test_sentences__are_plain(page):
+    """One fact in each, said of a noun. More is in tables."""
+    sentences = list_sentences(page)
+    assert [each for each in sentences if len(each.split()) > 40] == []
+    found = {(word, each) for each in sentences for word in VAGUE if f" {word} " in each}
+    assert {(word, f"write: {VAGUE[word]}", each) for word, each in found} == set()
+
+
 def read_sections() -> dict[str, tuple[str, str]]:
     """Public name -> (its directive, its examples): the sections of the pages of all names."""
     sections: dict[str, tuple[str, str]] = {}
@@ -295,6 +328,23 @@ def test_site__builds_without_warnings(tmp_path: Path) -> None:
     assert "<code" in (site / "reference" / "operators.html").read_text("utf-8").split("<table")[1]
     for script in sorted((ROOT / "tutorials").glob("[0-9]*.py")):
         assert (site / "tutorials" / f"{script.stem}.html").is_file()
+    assert list_dead_links(site) == []
+
+
+def list_dead_links(site: Path) -> list[str]:
+    """Links within the site to pages, pictures or places that it does not have."""
+    texts = {path: path.read_text("utf-8") for path in site.rglob("*.html")}
+    places = {path: set(re.findall(r'\bid="([^"]+)"', text)) for path, text in texts.items()}
+    dead = []
+    for path, text in texts.items():
+        for link in re.findall(r'(?:href|src)="([^"]+)"', text):
+            if re.match(r"\w+:|#?$", link) or path.name in ("genindex.html", "search.html"):
+                continue
+            file, _, place = link.partition("#")
+            other = (path.parent / file.partition("?")[0]).resolve() if file else path
+            if not other.exists() or (place and place not in places.get(other, {place})):
+                dead.append(f"{path.relative_to(site)}: {link}")
+    return dead
 
 
 def test_rooms__are_drawn_from_the_imports():
