@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
 import relayquant as rq
 from relayquant.base.storage.files import check_writable, decode_json, read_text, reading
+from relayquant.base.storage.module_file import ARCHIVE_SUFFIX
+from relayquant.cli.files import JSON_SUFFIX
 from relayquant.config import BackendConfig
 from relayquant.errors import ConfigError, DataError
+from relayquant.plots.collect import CommandWords
 from relayquant.stages.backends import resolve_backend
 
 #: bytes; the largest built-in backend has a tenth of this
@@ -61,3 +65,21 @@ def check_options(
     for path in outputs:
         if path is not None:
             check_writable(path)
+
+
+def name_words(options: argparse.Namespace, qmodel: Path | None) -> CommandWords:
+    """Return the words of the commands that a report proposes.
+
+    Args:
+        options: Parsed options with MODEL and `--data`.
+        qmodel: The quantized module's file. None if there is none.
+    """
+    if qmodel is not None and qmodel.suffix not in (ARCHIVE_SUFFIX, JSON_SUFFIX):
+        qmodel = None  # a library, which no other command takes
+    data = shlex.quote(str(options.data))
+    if options.preprocess is not None:
+        data += f" --preprocess {shlex.quote(options.preprocess)}"
+    default = CommandWords()
+    module = default.qmodel if qmodel is None else shlex.quote(str(qmodel))
+    library = shlex.quote(str((qmodel or options.model).with_suffix(".so")))
+    return CommandWords(shlex.quote(str(options.model)), module, data, library)

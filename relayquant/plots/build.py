@@ -85,19 +85,33 @@ def report(
         callbacks: Called with progress.
 
     Raises:
-        MissingDependencyError: Jinja2, grandalf or matplotlib is not installed.
+        MissingDependencyError: Jinja2 or grandalf is not installed.
         ModelError: `qmod` was not made from `mod`.
         ConfigError: `samples` < 1, or the metric returns no number.
         DataError: the data does not fit the model.
     """
-    if samples < 1:
-        raise ConfigError(f"report: samples is {samples}; allowed: 1 or more.", code="RQ101")
-    if metric is not None:
-        check_metric(metric)
-    check_installed()
-    mod, params = split_model(mod, params)
     rival = None if other is None else bind_model(other)
     settings = ReportSettings(metric, latency, rival, samples, rank, backend, title)
+    return build_report(mod, params, qmod, dataset, settings, callbacks)
+
+
+def build_report(
+    mod: Model,
+    params: Mapping[str, Any] | None,
+    qmod: Model,
+    dataset: Any,
+    settings: ReportSettings,
+    callbacks: Iterable[Callback] | Callback = (),
+) -> Report:
+    """Measure and render. Arguments and errors as for `report`."""
+    if settings.samples < 1:
+        raise ConfigError(
+            f"report: samples is {settings.samples}; allowed: 1 or more.", code="RQ101"
+        )
+    if settings.metric is not None:
+        check_metric(settings.metric)
+    check_installed()
+    mod, params = split_model(mod, params)
     data = collect_report(
         mod, bind_model(qmod), dataset, params, settings, CallbackList.of(callbacks)
     )

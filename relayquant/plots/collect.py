@@ -6,7 +6,7 @@ comes from functions of `relayquant.analysis`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -42,7 +42,7 @@ from relayquant.base.runtime import LoadModule, Machine, as_tensor, count_cores
 from relayquant.codegen.eager import EagerModule
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.config import BackendConfig, Effort
-from relayquant.data import Dataset, count_samples, open_dataset, take_samples
+from relayquant.data import Batch, Dataset, count_samples, open_dataset, take_samples
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError
 from relayquant.flow.evaluation import align_modules, sensitivity
@@ -150,11 +150,12 @@ class Suggestion:
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """The user's metric of both models."""
+    """The user's metric of both models, on all `samples` of the data."""
 
     name: str
     floating: float
     integer: float
+    samples: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,6 +168,22 @@ class OtherView:
     score: Score | None = None
 
 
+@dataclass(frozen=True)
+class CommandWords:
+    """The words of a command line that make a report's commands ready to be pasted.
+
+    Attributes:
+        model, qmodel: The files.
+        data: The data, with `--preprocess` for pictures.
+        library: The file that is proposed for the compiled model.
+    """
+
+    model: str = "MODEL"
+    qmodel: str = "QMODEL"
+    data: str = "DATA"
+    library: str = "model.so"
+
+
 @dataclass(frozen=True, eq=False)
 class ReportData:
     """What a report shows.
@@ -177,6 +194,7 @@ class ReportData:
         latencies: Times of "float", "int8" and "other", if measured.
         no_ranking: Why there is no `ranking`.
         other: None if there is no other module to compare with.
+        words: Of the commands on the page.
     """
 
     title: str
@@ -193,6 +211,17 @@ class ReportData:
     no_ranking: str = ""
     suggestion: Suggestion | None = None
     other: OtherView | None = None
+    words: CommandWords = CommandWords()
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The shares of operators and of multiply-adds on integers."""
+        quantized = [view for view in self.operators if view.row.quantized]
+        macs = sum(view.macs for view in self.operators)
+        shares = {"operators": len(quantized) / max(len(self.operators), 1)}
+        if macs:
+            shares["multiply-adds"] = sum(view.macs for view in quantized) / macs
+        return shares
 
 
 @dataclass(frozen=True)
@@ -206,6 +235,7 @@ class ReportSettings:
     rank: bool = True
     backend: BackendConfig | str | None = None
     title: str = ""
+    words: CommandWords = CommandWords()
 
 
 def collect_report(
@@ -229,7 +259,13 @@ def collect_report(
     shown = open_dataset(batches, data.inputs)
     sampler = Sampler(len(batches))
     load_module = bind_loader(shown, compile_draft)
-    compared = run("compare", compare_modules, canonical, quantized, shown, load_module, sampler)
+
+    def count(task: str) -> Iterator[Batch]:
+        return callbacks.follow(task, shown, shown.length, "batch")
+
+    compared = run(
+        "compare", compare_modules, canonical, quantized, count("compare"), load_module, sampler
+    )
     interface = Interface.of(quantized)
     integers = [interface.to_inputs(batch) for batch in shown]
     sums = run("accumulators", measure_sums, quantized, integers)
@@ -258,8 +294,10 @@ def collect_report(
     if metric is not None:
         score = run("metric", apply_to_data, metric, canonical, quantized, data, load_deployed)
     if beside is not None:
-        compared_other = run("compare", compare_modules, *beside, shown, load_module)
+        batches = count("compare the other")
+        compared_other = run("compare", compare_modules, *beside, batches, load_module)
         view = view_other(beside, compared_other, metric, data)
+    findings = run("check data", lint, mod, params, shown)
     return ReportData(
         settings.title,
         ledger,
@@ -267,7 +305,7 @@ def collect_report(
         compared,
         (count_constant_bytes(canonical), count_constant_bytes(quantized)),
         tuple(find_worst_samples(compared.outputs, shown)),
-        tuple(f for f in lint(mod, params, shown) if f.severity is not Severity.INFO),
+        tuple(found for found in findings if found.severity is not Severity.INFO),
         score,
         latencies,
         sums,
@@ -275,6 +313,7 @@ def collect_report(
         no_ranking,
         suggestion,
         view,
+        settings.words,
     )
 
 
@@ -504,8 +543,9 @@ def apply_to_data(
     """Apply the user's metric to both models, on all of the data."""
     floating, integer = EagerModule(mod), load_module(quantized)
     interface = Interface.of(quantized)
-    expected, got = [], []
+    expected, got, samples = [], [], 0
     for batch in data:
+        samples += count_samples(batch)
         expected.append(floating.run("main", order_inputs(mod, batch)))
         inputs = order_inputs(quantized, interface.to_inputs(batch))
         got.append(interface.to_real(integer.run("main", inputs)))
@@ -513,6 +553,7 @@ def apply_to_data(
         name_metric(metric),
         apply_metric(metric, expected, expected),
         apply_metric(metric, expected, got),
+        samples,
     )
 
 

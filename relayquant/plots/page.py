@@ -1,53 +1,44 @@
 """The data of a report -> one HTML file that needs nothing else.
 
-The page is `page/report.html.jinja` with its style and its script. Plots of the whole model are
-made by matplotlib. The page's script draws plots of one operator from its numbers. Names in models
-may hold anything: Jinja2 escapes every text, and the script inserts text only as text.
+The page is `page/report.html.jinja` with its style and its script. Charts of the whole model are
+lists whose marks have their place from CSS, so that they fit any width and are printed. The page's
+script sorts them, and draws plots of one operator from its numbers. Names in models may hold
+anything: Jinja2 escapes every text, and the script inserts text only as text.
 """
 
 from __future__ import annotations
 
 import base64
-import io
 import json
 import math
-import re
+import struct
+import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from importlib import import_module, resources
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 
 from relayquant.config import OverflowBound
 from relayquant.errors import MissingDependencyError, format_count
+from relayquant.ir.agreement import describe_sqnr
 from relayquant.ir.ledger import Ledger
 from relayquant.plots.collect import OperatorView, OtherView, ReportData
 from relayquant.plots.layout import HEIGHT, WIDTH, lay_out
-from relayquant.plots.pictures import (
-    FAINT,
-    INK,
-    OTHER_SERIES,
-    SERIES,
-    drawing,
-    plot_error_by_depth,
-    plot_latency,
-    plot_sensitivity,
-)
 from relayquant.plots.terminal_table import shorten_middle
-from relayquant.plots.text import list_findings
+from relayquant.plots.text import LOW_SQNR, list_findings
+from relayquant.plots.verdict import Grade, Verdict
 
-#: colour of a plot -> variable of the page's style that replaces it
-THEME = {INK: "var(--ink)", SERIES: "var(--series)", OTHER_SERIES: "var(--other)"}
-THEME |= {FAINT: "var(--faint)"}
 #: module -> its package
-NEEDED = {"jinja2": "Jinja2", "grandalf": "grandalf", "matplotlib": "matplotlib"}
+NEEDED = {"jinja2": "Jinja2", "grandalf": "grandalf"}
 #: dB: a box gets the colour of the first bound above its value
 ERROR_BOUNDS = (10.0, 15.0, 20.0, 30.0)
 #: share of the run time: a box gets the colour of the first bound below its operator's share
 TIME_BOUNDS = (0.10, 0.05, 0.02, 0.005)
-NAMESPACES = {"": "http://www.w3.org/2000/svg", "xlink": "http://www.w3.org/1999/xlink"}
+#: dB between two ticks of the chart of errors, and the most parts that its axis has
+TICK, MOST_TICKS = 10, 7
 #: letters of a name that fit into a box
 BOX_LETTERS = 24
 
@@ -56,7 +47,7 @@ def render_report(data: ReportData) -> str:
     """Render the page.
 
     Raises:
-        MissingDependencyError: Jinja2, grandalf or matplotlib is not installed.
+        MissingDependencyError: Jinja2 or grandalf is not installed.
     """
     check_installed()
     from jinja2 import Environment, StrictUndefined
@@ -69,20 +60,17 @@ def render_report(data: ReportData) -> str:
         "percent": show_share,
         "size": show_bytes,
         "count": format_count,
+        "sqnr": describe_sqnr,
     }
     template = environment.from_string(read_page("report.html.jinja"))
     suggestion = data.suggestion
     return template.render(
         data=data,
         rows=[describe_operator(view) for view in data.operators],
-        shares=count_shares(data),
+        verdict=Verdict.of(data),
         notes=list_findings(data.ledger),
         graph=describe_graph(data),
-        depth=draw(plot_error_by_depth, data.compare) if data.compare.rows else "",
-        ranking=draw(plot_sensitivity, data.ranking)
-        if data.ranking is not None and data.ranking.rows
-        else "",
-        latency=draw(plot_latency, data.latencies) if data.latencies else "",
+        chart=chart_errors(data),
         samples=[(view, [encode_image(image) for image in view.images]) for view in data.samples],
         patch=json.dumps(suggestion.mapping, indent=1) if suggestion else "",
         differences=compare_configurations(data, data.other) if data.other else [],
@@ -97,7 +85,7 @@ def check_installed() -> None:
     """Check that everything that a report needs is installed, before anything takes time.
 
     Raises:
-        MissingDependencyError: Jinja2, grandalf or matplotlib is not installed.
+        MissingDependencyError: Jinja2 or grandalf is not installed.
     """
     for module, package in NEEDED.items():
         try:
@@ -215,16 +203,6 @@ def describe_operator(view: OperatorView) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if value not in (None, "", [])}
 
 
-def count_shares(data: ReportData) -> dict[str, float]:
-    """Count the shares of operators, multiply-adds and measured time on integers."""
-    quantized = [view for view in data.operators if view.row.quantized]
-    macs = sum(view.macs for view in data.operators)
-    shares = {"operators": len(quantized) / max(len(data.operators), 1)}
-    if macs:
-        shares["multiply-adds"] = sum(view.macs for view in quantized) / macs
-    return shares
-
-
 def compare_configurations(data: ReportData, other: OtherView) -> list[dict[str, Any]]:
     """Return a line for each operator that differs between both, the largest difference of SQNR
     first.
@@ -325,49 +303,86 @@ def grade_time(view: OperatorView, total: float) -> int | str:
     return next(grades, len(TIME_BOUNDS))
 
 
-# --- Pictures -----------------------------------------------------------------------------------
+# --- Charts and pictures ------------------------------------------------------------------------
 
 
-def draw(plot: Any, measured: Any) -> Any:
-    """Draw a plot as SVG to embed in a page, in the colours of the page's theme."""
-    figure, text = plot(measured), io.StringIO()
-    with drawing():
-        figure.savefig(
-            text, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
-        )
-    return mark_safe(adapt_svg(text.getvalue(), plot.__name__))
+@dataclass(frozen=True)
+class ErrorChart:
+    """A chart with a row for each operator.
 
-
-def adapt_svg(svg: str, name: str) -> str:
-    """Adapt an SVG file to a page.
-
-    Its names get the plot's name as prefix, because a page holds several plots. Its colours become
-    those of the page's theme.
+    Attributes:
+        ticks: Numbers on the axis, dB.
+        rows: In the order of the ledger.
+        low: The place of `LOW_SQNR`, in percent of the width. None if it is outside.
     """
-    root = ElementTree.fromstring(svg)
-    for element in root.iter():
-        for key, value in element.attrib.items():
-            if key == "id":
-                value = f"{name}-{value}"
-            value = re.sub(r"^#|(?<=url\()#", f"#{name}-", value) if "#" in value else value
-            if key == "style":
-                value = re.sub(r"#[0-9a-f]{6}\b", lambda m: THEME.get(m[0], m[0]), value)
-            element.set(key, value)
-    # matplotlib's metadata, which names its web site
-    for child in [child for child in root if child.tag.endswith("metadata")]:
-        root.remove(child)
-    for prefix, address in NAMESPACES.items():
-        ElementTree.register_namespace(prefix, address)
-    return ElementTree.tostring(root, encoding="unicode")
+
+    ticks: tuple[int, ...]
+    rows: tuple[ChartRow, ...]
+    low: float | None
+
+    def place(self, decibels: float) -> float:
+        """Return the place of a number, in percent of the width."""
+        first, last = self.ticks[0], self.ticks[-1]
+        return round(100 * (decibels - first) / (last - first), 2)
+
+
+@dataclass(frozen=True)
+class ChartRow:
+    """One operator: its position in the ledger, and (kind, place in percent) of each mark."""
+
+    index: int
+    name: str
+    marks: tuple[tuple[str, float], ...]
+    damage: float
+
+
+def chart_errors(data: ReportData) -> ErrorChart | None:
+    """Lay out the chart of errors. None if nothing has a finite error."""
+    measured = [list_errors(view) for view in data.operators]
+    values = [value for row in measured for value in row.values() if math.isfinite(value)]
+    if not values:
+        return None
+    first = TICK * math.floor(min(*values, LOW_SQNR) / TICK)
+    last = max(TICK * math.ceil(max(values) / TICK), first + TICK)
+    step = TICK * max(1, -(-(last - first) // (MOST_TICKS * TICK)))
+    last = first + step * -(-(last - first) // step)
+    chart = ErrorChart(tuple(range(first, last + 1, step)), (), None)
+    rows = []
+    for index, (view, errors) in enumerate(zip(data.operators, measured, strict=True)):
+        marks = [(k, chart.place(v)) for k, v in errors.items() if math.isfinite(v)]
+        damage = [v for k in ("outputs", "alone", "value") if (v := errors.get(k)) is not None]
+        if errors:
+            rows.append(ChartRow(index, view.row.name, tuple(marks), min(damage[0], 999.0)))
+    return replace(chart, rows=tuple(rows), low=chart.place(LOW_SQNR))
+
+
+def list_errors(view: OperatorView) -> dict[str, float]:
+    """Return kind -> dB of the measured errors of an operator."""
+    error = view.error
+    found = {
+        "value": None if error is None else error.sqnr,
+        "alone": None if error is None else error.isolated,
+        "outputs": view.score,
+    }
+    return {kind: value for kind, value in found.items() if value is not None}
 
 
 def encode_image(image: np.ndarray) -> str:
-    """Encode an image as a data URL of a PNG."""
-    from matplotlib.image import imsave
-
-    file = io.BytesIO()
-    imsave(file, np.ascontiguousarray(image), format="png")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    """Encode an (H, W, 3) uint8 image as a data URL of a PNG (ISO/IEC 15948)."""
+    height, width, _ = image.shape
+    lines = np.ascontiguousarray(image).reshape(height, -1)
+    # Each line begins with its filter, 0: none.
+    raw = np.concatenate([np.zeros((height, 1), "uint8"), lines], axis=1).tobytes()
+    chunks = {
+        b"IHDR": struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0),
+        b"IDAT": zlib.compress(raw, 9),
+        b"IEND": b"",
+    }
+    file = b"\x89PNG\r\n\x1a\n"
+    for kind, body in chunks.items():
+        check = zlib.crc32(kind + body)
+        file += struct.pack(">I", len(body)) + kind + body + struct.pack(">I", check)
+    return f"data:image/png;base64,{base64.b64encode(file).decode()}"
 
 
 def frame_page(page: str) -> str:
@@ -380,22 +395,25 @@ def frame_page(page: str) -> str:
 
 def describe_report(data: ReportData) -> Mapping[str, str]:
     """Summarize a report in words, for a terminal."""
-    shares = count_shares(data)
-    worst = min((gap.sqnr for gap in data.compare.outputs), default=math.inf)
-    samples = format_count(data.compare.samples, "sample")
+    verdict, agreement = Verdict.of(data), data.compare.agreement
     lines = {
-        "outputs": f"{show_number(worst)} dB SQNR on {samples}",
-        **{f"{what} on integers": show_share(share) for what, share in shares.items()},
+        "verdict": verdict.grade.value,
+        "outputs": str(agreement),
+        **{f"{what} on integers": show_share(share) for what, share in data.shares.items()},
         "size": "{} in float, {} now".format(*map(show_bytes, data.sizes)),
     }
     if data.score is not None:
         score = data.score
-        lines[score.name] = f"{score.floating:.4g} in float, {score.integer:.4g} now"
+        samples = format_count(score.samples, "sample")
+        lines[score.name] = f"{score.floating:.4g} in float, {score.integer:.4g} now, on {samples}"
     if data.latencies:
         times = {name: f"{row.best * 1e3:.3g} ms" for name, row in data.latencies.items()}
         lines["time"] = ", ".join(f"{name} {time}" for name, time in times.items())
     if data.suggestion is not None:
         lines["suggestion"] = describe_suggestion(data.suggestion.names)
+    bad = [seen.text for seen in verdict.observations if seen.grade is not Grade.GOOD]
+    lines |= {"because": " ".join(bad)} if bad else {}
+    lines["next"] = " && ".join(verdict.commands)
     return lines
 
 

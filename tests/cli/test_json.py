@@ -122,7 +122,7 @@ COMMANDS: dict[str, tuple[list[str], set[str], set[str], list[str]]] = {
     ),
     "completion": (["--completion", "bash"], {"shell", "script"}, set(), []),
 }
-NEEDS = {"report": ("jinja2", "grandalf", "matplotlib"), "completion": ("shtab",)}
+NEEDS = {"report": ("jinja2", "grandalf"), "completion": ("shtab",)}
 NEEDS["generate"] = ("tokenizers",)
 NEEDS |= dict.fromkeys(("compare", "sensitivity", "bench"), ("matplotlib",))
 

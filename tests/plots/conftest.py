@@ -34,7 +34,7 @@ def hostile():
 @pytest.fixture(scope="session")
 def report(hostile):
     """All sections: times, a metric, and a second configuration."""
-    for package in ("jinja2", "grandalf", "matplotlib"):
+    for package in ("jinja2", "grandalf"):
         pytest.importorskip(package)
     mod, batches = hostile
     qmod = rq.quantize(mod, None, batches, effort="fast", guard=rq.config.Guard.OFF)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import builtins
+import io
 import json
 import re
 from html.parser import HTMLParser
@@ -20,6 +22,7 @@ from relayquant.data.item import describe_inputs
 from relayquant.ir.rewrite import Graph
 from relayquant.plots import collect
 from relayquant.plots.collect import draw_image, find_sources, suggest_float
+from relayquant.plots.page import encode_image
 from relayquant.plots.terminal_table import shorten_middle
 
 
@@ -114,6 +117,13 @@ def test_report__shares_scores_and_samples(report):
     assert {*data.latencies} == {"float", "int8", "other"}
     assert "time of a run, ms" in report.html
     assert "closeness: 0 in float" in str(report)
+
+
+def test_encode_image__is_read_by_others():
+    image = pytest.importorskip("PIL.Image")
+    pixels = np.random.default_rng(0).integers(0, 256, (9, 7, 3)).astype("uint8")
+    file = io.BytesIO(base64.b64decode(encode_image(pixels).partition(",")[2]))
+    np.testing.assert_array_equal(np.asarray(image.open(file)), pixels)
 
 
 def test_report__edges_are_those_of_the_network(report):

@@ -14,7 +14,7 @@ from conftest import HOSTILE
 import relayquant as rq
 from relayquant.plots.build import Report
 from relayquant.plots.collect import Suggestion
-from relayquant.plots.page import render_report
+from relayquant.plots.page import chart_errors, render_report
 
 webdriver = pytest.importorskip("selenium.webdriver")
 Keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
@@ -151,10 +151,10 @@ def test_page__the_patch_is_copied_or_selected(browser, report, hostile, tmp_pat
     Report(data, render_report(data)).save(tmp_path / "report.html")
     browser.get((tmp_path / "report.html").as_uri())
     find(browser, "#summary details summary").click()
-    find(browser, "#copy").click()
-    selenium_wait(lambda: find(browser, "#copied").text)
+    find(browser, "[data-copy=patch]").click()
+    selenium_wait(lambda: find(browser, "#patch-copied").text)
     shown = find(browser, "#patch").text
-    if find(browser, "#copied").text != "copied":
+    if find(browser, "#patch-copied").text != "copied":
         assert browser.execute_script("return String(getSelection())").strip() == shown
     patch = rq.QConfigMapping.from_dict(json.loads(shown))
     prepared = rq.prepare(hostile[0], None, qconfig_mapping=patch, effort="fast")
@@ -168,7 +168,23 @@ def selenium_wait(condition) -> None:
     WebDriverWait(None, 10).until(lambda _: condition())
 
 
-@pytest.mark.parametrize("width", [1280, 400])
+def test_page__the_chart_is_sorted_and_says_which_operator_it_is(page, report):
+    rows = {row.index: row for row in chart_errors(report.data).rows}
+    assert texts(page, "#chart .link") == [row.name for row in rows.values()]
+    find(page, "[data-sort=damage]").click()
+    shown = [int(e.get_attribute("data-row")) for e in find_all(page, "#chart li")]
+    assert [rows[i].damage for i in shown] == sorted(row.damage for row in rows.values())
+    assert find(page, "[data-sort=damage]").get_attribute("aria-pressed") == "true"
+    item = find(page, "#chart li .track")
+    webdriver.ActionChains(page).move_to_element(item).perform()
+    assert find(page, "#tip").text.startswith(rows[shown[0]].name)
+    for mark in find_all(page, "#chart .mark"):
+        assert mark.rect["x"] >= 0
+    find(page, "[data-sort=depth]").click()
+    assert texts(page, "#chart .link") == [row.name for row in rows.values()]
+
+
+@pytest.mark.parametrize("width", [1280, 390])
 def test_page__fits_its_window(page, width):
     page.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride",

@@ -11,7 +11,7 @@ from relayquant.base.storage.files import write_text
 from relayquant.base.storage.module_file import ARCHIVE_SUFFIX
 from relayquant.cli.data import open_data
 from relayquant.cli.files import check_ending, load_options, write_module
-from relayquant.cli.options import check_options
+from relayquant.cli.options import check_options, name_words
 from relayquant.cli.output import CommandOutput, ExitCode
 from relayquant.cli.quantizing import (
     check_search,
@@ -23,6 +23,8 @@ from relayquant.cli.quantizing import (
 from relayquant.cli.resume import ResumeState
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.errors import ConfigError
+from relayquant.plots.build import build_report
+from relayquant.plots.collect import ReportSettings
 from relayquant.plots.page import check_installed
 
 
@@ -52,16 +54,13 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
         for written in output.run(f"write {path.name}", write_module, qmod, path, options.target):
             output.add_file(written)
         if options.report is not None:
-            report = rq.report(
-                mod,
-                params,
-                qmod,
-                data,
+            asked = ReportSettings(
                 metric=settings.get("metric"),
                 backend=settings["backend"],
                 title=f"{options.model.name}, quantized",
-                callbacks=(progress,),
+                words=name_words(options, path),
             )
+            report = build_report(mod, params, qmod, data, asked, callbacks=(progress,))
             report.save(options.report)
             output.add_file(options.report)
     if ledger.search is not None and options.save_config is not None:

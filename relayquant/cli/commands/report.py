@@ -10,25 +10,31 @@ import relayquant as rq
 from relayquant.base.storage.files import writing
 from relayquant.cli.data import make_top1, open_data
 from relayquant.cli.files import load_module, load_options
-from relayquant.cli.options import check_options, read_backend
-from relayquant.cli.output import CommandOutput, ExitCode
+from relayquant.cli.options import check_options, name_words, read_backend
+from relayquant.cli.output import CommandOutput, ExitCode, make_plain
 from relayquant.errors import DataError
-from relayquant.plots.build import Report
-from relayquant.plots.page import check_installed, count_shares
+from relayquant.ir.rewrite.bind import bind_model
+from relayquant.plots.build import Report, build_report
+from relayquant.plots.collect import ReportSettings
+from relayquant.plots.page import check_installed
 from relayquant.plots.pictures import (
     DrawnRange,
+    check_picture,
     collect_ranges,
     draw_ranges,
     plot_error_by_depth,
     plot_latency,
     plot_sensitivity,
 )
+from relayquant.plots.verdict import Verdict
 
 
 def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     path = options.output or options.model.with_suffix(".html")
     check_options(options, counts={"--samples": options.samples}, outputs=(path,))
     check_installed()
+    if options.pictures is not None:
+        check_picture("ranges.png")
     if options.labels is not None and not options.labels.is_file():
         raise DataError(f"There is no file of labels {options.labels}.", code="RQ301")
     if options.pictures is not None:
@@ -52,23 +58,22 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
             )
             prepared = rq.calibrate(prepared, data, callbacks=(progress,))
             ranges = collect_ranges(prepared, data, samples=options.samples)
-        report = rq.report(
-            mod,
-            params,
-            qmod,
-            data,
-            backend=backend,
+        settings = ReportSettings(
             metric=None if options.labels is None else make_top1(options),
             latency=options.latency,
-            other=other,
+            other=None if other is None else bind_model(other),
             samples=options.samples,
+            backend=backend,
             title=options.model.name,
-            callbacks=(progress,),
+            words=name_words(options, options.qmodel),
         )
+        report = build_report(mod, params, qmod, data, settings, callbacks=(progress,))
     report.save(path)
     found = report.data
     gaps = found.compare.outputs
-    output.add_values(samples=found.compare.samples, shares=count_shares(found), bytes=found.sizes)
+    verdict = Verdict.of(found)
+    output.add_values(verdict=make_plain(verdict), agreement=make_plain(found.compare.agreement))
+    output.add_values(samples=found.compare.samples, shares=found.shares, bytes=found.sizes)
     output.add_values(score=found.score, latencies=found.latencies or None)
     output.add_table("outputs", [{"sqnr": g.sqnr, "disagreement": g.disagreement} for g in gaps])
     suggestion = found.suggestion.names if found.suggestion else ()

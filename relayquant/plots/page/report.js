@@ -117,6 +117,36 @@ find("operator").addEventListener("click", (event) => {
   if (event.target === find("operator")) find("operator").close();
 });
 
+// --- The chart of errors ------------------------------------------------------------------------
+
+const ORDERS = {depth: (item) => Number(item.dataset.row), damage: (item) => Number(item.dataset.damage)};
+const sorters = [...document.querySelectorAll("[data-sort]")];
+for (const sorter of sorters) {
+  sorter.addEventListener("click", () => {
+    const order = ORDERS[sorter.dataset.sort];
+    find("chart").append(...[...find("chart").children].sort((a, b) => order(a) - order(b)));
+    for (const other of sorters) other.setAttribute("aria-pressed", String(other === sorter));
+  });
+}
+
+function describeErrors(row) {
+  const lines = [["result", row.sqnr], ["alone", row.alone], ["outputs, it alone quantized", row.score]];
+  return [row.name, `${row.op}, ${row.quantized ? row.dtype : "float"}`,
+    ...lines.filter(([, value]) => value !== undefined).map(([what, value]) => `${what}: ${decibels(value)}`)].join("\n");
+}
+
+for (const item of document.querySelectorAll("#chart li")) {
+  item.addEventListener("pointermove", (event) => {
+    const tip = find("tip");
+    tip.textContent = describeErrors(rows[item.dataset.row]);
+    tip.hidden = false;
+    const box = tip.getBoundingClientRect();
+    tip.style.left = `${Math.max(4, Math.min(event.clientX + 14, innerWidth - box.width - 8))}px`;
+    tip.style.top = `${event.clientY + 18 + box.height > innerHeight ? event.clientY - box.height - 10 : event.clientY + 18}px`;
+  });
+  item.addEventListener("pointerleave", () => { find("tip").hidden = true; });
+}
+
 // --- Tables -------------------------------------------------------------------------------------
 
 function readCell(row, column) {
@@ -292,18 +322,18 @@ find("find").addEventListener("keydown", (event) => {
 showTop();
 addEventListener("beforeprint", () => show({...whole}));
 
-// --- The patch ----------------------------------------------------------------------------------
+// --- Texts to copy ------------------------------------------------------------------------------
 
-if (find("copy")) {
-  find("copy").addEventListener("click", async () => {
-    const text = find("patch").textContent;
+for (const button of document.querySelectorAll("[data-copy]")) {
+  const source = find(button.dataset.copy), status = find(`${button.dataset.copy}-copied`);
+  button.addEventListener("click", async () => {
     try {
-      await navigator.clipboard.writeText(text);
-      find("copied").textContent = "copied";
+      await navigator.clipboard.writeText(source.textContent);
+      status.textContent = "copied";
     } catch {
       // Pages that are opened from a disk may not be allowed to: select it instead.
-      getSelection().selectAllChildren(find("patch"));
-      find("copied").textContent = "selected; press Ctrl+C";
+      getSelection().selectAllChildren(source);
+      status.textContent = "selected; press Ctrl+C";
     }
   });
 }
