@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -28,11 +29,16 @@ from relayquant.ir.reference.affine import wrap_sums
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "relayquant"
 PAGES = {path.stem: path for path in sorted((ROOT / "docs/errors").glob("RQ*.md"))}
-TREES = {
-    path.relative_to(ROOT).as_posix(): ast.parse(path.read_text("utf-8"))
-    for path in sorted(PACKAGE.rglob("*.py"))
-}
-NODES = [(path, node) for path, tree in TREES.items() for node in ast.walk(tree)]
+
+
+@cache
+def list_nodes() -> list[tuple[str, ast.AST]]:
+    """(file, node) for each syntax node of the package."""
+    return [
+        (path.relative_to(ROOT).as_posix(), node)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+    ]
 
 
 def read_name(node: ast.expr | None) -> str:
@@ -40,10 +46,11 @@ def read_name(node: ast.expr | None) -> str:
     return str(getattr(node, "attr", getattr(node, "id", "")))
 
 
+@cache
 def find_classes() -> dict[str, set[str]]:
     """Every error class of the package -> it and what it derives from, of ours."""
     found = {"RelayQuantError": {"RelayQuantError"}}
-    definitions = [node for _, node in NODES if isinstance(node, ast.ClassDef)]
+    definitions = [node for _, node in list_nodes() if isinstance(node, ast.ClassDef)]
     for _ in definitions:
         for node in definitions:
             bases = [found[name] for base in node.bases if (name := read_name(base)) in found]
@@ -52,23 +59,24 @@ def find_classes() -> dict[str, set[str]]:
     return found
 
 
-CLASSES = find_classes()
-#: Functions and classes of the package: what these make has its code where they make it.
-DEFINED = {
-    node.name
-    for _, node in NODES
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-}
+@cache
+def find_definitions() -> set[str]:
+    """Functions and classes of the package: what these make has its code where they make it."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    return {node.name for _, node in list_nodes() if isinstance(node, kinds)}
 
-#: Parameters and fields that hold a class of ours, by their annotation.
-HOLDERS = {
-    read_name(node.target) if isinstance(node, ast.AnnAssign) else node.arg
-    for _, node in NODES
-    if isinstance(node, ast.AnnAssign | ast.arg)
-    and isinstance(hint := node.annotation, ast.Subscript)
-    and read_name(hint.value) == "type"
-    and read_name(hint.slice) in CLASSES
-}
+
+@cache
+def find_holders() -> set[str]:
+    """Parameters and fields that hold a class of ours, by their annotation."""
+    return {
+        read_name(node.target) if isinstance(node, ast.AnnAssign) else node.arg
+        for _, node in list_nodes()
+        if isinstance(node, ast.AnnAssign | ast.arg)
+        and isinstance(hint := node.annotation, ast.Subscript)
+        and read_name(hint.value) == "type"
+        and read_name(hint.slice) in find_classes()
+    }
 
 
 @dataclass(frozen=True)
@@ -85,13 +93,18 @@ class Site:
     code: object
 
 
+@cache
+def list_sites() -> list[Site]:
+    return list(find_sites())
+
+
 def find_sites() -> Iterator[Site]:
     """Where the package calls a class of ours, raises a class that a variable holds, or warns.
 
     An error that is made in one place and raised in another is found where it is made.
     """
-    raised = {id(node.exc) for _, node in NODES if isinstance(node, ast.Raise)}
-    for path, node in NODES:
+    raised = {id(node.exc) for _, node in list_nodes() if isinstance(node, ast.Raise)}
+    for path, node in list_nodes():
         if not isinstance(node, ast.Call) or path == "relayquant/errors.py":
             continue
         name = read_name(node.func)
@@ -99,7 +112,7 @@ def find_sites() -> Iterator[Site]:
         if name == "warn_user":
             category = given.get("category", node.args[1] if len(node.args) > 1 else None)
             kind = read_name(category) or "UserWarning"
-        elif name in CLASSES:
+        elif name in find_classes():
             kind = name
         elif id(node) in raised and is_variable(node.func):
             kind = ""
@@ -114,28 +127,25 @@ def is_variable(function: ast.expr) -> bool:
     """Whether what is raised is a class that a variable or a field holds."""
     name = read_name(function)
     if isinstance(function, ast.Attribute):
-        return name in HOLDERS
-    return name[:1].islower() and name not in DEFINED and not hasattr(builtins, name)
-
-
-SITES = list(find_sites())
+        return name in find_holders()
+    return name[:1].islower() and name not in find_definitions() and not hasattr(builtins, name)
 
 
 def test_sites__are_all_found():
     """Of every kind: a class, a subclass of one, a class that is an argument, a warning."""
-    kinds = {site.kind for site in SITES}
-    assert len(SITES) > 600
-    assert kinds >= set(CLASSES) - {"RelayQuantError"} | {"", "UserWarning", "AccuracyWarning"}
-    assert {"PatternMismatch", "NotFiniteError"} <= set(CLASSES)
+    kinds, classes = {site.kind for site in list_sites()}, set(find_classes())
+    assert len(list_sites()) > 600
+    assert kinds >= classes - {"RelayQuantError"} | {"", "UserWarning", "AccuracyWarning"}
+    assert {"PatternMismatch", "NotFiniteError"} <= classes
 
 
 def test_sites__each_has_a_literal_code():
-    wrong = [site for site in SITES if not re.fullmatch(r"RQ\d{3}", str(site.code))]
+    wrong = [site for site in list_sites() if not re.fullmatch(r"RQ\d{3}", str(site.code))]
     assert wrong == []
 
 
 def test_pages__one_for_each_code():
-    assert sorted(PAGES) == sorted({str(site.code) for site in SITES})
+    assert sorted(PAGES) == sorted({str(site.code) for site in list_sites()})
     assert len(PAGES) <= 26
 
 
@@ -154,12 +164,12 @@ def test_pages__say_what_why_and_what_to_do(code):
     assert list(parts) == ["What", "Why", "What to do", "Seen as"]
     assert all(len(body) > 30 for body in parts.values())
     named = set(re.findall(r"`(\w+(?:Error|Warning|Mismatch))`", parts["What"]))
-    kinds = {site.kind for site in SITES if site.code == code}
+    kinds = {site.kind for site in list_sites() if site.code == code}
     if "" in kinds:  # the class is an argument: whatever the page names
         assert len(named) > 1
     for kind in kinds - {""}:
-        assert named & CLASSES.get(kind, {kind}), kind
-    derived = {name for kind in kinds for name in CLASSES.get(kind, {kind})}
+        assert named & find_classes().get(kind, {kind}), kind
+    derived = {name for kind in kinds for name in find_classes().get(kind, {kind})}
     builtin = {"OSError", "ImportError"}
     assert named - builtin <= derived or "" in kinds
 
@@ -228,10 +238,17 @@ def test_message__ends_with_the_code(call, code):
         assert (type(same), str(same), same.code) == (type(error), str(error), code)
 
 
-@pytest.mark.parametrize("name", sorted(set(CLASSES) & set(vars(errors))))
-def test_classes__copies_and_pickles_keep_the_code(name):
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, rq.RelayQuantError)
+    ],
+)
+def test_classes__copies_and_pickles_keep_the_code(kind):
     """Of every class, whatever its constructor takes."""
-    error = getattr(errors, name)("Wrong.", code="RQ202")
+    error = kind("Wrong.", code="RQ202")
     for same in (copy.copy(error), copy.deepcopy(error), pickle.loads(pickle.dumps(error))):
         assert (type(same), str(same), same.code) == (type(error), "Wrong. [RQ202]", "RQ202")
 
