@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from relayquant.base.plain_data import check_keys, check_list
+from relayquant.config.onnx_names import find_operators
 from relayquant.config.qconfig import FloatConfig, QConfig, read_qconfig, write_qconfig
 from relayquant.config.relay_names import RELAY_NAMES
 from relayquant.config.torch_names import TORCH_NAMES, name_class, name_function
@@ -85,8 +86,8 @@ def count_parts(module: str) -> int:
 def is_type(op: str, pattern: str, wanted: str) -> bool:
     """Whether `wanted` names this operator or this pattern.
 
-    Operator names are "relax.nn.conv2d", "nn.conv2d", "conv2d", Relay names such as "nn.dense", or
-    names of PyTorch such as "aten.linear".
+    Operator names are "relax.nn.conv2d", "nn.conv2d", "conv2d", Relay names such as "nn.dense",
+    names of PyTorch such as "aten.linear", or types of ONNX and OpenVINO such as "Conv".
     """
     if wanted in (op, op.removeprefix("relax."), op.rsplit(".", 1)[-1]):
         return True
@@ -94,7 +95,9 @@ def is_type(op: str, pattern: str, wanted: str) -> bool:
         return True
     if wanted in TORCH_NAMES:
         return any(named.is_site(op, pattern) for named in TORCH_NAMES[wanted])
-    return wanted in RELAY_NAMES and RELAY_NAMES[wanted].is_site(op, pattern)
+    if wanted in RELAY_NAMES:
+        return RELAY_NAMES[wanted].is_site(op, pattern)
+    return op in find_operators(wanted)
 
 
 @dataclass(frozen=True)
@@ -265,10 +268,11 @@ class QConfigMapping:
         """Set the QConfig of an operator type or a pattern, or of the modules of a class.
 
         Types are "relax.nn.conv2d", "nn.conv2d", "conv2d", Relay names ("nn.dense", "concatenate"),
-        or functions of PyTorch (`torch.nn.functional.linear`, `torch.add`), which also select the
-        modules that call them. A class (`torch.nn.Linear`, or your own) selects the operators of
-        its modules, and of modules inside them, in `relayquant.torch.quantize`, `prepare` and
-        `prepare_qat`. Subclasses count too. With `optional`, the model may have none.
+        types of ONNX and OpenVINO ("Conv", "Convolution"), or functions of PyTorch
+        (`torch.nn.functional.linear`, `torch.add`), which also select the modules that call them. A
+        class (`torch.nn.Linear`, or your own) selects the operators of its modules, and of modules
+        inside them, in `relayquant.torch.quantize`, `prepare` and `prepare_qat`. Subclasses count
+        too. With `optional`, the model may have none.
         """
         if isinstance(op, type):
             rule = MappingRule(Selector.MODULE_CLASS, name_class(op), qconfig, optional=optional)

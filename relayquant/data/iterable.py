@@ -17,8 +17,8 @@ def find_length(dataset: object) -> int | None:
         return None
     try:
         return len(dataset)  # pyright: ignore[reportArgumentType]
-    except TypeError:
-        return None  # a loader of an iterable without a length
+    except (TypeError, NotImplementedError):
+        return None  # a loader of an iterable without a length, a reader of ONNX Runtime
 
 
 def is_sequence(dataset: Any) -> bool:
@@ -51,11 +51,16 @@ def open_iterable(dataset: Any) -> Callable[[], Iterator[Any]]:
 def _refuse_one_shot(dataset: Any) -> None:
     # Not with iter(): a loader may start its workers there.
     if hasattr(dataset, "__next__"):
+        name = type(dataset).__name__
+        advice = (
+            f"Pass a function that makes a new one at every call: lambda: {name}(...)."
+            if hasattr(dataset, "get_next")  # a CalibrationDataReader of ONNX Runtime
+            else "Pass list(...) of it, or a function that returns a new iterator at every call "
+            "(for a generator function: the function itself, not its result)."
+        )
         raise DataError(
-            f"The data set is a {type(dataset).__name__}, which can be read only once, but "
-            "calibration reads it several times. Pass list(...) of it, or a function that returns "
-            "a new iterator at every call (for a generator function: the function itself, not its "
-            "result).",
+            f"The data set is a {name}, which can be read only once, but calibration reads it "
+            f"several times. {advice}",
             code="RQ303",
         )
 

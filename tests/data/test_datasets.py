@@ -263,6 +263,23 @@ def test_one_shot__says_what_to_pass(one_shot):
         open_dataset(one_shot, IMAGE)
 
 
+def test_reader__of_onnxruntime():
+    """Its length is NotImplementedError, and it is read once."""
+    quantization = pytest.importorskip("onnxruntime.quantization")
+
+    class Reader(quantization.CalibrationDataReader):
+        def __init__(self) -> None:
+            self.items = iter([{"image": DATA[:1]}, {"image": DATA[1:2]}])
+
+        def get_next(self):
+            return next(self.items, None)
+
+    with pytest.raises(DataError, match=r"only once.*: lambda: Reader\(\.\.\.\)"):
+        open_dataset(Reader(), IMAGE)
+    opened = open_dataset(Reader, IMAGE)
+    assert [len(list(opened)) for _ in range(2)] == [2, 2]
+
+
 @pytest.mark.parametrize("empty", [[], list, ()])
 def test_empty__is_an_error(empty):
     with pytest.raises(DataError, match="yields no sample"):

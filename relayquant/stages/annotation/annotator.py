@@ -18,6 +18,7 @@ from tvm import relax
 
 from relayquant.config import BackendConfig, QConfigMapping
 from relayquant.config.mapping import MappingRule, OperatorSite, Selector, is_below, is_type
+from relayquant.config.onnx_names import ONNX_NAMES
 from relayquant.config.relay_names import RELAY_NAMES
 from relayquant.errors import ConfigError
 from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE
@@ -137,7 +138,7 @@ def find_site(sites: Sites, matched: OperatorMatch) -> OperatorSite:
 def suggest_type(matches: Sequence[OperatorMatch], rule: MappingRule) -> str:
     """Return a sentence with the type name that a line by type may mean; "" if no name is near."""
     wanted = rule.object_type or (rule.key if rule.kind is Selector.OBJECT_TYPE else "")
-    names = {matched.op.removeprefix("relax.") for matched in matches} | set(RELAY_NAMES)
+    names = {matched.op.removeprefix("relax.") for matched in matches} | {*RELAY_NAMES, *ONNX_NAMES}
     names |= {matched.pattern.name for matched in matches if matched.pattern}
     near = difflib.get_close_matches(wanted, sorted(names), 1) if wanted not in names else []
     return f"Did you mean {near[0]!r}? " if near else ""
