@@ -10,7 +10,7 @@ import relayquant as rq
 from relayquant.analysis.error_statistics import ErrorSums
 from relayquant.analysis.sensitivity import (
     Simulation,
-    add_float_lines,
+    add_lines,
     find_rounding_operators,
     join_batches,
     measure_sensitivity,
@@ -201,9 +201,9 @@ def test_to_mapping__number_out_of_range_is_an_error(report):
 
 
 @pytest.mark.parametrize("name", ["stem", "one", "two", "deep", "out"])
-def test_add_float_lines__not_what_is_below_the_name(prepared, name):
+def test_add_lines__not_what_is_below_the_name(prepared, name):
     base = rq.QConfigMapping().set_global(prepared.backend.default_qconfig)
-    mapping = add_float_lines(prepared, [name], base)
+    mapping = add_lines(prepared, {name: None}, base)
     plan = annotate(prepared.mod, prepared.backend, mapping)
     assert [op.name for op in plan.operators if "kept in float" in op.reason] == [name]
 

@@ -10,7 +10,7 @@ from float_models import MAP, build_model
 from tvm.relax import op
 
 import relayquant as rq
-from relayquant.analysis.sensitivity import add_float_lines
+from relayquant.analysis.sensitivity import add_lines
 from relayquant.stages.annotation import annotate
 from relayquant.stages.backends import GENERIC, X86
 from relayquant.stages.preparation import prepare_module
@@ -136,7 +136,7 @@ def test_mapping__what_is_put_back_is_put_back_whatever_the_lines_of_the_user():
         warnings.simplefilter("ignore")  # two lines for one operator
         prepared = prepare(mapping)
     names = ["net.first", "net.second"]
-    changed = add_float_lines(prepared, names, mapping)
+    changed = add_lines(prepared, dict.fromkeys(names), mapping)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # no line is left that decides nothing
         plan = prepare(changed, strict=True).plan

@@ -15,7 +15,7 @@ from random_graphs import draw_configurations, draw_models
 from tvm import relax
 
 import relayquant as rq
-from relayquant.analysis.sensitivity import add_float_lines
+from relayquant.analysis.sensitivity import add_lines
 from relayquant.config import BiasCorrection, FitSettings, WeightRounding
 from relayquant.ir import reference
 from relayquant.stages.annotation import add_biases, annotate
@@ -151,11 +151,11 @@ def test_search__mapping_of_a_prepared_module_makes_it_again(kind: str) -> None:
 
     mod = build_model(body, shape)
     prepared = prepare(mod)
-    mapping = add_float_lines(prepared, ["block"], prepared.mapping)
+    mapping = add_lines(prepared, {"block": None}, prepared.mapping)
     with pytest.warns(UserWarning, match="Nothing is quantized"):
         again = rq.prepare(mod, None, qconfig_mapping=mapping)
     assert not again.plan.operator("block").quantized
-    assert mapping == add_float_lines(again, ["block"], prepared.mapping)
+    assert mapping == add_lines(again, {"block": None}, prepared.mapping)
 
 
 def test_prepare__added_product_shares_the_source_of_its_sum() -> None:
