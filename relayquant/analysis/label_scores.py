@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import tvm
 
 from relayquant.analysis.finding import Finding, Severity
-from relayquant.analysis.normalization import PixelForm, find_form, list_forms
+from relayquant.analysis.normalization import RAW, PixelForm, find_form, list_forms
 from relayquant.codegen.eager import EagerModule
 from relayquant.data import Batch, Dataset, InputInfo, count_samples, open_dataset
+from relayquant.data.images import PRESETS
 from relayquant.data.item import describe_inputs
 from relayquant.errors import DataError, format_count
 from relayquant.ir.dialect.cost import count_macs
@@ -138,7 +139,9 @@ def check_labels(prepared: tvm.IRModule, dataset: Any, labels: Any) -> list[Find
         return answers == labels[: len(answers)]
 
     few = list(take_batches(kept, FIRST_SAMPLES))
-    ranked = sorted(picture.forms, key=lambda form: -find_right(form, few).sum())
+    first = {form.text: find_right(form, few) for form in picture.forms}
+    ranked = sorted(picture.forms, key=lambda form: -first[form.text].sum())
+    score = replace(score, what=f"{score.what} {describe_scores(first)}")
     tried = [(form, find_right(form, kept)) for form in ranked[:FINALISTS]]
     form, better = max(tried, key=lambda row: row[1].sum())
     if not is_clearly_better(better, right):
@@ -150,6 +153,15 @@ def check_labels(prepared: tvm.IRModule, dataset: Any, labels: Any) -> list[Find
     )
     advice = f"Preprocess as in training: --preprocess {form.text}."
     return [score, Finding(Severity.WARNING, "normalization", picture.name, what, advice)]
+
+
+def describe_scores(right: Mapping[str, np.ndarray]) -> str:
+    """Describe the accuracy with each preset, the best first."""
+    scores = {text: found.mean() for text, found in right.items() if text in (*PRESETS, RAW)}
+    ranked = sorted(scores, key=lambda text: -scores[text])
+    count = format_count(max(map(len, right.values())), "picture")
+    listed = ", ".join(f"{text!r} {scores[text]:.1%}" for text in ranked)
+    return f"Prepared in other ways, the first {count}: {listed}." if ranked else ""
 
 
 def find_better_score(

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tvm
 
-from relayquant.data.images import PRESETS, Preprocessing, list_images, open_images, read_labels
+from relayquant.analysis.preset_guess import guess_preset
+from relayquant.data import InputInfo
+from relayquant.data.images import Preprocessing, list_images, open_images, read_labels
 from relayquant.data.item import describe_inputs
-from relayquant.errors import ConfigError, DataError, format_count
+from relayquant.errors import ConfigError, DataError, DataWarning, format_count, warn_user
 from relayquant.ir.rewrite.bind import bind_model
 from relayquant.ir.rewrite.entry import name_main
+
+#: pictures that the preprocessing is guessed with
+GUESS_SAMPLES = 24
 
 
 def open_data(options: argparse.Namespace, mod: tvm.IRModule, params: Any) -> Any:
     """Open --data as `relayquant.quantize` needs it.
 
     Raises:
-        ConfigError: pictures without `--preprocess`, or `--preprocess` without pictures.
+        ConfigError: `--preprocess` without pictures.
         DataError: there is no picture, or the model takes none.
     """
     if options.data is None or not options.data.is_dir():
@@ -31,14 +37,33 @@ def open_data(options: argparse.Namespace, mod: tvm.IRModule, params: Any) -> An
                 code="RQ102",
             )
         return options.data
-    if options.preprocess is None:
-        raise ConfigError(
-            f"--data {options.data} is a folder of pictures. Add --preprocess with the "
-            f"preprocessing in training ({', '.join(PRESETS)}, or mean=..., std=...).",
-            code="RQ102",
-        )
     inputs = describe_inputs(name_main(bind_model((mod, params))))
+    if options.preprocess is None:
+        # Set, so that what is shown later names it too.
+        options.preprocess = guess_preprocessing(options.data, mod, params, inputs)
     return open_images(options.data, Preprocessing.parse(options.preprocess), inputs)
+
+
+def guess_preprocessing(
+    folder: Path, mod: tvm.IRModule, params: Any, inputs: tuple[InputInfo, ...]
+) -> str:
+    """Guess `--preprocess` from the model and some pictures, and say so in a warning.
+
+    Raises:
+        DataError: there is no picture, or the model takes none.
+    """
+    raw = open_images(folder, Preprocessing(scale=1.0), inputs)
+    step = -(-len(raw) // GUESS_SAMPLES)
+    pixels = [raw[number][raw.info.name] for number in range(0, len(raw), step)]
+    found = guess_preset(mod, params, raw.info, [pixel.astype("float32") for pixel in pixels])
+    warn_user(
+        f"--preprocess is not given; guessed: --preprocess {found.text}, because {found.reason}. "
+        "Give the preprocessing in training if you know it. `relayquant lint --labels FILE` "
+        "measures the accuracy with each preset.",
+        DataWarning,
+        code="RQ304",
+    )
+    return found.text
 
 
 def make_agreement(_options: argparse.Namespace) -> Callable[..., float]:

@@ -256,7 +256,12 @@ def test_lint__pictures_and_their_classes(
     given = [str(folder / "digits.onnx"), "--data", str(pictures), "--preprocess"]
     labels = ["--labels", str(pictures / "classes.txt")]
     assert cli.main(["lint", *given, "unit", *labels]) == 0
-    assert re.search(r"the float model is\s+right on", capsys.readouterr().out)
+    text = capsys.readouterr().out
+    assert re.search(r"the float model is\s+right on", text)
+    assert re.search(r"the first 24 pictures: .*'tflite' [\d.]+%", text)
+    assert cli.main(["lint", *given[:-1]]) == 0
+    warned = capsys.readouterr().err
+    assert re.search(r"guessed: --preprocess (unit|cifar), because .* its batch norm", warned)
     assert cli.main(["lint", *given, "tflite"]) == 1
     text = capsys.readouterr().out
     assert re.search(r"^warning\s+normalization\s+image", text, re.MULTILINE)
