@@ -51,9 +51,6 @@
 @finished = internal global [8 x i64] zeroinitializer, align 64   ; sem_t
 @handles = internal global [{most} x i64] zeroinitializer         ; pthread_t
 @slots = internal global [{most} x [8 x i64]] zeroinitializer, align 64
-@variable = private constant [16 x i8] c"TVM_NUM_THREADS\00"
-@smt_file = private constant [35 x i8] c"/sys/devices/system/cpu/smt/active\00"
-@read_mode = private constant [2 x i8] c"r\00"
 ; Function that TVM's code calls for every parallel loop. TVM's runtime sets this pointer when it loads
 ; the code.
 @__TVMBackendParallelLaunch = external global ptr
@@ -71,13 +68,6 @@ declare i32 @sem_wait(ptr)
 declare i32 @getpid()
 declare i32 @getrusage(i32, ptr)
 declare i64 @pthread_self()
-declare ptr @getenv(ptr)
-declare i32 @atoi(ptr)
-declare i32 @sched_getaffinity(i32, i64, ptr)
-declare ptr @fopen(ptr, ptr)
-declare i32 @fgetc(ptr)
-declare i32 @fclose(ptr)
-declare i64 @llvm.ctpop.i64(i64)
 declare i32 @clock_gettime(i32, ptr)
 declare i32 @llvm.umin.i32(i32, i32)
 declare i64 @llvm.smin.i64(i64, i64)
@@ -126,57 +116,9 @@ none:
   ret i32 0
 }}
 
-; Number of threads of a pool: TVM_NUM_THREADS, or the number of processors that the process may
-; use. With SMT it is halved: one thread of a kernel keeps the units of a core busy.
-define i32 @pool_count_threads() {{
-entry:
-  %mask = alloca [16 x i64]
-  %text = call ptr @getenv(ptr @variable)
-  %unset = icmp eq ptr %text, null
-  br i1 %unset, label %ask, label %read
-read:
-  %number = call i32 @atoi(ptr %text)
-  %valid = icmp sgt i32 %number, 0
-  br i1 %valid, label %given, label %ask
-given:
-  ret i32 %number
-ask:
-  %error = call i32 @sched_getaffinity(i32 0, i64 128, ptr %mask)
-  %known = icmp eq i32 %error, 0
-  br i1 %known, label %next, label %one
-one:
-  ret i32 1
-next:
-  %word = phi i64 [ 0, %ask ], [ %following, %next ]
-  %count = phi i64 [ 0, %ask ], [ %sum, %next ]
-  %address = getelementptr i64, ptr %mask, i64 %word
-  %bits = load i64, ptr %address
-  %ones = call i64 @llvm.ctpop.i64(i64 %bits)
-  %sum = add i64 %count, %ones
-  %following = add i64 %word, 1
-  %more = icmp slt i64 %following, 16
-  br i1 %more, label %next, label %counted
-counted:
-  %cores = trunc i64 %sum to i32
-  %file = call ptr @fopen(ptr @smt_file, ptr @read_mode)
-  %absent = icmp eq ptr %file, null
-  br i1 %absent, label %all, label %look
-look:
-  %character = call i32 @fgetc(ptr %file)
-  call i32 @fclose(ptr %file)
-  %shared = icmp eq i32 %character, 49            ; "1"
-  br i1 %shared, label %half, label %all
-half:
-  %up = add i32 %cores, 1
-  %halved = lshr i32 %up, 1
-  ret i32 %halved
-all:
-  ret i32 %cores
-}}
-
 define i32 @pool_start() {{
 entry:
-  %wanted = call i32 @pool_count_threads()
+  %wanted = call i32 @relayquant_count_threads()
   %few = icmp slt i32 %wanted, {most}
   %capped = select i1 %few, i32 %wanted, i32 {most}
   %some = icmp sgt i32 %capped, 1

@@ -19,6 +19,7 @@ from tvm import s_tir, tirx
 from tvm.ir import PrimType, StringImm, make_node
 from tvm.target import Target
 
+from relayquant.codegen.kernels.isa.matrix_unit import COUNT_THREADS
 from relayquant.codegen.kernels.isa.target import read_triple
 
 #: largest number of threads of a pool
@@ -178,7 +179,7 @@ def attach_pool(func: tirx.PrimFunc) -> tirx.PrimFunc:
 def format_source(pause: str, arguments: str) -> str:
     """Fill in the constants of `pool.ll`, for an architecture with the intrinsic `pause`."""
     text = importlib.resources.files(__package__).joinpath("pool.ll").read_text("utf-8")
-    return text.format(
+    return COUNT_THREADS.code + text.format(
         most=MOST_THREADS,
         worker_turns=WORKER_TURNS,
         caller_turns=CALLER_TURNS,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tvm.script.ir_builder import tirx as T
 
-from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS, MatrixUnit, Permission, Tiles
+from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS, MatrixUnit, Question, Tiles
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def widen(value, is_float: bool):
     return T.reinterpret("float32", T.shift_left(T.Cast("uint32", value), T.uint32(16)))
 
 
-class Refusal(Permission):
+class Refusal(Question):
     @property
     def code(self) -> str:
         return "define linkonce_odr hidden i32 @refuse() { ret i32 0 }"

@@ -26,7 +26,6 @@ from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Stor
 from relayquant.codegen.kernels.integer.matmul import BatchMatmul, plan_batch_matmul
 from relayquant.codegen.kernels.integer.plan_choice import choose_plan
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, Tile
-from relayquant.codegen.kernels.integer.tiled import count_parts
 from relayquant.codegen.kernels.integer.tiled_plan import BLOCKS, TiledPlan, TileRows, list_rows
 from relayquant.codegen.kernels.isa.base import AMX, VNNI512, Isa
 from relayquant.codegen.kernels.isa.matrix_unit import AMX_INT8
@@ -245,9 +244,14 @@ def test_permission__a_process_that_may_not_use_tiles_computes_the_same(tmp_path
     np.testing.assert_array_equal(np.load(paths[-1]), wanted)
 
 
-@pytest.mark.parametrize(("cycles", "parts"), [(10_000, 1), (16_000, 16), (700_000, 32), (1e9, 64)])
-def test_count_parts__by_work(cycles, parts):
-    assert count_parts(cycles) == parts
+@pytest.mark.parametrize("isa", [AMX, EMULATED, REFUSED], ids=["unit", "emulated", "refused"])
+def test_build_planned__threads_without_a_block(isa):
+    """Threads share a loop over two blocks. One block is no loop, and nothing to share."""
+    for width, is_shared in ((64, True), (32, False)):
+        spec = Conv2d(1, 1, width, 2**14, 32, (1, 1), tile=Tile(2, 16, 2))
+        (plan,) = list_plans(spec, isa)
+        assert ("T.parallel(" in build_planned(plan).script()) is is_shared
+        check_plan(plan, isa)
 
 
 def test_zero_point_shift__both_kinds_of_bytes_are_read_in_place():

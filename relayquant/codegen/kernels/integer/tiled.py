@@ -13,7 +13,7 @@ registers hold operands.
 - Convolutions with stride 1 may take the padded image as one line of pixels. Sums of a pixel in the
 padding are not stored; another pixel of the same tile is stored twice instead.
 - The sums of a block are converted and stored in parts, one after each step of the next block,
-while its tiles are multiplied. The loop over blocks runs once more for the last one.
+while its tiles are multiplied.
 - Tiles are configured and released within each part of a parallel loop, since another thread may
 run it.
 """
@@ -55,14 +55,13 @@ from relayquant.codegen.kernels.integer.operands import (
 from relayquant.codegen.kernels.integer.saturating_pack import PACKED
 from relayquant.codegen.kernels.integer.tiled_plan import NEAR_BYTES, TiledPlan, TileRows
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Wrapping, emit_wrapping
-from relayquant.codegen.kernels.isa.matrix_unit import MatrixUnit, Tiles
+from relayquant.codegen.kernels.isa.matrix_unit import COUNT_THREADS, MatrixUnit, Tiles
 
 #: Fewest cycles of products and stores that are worth sharing among threads; see
 #: `emit.PARALLEL_THRESHOLD`.
 PARALLEL_CYCLES = 15_000
-#: Parts of a parallel loop: a multiple of the first number, which threads share evenly, with the
-#: second number of cycles each if there are more. Each part configures the tiles in 50 ns.
-PARTS, PART_CYCLES, MOST_PARTS = 16, 20_000, 64
+#: Parts of a parallel loop where the threads cannot be counted.
+PARTS = 16
 #: Weights of up to this many bytes stay in the second-level cache during all pixels.
 CACHED_WEIGHT_BYTES = 256 * 1024
 #: Weights of up to this many bytes are not fetched ahead.
@@ -146,9 +145,10 @@ def emit_tiled(
         "panel": plan.panels,
         "pixel": pixels // chunks,
     }
-    total = prod(sizes.values())
-    parts = min(total, count_parts(plan.count_cycles(plan.tile))) if threads else 1
-    with (T.parallel if parts > 1 else T.serial)(parts) as part:
+    total, cycles = prod(sizes.values()), plan.count_cycles(plan.tile)
+    is_shared = threads and total > 1 and cycles >= PARALLEL_CYCLES
+    parts = T.min(count_parts(plan.unit), total) if is_shared else 1
+    with (T.parallel if is_shared else T.serial)(parts) as part:
         first, end = (T.floordiv((part + i) * total, parts) for i in (0, 1))
         tiles: list[Tiles] = []
         shapes = plan.shape_registers(plan.tile_rows)
@@ -157,18 +157,15 @@ def emit_tiled(
             plan.tile.rows * plan.tile_rows * plan.panel_channels, plan.isa.sum_dtype
         )
         kept = KeptBlock.allocate(plan)
-        delay = int(plan.is_delayed)
-        with T.serial(end - first + delay) as number:
+        with T.serial(end - first) as number:
             indices = split_index(first + number, tuple(sizes.values()))
             index = dict(zip(sizes, indices, strict=True))
             index["pixel"] = index.pop("chunk") * sizes["pixel"] + index["pixel"]
             block = locate_block(plan, image, place, **index)
-            ahead = (
-                index["pixel"] if chunks == 1 and count_weights(plan) > NEAR_WEIGHT_BYTES else None
-            )
-            is_block = number < end - first if delay else True
-            on_tiles = join_conditions(is_block, may_use)
-            emit_if(on_tiles, lambda: emit_start(plan, operands, tiles[0], block))
+            is_fetching = chunks == 1 and count_weights(plan) > NEAR_WEIGHT_BYTES
+            ahead = index["pixel"] if is_fetching else None
+            is_due = T.bind(kept.has_sums)
+            emit_if(may_use, lambda: emit_start(plan, operands, tiles[0], block))
             with loop_over_steps(plan) as step:
 
                 def multiply(step: TileStep = step) -> None:
@@ -176,45 +173,60 @@ def emit_tiled(
                         emit_weight_prefetch(plan, operands.weight, block, step, ahead, pixels)
                     emit_step(plan, image, operands, tiles[0], block, step)
 
-                emit_if(on_tiles, multiply)
-                if delay:
-                    emit_stores(plan, operands, place, kept, sums, storing, step, number > 0)
-
-            def multiply_vectors() -> None:
-                if may_use is not True:
-                    emit_if(
-                        is_block, lambda: emit_vector_products(plan, image, operands, block, sums)
-                    )
-
-            emit_if(on_tiles, lambda: emit_end(plan, tiles[0], block, sums), multiply_vectors)
-            if delay:
+                emit_if(may_use, multiply)
+                if plan.is_delayed:
+                    emit_stores(plan, operands, place, kept, sums, storing, step, is_due)
+            emit_if(
+                may_use,
+                lambda: emit_end(plan, tiles[0], block, sums),
+                lambda: emit_vector_products(plan, image, operands, block, sums),
+            )
+            if plan.is_delayed:
                 kept.keep(block)
             else:
                 emit_results(plan, operands, place, block, sums, storing)
         emit_if(may_use, lambda: tiles[0].release())
+        if plan.is_delayed:
+            emit_last_stores(plan, operands, place, kept, sums, storing)
+
+
+def count_parts(unit: MatrixUnit) -> Expr | int:
+    """Emit the number of parts of a loop: one for each thread, since each begins and ends anew."""
+    if unit.permission is None:
+        return PARTS
+    import_code(COUNT_THREADS.code)
+    return T.bind(T.call_extern(COUNT_THREADS.function, dtype="int32"))
 
 
 @dataclass(frozen=True)
 class KeptBlock:
-    """The position of a block in memory, for when its sums are stored."""
+    """The position of the last block of a part in memory, for when its sums are stored."""
 
     plan: TiledPlan
     memory: Buffer
 
     @classmethod
     def allocate(cls, plan: TiledPlan) -> KeptBlock:
-        return cls(plan, T.alloc_buffer((1 + plan.tile.blocks + 3 * plan.tile.rows,), "int32"))
+        memory = T.alloc_buffer((2 + plan.tile.blocks + 3 * plan.tile.rows,), "int32")
+        T.buffer_store(memory, 0, [0])
+        return cls(plan, memory)
+
+    @property
+    def has_sums(self) -> Expr:
+        """Whether there is a block whose sums are not stored."""
+        return self.memory[0] != 0
 
     def keep(self, block: SumBlock) -> None:
         """Emit stores of the position."""
         lines = [each for line in block.lines for each in line]
+        T.buffer_store(self.memory, 1, [0])
         for i, value in enumerate((block.panel.constants, *block.panel.channels, *lines)):
-            T.buffer_store(self.memory, T.Cast("int32", value), [i])
+            T.buffer_store(self.memory, T.Cast("int32", value), [1 + i])
 
     def read(self, m: Expr) -> SumTile:
         """Read the position of tile `m` of pixels."""
-        constants, *channels = (self.memory[i] for i in range(1 + self.plan.tile.blocks))
-        at = 1 + self.plan.tile.blocks + 3 * m
+        constants, *channels = (self.memory[1 + i] for i in range(1 + self.plan.tile.blocks))
+        at = 2 + self.plan.tile.blocks + 3 * m
         image, line, start = (T.bind(self.memory[at + i]) for i in range(3))
         rows = self.plan.tile_rows
         return SumTile(rows, m * rows, (image, line, start), channels, constants)
@@ -239,6 +251,21 @@ def emit_stores(
     count = T.if_then_else(is_due, T.min(left, share), 0)
     with T.serial(count) as i:
         m, part = split_index(first + i, (plan.tile.rows, parts))
+        storing.emit(plan, operands, place, kept.read(m), sums, part)
+
+
+def emit_last_stores(
+    plan: TiledPlan,
+    operands: Operands,
+    place: Placement,
+    kept: KeptBlock,
+    sums: Buffer,
+    storing: Storing,
+) -> None:
+    """Emit the stores of the last block of a part."""
+    parts = storing.count_parts(plan)
+    with T.If(kept.has_sums), T.Then(), T.serial(plan.tile.rows * parts) as i:
+        m, part = split_index(i, (plan.tile.rows, parts))
         storing.emit(plan, operands, place, kept.read(m), sums, part)
 
 
@@ -274,13 +301,6 @@ def count_chunks(plan: TiledPlan, pixels: int) -> int:
     return min((d for d in range(1, pixels + 1) if pixels % d == 0), key=cost)
 
 
-def count_parts(cycles: float) -> int:
-    """Count the parts in which threads share a loop that takes this many cycles."""
-    if cycles < PARALLEL_CYCLES:
-        return 1
-    return min(max(int(cycles / PART_CYCLES / PARTS), 1) * PARTS, MOST_PARTS)
-
-
 def ask_unit(unit: MatrixUnit | None, rows: Expr | int, fewest: int) -> Expr | bool:
     """Emit the question whether rows go to the unit: at least `fewest`, and it may be used."""
     if unit is None or (isinstance(rows, int) and rows < fewest):
@@ -298,15 +318,6 @@ def ask_permission(unit: MatrixUnit) -> Expr | bool:
         return not unit.is_missing
     import_code(unit.permission.code)
     return T.bind(T.call_extern(unit.permission.function, dtype="int32")) != 0
-
-
-def join_conditions(a: Expr | bool, b: Expr | bool) -> Expr | bool:
-    """Return whether both hold."""
-    if isinstance(a, bool):
-        return a and b
-    if isinstance(b, bool):
-        return b and a
-    return T.And(a, b)
 
 
 def emit_if(

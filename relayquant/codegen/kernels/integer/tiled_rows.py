@@ -28,10 +28,7 @@ from relayquant.codegen.kernels.integer.specs import Conv2d
 from relayquant.codegen.kernels.integer.tiled import (
     CACHED_WEIGHT_BYTES,
     INTEGERS,
-    MOST_PARTS,
     PARALLEL_CYCLES,
-    PART_CYCLES,
-    PARTS,
     SumBlock,
     emit_if,
     emit_products,
@@ -43,6 +40,9 @@ from relayquant.codegen.kernels.isa.matrix_unit import Tiles
 
 #: Bytes of the activations of a chunk. A chunk has at least `LEAST_CHUNK` rows.
 CHUNK_BYTES, LEAST_CHUNK = 512 * 1024, 64
+#: Parts of a parallel loop: fewer, which threads share evenly, or more if each still has so many
+#: cycles. Each part configures the tiles in 50 ns.
+PARTS, MOST_PARTS, PART_CYCLES = 16, 64, 20_000
 #: Blocks that fetch the next panel of weights together. Their number is not known.
 PREFETCH_SHARING = 2
 #: Fewest rows for the unit. They fill at least one vector of packed results.

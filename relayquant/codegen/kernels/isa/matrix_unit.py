@@ -37,10 +37,10 @@ Buffer = Any
 
 
 @dataclass(frozen=True)
-class Permission:
-    """A function of the library that tells whether this process may use the unit."""
+class Question:
+    """A function of the library that asks the system something. It has no parameters."""
 
-    function: str  #: it returns int32, 0 for no
+    function: str  #: it returns int32
     file: str  #: LLVM code with the function, next to this module
 
     @property
@@ -56,7 +56,7 @@ class MatrixUnit:
     run the same blocks of sums on vectors.
     """
 
-    permission: Permission | None
+    permission: Question | None  #: whether this process may use the unit: 0 for no
     is_missing: bool = False
     rows: int = 16  #: most rows of a tile
     row_bytes: int = 64  #: most bytes of a row
@@ -118,7 +118,9 @@ def emit_instruction(name: str, *args: Expr) -> None:
     T.evaluate(T.call_llvm_intrin(f"llvm.x86.{name}", *args, dtype="void"))
 
 
-AMX_INT8 = MatrixUnit(Permission("relayquant_may_use_tiles", "tile_permission.ll"))
+#: How many threads a parallel loop has, on Linux.
+COUNT_THREADS = Question("relayquant_count_threads", "thread_count.ll")
+AMX_INT8 = MatrixUnit(Question("relayquant_may_use_tiles", "tile_permission.ll"))
 #: The same registers. CPUs have both kinds of products.
 AMX_BF16 = AMX_INT8
 #: Kernels for a matrix unit, run on vectors.
