@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -433,12 +433,20 @@ def rank_operators(
         op.name: sum(count_macs(graph.values[graph.vars[value]]) for value in op.values)
         for op in operators
     }
+    return order_alike({name: scores.get(name, math.inf) for name in work}, work)
 
-    def rank(name: str) -> tuple[float, int]:
-        score = scores.get(name, math.inf)
-        return score if math.isinf(score) else score // ALIKE, work[name]
 
-    return sorted(work, key=rank)
+def order_alike(scores: Mapping[str, float], work: Mapping[str, int]) -> list[str]:
+    """Names in the order of their scores in dB. Of the names within `ALIKE` of the lowest score
+    that is left, the one with the least work comes next.
+    """
+    waiting, found = sorted(scores, key=lambda name: scores[name]), []
+    while waiting:
+        bound = scores[waiting[0]] + ALIKE
+        alike = [name for name in waiting if not scores[name] > bound]
+        found.append(min(alike, key=lambda name: work[name]))
+        waiting.remove(found[-1])
+    return found
 
 
 def find_remaining(

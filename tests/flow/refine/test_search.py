@@ -20,6 +20,7 @@ from relayquant.demo import load_digits
 from relayquant.flow.pipeline import search_module
 from relayquant.flow.refine.search import (
     make_wide,
+    order_alike,
     propose_integers,
     rank_operators,
     search_simulated,
@@ -193,6 +194,16 @@ def test_rank_operators__known_scores_are_not_measured_again():
     assert asked == ["b"]
     state.ranking |= {"a": 31.0}  # as sensitive as b, with a quarter of the multiply-adds
     assert rank_operators(Stub(), CallbackList(), math.inf, state) == ["c", "a", "b"]
+
+
+def test_order_alike__scores_a_little_apart_are_alike_wherever_they_lie():
+    for low in np.arange(10.0, 14.0, 0.25):
+        scores, work = {"big": low, "small": low + 0.1}, {"big": 9, "small": 1}
+        assert order_alike(scores, work) == ["small", "big"]
+    # Each is like the next, the first is not like the last.
+    scores = {"a": 0.0, "b": 2.0, "c": 4.0, "d": math.inf, "e": -math.inf}
+    work = {"a": 3, "b": 2, "c": 1, "d": 0, "e": 9}
+    assert order_alike(scores, work) == ["e", "b", "a", "c", "d"]
 
 
 def test_trial__int16_before_float_and_few_before_many():
