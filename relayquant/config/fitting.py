@@ -86,7 +86,7 @@ class FitSettings:
     sweeps: int = 0
     damping: float = 0.01
     samples: int = 8192
-    values: int = 1 << 28
+    values: int = 1 << 23
     max_columns: int = 2304
     adaround: AdaRoundSettings = DEFAULT_ADAROUND
     seed: int = 0

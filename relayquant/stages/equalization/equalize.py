@@ -31,7 +31,7 @@ from relayquant.stages.equalization.inputs import scale_inputs
 
 #: Minimum and maximum number of samples that decide whether equalizing pays off, and the budget for
 #: them in multiply-adds of the float model.
-SAMPLES = (4, 32)
+SAMPLES = (4, 8)
 SAMPLE_WORK = 2e9
 
 #: number of samples that give the channel ranges of the values that matrix products read
