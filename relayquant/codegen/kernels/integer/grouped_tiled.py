@@ -4,7 +4,8 @@
     B     16 words x 16 outputs x 4 bytes: codes minus zero points as int8, or codes as uint8 if
           there are offsets, unpacked from a panel
     sums  of a group, exact; stored to memory, from where vectors are multiplied by the scales and
-          added to the float sums of the tile, which are in registers
+          added to the float sums of the tile, which are in registers. First all products of a tile
+          and a block, then all additions: taking turns, each waits for the other.
 
 Blocks of a few panels by a few groups are unpacked once and multiplied with all rows of a chunk.
 They fit the first-level cache, together with the same groups of 16 rows. Between the blocks the
@@ -28,6 +29,7 @@ from relayquant.codegen.kernels.emit import (
     broadcast,
     ceil_div,
     constant,
+    emit_prefetch,
     emit_sum,
     emit_vector_loop,
     load_vector,
@@ -47,8 +49,6 @@ from relayquant.codegen.kernels.isa.matrix_unit import MatrixUnit, Tiles
 
 #: Panels of a block, and bytes of its weights.
 BLOCK_PANELS, BLOCK_BYTES = 2, 16 * 1024
-#: Groups whose sums are in memory: those of one are added while the next one is multiplied.
-SLOTS = 2
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def emit_band(
     plan, lanes, rows = form.plan, form.plan.dot.lanes, form.unit.rows
     weights = alloc_workspace(form.panels * form.groups * form.group_bytes, plan.tile_dtype)
     totals = alloc_workspace(form.chunk_tiles * form.panels * rows * lanes, "float32")
-    sums = alloc_workspace(SLOTS * rows * lanes, "int32")
+    sums = alloc_workspace(form.groups * rows * lanes, "int32")
     with T.serial(form.blocks) as block:
         start = T.bind(block * form.groups)
         groups = T.bind(T.min(plan.groups - start, form.groups))
@@ -226,23 +226,18 @@ def emit_band(
             data = T.bind(tile * form.tile_bytes + start * (rows * plan.stride))
             weight = T.bind(side * (form.groups * form.group_bytes))
 
-            def multiply(group: Expr) -> None:
+            with T.If(block == form.blocks - 1), T.Then():
+                emit_output_prefetch(form, arguments, panel + side, first + tile * rows)
+            with T.serial(groups) as group:
                 at = T.bind(data + group * (rows * plan.stride))
                 to = T.bind(weight + group * form.group_bytes)
-                slot = T.bind(T.floormod(group, SLOTS) * (rows * lanes))
+                slot = group * (rows * lanes)
                 emit_tile_sums(form, registers, prepared.copy, at, weights, to, sums, slot)
-
-            def add(group: Expr) -> None:
+            with T.serial(groups) as group:
                 at = T.bind(((panel + side) * plan.groups + start + group) * lanes)
-                slot = T.bind(T.floormod(group, SLOTS) * (rows * lanes))
+                slot = T.bind(group * (rows * lanes))
                 first_row = T.bind((tile * plan.groups + start + group) * rows)
                 emit_scaled(form, arguments, at, sums, slot, prepared, first_row, accs)
-
-            multiply(T.int64(0))
-            with T.serial(groups - 1) as group:
-                multiply(group + 1)
-                add(group)
-            add(groups - 1)
             with T.If(block < form.blocks - 1):
                 with T.Then():
                     for row, acc in enumerate(accs):
@@ -328,16 +323,34 @@ def emit_scaled(
         store_vector(acc, value, 0, lanes)
 
 
+def emit_output_prefetch(form: TiledGroups, arguments: Arguments, panel: Expr, row: Expr) -> None:
+    """Fetch the memory that `emit_outputs` will write. Results of many rows and outputs exceed the
+    second-level cache, and the stores of a tile would wait for it.
+    """
+    with T.serial(form.unit.rows) as offset:
+        emit_prefetch(
+            arguments.out, find_output(form, arguments, panel, row + offset), 1, write=True
+        )
+
+
 def emit_outputs(
     form: TiledGroups, arguments: Arguments, accs: list[Buffer], panel: Expr, row: Expr
 ) -> None:
     """Store the outputs of a panel for the rows of a tile, from `row` on."""
     units, lanes = form.plan.spec.units, form.plan.dot.lanes
-    width = min(lanes, units)
-    channel = T.bind(T.min(panel * lanes, units - width))
     for offset, acc in enumerate(accs):
-        number = T.bind(T.min(row + offset, arguments.rows - 1))
         value = load_vector(acc, 0, lanes)
         if arguments.row_scale is not None:
+            number = T.min(row + offset, arguments.rows - 1)
             value = value * broadcast(arguments.row_scale[number], lanes)
-        store_vector(arguments.out, value, number * units + channel, lanes, width)
+        at = find_output(form, arguments, panel, row + offset)
+        store_vector(arguments.out, value, at, lanes, min(lanes, units))
+
+
+def find_output(form: TiledGroups, arguments: Arguments, panel: Expr, row: Expr) -> Expr:
+    """Return the index of the first output of a panel in a row. The last row stands for rows that
+    are missing.
+    """
+    units, lanes = form.plan.spec.units, form.plan.dot.lanes
+    channel = T.min(panel * lanes, max(units - lanes, 0))
+    return T.bind(T.min(row, arguments.rows - 1) * units + channel)
