@@ -89,14 +89,8 @@ class Library:
                 f"{self.path} is no library that export_library wrote for this machine: {reason}"
             ) from error
         self._running = threading.RLock()  # TVM's virtual machine has one stack
-        self._values, self._places = [], {}
-        try:
-            described = self._machine[DESCRIPTION]
-        except (AttributeError, RuntimeError, ValueError):
-            pass
-        else:
-            text = json.loads(np.from_dlpack(described()).tobytes())
-            self._values, self._places = text["values"], text["functions"]
+        described = self.describe_state()
+        self._values, self._places = described["values"], described["functions"]
         self._held: dict[str, Any] = {}
         self.reset()
 
@@ -114,6 +108,21 @@ class Library:
                 f"{self.path} has no function {name!r}. A quantized model's is called as in the "
                 "model, mostly 'main'."
             ) from error
+
+    def has_function(self, name: str) -> bool:
+        """Whether the library has a function of this name."""
+        try:
+            return self._machine[name] is not None
+        except (AttributeError, RuntimeError, ValueError):
+            return False
+
+    def describe_state(self) -> dict[str, Any]:
+        """The state as plain data: "values" -> rows of name, shape and dtype, and "functions" ->
+        function name -> number of its first parameter that is state, and the names.
+        """
+        if not self.has_function(DESCRIPTION):
+            return {"values": [], "functions": {}}
+        return json.loads(np.from_dlpack(self._machine[DESCRIPTION]()).tobytes())
 
     def describe(self) -> str:
         """Describe the library in a few lines: target, functions with inputs and outputs, state,

@@ -105,7 +105,7 @@ print(f"loaded and compiled in {time.perf_counter() - start:.0f} s")
 
 # %%
 # ``exe.export_library("model.so")`` keeps the result. It loads in a fraction of a second:
-# ``rq.Generator(tvm.runtime.load_module("model.so"), tokenizer)``.
+# ``rq.Generator(relayquant_runtime.Library("model.so"), tokenizer)``, without a compiler.
 #
 # Text
 # ----

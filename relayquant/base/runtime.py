@@ -19,6 +19,7 @@ from threadpoolctl import ThreadpoolController
 from tvm import relax
 
 from relayquant.base import _tvm
+from relayquant.base.cores import count_threads
 from relayquant.errors import ConfigError, DataError, format_count, suggest_sizes
 
 #: How many turns TVM's idle threads spin before they sleep. With TVM's default of 300,000, two
@@ -55,20 +56,6 @@ class FunctionRunner(Protocol):
 
 #: makes the functions of a module runnable
 LoadModule = Callable[[tvm.IRModule], FunctionRunner]
-
-
-def count_cores() -> int:
-    """Count the cores that this process may use."""
-    has_affinity = hasattr(os, "sched_getaffinity")  # Linux only. Elsewhere all cores count.
-    return (len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()) or 1
-
-
-def count_threads() -> int:
-    """Count the threads that this process may keep busy: TVM_NUM_THREADS, or else its cores."""
-    wanted = os.environ.get("TVM_NUM_THREADS", "")
-    if wanted.isdigit() and int(wanted) > 0:
-        return int(wanted)
-    return count_cores()
 
 
 def limit_blas() -> Any:

@@ -12,6 +12,7 @@ import tvm
 import relayquant as rq
 from relayquant.base.storage.files import decode_json, read_text, reading, write_text, write_whole
 from relayquant.base.storage.module_file import ARCHIVE_SUFFIX, WHAT, read_module
+from relayquant.cli.parsers import LIBRARIES
 from relayquant.config import Precision
 from relayquant.errors import ConfigError, ModelError
 from relayquant.ir.ledger import find_ledger
@@ -27,7 +28,6 @@ ENDINGS = {
     ".relay": "Relay text, with its parameters in .params next to it",
     ".so": "a compiled library",
 }
-LIBRARIES = (".so", ".dylib", ".dll")
 #: bytes; a mapping with a line for each of 100,000 operators is smaller
 MAX_MAPPING_SIZE = 1 << 26
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,22 +37,3 @@ def time_interleaved(
         time_run(model)  # The first run allocates.
     times = [[time_run(model) for model in models] for _ in range(runs)]
     return [float(median) for median in np.median(times, axis=0)]
-
-
-@contextmanager
-def use_threads(count: int) -> Iterator[None]:
-    """Use this number of threads inside TVM, unless its pool was started already.
-
-    Only the environment variable works: `runtime.config_threadpool` counts "fast" cores, and uses
-    one thread if all cores are equal.
-    """
-    variable = "TVM_NUM_THREADS"
-    before = os.environ.get(variable)
-    os.environ[variable] = str(count)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before

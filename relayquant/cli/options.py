@@ -1,4 +1,4 @@
-"""Options that several commands share -> their values."""
+"""Options that several commands share -> their values. TVM is not imported before it is needed."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import argparse
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import relayquant as rq
 from relayquant.base.storage.files import check_writable, decode_json, read_text, reading
-from relayquant.base.storage.module_file import ARCHIVE_SUFFIX
-from relayquant.cli.files import JSON_SUFFIX
 from relayquant.config import BackendConfig
 from relayquant.errors import ConfigError, DataError
-from relayquant.plots.collect import CommandWords
-from relayquant.stages.backends import resolve_backend
+
+if TYPE_CHECKING:
+    from relayquant.plots.collect import CommandWords
 
 #: bytes; the largest built-in backend has a tenth of this
 MAX_BACKEND_SIZE = 1 << 22
@@ -27,7 +27,11 @@ def read_backend(given: str | None) -> BackendConfig | None:
         ConfigError: there is no such backend or file, or the file holds something else.
     """
     if given is None or not given.endswith(".json"):
-        return None if given is None else resolve_backend(given)
+        if given is None:
+            return None
+        from relayquant.stages.backends import resolve_backend
+
+        return resolve_backend(given)
     path = Path(given)
     if not path.is_file():
         raise ConfigError(f"--backend {given}: there is no such file.", code="RQ102")
@@ -74,6 +78,10 @@ def name_words(options: argparse.Namespace, qmodel: Path | None) -> CommandWords
         options: Parsed options with MODEL and `--data`.
         qmodel: The quantized module's file. None if there is none.
     """
+    from relayquant.base.storage.module_file import ARCHIVE_SUFFIX
+    from relayquant.cli.files import JSON_SUFFIX
+    from relayquant.plots.collect import CommandWords
+
     if qmodel is not None and qmodel.suffix not in (ARCHIVE_SUFFIX, JSON_SUFFIX):
         qmodel = None  # a library, which no other command takes
     data = shlex.quote(str(options.data))

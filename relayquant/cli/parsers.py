@@ -32,6 +32,8 @@ ENGINES = ("onnxruntime", "openvino")
 CACHE_DTYPES = ("float16", "int8", "float32")
 PRESETS = ("imagenet", "caffe", "tflite", "cifar", "unit")
 SHELLS = ("bash", "zsh", "tcsh")
+#: endings of compiled libraries
+LIBRARIES = (".so", ".dylib", ".dll")
 
 #: options that every command takes, before or after its name
 SWITCHES = {

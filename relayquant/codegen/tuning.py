@@ -19,7 +19,7 @@ import numpy as np
 import tvm
 from tvm.target import Target
 
-from relayquant.base.runtime import count_threads
+from relayquant.base.cores import count_threads
 from relayquant.base.storage.files import check_writable
 from relayquant.codegen.kernels.emit import ceil_div
 from relayquant.codegen.kernels.integer.conv_plan import list_tiles

@@ -36,9 +36,10 @@ from relayquant.analysis.sensitivity import (
     find_rounding_operators,
     name_metric,
 )
+from relayquant.base.cores import count_cores
 from relayquant.base.events import CallbackList
 from relayquant.base.qtypes import INTEGER_LIMITS
-from relayquant.base.runtime import LoadModule, Machine, as_tensor, count_cores
+from relayquant.base.runtime import LoadModule, Machine, as_tensor
 from relayquant.codegen.eager import EagerModule
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.config import BackendConfig, Effort

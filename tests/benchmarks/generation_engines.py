@@ -27,16 +27,13 @@ def draw_prompt(count: int, seed: int) -> list[int]:
 
 
 class OwnEngine:
-    """A compiled library in a `Generator`."""
+    """A compiled library in a `Generator`, with TVM's runtime and no compiler."""
 
     def __init__(self, model: Path, library: Path, threads: int) -> None:
-        import tvm
-
         import relayquant as rq
+        from relayquant_runtime import Library
 
-        tokenizer = rq.load_tokenizer(model)
-        executor = rq.Executor(tvm.runtime.load_module(str(library)))
-        self.generator = rq.Generator(executor, tokenizer)
+        self.generator = rq.Generator(Library(library), rq.load_tokenizer(model))
 
     def iterate(self, prompt: list[int]) -> Iterator[int]:
         for (piece,) in self.generator.iterate([prompt], max_tokens=NEW + 1):
@@ -130,8 +127,6 @@ def measure(name: str, model: Path, library: Path, threads: int) -> dict[str, fl
     """One round of an engine in this process."""
     package, make = ENGINES[name]
     import_module(package)
-    if name == "relayquant":
-        import tvm  # noqa: F401
     start = time.perf_counter()
     engine = make(model, library, threads)
     load = time.perf_counter() - start

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 from llama_files import draw_weights, write_folder, write_tokenizer
@@ -11,6 +13,19 @@ from relayquant import cli
 
 pytest.importorskip("tokenizers")
 WORDS = ["-p", "hello", "--max-tokens", "5", "--threads", "1"]
+
+ALONE = """
+import json, sys
+import relayquant as rq
+from relayquant import cli
+from relayquant_runtime import Library
+library, folder, words = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+assert cli.main([*words, "--quiet"]) == 0
+generator = rq.Generator(Library(library), rq.load_tokenizer(folder))
+steps = generator.iterate(["hello"], max_tokens=5)
+print([piece.token for (piece,) in steps])
+print(sorted({"tvm", "torch", "scipy", "onnx"} & {*sys.modules}))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +52,18 @@ def test_generate__text_and_rates_and_again_from_a_library(folder, tmp_path, cap
     assert summary["text"] + "\n" == said.out
     assert len(summary["tokens"]) == summary["prompt_tokens"] == 5
     assert summary["reason"] == "max tokens"
+    # A process of its own generates the same tokens, and loads no compiler.
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(library), str(folder), json.dumps(again)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    *printed, tokens, loaded = done.stdout.splitlines()
+    assert json.loads(tokens) == summary["tokens"]
+    assert "\n".join(printed) == summary["text"]
+    assert loaded == "[]"
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,15 @@ from relayquant.analysis.latency import measure_latency
 from relayquant.analysis.other_engines import OTHER_ENGINES, list_versions, prepare_candidates
 from relayquant.analysis.peak import measure_peak
 from relayquant.analysis.profile import compile_with_sites, profile_executable
-from relayquant.base.runtime import Machine, count_cores
+from relayquant.base.cores import count_cores
+from relayquant.base.runtime import Machine
 from relayquant.base.storage.files import TEMPORARY, open_temporary_folder, writing
 from relayquant.cli.data import open_data
 from relayquant.cli.files import load_module, load_options
-from relayquant.cli.measure import bind_run, use_threads
+from relayquant.cli.measure import bind_run
 from relayquant.cli.options import check_options, read_backend
 from relayquant.cli.output import CommandOutput, ExitCode, make_plain
+from relayquant.cli.threads import use_threads
 from relayquant.codegen.kernels.isa.select import describe_products
 from relayquant.codegen.kernels.isa.target import name_cpu, resolve_target
 from relayquant.config import BackendConfig, BiasCorrection, FitSettings, Precision, WeightRounding

@@ -1,4 +1,7 @@
-"""`relayquant generate`: text of a language model, as it comes, and how fast it came."""
+"""`relayquant generate`: text of a language model, as it comes, and how fast it came.
+
+TVM's compiler is loaded only for a model that is not compiled yet.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import tvm
-
 import relayquant as rq
+from relayquant.base.cores import count_cores
 from relayquant.base.events import StageEvent
-from relayquant.base.runtime import Executor, count_cores
 from relayquant.base.storage.files import check_file, reading, write_whole
-from relayquant.cli.files import LIBRARIES
-from relayquant.cli.measure import use_threads
 from relayquant.cli.options import check_options
 from relayquant.cli.output import CommandOutput, ExitCode
+from relayquant.cli.parsers import LIBRARIES
+from relayquant.cli.threads import use_threads
 from relayquant.errors import ConfigError, ModelError, format_count
 from relayquant.flow.generation import Piece
 from relayquant.plots.progress import ProgressReport
+from relayquant_runtime import Library
 
 
 def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
@@ -81,14 +83,14 @@ def check_library(options: argparse.Namespace) -> None:
         )
 
 
-def open_library(path: Path) -> Executor:
+def open_library(path: Path) -> Library:
     """Load a compiled model."""
     check_file(path, sys.maxsize)
     with reading(path, "compiled model", ModelError):
-        return Executor(tvm.runtime.load_module(str(path)))
+        return Library(path)
 
 
-def build(options: argparse.Namespace, progress: ProgressReport) -> Executor:
+def build(options: argparse.Namespace, progress: ProgressReport) -> rq.Executor:
     """Load and compile a model, and save it if that was asked for."""
     settings: dict[str, Any] = {"max_length": options.max_length}
     if options.cache is not None:
@@ -102,7 +104,7 @@ def build(options: argparse.Namespace, progress: ProgressReport) -> Executor:
         executable = rq.compile((mod, params))
         if options.save is not None:
             write_whole(options.save, lambda file: executable.export_library(str(file)))
-    return Executor(executable)
+    return rq.Executor(executable)
 
 
 @contextmanager

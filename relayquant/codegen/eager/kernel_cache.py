@@ -19,7 +19,7 @@ import tvm_ffi
 from tvm import tirx
 from tvm.target import Target
 
-from relayquant.base.runtime import count_threads
+from relayquant.base.cores import count_threads
 from relayquant.codegen.eager.kernel_files import KernelFiles, open_kernel_files
 from relayquant.codegen.host_functions import lower_prescheduled
 from relayquant.codegen.kernels.emit import IS_SCHEDULED

@@ -1,4 +1,7 @@
-"""A compiled language model and its tokenizer -> text, for one prompt or several at once."""
+"""A compiled language model and its tokenizer -> text, for one prompt or several at once.
+
+This module loads no compiler: a `relayquant_runtime.Library` generates with TVM's runtime alone.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from relayquant.base.runtime import Executor
 from relayquant.errors import ConfigError, DataError, ModelError, format_count
 from relayquant.flow.generation.sampling import TokenSampling, choose_token
 from relayquant.formats.tokenizers import Tokenizer
+from relayquant_runtime import Library
 
 #: A text, or its tokens.
 Prompt: TypeAlias = str | Sequence[int]
@@ -57,7 +60,8 @@ class Generator:
     loaded for. Texts of one generator are generated one after another.
 
     Args:
-        executable: What `relayquant.compile` returned, or an `Executor` of it.
+        executable: A `relayquant_runtime.Library`, which takes the least memory, or
+            what `relayquant.compile` returned, or an `Executor` of it.
         tokenizer: See `load_tokenizer`.
         chunk: Tokens of a prompt that the model takes at once.
 
@@ -80,8 +84,7 @@ class Generator:
             )
         if chunk < 1:
             raise ConfigError(f"Generator: chunk is {chunk}; allowed: 1 or more.", code="RQ101")
-        is_ready = isinstance(executable, Executor)
-        self.executor = executable if is_ready else Executor(executable)
+        self.executor = executable if isinstance(executable, Library) else execute(executable)
         self.tokenizer, self.chunk = tokenizer, chunk
         state = self.executor.describe_state()["values"]
         missing = [name for name in FUNCTIONS if not self.executor.has_function(name)]
@@ -262,6 +265,13 @@ class Generator:
                 code="RQ302",
             )
         return tokens
+
+
+def execute(executable: Any) -> Any:
+    """Return an `Executor` of an executable, or the given one."""
+    from relayquant.base.runtime import Executor  # loads the compiler
+
+    return executable if isinstance(executable, Executor) else Executor(executable)
 
 
 class GrowingText:

@@ -14,7 +14,8 @@ from typing import Any, Generic, TypeVar
 
 import tvm
 
-from relayquant.base.runtime import LoadModule, count_threads
+from relayquant.base.cores import count_threads
+from relayquant.base.runtime import LoadModule
 from relayquant.base.storage.archive import Archive, write_archive
 from relayquant.errors import ConfigError, FileError, RelayQuantError, WorkerError, format_count
 from relayquant.stages.calibration.checkpoint import Workspace

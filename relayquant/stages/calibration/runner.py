@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from relayquant.base.cores import count_threads
 from relayquant.base.events import CallbackList, ParametersEvent, ProgressEvent
 from relayquant.base.qtypes import QParams
-from relayquant.base.runtime import LoadModule, count_threads, limit_blas
+from relayquant.base.runtime import LoadModule, limit_blas
 from relayquant.config import FitSettings, Order, WeightRounding
 from relayquant.config.fitting import DEFAULT_FIT
 from relayquant.config.observers import MinMax, Observer

@@ -20,7 +20,7 @@ from tvm.target.codegen import (
 )
 
 from relayquant.base._tvm import read_host_features
-from relayquant.base.runtime import count_cores
+from relayquant.base.cores import count_cores
 from relayquant.errors import ConfigError, suggest_name
 
 #: options of the old command-line strings that hold lists
