@@ -280,6 +280,9 @@ def collect_report(
             prepared = run("calibrate", recalibrate, mod, params, shown, ledger, backend)
             ranking = sensitivity(prepared, shown, samples=8, callbacks=callbacks.callbacks)
             suggestion = run("suggest", suggest_float, ranking, shown)
+            # With ranges of effort "fast" it must end above the module that there is already.
+            if suggestion and suggestion.after < compared.agreement.sqnr + WORTHWHILE:
+                suggestion = None
     beside = None if settings.other is None else align_modules(mod, settings.other, params)
     latencies: Mapping[str, Latency] = {}
     times: Mapping[str, tuple[float, float | None]] = {}

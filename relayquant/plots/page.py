@@ -39,6 +39,8 @@ ERROR_BOUNDS = (10.0, 15.0, 20.0, 30.0)
 TIME_BOUNDS = (0.10, 0.05, 0.02, 0.005)
 #: dB between two ticks of the chart of errors, and the most parts that its axis has
 TICK, MOST_TICKS = 10, 7
+#: letters of a name beside the chart, two lines of them
+CHART_LETTERS = 72
 #: letters of a name that fit into a box
 BOX_LETTERS = 24
 
@@ -328,10 +330,12 @@ class ErrorChart:
 
 @dataclass(frozen=True)
 class ChartRow:
-    """One operator: its position in the ledger, and (kind, place in percent) of each mark."""
+    """One operator: its position in the ledger, its name if that is short, (kind, place in
+    percent) of each mark, and what sorts it by damage.
+    """
 
     index: int
-    name: str
+    label: str
     marks: tuple[tuple[str, float], ...]
     damage: float
 
@@ -352,7 +356,8 @@ def chart_errors(data: ReportData) -> ErrorChart | None:
         marks = [(k, chart.place(v)) for k, v in errors.items() if math.isfinite(v)]
         damage = [v for k in ("outputs", "alone", "value") if (v := errors.get(k)) is not None]
         if errors:
-            rows.append(ChartRow(index, view.row.name, tuple(marks), min(damage[0], 999.0)))
+            label = shorten_middle(view.row.name, CHART_LETTERS)
+            rows.append(ChartRow(index, label, tuple(marks), min(damage[0], 999.0)))
     return replace(chart, rows=tuple(rows), low=chart.place(LOW_SQNR))
 
 

@@ -94,7 +94,7 @@ def plot_error_by_depth(report: CompareReport, path: str | Path | None = None) -
         else:
             axes.set_xlabel("operator, in the order of the model")
         axes.set_ylabel("SQNR [dB]")
-        axes.legend()
+        place_legend(figure)
         save_figure(figure, path)
     return figure
 
@@ -128,7 +128,7 @@ def plot_sensitivity(
         axes.plot([finite(row.score) for row in shown], places, "o", color=SERIES)
         if np.isfinite(report.score):
             axes.axvline(report.score, color=OTHER_SERIES, label=f"all {len(report.rows)} of them")
-            axes.legend()
+            place_legend(figure)
         axes.set_yticks(places, [shorten(row.name) for row in shown], fontsize=7)
         axes.invert_yaxis()
         axes.grid(axis="y", color=FAINT, alpha=0.3)
@@ -165,7 +165,7 @@ def plot_latency(latencies: Mapping[str, Latency], path: str | Path | None = Non
         axes.set_yticks(places, list(latencies), fontsize=8)
         axes.invert_yaxis()
         axes.set_xlabel("ms")
-        axes.legend()
+        place_legend(figure)
         save_figure(figure, path)
     return figure
 
@@ -295,6 +295,11 @@ def collect_values(
                 flat = {**batch, **results}[name].reshape(-1)
                 found[key].append(flat[:: -(-flat.size // kept)])
     return {k: a[0] if len(a) == 1 else np.concatenate(a) for k, a in found.items()}
+
+
+def place_legend(figure: Figure) -> None:
+    """Place the legend above the axes, where it covers nothing."""
+    figure.legend(loc="outside upper left", ncols=3, fontsize=8)
 
 
 def finite(decibels: float | None) -> float:

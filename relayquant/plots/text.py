@@ -171,7 +171,9 @@ def compare_table(report: CompareReport, title: str = "", *, show_all: bool = Tr
     if first is not None:
         lines.append(Text(f"first below {LOW_SQNR:g} dB: {first.name}", "yellow"))
     if worst is not None:
-        lines.append(Text(f"most damage alone: {worst.name}, {worst.isolated:.1f} dB"))
+        lines.append(
+            Text(f"largest error of one operator by itself: {worst.name}, {worst.isolated:.1f} dB")
+        )
     rows = [row for row in report.rows if show_all or row.sqnr < LOW_SQNR]
     if not show_all:
         left = format_count(len(report.rows) - len(rows), "value")

@@ -152,7 +152,7 @@ def test_command_compare__values_csv_and_picture(tmp_path, capsys):
     assert cli.main(["compare", model, module, *data, "--values", "--all", *outputs]) == 0
     text = capsys.readouterr().out
     assert "conv2/relu" in text
-    assert "most damage alone" in text
+    assert "largest error of one operator by itself" in text
     assert "conv2/relu" in (tmp_path / "v.csv").read_text()
     assert (tmp_path / "v.png").read_bytes().startswith(PNG)
     assert cli.main(["compare", model, module, *data, "--plot", str(tmp_path / "v.doc")]) == 2

@@ -170,18 +170,18 @@ def selenium_wait(condition) -> None:
 
 def test_page__the_chart_is_sorted_and_says_which_operator_it_is(page, report):
     rows = {row.index: row for row in chart_errors(report.data).rows}
-    assert texts(page, "#chart .link") == [row.name for row in rows.values()]
+    assert texts(page, "#chart .link") == [row.label for row in rows.values()]
     find(page, "[data-sort=damage]").click()
     shown = [int(e.get_attribute("data-row")) for e in find_all(page, "#chart li")]
     assert [rows[i].damage for i in shown] == sorted(row.damage for row in rows.values())
     assert find(page, "[data-sort=damage]").get_attribute("aria-pressed") == "true"
     item = find(page, "#chart li .track")
     webdriver.ActionChains(page).move_to_element(item).perform()
-    assert find(page, "#tip").text.startswith(rows[shown[0]].name)
+    assert find(page, "#tip").text.startswith(report.data.operators[shown[0]].row.name)
     for mark in find_all(page, "#chart .mark"):
         assert mark.rect["x"] >= 0
     find(page, "[data-sort=depth]").click()
-    assert texts(page, "#chart .link") == [row.name for row in rows.values()]
+    assert texts(page, "#chart .link") == [row.label for row in rows.values()]
 
 
 @pytest.mark.parametrize("width", [1280, 390])
