@@ -1,11 +1,13 @@
-"""The pictures of results: accuracy from the table in README.md, speed from docs/speed.json.
+"""The pictures of results: accuracy from the table in README.md, speed from docs/speed.json, SQNR
+against the time to quantize from docs/accuracy.json.
 
-python docs/results.py writes docs/pictures/accuracy.svg and docs/pictures/speed.svg.
+python docs/results.py writes accuracy.svg, speed.svg and quantizing.svg in docs/pictures.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +29,13 @@ COLOURS = {
 }
 #: in pixels: of the picture, left of the bars, of the longest bar, of a bar
 WIDTH, LEFT, LONGEST, BAR = 430, 112, 254, 14
+
+#: in pixels: a panel of quantizing.svg and its margins (left, top, right, bottom)
+PANEL, MARGINS = (215, 180), (46, 32, 14, 40)
+#: of the axes of a panel: CPU seconds from 0.1 to 100, decibels from 10 to 40
+SECONDS, DECIBELS = (0.1, 100.0), (10.0, 40.0)
+#: level of effort in docs/accuracy.json -> its letter in the picture
+EFFORTS = {"fast": "f", "balanced": "b", "best": "B"}
 
 Rows = Mapping[str, Mapping[str, float | None]]
 
@@ -101,6 +110,89 @@ def draw_bars(title: str, note: str, rows: Rows, unit: str) -> str:
     return "\n".join([*head, *lines, "</svg>", ""])
 
 
+def read_quantizing() -> dict[str, dict[str, tuple[float, float]]]:
+    """Network -> method -> (CPU seconds to quantize, SQNR of the worst output in dB)."""
+    rows = json.loads((ROOT / "docs" / "accuracy.json").read_text("utf-8"))["rows"]
+    return {
+        network: {
+            method: (max(entry["seconds"], SECONDS[0]), min(entry["decibels"]))
+            for method, entry in methods.items()
+            if "decibels" in entry
+        }
+        for network, methods in rows.items()
+    }
+
+
+def draw_panel(network: str, points: Mapping[str, tuple[float, float]], x: int, y: int) -> str:
+    """One network: seconds to the right, logarithmic; decibels upwards."""
+    (width, height), (left, top, right, bottom) = PANEL, MARGINS
+    width, height = width - left - right, height - top - bottom
+
+    def place(seconds: float, decibels: float) -> tuple[float, float]:
+        across = math.log(seconds / SECONDS[0]) / math.log(SECONDS[1] / SECONDS[0])
+        up = (decibels - DECIBELS[0]) / (DECIBELS[1] - DECIBELS[0])
+        return x + left + width * across, y + top + height * (1 - up)
+
+    lines = [
+        f'<text class="name" x="{x + 14}" y="{y + 20}">{escape(network.split(" (")[0])}</text>',
+        f'<path class="axis" d="M{x + left} {y + top}v{height}h{width}"/>',
+    ]
+    for decibels in (10, 20, 30, 40):
+        _, at = place(1, decibels)
+        lines.append(f'<text class="y" x="{x + left - 5}" y="{at + 4:.1f}">{decibels}</text>')
+    for seconds in (0.1, 1, 10, 100):
+        at, base = place(seconds, DECIBELS[0])
+        lines.append(f'<text class="x" x="{at:.1f}" y="{base + 16:.1f}">{seconds:g}</text>')
+    for method, (seconds, decibels) in points.items():
+        at, up = place(seconds, decibels)
+        tool = "relayquant" if method in EFFORTS else method
+        lines.append(
+            f'<circle cx="{at:.1f}" cy="{up:.1f}" r="8" fill="{COLOURS[tool]}" stroke="#24292f">'
+            f"<title>{method}: {decibels:.1f} dB, {seconds:g} s</title></circle>"
+        )
+        if method in EFFORTS:
+            lines.append(f'<text class="in" x="{at:.1f}" y="{up + 4:.1f}">{EFFORTS[method]}</text>')
+    return "\n".join(lines)
+
+
+def draw_quantizing(rows: Mapping[str, Mapping[str, tuple[float, float]]]) -> str:
+    """All networks, two beside each other, and what the colours mean."""
+    columns, (width, height) = 2, PANEL
+    lines = [
+        draw_panel(network, points, width * (place % columns), 56 + height * (place // columns))
+        for place, (network, points) in enumerate(rows.items())
+    ]
+    y = 64 + height * -(-len(rows) // columns)
+    legend = {
+        "relayquant": "relayquant: f fast, b balanced, B best",
+        "ONNX Runtime": "ONNX Runtime",
+        "NNCF": "NNCF",
+    }
+    for tool, label in legend.items():
+        lines.append(f'<circle cx="22" cy="{y}" r="7" fill="{COLOURS[tool]}"/>')
+        lines.append(f'<text x="36" y="{y + 5}">{label}</text>')
+        y += 20
+    title, note = "Accuracy against time to quantize", "SQNR of the worst output (dB), CPU seconds"
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" width="{WIDTH}" '
+            f'height="{y}" role="img" aria-labelledby="title">',
+            f'<title id="title">{title}: {note}</title>',
+            "<style>text { font: 13px sans-serif; fill: #24292f } .title { font: bold 15px "
+            "sans-serif } .name { font: bold 13px sans-serif } .x, .in { text-anchor: middle } "
+            ".y { text-anchor: end } .x, .y, .note { fill: #57606a } .in { fill: #fff; font: bold "
+            "11px sans-serif } .axis { fill: none; stroke: #8a96a3 } "
+            ".paper { fill: #fff; stroke: #d0d7de }</style>",
+            f'<rect class="paper" x="0.5" y="0.5" width="{WIDTH - 1}" height="{y - 1}" rx="8"/>',
+            f'<text class="title" x="14" y="25">{title}</text>',
+            f'<text class="note" x="14" y="45">{note}</text>',
+            *lines,
+            "</svg>",
+            "",
+        ]
+    )
+
+
 def draw_results() -> dict[Path, str]:
     """File -> picture."""
     cpu, speed = read_speed()
@@ -114,6 +206,7 @@ def draw_results() -> dict[Path, str]:
         PICTURES / "speed.svg": draw_bars(
             "Speed-up of int8 over float ONNX Runtime", f"{cpu}, 1 thread", speed, "x"
         ),
+        PICTURES / "quantizing.svg": draw_quantizing(read_quantizing()),
     }
 
 
