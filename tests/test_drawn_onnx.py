@@ -12,8 +12,9 @@ from onnx_graphs import draw_graph, run
 
 import relayquant as rq
 
-#: Graphs in all; of each PART of them the first FAST are quantized and compiled in every run.
-GRAPHS, PART, FAST = 500, 50, 2
+#: Graphs in all; of each PART of them the first FAST are quantized and compiled in every run, the
+#: first SLOW with -m slow, and all with -m nightly.
+GRAPHS, PART, FAST, SLOW = 500, 50, 2, 10
 PARTS = range(0, GRAPHS, PART)
 #: At most so many of GRAPHS are refused: of a symbolic size that an operator cannot have.
 REFUSED = 20
@@ -97,7 +98,7 @@ def test_drawn_graphs__as_onnx_runtime(count):
     ("first", "count"),
     [
         *((first, FAST) for first in PARTS),
-        *(pytest.param(first, PART // 2, marks=pytest.mark.slow) for first in PARTS),
+        *(pytest.param(first, SLOW, marks=pytest.mark.slow) for first in PARTS),
         *(pytest.param(first, PART, marks=pytest.mark.nightly) for first in PARTS),
     ],
 )

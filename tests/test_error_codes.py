@@ -33,11 +33,13 @@ PAGES = {path.stem: path for path in sorted((ROOT / "docs/errors").glob("RQ*.md"
 
 @cache
 def list_nodes() -> list[tuple[str, ast.AST]]:
-    """(file, node) for each syntax node of the package."""
+    """(file, node) for each definition, annotation, raise and call of the package."""
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.AnnAssign, ast.arg)
     return [
         (path.relative_to(ROOT).as_posix(), node)
         for path in sorted(PACKAGE.rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, (*kinds, ast.Raise, ast.Call))
     ]
 
 

@@ -14,7 +14,7 @@ import relayquant as rq
 TUTORIALS = sorted((Path(__file__).parents[1] / "tutorials").glob("[0-9][0-9]_*.py"))
 
 
-@pytest.mark.sample(len(TUTORIALS))
+@pytest.mark.slow
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
 def test_tutorial__runs(path, tmp_path):
     done = subprocess.run(

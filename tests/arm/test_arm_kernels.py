@@ -22,6 +22,7 @@ from kernel_cases import (
     Case,
 )
 
+from relayquant.codegen.host_functions import name_kernel_pipeline
 from relayquant.codegen.kernels.integer.conv_transpose import choose_transpose_plan
 from relayquant.codegen.kernels.integer.plan_choice import choose_plan
 from relayquant.codegen.kernels.isa.arm import NEON, NEON_BYTES, NEON_PAIRS, SDOT, SMMLA
@@ -97,7 +98,8 @@ def libraries(emulator: Emulator, tmp_path_factory: pytest.TempPathFactory, chos
             garbage = [np.full(output.shape, 77, output.dtype) for output in outputs]
             calls[name] = [*map(np.ascontiguousarray, inputs), *garbage]
         library = Path(tmp_path_factory.mktemp(cpu)) / "kernels.so"
-        compiled = tvm.compile(tvm.IRModule(functions), target=target_of(cpu))
+        mod, pipeline = tvm.IRModule(functions), name_kernel_pipeline()
+        compiled = tvm.compile(mod, target=target_of(cpu), tir_pipeline=pipeline)
         return emulator.export(compiled, library), calls
 
     return compile_kernels

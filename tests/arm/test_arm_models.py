@@ -117,18 +117,13 @@ def assert_same_bits(got: list[np.ndarray], expected: list[np.ndarray]) -> None:
         np.testing.assert_array_equal(a.view(f"u{a.itemsize}"), b.view(f"u{b.itemsize}"))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "cpu"),
     [
         *product(["digits"], CPUS),
-        *(
-            pytest.param(*run, marks=pytest.mark.slow)
-            for run in [
-                *product([name for name in MODELS if name != "digits"], PLAIN_CPUS),
-                ("residual network", MATRIX_CPU),
-            ]
-        ),
+        *product([name for name in MODELS if name != "digits"], PLAIN_CPUS),
+        ("residual network", MATRIX_CPU),
     ],
 )
 def test_model__equals_x86_and_numpy(emulator, ports, tmp_path, cpu, name):

@@ -111,7 +111,7 @@ else:
 """
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("threads", "has_run", "code"), [("2", True, 3), ("2", False, 0), ("1", True, 0)]
 )

@@ -48,6 +48,7 @@ def test_bench__random_inputs(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert "onnxruntime" not in text
 
 
+@pytest.mark.slow
 def test_bench__against_onnxruntime(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("onnxruntime")
     arguments = ["--data", str(folder / "digits.npz"), "--against", "onnxruntime", "--batch", "5"]

@@ -56,6 +56,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_quantize__pictures_a_metric_a_library_and_a_report(
     folder: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,6 +141,7 @@ def test_compress__options_reach_the_compression(
     assert ledger.choices["weights"].endswith(weights)
 
 
+@pytest.mark.slow
 def test_export_and_verify(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

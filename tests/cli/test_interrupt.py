@@ -62,6 +62,7 @@ def interrupt(folder: Path, words: list[str], task: str, events: int) -> str:
     return said.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_quantize__goes_on_after_a_signal(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

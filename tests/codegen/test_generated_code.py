@@ -388,7 +388,7 @@ def test_innermost_loops__of_winograd(name):
         assert sum(bool(syntax.stack.match(line)) for line in loop) <= WINOGRAD_STACK[isa.registers]
 
 
-@pytest.mark.sample(10)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GROUPED_BOUNDS)
 def test_innermost_loops__of_grouped_weights(name):
     """Codes of 4 bits in groups of 32, unpacked in registers: tiles of all heights."""

@@ -30,7 +30,7 @@ def find_outcome(case: Case, rows: list[LedgerRow]) -> Outcome:
     return Outcome.PASSES if {row.pattern for row in rows} <= moving else Outcome.QUANTIZED
 
 
-@pytest.mark.sample(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_operators__quantize_pass_or_say_why_not(family, tmp_path):
     ort = pytest.importorskip("onnxruntime")

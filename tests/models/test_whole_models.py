@@ -51,7 +51,7 @@ def float_operators(mod: tvm.IRModule) -> list[str]:
     return found
 
 
-@pytest.mark.sample(9)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BARS)
 def test_quantize__meets_the_bar(name, request):
     case = request.getfixturevalue(name)

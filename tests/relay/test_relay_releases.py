@@ -78,7 +78,7 @@ def test_rows__are_all_here(rows):
     assert set(EXPORTS) <= here
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [True, False])
 def test_written__as_the_release_has_it(exact, rows, facts):
     """What a release is refused has, in the text of the newest, a call that it does not accept."""

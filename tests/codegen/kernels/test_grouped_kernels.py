@@ -145,7 +145,7 @@ TILED_CASES = [
 ]
 
 
-@pytest.mark.sample(9)
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", [AMX, EMULATED, REFUSED], ids=["unit", "emulated", "refused"])
 @pytest.mark.parametrize("case", TILED_CASES, ids=lambda case: f"{case[3]}x{case[4]}{case[6]}")
 def test_grouped_dense__as_numpy_on_tiles(isa, case):
@@ -269,7 +269,7 @@ def test_read_words__loads_vectors(isa, is_float, bits):
     assert {type(load.indices[0]) for load in loads} == {tirx.Ramp}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3])
 def test_grouped_dense__static_rows_agree_with_symbolic_ones(count):
     isa, rng, case = best_isa(), np.random.default_rng(0), CASES[0]
@@ -285,7 +285,7 @@ def test_grouped_dense__static_rows_agree_with_symbolic_ones(count):
     np.testing.assert_array_equal(*results)
 
 
-@pytest.mark.sample(10)
+@pytest.mark.slow
 @pytest.mark.parametrize("panels", [1, STREAMS, STREAMS + 1, 2 * STREAMS + 3])
 @pytest.mark.parametrize("is_float", [False, True])
 def test_grouped_dense__one_row_meets_every_panel(panels, is_float):

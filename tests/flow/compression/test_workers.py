@@ -53,7 +53,7 @@ def few_rows(monkeypatch):
     monkeypatch.setattr("relayquant.flow.compression.fit.CHUNK", 800)
 
 
-@pytest.mark.sample(9)
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"effort": "best", "is_symmetric": False}])
 def test_executor__processes_give_the_same_bits(llama, few_rows, settings, tmp_path):
     """And go on from what a run without them has finished."""

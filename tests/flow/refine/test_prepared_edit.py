@@ -35,7 +35,7 @@ def convert(prepared: rq.PreparedModel):
     return rq.lower(rq.convert_to_reference(prepared), prepared.backend)
 
 
-@pytest.mark.sample(9)
+@pytest.mark.slow
 @pytest.mark.parametrize("order", rq.config.Order)
 def test_save__converts_to_the_same_in_another_process(order, tmp_path):
     prepared = rq.calibrate(prepare(output_dtypes={"out": "uint8"}), DATA, order=order)

@@ -60,7 +60,8 @@ def test_own_error__is_that_of_rounding_in_numpy(model):
     assert found["energy"].floating == np.inf
 
 
-@pytest.mark.parametrize("effort", ["fast", pytest.param("balanced", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("effort", ["fast", "balanced"])
 def test_quantize__magnitudes_stay_in_float_and_the_ledger_says_why(model, effort):
     mod, data = model
     qmod = rq.quantize(mod, None, data[:32], effort=effort, guard=Guard.OFF)

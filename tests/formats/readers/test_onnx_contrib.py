@@ -108,7 +108,7 @@ def make_product(types, *, columns, zeros, bias, is_constant, shape=(3, 7)) -> N
     return n
 
 
-@pytest.mark.sample(10)
+@pytest.mark.slow
 @pytest.mark.parametrize("types", PAIRS, ids="-".join)
 @pytest.mark.parametrize("is_constant", [True, False], ids=["static", "dynamic"])
 def test_matmul_integer_to_float__in_every_form(types, is_constant):
@@ -118,7 +118,6 @@ def test_matmul_integer_to_float__in_every_form(types, is_constant):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_dynamic_quantize_matmul__in_every_form(dtype):
     for columns, zeros, bias in itertools.product((False, True), repeat=3):

@@ -27,16 +27,14 @@ SAYS = (
 #: this once.
 FAULTS = {"test_attention_4d_causal_fp16", "test_attention_4d_causal_fp16_expanded"}
 
-#: Every run takes one part of the cases; the others take -m slow.
-EACH = [pytest.param(part, marks=pytest.mark.slow if part else ()) for part in range(PARTS)]
-
 
 def is_terse(result: Result) -> bool:
     """Whether it is a refusal that leaves something unsaid."""
     return result.outcome is Outcome.REFUSED and not any(re.match(p, result.reason) for p in SAYS)
 
 
-@pytest.mark.parametrize("part", EACH)
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
 def test_node_cases__right_or_refused(part):
     version, refused = read_refused()
     cases = list_cases()[part::PARTS]
@@ -59,6 +57,7 @@ def test_node_cases__right_or_refused(part):
     assert found == expected
 
 
+@pytest.mark.slow
 def test_node_cases__list_names_cases_alone():
     version, refused = read_refused()
     if version != onnx.__version__:

@@ -161,6 +161,7 @@ for stop in (*stops, None):
 """
 
 
+@pytest.mark.slow
 def test_checkpoint__survives_kill_and_interrupt(tmp_path):
     """Real processes, really killed; the last one finishes."""
     here = Path(__file__).parent

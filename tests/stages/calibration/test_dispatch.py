@@ -225,6 +225,7 @@ def test_error__of_the_data_is_the_same_as_here():
     assert messages[0] == messages[1]
 
 
+@pytest.mark.slow
 def test_executor__what_is_none():
     prepared = rq.prepare(model(), effort="fast")
     with pytest.raises(rq.ConfigError, match="workers is 2; allowed: an Executor"):
