@@ -383,4 +383,7 @@ def flatten_result(result: Any) -> list[Any]:
     """Flatten the nested tuples of a result to a list of tensors."""
     if isinstance(result, tvm.runtime.Tensor):
         return [result]
-    return [tensor for part in result for tensor in flatten_result(part)]
+    found: list[Any] = []
+    for part in result:  # of a language model a hundred
+        found += [part] if isinstance(part, tvm.runtime.Tensor) else flatten_result(part)
+    return found

@@ -121,6 +121,7 @@ class Generator:
         Raises:
             ConfigError: an argument is wrong.
             DataError: a prompt is empty, too long, or has a token that the model does not have.
+            ModelError: the model's scores are NaN or infinite.
         """
         is_one = isinstance(prompts, str) or (
             len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
@@ -199,6 +200,7 @@ class Generator:
         while running:
             step = []
             for i, row in running.items():
+                check_scores(row, i, len(prompts[i]) + texts[i].count)
                 tokens[i] = token = choose_token(row, sampling, draws[i])
                 positions[i] = len(prompts[i]) + texts[i].count
                 step.append(Piece(i, token, *texts[i].add(token)))
@@ -319,6 +321,17 @@ class GrowingText:
             at = len(text) - max((count_begun(text, each) for each in self._stop), default=0)
             text, self._held = text[:at], text[at:]
         return text, reason
+
+
+def check_scores(scores: np.ndarray, sequence: int, position: int) -> None:
+    """Raise ModelError if the scores of a token, float32 (vocabulary,), name no likeliest one."""
+    if not np.isfinite(scores.max()):
+        raise ModelError(
+            f"The model's scores of token {position} of sequence {sequence} (prompt included) are "
+            "NaN or infinite; allowed: finite numbers. The file may be damaged: load it again from "
+            "its source, and compare checksums.",
+            code="RQ204",
+        )
 
 
 def count_begun(text: str, stop: str) -> int:

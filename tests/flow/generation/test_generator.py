@@ -257,3 +257,16 @@ def test_refused__a_model_that_generates_nothing(tokenizer, monkeypatch):
     monkeypatch.setattr(model, "has_function", lambda name: False)
     with pytest.raises(ModelError, match=r"no prefill and no decode.*load of a GGUF file"):
         rq.Generator(model, tokenizer)
+
+
+@pytest.mark.parametrize("sampling", [rq.TokenSampling(), rq.TokenSampling(1.0, 5, 0.9)])
+def test_refused__scores_that_are_nan(sampling, tokenizer):
+    """Of a damaged model. Greedy and drawn tokens would be any."""
+    model = NumpyModel()
+    generator = rq.Generator(model, tokenizer)
+    model.steps[4, 3] = np.nan
+    steps = generator.iterate(["abc"], sampling=sampling)
+    next(steps)  # reads three tokens, the next step four
+    next(steps)
+    with pytest.raises(ModelError, match=r"token 5 of sequence 0.*NaN.*RQ204"):
+        next(steps)
