@@ -84,10 +84,11 @@ def name_words(options: argparse.Namespace, qmodel: Path | None) -> CommandWords
 
     if qmodel is not None and qmodel.suffix not in (ARCHIVE_SUFFIX, JSON_SUFFIX):
         qmodel = None  # a library, which no other command takes
+    is_written = qmodel is not None
+    qmodel = qmodel or options.model.with_suffix(f".int8{ARCHIVE_SUFFIX}")
     data = shlex.quote(str(options.data))
     if options.preprocess is not None:
         data += f" --preprocess {shlex.quote(options.preprocess)}"
-    default = CommandWords()
-    module = default.qmodel if qmodel is None else shlex.quote(str(qmodel))
-    library = shlex.quote(str((qmodel or options.model).with_suffix(".so")))
-    return CommandWords(shlex.quote(str(options.model)), module, data, library)
+    files = options.model, qmodel, qmodel.with_suffix(".so")
+    model, module, library = (shlex.quote(str(path)) for path in files)
+    return CommandWords(model, module, data, library, is_written)

@@ -177,12 +177,14 @@ class CommandWords:
         model, qmodel: The files.
         data: The data, with `--preprocess` for pictures.
         library: The file that is proposed for the compiled model.
+        is_written: Whether the quantized module's file exists.
     """
 
     model: str = "MODEL"
     qmodel: str = "QMODEL"
     data: str = "DATA"
     library: str = "model.so"
+    is_written: bool = True
 
 
 @dataclass(frozen=True, eq=False)

@@ -158,6 +158,9 @@ def name_repairs(data: ReportData) -> tuple[str, ...]:
 
 def name_delivery(data: ReportData) -> tuple[str, ...]:
     """Name the commands that follow if nothing is wrong."""
-    words = data.words
-    commands = [] if data.latencies else [f"relayquant bench {words.model} {words.qmodel}"]
+    words, commands = data.words, []
+    if not words.is_written:
+        commands.append(f"relayquant quantize {words.model} --data {words.data} -o {words.qmodel}")
+    if not data.latencies:
+        commands.append(f"relayquant bench {words.model} {words.qmodel}")
     return (*commands, f"relayquant export {words.qmodel} -o {words.library}")

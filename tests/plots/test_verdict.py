@@ -81,3 +81,12 @@ def test_verdict__worst_observation_decides(changes, grade, text, command):
         first, *words = each.split()
         assert first == "relayquant"
         assert parse_words(words).command == words[0]
+
+
+def test_verdict__a_module_that_is_in_no_file_is_written_first():
+    verdict = Verdict.of(replace(DATA, words=replace(WORDS, is_written=False)))
+    assert verdict.commands == (
+        "relayquant quantize m.onnx --data photos --preprocess tflite -o m.rqm",
+        "relayquant bench m.onnx m.rqm",
+        "relayquant export m.rqm -o m.so",
+    )
