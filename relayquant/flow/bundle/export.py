@@ -136,29 +136,29 @@ def write_files(
     manifest: dict[str, Any],
 ) -> None:
     """Write the files of a bundle into an empty folder."""
-    executable.export_library(str(folder / LIBRARY))
-    for name, data in libraries.files.items():
-        place = folder / RUNTIME_FOLDER / name
-        place.parent.mkdir(exist_ok=True)
-        place.write_bytes(data)
-    headers = {
-        "tvm": Path(tvm_ffi.libinfo.find_include_path()),
-        "dlpack": Path(tvm_ffi.libinfo.find_dlpack_include_path()),
-    }
-    for name, place in headers.items():
-        shutil.copytree(place / name, folder / "include" / name)
-    source = Path(relayquant_runtime.__file__).parent
-    shutil.copytree(source / EXAMPLE, folder / "example")
-    python = folder / "python" / source.name
-    shutil.copytree(source, python, ignore=shutil.ignore_patterns("__pycache__", EXAMPLE))
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    rows = {
-        path.relative_to(folder).as_posix(): {
-            "bytes": path.stat().st_size,
-            "sha256": digest_file(path),
+    with writing(folder):
+        executable.export_library(str(folder / LIBRARY))
+        for name, data in libraries.files.items():
+            place = folder / RUNTIME_FOLDER / name
+            place.parent.mkdir(exist_ok=True)
+            place.write_bytes(data)
+        headers = {
+            "tvm": Path(tvm_ffi.libinfo.find_include_path()),
+            "dlpack": Path(tvm_ffi.libinfo.find_dlpack_include_path()),
         }
-        for path in files
-    }
-    with writing(folder / MANIFEST):
+        for name, place in headers.items():
+            shutil.copytree(place / name, folder / "include" / name)
+        source = Path(relayquant_runtime.__file__).parent
+        shutil.copytree(source / EXAMPLE, folder / "example")
+        python = folder / "python" / source.name
+        shutil.copytree(source, python, ignore=shutil.ignore_patterns("__pycache__", EXAMPLE))
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        rows = {
+            path.relative_to(folder).as_posix(): {
+                "bytes": path.stat().st_size,
+                "sha256": digest_file(path),
+            }
+            for path in files
+        }
         text = json.dumps({**manifest, "files": rows}, indent=1)
         (folder / MANIFEST).write_text(text, encoding="utf-8")

@@ -14,7 +14,7 @@ from tvm.target import Target
 
 from relayquant.base.storage.files import reading
 from relayquant.codegen.kernels.isa.target import read_triple
-from relayquant.errors import ConfigError
+from relayquant.errors import ConfigError, format_count
 from relayquant_runtime import RUNTIME
 
 #: What a C++ program links. Python has the first of them in its package apache-tvm-ffi.
@@ -133,7 +133,7 @@ def read_libraries(place: Path) -> Iterator[tuple[str, bytes]]:
 def check_size(name: str, size: int) -> None:
     """Raise ValueError for a library that is too large."""
     if size > MAX_BYTES:
-        raise ValueError(f"{name} has {size} bytes, more than {MAX_BYTES}")
+        raise ValueError(f"{name} has {format_count(size, 'byte')}, more than {MAX_BYTES}")
 
 
 def read_machine(data: bytes) -> int:
