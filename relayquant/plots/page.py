@@ -23,7 +23,7 @@ import numpy as np
 
 from relayquant.config import OverflowBound
 from relayquant.errors import MissingDependencyError, format_count
-from relayquant.ir.agreement import describe_sqnr
+from relayquant.ir.agreement import MOST_DECIBELS, describe_sqnr
 from relayquant.ir.ledger import Ledger
 from relayquant.plots.collect import OperatorView, OtherView, ReportData
 from relayquant.plots.layout import HEIGHT, WIDTH, lay_out
@@ -350,14 +350,22 @@ def chart_errors(data: ReportData) -> ErrorChart | None:
     last = max(TICK * math.ceil(max(values) / TICK), first + TICK)
     step = TICK * max(1, -(-(last - first) // (MOST_TICKS * TICK)))
     last = first + step * -(-(last - first) // step)
+    # Operators without this measure come last.
+    sorted_by = "outputs" if any("outputs" in errors for errors in measured) else "alone"
     chart = ErrorChart(tuple(range(first, last + 1, step)), (), None)
     rows = []
     for index, (view, errors) in enumerate(zip(data.operators, measured, strict=True)):
         marks = [(k, chart.place(v)) for k, v in errors.items() if math.isfinite(v)]
-        damage = [v for k in ("outputs", "alone", "value") if (v := errors.get(k)) is not None]
         if errors:
             label = shorten_middle(view.row.name, CHART_LETTERS)
-            rows.append(ChartRow(index, label, tuple(marks), min(damage[0], 999.0)))
+            rows.append(
+                ChartRow(
+                    index,
+                    label,
+                    tuple(marks),
+                    min(errors.get(sorted_by, MOST_DECIBELS), MOST_DECIBELS),
+                )
+            )
     return replace(chart, rows=tuple(rows), low=chart.place(LOW_SQNR))
 
 
