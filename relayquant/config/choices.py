@@ -12,7 +12,8 @@ class Effort(enum.Enum):
     #: ranges and weights with the smallest error in the results, layers equalized if it helps; the
     #: default
     BALANCED = "balanced"
-    #: BALANCED with a search of weight scales, for few bits or per-tensor weights
+    #: BALANCED with a search of weight scales and ranges that see the rounding of values before
+    #: them; `quantize` keeps the result of BALANCED if it follows the float model better on samples
     BEST = "best"
 
 

@@ -30,12 +30,11 @@ from relayquant.config import (
 )
 from relayquant.config.observers import Fixed
 from relayquant.config.observers.base import NotFiniteError
-from relayquant.data import CalibrationShare, SpreadSample, StreamedDataset
+from relayquant.data import CalibrationShare, SpreadSample, StreamedDataset, open_share
+from relayquant.data.item import describe_inputs
 from relayquant.flow.mapping_choice import choose_mapping
 from relayquant.flow.refine.drift import follow_streams
 from relayquant.flow.refine.guard import (
-    Attempt,
-    Suspects,
     find_promise,
     find_suspects,
     finish_watching,
@@ -44,10 +43,12 @@ from relayquant.flow.refine.guard import (
     look_again,
     look_at_samples,
     pick_few,
+    revert_operators,
     start_watching,
     warn_of_deviation,
     write_reverted,
 )
+from relayquant.flow.refine.levels import keep_nearer
 from relayquant.flow.refine.prepared_edit import Changes, change_operators, review_prepared
 from relayquant.flow.refine.search import open_search, start_search
 from relayquant.flow.refine.search_result import SearchOutcome
@@ -118,6 +119,19 @@ def quantize_model(
     qmod = run("lower", lower_module, reference, backend)
     if dataset is None:
         return qmod
+    if sample is not None:
+
+        def calibrate_level(lower: QuantizeSettings) -> PreparedModel:
+            other = prepare_model(mod, params, shown, lower.qconfig_mapping, backend, lower)
+            data = open_share(shown, describe_inputs(other.mod))
+            other = calibrate_model(other, data, lower.calibrating)
+            few = pick_few(other, sample)
+            return keep_wide(other, few, lower, recalibrate(dataset, lower))
+
+        below = EFFORTS[settings.level].below
+        calibrated, qmod = keep_nearer(
+            calibrated, qmod, sample, settings, below, calibrate_level, lower_prepared
+        )
     if settings.only_if_faster:
         stopwatch = start_stopwatch(dataset, prepared)
         calibrated, qmod = run(
@@ -171,32 +185,12 @@ def guard_module(
         warn_of_deviation(seen, promise)
         return write_ledger(qmod, replace(read_ledger(qmod), guard=seen))
     suspects = find_suspects(calibrated, qmod, look, settings)
-    found = revert_operators(calibrated, suspects, dataset, settings)
+    found = revert_operators(
+        suspects, lambda changes: rebuild(calibrated, changes, dataset, settings)[1]
+    )
     # What was mended on some samples is mended less on others.
     wide = look_at_samples(calibrated, found.module, sample, settings, 2 * len(look.numbers))
     return write_reverted(found, wide, seen, suspects, read_ledger(qmod).speed)
-
-
-def revert_operators(
-    calibrated: PreparedModel, suspects: Suspects, dataset: Any, settings: QuantizeSettings
-) -> Attempt:
-    """What brings the outputs back: ranges of the run time, where these suffice, else as few
-    suspects in float as do, more until they follow, then fewer.
-    """
-
-    def attempt(changes: Changes) -> Attempt:
-        return suspects.judge(changes, rebuild(calibrated, changes, dataset, settings)[1])
-
-    for changes in suspects.list_milder():
-        if suspects.follows(found := attempt(changes)):
-            return found
-    found = attempt(dict.fromkeys(suspects.first))
-    while more := suspects.add_more(found):
-        found = attempt(dict.fromkeys(more))
-    for name in suspects.list_spare(found):
-        fewer = attempt(dict.fromkeys(found.without(name)))
-        found = fewer if suspects.suffices(fewer, found) else found
-    return found
 
 
 def rebuild(

@@ -42,12 +42,15 @@ class EffortSettings:
         order: When parameters are chosen.
         equalizes_layers: Whether layers are scaled against one another first where this pays off
             (see `stages.equalization`).
+        below: Level that `quantize` compares with on a few samples. Its result is kept if it
+            follows the float model better. None: no comparison.
     """
 
     activation: Observer
     fit: FitSettings
     order: Order
     equalizes_layers: bool = False
+    below: Effort | None = None
 
 
 EFFORTS: Mapping[Effort, EffortSettings] = {
@@ -66,6 +69,7 @@ EFFORTS: Mapping[Effort, EffortSettings] = {
         ),
         Order.TOPOLOGICAL,
         equalizes_layers=True,
+        below=Effort.BALANCED,
     ),
 }
 

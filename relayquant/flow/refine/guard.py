@@ -569,6 +569,30 @@ def find_suspects(
     return Suspects(prepared, guarding, order, first, is_arithmetic, bad, judged)
 
 
+def revert_operators(suspects: Suspects, build: Callable[[Changes], tvm.IRModule]) -> Attempt:
+    """What brings the outputs back: ranges of the run time, where these suffice, else as few
+    suspects in float as do, more until they follow, then fewer.
+
+    Args:
+        suspects: What to try.
+        build: Makes the integer module with changes.
+    """
+
+    def attempt(changes: Changes) -> Attempt:
+        return suspects.judge(changes, build(changes))
+
+    for changes in suspects.list_milder():
+        if suspects.follows(found := attempt(changes)):
+            return found
+    found = attempt(dict.fromkeys(suspects.first))
+    while more := suspects.add_more(found):
+        found = attempt(dict.fromkeys(more))
+    for name in suspects.list_spare(found):
+        fewer = attempt(dict.fromkeys(found.without(name)))
+        found = fewer if suspects.suffices(fewer, found) else found
+    return found
+
+
 def is_enough(
     gaps: Sequence[OutputGap], reference: Sequence[OutputGap], settings: GuardSettings
 ) -> bool:

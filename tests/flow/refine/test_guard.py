@@ -20,7 +20,6 @@ from relayquant.data import open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.data.sampling import is_held_back
 from relayquant.demo import load_digits
-from relayquant.flow import pipeline
 from relayquant.flow.pipeline import guard_module
 from relayquant.flow.refine import guard
 from relayquant.flow.refine.guard import (
@@ -433,9 +432,9 @@ def revert(monkeypatch):
         tried: list[tuple[str, ...]] = []
         others = iter([*off, *[""] * 20])
 
-        def rebuild(calibrated, changes, dataset, settings):
+        def build(changes):
             tried.append(tuple(changes) if None in changes.values() else dict(changes))
-            return None, tuple(changes)
+            return tuple(changes)
 
         for name, stand_in in {
             "rank_operators": lambda *_: list(ORDER),
@@ -452,11 +451,10 @@ def revert(monkeypatch):
             "describe_inputs": lambda *_: None,
         }.items():
             monkeypatch.setattr(guard, name, stand_in)
-        monkeypatch.setattr(pipeline, "rebuild", rebuild)
         prepared = SimpleNamespace(mod=None, mapping=rq.QConfigMapping())
         look = SimpleNamespace(batches=[], gaps=[OutputGap(0.0)])
         suspects = guard.find_suspects(prepared, None, look, QuantizeSettings())
-        found = pipeline.revert_operators(prepared, suspects, None, QuantizeSettings())
+        found = guard.revert_operators(suspects, build)
         # The module and the gaps are those of the names.
         assert found.module == tuple(found.changes)
         assert found.gaps == [gap(set(found.changes))]
