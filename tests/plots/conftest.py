@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import pytest
 from float_models import build_model, draw_batches
+from hostile_names import HOSTILE
 from tvm.relax import op
 
 import relayquant as rq
 
-#: Names of values: what would be a script, an event, an end of the data, or mathematics.
-HOSTILE = (
-    "</script><script>document.title='taken'</script>",
-    "<img src=x onerror=\"document.title='taken'\">",
-    "$\\frac{1}$ 'quoted' & \"double\"",
-)
 IMAGES = (1, 3, 8, 8)
 
 

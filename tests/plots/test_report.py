@@ -12,8 +12,8 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 import tvm
-from conftest import HOSTILE
 from float_models import build_model, draw_batches
+from hostile_names import HOSTILE
 from tvm.relax import op
 
 import relayquant as rq

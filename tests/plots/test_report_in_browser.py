@@ -9,7 +9,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from conftest import HOSTILE
+from hostile_names import HOSTILE
 
 import relayquant as rq
 from relayquant.plots.build import Report
