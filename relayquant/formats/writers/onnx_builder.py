@@ -93,6 +93,8 @@ class OnnxBuilder:
         integers: Value -> tensor of its integers.
         rows: Integers of rows, or the pair with their scales -> tensor that they are computed from.
         grouped: How products with grouped weights are written.
+        units: Accumulators whose real values are their integers: the scale comes later, because it
+            is computed at run time.
         merged: Values that an earlier node has already computed (a bias inside a convolution).
     """
 
@@ -104,6 +106,7 @@ class OnnxBuilder:
         self.real: dict[relax.Var, str] = {}
         self.integers: dict[relax.Var, str] = {}
         self.rows: dict[relax.Expr, str] = {}
+        self.units: set[relax.Expr] = set()
         self.merged: set[relax.Var] = set()
         self._taken: set[str] = {var.name for var in graph.order}
 

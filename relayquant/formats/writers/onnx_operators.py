@@ -42,8 +42,18 @@ ELEMENT = {
 
 
 def write_plain(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Write the ONNX operator with the same operands."""
+    """Write the ONNX operator with the same operands. Integers beside an accumulator become float,
+    as its tensor is.
+    """
     inputs = [builder.tensor(arg, var.name) for arg in call.args]
+    if not builder.units.isdisjoint(call.args):
+        inputs = [
+            name
+            if arg in builder.units
+            else builder.step("Cast", [name], f"{var.name}.float", to=ELEMENT["float32"])
+            for arg, name in zip(call.args, inputs, strict=True)
+        ]
+        builder.units.add(var)
     return builder.emit(op, inputs, var.name)
 
 

@@ -21,6 +21,7 @@ from relayquant.formats.writers.onnx_grouped import (
     write_quantize_rows,
 )
 from relayquant.formats.writers.onnx_operators import (
+    ELEMENT,
     FLOAT_WRITERS,
     Writer,
     conv_attributes,
@@ -33,14 +34,48 @@ from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
 
 def write_quantize(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     """Write QuantizeLinear."""
+    if constant_value(call.args[1]) is None:
+        inputs = [builder.tensor(call.args[0], var.name), *write_affine(builder, var, call, var)]
+        axis = {"axis": int(call.attrs.axis)} if call.args[1].ty.ndim else {}
+        return builder.emit("QuantizeLinear", inputs, var.name, **axis)
     affine = read_affine(call.args[1], call.args[2], int(call.attrs.axis), var.ty.ndim)
     data = builder.tensor(call.args[0], var.name)
     return builder.quantize(data, affine, tensor_dtype(var), var.name)
 
 
+def write_affine(
+    builder: OnnxBuilder, var: relax.Var, call: Call, integers: relax.Expr
+) -> tuple[str, str]:
+    """Return the tensors of a scale and a zero point that are computed at run time."""
+    _, scale, zero_point = call.args[:3]
+    zero = builder.tensor(zero_point, f"{var.name}.zero_point")
+    to = ELEMENT[tensor_dtype(integers)]
+    return (
+        builder.tensor(scale, f"{var.name}.scale"),
+        builder.step("Cast", [zero], f"{var.name}.zero_point", to=to),
+    )
+
+
+def scale_units(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Write the product of an accumulator's integers and a scale of the run time."""
+    data, scale = call.args[:2]
+    tensor, rank = builder.tensor(scale, f"{var.name}.scale"), var.ty.ndim
+    if scale.ty.ndim:
+        others = [axis for axis in range(rank) if axis != int(call.attrs.axis) % rank]
+        axes = builder.constant(np.array(others, "int64"), f"{var.name}.axes")
+        tensor = builder.step("Unsqueeze", [tensor, axes], f"{var.name}.scales")
+    return builder.emit("Mul", [builder.real[data], tensor], var.name)
+
+
 def write_dequantize(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     """Write DequantizeLinear. An accumulator needs none, because its tensor holds real values."""
     data = call.args[0]
+    if data in builder.units:
+        return scale_units(builder, var, call)
+    if constant_value(call.args[1]) is None:
+        inputs = [builder.tensor(data, var.name), *write_affine(builder, var, call, data)]
+        axis = {"axis": int(call.attrs.axis)} if call.args[1].ty.ndim else {}
+        return builder.emit("DequantizeLinear", inputs, var.name, **axis)
     affine = read_affine(call.args[1], call.args[2], int(call.attrs.axis), var.ty.ndim)
     if builder.is_accumulator(data):
         return builder.emit("Identity", [builder.real[data]], var.name)
@@ -54,6 +89,13 @@ def write_requantize(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     real = builder.real_tensor(data, affine, var.name)
     out = read_affine(out_scale, out_zero, -1, var.ty.ndim)
     return builder.quantize(real, out, tensor_dtype(var), var.name)
+
+
+def note_units(builder: OnnxBuilder, var: relax.Var, scales: tuple[relax.Expr, relax.Expr]) -> None:
+    """Note an accumulator that is written without a scale."""
+    arrays = [constant_value(scale) for scale in scales]
+    if all(array is not None and np.all(array == 1) for array in arrays):
+        builder.units.add(var)
 
 
 def accumulate(builder: OnnxBuilder, var: relax.Var, scales: tuple[relax.Expr, relax.Expr]):
@@ -103,6 +145,7 @@ def write_qnn_conv(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) ->
     real = builder.real_tensor(data, read_affine(data_scale, data_zero, -1, 1), var.name)
     attrs = conv_attributes(op, view)
     out, bias = accumulate(builder, var, (data_scale, weight_scale))
+    note_units(builder, out, (data_scale, weight_scale))
     builder.real[out] = in_channels_first(
         builder,
         out,
@@ -130,6 +173,7 @@ def write_qnn_dense(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     )
     real = builder.real_tensor(data, read_affine(data_scale, data_zero, -1, 1), var.name)
     out, bias = accumulate(builder, var, (data_scale, weight_scale))
+    note_units(builder, out, (data_scale, weight_scale))
     if bias and var.ty.ndim == 2:
         builder.real[out] = builder.emit("Gemm", [real, matrix, *bias], out.name)
     elif bias:

@@ -55,3 +55,23 @@ def test_guard__loud_and_quiet_samples():
     for batch in data:
         got, expected = run.run("main", [batch])[0], want.run("main", [batch])[0]
         assert np.sum((got - expected) ** 2) < 0.01 * np.sum(expected**2)
+
+
+@pytest.mark.parametrize("backend", ["x86", "arm"])
+def test_export_onnx__ranges_at_run_time(tmp_path, backend):
+    """ONNX Runtime has the same numbers: an image's range, and one for each row."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    mod = make_products(1)
+    mapping = rq.QConfigMapping()
+    for name, qconfig in find_run_time_qconfigs(rq.prepare(mod, backend=backend)).items():
+        mapping = mapping.set_module_name(name, qconfig)
+    data = [RNG.uniform(-1, 1, (1, 3, 8, 8)).astype("float32") for _ in range(2)]
+    qmod = rq.quantize(
+        mod, None, data, qconfig_mapping=mapping, backend=backend, guard="off", callbacks=()
+    )
+    assert [row.name for row in rq.ledger(qmod).quantized if row.macs] == ["conv", "dense"]
+    rq.export_onnx(qmod, tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    (got,) = session.run(None, {"x": 3 * data[0]})
+    want = rq.Executor(rq.compile(qmod)).run("main", [3 * data[0]])[0]
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
