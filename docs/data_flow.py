@@ -31,8 +31,8 @@ GIVES = {
 }
 #: stages of integer operators
 INTEGER = ("convert", "expand", "fold", "compile")
-#: Functions of the page with a loop -> what is written at the arrow back that they draw.
-LOOPS = {"keep_faster": "keep faster", "revert_operators": "guard", "search_module": "search"}
+#: Functions of the page that go back -> what is written at the arrow that they draw.
+LOOPS = {"keep_faster": "keep faster", "guard_module": "guard", "search_module": "search"}
 #: stage -> what comes in from the side
 INPUTS = {"annotate": "backend, QConfigMapping", "calibrate": "data set", "compile": "target"}
 
@@ -72,12 +72,16 @@ def read_runs() -> list[str]:
 
 
 def read_loops() -> list[str]:
-    """Functions of the page that hold a loop, in its order."""
+    """Functions of the page that hold a loop or rebuild the module in one, in its order."""
     functions = [each for each in ast.parse(PAGE.read_bytes()).body if hasattr(each, "args")]
     return [
         each.name
         for each in functions
-        if any(isinstance(node, ast.For | ast.While) for node in ast.walk(each))
+        if any(
+            isinstance(node, ast.For | ast.While)
+            or (isinstance(node, ast.Call) and ast.unparse(node.func) == "rebuild")
+            for node in ast.walk(each)
+        )
     ]
 
 

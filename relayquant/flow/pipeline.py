@@ -2,7 +2,7 @@
 convert -> expand -> fold -> lower.
 
 The only module that knows all stages. Each stage takes values and gives new ones; none edits its
-input. Loops go back: `refine` proposes and judges, and what is built and when it ends is said here.
+input. Loops go back: `refine` proposes and judges, and what is built for it is said here.
 `steps` and `quantizer` are what users call.
 """
 

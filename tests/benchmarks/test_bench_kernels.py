@@ -9,6 +9,8 @@ from tvm import tirx
 
 from relayquant.codegen.kernels.emit import ceil_div
 from relayquant.codegen.kernels.integer.conv import build_conv2d
+from relayquant.codegen.kernels.integer.plan_choice import choose_plan
+from relayquant.codegen.kernels.integer.tiled_plan import TileRows
 from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.isa.target import resolve_target
 
@@ -19,8 +21,15 @@ LEAST_BALANCE = {2: 0.98, 4: 0.96, 8: 0.75, 16: 0.75}
 LEAST_BALANCE_OF_IMAGE = 0.75
 #: a kernel with more multiply-adds is shared; and how many times as many a matrix unit does at once
 FEWEST_SHARED_MACS, UNIT_GAIN = 1_000_000, 8
-#: of a kernel: preparing the image is one, the products are another
-MOST_REGIONS = 2
+#: of a kernel: preparing the image is one, or two where pixels are folded; the products are another
+MOST_REGIONS = {False: 2, True: 3}
+
+
+def count_shared(extent: tirx.PrimExpr) -> int:
+    """What the threads share: the iterations, or the blocks, at most one part for each thread."""
+    if isinstance(extent, tirx.Min):
+        (extent,) = (side for side in (extent.a, extent.b) if isinstance(side, tirx.IntImm))
+    return int(extent)
 
 
 @pytest.mark.parametrize("mcpu", ["sapphirerapids", "haswell"])
@@ -33,10 +42,11 @@ def test_layers__are_split_evenly(layer, mcpu):
 
     def visit(loop: tirx.For) -> None:
         if loop.kind == tirx.ForKind.PARALLEL:
-            extents.append(int(loop.extent))
+            extents.append(count_shared(loop.extent))
 
     tvm_ffi.structural_walk(func.body, (tirx.For, visit))
-    assert len(extents) <= MOST_REGIONS
+    is_folded = getattr(choose_plan(spec, isa), "rows", None) is TileRows.FOLDED
+    assert len(extents) <= MOST_REGIONS[is_folded]
     assert extents or spec.macs < FEWEST_SHARED_MACS * (1 if isa.unit is None else UNIT_GAIN)
     for place, extent in enumerate(reversed(extents)):
         for threads, least in LEAST_BALANCE.items():
