@@ -18,6 +18,7 @@ import functools
 import importlib.util
 import json
 import os
+import platform
 import re
 import sys
 import threading
@@ -49,6 +50,10 @@ LIBRARY_DESCRIPTION = "relayquant_description"
 ARGUMENT_ERROR = re.compile(
     r"loc=param\[(?P<index>\d+)\], param=(?P<name>.*?), annotation=R\.Tensor\((?P<type>.*)\)\)"
 )
+#: What the virtual machine says of a wrong number of arguments.
+COUNT_ERROR = re.compile(r"Invoking function .+? expects (?P<count>\d+) arguments \(")
+#: Machine numbers of ELF files (elf.h), bytes 18 and 19.
+ELF, MACHINES = b"\x7fELF", {3: "i386", 40: "arm", 62: "x86_64", 183: "aarch64", 243: "riscv64"}
 
 
 class Library:
@@ -84,6 +89,12 @@ class Library:
             self._machine = ffi.load_module(str(self.path))["vm_load_executable"]()
             self._machine["vm_initialization"](CPU, FIRST, POOLED)
         except (RuntimeError, AttributeError, ValueError) as error:
+            machine = read_machine(self.path)
+            if machine not in ("", platform.machine()):
+                raise LibraryError(
+                    f"{self.path} is made for {machine}; this machine is {platform.machine()}. "
+                    "Run it there, or compile the model for this machine."
+                ) from error
             reason = str(error).strip().splitlines()[-1]
             raise LibraryError(
                 f"{self.path} is no library that export_library wrote for this machine: {reason}"
@@ -187,10 +198,11 @@ class Library:
 
         Raises:
             LibraryError: there is no such function.
-            ValueError: an array has another shape or dtype than the function takes.
-            TypeError: of TVM, where there are more or fewer arguments.
+            ValueError: an array has another shape or dtype than the function takes, or there are
+                more or fewer.
+            TypeError: `args` is no list of arrays of numbers.
         """
-        function, tensors = self[name], [as_tensor(arg) for arg in args]
+        function, tensors = self[name], as_tensors(name, args)
         place = self._places.get(name, {"first": 0, "names": []})
         first, names = place["first"], place["names"]
         try:
@@ -202,16 +214,40 @@ class Library:
                 self._held.update(zip(names, news, strict=True))
                 return [np.from_dlpack(each) for each in results[:split]]
         except (RuntimeError, TypeError, ValueError) as error:
+            counted = COUNT_ERROR.search(str(error))
+            if counted is not None:
+                raise ValueError(
+                    f"the number of inputs of {name!r} is {len(tensors)}; {self.path.name} takes "
+                    f"{int(counted['count']) - len(names)}. Pass a list with one array for each."
+                ) from error
             found = ARGUMENT_ERROR.search(str(error))
             if found is None:
                 raise
             given = np.asarray([*args[:first], *names, *args[first:]][int(found["index"])])
             raise ValueError(
                 f"input {found['name']!r} of {name!r} is {given.dtype} of shape {given.shape}; "
-                f"{self.path.name} takes R.Tensor({found['type']}). For other sizes compile the "
-                "model with free ones: shapes= of relayquant.load, or dynamic_shapes= of "
-                "torch.export."
+                f"{self.path.name} takes R.Tensor({found['type']}). "
+                f"{advise(given.dtype, found['type'])}"
             ) from error
+
+
+def advise(dtype: np.dtype, wanted: str) -> str:
+    """What to do where an array of this dtype does not fit the type of a parameter."""
+    found = re.search(r'dtype="(\w+)"', wanted)
+    if found is not None and found[1] != str(dtype):
+        return f'Convert it with array.astype("{found[1]}").'
+    return (
+        "For other sizes compile the model with free ones: shapes= of relayquant.load, or "
+        "dynamic_shapes= of torch.export."
+    )
+
+
+def read_machine(path: Path) -> str:
+    """The kind of CPU that a library is made for, by its ELF header; "" if it is not known."""
+    with path.open("rb") as file:
+        head = file.read(20)
+    number = int.from_bytes(head[18:20], "little")
+    return MACHINES.get(number, "") if head.startswith(ELF) else ""
 
 
 def load_runtime(bundle: Bundle) -> Any:
@@ -274,6 +310,23 @@ def format_value(row: Mapping[str, Any]) -> str:
     """An input, output or state on one line: "image float32 (N, 1, 8, 8)"."""
     shape = "" if row["shape"] is None else f" ({', '.join(map(str, row['shape']))})"
     return f"{row['name']} {row['dtype']}{shape}"
+
+
+def as_tensors(name: str, args: Sequence[Any]) -> list[Any]:
+    """Tensors of the arguments of the function `name`. TypeError if they are no list of arrays."""
+    if isinstance(args, np.ndarray | import_ffi().Tensor | str | dict):
+        raise TypeError(
+            f"the inputs of {name!r} are of type {type(args).__name__}; allowed: a list with one "
+            f"array for each input, also where there is only one: run({name!r}, [array])"
+        )
+    try:
+        return [as_tensor(arg) for arg in args]
+    except (BufferError, TypeError, ValueError) as error:
+        kinds = ", ".join(type(arg).__name__ for arg in args)
+        raise TypeError(
+            f"the inputs of {name!r} ({kinds}) do not all become arrays: "
+            f"{str(error).rstrip('.')}. Pass a list with one numpy array of numbers for each input"
+        ) from error
 
 
 def as_tensor(value: Any) -> Any:

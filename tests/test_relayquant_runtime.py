@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ from tvm.script import tirx as T
 
 import relayquant as rq
 from relayquant_runtime import Library, LibraryError, align_array, as_tensor
+
+X, ONE = np.ones((3, 2), "float32"), np.float32(1)
 
 
 @I.ir_module
@@ -103,3 +106,36 @@ def test_library__says_what_is_wrong(path, tmp_path):
         Library(tmp_path / "text.so")
     with pytest.raises(LibraryError, match=r"has no function 'nain'.*mostly 'main'"):
         Library(path)["nain"]
+
+
+def test_library__made_for_another_cpu(path, tmp_path):
+    """The machine number of the ELF header says which (elf.h: 243 is RISC-V)."""
+    data = bytearray(path.read_bytes())
+    data[18:20] = (243).to_bytes(2, "little")
+    (tmp_path / "other.so").write_bytes(data)
+    expected = rf"other\.so is made for riscv64; this machine is {platform.machine()}\."
+    with pytest.raises(LibraryError, match=expected):
+        Library(tmp_path / "other.so")
+
+
+@pytest.mark.parametrize(
+    ("args", "kind", "message"),
+    [
+        (
+            [X],
+            ValueError,
+            r"number of inputs of 'main' is 1; nested\.so takes 2\. Pass a list with",
+        ),
+        ([X, ONE, ONE], ValueError, r"number of inputs of 'main' is 3; nested\.so takes 2\."),
+        (X, TypeError, r"of type ndarray; allowed: a list .* run\('main', \[array\]\)"),
+        ([X, "text"], TypeError, r"\(ndarray, str\) do not all become arrays: .*\. Pass a list"),
+        ([X.astype("float64"), ONE], ValueError, r'is float64 .* array\.astype\("float32"\)\.$'),
+        ([X[:, :1], ONE], ValueError, r"of shape \(3, 1\); .* For other sizes compile"),
+    ],
+    ids=["too few", "too many", "array", "text", "dtype", "size"],
+)
+def test_library__says_which_inputs_it_takes(path, args, kind, message):
+    library = Library(path)
+    with pytest.raises(kind, match=message):
+        library.run("main", args)
+    assert len(library.run("main", [X, ONE])) == 3  # it runs on
