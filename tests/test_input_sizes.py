@@ -58,16 +58,27 @@ def executor(request):
             rf"\(8, 4\)\. {ADVICE}",
         ),
         ([FLAT, EIGHT], r"'x' of 'main' is float32 of shape \(4,\); allowed: .* \(8, 4\)\. \[RQ3"),
-        ([EIGHT.astype("float64"), EIGHT], r"'x' of 'main' is float64 .* allowed: float32 of sha"),
+        (
+            [EIGHT.astype("float64"), EIGHT],
+            r"'x' of 'main' is float64 .*; allowed.*e\(\"float32\"\)\. \[R",
+        ),
         ([EIGHT, EIGHT[:, :3]], r"'y' of .* \(8, 3\); .*shapes=\{'y': \('n', 'n1'\)\}"),
         ([tvm.runtime.ShapeTuple([8, 4]), EIGHT], r"'x' of 'main' is a Shape; allowed: an array"),
+        ([EIGHT], r"'main' takes 2 inputs \(x, y\), and got 1\. Pass a list with .*\[RQ302\]"),
+        (EIGHT, r"of type ndarray; allowed: a list .* run\('main', \[array\]\)\. \[RQ101\]"),
+        ([EIGHT, "text"], r"\(ndarray, str\) do not all become arrays: .* Pass a list with one"),
     ],
-    ids=["size", "rank", "dtype", "size beside a free one", "shape"],
+    ids=["size", "rank", "dtype", "size beside a free one", "shape", "number", "array", "text"],
 )
 def test_executor__names_the_input(executor, inputs, message):
     with pytest.raises(DataError, match=message):
         executor.run("main", inputs)
     assert executor.run("main", [EIGHT, THREE])[0].shape == (8, 3)  # it runs on
+
+
+def test_executor__no_such_function(executor):
+    with pytest.raises(DataError, match=r"no function 'nain' .* mostly 'main'\. \[RQ101\]"):
+        executor.run("nain", [EIGHT, THREE])
 
 
 def test_executor__sizes_of_one_name():

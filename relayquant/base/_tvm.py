@@ -137,6 +137,20 @@ def read_argument_error(error: Exception) -> ArgumentError | None:
     )
 
 
+#: The virtual machine's error for a wrong number of arguments.
+COUNT_ERROR = re.compile(
+    r"Invoking function (?P<function>.+?) expects (?P<count>\d+) arguments \((?P<names>.*)\), but"
+)
+
+
+def read_count_error(error: Exception) -> tuple[int, str] | None:
+    """Parse an error of the virtual machine about the number of arguments into (allowed number,
+    names of the parameters). None for any other error.
+    """
+    found = COUNT_ERROR.search(str(error))
+    return None if found is None else (int(found["count"]), found["names"])
+
+
 def load_onnx_frontend() -> Any:
     """Return parts of TVM's ONNX frontend: ONNXGraphImporter, _get_convert_map, onnx_input."""
     from tvm.relax.frontend.onnx import onnx_frontend

@@ -145,9 +145,10 @@ class Machine:
 
         Raises:
             ConfigError: the process is a fork of one that has run kernels, see `check_threads`.
-            DataError: the shape or dtype of an array differs from the function's parameter.
+            DataError: there is no such function, `args` is no list of arrays, their number is
+                wrong, or the shape or dtype of one differs from the function's parameter.
         """
-        return self.call(name, [as_tensor(arg) for arg in args])
+        return self.call(name, as_tensors(name, args))
 
     def call(self, name: str, args: Sequence[Any]) -> list[np.ndarray]:
         """Call a function with arguments of TVM's types, also tuples of tensors and numbers."""
@@ -159,11 +160,27 @@ class Machine:
         try:
             with self._running:
                 return flatten_result(self.vm[name](*args))
+        except AttributeError as error:
+            if self.has_function(name):
+                raise
+            raise DataError(
+                f"There is no function {name!r} in this executable. Name a function of the "
+                "compiled module, mostly 'main'.",
+                code="RQ101",
+            ) from error
         except (RuntimeError, TypeError, ValueError) as error:
             fault = _tvm.read_argument_error(error)
-            if fault is None:
+            if fault is not None:
+                raise describe_argument(fault, args[fault.index]) from error
+            count = _tvm.read_count_error(error)
+            if count is None:
                 raise
-            raise describe_argument(fault, args[fault.index]) from error
+            wanted, names = count
+            raise DataError(
+                f"{name!r} takes {format_count(wanted, 'input')} ({names}), and got {len(args)}. "
+                "Pass a list with one array for each, in this order.",
+                code="RQ302",
+            ) from error
 
     def has_function(self, name: str) -> bool:
         """Whether the module has a function of this name."""
@@ -239,22 +256,21 @@ class Executor(Machine):
 
         Raises:
             ConfigError: the process is a fork of one that has run kernels, see `check_threads`.
-            DataError: the shape or dtype of an array differs from the function's parameter, or
-                there are too few or too many.
+            DataError: see `Machine.run`.
         """
         place = self._places.get(name)
         if place is None:
             return super().run(name, args)
+        given = as_tensors(name, args)
         first, names = place["first"], place["names"]
         wanted = self.count_parameters(name) - len(names)
-        if len(args) != wanted:
+        if len(given) != wanted:
             raise DataError(
                 f"{name!r} takes {format_count(wanted, 'input')} besides its state "
-                f"({', '.join(names)}), and got {len(args)}. The executor holds the state: give "
+                f"({', '.join(names)}), and got {len(given)}. The executor holds the state: give "
                 "the inputs without it.",
                 code="RQ302",
             )
-        given = [as_tensor(arg) for arg in args]
         with self._stepping:
             held = [self._held[each] for each in names]
             results = self.call_tensors(name, [*given[:first], *held, *given[first:]])
@@ -273,13 +289,37 @@ def describe_argument(fault: _tvm.ArgumentError, argument: Any) -> DataError:
         )
     wanted = f"({', '.join(map(str, fault.shape))})" if fault.shape is not None else "any shape"
     advice = suggest_sizes(fault.name, fault.shape or (), argument.shape)
-    if not advice and any(isinstance(size, str) for size in fault.shape or ()):
+    if str(argument.dtype) != fault.dtype:
+        advice = f' Convert it with array.astype("{fault.dtype}").{advice}'
+    elif not advice and any(isinstance(size, str) for size in fault.shape or ()):
         advice = " Sizes with the same name must agree between the inputs."
     return DataError(
         f"{where} is {argument.dtype} of shape {tuple(argument.shape)}; allowed: {fault.dtype} of "
         f"{'shape ' if fault.shape is not None else ''}{wanted}.{advice}",
         code="RQ302",
     )
+
+
+def as_tensors(name: str, args: Sequence[Any]) -> list[tvm.runtime.Tensor | tvm_ffi.Shape]:
+    """Convert the arguments of the function `name`.
+
+    Raises:
+        DataError: they are no list, or one of them is no array of numbers.
+    """
+    if isinstance(args, np.ndarray | tvm.runtime.Tensor | str | dict):
+        raise DataError(
+            f"The inputs of {name!r} are of type {type(args).__name__}; allowed: a list with one "
+            f"array for each input, also where there is only one: run({name!r}, [array]).",
+            code="RQ101",
+        )
+    try:
+        return [as_tensor(arg) for arg in args]
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"The inputs of {name!r} ({', '.join(type(arg).__name__ for arg in args)}) do not all "
+            f"become arrays: {error}. Pass a list with one numpy array of numbers for each input.",
+            code="RQ302",
+        ) from error
 
 
 def as_tensor(array: Any) -> tvm.runtime.Tensor | tvm_ffi.Shape:
