@@ -87,14 +87,14 @@ def pytest_pycollect_makeitem():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of a test with many slow instances `.ci/run` takes each fifth, `-m nightly` the others."""
+    """Of a test with many slow instances `.ci/run` takes each eighth, `-m nightly` the others."""
     slow = defaultdict(list)
     for item in items:
         if item.get_closest_marker("slow"):
             slow[item.nodeid.partition("[")[0]].append(item)
     for instances in slow.values():
         for at, item in enumerate(instances if len(instances) >= MANY else []):
-            if at % 5:
+            if at % 8:
                 item.add_marker("nightly")
 
 
