@@ -106,7 +106,10 @@ def describe_bundle(
 def describe_preprocessing(text: str | None, inputs: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Describe preprocessing as plain data, with what the shape of the input decides filled in.
 
-    The input is (pixel / scale - mean) / std of each channel.
+    "size" is the length of the shorter side after resizing, and "crop" [height, width] of what is
+    cut from the middle. Without a size in the text nothing is cut: "crop" is None, and the picture
+    is stretched to "size", [height, width]. Resizing is bilinear. The input is
+    (pixel / scale - mean) / std of each channel.
 
     Raises:
         ConfigError: the text is not known, or the model has several inputs.
@@ -124,9 +127,16 @@ def describe_preprocessing(text: str | None, inputs: list[dict[str, Any]]) -> di
     given = Preprocessing.parse(text)
     info = InputInfo(row["name"], tuple(row["shape"]), row["dtype"])
     layout, channels, height, width = given.read_shape(info)
-    crop = [given.crop, given.crop] if given.crop else [height, width]
+    sides = [given.crop, given.crop] if given.crop else [height, width]
+    size, crop = (sides, None) if given.size is None else (given.size, sides)
     order = given.order.value if given.order else ("grey" if channels == 1 else "rgb")
-    return {**asdict(given), "crop": crop, "order": order, "layout": layout.value}
+    return {
+        **asdict(given),
+        "size": size,
+        "crop": crop,
+        "order": order,
+        "layout": layout.value,
+    }
 
 
 def write_files(

@@ -20,6 +20,9 @@ from tvm.script import relax as R
 
 import relayquant as rq
 from relayquant import cli
+from relayquant.data.images import Preprocessing
+from relayquant.data.item import InputInfo
+from relayquant.flow.bundle.export import describe_preprocessing
 from relayquant.flow.bundle.runtime_libraries import LIBRARIES, find_runtime, read_machine
 from relayquant_runtime import RUNTIME, Library, LibraryError
 from relayquant_runtime import bundle as reader
@@ -91,7 +94,35 @@ def test_bundle__says_scales_and_preprocessing(tmp_path):
         assert (row["scale"], row["zero_point"]) == ([*value.scale], [*value.zero_point])
     given = described["preprocessing"]
     assert given["mean"] == [0.485, 0.456, 0.406]
-    assert (given["crop"], given["layout"], given["order"]) == ([6, 6], "nchw", "rgb")
+    assert (given["size"], given["crop"]) == (6, [6, 6])
+    assert (given["layout"], given["order"]) == ("nchw", "rgb")
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"), [("tflite", [1, 3, 6, 8]), ("unit", [1, 6, 8, 1]), ("size=9", [1, 3, 6, 8])]
+)
+def test_preprocessing__as_described_gives_the_input_that_pictures_become(text, shape):
+    image = pytest.importorskip("PIL.Image")
+    pixels = np.random.default_rng(0).integers(0, 256, (21, 13, 3), "uint8")
+    picture = image.fromarray(pixels)
+    given = describe_preprocessing(text, [{"name": "x", "shape": shape, "dtype": "float32"}])
+    assert given is not None
+    size, crop = given["size"], given["crop"]
+    # As a program reads bundle.json: one number is the shorter side, two are the whole picture.
+    if isinstance(size, int):
+        height, width = (round(side * size / 13) for side in (21, 13))
+    else:
+        height, width = size
+    resized = picture.convert("L" if given["order"] == "grey" else "RGB").resize((width, height), 2)
+    array = np.asarray(resized, "float32").reshape(height, width, -1)
+    if crop is not None:
+        top, left = (height - crop[0]) // 2, (width - crop[1]) // 2
+        array = array[top : top + crop[0], left : left + crop[1]]
+    array = (array / given["scale"] - np.float32(given["mean"])) / np.float32(given["std"])
+    if given["layout"] == "nchw":
+        array = array.transpose(2, 0, 1)
+    info = InputInfo("x", tuple(shape), "float32")
+    np.testing.assert_array_equal(array[None], Preprocessing.parse(text).apply(picture, info))
 
 
 # In a process whose TVM is hidden, as on a machine that has apache-tvm-ffi alone.
