@@ -207,7 +207,9 @@ def describe_plan(mod: tvm.IRModule, output: CommandOutput) -> str:
 
 
 def list_steps(path: Path, ledger: Ledger | None, *, is_float: bool) -> list[str]:
-    """List commands that accept this file."""
+    """List commands for this file. A float model is quantized into a module, and the library is
+    made of that, because compare, verify and bench need the module.
+    """
     if ledger is not None:
         return [
             f"relayquant verify {path} --data DATA",
@@ -216,8 +218,10 @@ def list_steps(path: Path, ledger: Ledger | None, *, is_float: bool) -> list[str
         ]
     if not is_float:
         return [f"relayquant export {path} -o {path.with_suffix('.so')}"]
+    quantized = path.with_suffix(".int8.rqm")
     return [
         f"relayquant lint {path} --data DATA",
-        f"relayquant quantize {path} --data DATA -o {path.with_suffix('.so')} --report report.html",
+        f"relayquant quantize {path} --data DATA -o {quantized} --report report.html",
+        f"relayquant export {quantized} -o {path.with_suffix('.so')}",
         f"relayquant bench {path}",
     ]
