@@ -10,6 +10,7 @@ import numpy as np
 import tvm
 
 from relayquant.data.item import to_array
+from relayquant.errors import DataError
 from relayquant.flow.quantizer import quantize as run_quantizer
 from relayquant.flow.steps import calibrate, convert_to_reference, prepare
 from relayquant.relay.qconfig import current_qconfig, qconfig
@@ -54,6 +55,13 @@ class RelayQuantize:
             ModelError: the module or the parameters do not belong to a model.
         """
         config = current_qconfig()
+        if dataset is None and config.needs_data:
+            raise DataError(
+                f"relay.quantize: calibrate_mode={config.calibrate_mode!r} measures ranges on "
+                "data, and dataset is None. Pass dataset=, or use calibrate_mode='global_scale', "
+                "which needs none.",
+                code="RQ303",
+            )
         settings = replace(config, do_simulation=False).settings
         if isinstance(dataset, Iterator):
             dataset = [copy_sample(sample, index) for index, sample in enumerate(dataset)]

@@ -235,6 +235,13 @@ def test_script__runs_as_it_was(model):
     assert {row.name for row in rq.ledger(qmod).rows if row.quantized} >= {"relu1", "relu2"}
 
 
+@pytest.mark.parametrize("mode", ["kl_divergence", "percentile"])
+def test_script__no_data(model, mode):
+    message = rf"calibrate_mode='{mode}' .* Pass dataset=, or .*'global_scale'.* \[RQ303\]"
+    with qconfig(calibrate_mode=mode), pytest.raises(rq.DataError, match=message):
+        relay.quantize.quantize(model[0])
+
+
 def test_script__data_from_a_generator(model):
     """As in the tutorial of TVM, which calls its generator function. It may fill one array again
     and again.
