@@ -53,9 +53,11 @@ def find_runtime(target: Target, given: Path | None) -> RuntimeLibraries:
             target is this machine's kind of CPU.
 
     Raises:
-        ConfigError: `given` lacks a library for the target.
+        ConfigError: `given` does not exist, or lacks a library for the target.
     """
     machine = find_machine(target)
+    if given is not None and not given.exists():
+        raise ConfigError(f"There is no folder or wheel {given}. {advise(target)}", code="RQ502")
     if given is None and not is_native(target):
         return RuntimeLibraries({}, (advise(target),))
     places = list_installed() if given is None else [given]
@@ -120,8 +122,6 @@ def read_libraries(place: Path) -> Iterator[tuple[str, bytes]]:
                     check_size(name, entry.file_size)
                     yield name, wheel.read(entry)
         return
-    if not place.is_dir():
-        raise FileNotFoundError(f"there is no {place}")
     for path in sorted(place.rglob("*")):
         if path.name in LIBRARIES and path.is_file():
             check_size(path.name, path.stat().st_size)

@@ -263,6 +263,8 @@ def test_find_runtime__takes_the_libraries_of_the_target(tmp_path):
         find_runtime(target, write_wheels(tmp_path / "x86", 62))
     with pytest.raises(rq.ConfigError, match=r"has no libtvm_ffi\.so for aarch64"):
         find_runtime(target, write_wheels(tmp_path / "part", 183, RUNTIME))
+    with pytest.raises(rq.ConfigError, match=r"no folder or wheel .*none\. .*pip download .*RQ502"):
+        find_runtime(target, tmp_path / "none")
     (tmp_path / "x.whl").write_bytes(b"no zip")
     with pytest.raises(rq.ConfigError, match=r"is no folder or wheel with TVM's libraries"):
         find_runtime(target, tmp_path / "x.whl")
