@@ -232,7 +232,12 @@ def test_parse_target__reads_options(text, expected):
         ("llvm -mcpu=nosuch", "knows no CPU 'nosuch'"),
         ("llvm -mcpu=cascadelak", "Did you mean 'cascadelake'"),
         ("llvm -mcpu=native", "None as target is this machine"),
-        ("llvm -mtriple=aarch64-linux-gnu -mcpu=haswell", "knows no CPU 'haswell' for 'aarch64"),
+        (
+            "llvm -mtriple=aarch64-linux-gnu -mcpu=haswell",
+            r"'haswell' for 'aarch64.*say -mtriple=x86",
+        ),
+        ("llvm -mtriple=x86_64-linux-gnu -mcpu=cortex-a76", "say -mtriple=aarch64-linux-gnu"),
+        ("llvm -mtriple=aarch64-linux-gnu -mcpu=cortex-a7", "a CPU of armv7a: say -mtriple=arm"),
         ("llvm -mattr=+avx2,+nosuch", r"knows no feature '\+nosuch'"),
         ("llvm -mattr=-nosuch", "knows no feature '-nosuch'"),
         ("llvm -mattr=avx2", "are written '\\+name' or '-name'"),

@@ -61,6 +61,9 @@ ON_REQUEST = re.compile(
 #: First words of the triples of 64-bit x86 and Arm.
 ARCHITECTURES_64 = frozenset(["x86_64", "amd64", "aarch64", "arm64"])
 
+#: Triples with kernels; suggested for a CPU that the target's own triple does not have.
+TRIPLES = ("aarch64-linux-gnu", "x86_64-linux-gnu", "armv7a-linux-gnueabihf")
+
 
 class Architecture(enum.Enum):
     """Families of CPUs with kernels."""
@@ -129,7 +132,13 @@ def check_target(target: Target, text: str) -> None:
     if not llvm_is_valid_cpu(cpu, triple):
         plain = Target({"kind": "llvm", "mtriple": triple})
         cpus = [str(known) for known in llvm_get_cpu_archlist(plain)]
-        remedy = "None as target is this machine." if cpu == "native" else suggest_name(cpu, cpus)
+        others = [other for other in TRIPLES if llvm_is_valid_cpu(cpu, other)]
+        if cpu == "native":
+            remedy = "None as target is this machine."
+        elif others:
+            remedy = f"{cpu} is a CPU of {others[0].split('-')[0]}: say -mtriple={others[0]}."
+        else:
+            remedy = suggest_name(cpu, cpus)
         raise ConfigError(
             f"target {text}: LLVM knows no CPU {cpu!r} for {triple!r}. {remedy}", code="RQ107"
         )
