@@ -230,6 +230,7 @@ def test_compare__outputs_agree(folder: Path, capsys: pytest.CaptureFixture[str]
     text = capsys.readouterr().out
     found = re.search(r"([\d.]+) dB SQNR, (\d+) of 200 answers equal .*, on 200 samples", text)
     assert found is not None, text
+    assert "output logits" in text  # the name in the ONNX file
     assert float(found[1]) > 15.0
     assert int(found[2]) >= 194
     before = rq.ledger(tvm.ir.load_json((folder / "digits.int8.json").read_text())).guard
@@ -260,7 +261,7 @@ def test_lint__pictures_and_their_classes(
     assert cli.main(["lint", *given, "unit", *labels]) == 0
     text = capsys.readouterr().out
     assert re.search(r"the float model is\s+right on", text)
-    assert re.search(r"the first 24 pictures: .*'tflite' [\d.]+%", text)
+    assert re.search(r"the first 24 samples: .*'tflite' [\d.]+%", text)
     assert cli.main(["lint", *given[:-1]]) == 0
     warned = capsys.readouterr().err
     assert re.search(r"guessed: --preprocess (unit|cifar), because .* its batch norm", warned)

@@ -21,6 +21,7 @@ from relayquant.analysis.outputs import (
 )
 from relayquant.base.runtime import Machine
 from relayquant.base.storage.files import write_text
+from relayquant.cli.commands.inspect import describe_outputs
 from relayquant.cli.data import open_data
 from relayquant.cli.files import load_module, load_options
 from relayquant.cli.options import check_options
@@ -68,11 +69,13 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     gaps = sums.gaps
     agreement = find_agreement(gaps, samples)
     output.add_values(samples=samples, agreement=make_plain(agreement))
-    output.add_table("outputs", [describe_gap(number, gap) for number, gap in enumerate(gaps)])
-    for number, gap in enumerate(gaps):
+    names = [name for name, *_ in describe_outputs(mod)]
+    rows = [describe_gap(*row) for row in zip(range(len(gaps)), names, gaps, strict=True)]
+    output.add_table("outputs", rows)
+    for name, gap in zip(names, gaps, strict=True):
         values: dict[str, Any] = {"agreement": str(find_agreement([gap], samples))}
         values["largest error"] = gap.largest
-        output.print(summary_table(values, title=f"output {number}"))
+        output.print(summary_table(values, title=f"output {name}"))
     output.print(describe_other(qmod, agreement))
     if options.values or options.csv is not None or options.plot is not None:
         report = rq.compare(mod, None, qmod, dataset)
@@ -98,10 +101,10 @@ def check_shapes(expected: Sequence[np.ndarray], got: Sequence[np.ndarray]) -> N
         )
 
 
-def describe_gap(number: int, gap: OutputGap) -> dict[str, Any]:
+def describe_gap(number: int, name: str, gap: OutputGap) -> dict[str, Any]:
     """Return a row of the table `outputs`. `top1` is the share of equal answers."""
     top1 = gap.equal / gap.samples if gap.samples else None
-    row = {"output": number, "max_error": gap.largest, "sqnr": gap.sqnr, "top1": top1}
+    row = {"output": number, "name": name, "max_error": gap.largest, "sqnr": gap.sqnr, "top1": top1}
     return make_plain(row)
 
 
