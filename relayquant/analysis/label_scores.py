@@ -123,7 +123,13 @@ def check_labels(prepared: tvm.IRModule, dataset: Any, labels: Any) -> list[Find
         f"the float model is right on {int(right.sum())} of {format_count(scored, 'sample')} "
         f"({right.mean():.1%})."
     )
-    score = Finding(Severity.INFO, "labels", "", what, "Expect as much as its authors say.")
+    score = Finding(
+        Severity.INFO,
+        "labels",
+        "",
+        what,
+        "Compare with the accuracy that the model's authors publish.",
+    )
     picture = find_picture_input(inputs, kept)
     for shift in (1, -1):
         if is_clearly_better(given == labels + shift, right):
@@ -148,7 +154,7 @@ def check_labels(prepared: tvm.IRModule, dataset: Any, labels: Any) -> list[Find
         return [score]
     seen = f" (which look prepared as {picture.given.text!r})" if picture.given.text else ""
     what = (
-        f"the float model is right on {right.mean():.1%} of {format_count(scored, 'picture')} as "
+        f"the float model is right on {right.mean():.1%} of {format_count(scored, 'sample')} as "
         f"given{seen}, and on {better.mean():.1%} prepared as {form.text!r}."
     )
     advice = f"Preprocess as in training: --preprocess {form.text}."
@@ -159,7 +165,7 @@ def describe_scores(right: Mapping[str, np.ndarray]) -> str:
     """Describe the accuracy with each preset, the best first."""
     scores = {text: found.mean() for text, found in right.items() if text in (*PRESETS, RAW)}
     ranked = sorted(scores, key=lambda text: -scores[text])
-    count = format_count(max(map(len, right.values())), "picture")
+    count = format_count(max(map(len, right.values())), "sample")
     listed = ", ".join(f"{text!r} {scores[text]:.1%}" for text in ranked)
     return f"Prepared in other ways, the first {count}: {listed}." if ranked else ""
 

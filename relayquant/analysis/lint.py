@@ -367,7 +367,7 @@ def check_samples(samples: int, different: int) -> list[Finding]:
     """Check for too few samples and for many equal samples."""
     findings = []
     if samples < FEW_SAMPLES:
-        what = f"there is only {format_count(samples, 'sample')}."
+        what = f"the data has only {format_count(samples, 'sample')}."
         findings.append(Finding(Severity.INFO, "samples", "", what, "Use a few hundred."))
     if samples - different > DUPLICATES * samples:
         what = f"copies of others are {samples - different} of {format_count(samples, 'sample')}."

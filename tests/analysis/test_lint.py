@@ -316,7 +316,8 @@ def test_lint__outliers(digits):
 
 def test_lint__few_samples_and_copies(digits):
     mod, params, images = digits
-    assert checks(lint(mod, params, [images[:8]])) == ["samples"]
+    (few,) = lint(mod, params, [images[:8]])
+    assert (few.check, few.what) == ("samples", "the data has only 8 samples.")
     findings = lint(mod, params, [images[:20], images[:20]])
     assert checks(findings) == ["duplicates"]
     assert "20 of 40" in findings[0].what
