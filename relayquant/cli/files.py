@@ -15,6 +15,7 @@ from relayquant.base.storage.module_file import ARCHIVE_SUFFIX, WHAT, read_modul
 from relayquant.cli.parsers import LIBRARIES
 from relayquant.config import Precision
 from relayquant.errors import ConfigError, ModelError
+from relayquant.formats.load import FORMATS
 from relayquant.ir.ledger import find_ledger
 from relayquant.relay import is_relay_json
 
@@ -55,6 +56,7 @@ def load_model(
     inputs = collect(value, "--input")
     if not path.is_file():
         raise ModelError(f"There is no model file {path}.", code="RQ201")
+    check_no_library(path)
     if is_module_file(path):
         if shapes or inputs:
             raise ModelError(
@@ -97,10 +99,31 @@ def load_module(path: Path) -> tvm.IRModule:
     Raises:
         ModelError: there is no such file, or it holds something else.
     """
+    check_no_library(path)
+    kinds = {each.suffix: each.kind for each in FORMATS}
+    if path.suffix not in (ARCHIVE_SUFFIX, JSON_SUFFIX) and path.suffix in kinds and path.is_file():
+        raise ModelError(
+            f"{path} is a model file ({kinds[path.suffix]}), and a module is wanted here: the .rqm "
+            "or .json of `relayquant quantize`. Where a command takes both, the float model goes "
+            f"first. To write a module: relayquant quantize {path} --data DATA -o "
+            f"{path.with_suffix('.int8.rqm')}",
+            code="RQ201",
+        )
     module = read_module(path)
     with reading(path, WHAT, ModelError):
         find_ledger(module)  # so that the message names the damaged file
     return module
+
+
+def check_no_library(path: Path) -> None:
+    """Raise ModelError if the name of an existing file is that of a compiled library."""
+    if path.suffix in LIBRARIES and path.is_file():
+        raise ModelError(
+            f"{path} is a compiled library, and no module can be read back from one. Name the "
+            "module instead. To write it: relayquant quantize MODEL --data DATA -o "
+            f"{path.with_suffix(ARCHIVE_SUFFIX)}",
+            code="RQ201",
+        )
 
 
 def load_mapping(path: Path) -> rq.QConfigMapping:

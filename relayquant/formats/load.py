@@ -142,6 +142,8 @@ FORMATS: tuple[Format, ...] = (
     Format(".json", "Relay JSON", _read_relay_json, takes_shapes=True, takes_params=True),
     Format(".gguf", "GGUF", _read_gguf, takes_causal_lm=True),
 )
+#: File name endings of torch.save.
+PICKLES = (".pt", ".pth", ".ckpt")
 #: A folder that transformers wrote. It has no suffix.
 FOLDER = Format("", "transformers", _read_folder, takes_causal_lm=True)
 
@@ -222,6 +224,14 @@ def _find_format(path: Path) -> Format:
     for each in FORMATS:
         if each.suffix == path.suffix.lower():
             return each
+    if path.suffix.lower() in PICKLES:
+        raise ModelError(
+            f"{path} is named like a file of torch.save, which is not opened: it is a pickle, and "
+            "may hold weights without a network. Build the module in Python, load its weights, and "
+            f"write it with torch.export.save(torch.export.export(module, inputs), "
+            f"'{path.with_suffix('.pt2').name}').",
+            code="RQ201",
+        )
     kinds = ", ".join(f"{each.suffix} ({each.kind})" for each in FORMATS)
     kinds += f", a folder with {CONFIG} ({FOLDER.kind})"
     raise ModelError(

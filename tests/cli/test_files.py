@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 from relayquant.base.storage.files import write_whole
-from relayquant.cli.files import load_mapping, load_module
+from relayquant.cli.files import load_mapping, load_model, load_module
 from relayquant.errors import ConfigError, FileError, ModelError
 
 
@@ -45,6 +46,39 @@ def test_load_module__binary_file(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00\x80")
     with pytest.raises(ModelError, match=r"model\.json is no module"):
         load_module(path)
+
+
+def test_load_module__binary_file_is_said_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    path.write_bytes(b"\x7fELF\x88\xff")
+    with pytest.raises(ModelError, match=r"or is damaged: it is no text\. \[RQ502\]"):
+        load_module(path)
+
+
+@pytest.mark.parametrize("load", [load_module, load_model])
+def test_load_module__a_library(tmp_path: Path, load: Callable[[Path], object]) -> None:
+    path = tmp_path / "kws.so"
+    path.write_bytes(b"\x7fELF\x88\xff")
+    message = r"kws\.so is a compiled library.* -o \S*kws\.rqm.*\[RQ201\]"
+    with pytest.raises(ModelError, match=message):
+        load(path)
+
+
+def test_load_module__a_float_model(tmp_path: Path) -> None:
+    """Also what the two models in the wrong order give."""
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"\x08\x07\x88")
+    message = r"model file \(ONNX\).* float model goes first.* -o \S*model\.int8\.rqm.*\[RQ201\]"
+    with pytest.raises(ModelError, match=message):
+        load_module(path)
+
+
+@pytest.mark.parametrize("name", ["whole.pt", "sd.pth", "last.CKPT"])
+def test_load_model__a_pickle_of_torch(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"")
+    message = r"not opened: .*torch\.export\.save\(torch\.export\.export\(.*'\w+\.pt2'\)\. \[RQ2"
+    with pytest.raises(ModelError, match=message):
+        load_model(tmp_path / name)
 
 
 def test_load_module__another_object(tmp_path: Path) -> None:

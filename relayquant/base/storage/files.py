@@ -256,6 +256,8 @@ def describe(error: Exception) -> str:
         return "it asks for more memory than there is"
     if isinstance(error, OSError) and error.errno is not None:
         return os.strerror(error.errno)
+    if isinstance(error, UnicodeDecodeError):
+        return "it is no text"
     text = " ".join(str(error).split()).rstrip(".")
     if isinstance(error, KeyError):
         text = f"{text} is missing"
