@@ -53,6 +53,18 @@ SUCCESSORS: Mapping[str, str] = {
     "save_param_dict": "relayquant.relay.save_params(params)",
     "load_param_dict": "relayquant.relay.decode_params(data)",
     "transform": "tvm.relax.transform",
+    "var": "tvm.relax.Var(name, tvm.relax.TensorType(shape, dtype))",
+    "const": "tvm.relax.const(value)",
+    "Function": "tvm.relax.Function, or tvm.relax.BlockBuilder",
+    "TensorType": "tvm.relax.TensorType",
+    "op": "tvm.relax.op",
+    "nn": "tvm.relax.op.nn",
+    "sum": "tvm.relax.op.sum",
+    "analysis": "tvm.relax.analysis",
+    "testing": "tvm.relax.testing",
+    "backend": "relayquant.Executor(relayquant.compile(mod))",
+    "vm": "relayquant.Executor(relayquant.compile(mod))",
+    "create_executor": "relayquant.Executor(relayquant.compile(mod))",
 }
 
 

@@ -301,7 +301,7 @@ def test_namespace__says_what_became_of_the_rest():
     for name in ("prerequisite_optimize", "annotate", "calibrate", "partition", "QConfig"):
         with pytest.raises(AttributeError, match=rf"no '{name}'\. Use relayquant\."):
             getattr(relay.quantize, name)
-    for name in ("build", "frontend", "transform"):
+    for name in ("build", "frontend", "transform", "var", "nn", "vm"):
         with pytest.raises(AttributeError, match=rf"no attribute '{name}'\. Use \w+\."):
             getattr(relay, name)
     with pytest.raises(AttributeError, match="no attribute 'quantise'"):
