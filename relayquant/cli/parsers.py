@@ -232,7 +232,7 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
 
 def add_model(
     parser: ArgumentParent,
-    text: str = "float model: .onnx, .tflite, .pt2, or a module's .rqm or .json",
+    text: str = "float model: .onnx, .tflite, .pt2, .relay, .gguf, or a module's .rqm or .json",
 ) -> None:
     """Add `MODEL`, a model file."""
     parser.add_argument("model", type=Path, metavar="MODEL", help=text)
