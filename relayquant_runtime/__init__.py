@@ -314,7 +314,8 @@ def format_value(row: Mapping[str, Any]) -> str:
 
 def as_tensors(name: str, args: Sequence[Any]) -> list[Any]:
     """Tensors of the arguments of the function `name`. TypeError if they are no list of arrays."""
-    if isinstance(args, np.ndarray | import_ffi().Tensor | str | dict):
+    is_list = type(args) is list  # asked first: it takes a tenth of the time of the other question
+    if not is_list and isinstance(args, np.ndarray | import_ffi().Tensor | str | dict):
         raise TypeError(
             f"the inputs of {name!r} are of type {type(args).__name__}; allowed: a list with one "
             f"array for each input, also where there is only one: run({name!r}, [array])"

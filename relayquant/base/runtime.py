@@ -306,7 +306,8 @@ def as_tensors(name: str, args: Sequence[Any]) -> list[tvm.runtime.Tensor | tvm_
     Raises:
         DataError: they are no list, or one of them is no array of numbers.
     """
-    if isinstance(args, np.ndarray | tvm.runtime.Tensor | str | dict):
+    is_list = type(args) is list  # asked first: it takes a tenth of the time of the other question
+    if not is_list and isinstance(args, np.ndarray | tvm.runtime.Tensor | str | dict):
         raise DataError(
             f"The inputs of {name!r} are of type {type(args).__name__}; allowed: a list with one "
             f"array for each input, also where there is only one: run({name!r}, [array]).",
