@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from relayquant_runtime.bundle import Bundle, read_bundle
+from relayquant_runtime.elf import HEAD, read_machine
 from relayquant_runtime.errors import LibraryError
 from relayquant_runtime.tiles import may_use_tiles
 
@@ -52,8 +53,6 @@ ARGUMENT_ERROR = re.compile(
 )
 #: What the virtual machine says of a wrong number of arguments.
 COUNT_ERROR = re.compile(r"Invoking function .+? expects (?P<count>\d+) arguments \(")
-#: Machine numbers of ELF files (elf.h), bytes 18 and 19.
-ELF, MACHINES = b"\x7fELF", {3: "i386", 40: "arm", 62: "x86_64", 183: "aarch64", 243: "riscv64"}
 
 
 class Library:
@@ -89,7 +88,8 @@ class Library:
             self._machine = ffi.load_module(str(self.path))["vm_load_executable"]()
             self._machine["vm_initialization"](CPU, FIRST, POOLED)
         except (RuntimeError, AttributeError, ValueError) as error:
-            machine = read_machine(self.path)
+            with self.path.open("rb") as file:
+                machine = read_machine(file.read(HEAD))
             if machine not in ("", platform.machine()):
                 raise LibraryError(
                     f"{self.path} is made for {machine}; this machine is {platform.machine()}. "
@@ -240,14 +240,6 @@ def advise(dtype: np.dtype, wanted: str) -> str:
         "For other sizes compile the model with free ones: shapes= of relayquant.load, or "
         "dynamic_shapes= of torch.export."
     )
-
-
-def read_machine(path: Path) -> str:
-    """The kind of CPU that a library is made for, by its ELF header; "" if it is not known."""
-    with path.open("rb") as file:
-        head = file.read(20)
-    number = int.from_bytes(head[18:20], "little")
-    return MACHINES.get(number, "") if head.startswith(ELF) else ""
 
 
 def load_runtime(bundle: Bundle) -> Any:

@@ -16,20 +16,22 @@ from relayquant.base.storage.files import reading
 from relayquant.codegen.kernels.isa.target import read_triple
 from relayquant.errors import ConfigError, format_count
 from relayquant_runtime import RUNTIME
+from relayquant_runtime.elf import read_machine
 
 #: What a C++ program links. Python has the first of them in its package apache-tvm-ffi.
 LIBRARIES = ("libtvm_ffi.so", *RUNTIME)
 PACKAGES = ("apache-tvm", "apache-tvm-ffi")
 #: Most bytes of one library, ten times what they have.
 MAX_BYTES = 1 << 26
-#: Machine numbers of ELF files (elf.h), by the first word of the target's triple.
-MACHINES = {
-    **dict.fromkeys(("x86_64", "amd64"), 62),
-    **dict.fromkeys(("aarch64", "arm64"), 183),
-    **dict.fromkeys(("arm", "armv6l", "armv7a", "armv7l"), 40),
+#: Other names of CPUs in triples -> the name in `platform.machine()`.
+NAMES = {
+    "amd64": "x86_64",
+    "arm64": "aarch64",
+    **dict.fromkeys(("armv6l", "armv7a", "armv7l"), "arm"),
 }
-#: First word of a triple -> the platform of its wheels.
-PLATFORMS = {62: "manylinux_2_28_x86_64", 183: "manylinux_2_28_aarch64"}
+#: CPU -> the platform of its wheels.
+PLATFORMS = {name: f"manylinux_2_28_{name}" for name in ("x86_64", "aarch64")}
+KNOWN = (*PLATFORMS, "arm")
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def find_runtime(target: Target, given: Path | None) -> RuntimeLibraries:
     for place in places:
         with reading(place, "folder or wheel with TVM's libraries", ConfigError):
             for name, data in read_libraries(place):
-                if machine in (None, read_machine(data)):
+                if machine in ("", read_machine(data)):
                     found.setdefault(name, data)
     missing = [name for name in LIBRARIES if name not in found]
     if missing and given is not None:
@@ -76,19 +78,25 @@ def find_runtime(target: Target, given: Path | None) -> RuntimeLibraries:
     return RuntimeLibraries(found, (advise(target),) if missing else ())
 
 
-def find_machine(target: Target) -> int | None:
-    """Return the machine number of ELF files for a target. None if it is not known."""
-    return MACHINES.get(read_triple(target).split("-")[0].lower())
+def find_machine(target: Target) -> str:
+    """Return the name of a target's CPU, as `read_machine` gives it. "" if it is not known."""
+    name = name_machine(read_triple(target).split("-")[0])
+    return name if name in KNOWN else ""
+
+
+def name_machine(name: str) -> str:
+    """Return one name for all names of a kind of CPU."""
+    return NAMES.get(name.lower(), name.lower())
 
 
 def is_native(target: Target) -> bool:
     """Whether this machine runs programs of the target's kind."""
-    return find_machine(target) == MACHINES.get(platform.machine().lower(), 0)
+    return find_machine(target) == name_machine(platform.machine())
 
 
 def advise(target: Target) -> str:
     """Return a sentence that says where the libraries for a target come from."""
-    wheels = PLATFORMS.get(find_machine(target) or 0)
+    wheels = PLATFORMS.get(find_machine(target))
     if wheels is None:
         return (
             f"There are no packages of TVM for {read_triple(target)}: build {', '.join(LIBRARIES)} "
@@ -134,8 +142,3 @@ def check_size(name: str, size: int) -> None:
     """Raise ValueError for a library that is too large."""
     if size > MAX_BYTES:
         raise ValueError(f"{name} has {format_count(size, 'byte')}, more than {MAX_BYTES}")
-
-
-def read_machine(data: bytes) -> int:
-    """Return the machine number of an ELF file, 0 for another file."""
-    return int.from_bytes(data[18:20], "little") if data[:4] == b"\x7fELF" else 0

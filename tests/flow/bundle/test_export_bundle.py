@@ -23,9 +23,10 @@ from relayquant import cli
 from relayquant.data.images import Preprocessing
 from relayquant.data.item import InputInfo
 from relayquant.flow.bundle.export import describe_preprocessing
-from relayquant.flow.bundle.runtime_libraries import LIBRARIES, find_runtime, read_machine
+from relayquant.flow.bundle.runtime_libraries import LIBRARIES, find_runtime
 from relayquant_runtime import RUNTIME, Library, LibraryError
 from relayquant_runtime import bundle as reader
+from relayquant_runtime.elf import read_machine
 
 ARM = {"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "cortex-a76"}
 PICTURES = (1, 3, 6, 6)
@@ -132,6 +133,7 @@ import numpy as np
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *more: None if name == "tvm" else found(name, *more)
 from relayquant_runtime import Library
+from relayquant_runtime.elf import read_machine
 library = Library(sys.argv[1])
 x = np.ones((2, 3), "float32")
 print(library.run("main", [x])[0].tolist(), library.run("main", [x])[0].tolist())
@@ -257,7 +259,7 @@ def test_find_runtime__takes_the_libraries_of_the_target(tmp_path):
     assert LIBRARIES[1:] == RUNTIME
     given = find_runtime(target, write_wheels(tmp_path / "arm", 183))
     assert {name: read_machine(data) for name, data in given.files.items()} == dict.fromkeys(
-        LIBRARIES, 183
+        LIBRARIES, "aarch64"
     )
     with pytest.raises(rq.ConfigError, match=r"no libtvm_ffi\.so, libtvm_runtime\.so.* --platform"):
         find_runtime(target, write_wheels(tmp_path / "x86", 62))
