@@ -143,5 +143,5 @@ def test_missing__named(tmp_path):
     with pytest.raises(ConfigError, match=r"There is no file .*nothing\.json"):
         rq.load_qparams(tmp_path / "nothing.json")
     (tmp_path / "b").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="codec"):
+    with pytest.raises(ConfigError, match="it is no text"):
         rq.load_qparams(tmp_path / "b")
