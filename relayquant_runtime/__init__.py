@@ -32,6 +32,7 @@ from relayquant_runtime.bundle import Bundle, read_bundle
 from relayquant_runtime.elf import HEAD, read_machine
 from relayquant_runtime.errors import LibraryError
 from relayquant_runtime.tiles import may_use_tiles
+from relayquant_runtime.vm_errors import ARGUMENT_ERROR, COUNT_ERROR
 
 __all__ = ["Library", "LibraryError"]
 
@@ -47,12 +48,6 @@ CPU, FIRST, POOLED = 1, 0, 2
 DESCRIPTION, INITIAL_STATE = "relayquant_state", "relayquant_initial_state"
 #: Data of a library: JSON that describes its functions and its target.
 LIBRARY_DESCRIPTION = "relayquant_description"
-#: What the virtual machine says of an argument that does not fit its parameter.
-ARGUMENT_ERROR = re.compile(
-    r"loc=param\[(?P<index>\d+)\], param=(?P<name>.*?), annotation=R\.Tensor\((?P<type>.*)\)\)"
-)
-#: What the virtual machine says of a wrong number of arguments.
-COUNT_ERROR = re.compile(r"Invoking function .+? expects (?P<count>\d+) arguments \(")
 
 
 class Library:

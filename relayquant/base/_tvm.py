@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
+from relayquant_runtime.vm_errors import ARGUMENT_ERROR, COUNT_ERROR
+
 #: package -> (first version that works, first version that does not, why)
 SUPPORTED = {
     "apache-tvm": ("0.27.0", "0.28", "the Relax API changes between minor releases"),
@@ -99,11 +101,8 @@ def check_versions() -> None:
             )
 
 
-#: The virtual machine's error for an argument that does not fit its parameter.
-ARGUMENT_ERROR = re.compile(
-    r"ErrorContext\(fn=(?P<function>[^,]*), loc=param\[(?P<index>\d+)\], param=(?P<name>.*?), "
-    r"annotation=R\.Tensor\((?:\((?P<shape>[^)]*)\), )?dtype=\"(?P<dtype>\w+)\""
-)
+#: What R.Tensor has in its brackets.
+TENSOR_TYPE = re.compile(r"(?:\((?P<shape>[^)]*)\), )?dtype=\"(?P<dtype>\w+)\"")
 
 
 @dataclass(frozen=True)
@@ -124,23 +123,18 @@ class ArgumentError:
 def read_argument_error(error: Exception) -> ArgumentError | None:
     """Parse an error of the virtual machine that names an argument. None for any other error."""
     found = ARGUMENT_ERROR.search(str(error))
-    if found is None:
+    kind = None if found is None else TENSOR_TYPE.match(found["type"])
+    if found is None or kind is None:
         return None
-    shape = found["shape"]
+    shape = kind["shape"]
     sizes = None if shape is None else [part.strip() for part in shape.split(",") if part.strip()]
     return ArgumentError(
         found["function"],
         int(found["index"]),
         found["name"],
         None if sizes is None else tuple(int(s) if s.isdigit() else s for s in sizes),
-        found["dtype"],
+        kind["dtype"],
     )
-
-
-#: The virtual machine's error for a wrong number of arguments.
-COUNT_ERROR = re.compile(
-    r"Invoking function (?P<function>.+?) expects (?P<count>\d+) arguments \((?P<names>.*)\), but"
-)
 
 
 def read_count_error(error: Exception) -> tuple[int, str] | None:
