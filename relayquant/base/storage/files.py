@@ -119,19 +119,18 @@ def replace_folder(path: Path, mark: str, write: Callable[[Path], object]) -> No
             write(made)
             if path.exists():
                 path.rename(old)
-            made.rename(path)
+            try:
+                made.rename(path)
+            except OSError:
+                if old.exists():
+                    old.rename(path)
+                raise
 
 
 def check_folder(path: Path, mark: str) -> None:
     """Raise FileError unless `replace_folder` can write this folder. Call this before long work."""
     with writing(path):
-        if not path.parent.is_dir():
-            raise FileError(
-                f"Cannot write {path}: there is no folder {path.parent}. Make it, or name another "
-                "place.",
-                errno.ENOENT,
-                code="RQ501",
-            )
+        check_parent(path)
         is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
         if not is_free and not (path / mark).is_file():
             raise FileError(
@@ -161,6 +160,11 @@ def check_place(path: Path) -> None:
         raise FileError(
             f"Cannot write {path}: it is a folder. Name a file in it.", errno.EISDIR, code="RQ501"
         )
+    check_parent(path)
+
+
+def check_parent(path: Path) -> None:
+    """Raise FileError if the folder of `path` does not exist."""
     if not path.parent.is_dir():
         raise FileError(
             f"Cannot write {path}: there is no folder {path.parent}. Make it, or name another "

@@ -22,7 +22,8 @@ import tvm_ffi
 
 import relayquant_runtime
 from relayquant.base.arguments import check_arguments
-from relayquant.base.storage.files import replace_folder, writing
+from relayquant.base.storage.files import check_folder, replace_folder, writing
+from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.mmap_constants import MappedExecutable
 from relayquant.data.images import Preprocessing
 from relayquant.data.item import InputInfo
@@ -75,10 +76,11 @@ def export_bundle(
             "export_bundle: target is given, and an executable has one. Leave it out.",
             code="RQ102",
         )
+    path, target = Path(folder), resolve_target(target)
+    check_folder(path, MANIFEST)  # before compiling, which takes long
     executable = mod if isinstance(mod, MappedExecutable) else compile(mod, target)
     libraries = find_runtime(executable.target, None if runtime is None else Path(runtime))
     manifest = describe_bundle(executable, preprocessing, libraries)
-    path = Path(folder)
     replace_folder(
         path, MANIFEST, lambda place: write_files(place, executable, libraries, manifest)
     )

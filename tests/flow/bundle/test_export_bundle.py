@@ -20,8 +20,10 @@ from tvm.script import relax as R
 
 import relayquant as rq
 from relayquant import cli
+from relayquant.base.storage.files import replace_folder
 from relayquant.data.images import Preprocessing
 from relayquant.data.item import InputInfo
+from relayquant.errors import FileError
 from relayquant.flow.bundle.export import describe_preprocessing
 from relayquant.flow.bundle.runtime_libraries import LIBRARIES, find_runtime
 from relayquant_runtime import RUNTIME, Library, LibraryError
@@ -133,7 +135,6 @@ import numpy as np
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *more: None if name == "tvm" else found(name, *more)
 from relayquant_runtime import Library
-from relayquant_runtime.elf import read_machine
 library = Library(sys.argv[1])
 x = np.ones((2, 3), "float32")
 print(library.run("main", [x])[0].tolist(), library.run("main", [x])[0].tolist())
@@ -304,3 +305,22 @@ def test_command__writes_a_bundle(tmp_path, capsys):
     assert re.search(r"holds something else", capsys.readouterr().err)
     assert cli.main([*command[:3], str(tmp_path / "m.so"), "--preprocess", "unit"]) == 2
     assert "--preprocess are for a folder" in capsys.readouterr().err
+
+
+def test_replace_folder__an_old_folder_stays_if_the_new_one_cannot_take_its_place(
+    tmp_path, monkeypatch
+):
+    folder = tmp_path / "deploy"
+    replace_folder(folder, "mark", lambda place: (place / "mark").write_text("old"))
+    rename = Path.rename
+
+    def refuse(path, target):
+        if path.name == "new":
+            raise OSError("refused")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(FileError, match="refused"):
+        replace_folder(folder, "mark", lambda place: (place / "mark").write_text("new"))
+    assert (folder / "mark").read_text() == "old"
+    assert [*tmp_path.iterdir()] == [folder]
