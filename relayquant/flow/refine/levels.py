@@ -44,12 +44,11 @@ def keep_nearer(
         return calibrated, qmod
     batches = pick_compared(calibrated, sample, settings.guarding)
     other = calibrate(replace(settings, effort=below))
-    higher, lesser = (measure_gaps(calibrated.mod, each, batches) for each in (qmod, lower(other)))
-    if is_as_near(higher, lesser):
-        return calibrated, qmod
     note = f"{below.value}, which follows the float model better on samples of the data"
     other = replace(other, effort=calibrated.effort, choices={"level": note, **other.choices})
-    return other, lower(other)
+    module = lower(other)
+    higher, lesser = (measure_gaps(calibrated.mod, each, batches) for each in (qmod, module))
+    return (calibrated, qmod) if is_as_near(higher, lesser) else (other, module)
 
 
 def pick_compared(
