@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -206,11 +206,8 @@ class GuardResult(PlainFields):
 
     def describe_changes(self) -> list[str]:
         """Describe what was done about outputs that deviated, as parts of a sentence."""
-        changes = (
-            ("back in float", self.reverted),
-            ("with ranges computed at run time", self.ranged),
-        )
-        return [f"{what}: {', '.join(names)}" for what, names in changes if names]
+        changes = list_changes(self.reverted, self.ranged)
+        return [f"{what}: {', '.join(names)}" for what, names in changes]
 
     def describe(self) -> str:
         """Describe the measurements, and what they say of other data."""
@@ -229,6 +226,12 @@ class GuardResult(PlainFields):
         if self.stream_sqnr is not None:
             notes.append(f"at the end of sequences {describe_sqnr(self.stream_sqnr)}")
         return "; ".join([str(self.agreement), *notes])
+
+
+def list_changes(reverted: Sequence[str], ranged: Sequence[str]) -> list[tuple[str, Sequence[str]]]:
+    """List what the guard changed, in words, with the operators; see `GuardResult`."""
+    changes = (("back in float", reverted), ("with ranges computed at run time", ranged))
+    return [(what, names) for what, names in changes if names]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from relayquant.config import Guard, QConfig
 from relayquant.data import Batch, StreamedDataset
 from relayquant.errors import AccuracyWarning, warn_user
 from relayquant.flow.refine.guard import clip_decibels, describe_changes, find_promise
-from relayquant.flow.refine.prepared_edit import Changes
+from relayquant.flow.refine.prepared_edit import Changes, split_changes
 from relayquant.flow.refine.run_time_ranges import find_run_time_qconfigs
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.ledger import GuardResult, read_ledger, write_ledger
@@ -129,13 +129,11 @@ def follow_streams(
                 found, chosen, best = module, changes, sqnr
             if best >= wanted:
                 break
-    new = {name: config for name, config in chosen.items() if before.get(name, "") != config}
-    back = [name for name, config in new.items() if config is None]
     if seen < wanted:
         done = f"Nothing is done about it{f': {promise}' if promise else ''}."
         if found is not qmod:
-            done = describe_changes(back, [name for name in new if name not in back])
-            done += f" Now: {best:.1f} dB."
+            new = {k: v for k, v in chosen.items() if k not in before or before[k] != v}
+            done = f"{describe_changes(new)} Now: {best:.1f} dB."
         warn_user(
             "The integer model goes on from its own state and does not follow the float model to "
             f"the end of the sequences: {seen:.1f} dB SQNR in their last halves. {done} Longer "
@@ -144,14 +142,13 @@ def follow_streams(
             code="RQ401",
         )
     ledger = replace(read_ledger(found), speed=read_ledger(qmod).speed)
-    floating = tuple(name for name, config in chosen.items() if config is None)
-    kept = tuple(name for name in chosen if name not in floating)
+    reverted, kept = split_changes(chosen)
     if found is not qmod:
         now, was = look(found), guard
         guard = replace(now, sqnr_before=was.sqnr, disagreement_before=was.disagreement)
-    guard = replace(guard, reverted=floating, ranged=kept, stream_sqnr=best)
+    guard = replace(guard, reverted=reverted, ranged=kept, stream_sqnr=best)
     ledger = replace(ledger, guard=guard)
-    for name in floating if found is not qmod else ():
+    for name in reverted if found is not qmod else ():
         ledger = ledger.with_refusal(
             name,
             f"reverted to float by the guard: quantized, {seen:.1f} dB SQNR at the end of "
@@ -171,11 +168,12 @@ def propose_changes(
     """Yield ranges of the run time for all products, then ever more operators in float with that,
     those first that give most alone.
     """
-    start = {**ranged, **{name: config for name, config in before.items() if config is None}}
+    start = {**ranged, **dict.fromkeys(split_changes(before)[0])}
     if start != before:
         yield start
     operators = [operator.name for operator in find_rounding_operators(calibrated)]
-    names = [name for name in operators if start.get(name, "") is not None][:TRIED]
+    floating, _ = split_changes(start)
+    names = [name for name in operators if name not in floating][:TRIED]
     alone = {name: meter.measure(build({**start, name: None})) for name in names}
     order = sorted(names, key=lambda name: -alone[name])
     count = 1

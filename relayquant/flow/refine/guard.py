@@ -41,13 +41,19 @@ from relayquant.data import (
 )
 from relayquant.data.item import describe_inputs
 from relayquant.errors import AccuracyWarning, ConfigError, DataWarning, format_count, warn_user
-from relayquant.flow.refine.prepared_edit import Changes
+from relayquant.flow.refine.prepared_edit import Changes, split_changes
 from relayquant.flow.refine.run_time_ranges import find_run_time_qconfigs
 from relayquant.flow.refine.search import rank_operators, search_simulated
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.agreement import MOST_DECIBELS
 from relayquant.ir.dialect.cost import count_macs
-from relayquant.ir.ledger import GuardResult, SpeedResult, read_ledger, write_ledger
+from relayquant.ir.ledger import (
+    GuardResult,
+    SpeedResult,
+    list_changes,
+    read_ledger,
+    write_ledger,
+)
 from relayquant.ir.rewrite import Graph, expose_values
 from relayquant.stages.prepared import PreparedModel, TunedBatches
 
@@ -459,12 +465,7 @@ class Attempt:
     @property
     def names(self) -> tuple[str, ...]:
         """The operators in float."""
-        return tuple(name for name, qconfig in self.changes.items() if qconfig is None)
-
-    @property
-    def ranged(self) -> tuple[str, ...]:
-        """The operators that read their data's range at run time."""
-        return tuple(name for name, qconfig in self.changes.items() if qconfig is not None)
+        return split_changes(self.changes)[0]
 
     def without(self, name: str) -> list[str]:
         """The operators but for one."""
@@ -613,12 +614,13 @@ def write_reverted(
         suspects: Where it was chosen from.
         speed: What was measured before.
     """
+    reverted, ranged = split_changes(found.changes)
     guard = replace(
         wide.summarize(),
         deviates=True,
         operator=seen.operator,
-        reverted=found.names,
-        ranged=found.ranged,
+        reverted=reverted,
+        ranged=ranged,
         sqnr_before=seen.sqnr,
         disagreement_before=seen.disagreement,
     )
@@ -630,7 +632,7 @@ def write_reverted(
             "relayquant.analysis.accumulator_report. guard=Guard.OFF silences this."
         )
     warn_user(
-        f"{describe_deviation(seen)} {describe_changes(found.names, found.ranged)} Now: "
+        f"{describe_deviation(seen)} {describe_changes(found.changes)} Now: "
         f"{guard.describe()}. {advice}",
         AccuracyWarning,
         code="RQ401",
@@ -646,13 +648,12 @@ def write_reverted(
     return write_ledger(found.module, ledger)
 
 
-def describe_changes(reverted: Sequence[str], ranged: Sequence[str]) -> str:
+def describe_changes(changes: Changes) -> str:
     """What was done about outputs that deviate, as sentences."""
-    lines = []
-    for what, names in (("Back in float", reverted), ("With ranges computed at run time", ranged)):
-        if names:
-            lines.append(f"{what}, {format_count(len(names), 'operator')}: {', '.join(names)}.")
-    return " ".join(lines)
+    return " ".join(
+        f"{what[0].upper()}{what[1:]}, {format_count(len(names), 'operator')}: {', '.join(names)}."
+        for what, names in list_changes(*split_changes(changes))
+    )
 
 
 def deviates(settings: GuardSettings, gaps: Sequence[OutputGap]) -> bool:

@@ -338,6 +338,12 @@ def change_operators(
     return replace(changed, parameters=parameters, observers=observers)
 
 
+def split_changes(changes: Changes) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of the operators in float, and of those with another QConfig."""
+    floating = tuple(name for name, qconfig in changes.items() if qconfig is None)
+    return floating, tuple(name for name in changes if name not in floating)
+
+
 def describe_mapping(mapping: QConfigMapping) -> dict[str, Any] | None:
     """What `QConfigMapping.from_dict` reads; None where the mapping holds a callable."""
     try:

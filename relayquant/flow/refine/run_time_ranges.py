@@ -7,11 +7,13 @@ runs on integers. The guard and `drift` try this before they put operators back 
 
 from __future__ import annotations
 
+from relayquant.analysis.sensitivity import add_lines
 from relayquant.base.qtypes import Granularity, QSpec, Role
-from relayquant.config import PatternConfig, QConfig, TensorConfig
-from relayquant.ir.dialect.cost import static_size
+from relayquant.config import PatternConfig, QConfig, QConfigMapping, TensorConfig
 from relayquant.ir.plan import OperatorPlan
 from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.graph import tensor_shape
+from relayquant.stages.annotation import annotate
 from relayquant.stages.prepared import PreparedModel
 
 
@@ -21,7 +23,7 @@ def find_run_time_qconfigs(prepared: PreparedModel) -> dict[str, QConfig]:
     A range that belongs to a whole tensor is taken only where the tensor is one sample: the result
     for a sample may not depend on its neighbours in a batch.
     """
-    types = Graph(prepared.mod).vars
+    values = Graph(prepared.mod).vars
     found: dict[str, QConfig] = {}
     for operator in prepared.plan.operators:
         if not operator.quantized or operator.has_float_data:
@@ -30,10 +32,14 @@ def find_run_time_qconfigs(prepared: PreparedModel) -> dict[str, QConfig]:
         if weight is None:
             continue
         row = prepared.backend.find_pattern(operator.pattern)
-        is_sample = static_size(types[operator.name].ty.shape.values[0]) == 1
+        is_sample = (tensor_shape(values[operator.name]) or (0,))[0] == 1
         if (data := find_data(row, weight, is_sample=is_sample)) is not None:
             found[operator.name] = QConfig(TensorConfig(data), weight)
-    return found
+    # The plan may say that an operator cannot run so after all.
+    mapping = add_lines(prepared, found, prepared.mapping or QConfigMapping())
+    plan = annotate(prepared.mod, prepared.backend, mapping)
+    served = {operator.name for operator in plan.operators if operator.dynamic is not None}
+    return {name: qconfig for name, qconfig in found.items() if name in served}
 
 
 def find_weight(prepared: PreparedModel, operator: OperatorPlan) -> TensorConfig | None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from float_models import build_model
 from tvm import relax
 
 import relayquant as rq
 from relayquant.config import Granularity
 from relayquant.flow.refine.run_time_ranges import find_run_time_qconfigs
-from tests.float_models import build_model
 
 RNG = np.random.default_rng(3)
 
@@ -75,3 +77,29 @@ def test_export_onnx__ranges_at_run_time(tmp_path, backend):
     (got,) = session.run(None, {"x": 3 * data[0]})
     want = rq.Executor(rq.compile(qmod)).run("main", [3 * data[0]])[0]
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_find_run_time_qconfigs__a_batch_of_free_size_may_be_many_samples():
+    weight = relax.const(RNG.standard_normal((4, 3, 3, 3)).astype("float32"))
+
+    def body(emit, x):
+        return emit("conv", relax.op.nn.conv2d(x, weight, padding=1))
+
+    assert find_run_time_qconfigs(rq.prepare(build_model(body, ("n", 3, 8, 8)))) == {}
+
+
+def test_find_run_time_qconfigs__what_the_plan_refuses_is_not_named():
+    """A backend's row that lists ranges of the run time, for a pattern that cannot have them."""
+    backend = rq.get_backend_config("x86")
+    dynamic = next(d for p in backend.patterns for d in p.dtypes if d.is_dynamic)
+    rows = tuple(
+        replace(
+            row,
+            dtypes=(*row.dtypes, dynamic),
+            pattern=replace(row.pattern, realize_dynamic=None),
+        )
+        for row in backend.patterns
+    )
+    mod = make_products(1)
+    assert find_run_time_qconfigs(rq.prepare(mod, backend=backend)).keys() == {"conv", "dense"}
+    assert find_run_time_qconfigs(rq.prepare(mod, backend=replace(backend, patterns=rows))) == {}
