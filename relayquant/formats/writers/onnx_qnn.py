@@ -35,25 +35,26 @@ from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
 def write_quantize(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     """Write QuantizeLinear."""
     if constant_value(call.args[1]) is None:
-        inputs = [builder.tensor(call.args[0], var.name), *write_affine(builder, var, call, var)]
-        axis = {"axis": int(call.attrs.axis)} if call.args[1].ty.ndim else {}
-        return builder.emit("QuantizeLinear", inputs, var.name, **axis)
+        return write_at_run_time("QuantizeLinear", builder, var, call, var)
     affine = read_affine(call.args[1], call.args[2], int(call.attrs.axis), var.ty.ndim)
     data = builder.tensor(call.args[0], var.name)
     return builder.quantize(data, affine, tensor_dtype(var), var.name)
 
 
-def write_affine(
-    builder: OnnxBuilder, var: relax.Var, call: Call, integers: relax.Expr
-) -> tuple[str, str]:
-    """Return the tensors of a scale and a zero point that are computed at run time."""
-    _, scale, zero_point = call.args[:3]
+def write_at_run_time(
+    op: str, builder: OnnxBuilder, var: relax.Var, call: Call, integers: relax.Expr
+) -> str:
+    """Write `op` with a scale and a zero point that are computed at run time."""
+    data, scale, zero_point = call.args[:3]
     zero = builder.tensor(zero_point, f"{var.name}.zero_point")
     to = ELEMENT[tensor_dtype(integers)]
-    return (
+    inputs = [
+        builder.tensor(data, var.name),
         builder.tensor(scale, f"{var.name}.scale"),
         builder.step("Cast", [zero], f"{var.name}.zero_point", to=to),
-    )
+    ]
+    axis = {"axis": int(call.attrs.axis)} if scale.ty.ndim else {}
+    return builder.emit(op, inputs, var.name, **axis)
 
 
 def scale_units(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
@@ -73,9 +74,7 @@ def write_dequantize(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     if data in builder.units:
         return scale_units(builder, var, call)
     if constant_value(call.args[1]) is None:
-        inputs = [builder.tensor(data, var.name), *write_affine(builder, var, call, data)]
-        axis = {"axis": int(call.attrs.axis)} if call.args[1].ty.ndim else {}
-        return builder.emit("DequantizeLinear", inputs, var.name, **axis)
+        return write_at_run_time("DequantizeLinear", builder, var, call, data)
     affine = read_affine(call.args[1], call.args[2], int(call.attrs.axis), var.ty.ndim)
     if builder.is_accumulator(data):
         return builder.emit("Identity", [builder.real[data]], var.name)

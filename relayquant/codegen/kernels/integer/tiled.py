@@ -249,9 +249,7 @@ def emit_stores(
     first = step.number * share
     left = total - first if total == share * plan.steps else T.max(total - first, 0)
     count = T.if_then_else(is_due, T.min(left, share), 0)
-    with T.serial(count) as i:
-        m, part = split_index(first + i, (plan.tile.rows, parts))
-        storing.emit(plan, operands, place, kept.read(m), sums, part)
+    emit_parts(plan, operands, place, kept, sums, storing, first, count)
 
 
 def emit_last_stores(
@@ -263,9 +261,25 @@ def emit_last_stores(
     storing: Storing,
 ) -> None:
     """Emit the stores of the last block of a part."""
+    count = plan.tile.rows * storing.count_parts(plan)
+    with T.If(kept.has_sums), T.Then():
+        emit_parts(plan, operands, place, kept, sums, storing, 0, count)
+
+
+def emit_parts(
+    plan: TiledPlan,
+    operands: Operands,
+    place: Placement,
+    kept: KeptBlock,
+    sums: Buffer,
+    storing: Storing,
+    first: Expr | int,
+    count: Expr | int,
+) -> None:
+    """Emit the stores of so many parts of the kept block, from the first on."""
     parts = storing.count_parts(plan)
-    with T.If(kept.has_sums), T.Then(), T.serial(plan.tile.rows * parts) as i:
-        m, part = split_index(i, (plan.tile.rows, parts))
+    with T.serial(count) as i:
+        m, part = split_index(first + i, (plan.tile.rows, parts))
         storing.emit(plan, operands, place, kept.read(m), sums, part)
 
 
