@@ -3,7 +3,7 @@ From Relay, and back
 ====================
 
 Models that TVM 0.7 to 0.19 saved as Relay: read from text and parameters, quantized, compiled, and
-written as Relay again for those who still build with it. Nothing of the old TVM is needed.
+written as Relay again for those who still build with it. The old TVM need not be installed.
 """
 
 # %%

@@ -30,7 +30,7 @@ from relayquant.stages.preparation.norms import NormStatistics, read_norm_statis
 
 #: A larger misfit (see `measure_misfit`) fits nothing known. Prepared as in training: up to 0.27.
 LARGEST_MISFIT = 0.6
-#: pixels; the side of smaller pictures is that of the whole picture
+#: pixels; smaller pictures are resized to the input and not cut
 SMALL = 64
 #: presets by layout, the usual one first: PyTorch's models are NCHW, those of TensorFlow NHWC
 USUAL: Mapping[ImageLayout, tuple[str, ...]] = {

@@ -191,7 +191,7 @@ def format_tables(results: dict[str, Any]) -> str:
     """Tables of each CPU in Markdown."""
     lines = [
         "Prefill and decode are in tokens per second. A cell is the best of all rounds. The",
-        "engines take turns, each in a process of its own. `load` does not count imports:",
+        "engines take turns, each in its own process. `load` is without imports:",
         "relayquant loads a library that was compiled before, the others read the GGUF file.",
         "`first token` is the time to load and to answer a prompt of 512. `memory` is the peak of",
         "the process (VmHWM).",
