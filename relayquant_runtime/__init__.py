@@ -19,7 +19,6 @@ import importlib.util
 import json
 import os
 import platform
-import re
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,7 @@ from relayquant_runtime.bundle import Bundle, read_bundle
 from relayquant_runtime.elf import HEAD, read_machine
 from relayquant_runtime.errors import LibraryError
 from relayquant_runtime.tiles import may_use_tiles
-from relayquant_runtime.vm_errors import ARGUMENT_ERROR, COUNT_ERROR
+from relayquant_runtime.vm_errors import ArgumentError, read_argument_error, read_count_error
 
 __all__ = ["Library", "LibraryError"]
 
@@ -209,28 +208,26 @@ class Library:
                 self._held.update(zip(names, news, strict=True))
                 return [np.from_dlpack(each) for each in results[:split]]
         except (RuntimeError, TypeError, ValueError) as error:
-            counted = COUNT_ERROR.search(str(error))
+            counted = read_count_error(error)
             if counted is not None:
                 raise ValueError(
                     f"the number of inputs of {name!r} is {len(tensors)}; {self.path.name} takes "
-                    f"{int(counted['count']) - len(names)}. Pass a list with one array for each."
+                    f"{counted[0] - len(names)}. Pass a list with one array for each."
                 ) from error
-            found = ARGUMENT_ERROR.search(str(error))
-            if found is None:
+            fault = read_argument_error(error)
+            if fault is None:
                 raise
-            given = np.asarray([*args[:first], *names, *args[first:]][int(found["index"])])
+            given = np.asarray([*args[:first], *names, *args[first:]][fault.index])
             raise ValueError(
-                f"input {found['name']!r} of {name!r} is {given.dtype} of shape {given.shape}; "
-                f"{self.path.name} takes R.Tensor({found['type']}). "
-                f"{advise(given.dtype, found['type'])}"
+                f"input {fault.name!r} of {name!r} is {given.dtype} of shape {given.shape}; "
+                f"{self.path.name} takes R.Tensor({fault.type}). {advise(given.dtype, fault)}"
             ) from error
 
 
-def advise(dtype: np.dtype, wanted: str) -> str:
-    """What to do where an array of this dtype does not fit the type of a parameter."""
-    found = re.search(r'dtype="(\w+)"', wanted)
-    if found is not None and found[1] != str(dtype):
-        return f'Convert it with array.astype("{found[1]}").'
+def advise(dtype: np.dtype, fault: ArgumentError) -> str:
+    """What to do where an array of this dtype does not fit a parameter."""
+    if fault.dtype != str(dtype):
+        return f'Convert it with array.astype("{fault.dtype}").'
     return (
         "For other sizes compile the model with free ones: shapes= of relayquant.load, or "
         "dynamic_shapes= of torch.export."

@@ -1,15 +1,60 @@
-"""Messages of TVM's virtual machine about arguments, which both packages answer with their own."""
+"""Reads messages of TVM's virtual machine about arguments; both packages answer with their own."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 #: An argument that does not fit its parameter. `type` is what R.Tensor has in its brackets.
 ARGUMENT_ERROR = re.compile(
     r"ErrorContext\(fn=(?P<function>[^,]*), loc=param\[(?P<index>\d+)\], param=(?P<name>.*?), "
     r"annotation=R\.Tensor\((?P<type>.*)\)\)"
 )
+TENSOR_TYPE = re.compile(r"(?:\((?P<shape>[^)]*)\), )?dtype=\"(?P<dtype>\w+)\"")
 #: A wrong number of arguments, and the names of the parameters.
 COUNT_ERROR = re.compile(
     r"Invoking function .+? expects (?P<count>\d+) arguments \((?P<names>.*)\), but"
 )
+
+
+@dataclass(frozen=True)
+class ArgumentError:
+    """An argument that does not fit a parameter of a compiled function.
+
+    Attributes:
+        type: The allowed type, as TVMScript writes it in the brackets of R.Tensor.
+        shape: Allowed sizes. A symbolic size is given by name. None allows any shape.
+    """
+
+    function: str
+    index: int
+    name: str
+    type: str
+    shape: tuple[int | str, ...] | None
+    dtype: str
+
+
+def read_argument_error(error: Exception) -> ArgumentError | None:
+    """Parse an error of the virtual machine that names an argument. None for any other error."""
+    found = ARGUMENT_ERROR.search(str(error))
+    kind = None if found is None else TENSOR_TYPE.match(found["type"])
+    if found is None or kind is None:
+        return None
+    shape = kind["shape"]
+    sizes = None if shape is None else [part.strip() for part in shape.split(",") if part.strip()]
+    return ArgumentError(
+        found["function"],
+        int(found["index"]),
+        found["name"],
+        found["type"],
+        None if sizes is None else tuple(int(s) if s.isdigit() else s for s in sizes),
+        kind["dtype"],
+    )
+
+
+def read_count_error(error: Exception) -> tuple[int, str] | None:
+    """Parse an error of the virtual machine about the number of arguments into (allowed number,
+    names of the parameters). None for any other error.
+    """
+    found = COUNT_ERROR.search(str(error))
+    return None if found is None else (int(found["count"]), found["names"])

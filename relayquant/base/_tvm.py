@@ -6,11 +6,8 @@ import functools
 import json
 import re
 import threading
-from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
-
-from relayquant_runtime.vm_errors import ARGUMENT_ERROR, COUNT_ERROR
 
 #: package -> (first version that works, first version that does not, why)
 SUPPORTED = {
@@ -99,50 +96,6 @@ def check_versions() -> None:
                 f"relayquant needs {package}>={first},<{end} but found {found} ({reason}). "
                 f"Run: pip install '{package}>={first},<{end}'"
             )
-
-
-#: What R.Tensor has in its brackets.
-TENSOR_TYPE = re.compile(r"(?:\((?P<shape>[^)]*)\), )?dtype=\"(?P<dtype>\w+)\"")
-
-
-@dataclass(frozen=True)
-class ArgumentError:
-    """An argument that does not fit a parameter of a compiled function.
-
-    Attributes:
-        shape: Allowed sizes. A symbolic size is given by name. None allows any shape.
-    """
-
-    function: str
-    index: int
-    name: str
-    shape: tuple[int | str, ...] | None
-    dtype: str
-
-
-def read_argument_error(error: Exception) -> ArgumentError | None:
-    """Parse an error of the virtual machine that names an argument. None for any other error."""
-    found = ARGUMENT_ERROR.search(str(error))
-    kind = None if found is None else TENSOR_TYPE.match(found["type"])
-    if found is None or kind is None:
-        return None
-    shape = kind["shape"]
-    sizes = None if shape is None else [part.strip() for part in shape.split(",") if part.strip()]
-    return ArgumentError(
-        found["function"],
-        int(found["index"]),
-        found["name"],
-        None if sizes is None else tuple(int(s) if s.isdigit() else s for s in sizes),
-        kind["dtype"],
-    )
-
-
-def read_count_error(error: Exception) -> tuple[int, str] | None:
-    """Parse an error of the virtual machine about the number of arguments into (allowed number,
-    names of the parameters). None for any other error.
-    """
-    found = COUNT_ERROR.search(str(error))
-    return None if found is None else (int(found["count"]), found["names"])
 
 
 def load_onnx_frontend() -> Any:

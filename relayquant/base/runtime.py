@@ -18,9 +18,9 @@ import tvm_ffi
 from threadpoolctl import ThreadpoolController
 from tvm import relax
 
-from relayquant.base import _tvm
 from relayquant.base.cores import count_threads
 from relayquant.errors import ConfigError, DataError, format_count, suggest_sizes
+from relayquant_runtime.vm_errors import ArgumentError, read_argument_error, read_count_error
 
 #: How many turns TVM's idle threads spin before they sleep. With TVM's default of 300,000, two
 #: threads are up to 500 times slower than one as soon as another process needs a core. Even 30
@@ -169,10 +169,10 @@ class Machine:
                 code="RQ101",
             ) from error
         except (RuntimeError, TypeError, ValueError) as error:
-            fault = _tvm.read_argument_error(error)
+            fault = read_argument_error(error)
             if fault is not None:
                 raise describe_argument(fault, args[fault.index]) from error
-            count = _tvm.read_count_error(error)
+            count = read_count_error(error)
             if count is None:
                 raise
             wanted, names = count
@@ -280,7 +280,7 @@ class Executor(Machine):
         return [as_array(each) for each in results[:split]]
 
 
-def describe_argument(fault: _tvm.ArgumentError, argument: Any) -> DataError:
+def describe_argument(fault: ArgumentError, argument: Any) -> DataError:
     """Make the error for an argument that does not fit."""
     where = f"input {fault.name!r} of {fault.function!r}"
     if not isinstance(argument, tvm.runtime.Tensor):
