@@ -540,16 +540,11 @@ def emit_step(
         a, b = first_a + m % own, first_b + n % others
         tiles.multiply(m * blocks + n, a, b, (plan.isa.activation, plan.isa.weight_dtype))
 
-    if blocks > rows:  # the weights take turns in their registers
-        load_pixels(0)
-    else:
-        for n in range(blocks):
-            load_weights(n)
-    for m, n in np.ndindex(rows, blocks):
-        if blocks > rows:
-            load_weights(n)
-        elif n == 0:
+    for n, m in np.ndindex(blocks, rows):  # products begin before all operands are loaded
+        if n == 0:
             load_pixels(m)
+        if m == 0:
+            load_weights(n)
         multiply(m, n)
 
 
