@@ -14,8 +14,8 @@ import relayquant as rq
 from relayquant.codegen import floating
 from relayquant.codegen.expanded_weights import EXPAND_WEIGHTS
 from relayquant.codegen.floating import lower_float
-from relayquant.codegen.kernels.isa.bf16 import VECTORS_BF16, select_bf16
-from relayquant.codegen.kernels.isa.select import has_isa
+from relayquant.codegen.kernels.isa.bf16 import VECTORS_BF16
+from relayquant.codegen.kernels.isa.select import has_isa, select_bf16
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.layout import convert_layout
 from relayquant.codegen.schedule.schedule_pass import create_schedule_pass

@@ -33,20 +33,21 @@ from relayquant.codegen.kernels.floating.bf16 import (
 )
 from relayquant.codegen.kernels.floating.conv import FloatConv2d, make_conv2d, pack_conv2d
 from relayquant.codegen.kernels.floating.gemm import FloatDense
-from relayquant.codegen.kernels.floating.stored import Stored
+from relayquant.codegen.kernels.floating.stored import Stored, widen_bits
 from relayquant.codegen.kernels.floating.tile import FloatEpilogue, FloatIsa, choose_float_isa
 from relayquant.codegen.kernels.integer.pool import MaxPool2d, PoolWindow, build_max_pool2d
 from relayquant.codegen.kernels.integer.specs import Conv2d
+from relayquant.codegen.kernels.isa.arm_bf16 import BFDOT, BFMMLA, ArmBf16Isa, BfmmlaIsa
 from relayquant.codegen.kernels.isa.bf16 import (
     TILES_BF16,
     VECTORS_BF16,
     Bf16Isa,
+    X86Bf16Isa,
     round_integers,
     round_to_bf16,
-    select_bf16,
 )
 from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS, NO_UNIT, MatrixUnit
-from relayquant.codegen.kernels.isa.select import has_isa
+from relayquant.codegen.kernels.isa.select import has_isa, select_bf16
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.errors import ConfigError
 
@@ -55,7 +56,7 @@ TOLERANCE = 2e-6
 
 
 @dataclass(frozen=True)
-class PlainBf16(Bf16Isa):
+class PlainBf16(X86Bf16Isa):
     """The same in ordinary vector arithmetic."""
 
     @property
@@ -76,9 +77,45 @@ class PlainBf16(Bf16Isa):
         return acc
 
 
+@dataclass(frozen=True)
+class PlainBfdot(ArmBf16Isa):
+    """bfdot in ordinary vector arithmetic."""
+
+    @property
+    def code(self) -> str:
+        return "; nothing"
+
+    def round(self, value, lanes):
+        return round_integers(value, lanes)
+
+    def multiply(self, acc, a, b):
+        for i in range(2):
+            acc = acc + pick(a, range(i, 8, 2)) * pick(b, range(i, 8, 2))
+        return acc
+
+
+@dataclass(frozen=True)
+class PlainBfmmla(PlainBfdot, BfmmlaIsa):
+    """bfmmla in ordinary vector arithmetic."""
+
+    def multiply(self, acc, a, b):
+        for i in range(4):
+            pixels, channels = (i, i, i + 4, i + 4), (i, i + 4, i, i + 4)
+            acc = acc + pick(a, pixels) * pick(b, channels)
+        return acc
+
+
+def pick(bits, order):
+    """Lanes of a vector of bfloat16, as float32."""
+    return widen_bits(T.Shuffle([bits], [T.int32(i) for i in order]), 4)
+
+
+def copy_fields(isa: Bf16Isa) -> dict:
+    return {name: getattr(isa, name) for name in type(isa).__dataclass_fields__}
+
+
 def as_plain(unit: MatrixUnit) -> Bf16Isa:
-    own = {name: getattr(VECTORS_BF16, name) for name in VECTORS_BF16.__dataclass_fields__}
-    return PlainBf16(**{**own, "unit": unit})
+    return PlainBf16(**{**copy_fields(VECTORS_BF16), "unit": unit})
 
 
 ISAS = {
@@ -87,6 +124,15 @@ ISAS = {
     "emulated tiles": as_plain(MemoryUnit(None)),
     "emulated vectors": as_plain(NO_UNIT),
     "refused": as_plain(MatrixUnit(Refusal("refuse", ""))),
+    # Matrix products wherever they can be, and single pixels.
+    "emulated bfmmla": PlainBfmmla(
+        **{
+            **copy_fields(BFMMLA),
+            "single": PlainBfdot(**copy_fields(BFDOT)),
+            "word_cost": -1e9,
+        }
+    ),
+    "emulated bfdot": PlainBfdot(**copy_fields(BFDOT)),
 }
 every_isa = pytest.mark.parametrize("isa", ISAS.values(), ids=ISAS)
 #: A CPU with AVX512 and the instructions of tiles, which are not executed after a refusal.
@@ -96,6 +142,8 @@ WITH_TILES = Target({"kind": "llvm", "mcpu": "cascadelake", "mattr": ["+amx-tile
 def find_target(isa: Bf16Isa) -> Target:
     """A target for the kernels of `isa`; skips if this machine cannot run them."""
     host = resolve_target(None)
+    if isinstance(isa, PlainBfdot):
+        return host
     if isinstance(isa, PlainBf16):
         if isa.unit is ISAS["refused"].unit:
             if not has_isa(replace(VECTORS_BF16, features=("avx512vnni",)), host):
@@ -351,9 +399,15 @@ def test_select_bf16__by_the_target(mcpu, isa):
     assert select_bf16(target) is isa
 
 
+@pytest.mark.parametrize("mcpu", ["neoverse-v1", "neoverse-n2", "cortex-a710", "apple-m2"])
+def test_select_bf16__of_arm(mcpu):
+    target = {"kind": "llvm", "mcpu": mcpu, "mtriple": "aarch64-linux-gnu"}
+    assert select_bf16(resolve_target(target)) is BFMMLA
+
+
 @pytest.mark.parametrize("triple", ["x86_64-linux-gnu", "aarch64-linux-gnu"])
 def test_select_bf16__a_target_without_names_those_that_have_it(triple):
-    with pytest.raises(ConfigError, match="Sapphire Rapids") as raised:
+    with pytest.raises(ConfigError, match=r"Sapphire Rapids.*Neoverse V1") as raised:
         select_bf16(resolve_target({"kind": "llvm", "mtriple": triple}))
     assert raised.value.code == "RQ102"
 

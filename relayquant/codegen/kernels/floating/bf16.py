@@ -4,8 +4,8 @@
 
 Sums and bias are float32. Data, residual and results are float32 or bfloat16 in memory (`stored`).
 The weights are rounded when they are packed, float32 activations by the copy of the image that also
-pads them. Rounding is to nearest, ties to even. The products run on tiles, by the generator for
-integers (`integer.tiled`), or on vectors.
+pads them. Rounding is to nearest, ties to even. The products run on tiles or vectors of x86, or on
+Arm, by the generators for integers (`integer.tiled`, `integer.conv`).
 
 A tile may read neighbouring activations and multiply them by zero. So an infinity or a NaN becomes
 NaN in the results of some neighbouring pixels, too.
@@ -38,7 +38,8 @@ from relayquant.codegen.kernels.floating.conv import FloatConv2d
 from relayquant.codegen.kernels.floating.gemm import FloatDense
 from relayquant.codegen.kernels.floating.stored import store_floats, widen_bits
 from relayquant.codegen.kernels.floating.tile import static
-from relayquant.codegen.kernels.integer.conv_plan import pack_panels
+from relayquant.codegen.kernels.integer.conv import TilePosition, emit_convolution
+from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, pack_panels
 from relayquant.codegen.kernels.integer.operands import (
     Image,
     Operands,
@@ -46,6 +47,7 @@ from relayquant.codegen.kernels.integer.operands import (
     emit_image_copy,
     load_partial,
 )
+from relayquant.codegen.kernels.integer.plan_choice import choose_instructions
 from relayquant.codegen.kernels.integer.specs import Tile
 from relayquant.codegen.kernels.integer.tiled import (
     Storing,
@@ -54,8 +56,8 @@ from relayquant.codegen.kernels.integer.tiled import (
     locate_result,
 )
 from relayquant.codegen.kernels.integer.tiled_plan import TiledPlan, list_rows
-from relayquant.codegen.kernels.isa.base import Buffer, Expr
-from relayquant.codegen.kernels.isa.bf16 import ROUNDED_LANES, Bf16Isa, round_to_bf16
+from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
+from relayquant.codegen.kernels.isa.bf16 import Bf16Isa, round_to_bf16
 from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS
 
 
@@ -96,8 +98,8 @@ def read_bf16_dense(spec: FloatDense) -> Bf16Conv2d | None:
 
 
 @dataclass(frozen=True)
-class Bf16Plan(TiledPlan):
-    """A plan of tiles for operands of bfloat16."""
+class Bf16Plan(ConvPlan):
+    """A plan for operands of bfloat16."""
 
     spec: FloatConv2d  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
     isa: Bf16Isa  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
@@ -124,11 +126,39 @@ class Bf16Plan(TiledPlan):
         """Activations that a tile reads behind a run. They have weights of zero."""
         return self.words * self.isa.products - self.run
 
+    @property
+    def result_pitch(self) -> int:
+        return self.spec.epilogue.pitch(self.spec.out_channels)
+
+
+@dataclass(frozen=True)
+class Bf16TiledPlan(Bf16Plan, TiledPlan):
+    """A plan of tiles for operands of bfloat16."""
+
+    spec: FloatConv2d  # pyright: ignore[reportIncompatibleVariableOverride]
+
 
 def list_bf16_plans(spec: Bf16Conv2d, isa: Bf16Isa) -> list[Bf16Plan]:
-    """List the plans of a convolution: the ways in which pixels become the rows of tiles."""
-    ways = list_rows(Bf16Plan(spec.conv, isa))
-    return [Bf16Plan(spec.conv, isa, rows=rows) for rows in ways]
+    """List the plans of a convolution: the ways in which pixels become the rows of tiles.
+
+    Without tiles there is one plan.
+    """
+    if isa.unit is None:
+        return [choose_bf16_vectors(spec.conv, isa)]
+    ways = list_rows(Bf16TiledPlan(spec.conv, isa))
+    return [Bf16TiledPlan(spec.conv, isa, rows=rows) for rows in ways]
+
+
+def choose_bf16_vectors(
+    conv: FloatConv2d, isa: Bf16Isa, weights_per_image: bool = False
+) -> Bf16Plan:
+    """Choose the plan for `isa` or its companion, which has no tiles either."""
+
+    def make(each: Isa) -> Bf16Plan:
+        assert isinstance(each, Bf16Isa)
+        return Bf16Plan(conv, each, weights_per_image)
+
+    return choose_instructions(make, isa)
 
 
 def plan_bf16(spec: Bf16Conv2d, isa: Bf16Isa) -> Bf16Plan:
@@ -177,13 +207,21 @@ def make_bf16_conv2d(
         macs = prod(plan.spec.out_shape) * prod(shape[1:])
         cost = macs + STORE_COST * prod(plan.spec.out_shape) + WEIGHT_COST * plan.weight_size
         image = emit_rounded_image(plan, x)
-        place = Placement((0, 0), plan.pixel_grid[1:], (1, 1), (0, 0), 0, 0)
-        emit_tiled(plan, image, operands, cost >= PARALLEL_THRESHOLD, place, FLOATS)
+        emit_bf16_products(plan, image, operands, cost >= PARALLEL_THRESHOLD)
 
     if not spec.is_batched:
         return build_kernel(name, body)
     with repeat_over_batch((0, 3, 4) if epilogue.residual else (0, 3)):
         return build_kernel(name, body)
+
+
+def emit_bf16_products(plan: Bf16Plan, image: Image, operands: Operands, threads: bool) -> None:
+    """Emit the products over a rounded image, and the stores of their sums."""
+    place = Placement((0, 0), plan.pixel_grid[1:], (1, 1), (0, 0), 0, 0)
+    if isinstance(plan, Bf16TiledPlan):
+        emit_tiled(plan, image, operands, threads, place, FLOATS)
+    else:
+        emit_convolution(plan, image, operands, threads, place, store_tile)
 
 
 def emit_rounded_image(plan: Bf16Plan, x: Buffer) -> Image:
@@ -196,7 +234,7 @@ def emit_rounded_image(plan: Bf16Plan, x: Buffer) -> Image:
     elif plan.spec.stored.data == BF16_BITS:
         image = emit_image_copy(x, plan.spec, BF16_BITS, 0, lambda bits, _: bits, COPY_BYTES // 2)
     else:
-        image = emit_image_copy(x, plan.spec, BF16_BITS, 0, plan.isa.round, ROUNDED_LANES)
+        image = emit_image_copy(x, plan.spec, BF16_BITS, 0, plan.isa.round, plan.isa.rounded_lanes)
     if plan.gap:
         batch, (rows, width), channels = (
             plan.spec.batch,
@@ -211,7 +249,7 @@ def emit_rounded_image(plan: Bf16Plan, x: Buffer) -> Image:
 
 
 def emit_floats(
-    plan: Bf16Plan,
+    plan: Bf16TiledPlan,
     operands: Operands,
     place: Placement,
     tile: SumTile,
@@ -219,19 +257,33 @@ def emit_floats(
     part: Expr,
 ) -> None:
     """Store the sums of a pixel, which include the bias, through the epilogue."""
-    epilogue, lanes = plan.spec.epilogue, plan.isa.lanes
-    pitch = epilogue.pitch(plan.spec.out_channels)
+    lanes = plan.isa.lanes
     row, pixel, _ = locate_result(plan, place, *tile.line, part)
     for n, channel in enumerate(tile.channels):
-        at = pixel * pitch + channel + epilogue.first
-        residual = None
-        if operands.residual is not None:
-            residual = load_partial(operands.residual, at, lanes, plan.store_width)
-            if plan.spec.stored.residual == BF16_BITS:
-                residual = widen_bits(residual, lanes)
         acc = load_vector(sums, (tile.first + row) * plan.panel_channels + n * lanes, lanes)
-        value = epilogue.finish(acc, residual, lanes)
-        store_floats(operands.out, value, at, lanes, plan.isa, plan.store_width)
+        store_sums(plan, operands, acc, pixel * plan.result_pitch + channel)
+
+
+def store_tile(plan: Bf16Plan, operands: Operands, at: TilePosition, totals: list[Expr]) -> None:
+    """Store the sums of a tile of registers; see `integer.conv.StoreSums`."""
+    for slot, acc in enumerate(totals):
+        pixel, block = divmod(slot, plan.tile.blocks)
+        store_sums(plan, operands, acc, at.out_pixels[pixel] + at.out_channels[block])
+
+
+def store_sums(plan: Bf16Plan, operands: Operands, acc: Expr, at: Expr) -> None:
+    """Store a vector of sums, which include the bias, through the epilogue.
+
+    `at` is the place of the first in y, without the columns before the results.
+    """
+    epilogue, lanes = plan.spec.epilogue, plan.isa.lanes
+    at, residual = at + epilogue.first, None
+    if operands.residual is not None:
+        residual = load_partial(operands.residual, at, lanes, plan.store_width)
+        if plan.spec.stored.residual == BF16_BITS:
+            residual = widen_bits(residual, lanes)
+    value = epilogue.finish(acc, residual, lanes)
+    store_floats(operands.out, value, at, lanes, plan.isa, plan.store_width)
 
 
 FLOATS = Storing(lambda plan: 1, emit_floats)

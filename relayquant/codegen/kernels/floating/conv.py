@@ -27,6 +27,7 @@ from relayquant.codegen.kernels.emit import (
     broadcast,
     build_kernel,
     emit_vector_loop,
+    import_code,
     load_vector,
     store_vector,
 )
@@ -52,6 +53,7 @@ from relayquant.codegen.kernels.floating.tile import (
     emit_tile,
     static,
 )
+from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS
 
 #: A depthwise multiply-add takes about as long as this many dense ones.
 DEPTHWISE_COST = 8
@@ -412,6 +414,8 @@ def emit_depthwise(
     """Emit tasks of a few output rows times one vector of channels. Padding is not read: a row
     outside the image is skipped at run time, a column outside of it when the kernel is built.
     """
+    if isa.bf16 is not None and y.dtype == BF16_BITS:
+        import_code(isa.bf16.code)
     (kh, _), (sh, _), (dh, _) = spec.kernel, spec.strides, spec.dilation
     (oh, _), channels, lanes = spec.out_size, spec.in_channels, isa.lanes
     row_size = spec.width * channels

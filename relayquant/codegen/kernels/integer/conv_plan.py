@@ -272,6 +272,11 @@ class ConvPlan:
         copied = 2 * prod(self.spec.in_shape) / 16 if self.needs_copy else 0
         return tiles * self.groups * self.panels * (words * step + apart) + copied
 
+    @property
+    def result_pitch(self) -> int:
+        """Elements of y from one pixel to the next."""
+        return self.spec.out_channels
+
     @cached_property
     def store_width(self) -> int:
         """Channels that are stored together: of a vector, or of a panel as packed bytes."""
