@@ -175,6 +175,40 @@ def test_compile__bf16_is_near_float32(symbolic):
     assert 1e-5 < error < 2e-2  # 8 bits, and not 24
 
 
+def emit_gelu(bb, x):
+    """x (erf(x / sqrt 2) + 1) / 2, as exporters write it."""
+    bell = bb.emit(relax.op.divide(x, relax.const(2**0.5, "float32")))
+    bell = bb.emit(relax.op.erf(bell))
+    bell = bb.emit(relax.op.add(bell, relax.const(np.ones(1, "float32"))))
+    return bb.emit(relax.op.multiply(bb.emit(relax.op.multiply(x, bell)), relax.const(0.5)))
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_lower_float__functions_of_single_numbers_belong_to_a_product_of_bf16(is_read):
+    """A value that another kernel reads too is stored, so what follows is computed apart."""
+    rng = np.random.default_rng(3)
+    up, down = const(rng, 24, 96), const(rng, 96, 24)
+
+    def emit(bb, x):
+        y = bb.emit(relax.op.matmul(x, up))
+        y = bb.emit(relax.op.matmul(other := emit_gelu(bb, y), down))
+        last = bb.emit(relax.op.multiply(y, relax.const(0.125)))
+        if not is_read:
+            return last
+        other = bb.emit(relax.op.sum(bb.emit(relax.op.add(other, relax.const(1.0))), [2]))
+        return bb.emit(relax.Tuple([last, bb.emit(relax.op.sum(y, [2])), other]))
+
+    mod = make_module(emit, (2, 40, 24))
+    lowered = lower_float(mod, BF16, bf16=select_bf16(BF16))
+    found = list_operators(lowered)
+    kernels = ["bf16_conv2d", "bf16_conv2d"]
+    others = ["relax.multiply", "relax.add", "relax.sum", "relax.sum"]
+    assert found[:2] == kernels
+    assert sorted(found[2:]) == sorted(others if is_read else [])
+    first = next(call for call in list_calls(lowered) if op_name(call) == "relax.call_tir")
+    assert str(first.ty_args[0].dtype) == ("float32" if is_read else "uint16")
+
+
 def test_compile__bf16_needs_its_instructions():
     mod = make_module(emit_residual_net(np.random.default_rng(1)), (1, 3, 12, 12))
     with pytest.raises(rq.ConfigError, match="Sapphire Rapids"):

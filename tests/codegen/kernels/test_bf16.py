@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 import tvm
 from convolutions import conv2d_accumulators
 from drawing import count_examples
@@ -32,6 +33,7 @@ from relayquant.codegen.kernels.floating.bf16 import (
     read_bf16_dense,
 )
 from relayquant.codegen.kernels.floating.conv import FloatConv2d, make_conv2d, pack_conv2d
+from relayquant.codegen.kernels.floating.curve import Curve, CurveStep, Operation
 from relayquant.codegen.kernels.floating.gemm import FloatDense
 from relayquant.codegen.kernels.floating.stored import Stored, widen_bits
 from relayquant.codegen.kernels.floating.tile import FloatEpilogue, FloatIsa, choose_float_isa
@@ -280,6 +282,36 @@ def test_make_bf16_conv2d__dense_layers(isa):
         spec = read_bf16_dense(FloatDense(shape, outputs, FloatEpilogue(bias=True)))
         assert spec is not None
         check_conv2d(spec, isa)
+
+
+GELU = Curve(
+    (
+        CurveStep(Operation.DIVIDE, (0, 2**0.5)),
+        CurveStep(Operation.ERF, (1,)),
+        CurveStep(Operation.ADD, (2, 1.0)),
+        CurveStep(Operation.MULTIPLY, (0, 3)),
+        CurveStep(Operation.MULTIPLY, (4, 0.5)),
+    )
+)
+
+
+@every_isa
+def test_make_bf16_conv2d__gelu_behind_the_sum(isa):
+    """The function of torch, also of sums beyond the ends of the polynomial, and of NaN."""
+    conv = FloatConv2d(1, 1, 33, 40, 48, (1, 1), epilogue=FloatEpilogue(bias=True))
+    x, w, bias = draw_operands(conv, 0)
+    bias = bias * 8
+    bias[5] = np.nan
+    results = []
+    for curve in (None, GELU):
+        spec = read_bf16_conv2d(replace(conv, epilogue=replace(conv.epilogue, curve=curve)))
+        run = compile_kernel(make_bf16_conv2d(spec, isa), find_target(isa))
+        y = tvm.runtime.tensor(np.zeros(spec.out_shape, "float32"))
+        run(*map(tvm.runtime.tensor, (x, *pack_bf16(w, bias, spec, isa))), y)
+        results.append(y.numpy())
+    assert abs(results[0][..., :5]).max() > 4 * 2**0.5
+    wanted = torch.nn.functional.gelu(torch.from_numpy(results[0]).double()).numpy()
+    np.testing.assert_allclose(results[1], wanted, rtol=1e-6, atol=5e-6)
 
 
 def check_stored(make, operands: list[np.ndarray], out_shape, target: Target) -> None:

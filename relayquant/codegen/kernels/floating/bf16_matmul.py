@@ -36,8 +36,9 @@ from relayquant.codegen.kernels.floating.bf16 import (
     emit_rounded_image,
 )
 from relayquant.codegen.kernels.floating.conv import FloatConv2d
+from relayquant.codegen.kernels.floating.curve import Curve
 from relayquant.codegen.kernels.floating.gemm import FloatMatmul
-from relayquant.codegen.kernels.floating.tile import static
+from relayquant.codegen.kernels.floating.tile import FloatEpilogue, static
 from relayquant.codegen.kernels.integer.operands import Operands
 from relayquant.codegen.kernels.integer.tiled_plan import TileRows
 from relayquant.codegen.kernels.isa.base import Buffer, Expr
@@ -50,8 +51,8 @@ FEWEST_ROWS = 8
 
 @dataclass(frozen=True)
 class Bf16Matmul:
-    """x (*batch, M, K) times w (*batch, K, N). With `is_batched` the first extent is 1, and any
-    number is taken.
+    """x (*batch, M, K) times w (*batch, K, N), then a curve. With `is_batched` the first extent is
+    1, and any number is taken.
     """
 
     batch: tuple[int, ...]
@@ -59,11 +60,20 @@ class Bf16Matmul:
     inner: int
     outputs: int
     is_batched: bool = False
+    curve: Curve | None = None
 
     @property
     def conv(self) -> FloatConv2d:
         """The product as a 1x1 convolution over lines of M pixels."""
-        return FloatConv2d(prod(self.batch), 1, self.rows, self.inner, self.outputs, (1, 1))
+        return FloatConv2d(
+            prod(self.batch),
+            1,
+            self.rows,
+            self.inner,
+            self.outputs,
+            (1, 1),
+            epilogue=FloatEpilogue(curve=self.curve),
+        )
 
 
 def read_bf16_matmul(spec: FloatMatmul, isa: Bf16Isa) -> Bf16Matmul | None:

@@ -33,6 +33,7 @@ from relayquant.codegen.kernels.emit import (
     load_vector,
     store_vector,
 )
+from relayquant.codegen.kernels.floating.curve import Curve
 from relayquant.codegen.kernels.isa.bf16 import Bf16Isa
 from relayquant.codegen.kernels.isa.target import Architecture, find_architecture
 
@@ -106,7 +107,7 @@ def has_half(target: Target) -> bool:
 
 @dataclass(frozen=True)
 class FloatEpilogue:
-    """Operations on a sum before it is stored: + bias[channel], + residual, then clip.
+    """Operations on a sum before it is stored: + bias[channel], + residual, clip, then a curve.
 
     `low` and `high` are the bounds of the clip or None; relu is low=0. With `columns` (first,
     count) the results are columns of a wider tensor, whose other columns stay as they are.
@@ -117,6 +118,7 @@ class FloatEpilogue:
     low: float | None = None
     high: float | None = None
     columns: tuple[int, int] | None = None
+    curve: Curve | None = None
 
     def __post_init__(self) -> None:
         if self.residual and self.columns:
@@ -135,14 +137,14 @@ class FloatEpilogue:
         return self.columns[0] if self.columns else 0
 
     def finish(self, value: Expr, residual: Expr | None, lanes: int) -> Expr:
-        """Add the residual to `value` and clip it. NaN stays NaN as in numpy's clip."""
+        """Finish the sum `value`. NaN stays NaN, as in numpy's clip."""
         if residual is not None:
             value = value + residual
         if self.low is not None:
             value = T.max(value, broadcast(T.float32(self.low), lanes))
         if self.high is not None:
             value = T.min(value, broadcast(T.float32(self.high), lanes))
-        return value
+        return value if self.curve is None else self.curve.apply(value, lanes)
 
 
 def ceil_div(a: Any, b: int) -> Any:
