@@ -99,6 +99,7 @@ def emit_residual_net(rng):
     return emit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("symbolic", [False, True])
 def test_lower_float__a_network_is_kernels_with_one_transpose(symbolic):
     rng = np.random.default_rng(1)
@@ -137,6 +138,7 @@ def test_lower_float__products_of_constant_weights_take_the_precision(symbolic):
     assert dtypes == ["uint16", "uint16", "float32", "float32"]
 
 
+@pytest.mark.slow
 def test_compile__bf16_between_products_keeps_the_bits(monkeypatch):
     """Rounding where a value is written is rounding where products read it, also through a pool."""
     if not has_isa(VECTORS_BF16, TARGET):
@@ -158,6 +160,7 @@ def test_compile__bf16_between_products_keeps_the_bits(monkeypatch):
     np.testing.assert_array_equal(narrow, wide)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("symbolic", [False, True])
 def test_compile__bf16_is_near_float32(symbolic):
     if not has_isa(VECTORS_BF16, TARGET):
@@ -215,6 +218,7 @@ def test_compile__bf16_needs_its_instructions():
         rq.compile(mod, "llvm -mtriple=x86_64-linux-gnu -mcpu=haswell", precision="bf16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("symbolic", [False, True])
 def test_lower_float__transforms_for_whole_vectors_of_channels(symbolic):
     """Those of Winograd, with what follows the convolutions, also into a concatenation."""
@@ -275,6 +279,7 @@ def test_lower_float__a_sum_of_two_products_belongs_to_one():
     assert "relax.add" not in list_operators(lowered)
 
 
+@pytest.mark.slow
 def test_lower_float__transposed_convolutions_stay_in_the_layout_of_the_kernels():
     rng = np.random.default_rng(7)
     first, up, grouped = const(rng, 8, 3, 3, 3), const(rng, 8, 6, 2, 2), const(rng, 6, 2, 3, 3)
@@ -306,6 +311,7 @@ def test_lower_float__transposed_convolutions_stay_in_the_layout_of_the_kernels(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("symbolic", [False, True])
 def test_lower_float__products_are_written_into_a_concatenation(symbolic):
@@ -462,6 +468,7 @@ def run_attention(executor: rq.Executor, axes: list[int], rows: int, seen: int) 
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [[0, 1, 3, 2], [0, 2, 3, 1]])
 def test_lower_float__attention_of_any_length_has_kernels(axes):
     """Both products; the transposition of keys vanishes."""

@@ -327,7 +327,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(60)
 @pytest.mark.parametrize(
     ("name", "config", "layer", "spec"), ROWS, ids=[f"{row[0]}-{row[2]}" for row in ROWS]
 )

@@ -266,6 +266,7 @@ def draw_specs(draw):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @every_isa
 @settings(max_examples=count_examples(60, 6), deadline=None, derandomize=True)
@@ -402,6 +403,7 @@ def compile_assembly(isa: Bf16Isa, mcpu: str) -> str:
     return tvm.compile(module, target=target).mod.inspect_source("asm")
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_make_bf16_conv2d__instructions_of_tiles():
     text = compile_assembly(TILES_BF16, "sapphirerapids")

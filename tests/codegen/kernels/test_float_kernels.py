@@ -71,7 +71,7 @@ def check_conv2d(spec: FloatConv2d, isa: FloatIsa, symbolic: bool = False) -> No
     check(run_kernel(make_conv2d(made, isa), x, packed, *operands, out), expected)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
     "spec",
@@ -247,7 +247,7 @@ def test_make_conv2d_transpose__follows_onnx(spec, isa):
     check(run_kernel(make_conv2d_transpose(spec, isa), x, packed, *operands, out), expected)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("rows", [1, 2, 5, 14, 29, None])
 @pytest.mark.parametrize(("inner", "outputs"), [(1, 1), (7, 3), (33, 40), (16, 129)])

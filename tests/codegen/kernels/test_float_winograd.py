@@ -52,7 +52,7 @@ def check_winograd(spec: FloatConv2d, isa=HOST, symbolic: bool = False) -> None:
     assert np.isnan(others).all()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("isa", ISAS, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_make_winograd__follows_numpy(name, isa):

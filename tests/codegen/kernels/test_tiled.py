@@ -75,6 +75,7 @@ def draw_specs(draw):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", [AMX, EMULATED, REFUSED], ids=["unit", "emulated", "refused"])
 @settings(max_examples=count_examples(60, 6), deadline=None, derandomize=True)
 @given(spec=draw_specs(), choice=st.integers(0, 1000))
@@ -102,6 +103,7 @@ def test_build_planned__every_kind_of_rows(isa, rows, block, dtype):
 FIRST = Conv2d(2, 11, 20, 3, 32, (7, 5), (2, 2), (3, 1, 2, 0), in_zero_point=7)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("isa", [AMX, EMULATED, REFUSED], ids=["unit", "emulated", "refused"])
 @pytest.mark.parametrize(
     ("channels", "kernel", "width"), [(3, (7, 5), 20), (1, (2, 3), 20), (8, (3, 4), 6)]
@@ -223,6 +225,7 @@ print("granted" if granted.value >> 18 & 1 else "refused")
 """
 
 
+@pytest.mark.slow
 def test_permission__a_process_that_may_not_use_tiles_computes_the_same(tmp_path):
     """As on a CPU without tiles, no tile instruction is executed: it would end the process."""
     runnable_target(VNNI512)
@@ -244,6 +247,7 @@ def test_permission__a_process_that_may_not_use_tiles_computes_the_same(tmp_path
     np.testing.assert_array_equal(np.load(paths[-1]), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", [AMX, EMULATED, REFUSED], ids=["unit", "emulated", "refused"])
 def test_build_planned__threads_without_a_block(isa):
     """Threads share a loop over two blocks. One block is no loop, and nothing to share."""

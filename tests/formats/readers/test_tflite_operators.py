@@ -66,7 +66,7 @@ def check_close(case: Case, made: np.ndarray, value: np.ndarray, label: str) -> 
     np.testing.assert_allclose(made, value, rtol=1e-4, atol=step, err_msg=label)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(18)
 @pytest.mark.parametrize("kind", KINDS)
 def test_operator__as_numpy_computes_it(kind, tmp_path):
     """Data at the run time and all else constant, and all constant."""
