@@ -201,6 +201,35 @@ def test_build_conv2d__tile_instructions_of_a_block(rows):
     assert count["syscall"] == 1
 
 
+@pytest.mark.parametrize(
+    ("pixels", "inner", "kernel", "streamed"),
+    [
+        (128, 512, 1, (False, False)),  # operands of a block fit the first-level cache
+        (128, 1024, 1, (True, False)),  # a panel of 32 KB is read by four blocks
+        (49, 1024, 1, (False, True)),  # by two
+        (128, 1536, 1, (False, True)),  # a panel is larger than the cache
+        (128, 128, 3, (False, False)),  # taps read activations again
+        (128, 256, 3, (False, True)),
+    ],
+)
+def test_streamed__leaves_the_first_cache_to_what_is_read_again(pixels, inner, kernel, streamed):
+    spec = Conv2d(1, kernel, pixels + kernel - 1, inner, 64, (kernel, kernel))
+    (plan,) = [
+        plan
+        for plan in list_plans(replace(spec, tile=Tile(2, 16, 2)), AMX)
+        if plan.rows in (TileRows.MATRIX, TileRows.LINES)
+    ]
+    assert plan.streamed == streamed
+
+
+@pytest.mark.optimized
+def test_build_conv2d__streams_the_operand_that_is_read_once():
+    spec = Conv2d(1, 1, 128, 1024, 64, (1, 1), tile=Tile(2, 16, 2))
+    text = compile_assembly(spec, AMX)
+    count = {name: len(re.findall(rf"\t{name}\b", text)) for name in ("tdpbusd", "tileloaddt1")}
+    assert count["tileloaddt1"] == count["tdpbusd"] // 2 > 0
+
+
 #: Runs a library in a process whose signal stack is too small for the state of the tiles.
 REFUSED_PROCESS = """
 import ctypes, sys

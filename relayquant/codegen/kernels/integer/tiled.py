@@ -53,7 +53,12 @@ from relayquant.codegen.kernels.integer.operands import (
     locate_panel,
 )
 from relayquant.codegen.kernels.integer.saturating_pack import PACKED
-from relayquant.codegen.kernels.integer.tiled_plan import NEAR_BYTES, TiledPlan, TileRows
+from relayquant.codegen.kernels.integer.tiled_plan import (
+    FIRST_CACHE_BYTES,
+    NEAR_BYTES,
+    TiledPlan,
+    TileRows,
+)
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Wrapping, emit_wrapping
 from relayquant.codegen.kernels.isa.matrix_unit import COUNT_THREADS, MatrixUnit, Tiles
 
@@ -68,8 +73,6 @@ CACHED_WEIGHT_BYTES = 256 * 1024
 NEAR_WEIGHT_BYTES = 64 * 1024
 #: Bytes between the weights of a step and those that it fetches, if they are read once.
 FETCHED_AHEAD = 8 * 1024
-#: Bytes of operands that stay in the first-level cache.
-FIRST_CACHE_BYTES = 40 * 1024
 #: Fewer chunks than this number of threads cost as many bytes as the image has for each that is
 #: missing.
 SHARING_THREADS = 4
@@ -527,14 +530,15 @@ def emit_step(
     first_a = plan.tile.rows * blocks
     first_b = first_a + own
     offset = tap_offset(plan, image, step.row, step.column) + step.chunk * plan.chunk
+    load_a, load_b = (tiles.stream if far else tiles.load for far in plan.streamed)
 
     def load_pixels(m: int) -> None:
-        tiles.load(first_a + m % own, image.data, block.sources[m] + offset, row_distance(plan))
+        load_a(first_a + m % own, image.data, block.sources[m] + offset, row_distance(plan))
 
     def load_weights(n: int) -> None:
         vector = block.panel.first_vector + plan.number_vector(step.number * plan.chunk_words, n)
         size = plan.isa.weight_vector
-        tiles.load(first_b + n % others, operands.weight, vector * size, plan.word_distance * size)
+        load_b(first_b + n % others, operands.weight, vector * size, plan.word_distance * size)
 
     def multiply(m: int, n: int) -> None:
         a, b = first_a + m % own, first_b + n % others

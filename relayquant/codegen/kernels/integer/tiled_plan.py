@@ -33,6 +33,10 @@ FOLD_CYCLES, MOST_FOLDED = 6.0, 32
 #: Cycles for loading a tile from the second-level cache. Weights of a panel of up to this many
 #: bytes stay in the first.
 FAR_LOAD_CYCLES, NEAR_BYTES = 24, 16 * 1024
+#: Bytes of operands that stay in the first-level cache, if others do not pass through it.
+FIRST_CACHE_BYTES = 40 * 1024
+#: Fewest blocks of pixels for which a panel of weights is worth the first-level cache.
+FEWEST_BLOCKS = 3
 #: Weights of more bytes come from the last-level cache in each run: a byte in so many cycles, if
 #: they are read once and if they are read for several blocks of pixels.
 SECOND_CACHE_BYTES, FAR_BYTE_CYCLES = 2 * 1024 * 1024, (0.12, 0.13)
@@ -277,6 +281,20 @@ class TiledPlan(ConvPlan):
             *[(rows, self.chunk * self.value_bytes)] * activations,
             *[(self.chunk_words, self.unit.row_bytes)] * weights,
         ]
+
+    @property
+    def streamed(self) -> tuple[bool, bool]:
+        """Whether (activations, weights) are loaded past the first-level cache.
+
+        A panel that stays there during all pixels is not displaced by activations. A larger panel
+        does not displace the activations.
+        """
+        if self.tile.rows == 1 or self.panel_bytes <= NEAR_BYTES:
+            return False, False
+        is_often = self.is_shared or ceil_div(self.image_tiles, self.tile.rows) >= FEWEST_BLOCKS
+        if is_often and self.panel_bytes <= FIRST_CACHE_BYTES:
+            return prod(self.taps) == 1, False
+        return False, True
 
     @property
     def word_distance(self) -> int:
