@@ -202,18 +202,22 @@ def test_build_conv2d__tile_instructions_of_a_block(rows):
 
 
 @pytest.mark.parametrize(
-    ("pixels", "inner", "kernel", "streamed"),
+    ("pixels", "inner", "outputs", "kernel", "streamed"),
     [
-        (128, 512, 1, (False, False)),  # operands of a block fit the first-level cache
-        (128, 1024, 1, (True, False)),  # a panel of 32 KB is read by four blocks
-        (49, 1024, 1, (False, True)),  # by two
-        (128, 1536, 1, (False, True)),  # a panel is larger than the cache
-        (128, 128, 3, (False, False)),  # taps read activations again
-        (128, 256, 3, (False, True)),
+        (128, 512, 64, 1, (False, False)),  # operands of a block fit the first-level cache
+        (128, 1024, 64, 1, (True, False)),  # a panel of 32 KB is read by four blocks
+        (49, 1024, 64, 1, (False, True)),  # by two
+        (128, 1536, 64, 1, (False, True)),  # a panel is larger than the cache
+        (128, 1536, 2048, 1, (False, False)),  # the next panels are in the last-level cache
+        (128, 128, 64, 3, (False, False)),  # taps read activations again
+        (128, 256, 64, 3, (False, True)),
+        (128, 256, 1024, 3, (False, True)),
     ],
 )
-def test_streamed__leaves_the_first_cache_to_what_is_read_again(pixels, inner, kernel, streamed):
-    spec = Conv2d(1, kernel, pixels + kernel - 1, inner, 64, (kernel, kernel))
+def test_streamed__leaves_the_first_cache_to_what_is_read_again(
+    pixels, inner, outputs, kernel, streamed
+):
+    spec = Conv2d(1, kernel, pixels + kernel - 1, inner, outputs, (kernel, kernel))
     (plan,) = [
         plan
         for plan in list_plans(replace(spec, tile=Tile(2, 16, 2)), AMX)

@@ -287,14 +287,15 @@ class TiledPlan(ConvPlan):
         """Whether (activations, weights) are loaded past the first-level cache.
 
         A panel that stays there during all pixels is not displaced by activations. A larger panel
-        does not displace the activations.
+        does not displace the activations, which other taps read again.
         """
         if self.tile.rows == 1 or self.panel_bytes <= NEAR_BYTES:
             return False, False
         is_often = self.is_shared or ceil_div(self.image_tiles, self.tile.rows) >= FEWEST_BLOCKS
         if is_often and self.panel_bytes <= FIRST_CACHE_BYTES:
             return prod(self.taps) == 1, False
-        return False, True
+        is_far = self.groups * self.panels * self.panel_bytes > SECOND_CACHE_BYTES
+        return False, not (is_often and is_far and prod(self.taps) == 1)
 
     @property
     def word_distance(self) -> int:
