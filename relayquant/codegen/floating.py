@@ -467,7 +467,7 @@ def call_bf16(
 
     def choose(stored: Stored) -> Kernel:
         conv = replace(spec.conv, stored=stored)
-        chosen, own = replace(spec, conv=conv), replace(plan, spec=conv)
+        chosen, own = replace(spec, conv=conv), plan.with_stored(stored)
         return Kernel(name, repr(chosen), lambda: make_bf16_conv2d(chosen, isa, name, own))
 
     plain = choose(Stored())

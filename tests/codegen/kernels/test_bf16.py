@@ -25,6 +25,8 @@ from tvm.target import Target
 from relayquant.codegen.kernels.emit import build_kernel, load_vector, store_vector
 from relayquant.codegen.kernels.floating.bf16 import (
     Bf16Conv2d,
+    Bf16Plan,
+    Bf16TiledPlan,
     list_bf16_plans,
     make_bf16_conv2d,
     pack_bf16,
@@ -39,6 +41,7 @@ from relayquant.codegen.kernels.floating.stored import Stored, widen_bits
 from relayquant.codegen.kernels.floating.tile import FloatEpilogue, FloatIsa, choose_float_isa
 from relayquant.codegen.kernels.integer.pool import MaxPool2d, PoolWindow, build_max_pool2d
 from relayquant.codegen.kernels.integer.specs import Conv2d
+from relayquant.codegen.kernels.integer.tiled_plan import TileRows
 from relayquant.codegen.kernels.isa.arm_bf16 import BFDOT, BFMMLA, ArmBf16Isa, BfmmlaIsa
 from relayquant.codegen.kernels.isa.bf16 import (
     TILES_BF16,
@@ -283,6 +286,42 @@ def test_make_bf16_conv2d__dense_layers(isa):
         spec = read_bf16_dense(FloatDense(shape, outputs, FloatEpilogue(bias=True)))
         assert spec is not None
         check_conv2d(spec, isa)
+
+
+@pytest.mark.parametrize("dtype", ["float32", BF16_BITS])
+@every_isa
+def test_make_bf16_conv2d__packed_pixels(isa, dtype):
+    """40 rows are three tiles of 14, of which the last is moved back."""
+    spec = read_bf16_dense(FloatDense((40, 128), 48, FloatEpilogue(bias=True)))
+    assert spec is not None
+    spec = replace(spec, conv=replace(spec.conv, stored=Stored(data=dtype)))
+    packed = [plan for plan in list_bf16_plans(spec, isa) if is_packed(plan)]
+    assert len(packed) == (isa.unit is not None)
+    for plan in packed:
+        check_conv2d(spec, isa, 0, plan)
+
+
+def is_packed(plan: Bf16Plan) -> bool:
+    return isinstance(plan, Bf16TiledPlan) and plan.rows is TileRows.PACKED
+
+
+def test_plan_bf16__packs_float32_rows_that_many_panels_read():
+    """Rows in bfloat16 stay where they are; the weights of both plans are the same."""
+    for rows, inner, outputs, wanted in (
+        (128, 768, 768, True),
+        (49, 768, 768, False),
+        (128, 512, 768, False),
+        (128, 768, 256, False),
+        (128, 770, 768, False),
+    ):
+        spec = read_bf16_dense(FloatDense((rows, inner), outputs, FloatEpilogue()))
+        assert spec is not None
+        plan = plan_bf16(spec, TILES_BF16)
+        assert is_packed(plan) == wanted
+        stored = plan.with_stored(Stored(data=BF16_BITS))
+        assert not is_packed(stored)
+        assert not stored.needs_copy or inner == 770
+        assert (stored.tile, stored.weight_size) == (plan.tile, plan.weight_size)
 
 
 GELU = Curve(

@@ -19,24 +19,29 @@ from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
+from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
 from relayquant.codegen.kernels.emit import (
     COPY_BYTES,
+    PARALLEL_BYTES,
     PARALLEL_THRESHOLD,
     STORE_COST,
     WEIGHT_COST,
+    alloc_workspace,
     build_kernel,
+    ceil_div,
     constant,
     declare_arguments,
     import_code,
     load_vector,
+    loop_over,
     repeat_over_batch,
     store_vector,
 )
 from relayquant.codegen.kernels.floating.conv import FloatConv2d
 from relayquant.codegen.kernels.floating.gemm import FloatDense
-from relayquant.codegen.kernels.floating.stored import store_floats, widen_bits
+from relayquant.codegen.kernels.floating.stored import Stored, store_floats, widen_bits
 from relayquant.codegen.kernels.floating.tile import static
 from relayquant.codegen.kernels.integer.conv import TilePosition, emit_convolution
 from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, pack_panels
@@ -55,10 +60,20 @@ from relayquant.codegen.kernels.integer.tiled import (
     emit_tiled,
     locate_result,
 )
-from relayquant.codegen.kernels.integer.tiled_plan import TiledPlan, list_rows
+from relayquant.codegen.kernels.integer.tiled_plan import (
+    FIRST_CACHE_BYTES,
+    TiledPlan,
+    TileRows,
+    list_rows,
+)
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 from relayquant.codegen.kernels.isa.bf16 import Bf16Isa, round_to_bf16
 from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS
+
+#: Fewest tiles of pixels and panels of weights for which a packed copy of the pixels pays, and the
+#: time of products without one relative to products with one, if a panel is larger than the
+#: first-level cache.
+PACKED_TILES, PACKED_PANELS, SCATTERED = 8, 16, 1.15
 
 
 @dataclass(frozen=True)
@@ -130,12 +145,33 @@ class Bf16Plan(ConvPlan):
     def result_pitch(self) -> int:
         return self.spec.epilogue.pitch(self.spec.out_channels)
 
+    def with_stored(self, stored: Stored) -> Bf16Plan:
+        """Return the plan for other dtypes in memory, which reads the same packed weights."""
+        return replace(self, spec=replace(self.spec, stored=stored))
+
 
 @dataclass(frozen=True)
 class Bf16TiledPlan(Bf16Plan, TiledPlan):
     """A plan of tiles for operands of bfloat16."""
 
     spec: FloatConv2d  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    @cached_property
+    def needs_copy(self) -> bool:
+        return self.rows is TileRows.PACKED or super().needs_copy
+
+    def with_stored(self, stored: Stored) -> Bf16Plan:
+        """Also leave data in bfloat16, which needs no other copy, where it is."""
+        is_packed = self.rows is TileRows.PACKED and stored.data == BF16_BITS
+        plain = replace(self, rows=TileRows.MATRIX) if is_packed else self
+        return super(Bf16TiledPlan, plain).with_stored(stored)
+
+    @cached_property
+    def instructions(self) -> float:
+        is_far = self.is_matrix and self.panel_bytes > FIRST_CACHE_BYTES
+        is_read_often = self.image_tiles >= PACKED_TILES and self.panels >= PACKED_PANELS
+        is_scattered = is_far and is_read_often and self.rows is not TileRows.PACKED
+        return super().instructions * (SCATTERED if is_scattered else 1)
 
 
 def list_bf16_plans(spec: Bf16Conv2d, isa: Bf16Isa) -> list[Bf16Plan]:
@@ -145,7 +181,10 @@ def list_bf16_plans(spec: Bf16Conv2d, isa: Bf16Isa) -> list[Bf16Plan]:
     """
     if isa.unit is None:
         return [choose_bf16_vectors(spec.conv, isa)]
-    ways = list_rows(Bf16TiledPlan(spec.conv, isa))
+    plain = Bf16TiledPlan(spec.conv, isa)
+    ways = list_rows(plain)
+    if plain.is_matrix and spec.conv.groups == 1 and plain.run % plain.row_values == 0:
+        ways.append(TileRows.PACKED)
     return [Bf16TiledPlan(spec.conv, isa, rows=rows) for rows in ways]
 
 
@@ -229,6 +268,8 @@ def emit_rounded_image(plan: Bf16Plan, x: Buffer) -> Image:
 
     An image that is bfloat16 already and needs no padding is read in place.
     """
+    if isinstance(plan, Bf16TiledPlan) and plan.rows is TileRows.PACKED:
+        return emit_packed_tiles(plan, x)
     if not plan.needs_copy:
         image = Image(x, plan.spec.height, plan.spec.width)
     elif plan.spec.stored.data == BF16_BITS:
@@ -246,6 +287,23 @@ def emit_rounded_image(plan: Bf16Plan, x: Buffer) -> Image:
     if plan.is_matrix:
         return Image(image.data, 1, plan.pixel_grid[2])
     return image
+
+
+def emit_packed_tiles(plan: Bf16TiledPlan, x: Buffer) -> Image:
+    """Emit a copy in bfloat16 that holds the rows of a tile of pixels, step by step."""
+    (_, _, pixels), rows, width = plan.lines, plan.tile_rows, plan.row_values
+    tiles, lanes = ceil_div(pixels, rows), plan.isa.rounded_lanes
+    copy = alloc_workspace(tiles * plan.steps * plan.chunk_distance, BF16_BITS)
+    with loop_over((tiles, rows), pixels * plan.run >= PARALLEL_BYTES) as (tile, row):
+        first = T.min(tile * rows, pixels - rows) + row
+        target = (tile * plan.steps * rows + row) * width
+        with T.serial(plan.steps) as step:
+            for i in range(0, width, lanes):
+                value = load_vector(x, first * plan.run + step * width + i, lanes)
+                if x.dtype != BF16_BITS:
+                    value = plan.isa.round(value, lanes)
+                store_vector(copy, value, target + step * plan.chunk_distance + i, lanes)
+    return Image(copy, 1, pixels)
 
 
 def emit_floats(

@@ -426,7 +426,7 @@ def locate_block(
 ) -> SumBlock:
     """Compute the offsets of a block. The last tile of a line, and of all tiles, is moved back."""
     tile, (_, lines, length) = plan.tile, plan.lines
-    found = []
+    numbers, found = [], []
     for m in range(tile.rows):
         number = pixel * tile.rows + m
         if plan.image_tiles % tile.rows:
@@ -438,10 +438,13 @@ def locate_block(
         if length % plan.tile_rows:
             start = T.min(start, length - plan.tile_rows)
         found.append((n if plan.weights_per_image else image_number, line, start))
+        numbers.append(number)
 
     sources = []
-    for each, line, start in found:
-        if plan.rows in (TileRows.MATRIX, TileRows.GATHERED):
+    for number, (each, line, start) in zip(numbers, found, strict=True):
+        if plan.rows is TileRows.PACKED:
+            at = number * (plan.steps * plan.chunk_distance)
+        elif plan.rows in (TileRows.MATRIX, TileRows.GATHERED):
             at = (each * length + start) * row_distance(plan)
         else:
             y = line * plan.pixel_strides[0] + place.origin[0]
@@ -460,6 +463,8 @@ def locate_block(
 
 def row_distance(plan: TiledPlan) -> int:
     """Activations from one row of a tile to the next."""
+    if plan.rows is TileRows.PACKED:
+        return plan.row_values
     return plan.pixel_strides[1] * plan.pixel_size
 
 
@@ -529,7 +534,8 @@ def emit_step(
     own, others = plan.registers
     first_a = plan.tile.rows * blocks
     first_b = first_a + own
-    offset = tap_offset(plan, image, step.row, step.column) + step.chunk * plan.chunk
+    offset = tap_offset(plan, image, step.row, step.column)
+    offset = offset + step.chunk * plan.chunk_distance
     load_a, load_b = (tiles.stream if far else tiles.load for far in plan.streamed)
 
     def load_pixels(m: int) -> None:
@@ -605,7 +611,7 @@ def emit_vector_products(
                 store_vector(acc, zeros, 0, lanes)
             with T.grid(*plan.taps, plan.chunks, plan.chunk_words) as (row, column, chunk, word):
                 step = (row * plan.taps[1] + column) * plan.chunks + chunk
-                at = block.sources[m] + first * row_distance(plan) + chunk * plan.chunk
+                at = block.sources[m] + first * row_distance(plan) + chunk * plan.chunk_distance
                 at = at + tap_offset(plan, image, row, column) + word * isa.products
                 weights = []
                 for n in range(blocks):
@@ -708,7 +714,7 @@ def locate_result(
     to another tile.
     """
     height, width = plan.pixel_grid[1:]
-    if plan.rows in (TileRows.MATRIX, TileRows.GATHERED):
+    if plan.rows in (TileRows.MATRIX, TileRows.GATHERED, TileRows.PACKED):
         pixel = image * plan.lines[2] + start + row
         return row, pixel, pixel
     x, y = start + row, line

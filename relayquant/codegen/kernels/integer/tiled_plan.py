@@ -58,6 +58,7 @@ class TileRows(enum.Enum):
     PADDED = "padded"  #: of the padded image as one line; results in its padding are thrown away
     GATHERED = "gathered"  #: of a copy that has the whole window of each pixel
     FOLDED = "folded"  #: of a line of the output, with a copy that has squares of pixels as pixels
+    PACKED = "packed"  #: all pixels; of a copy in which the rows of each tile follow each other
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,11 @@ class TiledPlan(ConvPlan):
     def steps(self) -> int:
         """Products of tiles for each tile of sums."""
         return prod(self.taps) * self.chunks
+
+    @property
+    def chunk_distance(self) -> int:
+        """Activations from a tile of activations to the next of the same pixels."""
+        return self.tile_rows * self.row_values if self.rows is TileRows.PACKED else self.chunk
 
     @cached_property
     def pixel_size(self) -> int:
@@ -289,6 +295,8 @@ class TiledPlan(ConvPlan):
         A panel that stays there during all pixels is not displaced by activations. A larger panel
         does not displace the activations, which other taps read again.
         """
+        if self.rows is TileRows.PACKED:
+            return True, False
         if self.tile.rows == 1 or self.panel_bytes <= NEAR_BYTES:
             return False, False
         is_often = self.is_shared or ceil_div(self.image_tiles, self.tile.rows) >= FEWEST_BLOCKS
