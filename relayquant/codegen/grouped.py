@@ -15,6 +15,8 @@ from tvm import relax
 from tvm.ir import Call
 from tvm.target import Target
 
+from relayquant.codegen.grouped_bf16 import find_wide_rows, read_bf16_product
+from relayquant.codegen.kernels.floating.grouped_bf16 import make_grouped_bf16
 from relayquant.codegen.kernels.integer.grouped import (
     GroupedTake,
     build_grouped_dense,
@@ -23,6 +25,7 @@ from relayquant.codegen.kernels.integer.grouped import (
 from relayquant.codegen.kernels.integer.grouped_plan import LARGEST_SUM, GroupedDense, pack_grouped
 from relayquant.codegen.kernels.integer.row_quantize import RowQuantize, build_quantize_rows
 from relayquant.codegen.kernels.isa.base import Isa
+from relayquant.codegen.kernels.isa.bf16 import has_bf16_tiles
 from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.lowering import BlockView, Kernel, KernelRule, Lowered, lower_functions
 from relayquant.ir.dialect.legality import iterate_bindings
@@ -30,11 +33,13 @@ from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype,
 from relayquant.ir.rewrite.rule import OnSkip, Skip, log_skip, make_rule, select_rules
 
 
-def lower_grouped(mod: tvm.IRModule, target: Target, on_skip: OnSkip = log_skip) -> tvm.IRModule:
+def lower_grouped(
+    mod: tvm.IRModule, target: Target, on_skip: OnSkip = log_skip, keeps_rows: bool = False
+) -> tvm.IRModule:
     """Replace operators on grouped weights in every Relax function by kernels for the target.
 
     Targets other than LLVM CPUs keep the operators. `on_skip` gets the reason for each operator
-    without a kernel.
+    without a kernel. `keeps_rows`: no function may round rows to bfloat16 instead of 8 bits.
     """
     calls = [
         binding.value
@@ -47,9 +52,10 @@ def lower_grouped(mod: tvm.IRModule, target: Target, on_skip: OnSkip = log_skip)
     if target.kind.name != "llvm" or not has_rule:
         return mod
     isa, is_float = select_isa(target), "relax.qnn.quantize_rows" not in names
+    has_tiles = not keeps_rows and has_bf16_tiles(target)
 
     def make_context(block: BlockView) -> GroupedBlock:
-        return GroupedBlock(block, isa, is_float)
+        return GroupedBlock(block, isa, is_float, has_tiles)
 
     return lower_functions(mod, GROUPED_RULES, make_context, on_skip=on_skip, in_any_block=True)
 
@@ -59,12 +65,13 @@ class GroupedBlock:
     """Context of the rules for grouped weights.
 
     `is_float`: whether the rows of the module are float. A grouped table without a product then has
-    float rows too.
+    float rows too. `takes_bf16`: whether many rows may be rounded to bfloat16.
     """
 
     block: BlockView
     isa: Isa
     is_float: bool
+    takes_bf16: bool = False
 
     def pack(self, spec: GroupedDense, weight: list[Any]) -> tuple[relax.Expr, ...]:
         """Pack the constants of a weight for kernels, once for all readers."""
@@ -108,6 +115,14 @@ def lower_dense(context: GroupedBlock, var: relax.Var) -> Lowered | Skip:
         return Skip("the shape of the scales of the data is not known")
     has_group_scales = not is_float and scales[-1] != 1
     spec = replace(spec, leading=read_leading(shape[:-1]), group_scales=has_group_scales)
+    wide = find_wide_rows(context.block, data) if context.takes_bf16 else None
+    if wide is not None:
+        found = read_bf16_product(context.block, var, spec)
+        kernel = Kernel(
+            "grouped_bf16", found.spec, lambda: make_grouped_bf16(found.spec, context.isa)
+        )
+        operands = (wide, *context.pack(spec, weight), *found.residual)
+        return Lowered(found.vars, kernel, operands)
     kernel = Kernel("grouped_dense", spec, lambda: build_grouped_dense(spec, context.isa))
     rows = (data,) if is_float else (data, data_scale)
     return Lowered((var,), kernel, (*rows, *context.pack(spec, weight)))

@@ -15,8 +15,7 @@ from relayquant.codegen.floating import lower_float
 from relayquant.codegen.grouped import lower_grouped
 from relayquant.codegen.input_checks import create_input_checks
 from relayquant.codegen.integer import has_integer_main, lower_integer
-from relayquant.codegen.kernels.isa.bf16 import Bf16Isa
-from relayquant.codegen.kernels.isa.select import select_bf16
+from relayquant.codegen.kernels.isa.bf16 import Bf16Isa, select_bf16
 from relayquant.codegen.layout import convert_layout
 from relayquant.codegen.legalization import LEGALIZATIONS
 from relayquant.codegen.recurrent import lower_recurrent
@@ -38,10 +37,12 @@ def make_pipeline(
     target: Target,
     choose_schedule: ChooseSchedule = keep_estimate,
     precision: Precision | None = None,
+    keeps_rows: bool = False,
 ) -> tvm.transform.Pass:
     """Make a Relax pipeline for a target: kernels, legalization, schedules, TVM's own lowering.
 
-    `precision` None: the one that the module asks for.
+    `precision` None: the one that the module asks for. `keeps_rows`: rows are rounded to 8 bits,
+    also where a function lets many of them be rounded to bfloat16.
 
     Raises:
         ConfigError: The target has no instructions for the precision.
@@ -57,7 +58,7 @@ def make_pipeline(
         if has_integer_main(mod):
             mod = split_int64_sums(subtract_zero_points(mod))
         mod = lower_integer(convert_layout(mod), target, choose_schedule)
-        mod = lower_grouped(lower_row_norms(mod, target), target)
+        mod = lower_grouped(lower_row_norms(mod, target), target, keeps_rows=keeps_rows)
         mod = lower_recurrent(lower_attention(mod, target), target)
         mod = lower_float(widen_types(mod), target, bf16=bf16)
         with target:

@@ -12,6 +12,10 @@ from relayquant.ir.rewrite.entry import attach_attrs, find_attrs
 
 #: The attribute, with the value of a `Precision`.
 FLOAT_PRECISION_ATTR = "relayquant.float_precision"
+#: Attribute of a function: the name of an extent that counts many rows. If they are rounded to 8
+#: bits for products with grouped weights, they may be rounded to bfloat16 instead, where the target
+#: has tiles for it.
+BF16_ROWS_ATTR = "relayquant.bf16_rows"
 
 
 def ask_float_precision(mod: tvm.IRModule, precision: Precision) -> tvm.IRModule:

@@ -138,7 +138,6 @@ def test_eager__takes_bytes_together(isa):
             assert choose_plan(spec, eager).isa is eager, spec
 
 
-@pytest.mark.slow
 @pytest.mark.sample(12)
 @pytest.mark.parametrize(
     ("cpu", "case"),

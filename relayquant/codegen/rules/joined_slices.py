@@ -32,7 +32,7 @@ def read_joined_slices(
     if call is None or not is_plain_concat(call) or joined.ty.ndim != 6:
         return images, None
     cuts = [call_of(skip_reshapes(call_of, part)) for part in call.args[0].fields]
-    places = [read_cut(cut) for cut in cuts if cut is not None]
+    places = [read_cut(cut, 5, 1) for cut in cuts if cut is not None]
     found = [place for place in places if place is not None]
     if not len(found) == len(cuts) > 1:
         return images, None
@@ -86,19 +86,25 @@ def all_equal(values: list[Any]) -> bool:
     return len(numbers) == 1 and None not in numbers
 
 
-def read_cut(call: Call) -> tuple[relax.Expr, range] | None:
-    """Read strided_slice(x, axis 1) as (x, the slices it keeps). None for any other call."""
+def read_cut(call: Call, rank: int, axis: int) -> tuple[relax.Expr, range] | None:
+    """Read strided_slice(x, one axis) as (x, what it keeps of the axis).
+
+    None for any other call, and for an x of another rank.
+    """
     if op_name(call) != "relax.strided_slice":
         return None
     x, shape = call.args[0], tensor_shape(call.args[0])
     numbers = [read_numbers(each) for each in call.args[1:]]
-    if shape is None or len(shape) != 5 or len(numbers) != 4 or not isinstance(shape[1], int):
+    numbers += [[1]] * (len(numbers) == 3)  # strides that are left out
+    if shape is None or len(shape) != rank or len(numbers) != 4:
         return None
-    axes, *ends = numbers
-    if axes != [1] or not all(end is not None and len(end) == 1 for end in ends):
+    size, (axes, *ends) = shape[axis], numbers
+    if not isinstance(size, int):
+        return None
+    if axes != [axis] or not all(end is not None and len(end) == 1 for end in ends):
         return None
     begin, end, step = (int(end[0]) for end in ends if end is not None)
-    if begin < 0 or step < 1 or not 0 < end <= shape[1]:
+    if begin < 0 or step < 1 or not 0 < end <= size:
         return None
     return x, range(begin, end, step)
 

@@ -18,7 +18,7 @@ class FunctionGraph:
     """View of a function of any form: the call that computes a value, and its readers."""
 
     def __init__(self, func: relax.Function) -> None:
-        self.params = frozenset(func.params)
+        self.params, self.attrs = frozenset(func.params), dict(func.attrs or {})
         self.bindings = list(list_bindings(func))
         #: Bound variable -> its value, without match_cast
         self.values: dict[relax.Var, relax.Expr] = {

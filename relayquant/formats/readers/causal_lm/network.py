@@ -32,6 +32,7 @@ from relayquant.formats.readers.causal_lm.tensors import (
     join_tensors,
 )
 from relayquant.ir.dialect import qnn
+from relayquant.ir.float_precision import BF16_ROWS_ATTR
 from relayquant.ir.ledger import Ledger, LedgerRow, attach_ledger
 from relayquant.ir.rewrite.function import define_function
 from relayquant.ir.state import StateValue, with_state
@@ -255,6 +256,8 @@ class FunctionBuilder:
         """Build the function."""
         params = [*self.inputs, *self.weights.values()]
         attrs = {"num_input": len(self.inputs), "global_symbol": self.name}
+        if isinstance(self.rows, tirx.Var):
+            attrs[BF16_ROWS_ATTR] = self.rows.name
         return define_function(self.builder, params, self.compute, attrs=attrs)
 
     def compute(self) -> Expr:

@@ -1,0 +1,94 @@
+"""Products of rounded rows with grouped weights -> the same of float rows, with what follows them.
+
+    q, s = quantize_rows(x); y = grouped_dense(q, s, w); z = y + r    ->    z = kernel(x, w, r)
+
+`grouped` calls it where rows may be rounded to bfloat16 instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm import relax
+
+from relayquant.codegen.kernels.floating.grouped_bf16 import GroupedBf16
+from relayquant.codegen.kernels.integer.grouped_plan import GroupedDense
+from relayquant.codegen.kernels.isa.matrix_unit import AMX_BF16
+from relayquant.codegen.lowering import BlockView
+from relayquant.codegen.rules.joined_slices import read_cut, skip_reshapes
+from relayquant.ir.float_precision import BF16_ROWS_ATTR
+from relayquant.ir.rewrite.expressions import op_name, same_type
+from relayquant.ir.rewrite.graph import tensor_shape
+
+RESHAPE = "relax.reshape"
+
+
+@dataclass(frozen=True, eq=False)
+class Bf16Product:
+    """A product with what its kernel computes of its results.
+
+    Attributes:
+        vars: The values, the last one is the result.
+        residual: The operand that is added, if there is one.
+    """
+
+    vars: tuple[relax.Var, ...]
+    spec: GroupedBf16
+    residual: tuple[relax.Expr, ...] = ()
+
+
+def find_wide_rows(block: BlockView, rows: relax.Expr) -> relax.Expr | None:
+    """Find the float rows of which `quantize_rows` made these integers, of the same shape.
+
+    None if they are something else, or not as many as the function says (`BF16_ROWS_ATTR`).
+    """
+    many = str(block.graph.attrs.get(BF16_ROWS_ATTR, ""))
+    shape = tensor_shape(rows)
+    if not many or shape is None or many not in shape[:-1]:
+        return None
+    source = skip_reshapes(block.call_of, rows)
+    item = block.values.get(source) if isinstance(source, relax.Var) else None
+    if not isinstance(item, relax.TupleGetItem) or item.index:
+        return None
+    call = block.call_of(item.tuple_value)
+    if call is None or op_name(call) != "relax.qnn.quantize_rows":
+        return None
+    wide = call.args[0]
+    reshaped = block.call_of(wide)
+    if tensor_shape(wide) != shape and reshaped is not None and op_name(reshaped) == RESHAPE:
+        wide = reshaped.args[0]
+    return wide if tensor_shape(wide) == shape else None
+
+
+def read_bf16_product(block: BlockView, var: relax.Var, dense: GroupedDense) -> Bf16Product:
+    """Return the product with the gate or the sum that alone reads its results."""
+    alone = Bf16Product((var,), GroupedBf16(dense))
+    user = block.only_user(var)
+    if user is not None and op_name(block.values[user]) == "relax.add":
+        others = [each for each in block.values[user].args if not each.same_as(var)]
+        if len(others) == 1 and same_type(others[0], var) and same_type(user, var):
+            spec = GroupedBf16(dense, has_residual=True)
+            return Bf16Product((var, user), spec, (others[0],))
+        return alone
+    if dense.units % (2 * AMX_BF16.rows):
+        return alone
+    gated = follow_gate(block, var, dense.units // 2)
+    return alone if gated is None else Bf16Product(gated, GroupedBf16(dense, is_gated=True))
+
+
+def follow_gate(block: BlockView, var: relax.Var, half: int) -> tuple[relax.Var, ...] | None:
+    """Return the values up to silu(first half) * second half, if nothing else reads them."""
+    cuts = block.users_of(var)
+    if len(cuts) != 2 or block.graph.count_uses(var) != 2:
+        return None
+    places = [read_cut(block.values[cut], 3, 2) for cut in cuts]
+    kept = [None if place is None else place[1] for place in places]
+    if kept != [range(half), range(half, 2 * half)]:
+        return None
+    gate, up = cuts
+    silu, product = block.only_user(gate), block.only_user(up)
+    if silu is None or product is None or block.only_user(silu) != product:
+        return None
+    names = [op_name(block.values[each]) for each in (silu, product)]
+    is_gate = names == ["relax.nn.silu", "relax.multiply"]
+    return (var, gate, up, silu, product) if is_gate else None

@@ -1,0 +1,95 @@
+"""Functions that let many rows be rounded to bfloat16, through `rq.compile`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+from tiny_llama import list_calls
+from tvm import relax, tirx
+
+import relayquant as rq
+from relayquant.base.packing import pack_codes
+from relayquant.codegen.grouped import lower_grouped
+from relayquant.codegen.kernels.isa.bf16 import has_bf16_tiles
+from relayquant.codegen.kernels.isa.target import resolve_target
+from relayquant.ir.dialect import qnn
+from relayquant.ir.float_precision import BF16_ROWS_ATTR
+from relayquant.ir.rewrite.function import define_function
+from relayquant.ir.rewrite.graph import call_name
+
+WIDTH, HIDDEN, GROUP = 64, 96, 32
+TILES, VECTORS = "llvm -mcpu=sapphirerapids", "llvm -mcpu=cascadelake"
+
+
+def make_network(many="rows"):
+    """x + down(silu(gate(x)) * up(x)), with 4-bit weights and rows of 8 bits."""
+    rng, builder = np.random.default_rng(0), relax.BlockBuilder()
+    rows = tirx.Var("rows", "int64")
+    x = relax.Var("x", relax.TensorType([1, rows, WIDTH], "float32"))
+
+    def multiply(data, units):
+        *lead, features = data.ty.shape.values
+        groups = int(features) // GROUP
+        pair = builder.emit(
+            qnn.quantize_rows(builder.emit(relax.op.reshape(data, (*lead, groups, GROUP))))
+        )
+        codes = builder.emit(relax.op.reshape(builder.emit(pair[0]), (*lead, features)))
+        scales = builder.emit(relax.op.reshape(builder.emit(pair[1]), (*lead, groups)))
+        weight = pack_codes(rng.integers(0, 16, (units, int(features))), 4)
+        steps = rng.uniform(0.01, 0.03, (units, groups)).astype("float16")
+        constants = [relax.const(tvm.runtime.tensor(each)) for each in (weight, steps)]
+        middle = relax.const(np.array(8, "uint8"))
+        return builder.emit(
+            qnn.grouped_dense(codes, scales, *constants, middle, 4, GROUP, int(features))
+        )
+
+    def compute():
+        both = multiply(x, 2 * HIDDEN)
+        gate, up = (
+            builder.emit(relax.op.strided_slice(both, [2], [at], [at + HIDDEN]))
+            for at in (0, HIDDEN)
+        )
+        hidden = relax.op.multiply(builder.emit(relax.op.nn.silu(gate)), up)
+        down = multiply(builder.emit(hidden), WIDTH)
+        return builder.emit_output(relax.op.add(x, down))
+
+    attrs = {BF16_ROWS_ATTR: many, "global_symbol": "main"}
+    return tvm.IRModule({"main": define_function(builder, [x], compute, attrs=attrs)})
+
+
+def list_kernels(mod, target, **options):
+    lowered = lower_grouped(mod, resolve_target(target), **options)
+    calls = list_calls(lowered["main"])
+    return [str(c.args[0].name_hint) for c in calls if call_name(c) == "relax.call_tir"]
+
+
+def test_lower_grouped__gate_and_sum_are_in_the_kernels_of_bfloat16():
+    names = list_kernels(make_network(), TILES)
+    assert [name.rstrip("0123456789") for name in names] == ["grouped_bf"] * 2
+
+
+@pytest.mark.parametrize(
+    ("many", "target", "options"),
+    [("picked", TILES, {}), ("rows", VECTORS, {}), ("rows", TILES, {"keeps_rows": True})],
+    ids=["other rows", "no tiles", "float32"],
+)
+def test_lower_grouped__other_rows_keep_8_bits(many, target, options):
+    names = list_kernels(make_network(many), target, **options)
+    assert {name.rstrip("0123456789") for name in names} == {"quantize_rows", "grouped_dense"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 40])
+def test_compile__bfloat16_is_as_close_as_rows_of_8_bits(rows):
+    if not has_bf16_tiles(resolve_target(None)):
+        pytest.skip("this machine has no tiles for bfloat16")
+    mod, x = make_network(), np.random.default_rng(1).normal(size=(1, rows, WIDTH))
+    x = x.astype("float32")
+    expected = rq.reference.run(mod, [x])[0] - x
+    errors = []
+    for precision in (None, rq.config.Precision.FLOAT32):
+        machine = relax.VirtualMachine(rq.compile(mod, precision=precision), tvm.cpu())
+        found = machine["main"](tvm.runtime.tensor(x)).numpy() - x
+        errors.append(np.sqrt(np.square(found - expected).mean() / np.square(expected).mean()))
+    assert errors[1] < 1e-5 < errors[0] < 0.02
