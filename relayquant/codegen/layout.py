@@ -14,6 +14,7 @@ from tvm.relax.dpl import is_op, wildcard
 
 from relayquant.codegen.floating import CONV_LAYOUT, CONV_TRANSPOSE_LAYOUT
 from relayquant.codegen.layout_exceptions import convert_with_exceptions
+from relayquant.codegen.moved_quantization import MOVED_QUANTIZATION
 from relayquant.ir.rewrite import Emitter, Match, Pattern, Rule, Skip, apply_rules
 from relayquant.ir.rewrite.expressions import list_bindings, op_name
 from relayquant.ir.rewrite.graph import constant_value, free_vars, tensor_dtype, tensor_shape
@@ -228,4 +229,5 @@ TRANSPOSE_RULES: tuple[Rule, ...] = (
     _pad_of_transpose(),
     _clip_of_transpose(),
     _reshape_of_reshape(),
+    *MOVED_QUANTIZATION,
 )

@@ -152,6 +152,19 @@ def requantize(y: relax.Expr) -> relax.Expr:
     return qnn.requantize(y, scale, zero, relax.const(np.float32([64.0])), zero, out_dtype="int8")
 
 
+def dequantize(y: relax.Expr) -> relax.Expr:
+    scale, zero = relax.const(np.float32([0.5])), relax.const(np.int32([0]))
+    return qnn.dequantize(y, scale, zero)
+
+
+@pytest.mark.parametrize("bounds", [(0, 2**31 - 1), (-40, 60)])
+@pytest.mark.parametrize("readers", [(), (dequantize,), (requantize,)])
+def test_epilogue__bounds_of_sums(bounds, readers):
+    mod = sums_model(lambda y: op.clip(y, *bounds), *readers)
+    x = np.random.default_rng(0).integers(-9, 9, (2, 3)).astype("int8")
+    assert rq.verify(mod, [x]).is_equal
+
+
 def test_follow_product__bounds_are_those_of_all_clips_and_of_the_dtype():
     chain = follow(sums_model(requantize, lambda y: op.clip(y, -5, 300)))
     assert (chain.epilogue.low, chain.epilogue.high) == (-5, 127)
@@ -165,7 +178,11 @@ def test_follow_product__bounds_are_those_of_all_clips_and_of_the_dtype():
         # A sum of more dimensions is no result of the kernel: its buffer has two.
         ([lambda y: op.add(y, relax.const(np.ones((1, 1, 4), "int32")))], 1),
         ([lambda y: op.add(y, relax.const(np.ones((2, 1), "int32")))], 1),
-        ([lambda y: op.clip(y, 0, 9)], 1),
+        ([lambda y: op.clip(y, 0, 9)], 2),
+        ([lambda y: op.clip(y, 0, 9), dequantize], 3),
+        ([lambda y: op.clip(y, 0, 9), requantize], 2),
+        ([lambda y: op.clip(y, 0, 9), lambda y: op.add(y, relax.const(np.int32(1)))], 2),
+        ([dequantize, lambda y: op.clip(y, 0, 9)], 2),
         ([requantize, lambda y: op.add(y, relax.const(np.ones(4, "int8")))], 2),
         ([requantize, requantize], 2),
         ([requantize, lambda y: op.clip(y, 0, 9), lambda y: op.clip(y, 1, 3)], 3),

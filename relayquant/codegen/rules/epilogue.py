@@ -12,6 +12,7 @@ import numpy as np
 from tvm import relax
 from tvm.ir import Call
 
+from relayquant.base.qtypes import INTEGER_LIMITS
 from relayquant.codegen.kernels.integer.epilogue import (
     Epilogue,
     Residual,
@@ -31,6 +32,7 @@ from relayquant.ir.rewrite.epilogue_pattern import EpilogueChain, Take, follow_e
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
 
 SUMS = Epilogue(Store.ACCUMULATOR, "int32")
+CLIPPED = Skip("the sums are clipped before")
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +53,14 @@ class IntegerEpilogueChain(EpilogueChain):
         return self.epilogue.output is Store.ACCUMULATOR
 
     @property
+    def sum_bounds(self) -> dict[str, int]:
+        """Bounds of a clip of the sums that excludes any of them, as fields of an epilogue."""
+        limits = INTEGER_LIMITS["int32"]
+        given = {"low": self.low, "high": self.high}
+        bounds = {k: int(np.clip(v, *limits)) for k, v in given.items() if v is not None}
+        return {name: value for name, value in bounds.items() if value not in limits}
+
+    @property
     def offsets(self) -> np.ndarray:
         """The bias as int32, one number per channel; zeros without a bias."""
         values = None if self.bias is None else vector(self.bias, self.channels)
@@ -65,7 +75,7 @@ class IntegerEpilogueChain(EpilogueChain):
         """Return the chain with the bounds of a clip and `Epilogue.is_small` in its epilogue."""
         epilogue = self.epilogue
         if epilogue.output is not Store.REQUANTIZE:
-            return self
+            return replace(self, epilogue=replace(epilogue, **self.sum_bounds))
         if self.low is not None and self.high is not None:
             low, high = epilogue.bounds
             epilogue = replace(
@@ -80,8 +90,8 @@ class IntegerEpilogueChain(EpilogueChain):
 def take_bias(chain: IntegerEpilogueChain, call: Call) -> IntegerEpilogueChain | Skip:
     """Take sums + bias, where the bias is a constant."""
     other = chain.other_operand(call)
-    if not chain.is_sums or chain.bias is not None:
-        return Skip("there is a bias already, or the sums are requantized")
+    if not chain.is_sums or chain.bias is not None or chain.is_bounded:
+        return Skip("there is a bias already, or the sums are requantized or clipped")
     if constant_value(other) is None or not chain.is_per_channel(other):
         return Skip("the other operand is not a constant with one number per channel")
     return replace(chain, bias=other)
@@ -89,6 +99,8 @@ def take_bias(chain: IntegerEpilogueChain, call: Call) -> IntegerEpilogueChain |
 
 def take_requantize(chain: IntegerEpilogueChain, call: Call) -> IntegerEpilogueChain | Skip:
     """Take requantize(sums)."""
+    if chain.is_bounded:
+        return CLIPPED
     scale = read_scale(chain, call.args[1], call.args[2], int(call.attrs.axis))
     if isinstance(scale, Skip):
         return scale
@@ -115,6 +127,8 @@ def take_dequantize(chain: IntegerEpilogueChain, call: Call) -> IntegerEpilogueC
 
 def take_residual(chain: IntegerEpilogueChain, call: Call) -> IntegerEpilogueChain | Skip:
     """Take qnn.add(sums, residual)."""
+    if chain.is_bounded:
+        return CLIPPED
     lhs, rhs, lhs_scale, lhs_zero, rhs_scale, rhs_zero, out_scale, out_zero = call.args
     if not lhs.same_as(chain.last) or not is_activation(rhs) or constant_value(rhs) is not None:
         return Skip("the second operand is not an 8- or 16-bit value")
@@ -156,9 +170,9 @@ def read_scale(
 
 
 def take_integer_clip(chain: IntegerEpilogueChain, call: Call) -> IntegerEpilogueChain | Skip:
-    """Take clip(requantized sums)."""
-    if chain.epilogue.output is not Store.REQUANTIZE:
-        return Skip("the clipped values are not requantized integers")
+    """Take clip(sums), or clip(requantized sums)."""
+    if chain.epilogue.output is Store.DEQUANTIZE:
+        return Skip("the clipped values are no integers")
     return take_clip(chain, call)
 
 

@@ -217,7 +217,7 @@ def test_concatenate__shapes_do_not_join():
         {"low": 9, "high": 8},
         {"zero_point": 256},
         {"dtype": "int32", "zero_point": 1},
-        {"output": Store.ACCUMULATOR, "dtype": "int32", "low": 0},
+        {"output": Store.ACCUMULATOR, "dtype": "int32", "zero_point": 1},
         {"output": Store.DEQUANTIZE, "dtype": "float32", "residual": Residual("uint8", 0, 1.0)},
     ],
 )

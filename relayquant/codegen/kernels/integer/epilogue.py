@@ -52,6 +52,7 @@ class Epilogue:
     """Conversion of int32 accumulators to stored values.
 
     `low`, `high` bound the stored integers (a merged relu or clip); None: the limits of the dtype.
+    If results are not requantized they bound the int32 sums.
     `is_small`: no multiplier exceeds 1/2 (`has_small_multipliers`), so every result fits int32
     before it is clamped.
     """
@@ -76,10 +77,10 @@ class Epilogue:
                 f"{self.dtype!r}; allowed: {', '.join(allowed)}.",
             )
         if self.output is not Store.REQUANTIZE:
-            if self.residual or self.zero_point or self.low is not None or self.high is not None:
+            if self.residual or self.zero_point:
                 raise ValueError(
-                    f"Epilogue: {self.output.value} takes no residual, zero point or bounds; "
-                    "use Store.REQUANTIZE.",
+                    f"Epilogue: {self.output.value} takes no residual and no zero point; use "
+                    "Store.REQUANTIZE.",
                 )
             return
         low, high = self.bounds
@@ -112,6 +113,11 @@ class Epilogue:
 
     def emit(self, acc: Expr, multiplier: Expr | None, residual: Expr | None, lanes: int) -> Expr:
         """Compute the stored vector from an int32 vector (and the vectors it is combined with)."""
+        if self.output is not Store.REQUANTIZE:
+            if self.low is not None:
+                acc = T.max(acc, constant("int32", self.low, lanes))
+            if self.high is not None:
+                acc = T.min(acc, constant("int32", self.high, lanes))
         if self.output is Store.ACCUMULATOR:
             return acc
         if residual is not None:
