@@ -251,7 +251,8 @@ def draw_music(rng: np.random.Generator, name: str, length: int) -> Iterator[Sam
 def draw_files(rng: np.random.Generator) -> Iterator[Sample]:
     """The first and last 1,024 bytes of files of Python's library and of packages."""
     library = Path(sysconfig.get_path("stdlib"))
-    files = [path for path in sorted(library.rglob("*.*")) if path.stat().st_size > 2048]
+    paths = [path for path in sorted(library.rglob("*.*")) if path.is_file()]
+    files = [path for path in paths if path.stat().st_size > 2048]
     kinds: dict[str, list[Path]] = {}
     for path in files:
         kinds.setdefault(path.suffix, []).append(path)

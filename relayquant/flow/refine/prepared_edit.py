@@ -29,7 +29,9 @@ from relayquant.ir.ledger import InterfaceValue
 from relayquant.ir.plan import OperatorPlan, Plan, SharedQParams
 from relayquant.stages.annotation import annotate, review_plan
 from relayquant.stages.backends import resolve_backend
+from relayquant.stages.calibration.weights.curves import find_curves
 from relayquant.stages.calibration.weights.pick import pick_weight_parameters
+from relayquant.stages.calibration.weights.ranges import RelativeMSE
 from relayquant.stages.conversion.partial import has_quantized_values
 from relayquant.stages.prepared import GroupStatistics, PreparedModel
 from relayquant.stages.simulation import build_calibration_graph
@@ -189,10 +191,13 @@ def merge_statistics(first: PreparedModel, *others: PreparedModel) -> PreparedMo
                 )
             state = before.observer.merge(before.state, seen.state)
             statistics[key] = GroupStatistics(before.observer, state)
-    parameters = pick_weight_parameters(first)
+    parameters, curves = pick_weight_parameters(first), find_curves(first)
     for group in needed:
         seen = statistics[group.key]
-        parameters[group.key] = seen.observer.qparams(seen.state, group.info)
+        observer = seen.observer
+        if isinstance(observer, RelativeMSE):  # files hold no curves
+            observer = replace(observer, curve=curves.get(group.key))
+        parameters[group.key] = observer.qparams(seen.state, group.info)
     return replace(
         first,
         parameters=parameters,

@@ -10,6 +10,10 @@ Clipping costs accuracy on rare samples. So a candidate replaces the full range 
 larger than the standard error of the gain. On a face landmark model, 16 random samples of 64 choose
 a range that loses more than 0.5 dB on other samples in 42 % of all draws without this rule, and in
 4 % with it. MobileNet's gain is the same with and without the rule.
+
+A softmax is judged by the logarithm of its result. Of the result itself, a few samples near a
+decision are nearly all of the noise: on the third network of MTCNN, 16 samples put a range that
+gains 4 dB at +4 dB with a standard error of 10 dB.
 """
 
 from __future__ import annotations
@@ -47,6 +51,10 @@ JUDGED_SAMPLES = 16
 TOLERANCE = 0.2
 #: dB that the outputs of a section must gain on average before it gets a candidate of its own
 LEAST_GAIN = 0.1
+#: smallest probability that counts
+LEAST_PROBABILITY = 1e-20
+#: operators that only move what they read
+MOVES = ("relax.reshape", "relax.squeeze", "relax.expand_dims", "relax.permute_dims")
 #: share of the float model's energy below which differences are no error (120 dB)
 NO_NOISE = 1e-12
 #: rounds that refine the choice, after the round that chooses one observer for all
@@ -106,6 +114,18 @@ def find_sections(
             found.setdefault(outputs, []).append(key)
     sections = [Section(tuple(members), outputs) for outputs, members in found.items() if outputs]
     return sorted(sections, key=lambda section: -len(section.outputs))
+
+
+def find_probabilities(graph: CalibrationGraph, results: Sequence[str]) -> list[bool]:
+    """Return for each of the `results` whether a softmax computes it."""
+    view = Graph(graph.mod)
+
+    def is_softmax(var: relax.Var) -> bool:
+        while view.op_name(var) in MOVES:
+            var = view.values[var].args[0]
+        return view.op_name(var) == "relax.nn.softmax"
+
+    return [is_softmax(view.vars[name]) for name in results]
 
 
 def plan_rounds(sections: Sequence[Section]) -> Iterator[list[Section]]:
@@ -247,6 +267,7 @@ class OutputJudge:
         functions = self.load_module(self.split.mod)
         fixed = self.split.compute_constants(self.graph.arguments())
         subgraph = self.subgraph
+        is_softmax = find_probabilities(self.graph, subgraph.observed)
         found: dict[tuple[str, str], QParams] = {}
 
         def find_all(names: Mapping[str, str]) -> dict[str, QParams]:
@@ -262,7 +283,10 @@ class OutputJudge:
                     args.append(as_shape(batch.symbols[name] for name in subgraph.symbols))
                 results = functions.run(subgraph.function, args)
                 named = dict(zip(subgraph.outputs, results, strict=True))
-                return [named[name] for name in subgraph.observed]
+                return [
+                    np.log(np.maximum(named[name], LEAST_PROBABILITY)) if is_log else named[name]
+                    for name, is_log in zip(subgraph.observed, is_softmax, strict=True)
+                ]
 
             return list(map_on_threads(run_batch, batches))
 

@@ -29,6 +29,7 @@ from relayquant.data import Dataset, open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.errors import DataError
 from relayquant.ir.ops.base import group_weight
+from relayquant.ir.plan import SharedQParams
 from relayquant.stages.calibration.checkpoint import (
     describe_fingerprint,
     open_checkpoint,
@@ -61,6 +62,7 @@ from relayquant.stages.calibration.passes import (
 from relayquant.stages.calibration.result import CalibrationResult
 from relayquant.stages.calibration.shard import FitObservation, GroupObservation, ShardTask
 from relayquant.stages.calibration.subgraphs import Subgraph
+from relayquant.stages.calibration.weights.curves import Slopes, ValueCurve, find_curves
 from relayquant.stages.calibration.weights.fit import fit_operator
 from relayquant.stages.calibration.weights.pick import (
     OperatorFit,
@@ -200,6 +202,8 @@ class _Run:
         self.callbacks = callbacks
         self.known, self.settings, self.min_scales = fits, settings, min_scales
         self.fits = fits if settings.is_needed else {}
+        reads_curves = any(isinstance(g.observer, RelativeMSE) for g in self.plan.activations)
+        self.curves = find_curves(prepared) if reads_curves or override is not None else {}
         self.statistics: dict[str, GroupStatistics] = {}
         self.observers: dict[str, str] = {}
         #: chooses between ranges; None if no observer asks for it
@@ -426,12 +430,28 @@ class _Run:
             for name, fit in self.known.items()
             if dict(self.plan.operator(name).operands).get("data") == key
         ]
+        if key in self.curves:
+            return self.find_behind(group, observer, self.curves[key])
         if not readers:
             return MinMax()
         importance = tuple(
             tuple(fit.view.channel_importance(fit.weight).tolist()) for fit in readers
         )
         return replace(observer, axis=readers[0].view.channel_axis, importance=importance)
+
+    def find_behind(
+        self, group: SharedQParams, observer: RelativeMSE, curve: ValueCurve | Slopes
+    ) -> Observer[Any]:
+        """Return the observer of a value that a function reads: the result counts, as its own
+        readers see it.
+        """
+        result = self.plan.operator(curve.reader).output
+        behind = None if result is None else self.find_observer(result)
+        if isinstance(behind, RelativeMSE) and behind.curve is None:
+            return replace(behind, curve=curve)
+        producer = self.known.get(group.points[0])
+        axis = observer.axis if producer is None else producer.view.channel_axis
+        return replace(observer, axis=axis, curve=curve)
 
     def observe_fit(self, point: FitPoint) -> FitObservation:
         """Describe what to observe of an operator's input. Second moments are left out if

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 from drawing import count_examples
-from float_models import build_model
+from float_models import build_model, draw_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -23,6 +23,7 @@ from relayquant.stages.calibration.observer_selection import (
     Section,
     choose_candidates,
     compare_noise,
+    find_probabilities,
     find_sections,
     measure_noise,
 )
@@ -150,6 +151,42 @@ def test_find_sections__by_the_outputs_that_values_reach():
         ({"b"}, {0}),
         ({"c"}, {1}),
     ]
+
+
+def test_find_probabilities__a_softmax_also_behind_a_reshape():
+    def body(emit, x):
+        first = emit.dense("first", x, 4)
+        return relax.Tuple([first, emit("b", op.reshape(emit("a", op.nn.softmax(first)), (4, 2)))])
+
+    graph = rq.prepare(build_model(body, (2, 8))).graph
+    assert find_probabilities(graph, ("first", "a", "b")) == [False, True, True]
+
+
+def hardswish_between(*, has_other_reader: bool):
+    """A convolution, hardswish and a convolution; the operand of hardswish may be a result too."""
+
+    def body(emit, x):
+        first = emit.conv_bias("first", x, 8)
+        shifted = emit("shifted", op.clip(op.add(first, relax.const(3.0, "float32")), 0, 6))
+        scaled = emit("scaled", op.multiply(shifted, relax.const(1 / 6, "float32")))
+        last = emit.conv("last", emit("swish", op.multiply(first, scaled)), 4)
+        return relax.Tuple([last, first]) if has_other_reader else last
+
+    return build_model(body, (1, 4, 6, 6))
+
+
+@pytest.mark.parametrize("has_other_reader", [False, True])
+def test_calibrate__the_operand_of_a_function_is_clipped_where_that_is_flat(has_other_reader):
+    mod = hardswish_between(has_other_reader=has_other_reader)
+    data = [4 * batch["x"] for batch in draw_batches(mod, 16)]
+    prepared = rq.calibrate(rq.prepare(mod), data)
+    low = min(float(rq.reference.run(prepared.mod, [x])[-1].min()) for x in data)
+    qparams = prepared.parameters["first"]
+    found = float((0 - qparams.zero_point) * qparams.scale)
+    if has_other_reader:
+        assert found == pytest.approx(low, rel=0.02)
+    else:
+        assert -3.5 < found <= -2.5
 
 
 def test_quantize__rare_outputs_are_not_worse_than_with_minmax_and_the_ledger_says_why():

@@ -12,6 +12,7 @@ from relayquant.base.qtypes import Granularity, QSpec, Role, ValueInfo, choose_q
 from relayquant.config.observers import MinMax
 from relayquant.errors import ConfigError, DataError
 from relayquant.stages.calibration.weights import ranges as fit_ranges
+from relayquant.stages.calibration.weights.curves import Slopes, tabulate
 from relayquant.stages.calibration.weights.ranges import (
     FLOOR,
     RelativeMSE,
@@ -200,3 +201,68 @@ def test_relative_mse__refuses() -> None:
         RelativeMSE().observe(INFO, [np.array([[np.nan] * 8])])
     with pytest.raises(DataError, match="no data"):
         RelativeMSE().observe(INFO, [])
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return x / (1 + np.exp(-x.astype("float64")))
+
+
+def hardswish(x: np.ndarray) -> np.ndarray:
+    return x * np.clip(x + 3, 0, 6) / 6
+
+
+def round_by_numpy(x: np.ndarray, low: float, high: float) -> np.ndarray:
+    """uint8 and back, with the zero point on a level."""
+    scale = (high - low) / 255
+    zero = np.rint(-low / scale)
+    return (np.clip(np.rint(x / scale) + zero, 0, 255) - zero) * scale
+
+
+@pytest.mark.parametrize(("function", "gain"), [(silu, 3.0), (hardswish, 4.0)])
+def test_search_relative_range__flat_parts_of_a_function_take_no_levels(function, gain) -> None:
+    rows = np.random.default_rng(0).normal(-2, 4, (500, 16)).astype("float32")
+    ends = float(rows.min()), float(rows.max())
+
+    def noise(curve) -> float:
+        found = search_relative_range(rows, *ends, SPEC, curve=curve)
+        assert ends[0] <= found[0] <= found[1] <= ends[1]
+        return float(np.square(function(round_by_numpy(rows, *found)) - function(rows)).sum())
+
+    assert 10 * np.log10(noise(None) / noise(tabulate("reader", function))) > gain
+
+
+def test_running_sums__with_a_function_equal_the_error_of_its_results() -> None:
+    rng = np.random.default_rng(1)
+    values, weights = rng.normal(-1, 3, 300).astype("float32"), rng.random(300).astype("float32")
+    curve, ends = tabulate("reader", silu), (-4.0, 6.0)
+    qparams = choose_qparams([ends[0]], [ends[1]], SPEC, 0)
+    (found,) = RunningSums.of(values, weights, curve).errors(qparams, SPEC)
+    error = silu(round_by_numpy(values, *ends)) - silu(values)
+    assert found == pytest.approx(float((weights * np.square(error)).sum()), rel=1e-3)
+
+
+def test_relative_mse__a_curve_that_is_not_finite_keeps_the_range() -> None:
+    with np.errstate(all="ignore"):
+        curve = tabulate("reader", lambda x: np.log(x))
+    observer = RelativeMSE(curve=curve)
+    rows = np.random.default_rng(2).normal(0, 1, (40, 8)).astype("float32")
+    state = observer.update(observer.start(INFO), rows)
+    expected = choose_qparams(float(rows.min()), float(rows.max()), SPEC)
+    assert observer.qparams(state, INFO).scale == expected.scale
+    assert observer.to_dict() == RelativeMSE().to_dict()
+
+
+def test_slopes__errors_below_zero_count_as_much_as_they_reach_the_result() -> None:
+    rng = np.random.default_rng(3)
+    rows = rng.normal(0, 1, (400, 4)).astype("float32")
+    rows[:, :2] = np.where(rows[:, :2] < 0, 8 * rows[:, :2], rows[:, :2])
+    slopes = np.array([0.0, 0.02, 0.25, 0.25])
+    ends = float(rows.min()), float(rows.max())
+
+    def noise(curve) -> float:
+        found = search_relative_range(rows, *ends, SPEC, curve=curve)
+        difference = [np.where(x < 0, x * slopes, x) for x in (round_by_numpy(rows, *found), rows)]
+        return float(np.square(difference[0] - difference[1]).sum())
+
+    assert 10 * np.log10(noise(None) / noise(Slopes("reader", slopes))) > 2

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
@@ -24,6 +24,7 @@ from relayquant.config.observers import Observer
 from relayquant.config.observers.base import NotFiniteError, State, require_arrays
 from relayquant.config.observers.search import search_ranges
 from relayquant.errors import ConfigError, DataError
+from relayquant.stages.calibration.weights.curves import Slopes, ValueCurve
 from relayquant.stages.calibration.weights.statistics import round_to_grid
 
 Float64Array = NDArray[np.float64]
@@ -148,6 +149,9 @@ class RelativeMSE(Observer[RowState]):
         share: Share of all data that one state sees before it is merged with the other parts. The
             state then draws little more than this share of the sample. Calibration sets it.
         arrays: Number of arrays in this share, all about equally long. 0: not known.
+        curve: Function that the only consumer computes of each number: the error is the error of
+            its results, and `importance` is that of their consumers. None: the consumers are
+            products. Calibration takes it from the model. It is no part of `to_dict`.
     """
 
     values: int = 1 << 17
@@ -155,6 +159,7 @@ class RelativeMSE(Observer[RowState]):
     importance: tuple[tuple[float, ...], ...] = ()
     share: float = 1.0
     arrays: int = 0
+    curve: ValueCurve | Slopes | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, int) or self.values < 1:
@@ -163,6 +168,9 @@ class RelativeMSE(Observer[RowState]):
                 "131072.",
                 code="RQ101",
             )
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() if self.curve is None else replace(self, curve=None).to_dict()
 
     def start(self, info: ValueInfo) -> RowState:
         if info.spec.is_per_channel:
@@ -246,15 +254,12 @@ class RelativeMSE(Observer[RowState]):
                 f"Value {info.name!r} has seen no data: the calibration data set is empty.",
                 code="RQ303",
             )
-        rows = SampledRows.join(state.parts).take(self._limit(state.width))
-        low, high = search_relative_range(
-            rows.values,
-            float(state.low),
-            float(state.high),
-            info.spec,
-            self.importance,
-            rows.channels,
-        )
+        low, high, curve = float(state.low), float(state.high), self.curve
+        if not isinstance(curve, ValueCurve) or curve.holds(low, high):
+            rows = SampledRows.join(state.parts).take(self._limit(state.width))
+            low, high = search_relative_range(
+                rows.values, low, high, info.spec, self.importance, rows.channels, curve
+            )
         return choose_qparams(low, high, info.spec)
 
     def for_part(self, share: float, arrays: int) -> RelativeMSE:
@@ -322,25 +327,30 @@ def search_relative_range(
     spec: QSpec,
     importance: Sequence[Sequence[float]] = (),
     channels: NDArray[np.int64] | None = None,
+    curve: ValueCurve | Slopes | None = None,
 ) -> tuple[float, float]:
     """Return (low, high) within the given range with the smallest mean relative error of rows (n,
-    C).
+    C), or of their results by `curve`.
 
     `importance` holds one weight per channel for each consumer. A consumer applies to the rows that
     have as many `channels` (n,) as its weights; None means that all rows have C channels.
     """
     if channels is None:
         channels = np.full(rows.shape[0], rows.shape[1])
+    results = rows if curve is None else curve(rows).astype("float32")
     factors, unit = np.zeros(rows.shape, "float32"), max(-low, high, 0.0) ** 2
     for count in np.unique(channels):
         part = channels == count
         weights = [np.asarray(a, "float64") for a in importance if len(a) == count]
-        found = relative_weights(rows[part, :count], weights or [np.ones(count)])
+        found = relative_weights(results[part, :count], weights or [np.ones(count)])
         # Any unit is correct. This one keeps float32 from overflowing if values are tiny.
         factors[part, :count] = found * unit
+    if isinstance(curve, Slopes):  # rounding keeps signs, so errors are scaled by one slope
+        factors *= np.square(curve.find_slopes(rows))
+        curve = None
     flat, factors = rows.reshape(-1), factors.reshape(-1)
     is_narrow = spec.limits[1] - spec.limits[0] < MOST_LEVELS
-    sums = RunningSums.of(flat, factors) if is_narrow else None
+    sums = RunningSums.of(flat, factors, curve) if is_narrow else None
 
     def errors(lows: Float64Array, highs: Float64Array) -> Float64Array:
         if sums is not None:
@@ -376,31 +386,35 @@ def relative_weights(rows: NDArray[np.float32], importance: Sequence[Float64Arra
 class RunningSums:
     """Weighted values in rising order, float64 (n,), and running sums over them.
 
-    With weight w of value x, `sums` (3, n + 1) are the sums of w, w * x and w * x^2 over the values
-    before each index. All values of one level are consecutive. So the error of a quantizer takes
-    one step per level, for any number of values.
+    With weight w of value x and y = curve(x), or x without a curve, `sums` (3, n + 1) are the sums
+    of w, w * y and w * y^2 over the values before each index. All values of one level are
+    consecutive. So the error of a quantizer takes one step per level, for any number of values.
     """
 
     values: Float64Array
     sums: Float64Array
+    curve: ValueCurve | None = None
 
     @staticmethod
-    def of(values: NDArray[np.float32], weights: NDArray[np.float32]) -> RunningSums:
+    def of(
+        values: NDArray[np.float32], weights: NDArray[np.float32], curve: ValueCurve | None = None
+    ) -> RunningSums:
         """Make the sums from values and weights (n,). Zeros are left out: every quantizer keeps
         them exact.
         """
         used = np.flatnonzero(values)
         order = used[sort_floats(values[used])]
         x, term = values[order].astype("float64"), weights[order].astype("float64")
+        y = x if curve is None else curve(x)
         sums = np.zeros((3, x.size + 1))
         for row in sums:
             np.cumsum(term, out=row[1:])
-            term *= x
-        return RunningSums(x, sums)
+            term *= y
+        return RunningSums(x, sums, curve)
 
     def errors(self, qparams: QParams, spec: QSpec) -> Float64Array:
-        """Return the sum of weights * (value - quantized value)^2 for each of K parameters,
-        (K,).
+        """Return the sum of weights * (value - quantized value)^2 for each of K parameters, (K,);
+        with a curve, of the results.
         """
         low, high = spec.limits
         scale = qparams.scale[:, None]
@@ -410,6 +424,7 @@ class RunningSums:
         at = np.zeros((len(levels), levels.shape[1] + 1), "int64")
         at[:, 1:-1] = np.searchsorted(self.values, between)
         at[:, -1] = self.values.size
+        real = real if self.curve is None else self.curve(real)
         weight, first, second = np.diff(self.sums[:, at], axis=2)
         return (second + real * (real * weight - 2 * first)).sum(axis=1)
 
