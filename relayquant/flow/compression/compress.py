@@ -37,16 +37,19 @@ from relayquant.flow.compression.settings import (
     CompressSettings,
     find_data_group,
 )
+from relayquant.flow.compression.smoothing import smooth_weights
 from relayquant.flow.compression.sources import WeightSource, bind_params, open_params
 from relayquant.ir.dialect import qnn
 from relayquant.ir.ledger import Ledger, LedgerRow, attach_ledger
 from relayquant.ir.ops.base import IntegerRows
 from relayquant.ir.ops.dynamic import Emit, multiply_groups, quantize_rows_at_run_time
 from relayquant.ir.rewrite.bind import Model, split_model
-from relayquant.ir.rewrite.graph import call_name, tensor_shape
+from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_shape
 
 #: number of operators that an error names
 SHOWN_REFUSALS = 3
+#: norms whose constants scale the elements of a row
+NORMS = frozenset({"relax.nn.rms_norm", "relax.nn.layer_norm"})
 
 
 @check_arguments
@@ -79,7 +82,8 @@ def compress_weights(
 
     No data is needed. With data, weights are rounded so that the results of their products change
     least on it. The weights are fitted one after the other, each behind the weights compressed
-    before it.
+    before it. Before that, columns of weights are scaled, and their data the other way around,
+    where this makes both easier to round.
 
     Args:
         mod: A float module of any frontend; it is not changed.
@@ -173,6 +177,7 @@ def compress_weights(
     table_form = replace(form, bits=settings.embedding_bits or form.bits)
     forms = {use.key: table_form if use.source.key in tables else form for use in wanted}
     data = open_data(mod, sources, wanted, dataset, settings)
+    wanted, data = smooth_weights(wanted, forms, data, settings)
     forms, kept = choose_formats(wanted, forms, data, settings)
     found = fit_weights(wanted, forms, data, settings)
     found.kept.update(kept)
@@ -248,13 +253,14 @@ class Replacement(relax.PyExprMutator):
         self.uses, self.weights, self.constants = uses, weights, constants
         self.activation = activation
         self.rows: dict[tuple[Any, int | None], IntegerRows] = {}
+        self.smoothed: dict[tuple[Any, int], relax.Expr] = {}
 
     def visit_dataflow_block_(self, block: relax.DataflowBlock) -> relax.BindingBlock:
-        self.rows = {}  # a block must not use the bindings of another block
+        self.rows, self.smoothed = {}, {}  # a block must not use the bindings of another block
         return super().visit_dataflow_block_(block)
 
     def visit_binding_block_(self, block: relax.BindingBlock) -> relax.BindingBlock:
-        self.rows = {}
+        self.rows, self.smoothed = {}, {}
         return super().visit_binding_block_(block)
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
@@ -290,9 +296,27 @@ class Replacement(relax.PyExprMutator):
                 data = self.builder_.emit(relax.op.clip(data, 0, len(weight.codes) - 1))
             form = (weight.format.bits, weight.group_size, weight.features)
             return qnn.grouped_take(data, *constants, *form)
+        if use.smoothing is not None:
+            data = self.smooth(data, use.smoothing)
         if self.activation is not None:
             data = self.quantize_rows(data, self.activation, weight)
         return multiply_groups(self.emitter(use.name), data, weight, constants)
+
+    def smooth(self, data: relax.Expr, factors: np.ndarray) -> relax.Expr:
+        """Return data divided by factors, bound once for all weights that have them. The constants
+        of a norm take the factors.
+
+            rms_norm(x, w) / s  ->  rms_norm(x, w / s)
+        """
+        key = data, id(factors)
+        if key not in self.smoothed:
+            value = self.lookup_binding(data) if isinstance(data, relax.Var) else None
+            name = getattr(data, "name", "data")
+            divided = divide_norm(value, factors)
+            if divided is None:
+                divided = relax.op.multiply(data, relax.const(1 / factors))
+            self.smoothed[key] = self.builder_.emit(divided, f"{name}.smooth")
+        return self.smoothed[key]
 
     def quantize_rows(
         self, data: relax.Expr, activation: QSpec, weight: GroupedWeight
@@ -307,6 +331,20 @@ class Replacement(relax.PyExprMutator):
     def emitter(self, name: str) -> Emit:
         """Return an emitter for values whose names start with this name."""
         return lambda expr, suffix: self.builder_.emit(expr, f"{name}.{suffix}")
+
+
+def divide_norm(value: relax.Expr | None, factors: np.ndarray) -> relax.Expr | None:
+    """Return a norm along the last axis whose constants are divided by factors; None if the value
+    is no such norm.
+    """
+    if not isinstance(value, Call) or call_name(value) not in NORMS:
+        return None
+    data, *vectors = value.args
+    arrays = [constant_value(vector) for vector in vectors]
+    if any(array is None or array.shape != factors.shape for array in arrays):
+        return None
+    divided = [relax.const((array / factors).astype("float32")) for array in arrays]
+    return Call(value.op, [data, *divided], value.attrs)
 
 
 def describe_use(

@@ -50,6 +50,7 @@ class WeightUse:
         reason: Why it cannot be compressed; "" if it can.
         is_clipped: Whether indices beyond the table read its first or last row.
         constants: Names of the constants of its node in the source model, the weight first.
+        smoothing: Factors (K,) of the columns, by which the data is divided. None: 1.
     """
 
     function: str
@@ -62,6 +63,7 @@ class WeightUse:
     reason: str = ""
     is_clipped: bool = False
     constants: tuple[str, ...] = ()
+    smoothing: np.ndarray | None = None
 
     @property
     def place(self) -> str:
@@ -102,11 +104,12 @@ class WeightUse:
 
     @property
     def array(self) -> np.ndarray:
-        """Return the weight (N, K). The rows are outputs of a product, or the rows of a table.
-        See `WeightSource.array`.
+        """Return the weight (N, K) times `smoothing`. The rows are outputs of a product, or the
+        rows of a table. See `WeightSource.array`.
         """
         array = self.source.array
-        return array.T if self.is_transposed else array
+        array = array.T if self.is_transposed else array
+        return array if self.smoothing is None else array * self.smoothing
 
     @property
     def shape(self) -> tuple[int, int]:

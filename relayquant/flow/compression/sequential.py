@@ -91,7 +91,7 @@ def walk_weights(
             gram = None
             if use.op == "matmul":
                 if use.data not in grams:  # products that read one value are consecutive
-                    gram = collect_gram(frames, floats, use.data, group_size, rounding)
+                    gram = collect_gram(frames, floats, use, group_size, rounding)
                     grams = {use.data: gram}
                 gram = grams[use.data]
             weight = meet(use, gram)
@@ -184,20 +184,20 @@ def cut_subgraphs(func: relax.Function, uses: Mapping[relax.Var, WeightUse]) -> 
 def collect_gram(
     frames: Sequence[Frame],
     floats: Sequence[Frame],
-    data: Any,
+    use: WeightUse,
     group_size: int | None,
     rounding: RowRounding,
 ) -> Gram:
-    """Collect the gram of a value that products read. `floats` hold the value in the float
-    model.
+    """Collect the gram of the data of a product, as it and its siblings read it. `floats` hold the
+    value in the float model.
     """
     gram: Gram | None = None
-    for some in cut_frames(frames, data, MOST_GRAM_ROWS):
-        rows = read_all(frames[some], data, rounding)
+    for some in cut_frames(frames, use.data, MOST_GRAM_ROWS):
+        rows = read_all(frames[some], use, rounding)
         if gram is None:
             columns = rows.shape[-1]
             gram = Gram(columns, group_size or columns, with_shift=bool(floats))
-        gram.add(rows, read_all(floats[some], data, FLOAT_ROWS) if floats else None)
+        gram.add(rows, read_all(floats[some], use, FLOAT_ROWS) if floats else None)
     assert gram is not None  # a data set has at least one batch
     return gram
 
@@ -216,11 +216,11 @@ def cut_frames(frames: Sequence[Frame], data: Any, most: int) -> Iterator[slice]
     yield slice(start, len(frames))
 
 
-def read_all(frames: Sequence[Frame], data: Any, rounding: RowRounding) -> np.ndarray:
-    """Return the rows of a value in all frames as products read them, (n, K)."""
-    parts = [evaluate(frame, data, "data") for frame in frames]
+def read_all(frames: Sequence[Frame], use: WeightUse, rounding: RowRounding) -> np.ndarray:
+    """Return the data of a product in all frames as it reads them, (n, K)."""
+    parts = [evaluate(frame, use.data, "data") for frame in frames]
     values = np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
-    return rounding.round(values)
+    return rounding.round(values if use.smoothing is None else values / use.smoothing)
 
 
 def round_rows(data: np.ndarray) -> np.ndarray:
@@ -282,7 +282,7 @@ def run_product(
     frames: Sequence[Frame], use: WeightUse, weight: np.ndarray, rounding: RowRounding
 ) -> None:
     """Compute the product with `weight` instead of the operator's weight, in all frames at once."""
-    found, start = read_all(frames, use.data, rounding) @ weight.T, 0
+    found, start = read_all(frames, use, rounding) @ weight.T, 0
     for frame in frames:
         shape = evaluate(frame, use.data, "data").shape[:-1]
         stop = start + math.prod(shape)
