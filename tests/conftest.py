@@ -44,8 +44,10 @@ gc.set_threshold(50_000, 20, 50)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-#: So many slow instances of a test are many.
-MANY = 6
+#: So many slow instances of a test are many, of which one in RARE runs.
+MANY, RARE = 6, 8
+#: Steps of this size spread evenly however often a parameter of a test repeats (the golden ratio).
+SPREAD = (5**0.5 - 1) / 2
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -74,27 +76,32 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem():
-    """Mark as slow all but each n-th instance of a test that is marked `sample(n)`."""
+    """Mark as slow all but one in n instances of a test that is marked `sample(n)`."""
     made = yield
     items = made if isinstance(made, list) else []
     marked = [item for item in items if item.get_closest_marker("sample")]
     for at, item in enumerate(marked):
         (step,) = item.get_closest_marker("sample").args
-        if at % step:
+        if not is_chosen(at, step):
             item.add_marker("slow")
     return made
 
 
+def is_chosen(at: int, count: int) -> bool:
+    """Whether instance number `at` is among the one in `count` that runs. The first one is."""
+    return at * SPREAD % 1 < 1 / count
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of a test with many slow instances `.ci/run` takes each eighth, `-m nightly` the others."""
+    """Of a test with many slow instances `.ci/run` takes an eighth, `-m nightly` the others."""
     slow = defaultdict(list)
     for item in items:
         if item.get_closest_marker("slow"):
             slow[item.nodeid.partition("[")[0]].append(item)
     for instances in slow.values():
         for at, item in enumerate(instances if len(instances) >= MANY else []):
-            if at % 8:
+            if not is_chosen(at, RARE):
                 item.add_marker("nightly")
 
 

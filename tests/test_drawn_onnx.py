@@ -81,6 +81,7 @@ def check_integer(seed: int) -> None:
         assert report.is_equal, report.first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [GRAPHS // 4, pytest.param(GRAPHS, marks=pytest.mark.slow)])
 def test_drawn_graphs__as_onnx_runtime(count):
     wrong, taken = {}, 0
@@ -93,6 +94,7 @@ def test_drawn_graphs__as_onnx_runtime(count):
     assert taken >= count - REFUSED
 
 
+@pytest.mark.slow
 @pytest.mark.sample(12)
 @pytest.mark.parametrize(
     ("first", "count"),

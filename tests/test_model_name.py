@@ -152,6 +152,7 @@ def test_entries__are_all_that_take_a_module():
     assert list_takers() == set(ENTRIES)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.__name__)
 def test_entry__takes_a_model_of_any_name(entry, tmp_path):
     if entry.__module__.startswith("relayquant.torch"):

@@ -29,7 +29,11 @@ from relayquant.codegen.kernels.floating.bf16 import (
     read_bf16_conv2d,
     read_bf16_dense,
 )
-from relayquant.codegen.kernels.floating.bf16_matmul import make_bf16_matmul, read_bf16_matmul
+from relayquant.codegen.kernels.floating.bf16_matmul import (
+    Bf16Matmul,
+    make_bf16_matmul,
+    read_bf16_matmul,
+)
 from relayquant.codegen.kernels.floating.conv import (
     FloatConv2d,
     make_conv2d,
@@ -75,6 +79,7 @@ from relayquant.codegen.lowering import (
     lower_functions,
 )
 from relayquant.codegen.narrow_values import StoringKernel, store_narrow
+from relayquant.codegen.rules.curve import follow_curve
 from relayquant.codegen.rules.elementwise import make_window
 from relayquant.codegen.rules.joined_slices import read_joined_slices
 from relayquant.codegen.rules.kernel_call import build_for_batch, split_batch, vector
@@ -299,7 +304,7 @@ def lower_conv2d(context: FloatContext, root: relax.Var) -> Lowered | Skip:
     spec = replace(spec, epilogue=epilogue, joined=joined)
     if context.bf16 is not None and isinstance(weight, GenericConst) and not spec.is_depthwise:
         narrow = read_bf16_conv2d(spec)
-        return call_bf16(context.bf16, chain, narrow, data, weight.value.numpy(), concat)
+        return call_bf16(context, chain, narrow, data, weight.value.numpy(), concat)
     isa = context.isa
     kind, before = "float_conv2d", ()
     packed: Operand
@@ -367,7 +372,7 @@ def lower_matmul(context: FloatContext, root: relax.Var) -> Lowered | Skip:
         narrow = read_bf16_dense(spec)
         if context.bf16 is not None and narrow is not None:
             taps = np.ascontiguousarray(weight.value.numpy().T)
-            return call_bf16(context.bf16, chain, narrow, data, taps, concat)
+            return call_bf16(context, chain, narrow, data, taps, concat)
         packed = pack_dense(weight.value.numpy().T, spec, context.isa)
         kernel = context.make_kernel("float_dense", spec)
         return call_product(chain, kernel, data, packed, concat)
@@ -377,9 +382,7 @@ def lower_matmul(context: FloatContext, root: relax.Var) -> Lowered | Skip:
     matmul = FloatMatmul(leading[:-1], leading[-1], inner, outputs[0], shared)
     narrow = None if context.bf16 is None else read_bf16_matmul(matmul, context.bf16)
     if narrow is not None:
-        isa, name = context.bf16, "bf16_batch_matmul"
-        kernel = Kernel(name, repr(narrow), lambda: make_bf16_matmul(narrow, isa, name))
-        return Lowered((root,), kernel, (data, weight))
+        return call_bf16_matmul(context, root, narrow, data, weight)
     return Lowered((root,), context.make_kernel("float_batch_matmul", matmul), (data, weight))
 
 
@@ -442,19 +445,29 @@ def call_product(
 
 
 def call_bf16(
-    isa: Bf16Isa,
+    context: FloatContext,
     chain: EpilogueChain,
     spec: Bf16Conv2d,
     data: relax.Expr,
     weight: np.ndarray,
     concat: relax.Var | None,
 ) -> Lowered:
-    """Call the kernel of a product with operands of bfloat16. `weight` is float32, OHWI or OI."""
+    """Call the kernel of a product with operands of bfloat16. `weight` is float32, OHWI or OI.
+
+    The kernel also computes a curve behind the product.
+    """
+    isa, inside = context.bf16, chain.vars
+    assert isa is not None
+    if concat is None:
+        more, curve = follow_curve(context.block, chain.last)
+        inside = *inside, *more
+        epilogue = replace(spec.conv.epilogue, curve=curve)
+        spec = replace(spec, conv=replace(spec.conv, epilogue=epilogue))
     name, plan = "bf16_conv2d", plan_bf16(spec, isa)
 
     def choose(stored: Stored) -> Kernel:
         conv = replace(spec.conv, stored=stored)
-        chosen, own = replace(spec, conv=conv), replace(plan, spec=conv)
+        chosen, own = replace(spec, conv=conv), plan.with_stored(stored)
         return Kernel(name, repr(chosen), lambda: make_bf16_conv2d(chosen, isa, name, own))
 
     plain = choose(Stored())
@@ -464,7 +477,19 @@ def call_bf16(
     operands: list[Operand] = [data, *pack_bf16(weight, bias, spec, isa, plan)]
     if chain.residual is not None:
         operands.append(chain.residual)
-    return Lowered(chain.vars, kernel, tuple(operands), concat=concat)
+    return Lowered(inside, kernel, tuple(operands), concat=concat)
+
+
+def call_bf16_matmul(
+    context: FloatContext, root: relax.Var, spec: Bf16Matmul, data: relax.Expr, weight: relax.Expr
+) -> Lowered:
+    """Call the kernel of a product of two values, with operands of bfloat16, and a curve."""
+    isa, name = context.bf16, "bf16_batch_matmul"
+    assert isa is not None
+    inside, curve = follow_curve(context.block, root)
+    spec = replace(spec, curve=curve)
+    kernel = Kernel(name, repr(spec), lambda: make_bf16_matmul(spec, isa, name))
+    return Lowered((root, *inside), kernel, (data, weight))
 
 
 def copy_parts(context: FloatContext, concat: relax.Var) -> Lowered | Skip:

@@ -25,8 +25,7 @@ from relayquant.codegen.kernels.integer.grouped import (
 from relayquant.codegen.kernels.integer.grouped_plan import LARGEST_SUM, GroupedDense, pack_grouped
 from relayquant.codegen.kernels.integer.row_quantize import RowQuantize, build_quantize_rows
 from relayquant.codegen.kernels.isa.base import Isa
-from relayquant.codegen.kernels.isa.bf16 import has_bf16_tiles
-from relayquant.codegen.kernels.isa.select import select_isa
+from relayquant.codegen.kernels.isa.select import has_bf16_tiles, select_isa
 from relayquant.codegen.lowering import BlockView, Kernel, KernelRule, Lowered, lower_functions
 from relayquant.ir.dialect.legality import iterate_bindings
 from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype, tensor_shape

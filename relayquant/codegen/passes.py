@@ -15,7 +15,8 @@ from relayquant.codegen.floating import lower_float
 from relayquant.codegen.grouped import lower_grouped
 from relayquant.codegen.input_checks import create_input_checks
 from relayquant.codegen.integer import has_integer_main, lower_integer
-from relayquant.codegen.kernels.isa.bf16 import Bf16Isa, select_bf16
+from relayquant.codegen.kernels.isa.bf16 import Bf16Isa
+from relayquant.codegen.kernels.isa.select import select_bf16
 from relayquant.codegen.layout import convert_layout
 from relayquant.codegen.legalization import LEGALIZATIONS
 from relayquant.codegen.recurrent import lower_recurrent

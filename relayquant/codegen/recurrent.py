@@ -87,6 +87,7 @@ def lower_layer(context: RecurrentBlock, var: relax.Var) -> Lowered | Skip:
         bool(attrs.is_reversed),
         bool(getattr(attrs, "linear_before_reset", False)),
         bool(getattr(attrs, "input_forget", False)),
+        float(getattr(attrs, "cell_clip", 0.0)),
         tuple(given),
     )
     weights: Sequence[relax.Expr | np.ndarray] = [weight]

@@ -54,6 +54,9 @@ def run_lstm(args: list[Any], attrs: Any) -> Tensor:
         else:
             forget = apply_activation(attrs, 0, forget + look[2] * state)
         state = forget * state + entry * apply_activation(attrs, 1, new)
+        bound = float(attrs.cell_clip)
+        if bound:
+            state = torch.clamp(state, -bound, bound)
         gate = apply_activation(attrs, 0, exit_ + look[1] * state)
         return [gate * apply_activation(attrs, 2, state), state]
 

@@ -57,6 +57,7 @@ def test_error_sums__equal_arrays():
     assert sums.cosine == 1.0
 
 
+@pytest.mark.slow
 def test_compare__has_a_row_for_every_operator(digits, report):
     names = [row.name for row in report.rows]
     mod, params, data = digits
@@ -133,6 +134,7 @@ def test_compare__module_of_another_model_is_an_error(digits):
         rq.compare(Other, None, qmod, data)
 
 
+@pytest.mark.slow
 def test_compare__integer_inputs_and_outputs_say_the_same(digits):
     mod, params, data = digits
     settings = {"effort": "fast"}
@@ -171,6 +173,7 @@ def test_compare__no_data_shows_before_anything_is_compiled(digits, monkeypatch)
         rq.compare(mod, params, qmod, [])
 
 
+@pytest.mark.slow
 def test_compare__data_that_may_not_be_written(digits, report):
     mod, params, data = digits
     frozen = [np.frombuffer(a.tobytes(), a.dtype).reshape(a.shape) for a in data]

@@ -55,6 +55,7 @@ def test_lint__digits_are_clean(digits):
     assert lint(mod, params, [images[i : i + 10] for i in range(0, 120, 10)]) == []
 
 
+@pytest.mark.slow
 def test_lint__cifar_is_clean(cifar, shared_data):
     images, normal = cifar
     assert lint(*rq.load(str(shared_data("resnet20_cifar10.onnx"))), [normal]) == []
@@ -74,6 +75,7 @@ def test_lint__one_sample_without_an_axis_for_more():
     assert np.abs(got - want).max() < 0.05 * np.abs(want).max()
 
 
+@pytest.mark.slow
 def test_lint__keywords_are_clean(shared_data):
     x = np.load(shared_data("kws_1000.npz"))["x"][:200].astype("float32")
     x = ((x - 83) * np.float32(0.58470291)).reshape(-1, 1, 49, 10)
@@ -120,6 +122,7 @@ def test_lint__wrong_scale(digits, factor, word):
     assert word in str(finding)
 
 
+@pytest.mark.slow
 def test_lint__pixels_for_a_normalizing_model(cifar, shared_data):
     images, _ = cifar
     assert checks(lint(*rq.load(str(shared_data("resnet20_cifar10.onnx"))), [images])) == ["scale"]
@@ -170,6 +173,7 @@ def test_lint__pixels_minus_a_mean_are_not_called_wrong(pictures, order):
         assert (finding.check, finding.severity) == ("scale", Severity.WARNING)
 
 
+@pytest.mark.slow
 def test_lint__pixels_minus_a_mean_for_a_network_that_wants_them_divided(cifar, shared_data):
     """Its batch norm knows better than any look at the data."""
     model = rq.load(str(shared_data("resnet20_cifar10.onnx")))
@@ -191,6 +195,7 @@ def test_read_norm_statistics__are_those_of_the_results(digits):
     np.testing.assert_allclose(moments.spread(), norm.deviation, rtol=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("part", range(3))
 def test_lint__red_and_blue_exchanged(part, shared_data):

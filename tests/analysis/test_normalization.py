@@ -186,6 +186,7 @@ def test_lint__as_many_labels_as_samples(coloured):
         lint(mod, None, prepare(pixels, "tflite"), labels[1:])
 
 
+@pytest.mark.slow
 def test_quantize__metric_of_a_model_that_is_fed_wrong(coloured):
     """Its score is within the bound of a wrong score."""
     pixels, labels = coloured

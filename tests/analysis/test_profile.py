@@ -29,6 +29,7 @@ def digits():
     return editor.build(), rq.quantize(mod, params, demo.calibration), demo.images[:3]
 
 
+@pytest.mark.slow
 def test_compile_with_sites__every_product_knows_its_work(digits) -> None:
     _, qmod, _ = digits
     _, sites = compile_with_sites(qmod, rq.compile)
@@ -40,6 +41,7 @@ def test_compile_with_sites__every_product_knows_its_work(digits) -> None:
     assert len({site.value for site in sites}) == len(sites)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("quantized", [False, True])
 def test_profile_module__work_scales_with_the_batch(digits, quantized: bool) -> None:
@@ -54,6 +56,7 @@ def test_profile_module__work_scales_with_the_batch(digits, quantized: bool) -> 
     assert one.machine_calls > 0
 
 
+@pytest.mark.slow
 def test_profile_module__float_and_integer_work_are_equal(digits) -> None:
     work = [
         sum(op.macs for op in profile_module(mod, [digits[2]], rq.compile, runs=1).operators)

@@ -44,6 +44,7 @@ def report(prepared, data):
     return measure_sensitivity(prepared, data)
 
 
+@pytest.mark.slow
 def test_simulation__nothing_quantized_is_the_float_model(prepared, data, simulation):
     run = Executor(rq.compile(prepared.mod))
     for batch, (got,) in zip(data, simulation.run(()), strict=True):
@@ -51,6 +52,7 @@ def test_simulation__nothing_quantized_is_the_float_model(prepared, data, simula
     assert simulation.score(()) == float("inf")
 
 
+@pytest.mark.slow
 def test_simulation__all_quantized_is_near_the_integers(prepared, data, simulation, report):
     qmod = rq.lower(rq.convert_to_reference(prepared), prepared.backend)
     run = Executor(rq.compile(qmod))

@@ -29,6 +29,7 @@ def compile_plainly(mod: tvm.IRModule):
     return tvm.compile(mod, "llvm")
 
 
+@pytest.mark.slow
 def test_verify__equal_for_every_way_to_pass_inputs(model):
     qmod, inputs = model
     for form in (inputs, [inputs["x"]], inputs["x"]):
@@ -138,6 +139,7 @@ def test_verify__inputs_that_do_not_fit(model):
         rq.verify(qmod, inputs["x"][:, :2])
 
 
+@pytest.mark.slow
 def test_verify__float_modules_and_symbolic_batches():
     mod = build_model(lambda e, x: e.conv("out", x), ("n", 4, 6, 6))
     (inputs,) = draw_batches(mod, 1, n=3)
@@ -146,6 +148,7 @@ def test_verify__float_modules_and_symbolic_batches():
     assert rq.verify(qmod, inputs).is_equal
 
 
+@pytest.mark.slow
 def test_verify__nested_results_and_constants():
     def body(emit, x):
         a = emit.conv("a", x)

@@ -154,6 +154,7 @@ def test_find_architecture__no_cpu():
     assert find_architecture(Target({"kind": "c"})) is Architecture.OTHER
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("cpu", EXPECTED)
 def test_assembly__has_only_what_the_target_has(cpu):
@@ -165,6 +166,7 @@ def test_assembly__has_only_what_the_target_has(cpu):
     assert cpu in SVE or not re.search(r"\sz\d+\.", text)  # registers of SVE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cpu", ARM32)
 def test_assembly__of_32_bits(cpu):
     text = assembly(cpu)
@@ -250,6 +252,7 @@ def test_inner_loop__of_32_bits_multiplies_by_lane_index():
     assert not any("[sp" in line for line in loop)
 
 
+@pytest.mark.slow
 def test_inner_loop__narrow_outputs_do_not_spill():
     for cpu, multiply in (("cortex-a76", "sdot"), ("neoverse-v1", "smmla")):
         for channels in (4, 8, 12, 20):

@@ -138,6 +138,7 @@ def test_eager__takes_bytes_together(isa):
             assert choose_plan(spec, eager).isa is eager, spec
 
 
+@pytest.mark.slow
 @pytest.mark.sample(12)
 @pytest.mark.parametrize(
     ("cpu", "case"),

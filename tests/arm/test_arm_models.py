@@ -157,6 +157,7 @@ def test_model__without_the_pipeline(emulator, ports, tmp_path):
     assert_same_bits(run_remotely(ports("cortex-a53"), library, x), rq.reference.run(mod, [x]))
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("cpu", CPUS)

@@ -199,6 +199,7 @@ def test_onnxruntime__below_opset_13(opset: int, tmp_path: Path) -> None:
     np.testing.assert_allclose(got, want, atol=0.02 * want.max())
 
 
+@pytest.mark.slow
 def test_bench__a_quantized_module_is_timed_alone(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -79,6 +79,7 @@ def test_quantize__pictures_a_metric_a_library_and_a_report(
     assert (logits.argmax(1) == demo.labels).mean() >= 0.95
 
 
+@pytest.mark.slow
 def test_quantize__options_reach_the_quantizer(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -223,6 +224,7 @@ def test_export__library_runs(folder: Path) -> None:
     assert (logits.argmax(1) == demo.labels).mean() >= 0.97
 
 
+@pytest.mark.slow
 def test_compare__outputs_agree(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(folder / name) for name in ("digits.onnx", "digits.int8.json")]
     data = str(folder / "held_out.npz")
@@ -273,6 +275,7 @@ def test_lint__pictures_and_their_classes(
     assert "There is no file of labels" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_sensitivity__its_configuration_is_what_quantize_takes(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ from tvm import relax, tirx
 import relayquant as rq
 from relayquant.base.packing import pack_codes
 from relayquant.codegen.grouped import lower_grouped
-from relayquant.codegen.kernels.isa.bf16 import has_bf16_tiles
+from relayquant.codegen.kernels.isa.select import has_bf16_tiles
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.ir.dialect import qnn
 from relayquant.ir.float_precision import BF16_ROWS_ATTR

@@ -37,7 +37,7 @@ HARD = np.array([[1, np.nan, np.inf, -np.inf], [0, 2, np.nan, 3]])
 OTHER = np.array([[1, 1, np.inf, np.inf], [np.nan, 1, np.nan, 4]])
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("width", [4, 16])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32"])
 @pytest.mark.parametrize("name", COMPARISONS)

@@ -103,6 +103,7 @@ def test_export_library__is_little_larger_than_the_weights(kind, folder):
     assert weights < size <= MOST_BYTES * weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_find_large_constants__has_those_that_are_expanded(kind, modules):
     lowered = rq.compile(modules[kind], "llvm -mcpu=cascadelake")._lowered
@@ -120,6 +121,7 @@ def test_library__expands_to_the_bits_in_memory(kind, folder):
         np.testing.assert_array_equal(library.run("main", [array])[0], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("script", [THREADS, FORK], ids=["threads", "fork"])
 def test_library__whoever_asks_first(script, kind, folder, tmp_path):

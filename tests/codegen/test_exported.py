@@ -103,6 +103,7 @@ def program(folder) -> Path:
     return compile_program(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2, 16])
 def test_exported__runs_without_python(folder, expected, program, threads):
     got = run_library([str(program)], folder, threads)

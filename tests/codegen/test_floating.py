@@ -14,8 +14,8 @@ import relayquant as rq
 from relayquant.codegen import floating
 from relayquant.codegen.expanded_weights import EXPAND_WEIGHTS
 from relayquant.codegen.floating import lower_float
-from relayquant.codegen.kernels.isa.bf16 import VECTORS_BF16, select_bf16
-from relayquant.codegen.kernels.isa.select import has_isa
+from relayquant.codegen.kernels.isa.bf16 import VECTORS_BF16
+from relayquant.codegen.kernels.isa.select import has_isa, select_bf16
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.layout import convert_layout
 from relayquant.codegen.schedule.schedule_pass import create_schedule_pass
@@ -99,6 +99,7 @@ def emit_residual_net(rng):
     return emit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("symbolic", [False, True])
 def test_lower_float__a_network_is_kernels_with_one_transpose(symbolic):
     rng = np.random.default_rng(1)
@@ -137,6 +138,7 @@ def test_lower_float__products_of_constant_weights_take_the_precision(symbolic):
     assert dtypes == ["uint16", "uint16", "float32", "float32"]
 
 
+@pytest.mark.slow
 def test_compile__bf16_between_products_keeps_the_bits(monkeypatch):
     """Rounding where a value is written is rounding where products read it, also through a pool."""
     if not has_isa(VECTORS_BF16, TARGET):
@@ -158,6 +160,7 @@ def test_compile__bf16_between_products_keeps_the_bits(monkeypatch):
     np.testing.assert_array_equal(narrow, wide)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("symbolic", [False, True])
 def test_compile__bf16_is_near_float32(symbolic):
     if not has_isa(VECTORS_BF16, TARGET):
@@ -175,12 +178,47 @@ def test_compile__bf16_is_near_float32(symbolic):
     assert 1e-5 < error < 2e-2  # 8 bits, and not 24
 
 
+def emit_gelu(bb, x):
+    """x (erf(x / sqrt 2) + 1) / 2, as exporters write it."""
+    bell = bb.emit(relax.op.divide(x, relax.const(2**0.5, "float32")))
+    bell = bb.emit(relax.op.erf(bell))
+    bell = bb.emit(relax.op.add(bell, relax.const(np.ones(1, "float32"))))
+    return bb.emit(relax.op.multiply(bb.emit(relax.op.multiply(x, bell)), relax.const(0.5)))
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_lower_float__functions_of_single_numbers_belong_to_a_product_of_bf16(is_read):
+    """A value that another kernel reads too is stored, so what follows is computed apart."""
+    rng = np.random.default_rng(3)
+    up, down = const(rng, 24, 96), const(rng, 96, 24)
+
+    def emit(bb, x):
+        y = bb.emit(relax.op.matmul(x, up))
+        y = bb.emit(relax.op.matmul(other := emit_gelu(bb, y), down))
+        last = bb.emit(relax.op.multiply(y, relax.const(0.125)))
+        if not is_read:
+            return last
+        other = bb.emit(relax.op.sum(bb.emit(relax.op.add(other, relax.const(1.0))), [2]))
+        return bb.emit(relax.Tuple([last, bb.emit(relax.op.sum(y, [2])), other]))
+
+    mod = make_module(emit, (2, 40, 24))
+    lowered = lower_float(mod, BF16, bf16=select_bf16(BF16))
+    found = list_operators(lowered)
+    kernels = ["bf16_conv2d", "bf16_conv2d"]
+    others = ["relax.multiply", "relax.add", "relax.sum", "relax.sum"]
+    assert found[:2] == kernels
+    assert sorted(found[2:]) == sorted(others if is_read else [])
+    first = next(call for call in list_calls(lowered) if op_name(call) == "relax.call_tir")
+    assert str(first.ty_args[0].dtype) == ("float32" if is_read else "uint16")
+
+
 def test_compile__bf16_needs_its_instructions():
     mod = make_module(emit_residual_net(np.random.default_rng(1)), (1, 3, 12, 12))
     with pytest.raises(rq.ConfigError, match="Sapphire Rapids"):
         rq.compile(mod, "llvm -mtriple=x86_64-linux-gnu -mcpu=haswell", precision="bf16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("symbolic", [False, True])
 def test_lower_float__transforms_for_whole_vectors_of_channels(symbolic):
     """Those of Winograd, with what follows the convolutions, also into a concatenation."""
@@ -241,6 +279,7 @@ def test_lower_float__a_sum_of_two_products_belongs_to_one():
     assert "relax.add" not in list_operators(lowered)
 
 
+@pytest.mark.slow
 def test_lower_float__transposed_convolutions_stay_in_the_layout_of_the_kernels():
     rng = np.random.default_rng(7)
     first, up, grouped = const(rng, 8, 3, 3, 3), const(rng, 8, 6, 2, 2), const(rng, 6, 2, 3, 3)
@@ -272,6 +311,7 @@ def test_lower_float__transposed_convolutions_stay_in_the_layout_of_the_kernels(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("symbolic", [False, True])
 def test_lower_float__products_are_written_into_a_concatenation(symbolic):
@@ -428,6 +468,7 @@ def run_attention(executor: rq.Executor, axes: list[int], rows: int, seen: int) 
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [[0, 1, 3, 2], [0, 2, 3, 1]])
 def test_lower_float__attention_of_any_length_has_kernels(axes):
     """Both products; the transposition of keys vanishes."""

@@ -265,6 +265,7 @@ def test_compile__a_result_of_other_code_is_checked():
         run(Mixed, place(np.zeros(SHAPE, "float32"), 0))
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_compile__kernels_of_a_network_check_nothing(convolutions):
     """Only what looks at the inputs can fail."""

@@ -161,6 +161,7 @@ def wide_residual(builder, x):
     return conv(builder, total, 32, 64, padding=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 def test_lower_integer__transforms_for_whole_vectors_of_channels(symbolic, monkeypatch):
     """Those of Winograd: the instruction set prefers them, and gets what numpy gets."""
@@ -181,6 +182,7 @@ def test_lower_integer__transforms_for_whole_vectors_of_channels(symbolic, monke
         np.testing.assert_array_equal(got, rq.reference.run(qmod, [x])[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 def test_lower_integer__attention_equals_numpy(symbolic):
     shape = (2, 7, 12)
@@ -212,6 +214,7 @@ def attention_of_heads(builder, x):
     return builder.emit(relax.op.matmul(scores, heads([0, 2, 1, 3])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 def test_lower_integer__values_of_heads_are_not_transposed(symbolic):
     shape = (2, 7, 12)
@@ -227,6 +230,7 @@ def test_lower_integer__values_of_heads_are_not_transposed(symbolic):
     np.testing.assert_array_equal(got, rq.reference.run(qmod, [x])[0])
 
 
+@pytest.mark.slow
 def test_lower_integer__dense_of_any_batch_and_length():
     batch, length = tvm.tirx.Var("n", "int64"), tvm.tirx.Var("length", "int64")
     x = relax.Var("x", relax.TensorType((batch, length, 12), "float32"))

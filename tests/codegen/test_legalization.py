@@ -81,6 +81,7 @@ def test_power__of_integers_by_integers(dtype):
     check_exactly(relax.op.power, expected, base, exponent)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("exponents", [[-1], [3, 0, 5], [2, -3, 1]])
 def test_power__of_integers_by_a_constant_array(exponents):

@@ -95,6 +95,7 @@ def conv1d_bias(emit, name: str, x: relax.Expr) -> relax.Var:
     return emit(name, op.add(conv, emit.constant(1, 4, 1)))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(20)
 @pytest.mark.parametrize("between", BETWEEN)
 def test_convert_layout__same_numbers(between):
@@ -105,6 +106,7 @@ def test_convert_layout__same_numbers(between):
     check_same_numbers(build_model(body, MAP), MAP)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("between", BETWEEN_1D)
 def test_convert_layout__same_numbers_of_sequences(between):
@@ -146,6 +148,7 @@ def test_convert_layout__scalars_beside_a_convolution(scalars, batch):
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_convert_layout__parameters_of_the_run_time_beside_a_convolution():
     mod = build_model(lambda emit, x: emit.dense("last", emit.conv_bias("first", x), 5), MAP)
     weight = rq.TensorConfig(rq.QSpec("int8"), rq.observers.MinMax())

@@ -117,6 +117,7 @@ print(loaded - before, read_peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_mapped__loading_copies_nothing_and_a_run_loads_what_it_reads(tmp_path):
     """A constant of 64 MB of which a run reads two rows of 64 kB; TVM's own form loads it four
     times.

@@ -133,6 +133,7 @@ def test_schedule_functions__a_product_keeps_its_rounding():
     np.testing.assert_array_equal(got, x * y + z)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 3])
 def test_schedule_functions__symbolic_batch(batch):
     n = tirx.Var("n", "int64")

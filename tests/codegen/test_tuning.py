@@ -52,6 +52,7 @@ def model():
     return build_model(body, (1, 16, 20, 20))
 
 
+@pytest.mark.slow
 def test_compile__tuned_is_bit_equal(tmp_path, last_is_fastest):
     mod = model()
     batches = draw_batches(mod, 2)
@@ -82,6 +83,7 @@ def test_open_tuner__takes_the_fastest_and_remembers_it(tmp_path, monkeypatch, a
         assert choose(LAYER, VNNI512, able) == listed[-1]
 
 
+@pytest.mark.slow
 def test_time_schedules__the_fastest(last_is_fastest):
     schedules = list_schedules(LAYER, ISA, False)
     assert len(schedules) > 2
@@ -89,6 +91,7 @@ def test_time_schedules__the_fastest(last_is_fastest):
     assert choose_plan(replace(LAYER, tile=schedules[-1].tile), ISA).tile == schedules[-1].tile
 
 
+@pytest.mark.slow
 def test_open_tuner__the_estimate_stays_where_nothing_is_faster(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "time_run", lambda _run: 1.0)
     monkeypatch.setattr(tuning, "SECONDS", 1e-9)

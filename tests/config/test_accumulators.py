@@ -122,6 +122,7 @@ def test_accumulator__every_form_is_exact(kind, seed, k, bits, overflow):
     np.testing.assert_array_equal(free, np.maximum(sums, 0) if kind == "conv" else sums)
 
 
+@pytest.mark.slow
 def test_accumulator__compiled_code_equals_numpy():
     text = "int12 wrap"
     backend = make_backend(text)

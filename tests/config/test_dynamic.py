@@ -183,6 +183,7 @@ def test_output_dtypes__a_dynamic_result_is_float():
         rq.prepare(chain_model(), None, qconfig_mapping=EVERYWHERE, output_dtypes={"c": "uint8"})
 
 
+@pytest.mark.slow
 def test_plan__a_dynamic_operator_neither_takes_nor_gives_integers():
     """a -> b (dynamic) -> c: the result of a stays float, c quantizes that of b for itself."""
     mapping = rq.QConfigMapping().set_global(X86.default_qconfig).set_module_name("b", DYNAMIC)
@@ -222,6 +223,7 @@ def test_realize__one_dense():
     assert float(dense.args[2].value.numpy()) == 0, "the kernel's zero point is a constant"
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("backend", "qconfig"),

@@ -198,6 +198,7 @@ def test_quantize__products_are_those_of_exact_arithmetic(spec):
             assert run(q, batch)[i, n] == pytest.approx(float(exact), rel=1e-5, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_quantize__compiles_beside_integer_operators(model):
     mapping = rq.QConfigMapping().set_global(X86.default_qconfig)
     mapping = mapping.set_module_name("down", group_weights(activation=ROWS))

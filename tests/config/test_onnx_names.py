@@ -59,6 +59,7 @@ def list_operators(mod) -> set[str]:
     return found
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ONNX_NAMES)
 def test_names__are_the_operators_that_models_are_read_as(name):
     inputs, call = CALLS[name]

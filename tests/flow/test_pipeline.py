@@ -76,6 +76,7 @@ def test_quantize__fully_integral_and_equal_to_numpy(backend):
     assert_close(mod, qmod, data[0])
 
 
+@pytest.mark.slow
 def test_quantize__several_inputs_and_outputs():
     mod = two_inputs_model()
     data = draw_batches(mod, 3)
@@ -130,6 +131,7 @@ def test_quantize__bad_data(make, message):
         rq.quantize(mod, None, make(batch["x"]))
 
 
+@pytest.mark.slow
 def test_quantize__a_larger_batch_than_at_calibration():
     def body(emit, x):
         a = emit("a", op.nn.relu(emit.conv_bias("a.b", x)))
@@ -197,6 +199,7 @@ def test_compile__plain_tvm_gives_the_same_integers():
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_steps__equal_quantize():
     mod = residual_model()
     data = draw_batches(mod, 2)
@@ -268,6 +271,7 @@ def test_quantize__unknown_backend():
         rq.quantize(mod, None, draw_batches(mod, 1), backend="x68")
 
 
+@pytest.mark.slow
 @settings(
     max_examples=count_examples(140, 12),
     deadline=None,

@@ -49,7 +49,7 @@ BEYOND, INSIDE = (
 )
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("op", POOLS)
 def test_pool__equals_onnx_runtime(op, seed):
@@ -128,6 +128,7 @@ def name_windows(case):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(12)
 @with_integers
 @pytest.mark.parametrize("first", range(4))
@@ -153,6 +154,7 @@ def test_integer_average__is_the_nearest_to_onnx_runtime(dtype, first):
             assert np.abs(got - wanted).max() <= 0.5 + 5e-3, f"{case} {form}"
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @with_integers
 def test_integer_maximum__equals_onnx_runtime(dtype):
@@ -173,6 +175,7 @@ def test_integer_maximum__equals_onnx_runtime(dtype):
                 np.testing.assert_array_equal(got, wanted, err_msg=f"{case} {form}")
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", SEEDS[:6])
 @pytest.mark.parametrize("op", ["AveragePool", "MaxPool"])

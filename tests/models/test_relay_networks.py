@@ -35,6 +35,7 @@ def quantize_case(case, count=4):
     return qmod, qmod["main"].params[0].name, (1, *case.samples.shape[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_network__is_what_every_release_accepts(name, request, shared_data):

@@ -49,6 +49,7 @@ def test_lay_out__parts_and_nothing():
     assert lay_out(0, []).boxes == ()
 
 
+@pytest.mark.slow
 def test_lay_out__a_deep_network():
     """Deeper than Python calls itself."""
     count = 1100

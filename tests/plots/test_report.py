@@ -83,6 +83,7 @@ def test_report__ids_are_unique_and_labels_lead_somewhere(elements):
             assert attributes["href"][1:] in ids
 
 
+@pytest.mark.slow
 def test_report__values_are_those_of_the_analysis(elements, report, hostile):
     mod, batches = hostile
     rows = {row["name"]: row for row in json.loads(elements.scripts[0])}
@@ -255,6 +256,7 @@ def test_find_sources__what_only_the_integer_module_has_stands_behind_its_input(
     assert sources[names.index("out")] == (names.index("first"),)
 
 
+@pytest.mark.slow
 def test_make_report__compiles_for_this_machine_once(hostile, monkeypatch):
     """What is timed, looked into and scored is one executable of each model."""
     mod, batches = hostile

@@ -184,6 +184,7 @@ def test_page__the_chart_is_sorted_and_says_which_operator_it_is(page, report):
     assert texts(page, "#chart .link") == [row.label for row in rows.values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 390])
 def test_page__fits_its_window(page, width):
     page.execute_cdp_cmd(

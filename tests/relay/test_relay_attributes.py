@@ -27,6 +27,7 @@ REFUSED_OF = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", VARIED)
 def test_attributes__are_written_or_refused(name):
     builder, values, mod, _ = build_models(name)

@@ -34,6 +34,7 @@ DUMPS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", DUMPS)
 def test_dump__recorded_output(name):
     stem = name.split(".")[0]
@@ -110,6 +111,7 @@ def test_params__beside_the_model():
 PARTIAL = ("log", "rsqrt", "sqrt")
 
 
+@pytest.mark.slow
 def test_fq2i__before_and_after():
     """110 small modules: fake-quantized within one step, integer exactly."""
     with np.load(WRITTEN_BY_TVM / "fq2i/io.npz") as data:

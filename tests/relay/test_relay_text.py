@@ -270,6 +270,7 @@ def test_recursion__refused():
         from_text(text)
 
 
+@pytest.mark.slow
 def test_inlining__that_explodes_is_refused():
     calls = "".join(
         f"def @f{i}(%x: float32) {{ %0 = @f{i - 1}(%x); @f{i - 1}(%0) }}\n" for i in range(1, 40)

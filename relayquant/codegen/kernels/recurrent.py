@@ -67,7 +67,7 @@ class Recurrence:
         clip: Bound of the operands of the first two activations, 0 for none.
         is_reversed: Whether the last step is computed first.
         linear_before_reset: Of a GRU.
-        input_forget: Of an LSTM.
+        input_forget, cell_clip: Of an LSTM.
         given: Names of the optional operands that there are.
     """
 
@@ -81,6 +81,7 @@ class Recurrence:
     is_reversed: bool
     linear_before_reset: bool
     input_forget: bool
+    cell_clip: float
     given: tuple[str, ...]
 
     @property
@@ -488,6 +489,9 @@ class SampleEmitter:
             forget = self.apply(0, look(forget, 2, cell))
         new = self.apply(1, new)
         cell = hold(fence(forget * cell, LANES) + fence(entry * new, LANES))
+        if self.spec.cell_clip:
+            bound = constant("float32", self.spec.cell_clip, LANES)
+            cell = hold(T.max(T.min(cell, bound), -bound))
         store_vector(self.states[1], cell, j, LANES)
         value = self.apply(0, look(exit_, 1, cell)) * self.apply(2, cell)
         store_vector(self.states[0], value, j, LANES)

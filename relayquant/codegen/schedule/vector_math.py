@@ -18,6 +18,13 @@ from tvm import tirx
 from tvm.ir import Call, IRModule
 from tvm.target import Target
 
+from relayquant.codegen.kernels.floating.curve import (
+    ERF_DENOMINATOR,
+    ERF_LIMIT,
+    ERF_NUMERATOR,
+    clamp,
+    horner,
+)
 from relayquant.codegen.kernels.isa.base import Expr
 
 #: e^r on -ln(2)/2 .. ln(2)/2 is 1 + r + r^2 * P(r): Cephes, expf.c (Moshier 1989).
@@ -53,25 +60,6 @@ TANH_DENOMINATOR = (
     4.89352518554385e-03,
 )
 
-#: erf(x) is x * P(x^2) / Q(x^2) up to the limit: Eigen, perf.
-ERF_LIMIT = 4.0
-ERF_NUMERATOR = (
-    -2.72614225801306e-10,
-    2.77068142495902e-08,
-    -2.10102402082508e-06,
-    -5.69250639462346e-05,
-    -7.34990630326855e-04,
-    -2.95459980854025e-03,
-    -1.60960333262415e-02,
-)
-ERF_DENOMINATOR = (
-    -1.45660718464996e-05,
-    -2.13374055278905e-04,
-    -1.68282697438203e-03,
-    -7.37332916720468e-03,
-    -1.42647390514189e-02,
-)
-
 
 def number(value: float) -> Expr:
     return tirx.FloatImm("float32", value)
@@ -81,22 +69,6 @@ def bind(value: Expr, make: Callable[[tirx.Var], Expr]) -> Expr:
     """Build `make(value)` with `value` computed once."""
     var = tirx.Var("t", str(value.ty))
     return tirx.Let(var, value, make(var))
-
-
-def horner(x: Expr, coefficients: Sequence[float]) -> Expr:
-    """Build the polynomial with these coefficients, highest power first."""
-    result = number(coefficients[0])
-    for coefficient in coefficients[1:]:
-        result = result * x + number(coefficient)
-    return result
-
-
-def clamp(x: Expr, low: float, high: float) -> Expr:
-    """Clamp x to the bounds.
-
-    NaN stays, since its comparisons are false (`isnan` is not vectorized).
-    """
-    return tirx.Select(x < number(low), number(low), tirx.Select(x > number(high), number(high), x))
 
 
 def round_even(x: Expr) -> Expr:

@@ -14,15 +14,23 @@ from onnx import NodeProto
 from tvm import relax
 from tvm.ir import Call
 
+from relayquant.errors import ModelError
 from relayquant.formats.writers.onnx_builder import OnnxBuilder, read_affine
 from relayquant.ir.dialect.qnn.recurrent import CELLS, is_left_out
 from relayquant.ir.rewrite.graph import call_name, tensor_dtype
 
 
 def write_recurrent(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Write one node, and the concatenation of its results."""
+    """Write one node, and the concatenation of its results. ModelError if the cell is clipped."""
     kind = call_name(call).removeprefix("relax.qnn.")
     cell, name, attrs = CELLS[kind], var.name, call.attrs
+    if getattr(attrs, "cell_clip", 0.0):
+        raise ModelError(
+            f"export_onnx: {name!r} clips its cell at {float(attrs.cell_clip):g}, which ONNX's "
+            "LSTM cannot do. Write the model with relayquant.save_module, or remove the clip "
+            "before the conversion to TFLite.",
+            code="RQ203",
+        )
     data, weight, scale, *others = call.args
     given = {
         each: builder.tensor(operand, name)

@@ -18,7 +18,7 @@ from relayquant.ir.rewrite import Match, Pattern, Skip
 from relayquant.ir.rewrite.graph import tensor_dtype
 
 #: Attributes that only one operator has.
-OWN_ATTRIBUTES = {"lstm": ("input_forget",), "gru": ("linear_before_reset",), "rnn": ()}
+OWN_ATTRIBUTES = {"lstm": ("input_forget", "cell_clip"), "gru": ("linear_before_reset",), "rnn": ()}
 
 
 def unit_axis(match: Match) -> int:

@@ -274,6 +274,7 @@ def sample(request, tmp_path):
     return request.param, path, path.read_bytes()
 
 
+@pytest.mark.sample(3)
 def test_file__damaged(sample):
     seeds = range(FEW // SLOW.get(sample[0], 1))
     refused = sum(check_damaged(*sample, seed) for seed in seeds)

@@ -39,6 +39,8 @@ class MemoryTiles(Tiles):
         with T.grid(rows, size) as (r, i):
             T.buffer_store(memory, buffer[at + r * distance + i], [r * size + i])
 
+    stream = load
+
     def store(self, tile, buffer, at, distance):
         memory, rows, size = self.view(tile, buffer.dtype)
         with T.grid(rows, size) as (r, i):

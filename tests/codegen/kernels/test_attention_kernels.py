@@ -154,6 +154,7 @@ def test_attention__as_pytorch(rows, window):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "instructions", "scalar"),
     [

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 import tvm
 from convolutions import conv2d_accumulators
 from drawing import count_examples
@@ -24,6 +25,8 @@ from tvm.target import Target
 from relayquant.codegen.kernels.emit import build_kernel, load_vector, store_vector
 from relayquant.codegen.kernels.floating.bf16 import (
     Bf16Conv2d,
+    Bf16Plan,
+    Bf16TiledPlan,
     list_bf16_plans,
     make_bf16_conv2d,
     pack_bf16,
@@ -32,21 +35,24 @@ from relayquant.codegen.kernels.floating.bf16 import (
     read_bf16_dense,
 )
 from relayquant.codegen.kernels.floating.conv import FloatConv2d, make_conv2d, pack_conv2d
+from relayquant.codegen.kernels.floating.curve import Curve, CurveStep, Operation
 from relayquant.codegen.kernels.floating.gemm import FloatDense
-from relayquant.codegen.kernels.floating.stored import Stored
+from relayquant.codegen.kernels.floating.stored import Stored, widen_bits
 from relayquant.codegen.kernels.floating.tile import FloatEpilogue, FloatIsa, choose_float_isa
 from relayquant.codegen.kernels.integer.pool import MaxPool2d, PoolWindow, build_max_pool2d
 from relayquant.codegen.kernels.integer.specs import Conv2d
+from relayquant.codegen.kernels.integer.tiled_plan import TileRows
+from relayquant.codegen.kernels.isa.arm_bf16 import BFDOT, BFMMLA, ArmBf16Isa, BfmmlaIsa
 from relayquant.codegen.kernels.isa.bf16 import (
     TILES_BF16,
     VECTORS_BF16,
     Bf16Isa,
+    X86Bf16Isa,
     round_integers,
     round_to_bf16,
-    select_bf16,
 )
 from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS, NO_UNIT, MatrixUnit
-from relayquant.codegen.kernels.isa.select import has_isa
+from relayquant.codegen.kernels.isa.select import has_isa, select_bf16
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.errors import ConfigError
 
@@ -55,7 +61,7 @@ TOLERANCE = 2e-6
 
 
 @dataclass(frozen=True)
-class PlainBf16(Bf16Isa):
+class PlainBf16(X86Bf16Isa):
     """The same in ordinary vector arithmetic."""
 
     @property
@@ -76,9 +82,45 @@ class PlainBf16(Bf16Isa):
         return acc
 
 
+@dataclass(frozen=True)
+class PlainBfdot(ArmBf16Isa):
+    """bfdot in ordinary vector arithmetic."""
+
+    @property
+    def code(self) -> str:
+        return "; nothing"
+
+    def round(self, value, lanes):
+        return round_integers(value, lanes)
+
+    def multiply(self, acc, a, b):
+        for i in range(2):
+            acc = acc + pick(a, range(i, 8, 2)) * pick(b, range(i, 8, 2))
+        return acc
+
+
+@dataclass(frozen=True)
+class PlainBfmmla(PlainBfdot, BfmmlaIsa):
+    """bfmmla in ordinary vector arithmetic."""
+
+    def multiply(self, acc, a, b):
+        for i in range(4):
+            pixels, channels = (i, i, i + 4, i + 4), (i, i + 4, i, i + 4)
+            acc = acc + pick(a, pixels) * pick(b, channels)
+        return acc
+
+
+def pick(bits, order):
+    """Lanes of a vector of bfloat16, as float32."""
+    return widen_bits(T.Shuffle([bits], [T.int32(i) for i in order]), 4)
+
+
+def copy_fields(isa: Bf16Isa) -> dict:
+    return {name: getattr(isa, name) for name in type(isa).__dataclass_fields__}
+
+
 def as_plain(unit: MatrixUnit) -> Bf16Isa:
-    own = {name: getattr(VECTORS_BF16, name) for name in VECTORS_BF16.__dataclass_fields__}
-    return PlainBf16(**{**own, "unit": unit})
+    return PlainBf16(**{**copy_fields(VECTORS_BF16), "unit": unit})
 
 
 ISAS = {
@@ -87,6 +129,15 @@ ISAS = {
     "emulated tiles": as_plain(MemoryUnit(None)),
     "emulated vectors": as_plain(NO_UNIT),
     "refused": as_plain(MatrixUnit(Refusal("refuse", ""))),
+    # Matrix products wherever they can be, and single pixels.
+    "emulated bfmmla": PlainBfmmla(
+        **{
+            **copy_fields(BFMMLA),
+            "single": PlainBfdot(**copy_fields(BFDOT)),
+            "word_cost": -1e9,
+        }
+    ),
+    "emulated bfdot": PlainBfdot(**copy_fields(BFDOT)),
 }
 every_isa = pytest.mark.parametrize("isa", ISAS.values(), ids=ISAS)
 #: A CPU with AVX512 and the instructions of tiles, which are not executed after a refusal.
@@ -96,6 +147,8 @@ WITH_TILES = Target({"kind": "llvm", "mcpu": "cascadelake", "mattr": ["+amx-tile
 def find_target(isa: Bf16Isa) -> Target:
     """A target for the kernels of `isa`; skips if this machine cannot run them."""
     host = resolve_target(None)
+    if isinstance(isa, PlainBfdot):
+        return host
     if isinstance(isa, PlainBf16):
         if isa.unit is ISAS["refused"].unit:
             if not has_isa(replace(VECTORS_BF16, features=("avx512vnni",)), host):
@@ -216,6 +269,7 @@ def draw_specs(draw):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @every_isa
 @settings(max_examples=count_examples(60, 6), deadline=None, derandomize=True)
@@ -232,6 +286,72 @@ def test_make_bf16_conv2d__dense_layers(isa):
         spec = read_bf16_dense(FloatDense(shape, outputs, FloatEpilogue(bias=True)))
         assert spec is not None
         check_conv2d(spec, isa)
+
+
+@pytest.mark.parametrize("dtype", ["float32", BF16_BITS])
+@every_isa
+def test_make_bf16_conv2d__packed_pixels(isa, dtype):
+    """40 rows are three tiles of 14, of which the last is moved back."""
+    spec = read_bf16_dense(FloatDense((40, 128), 48, FloatEpilogue(bias=True)))
+    assert spec is not None
+    spec = replace(spec, conv=replace(spec.conv, stored=Stored(data=dtype)))
+    packed = [plan for plan in list_bf16_plans(spec, isa) if is_packed(plan)]
+    assert len(packed) == (isa.unit is not None)
+    for plan in packed:
+        check_conv2d(spec, isa, 0, plan)
+
+
+def is_packed(plan: Bf16Plan) -> bool:
+    return isinstance(plan, Bf16TiledPlan) and plan.rows is TileRows.PACKED
+
+
+def test_plan_bf16__packs_float32_rows_that_many_panels_read():
+    """Rows in bfloat16 stay where they are; the weights of both plans are the same."""
+    for rows, inner, outputs, wanted in (
+        (128, 768, 768, True),
+        (49, 768, 768, False),
+        (128, 512, 768, False),
+        (128, 768, 256, False),
+        (128, 770, 768, False),
+    ):
+        spec = read_bf16_dense(FloatDense((rows, inner), outputs, FloatEpilogue()))
+        assert spec is not None
+        plan = plan_bf16(spec, TILES_BF16)
+        assert is_packed(plan) == wanted
+        stored = plan.with_stored(Stored(data=BF16_BITS))
+        assert not is_packed(stored)
+        assert not stored.needs_copy or inner == 770
+        assert (stored.tile, stored.weight_size) == (plan.tile, plan.weight_size)
+
+
+GELU = Curve(
+    (
+        CurveStep(Operation.DIVIDE, (0, 2**0.5)),
+        CurveStep(Operation.ERF, (1,)),
+        CurveStep(Operation.ADD, (2, 1.0)),
+        CurveStep(Operation.MULTIPLY, (0, 3)),
+        CurveStep(Operation.MULTIPLY, (4, 0.5)),
+    )
+)
+
+
+@every_isa
+def test_make_bf16_conv2d__gelu_behind_the_sum(isa):
+    """The function of torch, also of sums beyond the ends of the polynomial, and of NaN."""
+    conv = FloatConv2d(1, 1, 33, 40, 48, (1, 1), epilogue=FloatEpilogue(bias=True))
+    x, w, bias = draw_operands(conv, 0)
+    bias = bias * 8
+    bias[5] = np.nan
+    results = []
+    for curve in (None, GELU):
+        spec = read_bf16_conv2d(replace(conv, epilogue=replace(conv.epilogue, curve=curve)))
+        run = compile_kernel(make_bf16_conv2d(spec, isa), find_target(isa))
+        y = tvm.runtime.tensor(np.zeros(spec.out_shape, "float32"))
+        run(*map(tvm.runtime.tensor, (x, *pack_bf16(w, bias, spec, isa))), y)
+        results.append(y.numpy())
+    assert abs(results[0][..., :5]).max() > 4 * 2**0.5
+    wanted = torch.nn.functional.gelu(torch.from_numpy(results[0]).double()).numpy()
+    np.testing.assert_allclose(results[1], wanted, rtol=1e-6, atol=5e-6)
 
 
 def check_stored(make, operands: list[np.ndarray], out_shape, target: Target) -> None:
@@ -322,6 +442,7 @@ def compile_assembly(isa: Bf16Isa, mcpu: str) -> str:
     return tvm.compile(module, target=target).mod.inspect_source("asm")
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_make_bf16_conv2d__instructions_of_tiles():
     text = compile_assembly(TILES_BF16, "sapphirerapids")
@@ -351,9 +472,15 @@ def test_select_bf16__by_the_target(mcpu, isa):
     assert select_bf16(target) is isa
 
 
+@pytest.mark.parametrize("mcpu", ["neoverse-v1", "neoverse-n2", "cortex-a710", "apple-m2"])
+def test_select_bf16__of_arm(mcpu):
+    target = {"kind": "llvm", "mcpu": mcpu, "mtriple": "aarch64-linux-gnu"}
+    assert select_bf16(resolve_target(target)) is BFMMLA
+
+
 @pytest.mark.parametrize("triple", ["x86_64-linux-gnu", "aarch64-linux-gnu"])
 def test_select_bf16__a_target_without_names_those_that_have_it(triple):
-    with pytest.raises(ConfigError, match="Sapphire Rapids") as raised:
+    with pytest.raises(ConfigError, match=r"Sapphire Rapids.*Neoverse V1") as raised:
         select_bf16(resolve_target({"kind": "llvm", "mtriple": triple}))
     assert raised.value.code == "RQ102"
 

@@ -126,13 +126,14 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("case", CASES)
 @every_isa_in_samples
 def test_build_conv2d__equals_numpy(isa, case):
     check_conv2d(CASES[case], isa, runnable_target(isa))
 
 
+@pytest.mark.slow
 def test_build_conv2d__large_enough_for_threads_and_panel_order():
     for spec in (
         Conv2d(1, 30, 30, 64, 96, (3, 3), padding=(1, 1, 1, 1), in_zero_point=9),
@@ -171,6 +172,7 @@ def conv2d_specs(draw):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=count_examples(40), deadline=None, derandomize=True)
 @given(spec=conv2d_specs(), seed=st.integers(0, 1000))
 def test_build_conv2d__drawn_specs(spec, seed):

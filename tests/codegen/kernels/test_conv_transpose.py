@@ -31,7 +31,7 @@ CASES = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("case", CASES)
 @every_isa_in_samples
 def test_build_conv2d_transpose__equals_numpy(isa, case):

@@ -84,7 +84,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("case", CASES)
 @every_isa_in_samples
 def test_build_depthwise__equals_numpy(isa, case):

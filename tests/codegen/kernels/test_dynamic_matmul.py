@@ -82,7 +82,7 @@ def test_build_dynamic_matmul__sums_beyond_int32():
     assert len(np.unique(got)) > 3
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     "isa",

@@ -47,6 +47,7 @@ from relayquant.codegen.kernels.floating.tile import (
     choose_panels,
     choose_rows,
 )
+from relayquant.codegen.kernels.isa.caches import Caches, find_caches
 
 FEW = settings(
     max_examples=count_examples(12),
@@ -70,7 +71,7 @@ def check_conv2d(spec: FloatConv2d, isa: FloatIsa, symbolic: bool = False) -> No
     check(run_kernel(make_conv2d(made, isa), x, packed, *operands, out), expected)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
     "spec",
@@ -138,14 +139,18 @@ def test_make_conv2d__large_weights_are_read_once_for_all_pixels():
     check_conv2d(spec, HOST)
 
 
-@pytest.mark.parametrize("isa", [*ISAS, FloatIsa(4, 24)], ids=lambda isa: str(isa))
+@pytest.mark.parametrize(
+    "isa",
+    [*ISAS, FloatIsa(4, 24), FloatIsa(16, 28, caches=Caches(set_lines=12))],
+    ids=lambda isa: str(isa),
+)
 @pytest.mark.parametrize("inner", [512, 768, 1000, 1024, 2048, 3072])
 def test_choose_panels__no_set_of_the_cache_gets_more_lines_than_it_has(isa, inner):
-    """8 lines of a set stay, on every CPU; the weights and results of a tile need one, too."""
+    """The weights and results of a tile need a line of each set, too."""
     isa, panels = choose_panels(256, None, isa, inner)
     rows = choose_rows(None, panels.most_rows)
     sets = {row * inner * 4 % 4096 // 64 for row in range(rows)}
-    assert rows <= 7 * len(sets)
+    assert rows <= (isa.caches.set_lines - 1) * len(sets)
     assert rows * panels.blocks <= isa.accumulators
 
 
@@ -156,7 +161,7 @@ def test_pack_conv2d__follows_the_panels_of_rows_in_one_set():
         FloatConv2d(1, 4, 4, 512, 64, (3, 3), padding=(1, 1, 1, 1), epilogue=FULL),
     ):
         panels = plan_conv2d(spec, HOST)[1]
-        assert HOST.accumulators < 24 or (panels.blocks > 2 and panels.most_rows < 8)
+        assert HOST.accumulators < 24 or panels.most_rows < HOST.caches.set_lines
         check_conv2d(spec, HOST)
 
 
@@ -242,7 +247,7 @@ def test_make_conv2d_transpose__follows_onnx(spec, isa):
     check(run_kernel(make_conv2d_transpose(spec, isa), x, packed, *operands, out), expected)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("rows", [1, 2, 5, 14, 29, None])
 @pytest.mark.parametrize(("inner", "outputs"), [(1, 1), (7, 3), (33, 40), (16, 129)])
@@ -366,6 +371,22 @@ def test_panels__cover_every_channel_inside_the_buffer(channels, blocks):
 def test_choose_float_isa__asks_the_target(cpu, lanes):
     target = Target({"kind": "llvm", "mcpu": cpu, "mtriple": "x86_64-linux-gnu"})
     assert choose_float_isa(target).lanes == lanes
+
+
+@pytest.mark.parametrize(
+    ("cpu", "set_lines", "near_bytes"),
+    [
+        ("cascadelake", 8, 1 << 20),
+        ("icelake-server", 12, 5 << 18),
+        ("sapphirerapids", 12, 2 << 20),
+        ("znver4", 8, 1 << 20),
+        ("znver5", 12, 1 << 20),
+    ],
+)
+def test_find_caches__of_the_target(cpu, set_lines, near_bytes):
+    """The sizes are those of the makers' manuals."""
+    target = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": cpu})
+    assert find_caches(target) == Caches(set_lines, near_bytes)
 
 
 def test_choose_float_isa__arm():

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from tvm import tirx
 
 from relayquant.codegen.kernels.floating.conv import FloatConv2d, make_conv2d, pack_conv2d
-from relayquant.codegen.kernels.floating.tile import FloatEpilogue
+from relayquant.codegen.kernels.floating.tile import FloatEpilogue, FloatIsa
 from relayquant.codegen.kernels.floating.winograd import (
     FloatWinogradPlan,
     make_winograd,
     pack_winograd,
     prefers_winograd,
 )
+from relayquant.codegen.kernels.isa.caches import Caches
 
 SAME = (1, 1, 1, 1)
 LAYER = FloatConv2d(1, 28, 28, 64, 64, (3, 3), padding=SAME, epilogue=FULL)
@@ -52,11 +53,20 @@ def check_winograd(spec: FloatConv2d, isa=HOST, symbolic: bool = False) -> None:
     assert np.isnan(others).all()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("isa", ISAS, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_make_winograd__follows_numpy(name, isa):
     check_winograd(CASES[name], isa)
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_make_winograd__parts_share_transformed_activations(symbolic):
+    """If the last-level cache is slow: weights are then read once, by one part."""
+    far = FloatIsa(16, 28, caches=Caches(far_bytes=3))
+    spec = FloatConv2d(2, 13, 14, 48, 80, (3, 3), padding=SAME, epilogue=FULL)
+    assert FloatWinogradPlan(spec, far).is_common
+    check_winograd(spec, far, symbolic)
 
 
 @pytest.mark.parametrize("name", ["images", "chunks of several sizes"])

@@ -183,6 +183,7 @@ def test_plan__float_rows_wide_differences_and_small_groups_stay_on_vectors():
         assert plan_grouped(spec, AMX).unit is None
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.parametrize("group_size", [pytest.param(32, marks=pytest.mark.slow), 128])
 def test_grouped_dense__tile_instructions_of_a_group(group_size):

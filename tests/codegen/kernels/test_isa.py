@@ -147,6 +147,7 @@ def compile_assembly(kernels: list[tvm.tirx.PrimFunc], target: Target) -> str:
     return tvm.compile(module, target=target).mod.inspect_source("asm")
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("mcpu", EXPECTED)

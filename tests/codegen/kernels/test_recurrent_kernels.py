@@ -18,13 +18,13 @@ from relayquant.ir.dialect.qnn.recurrent import CELLS
 from relayquant.ir.reference import qnn
 
 ACTIVATIONS = {"lstm": ("sigmoid", "tanh", "tanh"), "gru": ("sigmoid", "tanh"), "rnn": ("tanh",)}
-OWN = {"lstm": ("input_forget",), "gru": ("linear_before_reset",), "rnn": ()}
+OWN = {"lstm": ("input_forget", "cell_clip"), "gru": ("linear_before_reset",), "rnn": ()}
 ABSENT = {"lengths": 2**31 - 1}
 
 #: cell, steps, samples, units, settings: units that fill no vector, one, and several with a rest
 CASES = [
     ("lstm", 3, 2, 7, {"given": CELLS["lstm"].optional}),
-    ("lstm", 4, 1, 32, {"is_reversed": True, "clip": 0.5}),
+    ("lstm", 4, 1, 32, {"is_reversed": True, "clip": 0.5, "cell_clip": 0.3}),
     ("lstm", 2, 3, 37, {"input_forget": True, "activations": ("tanh", "relu", "sigmoid")}),
     ("gru", 3, 3, 20, {"given": CELLS["gru"].optional, "linear_before_reset": True}),
     ("gru", 3, 2, 16, {"given": ("lengths",), "is_reversed": True, "clip": 0.3}),
@@ -39,6 +39,7 @@ def make_spec(cell, steps, batch, units, settings, is_integer=True):
         "is_reversed": False,
         "linear_before_reset": False,
         "input_forget": False,
+        "cell_clip": 0.0,
         "given": (),
         **settings,
     }

@@ -60,6 +60,7 @@ def all_row_counts(spec: Dense, isa: Isa) -> list[tuple[int, ...]]:
     return [(rows,) for rows in range(2 * plan_rows(spec, isa).full.spec.width + 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @every_isa
 def test_build_dense_rows__every_number_of_rows(isa):
@@ -85,6 +86,7 @@ def test_build_dense_rows__every_kind_of_layer(name):
     Layer(spec, isa).check(*all_row_counts(spec, isa), (1500,))
 
 
+@pytest.mark.slow
 def test_build_dense_rows__several_symbolic_extents():
     spec = Dense(0, 24, 20)
     Layer(spec, best_isa(), (None, 3, None)).check((1, 3, 1), (2, 3, 11), (0, 3, 5), (50, 3, 50))

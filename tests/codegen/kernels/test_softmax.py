@@ -84,6 +84,7 @@ def test_softmax__where_the_exponent_is_at_a_tie(isa):
     np.testing.assert_array_equal(run(Softmax(x.shape, 1), target, x), softmax_along(x, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("width", [1, 2, 7, 16, 31, 32, 33, 64, 98, 1500])
 def test_softmax__of_every_width(width):

@@ -177,6 +177,7 @@ def test_name_cpu__differs_where_code_does(monkeypatch):
     assert name(HostCpu("rocketlake", SAPPHIRE)) == name(HostCpu("rocketlake", SAPPHIRE | {"sgx"}))
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 @on_x86
 def test_compile__names_no_instruction_on_request():

@@ -75,6 +75,7 @@ def draw_specs(draw):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", [AMX, EMULATED, REFUSED], ids=["unit", "emulated", "refused"])
 @settings(max_examples=count_examples(60, 6), deadline=None, derandomize=True)
 @given(spec=draw_specs(), choice=st.integers(0, 1000))
@@ -102,6 +103,7 @@ def test_build_planned__every_kind_of_rows(isa, rows, block, dtype):
 FIRST = Conv2d(2, 11, 20, 3, 32, (7, 5), (2, 2), (3, 1, 2, 0), in_zero_point=7)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("isa", [AMX, EMULATED, REFUSED], ids=["unit", "emulated", "refused"])
 @pytest.mark.parametrize(
     ("channels", "kernel", "width"), [(3, (7, 5), 20), (1, (2, 3), 20), (8, (3, 4), 6)]
@@ -199,6 +201,39 @@ def test_build_conv2d__tile_instructions_of_a_block(rows):
     assert count["syscall"] == 1
 
 
+@pytest.mark.parametrize(
+    ("pixels", "inner", "outputs", "kernel", "streamed"),
+    [
+        (128, 512, 64, 1, (False, False)),  # operands of a block fit the first-level cache
+        (128, 1024, 64, 1, (True, False)),  # a panel of 32 KB is read by four blocks
+        (49, 1024, 64, 1, (False, True)),  # by two
+        (128, 1536, 64, 1, (False, True)),  # a panel is larger than the cache
+        (128, 1536, 2048, 1, (False, False)),  # the next panels are in the last-level cache
+        (128, 128, 64, 3, (False, False)),  # taps read activations again
+        (128, 256, 64, 3, (False, True)),
+        (128, 256, 1024, 3, (False, True)),
+    ],
+)
+def test_streamed__leaves_the_first_cache_to_what_is_read_again(
+    pixels, inner, outputs, kernel, streamed
+):
+    spec = Conv2d(1, kernel, pixels + kernel - 1, inner, outputs, (kernel, kernel))
+    (plan,) = [
+        plan
+        for plan in list_plans(replace(spec, tile=Tile(2, 16, 2)), AMX)
+        if plan.rows in (TileRows.MATRIX, TileRows.LINES)
+    ]
+    assert plan.streamed == streamed
+
+
+@pytest.mark.optimized
+def test_build_conv2d__streams_the_operand_that_is_read_once():
+    spec = Conv2d(1, 1, 128, 1024, 64, (1, 1), tile=Tile(2, 16, 2))
+    text = compile_assembly(spec, AMX)
+    count = {name: len(re.findall(rf"\t{name}\b", text)) for name in ("tdpbusd", "tileloaddt1")}
+    assert count["tileloaddt1"] == count["tdpbusd"] // 2 > 0
+
+
 #: Runs a library in a process whose signal stack is too small for the state of the tiles.
 REFUSED_PROCESS = """
 import ctypes, sys
@@ -223,6 +258,7 @@ print("granted" if granted.value >> 18 & 1 else "refused")
 """
 
 
+@pytest.mark.slow
 def test_permission__a_process_that_may_not_use_tiles_computes_the_same(tmp_path):
     """As on a CPU without tiles, no tile instruction is executed: it would end the process."""
     runnable_target(VNNI512)
@@ -244,6 +280,7 @@ def test_permission__a_process_that_may_not_use_tiles_computes_the_same(tmp_path
     np.testing.assert_array_equal(np.load(paths[-1]), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", [AMX, EMULATED, REFUSED], ids=["unit", "emulated", "refused"])
 def test_build_planned__threads_without_a_block(isa):
     """Threads share a loop over two blocks. One block is no loop, and nothing to share."""

@@ -76,7 +76,7 @@ ON_ZEN4 = replace(VNNI512, timing=ZEN4)
 every_x86_in_samples = take_samples(X86_ISAS)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("timing", [COMMON, ZEN4], ids=["common", "zen4"])
 @pytest.mark.parametrize("name", CASES)
 @every_x86_in_samples
@@ -85,6 +85,7 @@ def test_winograd__equals_the_direct_form(name, isa, timing):
     check_conv2d(CASES[name], isa, runnable_target(isa), 0, build_winograd, pack_winograd)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ["chunks of several sizes", "batch 2, chunks in parts"])
 @every_x86_in_samples
@@ -96,6 +97,7 @@ def test_winograd__of_every_tile_that_is_timed(name, isa):
         check_conv2d(spec, isa, runnable_target(isa), 0, build_winograd, pack_winograd)
 
 
+@pytest.mark.slow
 @given(
     size=st.tuples(st.integers(4, 21), st.integers(4, 21)),
     channels=st.tuples(st.integers(1, 5), st.integers(1, 5)),
@@ -114,7 +116,7 @@ def test_winograd__of_any_size(size, channels, padding, dtype, seed):
     check_conv2d(spec, isa, runnable_target(isa), seed, build_winograd, pack_winograd)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("largest", [True, False])
 @pytest.mark.parametrize("signs", ["same", "by point"])
 @pytest.mark.parametrize("zero_point", [0, 128])

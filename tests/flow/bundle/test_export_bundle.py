@@ -229,6 +229,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_library__refuses_a_folder_that_is_not_as_it_was_written(damage, copied):
     change, told = DAMAGES[damage]

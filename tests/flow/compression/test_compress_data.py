@@ -99,6 +99,7 @@ def test_data__what_it_does_not_reach_is_rounded_without_it():
     assert rq.ledger(q).choices["weights"].endswith("by data; 1 weight without data")
 
 
+@pytest.mark.slow
 def test_data__is_worked_on_by_threads_some_batches_at_once(llama, monkeypatch):
     """Texts of different lengths: the same bits on any number of threads, the same weights as one
     text at a time but for the order of sums, and no product that nothing reads.

@@ -129,6 +129,7 @@ def test_packed__is_the_same_as_plain(packed):
             tvm.ir.assert_structural_equal(mod[name], plain[name])
 
 
+@pytest.mark.slow
 def test_packed__refuses_values_in_another_order(packed):
     """Files sort names: what is taken by place has to be what the functions call it."""
     mod, params = packed

@@ -58,6 +58,7 @@ def put_in_order(path, target):
     return target
 
 
+@pytest.mark.slow
 def test_stories__a_proper_file_is_sure_of_its_text(shared_data, tmp_path):
     """The mean entropy of the next token, in the text of the likeliest tokens behind token 1, is
     0.44 nats, of the copy as it is 2.30: a matrix that is read out of its place shows.

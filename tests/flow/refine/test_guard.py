@@ -85,6 +85,7 @@ def test_guard__silent_on_a_good_model(digits):
     assert rq.ledger(guarded).rows == rq.ledger(qmod).rows
 
 
+@pytest.mark.slow
 def test_guard__puts_back_what_breaks_the_outputs(digits, mended):
     qmod, caught = mended
     seen = rq.ledger(qmod).guard
@@ -590,6 +591,7 @@ def test_guard__wrong_validation_is_an_error_before_calibration(digits):
         )
 
 
+@pytest.mark.slow
 def test_guard__prefers_samples_that_nothing_was_tuned_on(digits):
     mod, params, _ = digits
     images = np.concatenate(load_digits().calibration)
@@ -613,6 +615,7 @@ def test_guard__prefers_samples_that_nothing_was_tuned_on(digits):
     assert "weights or ranges were tuned on 10 of them" in str(seen)
 
 
+@pytest.mark.slow
 def test_guard__what_was_mended_is_measured_on_more_samples(digits):
     mod, params, _ = digits
     images = np.concatenate(load_digits().calibration)[:64]

@@ -101,6 +101,7 @@ def test_load__names_the_wrong_key(tmp_path):
         rq.load_prepared(other)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(9)
 @pytest.mark.parametrize(
     "observer", [rq.observers.MinMax(), rq.observers.MSE(), rq.observers.AverageMax()]
@@ -133,6 +134,7 @@ def test_merge__what_does_not_belong_together():
         rq.merge_statistics(parallel, prepare(rq.observers.MSE()))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("observer", [rq.observers.MinMax(), rq.observers.RelativeMSE()])
 def test_replace__another_spec_keeps_the_rest(observer):
@@ -158,6 +160,7 @@ def test_replace__another_observer_asks_for_data():
     np.testing.assert_allclose(edited.parameters["deep"].scale, 3 / 255, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_replace__weights_are_picked_at_once():
     prepared = rq.calibrate(prepare(rq.observers.MinMax()), DATA)
     spec = prepared.plan.group("stem:weight").info.spec

@@ -146,6 +146,7 @@ def test_search_state__other_data_or_metric_is_an_error(tmp_path):
         again.check_basis({"validation data": "b", "scores of the float model": "1"})
 
 
+@pytest.mark.slow
 def test_search__goes_on_only_with_the_same_data_and_metric(digits, tmp_path):
     mod, params, data = digits
     path = tmp_path / "search.json"
@@ -241,6 +242,7 @@ def test_quantize__metric_and_promised_integers_exclude_each_other(digits, promi
         rq.quantize(mod, params, data, metric=relative_error, **promise)
 
 
+@pytest.mark.slow
 def test_search__bound_out_of_reach_gives_all_in_float(digits):
     mod, params, data = digits
     found = run_search(mod, params, data, relative_error, effort="fast", max_drop=1e-5)

@@ -68,6 +68,7 @@ def watch(integer: Mapping[str, float], float_: Mapping[str, float]) -> Stopwatc
 EQUAL = dict.fromkeys(NAMES, 10.0)
 
 
+@pytest.mark.slow
 def test_keep_faster__what_gains_more_than_its_conversions(calibrated):
     prepared, qmod, data = calibrated
     integer = {**EQUAL, "block1/relu": 30.0}

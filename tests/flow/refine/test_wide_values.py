@@ -77,6 +77,7 @@ def test_quantize__magnitudes_stay_in_float_and_the_ledger_says_why(model, effor
     assert decibels(real, got) > 30
 
 
+@pytest.mark.slow
 def test_quantize__asked_for_by_type_stays_on_integers(model):
     mod, data = model
     qconfig = rq.get_backend_config().default_qconfig

@@ -58,6 +58,7 @@ def build_doubled(b):
     return relax.op.add(x, x)
 
 
+@pytest.mark.slow
 def test_own_pattern__right():
     report = check_pattern(doubled_op(2.0), build_doubled)
     assert report.examples == 3

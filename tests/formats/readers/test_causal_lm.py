@@ -185,6 +185,7 @@ def test_options__out_of_range(folder):
         rq.load("m.onnx", causal_lm=FLOAT)
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(
     ("config", "message"),
     [

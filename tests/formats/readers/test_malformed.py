@@ -72,6 +72,7 @@ def test_onnx__truncated_anywhere(tmp_path):
     assert errors == len(cuts)
 
 
+@pytest.mark.slow
 def test_tflite__random_bytes(tmp_path, shared_data):
     pytest.importorskip("tflite")
     data = shared_data("kws_dscnn_int8_reference.tflite").read_bytes()

@@ -191,6 +191,7 @@ LSTM_FORMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("form", LSTM_FORMS, ids=str)
 def test_dynamic_quantize_lstm__in_every_form(form):

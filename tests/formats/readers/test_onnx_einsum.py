@@ -130,7 +130,7 @@ def wide_model(model: onnx.ModelProto) -> onnx.ModelProto:
     return wide
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("equation", EQUATIONS)
 def test_einsum__of_every_form(equation):
     shapes = EQUATIONS[equation]

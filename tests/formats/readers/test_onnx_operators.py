@@ -188,6 +188,7 @@ def test_foreign_operator__is_none_of_onnx(domain, name):
         import_onnx(model)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("mode", ["constant", "edge", "reflect", "wrap"])
 @pytest.mark.parametrize("dtype", ["float32", "int32"])
@@ -238,6 +239,7 @@ def test_split__of_the_run_time():
             np.testing.assert_array_equal(have, want)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 @pytest.mark.parametrize("is_constant", [False, True])

@@ -189,6 +189,7 @@ def test_matmul_integer__of_two_values():
     np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("zero", [(), (4,), (4, 1), (2, 4, 1), (1, 4, 1)], ids=str)
 @pytest.mark.parametrize("is_constant", [True, False], ids=["weight", "value"])
 @pytest.mark.parametrize("kind", ["int8", "uint8"])

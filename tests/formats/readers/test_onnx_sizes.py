@@ -154,7 +154,7 @@ def make_case(nodes, inputs):
     return make_model(nodes, inputs, 17, weights)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", CASES)
 def test_sizes__as_onnx_runtime(name):
     compiled = Compiled(make_case(CASES[name], {"x": INPUT}))
@@ -233,6 +233,7 @@ def test_scatter_elements__fewer_indices_than_symbolic_data(axis, shape, reducti
     Compiled(make_model([scatter], inputs, 18)).check({"x": data, "i": index, "u": updates})
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("end", [2**31 - 1, 2**31, 2**63 - 1])
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 @pytest.mark.parametrize("opset", [9, 18])

@@ -352,7 +352,7 @@ def names_of(rows) -> list[str]:
     return [f"{at}-{row.op}" for at, row in enumerate(rows)]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(18)
 @pytest.mark.parametrize("row", ROWS, ids=names_of(ROWS))
 def test_versions__as_the_reference_evaluator(row):
     check(row, SAMPLES)

@@ -23,6 +23,7 @@ def lower_file(path):
     return qmod, Counter(graph.op_name(b.var).removeprefix("relax.") for b in graph.bindings)
 
 
+@pytest.mark.slow
 def test_dscnn__has_the_interpreters_accuracy(shared_data):
     qmod, operators = lower_file(shared_data("kws_dscnn_int8_reference.tflite"))
     assert operators["qnn.conv2d"] == 9

@@ -218,6 +218,7 @@ def test_symbolic_sizes__computed_otherwise_are_refused(tmp_path):
         rq.export_onnx(build_model(body, ("n", 6)), tmp_path / "m.onnx")
 
 
+@pytest.mark.slow
 def test_round_trip__reads_back_to_the_same_integers(tmp_path):
     reference, qmod, batch = quantize_steps(residual_model())
     mod, _ = rq.load(rq.export_onnx(reference, tmp_path / "m.onnx"))

@@ -28,6 +28,7 @@ def draw_weight(rng, rows, features, bits, group_size, zeros, dtype="float32"):
 ZEROS = {2: True, 3: True, 4: False, 8: "float32"}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("bits", CODE_BITS)
 @pytest.mark.parametrize("kind", ["float32", "int8", "int8 with scales of groups"])
 def test_grouped_dense__loop_nest_is_as_numpy(bits, kind):

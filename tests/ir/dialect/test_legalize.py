@@ -160,6 +160,7 @@ def test_requantize__int8_from_every_narrow_dtype():
         np.testing.assert_array_equal(got, finish(t, -4, "int8"))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("rounding", "arithmetic"), LEGACY)
 def test_requantize__relay_modes(rounding, arithmetic):
@@ -194,6 +195,7 @@ def test_requantize__even_in_fixed_point():
         np.testing.assert_array_equal(got, [-2, -2, 0, 0, 2, 2])
 
 
+@pytest.mark.slow
 def test_requantize__tiny_multiplier_gives_the_zero_point():
     data = np.array([-(2**31), -1, 0, 1, 2**31 - 1], "int32")
     for rounding, arithmetic in LEGACY:
@@ -213,6 +215,7 @@ def test_requantize__tiny_multiplier_gives_the_zero_point():
 CODES = {1: (-128, 127), 2: (0, 255), 4: (-8, 7), 5: (-32768, 32767), 6: (-127, 127), 7: (0, 65535)}
 
 
+@pytest.mark.slow
 def test_simulated_quantize__codes():
     """One compiled graph serves all codes, also one per channel."""
     x = RNG.standard_normal((4, 6)).astype("float32") * 30
@@ -312,6 +315,7 @@ def test_mul__default():
     np.testing.assert_array_equal(got, finish(t, 100, "uint8"))
 
 
+@pytest.mark.slow
 def test_mul__channels_on_two_axes():
     lhs, rhs = INT8[0, :, :, :3], INT8[1, :, :, :3]
     right_scales = f32([0.3, 0.2, 0.5])
@@ -377,6 +381,7 @@ def test_leaky_relu__default(alpha):
     np.testing.assert_array_equal(got, finish(centred * m, -20, "int8"))
 
 
+@pytest.mark.slow
 def test_prelu__slopes_of_channels():
     """Single constants, arrays and variables; below 0, above 1 and not the last axis."""
     data, slopes = np.stack([INT8] * 4), np.array([-1.5, 0, 0.1, 2], "float32")
@@ -388,6 +393,7 @@ def test_prelu__slopes_of_channels():
     np.testing.assert_array_equal(got, finish(centred * m, -20, "int8"))
 
 
+@pytest.mark.slow
 def test_leaky_relu__relay_mode():
     modes = {"rounding": Rounding.UPWARD, "compute_dtype": Arithmetic.INT64}
     got = run_constant_and_variable(

@@ -233,6 +233,7 @@ def test_mean(axes, keepdims):
     np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arithmetic", list(Arithmetic))
 def test_mean__symbolic_count(arithmetic):
     """The count is known at run time only; the result is that of a fixed shape."""

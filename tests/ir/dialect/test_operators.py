@@ -275,6 +275,7 @@ def test_register_operators__one_row_is_enough():
     assert str(relax.BlockBuilder().normalize(call).ty.dtype) == "int8"
 
 
+@pytest.mark.slow
 def test_import__dialect_alone_compiles_a_saved_module(tmp_path):
     path = tmp_path / "module.json"
     path.write_text(tvm.ir.save_json(make_example("conv2d")))

@@ -144,6 +144,7 @@ def test_other_convolutions(name):
     assert isinstance(Graph(qmod).bindings[-1].var, relax.Var)
 
 
+@pytest.mark.slow
 def test_products__whichever_factor_is_constant_or_a_vector():
     """All of numpy's matmul but stacks of constants."""
     rng = np.random.default_rng(0)

@@ -266,6 +266,7 @@ def test_groups__keep_the_loop_nest_of_64_bits():
     assert rq.verify(integer, {"x": x}).is_equal
 
 
+@pytest.mark.slow
 def test_dynamic__sums_that_int32_does_not_hold():
     count = 140_000
     weight = rq.TensorConfig(

@@ -409,6 +409,7 @@ def test_golden__numpy(op, golden):
     assert find_differences(cases, [run_numpy(case.steps) for case in cases]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.sample(16)
 @pytest.mark.parametrize("op", OPERATORS)
 def test_golden__compiled(op, golden):

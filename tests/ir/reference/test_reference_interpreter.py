@@ -45,7 +45,7 @@ def check(make: Any, *arrays: np.ndarray, rtol: float = 2e-5, atol: float = 2e-6
         np.testing.assert_allclose(mine, compiled, rtol=rtol, atol=atol)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(18)
 @pytest.mark.parametrize("name", CASES)
 def test_operator__equals_compiled(name):
     check(CASES[name][0], *CASES[name][1:])

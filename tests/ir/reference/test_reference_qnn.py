@@ -73,6 +73,7 @@ def requantize_exact(x, s_in, z_in, s_out, z_out, dtype, rounding, arithmetic):
     return min(max(whole, low), high)
 
 
+@pytest.mark.slow
 @given(
     x=st.integers(-(2**20), 2**20) | st.integers(-300, 300),
     s_in=SCALES,

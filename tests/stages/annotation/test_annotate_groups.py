@@ -169,6 +169,7 @@ def test_group__in_topological_order():
     assert all(group.constant is not None for group in plan.weights)
 
 
+@pytest.mark.slow
 def test_group__two_specifications_of_one_value():
     """int8 for one consumer, uint8 for the other: two groups, the second converts the first."""
 

@@ -70,6 +70,7 @@ def prepare(mod, **options) -> rq.PreparedModel:
     return rq.prepare(mod, None, qconfig_mapping=rq.QConfigMapping().set_global(config), **options)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("bias", BIASES)
 @pytest.mark.parametrize("kind", LINEAR)
 def test_prepare__every_fitted_operator_has_a_bias_per_channel(kind: str, bias: str) -> None:
@@ -239,6 +240,7 @@ def test_add_biases__reader_of_two_sums_is_planned_anew(shared_first: bool) -> N
     assert prepared.plan.to_dict() == again.to_dict()
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(draw_models(), st.data())
 def test_add_biases__plan_is_that_of_the_changed_module(mod: tvm.IRModule, data) -> None:

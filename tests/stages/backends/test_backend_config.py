@@ -313,6 +313,7 @@ def test_backend__own_bias_is_on_its_grid():
     np.testing.assert_allclose(steps, np.rint(steps), atol=0.05)
 
 
+@pytest.mark.slow
 def test_observation__shared_with_input():
     """The backend says that a mean keeps the grid of its input; the model runs so."""
     rows = tuple(
@@ -350,6 +351,7 @@ def gate_model() -> tvm.IRModule:
     return build_model(body, MAP)
 
 
+@pytest.mark.slow
 def test_observation__fixed_parameters_whatever_the_data():
     mod = gate_model()
     data = draw_batches(mod, 3)
@@ -402,6 +404,7 @@ SAME = replace(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "groups"), [(GENERIC, ("first",)), (SAME, ("first", "first:int16"))]
 )
@@ -441,6 +444,7 @@ def test_mixed__requantize_between_dtypes_and_none_twice(backend, groups):
     assert np.abs(want - got).max() < 0.05 * np.abs(want).max()
 
 
+@pytest.mark.slow
 def test_mixed__float_operator_between():
     mapping = rq.QConfigMapping().set_global(CONFIG).set_module_name("two", None)
     mod = residual_model()
@@ -562,6 +566,7 @@ def product_model(kind: str) -> tvm.IRModule:
     return build_model(body, MAP)
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(
     ("kind", "scheme", "reason"),
     [

@@ -48,12 +48,14 @@ def test_quantize__weights_are_small_and_the_ledger_says_so(quantized):
     assert all(row.quantized for row in ledger.rows)
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.parametrize("cpu", CPUS)
 def test_compile__adds_in_int16_where_that_is_fastest(quantized, cpu):
     assert ("pmaddubsw" in read_assembly(quantized[0], cpu)) == CPUS[cpu]
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_compile__weights_of_8_bits_never_are_added_in_int16():
     mod = residual_model()
@@ -61,6 +63,7 @@ def test_compile__weights_of_8_bits_never_are_added_in_int16():
     assert "pmaddubsw" not in read_assembly(qmod, "haswell")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cpu", ["haswell", "skylake-avx512"])
 def test_verify__bits_are_those_of_numpy(quantized, cpu):
     if platform.machine().lower() not in ("x86_64", "amd64"):

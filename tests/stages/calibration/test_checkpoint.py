@@ -78,6 +78,7 @@ def calibrate(prepared, tmp_path):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "options",
@@ -368,6 +369,7 @@ def test_checkpoint__what_a_kill_left_half_written_is_no_hindrance(calibrate, tm
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_checkpoint__survives_a_kill_in_its_removal(calibrate, tmp_path, monkeypatch):
     """Stopped before the first deletion, before the second, ...: each time it goes on."""
     want, path = calibrate(), tmp_path / "checkpoint"
@@ -407,6 +409,7 @@ def test_checkpoint__files_of_others_stay(calibrate, stopped):
     assert [path.name for path in stopped.iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["checkpoint.json", "data.json", "steps/0"])
 @pytest.mark.parametrize("text", ["", "[]", '{"a": 1}'])
 def test_checkpoint__damage_is_reported(calibrate, stopped, name, text):

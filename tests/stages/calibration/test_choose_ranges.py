@@ -189,6 +189,7 @@ def test_calibrate__the_operand_of_a_function_is_clipped_where_that_is_flat(has_
         assert -3.5 < found <= -2.5
 
 
+@pytest.mark.slow
 def test_quantize__rare_outputs_are_not_worse_than_with_minmax_and_the_ledger_says_why():
     mod, data, other = two_heads(), draw_rare(128), [np.concatenate(draw_rare(64, seed=1))]
     guard = rq.config.Guard.OFF
@@ -223,6 +224,7 @@ def test_calibrate__an_observer_that_the_user_names_is_taken_as_it_is():
     assert prepared.observers["a"] == RELATIVE  # in this order there are no outputs to look at
 
 
+@pytest.mark.slow
 def test_calibrate__the_choice_is_the_same_however_the_run_is_cut(tmp_path, monkeypatch):
     mod, data = two_heads(), draw_rare(64)
     found = []

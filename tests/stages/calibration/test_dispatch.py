@@ -187,6 +187,7 @@ def test_silence__processes_are_killed_so_that_the_pool_can_be_left(tmp_path):
             os.kill(process.pid, 0)
 
 
+@pytest.mark.slow
 def test_interrupt__leaves_nothing_in_the_executor(tmp_path):
     """Ctrl-C while workers are waited for."""
     main = threading.main_thread().ident

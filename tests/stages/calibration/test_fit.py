@@ -315,6 +315,7 @@ def test_fit_operator__parts_of_the_outputs_give_what_all_at_once_do(
         assert np.allclose(getattr(found[0], name), getattr(found[1], name), atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [INT8, INT4_TENSOR], ids=["int8", "int4 tensor"])
 def test_fit_operator__memory_of_a_wide_layer_is_that_of_its_weights(
     spec: QSpec, monkeypatch: pytest.MonkeyPatch

@@ -64,6 +64,7 @@ def output_sqnr(mod: tvm.IRModule, quantized: tvm.IRModule) -> float:
     return float(10 * np.log10(signal / noise))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("effort", ["fast", "balanced", "best"])
 def test_quantize__compiled_equals_numpy(effort: str) -> None:
@@ -82,6 +83,7 @@ def weight_config(granularity: rq.config.Granularity, limit: int) -> rq.QConfigM
     return rq.QConfigMapping().set_global(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("granularity", "limit", "gain"),
     [(rq.config.Granularity.PER_CHANNEL, 7, 3.0), (rq.config.Granularity.PER_TENSOR, 127, 3.0)],

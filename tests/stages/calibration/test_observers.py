@@ -374,6 +374,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("info", [AFFINE, SYMMETRIC], ids=["affine", "symmetric"])
 @pytest.mark.parametrize("bins", [2048, 8192])
@@ -414,6 +415,7 @@ def kl_by_definition(counts, zero, threshold, levels):
     return float(stats.entropy(true[used], np.maximum(approximate, 1e-12)))
 
 
+@pytest.mark.slow
 def test_kl__near_brute_force_over_all_thresholds():
     data = np.random.default_rng(1).standard_t(4, 60_000)
     data = np.concatenate([data, -data])

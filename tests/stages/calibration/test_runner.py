@@ -122,6 +122,7 @@ def test_calibrate__again_replaces_what_was_picked():
     assert first.parameters["x"].scale == scale
 
 
+@pytest.mark.slow
 def test_calibrate__two_threads_one_prepared_model(tmp_path):
     """Each gets what it would get alone, bit for bit: nothing of it is shared but what is read."""
     mod = small_model()

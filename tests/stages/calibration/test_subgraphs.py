@@ -125,6 +125,7 @@ def test_split__input_that_is_observed_needs_no_function():
     assert first.outputs == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", rq.config.Order)
 def test_calibrate__values_that_no_input_changes(order, monkeypatch):
     """A position embedding, say, of operators that are not computed before."""

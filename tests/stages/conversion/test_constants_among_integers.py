@@ -134,7 +134,7 @@ def test_quantized_file__in_every_range(name, value, grid):
     check_quantized_file(name, value, grid, is_followed=False)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("value", [1.234, 100.0])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_calibrated_model__has_the_constants_in_its_ranges(name, value):

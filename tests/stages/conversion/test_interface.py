@@ -32,6 +32,7 @@ def to_real(value, array):
     return numpy_qnn.dequantize(array, value.qparams.scale, value.qparams.zero_point)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("feed", ["uint8", "int8"])
 @pytest.mark.parametrize("back", ["uint8", "int8", None])
@@ -92,6 +93,7 @@ def test_has_scale__the_integers_mean_the_same_numbers(scale, zero, interface):
     assert has_scale(inner, outer) == means_the_same
 
 
+@pytest.mark.slow
 def test_interface__several_outputs_and_float_readers():
     """An input that a float operator reads too, and an output that stays float."""
 

@@ -82,6 +82,7 @@ def test_stages_agree__on_small_models(model, least, backend):
     assert check_agreement(mod, data, data[0], backend=backend) >= least
 
 
+@pytest.mark.slow
 def test_stages_agree__resnet20(shared_data):
     mod, params = rq.load(shared_data("resnet20_cifar10.onnx"))
     images = np.load(shared_data("cifar10_unlabelled_1000.npz"))["x"][:24]
@@ -134,6 +135,7 @@ def test_reference_of_another_backend__says_so():
         rq.lower(reference, empty)
 
 
+@pytest.mark.slow
 def test_lower__a_prepared_model_knows_its_backend():
     mod = residual_model()
     given = {}

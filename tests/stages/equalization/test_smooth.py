@@ -205,6 +205,7 @@ def post_norm(emit: Chain, x: relax.Expr) -> relax.Expr:
     return emit("sum2", op.add(norm, emit.dense("f2", hidden, WIDTH)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("block", "backend"), [(transformer, "x86"), (post_norm, "arm")])
 def test_model_type__a_transformer_loses_less_to_8_bits(block, backend) -> None:
     mod = build_model(block, (2, TOKENS, WIDTH))

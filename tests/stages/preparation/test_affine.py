@@ -98,6 +98,7 @@ def test_batch_norm_behind_bias__folded(check_prepared):
     check_prepared(Before, Expected)
 
 
+@pytest.mark.slow
 def test_batch_norm_behind_pad__shift_stays_behind(check_prepared, check_same_numbers):
     bias = const(BIAS.reshape(NCHW))
     scaled_bias = const((BIAS * SCALE).reshape(NCHW))
@@ -175,6 +176,7 @@ def test_subtract_from_constant__negates(check_same_numbers):
     assert ops == ["relax.nn.conv2d", "relax.add"]
 
 
+@pytest.mark.slow
 def test_batch_norm_alone__multiply_add(check_prepared, check_same_numbers):
     scale, shift = const(SCALE.reshape(NCHW)), const(SHIFT.reshape(NCHW))
 
@@ -595,6 +597,7 @@ def test_unfit_batch_norm__declined(broken, check_prepared):
         assert ops == ["relax.nn.conv2d", "relax.nn.batch_norm", "item"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["before", "after"])
 def test_batch_norm_behind_pad__channels_that_are_added_are_no_channels_of_the_conv(
     side, check_same_numbers

@@ -316,6 +316,7 @@ def test_bias_behind_a_transpose__stays_where_it_is_none_per_unit(check_prepared
     check_prepared(Before, Before)
 
 
+@pytest.mark.slow
 def test_vectors__are_matrices_of_one_column_or_row(check_prepared, check_same_numbers):
     column = relax.const(B.value.numpy().reshape(4, 1))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
@@ -99,6 +100,7 @@ def test_pad_used_twice__stays(check_prepared):
     check_prepared(Before, Before)
 
 
+@pytest.mark.slow
 def test_pad_before_avg_pool__counts_pads(check_prepared, check_same_numbers):
     @I.ir_module
     class Before:

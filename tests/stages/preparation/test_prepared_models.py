@@ -58,6 +58,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("name", MODELS)
 def test_real_model__same_answer_as_onnxruntime(name, shared_data):

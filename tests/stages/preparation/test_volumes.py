@@ -216,6 +216,7 @@ def evaluate(node: onnx.NodeProto, x: np.ndarray, **constants: np.ndarray):
 several, numbers = st.tuples, st.integers
 
 
+@pytest.mark.slow
 @given(
     groups=st.sampled_from([1, 1, 2]),
     kernel=several(*[numbers(1, 3)] * 3),

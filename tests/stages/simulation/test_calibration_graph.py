@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from float_models import MAP, build_model, draw_batches, residual_model
 from stage_values import run_simulated
 from tvm import relax
@@ -64,6 +65,7 @@ def test_graph__passes_through_in_float():
         np.testing.assert_array_equal(values[out], expected[0])
 
 
+@pytest.mark.slow
 def test_graph__compiled_once_serves_different_scales():
     canonical, plan, graph = make(conv_model())
     (inputs,) = draw_batches(canonical, 1)

@@ -29,15 +29,17 @@ from relayquant.codegen.kernels.emit import (
     store_vector,
 )
 from relayquant.codegen.kernels.floating.bf16 import (
-    FLOATS,
     Bf16Plan,
+    Bf16TiledPlan,
+    choose_bf16_vectors,
+    emit_bf16_products,
     emit_rounded_image,
 )
 from relayquant.codegen.kernels.floating.conv import FloatConv2d
+from relayquant.codegen.kernels.floating.curve import Curve
 from relayquant.codegen.kernels.floating.gemm import FloatMatmul
-from relayquant.codegen.kernels.floating.tile import static
-from relayquant.codegen.kernels.integer.operands import Operands, Placement
-from relayquant.codegen.kernels.integer.tiled import emit_tiled
+from relayquant.codegen.kernels.floating.tile import FloatEpilogue, static
+from relayquant.codegen.kernels.integer.operands import Operands
 from relayquant.codegen.kernels.integer.tiled_plan import TileRows
 from relayquant.codegen.kernels.isa.base import Buffer, Expr
 from relayquant.codegen.kernels.isa.bf16 import Bf16Isa
@@ -49,8 +51,8 @@ FEWEST_ROWS = 8
 
 @dataclass(frozen=True)
 class Bf16Matmul:
-    """x (*batch, M, K) times w (*batch, K, N). With `is_batched` the first extent is 1, and any
-    number is taken.
+    """x (*batch, M, K) times w (*batch, K, N), then a curve. With `is_batched` the first extent is
+    1, and any number is taken.
     """
 
     batch: tuple[int, ...]
@@ -58,11 +60,20 @@ class Bf16Matmul:
     inner: int
     outputs: int
     is_batched: bool = False
+    curve: Curve | None = None
 
     @property
     def conv(self) -> FloatConv2d:
         """The product as a 1x1 convolution over lines of M pixels."""
-        return FloatConv2d(prod(self.batch), 1, self.rows, self.inner, self.outputs, (1, 1))
+        return FloatConv2d(
+            prod(self.batch),
+            1,
+            self.rows,
+            self.inner,
+            self.outputs,
+            (1, 1),
+            epilogue=FloatEpilogue(curve=self.curve),
+        )
 
 
 def read_bf16_matmul(spec: FloatMatmul, isa: Bf16Isa) -> Bf16Matmul | None:
@@ -82,7 +93,7 @@ def read_bf16_matmul(spec: FloatMatmul, isa: Bf16Isa) -> Bf16Matmul | None:
 
 def make_bf16_matmul(spec: Bf16Matmul, isa: Bf16Isa, name: str = "bf16_batch_matmul") -> PrimFunc:
     """Make PrimFunc(x, w, y), float32, for `call_tir`."""
-    plan = Bf16Plan(spec.conv, isa, weights_per_image=True, rows=TileRows.MATRIX)
+    plan = plan_bf16_matmul(spec, isa)
 
     def body() -> None:
         x, w, y = declare_arguments(
@@ -94,9 +105,7 @@ def make_bf16_matmul(spec: Bf16Matmul, isa: Bf16Isa, name: str = "bf16_batch_mat
         threads = prod(spec.batch) * spec.rows * spec.inner * spec.outputs >= PARALLEL_THRESHOLD
         image = emit_rounded_image(plan, x)
         weight, bias = emit_packed_weights(plan, w, threads)
-        place = Placement((0, 0), plan.pixel_grid[1:], (1, 1), (0, 0), 0, 0)
-        operands = Operands(image.data, weight, bias, None, None, y)
-        emit_tiled(plan, image, operands, threads, place, FLOATS)
+        emit_bf16_products(plan, image, Operands(image.data, weight, bias, None, None, y), threads)
 
     if not spec.is_batched:
         return build_kernel(name, body)
@@ -104,12 +113,20 @@ def make_bf16_matmul(spec: Bf16Matmul, isa: Bf16Isa, name: str = "bf16_batch_mat
         return build_kernel(name, body)
 
 
+def plan_bf16_matmul(spec: Bf16Matmul, isa: Bf16Isa) -> Bf16Plan:
+    """Choose the plan of a product."""
+    if isa.unit is None:
+        return choose_bf16_vectors(spec.conv, isa, weights_per_image=True)
+    return Bf16TiledPlan(spec.conv, isa, weights_per_image=True, rows=TileRows.MATRIX)
+
+
 def emit_packed_weights(plan: Bf16Plan, w: Buffer, threads: bool) -> tuple[Buffer, Buffer]:
     """Emit (packed weights, a bias of zeros) of every image in workspaces.
 
-    A word has the weights of two rows of w. Words behind the last row are zero.
+    A word has the weights of `Isa.products` rows of w. What is behind the last row is zero.
     """
     isa, lanes, blocks = plan.isa, plan.isa.lanes, plan.tile.blocks
+    products = isa.products
     batch, inner, outputs = plan.spec.batch, plan.spec.in_channels, plan.spec.out_channels
     weight = alloc_workspace(batch * plan.weight_size, BF16_BITS)
     bias = alloc_workspace(batch * plan.channel_size, "float32")
@@ -127,17 +144,17 @@ def emit_packed_weights(plan: Bf16Plan, w: Buffer, threads: bool) -> tuple[Buffe
         def load_row(row: Expr) -> Expr:
             return isa.round(load_vector(w, (n * inner + row) * outputs + channel, lanes), lanes)
 
-        def store_pair(word: Expr, low: Expr, high: Expr) -> None:
-            order = [T.int32(lane + i * lanes) for lane in range(lanes) for i in range(2)]
+        def store_word(word: Expr, rows: int) -> None:
+            """Store a word with this many rows of w."""
+            values = [load_row(word * products + i) for i in range(rows)]
+            values += [constant(BF16_BITS, 0, lanes)] * (products - rows)
+            order = [T.int32(lane + i * lanes) for lane in range(lanes) for i in range(products)]
             at = (first + plan.number_vector(word, block)) * isa.weight_vector
-            store_vector(weight, T.Shuffle([low, high], order), at, isa.weight_vector)
+            store_vector(weight, T.Shuffle(values, order), at, isa.weight_vector)
 
-        zero = constant(BF16_BITS, 0, lanes)
-        pairs = inner // 2
-        with T.serial(pairs) as word:
-            store_pair(word, load_row(word * 2), load_row(word * 2 + 1))
-        if inner % 2:
-            store_pair(T.int32(pairs), load_row(T.int32(inner - 1)), zero)
-        for word in range(-(-inner // 2), plan.words):
-            store_pair(T.int32(word), zero, zero)
+        whole, rest = divmod(inner, products)
+        with T.serial(whole) as word:
+            store_word(word, products)
+        for word in range(whole, plan.words):
+            store_word(T.int32(word), rest if word == whole else 0)
     return weight, bias

@@ -27,6 +27,7 @@ from relayquant.codegen.kernels.emit import (
     broadcast,
     build_kernel,
     emit_vector_loop,
+    import_code,
     load_vector,
     store_vector,
 )
@@ -40,8 +41,10 @@ from relayquant.codegen.kernels.floating.gemm import (
 )
 from relayquant.codegen.kernels.floating.stored import Stored, load_floats
 from relayquant.codegen.kernels.floating.tile import (
+    FLOAT_BYTES,
     PARALLEL_MACS,
     RESIDENT_WEIGHTS,
+    Ahead,
     Buffer,
     Expr,
     FloatEpilogue,
@@ -49,9 +52,12 @@ from relayquant.codegen.kernels.floating.tile import (
     Panels,
     choose_panels,
     declare_arguments,
+    emit_panels,
     emit_tile,
+    prefers_panels,
     static,
 )
+from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS
 
 #: A depthwise multiply-add takes about as long as this many dense ones.
 DEPTHWISE_COST = 8
@@ -290,7 +296,14 @@ def emit_tiles(
     whole_height, whole_width = placement.size
     pitch = spec.epilogue.pitch(spec.out_channels)
 
-    def tile(n: Expr, row: Expr, col: Expr, group: Expr, first: Expr, starts: list[Expr]) -> None:
+    def tile(
+        pixel: tuple[Expr, Expr, Expr],
+        group: Expr,
+        first: Expr,
+        starts: list[Expr],
+        ahead: Ahead | None = None,
+    ) -> None:
+        n, row, col = pixel
         oy = row * rows if oh % rows == 0 else T.min(row * rows, oh - rows)
         ox = col * cols if ow % cols == 0 else T.min(col * cols, ow - cols)
         blocks = len(starts)
@@ -305,6 +318,8 @@ def emit_tiles(
         def reduce(step: Callable[[Expr, Callable[[int], Expr]], None]) -> None:
             with T.grid(kh, kw * inner // run, run) as (ky, kx, k):
                 index = (ky * (kw * inner // run) + kx) * run + k
+                if ahead is not None:
+                    ahead.fetch(weight, index)
                 step(
                     (ky * (dh * width) + kx * dw) * channels + k,
                     lambda b: base + (index * blocks + b) * lanes,
@@ -324,31 +339,40 @@ def emit_tiles(
             touch=touch_results(y, residual, spec.epilogue, targets, absolute),
         )
 
-    def all_panels(n: Expr, row: Expr, col: Expr, group: Expr) -> None:
-        if panels.full:
-            with T.serial(panels.full) as panel:
-                first = panel * panels.blocks
-                tile(n, row, col, group, first, [(first + b) * lanes for b in range(panels.blocks)])
-        if panels.tail:
-            tile(n, row, col, group, panels.full * panels.blocks, list(panels.tail))
+    per_image = n_rows * n_cols
 
-    loop = T.parallel if threads else T.serial
-    weights = spec.groups * panels.vectors * vector_size * 4
-    image_bytes = image_size * 4
-    many_pixels = (n_rows * n_cols >= 32 and image_bytes > RESIDENT_WEIGHTS) or panels.full < 4
-    if panels.tail or spec.groups > 1 or weights <= RESIDENT_WEIGHTS or many_pixels:
-        per_image = n_rows * n_cols
-        with loop(spec.batch * per_image) as index:
-            n, rest = T.floordiv(index, per_image), T.floormod(index, per_image)
-            row, col = T.floordiv(rest, n_cols), T.floormod(rest, n_cols)
-            with T.serial(spec.groups) as group:
-                all_panels(n, row, col, group)
+    def locate(index: Expr) -> tuple[Expr, Expr, Expr]:
+        """Locate tile `index`: image, row and column."""
+        n, rest = T.floordiv(index, per_image), T.floormod(index, per_image)
+        return n, T.floordiv(rest, n_cols), T.floormod(rest, n_cols)
+
+    image_bytes = image_size * FLOAT_BYTES
+    by_panels = spec.groups == 1 and panels.full >= 4
+    by_panels = by_panels and prefers_panels(
+        panels.vectors * vector_size * FLOAT_BYTES,
+        (static(spec.batch) or 1) * image_bytes,
+        isa,
+        many_tiles=per_image >= 32 and image_bytes > RESIDENT_WEIGHTS,
+    )
+    if by_panels:
+        emit_panels(
+            panels,
+            kh * kw * inner,
+            spec.batch * per_image,
+            threads,
+            isa,
+            lambda at: tile(locate(at.index), 0, at.first, at.starts, at.ahead),
+            placement.first_weight,
+        )
         return
-    with loop(panels.full) as panel:
-        first = panel * panels.blocks
-        starts = [(first + b) * lanes for b in range(panels.blocks)]
-        with T.serial(spec.batch) as n, T.grid(n_rows, n_cols) as (row, col):
-            tile(n, row, col, 0, first, starts)
+    with (T.parallel if threads else T.serial)(spec.batch * per_image) as index:
+        pixel = locate(index)
+        with T.serial(spec.groups) as group:
+            if panels.full:
+                with T.serial(panels.full) as panel:
+                    tile(pixel, group, panel * panels.blocks, panels.starts_of(panel))
+            if panels.tail:
+                tile(pixel, group, panels.full * panels.blocks, list(panels.tail))
 
 
 def emit_padding(spec: FloatConv2d, isa: FloatIsa, x: Buffer, threads: bool) -> Buffer:
@@ -412,6 +436,8 @@ def emit_depthwise(
     """Emit tasks of a few output rows times one vector of channels. Padding is not read: a row
     outside the image is skipped at run time, a column outside of it when the kernel is built.
     """
+    if isa.bf16 is not None and y.dtype == BF16_BITS:
+        import_code(isa.bf16.code)
     (kh, _), (sh, _), (dh, _) = spec.kernel, spec.strides, spec.dilation
     (oh, _), channels, lanes = spec.out_size, spec.in_channels, isa.lanes
     row_size = spec.width * channels

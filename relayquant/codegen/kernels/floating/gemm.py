@@ -29,7 +29,7 @@ from relayquant.codegen.kernels.floating.tile import (
     FEWEST_ROWS,
     FLOAT_BYTES,
     PARALLEL_MACS,
-    RESIDENT_WEIGHTS,
+    Ahead,
     Buffer,
     Expr,
     FloatEpilogue,
@@ -39,7 +39,9 @@ from relayquant.codegen.kernels.floating.tile import (
     choose_panels,
     choose_rows,
     declare_arguments,
+    emit_panels,
     emit_tile,
+    prefers_panels,
     static,
 )
 from relayquant.codegen.kernels.isa.bf16 import Bf16Isa
@@ -111,12 +113,16 @@ def make_dense(spec: FloatDense, isa: FloatIsa, name: str = "float_dense") -> Pr
             ("y", spec.out_shape),
         )
 
-        def tile(rows: list[Expr], first_vector: Expr, starts: list[Expr]) -> None:
+        def tile(
+            rows: list[Expr], first_vector: Expr, starts: list[Expr], panel: Ahead | None = None
+        ) -> None:
             blocks = len(starts)
 
             def reduce(step: Callable[[Expr, Callable[[int], Expr]], None]) -> None:
                 base = first_vector * (inner * isa.lanes)
                 with T.serial(inner) as k:
+                    if panel is not None:
+                        panel.fetch(weight, k)
                     step(k, lambda b: base + (k * blocks + b) * isa.lanes)
 
             def fetch_next(k: Expr) -> None:
@@ -141,16 +147,17 @@ def make_dense(spec: FloatDense, isa: FloatIsa, name: str = "float_dense") -> Pr
                 ahead=fetch_next,
             )
 
-        emit_gemm_loops(spec, panels, tile)
+        emit_gemm_loops(spec, isa, panels, tile)
 
     return build_kernel(name, body)
 
 
-#: tile(rows of the tile, first vector of the panel, first channels of its vectors)
-GemmTile = Callable[[list[Expr], Expr, list[Expr]], None]
+#: tile(rows of the tile, first vector of the panel, first channels of its vectors, and optionally
+#: what it fetches of the next panel)
+GemmTile = Callable[..., None]
 
 
-def emit_gemm_loops(spec: FloatDense, panels: Panels, tile: GemmTile) -> None:
+def emit_gemm_loops(spec: FloatDense, isa: FloatIsa, panels: Panels, tile: GemmTile) -> None:
     """Emit loops over tiles of rows and panels."""
     known, inner = static(spec.rows), spec.inner
     if known is None:
@@ -160,30 +167,33 @@ def emit_gemm_loops(spec: FloatDense, panels: Panels, tile: GemmTile) -> None:
     macs = max(known, FEWEST_ROWS) * panels.channels * inner
     parallel = macs >= PARALLEL_MACS
 
-    def all_panels(rows: list[Expr]) -> None:
+    tiles = ceil_div(known, height)
+
+    def list_rows(index: Expr) -> list[Expr]:
+        """List the rows of a tile. The last tile is moved back over its neighbour."""
+        first = index * height
+        first = first if known % height == 0 else T.min(first, known - height)
+        return [first + row for row in range(height)]
+
+    size = panels.vectors * panels.lanes * inner * FLOAT_BYTES
+    by_panels = prefers_panels(size, known * inner * FLOAT_BYTES, isa) or known <= 2 * height
+    if by_panels and panels.full:
+        emit_panels(
+            panels,
+            inner,
+            tiles,
+            parallel,
+            isa,
+            lambda at: tile(list_rows(at.index), at.first, at.starts, at.ahead),
+        )
+        return
+    with (T.parallel if parallel else T.serial)(tiles) as index:
+        rows = list_rows(index)
         if panels.full:
             with T.serial(panels.full) as panel:
                 tile(rows, panel * panels.blocks, panels.starts_of(panel))
         if panels.tail:
             tile(rows, panels.full * panels.blocks, list(panels.tail))
-
-    def all_rows(emit: Callable[[list[Expr]], None], threads: bool) -> None:
-        """Emit whole tiles. The last one is moved back over its neighbour."""
-        with (T.parallel if threads else T.serial)(ceil_div(known, height)) as index:
-            first = index * height
-            first = first if known % height == 0 else T.min(first, known - height)
-            emit([first + row for row in range(height)])
-
-    resident = panels.vectors * panels.lanes * inner * 4 <= RESIDENT_WEIGHTS
-    if (resident and known > 2 * height) or not panels.full:
-        all_rows(all_panels, parallel)
-        return
-    with (T.parallel if parallel else T.serial)(panels.full) as panel:
-        starts = panels.starts_of(panel)
-        all_rows(lambda rows: tile(rows, panel * panels.blocks, starts), False)
-    if panels.tail:
-        first = panels.full * panels.blocks
-        all_rows(lambda rows: tile(rows, first, list(panels.tail)), False)
 
 
 def emit_symbolic_rows(spec: FloatDense, panels: Panels, tile: GemmTile) -> None:

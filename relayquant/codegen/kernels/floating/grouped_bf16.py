@@ -53,7 +53,7 @@ from relayquant.codegen.kernels.integer.grouped_plan import (
 from relayquant.codegen.kernels.integer.operands import load_partial
 from relayquant.codegen.kernels.integer.tiled import ask_permission, emit_if
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
-from relayquant.codegen.kernels.isa.bf16 import LOW_BITS, ROUNDED_LANES, TILES_BF16, Bf16Isa
+from relayquant.codegen.kernels.isa.bf16 import LOW_BITS, TILES_BF16, Bf16Isa
 from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS, Tiles
 
 #: Tiles of rows, and panels, of a block of sums.
@@ -184,7 +184,7 @@ class TiledBf16:
         last = dense.features - (plan.groups - 1) * dense.group_size
         groups = T.min(plan.groups - self.start, self.groups)
         base = tile * (self.steps * self.rows_of_tile * STEP)
-        lanes = gcd(ROUNDED_LANES, plan.stride)  # no vector is in two steps
+        lanes = gcd(self.isa.rounded_lanes, plan.stride)  # no vector is in two steps
         with T.serial(self.rows_of_tile) as row:
             number = T.bind(T.min(self.first + tile * self.rows_of_tile + row, self.rows - 1))
 

@@ -33,7 +33,9 @@ from relayquant.codegen.kernels.emit import (
     load_vector,
     store_vector,
 )
+from relayquant.codegen.kernels.floating.curve import Curve
 from relayquant.codegen.kernels.isa.bf16 import Bf16Isa
+from relayquant.codegen.kernels.isa.caches import COMMON_CACHES, Caches, find_caches
 from relayquant.codegen.kernels.isa.target import Architecture, find_architecture
 
 #: Fewest output channels of a product for which vectors are worthwhile.
@@ -46,9 +48,13 @@ Buffer = Any
 #: Up to this many bytes of weights, all channels are computed per tile of pixels. Larger weights
 #: are read once, panel by panel, over all pixels. Half of a common second-level cache.
 RESIDENT_WEIGHTS = 1 << 20
-#: Bytes between addresses of one set of a first-level cache, which holds 8 or 12 lines.
+#: From this many bytes of weights on, they are read panel by panel if a second-level cache holds
+#: the rows.
+PANEL_WEIGHTS = 1 << 18
+#: Least number of items of a loop over panels on threads.
+LEAST_ITEMS = 16
+#: Bytes between addresses of one set of a first-level cache.
 SET_STRIDE = 1 << 12
-SET_LINES = 8
 #: Most rows of a tile, even if registers allow more.
 MOST_ROWS = 24
 FLOAT_BYTES = 4
@@ -67,13 +73,14 @@ class FloatIsa:
     """Vector registers for float32: `lanes` per register, and `accumulators` per tile.
 
     `bf16` has the instruction that rounds results to bfloat16, if the target has one. `half`:
-    whether there are instructions between float16 and float32.
+    whether there are instructions between float16 and float32. `caches` are those of the core.
     """
 
     lanes: int
     accumulators: int
     bf16: Bf16Isa | None = None
     half: bool = False
+    caches: Caches = COMMON_CACHES
 
     def narrow(self, channels: int) -> FloatIsa:
         """Return the same with vectors short enough for `channels`: a power of two."""
@@ -88,7 +95,7 @@ def choose_float_isa(target: Target) -> FloatIsa:
     if target.kind.name == "llvm":
         half = has_half(target)
         if llvm_cpu_has_features("avx512f", target):
-            return FloatIsa(16, 28, half=half)
+            return FloatIsa(16, 28, half=half, caches=find_caches(target))
         if llvm_cpu_has_features("avx2", target) or llvm_cpu_has_features("avx", target):
             return FloatIsa(8, 12, half=half)
         if llvm_cpu_has_features("neon", target):
@@ -106,7 +113,7 @@ def has_half(target: Target) -> bool:
 
 @dataclass(frozen=True)
 class FloatEpilogue:
-    """Operations on a sum before it is stored: + bias[channel], + residual, then clip.
+    """Operations on a sum before it is stored: + bias[channel], + residual, clip, then a curve.
 
     `low` and `high` are the bounds of the clip or None; relu is low=0. With `columns` (first,
     count) the results are columns of a wider tensor, whose other columns stay as they are.
@@ -117,6 +124,7 @@ class FloatEpilogue:
     low: float | None = None
     high: float | None = None
     columns: tuple[int, int] | None = None
+    curve: Curve | None = None
 
     def __post_init__(self) -> None:
         if self.residual and self.columns:
@@ -135,14 +143,14 @@ class FloatEpilogue:
         return self.columns[0] if self.columns else 0
 
     def finish(self, value: Expr, residual: Expr | None, lanes: int) -> Expr:
-        """Add the residual to `value` and clip it. NaN stays NaN as in numpy's clip."""
+        """Finish the sum `value`. NaN stays NaN, as in numpy's clip."""
         if residual is not None:
             value = value + residual
         if self.low is not None:
             value = T.max(value, broadcast(T.float32(self.low), lanes))
         if self.high is not None:
             value = T.min(value, broadcast(T.float32(self.high), lanes))
-        return value
+        return value if self.curve is None else self.curve.apply(value, lanes)
 
 
 def ceil_div(a: Any, b: int) -> Any:
@@ -193,9 +201,9 @@ def choose_panels(
 ) -> tuple[FloatIsa, Panels]:
     """Choose the panel width for `rows` rows (None: many): two vectors, more if there are few rows.
 
-    Panels are also wider, with at most 7 rows, if the rows fall into one set of the first-level
-    cache (they are `pitch` values apart). The cache would drop lines of 14 rows before they are
-    used up; lines of 7 rows stay.
+    Tiles have fewer rows if the rows fall into one set of the first-level cache (they are `pitch`
+    values apart): one less than the set has lines, or it would drop lines before they are used up.
+    If registers are left, panels are wider.
     """
     isa = isa.narrow(channels)
     vectors = -(-channels // isa.lanes)
@@ -203,14 +211,116 @@ def choose_panels(
     if rows is not None and rows < 6:
         blocks = min(vectors, max(1, min(8, isa.accumulators // rows)))
     elif pitch * FLOAT_BYTES % SET_STRIDE == 0 and vectors >= 4 and isa.accumulators >= 24:
+        most_rows = isa.caches.set_lines - 1
         # 7 rows of 4 vectors, plus weights and one word, need one more than 32 registers.
-        blocks, most_rows = (3 if isa.accumulators >= 28 else 4), SET_LINES - 1
+        blocks = min(isa.accumulators // most_rows, 3) if isa.accumulators >= 28 else 4
     elif vectors % 2 and vectors % 3 == 0 and isa.accumulators >= 24:
         blocks = 3
     else:
         blocks = min(vectors, 2)
     most_rows = max(1, min(isa.accumulators // blocks, most_rows))
     return isa, Panels(channels, isa.lanes, blocks, most_rows)
+
+
+@dataclass(frozen=True)
+class PanelTile:
+    """One tile in a loop over panels of weights.
+
+    Attributes:
+        first: Number of the first vector of the panel.
+        starts: First channel of each vector.
+        index: Number of the tile of rows.
+        ahead: What the tile fetches of the next panel.
+    """
+
+    first: Expr
+    starts: list[Expr]
+    index: Expr
+    ahead: Ahead | None
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What a tile fetches of the next panel of weights while it computes.
+
+    All tiles of a panel fetch a share each. Weights of many channels come from the last-level cache
+    or from memory, and need more time than the first tile of their panel computes.
+
+    Attributes:
+        start: First element.
+        each: Elements for each step of the tile.
+    """
+
+    start: Expr
+    each: int
+
+    def fetch(self, weight: Buffer, step: Expr) -> None:
+        """Fetch the share of a step into the second-level cache."""
+        for element in range(0, self.each, CACHE_LINE // FLOAT_BYTES):
+            emit_prefetch(weight, self.start + step * self.each + element, level=2)
+
+
+def prefers_panels(
+    weight_bytes: int, row_bytes: int, isa: FloatIsa, many_tiles: bool = False
+) -> bool:
+    """Whether weights are read panel by panel, with all rows for each, and not row by row.
+
+    Each thread then reads all rows, also those that another thread has just written, and only its
+    share of the weights.
+
+    Args:
+        row_bytes: Bytes of all rows of activations.
+        many_tiles: Whether there are so many rows that reading them for each panel takes longer
+            than reading the weights again.
+    """
+    if row_bytes <= isa.caches.near_bytes // 2:
+        return weight_bytes > max(PANEL_WEIGHTS, row_bytes)
+    return weight_bytes > RESIDENT_WEIGHTS and not many_tiles
+
+
+def emit_panels(
+    panels: Panels,
+    steps: int,
+    tiles: Any,
+    threads: bool,
+    isa: FloatIsa,
+    emit: Callable[[PanelTile], None],
+    first_weight: int = 0,
+) -> None:
+    """Emit a loop over all panels, and in it one over all tiles of rows.
+
+    It is one loop, the last and narrower panel included, so that threads share it evenly.
+
+    Args:
+        steps: Weight vectors of each vector of channels.
+        tiles: Number of tiles, which may be symbolic.
+        first_weight: Offset of the packed weights.
+    """
+    items = panels.full + bool(panels.tail)
+    most = static(tiles) or 1
+    parts = min(ceil_div(LEAST_ITEMS, items), most) if threads else 1
+    size = panels.blocks * steps * panels.lanes
+    each = ceil_div(size, most * steps)
+    is_ahead = size * FLOAT_BYTES <= isa.caches.near_bytes // 3
+
+    def emit_part(first: Expr, starts: list[Expr], part: Expr) -> None:
+        after = first_weight + (first + len(starts)) * (steps * panels.lanes)
+        begin = T.floordiv(part * tiles, parts)
+        with T.serial(T.floordiv((part + 1) * tiles, parts) - begin) as count:
+            index = begin + count
+            share = T.min(index * (each * steps), size - each * steps)
+            emit(PanelTile(first, starts, index, Ahead(after + share, each) if is_ahead else None))
+
+    with (T.parallel if threads else T.serial)(items * parts) as index:
+        panel, part = T.floordiv(index, parts), T.floormod(index, parts)
+        if not panels.tail:
+            emit_part(panel * panels.blocks, panels.starts_of(panel), part)
+            return
+        with T.If(panel < panels.full):
+            with T.Then():
+                emit_part(panel * panels.blocks, panels.starts_of(panel), part)
+            with T.Else():
+                emit_part(panels.full * panels.blocks, list(panels.tail), part)
 
 
 def choose_rows(total: int | None, most: int) -> int:

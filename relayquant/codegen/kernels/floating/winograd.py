@@ -17,6 +17,7 @@ kernels of ncnn.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod, sqrt
@@ -33,6 +34,7 @@ from relayquant.codegen.kernels.emit import (
     ceil_div,
     constant,
     emit_prefetch,
+    loop_over,
     store_vector,
 )
 from relayquant.codegen.kernels.expansion import Expanded, Expansion
@@ -74,11 +76,14 @@ NEAR, FAR = sqrt(0.5), sqrt(2.0)
 #: holds some weights of this size.
 MOST_WEIGHT_BYTES = 12 * 1024 * 1024
 #: Weights of up to this many bytes stay in the second-level cache, at least partly. Fetching them
-#: ahead takes more time than it saves.
+#: ahead takes more time than it saves if the last-level cache is fast.
 NEAR_WEIGHT_BYTES = 3 * 1024 * 1024
 #: Times in units of a vector multiply-add, measured on Zen 4: input and output transform of one
-#: vector of a tile; and bytes of weights read from the last-level cache in one unit.
-INPUT_COST, OUTPUT_COST, BYTES_PER_STEP = 160, 160, 12
+#: vector of a tile.
+INPUT_COST, OUTPUT_COST = 160, 160
+#: Least number of tiles of a chunk if the last-level cache is slow: products with one weight then
+#: take twice the time of reading it.
+FEWEST_TILES = 28
 #: Winograd is used if its estimated time is below this share of the direct form's time.
 WORTH = 0.85
 
@@ -95,9 +100,25 @@ class FloatWinogradPlan:
         """The tiles, split into chunks and parts."""
         spec = self.spec
         tile_bytes = 4 * POINTS * (spec.in_channels + spec.out_channels)
-        is_parallel = count_macs(spec) >= PARALLEL_MACS
-        images = static(spec.batch) or 1
-        return TileGrid(spec.out_size, spec.out_channels, tile_bytes, images, is_parallel)
+        return TileGrid(
+            spec.out_size,
+            spec.out_channels,
+            tile_bytes,
+            static(spec.batch) or 1,
+            is_parallel=count_macs(spec) >= PARALLEL_MACS,
+            shares_inputs=self.isa.caches.is_far_slow,
+            fewest_tiles=FEWEST_TILES if self.isa.caches.is_far_slow else 0,
+        )
+
+    @cached_property
+    def parts(self) -> int:
+        """Parts of the panels."""
+        return self.grid.count_parts(self.panels.full)
+
+    @cached_property
+    def is_common(self) -> bool:
+        """Whether all parts read the same transformed activations."""
+        return self.grid.shares_inputs and self.parts > 1 and static(self.spec.batch) is not None
 
     @cached_property
     def panels(self) -> Panels:
@@ -116,9 +137,9 @@ class FloatWinogradPlan:
     def ahead(self) -> int:
         """Elements of the next panel of weights that a tile fetches with each channel.
 
-        0 if the weights stay in a second-level cache.
+        0 if it is not worth it.
         """
-        if 4 * self.weight_size <= NEAR_WEIGHT_BYTES:
+        if 4 * self.weight_size <= NEAR_WEIGHT_BYTES and not self.isa.caches.is_far_slow:
             return 0
         return ceil_div(
             self.panels.blocks * self.isa.lanes, ceil_div(self.grid.least_tiles, self.height)
@@ -130,12 +151,18 @@ class FloatWinogradPlan:
 
         It is one vector more than the tiles need, or all 36 might fall into one set of the cache.
         """
-        return self.grid.most_tiles * self.spec.in_channels + self.isa.lanes
+        tiles = prod(self.grid.tiles) if self.is_common else self.grid.most_tiles
+        return tiles * self.spec.in_channels + self.isa.lanes
+
+    @cached_property
+    def sum_channels(self) -> int:
+        """Channels of the products of the largest part."""
+        return ceil_div(self.panels.full, self.parts) * self.panels.blocks * self.isa.lanes
 
     @cached_property
     def sum_stride(self) -> int:
         """Distance between elements of the products."""
-        return self.grid.most_tiles * self.spec.out_channels + self.isa.lanes
+        return self.grid.most_tiles * self.sum_channels + self.isa.lanes
 
     @cached_property
     def weight_size(self) -> int:
@@ -147,10 +174,10 @@ class FloatWinogradPlan:
         """Estimated time of an image, in vector multiply-adds."""
         spec, lanes = self.spec, self.isa.lanes
         inputs, outputs = spec.in_channels // lanes, spec.out_channels // lanes
-        parts = self.grid.count_parts(self.panels.full)
+        parts = 1 if self.is_common else self.parts
         steps = POINTS * spec.in_channels * outputs
         tile = steps + parts * inputs * INPUT_COST + outputs * OUTPUT_COST
-        return prod(self.grid.tiles) * tile + 4 * self.weight_size / BYTES_PER_STEP
+        return prod(self.grid.tiles) * tile + 4 * self.weight_size / self.isa.caches.far_bytes
 
 
 def prefers_winograd(spec: FloatConv2d, isa: FloatIsa) -> bool:
@@ -174,32 +201,59 @@ def make_winograd(spec: FloatConv2d, isa: FloatIsa, name: str = "float_winograd"
             ("residual", spec.out_shape) if spec.epilogue.residual else None,
             ("y", spec.out_shape),
         )
-        grid = plan.grid
-        image = emit_padding(spec, isa, x, grid.is_parallel) if any(spec.padding) else x
-        with (
-            view_buffers(image) as [pixels],
-            loop_over_shares(grid, spec.batch, plan.panels.full) as share,
-            view_buffers(
-                alloc_workspace(POINTS * plan.input_stride, "float32"),
-                alloc_workspace(POINTS * plan.sum_stride, "float32"),
-            ) as [inputs, sums],
-        ):
-            with share.loop_over_tiles() as at:
-                emit_inputs(plan, pixels, inputs, at)
-            emit_products(plan, weight, inputs, sums, share)
-            with share.loop_over_tiles() as at:
-                emit_results(plan, (bias, residual, y), sums, at, share)
+        image = emit_padding(spec, isa, x, plan.grid.is_parallel) if any(spec.padding) else x
+        with view_buffers(image) as [pixels]:
+            emit_shares(plan, pixels, weight, (bias, residual, y))
 
     return build_kernel(name, body)
 
 
-def emit_inputs(plan: FloatWinogradPlan, image: Buffer, inputs: Buffer, at: TileResults) -> None:
-    """Emit B d B' of one tile, all channels."""
+def emit_shares(
+    plan: FloatWinogradPlan,
+    image: Buffer,
+    weight: Buffer,
+    operands: tuple[Buffer | None, Buffer | None, Buffer],
+) -> None:
+    """Emit all results for padded activations, one share of the work after the other.
+
+    `operands` are bias, residual and results.
+    """
+    spec, grid = plan.spec, plan.grid
+    rows, cols = grid.tiles
+    size = POINTS * plan.input_stride
+    with ExitStack() as held:
+
+        def allocate(elements: Expr) -> Buffer:
+            return held.enter_context(view_buffers(alloc_workspace(elements, "float32")))[0]
+
+        inputs = allocate(spec.batch * size) if plan.is_common else None
+        if inputs is not None:
+            with loop_over((spec.batch, rows, cols), grid.is_parallel) as (n, row, col):
+                at = grid.locate_results(n, row, col, row * cols + col)
+                emit_inputs(plan, image, inputs, at, n * size)
+        share = held.enter_context(loop_over_shares(grid, spec.batch, plan.panels.full))
+        sums = allocate(POINTS * plan.sum_stride)
+        origin: Expr = 0
+        if inputs is None:
+            inputs = allocate(size)
+            with share.loop_over_tiles() as at:
+                emit_inputs(plan, image, inputs, at, 0)
+        else:
+            origin = T.bind(share.image * size + share.first_row * (cols * spec.in_channels))
+        emit_products(plan, weight, inputs, origin, sums, share)
+        with share.loop_over_tiles() as at:
+            emit_results(plan, operands, sums, at, share)
+
+
+def emit_inputs(
+    plan: FloatWinogradPlan, image: Buffer, inputs: Buffer, at: TileResults, origin: Expr
+) -> None:
+    """Emit B d B' of one tile, all channels. Tile 0 begins at `origin`."""
     (height, width), channels = plan.spec.padded_size, plan.spec.in_channels
     lanes = plan.isa.lanes
     start = ((at.image * height + at.row) * width + at.col) * channels
     with T.serial(channels // lanes) as v:
-        source, first = T.bind(start + v * lanes), T.bind(at.number * channels + v * lanes)
+        source, first = T.bind(start + v * lanes), T.bind(origin + at.number * channels + v * lanes)
 
         def load(i: int, j: Expr) -> Expr:
             return load_vector(image, source + (i * width + j) * channels, lanes)
@@ -233,10 +287,18 @@ def transform_inputs(d: list[Expr], lanes: int) -> list[Expr]:
 
 
 def emit_products(
-    plan: FloatWinogradPlan, weight: Buffer, inputs: Buffer, sums: Buffer, share: Share
+    plan: FloatWinogradPlan,
+    weight: Buffer,
+    inputs: Buffer,
+    first_input: Expr,
+    sums: Buffer,
+    share: Share,
 ) -> None:
-    """Emit for every element: transformed activations times transformed weights of a part."""
-    channels, outputs = plan.spec.in_channels, plan.spec.out_channels
+    """Emit for every element: transformed activations times transformed weights of a part.
+
+    The activations of the share begin at `first_input`.
+    """
+    channels, outputs = plan.spec.in_channels, plan.sum_channels
     lanes, panels, height = plan.isa.lanes, plan.panels, plan.height
     own, tiles = share.own, share.tiles
     steps = T.floordiv(tiles + (height - 1), height)
@@ -244,8 +306,8 @@ def emit_products(
         panel = T.bind(own.first + index)
         first = T.bind(T.min(step * height, tiles - height))
         base = T.bind((point * panels.full + panel) * (channels * panels.blocks * lanes))
-        origin = T.bind(point * plan.input_stride + first * channels)
-        target = T.bind(point * plan.sum_stride + first * outputs + panel * (panels.blocks * lanes))
+        origin = T.bind(first_input + point * plan.input_stride + first * channels)
+        target = T.bind(point * plan.sum_stride + first * outputs + index * (panels.blocks * lanes))
 
         ahead = locate_ahead(plan, point, index, own, step)
 
@@ -310,7 +372,7 @@ def emit_results(
     start = ((at.image * height + at.row) * width + at.col) * pitch
     with T.serial((share.own.end - share.own.first) * blocks) as v:
         first = T.bind((share.own.first * blocks + v) * lanes)
-        source = T.bind(at.number * channels + first)
+        source = T.bind(at.number * plan.sum_channels + v * lanes)
 
         def load(i: int, j: Expr) -> Expr:
             return load_vector(sums, source + (i * IN + j) * plan.sum_stride, lanes)

@@ -26,6 +26,7 @@ are zero.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -142,14 +143,22 @@ class TilePosition:
     first_vector: Expr  #: number of the first weight vector
 
 
+#: Stores the sums of a tile: (plan, operands, position of the tile, result of `add_chains`).
+StoreSums = Callable[[Any, Operands, TilePosition, list[Expr]], None]
+
+
 def emit_convolution(
     plan: ConvPlan,
     image: Image,
     operands: Operands,
     threads: bool,
     placement: Placement | None = None,
+    store: StoreSums | None = None,
 ) -> None:
-    """Emit all tiles of a convolution over a prepared image."""
+    """Emit all tiles of a convolution over a prepared image.
+
+    `store` None: `store_integers`. Plans for a matrix unit take no other.
+    """
     images, n_rows, n_cols = plan.pixel_grid
     placement = placement or Placement((0, 0), (n_rows, n_cols), (1, 1), (0, 0), 0, 0)
     if isinstance(plan, TiledPlan):
@@ -185,7 +194,7 @@ def emit_convolution(
         emit_residual_prefetch(plan, operands, at)
         chains = emit_start(plan, operands, at)
         emit_reduction(plan, image, operands, at, chains, ahead, following)
-        emit_results(plan, operands, at, chains)
+        (store or store_integers)(plan, operands, at, add_chains(plan, chains))
 
 
 def pick_order(plan: ConvPlan) -> str:
@@ -302,7 +311,7 @@ def locate_tile(
         numbers.append((n * n_rows + oy + r) * n_cols + ox + c)
         y = (oy + r) * place.stride[0] + place.offset[0]
         x = (ox + c) * place.stride[1] + place.offset[1]
-        targets.append(((n * place.size[0] + y) * place.size[1] + x) * spec.out_channels)
+        targets.append(((n * place.size[0] + y) * place.size[1] + x) * plan.result_pitch)
 
     own = locate_panel(plan, place, n, group, panel)
     return TilePosition(
@@ -324,7 +333,7 @@ def emit_start(plan: ConvPlan, operands: Operands, at: TilePosition) -> list[lis
     """
     tile, isa, lanes = plan.tile, plan.isa, plan.isa.lanes
     width, slots = isa.accumulator_lanes, tile.pixels // isa.pixels * tile.blocks
-    chains = [alloc_vectors(slots, width) for _ in range(tile.chains)]
+    chains = [alloc_vectors(slots, width, isa.sum_dtype) for _ in range(tile.chains)]
     for slot, acc in enumerate(chains[0]):
         first, block = divmod(slot, tile.blocks)
         sums = []
@@ -335,7 +344,7 @@ def emit_start(plan: ConvPlan, operands: Operands, at: TilePosition) -> list[lis
             sums.append(value)
         store_vector(acc, isa.join_sums(sums), 0, width)
     for acc in (acc for accs in chains[1:] for acc in accs):
-        store_vector(acc, constant("int32", 0, width), 0, width)
+        store_vector(acc, constant(isa.sum_dtype, 0, width), 0, width)
     return chains
 
 
@@ -432,12 +441,10 @@ def emit_end_word(
         store_vector(acc, value, 0, isa.lanes)
 
 
-def emit_results(
-    plan: ConvPlan, operands: Operands, at: TilePosition, chains: list[list[Buffer]]
-) -> None:
-    """Add up the chains of a tile, and store the sums through the epilogue."""
-    isa, epilogue, blocks, lanes = plan.isa, plan.spec.epilogue, plan.tile.blocks, plan.isa.lanes
-    totals: list[Expr] = [None] * (plan.tile.pixels * blocks)  # [pixel * blocks + block]
+def add_chains(plan: ConvPlan, chains: list[list[Buffer]]) -> list[Expr]:
+    """Add up the chains of a tile. Returns vectors of sums, [pixel * blocks + block]."""
+    isa, blocks = plan.isa, plan.tile.blocks
+    totals: list[Expr] = [None] * (plan.tile.pixels * blocks)
     for slot, accs in enumerate(zip(*chains, strict=True)):
         total = load_vector(accs[0], 0, isa.accumulator_lanes)
         for acc in accs[1:]:
@@ -445,6 +452,14 @@ def emit_results(
         first, block = divmod(slot, blocks)
         for member, sums in enumerate(isa.split_sums(total)):
             totals[(first * isa.pixels + member) * blocks + block] = sums
+    return totals
+
+
+def store_integers(
+    plan: ConvPlan, operands: Operands, at: TilePosition, totals: list[Expr]
+) -> None:
+    """Store the sums of a tile through the epilogue."""
+    isa, epilogue, blocks, lanes = plan.isa, plan.spec.epilogue, plan.tile.blocks, plan.isa.lanes
     if not plan.is_narrow:
         for slot, total in enumerate(totals):
             pixel, block = divmod(slot, blocks)

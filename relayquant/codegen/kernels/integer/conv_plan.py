@@ -19,7 +19,7 @@ from relayquant.codegen.kernels.isa.base import Isa
 #: Extra cost per word for an accumulator on the stack, which is loaded and stored by other units
 #: than those of the dot products; and extra cost in a loop short enough for LLVM to unroll, which
 #: then keeps much more on the stack.
-STACK_COST, UNROLLED_STACK_COST = 0.2, 3.0
+STACK_COST, UNROLLED_STACK_COST = 0.4, 3.0
 UNROLLED_WORDS = 8
 #: Share of the registers that a tile may use before joined words. LLVM unrolls the short loops
 #: before them, and loads the next values early.
@@ -46,8 +46,10 @@ def rank_tiles(
     tile consists of whole accumulators; the output must have at least `isa.pixels` pixels.
     """
     height, width = out_size
-    stack_cost = STACK_COST if words > UNROLLED_WORDS else UNROLLED_STACK_COST
-    most_registers = isa.registers * (JOINING_SHARE if end_words else 1)
+    stack_cost, most_registers = STACK_COST, isa.registers
+    if words <= UNROLLED_WORDS:
+        stack_cost, most_registers = UNROLLED_STACK_COST, isa.registers - isa.early_loads
+    most_registers = isa.registers * JOINING_SHARE if end_words else most_registers
     found: list[tuple[float, Tile]] = []
     for blocks in range(1, min(vectors, isa.max_blocks) + 1):
         limit = min(max(isa.accumulators // blocks, 1), isa.max_pixels)
@@ -271,6 +273,11 @@ class ConvPlan:
         apart = sums * (isa.pixels - 1)
         copied = 2 * prod(self.spec.in_shape) / 16 if self.needs_copy else 0
         return tiles * self.groups * self.panels * (words * step + apart) + copied
+
+    @property
+    def result_pitch(self) -> int:
+        """Elements of y from one pixel to the next."""
+        return self.spec.out_channels
 
     @cached_property
     def store_width(self) -> int:

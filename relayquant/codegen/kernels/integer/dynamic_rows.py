@@ -29,12 +29,13 @@ from relayquant.codegen.kernels.emit import (
 )
 from relayquant.codegen.kernels.integer.conv import (
     SMALL_WEIGHT_BYTES,
+    add_chains,
     emit_reduction,
     emit_residual_prefetch,
-    emit_results,
     emit_start,
     locate_tile,
     plan_prefetch,
+    store_integers,
 )
 from relayquant.codegen.kernels.integer.conv_plan import (
     ConvPlan,
@@ -260,4 +261,4 @@ def emit_tile(
     emit_residual_prefetch(plan, operands, at)
     chains = emit_start(plan, operands, at)
     emit_reduction(plan, image, operands, at, chains, ahead)
-    emit_results(plan, operands, at, chains)
+    store_integers(plan, operands, at, add_chains(plan, chains))

@@ -202,7 +202,8 @@ def emit_image_copy(
 
     result = Image(image, rows, left + width + right)
     if not any(spec.padding) and spec.joined is None:
-        blocks = batch * height if width * channels >= COPY_BYTES else 1
+        lines = batch * height if batch * height > 1 else width  # a matrix is one line
+        blocks = lines if batch * height * row // lines >= COPY_BYTES else 1
         with loop_over((blocks,), threads and blocks > 1) as (y,):
             size = batch * height * row // blocks
             copy(y * size, y * size, size)

@@ -53,7 +53,12 @@ from relayquant.codegen.kernels.integer.operands import (
     locate_panel,
 )
 from relayquant.codegen.kernels.integer.saturating_pack import PACKED
-from relayquant.codegen.kernels.integer.tiled_plan import NEAR_BYTES, TiledPlan, TileRows
+from relayquant.codegen.kernels.integer.tiled_plan import (
+    FIRST_CACHE_BYTES,
+    NEAR_BYTES,
+    TiledPlan,
+    TileRows,
+)
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Wrapping, emit_wrapping
 from relayquant.codegen.kernels.isa.matrix_unit import COUNT_THREADS, MatrixUnit, Tiles
 
@@ -68,8 +73,6 @@ CACHED_WEIGHT_BYTES = 256 * 1024
 NEAR_WEIGHT_BYTES = 64 * 1024
 #: Bytes between the weights of a step and those that it fetches, if they are read once.
 FETCHED_AHEAD = 8 * 1024
-#: Bytes of operands that stay in the first-level cache.
-FIRST_CACHE_BYTES = 40 * 1024
 #: Fewer chunks than this number of threads cost as many bytes as the image has for each that is
 #: missing.
 SHARING_THREADS = 4
@@ -423,7 +426,7 @@ def locate_block(
 ) -> SumBlock:
     """Compute the offsets of a block. The last tile of a line, and of all tiles, is moved back."""
     tile, (_, lines, length) = plan.tile, plan.lines
-    found = []
+    numbers, found = [], []
     for m in range(tile.rows):
         number = pixel * tile.rows + m
         if plan.image_tiles % tile.rows:
@@ -435,10 +438,13 @@ def locate_block(
         if length % plan.tile_rows:
             start = T.min(start, length - plan.tile_rows)
         found.append((n if plan.weights_per_image else image_number, line, start))
+        numbers.append(number)
 
     sources = []
-    for each, line, start in found:
-        if plan.rows in (TileRows.MATRIX, TileRows.GATHERED):
+    for number, (each, line, start) in zip(numbers, found, strict=True):
+        if plan.rows is TileRows.PACKED:
+            at = number * (plan.steps * plan.chunk_distance)
+        elif plan.rows in (TileRows.MATRIX, TileRows.GATHERED):
             at = (each * length + start) * row_distance(plan)
         else:
             y = line * plan.pixel_strides[0] + place.origin[0]
@@ -457,6 +463,8 @@ def locate_block(
 
 def row_distance(plan: TiledPlan) -> int:
     """Activations from one row of a tile to the next."""
+    if plan.rows is TileRows.PACKED:
+        return plan.row_values
     return plan.pixel_strides[1] * plan.pixel_size
 
 
@@ -526,30 +534,27 @@ def emit_step(
     own, others = plan.registers
     first_a = plan.tile.rows * blocks
     first_b = first_a + own
-    offset = tap_offset(plan, image, step.row, step.column) + step.chunk * plan.chunk
+    offset = tap_offset(plan, image, step.row, step.column)
+    offset = offset + step.chunk * plan.chunk_distance
+    load_a, load_b = (tiles.stream if far else tiles.load for far in plan.streamed)
 
     def load_pixels(m: int) -> None:
-        tiles.load(first_a + m % own, image.data, block.sources[m] + offset, row_distance(plan))
+        load_a(first_a + m % own, image.data, block.sources[m] + offset, row_distance(plan))
 
     def load_weights(n: int) -> None:
         vector = block.panel.first_vector + plan.number_vector(step.number * plan.chunk_words, n)
         size = plan.isa.weight_vector
-        tiles.load(first_b + n % others, operands.weight, vector * size, plan.word_distance * size)
+        load_b(first_b + n % others, operands.weight, vector * size, plan.word_distance * size)
 
     def multiply(m: int, n: int) -> None:
         a, b = first_a + m % own, first_b + n % others
         tiles.multiply(m * blocks + n, a, b, (plan.isa.activation, plan.isa.weight_dtype))
 
-    if blocks > rows:  # the weights take turns in their registers
-        load_pixels(0)
-    else:
-        for n in range(blocks):
-            load_weights(n)
-    for m, n in np.ndindex(rows, blocks):
-        if blocks > rows:
-            load_weights(n)
-        elif n == 0:
+    for n, m in np.ndindex(blocks, rows):  # products begin before all operands are loaded
+        if n == 0:
             load_pixels(m)
+        if m == 0:
+            load_weights(n)
         multiply(m, n)
 
 
@@ -606,7 +611,7 @@ def emit_vector_products(
                 store_vector(acc, zeros, 0, lanes)
             with T.grid(*plan.taps, plan.chunks, plan.chunk_words) as (row, column, chunk, word):
                 step = (row * plan.taps[1] + column) * plan.chunks + chunk
-                at = block.sources[m] + first * row_distance(plan) + chunk * plan.chunk
+                at = block.sources[m] + first * row_distance(plan) + chunk * plan.chunk_distance
                 at = at + tap_offset(plan, image, row, column) + word * isa.products
                 weights = []
                 for n in range(blocks):
@@ -709,7 +714,7 @@ def locate_result(
     to another tile.
     """
     height, width = plan.pixel_grid[1:]
-    if plan.rows in (TileRows.MATRIX, TileRows.GATHERED):
+    if plan.rows in (TileRows.MATRIX, TileRows.GATHERED, TileRows.PACKED):
         pixel = image * plan.lines[2] + start + row
         return row, pixel, pixel
     x, y = start + row, line

@@ -33,6 +33,10 @@ FOLD_CYCLES, MOST_FOLDED = 6.0, 32
 #: Cycles for loading a tile from the second-level cache. Weights of a panel of up to this many
 #: bytes stay in the first.
 FAR_LOAD_CYCLES, NEAR_BYTES = 24, 16 * 1024
+#: Bytes of operands that stay in the first-level cache, if others do not pass through it.
+FIRST_CACHE_BYTES = 40 * 1024
+#: Fewest blocks of pixels for which a panel of weights is worth the first-level cache.
+FEWEST_BLOCKS = 3
 #: Weights of more bytes come from the last-level cache in each run: a byte in so many cycles, if
 #: they are read once and if they are read for several blocks of pixels.
 SECOND_CACHE_BYTES, FAR_BYTE_CYCLES = 2 * 1024 * 1024, (0.12, 0.13)
@@ -54,6 +58,7 @@ class TileRows(enum.Enum):
     PADDED = "padded"  #: of the padded image as one line; results in its padding are thrown away
     GATHERED = "gathered"  #: of a copy that has the whole window of each pixel
     FOLDED = "folded"  #: of a line of the output, with a copy that has squares of pixels as pixels
+    PACKED = "packed"  #: all pixels; of a copy in which the rows of each tile follow each other
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,11 @@ class TiledPlan(ConvPlan):
     def steps(self) -> int:
         """Products of tiles for each tile of sums."""
         return prod(self.taps) * self.chunks
+
+    @property
+    def chunk_distance(self) -> int:
+        """Activations from a tile of activations to the next of the same pixels."""
+        return self.tile_rows * self.row_values if self.rows is TileRows.PACKED else self.chunk
 
     @cached_property
     def pixel_size(self) -> int:
@@ -277,6 +287,23 @@ class TiledPlan(ConvPlan):
             *[(rows, self.chunk * self.value_bytes)] * activations,
             *[(self.chunk_words, self.unit.row_bytes)] * weights,
         ]
+
+    @property
+    def streamed(self) -> tuple[bool, bool]:
+        """Whether (activations, weights) are loaded past the first-level cache.
+
+        A panel that stays there during all pixels is not displaced by activations. A larger panel
+        does not displace the activations, which other taps read again.
+        """
+        if self.rows is TileRows.PACKED:
+            return True, False
+        if self.tile.rows == 1 or self.panel_bytes <= NEAR_BYTES:
+            return False, False
+        is_often = self.is_shared or ceil_div(self.image_tiles, self.tile.rows) >= FEWEST_BLOCKS
+        if is_often and self.panel_bytes <= FIRST_CACHE_BYTES:
+            return prod(self.taps) == 1, False
+        is_far = self.groups * self.panels * self.panel_bytes > SECOND_CACHE_BYTES
+        return False, not (is_often and is_far and prod(self.taps) == 1)
 
     @property
     def word_distance(self) -> int:

@@ -162,7 +162,7 @@ class SdotIsa(PackedIsa, ArmIsa):
             if size == 1:
                 operands.append(self.as_activation(load_word(buffer, start, self.lanes)))
                 continue
-            words = buffer.vload([start], f"int8x{size * self.products}")
+            words = buffer.vload([start], f"{self.activation}x{size * self.products}")
             words = T.reinterpret(f"int32x{size}", words)
             spread = [repeat(words, size, lane, self.lanes) for lane in range(size)]
             operands += map(self.as_activation, spread)
@@ -171,7 +171,7 @@ class SdotIsa(PackedIsa, ArmIsa):
     def dot(self, acc: Expr, activation: Expr, weights: Expr) -> Expr:
         parts = self.lanes // PART
         sums = [
-            T.call_llvm_pure_intrin(self.intrinsic, *operands, dtype=f"int32x{PART}")
+            self.multiply(*operands)
             for operands in zip(
                 split(acc, self.lanes, parts),
                 split(weights, self.weight_vector, parts),
@@ -180,6 +180,10 @@ class SdotIsa(PackedIsa, ArmIsa):
             )
         ]
         return join(sums, self.lanes)
+
+    def multiply(self, acc: Expr, a: Expr, b: Expr) -> Expr:
+        """Emit the instruction: a register of sums plus the products of two registers."""
+        return T.call_llvm_pure_intrin(self.intrinsic, acc, a, b, dtype=f"int32x{PART}")
 
 
 @dataclass(frozen=True)
@@ -216,14 +220,14 @@ class SmmlaIsa(SdotIsa):
         for first in range(0, count, 2):
             size = min(2, count - first)
             start = offset + first * self.products
-            value = buffer.vload([start], f"int8x{size * self.products}")
+            value = buffer.vload([start], f"{self.activation}x{size * self.products}")
             value = T.reinterpret("int64" if size == 1 else "int64x2", value)
             words += [value] if size == 1 else [take(value, i, 1) for i in range(size)]
         return words
 
     def as_activation(self, words: Expr) -> Expr:
         """Reinterpret an int64 vector that holds the word of each pixel."""
-        return T.reinterpret(f"int8x{self.pixels * self.products}", words)
+        return T.reinterpret(f"{self.activation}x{self.pixels * self.products}", words)
 
     def join_words(self, words: list[Expr]) -> Expr:
         return self.as_activation(T.Shuffle(words, [T.int32(i) for i in range(self.pixels)]))
@@ -237,7 +241,7 @@ class SmmlaIsa(SdotIsa):
 
     def dot(self, acc: Expr, activation: Expr, weights: Expr) -> Expr:
         sums = [
-            T.call_llvm_pure_intrin(self.intrinsic, part, activation, pair, dtype=f"int32x{PART}")
+            self.multiply(part, activation, pair)
             for part, pair in zip(
                 split(acc, self.accumulator_lanes, 2),
                 split(weights, self.weight_vector, 2),

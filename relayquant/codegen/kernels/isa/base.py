@@ -85,6 +85,7 @@ class Isa(ABC):
     word_cost: float = 1.0  #: instructions that load one word of one pixel for the dot product
     dot_cost: float = 1.0  #: instructions of the dot product, per vector of sums
     registers: int = 32  #: number of vector registers
+    early_loads: int = 0  #: registers for what LLVM loads early in a loop that it unrolls
     max_pixels: int = 32  #: most pixels of a register tile, if their words need registers
     may_spill: bool = True  #: whether a tile that exceeds the registers can be the best
     blocks_first: bool = False  #: use a vector of weights for all pixels before the next is loaded
@@ -550,6 +551,7 @@ VNNI512_WIDE = VnniIsa(
     activation="int16",
     weight_dtype="int16",
     narrowing=NARROWING_512,
+    early_loads=2,
     intrinsic="llvm.x86.avx512.vpdpwssd.512",
 )
 VNNI512 = replace(

@@ -1,58 +1,81 @@
-"""Products of bfloat16 with sums in float32, on x86: tiles of AMX, or vectors.
+"""Products of bfloat16 with sums in float32, on x86: tiles of AMX, or vectors. `arm_bf16` has those
+of Arm.
 
     tdpbf16ps    16 rows x 16 channels x 32 products       Sapphire Rapids and later Xeons
     vdpbf16ps    16 channels x 2 products                  also Cooper Lake, Zen 4 and later
 
 Both take denormal numbers as zero, round to nearest even whatever the mode is, and raise no
 exceptions. They add the products of a pair in different orders, so two CPUs may differ in the last
-bits of a sum. 64-bit Arm has bfmmla, for which there are no kernels. Source: Intel 64 and IA-32
-Architectures Software Developer's Manual, volume 2, TDPBF16PS and VDPBF16PS.
+bits of a sum. Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2,
+TDPBF16PS and VDPBF16PS.
 """
 
 from __future__ import annotations
 
 import importlib.resources
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 from tvm.script.ir_builder import tirx as T
-from tvm.target import Target
 
 from relayquant.codegen.kernels.emit import constant, vector
 from relayquant.codegen.kernels.isa.base import Expr, PackedIsa
 from relayquant.codegen.kernels.isa.matrix_unit import AMX_BF16, BF16_BITS, NO_UNIT
-from relayquant.codegen.kernels.isa.select import has_isa
-from relayquant.errors import ConfigError
 
 #: Bits of a float32 that a bfloat16 lacks; and the bit that makes a NaN of bfloat16 quiet.
 LOW_BITS, QUIET = 16, 0x40
 #: Bits of a float32 without its sign; of these, those of infinity.
 MAGNITUDE, INFINITY = 0x7FFFFFFF, 0x7F800000
-#: Lanes that one instruction rounds.
-ROUNDED_LANES = 16
 
 
 @dataclass(frozen=True)
 class Bf16Isa(PackedIsa):
-    """vdpbf16ps, and tiles if there are any. Words are pairs of activations."""
+    """Products of bfloat16, which kernels hold as `BF16_BITS`."""
 
     @property
     def sum_dtype(self) -> str:
         return "float32"
 
     @property
+    @abstractmethod
+    def file(self) -> str:
+        """LLVM code next to this module, with functions for `dot` and `round`."""
+
+    @property
     def code(self) -> str:
-        """Functions in LLVM's language that a kernel has to import for `dot`."""
-        return importlib.resources.files(__package__).joinpath("dot_bf16.ll").read_text("utf-8")
+        """Functions in LLVM's language that a kernel has to import for `dot` and `round`."""
+        return importlib.resources.files(__package__).joinpath(self.file).read_text("utf-8")
+
+    @property
+    @abstractmethod
+    def rounded_lanes(self) -> int:
+        """Most lanes that `round` takes."""
+
+    @abstractmethod
+    def round(self, value: Expr, lanes: int) -> Expr:
+        """Round float32 numbers to the bits of bfloat16, ties to even. NaN stays NaN."""
+
+
+@dataclass(frozen=True)
+class X86Bf16Isa(Bf16Isa):
+    """vdpbf16ps, and tiles if there are any. Words are pairs of activations."""
+
+    @property
+    def file(self) -> str:
+        return "dot_bf16.ll"
+
+    @property
+    def rounded_lanes(self) -> int:
+        return 16
 
     def dot(self, acc: Expr, activation: Expr, weights: Expr) -> Expr:
         a, b = (T.reinterpret(f"int32x{self.lanes}", each) for each in (activation, weights))
         return T.call_extern("relayquant_dot_bf16", acc, a, b, dtype=f"float32x{self.lanes}")
 
     def round(self, value: Expr, lanes: int) -> Expr:
-        """Round float32 numbers to the bits of bfloat16, ties to even. NaN stays NaN."""
-        if lanes == ROUNDED_LANES:
+        if lanes == self.rounded_lanes:
             name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
             rounded = T.call_llvm_pure_intrin(name, value, dtype=f"bfloat16x{lanes}")
             return T.reinterpret(f"{BF16_BITS}x{lanes}", rounded)
@@ -75,7 +98,7 @@ def round_integers(value: Expr, lanes: int) -> Expr:
     return T.Cast(vector(BF16_BITS, lanes), T.Select(is_nan, nan, rounded))
 
 
-VECTORS_BF16 = Bf16Isa(
+VECTORS_BF16 = X86Bf16Isa(
     name="avx512bf16",
     features=("avx512bf16", "avx512bw", "avx512vl"),
     lanes=16,
@@ -92,29 +115,6 @@ TILES_BF16 = replace(
     features=(*VECTORS_BF16.features, "amx-tile", "amx-bf16"),
     unit=AMX_BF16,
 )
-
-
-def select_bf16(target: Target) -> Bf16Isa:
-    """Select the instructions of a target for products of bfloat16.
-
-    Raises:
-        ConfigError: The target has none.
-    """
-    for isa in (TILES_BF16, VECTORS_BF16):
-        if has_isa(isa, target):
-            return isa
-    raise ConfigError(
-        f"precision='bf16': the target {target} has no instruction for products of bfloat16. "
-        "Allowed: CPUs with avx512bf16: Cooper Lake, Sapphire Rapids and later Xeons, Zen 4 and "
-        "later. Use precision='float32', or another target, such as 'llvm "
-        "-mcpu=sapphirerapids'.",
-        code="RQ102",
-    )
-
-
-def has_bf16_tiles(target: Target) -> bool:
-    """Whether a target has tiles for products of bfloat16."""
-    return has_isa(TILES_BF16, target)
 
 
 def round_to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:

@@ -96,6 +96,10 @@ class Tiles:
         """Load a tile whose first row begins at element `at`. Distance 0 repeats one row."""
         self.move("tileloadd64", tile, buffer, at, distance)
 
+    def stream(self, tile: int, buffer: Buffer, at: Expr, distance: int) -> None:
+        """Do the same without keeping the bytes in the first-level cache."""
+        self.move("tileloaddt164", tile, buffer, at, distance)
+
     def store(self, tile: int, buffer: Buffer, at: Expr, distance: int) -> None:
         """Store a tile."""
         self.move("tilestored64", tile, buffer, at, distance)

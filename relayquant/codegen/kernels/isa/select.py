@@ -7,7 +7,9 @@ from tvm.target.codegen import llvm_cpu_has_features
 
 from relayquant.codegen.kernels.integer.lookup import AARCH64_SHUFFLES, X86_SHUFFLES, ByteShuffle
 from relayquant.codegen.kernels.isa.arm import AARCH64_ISAS, ARM32_ISAS
+from relayquant.codegen.kernels.isa.arm_bf16 import BFMMLA
 from relayquant.codegen.kernels.isa.base import PORTABLE, X86_ISAS, Isa
+from relayquant.codegen.kernels.isa.bf16 import TILES_BF16, VECTORS_BF16, Bf16Isa
 from relayquant.codegen.kernels.isa.target import (
     ARCHITECTURES_64,
     Architecture,
@@ -15,6 +17,7 @@ from relayquant.codegen.kernels.isa.target import (
     read_triple,
 )
 from relayquant.codegen.kernels.isa.timing import TIMINGS
+from relayquant.errors import ConfigError
 from relayquant_runtime.tiles import may_use_tiles
 
 #: Fastest first. `select_isa` takes the first one whose features the target has.
@@ -22,6 +25,13 @@ ISAS: dict[Architecture, tuple[Isa, ...]] = {
     Architecture.X86: X86_ISAS,
     Architecture.AARCH64: AARCH64_ISAS,
     Architecture.ARM32: ARM32_ISAS,
+    Architecture.OTHER: (),
+}
+#: Fastest first, as in ISAS.
+BF16_ISAS: dict[Architecture, tuple[Bf16Isa, ...]] = {
+    Architecture.X86: (TILES_BF16, VECTORS_BF16),
+    Architecture.AARCH64: (BFMMLA,),
+    Architecture.ARM32: (),
     Architecture.OTHER: (),
 }
 #: Fastest first, as in ISAS.
@@ -89,6 +99,30 @@ def time_isa(isa: Isa, target: Target) -> Isa:
         if all(llvm_cpu_has_features(feature, target) for feature in features):
             return isa.with_timing(timing)
     return isa
+
+
+def select_bf16(target: Target) -> Bf16Isa:
+    """Select the instructions of a target for products of bfloat16.
+
+    Raises:
+        ConfigError: The target has none.
+    """
+    for isa in BF16_ISAS[find_architecture(target)]:
+        if has_isa(isa, target):
+            return isa
+    raise ConfigError(
+        f"precision='bf16': the target {target} has no instruction for products of bfloat16. "
+        "Allowed: x86 CPUs with avx512bf16 (Cooper Lake, Sapphire Rapids and later Xeons, Zen 4 "
+        "and later) and 64-bit Arm CPUs with bf16 (Neoverse V1 and N2, Cortex-A710 and later). Use "
+        "precision='float32', or another target, such as 'llvm -mcpu=sapphirerapids' or 'llvm "
+        "-mtriple=aarch64-linux-gnu -mcpu=neoverse-v1'.",
+        code="RQ102",
+    )
+
+
+def has_bf16_tiles(target: Target) -> bool:
+    """Whether a target has tiles for products of bfloat16."""
+    return find_architecture(target) is Architecture.X86 and has_isa(TILES_BF16, target)
 
 
 def select_shuffle(target: Target) -> ByteShuffle | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from tvm import relax
 
 from relayquant.errors import format_count
@@ -152,7 +153,37 @@ def find_state(converter: Any, key: tuple[str, str]) -> None:
     if initial is None:
         raise Refusal(f"the initial value of {describe_variable(key)} is not constant", STATE)
     name = "/".join(part for part in key if part) or f"variable.{len(converter.variables)}"
-    param = relax.Var(name, value.ty)
+    hold_variable(converter, key, name, initial)
+
+
+def find_variable_tensor(converter: Any, index: int) -> tuple[str, str]:
+    """Make a tensor that its operator writes a state of the model, if it is none yet. It begins
+    with zeros. Returns its key among the variables.
+
+    Raises:
+        Refusal: the tensor is no variable, or is in a graph that another graph calls.
+    """
+    if index < 0:
+        raise Refusal("it lacks a state")
+    (tensor,) = converter.get_tensors([index])
+    name = converter.find_name(index)
+    if not tensor.tensor.IsVariable():
+        raise Refusal(f"its state {name!r} is not marked as a variable")
+    if converter.prefix:
+        raise Refusal(f"its state {name!r} is in a graph that another graph calls", STATE)
+    key = (f"tensor {index}", name)
+    if key not in converter.variables:
+        zeros = np.zeros([int(size) for size in tensor.tensor.ShapeAsNumpy()], "float32")
+        hold_variable(converter, key, name, zeros)
+    return key
+
+
+def hold_variable(converter: Any, key: tuple[str, str], name: str, initial: np.ndarray) -> None:
+    """Make a variable a parameter of main, with a name that no other variable has."""
+    taken = {variable.param.name for variable in converter.variables.values()}
+    while name in taken:
+        name += "_"
+    param = relax.Var(name, relax.TensorType(initial.shape, str(initial.dtype)))
     converter.variables[key] = AssignedVariable(param, initial)
     converter.conversion_state["resource_values"][key] = param
 

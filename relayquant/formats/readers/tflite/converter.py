@@ -22,6 +22,7 @@ from relayquant.formats.readers.names import MARK, SourceNode
 from relayquant.formats.readers.refusal import OTHERWISE, NotConstant, Refusal, describe_failure
 from relayquant.formats.readers.tflite.control_flow import FLOW, STATE, AssignedVariable
 from relayquant.formats.readers.tflite.operators import OPERATORS
+from relayquant.formats.readers.tflite.recurrent import LAYERS, check_floats, convert_layer
 from relayquant.formats.readers.tflite.tables import SIZES
 from relayquant.ir.reference.frame import Frame
 from relayquant.ir.reference.interpreter import evaluate
@@ -69,19 +70,6 @@ DATA_MOVEMENT = frozenset(
 
 #: Operators that use only the order or the shape of integers.
 ORDER_OR_SHAPE = frozenset({"ARG_MAX", "ARG_MIN", "RANK", "SHAPE"})
-
-#: Operators that write one of their operands, the state.
-RECURRENT = frozenset(
-    [
-        "BIDIRECTIONAL_SEQUENCE_LSTM",
-        "BIDIRECTIONAL_SEQUENCE_RNN",
-        "LSTM",
-        "RNN",
-        "SVDF",
-        "UNIDIRECTIONAL_SEQUENCE_LSTM",
-        "UNIDIRECTIONAL_SEQUENCE_RNN",
-    ]
-)
 
 #: Fused activations that TFLite's kernels compute.
 CLAMPS = ("NONE", "RELU", "RELU_N1_TO_1", "RELU6")
@@ -141,7 +129,7 @@ def make_converter(
             self.kind = ""
             self.in_float = False
             self.variables, self.assigns_variables = found.variables, found.is_changed
-            table = OPERATORS | FLOW
+            table = OPERATORS | FLOW | dict.fromkeys(LAYERS, convert_layer)
             self.convert_map |= {kind: partial(f, self) for kind, f in table.items()}
 
         # -- operands: a constant may stand wherever a value of the run time may ------------------
@@ -293,10 +281,15 @@ def make_converter(
             return super().convert_fused_activation_function(in_expr, fused_activation_fn)
 
         def check_state(self, op: Any, kind: str) -> None:
-            """Raise Refusal for an operator that writes one of its operands."""
+            """Raise Refusal for an operator that writes one of its operands and is no layer of
+            floats.
+            """
+            if kind in LAYERS:
+                check_floats(self, op)
+                return
             tensors = [t for t in self.get_input_tensors(op) if t.tensor_idx >= 0]
             names = [self.find_name(t.tensor_idx) for t in tensors if t.tensor.IsVariable()]
-            if names or kind in RECURRENT:
+            if names or kind == "SVDF":
                 where = f" in {', '.join(map(repr, names))}" if names else ""
                 raise Refusal(f"it keeps its state from run to run{where}", STATE)
 

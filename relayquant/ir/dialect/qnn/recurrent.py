@@ -88,6 +88,7 @@ class QLstmAttrs(Attrs):
     clip: float
     is_reversed: bool
     input_forget: bool
+    cell_clip: float
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,7 @@ def lstm(
     clip: float = 0.0,
     is_reversed: bool = False,
     input_forget: bool = False,
+    cell_clip: float = 0.0,
 ) -> Call:
     """Run an LSTM: data (T, B, 4 * H) and weight (H, 4 * H) -> float32 (2 + T, B, H).
 
@@ -176,10 +178,11 @@ def lstm(
         clip: Bound of the operands of f and g, 0 for none.
         is_reversed: Whether the last step is computed first.
         input_forget: Whether the forget gate is 1 - input gate.
+        cell_clip: Bound of c', 0 for none.
     """
     values = (data, weight, weight_scale, hidden, cell, peepholes, lengths)
     names = list_activations("lstm", activations)
-    attrs = QLstmAttrs(names, float(clip), bool(is_reversed), bool(input_forget))
+    attrs = QLstmAttrs(names, float(clip), bool(is_reversed), bool(input_forget), float(cell_clip))
     return make_call("lstm", CELLS["lstm"].operands, values, attrs)
 
 
@@ -511,6 +514,9 @@ class NaiveRecurrence:
             else self.apply(0, look(forget, 2, cell))
         )
         cell = hold(fence(forget * cell) + fence(entry * self.apply(1, new)))
+        if float(self.attrs.cell_clip):
+            bound = T.float32(float(self.attrs.cell_clip))
+            cell = hold(T.max(T.min(cell, bound), -bound))
         return [hold(self.apply(0, look(exit_, 1, cell)) * self.apply(2, cell)), cell]
 
 

@@ -107,6 +107,7 @@ def lstm(
     clip: float,
     is_reversed: bool,
     input_forget: bool,
+    cell_clip: float,
 ) -> Array:
     """Run an LSTM -> last hidden state, last cell, and the hidden state of each step."""
     run = ReferenceRecurrence(data, weight, weight_scale, lengths, activations, clip, is_reversed)
@@ -118,6 +119,8 @@ def lstm(
         entry = run.apply(0, entry + look[0] * state)
         forget = F32(1) - entry if input_forget else run.apply(0, forget + look[2] * state)
         state = forget * state + entry * run.apply(1, new)
+        if cell_clip:
+            state = np.clip(state, -F32(cell_clip), F32(cell_clip))
         return [run.apply(0, exit_ + look[1] * state) * run.apply(2, state), state]
 
     return run.run(step, hidden, cell)
