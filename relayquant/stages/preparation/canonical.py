@@ -30,6 +30,7 @@ from relayquant.stages.preparation.affine import (
     fold_channel_affine,
     merge_constant_adds,
 )
+from relayquant.stages.preparation.cells import join_cells
 from relayquant.stages.preparation.clamp import (
     CLAMPS,
     canonicalize_clamp,
@@ -197,8 +198,10 @@ def prepare_module(
         editor.prune()
         check_constants(editor, sources)
     kept = set(chain.from_iterable(VOLUME_RULES.get(op, ()) for op in keep))
-    for rules in PHASES:
+    for number, rules in enumerate(PHASES):
         apply_phase(editor, [rule for rule in rules if rule not in kept], on_skip=on_skip)
+        if not number:
+            join_cells(editor, on_skip)
     editor.prune()
     if not sources:
         return share_constants(editor.build())
