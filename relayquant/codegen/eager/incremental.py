@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
-from relayquant.codegen.eager.module import Program, find_dead, find_static_type, run_steps
+from relayquant.codegen.eager.module import Program, find_dead, run_steps
+from relayquant.codegen.eager.operand import find_static_type
 from relayquant.codegen.eager.plan import Step
 from relayquant.ir.reference.frame import Frame
 

@@ -11,11 +11,11 @@ from tvm import relax
 
 from relayquant.base.runtime import check_threads
 from relayquant.codegen.eager.kernel_cache import KernelCache, KernelKey, host_kernels
+from relayquant.codegen.eager.operand import find_static_type
 from relayquant.codegen.eager.plan import Planner, Step
 from relayquant.ir.reference.frame import Frame
 from relayquant.ir.reference.inputs import bind_input
 from relayquant.ir.reference.interpreter import evaluate, flatten_value
-from relayquant.ir.rewrite.expressions import shape_of, static_sizes
 from relayquant.ir.rewrite.lifetimes import find_ends
 
 #: Number of argument kinds that a function remembers.
@@ -120,14 +120,3 @@ def run_steps(frame: Frame, steps: Sequence[Step], dead: Sequence[Sequence[relax
             step.run(frame)
             for var in vars_:
                 frame.values.pop(var, None)
-
-
-def find_static_type(var: relax.Var) -> tuple[tuple[int, ...], np.dtype] | None:
-    """Return (shape, dtype) of a tensor.
-
-    None if its shape is symbolic, or if it is not a tensor.
-    """
-    if not isinstance(var.ty, relax.TensorType) or not isinstance(var.ty.shape, relax.ShapeExpr):
-        return None
-    sizes = static_sizes(shape_of(var))
-    return None if sizes is None else (tuple(sizes), np.dtype(str(var.ty.dtype)))

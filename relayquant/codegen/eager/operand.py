@@ -10,6 +10,7 @@ from tvm import relax
 from tvm.ir import GenericConst
 
 from relayquant.ir.reference.frame import Frame
+from relayquant.ir.rewrite.expressions import shape_of, static_sizes
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,16 +30,27 @@ class Variable:
 
 @dataclass(frozen=True, eq=False)
 class ConstantOperand:
-    """A value that is the same in every call."""
+    """An array, a shape or a number that is the same in every call."""
 
-    array: np.ndarray
+    value: Any
 
-    def read(self, frame: Frame) -> np.ndarray:
-        """Return the value, the same array each time."""
-        return self.array
+    def read(self, frame: Frame) -> Any:
+        """Return the value, the same object each time."""
+        return self.value
 
 
-Operand: TypeAlias = Variable | ConstantOperand
+@dataclass(frozen=True, eq=False)
+class TupleOperand:
+    """Several values as a tuple."""
+
+    fields: tuple[Operand, ...]
+
+    def read(self, frame: Frame) -> tuple[Any, ...]:
+        """Return the values in this call."""
+        return tuple(field.read(frame) for field in self.fields)
+
+
+Operand: TypeAlias = Variable | ConstantOperand | TupleOperand
 
 
 def is_operand(expr: relax.Expr) -> bool:
@@ -49,3 +61,14 @@ def is_operand(expr: relax.Expr) -> bool:
 def make_operand(expr: relax.Expr) -> Operand:
     """Make the operand of an expression for which `is_operand` is true."""
     return ConstantOperand(expr.value.numpy()) if isinstance(expr, GenericConst) else Variable(expr)
+
+
+def find_static_type(var: relax.Var) -> tuple[tuple[int, ...], np.dtype] | None:
+    """Return (shape, dtype) of a tensor.
+
+    None if its shape is symbolic, or if it is not a tensor.
+    """
+    if not isinstance(var.ty, relax.TensorType) or not isinstance(var.ty.shape, relax.ShapeExpr):
+        return None
+    sizes = static_sizes(shape_of(var))
+    return None if sizes is None else (tuple(sizes), np.dtype(str(var.ty.dtype)))

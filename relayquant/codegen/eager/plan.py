@@ -11,6 +11,7 @@ from tvm import relax
 from tvm.ir import Call, GenericConst
 
 from relayquant.base.runtime import view_constant
+from relayquant.codegen.eager.call import CallStep
 from relayquant.codegen.eager.kernel_cache import KernelCache, KernelKey
 from relayquant.codegen.eager.operand import Operand, Variable, is_operand, make_operand
 from relayquant.codegen.eager.product import (
@@ -22,6 +23,9 @@ from relayquant.codegen.eager.product import (
     ProductStep,
 )
 from relayquant.codegen.eager.rounding import ROUND, RoundingStep
+from relayquant.codegen.eager.rows import GELU, RowStep, make_norm, make_softmax
+from relayquant.codegen.kernels.floating.row_norm import RowNorm
+from relayquant.codegen.kernels.floating.softmax import Softmax
 from relayquant.ir.reference.affine import center_factors
 from relayquant.ir.reference.frame import Frame
 from relayquant.ir.reference.interpreter import execute_binding
@@ -143,6 +147,9 @@ class Planner:
                 [*map(self.find_object, binding.value.fields)],
             )
             return self.make_step(var, reads, lambda frame: gather_tuple(frame, var, fields))
+        call = CallStep.of(binding, self.find_object)
+        if call is not None:
+            return self.make_step(binding.var, reads, call.run)
         return self.make_step(binding.var, reads, lambda frame: execute_binding(frame, binding))
 
     # ---- products ----
@@ -233,6 +240,51 @@ class Planner:
         self.claimed.add(root)
         return self.make_step(root, [data], step.run, step.product.key)
 
+    # ---- operators on rows ----
+
+    def plan_softmax(self, root: relax.Var) -> Step | Skip:
+        """Plan the step of a softmax along the last axis."""
+        call = self.values[root]
+        width = find_width(call.args[0])
+        if width is None or int(call.attrs.axis) not in (-1, len(shape_of(root)) - 1):
+            return decline("not along a last axis of known length, in float32")
+        return self.plan_rows(root, KernelKey(make_softmax, Softmax((None, width), 1)), width)
+
+    def plan_layer_norm(self, root: relax.Var) -> Step | Skip:
+        """Plan the step of a layer norm along the last axis, with constant factors."""
+        call = self.values[root]
+        width, attrs, factors = find_width(call.args[0]), call.attrs, call.args[1:]
+        if width is None or [*map(int, attrs.axes)] not in ([-1], [len(shape_of(root)) - 1]):
+            return decline("not along a last axis of known length, in float32")
+        if not (attrs.center and attrs.scale) or not all(
+            isinstance(each, GenericConst) and find_width(each) == width for each in factors
+        ):
+            return decline("scale or offset is missing, or no constant vector of float32")
+        vectors = [view_constant(each.value).reshape(-1) for each in factors]
+        if any(vector.size != width for vector in vectors):
+            return decline("scale or offset has several rows")
+        epsilon = float(attrs.epsilon)
+        spec = RowNorm((None,), width, epsilon, is_centred=True, bias=True)
+        return self.plan_rows(root, KernelKey(make_norm, spec), width, vectors)
+
+    def plan_gelu(self, root: relax.Var) -> Step | Skip:
+        """Plan the step of a gelu."""
+        if not is_float32(root):
+            return decline("not float32 of known rank")
+        return self.plan_rows(root, GELU, 1)
+
+    def plan_rows(
+        self, root: relax.Var, key: KernelKey, width: int, factors: Sequence[np.ndarray] = ()
+    ) -> Step | Skip:
+        """Plan the step of a kernel on rows."""
+        data = self.values[root].args[0]
+        if not isinstance(data, relax.Var):
+            return decline("the data is a constant")
+        self.claimed.add(root)
+        var = self.find_object(root)
+        step = RowStep(key, width, self.operand(data), factors, var, self.kernels)
+        return self.make_step(root, [data], step.run, key)
+
     def is_free(self, var: relax.Var) -> bool:
         """Whether no step found so far computes `var`."""
         return var not in self.claimed
@@ -291,4 +343,13 @@ EAGER_RULES: tuple[Rule[Planner, relax.Var, Step], ...] = (
     make_rule(Planner.plan_integer_convolution, *INTEGER_CONVOLUTIONS),
     make_rule(Planner.plan_integer_dense, "relax.qnn.dense"),
     make_rule(Planner.plan_rounding, "relax.qnn.simulated_quantize"),
+    make_rule(Planner.plan_softmax, "relax.nn.softmax"),
+    make_rule(Planner.plan_layer_norm, "relax.nn.layer_norm"),
+    make_rule(Planner.plan_gelu, "relax.nn.gelu"),
 )
+
+
+def find_width(expr: relax.Expr) -> int | None:
+    """Return the last size of a float32 tensor. None if it is symbolic or 0."""
+    sizes = static_sizes(shape_of(expr)[-1:]) if is_float32(expr) else None
+    return sizes[0] or None if sizes else None

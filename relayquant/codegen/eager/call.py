@@ -1,0 +1,107 @@
+"""Call of an operator -> a step in numpy that asks TVM nothing when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tvm_ffi
+from tvm import relax, tirx
+from tvm.ir import Call, GenericConst, Op, PrimType
+
+from relayquant.base.runtime import view_constant
+from relayquant.codegen.eager.operand import (
+    ConstantOperand,
+    Operand,
+    TupleOperand,
+    Variable,
+    find_static_type,
+)
+from relayquant.errors import RelayQuantError
+from relayquant.ir.reference.frame import Frame
+from relayquant.ir.reference.interpreter import conform_value, execute_binding
+from relayquant.ir.reference.relax import OPERATORS, OperatorFunction
+from relayquant.ir.rewrite.expressions import static_sizes
+
+
+class CallStep:
+    """An operator of `reference.relax`, whose operands, attributes and type are read once.
+
+    The interpreter has the last word: it computes what the function refuses, and says what is
+    wrong with values that it does not take.
+    """
+
+    def __init__(self, binding: Any, function: OperatorFunction, operands: list[Operand]) -> None:
+        self.binding, self.function, self.operands = binding, function, operands
+        self.attrs, self.known = KnownAttributes(binding.value.attrs), find_static_type(binding.var)
+
+    @staticmethod
+    def of(binding: Any, find_object: Callable[[relax.Var], relax.Var]) -> CallStep | None:
+        """Return the step of a binding, which reads the objects that `find_object` returns for
+        variables. None if only the interpreter can evaluate it.
+        """
+        call = binding.value
+        if isinstance(binding, relax.MatchCast) or not isinstance(call, Call):
+            return None
+        if not isinstance(call.op, Op) or isinstance(call.ty, PrimType):
+            return None
+        function = OPERATORS.get(call.op.name.removeprefix("relax."))
+        operands = find_operands(call.args, find_object)
+        if function is None or operands is None:
+            return None
+        return CallStep(binding, function, operands)
+
+    def run(self, frame: Frame) -> None:
+        """Compute the value."""
+        var = self.binding.var
+        try:
+            value = self.function([operand.read(frame) for operand in self.operands], self.attrs)
+        except (RelayQuantError, IndexError, TypeError, ValueError):
+            value = NotImplemented
+        if value is NotImplemented:
+            execute_binding(frame, self.binding)
+            return
+        if not isinstance(value, np.ndarray) or (value.shape, value.dtype) != self.known:
+            value = conform_value(frame, var.ty, value, var.name, self.binding.value)
+        frame.values[var] = value
+
+
+class KnownAttributes:
+    """The attributes of a call. Each is read from TVM once; arrays are tuples."""
+
+    def __init__(self, attrs: Any) -> None:
+        self._attrs = attrs
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._attrs, name)
+        value = tuple(value) if isinstance(value, tvm_ffi.Array) else value
+        setattr(self, name, value)
+        return value
+
+
+def find_operands(
+    exprs: Sequence[relax.Expr], find_object: Callable[[relax.Var], relax.Var]
+) -> list[Operand] | None:
+    """Return the operands of expressions. None if one depends on symbolic sizes."""
+    found: list[Operand] = []
+    for expr in exprs:
+        if isinstance(expr, relax.Var) and not isinstance(expr.ty, PrimType):
+            found.append(Variable(find_object(expr)))
+        elif isinstance(expr, GenericConst):
+            found.append(ConstantOperand(view_constant(expr.value)))
+        elif isinstance(expr, tirx.IntImm | tirx.FloatImm):
+            found.append(ConstantOperand(expr.value))
+        elif isinstance(expr, relax.ShapeExpr):
+            sizes = static_sizes(list(expr.values))
+            if sizes is None:
+                return None
+            found.append(ConstantOperand(tuple(sizes)))
+        elif isinstance(expr, relax.Tuple):
+            fields = find_operands(expr.fields, find_object)
+            if fields is None:
+                return None
+            found.append(TupleOperand(tuple(fields)))
+        else:
+            return None
+    return found

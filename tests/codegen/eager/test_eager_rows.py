@@ -1,0 +1,72 @@
+"""Softmax, layer norm and gelu run on kernels, with the numbers of the reference; other operators
+run in numpy without asking TVM.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from float_models import build_model
+from tvm.relax import op
+
+from relayquant.codegen.eager import EagerModule
+from relayquant.codegen.eager.call import CallStep
+from relayquant.codegen.eager.rows import RowStep
+from relayquant.errors import ModelError
+from relayquant.ir.reference import run
+
+
+def runners(module: EagerModule) -> list:
+    return [getattr(step.run, "__self__", None) for step in module.programs["main"].steps]
+
+
+def draw(*shape: int) -> np.ndarray:
+    return np.random.default_rng(3).normal(0, 3, shape).astype("float32")
+
+
+def test_softmax_and_layer_norm__the_bits_of_the_reference():
+    def emit(e, x):
+        y = e("y", op.nn.softmax(x, -1))
+        factors = e.constant(19), e.constant(19)
+        return e("z", op.nn.layer_norm(y, *factors, axes=[-1], epsilon=1e-5))
+
+    mod, x = build_model(emit, ("n", 5, 19)), draw(3, 5, 19)
+    module = EagerModule(mod)
+    assert [type(each) for each in runners(module)[:2]] == [RowStep, RowStep]
+    # the memory order of the data is another one the second time
+    for data in (x, np.asfortranarray(x), x[:0]):
+        np.testing.assert_array_equal(module.run("main", [data])[0], run(mod, [data])[0])
+
+
+def test_softmax__along_another_axis_in_numpy():
+    mod = build_model(lambda e, x: e("y", op.nn.softmax(x, 1)), (2, 5, 7))
+    module = EagerModule(mod)
+    assert not any(isinstance(each, RowStep) for each in runners(module))
+    x = draw(2, 5, 7)
+    np.testing.assert_array_equal(module.run("main", [x])[0], run(mod, [x])[0])
+
+
+def test_gelu__near_the_error_function_everywhere():
+    mod = build_model(lambda e, x: e("y", op.nn.gelu(x)), ("n", 3))
+    module, x = EagerModule(mod), np.linspace(-30, 30, 30003, dtype="float32").reshape(-1, 3)
+    assert isinstance(runners(module)[0], RowStep)
+    x[0] = 0, np.nan, np.inf
+    have, want = module.run("main", [x])[0], run(mod, [x])[0]
+    np.testing.assert_array_equal(have[0], [0, np.nan, np.inf])
+    np.testing.assert_array_less(np.abs(have[1:] - want[1:]), 3e-7 * np.abs(x[1:]) + 1e-7)
+
+
+def test_call__symbolic_shapes_tuples_and_errors_are_those_of_the_interpreter():
+    def emit(e, x):
+        a = e("a", op.reshape(x, (-1, 6)))  # its shape is known at run time only
+        b = e("b", op.concat([a, a], axis=1))
+        c = e("c", op.permute_dims(b, [1, 0]))
+        return e("d", op.strided_slice(c, [0], [1], [7]))
+
+    mod, x = build_model(emit, ("n", 3)), draw(4, 3)
+    module = EagerModule(mod)
+    assert any(isinstance(each, CallStep) for each in runners(module))
+    np.testing.assert_array_equal(module.run("main", [x])[0], run(mod, [x])[0])
+    fails = build_model(lambda e, x: e("y", op.reshape(x, (2, 3))), ("n", 3))
+    with pytest.raises(ModelError, match=r"'y', operator relax\.reshape"):
+        EagerModule(fails).run("main", [draw(5, 3)])
