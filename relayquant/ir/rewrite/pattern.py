@@ -73,6 +73,11 @@ class Matcher(Protocol):
         ...
 
 
+def may_match(matcher: Any, op_name: str) -> bool:
+    """Whether a matcher can find anything at a value that this operator computes."""
+    return not isinstance(matcher, Pattern) or matcher.op_name in ("", op_name)
+
+
 @dataclass(frozen=True, eq=False)
 class Pattern:
     """A dpl pattern and names for some of its nodes.

@@ -16,7 +16,7 @@ from tvm import relax
 
 from relayquant.base.arguments import check_fields
 from relayquant.ir.rewrite.graph import Graph
-from relayquant.ir.rewrite.pattern import Match, Matcher
+from relayquant.ir.rewrite.pattern import Match, Matcher, may_match
 from relayquant.ir.rewrite.walker import Emitter, rewrite_main, tidy_module
 
 logger = logging.getLogger("relayquant.ir.rewrite")
@@ -115,6 +115,7 @@ def apply_rules(
     rounds, they undo one another: this raises RuntimeError.
     """
     fired: list[str] = []
+    of_operator: dict[str, list[Rule[Emitter, Match, relax.Expr]]] = {}
     for _ in range(max_rounds):
         graph = Graph(mod)
         fired = []
@@ -125,7 +126,10 @@ def apply_rules(
             graph: Graph = graph,
             fired: list[str] = fired,
         ) -> relax.Expr:
-            matches = ((rule, rule.pattern.match(graph, binding.var)) for rule in rules)
+            name = graph.op_name(binding.var)
+            if name not in of_operator:
+                of_operator[name] = [rule for rule in rules if may_match(rule.pattern, name)]
+            matches = ((rule, rule.pattern.match(graph, binding.var)) for rule in of_operator[name])
             tried = ((rule, match) for rule, match in matches if match is not None)
             found = fire_first(tried, emitter, binding.var.name, on_skip)
             if found is None:

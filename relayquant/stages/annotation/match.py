@@ -32,6 +32,7 @@ from relayquant.ir.plan import PassedOver, Plan
 from relayquant.ir.rewrite import Graph, Match, Skip
 from relayquant.ir.rewrite.function import read_sources
 from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype
+from relayquant.ir.rewrite.pattern import may_match
 
 #: number of patterns named in the reason for an operator that matches none of them
 MOST_NAMES = 4
@@ -173,8 +174,12 @@ def match_operators(
     """
     matching = _Matching(graph, backend, mapping)
     for rows in order_rows(backend):
+        of_operator: dict[str, list[PatternConfig]] = {}
         for binding in reversed(graph.bindings):
-            matching.try_rows(binding.var, rows)
+            name = graph.op_name(binding.var)
+            if name not in of_operator:
+                of_operator[name] = [row for row in rows if may_match(row.pattern.pattern, name)]
+            matching.try_rows(binding.var, of_operator[name])
     for binding in graph.bindings:
         if binding.var not in matching.owners and graph.call_of(binding.var) is not None:
             matching.add(matching.explain(binding.var))
@@ -393,7 +398,12 @@ class _Matching:
     def find_matches(self, pattern: QuantOp) -> list[Match]:
         """Return all matches of a pattern, the last of the graph first."""
         if pattern.name not in self.matches:
-            found = (run_match(pattern, self.graph, b.var) for b in reversed(self.graph.bindings))
+            places = [
+                binding.var
+                for binding in reversed(self.graph.bindings)
+                if may_match(pattern.pattern, self.graph.op_name(binding.var))
+            ]
+            found = (run_match(pattern, self.graph, var) for var in places)
             self.matches[pattern.name] = [match for match in found if match is not None]
         return self.matches[pattern.name]
 
