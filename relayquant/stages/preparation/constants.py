@@ -67,7 +67,10 @@ def fold_constants(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
         with np.errstate(all="ignore"):
             result = arrays[0].astype(dtype)
     else:
-        result = _run_call(call)
+        kinds = {np.dtype(dtype).kind, *(array.dtype.kind for array in arrays)}
+        # Integers have the same values in the reference, which compiles nothing.
+        result = _run_in_numpy(call) if kinds <= set("bui") else None
+        result = _run_call(call) if result is None else result
     if result is None or result.shape != shape or str(result.dtype) != dtype:
         return decline("neither TVM nor the reference computes it")
     return make_const(result, dtype)
@@ -77,7 +80,7 @@ def _run_call(call: Call) -> np.ndarray | None:
     """Compute one call on constants, compiled and run by TVM or by the reference. None if
     neither can compute it.
     """
-    alone = make_main([], lambda _: Call(call.op, call.args, call.attrs, call.ty_args))
+    alone = _make_alone(call)
     # FoldConstant runs loops. It does not run operators that legalization turns into a constant
     # (arange).
     for fold in (relax.transform.FoldConstant(), relax.transform.LegalizeOps()):
@@ -85,13 +88,23 @@ def _run_call(call: Call) -> np.ndarray | None:
         if array is not None:
             return array
     # FoldConstant does not run operators that legalization turns into library calls (cumsum, sort).
+    return _run_in_numpy(call)
+
+
+def _run_in_numpy(call: Call) -> np.ndarray | None:
+    """Compute one call on constants by the reference. None if it cannot."""
     if not isinstance(call.ty, relax.TensorType):
         return None
     try:
-        (array,) = run(alone, [])
+        (array,) = run(_make_alone(call), [])
     except ModelError:
         return None  # it has no numpy form and does not compile; compilation reports it later
     return array
+
+
+def _make_alone(call: Call) -> tvm.IRModule:
+    """Return a module that computes one call."""
+    return make_main([], lambda _: Call(call.op, call.args, call.attrs, call.ty_args))
 
 
 def _find_result(mod: tvm.IRModule) -> np.ndarray | None:
