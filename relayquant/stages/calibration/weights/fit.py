@@ -162,6 +162,7 @@ class LeastSquares:
 
     def errors(self, difference: Float64Array) -> Float64Array:
         """Return d H d^T for each row of (G, O, K): (G, O)."""
+        difference = difference.astype(self.hessian.dtype, copy=False)
         return np.einsum("gok,gok->go", difference @ self.hessian, difference)
 
 
@@ -352,7 +353,12 @@ class BlockedRows:
         return self.make_problem(0)
 
     def make_problem(self, block: int) -> LeastSquares:
-        return LeastSquares.of(self.statistics.find_gram(block), self.settings.damping)
+        """Return the problem of a block: in float32, unless damping is too little for it."""
+        gram, damping = self.statistics.find_gram(block), self.settings.damping
+        try:
+            return LeastSquares.of(gram.astype("float32"), damping)
+        except np.linalg.LinAlgError:
+            return LeastSquares.of(gram, damping)
 
     def nearest_error(self, scale: Float64Array) -> float:
         """Error of rounding to nearest with one scale for all weights, (1, 1)."""
@@ -374,14 +380,17 @@ class BlockedRows:
         """Return (levels (G, O, K), error of each output (G, O) or zeros) for scales that
         broadcast to (G, O).
         """
-        grid = [np.broadcast_to(a, self.rows.shape[:2]) for a in (scale, self.low, self.high)]
+        grid = [
+            np.broadcast_to(a.astype("float32"), self.rows.shape[:2])
+            for a in (scale, self.low, self.high)
+        ]
         levels = np.empty(self.rows.shape, "int32")
 
         def visit(problem: LeastSquares, columns: slice) -> Float64Array:
             errors = np.zeros(self.rows.shape[:2])
             for part in cut_outputs((*self.rows.shape[:2], columns.stop - columns.start)):
                 step, low, high = (a[:, part] for a in grid)
-                rows = problem.permute(self.rows[:, part, columns].astype("float64"))
+                rows = problem.permute(self.rows[:, part, columns])
                 found = self.round_part(problem, rows, step, low, high)
                 if with_errors:
                     errors[:, part] = problem.errors(rows - found * step[..., None])
