@@ -14,7 +14,7 @@ from tvm.relax.dpl import is_op, wildcard
 
 from relayquant.codegen.floating import CONV_LAYOUT, CONV_TRANSPOSE_LAYOUT
 from relayquant.codegen.layout_exceptions import convert_with_exceptions
-from relayquant.codegen.moved_quantization import MOVED_QUANTIZATION
+from relayquant.codegen.moved_quantization import MOVED_QUANTIZATION, read_axes
 from relayquant.ir.rewrite import Emitter, Match, Pattern, Rule, Skip, apply_rules
 from relayquant.ir.rewrite.expressions import list_bindings, op_name
 from relayquant.ir.rewrite.graph import constant_value, free_vars, tensor_dtype, tensor_shape
@@ -101,10 +101,7 @@ def find_axes(match: Match, expr: relax.Expr) -> list[int]:
     call = match.graph.call_of(expr)
     if call is None:
         raise ValueError(f"no permute_dims at {match.name!r}")
-    rank = call.args[0].ty.ndim
-    if call.attrs.axes is None:
-        return list(reversed(range(rank)))
-    return [int(axis) % rank for axis in call.attrs.axes]
+    return read_axes(call)
 
 
 def _transpose_of_constant() -> Rule:
