@@ -286,7 +286,7 @@ def emit_products(chunk: Chunk, operands: Operands) -> None:
         may_use = T.And(is_many, may_use)
     elif may_use:
         may_use = is_many
-    emit_if(may_use, lambda: emit_tiled_rows(tiled, operands, count, threads=False), emit_vectors)
+    emit_if(may_use, lambda: emit_tiled_rows(tiled, operands, count, None), emit_vectors)
 
 
 def emit_row_terms(chunk: Chunk, rows: Buffer, sums: Buffer) -> None:

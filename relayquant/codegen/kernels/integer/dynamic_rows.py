@@ -50,7 +50,7 @@ from relayquant.codegen.kernels.integer.operands import (
 )
 from relayquant.codegen.kernels.integer.plan_choice import choose_instructions
 from relayquant.codegen.kernels.integer.specs import Dense, PackedWeights, Tile
-from relayquant.codegen.kernels.integer.tiled import ask_unit, emit_if
+from relayquant.codegen.kernels.integer.tiled import ask_unit, count_parts, emit_if
 from relayquant.codegen.kernels.integer.tiled_plan import FEWEST_PIXELS, TiledPlan
 from relayquant.codegen.kernels.integer.tiled_rows import (
     FEWEST_ROWS,
@@ -155,9 +155,10 @@ def build_dense_rows(
         if tiled is None:
             emit_vector_rows(plan, operands, rows)
             return
+        parts = count_parts(tiled.unit)
         emit_if(
             ask_unit(tiled.unit, rows, FEWEST_ROWS),
-            lambda: emit_tiled_rows(tiled, operands, rows),
+            lambda: emit_tiled_rows(tiled, operands, rows, parts),
             lambda: emit_vector_rows(plan, operands, rows),
         )
 

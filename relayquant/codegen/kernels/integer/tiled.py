@@ -536,7 +536,7 @@ def emit_step(
     first_b = first_a + own
     offset = tap_offset(plan, image, step.row, step.column)
     offset = offset + step.chunk * plan.chunk_distance
-    load_a, load_b = (tiles.stream if far else tiles.load for far in plan.streamed)
+    load_a, load_b = (tiles.stream if far and rows > 1 else tiles.load for far in plan.streamed)
 
     def load_pixels(m: int) -> None:
         load_a(first_a + m % own, image.data, block.sources[m] + offset, row_distance(plan))

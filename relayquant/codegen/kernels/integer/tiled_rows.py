@@ -40,9 +40,6 @@ from relayquant.codegen.kernels.isa.matrix_unit import Tiles
 
 #: Bytes of the activations of a chunk. A chunk has at least `LEAST_CHUNK` rows.
 CHUNK_BYTES, LEAST_CHUNK = 512 * 1024, 64
-#: Parts of a parallel loop: fewer, which threads share evenly, or more if each still has so many
-#: cycles. Each part configures the tiles in 50 ns.
-PARTS, MOST_PARTS, PART_CYCLES = 16, 64, 20_000
 #: Blocks that fetch the next panel of weights together. Their number is not known.
 PREFETCH_SHARING = 2
 #: Fewest rows for the unit. They fill at least one vector of packed results.
@@ -65,12 +62,14 @@ def plan_tiled_rows(spec: Conv2d, isa: Isa) -> TiledPlan | None:
 
 
 def emit_tiled_rows(
-    plan: TiledPlan, operands: Operands, rows: Expr, *, threads: bool = True
+    plan: TiledPlan, operands: Operands, rows: Expr, parts: Expr | int | None
 ) -> None:
     """Emit all rows, at least `FEWEST_ROWS`, one chunk after the other.
 
-    `threads` share the panels and tiles of a chunk.
+    The panels and tiles of a chunk have up to so many `parts` for threads; see
+    `tiled.count_parts`. None: all on one thread.
     """
+    threads = parts is not None
     width = plan.spec.in_channels
     size = max(CHUNK_BYTES // width, LEAST_CHUNK)
     (chunks,) = settle(divide(rows, size))
@@ -81,13 +80,18 @@ def emit_tiled_rows(
             copy = alloc_workspace(size * width + COPY_BYTES, plan.isa.activation)
             is_worth = threads and count * width >= PARALLEL_BYTES
             emit_prepared_rows(operands.data, copy, width, first, count, is_worth)
-            emit_chunk(plan, replace(operands, data=copy), T.int64(0), first, count, threads)
+            emit_chunk(plan, replace(operands, data=copy), T.int64(0), first, count, parts)
         else:
-            emit_chunk(plan, operands, first, first, count, threads)
+            emit_chunk(plan, operands, first, first, count, parts)
 
 
 def emit_chunk(
-    plan: TiledPlan, operands: Operands, start: Expr, first: Expr, count: Expr, threads: bool
+    plan: TiledPlan,
+    operands: Operands,
+    start: Expr,
+    first: Expr,
+    count: Expr,
+    most_parts: Expr | int | None,
 ) -> None:
     """Emit `count` rows from `first` on. Their activations are in rows of the data from `start` on.
 
@@ -136,15 +140,12 @@ def emit_chunk(
         registers.release()
 
     def emit_shared() -> None:
-        many = T.if_then_else(
-            cycles >= MOST_PARTS * PART_CYCLES, T.int64(MOST_PARTS), T.int64(PARTS)
-        )
-        (parts,) = settle(T.min(total, many))
+        (parts,) = settle(T.min(total, T.Cast("int64", most_parts)))
         with T.parallel(parts) as part:
             emit_part(part, parts)
 
     is_worth = plan.panels * block_cycles >= PARALLEL_CYCLES or cycles >= PARALLEL_CYCLES
-    is_worth = threads and is_worth
+    is_worth = most_parts is not None and is_worth
     emit_if(is_worth, emit_shared, lambda: emit_part(T.int64(0), T.int64(1)))
 
 
