@@ -84,6 +84,7 @@ from relayquant.codegen.rules.elementwise import make_window
 from relayquant.codegen.rules.joined_slices import read_joined_slices
 from relayquant.codegen.rules.kernel_call import build_for_batch, split_batch, vector
 from relayquant.codegen.rules.linear import order_transposed_weight
+from relayquant.codegen.tuning import ChooseFloatSchedule, keep_float_estimate
 from relayquant.ir.rewrite.conv_view import ConvView
 from relayquant.ir.rewrite.epilogue_pattern import EpilogueChain, float_takes, follow_epilogue
 from relayquant.ir.rewrite.expressions import (
@@ -108,6 +109,7 @@ def lower_float(
     target: Target,
     on_skip: OnSkip = log_skip,
     bf16: Bf16Isa | None = None,
+    choose_schedule: ChooseFloatSchedule = keep_float_estimate,
 ) -> IRModule:
     """Replace float32 convolutions, max pools and matmuls of every function by calls of kernels.
 
@@ -119,6 +121,7 @@ def lower_float(
 
     With `bf16`, products have operands in bfloat16 and use these instructions.
     Values that only such products read are stored in bfloat16; see `narrow_values`.
+    `choose_schedule` chooses how products of float32 are computed.
     """
     isa = replace(choose_float_isa(target), bf16=bf16)
 
@@ -126,7 +129,11 @@ def lower_float(
         return calls if bf16 is None else store_narrow(calls, block)
 
     return lower_functions(
-        mod, FLOAT_RULES, lambda block: FloatContext(block, isa), on_skip=on_skip, refine=refine
+        mod,
+        FLOAT_RULES,
+        lambda block: FloatContext(block, isa, choose_schedule),
+        on_skip=on_skip,
+        refine=refine,
     )
 
 
@@ -208,6 +215,7 @@ class FloatContext:
 
     block: BlockView
     isa: FloatIsa
+    choose_schedule: ChooseFloatSchedule = keep_float_estimate
     symbols: dict[str, tirx.Var] = field(default_factory=dict)
 
     def symbol(self, extent: Any) -> Any:
@@ -312,6 +320,8 @@ def lower_conv2d(context: FloatContext, root: relax.Var) -> Lowered | Skip:
         kind = "float_winograd"
         packed = pack_winograd(weight.value.numpy(), spec, isa)
     elif isinstance(weight, GenericConst):
+        if not spec.is_depthwise:
+            spec = replace(spec, schedule=context.choose_schedule(spec, isa))
         packed = pack_conv2d(weight.value.numpy(), spec, isa)
     else:
         packing = context.make_kernel(
@@ -373,6 +383,7 @@ def lower_matmul(context: FloatContext, root: relax.Var) -> Lowered | Skip:
         if context.bf16 is not None and narrow is not None:
             taps = np.ascontiguousarray(weight.value.numpy().T)
             return call_bf16(context, chain, narrow, data, taps, concat)
+        spec = replace(spec, schedule=context.choose_schedule(spec, context.isa))
         packed = pack_dense(weight.value.numpy().T, spec, context.isa)
         kernel = context.make_kernel("float_dense", spec)
         return call_product(chain, kernel, data, packed, concat)

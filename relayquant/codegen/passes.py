@@ -26,7 +26,12 @@ from relayquant.codegen.schedule.schedule_pass import create_schedule_pass
 from relayquant.codegen.schedule.vector_math import create_math_pass
 from relayquant.codegen.split_int64_accumulation import split_int64_sums
 from relayquant.codegen.threads import add_pool
-from relayquant.codegen.tuning import ChooseSchedule, keep_estimate
+from relayquant.codegen.tuning import (
+    ChooseFloatSchedule,
+    ChooseSchedule,
+    keep_estimate,
+    keep_float_estimate,
+)
 from relayquant.codegen.type_promotion import widen_types
 from relayquant.codegen.views import KEEP_VIEWS
 from relayquant.codegen.zero_point_correction import subtract_zero_points
@@ -39,6 +44,7 @@ def make_pipeline(
     choose_schedule: ChooseSchedule = keep_estimate,
     precision: Precision | None = None,
     keeps_rows: bool = False,
+    choose_float: ChooseFloatSchedule = keep_float_estimate,
 ) -> tvm.transform.Pass:
     """Make a Relax pipeline for a target: kernels, legalization, schedules, TVM's own lowering.
 
@@ -61,7 +67,7 @@ def make_pipeline(
         mod = lower_integer(convert_layout(mod), target, choose_schedule)
         mod = lower_grouped(lower_row_norms(mod, target), target, keeps_rows=keeps_rows)
         mod = lower_recurrent(lower_attention(mod, target), target)
-        mod = lower_float(widen_types(mod), target, bf16=bf16)
+        mod = lower_float(widen_types(mod), target, bf16=bf16, choose_schedule=choose_float)
         with target:
             lowered = tvm.transform.Sequential(
                 [

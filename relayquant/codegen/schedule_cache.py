@@ -2,7 +2,8 @@
 
     {"format": "relayquant.forms", "version": 2, "made_by": "0.27.0",
      "forms": {layer: {"tile": {"rows": 1, "cols": 7, "blocks": 4, "chains": 1},
-                       "transforms": false}}}
+                       "transforms": false},
+               layer of float32: {"blocks": 2, "rows": 14, "by_panels": true}}}
 
 The key of a layer contains everything its time depends on: CPU, instructions, threads, shapes,
 dtypes. Schedules timed with another TVM version are timed again. A schedule from a file is used
@@ -23,9 +24,11 @@ from typing import Any
 import tvm
 
 from relayquant.base.storage.files import decode_json, read_text, reading, write_text, writing
+from relayquant.codegen.kernels.floating.tile import FloatSchedule
 from relayquant.codegen.kernels.integer.specs import KernelSchedule, Tile
 from relayquant.errors import ConfigError
 
+AnySchedule = KernelSchedule | FloatSchedule
 FORMAT = "relayquant.forms"
 VERSION = 2
 #: Larger files are not caches of schedules: a layer takes some 200 bytes.
@@ -43,7 +46,7 @@ def find_cache_folder() -> Path:
     return (wanted if wanted.is_absolute() else Path.home() / ".cache") / "relayquant"
 
 
-def read_schedules(path: Path) -> dict[str, KernelSchedule]:
+def read_schedules(path: Path) -> dict[str, AnySchedule]:
     """Read the file: layer -> schedule. Empty if there is no file, or if it has another version.
 
     Raises:
@@ -60,8 +63,16 @@ def read_schedules(path: Path) -> dict[str, KernelSchedule]:
         return {str(name): read_schedule(entry) for name, entry in data["forms"].items()}
 
 
-def read_schedule(entry: Any) -> KernelSchedule:
+def read_schedule(entry: Any) -> AnySchedule:
     """Read a schedule that `asdict` wrote."""
+    if isinstance(entry, dict) and [*entry] == [each.name for each in fields(FloatSchedule)]:
+        sizes_fit = all(type(entry[n]) is int and 0 < entry[n] < 2**16 for n in ("blocks", "rows"))
+        if not sizes_fit or type(entry["by_panels"]) is not bool:
+            raise ValueError(
+                f"{entry!r:.80} is no schedule of float32: it needs blocks and rows as whole "
+                "numbers from 1 on, and by_panels as true or false"
+            )
+        return FloatSchedule(**entry)
     if not isinstance(entry, dict) or type(entry.get("transforms")) is not bool:
         raise ValueError(
             f"{entry!r:.60} is no schedule: it needs a tile, and transforms as true or false"
@@ -75,7 +86,7 @@ def read_schedule(entry: Any) -> KernelSchedule:
     return KernelSchedule(Tile(**tile), entry["transforms"])
 
 
-def add_schedules(path: Path, schedules: Mapping[str, KernelSchedule]) -> None:
+def add_schedules(path: Path, schedules: Mapping[str, AnySchedule]) -> None:
     """Add schedules to the file. It is written completely or not at all.
 
     Raises:

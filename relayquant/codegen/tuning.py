@@ -1,8 +1,10 @@
 """Schedules of layers, chosen by time: the best few of the cost model are timed on this machine.
 
-    spec, instructions  ->  the fastest schedule: register tile, Winograd's transforms or none
+    spec, instructions  ->  the fastest schedule: register tile, loop order, transforms or none
 
-A schedule changes how fast a kernel is, not what it computes. Times are kept in a file (see
+Convolutions and dense layers of integers and of float32 are timed. A schedule changes how fast a
+kernel is, not what it computes. Winograd's transforms in float32 have other rounding errors than
+the direct form, so the choice between these two is never timed. Times are kept in a file (see
 `schedule_cache`), so a layer is timed once on a machine.
 """
 
@@ -11,17 +13,34 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import cycle
 from math import prod
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import tvm
+from numpy.typing import NDArray
 from tvm.target import Target
 
 from relayquant.base.cores import count_threads
 from relayquant.base.storage.files import check_writable
 from relayquant.codegen.kernels.emit import ceil_div
+from relayquant.codegen.kernels.floating.conv import (
+    FloatConv2d,
+    count_macs,
+    list_conv2d_schedules,
+    make_conv2d,
+    pack_conv2d,
+)
+from relayquant.codegen.kernels.floating.gemm import (
+    FloatDense,
+    list_dense_schedules,
+    make_dense,
+    pack_dense,
+)
+from relayquant.codegen.kernels.floating.tile import FloatIsa, FloatSchedule, static
 from relayquant.codegen.kernels.integer.conv_plan import list_tiles
 from relayquant.codegen.kernels.integer.plan_choice import choose_plan
 from relayquant.codegen.kernels.integer.product import choose_product
@@ -39,6 +58,11 @@ from relayquant.errors import ConfigError, format_count
 
 #: Returns the schedule of a layer for these instructions. The last argument is `can_winograd`.
 ChooseSchedule = Callable[[Conv2d, Isa, bool], KernelSchedule]
+#: A float32 product with constant weights that is computed directly.
+FloatProduct = FloatConv2d | FloatDense
+#: Returns the schedule of a float product, or None for the estimated best.
+ChooseFloatSchedule = Callable[[FloatProduct, FloatIsa], FloatSchedule | None]
+S = TypeVar("S", KernelSchedule, FloatSchedule)
 
 #: Number of schedules that are timed for a layer; and of each kind, direct or with transforms, if
 #: both are possible.
@@ -74,8 +98,24 @@ def list_schedules(spec: Conv2d, isa: Isa, can_winograd: bool) -> list[KernelSch
     return transformed + direct if saves_time(spec, isa) else direct + transformed
 
 
+def keep_float_estimate(_spec: FloatProduct, _isa: FloatIsa) -> FloatSchedule | None:
+    """Return None, the estimated best schedule of a float product, without tuning."""
+    return None
+
+
+@dataclass(frozen=True)
+class Tuner:
+    """Chooses schedules by time; the call chooses those of integer layers."""
+
+    choose: ChooseSchedule
+    choose_float: ChooseFloatSchedule
+
+    def __call__(self, spec: Conv2d, isa: Isa, can_winograd: bool) -> KernelSchedule:
+        return self.choose(spec, isa, can_winograd)
+
+
 @contextmanager
-def open_tuner(target: Target, path: Path | None = None) -> Iterator[ChooseSchedule]:
+def open_tuner(target: Target, path: Path | None = None) -> Iterator[Tuner]:
     """Open a tuner that times layers for a target whose code this machine can run.
 
     At the end it writes new times to `path`, by default a file in the cache folder of the system.
@@ -89,7 +129,7 @@ def open_tuner(target: Target, path: Path | None = None) -> Iterator[ChooseSched
     if path.parent.is_dir():
         check_writable(path)
     known = read_schedules(path)
-    new: dict[str, KernelSchedule] = {}
+    new: dict[str, KernelSchedule | FloatSchedule] = {}
     prefix = f"{name_cpu()}, {format_count(count_threads(), 'thread')}"
 
     def choose(spec: Conv2d, isa: Isa, can_winograd: bool) -> KernelSchedule:
@@ -97,13 +137,28 @@ def open_tuner(target: Target, path: Path | None = None) -> Iterator[ChooseSched
             return keep_estimate(spec, isa, can_winograd)
         schedules = list_schedules(spec, isa, can_winograd)
         key = f"{prefix}, {describe_layer(spec, isa, can_winograd)}"
+        return remember(key, schedules, lambda: time_schedules(spec, isa, target, schedules))
+
+    def choose_float(spec: FloatProduct, isa: FloatIsa) -> FloatSchedule | None:
+        is_dense = isinstance(spec, FloatDense)
+        known_rows = static(spec.rows if is_dense else spec.batch)
+        if known_rows is None or count_products(spec) < FEWEST_MACS:
+            return keep_float_estimate(spec, isa)
+        listed = list_dense_schedules(spec, isa) if is_dense else list_conv2d_schedules(spec, isa)
+        key = f"{prefix}, {replace(isa, bf16=None)}: {spec}"
+        return remember(key, listed, lambda: time_float_schedules(spec, isa, target, listed))
+
+    def remember(key: str, schedules: Sequence[S], measure: Callable[[], S]) -> S:
         found = new.get(key) or known.get(key)
-        if found not in schedules:  # never timed, or timed by a version with other candidates
-            found = new[key] = time_schedules(spec, isa, target, schedules)
-        return found
+        for schedule in schedules:
+            if schedule == found:
+                return schedule
+        # never timed, or timed by a version with other candidates
+        fastest = new[key] = measure()
+        return fastest
 
     try:
-        yield choose
+        yield Tuner(choose, choose_float)
     finally:
         if new:
             add_schedules(path, new)
@@ -152,13 +207,63 @@ def time_schedules(
     }
     library = tvm.compile(tvm.IRModule(kernels), target=target)
     runs = [bind_arguments(library[name], spec, isa, schedule) for name, schedule in named.items()]
+    return schedules[find_fastest(runs)]
+
+
+def time_float_schedules(
+    spec: FloatProduct, isa: FloatIsa, target: Target, schedules: Sequence[FloatSchedule]
+) -> FloatSchedule:
+    """Time schedules of a float product like `time_schedules`."""
+    if len(schedules) == 1:
+        return schedules[0]
+    specs = {f"form{i}": replace(spec, schedule=each) for i, each in enumerate(schedules)}
+    kernels = {
+        name: make_dense(each, isa, name)
+        if isinstance(each, FloatDense)
+        else make_conv2d(each, isa, name)
+        for name, each in specs.items()
+    }
+    library = tvm.compile(tvm.IRModule(kernels), target=target)
+    runs = [bind_float_arguments(library[name], each, isa) for name, each in specs.items()]
+    return schedules[find_fastest(runs)]
+
+
+def find_fastest(runs: Sequence[Callable[[], object]]) -> int:
+    """Time runs, which take turns, and return the index of the fastest.
+
+    The first one stays if no other is clearly faster.
+    """
     best = [float("inf")] * len(runs)
     deadline = time.perf_counter() + SECONDS * len(runs)
     while best[0] == float("inf") or time.perf_counter() < deadline:
         for i, run in enumerate(runs):
             best[i] = min(best[i], time_run(run))
     fastest = min(range(len(runs)), key=best.__getitem__)
-    return schedules[fastest if best[fastest] < GAIN * best[0] else 0]
+    return fastest if best[fastest] < GAIN * best[0] else 0
+
+
+def count_products(spec: FloatProduct) -> int:
+    """Count the multiply-adds of a float product. Symbolic extents count as 1."""
+    if isinstance(spec, FloatDense):
+        return spec.least_rows * spec.inner * spec.outputs
+    return count_macs(spec)
+
+
+def bind_float_arguments(
+    kernel: Callable[..., object], spec: FloatProduct, isa: FloatIsa
+) -> Callable[[], object]:
+    """Bind a float kernel to operands like `bind_arguments`."""
+    is_dense = isinstance(spec, FloatDense)
+    shape = (spec.outputs, spec.inner) if is_dense else spec.weight_shape
+    weight = np.zeros(shape, "float32")
+    packed = pack_dense(weight, spec, isa) if is_dense else pack_conv2d(weight, spec, isa)
+    arrays = [np.zeros(spec.shape if is_dense else spec.in_shape, "float32")]
+    if spec.epilogue.bias:
+        arrays.append(np.zeros(shape[0], "float32"))
+    if spec.epilogue.residual:
+        arrays.append(np.zeros(spec.out_shape, "float32"))
+    arrays.append(np.zeros(spec.out_shape, "float32"))
+    return bind_cold(kernel, packed, arrays)
 
 
 def bind_arguments(
@@ -180,6 +285,13 @@ def bind_arguments(
     if spec.epilogue.residual:
         arrays.append(np.zeros(spec.out_shape, spec.epilogue.residual.dtype))
     arrays.append(np.zeros(spec.out_shape, spec.epilogue.dtype))
+    return bind_cold(kernel, weights, arrays)
+
+
+def bind_cold(
+    kernel: Callable[..., object], weights: NDArray, arrays: Sequence[NDArray]
+) -> Callable[[], object]:
+    """Bind a kernel to arrays, and to copies of its second argument that take turns."""
     data, *others = [tvm.runtime.tensor(array) for array in arrays]
     copies = [tvm.runtime.tensor(weights) for _ in range(ceil_div(COLD_BYTES, weights.nbytes))]
     following = cycle(copies)

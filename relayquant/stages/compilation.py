@@ -86,10 +86,10 @@ def compile(
         target: None for this machine, a `tvm.target.Target`, a dict, or a string such as "llvm
             -mcpu=cascadelake".
         tune: Time candidates on this machine instead of taking the estimated fastest: the best
-            register tiles of every int8 convolution and dense layer, and 3x3 convolutions with and
-            without Winograd's transforms. This takes some seconds per model. The results are the
-            same, bit for bit. The times are stored in a file, by default in the system's cache
-            folder. Pass a path to use another file.
+            register tiles of every int8 or float32 convolution and dense layer, and 3x3 int8
+            convolutions with and without Winograd's transforms. This takes some seconds per model.
+            The results are the same, bit for bit. The times are stored in a file, by default in the
+            system's cache folder. Pass a path to use another file.
         precision: Operands of the products that are computed in float32: convolutions and matrix
             products. "bf16" rounds them to bfloat16, and sums in float32. All other operators stay
             float32, and quantized operators stay as they are. "bfloat16" in
@@ -127,8 +127,8 @@ def compile_silently(
     if tune is False:
         lowering = make_pipeline(resolved, precision=precision, keeps_rows=keeps_rows)
         return build(mod, resolved, adapt_pipeline(lowering, resolved))
-    with open_tuner(resolved, None if tune is True else Path(tune)) as choose_schedule:
-        lowering = make_pipeline(resolved, choose_schedule, precision, keeps_rows)
+    with open_tuner(resolved, None if tune is True else Path(tune)) as tuner:
+        lowering = make_pipeline(resolved, tuner, precision, keeps_rows, tuner.choose_float)
         return build(mod, resolved, adapt_pipeline(lowering, resolved))
 
 

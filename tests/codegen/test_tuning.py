@@ -10,12 +10,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tvm
 from float_models import build_model, draw_batches
 from hosts import HOSTS, on_x86
 from tvm import relax
 
 import relayquant as rq
 from relayquant.codegen import schedule_cache, tuning
+from relayquant.codegen.kernels.floating.conv import (
+    FloatConv2d,
+    list_conv2d_schedules,
+    pack_conv2d,
+    plan_conv2d,
+)
+from relayquant.codegen.kernels.floating.gemm import FloatDense, list_dense_schedules, pack_dense
+from relayquant.codegen.kernels.floating.tile import FloatEpilogue, choose_float_isa
 from relayquant.codegen.kernels.integer.conv_plan import list_tiles
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
 from relayquant.codegen.kernels.integer.plan_choice import choose_plan
@@ -81,6 +90,72 @@ def test_open_tuner__takes_the_fastest_and_remembers_it(tmp_path, monkeypatch, a
     monkeypatch.setattr(tuning, "time_schedules", None)  # would fail if it were called
     with open_tuner(TARGET, path) as choose:
         assert choose(LAYER, VNNI512, able) == listed[-1]
+
+
+FLOAT_ISA = choose_float_isa(TARGET)
+FLOAT_LAYERS = [
+    FloatConv2d(
+        1, 13, 12, 32, 80, (3, 3), (2, 1), (1, 1, 1, 1), epilogue=FloatEpilogue(True, True)
+    ),
+    FloatConv2d(2, 20, 20, 32, 64, (1, 1), epilogue=FloatEpilogue(bias=True, low=0.0)),
+    FloatDense((3, 15, 64), 200, FloatEpilogue(bias=True)),
+]
+
+
+@pytest.mark.parametrize("spec", FLOAT_LAYERS, ids=lambda spec: type(spec).__name__)
+def test_time_float_schedules__every_schedule_computes_the_same_bits(monkeypatch, spec):
+    results = []
+
+    def compute(kernel, product, isa):
+        dense = isinstance(product, FloatDense)
+        rng = np.random.default_rng(0)
+        draw = lambda shape: rng.standard_normal(shape).astype("float32")  # noqa: E731
+        weight = draw((product.outputs, product.inner) if dense else product.weight_shape)
+        packed = (pack_dense if dense else pack_conv2d)(weight, product, isa)
+        arrays = [draw(product.shape if dense else product.in_shape), packed]
+        arrays += [draw(len(weight))] if product.epilogue.bias else []
+        arrays += [draw(product.out_shape)] if product.epilogue.residual else []
+        tensors = [tvm.runtime.tensor(a) for a in (*arrays, np.zeros(product.out_shape, "float32"))]
+        kernel(*tensors)
+        results.append(tensors[-1].numpy())
+
+    monkeypatch.setattr(tuning, "bind_float_arguments", compute)
+    monkeypatch.setattr(tuning, "find_fastest", lambda _runs: 1)
+    is_dense = isinstance(spec, FloatDense)
+    listed = (list_dense_schedules if is_dense else list_conv2d_schedules)(spec, FLOAT_ISA)
+    assert len({*listed}) == len(listed) >= 2
+    assert {each.by_panels for each in listed} == {False, True}
+    assert tuning.time_float_schedules(spec, FLOAT_ISA, TARGET, listed) == listed[1]
+    assert np.abs(results[0]).max() > 1
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+
+
+def test_open_tuner__remembers_float_products_beside_integer_layers(tmp_path, monkeypatch):
+    path, spec = tmp_path / "forms.json", FLOAT_LAYERS[1]
+    add_schedules(path, {"another": KernelSchedule(Tile(1, 7, 4), True)})
+    monkeypatch.setattr(tuning, "time_float_schedules", lambda *args: args[-1][-1])
+    with open_tuner(TARGET, path) as tuner:
+        chosen = tuner.choose_float(spec, FLOAT_ISA)
+    assert chosen == list_conv2d_schedules(spec, FLOAT_ISA)[-1]
+    monkeypatch.setattr(tuning, "time_float_schedules", None)  # would fail if it were called
+    with open_tuner(TARGET, path) as tuner:
+        assert tuner.choose_float(spec, FLOAT_ISA) == chosen
+        assert tuner.choose_float(replace(spec, height=1, width=1), FLOAT_ISA) is None  # too small
+    assert [*read_schedules(path).values()].count(chosen) == 1
+    panels = plan_conv2d(replace(spec, schedule=chosen), FLOAT_ISA)[1]
+    assert (panels.blocks, panels.most_rows) == (chosen.blocks, chosen.rows)
+    assert len(read_schedules(path)) == 2
+
+
+@pytest.mark.slow
+def test_compile__a_tuned_float_model_is_bit_equal(tmp_path, last_is_fastest):
+    mod = model()
+    inputs = [*draw_batches(mod, 1)[0].values()]
+    wanted = rq.Executor(rq.compile(mod)).run("main", inputs)
+    path = tmp_path / "forms.json"
+    got = rq.Executor(rq.compile(mod, tune=path)).run("main", inputs)
+    np.testing.assert_array_equal(got[0], wanted[0])
 
 
 @pytest.mark.slow
@@ -202,6 +277,7 @@ def test_describe_layer__is_the_same_for_other_numbers():
 
 
 FORM = '{"tile": {"rows": 1, "cols": 2, "blocks": 3, "chains": 1}, "transforms": false}'
+FLOAT_FORM = '{"blocks": 2, "rows": 14, "by_panels": true}'
 GOOD = '{"format": "relayquant.forms", "version": 2, "made_by": "%s", "forms": {"a": FORM}}'
 
 
@@ -219,6 +295,8 @@ GOOD = '{"format": "relayquant.forms", "version": 2, "made_by": "%s", "forms": {
         (GOOD.replace("FORM", FORM.replace("1", "true")), "is no tile"),
         (GOOD.replace("FORM", FORM.replace("1", "1e9")), "is no tile"),
         (GOOD.replace("FORM", '{"tile": null, "transforms": false}'), "is no tile"),
+        (GOOD.replace("FORM", FLOAT_FORM.replace("2", "0")), "is no schedule of float32"),
+        (GOOD.replace("FORM", FLOAT_FORM.replace("true", "1")), "is no schedule of float32"),
         (GOOD.replace('{"a": FORM}', "7"), "is no file of timed schedules, or is damaged"),
         ("[" * 100_000, "it is nested too deeply"),
     ],

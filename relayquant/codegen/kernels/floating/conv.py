@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from relayquant.codegen.kernels.emit import (
 from relayquant.codegen.kernels.floating.gemm import (
     FloatDense,
     finish_into,
+    list_dense_schedules,
     make_dense,
     plan_dense,
     start_with,
@@ -49,11 +51,13 @@ from relayquant.codegen.kernels.floating.tile import (
     Expr,
     FloatEpilogue,
     FloatIsa,
+    FloatSchedule,
     Panels,
     choose_panels,
     declare_arguments,
     emit_panels,
     emit_tile,
+    list_float_schedules,
     prefers_panels,
     static,
 )
@@ -73,6 +77,7 @@ class FloatConv2d(Conv2dShape):
 
     epilogue: FloatEpilogue = field(default_factory=FloatEpilogue)
     stored: Stored = field(default_factory=Stored)
+    schedule: FloatSchedule | None = None  #: None: the estimated best
 
     @property
     def out_shape(self) -> tuple[Any, int, int, int]:
@@ -109,7 +114,7 @@ class FloatConv2d(Conv2dShape):
 
     def as_dense(self) -> FloatDense:
         """Return the same computation as a dense layer, if `is_pointwise`."""
-        return FloatDense(self.in_shape, self.out_channels, self.epilogue)
+        return FloatDense(self.in_shape, self.out_channels, self.epilogue, self.schedule)
 
 
 def plan_conv2d(spec: FloatConv2d, isa: FloatIsa) -> tuple[FloatIsa, Panels]:
@@ -121,7 +126,35 @@ def plan_conv2d(spec: FloatConv2d, isa: FloatIsa) -> tuple[FloatIsa, Panels]:
         return plan_dense(spec.as_dense(), isa)
     pitch = spec.strides[1] * spec.in_channels
     # Windows of neighbouring pixels share cache lines, which stay only if half of a set is enough.
-    return choose_panels(spec.group_out, None, isa, pitch if spec.kernel == (1, 1) else 2 * pitch)
+    pitch = pitch if spec.kernel == (1, 1) else 2 * pitch
+    isa, panels = choose_panels(spec.group_out, None, isa, pitch)
+    return isa, panels.follow(spec.schedule)
+
+
+def walks_panels(spec: FloatConv2d, isa: FloatIsa, panels: Panels) -> bool:
+    """Whether all pixels are computed for each panel of weights."""
+    if spec.groups > 1:
+        return False
+    if spec.schedule is not None:
+        return spec.schedule.by_panels
+    rows, cols = choose_tile(spec, panels.most_rows)
+    tiles = -(-spec.out_size[0] // rows) * -(-spec.out_size[1] // cols)
+    image_bytes = prod(spec.padded_size) * spec.in_channels * FLOAT_BYTES
+    taps = spec.kernel[0] * spec.kernel[1] * spec.in_channels
+    return panels.full >= 4 and prefers_panels(
+        panels.vectors * panels.lanes * taps * FLOAT_BYTES,
+        (static(spec.batch) or 1) * image_bytes,
+        isa,
+        many_tiles=tiles >= 32 and image_bytes > RESIDENT_WEIGHTS,
+    )
+
+
+def list_conv2d_schedules(spec: FloatConv2d, isa: FloatIsa) -> list[FloatSchedule]:
+    """List schedules of a convolution that is not depthwise, with the estimated best first."""
+    if spec.is_pointwise:
+        return list_dense_schedules(spec.as_dense(), isa)
+    isa, panels = plan_conv2d(spec, isa)
+    return list_float_schedules(panels, walks_panels(spec.lay_down(), isa, panels), isa)
 
 
 def packed_conv2d_size(spec: FloatConv2d, isa: FloatIsa) -> int:
@@ -346,15 +379,7 @@ def emit_tiles(
         n, rest = T.floordiv(index, per_image), T.floormod(index, per_image)
         return n, T.floordiv(rest, n_cols), T.floormod(rest, n_cols)
 
-    image_bytes = image_size * FLOAT_BYTES
-    by_panels = spec.groups == 1 and panels.full >= 4
-    by_panels = by_panels and prefers_panels(
-        panels.vectors * vector_size * FLOAT_BYTES,
-        (static(spec.batch) or 1) * image_bytes,
-        isa,
-        many_tiles=per_image >= 32 and image_bytes > RESIDENT_WEIGHTS,
-    )
-    if by_panels:
+    if walks_panels(spec, isa, panels):
         emit_panels(
             panels,
             kh * kw * inner,

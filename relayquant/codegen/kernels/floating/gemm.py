@@ -34,6 +34,7 @@ from relayquant.codegen.kernels.floating.tile import (
     Expr,
     FloatEpilogue,
     FloatIsa,
+    FloatSchedule,
     Panels,
     ceil_div,
     choose_panels,
@@ -41,6 +42,7 @@ from relayquant.codegen.kernels.floating.tile import (
     declare_arguments,
     emit_panels,
     emit_tile,
+    list_float_schedules,
     prefers_panels,
     static,
 )
@@ -58,6 +60,7 @@ class FloatDense:
     shape: tuple[Any, ...]
     outputs: int
     epilogue: FloatEpilogue = field(default_factory=FloatEpilogue)
+    schedule: FloatSchedule | None = None  #: None: the estimated best
 
     @property
     def inner(self) -> int:
@@ -84,7 +87,23 @@ class FloatDense:
 
 def plan_dense(spec: FloatDense, isa: FloatIsa) -> tuple[FloatIsa, Panels]:
     """Choose vector width and panels, which determine the packed layout of the weights."""
-    return choose_panels(spec.outputs, static(spec.rows), isa, spec.inner)
+    isa, panels = choose_panels(spec.outputs, static(spec.rows), isa, spec.inner)
+    return isa, panels.follow(spec.schedule)
+
+
+def walks_panels(spec: FloatDense, isa: FloatIsa, panels: Panels) -> bool:
+    """Whether all rows, whose number is known, are computed for each panel of weights."""
+    if spec.schedule is not None:
+        return spec.schedule.by_panels
+    rows, size = spec.least_rows, panels.vectors * panels.lanes * spec.inner * FLOAT_BYTES
+    few = rows <= 2 * choose_rows(rows, panels.most_rows)
+    return few or prefers_panels(size, rows * spec.inner * FLOAT_BYTES, isa)
+
+
+def list_dense_schedules(spec: FloatDense, isa: FloatIsa) -> list[FloatSchedule]:
+    """List schedules for a known number of rows, with the estimated best first."""
+    isa, panels = plan_dense(spec, isa)
+    return list_float_schedules(panels, walks_panels(spec, isa, panels), isa)
 
 
 def pack_dense(weight: NDArray[np.float32], spec: FloatDense, isa: FloatIsa) -> NDArray[np.float32]:
@@ -175,9 +194,7 @@ def emit_gemm_loops(spec: FloatDense, isa: FloatIsa, panels: Panels, tile: GemmT
         first = first if known % height == 0 else T.min(first, known - height)
         return [first + row for row in range(height)]
 
-    size = panels.vectors * panels.lanes * inner * FLOAT_BYTES
-    by_panels = prefers_panels(size, known * inner * FLOAT_BYTES, isa) or known <= 2 * height
-    if by_panels and panels.full:
+    if panels.full and walks_panels(spec, isa, panels):
         emit_panels(
             panels,
             inner,

@@ -186,6 +186,12 @@ class Panels:
         last = self.channels - self.lanes
         return tuple(min(v * self.lanes, last) for v in range(first, self.vectors))
 
+    def follow(self, schedule: FloatSchedule | None) -> Panels:
+        """Return panels of a schedule. None: these."""
+        if schedule is None:
+            return self
+        return replace(self, blocks=schedule.blocks, most_rows=schedule.rows)
+
     def starts_of(self, panel: Expr) -> list[Expr]:
         """List the first channel of each vector of a full panel."""
         return [(panel * self.blocks + block) * self.lanes for block in range(self.blocks)]
@@ -194,6 +200,38 @@ class Panels:
         """List the first channel of each vector, in packed order."""
         last = self.channels - self.lanes
         return [min(v * self.lanes, last) for v in range(self.vectors)]
+
+
+@dataclass(frozen=True)
+class FloatSchedule:
+    """How a product is computed. It changes the time and no bit: each sum has the same order.
+
+    Attributes:
+        blocks: Vectors of a panel.
+        rows: Most rows of a tile.
+        by_panels: Whether all rows are computed for each panel, and not all panels for each tile.
+    """
+
+    blocks: int
+    rows: int
+    by_panels: bool
+
+
+def list_float_schedules(panels: Panels, by_panels: bool, isa: FloatIsa) -> list[FloatSchedule]:
+    """List the estimated best schedule, and others with full tiles of registers."""
+    best = FloatSchedule(panels.blocks, panels.most_rows, by_panels)
+    vectors = panels.channels // panels.lanes
+    tiles = {best.blocks: best.rows} | {
+        blocks: min(isa.accumulators // blocks, MOST_ROWS)
+        for blocks in (2, 3)
+        if blocks <= vectors and isa.accumulators // blocks >= 3
+    }
+    found = [
+        FloatSchedule(*tile, order)
+        for order in (by_panels, not by_panels)
+        for tile in tiles.items()
+    ]
+    return [best, *[each for each in found if each != best]]
 
 
 def choose_panels(
