@@ -301,6 +301,14 @@ def test_make_bf16_conv2d__packed_pixels(isa, dtype):
         check_conv2d(spec, isa, 0, plan)
 
 
+def test_needs_copy__not_where_a_few_more_steps_fit():
+    for inner, steps, copied in ((128, 4, False), (144, 6, False), (148, 5, True), (40, 2, False)):
+        conv = FloatConv2d(1, 8, 8, inner, 16, (1, 1), stored=Stored(data=BF16_BITS))
+        plan = plan_bf16(read_bf16_conv2d(conv), TILES_BF16)
+        assert isinstance(plan, Bf16TiledPlan)
+        assert (plan.steps, plan.needs_copy) == (steps, copied)
+
+
 def is_packed(plan: Bf16Plan) -> bool:
     return isinstance(plan, Bf16TiledPlan) and plan.rows is TileRows.PACKED
 
