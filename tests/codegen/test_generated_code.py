@@ -232,7 +232,7 @@ FLOAT_LAYERS = {
 #: CPU -> bound of float products: two vectors of weights, and a word for each row of the tile.
 FLOAT_BOUNDS = {
     "znver4": Bound(stack=0.0, moves=0.0, loads=0.58),
-    "sapphirerapids": Bound(stack=0.0, moves=0.0, loads=0.58),
+    "sapphirerapids": Bound(stack=0.0, moves=0.0, loads=0.62),  # tiles of 9 rows
     "haswell": Bound(stack=0.0, moves=0.0, loads=0.67),
     "neoverse-n1": Bound(stack=0.0, moves=0.0, loads=0.6),
     "cortex-a53": Bound(stack=0.0, moves=0.0, loads=0.6),
