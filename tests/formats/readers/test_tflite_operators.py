@@ -409,3 +409,105 @@ def test_damaged_files__are_refused_or_run(tmp_path, seed):
             mod = None
         outcomes[mod is None] += 1
     assert min(outcomes.values()) > 4
+
+
+# -- a streaming wake word -------------------------------------------------------------------------
+
+FEATURES, WINDOW, CHANNELS, WORDS = 8, 6, 16, 3
+
+
+def write_wake_word(path, rng):
+    """Keras' streaming form: a variable holds the last frames, a convolution over them, a second
+    variable averages its result, and a dense layer decides.
+    """
+    handle = {"shape": [], "dtype": "resource"}
+    sizes = {"frames": (1, WINDOW - 1, FEATURES), "memory": (1, CHANNELS)}
+
+    def get(name):
+        fields = {"Container": "", "SharedName": name}
+        return Operator("VAR_HANDLE", [], [f"{name}.handle"], "VarHandleOptions", fields)
+
+    def constant(name, *shape, scale=1.0):
+        return tensor(name, (rng.normal(size=shape) * scale).astype("float32"))
+
+    once = Subgraph(
+        [
+            *(tensor(f"{name}.handle", **handle) for name in sizes),
+            *(tensor(name, np.zeros(size, "float32")) for name, size in sizes.items()),
+        ],
+        [
+            each
+            for name in sizes
+            for each in (get(name), Operator("ASSIGN_VARIABLE", [f"{name}.handle", name], []))
+        ],
+    )
+    tensors = [
+        tensor("x", shape=(1, 1, FEATURES)),
+        *(tensor(f"{name}.handle", **handle) for name in sizes),
+        *(tensor(f"{name}.old", shape=size) for name, size in sizes.items()),
+        tensor("window", shape=(1, WINDOW, FEATURES)),
+        tensor("begin", np.array([0, 1, 0], "int32")),
+        tensor("size", np.array(sizes["frames"], "int32")),
+        tensor("frames.new", shape=sizes["frames"]),
+        tensor("rows", np.array([1, WINDOW * FEATURES], "int32")),
+        tensor("flat", shape=(1, WINDOW * FEATURES)),
+        constant("w1", CHANNELS, WINDOW * FEATURES, scale=0.2),
+        constant("b1", CHANNELS),
+        tensor("h", shape=(1, CHANNELS)),
+        tensor("keep", np.array(0.9, "float32")),
+        tensor("add", np.array(0.1, "float32")),
+        *(tensor(name, shape=(1, CHANNELS)) for name in ("kept", "added", "memory.new")),
+        constant("w2", WORDS, CHANNELS),
+        constant("b2", WORDS),
+        *(tensor(name, shape=(1, WORDS)) for name in ("scores", "y")),
+    ]
+    dense, relu = "FullyConnectedOptions", {"FusedActivationFunction": 1}
+    operators = [
+        Operator("CALL_ONCE", [], [], "CallOnceOptions", {"InitSubgraphIndex": 1}),
+        *(get(name) for name in sizes),
+        *(Operator("READ_VARIABLE", [f"{name}.handle"], [f"{name}.old"]) for name in sizes),
+        Operator(
+            "CONCATENATION", ["frames.old", "x"], ["window"], "ConcatenationOptions", {"Axis": 1}
+        ),
+        Operator("SLICE", ["window", "begin", "size"], ["frames.new"], "SliceOptions"),
+        Operator("ASSIGN_VARIABLE", ["frames.handle", "frames.new"], []),
+        Operator("RESHAPE", ["window", "rows"], ["flat"]),
+        Operator("FULLY_CONNECTED", ["flat", "w1", "b1"], ["h"], dense, relu),
+        Operator("MUL", ["memory.old", "keep"], ["kept"], "MulOptions"),
+        Operator("MUL", ["h", "add"], ["added"], "MulOptions"),
+        Operator("ADD", ["kept", "added"], ["memory.new"], "AddOptions"),
+        Operator("ASSIGN_VARIABLE", ["memory.handle", "memory.new"], []),
+        Operator("FULLY_CONNECTED", ["memory.new", "w2", "b2"], ["scores"], dense),
+        Operator("SOFTMAX", ["scores"], ["y"], "SoftmaxOptions", {"Beta": 1.0}),
+    ]
+    return write_model(path / "wake.tflite", tensors, operators, ["x"], ["y"], [once])
+
+
+def draw_frames(rng, count):
+    """Frames that change slowly, as features of sound do."""
+    level, frames = np.zeros((1, 1, FEATURES)), []
+    for _ in range(count):
+        level = 0.95 * level + 0.3 * rng.normal(size=level.shape)
+        frames.append(level.astype("float32"))
+    return frames
+
+
+@pytest.mark.nightly
+def test_wake_word__decides_as_the_float_model_over_ten_thousand_steps(tmp_path):
+    """The state does not drift: the last thousand decisions agree as the first do."""
+    rng = np.random.default_rng(0)
+    mod, params = rq.load(write_wake_word(tmp_path, rng))
+    assert {state.name for state in rq.get_state(mod)} == {"frames", "memory"}
+    data = [rq.SampleSequence(draw_frames(rng, 60)) for _ in range(4)]
+    qmod = rq.quantize(mod, params, data, effort="fast")
+    executors = [rq.Executor(rq.compile(each)) for each in (mod, qmod)]
+    answers = np.array(
+        [
+            [int(executor.run("main", [x])[0].argmax()) for executor in executors]
+            for x in draw_frames(rng, 10_000)
+        ]
+    )
+    assert len(np.unique(answers[:, 0])) > 1
+    same = answers[:, 0] == answers[:, 1]
+    assert same.mean() >= 0.99
+    assert same[-1000:].mean() >= 0.98

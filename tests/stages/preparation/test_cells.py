@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from tvm import relax
@@ -84,7 +86,7 @@ class Loop(torch.nn.Module):
 
     def forward(self, x, h=None):
         zero = h if self.start else x.new_zeros(BATCH, UNITS)
-        states = [(zero, zero) if self.kind == "lstm" else zero for _ in self.cells]
+        states: list[Any] = [(zero, zero) if self.kind == "lstm" else zero for _ in self.cells]
         outputs = []
         for at in range(STEPS)[:: self.order]:
             value = x.select(self.axis, at)
