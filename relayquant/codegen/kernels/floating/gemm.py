@@ -133,15 +133,15 @@ def make_dense(spec: FloatDense, isa: FloatIsa, name: str = "float_dense") -> Pr
         )
 
         def tile(
-            rows: list[Expr], first_vector: Expr, starts: list[Expr], panel: Ahead | None = None
+            rows: list[Expr], first_vector: Expr, starts: list[Expr], following: Ahead | None = None
         ) -> None:
             blocks = len(starts)
 
             def reduce(step: Callable[[Expr, Callable[[int], Expr]], None]) -> None:
                 base = first_vector * (inner * isa.lanes)
                 with T.serial(inner) as k:
-                    if panel is not None:
-                        panel.fetch(weight, k)
+                    if following is not None:
+                        following.fetch(weight, k)
                     step(k, lambda b: base + (k * blocks + b) * isa.lanes)
 
             def fetch_next(k: Expr) -> None:
