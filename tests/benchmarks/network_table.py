@@ -239,17 +239,18 @@ def format_table(results: Mapping[str, Any]) -> str:
     lines = [
         "SQNR of each output in dB against the float model, the task's result in %, and in",
         "parentheses CPU seconds to quantize on one core. The task compares with the float model,",
-        "too. All methods have the same calibration samples, and are measured on the same others.",
+        "too. All methods have the same calibration samples, and are measured on as many others.",
+        "An output behind a softmax depends on a few samples near a decision: 3 dB are chance.",
         f"({', '.join(results['versions'])})",
         "",
-        *head_table(["network", "task", *METHODS]),
+        *head_table(["network", "task", "samples", *METHODS]),
     ]
     for row, network in ROWS.items():
         if (measured := results["rows"].get(row)) is None:
             continue
         task = "" if network.task is None else network.task[0]
         cells = [format_entry(measured.get(method, {})) for method in METHODS]
-        lines.append(f"| {' | '.join([row, task, *cells])} |")
+        lines.append(f"| {' | '.join([row, task, str(network.samples), *cells])} |")
     return "\n".join(lines)
 
 

@@ -30,9 +30,9 @@ def test_format_table__rows_that_were_measured():
         {"versions": ["nncf 3"], "rows": {"MTCNN P": {"NNCF": entry}}}
     )
     assert table.splitlines()[-3:] == [
-        "| network | task | fast | balanced | best | ONNX Runtime | NNCF |",
-        "|---|---|---|---|---|---|---|",
-        "| MTCNN P | same answers | - | - | - | - | 20.0; 100.0 % (3 s) |",
+        "| network | task | samples | fast | balanced | best | ONNX Runtime | NNCF |",
+        "|---|---|---|---|---|---|---|---|",
+        "| MTCNN P | same answers | 64 | - | - | - | - | 20.0; 100.0 % (3 s) |",
     ]
 
 
