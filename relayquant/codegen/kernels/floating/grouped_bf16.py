@@ -337,7 +337,8 @@ class TiledBf16:
         emit_if(is_first, begin, lambda: each("load", self.totals, kept))
         with T.serial(self.steps) as step:
             for i, tile in enumerate(tiles):
-                registers.load(a + i, self.copy, (tile * self.steps + step) * size, STEP)
+                # past the first-level cache, which keeps the weights
+                registers.stream(a + i, self.copy, (tile * self.steps + step) * size, STEP)
             for j in range(self.panels):
                 registers.load(b + j, weights, (j * self.steps + step) * size, STEP)
             for number, (i, j) in enumerate(places):
