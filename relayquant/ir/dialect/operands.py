@@ -161,7 +161,7 @@ def get_operands(call: Call, arguments: Sequence[Argument]) -> list[CheckedOpera
     check_count(call, arguments)
     operator = operator_name(call)
     operands = []
-    for name, argument in zip((each.name for each in arguments), call.args, strict=True):
+    for name, argument in zip((each.name for each in arguments), call.args[:], strict=True):
         ty = argument.ty
         if not isinstance(ty, relax.TensorType):
             raise QnnError(

@@ -200,7 +200,7 @@ def evaluate(frame: Frame, expr: Any, name: str) -> Any:
     if isinstance(expr, relax.TupleGetItem):
         return evaluate(frame, expr.tuple_value, name)[expr.index]
     if isinstance(expr, relax.ShapeExpr):
-        return tuple(evaluate(frame, dim, name) for dim in expr.values)
+        return tuple(evaluate(frame, dim, name) for dim in expr.values[:])
     if isinstance(expr, relax.SeqExpr):
         return execute_body(frame, expr, None)
     if isinstance(expr, relax.If):
@@ -231,10 +231,10 @@ def evaluate_call(frame: Frame, call: Any, name: str) -> Any:
         operator = call.op.name.removeprefix("relax.")
         result: Any = NotImplemented
         if operator.startswith("qnn."):
-            args = [evaluate(frame, arg, name) for arg in call.args]
+            args = [evaluate(frame, arg, name) for arg in call.args[:]]
             return evaluate_qnn(operator.removeprefix("qnn."), args, call, name)
         if operator in OPERATORS:
-            args = [evaluate(frame, arg, name) for arg in call.args]
+            args = [evaluate(frame, arg, name) for arg in call.args[:]]
             try:
                 result = OPERATORS[operator](args, call.attrs)
             except (RelayQuantError, IndexError, TypeError, ValueError) as error:
@@ -301,7 +301,7 @@ def conform_value(frame: Frame, ty: Any, value: Any, name: str, call: Any) -> An
     if dtype and array.dtype.name != dtype:
         array = array.astype(dtype)
     if isinstance(ty.shape, relax.ShapeExpr):
-        sizes = [frame.evaluate_number(dim) for dim in ty.shape.values]
+        sizes = [frame.evaluate_number(dim) for dim in ty.shape.values[:]]
         if len(sizes) != array.ndim or any(
             size is not None and size != actual
             for size, actual in zip(sizes, array.shape, strict=True)

@@ -64,7 +64,7 @@ class Editor:
         self._builder = relax.BlockBuilder()
         self._helpers = 0
         for block in func.body.blocks:
-            for binding in block.bindings:
+            for binding in block.bindings[:]:
                 self._read(binding)
         self.result: relax.Expr = func.body.body
         self._resolve_result()
@@ -336,7 +336,7 @@ class Editor:
         """Return the functions that are still called by call_tir, with their global variables."""
         functions: dict[Any, tvm.ir.BaseFunc] = {}
         for value in self.values.values():
-            for arg in value.args if isinstance(value, Call) else ():
+            for arg in value.args[:] if isinstance(value, Call) else ():
                 if isinstance(arg, tvm.ir.GlobalVar):
                     functions[arg] = self._mod[arg]
         return functions
@@ -351,6 +351,6 @@ def substitute(expr: relax.Expr, new: Mapping[relax.Var, relax.Expr]) -> relax.E
     if isinstance(expr, relax.TupleGetItem):
         return relax.TupleGetItem(substitute(expr.tuple_value, new), expr.index)
     if isinstance(expr, Call):
-        args = [substitute(arg, new) for arg in expr.args]
+        args = [substitute(arg, new) for arg in expr.args[:]]
         return Call(expr.op, args, expr.attrs, expr.ty_args)
     return expr

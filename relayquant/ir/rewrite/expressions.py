@@ -58,7 +58,7 @@ def list_bindings(func: relax.Function) -> Iterator[Any]:
     """Return all bindings of a function in order."""
     if isinstance(func.body, relax.SeqExpr):
         for block in func.body.blocks:
-            yield from block.bindings
+            yield from block.bindings[:]
 
 
 def list_reads(expr: relax.Expr) -> Iterator[relax.Var]:
@@ -66,12 +66,12 @@ def list_reads(expr: relax.Expr) -> Iterator[relax.Var]:
     if isinstance(expr, relax.Var):
         yield expr
     elif isinstance(expr, relax.Tuple):
-        for part in expr.fields:
+        for part in expr.fields[:]:
             yield from list_reads(part)
     elif isinstance(expr, relax.TupleGetItem):
         yield from list_reads(expr.tuple_value)
     elif isinstance(expr, Call):
-        for part in expr.args:
+        for part in expr.args[:]:
             yield from list_reads(part)
     elif isinstance(expr, relax.If | relax.Function | relax.SeqExpr):
         yield from relax.analysis.all_vars(expr)
@@ -85,7 +85,7 @@ def op_name(expr: relax.Expr | None) -> str:
 def shape_of(expr: relax.Expr) -> list[Any]:
     """Return the sizes of a tensor, or an empty list if they are unknown."""
     shape = expr.ty.shape if isinstance(expr.ty, relax.TensorType) else None
-    return list(shape.values) if isinstance(shape, relax.ShapeExpr) else []
+    return list(shape.values[:]) if isinstance(shape, relax.ShapeExpr) else []
 
 
 def is_float32(expr: relax.Expr) -> bool:

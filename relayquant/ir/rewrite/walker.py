@@ -63,7 +63,7 @@ class Emitter:
             kept = value.same_as(expr.tuple_value)
             return expr if kept else relax.TupleGetItem(value, expr.index)
         if isinstance(expr, Call):
-            args = self._get_all(expr.args)
+            args = self._get_all(expr.args[:])
             return expr if args is None else Call(expr.op, args, expr.attrs, expr.ty_args)
         return expr
 

@@ -275,7 +275,7 @@ def has_symbols(expr: relax.Expr) -> bool:
 
 def reads_symbols(value: relax.Expr) -> bool:
     """Whether an argument of an operator has a symbolic dimension: R.full(R.shape([n, 3]), 0)."""
-    return any(static_size(dim) is None for ty in list_sizes(value) for dim in ty.values)
+    return any(static_size(dim) is None for ty in list_sizes(value) for dim in ty.values[:])
 
 
 def collect_ancestors(
@@ -343,7 +343,7 @@ def build_function(
         if isinstance(expr, relax.TupleGetItem):
             return relax.TupleGetItem(translate(expr.tuple_value), expr.index)
         if isinstance(expr, Call):
-            args = [translate(arg) for arg in expr.args]
+            args = [translate(arg) for arg in expr.args[:]]
             return Call(expr.op, args, expr.attrs, expr.ty_args)
         return expr
 
