@@ -243,10 +243,16 @@ class Editor:
         )
 
     def _drop(self, var: relax.Var) -> None:
-        old = self.values.pop(var)
-        self._casts.pop(var, None)
-        self._count(var, old, -1)
-        self._drop_dead(old)
+        """Remove a value, and those that only it read. A loop: there may be thousands in a row."""
+        waiting = [var]
+        while waiting:
+            each = waiting.pop()
+            if each not in self.values:
+                continue
+            old = self.values.pop(each)
+            self._casts.pop(each, None)
+            self._count(each, old, -1)
+            waiting += [read for read in free_vars(old) if self._is_dead(read)]
 
     def _drop_dead(self, expr: relax.Expr) -> None:
         for read in list(free_vars(expr)):

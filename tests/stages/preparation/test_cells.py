@@ -18,18 +18,18 @@ INPUTS, UNITS, STEPS, BATCH = 6, 8, 4, 2
 CELLS = {"lstm": torch.nn.LSTMCell, "gru": torch.nn.GRUCell, "rnn": torch.nn.RNNCell}
 
 
-def write_loop(cell, feedback):
+def write_loop(cell, feedback, steps=STEPS):
     """LSTM steps as frontends write them: two products, a split, and four activations."""
     own, state = (each.detach().numpy().T for each in (cell.weight_ih, cell.weight_hh))
     bias = (cell.bias_ih + cell.bias_hh).detach().numpy()
     bb, op = relax.BlockBuilder(), relax.op
-    x = relax.Var("x", relax.TensorType((BATCH, STEPS, INPUTS), "float32"))
+    x = relax.Var("x", relax.TensorType((BATCH, steps, INPUTS), "float32"))
     with bb.function("main", [x]):
         with bb.dataflow():
-            parts = bb.emit(op.split(x, STEPS, 1))
+            parts = bb.emit(op.split(x, steps, 1))
             hidden = memory = None
             outputs = []
-            for at in range(STEPS):
+            for at in range(steps):
                 row = bb.emit(op.squeeze(bb.emit(parts[at]), [1]))
                 if feedback and hidden is not None:
                     row = bb.emit(
@@ -67,6 +67,13 @@ def test_written_loop__is_one_operator_unless_an_input_depends_on_it(feedback):
     assert ("relax.tanh" in operators) == feedback
     found = reference.run(mod, [x.numpy()])[0]
     np.testing.assert_allclose(found, torch.stack(expected, 1).numpy(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_written_loop__of_many_steps():
+    """Nothing recurs from step to step: Python's stack has room for some hundred."""
+    mod = prepare_module(write_loop(torch.nn.LSTMCell(INPUTS, UNITS), False, 300))
+    assert len(list_operators(mod)) < 10
 
 
 class Loop(torch.nn.Module):
