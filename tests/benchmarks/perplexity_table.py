@@ -211,6 +211,9 @@ ROWS: Mapping[str, Callable[[Job], tuple[Score, float]]] = {
         score_nncf, mode="INT4_SYM", has_data=True, **FITTED
     ),
     "llama.cpp, Q4_K_M": partial(score_llama, kind="Q4_K_M"),
+    "relayquant, 4 bits, of the size of Q4_K_M": partial(
+        score_own, has_data=False, fills=True, bits=4, **HALF
+    ),
     "relayquant, 4 bits, data, of the size of Q4_K_M": partial(
         score_own, has_data=True, fills=True, bits=4, **HALF
     ),
