@@ -160,10 +160,10 @@ class LeastSquares:
         """Undo `permute`."""
         return np.take_along_axis(rows, np.argsort(self.order, axis=1)[:, None, :], axis=2)
 
-    def errors(self, difference: Float64Array) -> Float64Array:
-        """Return d H d^T for each row of (G, O, K): (G, O)."""
-        difference = difference.astype(self.hessian.dtype, copy=False)
-        return np.einsum("gok,gok->go", difference @ self.hessian, difference)
+    def errors(self, difference: Float64Array) -> FloatArray:
+        """Return d H d^T for each row of (G, O, K): (G, O), in the dtype of H."""
+        rows: FloatArray = difference.astype(self.hessian.dtype, copy=False)
+        return np.einsum("gok,gok->go", rows @ self.hessian, rows)
 
 
 def round_rows(
