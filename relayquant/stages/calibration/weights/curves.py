@@ -23,7 +23,7 @@ from relayquant.ir.rewrite.attributes import read_attributes
 from relayquant.ir.rewrite.graph import constant_value
 from relayquant.stages.prepared import PreparedModel
 
-FloatArray = NDArray[np.float32] | NDArray[np.float64]
+FloatArray = NDArray[np.float32 | np.float64]
 
 #: Numbers at which functions are tabulated: per sign, and the smallest and the largest one. Between
 #: two of them, which differ by half a percent, functions count as straight.

@@ -25,7 +25,7 @@ from relayquant.stages.calibration.weights.patches import LinearView
 from relayquant.stages.calibration.weights.statistics import InputStatistics
 
 Float64Array = NDArray[np.float64]
-FloatArray = NDArray[np.float32] | NDArray[np.float64]
+FloatArray = NDArray[np.float32 | np.float64]
 
 
 #: columns that are settled before the rest of a matrix is updated, and before the rest of their
