@@ -159,6 +159,7 @@ OWN_FORMS = {
     "ir/plan.py:SharedQParams": "the fields of `info` among the others; a callable is left out",
     "ir/ledger.py:Ledger": "the order in which it is read",
     "config/qconfig.py:TensorConfig": "a callable has no plain form",
+    "stages/calibration/weights/ranges.py:RelativeMSE": "without the function of its consumer",
     "config/dtypes.py:DTypeConfig": "a dtype without constraints by name",
     "config/backend.py:PatternConfig": "the pattern by name",
     "config/backend.py:BackendConfig": "patterns and rules by name",

@@ -265,7 +265,7 @@ def convert_layer(converter: Any, op: Any) -> relax.Expr:
     is_turned = is_sequence and not options.TimeMajor()
     shape = tensor_shape(data)
     if shape is None or len(shape) != 2 + is_sequence:
-        raise Refusal(f"its input has shape {shape}; supported: {2 + is_sequence} dimensions")
+        raise Refusal(f"its input has shape {shape}; supported: rank {2 + is_sequence}")
 
     def turn(value: relax.Expr) -> relax.Expr:
         return bb.emit(relax.op.permute_dims(value, [1, 0, 2])) if is_turned else value
