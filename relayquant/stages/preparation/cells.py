@@ -150,7 +150,7 @@ class CellReader:
             if array is not None and array.size and (array == form).all():
                 yield bound
         elif isinstance(form, str):
-            if bound.get(form, rows) == rows:
+            if known_shape(rows.value) is not None and bound.get(form, rows) == rows:
                 yield {**bound, form: rows}
         elif form[0] == "=":
             for found in self.match(form[2], rows, bound):
@@ -192,6 +192,11 @@ class CellReader:
             self.steps[key] = None  # a step does not read itself
             self.steps[key] = self.read(KINDS[number], number, var)
         return self.steps[key]
+
+    def find_whole(self, number: int, rows: PeeledRows | None) -> CellStep | None:
+        """Return the step of kind `number` whose hidden state these rows are, all of it."""
+        step = None if rows is None else self.find(number, rows.value)
+        return step if step is not None and is_whole(rows, step.hidden) else None
 
     def read(self, kind: CellKind, number: int, var: relax.Var) -> CellStep | None:
         for form in (*kind.forms, *kind.first):
@@ -246,10 +251,10 @@ class CellReader:
             return None
         for linear in gates.values():
             for term in linear.terms:
-                step = self.find(number, term.rows.value) if term.rows.axis is None else None
+                step = self.find_whole(number, term.rows)
                 if step is None or term.matrix is None:
                     continue
-                if step.cell == cell.value if has_cell else has_weights(step, linear):
+                if is_whole(cell, step.cell) if has_cell else has_weights(step, linear):
                     return term.rows
         return None
 
@@ -274,6 +279,11 @@ class CellReader:
                     continue
                 return rest, bound["reset"], product.bias, own[0].matrix if own else None
         return None
+
+
+def is_whole(rows: PeeledRows | None, var: relax.Var | None) -> bool:
+    """Whether rows are all of a value."""
+    return rows is not None and var is not None and rows == whole(var)
 
 
 def has_weights(step: CellStep, linear: LinearSum) -> bool:
@@ -311,10 +321,8 @@ def gather_steps(reader: CellReader, number: int, last: CellStep) -> list[CellSt
     steps = [last]
     while True:
         hidden, cell = steps[0].before
-        step = (
-            None if hidden is None or hidden.axis is not None else reader.find(number, hidden.value)
-        )
-        if step is None or (cell is not None and step.cell != cell.value):
+        step = reader.find_whole(number, hidden)
+        if step is None or (cell is not None and not is_whole(cell, step.cell)):
             return steps
         steps.insert(0, step)
 
@@ -371,6 +379,8 @@ def pair_terms(step: CellStep, last: CellStep) -> dict[PeeledRows, PeeledRows] |
         return Skip("a gate does not take the hidden state")
     if (step.inner is None) != (last.inner is None) and "reset" in step.gates:
         return Skip("the reset gates are applied in different places")
+    if step.inner is None and last.inner is not None and last.inner.any():
+        return Skip("the biases of the hidden state differ")
     if step.inner is not None and not np.allclose(step.inner, last.inner, rtol=1e-6, atol=1e-9):
         return Skip("the biases of the hidden state differ")
     return found
@@ -400,36 +410,78 @@ def find_chain(
             continue  # a first step of its own: its states are where the others begin
         pairs.append(pair)
     steps = steps[len(steps) - len(pairs) :]
-    inside = find_readers(
-        editor,
-        [step.hidden for step in steps] + [step.cell for step in steps if step.cell is not None],
-    )
-    slots = []
-    for rows in dict.fromkeys(term.rows for linear in last.gates.values() for term in linear.terms):
-        given = tuple(pair.get(rows) for pair in pairs)
-        if any(each is None for each in given):
-            return Skip("the first step lacks an operand")
-        if any(isinstance(each.value, relax.Var) and each.value in inside for each in given):
-            return Skip("an input depends on the state of a step before")
-        terms = {
-            name: term
-            for name, linear in last.gates.items()
-            for term in linear.terms
-            if term.rows == rows
-        }
-        if len({term.matrix is None for term in terms.values()}) > 1:
-            return Skip("an input is both multiplied and added")
-        slots.append((given, terms))
-    if not slots:
-        return Skip("no step has an input")
+    slots = find_slots(last, pairs)
+    if isinstance(slots, Skip):
+        return slots
+    chain = CellChain(kind, tuple(steps), tuple(slots))
+    if reads_itself(editor, chain):
+        return Skip("an input depends on the state of a step before")
     count = count_rows(PeeledRows(last.hidden, 0, 0))
     for given, _ in slots:
         if any(count_rows(rows) != count for rows in given):
             return Skip("an input has another number of rows")
+    for rows in steps[0].before:
+        if rows is not None and count_rows(rows) != count and not is_row(rows):
+            return Skip("an initial state has another number of rows")
     for step in steps[:-1]:
         if step.cell is not None and len(editor.users(step.cell)) > 2:
             return Skip("the cell of a step is read outside of the layer")
-    return CellChain(kind, tuple(steps), tuple(slots))
+    return chain
+
+
+def find_slots(
+    last: CellStep, pairs: Sequence[Mapping[PeeledRows, PeeledRows]]
+) -> list[tuple[tuple[PeeledRows, ...], Mapping[str, LinearTerm]]] | Skip:
+    """Return `CellChain.slots`. Each of `pairs` has the operands of a step, by those of the last
+    step.
+    """
+    groups: dict[PeeledRows, dict[str, LinearTerm]] = {}
+    for name, linear in last.gates.items():
+        for term in linear.terms:
+            terms = groups.setdefault(find_source(term, term.rows), {})
+            if name in terms:
+                return Skip(f"the {name} gate reads an input twice")
+            terms[name] = term
+    slots = []
+    for terms in groups.values():
+        if len({term.matrix is None for term in terms.values()}) > 1:
+            return Skip("an input is both multiplied and added")
+        given = []
+        for pair in pairs:
+            found = [(term, pair.get(term.rows)) for term in terms.values()]
+            sources = {find_source(term, rows) for term, rows in found if rows is not None}
+            if len(sources) != 1:
+                return Skip("the gates of a step read different inputs, or lack one")
+            given.append(sources.pop())
+        if any(term.matrix is None for term in terms.values()):
+            if terms.keys() != last.gates.keys():
+                return Skip("an input is added to some of the gates only")
+            if len({rows.width for rows in given}) > 1:
+                return Skip("an input has another number of columns")
+        slots.append((tuple(given), terms))
+    return slots or Skip("no step has an input")
+
+
+def find_source(term: LinearTerm, rows: PeeledRows) -> PeeledRows:
+    """Return what a term reads: the rows, or all columns where each gate adds some of them."""
+    everything = whole(rows.value)
+    if term.matrix is not None or everything is None:
+        return rows
+    return replace(rows, start=0, width=everything.width)
+
+
+def reads_itself(editor: Editor, chain: CellChain) -> bool:
+    """Whether an input or an initial state depends on a state of the chain."""
+    states = [var for step in chain.steps for var in (step.hidden, step.cell) if var is not None]
+    inside = find_readers(editor, [var for var in states if var in editor.values])
+    given = [*chain.steps[0].before, *(rows for each, _ in chain.slots for rows in each)]
+    return any(rows is not None and rows.value in inside for rows in given)
+
+
+def is_row(rows: PeeledRows) -> bool:
+    """Whether this is a constant row, which is the same for all samples."""
+    is_constant = constant_value(rows.value) is not None
+    return is_constant and rows.axis is None and count_rows(rows) == 1
 
 
 def count_rows(rows: PeeledRows) -> int:
@@ -473,17 +525,20 @@ class ChainWriter:
         return list(reversed(values)) if self.is_reversed else list(values)
 
     def make_sequence(self, rows: Sequence[PeeledRows]) -> relax.Expr:
-        """Return the inputs of all steps, (T, B, columns)."""
+        """Return the inputs of all steps, (T, B, columns): only the columns of `rows` if they are
+        in other places in other steps, else all columns of the values.
+        """
         rows, count = self.in_order(rows), len(rows)
         first = rows[0]
         same = all(
-            each.value == first.value and each.axis == first.axis and each.at == first.at + at
+            replace(first, at=first.at + at) == each and each.axis is not None
             for at, each in enumerate(rows)
         )
         shape = known_shape(first.value)
         assert shape is not None
         if first.axis is None or not same:
-            parts = [self.take_row(each) for each in rows]
+            places = {(each.start, known_shape(each.value)[-1:]) for each in rows}  # pyright: ignore[reportOptionalSubscript]
+            parts = [self.take_row(each, is_cut=len(places) > 1) for each in rows]
             return self.define(relax.op.concat(parts, 0), "inputs") if count > 1 else parts[0]
         data, axis = first.value, first.axis
         if count != shape[axis]:
@@ -495,14 +550,18 @@ class ChainWriter:
             data = self.define(relax.op.permute_dims(data, [1, 0, 2, 3]), "inputs")
         return self.reshape(data, (count, self.batch, shape[-1]), "inputs")
 
-    def take_row(self, rows: PeeledRows) -> relax.Expr:
-        """Return the rows of one step, (1, B, columns)."""
+    def take_row(self, rows: PeeledRows, *, is_cut: bool) -> relax.Expr:
+        """Return the rows of one step, (1, B, columns). `is_cut`: not all columns of the value."""
         data, shape = rows.value, known_shape(rows.value)
         assert shape is not None
         if rows.axis is not None:
             cut = relax.op.strided_slice(data, [rows.axis], [rows.at], [rows.at + 1])
             data = self.define(cut, "input")
-        return self.reshape(data, (1, self.batch, shape[-1]), "input")
+        data = self.reshape(data, (1, self.batch, shape[-1]), "input")
+        if is_cut and rows.width != shape[-1]:
+            cut = relax.op.strided_slice(data, [2], [rows.start], [rows.start + rows.width])
+            data = self.define(cut, "input")
+        return data
 
     def reshape(self, data: relax.Expr, shape: tuple[int, ...], what: str) -> relax.Expr:
         if known_shape(data) == shape:
@@ -514,10 +573,12 @@ class ChainWriter:
         total = None
         for rows, terms in self.chain.slots:
             sequence = self.make_sequence(rows)
-            width = known_shape(rows[0].value)[-1]  # pyright: ignore[reportOptionalSubscript]
             is_product = all(term.matrix is not None for term in terms.values())
-            make = self.multiply if is_product else self.select
-            part = make(sequence, rows[-1], width, terms)
+            part = (
+                self.multiply(sequence, rows[-1], terms)
+                if is_product
+                else self.select(sequence, terms)
+            )
             total = part if total is None else self.define(relax.op.add(total, part), "gates")
         bias = np.concatenate([self.last.gates[name].bias for name in self.kind.gates])
         if bias.any():
@@ -526,18 +587,18 @@ class ChainWriter:
         return total
 
     def multiply(
-        self, sequence: relax.Expr, rows: PeeledRows, width: int, terms: Mapping[str, LinearTerm]
+        self, sequence: relax.Expr, rows: PeeledRows, terms: Mapping[str, LinearTerm]
     ) -> relax.Expr:
+        width = known_shape(sequence)[-1]  # pyright: ignore[reportOptionalSubscript]
+        start = 0 if width == rows.width else rows.start
         matrix = np.zeros((width, len(self.kind.gates), self.units), "float32")
         for at, name in enumerate(self.kind.gates):
             if name in terms:
-                matrix[rows.start : rows.start + rows.width, at] = terms[name].matrix
+                matrix[start : start + rows.width, at] = terms[name].matrix
         weight = make_const(matrix.reshape(width, -1), "float32")
         return self.define(relax.op.matmul(sequence, weight), "gates")
 
-    def select(
-        self, sequence: relax.Expr, rows: PeeledRows, width: int, terms: Mapping[str, LinearTerm]
-    ) -> relax.Expr:
+    def select(self, sequence: relax.Expr, terms: Mapping[str, LinearTerm]) -> relax.Expr:
         parts = []
         for name in self.kind.gates:
             start = terms[name].rows.start
@@ -550,16 +611,12 @@ class ChainWriter:
         if rows is None:
             return None
         array = constant_value(rows.value)
-        if array is not None:
-            if not array.any():
-                return None
-            wide = np.broadcast_to(array.reshape(-1, array.shape[-1]), (self.batch, self.units))
-            return make_const(wide, "float32")
-        data = self.take_row(rows)
-        if rows.width != known_shape(data)[-1]:  # pyright: ignore[reportOptionalSubscript]
-            cut = relax.op.strided_slice(data, [2], [rows.start], [rows.start + rows.width])
-            data = self.define(cut, "state")
-        return self.reshape(data, (self.batch, self.units), "state")
+        if array is not None and not array.any():
+            return None
+        if array is not None and is_row(rows):
+            row = array.reshape(-1)[rows.start : rows.start + rows.width]
+            return make_const(np.broadcast_to(row, (self.batch, self.units)), "float32")
+        return self.reshape(self.take_row(rows, is_cut=True), (self.batch, self.units), "state")
 
     def write(self) -> None:
         """Replace the states of all steps by slices of one operator's result."""
@@ -641,6 +698,10 @@ def find_readers_through_reshapes(editor: Editor, var: relax.Var) -> set[relax.V
 def join_cells(editor: Editor, on_skip: OnSkip) -> bool:
     """Join all unrolled layers. Returns whether there was one."""
     reader, chains, taken = CellReader(editor), [], set()
+    for var in editor.order():  # sums of hundreds of terms are read without recursion
+        rows = whole(var)
+        if rows is not None and editor.op_name(var) == "relax.add":
+            reader.linear.read(rows)
     for number, kind in enumerate(KINDS):
         order = editor.order()
         for var in order:  # forwards: each step finds the one before it without recursion
@@ -660,5 +721,9 @@ def join_cells(editor: Editor, on_skip: OnSkip) -> bool:
             else:
                 chains.append(chain)
     for chain in chains:
-        ChainWriter(editor, chain).write()
+        if reads_itself(editor, chain):  # now that other layers are joined
+            reason = Skip("an input depends on the state of a step before, by another layer")
+            on_skip("join_cells", editor.names[chain.steps[-1].hidden], reason)
+        else:
+            ChainWriter(editor, chain).write()
     return bool(chains)

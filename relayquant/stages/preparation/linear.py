@@ -14,8 +14,11 @@ from tvm import relax
 from tvm.ir import Call
 
 from relayquant.ir.rewrite.editor import Editor
+from relayquant.ir.rewrite.expressions import static_sizes
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
+#: Terms of the longest sum that is read: no gate has so many, and x + x doubles them.
+MOST_TERMS = 64
 RESHAPES = ("relax.reshape", "relax.squeeze", "relax.expand_dims")
 
 
@@ -105,9 +108,14 @@ class LinearReader:
         if call is None or name != "relax.strided_slice":
             return None
         data, *bounds = call.args
-        axes, begins, _, *strides = ([int(each.value) for each in arg.fields] for arg in bounds)
         before, after = known_shape(data), known_shape(expr)
-        if before is None or after is None or any(step != 1 for row in strides for step in row):
+        axes, begins, _, *strides = (
+            static_sizes(list(arg.fields)) if isinstance(arg, relax.Tuple) else None
+            for arg in bounds
+        )
+        if before is None or after is None or axes is None or begins is None:
+            return None
+        if any(row is None or any(step != 1 for step in row) for row in strides):
             return None
         cuts = [(len(before) - 1, 0)]  # of no axis: all columns
         for axis, begin in zip(axes, begins, strict=True):
@@ -150,8 +158,9 @@ class LinearReader:
         if found is None:
             return None
         data, axis, begin, size = found
-        if axis == data.ty.ndim - 1:
-            return replace(rows, value=data, start=rows.start + begin)
+        if axis == data.ty.ndim - 1:  # take with one number removes the axis
+            is_kept = shape[-1] == size
+            return replace(rows, value=data, start=rows.start + begin) if is_kept else None
         return replace(rows, value=data, axis=axis, at=begin) if size == 1 else None
 
     def read(self, rows: PeeledRows) -> LinearSum:
@@ -178,7 +187,7 @@ class LinearReader:
         if name == "relax.add":
             parts = [self.read_operand(arg, value) for arg in call.args]
             left, right = parts
-            if left is None or right is None:
+            if left is None or right is None or len(left.terms) + len(right.terms) > MOST_TERMS:
                 return other
             return LinearSum(left.bias + right.bias, (*left.terms, *right.terms))
         if name == "relax.matmul":

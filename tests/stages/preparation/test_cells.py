@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tvm import relax
+from tvm import relax, tirx
 
 import relayquant as rq
 from relayquant.ir import reference
@@ -233,3 +233,244 @@ def test_joined_layer__is_quantized_as_one_row():
     assert not {row["op"] for row in rows} & {"sigmoid", "tanh", "multiply", "add"}
     found = rq.Executor(rq.compile(qmod)).run("main", inputs)[0]
     assert np.abs(found - expected[0]).max() < 0.05
+
+
+# -- what looks like a layer -----------------------------------------------------------------------
+
+op = relax.op
+RNG = np.random.default_rng(0)
+
+
+def draw(*shape):
+    return RNG.normal(scale=0.5, size=shape).astype("float32")
+
+
+def check_alike(body, shapes, layers):
+    """A module that computes body(emit, a value of each shape) computes the same when it is
+    prepared, with so many recurrent operators.
+    """
+    bb = relax.BlockBuilder()
+    given = [relax.Var(f"x{at}", relax.TensorType(s, "float32")) for at, s in enumerate(shapes)]
+    with bb.function("main", given):
+        with bb.dataflow():
+            result = bb.emit_output(body(bb.emit, *given))
+        bb.emit_func_output(result)
+    mod, inputs = bb.finalize(), [draw(*shape) for shape in shapes]
+    prepared = prepare_module(mod)
+    assert sum(str(name).startswith("relax.qnn.") for name in list_operators(prepared)) == layers
+    (expected,), (found,) = (reference.run(each, inputs) for each in (mod, prepared))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+def cut(emit, value, start, size, axis=1):
+    return emit(op.strided_slice(value, [axis], [start], [start + size]))
+
+
+def take(emit, value, at, axis):
+    return emit(op.take(value, relax.const(at), axis=axis))
+
+
+def run_rnn(emit, rows, weights, state, own):
+    """h' = tanh(sum of rows @ weights + h @ own)"""
+    given = zip([*rows, state], [*weights, own], strict=True)
+    products = [emit(op.matmul(x, relax.const(w))) for x, w in given if x is not None]
+    while len(products) > 1:
+        products[:2] = [emit(op.add(*products[:2]))]
+    return emit(op.tanh(products[0]))
+
+
+def write_lstm(
+    row,
+    read=lambda emit, hidden: hidden,
+    keep=lambda emit, memory: memory,
+    change=lambda emit, parts, others: parts,
+):
+    """Steps of an LSTM. `row` makes the gates without the state; `read`, `keep` and `change` stand
+    between the state, the cell and the gates, and those who read them.
+    """
+    state = draw(UNITS, 4 * UNITS)
+
+    def body(emit, x, memory=None, *others):
+        hidden, outputs = None, []
+        for at in range(STEPS):
+            gates = row(emit, x, at)
+            if hidden is not None:
+                taken = read(emit, hidden)
+                matrix = relax.const(state[: int(taken.ty.shape.values[1])])
+                gates = emit(op.add(gates, emit(op.matmul(taken, matrix))))
+            i, o, f, g = change(
+                emit, [cut(emit, gates, k * UNITS, UNITS) for k in range(4)], others
+            )
+            new = emit(op.multiply(emit(op.sigmoid(i)), emit(op.tanh(g))))
+            if memory is not None:
+                kept = emit(op.multiply(emit(op.sigmoid(f)), keep(emit, memory)))
+                new = emit(op.add(kept, new))
+            memory, hidden = new, emit(op.multiply(emit(op.sigmoid(o)), emit(op.tanh(new))))
+            outputs.append(hidden)
+        return op.stack(outputs, 1)
+
+    return body
+
+
+def make_row(axis=1):
+    weight = relax.const(draw(INPUTS, 4 * UNITS))
+    return lambda emit, x, at: emit(op.matmul(take(emit, x, at, axis), weight))
+
+
+SEQUENCE, STATE = (BATCH, STEPS, INPUTS), (BATCH, UNITS)
+GATES = (BATCH, STEPS, 4 * UNITS)
+
+
+@pytest.mark.parametrize("places", [[0, 1, 2], [0, 0, 1]], ids=str)
+def test_steps__that_read_other_columns_of_one_value(places):
+    weight, own = draw(INPUTS, UNITS), draw(UNITS, UNITS)
+
+    def body(emit, x):
+        state = None
+        for at in places:
+            state = run_rnn(emit, [cut(emit, x, at * INPUTS, INPUTS)], [weight], state, own)
+        return state
+
+    check_alike(body, [(BATCH, 3 * INPUTS)], 1)
+
+
+def test_steps__that_read_values_of_other_widths():
+    weight, own = draw(INPUTS, UNITS), draw(UNITS, UNITS)
+
+    def body(emit, *values):
+        state = None
+        for value in values:
+            state = run_rnn(emit, [cut(emit, value, 0, INPUTS)], [weight], state, own)
+        return state
+
+    check_alike(body, [(BATCH, INPUTS + at) for at in range(3)], 1)
+
+
+def test_gates__that_read_an_input_twice_stay():
+    weights, own = [draw(INPUTS, UNITS), draw(INPUTS, UNITS)], draw(UNITS, UNITS)
+
+    def body(emit, x):
+        state = None
+        for at in range(3):
+            state = run_rnn(emit, [take(emit, x, at, 1)] * 2, weights, state, own)
+        return state
+
+    check_alike(body, [SEQUENCE], 0)
+
+
+@pytest.mark.parametrize("shapes", [[GATES], [GATES, STATE]], ids=["zeros", "start"])
+def test_gates__whose_products_are_not_known(shapes):
+    check_alike(write_lstm(lambda emit, x, at: take(emit, x, at, 1)), shapes, 1)
+
+
+def test_sequence__whose_last_axis_is_time():
+    check_alike(write_lstm(make_row(2)), [(BATCH, INPUTS, STEPS)], 1)
+
+
+def test_gate__with_an_input_of_its_own_stays():
+    def change(emit, parts, others):
+        return [*parts[:3], emit(op.add(parts[3], others[0]))]
+
+    check_alike(write_lstm(make_row(), change=change), [SEQUENCE, STATE, STATE], 0)
+
+
+@pytest.mark.parametrize("size", [UNITS // 2, UNITS])
+def test_state__is_read_whole_or_the_steps_stay(size):
+    read = lambda emit, hidden: cut(emit, hidden, 0, size)  # noqa: E731
+    check_alike(write_lstm(make_row(), read), [SEQUENCE], int(size == UNITS))
+
+
+@pytest.mark.parametrize("size", [1, BATCH])
+def test_cell__of_all_samples_or_the_steps_stay(size):
+    def keep(emit, memory):
+        return cut(emit, memory, 0, size, axis=0)
+
+    check_alike(write_lstm(make_row(), keep=keep), [SEQUENCE], int(size == BATCH))
+
+
+def test_initial_cell__of_one_row_for_all_samples_stays():
+    check_alike(write_lstm(make_row()), [SEQUENCE, (1, UNITS)], 0)
+
+
+def test_initial_cell__with_its_own_last_axis():
+    body = write_lstm(make_row())
+    check_alike(
+        lambda emit, x, both: body(emit, x, take(emit, both, 0, 2)), [SEQUENCE, (*STATE, 2)], 1
+    )
+
+
+@pytest.mark.parametrize("shape", [(), (1, 1), (1, UNITS), STATE], ids=str)
+def test_initial_cell__that_is_a_constant(shape):
+    """A scalar is no row: the step that reads it stays, and the others are joined."""
+    body, start = write_lstm(make_row()), relax.const(draw(*shape) + np.float32(1))
+    check_alike(lambda emit, x: body(emit, x, start), [SEQUENCE], 1)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_gru__whose_first_step_has_no_bias_of_the_state(has_bias):
+    own, states = ([draw(n, UNITS) for _ in range(3)] for n in (INPUTS, UNITS))
+    bias, one = relax.const(draw(UNITS)), relax.const(np.float32(1))
+
+    def body(emit, x):
+        state = None
+        for at in range(STEPS):
+            row = take(emit, x, at, 1)
+            update, reset, new = (emit(op.matmul(row, relax.const(w))) for w in own)
+            inner = bias
+            if state is not None:
+                a, b, c = (emit(op.matmul(state, relax.const(w))) for w in states)
+                update, reset = emit(op.add(update, a)), emit(op.add(reset, b))
+                inner = emit(op.add(c, bias))
+            if state is not None or has_bias:
+                new = emit(op.add(new, emit(op.multiply(emit(op.sigmoid(reset)), inner))))
+            update, new = emit(op.sigmoid(update)), emit(op.tanh(new))
+            rest = emit(op.multiply(emit(op.subtract(one, update)), new))
+            kept = None if state is None else emit(op.multiply(update, state))
+            state = rest if kept is None else emit(op.add(kept, rest))
+        return state
+
+    check_alike(body, [SEQUENCE], 1)
+
+
+def test_gates__that_look_like_those_of_a_gru_with_a_number_stay():
+    def body(emit, u, a, b):
+        scaled = emit(op.multiply(emit(op.sigmoid(b)), relax.const(np.float32(0.5))))
+        new = emit(op.tanh(emit(op.add(a, scaled))))
+        return op.multiply(emit(op.subtract(relax.const(np.float32(1)), emit(op.sigmoid(u)))), new)
+
+    check_alike(body, [STATE] * 3, 0)
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_layers__that_read_each_other_are_not_all_joined(layers):
+    """Joined, each would wait for the other."""
+    weights = [(draw(UNITS, UNITS), draw(UNITS, UNITS)) for _ in range(layers)]
+
+    def body(emit, *rows):
+        states = [run_rnn(emit, [x], [w], None, u) for x, (w, u) in zip(rows, weights, strict=True)]
+        mixed = zip(states[1:] + states[:1], states, weights, strict=True)
+        return op.concat([run_rnn(emit, [x], [w], h, u) for x, h, (w, u) in mixed], 1)
+
+    check_alike(body, [STATE] * layers, layers - 1)
+
+
+@pytest.mark.parametrize(("terms", "is_new"), [(500, True), (30, False)], ids=["long", "doubled"])
+def test_sums__of_many_terms_are_read_in_a_moment(terms, is_new):
+    def body(emit, x):
+        total = x
+        for _ in range(terms):
+            total = emit(op.add(total, emit(op.exp(x)) if is_new else total))
+        return op.tanh(emit(op.multiply(total, relax.const(np.float32(2.0**-20)))))
+
+    check_alike(lambda emit, x: op.nn.relu(emit(body(emit, x))), [STATE], 0)
+
+
+def test_slice__at_a_symbolic_place_stays():
+    size = tirx.Var("n", "int64")
+    bb, x = relax.BlockBuilder(), relax.Var("x", relax.TensorType((1, size, UNITS), "float32"))
+    with bb.function("main", [x]):
+        with bb.dataflow():
+            last = op.strided_slice(x, [1], [size - 1], [size], assume_inbound=True)
+            result = bb.emit_output(op.tanh(bb.emit(last)))
+        bb.emit_func_output(result)
+    assert "relax.tanh" in list_operators(prepare_module(bb.finalize()))
