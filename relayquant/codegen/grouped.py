@@ -114,7 +114,7 @@ def lower_dense(context: GroupedBlock, var: relax.Var) -> Lowered | Skip:
         return Skip("the shape of the scales of the data is not known")
     has_group_scales = not is_float and scales[-1] != 1
     spec = replace(spec, leading=read_leading(shape[:-1]), group_scales=has_group_scales)
-    wide = find_wide_rows(context.block, data) if context.takes_bf16 else None
+    wide = find_wide_rows(context.block, data, data_scale) if context.takes_bf16 else None
     if wide is not None:
         found = read_bf16_product(context.block, var, spec)
         kernel = Kernel(

@@ -13,7 +13,7 @@ from tvm import relax
 
 from relayquant.codegen.kernels.floating.grouped_bf16 import GroupedBf16
 from relayquant.codegen.kernels.integer.grouped_plan import GroupedDense
-from relayquant.codegen.kernels.isa.matrix_unit import AMX_BF16
+from relayquant.codegen.kernels.isa.bf16 import TILES_BF16
 from relayquant.codegen.lowering import BlockView
 from relayquant.codegen.rules.joined_slices import read_cut, skip_reshapes
 from relayquant.ir.float_precision import BF16_ROWS_ATTR
@@ -37,8 +37,9 @@ class Bf16Product:
     residual: tuple[relax.Expr, ...] = ()
 
 
-def find_wide_rows(block: BlockView, rows: relax.Expr) -> relax.Expr | None:
-    """Find the float rows of which `quantize_rows` made these integers, of the same shape.
+def find_wide_rows(block: BlockView, rows: relax.Expr, scales: relax.Expr) -> relax.Expr | None:
+    """Find the float rows of which `quantize_rows` made these integers, of the same shape, and
+    these scales.
 
     None if they are something else, or not as many as the function says (`BF16_ROWS_ATTR`).
     """
@@ -46,11 +47,14 @@ def find_wide_rows(block: BlockView, rows: relax.Expr) -> relax.Expr | None:
     shape = tensor_shape(rows)
     if not many or shape is None or many not in shape[:-1]:
         return None
-    source = skip_reshapes(block.call_of, rows)
-    item = block.values.get(source) if isinstance(source, relax.Var) else None
-    if not isinstance(item, relax.TupleGetItem) or item.index:
-        return None
-    call = block.call_of(item.tuple_value)
+    pairs = []
+    for place, part in enumerate((rows, scales)):
+        source = skip_reshapes(block.call_of, part)
+        item = block.values.get(source) if isinstance(source, relax.Var) else None
+        if not isinstance(item, relax.TupleGetItem) or item.index != place:
+            return None
+        pairs.append(item.tuple_value)
+    call = block.call_of(pairs[0]) if pairs[0].same_as(pairs[1]) else None
     if call is None or op_name(call) != "relax.qnn.quantize_rows":
         return None
     wide = call.args[0]
@@ -64,13 +68,14 @@ def read_bf16_product(block: BlockView, var: relax.Var, dense: GroupedDense) -> 
     """Return the product with the gate or the sum that alone reads its results."""
     alone = Bf16Product((var,), GroupedBf16(dense))
     user = block.only_user(var)
-    if user is not None and op_name(block.values[user]) == "relax.add":
+    # The sum of two products is in the kernel of the first one.
+    if user is not None and op_name(block.values[user]) == "relax.add" and block.is_free(user):
         others = [each for each in block.values[user].args if not each.same_as(var)]
         if len(others) == 1 and same_type(others[0], var) and same_type(user, var):
             spec = GroupedBf16(dense, has_residual=True)
             return Bf16Product((var, user), spec, (others[0],))
         return alone
-    if dense.units % (2 * AMX_BF16.rows):
+    if dense.units % (2 * TILES_BF16.lanes):
         return alone
     gated = follow_gate(block, var, dense.units // 2)
     return alone if gated is None else Bf16Product(gated, GroupedBf16(dense, is_gated=True))

@@ -22,13 +22,15 @@ WIDTH, HIDDEN, GROUP = 64, 96, 32
 TILES, VECTORS = "llvm -mcpu=sapphirerapids", "llvm -mcpu=cascadelake"
 
 
-def make_network(many="rows"):
-    """x + down(silu(gate(x)) * up(x)), with 4-bit weights and rows of 8 bits."""
+def make_module(build, many="rows"):
+    """Make a module from build(builder, multiply, x). multiply(data, units) is the product with
+    4-bit weights and rows of 8 bits, whose scales are multiplied by `factor`.
+    """
     rng, builder = np.random.default_rng(0), relax.BlockBuilder()
     rows = tirx.Var("rows", "int64")
     x = relax.Var("x", relax.TensorType([1, rows, WIDTH], "float32"))
 
-    def multiply(data, units):
+    def multiply(data, units, factor=None):
         *lead, features = data.ty.shape.values
         groups = int(features) // GROUP
         pair = builder.emit(
@@ -36,6 +38,8 @@ def make_network(many="rows"):
         )
         codes = builder.emit(relax.op.reshape(builder.emit(pair[0]), (*lead, features)))
         scales = builder.emit(relax.op.reshape(builder.emit(pair[1]), (*lead, groups)))
+        if factor is not None:
+            scales = builder.emit(relax.op.multiply(scales, relax.const(np.float32(factor))))
         weight = pack_codes(rng.integers(0, 16, (units, int(features))), 4)
         steps = rng.uniform(0.01, 0.03, (units, groups)).astype("float16")
         constants = [relax.const(tvm.runtime.tensor(each)) for each in (weight, steps)]
@@ -45,17 +49,25 @@ def make_network(many="rows"):
         )
 
     def compute():
+        return builder.emit_output(build(builder, multiply, x))
+
+    attrs = {BF16_ROWS_ATTR: many, "global_symbol": "main"}
+    return tvm.IRModule({"main": define_function(builder, [x], compute, attrs=attrs)})
+
+
+def make_network(many="rows"):
+    """x + down(silu(gate(x)) * up(x)), with 4-bit weights and rows of 8 bits."""
+
+    def build(builder, multiply, x):
         both = multiply(x, 2 * HIDDEN)
         gate, up = (
             builder.emit(relax.op.strided_slice(both, [2], [at], [at + HIDDEN]))
             for at in (0, HIDDEN)
         )
         hidden = relax.op.multiply(builder.emit(relax.op.nn.silu(gate)), up)
-        down = multiply(builder.emit(hidden), WIDTH)
-        return builder.emit_output(relax.op.add(x, down))
+        return relax.op.add(x, multiply(builder.emit(hidden), WIDTH))
 
-    attrs = {BF16_ROWS_ATTR: many, "global_symbol": "main"}
-    return tvm.IRModule({"main": define_function(builder, [x], compute, attrs=attrs)})
+    return make_module(build, many)
 
 
 def list_kernels(mod, target, **options):
@@ -67,6 +79,23 @@ def list_kernels(mod, target, **options):
 def test_lower_grouped__gate_and_sum_are_in_the_kernels_of_bfloat16():
     names = list_kernels(make_network(), TILES)
     assert [name.rstrip("0123456789") for name in names] == ["grouped_bf"] * 2
+
+
+def test_lower_grouped__sum_of_two_products_is_in_the_kernel_of_one():
+    """As in language models whose attention and network read the same rows."""
+
+    def build(builder, multiply, x):
+        other = builder.emit(relax.op.nn.relu(x))
+        return relax.op.add(multiply(x, WIDTH), multiply(other, WIDTH))
+
+    names = list_kernels(make_module(build), TILES)
+    assert [name.rstrip("0123456789") for name in names] == ["grouped_bf"] * 2
+
+
+def test_lower_grouped__rows_with_other_scales_keep_8_bits():
+    mod = make_module(lambda builder, multiply, x: multiply(x, WIDTH, factor=2))
+    names = list_kernels(mod, TILES)
+    assert {name.rstrip("0123456789") for name in names} == {"quantize_rows", "grouped_dense"}
 
 
 @pytest.mark.parametrize(
