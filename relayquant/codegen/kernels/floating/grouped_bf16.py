@@ -18,6 +18,7 @@ A process that may not use tiles computes the same blocks on vectors.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
@@ -64,6 +65,8 @@ STEP, PAIR = 32, 2
 CHUNK_ROWS, COPY_BYTES = 512, 1024 * 1024
 #: Rows whose sums are in registers where there are no tiles.
 VECTOR_ROWS = 8
+#: Loads or stores a tile: (number, buffer, first element, distance of rows).
+MoveTile = Callable[[int, Buffer, Expr, int], None]
 
 
 @dataclass(frozen=True)
@@ -128,11 +131,6 @@ class TiledBf16:
     def steps(self) -> int:
         """Products of tiles over a block of columns."""
         return ceil_div(self.groups * self.plan.stride, STEP)
-
-    @property
-    def gap(self) -> int:
-        """Columns of the last step that are behind the last group."""
-        return self.steps * STEP - self.groups * self.plan.stride
 
     def emit(self) -> None:
         """Emit all rows, one chunk after the other."""
@@ -325,16 +323,16 @@ class TiledBf16:
         a, b = len(places), len(places) + SIDE
         size, lanes = self.rows_of_tile * STEP, self.lanes
 
-        def each(move: str, buffer: Buffer, base: Expr) -> None:
+        def each(move: MoveTile, buffer: Buffer | None, base: Expr) -> None:
             for number in range(len(places)):
-                getattr(registers, move)(number, buffer, base + number * self.tile, lanes)
+                move(number, buffer, base + number * self.tile, lanes)
 
         def begin() -> None:
             for number in range(len(places)):
                 registers.clear(number)
 
         is_first = True if self.totals is None else block == 0
-        emit_if(is_first, begin, lambda: each("load", self.totals, kept))
+        emit_if(is_first, begin, lambda: each(registers.load, self.totals, kept))
         with T.serial(self.steps) as step:
             for i, tile in enumerate(tiles):
                 # past the first-level cache, which keeps the weights
@@ -347,8 +345,8 @@ class TiledBf16:
         is_last = True if self.totals is None else block == self.blocks - 1
         emit_if(
             is_last,
-            lambda: each("store", sums, T.int64(0)),
-            lambda: each("store", self.totals, kept),
+            lambda: each(registers.store, sums, T.int64(0)),
+            lambda: each(registers.store, self.totals, kept),
         )
 
     def emit_vectors(
