@@ -133,7 +133,7 @@ def make_dense(spec: FloatDense, isa: FloatIsa, name: str = "float_dense") -> Pr
         )
 
         def tile(
-            rows: list[Expr], first_vector: Expr, starts: list[Expr], following: Ahead | None = None
+            rows: list[Expr], first_vector: Expr, starts: list[Expr], following: Ahead | None
         ) -> None:
             blocks = len(starts)
 
@@ -171,9 +171,9 @@ def make_dense(spec: FloatDense, isa: FloatIsa, name: str = "float_dense") -> Pr
     return build_kernel(name, body)
 
 
-#: tile(rows of the tile, first vector of the panel, first channels of its vectors, and optionally
-#: what it fetches of the next panel)
-GemmTile = Callable[..., None]
+#: tile(rows of the tile, first vector of the panel, first channels of its vectors, what it fetches
+#: of the next panel)
+GemmTile = Callable[[list[Expr], Expr, list[Expr], Ahead | None], None]
 
 
 def emit_gemm_loops(spec: FloatDense, isa: FloatIsa, panels: Panels, tile: GemmTile) -> None:
@@ -208,9 +208,9 @@ def emit_gemm_loops(spec: FloatDense, isa: FloatIsa, panels: Panels, tile: GemmT
         rows = list_rows(index)
         if panels.full:
             with T.serial(panels.full) as panel:
-                tile(rows, panel * panels.blocks, panels.starts_of(panel))
+                tile(rows, panel * panels.blocks, panels.starts_of(panel), None)
         if panels.tail:
-            tile(rows, panels.full * panels.blocks, list(panels.tail))
+            tile(rows, panels.full * panels.blocks, list(panels.tail), None)
 
 
 def emit_symbolic_rows(spec: FloatDense, panels: Panels, tile: GemmTile) -> None:
@@ -223,10 +223,10 @@ def emit_symbolic_rows(spec: FloatDense, panels: Panels, tile: GemmTile) -> None
 
     def all_tiles(threads: bool) -> None:
         def whole(_: int, rows: list[Expr], panel: Expr, _index: Expr) -> None:
-            tile(rows, panel * panels.blocks, panels.starts_of(panel))
+            tile(rows, panel * panels.blocks, panels.starts_of(panel), None)
 
         def tail(_: int, rows: list[Expr], _panel: Expr, _index: Expr) -> None:
-            tile(rows, panels.full * panels.blocks, list(panels.tail))
+            tile(rows, panels.full * panels.blocks, list(panels.tail), None)
 
         if panels.full:
             loop_over_rows(spec.rows, heights, panels.full, threads, whole)
