@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,9 @@ from tvm.tirx import PrimFunc
 from relayquant.base.runtime import align_array, empty_aligned, view_tensor
 from relayquant.codegen.eager.kernel_cache import KernelCache, KernelKey
 from relayquant.codegen.eager.operand import Operand
-from relayquant.codegen.kernels.emit import broadcast, build_kernel, load_vector, store_vector
+from relayquant.codegen.kernels.emit import build_kernel, constant, load_vector, store_vector
 from relayquant.codegen.kernels.floating import row_norm, softmax
+from relayquant.codegen.kernels.floating.curve import emit_erf
 from relayquant.codegen.kernels.floating.row_norm import RowNorm
 from relayquant.codegen.kernels.floating.softmax import Softmax
 from relayquant.codegen.kernels.floating.tile import Expr, FloatIsa, declare_arguments
@@ -37,18 +37,6 @@ def make_norm(spec: RowNorm, isa: FloatIsa, name: str) -> PrimFunc:
     return row_norm.make_row_norm(spec, name)
 
 
-#: erf(x) = x P(x^2) / Q(x^2) on -4..4, within 1.2e-7: the coefficients of Eigen and XLA, highest
-#: power first
-ERF_P = (
-    -2.72614225801306e-10, 2.77068142495902e-08, -2.10102402082508e-06, -5.69250639462346e-05,
-    -7.34990630326855e-04, -2.95459980854025e-03, -1.60960333262415e-02,
-)  # fmt: skip
-ERF_Q = (
-    -1.45660718464996e-05, -2.13374055278905e-04, -1.68282697438203e-03, -7.37332916720468e-03,
-    -1.42647390514189e-02,
-)  # fmt: skip
-
-
 @dataclass(frozen=True)
 class Gelu:
     """The gelu of n float32 values. n is an argument of the compiled kernel."""
@@ -62,17 +50,10 @@ def make_gelu(spec: Gelu, isa: FloatIsa, name: str) -> PrimFunc:
         x, y = declare_arguments(("x", (size, 1)), ("y", (size, 1)))
 
         def emit(offset: Expr, width: int) -> None:
-            def number(value: float) -> Expr:
-                return broadcast(T.float32(value), width)
-
-            def polynomial(coefficients: Sequence[float], at: Expr) -> Expr:
-                return reduce(lambda sum, each: sum * at + each, map(number, coefficients))
-
+            half = constant("float32", 0.5, width)
             value = load_vector(x, offset, width)
-            inner = T.max(T.min(value * number(0.5**0.5), number(4)), number(-4))
-            square = inner * inner
-            erf = inner * polynomial(ERF_P, square) / polynomial(ERF_Q, square)
-            store_vector(y, value * (number(0.5) + number(0.5) * erf), offset, width)
+            erf = emit_erf(value * constant("float32", 0.5**0.5, width), width)
+            store_vector(y, value * (half + half * erf), offset, width)
 
         with T.serial(T.floordiv(size, isa.lanes)) as index:
             emit(index * isa.lanes, isa.lanes)
