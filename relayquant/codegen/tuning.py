@@ -105,13 +105,10 @@ def keep_float_estimate(_spec: FloatProduct, _isa: FloatIsa) -> FloatSchedule | 
 
 @dataclass(frozen=True)
 class Tuner:
-    """Chooses schedules by time; the call chooses those of integer layers."""
+    """Chooses schedules of integer layers and of float products by time."""
 
     choose: ChooseSchedule
     choose_float: ChooseFloatSchedule
-
-    def __call__(self, spec: Conv2d, isa: Isa, can_winograd: bool) -> KernelSchedule:
-        return self.choose(spec, isa, can_winograd)
 
 
 @contextmanager

@@ -128,7 +128,7 @@ def compile_silently(
         lowering = make_pipeline(resolved, precision=precision, keeps_rows=keeps_rows)
         return build(mod, resolved, adapt_pipeline(lowering, resolved))
     with open_tuner(resolved, None if tune is True else Path(tune)) as tuner:
-        lowering = make_pipeline(resolved, tuner, precision, keeps_rows, tuner.choose_float)
+        lowering = make_pipeline(resolved, tuner.choose, precision, keeps_rows, tuner.choose_float)
         return build(mod, resolved, adapt_pipeline(lowering, resolved))
 
 

@@ -85,11 +85,11 @@ def test_open_tuner__takes_the_fastest_and_remembers_it(tmp_path, monkeypatch, a
     monkeypatch.setattr(
         tuning, "time_schedules", lambda _spec, _isa, _target, schedules: schedules[-1]
     )
-    with open_tuner(TARGET, path) as choose:
-        assert choose(LAYER, VNNI512, able) == listed[-1]
+    with open_tuner(TARGET, path) as tuner:
+        assert tuner.choose(LAYER, VNNI512, able) == listed[-1]
     monkeypatch.setattr(tuning, "time_schedules", None)  # would fail if it were called
-    with open_tuner(TARGET, path) as choose:
-        assert choose(LAYER, VNNI512, able) == listed[-1]
+    with open_tuner(TARGET, path) as tuner:
+        assert tuner.choose(LAYER, VNNI512, able) == listed[-1]
 
 
 FLOAT_ISA = choose_float_isa(TARGET)
@@ -170,8 +170,8 @@ def test_time_schedules__the_fastest(last_is_fastest):
 def test_open_tuner__the_estimate_stays_where_nothing_is_faster(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "time_run", lambda _run: 1.0)
     monkeypatch.setattr(tuning, "SECONDS", 1e-9)
-    with open_tuner(TARGET, tmp_path / "forms.json") as choose:
-        assert choose(LAYER, ISA, False) == KernelSchedule(choose_plan(LAYER, ISA).tile)
+    with open_tuner(TARGET, tmp_path / "forms.json") as tuner:
+        assert tuner.choose(LAYER, ISA, False) == KernelSchedule(choose_plan(LAYER, ISA).tile)
 
 
 @pytest.mark.slow
@@ -180,13 +180,13 @@ def test_open_tuner__a_form_that_is_not_listed_is_not_built(tmp_path, last_is_fa
     that are too large would be wrong.
     """
     path = tmp_path / "forms.json"
-    with open_tuner(TARGET, path) as choose:
-        fastest = choose(LAYER, ISA, False)
+    with open_tuner(TARGET, path) as tuner:
+        fastest = tuner.choose(LAYER, ISA, False)
     (layer,) = read_schedules(path)
     for other in (KernelSchedule(Tile(1, 60_000, 1)), replace(fastest, transforms=True)):
         add_schedules(path, {layer: other})
-        with open_tuner(TARGET, path) as choose:
-            assert choose(LAYER, ISA, False) == fastest
+        with open_tuner(TARGET, path) as tuner:
+            assert tuner.choose(LAYER, ISA, False) == fastest
         assert read_schedules(path) == {layer: fastest}
 
 
@@ -194,9 +194,9 @@ def test_open_tuner__a_form_that_is_not_listed_is_not_built(tmp_path, last_is_fa
 def test_open_tuner__times_for_real(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "SECONDS", 0.002)
     spec = replace(LAYER, epilogue=Epilogue(residual=Residual("int8", 3, 0.5), is_small=True))
-    with open_tuner(TARGET, tmp_path / "forms.json") as choose:
+    with open_tuner(TARGET, tmp_path / "forms.json") as tuner:
         for able in {False, can_winograd(spec, ISA, np.ones(spec.weight_shape, "int8"))}:
-            assert choose(spec, ISA, able) in list_schedules(spec, ISA, able)
+            assert tuner.choose(spec, ISA, able) in list_schedules(spec, ISA, able)
 
 
 def test_bind_arguments__weights_come_from_a_far_cache():

@@ -88,8 +88,9 @@ class TileGrid:
         tile_bytes: Bytes of transformed activations and products of a tile.
         images: Least number of images.
         is_parallel: Whether threads share the work.
-        shares_inputs: Whether the parts of a chunk read the same transformed activations, as
-            integer kernels do. Float kernels transform again for each part.
+        shares_inputs: Whether the parts of a chunk read the same transformed activations, as in
+            integer kernels, and in float kernels if the last-level cache is slow. Else each part
+            transforms again.
         fewest_tiles: Least number of tiles of a chunk, if the image has them.
     """
 
