@@ -253,6 +253,19 @@ def test_relative_mse__a_curve_that_is_not_finite_keeps_the_range() -> None:
     assert observer.to_dict() == RelativeMSE().to_dict()
 
 
+@pytest.mark.parametrize("high", [5.0, 88.7], ids=["known", "beyond"])
+def test_relative_mse__a_function_that_is_infinite_beside_the_values_cuts_none_off(high) -> None:
+    """log(0) and the largest float32 exp: the result's own range holds what is finite."""
+    with np.errstate(all="ignore"):
+        function = np.exp if high > 5 else np.log
+        curve = tabulate("reader", lambda x: function(x.astype("float32")))
+    rows = np.random.default_rng(4).uniform(1e-3, high, (200, 8)).astype("float32")
+    rows[0, 0] = high
+    found = RelativeMSE(curve=curve).observe(INFO, [rows])
+    full = choose_qparams(float(rows.min()), high, SPEC)
+    assert float(found.scale) > 0.9 * float(full.scale)
+
+
 def test_slopes__errors_below_zero_count_as_much_as_they_reach_the_result() -> None:
     rng = np.random.default_rng(3)
     rows = rng.normal(0, 1, (400, 4)).astype("float32")

@@ -48,10 +48,13 @@ class ValueCurve:
         return np.interp(values, self.places, self.results)
 
     def holds(self, low: float, high: float) -> bool:
-        """Whether the function is finite, and known, from `low` to `high`."""
-        inside = (self.places >= low) & (self.places <= high)
-        is_known = self.places[0] <= low and high <= self.places[-1]
-        return is_known and bool(np.isfinite(self.results[inside]).all())
+        """Whether the function is finite, and known, from `low` to `high`, with the places around
+        them: a number between two places is as far from both.
+        """
+        first = int(np.searchsorted(self.places, low, "right")) - 1
+        last = int(np.searchsorted(self.places, high))
+        is_known = first >= 0 and last < len(self.places)
+        return is_known and bool(np.isfinite(self.results[first : last + 1]).all())
 
 
 @dataclass(frozen=True, eq=False)

@@ -389,11 +389,14 @@ class RunningSums:
     With weight w of value x and y = curve(x), or x without a curve, `sums` (3, n + 1) are the sums
     of w, w * y and w * y^2 over the values before each index. All values of one level are
     consecutive. So the error of a quantizer takes one step per level, for any number of values.
+    `ends` are the smallest and the largest y: results of levels stay within them, as the result is
+    quantized, too. A logarithm is infinite at level 0, but its integers are not.
     """
 
     values: Float64Array
     sums: Float64Array
     curve: ValueCurve | None = None
+    ends: tuple[float, float] = (-math.inf, math.inf)
 
     @staticmethod
     def of(
@@ -410,7 +413,9 @@ class RunningSums:
         for row in sums:
             np.cumsum(term, out=row[1:])
             term *= y
-        return RunningSums(x, sums, curve)
+        if curve is None or not y.size:
+            return RunningSums(x, sums, curve)
+        return RunningSums(x, sums, curve, (float(y.min()), float(y.max())))
 
     def errors(self, qparams: QParams, spec: QSpec) -> Float64Array:
         """Return the sum of weights * (value - quantized value)^2 for each of K parameters, (K,);
@@ -424,8 +429,9 @@ class RunningSums:
         at = np.zeros((len(levels), levels.shape[1] + 1), "int64")
         at[:, 1:-1] = np.searchsorted(self.values, between)
         at[:, -1] = self.values.size
-        real = real if self.curve is None else self.curve(real)
         weight, first, second = np.diff(self.sums[:, at], axis=2)
+        if self.curve is not None:
+            real = np.where(weight > 0, self.curve(real).clip(*self.ends), 0)
         return (second + real * (real * weight - 2 * first)).sum(axis=1)
 
 
