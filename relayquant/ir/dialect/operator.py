@@ -86,7 +86,8 @@ def define_attrs(type_key: str) -> Callable[[AttrsType], AttrsType]:
     """Register a class of attributes, or return the one registered before.
 
     A type key is registered once per process, but this module may be imported again. Every field of
-    the class is always present. Rounding and arithmetic are stored as the `.value` of their enums
+    the class is always present: one that came later has a default, which modules take that were
+    written before. Rounding and arithmetic are stored as the `.value` of their enums
     (`qtypes.Rounding`, `qtypes.Arithmetic`), because printing and JSON keep only text. A process
     must import this package before it loads a module with these types.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import json
 import subprocess
 import sys
 
@@ -108,7 +109,7 @@ EXAMPLES = {
     "grouped_take": ([((2, 3), "int64"), *GROUPED], lambda *a: qnn.grouped_take(*a, 3, 2, 6)),
     "lstm": (
         [((4, 2, 12), "float32"), ((3, 12), "int8"), ((12,), "float32"), *STATES],
-        lambda *a: qnn.lstm(*a, ["relu", "tanh", "sigmoid"], 0.5, True, True),
+        lambda *a: qnn.lstm(*a, ["relu", "tanh", "sigmoid"], 0.5, True, True, 0.25),
     ),
     "gru": (
         [((4, 2, 9), "float32"), ((3, 9), "int8"), ((9,), "float32"), *GRU],
@@ -289,3 +290,13 @@ def test_import__dialect_alone_compiles_a_saved_module(tmp_path):
         [sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=False
     )
     assert done.stdout.strip() == "compiled", done.stderr
+
+
+def test_json__of_a_file_before_an_attribute_existed():
+    """LSTMs were written without a bound of the cell before they had one."""
+    types, make = EXAMPLES["lstm"]
+    given = [relax.Var(f"x{at}", relax.TensorType(*each)) for at, each in enumerate(types)]
+    found = json.loads(tvm.ir.save_json(make(*given).attrs))
+    assert found["nodes"][found["root_index"]]["data"].pop("cell_clip") == 0.25
+    attrs = tvm.ir.load_json(json.dumps(found))
+    assert (attrs.cell_clip, attrs.clip, attrs.input_forget) == (0.0, 0.5, True)

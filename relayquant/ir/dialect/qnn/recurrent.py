@@ -88,7 +88,7 @@ class QLstmAttrs(Attrs):
     clip: float
     is_reversed: bool
     input_forget: bool
-    cell_clip: float
+    cell_clip: float = 0.0
 
 
 @dataclass(frozen=True)
