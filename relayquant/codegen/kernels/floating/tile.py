@@ -143,7 +143,7 @@ class FloatEpilogue:
         return self.columns[0] if self.columns else 0
 
     def finish(self, value: Expr, residual: Expr | None, lanes: int) -> Expr:
-        """Finish the sum `value`. NaN stays NaN, as in numpy's clip."""
+        """Finish the sum `value`. A clip may replace NaN by a bound."""
         if residual is not None:
             value = value + residual
         if self.low is not None:
