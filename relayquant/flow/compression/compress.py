@@ -340,6 +340,9 @@ def divide_norm(value: relax.Expr | None, factors: np.ndarray) -> relax.Expr | N
     if not isinstance(value, Call) or call_name(value) not in NORMS:
         return None
     data, *vectors = value.args
+    places = [int(axis) % value.ty.ndim for axis in value.attrs.axes]
+    if places != [value.ty.ndim - 1] or not getattr(value.attrs, "scale", True):
+        return None
     arrays = [constant_value(vector) for vector in vectors]
     if any(array is None or array.shape != factors.shape for array in arrays):
         return None

@@ -11,7 +11,8 @@ from tiny_llama import list_calls, select_calls
 from tvm import relax
 
 import relayquant as rq
-from relayquant.ir.rewrite.function import define_function
+from relayquant.flow.compression.compress import divide_norm
+from relayquant.ir.rewrite.function import define_function, make_main
 from relayquant.ir.rewrite.graph import call_name
 
 WIDTH, UNITS = 64, 48
@@ -83,6 +84,29 @@ def test_smoothing__constants_of_a_norm_take_the_factors():
     assert "relax.multiply" not in names
     (call,) = select_calls(q, "relax.nn.rms_norm")["main"]
     assert np.ptp(np.log(call.args[1].value.numpy())) < np.ptp(np.log(LOUD))
+
+
+@pytest.mark.parametrize(
+    ("make", "is_divided"),
+    [
+        (lambda x, f: relax.op.nn.rms_norm(x, f, [-1]), True),
+        (lambda x, f: relax.op.nn.layer_norm(x, f, f, [2], center=False), True),
+        (lambda x, f: relax.op.nn.layer_norm(x, f, f, [1]), False),
+        (lambda x, f: relax.op.nn.layer_norm(x, f, f, [-1], scale=False), False),
+    ],
+    ids=["rms", "no_offset", "other_axis", "no_scale"],
+)
+def test_divide_norm__where_its_constants_are_of_the_columns(make, is_divided):
+    factors = np.linspace(0.5, 2, 6).astype("float32")
+    x = relax.Var("x", relax.TensorType([2, 6, 6], "float32"))
+    value = relax.BlockBuilder().normalize(make(x, relax.const(LOUD[:6])))
+    divided = divide_norm(value, factors)
+    assert (divided is not None) == is_divided
+    if divided is not None:
+        data = np.random.default_rng(0).normal(size=(2, 6, 6)).astype("float32")
+        mods = (make_main([x], lambda _, each=each: each) for each in (value, divided))
+        found = [rq.reference.run(mod, [data])[0] for mod in mods]
+        np.testing.assert_allclose(found[1], found[0] / factors, rtol=1e-6)
 
 
 def test_smoothing__other_data_is_multiplied():
