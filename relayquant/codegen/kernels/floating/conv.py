@@ -383,7 +383,8 @@ def emit_tiles(
         emit_panels(
             panels,
             kh * kw * inner,
-            spec.batch * per_image,
+            spec.batch,
+            per_image,
             threads,
             isa,
             lambda at: tile(locate(at.index), 0, at.first, at.starts, at.ahead),

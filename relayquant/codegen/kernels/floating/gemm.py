@@ -198,6 +198,7 @@ def emit_gemm_loops(spec: FloatDense, isa: FloatIsa, panels: Panels, tile: GemmT
         emit_panels(
             panels,
             inner,
+            1,
             tiles,
             parallel,
             isa,

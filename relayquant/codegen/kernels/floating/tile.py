@@ -319,7 +319,8 @@ def prefers_panels(
 def emit_panels(
     panels: Panels,
     steps: int,
-    tiles: Any,
+    images: Any,
+    image_tiles: int,
     threads: bool,
     isa: FloatIsa,
     emit: Callable[[PanelTile], None],
@@ -331,14 +332,15 @@ def emit_panels(
 
     Args:
         steps: Weight vectors of each vector of channels.
-        tiles: Number of tiles, which may be symbolic.
+        images: Number of images, which may be symbolic.
+        image_tiles: Tiles of an image.
         first_weight: Offset of the packed weights.
     """
     items = panels.full + bool(panels.tail)
-    most = static(tiles) or 1
-    parts = min(ceil_div(LEAST_ITEMS, items), most) if threads else 1
+    tiles, least = images * image_tiles, (static(images) or 1) * image_tiles
+    parts = min(ceil_div(LEAST_ITEMS, items), least) if threads else 1
     size = panels.blocks * steps * panels.lanes
-    each = ceil_div(size, most * steps)
+    each = ceil_div(size, least * steps)
     is_ahead = size * FLOAT_BYTES <= isa.caches.near_bytes // 3
 
     def emit_part(first: Expr, starts: list[Expr], part: Expr) -> None:
