@@ -45,6 +45,8 @@ from relayquant.errors import ModelError
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "docs/accuracy.json", ROOT / "docs/accuracy.md"
+#: letters of the longest error that a cell shows
+MOST_LETTERS = 40
 SEED = 0
 
 #: sample -> the arrays of all outputs
@@ -241,6 +243,7 @@ def format_table(results: Mapping[str, Any]) -> str:
         "parentheses CPU seconds to quantize on one core. The task compares with the float model,",
         "too. All methods have the same calibration samples, and are measured on as many others.",
         "An output behind a softmax depends on a few samples near a decision: 3 dB are chance.",
+        "Cells are measured one by one, with the relayquant of that day.",
         f"({', '.join(results['versions'])})",
         "",
         *head_table(["network", "task", "samples", *METHODS]),
@@ -255,9 +258,12 @@ def format_table(results: Mapping[str, Any]) -> str:
 
 
 def format_entry(entry: Entry) -> str:
-    """A cell: "31.8; 99.2 % (12 s)"; "-" if the network was not measured."""
+    """A cell: "31.8; 99.2 % (12 s)"; "-" if the network was not measured, "fails" for an error of
+    many words.
+    """
     if "decibels" not in entry:
-        return entry.get("failure", "-").removeprefix("ModelError: ")[:40]
+        failure = entry.get("failure", "-").removeprefix("ModelError: ")
+        return failure if len(failure) <= MOST_LETTERS else "fails"
     cell = ", ".join(f"{each:.1f}" for each in entry["decibels"])
     task = f"; {100 * entry['task']:.1f} %" if "task" in entry else ""
     return f"{cell}{task} ({entry['seconds']:.0f} s)"

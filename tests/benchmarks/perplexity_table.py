@@ -235,6 +235,9 @@ def format_table(results: Mapping[str, Any]) -> str:
             lines.append(
                 f"| {name} | {found['size']:.0f} | {value:.3f} | {100 * (value / exact - 1):.2f} |"
             )
+        missing = [name for name in ROWS if name not in entry["rows"]]
+        if missing:
+            lines += ["", f"Not measured yet: {'; '.join(missing)}."]
     return "\n".join(lines)
 
 

@@ -21,6 +21,7 @@ def test_format_entry__all_parts():
     entry = {"decibels": [31.84, 7.0], "task": 0.9921, "seconds": 12.4}
     assert network_table.format_entry(entry) == "31.8, 7.0; 99.2 % (12 s)"
     assert network_table.format_entry({"failure": "over 600 s"}) == "over 600 s"
+    assert network_table.format_entry({"failure": f"Fail: {'of many words ' * 9}"}) == "fails"
     assert network_table.format_entry({}) == "-"
 
 

@@ -20,14 +20,16 @@ def test_page__has_the_table():
 def test_format_table__size_and_distance_from_float():
     rows = {
         "float": {"size": 270.9, "perplexity": 20.0},
-        "4 bits": {"size": 81.2, "perplexity": 20.5},
+        "relayquant, 4 bits": {"size": 81.2, "perplexity": 20.5},
     }
     lines = perplexity_table.format_table({"a model": {"text": "a book", "rows": rows}})
     assert lines.splitlines()[0] == "**a model**, a book:"
-    assert lines.splitlines()[-2:] == [
+    assert lines.splitlines()[4:7] == [
         "| float | 271 | 20.000 | 0.00 |",
-        "| 4 bits | 81 | 20.500 | 2.50 |",
+        "| relayquant, 4 bits | 81 | 20.500 | 2.50 |",
+        "",
     ]
+    assert lines.splitlines()[7].startswith("Not measured yet: relayquant, 8 bits; relayquant, 8")
 
 
 def test_write_float__matrices_become_float16(tmp_path):
