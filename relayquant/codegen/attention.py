@@ -14,7 +14,9 @@ import tvm
 from tvm import relax
 from tvm.target import Target
 
+from relayquant.codegen.grouped_bf16 import counts_many_rows
 from relayquant.codegen.kernels.floating.attention import Attention, make_attention
+from relayquant.codegen.kernels.floating.attention_bf16 import make_attention_bf16, takes_tiles
 from relayquant.codegen.kernels.floating.attention_blocks import make_attention_blocks
 from relayquant.codegen.kernels.floating.new_rows import (
     Rotate,
@@ -23,6 +25,7 @@ from relayquant.codegen.kernels.floating.new_rows import (
     make_update_cache,
 )
 from relayquant.codegen.kernels.floating.tile import FloatIsa, choose_float_isa
+from relayquant.codegen.kernels.isa.select import has_bf16_tiles
 from relayquant.codegen.lowering import BlockView, Kernel, KernelRule, Lowered, lower_functions
 from relayquant.ir.dialect.legality import iterate_bindings
 from relayquant.ir.rewrite.expressions import op_name
@@ -37,18 +40,22 @@ class AttentionBlock:
     """Context of the rules: a block, the vectors of its kernels, and who calls the function.
 
     `called`: parameters of functions that the module itself calls. They may be constants.
+    `takes_bf16`: whether many rows may be rounded to bfloat16.
     """
 
     block: BlockView
     isa: FloatIsa
     called: frozenset[relax.Var]
+    takes_bf16: bool
 
 
-def lower_attention(mod: tvm.IRModule, target: Target, on_skip: OnSkip = log_skip) -> tvm.IRModule:
+def lower_attention(
+    mod: tvm.IRModule, target: Target, on_skip: OnSkip = log_skip, keeps_rows: bool = False
+) -> tvm.IRModule:
     """Replace operators of attention in every Relax function by kernels for the target.
 
     Targets other than LLVM CPUs keep the operators. `on_skip` gets the reason for each operator
-    without a kernel.
+    without a kernel. `keeps_rows`: no function may round rows to bfloat16.
     """
     calls = [
         binding.value
@@ -59,7 +66,7 @@ def lower_attention(mod: tvm.IRModule, target: Target, on_skip: OnSkip = log_ski
     has_rule = any(select_rules(ATTENTION_RULES, call_name(call)) for call in calls)
     if target.kind.name != "llvm" or not has_rule:
         return mod
-    isa = choose_float_isa(target)
+    isa, has_tiles = choose_float_isa(target), not keeps_rows and has_bf16_tiles(target)
     inner = {call.op for call in calls if isinstance(call.op, tvm.ir.GlobalVar)}
     functions = (mod[gvar] for gvar in inner)
     called = frozenset(
@@ -68,7 +75,7 @@ def lower_attention(mod: tvm.IRModule, target: Target, on_skip: OnSkip = log_ski
     return lower_functions(
         mod,
         ATTENTION_RULES,
-        lambda block: AttentionBlock(block, isa, called),
+        lambda block: AttentionBlock(block, isa, called, has_tiles),
         on_skip=on_skip,
         in_any_block=True,
     )
@@ -143,11 +150,14 @@ def lower_cached_attention(context: AttentionBlock, var: relax.Var) -> Lowered |
         int(attrs.window),
         float(attrs.soft_cap),
     )
-    name, make = (
-        ("attention", make_attention)
-        if spec.extents[1] == 1
-        else ("attention_blocks", make_attention_blocks)
-    )
+    shape = tensor_shape(query) or ()
+    is_rounded = context.takes_bf16 and counts_many_rows(context.block, shape[1:2])
+    if spec.extents[1] == 1:
+        name, make = "attention", make_attention
+    elif is_rounded and takes_tiles(spec):
+        name, make = "attention_bf16", make_attention_bf16
+    else:
+        name, make = "attention_blocks", make_attention_blocks
     kernel = Kernel(name, spec, lambda: make(spec, context.isa))
     operands = (keys, key_scale, values, value_scale) if dtype == "int8" else (keys, values)
     return Lowered((var,), kernel, (query, *operands, positions))

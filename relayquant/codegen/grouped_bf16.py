@@ -37,15 +37,20 @@ class Bf16Product:
     residual: tuple[relax.Expr, ...] = ()
 
 
+def counts_many_rows(block: BlockView, shape: tuple[int | str, ...]) -> bool:
+    """Whether one of these extents is the one that the function says (`BF16_ROWS_ATTR`)."""
+    many = str(block.graph.attrs.get(BF16_ROWS_ATTR, ""))
+    return bool(many) and many in shape
+
+
 def find_wide_rows(block: BlockView, rows: relax.Expr, scales: relax.Expr) -> relax.Expr | None:
     """Find the float rows of which `quantize_rows` made these integers, of the same shape, and
     these scales.
 
-    None if they are something else, or not as many as the function says (`BF16_ROWS_ATTR`).
+    None if they are something else, or not many.
     """
-    many = str(block.graph.attrs.get(BF16_ROWS_ATTR, ""))
     shape = tensor_shape(rows)
-    if not many or shape is None or many not in shape[:-1]:
+    if shape is None or not counts_many_rows(block, shape[:-1]):
         return None
     pairs = []
     for place, part in enumerate((rows, scales)):

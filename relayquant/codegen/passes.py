@@ -48,8 +48,8 @@ def make_pipeline(
 ) -> tvm.transform.Pass:
     """Make a Relax pipeline for a target: kernels, legalization, schedules, TVM's own lowering.
 
-    `precision` None: the one that the module asks for. `keeps_rows`: rows are rounded to 8 bits,
-    also where a function lets many of them be rounded to bfloat16.
+    `precision` None: the one that the module asks for. `keeps_rows`: rows are rounded to 8 bits
+    or, for attention, not at all, also where a function lets many of them be rounded to bfloat16.
 
     Raises:
         ConfigError: The target has no instructions for the precision.
@@ -66,7 +66,7 @@ def make_pipeline(
             mod = split_int64_sums(subtract_zero_points(mod))
         mod = lower_integer(convert_layout(mod), target, choose_schedule)
         mod = lower_grouped(lower_row_norms(mod, target), target, keeps_rows=keeps_rows)
-        mod = lower_recurrent(lower_attention(mod, target), target)
+        mod = lower_recurrent(lower_attention(mod, target, keeps_rows=keeps_rows), target)
         mod = lower_float(widen_types(mod), target, bf16=bf16, choose_schedule=choose_float)
         with target:
             lowered = tvm.transform.Sequential(

@@ -10,6 +10,7 @@ from tvm import relax, tirx
 
 import relayquant as rq
 from relayquant.base.packing import pack_codes
+from relayquant.codegen.attention import lower_attention
 from relayquant.codegen.grouped import lower_grouped
 from relayquant.codegen.kernels.isa.select import has_bf16_tiles
 from relayquant.codegen.kernels.isa.target import resolve_target
@@ -106,6 +107,46 @@ def test_lower_grouped__rows_with_other_scales_keep_8_bits():
 def test_lower_grouped__other_rows_keep_8_bits(many, target, options):
     names = list_kernels(make_network(many), target, **options)
     assert {name.rstrip("0123456789") for name in names} == {"quantize_rows", "grouped_dense"}
+
+
+def make_attention(many, **settings):
+    """Attention of new rows to a cache."""
+    builder, rows = relax.BlockBuilder(), tirx.Var("rows", "int64")
+    cache = relax.TensorType([1, 2, 50, WIDTH], "float16")
+    types = {
+        "query": relax.TensorType([1, rows, 4, WIDTH], "float32"),
+        "keys": cache,
+        "values": cache,
+        "positions": relax.TensorType([1], "int32"),
+    }
+    params = [relax.Var(name, ty) for name, ty in types.items()]
+    query, keys, values, positions = params
+    one = relax.const(np.float32(1))
+
+    def compute():
+        call = qnn.cached_attention(query, keys, one, values, one, positions, **settings)
+        return builder.emit_output(call)
+
+    attrs = {BF16_ROWS_ATTR: many, "global_symbol": "main"}
+    return tvm.IRModule({"main": define_function(builder, params, compute, attrs=attrs)})
+
+
+@pytest.mark.parametrize(
+    ("many", "target", "settings", "options", "expected"),
+    [
+        ("rows", TILES, {"window": 9}, {}, "attention_bf16"),
+        ("rows", TILES, {"soft_cap": 3.0}, {}, "attention_blocks"),
+        ("picked", TILES, {}, {}, "attention_blocks"),
+        ("rows", VECTORS, {}, {}, "attention_blocks"),
+        ("rows", TILES, {}, {"keeps_rows": True}, "attention_blocks"),
+    ],
+    ids=["bfloat16", "bounded scores", "other rows", "no tiles", "float32"],
+)
+def test_lower_attention__many_rows_may_be_rounded(many, target, settings, options, expected):
+    mod = make_attention(many, scale=0.125, **settings)
+    lowered = lower_attention(mod, resolve_target(target), **options)
+    calls = [c for c in list_calls(lowered["main"]) if call_name(c) == "relax.call_tir"]
+    assert [str(call.args[0].name_hint) for call in calls] == [expected]
 
 
 @pytest.mark.slow

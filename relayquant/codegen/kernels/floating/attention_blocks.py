@@ -13,6 +13,7 @@ sum goes over the lanes of a vector. All query heads of one head of the cache sh
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from tvm.script.ir_builder import tirx as T
@@ -52,14 +53,42 @@ def make_attention_blocks(
     spec: Attention, isa: FloatIsa, name: str = "attention_blocks"
 ) -> PrimFunc:
     """Make PrimFunc(query, keys[, key_scale], values[, value_scale], positions, result)."""
-    return build_kernel(name, lambda: BlockAttention(spec, isa).emit())
+    return build_kernel(name, lambda: BlockAttention(declare_attention(spec), isa).emit())
+
+
+@dataclass(frozen=True)
+class AttentionOperands:
+    """Operands of the kernel as flat views.
+
+    Attributes:
+        extents: Of the query (B, R, H, D).
+        caches: Keys and values, each with its scales or None.
+    """
+
+    spec: Attention
+    extents: list[Expr]
+    query: Buffer
+    caches: tuple[list[Buffer], list[Buffer]]
+    positions: Buffer
+    result: Buffer
+
+
+def declare_attention(spec: Attention) -> AttentionOperands:
+    """Declare the arguments of the kernel."""
+    extents = name_extents(spec.extents)
+    query, *caches, positions, result = declare_operands(spec, extents)
+    return AttentionOperands(spec, extents, query, (caches[:2], caches[2:]), positions, result)
 
 
 class BlockAttention:
-    """Statements of the kernel."""
+    """Statements of the kernel. `block`: query rows of a task."""
 
-    def __init__(self, spec: Attention, isa: FloatIsa) -> None:
-        self.spec, self.isa = spec, isa
+    block = BLOCK
+
+    def __init__(self, operands: AttentionOperands, isa: FloatIsa) -> None:
+        self.spec, self.isa, self.operands = operands.spec, isa, operands
+        self.query, self.caches, self.result = operands.query, operands.caches, operands.result
+        self.positions, (self.batch, self.rows) = operands.positions, operands.extents[:2]
         self.vectors = isa.accumulators // TILE
         #: rows whose tiles are computed together
         self.panel = self.vectors * isa.lanes
@@ -67,17 +96,13 @@ class BlockAttention:
 
     def emit(self) -> None:
         """Emit all blocks of query rows."""
-        spec = self.spec
-        extents = name_extents(spec.extents)
-        self.query, *caches, self.positions, self.result = declare_operands(spec, extents)
-        self.caches = caches[:2], caches[2:]
-        batch, self.rows = extents[:2]
+        spec, batch, block = self.spec, self.batch, self.block
         most = alloc_workspace(1, "int64")
         T.buffer_store(most, T.int64(0), [0])
         with T.serial(batch) as sequence:
             place = T.Cast("int64", self.positions[sequence])
             T.buffer_store(most, T.max(most[0], place), [0])
-        blocks = T.bind(T.floordiv(self.rows * spec.share + (BLOCK - 1), BLOCK))
+        blocks = T.bind(T.floordiv(self.rows * spec.share + (block - 1), block))
         tasks = batch * blocks * spec.groups
         macs = batch * self.rows * (most[0] + self.rows) * (spec.extents[2] * spec.width)
         is_worth = T.And(tasks > 1, macs >= PARALLEL_THRESHOLD)
@@ -92,8 +117,8 @@ class BlockAttention:
         block = T.if_then_else(T.floormod(index, 2) == 0, half, blocks - 1 - half)
         sequence = T.floordiv(head, spec.groups)
         position = T.Cast("int64", self.positions[sequence])
-        first_row = T.bind(T.Cast("int64", block) * BLOCK)
-        last_row = T.bind(T.min(first_row + BLOCK, self.rows * share) - 1)
+        first_row = T.bind(T.Cast("int64", block) * self.block)
+        last_row = T.bind(T.min(first_row + self.block, self.rows * share) - 1)
         start = T.int64(0)
         if spec.window:
             start = T.max(position + T.floordiv(first_row, share) - (spec.window - 1), start)
@@ -106,7 +131,11 @@ class BlockAttention:
             T.max(end - start, T.int64(0)),
             head * spec.length,
         )
-        width, keys = spec.width, self.keys
+        self.emit_block(position, start, size, line)
+
+    def emit_block(self, position: Expr, start: Expr, size: Expr, line: Expr) -> None:
+        """Emit a block of query rows for `size` keys from `start` on, behind row `line`."""
+        width, keys = self.spec.width, self.keys
         query = alloc_workspace(width * BLOCK, "float32")
         key_block, value_block = (alloc_workspace(keys * width, "float32") for _ in range(2))
         powers = alloc_workspace(keys * BLOCK, "float32")

@@ -54,7 +54,7 @@ from relayquant.codegen.kernels.integer.grouped_plan import (
 from relayquant.codegen.kernels.integer.operands import load_partial
 from relayquant.codegen.kernels.integer.tiled import ask_permission, emit_if
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
-from relayquant.codegen.kernels.isa.bf16 import LOW_BITS, TILES_BF16, Bf16Isa
+from relayquant.codegen.kernels.isa.bf16 import TILES_BF16, Bf16Isa, join_pairs
 from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS, Tiles
 
 #: Tiles of rows, and panels, of a block of sums.
@@ -254,20 +254,14 @@ class TiledBf16:
                         mask = ((1 << plan.bits) - 1) << bit
                         code = T.bitwise_and(words, constant("int32", mask, lanes))
                         factor = scales[bit]
-                    real = multiply_add(True, T.Cast(dtype, code), factor, offset, lanes)
-                    bits = T.reinterpret(f"uint32x{lanes}", real)
-                    return bits + constant("uint32", 1 << LOW_BITS - 1, lanes)
+                    return multiply_add(True, T.Cast(dtype, code), factor, offset, lanes)
 
                 first = to + (group * plan.vectors + number) * (plan.each * WORD * lanes)
                 for word in range(plan.each):
                     for pair in range(WORD // PAIR):
                         low, high = (8 * (PAIR * pair + i) + plan.bits * word for i in range(PAIR))
-                        joined = T.bitwise_or(
-                            T.shift_right(value(low), constant("uint32", LOW_BITS, lanes)),
-                            T.bitwise_and(value(high), constant("uint32", 0xFFFF0000, lanes)),
-                        )
-                        joined = T.reinterpret(f"{BF16_BITS}x{PAIR * lanes}", joined)
                         place = first + (word * WORD + PAIR * pair) * lanes
+                        joined = join_pairs(value(low), value(high), lanes)
                         store_vector(weights, joined, place, PAIR * lanes)
         zero = constant(BF16_BITS, 0, PAIR * lanes)
         with T.serial(T.floordiv(self.steps * STEP - groups * plan.stride, PAIR)) as pair:
