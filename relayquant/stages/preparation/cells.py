@@ -24,6 +24,7 @@ from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.graph import constant_value
 from relayquant.ir.rewrite.rule import OnSkip, Skip
 from relayquant.stages.preparation.linear import (
+    RESHAPES,
     LinearReader,
     LinearSum,
     LinearTerm,
@@ -405,10 +406,11 @@ def find_chain(
     for at, step in enumerate(steps):
         pair = pair_terms(step, last)
         if isinstance(pair, Skip):
-            if at or len(steps) < 3:
+            if len(steps) - at < 3:
                 return pair
-            continue  # a first step of its own: its states are where the others begin
-        pairs.append(pair)
+            pairs = []  # another layer, or a first step of its own: where these steps begin
+        else:
+            pairs.append(pair)
     steps = steps[len(steps) - len(pairs) :]
     slots = find_slots(last, pairs)
     if isinstance(slots, Skip):
@@ -690,7 +692,7 @@ def find_readers_through_reshapes(editor: Editor, var: relax.Var) -> set[relax.V
             name = editor.op_name(user)
             if name == "relax.concat":
                 found.add(user)
-            elif name in ("relax.reshape", "relax.expand_dims", "relax.squeeze"):
+            elif name in RESHAPES:
                 waiting.append(user)
     return found
 
@@ -713,13 +715,13 @@ def join_cells(editor: Editor, on_skip: OnSkip) -> bool:
             steps = gather_steps(reader, number, step)
             if len(steps) < 2:
                 continue
-            names = [each.hidden for each in steps]
-            taken.update(names)
             chain = find_chain(editor, reader, kind, steps)
             if isinstance(chain, Skip):
                 on_skip("join_cells", editor.names[var], chain)
             else:
+                steps = chain.steps
                 chains.append(chain)
+            taken.update(each.hidden for each in steps)
     for chain in chains:
         if reads_itself(editor, chain):  # now that other layers are joined
             reason = Skip("an input depends on the state of a step before, by another layer")

@@ -224,7 +224,7 @@ class LinearReader:
             return LinearSum(zero, (LinearTerm(rows, matrix),))
         if int(call.attrs.axis) % len(shape) != len(shape) - 1:
             return LinearSum(zero, (LinearTerm(rows, matrix),))
-        bias, terms, first = zero, [], 0
+        terms, first = [], 0
         for operand in call.args[0].fields:
             part = self.peel(whole(operand))
             if part is None:
@@ -236,7 +236,7 @@ class LinearReader:
                 terms.append(LinearTerm(part, block))
             elif array.any():
                 return None
-        return LinearSum(bias, tuple(terms))
+        return LinearSum(zero, tuple(terms))
 
     def read_step(self, rows: PeeledRows) -> LinearSum:
         """Read one index of a sequence. If a product with a constant made the sequence, the rows

@@ -363,6 +363,12 @@ def test_gates__whose_products_are_not_known(shapes):
     check_alike(write_lstm(lambda emit, x, at: take(emit, x, at, 1)), shapes, 1)
 
 
+def test_layers__one_of_which_begins_where_the_other_ends():
+    """An encoder and a decoder."""
+    rows = make_row(), make_row()
+    check_alike(write_lstm(lambda emit, x, at: rows[at // 2](emit, x, at)), [SEQUENCE], 2)
+
+
 def test_sequence__whose_last_axis_is_time():
     check_alike(write_lstm(make_row(2)), [(BATCH, INPUTS, STEPS)], 1)
 
