@@ -67,6 +67,23 @@ def test_fit_operator__beats_nearest_in_output_error(spec: QSpec) -> None:
     assert output_error(x, weight, optimal.weight) < 0.6 * output_error(x, weight, nearest.weight)
 
 
+@pytest.mark.parametrize("size", [1e-18, 1e17])
+def test_fit_operator__of_data_whose_sums_of_squares_float32_hardly_holds(size: float) -> None:
+    """The weights are those for data of usual size."""
+    rng = np.random.default_rng(1)
+    x, weight = make_inputs(rng, 500, 40), rng.standard_normal((40, 12)).astype("float32")
+    qparams, loud = weight_qparams(weight, INT4), (x * size).astype("float32")
+    errors = [
+        output_error(
+            x,
+            weight,
+            fit_operator(DENSE, observe(DENSE, data), weight, None, qparams, INT4, OPTIMAL).weight,
+        )
+        for data in (x, loud)
+    ]
+    assert errors[1] == pytest.approx(errors[0], rel=0.05)
+
+
 def test_fit_operator__nearest_is_nearest() -> None:
     weight = np.random.default_rng(2).standard_normal((6, 4)).astype("float32")
     qparams = weight_qparams(weight, INT8)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +35,9 @@ BLOCK, PART = 128, 16
 
 #: weights that are rounded at a time, as float64 in about eight arrays
 MOST_WEIGHTS = 1 << 21
+
+#: sums of squares above this, or all below its inverse, are computed in float64
+MOST_SQUARES = 1e30
 
 
 @dataclass(frozen=True, eq=False)
@@ -353,12 +357,14 @@ class BlockedRows:
         return self.make_problem(0)
 
     def make_problem(self, block: int) -> LeastSquares:
-        """Return the problem of a block: in float32, unless damping is too little for it."""
+        """Return the problem of a block: in float32, unless its data is too large or too small for
+        squares in it, or damping is too little.
+        """
         gram, damping = self.statistics.find_gram(block), self.settings.damping
-        try:
-            return LeastSquares.of(gram.astype("float32"), damping)
-        except np.linalg.LinAlgError:
-            return LeastSquares.of(gram, damping)
+        if 1 / MOST_SQUARES < gram.max(initial=0) < MOST_SQUARES:
+            with suppress(np.linalg.LinAlgError):
+                return LeastSquares.of(gram.astype("float32"), damping)
+        return LeastSquares.of(gram, damping)
 
     def nearest_error(self, scale: Float64Array) -> float:
         """Error of rounding to nearest with one scale for all weights, (1, 1)."""
