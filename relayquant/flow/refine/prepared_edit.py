@@ -29,7 +29,7 @@ from relayquant.ir.ledger import InterfaceValue
 from relayquant.ir.plan import OperatorPlan, Plan, SharedQParams
 from relayquant.stages.annotation import annotate, review_plan
 from relayquant.stages.backends import resolve_backend
-from relayquant.stages.calibration.weights.curves import find_curves
+from relayquant.stages.calibration.weights.curves import Slopes, ValueCurve, find_curves
 from relayquant.stages.calibration.weights.pick import pick_weight_parameters
 from relayquant.stages.calibration.weights.ranges import RelativeMSE
 from relayquant.stages.conversion.partial import has_quantized_values
@@ -91,7 +91,7 @@ def repick(edited: PreparedModel, prepared: PreparedModel) -> PreparedModel:
     # The observer of a group need not be the plan's: the caller of `calibrate` may have named one.
     # What it saw stands as long as the plan's is the same.
     planned = {group.key: group.observer for group in prepared.plan.groups}
-    weights = pick_weight_parameters(edited)
+    weights, curves = pick_weight_parameters(edited), find_curves(edited)
     parameters, observers = dict(edited.parameters), dict(edited.observers)
     statistics: dict[str, GroupStatistics] = {}
     for group in edited.plan.groups:
@@ -102,10 +102,20 @@ def repick(edited: PreparedModel, prepared: PreparedModel) -> PreparedModel:
         if seen is None or planned[group.key] != group.observer:
             continue
         if group.key not in parameters:
-            parameters[group.key] = seen.observer.qparams(seen.state, group.info)
+            parameters[group.key] = pick_range(seen, group, curves)
             observers[group.key] = seen.observer.name
         statistics[group.key] = seen
     return replace(edited, parameters=parameters, observers=observers, statistics=statistics)
+
+
+def pick_range(
+    seen: GroupStatistics, group: SharedQParams, curves: Mapping[str, ValueCurve | Slopes]
+) -> QParams:
+    """Choose the parameters of a group from its statistics."""
+    observer = seen.observer
+    if isinstance(observer, RelativeMSE):  # files hold no curves
+        observer = replace(observer, curve=curves.get(group.key))
+    return observer.qparams(seen.state, group.info)
 
 
 def check_operator(
@@ -193,11 +203,7 @@ def merge_statistics(first: PreparedModel, *others: PreparedModel) -> PreparedMo
             statistics[key] = GroupStatistics(before.observer, state)
     parameters, curves = pick_weight_parameters(first), find_curves(first)
     for group in needed:
-        seen = statistics[group.key]
-        observer = seen.observer
-        if isinstance(observer, RelativeMSE):  # files hold no curves
-            observer = replace(observer, curve=curves.get(group.key))
-        parameters[group.key] = observer.qparams(seen.state, group.info)
+        parameters[group.key] = pick_range(statistics[group.key], group, curves)
     return replace(
         first,
         parameters=parameters,

@@ -448,7 +448,7 @@ class _Run:
         result = self.plan.operator(curve.reader).output
         behind = None if result is None else self.find_observer(result)
         if isinstance(behind, RelativeMSE) and behind.curve is None:
-            return replace(behind, curve=curve)
+            return replace(observer, axis=behind.axis, importance=behind.importance, curve=curve)
         producer = self.known.get(group.points[0])
         axis = observer.axis if producer is None else producer.view.channel_axis
         return replace(observer, axis=axis, curve=curve)
