@@ -78,6 +78,7 @@ def test_compare__isolated_error_is_no_larger_than_accumulated(report):
     assert report.worst is min(report.rows, key=lambda row: row.isolated)
 
 
+@pytest.mark.slow
 def test_compare__names_the_value_where_it_goes_wrong(digits):
     mod, params, data = digits
 
@@ -114,6 +115,7 @@ def test_compare__module_without_ledger_is_an_error(digits):
         rq.compare(mod, params, mod, data)
 
 
+@pytest.mark.slow
 def test_compare__module_of_another_model_is_an_error(digits):
     from tvm.script import ir as I
     from tvm.script import relax as R

@@ -134,6 +134,7 @@ def test_lint__pixels_from_0_to_1_for_a_model_that_takes_0_to_255(cifar, shared_
     assert checks(lint(mod, params, data)) == ["scale"]
 
 
+@pytest.mark.slow
 def test_lint__reshaped_in_place_of_transposed(cifar, shared_data):
     images, normal = cifar
     mod, params = rq.load(str(shared_data("resnet20_cifar10.onnx")))
@@ -393,6 +394,7 @@ def test_quantize__does_not_warn_of_good_data(digits):
         rq.quantize(mod, params, [images[:16]], effort="fast")
 
 
+@pytest.mark.slow
 def test_lint_samples__layouts_outliers_and_integers(cifar, shared_data):
     _, normal = cifar
     prepared = rq.prepare(*rq.load(str(shared_data("resnet20_cifar10.onnx")))).mod

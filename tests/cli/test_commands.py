@@ -100,6 +100,7 @@ def test_quantize__options_reach_the_quantizer(
     assert max(int(np.abs(w).max()) for w in integers) == 7
 
 
+@pytest.mark.slow
 def test_quantize__model_type(folder: Path, tmp_path: Path) -> None:
     given = [str(folder / "digits.onnx"), "--data", str(folder / "calibration.npz")]
     output = tmp_path / "q.json"
@@ -214,6 +215,7 @@ def test_inspect__operators_of_the_float_model(
     assert re.search(r"^nn\.conv2d\s+4\s*$", capsys.readouterr().out, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_export__library_runs(folder: Path) -> None:
     library = folder / "digits.so"
     module = str(folder / "digits.int8.json")
@@ -255,6 +257,7 @@ def test_lint__finds_what_is_wrong_with_the_data(
     assert "\n1 warning\n" in text
 
 
+@pytest.mark.slow
 def test_lint__pictures_and_their_classes(
     folder: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

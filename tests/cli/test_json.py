@@ -163,6 +163,7 @@ def test_commands__all_are_here() -> None:
     assert names | {"completion"} == {name.split()[0] for name in COMMANDS}
 
 
+@pytest.mark.slow
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_json__is_one_document(

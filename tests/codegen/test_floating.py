@@ -352,6 +352,7 @@ def test_lower_float__products_are_written_into_a_concatenation(symbolic):
     assert names.count("relax.nn.max_pool2d") == 0
 
 
+@pytest.mark.slow
 def test_lower_float__a_pool_of_infinities_and_windows_beyond_the_image():
     rng = np.random.default_rng(10)
     first = const(rng, 4, 3, 1, 1)

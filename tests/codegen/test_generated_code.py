@@ -372,6 +372,7 @@ def check_layer(spec: Conv2d, name: str, layer: str, isa: Isa, target: Target) -
     assert found.loads <= bound.loads
 
 
+@pytest.mark.slow
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("name", TARGETS)
 def test_innermost_loops__of_winograd(name):

@@ -145,6 +145,7 @@ def quantize_random(
     return rq.quantize(mod, None, list(data), qconfig_mapping=mapping), data[0]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(20)
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @pytest.mark.parametrize("body", IMAGE_MODELS, ids=lambda f: f.__name__)
@@ -260,6 +261,7 @@ def test_lower_integer__leaves_no_integer_operator(body):
     assert not {name for name in left if name.startswith("relax.qnn.")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", [residual, depthwise, transposed, pools], ids=lambda f: f.__name__)
 def test_lower_integer__int16_images_equal_numpy(body):
     qmod, x = quantize_random(build_model(body, NCHW, True), NCHW, INT16)
@@ -271,6 +273,7 @@ def test_lower_integer__int16_images_equal_numpy(body):
     np.testing.assert_array_equal(got, rq.reference.run(qmod, [x])[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "target", ["llvm", "llvm -mcpu=haswell", "llvm -mcpu=skylake-avx512", None]
 )

@@ -134,6 +134,7 @@ def test_convert_layout__sequences_stay_in_the_layout_of_the_kernels():
     assert text.count("R.permute_dims") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("batch", [2, "n"])
 @pytest.mark.parametrize("scalars", SCALARS)

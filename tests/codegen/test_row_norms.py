@@ -114,6 +114,7 @@ def quantize(emit, y, keeps, reshapes):
     return [*parts, y] if keeps else parts
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", NORMS)
 def test_lower_row_norms__one_kernel_with_the_integers_of_rows(name):

@@ -171,6 +171,7 @@ def test_pool__switches_stand_where_they_are_read():
         assert before.ru_nvcsw <= usage[16] <= behind.ru_nvcsw
 
 
+@pytest.mark.slow
 def test_pool__threads_end_with_the_module(make_counter):
     before = count_threads()
     for _ in range(3):

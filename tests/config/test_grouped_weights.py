@@ -141,6 +141,7 @@ def test_quantize__every_product_needs_no_data(model, backend, activation):
     assert np.abs(run(q, batch) - run(model, batch)).max() < 0.5 * np.abs(run(model, batch)).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [("int4",), ("int8", SYMMETRIC)], ids=["affine 4", "symmetric 8"])
 def test_quantize__affine_rows_are_those_of_exact_arithmetic(spec):
     """One sign, both, a row of zeros: each by a scale that covers its values and 0 in 255 steps."""

@@ -77,6 +77,7 @@ def test_compare_table__on_a_terminal(width):
     assert ("cosine" in head, "conv2d" in line) == (width > 80, width > 80)
 
 
+@pytest.mark.slow
 def test_plot_error_by_depth__writes_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
     plot_error_by_depth(make_report(), tmp_path / "sqnr.png")
@@ -130,6 +131,7 @@ def test_collect_ranges__counts_what_is_cut_off(prepared):
     assert found.outside == pytest.approx(np.mean(data[0] > 0.2505), abs=0.01)
 
 
+@pytest.mark.slow
 def test_plot_ranges__writes_a_picture(prepared, tmp_path):
     pytest.importorskip("matplotlib")
     model, data = prepared

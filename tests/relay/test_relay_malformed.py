@@ -104,6 +104,7 @@ def test_file__cut_short(kind, tmp_path):
         assert not load_damaged(tmp_path, kind, data[:length])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FILES)
 def test_file__bytes_flipped(kind, tmp_path):
     files, damaged, _ = FILES[kind]

@@ -62,6 +62,7 @@ def test_float__quantized_by_its_names():
         assert np.abs(got - want).max() < 0.05 * np.abs(want).max()
 
 
+@pytest.mark.slow
 def test_integer__compiled_as_it_is():
     """The bits of the numpy reference."""
     rng = np.random.default_rng(1)
@@ -76,6 +77,7 @@ def test_integer__compiled_as_it_is():
     assert rq.verify(mod, [x]).differences == ()
 
 
+@pytest.mark.slow
 def test_dump__float_model_is_quantized():
     mod, _ = rq.load(WRITTEN_BY_TVM / "resnet8_cifar.relay")
     rng = np.random.default_rng(2)

@@ -68,6 +68,7 @@ def rows():
     return build_rows()
 
 
+@pytest.mark.slow
 def test_rows__are_all_here(rows):
     here = {
         call_name(binding.value)

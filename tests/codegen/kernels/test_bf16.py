@@ -462,6 +462,7 @@ def test_make_bf16_conv2d__instructions_of_tiles():
     assert "vcvtneps2bf16" in text
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_make_bf16_conv2d__instructions_of_vectors():
     text = compile_assembly(VECTORS_BF16, "znver4")

@@ -107,6 +107,7 @@ def test_grouped_dense__as_numpy_in_every_form(case):
     check_case(best_isa(), case)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @every_isa
 def test_grouped_dense__rows_with_a_scale_for_each_group(isa):
@@ -153,6 +154,7 @@ def test_grouped_dense__as_numpy_on_tiles(isa, case):
     check_case(isa, case)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("isa", [AMX, EMULATED], ids=["unit", "emulated"])
 @pytest.mark.parametrize("case", TILED_CASES[-3:], ids=lambda case: f"{case[3]}x{case[4]}")

@@ -172,6 +172,7 @@ def test_assembly__int16_by_pairs(mcpu):
     assert not re.search(r"\bv?pmulld\b", text)
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("mcpu", EXPECTED)

@@ -66,6 +66,7 @@ def check(spec, target):
             np.testing.assert_array_equal(array, wanted.reshape(array.shape))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_row_norm__as_stated_with_integers_and_without(form):
     target, spec = runnable_target(best_isa()), RowNorm((2, None), 100, EPSILON, **FORMS[form])

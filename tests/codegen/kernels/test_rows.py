@@ -102,6 +102,7 @@ ON_TILES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", [AMX, EMULATED, REFUSED], ids=["unit", "emulated", "refused"])
 @pytest.mark.parametrize(
     "name", ["few outputs", *(pytest.param(n, marks=pytest.mark.slow) for n in list(ON_TILES)[1:])]

@@ -54,6 +54,7 @@ def measure_error(llama, q):
     return error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", [None, ROWS, AFFINE_ROWS], ids=["float", "rows", "affine"])
 def test_data__scores_are_nearer_to_float(llama, activation):
     errors = [

@@ -521,6 +521,7 @@ def scale_some(images, places, factor):
     return [image[None] for image in changed]
 
 
+@pytest.mark.slow
 def test_guard__damage_to_few_samples_is_seen(digits):
     """Large activations on every 12th sample, which a range for the others clips; samples that are
     evenly spread are never among them.
@@ -562,6 +563,7 @@ def test_guard__damage_to_few_samples_is_seen(digits):
     assert seen.sqnr == pytest.approx(whole.sqnr, abs=6)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::relayquant.DataWarning")
 def test_guard__validation_is_what_it_looks_at(digits):
     """Samples that calibration did not read: here of a kind that it never saw."""

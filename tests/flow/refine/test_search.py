@@ -334,6 +334,7 @@ def test_quantize__search_settings_without_a_metric_are_an_error(digits, tmp_pat
         rq.quantize(mod, params, data, max_drop=0.02)
 
 
+@pytest.mark.slow
 def test_quantize__bound_that_nothing_meets_asks_for_another_bound(digits):
     mod, params, data = digits
     scores = iter([1.0, *[0.5] * 100])

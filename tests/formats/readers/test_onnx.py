@@ -363,6 +363,7 @@ FUSED = {
 }
 
 
+@pytest.mark.slow
 def test_fused_conv__all_activations():
     """What ONNX Runtime writes into models that it has optimized, with a residual too."""
     weights = {"w": draw(4, 3, 3, 3), "b": draw(4)}

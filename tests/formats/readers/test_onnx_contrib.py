@@ -134,6 +134,7 @@ def test_dynamic_quantize_matmul__in_every_form(dtype):
         n.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES)
 def test_qgemm__with_scales_of_the_run_time(dtype):
     for bias, transposed in itertools.product((False, True), repeat=2):

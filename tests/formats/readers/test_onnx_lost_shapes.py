@@ -92,6 +92,7 @@ def test_broadcasts__two_symbolic_sizes(op):
         compiled.check({"a": draw(op, (n, 3)), "b": draw(op, (m, 3))})
 
 
+@pytest.mark.slow
 def test_broadcasts__where():
     node = helper.make_node("Where", ["c", "a", "b"], ["y"])
     inputs = {
@@ -105,6 +106,7 @@ def test_broadcasts__where():
         compiled.check(feeds)
 
 
+@pytest.mark.slow
 def test_broadcasts__slope_and_batches():
     node = helper.make_node("PRelu", ["a", "b"], ["y"])
     inputs = {"a": ("float32", ["N", 3, 4]), "b": ("float32", ["M", 4])}

@@ -290,6 +290,7 @@ def quantize_node(nodes, shape, weights, opset):
     return rq.quantize(mod, None, data, effort="fast", guard=rq.config.Guard.OFF), data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nodes", "shape", "opset"),
     [

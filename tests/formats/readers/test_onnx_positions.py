@@ -80,6 +80,7 @@ def test_axes__every_operator_that_has_some():
     assert having - OTHERS == {case.values[0].op for case in AXIS_CASES}
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "each",

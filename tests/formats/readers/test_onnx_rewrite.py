@@ -156,6 +156,7 @@ def test_max_pool_and_reshape_between_integers():
     assert check(b, y)["qnn.dense"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", ["int8", "uint8"])
 def test_dynamic_quantize_and_matmul_integer(weight):
     b = IntegerBuilder()
@@ -225,6 +226,7 @@ def test_conv_integer__pads_with_the_zero_point():
     np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pads", [[0, 0, 0, 0], [1, 0, 1, 2]])
 @pytest.mark.parametrize(("weight", "zero", "groups"), [("int8", 0, 1), ("uint8", 140, 2)])
 def test_dynamic_quantize_and_conv_integer(weight, zero, groups, pads):

@@ -216,6 +216,7 @@ def test_gather_elements__fewer_indices_than_data(axis, shape, is_symbolic):
     Compiled(make_model([gather], inputs, 18)).check({"x": data, "i": index})
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("reduction", ["none", "add", "max"])
 @pytest.mark.parametrize(("axis", "shape"), [(0, (2, 2, 2)), (1, (2, 3, 5)), (-1, (1, 1, 2))])

@@ -96,6 +96,7 @@ def get_calls(mod, name):
     return calls
 
 
+@pytest.mark.slow
 @pytest.mark.sample(16)
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_convert_layout__same_result(graph):

@@ -260,6 +260,7 @@ def test_simulated_dequantize__wraps_around_the_parameters():
 # ---------------------------------------------------------------- add, subtract, mul
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sign", [1, -1])
 def test_add_subtract__round_once(sign):
     lhs, rhs = INT32[:1], INT8
@@ -302,6 +303,7 @@ def test_add_subtract__relay_modes(sign, rounding, arithmetic):
     np.testing.assert_array_equal(got, np.clip(total, -128, 127).astype("int8"))
 
 
+@pytest.mark.slow
 def test_mul__default():
     lhs, rhs = INT8, RNG.integers(0, 256, (3, 1, 1)).astype("uint8")
     got = run_constant_and_variable(

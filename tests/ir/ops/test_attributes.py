@@ -56,6 +56,7 @@ def find_wrong(name: str, backend: rq.BackendConfig = GENERIC) -> dict[str, str]
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.sample(16)
 @pytest.mark.parametrize("name", VARIED)
 def test_attributes__are_honoured_or_declined(name):
@@ -94,6 +95,7 @@ def test_row_of_the_user__attribute_without_a_name_is_declined():
     assert (row.support, row.op) == (Support.FORM_UNSUPPORTED, "relax.nn.softplus")
 
 
+@pytest.mark.slow
 def test_row_that_names_what_it_ignores__is_noticed(monkeypatch):
     """The comparison above would fail for such a row."""
     name = "relax.nn.softplus"

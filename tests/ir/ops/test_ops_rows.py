@@ -123,6 +123,7 @@ def test_channel_axes__follow_the_layouts():
     assert rq.verify(qmod, data[0]).is_equal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["conv1d", "conv2d_transpose"])
 def test_other_convolutions(name):
     def body(emit, x):

@@ -228,6 +228,7 @@ def test_bound__is_the_largest_sum_there_is(seed, data, weight, kind):
     assert list(zip(*(bound.tolist() for bound in have), strict=True)) == wants
 
 
+@pytest.mark.slow
 def test_parts__of_a_convolution_run_on_kernels():
     rng = np.random.default_rng(0)
     x = rng.uniform(-1, 1, (1, 400, 5, 5)).astype("float32")

@@ -70,6 +70,7 @@ def test_boxes__rows_of_onnx_runtime(limits, center):
     check_file(limits, center, 11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("center", [0, 1])
 def test_boxes__compiled(center):
     check_file((2, 0.3, 0.1), center, 10, is_compiled=True)

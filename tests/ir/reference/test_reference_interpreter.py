@@ -51,6 +51,7 @@ def test_operator__equals_compiled(name):
     check(CASES[name][0], *CASES[name][1:])
 
 
+@pytest.mark.slow
 def test_operators__read_every_attribute(monkeypatch):
     """An attribute that no row reads is one that is computed without."""
 
@@ -112,6 +113,7 @@ def test_pool2d__equals_compiled(pool, strides, padding, dilation, ceil_mode, ma
         check(lambda v: op.nn.avg_pool2d(v, *common, count_include_pad=include), x)
 
 
+@pytest.mark.slow
 @given(**WINDOWS, rounding=st.sampled_from(Rounding), include=st.booleans())
 @settings(max_examples=count_examples(15), deadline=None)
 def test_qnn_avg_pool2d__equals_compiled(
@@ -334,6 +336,7 @@ MIXED = {
 }
 
 
+@pytest.mark.slow
 def test_inputs__of_every_kind():
     """And in the order of bytes of another machine; `verify` passes them on."""
     (first, second), x = MIXED["pair"], MIXED["x"]

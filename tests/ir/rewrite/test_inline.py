@@ -78,6 +78,7 @@ def run_tvm(mod: tvm.IRModule, *inputs: np.ndarray) -> np.ndarray:
     return machine["main"](*map(tvm.runtime.tensor, inputs)).numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mod", [Nested, hide_functions(Nested)], ids=["public", "private"])
 def test_inline__prepared_module_computes_what_the_calls_compute(mod):
     before = tvm.ir.save_json(mod)

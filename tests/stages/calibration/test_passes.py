@@ -91,6 +91,7 @@ def test_choose_batches__are_evenly_spread():
     assert choose_batches(200, 200) == tuple(range(200))
 
 
+@pytest.mark.slow
 def test_parallel__weights_are_fitted_on_a_part_with_all_ranges_known():
     """As calibrating that part alone with the ranges of the whole data."""
     mod, fit = small_model(), rq.config.FitSettings(values=1)

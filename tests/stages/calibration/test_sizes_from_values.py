@@ -68,6 +68,7 @@ def check_file(model: onnx.ModelProto, inputs) -> None:
         assert np.abs(found - real).max() <= 0.04 * np.abs(real).max()
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("case", SIZES)
 def test_sizes_of_a_value__are_calibrated_in_every_part(case):

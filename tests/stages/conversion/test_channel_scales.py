@@ -133,6 +133,7 @@ def find_axes(name: str) -> range:
     return range(len((WEIGHTED | PLAIN)[name][1]))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("name", [*WEIGHTED, *PLAIN])
 def test_lower__scales_of_channels(name):
@@ -164,6 +165,7 @@ def measure_sqnr(model, feed) -> float:
     return float(10 * np.log10((expected**2).sum() / (error**2).sum()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["conv", "depthwise", "matmul"])
 def test_quantize__calibrates_data_with_scales_of_channels(name):
     build = Builder().build

@@ -58,6 +58,7 @@ def test_interface__same_results_as_float(feed, back):
     np.testing.assert_array_equal(Executor(rq.compile(qmod)).run("main", [integers])[0], got)
 
 
+@pytest.mark.slow
 def test_interface__survives_json():
     mod = residual_model()
     data = draw_batches(mod, 2)
@@ -114,6 +115,7 @@ def test_interface__several_outputs_and_float_readers():
     assert rq.verify(qmod, [integers]).is_equal
 
 
+@pytest.mark.slow
 def test_interface__output_behind_a_reshape():
     def body(emit, x):
         dense = emit.dense("dense", emit("flat", op.reshape(x, (1, 144))), 6)

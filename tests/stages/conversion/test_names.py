@@ -45,6 +45,7 @@ def test_names__residual_and_clamp():
     assert not {name for name in names if name.endswith((".q", ".sum", ".int"))} - {"x.q"}
 
 
+@pytest.mark.slow
 def test_names__every_quantized_value_of_the_ledger_is_found():
     mod = residual_model()
     qmod = rq.quantize(mod, None, draw_batches(mod, 2))

@@ -101,6 +101,7 @@ def test_stages_agree__resnet20(shared_data):
     assert np.concatenate(apart).mean() <= 0.01
 
 
+@pytest.mark.slow
 def test_no_stage_changes_its_input():
     mod = residual_model()
     data = draw_batches(mod, 2)

@@ -130,6 +130,7 @@ def quantize(mod: tvm.IRModule, effort: str) -> tuple[float, tvm.IRModule]:
     return gap.sqnr, qmod
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("kind", "between"), [*((k, "relu") for k in MAKERS), ("conv", "leaky"), ("conv", "pools")]

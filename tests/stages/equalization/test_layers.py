@@ -62,6 +62,7 @@ def measure(qmod: tvm.IRModule) -> CompareReport:
     return rq.compare(build_chain(), None, qmod, DATA)
 
 
+@pytest.mark.slow
 def test_best__equalizes_layers_of_one_scale_and_says_so() -> None:
     qmod = quantize(qconfig_mapping=make_mapping())
     assert rq.ledger(qmod).choices["equalized"] == "channels between 2 pairs of layers"
@@ -89,6 +90,7 @@ def test_find_noise_ratio__largest_over_mean_square() -> None:
     assert find_noise_ratio(np.float32([[3, -4], [0, 5]])) == pytest.approx(25 / 12.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("effort", ["balanced", "best"])
 def test_quantize__per_channel_is_balanced_too_and_nothing_is_clipped(effort: str) -> None:
     qmod = quantize(effort)
@@ -108,6 +110,7 @@ def test_best__compare_takes_the_equalized_float_model_too() -> None:
     assert rq.compare(prepared.mod, None, qmod, DATA).rows == measure(qmod).rows
 
 
+@pytest.mark.slow
 def test_best__parameters_of_the_equalized_module_fit_it() -> None:
     prepared = rq.prepare(build_chain(), None, DATA, qconfig_mapping=make_mapping(), effort="best")
     prepared = rq.calibrate(prepared, DATA)

@@ -102,6 +102,7 @@ def test_smooth__finds_all_products_of_a_block() -> None:
     assert [value.name for value in declined] == ["softmax"]
 
 
+@pytest.mark.slow
 def test_smooth__loses_less_to_8_bits() -> None:
     gaps = []
     for mod in (MODEL, rq.smooth_activations(MODEL, None, DATA)[0]):

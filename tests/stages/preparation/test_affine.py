@@ -133,6 +133,7 @@ def test_batch_norm_behind_pad__shift_stays_behind(check_prepared, check_same_nu
     check_same_numbers(Before, draw(2, 3, 8, 8))
 
 
+@pytest.mark.slow
 def test_unfused_batch_norm__folded(check_prepared, check_same_numbers):
     """As torch decomposes it: (x - mean) / sqrt(variance + eps) * gamma + beta."""
     mean, gamma, beta = (const(a.reshape(NCHW)) for a in (MEAN, GAMMA, BETA))
@@ -238,6 +239,7 @@ def test_conv_used_twice__batch_norm_beside_it(check_prepared):
     check_prepared(Before, Expected)
 
 
+@pytest.mark.slow
 def test_conv_returned__batch_norm_beside_it(check_same_numbers):
     @I.ir_module
     class Before:
@@ -539,6 +541,7 @@ def conv_modules(drawer):
     return builder.finalize(), shape
 
 
+@pytest.mark.slow
 @settings(
     max_examples=count_examples(12),
     deadline=None,

@@ -21,6 +21,7 @@ def draw(*shape: int) -> np.ndarray:
     return RNG.standard_normal(shape).astype("float32")
 
 
+@pytest.mark.slow
 def test_torch_linear__without_reshapes(check_prepared, check_same_numbers):
     @I.ir_module
     class Before:
@@ -177,6 +178,7 @@ def test_stack_of_weights__stays_where_the_data_has_any_number(check_prepared):
     check_prepared(Before, Before)
 
 
+@pytest.mark.slow
 def test_bias_behind_squeeze__moves_to_the_convolution(check_prepared, check_same_numbers):
     kernel, bias = relax.const(draw(6, 3, 5, 1)), draw(1, 6, 1)
     inside = relax.const(bias[..., None])
@@ -268,6 +270,7 @@ def test_repeated_weight__stays_where_it_makes_products():
     assert tuple(prepare_module(Before)["main"].ret_ty.shape.values) == (5, 2, 4)
 
 
+@pytest.mark.slow
 def test_weight_on_the_left__comes_second(check_prepared, check_same_numbers):
     column = relax.const(RNG.standard_normal((3, 1)).astype("float32"))
     turned = relax.const(np.ascontiguousarray(W.value.numpy().T))

@@ -141,6 +141,7 @@ def test_pad_before_avg_pool_with_uncounted_padding__stays(check_prepared):
     check_prepared(Before, Before)
 
 
+@pytest.mark.slow
 def test_pad_before_max_pool__folded_on_non_negative_data(check_prepared, check_same_numbers):
     @I.ir_module
     class Before:
@@ -197,6 +198,7 @@ def test_pad_before_max_pool__stays_on_signed_data_or_wide_pads(check_prepared):
     check_prepared(Before, Before)
 
 
+@pytest.mark.slow
 def test_pools_over_the_whole_map__mean(check_prepared, check_same_numbers):
     @I.ir_module
     class Before:

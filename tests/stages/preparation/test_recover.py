@@ -36,6 +36,7 @@ def import_with_tvm(model):
         return from_onnx(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opset", [7, 13])
 @pytest.mark.parametrize("batch", [2, "N"])
 def test_clip_and_pad_of_tvm__recovered(opset, batch, check_same_numbers):
