@@ -27,16 +27,20 @@ from typing import Any
 import numpy as np
 from generation_table import WINDOW, FloatLlama, compute_perplexity, find_model
 from speed_table import head_table, read_results, replace_table, write_results
+from tvm.ir import Call, GenericConst
 
 import relayquant as rq
 from relayquant.base.storage.files import write_whole
 from relayquant.ir.dialect.legality import iterate_bindings
-from relayquant.ir.rewrite.graph import call_name, constant_value
+from relayquant.ir.rewrite.graph import call_name
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "docs/perplexity.json", ROOT / "docs/how_to/language_models.md"
 #: Windows that rows with data are fitted to, tokens that are measured, and where the windows begin.
 TEXTS, TOKENS, FIT_START = 20, 20_000, 20_480
+
+#: Operators with weights in groups.
+PACKED = ("relax.qnn.grouped_dense", "relax.qnn.grouped_take")
 
 #: Scores behind each token of a window.
 Score = Callable[[list[int]], np.ndarray]
@@ -112,14 +116,17 @@ def score_own(
 
 
 def count_bytes(small: Any) -> int:
-    """Bytes of the codes, scales and zero points of a module, each once."""
+    """Bytes of the codes, scales and zero points of a module, each once: functions share them."""
     sizes = {}
     for func in small.functions.values():
         for binding in iterate_bindings(func):
-            if call_name(binding.value) in ("relax.qnn.grouped_dense", "relax.qnn.grouped_take"):
-                for arg in binding.value.args:
-                    if constant_value(arg) is not None:
-                        sizes[arg.value.data_ptr()] = constant_value(arg).nbytes
+            call = binding.value
+            if not isinstance(call, Call) or call_name(call) not in PACKED:
+                continue
+            for arg in call.args:
+                if isinstance(arg, GenericConst):
+                    array = np.from_dlpack(arg.value)
+                    sizes[array.ctypes.data] = array.nbytes
     return sum(sizes.values())
 
 
