@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def repick(edited: PreparedModel, prepared: PreparedModel) -> PreparedModel:
     # The observer of a group need not be the plan's: the caller of `calibrate` may have named one.
     # What it saw stands as long as the plan's is the same.
     planned = {group.key: group.observer for group in prepared.plan.groups}
-    weights, curves = pick_weight_parameters(edited), find_curves(edited)
+    weights, curves = pick_weight_parameters(edited), cache(partial(find_curves, edited))
     parameters, observers = dict(edited.parameters), dict(edited.observers)
     statistics: dict[str, GroupStatistics] = {}
     for group in edited.plan.groups:
@@ -109,12 +110,14 @@ def repick(edited: PreparedModel, prepared: PreparedModel) -> PreparedModel:
 
 
 def pick_range(
-    seen: GroupStatistics, group: SharedQParams, curves: Mapping[str, ValueCurve | Slopes]
+    seen: GroupStatistics,
+    group: SharedQParams,
+    find: Callable[[], Mapping[str, ValueCurve | Slopes]],
 ) -> QParams:
-    """Choose the parameters of a group from its statistics."""
+    """Choose the parameters of a group from its statistics. `find` returns the model's curves."""
     observer = seen.observer
     if isinstance(observer, RelativeMSE):  # files hold no curves
-        observer = replace(observer, curve=curves.get(group.key))
+        observer = replace(observer, curve=find().get(group.key))
     return observer.qparams(seen.state, group.info)
 
 
@@ -201,7 +204,7 @@ def merge_statistics(first: PreparedModel, *others: PreparedModel) -> PreparedMo
                 )
             state = before.observer.merge(before.state, seen.state)
             statistics[key] = GroupStatistics(before.observer, state)
-    parameters, curves = pick_weight_parameters(first), find_curves(first)
+    parameters, curves = pick_weight_parameters(first), cache(partial(find_curves, first))
     for group in needed:
         parameters[group.key] = pick_range(statistics[group.key], group, curves)
     return replace(
@@ -350,7 +353,7 @@ def change_operators(
 
 
 def split_changes(changes: Changes) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of the operators in float, and of those with another QConfig."""
+    """Return the names of operators that go back to float, and of those with a new QConfig."""
     floating = tuple(name for name, qconfig in changes.items() if qconfig is None)
     return floating, tuple(name for name in changes if name not in floating)
 
