@@ -1,6 +1,6 @@
 """Attention of many new rows for each sequence -> its kernel with products of bfloat16, on tiles.
 
-The blocks and sums are those of `attention_blocks`, as products of 32 x 32 by two times two tiles:
+As `attention_blocks` does it, block after block. Each step multiplies two tiles by two others:
 
     scores      32 keys x 32 rows         A: keys as they are stored    B: pairs of query numbers
     result^T    32 numbers x 32 rows      A: values^T                   B: pairs of powers
@@ -44,6 +44,7 @@ from relayquant.codegen.kernels.floating.tile import Buffer, Expr, FloatIsa
 from relayquant.codegen.kernels.integer.tiled import ask_permission, emit_if
 from relayquant.codegen.kernels.isa.bf16 import TILES_BF16, Bf16Isa, join_pairs
 from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS, Tiles
+from relayquant.codegen.kernels.permutation import transpose_vectors
 
 #: Query rows of a task, and keys of a block.
 ROWS, KEYS = 256, 256
@@ -74,12 +75,13 @@ def make_attention_bf16(
     """
     assert takes_tiles(spec)
     assert isa.lanes == LANES
+    assert bf16.unit is not None
+    unit = bf16.unit
 
     def body() -> None:
         operands = declare_attention(spec)
-        may_use = ask_permission(bf16.unit) if bf16.unit else False
         tiled, plain = TiledAttention(operands, isa, bf16), BlockAttention(operands, isa)
-        emit_if(may_use, tiled.emit, plain.emit)
+        emit_if(ask_permission(unit), tiled.emit, plain.emit)
 
     return build_kernel(name, body)
 
@@ -186,7 +188,9 @@ class TiledAttention(BlockAttention):
         held = alloc_vectors(LANES, LANES, "int32")
         for each, value in zip(held, words, strict=True):
             store_vector(each, value, 0, LANES)
-        for i, value in enumerate(transpose([load_vector(each, 0, LANES) for each in held])):
+        for i, value in enumerate(
+            transpose_vectors([load_vector(each, 0, LANES) for each in held], LANES)
+        ):
             value = T.reinterpret(f"{BF16_BITS}x{SIDE}", value)
             store_vector(buffer, value, tile * TILE + i * SIDE, SIDE)
 
@@ -325,7 +329,7 @@ class TiledAttention(BlockAttention):
                 at = (part * width + step * LANES + number) * SIDE + column
                 return T.bind(load_vector(self.sums, at, LANES) * factor)
 
-            for row, value in enumerate(transpose([load(i) for i in range(LANES)])):
+            for row, value in enumerate(transpose_vectors([load(i) for i in range(LANES)], LANES)):
                 start = self.starts[tile * LANES + row] + step * LANES
                 store_vector(self.result, value, start, LANES)
 
@@ -346,20 +350,3 @@ def emit_power(value: Expr) -> Expr:
     bits = T.reinterpret(f"int32x{LANES}", exponent)
     scale = T.shift_left(bits, constant("int32", MANTISSA_BITS, LANES))
     return power * T.reinterpret(f"float32x{LANES}", scale)
-
-
-def transpose(rows: list[Expr]) -> list[Expr]:
-    """Emit the columns of a square of numbers (Eklundh 1972). Each level exchanges squares."""
-    size = len(rows)
-    level = size // 2
-    while level:
-        # lanes of (rows[i], rows[i + level])
-        low = [lane if not lane & level else size + lane - level for lane in range(size)]
-        high = [lane + level if not lane & level else size + lane for lane in range(size)]
-        orders = [[T.int32(lane) for lane in order] for order in (low, high)]
-        for i in range(size):
-            if not i & level:
-                pair = rows[i], rows[i + level]
-                rows[i], rows[i + level] = (T.bind(T.Shuffle(list(pair), o)) for o in orders)
-        level //= 2
-    return rows
