@@ -19,12 +19,10 @@ from tvm import relax
 
 from relayquant.base.grouping import GroupFormat
 from relayquant.flow.compression.find import WeightKey, WeightUse
-from relayquant.flow.compression.fit import Gram
+from relayquant.flow.compression.fit import Float32, Gram
 from relayquant.flow.compression.fit_layers import CompressData
 from relayquant.flow.compression.settings import CompressSettings, find_data_group
 from relayquant.ir.dialect.qnn.grouped import ROW_LIMIT
-
-Float32 = np.ndarray
 
 #: Number of batches, from the first ones, and rows of a weight that are looked at.
 BATCHES, ROWS = 4, 1024
@@ -103,14 +101,12 @@ def find_best(
     own = [forms[use.key] for use in uses]
     size = floor_sizes(np.sqrt(gram.diagonal / max(gram.rows, 1)))
     columns = floor_sizes(np.sqrt(sum(np.square(w, dtype="float64").sum(axis=0) for w in weights)))
-    errors = {
-        index: expect_error(weights, own, size, factors, settings)
-        for index, factors in enumerate(list_factors(size, columns))
-    }
-    best = min(errors, key=lambda index: errors[index])
-    if errors[best] > WORTHWHILE * errors[0]:
+    candidates = [*list_factors(size, columns)]
+    errors = [expect_error(weights, own, size, factors, settings) for factors in candidates]
+    least = min(errors)
+    if least > WORTHWHILE * errors[0]:
         return None
-    return [*list_factors(size, columns)][best].astype("float32")
+    return candidates[errors.index(least)].astype("float32")
 
 
 def floor_sizes(sizes: np.ndarray) -> np.ndarray:
