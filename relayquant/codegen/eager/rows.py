@@ -1,6 +1,6 @@
 """Softmax, layer norm and gelu of float32 -> steps that run one kernel for any number of rows.
 
-The kernels of softmax and layer norm are those of compiled models, with the bits of the reference.
+Compiled models have the same kernels of softmax and layer norm, which give the reference's bits.
 gelu differs by at most 3e-7 of its operand, and is ten times as fast as scipy's error function.
 """
 

@@ -34,7 +34,7 @@ def follow_curve(block: BlockView, start: relax.Var) -> tuple[tuple[relax.Var, .
     Other values read only the last one.
 
     Returns:
-        The values behind `start` in order, and their curve. () and None if there are none.
+        The values behind `start` in order, and their curve; () and None without such a value.
     """
     numbers, steps = {start: 0}, list[CurveStep]()
     found: tuple[tuple[relax.Var, ...], Curve | None] = (), None

@@ -408,7 +408,7 @@ def find_chain(
         if isinstance(pair, Skip):
             if len(steps) - at < 3:
                 return pair
-            pairs = []  # another layer, or a first step of its own: where these steps begin
+            pairs = []  # a step of another layer, or unlike the others: this layer begins later
         else:
             pairs.append(pair)
     steps = steps[len(steps) - len(pairs) :]

@@ -2,8 +2,9 @@
 
     y[m, n] = sum over k of bf16(x[m, k]) * bf16(s_w[n, g] * (c[n, k] - z))  (+ residual[m, n])
 
-or silu of the first half of the results times the second half. The sums are float32. Weights stay
-packed as `integer.grouped_plan` says, so that products of integer rows read the same memory.
+or silu of the first half of the results times the second half. The sums are float32. Rows are
+rounded to nearest even, weights with ties away from zero, which is less work. Weights stay packed
+as `integer.grouped_plan` says, so that products of integer rows read the same memory.
 
     A   16 rows x 32 values, from a copy of the rows in bfloat16 with one tile after the other
     B   16 pairs of values x 16 outputs, unpacked from a panel

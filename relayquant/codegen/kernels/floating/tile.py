@@ -73,7 +73,7 @@ class FloatIsa:
     """Vector registers for float32: `lanes` per register, and `accumulators` per tile.
 
     `bf16` has the instruction that rounds results to bfloat16, if the target has one. `half`:
-    whether there are instructions between float16 and float32. `caches` are those of the core.
+    whether there are instructions between float16 and float32. `caches`: the core's caches.
     """
 
     lanes: int

@@ -105,7 +105,7 @@ def select_bf16(target: Target) -> Bf16Isa:
     """Select the instructions of a target for products of bfloat16.
 
     Raises:
-        ConfigError: The target has none.
+        ConfigError: The target has no such instructions.
     """
     for isa in BF16_ISAS[find_architecture(target)]:
         if has_isa(isa, target):

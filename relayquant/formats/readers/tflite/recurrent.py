@@ -103,7 +103,11 @@ def check_floats(converter: Any, op: Any) -> None:
 
 
 def find_activation(converter: Any, options: Any) -> str:
-    """Return the dialect's name of the fused activation. Refusal if it has none."""
+    """Return the dialect's name of the fused activation.
+
+    Raises:
+        Refusal: the dialect lacks it.
+    """
     number = options.FusedActivationFunction()
     name = converter.activation_fn_type.get(number, str(number))
     if name not in ACTIVATIONS:

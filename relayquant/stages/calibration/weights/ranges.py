@@ -149,9 +149,10 @@ class RelativeMSE(Observer[RowState]):
         share: Share of all data that one state sees before it is merged with the other parts. The
             state then draws little more than this share of the sample. Calibration sets it.
         arrays: Number of arrays in this share, all about equally long. 0: not known.
-        curve: Function that the only consumer computes of each number: the error is the error of
-            its results, and `importance` is that of their consumers. None: the consumers are
-            products. Calibration takes it from the model. It is no part of `to_dict`.
+        curve: Function that the only consumer computes of each number. Errors are then those of
+            its results, and `importance` says how much the results' consumers weigh them. None:
+            the consumers are products. Calibration takes it from the model; `to_dict` has no
+            curve.
     """
 
     values: int = 1 << 17
