@@ -14,9 +14,10 @@ from relayquant.ir.rewrite.constants import holds_constant
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.entry import find_entry
 from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.moves import MOVES
 
 #: operators that change the layout of a weight for its reader
-LAYOUTS = frozenset({"relax.permute_dims", "relax.reshape", "relax.expand_dims", "relax.astype"})
+LAYOUTS = frozenset({*MOVES, "relax.astype"})
 
 
 #: What public functions take as a model: a module, or what `relayquant.load` gives.

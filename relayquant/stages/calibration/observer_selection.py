@@ -33,6 +33,7 @@ from relayquant.base.runtime import LoadModule, as_shape, map_on_threads
 from relayquant.data import count_samples
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import free_vars
+from relayquant.ir.rewrite.moves import MOVES
 from relayquant.stages.calibration.subgraphs import split_graph
 from relayquant.stages.calibration.weights.ranges import RelativeMSE, RowState
 from relayquant.stages.prepared import CalibrationGraph
@@ -53,8 +54,6 @@ TOLERANCE = 0.2
 LEAST_GAIN = 0.1
 #: smallest probability that counts
 LEAST_PROBABILITY = 1e-20
-#: operators that only move what they read
-MOVES = ("relax.reshape", "relax.squeeze", "relax.expand_dims", "relax.permute_dims")
 #: share of the float model's energy below which differences are no error (120 dB)
 NO_NOISE = 1e-12
 #: rounds that refine the choice, after the round that chooses one observer for all

@@ -15,6 +15,7 @@ from relayquant.ir.rewrite import Emitter, Match, Pattern, Rule, Skip, apply_rul
 from relayquant.ir.rewrite.constants import share_constants
 from relayquant.ir.rewrite.function import make_main
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
+from relayquant.ir.rewrite.moves import MOVES
 from relayquant.ir.rewrite.walker import tidy_module
 from relayquant.stages.conversion.names import name_integers
 from relayquant.stages.conversion.qnn_form import read_dequantize, read_qparams
@@ -64,14 +65,7 @@ def _quantize_of_dequantize() -> Rule:
 
 
 #: operators computed at once if all their operands are integer constants
-FOLDED_CONSTANTS = (
-    "relax.permute_dims",
-    "relax.reshape",
-    "relax.expand_dims",
-    "relax.squeeze",
-    "relax.qnn.quantize",
-    "relax.qnn.requantize",
-)
+FOLDED_CONSTANTS = (*MOVES, "relax.qnn.quantize", "relax.qnn.requantize")
 
 
 def _constant(op: str) -> Rule:

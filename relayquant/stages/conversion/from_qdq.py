@@ -42,6 +42,7 @@ from relayquant.ir.rewrite import (
     rewrite_main,
 )
 from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype
+from relayquant.ir.rewrite.moves import MOVES
 from relayquant.stages.conversion.bias import BIAS_LIMIT, LEAST_SHARE, has_units, is_lost
 from relayquant.stages.conversion.names import name_integers
 from relayquant.stages.conversion.propagate import (
@@ -63,16 +64,7 @@ from relayquant.stages.conversion.qnn_form import (
 )
 
 #: operators that move or select values: a quantize gives the same result before and behind them
-MOVERS = (
-    "relax.reshape",
-    "relax.flatten",
-    "relax.squeeze",
-    "relax.expand_dims",
-    "relax.permute_dims",
-    "relax.strided_slice",
-    "relax.nn.max_pool2d",
-    "relax.nn.max_pool1d",
-)
+MOVERS = (*MOVES, "relax.strided_slice", "relax.nn.max_pool2d", "relax.nn.max_pool1d")
 
 #: the ledger's text for the source of the parameters
 SOURCE_RULE = "quantized in the source model"

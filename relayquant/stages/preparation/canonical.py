@@ -21,6 +21,7 @@ from relayquant.ir.rewrite.bind import bind_params, describe_weights
 from relayquant.ir.rewrite.constants import share_constants
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.function import SOURCES_ATTR
+from relayquant.ir.rewrite.moves import MOVES
 from relayquant.ir.rewrite.rule import OnSkip, log_skip, make_rule
 from relayquant.stages.preparation.affine import (
     ARITHMETIC,
@@ -85,7 +86,6 @@ from relayquant.stages.preparation.pooling import (
     widen_average,
 )
 from relayquant.stages.preparation.quantized import (
-    MOVES,
     center_weight,
     merge_equal,
     move_inside_dequantize,

@@ -22,8 +22,8 @@ from tvm.ir import Call
 from relayquant.ir.dialect import qnn
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.graph import constant_value
+from relayquant.ir.rewrite.moves import RESHAPES
 from relayquant.ir.rewrite.rule import OnSkip, Skip
-from relayquant.stages.preparation.constants import RESHAPES
 from relayquant.stages.preparation.linear import (
     LinearReader,
     LinearSum,

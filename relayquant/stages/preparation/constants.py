@@ -14,6 +14,7 @@ from relayquant.ir.reference import run
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.function import make_main
 from relayquant.ir.rewrite.graph import constant_value, static_size, tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.moves import RESHAPES
 from relayquant.ir.rewrite.rule import Skip, decline
 from relayquant.stages.preparation.tensors import make_const
 
@@ -27,8 +28,6 @@ NUMPY: dict[str, Callable[..., np.ndarray]] = {
     "relax.subtract": np.subtract,
     "relax.multiply": np.multiply,
 }
-#: operators that keep the order of elements and change the shape
-RESHAPES = ("relax.reshape", "relax.expand_dims", "relax.squeeze", "relax.flatten")
 
 #: prefixes of operators that are never folded: a quantized weight must stay quantized
 KEPT = ("relax.qnn.", "relax.quantize", "relax.dequantize", "relax.call_", "relax.random")

@@ -11,21 +11,14 @@ from tvm.ir import GenericConst
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.expressions import same_type
 from relayquant.ir.rewrite.graph import constant_value, tensor_shape
+from relayquant.ir.rewrite.moves import RESHAPES
 from relayquant.ir.rewrite.rule import Skip, decline
 from relayquant.stages.preparation.dense import LINEAR
 from relayquant.stages.preparation.tensors import is_constant
 
 #: Operators that only move or repeat elements in order: if the type does not change, the values do
 #: not either.
-ORDER_KEEPING = (
-    "relax.reshape",
-    "relax.broadcast_to",
-    "relax.squeeze",
-    "relax.expand_dims",
-    "relax.flatten",
-    "relax.nn.batch_flatten",
-    "relax.astype",
-)
+ORDER_KEEPING = (*RESHAPES, "relax.broadcast_to", "relax.astype")
 SAME_SHAPE = (
     *(*ORDER_KEEPING, "relax.split"),
     *("relax.strided_slice", "relax.nn.pad", "relax.permute_dims"),

@@ -16,7 +16,7 @@ from tvm.ir import Call
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.expressions import static_sizes
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
-from relayquant.stages.preparation.constants import RESHAPES
+from relayquant.ir.rewrite.moves import RESHAPES
 
 #: Terms of the longest sum that is read: no gate has so many, and x + x doubles them.
 MOST_TERMS = 64

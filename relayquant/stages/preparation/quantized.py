@@ -20,15 +20,6 @@ from relayquant.ir.rewrite.rule import Skip, decline
 from relayquant.stages.preparation.dense import LINEAR
 from relayquant.stages.preparation.tensors import make_const
 
-#: operators that only change the shape of a weight
-MOVES = (
-    "relax.permute_dims",
-    "relax.reshape",
-    "relax.flatten",
-    "relax.squeeze",
-    "relax.expand_dims",
-)
-
 
 def merge_equal(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     """a = quantize(x, s, z); b = quantize(x, s, z) -> a for both; the same for dequantize."""

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tvm import relax
+from tvm.relax import op
 from tvm.relax.frontend import nn
 
 import relayquant as rq
+from relayquant.ir.rewrite.bind import describe_weights
+from relayquant.ir.rewrite.editor import Editor
+from relayquant.ir.rewrite.function import make_main
+from relayquant.ir.rewrite.moves import MOVES
 
 
 class Block(nn.Module):
@@ -71,3 +77,19 @@ def test_describe_weights__module_paths_select_layers(network):
     )
     error = np.square(rq.reference.run(qmod, [data[0]])[0] - want).sum() / np.square(want).sum()
     assert error < 1e-2
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_describe_weights__a_weight_is_moved_on_its_way_to_its_reader(name):
+    move = {
+        "relax.reshape": lambda weight: op.reshape(weight, (32,)),
+        "relax.flatten": op.flatten,
+        "relax.nn.batch_flatten": op.nn.batch_flatten,
+        "relax.squeeze": op.squeeze,
+        "relax.expand_dims": lambda weight: op.expand_dims(weight, 0),
+        "relax.permute_dims": op.permute_dims,
+    }[name]
+    weight = relax.Var("block.fc.weight", relax.TensorType((1, 8, 4), "float32"))
+    mod = make_main([weight], lambda builder: op.nn.relu(builder.emit(move(weight))))
+    rows = describe_weights(Editor(mod), {weight.name: np.zeros((1, 8, 4), "float32")})
+    assert [(row["node"], row["op"]) for row in rows.values()] == [("block.fc", "relax.nn.relu")]
