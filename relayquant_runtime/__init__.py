@@ -47,6 +47,8 @@ CPU, FIRST, POOLED = 1, 0, 2
 DESCRIPTION, INITIAL_STATE = "relayquant_state", "relayquant_initial_state"
 #: Data of a library: JSON that describes its functions and its target.
 LIBRARY_DESCRIPTION = "relayquant_description"
+#: Device and number of each file that was loaded -> its time of change and size at that time.
+_FIRST_SEEN: dict[tuple[int, int], tuple[int, int]] = {}
 
 
 class Library:
@@ -56,7 +58,8 @@ class Library:
     state for the next run.
 
     Its large constants are read where the file is mapped: it must not be changed in place meanwhile
-    (to replace a library, write a new file and rename it).
+    (to replace a library, write a new file and rename it). Then the next `Library` of the same path
+    is the new one, and those that were made before go on with the old one.
 
     Attributes:
         path: The library's file.
@@ -70,7 +73,8 @@ class Library:
         Raises:
             LibraryError: there is no such file, it is no library of compiled functions, was made
                 for another CPU, or the packages of TVM are missing. A file of a bundle is missing
-                or is not the one that was exported.
+                or is not the one that was exported. The file was changed in place since this
+                process loaded it.
         """
         os.environ.setdefault(SPIN_VARIABLE, "0")
         given = Path(path).absolute()
@@ -78,8 +82,9 @@ class Library:
         ffi, self.path, self.manifest = load_runtime(bundle), bundle.library, bundle.manifest
         if not self.path.is_file():
             raise LibraryError(f"There is no file {self.path}. Name one that export_library wrote.")
+        check_unchanged(self.path)
         try:
-            self._machine = ffi.load_module(str(self.path))["vm_load_executable"]()
+            self._machine = ffi.load_module(spell_version(self.path))["vm_load_executable"]()
             self._machine["vm_initialization"](CPU, FIRST, POOLED)
         except (RuntimeError, AttributeError, ValueError) as error:
             with self.path.open("rb") as file:
@@ -281,10 +286,36 @@ def import_ffi() -> Any:
     return tvm_ffi
 
 
+def spell_version(path: Path) -> str:
+    """A path to the file that no other file had in its place before.
+
+    The system's loader (dlopen) takes a path that it knows for the library that it has, and never
+    looks at the file. "/" and "/./" lead to the same folder, so they spell the file's number.
+    """
+    status = path.stat()
+    bits = f"{status.st_dev << 64 | status.st_ino:0128b}"
+    folders = "".join("./" if bit == "1" else "/" for bit in bits)
+    return f"{path.parent}/{folders}{path.name}"
+
+
+def check_unchanged(path: Path) -> None:
+    """LibraryError if the file was written into since this process first loaded it: what is mapped
+    is then neither the old library nor the new one.
+    """
+    status = path.stat()
+    found = status.st_mtime_ns, status.st_size
+    if _FIRST_SEEN.setdefault((status.st_dev, status.st_ino), found) != found:
+        raise LibraryError(
+            f"{path} was changed in place since this process loaded it. Write the new library to "
+            "another file and rename that to this path, and load it in a new process."
+        )
+
+
 def read_description(path: Path) -> dict[str, Any]:
     """What a loaded library says about itself; {} if it says nothing."""
     try:
-        text = ctypes.c_char.in_dll(ctypes.CDLL(str(path)), LIBRARY_DESCRIPTION)
+        loaded = ctypes.CDLL(spell_version(path))
+        text = ctypes.c_char.in_dll(loaded, LIBRARY_DESCRIPTION)
     except ValueError:
         return {}
     return json.loads(ctypes.string_at(ctypes.addressof(text)))

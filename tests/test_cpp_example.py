@@ -180,3 +180,48 @@ def test_example__says_what_is_wrong(program, tmp_path):
         assert done.returncode == 1, (words, done)
         assert told in done.stderr
         assert done.stdout == ""
+
+
+RELOAD = """
+#include <cstdio>
+#include "relayquant.h"
+
+int main(int, char** argv) {
+  auto x = relayquant::empty({1}, "float32");
+  *static_cast<float*>(x.data_ptr()) = 5;
+  auto run = [&](relayquant::Model& model) {
+    std::printf("%g\\n", *static_cast<float*>(model.run("main", {x})[0].data_ptr()));
+  };
+  relayquant::Model first(argv[1]);
+  run(first);
+  std::filesystem::rename(argv[2], argv[1]);
+  relayquant::Model second(argv[1]);
+  run(second);
+  run(first);
+}
+"""
+
+
+def test_model__of_a_path_is_the_file_that_lies_there_now(tmp_path):
+    @I.ir_module
+    class Double:
+        @R.function
+        def main(x: R.Tensor((1,), "float32")):
+            return R.add(x, x)
+
+    @I.ir_module
+    class Square:
+        @R.function
+        def main(x: R.Tensor((1,), "float32")):
+            return R.multiply(x, x)
+
+    folder = rq.export_bundle(Double, tmp_path / "deploy")
+    rq.compile(Square).export_library(str(tmp_path / "new.so"))
+    (tmp_path / "reload.cpp").write_text(RELOAD)
+    places = [f"-I{folder}/example", f"-I{folder}/include", f"-L{folder}/lib"]
+    needed = ["-ltvm_ffi", "-ltvm_runtime", f"-Wl,--no-as-needed,-rpath,{folder}/lib"]
+    command = ["g++", "-std=c++17", *places, "reload.cpp", "-o", "reload", *needed[::-1]]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    words = [tmp_path / "reload", folder / "model.so", tmp_path / "new.so"]
+    done = subprocess.run([*map(str, words)], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["10", "25", "10"], done.stderr

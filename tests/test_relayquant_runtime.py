@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +38,16 @@ class Nested:
         a, b = T.int64(), T.int64()
         with R.dataflow():
             y = R.reshape(x, (a, b))
+            R.output(y)
+        return y
+
+
+@I.ir_module
+class Sum:
+    @R.function
+    def main(x: R.Tensor(("n", 2), "float32"), s: R.Tensor((), "float32")):
+        with R.dataflow():
+            y = R.add(x, s)
             R.output(y)
         return y
 
@@ -96,6 +108,27 @@ def test_align_array__keeps_what_can_be_read_where_it_lies():
     np.testing.assert_array_equal(turned, np.arange(6).reshape(2, 3).T)
     assert turned.flags.c_contiguous
     assert as_tensor(np.float32(1)).shape == ()
+
+
+def test_library__of_a_path_is_the_file_that_lies_there_now(path, tmp_path):
+    place, factor = tmp_path / "model.so", np.float32(3)
+    shutil.copy(path, place)
+    first = Library(place)
+    assert first.run("main", [X, factor])[0].tolist() == (3 * X).tolist()
+
+    rq.compile(Sum).export_library(str(place))
+    assert Library(place).run("main", [X, factor])[0].tolist() == (X + 3).tolist()
+    assert "main(x " in Library(place).describe()
+    assert first.run("main", [X, factor])[0].tolist() == (3 * X).tolist()
+
+
+def test_library__that_was_written_into_is_refused(path, tmp_path):
+    place = tmp_path / "model.so"
+    shutil.copy(path, place)
+    Library(place)
+    os.utime(place, ns=(0, place.stat().st_mtime_ns + 1))  # as writing does, without its harm
+    with pytest.raises(LibraryError, match=r"model.so was changed in place .* rename"):
+        Library(place)
 
 
 def test_library__says_what_is_wrong(path, tmp_path):

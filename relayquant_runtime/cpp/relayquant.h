@@ -16,6 +16,8 @@
 #include <tvm/ffi/extra/module.h>
 #include <tvm/ffi/function.h>
 
+#include <sys/stat.h>
+
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -116,12 +118,26 @@ class Model {
     std::vector<std::string> names;
   };
 
+  // A path to the file that no other file had in its place before. The system's loader takes a path
+  // that it knows for the library that it has, so a model that was replaced would be the old one.
+  // "/" and "/./" lead to the same folder; they spell the file's number. The path is absolute: a
+  // bare name would be searched in the system's folders only.
+  static std::string spell_version(const std::string& path) {
+    std::filesystem::path place = std::filesystem::absolute(path);
+    struct stat status;
+    if (stat(place.c_str(), &status) != 0) throw std::runtime_error("Cannot read " + path);
+    std::string spelled = place.parent_path().string() + "/";
+    for (uint64_t number : {uint64_t(status.st_dev), uint64_t(status.st_ino)}) {
+      for (int bit = 63; bit >= 0; --bit) spelled += (number >> bit & 1) ? "./" : "/";
+    }
+    return spelled + place.filename().string();
+  }
+
   static ffi::Module load(const std::string& path) {
     // TVM's idle threads would spin, which costs more than it gains beside any other process.
     setenv("TVM_THREAD_POOL_SPIN_COUNT", "0", 0);
     if (!std::filesystem::is_regular_file(path)) throw std::runtime_error("There is no file " + path);
-    // A bare name would be searched in the system's folders only.
-    ffi::Module library = ffi::Module::LoadFromFile(std::filesystem::absolute(path).string());
+    ffi::Module library = ffi::Module::LoadFromFile(spell_version(path));
     ffi::Optional<ffi::Function> load = library->GetFunction("vm_load_executable");
     if (!load.has_value()) throw std::runtime_error(path + " is no library that export_library wrote");
     return (*load)().cast<ffi::Module>();
