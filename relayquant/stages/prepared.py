@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from relayquant.config import BackendConfig, QConfigMapping
 from relayquant.errors import ConfigError, format_count
 from relayquant.ir.ledger import InterfaceValue
 from relayquant.ir.plan import Plan
+from relayquant.ir.rewrite import Graph
 
 #: dtype code with which the simulated operators pass values through in float
 PASS_THROUGH = 0
@@ -191,6 +193,11 @@ class PreparedModel:
     choices: Mapping[str, str] = field(default_factory=dict)
     observers: Mapping[str, str] = field(default_factory=dict)
     tuned: TunedBatches = field(default_factory=TunedBatches)
+
+    @cached_property
+    def source(self) -> Graph:
+        """The graph of `mod`, for those who make several plans of it."""
+        return Graph(self.mod)
 
     def __repr__(self) -> str:
         """Return one line. The ledger of the converted model names every operator."""

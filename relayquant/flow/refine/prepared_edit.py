@@ -333,7 +333,7 @@ def change_operators(
         )
     mapping = add_lines(prepared, changes, prepared.mapping, origins)
     wanted = {value.name for value in prepared.outputs if value.is_integer}
-    plan = annotate(prepared.mod, prepared.backend, mapping, wanted)
+    plan = annotate(prepared.source, prepared.backend, mapping, wanted)
     changed = replace(replace_plan(prepared, plan), mapping=mapping)
     parameters, observers = dict(changed.parameters), dict(changed.observers)
     for group in plan.activations:

@@ -11,7 +11,6 @@ from relayquant.analysis.sensitivity import add_lines
 from relayquant.base.qtypes import Granularity, QSpec, Role
 from relayquant.config import PatternConfig, QConfig, QConfigMapping, TensorConfig
 from relayquant.ir.plan import OperatorPlan
-from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import tensor_shape
 from relayquant.stages.annotation import annotate
 from relayquant.stages.prepared import PreparedModel
@@ -23,7 +22,7 @@ def find_run_time_qconfigs(prepared: PreparedModel) -> dict[str, QConfig]:
     A range that belongs to a whole tensor is taken only where the tensor is one sample: the result
     for a sample may not depend on its neighbours in a batch.
     """
-    values = Graph(prepared.mod).vars
+    values = prepared.source.vars
     found: dict[str, QConfig] = {}
     for operator in prepared.plan.operators:
         if not operator.quantized or operator.has_float_data:
@@ -37,7 +36,7 @@ def find_run_time_qconfigs(prepared: PreparedModel) -> dict[str, QConfig]:
             found[operator.name] = QConfig(TensorConfig(data), weight)
     # The plan may say that an operator cannot run so after all.
     mapping = add_lines(prepared, found, prepared.mapping or QConfigMapping())
-    plan = annotate(prepared.mod, prepared.backend, mapping)
+    plan = annotate(prepared.source, prepared.backend, mapping)
     served = {operator.name for operator in plan.operators if operator.dynamic is not None}
     return {name: qconfig for name, qconfig in found.items() if name in served}
 

@@ -192,7 +192,7 @@ class ModuleSearch:
         found = self.best
         if found.is_met and not self.is_over:
             prepared, mapping = simulation.prepared, self.find_mapping(found.names, WIDE)
-            plan = annotate(prepared.mod, prepared.backend, mapping)
+            plan = annotate(prepared.source, prepared.backend, mapping)
             if all(plan.operator(name).quantized for name in found.names):
                 yield found.names, WIDE
 
@@ -453,7 +453,8 @@ def find_remaining(
     prepared: PreparedModel, base: QConfigMapping, names: Sequence[str]
 ) -> list[OperatorPlan]:
     """Operators that still run on integers when these are in float: others may go with them."""
-    plan = annotate(prepared.mod, prepared.backend, add_lines(prepared, dict.fromkeys(names), base))
+    mapping = add_lines(prepared, dict.fromkeys(names), base)
+    plan = annotate(prepared.source, prepared.backend, mapping)
     return [operator for operator in plan.operators if operator.quantized]
 
 

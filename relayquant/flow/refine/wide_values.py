@@ -21,7 +21,6 @@ from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.dialect.cost import count_macs, static_dims
 from relayquant.ir.ledger import WIDE_ORIGIN
 from relayquant.ir.plan import Plan
-from relayquant.ir.rewrite import Graph
 from relayquant.stages.annotation import annotate
 from relayquant.stages.prepared import PreparedModel
 
@@ -86,8 +85,8 @@ def may_move(prepared: PreparedModel, names: Sequence[str]) -> bool:
     the user asked for none of them by type or name.
     """
     mapping = add_lines(prepared, dict.fromkeys(names), prepared.mapping or QConfigMapping())
-    changed = annotate(prepared.mod, prepared.backend, mapping)
-    graph = Graph(prepared.mod)
+    changed = annotate(prepared.source, prepared.backend, mapping)
+    graph = prepared.source
     moved = find_quantized(prepared.plan) - find_quantized(changed)
     if any(prepared.plan.operator(name).is_explicit for name in moved):
         return False

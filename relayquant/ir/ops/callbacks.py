@@ -28,32 +28,39 @@ T = TypeVar("T")
 
 
 def run_match(row: QuantOp, graph: Graph, var: relax.Var) -> Match | None:
-    """Return the match of a row at a value, or None.
+    """Return the match of a row at a value, or None. The row is asked once for each graph.
 
     Raises:
         ConfigError: The row's matcher raised, or returned something else.
     """
+    if (row, var) in graph.found:
+        return graph.found[row, var]
     where = describe_place(row, var.name, "pattern.match")
     match = call_user(where, lambda: row.pattern.match(graph, var))
     if match is not None and not isinstance(match, Match):
         raise ConfigError(
             f"{where} returned {describe(match)}; allowed: a Match, or None.", code="RQ106"
         )
+    graph.found[row, var] = match
     return match
 
 
 def run_check(row: QuantOp, match: Match) -> Skip | None:
-    """Return the row's Skip if a match cannot be quantized, else None.
+    """Return the row's Skip if a match cannot be quantized, else None. The row is asked once for
+    each match.
 
     Raises:
         ConfigError: The callback raised, or returned something else.
     """
+    if (row, match) in match.graph.found:
+        return match.graph.found[row, match]
     where = describe_place(row, match.name, "check")
     skip = call_user(where, lambda: row.find_refusal(match))
     if skip is not None and not isinstance(skip, Skip):
         raise ConfigError(
             f"{where} returned {describe(skip)}; allowed: a Skip(reason), or None.", code="RQ106"
         )
+    match.graph.found[row, match] = skip
     return skip
 
 

@@ -38,6 +38,16 @@ class Graph:
                 code="RQ204",
             )
 
+    @staticmethod
+    def of(mod: tvm.IRModule | Graph) -> Graph:
+        """Return the view of a module, or a view that knows already what was sought in it."""
+        return mod if isinstance(mod, Graph) else Graph(mod)
+
+    @cached_property
+    def found(self) -> dict[Any, Any]:
+        """What was found in the graph so far, by what was sought: a row is matched once."""
+        return {}
+
     @cached_property
     def func(self) -> relax.Function:
         return self.mod["main"]

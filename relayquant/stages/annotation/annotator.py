@@ -31,7 +31,7 @@ from relayquant.stages.annotation.shared_qparams import build_groups
 
 
 def annotate(
-    mod: tvm.IRModule,
+    mod: tvm.IRModule | Graph,
     backend: BackendConfig,
     mapping: QConfigMapping,
     wanted: Collection[str] = (),
@@ -40,6 +40,7 @@ def annotate(
     """Return the plan for a prepared float module.
 
     Args:
+        mod: The module; or its graph, which knows what earlier plans found in it.
         wanted: Names of the outputs that the module returns as integers.
         tied: Pairs of values that share parameters where both are quantized.
 
@@ -47,7 +48,7 @@ def annotate(
         ConfigError: a line of the mapping selects nothing.
         ModelError: the module has no main, or it is not in normal form.
     """
-    graph = Graph(mod)
+    graph = Graph.of(mod)
     matches = match_operators(graph, backend, mapping)
     check_mapping(graph, matches, mapping)
     quantized = decide_quantized(graph, matches, wanted)
@@ -106,7 +107,7 @@ def check_mapping(graph: Graph, matches: Sequence[OperatorMatch], mapping: QConf
     """Raise ConfigError for lines that select no operator: the name is misspelt, or the operator
     was folded away.
     """
-    sites = Sites(graph)
+    sites = Sites.of(graph)
     for rule in mapping.rules:
         if rule.kind is Selector.MODULE_CLASS and not rule.modules:
             raise ConfigError(

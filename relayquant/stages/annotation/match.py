@@ -212,6 +212,14 @@ class Sites:
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.sources = graph, read_nodes(graph)
+        self.known: dict[tuple[tuple[relax.Var, ...], str, str], OperatorSite] = {}
+
+    @staticmethod
+    def of(graph: Graph) -> Sites:
+        """Return the operators of a graph, the same for each reader."""
+        if Sites not in graph.found:
+            graph.found[Sites] = Sites(graph)
+        return graph.found[Sites]
 
     @cached_property
     def order(self) -> tuple[dict[str, tuple[tuple[str, ...], ...]], dict[relax.Var, int]]:
@@ -239,6 +247,13 @@ class Sites:
 
     def site(self, variables: Sequence[relax.Var], op: str, pattern: str) -> OperatorSite:
         """Describe the operator that computes these values."""
+        key = (*variables,), op, pattern
+        if key not in self.known:
+            self.known[key] = self.describe(*key)
+        return self.known[key]
+
+    def describe(self, variables: tuple[relax.Var, ...], op: str, pattern: str) -> OperatorSite:
+        """Return a new `site`."""
         main = next((v for v in variables if self.graph.op_name(v) == op), variables[-1])
         peers, places = self.order
         return OperatorSite(
@@ -261,12 +276,12 @@ def is_added_bias(graph: Graph, var: relax.Var) -> bool:
     return array is not None and not array.any() and name.startswith(f"{var.name}{UNBIASED}")
 
 
-def find_sites(mod: tvm.IRModule, plan: Plan) -> dict[str, OperatorSite]:
+def find_sites(mod: tvm.IRModule | Graph, plan: Plan) -> dict[str, OperatorSite]:
     """Map the operators of a module's plan, by name, to the form that mapping lines are compared
     with.
     """
-    graph = Graph(mod)
-    sites = Sites(graph)
+    graph = Graph.of(mod)
+    sites = Sites.of(graph)
     return {
         row.name: sites.site([graph.vars[value] for value in row.values], row.op, row.pattern)
         for row in plan.operators
@@ -278,7 +293,7 @@ class _Matching:
 
     def __init__(self, graph: Graph, backend: BackendConfig, mapping: QConfigMapping) -> None:
         self.graph, self.backend, self.mapping = graph, backend, mapping
-        self.sites = Sites(graph)
+        self.sites = Sites.of(graph)
         self.operators: list[OperatorMatch] = []
         self.owners: dict[relax.Var, OperatorMatch] = {}
         self.takers: dict[relax.Var, tuple[QuantOp, Match]] = {}

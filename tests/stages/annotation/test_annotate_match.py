@@ -351,3 +351,17 @@ def test_passed_over__no_row_of_the_table_nor_behind_another_of_the_user():
     ):
         plan = rq.prepare(images(), None, qconfig_mapping=DEFAULT, backend=backend).plan
         assert not any(row.passed_over for row in plan.operators)
+
+
+def test_annotate__a_graph_is_matched_once(monkeypatch):
+    """Plans of one graph with other mappings ask no row again, and are those of the module."""
+    mod, backend, asked = residual_model(), rq.get_backend_config("x86"), []
+    find = Pattern.find
+    monkeypatch.setattr(Pattern, "find", lambda *args: asked.append(args) or find(*args))
+    graph = Graph(prepare_module(mod, None))
+    name = next(op.name for op in annotate(graph, backend, DEFAULT).operators if op.quantized)
+    count, changed = len(asked), DEFAULT.set_module_name(name, None)
+    plan = annotate(graph, backend, changed)
+    assert len(asked) == count > 0
+    assert not plan.operator(name).quantized
+    assert plan == annotate(graph.mod, backend, changed)
