@@ -6,9 +6,11 @@ compiled code. Products run on the kernels that calibration has already compiled
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import tvm
@@ -76,6 +78,7 @@ def measure_gaps(
     float_mod: tvm.IRModule,
     quantized: tvm.IRModule,
     batches: Iterable[Mapping[str, np.ndarray]],
+    expected: Iterable[Sequence[np.ndarray]] | None = None,
 ) -> list[OutputGap]:
     """Measure the gap of every output, in order.
 
@@ -84,11 +87,21 @@ def measure_gaps(
         quantized: Its quantized module. Integer inputs and outputs are converted with the
             parameters in its ledger.
         batches: Inputs of the float module by name.
+        expected: The float module's results on each batch; None: they are computed.
     """
     meter = GapMeter(float_mod, quantized)
-    for batch in batches:
-        meter.measure(batch)
+    known = itertools.repeat(None) if expected is None else expected
+    for batch, results in zip(batches, known, strict=False):
+        meter.measure(batch, results)
     return meter.gaps
+
+
+def compute_results(
+    mod: tvm.IRModule, batches: Iterable[Mapping[str, np.ndarray]]
+) -> list[list[np.ndarray]]:
+    """Return the results of a module on each batch."""
+    module = EagerModule(mod)
+    return [module.run("main", order_inputs(mod, batch)) for batch in batches]
 
 
 class GapMeter:
@@ -97,12 +110,19 @@ class GapMeter:
     def __init__(self, float_mod: tvm.IRModule, quantized: tvm.IRModule) -> None:
         self.float_mod, self.quantized = float_mod, quantized
         self.interface = Interface.of(quantized)
-        self.first, self.second = EagerModule(float_mod), EagerModule(quantized)
-        self.sums = GapSums()
+        self.second, self.sums = EagerModule(quantized), GapSums()
 
-    def measure(self, batch: Mapping[str, np.ndarray]) -> None:
-        """Measure one more batch."""
-        expected = self.first.run("main", order_inputs(self.float_mod, batch))
+    @cached_property
+    def first(self) -> EagerModule:
+        """The float module; made when it first has to run."""
+        return EagerModule(self.float_mod)
+
+    def measure(
+        self, batch: Mapping[str, np.ndarray], expected: Sequence[np.ndarray] | None = None
+    ) -> None:
+        """Measure one more batch, whose float results may be known."""
+        if expected is None:
+            expected = self.first.run("main", order_inputs(self.float_mod, batch))
         inputs = order_inputs(self.quantized, self.interface.to_inputs(batch))
         got = self.interface.to_real(self.second.run("main", inputs))
         self.sums.update(expected, got, count_samples(batch))

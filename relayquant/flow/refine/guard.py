@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from relayquant.analysis.outputs import (
     GapMeter,
     Interface,
     OutputGap,
+    compute_results,
     find_agreement,
     measure_gaps,
     order_inputs,
@@ -336,7 +338,7 @@ def take_sample(prepared: PreparedModel, dataset: Any, settings: GuardSettings) 
 def count_samples_for(prepared: PreparedModel, work: float) -> int:
     """How many samples can be run for so many multiply-adds, and be kept while data is read."""
     inputs = describe_inputs(prepared.mod)
-    calls = 0 if has_free_batch(inputs) else len(Graph(prepared.mod).bindings)
+    calls = 0 if has_free_batch(inputs) else len(prepared.source.bindings)
     sizes = [math.prod(dim for dim in info.shape if isinstance(dim, int)) for info in inputs]
     kept = KEPT_ELEMENTS // max(sum(sizes), 1)
     return min(int(work / max(count_all_macs(prepared) + CALL_WORK * calls, 1)), kept)
@@ -344,7 +346,7 @@ def count_samples_for(prepared: PreparedModel, work: float) -> int:
 
 def count_all_macs(prepared: PreparedModel) -> int:
     """Multiply-adds of the float model for one batch; for one sample, if that is symbolic."""
-    return sum(count_macs(binding.value) for binding in Graph(prepared.mod).bindings)
+    return sum(count_macs(binding.value) for binding in prepared.source.bindings)
 
 
 def pick_typical(
@@ -499,9 +501,15 @@ class Suspects:
     bad: Batches
     judged: Batches
 
+    @cached_property
+    def expected(self) -> list[list[np.ndarray]]:
+        """The float model's results on the samples that decide."""
+        return compute_results(self.prepared.mod, self.judged)
+
     def judge(self, changes: Changes, module: tvm.IRModule) -> Attempt:
         """Compare a module that has these changes."""
-        return Attempt(changes, module, measure_gaps(self.prepared.mod, module, self.judged))
+        gaps = measure_gaps(self.prepared.mod, module, self.judged, self.expected)
+        return Attempt(changes, module, gaps)
 
     def list_milder(self) -> list[Changes]:
         """What may suffice without products in float: the first suspects, then all products, read

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import tvm
 
-from relayquant.analysis.outputs import OutputGap, measure_gaps
+from relayquant.analysis.outputs import OutputGap, compute_results, measure_gaps
 from relayquant.config import Effort, Guard, GuardSettings
 from relayquant.data import Batch, SpreadSample
 from relayquant.flow.refine.guard import count_samples_for
@@ -47,7 +47,10 @@ def keep_nearer(
     note = f"{below.value}, which follows the float model better on samples of the data"
     other = replace(other, effort=calibrated.effort, choices={"level": note, **other.choices})
     module = lower(other)
-    higher, lesser = (measure_gaps(calibrated.mod, each, batches) for each in (qmod, module))
+    expected = compute_results(calibrated.mod, batches)
+    higher, lesser = (
+        measure_gaps(calibrated.mod, each, batches, expected) for each in (qmod, module)
+    )
     return (calibrated, qmod) if is_as_near(higher, lesser) else (other, module)
 
 

@@ -442,6 +442,7 @@ def revert(monkeypatch):
             "search_simulated": lambda *_: list(simulated),
             "find_first_off": lambda *_: next(others),
             "measure_gaps": lambda *_: [gap(set(tried[-1]))],
+            "compute_results": lambda *_: [],
             "Simulation": lambda *_: SimpleNamespace(sqnr=lambda _: 99.0 if off else 0.0),
             "find_rounding_operators": lambda *_: [],
             "find_run_time_qconfigs": lambda _: dict.fromkeys(ranged, RANGED),
