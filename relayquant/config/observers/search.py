@@ -192,6 +192,8 @@ def search_ranges(
             better = moved < error
             error = np.where(better, moved, error)
             lows, highs = np.where(better, new_lows, lows), np.where(better, new_highs, highs)
+        if not better.any():  # the lower end: the next round would search the same ranges again
+            break
     return lows, highs
 
 

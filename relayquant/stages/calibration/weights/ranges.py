@@ -338,7 +338,8 @@ def search_relative_range(
     """
     if channels is None:
         channels = np.full(rows.shape[0], rows.shape[1])
-    results = rows if curve is None else curve(rows).astype("float32")
+    exact = rows if curve is None else curve(rows)
+    results = exact.astype("float32", copy=False)
     factors, unit = np.zeros(rows.shape, "float32"), max(-low, high, 0.0) ** 2
     for count in np.unique(channels):
         part = channels == count
@@ -351,7 +352,7 @@ def search_relative_range(
         curve = None
     flat, factors = rows.reshape(-1), factors.reshape(-1)
     is_narrow = spec.limits[1] - spec.limits[0] < MOST_LEVELS
-    sums = RunningSums.of(flat, factors, curve) if is_narrow else None
+    sums = RunningSums.of(flat, factors, curve, exact.reshape(-1)) if is_narrow else None
 
     def errors(lows: Float64Array, highs: Float64Array) -> Float64Array:
         if sums is not None:
@@ -401,15 +402,18 @@ class RunningSums:
 
     @staticmethod
     def of(
-        values: NDArray[np.float32], weights: NDArray[np.float32], curve: ValueCurve | None = None
+        values: NDArray[np.float32],
+        weights: NDArray[np.float32],
+        curve: ValueCurve | None = None,
+        results: NDArray | None = None,
     ) -> RunningSums:
-        """Make the sums from values and weights (n,). Zeros are left out: every quantizer keeps
-        them exact.
+        """Make the sums from values and weights (n,), and the curve's `results` if they are known.
+        Zeros are left out: every quantizer keeps them exact.
         """
         used = np.flatnonzero(values)
         order = used[sort_floats(values[used])]
         x, term = values[order].astype("float64"), weights[order].astype("float64")
-        y = x if curve is None else curve(x)
+        y = x if curve is None else curve(x) if results is None else results[order]
         sums = np.zeros((3, x.size + 1))
         for row in sums:
             np.cumsum(term, out=row[1:])
