@@ -209,6 +209,8 @@ class Simulation:
             check_metric(metric)
         self.prepared, self.data, self.metric = prepared, data, metric
         self.parameters = prepared.require_parameters()
+        #: arguments of the calibration graph, by group: always the same arrays
+        self.arguments: dict[str, dict[str, np.ndarray]] = {}
         self.samples = sum(count_samples(batch) for batch in data)
         first = next(iter(data))
         share = memory * count_samples(first) / self.samples
@@ -281,9 +283,9 @@ class Simulation:
         graph = self.prepared.graph
         changed: dict[str, np.ndarray] = {}
         for key in keys:
-            variables = graph.variables[key]
-            arrays = variables.arrays(self.parameters[key])
-            changed.update((v.name, a) for v, a in zip(variables.vars, arrays, strict=True))
+            if key not in self.arguments:
+                self.arguments[key] = graph.group_arguments(key, self.parameters[key])
+            changed.update(self.arguments[key])
         for key, value in self.prepared.constants.items():
             if key.rpartition(":")[0] in names:
                 changed[graph.constants[key].var.name] = value
@@ -421,7 +423,7 @@ def add_lines(
     If that would match too much, the line counts operators of the type below the operator's longest
     name instead. Lines without effect are left out.
     """
-    sites = find_sites(prepared.mod, prepared.plan)
+    sites = find_sites(prepared.source, prepared.plan)
     for name, qconfig in choices.items():
         site = sites[name]
         line = MappingRule(Selector.MODULE_NAME, name, qconfig)

@@ -91,21 +91,47 @@ class IncrementalFunction:
                 fixed.add(step.var)
         read = {var for step in self.late for var in step.reads} | self.results
         self.shared = frozenset(fixed & read)
+        #: shared value -> the arguments it depends on, and what it was computed from last
+        self.sources = self.find_sources(arguments)
+        self.latest: dict[relax.Var, tuple[list[Any], Any]] = {}
         #: default values, and values computed only from them
+        self.defaults = arguments
         self.values = self.compute_shared(arguments, {})
         boundaries = set(self.results).union(*map(self.find_boundary, changes))
         self.kept = self.choose_kept(boundaries, batch, memory)
 
+    def find_sources(self, names: Iterable[str]) -> dict[relax.Var, tuple[str, ...]]:
+        """Return the arguments that each shared value of early steps depends on."""
+        found = {self.params[name]: frozenset((name,)) for name in names}
+        for step in self.early:
+            found[step.var] = frozenset().union(*(found.get(var, ()) for var in step.reads))
+        return {step.var: tuple(found[step.var]) for step in self.early if step.var in self.shared}
+
     def compute_shared(
         self, arguments: Mapping[str, Any], known: Mapping[relax.Var, Any]
     ) -> dict[relax.Var, Any]:
-        """Compute the values that late steps read and that depend only on arguments."""
+        """Compute the values that late steps read and that depend only on arguments. A value whose
+        arguments are the same arrays as the last time is taken from there: rounded weights.
+        """
         frame = Frame(self.program.mod, dict(known))
         for name, value in arguments.items():
             self.program.bind(frame, self.params[name], value)
         changed = find_reached(self.early, {self.params[name] for name in arguments})
-        steps = select_steps(self.early, self.shared, known.keys() - changed)
+        have = known.keys() - changed
+        given = {
+            var: [arguments.get(name, self.defaults[name]) for name in names]
+            for var, names in self.sources.items()
+            if var in changed
+        }
+        for var, arrays in given.items():
+            latest, value = self.latest.get(var, ([], None))
+            if arrays and [*map(id, arrays)] == [*map(id, latest)]:
+                frame.values[var] = value
+                have.add(var)
+        steps = select_steps(self.early, self.shared, have)
         run_steps(frame, steps, find_dead(steps, self.shared | frame.values.keys()))
+        if known:  # other values than the defaults, which `values` has
+            self.latest.update((var, (arrays, frame.values[var])) for var, arrays in given.items())
         return frame.values
 
     def find_boundary(self, names: Collection[str]) -> set[relax.Var]:
