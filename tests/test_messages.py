@@ -35,7 +35,7 @@ NEVER_ONE = {
     ("ir/reference/qnn/grouped.py", "bits", "bits"): "2, 3, 4 or 8",
     ("plots/page.py", "what", "integers"): "what has a share",
     ("base/runtime.py", "threads", "threads"): "one thread survives a fork",
-    ("stages/preparation/cells.py", "name", "gates"): "which gates, one in each step",
+    ("stages/preparation/cells/chain.py", "name", "gates"): "which gates, one in each step",
 }
 
 

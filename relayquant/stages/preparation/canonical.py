@@ -31,7 +31,7 @@ from relayquant.stages.preparation.affine import (
     fold_channel_affine,
     merge_constant_adds,
 )
-from relayquant.stages.preparation.cells import join_cells
+from relayquant.stages.preparation.cells.join import join_cells
 from relayquant.stages.preparation.clamp import (
     CLAMPS,
     canonicalize_clamp,

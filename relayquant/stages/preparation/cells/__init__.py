@@ -1,0 +1,1 @@
+"""Steps of unrolled recurrent layers -> one operator: rule `join_cells`."""
