@@ -14,7 +14,7 @@ import tvm
 from tvm import relax
 
 from relayquant.errors import ConfigError
-from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE, QUANTIZE
+from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE
 from relayquant.ir.ops.callbacks import call_user, check_value
 from relayquant.ir.rewrite import Emitter, Match, Rule, Skip, apply_rules
 from relayquant.ir.rewrite.bind import bind_params, describe_weights
@@ -66,8 +66,11 @@ from relayquant.stages.preparation.dense import (
 from relayquant.stages.preparation.finite import check_constants
 from relayquant.stages.preparation.identity import (
     NEUTRAL,
+    REPEATED,
     SAME_SHAPE,
+    choose_side,
     count_axes_from_front,
+    merge_equal,
     project_tuple,
     put_constant_second,
     remove_alias,
@@ -87,7 +90,6 @@ from relayquant.stages.preparation.pooling import (
 )
 from relayquant.stages.preparation.quantized import (
     center_weight,
-    merge_equal,
     move_inside_dequantize,
     name_dialect,
 )
@@ -111,7 +113,7 @@ RULES: tuple[CanonicalRule, ...] = (
     make_rule(bound_indices, "relax.take"),
     make_rule(fold_constants),
     make_rule(name_dialect, "relax.quantize", "relax.dequantize"),
-    make_rule(merge_equal, QUANTIZE, DEQUANTIZE),
+    make_rule(merge_equal, *REPEATED),
     make_rule(center_weight, DEQUANTIZE),
     make_rule(move_inside_dequantize, *MOVES),
     make_rule(stack_to_concat, "relax.stack"),
@@ -132,6 +134,7 @@ RULES: tuple[CanonicalRule, ...] = (
     make_rule(merge_constant_adds, "relax.add"),
     make_rule(fill_norm_factors, *NORMS),
     make_rule(canonicalize_clamp, *CLAMPS),
+    make_rule(choose_side, "relax.where"),
     make_rule(where_to_prelu, "relax.where"),
     make_rule(prelu_to_leaky_relu, "relax.nn.prelu"),
     make_rule(fold_pad, *WINDOWS),

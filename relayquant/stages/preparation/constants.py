@@ -27,6 +27,7 @@ NUMPY: dict[str, Callable[..., np.ndarray]] = {
     "relax.add": np.add,
     "relax.subtract": np.subtract,
     "relax.multiply": np.multiply,
+    "relax.where": np.where,
 }
 
 #: prefixes of operators that are never folded: a quantized weight must stay quantized

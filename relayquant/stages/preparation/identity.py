@@ -1,13 +1,14 @@
 """Rules that remove operators without effect: aliases, projections of tuples, no-op shapes,
-dropout, x + 0, x * 1.
+dropout, x + 0, x * 1, and what another value has already.
 """
 
 from __future__ import annotations
 
 import numpy as np
 from tvm import relax
-from tvm.ir import GenericConst
+from tvm.ir import Call, GenericConst
 
+from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE, QUANTIZE
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.expressions import same_type
 from relayquant.ir.rewrite.graph import constant_value, tensor_shape
@@ -22,6 +23,12 @@ ORDER_KEEPING = (*RESHAPES, "relax.broadcast_to", "relax.astype")
 SAME_SHAPE = (
     *(*ORDER_KEEPING, "relax.split"),
     *("relax.strided_slice", "relax.nn.pad", "relax.permute_dims"),
+)
+#: Operators that models repeat: a value is quantized for each reader, a mask is prepared in each
+#: layer.
+REPEATED = (
+    *(QUANTIZE, DEQUANTIZE),
+    *("relax.where", "relax.clip", "relax.greater", "relax.astype", "relax.max"),
 )
 NEUTRAL = {"relax.add": 0, "relax.subtract": 0, "relax.multiply": 1, "relax.divide": 1}
 
@@ -109,6 +116,45 @@ def remove_neutral(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     if editor.op_name(var) == "relax.add" and array.ndim and editor.op_name(call.args[0]) in LINEAR:
         return decline("it is the bias of a product")
     return call.args[0]
+
+
+def merge_equal(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
+    """a = quantize(x, s, z); b = quantize(x, s, z) -> a for both. `REPEATED` has the operators."""
+    call = editor.call_of(var)
+    if editor.is_output(var) or not isinstance(call.args[0], relax.Var):
+        return decline("main returns it, or its operand is a constant")
+    users = editor.users(call.args[0])
+    for other in sorted(users, key=editor.order().index):
+        if other.same_as(var):
+            break
+        if editor.op_name(other) == editor.op_name(var) and _has_equal_parameters(
+            editor.call_of(other), call
+        ):
+            return other
+    return decline("none before it has equal parameters")
+
+
+def _has_equal_parameters(left: Call, right: Call) -> bool:
+    if not left.args[0].same_as(right.args[0]) or str(left.attrs) != str(right.attrs):
+        return False
+    for one, two in zip(left.args[1:], right.args[1:], strict=True):
+        arrays = constant_value(one), constant_value(two)
+        if arrays[0] is None or arrays[1] is None:
+            if not one.same_as(two):
+                return False
+        elif not np.array_equal(*arrays):
+            return False
+    return True
+
+
+def choose_side(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
+    """where(c, x, y) -> x if c is true everywhere, y if it is false everywhere."""
+    condition, *sides = editor.call_of(var).args
+    truths = constant_value(condition)
+    if truths is None or not truths.size or truths.min() != truths.max():
+        return decline("the condition is not one constant")
+    side = sides[0] if truths.flat[0] else sides[1]
+    return side if same_type(side, var) else decline("the condition or the other side is wider")
 
 
 def count_axes_from_front(editor: Editor, var: relax.Var) -> relax.Expr | Skip:

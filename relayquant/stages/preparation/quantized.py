@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from tvm import relax
-from tvm.ir import Call
 
 from relayquant.base.qtypes import INTEGER_LIMITS
 from relayquant.ir.dialect import qnn
@@ -19,35 +18,6 @@ from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_sha
 from relayquant.ir.rewrite.rule import Skip, decline
 from relayquant.stages.preparation.dense import LINEAR
 from relayquant.stages.preparation.tensors import make_const
-
-
-def merge_equal(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
-    """a = quantize(x, s, z); b = quantize(x, s, z) -> a for both; the same for dequantize."""
-    call = editor.call_of(var)
-    if editor.is_output(var) or not isinstance(call.args[0], relax.Var):
-        return decline("main returns it, or its operand is a constant")
-    users = editor.users(call.args[0])
-    for other in sorted(users, key=editor.order().index):
-        if other.same_as(var):
-            break
-        if editor.op_name(other) == editor.op_name(var) and _has_equal_parameters(
-            editor.call_of(other), call
-        ):
-            return other
-    return decline("none before it has equal parameters")
-
-
-def _has_equal_parameters(left: Call, right: Call) -> bool:
-    if not left.args[0].same_as(right.args[0]) or str(left.attrs) != str(right.attrs):
-        return False
-    for one, two in zip(left.args[1:], right.args[1:], strict=True):
-        arrays = constant_value(one), constant_value(two)
-        if arrays[0] is None or arrays[1] is None:
-            if not one.same_as(two):
-                return False
-        elif not np.array_equal(*arrays):
-            return False
-    return True
 
 
 def move_inside_dequantize(editor: Editor, var: relax.Var) -> relax.Expr | Skip:

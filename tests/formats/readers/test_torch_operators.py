@@ -274,6 +274,7 @@ ATTENTION = {
     "causal, few heads": (attend(is_causal=True, enable_gqa=True), (4, 2), None),
     "mask": (attend(), (4, 4), "bool"),
     "sum mask": (attend(), (4, 4), "float"),
+    "sum mask that hides": (attend(), (4, 4), "hiding"),
     "mask, few heads": (attend(enable_gqa=True), (4, 2), "bool"),
     "view": (then_view(attend()), (4, 4), None),
     "view of causal": (then_view(attend(is_causal=True)), (4, 4), None),
@@ -293,6 +294,9 @@ def test_attention__computes_what_torch_computes(name):
             parts.append((torch.rand(7, keys) > 0.4) & (torch.arange(7) != 3)[:, None])
         elif mask == "float":
             parts.append(torch.randn(2, 1, 7, keys))
+        elif mask == "hiding":
+            hidden = (torch.rand(7, keys) > 0.6) | (torch.arange(7) == 3)[:, None]
+            parts.append(torch.randn(7, keys).masked_fill(hidden, -torch.inf))
         assert_program_equals(function, parts)
 
 

@@ -293,3 +293,27 @@ def test_concat__of_empty_values_along_another_axis_has_its_shape():
 
     mod = prepare_module(build_model(body, (0, 3)))
     assert [int(size) for size in mod["main"].ret_ty.shape] == [0, 6]
+
+
+def test_where__of_one_side_or_one_condition(check_same_numbers):
+    """A condition that is constant chooses; the mask that two layers prepare is prepared once."""
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32"), mask: R.Tensor((2, 3), "bool")):
+            with R.dataflow():
+                yes = R.where(R.const([True, True, True]), x, R.const(0.0))
+                wide = R.where(R.const([[True], [True]]), R.const(1.0), yes)
+                no = R.where(R.const(False), x, yes)
+                first = R.where(mask, R.const(0.0), R.const(-9.0))
+                second = R.where(mask, R.const(0.0), R.const(-9.0))
+                other = R.where(mask, R.const(0.0), R.const(-8.0))
+                a = R.multiply(R.add(no, first), wide)
+                b = R.subtract(R.subtract(a, second), other)
+                R.output(b)
+            return b
+
+    x = np.arange(6, dtype="float32").reshape(2, 3)
+    prepared = check_same_numbers(Before, x, x > 2)
+    assert prepared.script().count("R.where(") == 3  # wide, first, other

@@ -223,16 +223,18 @@ def read_truth(operator: Any, own: Decomposition) -> Decomposition:
 
 
 def attend(_operator: Any, own: Decomposition) -> Decomposition:
-    """Convert attention, causal or without a mask, to softmax(q @ k^T * scale) @ v.
+    """Convert attention to softmax(q @ k^T * scale + penalty) @ v, and 0 for rows without a key.
 
-    PyTorch's decomposition looks for rows of scores that are fully masked. There are none here.
+    PyTorch's decomposition scales queries and keys each, and seeks rows without a key among all
+    scores. Here they are sought in the mask, which layers share. A key that a mask hides has a
+    finite penalty, so that no row of scores is infinite as a whole.
     """
     import torch  # pyright: ignore[reportMissingImports]
 
     def decompose(query: Any, key: Any, value: Any, mask: Any = None, *args: Any, **kwargs: Any):
         dropout, causal = (*args, *(0.0, False)[len(args) :])
         dropout, causal = kwargs.get("dropout_p", dropout), kwargs.get("is_causal", causal)
-        if mask is not None or dropout:
+        if dropout:
             return own(query, key, value, mask, *args, **kwargs)
         scale = kwargs.get("scale")
         scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -243,7 +245,15 @@ def attend(_operator: Any, own: Decomposition) -> Decomposition:
         if causal:
             seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
             scores = scores.masked_fill(~seen, -torch.inf)
-        result = torch.matmul(torch.softmax(scores, -1), value)
+        if mask is None:
+            result = torch.matmul(torch.softmax(scores, -1), value)
+        else:
+            lowest = torch.finfo(scores.dtype).min
+            is_truth = mask.dtype == torch.bool
+            penalty = torch.where(mask, 0.0, lowest) if is_truth else mask.clamp(min=lowest)
+            has_keys = (mask if is_truth else mask > -torch.inf).any(-1, keepdim=True)
+            mixed = torch.matmul(torch.softmax(scores + penalty.to(scores.dtype), -1), value)
+            result = torch.where(has_keys, mixed, 0.0)
         return result if takes_views() else order_as(result, query)
 
     return decompose
