@@ -50,7 +50,7 @@ def build_kernel(name: str, body: Callable[[], None]) -> PrimFunc:
 
     Relax passes expect a root SBlock around the body of a PrimFunc.
     """
-    with IRBuilder() as builder, T.prim_func():
+    with IRBuilder() as builder, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "global_symbol": name})
         with ExitStack() as loops:

@@ -77,7 +77,7 @@ FETCHED_AHEAD = 8 * 1024
 #: missing.
 SHARING_THREADS = 4
 #: Accumulators of the product on vectors.
-ACCUMULATORS = 24
+ACCUMULATORS = 16
 #: The top bits of four bytes, as int32: also four times 128.
 FLIP = -0x7F7F7F80
 
@@ -539,46 +539,49 @@ def emit_vector_products(
     isa, blocks, lanes = plan.isa, plan.tile.blocks, plan.isa.lanes
     count, width = max(min(ACCUMULATORS // blocks, plan.tile_rows), 1), plan.panel_channels
     is_signed, zeros = isa.activation == "int8", constant("int32", 0, lanes)
-    for m in range(plan.tile.rows):
-        with T.serial(ceil_div(plan.tile_rows, count)) as part:
-            first = T.min(part * count, plan.tile_rows - count)
-            accs = alloc_vectors(count * blocks, lanes, isa.sum_dtype)
-            moved = alloc_vectors(blocks if is_signed else 0, lanes)
-            for slot, acc in enumerate(accs):
-                bias = load_vector(operands.bias, block.panel.bias + slot % blocks * lanes, lanes)
-                store_vector(acc, bias, 0, lanes)
-            for acc in moved:
-                store_vector(acc, zeros, 0, lanes)
-            with T.grid(*plan.taps, plan.chunks, plan.chunk_words) as (row, column, chunk, word):
-                step = (row * plan.taps[1] + column) * plan.chunks + chunk
-                at = block.sources[m] + first * row_distance(plan) + chunk * plan.chunk_distance
-                at = at + tap_offset(plan, image, row, column) + word * isa.products
-                weights = []
+    starts = T.alloc_buffer((plan.tile.rows,), "int64")
+    for m, source in enumerate(block.sources):
+        T.buffer_store(starts, T.Cast("int64", source), [m])
+    with T.grid(plan.tile.rows, ceil_div(plan.tile_rows, count)) as (m, part):
+        first = T.min(part * count, plan.tile_rows - count)
+        start = T.bind(starts[m] + first * row_distance(plan))
+        accs = alloc_vectors(count * blocks, lanes, isa.sum_dtype)
+        moved = alloc_vectors(blocks if is_signed else 0, lanes)
+        for slot, acc in enumerate(accs):
+            bias = load_vector(operands.bias, block.panel.bias + slot % blocks * lanes, lanes)
+            store_vector(acc, bias, 0, lanes)
+        for acc in moved:
+            store_vector(acc, zeros, 0, lanes)
+        with T.grid(*plan.taps, plan.chunks, plan.chunk_words) as (row, column, chunk, word):
+            step = (row * plan.taps[1] + column) * plan.chunks + chunk
+            at = start + chunk * plan.chunk_distance
+            at = at + tap_offset(plan, image, row, column) + word * isa.products
+            weights = []
+            for n in range(blocks):
+                vector = plan.number_vector(step * plan.chunk_words + word, n)
+                vector = block.panel.first_vector + vector
+                weights.append(T.bind(isa.load_weights(operands.weight, vector)))
+            for i in range(count):
+                words = load_vector(image.data, at + i * row_distance(plan), isa.products)
+                words = T.reinterpret("int32", words)
+                if is_signed:  # of the word; LLVM does not return from optimizing bytes here
+                    words = T.bitwise_xor(words, T.int32(FLIP))
+                value = T.bind(isa.as_activation(T.broadcast(words, lanes)))
                 for n in range(blocks):
-                    vector = plan.number_vector(step * plan.chunk_words + word, n)
-                    vector = block.panel.first_vector + vector
-                    weights.append(T.bind(isa.load_weights(operands.weight, vector)))
-                for i in range(count):
-                    start = at + i * row_distance(plan)
-                    words = T.reinterpret("int32", load_vector(image.data, start, isa.products))
-                    if is_signed:  # of the word; LLVM does not return from optimizing bytes here
-                        words = T.bitwise_xor(words, T.int32(FLIP))
-                    value = T.bind(isa.as_activation(T.broadcast(words, lanes)))
-                    for n in range(blocks):
-                        acc = accs[i * blocks + n]
-                        dot = isa.dot(load_vector(acc, 0, lanes), value, weights[n])
-                        store_vector(acc, dot, 0, lanes)
-                for n, acc in enumerate(moved):
-                    dot = isa.dot(load_vector(acc, 0, lanes), isa.repeat_word(FLIP), weights[n])
+                    acc = accs[i * blocks + n]
+                    dot = isa.dot(load_vector(acc, 0, lanes), value, weights[n])
                     store_vector(acc, dot, 0, lanes)
-            for slot, acc in enumerate(accs):
-                i, n = divmod(slot, blocks)
-                total = load_vector(acc, 0, lanes)
-                if is_signed:
-                    other = load_vector(moved[n], 0, lanes)
-                    total = emit_wrapping(Wrapping.SUBTRACT, total, other, lanes)
-                to = (m * plan.tile_rows + first + i) * width + n * lanes
-                store_vector(sums, total, to, lanes)
+            for n, acc in enumerate(moved):
+                dot = isa.dot(load_vector(acc, 0, lanes), isa.repeat_word(FLIP), weights[n])
+                store_vector(acc, dot, 0, lanes)
+        for slot, acc in enumerate(accs):
+            i, n = divmod(slot, blocks)
+            total = load_vector(acc, 0, lanes)
+            if is_signed:
+                other = load_vector(moved[n], 0, lanes)
+                total = emit_wrapping(Wrapping.SUBTRACT, total, other, lanes)
+            to = (m * plan.tile_rows + first + i) * width + n * lanes
+            store_vector(sums, total, to, lanes)
 
 
 def emit_results(
