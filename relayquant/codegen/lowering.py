@@ -10,12 +10,13 @@ rewrites the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
+import tvm_ffi
 from tvm import relax
 from tvm.ir import BaseFunc, Call, GlobalVar, IRModule, TupleType
 from tvm.tirx import PrimFunc
@@ -23,6 +24,7 @@ from tvm.tirx import PrimFunc
 from relayquant.codegen.expanded_weights import call_expansion
 from relayquant.codegen.kernels.emit import IS_SCHEDULED
 from relayquant.codegen.kernels.expansion import Expanded
+from relayquant.codegen.kernels.in_place import can_overwrite, overwrite_operand
 from relayquant.ir.dialect.cost import MACS_ATTR, count_macs
 from relayquant.ir.rewrite.expressions import FunctionGraph, list_reads, op_name
 from relayquant.ir.rewrite.rule import OnSkip, Rule, fire_first, log_skip, select_rules
@@ -87,6 +89,11 @@ class Lowered:
     changed: int | None = None
 
     @property
+    def output(self) -> relax.Var:
+        """The variable that holds the result."""
+        return self.vars[-1] if self.stored is None else self.stored
+
+    @property
     def first(self) -> relax.Var:
         """The value at whose binding the call is placed."""
         return self.results[0] if self.results else self.vars[-1]
@@ -107,7 +114,8 @@ class KernelTable:
 
     def __init__(self, mod: IRModule) -> None:
         self.builder = relax.BlockBuilder(mod)
-        self._kernels: dict[tuple[str, Hashable], GlobalVar] = {}
+        self._kernels: dict[tuple[str, Hashable, bool], GlobalVar] = {}
+        self._can_overwrite: dict[tuple[str, Hashable], bool] = {}
         self._packed: dict[Hashable, tuple[relax.Expr, ...]] = {}
 
     @property
@@ -115,13 +123,23 @@ class KernelTable:
         """Whether no kernel was added."""
         return not self._kernels
 
-    def get(self, kernel: Kernel, macs: int) -> GlobalVar:
-        """Return the function of a kernel in the module. Its attribute MACS_ATTR is `macs`."""
-        key = kernel.name, kernel.spec
+    def get(self, kernel: Kernel, macs: int, in_place: bool = False) -> GlobalVar:
+        """Return the function of a kernel in the module. Its attribute MACS_ATTR is `macs`.
+
+        `in_place`: the function stores the result over the last operand; see `can_overwrite`.
+        """
+        key = kernel.name, kernel.spec, in_place
         if key not in self._kernels:
-            func = mark_kernel(kernel.func, macs)
-            self._kernels[key] = self.builder.add_func(func, kernel.name)
+            func = overwrite_operand(kernel.func) if in_place else kernel.func
+            self._kernels[key] = self.builder.add_func(mark_kernel(func, macs), kernel.name)
         return self._kernels[key]
+
+    def can_overwrite(self, kernel: Kernel) -> bool:
+        """Whether a kernel may store its result over the last operand."""
+        key = kernel.name, kernel.spec
+        if key not in self._can_overwrite:
+            self._can_overwrite[key] = can_overwrite(kernel.func)
+        return self._can_overwrite[key]
 
     def pack(
         self, key: Hashable, make: Callable[[], Iterable[np.ndarray]]
@@ -289,6 +307,11 @@ class BlockEmitter:
     A concatenation that kernels write into is the whole tensor, written piece by piece:
 
         concat(f(x), g(x))    ->    t = call_tir(f, x); t' = call_tir_inplace(g, x, t)
+
+    A residual that no later kernel reads becomes the memory of the result, if kernels made and read
+    it and nothing else did, which could be a view of it:
+
+        y = f(x, w, r)        ->    y = call_tir_inplace(f', x, w, r)
     """
 
     def __init__(self, block: BlockView, calls: Sequence[Lowered]) -> None:
@@ -301,6 +324,9 @@ class BlockEmitter:
         self.missing = {concat: len(block.values[concat].args[0].fields) for concat in block.placed}
         self.written: dict[relax.Var, relax.Var] = {}
         self.bindings: list[relax.Binding] = []
+        self.last_reads = find_last_reads(block, self.calls)
+        #: tensors that kernels made, of which there is no view
+        self.own: set[relax.Var] = set()
 
     def run(self) -> list[relax.Binding]:
         """Return the new bindings in order."""
@@ -312,6 +338,8 @@ class BlockEmitter:
                 self.bind_result(var)
             elif self.block.is_free(var) and var not in self.missing:
                 self.bindings.append(binding)
+                if is_kernel_call(binding):
+                    self.own.add(var)
         return self.bindings
 
     def bind(self, var: relax.Var, value: relax.Expr) -> None:
@@ -324,19 +352,41 @@ class BlockEmitter:
             self.emit_call(earlier)
         values = self.block.values
         macs = sum(count_macs(values[var]) for var in call.vars if var in values)
-        function = self.block.table.get(call.kernel, macs)
         operands = [self.emit_operand(operand, call.vars[-1].name) for operand in call.operands]
+        if self.may_overwrite(call, operands) and self.block.table.can_overwrite(call.kernel):
+            call = replace(call, changed=len(operands) - 1)
+            function = self.block.table.get(call.kernel, macs, in_place=True)
+        else:
+            function = self.block.table.get(call.kernel, macs)
         if call.concat is not None:
             self.write_part(call, call.concat, function, operands)
         elif call.results:
             self.bind_all(call.results, function, operands)
         elif call.changed is not None:
-            var = call.vars[-1]
-            value = relax.op.call_tir_inplace(function, operands, call.changed, var.ty)
-            self.bind(var, value)
+            value = relax.op.call_tir_inplace(function, operands, call.changed, call.output.ty)
+            self.bind(call.output, value)
+            if operands[call.changed] in self.own:
+                self.own.add(call.output)
         else:
-            var = call.vars[-1] if call.stored is None else call.stored
-            self.bind(var, relax.call_tir(function, relax.Tuple(operands), list_types(var)))
+            value = relax.call_tir(function, relax.Tuple(operands), list_types(call.output))
+            self.bind(call.output, value)
+            self.own.add(call.output)
+
+    def may_overwrite(self, call: Lowered, operands: list[relax.Expr]) -> bool:
+        """Whether the last operand is a tensor like the result that nobody reads later.
+
+        A tensor outside the dataflow block may be read there.
+        """
+        if call.results or call.concat is not None or call.changed is not None or not operands:
+            return False
+        *others, last = operands
+        return (
+            isinstance(last, relax.DataflowVar)
+            and last in self.own
+            and self.last_reads.get(last) is call
+            and not any(each.same_as(last) for each in others)
+            and tvm_ffi.structural_equal(last.ty, call.output.ty)
+        )
 
     def emit_operand(self, operand: Operand, name: str) -> relax.Expr:
         """Return the argument for an operand of the kernel that computes the value `name`."""
@@ -391,6 +441,42 @@ class BlockEmitter:
             value = relax.op.call_tir_inplace(function, [*operands, before], at, whole.ty)
         self.bind(var, value)
         self.written[whole] = var
+
+
+def is_kernel_call(binding: relax.Binding) -> bool:
+    """Whether a binding is a call of a kernel that makes one new tensor."""
+    value = getattr(binding, "value", None)
+    is_tensor = isinstance(binding.var.ty, relax.TensorType)
+    return is_tensor and value is not None and op_name(value) == "relax.call_tir"
+
+
+def find_last_reads(
+    block: BlockView, calls: Mapping[relax.Var, Lowered]
+) -> dict[relax.Var, Lowered | relax.Binding]:
+    """Find the call that reads a value last, among kernels and all other readers.
+
+    What is no kernel may make a view, which others read later: then it counts as the last reader.
+    """
+    found: dict[relax.Var, Lowered | relax.Binding] = {}
+    seen: set[relax.Var] = set()
+
+    def read(reader: Lowered | relax.Binding, operands: Iterable[Any]) -> None:
+        found.update({each: reader for each in operands if each not in seen})
+
+    def read_all(call: Lowered) -> None:
+        for earlier in call.before:
+            read_all(earlier)
+        read(call, (each for each in call.operands if isinstance(each, relax.Var)))
+
+    for binding in block.bindings:
+        if binding.var in calls:
+            read_all(calls[binding.var])
+        elif block.is_free(binding.var):
+            operands = list(list_reads(binding.value))
+            read(binding, operands)
+            if not is_kernel_call(binding):
+                seen.update(operands)
+    return found
 
 
 def list_types(var: relax.Var) -> list[Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import tvm
 from tvm import relax, te
 
+from relayquant.codegen.kernels.in_place import STORES_ONCE
 from relayquant.codegen.lowering import BlockView, Kernel, Lowered, lower_functions
 from relayquant.ir.rewrite.expressions import op_name
 from relayquant.ir.rewrite.rule import Skip, decline, make_rule
@@ -34,8 +36,8 @@ def make_sum(name="sum_kernel"):
 class Sums:
     """A rule for additions, and a relu behind; counts how often a kernel is built."""
 
-    def __init__(self):
-        self.built = []
+    def __init__(self, **marks):
+        self.built, self.marks = [], marks
         self.rules = (make_rule(self.lower_sum, "relax.add"),)
 
     def lower_sum(self, block: BlockView, var: relax.Var) -> Lowered | Skip:
@@ -47,7 +49,7 @@ class Sums:
 
         def build():
             self.built.append(has_relu)
-            return make_sum()
+            return make_sum().with_attrs(self.marks)
 
         vars_ = (var, user) if has_relu else (var,)
         return Lowered(vars_, Kernel("sum_kernel", has_relu, build), tuple(call.args))
@@ -132,3 +134,45 @@ def test_lower_functions__branches_where_any_block_is_rewritten():
     for flag, want in ((True, a + b), (False, a * b)):
         got = machine["main"](*map(tvm.runtime.tensor, (np.bool_(flag).reshape(()), a, b)))
         np.testing.assert_array_equal(got.numpy(), want)
+
+
+def read_last(emit, x, y):
+    a = emit(relax.op.add(x, y))
+    return emit(relax.op.add(emit(relax.op.add(x, a)), a))
+
+
+def read_later(emit, x, y):
+    a = emit(relax.op.add(x, y))
+    b = emit(relax.op.add(x, a))
+    return emit(relax.op.add(b, emit(relax.op.add(a, b))))
+
+
+def read_view(emit, x, y):
+    a = emit(relax.op.add(x, y))
+    view = emit(relax.op.reshape(a, (4,)))
+    return emit(relax.op.add(emit(relax.op.add(x, a)), view))
+
+
+@pytest.mark.parametrize(
+    ("body", "changed"),
+    [
+        (read_last, [False, False, True]),  # only the second reader of a is the last one
+        (read_later, [False, False, False, True]),
+        (read_view, [False, False, False]),
+    ],
+)
+def test_lower_functions__a_result_takes_the_memory_of_an_operand_that_is_read_last(body, changed):
+    mod = tvm.IRModule({"main": make_function(body)})
+    sums = Sums(**{STORES_ONCE: True})
+    lowered = lower_functions(mod, sums.rules, lambda block: block)
+    names = [op_name(value) for value in list_values(lowered["main"])]
+    calls = [name for name in names if "call_tir" in name]
+    assert [name == "relax.call_tir_inplace" for name in calls] == changed
+    arrays = [np.arange(4, dtype="float32"), np.full(4, 0.5, "float32")]
+    got, wanted = (
+        relax.VirtualMachine(tvm.compile(each, "llvm"), tvm.cpu())["main"](
+            *[tvm.runtime.tensor(array) for array in arrays]
+        ).numpy()
+        for each in (lowered, mod)
+    )
+    np.testing.assert_array_equal(got, wanted)

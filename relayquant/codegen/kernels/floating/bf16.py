@@ -57,8 +57,10 @@ from relayquant.codegen.kernels.integer.specs import Tile
 from relayquant.codegen.kernels.integer.tiled import (
     Storing,
     SumTile,
+    emit_residual_prefetch,
     emit_tiled,
     locate_result,
+    mark_stores_once,
 )
 from relayquant.codegen.kernels.integer.tiled_plan import (
     FIRST_CACHE_BYTES,
@@ -256,9 +258,9 @@ def make_bf16_conv2d(
         emit_bf16_products(plan, image, operands, cost >= PARALLEL_THRESHOLD)
 
     if not spec.is_batched:
-        return build_kernel(name, body)
+        return mark_stores_once(build_kernel(name, body), plan)
     with repeat_over_batch((0, 3, 4) if epilogue.residual else (0, 3)):
-        return build_kernel(name, body)
+        return mark_stores_once(build_kernel(name, body), plan)
 
 
 def emit_bf16_products(plan: Bf16Plan, image: Image, operands: Operands, threads: bool) -> None:
@@ -324,6 +326,7 @@ def emit_floats(
     """Store the sums of a pixel, which include the bias, through the epilogue."""
     lanes = plan.isa.lanes
     row, pixel, _ = locate_result(plan, place, *tile.line, part)
+    emit_residual_prefetch(plan, operands.residual, pixel, plan.result_pitch, tile.channels)
     for n, channel in enumerate(tile.channels):
         acc = load_vector(sums, (tile.first + row) * plan.panel_channels + n * lanes, lanes)
         store_sums(plan, operands, acc, pixel * plan.result_pitch + channel)

@@ -67,7 +67,7 @@ from relayquant.codegen.kernels.integer.operands import (
 from relayquant.codegen.kernels.integer.plan_choice import choose_plan
 from relayquant.codegen.kernels.integer.saturating_pack import PACKED
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, PackedWeights
-from relayquant.codegen.kernels.integer.tiled import emit_tiled
+from relayquant.codegen.kernels.integer.tiled import emit_tiled, mark_stores_once
 from relayquant.codegen.kernels.integer.tiled_plan import TiledPlan
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 
@@ -124,7 +124,7 @@ def build_planned(
             image = emit_prepared_image(operands.data, spec, plan.isa)
         emit_convolution(plan, image, operands, threads)
 
-    return build_kernel(name, body)
+    return mark_stores_once(build_kernel(name, body), plan)
 
 
 @dataclass(frozen=True)

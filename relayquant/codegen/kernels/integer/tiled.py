@@ -20,7 +20,7 @@ run it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 from tvm.script.ir_builder import tirx as T
+from tvm.tirx import PrimFunc
 
 from relayquant.codegen.kernels.emit import (
     alloc_vectors,
@@ -42,6 +43,8 @@ from relayquant.codegen.kernels.emit import (
     split_index,
     store_vector,
 )
+from relayquant.codegen.kernels.in_place import STORES_ONCE
+from relayquant.codegen.kernels.integer.conv_plan import ConvPlan
 from relayquant.codegen.kernels.integer.operands import (
     Image,
     Operands,
@@ -73,6 +76,8 @@ CACHED_WEIGHT_BYTES = 256 * 1024
 NEAR_WEIGHT_BYTES = 64 * 1024
 #: Bytes between the weights of a step and those that it fetches, if they are read once.
 FETCHED_AHEAD = 8 * 1024
+#: A residual of more bytes does not stay in the second-level cache until it is added.
+NEAR_RESIDUAL_BYTES = 512 * 1024
 #: Fewer chunks than this number of threads cost as many bytes as the image has for each that is
 #: missing.
 SHARING_THREADS = 4
@@ -602,6 +607,21 @@ def emit_results(
             storing.emit(plan, operands, place, tile, sums, part)
 
 
+def mark_stores_once(func: PrimFunc, plan: ConvPlan) -> PrimFunc:
+    """Mark the kernel of a plan if its result may take the place of its residual."""
+    if isinstance(plan, TiledPlan) and plan.spec.epilogue.residual and stores_once(plan):
+        return func.with_attr(STORES_ONCE, True)  # pyright: ignore[reportReturnType]
+    return func
+
+
+def stores_once(plan: TiledPlan) -> bool:
+    """Whether each result is stored once, because no tile overlaps another."""
+    is_plain = plan.rows is not TileRows.PADDED or plan.pitch == plan.pixel_grid[2]
+    is_whole = plan.lines[2] % plan.tile_rows == 0 == plan.image_tiles % plan.tile.rows
+    is_wide = plan.panels * plan.panel_channels == plan.group_out
+    return is_plain and is_whole and is_wide and plan.tile_rows % count_stored_rows(plan) == 0
+
+
 def count_stored_rows(plan: TiledPlan) -> int:
     """Count the pixels whose results are packed and stored together."""
     return min(PACKED // plan.tile.blocks if plan.is_narrow else 1, plan.tile_rows)
@@ -634,6 +654,9 @@ def emit_integers(
             value = load_vector(sums, (tile.first + row) * width + n * lanes, lanes)
             accs.append(value if term is None else value + term)
         targets.append(pixel * plan.spec.out_channels)
+        if operands.residual is not None:
+            channels = tile.channels[:1] if plan.is_narrow else tile.channels
+            emit_residual_prefetch(plan, operands.residual, pixel, plan.spec.out_channels, channels)
     if plan.is_narrow:
         to = [pixel + tile.channels[0] for pixel in targets]
         emit_narrow_vectors(
@@ -646,6 +669,23 @@ def emit_integers(
 
 
 INTEGERS = Storing(count_stored_rows, emit_integers)
+
+
+def emit_residual_prefetch(
+    plan: TiledPlan, residual: Buffer | None, pixel: Expr, pitch: int, channels: Sequence[Expr]
+) -> None:
+    """Fetch the residual of the pixel that the next block stores where this one stores `pixel`.
+
+    `channels` are the first of each vector. A block is too short to wait for a large residual.
+    """
+    if residual is None:
+        return
+    width = np.dtype(residual.dtype).itemsize
+    if prod(plan.pixel_grid) * pitch * width <= NEAR_RESIDUAL_BYTES:
+        return
+    ahead = (pixel + plan.tile.rows * plan.tile_rows) * pitch
+    for channel in channels[:: max(plan.unit.row_bytes // (plan.isa.lanes * width), 1)]:
+        emit_prefetch(residual, ahead + channel, level=1)
 
 
 def locate_result(
