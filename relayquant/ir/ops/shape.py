@@ -45,6 +45,12 @@ SHARING = {
     "min": "relax.min",
 }
 
+#: give the elements of what they read, each at most once
+MOVES = (
+    *("relax.reshape", "relax.permute_dims", "relax.squeeze", "relax.expand_dims"),
+    *("relax.strided_slice", "relax.concat"),
+)
+
 #: operator -> attributes with the same meaning in affine space, for the rows and the allow-list.
 #: out_layout of a pool is not listed, nor roi, extrapolation_value and out_dtype of a resize.
 #: count_include_pad and the cubic attributes have no effect on the supported cases.

@@ -4,7 +4,9 @@ quantized and groups the values that share parameters.
 An anchor (conv, matmul) is quantized wherever the backend allows it. A follower (add, mean) is
 quantized if all its inputs are quantized or if an anchor reads its result. A connector (add,
 multiply, a table) is quantized only between quantized operators. A sharing operator (reshape,
-max_pool, relu) is quantized if its input is, or if its output is wanted as integers.
+max_pool, relu) is quantized if its input is, or if its output is wanted as integers. Where sums of
+products reach only float operators and outputs of the model, nothing that moves them is quantized:
+the sums are exact, and would be rounded to 8 bits.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from relayquant.config.relay_names import RELAY_NAMES
 from relayquant.errors import ConfigError
 from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE
 from relayquant.ir.ops import Kind
+from relayquant.ir.ops.shape import MOVES
 from relayquant.ir.plan import OperatorPlan, Plan
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import constant_value
@@ -56,6 +59,7 @@ def annotate(
     found = build_groups(graph, matches, quantized, wanted, tied)
     operators = []
     integers = {var for matched in matches if matched.root in quantized for var in matched.vars}
+    sums = find_moved_sums(graph, matches)
     for matched in matches:
         row = OperatorPlan(
             name=matched.root.name,
@@ -82,9 +86,10 @@ def annotate(
             )
         else:
             skip = matched.skip
+            neighbours = describe_neighbours(graph, matched, integers, sums)
             row = replace(
                 row,
-                reason=skip.reason if skip else describe_neighbours(graph, matched, integers),
+                reason=skip.reason if skip else neighbours,
                 advice=skip.advice if skip else "",
                 compute=matched.compute,
             )
@@ -92,12 +97,17 @@ def annotate(
     return Plan(tuple(operators), found.groups, found.value_groups)
 
 
-def describe_neighbours(graph: Graph, matched: OperatorMatch, integers: Set[relax.Var]) -> str:
+def describe_neighbours(
+    graph: Graph, matched: OperatorMatch, integers: Set[relax.Var], sums: Set[relax.Var]
+) -> str:
     """Say why an operator that could run on integers stays in float.
 
     Args:
         integers: All values inside operators that run on integers.
+        sums: See `find_moved_sums`.
     """
+    if matched.root in sums:
+        return "it moves sums of products to float operators or outputs, and they stay exact"
     if not integers.isdisjoint([*matched.inputs(), *graph.users[matched.root]]):
         return "it computes no products, and an operator next to it runs in float"
     return "neither its input nor its result is quantized"
@@ -192,8 +202,8 @@ def decide_quantized(
     """Return the roots of the operators that run on integers.
 
     Start with every operator that may be quantized. Then repeat until nothing changes: remove each
-    operator that is not worth quantizing (see `is_worthwhile`), and each connector that a float
-    operator reads.
+    operator that is not worth quantizing (see `is_worthwhile`), each connector that a float
+    operator reads, and each operator that only moves exact sums to float operators and outputs.
     """
     # An operator with dynamic parameters or with weights in groups reads and returns float values,
     # so it neither needs nor provides integers for its neighbours.
@@ -204,7 +214,7 @@ def decide_quantized(
         if matched.can_quantize and matched.root not in alone
     }
     owner = {var: matched.root for matched in matches for var in matched.vars}
-    given = find_given(graph)
+    given, sums = find_given(graph), find_moved_sums(graph, matches)
     while True:
         below = reach_down(quantized.values(), given)
         above = reach_up(quantized.values(), wanted)
@@ -213,6 +223,7 @@ def decide_quantized(
             for root, matched in quantized.items()
             if not is_worthwhile(matched, [var in below for var in matched.inputs()], root in above)
             or (matched.kind is Kind.CONNECTOR and has_float_reader(graph, root, owner, quantized))
+            or (root in sums - above and not has_integer_reader(graph, root, owner, quantized))
         ]
         if not removed:
             return frozenset(quantized) | alone
@@ -258,6 +269,36 @@ def has_float_reader(
     So the residual stream of a transformer, which layer norms read, stays in float.
     """
     return any(owner.get(user) not in quantized for user in graph.users[root])
+
+
+def has_integer_reader(
+    graph: Graph,
+    root: relax.Var,
+    owner: Mapping[relax.Var, relax.Var],
+    quantized: Mapping[relax.Var, OperatorMatch],
+) -> bool:
+    """Whether an operator that runs on integers reads the value."""
+    return any(owner.get(user) in quantized for user in graph.users[root])
+
+
+def find_moved_sums(graph: Graph, matches: Sequence[OperatorMatch]) -> set[relax.Var]:
+    """Return the results of operators that only move sums of products which nothing else reads.
+    A concatenation counts if one of its parts is such a value. An operator that a line of the
+    mapping names does not count.
+    """
+    moves = {
+        matched.root
+        for matched in matches
+        if matched.op in MOVES and (matched.rule is None or matched.rule.kind is Selector.GLOBAL)
+    }
+    moved: set[relax.Var] = set()
+    for matched in matches:  # in topological order
+        if matched.kind is Kind.ANCHOR and not matched.has_float_data:
+            if moves.issuperset(graph.users[matched.root]):
+                moved.add(matched.root)
+        elif matched.root in moves and not moved.isdisjoint(matched.inputs()):
+            moved.add(matched.root)
+    return moved & moves
 
 
 def reach_down(quantized: Iterable[OperatorMatch], given: Iterable[relax.Var]) -> set[relax.Var]:

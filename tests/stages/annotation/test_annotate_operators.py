@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -53,8 +53,10 @@ def build(
     return prepare_module(emit.builder.finalize())
 
 
-def plan_of(mod: tvm.IRModule, mapping: QConfigMapping = DEFAULT, backend=X86) -> Plan:
-    return annotate(mod, backend, mapping)
+def plan_of(
+    mod: tvm.IRModule, mapping: QConfigMapping = DEFAULT, backend=X86, wanted: Sequence[str] = ()
+) -> Plan:
+    return annotate(mod, backend, mapping, wanted)
 
 
 def conv(x: relax.Expr, channels: int = 4, **attrs) -> relax.Expr:
@@ -322,6 +324,39 @@ def test_annotate__reason_for_a_float_operator(body, shapes, operator, reason):
     assert not row.quantized
     assert reason in row.reason
     assert not row.is_unsupported
+
+
+def heads(emit, x):
+    """Two convolutions, one after the other, each with a head that is moved and joined."""
+    first = emit("first", conv(x))
+    second = emit("second", conv(first))
+    parts = [
+        emit(f"{name}_flat", op.reshape(emit(name, conv(source)), (1, -1)))
+        for name, source in (("a", first), ("b", second))
+    ]
+    return emit("out", op.concat(parts, axis=1))
+
+
+def test_annotate__sums_that_are_only_moved_stay_exact():
+    plan = plan_of(build(heads, MAP))
+    assert {row.name for row in plan.operators if row.quantized} == {"first", "second", "a", "b"}
+    assert plan.operator("a").output is None
+    assert "stay exact" in plan.operator("out").reason
+
+
+def test_annotate__sums_are_rounded_if_the_user_asks_or_an_operator_reads_them():
+    asked = DEFAULT.set_object_type("reshape", X86.default_qconfig)
+    plan = plan_of(build(heads, MAP), asked)
+    assert plan.operator("a_flat").quantized
+    assert all(row.quantized for row in plan_of(build(heads, MAP), wanted=["out"]).operators)
+
+    def body(emit, x):
+        flat = emit("flat", op.reshape(emit("a", conv(x)), (1, -1)))
+        last = emit("b", conv(emit("back", op.reshape(flat, MAP))))
+        return emit("out", op.concat([flat, emit("b_flat", op.reshape(last, (1, -1)))], axis=1))
+
+    rows = plan_of(build(body, MAP)).operators
+    assert [row.name for row in rows if not row.quantized] == ["b_flat", "out"]
 
 
 def test_annotate__integers_and_halves_stay_what_they_are():
