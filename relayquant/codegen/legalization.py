@@ -147,7 +147,7 @@ def legalize_permute_dims(builder: relax.BlockBuilder, call: Call) -> Any:
     symbolic, shape = found
     axes = [int(axis) for axis in call.attrs.axes or reversed(range(len(shape)))]
     spec = Permutation(shape, tuple(axes), dtype, np.dtype(dtype).itemsize)
-    if 0 in shape or (symbolic and axes[0] != 0) or not spec.fits_tiles:
+    if 0 in shape or (symbolic and axes[0] != 0) or not spec.has_kernel:
         return legalize_as_tvm(builder, call)
     func = build_for_batch(lambda: make_permutation(spec), symbolic, (0, 1))
     return relax.call_tir(builder.add_func(mark_kernel(func, macs=0), "transpose"), data, call.ty)

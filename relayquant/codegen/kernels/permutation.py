@@ -2,6 +2,7 @@
 
 A tile has equally many elements of the last axis of x and of the last axis of y. Its rows are
 vectors of x, its columns become vectors of y. So memory is read and written in whole vectors.
+A few channels, which are no tile, are interleaved: a vector of each becomes neighbouring pixels.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from relayquant.codegen.kernels.isa.base import Expr
 
 #: Bytes of an element -> rows and columns of a tile.
 TILES = {1: 16, 2: 8, 4: 8}
+#: Most channels that are interleaved, and elements of a vector of one of them.
+MOST_INTERLEAVED, INTERLEAVED_LANES = 4, 16
 #: Tiles along the last axis of x that one task transposes.
 TASK_TILES = 32
 
@@ -68,6 +71,21 @@ class Permutation:
         return axes
 
     @property
+    def has_kernel(self) -> bool:
+        """Whether there is a kernel."""
+        return self.fits_tiles or self.interleaves
+
+    @property
+    def interleaves(self) -> bool:
+        """Whether the last axis of x becomes pixels, and the last one of y is a few channels."""
+        axes = self.list_axes()
+        if len(axes) < 2 or self.width not in TILES:
+            return False
+        *_, pixels, channels = axes
+        is_long = pixels.source == 1 and pixels.size >= INTERLEAVED_LANES
+        return is_long and channels.size <= MOST_INTERLEAVED
+
+    @property
     def fits_tiles(self) -> bool:
         """Whether the last axes of x and y are two axes of at least one tile."""
         axes, tile = self.list_axes(), TILES.get(self.width)
@@ -77,10 +95,37 @@ class Permutation:
 
 
 def make_permutation(spec: Permutation, name: str = "permutation") -> PrimFunc:
-    """Make PrimFunc(x, y) of a permutation that fits tiles.
+    """Make PrimFunc(x, y) of a permutation that has a kernel.
 
     The last tile of an axis overlaps its neighbour if the axis is no multiple of a tile.
     """
+    return (make_tiled if spec.fits_tiles else make_interleaving)(spec, name)
+
+
+def make_interleaving(spec: Permutation, name: str) -> PrimFunc:
+    """Make the kernel of a permutation that interleaves a few channels."""
+    *others, pixels, channels = spec.list_axes()
+    lanes, count = INTERLEAVED_LANES, channels.size
+    order = [T.int32(row * lanes + i) for i in range(lanes) for row in range(count)]
+
+    def body() -> None:
+        x, y = declare_arguments(("x", spec.shape, spec.dtype), ("y", spec.out_shape, spec.dtype))
+        threads = prod(spec.shape) * spec.width >= PARALLEL_BYTES
+        sizes = (*(axis.size for axis in others), ceil_div(pixels.size, lanes))
+        with loop_over(sizes, threads) as (*at, block):
+            source = sum(i * axis.source for i, axis in zip(at, others, strict=True))
+            target = sum(i * axis.target for i, axis in zip(at, others, strict=True))
+            pixel = T.min(block * lanes, pixels.size - lanes)
+            rows = [
+                load_vector(x, source + i * channels.source + pixel, lanes) for i in range(count)
+            ]
+            store_vector(y, T.Shuffle(rows, order), target + pixel * count, lanes * count)
+
+    return build_kernel(name, body)
+
+
+def make_tiled(spec: Permutation, name: str) -> PrimFunc:
+    """Make the kernel of a permutation that fits tiles."""
     *outer, last = spec.list_axes()
     first = next(axis for axis in outer if axis.source == 1)
     others = [axis for axis in outer if axis is not first]

@@ -22,6 +22,9 @@ CASES = [
     ((19, 5, 300), (2, 1, 0), "int16"),
     ((8, 1, 8), (2, 1, 0), "float32"),
     ((600, 17), (1, 0), "uint8"),  # several tasks along the last axis
+    ((2, 3, 5, 7), (0, 2, 3, 1), "float32"),  # a few channels, which are interleaved
+    ((4, 300), (1, 0), "uint8"),
+    ((3, 2, 16), (0, 2, 1), "int16"),
 ]
 
 
@@ -33,7 +36,7 @@ def draw(shape: tuple[int, ...], dtype: str) -> np.ndarray:
 def test_make_permutation__equals_numpy(shape, axes, dtype):
     x = draw(shape, dtype)
     spec = Permutation(shape, axes, dtype, x.itemsize)
-    assert spec.fits_tiles
+    assert spec.has_kernel
     got = call_kernel(make_permutation(spec), TARGET, [x], spec.out_shape, dtype)
     np.testing.assert_array_equal(got, x.transpose(axes))
 
@@ -42,14 +45,18 @@ def test_make_permutation__equals_numpy(shape, axes, dtype):
     ("shape", "axes", "dtype"),
     [
         ((1, 197, 3, 64), (0, 2, 1, 3), "int8"),  # the last axis stays
-        ((1, 3, 224, 224), (0, 2, 3, 1), "float32"),  # three channels are no tile
+        ((1, 224, 224, 3), (0, 3, 1, 2), "float32"),  # three channels are no tile
+        ((1, 5, 224, 224), (0, 2, 3, 1), "float32"),  # nor are five, which are not few
+        ((1, 3, 3, 5), (0, 2, 3, 1), "float32"),  # 15 pixels are no vector
         ((1, 8, 1, 1), (0, 2, 3, 1), "float32"),  # moves no element
         ((16, 16), (1, 0), "int64"),
         ((), (), "float32"),
     ],
 )
-def test_fits_tiles__only_where_two_long_axes_change_places(shape, axes, dtype):
-    assert not Permutation(shape, axes, dtype, np.dtype(dtype).itemsize).fits_tiles
+def test_has_kernel__where_two_long_axes_change_places_or_one_goes_behind_a_short_one(
+    shape, axes, dtype
+):
+    assert not Permutation(shape, axes, dtype, np.dtype(dtype).itemsize).has_kernel
 
 
 @pytest.mark.parametrize("shape", [(2, 24, 9, 10), ("n", 24, 9, 10), (2, 24, "n", 10)])
