@@ -7,12 +7,15 @@ import pytest
 import tvm
 
 from relayquant.codegen.kernels.integer.elementwise import Requantize, Space, build_requantize
-from relayquant.codegen.kernels.integer.epilogue import Epilogue
+from relayquant.codegen.kernels.integer.epilogue import Epilogue, Store
+from relayquant.codegen.kernels.integer.matmul import BatchMatmul, build_batch_matmul
+from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.lowering import Lowered
 from relayquant.codegen.rules.kernel_call import call_built
 from relayquant.codegen.shared_kernels import read_skeleton, share_kernels
 
+SUMS = Epilogue(output=Store.ACCUMULATOR, dtype="int32")
 DATA = np.arange(64).astype("uint8")
 
 
@@ -54,6 +57,27 @@ def test_share_kernels__keeps_what_nothing_shares(others):
     calls = [call_of(3, 0.5, 7), *others]
     for before, after in zip(calls, share_kernels(calls), strict=True):
         assert after is before
+
+
+def test_share_kernels__products_of_activations_with_other_zero_points():
+    """Attention's products of all layers are one kernel, whatever the zero points of both sides."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 256, (1, 4, 16)).astype("uint8")
+    w = rng.integers(0, 256, (1, 32, 16)).astype("uint8")
+    isa, zeros = select_isa(resolve_target(None)), [(3, 5), (100, 200)]
+    products = [
+        BatchMatmul(1, 4, 32, 16, "uint8", x_zero, "uint8", w_zero, epilogue=SUMS)
+        for x_zero, w_zero in zeros
+    ]
+    calls = [call_built((), build_batch_matmul(each, isa), (x, w)) for each in products]
+    shared = share_kernels(calls)
+    assert len({call.kernel.func for call in shared}) == 1
+    for (x_zero, w_zero), call in zip(zeros, shared, strict=True):
+        wide = (x.astype("int64") - x_zero) @ (w.astype("int64") - w_zero).transpose(0, 2, 1)
+        y = tvm.runtime.tensor(np.zeros(wide.shape, "int32"))
+        library = tvm.compile(tvm.IRModule({"main": call.kernel.func}), target=resolve_target(None))
+        library["batch_matmul"](*map(tvm.runtime.tensor, call.operands), y)
+        np.testing.assert_array_equal(y.numpy(), wide)
 
 
 def test_read_skeleton__tells_zeros_apart():
