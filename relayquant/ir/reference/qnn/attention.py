@@ -54,7 +54,7 @@ def cached_attention(
     if groups == 0 or heads % groups:
         found = f"query has {format_count(heads, 'head')}"
         raise QnnError(f"{found}; allowed: a multiple of {groups}, as keys has.", code="RQ601")
-    split = query.reshape(batch, rows, groups, heads // groups, width)
+    split = query.reshape(batch, rows, groups, heads // groups, width).transpose(0, 2, 3, 1, 4)
     real_keys = keys.astype("float32") * np.asarray(key_scale, "float32")
     real_values = values.astype("float32") * np.asarray(value_scale, "float32")
     last = place_rows(query, positions)[:, None, None, :, None]
@@ -63,14 +63,16 @@ def cached_attention(
     # What is not seen may be anything, also NaN.
     read = is_seen.any(axis=(1, 2, 3))[:, None, :, None]
     real_keys, real_values = (np.where(read, array, 0) for array in (real_keys, real_values))
-    scores = np.einsum("btgsi,bgki->bgstk", split, real_keys) * np.float32(scale)
+    scores = np.matmul(split, real_keys[:, :, None].swapaxes(-1, -2))
+    scores *= np.float32(scale)
     if soft_cap:
         scores = np.float32(soft_cap) * np.tanh(scores / np.float32(soft_cap))
     scores = np.where(is_seen, scores, np.float32(-np.inf))
     largest = scores.max(axis=-1, keepdims=True, initial=np.finfo("float32").min)
-    powers = np.exp(scores - largest)
+    scores -= largest
+    powers = np.exp(scores, out=scores)
     totals = powers.sum(axis=-1, keepdims=True)
-    sums = np.einsum("bgstk,bgki->bgsti", powers, real_values) / np.where(totals > 0, totals, 1)
+    sums = np.matmul(powers, real_values[:, :, None]) / np.where(totals > 0, totals, 1)
     return sums.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype("float32")
 
 
