@@ -9,6 +9,7 @@ the module with these in float, and all other parameters as they were calibrated
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from relayquant.analysis.outputs import (
     order_inputs,
 )
 from relayquant.analysis.sensitivity import Simulation, find_rounding_operators
+from relayquant.base.events import CallbackList, ProgressEvent
 from relayquant.codegen.eager import EagerModule
 from relayquant.config import Guard, GuardSettings
 from relayquant.data import (
@@ -491,6 +493,7 @@ class Suspects:
         is_arithmetic: Whether the simulated model has the SQNR that the integer module lacks.
         bad: Samples that the operators are sought on.
         judged: Samples that decide.
+        events: Told of each module that is tried.
     """
 
     prepared: PreparedModel
@@ -500,6 +503,7 @@ class Suspects:
     is_arithmetic: bool
     bad: Batches
     judged: Batches
+    events: CallbackList
 
     @cached_property
     def expected(self) -> list[list[np.ndarray]]:
@@ -574,8 +578,9 @@ def find_suspects(
     if is_arithmetic:
         first = [find_first_off(prepared, qmod, bad)]
     else:
-        first = search_simulated(simulation, mapping, order, target, math.inf) or order[:1]
-    return Suspects(prepared, guarding, order, first, is_arithmetic, bad, judged)
+        found = search_simulated(simulation, mapping, order, target, math.inf, settings.events)
+        first = found or order[:1]
+    return Suspects(prepared, guarding, order, first, is_arithmetic, bad, judged, settings.events)
 
 
 def revert_operators(suspects: Suspects, build: Callable[[Changes], tvm.IRModule]) -> Attempt:
@@ -586,9 +591,13 @@ def revert_operators(suspects: Suspects, build: Callable[[Changes], tvm.IRModule
         suspects: What to try.
         build: Makes the integer module with changes.
     """
+    modules = itertools.count(1)
 
     def attempt(changes: Changes) -> Attempt:
-        return suspects.judge(changes, build(changes))
+        tried = suspects.judge(changes, build(changes))
+        seen = ProgressEvent("revert operators", next(modules), None, unit="module")
+        suspects.events.on_progress(seen)
+        return tried
 
     for changes in suspects.list_milder():
         if suspects.follows(found := attempt(changes)):

@@ -5,6 +5,7 @@ builds what is measured.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -186,7 +187,9 @@ class ModuleSearch:
             return
         simulation = self.simulation
         order = rank_operators(simulation, self.events, self.deadline, self.state)
-        names = search_simulated(simulation, self.base, order, self.bound, self.deadline)
+        names = search_simulated(
+            simulation, self.base, order, self.bound, self.deadline, self.events
+        )
         for proposed in propose_integers(self.done, order, names, self.deadline):
             yield proposed, FLOAT
         found = self.best
@@ -371,6 +374,7 @@ def search_simulated(
     order: Sequence[str],
     bound: float,
     deadline: float,
+    events: CallbackList,
 ) -> list[str]:
     """Few operators, in this order, without which the simulated model scores at least `bound`.
 
@@ -379,8 +383,12 @@ def search_simulated(
     deadline with what it has.
     """
 
+    trials = itertools.count(1)
+
     def suffices(names: Sequence[str]) -> bool:
-        return simulation.score(find_remaining(simulation.prepared, base, names)) >= bound
+        score = simulation.score(find_remaining(simulation.prepared, base, names))
+        events.on_progress(ProgressEvent("find operators", next(trials), None, unit="trial"))
+        return score >= bound
 
     low, high, step = 0, len(order), 1  # `low` operators do not suffice, `high` do
     while high - low > 1 and time.monotonic() < deadline:

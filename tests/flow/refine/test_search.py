@@ -361,7 +361,7 @@ def simulate(monkeypatch):
         clock = SimpleNamespace(monotonic=lambda: float(len(measured)))
         monkeypatch.setattr("relayquant.flow.refine.search.time", clock)
         simulation = SimpleNamespace(prepared=None, score=score)
-        found = search_simulated(simulation, None, order, 1.0, deadline)
+        found = search_simulated(simulation, None, order, 1.0, deadline, CallbackList())
         return [int(name[1:]) for name in found], [len(names) for names in measured]
 
     return run
