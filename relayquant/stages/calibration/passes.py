@@ -25,7 +25,7 @@ from relayquant.stages.prepared import CalibrationGraph, FitPoint
 
 #: minimum number of samples that weights are fitted with, whatever their size; fewer only if the
 #: data set has fewer
-FEWEST_SAMPLES = 32
+FEWEST_SAMPLES = 16
 
 
 @dataclass(frozen=True, eq=False)
