@@ -23,7 +23,7 @@ from relayquant.codegen.eager.product import (
     ProductStep,
 )
 from relayquant.codegen.eager.rounding import ROUND, RoundingStep
-from relayquant.codegen.eager.rows import GELU, RowStep, make_norm, make_softmax
+from relayquant.codegen.eager.rows import EACH, RowStep, make_norm, make_softmax
 from relayquant.codegen.kernels.floating.row_norm import RowNorm
 from relayquant.codegen.kernels.floating.softmax import Softmax
 from relayquant.ir.reference.affine import center_factors
@@ -267,11 +267,11 @@ class Planner:
         spec = RowNorm((None,), width, epsilon, is_centred=True, bias=True)
         return self.plan_rows(root, KernelKey(make_norm, spec), width, vectors)
 
-    def plan_gelu(self, root: relax.Var) -> Step | Skip:
-        """Plan the step of a gelu."""
+    def plan_each(self, root: relax.Var) -> Step | Skip:
+        """Plan the step of a function of each value."""
         if not is_float32(root):
             return decline("not float32 of known rank")
-        return self.plan_rows(root, GELU, 1)
+        return self.plan_rows(root, EACH[op_name(self.values[root])], 1)
 
     def plan_rows(
         self, root: relax.Var, key: KernelKey, width: int, factors: Sequence[np.ndarray] = ()
@@ -345,7 +345,7 @@ EAGER_RULES: tuple[Rule[Planner, relax.Var, Step], ...] = (
     make_rule(Planner.plan_rounding, "relax.qnn.simulated_quantize"),
     make_rule(Planner.plan_softmax, "relax.nn.softmax"),
     make_rule(Planner.plan_layer_norm, "relax.nn.layer_norm"),
-    make_rule(Planner.plan_gelu, "relax.nn.gelu"),
+    make_rule(Planner.plan_each, *EACH),
 )
 
 

@@ -1,12 +1,14 @@
-"""Softmax, layer norm and gelu of float32 -> steps that run one kernel for any number of rows.
+"""Softmax, layer norm, gelu and sigmoid of float32 -> steps that run one kernel for any number of
+rows.
 
 Compiled models have the same kernels of softmax and layer norm, which give the reference's bits.
-gelu differs by at most 3e-7 of its operand, and is ten times as fast as scipy's error function.
+gelu differs by at most 3e-7 of its operand, sigmoid by as much of its result. Both are many times
+as fast as scipy's functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +24,7 @@ from relayquant.codegen.kernels.emit import build_kernel, constant, load_vector,
 from relayquant.codegen.kernels.floating import row_norm, softmax
 from relayquant.codegen.kernels.floating.curve import emit_erf
 from relayquant.codegen.kernels.floating.row_norm import RowNorm
-from relayquant.codegen.kernels.floating.softmax import Softmax
+from relayquant.codegen.kernels.floating.softmax import Softmax, emit_exp
 from relayquant.codegen.kernels.floating.tile import Expr, FloatIsa, declare_arguments
 from relayquant.ir.reference.frame import Frame
 
@@ -38,22 +40,47 @@ def make_norm(spec: RowNorm, isa: FloatIsa, name: str) -> PrimFunc:
 
 
 @dataclass(frozen=True)
-class Gelu:
-    """The gelu of n float32 values. n is an argument of the compiled kernel."""
+class EachValue:
+    """A function of each of n float32 values. n is an argument of the compiled kernel."""
 
 
-def make_gelu(spec: Gelu, isa: FloatIsa, name: str) -> PrimFunc:
+def make_gelu(spec: EachValue, isa: FloatIsa, name: str) -> PrimFunc:
     """Make PrimFunc(x (n, 1), y (n, 1)): y = x (0.5 + 0.5 erf(x / sqrt(2)))."""
+
+    def emit(value: Expr, width: int) -> Expr:
+        half = constant("float32", 0.5, width)
+        return value * (half + half * emit_erf(value * constant("float32", 0.5**0.5, width), width))
+
+    return make_each(emit, isa, name)
+
+
+def make_sigmoid(spec: EachValue, isa: FloatIsa, name: str) -> PrimFunc:
+    """Make PrimFunc(x (n, 1), y (n, 1)): y = 1 / (1 + e^-x)."""
+    return make_each(emit_sigmoid, isa, name)
+
+
+def make_silu(spec: EachValue, isa: FloatIsa, name: str) -> PrimFunc:
+    """Make PrimFunc(x (n, 1), y (n, 1)): y = x / (1 + e^-x)."""
+    return make_each(lambda value, width: value * emit_sigmoid(value, width), isa, name)
+
+
+def emit_sigmoid(value: Expr, width: int) -> Expr:
+    """Emit 1 / (1 + e^-x), without powers above 1."""
+    zero, one = constant("float32", 0, width), constant("float32", 1, width)
+    power = T.bind(emit_exp(-T.abs(value), width))
+    return T.Select(value < zero, power, one) / (one + power)
+
+
+def make_each(function: Callable[[Expr, int], Expr], isa: FloatIsa, name: str) -> PrimFunc:
+    """Make PrimFunc(x (n, 1), y (n, 1)) that computes a function of (vector, its lanes)."""
     size = tirx.Var("n", "int64")
 
     def body() -> None:
         x, y = declare_arguments(("x", (size, 1)), ("y", (size, 1)))
 
         def emit(offset: Expr, width: int) -> None:
-            half = constant("float32", 0.5, width)
-            value = load_vector(x, offset, width)
-            erf = emit_erf(value * constant("float32", 0.5**0.5, width), width)
-            store_vector(y, value * (half + half * erf), offset, width)
+            value = T.bind(load_vector(x, offset, width))
+            store_vector(y, function(value, width), offset, width)
 
         with T.serial(T.floordiv(size, isa.lanes)) as index:
             emit(index * isa.lanes, isa.lanes)
@@ -63,7 +90,11 @@ def make_gelu(spec: Gelu, isa: FloatIsa, name: str) -> PrimFunc:
     return build_kernel(name, body)
 
 
-GELU = KernelKey(make_gelu, Gelu())
+#: operator -> kernel
+EACH = {
+    f"relax.{name}": KernelKey(make, EachValue())
+    for name, make in {"nn.gelu": make_gelu, "sigmoid": make_sigmoid, "nn.silu": make_silu}.items()
+}
 
 
 class RowStep:

@@ -1,5 +1,5 @@
-"""Softmax, layer norm and gelu run on kernels, with the numbers of the reference; other operators
-run in numpy without asking TVM.
+"""Softmax, layer norm, gelu and sigmoid run on kernels, with the numbers of the reference; other
+operators run in numpy without asking TVM.
 """
 
 from __future__ import annotations
@@ -54,6 +54,17 @@ def test_gelu__near_the_error_function_everywhere():
     have, want = module.run("main", [x])[0], run(mod, [x])[0]
     np.testing.assert_array_equal(have[0], [0, np.nan, np.inf])
     np.testing.assert_array_less(np.abs(have[1:] - want[1:]), 3e-7 * np.abs(x[1:]) + 1e-7)
+
+
+@pytest.mark.parametrize("function", [op.sigmoid, op.nn.silu])
+def test_sigmoid__near_scipy_everywhere(function):
+    mod = build_model(lambda e, x: e("y", function(x)), ("n", 3))
+    module, x = EagerModule(mod), np.linspace(-80, 80, 30003, dtype="float32").reshape(-1, 3)
+    assert isinstance(runners(module)[0], RowStep)
+    x[0] = 0, np.nan, np.inf
+    have, want = module.run("main", [x])[0], run(mod, [x])[0]
+    np.testing.assert_array_equal(have[0], want[0])
+    np.testing.assert_allclose(have[1:], want[1:], rtol=1e-6)
 
 
 def test_call__symbolic_shapes_tuples_and_errors_are_those_of_the_interpreter():
