@@ -30,6 +30,12 @@ NUMPY: dict[str, Callable[..., np.ndarray]] = {
     "relax.where": np.where,
 }
 
+#: Operators that only move values: the reference has the same bits, and compiles nothing.
+MOVES = frozenset(
+    f"relax.{name}"
+    for name in ("broadcast_to", "concat", "flip", "repeat", "stack", "strided_slice", "tile")
+)
+
 #: prefixes of operators that are never folded: a quantized weight must stay quantized
 KEPT = ("relax.qnn.", "relax.quantize", "relax.dequantize", "relax.call_", "relax.random")
 
@@ -69,7 +75,8 @@ def fold_constants(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     else:
         kinds = {np.dtype(dtype).kind, *(array.dtype.kind for array in arrays)}
         # Integers have the same values in the reference, which compiles nothing.
-        result = _run_in_numpy(call) if kinds <= set("bui") else None
+        is_exact = name in MOVES or kinds <= set("bui")
+        result = _run_in_numpy(call) if is_exact else None
         result = _run_call(call) if result is None else result
     if result is None or result.shape != shape or str(result.dtype) != dtype:
         return decline("neither TVM nor the reference computes it")
