@@ -9,22 +9,19 @@ import numpy as np
 import tvm_ffi
 from tvm import relax
 
-from relayquant.formats.readers.refusal import Refusal
 from relayquant.ir.rewrite.graph import static_size, tensor_dtype
 
 
 def count_from_start(bb: relax.BlockBuilder, index: relax.Expr, size: Any) -> relax.Expr:
-    """Count a negative index from the start: add the size of its axis, a number or a run-time
-    value.
-
-    Raises:
-        Refusal: the size is symbolic.
+    """Count a negative index from the start: add the size of its axis, a number, a symbolic one
+    or a run-time value.
     """
     dtype, count = tensor_dtype(index), static_size(size)
     if count is not None:
         size = relax.const(count, dtype)
     elif not isinstance(getattr(size, "ty", None), relax.TensorType):
-        raise Refusal(f"it has indices for an axis of size {size}; supported: fixed sizes")
+        held = bb.emit(relax.op.shape_to_tensor(relax.ShapeExpr([size])))
+        size = bb.emit(relax.op.astype(bb.emit(relax.op.reshape(held, [])), dtype))
     shifted = bb.emit(relax.op.add(index, size))
     is_negative = bb.emit(relax.op.less(index, relax.const(0, dtype)))
     return bb.emit(relax.op.where(is_negative, shifted, index))

@@ -328,6 +328,41 @@ def test_attention__of_a_length_that_is_known_at_run_time():
     np.testing.assert_allclose(got, Module()(q).numpy(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_mask_of_padding__of_a_length_that_is_known_at_run_time():
+    """As transformers makes it: picked by positions, which are cut from a table of 16. Padding
+    changes nothing, and a sample that is all padding has what PyTorch gives.
+    """
+
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Embedding(16, 8)
+            self.register_buffer("places", torch.arange(16)[None])
+
+        def forward(self, x, mask):
+            count, length = mask.shape
+            x = x + self.table(self.places[:, :length])
+            rows, keys = torch.arange(count)[:, None, None, None], torch.arange(length)
+            seen = mask.bool()[rows, keys[None, None, None]].expand(-1, -1, length, -1)
+            x = x.reshape(count, length, 2, 4).transpose(1, 2)
+            return functional.scaled_dot_product_attention(x, x, x, seen).transpose(1, 2)
+
+    torch.manual_seed(0)
+    module, x, mask = Module().eval(), torch.randn(3, 16, 8), torch.ones(3, 16).long()
+    mask[1, 9:], mask[2] = 0, 0
+    sizes = {0: torch.export.Dim("n", max=8), 1: torch.export.Dim("length", min=2, max=16)}
+    program = torch.export.export(module, (x, mask), dynamic_shapes=(sizes, sizes))
+    machine = relax.VirtualMachine(rq.compile(import_torch(program)[0]), tvm.cpu())
+
+    def run(*values):
+        return machine["main"](*(tvm.runtime.tensor(each.numpy()) for each in values)).numpy()
+
+    padded = run(x, mask)
+    np.testing.assert_allclose(padded, module(x, mask).detach().numpy(), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(run(x[1:2, :9], mask[1:2, :9]), padded[1:2, :9])
+
+
 WHOLE = torch.tensor([[5, 7, -3], [2, 9, 4]])
 COUNTS = WHOLE.abs() + 1
 REALS = torch.tensor([[0.3, -1.2, 2.0], [0.7, 1.9, -0.4]])

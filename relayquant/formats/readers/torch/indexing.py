@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+import tvm
 from tvm import relax
 
 from relayquant.formats.readers.indices import count_from_start, gather_elements, scatter_elements
@@ -48,6 +49,25 @@ def convert_index(node: Any, importer: Any) -> relax.Expr:
     points = value.ty.ndim - len(rest)  # axes of the broadcast indices
     order = [*range(points, points + first), *range(points), *range(points + first, value.ty.ndim)]
     return emit(relax.op.permute_dims(value, order))
+
+
+def convert_slice(node: Any, importer: Any) -> relax.Expr:
+    """Convert x[:, :n] of a run-time n that the program knows to be at most the axis' size.
+
+    TVM's frontend makes it min(n, size), which no other tensor's size equals.
+    """
+    operand, dim, start, end, step = read_arguments(node, "self", "dim", "start", "end", "step")
+    count = importer.env.get(end) if hasattr(end, "meta") else None
+    if start or step != 1 or not tvm.ir.is_prim_expr(count):
+        return importer._slice(node)
+    sizes = [each.meta["val"] for each in (node, end)]
+    found, wanted = (getattr(size, "node", size) for size in (sizes[0].shape[dim], sizes[1]))
+    if getattr(found, "expr", found) != getattr(wanted, "expr", wanted):
+        return importer._slice(node)
+    data = importer.env[operand]
+    axis = dim % data.ty.ndim
+    kept = relax.op.strided_slice(data, [axis], [0], [count], [1], assume_inbound=True)
+    return importer.block_builder.emit(kept)
 
 
 def convert_index_put(node: Any, importer: Any) -> relax.Expr:

@@ -20,6 +20,7 @@ from relayquant.formats.readers.torch.indexing import (
     convert_index,
     convert_index_put,
     convert_scatter,
+    convert_slice,
 )
 from relayquant.formats.readers.torch.pooling import (
     convert_adaptive_max_pool,
@@ -303,6 +304,7 @@ OPERATORS: dict[str, Convert] = {
         for rank in (1, 2, 3)
     },
     "gather.default": convert_gather,
+    "slice.Tensor": convert_slice,
     "index.Tensor": convert_index,
     "index_put.default": convert_index_put,
     "scatter.src": convert_scatter,
