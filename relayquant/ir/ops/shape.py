@@ -26,6 +26,7 @@ from relayquant.ir.ops.build import check_activation, check_float, first_skip, u
 from relayquant.ir.ops.pool import POOL_ATTRIBUTES
 from relayquant.ir.rewrite import Match, Pattern, Skip
 from relayquant.ir.rewrite.graph import tensor_dtype
+from relayquant.ir.rewrite.moves import MOVES
 
 #: exact in affine space with unchanged parameters
 SHARING = {
@@ -46,10 +47,7 @@ SHARING = {
 }
 
 #: give the elements of what they read, each at most once
-MOVES = (
-    *("relax.reshape", "relax.permute_dims", "relax.squeeze", "relax.expand_dims"),
-    *("relax.strided_slice", "relax.concat"),
-)
+SELECTIONS = (*MOVES, "relax.strided_slice", "relax.concat")
 
 #: operator -> attributes with the same meaning in affine space, for the rows and the allow-list.
 #: out_layout of a pool is not listed, nor roi, extrapolation_value and out_dtype of a resize.

@@ -25,7 +25,7 @@ from relayquant.config.relay_names import RELAY_NAMES
 from relayquant.errors import ConfigError
 from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE
 from relayquant.ir.ops import Kind
-from relayquant.ir.ops.shape import MOVES
+from relayquant.ir.ops.shape import SELECTIONS
 from relayquant.ir.plan import OperatorPlan, Plan
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import constant_value
@@ -289,7 +289,8 @@ def find_moved_sums(graph: Graph, matches: Sequence[OperatorMatch]) -> set[relax
     moves = {
         matched.root
         for matched in matches
-        if matched.op in MOVES and (matched.rule is None or matched.rule.kind is Selector.GLOBAL)
+        if matched.op in SELECTIONS
+        and (matched.rule is None or matched.rule.kind is Selector.GLOBAL)
     }
     moved: set[relax.Var] = set()
     for matched in matches:  # in topological order

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import tvm
-from emulated_unit import EMULATED, find_target
+from emulated_unit import EMULATED, REFUSED, find_target
 from machines import compile_kernel
 from test_bf16 import find_target as find_bf16_target
 from test_bf16 import hold
@@ -58,7 +58,7 @@ def run_both(kernel, target, operands: list[np.ndarray], residual: np.ndarray):
     return separate.numpy(), over.numpy()
 
 
-@pytest.mark.parametrize("isa", [AMX, EMULATED], ids=["unit", "emulated"])
+@pytest.mark.parametrize("isa", [AMX, EMULATED, REFUSED], ids=["unit", "emulated", "refused"])
 @pytest.mark.parametrize(("size", "kernel"), [((4, 16), 1), ((2, 16), 3)])
 def test_overwrite_operand__bytes(isa, size, kernel):
     plan, rng = make_plan(isa, size, 64, kernel), np.random.default_rng(0)
