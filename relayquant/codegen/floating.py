@@ -498,9 +498,23 @@ def call_bf16_matmul(
     isa, name = context.bf16, "bf16_batch_matmul"
     assert isa is not None
     inside, curve = follow_curve(context.block, root)
-    spec = replace(spec, curve=curve)
+    axes = [read_axes(context, operand) for operand in (data, weight)]
+    spec = replace(spec, curve=curve).permute(*axes, isa)
+    operands = (
+        operand if used is None else context.block.call_of(operand).args[0]
+        for operand, used in ((data, spec.x_axes), (weight, spec.w_axes))
+    )
     kernel = Kernel(name, repr(spec), lambda: make_bf16_matmul(spec, isa, name))
-    return Lowered((root, *inside), kernel, (data, weight))
+    return Lowered((root, *inside), kernel, tuple(operands))
+
+
+def read_axes(context: FloatContext, operand: relax.Expr) -> tuple[int, ...] | None:
+    """Read the axes of a permute_dims that only one value reads. None for any other operand."""
+    call = context.block.call_of(operand)
+    if call is None or op_name(call) != "relax.permute_dims" or call.attrs.axes is None:
+        return None
+    is_read_once = context.block.only_user(operand) is not None
+    return tuple(int(axis) for axis in call.attrs.axes) if is_read_once else None
 
 
 def copy_parts(context: FloatContext, concat: relax.Var) -> Lowered | Skip:

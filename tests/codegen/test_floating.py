@@ -138,6 +138,33 @@ def test_lower_float__products_of_constant_weights_take_the_precision(symbolic):
     assert dtypes == ["uint16", "uint16", "float32", "float32"]
 
 
+@pytest.mark.parametrize(
+    ("inner", "axes", "moved"),
+    [
+        (64, (0, 2, 3, 1), 0),  # keys
+        (48, (0, 2, 3, 1), 2),  # no whole number of transposed words
+        (64, (2, 0, 3, 1), 1),  # a batch that moves
+    ],
+)
+def test_lower_float__products_of_bf16_read_heads_where_they_lie(inner, axes, moved):
+    shapes = [(3, 20, 3, inner), tuple(np.array([3, 3, inner, 20])[np.argsort(axes)])]
+
+    def emit(bb, x, w):
+        rows = bb.emit(relax.op.permute_dims(x, (0, 2, 1, 3)))
+        return bb.emit(relax.op.matmul(rows, bb.emit(relax.op.permute_dims(w, axes))))
+
+    mod = make_module(emit, *shapes)
+    lowered = lower_float(mod, BF16, bf16=select_bf16(BF16))
+    names = list_operators(lowered)
+    assert names == ["relax.permute_dims"] * moved + ["bf16_batch_matmul"]
+    if not has_isa(VECTORS_BF16, TARGET):
+        return
+    x, w = (np.random.default_rng(0).normal(size=shape).astype("float32") for shape in shapes)
+    got = rq.Executor(rq.compile(mod, precision="bf16")).run("main", [x, w])[0]
+    wanted = x.transpose(0, 2, 1, 3) @ w.transpose(axes)
+    assert abs(got - wanted).max() < 2e-2 * abs(wanted).max()
+
+
 @pytest.mark.slow
 def test_compile__bf16_between_products_keeps_the_bits(monkeypatch):
     """Rounding where a value is written is rounding where products read it, also through a pool."""
