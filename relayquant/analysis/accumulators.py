@@ -30,6 +30,7 @@ from relayquant.ir.rewrite import Graph, expose_values
 from relayquant.ir.rewrite.graph import constant_value
 from relayquant.stages.compilation import compile_draft
 from relayquant.stages.prepared import PreparedModel
+from relayquant.stages.streams import follow_state
 
 #: raised scales leave this margin, because the rounding of weights changes with the scales
 MARGIN = 1.01
@@ -122,7 +123,7 @@ class AccumulatorReport(PlainFields):
 
 def measure_sums(integer: tvm.IRModule, dataset: Any) -> AccumulatorReport:
     """As `measure_accumulators`, on a data set, with the module run as is done earliest."""
-    data = open_dataset(dataset, describe_inputs(integer))
+    data = open_dataset(follow_state(integer, dataset), describe_inputs(integer))
     return measure_accumulators(integer, data, bind_loader(data, compile_draft))
 
 

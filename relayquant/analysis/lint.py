@@ -27,9 +27,11 @@ from relayquant.ir.reference import run as run_reference
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.bind import Model, split_model
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+from relayquant.ir.state import get_state
 from relayquant.stages.calibration.subgraphs import build_function, collect_ancestors
 from relayquant.stages.preparation import prepare_module
 from relayquant.stages.preparation.norms import NormStatistics, read_norm_statistics
+from relayquant.stages.streams import follow_state
 
 #: fewer samples than this are too few; ranges of activations settle within a few hundred
 FEW_SAMPLES = 16
@@ -187,6 +189,7 @@ def lint(
     layers = find_first_layers(prepared)
     findings, statistics, probe, seen, samples = [], {}, {}, set(), 0
     try:
+        dataset = follow_state(prepared, dataset)
         for batch in read_batches(open_dataset(dataset, describe_inputs(prepared))):
             if samples < PROBE_SAMPLES:
                 for name, array in batch.items():
@@ -200,11 +203,13 @@ def lint(
         findings.append(
             Finding(Severity.ERROR, "data", "", str(error), "Nothing after it was read.")
         )
+    states = {value.name for value in get_state(prepared)}
     for info in describe_inputs(prepared):
         if info.name in statistics:
             findings += check_range(info.name, info.dtype, statistics[info.name], samples)
             findings += check_channels(info.name, statistics[info.name])
-            findings += check_batches(info.name, statistics[info.name])
+            if info.name not in states:  # a state is zeros where a sequence begins
+                findings += check_batches(info.name, statistics[info.name])
     for name, layer in layers.items():
         if name in probe:
             findings += check_layer(
@@ -295,7 +300,8 @@ def measure_growth(
     """
     statistics: dict[str, InputSummary] = {}
     samples = 0
-    for batch in open_dataset(dataset, describe_inputs(prepare_module(*split_model(mod, params)))):
+    prepared = prepare_module(*split_model(mod, params))
+    for batch in open_dataset(follow_state(prepared, dataset), describe_inputs(prepared)):
         samples += count_samples(batch)
         for name, array in batch.items():
             statistics[name] = statistics.get(name, InputSummary()).update(array, samples)

@@ -39,6 +39,12 @@ class _Member:
     header: ArrayHeader
 
 
+def list_arrays(path: Path) -> dict[str, str]:
+    """Name of each array of an .npz -> its file in there."""
+    with _open_archive(path) as archive:
+        return {f[: -len(".npy")]: f for f in archive.namelist() if f.endswith(".npy")}
+
+
 def open_archive(
     path: Path, inputs: tuple[InputInfo, ...], batch_size: int | None
 ) -> tuple[int, Callable[[], Iterator[Batch]]]:
@@ -54,8 +60,8 @@ def open_archive(
         raise DataError(
             f"The data set {str(path)!r} is not a file; expected an .npz. {advice}", code="RQ301"
         )
+    files = list_arrays(path)
     with _open_archive(path) as archive:
-        files = {f[: -len(".npy")]: f for f in archive.namelist() if f.endswith(".npy")}
         if len(inputs) == 1 and len(files) == 1:
             (only,) = files
             if only not in (inputs[0].name, UNNAMED):

@@ -4,14 +4,17 @@ anew with the next one.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from relayquant.data.archive import list_arrays
 from relayquant.data.dataset import Dataset, open_dataset
-from relayquant.data.item import Batch, InputInfo, convert_item
+from relayquant.data.item import Batch, InputInfo, convert_item, is_array
 from relayquant.errors import DataError
 
 #: (inputs by name) -> the new values of the state by name
@@ -28,6 +31,14 @@ class SampleSequence:
     """
 
     samples: Iterable[Any]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.samples, Iterator):
+            raise DataError(
+                f"A SampleSequence got {type(self.samples).__name__}, which can be read only once. "
+                "Pass a list of the samples.",
+                code="RQ303",
+            )
 
 
 @dataclass(frozen=True)
@@ -50,8 +61,9 @@ def open_sequences(
 ) -> StreamedDataset:
     """Open the data set of a model with state.
 
-    An item that is no `SampleSequence` is a sequence of one step. An item with all inputs, state
-    included, stays as it is.
+    Arrays with samples along axis 0, also those of an .npz, are one sequence. Any other item that
+    is no `SampleSequence` is a sequence of one step. An item with all inputs, state included, stays
+    as it is.
 
     Args:
         inputs: All inputs, state included.
@@ -62,9 +74,13 @@ def open_sequences(
         DataError: as `open_dataset`, or a sequence is empty.
     """
     given = tuple(info for info in inputs if info.name not in initial)
+    if isinstance(dataset, (str, os.PathLike, Mapping)) or is_array(dataset):
+        stacked = open_dataset(dataset, given)
+        is_whole = initial.keys() <= find_names(dataset)
+        dataset = open_dataset(dataset, inputs) if is_whole else SampleSequence(stacked)
     if isinstance(dataset, SampleSequence):
         dataset = [dataset]
-    whole = open_dataset(dataset, inputs if has_state(dataset, initial) else given)
+    whole = open_dataset(dataset, given)
 
     def read_sequences() -> Iterator[tuple[int, list[Batch], Mapping[str, np.ndarray] | None]]:
         index = 0
@@ -106,6 +122,8 @@ def open_sequences(
     )
 
 
-def has_state(dataset: Any, initial: Mapping[str, np.ndarray]) -> bool:
-    """Whether a dict of arrays has the state too."""
-    return isinstance(dataset, Mapping) and initial.keys() <= dataset.keys()
+def find_names(dataset: Any) -> set[str]:
+    """Names of the arrays of a dict or an .npz. One array alone has none."""
+    if isinstance(dataset, (str, os.PathLike)):
+        return set(list_arrays(Path(dataset)))
+    return set(dataset) if isinstance(dataset, Mapping) else set()

@@ -17,6 +17,7 @@ from relayquant.stages.equalization import cross_layer, smooth
 from relayquant.stages.equalization.cross_layer import Declined
 from relayquant.stages.equalization.equalize import SMOOTHING_SAMPLES
 from relayquant.stages.preparation import prepare_module
+from relayquant.stages.streams import follow_state
 
 
 @check_arguments
@@ -76,5 +77,6 @@ def smooth_activations(
         ConfigError: alpha or samples is out of range.
     """
     canonical = prepare_module(*split_model(mod, params))
-    batches = take_samples(open_dataset(dataset, describe_inputs(canonical)), samples)
+    data = open_dataset(follow_state(canonical, dataset), describe_inputs(canonical))
+    batches = take_samples(data, samples)
     return smooth.smooth_activations(canonical, batches, alpha, inserts=inserts)

@@ -22,14 +22,15 @@ from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError
 from relayquant.flow.pipeline import lower_alone
 from relayquant.flow.refine.drift import StreamMeter
-from relayquant.flow.streams import open_streams
 from relayquant.ir.ledger import Ledger, read_ledger
 from relayquant.ir.rewrite.bind import Model, bind_model, split_model
 from relayquant.ir.rewrite.entry import name_main
+from relayquant.ir.state import add_initial_state
 from relayquant.stages.compilation import compile_draft, compile_silently
 from relayquant.stages.equalization.cross_layer import add_exponents, read_exponents, scale_layers
 from relayquant.stages.preparation import prepare_module
 from relayquant.stages.prepared import PreparedModel
+from relayquant.stages.streams import open_streams
 
 
 @check_arguments
@@ -48,10 +49,14 @@ def verify(mod: Model, inputs: Any, target: Any = None) -> VerifyReport:
 
     Integer values must be equal bit for bit, floats within 1e-4 relative.
 
+    Args:
+        inputs: As for `relayquant.reference.run`. State that they lack is the initial one.
+
     Raises:
         DataError: the inputs do not fit the module.
     """
-    return compile_to_verify(bind_model(mod), target).compare(inputs)
+    bound = name_main(bind_model(mod))
+    return compile_to_verify(bound, target).compare(add_initial_state(bound, inputs))
 
 
 def compile_to_verify(mod: tvm.IRModule, target: Any = None) -> Verifier:

@@ -28,10 +28,10 @@ from relayquant.config import (
 from relayquant.errors import AccuracyWarning, ConfigError, format_count, warn_user
 from relayquant.flow.pipeline import quantize_model, search_module
 from relayquant.flow.settings import DEFAULT_CALLBACKS, MAX_DROP, QuantizeSettings
-from relayquant.flow.streams import open_streams
 from relayquant.ir.float_precision import ask_float_precision
 from relayquant.ir.ledger import read_ledger
 from relayquant.ir.rewrite.bind import Model, split_model
+from relayquant.stages.streams import open_streams
 
 
 @check_arguments

@@ -25,11 +25,11 @@ from relayquant.flow.pipeline import (
 )
 from relayquant.flow.refine.prepared_edit import review_prepared
 from relayquant.flow.settings import CalibrateSettings, PrepareSettings
-from relayquant.flow.streams import open_streams
 from relayquant.ir.rewrite.bind import Model, bind_model, split_model
 from relayquant.stages.backends import find_backend, resolve_backend
 from relayquant.stages.calibration.dispatch import WORKER_TIMEOUT
 from relayquant.stages.prepared import PreparedModel
+from relayquant.stages.streams import open_streams
 
 
 @check_arguments

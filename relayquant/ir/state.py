@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,6 +136,19 @@ def find_places(mod: tvm.IRModule, values: Sequence[StateValue]) -> dict[str, St
         if found is not None:
             places[name] = found
     return places
+
+
+def add_initial_state(mod: tvm.IRModule, inputs: Any) -> Any:
+    """Return the inputs of main, by name or in order, with the initial state if they lack it."""
+    place = find_places(mod, get_state(mod)).get("main")
+    if place is None:
+        return inputs
+    initial = {value.name: value.value for value in get_state(mod) if value.name in place.names}
+    if isinstance(inputs, Mapping):
+        return {**initial, **inputs}
+    if len(inputs) != len(mod["main"].params) - len(initial):
+        return inputs
+    return [*inputs[: place.first], *initial.values(), *inputs[place.first :]]
 
 
 def pair_states(mod: tvm.IRModule) -> list[tuple[str, str]]:

@@ -57,6 +57,7 @@ from relayquant.stages.backends import find_backend
 from relayquant.stages.compilation import compile, compile_draft
 from relayquant.stages.effort import default_mapping
 from relayquant.stages.prepared import PreparedModel
+from relayquant.stages.streams import follow_state
 
 #: elements in the histogram of a value, over all samples
 SHOWN_ELEMENTS = 1 << 13
@@ -253,7 +254,7 @@ def collect_report(
     run = callbacks.run_stage
     canonical, quantized = align_modules(mod, qmod, params)
     ledger = read_ledger(quantized)
-    data = open_dataset(dataset, describe_inputs(canonical))
+    data = open_dataset(follow_state(canonical, dataset), describe_inputs(canonical))
     # Copies, because the data set may reuse the memory of its batches.
     batches = [
         {name: array.copy() for name, array in batch.items()}

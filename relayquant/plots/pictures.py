@@ -28,6 +28,7 @@ from relayquant.ir.plan import SharedQParams
 from relayquant.ir.rewrite import Graph, expose_values
 from relayquant.plots.text import LOW_SQNR
 from relayquant.stages.prepared import PreparedModel
+from relayquant.stages.streams import follow_state
 
 #: elements in the histogram of a value
 SHOWN_ELEMENTS = 1 << 17
@@ -286,7 +287,7 @@ def collect_values(
         inputs = {param.name for param in graph.func.params}
         inner = [name for name in points if name not in inputs]
         module = EagerModule(expose_values(prepared.mod, inner))
-        data = open_dataset(dataset, describe_inputs(prepared.mod))
+        data = open_dataset(follow_state(prepared.mod, dataset), describe_inputs(prepared.mod))
         batches = list(take_samples(data, samples))
         kept = max(SHOWN_ELEMENTS // len(batches), 1)
         for batch in batches:

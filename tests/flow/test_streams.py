@@ -4,6 +4,8 @@ value.
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from tvm import relax
@@ -11,13 +13,15 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relayquant as rq
+from relayquant.cli import main
 from relayquant.data import open_dataset, open_sequences
 from relayquant.data.item import describe_inputs
 from relayquant.errors import DataError
-from relayquant.flow.streams import open_streams
 from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE, QUANTIZE
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import call_name, iterate_results, result_expr
+from relayquant.plots.pictures import collect_ranges
+from relayquant.stages.streams import open_streams
 
 RNG = np.random.default_rng(0)
 #: the first and the last steps of 300
@@ -232,3 +236,71 @@ def test_compare__looks_at_the_end_of_sequences(quantized):
     assert report.stream_sqnr > 30
     assert "at the end of sequences" in str(report)
     assert rq.compare(mod, None, qmod, draw_rows(4)).stream_sqnr is None
+
+
+@pytest.mark.parametrize("form", ["array", "dict", "archive"])
+def test_open_streams__arrays_are_one_sequence(form, tmp_path):
+    mod, columns = make_stream(), np.stack(draw_columns(5))
+    np.savez(tmp_path / "x.npz", x=columns)
+    items = {"array": columns, "dict": {"x": columns}, "archive": tmp_path / "x.npz"}[form]
+    batches = list(open_dataset(open_streams(mod, None, items), describe_inputs(mod)))
+    whole = np.concatenate([np.zeros((1, 2, 2), "float32"), *columns], axis=2)
+    for at, batch in enumerate(batches):
+        np.testing.assert_array_equal(batch["x"], columns[at])
+        np.testing.assert_array_equal(batch["past"], whole[:, :, at : at + 2])
+    assert len(batches) == 5
+
+
+def test_open_streams__an_archive_with_the_state_stays(tmp_path):
+    mod, past = make_stream(), RNG.uniform(-1, 1, (5, 1, 2, 2)).astype("float32")
+    np.savez(tmp_path / "both.npz", x=np.stack(draw_columns(5)), past=past)
+    data = open_streams(mod, None, str(tmp_path / "both.npz"))
+    found = [batch["past"] for batch in open_dataset(data, describe_inputs(mod))]
+    np.testing.assert_array_equal(found, past)
+
+
+def test_sample_sequence__what_can_be_read_once_is_refused():
+    with pytest.raises(DataError, match=r"SampleSequence got generator.*Pass a list"):
+        rq.SampleSequence(column for column in draw_columns(2))
+
+
+@pytest.mark.slow
+def test_calls_that_take_data__take_sequences(quantized):
+    mod, qmod = quantized
+    data = [rq.SampleSequence(draw_rows(count)) for count in (6, 4)]
+    assert not [each for each in rq.lint(mod, None, data) if each.severity.value == "error"]
+    steps, shares = zip(*rq.analysis.measure_growth(mod, None, data)["h"], strict=True)
+    assert steps[0] == 4
+    assert shares[-1] == 1
+    sums = rq.analysis.accumulator_report(qmod, data)
+    assert {row.elements for row in sums.rows} == {10 * 4 * 8}
+    report = rq.report(mod, None, qmod, data, samples=64, rank=False)
+    assert report.data.compare.samples == 40
+    prepared = rq.calibrate(rq.prepare(mod, None, effort="fast"), data)
+    assert collect_ranges(prepared, data)
+    assert rq.smooth_activations(mod, None, data)[0]["main"].params[1].name == "h"
+
+
+@pytest.mark.slow
+def test_verify__state_begins_with_the_initial_one(quantized):
+    _, qmod = quantized
+    (x,) = draw_rows(1)
+    for inputs in ([x], {"x": x}, [x, np.ones((4, 8), "float32")]):
+        assert rq.verify(qmod, inputs).is_equal
+
+
+@pytest.mark.slow
+def test_commands__an_archive_is_one_sequence(quantized, tmp_path, capsys):
+    mod, qmod = quantized
+    rq.save_module(mod, tmp_path / "cell.rqm")
+    rq.save_module(qmod, tmp_path / "cell.int8.rqm")
+    np.savez(tmp_path / "x.npz", x=np.stack(draw_rows(30)))
+    data = ["--data", str(tmp_path / "x.npz")]
+    both = [str(tmp_path / "cell.rqm"), str(tmp_path / "cell.int8.rqm")]
+    for command in (["verify", both[1]], ["compare", *both], ["lint", both[0]]):
+        code = main([*command, *data, "--json"])
+        found = json.loads(capsys.readouterr().out)
+        assert code == 0, found
+        assert found["error"] is None
+        samples = {"verify": 4, "compare": 120}.get(command[0])  # verify takes one batch
+        assert found["summary"].get("samples") == samples

@@ -42,6 +42,7 @@ from relayquant.ir.rewrite.bind import bind_model
 from relayquant.ir.rewrite.entry import name_main
 from relayquant.plots.bench import kernel_table, latency_table, operator_table
 from relayquant.plots.pictures import check_picture, plot_latency
+from relayquant.stages.streams import open_streams
 
 Batch = Mapping[str, np.ndarray]
 
@@ -216,7 +217,7 @@ def open_batches(
             yield {info.name: draw_input(rng, info, options.batch) for info in inputs}
     is_open = bool(inputs[0].shape) and isinstance(inputs[0].shape[0], str)
     size = options.batch if is_open else None
-    data = open_data(options, mod, None)
+    data = open_streams(mod, None, open_data(options, mod, None))
     if options.data.is_file():
         yield from open_dataset(data, inputs, batch_size=size)
         return

@@ -35,6 +35,7 @@ from relayquant.ir.rewrite.bind import bind_model
 from relayquant.ir.rewrite.entry import name_main
 from relayquant.plots.pictures import check_picture, plot_error_by_depth
 from relayquant.plots.text import compare_table, summary_table
+from relayquant.stages.streams import open_streams
 
 
 def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
@@ -51,7 +52,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
             f"{[info.name for info in quantized_inputs]}: these are different models.",
             code="RQ205",
         )
-    dataset = open_dataset(open_data(options, mod, None), inputs)
+    dataset = open_dataset(open_streams(mod, None, open_data(options, mod, None)), inputs)
     if options.samples is not None:
         dataset = take_samples(dataset, options.samples)
     machines = {

@@ -12,13 +12,15 @@ from relayquant.data import count_samples, open_dataset, take_samples
 from relayquant.data.item import describe_inputs
 from relayquant.errors import format_count
 from relayquant.flow.evaluation import compile_to_verify
+from relayquant.stages.streams import follow_state
 
 
 def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     check_options(options, counts={"--samples": options.samples})
     mod = load_module(options.qmodel)
     inputs = describe_inputs(mod)
-    data = take_samples(open_dataset(open_data(options, mod, None), inputs), options.samples)
+    data = open_dataset(follow_state(mod, open_data(options, mod, None)), inputs)
+    data = take_samples(data, options.samples)
     reports, samples = [], 0
     verifier = compile_to_verify(mod, options.target)
     for number, batch in enumerate(data):

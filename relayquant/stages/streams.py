@@ -19,15 +19,26 @@ def open_streams(mod: tvm.IRModule, params: Mapping[str, Any] | None, dataset: A
     """Return the data set with the state that the float model has come to, if the model has state.
     Else the data set as it is.
     """
-    values = get_state(mod)
-    if not values or dataset is None or isinstance(dataset, StreamedDataset):
+    if not needs_state(mod, dataset):
         return dataset
-    canonical = prepare_module(mod, params)
-    runner, names = EagerModule(canonical), [value.name for value in values]
+    return follow_state(prepare_module(mod, params), dataset)
+
+
+def follow_state(mod: tvm.IRModule, dataset: Any) -> Any:
+    """As `open_streams`, for a module that runs as it is: a prepared or an integer one."""
+    if not needs_state(mod, dataset):
+        return dataset
+    values = get_state(mod)
+    runner, names = EagerModule(mod), [value.name for value in values]
 
     def step(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        results = runner.run("main", [batch[param.name] for param in canonical["main"].params])
+        results = runner.run("main", [batch[param.name] for param in mod["main"].params])
         return dict(zip(names, results[len(results) - len(names) :], strict=True))
 
     initial = {value.name: value.value for value in values}
-    return open_sequences(dataset, describe_inputs(canonical), initial, step)
+    return open_sequences(dataset, describe_inputs(mod), initial, step)
+
+
+def needs_state(mod: tvm.IRModule, dataset: Any) -> bool:
+    """Whether the module has state, which the data set may lack."""
+    return bool(get_state(mod)) and dataset is not None and not isinstance(dataset, StreamedDataset)
