@@ -39,6 +39,8 @@ Test = Callable[[Any], bool]
 
 #: names of the model classes (this module imports none of them)
 MODELS = ("IRModule", "PreparedModel")
+#: PyTorch's class of modules, as text
+TORCH = "'torch.nn.modules.module.Module'"
 
 
 def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
@@ -160,8 +162,11 @@ def check_type(value: object, hint: Any, where: str) -> None:
     allowed = describe_type(hint)
     raised = ModelError if any(name in allowed for name in MODELS) else ConfigError
     shown = f"the class {value.__name__}" if isinstance(value, type) else describe_value(value)
-    is_file = "IRModule" in allowed and isinstance(value, str | os.PathLike)
-    remedy = " Read a file with relayquant.load." if is_file else ""
+    remedy = ""
+    if "IRModule" in allowed and isinstance(value, str | os.PathLike):
+        remedy = " Read a file with relayquant.load."
+    elif "IRModule" in allowed and any(TORCH in str(base) for base in type(value).__mro__):
+        remedy = " For a torch.nn.Module, use relayquant.torch.quantize, compare or export."
     raise raised(f"{where} is {shown}; allowed: {allowed}.{remedy}", code="RQ101")
 
 

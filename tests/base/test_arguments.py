@@ -254,3 +254,9 @@ def test_argument__of_a_file_where_a_module_is_wanted_says_how_to_read_it(tmp_pa
         rq.ModelError, match=r"allowed: a tvm.IRModule, or .*\. Read a file with relayq"
     ):
         rq.quantize(tmp_path / "model.onnx", None, DATA)
+
+
+def test_argument__of_pytorch_where_a_module_is_wanted_says_what_takes_it():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(rq.ModelError, match=r"a Linear; .* use relayquant\.torch\.quantize"):
+        rq.quantize(torch.nn.Linear(2, 2), None, DATA)
