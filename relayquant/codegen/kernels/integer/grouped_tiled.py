@@ -1,18 +1,21 @@
 """Plan of a product with grouped weights + arguments -> its products on tiles, for many rows.
 
     A     16 rows x up to 64 bytes of a group, from a copy of the rows with one tile after the other
-    B     16 words x 16 outputs x 4 bytes: codes minus zero points as int8, or codes as uint8 if
-          there are offsets, unpacked from a panel
+    B     up to 16 words x 16 outputs x 4 bytes: codes minus zero points as int8, or codes as uint8
+          if there are offsets, unpacked from a panel
     sums  of a group, exact; stored to memory, from where vectors are multiplied by the scales and
-          added to the float sums of the tile, which are in registers. First all products of a tile
-          and a block, then all additions: taking turns, each waits for the other.
+          added to float sums, which are in memory too
+
+Tiles are multiplied two by two, so that an operand is loaded for two products. The sums of a group
+are converted and added during the products of the next group: the additions take about as long as
+the products, and do not wait for them.
 
 Blocks of a few panels by a few groups are unpacked once and multiplied with all rows of a chunk.
-They fit the first-level cache, together with the same groups of 16 rows. Between the blocks the
-float sums of a row are kept in memory. The groups of a row are added from the first to the last, as
-on vectors, so both have the same bits.
+They fit the first-level cache, together with the same groups of two tiles of rows. Meanwhile the
+codes of the next block are fetched. The groups of a row are added from the first to the last, as on
+vectors, so both have the same bits.
 
-The last tile of a chunk repeats the last row, which writes the same values twice.
+The last tiles of a chunk repeat the last row, which writes the same values twice.
 """
 
 from __future__ import annotations
@@ -24,12 +27,12 @@ from tvm.script.ir_builder import tirx as T
 
 from relayquant.codegen.kernels.emit import (
     COPY_BYTES,
-    alloc_vectors,
     alloc_workspace,
     broadcast,
     ceil_div,
     constant,
     emit_prefetch,
+    emit_shared_loop,
     emit_sum,
     emit_vector_loop,
     load_vector,
@@ -47,8 +50,10 @@ from relayquant.codegen.kernels.integer.grouped_plan import (
 from relayquant.codegen.kernels.isa.base import Buffer, Expr
 from relayquant.codegen.kernels.isa.matrix_unit import MatrixUnit, Tiles
 
-#: Panels of a block, and bytes of its weights.
-BLOCK_PANELS, BLOCK_BYTES = 2, 16 * 1024
+#: Tiles of rows, and panels, whose sums are in registers together.
+SIDE = 2
+#: Panels that are unpacked together, if there are many, and bytes of a block of their weights.
+BAND_PANELS, BLOCK_BYTES = 4, 16 * 1024
 
 
 @dataclass(frozen=True)
@@ -59,76 +64,80 @@ class TiledGroups:
     unit: MatrixUnit
 
     @cached_property
-    def words(self) -> int:
-        """Words of a group, and vectors of its unpacked weights."""
-        return self.plan.stride // WORD
+    def steps(self) -> int:
+        """Products of tiles of a group."""
+        return ceil_div(self.plan.stride, self.unit.row_bytes)
 
     @cached_property
-    def steps(self) -> list[tuple[int, int]]:
-        """(first word, words) of each product of tiles of a group."""
-        most = self.unit.row_bytes // WORD
-        return [(at, min(most, self.words - at)) for at in range(0, self.words, most)]
+    def width(self) -> int:
+        """Bytes of a row in a step. Zeros of the rows fill the last step up."""
+        return ceil_div(self.plan.stride // WORD, self.steps) * WORD
+
+    @cached_property
+    def side(self) -> int:
+        """Panels whose sums are in registers together."""
+        return min(SIDE, self.plan.panels)
 
     @cached_property
     def panels(self) -> int:
-        return min(BLOCK_PANELS, self.plan.panels)
+        """Panels that are unpacked together."""
+        is_even = self.plan.panels % BAND_PANELS == 0 or self.plan.panels > 4 * BAND_PANELS
+        return BAND_PANELS if is_even else self.side
+
+    @cached_property
+    def step_bytes(self) -> int:
+        """Bytes of a step of unpacked weights."""
+        return self.width * self.plan.dot.lanes
 
     @cached_property
     def group_bytes(self) -> int:
         """Bytes of a group of unpacked weights."""
-        return self.words * self.plan.vector_bytes
+        return self.steps * self.step_bytes
 
     @cached_property
     def groups(self) -> int:
-        """Groups of a block."""
+        """Groups of a block: all blocks have as many."""
         fitting = max(BLOCK_BYTES // (self.group_bytes * self.panels), 1)
-        blocks = ceil_div(self.plan.groups, fitting)
-        return ceil_div(self.plan.groups, blocks)
+        return max(n for n in range(1, fitting + 1) if self.plan.groups % n == 0)
 
     @cached_property
-    def blocks(self) -> int:
-        """Blocks of a row."""
-        return ceil_div(self.plan.groups, self.groups)
+    def tile(self) -> int:
+        """Sums of a tile."""
+        return self.unit.rows * self.plan.dot.lanes
 
     @cached_property
-    def tile_bytes(self) -> int:
-        """Bytes of the copy of the rows of a tile."""
-        return self.unit.rows * self.plan.groups * self.plan.stride
+    def row_bytes(self) -> int:
+        """Bytes of a group of the rows of a tile."""
+        return self.unit.rows * self.steps * self.width
 
     @cached_property
     def chunk_tiles(self) -> int:
         """Most tiles of a chunk of rows."""
-        return self.plan.chunk_rows // self.unit.rows
+        return ceil_div(self.plan.chunk_rows // self.unit.rows, SIDE) * SIDE
 
     @cached_property
     def register_shapes(self) -> list[tuple[int, int]]:
-        """(rows, bytes of a row): the sums, then the rows and the weights of each size of step."""
+        """(rows, bytes of a row): the sums, the rows, and the weights."""
         rows, size = self.unit.rows, self.unit.row_bytes
-        shapes = [(rows, size)]
-        for words in dict.fromkeys(words for _, words in self.steps):
-            shapes += [(rows, words * WORD), (words, size)]
-        return shapes
-
-    def number_operands(self, words: int) -> int:
-        """Return the register of the rows for a step; the next one is for the weights."""
-        return 1 if words == self.steps[0][1] else 3
+        sums = [(rows, size)] * (SIDE * self.side)
+        return sums + [(rows, self.width)] + [(self.width // WORD, size)] * self.side
 
 
 def emit_tiled_rows(plan: GroupedPlan, arguments: Arguments, threads: bool) -> None:
     """Emit all rows, one chunk after the other. Threads share the panels."""
     assert plan.unit is not None
     form, unit = TiledGroups(plan, plan.unit), plan.unit
-    side, size = form.panels, form.chunk_tiles * unit.rows
+    size = form.chunk_tiles * unit.rows
     rows = arguments.rows
     with T.serial(T.floordiv(rows + (size - 1), size)) as chunk:
         first = T.bind(chunk * size)
         count = T.bind(T.min(rows - first, size))
         tiles = T.bind(T.floordiv(count + (unit.rows - 1), unit.rows))
-        prepared = emit_tile_copy(form, arguments, first, tiles)
-        with (T.parallel if threads else T.serial)(ceil_div(plan.panels, side)) as band:
+        prepared = emit_tile_copy(form, arguments, first, tiles, threads)
+        with (T.parallel if threads else T.serial)(ceil_div(plan.panels, form.panels)) as band:
             registers = unit.configure(form.register_shapes)
-            panel = T.bind(T.min(band * side, plan.panels - side))
-            emit_band(form, arguments, registers, prepared, panel, first, tiles)
+            panel = T.bind(T.min(band * form.panels, plan.panels - form.panels))
+            TiledBand(form, arguments, registers, prepared, panel, first, tiles).emit()
             registers.release()
 
 
@@ -145,32 +154,34 @@ class TiledRows:
     scales: Buffer | None
 
 
-def emit_tile_copy(form: TiledGroups, arguments: Arguments, first: Expr, tiles: Expr) -> TiledRows:
+def emit_tile_copy(
+    form: TiledGroups, arguments: Arguments, first: Expr, tiles: Expr, threads: bool
+) -> TiledRows:
     """Copy the rows from `first` on."""
-    plan, rows = form.plan, form.unit.rows
+    plan, rows, width = form.plan, form.unit.rows, form.width
     spec = plan.spec
-    copy = alloc_workspace(form.chunk_tiles * form.tile_bytes, "int8")
+    copy = alloc_workspace(form.chunk_tiles * plan.groups * form.row_bytes, "int8")
     count = form.chunk_tiles * plan.groups * rows
     sums = alloc_workspace(count, "float32") if spec.has_offsets else None
     scales = alloc_workspace(count, "float32") if spec.group_scales else None
     last = spec.features - (plan.groups - 1) * spec.group_size
 
-    with T.grid(tiles, rows) as (tile, row):
+    def copy_row(tile: Expr, row: Expr) -> None:
         number = T.bind(T.min(first + tile * rows + row, arguments.rows - 1))
 
         def copy_group(group: Expr, length: int) -> None:
             origin = number * spec.features + group * spec.group_size
-            start = tile * form.tile_bytes + group * (rows * plan.stride)
-            for word, words in form.steps:
-                at, size = word * WORD, words * WORD
-                to = start + at * rows + row * size
-                valid = min(max(length - at, 0), size)
+            at_group = tile * plan.groups + group
+            for step in range(form.steps):
+                at = step * width
+                to = at_group * form.row_bytes + at * rows + row * width
+                valid = min(max(length - at, 0), width)
                 if valid:
                     copy_bytes(arguments.data, origin + at, copy, to, valid)
-                if valid < size:
-                    with T.serial(size - valid) as place:
+                if valid < width:
+                    with T.serial(width - valid) as place:
                         T.buffer_store(copy, T.int8(0), [to + valid + place])
-            place = (tile * plan.groups + group) * rows + row
+            place = at_group * rows + row
             scale = T.float32(1)
             if scales is not None and arguments.group_scale is not None:
                 scale = T.bind(arguments.group_scale[number * plan.groups + group])
@@ -185,6 +196,12 @@ def emit_tile_copy(form: TiledGroups, arguments: Arguments, first: Expr, tiles: 
                 copy_group(group, spec.group_size)
         if last != spec.group_size:
             copy_group(T.int64(plan.groups - 1), last)
+
+    def copy_tile(tile: Expr) -> None:
+        with T.serial(rows) as row:
+            copy_row(tile, row)
+
+    emit_shared_loop(tiles, threads, copy_tile)
     return TiledRows(copy, sums, scales)
 
 
@@ -195,162 +212,216 @@ def copy_bytes(source: Buffer, start: Expr, target: Buffer, to: Expr, count: int
     emit_vector_loop(count, COPY_BYTES, move)
 
 
-def emit_band(
-    form: TiledGroups,
-    arguments: Arguments,
-    registers: Tiles,
-    prepared: TiledRows,
-    panel: Expr,
-    first: Expr,
-    tiles: Expr,
-) -> None:
-    """Emit the outputs of some panels, from `panel` on, for all rows of a chunk."""
-    plan, lanes, rows = form.plan, form.plan.dot.lanes, form.unit.rows
-    weights = alloc_workspace(form.panels * form.groups * form.group_bytes, plan.tile_dtype)
-    totals = alloc_workspace(form.chunk_tiles * form.panels * rows * lanes, "float32")
-    sums = alloc_workspace(form.groups * rows * lanes, "int32")
-    with T.serial(form.blocks) as block:
-        start = T.bind(block * form.groups)
-        groups = T.bind(T.min(plan.groups - start, form.groups))
-        with T.grid(form.panels, groups) as (side, group):
-            at = T.bind((panel + side) * plan.groups + start + group)
+@dataclass(frozen=True, eq=False)
+class SumBlock:
+    """Position of four sums: two tiles of rows, two panels, a group.
+
+    Attributes:
+        group: Of the whole row.
+        own: The group within its block.
+        side: The first panel within the band.
+        pair: Of tiles of rows.
+        slot: Where its sums are kept until they are added.
+    """
+
+    group: Expr
+    own: Expr
+    side: Expr
+    pair: Expr
+    slot: Expr
+
+
+@dataclass(frozen=True, eq=False)
+class TiledBand:
+    """The outputs of some panels, from `panel` on, for all rows of a chunk."""
+
+    form: TiledGroups
+    arguments: Arguments
+    registers: Tiles
+    prepared: TiledRows
+    panel: Expr
+    first: Expr
+    tiles: Expr
+
+    def emit(self) -> None:
+        form, plan = self.form, self.form.plan
+        block, lanes = SIDE * form.side * form.tile, plan.dot.lanes
+        weights = alloc_workspace(form.panels * form.groups * form.group_bytes, plan.tile_dtype)
+        totals = alloc_workspace(form.chunk_tiles * form.panels * form.tile, "float32")
+        sums = alloc_workspace(block, "int32")
+        pairs = T.bind(T.floordiv(self.tiles + (SIDE - 1), SIDE))
+        sides, blocks = form.panels // form.side, plan.groups // form.groups
+        with T.serial(pairs * (form.panels * SIDE * form.unit.rows)) as row:
+            store_vector(totals, constant("float32", 0, lanes), row * lanes, lanes)
+        count = T.bind(pairs * (sides * form.groups))
+
+        def locate(number: Expr, start: Expr) -> SumBlock:
+            own, number_of_all = T.floormod(number, form.groups), T.floordiv(number, form.groups)
+            return SumBlock(
+                T.bind(start + own),
+                own,
+                T.bind(T.floormod(number_of_all, sides) * form.side),
+                T.bind(T.floordiv(number_of_all, sides)),
+                T.bind(number_of_all * block),
+            )
+
+        with T.serial(blocks) as number:
+            start = T.bind(number * form.groups)
+            self.emit_unpacked(weights, start)
+            with T.serial(count + 1) as at:
+                with T.If(at < form.panels * form.groups), T.Then():
+                    self.emit_prefetch(number, at)
+                own, before = locate(at, start), locate(at - 1, start)
+                with T.If(number == blocks - 1), T.Then():
+                    self.emit_output_prefetch(own)
+                is_first, is_last = at == 0, at == count
+                for i in range(SIDE):
+                    with T.If(T.Not(is_last)), T.Then():
+                        self.emit_products(weights, own, i)
+                        if i:
+                            self.emit_stores(sums, 0)
+                    with T.If(T.Not(is_first)), T.Then():
+                        if not i:
+                            self.emit_stores(sums, 1)
+                        self.emit_additions(sums, totals, before, i)
+        with T.grid(pairs, form.panels, SIDE) as (pair, side, i):
+            self.emit_outputs(totals, pair, side, i)
+
+    def emit_unpacked(self, weights: Buffer, start: Expr) -> None:
+        """Unpack a block of weights: codes minus zero points."""
+        form, plan = self.form, self.form.plan
+        lanes, size = plan.dot.lanes, plan.vector_bytes
+        dtype = f"{plan.tile_dtype}x{size}"
+        with T.grid(form.panels, form.groups) as (side, group):
+            at = T.bind((self.panel + side) * plan.groups + start + group)
             to = T.bind((side * form.groups + group) * form.group_bytes)
-            emit_unpacked(form, arguments, weights, at, to)
-        with T.grid(tiles, form.panels) as (tile, side):
-            kept = T.bind((tile * form.panels + side) * (rows * lanes))
-            accs = alloc_vectors(rows, lanes, "float32")
-            zero = constant("float32", 0, lanes)
-            for row, acc in enumerate(accs):
-                value = load_vector(totals, kept + row * lanes, lanes)
-                store_vector(acc, T.if_then_else(block == 0, zero, value), 0, lanes)
-            data = T.bind(tile * form.tile_bytes + start * (rows * plan.stride))
-            weight = T.bind(side * (form.groups * form.group_bytes))
+            zero = read_zero(plan, self.arguments, at)
+            if plan.spec.has_offsets:
+                zeros = None
+            elif zero is None:  # the middle of a byte, 128, is -128 as int8
+                zeros = constant("int8", (common_zero(plan.spec) + 128) % 256 - 128, size)
+            else:
+                zeros = T.bind(T.reinterpret(dtype, zero * constant("int32", 0x01010101, lanes)))
+            with T.serial(plan.vectors) as number:
+                index = (at * plan.vectors + number) * size
+                loaded = self.arguments.codes.vload([index], f"uint8x{size}")
+                words = T.bind(T.reinterpret(vector("int32", lanes), loaded))
+                for place in range(plan.each):
+                    value = T.reinterpret(dtype, take_word(plan, words, place))
+                    value = value if zeros is None else value - zeros
+                    store_vector(weights, value, to + (number * plan.each + place) * size, size)
 
-            with T.If(block == form.blocks - 1), T.Then():
-                emit_output_prefetch(form, arguments, panel + side, first + tile * rows)
-            with T.serial(groups) as group:
-                at = T.bind(data + group * (rows * plan.stride))
-                to = T.bind(weight + group * form.group_bytes)
-                slot = group * (rows * lanes)
-                emit_tile_sums(form, registers, prepared.copy, at, weights, to, sums, slot)
-            with T.serial(groups) as group:
-                at = T.bind(((panel + side) * plan.groups + start + group) * lanes)
-                slot = T.bind(group * (rows * lanes))
-                first_row = T.bind((tile * plan.groups + start + group) * rows)
-                emit_scaled(form, arguments, at, sums, slot, prepared, first_row, accs)
-            with T.If(block < form.blocks - 1):
-                with T.Then():
-                    for row, acc in enumerate(accs):
-                        store_vector(totals, load_vector(acc, 0, lanes), kept + row * lanes, lanes)
-                with T.Else():
-                    emit_outputs(form, arguments, accs, panel + side, first + tile * rows)
+    def emit_prefetch(self, block: Expr, number: Expr) -> None:
+        """Fetch group `number` of the codes and scales of the next block, perhaps of the next band.
 
+        After the last band this is beyond the weights.
+        """
+        form, plan, arguments = self.form, self.form.plan, self.arguments
+        start = T.bind((block + 1) * form.groups)
+        panel, group = T.floordiv(number, form.groups), T.floormod(number, form.groups)
+        is_end = T.bind(T.Cast("int64", start == plan.groups))
+        panel = self.panel + panel + is_end * form.panels
+        at = T.bind(panel * plan.groups + start * (1 - is_end) + group)
+        for vectors in range(plan.vectors):
+            place = (at * plan.vectors + vectors) * plan.vector_bytes
+            emit_prefetch(arguments.codes, place, level=2)
+        for values in arguments.group_values:
+            emit_prefetch(values, at * plan.dot.lanes, level=2)
 
-def emit_unpacked(
-    form: TiledGroups, arguments: Arguments, weights: Buffer, at: Expr, to: Expr
-) -> None:
-    """Unpack group number `at` of the weight: codes minus zero points."""
-    plan, lanes, size = form.plan, form.plan.dot.lanes, form.plan.vector_bytes
-    dtype = f"{plan.tile_dtype}x{size}"
-    zero = read_zero(plan, arguments, at)
-    if plan.spec.has_offsets:
-        zeros = None
-    elif zero is None:  # the middle of a byte, 128, is -128 as int8
-        zeros = constant("int8", (common_zero(plan.spec) + 128) % 256 - 128, size)
-    else:
-        zeros = T.bind(T.reinterpret(dtype, zero * constant("int32", 0x01010101, lanes)))
-    with T.serial(plan.vectors) as number:
-        index = (at * plan.vectors + number) * size
-        loaded = arguments.codes.vload([index], f"uint8x{size}")
-        words = T.bind(T.reinterpret(vector("int32", lanes), loaded))
-        for place in range(plan.each):
-            value = T.reinterpret(dtype, take_word(plan, words, place))
-            value = value if zeros is None else value - zeros
-            store_vector(weights, value, to + (number * plan.each + place) * size, size)
+    def emit_products(self, weights: Buffer, block: SumBlock, i: int) -> None:
+        """Emit the sums of a group for tile `i` of the pair and the panels of the block."""
+        form, plan, registers = self.form, self.form.plan, self.registers
+        a, b = SIDE * form.side, SIDE * form.side + 1
+        row = T.bind((self.find_tile(block, i) * plan.groups + block.group) * form.row_bytes)
+        weight = T.bind((block.side * form.groups + block.own) * form.group_bytes)
+        for j in range(form.side):
+            registers.clear(i * form.side + j)
+        for step in range(form.steps):
+            at = row + step * (form.width * form.unit.rows)
+            registers.load(a, self.prepared.copy, at, form.width)
+            for j in range(form.side):
+                at = weight + j * (form.groups * form.group_bytes) + step * form.step_bytes
+                registers.load(b + j, weights, at, plan.vector_bytes)
+            for j in range(form.side):
+                registers.multiply(i * form.side + j, a, b + j, ("int8", plan.tile_dtype))
 
+    def emit_stores(self, sums: Buffer, i: int) -> None:
+        """Store the sums of tile `i` of a pair."""
+        for number in range(i * self.form.side, (i + 1) * self.form.side):
+            place = T.int64(number * self.form.tile)
+            self.registers.store(number, sums, place, self.form.plan.dot.lanes)
 
-def emit_tile_sums(
-    form: TiledGroups,
-    registers: Tiles,
-    copy: Buffer,
-    data: Expr,
-    weights: Buffer,
-    weight: Expr,
-    sums: Buffer,
-    slot: Expr,
-) -> None:
-    """Emit the sums of a group for the rows of a tile and the outputs of a panel."""
-    size = form.plan.vector_bytes
-    registers.clear(0)
-    for word, words in form.steps:
-        a = form.number_operands(words)
-        registers.load(a, copy, data + word * WORD * form.unit.rows, words * WORD)
-        registers.load(a + 1, weights, weight + word * size, size)
-        registers.multiply(0, a, a + 1, ("int8", form.plan.tile_dtype))
-    registers.store(0, sums, slot, form.plan.dot.lanes)
+    def find_tile(self, block: SumBlock, i: int) -> Expr:
+        """Return the number of tile `i` of a pair. The last one stands for one that is missing."""
+        return T.bind(T.min(block.pair * SIDE + i, self.tiles - 1))
 
+    def emit_additions(self, sums: Buffer, totals: Buffer, block: SumBlock, i: int) -> None:
+        """Add the sums of a group, times its scales, to the float sums.
 
-def emit_scaled(
-    form: TiledGroups,
-    arguments: Arguments,
-    at: Expr,
-    sums: Buffer,
-    slot: Expr,
-    prepared: TiledRows,
-    first_row: Expr,
-    accs: list[Buffer],
-) -> None:
-    """Add the sums of a group, times its scales, to the float sums of each row.
+        With offsets, also the sums of the rows, times the offsets.
+        """
+        form, plan, arguments = self.form, self.form.plan, self.arguments
+        lanes, has_fma = plan.dot.lanes, plan.dot.has_fma
+        dtype = vector("float32", lanes)
 
-    With offsets, also the sums of the rows, times the offsets. `first_row` is the place of the
-    first row in the sums and scales of the prepared rows.
-    """
-    lanes, has_fma = form.plan.dot.lanes, form.plan.dot.has_fma
-    dtype = vector("float32", lanes)
-    scale = T.bind(T.Cast(dtype, load_vector(arguments.scale, at, lanes)))
-    offset = None
-    if arguments.offsets is not None:
-        offset = T.bind(T.Cast(dtype, load_vector(arguments.offsets, at, lanes)))
-    for row, acc in enumerate(accs):
-        value = T.Cast(dtype, load_vector(sums, slot + row * lanes, lanes))
-        factor = scale
-        if prepared.scales is not None:
-            factor = scale * broadcast(prepared.scales[first_row + row], lanes)
-        value = multiply_add(has_fma, value, factor, load_vector(acc, 0, lanes), lanes)
-        if offset is not None and prepared.sums is not None:
-            own = broadcast(prepared.sums[first_row + row], lanes)
-            value = multiply_add(has_fma, own, offset, value, lanes)
-        store_vector(acc, value, 0, lanes)
+        def read(values: Buffer) -> list[Expr]:
+            first = (self.panel + block.side) * plan.groups + block.group
+            return [
+                T.bind(T.Cast(dtype, load_vector(values, (first + j * plan.groups) * lanes, lanes)))
+                for j in range(form.side)
+            ]
 
+        scales = read(arguments.scale)
+        offsets = None if arguments.offsets is None else read(arguments.offsets)
+        first = i * (form.side * form.tile)
+        kept = T.bind(block.slot + first)
+        first_row = T.bind((self.find_tile(block, i) * plan.groups + block.group) * form.unit.rows)
+        with T.serial(form.unit.rows) as row:
+            own = None
+            if self.prepared.scales is not None:
+                own = T.bind(broadcast(self.prepared.scales[first_row + row], lanes))
+            for j, scale in enumerate(scales):
+                at = j * form.tile + row * lanes
+                value = T.Cast(dtype, load_vector(sums, first + at, lanes))
+                factor = scale if own is None else scale * own
+                before = load_vector(totals, kept + at, lanes)
+                value = multiply_add(has_fma, value, factor, before, lanes)
+                if offsets is not None and self.prepared.sums is not None:
+                    total = broadcast(self.prepared.sums[first_row + row], lanes)
+                    value = multiply_add(has_fma, total, offsets[j], value, lanes)
+                store_vector(totals, value, kept + at, lanes)
 
-def emit_output_prefetch(form: TiledGroups, arguments: Arguments, panel: Expr, row: Expr) -> None:
-    """Fetch the memory that `emit_outputs` will write. Results of many rows and outputs exceed the
-    second-level cache, and the stores of a tile would wait for it.
-    """
-    with T.serial(form.unit.rows) as offset:
-        emit_prefetch(
-            arguments.out, find_output(form, arguments, panel, row + offset), 1, write=True
-        )
+    def emit_output_prefetch(self, block: SumBlock) -> None:
+        """Fetch a part of the memory that `emit_outputs` will write. Results of many rows and
+        outputs exceed the second-level cache, and all stores at once would wait for it.
+        """
+        form = self.form
+        share = ceil_div(SIDE * form.unit.rows, form.groups)
+        first = T.bind(block.pair * (SIDE * form.unit.rows) + block.own * share)
+        with T.grid(share, form.side) as (row, j):
+            at = self.find_output(first + row, block.side + j)
+            emit_prefetch(self.arguments.out, at, level=1, write=True)
 
+    def find_output(self, row: Expr, side: Expr) -> Expr:
+        """Return the index of the first output of a panel in a row of the chunk. The last row
+        stands for rows that are missing.
+        """
+        units, lanes = self.form.plan.spec.units, self.form.plan.dot.lanes
+        channel = T.min((self.panel + side) * lanes, max(units - lanes, 0))
+        return T.bind(T.min(self.first + row, self.arguments.rows - 1) * units + channel)
 
-def emit_outputs(
-    form: TiledGroups, arguments: Arguments, accs: list[Buffer], panel: Expr, row: Expr
-) -> None:
-    """Store the outputs of a panel for the rows of a tile, from `row` on."""
-    units, lanes = form.plan.spec.units, form.plan.dot.lanes
-    for offset, acc in enumerate(accs):
-        value = load_vector(acc, 0, lanes)
-        if arguments.row_scale is not None:
-            number = T.min(row + offset, arguments.rows - 1)
-            value = value * broadcast(arguments.row_scale[number], lanes)
-        at = find_output(form, arguments, panel, row + offset)
-        store_vector(arguments.out, value, at, lanes, min(lanes, units))
-
-
-def find_output(form: TiledGroups, arguments: Arguments, panel: Expr, row: Expr) -> Expr:
-    """Return the index of the first output of a panel in a row. The last row stands for rows that
-    are missing.
-    """
-    units, lanes = form.plan.spec.units, form.plan.dot.lanes
-    channel = T.min(panel * lanes, max(units - lanes, 0))
-    return T.bind(T.min(row, arguments.rows - 1) * units + channel)
+    def emit_outputs(self, totals: Buffer, pair: Expr, side: Expr, i: Expr) -> None:
+        """Store the outputs of a panel for the rows of a tile."""
+        form, arguments = self.form, self.arguments
+        units, lanes = form.plan.spec.units, form.plan.dot.lanes
+        sides, tile = form.panels // form.side, pair * SIDE + i
+        block = pair * sides + T.floordiv(side, form.side)
+        kept = T.bind(((block * SIDE + i) * form.side + T.floormod(side, form.side)) * form.tile)
+        with T.serial(form.unit.rows) as row:
+            number = T.bind(tile * form.unit.rows + row)
+            value = load_vector(totals, kept + row * lanes, lanes)
+            if arguments.row_scale is not None:
+                place = T.min(self.first + number, arguments.rows - 1)
+                value = value * broadcast(arguments.row_scale[place], lanes)
+            at = self.find_output(number, side)
+            store_vector(arguments.out, value, at, lanes, min(lanes, units))
