@@ -4,10 +4,10 @@ docs/speed.md.
     python tests/benchmarks/language_table.py [--rows "GEMV 4096x4096" ...] [--threads 1 2]
         [--folder DIR]
 
-Weights are random, 4 bits in groups of 32 with scales of 16 bits (of 32 in ONNX Runtime, which has
-no others here); rows are quantized to int8 while the model runs (W4A8). ONNX Runtime has
+Weights are random, 4 bits in groups of 32 or 128 with scales of 16 bits (of 32 in ONNX Runtime,
+which has no others here); rows are quantized to int8 while the model runs (W4A8). ONNX Runtime has
 `MatMulNBits` with accuracy_level 4, OpenVINO what `nncf.compress_weights` writes, and dynamic
-quantization in groups of 32. A model is several products, each with an input and a weight of its
+quantization in such groups. A model is several products, each with an input and a weight of its
 own, so that a GEMV has them come from memory; times are of one product. "bandwidth" reads as many
 bytes as our kernel does and adds them up. The Llama is one ONNX file of float weights, and the same
 with MatMulNBits: 4 layers, 2048 wide, hidden 5632, 16 heads, a vocabulary of 8192, static shapes;
@@ -75,7 +75,7 @@ from relayquant.stages.compilation import compile as compile_module
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "docs/language.json", ROOT / "docs/speed.md"
-GROUP, BITS = 32, 4
+GROUP, WIDE_GROUP, BITS = 32, 128, 4
 ROWS_OF_INTEGERS = QSpec("int8", Scheme.SYMMETRIC, Granularity.PER_ROW, is_dynamic=True)
 #: Bytes that one thread of "bandwidth" reads at once, and vectors that it adds side by side
 BLOCK, SUMS, LANES = 64 * 1024, 8, 16
@@ -89,6 +89,7 @@ class Products:
     features: int
     units: int
     copies: int
+    group: int = GROUP
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -97,7 +98,7 @@ class Products:
     @property
     def weight_bytes(self) -> int:
         """Codes of 4 bits and scales of 16 of one product."""
-        groups = count_groups(self.features, GROUP)
+        groups = count_groups(self.features, self.group)
         return self.units * (count_bytes(self.features, BITS) + 2 * groups)
 
     @property
@@ -112,6 +113,7 @@ class Products:
 def save_own(products: Products, folder: Path) -> Path:
     """quantize_rows and grouped_dense, compiled."""
     rng, units, features = np.random.default_rng(0), products.units, products.features
+    group = products.group
     builder = relax.BlockBuilder()
     shape = (products.rows, features)
     inputs = [relax.Var(name, relax.TensorType(shape, "float32")) for name in products.inputs]
@@ -120,11 +122,11 @@ def save_own(products: Products, folder: Path) -> Path:
             results = []
             for x in inputs:
                 codes = rng.integers(0, 256, (units, count_bytes(features, BITS)), "uint8")
-                scale = rng.uniform(0.01, 0.02, (units, count_groups(features, GROUP)))
+                scale = rng.uniform(0.01, 0.02, (units, count_groups(features, group)))
                 pair = builder.emit(qnn.quantize_rows(x))
                 rows = [builder.emit(relax.TupleGetItem(pair, i)) for i in range(2)]
                 weight = [codes, scale.astype("float16"), np.uint8(1 << (BITS - 1))]
-                call = qnn.grouped_dense(*rows, *map(relax.const, weight), BITS, GROUP, features)
+                call = qnn.grouped_dense(*rows, *map(relax.const, weight), BITS, group, features)
                 results.append(builder.emit(call))
             result = builder.emit_output(relax.Tuple(results))
         builder.emit_func_output(result)
@@ -179,16 +181,17 @@ def export(mod: tvm.IRModule, path: Path) -> Path:
 
 def save_onnx(products: Products, folder: Path) -> Path:
     """One MatMulNBits for each product, random codes."""
-    rng, groups = np.random.default_rng(0), count_groups(products.features, GROUP)
+    rng, group = np.random.default_rng(0), products.group
+    groups = count_groups(products.features, group)
     nodes, constants = [], []
     for i, x in enumerate(products.inputs):
-        codes = rng.integers(0, 256, (products.units, groups, GROUP * BITS // 8), "uint8")
+        codes = rng.integers(0, 256, (products.units, groups, group * BITS // 8), "uint8")
         scale = rng.uniform(0.01, 0.02, products.units * groups).astype("float32")
         constants += [
             numpy_helper.from_array(codes, f"b{i}"),
             numpy_helper.from_array(scale, f"s{i}"),
         ]
-        form = {"K": products.features, "N": products.units, "bits": BITS, "block_size": GROUP}
+        form = {"K": products.features, "N": products.units, "bits": BITS, "block_size": group}
         nodes.append(
             helper.make_node(
                 "MatMulNBits",
@@ -229,18 +232,19 @@ def save_openvino(products: Products, folder: Path) -> Path:
         weight = rng.standard_normal((products.units, products.features), "float32")
         inputs.append(x)
         results.append(opset13.matmul(x, opset13.constant(weight), False, True))
-    return compress_with_nncf(ov.Model(results, inputs, "products"), folder)
+    model = ov.Model(results, inputs, "products")
+    return compress_with_nncf(model, products.group, folder)
 
 
-def compress_with_nncf(model: Any, folder: Path) -> Path:
+def compress_with_nncf(model: Any, group: int, folder: Path) -> Path:
     """Path of a model of OpenVINO with weights of 4 bits in groups."""
     import nncf
     import openvino as ov
 
     model = nncf.compress_weights(
-        model, mode=nncf.CompressWeightsMode.INT4_SYM, ratio=1.0, group_size=GROUP, all_layers=True
+        model, mode=nncf.CompressWeightsMode.INT4_SYM, ratio=1.0, group_size=group, all_layers=True
     )
-    model.set_rt_info(str(GROUP), ["runtime_options", "DYNAMIC_QUANTIZATION_GROUP_SIZE"])
+    model.set_rt_info(str(group), ["runtime_options", "DYNAMIC_QUANTIZATION_GROUP_SIZE"])
     ov.save_model(model, folder / "nncf.xml")
     return folder / "nncf.xml"
 
@@ -249,13 +253,18 @@ def save_llama_own(llama: Llama, folder: Path) -> Path:
     """The float ONNX file, compressed."""
     mod, params = load(write_float(llama, folder))
     compressed = compress_weights(
-        mod, params, bits=BITS, group_size=GROUP, scale_dtype="float16", activation=ROWS_OF_INTEGERS
+        mod,
+        params,
+        bits=BITS,
+        group_size=llama.group,
+        scale_dtype="float16",
+        activation=ROWS_OF_INTEGERS,
     )
     return export(compressed, folder / "own.so")
 
 
 def save_llama_onnx(llama: Llama, folder: Path) -> Path:
-    save_llama(llama, GROUP, folder / "model.onnx")
+    save_llama(llama, llama.group, folder / "model.onnx")
     return folder / "model.onnx"
 
 
@@ -263,7 +272,8 @@ def save_llama_openvino(llama: Llama, folder: Path) -> Path:
     """The float ONNX file, compressed by NNCF."""
     import openvino as ov
 
-    return compress_with_nncf(ov.Core().read_model(write_float(llama, folder)), folder)
+    model = ov.Core().read_model(write_float(llama, folder))
+    return compress_with_nncf(model, llama.group, folder)
 
 
 def write_float(llama: Llama, folder: Path) -> Path:
@@ -310,8 +320,12 @@ ROWS: dict[str, tuple[Spec, Makers]] = {
     "GEMV 4096x11008": (Products(1, 4096, 11008, 5), GEMV_MAKERS),
     "GEMM 128x4096x4096": (Products(128, 4096, 4096, 2), GEMM_MAKERS),
     "GEMM 128x4096x11008": (Products(128, 4096, 11008, 1), GEMM_MAKERS),
+    "GEMM 128x4096x4096, groups of 128": (Products(128, 4096, 4096, 2, WIDE_GROUP), GEMM_MAKERS),
+    "GEMM 512x2048x5632, groups of 128": (Products(512, 2048, 5632, 1, WIDE_GROUP), GEMM_MAKERS),
     "Llama, decode": (Llama(rows=1, seen=127), LLAMA_MAKERS),
     "Llama, prefill of 128": (Llama(rows=128, seen=0), LLAMA_MAKERS),
+    "Llama, prefill of 128, groups of 128": (Llama(128, 0, group=WIDE_GROUP), LLAMA_MAKERS),
+    "Llama, prefill of 512, groups of 128": (Llama(512, 0, group=WIDE_GROUP), LLAMA_MAKERS),
     **{name: (encoder, ENCODER_MAKERS) for name, encoder in ENCODERS.items()},
 }
 

@@ -24,6 +24,7 @@ class Llama:
     hidden: int = 5632
     layers: int = 4
     heads: int = 16
+    group: int = 32  #: weights that share a scale
     vocabulary: int = 8192
 
     @property
