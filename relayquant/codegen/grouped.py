@@ -7,6 +7,7 @@ Operators without a kernel are left for exact legalization.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,10 @@ from tvm import relax
 from tvm.ir import Call
 from tvm.target import Target
 
-from relayquant.codegen.grouped_bf16 import find_wide_rows, read_bf16_product
+from relayquant.codegen.grouped_bf16 import counts_many_rows, find_wide_rows, read_bf16_product
 from relayquant.codegen.kernels.floating.grouped_bf16 import make_grouped_bf16
 from relayquant.codegen.kernels.integer.grouped import (
+    FEWEST_TILE_ROWS,
     GroupedTake,
     build_grouped_dense,
     build_grouped_take,
@@ -33,12 +35,17 @@ from relayquant.ir.rewrite.rule import OnSkip, Skip, log_skip, make_rule, select
 
 
 def lower_grouped(
-    mod: tvm.IRModule, target: Target, on_skip: OnSkip = log_skip, keeps_rows: bool = False
+    mod: tvm.IRModule,
+    target: Target,
+    on_skip: OnSkip = log_skip,
+    keeps_rows: bool = False,
+    rounds_floats: bool = False,
 ) -> tvm.IRModule:
     """Replace operators on grouped weights in every Relax function by kernels for the target.
 
     Targets other than LLVM CPUs keep the operators. `on_skip` gets the reason for each operator
     without a kernel. `keeps_rows`: no function may round rows to bfloat16 instead of 8 bits.
+    `rounds_floats`: many float rows are rounded to bfloat16, if the target has tiles for it.
     """
     calls = [
         binding.value
@@ -51,12 +58,23 @@ def lower_grouped(
     if target.kind.name != "llvm" or not has_rule:
         return mod
     isa, is_float = select_isa(target), "relax.qnn.quantize_rows" not in names
-    has_tiles = not keeps_rows and has_bf16_tiles(target)
+    has_tiles = has_bf16_tiles(target)
+    rounding = Rounding(has_tiles and not keeps_rows, has_tiles and rounds_floats)
 
     def make_context(block: BlockView) -> GroupedBlock:
-        return GroupedBlock(block, isa, is_float, has_tiles)
+        return GroupedBlock(block, isa, is_float, rounding)
 
     return lower_functions(mod, GROUPED_RULES, make_context, on_skip=on_skip, in_any_block=True)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Whether many rows are rounded to bfloat16: rows of 8 bits, where the function lets them, and
+    float rows.
+    """
+
+    integers: bool
+    floats: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,13 +82,13 @@ class GroupedBlock:
     """Context of the rules for grouped weights.
 
     `is_float`: whether the rows of the module are float. A grouped table without a product then has
-    float rows too. `takes_bf16`: whether many rows may be rounded to bfloat16.
+    float rows too.
     """
 
     block: BlockView
     isa: Isa
     is_float: bool
-    takes_bf16: bool = False
+    rounding: Rounding
 
     def pack(self, spec: GroupedDense, weight: list[Any]) -> tuple[relax.Expr, ...]:
         """Pack the constants of a weight for kernels, once for all readers."""
@@ -114,7 +132,7 @@ def lower_dense(context: GroupedBlock, var: relax.Var) -> Lowered | Skip:
         return Skip("the shape of the scales of the data is not known")
     has_group_scales = not is_float and scales[-1] != 1
     spec = replace(spec, leading=read_leading(shape[:-1]), group_scales=has_group_scales)
-    wide = find_wide_rows(context.block, data, data_scale) if context.takes_bf16 else None
+    wide = find_rounded_rows(context, data, data_scale)
     if wide is not None:
         found = read_bf16_product(context.block, var, spec)
         kernel = Kernel(
@@ -125,6 +143,24 @@ def lower_dense(context: GroupedBlock, var: relax.Var) -> Lowered | Skip:
     kernel = Kernel("grouped_dense", spec, lambda: build_grouped_dense(spec, context.isa))
     rows = (data,) if is_float else (data, data_scale)
     return Lowered((var,), kernel, (*rows, *context.pack(spec, weight)))
+
+
+def find_rounded_rows(
+    context: GroupedBlock, data: relax.Expr, data_scale: relax.Expr
+) -> relax.Expr | None:
+    """Find the float rows of a product that are rounded to bfloat16. None if none are.
+
+    Integer rows keep their bits unless the function names an extent that counts many rows
+    (`BF16_ROWS_ATTR`). Float rows are rounded where a module asks for it, if they are many.
+    """
+    if tensor_dtype(data) != "float32":
+        is_wide = context.rounding.integers
+        return find_wide_rows(context.block, data, data_scale) if is_wide else None
+    leading = (tensor_shape(data) or ())[:-1]
+    is_many = counts_many_rows(context.block, leading)
+    if leading and not any(isinstance(extent, str) for extent in leading):
+        is_many = prod(map(int, leading)) >= FEWEST_TILE_ROWS
+    return data if is_many and context.rounding.floats else None
 
 
 def lower_take(context: GroupedBlock, var: relax.Var) -> Lowered | Skip:

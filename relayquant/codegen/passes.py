@@ -65,7 +65,12 @@ def make_pipeline(
         if has_integer_main(mod):
             mod = split_int64_sums(subtract_zero_points(mod))
         mod = lower_integer(convert_layout(mod), target, choose_schedule)
-        mod = lower_grouped(lower_row_norms(mod, target), target, keeps_rows=keeps_rows)
+        mod = lower_grouped(
+            lower_row_norms(mod, target),
+            target,
+            keeps_rows=keeps_rows,
+            rounds_floats=bf16 is not None,
+        )
         mod = lower_recurrent(lower_attention(mod, target, keeps_rows=keeps_rows), target)
         mod = lower_float(widen_types(mod), target, bf16=bf16, choose_schedule=choose_float)
         with target:

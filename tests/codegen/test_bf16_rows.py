@@ -109,6 +109,61 @@ def test_lower_grouped__other_rows_keep_8_bits(many, target, options):
     assert {name.rstrip("0123456789") for name in names} == {"quantize_rows", "grouped_dense"}
 
 
+def make_float_product(rows, many):
+    """Float rows by 4-bit weights."""
+    rng, builder = np.random.default_rng(0), relax.BlockBuilder()
+    extent = tirx.Var(rows, "int64") if isinstance(rows, str) else rows
+    x = relax.Var("x", relax.TensorType([1, extent, WIDTH], "float32"))
+    weight = pack_codes(rng.integers(0, 16, (HIDDEN, WIDTH)), 4)
+    steps = rng.uniform(0.01, 0.03, (HIDDEN, WIDTH // GROUP)).astype("float16")
+    constants = [relax.const(tvm.runtime.tensor(each)) for each in (weight, steps)]
+
+    def compute():
+        middle = relax.const(np.array(8, "uint8"))
+        call = qnn.grouped_dense(x, 1.0, *constants, middle, 4, GROUP, WIDTH)
+        return builder.emit_output(call)
+
+    attrs = {BF16_ROWS_ATTR: many, "global_symbol": "main"}
+    return tvm.IRModule({"main": define_function(builder, [x], compute, attrs=attrs)})
+
+
+@pytest.mark.parametrize(
+    ("rows", "many", "target", "is_asked", "expected"),
+    [
+        (16, "", TILES, True, "grouped_bf"),
+        (15, "", TILES, True, "grouped_dense"),
+        (16, "", TILES, False, "grouped_dense"),
+        (16, "", VECTORS, True, "grouped_dense"),
+        ("rows", "", TILES, True, "grouped_dense"),
+        ("rows", "rows", TILES, True, "grouped_bf"),
+        ("rows", "rows", TILES, False, "grouped_dense"),
+    ],
+)
+def test_lower_grouped__many_float_rows_are_rounded_if_asked(
+    rows, many, target, is_asked, expected
+):
+    mod = make_float_product(rows, many)
+    (name,) = list_kernels(mod, target, rounds_floats=is_asked)
+    assert name.rstrip("0123456789") == expected
+
+
+@pytest.mark.slow
+def test_compile__float_rows_and_weights_are_rounded_to_bfloat16():
+    """Two roundings to 8 bits change a product by at most 2^-8 of itself."""
+    if not has_bf16_tiles(resolve_target(None)):
+        pytest.skip("this machine has no tiles for bfloat16")
+    mod = make_float_product(40, "")
+    x = np.random.default_rng(1).normal(size=(1, 40, WIDTH)).astype("float32")
+    expected = rq.reference.run(mod, [x])[0]
+    identity = make_float_product(WIDTH, "")
+    weight = rq.reference.run(identity, [np.eye(WIDTH, dtype="float32")[None]])[0][0]
+    bound = 2.0**-8 * np.abs(x[0]) @ np.abs(weight)
+    machine = relax.VirtualMachine(rq.compile(mod, precision="bf16"), tvm.cpu())
+    error = np.abs(machine["main"](tvm.runtime.tensor(x)).numpy() - expected)[0]
+    assert (error <= 1.02 * bound).all()
+    assert error.max() > 1e-5
+
+
 def make_attention(many, **settings):
     """Attention of new rows to a cache."""
     builder, rows = relax.BlockBuilder(), tirx.Var("rows", "int64")
