@@ -59,7 +59,7 @@ def lower_grouped(
         return mod
     isa, is_float = select_isa(target), "relax.qnn.quantize_rows" not in names
     has_tiles = has_bf16_tiles(target)
-    rounding = Rounding(has_tiles and not keeps_rows, has_tiles and rounds_floats)
+    rounding = RoundsToBf16(has_tiles and not keeps_rows, has_tiles and rounds_floats)
 
     def make_context(block: BlockView) -> GroupedBlock:
         return GroupedBlock(block, isa, is_float, rounding)
@@ -68,7 +68,7 @@ def lower_grouped(
 
 
 @dataclass(frozen=True)
-class Rounding:
+class RoundsToBf16:
     """Whether many rows are rounded to bfloat16: rows of 8 bits, where the function lets them, and
     float rows.
     """
@@ -88,7 +88,7 @@ class GroupedBlock:
     block: BlockView
     isa: Isa
     is_float: bool
-    rounding: Rounding
+    rounding: RoundsToBf16
 
     def pack(self, spec: GroupedDense, weight: list[Any]) -> tuple[relax.Expr, ...]:
         """Pack the constants of a weight for kernels, once for all readers."""

@@ -213,7 +213,7 @@ def copy_bytes(source: Buffer, start: Expr, target: Buffer, to: Expr, count: int
 
 
 @dataclass(frozen=True, eq=False)
-class SumBlock:
+class GroupSums:
     """Position of four sums: two tiles of rows, two panels, a group.
 
     Attributes:
@@ -255,9 +255,9 @@ class TiledBand:
             store_vector(totals, constant("float32", 0, lanes), row * lanes, lanes)
         count = T.bind(pairs * (sides * form.groups))
 
-        def locate(number: Expr, start: Expr) -> SumBlock:
+        def locate(number: Expr, start: Expr) -> GroupSums:
             own, number_of_all = T.floormod(number, form.groups), T.floordiv(number, form.groups)
-            return SumBlock(
+            return GroupSums(
                 T.bind(start + own),
                 own,
                 T.bind(T.floormod(number_of_all, sides) * form.side),
@@ -328,7 +328,7 @@ class TiledBand:
         for values in arguments.group_values:
             emit_prefetch(values, at * plan.dot.lanes, level=2)
 
-    def emit_products(self, weights: Buffer, block: SumBlock, i: int) -> None:
+    def emit_products(self, weights: Buffer, block: GroupSums, i: int) -> None:
         """Emit the sums of a group for tile `i` of the pair and the panels of the block."""
         form, plan, registers = self.form, self.form.plan, self.registers
         a, b = SIDE * form.side, SIDE * form.side + 1
@@ -351,11 +351,11 @@ class TiledBand:
             place = T.int64(number * self.form.tile)
             self.registers.store(number, sums, place, self.form.plan.dot.lanes)
 
-    def find_tile(self, block: SumBlock, i: int) -> Expr:
+    def find_tile(self, block: GroupSums, i: int) -> Expr:
         """Return the number of tile `i` of a pair. The last one stands for one that is missing."""
         return T.bind(T.min(block.pair * SIDE + i, self.tiles - 1))
 
-    def emit_additions(self, sums: Buffer, totals: Buffer, block: SumBlock, i: int) -> None:
+    def emit_additions(self, sums: Buffer, totals: Buffer, block: GroupSums, i: int) -> None:
         """Add the sums of a group, times its scales, to the float sums.
 
         With offsets, also the sums of the rows, times the offsets.
@@ -391,7 +391,7 @@ class TiledBand:
                     value = multiply_add(has_fma, total, offsets[j], value, lanes)
                 store_vector(totals, value, kept + at, lanes)
 
-    def emit_output_prefetch(self, block: SumBlock) -> None:
+    def emit_output_prefetch(self, block: GroupSums) -> None:
         """Fetch a part of the memory that `emit_outputs` will write. Results of many rows and
         outputs exceed the second-level cache, and all stores at once would wait for it.
         """
