@@ -231,7 +231,8 @@ def score_nncf(job: Job, mode: str, *, has_data: bool, **settings: Any) -> tuple
             )
 
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return self.model(input_ids=tokens, use_cache=False).logits
+            every = torch.ones_like(tokens)  # else transformers looks for joined texts
+            return self.model(input_ids=tokens, attention_mask=every, use_cache=False).logits
 
     path = job.folder / "openvino.xml"
     if not path.exists():
