@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib.resources
 import json
+import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,15 @@ from relayquant.codegen.description import describe_module, write_description
 from relayquant.codegen.expanded_weights import expand_weights, read_expansion
 from relayquant.codegen.kernels.expansion import Expanded
 from relayquant.codegen.kernels.isa.select import describe_products
-from relayquant.codegen.kernels.isa.target import ARCHITECTURES_64, read_triple
+from relayquant.codegen.kernels.isa.target import (
+    ARCHITECTURES_64,
+    find_architecture,
+    read_triple,
+    resolve_target,
+)
 from relayquant.codegen.linking import choose_linker
 from relayquant.codegen.llvm_text import escape, quote
+from relayquant.errors import ConfigError
 
 #: Smallest size in bytes of a large constant. Asking for one takes some 100 nanoseconds, a
 #: hundredth of the time a kernel needs to read it.
@@ -61,6 +68,22 @@ class MappedExecutable(relax.VMExecutable):
     def __init__(self, executable: Any, lowered: tvm.IRModule, target: Target) -> None:
         super().__init__(executable.mod)
         self._lowered, self.target = lowered, target
+
+    def jit(self, **options: Any) -> Any:
+        """Link the module into this process. The arguments are the same as for
+        `tvm.runtime.Executable`.
+
+        Raises:
+            ConfigError: it was compiled for another kind of CPU.
+        """
+        if find_architecture(self.target) is not find_architecture(resolve_target(None)):
+            raise ConfigError(
+                f"The module was compiled for {read_triple(self.target)}; this machine is "
+                f"{platform.machine()}. Compile it for this machine, relayquant.compile(mod), or "
+                "write it with export_library(path) and run it there.",
+                code="RQ107",
+            )
+        return super().jit(**options)
 
     def describe(self) -> str:
         """Describe in one line how this process multiplies bytes if it runs the executable.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import tvm
 from tvm.script import ir as I
 from tvm.script import relax as R
 
+import relayquant as rq
 from relayquant.base.runtime import (
     SPIN_VARIABLE,
     Executor,
@@ -41,6 +43,15 @@ def test_executor__takes_nested_results_apart():
     np.testing.assert_array_equal(y, x * 3)
     np.testing.assert_array_equal(x2, x)
     assert s2.shape == ()
+
+
+@pytest.mark.slow
+def test_executor__a_module_for_another_kind_of_cpu():
+    other = "x86_64" if platform.machine() == "aarch64" else "aarch64"
+    executable = rq.compile(Nested, {"kind": "llvm", "mtriple": f"{other}-linux-gnu"})
+    message = f"compiled for {other}-linux-gnu; this machine is {platform.machine()}"
+    with pytest.raises(rq.ConfigError, match=message):
+        Executor(executable)
 
 
 def test_as_tensor__keeps_scalars_and_copies_strides():
