@@ -155,12 +155,13 @@ class ProgressReport(Callback):
 
 class LineLog:
     """Writes a line every few seconds while something runs. A thread does so, because a stage may
-    be silent for longer.
+    be silent for longer. Many short stages in a row are a long one.
     """
 
     def __init__(self, console: Console, seconds: float) -> None:
         self.console, self.seconds = console, seconds
         self._running: tuple[RunningTask, ...] = ()
+        self._due = time.monotonic() + seconds
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -179,6 +180,7 @@ class LineLog:
             self._thread = None
 
     def _write(self) -> None:
-        while not self._end.wait(self.seconds):
+        while not self._end.wait(max(self._due - time.monotonic(), 0.0)):
+            self._due = time.monotonic() + self.seconds
             for task in self._running[-1:]:
                 self.console.print(task.describe(), markup=False, highlight=False, soft_wrap=True)

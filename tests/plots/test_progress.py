@@ -131,3 +131,13 @@ def test_progress_report__a_task_of_unknown_length_ends_with_its_stage() -> None
         assert not report._running
         report.on_stage_start(StageEvent("guard"))
         wait_for(file, "guard: 0 s\n")
+
+
+def test_log__short_stages_in_a_row_are_not_silent():
+    file = io.StringIO()
+    with ProgressReport(Console(file=file), seconds=0.1) as progress:
+        for number in range(6):
+            progress.on_stage_start(StageEvent(f"stage {number}"))
+            time.sleep(0.05)
+            progress.on_stage_end(StageEvent(f"stage {number}", 0.05))
+    assert "stage" in file.getvalue()
