@@ -69,16 +69,16 @@ S = TypeVar("S", KernelSchedule, FloatSchedule)
 CANDIDATES, OF_EACH_KIND = 4, 2
 #: Seconds of timing for each schedule, and of one turn.
 SECONDS, TURN = 0.04, 0.001
-#: Bytes of weights that are read between two uses of the same, as in a network: more than a
-#: second-level cache and the address tables of a core hold. With twice as many, half of the time of
+#: Bytes of operands that are used between two uses of the same, as in a network: more than a
+#: second-level cache and the address tables of a core hold. With near operands small tiles win,
+#: which read activations more often, and lose in a network. With twice as many, half of the time of
 #: a layer with large weights goes to their addresses, and its tiles seem to be equally fast.
 COLD_BYTES = 16 * 1024 * 1024
 #: Layers with fewer multiply-adds are not timed: they take a few microseconds.
 FEWEST_MACS = 500_000
 #: Another schedule must take less than this share of the estimated best schedule's time to replace
-#: it. Alone, a layer finds its activations in a nearer cache than in a network, where smaller gains
-#: were losses.
-GAIN = 0.95
+#: it. Smaller gains of a layer alone were losses in a network.
+GAIN = 0.9
 
 
 def keep_estimate(spec: Conv2d, isa: Isa, can_winograd: bool) -> KernelSchedule:
@@ -270,8 +270,8 @@ def bind_arguments(
 ) -> Callable[[], object]:
     """Bind a kernel to operands with arbitrary values: the time does not depend on them.
 
-    Every call reads another copy of the weights, so that they come from the last-level cache. In a
-    network the weights of all layers are read between two calls.
+    Every call takes another copy of all operands, so that they come from the last-level cache. In a
+    network the operands of all layers are used between two calls.
     """
     rng = np.random.default_rng(0)
     weight = rng.integers(-8, 9, spec.weight_shape).astype("int8")
@@ -290,11 +290,12 @@ def bind_arguments(
 def bind_cold(
     kernel: Callable[..., object], weights: NDArray, arrays: Sequence[NDArray]
 ) -> Callable[[], object]:
-    """Bind a kernel to arrays, and to copies of its second argument that take turns."""
-    data, *others = [tvm.runtime.tensor(array) for array in arrays]
-    copies = [tvm.runtime.tensor(weights) for _ in range(ceil_div(COLD_BYTES, weights.nbytes))]
-    following = cycle(copies)
-    return lambda: kernel(data, next(following), *others)
+    """Bind a kernel to arrays, with `weights` as second argument: copies of all take turns."""
+    data, *others = arrays
+    operands = (data, weights, *others)
+    count = ceil_div(COLD_BYTES, sum(array.nbytes for array in operands))
+    copies = cycle([[tvm.runtime.tensor(array) for array in operands] for _ in range(count)])
+    return lambda: kernel(*next(copies))
 
 
 def time_run(run: Callable[[], object]) -> float:

@@ -199,17 +199,18 @@ def test_open_tuner__times_for_real(tmp_path, monkeypatch):
             assert tuner.choose(spec, ISA, able) in list_schedules(spec, ISA, able)
 
 
-def test_bind_arguments__weights_come_from_a_far_cache():
-    """A call reads other weights than the calls before, as each layer of a network does."""
-    read = []
+def test_bind_arguments__operands_come_from_a_far_cache():
+    """A call takes other operands than the calls before, as each layer of a network does."""
+    calls = []
     run = tuning.bind_arguments(
-        lambda _data, weights, *_others: read.append(weights), LAYER, VNNI512, KernelSchedule()
+        lambda *operands: calls.append(operands), LAYER, VNNI512, KernelSchedule()
     )
     for _ in range(2000):
         run()
-    copies = {id(weights): weights.numpy().nbytes for weights in read}
-    assert sum(copies.values()) >= tuning.COLD_BYTES
-    assert len({id(weights) for weights in read[: len(copies)]}) == len(copies)
+    for operands in zip(*calls, strict=True):
+        copies = len({id(operand) for operand in operands})
+        assert copies * sum(each.numpy().nbytes for each in calls[0]) >= tuning.COLD_BYTES
+        assert len({id(operand) for operand in operands[:copies]}) == copies
 
 
 @pytest.mark.parametrize(
