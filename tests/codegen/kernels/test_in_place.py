@@ -25,6 +25,7 @@ from relayquant.codegen.kernels.integer.conv import build_planned
 from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, pack_constants
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
 from relayquant.codegen.kernels.integer.specs import Conv2d, Tile
+from relayquant.codegen.kernels.integer.tiled import stores_once
 from relayquant.codegen.kernels.integer.tiled_plan import TiledPlan, TileRows, plan_tiles
 from relayquant.codegen.kernels.isa.base import AMX, Isa
 from relayquant.codegen.kernels.isa.bf16 import TILES_BF16
@@ -70,7 +71,7 @@ def test_overwrite_operand__bytes(isa, size, kernel):
     packed = pack_constants(plan, w, np.zeros(64, "int32"), np.full(64, 1e-4, "float32"))
     built, operands = build_planned(plan), [x, *packed.arguments()]
     separate, over = run_both(built, find_target(isa), operands, residual)
-    assert can_overwrite(built)
+    assert stores_once(plan)
     assert len(np.unique(separate)) > 100
     np.testing.assert_array_equal(over, separate)
 
@@ -90,7 +91,6 @@ def test_overwrite_operand__bfloat16(dtype):
     operands = [x, *pack_bf16(w, None, spec, TILES_BF16)]
     kernel = make_bf16_conv2d(spec, TILES_BF16)
     separate, over = run_both(kernel, target, operands, hold(residual, dtype))
-    assert can_overwrite(kernel)
     assert len(np.unique(separate)) > 100
     np.testing.assert_array_equal(over, separate)
 
@@ -105,8 +105,12 @@ def test_overwrite_operand__bfloat16(dtype):
         ((7, 7), 64, 3, (4, 1), False),  # a pixel stands for one in the padding
     ],
 )
-def test_can_overwrite__only_if_no_result_is_stored_twice(
-    size, channels, kernel, block, is_possible
-):
+def test_stores_once__only_if_no_result_is_stored_twice(size, channels, kernel, block, is_possible):
     plan = make_plan(AMX, size, channels, kernel, block)
-    assert can_overwrite(build_planned(plan)) == is_possible
+    assert stores_once(plan) == is_possible
+
+
+@pytest.mark.parametrize(("pixels", "is_worth"), [(64, False), (128, True)])
+def test_can_overwrite__only_a_residual_that_leaves_the_near_cache(pixels, is_worth):
+    """Of 64 x 128 pixels and 64 channels, a residual has 512 KB."""
+    assert can_overwrite(build_planned(make_plan(AMX, (pixels, 128), 64, 1))) == is_worth

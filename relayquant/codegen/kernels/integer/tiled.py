@@ -608,10 +608,20 @@ def emit_results(
 
 
 def mark_stores_once(func: PrimFunc, plan: ConvPlan) -> PrimFunc:
-    """Mark the kernel of a plan if its result may take the place of its residual."""
-    if isinstance(plan, TiledPlan) and plan.spec.epilogue.residual and stores_once(plan):
+    """Mark the kernel of a plan if its result may take the place of its residual.
+
+    A small residual is not worth it: its lines and those of the result stay in the near cache.
+    """
+    if not isinstance(plan, TiledPlan) or not plan.spec.epilogue.residual:
+        return func
+    if is_far(plan, func.params[-2].dtype) and stores_once(plan):
         return func.with_attr(STORES_ONCE, True)  # pyright: ignore[reportReturnType]
     return func
+
+
+def is_far(plan: TiledPlan, dtype: str) -> bool:
+    """Whether a residual of this dtype leaves the second-level cache before it is added."""
+    return prod(plan.spec.out_shape) * np.dtype(dtype).itemsize > NEAR_RESIDUAL_BYTES
 
 
 def stores_once(plan: TiledPlan) -> bool:
@@ -678,11 +688,9 @@ def emit_residual_prefetch(
 
     `channels` are the first of each vector. A block is too short to wait for a large residual.
     """
-    if residual is None:
+    if residual is None or not is_far(plan, residual.dtype):
         return
     width = np.dtype(residual.dtype).itemsize
-    if prod(plan.pixel_grid) * pitch * width <= NEAR_RESIDUAL_BYTES:
-        return
     ahead = (pixel + plan.tile.rows * plan.tile_rows) * pitch
     for channel in channels[:: max(plan.unit.row_bytes // (plan.isa.lanes * width), 1)]:
         emit_prefetch(residual, ahead + channel, level=1)
