@@ -52,8 +52,13 @@ def check(row: Row, mod, params, samples: list[np.ndarray]) -> None:
 
 #: what local response normalization is made of, twice; it has no integer form
 RESPONSE = {
-    **{"elementwise_chain": 4, "expand_dims": 2, "squeeze": 2, "divide": 2},
-    **{"permute_dims": 4, "reshape": 6, "nn.avg_pool2d": 4},  # the pool, over channels and images
+    "elementwise_chain": 4,
+    "expand_dims": 2,
+    "squeeze": 2,
+    "divide": 2,
+    "permute_dims": 4,
+    "reshape": 6,
+    "nn.avg_pool2d": 4,
 }
 
 #: light models of the onnx package
