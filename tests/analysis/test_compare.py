@@ -8,10 +8,12 @@ import io
 import numpy as np
 import pytest
 import tvm
+from tvm import relax
 
 import relayquant as rq
 from relayquant.analysis.error_statistics import BLOCK, ErrorSums
 from relayquant.demo import load_digits
+from relayquant.ir.rewrite.function import make_main
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +136,15 @@ def test_compare__module_of_another_model_is_an_error(digits):
     qmod = rq.quantize(mod, params, data)
     with pytest.raises(rq.ModelError, match="no value in common"):
         rq.compare(Other, None, qmod, data)
+
+
+def test_compare__a_model_without_operators_has_its_outputs():
+    x = relax.Var("x", relax.TensorType((2, 3), "float32"))
+    mod, data = make_main([x], lambda _: x), [np.float32([[1, 2, 3], [4, 5, 6]])]
+    qmod = rq.quantize(mod, None, data, effort="fast", callbacks=())
+    report = rq.compare(mod, None, qmod, data)
+    assert not report.rows
+    assert [output.sqnr for output in report.outputs] == [float("inf")]
 
 
 @pytest.mark.slow
