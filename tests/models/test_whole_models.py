@@ -83,15 +83,7 @@ def test_quantize__meets_the_bar(name, request):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("digits", "dscnn", "resnet20"),
-        pytest.param(
-            "mnist", marks=pytest.mark.xfail(reason="best: 42.6 dB, balanced: 46.1 dB on others")
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", ["digits", "mnist", "dscnn", "resnet20"])
 def test_quantize__each_level_of_effort_is_as_accurate_as_the_one_below(name, request):
     case = request.getfixturevalue(name)
     mod, params = rq.load(str(case.model))

@@ -57,9 +57,14 @@ def keep_nearer(
 def pick_compared(
     prepared: PreparedModel, sample: SpreadSample, settings: GuardSettings
 ) -> list[Batch]:
-    """Return the samples that levels are compared on, fewer of a model that takes long to run."""
+    """Return the samples that levels are compared on, fewer of a model that takes long to run: only
+    those that were held back from calibration if there are `FEWEST`, as a level may fit the others
+    too closely.
+    """
     count = int(np.clip(count_samples_for(prepared, settings.work), FEWEST, MOST))
-    return [part.batch for part in sample.parts(count, sample.kept)]
+    held = () if sample.held is None else sample.held.kept
+    is_enough = sum(len(part.numbers) for part in held) >= FEWEST
+    return [part.batch for part in sample.parts(count, held if is_enough else sample.kept)]
 
 
 def is_as_near(higher: Sequence[OutputGap], lower: Sequence[OutputGap]) -> bool:

@@ -8,8 +8,11 @@ from float_models import build_model
 
 import relayquant as rq
 from relayquant.analysis.outputs import OutputGap
+from relayquant.config import GuardSettings
+from relayquant.data import SpreadSample, open_dataset
+from relayquant.data.item import describe_inputs
 from relayquant.flow.refine import levels
-from relayquant.flow.refine.levels import is_as_near
+from relayquant.flow.refine.levels import is_as_near, pick_compared
 
 
 @pytest.mark.parametrize(
@@ -43,3 +46,15 @@ def test_quantize__best_keeps_the_level_that_follows_better(monkeypatch, is_near
     assert ("level" in ledger.choices) is not is_near
     (got,), (expected,) = (rq.reference.run(each, [data[0]]) for each in (best, balanced))
     assert np.array_equal(got, expected) is not is_near
+
+
+@pytest.mark.parametrize("length", [47, 48])
+def test_pick_compared__held_back_samples_alone_where_there_are_enough(length):
+    mod = build_model(lambda emit, x: emit.dense("z", x, 3), (1, 25))
+    prepared = rq.prepare(mod, None)
+    inputs = describe_inputs(prepared.mod)
+    sample = SpreadSample(inputs, 64, holds_back=True)
+    data = [np.full((1, 25), place, "float32") for place in range(length)]
+    read = [int(batch["x"][0, 0]) for batch in sample.watch(open_dataset(data, inputs))]
+    found = [int(batch["x"][0, 0]) for batch in pick_compared(prepared, sample, GuardSettings())]
+    assert set(found) == {23, 31, 39, 47} if length == 48 else set(found) < set(read)
