@@ -165,7 +165,7 @@ def check_type(value: object, hint: Any, where: str) -> None:
     remedy = ""
     if "IRModule" in allowed and isinstance(value, str | os.PathLike):
         remedy = " Read a file with relayquant.load."
-    elif "IRModule" in allowed and any(TORCH in str(base) for base in type(value).__mro__):
+    elif "IRModule" in allowed and any(TORCH in str(base) for base in inspect.getmro(type(value))):
         remedy = " For a torch.nn.Module, use relayquant.torch.quantize, compare or export."
     raise raised(f"{where} is {shown}; allowed: {allowed}.{remedy}", code="RQ101")
 
