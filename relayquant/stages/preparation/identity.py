@@ -127,9 +127,8 @@ def merge_equal(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     for other in sorted(users, key=editor.order().index):
         if other.same_as(var):
             break
-        if editor.op_name(other) == editor.op_name(var) and _has_equal_parameters(
-            editor.call_of(other), call
-        ):
+        is_alike = editor.op_name(other) == editor.op_name(var) and same_type(other, var)
+        if is_alike and _has_equal_parameters(editor.call_of(other), call):
             return other
     return decline("none before it has equal parameters")
 
@@ -142,8 +141,8 @@ def _has_equal_parameters(left: Call, right: Call) -> bool:
         if arrays[0] is None or arrays[1] is None:
             if not one.same_as(two):
                 return False
-        elif not np.array_equal(*arrays):
-            return False
+        elif arrays[0].shape != arrays[1].shape or arrays[0].tobytes() != arrays[1].tobytes():
+            return False  # bits, as -0.0 and 0.0 are equal numbers
     return True
 
 

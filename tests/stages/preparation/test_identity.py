@@ -317,3 +317,23 @@ def test_where__of_one_side_or_one_condition(check_same_numbers):
     x = np.arange(6, dtype="float32").reshape(2, 3)
     prepared = check_same_numbers(Before, x, x > 2)
     assert prepared.script().count("R.where(") == 3  # wide, first, other
+
+
+def test_where__equal_numbers_of_other_types_or_signs_stay_apart(check_same_numbers):
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(mask: R.Tensor((2, 3), "bool"), x: R.Tensor((2, 3), "float32")):
+            with R.dataflow():
+                real = R.where(mask, R.const(1.0), R.const(0.0))
+                whole = R.where(mask, R.const(1, "int32"), R.const(0, "int32"))
+                signed = R.where(mask, R.const(1.0), R.const(-0.0))
+                a = R.divide(x, real)
+                b = R.divide(x, signed)
+                c = R.add(whole, whole)
+                R.output(a, b, c)
+            return a, b, c
+
+    x = np.arange(6, dtype="float32").reshape(2, 3) + 1
+    prepared = check_same_numbers(Before, x > 3, x)
+    assert prepared.script().count("R.where(") == 3
