@@ -8,6 +8,8 @@ import numpy as np
 import tvm
 from tvm import relax
 
+import relayquant as rq
+
 MAP = (1, 4, 6, 6)
 
 
@@ -96,3 +98,12 @@ def residual_model() -> tvm.IRModule:
         return emit("out", op.add(emit.dense("out.m", flat, 3), emit.constant(3)))
 
     return build_model(body, MAP)
+
+
+def ask_for(*names: str) -> rq.QConfigMapping:
+    """A mapping that asks for integers in operators that would leave sums of products exact."""
+    qconfig = rq.get_backend_config("generic").default_qconfig
+    mapping = rq.QConfigMapping().set_global(qconfig)
+    for name in names:
+        mapping = mapping.set_object_type(name, qconfig)
+    return mapping

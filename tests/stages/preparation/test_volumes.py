@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from drawing import count_examples
-from float_models import build_model
+from float_models import ask_for, build_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
@@ -186,10 +186,9 @@ def test_quantize__volumes_are_integers():
     mod = build_model(body, VOLUME)
     rng = np.random.default_rng(0)
     batches = [{"x": rng.normal(size=VOLUME).astype("float32")} for _ in range(3)]
-    qmod = rq.quantize(mod, None, batches, effort="fast")
+    qmod = rq.quantize(mod, None, batches, effort="fast", qconfig_mapping=ask_for("reshape"))
     floats = {row.op for row in rq.ledger(qmod).floating}
-    # of the float input, and of the exact sums
-    assert floats <= {"permute_dims", "nn.pad", "strided_slice", "concat", "reshape"}
+    assert floats <= {"permute_dims", "nn.pad", "strided_slice", "concat"}  # of the float input
     x = [*batches[0].values()]
     wanted, got = (rq.Executor(rq.compile(each)).run("main", x)[0] for each in (mod, qmod))
     assert ((got - wanted) ** 2).sum() < 0.005 * (wanted**2).sum()
