@@ -215,15 +215,20 @@ def decide_quantized(
     }
     owner = {var: matched.root for matched in matches for var in matched.vars}
     given, sums = find_given(graph), find_moved_sums(graph, matches)
+
+    def readers(root: relax.Var) -> list[bool]:
+        return list_integer_readers(graph, root, owner, quantized)
+
     while True:
         below = reach_down(quantized.values(), given)
         above = reach_up(quantized.values(), wanted)
+        moved = sums - above
         removed = [
             root
             for root, matched in quantized.items()
             if not is_worthwhile(matched, [var in below for var in matched.inputs()], root in above)
-            or (matched.kind is Kind.CONNECTOR and has_float_reader(graph, root, owner, quantized))
-            or (root in sums - above and not has_integer_reader(graph, root, owner, quantized))
+            or (matched.kind is Kind.CONNECTOR and not all(readers(root)))
+            or (root in moved and not any(readers(root)))
         ]
         if not removed:
             return frozenset(quantized) | alone
@@ -258,27 +263,18 @@ def is_worthwhile(matched: OperatorMatch, available: Sequence[bool], wanted: boo
     return (bool(available) and all(available)) or (any(available) and wanted)
 
 
-def has_float_reader(
+def list_integer_readers(
     graph: Graph,
     root: relax.Var,
     owner: Mapping[relax.Var, relax.Var],
     quantized: Mapping[relax.Var, OperatorMatch],
-) -> bool:
-    """Whether a float operator reads the value. It would read the value after rounding to 8 bits.
+) -> list[bool]:
+    """Return for each reader of a value whether it runs on integers. A float operator would read
+    the value after rounding to 8 bits.
 
     So the residual stream of a transformer, which layer norms read, stays in float.
     """
-    return any(owner.get(user) not in quantized for user in graph.users[root])
-
-
-def has_integer_reader(
-    graph: Graph,
-    root: relax.Var,
-    owner: Mapping[relax.Var, relax.Var],
-    quantized: Mapping[relax.Var, OperatorMatch],
-) -> bool:
-    """Whether an operator that runs on integers reads the value."""
-    return any(owner.get(user) in quantized for user in graph.users[root])
+    return [owner.get(user) in quantized for user in graph.users[root]]
 
 
 def find_moved_sums(graph: Graph, matches: Sequence[OperatorMatch]) -> set[relax.Var]:

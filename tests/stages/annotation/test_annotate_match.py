@@ -354,7 +354,7 @@ def test_passed_over__no_row_of_the_table_nor_behind_another_of_the_user():
 
 
 def test_annotate__a_graph_is_matched_once(monkeypatch):
-    """Plans of one graph with other mappings ask no row again, and are those of the module."""
+    """A second plan of a graph matches no row again, and equals a new plan of the module."""
     mod, backend, asked = residual_model(), rq.get_backend_config("x86"), []
     find = Pattern.find
     monkeypatch.setattr(Pattern, "find", lambda *args: asked.append(args) or find(*args))
