@@ -30,8 +30,9 @@ NUMPY: dict[str, Callable[..., np.ndarray]] = {
     "relax.where": np.where,
 }
 
-#: Operators that only move values: the reference has the same bits, and compiles nothing.
-MOVES = frozenset(
+#: Operators that only choose and repeat values: the reference has the same bits, and compiles
+#: nothing.
+COPYING = frozenset(
     f"relax.{name}"
     for name in ("broadcast_to", "concat", "flip", "repeat", "stack", "strided_slice", "tile")
 )
@@ -75,7 +76,7 @@ def fold_constants(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     else:
         kinds = {np.dtype(dtype).kind, *(array.dtype.kind for array in arrays)}
         # Integers have the same values in the reference, which compiles nothing.
-        is_exact = name in MOVES or kinds <= set("bui")
+        is_exact = name in COPYING or kinds <= set("bui")
         result = _run_in_numpy(call) if is_exact else None
         result = _run_call(call) if result is None else result
     if result is None or result.shape != shape or str(result.dtype) != dtype:

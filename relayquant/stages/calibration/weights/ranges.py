@@ -413,7 +413,9 @@ class RunningSums:
         used = np.flatnonzero(values)
         order = used[sort_floats(values[used])]
         x, term = values[order].astype("float64"), weights[order].astype("float64")
-        y = x if curve is None else curve(x) if results is None else results[order]
+        y = x
+        if curve is not None:
+            y = curve(x) if results is None else results[order]
         sums = np.zeros((3, x.size + 1))
         for row in sums:
             np.cumsum(term, out=row[1:])

@@ -148,8 +148,8 @@ def find_chain(
 def find_slots(
     last: CellStep, pairs: Sequence[Mapping[PeeledRows, PeeledRows]]
 ) -> list[tuple[tuple[PeeledRows, ...], Mapping[str, LinearTerm]]] | Skip:
-    """Return `CellChain.slots`. Each of `pairs` has the operands of a step, by those of the last
-    step.
+    """Return `CellChain.slots`. `pairs`: for each step, operand of the last step -> its operand in
+    the same place.
     """
     groups: dict[PeeledRows, dict[str, LinearTerm]] = {}
     for name, linear in last.gates.items():
