@@ -287,7 +287,7 @@ def import_ffi() -> Any:
 
 
 def spell_version(path: Path) -> str:
-    """A path to the file that no other file had in its place before.
+    """Return a path to the file by which no other file was ever loaded.
 
     The system's loader (dlopen) takes a path that it knows for the library that it has, and never
     looks at the file. "/" and "/./" lead to the same folder, so they spell the file's number.

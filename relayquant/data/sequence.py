@@ -61,9 +61,9 @@ def open_sequences(
 ) -> StreamedDataset:
     """Open the data set of a model with state.
 
-    Arrays with samples along axis 0, also those of an .npz, are one sequence. Any other item that
-    is no `SampleSequence` is a sequence of one step. An item with all inputs, state included, stays
-    as it is.
+    An array, a dict of arrays or an .npz is one sequence, with its steps along axis 0. An item of a
+    list that is no `SampleSequence` is a sequence of one step. Data that has the state too stays as
+    it is.
 
     Args:
         inputs: All inputs, state included.
@@ -123,7 +123,7 @@ def open_sequences(
 
 
 def find_names(dataset: Any) -> set[str]:
-    """Names of the arrays of a dict or an .npz. One array alone has none."""
+    """Return the names of the arrays in a dict or an .npz; none for a single array."""
     if isinstance(dataset, (str, os.PathLike)):
         return set(list_arrays(Path(dataset)))
     return set(dataset) if isinstance(dataset, Mapping) else set()

@@ -118,7 +118,7 @@ class Model {
     std::vector<std::string> names;
   };
 
-  // A path to the file that no other file had in its place before. The system's loader takes a path
+  // A path to the file by which no other file was ever loaded. The system's loader takes a path
   // that it knows for the library that it has, so a model that was replaced would be the old one.
   // "/" and "/./" lead to the same folder; they spell the file's number. The path is absolute: a
   // bare name would be searched in the system's folders only.

@@ -81,8 +81,10 @@ class Job:
 
 
 def shuffle_channels(weights: Mapping[str, np.ndarray], sizes: Mapping[str, Any]) -> dict:
-    """The weights of the same Llama with its channels in another order: those of all layers
-    together, of each feed-forward network, and of the values of each head.
+    """Return the weights of a Llama that computes the same with its channels in another order.
+
+    All layers share one order of their inputs and outputs. Feed-forward networks and values of
+    heads have orders of their own.
     """
     random = np.random.default_rng(0)
     heads = sizes["llama.attention.head_count"]

@@ -2,8 +2,8 @@
 
     python tests/benchmarks/transformers_table.py bert vit
 
-prints a row of docs/coming_from/pytorch.md for each network. Each tool has a process of its own.
-Imports are not counted.
+prints rows for the table in docs/coming_from/pytorch.md. Each tool runs in a process of its own,
+and its imports are not counted.
 """
 
 from __future__ import annotations

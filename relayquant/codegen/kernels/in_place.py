@@ -1,7 +1,6 @@
 """Kernel with a residual -> the same kernel with one memory for the residual and the result.
 
-The result then takes no cache lines of its own, and none of them has to be fetched before it is
-written.
+Then the CPU does not have to fetch the memory of a result before it writes there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Kernels that store their result over a residual have the bits of those with two tensors."""
+"""A kernel that stores its result over the residual has the bits of one with two tensors."""
 
 from __future__ import annotations
 

@@ -610,7 +610,7 @@ def emit_results(
 def mark_stores_once(func: PrimFunc, plan: ConvPlan) -> PrimFunc:
     """Mark the kernel of a plan if its result may take the place of its residual.
 
-    A small residual is not worth it: its lines and those of the result stay in the near cache.
+    Only a large residual gains: a small one and the result fit into the second-level cache.
     """
     if not isinstance(plan, TiledPlan) or not plan.spec.epilogue.residual:
         return func
