@@ -30,6 +30,7 @@ import numpy as np
 from relayquant_runtime.bundle import Bundle, read_bundle
 from relayquant_runtime.elf import HEAD, read_machine
 from relayquant_runtime.errors import LibraryError
+from relayquant_runtime.flags import read_flags
 from relayquant_runtime.tiles import may_use_tiles
 from relayquant_runtime.vm_errors import ArgumentError, read_argument_error, read_count_error
 
@@ -72,9 +73,9 @@ class Library:
 
         Raises:
             LibraryError: there is no such file, it is no library of compiled functions, was made
-                for another CPU, or the packages of TVM are missing. A file of a bundle is missing
-                or is not the one that was exported. The file was changed in place since this
-                process loaded it.
+                for another CPU or for instructions that this one lacks, or the packages of TVM are
+                missing. A file of a bundle is missing or is not the one that was exported. The file
+                was changed in place since this process loaded it.
         """
         os.environ.setdefault(SPIN_VARIABLE, "0")
         given = Path(path).absolute()
@@ -98,6 +99,7 @@ class Library:
             raise LibraryError(
                 f"{self.path} is no library that export_library wrote for this machine: {reason}"
             ) from error
+        check_instructions(self.path)
         self._running = threading.RLock()  # TVM's virtual machine has one stack
         described = self.describe_state()
         self._values, self._places = described["values"], described["functions"]
@@ -308,6 +310,20 @@ def check_unchanged(path: Path) -> None:
         raise LibraryError(
             f"{path} was changed in place since this process loaded it. Write the new library to "
             "another file and rename that to this path, and load it in a new process."
+        )
+
+
+def check_instructions(path: Path) -> None:
+    """LibraryError if a loaded library was compiled for instructions that this machine lacks: its
+    first kernel would end the process.
+    """
+    target = read_description(path).get("target", {})
+    flags = read_flags()
+    missing = sorted({*target.get("flags", ())} - flags) if flags else []
+    if missing:
+        raise LibraryError(
+            f"{path} was compiled for {target['cpu']}; this machine lacks {', '.join(missing[:5])}"
+            ". Compile the model for this machine's CPU: target='llvm -mcpu=...'"
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -180,6 +181,23 @@ def test_example__says_what_is_wrong(program, tmp_path):
         assert done.returncode == 1, (words, done)
         assert told in done.stderr
         assert done.stdout == ""
+
+
+def test_example__for_instructions_that_this_machine_lacks(program, tmp_path):
+    if program.target is not None:
+        pytest.skip("an emulator may show the flags of the machine that it runs on")
+    x = np.zeros((1, 3), "float32")
+    x.tofile(tmp_path / "x.bin")
+    library = program.export(STREAM, tmp_path / "deploy") / "model.so"
+    described = library.read_bytes()
+    flags = re.compile(rb'"flags": \["\w+')
+    if not flags.search(described):
+        pytest.skip("nothing is known of this kind of CPU")
+    changed = flags.sub(lambda found: b'"flags": ["'.ljust(len(found[0]), b"z"), described)
+    library.write_bytes(changed)
+    done = program.run(tmp_path / "deploy", tmp_path / "x.bin")
+    assert done.returncode == 1
+    assert re.search(r"model\.so was compiled for instructions .* lacks: z+\. Compile", done.stderr)
 
 
 RELOAD = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relayquant as rq
-from relayquant_runtime import Library, LibraryError, align_array, as_tensor
+from relayquant_runtime import Library, LibraryError, align_array, as_tensor, read_description
+from relayquant_runtime.flags import read_flags
 
 X, ONE = np.ones((3, 2), "float32"), np.float32(1)
 
@@ -149,6 +151,19 @@ def test_library__made_for_another_cpu(path, tmp_path):
     expected = rf"other\.so is made for riscv64; this machine is {platform.machine()}\."
     with pytest.raises(LibraryError, match=expected):
         Library(tmp_path / "other.so")
+
+
+def test_library__for_instructions_that_this_machine_lacks(path, monkeypatch):
+    """Its first kernel would end the process."""
+    target = read_description(path)["target"]
+    assert {*target["flags"]} <= read_flags() or not read_flags()  # it was compiled here
+    monkeypatch.setattr("relayquant_runtime.read_flags", lambda: frozenset({"fpu", "asimd"}))
+    expected = rf"nested\.so was compiled for {re.escape(target['cpu'])}; this machine lacks \w+"
+    if {*target["flags"]} - {"asimd"}:
+        with pytest.raises(LibraryError, match=expected):
+            Library(path)
+    monkeypatch.setattr("relayquant_runtime.read_flags", frozenset)  # no Linux
+    assert len(Library(path).run("main", [X, ONE])) == 3
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from tvm import relax
 from tvm.target import Target
 
 from relayquant.base.storage.files import write_text
+from relayquant.codegen.kernels.isa.emitted import list_linux_flags
 from relayquant.codegen.kernels.isa.select import list_product_lines
 from relayquant.codegen.kernels.isa.target import read_triple
 from relayquant.codegen.llvm_text import escape
@@ -36,7 +37,8 @@ def describe_module(lowered: tvm.IRModule, target: Target) -> dict[str, Any]:
     """Describe a lowered module as plain data.
 
     Returns:
-        "target": triple and CPU; "products": see `list_product_lines`; "entry": name of the model's
+        "target": triple, CPU and the flags that Linux names on a machine that can run it (see
+        `list_linux_flags`); "products": see `list_product_lines`; "entry": name of the model's
         function, the first one if there are several; "functions": name -> "inputs" and "outputs",
         rows of name, shape and dtype, and for quantized values scale and zero_point. A free size
         is given by its name. "state": rows of name, shape and dtype, which are left out of inputs
@@ -52,8 +54,9 @@ def describe_module(lowered: tvm.IRModule, target: Target) -> dict[str, Any]:
         for name, func in known.items()
     }
     cpu = str(target.attrs.get("mcpu") or "generic")
+    flags = list_linux_flags(target)
     return {
-        "target": {"triple": read_triple(target), "cpu": cpu},
+        "target": {"triple": read_triple(target), "cpu": cpu, "flags": flags},
         "products": list_product_lines(target),
         "entry": entry,
         "functions": functions,

@@ -36,6 +36,7 @@ from relayquant.base.storage.files import TEMPORARY, open_temporary_folder, writ
 from relayquant.codegen.description import describe_module, write_description
 from relayquant.codegen.expanded_weights import expand_weights, read_expansion
 from relayquant.codegen.kernels.expansion import Expanded
+from relayquant.codegen.kernels.isa.emitted import list_missing_instructions
 from relayquant.codegen.kernels.isa.select import describe_products
 from relayquant.codegen.kernels.isa.target import (
     ARCHITECTURES_64,
@@ -74,13 +75,22 @@ class MappedExecutable(relax.VMExecutable):
         `tvm.runtime.Executable`.
 
         Raises:
-            ConfigError: it was compiled for another kind of CPU.
+            ConfigError: it was compiled for another kind of CPU, or for one with instructions that
+                this one lacks.
         """
         if find_architecture(self.target) is not find_architecture(resolve_target(None)):
             raise ConfigError(
                 f"The module was compiled for {read_triple(self.target)}; this machine is "
                 f"{platform.machine()}. Compile it for this machine, relayquant.compile(mod), or "
                 "write it with export_library(path) and run it there.",
+                code="RQ107",
+            )
+        missing = list_missing_instructions(self.target)
+        if missing:
+            raise ConfigError(
+                f"The module was compiled for {self.target.attrs.get('mcpu')}; this machine lacks "
+                f"{', '.join(missing[:5])}, which it may use. Compile it for this machine, "
+                "relayquant.compile(mod), or write it with export_library(path) and run it there.",
                 code="RQ107",
             )
         return super().jit(**options)

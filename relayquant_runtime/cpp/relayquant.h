@@ -16,13 +16,17 @@
 #include <tvm/ffi/extra/module.h>
 #include <tvm/ffi/function.h>
 
+#include <dlfcn.h>
 #include <sys/stat.h>
 
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <map>
 #include <mutex>
+#include <set>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -65,7 +69,8 @@ inline ffi::Tensor copy(const ffi::Tensor& tensor) {
 // for the next run.
 class Model {
  public:
-  // Load a library. Throws if there is no such file, or it is for another CPU.
+  // Load a library. Throws if there is no such file, or it is for another CPU, or for instructions
+  // that this one lacks.
   explicit Model(const std::string& path) : machine_(load(path)) {
     const int pooled = 2;  // an allocator that keeps memory for the next run
     find("vm_initialization")(static_cast<int>(kDLCPU), 0, pooled);
@@ -137,10 +142,53 @@ class Model {
     // TVM's idle threads would spin, which costs more than it gains beside any other process.
     setenv("TVM_THREAD_POOL_SPIN_COUNT", "0", 0);
     if (!std::filesystem::is_regular_file(path)) throw std::runtime_error("There is no file " + path);
-    ffi::Module library = ffi::Module::LoadFromFile(spell_version(path));
+    const std::string version = spell_version(path);
+    ffi::Module library = ffi::Module::LoadFromFile(version);
+    check_instructions(path, version);
     ffi::Optional<ffi::Function> load = library->GetFunction("vm_load_executable");
     if (!load.has_value()) throw std::runtime_error(path + " is no library that export_library wrote");
     return (*load)().cast<ffi::Module>();
+  }
+
+  // Throws if the library may use instructions that this machine lacks: its first kernel would end
+  // the process. `version` is the path by which it was loaded.
+  static void check_instructions(const std::string& path, const std::string& version) {
+    void* handle = dlopen(version.c_str(), RTLD_LAZY | RTLD_NOLOAD);
+    if (handle == nullptr) return;
+    const auto* text = static_cast<const char*>(dlsym(handle, "relayquant_description"));
+    const auto described = ffi::json::Parse(text == nullptr ? "{}" : text).cast<ffi::json::Object>();
+    dlclose(handle);
+    const std::set<std::string> present = read_flags();
+    if (present.empty() || described.count("target") == 0) return;
+    const auto target = described["target"].cast<ffi::json::Object>();
+    if (target.count("flags") == 0) return;
+    std::string missing;
+    for (const ffi::Any& flag : target["flags"].cast<ffi::json::Array>()) {
+      const std::string name = flag.cast<ffi::String>();
+      if (present.count(name) == 0) missing += " " + name;
+    }
+    if (!missing.empty()) {
+      throw std::runtime_error(path + " was compiled for instructions that this machine lacks:" +
+                               missing + ". Compile the model for this machine's CPU");
+    }
+  }
+
+  // What Linux says that this machine has; empty where it cannot be read.
+  static std::set<std::string> read_flags() {
+#if defined(__x86_64__) || defined(__i386__)
+    const std::string first = "flags";
+#else
+    const std::string first = "Features";
+#endif
+    std::ifstream file("/proc/cpuinfo");
+    for (std::string line, word; std::getline(file, line);) {
+      std::istringstream words(line);
+      if (!(words >> word) || word != first) continue;
+      std::set<std::string> found;
+      while (words >> word) found.insert(word);
+      return found;
+    }
+    return {};
   }
 
   ffi::Function find(const std::string& name) {

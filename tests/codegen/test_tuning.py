@@ -32,6 +32,7 @@ from relayquant.codegen.kernels.integer.specs import Conv2d, KernelSchedule, Til
 from relayquant.codegen.kernels.integer.winograd import can_winograd
 from relayquant.codegen.kernels.isa import target as target_module
 from relayquant.codegen.kernels.isa.base import AMX, VNNI512
+from relayquant.codegen.kernels.isa.emitted import list_missing_instructions
 from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.isa.target import list_instructions, resolve_target
 from relayquant.codegen.schedule_cache import add_schedules, find_cache_folder, read_schedules
@@ -399,6 +400,26 @@ def test_check_runnable__asks_for_the_features_of_the_machine(monkeypatch, host,
     expected = pytest.raises(ConfigError, match=f"lacks {lacks}") if lacks else nullcontext()
     with expected:
         tuning.check_runnable(target)
+
+
+@on_x86
+@pytest.mark.parametrize(
+    ("host", "cpu", "lacks"),
+    [
+        ("Zen 5", "znver4", ""),
+        ("Sapphire Rapids", "znver4", ""),  # no code has its sse4a unasked
+        ("Zen 4", "znver5", "avxvnni"),
+        ("without AMX", "emeraldrapids", ""),  # its code asks for the tiles
+        ("without AVX512", "cascadelake", "avx512bw"),
+    ],
+)
+def test_list_missing_instructions__of_hosts(monkeypatch, host, cpu, lacks):
+    executable = rq.compile(build_model(lambda _, x: relax.op.tanh(x), (1, 4)), f"llvm -mcpu={cpu}")
+    monkeypatch.setattr(target_module, "ask_host", HOSTS[host].ask)
+    assert list_missing_instructions(executable.target)[:1] == ([lacks] if lacks else [])
+    if lacks:
+        with pytest.raises(ConfigError, match=rf"machine lacks {lacks}.*Compile it for this"):
+            rq.Executor(executable)
 
 
 @pytest.mark.parametrize(

@@ -285,7 +285,11 @@ def test_export_bundle__for_another_cpu_says_what_to_get(tmp_path, monkeypatch):
         rq.export_bundle(executable, tmp_path / "deploy")
     described = json.loads((tmp_path / "deploy" / "bundle.json").read_text())
     assert "pip download" in described["missing"][0]
-    assert described["target"] == {"triple": "aarch64-linux-gnu", "cpu": "cortex-a76"}
+    assert described["target"] == {
+        "triple": "aarch64-linux-gnu",
+        "cpu": "cortex-a76",
+        "flags": ["asimd", "asimddp", "asimdhp", "asimdrdm", "atomics"],
+    }
     wheels = write_wheels(tmp_path / "wheels", 183)
     rq.export_bundle(executable, tmp_path / "deploy", runtime=wheels)
     described = json.loads((tmp_path / "deploy" / "bundle.json").read_text())
