@@ -18,6 +18,8 @@ With --text the perplexity of the first 20,000 tokens of FILE (--text-tokens), i
 which the second halves count: of this package, of llama.cpp, and of a float32 Llama in numpy with
 the file's weights.
 
+A model of another size, with random weights: `random_llama.py` writes one.
+
 Needs llama-cpp-python, openvino-genai and openvino-tokenizers; what is missing is left out.
 docs/generation.json keeps what was measured on each CPU.
 """
