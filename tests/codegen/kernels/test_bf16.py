@@ -301,6 +301,50 @@ def test_make_bf16_conv2d__packed_pixels(isa, dtype):
         check_conv2d(spec, isa, 0, plan)
 
 
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("dtype", ["float32", BF16_BITS])
+@pytest.mark.parametrize(
+    ("batch", "kernel", "strides", "padding", "dilation"),
+    [
+        (1, (3, 3), (1, 1), (1, 1, 1, 1), (1, 1)),
+        (2, (3, 2), (2, 2), (1, 0, 2, 1), (1, 1)),
+        (1, (2, 3), (3, 1), (0, 2, 0, 0), (2, 2)),
+    ],
+)
+@every_isa
+def test_make_bf16_conv2d__copies_of_columns(isa, batch, kernel, strides, padding, dilation, dtype):
+    conv = FloatConv2d(
+        batch, 9, 7, 64, 40, kernel, strides, padding, dilation, stored=Stored(data=dtype)
+    )  # fmt: skip
+    spec = read_bf16_conv2d(conv)
+    shifted = [plan for plan in list_bf16_plans(spec, isa) if is_shifted(plan)]
+    assert len(shifted) == (isa.unit is not None)
+    for plan in shifted:
+        check_conv2d(spec, isa, 0, plan)
+
+
+def is_shifted(plan: Bf16Plan) -> bool:
+    return isinstance(plan, Bf16TiledPlan) and plan.rows is TileRows.SHIFTED
+
+
+SMALL = FloatConv2d(1, 7, 7, 512, 512, (3, 3), padding=(1, 1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("conv", "wanted"),
+    [
+        (SMALL, True),
+        (replace(SMALL, height=14, width=14, strides=(2, 2)), True),
+        (replace(SMALL, height=14, width=14), False),  # several blocks of pixels
+        (replace(SMALL, in_channels=500), False),  # the last chunk is not full
+    ],
+)
+def test_plan_bf16__copies_columns_of_few_pixels(conv, wanted):
+    plan = plan_bf16(read_bf16_conv2d(conv), TILES_BF16)
+    assert is_shifted(plan) == wanted
+    assert plan.with_stored(Stored(data=BF16_BITS)).needs_copy != wanted
+
+
 def test_needs_copy__not_where_a_few_more_steps_fit():
     for inner, steps, copied in ((128, 4, False), (144, 6, False), (148, 5, True), (40, 2, False)):
         conv = FloatConv2d(1, 8, 8, inner, 16, (1, 1), stored=Stored(data=BF16_BITS))
@@ -445,8 +489,8 @@ def test_round__in_a_kernel_is_that_of_packed_weights(isa, lanes):
 WIDE = FloatConv2d(1, 9, 20, 64, 96, (3, 3), padding=(1, 1, 1, 1))
 
 
-def compile_assembly(isa: Bf16Isa, mcpu: str) -> str:
-    module = tvm.IRModule({"conv2d": make_bf16_conv2d(read_bf16_conv2d(WIDE), isa)})
+def compile_assembly(isa: Bf16Isa, mcpu: str, conv: FloatConv2d = WIDE) -> str:
+    module = tvm.IRModule({"conv2d": make_bf16_conv2d(read_bf16_conv2d(conv), isa)})
     target = Target({"kind": "llvm", "mcpu": mcpu, "mtriple": "x86_64-linux-gnu"})
     return tvm.compile(module, target=target).mod.inspect_source("asm")
 
@@ -460,6 +504,17 @@ def test_make_bf16_conv2d__instructions_of_tiles():
     assert found["tilestored"] == 4
     assert "vdpbf16ps" in text  # without permission
     assert "vcvtneps2bf16" in text
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+def test_make_bf16_conv2d__instructions_of_copies_of_columns():
+    """Five loads for four products, and one store for each sum: nothing spills."""
+    text = compile_assembly(TILES_BF16, "sapphirerapids", replace(SMALL, in_channels=1024))
+    names = ("tdpbf16ps", "tileloadd", "tileloaddt1", "tilestored")
+    products, loads, streamed, stores = (len(re.findall(rf"\t{name}\b", text)) for name in names)
+    assert products % 4 == 0 < products
+    assert (loads, streamed, stores) == (4 + products, products // 4, 4)
 
 
 @pytest.mark.slow

@@ -114,6 +114,25 @@ def test_build_planned__folded_pixels(isa, channels, kernel, width):
     check_plan(plan, isa)
 
 
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("isa", [AMX, EMULATED, REFUSED], ids=["unit", "emulated", "refused"])
+@pytest.mark.parametrize(
+    ("batch", "kernel", "strides", "padding", "dilation"),
+    [
+        (1, (3, 3), (1, 1), (1, 1, 1, 1), (1, 1)),
+        (2, (3, 2), (2, 2), (1, 0, 2, 1), (1, 1)),
+        (1, (2, 3), (3, 1), (0, 2, 0, 0), (2, 2)),
+        (1, (1, 3), (2, 3), (0, 0, 0, 0), (1, 1)),
+    ],
+)
+def test_build_planned__copies_of_columns(isa, batch, kernel, strides, padding, dilation):
+    spec = Conv2d(
+        batch, 9, 7, 128, 40, kernel, strides, padding, dilation, in_zero_point=7
+    )  # fmt: skip
+    (plan,) = [plan for plan in list_plans(spec, isa) if plan.rows is TileRows.SHIFTED]
+    check_plan(plan, isa)
+
+
 @pytest.mark.parametrize("isa", [AMX, EMULATED, REFUSED], ids=["unit", "emulated", "refused"])
 def test_build_conv2d__symbolic_batch_runs_on_tiles(isa):
     spec = Conv2d(1, 4, 9, 20, 16, (3, 3), padding=(1, 1, 1, 1), in_zero_point=7)
@@ -138,7 +157,8 @@ def test_build_conv2d__symbolic_batch_runs_on_tiles(isa):
         (56, 64, 256, 1, 1, TileRows.MATRIX),
         (7, 512, 512, 3, 1, TileRows.PADDED),
         (56, 64, 64, 3, 1, TileRows.LINES),
-        (14, 512, 512, 3, 2, TileRows.GATHERED),
+        (14, 512, 512, 3, 2, TileRows.SHIFTED),
+        (28, 512, 512, 3, 2, TileRows.LINES),
         (224, 3, 64, 7, 2, TileRows.FOLDED),
     ],
 )

@@ -167,6 +167,8 @@ class Bf16TiledPlan(Bf16Plan, TiledPlan):
 
     @cached_property
     def needs_copy(self) -> bool:
+        if self.rows is TileRows.SHIFTED and self.spec.stored.data == BF16_BITS:
+            return False
         return self.rows is TileRows.PACKED or super().needs_copy
 
     def with_stored(self, stored: Stored) -> Bf16Plan:

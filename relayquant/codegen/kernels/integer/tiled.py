@@ -12,6 +12,9 @@ registers hold operands.
 - The last tile of a line is moved back and overlaps its neighbour, as in `conv`.
 - Convolutions with stride 1 may take the padded image as one line of pixels. Sums of a pixel in the
 padding are not stored; another pixel of the same tile is stored twice instead.
+- Where a block has all pixels, weights are read once, and pixels may come from a copy for each
+column of the window. All taps of a chunk of channels follow each other, so that the chunk stays in
+the first-level cache, and weights are fetched into it.
 - The sums of a block are converted and stored in parts, one after each step of the next block,
 while its tiles are multiplied.
 - Tiles are configured and released within each part of a parallel loop, since another thread may
@@ -55,7 +58,7 @@ from relayquant.codegen.kernels.integer.operands import (
     locate_panel,
 )
 from relayquant.codegen.kernels.integer.saturating_pack import PACKED
-from relayquant.codegen.kernels.integer.tiled_images import emit_folded, emit_gathered
+from relayquant.codegen.kernels.integer.tiled_images import emit_folded, emit_gathered, emit_shifted
 from relayquant.codegen.kernels.integer.tiled_plan import (
     FIRST_CACHE_BYTES,
     NEAR_BYTES,
@@ -142,6 +145,8 @@ def emit_tiled(
         image = emit_gathered(plan, image, threads)
     if plan.rows is TileRows.FOLDED:
         image = emit_folded(plan, image, threads)
+    if plan.rows is TileRows.SHIFTED:
+        image = emit_shifted(plan, image, threads)
     may_use = ask_permission(plan.unit)
     images = plan.lines[0] if plan.weights_per_image else 1
     pixels = ceil_div(plan.image_tiles, plan.tile.rows)
@@ -416,6 +421,11 @@ def row_distance(plan: TiledPlan) -> int:
 def tap_offset(plan: TiledPlan, image: Image, row: Expr, column: Expr) -> Expr:
     """Activations from the first tap to another one."""
     dilation = plan.spec.dilation
+    if plan.rows is TileRows.SHIFTED:
+        stride, images = plan.spec.strides[0], plan.lines[0]
+        line, phase = T.floordiv(row * dilation[0], stride), T.floormod(row * dilation[0], stride)
+        copy = (column * stride + phase) * images
+        return (copy * image.height + line) * image.width * plan.pixel_size
     pixels = row * dilation[0] * image.width + column * dilation[1]
     return pixels * plan.pixel_size
 
@@ -432,9 +442,11 @@ class TileStep:
 
 @contextmanager
 def loop_over_steps(plan: TiledPlan) -> Iterator[TileStep]:
-    """Emit the loop over the steps of a block."""
-    with T.grid(*plan.taps, plan.chunks) as (row, column, chunk):
-        yield TileStep(row, column, chunk, (row * plan.taps[1] + column) * plan.chunks + chunk)
+    """Emit the loop over the steps of a block, in the order of the weights."""
+    sizes = (plan.chunks, *plan.taps) if plan.is_chunked else (*plan.taps, plan.chunks)
+    with T.grid(*sizes) as order:
+        chunk, row, column = order if plan.is_chunked else (order[2], *order[:2])
+        yield TileStep(row, column, chunk, plan.number_step(row, column, chunk))
 
 
 def emit_products(
@@ -530,7 +542,7 @@ def emit_weight_prefetch(
         following = T.min(block.number + 1, count - 1) - block.number
         first = first + following * plan.panel_vectors + T.min(pixel * share, vectors - share)
     for i in range(share):
-        emit_prefetch(weight, (first + i) * size, level=2)
+        emit_prefetch(weight, (first + i) * size, level=1 if plan.is_chunked else 2)
 
 
 def emit_vector_products(
@@ -558,7 +570,7 @@ def emit_vector_products(
         for acc in moved:
             store_vector(acc, zeros, 0, lanes)
         with T.grid(*plan.taps, plan.chunks, plan.chunk_words) as (row, column, chunk, word):
-            step = (row * plan.taps[1] + column) * plan.chunks + chunk
+            step = plan.number_step(row, column, chunk)
             at = start + chunk * plan.chunk_distance
             at = at + tap_offset(plan, image, row, column) + word * isa.products
             weights = []
@@ -705,7 +717,8 @@ def locate_result(
     to another tile.
     """
     height, width = plan.pixel_grid[1:]
-    if plan.rows in (TileRows.MATRIX, TileRows.GATHERED, TileRows.PACKED):
+    whole = (TileRows.MATRIX, TileRows.GATHERED, TileRows.PACKED, TileRows.SHIFTED)
+    if plan.rows in whole:
         pixel = image * plan.lines[2] + start + row
         return row, pixel, pixel
     x, y = start + row, line

@@ -1,6 +1,6 @@
 """Image of a convolution -> the copy whose pixels a matrix unit can load as rows of a tile, as TIR.
 
-Plans with `TileRows.GATHERED` and `TileRows.FOLDED` need one.
+Plans with `TileRows.GATHERED`, `TileRows.FOLDED` and `TileRows.SHIFTED` need one.
 """
 
 from __future__ import annotations
@@ -79,3 +79,38 @@ def emit_folded(plan: TiledPlan, image: Image, threads: bool) -> Image:
             stored = lanes if lanes - count * size <= size else count * size
             store_vector(copy, folded, (line * pitch + x) * size, lanes, stored)
     return Image(copy, height, pitch)
+
+
+def emit_shifted(plan: TiledPlan, image: Image, threads: bool) -> Image:
+    """Emit a copy for each column of the window, of the pixels that it reads, line after line.
+
+    With strides, lines of one phase follow each other: [column][phase][image][line][pixel]. So all
+    pixels of an image are rows at equal distances for each tap. An image without a copy has no
+    padding yet: it becomes zeros here.
+    """
+    spec, size = plan.spec, plan.pixel_size
+    (images, _, width), lines = plan.pixel_grid, plan.shifted_lines
+    columns, stride = spec.kernel[1], spec.strides[0]
+    top, left = (0, 0) if plan.needs_copy else spec.padding[:2]
+    copy = alloc_workspace(plan.shifted_pixels * size, image.data.dtype)
+    with (T.parallel if threads else T.serial)(columns * stride * images * lines) as number:
+        column, phase, n, line = split_index(number, (columns, stride, images, lines))
+        y = line * stride + phase - top
+        with T.serial(width) as pixel:
+            x = pixel * spec.strides[1] + column * spec.dilation[1] - left
+            source = ((n * image.height + y) * image.width + x) * spec.in_channels
+            target = (number * width + pixel) * size
+
+            def move(at: Expr, lanes: int) -> None:
+                store_vector(copy, load_vector(image.data, source + at, lanes), target + at, lanes)
+
+            def clear(at: Expr, lanes: int) -> None:
+                store_vector(copy, constant(copy.dtype, 0, lanes), target + at, lanes)
+
+            inside = T.And(T.And(y >= 0, y < image.height), T.And(x >= 0, x < image.width))
+            with T.If(inside):
+                with T.Then():
+                    emit_vector_loop(spec.in_channels, plan.row_values, move)
+                with T.Else():
+                    emit_vector_loop(spec.in_channels, plan.row_values, clear)
+    return Image(copy, lines, width)

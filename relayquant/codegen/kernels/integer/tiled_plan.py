@@ -59,6 +59,7 @@ class TileRows(enum.Enum):
     GATHERED = "gathered"  #: of a copy that has the whole window of each pixel
     FOLDED = "folded"  #: of a line of the output, with a copy that has squares of pixels as pixels
     PACKED = "packed"  #: all pixels; of a copy in which the rows of each tile follow each other
+    SHIFTED = "shifted"  #: all pixels; of a copy for each column of the window
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,20 @@ class TiledPlan(ConvPlan):
 
         return min((d for d in range(1, spec.groups + 1) if spec.groups % d == 0), key=cost)
 
+    @property
+    def is_chunked(self) -> bool:
+        """Whether all taps of a chunk follow each other, so that the first-level cache keeps it."""
+        return self.rows is TileRows.SHIFTED
+
+    def number_step(self, row: Expr, column: Expr, chunk: Expr) -> Expr:
+        """Return the number of a step in the order of the weights."""
+        tap = row * self.taps[1] + column
+        return chunk * prod(self.taps) + tap if self.is_chunked else tap * self.chunks + chunk
+
     @cached_property
     def taps(self) -> tuple[int, int]:
+        if self.rows is TileRows.SHIFTED:
+            return self.spec.kernel
         if self.rows is TileRows.FOLDED:
             return ceil_div(self.spec.kernel[0], self.spec.strides[0]), 1
         return (1, 1) if self.rows is TileRows.GATHERED else super().taps
@@ -148,14 +161,29 @@ class TiledPlan(ConvPlan):
         """Activations from one pixel of the image that tiles are loaded from to the next."""
         if self.rows is TileRows.GATHERED:
             return self.gathered_size
+        if self.rows is TileRows.SHIFTED:  # an odd number of lines of the cache: all of its sets
+            return (self.chunks + 1 - self.chunks % 2) * self.row_values
         folded = prod(self.spec.strides) if self.rows is TileRows.FOLDED else 1
         return folded * self.spec.in_channels
 
     @cached_property
     def pixel_strides(self) -> tuple[int, int]:
         """Pixels of the same image from one pixel of the output to the next, in y and x."""
-        is_copy = self.rows in (TileRows.GATHERED, TileRows.FOLDED)
+        is_copy = self.rows in (TileRows.GATHERED, TileRows.FOLDED, TileRows.SHIFTED)
         return (1, 1) if is_copy else self.spec.strides
+
+    @cached_property
+    def shifted_lines(self) -> int:
+        """Lines of a phase of an image in a copy for `TileRows.SHIFTED`: one in each stride."""
+        spec = self.spec
+        below = (spec.kernel[0] - 1) * spec.dilation[0] // spec.strides[0]
+        return spec.out_size[0] + below
+
+    @cached_property
+    def shifted_pixels(self) -> int:
+        """Pixels of all copies for `TileRows.SHIFTED`."""
+        columns, (images, _, width) = self.spec.kernel[1], self.pixel_grid
+        return columns * self.spec.strides[0] * images * self.shifted_lines * width
 
     @cached_property
     def folded_size(self) -> tuple[int, int]:
@@ -194,6 +222,8 @@ class TiledPlan(ConvPlan):
             return 1, 1, images * height * width
         if self.rows is TileRows.PADDED:
             return images, 1, (height - 1) * self.pitch + width
+        if self.rows is TileRows.SHIFTED:
+            return images, 1, height * width
         return images, height, width
 
     @cached_property
@@ -263,6 +293,10 @@ class TiledPlan(ConvPlan):
             cycles += GATHER_CYCLES * self.lines[2] * pieces
         if self.rows is TileRows.FOLDED:
             cycles += FOLD_CYCLES * prod(self.folded_size) / self.folded_pixels * self.lines[0]
+        if self.rows is TileRows.SHIFTED:
+            cycles += GATHER_CYCLES * self.shifted_pixels * self.chunks
+        elif has_few_pixels(self) and self.image_bytes > FIRST_CACHE_BYTES:
+            cycles += FAR_LOAD_CYCLES * self.image_tiles * self.panels * self.steps
         return cycles * PER_CYCLE
 
     @property
@@ -329,8 +363,17 @@ class TiledPlan(ConvPlan):
     def order_vectors(self, packed: NDArray[np.int8]) -> NDArray[np.int8]:
         if self.is_shared:
             return packed
-        shape = (*packed.shape[:2], self.steps, self.chunk_words, *packed.shape[3:])
-        return np.moveaxis(packed.reshape(shape), 3, 4)
+        sizes = (prod(self.taps), self.chunks, self.chunk_words)
+        steps = np.moveaxis(packed.reshape(*packed.shape[:2], *sizes, *packed.shape[3:]), 4, 5)
+        return np.moveaxis(steps, 2, 3) if self.is_chunked else steps
+
+
+def has_few_pixels(plan: ConvPlan) -> bool:
+    """Whether a block can have all pixels, so that each weight is read once, and several taps."""
+    assert plan.isa.unit is not None
+    images, height, width = plan.pixel_grid
+    tiles = images * ceil_div(height * width, plan.isa.unit.rows)
+    return prod(plan.spec.kernel) > 1 and tiles <= max(rows for rows, _ in BLOCKS)
 
 
 def list_rows(plan: ConvPlan) -> list[TileRows]:
@@ -345,9 +388,13 @@ def list_rows(plan: ConvPlan) -> list[TileRows]:
         found.append(TileRows.PADDED)
     if spec.groups == 1 and prod(spec.kernel) * spec.in_channels <= 2**14:
         found.append(TileRows.GATHERED)
-    is_bytes = np.dtype(plan.isa.activation).itemsize == 1
+    size = np.dtype(plan.isa.activation).itemsize
+    assert plan.isa.unit is not None
+    is_whole = spec.groups == 1 and spec.in_channels * size % plan.isa.unit.row_bytes == 0
+    if is_whole and has_few_pixels(plan):
+        found.append(TileRows.SHIFTED)
     is_plain = spec.groups == 1 and spec.dilation == (1, 1) and spec.strides == (2, 2)
-    if is_bytes and is_plain and prod(spec.strides) * spec.in_channels <= MOST_FOLDED:
+    if size == 1 and is_plain and prod(spec.strides) * spec.in_channels <= MOST_FOLDED:
         found.append(TileRows.FOLDED)
     return found
 
