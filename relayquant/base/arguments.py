@@ -52,6 +52,8 @@ def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
         TypeError: an argument has an unknown name, or one is missing.
     """
     signature = inspect.signature(function)
+    *_, owner, called = ("", *function.__qualname__.split("."))
+    called = owner if called == "__init__" else called  # a class is called by its name
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -59,11 +61,11 @@ def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(describe_call(function, signature, kwargs, error)) from None
+            raise TypeError(describe_call(called, signature, kwargs, error)) from None
         for name, value in bound.arguments.items():
             if name not in hints:
                 continue
-            kind, where = signature.parameters[name].kind, f"{function.__name__}: {name}"
+            kind, where = signature.parameters[name].kind, f"{called}: {name}"
             if kind is inspect.Parameter.VAR_KEYWORD:
                 continue
             if kind is inspect.Parameter.VAR_POSITIONAL:
@@ -78,17 +80,15 @@ def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def describe_call(
-    function: Callable[..., Any],
-    signature: inspect.Signature,
-    given: Mapping[str, Any],
-    error: TypeError,
+    called: str, signature: inspect.Signature, given: Mapping[str, Any], error: TypeError
 ) -> str:
     """Describe why arguments do not fit a function: Python's message and the nearest known argument
     name.
     """
-    text = f"{function.__name__}() {error}"
+    text = f"{called}() {error}"
     unknown = next((name for name in given if name not in signature.parameters), None)
-    return f"{text}. {suggest_name(unknown, signature.parameters)}" if unknown else text
+    known = [name for name in signature.parameters if name != "self"]
+    return f"{text}. {suggest_name(unknown, known)}" if unknown else text
 
 
 def check_fields(kind: ClassT) -> ClassT:

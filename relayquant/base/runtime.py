@@ -136,6 +136,13 @@ class Machine:
     """
 
     def __init__(self, executable: Any) -> None:
+        if not isinstance(executable, tvm.runtime.Module | tvm.runtime.Executable):
+            raise ConfigError(
+                f"{type(self).__name__}: executable is a {type(executable).__name__}; allowed: "
+                "what relayquant.compile(mod) returns. A file that export_library wrote is loaded "
+                "with relayquant_runtime.Library(path).",
+                code="RQ101",
+            )
         stop_spinning()
         self.vm = relax.VirtualMachine(executable, tvm.cpu())
         self._running = threading.Lock()  # TVM's virtual machine has one stack.

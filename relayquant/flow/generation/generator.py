@@ -8,17 +8,15 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
+from relayquant.base.arguments import check_arguments, describe_value
 from relayquant.errors import ConfigError, DataError, ModelError, format_count
 from relayquant.flow.generation.sampling import TokenSampling, choose_token
 from relayquant.formats.tokenizers import Tokenizer
 from relayquant_runtime import Library
-
-#: A text, or its tokens.
-Prompt: TypeAlias = str | Sequence[int]
 
 FUNCTIONS = ("prefill", "decode")
 #: Tokens of a prompt that the model takes at once: more take more memory, fewer more time.
@@ -62,7 +60,7 @@ class Generator:
     Args:
         executable: A `relayquant_runtime.Library`, which takes the least memory, or
             what `relayquant.compile` returned, or an `Executor` of it.
-        tokenizer: See `load_tokenizer`.
+        tokenizer: What `load_tokenizer` returns. It is needed.
         chunk: Tokens of a prompt that the model takes at once.
 
     Attributes:
@@ -75,11 +73,13 @@ class Generator:
         ModelError: the model lacks a function or its state.
     """
 
-    def __init__(self, executable: Any, tokenizer: Tokenizer, *, chunk: int = CHUNK) -> None:
+    @check_arguments
+    def __init__(self, executable: Any, tokenizer: Any = None, *, chunk: int = CHUNK) -> None:
         if not isinstance(tokenizer, Tokenizer):
             raise ConfigError(
-                f"Generator: tokenizer is a {type(tokenizer).__name__}; allowed: what "
-                "relayquant.load_tokenizer returns for the model's file.",
+                f"Generator: tokenizer is {describe_value(tokenizer)}; allowed: what "
+                "relayquant.load_tokenizer returns for the model's .gguf file, its tokenizer.json, "
+                "or a folder that save_pretrained of its tokenizer wrote.",
                 code="RQ101",
             )
         if chunk < 1:
@@ -88,22 +88,23 @@ class Generator:
         self.tokenizer, self.chunk = tokenizer, chunk
         state = self.executor.describe_state()["values"]
         missing = [name for name in FUNCTIONS if not self.executor.has_function(name)]
-        if missing or not state:
+        # Keys and values are (sequences, groups, length, width).
+        if missing or not state or len(state[0]["shape"]) != 4:
             raise ModelError(
-                f"The model has no {' and no '.join(missing) or 'state'}. A generator runs "
+                f"The model has no {' and no '.join(missing) or 'keys and values as state'}. A generator runs "
                 "language models: relayquant.load of a GGUF file or of a folder with config.json, "
                 "relayquant.torch.load_causal_lm.",
                 code="RQ204",
             )
-        # Keys and values are (sequences, groups, length, width).
         self.sequences, _, self.max_length, _ = state[0]["shape"]
         self._turn = 0
         empty = np.zeros((self.sequences, 1), "int32")
         self.vocabulary = self._run("decode", empty, empty[:, 0]).shape[-1]
 
+    @check_arguments
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Any,
         *,
         max_tokens: int = MAX_TOKENS,
         stop: Sequence[str] = (),
@@ -123,10 +124,7 @@ class Generator:
             DataError: a prompt is empty, too long, or has a token that the model does not have.
             ModelError: the model's scores are NaN or infinite.
         """
-        is_one = isinstance(prompts, str) or (
-            len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
-        )
-        listed: list[Any] = [prompts] if is_one else [*prompts]
+        listed, is_one = list_prompts(prompts)
         texts = [""] * len(listed)
         for first in range(0, len(listed), self.sequences):
             part = listed[first : first + self.sequences]
@@ -135,22 +133,23 @@ class Generator:
                 texts[first + piece.sequence] += piece.text
         return texts[0] if is_one else texts
 
+    @check_arguments
     def stream(
         self,
-        prompt: Prompt,
+        prompt: Any,
         *,
         max_tokens: int = MAX_TOKENS,
         stop: Sequence[str] = (),
         sampling: TokenSampling = TokenSampling(),  # noqa: B008 (frozen)
     ) -> Iterator[str]:
         """Yield the text that follows a prompt as soon as it is certain. See `generate`."""
-        for (piece,) in self.iterate([prompt], max_tokens=max_tokens, stop=stop, sampling=sampling):
-            if piece.text:
-                yield piece.text
+        steps = self.iterate([prompt], max_tokens=max_tokens, stop=stop, sampling=sampling)
+        return (piece.text for (piece,) in steps if piece.text)
 
+    @check_arguments
     def iterate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Any,
         *,
         max_tokens: int = MAX_TOKENS,
         stop: Sequence[str] = (),
@@ -161,20 +160,21 @@ class Generator:
         The first step follows the whole prompt. See `generate`, which takes more prompts than the
         model has sequences.
         """
-        if isinstance(stop, str) or not all(stop):
+        if not all(stop):
             raise ConfigError(
                 f"stop is {stop!r}; allowed: a list of texts, none empty.", code="RQ101"
             )
         if max_tokens < 1:
             raise ConfigError(f"max_tokens is {max_tokens}; allowed: 1 or more.", code="RQ101")
-        if len(prompts) > self.sequences:
+        listed, _ = list_prompts(prompts)
+        if len(listed) > self.sequences:
             raise DataError(
-                f"There are {format_count(len(prompts), 'prompt')} at once; the model runs "
+                f"There are {format_count(len(listed), 'prompt')} at once; the model runs "
                 f"{self.sequences}. Call generate, or load the model with "
-                f"CausalLMOptions(sequences={len(prompts)}).",
+                f"CausalLMOptions(sequences={len(listed)}).",
                 code="RQ302",
             )
-        tokens = [self._read_prompt(i, prompt) for i, prompt in enumerate(prompts)]
+        tokens = [self._read_prompt(i, prompt) for i, prompt in enumerate(listed)]
         return self._iterate(tokens, max_tokens, stop, sampling)
 
     def _iterate(
@@ -243,13 +243,19 @@ class Generator:
         """Call a function, which keeps the state. Returns its scores."""
         return self.executor.run(name, args)[0]
 
-    def _read_prompt(self, index: int, prompt: Prompt) -> list[int]:
+    def _read_prompt(self, index: int, prompt: Any) -> list[int]:
         """Return the tokens of a prompt. DataError if there are none, too many or unknown ones."""
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [*map(int, prompt)]
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list_items(prompt)
+        if tokens is None or not all(map(is_token, tokens)):
+            raise DataError(
+                f"Prompt {index} is {describe_value(prompt)}; allowed: a text, or a list of its "
+                "tokens, which are integers.",
+                code="RQ302",
+            )
         if not tokens:
             raise DataError(
-                f"Prompt {index} is empty. Give it at least one token; a model's first token, if "
-                "it has one, begins a text.",
+                f"Prompt {index} has no tokens. Give it at least one character that the "
+                "tokenizer knows, or a list with one token.",
                 code="RQ302",
             )
         if len(tokens) > self.max_length:
@@ -266,7 +272,37 @@ class Generator:
                 f"{self.vocabulary - 1}. Is the tokenizer that of the model?",
                 code="RQ302",
             )
-        return tokens
+        return [*map(int, tokens)]
+
+
+def list_prompts(prompts: Any) -> tuple[list[Any], bool]:
+    """Return the prompts of an argument, and whether it is one prompt: a text, or its tokens.
+
+    Raises:
+        DataError: it is neither, nor a list of prompts.
+    """
+    items = list_items(prompts)
+    if isinstance(prompts, str) or (items and is_token(items[0])):
+        return [prompts], True
+    if items is None:
+        raise DataError(
+            f"prompts is {describe_value(prompts)}; allowed: a text, a list of its tokens, or a "
+            "list of several such prompts.",
+            code="RQ302",
+        )
+    return items, False
+
+
+def list_items(values: Any) -> list[Any] | None:
+    """Return the items of a list, tuple or array. None if a value is none of them."""
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence | np.ndarray):
+        return None
+    return [*np.atleast_1d(values)] if isinstance(values, np.ndarray) else [*values]
+
+
+def is_token(value: Any) -> bool:
+    """Whether a value may be the number of a token."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def execute(executable: Any) -> Any:

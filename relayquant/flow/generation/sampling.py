@@ -23,6 +23,10 @@ class TokenSampling:
         top_k: Choose among that many of the likeliest tokens. 0: all.
         top_p: Then choose among the fewest tokens whose probabilities add up to this.
         seed: The same seed and prompt give the same text.
+
+    Raises:
+        ConfigError: a value is out of range, or `top_k` or `top_p` is set while the temperature is
+            0, where they change nothing.
     """
 
     temperature: float = 0.0
@@ -42,6 +46,13 @@ class TokenSampling:
                     f"TokenSampling: {name} is {getattr(self, name)}; allowed: {allowed}.",
                     code="RQ101",
                 )
+        if self.temperature == 0 and (self.top_k != 0 or self.top_p != 1):
+            raise ConfigError(
+                f"TokenSampling: temperature is 0, which takes the likeliest token, so top_k="
+                f"{self.top_k} and top_p={self.top_p} change nothing. Set a temperature above 0, "
+                "such as 0.8, or leave them out.",
+                code="RQ101",
+            )
 
 
 def choose_token(scores: np.ndarray, sampling: TokenSampling, rng: np.random.Generator) -> int:
@@ -56,7 +67,8 @@ def choose_token(scores: np.ndarray, sampling: TokenSampling, rng: np.random.Gen
 def find_candidates(scores: np.ndarray, sampling: TokenSampling) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens to choose from, and how likely each is but for a factor, float64."""
     top = scores.max()
-    weights = np.exp((scores.astype("float64") - top) / sampling.temperature)
+    with np.errstate(over="ignore"):  # A tiny temperature gives -inf, whose weight is 0.
+        weights = np.exp((scores.astype("float64") - top) / sampling.temperature)
     tokens = np.arange(len(weights))
     if 0 < sampling.top_k < len(weights):
         tokens = rank(weights, sampling.top_k)

@@ -109,7 +109,9 @@ def make_tokenizer(tokenizers: Any, metadata: Mapping[str, Any]) -> Tokenizer:
     kind = values.get("model")
     if kind is None:
         raise ModelError(
-            "The file has no tokenizer. Pass the tokenizer.json of the model.", code="RQ202"
+            "The file has no tokenizer. Name the tokenizer.json of the model instead: "
+            'load_tokenizer("tokenizer.json"), or relayquant generate --tokenizer tokenizer.json.',
+            code="RQ202",
         )
     if kind not in ("gpt2", "llama"):
         raise ModelError(

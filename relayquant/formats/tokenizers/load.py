@@ -20,6 +20,7 @@ from relayquant.formats.readers.gguf_header import read_header
 from relayquant.formats.tokenizers.gguf import make_tokenizer
 from relayquant.formats.tokenizers.tokenizer import Tokenizer
 
+TOKENIZER = "tokenizer.json"
 #: bytes; the largest known tokenizer.json has 35 million
 MAX_JSON_BYTES = 1 << 28
 #: Files beside tokenizer.json that name special tokens, the one that counts most last.
@@ -53,8 +54,15 @@ def load_tokenizer(path: PathLike, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Tok
         header = read_header(path, max_bytes=max_bytes)
         with reading(path, "tokenizer", ModelError):
             return make_tokenizer(tokenizers, header.metadata)
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if file.suffix.lower() != ".json":
+    file = path / TOKENIZER if path.is_dir() else path
+    if path.is_dir() and not file.exists():
+        raise ModelError(
+            f"The folder {path} has no {TOKENIZER}. Of a tokenizer.model or vocab.json, "
+            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) of the package "
+            f"transformers writes one. Or name a {TOKENIZER} or a .gguf file.",
+            code="RQ201",
+        )
+    if file.exists() and file.suffix.lower() != ".json":
         raise ModelError(
             f"{path}: a tokenizer is read from a .gguf file, a tokenizer.json, or a folder with "
             "one.",

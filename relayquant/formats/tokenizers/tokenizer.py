@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import datetime
 import json
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from relayquant.base.arguments import check_arguments
+from relayquant.base.arguments import check_arguments, describe_value
 from relayquant.errors import ConfigError, MissingDependencyError
 
 #: Character that stands for bytes that are no UTF-8, or not yet.
@@ -26,12 +27,23 @@ class Tokenizer:
         stop_tokens: Tokens that end a text.
         chat_template: Jinja template for conversations, "" if there is none.
         special_texts: Name -> text of the special tokens that the template names ("bos_token").
+
+    Raises:
+        ConfigError: `core` is of another class.
     """
 
     core: Any
     stop_tokens: frozenset[int] = frozenset()
     chat_template: str = ""
     special_texts: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.core, "get_vocab_size"):
+            raise ConfigError(
+                f"Tokenizer: core is {describe_value(self.core)}; allowed: a tokenizers.Tokenizer. "
+                "relayquant.load_tokenizer reads a file.",
+                code="RQ101",
+            )
 
     @property
     def size(self) -> int:
@@ -46,7 +58,17 @@ class Tokenizer:
             text: The text. The text of a special token, such as ``<|im_end|>``, becomes that token.
             add_special: Put the tokens that the model expects around a text, such as a first one
                 that begins it.
+
+        Raises:
+            ConfigError: the text has half of a surrogate pair, which stands for no character.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"encode: text is no Unicode: {error}. Decode bytes with errors='replace'.",
+                code="RQ101",
+            ) from None
         return self.core.encode(text, add_special_tokens=add_special).ids
 
     def decode(self, tokens: Sequence[int], *, keep_special: bool = False) -> str:
@@ -55,14 +77,26 @@ class Tokenizer:
         Args:
             tokens: The tokens.
             keep_special: Write the names of special tokens, which are left out otherwise.
+
+        Raises:
+            ConfigError: they are no integers from 0 on.
         """
-        return self.core.decode([*map(int, tokens)], skip_special_tokens=not keep_special)
+        try:
+            numbers = [operator.index(token) for token in tokens]
+            return self.core.decode(numbers, skip_special_tokens=not keep_special)
+        except (TypeError, OverflowError):
+            raise ConfigError(
+                f"decode: tokens is {describe_value(tokens)}; allowed: a list of integers, from 0 "
+                f"to {self.size - 1}.",
+                code="RQ101",
+            ) from None
 
     def open_stream(self, before: Sequence[int] = ()) -> TextStream:
         """Return a converter for tokens that come one after another, after the tokens `before`."""
         return TextStream(self, before)
 
-    def apply_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+    @check_arguments
+    def apply_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Write a conversation as the model expects it, up to where its answer begins.
 
         Encode the result with `add_special=False`: it has its special tokens.
@@ -71,9 +105,16 @@ class Tokenizer:
             messages: Dicts with a "role" ("system", "user" or "assistant") and a "content".
 
         Raises:
-            ConfigError: the tokenizer has no chat template, or the template refuses the messages.
+            ConfigError: the tokenizer has no chat template, a message has no role, or the template
+                refuses the messages.
             MissingDependencyError: the package jinja2 is not installed.
         """
+        if not all("role" in message for message in messages):  # a template would write ""
+            raise ConfigError(
+                f"apply_chat: messages is {describe_value(messages)}; allowed: a list of dicts "
+                'with a "role" and a "content" each.',
+                code="RQ101",
+            )
         if not self.chat_template:
             raise ConfigError(
                 "The tokenizer has no chat template. Write the prompt as the model's page says, "
@@ -107,7 +148,8 @@ class Tokenizer:
             )
         except Exception as error:  # whatever the template of a model raises
             raise ConfigError(
-                f"The model's chat template refuses the messages: {error}. Each is a dict with a "
+                f"The model's chat template refuses the messages: {str(error).rstrip('.')}. Each "
+                "is a dict with a "
                 'role ("system", "user" or "assistant") and a content.',
                 code="RQ102",
             ) from error

@@ -169,6 +169,11 @@ def test_sampling__is_the_definition():
         np.testing.assert_allclose([found[t] for t in expected], [*expected.values()], rtol=1e-9)
 
 
+def test_sampling__a_tiny_temperature_takes_the_likeliest():
+    scores, rng = np.array([0, 3, 1], "float32"), np.random.default_rng(0)
+    assert choose_token(scores, rq.TokenSampling(1e-320), rng) == 1
+
+
 def test_sampling__draws_as_often_as_is_likely():
     from scipy.stats import chisquare
 
@@ -207,6 +212,8 @@ def test_sampling__a_seed_gives_the_same_text(tokenizer):
         ({"top_k": -1}, "top_k is -1"),
         ({"top_p": 0.0}, "top_p is 0.0; allowed: above 0, at most 1"),
         ({"seed": "x"}, "seed"),
+        ({"top_k": 5}, "temperature is 0, .* top_k=5 and top_p=1.0 change nothing"),
+        ({"top_p": 0.5}, "Set a temperature above 0"),
     ],
 )
 def test_sampling__refused(wrong, message):
@@ -216,7 +223,7 @@ def test_sampling__refused(wrong, message):
 
 def test_refused__prompts(tokenizer):
     generator = rq.Generator(NumpyModel(), tokenizer)
-    with pytest.raises(DataError, match="Prompt 0 is empty"):
+    with pytest.raises(DataError, match=r"Prompt 0 has no tokens\. Give it"):
         generator.generate("")
     with pytest.raises(DataError, match=f"has 25 tokens; allowed: at most {LENGTH}"):
         generator.generate([0] * 25)
@@ -227,14 +234,61 @@ def test_refused__prompts(tokenizer):
     assert generator.generate([]) == []
 
 
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (None, "prompts is None; allowed: a text, a list of its tokens"),
+        (3, "prompts is 3"),
+        ({"a": 1}, "prompts is {'a': 1}"),
+        (b"a", "prompts is b'a'"),
+        ([1.5], "Prompt 0 is 1.5; allowed: a text, or a list of its tokens"),
+        (["a", [True]], r"Prompt 1 is \[True\]"),
+        ([1, "a"], r"Prompt 0 is \[1, 'a'\]"),
+        (np.array([[0.5]]), "Prompt 0 is array"),
+        ([1 << 70], "has the token 1180591620717411303424"),
+    ],
+)
+def test_refused__prompts_of_other_types(prompts, message, tokenizer):
+    generator = rq.Generator(NumpyModel(2), tokenizer)
+    with pytest.raises(DataError, match=message):
+        generator.generate(prompts)
+
+
+def test_generate__forms_of_one_prompt(tokenizer):
+    """A text, or its tokens as a list, a tuple or an array; alone or in a list."""
+    generator = rq.Generator(NumpyModel(2), tokenizer)
+    text = generator.generate("abc")
+    for tokens in ([0, 1, 2], (0, 1, 2), np.array([0, 1, 2])):
+        assert generator.generate(tokens) == text
+        assert generator.generate([tokens]) == [text]
+        assert "".join(generator.stream(tokens)) == text
+        assert "".join(piece.text for (piece,) in generator.iterate(tokens)) == text
+    assert generator.generate(np.array([[0, 1, 2], [0, 1, 2]])) == [text] * 2
+
+
 def test_refused__arguments(tokenizer):
     generator = rq.Generator(NumpyModel(), tokenizer)
     with pytest.raises(ConfigError, match="max_tokens is 0"):
         generator.generate("a", max_tokens=0)
-    with pytest.raises(ConfigError, match="stop is 'x'; allowed: a list of texts"):
-        generator.generate("a", stop="x")
-    with pytest.raises(ConfigError, match=r"tokenizer is a NoneType.*load_tokenizer"):
-        rq.Generator(NumpyModel(), None)
+    for stop in ("x", [3], None):
+        with pytest.raises(ConfigError, match=r"stop is .*; allowed: a list or tuple of text"):
+            generator.stream("a", stop=stop)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match=r"stop is .*, none empty"):
+        generator.generate("a", stop=[""])
+    with pytest.raises(ConfigError, match=r"max_tokens is 2\.5; allowed: an integer"):
+        generator.generate("a", max_tokens=2.5)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match=r"sampling is .*; allowed: a TokenSampling"):
+        generator.generate("a", sampling={"seed": 1})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"'max_new_tokens'\. Did you mean 'max_tokens'"):
+        generator.generate("a", max_new_tokens=1)  # pyright: ignore[reportCallIssue]
+    for wrong in ([], [None], ["tokenizer.json"], [tokenizer.core]):
+        with pytest.raises(ConfigError, match=r"tokenizer is .*; allowed: .*load_tokenizer"):
+            rq.Generator(NumpyModel(), *wrong)
+    for wrong in (None, "model.so", (1, 2)):
+        with pytest.raises(ConfigError, match=r"executable is a .*relayquant\.compile"):
+            rq.Generator(wrong, tokenizer)
+    with pytest.raises(ConfigError, match="Generator: chunk is '3'; allowed: an integer"):
+        rq.Generator(NumpyModel(), tokenizer, chunk="3")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="chunk is 0"):
         rq.Generator(NumpyModel(), tokenizer, chunk=0)
 
@@ -251,9 +305,11 @@ def test_refused__two_texts_at_a_time(tokenizer):
 
 def test_refused__a_model_that_generates_nothing(tokenizer, monkeypatch):
     model = NumpyModel()
-    monkeypatch.setattr(model, "describe_state", lambda: {"values": [], "functions": {}})
-    with pytest.raises(ModelError, match="The model has no state"):
-        rq.Generator(model, tokenizer)
+    for rows in ([], [{"name": "count", "shape": [], "dtype": "int32"}]):
+        described = {"values": rows, "functions": {}}
+        monkeypatch.setattr(model, "describe_state", lambda found=described: found)
+        with pytest.raises(ModelError, match="The model has no keys and values"):
+            rq.Generator(model, tokenizer)
     monkeypatch.setattr(model, "has_function", lambda name: False)
     with pytest.raises(ModelError, match=r"no prefill and no decode.*load of a GGUF file"):
         rq.Generator(model, tokenizer)

@@ -289,7 +289,7 @@ def write_metadata(path, **values):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({}, r"m\.gguf: The file has no tokenizer. Pass the tokenizer.json"),
+        ({}, r"m\.gguf: The file has no tokenizer. Name the tokenizer.json"),
         ({"model": "bert"}, "kind 'bert'; supported: 'gpt2'"),
         ({"model": "gpt2"}, r"m\.gguf is no tokenizer, or is damaged: 'tokens' is missing"),
     ],
@@ -303,10 +303,29 @@ def test_refused__unknown_words_and_files(trained, tmp_path):
     path = write_vocabulary(tmp_path / "m.gguf", trained["gpt2"], "gpt2", pre="poro-chat")
     with pytest.raises(ModelError, match=r"splits texts by 'poro-chat'.*Supported: chatglm-bpe, "):
         rq.load_tokenizer(path)
+    with pytest.raises(ModelError, match=r"There is no model file .*tokenizer\.model"):
+        rq.load_tokenizer(tmp_path / "tokenizer.model")
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
     with pytest.raises(ModelError, match=r"a tokenizer is read from a \.gguf file"):
         rq.load_tokenizer(tmp_path / "tokenizer.model")
-    with pytest.raises(ModelError, match=r"no model file .*tokenizer\.json"):
+    with pytest.raises(ModelError, match=r"has no tokenizer\.json.*save_pretrained"):
         rq.load_tokenizer(tmp_path)
+
+
+def test_refused__arguments(paths):
+    tokenizer = rq.load_tokenizer(paths["gpt2"])
+    with pytest.raises(ConfigError, match="text is no Unicode.*position 1"):
+        tokenizer.encode("a\ud800")  # as a shell's bytes that are no UTF-8
+    for tokens in ([-1], [1.5], "ab", None, 3, [1 << 70]):
+        with pytest.raises(ConfigError, match=r"tokens is .*; allowed: a list of integers, from 0"):
+            tokenizer.decode(tokens)
+    assert tokenizer.decode(np.array([5, 6])) == tokenizer.decode([5, 6])
+    for messages in ("hi", ["hi"], {"role": "user", "content": "hi"}, [{"rol": "user"}], None):
+        with pytest.raises(ConfigError, match=r"messages is .*; allowed: a list .*dict"):
+            tokenizer.apply_chat(messages)
+    for core in (None, "tokenizer.json"):
+        with pytest.raises(ConfigError, match=r"core is .*; allowed: a tokenizers\.Tokenizer"):
+            Tokenizer(core)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "json"])
