@@ -90,10 +90,10 @@ class Generator:
         missing = [name for name in FUNCTIONS if not self.executor.has_function(name)]
         # Keys and values are (sequences, groups, length, width).
         if missing or not state or len(state[0]["shape"]) != 4:
+            lacks = " and no ".join(missing) or "keys and values as state"
             raise ModelError(
-                f"The model has no {' and no '.join(missing) or 'keys and values as state'}. A generator runs "
-                "language models: relayquant.load of a GGUF file or of a folder with config.json, "
-                "relayquant.torch.load_causal_lm.",
+                f"The model has no {lacks}. A generator runs language models: relayquant.load of a "
+                "GGUF file or of a folder with config.json, relayquant.torch.load_causal_lm.",
                 code="RQ204",
             )
         self.sequences, _, self.max_length, _ = state[0]["shape"]

@@ -314,7 +314,7 @@ def test_refused__unknown_words_and_files(trained, tmp_path):
 
 def test_refused__arguments(paths):
     tokenizer = rq.load_tokenizer(paths["gpt2"])
-    with pytest.raises(ConfigError, match="text is no Unicode.*position 1"):
+    with pytest.raises(ConfigError, match=r"text is no Unicode.*position 1"):
         tokenizer.encode("a\ud800")  # as a shell's bytes that are no UTF-8
     for tokens in ([-1], [1.5], "ab", None, 3, [1 << 70]):
         with pytest.raises(ConfigError, match=r"tokens is .*; allowed: a list of integers, from 0"):
