@@ -16,7 +16,7 @@ from relayquant.codegen.kernels.integer.depthwise_plan import DepthwisePlan
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
 from relayquant.codegen.kernels.integer.specs import Conv2d
 from relayquant.codegen.kernels.isa.arm import NEON, SDOT, SMMLA
-from relayquant.codegen.kernels.isa.base import AVX512BW, PORTABLE, VNNI512, X86_ISAS
+from relayquant.codegen.kernels.isa.base import PORTABLE, VNNI512, X86_ISAS
 
 
 def depthwise(batch, height, width, channels, kernel, *geometry, multiplier=1, **more) -> Conv2d:
@@ -132,22 +132,22 @@ def test_depthwise_plan__rows_share_words():
     assert DepthwisePlan(spec, PORTABLE).out_rows == 1  # a word is one row
 
 
-@pytest.mark.parametrize("isa", [VNNI512, AVX512BW], ids=lambda isa: isa.name)
-def test_depthwise_plan__blocks_hold_every_channel(isa):
+@pytest.mark.parametrize("strides", [(1, 1), (2, 2)], ids=str)
+def test_depthwise_plan__blocks_and_vectors_hold_every_channel(strides):
     for channels in range(2, 300):
-        spec = depthwise(1, 9, 9, channels, (3, 3), (2, 2), (1, 0, 1, 0))
-        plan = DepthwisePlan(spec, isa)
-        assert bool(plan.blocks) == (channels == 64 or channels >= 86)  # 128 / 86 < 1.5
-        if plan.blocks:
-            blocks = np.sort(plan.channel_map.reshape(plan.blocks, 64))
-            assert {*blocks.reshape(-1)} == {*range(channels)}
-            assert (np.diff(blocks) == 1).all()
+        plan = DepthwisePlan(depthwise(1, 9, 9, channels, (3, 3), strides, SAME), VNNI512)
+        assert plan.blocks == channels // 64
+        inside = plan.channel_map.reshape(-1)
+        assert {*inside[inside < channels]} == {*range(channels)}
+        blocks = np.sort(plan.channel_map[: 4 * plan.blocks].reshape(-1, 64))
+        assert (blocks == np.arange(64 * plan.blocks).reshape(-1, 64)).all()
 
 
 @pytest.mark.parametrize(
     ("spec", "why"),
     [
-        (depthwise(1, 8, 8, 64, (3, 3), (1, 1), SAME), "words serve two rows"),
+        (depthwise(1, 8, 8, 64, (3, 6), (2, 1), SAME), "words do not fit the registers"),
+        (depthwise(1, 8, 8, 64, (3, 3), (1, 1), (1, 3, 1, 3)), "many columns read padding"),
         (depthwise(1, 8, 8, 64, (5, 5), (2, 2), (2, 2, 2, 2)), "a row takes two words"),
         (depthwise(1, 8, 8, 64, (3, 3), (2, 2), SAME, in_dtype="int16"), "values are no bytes"),
         (depthwise(1, 8, 8, 64, (3, 3), (2, 2), SAME, epilogue=Epilogue(dtype="int16")), "results"),

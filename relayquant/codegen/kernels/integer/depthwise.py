@@ -29,7 +29,7 @@ from relayquant.codegen.kernels.emit import (
     store_vector,
     vector,
 )
-from relayquant.codegen.kernels.integer.depthwise_blocks import emit_depthwise_blocks
+from relayquant.codegen.kernels.integer.depthwise_blocks import BlockPosition, emit_block
 from relayquant.codegen.kernels.integer.depthwise_plan import DepthwisePlan, plan_depthwise
 from relayquant.codegen.kernels.integer.operands import (
     Operands,
@@ -77,36 +77,50 @@ def build_depthwise(
             )
             plan = DepthwisePlan(padded, plan.isa)
             operands = replace(operands, data=image.data)
-        emit = emit_depthwise_blocks if plan.blocks else emit_depthwise
-        emit(plan, operands, threads)
+        emit_depthwise(plan, operands, threads)
 
     return build_kernel(name, body)
 
 
 def emit_depthwise(plan: DepthwisePlan, operands: Operands, threads: bool) -> None:
-    """Emit all rows of a depthwise convolution.
+    """Emit all rows of a depthwise convolution: first the blocks of channels, then the vectors."""
+    height, blocks = plan.spec.out_size[0], plan.blocks
+    units = plan.vectors - (PACKED - 1) * blocks
+    extents = (plan.spec.batch, ceil_div(height, plan.out_rows), units)
+    with loop_over(extents, threads) as (n, row, unit):
+        oy = row * plan.out_rows
+        if height % plan.out_rows:
+            oy = T.min(oy, height - plan.out_rows)
+        if units == blocks:
+            emit_block(plan, operands, BlockPosition(n, oy, unit))
+        elif not blocks:
+            emit_vector(plan, operands, n, oy, unit)
+        else:
+            with T.If(unit < blocks):
+                with T.Then():
+                    emit_block(plan, operands, BlockPosition(n, oy, unit))
+                with T.Else():
+                    emit_vector(plan, operands, n, oy, unit + (PACKED - 1) * blocks)
+
+
+def emit_vector(plan: DepthwisePlan, operands: Operands, n: Expr, oy: Expr, v: Expr) -> None:
+    """Emit output rows oy .. oy + out_rows of image n for channel vector v.
 
     Rows that reach into the padding above or below have separate code that selects row by row. The
     others read without tests.
     """
-    spec = plan.spec
-    height, (top, _, bottom, _) = spec.out_size[0], spec.padding
-    extents = (spec.batch, ceil_div(height, plan.out_rows), plan.vectors)
-    with loop_over(extents, threads) as (n, row, v):
-        oy = row * plan.out_rows
-        if height % plan.out_rows:
-            oy = T.min(oy, height - plan.out_rows)
-        if not top and not bottom:
+    spec, (top, _, bottom, _) = plan.spec, plan.spec.padding
+    if not top and not bottom:
+        emit_row(plan, operands, n, oy, v, border=False)
+        return
+    first = oy * spec.strides[0] - top
+    below = first + (plan.out_rows - 1) * spec.strides[0]
+    below = below + (spec.kernel[0] - 1) * spec.dilation[0]
+    with T.If(T.And(first >= 0, below < spec.height)):
+        with T.Then():
             emit_row(plan, operands, n, oy, v, border=False)
-            return
-        first = oy * spec.strides[0] - top
-        below = first + (plan.out_rows - 1) * spec.strides[0]
-        below = below + (spec.kernel[0] - 1) * spec.dilation[0]
-        with T.If(T.And(first >= 0, below < spec.height)):
-            with T.Then():
-                emit_row(plan, operands, n, oy, v, border=False)
-            with T.Else():
-                emit_row(plan, operands, n, oy, v, border=True)
+        with T.Else():
+            emit_row(plan, operands, n, oy, v, border=True)
 
 
 def emit_row(
@@ -120,7 +134,7 @@ def emit_row(
     top, left, _, right = spec.padding
     channel = T.min(v * lanes, max(channels - lanes, 0)) if channels % lanes else v * lanes
     width = min(channels, lanes)
-    kept = max(span - stride_w, 0)  # columns the next output shares
+    kept = plan.kept
     flip = 0 if spec.in_dtype == isa.activation else 128
     unsigned = "uint16" if isa.activation == "int16" else "uint8"
     padding = (spec.in_zero_point + plan.shift) % (INTEGER_LIMITS[unsigned][1] + 1)
@@ -167,7 +181,7 @@ def emit_row(
     def emit_column(ox: Expr, accs: list[Buffer]) -> None:
         """Emit accumulators of the output rows at one column, then move the window."""
         for slot in range(kept, span):
-            if kept or slot % dilation_w == 0:
+            if plan.reads_slot(slot):
                 load_column(ox * stride_w + (slot - left), slot)
         for r in range(plan.out_rows):
             acc = load_vector(operands.bias, v * lanes, lanes)

@@ -8,25 +8,23 @@ Unpacking works within 128-bit blocks, as packing does (`saturating_pack`). It p
 + e into lane 4q + e of word vector v, and packing the four sums puts every byte back in place. So
 interleaving takes two instructions per word vector, and storing takes no shuffle.
 
-This suits words that serve only one output row, and hardly more than one output column because the
-stride skips every other column. Nothing is kept from column to column, and pixels outside the image
-are masked without branches. If words serve more outputs, words of a single vector stay in registers
-as the window moves (`depthwise`), which is as fast.
+The words of the columns under the kernel stay in registers as the window moves, so there must be
+few of them: one word per column, and a narrow kernel. Rows outside the image are masked without
+branches.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 from tvm.script.ir_builder import tirx as T
 
 from relayquant.codegen.kernels.emit import (
     alloc_vectors,
     broadcast,
-    ceil_div,
     constant,
     load_vector,
-    loop_over,
     store_vector,
     vector,
 )
@@ -36,22 +34,13 @@ from relayquant.codegen.kernels.integer.saturating_pack import PACKED, PART, emi
 from relayquant.codegen.kernels.isa.base import Buffer, Expr
 
 
-def emit_depthwise_blocks(plan: DepthwisePlan, operands: Operands, threads: bool) -> None:
-    """Emit all rows of a depthwise convolution, like `emit_depthwise`, for a plan with blocks."""
-    extents, size = (plan.spec.batch, plan.spec.out_size[0], plan.blocks), PACKED * plan.isa.lanes
-    with loop_over(extents, threads) as (n, row, block):
-        channel = T.min(block * size, plan.spec.out_channels - size)
-        emit_row(plan, operands, BlockPosition(n, row, block, channel))
-
-
 @dataclass(frozen=True)
 class BlockPosition:
-    """Output row `row` of `image`, for the block with this number and first channel."""
+    """Output rows from `row` on of `image`, for the block with this number."""
 
     image: Expr
     row: Expr
     block: Expr
-    channel: Expr
 
 
 @dataclass(frozen=True)
@@ -62,31 +51,51 @@ class InputRow:
     mask: Buffer | None  #: all bits set if the row is in the image; None: it always is
 
 
-def emit_row(plan: DepthwisePlan, operands: Operands, at: BlockPosition) -> None:
-    """Emit one output row. Columns whose window reaches beyond the image come first."""
-    spec = plan.spec
-    width, stride, left = spec.out_size[1], spec.strides[1], spec.padding[1]
-    rows = locate_rows(plan, at)
-    before = min(ceil_div(left, stride), width)
-    behind = max(min((spec.width + left - plan.span) // stride + 1, width), before)
-    inside = behind - before
-    if inside < width:
-        with T.serial(width - inside) as i:
-            column = T.Select(i < before, i, i + inside)
-            emit_column(plan, operands, at, rows, column, border=True)
-    if inside:
-        with T.serial(inside) as i:
-            emit_column(plan, operands, at, rows, before + i, border=False)
+def emit_block(plan: DepthwisePlan, operands: Operands, at: BlockPosition) -> None:
+    """Emit `out_rows` output rows of a block, while the window of words moves along the columns.
+
+    Columns that read beyond the image have separate code, which knows where the padding is.
+    """
+    spec, lanes = plan.spec, plan.isa.lanes
+    stride, left = spec.strides[1], spec.padding[1]
+    rows, unknown = locate_rows(plan, at), emit_unknown(at.row + 1)
+    window = [alloc_vectors(PACKED, lanes) for _ in range(plan.span)]
+
+    def load_column(slot: int, column: Expr | int) -> None:
+        if not plan.reads_slot(slot):
+            return
+        words = emit_words(plan, operands.data, rows, column)
+        for buffer, word in zip(window[slot], words, strict=True):
+            store_vector(buffer, word, 0, lanes)
+
+    def emit(column: Expr | int) -> None:
+        for slot in range(plan.kept, plan.span):
+            load_column(slot, column * stride + (slot - left))
+        emit_column(plan, operands, at, window, column, (unknown + column) >> 31)
+        for slot, v in product(range(plan.kept), range(PACKED)):
+            moved = load_vector(window[slot + stride][v], 0, lanes)
+            store_vector(window[slot][v], moved, 0, lanes)
+
+    for slot in range(plan.kept):
+        load_column(slot, slot - left)
+    before, behind = plan.inside_columns
+    for column in range(before):
+        emit(column)
+    if behind > before:
+        with T.serial(behind - before) as i:
+            emit(i + before)
+    for column in range(behind, spec.out_size[1]):
+        emit(column)
 
 
 def locate_rows(plan: DepthwisePlan, at: BlockPosition) -> list[InputRow | None]:
     """Locate every row of a word. None for a row that is not read."""
     spec = plan.spec
     lowest = -spec.padding[0]
-    highest = (spec.out_size[0] - 1) * spec.strides[0] - spec.padding[0]
+    highest = (spec.out_size[0] - plan.out_rows) * spec.strides[0] - spec.padding[0]
     rows: list[InputRow | None] = []
     for i in range(plan.isa.products):
-        if i >= spec.kernel[0]:
+        if i >= spec.kernel[0] + (plan.out_rows - 1) * spec.strides[0]:
             rows.append(None)
             continue
         moved = i * spec.dilation[0]
@@ -97,7 +106,8 @@ def locate_rows(plan: DepthwisePlan, at: BlockPosition) -> list[InputRow | None]
             tests.append(y < spec.height)
         if tests:
             y = T.max(T.min(y, spec.height - 1), 0)
-        start = spec.find_row(at.image, y) * (spec.width * spec.in_channels) + at.channel
+        start = spec.find_row(at.image, y) * (spec.width * spec.in_channels)
+        start = start + at.block * (PACKED * plan.isa.lanes)
         mask = None
         if tests:
             (mask,) = alloc_vectors(1, plan.isa.lanes)
@@ -120,42 +130,52 @@ def emit_mask(test: Expr, lanes: int) -> Expr:
     return T.reinterpret(vector("int32", lanes), mask)
 
 
+def emit_unknown(number: Expr) -> Expr:
+    """Return a positive int32 number of which LLVM does not know the range."""
+    name = "llvm.arithmetic.fence.f32"
+    bits = T.reinterpret("float32", T.Cast("int32", number))
+    return T.reinterpret("int32", T.call_llvm_pure_intrin(name, bits, dtype="float32"))
+
+
 def emit_column(
     plan: DepthwisePlan,
     operands: Operands,
     at: BlockPosition,
-    rows: list[InputRow | None],
-    column: Expr,
-    border: bool,
+    window: list[list[Buffer]],
+    column: Expr | int,
+    zero: Expr,
 ) -> None:
-    """Emit sums and results of a block at one output column."""
+    """Emit sums and results of a block at one output column, from the words of the window.
+
+    `zero` is added to the numbers of weights. It depends on the column, and LLVM does not know that
+    it is 0. Otherwise it would load all weights before the loop, and keep most on the stack.
+    """
     spec, isa, lanes, taps = plan.spec, plan.isa, plan.isa.lanes, plan.spec.kernel[1]
-    first = at.block * PACKED
-    accs = alloc_vectors(PACKED, lanes)
-    for v, acc in enumerate(accs):
-        store_vector(acc, load_vector(operands.bias, (first + v) * lanes, lanes), 0, lanes)
-    for tap in range(taps):
-        x = column * spec.strides[1] + (tap * spec.dilation[1] - spec.padding[1])
-        words = emit_words(plan, operands.data, rows, x, border)
-        for v, (acc, word) in enumerate(zip(accs, words, strict=True)):
-            weights = isa.load_weights(operands.weight, (first + v) * taps + tap)
-            total = isa.dot(load_vector(acc, 0, lanes), isa.as_activation(word), weights)
-            store_vector(acc, total, 0, lanes)
-    reals = []
-    for v, acc in enumerate(accs):
-        factor = load_multiplier(operands, (first + v) * lanes, lanes)
-        reals.append(spec.epilogue.emit_real(load_vector(acc, 0, lanes), factor, None, lanes))
     _, height, width, channels = spec.out_shape
-    target = ((at.image * height + at.row) * width + column) * channels + at.channel
-    store_vector(operands.out, emit_packed(isa, spec.epilogue, reals), target, PACKED * lanes)
+    for r in range(plan.out_rows):
+        reals = []
+        for v in range(PACKED):
+            number = at.block * PACKED + v
+            acc = load_vector(operands.bias, number * lanes, lanes)
+            for tap in range(taps):
+                word = load_vector(window[tap * spec.dilation[1]][v], 0, lanes)
+                index = number * plan.vector_weights + (r * taps + tap) + zero
+                weights = isa.load_weights(operands.weight, index)
+                acc = isa.dot(acc, isa.as_activation(word), weights)
+            factor = load_multiplier(operands, number * lanes, lanes)
+            reals.append(spec.epilogue.emit_real(acc, factor, None, lanes))
+        pixel = (at.image * height + at.row + r) * width + column
+        packed = emit_packed(isa, spec.epilogue, reals)
+        target = pixel * channels + at.block * (PACKED * lanes)
+        store_vector(operands.out, packed, target, PACKED * lanes)
 
 
 def emit_words(
-    plan: DepthwisePlan, data: Buffer, rows: list[InputRow | None], column: Expr, border: bool
+    plan: DepthwisePlan, data: Buffer, rows: list[InputRow | None], column: Expr | int
 ) -> list[Expr]:
     """Interleave the rows of an input column to four vectors.
 
-    Rows outside the image are padding. With `border` the column may be outside too.
+    Rows outside the image are padding, and so is a column whose number is known to be outside.
     """
     spec, isa = plan.spec, plan.isa
     lanes, size = isa.lanes, PACKED * isa.lanes
@@ -163,12 +183,8 @@ def emit_words(
     flip = 0 if spec.in_dtype == isa.activation else 128
     padding = (spec.in_zero_point + plan.shift) % 256
     outside = T.reinterpret(words, constant("uint8", padding, size))
-    column_mask = None
-    if border:
-        (column_mask,) = alloc_vectors(1, lanes)
-        inside = T.And(column >= 0, column < spec.width)
-        store_vector(column_mask, emit_mask(inside, lanes), 0, lanes)
-        column = T.max(T.min(column, spec.width - 1), 0)
+    if isinstance(column, int) and not 0 <= column < spec.width:
+        return [outside] * PACKED
 
     def load_row(row: InputRow | None) -> Expr:
         if row is None:  # has zero weights
@@ -177,9 +193,8 @@ def emit_words(
         bits = T.reinterpret(words, bits)
         if flip:
             bits = T.bitwise_xor(bits, T.reinterpret(words, constant("uint8", flip, size)))
-        masks = [load_vector(m, 0, lanes) for m in (row.mask, column_mask) if m is not None]
-        if masks:
-            mask = T.bitwise_and(masks[0], masks[-1])
+        if row.mask is not None:
+            mask = load_vector(row.mask, 0, lanes)
             bits = T.bitwise_and(bits, mask)
             if padding:
                 bits = T.bitwise_or(bits, T.bitwise_and(outside, T.bitwise_not(mask)))

@@ -17,12 +17,12 @@ from relayquant.codegen.kernels.integer.saturating_pack import PACKED, can_narro
 from relayquant.codegen.kernels.integer.specs import Conv2d, PackedWeights, pack_channels
 from relayquant.codegen.kernels.isa.base import Isa
 
-#: With fewer vector registers, the words of a block go to the stack.
-BLOCK_REGISTERS = 32
+#: Registers for what is neither a word of the window nor a sum of a block.
+FREE_REGISTERS = 8
+#: Most output columns of a block that have code of their own, because they read padding.
+SEPARATE_COLUMNS = 2
 #: Output columns that are unrolled, since 3 columns of the input are kept.
 TOGETHER = 3
-#: Most channels that blocks may compute per existing channel.
-MOST_OVERLAP = 1.5
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,22 @@ class DepthwisePlan:
     def blocks(self) -> int:
         """Number of blocks: four vectors of channels whose rows are interleaved together.
 
-        The last block may overlap its neighbour. 0: vectors are processed one by one.
+        The channels after the last block are processed vector by vector. So are all if a product
+        takes several instructions and registers, and words serve several rows.
         """
-        spec, isa = self.spec, self.isa
-        size, channels = PACKED * isa.lanes, spec.out_channels
-        count = ceil_div(channels, size)
-        pays = self.words == self.out_rows == 1 and spec.strides[1] > 1
-        fits = isa.products == PACKED and isa.registers >= BLOCK_REGISTERS
-        enough = size <= channels and count * size <= MOST_OVERLAP * channels
-        if not (pays and fits and enough and can_narrow(isa, spec.epilogue)):
+        fits = self.isa.products == PACKED and self.words == 1 and self.is_window_small
+        fits = fits and (self.isa.is_fused or self.out_rows == 1)
+        if not (fits and can_narrow(self.isa, self.spec.epilogue)) or self.spec.epilogue.residual:
             return 0
-        return 0 if spec.epilogue.residual else count
+        return self.spec.out_channels // (PACKED * self.isa.lanes)
+
+    @cached_property
+    def is_window_small(self) -> bool:
+        """Whether the words and sums of a block stay in registers, and few columns have padding."""
+        before, behind = self.inside_columns
+        registers = PACKED * (self.span + self.out_rows) + FREE_REGISTERS
+        separate = before + self.spec.out_size[1] - behind
+        return registers <= self.isa.registers and separate <= SEPARATE_COLUMNS
 
     @cached_property
     def is_narrow(self) -> bool:
@@ -83,8 +88,6 @@ class DepthwisePlan:
 
     @cached_property
     def vectors(self) -> int:
-        if self.blocks:
-            return PACKED * self.blocks
         return ceil_div(self.spec.out_channels, self.isa.lanes)
 
     @cached_property
@@ -111,6 +114,26 @@ class DepthwisePlan:
         return (self.spec.kernel[1] - 1) * self.spec.dilation[1] + 1
 
     @cached_property
+    def kept(self) -> int:
+        """Input columns under the kernel that the next output column shares."""
+        return max(self.span - self.spec.strides[1], 0)
+
+    def reads_slot(self, slot: int) -> bool:
+        """Whether the words of a column under the kernel are used, here or after a move."""
+        return self.kept > 0 or slot % self.spec.dilation[1] == 0
+
+    @cached_property
+    def inside_columns(self) -> tuple[int, int]:
+        """(first, end) of the output columns that load no input column outside the image.
+
+        Kept columns are not loaded, except before the first output column.
+        """
+        (_, stride), left, width = self.spec.strides, self.spec.padding[1], self.spec.out_size[1]
+        first = min(ceil_div(max(left - self.kept, 0), stride), width)
+        end = (self.spec.width + left - self.span) // stride + 1
+        return first, min(max(end, first), width)
+
+    @cached_property
     def needs_copy(self) -> bool:
         """Whether reading a whole vector of channels would exceed the argument."""
         return self.spec.out_channels < self.isa.lanes
@@ -121,14 +144,14 @@ class DepthwisePlan:
 
         In blocks, lanes have the channels that interleaving puts there (`emit_interleaved`).
         """
-        lanes = self.isa.lanes
-        if not self.blocks:
-            last = max(self.spec.out_channels - lanes, 0)
-            starts = np.minimum(np.arange(self.vectors) * lanes, last)
-            return starts[:, None] + np.arange(lanes)
-        size = PACKED * lanes
-        starts = np.minimum(np.arange(self.blocks) * size, self.spec.out_channels - size)
-        return (starts[:, None, None] + channel_order(lanes, PACKED)).reshape(-1, lanes)
+        lanes, size = self.isa.lanes, PACKED * self.isa.lanes
+        starts = np.arange(self.vectors) * lanes
+        starts = np.minimum(starts, max(self.spec.out_channels - lanes, 0))
+        channels = starts[:, None] + np.arange(lanes)
+        for block in range(self.blocks):
+            order = block * size + channel_order(lanes, PACKED)
+            channels[block * PACKED : (block + 1) * PACKED] = order
+        return channels
 
 
 def plan_depthwise(spec: Conv2d, isa: Isa) -> DepthwisePlan:
