@@ -39,9 +39,8 @@ from relayquant.flow.refine.search_state import SearchState, make_fingerprint, t
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.dialect.cost import count_macs
 from relayquant.ir.ledger import SearchResult, read_ledger, write_ledger
-from relayquant.ir.plan import OperatorPlan
 from relayquant.ir.rewrite import Graph
-from relayquant.stages.annotation import annotate
+from relayquant.stages.annotation import annotate, plan_without
 from relayquant.stages.calibration.checkpoint import digest_batch
 from relayquant.stages.compilation import compile
 from relayquant.stages.effort import default_mapping
@@ -383,10 +382,12 @@ def search_simulated(
     deadline with what it has.
     """
 
-    trials = itertools.count(1)
+    trials, prepared = itertools.count(1), simulation.prepared
+    find_plan = plan_without(prepared.source, prepared.backend, base)
 
     def suffices(names: Sequence[str]) -> bool:
-        score = simulation.score(find_remaining(simulation.prepared, base, names))
+        remaining = [op for op in find_plan(names).operators if op.quantized]
+        score = simulation.score(remaining)
         events.on_progress(ProgressEvent("find operators", next(trials), None, unit="trial"))
         return score >= bound
 
@@ -455,15 +456,6 @@ def order_alike(scores: Mapping[str, float], work: Mapping[str, int]) -> list[st
         found.append(min(alike, key=lambda name: work[name]))
         waiting.remove(found[-1])
     return found
-
-
-def find_remaining(
-    prepared: PreparedModel, base: QConfigMapping, names: Sequence[str]
-) -> list[OperatorPlan]:
-    """Operators that still run on integers when these are in float: others may go with them."""
-    mapping = add_lines(prepared, dict.fromkeys(names), base)
-    plan = annotate(prepared.source, prepared.backend, mapping)
-    return [operator for operator in plan.operators if operator.quantized]
 
 
 def run_all(simulation: Simulation, mod: tvm.IRModule) -> list[list[np.ndarray]]:

@@ -9,19 +9,18 @@ anything is quantized, by the error that each one adds by itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
 from relayquant.analysis.own_error import OwnError, measure_own_errors
-from relayquant.analysis.sensitivity import add_lines
 from relayquant.config import QConfigMapping
 from relayquant.flow.refine.prepared_edit import change_operators
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.dialect.cost import count_macs, static_dims
 from relayquant.ir.ledger import WIDE_ORIGIN
 from relayquant.ir.plan import Plan
-from relayquant.stages.annotation import annotate
+from relayquant.stages.annotation import plan_without
 from relayquant.stages.prepared import PreparedModel
 
 #: SQNR in dB below which an operator's own result is poor. Operators of networks that quantize well
@@ -67,9 +66,13 @@ def find_wide(
         for error in measure_own_errors(prepared, batches)
         if error.rounded < POOR and error.gain >= LEAST_GAIN
     ]
+    if not poor:
+        return {}
+    mapping = prepared.mapping or QConfigMapping()
+    find_plan = plan_without(prepared.source, prepared.backend, mapping)
     found: dict[str, str] = {}
     for error in sorted(poor, key=lambda error: error.rounded):
-        if may_move(prepared, [*found, error.name]):
+        if may_move(prepared, find_plan({*found, error.name})):
             found[error.name] = describe(error)
     return found
 
@@ -80,21 +83,15 @@ def describe(error: OwnError) -> str:
     return f"{WIDE_ORIGIN}: its result has {error.rounded:.1f} dB on integers{exact}"
 
 
-def may_move(prepared: PreparedModel, names: Sequence[str]) -> bool:
-    """Whether these operators, and all that go to float with them, take little time in float, and
-    the user asked for none of them by type or name.
+def may_move(prepared: PreparedModel, changed: Plan) -> bool:
+    """Whether the operators that only the other plan has in float take little time there, and the
+    user asked for none of them by type or name.
     """
-    mapping = add_lines(prepared, dict.fromkeys(names), prepared.mapping or QConfigMapping())
-    changed = annotate(prepared.source, prepared.backend, mapping)
     graph = prepared.source
-    moved = find_quantized(prepared.plan) - find_quantized(changed)
-    if any(prepared.plan.operator(name).is_explicit for name in moved):
+    remaining = {operator.name for operator in changed.operators if operator.quantized}
+    moved = [op for op in prepared.plan.operators if op.quantized and op.name not in remaining]
+    if any(operator.is_explicit for operator in moved):
         return False
-    elements = sum(math.prod(static_dims(graph.vars[name].ty)) for name in moved)
+    elements = sum(math.prod(static_dims(graph.vars[op.name].ty)) for op in moved)
     macs = sum(count_macs(binding.value) for binding in graph.bindings)
     return elements * ELEMENT_WORK <= MOST_WORK * macs
-
-
-def find_quantized(plan: Plan) -> set[str]:
-    """Names of the operators that run on integers."""
-    return {operator.name for operator in plan.operators if operator.quantized}

@@ -12,7 +12,7 @@ the sums are exact, and would be rounded to 8 bits.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
 import tvm
@@ -54,6 +54,34 @@ def annotate(
     graph = Graph.of(mod)
     matches = match_operators(graph, backend, mapping)
     check_mapping(graph, matches, mapping)
+    return make_plan(graph, matches, wanted, tied)
+
+
+def plan_without(
+    graph: Graph, backend: BackendConfig, mapping: QConfigMapping
+) -> Callable[[Collection[str]], Plan]:
+    """Return a function from the names of operators that go to float to the plan, which says what
+    still runs on integers then. Operators are matched once for all its calls.
+    """
+    matches = match_operators(graph, backend, mapping)
+
+    def revert(matched: OperatorMatch) -> OperatorMatch:
+        rule = MappingRule(Selector.MODULE_NAME, matched.root.name, None)
+        return replace(matched, qconfig=None, rule=rule)
+
+    def find(names: Collection[str]) -> Plan:
+        return make_plan(graph, [revert(m) if m.root.name in names else m for m in matches])
+
+    return find
+
+
+def make_plan(
+    graph: Graph,
+    matches: Sequence[OperatorMatch],
+    wanted: Collection[str] = (),
+    tied: Sequence[tuple[str, str]] = (),
+) -> Plan:
+    """Decide which of the matched operators are quantized, and group the values; see `annotate`."""
     quantized = decide_quantized(graph, matches, wanted)
     check_wanted(matches, quantized, wanted)
     found = build_groups(graph, matches, quantized, wanted, tied)

@@ -351,16 +351,23 @@ def simulate(monkeypatch):
     def run(count, needed, deadline=math.inf):
         order, measured = [f"o{i}" for i in range(count)], []
 
-        def score(names):
+        def score(integers):
+            names = {*order} - {op.name for op in integers}
             measured.append(names)
-            return float({order[i] for i in needed} <= set(names))
+            return float({order[i] for i in needed} <= names)
 
-        monkeypatch.setattr(
-            "relayquant.flow.refine.search.find_remaining", lambda prepared, base, names: names
-        )
+        def plan_without(*_):
+            def find(names):
+                rows = [SimpleNamespace(name=each, quantized=each not in names) for each in order]
+                return SimpleNamespace(operators=rows)
+
+            return find
+
+        monkeypatch.setattr("relayquant.flow.refine.search.plan_without", plan_without)
         clock = SimpleNamespace(monotonic=lambda: float(len(measured)))
         monkeypatch.setattr("relayquant.flow.refine.search.time", clock)
-        simulation = SimpleNamespace(prepared=None, score=score)
+        prepared = SimpleNamespace(source=None, backend=None)
+        simulation = SimpleNamespace(prepared=prepared, score=score)
         found = search_simulated(simulation, None, order, 1.0, deadline, CallbackList())
         return [int(name[1:]) for name in found], [len(names) for names in measured]
 
