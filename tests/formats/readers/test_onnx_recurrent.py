@@ -32,6 +32,8 @@ CASES = [
     ("GRU", {"linear_before_reset": 1, "states": False, "direction": "reverse"}),
     ("GRU", {"direction": "bidirectional", "lengths": [1, 3], "clip": 0.3}),
     ("GRU", {"states": False, "bias": False, "lengths": [0, 2]}),
+    ("LSTM", {"lengths": [0, 2], "direction": "bidirectional"}),
+    ("RNN", {"lengths": [0, 1], "direction": "reverse", "activations": ["Softsign"]}),
     ("RNN", {"direction": "bidirectional", "lengths": [1, 3], "variable": True}),
     (
         "LSTM",
@@ -244,6 +246,12 @@ def make_symbolic(**settings):
 def test_recurrent__length_known_at_run_time():
     model, feeds = make_symbolic()
     check(ReferenceEvaluator(model).run(None, feeds), model, feeds)
+
+
+@pytest.mark.slow
+def test_recurrent__length_known_at_run_time_in_both_directions():
+    model, feeds = make_symbolic(direction="bidirectional", linear_before_reset=1)
+    check_against_onnxruntime(model, feeds)
 
 
 def test_recurrent__length_of_unrolled_steps_must_be_known():

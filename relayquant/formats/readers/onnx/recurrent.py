@@ -98,6 +98,7 @@ def convert_recurrent(
     directions = len(read_directions(attrs))
     shapes = [tensor_shape(operand) for operand in (data, weight, recurrence)]
     hidden = check_shapes(cell, shapes, attrs, directions)
+    others = clear_empty(cell, bb, others, attrs)
     matrices = [
         [take_element(bb, matrix, at, 0) for matrix in (weight, recurrence)]
         for at in range(directions)
@@ -113,6 +114,24 @@ def convert_recurrent(
         for own, state in matrices
     ]
     return unroll_steps(cell, bb, (data, *others), hidden, products, attrs)
+
+
+def clear_empty(
+    cell: Cell, bb: relax.BlockBuilder, others: Sequence[Any], attrs: dict[str, Any]
+) -> list[Any]:
+    """Return bias, lengths, states and peepholes with states of zero for sequences of no steps.
+
+    ONNX does not define their last states. ONNX Runtime gives zeros.
+    """
+    bias, lengths, *operands = others
+    array = None if lengths is None else constant_value(lengths)
+    if lengths is None or (array is not None and array.all()):
+        return [*others]
+    for at, state in enumerate(operands[: cell.states]):
+        if state is not None:
+            is_filled = compare_length(bb, lengths, 0, int(attrs.get("layout", 0)))
+            operands[at] = choose(bb, is_filled, state, None)
+    return [bias, lengths, *operands]
 
 
 # -- one operator per layer and direction ----------------------------------------------------------
