@@ -19,7 +19,7 @@ from relayquant.codegen.kernels.permutation import Permutation, make_permutation
 from relayquant.codegen.logical_and_bitwise import BITS, legalize_as_tvm
 from relayquant.codegen.lowering import mark_kernel
 from relayquant.codegen.rules.kernel_call import build_for_batch, split_batch
-from relayquant.ir.rewrite.expressions import same_type, shape_of
+from relayquant.ir.rewrite.expressions import same_type, shape_of, static_sizes
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
 
@@ -188,6 +188,41 @@ def legalize_pad(builder: relax.BlockBuilder, call: Call) -> Any:
     return builder.call_te(mirror, call.args[0], primfunc_name_hint="pad")
 
 
+def legalize_slice(builder: relax.BlockBuilder, call: Call) -> Any:
+    """Legalize a slice of symbolic extents with the extents that its type declares.
+
+    TVM would count them again, as a choice whose operator FuseOps does not know.
+    """
+    data, axes, begins, _, *rest = call.args
+    extents = shape_of(call)
+    rows = [
+        static_sizes(list(row.fields)) if isinstance(row, relax.Tuple) else None
+        for row in (axes, begins, *rest)
+    ]
+    if not shape_of(data) or static_sizes(extents) is not None or None in rows:
+        return legalize_as_tvm(builder, call)
+    axes, begins, *rest = rows
+    steps = rest[0] if rest else [1] * len(axes)
+    if min(steps, default=1) < 1:
+        return legalize_as_tvm(builder, call)
+    places = {
+        axis % len(extents): (begin, step)
+        for axis, begin, step in zip(axes, begins, steps, strict=True)
+    }
+
+    def cut(x: Any) -> Any:
+        def find(axis: int, at: Any) -> Any:
+            begin, step = places.get(axis, (0, 1))
+            first = tirx.max(x.shape[axis] + begin, 0) if begin < 0 else begin
+            return first + at * step
+
+        return te.compute(
+            extents, lambda *ats: x(*(find(*pair) for pair in enumerate(ats))), name="slice"
+        )
+
+    return builder.call_te(cut, data, primfunc_name_hint="strided_slice")
+
+
 def legalize_take(builder: relax.BlockBuilder, call: Call) -> Any:
     """Legalize take(x, i, mode="fast") as take(x, i, mode="wrap"), which reads nothing beyond x."""
     if str(call.attrs.mode) != "fast":
@@ -287,6 +322,7 @@ LEGALIZATIONS = {
     "relax.nn.softmax": legalize_softmax,
     "relax.nn.pad": legalize_pad,
     "relax.permute_dims": legalize_permute_dims,
+    "relax.strided_slice": legalize_slice,
     "relax.take": legalize_take,
     "relax.index_tensor": bound_first(find_axes_of_fields),
     "relax.index_put": bound_first(find_axes_of_fields),

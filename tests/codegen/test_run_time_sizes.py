@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import tvm
 from tvm import relax, tirx
 from tvm.script import relax as R
@@ -47,6 +48,33 @@ def test_slice_of_run_time_bounds__compiles():
     arrays = [values, np.array([1, 0]), np.array([5, 3]), np.array([2, 1])]
     found = machine["main"](*map(tvm.runtime.tensor, arrays)).numpy()
     np.testing.assert_allclose(found, np.tanh(values[1:5:2, 0:3]), rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("begins", "ends", "steps"),
+    [([1], [None], [1]), ([-2, 1], [None, 4], [1, 1]), ([0, -3], [5, -1], [2, 1])],
+    ids=str,
+)
+def test_slice_of_symbolic_rows__is_fused(begins, ends, steps):
+    # Extents that TVM's loop nest counts anew have a choice, whose type FuseOps cannot infer.
+    size, builder = tirx.Var("size", "int64"), relax.BlockBuilder()
+    data = relax.Var("data", R.Tensor((size, 4), "float32"))
+    last = [size + 1 if end is None else end for end in ends]
+    with builder.function("main", [data]):
+        with builder.dataflow():
+            more = builder.emit(R.nn.pad(builder.emit(R.exp(data)), [1, 0, 0, 0]))
+            part = builder.emit(R.strided_slice(more, [*range(len(begins))], begins, last, steps))
+            both = builder.emit(R.concat([part, builder.emit(R.negative(part))], 1))
+            result = builder.emit_output(builder.emit(R.sqrt(builder.emit(R.abs(both)))))
+        builder.emit_func_output(result)
+    machine = relax.VirtualMachine(rq.compile(builder.get(), "llvm"), tvm.cpu())
+    for count in (1, 2, 7):
+        values = np.random.default_rng(count).standard_normal((count, 4)).astype("float32")
+        cut = tuple(map(slice, begins, ends, steps))
+        rows = np.sqrt(np.pad(np.exp(values), ((1, 0), (0, 0)))[cut])
+        found = machine["main"](tvm.runtime.tensor(values)).numpy()
+        np.testing.assert_allclose(found, np.concatenate([rows, rows], 1), rtol=1e-5)
 
 
 def test_list_symbols__of_every_type():

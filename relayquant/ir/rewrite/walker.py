@@ -181,6 +181,7 @@ def _name_output(func: relax.Function) -> relax.Function:
         return expr
 
     builder = relax.BlockBuilder()
+    builder.begin_scope(func.params)  # symbolic sizes of parameters are at least 0
     renamed = []
     for binding in bindings:
         if not any(var.same_as(old) for var in (binding.var, *free_vars(binding.value))):
@@ -191,6 +192,7 @@ def _name_output(func: relax.Function) -> relax.Function:
             renamed.append(relax.MatchCast(swap(binding.var), value, binding.ty))
         else:
             renamed.append(relax.VarBinding(swap(binding.var), value))
+    builder.end_scope()
     body = relax.SeqExpr([relax.DataflowBlock(renamed)], new)
     return relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs)
 

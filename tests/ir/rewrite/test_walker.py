@@ -180,6 +180,23 @@ def test_rewrite__symbolic_batch():
     assert str(dim) == "n * T.int64(2)"
 
 
+def test_rewrite__slice_of_a_symbolic_batch_that_main_returns():
+    # Only sizes that are at least 0 have a first row behind one that is added.
+    @I.ir_module
+    class Module:
+        @R.function
+        def main(x: R.Tensor(("n", 4), "float32")):
+            with R.dataflow():
+                a = R.nn.pad(R.nn.relu(x), [1, 0, 0, 0])
+                b = R.strided_slice(a, [0], [0], [1])
+                R.output(b)
+            return b
+
+    new = rewrite_main(Module, double_relu)
+    relax.analysis.well_formed(new)
+    assert [int(size) for size in new["main"].ret_ty.shape.values] == [1, 4]
+
+
 def test_rewrite__drops_bindings_and_replaces_by_older_values():
     @I.ir_module
     class Before:
