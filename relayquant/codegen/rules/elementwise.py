@@ -120,7 +120,7 @@ def lower_quantize(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     turned = context.next(vars_[-1], "relax.permute_dims")
     # Not with a symbolic batch: MobileNet became 18 % slower, since its buffers were not planned.
     if turned is not None and not shape[0] and is_image_transpose(context.call(turned), shape[1]):
-        func = build_quantize_image(QuantizeImage(spec), "qnn_quantize_image")
+        func = build_quantize_image(QuantizeImage(spec), context.isa, "qnn_quantize_image")
         return call_built((*vars_, turned), func, (call.args[0],))
     func = build_for_batch(lambda: build_quantize(spec, "qnn_quantize"), shape[0], (0, 1))
     return call_built(vars_, func, (call.args[0],))

@@ -31,6 +31,7 @@ from relayquant.codegen.kernels.integer.elementwise import (
     build_quantize_image,
     build_requantize,
     build_scale_channels,
+    count_corrections,
 )
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
 from relayquant.codegen.kernels.isa.base import AVX2, AVX512BW, SSE2
@@ -67,14 +68,27 @@ def test_build_quantize__not_a_number_and_infinity(isa):
 @pytest.mark.parametrize("shape", [(2, 3, 7, 5), (1, 4, 1, 3), (1, 2, 9, 16), (3, 1, 6, 6)])
 def test_build_quantize_image__equals_numpy(isa, shape):
     x = (np.random.default_rng(0).normal(size=shape) * 30).astype("float32")
+    x.reshape(-1)[:4] = 0.0, np.inf, -np.inf, 8e37
+    expected = store(x / F32(0.25), OUT)
+    x.reshape(-1)[0] = np.nan  # like 0
     spec = QuantizeImage(Quantize(shape, 0.25, OUT, isa.has_fma))
-    func = build_quantize_image(spec)
+    func = build_quantize_image(spec, isa)
     got = call_kernel(func, runnable_target(isa), [x], spec.out_shape, "uint8")
-    np.testing.assert_array_equal(got, store(x / F32(0.25), OUT).transpose(0, 2, 3, 1))
+    np.testing.assert_array_equal(got, expected.transpose(0, 2, 3, 1))
+
+
+#: A scale with a float32 number that is 2**-44 from where the result changes.
+NEEDS_TWO = 0.3535158336162567
+
+
+def test_count_corrections__depends_on_the_scale():
+    out = Epilogue(zero_point=9, low=1, high=254)
+    counts = [count_corrections(Quantize((1,), scale, out)) for scale in (0.0187, NEEDS_TWO)]
+    assert counts == [1, 2]
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int16"])
-@pytest.mark.parametrize("scale", [0.0187, 1 / 3, 7.1e-6, 3063.228])
+@pytest.mark.parametrize("scale", [0.0187, 1 / 3, 7.1e-6, 3063.228, NEEDS_TWO])
 def test_build_quantize__reciprocal_decides_ties_as_a_division(scale, dtype):
     rng, scale, limits = np.random.default_rng(0), F32(scale), np.iinfo(dtype)
     middles = (rng.integers(limits.min - 300, limits.max + 300, 20_000) + 0.5) * scale

@@ -10,7 +10,7 @@ are stored.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -32,7 +32,14 @@ from relayquant.codegen.kernels.emit import (
     vector,
 )
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Store, emit_fma, emit_round
-from relayquant.codegen.kernels.isa.base import Buffer, Expr
+from relayquant.codegen.kernels.integer.saturating_pack import (
+    PACKED,
+    PART,
+    can_narrow,
+    emit_packed,
+    emit_word_shuffle,
+)
+from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 from relayquant.errors import format_count
 
 #: Elements per vector. LLVM splits it into registers.
@@ -238,13 +245,32 @@ def can_use_reciprocal(spec: Quantize) -> bool:
     return spec.has_fma and small and spec.out.dtype != "int32"
 
 
+def count_corrections(spec: Quantize) -> int:
+    """Count the corrections after which a product with the reciprocal gives the right integer.
+
+    After one, the number before rounding to float32 differs from the exact quotient x by less than
+    2**-45 * x: the reciprocal and the product with it are off by 2**-24 each, and the correction
+    repeats these errors of that error. The integer can be wrong only if x is that close to where
+    results change: halfway between k + 1/2 and a neighbouring float32. So the float32 nearest to
+    each of these points, times the scale, decides. In float64 all of this is exact.
+    """
+    scale, (low, high) = np.float32(spec.scale), spec.out.bounds
+    ties = np.arange(low - spec.out.zero_point - 1, high - spec.out.zero_point + 1) + 0.5
+    steps = np.spacing(np.abs(ties).astype("float32")).astype("float64")
+    # A quarter of a step: below 1/2 the neighbours are closer.
+    changes = np.concatenate([ties + steps * part for part in (-0.5, -0.25, 0.25, 0.5)])
+    exact = changes * np.float64(scale)
+    distance = np.abs(exact.astype("float32").astype("float64") - exact)
+    return 1 if (distance > 2.0**-44 * np.abs(exact)).all() else 2
+
+
 def emit_quotient(value: Expr, spec: Quantize, lanes: int) -> Expr:
-    """Compute RN(value / scale), already bounded. `value` is not NaN.
+    """Compute RN(value / scale), or a number that rounds to the same integer. NaN gives 0.
 
     A division costs as much as 16 multiplications. Each step here adds the remainder, which FMA
     computes without rounding, times the reciprocal. The first step gives a neighbour of the exact
-    quotient, the second rounds it correctly (Markstein 1990). Quotients below 2**-2, whose
-    remainders may underflow, round to the integer 0 anyway.
+    quotient, the second rounds it correctly (Markstein 1990). It is left out where it changes no
+    integer. Quotients below 2**-2, whose remainders may underflow, round to the integer 0 anyway.
 
     The value is bounded instead of the quotient. This keeps both finite and gives the same
     integers: RN(bound * scale) / scale differs from the bound by far less than 1/2.
@@ -253,12 +279,14 @@ def emit_quotient(value: Expr, spec: Quantize, lanes: int) -> Expr:
     low, high = (np.float32(bound - spec.out.zero_point) * scale for bound in spec.out.bounds)
     divisor = constant("float32", float(-scale), lanes)
     factor = constant("float32", float(np.float32(1) / scale), lanes)
-    value = T.min(
+    bounded = T.min(
         T.max(value, constant("float32", float(low), lanes)),
         constant("float32", float(high), lanes),
     )
+    zero = constant("float32", float(np.clip(np.float32(0), low, high)), lanes)
+    value = T.Select(T.isnan(value), zero, bounded)
     quotient = value * factor
-    for _ in range(2):
+    for _ in range(count_corrections(spec)):
         remainder = emit_fma(divisor, quotient, value, lanes)
         quotient = emit_fma(remainder, factor, quotient, lanes)
     return quotient
@@ -274,18 +302,29 @@ def build_quantize(spec: Quantize, name: str = "quantize") -> PrimFunc:
 
 def emit_quantized(value: Expr, spec: Quantize, lanes: int) -> Expr:
     """Compute the stored integers of a float32 vector."""
-    number = T.Select(T.isnan(value), constant("float32", 0.0, lanes), value)
     if can_use_reciprocal(spec):
-        quotient = emit_quotient(number, spec, lanes)
+        quotient = emit_quotient(value, spec, lanes)
         return emit_round(quotient, spec.out.dtype, spec.out.zero_point, lanes)
+    number = T.Select(T.isnan(value), constant("float32", 0.0, lanes), value)
     return spec.out.emit_rounded(number / constant("float32", spec.scale, lanes), lanes)
 
 
-def build_quantize_image(spec: QuantizeImage, name: str = "quantize_image") -> PrimFunc:
+def build_quantize_image(spec: QuantizeImage, isa: Isa, name: str = "quantize_image") -> PrimFunc:
     """Make PrimFunc(x float32 NCHW, y NHWC), for images of a few channels."""
     check_integer_output("QuantizeImage", spec.values.out)
     batch, channels, height, width = spec.values.shape
     size = height * width
+    packs = channels in (PACKED - 1, PACKED) and can_narrow(isa, spec.values.out)
+    packs = packs and can_use_reciprocal(spec.values)
+
+    def interleave(data: Buffer, starts: list[Expr], lanes: int) -> Expr:
+        """Return the integers of `lanes` pixels, channel by channel of each."""
+        rows = [load_vector(data, start, lanes) for start in starts]
+        if packs and lanes == isa.lanes:
+            return emit_packed_pixels(rows, spec.values, isa)
+        rows = [emit_quantized(row, spec.values, lanes) for row in rows]
+        order = [T.int32(row * lanes + i) for i in range(lanes) for row in range(channels)]
+        return T.Shuffle(rows, order) if channels > 1 else rows[0]
 
     def body() -> None:
         data, out = declare_arguments(
@@ -293,20 +332,40 @@ def build_quantize_image(spec: QuantizeImage, name: str = "quantize_image") -> P
         )
 
         def step(n: Expr, at: Expr, lanes: int) -> None:
-            rows = []
-            for channel in range(channels):
-                start = (n * channels + channel) * size + at
-                rows.append(emit_quantized(load_vector(data, start, lanes), spec.values, lanes))
-            order = [T.int32(row * lanes + i) for i in range(lanes) for row in range(channels)]
-            pixels = T.Shuffle(rows, order) if channels > 1 else rows[0]
+            starts = [(n * channels + channel) * size + at for channel in range(channels)]
+            pixels = interleave(data, starts, lanes)
             store_vector(out, pixels, (n * size + at) * channels, lanes * channels)
 
         with loop_over((batch,), False) as (n,):
             emit_vector_loop(
-                size, LANES, lambda at, k: step(n, at, k), size * channels >= PARALLEL_ELEMENTS
+                size,
+                isa.lanes if packs else LANES,
+                lambda at, k: step(n, at, k),
+                size * channels >= PARALLEL_ELEMENTS,
             )
 
     return build_kernel(name, body)
+
+
+def emit_packed_pixels(rows: list[Expr], spec: Quantize, isa: Isa) -> Expr:
+    """Quantize vectors of 3 or 4 channels, and return the bytes of their pixels.
+
+    Packing gives the pixels of each 128-bit block channel by channel. One shuffle orders the bytes
+    within the blocks, and one joins the blocks.
+    """
+    lanes, channels = isa.lanes, len(rows)
+    reals = [emit_quotient(row, spec, lanes) for row in rows]
+    reals += reals[-1:] * (PACKED - channels)
+    packed = emit_packed(isa, replace(spec.out, low=None, high=None, is_small=True), reals)
+    pixel, channel = np.divmod(np.arange(channels * PART), channels)
+    within = np.append(channel * PART + pixel, np.arange(channels * PART, PACKED * PART))
+    blocks = np.arange(lanes // PART)[:, None] * (PACKED * PART)
+    ordered = T.Shuffle([packed], [T.int32(int(i)) for i in (blocks + within).reshape(-1)])
+    words = T.reinterpret(vector("float32", lanes), ordered)
+    words = emit_word_shuffle([words], np.arange(lanes))
+    kept = (np.arange(lanes // PART)[:, None] * PART + np.arange(channels)).reshape(-1)
+    joined = T.Shuffle([words], [T.int32(int(i)) for i in kept])
+    return T.reinterpret(vector(spec.out.dtype, lanes * channels), joined)
 
 
 def build_dequantize(spec: Dequantize, name: str = "dequantize") -> PrimFunc:
