@@ -184,6 +184,9 @@ def emit_tiled(
                 def multiply(step: TileStep = step) -> None:
                     if ahead is not None:
                         emit_weight_prefetch(plan, operands.weight, block, step, ahead, pixels)
+                    if ahead is not None and pixels > 1:  # no block before this one fetched them
+                        with T.If(number == 0), T.Then():
+                            emit_weight_prefetch(plan, operands.weight, block, step, ahead, 1)
                     emit_step(plan, image, operands, tiles[0], block, step)
 
                 emit_if(may_use, multiply)
@@ -528,7 +531,8 @@ def emit_weight_prefetch(
 ) -> None:
     """Fetch weights, which may be in the last-level cache: a share of the next panel.
 
-    With one block of pixels weights are read once, in order: those are fetched that soon follow.
+    With one block of pixels weights are read once, in order: those are fetched that soon follow. So
+    are those of the first block of a part.
     """
     size, count = plan.isa.weight_vector, plan.groups * plan.panels
     vectors = plan.tile.blocks * plan.chunk_words

@@ -31,7 +31,7 @@ GATHER_CYCLES = 6.0
 #: Cycles for 64 bytes of a copy with folded pixels; most bytes of such a pixel.
 FOLD_CYCLES, MOST_FOLDED = 6.0, 32
 #: Cycles for loading a tile from the second-level cache. Weights of a panel of up to this many
-#: bytes stay in the first.
+#: bytes stay in the first, or twice as many if a block has only one tile of pixels besides.
 FAR_LOAD_CYCLES, NEAR_BYTES = 24, 16 * 1024
 #: Bytes of operands that stay in the first-level cache, if others do not pass through it.
 FIRST_CACHE_BYTES = 40 * 1024
@@ -266,7 +266,8 @@ class TiledPlan(ConvPlan):
         """Estimate the cycles of a block."""
         sums, unit = tile.rows * tile.blocks, self.unit
         panel = self.steps * tile.blocks * self.chunk_words * unit.row_bytes
-        weight = unit.load_cycles if panel <= NEAR_BYTES else FAR_LOAD_CYCLES
+        near = NEAR_BYTES * (2 if tile.blocks == 4 else 1)
+        weight = unit.load_cycles if panel <= near else FAR_LOAD_CYCLES
         loads = tile.rows * PIXEL_LOAD_CYCLES + tile.blocks * weight
         products = self.steps * max(sums * unit.product_cycles, loads)
         one = STORE_CYCLES[tile.blocks] if tile.blocks in self.narrow_blocks else PLAIN_STORE_CYCLES
