@@ -53,6 +53,8 @@ THREAD_ROWS = 2048
 BLOCK = 256
 #: dampings that are tried to compensate for changed data, as shares of the mean of H's diagonal
 SHIFT_DAMPINGS = (0.01, 0.1, 1.0, 10.0)
+#: About so many rows of a weight choose the damping. With all rows, this is most of the time.
+SHIFT_ROWS = 128
 #: smallest importance of a column, as a share of the mean: other data may use columns that this
 #: data does not
 LEAST_IMPORTANCE = 0.01
@@ -136,14 +138,9 @@ class Gram:
         aimed = weight.copy()
         for i, part in enumerate(self.parts):
             own = weight[:, part]
-            whole, half = (
-                (blocks[i], own @ shifts[i])
-                for blocks, shifts in (
-                    (self.blocks, self.shifts),
-                    (self.half_blocks, self.half_shifts),
-                )
-            )
-            rest = whole[0] - half[0], whole[1] - half[1]
+            some = own[:: -(-len(own) // SHIFT_ROWS)]
+            half = self.half_blocks[i], some @ self.half_shifts[i]
+            rest = self.blocks[i] - half[0], some @ self.shifts[i] - half[1]
             losses = {
                 damping: measure_shift(move_weight(*half, damping), *rest)
                 + measure_shift(move_weight(*rest, damping), *half)
@@ -151,7 +148,7 @@ class Gram:
             }
             best = min(losses, key=lambda damping: losses[damping])
             if losses[best] < 0:
-                aimed[:, part] += move_weight(*whole, best)
+                aimed[:, part] += move_weight(self.blocks[i], own @ self.shifts[i], best)
         return aimed
 
     @property
