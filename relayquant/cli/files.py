@@ -54,7 +54,7 @@ def load_model(
     """
     shapes = collect(shape, "--shape")
     inputs = collect(value, "--input")
-    if not path.is_file():
+    if not path.exists():
         raise ModelError(f"There is no model file {path}.", code="RQ201")
     check_no_library(path)
     if is_module_file(path):

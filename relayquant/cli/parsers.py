@@ -167,7 +167,8 @@ def parse_words(words: Sequence[str]) -> argparse.Namespace:
     del options.words, options.completion
     known = {command.name: command for command in COMMANDS}
     first = ALIASES.get(first, first)
-    if first not in known and Path(first).is_file():
+    # A language model of transformers is a folder.
+    if first not in known and (Path(first).is_file() or (Path(first) / "config.json").is_file()):
         first, rest = "inspect", [first, *rest]
     if first not in known:
         refuse_command(first)

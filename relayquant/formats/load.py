@@ -144,6 +144,8 @@ FORMATS: tuple[Format, ...] = (
 )
 #: File name endings of torch.save.
 PICKLES = (".pt", ".pth", ".ckpt")
+#: File name endings of the weights in a folder that transformers wrote.
+FOLDER_PARTS = (".safetensors", ".bin")
 #: A folder that transformers wrote. It has no suffix.
 FOLDER = Format("", "transformers", _read_folder, takes_causal_lm=True)
 
@@ -230,6 +232,14 @@ def _find_format(path: Path) -> Format:
             "may hold weights without a network. Build the module in Python, load its weights, and "
             f"write it with torch.export.save(torch.export.export(module, inputs), "
             f"'{path.with_suffix('.pt2').name}').",
+            code="RQ201",
+        )
+    if path.is_dir() or path.name == CONFIG or path.suffix.lower() in FOLDER_PARTS:
+        folder = path if path.is_dir() else path.parent
+        raise ModelError(
+            f"{path} is no model. A language model of transformers is a folder with {CONFIG} and "
+            f"*.safetensors: name the folder. {folder} has "
+            f"{f'a {CONFIG}' if (folder / CONFIG).is_file() else f'no {CONFIG}'}.",
             code="RQ201",
         )
     kinds = ", ".join(f"{each.suffix} ({each.kind})" for each in FORMATS)

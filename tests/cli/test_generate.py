@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from llama_files import draw_weights, write_folder, write_tokenizer
+from llama_files import LENGTH, VOCABULARY, draw_weights, write_folder, write_tokenizer
 
 from relayquant import cli
 
@@ -64,6 +64,41 @@ def test_generate__text_and_rates_and_again_from_a_library(folder, tmp_path, cap
     assert json.loads(tokens) == summary["tokens"]
     assert "\n".join(printed) == summary["text"]
     assert loaded == "[]"
+
+
+def test_other_commands__of_a_language_model(folder, tmp_path, capsys):
+    """A folder is a model, and what has no main is described or refused by what it is."""
+    assert cli.main([str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert "language model (transformers)" in said
+    assert f"vocabulary: {VOCABULARY}" in said
+    assert f'relayquant generate {folder} -p "TEXT"' in said
+    assert cli.main(["inspect", str(folder), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)["summary"]
+    assert (summary["sequences"], summary["max_length"]) == (1, LENGTH)
+    assert cli.main(["bench", str(folder)]) == 2
+    assert "is a language model: it has the functions prefill" in capsys.readouterr().err
+    for name in ("a.txt", "model.safetensors"):
+        (tmp_path / name).write_text("x")
+        words = ["generate", str(tmp_path / name), "-p", "x", "--tokenizer", str(folder)]
+        assert cli.main(words) == 2
+        assert "is no language model. Name a .gguf file" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_export_and_compress__of_a_language_model(folder, tmp_path, capsys):
+    """They write what `generate` runs."""
+    module, library = tmp_path / "m.rqm", tmp_path / "m.so"
+    assert cli.main(["compress", str(folder), "--bits", "8", "-o", str(module), "--quiet"]) == 0
+    assert cli.main(["export", str(folder), "-o", str(library), "--quiet"]) == 0
+    texts = []
+    for path in (module, library):
+        words = ["generate", str(path), "--tokenizer", str(folder), *WORDS, "--quiet"]
+        assert cli.main(words) == 0
+        texts.append(capsys.readouterr().out)
+    assert all(0 < len(text.rstrip("\n")) <= 5 for text in texts)
+    assert cli.main(["generate", str(module), *WORDS]) == 2
+    assert "m.rqm has no tokenizer. Add --tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

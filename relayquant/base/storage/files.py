@@ -314,6 +314,10 @@ def read_text(path: Path, max_bytes: int) -> str:
 #: Default size limit of model files in bytes, weights included.
 DEFAULT_MAX_BYTES = 8 * 2**30
 
+#: How a text file begins that git leaves where it did not download a large file, and its most
+#: bytes: https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
+POINTER, LONGEST_POINTER = b"version https://git-lfs.github.com/spec/", 1024
+
 PathLike = str | os.PathLike[str]
 
 
@@ -321,7 +325,8 @@ def check_file(path: PathLike, max_bytes: int, *, extra_bytes: int = 0) -> Path:
     """Return `path` as Path if it is a readable, non-empty file of at most `max_bytes`.
 
     Raises:
-        ModelError: it is missing, not a file, empty, unreadable or too large.
+        ModelError: it is missing, not a file, empty, unreadable or too large, or Git LFS has not
+            downloaded it.
     """
     path = Path(path)
     if not path.exists():
@@ -341,4 +346,12 @@ def check_file(path: PathLike, max_bytes: int, *, extra_bytes: int = 0) -> Path:
         raise ModelError(
             f"The model file {str(path)!r} is not readable; check its permissions.", code="RQ201"
         )
+    if size < LONGEST_POINTER:
+        with path.open("rb") as file:
+            if file.read(len(POINTER)) == POINTER:
+                raise ModelError(
+                    f"{str(path)!r} is not the file but a pointer of Git LFS to it. Download the "
+                    "file itself: git lfs pull.",
+                    code="RQ201",
+                )
     return path

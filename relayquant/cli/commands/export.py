@@ -15,7 +15,7 @@ from relayquant.config import Precision
 from relayquant.errors import ConfigError
 from relayquant.ir.ledger import find_ledger
 from relayquant.ir.rewrite.bind import bind_model
-from relayquant.ir.rewrite.entry import name_main
+from relayquant.ir.rewrite.entry import is_language_model, name_main
 from relayquant.stages.conversion.partial import has_quantized_values
 from relayquant_runtime.bundle import MANIFEST
 
@@ -47,8 +47,11 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
         check_folder(path, MANIFEST)
     check_options(options, outputs=() if is_bundle else (path,))
     target = resolve_target(options.target) if is_compiled else None
-    mod = name_main(bind_model(output.run("read model", load_options, options)))
-    if is_compiled and find_ledger(mod) is None and has_quantized_values(mod):
+    mod = bind_model(output.run("read model", load_options, options))
+    has_main = not is_language_model(mod)
+    if has_main:
+        mod = name_main(mod)
+    if has_main and is_compiled and find_ledger(mod) is None and has_quantized_values(mod):
         # Quantized by another tool with other parameters: lower it to integers for the target.
         mod = rq.lower(mod, rq.get_backend_config(target=target))
     precision = Precision(options.precision) if options.precision else None

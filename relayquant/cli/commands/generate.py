@@ -26,6 +26,10 @@ from relayquant.flow.generation import Piece
 from relayquant.plots.progress import ProgressReport
 from relayquant_runtime import Library
 
+#: Files with a language model. `base.storage.module_file`, whose ending MODULE is, loads TVM.
+MODULE = ".rqm"
+SOURCES = (".gguf", MODULE)
+
 
 def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     threads = count_cores() if options.threads is None else options.threads
@@ -35,6 +39,8 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     is_library = options.model.suffix in LIBRARIES
     if is_library:
         check_library(options)
+    else:
+        check_source(options)
     if options.save is not None and options.save.suffix not in LIBRARIES:
         raise ConfigError(
             f"--save {options.save}: a compiled model is written as {', '.join(LIBRARIES)}.",
@@ -83,6 +89,26 @@ def check_library(options: argparse.Namespace) -> None:
         )
 
 
+def check_source(options: argparse.Namespace) -> None:
+    """Raise ModelError for a file that is no language model by its name, and ConfigError for a
+    module without a tokenizer.
+    """
+    path = options.model
+    if path.exists() and path.suffix.lower() not in SOURCES and not path.is_dir():
+        raise ModelError(
+            f"{path} is no language model. Name a .gguf file, a folder with config.json and "
+            f"*.safetensors, a {MODULE} of `relayquant compress`, or the library that "
+            "--save wrote.",
+            code="RQ202",
+        )
+    if path.suffix == MODULE and options.tokenizer is None:
+        raise ConfigError(
+            f"{path} has no tokenizer. Add --tokenizer with the model's .gguf file or "
+            "tokenizer.json.",
+            code="RQ102",
+        )
+
+
 def open_library(path: Path) -> Library:
     """Load a compiled model."""
     check_file(path, sys.maxsize)
@@ -92,11 +118,18 @@ def open_library(path: Path) -> Library:
 
 def build(options: argparse.Namespace, progress: ProgressReport) -> rq.Executor:
     """Load and compile a model, and save it if that was asked for."""
-    settings: dict[str, Any] = {"max_length": options.max_length}
-    if options.cache is not None:
-        settings["cache"] = options.cache
+    given = {"max_length": options.max_length, "cache": options.cache}
+    settings: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     with show_stage(progress, "load"):
-        mod, params = rq.load(options.model, causal_lm=rq.CausalLMOptions(**settings))
+        causal_lm = rq.CausalLMOptions(**settings) if settings else None
+        mod, params = rq.load(options.model, causal_lm=causal_lm)
+    from relayquant.ir.rewrite.entry import is_language_model  # loads the compiler
+
+    if not is_language_model(mod):
+        raise ModelError(
+            f"{options.model} is no language model: it has no functions prefill and decode.",
+            code="RQ202",
+        )
     if options.bits is not None:
         mod = rq.compress_weights(mod, params, bits=options.bits, callbacks=(progress,))
         params = None

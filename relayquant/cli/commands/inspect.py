@@ -6,8 +6,10 @@ import argparse
 import json
 import warnings
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import tvm
 
 import relayquant as rq
@@ -24,15 +26,16 @@ from relayquant.errors import (
     format_count,
     suggest_name,
 )
-from relayquant.formats.load import FORMATS
+from relayquant.formats.load import FOLDER, FORMATS
 from relayquant.ir.ledger import Ledger, find_ledger
 from relayquant.ir.rewrite.bind import bind_model
 from relayquant.ir.rewrite.constants import count_constant_bytes
-from relayquant.ir.rewrite.entry import name_main
+from relayquant.ir.rewrite.entry import is_language_model, name_main
 from relayquant.ir.rewrite.graph import (
     Graph,
     iterate_results,
     result_expr,
+    static_size,
     tensor_dtype,
     tensor_shape,
 )
@@ -125,7 +128,10 @@ def operator_table(backend: BackendConfig) -> FittedTable:
 
 
 def show_model(path: Path, options: argparse.Namespace, output: CommandOutput) -> ExitCode:
-    mod = name_main(bind_model(load_model(path, options.shape, options.input)))
+    mod, params = load_model(path, options.shape, options.input)
+    if is_language_model(mod) and rq.get_state(mod):
+        return show_language_model(path, mod, params or {}, output)
+    mod = name_main(bind_model((mod, params)))
     ledger = find_ledger(mod)
     is_float = ledger is None and not has_quantized_values(mod)
     kind = "float model" if is_float else "quantized model"
@@ -151,8 +157,37 @@ def show_model(path: Path, options: argparse.Namespace, output: CommandOutput) -
     return ExitCode.OK
 
 
+def show_language_model(
+    path: Path, mod: tvm.IRModule, params: Mapping[str, np.ndarray], output: CommandOutput
+) -> ExitCode:
+    """Show a module with the functions prefill and decode. Its float tensors are not read."""
+    sequences, _, length, _ = rq.get_state(mod)[0].shape
+    scores = mod["decode"].ret_ty.fields[0]
+    vocabulary = static_size(scores.shape[-1])
+    facts = {"sequences": sequences, "max_length": length, "vocabulary": vocabulary}
+    size = count_constant_bytes(mod)
+    output.add_values(path=path, kind="language model", format=name_format(path), bytes=size)
+    output.add_values(float_tensors=len(params), **facts)
+    output.print(
+        f"{path}: language model ({name_format(path)}), {show_bytes(size)} of constants, "
+        f"{format_count(len(params), 'float tensor')}",
+        *(f"  {name.replace('_', ' ')}: {value}" for name, value in facts.items()),
+    )
+    is_source = not is_module_file(path)
+    steps = [
+        f'relayquant generate {path}{"" if is_source else " --tokenizer TOKENIZER"} -p "TEXT"',
+        *([f"relayquant compress {path} --bits 8"] if is_source and params else []),
+        f"relayquant export {path} -o {path.with_suffix('.so')}",
+    ]
+    output.add_table("commands", [{"command": step} for step in steps])
+    output.print("", "Next:", *(f"  {step}" for step in steps))
+    return ExitCode.OK
+
+
 def name_format(path: Path) -> str:
-    """Name the kind of a file."""
+    """Name the kind of a file or folder."""
+    if path.is_dir():
+        return FOLDER.kind
     kinds = {each.suffix: each.kind for each in FORMATS}
     return "Relax" if is_module_file(path) else kinds[path.suffix.lower()]
 

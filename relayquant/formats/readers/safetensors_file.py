@@ -26,8 +26,8 @@ LENGTH = struct.Struct("<Q")
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 #: Dtypes that no network here reads, by size: they may be in a file.
 OTHER_SIZES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "U32": 4,
-    "I32": 4, "U64": 8, "I64": 8,
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E4M3FNUZ": 1, "F8_E5M2": 1, "F8_E5M2FNUZ": 1,
+    "F8_E8M0": 1, "U16": 2, "I16": 2, "U32": 4, "I32": 4, "U64": 8, "I64": 8, "C64": 8,
 }  # fmt: skip
 #: A model of several files lists them here.
 INDEX = "model.safetensors.index.json"
@@ -49,6 +49,16 @@ class SafetensorsPlace:
     offset: int
     size: int
 
+    @property
+    def refusal(self) -> str:
+        """Why the values cannot be read, behind the tensor's name. "" if they can."""
+        if self.dtype in DTYPES:
+            return ""
+        return (
+            f"is {self.dtype}; supported: {', '.join(DTYPES)}. Load the model with transformers "
+            "and save it as one of these: from_pretrained(..., dtype='bfloat16')."
+        )
+
     def read(self) -> np.ndarray:
         """Read the values as float32.
 
@@ -56,11 +66,8 @@ class SafetensorsPlace:
             ModelError: the file is gone or truncated, or the values are no floats.
         """
         with reading(self.path, "safetensors file", ModelError):
-            if self.dtype not in DTYPES:
-                raise ValueError(
-                    f"a tensor is {self.dtype}; supported: {', '.join(DTYPES)}. Load the model "
-                    "with transformers and save it as one of these"
-                )
+            if self.refusal:
+                raise ModelError(f"A tensor {self.refusal}", code="RQ202")
             if not self.size:  # numpy cannot map 0 bytes
                 return np.empty(self.shape, "float32")
             array = np.memmap(self.path, DTYPES[self.dtype], "r", self.offset, self.shape)
@@ -83,7 +90,9 @@ def list_safetensors(folder: Path, max_bytes: int) -> dict[str, SafetensorsPlace
         if len(found) != 1:
             raise ModelError(
                 f"{folder} has {format_count(len(found), 'file')} *.safetensors and no {INDEX}; "
-                f"needed: {SINGLE}, or an index.",
+                f"needed: {SINGLE}, or an index. A pytorch_model.bin is a pickle, which is not "
+                "opened: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder) of "
+                "transformers writes safetensors.",
                 code="RQ201",
             )
         return read_places(found[0], max_bytes)
@@ -96,6 +105,14 @@ def list_safetensors(folder: Path, max_bytes: int) -> dict[str, SafetensorsPlace
         for name in sorted(set(files.values())):
             if Path(name).name != name or name in ("", ".", ".."):
                 raise ValueError(f"it names {name[:60]!r}, which is not a file of its folder")
+            if not (folder / name).exists():
+                there = sum((folder / other).exists() for other in {*files.values()})
+                raise ModelError(
+                    f"There is no file {folder / name}. The index names "
+                    f"{format_count(len({*files.values()}), 'file')}, and {there} are there. "
+                    "Download the others too.",
+                    code="RQ201",
+                )
             places[name] = read_places(folder / name, max_bytes)
             max_bytes -= (folder / name).stat().st_size
         missing = [tensor for tensor, name in files.items() if tensor not in places[name]]

@@ -12,7 +12,6 @@ import tvm_ffi
 from tvm import relax
 from tvm.ir import GenericConst
 
-from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import constant_value
 
 #: The square of a larger float32 number is infinite.
@@ -85,9 +84,9 @@ def share_constants(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def count_constant_bytes(mod: tvm.IRModule) -> int:
-    """Count the bytes of all constants of main: weights, biases and quantization parameters.
+    """Count the bytes of all constants: weights, biases and quantization parameters.
 
-    A constant with several readers counts once.
+    A constant with several readers counts once, also if several functions read it.
     """
     sizes: dict[Any, int] = {}
 
@@ -96,5 +95,7 @@ def count_constant_bytes(mod: tvm.IRModule) -> int:
         if value is not None:
             sizes[expr] = value.nbytes
 
-    relax.analysis.post_order_visit(Graph(mod).func, visit)
+    for _, func in mod.functions_items():
+        if isinstance(func, relax.Function):
+            relax.analysis.post_order_visit(func, visit)
     return sum(sizes.values())

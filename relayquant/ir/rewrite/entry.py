@@ -17,6 +17,8 @@ from relayquant.errors import ModelError
 
 #: Name of the model function inside the package and in its results.
 MAIN = "main"
+#: Names of the functions of a language model.
+LANGUAGE_FUNCTIONS = ("prefill", "decode")
 
 
 def find_entry(mod: tvm.IRModule) -> str | None:
@@ -66,6 +68,13 @@ def name_main(mod: tvm.IRModule) -> tvm.IRModule:
         return mod
     if entry is not None:
         return rename_function(mod, entry, MAIN)
+    if is_language_model(mod):
+        raise ModelError(
+            "The module is a language model: it has the functions prefill and decode, and no main. "
+            "`relayquant generate` and relayquant.Generator run it, relayquant.compress_weights "
+            "makes it smaller, and relayquant.compile compiles it.",
+            code="RQ204",
+        )
     names = sorted(gvar.name_hint for gvar in mod.get_global_vars())
     raise ModelError(
         f"The module has no Relax function 'main' (functions: {', '.join(names) or 'none'}), and "
@@ -74,6 +83,12 @@ def name_main(mod: tvm.IRModule) -> tvm.IRModule:
         "'main'.",
         code="RQ204",
     )
+
+
+def is_language_model(mod: tvm.IRModule) -> bool:
+    """Return whether a module has the functions of a language model instead of one entry."""
+    names = {gvar.name_hint for gvar in mod.get_global_vars()}
+    return names >= set(LANGUAGE_FUNCTIONS) and find_entry(mod) is None
 
 
 def rename_function(mod: tvm.IRModule, old: str, new: str) -> tvm.IRModule:

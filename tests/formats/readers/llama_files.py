@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -102,11 +105,17 @@ class GgufFile:
     weights: dict[str, np.ndarray]
 
 
-def write_gguf(path: Path, kinds: dict[str, str] | None = None, **metadata: int) -> GgufFile:
+def write_gguf(
+    path: Path,
+    kinds: dict[str, str] | None = None,
+    extra: dict[str, tuple[np.ndarray, Any]] | None = None,
+    **metadata: int,
+) -> GgufFile:
     """Write the model as GGUF.
 
     Args:
         kinds: Part of a name in GGUF -> kind of blocks ("Q4_0"). Others are float32.
+        extra: Name -> blocks and their type, which replace a tensor.
         metadata: Numbers that replace others: block_count=3.
     """
     import gguf
@@ -119,11 +128,15 @@ def write_gguf(path: Path, kinds: dict[str, str] | None = None, **metadata: int)
         "attention.head_count_kv": GROUPS, "rope.dimension_count": HEAD, **metadata,
     }  # fmt: skip
     for key, number in numbers.items():
-        writer.add_uint32(f"llama.{key}", number)
+        writer.add_uint32(key if key.startswith("split") else f"llama.{key}", number)
     writer.add_float32("llama.rope.freq_base", BASE)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", EPSILON)
     for name, short in NAMES.items():
         weight = weights[name]
+        if short in (extra or {}):
+            blocks, form = (extra or {})[short]
+            writer.add_tensor(short, blocks, raw_dtype=form)
+            continue
         kind = next((kind for part, kind in (kinds or {}).items() if part in short), None)
         if kind is None:
             writer.add_tensor(short, pair_rows(weight) if needs_pairs(short) else weight)
@@ -145,12 +158,19 @@ def needs_pairs(short: str) -> bool:
 
 
 def write_folder(
-    folder: Path, tensors: dict[str, np.ndarray], *, files: int = 1, **config: object
+    folder: Path,
+    tensors: dict[str, np.ndarray],
+    *,
+    files: int = 1,
+    dtypes: dict[str, str] | None = None,
+    **config: object,
 ) -> Path:
-    """Write config.json and safetensors files. uint16 arrays are bits of bfloat16."""
+    """Write config.json and safetensors files. uint16 arrays are bits of bfloat16. `dtypes` names
+    the dtypes of tensors that numpy has no dtype for.
+    """
     (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
     if files == 1:
-        write_safetensors(folder / "model.safetensors", tensors)
+        write_safetensors(folder / "model.safetensors", tensors, dtypes or {})
         return folder
     places = {}
     for i in range(files):
@@ -163,13 +183,15 @@ def write_folder(
     return folder
 
 
-def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+def write_safetensors(
+    path: Path, tensors: dict[str, np.ndarray], dtypes: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Write one file, as https://github.com/huggingface/safetensors describes it."""
     kinds = {"float32": "F32", "float16": "F16", "uint16": "BF16", "float64": "F64", "int64": "I64"}
     header, at = {"__metadata__": {"format": "pt"}}, 0
     for name, array in tensors.items():
         header[name] = {
-            "dtype": kinds[str(array.dtype)],
+            "dtype": dtypes.get(name) or kinds[str(array.dtype)],
             "shape": list(array.shape),
             "data_offsets": [at, at + array.nbytes],
         }

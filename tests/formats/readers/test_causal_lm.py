@@ -203,6 +203,8 @@ def test_options__out_of_range(folder):
         ({"num_key_value_heads": 3}, "3 heads of keys and values"),
         ({"head_dim": 15}, "turns 15 elements"),
         ({"rms_norm_eps": float("nan")}, "finite"),
+        ({"model_type": "x" * 5000}, f"architecture is '{'x' * 60}'; supported"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq.*call compress_weights"),
     ],
 )
 def test_folder__metadata_that_is_wrong(folder, tmp_path, config, message):
@@ -220,6 +222,7 @@ def test_folder__metadata_that_is_wrong(folder, tmp_path, config, message):
         ({"rope.dimension_count": 2**31 - 2}, "elements"),
         ({"expert_count": 8}, "experts"),
         ({"context_length": 0}, "max_length is 0"),
+        ({"split.count": 3}, "part 1 of 3 files.*llama-gguf-split --merge"),
     ],
 )
 def test_gguf__metadata_that_is_wrong(tmp_path, metadata, message):
@@ -228,6 +231,59 @@ def test_gguf__metadata_that_is_wrong(tmp_path, metadata, message):
     with pytest.raises(ModelError, match=message) as caught:
         rq.load(path)
     assert "m.gguf" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["IQ2_S", "IQ4_NL", "TQ1_0", "MXFP4"])
+def test_gguf__blocks_that_are_not_read(kind, tmp_path):
+    """The first tensor with them is named, and what could be read instead."""
+    gguf = pytest.importorskip("gguf")
+    form = gguf.GGMLQuantizationType[kind]
+    values, size = gguf.GGML_QUANT_SIZES[form]
+    path = tmp_path / "m.gguf"
+    blocks = np.zeros((64, 256 // values * size), "uint8")
+    write_gguf(path, extra={"blk.0.ffn_norm.weight": (blocks, form)})
+    with pytest.raises(ModelError, match=rf"ffn_norm.*of kind {kind} .*supported: .*Q6_K.*RQ202"):
+        rq.load(path)
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "I8", "BOOL"])
+def test_folder__dtypes_that_are_not_read(dtype, tmp_path):
+    """They are refused when the model is loaded. Beside the tensors that are used they may be."""
+    weights = draw_weights()
+    name, buffer = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.rotary_emb.inv_freq"
+    write_folder(
+        tmp_path, weights | {name: weights[name].view("int8")[:, :64]}, dtypes={name: dtype}
+    )
+    with pytest.raises(ModelError, match=rf"'{name}' is {dtype}; supported: F64.*bfloat16.*RQ202"):
+        rq.load(tmp_path)
+    write_folder(tmp_path, weights | {buffer: np.zeros(8, "int8")}, dtypes={buffer: dtype})
+    rq.load(tmp_path)
+
+
+def test_folder__files_that_were_not_downloaded(tmp_path):
+    write_folder(tmp_path, draw_weights(), files=3)
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 269060552\n"
+    (tmp_path / "model-1.safetensors").write_bytes(pointer)
+    with pytest.raises(ModelError, match=r"model-1\.safetensors' is .*Git LFS.*git lfs pull"):
+        rq.load(tmp_path)
+    (tmp_path / "model-1.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"no file .*model-1.*names 3 files, and 2 are there"):
+        rq.load(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(ModelError, match=r"has 2 files .*pickle.*save_pretrained"):
+        rq.load(tmp_path)
+    for part in ("model-0.safetensors", "pytorch_model.bin"):
+        with pytest.raises(ModelError, match=r"is no model\..*name the folder.*has a config"):
+            rq.load(tmp_path / part)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"is no model\..*has no config\.json"):
+        rq.load(tmp_path)
+
+
+def test_quantize__of_a_language_model_says_what_is_for_it(folder):
+    mod, params = rq.load(folder)
+    with pytest.raises(ModelError, match=r"is a language model.*compress_weights"):
+        rq.quantize(mod, params, [])
 
 
 def test_gguf__damaged(path, tmp_path):

@@ -109,7 +109,7 @@ def test_index__names_files_of_the_folder_only(path, tmp_path):
     with pytest.raises(ModelError, match="'z' is not in"):
         list_safetensors(tmp_path, 1 << 20)
     index.write_text(json.dumps({"weight_map": {"a": "other.safetensors"}}))
-    with pytest.raises(ModelError, match="no model file"):
+    with pytest.raises(ModelError, match="The index names 1 file, and 0 are there"):
         list_safetensors(tmp_path, 1 << 20)
     index.write_text(json.dumps({"weight_map": {"a": "m.safetensors"}}))
     with pytest.raises(ModelError, match="more than the limit of 100"):

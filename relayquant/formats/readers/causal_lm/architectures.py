@@ -74,7 +74,15 @@ def read_config(
     kind = fields.text("model_type")
     if kind not in ARCHITECTURES:
         raise ModelError(
-            f"The model's architecture is {kind!r}; supported: {', '.join(ARCHITECTURES)}.",
+            f"The model's architecture is {kind[:60]!r}; supported: {', '.join(ARCHITECTURES)}.",
+            code="RQ202",
+        )
+    packed = fields.get("quantization_config")
+    if packed is not None:
+        method = packed.get("quant_method") if isinstance(packed, Mapping) else None
+        raise ModelError(
+            f"The model's weights are quantized ('quantization_config', {str(method)[:20]}), which "
+            "is not read. Load the float model and call compress_weights, or load a GGUF file.",
             code="RQ202",
         )
     row = ARCHITECTURES[kind]

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from relayquant.base.storage.files import PathLike, reading
-from relayquant.errors import ModelError
+from relayquant.errors import ModelError, format_count
 from relayquant.formats.readers.causal_lm.architectures import list_types
 from relayquant.formats.readers.causal_lm.config import (
     MOST_LAYERS,
@@ -97,10 +97,20 @@ def read_gguf_config(
     Raises:
         ModelError: the architecture or a setting is not supported, or a value is missing or wrong.
     """
-    kind = Fields(header.metadata).text("general.architecture")
+    whole = Fields(header.metadata)
+    parts = whole.integer("split.count", default=1)
+    if parts > 1:
+        raise ModelError(
+            f"The file is part {whole.integer('split.no', default=0) + 1} of "
+            f"{format_count(parts, 'file')}. Join them with llama.cpp: llama-gguf-split --merge "
+            "FIRST-PART.gguf model.gguf.",
+            code="RQ202",
+        )
+    kind = whole.text("general.architecture")
     if kind not in GGUF_ARCHITECTURES:
         raise ModelError(
-            f"The model's architecture is {kind!r}; supported: {', '.join(GGUF_ARCHITECTURES)}.",
+            f"The model's architecture is {kind[:60]!r}; supported: "
+            f"{', '.join(GGUF_ARCHITECTURES)}.",
             code="RQ202",
         )
     row, fields = GGUF_ARCHITECTURES[kind], Fields(header.metadata, f"{kind}.")
@@ -194,30 +204,25 @@ def read_gguf_layers(
 
 
 def list_gguf_tensors(path: PathLike, header: GgufHeader) -> dict[str, StoredTensor]:
-    """Return the tensors of a file, which are read when they are used.
-
-    Raises:
-        ModelError: a tensor has blocks of a kind that is not supported.
-    """
+    """Return the tensors of a file, which are read when they are used."""
     return {
-        name: store_tensor(Path(path).absolute(), name, place)
-        for name, place in header.tensors.items()
+        name: store_tensor(Path(path).absolute(), place) for name, place in header.tensors.items()
     }
 
 
-def store_tensor(path: Path, name: str, place: GgufPlace) -> StoredTensor:
+def store_tensor(path: Path, place: GgufPlace) -> StoredTensor:
     """Return one tensor of a file."""
     kind = KINDS[place.kind].name
     if kind in FLOAT_KINDS:
         return StoredTensor(place.shape, FLOATS, partial(read_floats, path, place))
+    refusal = ""
     if place.kind not in BLOCK_KINDS or len(place.shape) != 2:
         known = [*FLOAT_KINDS, *(form.name for form in BLOCK_KINDS.values())]
-        raise ModelError(
-            f"Tensor {name!r} has blocks of kind {kind} and shape {place.shape}; supported: "
-            f"matrices of {', '.join(known)}. Quantize the model to one of these.",
-            code="RQ202",
+        refusal = (
+            f"has blocks of kind {kind} and shape {place.shape}; supported: matrices of "
+            f"{', '.join(known)}. Quantize the model to one of these."
         )
-    return StoredTensor(place.shape, kind, partial(read_grouped, path, place))
+    return StoredTensor(place.shape, kind, partial(read_grouped, path, place), refusal)
 
 
 def map_bytes(path: Path, place: GgufPlace) -> np.ndarray:

@@ -50,7 +50,8 @@ def translate_tensors(
         Name and shape as in `config.shapes` -> tensor.
 
     Raises:
-        ModelError: tensors are missing, have another shape, or are there and would not be used.
+        ModelError: tensors are missing, have another shape or a dtype that is not supported, or are
+            there and would not be used.
     """
     shapes = config.shapes
     found: dict[str, StoredTensor] = {}
@@ -73,6 +74,8 @@ def translate_tensors(
             continue
         used.add(source)
         tensor = tensors[source]
+        if tensor.refusal:
+            raise ModelError(f"Tensor {source!r} {tensor.refusal}", code="RQ202")
         is_matrix = len(shape) == 2
         if names.is_transposed and is_matrix and part not in TABLES:
             tensor = tensor.transpose()

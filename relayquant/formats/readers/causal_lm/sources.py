@@ -55,7 +55,7 @@ def import_folder(folder: PathLike, options: CausalLMOptions, *, max_bytes: int)
             raise ValueError("it is no table")
     with reading(folder, "folder of a model", ModelError):
         tensors = {
-            name: StoredTensor(place.shape, FLOATS, place.read)
+            name: StoredTensor(place.shape, FLOATS, place.read, place.refusal)
             for name, place in list_safetensors(folder, max_bytes).items()
         }
         return import_tensors(values, tensors, options)

@@ -30,11 +30,14 @@ class StoredTensor:
         kind: `FLOATS`, or how the source stores blocks: "Q4_0". Blocks of equal kinds can be
             joined.
         read: Returns the values. Each call reads them again. Not to be changed by the caller.
+        refusal: Why no network can have this tensor, "" if one can: "is I64; supported: ...". A
+            file may have it beside the tensors that are used.
     """
 
     shape: tuple[int, ...]
     kind: str
     read: Callable[[], Weight]
+    refusal: str = ""
 
     @property
     def is_float(self) -> bool:
