@@ -173,7 +173,6 @@ EXCEPTIONS = {
     ("vnni512", "depthwise"): Bound(0.0, 0.67, 1.2),
     ("vnni512", "depthwise/2"): Bound(0.0, 0.5, 1.5),
     ("vnni256", "1x1, short"): Bound(0.05, 0.25, 0.75),
-    ("vnni256", "first"): Bound(0.37, 0.05, 0.55),
     ("vnni256", "one row"): Bound(0.05, 0.05, 1.55),
     # Shared by threads, which leaves it to LLVM to keep two more values.
     ("vnni256", "depthwise"): Bound(0.75, 0.45, 0.8),

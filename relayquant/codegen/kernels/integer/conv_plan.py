@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,8 @@ from relayquant.codegen.kernels.isa.base import Isa
 #: then keeps much more on the stack.
 STACK_COST, UNROLLED_STACK_COST = 0.4, 3.0
 UNROLLED_WORDS = 8
+#: Words of a loop that LLVM unrolls after which the next pixel may read the same word again.
+NEAR_WORDS = 2
 #: Share of the registers that a tile may use before joined words. LLVM unrolls the short loops
 #: before them, and loads the next values early.
 JOINING_SHARE = 0.7
@@ -36,6 +38,7 @@ def rank_tiles(
     narrow: Collection[int] = (),
     taps: int = 1,
     end_words: int = 0,
+    repeat: int = 0,
 ) -> list[Tile]:
     """List tiles for an output of `out_size` x `vectors`, smallest estimated time first.
 
@@ -43,7 +46,9 @@ def rank_tiles(
     tiles whose number of blocks is in `narrow` are stored as packed bytes. The time of one word, in
     dot products, is `Isa.time_word`, and more if an accumulator goes to the stack
     (`Isa.count_registers`). Overlapping tiles count as work, so sizes that divide evenly win. A
-    tile consists of whole accumulators; the output must have at least `isa.pixels` pixels.
+    tile consists of whole accumulators; the output must have at least `isa.pixels` pixels. Pixels
+    `repeat` columns apart read the same words (0: none do). LLVM keeps these in registers if it
+    unrolls the loop over words.
     """
     height, width = out_size
     stack_cost, most_registers = STACK_COST, isa.registers
@@ -62,6 +67,8 @@ def rank_tiles(
                 chains = count_chains(dots, words, isa)
                 time = isa.time_word(pixels, blocks, isa.dots_in_flight / chains)
                 registers = isa.count_registers(pixels, blocks, dots * chains)
+                if repeat and words <= UNROLLED_WORDS and not end_words:
+                    registers += rows * max(cols - repeat, 0)
                 if registers > isa.registers and not isa.may_spill:
                     continue
                 time += stack_cost * (registers > most_registers)
@@ -198,6 +205,16 @@ class ConvPlan:
         )
 
     @cached_property
+    def repeat(self) -> int:
+        """Columns from a pixel to the next that reads some of the same words, some words earlier.
+
+        0: no pixel does, or it does so within `NEAR_WORDS`, so that a word is not kept for long.
+        """
+        step, products = self.spec.strides[1] * self.spec.in_channels, self.isa.products
+        columns = products // gcd(step, products)
+        return columns if NEAR_WORDS * products < columns * step < self.run else 0
+
+    @cached_property
     def ranked_tiles(self) -> list[Tile]:
         """All possible tiles, smallest estimated time first."""
         return rank_tiles(
@@ -208,6 +225,7 @@ class ConvPlan:
             self.narrow_blocks,
             prod(self.taps),
             self.end_words,
+            self.repeat,
         )
 
     @cached_property
