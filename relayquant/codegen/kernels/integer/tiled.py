@@ -77,8 +77,9 @@ PARTS = 16
 CACHED_WEIGHT_BYTES = 256 * 1024
 #: Weights of up to this many bytes are not fetched ahead.
 NEAR_WEIGHT_BYTES = 64 * 1024
-#: Bytes between the weights of a step and those that it fetches, if they are read once.
-FETCHED_AHEAD = 8 * 1024
+#: Bytes between the weights of a step and those that it fetches into the second-level cache, and
+#: into the first, if they are read once. One line in so many is fetched far ahead, if all are near.
+FETCHED_AHEAD, FETCHED_NEAR, FETCHED_LINES = 8 * 1024, 2 * 1024, 4
 #: A residual of more bytes does not stay in the second-level cache until it is added.
 NEAR_RESIDUAL_BYTES = 512 * 1024
 #: Fewer chunks than this number of threads cost as many bytes as the image has for each that is
@@ -532,21 +533,26 @@ def emit_weight_prefetch(
     """Fetch weights, which may be in the last-level cache: a share of the next panel.
 
     With one block of pixels weights are read once, in order: those are fetched that soon follow. So
-    are those of the first block of a part.
+    are those of the first block of a part. If pixels leave room in the first-level cache, weights
+    are fetched into it, and a few lines far ahead, which tell the CPU to fetch their neighbours.
     """
     size, count = plan.isa.weight_vector, plan.groups * plan.panels
     vectors = plan.tile.blocks * plan.chunk_words
     share = ceil_div(vectors, pixels)
     first = block.panel.first_vector + step.number * vectors
+    ahead, apart = 0, 1
     if pixels == 1:
-        first = first + FETCHED_AHEAD // plan.unit.row_bytes
+        ahead, apart = FETCHED_AHEAD // plan.unit.row_bytes, FETCHED_LINES if plan.is_chunked else 1
     elif count == 1:
         return
     else:
         following = T.min(block.number + 1, count - 1) - block.number
         first = first + following * plan.panel_vectors + T.min(pixel * share, vectors - share)
-    for i in range(share):
-        emit_prefetch(weight, (first + i) * size, level=1 if plan.is_chunked else 2)
+    for i in range(0, share, apart):
+        emit_prefetch(weight, (first + ahead + i) * size, level=2)
+    for i in range(share if plan.is_chunked else 0):
+        near = FETCHED_NEAR // plan.unit.row_bytes
+        emit_prefetch(weight, (first + near + i) * size, level=1)
 
 
 def emit_vector_products(
