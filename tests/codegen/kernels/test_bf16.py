@@ -439,10 +439,17 @@ def test_make_conv2d__depthwise_reads_and_writes_bfloat16(bf16):
     )
 
 
-def test_build_max_pool2d__reads_and_writes_bfloat16():
-    window = PoolWindow(2, 8, 7, 21, (3, 3), (2, 2), (1, 1, 1, 1))
+@pytest.mark.parametrize(
+    "window",
+    [
+        PoolWindow(2, 8, 7, 21, (3, 3), (2, 2), (1, 1, 1, 1)),
+        PoolWindow(1, 3, 4, 35, (1, 2), padding=(1, 0, 2, 3)),  # some have no pixel of the image
+    ],
+)
+def test_build_max_pool2d__reads_and_writes_bfloat16(window):
     x = np.random.default_rng(3).normal(size=window.in_shape)
     x = x.astype(ml_dtypes.bfloat16).astype("float32")
+    x[0, 1:, :, 0], x[0, :, 1, 1], x[0, :2, :, 2] = -np.inf, np.inf, -0.0
     check_stored(
         lambda stored: build_max_pool2d(MaxPool2d(window, "float32", stored)),
         [x],

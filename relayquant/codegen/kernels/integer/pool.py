@@ -37,13 +37,16 @@ from relayquant.codegen.kernels.emit import (
 from relayquant.codegen.kernels.floating.stored import Stored, load_floats, store_floats
 from relayquant.codegen.kernels.integer.elementwise import Space, check_integer_output
 from relayquant.codegen.kernels.integer.epilogue import Epilogue
-from relayquant.codegen.kernels.isa.base import Expr
+from relayquant.codegen.kernels.isa.base import Buffer, Expr
+from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS
 from relayquant.errors import format_count
 
 #: From this many read elements on, threads share the work.
 PARALLEL_READS = 1 << 18
 #: Channels summed at once.
 LANES = 16
+#: The integer of minus infinity; see `order_bits`.
+LOWEST_ORDERED = 0x807F - 0x10000
 
 
 @dataclass(frozen=True)
@@ -182,23 +185,37 @@ def emit_tap(window: PoolWindow, out: Expr, tap: Expr, axis: int) -> tuple[Expr,
 
 
 def build_max_pool2d(spec: MaxPool2d, name: str = "max_pool2d") -> PrimFunc:
-    """Make PrimFunc(x, y), both NHWC."""
+    """Make PrimFunc(x, y), both NHWC.
+
+    From bfloat16 to bfloat16, integers in the order of the numbers are compared.
+    """
     window = spec.window
     (kh, kw), channels = window.kernel, window.channels
-    limits = INTEGER_LIMITS.get(spec.dtype)
-    lowest = limits[0] if limits else float("-inf")
+    dtypes = (spec.stored.data, spec.stored.result) if spec.is_float else (spec.dtype,) * 2
+    is_ordered = dtypes == (BF16_BITS, BF16_BITS)
+    dtype = "int16" if is_ordered else spec.dtype
+    lowest = float("-inf") if spec.is_float else INTEGER_LIMITS[dtype][0]
+    if is_ordered:
+        lowest = LOWEST_ORDERED
 
     def body() -> None:
-        dtypes = (spec.stored.data, spec.stored.result) if spec.is_float else (spec.dtype,) * 2
         data, out = declare_arguments(
             ("x", window.in_shape, dtypes[0]), ("y", window.out_shape, dtypes[1])
         )
-        load = load_floats if spec.is_float else load_vector
+
+        def load(buffer: Buffer, at: Expr, lanes: int) -> Expr:
+            if not spec.is_float:
+                return load_vector(buffer, at, lanes)
+            if not is_ordered:
+                return load_floats(buffer, at, lanes)
+            bits = load_vector(buffer, at, lanes)
+            return order_bits(T.reinterpret(vector("int16", lanes), bits), lanes)
+
         with loop_over(window.out_shape[:3], window.threads) as (n, oy, ox):
 
             def step(channel: Expr, lanes: int) -> None:
-                (best,) = alloc_vectors(1, lanes, spec.dtype)
-                store_vector(best, constant(spec.dtype, lowest, lanes), 0, lanes)
+                (best,) = alloc_vectors(1, lanes, dtype)
+                store_vector(best, constant(dtype, lowest, lanes), 0, lanes)
                 with T.grid(kh, kw) as (i, j):
                     y, y_inside = emit_tap(window, oy, i, 0)
                     x, x_inside = emit_tap(window, ox, j, 1)
@@ -207,12 +224,15 @@ def build_max_pool2d(spec: MaxPool2d, name: str = "max_pool2d") -> PrimFunc:
                     # Without dilation a pixel clamped to the data is another pixel of the window.
                     if window.misses_image or (window.leaves_image and window.dilation != (1, 1)):
                         inside = broadcast(T.And(y_inside, x_inside), lanes)
-                        value = T.Select(inside, value, constant(spec.dtype, lowest, lanes))
+                        value = T.Select(inside, value, constant(dtype, lowest, lanes))
                     store_vector(best, T.max(load_vector(best, 0, lanes), value), 0, lanes)
                 height, width = window.out_size
                 at = ((n * height + oy) * width + ox) * channels + channel
                 value = load_vector(best, 0, lanes)
-                if spec.is_float:
+                if is_ordered:
+                    bits = T.reinterpret(vector(BF16_BITS, lanes), order_bits(value, lanes))
+                    store_vector(out, bits, at, lanes)
+                elif spec.is_float:
                     store_floats(out, value, at, lanes, isa=None)
                 else:
                     store_vector(out, value, at, lanes)
@@ -220,6 +240,15 @@ def build_max_pool2d(spec: MaxPool2d, name: str = "max_pool2d") -> PrimFunc:
             emit_vector_loop(channels, COPY_BYTES, step)
 
     return build_kernel(name, body)
+
+
+def order_bits(bits: Expr, lanes: int) -> Expr:
+    """Map the bits of bfloat16, as int16, to integers in the order of the numbers; and back.
+
+    -0 comes before 0. NaN come behind infinity, or with a sign before all numbers.
+    """
+    sign = T.shift_right(bits, constant("int16", 15, lanes))
+    return T.bitwise_xor(bits, T.bitwise_and(sign, constant("int16", 0x7FFF, lanes)))
 
 
 def build_avg_pool2d(
