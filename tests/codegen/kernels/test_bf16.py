@@ -301,7 +301,7 @@ def test_make_bf16_conv2d__packed_pixels(isa, dtype):
         check_conv2d(spec, isa, 0, plan)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("dtype", ["float32", BF16_BITS])
 @pytest.mark.parametrize(
     ("batch", "kernel", "strides", "padding", "dilation"),
@@ -314,7 +314,7 @@ def test_make_bf16_conv2d__packed_pixels(isa, dtype):
 @every_isa
 def test_make_bf16_conv2d__copies_of_columns(isa, batch, kernel, strides, padding, dilation, dtype):
     conv = FloatConv2d(
-        batch, 9, 7, 64, 40, kernel, strides, padding, dilation, stored=Stored(data=dtype)
+        batch, 9, 7, 128, 40, kernel, strides, padding, dilation, stored=Stored(data=dtype)
     )  # fmt: skip
     spec = read_bf16_conv2d(conv)
     shifted = [plan for plan in list_bf16_plans(spec, isa) if is_shifted(plan)]

@@ -127,7 +127,7 @@ def test_build_planned__folded_pixels(isa, channels, kernel, width):
 )
 def test_build_planned__copies_of_columns(isa, batch, kernel, strides, padding, dilation):
     spec = Conv2d(
-        batch, 9, 7, 128, 40, kernel, strides, padding, dilation, in_zero_point=7
+        batch, 9, 7, 256, 40, kernel, strides, padding, dilation, in_zero_point=7
     )  # fmt: skip
     (plan,) = [plan for plan in list_plans(spec, isa) if plan.rows is TileRows.SHIFTED]
     check_plan(plan, isa)

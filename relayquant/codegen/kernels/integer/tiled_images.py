@@ -23,7 +23,7 @@ from relayquant.codegen.kernels.isa.base import Expr
 
 def emit_gathered(plan: TiledPlan, image: Image, threads: bool) -> Image:
     """Emit a copy that holds the whole window of each output pixel, one after the other."""
-    spec, size = plan.spec, plan.gathered_size
+    spec, size = plan.spec, plan.pixel_size
     images, height, width = plan.pixel_grid
     rows, columns = spec.kernel
     copy = alloc_workspace(images * height * width * size, image.data.dtype)

@@ -159,10 +159,8 @@ class TiledPlan(ConvPlan):
     @cached_property
     def pixel_size(self) -> int:
         """Activations from one pixel of the image that tiles are loaded from to the next."""
-        if self.rows is TileRows.GATHERED:
-            return self.gathered_size
-        if self.rows is TileRows.SHIFTED:  # an odd number of lines of the cache: all of its sets
-            return (self.chunks + 1 - self.chunks % 2) * self.row_values
+        if self.rows in (TileRows.GATHERED, TileRows.SHIFTED):
+            return self.copied_size
         folded = prod(self.spec.strides) if self.rows is TileRows.FOLDED else 1
         return folded * self.spec.in_channels
 
@@ -205,9 +203,13 @@ class TiledPlan(ConvPlan):
         return self.rows is TileRows.FOLDED or super().needs_copy
 
     @cached_property
-    def gathered_size(self) -> int:
-        """Activations from one pixel of the gathered copy to the next: whole rows of tiles."""
-        return self.chunks * self.row_values
+    def copied_size(self) -> int:
+        """Activations from one pixel of a gathered or shifted copy to the next.
+
+        They are whole rows of tiles, and a few more where all pixels would meet in some sets of the
+        cache.
+        """
+        return (self.chunks + (self.chunks % 4 == 0)) * self.row_values
 
     @cached_property
     def pitch(self) -> int:
