@@ -24,7 +24,7 @@ from relayquant.flow.pipeline import convert_model, lower_module, lower_prepared
 from relayquant.ir.ledger import InterfaceValue
 from relayquant.ir.plan import Plan
 from relayquant.ir.rewrite import Emitter, rewrite_main
-from relayquant.ir.rewrite.expressions import FunctionGraph, op_name
+from relayquant.ir.rewrite.expressions import FunctionGraph, op_name, with_operands
 from relayquant.stages.prepared import PreparedModel
 from relayquant.torch.batch_norm import FoldedNorm
 from relayquant.torch.exporting import export, load
@@ -761,6 +761,6 @@ def replace_constants(
         if not isinstance(call, Call):
             return emitter.get(call)
         args = [new[arg] if arg in new else emitter.get(arg) for arg in call.args]
-        return Call(call.op, args, call.attrs, call.ty_args)
+        return with_operands(call, args)
 
     return rewrite_main(mod, visit)

@@ -23,6 +23,7 @@ from relayquant.errors import ConfigError, suggest_name
 from relayquant.ir.dialect import qnn
 from relayquant.ir.dialect.accumulator_range import SUM_DTYPES, choose_accumulator_dtype
 from relayquant.ir.rewrite import Emitter, Match, Matcher, Pattern, Skip, check_attributes
+from relayquant.ir.rewrite.expressions import with_operands
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
 
 #: last part of the names of exact accumulators, the accumulator with bias first
@@ -350,7 +351,7 @@ def repeat_match(context: SimulateContext) -> relax.Expr:
     total = find_total(match)
     for var in match.vars:
         call = match.graph.values[var]
-        value = Call(call.op, [translate(arg) for arg in call.args], call.attrs, call.ty_args)
+        value = with_operands(call, [translate(arg) for arg in call.args])
         if context.narrow is not None and var.same_as(total):
             value = context.narrow(value)
         if var is match.root or var.same_as(match.root):
@@ -460,7 +461,7 @@ def repeat_activation(
     if call is None or graph.op_name(root) not in ACTIVATIONS:
         return value
     value = context.emit(value, "linear")
-    return Call(call.op, [value, *call.args[1:]], call.attrs, call.ty_args)
+    return with_operands(call, [value, *call.args[1:]])
 
 
 #: activation functions that fuse into the operator before them: they only clamp

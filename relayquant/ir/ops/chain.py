@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from tvm import relax
-from tvm.ir import Call
 
 from relayquant.base.qtypes import QParams, Rounding
 from relayquant.ir.ops.conv import CONV_FAMILIES
@@ -20,6 +19,7 @@ from relayquant.ir.reference import run as run_numpy
 from relayquant.ir.reference.lookup_table import build_table
 from relayquant.ir.reference.unary import RELAX_UNARY
 from relayquant.ir.rewrite import Graph, Match
+from relayquant.ir.rewrite.expressions import with_operands
 from relayquant.ir.rewrite.function import make_main
 from relayquant.ir.rewrite.graph import constant_value, free_vars, tensor_dtype
 
@@ -144,7 +144,7 @@ def evaluate_chain(match: Match, values: np.ndarray) -> np.ndarray:
         for var in match.vars:
             call = match.graph.values[var]
             args = [translate(arg) for arg in call.args]
-            new[var] = builder.emit(Call(call.op, args, call.attrs, call.ty_args))
+            new[var] = builder.emit(with_operands(call, args))
         return new[match.root]
 
     with np.errstate(all="ignore"):  # such as log of a negative value

@@ -17,6 +17,7 @@ from tvm.ir import Call, Op
 
 from relayquant.errors import ModelError
 from relayquant.ir.rewrite.entry import find_entry, name_main
+from relayquant.ir.rewrite.expressions import with_operands
 from relayquant.ir.rewrite.function import define_function, find_free_name
 from relayquant.ir.rewrite.graph import free_vars
 from relayquant.ir.rewrite.inline import inline_functions
@@ -358,5 +359,5 @@ def substitute(expr: relax.Expr, new: Mapping[relax.Var, relax.Expr]) -> relax.E
         return relax.TupleGetItem(substitute(expr.tuple_value, new), expr.index)
     if isinstance(expr, Call):
         args = [substitute(arg, new) for arg in expr.args[:]]
-        return Call(expr.op, args, expr.attrs, expr.ty_args)
+        return with_operands(expr, args)
     return expr

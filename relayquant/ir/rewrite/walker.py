@@ -13,6 +13,7 @@ import tvm
 from tvm import relax
 from tvm.ir import Call
 
+from relayquant.ir.rewrite.expressions import with_operands
 from relayquant.ir.rewrite.function import define_function, find_free_name
 from relayquant.ir.rewrite.graph import Graph, free_vars
 
@@ -64,7 +65,7 @@ class Emitter:
             return expr if kept else relax.TupleGetItem(value, expr.index)
         if isinstance(expr, Call):
             args = self._get_all(expr.args[:])
-            return expr if args is None else Call(expr.op, args, expr.attrs, expr.ty_args)
+            return expr if args is None else with_operands(expr, args)
         return expr
 
     def _get_all(self, operands: Sequence[relax.Expr]) -> list[relax.Expr] | None:
@@ -177,7 +178,7 @@ def _name_output(func: relax.Function) -> relax.Function:
         if isinstance(expr, relax.TupleGetItem):
             return relax.TupleGetItem(swap(expr.tuple_value), expr.index)
         if isinstance(expr, Call):
-            return Call(expr.op, [swap(arg) for arg in expr.args], expr.attrs, expr.ty_args)
+            return with_operands(expr, [swap(arg) for arg in expr.args])
         return expr
 
     builder = relax.BlockBuilder()

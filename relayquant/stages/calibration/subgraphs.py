@@ -22,6 +22,7 @@ from tvm.ir import Call
 from relayquant.ir import reference
 from relayquant.ir.plan import SharedQParams
 from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.expressions import with_operands
 from relayquant.ir.rewrite.function import define_function
 from relayquant.ir.rewrite.graph import (
     free_vars,
@@ -344,7 +345,7 @@ def build_function(
             return relax.TupleGetItem(translate(expr.tuple_value), expr.index)
         if isinstance(expr, Call):
             args = [translate(arg) for arg in expr.args[:]]
-            return Call(expr.op, args, expr.attrs, expr.ty_args)
+            return with_operands(expr, args)
         return expr
 
     builder = relax.BlockBuilder()

@@ -16,6 +16,7 @@ from tvm.relax.dpl import is_op, wildcard
 from relayquant.base.qtypes import Rounding
 from relayquant.ir.dialect import qnn
 from relayquant.ir.rewrite import Emitter, Graph, Match, Pattern, Rule, Skip
+from relayquant.ir.rewrite.expressions import with_operands
 from relayquant.ir.rewrite.graph import tensor_shape
 from relayquant.stages.conversion.qnn_form import read_qparams
 
@@ -51,7 +52,7 @@ def quantize_before_joining() -> Rule:
         for at, (_, calls) in enumerate(chains):
             field = whole
             for call in calls:
-                moved = Call(call.op, [field, *call.args[1:]], call.attrs, call.ty_args)
+                moved = with_operands(call, [field, *call.args[1:]])
                 field = emitter.emit(moved, f"{match.name}.part{at}")
             fields.append(field)
         axis = int(match.call("relax.concat").attrs.axis)

@@ -48,6 +48,7 @@ from relayquant.ir.rewrite import (
     check_attributes,
     rewrite_main,
 )
+from relayquant.ir.rewrite.expressions import with_operands
 from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
 from relayquant.stages.conversion.joined_input import quantize_before_joining
 from relayquant.stages.conversion.qnn_form import read_dequantize, read_qparams
@@ -93,7 +94,7 @@ class AffineRule:
 
 def repeat_call(call: Call, value: relax.Expr) -> relax.Expr:
     """Return the call on another first operand."""
-    return Call(call.op, [value, *call.args[1:]], call.attrs, call.ty_args)
+    return with_operands(call, [value, *call.args[1:]])
 
 
 def keep_parameters(call: Call, operand: Quantized) -> Quantized | Skip:

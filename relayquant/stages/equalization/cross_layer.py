@@ -33,10 +33,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import tvm
 from tvm import relax
-from tvm.ir import Call
 
 from relayquant.errors import ModelError
 from relayquant.ir.rewrite import Emitter, Graph, rewrite_main
+from relayquant.ir.rewrite.expressions import with_operands
 from relayquant.ir.rewrite.graph import constant_value, tensor_shape
 from relayquant.stages.equalization.channels import MATMUL
 
@@ -183,7 +183,7 @@ def scale_layers(mod: tvm.IRModule, exponents: Exponents) -> tvm.IRModule:
             return emitter.get(binding.value)
         call = binding.value
         args = [emitter.get(call.args[0]), relax.const(array, "float32")]
-        return Call(call.op, args, call.attrs, call.ty_args)
+        return with_operands(call, args)
 
     return rewrite_main(mod, visit)
 

@@ -44,11 +44,11 @@ from dataclasses import dataclass
 import numpy as np
 import tvm
 from tvm import relax
-from tvm.ir import Call
 
 from relayquant.codegen.eager import EagerModule
 from relayquant.errors import ConfigError
 from relayquant.ir.rewrite import Emitter, Graph, expose_values, rewrite_main
+from relayquant.ir.rewrite.expressions import with_operands
 from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_shape
 from relayquant.stages.equalization.absorb import Channels, Edit, absorb
 from relayquant.stages.equalization.channels import (
@@ -211,7 +211,7 @@ def replace_constants(
         left = binding.value.args[0]
         if left in inverses and call_name(value) == MATMUL and 1 in found:
             args[0] = scale(emitter, left)
-        return Call(value.op, args, value.attrs, value.ty_args)
+        return with_operands(value, args)
 
     return rewrite_main(mod, visit)
 
