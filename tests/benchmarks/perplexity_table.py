@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -135,7 +136,12 @@ def write_float(model: Path, path: Path) -> None:
 
 
 def score_float(job: Job) -> tuple[Score, float]:
-    return FloatLlama(job.model).score, job.model.stat().st_size / 1e6
+    return FloatLlama(job.model).score, count_stored(job.model) / 1e6
+
+
+def count_stored(path: Path) -> int:
+    """Bytes of all tensors of a GGUF file, without its vocabulary."""
+    return sum(place.size for place in read_header(path).tensors.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +165,7 @@ def score_own(
     """
     mod, params = rq.load(job.model, causal_lm=rq.CausalLMOptions(max_length=WINDOW))
     if fills:
-        settings["max_size"] = quantize_llama(job, "Q4_K_M").stat().st_size
+        settings["max_size"] = count_stored(quantize_llama(job, "Q4_K_M"))
     if has_data:
         start = {each.name: np.zeros(each.shape, each.dtype) for each in rq.get_state(mod)}
         last = np.array([[WINDOW - 1]], "int32")
@@ -215,7 +221,7 @@ def score_llama(job: Job, kind: str) -> tuple[Score, float]:
         llama.eval(tokens)
         return np.array(llama.scores[: len(tokens)])
 
-    return score, path.stat().st_size / 1e6
+    return score, count_stored(path) / 1e6
 
 
 def score_nncf(job: Job, mode: str, *, has_data: bool, **settings: Any) -> tuple[Score, float]:
@@ -382,14 +388,16 @@ def main() -> None:
     if entry is None or entry["text"] != text:
         entry = results[model.stem] = {"text": text, "rows": {}}
     for name in options.rows:
+        started = time.process_time()
         score, size = ROWS[name](job)
+        made = time.process_time() - started
         value = compute_perplexity(score, tokens[: options.tokens])
         entry["rows"][name] = {"size": size, "perplexity": value}
         if isinstance(score, OwnScore) and score.bits == 8:
             texts = write_greedy(score, rq.load_tokenizer(model))
             greedy = compare_greedy(texts, FloatLlama(job.model).score)
             entry["rows"][name]["greedy"] = greedy
-        print(name, entry["rows"][name], flush=True)
+        print(name, entry["rows"][name], f"made in {made:.0f} s of CPU time", flush=True)
         entry["rows"] = {row: entry["rows"][row] for row in ROWS if row in entry["rows"]}
         write_results(results, RESULTS)
     if "float" in entry["rows"]:

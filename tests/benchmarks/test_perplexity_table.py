@@ -61,4 +61,6 @@ def test_write_float__same_network_in_float16(tmp_path):
         assert not np.array_equal(array, found.weights[name])
         exact = array.astype("float16" if array.ndim == 2 else "float32").astype("float32")
         np.testing.assert_array_equal(np.sort(exact, None), np.sort(found.weights[name], None))
+    exact = sum(each.size * (2 if each.ndim == 2 else 4) for each in given.weights.values())
+    assert perplexity_table.count_stored(path) == exact
     rq.load(path, causal_lm=rq.CausalLMOptions())
