@@ -60,6 +60,7 @@ from relayquant.codegen.kernels.integer.operands import (
 from relayquant.codegen.kernels.integer.saturating_pack import PACKED
 from relayquant.codegen.kernels.integer.tiled_images import emit_folded, emit_gathered, emit_shifted
 from relayquant.codegen.kernels.integer.tiled_plan import (
+    FEWEST_BLOCKS,
     FIRST_CACHE_BYTES,
     NEAR_BYTES,
     TiledPlan,
@@ -185,8 +186,8 @@ def emit_tiled(
                 def multiply(step: TileStep = step) -> None:
                     if ahead is not None:
                         emit_weight_prefetch(plan, operands.weight, block, step, ahead, pixels)
-                    if ahead is not None and pixels > 1:  # no block before this one fetched them
-                        with T.If(number == 0), T.Then():
+                    if ahead is not None and pixels >= FEWEST_BLOCKS:
+                        with T.If(number == 0), T.Then():  # no block before fetched its weights
                             emit_weight_prefetch(plan, operands.weight, block, step, ahead, 1)
                     emit_step(plan, image, operands, tiles[0], block, step)
 

@@ -27,7 +27,7 @@ PLAIN_STORE_CYCLES, STORE_CYCLES, BLOCK_CYCLES = 7.0, {1: 3.8, 2: 3.4, 4: 3.0}, 
 #: Cycles more for a vector of results if its pixel may be in the padding.
 PADDED_STORE_CYCLES = 5.0
 #: Cycles for copying a run of up to 64 bytes of a pixel.
-GATHER_CYCLES = 6.0
+GATHER_CYCLES = 8.0
 #: Cycles for 64 bytes of a copy with folded pixels; most bytes of such a pixel.
 FOLD_CYCLES, MOST_FOLDED = 6.0, 32
 #: Cycles for loading a tile from the second-level cache. Weights of a panel of up to this many
@@ -35,7 +35,8 @@ FOLD_CYCLES, MOST_FOLDED = 6.0, 32
 FAR_LOAD_CYCLES, NEAR_BYTES = 24, 16 * 1024
 #: Bytes of operands that stay in the first-level cache, if others do not pass through it.
 FIRST_CACHE_BYTES = 40 * 1024
-#: Fewest blocks of pixels for which a panel of weights is worth the first-level cache.
+#: Fewest blocks of pixels for which a panel of weights is worth the first-level cache, and the
+#: first panel is worth a fetch of its own.
 FEWEST_BLOCKS = 3
 #: Weights of more bytes come from the last-level cache in each run: a byte in so many cycles, if
 #: they are read once and if they are read for several blocks of pixels.
