@@ -167,10 +167,13 @@ def convolve_transposed(
         for size, s, d, k, e in zip(sizes, strides, dilation, taps, extra, strict=True)
     ]
     result = np.zeros((x.shape[0], *full, groups, per_group), x.dtype)
-    split = x.reshape(*x.shape[:-1], groups, 1, channels // groups)
+    # One product for each group: of each pixel alone, they would take ten times as long.
+    split = np.moveaxis(x.reshape(-1, groups, channels // groups), 1, 0)
+    multiply = np.multiply if channels == groups else np.matmul
     for tap, at in iterate_taps(taps, sizes, strides, dilation):
-        weight = w[tap].reshape(groups, channels // groups, per_group)
-        result[(slice(None), *at)] += (split @ weight)[..., 0, :]
+        products = multiply(split, w[tap].reshape(groups, channels // groups, per_group))
+        moved = np.moveaxis(products, 0, 1)
+        result[(slice(None), *at)] += moved.reshape(*x.shape[:-1], groups, per_group)
     result = result.reshape(x.shape[0], *full, groups * per_group)
     crop = [slice(before, size - after) for (before, after), size in zip(pads, full, strict=True)]
     result = result[(slice(None), *crop)]
