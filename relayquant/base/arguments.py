@@ -41,6 +41,12 @@ Test = Callable[[Any], bool]
 MODELS = ("IRModule", "PreparedModel")
 #: PyTorch's class of modules, as text
 TORCH = "'torch.nn.modules.module.Module'"
+#: a function for Relax modules -> the one that does the same for a module of PyTorch
+TORCH_CALLS = {
+    "compare": "compare(module, qmod, dataset)",
+    "quantize": "quantize(module, example_inputs, dataset)",
+    "prepare": "prepare(module, example_inputs)",
+}
 
 
 def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
@@ -61,6 +67,9 @@ def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
+            for name, value in zip(signature.parameters, args, strict=False):
+                if is_torch_module(value) and name in hints:  # its own function takes fewer
+                    check_type(value, hints[name], f"{called}: {name}")
             raise TypeError(describe_call(called, signature, kwargs, error)) from None
         for name, value in bound.arguments.items():
             if name not in hints:
@@ -165,9 +174,21 @@ def check_type(value: object, hint: Any, where: str) -> None:
     remedy = ""
     if "IRModule" in allowed and isinstance(value, str | os.PathLike):
         remedy = " Read a file with relayquant.load."
-    elif "IRModule" in allowed and any(TORCH in str(base) for base in inspect.getmro(type(value))):
+    elif "IRModule" in allowed and is_torch_module(value):
         remedy = " For a torch.nn.Module, use relayquant.torch.quantize, compare or export."
+        called = where.partition(":")[0]
+        if type(value).__name__ == "IntegerModule":  # of `relayquant.torch.as_module`
+            remedy = " Pass its attribute mod, which is the integer module."
+        elif called in TORCH_CALLS:
+            remedy = f" For a torch.nn.Module: relayquant.torch.{TORCH_CALLS[called]}."
+    elif "QConfigMapping" in allowed and type(value).__module__.startswith("torch.ao"):
+        remedy = " relayquant.torch.quantize, prepare and prepare_qat take that of torch.ao."
     raise raised(f"{where} is {shown}; allowed: {allowed}.{remedy}", code="RQ101")
+
+
+def is_torch_module(value: object) -> bool:
+    """Return whether a value is a torch.nn.Module. Does not import PyTorch."""
+    return any(TORCH in str(base) for base in inspect.getmro(type(value)))
 
 
 def read_text(value: Any, hint: Any, where: str) -> Any:

@@ -11,6 +11,7 @@ from torch import nn
 from relayquant.errors import DataError, ModelError, format_count
 from relayquant.stages.compilation import compile
 from relayquant.torch.define_by_run.executing import CompiledModule
+from relayquant_runtime.vm_errors import read_argument_error
 
 
 class IntegerModule(nn.Module):
@@ -25,22 +26,43 @@ class IntegerModule(nn.Module):
         self.mod = mod
         self._compiled: CompiledModule | None = None
 
-    def forward(self, *inputs: torch.Tensor) -> Any:
+    def forward(self, *inputs: torch.Tensor, **named: torch.Tensor) -> Any:
         """Return the outputs for inputs of the module's shapes: one tensor, or a tuple.
 
         Raises:
-            DataError: it takes another number of inputs, or one is not a tensor.
+            DataError: an input is missing or unknown, is no tensor, or has another shape or dtype.
         """
-        count = int(self.mod["main"].attrs.get("num_input", len(self.mod["main"].params)))
-        if len(inputs) != count or not all(isinstance(one, torch.Tensor) for one in inputs):
-            kinds = ", ".join(type(one).__name__ for one in inputs)
+        main = self.mod["main"]
+        params = main.params[: int(main.attrs.get("num_input", len(main.params)))]
+        names = [param.name for param in params]
+        given = dict(zip(names, inputs, strict=False))
+        is_right = len(inputs) <= len(names) and not {*given} & {*named}
+        given |= named
+        is_right = is_right and {*given} == {*names}
+        if not is_right or not all(isinstance(one, torch.Tensor) for one in given.values()):
+            kinds = [type(one).__name__ for one in inputs]
+            kinds += [f"{name}={type(one).__name__}" for name, one in named.items()]
             raise DataError(
-                f"The module takes {format_count(count, 'tensor')} by position, got {kinds}.",
+                f"The module takes {format_count(len(names), 'tensor')} ({', '.join(names)}), by "
+                f"position or by name, got {', '.join(kinds) or 'none'}.",
                 code="RQ302",
             )
         if self._compiled is None:
             self._compiled = CompiledModule(compile(self.mod))
-        results = self._compiled.call(inputs)
+        tensors = [given[name] for name in names]
+        try:
+            results = self._compiled.call(tensors)
+        except (RuntimeError, TypeError, ValueError) as error:
+            fault = read_argument_error(error)
+            if fault is None:
+                raise
+            tensor = tensors[fault.index]
+            raise DataError(
+                f"Input {fault.name!r} is {tensor.dtype} of shape {tuple(tensor.shape)}; allowed: "
+                f"({fault.type}). Convert it with tensor.to(torch.{fault.dtype}); for other sizes "
+                "give dynamic_shapes= to relayquant.torch.quantize.",
+                code="RQ302",
+            ) from error
         return results[0] if len(results) == 1 else tuple(results)
 
     def get_extra_state(self) -> str:

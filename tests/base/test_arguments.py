@@ -258,5 +258,5 @@ def test_argument__of_a_file_where_a_module_is_wanted_says_how_to_read_it(tmp_pa
 
 def test_argument__of_pytorch_where_a_module_is_wanted_says_what_takes_it():
     torch = pytest.importorskip("torch")
-    with pytest.raises(rq.ModelError, match=r"a Linear; .* use relayquant\.torch\.quantize"):
+    with pytest.raises(rq.ModelError, match=r"a Linear; .*: relayquant\.torch\.quantize"):
         rq.quantize(torch.nn.Linear(2, 2), None, DATA)

@@ -304,3 +304,25 @@ def test_commands__an_archive_is_one_sequence(quantized, tmp_path, capsys):
         assert found["error"] is None
         samples = {"verify": 4, "compare": 120}.get(command[0])  # verify takes one batch
         assert found["summary"].get("samples") == samples
+
+
+@pytest.mark.slow
+def test_command__compare_shows_the_end_of_sequences(tmp_path, capsys):
+    """The same number as `compare`. A part of the data is no sequence."""
+    mod, steps = make_stream(), np.stack(draw_columns(40))
+    data = [rq.SampleSequence(steps)]
+    qmod = rq.quantize(mod, None, data, callbacks=(), effort="fast")
+    paths = [str(tmp_path / name) for name in ("m.rqm", "q.rqm", "d.npz")]
+    rq.save_module(mod, paths[0])
+    rq.save_module(qmod, paths[1])
+    np.savez(paths[2], x=steps)
+    expected = rq.compare(mod, None, qmod, data).stream_sqnr
+    assert expected is not None
+    words = ["compare", *paths[:2], "--data", paths[2]]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["summary"]["stream_sqnr"]
+    assert found == pytest.approx(expected, abs=0.1)
+    assert main(words) == 0
+    assert f"at the end of sequences: {found:.1f} dB" in " ".join(capsys.readouterr().out.split())
+    assert main([*words, "--samples", "4", "--json"]) == 0
+    assert "stream_sqnr" not in json.loads(capsys.readouterr().out)["summary"]

@@ -47,12 +47,40 @@ def tvm_identity():
 
 def test_as_module__wrong_inputs_are_named(qmod):
     module = rq.torch.as_module(qmod)
-    with pytest.raises(rq.errors.DataError, match=r"takes 1 tensor by position, got ndarray"):
-        module(BATCHES[0].numpy())
+    (name,) = (param.name for param in qmod["main"].params)
+    assert torch.equal(module(**{name: BATCHES[0]}), module(BATCHES[0]))
+    for args, named, got in (
+        ([BATCHES[0].numpy()], {}, "ndarray"),
+        ([BATCHES[0]] * 2, {}, "Tensor, Tensor"),
+        ([BATCHES[0]], {name: BATCHES[0]}, f"Tensor, {name}=Tensor"),
+        ([], {"other": BATCHES[0]}, "other=Tensor"),
+        ([], {}, "none"),
+    ):
+        told = rf"takes 1 tensor \({name}\), by position or by name, got {got}\."
+        with pytest.raises(rq.errors.DataError, match=told):
+            module(*args, **named)
+    with pytest.raises(rq.errors.DataError, match=r"of shape \(3, 8\); allowed.*dynamic_shapes="):
+        module(BATCHES[0][:3])
+    with pytest.raises(
+        rq.errors.DataError, match=r"is torch\.float64 .*tensor\.to\(torch\.float32"
+    ):
+        module(BATCHES[0].double())
     with pytest.raises(rq.errors.ModelError, match="state of an IntegerModule is a int"):
         module.set_extra_state(3)
     with pytest.raises(rq.errors.ModelError, match="as_module: mod is"):
         rq.torch.as_module(NET)
+
+
+def test_compare__of_the_other_kind_of_module_says_what_takes_it(qmod):
+    """Also with the arguments that the other function takes."""
+    for args in ((NET, None, qmod, BATCHES), (NET, qmod, BATCHES)):
+        with pytest.raises(rq.ModelError, match=r"torch\.compare\(module, qmod, dataset\)"):
+            rq.compare(*args)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    with pytest.raises(rq.ModelError, match="Pass its attribute mod"):
+        rq.ledger(rq.torch.as_module(qmod))
+    mapping = torch.ao.quantization.get_default_qconfig_mapping("x86")
+    with pytest.raises(rq.ConfigError, match=r"torch\.quantize, prepare and prepare_qat take"):
+        rq.quantize(qmod, None, [], qconfig_mapping=mapping)
 
 
 @pytest.mark.slow

@@ -26,10 +26,11 @@ from relayquant.cli.data import open_data
 from relayquant.cli.files import load_module, load_options
 from relayquant.cli.options import check_options
 from relayquant.cli.output import CommandOutput, ExitCode, make_plain
-from relayquant.data import count_samples, open_dataset, take_samples
+from relayquant.data import StreamedDataset, count_samples, open_dataset, take_samples
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ModelError
-from relayquant.ir.agreement import Agreement
+from relayquant.flow.refine.drift import StreamMeter
+from relayquant.ir.agreement import Agreement, describe_sqnr
 from relayquant.ir.ledger import find_ledger
 from relayquant.ir.rewrite.bind import bind_model
 from relayquant.ir.rewrite.entry import name_main
@@ -52,7 +53,8 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
             f"{[info.name for info in quantized_inputs]}: these are different models.",
             code="RQ205",
         )
-    dataset = open_dataset(open_streams(mod, None, open_data(options, mod, None)), inputs)
+    streams = open_streams(mod, None, open_data(options, mod, None))
+    dataset = open_dataset(streams, inputs)
     if options.samples is not None:
         dataset = take_samples(dataset, options.samples)
     machines = {
@@ -77,6 +79,13 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
         values: dict[str, Any] = {"agreement": str(find_agreement([gap], samples))}
         values["largest error"] = gap.largest
         output.print(summary_table(values, title=f"output {name}"))
+    # Samples of a part of the data are no sequences.
+    if isinstance(streams, StreamedDataset) and options.samples is None:
+        meter = StreamMeter.of(mod, streams)
+        if meter is not None:
+            sqnr = output.run("compare sequences", meter.measure, qmod)
+            output.add_values(stream_sqnr=make_plain(sqnr))
+            output.print(f"at the end of sequences: {describe_sqnr(sqnr)}")
     output.print(describe_other(qmod, agreement))
     if options.values or options.csv is not None or options.plot is not None:
         report = rq.compare(mod, None, qmod, dataset)
