@@ -51,6 +51,31 @@ def write_loop(cell, feedback, steps=STEPS):
     return bb.finalize()
 
 
+def test_written_loop__of_joined_operands_whose_result_has_the_first_name():
+    """What joins input and state in a step is gone once the result is a slice of the layer's."""
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((INPUTS + UNITS, UNITS)).astype("float32")
+    bb, op = relax.BlockBuilder(), relax.op
+    x = relax.Var("x", relax.TensorType((STEPS, BATCH, INPUTS), "float32"))
+    with bb.function("main", [x]):
+        with bb.dataflow():
+            state, states = relax.const(np.zeros((BATCH, UNITS), "float32")), []
+            for at in range(STEPS):
+                row = bb.emit(op.take(x, relax.const(at, "int64"), 0))
+                both = bb.emit(op.concat([row, state], 1), f"joined{at}")
+                state = bb.emit(op.tanh(bb.emit(op.matmul(both, relax.const(weight)))))
+                states.append(state)
+            result = bb.emit_output(op.stack(states, 0), "all")
+        bb.emit_func_output(result)
+    mod, state, expected = prepare_module(bb.finalize()), np.zeros((BATCH, UNITS)), []
+    assert list_operators(mod).count("relax.qnn.rnn") == 1
+    rows = rng.standard_normal((STEPS, BATCH, INPUTS)).astype("float32")
+    for row in rows:
+        state = np.tanh(np.concatenate([row, state], 1) @ weight)
+        expected.append(state)
+    np.testing.assert_allclose(reference.run(mod, [rows])[0], expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("feedback", [False, True])
 def test_written_loop__is_one_operator_unless_an_input_depends_on_it(feedback):
     torch.manual_seed(0)

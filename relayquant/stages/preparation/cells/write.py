@@ -178,6 +178,8 @@ class ChainWriter:
         for var in sorted(
             find_readers_through_reshapes(editor, hiddens[0]), key=lambda each: editor.names[each]
         ):
+            if var not in editor.values:  # only steps read it, and those are replaced
+                continue
             operands = editor.call_of(var).args[0].fields
             found = [reader.peel(whole(operand)) for operand in operands]
             given = [
