@@ -144,8 +144,6 @@ FORMATS: tuple[Format, ...] = (
 )
 #: File name endings of torch.save.
 PICKLES = (".pt", ".pth", ".ckpt")
-#: File name endings of the weights in a folder that transformers wrote.
-FOLDER_PARTS = (".safetensors", ".bin")
 #: A folder that transformers wrote. It has no suffix.
 FOLDER = Format("", "transformers", _read_folder, takes_causal_lm=True)
 
@@ -234,12 +232,13 @@ def _find_format(path: Path) -> Format:
             f"'{path.with_suffix('.pt2').name}').",
             code="RQ201",
         )
-    if path.is_dir() or path.name == CONFIG or path.suffix.lower() in FOLDER_PARTS:
-        folder = path if path.is_dir() else path.parent
+    folder = path if path.is_dir() else path.parent
+    has_config, suffix = (folder / CONFIG).is_file(), path.suffix.lower()
+    is_part = path.name == CONFIG or suffix == ".safetensors" or (suffix == ".bin" and has_config)
+    if path.is_dir() or is_part:
         raise ModelError(
             f"{path} is no model. A language model of transformers is a folder with {CONFIG} and "
-            f"*.safetensors: name the folder. {folder} has "
-            f"{f'a {CONFIG}' if (folder / CONFIG).is_file() else f'no {CONFIG}'}.",
+            f"*.safetensors: name the folder. {folder} has {'a' if has_config else 'no'} {CONFIG}.",
             code="RQ201",
         )
     kinds = ", ".join(f"{each.suffix} ({each.kind})" for each in FORMATS)
