@@ -16,7 +16,7 @@ from tvm.target import Target
 from relayquant.base.storage.files import write_text
 from relayquant.codegen.kernels.isa.emitted import list_linux_flags
 from relayquant.codegen.kernels.isa.select import list_product_lines
-from relayquant.codegen.kernels.isa.target import read_triple
+from relayquant.codegen.kernels.isa.target import read_cpu, read_triple
 from relayquant.codegen.llvm_text import escape
 from relayquant.ir.ledger import InterfaceValue, find_ledger
 from relayquant.ir.rewrite.entry import find_entry
@@ -53,10 +53,12 @@ def describe_module(lowered: tvm.IRModule, target: Target) -> dict[str, Any]:
         name: describe_function(func, places.get(name), *(rows if name == entry else ([], [])))
         for name, func in known.items()
     }
-    cpu = str(target.attrs.get("mcpu") or "generic")
-    flags = list_linux_flags(target)
     return {
-        "target": {"triple": read_triple(target), "cpu": cpu, "flags": flags},
+        "target": {
+            "triple": read_triple(target),
+            "cpu": read_cpu(target),
+            "flags": list_linux_flags(target),
+        },
         "products": list_product_lines(target),
         "entry": entry,
         "functions": functions,

@@ -41,6 +41,7 @@ from relayquant.codegen.kernels.isa.select import describe_products
 from relayquant.codegen.kernels.isa.target import (
     ARCHITECTURES_64,
     find_architecture,
+    read_cpu,
     read_triple,
     resolve_target,
 )
@@ -78,17 +79,18 @@ class MappedExecutable(relax.VMExecutable):
             ConfigError: it was compiled for another kind of CPU, or for one with instructions that
                 this one lacks.
         """
-        if find_architecture(self.target) is not find_architecture(resolve_target(None)):
+        host = resolve_target(None)
+        if find_architecture(self.target) is not find_architecture(host):
             raise ConfigError(
                 f"The module was compiled for {read_triple(self.target)}; this machine is "
                 f"{platform.machine()}. Compile it for this machine, relayquant.compile(mod), or "
                 "write it with export_library(path) and run it there.",
                 code="RQ107",
             )
-        missing = list_missing_instructions(self.target)
+        missing = list_missing_instructions(self.target, host)
         if missing:
             raise ConfigError(
-                f"The module was compiled for {self.target.attrs.get('mcpu')}; this machine lacks "
+                f"The module was compiled for {read_cpu(self.target)}; this machine lacks "
                 f"{', '.join(missing[:5])}, which it may use. Compile it for this machine, "
                 "relayquant.compile(mod), or write it with export_library(path) and run it there.",
                 code="RQ107",

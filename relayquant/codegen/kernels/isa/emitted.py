@@ -13,7 +13,6 @@ from relayquant.codegen.kernels.isa.target import (
     Architecture,
     find_architecture,
     list_instructions,
-    resolve_target,
 )
 
 #: LLVM's name -> Linux's name in /proc/cpuinfo, "" for what Linux has named since version 5.12 only
@@ -64,11 +63,11 @@ EMITTED = {
 FLAGGED = (Architecture.X86, Architecture.AARCH64)
 
 
-def list_missing_instructions(target: Target) -> list[str]:
-    """List LLVM's names of the instructions that this machine lacks and code for a target of its
-    architecture may contain, sorted.
+def list_missing_instructions(target: Target, host: Target) -> list[str]:
+    """List LLVM's names of the instructions that code for a target may contain and `host`, of the
+    same architecture, lacks, sorted.
     """
-    missing = list_instructions(target) - list_instructions(resolve_target(None))
+    missing = list_instructions(target) - list_instructions(host)
     return sorted(missing & EMITTED.keys())
 
 

@@ -128,7 +128,7 @@ def check_target(target: Target, text: str) -> None:
             f"{suggest_name(name, known)}",
             code="RQ107",
         )
-    cpu = str(attrs.get("mcpu") or "generic")
+    cpu = read_cpu(target)
     if not llvm_is_valid_cpu(cpu, triple):
         plain = Target({"kind": "llvm", "mtriple": triple})
         cpus = [str(known) for known in llvm_get_cpu_archlist(plain)]
@@ -156,7 +156,7 @@ def check_target(target: Target, text: str) -> None:
 
 def neutralize_timing(target: Target) -> Target:
     """Return the target with the same features and the CPU of `NEUTRAL_TIMING`."""
-    cpu = str(target.attrs.get("mcpu"))
+    cpu = read_cpu(target)
     if target.kind.name != "llvm" or cpu not in NEUTRAL_TIMING:
         return target
     config = {key: value for key, value in target.export().items() if key not in ("keys", "tag")}
@@ -305,6 +305,11 @@ def read_triple(target: Target) -> str:
     Without one, the triple of this machine.
     """
     return str(target.attrs.get("mtriple") or llvm_get_system_triple())
+
+
+def read_cpu(target: Target) -> str:
+    """Return LLVM's name of the CPU."""
+    return str(target.attrs.get("mcpu") or "generic")
 
 
 def find_architecture(target: Target) -> Architecture:
