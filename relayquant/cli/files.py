@@ -10,8 +10,15 @@ from typing import Any
 import tvm
 
 import relayquant as rq
-from relayquant.base.storage.files import decode_json, read_text, reading, write_text, write_whole
-from relayquant.base.storage.module_file import ARCHIVE_SUFFIX, WHAT, read_module
+from relayquant.base.storage.files import (
+    ARCHIVE_SUFFIX,
+    decode_json,
+    read_text,
+    reading,
+    write_text,
+    write_whole,
+)
+from relayquant.base.storage.module_file import WHAT, read_module
 from relayquant.cli.parsers import LIBRARIES
 from relayquant.config import Precision
 from relayquant.errors import ConfigError, ModelError

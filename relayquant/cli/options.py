@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import relayquant as rq
-from relayquant.base.storage.files import check_writable, decode_json, read_text, reading
+from relayquant.base.storage.files import (
+    ARCHIVE_SUFFIX,
+    check_writable,
+    decode_json,
+    read_text,
+    reading,
+)
 from relayquant.config import BackendConfig
 from relayquant.errors import ConfigError, DataError
 
@@ -78,7 +84,6 @@ def name_words(options: argparse.Namespace, qmodel: Path | None) -> CommandWords
         options: Parsed options with MODEL and `--data`.
         qmodel: The quantized module's file. None if there is none.
     """
-    from relayquant.base.storage.module_file import ARCHIVE_SUFFIX
     from relayquant.cli.files import JSON_SUFFIX
     from relayquant.plots.collect import CommandWords
 

@@ -13,8 +13,14 @@ import onnx
 import tvm
 
 from relayquant.base.arguments import check_arguments
-from relayquant.base.storage.files import DEFAULT_MAX_BYTES, PathLike, check_file, reading
-from relayquant.base.storage.module_file import ARCHIVE_SUFFIX, read_module
+from relayquant.base.storage.files import (
+    ARCHIVE_SUFFIX,
+    DEFAULT_MAX_BYTES,
+    PathLike,
+    check_file,
+    reading,
+)
+from relayquant.base.storage.module_file import read_module
 from relayquant.errors import ModelError
 from relayquant.formats.readers import import_onnx, import_tflite, import_torch
 from relayquant.formats.readers.causal_lm import CausalLMOptions

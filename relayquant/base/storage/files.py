@@ -311,6 +311,8 @@ def read_text(path: Path, max_bytes: int) -> str:
     return data.decode("utf-8")
 
 
+#: File name ending of the archives that `module_file` writes.
+ARCHIVE_SUFFIX = ".rqm"
 #: Default size limit of model files in bytes, weights included.
 DEFAULT_MAX_BYTES = 8 * 2**30
 

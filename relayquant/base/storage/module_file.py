@@ -32,13 +32,11 @@ from tvm import relax
 from relayquant.base import _tvm
 from relayquant.base.arguments import check_arguments
 from relayquant.base.storage.archive import Archive, read_archive, write_archive
-from relayquant.base.storage.files import decode_json, reading
+from relayquant.base.storage.files import ARCHIVE_SUFFIX, decode_json, reading
 from relayquant.errors import ModelError, format_count
 
 PathLike = str | os.PathLike[str]
 
-#: File name ending of archives.
-ARCHIVE_SUFFIX = ".rqm"
 KIND = "relayquant.module.1"
 WHAT = "module written by relayquant"
 #: The first bytes of every zip archive (PKWARE, APPNOTE.TXT 4.3.7). JSON never begins with them.

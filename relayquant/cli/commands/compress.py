@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 import relayquant as rq
-from relayquant.base.storage.module_file import ARCHIVE_SUFFIX
+from relayquant.base.storage.files import ARCHIVE_SUFFIX
 from relayquant.cli.data import open_data
 from relayquant.cli.files import check_ending, load_options, write_module
 from relayquant.cli.options import check_options

@@ -16,7 +16,7 @@ from typing import Any
 import relayquant as rq
 from relayquant.base.cores import count_cores
 from relayquant.base.events import StageEvent
-from relayquant.base.storage.files import check_file, reading, write_whole
+from relayquant.base.storage.files import ARCHIVE_SUFFIX, check_file, reading, write_whole
 from relayquant.cli.options import check_options
 from relayquant.cli.output import CommandOutput, ExitCode
 from relayquant.cli.parsers import LIBRARIES
@@ -26,9 +26,8 @@ from relayquant.flow.generation import Piece
 from relayquant.plots.progress import ProgressReport
 from relayquant_runtime import Library
 
-#: Files with a language model. `base.storage.module_file`, whose ending MODULE is, loads TVM.
-MODULE = ".rqm"
-SOURCES = (".gguf", MODULE)
+#: Files with a language model.
+SOURCES = (".gguf", ARCHIVE_SUFFIX)
 
 
 def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
@@ -97,11 +96,11 @@ def check_source(options: argparse.Namespace) -> None:
     if path.exists() and path.suffix.lower() not in SOURCES and not path.is_dir():
         raise ModelError(
             f"{path} is no language model. Name a .gguf file, a folder with config.json and "
-            f"*.safetensors, a {MODULE} of `relayquant compress`, or the library that "
+            f"*.safetensors, a {ARCHIVE_SUFFIX} of `relayquant compress`, or the library that "
             "--save wrote.",
             code="RQ202",
         )
-    if path.suffix == MODULE and options.tokenizer is None:
+    if path.suffix == ARCHIVE_SUFFIX and options.tokenizer is None:
         raise ConfigError(
             f"{path} has no tokenizer. Add --tokenizer with the model's .gguf file or "
             "tokenizer.json.",

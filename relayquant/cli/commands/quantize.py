@@ -7,8 +7,7 @@ import json
 from typing import Any
 
 import relayquant as rq
-from relayquant.base.storage.files import write_text
-from relayquant.base.storage.module_file import ARCHIVE_SUFFIX
+from relayquant.base.storage.files import ARCHIVE_SUFFIX, write_text
 from relayquant.cli.data import open_data
 from relayquant.cli.files import check_ending, load_options, write_module
 from relayquant.cli.options import check_options, name_words
