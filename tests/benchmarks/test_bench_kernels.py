@@ -15,10 +15,11 @@ from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.isa.target import resolve_target
 
 #: threads -> of the time of the busiest one, what all have to do in the mean at least. With many
-#: threads the products of a row by a matrix set the bounds: they have few panels. With four, the
-#: 42 blocks of depthwise 3x3 384 @14 do: in blocks, the depthwise layers of MobileNetV2 are a
-#: seventh faster than by vectors.
-LEAST_BALANCE = {2: 0.98, 4: 0.95, 8: 0.75, 16: 0.75}
+#: threads the products of a row by a matrix set the bounds: they have few panels.
+LEAST_BALANCE = {2: 0.98, 4: 0.96, 8: 0.75, 16: 0.75}
+#: layer, CPU, threads -> the same for a layer of its own bound: 42 blocks of four vectors, which
+#: make depthwise layers of MobileNetV2 a seventh faster than the vectors, whose number divides.
+UNEVEN = {("depthwise 3x3 384 @14", "sapphirerapids", 4): 42 / 44}
 #: the same of preparing the image, by rows: a small part of the time
 LEAST_BALANCE_OF_IMAGE = 0.75
 #: a kernel with more multiply-adds is shared; and how many times as many a matrix unit does at once
@@ -53,5 +54,6 @@ def test_layers__are_split_evenly(layer, mcpu):
     for place, extent in enumerate(reversed(extents)):
         for threads, least in LEAST_BALANCE.items():
             largest = ceil_div(extent, threads)  # TVM deals out runs of this length
-            bound = least if place == 0 else LEAST_BALANCE_OF_IMAGE
+            bound = UNEVEN.get((layer, mcpu, threads), least)
+            bound = bound if place == 0 else LEAST_BALANCE_OF_IMAGE
             assert extent / (threads * largest) >= bound, (extent, threads)
