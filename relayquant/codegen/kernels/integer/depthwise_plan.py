@@ -19,7 +19,7 @@ from relayquant.codegen.kernels.isa.base import Isa
 
 #: Registers for what is neither a word of the window nor a sum of a block.
 FREE_REGISTERS = 8
-#: Most output columns of a block that have code of their own, because they read padding.
+#: Most output columns that read padding. A block has separate code for each of them.
 SEPARATE_COLUMNS = 2
 #: Output columns that are unrolled, since 3 columns of the input are kept.
 TOGETHER = 3

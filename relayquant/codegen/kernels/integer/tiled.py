@@ -533,9 +533,9 @@ def emit_weight_prefetch(
 ) -> None:
     """Fetch weights, which may be in the last-level cache: a share of the next panel.
 
-    With one block of pixels weights are read once, in order: those are fetched that soon follow. So
-    are those of the first block of a part. If pixels leave room in the first-level cache, weights
-    are fetched into it, and a few lines far ahead, which tell the CPU to fetch their neighbours.
+    With one block of pixels, weights are read once, in order. Then those that follow soon are
+    fetched. A chunked plan fetches them into the first-level cache, which has room for them. Far
+    ahead it fetches one line in `FETCHED_LINES`, after which the CPU fetches the neighbours itself.
     """
     size, count = plan.isa.weight_vector, plan.groups * plan.panels
     vectors = plan.tile.blocks * plan.chunk_words

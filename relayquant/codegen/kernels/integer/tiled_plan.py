@@ -35,8 +35,8 @@ FOLD_CYCLES, MOST_FOLDED = 6.0, 32
 FAR_LOAD_CYCLES, NEAR_BYTES = 24, 16 * 1024
 #: Bytes of operands that stay in the first-level cache, if others do not pass through it.
 FIRST_CACHE_BYTES = 40 * 1024
-#: Fewest blocks of pixels for which a panel of weights is worth the first-level cache, and the
-#: first panel is worth a fetch of its own.
+#: With at least so many blocks of pixels, a panel of weights should stay in the first-level cache,
+#: and each part of a loop fetches its first panel ahead.
 FEWEST_BLOCKS = 3
 #: Weights of more bytes come from the last-level cache in each run: a byte in so many cycles, if
 #: they are read once and if they are read for several blocks of pixels.
