@@ -87,7 +87,7 @@ ROWS = {
     "BERT, 3 layers, bf16": Row("bert", precision=Precision.BF16),
 }
 #: rows of README.md
-SHOWN = ("ResNet-50", "MobileNetV2", "BERT, 3 layers", "ViT-tiny")
+SHOWN = ("ResNet-50", "ResNet-18", "MobileNetV2", "SqueezeNet 1.1", "BERT, 3 layers", "ViT-tiny")
 BATCHES = 2
 
 Times = Mapping[str, Latency]
@@ -271,41 +271,38 @@ def format_tables(results: Results, rows: Sequence[str], kinds: Sequence[str]) -
 
 
 def format_summary(results: Results, rows: Sequence[str]) -> str:
-    """One table in Markdown: best times of int8, with columns for each CPU."""
+    """One table in Markdown: best times of int8, with a column for each CPU."""
     threads = list_threads(results)
-    heads = [
-        head for cpu in results for head in (f"{cpu}: ours (ms)", "vs OpenVINO", "vs ONNX Runtime")
-    ]
     lines = [
-        f"Latency of int8 models, batch 1, {' / '.join(map(format_threads, threads))}:",
+        f"Latency of int8 models in ms, batch 1, {' / '.join(map(format_threads, threads))}. In",
+        "parentheses: how many times as long the faster of OpenVINO and ONNX Runtime takes.",
         "",
-        *head_table(["model", *heads]),
+        *head_table(["model", *results]),
     ]
     for row in rows:
         cells = []
         for entry in results.values():
             measured = entry["times"].get(row, {})
             found = [read_times(measured.get(str(count), {})) for count in threads]
-            parts = [format_best(times) if times else ("-",) * 3 for times in found]
-            cells += [" / ".join(column) for column in zip(*parts, strict=True)]
+            parts = [format_best(times) if times else ("-", "-") for times in found]
+            own, ratios = (" / ".join(column) for column in zip(*parts, strict=True))
+            cells.append(f"{own} ({ratios})" if any(found) else "-")
         lines.append(f"| {row} | {' | '.join(cells)} |")
     lines += [
         "",
-        'Best of all runs. "vs" is the time of the rival divided by ours. Each engine has a',
-        "process of its own. A rival runs the faster of two int8 models: its own, and ours as",
-        "`export_onnx` writes it. [Speed](docs/speed.md) has all models, versions and medians.",
+        "Best of all runs. Each engine has a process of its own. A rival runs the faster of two",
+        "int8 models: its own, and ours as `export_onnx` writes it. [Speed](docs/speed.md) has all",
+        "models, each rival, versions and medians.",
     ]
     return "\n".join(lines)
 
 
-def format_best(times: Times) -> tuple[str, ...]:
-    """Our best int8 time in ms, and how many times as long OpenVINO and ONNX Runtime take."""
+def format_best(times: Times) -> tuple[str, str]:
+    """Our best int8 time in ms, and how many times as long the fastest rival takes."""
     own = times["relayquant int8"].best
     rivals = [best_rival(times, engine, "int8") for engine in ("openvino", "onnxruntime")]
-    return (
-        f"{own * 1e3:.2f}",
-        *(f"{rival.best / own:.2f}" if rival else "-" for rival in rivals),
-    )
+    best = min((rival.best for rival in rivals if rival), default=None)
+    return f"{own * 1e3:.2f}", f"{best / own:.2f}" if best else "-"
 
 
 def read_times(times: Mapping[str, Mapping[str, Any]]) -> dict[str, Latency]:
