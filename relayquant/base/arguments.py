@@ -182,7 +182,8 @@ def check_type(value: object, hint: Any, where: str) -> None:
         elif called in TORCH_CALLS:
             remedy = f" For a torch.nn.Module: relayquant.torch.{TORCH_CALLS[called]}."
     elif "QConfigMapping" in allowed and type(value).__module__.startswith("torch.ao"):
-        remedy = " A mapping of torch.ao: relayquant.torch.quantize, prepare and prepare_qat take it."
+        takers = "relayquant.torch.quantize, prepare and prepare_qat"
+        remedy = f" A mapping of torch.ao: {takers} take it."
     raise raised(f"{where} is {shown}; allowed: {allowed}.{remedy}", code="RQ101")
 
 
