@@ -195,6 +195,75 @@ def test_program__a_tensor_that_it_reads_as_buffer_and_as_constant():
         np.testing.assert_array_equal(got[place + 1 :], 1)
 
 
+class Mixer(nn.Module):
+    """Writes into `whole`, into `part` and into a tensor that it holds as no buffer."""
+
+    def __init__(self, whole, part, held):
+        super().__init__()
+        self.register_buffer("whole", whole)
+        self.register_buffer("part", part)
+        self.held = held
+
+    def forward(self, x):
+        self.part.mul_(0.5).add_(x.reshape(self.part.shape))
+        y = self.whole + 1
+        self.whole[1].mul_(y[1])
+        return y, self.part * 2, self.held + 1
+
+
+WHOLE = torch.arange(16.0).reshape(4, 4)
+#: how two tensors share memory -> the second one
+SHARED = {
+    "the same tensor": lambda whole: whole[:],
+    "rows": lambda whole: whole[1:3],
+    "another shape": lambda whole: whole.view(2, 8),
+    "elements of a row": lambda whole: whole[1, 1:3],
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_program__tensors_that_share_memory_are_one_state(name):
+    whole = WHOLE.clone()
+    part = SHARED[name](whole)
+    module = Mixer(whole, part, whole.view(16)).eval()
+    example = torch.ones(part.numel())
+    mod, _ = rq.load(torch.export.export(module, (example,)))
+    assert [value.name for value in rq.get_state(mod)] == ["whole"]
+    executor = rq.Executor(rq.compile(mod))
+    for step in range(3):
+        x = torch.linspace(-1, step, part.numel())
+        for got, want in zip(executor.run("main", [x.numpy()]), module(x), strict=True):
+            np.testing.assert_allclose(got, want.numpy(), rtol=1e-6)
+    np.testing.assert_allclose(executor.state["whole"], whole.numpy(), rtol=1e-6)
+
+
+def test_program__two_modules_with_one_buffer():
+    class Mean(nn.Module):
+        def __init__(self, mean):
+            super().__init__()
+            self.register_buffer("mean", mean)
+
+        def forward(self, x):
+            return self.mean.mul_(0.5).add_(x) * 2
+
+    mean = torch.ones(3)
+    module = nn.Sequential(Mean(mean), nn.ReLU(), Mean(mean)).eval()
+    mod, _ = rq.load(torch.export.export(module, (torch.ones(3),)))
+    executor = rq.Executor(rq.compile(mod))
+    for step in range(3):
+        x = torch.tensor([1.0, -2.0, step])
+        want = module(x).numpy()
+        np.testing.assert_array_equal(executor.run("main", [x.numpy()])[0], want)
+
+
+def test_program__memory_that_is_shared_in_another_order_is_refused():
+    whole = torch.zeros(4, 4)
+    module = Mixer(whole, whole.t()[:2], torch.zeros(1)).eval()
+    program = torch.export.export(module, (torch.ones(8),))
+    with pytest.raises(ModelError, match="changes 'whole' or 'part', which share memory"):
+        rq.load(program)
+
+
 def test_quantize__a_module_with_buffers_that_change():
     module = make_module(add_to_buffer).eval()
     qmod = rq.torch.quantize(module, (torch.ones(3),), [np.ones(3, "float32")])

@@ -23,6 +23,7 @@ from relayquant.errors import MissingDependencyError, ModelError, format_count
 from relayquant.formats.readers.names import MARK, SourceNode, name_values
 from relayquant.formats.readers.refusal import describe_failure
 from relayquant.formats.readers.state import hold_state
+from relayquant.formats.readers.torch.aliases import describe_place, join_aliases
 from relayquant.formats.readers.torch.archive import drop_stacks, read_program, silence_torch
 from relayquant.formats.readers.torch.decompositions import find_release, make_decompositions
 from relayquant.formats.readers.torch.operators import OPERATORS
@@ -31,10 +32,8 @@ from relayquant.formats.readers.torch.recurrent import keep_layers, make_recurre
 from relayquant.formats.readers.torch.signature import (
     check_effects,
     describe_node,
-    describe_place,
     drop_constant_inputs,
     find_path,
-    join_aliases,
     refuse_state,
     take_state,
 )

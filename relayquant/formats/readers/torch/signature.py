@@ -7,7 +7,6 @@ change tensors in place.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import Any
 
@@ -142,48 +141,6 @@ def list_mutations() -> tuple[Any, ...]:
     return tuple(kind for kind in kinds if kind is not None)
 
 
-def join_aliases(program: Any) -> Any:
-    """Return the program with one input for each tensor: a constant that is a buffer's tensor, as
-    in the static cache of transformers, becomes the buffer. `program` is not changed.
-    """
-    import torch  # pyright: ignore[reportMissingImports]
-    from torch.export.graph_signature import InputKind  # pyright: ignore[reportMissingImports]
-
-    signature, tensors = program.graph_signature, {**program.constants, **program.state_dict}
-    named = [
-        (spec, describe_place(tensors[spec.target]))
-        for spec in signature.input_specs
-        if isinstance(tensors.get(spec.target), torch.Tensor) and tensors[spec.target].numel()
-    ]
-    buffers = {at: spec.arg.name for spec, at in named if spec.kind is InputKind.BUFFER}
-    by = {
-        spec.arg.name: buffers[at]
-        for spec, at in named
-        if spec.kind is InputKind.CONSTANT_TENSOR and at in buffers
-    }
-    if not by:
-        return program
-    graph_module = copy.deepcopy(program.graph_module)
-    inputs = {node.name: node for node in graph_module.graph.find_nodes(op="placeholder")}
-    for name, buffer in by.items():
-        inputs[name].replace_all_uses_with(inputs[buffer])
-        graph_module.graph.erase_node(inputs[name])
-    graph_module.recompile()
-    kept = [spec for spec in signature.input_specs if spec.arg.name not in by]
-    gone = {spec.target for spec in signature.input_specs if spec.arg.name in by}
-    return torch.export.ExportedProgram(
-        root=graph_module,
-        graph=graph_module.graph,
-        graph_signature=dataclasses.replace(signature, input_specs=kept),
-        state_dict=program.state_dict,
-        range_constraints=program.range_constraints,
-        module_call_graph=copy.deepcopy(program.module_call_graph),
-        example_inputs=program.example_inputs,
-        constants={name: each for name, each in program.constants.items() if name not in gone},
-        verifiers=program.verifiers,
-    )
-
-
 def take_state(program: Any) -> list[StatePair]:
     """Make inputs and outputs of what a decomposed program changes: buffers, parameters, inputs.
 
@@ -255,18 +212,6 @@ def describe_node(node: Any) -> str:
     """Describe a node: "Node 'add_1' (operator aten.add.Tensor, module 'layer1.0')"."""
     path = find_path(node)
     return f"Node {node.name!r} (operator {node.target}{f', module {path!r}' if path else ''})"
-
-
-def describe_place(tensor: Any) -> Any:
-    """Return a key that is equal for PyTorch tensors with the same memory and the same view
-    of it.
-    """
-    import torch  # pyright: ignore[reportMissingImports]
-
-    if tensor.layout != torch.strided:
-        return id(tensor)
-    view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-    return (tensor.untyped_storage().data_ptr(), *view)
 
 
 def find_path(node: Any) -> str:
