@@ -56,7 +56,7 @@ class StateValue:
                 f"{tuple(given.shape)}; allowed: {self.dtype} of shape {self.shape}.",
                 code="RQ204",
             )
-        if not given.any():
+        if not np.frombuffer(given.tobytes(), "uint8").any():  # of bytes: -0.0 is no zero
             object.__setattr__(self, "initial", None)
 
     @property

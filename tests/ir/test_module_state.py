@@ -45,6 +45,17 @@ class Sums:
         return result
 
 
+def make_inverse() -> relax.Function:
+    """main(h) -> (1 / h, h)"""
+    h = relax.Var("h", R.Tensor((2,), "float32"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [h]):
+        with builder.dataflow():
+            end = builder.emit_output((builder.emit(R.divide(R.const(1.0), h)), h))
+        builder.emit_func_output(end)
+    return builder.get()["main"]
+
+
 START = np.array([[1, 2, 3]], "float32")
 VALUES = (
     rq.StateValue("sums", (1, 3), "float32", START),
@@ -205,6 +216,13 @@ def test_with_state__too_few_results():
     values = [rq.StateValue(name, (2,), "float32") for name in "xy"]
     with pytest.raises(ModelError, match="'main' has 1 result and takes 2 states"):
         rq.with_state(tvm.IRModule({"main": main}), values)
+
+
+def test_state_value__negative_zero_is_kept():
+    value = rq.StateValue("h", (2,), "float32", np.float32([-0.0, -0.0]))
+    mod = rq.with_state(tvm.IRModule({"main": make_inverse()}), [value])
+    (first,) = rq.Executor(rq.compile(mod)).run("main", [])
+    np.testing.assert_array_equal(first, [-np.inf, -np.inf])
 
 
 def test_state_value__initial_value_has_its_type():
