@@ -109,6 +109,9 @@ BASES: dict[str, Callable[[ModelBuilder], relax.Expr]] = {
     "relax.gather_elements": lambda b: op.gather_elements(
         b.activation(4, 4), relax.const(np.arange(16).reshape(4, 4) * 7 % 4, "int64")
     ),
+    "relax.index_tensor": lambda b: op.index_tensor(
+        b.activation(4, 4), relax.Tuple([relax.const([1, 3], "int64")])
+    ),
     "relax.squeeze": lambda b: op.squeeze(b.activation(2, 1, 1, 4)),
     "relax.topk": lambda b: op.topk(b.activation(2, 6), 2, ret_type="values"),
     "relax.einsum": lambda b: op.einsum([b.activation(2, 6), b.constant(6, 3)], "ij,jk->ik"),

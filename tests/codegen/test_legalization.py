@@ -10,6 +10,7 @@ from tvm import relax
 
 import relayquant as rq
 from relayquant.codegen.legalization import LEGALIZATIONS
+from relayquant.errors import ModelError
 from relayquant.ir.dialect import qnn
 
 
@@ -143,15 +144,20 @@ def read_of_batch(x, i):
     return relax.op.gather_nd(x, relax.op.reshape(i, (4, -1, 1)), batch_dims=1)
 
 
-def compile_index(use, dtype):
-    """A compiled function of 8 indices that reads of, or writes to, the numbers 0 to 15, 4 x 4."""
+def make_index(use, dtype):
+    """A function of 8 indices that reads of, or writes to, an array of 4 x 4."""
     x = relax.Var("x", relax.TensorType((4, 4), "float32"))
     i, builder = relax.Var("i", relax.TensorType((8,), dtype)), relax.BlockBuilder()
     with builder.function("main", [x, i]):
         with builder.dataflow():
             result = builder.emit_output(builder.normalize(use(x, i)))
         builder.emit_func_output(result)
-    machine = relax.VirtualMachine(rq.compile(builder.finalize()), tvm.cpu())
+    return builder.finalize()
+
+
+def compile_index(use, dtype):
+    """Compiled, on the numbers 0 to 15."""
+    machine = relax.VirtualMachine(rq.compile(make_index(use, dtype)), tvm.cpu())
     data = np.arange(16, dtype="float32").reshape(4, 4)
 
     def run(indices):
@@ -203,6 +209,34 @@ def test_index__that_is_not_there_writes_within_the_array(write):
     np.testing.assert_array_equal(run([0, -1, 0, -2, 0, -1, 0, 0]), run([0, 3, 0, 2, 0, 3, 0, 0]))
     far = 10**8
     np.testing.assert_array_equal(run([far, -far, 4, -5] * 2), run([3, 0] * 4))
+
+
+READS = [read_pairs, read_elements, read_rows, read_places, read_of_batch]
+
+
+@pytest.mark.parametrize("use", [*READS, write_elements, write_rows, write_pairs])
+def test_index__reference_is_the_compiled_code_or_says_what_is_not_there(use):
+    """TVM alone would write to memory that is not the array's: the process could end."""
+    data, indices = np.arange(16, dtype="float32").reshape(4, 4), [0, -1, 3, -4, 1, 2, -2, 1]
+    mod, dtype = make_index(use, "int64"), "int64"
+    (found,) = rq.reference.run(mod, [data, np.array(indices, dtype)])
+    np.testing.assert_array_equal(found, compile_index(use, dtype)(indices))
+    for outside in (4, -5, 10**9):
+        with pytest.raises(ModelError, match="out of bounds for axis"):
+            rq.reference.run(mod, [data, np.array([*indices[:7], outside], dtype)])
+
+
+@pytest.mark.parametrize("reduction", ["update", "add", "mul", "min", "max"])
+def test_scatter__reductions_of_the_reference(reduction):
+    """Two values for one place count one after the other."""
+
+    def use(x, i):
+        rows = relax.op.strided_slice(relax.op.concat([x, x]), [0], [0], [8])
+        return relax.op.scatter_nd(x, relax.op.reshape(i, (8, 1)), rows, reduction)
+
+    data, indices = np.arange(16, dtype="float32").reshape(4, 4), [0, 1, 1, 3, 3, 3, 0, 1]
+    (found,) = rq.reference.run(make_index(use, "int64"), [data, np.array(indices)])
+    np.testing.assert_array_equal(found, compile_index(use, "int64")(indices))
 
 
 @pytest.mark.parametrize("axis", [0, 1])

@@ -28,10 +28,14 @@ MISSING = {
     "dequantize",
     "eye",
     "gather_nd",
+    "index_put",
+    "index_tensor",
     "left_shift",
     "one_hot",
     "quantize",
     "right_shift",
+    "scatter_elements",
+    "scatter_nd",
     "vision.all_class_non_max_suppression",
 }
 #: Cases of operators that are missing, or of attributes that are only compiled.

@@ -193,10 +193,6 @@ class Numpy:
         return NotImplemented if numpy_mode is None else np.pad(data, widths, mode=numpy_mode)
 
     @staticmethod
-    def gather_nd(args: list[Any], attrs: Any) -> Array:
-        return args[0][tuple(np.moveaxis(args[1], -1, 0))]
-
-    @staticmethod
     def one_hot(args: list[Any], attrs: Any) -> Array:
         indices, on, off = args
         ndim = indices.ndim + 1

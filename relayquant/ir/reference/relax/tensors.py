@@ -299,13 +299,6 @@ ROWS: tuple[Row, ...] = (
         lambda xp, args, attrs: xp.take_along(args[0], args[1], int(attrs.axis)),
         ("axis",),
     ),
-    Row(
-        "gather_nd",
-        own("gather_nd"),
-        ("batch_dims",),
-        lambda attrs: f"batch_dims={attrs.batch_dims}" if int(attrs.batch_dims) else "",
-        is_reference_only=True,
-    ),
     Row("nn.batch_flatten", batch_flatten),
     Row("nn.pad", own("pad"), ("pad_width", "pad_mode", "pad_value")),
     Row("one_hot", own("one_hot"), ("depth", "axis"), is_reference_only=True),
