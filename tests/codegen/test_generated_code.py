@@ -136,6 +136,8 @@ LAYERS: dict[str, Conv2d] = {
 
 #: in blocks where there are 32 registers, and like "depthwise" elsewhere
 BLOCK_LAYER = Conv2d(1, 14, 14, 64, 64, (3, 3), (2, 2), SAME, groups=64, epilogue=SMALL)
+#: the same, of two groups of output rows
+SPLIT_LAYER = Conv2d(1, 16, 14, 32, 32, (3, 3), (2, 2), SAME, groups=32, epilogue=SMALL)
 BLOCK_CPUS = ("znver4", "sapphirerapids", "cascadelake", "skylake-avx512")
 
 #: those that differ most there: a map of few pixels, few channels, many of both
@@ -172,6 +174,7 @@ EXCEPTIONS = {
     # Weights are loaded for each column. Words move along, and sums start as copies of the bias.
     ("vnni512", "depthwise"): Bound(0.0, 0.67, 1.2),
     ("vnni512", "depthwise/2"): Bound(0.0, 0.5, 1.5),
+    ("vnni512", "depthwise/2, split"): Bound(0.0, 0.5, 1.85),
     ("vnni256", "1x1, short"): Bound(0.05, 0.25, 0.75),
     ("vnni256", "one row"): Bound(0.05, 0.05, 1.55),
     # Shared by threads, which leaves it to LLVM to keep two more values.
@@ -179,6 +182,7 @@ EXCEPTIONS = {
     ("avx512bw", "one row"): Bound(0.05, 0.05, 1.3),
     ("avx512bw", "depthwise"): Bound(0.05, 0.1, 0.4),
     ("avx512bw", "depthwise/2"): Bound(0.0, 0.05, 1.25),
+    ("avx512bw", "depthwise/2, split"): Bound(0.0, 0.05, 1.45),
     ("avx2", "one row"): Bound(0.05, 0.05, 1.55),
     ("avx2", "depthwise"): Bound(1.3, 0.15, 0.55),
     # Two instructions that count as products; the vector of ones takes a register.
@@ -318,6 +322,7 @@ ROWS = [
         for layer in ARM_LAYERS
     ),
     *((name, TARGETS[name], "depthwise/2", BLOCK_LAYER) for name in BLOCK_CPUS),
+    *((name, TARGETS[name], "depthwise/2, split", SPLIT_LAYER) for name in BLOCK_CPUS),
     *(
         (name, ARM_TARGETS[name], layer, as_int8(spec))
         for name in WORD_CPUS

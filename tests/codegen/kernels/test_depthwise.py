@@ -61,6 +61,16 @@ CASES = {
         2, 12, 11, 100, (3, 3), (2, 2), (0, 0, 1, 1), in_dtype="int8", in_zero_point=-9,
         epilogue=Epilogue(dtype="int8", zero_point=5, low=5),
     ),
+    "3x3, 32 channels, 6 rows, batch 2": depthwise(
+        2, 6, 9, 32, (3, 3), (1, 1), SAME, in_zero_point=77
+    ),
+    "3x3, 112 channels, int8, 11 rows": depthwise(
+        1, 11, 6, 112, (3, 3), (1, 1), (1, 1, 0, 1), in_dtype="int8", in_zero_point=-9,
+        epilogue=Epilogue(dtype="int8", zero_point=5, high=99),
+    ),
+    "3x3/2, 144 channels, 8 rows": depthwise(
+        1, 16, 10, 144, (3, 3), (2, 2), (0, 1, 1, 0), in_zero_point=200
+    ),
     "1x3/2, 64 channels, no padding": depthwise(1, 1, 9, 64, (1, 3), (1, 2), in_zero_point=3),
     "3x3/2, 1 column": depthwise(1, 5, 1, 64, (3, 3), (2, 2), SAME, in_zero_point=255),
     "4x4/3, dilation": depthwise(
@@ -136,11 +146,34 @@ def test_depthwise_plan__rows_share_words():
 def test_depthwise_plan__blocks_and_vectors_hold_every_channel(strides):
     for channels in range(2, 300):
         plan = DepthwisePlan(depthwise(1, 9, 9, channels, (3, 3), strides, SAME), VNNI512)
-        assert plan.blocks == channels // 64
+        count = plan.blocks.count
+        assert count == channels // 64
         inside = plan.channel_map.reshape(-1)
         assert {*inside[inside < channels]} == {*range(channels)}
-        blocks = np.sort(plan.channel_map[: 4 * plan.blocks].reshape(-1, 64))
-        assert (blocks == np.arange(64 * plan.blocks).reshape(-1, 64)).all()
+        blocks = np.sort(plan.channel_map[: 4 * count].reshape(-1, 64))
+        assert (blocks == np.arange(64 * count).reshape(-1, 64)).all()
+        if plan.split_blocks is not None:
+            for block in np.sort(plan.channel_map[4 * count :].reshape(-1, 64)):
+                assert (block == np.repeat(block[0] + np.arange(32), 2)).all()
+
+
+@pytest.mark.parametrize(
+    ("channels", "height", "stride", "split"),
+    [
+        (32, 112, 1, (1, 28)),
+        (96, 28, 2, (1, 7)),
+        (48, 28, 1, None),
+        (48, 28, 2, (2, 7)),
+        (144, 56, 1, None),  # one vector takes less time than half a block
+        (144, 56, 2, (1, 14)),
+        (32, 3, 1, None),  # fewer rows than two groups have
+        (128, 28, 1, None),
+    ],
+)
+def test_depthwise_plan__split_blocks(channels, height, stride, split):
+    spec = depthwise(1, height, height, channels, (3, 3), (stride, stride), SAME)
+    found = DepthwisePlan(spec, VNNI512).split_blocks
+    assert (found and (found.count, found.row_units)) == split
 
 
 @pytest.mark.parametrize(
@@ -154,4 +187,4 @@ def test_depthwise_plan__blocks_and_vectors_hold_every_channel(strides):
     ],
 )
 def test_depthwise_plan__vectors_one_by_one(spec, why):
-    assert not DepthwisePlan(spec, VNNI512.for_activations(spec.in_dtype)).blocks, why
+    assert not DepthwisePlan(spec, VNNI512.for_activations(spec.in_dtype)).has_blocks, why

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
@@ -22,15 +23,23 @@ from relayquant.codegen.kernels.emit import (
     alloc_vectors,
     broadcast,
     build_kernel,
-    ceil_div,
     constant,
     load_vector,
     loop_over,
+    split_index,
     store_vector,
     vector,
 )
-from relayquant.codegen.kernels.integer.depthwise_blocks import BlockPosition, emit_block
-from relayquant.codegen.kernels.integer.depthwise_plan import DepthwisePlan, plan_depthwise
+from relayquant.codegen.kernels.integer.depthwise_blocks import (
+    emit_block,
+    find_first_row,
+    locate_block,
+)
+from relayquant.codegen.kernels.integer.depthwise_plan import (
+    Blocks,
+    DepthwisePlan,
+    plan_depthwise,
+)
 from relayquant.codegen.kernels.integer.operands import (
     Operands,
     declare_operands,
@@ -83,24 +92,52 @@ def build_depthwise(
 
 
 def emit_depthwise(plan: DepthwisePlan, operands: Operands, threads: bool) -> None:
-    """Emit all rows of a depthwise convolution: first the blocks of channels, then the vectors."""
-    height, blocks = plan.spec.out_size[0], plan.blocks
-    units = plan.vectors - (PACKED - 1) * blocks
-    extents = (plan.spec.batch, ceil_div(height, plan.out_rows), units)
-    with loop_over(extents, threads) as (n, row, unit):
-        oy = row * plan.out_rows
-        if height % plan.out_rows:
-            oy = T.min(oy, height - plan.out_rows)
-        if units == blocks:
-            emit_block(plan, operands, BlockPosition(n, oy, unit))
-        elif not blocks:
-            emit_vector(plan, operands, n, oy, unit)
-        else:
-            with T.If(unit < blocks):
-                with T.Then():
-                    emit_block(plan, operands, BlockPosition(n, oy, unit))
-                with T.Else():
-                    emit_vector(plan, operands, n, oy, unit + (PACKED - 1) * blocks)
+    """Emit all rows of a depthwise convolution: the blocks of channels, and what is left.
+
+    What is left are split blocks, or vectors.
+    """
+    batch, blocks, split = plan.spec.batch, plan.blocks, plan.split_blocks
+    if split is not None:
+        # An image may exceed the second-level cache, so all channels of some rows come together.
+        parts = split.row_units if blocks.row_units == split.groups * split.row_units else 1
+        extents = batch, parts, (blocks.units + split.units) // parts
+        with loop_over(extents, threads) as (n, part, unit):
+
+            def emit(kind: Blocks, unit: Expr) -> None:
+                rows = kind.row_units // parts
+                row, block = split_index(unit, (rows, kind.count))
+                at = locate_block(plan, kind, n, part * rows + row, block)
+                emit_block(plan, operands, at)
+
+            counts = blocks.units // parts, split.units // parts
+            emit_either((unit, *counts), partial(emit, blocks), partial(emit, split))
+        return
+    vectors = plan.vectors - PACKED * blocks.count
+    with loop_over((batch, blocks.row_units, blocks.count + vectors), threads) as (n, row, unit):
+        emit_either(
+            (unit, blocks.count, vectors),
+            lambda block: emit_block(plan, operands, locate_block(plan, blocks, n, row, block)),
+            lambda vector: emit_vector(
+                plan, operands, n, find_first_row(plan, row, 1), vector + PACKED * blocks.count
+            ),
+        )
+
+
+def emit_either(
+    units: tuple[Expr, int, int], first: Callable[[Expr], None], second: Callable[[Expr], None]
+) -> None:
+    """Emit a unit of one kind or of the other, from (number, units of the first kind, second)."""
+    unit, count, others = units
+    if not others:
+        first(unit)
+    elif not count:
+        second(unit)
+    else:
+        with T.If(unit < count):
+            with T.Then():
+                first(unit)
+            with T.Else():
+                second(unit - count)
 
 
 def emit_vector(plan: DepthwisePlan, operands: Operands, n: Expr, oy: Expr, v: Expr) -> None:

@@ -11,6 +11,12 @@ interleaving takes two instructions per word vector, and storing takes no shuffl
 The words of the columns under the kernel stay in registers as the window moves, so there must be
 few of them: one word per column, and a narrow kernel. Rows outside the image are masked without
 branches.
+
+A split block has fewer channels, of several groups of output rows side by side:
+
+    32 bytes of a row of the first group, 32 bytes of the same row of the second, and so on
+
+Words, sums and weights are as for 64 channels.
 """
 
 from __future__ import annotations
@@ -23,12 +29,13 @@ from tvm.script.ir_builder import tirx as T
 from relayquant.codegen.kernels.emit import (
     alloc_vectors,
     broadcast,
+    concat_vectors,
     constant,
     load_vector,
     store_vector,
     vector,
 )
-from relayquant.codegen.kernels.integer.depthwise_plan import DepthwisePlan
+from relayquant.codegen.kernels.integer.depthwise_plan import Blocks, DepthwisePlan
 from relayquant.codegen.kernels.integer.operands import Operands, load_multiplier
 from relayquant.codegen.kernels.integer.saturating_pack import PACKED, PART, emit_packed
 from relayquant.codegen.kernels.isa.base import Buffer, Expr
@@ -36,19 +43,45 @@ from relayquant.codegen.kernels.isa.base import Buffer, Expr
 
 @dataclass(frozen=True)
 class BlockPosition:
-    """Output rows from `row` on of `image`, for the block with this number."""
+    """Output rows of `image` from `row` on, `DepthwisePlan.out_rows` for each group of rows."""
 
     image: Expr
     row: Expr
-    block: Expr
+    channel: Expr  #: the first one
+    vector: Expr  #: number of the first vector of constants
+    groups: int
+    width: int  #: channels
 
 
 @dataclass(frozen=True)
 class InputRow:
-    """An input row of words: offset of its first value in the block's channels."""
+    """An input row of words: offset of its first value in the block's channels, for each group."""
 
-    start: Expr
-    mask: Buffer | None  #: all bits set if the row is in the image; None: it always is
+    starts: list[Expr]
+    mask: Buffer | None  #: all bits set where the row is in the image; None: it always is
+
+
+def locate_block(
+    plan: DepthwisePlan, blocks: Blocks, n: Expr, row: Expr, block: Expr
+) -> BlockPosition:
+    """Find block number `block` of image n at the row unit `row`."""
+    channel = blocks.first * PACKED * plan.isa.lanes + block * blocks.width
+    if plan.spec.out_channels % blocks.width:
+        channel = T.min(channel, plan.spec.out_channels - blocks.width)
+    return BlockPosition(
+        image=n,
+        row=find_first_row(plan, row, blocks.groups),
+        channel=channel,
+        vector=(blocks.first + block) * PACKED,
+        groups=blocks.groups,
+        width=blocks.width,
+    )
+
+
+def find_first_row(plan: DepthwisePlan, unit: Expr, groups: int) -> Expr:
+    """Find the first output row of a unit of rows. The last unit is moved back."""
+    height, rows = plan.spec.out_size[0], groups * plan.out_rows
+    return T.min(unit * rows, height - rows) if height % rows else unit * rows
 
 
 def emit_block(plan: DepthwisePlan, operands: Operands, at: BlockPosition) -> None:
@@ -90,41 +123,46 @@ def emit_block(plan: DepthwisePlan, operands: Operands, at: BlockPosition) -> No
 
 def locate_rows(plan: DepthwisePlan, at: BlockPosition) -> list[InputRow | None]:
     """Locate every row of a word. None for a row that is not read."""
-    spec = plan.spec
-    lowest = -spec.padding[0]
-    highest = (spec.out_size[0] - plan.out_rows) * spec.strides[0] - spec.padding[0]
+    spec, stride = plan.spec, plan.spec.strides[0]
     rows: list[InputRow | None] = []
     for i in range(plan.isa.products):
-        if i >= spec.kernel[0] + (plan.out_rows - 1) * spec.strides[0]:
+        if i >= spec.kernel[0] + (plan.out_rows - 1) * stride:
             rows.append(None)
             continue
-        moved = i * spec.dilation[0]
-        y, tests = at.row * spec.strides[0] + (moved - spec.padding[0]), []
-        if lowest + moved < 0:
-            tests.append(y >= 0)
-        if highest + moved >= spec.height:
-            tests.append(y < spec.height)
-        if tests:
-            y = T.max(T.min(y, spec.height - 1), 0)
-        start = spec.find_row(at.image, y) * (spec.width * spec.in_channels)
-        start = start + at.block * (PACKED * plan.isa.lanes)
+        starts, tests = [], []
+        for group in range(at.groups):
+            first = group * plan.out_rows * stride + i * spec.dilation[0] - spec.padding[0]
+            last = first + (spec.out_size[0] - at.groups * plan.out_rows) * stride
+            y, own = at.row * stride + first, []
+            if first < 0:
+                own.append(y >= 0)
+            if last >= spec.height:
+                own.append(y < spec.height)
+            if own:
+                y = T.max(T.min(y, spec.height - 1), 0)
+            start = spec.find_row(at.image, y) * (spec.width * spec.in_channels)
+            starts.append(start + at.channel)
+            tests.append(T.And(own[0], own[-1]) if own else None)
         mask = None
-        if tests:
+        if any(test is not None for test in tests):
             (mask,) = alloc_vectors(1, plan.isa.lanes)
-            inside = T.And(tests[0], tests[-1])
-            store_vector(mask, emit_mask(inside, plan.isa.lanes), 0, plan.isa.lanes)
-        rows.append(InputRow(start, mask))
+            store_vector(mask, emit_mask(tests, plan.isa.lanes), 0, plan.isa.lanes)
+        rows.append(InputRow(starts, mask))
     return rows
 
 
-def emit_mask(test: Expr, lanes: int) -> Expr:
-    """Make an int32 vector with all bits set if the test holds.
+def emit_mask(tests: list[Expr | None], lanes: int) -> Expr:
+    """Make an int32 vector with all bits set where the test of these lanes holds. None: it does.
 
     Without the fence LLVM would turn selections by the mask into branches, with a copy of all loops
     for each outcome.
     """
-    bits = broadcast(-T.Cast("int32", test), lanes)
-    mask = T.reinterpret(vector("float32", lanes), bits)
+    size = lanes // len(tests)
+    parts = [
+        constant("int32", -1, size) if test is None else broadcast(-T.Cast("int32", test), size)
+        for test in tests
+    ]
+    mask = T.reinterpret(vector("float32", lanes), concat_vectors(parts, size))
     name = f"llvm.arithmetic.fence.v{lanes}f32"
     mask = T.call_llvm_pure_intrin(name, mask, dtype=vector("float32", lanes))
     return T.reinterpret(vector("int32", lanes), mask)
@@ -155,7 +193,7 @@ def emit_column(
     for r in range(plan.out_rows):
         reals = []
         for v in range(PACKED):
-            number = at.block * PACKED + v
+            number = at.vector + v
             acc = load_vector(operands.bias, number * lanes, lanes)
             for tap in range(taps):
                 word = load_vector(window[tap * spec.dilation[1]][v], 0, lanes)
@@ -164,10 +202,13 @@ def emit_column(
                 acc = isa.dot(acc, isa.as_activation(word), weights)
             factor = load_multiplier(operands, number * lanes, lanes)
             reals.append(spec.epilogue.emit_real(acc, factor, None, lanes))
-        pixel = (at.image * height + at.row + r) * width + column
         packed = emit_packed(isa, spec.epilogue, reals)
-        target = pixel * channels + at.block * (PACKED * lanes)
-        store_vector(operands.out, packed, target, PACKED * lanes)
+        for group in range(at.groups):
+            row = at.image * height + at.row + (group * plan.out_rows + r)
+            target = (row * width + column) * channels + at.channel
+            own = [T.int32(group * at.width + i) for i in range(at.width)]
+            part = packed if at.groups == 1 else T.Shuffle([packed], own)
+            store_vector(operands.out, part, target, at.width)
 
 
 def emit_words(
@@ -189,8 +230,9 @@ def emit_words(
     def load_row(row: InputRow | None) -> Expr:
         if row is None:  # has zero weights
             return constant("uint8", 0, size)
-        bits = load_vector(data, row.start + column * spec.in_channels, size)
-        bits = T.reinterpret(words, bits)
+        width = size // len(row.starts)
+        loads = [load_vector(data, at + column * spec.in_channels, width) for at in row.starts]
+        bits = T.reinterpret(words, concat_vectors(loads, width))
         if flip:
             bits = T.bitwise_xor(bits, T.reinterpret(words, constant("uint8", flip, size)))
         if row.mask is not None:

@@ -13,7 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relayquant.codegen.kernels.emit import ceil_div
-from relayquant.codegen.kernels.integer.saturating_pack import PACKED, can_narrow, channel_order
+from relayquant.codegen.kernels.integer.saturating_pack import (
+    PACKED,
+    PART,
+    can_narrow,
+    channel_order,
+)
 from relayquant.codegen.kernels.integer.specs import Conv2d, PackedWeights, pack_channels
 from relayquant.codegen.kernels.isa.base import Isa
 
@@ -23,6 +28,29 @@ FREE_REGISTERS = 8
 SEPARATE_COLUMNS = 2
 #: Output columns that are unrolled, since 3 columns of the input are kept.
 TOGETHER = 3
+#: Groups of output rows of a block that is split. With four, loads take more time than they save.
+GROUPS = 2
+#: In times of a block: of a vector for each column that it interleaves; added by groups of rows.
+VECTOR_TIME, GROUP_TIME = 0.35, 0.06
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of four vectors. The vectors hold the same channels of `groups` groups of output rows.
+
+    A last block that would go beyond the channels, or the rows, is moved back.
+    """
+
+    groups: int
+    width: int  #: channels of a block
+    count: int  #: blocks that cover the channels
+    row_units: int  #: blocks that cover the output rows
+    first: int  #: number of blocks before, which are `width * groups` channels wide
+
+    @property
+    def units(self) -> int:
+        """Blocks of an image."""
+        return self.count * self.row_units
 
 
 @dataclass(frozen=True)
@@ -46,17 +74,43 @@ class DepthwisePlan:
         return min(free // self.spec.strides[0] + 1, self.spec.out_size[0])
 
     @cached_property
-    def blocks(self) -> int:
-        """Number of blocks: four vectors of channels whose rows are interleaved together.
+    def has_blocks(self) -> bool:
+        """Whether channels are processed in blocks: four vectors that are interleaved together.
 
-        The channels after the last block are processed vector by vector. So are all if a product
-        takes several instructions and registers, and words serve several rows.
+        They are not if a product takes several instructions and registers, and words serve several
+        rows.
         """
         fits = self.isa.products == PACKED and self.words == 1 and self.is_window_small
         fits = fits and (self.isa.is_fused or self.out_rows == 1)
-        if not (fits and can_narrow(self.isa, self.spec.epilogue)) or self.spec.epilogue.residual:
-            return 0
-        return self.spec.out_channels // (PACKED * self.isa.lanes)
+        narrow = can_narrow(self.isa, self.spec.epilogue) and not self.spec.epilogue.residual
+        return fits and narrow
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """The blocks with one group of output rows."""
+        size = PACKED * self.isa.lanes
+        count = self.spec.out_channels // size if self.has_blocks else 0
+        return Blocks(1, size, count, ceil_div(self.spec.out_size[0], self.out_rows), 0)
+
+    @cached_property
+    def split_blocks(self) -> Blocks | None:
+        """Blocks of `GROUPS` groups of rows, for the channels after the other blocks.
+
+        None: these are vectors. A vector takes more instructions for a result, but a block does
+        more than is needed where channels or rows do not divide evenly.
+        """
+        (height, _), size = self.spec.out_size, self.blocks.width
+        rest = self.spec.out_channels - self.blocks.count * size
+        if not self.has_blocks or not rest:
+            return None
+        width, rows = size // GROUPS, GROUPS * self.out_rows
+        if self.isa.lanes < GROUPS * PART or width > self.spec.out_channels or rows > height:
+            return None
+        count, units = ceil_div(rest, width), ceil_div(height, rows)
+        split = Blocks(GROUPS, width, count, units, self.blocks.count)
+        vectors = ceil_div(rest, self.isa.lanes) * self.blocks.row_units
+        time = vectors * (self.span - self.kept) * VECTOR_TIME
+        return split if split.units * (1 + GROUP_TIME) < time else None
 
     @cached_property
     def is_window_small(self) -> bool:
@@ -88,6 +142,9 @@ class DepthwisePlan:
 
     @cached_property
     def vectors(self) -> int:
+        """Vectors of packed channels. Split blocks may have a channel more than once."""
+        if self.split_blocks is not None:
+            return PACKED * (self.blocks.count + self.split_blocks.count)
         return ceil_div(self.spec.out_channels, self.isa.lanes)
 
     @cached_property
@@ -148,9 +205,13 @@ class DepthwisePlan:
         starts = np.arange(self.vectors) * lanes
         starts = np.minimum(starts, max(self.spec.out_channels - lanes, 0))
         channels = starts[:, None] + np.arange(lanes)
-        for block in range(self.blocks):
-            order = block * size + channel_order(lanes, PACKED)
-            channels[block * PACKED : (block + 1) * PACKED] = order
+        order = channel_order(lanes, PACKED)
+        for blocks in filter(None, (self.blocks, self.split_blocks)):
+            for i in range(blocks.count):
+                first = (blocks.first + i) * PACKED
+                start = blocks.first * size + i * blocks.width
+                start = min(start, self.spec.out_channels - blocks.width)
+                channels[first : first + PACKED] = start + order % blocks.width
         return channels
 
 
