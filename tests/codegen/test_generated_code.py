@@ -211,6 +211,7 @@ WINOGRAD_STACK = {32: 20, 16: 60}
 #: CPU -> bound of products with grouped weights. Of x86 every product reads a word of a row; where
 #: the instruction cannot repeat it in all lanes, by a load of its own.
 GROUPED_BOUNDS = {
+    "znver5": Bound(stack=0.0, moves=0.0, loads=1.3),
     # A single row meets four panels, for which LLVM moves three sums of a group.
     "znver4": Bound(stack=0.0, moves=0.05, loads=1.3),
     "cascadelake": Bound(stack=0.0, moves=0.05, loads=1.3),
@@ -409,11 +410,12 @@ def test_innermost_loops__of_grouped_weights(name):
 @pytest.mark.slow
 def test_innermost_loops__of_grouped_weights_fetch_codes_ahead():
     """A line for each that is read, of several rows; a single row, which waits for memory all the
-    time, fetches the codes and scales of all its streams.
+    time, fetches the codes and scales of all its streams: four, or one far ahead.
     """
-    target, syntax = resolve_target(TARGETS["znver4"]), SYNTAX[Architecture.X86]
+    syntax = SYNTAX[Architecture.X86]
 
-    def count(rows: int) -> list[int]:
+    def count(rows: int, cpu: str = "znver4") -> list[int]:
+        target = resolve_target(TARGETS[cpu])
         spec = GroupedDense((rows,), 1024, 1024, 4, 32)
         text = compile_kernel(build_grouped_dense(spec, select_isa(target), "grouped"), target)
         return [
@@ -425,6 +427,7 @@ def test_innermost_loops__of_grouped_weights_fetch_codes_ahead():
     # 12 rows and 4; 16 outputs of 32 codes of 4 bits are 4 lines
     assert count(16) == [4, 4]
     assert count(1) == [20]
+    assert count(1, "znver5") == [5]
 
 
 @pytest.mark.sample(3)

@@ -29,7 +29,7 @@ from relayquant.codegen.kernels.integer.grouped import (
 )
 from relayquant.codegen.kernels.integer.grouped_dot import choose_dot
 from relayquant.codegen.kernels.integer.grouped_plan import (
-    STREAMS,
+    STREAM_LANES,
     GroupedDense,
     pack_grouped,
     plan_grouped,
@@ -37,6 +37,7 @@ from relayquant.codegen.kernels.integer.grouped_plan import (
 from relayquant.codegen.kernels.integer.row_quantize import RowQuantize, build_quantize_rows
 from relayquant.codegen.kernels.isa.arm import NEON, SDOT, SMMLA
 from relayquant.codegen.kernels.isa.base import AMX, VNNI512
+from relayquant.codegen.kernels.isa.timing import COMMON, ZEN5
 from relayquant.ir.reference import qnn
 
 #: (rows, outputs, inputs, bits, group size, float rows, dtype of zero points or offsets, of
@@ -289,13 +290,24 @@ def test_grouped_dense__static_rows_agree_with_symbolic_ones(count):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("panels", [1, STREAMS, STREAMS + 1, 2 * STREAMS + 3])
+@pytest.mark.parametrize("panels", [1, 4, 5, 11])
 @pytest.mark.parametrize("is_float", [False, True])
 def test_grouped_dense__one_row_meets_every_panel(panels, is_float):
     """Panels are taken several at once, the last of them once more where they do not come out."""
-    isa = best_isa()
+    isa = best_isa().with_timing(COMMON)
     units = panels * choose_dot(isa, is_float, 4).lanes - 1
     check_case(isa, ((1,), units, 64, 4, 32, is_float, "", "float32"))
+
+
+@pytest.mark.parametrize("case", [(32, False, 1), (512, False, 4), (32, True, 4)])
+def test_grouped_dense__one_row_on_one_stream(case):
+    """Short groups of integers, on a core that reads one stream; others have several."""
+    group_size, is_float, streams = case
+    isa = best_isa().with_timing(ZEN5)
+    form = ((1, 2), 81, 512, 4, group_size, is_float, "", "float32")
+    check_case(isa, form)
+    expected = streams if choose_dot(isa, is_float, 4).lanes >= STREAM_LANES else 1
+    assert plan_grouped(make_spec(form), isa).streams.count == expected
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

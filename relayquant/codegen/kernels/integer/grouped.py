@@ -62,10 +62,10 @@ from relayquant.codegen.kernels.integer.tiled import ask_unit, emit_if
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 from relayquant.codegen.kernels.row_loops import choose_heights, emit_chunk
 
-#: Distance at which codes are prefetched into the first-level cache, for one row and for a tile of
-#: rows, which takes longer. Without it, products of the first rows wait for the hardware's own
-#: prefetching, which ends with each page and follows few streams.
-ROW_PREFETCH, TILE_PREFETCH = 1024, 8 * 1024
+#: Distance at which codes are prefetched into the first-level cache for a tile of rows; one row has
+#: its own (`GroupedPlan.streams`). Without it, products of the first rows wait for the hardware's
+#: own prefetching, which ends with each page and follows few streams.
+TILE_PREFETCH = 8 * 1024
 #: Fewest rows for which a matrix unit is faster than vectors.
 FEWEST_TILE_ROWS = 16
 
@@ -137,8 +137,8 @@ def emit_rows(
 def emit_vector_rows(plan: GroupedPlan, arguments: Arguments, threads: bool) -> None:
     """Emit all rows on vectors. A single row has separate code that uses several panels at once."""
     rows = arguments.rows
-    if isinstance(rows, int) or plan.streams == 1:
-        is_one = isinstance(rows, int) and rows == 1 < plan.streams
+    if isinstance(rows, int) or plan.streams.count == 1:
+        is_one = isinstance(rows, int) and rows == 1
         (emit_one_row if is_one else emit_many_rows)(plan, arguments, threads)
         return
     with T.If(rows == 1):
@@ -150,7 +150,7 @@ def emit_vector_rows(plan: GroupedPlan, arguments: Arguments, threads: bool) -> 
 
 def emit_one_row(plan: GroupedPlan, arguments: Arguments, threads: bool) -> None:
     """Emit one row, by several panels at once. The last of them overlap their neighbours."""
-    side, row = plan.streams, T.int64(0)
+    side, row = plan.streams.count, T.int64(0)
     prepared = emit_preparation(plan, arguments, row, T.int64(1), 1)
     with (T.parallel if threads else T.serial)(ceil_div(plan.panels, side)) as band:
         first = T.bind(T.min(band * side, plan.panels - side))
@@ -308,7 +308,7 @@ def emit_group(
 
     emit_blocks(plan.vectors, plan.block_vectors(len(members)), emit_vectors)
     if len(members) == 1:
-        ahead = ceil_div(ROW_PREFETCH, plan.vectors * plan.vector_bytes)
+        ahead = ceil_div(plan.streams.ahead, plan.vectors * plan.vector_bytes)
         for at, values in product(places, arguments.group_values):
             emit_prefetch(values, (at + ahead) * lanes, level=1)
 
@@ -338,7 +338,7 @@ def emit_words(
     Panels take turns, so that their sums do not wait for each other.
     """
     dot, lanes, dtype = plan.dot, plan.dot.lanes, plan.dot.sum_dtype
-    distance = ROW_PREFETCH if len(starts) == 1 else TILE_PREFETCH
+    distance = plan.streams.ahead if len(starts) == 1 else TILE_PREFETCH
     accs = [acc for panel in panels for acc in panel.sums]
     sums = accs
     if isinstance(dot, PartsDot):

@@ -14,7 +14,7 @@ Codes of 3 bits take 4 bits here. Groups are filled up to whole vectors with cod
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -34,6 +34,7 @@ from relayquant.codegen.kernels.integer.grouped_dot import (
 )
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 from relayquant.codegen.kernels.isa.matrix_unit import MatrixUnit
+from relayquant.codegen.kernels.isa.timing import COMMON, Streams, Timing
 
 #: A multiple of every height of tiles.
 TILE_ROWS = 24
@@ -42,9 +43,8 @@ LEAST_CHUNK_ROWS, MOST_CHUNK_ROWS = 2 * TILE_ROWS, 6 * TILE_ROWS
 CHUNK_BYTES = 640 * 1024
 #: Codes that are packed at once: few enough for the second-level cache.
 PACKED_CODES = 1 << 18
-#: Panels whose codes are read in parallel for a single row: memory is faster with several streams.
-#: Instruction sets with at least this many lanes have enough registers for it.
-STREAMS, STREAM_LANES = 4, 16
+#: Instruction sets with fewer lanes have too few registers for several streams of codes.
+STREAM_LANES = 16
 #: Most dot products, or multiply-adds of a word, that are unrolled. More are a loop over vectors.
 UNROLLED = 96
 #: Smallest group of a matrix unit. The sums of a group go through memory, and with groups of 16
@@ -103,6 +103,7 @@ class GroupedPlan:
     spec: GroupedDense
     dot: GroupedDot
     unit: MatrixUnit | None = None  #: for many rows, if there is one that takes these codes
+    timing: Timing = COMMON  #: of the target's core
 
     @property
     def bits(self) -> int:
@@ -133,9 +134,16 @@ class GroupedPlan:
         return ceil_div(self.spec.units, self.dot.lanes)
 
     @property
-    def streams(self) -> int:
-        """Panels that are multiplied with a single row at a time."""
-        return min(STREAMS, self.panels) if self.dot.lanes >= STREAM_LANES else 1
+    def streams(self) -> Streams:
+        """How a single row reads codes: one panel for each stream.
+
+        The products of a group wait for each other, which takes longer than reading them if they
+        are many. Then there are several streams on every core.
+        """
+        is_short = self.block_vectors(1) == self.vectors and not isinstance(self.dot, FloatDot)
+        streams = self.timing.streams if is_short else COMMON.streams
+        count = min(streams.count, self.panels) if self.dot.lanes >= STREAM_LANES else 1
+        return replace(streams, count=count)
 
     @property
     def vector_bytes(self) -> int:
@@ -217,7 +225,7 @@ def plan_grouped(spec: GroupedDense, isa: Isa) -> GroupedPlan:
     fits_int8 = bits < 8 or not spec.has_zeros  # codes minus zero points
     on_tiles = not spec.is_float and fits_int8 and spec.group_size >= LEAST_TILE_GROUP
     dot = choose_dot(isa, spec.is_float, bits, None if spec.has_zeros else common_zero(spec))
-    return GroupedPlan(spec, dot, isa.unit if on_tiles else None)
+    return GroupedPlan(spec, dot, isa.unit if on_tiles else None, isa.timing)
 
 
 def pack_grouped(

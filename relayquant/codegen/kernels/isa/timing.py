@@ -1,4 +1,5 @@
-"""CPU core -> its timing, for the choice of register tiles and of Winograd's transforms.
+"""CPU core -> its timing, for the choice of register tiles, of Winograd's transforms, and of how
+weights are read.
 
 Cores with the same instructions differ in timing.
 """
@@ -6,6 +7,19 @@ Cores with the same instructions differ in timing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Streams:
+    """How a single row, which waits for memory, reads codes of weights.
+
+    Attributes:
+        count: Places of memory that are read in turns.
+        ahead: Bytes between what is read and what is fetched into the first-level cache, at each.
+    """
+
+    count: int
+    ahead: int
 
 
 @dataclass(frozen=True)
@@ -34,6 +48,8 @@ class Timing:
     #: most bytes of weights that stay in the second-level cache, next to other data, until the next
     #: chunk of an image reads them again. None: the last-level cache is fast enough
     near_weights: int | None = 512 * 1024
+    #: of codes in groups of weights
+    streams: Streams = Streams(4, 1024)
 
     def time_stores(self, results: int, blocks: int, is_narrow: bool) -> float:
         """Return the time to store `results` vectors of a tile of `blocks` vectors."""
@@ -44,7 +60,8 @@ class Timing:
 
 #: Used if the core is not known.
 COMMON = Timing()
-#: Zen 5: conversions and packs have separate units from the dot products.
+#: Zen 5: conversions and packs have separate units from the dot products. One stream of codes,
+#: fetched far ahead, is faster than several: by a sixth where weights come from memory.
 ZEN5 = Timing(
     word=0.2,
     activation=0.5,
@@ -58,6 +75,7 @@ ZEN5 = Timing(
     far_bytes=12.0,
     overlap=0.0,
     near_weights=None,
+    streams=Streams(1, 8 * 1024),
 )
 #: Zen 4: as on Zen 5, but a dot product takes twice the time. Loads keep up with it in tiles of 8
 #: results, whose stores hide behind the next tile. Fitted to the times of 16 tiles each for 130
