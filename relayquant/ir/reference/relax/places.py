@@ -62,7 +62,7 @@ def gather_nd(xp: Any, args: list[Any], attrs: Any) -> Any:
     """Read rows. The last axis of the indices goes over the axes behind the batch dimensions."""
     data, indices, batch = np.asarray(args[0]), np.asarray(args[1]), int(attrs.batch_dims)
     middle = indices.ndim - 1 - batch
-    first = np.indices(indices.shape[:batch], sparse=True)
+    first: Any = np.indices(indices.shape[:batch], sparse=True)
     at = [each.reshape(*each.shape, *[1] * middle) for each in first]
     return data[(*at, *np.moveaxis(indices, -1, 0))]
 
