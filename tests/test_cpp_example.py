@@ -235,11 +235,75 @@ def test_model__of_a_path_is_the_file_that_lies_there_now(tmp_path):
 
     folder = rq.export_bundle(Double, tmp_path / "deploy")
     rq.compile(Square).export_library(str(tmp_path / "new.so"))
-    (tmp_path / "reload.cpp").write_text(RELOAD)
+    words = (folder / "model.so", tmp_path / "new.so")
+    assert run_program(RELOAD, folder, tmp_path, *words).split() == ["10", "25", "10"]
+
+
+def run_program(code: str, folder: Path, place: Path, *words) -> str:
+    """Build a program with the files of a bundle, and return what it prints."""
+    (place / "program.cpp").write_text(code)
     places = [f"-I{folder}/example", f"-I{folder}/include", f"-L{folder}/lib"]
     needed = ["-ltvm_ffi", "-ltvm_runtime", f"-Wl,--no-as-needed,-rpath,{folder}/lib"]
-    command = ["g++", "-std=c++17", *places, "reload.cpp", "-o", "reload", *needed[::-1]]
-    subprocess.run(command, cwd=tmp_path, check=True)
-    words = [tmp_path / "reload", folder / "model.so", tmp_path / "new.so"]
-    done = subprocess.run([*map(str, words)], capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["10", "25", "10"], done.stderr
+    command = ["g++", "-std=c++17", *places, "program.cpp", "-o", "program", *needed[::-1]]
+    subprocess.run(command, cwd=place, check=True)
+    command = [*map(str, (place / "program", *words))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+GO_BACK = """
+#include <cstdio>
+#include "relayquant.h"
+
+int main(int, char** argv) {
+  relayquant::Model model(argv[1]);
+  auto rows = relayquant::empty({1, 1, 1, 16}, "float32");
+  auto place = relayquant::empty({1}, "int32");
+  std::memset(rows.data_ptr(), 0, relayquant::count_bytes(rows));
+  auto run = [&](int32_t at, float value) {
+    *static_cast<int32_t*>(place.data_ptr()) = at;
+    *static_cast<float*>(rows.data_ptr()) = value;
+    std::printf("%g\\n", *static_cast<float*>(model.run("main", {rows, place})[0].data_ptr()));
+  };
+  const void* first = model.state()["cache"].data_ptr();
+  if (first == model.state()["cache"].data_ptr()) std::printf("no copies\\n");
+  run(0, 1);
+  auto saved = model.state();
+  run(1, 2);
+  run(2, 4);
+  model.set_state("cache", saved["cache"]);
+  run(3, 8);
+  for (auto& [name, value] : {std::pair{"none", rows}, std::pair{"cache", rows}}) {
+    try {
+      model.set_state(name, value);
+    } catch (const std::exception& error) {
+      std::printf("%s\\n", error.what());
+    }
+  }
+}
+"""
+
+
+def test_model__goes_back_to_a_state_that_kernels_change_in_place(tmp_path):
+    @I.ir_module
+    class Cache:
+        @R.function
+        def main(
+            rows: R.Tensor((1, 1, 1, 16), "float32"),
+            at: R.Tensor((1,), "int32"),
+            cache: R.Tensor((1, 1, 4, 16), "float32"),
+        ):
+            with R.dataflow():
+                new = R.qnn.update_cache(cache, rows, at)
+                result = (R.sum(new), new)
+                R.output(result)
+            return result
+
+    stream = rq.with_state(Cache, [rq.StateValue("cache", (1, 1, 4, 16), "float32")])
+    folder = rq.export_bundle(stream, tmp_path / "deploy")
+    assert run_program(GO_BACK, folder, tmp_path, folder / "model.so").splitlines() == [
+        *("1", "3", "7", "9"),
+        "The model has no state 'none'",
+        "State 'cache' is float32 (1, 1, 1, 16); the model takes float32 (1, 1, 4, 16)",
+    ]

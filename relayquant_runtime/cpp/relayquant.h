@@ -87,17 +87,19 @@ class Model {
     if (inputs.size() < place.first) throw std::runtime_error(name + ": an input is missing");
     std::vector<ffi::Any> held;
     for (const std::string& state : place.names) held.push_back(state_[state]);
+    const std::vector<ffi::Any> given = inputs;
     inputs.insert(inputs.begin() + place.first, held.begin(), held.end());
     std::vector<ffi::AnyView> views(inputs.begin(), inputs.end());
     ffi::Any result;
     function.CallPacked(views.data(), static_cast<int>(views.size()), &result);
     std::vector<ffi::Tensor> results;
     flatten(result, &results);
-    // The last results are the new state. What shares memory with another tensor is copied.
+    // The last results are the new state. What shares memory with a tensor of the caller, or with
+    // another state, is copied.
     const size_t left = results.size() - place.names.size();
     for (size_t i = 0; i < place.names.size(); ++i) {
       const ffi::Tensor& next = results[left + i];
-      state_[place.names[i]] = is_shared(next, inputs, results, left + i) ? copy(next) : next;
+      state_[place.names[i]] = is_shared(next, given, results, left + i) ? copy(next) : next;
     }
     results.resize(left);
     return results;
@@ -112,9 +114,26 @@ class Model {
     for (size_t i = 0; i < names_.size(); ++i) state_[names_[i]] = values.at(i);
   }
 
-  // Name -> value that the next run takes. To go on from elsewhere, assign copies.
-  std::map<std::string, ffi::Tensor> state() const { return state_; }
-  void set_state(const std::string& name, const ffi::Tensor& value) { state_.at(name) = copy(value); }
+  // Name -> a copy of the value that the next run takes. A run may write into the value itself.
+  std::map<std::string, ffi::Tensor> state() const {
+    std::lock_guard<std::mutex> lock(running_);
+    std::map<std::string, ffi::Tensor> copies;
+    for (const auto& [name, value] : state_) copies[name] = copy(value);
+    return copies;
+  }
+
+  // Let the next run take a copy of `value`. Throws if there is no such state, or it has another
+  // shape or dtype.
+  void set_state(const std::string& name, const ffi::Tensor& value) {
+    std::lock_guard<std::mutex> lock(running_);
+    auto held = state_.find(name);
+    if (held == state_.end()) throw std::runtime_error("The model has no state '" + name + "'");
+    const std::string given = describe(value), wanted = describe(held->second);
+    if (given != wanted || !value.IsContiguous()) {
+      throw std::runtime_error("State '" + name + "' is " + given + "; the model takes " + wanted);
+    }
+    held->second = copy(value);
+  }
 
  private:
   // Where a function has state: number of its first parameter that is state, and the names.
@@ -217,6 +236,13 @@ class Model {
     }
   }
 
+  // Dtype and shape: "float32 (1, 3)".
+  static std::string describe(const ffi::Tensor& tensor) {
+    std::string sizes;
+    for (int64_t size : tensor.shape()) sizes += (sizes.empty() ? "" : ", ") + std::to_string(size);
+    return std::string(ffi::DLDataTypeToString(tensor.dtype())) + " (" + sizes + ")";
+  }
+
   // Tensors of a result, nested tuples taken apart.
   static void flatten(const ffi::Any& result, std::vector<ffi::Tensor>* found) {
     if (auto tensor = result.try_cast<ffi::Tensor>()) {
@@ -242,7 +268,7 @@ class Model {
   std::vector<std::string> names_;
   std::map<std::string, Place> places_;
   std::map<std::string, ffi::Tensor> state_;
-  std::mutex running_;
+  mutable std::mutex running_;
 };
 
 }  // namespace relayquant
