@@ -313,10 +313,10 @@ def test_call__of_itself(tmp_path):
 # -- variables -------------------------------------------------------------------------------------
 
 
-def variable_model(*calls: Operator, once: bool = True):
-    """y = x + v, of a variable "state" that CALL_ONCE sets to 2 where `once`; more calls behind."""
+def variable_model(*calls: Operator, once: bool = True, name: str = "state"):
+    """y = x + v, of a variable that CALL_ONCE sets to 2 where `once`; more calls behind."""
     handle = {"shape": [], "dtype": "resource"}
-    name = {"Container": "", "SharedName": "state"}
+    name = {"Container": "", "SharedName": name}
     get = Operator("VAR_HANDLE", [], ["h"], "VarHandleOptions", name)
     first = Subgraph(
         [tensor("h", **handle), tensor("two", np.full(X.shape, 2, "float32"))],
@@ -350,6 +350,15 @@ def test_variable__that_changes_is_state(tmp_path):
         np.testing.assert_allclose(got, step * X + 2, rtol=1e-6)
     executor.reset()
     np.testing.assert_array_equal(executor.run("main", [X])[0], X + 2)
+
+
+def test_variable__with_the_name_of_an_input(tmp_path):
+    arguments, others = variable_model(Operator("ASSIGN_VARIABLE", ["h", "y"], []), name="x")
+    mod = load(tmp_path, *arguments, others=others)
+    assert [param.name for param in mod["main"].params] == ["x", "x_"]
+    executor = rq.Executor(rq.compile(mod))
+    for step in range(1, 3):
+        np.testing.assert_allclose(executor.run("main", [X])[0], step * X + 2, rtol=1e-6)
 
 
 def test_variable__what_is_read_behind_an_assignment_is_new(tmp_path):

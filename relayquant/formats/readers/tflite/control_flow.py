@@ -179,8 +179,13 @@ def find_variable_tensor(converter: Any, index: int) -> tuple[str, str]:
 
 
 def hold_variable(converter: Any, key: tuple[str, str], name: str, initial: np.ndarray) -> None:
-    """Make a variable a parameter of main, with a name that no other variable has."""
+    """Make a variable a parameter of main, with a name that no input and no other variable has."""
+    main = converter.model.Subgraphs(0)
     taken = {variable.param.name for variable in converter.variables.values()}
+    taken |= {
+        converter.frontend.get_tensor_name(main, main.Inputs(at))
+        for at in range(main.InputsLength())
+    }
     while name in taken:
         name += "_"
     param = relax.Var(name, relax.TensorType(initial.shape, str(initial.dtype)))
