@@ -68,7 +68,8 @@ def call_kernels(
     graph = Graph(mod)
 
     def make_context(block: BlockView) -> KernelContext:
-        return KernelContext(graph, isa, shuffle, choose_schedule, on_skip, block.taken)
+        found = block.taken, block.placed
+        return KernelContext(graph, isa, shuffle, choose_schedule, on_skip, *found)
 
     def share(calls: list[Lowered], _: BlockView) -> list[Lowered]:
         # Only products take long to compile. The others are faster if LLVM knows the numbers.

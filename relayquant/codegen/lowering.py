@@ -73,6 +73,7 @@ class Lowered:
             their tensors, in this order. The call is placed where the first one is bound.
         before: Other kernels that run first, for example to pack weights at run time.
         concat: Concatenation that has the result as an input. The kernel writes the result into it.
+            If the concatenation is the result, the kernel copies the operands into it.
         changed: Position of the operand that the kernel changes. The changed operand is the result.
             None: the kernel writes a new tensor.
         stored: Variable of another dtype that holds the result. Only kernels read it. None: the
@@ -426,12 +427,15 @@ class BlockEmitter:
     def write_part(
         self, call: Lowered, whole: relax.Var, function: GlobalVar, operands: list[relax.Expr]
     ) -> None:
-        """Write one input of a concatenation. The last write binds the whole concatenation."""
-        var = whole
-        self.missing[whole] -= 1
+        """Write one input of a concatenation, or copy all operands, which are inputs.
+
+        The last write binds the whole concatenation.
+        """
+        var, result = whole, call.vars[-1]
+        is_copy = result.same_as(whole)
+        self.missing[whole] -= len(operands) if is_copy else 1
         if self.missing[whole]:
-            result = call.vars[-1]
-            name = f"{whole.name}_part" if result.same_as(whole) else result.name
+            name = f"{whole.name}_part" if is_copy else result.name
             var = relax.DataflowVar(name, whole.ty)
         before = self.written.get(whole)
         if before is None:

@@ -19,6 +19,7 @@ from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.layout import convert_layout
 from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.expressions import op_name
 from relayquant.stages.backends.x86 import X86
 
 RNG = np.random.default_rng(7)
@@ -84,6 +85,17 @@ def joined(builder, x):
     return conv(builder, both, 4, 13, 1)
 
 
+def branches(builder, x):
+    stem = builder.emit(relax.op.nn.relu(conv(builder, x, 16, 3, 1)))
+    parts = [
+        conv(builder, stem, 5, 16, 1),
+        builder.emit(relax.op.nn.max_pool2d(conv(builder, stem, 7, 16, 1), 3, 1, padding=1)),
+        conv(builder, stem, 32, 16, padding=1),
+    ]
+    both = builder.emit(relax.op.concat(parts, axis=1))
+    return conv(builder, builder.emit(relax.op.nn.relu(both)), 4, 44, 1)
+
+
 def elementwise(builder, x):
     a, b = conv(builder, x, 5, 3, 1), conv(builder, x, 5, 3, 1)
     y = builder.emit(relax.op.multiply(a, builder.emit(relax.op.sigmoid(b))))
@@ -115,8 +127,8 @@ def padded(builder, x):
 
 NCHW = (2, 3, 9, 7)
 IMAGE_MODELS = [
-    conv_bias_relu, residual, depthwise, grouped_dilated, pools, joined, elementwise, transposed,
-    transposed_dilated, channel_mean, padded,
+    conv_bias_relu, residual, depthwise, grouped_dilated, pools, joined, branches, elementwise,
+    transposed, transposed_dilated, channel_mean, padded,
 ]  # fmt: skip
 
 
@@ -259,6 +271,19 @@ def test_lower_integer__leaves_no_integer_operator(body):
     graph = Graph(lower_integer(convert_layout(qmod), resolve_target("llvm -mcpu=cascadelake")))
     left = {graph.op_name(binding.var) for binding in graph.bindings}
     assert not {name for name in left if name.startswith("relax.qnn.")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("body", "copies"), [(branches, 1), (joined, 1)], ids=["one is pooled", "one is read twice"]
+)
+def test_lower_integer__results_are_written_into_a_concatenation(body, copies):
+    qmod, _ = quantize_random(build_model(body, NCHW, False), NCHW)
+    graph = Graph(lower_integer(convert_layout(qmod), resolve_target("llvm -mcpu=cascadelake")))
+    calls = [graph.call_of(binding.var) for binding in graph.bindings]
+    names = [call.args[0].name_hint for call in calls if op_name(call).startswith("relax.call_tir")]
+    assert sum(name.startswith("qnn_copy_columns") for name in names) == copies
+    assert not any(name.startswith("qnn_concatenate") for name in names)
 
 
 @pytest.mark.slow

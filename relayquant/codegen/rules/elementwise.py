@@ -20,6 +20,7 @@ from relayquant.codegen.kernels.integer.channel_product import build_channel_pro
 from relayquant.codegen.kernels.integer.elementwise import (
     Add,
     Concatenate,
+    CopyColumns,
     Dequantize,
     Multiply,
     Quantize,
@@ -30,6 +31,7 @@ from relayquant.codegen.kernels.integer.elementwise import (
     broadcast_view,
     build_add,
     build_concatenate,
+    build_copy_columns,
     build_dequantize,
     build_multiply,
     build_quantize,
@@ -297,6 +299,8 @@ def lower_lookup(context: KernelContext, var: relax.Var) -> Lowered | Skip:
 def lower_concatenate(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     """Lower qnn.concatenate of a literal tuple."""
     call = context.call(var)
+    if var in context.placed:
+        return decline("kernels write all of it")
     if not all(isinstance(arg, relax.Tuple) for arg in call.args[:3]):
         return Skip("the operands are not a literal tuple")
     parts = list(call.args[0].fields)
@@ -321,6 +325,28 @@ def lower_concatenate(context: KernelContext, var: relax.Var) -> Lowered | Skip:
         lambda: build_concatenate(spec, "qnn_concatenate"), symbolic == {True}, range(count + 1)
     )
     return call_built(vars_, func, tuple(parts))
+
+
+def copy_parts(context: KernelContext, concat: relax.Var) -> Lowered | Skip:
+    """Copy those inputs of a concatenation that no kernel writes in place.
+
+    Only if kernels write the others; see `find_columns`.
+    """
+    placed, shape = context.placed.get(concat), split_batch(concat)
+    if placed is None or shape is None:
+        return decline("no kernel writes a part of it")
+    parts, sizes = context.call(concat).args[0].fields, []
+    for part in parts:
+        sizes.append((sum(size for _, size in sizes), int(part.ty.shape[-1])))
+    left = [i for i, part in enumerate(parts) if part not in placed]
+    if not left:
+        return decline("kernels write all of it")
+    is_symbolic, (*leading, total) = shape
+    columns = tuple(sizes[i] for i in left)
+    spec = CopyColumns(tuple(leading), tensor_dtype(concat), columns, total)
+    build = partial(build_copy_columns, spec, "qnn_copy_columns")
+    func = build_for_batch(build, is_symbolic, range(len(left) + 1))
+    return replace(call_built((concat,), func, [parts[i] for i in left]), concat=concat)
 
 
 def make_window(call: Call, shape: tuple[int, ...]) -> PoolWindow:
@@ -414,6 +440,7 @@ ELEMENTWISE_RULES: tuple[IntegerRule, ...] = (
     make_rule(unless_fused(lower_channel_scales), "relax.qnn.dequantize", "relax.qnn.requantize"),
     make_rule(unless_fused(lower_binary), "relax.qnn.add", "relax.qnn.subtract", "relax.qnn.mul"),
     make_rule(unless_fused(lower_lookup), "relax.qnn.lookup"),
+    make_rule(copy_parts, "relax.qnn.concatenate"),
     make_rule(unless_fused(lower_concatenate), "relax.qnn.concatenate"),
     make_rule(lower_max_pool2d, "relax.nn.max_pool2d"),
     make_rule(unless_fused(lower_average), "relax.qnn.avg_pool2d", "relax.qnn.mean"),

@@ -6,14 +6,14 @@ conv2d(reshape(concat((cut(x), cut(x), ...))))    ->    kernel(x)
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from tvm import relax
 from tvm.ir import Call
 
 from relayquant.codegen.kernels.conv_shape import JoinedSlices
+from relayquant.codegen.rules.concat import is_plain_concat
 from relayquant.ir.rewrite.expressions import op_name, shape_of, static_sizes
-from relayquant.ir.rewrite.graph import constant_value, tensor_shape
+from relayquant.ir.rewrite.graph import tensor_shape
 
 #: value -> the call that computes it, if there is one
 CallOf = Callable[[relax.Expr], Call | None]
@@ -61,29 +61,6 @@ def skip_reshapes(call_of: CallOf, expr: relax.Expr) -> relax.Expr:
         expr = call.args[0]
         call = call_of(expr)
     return expr
-
-
-def is_plain_concat(call: Call) -> bool:
-    """Whether a call joins values without changing their numbers."""
-    if not call.args or not isinstance(call.args[0], relax.Tuple):
-        return False
-    if op_name(call) == "relax.concat":
-        return call.attrs.axis is not None
-    if op_name(call) != "relax.qnn.concatenate":
-        return False
-    fields, scales, zeros, scale, zero = call.args
-    if not (isinstance(scales, relax.Tuple) and isinstance(zeros, relax.Tuple)):
-        return False
-    alike = [constant_value(each) for each in (*scales.fields, scale)]
-    moved = [constant_value(each) for each in (*zeros.fields, zero)]
-    dtypes = {str(field.ty.dtype) for field in fields.fields}
-    return all_equal(alike) and all_equal(moved) and dtypes == {str(call.ty.dtype)}
-
-
-def all_equal(values: list[Any]) -> bool:
-    """Whether all are constants with the same single number."""
-    numbers = {None if v is None or v.size != 1 else v.item() for v in values}
-    return len(numbers) == 1 and None not in numbers
 
 
 def read_cut(call: Call, rank: int, axis: int) -> tuple[relax.Expr, range] | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
@@ -32,6 +32,8 @@ class KernelContext:
     choose_schedule: ChooseSchedule = keep_estimate  #: chooses how a convolution is computed
     on_skip: OnSkip = log_skip  #: gets why a rule declines, or where a kernel ends
     taken: Set[relax.Var] = frozenset()  #: values that a kernel computes already
+    #: concatenation -> its inputs that kernels write in place
+    placed: Mapping[relax.Var, Set[relax.Var]] = field(default_factory=dict)
 
     def next(self, var: relax.Var, *ops: str) -> relax.Var | None:
         """Return the only reader of `var` if it is one of these operators."""

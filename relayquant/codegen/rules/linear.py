@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 
@@ -19,6 +19,7 @@ from relayquant.codegen.kernels.integer.product import DIRECT, choose_product
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, PackedWeights
 from relayquant.codegen.kernels.integer.winograd import can_winograd
 from relayquant.codegen.lowering import Lowered
+from relayquant.codegen.rules.concat import find_columns
 from relayquant.codegen.rules.epilogue import (
     PLAIN_TAKES,
     UNBIASED_TAKES,
@@ -147,12 +148,17 @@ def lower_conv2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     )
     isa = context.isa.for_weights(weight)
     schedule = context.choose_schedule(spec, isa, can_winograd(spec, isa, weight))
+    concat = None
+    if not (spec.is_depthwise or chain.residuals):
+        concat, columns = find_columns(context.graph, chain.vars[-1]) or (None, None)
+        spec = replace(spec, columns=columns)
     product = choose_product(spec, isa, schedule)
     packed = product.pack(weight, chain.offsets, chain.multiplier)
-    sizes = (batch, *spec.out_size, outputs)
+    sizes = (batch, *spec.out_size, spec.result_channels)
     out_shape = sizes if len(linear.shape) == 4 else (batch, *sizes[2:])
     in_shape = linear.shape if joined is None else spec.stored_shape
-    return make_call(linear, data, chain, packed, partial(product.build, name, in_shape, out_shape))
+    call = make_call(linear, data, chain, packed, partial(product.build, name, in_shape, out_shape))
+    return replace(call, concat=concat)
 
 
 def lower_conv2d_transpose(context: KernelContext, var: relax.Var) -> Lowered | Skip:

@@ -86,9 +86,13 @@ def random_multiplier(rng, w):
     return (rng.uniform(20, 90, len(w)) / spread).astype("float32")
 
 
+#: Values of a result before a kernel writes it.
+GARBAGE = 77
+
+
 def call_kernel(func, target: Target, inputs, out_shape, out_dtype):
     """Compile, run and return the output, which starts as garbage."""
     kernel = compile_kernel(func, target)
-    y = tvm.runtime.tensor(np.full(out_shape, 77, out_dtype))
+    y = tvm.runtime.tensor(np.full(out_shape, GARBAGE, out_dtype))
     kernel(*[tvm.runtime.tensor(np.ascontiguousarray(a)) for a in inputs], y)
     return y.numpy()

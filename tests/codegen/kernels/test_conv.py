@@ -106,6 +106,15 @@ CASES = {
     ),
     "float output": Conv2d(1, 2, 3, 5, 3, (2, 3), epilogue=Epilogue(Store.DEQUANTIZE, "float32")),
     "int16 output": Conv2d(1, 4, 4, 8, 19, (3, 3), epilogue=Epilogue(dtype="int16", zero_point=99)),
+    "columns of a larger result": Conv2d(
+        1, 5, 7, 20, 80, (1, 1), in_zero_point=9, epilogue=Epilogue(zero_point=3), columns=(7, 99)
+    ),
+    "columns, groups, batch 2": Conv2d(
+        2, 4, 5, 36, 24, (3, 3), groups=3, in_dtype="int8", columns=(0, 25),
+    ),
+    "columns, float output": Conv2d(
+        1, 4, 3, 5, 33, (2, 3), epilogue=Epilogue(Store.DEQUANTIZE, "float32"), columns=(3, 40)
+    ),
     "int32 output": Conv2d(1, 4, 4, 8, 19, (3, 3), epilogue=Epilogue(dtype="int32")),
     "int16": Conv2d(
         1, 8, 8, 16, 32, (3, 3), padding=(1, 1, 1, 1), in_dtype="int16", in_zero_point=-300,

@@ -65,6 +65,12 @@ CASES = {
     "float output": Conv2d(
         1, 7, 9, 16, 16, (3, 3), padding=SAME, epilogue=Epilogue(Store.DEQUANTIZE, "float32")
     ),
+    "columns of a larger result": Conv2d(
+        1, 9, 7, 16, 48, (3, 3), padding=SAME, in_zero_point=9, columns=(16, 80)
+    ),
+    "int16 output, columns": Conv2d(
+        1, 4, 4, 16, 16, (3, 3), padding=SAME, epilogue=Epilogue(dtype="int16"), columns=(3, 20)
+    ),
     "int16 output": Conv2d(
         1, 4, 4, 16, 16, (3, 3), padding=SAME, epilogue=Epilogue(dtype="int16", zero_point=99)
     ),

@@ -147,6 +147,10 @@ class Bf16Plan(ConvPlan):
     def result_pitch(self) -> int:
         return self.spec.epilogue.pitch(self.spec.out_channels)
 
+    @property
+    def first_result(self) -> int:
+        return self.spec.epilogue.first
+
     def with_stored(self, stored: Stored) -> Bf16Plan:
         """Return the plan for other dtypes in memory, which reads the same packed weights."""
         return replace(self, spec=replace(self.spec, stored=stored))
@@ -344,10 +348,9 @@ def store_tile(plan: Bf16Plan, operands: Operands, at: TilePosition, totals: lis
 def store_sums(plan: Bf16Plan, operands: Operands, acc: Expr, at: Expr) -> None:
     """Store a vector of sums, which include the bias, through the epilogue.
 
-    `at` is the place of the first in y, without the columns before the results.
+    `at` is the place of the first in y.
     """
-    epilogue, lanes = plan.spec.epilogue, plan.isa.lanes
-    at, residual = at + epilogue.first, None
+    epilogue, lanes, residual = plan.spec.epilogue, plan.isa.lanes, None
     if operands.residual is not None:
         residual = load_partial(operands.residual, at, lanes, plan.store_width)
         if plan.spec.stored.residual == BF16_BITS:

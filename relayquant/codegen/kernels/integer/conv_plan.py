@@ -295,7 +295,12 @@ class ConvPlan:
     @property
     def result_pitch(self) -> int:
         """Elements of y from one pixel to the next."""
-        return self.spec.out_channels
+        return self.spec.result_channels
+
+    @property
+    def first_result(self) -> int:
+        """The first of the channels of y that are written."""
+        return self.spec.first_result
 
     @cached_property
     def store_width(self) -> int:

@@ -182,6 +182,16 @@ class Concatenate:
         return (*first[: self.axis], joined, *first[self.axis + 1 :])
 
 
+@dataclass(frozen=True)
+class CopyColumns:
+    """Copies of operands into some columns of a result: y[..., first : first + size] = x."""
+
+    leading: tuple[int, ...]  #: shape of all operands and of y, without the columns
+    dtype: str
+    columns: tuple[tuple[int, int], ...]  #: (first, size) of every operand
+    total: int  #: columns of y
+
+
 def broadcast_view(shape: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, int, int] | None:
     """Fold `shape` to (outer, middle, inner) so that `other` is (outer, 1, inner).
 
@@ -523,6 +533,32 @@ def build_concatenate(spec: Concatenate, name: str = "concatenate") -> PrimFunc:
     return build_kernel(name, body)
 
 
+def build_copy_columns(spec: CopyColumns, name: str = "copy_columns") -> PrimFunc:
+    """Make PrimFunc(x0, x1, ..., y)."""
+    rows = prod(spec.leading)
+    copied = rows * sum(size for _, size in spec.columns)
+
+    def body() -> None:
+        sizes = [*(size for _, size in spec.columns), spec.total]
+        *inputs, out = declare_arguments(
+            *((f"x{i}", (*spec.leading, size), spec.dtype) for i, size in enumerate(sizes))
+        )
+        with loop_over((rows,), rows > 1 and copied >= 8 * PARALLEL_ELEMENTS) as (row,):
+            for buffer, (first, size) in zip(inputs, spec.columns, strict=True):
+                emit_copy(buffer, row * size, out, row * spec.total + first, size)
+
+    return build_kernel(name, body)
+
+
+def emit_copy(buffer: Buffer, start: Expr, out: Buffer, to: Expr, size: int) -> None:
+    """Copy `size` elements of `buffer` from `start` into `out` at `to`."""
+
+    def step(at: Expr, lanes: int) -> None:
+        store_vector(out, load_vector(buffer, start + at, lanes), to + at, lanes)
+
+    emit_vector_loop(size, COPY_BYTES, step)
+
+
 def emit_requantized_run(
     buffer: Buffer,
     data: Space,
@@ -534,12 +570,12 @@ def emit_requantized_run(
 ) -> None:
     """Requantize `size` elements of `buffer` from `start` into `out` at `to`, or copy them."""
     source = (data.dtype, data.zero_point, data.multiplier)
-    is_copy = source == (epilogue.dtype, epilogue.zero_point, 1) and epilogue.is_unbounded
+    if source == (epilogue.dtype, epilogue.zero_point, 1) and epilogue.is_unbounded:
+        emit_copy(buffer, start, out, to, size)
+        return
 
     def step(at: Expr, lanes: int) -> None:
-        value = load_vector(buffer, start + at, lanes)
-        if not is_copy:
-            value = epilogue.emit_rounded(emit_scaled(value, data, lanes), lanes)
-        store_vector(out, value, to + at, lanes)
+        value = emit_scaled(load_vector(buffer, start + at, lanes), data, lanes)
+        store_vector(out, epilogue.emit_rounded(value, lanes), to + at, lanes)
 
-    emit_vector_loop(size, COPY_BYTES if is_copy else LANES, step)
+    emit_vector_loop(size, LANES, step)

@@ -97,7 +97,7 @@ def locate_panel(
         start = panel * plan.panel_channels + (0 if plan.is_narrow else block * plan.isa.lanes)
         if plan.panels * plan.panel_channels != plan.group_out:
             start = T.min(start, max(plan.group_out - width, 0))
-        channels.append(group * plan.group_out + start)
+        channels.append(group * plan.group_out + start + plan.first_result)
     weight_set = n if plan.weights_per_image else 0
     constants = (group * plan.panels + panel) * plan.panel_channels + place.first_channel
     number = (weight_set * plan.groups + group) * plan.panels + panel
@@ -119,7 +119,7 @@ def declare_operands(
 ) -> Operands:
     """Declare x, weight, bias[, multiplier][, residual], y, in this order."""
     channels, added = (channel_size,), spec.epilogue.residual
-    y_shape = spec.out_shape if out_shape is None else out_shape
+    y_shape = (*spec.out_shape[:-1], spec.result_channels) if out_shape is None else out_shape
     return Operands(
         *declare_arguments(
             ("x", in_shape or spec.stored_shape, spec.in_dtype),

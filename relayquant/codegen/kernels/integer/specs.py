@@ -43,6 +43,9 @@ class Conv2d(Conv2dShape):
     in_zero_point: int = 0
     epilogue: Epilogue = field(default_factory=Epilogue)
     tile: Tile | None = None  #: tile to use; None: the one with the smallest estimated time
+    #: (first channel of y that is written, channels of y); None: all are written. Not for depthwise
+    #: convolutions, and without a residual.
+    columns: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,6 +62,21 @@ class Conv2d(Conv2dShape):
                 f"Conv2d: a {self.kernel} kernel with dilation {self.dilation} does not fit into "
                 f"{self.height}x{self.width} with padding {self.padding}.",
             )
+        if self.columns is not None and (self.is_depthwise or self.epilogue.residual):
+            raise ValueError(
+                "Conv2d: a depthwise convolution, or one with a residual, has columns; allowed: "
+                "columns of other convolutions.",
+            )
+
+    @property
+    def result_channels(self) -> int:
+        """Channels of y."""
+        return self.out_channels if self.columns is None else self.columns[1]
+
+    @property
+    def first_result(self) -> int:
+        """The first of the channels of y that are written."""
+        return 0 if self.columns is None else self.columns[0]
 
     @property
     def macs(self) -> int:

@@ -686,7 +686,7 @@ def emit_integers(
         for n in range(blocks):
             value = load_vector(sums, (tile.first + row) * width + n * lanes, lanes)
             accs.append(value if term is None else value + term)
-        targets.append(pixel * plan.spec.out_channels)
+        targets.append(pixel * plan.result_pitch)
         if operands.residual is not None:
             channels = tile.channels[:1] if plan.is_narrow else tile.channels
             emit_residual_prefetch(plan, operands.residual, pixel, plan.spec.out_channels, channels)

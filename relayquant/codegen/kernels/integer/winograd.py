@@ -426,14 +426,14 @@ def emit_results(
     """Emit the epilogue for the sums of one tile, for all channels of a part."""
     spec, isa, lanes = plan.spec, plan.isa, plan.isa.lanes
     (height, width), channels = spec.out_size, spec.out_channels
-    start = ((at.image * height + at.row) * width + at.col) * channels
+    start = ((at.image * height + at.row) * width + at.col) * spec.result_channels
     inverse = constant("int32", INVERSE_OF_9, lanes)
     blocks = plan.product.tile.blocks
     end = T.bind(T.min(own.end * blocks, channels // lanes))  # the last panel may be partial
     with T.serial(end - own.first * blocks) as v:
         first = T.bind((own.first * blocks + v) * lanes)
         source = T.bind(at.number * plan.sum_channels + v * lanes)
-        target = T.bind(start + first)
+        target = T.bind(start + (first + spec.first_result))
 
         columns = alloc_columns(OUT, lanes, "int32")
         with T.unroll(IN) as j:
@@ -449,7 +449,7 @@ def emit_results(
                 value = emit_wrapping(Wrapping.MULTIPLY, value, inverse, lanes)
                 value = shift(Wrapping.SHIFT_RIGHT, value, SHIFT, lanes)
                 totals.append(emit_wrapping(Wrapping.ADD, value, bias, lanes))
-            targets = [target + (i * width + j) * channels for j in range(OUT)]
+            targets = [target + (i * width + j) * spec.result_channels for j in range(OUT)]
             if can_narrow(isa, spec.epilogue):
                 emit_narrow_vectors(isa, spec.epilogue, operands, totals, targets, first, 1, lanes)
                 continue
