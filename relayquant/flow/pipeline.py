@@ -49,6 +49,7 @@ from relayquant.flow.refine.guard import (
     write_reverted,
 )
 from relayquant.flow.refine.levels import keep_nearer
+from relayquant.flow.refine.loudness import follow_loudness
 from relayquant.flow.refine.prepared_edit import Changes, change_operators, review_prepared
 from relayquant.flow.refine.search import open_search, start_search
 from relayquant.flow.refine.search_result import SearchOutcome
@@ -179,6 +180,14 @@ def guard_module(
         return qmod
     sample = finish_watching(calibrated, dataset, settings, sample)
     look = look_at_samples(calibrated, qmod, sample, settings)
+    qmod, look = follow_loudness(
+        calibrated,
+        qmod,
+        look,
+        sample,
+        settings,
+        lambda changes: rebuild(calibrated, changes, dataset, settings)[1],
+    )
     seen = judge_look(calibrated, qmod, look, settings)
     promise = find_promise(calibrated, settings)
     if promise or not seen.deviates:

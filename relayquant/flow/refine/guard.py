@@ -211,6 +211,7 @@ class Look:
         is_held_out: Whether the samples are from a validation data set.
         held_back: How many of them, at the beginning, calibration did not read.
         held_gaps: Of every output, over these alone.
+        ranged: Operators of the module that read their data's range at run time; see `loudness`.
     """
 
     first: list[Batch]
@@ -222,6 +223,7 @@ class Look:
     is_held_out: bool = False
     held_back: int = 0
     held_gaps: Sequence[OutputGap] = ()
+    ranged: tuple[str, ...] = ()
 
     def summarize(self) -> GuardResult:
         """For the ledger, what the gaps say: the worst of all outputs."""
@@ -250,6 +252,7 @@ class Look:
             else None,
             answers=agreement.answers,
             equal=agreement.equal,
+            ranged=self.ranged,
         )
 
 
