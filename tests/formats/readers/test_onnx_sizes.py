@@ -262,3 +262,37 @@ def test_slice__to_the_end_of_a_symbolic_size(end, dtype, opset):
     mod, _ = rq.load(model)
     (got,) = rq.Executor(rq.compile(mod)).run("main", [x])
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("opset", [9, 17])
+@pytest.mark.parametrize(
+    "bounds",
+    [(2, -1, 1), (2, -2, 2), (-3, 2, 1), (3, 1, 1), (-1, -3, 1), (-2, 2, -1), (1, 3, -1)],
+    ids=str,
+)
+def test_slice__of_a_short_axis_is_empty(bounds, opset):
+    """Where its start lies behind its end. TVM counts less than no elements there."""
+    begin, end, step = bounds
+    is_old = opset < 10
+    if is_old and step != 1:
+        pytest.skip("this opset has no steps")
+    attributes = {"starts": [begin], "ends": [end], "axes": [0]}
+    names = "begin", "end", "axis", "step"
+    rows = np.array([begin, end, 0, step]).reshape(4, 1)
+    given = ["x"] if is_old else ["x", *names]
+    call = helper.make_node("Slice", given, ["y"], **(attributes if is_old else {}))
+    graph = helper.make_graph(
+        [call],
+        "slice",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 2])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["m", 2])],
+        [numpy_helper.from_array(row, name) for row, name in zip(rows, names, strict=True)],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+    mod, _ = rq.load(model)
+    executor = rq.Executor(rq.compile(mod))
+    for size in range(6):
+        x = np.arange(2 * size, dtype="float32").reshape(size, 2)
+        wanted = x[begin:end:step]
+        np.testing.assert_array_equal(rq.reference.run(mod, [x])[0], wanted)
+        np.testing.assert_array_equal(executor.run("main", [x])[0], wanted)

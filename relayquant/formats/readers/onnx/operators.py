@@ -76,6 +76,7 @@ from relayquant.formats.readers.onnx.reductions import (
 )
 from relayquant.formats.readers.onnx.resize import convert_resize, convert_upsample
 from relayquant.formats.readers.onnx.sizes import (
+    INT_MAX,
     convert_constant_of_shape,
     convert_reshape,
     convert_split,
@@ -98,9 +99,6 @@ from relayquant.formats.readers.refusal import NotConstant, Refusal
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
 
 _FRONTEND = _tvm.load_onnx_frontend()
-
-#: An end of Slice from here on means the end of the axis (ONNX, operator Slice).
-INT_MAX = np.iinfo("int32").max
 
 Convert = Callable[[relax.BlockBuilder, Sequence[Any], dict[str, Any], int], "relax.Expr | None"]
 
@@ -416,17 +414,16 @@ def convert_slice(
     """Convert Slice with run-time bounds. Below opset 10, where bounds are attributes, they become
     inputs.
     """
-    if opset >= 10:
-        sliced = slice_at_run_time(bb, inputs, attrs, opset)
-        if sliced is not None:
-            return sliced
-        data, starts, ends, *rest = inputs
-        return _run_frontend("Slice", bb, [data, starts, open_ends(ends), *rest], {}, opset)
-    starts, ends = attrs["starts"], attrs["ends"]
-    axes = attrs.get("axes", range(len(starts)))
-    rows = (starts, ends, axes)
-    starts, ends, axes = (relax.const(np.array(list(row), "int64"), "int64") for row in rows)
-    return _run_frontend("Slice", bb, [inputs[0], starts, open_ends(ends), axes], {}, 10)
+    if opset < 10:
+        starts, ends = attrs["starts"], attrs["ends"]
+        axes = attrs.get("axes", range(len(starts)))
+        rows = (np.array(list(row), "int64") for row in (starts, ends, axes))
+        inputs = [inputs[0], *(relax.const(row, "int64") for row in rows)]
+    sliced = slice_at_run_time(bb, inputs, {}, max(opset, 10))
+    if sliced is not None:
+        return sliced
+    data, starts, ends, *rest = inputs
+    return _run_frontend("Slice", bb, [data, starts, open_ends(ends), *rest], {}, max(opset, 10))
 
 
 def open_ends(ends: relax.Expr) -> relax.Expr:

@@ -30,6 +30,8 @@ from relayquant.ir.rewrite.graph import constant_value, tensor_shape
 
 #: Largest constant that is computed during the import, in elements.
 MAX_CONSTANT = 2**28
+#: An end of Slice from here on means the end of the axis (ONNX, operator Slice).
+INT_MAX = np.iinfo("int32").max
 
 
 def read_sizes(value: Any) -> list[Any] | None:
@@ -155,7 +157,8 @@ def slice_at_run_time(
     """Convert Slice with run-time bounds or steps to one R.take per axis, with the indices begin +
     step * (0 ... count - 1).
 
-    Constants are left to TVM. `slice_by_sizes` handles symbolic sizes.
+    Constants are left to TVM, except those that leave nothing of a short axis. `slice_by_sizes`
+    handles symbolic sizes.
 
     Raises:
         Refusal: the axes are not constant, or the number of slices is unknown.
@@ -164,7 +167,8 @@ def slice_at_run_time(
     operands = [value for value in (starts, ends, steps) if value is not None]
     lists = [read_sizes(value) for value in operands]
     if all(found is not None for found in lists):
-        if all(isinstance(size, int) for found in lists for size in found or ()):
+        is_constant = all(isinstance(size, int) for found in lists for size in found or ())
+        if is_constant and not may_cross(data, *lists[:2], axes, steps):
             return None
         sliced = slice_by_sizes(data, *map(read_sizes, (starts, ends)), axes, steps)
         if sliced is not None:
@@ -211,6 +215,25 @@ def slice_at_run_time(
         indices = bb.emit(relax.op.add(begin, bb.emit(relax.op.multiply(ramp, step))))
         data = bb.emit(relax.op.take(data, indices, axis))
     return data
+
+
+def may_cross(data: relax.Expr, starts: list[int], ends: list[int], axes: Any, steps: Any) -> bool:
+    """Whether a constant start may lie behind its end on an axis of symbolic size. The slice is
+    empty then, and TVM counts less than no elements.
+    """
+    sizes = tensor_shape(data)
+    taken = range(len(starts)) if axes is None else read_sizes(axes)
+    strides = [1] * len(starts) if steps is None else read_sizes(steps)
+    if sizes is None or taken is None or strides is None:
+        return False
+    for axis, start, end, step in zip(taken, starts, ends, strides, strict=True):
+        if isinstance(sizes[axis], str):
+            low, high = (start, end) if step > 0 else (end, start)
+            is_whole = high >= INT_MAX or low <= -INT_MAX
+            is_whole |= low == 0 if step > 0 else high == -1
+            if not is_whole and ((low < 0) != (high < 0) or low > high):
+                return True
+    return False
 
 
 def slice_by_sizes(
