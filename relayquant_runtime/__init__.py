@@ -301,15 +301,17 @@ def spell_version(path: Path) -> str:
 
 
 def check_unchanged(path: Path) -> None:
-    """LibraryError if the file was written into since this process first loaded it: what is mapped
-    is then neither the old library nor the new one.
+    """LibraryError if the file may have been written into since this process first loaded it: what
+    is mapped is then neither the old library nor the new one. Its time of change says so; a `touch`
+    looks the same.
     """
     status = path.stat()
     found = status.st_mtime_ns, status.st_size
     if _FIRST_SEEN.setdefault((status.st_dev, status.st_ino), found) != found:
         raise LibraryError(
-            f"{path} was changed in place since this process loaded it. Write the new library to "
-            "another file and rename that to this path, and load it in a new process."
+            f"{path} was changed in place since this process loaded it (its size or time of change "
+            "is another). Write the new library to another file and rename that to this path, and "
+            "load it in a new process. If only the time was set (touch), rename a copy to this path."
         )
 
 
