@@ -311,7 +311,7 @@ def check_unchanged(path: Path) -> None:
         raise LibraryError(
             f"{path} was changed in place since this process loaded it (its size or time of change "
             "is another). Write the new library to another file and rename that to this path, and "
-            "load it in a new process. If only the time was set (touch), rename a copy to this path."
+            "load it in a new process. If only the time was set (touch), rename a copy to it."
         )
 
 

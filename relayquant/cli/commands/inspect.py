@@ -13,6 +13,7 @@ import numpy as np
 import tvm
 
 import relayquant as rq
+from relayquant.base.language import DECODE
 from relayquant.base.storage.files import decode_json, read_text, write_text
 from relayquant.cli.files import is_module_file, load_model
 from relayquant.cli.options import MAX_BACKEND_SIZE, check_options, read_backend
@@ -162,7 +163,7 @@ def show_language_model(
 ) -> ExitCode:
     """Show a module with the functions prefill and decode. Its float tensors are not read."""
     sequences, _, length, _ = rq.get_state(mod)[0].shape
-    scores = mod["decode"].ret_ty.fields[0]
+    scores = mod[DECODE].ret_ty.fields[0]
     vocabulary = static_size(scores.shape[-1])
     facts = {"sequences": sequences, "max_length": length, "vocabulary": vocabulary}
     size = count_constant_bytes(mod)

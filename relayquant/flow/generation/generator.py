@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from relayquant.base.arguments import check_arguments, describe_value
+from relayquant.base.language import DECODE, LANGUAGE_FUNCTIONS, PREFILL
 from relayquant.errors import ConfigError, DataError, ModelError, format_count
 from relayquant.flow.generation.sampling import TokenSampling, choose_token
 from relayquant.formats.tokenizers import Tokenizer
 from relayquant_runtime import Library
 
-FUNCTIONS = ("prefill", "decode")
 #: Tokens of a prompt that the model takes at once: more take more memory, fewer more time.
 CHUNK = 512
 MAX_TOKENS = 128
@@ -87,7 +87,7 @@ class Generator:
         self.executor = executable if isinstance(executable, Library) else execute(executable)
         self.tokenizer, self.chunk = tokenizer, chunk
         state = self.executor.describe_state()["values"]
-        missing = [name for name in FUNCTIONS if not self.executor.has_function(name)]
+        missing = [name for name in LANGUAGE_FUNCTIONS if not self.executor.has_function(name)]
         # Keys and values are (sequences, groups, length, width).
         if missing or not state or len(state[0]["shape"]) != 4:
             lacks = " and no ".join(missing) or "keys and values as state"
@@ -99,7 +99,7 @@ class Generator:
         self.sequences, _, self.max_length, _ = state[0]["shape"]
         self._turn = 0
         empty = np.zeros((self.sequences, 1), "int32")
-        self.vocabulary = self._run("decode", empty, empty[:, 0]).shape[-1]
+        self.vocabulary = self._run(DECODE, empty, empty[:, 0]).shape[-1]
 
     @check_arguments
     def generate(
@@ -214,7 +214,7 @@ class Generator:
                     "a generator for each from its own Executor.",
                     code="RQ105",
                 )
-            scores = self._run("decode", tokens, positions)[:, 0]
+            scores = self._run(DECODE, tokens, positions)[:, 0]
             running = {i: scores[i] for i in left}
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
@@ -233,7 +233,7 @@ class Generator:
             # Rows behind the end of a short prompt are overwritten before they are seen.
             positions = np.full(self.sequences, start, "int32")
             picked = np.clip(lengths - 1 - start, 0, rows.shape[1] - 1).astype("int32")
-            scores = self._run("prefill", rows, positions, picked[:, None])
+            scores = self._run(PREFILL, rows, positions, picked[:, None])
             for i in range(len(prompts)):
                 if start < lengths[i] <= ends:
                     found[i] = scores[i, 0]

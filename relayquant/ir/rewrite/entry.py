@@ -13,12 +13,11 @@ import tvm_ffi
 from tvm import relax
 from tvm.ir import GlobalVar
 
+from relayquant.base.language import LANGUAGE_FUNCTIONS
 from relayquant.errors import ModelError
 
 #: Name of the model function inside the package and in its results.
 MAIN = "main"
-#: Names of the functions of a language model.
-LANGUAGE_FUNCTIONS = ("prefill", "decode")
 
 
 def find_entry(mod: tvm.IRModule) -> str | None:

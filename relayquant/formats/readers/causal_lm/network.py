@@ -18,6 +18,7 @@ import tvm
 from tvm import relax, tirx
 
 from relayquant.base.grouping import GroupedWeight
+from relayquant.base.language import DECODE, PREFILL
 from relayquant.formats.readers.causal_lm.config import (
     CausalLMConfig,
     HiddenFunction,
@@ -66,7 +67,7 @@ def build_network(
         ModelError: a tensor cannot be read.
     """
     network = Network.make(config, options, tensors)
-    rows = {"prefill": tirx.Var("rows", "int64"), "decode": tirx.IntImm("int64", 1)}
+    rows = {PREFILL: tirx.Var("rows", "int64"), DECODE: tirx.IntImm("int64", 1)}
     # A builder of its own for each function: values of the same name are called the same in both.
     functions = {name: FunctionBuilder(network, name, each).build() for name, each in rows.items()}
     mod = with_state(tvm.IRModule(functions), list_states(network))
@@ -248,7 +249,7 @@ class FunctionBuilder:
             name: variable(name, tensor.shape, "float32") for name, tensor in network.floats.items()
         }
         self.inputs = [self.tokens, self.positions]
-        if name == "prefill":
+        if name == PREFILL:
             self.inputs.append(self.picked)
         self.inputs += self.state.values()
 
@@ -380,7 +381,7 @@ class FunctionBuilder:
     def compute_scores(self, x: Expr) -> Expr:
         """Return scores of the picked rows, (B, picked, vocabulary)."""
         config = self.config
-        if self.name == "prefill":
+        if self.name == PREFILL:
             at = self.emit(relax.op.astype(self.picked, "int64"), "picked.wide")
             at = self.emit(relax.op.expand_dims(at, -1), "picked.at")
             x = self.emit(relax.op.gather_nd(x, at, batch_dims=1), "picked.rows")

@@ -1,0 +1,7 @@
+"""Names of a language model's functions, for those who write, find and call them. Loads nothing."""
+
+from __future__ import annotations
+
+#: The function of many tokens, and that of the next one.
+PREFILL, DECODE = "prefill", "decode"
+LANGUAGE_FUNCTIONS = (PREFILL, DECODE)
