@@ -22,7 +22,7 @@ from relayquant.base.storage.module_file import WHAT, read_module
 from relayquant.cli.parsers import LIBRARIES
 from relayquant.config import Precision
 from relayquant.errors import ConfigError, ModelError
-from relayquant.formats.load import FORMATS
+from relayquant.formats.load import FORMATS, is_folder_config
 from relayquant.ir.ledger import find_ledger
 from relayquant.relay import is_relay_json
 
@@ -94,7 +94,7 @@ def collect(pairs: Sequence[tuple[str, Any]], option: str) -> dict[str, Any] | N
 
 def is_module_file(path: Path) -> bool:
     """Whether a file name has the ending of a Relax module."""
-    if path.suffix != JSON_SUFFIX:
+    if path.suffix != JSON_SUFFIX or is_folder_config(path):
         return path.suffix == ARCHIVE_SUFFIX
     with path.open(encoding="utf-8", errors="replace") as file:
         return not is_relay_json(file.read(1000))

@@ -18,13 +18,20 @@ from relayquant.base.storage.files import (
     DEFAULT_MAX_BYTES,
     PathLike,
     check_file,
+    decode_json,
+    read_text,
     reading,
 )
 from relayquant.base.storage.module_file import read_module
 from relayquant.errors import ModelError
 from relayquant.formats.readers import import_onnx, import_tflite, import_torch
 from relayquant.formats.readers.causal_lm import CausalLMOptions
-from relayquant.formats.readers.causal_lm.sources import CONFIG, import_folder, import_gguf
+from relayquant.formats.readers.causal_lm.sources import (
+    CONFIG,
+    MOST_CONFIG,
+    import_folder,
+    import_gguf,
+)
 from relayquant.formats.readers.onnx.inputs import Inputs
 from relayquant.formats.readers.state import pair_state
 from relayquant.relay import decode_params, from_json, from_text, is_relay_json
@@ -228,7 +235,7 @@ def _find_format(path: Path) -> Format:
     if (path / CONFIG).is_file():
         return FOLDER
     for each in FORMATS:
-        if each.suffix == path.suffix.lower():
+        if each.suffix == path.suffix.lower() and not is_folder_config(path):
             return each
     if path.suffix.lower() in PICKLES:
         raise ModelError(
@@ -254,6 +261,19 @@ def _find_format(path: Path) -> Format:
         "Any module of a TVM frontend may also be passed to relayquant directly.",
         code="RQ201",
     )
+
+
+def is_folder_config(path: Path) -> bool:
+    """Whether a file is the description of a folder of transformers. A module in JSON may have its
+    name.
+    """
+    if path.name != CONFIG or not path.is_file() or path.stat().st_size > MOST_CONFIG:
+        return False
+    try:
+        data = decode_json(read_text(path, MOST_CONFIG))
+    except (ValueError, RecursionError):
+        return False  # reading it as a model reports what is wrong
+    return isinstance(data, dict) and not data.keys().isdisjoint(("model_type", "architectures"))
 
 
 def _find_kind(model: object) -> Format:

@@ -272,7 +272,7 @@ def test_folder__files_that_were_not_downloaded(tmp_path):
     (tmp_path / "model.safetensors.index.json").unlink()
     with pytest.raises(ModelError, match=r"has 2 files .*pickle.*save_pretrained"):
         rq.load(tmp_path)
-    for part in ("model-0.safetensors", "pytorch_model.bin"):
+    for part in ("model-0.safetensors", "pytorch_model.bin", "config.json"):
         with pytest.raises(ModelError, match=r"is no model\..*name the folder.*has a config"):
             rq.load(tmp_path / part)
     (tmp_path / "config.json").unlink()
