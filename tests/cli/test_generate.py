@@ -9,6 +9,7 @@ import sys
 import pytest
 from llama_files import LENGTH, VOCABULARY, draw_weights, write_folder, write_tokenizer
 
+import relayquant as rq
 from relayquant import cli
 
 pytest.importorskip("tokenizers")
@@ -99,6 +100,15 @@ def test_export_and_compress__of_a_language_model(folder, tmp_path, capsys):
     assert all(0 < len(text.rstrip("\n")) <= 5 for text in texts)
     assert cli.main(["generate", str(module), *WORDS]) == 2
     assert "m.rqm has no tokenizer. Add --tokenizer" in capsys.readouterr().err
+
+
+def test_generate__a_prompt_that_does_not_fit_is_told_before_it_compiles(
+    folder, monkeypatch, capsys
+):
+    monkeypatch.setattr(rq, "compile", lambda model: pytest.fail("it compiles"))
+    words = ["generate", str(folder), "-p", "hello", "--max-length"]
+    assert cli.main([*words, "4"]) == 2
+    assert "Prompt 0 has 5 tokens; allowed: at most 4." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from typing import Any
 import relayquant as rq
 from relayquant.base.cores import count_cores
 from relayquant.base.events import StageEvent
+from relayquant.base.language import DECODE
 from relayquant.base.storage.files import ARCHIVE_SUFFIX, check_file, reading, write_whole
 from relayquant.cli.options import check_options
 from relayquant.cli.output import CommandOutput, ExitCode
@@ -23,6 +24,7 @@ from relayquant.cli.parsers import LIBRARIES
 from relayquant.cli.threads import use_threads
 from relayquant.errors import ConfigError, ModelError, format_count
 from relayquant.flow.generation import Piece
+from relayquant.flow.generation.generator import check_prompt
 from relayquant.plots.progress import ProgressReport
 from relayquant_runtime import Library
 
@@ -58,7 +60,9 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     with use_threads(threads):
         with output.open_progress() as progress:
             start = time.perf_counter()
-            executor = open_library(options.model) if is_library else build(options, progress)
+            executor = (
+                open_library(options.model) if is_library else build(options, prompt, progress)
+            )
             with show_stage(progress, "prepare"):
                 generator = rq.Generator(executor, tokenizer)
             seconds = time.perf_counter() - start
@@ -115,20 +119,26 @@ def open_library(path: Path) -> Library:
         return Library(path)
 
 
-def build(options: argparse.Namespace, progress: ProgressReport) -> rq.Executor:
-    """Load and compile a model, and save it if that was asked for."""
+def build(options: argparse.Namespace, prompt: list[int], progress: ProgressReport) -> rq.Executor:
+    """Load and compile a model, and save it if that was asked for. Raises DataError for a prompt
+    that the model does not take, before it compiles.
+    """
     given = {"max_length": options.max_length, "cache": options.cache}
     settings: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     with show_stage(progress, "load"):
         causal_lm = rq.CausalLMOptions(**settings) if settings else None
         mod, params = rq.load(options.model, causal_lm=causal_lm)
     from relayquant.ir.rewrite.entry import is_language_model  # loads the compiler
+    from relayquant.ir.rewrite.graph import static_size
 
     if not is_language_model(mod):
         raise ModelError(
             f"{options.model} is no language model: it has no functions prefill and decode.",
             code="RQ202",
         )
+    state, vocabulary = rq.get_state(mod), static_size(mod[DECODE].ret_ty.fields[0].shape[-1])
+    if state and len(state[0].shape) == 4 and vocabulary is not None:  # keys, as of our readers
+        check_prompt(0, prompt, state[0].shape[2], vocabulary)
     if options.bits is not None:
         mod = rq.compress_weights(mod, params, bits=options.bits, callbacks=(progress,))
         params = None

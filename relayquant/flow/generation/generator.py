@@ -252,27 +252,36 @@ class Generator:
                 "tokens, which are integers.",
                 code="RQ302",
             )
-        if not tokens:
-            raise DataError(
-                f"Prompt {index} has no tokens. Give it at least one character that the "
-                "tokenizer knows, or a list with one token.",
-                code="RQ302",
-            )
-        if len(tokens) > self.max_length:
-            raise DataError(
-                f"Prompt {index} has {format_count(len(tokens), 'token')}; allowed: at most "
-                f"{self.max_length}. Shorten it, or load the model with "
-                f"CausalLMOptions(max_length=...) above {len(tokens)}.",
-                code="RQ302",
-            )
-        wrong = [token for token in tokens if not 0 <= token < self.vocabulary]
-        if wrong:
-            raise DataError(
-                f"Prompt {index} has the token {wrong[0]}; the model has 0 to "
-                f"{self.vocabulary - 1}. Is the tokenizer that of the model?",
-                code="RQ302",
-            )
+        check_prompt(index, tokens, self.max_length, self.vocabulary)
         return [*map(int, tokens)]
+
+
+def check_prompt(index: int, tokens: Sequence[int], max_length: int, vocabulary: int) -> None:
+    """Check that a model of this length and vocabulary takes a prompt.
+
+    Raises:
+        DataError: it has no tokens, too many or unknown ones.
+    """
+    if not tokens:
+        raise DataError(
+            f"Prompt {index} has no tokens. Give it at least one character that the tokenizer "
+            "knows, or a list with one token.",
+            code="RQ302",
+        )
+    if len(tokens) > max_length:
+        raise DataError(
+            f"Prompt {index} has {format_count(len(tokens), 'token')}; allowed: at most "
+            f"{max_length}. Shorten it, or load the model with CausalLMOptions(max_length=...) "
+            f"above {len(tokens)}; --max-length of the command line.",
+            code="RQ302",
+        )
+    wrong = [token for token in tokens if not 0 <= token < vocabulary]
+    if wrong:
+        raise DataError(
+            f"Prompt {index} has the token {wrong[0]}; the model has 0 to {vocabulary - 1}. Is "
+            "the tokenizer that of the model?",
+            code="RQ302",
+        )
 
 
 def list_prompts(prompts: Any) -> tuple[list[Any], bool]:
