@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tvm
@@ -336,6 +338,17 @@ def test_rank_tiles__short_reductions_get_small_tiles_on_zen(timing):
     short = rank_tiles((112, 112), 6, 4, isa, (1, 2, 4))[0]
     long = rank_tiles((14, 14), 16, 256, isa, (1, 2, 4))[0]
     assert short.pixels * short.blocks <= timing.ahead < long.pixels * long.blocks
+
+
+def test_rank_tiles__long_reductions_are_not_bound_by_loads_on_zen5():
+    """A tile of one block loads a word for each product, and its weights.
+
+    Where products are few, the conversion of results takes longer than that.
+    """
+    isa = VNNI512.with_timing(ZEN5)
+    assert rank_tiles((1, 3136), 9, 6, isa, (1, 2, 4))[0].blocks == 1
+    assert rank_tiles((1, 169), 63, 128, isa, (1, 2, 4))[0].blocks == 2
+    assert rank_tiles((1, 169), 63, 128, isa.with_timing(replace(ZEN5, load=0.0)))[0].blocks == 1
 
 
 def test_channel_order__is_what_packs_undo():

@@ -45,10 +45,11 @@ def rank_tiles(
     The reduction has `taps` loops over `words` words, followed by `end_words` words. Results of
     tiles whose number of blocks is in `narrow` are stored as packed bytes. The time of one word, in
     dot products, is `Isa.time_word`, and more if an accumulator goes to the stack
-    (`Isa.count_registers`). Overlapping tiles count as work, so sizes that divide evenly win. A
-    tile consists of whole accumulators; the output must have at least `isa.pixels` pixels. Pixels
-    `repeat` columns apart read the same words (0: none do). LLVM keeps these in registers if it
-    unrolls the loop over words.
+    (`Isa.count_registers`). A tile takes at least the time of its loads (`Timing.load`).
+    Overlapping tiles count as work, so sizes that divide evenly win. A tile consists of whole
+    accumulators; the output must have at least `isa.pixels` pixels. Pixels `repeat` columns
+    apart read the same words (0: none do). LLVM keeps these in registers if it unrolls the loop
+    over words.
     """
     height, width = out_size
     stack_cost, most_registers = STACK_COST, isa.registers
@@ -72,8 +73,9 @@ def rank_tiles(
                 if registers > isa.registers and not isa.may_spill:
                     continue
                 time += stack_cost * (registers > most_registers)
-                time *= words * taps + end_words
-                time += isa.timing.time_stores(dots, blocks, blocks in narrow)
+                steps = words * taps + end_words
+                time = time * steps + isa.timing.time_stores(dots, blocks, blocks in narrow)
+                time = max(time, (pixels + blocks) * steps * isa.timing.load)
                 tiles = ceil_div(height, rows) * ceil_div(width, cols) * ceil_div(vectors, blocks)
                 cost = tiles * time * (1 + 0.01 * (rows > 1)) - 0.001 * pixels
                 found.append((cost, Tile(rows, cols, blocks, chains)))
