@@ -37,7 +37,8 @@ class Network:
         draw: Its inputs.
         task: What is compared beside decibels, in words, and how; None: nothing.
         data: Other packages that the inputs come from.
-        samples: How many samples calibrate, and as many others are measured on.
+        samples: How many samples calibrate.
+        others: How many others are measured on; 0: as many.
         is_embedding: Whether `file` is a checkpoint of MiniLM-L6, which is exported first.
     """
 
@@ -47,6 +48,7 @@ class Network:
     task: tuple[str, Task] | None = None
     data: tuple[str, ...] = field(default=())
     samples: int = 64
+    others: int = 0
     is_embedding: bool = False
 
     @property
@@ -444,6 +446,7 @@ ROWS: dict[str, Network] = {
         partial(draw_spectra, frames=250),
         data=("captcha",),
         samples=16,
+        others=64,  # one number each: on 16, 3 dB are chance
     ),
     "Basic Pitch": Network(
         "basic-pitch",

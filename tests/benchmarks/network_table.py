@@ -151,7 +151,8 @@ def measure_network(
     network: Network, methods: Sequence[str], limit: int
 ) -> Iterator[tuple[str, Entry]]:
     """Entries of all methods, each from a process of its own."""
-    drawn = [*islice(network.draw(np.random.default_rng(SEED)), 2 * network.samples)]
+    count = network.samples + (network.others or network.samples)
+    drawn = [*islice(network.draw(np.random.default_rng(SEED)), count)]
     samples, others = drawn[: network.samples], drawn[network.samples :]
 
     with open_temporary_folder() as folder:
@@ -241,7 +242,8 @@ def format_table(results: Mapping[str, Any]) -> str:
     lines = [
         "SQNR of each output in dB against the float model, the task's result in %, and in",
         "parentheses CPU seconds to quantize on one core. The task compares with the float model,",
-        "too. All methods have the same calibration samples, and are measured on as many others.",
+        "too. All methods have the same calibration samples, and are measured on as many others,",
+        "or on so many as the second number says.",
         "An output behind a softmax depends on a few samples near a decision: 3 dB are chance.",
         "Cells are measured one by one, with the relayquant of that day.",
         f"({', '.join(results['versions'])})",
@@ -253,7 +255,8 @@ def format_table(results: Mapping[str, Any]) -> str:
             continue
         task = "" if network.task is None else network.task[0]
         cells = [format_entry(measured.get(method, {})) for method in METHODS]
-        lines.append(f"| {' | '.join([row, task, str(network.samples), *cells])} |")
+        samples = f"{network.samples}, {network.others}" if network.others else network.samples
+        lines.append(f"| {' | '.join([row, task, str(samples), *cells])} |")
     return "\n".join(lines)
 
 
@@ -269,16 +272,19 @@ def format_entry(entry: Entry) -> str:
     return f"{cell}{task} ({entry['seconds']:.0f} s)"
 
 
-def list_versions() -> list[str]:
-    """Names and versions of the tools, and of the packages with networks and inputs."""
+def list_versions(before: Sequence[str]) -> list[str]:
+    """ "name version" of the tools, and of the packages with networks and inputs; as `before` of
+    those that are not installed, whose cells stay.
+    """
     shipped = {name for row in ROWS.values() for name in (row.package, *row.data)}
-    found = []
-    for package in ("relayquant", "onnxruntime", "openvino", "nncf", *sorted(shipped)):
+    known = {line.split()[0]: line for line in before}
+    tools = "relayquant", "onnxruntime", "openvino", "nncf"
+    for name in (*tools, *shipped):
         try:
-            found.append(f"{package} {version(package)}")
+            known[name] = f"{name} {version(name)}"
         except PackageNotFoundError:
             continue  # its rows fail and say so
-    return found
+    return [known[name] for name in (*tools, *sorted(shipped)) if name in known]
 
 
 def write_page(results: Mapping[str, Any]) -> None:
@@ -293,7 +299,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=600, help="CPU seconds for each method")
     options = parser.parse_args()
     results = read_results(RESULTS) or {"rows": {}}
-    results["versions"] = list_versions()
+    results["versions"] = list_versions(results.get("versions", []))
     for row in options.networks:
         for method, entry in measure_network(ROWS[row], options.methods, options.limit):
             print(row, "|", method, "|", format_entry(entry), flush=True)

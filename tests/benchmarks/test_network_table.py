@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from importlib.metadata import PackageNotFoundError
 
 import numpy as np
 import onnx
@@ -28,13 +29,27 @@ def test_format_entry__all_parts():
 def test_format_table__rows_that_were_measured():
     entry = {"decibels": [20.0], "task": 1.0, "seconds": 3.0}
     table = network_table.format_table(
-        {"versions": ["nncf 3"], "rows": {"MTCNN P": {"NNCF": entry}}}
+        {"versions": ["nncf 3"], "rows": {"MTCNN P": {"NNCF": entry}, "PLCMOS": {"NNCF": entry}}}
     )
-    assert table.splitlines()[-3:] == [
+    assert table.splitlines()[-4:] == [
         "| network | task | samples | fast | balanced | best | ONNX Runtime | NNCF |",
         "|---|---|---|---|---|---|---|---|",
         "| MTCNN P | same answers | 64 | - | - | - | - | 20.0; 100.0 % (3 s) |",
+        "| PLCMOS |  | 16, 64 | - | - | - | - | 20.0; 100.0 % (3 s) |",
     ]
+
+
+def test_list_versions__what_is_not_installed_stays(monkeypatch):
+    def version(name: str) -> str:
+        if name == "mediapipe":
+            raise PackageNotFoundError(name)
+        return "2"
+
+    monkeypatch.setattr(network_table, "version", version)
+    found = network_table.list_versions(["relayquant 1", "mediapipe 1", "no-such-package 1"])
+    assert found[:4] == ["relayquant 2", "onnxruntime 2", "openvino 2", "nncf 2"]
+    assert "mediapipe 1" in found
+    assert "no-such-package 1" not in found
 
 
 def test_page__is_written():
