@@ -296,3 +296,32 @@ def test_slice__of_a_short_axis_is_empty(bounds, opset):
         wanted = x[begin:end:step]
         np.testing.assert_array_equal(rq.reference.run(mod, [x])[0], wanted)
         np.testing.assert_array_equal(executor.run("main", [x])[0], wanted)
+
+
+@pytest.mark.parametrize("opset", [11, 17])
+@pytest.mark.parametrize("parts", [(0, 3), (3, 0), (1, 0, 2), (0, 0, 3)], ids=str)
+def test_split__into_parts_without_elements(parts, opset):
+    names = [f"part{i}" for i in range(len(parts))]
+    given = {"split": [*parts]} if opset < 13 else {}
+    call = helper.make_node("Split", ["x"] + ["parts"] * (not given), names, axis=-1, **given)
+    join = helper.make_node("Concat", [*names, *names[:1]], ["y"], axis=1)
+    constants = {} if given else {"parts": np.array(parts)}
+    graph = helper.make_graph(
+        [call, join],
+        "split",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 3 + parts[0]])],
+        [numpy_helper.from_array(value, name) for name, value in constants.items()],
+    )
+    opsets = [helper.make_opsetid("", opset)]
+    compiled = Compiled(helper.make_model(graph, opset_imports=opsets, ir_version=8))
+    for size in (2, 0):
+        compiled.check({"x": RNG.standard_normal((size, 3)).astype("float32")})
+
+
+@pytest.mark.parametrize("op", ["Softmax", "LogSoftmax"])
+def test_softmax__of_nothing(op):
+    call = helper.make_node(op, ["x"], ["y"], axis=-1)
+    compiled = Compiled(make_model([call], {"x": ("float32", ["N", "M"])}, 18))
+    for shape in ((3, 0), (0, 4), (2, 4)):
+        compiled.check({"x": RNG.standard_normal(shape).astype("float32")})

@@ -266,10 +266,17 @@ def convert_split(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr | None:
     """Convert Split into parts of run-time sizes to one R.take per part, with the indices begin +
-    (0 ... size - 1). Constants are left to TVM.
+    (0 ... size - 1). Constants are left to TVM, except parts without elements, which it refuses.
     """
     data, parts = (*inputs, None)[:2]
-    if parts is None or read_sizes(parts) is not None:
+    known = attrs.get("split") if parts is None else read_sizes(parts)
+    if known is not None and all(isinstance(size, int) for size in known) and 0 in known:
+        ends = [int(end) for end in np.cumsum(known)]
+        begins, axis = [0, *ends[:-1]], int(attrs.get("axis", 0))
+        pairs = zip(begins, ends, strict=True)
+        cut = [relax.op.strided_slice(data, [axis], [begin], [end]) for begin, end in pairs]
+        return relax.Tuple([bb.emit(part) for part in cut]) if len(cut) > 1 else cut[0]
+    if parts is None or known is not None:
         return None
     count = count_sizes(parts)
     ends = bb.emit(relax.op.cumsum(parts, 0))

@@ -125,11 +125,15 @@ class Numpy:
     def softmax(args: list[Any], attrs: Any) -> Array:
         """Compute softmax. For float32, the order of operations is fixed."""
         (x,), axis = args, int(attrs.axis)
+        if not x.size:
+            return x
         return softmax_along(x, axis) if x.dtype == np.float32 else Numpy.plain_softmax(x, axis)
 
     @staticmethod
     def log_softmax(args: list[Any], attrs: Any) -> Array:
         (x,), axis = args, int(attrs.axis)
+        if not x.size:
+            return x
         shifted = x - x.max(axis=axis, keepdims=True)
         return shifted - np.log(np.exp(shifted).sum(axis=axis, keepdims=True))
 
