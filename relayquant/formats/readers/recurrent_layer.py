@@ -46,7 +46,9 @@ def emit_layer(
     end = data.ty.shape.values[0] + states
 
     def take(first: Any, last: Any) -> relax.Expr:
-        return bb.emit(relax.op.strided_slice(values, [0], [first], [last], [1]))
+        # TVM infers a condition for the size of a slice that may reach out of symbolic steps.
+        cut = relax.op.strided_slice(values, [0], [first], [last], [1], assume_inbound=True)
+        return bb.emit(cut)
 
     last = [take(i, i + 1) for i in range(states)]
     return take(states, end), last

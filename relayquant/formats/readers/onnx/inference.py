@@ -240,7 +240,10 @@ def settle_shape(
     has_shape = inferred is not None and inferred.tensor_type.HasField("shape")
     dims = inferred.tensor_type.shape.dim if has_shape else []
     if ty.ndim < 0 and not has_shape:
-        raise Refusal(f"the rank of its result {label!r} is not known; supported: known ranks")
+        raise Refusal(
+            f"the rank of its result {label!r} is not known; supported: known ranks",
+            "Fix the symbolic sizes of the inputs while loading: shapes=, --shape in a shell",
+        )
     sizes = []
     for at in range(len(dims) if has_shape else ty.ndim):
         known = _find_size(dims[at], names) if has_shape else None

@@ -28,6 +28,7 @@ from relayquant.formats.readers.onnx.bodies import Body, find_body, has_body
 from relayquant.formats.readers.onnx.broadcast import spread_operands
 from relayquant.formats.readers.onnx.control_flow import CONTROL_FLOW
 from relayquant.formats.readers.onnx.file import check_model, find_fault, fix_shapes, read_model
+from relayquant.formats.readers.onnx.fixed_sizes import fix_sizes, name_squeezed_axes
 from relayquant.formats.readers.onnx.fold import find_array, fold_node, settle_sizes
 from relayquant.formats.readers.onnx.functions import MAX_NODES, check_expansion
 from relayquant.formats.readers.onnx.halves import widen_halves
@@ -108,12 +109,11 @@ def _import_model(
             f"Cannot convert the model: {error}.{find_fault(model)}", code="RQ202"
         ) from error
     fixed = fix_inputs(model.graph, inputs)
-    graph = _GraphView(
-        nodes,
-        [*constants, *fixed],
-        fix_shapes(model.graph, shapes, inputs),
-        model.graph.output,
-    )
+    weights = [*constants, *fixed]
+    sized = fix_sizes(nodes, weights, fix_shapes(model.graph, shapes, inputs), opset)
+    declared = [*model.graph.output, *model.graph.value_info]
+    nodes = name_squeezed_axes(nodes, weights, sized, declared, opset)
+    graph = _GraphView(nodes, weights, sized, model.graph.output)
     importer = _Importer(graph)
     try:
         with _tvm.FRONTEND_LOCK, warnings.catch_warnings():

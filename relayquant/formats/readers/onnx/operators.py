@@ -76,7 +76,6 @@ from relayquant.formats.readers.onnx.reductions import (
 )
 from relayquant.formats.readers.onnx.resize import convert_resize, convert_upsample
 from relayquant.formats.readers.onnx.sizes import (
-    INT_MAX,
     convert_constant_of_shape,
     convert_reshape,
     convert_split,
@@ -87,7 +86,7 @@ from relayquant.formats.readers.onnx.sizes import (
     limit_range,
     pad_at_run_time,
     read_sizes,
-    slice_at_run_time,
+    slice_value,
 )
 from relayquant.formats.readers.onnx.vision import (
     convert_non_max_suppression,
@@ -410,31 +409,14 @@ def convert_fused_conv(
 
 def convert_slice(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr | None:
-    """Convert Slice with run-time bounds. Below opset 10, where bounds are attributes, they become
-    inputs.
-    """
-    if opset < 10:
-        starts, ends = attrs["starts"], attrs["ends"]
-        axes = attrs.get("axes", range(len(starts)))
-        rows = (np.array(list(row), "int64") for row in (starts, ends, axes))
-        inputs = [inputs[0], *(relax.const(row, "int64") for row in rows)]
-    sliced = slice_at_run_time(bb, inputs, {}, max(opset, 10))
-    if sliced is not None:
-        return sliced
-    data, starts, ends, *rest = inputs
-    return _run_frontend("Slice", bb, [data, starts, open_ends(ends), *rest], {}, max(opset, 10))
-
-
-def open_ends(ends: relax.Expr) -> relax.Expr:
-    """Write the end INT_MAX, which the specification of Slice recommends for "to the end", as the
-    largest int64. TVM plans memory for INT_MAX elements where the size is symbolic.
-    """
-    array = constant_value(ends)
-    if array is None or array.max(initial=0) < INT_MAX:
-        return ends
-    largest = np.iinfo("int64").max
-    return relax.const(np.where(array >= INT_MAX, largest, array.astype("int64")), "int64")
+) -> relax.Expr:
+    """Convert Slice. Below opset 10, where bounds are attributes, they become inputs."""
+    if opset >= 10:
+        return slice_value(bb, inputs)
+    axes = attrs.get("axes", range(len(attrs["starts"])))
+    rows = (attrs["starts"], attrs["ends"], axes)
+    bounds = (relax.const(np.array(list(row), "int64"), "int64") for row in rows)
+    return slice_value(bb, [inputs[0], *bounds])
 
 
 def convert_conv_transpose(

@@ -18,6 +18,7 @@ from tvm.ir import GenericConst
 
 from relayquant.formats.readers.indices import count_from_start
 from relayquant.formats.readers.onnx.symbolic import (
+    LARGEST,
     emit_tensor,
     find_bounds,
     is_sizes,
@@ -30,7 +31,8 @@ from relayquant.ir.rewrite.graph import constant_value, tensor_shape
 
 #: Largest constant that is computed during the import, in elements.
 MAX_CONSTANT = 2**28
-#: An end of Slice from here on means the end of the axis (ONNX, operator Slice).
+
+#: A bound of Slice from here on means the end of the axis (ONNX, operator Slice).
 INT_MAX = np.iinfo("int32").max
 
 
@@ -151,14 +153,13 @@ def convert_reshape(
     )
 
 
-def slice_at_run_time(
-    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> relax.Expr | None:
-    """Convert Slice with run-time bounds or steps to one R.take per axis, with the indices begin +
-    step * (0 ... count - 1).
+def slice_value(bb: relax.BlockBuilder, inputs: Sequence[Any]) -> relax.Expr:
+    """Convert Slice. Run-time bounds or steps become one R.take per axis, with the indices begin +
+    step * (0 ... count - 1). `slice_by_sizes` handles constants and symbolic sizes.
 
-    Constants are left to TVM, except those that leave nothing of a short axis. `slice_by_sizes`
-    handles symbolic sizes.
+    Args:
+        bb: The builder.
+        inputs: Data, starts and ends, maybe axes and steps.
 
     Raises:
         Refusal: the axes are not constant, or the number of slices is unknown.
@@ -167,10 +168,7 @@ def slice_at_run_time(
     operands = [value for value in (starts, ends, steps) if value is not None]
     lists = [read_sizes(value) for value in operands]
     if all(found is not None for found in lists):
-        is_constant = all(isinstance(size, int) for found in lists for size in found or ())
-        if is_constant and not may_cross(data, *lists[:2], axes, steps):
-            return None
-        sliced = slice_by_sizes(data, *map(read_sizes, (starts, ends)), axes, steps)
+        sliced = slice_by_sizes(bb, data, *map(read_sizes, (starts, ends)), axes, steps)
         if sliced is not None:
             return sliced
         starts, ends, steps = (
@@ -194,12 +192,11 @@ def slice_at_run_time(
         step = pick(steps, at)
         back = bb.emit(relax.op.less(step, zero))
         # A negative position counts from the end. Positions are clamped to 0 ... size going
-        # forward, and to -1 ... size - 1 going backward.
+        # forward; going backward, starts to 0 ... size - 1 and ends to -1 ... size - 1.
         shift = bb.emit(relax.op.where(back, one, zero))
         bounds = []
-        for values in (starts, ends):
+        for values, low in ((starts, zero), (ends, bb.emit(relax.op.negative(shift)))):
             position = count_from_start(bb, pick(values, at), size)
-            low = bb.emit(relax.op.negative(shift))
             high = bb.emit(relax.op.subtract(size, shift))
             position = bb.emit(relax.op.maximum(position, low))
             bounds.append(bb.emit(relax.op.minimum(position, high)))
@@ -217,49 +214,43 @@ def slice_at_run_time(
     return data
 
 
-def may_cross(data: relax.Expr, starts: list[int], ends: list[int], axes: Any, steps: Any) -> bool:
-    """Whether a constant start may lie behind its end on an axis of symbolic size. The slice is
-    empty then, and TVM counts less than no elements.
-    """
-    sizes = tensor_shape(data)
-    taken = range(len(starts)) if axes is None else read_sizes(axes)
-    strides = [1] * len(starts) if steps is None else read_sizes(steps)
-    if sizes is None or taken is None or strides is None:
-        return False
-    for axis, start, end, step in zip(taken, starts, ends, strides, strict=True):
-        if isinstance(sizes[axis], str):
-            low, high = (start, end) if step > 0 else (end, start)
-            is_whole = high >= INT_MAX or low <= -INT_MAX
-            is_whole |= low == 0 if step > 0 else high == -1
-            if not is_whole and ((low < 0) != (high < 0) or low > high):
-                return True
-    return False
-
-
 def slice_by_sizes(
-    data: relax.Expr, starts: list[Any], ends: list[Any], axes: Any, steps: Any
+    bb: relax.BlockBuilder,
+    data: relax.Expr,
+    starts: list[Any],
+    ends: list[Any],
+    axes: Any,
+    steps: Any,
 ) -> relax.Expr | None:
-    """Convert Slice by expressions of symbolic sizes to R.strided_slice with bounds inside the
-    data. None if a step is not a positive constant, or the sign of a bound is unknown.
+    """Convert Slice by constants and expressions of symbolic sizes to R.strided_slice with bounds
+    inside the data. None if a step is not constant, or the sign of a bound is unknown.
+
+    Steps go forward: x[s:e:-k] -> flip(x)[-1 - s : -1 - e : k].
     """
-    values = data.ty.shape.values
+    sizes = data.ty.shape.values
     taken = [*range(len(starts))] if axes is None else read_sizes(axes)
     strides = [1] * len(starts) if steps is None else read_sizes(steps)
-    if taken is None or strides is None or not all(isinstance(n, int) and n > 0 for n in strides):
+    if taken is None or strides is None or not all(isinstance(n, int) and n for n in strides):
         return None
-    begins, stops = [], []
-    for axis, start, end in zip(taken, starts, ends, strict=True):
-        size = simplify(values[axis] + 0)
+    cuts = []
+    for axis, start, end, stride in zip(taken, starts, ends, strides, strict=True):
+        size = simplify(sizes[axis] + 0)
+        last = size if stride > 0 else simplify(size - 1)
         bounds = []
-        for position in (start, end):
-            low, high = find_bounds(position)
+        for position, most in ((start, last), (end, size)):
+            if isinstance(position, int) and abs(position) >= INT_MAX:
+                position = LARGEST if position > 0 else -LARGEST
+            place = position if stride > 0 else simplify(-1 - position)
+            low, high = find_bounds(place)
             if low < 0 <= high:
                 return None
-            place = position if low >= 0 else simplify(size + position)
-            bounds.append(smaller(larger(place, 0), size))
-        begins.append(bounds[0])
-        stops.append(larger(*bounds))
-    return relax.op.strided_slice(data, taken, begins, stops, strides, assume_inbound=True)
+            place = place if low >= 0 else simplify(size + place)
+            bounds.append(larger(smaller(place, most), 0))
+        cuts.append((axis, bounds[0], larger(*bounds), abs(stride)))
+    for axis, stride in zip(taken, strides, strict=True):
+        if stride < 0:
+            data = bb.emit(relax.op.flip(data, axis))
+    return relax.op.strided_slice(data, *map(list, zip(*cuts, strict=True)), assume_inbound=True)
 
 
 def convert_split(

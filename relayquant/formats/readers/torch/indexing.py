@@ -155,8 +155,9 @@ def convert_scatter(node: Any, importer: Any) -> relax.Expr:
         raise Refusal(f"it takes the mean of {dtype}; supported: floats")
     sizes = find_sizes(places, "index")
     if find_sizes(updates, "src") != sizes:
-        axes, ones = [*range(len(sizes))], [1] * len(sizes)
-        updates = emit(relax.op.strided_slice(updates, axes, [0] * len(sizes), list(sizes), ones))
+        axes, zeros, ones = ([*range(len(sizes))], [0] * len(sizes), [1] * len(sizes))
+        cut = relax.op.strided_slice(updates, axes, zeros, list(sizes), ones, assume_inbound=True)
+        updates = emit(cut)
 
     def scatter(into: relax.Expr, what: relax.Expr) -> relax.Expr:
         bb = importer.block_builder

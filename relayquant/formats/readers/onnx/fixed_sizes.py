@@ -1,0 +1,219 @@
+"""ONNX reader: what the graph says of symbolic sizes is settled before any node is converted.
+
+A converter that knows no sizes writes input (T, K) in front of a product with weights (266, 25).
+Only K = 266 can run. Kernels, and the shapes of what follows, need the number. It also writes
+Squeeze without axes where T stays, as the declared result says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import onnx
+from onnx import helper
+from onnx.shape_inference import InferenceError
+
+from relayquant.formats.readers.onnx.inference import MAX_READ, STANDARD
+
+#: A size is an int, or the name of a symbolic one; None if it is not known.
+Size = int | str | None
+Shape = Sequence[Size]
+#: Attributes of a node, shapes of its operands -> pairs of sizes that must be equal.
+Rule = Callable[[Mapping[str, Any], Sequence[Shape]], Iterator[tuple[Size, Size]]]
+
+
+def match_matmul(attrs: Mapping[str, Any], shapes: Sequence[Shape]) -> Iterator[tuple[Size, Size]]:
+    """(..., K) x (..., K, N)."""
+    yield shapes[0][-1], shapes[1][max(len(shapes[1]) - 2, 0)]
+
+
+def match_gemm(attrs: Mapping[str, Any], shapes: Sequence[Shape]) -> Iterator[tuple[Size, Size]]:
+    """(M, K) x (K, N), each as it is or transposed."""
+    yield shapes[0][0 if attrs.get("transA") else 1], shapes[1][1 if attrs.get("transB") else 0]
+
+
+def match_conv(attrs: Mapping[str, Any], shapes: Sequence[Shape]) -> Iterator[tuple[Size, Size]]:
+    """(N, C, ...) and weights (outputs, C / groups, ...)."""
+    channels = shapes[1][1]
+    if isinstance(channels, int):
+        yield shapes[0][1], channels * attrs.get("group", 1)
+
+
+def match_transposed(
+    attrs: Mapping[str, Any], shapes: Sequence[Shape]
+) -> Iterator[tuple[Size, Size]]:
+    """(N, C, ...) and weights (C, outputs / groups, ...)."""
+    yield shapes[0][1], shapes[1][0]
+
+
+def match_recurrent(
+    attrs: Mapping[str, Any], shapes: Sequence[Shape]
+) -> Iterator[tuple[Size, Size]]:
+    """(T, N, inputs) and weights (directions, gates * hidden, inputs)."""
+    yield shapes[0][2], shapes[1][2]
+
+
+def match_norm(attrs: Mapping[str, Any], shapes: Sequence[Shape]) -> Iterator[tuple[Size, Size]]:
+    """(N, C, ...) and scales (C,)."""
+    yield shapes[0][1], shapes[1][0]
+
+
+#: Operator -> (least rank of its first two operands, its rule).
+RULES: Mapping[str, tuple[tuple[int, int], Rule]] = {
+    "MatMul": ((1, 1), match_matmul),
+    "Gemm": ((2, 2), match_gemm),
+    "Conv": ((3, 3), match_conv),
+    "ConvTranspose": ((3, 3), match_transposed),
+    "LSTM": ((3, 3), match_recurrent),
+    "GRU": ((3, 3), match_recurrent),
+    "RNN": ((3, 3), match_recurrent),
+    "BatchNormalization": ((2, 1), match_norm),
+    "InstanceNormalization": ((3, 1), match_norm),
+}
+
+
+def fix_sizes(
+    nodes: Sequence[onnx.NodeProto],
+    weights: Sequence[onnx.TensorProto],
+    inputs: list[onnx.ValueInfoProto],
+    opset: int,
+) -> list[onnx.ValueInfoProto]:
+    """Return the inputs with the sizes that operators fix.
+
+    Args:
+        nodes: The graph's nodes, in order.
+        weights: Its constants.
+        inputs: Its other inputs. Each size is a number or has a name. Not changed.
+        opset: Opset of the standard operators.
+
+    A size that two operators fix differently stays symbolic: the conversion names the second one.
+    """
+    while sizes := find_fixed(nodes, weights, inputs, opset):
+        inputs = [replace_sizes(info, sizes) for info in inputs]
+    return inputs
+
+
+def name_squeezed_axes(
+    nodes: Sequence[onnx.NodeProto],
+    weights: Sequence[onnx.TensorProto],
+    inputs: Sequence[onnx.ValueInfoProto],
+    declared: Iterable[onnx.ValueInfoProto],
+    opset: int,
+) -> list[onnx.NodeProto]:
+    """Return the nodes, with axes for each Squeeze without axes whose operand has symbolic sizes
+    and whose declared result has one size less for each size of 1. None of the symbolic sizes goes.
+
+    Args:
+        nodes: The graph's nodes, in order. Not changed.
+        weights: Its constants.
+        inputs: Its other inputs.
+        declared: Values with declared shapes.
+        opset: Opset of the standard operators.
+    """
+    results = {info.name: shape for info in declared if (shape := read_shape(info)) is not None}
+    bare = [node for node in nodes if is_bare_squeeze(node) and node.output[0] in results]
+    if not bare:
+        return [*nodes]
+    shapes = infer_shapes(nodes, weights, inputs, opset)
+    named: list[onnx.NodeProto] = []
+    for node in nodes:
+        shape = (shapes.get(node.input[0]) if is_bare_squeeze(node) else None) or ()
+        axes = [axis for axis, size in enumerate(shape) if size == 1]
+        is_symbolic = any(not isinstance(size, int) for size in shape)
+        declared_rank = len(results.get(node.output[0], ()))
+        if is_symbolic and node.output[0] in results and declared_rank == len(shape) - len(axes):
+            named += make_squeeze(node, axes, opset)
+        else:
+            named.append(node)
+    return named
+
+
+def is_bare_squeeze(node: onnx.NodeProto) -> bool:
+    """Return whether a node is a Squeeze that does not say its axes."""
+    is_squeeze = node.op_type == "Squeeze" and node.domain in STANDARD
+    return is_squeeze and not any(node.input[1:]) and not node.attribute
+
+
+def make_squeeze(node: onnx.NodeProto, axes: Sequence[int], opset: int) -> list[onnx.NodeProto]:
+    """Make the Squeeze with axes: an attribute before opset 13, then a constant."""
+    if opset < 13:
+        return [helper.make_node("Squeeze", node.input, node.output, node.name, axes=axes)]
+    name = f"{node.output[0]}.axes"
+    constant = helper.make_node("Constant", [], [name], f"{node.name}.axes", value_ints=axes)
+    return [
+        constant,
+        helper.make_node("Squeeze", [node.input[0], name], node.output, node.name),
+    ]
+
+
+def find_fixed(
+    nodes: Sequence[onnx.NodeProto],
+    weights: Sequence[onnx.TensorProto],
+    inputs: Sequence[onnx.ValueInfoProto],
+    opset: int,
+) -> dict[str, int]:
+    """Find symbolic sizes of the inputs that an operator fixes: name -> size."""
+    free = {size for info in inputs for size in read_shape(info) if isinstance(size, str)}
+    ruled = [node for node in nodes if node.op_type in RULES and node.domain in STANDARD]
+    if not (free and ruled):
+        return {}
+    shapes = infer_shapes(nodes, weights, inputs, opset)
+    found: dict[str, set[int]] = {}
+    for node in ruled:
+        ranks, rule = RULES[node.op_type]
+        given = [shapes.get(name) for name in node.input[:2]]
+        if any(s is None or len(s) < rank for s, rank in zip(given, ranks, strict=True)):
+            continue
+        attrs = {each.name: helper.get_attribute_value(each) for each in node.attribute}
+        for pair in rule(attrs, [shape for shape in given if shape is not None]):
+            for name, size in (pair, pair[::-1]):
+                if name in free and isinstance(size, int):
+                    found.setdefault(str(name), set()).add(size)
+    return {name: min(sizes) for name, sizes in found.items() if len(sizes) == 1}
+
+
+def infer_shapes(
+    nodes: Iterable[onnx.NodeProto],
+    weights: Iterable[onnx.TensorProto],
+    inputs: Iterable[onnx.ValueInfoProto],
+    opset: int,
+) -> dict[str, Shape]:
+    """Infer the shapes of all values with ONNX, as far as it knows them. Weights are not read,
+    only small ones, which are sizes and axes.
+    """
+    weights = [*weights]
+    known = {
+        weight.name: helper.make_tensor_value_info(weight.name, weight.data_type, weight.dims)
+        for weight in weights
+    }
+    small = [weight for weight in weights if math.prod(weight.dims) <= MAX_READ]
+    graph = helper.make_graph(nodes, "sizes", [*inputs, *known.values()], [], small)
+    version = helper.make_opsetid("", min(opset, onnx.defs.onnx_opset_version()))
+    model = helper.make_model(graph, opset_imports=[version])
+    try:
+        inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+    except InferenceError:
+        return {}  # A node is invalid. Its conversion says which, and why.
+    return {info.name: read_shape(info) for info in (*inferred.input, *inferred.value_info)}
+
+
+def read_shape(info: onnx.ValueInfoProto) -> Shape | None:
+    """Return the shape of a value. None if it has none."""
+    if not info.type.tensor_type.HasField("shape"):
+        return None
+    return [
+        dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None
+        for dim in info.type.tensor_type.shape.dim
+    ]
+
+
+def replace_sizes(info: onnx.ValueInfoProto, sizes: Mapping[str, int]) -> onnx.ValueInfoProto:
+    """Copy an input with sizes for names."""
+    copy = onnx.ValueInfoProto()
+    copy.CopyFrom(info)
+    for dim in copy.type.tensor_type.shape.dim:
+        if dim.dim_param in sizes:
+            dim.dim_value = sizes[dim.dim_param]
+    return copy
