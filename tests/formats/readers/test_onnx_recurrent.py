@@ -9,6 +9,7 @@ from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from test_onnx import check_against_onnxruntime
 
+import relayquant as rq
 from relayquant.errors import ModelError
 from relayquant.formats.readers import import_onnx
 from relayquant.formats.readers.onnx.activations import ACTIVATIONS
@@ -259,3 +260,42 @@ def test_recurrent__length_of_unrolled_steps_must_be_known():
     with pytest.raises(ModelError, match=r"length of its sequence is T; .*shapes={'X': "):
         import_onnx(model)
     import_onnx(model, shapes={"X": (STEPS, "N", INPUTS)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", GATES)
+def test_recurrent__layers_of_symbolic_steps_are_quantized(op):
+    """Steps and inputs have no size in the file; the weights say the inputs. The sizes of a layer's
+    steps stay simple behind it: one with a condition ended in TVM.
+    """
+    rng = np.random.default_rng(1)
+
+    def draw(*shape):
+        return rng.standard_normal(shape).astype("float32") / 2
+
+    rows, nodes, weights = GATES[op] * HIDDEN, [], {"axis": np.array([1])}
+    value = "X"
+    for at, inputs in enumerate((INPUTS, HIDDEN, HIDDEN)):
+        weights |= {f"W{at}": draw(1, rows, inputs), f"R{at}": draw(1, rows, HIDDEN)}
+        nodes += [
+            helper.make_node(op, [value, f"W{at}", f"R{at}"], [f"Y{at}"], hidden_size=HIDDEN),
+            helper.make_node("Squeeze", [f"Y{at}", "axis"], [f"Z{at}"]),
+        ]
+        value = f"Z{at}"
+    graph = helper.make_graph(
+        nodes,
+        "test",
+        [helper.make_tensor_value_info("X", onnx.TensorProto.FLOAT, ["T", 1, "K"])],
+        [helper.make_tensor_value_info(value, onnx.TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(array, name) for name, array in weights.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 14)], ir_version=8)
+    samples = [draw(STEPS + at, 1, INPUTS) for at in range(4)]
+    mod, params = import_onnx(model)
+    exe = rq.Executor(rq.compile(rq.quantize(mod, params, samples, effort="fast")))
+    session = pytest.importorskip("onnxruntime").InferenceSession(model.SerializeToString())
+    for x in (draw(1, 1, INPUTS), draw(9, 1, INPUTS)):
+        (want,) = session.run(None, {"X": x})
+        (got,) = exe.run("main", [x])
+        assert got.shape == want.shape
+        assert np.abs(got - want).max() < 0.1

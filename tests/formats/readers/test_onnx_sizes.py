@@ -325,3 +325,40 @@ def test_softmax__of_nothing(op):
     compiled = Compiled(make_model([call], {"x": ("float32", ["N", "M"])}, 18))
     for shape in ((3, 0), (0, 4), (2, 4)):
         compiled.check({"x": RNG.standard_normal(shape).astype("float32")})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["n", 3])
+def test_slice__bounds_inside_and_outside_of_the_axis(size):
+    """As ONNX Runtime: clamped, in both directions. All slices are results of one model."""
+    ort = pytest.importorskip("onnxruntime")
+    ends = [-(2**63), -4, -1, 0, 2, 4, 2**63 - 1]
+    bounds = [
+        (start, end, step)
+        for start in (-(2**63), -5, -1, 0, 3, 2**63 - 1)
+        for end in ends
+        for step in (1, 2, -1, -3)
+        if step > 0 or end < 2**31 - 1  # the specification does not say what this means
+    ]
+    numbers = {n for row in bounds for n in row} | {0}
+    names = {number: f"c{at}" for at, number in enumerate(sorted(numbers))}
+    nodes = [
+        helper.make_node("Slice", ["x", names[a], names[b], names[0], names[c]], [f"y{at}"])
+        for at, (a, b, c) in enumerate(bounds)
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", 1, [size, 2])],
+        [helper.make_tensor_value_info(node.output[0], 1, None) for node in nodes],
+        [numpy_helper.from_array(np.array([n]), name) for n, name in names.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    session = ort.InferenceSession(model.SerializeToString())
+    exe = rq.Executor(rq.compile(rq.load(model)[0]))
+    for rows in (1, 2, 5) if size == "n" else (size,):
+        x = np.arange(2 * rows, dtype="float32").reshape(rows, 2)
+        results = zip(bounds, exe.run("main", [x]), session.run(None, {"x": x}), strict=True)
+        for row, got, want in results:
+            assert got.shape == want.shape, (rows, row)
+            np.testing.assert_array_equal(got, want, err_msg=str((rows, row)))

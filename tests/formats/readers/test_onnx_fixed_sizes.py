@@ -1,0 +1,128 @@
+"""Symbolic sizes that the graph of an ONNX model settles, against ONNX Runtime."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import relayquant as rq
+from relayquant.formats.readers.onnx.fixed_sizes import fix_sizes, read_shape
+from relayquant.ir.rewrite.graph import tensor_shape
+
+RNG = np.random.default_rng(0)
+
+
+def draw(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape).astype("float32")
+
+
+def make_model(nodes, inputs, weights, results, opset=17) -> onnx.ModelProto:
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in inputs.items()],
+        [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in results.items()],
+        [numpy_helper.from_array(array, name) for name, array in weights.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+
+
+def read_input(mod) -> tuple[int | str, ...] | None:
+    return tensor_shape(mod["main"].params[0])
+
+
+def check_run(model: onnx.ModelProto, mod, x: np.ndarray) -> None:
+    ort = pytest.importorskip("onnxruntime")
+    (want,) = ort.InferenceSession(model.SerializeToString()).run(None, {"x": x})
+    (got,) = rq.Executor(rq.compile(mod)).run("main", [x])
+    assert got.shape == want.shape
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("op", "attrs", "weights", "shape", "expected"),
+    [
+        ("MatMul", {}, [(5, 7)], ("n", "k"), ("n", "5")),
+        ("MatMul", {}, [(5,)], ("n", "k"), ("n", "5")),
+        ("Gemm", {}, [(5, 7)], ("n", "k"), ("n", "5")),
+        ("Gemm", {"transA": 1}, [(5, 7)], ("k", "n"), ("5", "n")),
+        ("Gemm", {"transB": 1}, [(7, 5)], ("n", "k"), ("n", "5")),
+        ("Conv", {}, [(4, 6, 3)], ("n", "c", "t"), ("n", "6", "t")),
+        ("Conv", {"group": 3}, [(6, 2, 1)], ("n", "c", "t"), ("n", "6", "t")),
+        ("ConvTranspose", {}, [(6, 2, 3)], ("n", "c", "t"), ("n", "6", "t")),
+        ("LSTM", {"hidden_size": 2}, [(1, 8, 5), (1, 8, 2)], ("t", "n", "k"), ("t", "n", "5")),
+        ("GRU", {"hidden_size": 2}, [(1, 6, 5), (1, 6, 2)], ("t", "n", "k"), ("t", "n", "5")),
+        ("RNN", {"hidden_size": 2}, [(1, 2, 5), (1, 2, 2)], ("t", "n", "k"), ("t", "n", "5")),
+        ("InstanceNormalization", {}, [(6,), (6,)], ("n", "c", "t"), ("n", "6", "t")),
+        ("BatchNormalization", {}, [(6,)] * 4, ("n", "c", "t"), ("n", "6", "t")),
+    ],
+    ids=str,
+)
+def test_fix_sizes__of_the_input_of_an_operator(op, attrs, weights, shape, expected):
+    """A size stays symbolic if no operator fixes it."""
+    arrays = {f"w{at}": draw(*sizes) for at, sizes in enumerate(weights)}
+    node = helper.make_node(op, ["x", *arrays], ["y"], **attrs)
+    model = make_model([node], {"x": shape}, arrays, {"y": None})
+    graph = model.graph
+    (info,) = fix_sizes(graph.node, graph.initializer, [*graph.input], 17)
+    assert tuple(map(str, read_shape(info) or ())) == expected
+    assert read_shape(graph.input[0]) == [*shape]  # not changed
+
+
+def test_fix_sizes__behind_other_operators():
+    """Transposes, unsqueezes and slices are followed. One fixed size fixes the next."""
+    weights = {"a": draw(5, 7), "axes": np.array([1]), "b": draw(9, 3)}
+    nodes = [
+        helper.make_node("Transpose", ["x"], ["turned"], perm=[1, 0]),
+        helper.make_node("Unsqueeze", ["turned", "axes"], ["deep"]),
+        helper.make_node("MatMul", ["deep", "a"], ["product"]),
+        helper.make_node("Transpose", ["product"], ["back"], perm=[2, 1, 0]),
+        helper.make_node("MatMul", ["back", "b"], ["y"]),
+    ]
+    model = make_model(nodes, {"x": ("k", "n")}, weights, {"y": None})
+    mod, _ = rq.load(model)
+    assert read_input(mod) == (5, 9)
+    check_run(model, mod, draw(5, 9))
+
+
+def test_fix_sizes__that_contradict_stay():
+    """No size can run."""
+    weights = {"a": draw(5, 7), "b": draw(6, 7)}
+    nodes = [
+        helper.make_node("MatMul", ["x", "a"], ["one"], "first"),
+        helper.make_node("MatMul", ["x", "b"], ["other"], "second"),
+        helper.make_node("Add", ["one", "other"], ["y"]),
+    ]
+    graph = make_model(nodes, {"x": ("n", "k")}, weights, {"y": None}).graph
+    (info,) = fix_sizes(graph.node, graph.initializer, [*graph.input], 17)
+    assert read_shape(info) == ["n", "k"]
+
+
+@pytest.mark.parametrize("opset", [12, 17])
+def test_squeeze__without_axes_keeps_symbolic_sizes(opset):
+    """The declared result has one size: the symbolic one."""
+    weights = {"w": draw(5, 1)}
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["product"]),
+        helper.make_node("Squeeze", ["product"], ["y"]),
+    ]
+    model = make_model(nodes, {"x": ("n", "k")}, weights, {"y": ("m",)}, opset)
+    mod, _ = rq.load(model)
+    assert read_input(mod) == ("n", 5)
+    check_run(model, mod, draw(3, 5))
+
+
+def test_squeeze__without_axes_whose_result_has_another_rank():
+    """The symbolic size would have to go: it is 1, or the declaration is wrong."""
+    weights = {"w": draw(5, 4)}
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["product"]),
+        helper.make_node("Squeeze", ["product"], ["y"]),
+    ]
+    model = make_model(nodes, {"x": ("n", "k")}, weights, {"y": ("m",)})
+    with pytest.raises(rq.ModelError, match=r"rank of its result 'y'.*shapes="):
+        rq.load(model)
+    mod, _ = rq.load(model, shapes={"x": (3, 5)})
+    check_run(model, mod, draw(3, 5))
