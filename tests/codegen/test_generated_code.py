@@ -31,7 +31,7 @@ from relayquant.codegen.kernels.integer.winograd import build_winograd
 from relayquant.codegen.kernels.isa.arm import NEON_BYTES, NEON_PAIRS
 from relayquant.codegen.kernels.isa.arm_bf16 import BFMMLA
 from relayquant.codegen.kernels.isa.base import Isa
-from relayquant.codegen.kernels.isa.select import select_isa
+from relayquant.codegen.kernels.isa.select import select_bf16, select_isa
 from relayquant.codegen.kernels.isa.target import Architecture, find_architecture, resolve_target
 
 pytestmark = pytest.mark.optimized
@@ -445,6 +445,19 @@ def test_innermost_loops__of_floats(name, layer):
     assert found.loads <= bound.loads
     fetches = [line for line in text.splitlines() if re.match(r"\s+(?:prefetch|prfm)", line)]
     assert len(fetches) >= 14  # a line of results and of the residual for each row of 6, and more
+
+
+@pytest.mark.parametrize("layer", FLOAT_LAYERS)
+@pytest.mark.parametrize("name", ["znver4", "znver5", "cooperlake"])
+def test_innermost_loops__of_bfloat16_on_x86(name, layer):
+    """Sums stay in registers. A word is an operand of its products, or loaded once for all."""
+    target = resolve_target(TARGETS[name])
+    syntax = replace(SYNTAX[Architecture.X86], product=re.compile(r"\s+vdpbf16ps\s"))
+    spec = read_bf16_conv2d(FLOAT_LAYERS[layer])
+    text = compile_kernel(make_bf16_conv2d(spec, select_bf16(target)), target)
+    found = count_per_product(text, syntax)
+    assert (found.stack, found.moves) == (0, 0)
+    assert found.loads <= 0.65
 
 
 @pytest.mark.parametrize("layer", ["1x1, added", "3x3"])

@@ -51,9 +51,10 @@ from relayquant.codegen.kernels.isa.bf16 import (
     round_integers,
     round_to_bf16,
 )
-from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS, NO_UNIT, MatrixUnit
+from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS, MatrixUnit
 from relayquant.codegen.kernels.isa.select import has_isa, select_bf16
 from relayquant.codegen.kernels.isa.target import resolve_target
+from relayquant.codegen.kernels.isa.timing import ZEN_BF16
 from relayquant.errors import ConfigError
 
 #: Error of float32 sums relative to the sum of magnitudes.
@@ -119,7 +120,7 @@ def copy_fields(isa: Bf16Isa) -> dict:
     return {name: getattr(isa, name) for name in type(isa).__dataclass_fields__}
 
 
-def as_plain(unit: MatrixUnit) -> Bf16Isa:
+def as_plain(unit: MatrixUnit | None) -> Bf16Isa:
     return PlainBf16(**{**copy_fields(VECTORS_BF16), "unit": unit})
 
 
@@ -127,7 +128,8 @@ ISAS = {
     "tiles": TILES_BF16,
     "vectors": VECTORS_BF16,
     "emulated tiles": as_plain(MemoryUnit(None)),
-    "emulated vectors": as_plain(NO_UNIT),
+    "emulated vectors": as_plain(None),
+    "emulated refusal": as_plain(MemoryUnit(Refusal("refuse", ""))),
     "refused": as_plain(MatrixUnit(Refusal("refuse", ""))),
     # Matrix products wherever they can be, and single pixels.
     "emulated bfmmla": PlainBfmmla(
@@ -472,7 +474,7 @@ def test_round_to_bf16__has_the_bits_of_another_implementation():
 
 
 @pytest.mark.parametrize("lanes", [1, 4, 16])
-@pytest.mark.parametrize("isa", [VECTORS_BF16, as_plain(NO_UNIT)], ids=["vectors", "emulated"])
+@pytest.mark.parametrize("isa", [VECTORS_BF16, as_plain(None)], ids=["vectors", "emulated"])
 def test_round__in_a_kernel_is_that_of_packed_weights(isa, lanes):
     rng = np.random.default_rng(1)
     x = (rng.integers(0, 2**17, 64, dtype="uint32") << 15).view("float32")
@@ -541,11 +543,16 @@ def test_make_bf16_conv2d__instructions_of_vectors():
 
 @pytest.mark.parametrize(
     ("mcpu", "isa"),
-    [("sapphirerapids", TILES_BF16), ("cooperlake", VECTORS_BF16), ("znver5", VECTORS_BF16)],
+    [
+        ("sapphirerapids", TILES_BF16),
+        ("cooperlake", VECTORS_BF16),
+        ("znver4", VECTORS_BF16.with_timing(ZEN_BF16)),
+        ("znver5", VECTORS_BF16.with_timing(ZEN_BF16)),
+    ],
 )
 def test_select_bf16__by_the_target(mcpu, isa):
     target = resolve_target({"kind": "llvm", "mcpu": mcpu, "mtriple": "x86_64-linux-gnu"})
-    assert select_bf16(target) is isa
+    assert select_bf16(target) == isa
 
 
 @pytest.mark.parametrize("mcpu", ["neoverse-v1", "neoverse-n2", "cortex-a710", "apple-m2"])

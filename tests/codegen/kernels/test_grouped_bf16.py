@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tvm
 from machines import compile_kernel, target_of
+from memory_tiles import Refusal
 
 from relayquant.base.packing import count_groups, pack_codes
 from relayquant.codegen.kernels.floating.grouped_bf16 import (
@@ -15,7 +18,8 @@ from relayquant.codegen.kernels.floating.grouped_bf16 import (
 )
 from relayquant.codegen.kernels.integer.grouped_plan import GroupedDense, pack_grouped
 from relayquant.codegen.kernels.isa.base import AMX
-from relayquant.codegen.kernels.isa.bf16 import TILES_BF16, VECTORS_BF16
+from relayquant.codegen.kernels.isa.bf16 import TILES_BF16
+from relayquant.codegen.kernels.isa.matrix_unit import MatrixUnit
 from relayquant.codegen.kernels.isa.select import has_isa
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.ir.reference import qnn
@@ -33,8 +37,11 @@ CASES = [
 ]
 
 
+REFUSED = replace(TILES_BF16, unit=MatrixUnit(Refusal("refuse", "")))
+
+
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("isa", [TILES_BF16, VECTORS_BF16], ids=["tiles", "vectors"])
+@pytest.mark.parametrize("isa", [TILES_BF16, REFUSED], ids=["tiles", "vectors"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[3]}x{case[4]}{case[5]}")
 def test_grouped_bf16__as_numpy(isa, case):
     """Two roundings to 8 bits change a product by at most 2^-8 of itself."""

@@ -113,7 +113,7 @@ class Bf16Matmul:
     ) -> Bf16Matmul:
         """Return the same product of permuted operands, as far as the kernel can read them.
 
-        Rows have to be contiguous. Columns of w may be instead, for tiles.
+        Rows have to be contiguous. Columns of w may be instead, for vectors of 16 words.
         """
         if self.inner % (isa.products * TRANSPOSED):
             return self
@@ -122,7 +122,7 @@ class Bf16Matmul:
             spec = replace(spec, x_axes=x)
         if w is not None and w[0] == 0:
             between_rows, between_columns = replace(self, w_axes=w).w.strides[-2:]
-            is_transposed = between_rows == 1 and isa.unit is not None
+            is_transposed = between_rows == 1 and isa.lanes == TRANSPOSED
             if between_columns == 1 or is_transposed:
                 spec = replace(spec, w_axes=w)
         return spec

@@ -338,7 +338,7 @@ def ask_unit(unit: MatrixUnit | None, rows: Expr | int, fewest: int) -> Expr | b
     if unit is None or (isinstance(rows, int) and rows < fewest):
         return False
     may_use = ask_permission(unit)
-    if isinstance(rows, int) or may_use is False:
+    if isinstance(rows, int):
         return may_use
     is_many = rows >= fewest
     return is_many if may_use is True else T.And(is_many, may_use)
@@ -347,7 +347,7 @@ def ask_unit(unit: MatrixUnit | None, rows: Expr | int, fewest: int) -> Expr | b
 def ask_permission(unit: MatrixUnit) -> Expr | bool:
     """Emit the question whether this process may use the unit."""
     if unit.permission is None:
-        return not unit.is_missing
+        return True
     import_code(unit.permission.code)
     return T.bind(T.call_extern(unit.permission.function, dtype="int32")) != 0
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from tvm.script.ir_builder import tirx as T
 from relayquant.codegen.kernels.isa.matrix_unit import AMX_INT8, Buffer, Expr, MatrixUnit
 from relayquant.codegen.kernels.isa.timing import COMMON, Timing
 
+IsaT = TypeVar("IsaT", bound="Isa")
 #: Bytes that `load_word` reads.
 BYTES_PER_WORD = 4
 
@@ -168,7 +169,7 @@ class Isa(ABC):
         loads = pixels * self.timing.activation + blocks
         return max(pixels * blocks, loads, latency) + self.timing.word
 
-    def with_timing(self, timing: Timing) -> Isa:
+    def with_timing(self: IsaT, timing: Timing) -> IsaT:
         """Return the same, and all related instruction sets, for a core with this timing."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         own = {k: v.with_timing(timing) for k, v in values.items() if isinstance(v, Isa)}

@@ -22,7 +22,7 @@ from tvm.script.ir_builder import tirx as T
 
 from relayquant.codegen.kernels.emit import constant, vector
 from relayquant.codegen.kernels.isa.base import Expr, PackedIsa
-from relayquant.codegen.kernels.isa.matrix_unit import AMX_BF16, BF16_BITS, NO_UNIT
+from relayquant.codegen.kernels.isa.matrix_unit import AMX_BF16, BF16_BITS
 
 #: Bits of a float32 that a bfloat16 lacks; and the bit that makes a NaN of bfloat16 quiet.
 LOW_BITS, QUIET = 16, 0x40
@@ -122,7 +122,6 @@ VECTORS_BF16 = X86Bf16Isa(
     dots_in_flight=10,
     activation=BF16_BITS,
     weight_dtype=BF16_BITS,
-    unit=NO_UNIT,
 )
 TILES_BF16 = replace(
     VECTORS_BF16,

@@ -50,14 +50,10 @@ class Question:
 
 @dataclass(frozen=True)
 class MatrixUnit:
-    """Sizes and instructions of the tile registers.
+    """Sizes and instructions of the tile registers."""
 
-    `permission` None: kernels use the unit without asking. With `is_missing` they never use it, and
-    run the same blocks of sums on vectors.
-    """
-
-    permission: Question | None  #: whether this process may use the unit: 0 for no
-    is_missing: bool = False
+    #: whether this process may use the unit: 0 for no. None: kernels use it without asking
+    permission: Question | None
     rows: int = 16  #: most rows of a tile
     row_bytes: int = 64  #: most bytes of a row
     registers: int = 8
@@ -127,5 +123,3 @@ COUNT_THREADS = Question("relayquant_count_threads", "thread_count.ll")
 AMX_INT8 = MatrixUnit(Question("relayquant_may_use_tiles", "tile_permission.ll"))
 #: The same registers. CPUs have both kinds of products.
 AMX_BF16 = AMX_INT8
-#: Kernels for a matrix unit, run on vectors.
-NO_UNIT = MatrixUnit(None, is_missing=True)

@@ -8,7 +8,7 @@ from tvm.target.codegen import llvm_cpu_has_features
 from relayquant.codegen.kernels.integer.lookup import AARCH64_SHUFFLES, X86_SHUFFLES, ByteShuffle
 from relayquant.codegen.kernels.isa.arm import AARCH64_ISAS, ARM32_ISAS
 from relayquant.codegen.kernels.isa.arm_bf16 import BFMMLA
-from relayquant.codegen.kernels.isa.base import PORTABLE, X86_ISAS, Isa
+from relayquant.codegen.kernels.isa.base import PORTABLE, X86_ISAS, Isa, IsaT
 from relayquant.codegen.kernels.isa.bf16 import TILES_BF16, VECTORS_BF16, Bf16Isa
 from relayquant.codegen.kernels.isa.target import (
     ARCHITECTURES_64,
@@ -16,7 +16,7 @@ from relayquant.codegen.kernels.isa.target import (
     find_architecture,
     read_triple,
 )
-from relayquant.codegen.kernels.isa.timing import TIMINGS
+from relayquant.codegen.kernels.isa.timing import BF16_TIMINGS, TIMINGS, Timings
 from relayquant.errors import ConfigError
 from relayquant_runtime.tiles import may_use_tiles
 
@@ -64,7 +64,7 @@ def select_isa(target: Target) -> Isa:
     """
     for isa in ISAS[find_architecture(target)]:
         if has_isa(isa, target):
-            return time_isa(isa, target)
+            return time_isa(isa, target, TIMINGS)
     return PORTABLE
 
 
@@ -91,11 +91,11 @@ def list_product_lines(target: Target) -> list[str]:
     ]
 
 
-def time_isa(isa: Isa, target: Target) -> Isa:
+def time_isa(isa: IsaT, target: Target, timings: Timings) -> IsaT:
     """Return the instruction set with the timing of the target's core, if that is known."""
     if find_architecture(target) is not Architecture.X86:
         return isa
-    for features, timing in TIMINGS:
+    for features, timing in timings:
         if all(llvm_cpu_has_features(feature, target) for feature in features):
             return isa.with_timing(timing)
     return isa
@@ -109,7 +109,7 @@ def select_bf16(target: Target) -> Bf16Isa:
     """
     for isa in BF16_ISAS[find_architecture(target)]:
         if has_isa(isa, target):
-            return isa
+            return time_isa(isa, target, BF16_TIMINGS)
     raise ConfigError(
         f"precision='bf16': the target {target} has no instruction for products of bfloat16. "
         "Allowed: x86 CPUs with avx512bf16 (Cooper Lake, Sapphire Rapids and later Xeons, Zen 4 "
