@@ -104,9 +104,10 @@ ZEN4 = Timing(
 
 #: Products of bfloat16 on Zen 5. They take 6 cycles, two begin in each. Tiles of one block are
 #: slow, and the stores of many results of a tile do not hide behind the next. Fitted to the times
-#: of some 16 tiles each for 50 layers of three networks. Zen 4, with vectors of half the width, has
-#: the same ratios of loads to products.
-ZEN_BF16 = replace(ZEN5, word=1.5, activation=1.0, dots_in_flight=12, ahead=12, behind=4.0)
+#: of some 16 tiles each for 50 layers of three networks. Not measured on Zen 4.
+ZEN_BF16 = replace(
+    ZEN5, load=0.0, word=1.5, activation=1.0, dots_in_flight=12, ahead=12, behind=4.0
+)
 
 #: LLVM features that identify a core -> its timing, newest first. Only AMD cores have sse4a.
 TIMINGS: Timings = (
