@@ -274,7 +274,7 @@ def format_summary(results: Results, rows: Sequence[str]) -> str:
     """One table in Markdown: best times of int8, with a column for each CPU."""
     threads = list_threads(results)
     lines = [
-        f"Latency of int8 models in ms, batch 1, {' / '.join(map(format_threads, threads))}. In",
+        f"Latency of int8 models in ms, batch 1, {' / '.join(map(format_threads, threads))}. In "
         "parentheses: how many times as long the faster of OpenVINO and ONNX Runtime takes.",
         "",
         *head_table(["model", *results]),
@@ -290,9 +290,9 @@ def format_summary(results: Results, rows: Sequence[str]) -> str:
         lines.append(f"| {row} | {' | '.join(cells)} |")
     lines += [
         "",
-        "Best of all runs. Each engine has a process of its own. A rival runs the faster of two",
-        "int8 models: its own, and ours as `export_onnx` writes it. [Speed](docs/speed.md) has all",
-        "models, each rival, versions and medians.",
+        "Best of all runs. Each engine has a process of its own. A rival runs the faster of two int8 "
+        "models: its own, and ours as `export_onnx`",
+        "writes it. [Speed](docs/speed.md) has all models, each rival, versions and medians.",
     ]
     return "\n".join(lines)
 
