@@ -80,7 +80,7 @@ def test_format_summary__a_column_for_each_cpu():
     results = {"both": {"times": {"ResNet-18": {"1": FIELDS | FASTER_FIELDS}}}} | RESULTS
     table = speed_table.format_summary(results, ["KWT-1", "ResNet-18"]).splitlines()
     assert "1 thread / 2 threads" in table[0]
-    assert table[3:7] == [
+    assert table[2:6] == [
         "| model | both | a CPU | another |",
         "|---|---|---|---|",
         "| KWT-1 | - | - | - / 1.00 (- / 2.50) |",
