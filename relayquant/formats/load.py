@@ -180,7 +180,7 @@ def load(
             Relay file of TVM 0.7 to 0.19: .relay (`mod.astext()`) or .json (`tvm.ir.save_json`).
             Or a language model: .gguf, or a folder with config.json and safetensors files.
         shapes: Input name -> shape, to fix or rename symbolic dimensions (ONNX, Relay):
-            {"x": ("N", 3, 224, 224)}.
+            {"x": ("N", 3, 224, 224)}. Sizes that weights of an ONNX model fix may be left out.
         inputs: Input name -> value, a number or an array (ONNX): {"sr": 16000}. The input becomes a
             constant, and an If that depends on it becomes the branch that is taken.
         params: Relay only: {name: array} or a file of `save_param_dict`. Default: the file
