@@ -155,7 +155,7 @@ def find_fixed(
     opset: int,
 ) -> dict[str, int]:
     """Find symbolic sizes of the inputs that an operator fixes: name -> size."""
-    free = {size for info in inputs for size in read_shape(info) if isinstance(size, str)}
+    free = {size for info in inputs for size in read_shape(info) or () if isinstance(size, str)}
     ruled = [node for node in nodes if node.op_type in RULES and node.domain in STANDARD]
     if not (free and ruled):
         return {}
@@ -179,7 +179,7 @@ def infer_shapes(
     weights: Iterable[onnx.TensorProto],
     inputs: Iterable[onnx.ValueInfoProto],
     opset: int,
-) -> dict[str, Shape]:
+) -> dict[str, Shape | None]:
     """Infer the shapes of all values with ONNX, as far as it knows them. Weights are not read,
     only small ones, which are sizes and axes.
     """

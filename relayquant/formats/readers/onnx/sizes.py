@@ -153,7 +153,7 @@ def convert_reshape(
     )
 
 
-def slice_value(bb: relax.BlockBuilder, inputs: Sequence[Any]) -> relax.Expr:
+def slice_value(bb: relax.BlockBuilder, inputs: Sequence[Any]) -> Any:
     """Convert Slice. Run-time bounds or steps become one R.take per axis, with the indices begin +
     step * (0 ... count - 1). `slice_by_sizes` handles constants and symbolic sizes.
 
