@@ -225,7 +225,7 @@ def slice_by_sizes(
     """Convert Slice by constants and expressions of symbolic sizes to R.strided_slice with bounds
     inside the data. None if a step is not constant, or the sign of a bound is unknown.
 
-    Steps go forward: x[s:e:-k] -> flip(x)[-1 - s : -1 - e : k].
+    Steps along symbolic sizes go forward: x[s:e:-k] -> flip(x)[-1 - s : -1 - e : k].
     """
     sizes = data.ty.shape.values
     taken = [*range(len(starts))] if axes is None else read_sizes(axes)
@@ -247,6 +247,14 @@ def slice_by_sizes(
             place = place if low >= 0 else simplify(size + place)
             bounds.append(larger(smaller(place, most), 0))
         cuts.append((axis, bounds[0], larger(*bounds), abs(stride)))
+    if all(isinstance(simplify(sizes[axis] + 0), int) for axis in taken):
+        # One operator, which moves integers as they are. An end before the axis is -size - 1.
+        for at, (axis, start, stop, stride) in enumerate(cuts):
+            size = int(sizes[axis])
+            if strides[at] < 0:
+                end = size - 1 - stop if stop < size else -size - 1
+                cuts[at] = (axis, size - 1 - start, end, -stride)
+        return relax.op.strided_slice(data, *map(list, zip(*cuts, strict=True)))
     for axis, stride in zip(taken, strides, strict=True):
         if stride < 0:
             data = bb.emit(relax.op.flip(data, axis))
