@@ -126,3 +126,34 @@ def test_squeeze__without_axes_whose_result_has_another_rank():
         rq.load(model)
     mod, _ = rq.load(model, shapes={"x": (3, 5)})
     check_run(model, mod, draw(3, 5))
+
+
+def test_fix_sizes__beside_an_operator_of_another_domain():
+    """ONNX infers nothing of a model that does not name the domain's version."""
+    weights = {"w": draw(5, 7)}
+    nodes = [
+        helper.make_node("Gelu", ["x"], ["active"], domain="com.microsoft"),
+        helper.make_node("MatMul", ["active", "w"], ["inner"]),
+        helper.make_node("MatMul", ["x", "w"], ["outer"]),
+        helper.make_node("Add", ["inner", "outer"], ["y"]),
+    ]
+    model = make_model(nodes, {"x": ("n", "k")}, weights, {"y": ("n", 7)})
+    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    mod, _ = rq.load(model)
+    assert read_input(mod) == ("n", 5)
+    check_run(model, mod, draw(3, 5))
+
+
+def test_squeeze__the_name_of_its_axes_may_be_taken():
+    weights = {"w": draw(5, 1), "y.axes": draw(1)}
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["product"]),
+        helper.make_node("Squeeze", ["product"], ["flat"]),
+        helper.make_node("Squeeze", ["product"], ["y"]),
+        helper.make_node("Add", ["y", "y.axes"], ["z"]),
+    ]
+    model = make_model(nodes, {"x": ("n", "k")}, weights, {"z": ("n",)})
+    model.graph.value_info.extend(
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ("n",)) for name in ("flat", "y")
+    )
+    check_run(model, rq.load(model)[0], draw(3, 5))

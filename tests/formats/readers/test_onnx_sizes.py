@@ -362,3 +362,18 @@ def test_slice__bounds_inside_and_outside_of_the_axis(size):
         for row, got, want in results:
             assert got.shape == want.shape, (rows, row)
             np.testing.assert_array_equal(got, want, err_msg=str((rows, row)))
+
+
+@pytest.mark.parametrize("size", ["n", 3])
+def test_slice__of_no_axes(size):
+    call = helper.make_node("Slice", ["x", "none", "none", "none"], ["y"])
+    graph = helper.make_graph(
+        [call],
+        "g",
+        [helper.make_tensor_value_info("x", 1, [size, 2])],
+        [helper.make_tensor_value_info("y", 1, [size, 2])],
+        [numpy_helper.from_array(np.zeros(0, "int64"), "none")],
+    )
+    opsets = [helper.make_opsetid("", 17)]
+    compiled = Compiled(helper.make_model(graph, opset_imports=opsets, ir_version=8))
+    compiled.check({"x": RNG.standard_normal((3, 2)).astype("float32")})

@@ -8,69 +8,55 @@ Squeeze without axes where T stays, as the declared result says.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import onnx
 from onnx import helper
 from onnx.shape_inference import InferenceError
 
+from relayquant.formats.readers.onnx.file import fix_shape
 from relayquant.formats.readers.onnx.inference import MAX_READ, STANDARD
+from relayquant.ir.rewrite.function import find_free_name
 
 #: A size is an int, or the name of a symbolic one; None if it is not known.
 Size = int | str | None
 Shape = Sequence[Size]
-#: Attributes of a node, shapes of its operands -> pairs of sizes that must be equal.
-Rule = Callable[[Mapping[str, Any], Sequence[Shape]], Iterator[tuple[Size, Size]]]
+#: Attributes of a node, shapes of its first two operands -> two sizes that must be equal.
+Rule = Callable[[Mapping[str, Any], Shape, Shape], tuple[Size, Size]]
 
 
-def match_matmul(attrs: Mapping[str, Any], shapes: Sequence[Shape]) -> Iterator[tuple[Size, Size]]:
-    """(..., K) x (..., K, N)."""
-    yield shapes[0][-1], shapes[1][max(len(shapes[1]) - 2, 0)]
-
-
-def match_gemm(attrs: Mapping[str, Any], shapes: Sequence[Shape]) -> Iterator[tuple[Size, Size]]:
+def match_gemm(attrs: Mapping[str, Any], x: Shape, w: Shape) -> tuple[Size, Size]:
     """(M, K) x (K, N), each as it is or transposed."""
-    yield shapes[0][0 if attrs.get("transA") else 1], shapes[1][1 if attrs.get("transB") else 0]
+    return x[0 if attrs.get("transA") else 1], w[1 if attrs.get("transB") else 0]
 
 
-def match_conv(attrs: Mapping[str, Any], shapes: Sequence[Shape]) -> Iterator[tuple[Size, Size]]:
+def match_conv(attrs: Mapping[str, Any], x: Shape, w: Shape) -> tuple[Size, Size]:
     """(N, C, ...) and weights (outputs, C / groups, ...)."""
-    channels = shapes[1][1]
-    if isinstance(channels, int):
-        yield shapes[0][1], channels * attrs.get("group", 1)
+    return x[1], w[1] * attrs.get("group", 1) if isinstance(w[1], int) else None
 
 
-def match_transposed(
-    attrs: Mapping[str, Any], shapes: Sequence[Shape]
-) -> Iterator[tuple[Size, Size]]:
-    """(N, C, ...) and weights (C, outputs / groups, ...)."""
-    yield shapes[0][1], shapes[1][0]
+def match_channels(attrs: Mapping[str, Any], x: Shape, w: Shape) -> tuple[Size, Size]:
+    """(N, C, ...) and weights or scales (C, ...)."""
+    return x[1], w[0]
 
 
-def match_recurrent(
-    attrs: Mapping[str, Any], shapes: Sequence[Shape]
-) -> Iterator[tuple[Size, Size]]:
+def match_inputs(attrs: Mapping[str, Any], x: Shape, w: Shape) -> tuple[Size, Size]:
     """(T, N, inputs) and weights (directions, gates * hidden, inputs)."""
-    yield shapes[0][2], shapes[1][2]
-
-
-def match_norm(attrs: Mapping[str, Any], shapes: Sequence[Shape]) -> Iterator[tuple[Size, Size]]:
-    """(N, C, ...) and scales (C,)."""
-    yield shapes[0][1], shapes[1][0]
+    return x[2], w[2]
 
 
 #: Operator -> (least rank of its first two operands, its rule).
 RULES: Mapping[str, tuple[tuple[int, int], Rule]] = {
-    "MatMul": ((1, 1), match_matmul),
+    "MatMul": ((1, 1), lambda attrs, x, w: (x[-1], w[max(len(w) - 2, 0)])),
     "Gemm": ((2, 2), match_gemm),
     "Conv": ((3, 3), match_conv),
-    "ConvTranspose": ((3, 3), match_transposed),
-    "LSTM": ((3, 3), match_recurrent),
-    "GRU": ((3, 3), match_recurrent),
-    "RNN": ((3, 3), match_recurrent),
-    "BatchNormalization": ((2, 1), match_norm),
-    "InstanceNormalization": ((3, 1), match_norm),
+    "ConvTranspose": ((3, 3), match_channels),
+    "LSTM": ((3, 3), match_inputs),
+    "GRU": ((3, 3), match_inputs),
+    "RNN": ((3, 3), match_inputs),
+    "BatchNormalization": ((2, 1), match_channels),
+    "InstanceNormalization": ((3, 1), match_channels),
 }
 
 
@@ -91,7 +77,10 @@ def fix_sizes(
     A size that two operators fix differently stays symbolic: the conversion names the second one.
     """
     while sizes := find_fixed(nodes, weights, inputs, opset):
-        inputs = [replace_sizes(info, sizes) for info in inputs]
+        inputs = [
+            fix_shape(info, [sizes.get(str(size), size) for size in read_shape(info) or ()])
+            for info in inputs
+        ]
     return inputs
 
 
@@ -113,18 +102,23 @@ def name_squeezed_axes(
         opset: Opset of the standard operators.
     """
     results = {info.name: shape for info in declared if (shape := read_shape(info)) is not None}
-    bare = [node for node in nodes if is_bare_squeeze(node) and node.output[0] in results]
+    bare = {
+        node.output[0]: node.input[0]
+        for node in nodes
+        if is_bare_squeeze(node) and node.output[0] in results
+    }
     if not bare:
         return [*nodes]
     shapes = infer_shapes(nodes, weights, inputs, opset)
+    taken = {name for node in nodes for name in (*node.input, *node.output)}
     named: list[onnx.NodeProto] = []
     for node in nodes:
-        shape = (shapes.get(node.input[0]) if is_bare_squeeze(node) else None) or ()
+        result = node.output[0] if node.output else ""
+        shape = shapes.get(bare.get(result, "")) or ()
         axes = [axis for axis, size in enumerate(shape) if size == 1]
         is_symbolic = any(not isinstance(size, int) for size in shape)
-        declared_rank = len(results.get(node.output[0], ()))
-        if is_symbolic and node.output[0] in results and declared_rank == len(shape) - len(axes):
-            named += make_squeeze(node, axes, opset)
+        if is_symbolic and len(results[result]) == len(shape) - len(axes):
+            named += make_squeeze(node, axes, opset, find_free_name(f"{result}.axes", taken))
         else:
             named.append(node)
     return named
@@ -136,16 +130,14 @@ def is_bare_squeeze(node: onnx.NodeProto) -> bool:
     return is_squeeze and not any(node.input[1:]) and not node.attribute
 
 
-def make_squeeze(node: onnx.NodeProto, axes: Sequence[int], opset: int) -> list[onnx.NodeProto]:
-    """Make the Squeeze with axes: an attribute before opset 13, then a constant."""
+def make_squeeze(
+    node: onnx.NodeProto, axes: Sequence[int], opset: int, name: str
+) -> list[onnx.NodeProto]:
+    """Make the Squeeze with axes: an attribute before opset 13, then a constant of this name."""
     if opset < 13:
         return [helper.make_node("Squeeze", node.input, node.output, node.name, axes=axes)]
-    name = f"{node.output[0]}.axes"
     constant = helper.make_node("Constant", [], [name], f"{node.name}.axes", value_ints=axes)
-    return [
-        constant,
-        helper.make_node("Squeeze", [node.input[0], name], node.output, node.name),
-    ]
+    return [constant, helper.make_node("Squeeze", [node.input[0], name], node.output, node.name)]
 
 
 def find_fixed(
@@ -163,14 +155,14 @@ def find_fixed(
     found: dict[str, set[int]] = {}
     for node in ruled:
         ranks, rule = RULES[node.op_type]
-        given = [shapes.get(name) for name in node.input[:2]]
-        if any(s is None or len(s) < rank for s, rank in zip(given, ranks, strict=True)):
+        x, w = (shapes.get(name) or () for name in node.input[:2])
+        if len(x) < ranks[0] or len(w) < ranks[1]:
             continue
         attrs = {each.name: helper.get_attribute_value(each) for each in node.attribute}
-        for pair in rule(attrs, [shape for shape in given if shape is not None]):
-            for name, size in (pair, pair[::-1]):
-                if name in free and isinstance(size, int):
-                    found.setdefault(str(name), set()).add(size)
+        pair = rule(attrs, x, w)
+        for name, size in (pair, pair[::-1]):
+            if name in free and isinstance(size, int):
+                found.setdefault(str(name), set()).add(size)
     return {name: min(sizes) for name, sizes in found.items() if len(sizes) == 1}
 
 
@@ -190,8 +182,11 @@ def infer_shapes(
     }
     small = [weight for weight in weights if math.prod(weight.dims) <= MAX_READ]
     graph = helper.make_graph(nodes, "sizes", [*inputs, *known.values()], [], small)
-    version = helper.make_opsetid("", min(opset, onnx.defs.onnx_opset_version()))
-    model = helper.make_model(graph, opset_imports=[version])
+    # ONNX infers nothing of a model that lacks a domain, even where it does not know its operators.
+    others = {node.domain for node in graph.node} - {*STANDARD}
+    versions = {"": min(opset, onnx.defs.onnx_opset_version()), **dict.fromkeys(others, 1)}
+    imports = [helper.make_opsetid(domain, number) for domain, number in versions.items()]
+    model = helper.make_model(graph, opset_imports=imports)
     try:
         inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
     except InferenceError:
@@ -200,20 +195,10 @@ def infer_shapes(
 
 
 def read_shape(info: onnx.ValueInfoProto) -> Shape | None:
-    """Return the shape of a value. None if it has none."""
+    """Return the shape of a value as the file gives it. None if it does not."""
     if not info.type.tensor_type.HasField("shape"):
         return None
     return [
         dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None
         for dim in info.type.tensor_type.shape.dim
     ]
-
-
-def replace_sizes(info: onnx.ValueInfoProto, sizes: Mapping[str, int]) -> onnx.ValueInfoProto:
-    """Copy an input with sizes for names."""
-    copy = onnx.ValueInfoProto()
-    copy.CopyFrom(info)
-    for dim in copy.type.tensor_type.shape.dim:
-        if dim.dim_param in sizes:
-            dim.dim_value = sizes[dim.dim_param]
-    return copy

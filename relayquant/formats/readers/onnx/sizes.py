@@ -232,9 +232,11 @@ def slice_by_sizes(
     strides = [1] * len(starts) if steps is None else read_sizes(steps)
     if taken is None or strides is None or not all(isinstance(n, int) and n for n in strides):
         return None
-    cuts = []
-    for axis, start, end, stride in zip(taken, starts, ends, strides, strict=True):
-        size = simplify(sizes[axis] + 0)
+    if not taken:
+        return data
+    known = [simplify(sizes[axis] + 0) for axis in taken]
+    begins, stops = [], []
+    for size, start, end, stride in zip(known, starts, ends, strides, strict=True):
         last = size if stride > 0 else simplify(size - 1)
         bounds = []
         for position, most in ((start, last), (end, size)):
@@ -246,19 +248,22 @@ def slice_by_sizes(
                 return None
             place = place if low >= 0 else simplify(size + place)
             bounds.append(larger(smaller(place, most), 0))
-        cuts.append((axis, bounds[0], larger(*bounds), abs(stride)))
-    if all(isinstance(simplify(sizes[axis] + 0), int) for axis in taken):
-        # One operator, which moves integers as they are. An end before the axis is -size - 1.
-        for at, (axis, start, stop, stride) in enumerate(cuts):
-            size = int(sizes[axis])
-            if strides[at] < 0:
-                end = size - 1 - stop if stop < size else -size - 1
-                cuts[at] = (axis, size - 1 - start, end, -stride)
-        return relax.op.strided_slice(data, *map(list, zip(*cuts, strict=True)))
-    for axis, stride in zip(taken, strides, strict=True):
-        if stride < 0:
-            data = bb.emit(relax.op.flip(data, axis))
-    return relax.op.strided_slice(data, *map(list, zip(*cuts, strict=True)), assume_inbound=True)
+        begins.append(bounds[0])
+        stops.append(larger(*bounds))
+    is_known = all(isinstance(size, int) for size in known)
+    for at, stride in enumerate(strides):
+        if stride > 0:
+            continue
+        if is_known:
+            # One operator, which moves integers as they are. An end before the axis is -size - 1.
+            turned = known[at] - 1 - stops[at]
+            begins[at] = known[at] - 1 - begins[at]
+            stops[at] = turned if turned >= 0 else -known[at] - 1
+        else:
+            data = bb.emit(relax.op.flip(data, taken[at]))
+            strides[at] = -stride
+    cut = (taken, begins, stops, strides)
+    return relax.op.strided_slice(data, *cut, assume_inbound=not is_known)
 
 
 def convert_split(
