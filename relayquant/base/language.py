@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-#: The function of many tokens, and that of the next one.
+#: "prefill" takes many tokens at once, "decode" the next one.
 PREFILL, DECODE = "prefill", "decode"
 LANGUAGE_FUNCTIONS = (PREFILL, DECODE)

@@ -290,9 +290,10 @@ def format_summary(results: Results, rows: Sequence[str]) -> str:
         lines.append(f"| {row} | {' | '.join(cells)} |")
     lines += [
         "",
-        "Best of all runs. Each engine has a process of its own. A rival runs the faster of two "
-        "int8 models: its own, and ours as `export_onnx`",
-        "writes it. [Speed](docs/speed.md) has all models, each rival, versions and medians.",
+        "Times are the best of all runs, and each engine runs in its own process. Of a rival's two "
+        "int8 models, its own and ours as",
+        "`export_onnx` writes it, the faster one counts. [Speed](docs/speed.md) has all models, "
+        "each rival, versions and medians.",
     ]
     return "\n".join(lines)
 

@@ -17,8 +17,8 @@ from relayquant.codegen.kernels.isa.target import resolve_target
 #: threads -> of the time of the busiest one, what all have to do in the mean at least. With many
 #: threads the products of a row by a matrix set the bounds: they have few panels.
 LEAST_BALANCE = {2: 0.98, 4: 0.96, 8: 0.75, 16: 0.75}
-#: layer, CPU, threads -> the same for a layer of its own bound: 42 blocks of four vectors, which
-#: make depthwise layers of MobileNetV2 a seventh faster than the vectors, whose number divides.
+#: layer, CPU, threads -> the bound of this layer alone. It has 42 blocks of four vectors, and four
+#: threads take 11 of them each. In blocks, MobileNetV2's depthwise layers are a seventh faster.
 UNEVEN = {("depthwise 3x3 384 @14", "sapphirerapids", 4): 42 / 44}
 #: the same of preparing the image, by rows: a small part of the time
 LEAST_BALANCE_OF_IMAGE = 0.75
