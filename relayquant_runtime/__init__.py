@@ -21,7 +21,7 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +162,7 @@ class Library:
 
         Raises:
             ValueError: a state is missing, unknown, or of another shape or dtype.
+            TypeError: what is assigned is no dict.
         """
         with self._running:
             return {name: np.from_dlpack(held).copy() for name, held in self._held.items()}
@@ -169,9 +170,15 @@ class Library:
     @state.setter
     def state(self, values: Mapping[str, Any]) -> None:
         names = [row["name"] for row in self._values]
-        if sorted(values) != sorted(names):
+        if not isinstance(values, Mapping):
+            raise TypeError(
+                f"the state is of type {type(values).__name__}; allowed: a dict from name to "
+                "array, as `state` gives it"
+            )
+        given = sorted(map(str, values))
+        if given != sorted(names):
             raise ValueError(
-                f"the state has {', '.join(sorted(values)) or 'no values'}; {self.path.name} takes "
+                f"the state has {', '.join(given) or 'no values'}; {self.path.name} takes "
                 f"{', '.join(names) or 'none'}"
             )
         arrays = {name: np.asarray(values[name]) for name in names}
@@ -193,7 +200,7 @@ class Library:
                 names = [row["name"] for row in self._values]
                 self._held = dict(zip(names, self._machine[INITIAL_STATE](), strict=True))
 
-    def run(self, name: str, args: Sequence[Any]) -> list[np.ndarray]:
+    def run(self, name: str, args: Sequence[Any] = ()) -> list[np.ndarray]:
         """Call a function with arrays, in order (a tuple of ints for a parameter that is a shape);
         returns its results as new arrays. State is neither among the arrays nor among the results.
 
@@ -201,9 +208,9 @@ class Library:
             LibraryError: there is no such function.
             ValueError: an array has another shape or dtype than the function takes, or there are
                 more or fewer.
-            TypeError: `args` is no list of arrays of numbers.
+            TypeError: `name` is no text, or `args` is no list of arrays of numbers.
         """
-        function, tensors = self[name], as_tensors(name, args)
+        tensors, function = as_tensors(name, args), self[name]
         place = self._places.get(name, {"first": 0, "names": []})
         first, names = place["first"], place["names"]
         try:
@@ -346,9 +353,19 @@ def format_value(row: Mapping[str, Any]) -> str:
 
 
 def as_tensors(name: str, args: Sequence[Any]) -> list[Any]:
-    """Tensors of the arguments of the function `name`. TypeError if they are no list of arrays."""
-    is_list = type(args) is list  # asked first: it takes a tenth of the time of the other question
-    if not is_list and isinstance(args, np.ndarray | import_ffi().Tensor | str | dict):
+    """Tensors of the arguments of the function `name`. TypeError if the name is no text or they are
+    no list of arrays.
+    """
+    if type(name) is not str:
+        raise TypeError(
+            f"the function to run is given as a {type(name).__name__}; allowed: its name, mostly "
+            "'main', before a list of its inputs: run('main', [array])"
+        )
+    # A list is asked for first: it takes a tenth of the time of the other questions.
+    if type(args) is not list and (
+        isinstance(args, np.ndarray | import_ffi().Tensor | str | bytes | dict)
+        or not isinstance(args, Iterable)
+    ):
         raise TypeError(
             f"the inputs of {name!r} are of type {type(args).__name__}; allowed: a list with one "
             f"array for each input, also where there is only one: run({name!r}, [array])"

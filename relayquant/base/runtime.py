@@ -36,6 +36,9 @@ _VIEWED = frozenset(
     + ["float16", "float32", "float64"]
 )
 
+#: Types of one input or of named ones, that are easily given instead of a list.
+ONE_VALUE = (np.ndarray, tvm.runtime.Tensor, str, bytes, dict)
+
 #: Functions that compiled modules with state have, see `codegen.state_functions`.
 DESCRIPTION, INITIAL_STATE = "relayquant_state", "relayquant_initial_state"
 
@@ -147,7 +150,7 @@ class Machine:
         self.vm = relax.VirtualMachine(executable, tvm.cpu())
         self._running = threading.Lock()  # TVM's virtual machine has one stack.
 
-    def run(self, name: str, args: Sequence[Any]) -> list[np.ndarray]:
+    def run(self, name: str, args: Sequence[Any] = ()) -> list[np.ndarray]:
         """Call a function with arrays (TVM tensors, shapes). Returns its results as new arrays.
 
         Raises:
@@ -237,9 +240,16 @@ class Executor(Machine):
     @state.setter
     def state(self, values: Mapping[str, Any]) -> None:
         names = [row["name"] for row in self._values]
-        if sorted(values) != sorted(names):
+        if not isinstance(values, Mapping):
             raise DataError(
-                f"The state has {', '.join(sorted(values)) or 'no values'}; allowed: "
+                f"The state is of type {type(values).__name__}; allowed: a dict from name to array, as "
+                "`state` gives it.",
+                code="RQ302",
+            )
+        given = sorted(map(str, values))
+        if given != sorted(names):
+            raise DataError(
+                f"The state has {', '.join(given) or 'no values'}; allowed: "
                 f"{', '.join(names) or 'none, the module has no state'}.",
                 code="RQ302",
             )
@@ -256,7 +266,7 @@ class Executor(Machine):
                 names = [row["name"] for row in self._values]
                 self._held = dict(zip(names, tensors, strict=True))
 
-    def run(self, name: str, args: Sequence[Any]) -> list[np.ndarray]:
+    def run(self, name: str, args: Sequence[Any] = ()) -> list[np.ndarray]:
         """Call a function with arrays (TVM tensors, shapes). Returns its results as new arrays.
 
         State is neither among the arguments nor among the results.
@@ -265,10 +275,10 @@ class Executor(Machine):
             ConfigError: the process is a fork of one that has run kernels, see `check_threads`.
             DataError: see `Machine.run`.
         """
+        given = as_tensors(name, args)
         place = self._places.get(name)
         if place is None:
-            return super().run(name, args)
-        given = as_tensors(name, args)
+            return self.call(name, given)
         first, names = place["first"], place["names"]
         wanted = self.count_parameters(name) - len(names)
         if len(given) != wanted:
@@ -311,10 +321,17 @@ def as_tensors(name: str, args: Sequence[Any]) -> list[tvm.runtime.Tensor | tvm_
     """Convert the arguments of the function `name`.
 
     Raises:
-        DataError: they are no list, or one of them is no array of numbers.
+        DataError: the name is no text, the arguments are no list, or one of them is no array of
+            numbers.
     """
-    is_list = type(args) is list  # asked first: it takes a tenth of the time of the other question
-    if not is_list and isinstance(args, np.ndarray | tvm.runtime.Tensor | str | dict):
+    if type(name) is not str:
+        raise DataError(
+            f"The function to run is given as a {type(name).__name__}; allowed: its name, mostly "
+            "'main', before a list of its inputs: run('main', [array]).",
+            code="RQ101",
+        )
+    # A list is asked for first: it takes a tenth of the time of the other questions.
+    if type(args) is not list and (isinstance(args, ONE_VALUE) or not isinstance(args, Iterable)):
         raise DataError(
             f"The inputs of {name!r} are of type {type(args).__name__}; allowed: a list with one "
             f"array for each input, also where there is only one: run({name!r}, [array]).",

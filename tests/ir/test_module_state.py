@@ -123,7 +123,29 @@ def test_state__of_another_shape_or_name_is_refused(runner):
         runner.state = {"sums": START[0], "count": count}
     with pytest.raises(ValueError, match=r"tate 'sums' is float64 of shape \(1, 3\).*float32"):
         runner.state = {"sums": START.astype("float64"), "count": count}
+    with pytest.raises(ValueError, match=r"state has 1;.* count"):
+        runner.state = {1: START}
+    with pytest.raises((ValueError, TypeError), match=r"state is of type list; allowed: a dict"):
+        runner.state = [START, count]
     np.testing.assert_array_equal(runner.state["sums"], START)
+
+
+@pytest.mark.parametrize("args", [(START,), ([START],), (START, [START])])
+def test_run__without_a_name(runner, args):
+    with pytest.raises(
+        (ValueError, TypeError),
+        match=rf"given as a {type(args[0]).__name__}; allowed: its name.*run\('main', \[array\]\)",
+    ):
+        runner.run(*args)
+
+
+@pytest.mark.parametrize("args", [START, None, 5, b"x", {"x": START}], ids=type)
+def test_run__without_a_list(runner, args):
+    with pytest.raises(
+        (ValueError, TypeError),
+        match=rf"of type {type(args).__name__}; allowed: a list .*run\('main', \[array\]\)",
+    ):
+        runner.run("main", args)
 
 
 def test_run__state_is_no_input(executable):

@@ -245,6 +245,8 @@ def test_parse_target__reads_options(text, expected):
         ("llvm -mtriple=nosuch-linux-gnu", "knows no architecture 'nosuch'"),
         (Target({"kind": "llvm", "mcpu": "nosuch"}), "knows no CPU 'nosuch'"),
         ({"kind": "llvm", "no-such-option": 1}, "does not accept"),
+        ({}, r"a dict of no names; .* as a pair: compile\(\(mod, params\)\)\. \[RQ107\]"),
+        ({"w": 1, "b": 2}, r"a dict of w, b; allowed: one with 'kind'"),
         (7, "allowed: None"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import re
 import shlex
 from collections.abc import Mapping
@@ -94,6 +95,14 @@ def resolve_target(target: Any = None) -> Target:
     elif isinstance(target, str):
         resolved, text = _build(parse_target(target), target), target
     elif isinstance(target, Mapping):
+        if not {"kind", "tag"} & set(target):
+            names = ", ".join(map(str, itertools.islice(target, 3))) or "no names"
+            raise ConfigError(
+                f"target is a dict of {names}; allowed: one with 'kind', such as {{'kind': 'llvm', "
+                "'mcpu': 'cascadelake'}. Parameters go with their module, as a pair: "
+                "compile((mod, params)).",
+                code="RQ107",
+            )
         resolved, text = _build(dict(target), str(dict(target))), str(dict(target))
     else:
         raise ConfigError(
