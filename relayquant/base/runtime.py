@@ -242,8 +242,8 @@ class Executor(Machine):
         names = [row["name"] for row in self._values]
         if not isinstance(values, Mapping):
             raise DataError(
-                f"The state is of type {type(values).__name__}; allowed: a dict from name to array, as "
-                "`state` gives it.",
+                f"The state is of type {type(values).__name__}; allowed: a dict from name to "
+                "array, as `state` gives it.",
                 code="RQ302",
             )
         given = sorted(map(str, values))
