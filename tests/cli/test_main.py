@@ -15,7 +15,7 @@ import pytest
 from relayquant import cli
 from relayquant.analysis.other_engines import OTHER_ENGINES
 from relayquant.base.qtypes import Scheme
-from relayquant.cli import commands, parsers
+from relayquant.cli import arguments, commands, parsers
 from relayquant.cli.data import METRICS
 from relayquant.cli.output import ExitCode
 from relayquant.cli.parsers import OTHER_VERBS
@@ -216,14 +216,14 @@ def test_commands__are_modules_of_their_names() -> None:
 
 
 def test_parsers__choices_are_those_of_what_takes_them() -> None:
-    assert set(parsers.EFFORTS) == {level.value for level in Effort}
+    assert set(arguments.EFFORTS) == {level.value for level in Effort}
     assert set(parsers.GUARDS) == {action.value for action in Guard}
     assert set(parsers.MODEL_TYPES) == {kind.value for kind in ModelType}
     assert set(parsers.SCHEMES) == {scheme.value for scheme in Scheme}
     assert set(parsers.OBSERVERS) == set(OBSERVERS)
     assert set(parsers.METRICS) == set(METRICS)
     assert set(parsers.ENGINES) == set(OTHER_ENGINES)
-    assert set(parsers.PRESETS) == set(PRESETS)
+    assert set(arguments.PRESETS) == set(PRESETS)
 
 
 @pytest.mark.parametrize("verb", OTHER_VERBS)
@@ -271,7 +271,7 @@ def test_parsers__tune_takes_a_file(words: list[str], tune: object) -> None:
     ("text", "size"), [("1500", 1500), ("2kB", 2000), ("1.5MB", 1_500_000), ("2GB", 2 * 10**9)]
 )
 def test_parsers__size(text: str, size: int) -> None:
-    assert parsers.parse_size(text) == size
+    assert arguments.parse_size(text) == size
 
 
 @pytest.mark.parametrize(
