@@ -259,9 +259,35 @@ def test_if__takes_the_branch_of_a_constant(tmp_path, condition):
     others = [body("ABS", "a"), body("NEG", "a")]
     mod = load(tmp_path, tensors, [call], ["x"], ["y"], others=others)
     np.testing.assert_array_equal(reference.run(mod, [X])[0], np.abs(X) if condition else -X)
-    late = [tensor("x"), tensor("c", shape=[], dtype="bool"), tensor("y")]
-    with pytest.raises(ModelError, match=r"IF .*operand 'c' is computed at run time"):
-        load(tmp_path, late, [call], ["x", "c"], ["y"], others=others)
+
+
+@pytest.mark.parametrize("shape", [[], [1]])
+def test_if__selects_at_run_time(tmp_path, shape):
+    fields = {"ThenSubgraphIndex": 1, "ElseSubgraphIndex": 2}
+    call = Operator("IF", ["c", "x"], ["y"], "IfOptions", fields)
+    tensors = [tensor("x"), tensor("c", shape=shape, dtype="bool"), tensor("y")]
+    others = [body("ABS", "a"), body("NEG", "a")]
+    mod = load(tmp_path, tensors, [call], ["x", "c"], ["y"], others=others)
+    for condition, expected in ((True, np.abs(X)), (False, -X)):
+        given = [X, np.full(shape, condition)]
+        np.testing.assert_array_equal(reference.run(mod, given)[0], expected)
+        (got,) = rq.Executor(rq.compile(mod)).run("main", given)
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_if__refuses_branches_of_other_shapes(tmp_path):
+    fields = {"ThenSubgraphIndex": 1, "ElseSubgraphIndex": 2}
+    call = Operator("IF", ["c", "x"], ["y"], "IfOptions", fields)
+    tensors = [tensor("x"), tensor("c", shape=[], dtype="bool"), tensor("y")]
+    axes = tensor("axes", np.array([0], "int32"))
+    total = Subgraph(
+        [tensor("a"), tensor("b", shape=[X.shape[1]]), axes],
+        [Operator("SUM", ["a", "axes"], ["b"], "ReducerOptions")],
+        ["a"],
+        ["b"],
+    )
+    with pytest.raises(ModelError, match=r"IF .*branches give .*same type and shape"):
+        load(tmp_path, tensors, [call], ["x", "c"], ["y"], others=[body("NEG", "a"), total])
 
 
 def count_to(limit: int, late: bool = False):
@@ -350,6 +376,39 @@ def test_variable__that_changes_is_state(tmp_path):
         np.testing.assert_allclose(got, step * X + 2, rtol=1e-6)
     executor.reset()
     np.testing.assert_array_equal(executor.run("main", [X])[0], X + 2)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("places", [(0,), (1,), (0, 1)])
+def test_variable__that_a_branch_changes(tmp_path, places, is_first):
+    """A variable that the branch taken does not assign keeps its value. The IF stands behind all
+    operators that read it, or in front.
+    """
+    handle = {"shape": [], "dtype": "resource"}
+    name = {"Container": "", "SharedName": "state"}
+
+    def branch(kind: str, is_assigning: bool) -> Subgraph:
+        tensors = [tensor("a"), tensor("b"), tensor("h", **handle)]
+        operators = [Operator(kind, ["a"], ["b"])]
+        if is_assigning:
+            operators.append(Operator("VAR_HANDLE", [], ["h"], "VarHandleOptions", name))
+            operators.append(Operator("ASSIGN_VARIABLE", ["h", "b"], []))
+        return Subgraph(tensors, operators, ["a"], ["b"])
+
+    fields = {"ThenSubgraphIndex": 2, "ElseSubgraphIndex": 3}
+    choice = Operator("IF", ["c", "x"], ["z"], "IfOptions", fields)
+    (tensors, operators, *_), others = variable_model()
+    operators.insert(1 if is_first else len(operators), choice)
+    others += [branch(kind, at in places) for at, kind in enumerate(("SQUARE", "NEG"))]
+    tensors = [*tensors, tensor("c", shape=[], dtype="bool"), tensor("z")]
+    mod = load(tmp_path, tensors, operators, ["x", "c"], ["y", "z"], others=others)
+    executor, held = rq.Executor(rq.compile(mod)), np.full_like(X, 2)
+    for condition in (True, True, False, True, False, False):
+        y, z = executor.run("main", [X, np.array(condition)])
+        np.testing.assert_array_equal(z, X**2 if condition else -X)
+        new = z if int(not condition) in places else held
+        np.testing.assert_allclose(y, X + (new if is_first else held), rtol=1e-6)
+        held = new
 
 
 def test_variable__with_the_name_of_an_input(tmp_path):

@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 import onnx
-import tvm
-import tvm_ffi
 from tvm import relax
 
 from relayquant.errors import format_count
+from relayquant.formats.readers.branches import choose_values, make_scalar
 from relayquant.formats.readers.onnx.fold import find_array
 from relayquant.formats.readers.onnx.steps import (
     check_steps,
@@ -26,9 +25,8 @@ from relayquant.formats.readers.onnx.steps import (
     stack_values,
     take_element,
 )
-from relayquant.formats.readers.onnx.symbolic import emit_tensor
-from relayquant.formats.readers.refusal import Refusal, describe, find_inputs
-from relayquant.ir.rewrite.graph import tensor_shape
+from relayquant.formats.readers.onnx.symbolic import emit_tensor, is_sizes
+from relayquant.formats.readers.refusal import Refusal, find_inputs
 
 #: Emits the operators of a body, given values for its inputs. Returns its outputs.
 BuildBody = Callable[[onnx.GraphProto, Sequence[relax.Expr]], list[relax.Expr]]
@@ -54,41 +52,14 @@ def choose_branch(
     condition = find_array(inputs[0])
     if condition is not None:
         return build(attrs["then_branch" if condition.item() else "else_branch"], [])
-    shape = tensor_shape(inputs[0])
-    if shape is None or any(size != 1 for size in shape):
-        raise Refusal(f"its condition has the shape {shape}; allowed: one number")
-    scalar = bb.emit(relax.op.reshape(inputs[0], relax.ShapeExpr([])))
-    results = (build(attrs[name], []) for name in ("then_branch", "else_branch"))
-    return [choose_value(bb, inputs[0], scalar, *pair) for pair in zip(*results, strict=True)]
-
-
-def choose_value(
-    bb: relax.BlockBuilder,
-    condition: relax.Expr,
-    scalar: relax.Expr,
-    left: relax.Expr,
-    right: relax.Expr,
-) -> relax.Expr:
-    """Emit left where the condition is true, else right.
-
-    Raises:
-        Refusal: they are not tensors of the same type and shape.
-    """
-    pair = [
-        emit_tensor(bb, value)
-        if isinstance(value, relax.ShapeExpr) or tvm.ir.is_prim_expr(value)
-        else value
-        for value in (left, right)
+    scalar = make_scalar(bb, inputs[0])
+    results = [build(attrs[name], []) for name in ("then_branch", "else_branch")]
+    tensors = [
+        [emit_tensor(bb, value) if is_sizes(value) else value for value in values]
+        for values in results
     ]
-    types = [value.ty for value in pair]
-    if not isinstance(types[0], relax.TensorType) or not tvm_ffi.structural_equal(*types):
-        raise Refusal(
-            f"its condition is known at run time only, and its branches give {describe(left)} and "
-            f"{describe(right)}; supported: tensors of the same type and shape, as both branches "
-            "are computed",
-            refuse_source(bb, "condition", condition).remedy,
-        )
-    return bb.normalize(relax.op.where(scalar, *pair))
+    remedy = refuse_source(bb, "condition", inputs[0]).remedy
+    return choose_values(bb, scalar, zip(*tensors, strict=True), remedy)
 
 
 def unroll_loop(

@@ -15,6 +15,7 @@ import numpy as np
 from tvm import relax
 
 from relayquant.errors import format_count
+from relayquant.formats.readers.branches import choose_values, make_scalar
 from relayquant.formats.readers.refusal import Refusal
 from relayquant.formats.readers.tflite.options import read_options
 from relayquant.ir.rewrite.graph import constant_value
@@ -62,17 +63,34 @@ def convert_composite(converter: Any, op: Any) -> relax.Expr:
 
 
 def convert_if(converter: Any, op: Any) -> relax.Expr:
-    """Convert IF(condition, values) to the operators of the branch that is taken.
+    """Convert IF(condition, values) to the operators of the branch that is taken. With a run-time
+    condition, both branches are computed and one result is taken, also of variables.
 
     Raises:
-        Refusal: the condition is not constant.
+        Refusal: a run-time condition is not one number, or the branches differ in types or shapes.
     """
     from tflite import IfOptions
 
     options = read_options(op, IfOptions)
-    condition = converter.get_tensor_value(converter.get_input_tensors(op)[0])
-    graph = options.ThenSubgraphIndex() if condition.item() else options.ElseSubgraphIndex()
-    return pack(build_graph(converter, op, graph, read_operands(converter, op)[1:]))
+    branches = (options.ThenSubgraphIndex(), options.ElseSubgraphIndex())
+    condition, *values = read_operands(converter, op)
+    array = constant_value(condition)
+    if array is not None:
+        graph = branches[0 if array.item() else 1]
+        return pack(build_graph(converter, op, graph, values))
+    scalar = make_scalar(converter.bb, condition)
+    held, known = converter.conversion_state["resource_values"], {*converter.variables}
+    before, results, behind = {**held}, [], []
+    for step, graph in enumerate(branches):
+        results.append(build_graph(converter, op, graph, values, step))
+        behind.append({key: held[key] for key in converter.variables})
+        # a variable that a branch made a state has its parameter's value before both branches
+        before |= {key: v.param for key, v in converter.variables.items() if key not in known}
+        held.clear()
+        held.update(before)
+    pairs = [tuple(one.get(key, before[key]) for one in behind) for key in converter.variables]
+    held.update(zip(converter.variables, choose_values(converter.bb, scalar, pairs), strict=True))
+    return pack(choose_values(converter.bb, scalar, zip(*results, strict=True)))
 
 
 def convert_while(converter: Any, op: Any) -> relax.Expr:
