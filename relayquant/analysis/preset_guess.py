@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tvm
 
-from relayquant.analysis.lint import (
+from relayquant.analysis.first_layer import (
     FORM_RATIO,
     FirstLayer,
     check_scale,

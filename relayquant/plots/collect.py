@@ -16,8 +16,9 @@ import tvm
 
 from relayquant.analysis.accumulators import AccumulatorReport, AccumulatorRow, measure_sums
 from relayquant.analysis.compare import CompareReport, CompareRow, compare_modules
+from relayquant.analysis.finding import Finding, Severity
 from relayquant.analysis.latency import Latency, measure_latency
-from relayquant.analysis.lint import Finding, Severity, lint
+from relayquant.analysis.lint import lint
 from relayquant.analysis.loader import bind_loader
 from relayquant.analysis.outputs import Interface, OutputGap, order_inputs
 from relayquant.analysis.peak import measure_peak

@@ -14,15 +14,9 @@ from float_models import Chain, build_model
 from tvm import relax
 
 import relayquant as rq
-from relayquant.analysis.lint import (
-    PROBE_SAMPLES,
-    Severity,
-    find_first_layers,
-    lint,
-    lint_samples,
-    measure_growth,
-    measure_moments,
-)
+from relayquant.analysis.finding import Severity
+from relayquant.analysis.first_layer import PROBE_SAMPLES, find_first_layers, measure_moments
+from relayquant.analysis.lint import lint, lint_samples, measure_growth
 from relayquant.demo import load_digits
 from relayquant.stages.preparation import prepare_module
 from relayquant.stages.preparation.norms import read_norm_statistics

@@ -15,8 +15,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from relayquant.analysis.compare import CompareReport, CompareRow
+from relayquant.analysis.finding import Finding, Severity
 from relayquant.analysis.latency import Latency
-from relayquant.analysis.lint import Finding, Severity
 from relayquant.analysis.profile import OperatorTime, Profile
 from relayquant.analysis.sensitivity import SensitivityReport, SensitivityRow
 from relayquant.plots.bench import kernel_table, latency_table, operator_table
