@@ -53,8 +53,10 @@ def rank_tiles(
     """
     height, width = out_size
     stack_cost, most_registers = STACK_COST, isa.registers
+    latency = max(isa.dots_in_flight, isa.timing.looped)
     if words <= UNROLLED_WORDS:
         stack_cost, most_registers = UNROLLED_STACK_COST, isa.registers - isa.early_loads
+        latency = isa.dots_in_flight
     most_registers = isa.registers * JOINING_SHARE if end_words else most_registers
     found: list[tuple[float, Tile]] = []
     for blocks in range(1, min(vectors, isa.max_blocks) + 1):
@@ -66,7 +68,7 @@ def rank_tiles(
                     continue
                 dots = pixels * blocks
                 chains = count_chains(dots, words, isa)
-                time = isa.time_word(pixels, blocks, isa.dots_in_flight / chains)
+                time = isa.time_word(pixels, blocks, latency / chains)
                 registers = isa.count_registers(pixels, blocks, dots * chains)
                 if repeat and words <= UNROLLED_WORDS and not end_words:
                     registers += rows * max(cols - repeat, 0)
@@ -75,7 +77,7 @@ def rank_tiles(
                 time += stack_cost * (registers > most_registers)
                 steps = words * taps + end_words
                 time = time * steps + isa.timing.time_stores(dots, blocks, blocks in narrow)
-                time = max(time, (pixels + blocks) * steps * isa.timing.load)
+                time = max(time, ((pixels + blocks) * steps + dots) * isa.timing.load)
                 tiles = ceil_div(height, rows) * ceil_div(width, cols) * ceil_div(vectors, blocks)
                 cost = tiles * time * (1 + 0.01 * (rows > 1)) - 0.001 * pixels
                 found.append((cost, Tile(rows, cols, blocks, chains)))

@@ -33,9 +33,12 @@ class Timing:
     word: float = 1.0  #: of the loop over words, without the dot products
     activation: float = 1.0  #: of loading one word of one pixel; one vector of weights takes 1
     #: of any load, where loads go on while results are converted and stored: then only all loads of
-    #: a tile together can take longer than the rest. 0: they never do
+    #: a tile together, one for each result besides, can take longer than the rest. 0: they never do
     load: float = 0.0
     dots_in_flight: int | None = None  #: if it differs from the instruction set
+    #: least time of a word of a loop that LLVM does not unroll: each sum waits for its last dot
+    #: product, and what is late once stays late. The time is for one chain of sums
+    looped: float = 0.0
     plain_store: float = 7.0  #: of one vector of results, stored alone
     #: of one vector of results that is stored as packed bytes, in tiles of 1, 2 and 4 blocks
     narrow_store: tuple[tuple[int, float], ...] = ((1, 6.0), (2, 5.5), (4, 4.75))
@@ -71,8 +74,9 @@ COMMON = Timing()
 ZEN5 = Timing(
     word=0.2,
     activation=0.5,
-    load=1.0,
+    load=1.1,
     dots_in_flight=6,
+    looped=8.8,
     plain_store=2.8,
     narrow_store=((1, 2.2), (2, 1.7), (4, 1.3)),
     ahead=10,
