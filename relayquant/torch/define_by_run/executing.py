@@ -50,8 +50,9 @@ from relayquant.torch.define_by_run.forwards import ModuleCall
 from relayquant.torch.define_by_run.functions import NUMBERS, may_write
 from relayquant.torch.define_by_run.graphs import run_steps
 from relayquant.torch.define_by_run.quantized_regions import QuantizedRegion
+from relayquant.torch.define_by_run.recording import check_order
 from relayquant.torch.define_by_run.regions import Form, Input, Inside, Source
-from relayquant.torch.define_by_run.tape import ModelConstants, check_order, is_view
+from relayquant.torch.define_by_run.tape import ModelConstants, is_view
 
 
 class CompiledModule:

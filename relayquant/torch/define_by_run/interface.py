@@ -27,7 +27,8 @@ from relayquant.torch.define_by_run.deferred import (
     take_float,
 )
 from relayquant.torch.define_by_run.regions import Region
-from relayquant.torch.define_by_run.tape import Tape, TensorFile
+from relayquant.torch.define_by_run.tape import Tape
+from relayquant.torch.define_by_run.tensor_file import TensorFile
 
 
 @dataclass(frozen=True, eq=False)

@@ -50,6 +50,7 @@ from relayquant.torch.define_by_run.quantized_regions import (
     join_ledgers,
     quantize_regions,
 )
+from relayquant.torch.define_by_run.recording import KnownOperator, RecordedCall, has_equal_call
 from relayquant.torch.define_by_run.settling import settle_constants
 from relayquant.torch.define_by_run.submodule_calls import (
     ObservedCall,
@@ -57,14 +58,8 @@ from relayquant.torch.define_by_run.submodule_calls import (
     StandaloneModule,
     find_dynamic,
 )
-from relayquant.torch.define_by_run.tape import (
-    KnownOperator,
-    ModelConstants,
-    RecordedCall,
-    Tape,
-    TensorFile,
-    has_equal_call,
-)
+from relayquant.torch.define_by_run.tape import ModelConstants, Tape
+from relayquant.torch.define_by_run.tensor_file import TensorFile
 from relayquant.torch.exporting import check_state, export, load
 from relayquant.torch.state import Attributes, find_changed, list_attributes
 

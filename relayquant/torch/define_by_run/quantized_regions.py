@@ -42,7 +42,8 @@ from relayquant.torch.define_by_run.call_sites import CallSite
 from relayquant.torch.define_by_run.graphs import build_graph, find_refused
 from relayquant.torch.define_by_run.interface import ModelInterface, find_interface
 from relayquant.torch.define_by_run.regions import Input, Region, find_regions
-from relayquant.torch.define_by_run.tape import ModelConstants, Tape, TapeStep, TensorFile, replay
+from relayquant.torch.define_by_run.tape import ModelConstants, Tape, TapeStep, replay
+from relayquant.torch.define_by_run.tensor_file import TensorFile
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,9 +21,9 @@ from relayquant.torch.define_by_run.tape import (
     OutsideTensor,
     Tape,
     TapeStep,
-    TensorFile,
     ValueForm,
 )
+from relayquant.torch.define_by_run.tensor_file import TensorFile
 from relayquant.torch.state import list_attributes
 
 #: (operator, position among its tensors)

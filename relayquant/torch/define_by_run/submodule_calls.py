@@ -26,7 +26,7 @@ from relayquant.torch.custom_config import PrepareCustomConfig, StandaloneRule
 from relayquant.torch.define_by_run.deferred import dequantize_tensor, quantize_tensor
 from relayquant.torch.define_by_run.executing import CompiledModule
 from relayquant.torch.define_by_run.functions import SubmoduleFunction
-from relayquant.torch.define_by_run.tape import TensorFile
+from relayquant.torch.define_by_run.tensor_file import TensorFile
 from relayquant.torch.exported import apply_config
 from relayquant.torch.exporting import load_module
 from relayquant.torch.standalone import Wrapper, call_builder, place_in_wrapper

@@ -39,7 +39,8 @@ from relayquant.torch.define_by_run.executing import (  # noqa: E402
     RegionRunner,
     quantize_tensor,
 )
-from relayquant.torch.define_by_run.tape import KnownOperator, replay  # noqa: E402
+from relayquant.torch.define_by_run.recording import KnownOperator  # noqa: E402
+from relayquant.torch.define_by_run.tape import replay  # noqa: E402
 
 
 def calibrate(model, inputs, **options):
