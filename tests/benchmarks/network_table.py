@@ -37,6 +37,7 @@ from speed_table import head_table, read_results, replace_table, write_results
 
 import relayquant as rq
 import relayquant.flow.pipeline  # imported before its seconds count, as NNCF is
+import relayquant.formats.load  # likewise
 from relayquant.analysis.error_statistics import ErrorSums
 from relayquant.analysis.onnxruntime_baseline import quantize_with_onnxruntime
 from relayquant.analysis.openvino_baseline import quantize_with_nncf
