@@ -15,6 +15,7 @@ import tvm
 from relayquant.analysis.sensitivity import Metric
 from relayquant.base.arguments import check_arguments
 from relayquant.base.events import Callback, SummaryEvent
+from relayquant.base.garbage import spare_older_objects
 from relayquant.base.qtypes import QParams
 from relayquant.config import (
     BackendConfig,
@@ -174,10 +175,11 @@ def quantize(
     settings = replace(
         settings, validation_dataset=open_streams(mod, params, settings.validation_dataset)
     )
-    if settings.metric is not None:
-        qmod = quantize_within(mod, params, dataset, settings.metric, settings)
-    else:
-        qmod = quantize_model(mod, params, dataset, settings)
+    with spare_older_objects():
+        if settings.metric is not None:
+            qmod = quantize_within(mod, params, dataset, settings.metric, settings)
+        else:
+            qmod = quantize_model(mod, params, dataset, settings)
     settings.events.on_summary(SummaryEvent(read_ledger(qmod).summarize()))
     return ask_float_precision(qmod, settings.float_precision)
 
