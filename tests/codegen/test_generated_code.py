@@ -26,6 +26,7 @@ from relayquant.codegen.kernels.integer.conv import build_conv2d
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual
 from relayquant.codegen.kernels.integer.grouped import build_grouped_dense
 from relayquant.codegen.kernels.integer.grouped_plan import GroupedDense
+from relayquant.codegen.kernels.integer.pool import MaxPool2d, PoolWindow, build_max_pool2d
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense
 from relayquant.codegen.kernels.integer.winograd import build_winograd
 from relayquant.codegen.kernels.isa.arm import NEON_BYTES, NEON_PAIRS
@@ -498,6 +499,18 @@ def test_innermost_loops__of_float_winograd(name):
     assert found.stack <= bound.stack
     assert found.moves <= bound.moves
     assert found.loads <= 0.75  # tiles of as many rows as share a chunk's evenly
+
+
+@pytest.mark.parametrize("name", ["znver4", "sapphirerapids", "haswell"])
+def test_innermost_loops__of_padded_pools(name):
+    """The places of a window's rows are computed once for a row of results."""
+    target = resolve_target(TARGETS[name])
+    window = PoolWindow(1, 112, 112, 64, (3, 3), (2, 2), (1, 1, 1, 1))
+    text = compile_kernel(build_max_pool2d(MaxPool2d(window)), target)
+    loop = max(find_innermost_loops(text, SYNTAX[Architecture.X86]), key=len)
+    maxima = sum("pmaxub" in line for line in loop)
+    assert maxima >= 8
+    assert sum(line.startswith("\t") for line in loop) <= 4.5 * maxima
 
 
 @pytest.mark.sample(4)

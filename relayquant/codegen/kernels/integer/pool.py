@@ -10,7 +10,8 @@ an average over a window as large as the image. The averaged axes become the hei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 
@@ -43,6 +44,8 @@ from relayquant.errors import format_count
 
 #: From this many read elements on, threads share the work.
 PARALLEL_READS = 1 << 18
+#: Fewest rows of results that threads share, instead of pixels.
+FEWEST_ROWS = 16
 #: Channels summed at once.
 LANES = 16
 #: The integer of minus infinity; see `order_bits`.
@@ -177,10 +180,28 @@ class Mean:
         )
 
 
+@contextmanager
+def loop_over_pixels(window: PoolWindow) -> Iterator[list[Expr]]:
+    """Emit the loop over (image, row, column) of the results, and yield the coordinates.
+
+    Threads share rows, so that what depends on the row is computed once for all of its pixels. They
+    share pixels if there are few rows.
+    """
+    *rows, columns = window.out_shape[:3]
+    if prod(rows) < FEWEST_ROWS:
+        with loop_over((*rows, columns), window.threads) as pixel:
+            yield pixel
+        return
+    with loop_over(tuple(rows), window.threads) as row, T.serial(columns) as column:
+        yield [*row, column]
+
+
 def emit_tap(window: PoolWindow, out: Expr, tap: Expr, axis: int) -> tuple[Expr, Expr]:
     """Return a tap's coordinate along an axis, clamped to the data, and whether it was inside."""
     size = (window.height, window.width)[axis]
     at = out * window.strides[axis] + tap * window.dilation[axis] - window.padding[axis]
+    if not window.leaves_image:
+        return at, T.bool(True)
     return T.max(T.min(at, size - 1), 0), T.And(at >= 0, at < size)
 
 
@@ -211,7 +232,7 @@ def build_max_pool2d(spec: MaxPool2d, name: str = "max_pool2d") -> PrimFunc:
             bits = load_vector(buffer, at, lanes)
             return order_bits(T.reinterpret(vector("int16", lanes), bits), lanes)
 
-        with loop_over(window.out_shape[:3], window.threads) as (n, oy, ox):
+        with loop_over_pixels(window) as (n, oy, ox):
 
             def step(channel: Expr, lanes: int) -> None:
                 (best,) = alloc_vectors(1, lanes, dtype)
@@ -268,7 +289,7 @@ def build_avg_pool2d(
             ("x", in_shape or window.in_shape, spec.data.dtype),
             ("y", out_shape or window.out_shape, spec.out.dtype),
         )
-        with loop_over(window.out_shape[:3], window.threads) as (n, oy, ox):
+        with loop_over_pixels(window) as (n, oy, ox):
             count: Expr = T.int32(kh * kw)
             if window.reaches_beyond(counted):
                 count = emit_count(window, oy, 0, counted) * emit_count(window, ox, 1, counted)
