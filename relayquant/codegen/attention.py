@@ -25,7 +25,8 @@ from relayquant.codegen.kernels.floating.new_rows import (
     make_update_cache,
 )
 from relayquant.codegen.kernels.floating.tile import FloatIsa, choose_float_isa
-from relayquant.codegen.kernels.isa.select import has_bf16_tiles
+from relayquant.codegen.kernels.isa.bf16 import Bf16Isa
+from relayquant.codegen.kernels.isa.select import select_fast_bf16
 from relayquant.codegen.lowering import BlockView, Kernel, KernelRule, Lowered, lower_functions
 from relayquant.ir.dialect.legality import iterate_bindings
 from relayquant.ir.rewrite.expressions import op_name
@@ -40,13 +41,13 @@ class AttentionBlock:
     """Context of the rules: a block, the vectors of its kernels, and who calls the function.
 
     `called`: parameters of functions that the module itself calls. They may be constants.
-    `takes_bf16`: whether many rows may be rounded to bfloat16.
+    `bf16`: products for many rows, which may be rounded to bfloat16. None if they may not.
     """
 
     block: BlockView
     isa: FloatIsa
     called: frozenset[relax.Var]
-    takes_bf16: bool
+    bf16: Bf16Isa | None
 
 
 def lower_attention(
@@ -66,7 +67,7 @@ def lower_attention(
     has_rule = any(select_rules(ATTENTION_RULES, call_name(call)) for call in calls)
     if target.kind.name != "llvm" or not has_rule:
         return mod
-    isa, has_tiles = choose_float_isa(target), not keeps_rows and has_bf16_tiles(target)
+    isa, bf16 = choose_float_isa(target), None if keeps_rows else select_fast_bf16(target)
     inner = {call.op for call in calls if isinstance(call.op, tvm.ir.GlobalVar)}
     functions = (mod[gvar] for gvar in inner)
     called = frozenset(
@@ -75,7 +76,7 @@ def lower_attention(
     return lower_functions(
         mod,
         ATTENTION_RULES,
-        lambda block: AttentionBlock(block, isa, called, has_tiles),
+        lambda block: AttentionBlock(block, isa, called, bf16),
         on_skip=on_skip,
         in_any_block=True,
     )
@@ -151,14 +152,13 @@ def lower_cached_attention(context: AttentionBlock, var: relax.Var) -> Lowered |
         float(attrs.soft_cap),
     )
     shape = tensor_shape(query) or ()
-    is_rounded = context.takes_bf16 and counts_many_rows(context.block, shape[1:2])
+    isa, bf16 = context.isa, context.bf16
     if spec.extents[1] == 1:
-        name, make = "attention", make_attention
-    elif is_rounded and takes_tiles(spec):
-        name, make = "attention_bf16", make_attention_bf16
+        kernel = Kernel("attention", spec, lambda: make_attention(spec, isa))
+    elif bf16 and takes_tiles(spec) and counts_many_rows(context.block, shape[1:2]):
+        kernel = Kernel("attention_bf16", spec, lambda: make_attention_bf16(spec, isa, bf16))
     else:
-        name, make = "attention_blocks", make_attention_blocks
-    kernel = Kernel(name, spec, lambda: make(spec, context.isa))
+        kernel = Kernel("attention_blocks", spec, lambda: make_attention_blocks(spec, isa))
     operands = (keys, key_scale, values, value_scale) if dtype == "int8" else (keys, values)
     return Lowered((var,), kernel, (query, *operands, positions))
 

@@ -14,7 +14,7 @@ from relayquant.ir.rewrite.entry import attach_attrs, find_attrs
 FLOAT_PRECISION_ATTR = "relayquant.float_precision"
 #: Attribute of a function: the name of an extent that counts many rows. If they are rounded to 8
 #: bits for products with grouped weights, they may be rounded to bfloat16 instead, where the target
-#: has tiles for it. So may the operands of their attention.
+#: has tiles for it. So may the operands of their attention, where that is faster.
 BF16_ROWS_ATTR = "relayquant.bf16_rows"
 
 

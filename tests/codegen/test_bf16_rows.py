@@ -21,6 +21,8 @@ from relayquant.ir.rewrite.graph import call_name
 
 WIDTH, HIDDEN, GROUP = 64, 96, 32
 TILES, VECTORS = "llvm -mcpu=sapphirerapids", "llvm -mcpu=cascadelake"
+#: Vectors for bfloat16: twice as many products as of float32, and as many.
+ZEN, COOPER_LAKE = "llvm -mcpu=znver5", "llvm -mcpu=cooperlake"
 
 
 def make_module(build, many="rows"):
@@ -101,8 +103,13 @@ def test_lower_grouped__rows_with_other_scales_keep_8_bits():
 
 @pytest.mark.parametrize(
     ("many", "target", "options"),
-    [("picked", TILES, {}), ("rows", VECTORS, {}), ("rows", TILES, {"keeps_rows": True})],
-    ids=["other rows", "no tiles", "float32"],
+    [
+        ("picked", TILES, {}),
+        ("rows", VECTORS, {}),
+        ("rows", ZEN, {}),
+        ("rows", TILES, {"keeps_rows": True}),
+    ],
+    ids=["other rows", "no tiles", "vectors", "float32"],
 )
 def test_lower_grouped__other_rows_keep_8_bits(many, target, options):
     names = list_kernels(make_network(many), target, **options)
@@ -193,9 +200,21 @@ def make_attention(many, **settings):
         ("rows", TILES, {"soft_cap": 3.0}, {}, "attention_blocks"),
         ("picked", TILES, {}, {}, "attention_blocks"),
         ("rows", VECTORS, {}, {}, "attention_blocks"),
+        ("rows", ZEN, {}, {}, "attention_bf16"),
+        ("rows", COOPER_LAKE, {}, {}, "attention_blocks"),
         ("rows", TILES, {}, {"keeps_rows": True}, "attention_blocks"),
+        ("rows", ZEN, {}, {"keeps_rows": True}, "attention_blocks"),
     ],
-    ids=["bfloat16", "bounded scores", "other rows", "no tiles", "float32"],
+    ids=[
+        "bfloat16",
+        "bounded scores",
+        "other rows",
+        "no bfloat16",
+        "fast vectors",
+        "slow vectors",
+        "float32",
+        "float32 on fast vectors",
+    ],
 )
 def test_lower_attention__many_rows_may_be_rounded(many, target, settings, options, expected):
     mod = make_attention(many, scale=0.125, **settings)

@@ -1,4 +1,4 @@
-"""Attention of many rows with operands of bfloat16, on tiles, against float64."""
+"""Attention of many rows with operands of bfloat16, on tiles and vectors, against float64."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from relayquant.codegen.kernels.floating.attention_bf16 import (
 )
 from relayquant.codegen.kernels.floating.attention_blocks import make_attention_blocks
 from relayquant.codegen.kernels.floating.tile import choose_float_isa
+from relayquant.codegen.kernels.isa.select import select_fast_bf16
+from relayquant.codegen.kernels.isa.target import resolve_target
 
 #: B, H, G, D, L; positions; rows; the other settings: several tasks and blocks of keys, rows and
 #: keys of no whole tile, sequences with a row before the first key and one behind the last
@@ -70,7 +72,7 @@ def run(make, spec, isa, positions, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isa", ["tiles", "emulated tiles"])
+@pytest.mark.parametrize("isa", ["tiles", "emulated tiles", "vectors", "emulated vectors"])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "int8"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "x".join(map(str, case[0])))
 def test_attention_bf16__near_float64(case, dtype, isa):
@@ -111,3 +113,22 @@ def test_attention_bf16__instructions():
     for instruction in ("tdpbf16ps", "tilestored", "vcvtneps2bf16", "vcvtph2ps.*zmm"):
         assert re.search(instruction, code)
     assert not re.search(r"call\s.*(hf|h2f|exp)", code)
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.parametrize("mcpu", ["znver4", "znver5"])
+def test_attention_bf16__instructions_of_vectors(mcpu):
+    """A word of 8 keys or numbers is read once for two products, and sums stay in registers."""
+    target = resolve_target(f"llvm -mcpu={mcpu}")
+    kernel = make_attention_bf16(
+        make_spec(CASES[0][0], {}, 130), choose_float_isa(target), select_fast_bf16(target)
+    )
+    code = tvm.compile(tvm.IRModule({"attention": kernel}), target=target).mod.inspect_source("asm")
+    loops = re.findall(r"(?m)^(\.L\w+):((?:\n\t.*)*?\n\tj\w+\t\1)$", code)
+    loops = [loop for _, loop in loops if "vdpbf16ps" in loop]
+    assert loops
+    for loop in loops:
+        assert len(re.findall(r"\tvdpbf16ps\b", loop)) == 16
+        assert len(re.findall(r"\tvbroadcastss\b", loop)) == 8
+        assert len(re.findall(r"\tvmovup[sd]\t", loop)) == 2

@@ -1,9 +1,7 @@
-"""Attention of many new rows for each sequence -> its kernel with products of bfloat16, on tiles.
+"""Attention of many new rows for each sequence -> its kernel with products of bfloat16.
 
-As `attention_blocks` does it, block after block. Each step multiplies two tiles by two others:
-
-    scores      32 keys x 32 rows         A: keys as they are stored    B: pairs of query numbers
-    result^T    32 numbers x 32 rows      A: values^T                   B: pairs of powers
+As `attention_blocks` does it, block after block. `attention_products` has the products, on tiles or
+on vectors.
 
 Query, keys, values and powers are rounded to bfloat16, after their scales. Sums and powers are
 float32. A block of keys and values is rounded once for all rows of a task. Only keys behind the
@@ -14,9 +12,6 @@ A process that may not use tiles runs the kernel of `attention_blocks`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import product
-
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
@@ -26,6 +21,7 @@ from relayquant.codegen.kernels.emit import (
     broadcast,
     build_kernel,
     constant,
+    import_code,
     load_vector,
     settle,
     store_vector,
@@ -36,22 +32,25 @@ from relayquant.codegen.kernels.floating.attention_blocks import (
     BlockAttention,
     declare_attention,
 )
-from relayquant.codegen.kernels.floating.grouped_bf16 import MoveTile
+from relayquant.codegen.kernels.floating.attention_products import (
+    LANES,
+    SIDE,
+    TILE,
+    RoundedBlocks,
+    TileProducts,
+    VectorProducts,
+)
 from relayquant.codegen.kernels.floating.halves import load_numbers
 from relayquant.codegen.kernels.floating.row_norm import fence
 from relayquant.codegen.kernels.floating.softmax import LOG2_E, MANTISSA_BITS, ROUND_TO_EXPONENT
 from relayquant.codegen.kernels.floating.tile import Buffer, Expr, FloatIsa
 from relayquant.codegen.kernels.integer.tiled import ask_permission, emit_if
 from relayquant.codegen.kernels.isa.bf16 import TILES_BF16, Bf16Isa, join_pairs
-from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS, Tiles
+from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS
 from relayquant.codegen.kernels.permutation import transpose_vectors
 
 #: Query rows of a task, and keys of a block.
 ROWS, KEYS = 256, 256
-#: Rows, keys or numbers of two tiles. A tile has half as many pairs.
-SIDE = 32
-#: Rows of a vector, and of a tile; elements of a tile of bfloat16.
-LANES, TILE = 16, 512
 #: Coefficients of a polynomial for 2^r, |r| <= 1/2, highest power first, fitted to minimize the
 #: largest relative error, 1.0e-4, with the value 1 at 0. Rounding to bfloat16 adds up to 2^-9.
 POWER_COEFFICIENTS = (0.055008934, 0.24221097, 0.69328293, 1.0)
@@ -75,19 +74,21 @@ def make_attention_bf16(
     """
     assert takes_tiles(spec)
     assert isa.lanes == LANES
-    assert bf16.unit is not None
-    unit = bf16.unit
 
     def body() -> None:
         operands = declare_attention(spec)
-        tiled, plain = TiledAttention(operands, isa, bf16), BlockAttention(operands, isa)
-        emit_if(ask_permission(unit), tiled.emit, plain.emit)
+        rounded, plain = RoundedAttention(operands, isa, bf16), BlockAttention(operands, isa)
+        if bf16.unit is None:
+            import_code(bf16.code)
+            rounded.emit()
+        else:
+            emit_if(ask_permission(bf16.unit), rounded.emit, plain.emit)
 
     return build_kernel(name, body)
 
 
-class TiledAttention(BlockAttention):
-    """Statements of the kernel on tiles. Rows that are missing in a task repeat its last one."""
+class RoundedAttention(BlockAttention):
+    """Statements of the kernel. Rows that are missing in a task repeat its last one."""
 
     block = ROWS
 
@@ -98,8 +99,7 @@ class TiledAttention(BlockAttention):
 
     def emit_block(self, position: Expr, start: Expr, size: Expr, line: Expr) -> None:
         """Emit a block of query rows for `size` keys from `start` on, behind row `line`."""
-        width, unit = self.spec.width, self.bf16.unit
-        assert unit is not None
+        width = self.spec.width
         query = alloc_workspace(ROWS * width, BF16_BITS)
         keys, values = (alloc_workspace(KEYS * width, BF16_BITS) for _ in range(2))
         self.scores = alloc_workspace(KEYS * SIDE, "float32")
@@ -109,7 +109,8 @@ class TiledAttention(BlockAttention):
         self.largest, self.totals = (alloc_workspace(ROWS, "float32") for _ in range(2))
         self.places, self.starts = (alloc_workspace(ROWS, dtype) for dtype in ("int32", "int64"))
         self.emit_rows(position, query)
-        registers = unit.configure([(unit.rows, unit.row_bytes)] * unit.registers)
+        blocks = RoundedBlocks(width, query, keys, values, self.scores, self.powers, self.sums)
+        products = (TileProducts if self.bf16.unit else VectorProducts)(self.bf16, blocks)
         with T.serial(T.floordiv(size + (KEYS - 1), KEYS)) as step:
             key, count = settle(start + step * KEYS, T.min(size - step * KEYS, T.int64(KEYS)))
             self.emit_keys(line + key, count, keys)
@@ -119,11 +120,11 @@ class TiledAttention(BlockAttention):
                 (seen,) = settle(T.min(last + 1 - key, count))
                 with T.If(seen > 0), T.Then():
                     steps = T.bind(T.floordiv(seen + (SIDE - 1), SIDE))
-                    self.emit_key_products(registers, keys, query, part, steps)
+                    products.emit_scores(part, steps)
                     with T.serial(SIDE // LANES) as half:
                         self.emit_vector(part, half * LANES, key, seen)
-                    self.emit_value_products(registers, values, part, steps)
-        registers.release()
+                    products.emit_values(part, steps)
+        products.finish()
         self.emit_rows_of_result()
 
     # --- Operands -------------------------------------------------------------------------------
@@ -193,64 +194,6 @@ class TiledAttention(BlockAttention):
         ):
             value = T.reinterpret(f"{BF16_BITS}x{SIDE}", value)
             store_vector(buffer, value, tile * TILE + i * SIDE, SIDE)
-
-    # --- Products -------------------------------------------------------------------------------
-
-    def emit_products(
-        self,
-        registers: Tiles,
-        steps: Expr | int,
-        load_a: Callable[[int, int, Expr], None],
-        load_b: Callable[[int, int, Expr], None],
-    ) -> None:
-        """Add to the tiles 0 to 3 the products of two times two tiles in each step."""
-        with T.serial(steps) as step:
-            for i in range(2):
-                load_a(4 + i, i, step)
-                load_b(6 + i, i, step)
-            for i, j in product(range(2), repeat=2):
-                registers.multiply(2 * i + j, 4 + i, 6 + j, (BF16_BITS, BF16_BITS))
-
-    def each_sum(self, move: MoveTile, buffer: Buffer, at: Expr) -> None:
-        """Load or store the tiles 0 to 3, from the block of 32 x 32 number `at` on."""
-        for i, j in product(range(2), repeat=2):
-            move(2 * i + j, buffer, at * (SIDE * SIDE) + i * (LANES * SIDE) + j * LANES, SIDE)
-
-    def emit_key_products(
-        self, registers: Tiles, keys: Buffer, query: Buffer, part: Expr, steps: Expr
-    ) -> None:
-        """Store the scores of 32 rows, and what nothing reads for missing keys."""
-        width = self.spec.width
-        with T.serial(steps) as block:
-
-            def load_keys(tile: int, i: int, step: Expr) -> None:
-                at = (block * SIDE + i * LANES) * width + step * SIDE
-                registers.load(tile, keys, at, width)
-
-            def load_query(tile: int, i: int, step: Expr) -> None:
-                registers.load(tile, query, ((part * 2 + i) * self.steps + step) * TILE, SIDE)
-
-            for i in range(4):
-                registers.clear(i)
-            self.emit_products(registers, self.steps, load_keys, load_query)
-            self.each_sum(registers.store, self.scores, block)
-
-    def emit_value_products(
-        self, registers: Tiles, values: Buffer, part: Expr, steps: Expr
-    ) -> None:
-        """Add the weighted values to the sums of 32 rows."""
-        with T.serial(self.steps) as block:
-
-            def load_values(tile: int, i: int, step: Expr) -> None:
-                registers.load(tile, values, ((step * self.steps + block) * 2 + i) * TILE, SIDE)
-
-            def load_powers(tile: int, i: int, step: Expr) -> None:
-                registers.load(tile, self.powers, step * (2 * TILE) + i * SIDE, 2 * SIDE)
-
-            at = part * self.steps + block
-            self.each_sum(registers.load, self.sums, at)
-            self.emit_products(registers, steps, load_values, load_powers)
-            self.each_sum(registers.store, self.sums, at)
 
     # --- Powers ---------------------------------------------------------------------------------
 

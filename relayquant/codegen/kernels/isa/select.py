@@ -125,6 +125,18 @@ def has_bf16_tiles(target: Target) -> bool:
     return find_architecture(target) is Architecture.X86 and has_isa(TILES_BF16, target)
 
 
+def select_fast_bf16(target: Target) -> Bf16Isa | None:
+    """Select the instructions of a target for products of bfloat16 that are faster than those of
+    float32: tiles, or vectors of a core that is known for it. None if there are none.
+    """
+    if find_architecture(target) is not Architecture.X86:
+        return None
+    if has_bf16_tiles(target):
+        return TILES_BF16
+    isa = time_isa(VECTORS_BF16, target, BF16_TIMINGS)
+    return isa if has_isa(isa, target) and isa.timing.has_fast_pairs else None
+
+
 def select_shuffle(target: Target) -> ByteShuffle | None:
     """Select how an LLVM target looks up bytes in registers. None if it cannot."""
     shuffles = SHUFFLES[find_architecture(target)]

@@ -56,6 +56,8 @@ class Timing:
     near_weights: int | None = 512 * 1024
     #: of codes in groups of weights
     streams: Streams = Streams(4, 1024)
+    #: whether a vector of products of pairs of bfloat16 takes no longer than one of float32
+    has_fast_pairs: bool = False
 
     def time_stores(self, results: int, blocks: int, is_narrow: bool) -> float:
         """Return the time to store `results` vectors of a tile of `blocks` vectors."""
@@ -110,7 +112,14 @@ ZEN4 = Timing(
 #: slow, and the stores of many results of a tile do not hide behind the next. Fitted to the times
 #: of some 16 tiles each for 50 layers of three networks. Not measured on Zen 4.
 ZEN_BF16 = replace(
-    ZEN5, load=0.0, word=1.5, activation=1.0, dots_in_flight=12, ahead=12, behind=4.0
+    ZEN5,
+    load=0.0,
+    word=1.5,
+    activation=1.0,
+    dots_in_flight=12,
+    ahead=12,
+    behind=4.0,
+    has_fast_pairs=True,
 )
 
 #: LLVM features that identify a core -> its timing, newest first. Only AMD cores have sse4a.
