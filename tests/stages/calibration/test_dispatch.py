@@ -18,6 +18,7 @@ from float_models import MAP, build_model, draw_batches
 from tvm.relax import op
 
 import relayquant as rq
+from relayquant.stages.calibration import dispatch
 
 BATCHES = 40
 
@@ -211,6 +212,22 @@ def test_threads__share_one_virtual_machine(tmp_path):
     want = calibrated(tmp_path / "here", effort="fast")
     with futures.ThreadPoolExecutor(4) as executor:
         assert calibrated(tmp_path / "there", effort="fast", workers=executor) == want
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+def test_threads__short_shards_run_on_the_calling_thread(tmp_path, monkeypatch, is_short):
+    ran, run_shard = set(), dispatch.run_shard
+
+    def note_thread(*args):
+        ran.add(threading.get_ident())
+        return run_shard(*args)
+
+    want = calibrated(tmp_path / "unchanged")
+    monkeypatch.setattr(dispatch, "run_shard", note_thread)
+    monkeypatch.setattr(dispatch, "count_threads", lambda: 2)
+    monkeypatch.setattr(dispatch, "SHORT_SHARD", float("inf") if is_short else 0.0)
+    assert calibrated(tmp_path / "states") == want
+    assert (ran == {threading.get_ident()}) is is_short
 
 
 def test_error__of_the_data_is_the_same_as_here():
