@@ -30,7 +30,7 @@ from relayquant.codegen.kernels.integer.winograd import (
 )
 from relayquant.codegen.kernels.isa.arm import SDOT
 from relayquant.codegen.kernels.isa.base import AVX2, PORTABLE, VNNI512, X86_ISAS
-from relayquant.codegen.kernels.isa.timing import COMMON, ZEN4
+from relayquant.codegen.kernels.isa.timing import COMMON, ZEN4, ZEN5
 from relayquant.codegen.kernels.winograd import PanelRange
 from relayquant.codegen.tuning import keep_estimate
 
@@ -78,6 +78,7 @@ CASES = {
 }  # fmt: skip
 
 ON_ZEN4 = replace(VNNI512, timing=ZEN4)
+ON_ZEN5 = VNNI512.with_timing(ZEN5)
 
 every_x86_in_samples = take_samples(X86_ISAS)
 
@@ -184,6 +185,11 @@ def test_winograd__sums_that_are_too_large_are_refused():
         # Intel's servers read the 4.7 MB of weights slowly from their last-level cache.
         ({"height": 14, "width": 14, "in_channels": 256, "out_channels": 256}, VNNI512, False),
         ({"height": 14, "width": 14, "in_channels": 256, "out_channels": 256}, ON_ZEN4, True),
+        # Zen 5 reads weights while products go on.
+        ({"height": 14, "width": 14, "in_channels": 128, "out_channels": 128}, ON_ZEN4, False),
+        ({"height": 14, "width": 14, "in_channels": 128, "out_channels": 128}, ON_ZEN5, True),
+        ({"height": 13, "width": 13, "in_channels": 48, "out_channels": 192}, ON_ZEN5, False),
+        ({"height": 7, "width": 7, "in_channels": 256, "out_channels": 256}, ON_ZEN5, False),
         # With more tiles the products take longer than the weights take to come.
         ({"height": 28, "width": 28, "in_channels": 256, "out_channels": 256}, VNNI512, True),
         ({"in_channels": 128, "out_channels": 128}, VNNI512, True),

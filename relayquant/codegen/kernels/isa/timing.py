@@ -47,7 +47,8 @@ class Timing:
     #: of Winograd's transform of one vector of a tile of activations, and of a tile of results
     input_transform: float = 390.0
     output_transform: float = 290.0
-    #: bytes of weights that come from the last-level cache in one unit, if they are fetched ahead;
+    #: bytes of weights that come from the last-level cache in one unit, if they are fetched ahead,
+    #: beside what comes while products go on;
     #: and the share of the products' time that goes by while they are fetched
     far_bytes: float = 2.4
     overlap: float = 0.5
@@ -85,7 +86,7 @@ ZEN5 = Timing(
     behind=0.7,
     input_transform=145.0,
     output_transform=175.0,
-    far_bytes=12.0,
+    far_bytes=35.0,
     overlap=0.0,
     near_weights=None,
     streams=Streams(1, 8 * 1024),
