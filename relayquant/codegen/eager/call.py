@@ -19,42 +19,45 @@ from relayquant.codegen.eager.operand import (
     find_static_type,
 )
 from relayquant.errors import RelayQuantError
+from relayquant.ir.reference import qnn
 from relayquant.ir.reference.frame import Frame
-from relayquant.ir.reference.interpreter import conform_value, execute_binding
+from relayquant.ir.reference.interpreter import conform_value, execute_binding, read_keywords
 from relayquant.ir.reference.relax import OPERATORS, OperatorFunction
 from relayquant.ir.rewrite.expressions import static_sizes
 
 
 class CallStep:
-    """An operator of `reference.relax`, whose operands, attributes and type are read once.
+    """An operator with a form in numpy, whose operands, attributes and type are read once.
 
     The interpreter has the last word: it computes what the function refuses, and says what is
     wrong with values that it does not take.
     """
 
-    def __init__(self, binding: Any, function: OperatorFunction, operands: list[Operand]) -> None:
-        self.binding, self.function, self.operands = binding, function, operands
-        self.attrs, self.known = KnownAttributes(binding.value.attrs), find_static_type(binding.var)
+    def __init__(
+        self, binding: Any, result: relax.Var, function: OperatorFunction, operands: list[Operand]
+    ) -> None:
+        self.binding, self.result, self.function = binding, result, function
+        self.attrs, self.operands = KnownAttributes(binding.value.attrs), operands
+        self.known = find_static_type(result)
 
     @staticmethod
     def of(binding: Any, find_object: Callable[[relax.Var], relax.Var]) -> CallStep | None:
-        """Return the step of a binding, which reads the objects that `find_object` returns for
-        variables. None if only the interpreter can evaluate it.
+        """Return the step of a binding, which reads and writes the objects that `find_object`
+        returns for variables. None if only the interpreter can evaluate it.
         """
         call = binding.value
         if isinstance(binding, relax.MatchCast) or not isinstance(call, Call):
             return None
         if not isinstance(call.op, Op) or isinstance(call.ty, PrimType):
             return None
-        function = OPERATORS.get(call.op.name.removeprefix("relax."))
+        function = find_function(call)
         operands = find_operands(call.args, find_object)
         if function is None or operands is None:
             return None
-        return CallStep(binding, function, operands)
+        return CallStep(binding, find_object(binding.var), function, operands)
 
     def run(self, frame: Frame) -> None:
         """Compute the value."""
-        var = self.binding.var
         try:
             value = self.function([operand.read(frame) for operand in self.operands], self.attrs)
         except (RelayQuantError, IndexError, TypeError, ValueError):
@@ -63,8 +66,21 @@ class CallStep:
             execute_binding(frame, self.binding)
             return
         if not isinstance(value, np.ndarray) or (value.shape, value.dtype) != self.known:
+            var = self.result
             value = conform_value(frame, var.ty, value, var.name, self.binding.value)
-        frame.values[var] = value
+        frame.values[self.result] = value
+
+
+def find_function(call: Call) -> OperatorFunction | None:
+    """Return the numpy form of a call's operator. None if it has none."""
+    name = call.op.name.removeprefix("relax.")
+    if not name.startswith("qnn."):
+        return OPERATORS.get(name)
+    function = qnn.OPERATORS.get(name.removeprefix("qnn."))
+    if function is None:
+        return None
+    keywords = read_keywords(call)
+    return lambda args, attrs: function(*args, **keywords)
 
 
 class KnownAttributes:

@@ -267,13 +267,17 @@ def evaluate_qnn(operator: str, args: list[Any], call: Any, name: str) -> Any:
             f"{suggest_name(operator, qnn.OPERATORS)}",
             code="RQ206",
         )
-    keywords = {key: read_mode(key, value) for key, value in read_attributes(call).items()}
     try:
-        return qnn.OPERATORS[operator](*args, **keywords)
+        return qnn.OPERATORS[operator](*args, **read_keywords(call))
     except RelayQuantError as error:
         raise ModelError(
             f"value {name!r}, operator relax.qnn.{operator}: {error}", code="RQ206"
         ) from error
+
+
+def read_keywords(call: Any) -> dict[str, Any]:
+    """Return the attributes of a call of relax.qnn as keywords of its numpy function."""
+    return {key: read_mode(key, value) for key, value in read_attributes(call).items()}
 
 
 def read_mode(key: str, value: Any) -> Any:

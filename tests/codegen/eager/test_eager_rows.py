@@ -13,6 +13,7 @@ from relayquant.codegen.eager import EagerModule
 from relayquant.codegen.eager.call import CallStep
 from relayquant.codegen.eager.rows import RowStep
 from relayquant.errors import ModelError
+from relayquant.ir.dialect import qnn
 from relayquant.ir.reference import run
 
 
@@ -81,3 +82,19 @@ def test_call__symbolic_shapes_tuples_and_errors_are_those_of_the_interpreter():
     fails = build_model(lambda e, x: e("y", op.reshape(x, (2, 3))), ("n", 3))
     with pytest.raises(ModelError, match=r"'y', operator relax\.reshape"):
         EagerModule(fails).run("main", [draw(5, 3)])
+
+
+def test_call__operators_on_integers_have_their_attributes():
+    def emit(e, x):
+        q = e("q", qnn.quantize(x, 0.125, 3, out_dtype="int8"))
+        up = {"rounding": "UPWARD", "out_dtype": "uint8"}
+        r = e("r", qnn.requantize(q, 0.125, 3, 0.25, 0, **up))
+        return e("y", qnn.dequantize(r, 0.25, 0))
+
+    mod, x = build_model(emit, ("n", 3)), draw(400, 3)
+    module = EagerModule(mod)
+    assert [type(each) for each in runners(module)[:3]] == [CallStep] * 3
+    have = module.run("main", [x])[0]
+    np.testing.assert_array_equal(have, run(mod, [x])[0])
+    q = np.clip(np.rint(x * 8) + 3, -128, 127)  # half of them lie between two levels of 0.25
+    np.testing.assert_array_equal(have, np.clip(np.floor((q - 3) / 2 + 0.5), 0, 255) / 4)
