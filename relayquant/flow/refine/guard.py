@@ -46,7 +46,7 @@ from relayquant.data import (
 from relayquant.data.item import describe_inputs
 from relayquant.errors import AccuracyWarning, ConfigError, DataWarning, format_count, warn_user
 from relayquant.flow.refine.prepared_edit import Changes, split_changes
-from relayquant.flow.refine.run_time_ranges import find_run_time_qconfigs
+from relayquant.flow.refine.run_time_ranges import bound_sqnr, find_run_time_qconfigs
 from relayquant.flow.refine.search import rank_operators, search_simulated
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.agreement import MOST_DECIBELS
@@ -493,6 +493,7 @@ class Suspects:
         settings: When outputs deviate.
         order: All operators, the most sensitive first.
         first: What to begin with.
+        milder: What may suffice without products in float; see `list_milder`.
         is_arithmetic: Whether the simulated model has the SQNR that the integer module lacks.
         bad: Samples that the operators are sought on.
         judged: Samples that decide.
@@ -503,6 +504,7 @@ class Suspects:
     settings: GuardSettings
     order: Sequence[str]
     first: Sequence[str]
+    milder: Sequence[Changes]
     is_arithmetic: bool
     bad: Batches
     judged: Batches
@@ -517,17 +519,6 @@ class Suspects:
         """Compare a module that has these changes."""
         gaps = measure_gaps(self.prepared.mod, module, self.judged, self.expected)
         return Attempt(changes, module, gaps)
-
-    def list_milder(self) -> list[Changes]:
-        """What may suffice without products in float: the first suspects, then all products, read
-        their data's range at run time. Suspects that cannot do so go to float, as they would.
-        """
-        ranged = {} if self.is_arithmetic else find_run_time_qconfigs(self.prepared)
-        if not ranged:
-            return []
-        few = {name: ranged.get(name) for name in self.first}
-        trials = [few] if any(few.values()) else []
-        return [*trials, {**dict.fromkeys(self.first), **ranged}]
 
     def follows(self, attempt: Attempt) -> bool:
         """Whether the outputs are as close to float as operators in float bring them."""
@@ -579,11 +570,30 @@ def find_suspects(
     target = guarding.target_sqnr
     is_arithmetic = simulation.sqnr(operators) >= target > min(gap.sqnr for gap in gaps)
     if is_arithmetic:
-        first = [find_first_off(prepared, qmod, bad)]
+        first, milder = [find_first_off(prepared, qmod, bad)], []
     else:
         found = search_simulated(simulation, mapping, order, target, math.inf, settings.events)
         first = found or order[:1]
-    return Suspects(prepared, guarding, order, first, is_arithmetic, bad, judged, settings.events)
+        milder = list_milder(simulation, first, target)
+    return Suspects(
+        prepared, guarding, order, first, milder, is_arithmetic, bad, judged, settings.events
+    )
+
+
+def list_milder(simulation: Simulation, first: Sequence[str], target: float) -> list[Changes]:
+    """What may suffice without products in float: the first suspects, then all products, read
+    their data's range at run time. Suspects that cannot do so go to float, as they would.
+
+    A module takes long to build. So what the rounded weights alone keep from the target, in dB, is
+    left out.
+    """
+    ranged = find_run_time_qconfigs(simulation.prepared)
+    if not ranged:
+        return []
+    few = {name: ranged.get(name) for name in first}
+    trials = [few] if any(few.values()) else []
+    trials.append({**dict.fromkeys(first), **ranged})
+    return [changes for changes in trials if bound_sqnr(simulation, changes) >= target]
 
 
 def revert_operators(suspects: Suspects, build: Callable[[Changes], tvm.IRModule]) -> Attempt:
@@ -602,7 +612,7 @@ def revert_operators(suspects: Suspects, build: Callable[[Changes], tvm.IRModule
         suspects.events.on_progress(seen)
         return tried
 
-    for changes in suspects.list_milder():
+    for changes in suspects.milder:
         if suspects.follows(found := attempt(changes)):
             return found
     found = attempt(dict.fromkeys(suspects.first))

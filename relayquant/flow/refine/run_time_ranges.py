@@ -7,9 +7,10 @@ runs on integers. The guard and `drift` try this before they put operators back 
 
 from __future__ import annotations
 
-from relayquant.analysis.sensitivity import add_lines
+from relayquant.analysis.sensitivity import Simulation, add_lines
 from relayquant.base.qtypes import Granularity, QSpec, Role
 from relayquant.config import PatternConfig, QConfig, QConfigMapping, TensorConfig
+from relayquant.flow.refine.prepared_edit import Changes
 from relayquant.ir.plan import OperatorPlan
 from relayquant.ir.rewrite.graph import tensor_shape
 from relayquant.stages.annotation import annotate
@@ -39,6 +40,16 @@ def find_run_time_qconfigs(prepared: PreparedModel) -> dict[str, QConfig]:
     plan = annotate(prepared.source, prepared.backend, mapping)
     served = {operator.name for operator in plan.operators if operator.dynamic is not None}
     return {name: qconfig for name, qconfig in found.items() if name in served}
+
+
+def bound_sqnr(simulation: Simulation, changes: Changes) -> float:
+    """Return the worst output's SQNR in dB with these changes, but for the rounding of data with
+    ranges of the run time: on the calibration graph, such a product rounds only its weights.
+    """
+    prepared = simulation.prepared
+    mapping = add_lines(prepared, changes, prepared.mapping or QConfigMapping())
+    plan = annotate(prepared.source, prepared.backend, mapping)
+    return simulation.sqnr([operator for operator in plan.operators if operator.quantized])
 
 
 def find_weight(prepared: PreparedModel, operator: OperatorPlan) -> TensorConfig | None:

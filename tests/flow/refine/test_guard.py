@@ -429,7 +429,7 @@ def revert(monkeypatch):
     of the outputs. Returns what it returns, and all that was tried.
     """
 
-    def run(gap, simulated=("o8",), off=(), ranged=()):
+    def run(gap, simulated=("o8",), off=(), ranged=(), bound=99.0):
         tried: list[tuple[str, ...]] = []
         others = iter([*off, *[""] * 20])
 
@@ -443,9 +443,12 @@ def revert(monkeypatch):
             "find_first_off": lambda *_: next(others),
             "measure_gaps": lambda *_: [gap(set(tried[-1]))],
             "compute_results": lambda *_: [],
-            "Simulation": lambda *_: SimpleNamespace(sqnr=lambda _: 99.0 if off else 0.0),
+            "Simulation": lambda *_: SimpleNamespace(
+                prepared=None, sqnr=lambda _: 99.0 if off else 0.0
+            ),
             "find_rounding_operators": lambda *_: [],
             "find_run_time_qconfigs": lambda _: dict.fromkeys(ranged, RANGED),
+            "bound_sqnr": lambda *_: bound,
             "count_all_macs": lambda *_: 0,
             "pick_bad": lambda *_: [],
             "plan_looks": lambda *_: [8],
@@ -505,6 +508,15 @@ def test_revert__what_can_be_spared_is_taken_back(revert, whole, spared, taken_b
     )
     removed = [({"o0", "o1", "o2", "o8"} - set(fewer)) - {"o1"} for fewer in tried[2:]]
     assert removed == [{"o8"}, {"o2"}, set(), {"o0"}], "the least sensitive first"
+
+
+@pytest.mark.parametrize(("bound", "built"), [(20.0, 2), (19.9, 0)])
+def test_revert__ranges_at_run_time_come_first_where_weights_leave_room(revert, bound, built):
+    """Modules with ranges of the run time are built where rounded weights alone keep the target."""
+    names, tried = revert(lambda _: OutputGap(17.0), ("o7",), (), ("o6", "o7"), bound)
+    milder = [{"o7": RANGED}, {"o7": RANGED, "o6": RANGED}]
+    assert tried == [*milder[:built], ("o7",)]
+    assert names == ("o7",)
 
 
 def test_revert__where_integers_are_wrong_the_next_that_is_off_goes_too(revert):

@@ -10,8 +10,9 @@ from float_models import build_model
 from tvm import relax
 
 import relayquant as rq
+from relayquant.analysis.sensitivity import Simulation
 from relayquant.config import Granularity
-from relayquant.flow.refine.run_time_ranges import find_run_time_qconfigs
+from relayquant.flow.refine.run_time_ranges import bound_sqnr, find_run_time_qconfigs
 
 RNG = np.random.default_rng(3)
 
@@ -41,6 +42,26 @@ def test_find_run_time_qconfigs__a_sample_never_sees_its_neighbours(backend):
         {"conv": Granularity.PER_TENSOR, "dense": Granularity.PER_ROW},
         {"dense": Granularity.PER_ROW},
     ]
+
+
+def test_bound_sqnr__only_weights_are_rounded():
+    """Of a product with a range of the run time; nothing of one in float. numpy says how much."""
+    rng = np.random.default_rng(4)
+    weight = rng.standard_normal((64, 4)).astype("float32")
+    mod = build_model(
+        lambda emit, x: emit("dense", relax.op.matmul(x, relax.const(weight))), (1, 64)
+    )
+    data = [rng.uniform(-1, 1, (1, 64)).astype("float32") for _ in range(8)]
+    prepared = rq.calibrate(rq.prepare(mod, effort="fast"), data)
+    simulation = Simulation(prepared, [{"x": batch} for batch in data])
+    scale = prepared.parameters["dense:weight"].scale
+    exact, rounded = np.concatenate(data) @ weight, np.round(weight / scale) * scale
+    noise = np.concatenate(data) @ rounded - exact
+    decibels = 10 * np.log10(np.sum(np.square(exact)) / np.sum(np.square(noise)))
+    ranged = find_run_time_qconfigs(prepared)
+    assert bound_sqnr(simulation, ranged) == pytest.approx(decibels, abs=0.01)
+    assert bound_sqnr(simulation, {}) < decibels - 0.1
+    assert bound_sqnr(simulation, {"dense": None}) > 100
 
 
 def test_guard__loud_and_quiet_samples():
