@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import tvm
 from onnx import helper, numpy_helper
 from tvm import relax
 
@@ -28,6 +29,10 @@ BASE_OPSET = 17
 DILATED_OPSET = 19
 #: First opset in which ONNX's own inference counts the windows of ceil_mode as runtimes do.
 CEIL_OPSET = 22
+
+#: First opset with BitwiseAnd and its kind.
+BITWISE_OPSET = 18
+BITWISE = tuple(f"relax.bitwise_{name}" for name in ("and", "or", "xor", "not"))
 
 WIDE = ("int16", "uint16", "int4")
 #: Operators that need blocks, which DequantizeLinear supports since 21.
@@ -66,6 +71,8 @@ def read_affine(scale: relax.Expr, zero_point: relax.Expr, axis: int, rank: int)
 def find_opset(graph: Graph, var: relax.Var) -> int:
     """Return the first opset that can express a value."""
     call, name = graph.call_of(var), graph.op_name(var)
+    if name in BITWISE and tensor_dtype(var) != "bool":
+        return BITWISE_OPSET
     if tensor_dtype(var) in WIDE or name in GROUPED:
         return WIDE_OPSET
     if call is not None and name == "relax.nn.pad" and str(call.attrs.pad_mode) == "circular":
@@ -95,6 +102,7 @@ class OnnxBuilder:
         grouped: How products with grouped weights are written.
         units: Accumulators whose real values are their integers: the scale comes later, because it
             is computed at run time.
+        sizes: Symbolic size that is read from integers -> its tensor, int64 (1,).
         merged: Values that an earlier node has already computed (a bias inside a convolution).
     """
 
@@ -107,6 +115,7 @@ class OnnxBuilder:
         self.integers: dict[relax.Var, str] = {}
         self.rows: dict[relax.Expr, str] = {}
         self.units: set[relax.Expr] = set()
+        self.sizes: dict[tvm.tirx.Var, str] = {}
         self.merged: set[relax.Var] = set()
         self._taken: set[str] = {var.name for var in graph.order}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from fractions import Fraction
 
@@ -31,10 +32,12 @@ def write_reshape(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     sizes = [
         size if isinstance(size, int) else (0 if same[i] else -1) for i, size in enumerate(shape)
     ]
-    if sizes.count(-1) > 1:
-        sizes = list(var.ty.shape.values)
-    given = write_sizes(builder, sizes, f"{var.name}.shape")
-    return builder.emit("Reshape", [builder.tensor(call.args[0], var.name), given], var.name)
+    is_exact = sizes.count(-1) > 1 or 0 in shape  # else a size of 0 would copy the data's own
+    given = write_sizes(
+        builder, list(var.ty.shape.values) if is_exact else sizes, f"{var.name}.shape"
+    )
+    inputs = [builder.tensor(call.args[0], var.name), given]
+    return builder.emit("Reshape", inputs, var.name, **({"allowzero": 1} if is_exact else {}))
 
 
 def write_permute(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
@@ -90,6 +93,76 @@ def write_slice(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
         write_sizes(builder, sizes, f"{var.name}.slice") for sizes in (begins, ends, axes, strides)
     ]
     return builder.emit("Slice", [builder.tensor(call.args[0], var.name), *given], var.name)
+
+
+def write_flip(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Write Slice with a step of -1 along the whole axis."""
+    given = [
+        builder.constant(np.array([value], "int64"), f"{var.name}.slice")
+        for value in (-1, np.iinfo("int64").min, int(call.attrs.axis), -1)
+    ]
+    return builder.emit("Slice", [builder.tensor(call.args[0], var.name), *given], var.name)
+
+
+def write_cumsum(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Write CumSum in the dtype of the result. Without an axis it sums all elements in order."""
+    data, axis = builder.tensor(call.args[0], var.name), call.attrs.axis
+    if axis is None:
+        flat = builder.constant(np.array([-1], "int64"), f"{var.name}.flat")
+        data = builder.step("Reshape", [data, flat], f"{var.name}.elements")
+    if tensor_dtype(call.args[0]) != tensor_dtype(var):
+        data = builder.step("Cast", [data], f"{var.name}.cast", to=ELEMENT[tensor_dtype(var)])
+    given = builder.constant(
+        np.array(0 if axis is None else int(axis), "int64"), f"{var.name}.axis"
+    )
+    exclusive = int(call.attrs.exclusive or 0)
+    return builder.emit("CumSum", [data, given], var.name, exclusive=exclusive)
+
+
+def write_triangle(upper: int, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Write Trilu."""
+    inputs = [builder.tensor(call.args[0], var.name), write_scalar(builder, call.args[1], var.name)]
+    return builder.emit("Trilu", inputs, var.name, upper=upper)
+
+
+#: reduction of R.scatter_elements and R.scatter_nd -> reduction of ONNX
+REDUCTIONS = {"update": "none", "add": "add", "mul": "mul", "min": "min", "max": "max"}
+
+
+def write_scatter(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Write ScatterElements, ScatterND.
+
+    Raises:
+        ModelError: ONNX lacks the reduction.
+    """
+    reduction = str(call.attrs.reduction)
+    if reduction not in REDUCTIONS:
+        raise ModelError(
+            f"export_onnx: {var.name!r} reduces by {reduction}; allowed: {', '.join(REDUCTIONS)}.",
+            code="RQ203",
+        )
+    data, indices, updates = call.args
+    inputs = [
+        builder.tensor(data, var.name),
+        long_indices(builder, indices, var.name),
+        builder.tensor(updates, var.name),
+    ]
+    axis = {"axis": int(call.attrs.axis)} if op == "ScatterElements" else {}
+    return builder.emit(op, inputs, var.name, reduction=REDUCTIONS[reduction], **axis)
+
+
+def write_one_hot(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Write OneHot. ONNX counts negative indices from the end, R.one_hot takes them for out of
+    range: they become the depth.
+    """
+    depth, dtype = int(call.attrs.depth), tensor_dtype(var)
+    on, off = (float(arg.value) for arg in call.args[1:])
+    count, zero = (builder.constant(np.array(n, "int64"), f"{var.name}.depth") for n in (depth, 0))
+    indices = long_indices(builder, call.args[0], var.name)
+    is_negative = builder.step("Less", [indices, zero], f"{var.name}.negative")
+    inside = builder.step("Where", [is_negative, count, indices], f"{var.name}.index")
+    values = builder.constant(np.array([off, on]).astype(dtype), f"{var.name}.values")
+    return builder.emit("OneHot", [inside, count, values], var.name, axis=int(call.attrs.axis))
 
 
 def write_take(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
@@ -282,6 +355,13 @@ DATA_MOVEMENT_WRITERS: dict[str, Writer] = {
     "relax.concat": write_concat,
     "relax.nn.pad": write_pad,
     "relax.strided_slice": write_slice,
+    "relax.flip": write_flip,
+    "relax.cumsum": write_cumsum,
+    "relax.tril": functools.partial(write_triangle, 0),
+    "relax.triu": functools.partial(write_triangle, 1),
+    "relax.scatter_elements": functools.partial(write_scatter, "ScatterElements"),
+    "relax.scatter_nd": functools.partial(write_scatter, "ScatterND"),
+    "relax.one_hot": write_one_hot,
     "relax.take": write_take,
     "relax.gather_elements": write_gather_elements,
     "relax.gather_nd": write_gather_nd,
@@ -298,6 +378,11 @@ DATA_MOVEMENT_ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "relax.concat": ("axis",),
     "relax.nn.pad": ("pad_width", "pad_mode", "pad_value"),
     "relax.strided_slice": ("assume_inbound",),
+    "relax.flip": ("axis",),
+    "relax.cumsum": ("axis", "dtype", "exclusive"),
+    "relax.scatter_elements": ("axis", "reduction"),
+    "relax.scatter_nd": ("reduction",),
+    "relax.one_hot": ("depth", "axis"),
     "relax.take": ("axis", "mode"),
     "relax.gather_elements": ("axis",),
     "relax.gather_nd": ("batch_dims",),

@@ -9,6 +9,7 @@ import onnx
 import tvm
 from onnx import helper
 from tvm import relax
+from tvm.ir import Call
 
 from relayquant.base.arguments import check_arguments
 from relayquant.base.storage.files import write_whole
@@ -19,6 +20,7 @@ from relayquant.formats.writers.onnx_data_movement import (
     DATA_MOVEMENT_ATTRIBUTES,
     DATA_MOVEMENT_WRITERS,
 )
+from relayquant.formats.writers.onnx_formulas import FORMULA_ATTRIBUTES, FORMULA_WRITERS
 from relayquant.formats.writers.onnx_operators import (
     ELEMENT,
     FLOAT_ATTRIBUTES,
@@ -27,17 +29,29 @@ from relayquant.formats.writers.onnx_operators import (
 )
 from relayquant.formats.writers.onnx_qnn import QNN_WRITERS
 from relayquant.formats.writers.onnx_recurrent import RECURRENT_WRITERS
+from relayquant.formats.writers.onnx_sizes import SIZE_ATTRIBUTES, SIZE_WRITERS, define_sizes
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.attributes import find_unmodelled
 from relayquant.ir.rewrite.bind import Model, bind_model
-from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.graph import call_name, tensor_dtype, tensor_shape
 
 #: Operator -> its writer
 DIALECT_WRITERS: dict[str, Writer] = {**QNN_WRITERS, **RECURRENT_WRITERS}
-WRITERS: dict[str, Writer] = {**FLOAT_WRITERS, **DATA_MOVEMENT_WRITERS, **DIALECT_WRITERS}
+WRITERS: dict[str, Writer] = {
+    **FLOAT_WRITERS,
+    **FORMULA_WRITERS,
+    **DATA_MOVEMENT_WRITERS,
+    **SIZE_WRITERS,
+    **DIALECT_WRITERS,
+}
 
 #: Relax operator -> attributes that its writer writes. Writers of the dialect write all attributes.
-ATTRIBUTES = {**FLOAT_ATTRIBUTES, **DATA_MOVEMENT_ATTRIBUTES}
+ATTRIBUTES = {
+    **FLOAT_ATTRIBUTES,
+    **FORMULA_ATTRIBUTES,
+    **DATA_MOVEMENT_ATTRIBUTES,
+    **SIZE_ATTRIBUTES,
+}
 
 #: Largest protobuf file.
 MAX_BYTES = 2**31 - 1
@@ -104,7 +118,10 @@ def build_model(mod: tvm.IRModule, grouped: GroupedForm = GroupedForm.BLOCKS) ->
         store(builder, param, param.name)
     for binding in graph.bindings:
         var, value = binding.var, binding.value
-        if var in builder.merged or isinstance(value, relax.Tuple):
+        if var in builder.merged or isinstance(value, relax.Tuple | relax.ShapeExpr):
+            continue
+        if isinstance(var.ty, relax.ShapeType) and isinstance(value, relax.Var):
+            define_sizes(builder, var, value)
             continue
         if isinstance(value, relax.TupleGetItem):  # a value of rows: other tuples were refused
             builder.rows[var] = builder.rows[value.tuple_value]
@@ -113,12 +130,11 @@ def build_model(mod: tvm.IRModule, grouped: GroupedForm = GroupedForm.BLOCKS) ->
             source = builder.tensor(value, var.name)
             store(builder, var, builder.emit("Identity", [source], var.name))
             continue
-        call = graph.call_of(var)
-        if call is None:
+        if not isinstance(value, Call):
             array = builder.tensor(value, var.name)
             store(builder, var, builder.emit("Identity", [array], var.name))
             continue
-        name = WRITERS[graph.op_name(var)](builder, var, call)
+        name = WRITERS[call_name(value)](builder, var, value)
         if var not in builder.real and not builder.merged & set(graph.users[var]):
             store(builder, var, name)
     outputs = [describe(builder, expr) for expr in list_results(graph)]
@@ -151,12 +167,11 @@ def check_operators(graph: Graph) -> None:
         if isinstance(value, relax.TupleGetItem) and not is_of_rows(graph, value):
             missing.setdefault("a part of a tuple", []).append(binding.var.name)
             continue
-        call, op = graph.call_of(binding.var), graph.op_name(binding.var)
-        if call is None:
+        if not isinstance(value, Call):
             continue
-        found = None
+        op, found = call_name(value), None
         if op in WRITERS and op not in DIALECT_WRITERS:
-            found = find_unmodelled([call], ATTRIBUTES.get(op, ()))
+            found = find_unmodelled([value], ATTRIBUTES.get(op, ()))
         if op not in WRITERS or found is not None:
             what = op if found is None else f"{op} with {found.name}={found.value!r}"
             missing.setdefault(what, []).append(binding.var.name)

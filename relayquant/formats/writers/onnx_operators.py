@@ -36,7 +36,9 @@ ELEMENT = {
     "int16": onnx.TensorProto.INT16,
     "uint16": onnx.TensorProto.UINT16,
     "int32": onnx.TensorProto.INT32,
+    "uint32": onnx.TensorProto.UINT32,
     "int64": onnx.TensorProto.INT64,
+    "uint64": onnx.TensorProto.UINT64,
     "bool": onnx.TensorProto.BOOL,
 }
 
@@ -406,6 +408,8 @@ PLAIN = {
     "relax.add": "Add", "relax.subtract": "Sub", "relax.multiply": "Mul", "relax.divide": "Div",
     "relax.power": "Pow", "relax.maximum": "Max", "relax.minimum": "Min", "relax.where": "Where",
     "relax.equal": "Equal", "relax.less": "Less", "relax.greater": "Greater",
+    "relax.less_equal": "LessOrEqual", "relax.greater_equal": "GreaterOrEqual",
+    "relax.logical_and": "And", "relax.logical_or": "Or", "relax.logical_xor": "Xor",
     **{op: row.onnx for op, row in RELAX_UNARY.items() if row.onnx},
 }  # fmt: skip
 
@@ -422,6 +426,7 @@ FLOAT_WRITERS: dict[str, Writer] = {
     },
     "relax.nn.conv1d": functools.partial(write_conv, "Conv"),
     "relax.nn.conv2d": functools.partial(write_conv, "Conv"),
+    "relax.nn.conv1d_transpose": functools.partial(write_conv, "ConvTranspose"),
     "relax.nn.conv2d_transpose": functools.partial(write_conv, "ConvTranspose"),
     "relax.matmul": write_matmul,
     **{
@@ -454,6 +459,7 @@ _REDUCE = ("axis", "keepdims")
 FLOAT_ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "relax.nn.conv1d": _CONV,
     "relax.nn.conv2d": _CONV,
+    "relax.nn.conv1d_transpose": (*_CONV, "output_padding"),
     "relax.nn.conv2d_transpose": (*_CONV, "output_padding"),
     **{f"relax.nn.{kind}_pool{rank}d": _POOL for kind in POOLS for rank in (1, 2, 3)},
     **{f"relax.{name}": _REDUCE for name in ("mean", "max", "min", "sum", "argmax", "argmin")},

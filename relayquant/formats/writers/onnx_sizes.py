@@ -1,4 +1,5 @@
-"""ONNX writer: run-time sizes, computed in ONNX from the shapes of tensors.
+"""ONNX writer: run-time sizes, computed in ONNX from the shapes of tensors or read from integers,
+and a table of writers for operators on them (see `onnx_operators`).
 
 n               ->  Shape(x), the one axis of it that is n
 n + 1, n // 2   ->  Add, Sub(n, Mod(n, 2)) / 2
@@ -6,15 +7,18 @@ n + 1, n // 2   ->  Add, Sub(n, Mod(n, 2)) / 2
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from tvm import relax, tirx
+from tvm.ir import Call
 
 from relayquant.errors import ModelError
 from relayquant.formats.writers.onnx_builder import OnnxBuilder
-from relayquant.ir.rewrite.graph import dim_name, static_size
+from relayquant.formats.writers.onnx_operators import ELEMENT, Writer
+from relayquant.ir.rewrite.graph import dim_name, static_size, tensor_dtype
 
 #: size operators of ONNX
 ARITHMETIC: dict[type, str] = {
@@ -81,9 +85,14 @@ def write_extent(builder: OnnxBuilder, symbol: tirx.Var, base: str) -> str:
     """Write a symbolic dimension as a tensor, int64 (1,): the size of a tensor that was already
     written.
     """
+    if symbol in builder.sizes:
+        return builder.sizes[symbol]
     for var in builder.graph.order:
-        name = builder.real.get(var) or builder.integers.get(var)
-        sizes = var.ty.shape.values if name and isinstance(var.ty.shape, relax.ShapeExpr) else ()
+        name, shape = (
+            builder.real.get(var) or builder.integers.get(var),
+            getattr(var.ty, "shape", None),
+        )
+        sizes = shape.values if name and isinstance(shape, relax.ShapeExpr) else ()
         for axis, size in enumerate(sizes):
             if symbol.same_as(size):
                 return builder.step("Shape", [name], base, start=axis, end=axis + 1)
@@ -92,3 +101,91 @@ def write_extent(builder: OnnxBuilder, symbol: tirx.Var, base: str) -> str:
         "Load the model with shapes of numbers.",
         code="RQ203",
     )
+
+
+def read_shape(builder: OnnxBuilder, expr: relax.Expr) -> Sequence[Any]:
+    """Return the sizes that an operand of an operator lists.
+
+    Raises:
+        ModelError: it does not list them.
+    """
+    value = builder.graph.values.get(expr, expr) if isinstance(expr, relax.Var) else expr
+    found = value if isinstance(value, relax.ShapeExpr) else value.ty
+    if getattr(found, "values", None) is None:
+        raise ModelError(f"export_onnx: the sizes {expr} are not known.", code="RQ203")
+    return found.values
+
+
+def write_shape_to_tensor(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Write sizes as a tensor, int64 (number of sizes,)."""
+    sizes = write_sizes(builder, read_shape(builder, call.args[0]), f"{var.name}.sizes")
+    return builder.emit("Identity", [sizes], var.name)
+
+
+def write_tensor_to_shape(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Write integers, int64 (number of sizes,), that `define_sizes` reads."""
+    integers = builder.tensor(call.args[0], var.name)
+    return builder.emit("Cast", [integers], var.name, to=ELEMENT["int64"])
+
+
+def define_sizes(builder: OnnxBuilder, var: relax.Var, source: relax.Expr) -> None:
+    """Write the symbolic sizes that a match_cast defines: a shape from integers. Those of a tensor
+    are read from its own shape.
+    """
+    if not isinstance(var.ty, relax.ShapeType):
+        return
+    integers = builder.tensor(source, var.name)
+    for at, size in enumerate(var.ty.values or ()):
+        if isinstance(size, tirx.Var) and size not in builder.sizes:
+            index = builder.constant(np.array([at], "int64"), f"{var.name}.index")
+            builder.sizes[size] = builder.step("Gather", [integers, index], dim_name(size))
+
+
+def write_filled(value: float | None, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Write Expand of one value: `value`, or the last operand."""
+    shape = write_sizes(builder, var.ty.shape.values, f"{var.name}.shape")
+    dtype = tensor_dtype(var)
+    if value is not None:
+        item = builder.constant(np.array(value).astype(dtype), f"{var.name}.value")
+    else:
+        item = builder.tensor(call.args[1], var.name)
+        if tensor_dtype(call.args[1]) != dtype:
+            item = builder.step("Cast", [item], f"{var.name}.value", to=ELEMENT[dtype])
+    return builder.emit("Expand", [item, shape], var.name)
+
+
+def write_range(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Write Range of integers, in the dtype of the result.
+
+    Raises:
+        ModelError: a bound is no integer.
+    """
+    if any(str(arg.ty.dtype).startswith("float") for arg in call.args):
+        raise ModelError(
+            f"export_onnx: the range {var.name!r} has bounds that are no integers.", code="RQ203"
+        )
+    bounds = [write_scalar(builder, arg, f"{var.name}.bound") for arg in call.args]
+    dtype = tensor_dtype(var)
+    if dtype == "int64":
+        return builder.emit("Range", bounds, var.name)
+    found = builder.step("Range", bounds, f"{var.name}.long")
+    return builder.emit("Cast", [found], var.name, to=ELEMENT[dtype])
+
+
+#: operators on sizes
+SIZE_WRITERS: dict[str, Writer] = {
+    "relax.shape_to_tensor": write_shape_to_tensor,
+    "relax.tensor_to_shape": write_tensor_to_shape,
+    "relax.arange": write_range,
+    "relax.full": functools.partial(write_filled, None),
+    "relax.full_like": functools.partial(write_filled, None),
+    "relax.zeros": functools.partial(write_filled, 0),
+    "relax.zeros_like": functools.partial(write_filled, 0),
+    "relax.ones": functools.partial(write_filled, 1),
+    "relax.ones_like": functools.partial(write_filled, 1),
+}
+
+#: Attributes that the writers of SIZE_WRITERS write. All others must have their defaults.
+SIZE_ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    name: ("dtype",) for name in SIZE_WRITERS if not name.endswith("shape")
+}
