@@ -184,6 +184,8 @@ def check_type(value: object, hint: Any, where: str) -> None:
     elif "QConfigMapping" in allowed and type(value).__module__.startswith("torch.ao"):
         takers = "relayquant.torch.quantize, prepare and prepare_qat"
         remedy = f" A mapping of torch.ao: {takers} take it."
+    elif where.endswith(": example_inputs"):
+        remedy = " For one input x: (x,)."
     raise raised(f"{where} is {shown}; allowed: {allowed}.{remedy}", code="RQ101")
 
 

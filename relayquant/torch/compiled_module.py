@@ -31,7 +31,15 @@ class IntegerModule(nn.Module):
 
         Raises:
             DataError: an input is missing or unknown, is no tensor, or has another shape or dtype.
+            ModelError: PyTorch traces the call, to export it.
         """
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+            raise ModelError(
+                "The module runs compiled code, which PyTorch cannot trace. To deploy its "
+                "attribute mod, call relayquant.compile(module.mod).export_library(path), or "
+                "relayquant.export_onnx(module.mod, path).",
+                code="RQ207",
+            )
         main = self.mod["main"]
         params = main.params[: int(main.attrs.get("num_input", len(main.params)))]
         names = [param.name for param in params]

@@ -71,6 +71,19 @@ def test_as_module__wrong_inputs_are_named(qmod):
         rq.torch.as_module(NET)
 
 
+@pytest.mark.parametrize("trace", [torch.export.export, torch.jit.trace])
+def test_as_module__is_not_traced(qmod, trace):
+    module = rq.torch.as_module(qmod)
+    with pytest.raises(rq.errors.ModelError, match=r"cannot trace\. To deploy .*export_library"):
+        trace(module, (BATCHES[0],))
+    assert module(BATCHES[0]).shape == (16, 4)
+
+
+def test_example_inputs__one_tensor_is_told_to_be_a_tuple():
+    with pytest.raises(rq.errors.ConfigError, match=r"For one input x: \(x,\)\."):
+        rq.torch.quantize(NET, BATCHES[0], BATCHES)
+
+
 def test_compare__of_the_other_kind_of_module_says_what_takes_it(qmod):
     """Also with the arguments that the other function takes."""
     for args in ((NET, None, qmod, BATCHES), (NET, qmod, BATCHES)):
