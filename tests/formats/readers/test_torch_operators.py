@@ -538,6 +538,8 @@ SIZES = {
     "where": lambda x: torch.where(x > 0, x, x.shape[1]),
     "positions": lambda x: torch.arange(x.shape[1]) / x.shape[1] + x[0, 0, 0],
     "unfold": lambda x: x.unfold(1, 3, 2) / x.shape[1],
+    "repeat": lambda x: x.repeat(x.shape[1], 1, 2, 1),
+    "repeat, then": lambda x: x.repeat(1, x.shape[1], 2)[:, : x.shape[1]],
     "var": lambda x: x.var((0, 1), keepdim=True),
     "var_mean": lambda x: torch.var_mean(x, 1, correction=0)[0],
 }

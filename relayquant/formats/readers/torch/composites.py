@@ -165,6 +165,19 @@ def write_remainder(number: Any, divisor: Any) -> Any:
     return torch.remainder(torch.full((), number, dtype=dtype, device=divisor.device), divisor)
 
 
+def write_repeat(data: Any, repeats: Any) -> Any:
+    """Write repeat by run-time sizes as expand along new axes, one before each axis."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    if not any(isinstance(count, torch.SymInt) for count in repeats):
+        return NotImplemented
+    sizes = [1] * (len(repeats) - data.dim()) + list(data.shape)
+    split = [part for size in sizes for part in (1, size)]
+    wide = [part for pair in zip(repeats, sizes, strict=True) for part in pair]
+    joined = [count * size for count, size in zip(repeats, sizes, strict=True)]
+    return data.reshape(split).expand(wide).reshape(joined)
+
+
 def write_rrelu(
     data: Any, noise: Any, lower: Any = 1 / 8, upper: Any = 1 / 3, training: bool = False, *_: Any
 ) -> Any:
@@ -333,6 +346,7 @@ COMPOSITES: dict[str, Composite] = {
     "masked_scatter.default": write_masked_scatter,
     "one_hot.default": write_one_hot,
     "remainder.Scalar_Tensor": write_remainder,
+    "repeat.default": write_repeat,
     "rrelu_with_noise_functional.default": write_rrelu,
     "scalar_tensor.default": write_scalar_tensor,
     "searchsorted.Tensor": write_searchsorted,
