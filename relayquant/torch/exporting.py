@@ -12,6 +12,7 @@ from typing import Any
 import tvm
 
 from relayquant.base.arguments import check_arguments
+from relayquant.base.garbage import spare_older_objects
 from relayquant.errors import MissingDependencyError, ModelError
 from relayquant.formats.readers import import_torch
 
@@ -78,8 +79,10 @@ def load_module(
             module keeps state in Python between calls.
     """
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    program = export(module, inputs, example_kwargs=example_kwargs, dynamic_shapes=dynamic_shapes)
-    loaded = import_torch(program, may_have_state=may_have_state)
+    shaping = {"example_kwargs": example_kwargs, "dynamic_shapes": dynamic_shapes}
+    with spare_older_objects():
+        program = export(module, inputs, **shaping)
+        loaded = import_torch(program, may_have_state=may_have_state)
     check_state(module, inputs, example_kwargs)
     return loaded
 
