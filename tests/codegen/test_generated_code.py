@@ -212,7 +212,8 @@ WINOGRAD_STACK = {32: 20, 16: 60}
 #: CPU -> bound of products with grouped weights. Of x86 every product reads a word of a row; where
 #: the instruction cannot repeat it in all lanes, by a load of its own.
 GROUPED_BOUNDS = {
-    "znver5": Bound(stack=0.0, moves=0.0, loads=1.3),
+    # Two panels share the loads of a row. Where the sum of a group begins is copied for the second.
+    "znver5": Bound(stack=0.0, moves=1 / 16, loads=0.8),
     # A single row meets four panels, for which LLVM moves three sums of a group.
     "znver4": Bound(stack=0.0, moves=0.05, loads=1.3),
     "cascadelake": Bound(stack=0.0, moves=0.05, loads=1.3),

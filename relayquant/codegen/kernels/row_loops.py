@@ -1,8 +1,8 @@
 """Loops over rows whose number is known only at run time, for kernels with register tiles.
 
-Tiles have three heights. As many rows as possible go to the highest tiles. The remaining rows go to
-tiles of a third of this height, and a single row goes to a tile of one row. The lower tiles may be
-partly empty: they repeat the last row, which writes the same values twice.
+Tiles have three heights or more. As many rows as possible go to the highest tiles. The remaining
+rows go to tiles of a third of this height, and a single row goes to a tile of one row. The lower
+tiles may be partly empty: they repeat the last row, which writes the same values twice.
 """
 
 from __future__ import annotations
@@ -82,4 +82,4 @@ def emit_chunk(
             else:
                 members = [T.min(start + row, rows - 1) if row else start for row in range(height)]
             emit(kind, members, panel, index)
-        first, left = T.bind(first + count * height), T.bind(left - count * height)
+        first, left = T.bind(first + count * height), T.bind(T.max(left - count * height, 0))

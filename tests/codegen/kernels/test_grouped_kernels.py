@@ -115,6 +115,13 @@ def test_grouped_dense__rows_with_a_scale_for_each_group(isa):
     check_case(isa, OFFSETS, group_scales=True)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [CASES[0], OFFSETS], ids=["zero point", "offsets"])
+def test_grouped_dense__all_numbers_of_rows_by_tiles_of_two_panels(case):
+    """Tiles of four heights, and a single row by one panel."""
+    check_case(VNNI512.with_timing(ZEN5), (range(1, 20), *case[1:]))
+
+
 def check_case(isa, case, group_scales=False):
     """Integers and, where the target has fma, their float sums to the bit; any number of rows."""
     target, rng = find_target(isa), np.random.default_rng(0)

@@ -60,7 +60,7 @@ from relayquant.codegen.kernels.integer.grouped_plan import (
 from relayquant.codegen.kernels.integer.grouped_tiled import emit_tiled_rows
 from relayquant.codegen.kernels.integer.tiled import ask_unit, emit_if
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
-from relayquant.codegen.kernels.row_loops import choose_heights, emit_chunk
+from relayquant.codegen.kernels.row_loops import emit_chunk
 
 #: Distance at which codes are prefetched into the first-level cache for a tile of rows; one row has
 #: its own (`GroupedPlan.streams`). Without it, products of the first rows wait for the hardware's
@@ -137,7 +137,7 @@ def emit_rows(
 def emit_vector_rows(plan: GroupedPlan, arguments: Arguments, threads: bool) -> None:
     """Emit all rows on vectors. A single row has separate code that uses several panels at once."""
     rows = arguments.rows
-    if isinstance(rows, int) or plan.streams.count == 1:
+    if isinstance(rows, int) or plan.streams.count == plan.tile_panels:
         is_one = isinstance(rows, int) and rows == 1
         (emit_one_row if is_one else emit_many_rows)(plan, arguments, threads)
         return
@@ -159,7 +159,7 @@ def emit_one_row(plan: GroupedPlan, arguments: Arguments, threads: bool) -> None
 
 def emit_many_rows(plan: GroupedPlan, arguments: Arguments, threads: bool) -> None:
     """Emit rows, one chunk after the other."""
-    heights, size = choose_heights(plan.dot.rows), plan.chunk_rows
+    side, size = plan.tile_panels, plan.chunk_rows
     rows = arguments.rows
     with T.serial(T.floordiv(rows + (size - 1), size)) as chunk:
         first = T.bind(chunk * size)
@@ -167,10 +167,11 @@ def emit_many_rows(plan: GroupedPlan, arguments: Arguments, threads: bool) -> No
         prepared = emit_preparation(plan, arguments, first, count, size)
 
         def emit(kind: int, members: list[Expr], panel: Expr, index: Expr) -> None:
-            emit_tile(plan, arguments, prepared, members, [panel])
+            emit_tile(plan, arguments, prepared, members, [panel + i for i in range(side)])
 
-        with (T.parallel if threads else T.serial)(plan.panels) as panel:
-            emit_chunk(rows, heights, first, size, panel, emit)
+        with (T.parallel if threads else T.serial)(ceil_div(plan.panels, side)) as band:
+            panel = band if side == 1 else T.bind(T.min(band * side, plan.panels - side))
+            emit_chunk(rows, plan.heights, first, size, panel, emit)
 
 
 def emit_preparation(
@@ -306,7 +307,8 @@ def emit_group(
         ]
         emit_words(plan, arguments.codes, blocks, count, prepared.data, starts)
 
-    emit_blocks(plan.vectors, plan.block_vectors(len(members)), emit_vectors)
+    height = len(members) * (len(panels) if len(members) > 1 else 1)
+    emit_blocks(plan.vectors, plan.block_vectors(height), emit_vectors)
     if len(members) == 1:
         ahead = ceil_div(plan.streams.ahead, plan.vectors * plan.vector_bytes)
         for at, values in product(places, arguments.group_values):
@@ -335,7 +337,7 @@ def emit_words(
 ) -> None:
     """Add the products of codes of each panel, and of the words of each row from its start on.
 
-    Panels take turns, so that their sums do not wait for each other.
+    Panels take turns, so that their sums do not wait for each other, and a word is read once.
     """
     dot, lanes, dtype = plan.dot, plan.dot.lanes, plan.dot.sum_dtype
     distance = plan.streams.ahead if len(starts) == 1 else TILE_PREFETCH
@@ -347,18 +349,22 @@ def emit_words(
         for total in sums:
             store_vector(total, constant(dtype, 0, lanes), 0, lanes)
     read = [dot.read_words(rows, start, vectors * plan.each) for start in starts]
-    for number, (side, panel) in product(range(vectors), enumerate(panels)):
-        index = panel.index + number * plan.vector_bytes
-        emit_prefetch(codes, index + distance, level=1)
-        loaded = codes.vload([index], f"uint8x{plan.vector_bytes}")
-        words = T.reinterpret(vector("int32", dot.lanes), loaded)
-        own = sums[side * len(starts) : (side + 1) * len(starts)]
+    for number in range(vectors):
+        loaded = []
+        for panel in panels:
+            index = panel.index + number * plan.vector_bytes
+            emit_prefetch(codes, index + distance, level=1)
+            loaded.append(codes.vload([index], f"uint8x{plan.vector_bytes}"))
         for place in range(plan.each):
-            operand = dot.spread_codes(take_word(plan, words, place), panel.zero)
-            for total, row_words in zip(own, read, strict=True):
+            operands = []
+            for each, panel in zip(loaded, panels, strict=True):
+                words = T.reinterpret(vector("int32", dot.lanes), each)
+                operands.append(dot.spread_codes(take_word(plan, words, place), panel.zero))
+            for row, row_words in enumerate(read):
                 word = row_words[number * plan.each + place]
-                value = dot.dot(load_vector(total, 0, lanes), operand, word)
-                store_vector(total, value, 0, lanes)
+                for operand, total in zip(operands, sums[row :: len(read)], strict=True):
+                    value = dot.dot(load_vector(total, 0, lanes), operand, word)
+                    store_vector(total, value, 0, lanes)
     if isinstance(dot, PartsDot):
         for acc, part in zip(accs, sums, strict=True):
             value = dot.join(load_vector(acc, 0, dot.lanes), load_vector(part, 0, lanes))

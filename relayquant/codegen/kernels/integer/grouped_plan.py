@@ -35,6 +35,7 @@ from relayquant.codegen.kernels.integer.grouped_dot import (
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 from relayquant.codegen.kernels.isa.matrix_unit import MatrixUnit
 from relayquant.codegen.kernels.isa.timing import COMMON, Streams, Timing
+from relayquant.codegen.kernels.row_loops import choose_heights
 
 #: A multiple of every height of tiles.
 TILE_ROWS = 24
@@ -144,6 +145,20 @@ class GroupedPlan:
         streams = self.timing.streams if is_short else COMMON.streams
         count = min(streams.count, self.panels) if self.dot.lanes >= STREAM_LANES else 1
         return replace(streams, count=count)
+
+    @property
+    def tile_panels(self) -> int:
+        """Panels of a tile of several rows."""
+        is_wide = self.dot.lanes >= STREAM_LANES and not isinstance(self.dot, FloatDot)
+        return min(self.timing.group_panels if is_wide else 1, self.panels)
+
+    @property
+    def heights(self) -> tuple[int, ...]:
+        """Rows of tiles, most first. Low tiles of several panels still have enough sums."""
+        if self.tile_panels == 1:
+            return choose_heights(self.dot.rows)
+        full = self.dot.rows // self.tile_panels
+        return full, full * 2 // 3, full // 3, 1
 
     @property
     def vector_bytes(self) -> int:

@@ -57,6 +57,9 @@ class Timing:
     near_weights: int | None = 512 * 1024
     #: of codes in groups of weights
     streams: Streams = Streams(4, 1024)
+    #: panels of codes in groups that a tile of several rows multiplies. A second one halves the
+    #: loads of rows and doubles the unpacking, which pays where products alone are not the limit
+    group_panels: int = 1
     #: whether a vector of products of pairs of bfloat16 takes no longer than one of float32
     has_fast_pairs: bool = False
 
@@ -90,6 +93,7 @@ ZEN5 = Timing(
     overlap=0.0,
     near_weights=None,
     streams=Streams(1, 8 * 1024),
+    group_panels=2,
 )
 #: Zen 4: as on Zen 5, but a dot product takes twice the time. Loads keep up with it in tiles of 8
 #: results, whose stores hide behind the next tile. Fitted to the times of 16 tiles each for 130
