@@ -9,7 +9,7 @@ but their memory order is the kernels' order, channels last: no value is transpo
 convolution and the next.
 """
 
-from relayquant.codegen.eager.incremental import IncrementalFunction, Recording
+from relayquant.codegen.eager.incremental import IncrementalFunction, ParameterUpdate, Recording
 from relayquant.codegen.eager.module import EagerModule
 
-__all__ = ["EagerModule", "IncrementalFunction", "Recording"]
+__all__ = ["EagerModule", "IncrementalFunction", "ParameterUpdate", "Recording"]

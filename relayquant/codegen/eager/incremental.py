@@ -1,7 +1,8 @@
 """Incremental re-execution: a float function and changed parameters -> results of recorded batches.
 
 The function is called on the same batches again and again, each time with other values for a few
-parameters. Values that do not depend on these parameters are taken from the first call.
+parameters. Values that do not depend on these parameters are taken from an earlier call: the first,
+or one that was recorded since and is nearer.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from relayquant.ir.reference.frame import Frame
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """What is kept of the first call on one batch.
+    """What is kept of an earlier call on one batch.
 
     Attributes:
         values: Some values, inputs among them.
@@ -200,14 +201,32 @@ class IncrementalFunction:
         values = {var: frame.values[var] for var in self.kept}
         return Recording(values, frame.symbols, self.program.find_results(frame))
 
-    def plan_update(self, arguments: Mapping[str, Any]) -> ParameterUpdate:
-        """Prepare other values for these parameters, by name."""
+    def plan_update(
+        self,
+        arguments: Mapping[str, Any],
+        recorded: Mapping[str, Any] = {},
+        *,
+        keeps: bool = False,
+    ) -> ParameterUpdate:
+        """Prepare other values than the defaults for these parameters, by name.
+
+        Args:
+            arguments: The values.
+            recorded: Those of the call that the recordings are of.
+            keeps: Whether `renew` will run it.
+        """
         values = self.compute_shared(arguments, self.values) if arguments else self.values
-        changed = find_reached(self.program.steps, {self.params[name] for name in arguments})
-        steps = select_steps(self.late, self.results, self.kept - changed)
+        differing = {
+            self.params[name]
+            for name in arguments.keys() | recorded.keys()
+            if arguments.get(name) is not recorded.get(name)
+        }
+        changed = find_reached(self.program.steps, differing)
+        wanted = self.results | self.kept if keeps else self.results
+        steps = select_steps(self.late, wanted, self.kept - changed)
         read = self.results.union(*(step.reads for step in steps))
         missing = read & set(self.inputs) - self.kept
-        dead = find_dead(steps, self.results | values.keys())
+        dead = find_dead(steps, wanted | values.keys())
         return ParameterUpdate(values, frozenset(changed), tuple(steps), dead, bool(missing))
 
     def run(
@@ -217,13 +236,30 @@ class IncrementalFunction:
         batch: Sequence[np.ndarray] | None = None,
     ) -> list[np.ndarray]:
         """Call the function on the batch of a recording, which is needed if `update.inputs`."""
+        return self.program.find_results(self.run_again(update, recording, batch))
+
+    def renew(
+        self,
+        update: ParameterUpdate,
+        recording: Recording,
+        batch: Sequence[np.ndarray] | None = None,
+    ) -> Recording:
+        """As `run`, and return what to keep of this call, in place of the recording."""
+        frame = self.run_again(update, recording, batch)
+        values = {var: frame.values[var] for var in self.kept}
+        return Recording(values, frame.symbols, self.program.find_results(frame))
+
+    def run_again(
+        self, update: ParameterUpdate, recording: Recording, batch: Sequence[np.ndarray] | None
+    ) -> Frame:
+        """Return the frame of a call, once its steps have run."""
         frame = Frame(self.program.mod, dict(update.values), dict(recording.symbols))
         kept = recording.values
         frame.values |= {var: kept[var] for var in kept if var not in update.changed}
         for param, array in zip(self.inputs, batch or (), strict=batch is not None):
             self.program.bind(frame, param, array)
         run_steps(frame, update.steps, update.dead)
-        return self.program.find_results(frame)
+        return frame
 
 
 def find_reached(steps: Sequence[Step], params: set[relax.Var]) -> set[relax.Var]:

@@ -387,9 +387,11 @@ def search_simulated(
 
     def suffices(names: Sequence[str]) -> bool:
         remaining = [op for op in find_plan(names).operators if op.quantized]
-        score = simulation.score(remaining)
+        is_met = simulation.score(remaining) >= bound
         events.on_progress(ProgressEvent("find operators", next(trials), None, unit="trial"))
-        return score >= bound
+        if is_met:  # what is tried next differs little from it
+            simulation.start_from(remaining)
+        return is_met
 
     low, high, step = 0, len(order), 1  # `low` operators do not suffice, `high` do
     while high - low > 1 and time.monotonic() < deadline:

@@ -72,6 +72,29 @@ def test_run__equals_a_call_of_the_whole_function(calibrated, module, batches, d
             np.testing.assert_array_equal(have, want)
 
 
+@settings(deadline=None, max_examples=count_examples(30))
+@given(st.data())
+def test_renew__later_calls_equal_those_of_the_whole_function(calibrated, module, batches, data):
+    """Calls that start from one with other values, which was itself renewed."""
+    incremental = make_incremental(module, calibrated, batches, data.draw(st.sampled_from(MEMORY)))
+    names = [*calibrated.graph.variables]
+    known = {name: quantize_some(calibrated, [name]) for name in names}
+    recordings, recorded = [incremental.record(batch) for batch in batches], {}
+    for keys in data.draw(st.lists(st.sets(st.sampled_from(names)), min_size=1, max_size=3)):
+        changed = {k: v for key in sorted(keys) for k, v in known[key].items()}
+        update = incremental.plan_update(changed, recorded)
+        kept = incremental.plan_update(changed, recorded, keeps=True)
+        arguments = {**calibrated.graph.arguments(), **changed}
+        for i, batch in enumerate(batches):
+            got = incremental.run(update, recordings[i], batch if update.inputs else None)
+            recordings[i] = incremental.renew(kept, recordings[i], batch if kept.inputs else None)
+            wanted = module.run("main", [*batch, *arguments.values()])
+            for have, again, want in zip(got, recordings[i].results, wanted, strict=True):
+                np.testing.assert_array_equal(have, want)
+                np.testing.assert_array_equal(again, want)
+        recorded = changed
+
+
 @pytest.mark.parametrize("memory", MEMORY)
 def test_record__keeps_no_more_than_the_bound(calibrated, module, batches, memory):
     incremental = make_incremental(module, calibrated, batches, memory)

@@ -367,7 +367,7 @@ def simulate(monkeypatch):
         clock = SimpleNamespace(monotonic=lambda: float(len(measured)))
         monkeypatch.setattr("relayquant.flow.refine.search.time", clock)
         prepared = SimpleNamespace(source=None, backend=None)
-        simulation = SimpleNamespace(prepared=prepared, score=score)
+        simulation = SimpleNamespace(prepared=prepared, score=score, start_from=lambda _: None)
         found = search_simulated(simulation, None, order, 1.0, deadline, CallbackList())
         return [int(name[1:]) for name in found], [len(names) for names in measured]
 
