@@ -30,7 +30,7 @@ from relayquant.config.dtypes import (
     DTypeConfig,
     DTypeWithConstraints,
 )
-from relayquant.config.fitting import AdaRoundSettings, FitSettings
+from relayquant.config.fitting import AdaRoundSettings, FitSettings, ReconstructionSettings
 from relayquant.config.guard import GuardSettings
 from relayquant.config.mapping import (
     QConfigMapping,
@@ -70,6 +70,7 @@ __all__ = [
     "QConfig",
     "QConfigMapping",
     "Ranges",
+    "ReconstructionSettings",
     "Role",
     "Rounding",
     "Scheme",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from relayquant.base.arguments import check_fields
+from relayquant.base.qtypes import QSpec
 from relayquant.config.choices import BiasCorrection, WeightRounding
 from relayquant.errors import ConfigError
 
 #: minimum and maximum of sampled input rows of an operator per weight of one output
 ROWS_PER_COLUMN = (4, 128)
+#: the maximum for weights of few bits
+ROWS_OF_FEW = 512
 
 
 @check_fields
@@ -53,6 +56,55 @@ DEFAULT_ADAROUND = AdaRoundSettings()
 
 @check_fields
 @dataclass(frozen=True)
+class ReconstructionSettings:
+    """Settings of weights of few bits: they are fitted to what the float model computes.
+
+    Other weights are rounded so that the sums of the float weight on the quantized input stay.
+    With few bits the error of that input is large. So the float model runs beside, and the weight
+    W* that is rounded, x the quantized and y the float input, is
+
+        W* = argmin |W x - W0 y|^2 + ridge |W - W0|^2
+
+    The target is that of GPTAQ (Li et al. 2025, https://arxiv.org/abs/2504.02692).
+
+    Attributes:
+        bits: Weights of at most so many bits are fitted this way. 0: none; 8: all.
+        ridge: How much the float weight holds, as a share of the mean square of x. The number of
+            weights per output, divided by the number of rows, is added.
+        scale_factors, sweeps: Instead of those of `FitSettings`.
+        rows: At least so many `FitSettings.samples`, up to `ROWS_OF_FEW` per weight of one output.
+        samples: Number of samples of the model's inputs to run, with `Order.PARALLEL`.
+    """
+
+    bits: int = 4
+    ridge: float = 0.3
+    scale_factors: tuple[float, ...] = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
+    sweeps: int = 2
+    rows: int = 16384
+    samples: int = 256
+
+    def __post_init__(self) -> None:
+        if not self.scale_factors or min(self.scale_factors) <= 0 or self.ridge <= 0:
+            raise ConfigError(
+                f"ReconstructionSettings.scale_factors is {self.scale_factors} and ridge "
+                f"{self.ridge}; allowed: at least one factor > 0, ridge > 0.",
+                code="RQ101",
+            )
+        least = {"bits": 0, "sweeps": 0, "rows": 1, "samples": 1}
+        for name, number in least.items():
+            if getattr(self, name) < number:
+                raise ConfigError(
+                    f"ReconstructionSettings.{name} is {getattr(self, name)}; allowed: >= "
+                    f"{number}.",
+                    code="RQ101",
+                )
+
+
+DEFAULT_RECONSTRUCTION = ReconstructionSettings()
+
+
+@check_fields
+@dataclass(frozen=True)
 class FitSettings:
     """Settings of the fit of weights and biases, as in GPTQ.
 
@@ -76,6 +128,7 @@ class FitSettings:
             columns, one block per thread at a time. Inputs of different blocks are treated as
             uncorrelated. H is columns x columns.
         adaround: Settings of `WeightRounding.ADAPTIVE`.
+        reconstruction: Settings of weights of few bits. Nothing with `WeightRounding.NEAREST`.
         seed: Seed for the choice of positions.
     """
 
@@ -89,6 +142,7 @@ class FitSettings:
     values: int = 1 << 23
     max_columns: int = 2304
     adaround: AdaRoundSettings = DEFAULT_ADAROUND
+    reconstruction: ReconstructionSettings = DEFAULT_RECONSTRUCTION
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -120,10 +174,24 @@ class FitSettings:
                     code="RQ101",
                 )
 
-    def count_rows(self, columns: int) -> int:
+    def reconstructs(self, spec: QSpec) -> bool:
+        """Whether a weight is fitted to the sums of the float model."""
+        is_few = spec.code_bits <= self.reconstruction.bits
+        return is_few and self.rounding is not WeightRounding.NEAREST
+
+    def for_spec(self, spec: QSpec) -> FitSettings:
+        """Return the settings for one weight."""
+        if not self.reconstructs(spec):
+            return self
+        few = self.reconstruction
+        return replace(self, scale_factors=few.scale_factors, sweeps=few.sweeps)
+
+    def count_rows(self, columns: int, spec: QSpec | None = None) -> int:
         """Return the number of positions to sample for an operator with `columns` weights per
-        output.
+        output, of `spec`.
         """
+        if spec is not None and self.reconstructs(spec):
+            return min(max(self.samples, self.reconstruction.rows), ROWS_OF_FEW * columns)
         least, most = (factor * min(columns, self.max_columns) for factor in ROWS_PER_COLUMN)
         return min(max(self.samples, least), most)
 

@@ -121,7 +121,7 @@ def describe_work(calibrated: PreparedModel, observer: Any, fit: FitSettings) ->
 
 def describe_choices(prepared: PreparedModel, observer: Any, fit: FitSettings) -> dict[str, str]:
     """Describe the choices of calibration in words for the ledger: {"activations": observers,
-    "weights": observers, rounding and bias correction}.
+    "weights": observers, rounding and bias correction}, and "few bits" if there are such weights.
 
     Args:
         prepared: The model. The groups of its plan name the observers.
@@ -148,12 +148,17 @@ def describe_choices(prepared: PreparedModel, observer: Any, fit: FitSettings) -
         f"bias correction {fit.bias.value}",
         *settings,
     ]
-    described = ", ".join(weights)
     graph = prepared.graph
+    described = ", ".join(weights)
     bare = [point for point in graph.fits if f"{point.operator}:bias" not in graph.constants]
     if bare and fit.bias is not BiasCorrection.NONE:
         described += f" (not of {format_count(len(bare), 'operator')} without a bias)"
-    return {"activations": ", ".join(sorted(names[False])), "weights": described}
+    found = {"activations": ", ".join(sorted(names[False])), "weights": described}
+    operators = (prepared.plan.operator(point.operator) for point in graph.fits)
+    specs = [prepared.plan.group(dict(op.operands)["weight"]).info.spec for op in operators]
+    if few := sum(map(fit.reconstructs, specs)):
+        found["few bits"] = f"{format_count(few, 'weight')} fitted to the float model's sums"
+    return found
 
 
 def describe_observers(plan: Plan, observer: Any, observers: Mapping[str, str]) -> dict[str, str]:

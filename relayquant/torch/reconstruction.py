@@ -2,16 +2,8 @@
 sums.
 
 The input of each operator is what the quantized operators before it return. Weights are fitted in
-closed form, one operator after the other.
-
-Calibration rounds a weight so that the sums of the float weight on quantized input stay, but
-nothing corrects the error of that input. Here W* is fitted to the sums of the float model,
-
-    W* = argmin |W x' - W0 x|^2 + ridge |W - W0|^2 = W0 + (y x'^T - W0 H) (H + ridge)^-1
-
-with the quantized input x', the float input x, y = W0 x and H = x' x'^T, all minus their means.
-Then W* is rounded as in calibration (GPTQ). GPTAQ (Li et al. 2025,
-https://arxiv.org/abs/2504.02692) has the same target and rounds column by column.
+closed form, one operator after the other, to the target of `calibration.weights.target`. So does
+calibration for few bits, on its own data; here it is any data and any number of bits.
 """
 
 from __future__ import annotations
@@ -27,6 +19,7 @@ from relayquant.errors import DataError
 from relayquant.stages.calibration.weights.fit import correct_bias, fit_operator
 from relayquant.stages.calibration.weights.pick import OperatorFit, find_fits
 from relayquant.stages.calibration.weights.statistics import InputStatistics
+from relayquant.stages.calibration.weights.target import solve_target
 from relayquant.torch.program import TorchProgram, Values
 from relayquant.torch.rounding import FakeQuantize
 from relayquant.torch.trainable import (
@@ -42,9 +35,7 @@ VALUES, ROWS, SEED = 1 << 26, 1 << 16, 0
 #: weights per output above which an operator stays as calibrated: H has this number of rows and
 #: columns
 MOST_COLUMNS = 4608
-#: Ridge relative to the mean of H's diagonal. The number of columns per row is added, because few
-#: rows are unreliable: with a twentieth and 256 images, the last layer of MobileNet fitted only
-#: these images.
+#: how much the float weight holds, see `solve_target`
 RIDGE = 0.3
 #: how scales are searched and weights rounded
 SEARCH = FitSettings(
@@ -230,21 +221,14 @@ def fit_sums(x: Array, y: Array, weight: Array, *, with_bias: bool) -> Target:
         weight: (G, O, K).
         with_bias: Whether a bias corrects the mean error of the sums.
     """
-    old, count, columns = weight.astype("float64"), *x.shape[1:]
-    grams = []
+    count, grams = x.shape[1], []
     for other in (x, y):
         gram = np.matmul(x.transpose(0, 2, 1), other).astype("float64")
         if with_bias:
             mine, theirs = (rows.mean(axis=1, dtype="float64") for rows in (x, other))
             gram -= count * mine[:, :, None] * theirs[:, None, :]
         grams.append(gram)
-    gram, cross = grams
-    size = np.einsum("gkk->g", gram) / columns
-    ridge = (RIDGE + columns / count) * np.where(size > 0, size, 1.0)
-    damped = gram + ridge[:, None, None] * np.eye(columns)
-    # x y^T W0^T - x x^T W0^T, one column for each output
-    missing = np.matmul(cross - gram, old.transpose(0, 2, 1))
-    return Target(old + np.linalg.solve(damped, missing).transpose(0, 2, 1), gram)
+    return Target(solve_target(*grams, weight, count, RIDGE), grams[0])
 
 
 def write(parameter: torch.Tensor, value: Array) -> None:

@@ -150,6 +150,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "GuardSettings": (rq.config.GuardSettings, {}),
     "FitSettings": (rq.config.FitSettings, {}),
     "AdaRoundSettings": (rq.config.AdaRoundSettings, {}),
+    "ReconstructionSettings": (rq.config.ReconstructionSettings, {}),
     "QuantOp": (
         QuantOp,
         {

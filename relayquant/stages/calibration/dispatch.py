@@ -6,7 +6,7 @@ import concurrent.futures as futures
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import islice
@@ -17,14 +17,13 @@ import tvm
 
 from relayquant.base.cores import count_threads
 from relayquant.base.runtime import LoadModule
-from relayquant.base.storage.archive import Archive, write_archive
 from relayquant.errors import ConfigError, FileError, RelayQuantError, WorkerError, format_count
 from relayquant.stages.calibration.checkpoint import Workspace
 from relayquant.stages.calibration.shard import (
-    ARGUMENTS_FORMAT,
     RemoteTask,
     ShardStates,
     ShardTask,
+    StepArguments,
     run_shard,
     run_shard_remotely,
 )
@@ -129,7 +128,7 @@ class ShardRunner:
         self,
         index: int,
         tasks: Sequence[ShardTask],
-        arguments: Mapping[str, Any],
+        arguments: StepArguments,
         advance: Callable[[int], object],
     ) -> ShardStates:
         """Return the states of step `index` on all shards, merged in shard order.
@@ -153,7 +152,7 @@ class ShardRunner:
                 states.save(path)
         elif missing:
             shared = self.workspace.arguments(index)
-            write_archive(shared, ARGUMENTS_FORMAT, Archive({}, dict(arguments)))
+            arguments.save(shared)
             for shard in self.workers.run(missing, shared):
                 advance(len(shard))
             shared.unlink()
@@ -162,7 +161,7 @@ class ShardRunner:
     def run_here(
         self,
         tasks: Sequence[ShardTask],
-        arguments: Mapping[str, Any],
+        arguments: StepArguments,
         advance: Callable[[int], object],
     ) -> Iterator[ShardStates]:
         """Yield each shard's states, in order. From the first one that is not short, several

@@ -77,9 +77,10 @@ def count_part(
     inputs: Sequence[InputInfo],
     symbols: Mapping[str, int],
     values: int,
+    fewest: int = FEWEST_SAMPLES,
 ) -> int:
     """Return how many batches are needed for a number of input values of `fits`, over all
-    operators, and for at least `FEWEST_SAMPLES`.
+    operators, and for at least `fewest` samples.
 
     Args:
         graph: The calibration graph.
@@ -87,6 +88,7 @@ def count_part(
         inputs: Inputs of the model. The first axis of the first input counts samples.
         symbols: Symbolic dimensions of one batch that represents all.
         values: The number of values.
+        fewest: The number of samples.
     """
     view = Graph(graph.mod)
     sizes = [symbols[d] if isinstance(d, str) else d for info in inputs[:1] for d in info.shape]
@@ -94,7 +96,7 @@ def count_part(
     dims = relax.analysis.defined_symbolic_vars(view.func)
     frame = Frame(graph.mod, symbols={dim: symbols.get(dim.name, 1) for dim in dims})
     each = sum(count_elements(view.vars[name], frame) for name in {fit.source for fit in fits})
-    return max(math.ceil(values / max(each, 1)), math.ceil(FEWEST_SAMPLES / samples))
+    return max(math.ceil(values / max(each, 1)), math.ceil(fewest / samples))
 
 
 def count_elements(var: relax.Var, frame: Frame) -> int:

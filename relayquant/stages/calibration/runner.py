@@ -53,6 +53,7 @@ from relayquant.stages.calibration.parameters import (
     resolve_observer,
 )
 from relayquant.stages.calibration.passes import (
+    FEWEST_SAMPLES,
     DataPass,
     choose_batches,
     count_part,
@@ -60,7 +61,13 @@ from relayquant.stages.calibration.passes import (
     plan_passes,
 )
 from relayquant.stages.calibration.result import CalibrationResult
-from relayquant.stages.calibration.shard import FitObservation, GroupObservation, ShardTask
+from relayquant.stages.calibration.shard import (
+    FitObservation,
+    GroupObservation,
+    ShardTask,
+    StepArguments,
+    name_real,
+)
 from relayquant.stages.calibration.subgraphs import Subgraph
 from relayquant.stages.calibration.weights.curves import Slopes, ValueCurve, find_curves
 from relayquant.stages.calibration.weights.fit import fit_operator
@@ -202,6 +209,8 @@ class _Run:
         self.callbacks = callbacks
         self.known, self.settings, self.min_scales = fits, settings, min_scales
         self.fits = fits if settings.is_needed else {}
+        #: whether the float model runs beside, while weights are fitted
+        self.runs_real = any(settings.reconstructs(f.group.info.spec) for f in self.fits.values())
         reads_curves = any(isinstance(g.observer, RelativeMSE) for g in self.plan.activations)
         self.curves = find_curves(prepared) if reads_curves or override is not None else {}
         self.statistics: dict[str, GroupStatistics] = {}
@@ -218,6 +227,8 @@ class _Run:
         #: arrays for all variables of the graph, and for the values that depend only on them
         self.variables: dict[str, np.ndarray] = {}
         self.fixed: dict[str, Any] = {}
+        #: the same in the float model; None if it does not run beside
+        self.real: dict[str, Any] | None = None
 
     def load(self, data: Dataset) -> None:
         """Store the inputs that subgraphs read."""
@@ -239,7 +250,10 @@ class _Run:
             fit_points = [fit.point for fit in self.fits.values()]
             symbols = self.data.record.symbols[0] if self.data.record.symbols else {}
             values = self.settings.values
-            count = count_part(self.prepared.graph, fit_points, self.data.inputs, symbols, values)
+            fewest = self.settings.reconstruction.samples if self.runs_real else FEWEST_SAMPLES
+            count = count_part(
+                self.prepared.graph, fit_points, self.data.inputs, symbols, values, fewest
+            )
         return choose_batches(self.data.count, count)
 
     def run_pass(self, data_pass: DataPass, chosen: Sequence[int]) -> None:
@@ -249,6 +263,10 @@ class _Run:
         self.variables = self.prepared.graph.arguments(*known)
         # Fitted weights replace these once they are known.
         self.fixed = data_pass.split.compute_constants(self.variables)
+        self.real = None
+        if self.runs_real and not data_pass.is_float:
+            real = self.prepared.graph.arguments()
+            self.real = {**real, **data_pass.split.compute_constants(real)}
         for subgraphs in data_pass.steps:
             self.step(data_pass, subgraphs)
 
@@ -282,6 +300,7 @@ class _Run:
                 # A later pass reads the model's inputs again.
                 if is_last or name not in self.data.record.starts:
                     self.data.values.drop(name, shards)
+                    self.data.values.drop(name_real(name), shards)
         if self.shards.writes_states:
             for shard in shards:
                 self.workspace.states(index, shard).unlink(missing_ok=True)
@@ -335,7 +354,10 @@ class _Run:
         read = dict.fromkeys(
             name for subgraph in subgraphs for name in (*subgraph.inputs, *subgraph.observed)
         )
-        arguments = {name: known[name] for name in read if name in known}
+        arguments = StepArguments(
+            {name: known[name] for name in read if name in known},
+            {n: self.real[n] for n in read if n in self.real} if self.real is not None else None,
+        )
         states = self.shards.run(index, tasks, arguments, self.advance)
         result = CalibrationResult({}, {})
         with futures.ThreadPoolExecutor(count_threads()) as pool:
@@ -458,23 +480,26 @@ class _Run:
         nothing uses them.
         """
         fit = self.fits[point.operator]
+        spec = fit.group.info.spec
+        rows = self.settings.count_rows(fit.columns, spec)
         return FitObservation(
             point.source,
             fit.view,
             fit.columns,
             self.settings.max_columns,
             self.settings.rounding is not WeightRounding.NEAREST,
-            -(-self.settings.count_rows(fit.columns) // self.data.count),
+            -(-rows // self.data.count),
             (self.settings.seed, self.prepared.graph.fits.index(point)),
             tuple(
                 (self.parameters[key], self.plan.group(key).info.spec) for key in point.roundings
             ),
+            self.settings.reconstructs(spec),
         )
 
     def fit(self, fit: OperatorFit, statistics: InputStatistics, chosen: CalibrationResult) -> None:
         """Fit one operator and store the result in `chosen`."""
         key, name = fit.group.key, fit.point.operator
-        settings = self.settings
+        settings = self.settings.for_spec(fit.group.info.spec)
         if statistics.overflows:
             raise NotFiniteError(
                 f"Operator {name!r} reads values whose squares pass what float32 holds, so that "

@@ -29,8 +29,8 @@ from relayquant.stages.calibration.subgraphs import Subgraph
 from relayquant.stages.calibration.weights.patches import LinearView
 from relayquant.stages.calibration.weights.statistics import InputStatistics, round_to_grid
 
-STATES_FORMAT = "relayquant.shard.1"
-ARGUMENTS_FORMAT = "relayquant.arguments.1"
+STATES_FORMAT = "relayquant.shard.2"
+ARGUMENTS_FORMAT = "relayquant.arguments.2"
 #: Bytes of a group's values, and of an operator's input, that are observed together. The group's
 #: values still fit the second-level cache. Only a few rows of the input are read.
 MOST_SEEN_BYTES, MOST_SAMPLED_BYTES = 1 << 20, 1 << 24
@@ -65,6 +65,7 @@ class FitObservation:
         rows: Rows sampled per batch.
         seed: Seed that chooses the rows, together with the index of the batch.
         roundings: Parameters that the rows are rounded with, one after the other.
+        with_real: Whether the same rows of the float model are observed too.
     """
 
     source: str
@@ -75,21 +76,35 @@ class FitObservation:
     rows: int
     seed: tuple[int, ...]
     roundings: tuple[tuple[QParams, QSpec], ...] = ()
+    with_real: bool = False
 
     def start(self) -> InputStatistics:
         """Return the statistics before any data."""
         return InputStatistics.empty(
-            self.view.groups, self.columns, with_gram=self.with_gram, most=self.most
+            self.view.groups,
+            self.columns,
+            with_gram=self.with_gram,
+            most=self.most,
+            with_real=self.with_real,
         )
 
     def update_all(
-        self, statistics: InputStatistics, arrays: Sequence[np.ndarray], batch: int
+        self,
+        statistics: InputStatistics,
+        arrays: Sequence[np.ndarray],
+        batch: int,
+        real: Sequence[np.ndarray] = (),
     ) -> InputStatistics:
-        """Add the operator's data in several batches, of which the first has index `batch`."""
+        """Add the operator's data in several batches, of which the first has index `batch`, and
+        its data in the float model if that is observed.
+        """
         rng = np.random.default_rng((*self.seed, batch))
-        for _, some in groupby(arrays, key=lambda array: array.shape[1:]):
-            same = list(some)
-            statistics = statistics.add(self.view, same, self.rows * len(same), rng, self.round)
+        pairs = zip(arrays, real if self.with_real else arrays, strict=True)
+        for _, some in groupby(pairs, key=lambda pair: pair[0].shape[1:]):
+            found, known = zip(*some, strict=True)
+            statistics = statistics.add(
+                self.view, found, self.rows * len(found), rng, self.round, known
+            )
         return statistics
 
     def round(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -97,6 +112,35 @@ class FitObservation:
         for qparams, spec in self.roundings:
             values = round_to_grid(values, qparams, spec)
         return values
+
+
+@dataclass(frozen=True, eq=False)
+class StepArguments:
+    """Values that subgraphs read or observe and that are the same for all batches.
+
+    Attributes:
+        own: With the parameters and weights chosen so far.
+        real: In the float model. None if it does not run beside.
+    """
+
+    own: Mapping[str, Any]
+    real: Mapping[str, Any] | None = None
+
+    def save(self, path: Path) -> None:
+        """Write to a file that `load` reads."""
+        sides = {"own": self.own, "real": self.real or {}}
+        arrays = {f"{kind}/{name}": a for kind, side in sides.items() for name, a in side.items()}
+        write_archive(path, ARGUMENTS_FORMAT, Archive({"real": self.real is not None}, arrays))
+
+    @staticmethod
+    def load(path: Path) -> StepArguments:
+        """Read what `save` wrote."""
+        archive = read_archive(path, ARGUMENTS_FORMAT, "part of a calibration")
+        own, real = (
+            {n.removeprefix(kind): a for n, a in archive.arrays.items() if n.startswith(kind)}
+            for kind in ("own/", "real/")
+        )
+        return StepArguments(own, real if archive.header["real"] else None)
 
 
 @dataclass(frozen=True)
@@ -182,46 +226,88 @@ class ShardStates:
             )
 
 
+def name_real(name: str) -> str:
+    """The name under which a value of the float model is stored. No value's name has a NUL."""
+    return f"float\0{name}"
+
+
+class ShardSide:
+    """A run of the subgraphs on a shard: with what was chosen so far, or of the float model."""
+
+    def __init__(
+        self, task: ShardTask, arguments: Mapping[str, Any], stack: ExitStack, *, is_real: bool
+    ) -> None:
+        self.arguments = arguments
+        computed = {name for subgraph in task.subgraphs for name in subgraph.outputs}
+        read = {n for subgraph in task.subgraphs for n in (*subgraph.inputs, *subgraph.observed)}
+
+        def find_stored(name: str) -> str:
+            return name_real(name) if is_real and name not in task.values.starts else name
+
+        self.readers = {}
+        for name in read - computed - set(arguments):
+            self.readers[name] = task.values.read(find_stored(name), task.shard)
+            stack.callback(self.readers[name].close)
+        self.writers = {
+            name: stack.enter_context(task.values.write(find_stored(name), task.shard))
+            for name in task.stored
+        }
+        self.values: dict[str, Any] = {}
+
+    def begin(self) -> None:
+        """Take the next batch."""
+        self.values = dict(self.arguments)
+        self.values.update((name, next(reader)) for name, reader in self.readers.items())
+
+    def run(
+        self, functions: FunctionRunner | None, subgraph: Subgraph, symbols: Mapping[str, int]
+    ) -> None:
+        """Run one subgraph on the batch."""
+        if functions is None or not subgraph.function:
+            return
+        args = [self.values[name] for name in subgraph.inputs]
+        if subgraph.symbols:
+            args.append(as_shape(symbols[name] for name in subgraph.symbols))
+        results = functions.run(subgraph.function, args)
+        self.values.update(zip(subgraph.outputs, results, strict=True))
+
+    def finish(self, subgraph: Subgraph) -> None:
+        """Write what later steps read, and forget what no later subgraph reads."""
+        for name in self.writers.keys() & subgraph.outputs:
+            self.writers[name].append(self.values[name])
+        # If a batch runs through many subgraphs, only the values that one of them needs are kept.
+        for name in subgraph.expired:
+            self.values.pop(name, None)
+
+
 def run_shard(
     task: ShardTask,
     functions: FunctionRunner | None,
-    arguments: Mapping[str, Any],
+    arguments: StepArguments,
 ) -> ShardStates:
     """Run a step on every batch of a shard and observe what it computes.
 
     Args:
         task: The work.
         functions: The subgraphs; None if there is nothing to compute.
-        arguments: Values that subgraphs read or observe and that are the same for all batches.
+        arguments: Values that are the same for all batches.
     """
     watch = Watch(task)
-    computed = {name for subgraph in task.subgraphs for name in subgraph.outputs}
-    read = {name for subgraph in task.subgraphs for name in (*subgraph.inputs, *subgraph.observed)}
     with ExitStack() as stack:
-        readers = {}
-        for name in read - computed - set(arguments):
-            readers[name] = task.values.read(name, task.shard)
-            stack.callback(readers[name].close)
-        writers = {
-            name: stack.enter_context(task.values.write(name, task.shard)) for name in task.stored
-        }
+        own = ShardSide(task, arguments.own, stack, is_real=False)
+        sides = [own]
+        if arguments.real is not None:
+            sides.append(ShardSide(task, arguments.real, stack, is_real=True))
         for i in range(len(task.shard)):
-            values = dict(arguments)
-            values.update((name, next(reader)) for name, reader in readers.items())
+            symbols = task.symbols[i] if task.symbols else {}
+            for side in sides:
+                side.begin()
             for subgraph in task.subgraphs:
-                if functions is not None and subgraph.function:
-                    args = [values[name] for name in subgraph.inputs]
-                    if subgraph.symbols:
-                        args.append(as_shape(task.symbols[i][name] for name in subgraph.symbols))
-                    results = functions.run(subgraph.function, args)
-                    values.update(zip(subgraph.outputs, results, strict=True))
-                watch.see(subgraph, values, i)
-                for name in writers.keys() & subgraph.outputs:
-                    writers[name].append(values[name])
-                # If a batch runs through many subgraphs, only the values that one of them needs are
-                # kept.
-                for name in subgraph.expired:
-                    values.pop(name, None)
+                for side in sides:
+                    side.run(functions, subgraph, symbols)
+                watch.see(subgraph, own.values, sides[-1].values, i)
+                for side in sides:
+                    side.finish(subgraph)
     return watch.finish()
 
 
@@ -234,10 +320,19 @@ class Watch:
         self.groups, self.fits = dict(states.groups), dict(states.fits)
         self.seen_later = {key: WaitingArrays() for key in task.groups}
         self.fitted_later = {name: WaitingArrays() for name in task.fits}
+        self.real_later = {name: WaitingArrays() for name in task.fits}
         self.waiting_bytes = 0  # of all groups
 
-    def see(self, subgraph: Subgraph, values: Mapping[str, np.ndarray], batch: int) -> None:
-        """Observe the values that one subgraph computed or read."""
+    def see(
+        self,
+        subgraph: Subgraph,
+        values: Mapping[str, np.ndarray],
+        real: Mapping[str, np.ndarray],
+        batch: int,
+    ) -> None:
+        """Observe the values that one subgraph computed or read; `real` are those of the float
+        model, if it runs beside.
+        """
         for key in subgraph.groups:
             if key in self.task.groups:
                 waiting = self.seen_later[key]
@@ -251,6 +346,8 @@ class Watch:
         for point in subgraph.fits:
             waiting = self.fitted_later[point.operator]
             waiting.add([values[point.source]], batch)
+            if self.task.fits[point.operator].with_real:
+                self.real_later[point.operator].add([real[point.source]], batch)
             if waiting.bytes >= MOST_SAMPLED_BYTES:
                 self.sample(point.operator)
 
@@ -269,8 +366,9 @@ class Watch:
     def sample(self, name: str) -> None:
         """Sample an operator's input."""
         arrays, first = self.fitted_later[name].take()
+        real, _ = self.real_later[name].take()
         first += self.task.shard.start
-        self.fits[name] = self.task.fits[name].update_all(self.fits[name], arrays, first)
+        self.fits[name] = self.task.fits[name].update_all(self.fits[name], arrays, first, real)
 
     def finish(self) -> ShardStates:
         """Return the states after all batches."""
@@ -329,7 +427,7 @@ def run_shard_remotely(remote: RemoteTask, load_module: LoadModule) -> None:
     functions = None
     if remote.module is not None:
         functions = load_subgraphs(str(remote.module), load_module)
-    arguments = read_archive(remote.arguments, ARGUMENTS_FORMAT, "part of a calibration").arrays
+    arguments = StepArguments.load(remote.arguments)
     with limit_blas():
         run_shard(remote.task, functions, arguments).save(remote.states)
 

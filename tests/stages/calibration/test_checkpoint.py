@@ -27,6 +27,9 @@ from relayquant.stages.calibration.runner import pick_parameters
 
 BATCHES = 40
 
+#: weights fitted to the sums of the float model, which runs beside
+AFTER_FLOAT = rq.config.FitSettings(reconstruction=rq.config.ReconstructionSettings(bits=8))
+
 
 def model() -> tvm.IRModule:
     return build_model(lambda e, x: e.conv("out", e("r", op.nn.relu(e.conv("a", x)))), MAP)
@@ -79,7 +82,7 @@ def calibrate(prepared, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(4)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "options",
     [
@@ -87,6 +90,8 @@ def calibrate(prepared, tmp_path):
         {"order": rq.config.Order.TOPOLOGICAL, "observer": rq.observers.MovingAverageMinMax()},
         {"order": rq.config.Order.PARALLEL, "observer": rq.observers.MSE()},
         {"order": rq.config.Order.PARALLEL, "fit": rq.config.FitSettings(values=1)},
+        {"order": rq.config.Order.PARALLEL, "fit": AFTER_FLOAT},
+        {"order": rq.config.Order.TOPOLOGICAL, "fit": AFTER_FLOAT},
     ],
 )
 def test_checkpoint__goes_on_from_wherever_it_was_stopped(calibrate, tmp_path, options):

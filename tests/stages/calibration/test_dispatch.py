@@ -54,6 +54,11 @@ def calibrated(path: Path, **options) -> bytes:
         {"order": rq.config.Order.TOPOLOGICAL},
         {"order": rq.config.Order.PARALLEL, "observer": rq.observers.AverageMax()},
         {"order": rq.config.Order.PARALLEL, "fit": rq.config.FitSettings(values=1)},
+        {
+            "fit": rq.config.FitSettings(
+                reconstruction=rq.config.ReconstructionSettings(bits=8, samples=3)
+            )
+        },
     ],
 )
 def test_processes__give_the_same_bytes(pool, tmp_path, options):

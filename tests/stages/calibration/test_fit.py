@@ -7,19 +7,27 @@ import tracemalloc
 
 import numpy as np
 import pytest
+import scipy.linalg
 from drawing import count_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relayquant.base.qtypes import Granularity, QParams, QSpec, Scheme, choose_qparams
 from relayquant.base.runtime import limit_blas
-from relayquant.config import AdaRoundSettings, BiasCorrection, FitSettings, WeightRounding
+from relayquant.config import (
+    AdaRoundSettings,
+    BiasCorrection,
+    FitSettings,
+    ReconstructionSettings,
+    WeightRounding,
+)
 from relayquant.errors import ConfigError
 from relayquant.stages.calibration.weights import fit
 from relayquant.stages.calibration.weights.adaround import learn_rounding
 from relayquant.stages.calibration.weights.fit import LeastSquares, fit_operator, round_rows
 from relayquant.stages.calibration.weights.patches import LinearView
 from relayquant.stages.calibration.weights.statistics import InputStatistics
+from relayquant.stages.calibration.weights.target import find_target
 
 DENSE = LinearView(None, (1, 0))
 INT8 = QSpec("int8", Scheme.SYMMETRIC, Granularity.PER_CHANNEL, quant_min=-127)
@@ -353,6 +361,78 @@ def test_fit_operator__memory_of_a_wide_layer_is_that_of_its_weights(
     assert peak < 6 * weight.nbytes
 
 
+def observe_both(x: np.ndarray, y: np.ndarray, parts: int = 1, **options: int) -> InputStatistics:
+    """Statistics of a quantized input and of the float model's input to the same operator."""
+    start = InputStatistics.empty(1, x.shape[1], with_gram=True, with_real=True, **options)
+    merged = start
+    for own, real in zip(np.array_split(x, parts), np.array_split(y, parts), strict=True):
+        found = start.add(DENSE, [own], 10**6, np.random.default_rng(0), real=[real])
+        merged = merged.merge(found)
+    return merged
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_find_target__is_the_ridge_regression(with_bias: bool) -> None:
+    """The same weight as scipy's least squares with rows for the ridge."""
+    rng = np.random.default_rng(20)
+    y = make_inputs(rng, 200, 12)
+    x = y + rng.normal(0.3, 0.5, y.shape).astype("float32")
+    weight = rng.standard_normal((1, 5, 12))
+    found = find_target(observe_both(x, y, 3), weight, 0.3, with_bias=with_bias)
+    own, real = (a.astype("float64") - with_bias * a.mean(axis=0) for a in (x, y))
+    ridge = (0.3 + 12 / 200) * np.square(own).sum() / 12
+    left = np.concatenate([own, np.sqrt(ridge) * np.eye(12)])
+    right = np.concatenate([real @ weight[0].T, np.sqrt(ridge) * weight[0].T])
+    expected = scipy.linalg.lstsq(left, right)[0].T
+    assert np.allclose(found.rows[0], expected, atol=1e-5)
+    assert np.allclose(found.statistics.find_gram(0)[0], own.T @ own, rtol=1e-4, atol=1e-3)
+
+
+def test_fit_operator__after_the_float_model_near_brute_force_on_three_weights() -> None:
+    """Of all levels, those whose sums come nearest to the float model's, with the best bias."""
+    rng, ratios = np.random.default_rng(21), []
+    spec = QSpec("int8", Scheme.SYMMETRIC, Granularity.PER_TENSOR, quant_min=-4, quant_max=4)
+    one = QParams(np.float32(1), np.int32(0), "int8", None)
+    chosen = FitSettings(
+        tensor_factors=(1.0,),
+        damping=1e-6,
+        sweeps=2,
+        reconstruction=ReconstructionSettings(ridge=1e-6, scale_factors=(1.0,)),
+    )
+    grid = np.array([*itertools.product(range(-4, 5), repeat=3)], "float64")
+    for _ in range(40):
+        y = rng.standard_normal((400, 3)).astype("float32")
+        x = (y @ (np.eye(3) + 0.1 * rng.standard_normal((3, 3))) + 1).astype("float32")
+        weight, bias = rng.uniform(-2, 2, (3, 1)).astype("float32"), np.zeros(1, "float32")
+        got = fit_operator(DENSE, observe_both(x, y), weight, bias, one, spec, chosen)
+        missing = (y @ weight).astype("float64") - x @ grid.T
+        best = np.square(missing - missing.mean(axis=0)).sum(axis=0).min()
+        assert got.bias is not None
+        error = np.square(y @ weight - x @ got.weight.astype("float64") - got.bias).sum()
+        ratios.append(error / best)
+    assert min(ratios) > 1 - 1e-3
+    assert np.median(ratios) < 1 + 1e-3
+    assert np.mean(np.array(ratios) < 1 + 1e-3) > 0.6
+
+
+@pytest.mark.parametrize("most", [None, 4])
+def test_input_statistics__of_both_inputs_are_equal_whatever_the_batches(most: int | None) -> None:
+    rng = np.random.default_rng(22)
+    y = make_inputs(rng, 301, 7)
+    x = y + rng.standard_normal(y.shape).astype("float32")
+    options = {} if most is None else {"most": most}
+    start = InputStatistics.empty(1, 7, with_gram=True, with_real=True, **options)
+    kept = start.restore(observe_both(x, y, 9, **options).to_arrays())
+    whole, parts = (observe_both(x, y, count, **options) for count in (1, 9))
+    settled = observe_both(x, y, 9, **options).settle()
+    for statistics in (whole, kept, parts, settled):
+        for number, columns in enumerate(statistics.cut_columns()):
+            own, real = (a[:, columns].astype("float64") for a in (x, y))
+            assert np.allclose(statistics.find_cross(number)[0], own.T @ real, rtol=1e-4, atol=0.1)
+            assert np.allclose(statistics.find_gram(number)[0], own.T @ own, rtol=1e-4, atol=0.1)
+        assert np.allclose(statistics.real_mean[0], y.mean(axis=0, dtype="float64"))
+
+
 def test_input_statistics__equal_whatever_the_batches() -> None:
     rng = np.random.default_rng(12)
     x = make_inputs(rng, 301, 7)
@@ -405,3 +485,17 @@ def test_learn_rounding__up_or_down_within_limits_and_never_worse(seed: int, col
 def test_adaround_settings__refuse(wrong: dict) -> None:
     with pytest.raises(ConfigError, match="AdaRoundSettings"):
         AdaRoundSettings(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"bits": -1}, {"ridge": 0.0}, {"scale_factors": ()}])
+def test_reconstruction_settings__wrong_ones_are_named(wrong: dict) -> None:
+    with pytest.raises(ConfigError, match="ReconstructionSettings"):
+        ReconstructionSettings(**wrong)
+
+
+def test_fit_settings__reconstruction_is_for_few_bits_that_are_not_rounded_to_nearest() -> None:
+    assert OPTIMAL.reconstructs(INT4)
+    assert not OPTIMAL.reconstructs(INT8)
+    assert not NEAREST.reconstructs(INT4)
+    assert OPTIMAL.for_spec(INT8) is OPTIMAL
+    assert OPTIMAL.for_spec(INT4).sweeps == OPTIMAL.reconstruction.sweeps

@@ -24,6 +24,7 @@ from relayquant.config import BiasCorrection, FitSettings, WeightRounding
 from relayquant.stages.calibration.weights.adaround import learn_rounding
 from relayquant.stages.calibration.weights.patches import LinearView
 from relayquant.stages.calibration.weights.statistics import InputStatistics
+from relayquant.stages.calibration.weights.target import find_target
 
 Float64Array = NDArray[np.float64]
 FloatArray = NDArray[np.float32 | np.float64]
@@ -64,7 +65,8 @@ def fit_operator(
 
     Args:
         view: The operator as matrix products.
-        statistics: Statistics of the data operand as it is at inference.
+        statistics: Statistics of the data operand as it is at inference. With the float model's
+            data operand, the sums are fitted to the float model's (see `target`).
         weight: float32, in the operator's layout.
         bias: One value per output channel in any shape, or one for all; None if the operator has
             none.
@@ -72,7 +74,16 @@ def fit_operator(
         spec: dtype and limits of the weight.
         settings: See `FitSettings`.
     """
-    rows = view.weight_to_rows(weight.astype("float32", copy=False))
+    original = rows = view.weight_to_rows(weight.astype("float32", copy=False))
+    mean, shift = statistics.mean, None
+    if statistics.real_total is not None:
+        shift = statistics.real_mean - mean
+        outputs = rows.shape[0] * rows.shape[1]
+        is_corrected = bias is not None and bias.size == outputs
+        is_corrected &= settings.bias is BiasCorrection.WEIGHT
+        ridge = settings.reconstruction.ridge
+        target = find_target(statistics, rows, ridge, with_bias=is_corrected)
+        rows, statistics = target.rows, target.statistics
     scale = view.channels_to_rows(qparams.scale.astype("float64"))
     zero_point = view.channels_to_rows(qparams.zero_point.astype("float64"))
     low, high = spec.limits[0] - zero_point, spec.limits[1] - zero_point
@@ -91,8 +102,10 @@ def fit_operator(
     if bias is not None and settings.bias is BiasCorrection.WEIGHT:
         error = np.empty(rows.shape[:2])
         for part in cut_outputs(rows.shape):
-            difference = rows[:, part].astype("float64") - rounded[:, part]
-            error[:, part] = np.einsum("gok,gk->go", difference, statistics.mean)
+            difference = original[:, part].astype("float64") - rounded[:, part]
+            error[:, part] = np.einsum("gok,gk->go", difference, mean)
+            if shift is not None:
+                error[:, part] += np.einsum("gok,gk->go", original[:, part], shift)
         bias = correct_bias(bias, error.reshape(-1))
     return FittedWeight(view.rows_to_weight(rounded, weight.shape), qparams, bias)
 

@@ -4,6 +4,7 @@ for fitting its weight.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,7 +23,7 @@ FEWEST_ROWS = 64
 
 @dataclass(frozen=True, eq=False)
 class InputStatistics:
-    """What is known of an operator's quantized input x.
+    """What is known of an operator's quantized input x, and of its input y in the float model.
 
     A long x is split into equal blocks, and the last is padded with zeros. Correlations between
     blocks are not kept.
@@ -35,6 +36,9 @@ class InputStatistics:
         blocks: Number of blocks that each x is split into.
         waiting: Rows that have not entered `gram`, (groups, n, K) float32 each.
         with_gram: Whether `gram` is needed.
+        real_total: Sum of y over the same rows. None if y is not observed.
+        cross: Sum of x y^T without the waiting rows, as `gram`.
+        real_waiting: y of the waiting rows.
     """
 
     gram: Float64Array | None
@@ -43,16 +47,24 @@ class InputStatistics:
     blocks: int = 1
     waiting: tuple[FloatArray, ...] = ()
     with_gram: bool = True
+    real_total: Float64Array | None = None
+    cross: Float64Array | None = None
+    real_waiting: tuple[FloatArray, ...] = ()
 
     @staticmethod
     def empty(
-        groups: int, columns: int, *, with_gram: bool, most: int | None = None
+        groups: int,
+        columns: int,
+        *,
+        with_gram: bool,
+        most: int | None = None,
+        with_real: bool = False,
     ) -> InputStatistics:
         """Return the statistics before any data; blocks have at most `most` columns."""
         blocks = -(-columns // (most or columns))
-        return InputStatistics(
-            None, np.zeros((groups, columns)), blocks=blocks, with_gram=with_gram
-        )
+        total = np.zeros((groups, columns))
+        real = total.copy() if with_real else None
+        return InputStatistics(None, total, blocks=blocks, with_gram=with_gram, real_total=real)
 
     def add(
         self,
@@ -61,12 +73,15 @@ class InputStatistics:
         rows: int,
         rng: np.random.Generator,
         rounding: Callable[[FloatArray], FloatArray] | None = None,
+        real: Sequence[NDArray] = (),
     ) -> InputStatistics:
         """Add at most `rows` rows of more batches, which may differ only in their first axis.
 
-        `rounding` is applied to the drawn values.
+        `rounding` is applied to the drawn values. `real` is the input in the float model, if y is
+        observed.
         """
         found = [np.asarray(array, "float32") for array in arrays]
+        same = copy.deepcopy(rng)
         x = view.sample_rows(found, rows, rng, rounding)
         result = replace(
             self,
@@ -75,6 +90,13 @@ class InputStatistics:
             rows=self.rows + x.shape[1],
             waiting=(*self.waiting, x) if self.with_gram else (),
         )
+        if self.real_total is not None:
+            y = view.sample_rows([np.asarray(array, "float32") for array in real], rows, same)
+            result = replace(
+                result,
+                real_total=self.real_total + np.einsum("gnk->gk", y, dtype="float64"),
+                real_waiting=(*self.real_waiting, y) if self.with_gram else (),
+            )
         return result._settle_enough()
 
     def merge(self, other: InputStatistics) -> InputStatistics:
@@ -82,10 +104,18 @@ class InputStatistics:
         this one.
         """
         result = replace(self, total=self.total + other.total, rows=self.rows + other.rows)
+        if self.real_total is not None and other.real_total is not None:
+            result = replace(result, real_total=self.real_total + other.real_total)
         if other.gram is not None:
             result = result.settle()
             np.add(result.gram, other.gram, out=result.gram)
-        result = replace(result, waiting=(*result.waiting, *other.waiting))
+            if other.cross is not None:
+                np.add(result.cross, other.cross, out=result.cross)
+        result = replace(
+            result,
+            waiting=(*result.waiting, *other.waiting),
+            real_waiting=(*result.real_waiting, *other.real_waiting),
+        )
         return result._settle_enough()
 
     def _settle_enough(self) -> InputStatistics:
@@ -98,15 +128,21 @@ class InputStatistics:
         """Return the same statistics without waiting rows, and with a gram if it is needed."""
         if not self.with_gram or (self.gram is not None and not self.waiting):
             return self
-        gram = self.gram
+        gram, cross = self.gram, self.cross
+        columns = -(-self.total.shape[1] // self.blocks)
+        shape = (self.total.shape[0] * self.blocks, columns, columns)
         if gram is None:
-            columns = -(-self.total.shape[1] // self.blocks)
-            gram = np.zeros((self.total.shape[0] * self.blocks, columns, columns))
+            gram = np.zeros(shape)
+        if cross is None and self.real_total is not None:
+            cross = np.zeros(shape)
         if self.waiting:
             x = split_columns(np.concatenate(self.waiting, axis=1), self.blocks)
-            # In place: for wide operators this is the largest array.
+            # In place: for wide operators these are the largest arrays.
             gram += np.matmul(x.transpose(0, 2, 1), x)
-        return replace(self, gram=gram, waiting=())
+            if cross is not None:
+                y = split_columns(np.concatenate(self.real_waiting, axis=1), self.blocks)
+                cross += np.matmul(x.transpose(0, 2, 1), y)
+        return replace(self, gram=gram, cross=cross, waiting=(), real_waiting=())
 
     def cut_columns(self) -> list[slice]:
         """The columns of each block."""
@@ -117,10 +153,11 @@ class InputStatistics:
     @property
     def overflows(self) -> bool:
         """Whether second moments overflow float32."""
-        if self.gram is not None and not np.isfinite(self.gram.sum(axis=(1, 2))).all():
-            return True
+        for moments in (self.gram, self.cross):
+            if moments is not None and not np.isfinite(moments.sum(axis=(1, 2))).all():
+                return True
         most = float(np.finfo("float32").max)
-        for part in self.waiting:
+        for part in (*self.waiting, *self.real_waiting):
             peak = float(np.abs(part).max(initial=0.0))
             # The bound first, because the sums are rarely needed.
             if peak * peak * part.shape[1] > most:
@@ -133,15 +170,28 @@ class InputStatistics:
         """Return the sum of x x^T over all sampled rows for the columns of one block, (groups,
         k, k).
         """
+        return self._find_moments(block, self.gram, self.waiting)
+
+    def find_cross(self, block: int) -> Float64Array:
+        """As `find_gram`, the sum of x y^T."""
+        return self._find_moments(block, self.cross, self.real_waiting)
+
+    def _find_moments(
+        self, block: int, settled: Float64Array | None, waiting: Sequence[FloatArray]
+    ) -> Float64Array:
+        """Return the sum of x times the waiting rows, and of what is settled."""
         columns = self.cut_columns()[block]
         k = columns.stop - columns.start
-        gram = np.zeros((self.total.shape[0], k, k))
-        if self.gram is not None:
-            gram += self.gram[block :: self.blocks, :k, :k]
-        if self.waiting:
+        moments = np.zeros((self.total.shape[0], k, k))
+        if settled is not None:
+            moments += settled[block :: self.blocks, :k, :k]
+        if waiting:
             x = np.concatenate([part[:, :, columns] for part in self.waiting], axis=1)
-            gram += np.matmul(x.transpose(0, 2, 1), x)
-        return gram
+            y = x  # the same array: numpy then computes half of the product
+            if waiting is not self.waiting:
+                y = np.concatenate([part[:, :, columns] for part in waiting], axis=1)
+            moments += np.matmul(x.transpose(0, 2, 1), y)
+        return moments
 
     def to_arrays(self) -> dict[str, NDArray]:
         """Return the statistics as arrays for a file; `restore` reads them back exactly."""
@@ -150,23 +200,38 @@ class InputStatistics:
             arrays["gram"] = self.gram
         if self.waiting:
             arrays["waiting"] = np.concatenate(self.waiting, axis=1)
+        if self.real_total is not None:
+            arrays["real_total"] = self.real_total
+        if self.cross is not None:
+            arrays["cross"] = self.cross
+        if self.real_waiting:
+            arrays["real_waiting"] = np.concatenate(self.real_waiting, axis=1)
         return arrays
 
     def restore(self, arrays: Mapping[str, NDArray]) -> InputStatistics:
         """Restore what `to_arrays` wrote, for statistics with the same start."""
-        waiting = arrays.get("waiting")
+        waiting, real = arrays.get("waiting"), arrays.get("real_waiting")
         return replace(
             self,
             gram=arrays.get("gram"),
             total=arrays["total"],
             rows=int(arrays["rows"]),
             waiting=() if waiting is None else (waiting,),
+            real_total=arrays.get("real_total"),
+            cross=arrays.get("cross"),
+            real_waiting=() if real is None else (real,),
         )
 
     @property
     def mean(self) -> Float64Array:
         """E[x], (groups, K)."""
         return self.total / max(self.rows, 1)
+
+    @property
+    def real_mean(self) -> Float64Array:
+        """E[y], (groups, K); E[x] if y is not observed."""
+        total = self.total if self.real_total is None else self.real_total
+        return total / max(self.rows, 1)
 
 
 def split_columns(rows: NDArray, blocks: int) -> NDArray:
