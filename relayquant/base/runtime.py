@@ -396,6 +396,12 @@ def find_memory_axes(array: np.ndarray) -> tuple[int, ...]:
     return tuple(sorted(range(array.ndim), key=lambda axis: -strides[axis]))
 
 
+@functools.lru_cache(maxsize=64)
+def invert_axes(axes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the inverse permutation of `axes`."""
+    return tuple(int(axis) for axis in np.argsort(axes))
+
+
 def align_array(array: np.ndarray) -> np.ndarray:
     """Return the array itself if compiled code can read it in place, else a copy in C order."""
     if array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0:

@@ -12,6 +12,7 @@ from tvm.ir import Call, GenericConst
 
 from relayquant.base.runtime import view_constant
 from relayquant.codegen.eager.call import CallStep
+from relayquant.codegen.eager.chains import LINKS, find_chain, make_chain
 from relayquant.codegen.eager.kernel_cache import KernelCache, KernelKey
 from relayquant.codegen.eager.operand import Operand, Variable, is_operand, make_operand
 from relayquant.codegen.eager.product import (
@@ -273,6 +274,17 @@ class Planner:
             return decline("not float32 of known rank")
         return self.plan_rows(root, EACH[op_name(self.values[root])], 1)
 
+    def plan_chain(self, first: relax.Var) -> Step | Skip:
+        """Plan one step for several operators on single values."""
+        found = find_chain(self.graph, first, self.is_free)
+        if found is None:
+            return decline("it begins no chain of operators on single values")
+        self.claimed.update(found.vars)
+        key, numbers = KernelKey(make_chain, found.chain), np.array(found.numbers, "float32")
+        data, result = self.operand(found.data), self.find_object(found.vars[-1])
+        step = RowStep(key, 1, data, [numbers], result, self.kernels)
+        return self.make_step(found.vars[-1], [found.data], step.run, key)
+
     def plan_rows(
         self, root: relax.Var, key: KernelKey, width: int, factors: Sequence[np.ndarray] = ()
     ) -> Step | Skip:
@@ -346,6 +358,7 @@ EAGER_RULES: tuple[Rule[Planner, relax.Var, Step], ...] = (
     make_rule(Planner.plan_softmax, "relax.nn.softmax"),
     make_rule(Planner.plan_layer_norm, "relax.nn.layer_norm"),
     make_rule(Planner.plan_each, *EACH),
+    make_rule(Planner.plan_chain, *LINKS),
 )
 
 

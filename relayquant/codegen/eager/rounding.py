@@ -7,7 +7,6 @@ This is simulated_quantize and then simulated_dequantize, in float32, rounding h
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,13 @@ from tvm import relax, tirx
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
-from relayquant.base.runtime import align_array, empty_aligned, find_memory_axes, view_tensor
+from relayquant.base.runtime import (
+    align_array,
+    empty_aligned,
+    find_memory_axes,
+    invert_axes,
+    view_tensor,
+)
 from relayquant.codegen.eager.kernel_cache import KernelCache, KernelKey
 from relayquant.codegen.eager.operand import Operand, Variable
 from relayquant.codegen.kernels.emit import broadcast, build_kernel, load_vector, store_vector
@@ -124,9 +129,3 @@ def make_parameters(code: Any, scale: Any, zero_point: Any, *bounds: Any) -> Any
     parameters = empty_aligned((4,), "float32")
     parameters[:] = scale.reshape(()), zero_point.reshape(()), low, high
     return view_tensor(parameters)
-
-
-@functools.lru_cache(maxsize=64)
-def invert_axes(axes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the inverse permutation of `axes`."""
-    return tuple(int(axis) for axis in np.argsort(axes))

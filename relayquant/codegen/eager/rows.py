@@ -17,7 +17,13 @@ from tvm import relax, tirx
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
-from relayquant.base.runtime import align_array, empty_aligned, view_tensor
+from relayquant.base.runtime import (
+    align_array,
+    empty_aligned,
+    find_memory_axes,
+    invert_axes,
+    view_tensor,
+)
 from relayquant.codegen.eager.kernel_cache import KernelCache, KernelKey
 from relayquant.codegen.eager.operand import Operand
 from relayquant.codegen.kernels.emit import build_kernel, constant, load_vector, store_vector
@@ -100,7 +106,8 @@ EACH = {
 class RowStep:
     """An operator on rows: float32 (..., K) -> float32 (..., K). `factors` are vectors (K,).
 
-    `width` is K of the kernel, 1 for an operator on single values.
+    `width` is K of the kernel. It is 1 for an operator on single values, which keeps the memory
+    order of its data, and whose factors have any length.
     """
 
     def __init__(
@@ -118,11 +125,13 @@ class RowStep:
 
     def run(self, frame: Frame) -> None:
         """Compute the result."""
-        data = align_array(self.data.read(frame))
+        data = self.data.read(frame)
+        axes = find_memory_axes(data) if self.width == 1 else tuple(range(data.ndim))
+        data = align_array(data.transpose(axes))
         result = empty_aligned(data.shape, "float32")
         if result.size:
             self.kernels.get(self.key)(self.view(data), *self.factors, self.view(result))
-        frame.values[self.result] = result
+        frame.values[self.result] = result.transpose(invert_axes(axes))
 
     def view(self, array: np.ndarray) -> Any:
         return view_tensor(array.reshape(-1, self.width))
