@@ -25,6 +25,7 @@ from relayquant.codegen.shared_kernels import share_kernels
 from relayquant.codegen.tuning import ChooseSchedule, keep_estimate
 from relayquant.ir.dialect.cost import count_macs
 from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.constants import count_constant_bytes
 from relayquant.ir.rewrite.rule import OnSkip, log_skip
 from relayquant.ir.rewrite.walker import tidy_module
 
@@ -41,8 +42,15 @@ def lower_integer(
     """
     if target.kind.name != "llvm" or not has_integer_main(mod):
         return mod
-    isa, shuffle = select_isa(target), select_shuffle(target)
+    isa, shuffle = time_module(select_isa(target), mod), select_shuffle(target)
     return call_kernels(mod, isa, shuffle, choose_schedule=choose_schedule)
+
+
+def time_module(isa: Isa, mod: tvm.IRModule) -> Isa:
+    """Return the instruction set with its timing for as many bytes of constants as a module has."""
+    if isa.timing.last_bytes is None:
+        return isa
+    return isa.with_timing(isa.timing.for_constants(count_constant_bytes(mod)))
 
 
 def has_integer_main(mod: tvm.IRModule) -> bool:

@@ -12,7 +12,7 @@ from tvm.target import Target
 
 import relayquant as rq
 from relayquant.base.runtime import Executor
-from relayquant.codegen.integer import call_kernels, lower_integer
+from relayquant.codegen.integer import call_kernels, lower_integer, time_module
 from relayquant.codegen.kernels.integer import product
 from relayquant.codegen.kernels.integer.winograd import build_winograd
 from relayquant.codegen.kernels.isa.select import select_isa
@@ -432,3 +432,16 @@ def test_convert_layout__channel_pad_needs_no_transpose():
     graph = Graph(convert_layout(qmod))
     names = [graph.op_name(binding.var) for binding in graph.bindings]
     assert names.count("relax.permute_dims") == 2
+
+
+@pytest.mark.parametrize(("cpu", "megabytes", "expected"), [
+    ("znver5", 8, False), ("znver5", 17, True), ("znver4", 17, False),
+])  # fmt: skip
+def test_time_module__knows_weights_that_no_cache_keeps(cpu, megabytes, expected):
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((1, 1024), "int8"))
+    weight = relax.const(np.zeros((1024, megabytes << 10), "int8"))
+    with builder.function("main", [x]):
+        builder.emit_func_output(builder.emit(relax.op.matmul(x, weight)))
+    isa = select_isa(resolve_target(f"llvm -mcpu={cpu}"))
+    assert time_module(isa, builder.get()).timing.is_beyond == expected

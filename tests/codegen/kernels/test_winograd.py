@@ -27,6 +27,7 @@ from relayquant.codegen.kernels.integer.winograd import (
     find_largest_sum,
     pack_winograd,
     plan_prefetch,
+    saves_time,
 )
 from relayquant.codegen.kernels.isa.arm import SDOT
 from relayquant.codegen.kernels.isa.base import AVX2, PORTABLE, VNNI512, X86_ISAS
@@ -203,6 +204,18 @@ def test_winograd__where_it_can_and_pays(changes, isa, expected):
     spec = replace(LAYER, **changes)
     able = can_winograd(spec, isa, np.ones(spec.weight_shape, "int8"))
     assert keep_estimate(spec, isa, able) == KernelSchedule(transforms=expected)
+
+
+def test_winograd__weights_from_memory_do_not_pay_on_zen5():
+    """A module of more weights than the last-level cache holds reads them from memory in each run,
+    once for all images of a batch.
+    """
+    spec = replace(LAYER, height=14, width=14, in_channels=256, out_channels=256)
+    small, large = (ON_ZEN5.with_timing(ZEN5.for_constants(size << 20)) for size in (12, 25))
+    assert saves_time(spec, small)
+    assert not saves_time(spec, large)
+    assert saves_time(replace(spec, batch=8), large)
+    assert saves_time(replace(spec, height=28, width=28), large)
 
 
 DEEP = {"in_channels": 256, "out_channels": 256}

@@ -215,7 +215,7 @@ class WinogradPlan:
         dots = tiles * POINTS * vectors * self.product.words
         inputs = self.spec.in_channels // self.input_lanes * timing.input_transform
         transforms = tiles * (inputs + vectors * timing.output_transform)
-        fetches = self.weight_reads * self.weight_bytes / timing.far_bytes / unit
+        fetches = timing.time_fetches(self.weight_bytes, self.weight_reads, self.spec.batch) / unit
         hidden = timing.overlap * dots * self.weight_reads / self.grid.chunks
         return dots + transforms / unit + max(fetches - hidden, 0)
 

@@ -55,6 +55,11 @@ class Timing:
     #: most bytes of weights that stay in the second-level cache, next to other data, until the next
     #: chunk of an image reads them again. None: the last-level cache is fast enough
     near_weights: int | None = 512 * 1024
+    #: most bytes of constants of a module whose weights stay in the last-level cache from one run
+    #: to the next, next to what they are expanded to; None: not measured
+    last_bytes: int | None = None
+    memory_bytes: float = 2.4  #: like `far_bytes`, of weights that come from memory in each run
+    is_beyond: bool = False  #: whether the constants of the module are more than `last_bytes`
     #: of codes in groups of weights
     streams: Streams = Streams(4, 1024)
     #: panels of codes in groups that a tile of several rows multiplies. A second one halves the
@@ -62,6 +67,21 @@ class Timing:
     group_panels: int = 1
     #: whether a vector of products of pairs of bfloat16 takes no longer than one of float32
     has_fast_pairs: bool = False
+
+    def for_constants(self, size: int) -> Timing:
+        """Return the timing for kernels of a module with constants of `size` bytes."""
+        is_beyond = self.last_bytes is not None and size > self.last_bytes
+        return replace(self, is_beyond=True) if is_beyond else self
+
+    def time_fetches(self, size: int, reads: int, batch: int) -> float:
+        """Return the time to fetch weights of `size` bytes `reads` times, for an image of `batch`.
+
+        Only the first read of a run can come from memory.
+        """
+        time = reads * size / self.far_bytes
+        if self.is_beyond:
+            time += size * (1 / self.memory_bytes - 1 / self.far_bytes) / batch
+        return time
 
     def time_stores(self, results: int, blocks: int, is_narrow: bool) -> float:
         """Return the time to store `results` vectors of a tile of `blocks` vectors."""
@@ -92,6 +112,8 @@ ZEN5 = Timing(
     far_bytes=35.0,
     overlap=0.0,
     near_weights=None,
+    last_bytes=16 * 1024 * 1024,
+    memory_bytes=7.5,
     streams=Streams(1, 8 * 1024),
     group_panels=2,
 )
