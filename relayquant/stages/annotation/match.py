@@ -62,7 +62,7 @@ class OperatorMatch:
     compute: str = ""  #: narrow float dtype of the computation
     passed_over: tuple[PassedOver, ...] = ()  #: the user's rows that match but were not used
 
-    @property
+    @cached_property
     def accumulator(self) -> Accumulator | None:
         """The accumulator of the sums of products. None if the kernel chooses it or if there are
         no sums.
@@ -78,27 +78,43 @@ class OperatorMatch:
     def can_quantize(self) -> bool:
         return self.skip is None and self.qconfig is not None
 
-    @property
+    @cached_property
+    def data_spec(self) -> QSpec:
+        """Specification that the operator wants for its computed operands."""
+        return self.require_qconfig().tensor(Role.ACTIVATION).spec.stored
+
+    @cached_property
+    def result_spec(self) -> QSpec:
+        """Specification of the operator's result."""
+        return self.require_qconfig().tensor(Role.OUTPUT).spec.stored
+
+    def require_qconfig(self) -> QConfig:
+        """Return the QConfig of an operator that is quantized."""
+        if self.qconfig is None:
+            raise ValueError(f"operator {self.root.name!r} is not quantized")
+        return self.qconfig
+
+    @cached_property
     def dynamic(self) -> QSpec | None:
         """Specification of the data if its parameters are computed at run time, else None."""
         if self.qconfig is None or not self.can_quantize or not self.qconfig.is_dynamic:
             return None
         return self.qconfig.data.spec
 
-    @property
+    @cached_property
     def grouped(self) -> QSpec | None:
         """Specification of the weight if it is quantized in groups, else None."""
         if self.qconfig is None or not self.can_quantize or not self.qconfig.is_grouped:
             return None
         return self.qconfig.weight.spec
 
-    @property
+    @cached_property
     def has_float_data(self) -> bool:
         """Whether the operator is quantized but reads and returns float values."""
         is_chosen = self.dynamic is not None or self.grouped is not None
         return is_chosen or self.has_constants_only
 
-    @property
+    @cached_property
     def has_constants_only(self) -> bool:
         """Whether the operator is quantized, but its row has no operand for data."""
         return (
@@ -107,7 +123,7 @@ class OperatorMatch:
             and not any(operand.role is Role.ACTIVATION for operand in self.pattern.operands)
         )
 
-    @property
+    @cached_property
     def kind(self) -> Kind | None:
         """The role of the operator in the decision what to quantize. An operator whose result
         shares the parameters of its input is a sharing operator.
@@ -116,7 +132,7 @@ class OperatorMatch:
             return None
         return Kind.SHARING if self.output is Output.SHARED else self.pattern.kind
 
-    @property
+    @cached_property
     def output(self) -> Output | None:
         """Where the result's parameters come from: the backend's choice, else the pattern's."""
         if self.pattern is None:

@@ -183,7 +183,7 @@ def group_operands(
     rows: list[tuple[str, str]] = []
     constants: list[SharedQParams] = []
     for name, expr, operand in matched.operands():
-        if operand.role is Role.BIAS and not _qconfig(matched).has_own_bias:
+        if operand.role is Role.BIAS and not matched.require_qconfig().has_own_bias:
             continue
         if operand.role in (Role.WEIGHT, Role.BIAS):
             group = weight_group(matched, name, expr, operand)
@@ -194,29 +194,13 @@ def group_operands(
     return tuple(rows), constants
 
 
-def activation_spec(matched: OperatorMatch) -> QSpec:
-    """Return the specification that the operator wants for its computed operands."""
-    return _qconfig(matched).tensor(Role.ACTIVATION).spec.stored
-
-
 def operand_spec(matched: OperatorMatch, primary: Mapping[relax.Var, QSpec]) -> QSpec:
     """Return the specification in which the operator reads its computed operands. For a sharing
     operator it is the specification of its result.
     """
     if matched.kind is Kind.SHARING and matched.root in primary:
         return primary[matched.root]
-    return activation_spec(matched)
-
-
-def output_spec(matched: OperatorMatch) -> QSpec:
-    """Return the specification of the operator's result."""
-    return _qconfig(matched).tensor(Role.OUTPUT).spec.stored
-
-
-def _qconfig(matched: OperatorMatch):
-    if matched.qconfig is None:
-        raise ValueError(f"operator {matched.root.name!r} is not quantized")
-    return matched.qconfig
+    return matched.data_spec
 
 
 def seed_nodes(active: Sequence[OperatorMatch], wanted: Collection[str] = ()) -> list[Node]:
@@ -226,12 +210,12 @@ def seed_nodes(active: Sequence[OperatorMatch], wanted: Collection[str] = ()) ->
     nodes: list[Node] = []
     for matched in active:
         if matched.root.name in wanted:
-            nodes.append((matched.root, output_spec(matched)))
+            nodes.append((matched.root, matched.result_spec))
         if matched.kind is Kind.SHARING:
             continue
-        nodes += [(var, activation_spec(matched)) for var in matched.inputs()]
+        nodes += [(var, matched.data_spec) for var in matched.inputs()]
         if matched.has_own_output:
-            nodes.append((matched.root, output_spec(matched)))
+            nodes.append((matched.root, matched.result_spec))
     return nodes
 
 
@@ -266,9 +250,9 @@ def join_concat_inputs(graph: Graph, active: Sequence[OperatorMatch], partition:
     for matched in active:
         if matched.pattern is None or matched.pattern.op != "relax.concat":
             continue
-        node = (matched.root, output_spec(matched))
+        node = (matched.root, matched.result_spec)
         for var in matched.inputs():
-            part = (var, activation_spec(matched))
+            part = (var, matched.data_spec)
             if part[1] != node[1] or partition.is_joined(part, node):
                 continue
             members = partition.members(part)
@@ -295,7 +279,7 @@ def join_tied(
         specs = {spec for nodes in partition.sets() for var, spec in nodes if var.name == old}
         if new not in roots or old == new:
             continue
-        spec = output_spec(roots[new])
+        spec = roots[new].result_spec
         if spec in specs:
             partition.join((graph.vars[old], spec), (roots[new].root, spec))
 
@@ -313,18 +297,18 @@ def add_supported_outputs(active: Sequence[OperatorMatch], partition: Partition)
             wanted.setdefault(var, []).append(spec)
     for matched in active:
         specs = wanted.get(matched.root, [])
-        if matched.kind is Kind.SHARING or not specs or output_spec(matched) in specs:
+        if matched.kind is Kind.SHARING or not specs or matched.result_spec in specs:
             continue
-        config = _qconfig(matched)
+        config = matched.require_qconfig()
         if config.output is not None:
-            partition.add((matched.root, output_spec(matched)))
+            partition.add((matched.root, matched.result_spec))
             continue
         direct = replace(config, output=TensorConfig(specs[0], config.data.observer))
         if (
             matched.row is not None
             and matched.row.find_conflict(direct, has_bias=False) is not None
         ):
-            partition.add((matched.root, output_spec(matched)))
+            partition.add((matched.root, matched.result_spec))
 
 
 def choose_primary(active: Sequence[OperatorMatch], partition: Partition) -> dict[relax.Var, QSpec]:
@@ -335,7 +319,7 @@ def choose_primary(active: Sequence[OperatorMatch], partition: Partition) -> dic
     for nodes in partition.sets():
         for var, spec in nodes:
             specs.setdefault(var, []).append(spec)
-    made = {matched.root: output_spec(matched) for matched in active}
+    made = {matched.root: matched.result_spec for matched in active}
     return {var: made[var] if made.get(var) in found else found[0] for var, found in specs.items()}
 
 
@@ -443,21 +427,21 @@ def find_calibration(
         consumers: See `find_consumers`.
     """
     for var in members:
-        own = _qconfig(by_root[var]).output if var in by_root else None
+        own = by_root[var].require_qconfig().output if var in by_root else None
         if own is not None and own.spec.stored == spec:
             return own.observer
     asking = [
         (place, matched)
         for var in members
         for place, matched in consumers.get(var, ())
-        if activation_spec(matched) == spec
+        if matched.data_spec == spec
     ]
     if asking:
         _, first = min(asking, key=lambda found: found[0])
-        return _qconfig(first).tensor(Role.ACTIVATION).observer
+        return first.require_qconfig().tensor(Role.ACTIVATION).observer
     for var in members:
         if var in by_root:
-            return _qconfig(by_root[var]).tensor(Role.OUTPUT).observer
+            return by_root[var].require_qconfig().tensor(Role.OUTPUT).observer
     raise ValueError(f"no operator asks for the parameters of {members[0].name!r}")
 
 
@@ -467,7 +451,7 @@ def find_fixed_calibration(nodes: Sequence[Node], by_root: Mapping[relax.Var, Op
     """
     for var, spec in nodes:
         matched = by_root.get(var)
-        if matched is not None and matched.row is not None and spec == output_spec(matched):
+        if matched is not None and matched.row is not None and spec == matched.result_spec:
             fixed = matched.row.find_fixed(spec)
             if fixed is not None:
                 return fixed
@@ -478,7 +462,7 @@ def weight_group(matched: OperatorMatch, name: str, expr: relax.Expr, operand) -
     """Return the group of one constant operand. It is per-channel if the operand has a channel
     axis.
     """
-    config = _qconfig(matched).tensor(operand.role)
+    config = matched.require_qconfig().tensor(operand.role)
     axis = run_axis(matched.pattern, operand, matched.match)
     spec = config.spec.stored
     if axis is None or not spec.is_per_channel:
