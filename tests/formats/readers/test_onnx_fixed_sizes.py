@@ -114,6 +114,41 @@ def test_squeeze__without_axes_keeps_symbolic_sizes(opset):
     check_run(model, mod, draw(3, 5))
 
 
+@pytest.mark.parametrize("opset", [11, 17])
+def test_squeeze__of_a_symbolic_size_is_checked_at_run_time(opset):
+    """5 to 9 samples make one window of 5. More are refused, as ONNX Runtime refuses them."""
+    axes = {} if opset >= 13 else {"axes": [-1]}
+    weights = {"w": draw(4, 1, 5)} | ({"axes": np.array([-1])} if opset >= 13 else {})
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["windows"], strides=[5]),
+        helper.make_node("Squeeze", ["windows", *list(weights)[1:]], ["y"], **axes),
+    ]
+    model = make_model(nodes, {"x": ("b", 1, "n")}, weights, {"y": ("b", 4)}, opset)
+    mod, _ = rq.load(model)
+    for size in (5, 9):
+        check_run(model, mod, draw(2, 1, size))
+    executor = rq.Executor(rq.compile(mod))
+    with pytest.raises(RuntimeError, match=r"shape\[2\] mismatch"):
+        executor.run("main", [draw(2, 1, 10)])
+    with pytest.raises(rq.DataError, match=r"\(2, 4, 2\); allowed: \(b, 4, 1\)"):
+        rq.reference.run(mod, [draw(2, 1, 10)])
+
+
+@pytest.mark.parametrize("bounds", [("low", "high"), ("low", ""), ("", "high")])
+def test_clip__between_bounds_of_the_run(bounds):
+    """They are operators with forms in every writer, not kernels of TVM."""
+    nodes = [
+        helper.make_node("ReduceMean", ["x"], ["low"], keepdims=0),
+        helper.make_node("Abs", ["low"], ["high"]),
+        helper.make_node("Clip", ["x", *bounds], ["y"]),
+    ]
+    model = make_model(nodes, {"x": ("n", 3)}, {}, {"y": ("n", 3)})
+    mod, _ = rq.load(model)
+    assert "call_tir" not in mod.script()
+    for rows in (1, 4):
+        check_run(model, mod, draw(rows, 3))
+
+
 def test_squeeze__without_axes_whose_result_has_another_rank():
     """The symbolic size would have to go: it is 1, or the declaration is wrong."""
     weights = {"w": draw(5, 4)}

@@ -105,12 +105,37 @@ Convert = Callable[[relax.BlockBuilder, Sequence[Any], dict[str, Any], int], "re
 FLOATS = ("float16", "float32", "float64")
 
 
-def convert_clip(
+def read_constant(value: Any) -> np.ndarray | None:
+    """Return the value of an operand. None if it is absent or computed at run time."""
+    return None if value is None else constant_value(value)
+
+
+def convert_squeeze(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr | None:
+    """Convert Squeeze of symbolic sizes to R.squeeze behind a match_cast, which rejects every size
+    but 1 at run time. All others are left to TVM.
+    """
+    data = inputs[0]
+    axes = attrs.get("axes") if opset < 13 else read_constant(inputs[1])
+    if axes is None or not isinstance(getattr(data.ty, "shape", None), relax.ShapeExpr):
+        return None
+    sizes = list_sizes(data)
+    gone = [int(axis) % len(sizes) for axis in axes]
+    if all(isinstance(sizes[axis], int) for axis in gone):
+        return None
+    for axis in gone:
+        sizes[axis] = sizes[axis] if isinstance(sizes[axis], int) else 1
+    return relax.op.squeeze(bb.match_cast(data, relax.TensorType(sizes, data.ty.dtype)), gone)
+
+
+def convert_clip(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
     """Convert Clip to R.clip. An absent or NaN bound means no bound, as in ONNX Runtime.
 
-    Run-time bounds and int64 data, whose limits do not fit in float64, are left to TVM.
+    Run-time bounds, and those of int64 data, whose limits do not fit in float64, become
+    R.minimum(R.maximum(x, low), high).
     """
     data = inputs[0]
     dtype = str(data.ty.dtype)
@@ -118,22 +143,22 @@ def convert_clip(
     if opset < 11:
         low, high = float(attrs.get("min", low)), float(attrs.get("max", high))
     else:
-        for at in (1, 2):
-            bound = inputs[at]
-            if bound is None:
-                continue
-            value = constant_value(bound)
-            if value is None:
-                return None
-            low, high = (value.item(), high) if at == 1 else (low, value.item())
+        bounds = [constant_value(bound) for bound in inputs[1:3] if bound is not None]
+        is_wide = dtype not in FLOATS and np.iinfo(dtype).bits > 32
+        if is_wide or any(bound is None for bound in bounds):
+            for bound, limit in zip(inputs[1:3], (relax.op.maximum, relax.op.minimum), strict=True):
+                data = data if bound is None else bb.emit(limit(data, bound))
+            return data
+        low, high = (
+            default if bound is None else constant_value(bound).item()
+            for bound, default in zip(inputs[1:3], (low, high), strict=True)
+        )
     low = -math.inf if low != low else low
     high = math.inf if high != high else high
     if dtype in FLOATS:
         # An empty range gives the upper bound, in ONNX and in min(max(x, low), high).
         return relax.op.clip(data, float(min(low, high)), float(high))
     limits = np.iinfo(dtype)
-    if limits.bits > 32:
-        return None
     low, high = max(low, limits.min), min(high, limits.max)
     return relax.op.clip(data, int(min(low, high)), int(high))
 
@@ -730,6 +755,7 @@ OPERATORS: dict[str, Convert] = {
     "RoiAlign": convert_roi_align,
     "Sinh": convert_sinh,
     "SpaceToDepth": convert_space_to_depth,
+    "Squeeze": convert_squeeze,
     "TopK": convert_top_k,
     "Upsample": convert_upsample,
     "BatchNormalization": convert_batch_normalization,
