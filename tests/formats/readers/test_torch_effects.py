@@ -139,6 +139,29 @@ def test_program__what_it_changes_is_state(forward):
             np.testing.assert_array_equal(new, changed[name].detach().numpy())
 
 
+def test_program__a_buffer_of_bfloat16_is_state(tmp_path):
+    """numpy has this dtype from elsewhere: PyTorch makes no array of it."""
+
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("total", torch.tensor([0.5, -1.25, 3], dtype=torch.bfloat16))
+
+        def forward(self, x):
+            self.total.copy_(self.total + x.to(torch.bfloat16))
+            return self.total.float()
+
+    module = Sum().eval()
+    mod, _ = rq.load(torch.export.export(module, (torch.zeros(3),)))
+    rq.save_module(mod, tmp_path / "m.rqm")
+    executors = [rq.Executor(rq.compile(each)) for each in (mod, rq.load(tmp_path / "m.rqm")[0])]
+    for step in range(3):
+        x = torch.tensor([0.25, -4.5, 8]) * step
+        expected = module(x).numpy()
+        for executor in executors:
+            np.testing.assert_array_equal(executor.run("main", [x.numpy()])[0], expected)
+
+
 def test_program__an_input_that_it_changes_is_warned_of():
     with pytest.warns(UserWarning, match=r"changes its input 'x', .* a copy \(x = x.clone\(\)\)"):
         rq.load(export(make_module(write_to_input)))

@@ -10,6 +10,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
+import tvm
+
 from relayquant.errors import ModelError, format_count, warn_user
 from relayquant.formats.readers.state import StatePair
 from relayquant.formats.readers.torch.arguments import read_arguments
@@ -141,6 +144,12 @@ def list_mutations() -> tuple[Any, ...]:
     return tuple(kind for kind in kinds if kind is not None)
 
 
+def read_array(tensor: Any) -> np.ndarray:
+    """Return a tensor's values. numpy has bfloat16 by TVM, not by PyTorch."""
+    values = tensor.detach().cpu().contiguous()
+    return tvm.runtime.from_dlpack(values.resolve_conj().resolve_neg()).numpy()
+
+
 def take_state(program: Any) -> list[StatePair]:
     """Make inputs and outputs of what a decomposed program changes: buffers, parameters, inputs.
 
@@ -167,7 +176,7 @@ def take_state(program: Any) -> list[StatePair]:
             if (given.arg.name if is_input else given.target) == spec.target
         )
         given = signature.input_specs[number]
-        initial = None if is_input else tensors[spec.target].detach().cpu().numpy()
+        initial = None if is_input else read_array(tensors[spec.target])
         pairs.append(StatePair(given.arg.name, at, str(spec.target), initial))
         user = dataclasses.replace(given, kind=InputKind.USER_INPUT, target=None, persistent=None)
         signature.input_specs[number] = user
