@@ -68,6 +68,15 @@ def test_grouped_dense__exact_to_rounding_of_sums(bits, has_zeros):
         assert abs(float(floats[index] - expected)) <= 3e-6 * size
 
 
+@pytest.mark.parametrize("row_scale", [np.float32(1), np.ones((0, 1), "float32")])
+def test_grouped_dense__of_no_rows(row_scale):
+    _, packed, scale, zeros = draw_weight(np.random.default_rng(0), (5, 24), 4, 8, True)
+    form = {"bits": 4, "group_size": 8, "features": 24}
+    for dtype in ("int8", "float32"):
+        found = qnn.grouped_dense(np.zeros((0, 24), dtype), row_scale, packed, scale, zeros, **form)
+        assert (found.shape, found.dtype) == ((0, 5), np.float32)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("has_offsets", [False, True])
 def test_grouped_dense__scales_of_the_data_for_each_group(bits, has_offsets):

@@ -96,7 +96,8 @@ def grouped_dense(
 
     groups = count_groups(features, group_size)
     steps = np.atleast_1d(np.asarray(data_scale, "float32"))
-    steps = np.broadcast_to(steps, (*data.shape[:-1], steps.shape[-1])).reshape(len(rows), -1)
+    count = steps.shape[-1]  # no -1 below: of no rows it is not known
+    steps = np.broadcast_to(steps, (*data.shape[:-1], count)).reshape(len(rows), count)
     has_group_scales = steps.shape[1] == groups > 1
     for group in range(groups):
         part = slice(group * group_size, (group + 1) * group_size)
