@@ -33,7 +33,8 @@ class IntegerModule(nn.Module):
             DataError: an input is missing or unknown, is no tensor, or has another shape or dtype.
             ModelError: PyTorch traces the call, to export it.
         """
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        is_tracing = torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+        if torch.compiler.is_exporting() or is_tracing:
             raise ModelError(
                 "The module runs compiled code, which PyTorch cannot trace. To deploy its "
                 "attribute mod, call relayquant.compile(module.mod).export_library(path), or "
