@@ -58,6 +58,16 @@ def make_inner(name: str) -> torch.nn.Module:
         "clip": lambda: t.CLIPVisionModel(
             t.CLIPVisionConfig(**VISION, **TILES, num_hidden_layers=6)
         ),
+        "clip_text": lambda: t.CLIPTextModel(
+            t.CLIPTextConfig(
+                hidden_size=192,
+                num_attention_heads=3,
+                intermediate_size=768,
+                num_hidden_layers=6,
+                vocab_size=1000,
+                **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
+            )
+        ),
         "whisper": lambda: modeling_whisper.WhisperEncoder(
             t.WhisperConfig(
                 d_model=192,
@@ -75,7 +85,7 @@ def make_inner(name: str) -> torch.nn.Module:
 def draw(name: str) -> list[Batch]:
     """Draw tokens with a mask, or noise."""
     rng = np.random.default_rng(1)
-    if "bert" in name:
+    if "bert" in name or "text" in name:
         mask = torch.ones(1, LENGTH, dtype=torch.int64)
         return [(torch.tensor(rng.integers(0, 1000, (1, LENGTH))), mask) for _ in range(SAMPLES)]
     shape = (1, 40, 200) if name == "whisper" else (1, 3, IMAGE, IMAGE)
@@ -130,7 +140,7 @@ def measure(name: str, tool: str) -> str:
             want = module(*batch).numpy().astype("float64")
         got = np.asarray(run(*(each.numpy() for each in batch))).reshape(want.shape)
         signal, noise = signal + (want**2).sum(), noise + ((want - got) ** 2).sum()
-    return f"{10 * np.log10(signal / noise):.1f} dB ({seconds:.0f} s)"
+    return f"{10 * np.log10(signal / noise):.1f} dB ({seconds:.1f} s)"
 
 
 def main() -> None:
