@@ -217,12 +217,54 @@ def test_constant_indices__out_of_range(tmp_path, dtype):
             load(tmp_path, tensors, [call], ["x"], ["y"])
 
 
-def test_weights_of_integers__with_a_float_input(tmp_path):
-    weight = Tensor("w", (4, 3), "int8", np.ones((4, 3), "int8"), None, (0.5, 0))
-    tensors = [tensor("x"), weight, tensor("y", shape=(2, 4))]
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_weights_of_integers__with_a_float_input(tmp_path, dtype):
+    """Dynamic range quantization: the weights are the numbers that they stand for."""
+    values = np.random.default_rng(0).integers(-7, 8, (5, 3))
+    weight = Tensor("w", (5, 3), dtype, values, None, (0.5, 0))
+    tensors = [tensor("x"), weight, tensor("y", shape=(2, 5))]
     call = Operator("FULLY_CONNECTED", ["x", "w"], ["y"], "FullyConnectedOptions")
-    with pytest.raises(ModelError, match=r"FULLY_CONNECTED.*dynamic range quantization.*data set"):
+    mod = load(tmp_path, tensors, [call], ["x"], ["y"])
+    np.testing.assert_allclose(reference.run(mod, [X])[0], X @ (values.T * 0.5), rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_files_of_newer_writers(tmp_path, is_new):
+    """Values behind the tables, and operators in the newer field alone: MUL, 18, is no ADD, 0."""
+    factor = np.array([[1, -2, 3], [4, 5, -6]], "float32")
+    tensors = [tensor("x"), tensor("f", factor), tensor("b", factor + 1), *map(tensor, "ay")]
+    calls = [
+        Operator("MUL", ["x", "f"], ["a"], "MulOptions"),
+        Operator("SUB", ["a", "b"], ["y"], "SubOptions"),
+    ]
+    mod = load(tmp_path, tensors, calls, ["x"], ["y"], is_new=is_new)
+    np.testing.assert_array_equal(reference.run(mod, [X])[0], X * factor - (factor + 1))
+
+
+def test_files_of_newer_writers__a_place_behind_the_end(tmp_path):
+    tensors = [tensor("x"), tensor("f", X), tensor("y")]
+    path = tmp_path / "model.tflite"
+    write_model(path, tensors, [("MUL", ["x", "f"], "y")], ["x"], ["y"], is_new=True)
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(ModelError, match="RQ502"):
+        import_tflite(path)
+
+
+def test_values_of_4_bits__in_too_few_bytes(tmp_path):
+    weight = Tensor("w", (5, 3), "int4", np.ones((4, 3), "int8"), None, (0.5, 0))
+    tensors = [tensor("x"), weight, tensor("y", shape=(2, 5))]
+    call = Operator("FULLY_CONNECTED", ["x", "w"], ["y"], "FullyConnectedOptions")
+    with pytest.raises(ModelError, match="RQ502"):
         load(tmp_path, tensors, [call], ["x"], ["y"])
+
+
+def test_integer_operator__that_reads_a_tensor_twice(tmp_path):
+    data = np.array([[-8, -1, 0], [1, 5, 7]], "int8")
+    tensors = [Tensor(name, (2, 3), "int8", None, None, (0.5, 0)) for name in "xy"]
+    mod = load(tmp_path, tensors, [("SQUARED_DIFFERENCE", ["x", "x"], "y")], ["x"], ["y"])
+    np.testing.assert_array_equal(reference.run(mod, [data])[0], data * 0)
+    mod = load(tmp_path, tensors, [("MAXIMUM", ["x", "x"], "y")], ["x"], ["y"])
+    np.testing.assert_array_equal(reference.run(mod, [data])[0], data)
 
 
 def test_options__missing(tmp_path):

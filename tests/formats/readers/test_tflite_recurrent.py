@@ -268,23 +268,44 @@ def test_cell_clip__has_no_form_in_onnx(tmp_path):
         rq.export_onnx(mod, tmp_path / "model.onnx")
 
 
-def test_layer__of_integers_or_without_a_variable(tmp_path):
-    rows = np.eye(3, dtype="int8")
+ROWS = np.array([[3, -2, 0], [0, 1, -1], [2, 0, 5]], "int8")
+
+
+def write_rnn(path: Path, names: str) -> Path:
+    """Write a simple recurrent layer of the operands with these letters."""
     tensors = [
         Tensor("x", (2, 1, 3)),
-        Tensor("w", (3, 3), "int8", rows, scale=(0.1, 0)),
-        Tensor("f", (3, 3), "float32", rows),
+        Tensor("q", (2, 1, 3), "int8", scale=(0.1, 0)),
+        Tensor("w", (3, 3), "int8", ROWS, scale=(0.1, 0)),
+        Tensor("f", (3, 3), "float32", ROWS * np.float32(0.1)),
         Tensor("b", (3,), "float32", np.zeros(3)),
         Tensor("h", (1, 3), variable=True),
         Tensor("c", (1, 3)),
         Tensor("y", (2, 1, 3)),
     ]
-    for names, message in (
-        ("xwwbh", "its operand 'w' is int8; supported: float32. Convert the model without"),
+    fields = {"FusedActivationFunction": TANH, "TimeMajor": True}
+    kind = f"{UNI}RNN"
+    call = Operator(kind, list(names), ["y"], OPTIONS[kind], fields)
+    return write_model(path / "m.tflite", tensors, [call], [names[0]], ["y"])
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("qffbh", "its operand 'q' is int8; supported: float32. Convert the model without"),
+        ("qwwbh", "its operand 'q' is int8"),
         ("xffbc", "its state 'c' is not marked as a variable"),
-    ):
-        fields = {"FusedActivationFunction": TANH, "TimeMajor": True}
-        kind = f"{UNI}RNN"
-        call = Operator(kind, list(names), ["y"], OPTIONS[kind], fields)
-        with pytest.raises(ModelError, match=f"{kind} .*{message}"):
-            import_tflite(write_model(tmp_path / "m.tflite", tensors, [call], ["x"], ["y"]))
+    ],
+)
+def test_layer__of_integers_or_without_a_variable(names, message, tmp_path):
+    with pytest.raises(ModelError, match=f"{UNI}RNN .*{message}"):
+        import_tflite(write_rnn(tmp_path, names))
+
+
+def test_layer__with_weights_of_integers(tmp_path):
+    """Dynamic range quantization: as with the numbers that they stand for."""
+    (integers, _), (floats, _) = (import_tflite(write_rnn(tmp_path, n)) for n in ("xwwbh", "xffbh"))
+    inputs = [np.linspace(-1, 2, 6, dtype="float32").reshape(2, 1, 3), np.ones((1, 3), "float32")]
+    found, expected = reference.run(integers, inputs), reference.run(floats, inputs)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)

@@ -10,6 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from relayquant.base.packing import pack_codes
+
+#: Stands for the place of the first constant until the tables have been written.
+PLACE = 0x5A5A5A5A5A5A5A00
+
 
 @dataclass(frozen=True)
 class Tensor:
@@ -57,8 +62,13 @@ def write_model(
     inputs: Sequence[str],
     outputs: Sequence[str],
     others: Sequence[Subgraph] = (),
+    is_new: bool = False,
 ) -> Path:
-    """Write a model; a tuple is an operator without options: (its name, inputs, output)."""
+    """Write a model; a tuple is an operator without options: (its name, inputs, output).
+
+    `is_new`: as newer writers do, the values of constants stand behind the tables, and the numbers
+    of operators in the newer field alone.
+    """
     tflite = pytest.importorskip("tflite")
     flatbuffers = pytest.importorskip("flatbuffers")
     builder = flatbuffers.Builder(0)
@@ -113,9 +123,12 @@ def write_model(
     def make_tensor(tensor):
         buffer = 0
         if tensor.values is not None:
-            data = np.asarray(tensor.values, tensor.dtype).tobytes()
-            vector = builder.CreateByteVector(data)
-            buffers.append(make_table("Buffer", Data=vector))
+            data = pack_values(tensor)
+            if is_new:
+                buffers.append(make_table("Buffer", Offset=PLACE + len(behind), Size=len(data)))
+                behind.append(data)
+            else:
+                buffers.append(make_table("Buffer", Data=builder.CreateByteVector(data)))
             buffer = len(buffers) - 1
         fields = {
             **({"Name": builder.CreateString(tensor.name)} if tensor.name else {}),
@@ -155,13 +168,13 @@ def write_model(
         return make_table("SubGraph", **parts)
 
     kinds = list(dict.fromkeys(call.kind for graph in graphs for call in graph.operators))
-    buffers = [make_table("Buffer")]
+    buffers, behind = [make_table("Buffer")], []
     tables = [make_graph(graph) for graph in graphs]
     codes = [
         make_table(
             "OperatorCode",
             BuiltinCode=getattr(tflite.BuiltinOperator, kind),
-            DeprecatedBuiltinCode=min(127, getattr(tflite.BuiltinOperator, kind)),
+            DeprecatedBuiltinCode=0 if is_new else min(127, getattr(tflite.BuiltinOperator, kind)),
             Version=1,
         )
         for kind in kinds
@@ -172,5 +185,17 @@ def write_model(
         "Buffers": make_tables(tflite.ModelStartBuffersVector, buffers),
     }
     builder.Finish(make_table("Model", Version=3, **parts), b"TFL3")
-    path.write_bytes(bytes(builder.Output()))
+    data = bytes(builder.Output())
+    for at, values in enumerate(behind):
+        place, found = (PLACE + at).to_bytes(8, "little"), len(data).to_bytes(8, "little")
+        assert data.count(place) == 1
+        data = data.replace(place, found) + values
+    path.write_bytes(data)
     return path
+
+
+def pack_values(tensor: Tensor) -> bytes:
+    """The values of a constant as they lie in a file."""
+    if tensor.dtype == "int4":
+        return pack_codes(np.asarray(tensor.values).reshape(-1) & 15, 4).tobytes()
+    return np.asarray(tensor.values, tensor.dtype).tobytes()

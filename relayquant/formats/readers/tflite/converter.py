@@ -347,27 +347,20 @@ def make_converter(
         # -- integers ------------------------------------------------------------------------------
 
         def is_quantized_call(self, op: Any, kind: str) -> bool:
-            """Return whether an integer operator is converted as a float operator between
+            """Return whether an operator with integers is converted as a float operator between
             dequantize and quantize.
 
-            TVM does this itself for some operators.
-
-            Raises:
-                Refusal: it is a float operator with integer constants.
+            TVM does this itself for some operators of integers. A float operator with weights of
+            integers (dynamic range quantization) reads the numbers that these stand for, and
+            its data as it is; TFLite's kernels round the data to 8 bits.
             """
             operands = [t for t in self.get_input_tensors(op) if t.tensor_idx >= 0]
             results = self.get_output_tensors(op)
             quantized = [t for t in [*operands, *results] if t.qnn_params is not None]
             if not quantized or kind in ORDER_OR_SHAPE or kind in FLOW:
                 return False
-            if len(operands) > 1 and not (
-                operands[0].qnn_params or any(t.qnn_params for t in results)
-            ):
-                raise Refusal(
-                    "its weights are integers and its input is float (dynamic range "
-                    "quantization); supported: all integers, or all floats",
-                    "Convert the model without optimizations, or with a representative data set",
-                )
+            if not any(t.qnn_params for t in (operands[0], *results)):
+                return True
             if kind in DATA_MOVEMENT:
                 return not all(self.has_same_qnn_params(quantized[0], t) for t in quantized)
             return kind not in self._SUPPORTED_QUANTIZED_OPS or kind == "AVERAGE_POOL_2D"
@@ -389,10 +382,12 @@ def make_converter(
             """Convert an integer operator to quantize(f(dequantize(x), ...))."""
             results = self.get_output_tensors(op)
             with ExitStack() as stack:
-                for tensor in self.get_input_tensors(op):
+                # An operator may read a tensor twice.
+                for tensor in {t.tensor_idx: t for t in self.get_input_tensors(op)}.values():
                     if tensor.qnn_params is not None:
                         real = self.bb.emit(self.dequantize(self.get_tensor_expr(tensor), tensor))
-                        array = compute(self.bb, real) if is_small(real) else None
+                        must_fold = is_small(real) or self.kind in LAYERS
+                        array = compute(self.bb, real) if must_fold else None
                         real = real if array is None else relax.const(array, "float32")
                         stack.enter_context(self.replaced(tensor, real))
                 self.in_float = True

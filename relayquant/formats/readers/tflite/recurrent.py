@@ -92,9 +92,12 @@ def read_array(converter: Any, op: Any, at: int) -> np.ndarray | None:
 
 
 def check_floats(converter: Any, op: Any) -> None:
-    """Raise Refusal for a layer with integers: TFLite's rounding in it is not known here."""
+    """Raise Refusal for a layer of integers: TFLite's rounding in it is not known here. Its weights
+    alone may be integers.
+    """
     for tensor in converter.get_input_tensors(op):
-        if tensor.tensor_idx < 0:
+        is_weight = tensor.qnn_params and converter.find_value(tensor.tensor_idx) is None
+        if tensor.tensor_idx < 0 or is_weight:
             continue
         dtype = converter.get_tensor_type_str(tensor.tensor.Type())
         if dtype != "float32":

@@ -1,15 +1,18 @@
-"""TensorFlow Lite reader: checks the tables of the flatbuffer before anything follows them, and
-gives each tensor a unique name.
+"""TensorFlow Lite reader: checks the tables of the flatbuffer before anything follows them, gives
+each tensor a unique name, and reads what the package tflite does not: values behind the flatbuffer
+and values of 4 bits.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from relayquant.base.packing import count_bytes, unpack_codes
 from relayquant.errors import ModelError, format_count
 
 #: Largest tensor that a model may declare, in elements.
@@ -24,26 +27,68 @@ SIZES = {
     "COMPLEX64": 8, "INT8": 1, "UINT32": 4, "UINT64": 8,
 }  # fmt: skip
 
+#: Place of the newer field with an operator's number in its table.
+NEW_CODE = 10
+
 #: Types of handles and texts, which hold no numbers. Operators on them are refused by name.
 OTHER_TYPES = frozenset({"STRING", "RESOURCE", "VARIANT"})
 
 
 def open_model(tflite: Any, data: bytes) -> Any:
-    """Return the root table with unique tensor names. TFLite identifies tensors by number, TVM's
-    frontend by name, which may be missing or duplicate.
+    """Return the root table as TFLite reads it.
+
+    Tensor names are unique: TFLite identifies tensors by number, TVM's frontend by name, which may
+    be missing or duplicate. The number of an operator may be in the newer of its two fields alone,
+    which the package reads for large numbers only. The values of a buffer may stand behind the
+    flatbuffer. Constants of 4 bits are given as int8.
     """
+    from flatbuffers.number_types import Int32Flags
+
+    int4, int8 = tflite.TensorType.INT4, tflite.TensorType.INT8
+
+    class OperatorCode(tflite.OperatorCode):
+        def BuiltinCode(self) -> int:
+            place = self._tab.Offset(NEW_CODE)
+            return int(self._tab.Get(Int32Flags, self._tab.Pos + place)) if place else 0
+
+    class Buffer(tflite.Buffer):
+        def is_outside(self) -> bool:
+            return self.Offset() > 1  # 1 stands for a place that is filled in later
+
+        def DataLength(self) -> int:
+            return self.Size() if self.is_outside() else super().DataLength()
+
+        def DataAsNumpy(self) -> Any:
+            if not self.is_outside():
+                return super().DataAsNumpy()
+            return np.frombuffer(data, "uint8", self.Size(), self.Offset())
+
+        def ends_in(self, size: int) -> bool:
+            return not self.is_outside() or self.Offset() + self.Size() <= size
 
     class Tensor(tflite.Tensor):
         def Name(self) -> bytes:
             return self.name
+
+        def Type(self) -> int:
+            return int8 if self.is_packed() else super().Type()
+
+        def Buffer(self) -> int:
+            number = super().Buffer()
+            return model.unpack(number, self.count()) if self.is_packed() else number
+
+        def is_packed(self) -> bool:
+            return super().Type() == int4 and model.Buffers(super().Buffer()).DataLength() > 0
+
+        def count(self) -> int:
+            return math.prod(self.Shape(axis) for axis in range(self.ShapeLength()))
 
     class SubGraph(tflite.SubGraph):
         def Tensors(self, j: int) -> Any:
             table = super().Tensors(j)
             if table is None or not 0 <= j < self.TensorsLength():
                 raise ValueError(f"it refers to tensor {j} of {self.TensorsLength()}")
-            tensor = Tensor()
-            tensor.Init(table._tab.Bytes, table._tab.Pos)
+            tensor = view_table(table, Tensor())
             tensor.name = self.names[j].encode()
             return tensor
 
@@ -53,22 +98,57 @@ def open_model(tflite: Any, data: bytes) -> Any:
                 table = super().Subgraphs(j)
                 if table is None or not 0 <= j < self.SubgraphsLength():
                     raise ValueError(f"it refers to graph {j} of {self.SubgraphsLength()}")
-                graph = SubGraph()
-                graph.Init(table._tab.Bytes, table._tab.Pos)
+                graph = view_table(table, SubGraph())
                 graph.names = list_names(table)
                 self.graphs[j] = graph
             return self.graphs[j]
 
+        def OperatorCodes(self, j: int) -> Any:
+            return view_table(super().OperatorCodes(j), OperatorCode())
+
         def Buffers(self, j: int) -> Any:
+            if j in self.unpacked:
+                return self.unpacked[j]
             if not 0 <= j < self.BuffersLength():
                 raise ValueError(f"it refers to buffer {j} of {self.BuffersLength()}")
-            return super().Buffers(j)
+            return view_table(super().Buffers(j), Buffer())
+
+        def unpack(self, j: int, count: int) -> int:
+            """The number of the buffer with the 4-bit values of buffer j as int8."""
+            place = self.BuffersLength() + j
+            self.unpacked[place] = UnpackedBuffer(self.Buffers(j), count)
+            return place
 
     model = Model()
     root = tflite.Model.GetRootAs(data, 0)
-    model.graphs = {}
+    model.graphs, model.unpacked = {}, {}
     model.Init(root._tab.Bytes, root._tab.Pos)
     return model
+
+
+def view_table(table: Any, view: Any) -> Any:
+    """Return `view`, an object of a class derived from the table's, on the same bytes."""
+    view.Init(table._tab.Bytes, table._tab.Pos)
+    return view
+
+
+@dataclass(frozen=True)
+class UnpackedBuffer:
+    """A buffer of `count` signed values of 4 bits, as the bytes of int8."""
+
+    packed: Any
+    count: int
+
+    def DataLength(self) -> int:
+        length = self.packed.DataLength()
+        return self.count if length == count_bytes(self.count, 4) else 2 * length
+
+    def ends_in(self, size: int) -> bool:
+        return self.packed.ends_in(size)
+
+    def DataAsNumpy(self) -> np.ndarray:
+        codes = unpack_codes(self.packed.DataAsNumpy(), 4, self.count)
+        return (codes ^ 8) - np.uint8(8)
 
 
 def list_names(graph: Any) -> list[str]:
@@ -172,8 +252,9 @@ def check_tensor(model: Any, tensor: Any, types: dict[int, str], size: int) -> N
     shape = [tensor.Shape(axis) for axis in range(tensor.ShapeLength())]
     if any(n < 0 for n in shape) or math.prod(shape) > MAX_ELEMENTS:
         raise ValueError(f"tensor {name!r} has the shape {shape}")
-    length = model.Buffers(tensor.Buffer()).DataLength()
-    if not 0 <= length <= size:
+    buffer = model.Buffers(tensor.Buffer())
+    length = buffer.DataLength()
+    if not 0 <= length <= 2 * size or not buffer.ends_in(size):
         raise ValueError(f"the values of tensor {name!r} have {format_count(length, 'byte')}")
     needed = math.prod(shape) * SIZES.get(kind, 0)
     if length and kind in SIZES and tensor.Sparsity() is None and length != needed:
