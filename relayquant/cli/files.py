@@ -19,6 +19,7 @@ from relayquant.base.storage.files import (
     write_whole,
 )
 from relayquant.base.storage.module_file import WHAT, read_module
+from relayquant.cli.parsers import LIBRARIES
 from relayquant.config import Precision
 from relayquant.errors import ConfigError, ModelError
 from relayquant.formats.load import FORMATS, is_folder_config
@@ -35,8 +36,6 @@ ENDINGS = {
     ".relay": "Relay text, with its parameters in .params next to it",
     ".so": "a compiled library",
 }
-#: endings of compiled libraries
-LIBRARIES = (".so", ".dylib", ".dll")
 #: bytes; a mapping with a line for each of 100,000 operators is smaller
 MAX_MAPPING_SIZE = 1 << 26
 

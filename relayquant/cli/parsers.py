@@ -47,6 +47,8 @@ METRICS = ("top1", "agreement")
 ENGINES = ("onnxruntime", "openvino")
 CACHE_DTYPES = ("float16", "int8", "float32")
 SHELLS = ("bash", "zsh", "tcsh")
+#: endings of compiled libraries
+LIBRARIES = (".so", ".dylib", ".dll")
 
 #: options that every command takes, before or after its name
 SWITCHES = {
