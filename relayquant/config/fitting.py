@@ -63,7 +63,7 @@ class ReconstructionSettings:
     With few bits the error of that input is large. So the float model runs beside, and the weight
     W* that is rounded, x the quantized and y the float input, is
 
-        W* = argmin |W x - W0 y|^2 + ridge |W - W0|^2
+        W* = argmin norm(W x - W0 y)^2 + ridge norm(W - W0)^2
 
     The target is that of GPTAQ (Li et al. 2025, https://arxiv.org/abs/2504.02692).
 
