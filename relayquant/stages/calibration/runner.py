@@ -70,7 +70,7 @@ from relayquant.stages.calibration.shard import (
 )
 from relayquant.stages.calibration.subgraphs import Subgraph
 from relayquant.stages.calibration.weights.curves import Slopes, ValueCurve, find_curves
-from relayquant.stages.calibration.weights.fit import fit_operator
+from relayquant.stages.calibration.weights.fit import fit_operator, round_bias
 from relayquant.stages.calibration.weights.pick import (
     OperatorFit,
     find_fits,
@@ -521,7 +521,10 @@ class _Run:
         chosen.parameters[key] = result.qparams
         chosen.constants[f"{name}:weight"] = result.weight
         if result.bias is not None:
-            chosen.constants[f"{name}:bias"] = result.bias
+            data = self.parameters.get(dict(self.plan.operator(name).operands).get("data", ""))
+            is_few = self.settings.reconstructs(fit.group.info.spec)
+            bias = round_bias(result, fit.view, data) if is_few and data else result.bias
+            chosen.constants[f"{name}:bias"] = bias
 
     def describe(self, chosen: CalibrationResult) -> CalibrationContext:
         """Return the choices so far for a callable, including `chosen` of the running step."""

@@ -24,7 +24,13 @@ from relayquant.config import (
 from relayquant.errors import ConfigError
 from relayquant.stages.calibration.weights import fit
 from relayquant.stages.calibration.weights.adaround import learn_rounding
-from relayquant.stages.calibration.weights.fit import LeastSquares, fit_operator, round_rows
+from relayquant.stages.calibration.weights.fit import (
+    FittedWeight,
+    LeastSquares,
+    fit_operator,
+    round_bias,
+    round_rows,
+)
 from relayquant.stages.calibration.weights.patches import LinearView
 from relayquant.stages.calibration.weights.statistics import InputStatistics
 from relayquant.stages.calibration.weights.target import find_target
@@ -189,6 +195,20 @@ def test_fit_operator__bias_takes_the_mean_error() -> None:
     after = (x @ weight + bias).mean(axis=0) - (x @ fitted.weight + fitted.bias).mean(axis=0)
     assert np.abs(before).max() > 1e-2
     assert np.abs(after).max() < 1e-4
+
+
+def test_round_bias__is_in_units_of_the_accumulator() -> None:
+    """But for the second channel, whose sum no data changes."""
+    weight = np.array([[1, 0, -1], [2, 0, 3]], "float32")
+    scale = np.array([0.5, 0.25, 0.125], "float32")
+    parameters = QParams(scale, np.zeros(3, "int32"), "int8", 1)
+    bias = np.array([[0.7, 0.07, -0.49]], "float32")
+    fitted = FittedWeight(weight, parameters, bias)
+    data = QParams(np.array(0.5, "float32"), np.array(0, "int32"), "int8")
+    rounded = round_bias(fitted, DENSE, data)
+    np.testing.assert_array_equal(rounded, np.array([[0.75, 0.07, -0.5]], "float32"))
+    rows = QParams(np.ones(4, "float32"), np.zeros(4, "int32"), "int8", 0)
+    np.testing.assert_array_equal(round_bias(fitted, DENSE, rows), bias)
 
 
 def test_fit_operator__bias_shared_by_channels_is_kept() -> None:

@@ -127,6 +127,25 @@ def correct_bias(bias: NDArray, error: NDArray) -> NDArray[np.float32]:
     return (bias.astype("float64") + error.reshape(bias.shape)).astype("float32")
 
 
+def round_bias(result: FittedWeight, view: LinearView, data: QParams) -> NDArray | None:
+    """Return the bias in whole units of the accumulator, data scale x weight scale, as the integer
+    module has it.
+
+    With few bits a unit may be larger than a step of the result, so that the simulation would be
+    off without it. A sum that no data changes keeps its bias: such operators stay in float if
+    rounding loses it.
+    """
+    bias, scale = result.bias, result.qparams.scale.reshape(-1)
+    is_moved = view.weight_to_rows(result.weight).any(axis=-1).reshape(-1)
+    if bias is None or data.scale.size != 1 or scale.size not in (1, bias.size):
+        return bias
+    if is_moved.size != bias.size:
+        return bias
+    real, unit = bias.reshape(-1).astype("float64"), data.scale.astype("float64") * scale
+    rounded = np.where(is_moved, np.rint(real / unit) * unit, real)
+    return rounded.reshape(bias.shape).astype("float32")
+
+
 @dataclass(frozen=True, eq=False)
 class LeastSquares:
     """H prepared for rounding: columns by falling importance, and the triangular factor of its
