@@ -25,6 +25,7 @@ from relayquant.codegen.schedule.reduction_init import create_reduction_init_pas
 from relayquant.codegen.schedule.schedule_pass import create_schedule_pass
 from relayquant.codegen.schedule.vector_math import create_math_pass
 from relayquant.codegen.split_int64_accumulation import split_int64_sums
+from relayquant.codegen.stored_results import KEEP_STORED
 from relayquant.codegen.threads import add_pool
 from relayquant.codegen.tuning import (
     ChooseFloatSchedule,
@@ -82,6 +83,7 @@ def make_pipeline(
                     relax.transform.LegalizeOps(LEGALIZATIONS),
                     relax.transform.AnnotateTIROpPattern(),
                     KEEP_SIZED_CALLS,
+                    KEEP_STORED,
                     KEEP_VIEWS,
                     relax.transform.FuseOps(),
                     relax.transform.FuseTIR(),

@@ -17,10 +17,12 @@ from tvm.ir import Call
 
 from relayquant.ir.rewrite.graph import call_name, tensor_dtype
 
-HALVES = {"float16": "float32"}
+#: TVM rounds sums of bfloat16 after each addition.
+WIDE_SUMS = {"bfloat16": "float32"}
+HALVES = {"float16": "float32", "bfloat16": "float32"}
 TRUTHS = {"bool": "int8"}
-SUMS = {"bool": "int64"}
-MEANS = {"bool": "float32"}
+SUMS = {"bool": "int64", **WIDE_SUMS}
+MEANS = {"bool": "float32", **WIDE_SUMS}
 SORTED = {
     **HALVES,
     **dict.fromkeys(("bool", "int8", "uint8", "int16"), "int32"),
@@ -43,12 +45,18 @@ WIDE_TYPES: dict[str, dict[str, str]] = {
     **dict.fromkeys(SORTS, SORTED),
     "relax.argmax": TRUTHS,
     "relax.argmin": TRUTHS,
-    "relax.cumprod": TRUTHS,
+    "relax.cumprod": {**TRUTHS, **WIDE_SUMS},
     "relax.cumsum": SUMS,
     "relax.max": TRUTHS,
     "relax.mean": MEANS,
     "relax.min": TRUTHS,
+    "relax.nn.group_norm": WIDE_SUMS,
+    "relax.nn.instance_norm": WIDE_SUMS,
+    "relax.nn.layer_norm": WIDE_SUMS,
+    "relax.nn.rms_norm": WIDE_SUMS,
+    "relax.prod": WIDE_SUMS,
     "relax.std": MEANS,
+    "relax.sum": WIDE_SUMS,
     "relax.variance": MEANS,
 }
 

@@ -156,17 +156,26 @@ VECTOR_FORMS: dict[str, Callable[[Expr], Expr]] = {
 FLOATS = ("float32", "float64")
 
 
-def has_binding(expr: Expr) -> bool:
-    """Whether `expr` binds a variable."""
-    bindings: list[tirx.Let] = []
-    tvm_ffi.structural_walk(expr, (tirx.Let, bindings.append))
-    return bool(bindings)
+def may_bind(value: Expr) -> bool:
+    """Whether a variable may stand for `value`: it binds none itself, and holds no bfloat16.
+
+    TVM turns bfloat16 into integers, but not in what a variable stands for: the numbers are wrong,
+    or LLVM crashes.
+    """
+    found: list[Expr] = []
+
+    def note(expr: Expr) -> None:
+        if isinstance(expr, tirx.Let) or str(expr.ty).startswith("bfloat16"):
+            found.append(expr)
+
+    tvm_ffi.structural_walk(value, (tvm.ir.Expr, note))
+    return not found
 
 
 def expand_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """Expand the float32 calls of functions in `EXPANSIONS`, and rewrite those in `VECTOR_FORMS`.
 
-    A call whose argument contains an expanded call stays a call. TVM's LLVM code generation
+    A call whose argument contains an expanded call or bfloat16 stays a call. TVM's LLVM generator
     replaces bound variables by their values when it simplifies. Here a variable is read some
     hundred times, so chains would grow by that factor at each step. The schedule gives each step a
     separate block.
@@ -177,7 +186,7 @@ def expand_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
         if name in VECTOR_FORMS and str(call.ty) in FLOATS:
             return VECTOR_FORMS[name](call.args[0])
         make = EXPANSIONS.get(name)
-        if make is None or str(call.ty) != "float32" or has_binding(call.args[0]):
+        if make is None or str(call.ty) != "float32" or not may_bind(call.args[0]):
             return call
         return bind(call.args[0], make)
 

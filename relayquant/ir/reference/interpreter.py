@@ -234,7 +234,7 @@ def evaluate_call(frame: Frame, call: Any, name: str) -> Any:
             args = [evaluate(frame, arg, name) for arg in call.args[:]]
             return evaluate_qnn(operator.removeprefix("qnn."), args, call, name)
         if operator in OPERATORS:
-            args = [evaluate(frame, arg, name) for arg in call.args[:]]
+            args = [widen_bfloat16(evaluate(frame, arg, name)) for arg in call.args[:]]
             try:
                 result = OPERATORS[operator](args, call.attrs)
             except (RelayQuantError, IndexError, TypeError, ValueError) as error:
@@ -250,6 +250,18 @@ def evaluate_call(frame: Frame, call: Any, name: str) -> Any:
         inner.values[call.op] = closure
         return call_function(inner, closure.function, call, frame, name)
     return compile_call(frame.mod, call, name, lambda expr: evaluate(frame, expr, name))
+
+
+def widen_bfloat16(value: Any) -> Any:
+    """Cast arrays of bfloat16 to float32, also those in a tuple.
+
+    Operators compute in float32, and the result is rounded once: numpy would round each term of a
+    sum.
+    """
+    if isinstance(value, tuple):
+        return tuple(map(widen_bfloat16, value))
+    is_narrow = isinstance(value, np.ndarray) and value.dtype.name == "bfloat16"
+    return value.astype("float32") if is_narrow else value
 
 
 def call_function(inner: Frame, callee: Any, call: Any, frame: Frame, name: str) -> Any:

@@ -26,7 +26,7 @@ from relayquant.formats.readers.state import hold_state
 from relayquant.formats.readers.torch.aliases import describe_place, join_aliases
 from relayquant.formats.readers.torch.archive import drop_stacks, read_program, silence_torch
 from relayquant.formats.readers.torch.decompositions import find_release, make_decompositions
-from relayquant.formats.readers.torch.operators import OPERATORS
+from relayquant.formats.readers.torch.operators import OPERATORS, result_dtype
 from relayquant.formats.readers.torch.quantized import make_converters
 from relayquant.formats.readers.torch.recurrent import keep_layers, make_recurrent_converters
 from relayquant.formats.readers.torch.signature import (
@@ -39,6 +39,12 @@ from relayquant.formats.readers.torch.signature import (
 )
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.graph import call_name
+
+#: Products: TVM's frontend gives them a result in float32, also of narrower floats.
+PRODUCTS = frozenset(
+    f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution")
+)
+NARROW = ("bfloat16", "float16")
 
 #: Oldest supported release of PyTorch, see pyproject.toml.
 OLDEST = (2, 9)
@@ -202,6 +208,8 @@ def convert_node(importer: Any, convert: Callable[..., Any], node: Any, *more: A
         ModelError: the conversion fails. Names the node and its module.
     """
     try:
+        if str(node.target) in PRODUCTS and result_dtype(node) in NARROW:
+            return convert_widened(importer, convert, node, *more)
         return convert(node, *more)
     except ModelError:
         raise  # an error of a node in a branch
@@ -211,6 +219,21 @@ def convert_node(importer: Any, convert: Callable[..., Any], node: Any, *more: A
             f"{describe_node(node)} cannot be converted: {describe_failure(error, operands)}.",
             code="RQ202",
         ) from error
+
+
+def convert_widened(importer: Any, convert: Callable[..., Any], node: Any, *more: Any) -> Any:
+    """Convert a product of narrow floats: PyTorch sums in float32 and rounds the result once. TVM's
+    frontend would not round it.
+    """
+    emit = importer.block_builder.emit
+    kept = {each: importer.env[each] for each in node.all_input_nodes}
+    wide = {each: emit(relax.op.astype(value, "float32")) for each, value in kept.items()}
+    importer.env.update(wide)
+    try:
+        value = convert(node, *more)
+    finally:
+        importer.env.update(kept)
+    return emit(relax.op.astype(value, result_dtype(node)))
 
 
 def find_constants(program: Any) -> dict[str, Any]:

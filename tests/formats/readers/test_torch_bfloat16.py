@@ -1,0 +1,51 @@
+"""Programs that compute in bfloat16: the reference and compiled code give PyTorch's bits, which
+rounds each operator's result once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import relayquant as rq
+
+torch = pytest.importorskip("torch")
+F = torch.nn.functional
+
+#: Functions of two tensors (16, 16).
+FUNCTIONS = {
+    "add": lambda x, y: x + y,
+    "chain": lambda x, y: (x + y) * x - y,
+    "divide": lambda x, y: x / y,
+    "sigmoid twice read": lambda x, y: F.silu(x),
+    "gate": lambda x, y: F.silu(x) * y,
+    "exp": lambda x, y: torch.exp(x),
+    "tanh": lambda x, y: torch.tanh(x) + y,
+    "softmax": lambda x, y: F.softmax(x, -1),
+    "layer norm": lambda x, y: F.layer_norm(x, (16,), y[0], y[1]),
+    "sum": lambda x, y: x.sum(-1),
+    "mean": lambda x, y: x.mean(0),
+    "cumulative sum": lambda x, y: torch.cumsum(x, -1),
+    "product": lambda x, y: x @ y,
+    "linear": lambda x, y: F.linear(x, y, x[0]),
+    "batches of products": lambda x, y: torch.bmm(x.reshape(2, 8, 16), y.reshape(2, 16, 8)),
+    "convolution": lambda x, y: F.conv2d(x.reshape(1, 4, 8, 8), y.reshape(4, 4, 4, 4)),
+    "average pool": lambda x, y: F.avg_pool2d(x.reshape(1, 4, 8, 8), 2),
+}
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_bfloat16__as_pytorch_computes_it(name):
+    class Model(torch.nn.Module):
+        def forward(self, x, y):
+            return FUNCTIONS[name](x.to(torch.bfloat16), y.to(torch.bfloat16)).float()
+
+    numbers = torch.Generator().manual_seed(0)
+    inputs = tuple(2 * torch.randn(16, 16, generator=numbers) for _ in range(2))
+    model = Model().eval()
+    mod, params = rq.load(torch.export.export(model, inputs))
+    expected, arrays = model(*inputs).numpy(), [each.numpy() for each in inputs]
+    np.testing.assert_array_equal(rq.reference.run((mod, params), arrays)[0], expected)
+    compiled = rq.Executor(rq.compile((mod, params))).run("main", arrays)[0]
+    np.testing.assert_array_equal(compiled, expected)
