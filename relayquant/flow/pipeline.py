@@ -34,23 +34,18 @@ from relayquant.data import CalibrationShare, SpreadSample, StreamedDataset, ope
 from relayquant.data.item import describe_inputs
 from relayquant.flow.mapping_choice import choose_mapping
 from relayquant.flow.refine.drift import follow_streams
-from relayquant.flow.refine.guard import (
-    find_promise,
-    find_suspects,
+from relayquant.flow.refine.guard import find_promise, judge_look, warn_of_deviation
+from relayquant.flow.refine.kept_samples import (
     finish_watching,
     holds_back,
-    judge_look,
-    look_again,
-    look_at_samples,
     pick_few,
-    revert_operators,
     start_watching,
-    warn_of_deviation,
-    write_reverted,
 )
 from relayquant.flow.refine.levels import keep_nearer
+from relayquant.flow.refine.look import look_again, look_at_samples
 from relayquant.flow.refine.loudness import follow_loudness
 from relayquant.flow.refine.prepared_edit import Changes, change_operators, review_prepared
+from relayquant.flow.refine.reverting import find_suspects, revert_operators, write_reverted
 from relayquant.flow.refine.search import open_search, start_search
 from relayquant.flow.refine.search_result import SearchOutcome
 from relayquant.flow.refine.speed import (

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from relayquant.analysis.finding import Finding
 from relayquant.config import GuardSettings
 from relayquant.errors import format_count
-from relayquant.flow.refine.guard import deviates, deviates_slightly
+from relayquant.flow.refine.look import deviates, deviates_slightly
 from relayquant.flow.settings import MAX_DROP
 from relayquant.plots.collect import ReportData
 

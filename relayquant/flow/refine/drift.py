@@ -19,8 +19,10 @@ from relayquant.codegen.eager import EagerModule
 from relayquant.config import Guard, QConfig
 from relayquant.data import Batch, StreamedDataset
 from relayquant.errors import AccuracyWarning, warn_user
-from relayquant.flow.refine.guard import clip_decibels, describe_changes, find_promise
+from relayquant.flow.refine.guard import find_promise
+from relayquant.flow.refine.look import clip_decibels
 from relayquant.flow.refine.prepared_edit import Changes, split_changes
+from relayquant.flow.refine.reverting import describe_changes
 from relayquant.flow.refine.run_time_ranges import find_run_time_qconfigs
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.ledger import GuardResult, read_ledger, write_ledger

@@ -14,7 +14,7 @@ import tvm
 from relayquant.analysis.outputs import OutputGap, compute_results, measure_gaps
 from relayquant.config import Effort, Guard, GuardSettings
 from relayquant.data import Batch, SpreadSample
-from relayquant.flow.refine.guard import count_samples_for
+from relayquant.flow.refine.kept_samples import count_samples_for
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.stages.prepared import PreparedModel
 

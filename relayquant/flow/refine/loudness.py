@@ -14,8 +14,9 @@ import numpy as np
 import tvm
 
 from relayquant.data import SpreadSample
-from relayquant.flow.refine.guard import Look, deviates, find_promise, look_at_samples
+from relayquant.flow.refine.guard import find_promise
 from relayquant.flow.refine.levels import is_as_near
+from relayquant.flow.refine.look import Look, deviates, look_at_samples
 from relayquant.flow.refine.prepared_edit import Changes
 from relayquant.flow.refine.run_time_ranges import find_run_time_qconfigs
 from relayquant.flow.settings import QuantizeSettings

@@ -21,16 +21,10 @@ from relayquant.data.item import describe_inputs
 from relayquant.data.sampling import is_held_back
 from relayquant.demo import load_digits
 from relayquant.flow.pipeline import guard_module
-from relayquant.flow.refine import guard
-from relayquant.flow.refine.guard import (
-    deviates,
-    deviates_slightly,
-    find_first_off,
-    is_settled,
-    pick_worst,
-    plan_looks,
-    take_sample,
-)
+from relayquant.flow.refine import reverting
+from relayquant.flow.refine.guard import find_first_off
+from relayquant.flow.refine.kept_samples import count_all_macs, plan_looks, take_sample
+from relayquant.flow.refine.look import deviates, deviates_slightly, is_settled, pick_worst
 from relayquant.flow.refine.prepared_edit import change_operators
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.ledger import Ledger
@@ -455,11 +449,11 @@ def revert(monkeypatch):
             "open_dataset": lambda *_: None,
             "describe_inputs": lambda *_: None,
         }.items():
-            monkeypatch.setattr(guard, name, stand_in)
+            monkeypatch.setattr(reverting, name, stand_in)
         prepared = SimpleNamespace(mod=None, mapping=rq.QConfigMapping())
         look = SimpleNamespace(batches=[], gaps=[OutputGap(0.0)])
-        suspects = guard.find_suspects(prepared, None, look, QuantizeSettings())
-        found = guard.revert_operators(suspects, build)
+        suspects = reverting.find_suspects(prepared, None, look, QuantizeSettings())
+        found = reverting.revert_operators(suspects, build)
         # The module and the gaps are those of the names.
         assert found.module == tuple(found.changes)
         assert found.gaps == [gap(set(found.changes))]
@@ -480,7 +474,10 @@ def test_revert__twice_as_many_more_go_while_the_outputs_part(revert, needed):
     count = steps.index(wanted) + 1
     assert tried[:count] == steps[:count]
     # None of those that went so can be spared, and not all are tried.
-    assert len(tried) - count == {1: 0, 9: guard.TAKEN_BACK, 12: guard.TAKEN_BACK, 99: 0}[needed]
+    assert (
+        len(tried) - count
+        == {1: 0, 9: reverting.TAKEN_BACK, 12: reverting.TAKEN_BACK, 99: 0}[needed]
+    )
     assert {len(names) for names in tried[count:]} <= {needed - 1}
     assert names == wanted
 
@@ -677,7 +674,7 @@ def test_plan_looks__dear_models_are_looked_at_less(broken):
     assert plan_looks(prepared, GuardSettings()) == [8, 16, 32, 64, 128]
     assert plan_looks(prepared, GuardSettings(samples=5)) == [5]
     assert plan_looks(prepared, GuardSettings(work=1)) == [4]
-    work = 12 * guard.count_all_macs(prepared) + 1
+    work = 12 * count_all_macs(prepared) + 1
     assert plan_looks(prepared, GuardSettings(work=work)) == [8, 16, 32]
 
 

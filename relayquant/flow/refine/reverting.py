@@ -1,0 +1,291 @@
+"""Behind the guard: an integer module that deviates -> one whose outputs follow the float model.
+
+As few operators as do are in float, or have ranges of the run time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import tvm
+
+from relayquant.analysis.outputs import (
+    OutputGap,
+    compute_results,
+    measure_gaps,
+)
+from relayquant.analysis.sensitivity import Simulation, find_rounding_operators
+from relayquant.base.events import CallbackList, ProgressEvent
+from relayquant.config import GuardSettings
+from relayquant.data import (
+    open_dataset,
+)
+from relayquant.data.item import describe_inputs
+from relayquant.errors import AccuracyWarning, ConfigError, format_count, warn_user
+from relayquant.flow.refine.guard import (
+    ADVICE,
+    Batches,
+    describe_deviation,
+    find_first_off,
+)
+from relayquant.flow.refine.kept_samples import (
+    count_all_macs,
+    plan_looks,
+)
+from relayquant.flow.refine.look import (
+    Look,
+    deviates,
+    pick_bad,
+    pick_typical,
+)
+from relayquant.flow.refine.prepared_edit import Changes, split_changes
+from relayquant.flow.refine.run_time_ranges import bound_sqnr, find_run_time_qconfigs
+from relayquant.flow.refine.search import rank_operators, search_simulated
+from relayquant.flow.settings import QuantizeSettings
+from relayquant.ir.ledger import (
+    GuardResult,
+    SpeedResult,
+    list_changes,
+    read_ledger,
+    write_ledger,
+)
+from relayquant.stages.prepared import PreparedModel
+
+#: operators, of those that went back on suspicion, that are tried on integers again
+TAKEN_BACK = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Attempt:
+    """An integer module with changes.
+
+    Attributes:
+        changes: What they are.
+        module: The module.
+        gaps: Of every output, on the samples that decide.
+    """
+
+    changes: Changes
+    module: tvm.IRModule
+    gaps: list[OutputGap]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The operators in float."""
+        return split_changes(self.changes)[0]
+
+    def without(self, name: str) -> list[str]:
+        """The operators but for one."""
+        return [other for other in self.names if other != name]
+
+
+@dataclass(frozen=True, eq=False)
+class Suspects:
+    """Operators that may cause what was seen, and what to revert next.
+
+    Few are found on the calibration graph, where an operator is switched by a parameter, on bad
+    samples. The integer module decides, on some that stand for all; while it falls short, twice as
+    many more go, or, where the calibration graph sees nothing wrong, the next one that is off. Of
+    those that went so, as many as can are quantized again.
+
+    Attributes:
+        prepared: The calibrated model.
+        settings: When outputs deviate.
+        order: All operators, the most sensitive first.
+        first: What to begin with.
+        milder: What may suffice without products in float; see `list_milder`.
+        is_arithmetic: Whether the simulated model has the SQNR that the integer module lacks.
+        bad: Samples that the operators are sought on.
+        judged: Samples that decide.
+        events: Told of each module that is tried.
+    """
+
+    prepared: PreparedModel
+    settings: GuardSettings
+    order: Sequence[str]
+    first: Sequence[str]
+    milder: Sequence[Changes]
+    is_arithmetic: bool
+    bad: Batches
+    judged: Batches
+    events: CallbackList
+
+    @cached_property
+    def expected(self) -> list[list[np.ndarray]]:
+        """The float model's results on the samples that decide."""
+        return compute_results(self.prepared.mod, self.judged)
+
+    def judge(self, changes: Changes, module: tvm.IRModule) -> Attempt:
+        """Compare a module that has these changes."""
+        gaps = measure_gaps(self.prepared.mod, module, self.judged, self.expected)
+        return Attempt(changes, module, gaps)
+
+    def follows(self, attempt: Attempt) -> bool:
+        """Whether the outputs are as close to float as operators in float bring them."""
+        target = self.settings.target_sqnr
+        return not deviates(self.settings, attempt.gaps) and all(
+            gap.sqnr >= target for gap in attempt.gaps
+        )
+
+    def add_more(self, attempt: Attempt) -> list[str]:
+        """What to revert next; nothing where the outputs follow, or all is in float."""
+        names = list(attempt.names)
+        if not deviates(self.settings, attempt.gaps) or len(names) >= len(self.order):
+            return []
+        off = find_first_off(self.prepared, attempt.module, self.bad) if self.is_arithmetic else ""
+        if off and off not in names:
+            return [*names, off]
+        count = min(2 * len(names) + 1, len(self.order))
+        return [name for i, name in enumerate(self.order) if i < count or name in names]
+
+    def list_spare(self, attempt: Attempt) -> list[str]:
+        """Operators that may have gone in vain, the least sensitive first."""
+        if deviates(self.settings, attempt.gaps) or len(attempt.names) <= len(self.first):
+            return []
+        return list(attempt.names[::-1][:TAKEN_BACK])
+
+    def suffices(self, fewer: Attempt, more: Attempt) -> bool:
+        """Whether fewer operators in float do as well as more."""
+        follows = bool(fewer.names) and not deviates(self.settings, fewer.gaps)
+        return follows and is_enough(fewer.gaps, more.gaps, self.settings)
+
+
+def find_suspects(
+    prepared: PreparedModel, qmod: tvm.IRModule, look: Look, settings: QuantizeSettings
+) -> Suspects:
+    """Rank the operators by what they cost on the samples that are bad."""
+    mapping, guarding = prepared.mapping, settings.guarding
+    if mapping is None:
+        raise ConfigError(
+            "The guard needs the QConfigMapping that the model was prepared with.", code="RQ105"
+        )
+    batches, gaps = look.batches, look.gaps
+    operators = find_rounding_operators(prepared)
+    # Each operator is switched alone, and what is behind it computed anew: half of the model.
+    each = max(count_all_macs(prepared) * len(operators) / 2, 1)
+    bad = pick_bad(prepared, batches, gaps, max(int(guarding.search_work / each), 1))
+    simulation = Simulation(prepared, open_dataset(bad, describe_inputs(prepared.mod)))
+    judged = pick_typical(prepared, batches, gaps, plan_looks(prepared, guarding)[0])
+    order = rank_operators(simulation, settings.events, math.inf)
+    target = guarding.target_sqnr
+    is_arithmetic = simulation.sqnr(operators) >= target > min(gap.sqnr for gap in gaps)
+    if is_arithmetic:
+        first, milder = [find_first_off(prepared, qmod, bad)], []
+    else:
+        found = search_simulated(simulation, mapping, order, target, math.inf, settings.events)
+        first = found or order[:1]
+        milder = list_milder(simulation, first, target)
+    return Suspects(
+        prepared, guarding, order, first, milder, is_arithmetic, bad, judged, settings.events
+    )
+
+
+def list_milder(simulation: Simulation, first: Sequence[str], target: float) -> list[Changes]:
+    """What may suffice without products in float: the first suspects, then all products, read
+    their data's range at run time. Suspects that cannot do so go to float, as they would.
+
+    A module takes long to build. So what the rounded weights alone keep from the target, in dB, is
+    left out.
+    """
+    ranged = find_run_time_qconfigs(simulation.prepared)
+    if not ranged:
+        return []
+    few = {name: ranged.get(name) for name in first}
+    trials = [few] if any(few.values()) else []
+    trials.append({**dict.fromkeys(first), **ranged})
+    return [changes for changes in trials if bound_sqnr(simulation, changes) >= target]
+
+
+def revert_operators(suspects: Suspects, build: Callable[[Changes], tvm.IRModule]) -> Attempt:
+    """What brings the outputs back: ranges of the run time, where these suffice, else as few
+    suspects in float as do, more until they follow, then fewer.
+
+    Args:
+        suspects: What to try.
+        build: Makes the integer module with changes.
+    """
+    modules = itertools.count(1)
+
+    def attempt(changes: Changes) -> Attempt:
+        tried = suspects.judge(changes, build(changes))
+        seen = ProgressEvent("revert operators", next(modules), None, unit="module")
+        suspects.events.on_progress(seen)
+        return tried
+
+    for changes in suspects.milder:
+        if suspects.follows(found := attempt(changes)):
+            return found
+    found = attempt(dict.fromkeys(suspects.first))
+    while more := suspects.add_more(found):
+        found = attempt(dict.fromkeys(more))
+    for name in suspects.list_spare(found):
+        fewer = attempt(dict.fromkeys(found.without(name)))
+        found = fewer if suspects.suffices(fewer, found) else found
+    return found
+
+
+def is_enough(
+    gaps: Sequence[OutputGap], reference: Sequence[OutputGap], settings: GuardSettings
+) -> bool:
+    """Whether outputs have the SQNR that operators are put back for, or what more of them give."""
+    least = min(settings.target_sqnr, *(gap.sqnr for gap in reference))
+    return all(gap.sqnr >= least for gap in gaps)
+
+
+def write_reverted(
+    found: Attempt, wide: Look, seen: GuardResult, suspects: Suspects, speed: SpeedResult | None
+) -> tvm.IRModule:
+    """The module that was found, with what was seen before and after in its ledger; warns.
+
+    Args:
+        found: The module.
+        wide: What it was compared on in the end.
+        seen: What the module with all of the plan quantized had.
+        suspects: Where it was chosen from.
+        speed: What was measured before.
+    """
+    reverted, ranged = split_changes(found.changes)
+    guard = replace(
+        wide.summarize(),
+        deviates=True,
+        operator=seen.operator,
+        reverted=reverted,
+        ranged=ranged,
+        sqnr_before=seen.sqnr,
+        disagreement_before=seen.disagreement,
+    )
+    advice = ADVICE
+    if suspects.is_arithmetic:
+        advice = (
+            "In simulation the quantized model follows the float model, so neither ranges nor data "
+            "are the cause but integers, such as sums that do not fit int32: see "
+            "relayquant.analysis.accumulator_report. guard=Guard.OFF silences this."
+        )
+    warn_user(
+        f"{describe_deviation(seen)} {describe_changes(found.changes)} Now: "
+        f"{guard.describe()}. {advice}",
+        AccuracyWarning,
+        code="RQ401",
+    )
+    ledger = replace(read_ledger(found.module), guard=guard, speed=speed)
+    for name in found.names:
+        ledger = ledger.with_refusal(
+            name,
+            f"reverted to float by the guard: quantized, {seen.describe()}",
+            "relayquant.compare and relayquant.lint tell whether its range or the data is wrong; "
+            "guard=Guard.OFF keeps it quantized",
+        )
+    return write_ledger(found.module, ledger)
+
+
+def describe_changes(changes: Changes) -> str:
+    """What was done about outputs that deviate, as sentences."""
+    return " ".join(
+        f"{what[0].upper()}{what[1:]}, {format_count(len(names), 'operator')}: {', '.join(names)}."
+        for what, names in list_changes(*split_changes(changes))
+    )
