@@ -221,3 +221,42 @@ def test_split__sizes_of_the_run_time_in_arguments(effort, tmp_path):
     exported = onnx.load(rq.export_onnx(qmod, tmp_path / "model.onnx"))
     onnx.checker.check_model(exported, full_check=True)
     assert "Shape" in {node.op_type for node in exported.graph.node}
+
+
+def find_judged(body, *shapes: tuple[int | str, ...]) -> tuple[str, ...]:
+    """Names of the values that ranges are judged by."""
+    prepared = rq.prepare(build_model(body, *shapes))
+    (subgraph,) = split_graph(prepared.graph, (), results=True).subgraphs
+    return subgraph.observed
+
+
+def emit_heads(emit, x):
+    """Places and scores, (n, 8, 1) and (n, 4, 1)."""
+    places = emit("places", op.expand_dims(emit.dense("places.m", x, 8), 2))
+    scores = emit("scores", op.sigmoid(emit.dense("scores.m", x, 4)))
+    return places, emit("scores.column", op.expand_dims(scores, 2))
+
+
+def test_results__a_concatenation_is_judged_by_its_parts():
+    def body(emit, x):
+        both = emit("both", op.concat(list(emit_heads(emit, x)), axis=1))
+        turned = emit("turned", op.permute_dims(both, [0, 2, 1]))
+        rest = emit("rest", op.strided_slice(turned, [2], [4], [12]))
+        return emit("again", op.concat([emit("exp", op.exp(rest)), turned], axis=2))
+
+    assert set(find_judged(body, (3, 16))) == {"exp", "places.m", "scores"}
+
+
+def test_results__are_judged_whole__where_samples_are_not_the_first_axis_of_a_part():
+    def body(emit, x):
+        heads = [
+            emit(f"{i}", op.reshape(each, (-1,))) for i, each in enumerate(emit_heads(emit, x))
+        ]
+        return emit("all", op.concat(heads, axis=0))
+
+    def many(emit, x):
+        parts = [emit(f"p{i}", op.multiply(x, relax.const(np.float32(i + 2)))) for i in range(33)]
+        return emit("all", op.concat(parts, axis=1))
+
+    for each in (body, many, lambda emit, x: emit("all", op.expand_dims(op.exp(x), 2))):
+        assert len(find_judged(each, (3, 16))) == 1
