@@ -11,7 +11,7 @@ import tvm
 from tvm import relax, tirx
 from tvm.ir import Call
 
-from relayquant.codegen.lowering import OPAQUE
+from relayquant.codegen.lowering import mark_opaque
 from relayquant.ir.rewrite.expressions import list_bindings
 
 
@@ -41,13 +41,7 @@ def keep_sized_calls(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> 
                 var in defined for ty in types for var in list_symbols(ty)
             ):
                 sized.add(kernel.name_hint)
-    if not sized:
-        return mod
-    functions = {
-        gv: func.with_attr("op_pattern", OPAQUE) if gv.name_hint in sized else func
-        for gv, func in mod.functions.items()
-    }
-    return tvm.IRModule(functions, attrs=mod.attrs)
+    return mark_opaque(mod, sized)
 
 
 def list_symbols(ty: tvm.ir.Type) -> list[tirx.Var]:

@@ -10,7 +10,7 @@ rewrites the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -98,6 +98,17 @@ class Lowered:
     def first(self) -> relax.Var:
         """The value at whose binding the call is placed."""
         return self.results[0] if self.results else self.vars[-1]
+
+
+def mark_opaque(mod: IRModule, names: Collection[str]) -> IRModule:
+    """Mark functions that FuseOps must not fuse with anything. The same module without names."""
+    if not names:
+        return mod
+    functions = {
+        gv: func.with_attr("op_pattern", OPAQUE) if gv.name_hint in names else func
+        for gv, func in mod.functions.items()
+    }
+    return IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
 
 
 def mark_kernel(func: PrimFunc, macs: int) -> BaseFunc:

@@ -10,7 +10,7 @@ import tvm
 from tvm import relax
 from tvm.ir import Call
 
-from relayquant.codegen.lowering import OPAQUE
+from relayquant.codegen.lowering import mark_opaque
 from relayquant.ir.rewrite.expressions import list_bindings, op_name
 
 
@@ -25,13 +25,7 @@ def keep_stored(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.I
         and op_name(binding.value) == "relax.call_tir"
         and holds_bfloat16(binding.var.ty)
     }
-    if not stored:
-        return mod
-    functions = {
-        gv: func.with_attr("op_pattern", OPAQUE) if gv.name_hint in stored else func
-        for gv, func in mod.functions.items()
-    }
-    return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+    return mark_opaque(mod, stored)
 
 
 def holds_bfloat16(ty: tvm.ir.Type) -> bool:

@@ -12,7 +12,7 @@ import tvm
 from tvm import relax, tirx
 from tvm.ir import Call
 
-from relayquant.codegen.lowering import OPAQUE
+from relayquant.codegen.lowering import OPAQUE, mark_opaque
 from relayquant.ir.rewrite.expressions import list_bindings, op_name
 
 #: relax::OpPatternKind::kInjective: each element is computed from elements at any positions.
@@ -43,13 +43,7 @@ def keep_views(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IR
                 views.add(name)
             elif is_move(mod[name]):
                 between.add(source)
-    if not views - between:
-        return mod
-    functions = {
-        gv: func.with_attr("op_pattern", OPAQUE) if gv.name_hint in views - between else func
-        for gv, func in mod.functions.items()
-    }
-    return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+    return mark_opaque(mod, views - between)
 
 
 def is_view(func: Any) -> bool:
