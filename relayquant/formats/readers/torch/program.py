@@ -40,9 +40,20 @@ from relayquant.formats.readers.torch.signature import (
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.graph import call_name
 
-#: Products: TVM's frontend gives them a result in float32, also of narrower floats.
-PRODUCTS = frozenset(
-    f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution")
+#: Operators that become several, each of which would round, and products, whose result TVM's
+#: frontend makes float32.
+COMPUTED_WIDE = frozenset(
+    f"aten.{name}"
+    for name in (
+        "mm.default",
+        "addmm.default",
+        "bmm.default",
+        "baddbmm.default",
+        "convolution.default",
+        "var.correction",
+        "linalg_vector_norm.default",
+        "elu.default",
+    )
 )
 NARROW = ("bfloat16", "float16")
 
@@ -208,7 +219,7 @@ def convert_node(importer: Any, convert: Callable[..., Any], node: Any, *more: A
         ModelError: the conversion fails. Names the node and its module.
     """
     try:
-        if str(node.target) in PRODUCTS and result_dtype(node) in NARROW:
+        if str(node.target) in COMPUTED_WIDE and result_dtype(node) in NARROW:
             return convert_widened(importer, convert, node, *more)
         return convert(node, *more)
     except ModelError:
@@ -222,8 +233,8 @@ def convert_node(importer: Any, convert: Callable[..., Any], node: Any, *more: A
 
 
 def convert_widened(importer: Any, convert: Callable[..., Any], node: Any, *more: Any) -> Any:
-    """Convert a product of narrow floats: PyTorch sums in float32 and rounds the result once. TVM's
-    frontend would not round it.
+    """Convert an operator on narrow floats as PyTorch computes it: in float32, and the result is
+    rounded once.
     """
     emit = importer.block_builder.emit
     kept = {each: importer.env[each] for each in node.all_input_nodes}
