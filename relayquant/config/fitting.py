@@ -71,7 +71,7 @@ class ReconstructionSettings:
         bits: Weights of at most so many bits are fitted this way. 0: none; 8: all.
         ridge: How much the float weight holds, as a share of the mean square of x. The number of
             weights per output, divided by the number of rows, is added.
-        scale_factors, sweeps: Instead of those of `FitSettings`.
+        scale_factors, sweeps: Used for these weights in place of the same fields of `FitSettings`.
         rows: At least so many `FitSettings.samples`, up to `ROWS_OF_FEW` per weight of one output.
         samples: Number of samples of the model's inputs to run, with `Order.PARALLEL`.
     """

@@ -72,7 +72,7 @@ class CallStep:
 
 
 def find_function(call: Call) -> OperatorFunction | None:
-    """Return the numpy form of a call's operator. None if it has none."""
+    """Return the numpy function of a call's operator. None if numpy has no form of it."""
     name = call.op.name.removeprefix("relax.")
     if not name.startswith("qnn."):
         return OPERATORS.get(name)

@@ -212,7 +212,7 @@ class IncrementalFunction:
 
         Args:
             arguments: The values.
-            recorded: Those of the call that the recordings are of.
+            recorded: The values that the recorded call had.
             keeps: Whether `renew` will run it.
         """
         values = self.compute_shared(arguments, self.values) if arguments else self.values

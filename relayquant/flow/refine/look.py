@@ -171,8 +171,9 @@ def look_at_samples(
 def pick_typical(
     prepared: PreparedModel, batches: Sequence[Batch], gaps: Sequence[OutputGap], count: int
 ) -> Sequence[Batch]:
-    """Samples that stand for all, each as a batch: of those in the order of their worst output, as
-    many from each part of it; all of them if there are no more.
+    """`count` samples that stand for all, each as a batch, or all if there are no more.
+
+    Samples are ranked by their worst output, and taken at equal distances along the ranking.
     """
     ranked = rank_samples(batches, gaps)
     if len(ranked) <= count:

@@ -56,7 +56,7 @@ from relayquant.ir.ledger import (
 )
 from relayquant.stages.prepared import PreparedModel
 
-#: operators, of those that went back on suspicion, that are tried on integers again
+#: how many operators that were reverted on suspicion alone are tried on integers again
 TAKEN_BACK = 8
 
 

@@ -523,7 +523,9 @@ class _Run:
         if result.bias is not None:
             data = self.parameters.get(dict(self.plan.operator(name).operands).get("data", ""))
             is_few = self.settings.reconstructs(fit.group.info.spec)
-            bias = round_bias(result, fit.view, data) if is_few and data else result.bias
+            bias = (
+                round_bias(result, fit.view, data) if is_few and data is not None else result.bias
+            )
             chosen.constants[f"{name}:bias"] = bias
 
     def describe(self, chosen: CalibrationResult) -> CalibrationContext:

@@ -187,8 +187,8 @@ class VectorProducts(Products):
         """Nothing follows."""
 
     def alloc_sums(self, start: Buffer | None, at: Expr) -> list[list[Buffer]]:
-        """Sums of each of `HEIGHT` keys or numbers for two vectors of rows, which begin at 0 or
-        with those of a buffer.
+        """Sums of each of `HEIGHT` keys or numbers for two vectors of rows. They begin at 0, or at
+        the sums in the buffer `start`.
         """
         sums = [alloc_vectors(2, LANES, "float32") for _ in range(HEIGHT)]
         for i, own in enumerate(sums):

@@ -127,7 +127,7 @@ def has_bf16_tiles(target: Target) -> bool:
 
 def select_fast_bf16(target: Target) -> Bf16Isa | None:
     """Select the instructions of a target for products of bfloat16 that are faster than those of
-    float32: tiles, or vectors of a core that is known for it. None if there are none.
+    float32: tiles, or vectors of a core whose timing says so. None if it has neither.
     """
     if find_architecture(target) is not Architecture.X86:
         return None

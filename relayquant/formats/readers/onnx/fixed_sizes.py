@@ -182,7 +182,7 @@ def infer_shapes(
     }
     small = [weight for weight in weights if math.prod(weight.dims) <= MAX_READ]
     graph = helper.make_graph(nodes, "sizes", [*inputs, *known.values()], [], small)
-    # ONNX infers nothing of a model that lacks a domain, even where it does not know its operators.
+    # ONNX infers no shape at all if a domain has no version, even one whose operators it lacks.
     others = {node.domain for node in graph.node} - {*STANDARD}
     versions = {"": min(opset, onnx.defs.onnx_opset_version()), **dict.fromkeys(others, 1)}
     imports = [helper.make_opsetid(domain, number) for domain, number in versions.items()]
