@@ -48,7 +48,7 @@ def lower_integer(
 
 def time_module(isa: Isa, mod: tvm.IRModule) -> Isa:
     """Return the instruction set with its timing for as many bytes of constants as a module has."""
-    if isa.timing.last_bytes is None:
+    if isa.timing.winograd.last_bytes is None:
         return isa
     return isa.with_timing(isa.timing.for_constants(count_constant_bytes(mod)))
 

@@ -337,7 +337,12 @@ def test_rank_tiles__short_reductions_get_small_tiles_on_zen(timing):
     isa = VNNI512.with_timing(timing)
     short = rank_tiles((112, 112), 6, 4, isa, (1, 2, 4))[0]
     long = rank_tiles((14, 14), 16, 256, isa, (1, 2, 4))[0]
-    assert short.pixels * short.blocks <= timing.ahead < long.pixels * long.blocks
+    assert short.pixels * short.blocks <= timing.tiles.ahead < long.pixels * long.blocks
+
+
+def on_zen5(**changes):
+    """VNNI on Zen 5, with other times of tiles."""
+    return VNNI512.with_timing(replace(ZEN5, tiles=replace(ZEN5.tiles, **changes)))
 
 
 def test_rank_tiles__long_reductions_are_not_bound_by_loads_on_zen5():
@@ -348,7 +353,7 @@ def test_rank_tiles__long_reductions_are_not_bound_by_loads_on_zen5():
     isa = VNNI512.with_timing(ZEN5)
     assert rank_tiles((1, 3136), 9, 6, isa, (1, 2, 4))[0].blocks == 1
     assert rank_tiles((1, 169), 63, 128, isa, (1, 2, 4))[0].blocks == 2
-    assert rank_tiles((1, 169), 63, 128, isa.with_timing(replace(ZEN5, load=0.0)))[0].blocks == 1
+    assert rank_tiles((1, 169), 63, 128, on_zen5(load=0.0))[0].blocks == 1
     wide = isa.for_activations("int16")
     assert rank_tiles((1, 28), 4, 32, wide)[0].blocks == 2  # of transforms, 64 channels
     assert rank_tiles((1, 256), 2, 16, wide)[0].blocks == 2
@@ -356,7 +361,7 @@ def test_rank_tiles__long_reductions_are_not_bound_by_loads_on_zen5():
 
 def test_rank_tiles__sums_wait_for_their_last_product_in_loops_on_zen5():
     """Eight sums take as long as a dot product of each: a loop that waits once stays late."""
-    isa, late = VNNI512.with_timing(ZEN5), VNNI512.with_timing(replace(ZEN5, looped=0.0))
+    isa, late = VNNI512.with_timing(ZEN5), on_zen5(looped=0.0)
     tiles = [rank_tiles((1, 196), 24, 16, each, (1, 2, 4))[0] for each in (isa, late)]
     assert [tile.pixels * tile.blocks * tile.chains for tile in tiles] == [16, 8]
     unrolled = rank_tiles((1, 784), 12, 6, isa, (1, 2, 4))[0]

@@ -45,7 +45,7 @@ def rank_tiles(
     The reduction has `taps` loops over `words` words, followed by `end_words` words. Results of
     tiles whose number of blocks is in `narrow` are stored as packed bytes. The time of one word, in
     dot products, is `Isa.time_word`, and more if an accumulator goes to the stack
-    (`Isa.count_registers`). A tile takes at least the time of its loads (`Timing.load`).
+    (`Isa.count_registers`). A tile takes at least the time of its loads (`TileTiming.load`).
     Overlapping tiles count as work, so sizes that divide evenly win. A tile consists of whole
     accumulators; the output must have at least `isa.pixels` pixels. Pixels `repeat` columns
     apart read the same words (0: none do). LLVM keeps these in registers if it unrolls the loop
@@ -53,7 +53,7 @@ def rank_tiles(
     """
     height, width = out_size
     stack_cost, most_registers = STACK_COST, isa.registers
-    latency = max(isa.dots_in_flight, isa.timing.looped)
+    latency = max(isa.dots_in_flight, isa.timing.tiles.looped)
     if words <= UNROLLED_WORDS:
         stack_cost, most_registers = UNROLLED_STACK_COST, isa.registers - isa.early_loads
         latency = isa.dots_in_flight
@@ -76,8 +76,8 @@ def rank_tiles(
                     continue
                 time += stack_cost * (registers > most_registers)
                 steps = words * taps + end_words
-                time = time * steps + isa.timing.time_stores(dots, blocks, blocks in narrow)
-                time = max(time, ((pixels + blocks) * steps + dots) * isa.timing.load)
+                time = time * steps + isa.timing.tiles.time_stores(dots, blocks, blocks in narrow)
+                time = max(time, ((pixels + blocks) * steps + dots) * isa.timing.tiles.load)
                 tiles = ceil_div(height, rows) * ceil_div(width, cols) * ceil_div(vectors, blocks)
                 cost = tiles * time * (1 + 0.01 * (rows > 1)) - 0.001 * pixels
                 found.append((cost, Tile(rows, cols, blocks, chains)))

@@ -34,7 +34,7 @@ from relayquant.codegen.kernels.integer.grouped_dot import (
 )
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 from relayquant.codegen.kernels.isa.matrix_unit import MatrixUnit
-from relayquant.codegen.kernels.isa.timing import COMMON, Streams, Timing
+from relayquant.codegen.kernels.isa.timing import COMMON, GroupedTiming, Streams
 from relayquant.codegen.kernels.row_loops import choose_heights
 
 #: A multiple of every height of tiles.
@@ -104,7 +104,7 @@ class GroupedPlan:
     spec: GroupedDense
     dot: GroupedDot
     unit: MatrixUnit | None = None  #: for many rows, if there is one that takes these codes
-    timing: Timing = COMMON  #: of the target's core
+    timing: GroupedTiming = COMMON.grouped  #: of the target's core
 
     @property
     def bits(self) -> int:
@@ -142,7 +142,7 @@ class GroupedPlan:
         are many. Then there are several streams on every core.
         """
         is_short = self.block_vectors(1) == self.vectors and not isinstance(self.dot, FloatDot)
-        streams = self.timing.streams if is_short else COMMON.streams
+        streams = self.timing.streams if is_short else COMMON.grouped.streams
         count = min(streams.count, self.panels) if self.dot.lanes >= STREAM_LANES else 1
         return replace(streams, count=count)
 
@@ -150,7 +150,7 @@ class GroupedPlan:
     def tile_panels(self) -> int:
         """Panels of a tile of several rows."""
         is_wide = self.dot.lanes >= STREAM_LANES and not isinstance(self.dot, FloatDot)
-        return min(self.timing.group_panels if is_wide else 1, self.panels)
+        return min(self.timing.panels if is_wide else 1, self.panels)
 
     @property
     def heights(self) -> tuple[int, ...]:
@@ -240,7 +240,7 @@ def plan_grouped(spec: GroupedDense, isa: Isa) -> GroupedPlan:
     fits_int8 = bits < 8 or not spec.has_zeros  # codes minus zero points
     on_tiles = not spec.is_float and fits_int8 and spec.group_size >= LEAST_TILE_GROUP
     dot = choose_dot(isa, spec.is_float, bits, None if spec.has_zeros else common_zero(spec))
-    return GroupedPlan(spec, dot, isa.unit if on_tiles else None, isa.timing)
+    return GroupedPlan(spec, dot, isa.unit if on_tiles else None, isa.timing.grouped)
 
 
 def pack_grouped(

@@ -21,7 +21,8 @@ of all tiles, then for each of the 36 elements a matrix product of tiles by chan
 results of all tiles. If there are few chunks, B d B' of the whole image is computed first, and the
 output channels of each chunk are split into several parts, for many threads. Every chunk reads all
 weights, which have eight times the bytes of the direct form's. The tiles of a panel fetch the next
-panel. If the last-level cache is slow (`Timing.far_bytes`), chunks are larger than the weights.
+panel. If the last-level cache is slow (`WinogradTiming.far_bytes`), chunks are larger than the
+weights.
 
 Source of B and A: A. Lavin and S. Gray, Fast Algorithms for Convolutional Neural Networks, 2015,
 section 4.3. Rows of G are multiplied by 24, 24, 24, 24, 24 and 12, columns of A by the remaining
@@ -141,7 +142,7 @@ class WinogradPlan:
         then they are read once or twice, and products take longer than the next panel takes to
         come.
         """
-        if self.isa.timing.near_weights is None:
+        if self.isa.timing.winograd.near_weights is None:
             return 0
         channels, outputs = self.spec.in_channels, self.spec.out_channels
         return int(CHUNK_PER_WEIGHTS * 2 * channels * outputs / (2 * channels + 4 * outputs))
@@ -203,14 +204,15 @@ class WinogradPlan:
     @cached_property
     def weight_reads(self) -> int:
         """How often the weights come from the last-level cache: once, or for every chunk."""
-        near = self.isa.timing.near_weights
+        near = self.isa.timing.winograd.near_weights
         stay = near is None or self.weight_bytes <= near * self.parts
         return 1 if stay else self.grid.chunks
 
     @cached_property
     def cost(self) -> float:
         """Estimated time of an image, in dot products of the instruction set for int16."""
-        timing, vectors, tiles = self.isa.timing, self.product.vectors, prod(self.grid.tiles)
+        timing, vectors = self.isa.timing.winograd, self.product.vectors
+        tiles = prod(self.grid.tiles)
         unit = 1 if self.product.isa.is_fused else UNFUSED
         dots = tiles * POINTS * vectors * self.product.words
         inputs = self.spec.in_channels // self.input_lanes * timing.input_transform

@@ -166,14 +166,14 @@ class Isa(ABC):
         It is the number of dot products, but at least the time of the loads, one for each pixel and
         block, and at least the `latency` of a dot product.
         """
-        loads = pixels * self.timing.activation + blocks
-        return max(pixels * blocks, loads, latency) + self.timing.word
+        loads = pixels * self.timing.tiles.activation + blocks
+        return max(pixels * blocks, loads, latency) + self.timing.tiles.word
 
     def with_timing(self: IsaT, timing: Timing) -> IsaT:
         """Return the same, and all related instruction sets, for a core with this timing."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         own = {k: v.with_timing(timing) for k, v in values.items() if isinstance(v, Isa)}
-        latency = timing.dots_in_flight or self.dots_in_flight
+        latency = timing.tiles.dots_in_flight or self.dots_in_flight
         return replace(self, timing=timing, dots_in_flight=latency, **own)
 
     def for_activations(self, dtype: str) -> Isa:

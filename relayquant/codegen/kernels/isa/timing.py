@@ -23,8 +23,8 @@ class Streams:
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Times in units of one dot product. The defaults are Intel's cores.
+class TileTiming:
+    """A register tile of products, in units of one dot product.
 
     A core begins the next tile while it stores the results of one, but looks ahead only a limited
     number of instructions. Each result of a tile beyond `ahead` takes `behind` longer.
@@ -44,7 +44,19 @@ class Timing:
     narrow_store: tuple[tuple[int, float], ...] = ((1, 6.0), (2, 5.5), (4, 4.75))
     ahead: int = 32
     behind: float = 0.0
-    #: of Winograd's transform of one vector of a tile of activations, and of a tile of results
+
+    def time_stores(self, results: int, blocks: int, is_narrow: bool) -> float:
+        """Return the time to store `results` vectors of a tile of `blocks` vectors."""
+        one = dict(self.narrow_store).get(blocks, self.plain_store)
+        one = one if is_narrow else self.plain_store
+        return results * one + self.behind * max(results - self.ahead, 0)
+
+
+@dataclass(frozen=True)
+class WinogradTiming:
+    """Winograd's transforms, and weights that caches do not keep, in units of one dot product."""
+
+    #: of the transform of one vector of a tile of activations, and of a tile of results
     input_transform: float = 390.0
     output_transform: float = 290.0
     #: bytes of weights that come from the last-level cache in one unit, if they are fetched ahead,
@@ -60,18 +72,6 @@ class Timing:
     last_bytes: int | None = None
     memory_bytes: float = 2.4  #: like `far_bytes`, of weights that come from memory in each run
     is_beyond: bool = False  #: whether the constants of the module are more than `last_bytes`
-    #: of codes in groups of weights
-    streams: Streams = Streams(4, 1024)
-    #: panels of codes in groups that a tile of several rows multiplies. A second one halves the
-    #: loads of rows and doubles the unpacking, which pays where products alone are not the limit
-    group_panels: int = 1
-    #: whether a vector of products of pairs of bfloat16 takes no longer than one of float32
-    has_fast_pairs: bool = False
-
-    def for_constants(self, size: int) -> Timing:
-        """Return the timing for kernels of a module with constants of `size` bytes."""
-        is_beyond = self.last_bytes is not None and size > self.last_bytes
-        return replace(self, is_beyond=True) if is_beyond else self
 
     def time_fetches(self, size: int, reads: int, batch: int) -> float:
         """Return the time to fetch weights of `size` bytes `reads` times, for an image of `batch`.
@@ -83,11 +83,33 @@ class Timing:
             time += size * (1 / self.memory_bytes - 1 / self.far_bytes) / batch
         return time
 
-    def time_stores(self, results: int, blocks: int, is_narrow: bool) -> float:
-        """Return the time to store `results` vectors of a tile of `blocks` vectors."""
-        one = dict(self.narrow_store).get(blocks, self.plain_store)
-        one = one if is_narrow else self.plain_store
-        return results * one + self.behind * max(results - self.ahead, 0)
+
+@dataclass(frozen=True)
+class GroupedTiming:
+    """How products with weights in groups read codes."""
+
+    streams: Streams = Streams(4, 1024)
+    #: panels of codes that a tile of several rows multiplies. A second one halves the loads of rows
+    #: and doubles the unpacking, which pays where products alone are not the limit
+    panels: int = 1
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One core, by the kinds of kernels that ask. The defaults are Intel's cores."""
+
+    tiles: TileTiming = TileTiming()
+    winograd: WinogradTiming = WinogradTiming()
+    grouped: GroupedTiming = GroupedTiming()
+    #: whether a vector of products of pairs of bfloat16 takes no longer than one of float32
+    has_fast_pairs: bool = False
+
+    def for_constants(self, size: int) -> Timing:
+        """Return the timing for kernels of a module with constants of `size` bytes."""
+        most = self.winograd.last_bytes
+        if most is None or size <= most:
+            return self
+        return replace(self, winograd=replace(self.winograd, is_beyond=True))
 
 
 #: LLVM features that identify a core, and its timing.
@@ -98,41 +120,48 @@ COMMON = Timing()
 #: Zen 5: conversions and packs have separate units from the dot products. One stream of codes,
 #: fetched far ahead, is faster than several: by a sixth where weights come from memory.
 ZEN5 = Timing(
-    word=0.2,
-    activation=0.5,
-    load=1.1,
-    dots_in_flight=6,
-    looped=8.8,
-    plain_store=2.8,
-    narrow_store=((1, 2.2), (2, 1.7), (4, 1.3)),
-    ahead=10,
-    behind=0.7,
-    input_transform=145.0,
-    output_transform=175.0,
-    far_bytes=35.0,
-    overlap=0.0,
-    near_weights=None,
-    last_bytes=16 * 1024 * 1024,
-    memory_bytes=7.5,
-    streams=Streams(1, 8 * 1024),
-    group_panels=2,
+    TileTiming(
+        word=0.2,
+        activation=0.5,
+        load=1.1,
+        dots_in_flight=6,
+        looped=8.8,
+        plain_store=2.8,
+        narrow_store=((1, 2.2), (2, 1.7), (4, 1.3)),
+        ahead=10,
+        behind=0.7,
+    ),
+    WinogradTiming(
+        input_transform=145.0,
+        output_transform=175.0,
+        far_bytes=35.0,
+        overlap=0.0,
+        near_weights=None,
+        last_bytes=16 * 1024 * 1024,
+        memory_bytes=7.5,
+    ),
+    GroupedTiming(Streams(1, 8 * 1024), panels=2),
 )
 #: Zen 4: as on Zen 5, but a dot product takes twice the time. Loads keep up with it in tiles of 8
 #: results, whose stores hide behind the next tile. Fitted to the times of 16 tiles each for 130
 #: layers of nine networks.
 ZEN4 = Timing(
-    word=0.1,
-    activation=0.5,
-    dots_in_flight=6,
-    plain_store=3.4,
-    narrow_store=((1, 3.0), (2, 2.8), (4, 2.2)),
-    ahead=8,
-    behind=1.0,
-    input_transform=145.0,
-    output_transform=175.0,
-    far_bytes=12.0,
-    overlap=0.0,
-    near_weights=None,
+    TileTiming(
+        word=0.1,
+        activation=0.5,
+        dots_in_flight=6,
+        plain_store=3.4,
+        narrow_store=((1, 3.0), (2, 2.8), (4, 2.2)),
+        ahead=8,
+        behind=1.0,
+    ),
+    WinogradTiming(
+        input_transform=145.0,
+        output_transform=175.0,
+        far_bytes=12.0,
+        overlap=0.0,
+        near_weights=None,
+    ),
 )
 
 #: Products of bfloat16 on Zen 5. They take 6 cycles, two begin in each. Tiles of one block are
@@ -140,12 +169,9 @@ ZEN4 = Timing(
 #: of some 16 tiles each for 50 layers of three networks. Not measured on Zen 4.
 ZEN_BF16 = replace(
     ZEN5,
-    load=0.0,
-    word=1.5,
-    activation=1.0,
-    dots_in_flight=12,
-    ahead=12,
-    behind=4.0,
+    tiles=replace(
+        ZEN5.tiles, load=0.0, word=1.5, activation=1.0, dots_in_flight=12, ahead=12, behind=4.0
+    ),
     has_fast_pairs=True,
 )
 
