@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tvm import relax
 
 import relayquant as rq
-from relayquant.codegen.kernels.isa.base import AVX2, SSE2, VNNI512
 from relayquant.codegen.kernels.isa.select import has_isa
 from relayquant.codegen.kernels.isa.target import resolve_target
+from relayquant.codegen.kernels.isa.x86 import AVX2, SSE2, VNNI512
 
 #: this machine, and those of other CPUs that it can run too
 TARGETS = (

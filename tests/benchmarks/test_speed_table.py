@@ -14,9 +14,9 @@ from tvm.target import Target
 from relayquant.analysis.engines import Candidate, Engine
 from relayquant.analysis.latency import Latency
 from relayquant.analysis.other_engines import CandidateModels
-from relayquant.codegen.kernels.isa.base import VNNI512
 from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.isa.target import host_config, list_instructions, resolve_target
+from relayquant.codegen.kernels.isa.x86 import VNNI512
 from relayquant.config import Precision
 
 TIMES = {

@@ -31,10 +31,10 @@ from relayquant.codegen.kernels.integer.plan_choice import choose_plan
 from relayquant.codegen.kernels.integer.specs import Conv2d, KernelSchedule, Tile
 from relayquant.codegen.kernels.integer.winograd import can_winograd
 from relayquant.codegen.kernels.isa import target as target_module
-from relayquant.codegen.kernels.isa.base import AMX, VNNI512
 from relayquant.codegen.kernels.isa.emitted import list_missing_instructions
 from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.isa.target import list_instructions, resolve_target
+from relayquant.codegen.kernels.isa.x86 import AMX, VNNI512
 from relayquant.codegen.schedule_cache import add_schedules, find_cache_folder, read_schedules
 from relayquant.codegen.tuning import describe_layer, list_schedules, open_tuner
 from relayquant.errors import ConfigError, FileError

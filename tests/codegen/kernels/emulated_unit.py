@@ -8,8 +8,9 @@ from machines import runnable_target
 from memory_tiles import MemoryUnit, Refusal
 from tvm.target import Target
 
-from relayquant.codegen.kernels.isa.base import AMX, VNNI512, Isa
+from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.isa.matrix_unit import MatrixUnit
+from relayquant.codegen.kernels.isa.x86 import AMX, VNNI512
 
 EMULATED = replace(AMX, unit=MemoryUnit(None))
 REFUSED = replace(AMX, unit=MatrixUnit(Refusal("refuse", "")))

@@ -12,7 +12,8 @@ from machines import best_isa, every_isa_in_samples, runnable_target
 from relayquant.codegen.kernels.integer.channel_product import build_channel_product, fold_channels
 from relayquant.codegen.kernels.integer.elementwise import Multiply
 from relayquant.codegen.kernels.integer.epilogue import Epilogue
-from relayquant.codegen.kernels.isa.base import PORTABLE, VNNI512
+from relayquant.codegen.kernels.isa.base import PORTABLE
+from relayquant.codegen.kernels.isa.x86 import VNNI512
 
 OUT = Epilogue(zero_point=7, low=3, high=250)
 

@@ -35,7 +35,8 @@ from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Stor
 from relayquant.codegen.kernels.integer.operands import Image
 from relayquant.codegen.kernels.integer.saturating_pack import channel_order
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense
-from relayquant.codegen.kernels.isa.base import (
+from relayquant.codegen.kernels.isa.timing import ZEN4, ZEN5, Timing
+from relayquant.codegen.kernels.isa.x86 import (
     AVX2,
     AVX2_SMALL,
     AVX512BW,
@@ -43,7 +44,6 @@ from relayquant.codegen.kernels.isa.base import (
     SMALL_WEIGHT,
     VNNI512,
 )
-from relayquant.codegen.kernels.isa.timing import ZEN4, ZEN5, Timing
 
 RAW = Epilogue(Store.ACCUMULATOR, "int32")
 CASES = {

@@ -16,7 +16,8 @@ from relayquant.codegen.kernels.integer.depthwise_plan import DepthwisePlan
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
 from relayquant.codegen.kernels.integer.specs import Conv2d
 from relayquant.codegen.kernels.isa.arm import NEON, SDOT, SMMLA
-from relayquant.codegen.kernels.isa.base import PORTABLE, VNNI512, X86_ISAS
+from relayquant.codegen.kernels.isa.base import PORTABLE
+from relayquant.codegen.kernels.isa.x86 import VNNI512, X86_ISAS
 
 
 def depthwise(batch, height, width, channels, kernel, *geometry, multiplier=1, **more) -> Conv2d:

@@ -11,7 +11,7 @@ from machines import ISAS, best_isa, compile_kernel, runnable_target
 
 from relayquant.codegen.kernels.integer.dynamic_matmul import DynamicMatmul, build_dynamic_matmul
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
-from relayquant.codegen.kernels.isa.base import AMX
+from relayquant.codegen.kernels.isa.x86 import AMX
 
 FLOAT = Epilogue(Store.DEQUANTIZE, "float32")
 SUMS = Epilogue(Store.ACCUMULATOR, "int32")

@@ -34,7 +34,7 @@ from relayquant.codegen.kernels.integer.elementwise import (
     count_corrections,
 )
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
-from relayquant.codegen.kernels.isa.base import AVX2, AVX512BW, SSE2
+from relayquant.codegen.kernels.isa.x86 import AVX2, AVX512BW, SSE2
 
 OUT = Epilogue(zero_point=7, low=3, high=250)
 SIZES = (1, 5, 16, 37, 1000)

@@ -17,11 +17,11 @@ from relayquant.codegen.kernels.floating.grouped_bf16 import (
     make_grouped_bf16,
 )
 from relayquant.codegen.kernels.integer.grouped_plan import GroupedDense, pack_grouped
-from relayquant.codegen.kernels.isa.base import AMX
 from relayquant.codegen.kernels.isa.bf16 import TILES_BF16
 from relayquant.codegen.kernels.isa.matrix_unit import MatrixUnit
 from relayquant.codegen.kernels.isa.select import has_isa
 from relayquant.codegen.kernels.isa.target import resolve_target
+from relayquant.codegen.kernels.isa.x86 import AMX
 from relayquant.ir.reference import qnn
 
 #: (rows, units, inputs, bits, group size, dtype of zero points or offsets, of scales, residual,

@@ -36,8 +36,8 @@ from relayquant.codegen.kernels.integer.grouped_plan import (
 )
 from relayquant.codegen.kernels.integer.row_quantize import RowQuantize, build_quantize_rows
 from relayquant.codegen.kernels.isa.arm import NEON, SDOT, SMMLA
-from relayquant.codegen.kernels.isa.base import AMX, VNNI512
 from relayquant.codegen.kernels.isa.timing import COMMON, ZEN5
+from relayquant.codegen.kernels.isa.x86 import AMX, VNNI512
 from relayquant.ir.reference import qnn
 
 #: (rows, outputs, inputs, bits, group size, float rows, dtype of zero points or offsets, of

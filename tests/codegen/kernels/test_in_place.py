@@ -27,9 +27,10 @@ from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Stor
 from relayquant.codegen.kernels.integer.specs import Conv2d, Tile
 from relayquant.codegen.kernels.integer.tiled import stores_once
 from relayquant.codegen.kernels.integer.tiled_plan import TiledPlan, TileRows, plan_tiles
-from relayquant.codegen.kernels.isa.base import AMX, Isa
+from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.isa.bf16 import TILES_BF16
 from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS
+from relayquant.codegen.kernels.isa.x86 import AMX
 
 SUM = Epilogue(Store.REQUANTIZE, "uint8", 3, residual=Residual("uint8", 5, 0.7))
 

@@ -28,19 +28,11 @@ from relayquant.codegen.kernels.integer.matmul import BatchMatmul, build_batch_m
 from relayquant.codegen.kernels.integer.pool import AvgPool2d, PoolWindow, build_avg_pool2d
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense
 from relayquant.codegen.kernels.isa import select
-from relayquant.codegen.kernels.isa.base import (
-    AMX,
-    AVX2,
-    AVX512BW,
-    PORTABLE,
-    SSE2,
-    VNNI256,
-    VNNI512,
-    VnniIsa,
-)
+from relayquant.codegen.kernels.isa.base import PORTABLE
 from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.kernels.isa.timing import ZEN4, ZEN5, Timing
+from relayquant.codegen.kernels.isa.x86 import AMX, AVX2, AVX512BW, SSE2, VNNI256, VNNI512, VnniIsa
 
 EXPECTED = {
     "haswell": AVX2,

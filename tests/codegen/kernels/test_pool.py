@@ -18,7 +18,7 @@ from relayquant.codegen.kernels.integer.pool import (
     build_max_pool2d,
     build_mean,
 )
-from relayquant.codegen.kernels.isa.base import AVX2, AVX512BW, SSE2
+from relayquant.codegen.kernels.isa.x86 import AVX2, AVX512BW, SSE2
 
 OUT = Epilogue(zero_point=7)
 OUTSIDE = -(2**20)

@@ -22,7 +22,8 @@ from relayquant.codegen.kernels.integer.dynamic_rows import (
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
 from relayquant.codegen.kernels.integer.specs import Dense
 from relayquant.codegen.kernels.isa.arm import NEON, SDOT, SMMLA
-from relayquant.codegen.kernels.isa.base import AMX, Isa
+from relayquant.codegen.kernels.isa.base import Isa
+from relayquant.codegen.kernels.isa.x86 import AMX
 
 
 @dataclass(frozen=True, eq=False)

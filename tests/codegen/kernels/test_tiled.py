@@ -27,8 +27,9 @@ from relayquant.codegen.kernels.integer.matmul import BatchMatmul, plan_batch_ma
 from relayquant.codegen.kernels.integer.plan_choice import choose_plan
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, Tile
 from relayquant.codegen.kernels.integer.tiled_plan import BLOCKS, TiledPlan, TileRows, list_rows
-from relayquant.codegen.kernels.isa.base import AMX, VNNI512, Isa
+from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.isa.matrix_unit import AMX_INT8
+from relayquant.codegen.kernels.isa.x86 import AMX, VNNI512
 
 
 def list_plans(spec: Conv2d, isa: Isa) -> list[TiledPlan]:

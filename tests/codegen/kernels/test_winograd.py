@@ -30,8 +30,9 @@ from relayquant.codegen.kernels.integer.winograd import (
     saves_time,
 )
 from relayquant.codegen.kernels.isa.arm import SDOT
-from relayquant.codegen.kernels.isa.base import AVX2, PORTABLE, VNNI512, X86_ISAS
+from relayquant.codegen.kernels.isa.base import PORTABLE
 from relayquant.codegen.kernels.isa.timing import COMMON, ZEN4, ZEN5
+from relayquant.codegen.kernels.isa.x86 import AVX2, VNNI512, X86_ISAS
 from relayquant.codegen.kernels.winograd import PanelRange
 from relayquant.codegen.tuning import keep_estimate
 

@@ -33,7 +33,8 @@ from relayquant.codegen.kernels.isa.arm import (
     repeat,
     split,
 )
-from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa, MaddIsa, SmallWeightIsa, VnniIsa
+from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
+from relayquant.codegen.kernels.isa.x86 import MaddIsa, SmallWeightIsa, VnniIsa
 
 #: Neighbours of a row in one word.
 WORD = 4

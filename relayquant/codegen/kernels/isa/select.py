@@ -8,7 +8,7 @@ from tvm.target.codegen import llvm_cpu_has_features
 from relayquant.codegen.kernels.integer.lookup import AARCH64_SHUFFLES, X86_SHUFFLES, ByteShuffle
 from relayquant.codegen.kernels.isa.arm import AARCH64_ISAS, ARM32_ISAS
 from relayquant.codegen.kernels.isa.arm_bf16 import BFMMLA
-from relayquant.codegen.kernels.isa.base import PORTABLE, X86_ISAS, Isa, IsaT
+from relayquant.codegen.kernels.isa.base import PORTABLE, Isa, IsaT
 from relayquant.codegen.kernels.isa.bf16 import TILES_BF16, VECTORS_BF16, Bf16Isa
 from relayquant.codegen.kernels.isa.target import (
     ARCHITECTURES_64,
@@ -17,6 +17,7 @@ from relayquant.codegen.kernels.isa.target import (
     read_triple,
 )
 from relayquant.codegen.kernels.isa.timing import BF16_TIMINGS, TIMINGS, Timings
+from relayquant.codegen.kernels.isa.x86 import X86_ISAS
 from relayquant.errors import ConfigError
 from relayquant_runtime.tiles import may_use_tiles
 
