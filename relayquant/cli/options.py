@@ -20,7 +20,7 @@ from relayquant.config import BackendConfig
 from relayquant.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from relayquant.plots.collect import CommandWords
+    from relayquant.plots.report_data import CommandWords
 
 #: bytes; the largest built-in backend has a tenth of this
 MAX_BACKEND_SIZE = 1 << 22
@@ -85,7 +85,7 @@ def name_words(options: argparse.Namespace, qmodel: Path | None) -> CommandWords
         qmodel: The quantized module's file. None if there is none.
     """
     from relayquant.cli.files import JSON_SUFFIX
-    from relayquant.plots.collect import CommandWords
+    from relayquant.plots.report_data import CommandWords
 
     if qmodel is not None and qmodel.suffix not in (ARCHIVE_SUFFIX, JSON_SUFFIX):
         qmodel = None  # a library, which no other command takes

@@ -14,8 +14,9 @@ from relayquant.base.storage.files import check_writable, write_text
 from relayquant.config import BackendConfig
 from relayquant.errors import ConfigError
 from relayquant.ir.rewrite.bind import Model, bind_model, split_model
-from relayquant.plots.collect import ReportData, ReportSettings, collect_report
+from relayquant.plots.collect import collect_report
 from relayquant.plots.page import check_installed, describe_report, frame_page, render_report
+from relayquant.plots.report_data import ReportData, ReportSettings
 
 
 @dataclass(frozen=True, eq=False)

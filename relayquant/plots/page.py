@@ -25,8 +25,8 @@ from relayquant.config import OverflowBound
 from relayquant.errors import MissingDependencyError, format_count
 from relayquant.ir.agreement import MOST_DECIBELS, describe_sqnr
 from relayquant.ir.ledger import Ledger
-from relayquant.plots.collect import OperatorView, OtherView, ReportData
 from relayquant.plots.layout import HEIGHT, WIDTH, lay_out
+from relayquant.plots.report_data import OperatorView, OtherView, ReportData
 from relayquant.plots.terminal_table import shorten_middle
 from relayquant.plots.text import LOW_SQNR, list_findings
 from relayquant.plots.verdict import Grade, Verdict

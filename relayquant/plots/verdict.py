@@ -16,7 +16,7 @@ from relayquant.config import GuardSettings
 from relayquant.errors import format_count
 from relayquant.flow.refine.look import deviates, deviates_slightly
 from relayquant.flow.settings import MAX_DROP
-from relayquant.plots.collect import ReportData
+from relayquant.plots.report_data import ReportData
 
 #: a metric that drops by more than this is no longer a loss of some digits
 LARGE_DROP = 0.05

@@ -21,9 +21,11 @@ from relayquant.data import open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.ir.rewrite import Graph
 from relayquant.plots import collect
-from relayquant.plots.collect import draw_image, find_sources, suggest_float
+from relayquant.plots.collect import suggest_float
+from relayquant.plots.operator_views import find_sources
 from relayquant.plots.page import encode_image
 from relayquant.plots.terminal_table import shorten_middle
+from relayquant.plots.worst_samples import draw_image
 
 
 class Elements(HTMLParser):

@@ -13,8 +13,8 @@ from hostile_names import HOSTILE
 
 import relayquant as rq
 from relayquant.plots.build import Report
-from relayquant.plots.collect import Suggestion
 from relayquant.plots.page import chart_errors, render_report
+from relayquant.plots.report_data import Suggestion
 
 webdriver = pytest.importorskip("selenium.webdriver")
 Keys = pytest.importorskip("selenium.webdriver.common.keys").Keys

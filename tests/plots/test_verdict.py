@@ -12,7 +12,7 @@ from relayquant.analysis.latency import Latency
 from relayquant.analysis.outputs import OutputGap
 from relayquant.cli.parsers import parse_words
 from relayquant.ir.ledger import Ledger, LedgerRow
-from relayquant.plots.collect import CommandWords, OperatorView, ReportData, Score, Suggestion
+from relayquant.plots.report_data import CommandWords, OperatorView, ReportData, Score, Suggestion
 from relayquant.plots.verdict import Grade, Verdict
 
 WORDS = CommandWords("m.onnx", "m.rqm", "photos --preprocess tflite", "m.so")

@@ -23,8 +23,8 @@ from relayquant.cli.resume import ResumeState
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.errors import ConfigError
 from relayquant.plots.build import build_report
-from relayquant.plots.collect import ReportSettings
 from relayquant.plots.page import check_installed
+from relayquant.plots.report_data import ReportSettings
 
 
 def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:

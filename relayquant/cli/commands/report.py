@@ -15,7 +15,6 @@ from relayquant.cli.output import CommandOutput, ExitCode, make_plain
 from relayquant.errors import DataError
 from relayquant.ir.rewrite.bind import bind_model
 from relayquant.plots.build import Report, build_report
-from relayquant.plots.collect import ReportSettings
 from relayquant.plots.page import check_installed
 from relayquant.plots.pictures import (
     DrawnRange,
@@ -26,6 +25,7 @@ from relayquant.plots.pictures import (
     plot_latency,
     plot_sensitivity,
 )
+from relayquant.plots.report_data import ReportSettings
 from relayquant.plots.verdict import Verdict
 
 
