@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from relayquant.torch.define_by_run import prepare
     from relayquant.torch.exported import quantize
     from relayquant.torch.exporting import export
-    from relayquant.torch.finetuning import finetune
+    from relayquant.torch.finetuning.entry import finetune
     from relayquant.torch.integer_module import as_module, compare
     from relayquant.torch.training import from_relax, prepare_qat
 
@@ -42,7 +42,7 @@ __getattr__, __dir__ = lazy.gather(
         "relayquant.torch.define_by_run": "prepare",
         "relayquant.torch.exported": "quantize",
         "relayquant.torch.exporting": "export",
-        "relayquant.torch.finetuning": "finetune",
+        "relayquant.torch.finetuning.entry": "finetune",
         "relayquant.torch.integer_module": "as_module compare",
         "relayquant.torch.training": "from_relax prepare_qat",
     },

@@ -10,7 +10,7 @@ import pytest
 import relayquant as rq
 from relayquant.flow.compression.settings import CompressSettings
 from relayquant.flow.settings import CalibrateSettings, PrepareSettings, QuantizeSettings
-from relayquant.torch.finetune_settings import FinetuneSettings
+from relayquant.torch.finetuning.settings import FinetuneSettings
 
 #: function -> the settings that it makes, and what it takes by name besides
 TAKE = {

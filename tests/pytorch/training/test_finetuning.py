@@ -161,7 +161,7 @@ def test_estimate_error__of_a_mean():
     """That of scipy, for batches of several samples, and for samples that are batches."""
     from scipy.stats import sem
 
-    from relayquant.torch.training_loop import FOLDS, estimate_error
+    from relayquant.torch.finetuning.jackknife import FOLDS, estimate_error
 
     rng = np.random.default_rng(0)
     values = rng.standard_normal((FOLDS, 3)).astype("float32")
@@ -227,8 +227,8 @@ def test_finetune__wrong_settings_named(options, message):
 
 def train_student(loss=None, **options):
     """(what was trained, the float module, the state before) of a small model."""
-    from relayquant.torch.finetune_settings import FinetuneSettings, TrainingData
-    from relayquant.torch.training_loop import train
+    from relayquant.torch.finetuning.loop import train
+    from relayquant.torch.finetuning.settings import FinetuneSettings, TrainingData
 
     mod = residual_model()
     teacher = rq.torch.from_relax(mod, None)
@@ -244,7 +244,7 @@ def train_student(loss=None, **options):
 
 def test_scale_rate__learned_scales_alone_move_so_many_times_as_far():
     """Weights are looked at in units of their scales, with which they move."""
-    from relayquant.torch.training_loop import find_scaled
+    from relayquant.torch.finetuning.units import find_scaled
 
     moved = []
     for rate in (1.0, 5.0):
@@ -265,7 +265,7 @@ def test_average__weights_fall_polynomially_into_the_past(monkeypatch):
     """What is given is the average in closed form: of step k among n, the share
     (e + 1) / (k + e) * prod over j > k of (1 - (e + 1) / (j + e)).
     """
-    from relayquant.torch import training_loop as loop
+    from relayquant.torch.finetuning import loop
 
     met, step_relative = [], loop._Training.step_relative
 
@@ -322,7 +322,7 @@ def test_scales__move_and_levels_of_weights_stay():
 
 def test_scales__gradient_with_levels_kept():
     """A rounded weight is s * level: its derivative to log s is itself, within bounds or not."""
-    from relayquant.torch.training_loop import find_scaled
+    from relayquant.torch.finetuning.units import find_scaled
 
     student, _, _ = train_student(steps=1, lr=1e-9)
     for scaled in find_scaled(student):
@@ -338,7 +338,8 @@ def test_scales__gradient_with_levels_kept():
 
 
 def test_inner_weight__values_inside_come_nearer_where_outputs_say_nothing():
-    from relayquant.torch.training_loop import find_hidden, measure_distance
+    from relayquant.torch.finetuning.loop import find_hidden
+    from relayquant.torch.finetuning.losses import measure_distance
 
     def silent(outputs, expected):
         return outputs[0].sum() * 0

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch", reason="pip install torch")
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_fit_sums__as_least_squares(with_bias):
     """Against `lstsq` of the rows with those of the ridge below, and a column for the bias."""
-    from relayquant.torch import reconstruction
+    from relayquant.torch.finetuning import reconstruction
 
     rng = np.random.default_rng(0)
     groups, count, outputs, columns = 2, 50, 3, 4
@@ -54,7 +54,7 @@ def make_pair(mod, params, calibration, **options):
 
 def test_reconstruct__digits_with_weights_of_two_bits():
     """Without a step of training; what is written is what the integer module computes."""
-    from relayquant.torch.reconstruction import reconstruct
+    from relayquant.torch.finetuning.reconstruction import reconstruct
 
     demo = load_digits(batch=32)
     mod, params = rq.load(demo.model_path)
@@ -73,7 +73,7 @@ def test_reconstruct__digits_with_weights_of_two_bits():
 
 
 def test_reconstruct__scales_that_do_not_learn_stay():
-    from relayquant.torch.reconstruction import reconstruct
+    from relayquant.torch.finetuning.reconstruction import reconstruct
 
     mod = residual_model()
     for ranges in (rq.config.Ranges.FROZEN, rq.config.Ranges.LEARNED):
@@ -94,7 +94,7 @@ def test_reconstruct__scales_that_do_not_learn_stay():
 
 
 def test_reconstruct__values_that_are_not_finite_refused():
-    from relayquant.torch.reconstruction import reconstruct
+    from relayquant.torch.finetuning.reconstruction import reconstruct
 
     mod = residual_model()
     student, teacher, batches = make_pair(mod, None, draw_batches(mod, 1), effort="fast")
@@ -145,7 +145,7 @@ def test_finetune__a_worse_reconstruction_ends_no_steps():
 @pytest.mark.parametrize("is_metric", [False, True])
 def test_finetune__a_worse_reconstruction_is_not_given(steps, is_metric, monkeypatch):
     """By the loss or a metric, the calibrated state is what is given, and what steps begin with."""
-    from relayquant.torch import training_loop as loop
+    from relayquant.torch.finetuning import loop
 
     def spoil(student, teacher, batches, report):
         with torch.no_grad():
@@ -175,7 +175,7 @@ def test_finetune__says_that_the_reconstruction_is_the_best():
 
 def test_finetune__data_that_ends_is_read_once(monkeypatch):
     """For the reconstruction: samples that come twice are not two."""
-    from relayquant.torch import training_loop as loop
+    from relayquant.torch.finetuning import loop
 
     counts = []
     monkeypatch.setattr(

@@ -1,7 +1,7 @@
 """`finetune`: float module -> integer module, with weights and ranges trained to reproduce the
 float model.
 
-No labels are needed. It prepares and calibrates as `quantize` does, trains (`training_loop`) and
+No labels are needed. It prepares and calibrates as `quantize` does, trains (`loop`) and
 converts. PyTorch is imported when the function here is called.
 """
 
@@ -24,7 +24,7 @@ from relayquant.errors import ConfigError
 from relayquant.flow.pipeline import lower_prepared
 from relayquant.ir.rewrite.bind import Model, split_model
 from relayquant.stages.prepared import PreparedModel
-from relayquant.torch.finetune_settings import FinetuneSettings, Loss, TrainingData
+from relayquant.torch.finetuning.settings import FinetuneSettings, Loss, TrainingData
 from relayquant.torch.training import from_relax, import_trainable
 
 
@@ -137,7 +137,7 @@ def finetune(
         callbacks=callbacks,
     )
     import_trainable()
-    from relayquant.torch.training_loop import train
+    from relayquant.torch.finetuning.loop import train
 
     if loss is not None and not (takes_arguments(loss, 2) or takes_arguments(loss, 3)):
         raise ConfigError(

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 import tvm
-from torch import nn
 
 from relayquant.analysis.sensitivity import apply_metric
 from relayquant.base.arguments import takes_arguments
@@ -23,35 +22,30 @@ from relayquant.base.storage.archive import Archive, read_archive, write_archive
 from relayquant.data import open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError, DataError, format_count
-from relayquant.ir.ops.find import find_pattern, match_operator
-from relayquant.ir.rewrite import Graph
 from relayquant.stages.calibration.checkpoint import digest_batch, digest_text
-from relayquant.torch.finetune_settings import FinetuneSettings, Loss, TrainingData
-from relayquant.torch.reconstruction import reconstruct
-from relayquant.torch.rounding import FakeQuantize, align_channels
-from relayquant.torch.trainable import TrainableModule, name_parameter
+from relayquant.torch.finetuning.jackknife import Batches, estimate_error
+from relayquant.torch.finetuning.losses import match_outputs, measure_distance
+from relayquant.torch.finetuning.reconstruction import reconstruct
+from relayquant.torch.finetuning.settings import FinetuneSettings, Loss, TrainingData
+from relayquant.torch.finetuning.state import (
+    State,
+    is_same,
+    read_state,
+    write_parameters,
+    write_state,
+)
+from relayquant.torch.finetuning.units import find_scaled, measure_units
+from relayquant.torch.trainable import TrainableModule
 
 FORMAT = "relayquant.training.2"
-#: unit of tensors whose numbers are all near 0, such as a bias before training
-LEAST_UNIT = 1e-2
-#: unit of a channel without weights, relative to the unit of the largest
-LEAST_SHARE = 1e-4
-#: outputs are probabilities up to this float32 rounding error
-SUM_TOLERANCE = 1e-3
 
 #: sharpness of the staircase that rounds weights, in the first step and in the last
 SHARPNESS = (8.0, 400.0)
 #: lateness of the average: after n steps it covers about the last n / (LATENESS + 1)
 LATENESS = 9
-#: parts of the validation data that are left out in turn, to measure the chance in a score
-FOLDS = 20
 #: standard errors that a score must gain, because the best of several states is better by chance
 #: too
 SURENESS = 2.0
-
-State = dict[str, np.ndarray]
-#: outputs of a model, for each batch
-Batches = list[list[torch.Tensor]]
 
 
 def train(
@@ -466,129 +460,6 @@ class _Training:
         write_archive(self.path, FORMAT, Archive(header, arrays))
 
 
-def estimate_error(
-    statistic: Callable[[Sequence[Batches]], float], parts: Sequence[Batches]
-) -> float:
-    """Estimate the standard error of a statistic by a jackknife over folds of the samples.
-
-    sqrt((n - 1) / n * sum((t_i - mean t)^2)) of n folds, each left out in turn (Efron 1982, chapter
-    3). 0 for a single sample, whose error is unknown.
-
-    Args:
-        statistic: A function of several models' outputs of the same samples.
-        parts: The outputs of each model.
-    """
-    places = list_samples(parts)
-    count = min(FOLDS, len(places))
-    if count < 2:
-        return 0.0
-    found = []
-    for fold in range(count):
-        kept = [place for i, place in enumerate(places) if i % count != fold]
-        found.append(statistic([take_samples(batches, kept) for batches in parts]))
-    return math.sqrt((count - 1) * float(np.var(found)))
-
-
-def list_samples(parts: Sequence[Batches]) -> list[tuple[int, int | None]]:
-    """Return (batch, row) of each sample. Row None for a batch whose outputs have different
-    numbers of rows: it is one sample.
-    """
-    places: list[tuple[int, int | None]] = []
-    for i, batches in enumerate(zip(*parts, strict=True)):
-        sizes = {value.shape[0] if value.ndim else None for batch in batches for value in batch}
-        size = sizes.pop() if len(sizes) == 1 else None
-        places.extend((i, row) for row in ([None] if size is None else range(size)))
-    return places
-
-
-def take_samples(batches: Batches, places: Sequence[tuple[int, int | None]]) -> Batches:
-    """Return the batches reduced to these samples. Empty batches are left out."""
-    rows: dict[int, list[int | None]] = {}
-    for batch, row in places:
-        rows.setdefault(batch, []).append(row)
-    return [
-        batches[i] if kept == [None] else [value[kept] for value in batches[i]]
-        for i, kept in rows.items()
-    ]
-
-
-def match_outputs(outputs: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> Any:
-    """The default loss: distance of outputs from the float model's, summed over outputs.
-
-    For probabilities along the last axis: the Kullback-Leibler divergence. Otherwise: the squared
-    distance, relative to the square of the expected output around its mean.
-    """
-    total = torch.zeros(())
-    for got, want in zip(outputs, expected, strict=True):
-        if not want.is_floating_point():
-            continue
-        if is_probability(want):
-            tiny = torch.finfo(want.dtype).tiny
-            ratio = want.clamp_min(tiny).log() - got.clamp_min(tiny).log()
-            total = total + (want * ratio).sum(-1).mean()
-        else:
-            total = total + measure_distance(got, want)
-    return total
-
-
-def measure_distance(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """Return the squared distance, relative to the square of the expected output around its
-    mean.
-    """
-    size = (want - want.mean()).square().mean().clamp_min(1e-12)
-    return (got - want).square().mean() / size
-
-
-@dataclass(frozen=True, eq=False)
-class ScaledWeight:
-    """A weight s * u that moves with its learned scale s. u stays unchanged.
-
-    Attributes:
-        weight: The weight.
-        quantizer: Rounds it.
-        factor: The logarithm of its scale, (n,).
-    """
-
-    weight: nn.Parameter
-    quantizer: FakeQuantize
-    factor: nn.Parameter
-
-    @property
-    def axis(self) -> int:
-        """Axis of the channels."""
-        return self.quantizer.group.info.axis or 0
-
-    @torch.no_grad()
-    def carry_gradient(self) -> None:
-        """Change the factor's gradient from the gradient of s alone to the gradient of s with fixed
-        u.
-
-        The weight's gradient along the weight itself is added, times LSQ's factor.
-        """
-        if self.weight.grad is None or self.factor.grad is None:
-            return
-        slope = (self.weight.grad * self.weight).transpose(0, self.axis)
-        along = slope.reshape(len(self.factor), -1).sum(1)
-        self.factor.grad.add_(along, alpha=self.quantizer.find_gradient_scale(self.weight))
-
-    @torch.no_grad()
-    def carry_weight(self, before: torch.Tensor) -> None:
-        """Change the weight for a factor that has moved."""
-        self.weight.mul_(align_channels((self.factor - before).exp(), self.weight, self.axis))
-
-
-def find_scaled(student: TrainableModule) -> Iterator[ScaledWeight]:
-    """Find weights with a learned scale.
-
-    Weights whose specification restricts the scale are left out, because such a scale jumps while
-    the factor moves.
-    """
-    for quantizer in student.list_quantizers():
-        name, factor = name_parameter(quantizer.group.key), quantizer.log_factor
-        if name in student.weights and factor is not None and not quantizer.is_conformed:
-            yield ScaledWeight(student.weights[name], quantizer, factor)
-
-
 def find_hidden(student: TrainableModule, teacher: TrainableModule) -> list[str]:
     """Find names of float values that quantized operators return in one model, and that the
     other model has too.
@@ -602,52 +473,6 @@ def find_hidden(student: TrainableModule, teacher: TrainableModule) -> list[str]
         operator.output for operator in student.source.prepared.plan.operators if operator.output
     )
     return [name for name in names if name in known & own]
-
-
-def is_probability(values: torch.Tensor) -> bool:
-    """Whether the last axis holds probabilities of several answers."""
-    if values.ndim < 2 or values.shape[-1] < 2 or bool((values < 0).any()):
-        return False
-    return bool((values.sum(-1) - 1).abs().max() < SUM_TOLERANCE)
-
-
-def measure_units(module: TrainableModule) -> dict[str, torch.Tensor]:
-    """Return the unit of a step for each parameter, shaped to broadcast.
-
-    For weights it is the root mean square of an output channel, because preparation folds and
-    scales channels, so channels of a tensor may differ by a factor of a thousand. For their biases
-    it is the expected sum of the channel: that unit, times the root of the number of products,
-    times an eighth of the range of the data. For factors (`log_factor`) it is 1.
-    """
-    prepared, units = module.source.prepared, {}
-    for name, parameter in module.named_parameters():
-        size = parameter.detach().square().mean().sqrt().clamp_min(LEAST_UNIT)
-        units[name] = torch.ones(()) if name.endswith("log_factor") else size
-    graph = Graph(prepared.mod)
-    for operator in prepared.plan.operators:
-        weight = f"{operator.name}:weight"
-        path = f"weights.{name_parameter(weight)}"
-        if path not in units:
-            continue
-        pattern = find_pattern(prepared.backend, operator.pattern)
-        axis_of = pattern.operand("weight").axis
-        axis = axis_of(match_operator(graph, prepared.backend, operator)) if axis_of else None
-        values = module.weights[name_parameter(weight)].detach()
-        axes = [i for i in range(values.ndim) if i != axis]
-        unit = values.square().mean(axes, keepdim=True).sqrt()
-        units[path] = unit.clamp_min(float(unit.max()) * LEAST_SHARE)
-        bias = f"weights.{name_parameter(f'{operator.name}:bias')}"
-        data = dict(operator.operands).get("data")
-        if bias in units and data is not None:
-            shape = module.get_parameter(bias).shape
-            low, high = prepared.plan.group(data).info.spec.limits
-            spread = float(prepared.parameters[data].scale.max()) * (high - low) / 8
-            products = values.numel() / max(unit.numel(), 1)
-            expected = units[path].reshape(-1) * math.sqrt(products) * spread
-            units[bias] = (
-                expected.reshape(shape) if expected.numel() == shape.numel() else (expected.mean())
-            )
-    return units
 
 
 @torch.no_grad()
@@ -669,28 +494,6 @@ def as_list(outputs: Any) -> list[torch.Tensor]:
 def read_outputs(outputs: Batches) -> list[list[np.ndarray]]:
     """Return outputs of batches as arrays that share their memory. Scalars get an axis."""
     return [[torch.atleast_1d(value).numpy() for value in batch] for batch in outputs]
-
-
-def read_state(module: TrainableModule) -> State:
-    """Copy parameters and buffers."""
-    return {name: value.detach().numpy().copy() for name, value in module.state_dict().items()}
-
-
-def is_same(one: State, other: State) -> bool:
-    """Whether two states of a module are equal, bit for bit."""
-    return all(value.tobytes() == other[name].tobytes() for name, value in one.items())
-
-
-def write_state(module: TrainableModule, state: State) -> None:
-    """Restore a state from `read_state`."""
-    module.load_state_dict({name: torch.from_numpy(np.array(v)) for name, v in state.items()})
-
-
-@torch.no_grad()
-def write_parameters(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Set parameters to other values."""
-    for parameter, value in zip(parameters, values, strict=True):
-        parameter.copy_(value)
 
 
 def take_part(arrays: Mapping[str, np.ndarray], prefix: str) -> State:
