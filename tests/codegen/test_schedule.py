@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import tvm
@@ -13,13 +15,15 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
+from relayquant.codegen.kernels.emit import LEAST_EXTENT
 from relayquant.codegen.kernels.isa.target import resolve_target
+from relayquant.codegen.passes import make_pipeline
 from relayquant.codegen.schedule.schedule_pass import (
     create_schedule_pass,
     schedule_functions,
     schedule_with_report,
 )
-from relayquant.codegen.schedule.scheduler import FunctionScheduler
+from relayquant.codegen.schedule.scheduler import PARALLEL_WORK, FunctionScheduler
 from relayquant.ir.dialect import qnn
 
 TARGET = resolve_target()
@@ -280,14 +284,51 @@ def is_kernel(func: tvm.ir.BaseFunc) -> bool:
     return isinstance(func, tirx.PrimFunc)
 
 
-@pytest.mark.parametrize(("size", "is_parallel"), [(96, False), (512, True)])
-def test_schedule_functions__symbolic_batch_counts_as_one_sample(size, is_parallel):
+def list_least_extents(func: tirx.PrimFunc) -> list[int | None]:
+    """Of each parallel loop: from which extent on threads share it, None if they always do."""
+    found = []
+
+    def visit(loop: tirx.For) -> None:
+        if loop.kind == tirx.ForKind.PARALLEL:
+            least = loop.annotations.get(LEAST_EXTENT)
+            found.append(None if least is None else int(least))
+
+    tvm_ffi.structural_walk(func.body, (tirx.For, visit))
+    return found
+
+
+@pytest.mark.parametrize(("size", "is_always"), [(96, False), (512, True)])
+def test_schedule_functions__symbolic_batch_counts_as_one_sample(size, is_always):
+    """One sample of little work stays on its thread; how many share it, they decide at run time."""
     n = tirx.Var("n", "int64")
     mod = make_module(lambda bb, x: relax.op.nn.softmax(x), ((n, size, size), "float32"))
     with TARGET:
         mod = tvm.transform.Sequential(stages.legalize_passes(TARGET))(mod)
-    text = schedule_functions(mod, TARGET)["softmax"].script()
-    assert ("T.parallel" in text) == is_parallel
+    extents = list_least_extents(schedule_functions(mod, TARGET)["softmax"])
+    assert extents
+    assert all(least is None if is_always else least and least > 1 for least in extents)
+
+
+@pytest.mark.parametrize("shape", [("n", 1536), (1, "n", 1536), ("n", 1, 48, 32), (2, "n", 3, 64)])
+def test_schedule_functions__threads_share_many_symbolic_rows(shape):
+    """The results are the same on both sides of the least extent."""
+    n, at = tirx.Var("n", "int64"), shape.index("n")
+    before, behind = math.prod(shape[:at]), math.prod(shape[at + 1 :])
+    parameters = [((*shape[:at], n, *shape[at + 1 :]), "float32")] * 2
+    mod = make_module(lambda bb, x, y: relax.op.add(x, y), *parameters)
+    with TARGET:
+        lowered = tvm.transform.Sequential(stages.legalize_passes(TARGET))(mod)
+    (least,) = list_least_extents(schedule_functions(lowered, TARGET)["add"])
+    # One iteration of the loop over all extents up to the symbolic one has the elements behind it.
+    assert PARALLEL_WORK // 16 < least * behind <= PARALLEL_WORK
+    vm = relax.VirtualMachine(
+        tvm.compile(mod, TARGET, relax_pipeline=make_pipeline(TARGET)), tvm.cpu()
+    )
+    for rows in (1, least // before - 1, -(-least // before), 2 * least + 1):
+        sizes = (*shape[:at], rows, *shape[at + 1 :])
+        x, y = (rng.standard_normal(sizes).astype("float32") for _ in "xy")
+        got = vm["main"](tvm.runtime.tensor(x), tvm.runtime.tensor(y)).numpy()
+        np.testing.assert_array_equal(got, x + y)
 
 
 def test_schedule_with_report__names_what_it_leaves():

@@ -19,6 +19,7 @@ import pytest
 import tvm
 from tvm.script import tirx as T
 
+from relayquant.codegen.kernels.emit import LEAST_EXTENT
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.threads import add_pool
 from relayquant.codegen.threads.pool import MOST_THREADS, PAUSES, format_source
@@ -65,6 +66,16 @@ def count_unevenly(visits: T.Buffer((ROWS, COLUMNS), "int32"), threads: T.Buffer
         threads[i] = T.call_extern("int32", "gettid")
         for _, j in T.grid(T.if_then_else(i < ROWS // 2, 5_000, 100_000), COLUMNS):
             visits[i, j] = visits[i, j] * 3 + 1
+
+
+@T.prim_func
+def tell_threads(threads_handle: T.handle):
+    """Tells which thread a row was computed by. Threads share it from 8 rows on."""
+    T.func_attr({"global_symbol": "count_visits", "tirx.noalias": True})
+    rows = T.int64()
+    threads = T.match_buffer(threads_handle, (rows,), "int32")
+    for i in T.parallel(rows, annotations={LEAST_EXTENT: 8}):
+        threads[i] = T.call_extern("int32", "gettid")
 
 
 def add_host_pool(func) -> tvm.IRModule:
@@ -239,6 +250,13 @@ def test_pool__loops_are_launched_there():
     assert launches == ["@relayquant_launch"]
 
 
+def test_pool__code_of_a_loop_is_there_once():
+    """Both launches call one function for the rows."""
+    text = tvm.compile(add_host_pool(tell_threads), resolve_target(None)).mod.inspect_source("ll")
+    assert text.count("call i32 @gettid") == 1
+    assert "select i1" in text or "@relayquant_launch_alone(ptr" in text
+
+
 @pytest.mark.parametrize(
     ("target", "waits"),
     [
@@ -254,6 +272,43 @@ def test_pool__code_for(target, waits):
     assert re.search(rf"^\s*{waits}\b", assembly, re.MULTILINE)
     # Nothing of the pool is called: what is not inlined has no body.
     assert not re.search(r"\b(call|bl)\w*\s+_?pool_", assembly)
+
+
+def test_pool__extent_decides_at_run_time(monkeypatch):
+    """Part 0 is the caller's, so all others need not be on a worker: a busy machine has none."""
+    monkeypatch.setenv("TVM_NUM_THREADS", "4")
+    tell = tvm.compile(add_host_pool(tell_threads), resolve_target(None))["count_visits"]
+
+    def list_threads(rows: int) -> set[int]:
+        threads = tvm.runtime.tensor(np.zeros(rows, "int32"))
+        tell(threads)
+        return set(threads.numpy().tolist())
+
+    before = count_threads()
+    for rows in (0, 1, 7):
+        assert list_threads(rows) <= {threading.get_native_id()}
+    assert count_threads() == before  # the pool has not started
+    assert threading.get_native_id() in list_threads(8)
+    assert count_threads() == before + 3
+    assert any(len(list_threads(4000)) > 1 for _ in range(200))
+    assert list_threads(7) == {threading.get_native_id()}
+
+
+@pytest.mark.parametrize("system_lib", [True, False])
+def test_pool__without_it_such_a_loop_is_serial(system_lib):
+    """TVM's threads would share one row too."""
+    mod = tvm.IRModule({"count_visits": tell_threads, "other": count_visits})
+    if system_lib:
+        mod = mod.with_attr("system_lib_prefix", "a_")
+    target = None if system_lib else "llvm -mtriple=aarch64-apple-darwin"
+    text = {
+        gv.name_hint: f.script()
+        for gv, f in add_pool(mod, resolve_target(target)).functions_items()
+    }
+    assert "T.parallel" in text.pop("other")
+    assert "T.parallel" not in text["count_visits"]
+    assert LEAST_EXTENT not in text["count_visits"]
+    assert [*text] == ["count_visits"]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,9 @@ from relayquant.codegen.kernels.isa.base import Buffer, Expr
 
 #: Marks a PrimFunc whose loops are final: it needs no schedule.
 IS_SCHEDULED = "tirx.is_scheduled"
+#: Annotation of a parallel loop whose extent is known only at run time: the least extent for which
+#: threads share it. With a lower extent it stays on the caller's thread.
+LEAST_EXTENT = "relayquant.least_extent"
 #: Bytes moved by one copy or fill instruction. LLVM splits it if registers are narrower.
 COPY_BYTES = 64
 

@@ -14,6 +14,7 @@ from tvm.ir import TensorLoad
 from tvm.target import Target
 from tvm.target.codegen import llvm_get_vector_width
 
+from relayquant.codegen.kernels.emit import LEAST_EXTENT, ceil_div
 from relayquant.codegen.schedule.block_analysis import (
     SPATIAL,
     BlockInfo,
@@ -222,21 +223,27 @@ class FunctionScheduler:
         """Run outer loops in parallel when there is work for more than one thread.
 
         Loops are fused only until there are enough tasks, since each task has to divide its index
-        again. A symbolic extent counts as 1, as in the kernels: only the batch is known at run
-        time, and a single sample should not wait for a thread to wake.
+        again. A symbolic extent counts as 1: if that is too little work, the extent decides at run
+        time. A single sample, or row, should not wait for a thread to wake.
         """
-        work = info.volume() * len(list_nodes(info.value)) // 4
-        chosen, tasks = [], 1
-        for loop in loops:
-            if tasks >= PARALLEL_TASKS:
-                break
-            extent = constant(self.sch.get(loop).extent)
-            if extent != 1 or chosen:  # fused loops are neighbours: units between them join
-                chosen.append(loop)
-                tasks *= extent or 1
-        if not chosen or work < PARALLEL_WORK:
+        work = max(info.volume() * len(list_nodes(info.value)) // 4, 1)
+        extents = [constant(self.sch.get(loop).extent) for loop in loops]
+        # Fused loops are neighbours: units between them join.
+        first = next((i for i, extent in enumerate(extents) if extent != 1), len(loops))
+        end, tasks, is_worth = first, 1, work >= PARALLEL_WORK
+        if is_worth:
+            while end < len(loops) and tasks < PARALLEL_TASKS:
+                tasks *= extents[end] or 1
+                end += 1
+        elif None in extents:
+            end = len(extents) - extents[::-1].index(None)
+            tasks = math.prod(extent or 1 for extent in extents[first:end])
+        if first == end:
             return
-        self.sch.parallel(self.sch.fuse(*chosen) if len(chosen) > 1 else chosen[0])
+        loop = self.sch.fuse(*loops[first:end]) if end - first > 1 else loops[first]
+        self.sch.parallel(loop)
+        if not is_worth:
+            self.sch.annotate(loop, LEAST_EXTENT, ceil_div(PARALLEL_WORK * tasks, work))
 
     # ---- reductions ----------------------------------------------------------------------------
 

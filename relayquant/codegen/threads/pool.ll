@@ -58,6 +58,7 @@
     [{{ i32, ptr, ptr }} {{ i32 65535, ptr @relayquant_stop, ptr null }}]
 
 declare i32 @relayquant_launch(ptr, ptr, i32)
+declare i32 @relayquant_launch_alone(ptr, ptr, i32)
 declare i32 @relayquant_work(i64)
 declare i32 @relayquant_stop()
 declare i32 @pthread_create(ptr, ptr, ptr, ptr)
@@ -73,9 +74,11 @@ declare i32 @llvm.umin.i32(i32, i32)
 declare i64 @llvm.smin.i64(i64, i64)
 {declare_pause}
 
-; Called at the start of a kernel, so that its parallel loops are launched here.
-define i32 @pool_attach() {{
-  store ptr @relayquant_launch, ptr @__TVMBackendParallelLaunch
+; Called before a parallel loop, so that it is launched here: on the pool if it is worth it.
+define i32 @pool_attach(i32 %worth) {{
+  %some = icmp ne i32 %worth, 0
+  %launch = select i1 %some, ptr @relayquant_launch, ptr @relayquant_launch_alone
+  store ptr %launch, ptr @__TVMBackendParallelLaunch
   ret i32 0
 }}
 

@@ -15,10 +15,11 @@ import importlib.resources
 
 import tvm
 import tvm_ffi
-from tvm import s_tir, tirx
+from tvm import tirx
 from tvm.ir import PrimType, StringImm, make_node
 from tvm.target import Target
 
+from relayquant.codegen.kernels.emit import LEAST_EXTENT
 from relayquant.codegen.kernels.isa.matrix_unit import COUNT_THREADS
 from relayquant.codegen.kernels.isa.target import read_triple
 
@@ -82,6 +83,14 @@ def make_launch(source: str) -> tirx.PrimFunc:
     return make_function("relayquant_launch", [function, data, wanted], imported)
 
 
+def make_launch_alone() -> tirx.PrimFunc:
+    """Make the function that kernels call for a parallel loop that is not worth other threads."""
+    function, data = tirx.Var("function", "handle"), tirx.Var("data", "handle")
+    wanted = tirx.Var("wanted", "int32")
+    body = check_chunks("run_alone", function, data, wanted)
+    return make_function("relayquant_launch_alone", [function, data, wanted], body)
+
+
 def check_chunks(name: str, *args: tirx.Var) -> tirx.Stmt:
     """Make a call that runs the chunks of a loop, and fails if one of them fails.
 
@@ -104,7 +113,7 @@ def make_stop() -> tirx.PrimFunc:
     return make_function("relayquant_stop", [], call_pool("stop"))
 
 
-def call_pool(name: str, *args: tirx.Var) -> tirx.Stmt:
+def call_pool(name: str, *args: tirx.Expr) -> tirx.Stmt:
     """Call a function of `pool.ll`."""
     return tirx.Evaluate(tirx.call_extern("int32", f"pool_{name}", *args))
 
@@ -124,26 +133,38 @@ def make_function(name: str, params: list[tirx.Var], body: tirx.Stmt) -> tirx.Pr
 def add_pool(mod: tvm.IRModule, target: Target) -> tvm.IRModule:
     """Add a thread pool to a module. It starts with the first parallel loop.
 
-    The pool has TVM_NUM_THREADS threads, or one for each core. A module is returned unchanged if
+    The pool has TVM_NUM_THREADS threads, or one for each core. A module gets none if
     - it has no parallel loops
     - it is not for 64-bit x86 or Arm with Linux
     - it is to be linked statically, where the pool of a second module would have the same names.
+
+    There, loops with `LEAST_EXTENT` become serial: TVM's own threads would always share them.
     """
+    kernels = {gv: func for gv, func in mod.functions_items() if list_parallel_loops(func)}
+    pause = find_pause(target, mod)
+    pool: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
+    if pause is None:
+        marked = {gv: make_serial(func) for gv, func in kernels.items() if has_least_extent(func)}
+    else:
+        marked = {gv: attach_pool(func) for gv, func in kernels.items()}
+        launches = (make_launch(format_source(*pause)), make_launch_alone())
+        functions = (*launches, make_work(), make_stop()) if kernels else ()
+        pool = {tvm.ir.GlobalVar(str(func.attrs["global_symbol"])): func for func in functions}
+    if not marked:
+        return mod
+    return tvm.IRModule({**dict(mod.functions_items()), **marked, **pool}, attrs=mod.attrs)
+
+
+def find_pause(target: Target, mod: tvm.IRModule) -> tuple[str, str] | None:
+    """Find the row of PAUSES for a module that may have a pool, None for others."""
     if target.kind.name != "llvm" or "system_lib_prefix" in (mod.attrs or {}):
-        return mod
+        return None
     architecture, *system = read_triple(target).split("-")
-    kernels = {gv: func for gv, func in mod.functions_items() if has_parallel_loop(func)}
-    if architecture not in PAUSES or "linux" not in system or not kernels:
-        return mod
-    launch = make_launch(format_source(*PAUSES[architecture]))
-    functions = (launch, make_work(), make_stop())
-    pool = {tvm.ir.GlobalVar(str(func.attrs["global_symbol"])): func for func in functions}
-    attached = {gv: attach_pool(func) for gv, func in kernels.items()}
-    return tvm.IRModule({**dict(mod.functions_items()), **attached, **pool}, attrs=mod.attrs)
+    return PAUSES.get(architecture) if "linux" in system else None
 
 
-def has_parallel_loop(func: tvm.ir.BaseFunc) -> bool:
-    """Whether a function is a kernel with a parallel loop."""
+def list_parallel_loops(func: tvm.ir.BaseFunc) -> list[tirx.For]:
+    """List the parallel loops of a kernel. A Relax function has none."""
     found: list[tirx.For] = []
 
     def visit(loop: tirx.For) -> None:
@@ -152,28 +173,44 @@ def has_parallel_loop(func: tvm.ir.BaseFunc) -> bool:
 
     if isinstance(func, tirx.PrimFunc):
         tvm_ffi.structural_walk(func.body, (tirx.For, visit))
-    return bool(found)
+    return found
+
+
+def has_least_extent(func: tirx.PrimFunc) -> bool:
+    """Whether a parallel loop of a kernel is shared only from some extent on."""
+    return any(LEAST_EXTENT in loop.annotations for loop in list_parallel_loops(func))
+
+
+def make_serial(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Make the loops with `LEAST_EXTENT` serial."""
+
+    def change(loop: tirx.For) -> tirx.For:
+        return with_kind(loop, tirx.ForKind.SERIAL) if LEAST_EXTENT in loop.annotations else loop
+
+    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.For, change)))
 
 
 def attach_pool(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Rewrite body -> pool_attach(); body, inside the root block if there is one."""
-    attach = call_pool("attach")
-    if not isinstance(func.body, s_tir.SBlockRealize):
-        return func.with_body(tirx.SeqStmt([attach, func.body]))
-    root = func.body.block
-    body = tirx.SeqStmt([attach, root.body])
-    block = s_tir.SBlock(
-        root.iter_vars,
-        root.reads,
-        root.writes,
-        root.name_hint,
-        body,
-        root.init,
-        root.alloc_buffers,
-        root.match_buffers,
-        root.annotations,
+    """Rewrite each parallel loop -> pool_attach(whether to share it); loop."""
+
+    def attach(loop: tirx.For) -> tirx.Stmt:
+        if loop.kind != tirx.ForKind.PARALLEL:
+            return loop
+        worth = tirx.IntImm("int32", 1)
+        if LEAST_EXTENT in loop.annotations:
+            least = tirx.const(int(loop.annotations[LEAST_EXTENT]), str(loop.extent.ty.dtype))
+            worth = tirx.Cast("int32", loop.extent >= least)
+        return tirx.SeqStmt([call_pool("attach", worth), with_kind(loop, loop.kind)])
+
+    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.For, attach)))
+
+
+def with_kind(loop: tirx.For, kind: tirx.ForKind) -> tirx.For:
+    """Make a loop of another kind, without `LEAST_EXTENT`."""
+    rest = {key: value for key, value in loop.annotations.items() if key != LEAST_EXTENT}
+    return tirx.For(
+        loop.loop_var, loop.min, loop.extent, kind, loop.body, loop.thread_binding, rest, loop.step
     )
-    return func.with_body(s_tir.SBlockRealize([], func.body.predicate, block))
 
 
 def format_source(pause: str, arguments: str) -> str:
