@@ -6,6 +6,7 @@ They are the float model, the int8 model of the engine's own quantizer, and our 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -21,7 +22,7 @@ from relayquant.analysis.onnxruntime_baseline import (
     quantize_with_onnxruntime,
 )
 from relayquant.analysis.openvino_baseline import has_nncf, import_openvino, quantize_with_nncf
-from relayquant.config import Precision
+from relayquant.config import Precision, RecurrentForm
 from relayquant.errors import ModelError
 from relayquant.formats.writers import export_onnx
 
@@ -38,6 +39,7 @@ class OtherEngine:
         quantizer: Name of its int8 models, and the function that makes them.
         has_quantizer: Whether the quantizer is installed. An engine can run without it.
         packages: Packages whose versions affect its times.
+        recurrent: The fastest form of our integer layers that it runs.
     """
 
     engine: Engine
@@ -45,6 +47,7 @@ class OtherEngine:
     quantizer: tuple[str, Quantizer]
     has_quantizer: Callable[[], bool]
     packages: tuple[str, ...]
+    recurrent: RecurrentForm
 
 
 def has_own_quantizer() -> bool:
@@ -62,6 +65,7 @@ OTHER_ENGINES: Mapping[str, OtherEngine] = {
             ("onnxruntime int8", quantize_with_onnxruntime),
             has_own_quantizer,
             ("onnxruntime",),
+            RecurrentForm.OPERATOR,
         ),
         OtherEngine(
             Engine.OPENVINO,
@@ -69,6 +73,7 @@ OTHER_ENGINES: Mapping[str, OtherEngine] = {
             ("openvino int8, NNCF", quantize_with_nncf),
             has_nncf,
             ("openvino", "nncf"),
+            RecurrentForm.STEPS,  # its LSTM takes constants only
         ),
     )
 }
@@ -102,7 +107,6 @@ def prepare_candidates(
     """
     candidates: dict[str, Candidate] = {}
     failures: dict[str, str] = {}
-    exported = folder / "exported.onnx"
 
     def add(other: OtherEngine, name: str, make: Callable[[], Path]) -> None:
         try:
@@ -115,7 +119,9 @@ def prepare_candidates(
         candidates[f"{engine} float"] = Candidate(other.engine, source, precision)
         if other.has_quantizer():
             add(other, name, lambda quantize=quantize: quantize(source, batches, folder))
-        add(other, f"{engine} int8, our QDQ", lambda: export_onnx(qmod, exported))
+        exported = folder / f"{engine}.exported.onnx"
+        write = functools.partial(export_onnx, qmod, exported, recurrent=other.recurrent)
+        add(other, f"{engine} int8, our QDQ", write)
     return CandidateModels(candidates, failures)
 
 

@@ -59,6 +59,13 @@ class GroupedForm(enum.Enum):
     NBITS = "nbits"  #: com.microsoft.MatMulNBits of ONNX Runtime, if it supports the weight
 
 
+class RecurrentForm(enum.Enum):
+    """The form of recurrent layers with integer weights in ONNX."""
+
+    STEPS = "steps"  #: Scan, which quantizes the hidden state in each step, as the module does
+    OPERATOR = "operator"  #: LSTM, GRU or RNN: faster, but the hidden state stays in float
+
+
 class Ranges(enum.Enum):
     """The source of fake quantization scales during training.
 

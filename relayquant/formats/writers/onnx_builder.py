@@ -4,8 +4,8 @@ its integers or its real values.
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import tvm
 from onnx import helper, numpy_helper
 from tvm import relax
 
+from relayquant.config import GroupedForm, RecurrentForm
 from relayquant.errors import ModelError
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.function import find_free_name
@@ -100,14 +101,20 @@ class OnnxBuilder:
         integers: Value -> tensor of its integers.
         rows: Integers of rows, or the pair with their scales -> tensor that they are computed from.
         grouped: How products with grouped weights are written.
+        recurrent: How recurrent layers with integer weights are written.
         units: Accumulators whose real values are their integers: the scale comes later, because it
             is computed at run time.
         sizes: Symbolic size that is read from integers -> its tensor, int64 (1,).
         merged: Values that an earlier node has already computed (a bias inside a convolution).
     """
 
-    def __init__(self, graph: Graph, grouped: enum.Enum | None = None) -> None:
-        self.graph, self.grouped = graph, grouped
+    def __init__(
+        self,
+        graph: Graph,
+        grouped: GroupedForm = GroupedForm.BLOCKS,
+        recurrent: RecurrentForm = RecurrentForm.STEPS,
+    ) -> None:
+        self.graph, self.grouped, self.recurrent = graph, grouped, recurrent
         self.opset = max([BASE_OPSET, *(find_opset(graph, var) for var in graph.order)])
         self.nodes: list[onnx.NodeProto] = []
         self.constants: list[onnx.TensorProto] = []
@@ -141,6 +148,27 @@ class OnnxBuilder:
     def step(self, op: str, inputs: Sequence[str], base: str, **attrs: Any) -> str:
         """Add a node for a tensor that is not a value of the module."""
         return self.emit(op, inputs, self.unique_name(base), **attrs)
+
+    def reduce(
+        self, op: str, data: str, axes: Sequence[int], output: str, keeps: bool = True
+    ) -> str:
+        """Add a reduction. Axes are an attribute before opset 18, an input from then on."""
+        keep = int(keeps)
+        if self.opset < 18 and op != "ReduceSum":
+            return self.emit(op, [data], output, axes=list(axes), keepdims=keep)
+        given = self.constant(np.array(axes, "int64"), f"{output}.axes")
+        return self.emit(op, [data, given], output, keepdims=keep)
+
+    @contextlib.contextmanager
+    def collect(self) -> Iterator[list[onnx.NodeProto]]:
+        """Add the nodes of a block to a list of their own: the body of a Scan. Its constants are
+        those of the graph.
+        """
+        outer, self.nodes = self.nodes, []
+        try:
+            yield self.nodes
+        finally:
+            self.nodes = outer
 
     def constant(self, array: Any, base: str) -> str:
         """Add a constant tensor and return its name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import onnx
@@ -13,7 +14,7 @@ from tvm.ir import Call
 
 from relayquant.base.arguments import check_arguments
 from relayquant.base.storage.files import write_whole
-from relayquant.config import GroupedForm
+from relayquant.config import GroupedForm, RecurrentForm
 from relayquant.errors import ModelError, format_count
 from relayquant.formats.writers.onnx_builder import OnnxBuilder
 from relayquant.formats.writers.onnx_data_movement import (
@@ -66,6 +67,7 @@ def export_onnx(
     path: str | os.PathLike[str],
     *,
     grouped: GroupedForm | str = GroupedForm.BLOCKS,
+    recurrent: RecurrentForm | str = RecurrentForm.STEPS,
 ) -> Path:
     """Write a quantized model as ONNX with QuantizeLinear and DequantizeLinear.
 
@@ -74,10 +76,13 @@ def export_onnx(
             form.
         path: The file. It is written completely or not at all.
         grouped: How products with grouped weights are written.
+        recurrent: How recurrent layers with integer weights are written.
 
     Values keep their names. Weights are integers followed by DequantizeLinear, per channel along
     their axis. Biases are int32 with the scale of their accumulator. An integer module is written
-    operator by operator, each as the float operator between dequantize and quantize.
+    operator by operator, each as the float operator between dequantize and quantize. Recurrent
+    layers with integer weights become Scan, because LSTM, GRU and RNN of ONNX do not round the
+    hidden state in each step.
 
     Returns:
         The path.
@@ -87,7 +92,7 @@ def export_onnx(
             than 2 GB.
     """
     path = Path(path)
-    model = build_model(bind_model(mod), grouped)
+    model = build_model(bind_model(mod), grouped, recurrent)
     size = model.ByteSize()
     if size > MAX_BYTES:
         raise ModelError(
@@ -105,7 +110,11 @@ def export_onnx(
     return path
 
 
-def build_model(mod: tvm.IRModule, grouped: GroupedForm = GroupedForm.BLOCKS) -> onnx.ModelProto:
+def build_model(
+    mod: tvm.IRModule,
+    grouped: GroupedForm = GroupedForm.BLOCKS,
+    recurrent: RecurrentForm = RecurrentForm.STEPS,
+) -> onnx.ModelProto:
     """Build the ONNX model of a module.
 
     Raises:
@@ -113,7 +122,7 @@ def build_model(mod: tvm.IRModule, grouped: GroupedForm = GroupedForm.BLOCKS) ->
     """
     graph = Graph(mod)
     check_operators(graph)
-    builder = OnnxBuilder(graph, grouped)
+    builder = OnnxBuilder(graph, grouped, recurrent)
     for param in graph.func.params:
         store(builder, param, param.name)
     for binding in graph.bindings:
@@ -221,6 +230,14 @@ def keep_needed(
     for node in reversed(builder.nodes):
         if needed & set(node.output):
             nodes.append(node)
-            needed.update(node.input)
+            needed.update(list_reads(node))
     constants = [tensor for tensor in builder.constants if tensor.name in needed]
     return nodes[::-1], constants
+
+
+def list_reads(node: onnx.NodeProto) -> Iterator[str]:
+    """List the tensors that a node and its body read."""
+    yield from node.input
+    for attribute in node.attribute:
+        for inner in attribute.g.node:
+            yield from list_reads(inner)

@@ -84,10 +84,7 @@ def write_mean(
 ) -> str:
     """Write ReduceMean of a tensor, into `output` or a tensor named after it."""
     name = output if is_named else builder.unique_name(output)
-    if builder.opset < 18:
-        return builder.emit("ReduceMean", [data], name, axes=axes, keepdims=int(keeps))
-    given = builder.constant(np.array(axes, "int64"), f"{name}.axes")
-    return builder.emit("ReduceMean", [data, given], name, keepdims=int(keeps))
+    return builder.reduce("ReduceMean", data, axes, name, keeps)
 
 
 def write_rms_norm(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:

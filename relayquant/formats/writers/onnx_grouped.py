@@ -167,17 +167,20 @@ def add_codes(builder: OnnxBuilder, codes: np.ndarray, kind: int, base: str) -> 
 
 
 def write_rows(builder: OnnxBuilder, data: str, name: str) -> str:
-    """Write the real values of data quantized row by row: round(x / scale) * scale, with the steps
-    of `qnn.quantize_rows`.
+    """Write the real values of data quantized row by row: round(x / scale) * scale."""
+    return builder.step("Mul", write_levels(builder, data, name), f"{name}.rows")
+
+
+def write_levels(builder: OnnxBuilder, data: str, name: str) -> tuple[str, str]:
+    """Write round(x / scale), as float32, and the scale of each row, with the steps of
+    `qnn.quantize_rows`.
     """
-    axes = builder.constant(np.array([-1], "int64"), f"{name}.axes")
     limit = builder.constant(np.array(ROW_LIMIT, "float32"), f"{name}.limit")
     zero, one = (builder.constant(np.array(v, "float32"), f"{name}.number") for v in (0.0, 1.0))
     size = builder.step("Abs", [data], f"{name}.size")
-    largest = builder.step("ReduceMax", [size, axes], f"{name}.largest", keepdims=1)
+    largest = builder.reduce("ReduceMax", size, [-1], builder.unique_name(f"{name}.largest"))
     step = builder.step("Div", [largest, limit], f"{name}.step")
     is_some = builder.step("Greater", [step, zero], f"{name}.is_some")
     scale = builder.step("Where", [is_some, step, one], f"{name}.row_scale")
     real = builder.step("Div", [data, scale], f"{name}.scaled")
-    rounded = builder.step("Round", [real], f"{name}.rounded")
-    return builder.step("Mul", [rounded, scale], f"{name}.rows")
+    return builder.step("Round", [real], f"{name}.rounded"), scale

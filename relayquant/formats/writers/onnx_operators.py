@@ -288,17 +288,11 @@ def end_windows(var: relax.Var, call: Call) -> list[int] | None:
 
 
 def write_reduce(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Write ReduceMean and similar operators. Axes are an attribute before opset 18, an input from
-    then on.
-    """
+    """Write ReduceMean and similar operators."""
     data = builder.tensor(call.args[0], var.name)
     axes = call.attrs.axis
     listed = list(range(call.args[0].ty.ndim)) if axes is None else integers(axes)
-    keep = int(call.attrs.keepdims)
-    if builder.opset < 18 and op != "ReduceSum":
-        return builder.emit(op, [data], var.name, axes=listed, keepdims=keep)
-    given = builder.constant(np.array(listed, "int64"), f"{var.name}.axes")
-    return builder.emit(op, [data, given], var.name, keepdims=keep)
+    return builder.reduce(op, data, listed, var.name, bool(call.attrs.keepdims))
 
 
 def write_clip(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:

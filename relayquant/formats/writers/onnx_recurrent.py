@@ -3,8 +3,8 @@
     lstm(x @ w + b, r)  ->  LSTM(x, w, r, b)
 
 ONNX multiplies the inputs too, so a product before the operator becomes part of the node. Without
-one, the inputs are multiplied by the identity. Only the weights are integers in the file: ONNX
-cannot say that the hidden state is quantized in each step.
+one, the inputs are multiplied by the identity. What the operator cannot say is written as a Scan
+(`onnx_recurrent_steps`).
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ from onnx import NodeProto
 from tvm import relax
 from tvm.ir import Call
 
-from relayquant.errors import ModelError
+from relayquant.config import RecurrentForm
 from relayquant.formats.writers.onnx_builder import OnnxBuilder, read_affine
-from relayquant.ir.dialect.qnn.recurrent import CELLS, is_left_out
-from relayquant.ir.rewrite.graph import call_name, tensor_dtype
+from relayquant.formats.writers.onnx_recurrent_steps import write_steps
+from relayquant.ir.dialect.qnn.recurrent import CELLS, has_integer_weight, is_left_out
+from relayquant.ir.rewrite.graph import call_name
 
 
 def write_recurrent(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Write one node, and the concatenation of its results. ModelError if the cell is clipped."""
+    """Write one node, and the concatenation of its results."""
     kind = call_name(call).removeprefix("relax.qnn.")
     cell, name, attrs = CELLS[kind], var.name, call.attrs
-    if getattr(attrs, "cell_clip", 0.0):
-        raise ModelError(
-            f"export_onnx: {name!r} clips its cell at {float(attrs.cell_clip):g}, which ONNX's "
-            "LSTM cannot do. Write the model with relayquant.save_module, or remove the clip "
-            "before the conversion to TFLite.",
-            code="RQ203",
-        )
     data, weight, scale, *others = call.args
-    given = {
-        each: builder.tensor(operand, name)
-        for each, operand in zip(cell.optional, others, strict=True)
-        if not is_left_out(each, operand)
-    }
+    pairs = zip(cell.optional, others, strict=True)
+    operands = {each: operand for each, operand in pairs if not is_left_out(each, operand)}
+    is_integer = has_integer_weight(call)
+    is_rounded = is_integer and builder.recurrent is RecurrentForm.STEPS
+    is_spread = any(not operand.ty.ndim for operand in operands.values())
+    if is_rounded or is_spread or getattr(attrs, "cell_clip", 0.0):
+        return write_steps(builder, var, call, operands)
+    state = builder.tensor(weight, name)
+    if is_integer:
+        affine = read_affine(scale, relax.const(0, "int32"), 1, 2)
+        state = builder.dequantize(state, affine, "int8", builder.unique_name(f"{name}.state"))
+    given = {each: builder.tensor(operand, name) for each, operand in operands.items()}
     units = int(weight.ty.shape.values[0])
     width = units * cell.gates
     source, matrix, bias = find_product(builder, builder.tensor(data, name)) or (
@@ -44,10 +45,6 @@ def write_recurrent(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
         builder.constant(np.eye(width, dtype="float32"), f"{name}.identity"),
         None,
     )
-    state = builder.tensor(weight, name)
-    if tensor_dtype(weight) == "int8":
-        affine = read_affine(scale, relax.const(0, "int32"), 1, 2)
-        state = builder.dequantize(state, affine, "int8", builder.unique_name(f"{name}.state"))
     ones = builder.constant(np.array([0], "int64"), f"{name}.axis")
 
     def expand(tensor: str) -> str:

@@ -262,12 +262,6 @@ def test_layer__what_the_dialect_does_not_have(layer, extra, message, tmp_path):
         import_tflite(layer.write(tmp_path, extra))
 
 
-def test_cell_clip__has_no_form_in_onnx(tmp_path):
-    mod, _ = import_tflite(LAYERS["cell clip"].write(tmp_path))
-    with pytest.raises(ModelError, match=r"clips its cell at 0\.4, which ONNX's LSTM cannot"):
-        rq.export_onnx(mod, tmp_path / "model.onnx")
-
-
 ROWS = np.array([[3, -2, 0], [0, 1, -1], [2, 0, 5]], "int8")
 
 
