@@ -4,7 +4,6 @@ weights, biases and scales train.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,80 +12,32 @@ import numpy as np
 import torch
 import tvm
 from torch import nn
-from torch.utils import _pytree as pytree
 from tvm import relax, tirx
 from tvm.ir import Call
 
-from relayquant.base.qtypes import QParams, Role
 from relayquant.config import Ranges
-from relayquant.errors import ConfigError, DataError, ModelError, format_count
+from relayquant.errors import ConfigError, format_count
 from relayquant.flow.pipeline import convert_model, lower_module, lower_prepared
 from relayquant.ir.ledger import InterfaceValue
-from relayquant.ir.plan import Plan
 from relayquant.ir.rewrite import Emitter, rewrite_main
-from relayquant.ir.rewrite.expressions import FunctionGraph, op_name, with_operands
+from relayquant.ir.rewrite.expressions import with_operands
 from relayquant.stages.prepared import PreparedModel
 from relayquant.torch.batch_norm import FoldedNorm
+from relayquant.torch.call_form import CallForm
 from relayquant.torch.exporting import export, load
+from relayquant.torch.live_batch_norm import LiveBatchNorm
 from relayquant.torch.program import TorchProgram, Values, Visitor, build_program
 from relayquant.torch.reference_module import ReferenceModule
 from relayquant.torch.rounding import MOMENTUM, FakeQuantize, align_channels
 from relayquant.torch.standalone import Unit, finish_reference
+from relayquant.torch.start import check_trainable, start_constant
 from relayquant.torch.submodule_cut import Parts, name_parameter
-
-#: distance of a fitted weight from the boundary of its cell, in steps: on the boundary, the first
-#: optimizer step would undo the fit
-MARGIN = 0.25
-
+from relayquant.torch.sums import Sum, find_bias_scales, find_chained, find_input_groups, find_sums
 
 #: smaller integers are exact in float32
 EXACT_INTEGERS = 2**24
 #: int32 cannot hold a bias of this number of units
 MOST_UNITS = 2**31
-#: operators after a sum that do the same to integers
-CLIPS = ("relax.nn.relu", "relax.clip")
-
-
-@dataclass(frozen=True, eq=False)
-class CallForm:
-    """How a module is called, and what it returns, as trees of tensors.
-
-    Attributes:
-        inputs: (args, kwargs) of a call, as a tree.
-        outputs: The result, as a tree.
-        constants: Leaves of the result that are not tensors, by number.
-        shapes: Input shapes of the integer module. None for any number of samples.
-    """
-
-    inputs: Any
-    outputs: Any
-    constants: Mapping[int, Any]
-    shapes: tuple[tuple[int, ...], ...] | None
-
-    def read_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Return the tensors of a call, in the order of the model's inputs. Also for a call with
-        these tensors only.
-
-        Raises:
-            DataError: the structure differs from the example inputs.
-        """
-        if not kwargs and all(isinstance(arg, torch.Tensor) for arg in args):
-            return list(args)
-        try:
-            leaves = self.inputs.flatten_up_to((args, dict(kwargs)))
-        except ValueError as error:
-            raise DataError(
-                f"The arguments have another structure than the example inputs: {error}",
-                code="RQ302",
-            ) from error
-        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-    def build_result(self, result: Any) -> Any:
-        """Build the model's result from the tensors that it computes."""
-        tensors = iter(result if isinstance(result, tuple) else (result,))
-        count = self.outputs.num_leaves
-        leaves = [self.constants[i] if i in self.constants else next(tensors) for i in range(count)]
-        return pytree.tree_unflatten(leaves, self.outputs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,89 +63,6 @@ class Source:
             "A trainable module cannot be pickled. Save its state_dict() and load it into a "
             "module prepared in the same way; or save the result of relayquant.torch.convert.",
             code="RQ105",
-        )
-
-
-@dataclass(frozen=True)
-class Sum:
-    """A sum of products with its bias, requantized once to the scale of the result.
-
-    Attributes:
-        bias, shape: Key of the bias, and its shape.
-        group: Key of the group of the result.
-    """
-
-    bias: str
-    shape: tuple[int, ...]
-    group: str
-
-
-class LiveBatchNorm(nn.Module):
-    """A batch norm separated from a quantized operator, with live statistics.
-
-    The operator's weight is rounded as folded with the running statistics, as in FX's ConvBn (Jacob
-    et al. 2018, section 3.2, https://arxiv.org/abs/1712.05877).
-
-    With a = gamma / sqrt(running variance + epsilon) the operator's weight is weight * a. In
-    training, its sum of products y is converted to the statistics of the batch: y * sqrt(running
-    variance + epsilon) / sqrt(batch variance + epsilon), and the bias uses the batch's mean. In
-    evaluation the factor is 1, and weight and bias are the folded ones.
-    """
-
-    running_mean: torch.Tensor
-    running_var: torch.Tensor
-    is_frozen: torch.Tensor
-
-    def __init__(self, folded: FoldedNorm, bias_shape: tuple[int, ...]) -> None:
-        super().__init__()
-        norm = folded.norm
-        self.place, self.bias_shape = folded, bias_shape
-        self.epsilon, self.momentum = norm.epsilon, norm.momentum
-        self.gamma = nn.Parameter(torch.from_numpy(norm.gamma.copy()))
-        self.beta = nn.Parameter(torch.from_numpy(norm.beta.copy()))
-        self.register_buffer("running_mean", torch.from_numpy(norm.mean.copy()))
-        self.register_buffer("running_var", torch.from_numpy(norm.variance.copy()))
-        self.register_buffer("is_frozen", torch.tensor(False))
-
-    def find_factor(self) -> torch.Tensor:
-        """Return the factor of the weight."""
-        return self.gamma / torch.sqrt(self.running_var + self.epsilon)
-
-    def fold_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the weight folded for the operator."""
-        return weight * align_channels(self.find_factor(), weight, self.place.weight_axis)
-
-    def fold_bias(self) -> torch.Tensor:
-        """Return the bias folded for the operator."""
-        shift = self.beta - self.running_mean * self.find_factor()
-        return shift.reshape(self.bias_shape)
-
-    def forward(self, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Convert the folded weight's sum of products to the batch's statistics. Return it and
-        the bias to add.
-        """
-        if not self.training or self.is_frozen:
-            return total, self.fold_bias()
-        axis = self.place.axis % total.ndim
-        axes = [i for i in range(total.ndim) if i != axis]
-        count = total.numel() // total.shape[axis]
-        if count < 2:
-            raise ModelError(
-                f"Batch norm {self.place.norm.name!r}: a batch of one value per channel has no "
-                "variance. Train with larger batches, or freeze_statistics().",
-                code="RQ206",
-            )
-        deviation = torch.sqrt(self.running_var + self.epsilon)
-        # The sum of the weight before folding. If that factor is 0, the product is 0 too.
-        plain = total / align_channels(self.gamma / deviation, total, axis)
-        variance, mean = torch.var_mean(plain, axes, correction=0)
-        with torch.no_grad():
-            self.running_mean.lerp_(mean, self.momentum)
-            self.running_var.lerp_(variance * (count / (count - 1)), self.momentum)
-        inverse = torch.rsqrt(variance + self.epsilon)
-        bias = self.beta - self.gamma * mean * inverse
-        return total * align_channels(deviation * inverse, total, axis), bias.reshape(
-            self.bias_shape
         )
 
 
@@ -616,133 +484,9 @@ def list_dtypes(values: Sequence[InterfaceValue]) -> dict[str | int, str]:
     return {i: value.requested for i, value in enumerate(values) if value.is_integer}
 
 
-def find_input_groups(prepared: PreparedModel) -> dict[str, str]:
-    """Map each requested integer input to the group that rounds it. Float operators read the
-    rounded value too.
-    """
-    keys = prepared.plan.value_groups
-    return {
-        value.name: keys[value.name][0]
-        for value in prepared.inputs
-        if value.is_integer and keys.get(value.name)
-    }
-
-
-def find_chained(plan: Plan) -> set[str]:
-    """Find values of operator chains that become lookup tables. The elements of an array there
-    are one number and must stay equal.
-    """
-    return {
-        value
-        for operator in plan.operators
-        if operator.quantized and operator.op == "relax.elementwise_chain"
-        for value in operator.values
-    }
-
-
-def find_bias_scales(plan: Plan) -> dict[str, tuple[str, str]]:
-    """Map each bias to the groups of data and weight whose scales are its unit. A bias with its
-    own group uses that group.
-    """
-    found = {}
-    for operator in plan.operators:
-        keys = dict(operator.operands)
-        if {"data", "weight"} <= keys.keys() and "bias" not in keys:
-            found[f"{operator.name}:bias"] = keys["data"], keys["weight"]
-    return found
-
-
-def find_sums(
-    prepared: PreparedModel, program: TorchProgram, bias_scales: Collection[str]
-) -> dict[str, Sum]:
-    """Find sums that are rounded once and that nothing else reads, by the name of the value.
-
-    A sum that something is added to has another arithmetic (`qnn.add`). So has a sum whose operator
-    continues in a table.
-    """
-    plan, found = prepared.plan, {}
-    main = prepared.graph.mod["main"]
-    values = {var.name: value for var, value in FunctionGraph(main).values.items()}
-    readers = Counter(var.name for step in program.steps for var in step.reads)
-    readers.update(var.name for var in relax.analysis.free_vars(main.body.body))
-    groups = [group for group in plan.groups if group.base is None and not group.constant]
-    points = {point: group.key for group in groups for point in group.points}
-    for operator in plan.operators:
-        bias, output = f"{operator.name}:bias", operator.output
-        if bias not in bias_scales or output not in points or "residual" in dict(operator.operands):
-            continue
-        name = output
-        while name in values and op_name(values[name]) in CLIPS and readers[name] == 1:
-            name = values[name].args[0].name
-        is_sum = name in values and op_name(values[name]) == "relax.add"
-        constant = prepared.graph.constants.get(bias)
-        if is_sum and readers[name] == 1 and constant is not None:
-            added = [arg.name for arg in values[name].args if isinstance(arg, relax.Var)]
-            if constant.var.name in added:
-                found[name] = Sum(bias, constant.value.shape, points[output])
-    return found
-
-
 def array(tensor: torch.Tensor) -> np.ndarray:
     """Copy to a float32 array."""
     return tensor.detach().numpy().copy()
-
-
-def check_trainable(prepared: PreparedModel) -> None:
-    """Refuse operators that the calibration graph does not compute as the integer module does.
-
-    Raises:
-        ConfigError: names the operator and why.
-    """
-    for operator in prepared.plan.operators:
-        reason = ""
-        if operator.accumulator is not None:
-            reason = (
-                "has a narrow accumulator, whose overflow has no gradient: prepare for a backend "
-                "without one, and use relayquant.analysis.accumulator_report on the result"
-            )
-        elif operator.grouped is not None:
-            reason = (
-                "has a weight with scales by group, which do not train: leave it in float, and "
-                "use relayquant.compress_weights on the result"
-            )
-        elif operator.dynamic is not None:
-            reason = (
-                "gets its parameters at run time: use an activation that is not dynamic, or "
-                "leave it in float"
-            )
-        if reason:
-            raise ConfigError(
-                f"Operator {operator.name!r} cannot be trained: it {reason}.", code="RQ206"
-            )
-    prepared.require_parameters()
-
-
-def start_constant(prepared: PreparedModel, key: str) -> np.ndarray:
-    """Return the start value of a weight or bias for training.
-
-    A weight that calibration fitted is a multiple of its scale. Training starts from the point in
-    that step's cell that is nearest to the float weight, so that both the fit and the rounding
-    error are kept.
-    """
-    original, fitted = prepared.graph.constants[key].value, prepared.constants.get(key)
-    if fitted is None:
-        return original
-    group = next((g for g in prepared.plan.groups if g.key == key), None)
-    if group is None or group.info.role is not Role.WEIGHT:
-        return fitted
-    step = reshape_scale(prepared.parameters[key], fitted.ndim)
-    half = (0.5 - MARGIN) * step
-    return np.clip(original, fitted - half, fitted + half).astype("float32")
-
-
-def reshape_scale(qparams: QParams, ndim: int) -> np.ndarray:
-    """Reshape a scale to broadcast."""
-    if qparams.axis is None:
-        return qparams.scale
-    shape = [1] * ndim
-    shape[qparams.axis] = -1
-    return qparams.scale.reshape(shape)
 
 
 def replace_constants(

@@ -38,8 +38,9 @@ from relayquant.torch.exporting import load as load_program
 from relayquant.torch.user_mapping import read_mapping
 
 if TYPE_CHECKING:
+    from relayquant.torch.call_form import CallForm
     from relayquant.torch.standalone import Unit
-    from relayquant.torch.trainable import CallForm, TrainableModule
+    from relayquant.torch.trainable import TrainableModule
 
 
 @check_arguments

@@ -22,12 +22,8 @@ from relayquant.stages.calibration.weights.statistics import InputStatistics
 from relayquant.stages.calibration.weights.target import solve_target
 from relayquant.torch.program import TorchProgram, Values
 from relayquant.torch.rounding import FakeQuantize
-from relayquant.torch.trainable import (
-    MARGIN,
-    TrainableModule,
-    name_parameter,
-    reshape_scale,
-)
+from relayquant.torch.start import MARGIN, reshape_scale
+from relayquant.torch.trainable import TrainableModule, name_parameter
 
 #: maximum number of values in the sampled rows of an operator's input, and of rows; seed of the
 #: choice

@@ -1,0 +1,54 @@
+"""How an exported module is called: arguments -> tensors, tensors -> its result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from relayquant.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class CallForm:
+    """How a module is called, and what it returns, as trees of tensors.
+
+    Attributes:
+        inputs: (args, kwargs) of a call, as a tree.
+        outputs: The result, as a tree.
+        constants: Leaves of the result that are not tensors, by number.
+        shapes: Input shapes of the integer module. None for any number of samples.
+    """
+
+    inputs: Any
+    outputs: Any
+    constants: Mapping[int, Any]
+    shapes: tuple[tuple[int, ...], ...] | None
+
+    def read_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Return the tensors of a call, in the order of the model's inputs. Also for a call with
+        these tensors only.
+
+        Raises:
+            DataError: the structure differs from the example inputs.
+        """
+        if not kwargs and all(isinstance(arg, torch.Tensor) for arg in args):
+            return list(args)
+        try:
+            leaves = self.inputs.flatten_up_to((args, dict(kwargs)))
+        except ValueError as error:
+            raise DataError(
+                f"The arguments have another structure than the example inputs: {error}",
+                code="RQ302",
+            ) from error
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    def build_result(self, result: Any) -> Any:
+        """Build the model's result from the tensors that it computes."""
+        tensors = iter(result if isinstance(result, tuple) else (result,))
+        count = self.outputs.num_leaves
+        leaves = [self.constants[i] if i in self.constants else next(tensors) for i in range(count)]
+        return pytree.tree_unflatten(leaves, self.outputs)
