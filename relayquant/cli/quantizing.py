@@ -94,13 +94,13 @@ def read_search(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_int4(backend: BackendConfig) -> rq.QConfigMapping:
-    """Return the backend's default configuration with weights of -7 to 7."""
+    """Return the backend's default configuration with weights of -8 to 7."""
     default = backend.default_qconfig
     if default is None:
         raise ConfigError(
             f"--weights int4: backend {backend.name!r} has no default to change.", code="RQ102"
         )
-    spec = replace(default.weight.spec, quant_min=-7, quant_max=7)
+    spec = replace(default.weight.spec, quant_min=-8, quant_max=7)
     narrow = replace(default, weight=rq.TensorConfig(spec, rq.observers.MSE()))
     return rq.QConfigMapping().set_global(narrow)
 
