@@ -158,9 +158,9 @@ def suggest_sizes(name: str, wanted: Sequence[object], given: Sequence[int]) -> 
     shape = tuple(free.get(at, size) for at, size in enumerate(wanted))
     axes = ", ".join(f"{at}: torch.export.Dim({size!r})" for at, size in free.items())
     return (
-        f" For other sizes load the model with free ones: ONNX with relayquant.load(path, "
-        f"shapes={{{name!r}: {shape}}}), PyTorch exported with dynamic_shapes={{{name!r}: "
-        f"{{{axes}}}}}."
+        " For other sizes load the model with free ones: ONNX and TFLite with "
+        f"relayquant.load(path, shapes={{{name!r}: {shape}}}), PyTorch exported with "
+        f"dynamic_shapes={{{name!r}: {{{axes}}}}}."
     )
 
 

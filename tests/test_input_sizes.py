@@ -26,7 +26,7 @@ class Fixed:
 RNG = np.random.default_rng(0)
 EIGHT, THREE, FLAT = (RNG.random(shape, "float32") for shape in ((8, 4), (3, 4), (4,)))
 ADVICE = (
-    r"For other sizes load the model with free ones: ONNX with relayquant\.load\(path, "
+    r"For other sizes load the model with free ones: ONNX and TFLite with relayquant\.load\(path, "
     r"shapes=\{'x': \('n0', 4\)\}\), PyTorch exported with "
     r"dynamic_shapes=\{'x': \{0: torch\.export\.Dim\('n0'\)\}\}\."
 )

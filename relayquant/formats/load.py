@@ -80,7 +80,7 @@ def _read_onnx(request: Request) -> Imported:
 
 
 def _read_tflite(request: Request) -> Imported:
-    return import_tflite(request.path, max_bytes=request.max_bytes)
+    return import_tflite(request.path, shapes=request.shapes, max_bytes=request.max_bytes)
 
 
 def _read_torch(request: Request) -> Imported:
@@ -148,7 +148,7 @@ def _is_torch(model: object) -> bool:
 #: All kinds of models that can be read.
 FORMATS: tuple[Format, ...] = (
     Format(".onnx", "ONNX", _read_onnx, takes_shapes=True, takes_inputs=True, is_model=_is_onnx),
-    Format(".tflite", "TensorFlow Lite", _read_tflite),
+    Format(".tflite", "TensorFlow Lite", _read_tflite, takes_shapes=True),
     Format(".pt2", "torch.export", _read_torch, is_model=_is_torch),
     Format(ARCHIVE_SUFFIX, "relayquant", _read_module),
     Format(".relay", "Relay text", _read_relay_text, takes_shapes=True, takes_params=True),
@@ -179,8 +179,9 @@ def load(
             .tflite, .pt2 (written by torch.export.save), .rqm (written by `save_module`), or a
             Relay file of TVM 0.7 to 0.19: .relay (`mod.astext()`) or .json (`tvm.ir.save_json`).
             Or a language model: .gguf, or a folder with config.json and safetensors files.
-        shapes: Input name -> shape, to fix or rename symbolic dimensions (ONNX, Relay):
+        shapes: Input name -> shape, to fix or rename symbolic dimensions (ONNX, TFLite, Relay):
             {"x": ("N", 3, 224, 224)}. Sizes that weights of an ONNX model fix may be left out.
+            Sizes that a TFLite file leaves open are 1 without it, with a warning.
         inputs: Input name -> value, a number or an array (ONNX): {"sr": 16000}. The input becomes a
             constant, and an If that depends on it becomes the branch that is taken.
         params: Relay only: {name: array} or a file of `save_param_dict`. Default: the file

@@ -13,6 +13,8 @@ from relayquant.ir.rewrite.graph import free_vars, tensor_dtype, tensor_shape
 
 OTHERWISE = "Write this part of the model with other operators before its export"
 
+FIX_SIZES = "Fix the symbolic sizes of the inputs while loading: shapes=, --shape in a shell"
+
 
 class Refusal(ValueError):
     """A node is not converted: "its ... is ...; supported: ...".

@@ -73,8 +73,8 @@ def describe_state(
     if sizes is None or not all(isinstance(size, tvm.tirx.IntImm) for size in sizes):
         raise ModelError(
             f"State {name!r} is {param.ty}. Its sizes must be known, because the first call needs "
-            f"a value. Fix them: shapes={{{name!r}: (1, 2, 128)}} for ONNX, or without "
-            "dynamic_shapes in torch.export.",
+            f"a value. Fix them: shapes={{{name!r}: (1, 2, 128)}} for ONNX and TFLite, or "
+            "without dynamic_shapes in torch.export.",
             code="RQ204",
         )
     value = StateValue(name, tuple(int(size) for size in sizes), str(param.ty.dtype), initial)

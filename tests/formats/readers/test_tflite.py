@@ -90,11 +90,6 @@ def test_truncated_file__refused(shared_data, tmp_path, keep):
         load(path)
 
 
-def test_shapes__do_not_apply(shared_data):
-    with pytest.raises(ModelError, match=r"does not apply to a \.tflite file"):
-        load(shared_data(MODEL), shapes={"input_1": (2, 32, 32, 3)})
-
-
 def test_tflite_missing__extra_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tflite", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'relayquant\[tflite\]'"):

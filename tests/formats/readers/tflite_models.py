@@ -20,7 +20,7 @@ PLACE = 0x5A5A5A5A5A5A5A00
 class Tensor:
     """A tensor of a model: a constant if it has values, sparse if these are those of the rows and
     columns that are not 0 (CSR): (row ends, columns). `scale` is (scale, zero point). Operators may
-    write a variable.
+    write a variable. A signature has -1 for sizes that the model leaves open.
     """
 
     name: str
@@ -30,6 +30,7 @@ class Tensor:
     csr: tuple[Sequence[int], Sequence[int]] | None = None
     scale: tuple[float, int] | None = None
     variable: bool = False
+    signature: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ def write_model(
         fields = {
             **({"Name": builder.CreateString(tensor.name)} if tensor.name else {}),
             "Shape": make_numbers(tensor.shape),
+            **({"ShapeSignature": make_numbers(tensor.signature)} if tensor.signature else {}),
             **({"Sparsity": make_sparsity(tensor)} if tensor.csr else {}),
             **({"Quantization": make_scale(*tensor.scale)} if tensor.scale else {}),
         }

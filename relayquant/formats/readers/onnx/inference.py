@@ -25,7 +25,7 @@ from tvm import relax, tirx
 from tvm.ir import GenericConst
 
 from relayquant.formats.readers.onnx.rewrite import WIDENED
-from relayquant.formats.readers.refusal import Refusal
+from relayquant.formats.readers.refusal import FIX_SIZES, Refusal
 from relayquant.ir.rewrite.graph import constant_value, static_size
 
 #: Largest result of an operator, in elements: 16 GiB of float32.
@@ -242,7 +242,7 @@ def settle_shape(
     if ty.ndim < 0 and not has_shape:
         raise Refusal(
             f"the rank of its result {label!r} is not known; supported: known ranks",
-            "Fix the symbolic sizes of the inputs while loading: shapes=, --shape in a shell",
+            FIX_SIZES,
         )
     sizes = []
     for at in range(len(dims) if has_shape else ty.ndim):

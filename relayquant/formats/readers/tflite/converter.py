@@ -23,6 +23,7 @@ from relayquant.formats.readers.refusal import OTHERWISE, NotConstant, Refusal, 
 from relayquant.formats.readers.tflite.control_flow import FLOW, STATE, AssignedVariable
 from relayquant.formats.readers.tflite.operators import OPERATORS
 from relayquant.formats.readers.tflite.recurrent import LAYERS, check_floats, convert_layer
+from relayquant.formats.readers.tflite.sizes import OpenSizes, read_signature
 from relayquant.formats.readers.tflite.tables import SIZES
 from relayquant.ir.reference.frame import Frame
 from relayquant.ir.reference.interpreter import evaluate
@@ -112,10 +113,10 @@ class VariableTable:
 
 
 def make_converter(
-    frontend: Any, sources: dict[str, SourceNode], found: VariableTable
+    frontend: Any, sources: dict[str, SourceNode], found: VariableTable, sizes: OpenSizes
 ) -> type[Any]:
     """Make the class of a converter that records in `sources` which operator made which value, and
-    in `found` the variables that change.
+    in `found` the variables that change. Operands have the shapes that `sizes` says.
     """
     from tflite import TensorType
 
@@ -136,6 +137,12 @@ def make_converter(
 
         def get_tensors(self, tensors_idx_list: Any) -> list[Any]:
             tensors = super().get_tensors(tensors_idx_list)
+            for tensor in tensors:
+                at = tensor.tensor_idx
+                if at >= 0:
+                    tensor.tensor = sizes.see(
+                        tensor.tensor, self.find_name(at), self.find_value(at)
+                    )
             for tensor in tensors if self.in_float else ():
                 if tensor.qnn_params is not None:
                     tensor.qnn_params = None
@@ -298,11 +305,9 @@ def make_converter(
             differs from TFLite's.
             """
             made = tensor_shape(value)
-            shape = tuple(self._get_relax_tensor_shape(tensor))
-            signature = tensor.tensor.ShapeSignatureAsNumpy()
-            fixed = [True] * len(shape)
-            if isinstance(signature, np.ndarray) and signature.size:
-                fixed = [size >= 0 for size in signature.tolist()]
+            stored = self.subgraph.Tensors(tensor.tensor_idx)
+            shape = tuple(self._get_relax_tensor_shape(stored))
+            fixed = [size >= 0 for size in read_signature(stored)]
             fixed += [True] * (len(shape) - len(fixed))
             is_open = not shape and not (tensor.tensor.HasRank() or made == ())
             if made is not None and not is_open:

@@ -19,6 +19,7 @@ from relayquant.formats.readers.refusal import OTHERWISE
 from relayquant.formats.readers.state import StatePair, hold_state
 from relayquant.formats.readers.tflite.converter import VariableTable, make_converter
 from relayquant.formats.readers.tflite.options import read_options
+from relayquant.formats.readers.tflite.sizes import OpenSizes, ShapesOf, check_same, choose_sizes
 from relayquant.formats.readers.tflite.tables import check_tables, list_codes, open_model
 
 #: Bytes 4 to 8 of every TFLite file.
@@ -27,7 +28,10 @@ FILE_IDENTIFIER = b"TFL3"
 
 @check_arguments
 def import_tflite(
-    path: PathLike, *, max_bytes: int = DEFAULT_MAX_BYTES
+    path: PathLike,
+    *,
+    shapes: ShapesOf | None = None,
+    max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
     """Import a .tflite file with weights bound as constants.
 
@@ -35,11 +39,18 @@ def import_tflite(
     `relayquant.sources` maps the name of a value to its operator. TFLite operators have no names,
     so a node is named after its first output tensor.
 
+    Args:
+        path: The file.
+        shapes: Input name -> shape, for sizes that the file leaves open. A name makes a size
+            symbolic. Without it they are 1, with a warning.
+        max_bytes: Refuse a larger file.
+
     Returns:
         The module and {} (no parameter is left unbound).
 
     Raises:
-        ModelError: the file cannot be read, or an operator is not supported.
+        ModelError: the file cannot be read, an operator is not supported or needs the number of a
+            symbolic size, or `shapes` contradicts the file.
         MissingDependencyError: the package tflite is not installed.
     """
     try:
@@ -53,7 +64,7 @@ def import_tflite(
     with reading(path, "TensorFlow Lite model", ModelError):
         model = read_file(check_file(path, max_bytes), tflite)
     # A file with valid tables is a model: unsupported parts of it are not damage.
-    return convert_model(model)
+    return convert_model(model, shapes), {}
 
 
 def read_file(path: Path, tflite: Any) -> Any:
@@ -75,19 +86,26 @@ def read_file(path: Path, tflite: Any) -> Any:
     return model
 
 
-def convert_model(model: Any) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
+def convert_model(model: Any, shapes: ShapesOf | None = None) -> tvm.IRModule:
     """Convert a model with valid tables to a module."""
-    frontend = _tvm.load_tflite_frontend()
     sources: dict[str, SourceNode] = {}
+    mods = [convert_once(model, sizes, sources) for sizes in choose_sizes(model, shapes)]
+    check_same(mods, sources)
+    return mods[0]
+
+
+def convert_once(model: Any, sizes: OpenSizes, sources: dict[str, SourceNode]) -> tvm.IRModule:
+    """Convert a model with these sizes. `sources` gets the operators of its values."""
+    frontend = _tvm.load_tflite_frontend()
     found = VariableTable(assigns_variables(model))
     try:
         with _tvm.FRONTEND_LOCK:
-            converter = make_converter(frontend, sources, found)
-            mod = frontend.from_tflite(model, op_converter=converter)
+            converter = make_converter(frontend, sources, found, sizes)
+            mod = frontend.from_tflite(model, {**sizes.shapes}, op_converter=converter)
         # The frontend attaches the weights that it has already bound.
         mod["main"] = mod["main"].without_attr("params")
         mod, pairs = add_variables(mod, found)
-        return hold_state(name_values(mod, sources), pairs), {}
+        return hold_state(name_values(mod, sources), pairs)
     except RelayQuantError:
         raise
     except Exception as error:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
-from relayquant.formats.readers.refusal import Refusal
+from relayquant.formats.readers.refusal import FIX_SIZES, Refusal
 from relayquant.formats.readers.tflite.options import read_options
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
@@ -35,8 +35,11 @@ def read_constant(converter: Any, op: Any, at: int) -> np.ndarray:
 def find_shape(value: relax.Expr) -> list[int]:
     """Return the shape of a value. Refusal if it is known at run time only."""
     shape = tensor_shape(value)
-    if shape is None or not all(isinstance(size, int) for size in shape):
+    if shape is None:
         raise Refusal("the shape of its operand depends on values; supported: fixed shapes")
+    if not all(isinstance(size, int) for size in shape):
+        text = ", ".join(map(str, shape))
+        raise Refusal(f"its operand has the symbolic shape ({text}); supported: numbers", FIX_SIZES)
     return [int(size) for size in shape]
 
 
@@ -436,10 +439,10 @@ def convert_fully_connected(converter: Any, op: Any) -> relax.Expr:
     value = converter.get_tensor_expr(data)
     width = find_shape(converter.get_tensor_expr(weight))[-1]
     is_kept = read_options(op, FullyConnectedOptions).KeepNumDims()
-    shape = find_shape(value)
+    shape = tensor_shape(value) or find_shape(value)
     if is_kept or (len(shape) == 2 and shape[-1] == width):
         return converter.convert_fully_connected(op)
-    rows = converter.bb.emit(relax.op.reshape(value, [math.prod(shape) // width, width]))
+    rows = converter.bb.emit(relax.op.reshape(value, [-1, width]))
     with converter.replaced(data, rows):
         return converter.convert_fully_connected(op)
 

@@ -252,6 +252,11 @@ def check_tensor(model: Any, tensor: Any, types: dict[int, str], size: int) -> N
     shape = [tensor.Shape(axis) for axis in range(tensor.ShapeLength())]
     if any(n < 0 for n in shape) or math.prod(shape) > MAX_ELEMENTS:
         raise ValueError(f"tensor {name!r} has the shape {shape}")
+    if not 0 <= tensor.ShapeSignatureLength() <= MAX_RANK:
+        count = format_count(tensor.ShapeSignatureLength(), "open or fixed size")
+        raise ValueError(f"tensor {name!r} has {count}")
+    for axis in range(tensor.ShapeSignatureLength()):
+        tensor.ShapeSignature(axis)  # inside the file
     buffer = model.Buffers(tensor.Buffer())
     length = buffer.DataLength()
     if not 0 <= length <= 2 * size or not buffer.ends_in(size):

@@ -1,0 +1,113 @@
+"""Sizes that a TFLite file leaves open: -1 in shape_signature."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tflite_models import Operator, Tensor, write_model
+
+import relayquant as rq
+from relayquant.errors import ModelError
+from relayquant.ir.rewrite.graph import tensor_shape
+
+RNG = np.random.default_rng(0)
+WEIGHT = RNG.standard_normal((2, 3, 1, 1)).astype("float32")
+SHARED = ("ic_resnet8_fp32.tflite", "ic_resnet8_int8_reference.tflite")
+SAME, VALID = 0, 1
+
+
+def write_conv(path, padding: int, stride: int = 1):
+    """A convolution of 3 rows over data (N, H, 1, 1), whose N and H are open."""
+    tensors = [
+        Tensor("x", (1, 1, 1, 1), signature=(-1, -1, 1, 1)),
+        Tensor("w", WEIGHT.shape, values=WEIGHT),
+        Tensor("y", (1, 1, 1, 2), signature=(-1, -1, 1, 2)),
+    ]
+    fields = {"Padding": padding, "StrideH": stride, "StrideW": 1}
+    fields |= {"DilationHFactor": 1, "DilationWFactor": 1}
+    conv = Operator("CONV_2D", ["x", "w"], ["y"], "Conv2DOptions", fields)
+    return write_model(path / "m.tflite", tensors, [conv], ["x"], ["y"])
+
+
+def convolve(x: np.ndarray, padding: int, stride: int) -> np.ndarray:
+    rows, taps = x.shape[1], WEIGHT.shape[1]
+    if padding == SAME:
+        total = max((-(-rows // stride) - 1) * stride + taps - rows, 0)
+        x = np.pad(x, [(0, 0), (total // 2, total - total // 2), (0, 0), (0, 0)])
+    windows = np.lib.stride_tricks.sliding_window_view(x[:, :, :, 0], taps, axis=1)[:, ::stride]
+    return np.einsum("nrct,ot->nrco", windows, WEIGHT[:, :, 0, 0])
+
+
+@pytest.mark.parametrize("rows", [6, 7])
+@pytest.mark.parametrize(("padding", "stride"), [(SAME, 1), (SAME, 2), (VALID, 2), (SAME, 3)])
+def test_open_sizes__are_given(padding, stride, rows, tmp_path):
+    path = write_conv(tmp_path, padding, stride)
+    mod, _ = rq.load(path, shapes={"x": (3, rows, 1, 1)})
+    x = RNG.standard_normal((3, rows, 1, 1)).astype("float32")
+    (got,) = rq.reference.run(mod, [x])
+    np.testing.assert_allclose(got, convolve(x, padding, stride), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("padding", "stride"), [(SAME, 1), (VALID, 1), (VALID, 2)])
+def test_open_sizes__get_names(padding, stride, tmp_path):
+    path = write_conv(tmp_path, padding, stride)
+    mod, _ = rq.load(path, shapes={"x": ("N", "H", 1, 1)})
+    assert tensor_shape(mod["main"].params[0]) == ("N", "H", 1, 1)
+    for batch, rows in ((1, 5), (3, 8)):
+        x = RNG.standard_normal((batch, rows, 1, 1)).astype("float32")
+        (got,) = rq.reference.run(mod, [x])
+        np.testing.assert_allclose(got, convolve(x, padding, stride), rtol=1e-5, atol=1e-5)
+
+
+def test_open_sizes__padding_that_depends_on_a_name_is_refused(tmp_path):
+    path = write_conv(tmp_path, SAME, 2)
+    with pytest.raises(ModelError, match=r"CONV_2D \(output 'y'\) is another one for each size"):
+        rq.load(path, shapes={"x": (1, "H", 1, 1)})
+    rq.load(path, shapes={"x": ("N", 6, 1, 1)})
+
+
+def test_open_sizes__are_1_with_a_warning(tmp_path):
+    path = write_conv(tmp_path, SAME)
+    with pytest.warns(UserWarning, match=r"read as 1: 'x' \(-1, -1, 1, 1\).*\('n0', 'n1', 1, 1\)"):
+        mod, _ = rq.load(path)
+    assert tensor_shape(mod["main"].params[0]) == (1, 1, 1, 1)
+
+
+def test_open_sizes__a_result_whose_size_an_operator_needs(tmp_path):
+    """It is in the file alone, for data of one row."""
+    tensors = [
+        Tensor("x", (1, 4), signature=(-1, 4)),
+        Tensor("y", (1, 4), signature=(-1, 4)),
+    ]
+    reshape = Operator("STABLEHLO_RESHAPE", ["x"], ["y"])
+    path = write_model(tmp_path / "m.tflite", tensors, [reshape], ["x"], ["y"])
+    with pytest.raises(ModelError, match=r"size of its result 'y', which the file leaves open"):
+        rq.load(path, shapes={"x": (3, 4)})
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({"z": (1, 1, 1, 1)}, "'z', which is not an input"),
+        ({"x": (1, 1)}, "allowed: 4 sizes"),
+        ({"x": (1, 0, 1, 1)}, "allowed: positive integers"),
+        ({"x": (1, 4, 2, 1)}, "fixes it to 1"),
+        ({"x": (1, 4, "W", 1)}, "fixes it to 1"),
+    ],
+)
+def test_shapes__that_contradict_the_file(shapes, message, tmp_path):
+    with pytest.raises(ModelError, match=message):
+        rq.load(write_conv(tmp_path, SAME), shapes=shapes)
+
+
+@pytest.mark.parametrize("file", SHARED)
+def test_open_sizes__each_sample_of_a_network_is_as_alone(file, shared_data):
+    path = shared_data(file)
+    with pytest.warns(UserWarning, match="read as 1"):
+        alone, _ = rq.load(path)
+    (param,) = alone["main"].params
+    x = (RNG.standard_normal((3, 32, 32, 3)) * 60).astype(str(param.ty.dtype))
+    want = np.concatenate([rq.reference.run(alone, [each[None]])[0] for each in x])
+    for size in (3, "N"):
+        mod, _ = rq.load(path, shapes={param.name: (size, 32, 32, 3)})
+        np.testing.assert_allclose(rq.reference.run(mod, [x])[0], want, rtol=1e-5, atol=1e-5)
