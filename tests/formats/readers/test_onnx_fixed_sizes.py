@@ -100,6 +100,47 @@ def test_fix_sizes__that_contradict_stay():
     assert read_shape(info) == ["n", "k"]
 
 
+@pytest.mark.parametrize(
+    ("op", "attrs", "shapes", "expected"),
+    [
+        ("Concat", {"axis": 1}, [("n", 3), ("m", 4), ("k", 1)], [("n", 3), ("n", 4), ("n", 1)]),
+        ("Concat", {"axis": -1}, [("n", 3), (2, 4), ("k", 1)], [(2, 3), (2, 4), (2, 1)]),
+        ("Concat", {"axis": 0}, [("n", "t"), ("m", "u")], [("n", "t"), ("m", "t")]),
+        ("MatMul", {}, [("n", "k"), ("j", 4)], [("n", "k"), ("k", 4)]),
+        ("Gemm", {"transB": 1}, [("n", "k"), (4, "j")], [("n", "k"), (4, "k")]),
+    ],
+    ids=str,
+)
+def test_fix_sizes__that_have_different_names(op, attrs, shapes, expected):
+    """Converters name the batch of each input for itself. Sizes that must be equal are one."""
+    ort = pytest.importorskip("onnxruntime")
+    inputs = {f"x{at}": shape for at, shape in enumerate(shapes)}
+    nodes = [helper.make_node("Relu", [name], [f"{name}_positive"]) for name in inputs]
+    node = helper.make_node(op, [f"{name}_positive" for name in inputs], ["y"], **attrs)
+    model = make_model([*nodes, node], inputs, {}, {"y": ("p", "q")})
+    mod, _ = rq.load(model)
+    assert [tensor_shape(value) for value in mod["main"].params] == expected
+    sizes = {"n": 2, "k": 3, "m": 5, "t": 6}
+    arrays = [draw(*(sizes.get(str(size), size) for size in shape)) for shape in expected]
+    given = dict(zip(inputs, arrays, strict=True))
+    (want,) = ort.InferenceSession(model.SerializeToString()).run(None, given)
+    executor = rq.Executor(rq.compile(mod))
+    np.testing.assert_allclose(executor.run("main", arrays)[0], want, rtol=1e-5, atol=1e-6)
+    arrays[1] = np.concatenate([arrays[1]] * 2, axis=1 if op == "Gemm" or "m" in expected[1] else 0)
+    with pytest.raises((rq.DataError, RuntimeError)):
+        executor.run("main", arrays)
+
+
+def test_fix_sizes__of_the_states_of_a_recurrence():
+    """Their batch is that of the sequence."""
+    shapes = {"x": ("t", "n", 5), "h": (1, "batch", 2)}
+    weights = {"w": draw(1, 6, 5), "r": draw(1, 6, 2)}
+    node = helper.make_node("GRU", ["x", "w", "r", "", "", "h"], ["y"], hidden_size=2)
+    graph = make_model([node], shapes, weights, {"y": None}).graph
+    found = fix_sizes(graph.node, graph.initializer, [*graph.input], 17)
+    assert [read_shape(info) for info in found] == [["t", "n", 5], [1, "n", 2]]
+
+
 @pytest.mark.parametrize("opset", [12, 17])
 def test_squeeze__without_axes_keeps_symbolic_sizes(opset):
     """The declared result has one size: the symbolic one."""

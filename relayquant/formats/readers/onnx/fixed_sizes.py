@@ -22,41 +22,68 @@ from relayquant.ir.rewrite.function import find_free_name
 #: A size is an int, or the name of a symbolic one; None if it is not known.
 Size = int | str | None
 Shape = Sequence[Size]
-#: Attributes of a node, shapes of its first two operands -> two sizes that must be equal.
-Rule = Callable[[Mapping[str, Any], Shape, Shape], tuple[Size, Size]]
+#: Attributes of a node, shapes of its operands (() if not known) -> pairs of sizes that must be
+#: equal.
+Rule = Callable[[Mapping[str, Any], Sequence[Shape]], Iterable[tuple[Size, Size]]]
 
 
-def match_gemm(attrs: Mapping[str, Any], x: Shape, w: Shape) -> tuple[Size, Size]:
+def match_matmul(attrs: Mapping[str, Any], shapes: Sequence[Shape]) -> list[tuple[Size, Size]]:
+    """(..., M, K) x (..., K, N), or a vector of K."""
+    x, w = shapes[:2]
+    return [(x[-1], w[max(len(w) - 2, 0)])]
+
+
+def match_gemm(attrs: Mapping[str, Any], shapes: Sequence[Shape]) -> list[tuple[Size, Size]]:
     """(M, K) x (K, N), each as it is or transposed."""
-    return x[0 if attrs.get("transA") else 1], w[1 if attrs.get("transB") else 0]
+    x, w = shapes[:2]
+    return [(x[0 if attrs.get("transA") else 1], w[1 if attrs.get("transB") else 0])]
 
 
-def match_conv(attrs: Mapping[str, Any], x: Shape, w: Shape) -> tuple[Size, Size]:
+def match_conv(attrs: Mapping[str, Any], shapes: Sequence[Shape]) -> list[tuple[Size, Size]]:
     """(N, C, ...) and weights (outputs, C / groups, ...)."""
-    return x[1], w[1] * attrs.get("group", 1) if isinstance(w[1], int) else None
+    x, w = shapes[:2]
+    return [(x[1], w[1] * attrs.get("group", 1) if isinstance(w[1], int) else None)]
 
 
-def match_channels(attrs: Mapping[str, Any], x: Shape, w: Shape) -> tuple[Size, Size]:
+def match_channels(attrs: Mapping[str, Any], shapes: Sequence[Shape]) -> list[tuple[Size, Size]]:
     """(N, C, ...) and weights or scales (C, ...)."""
-    return x[1], w[0]
+    return [(shapes[0][1], shapes[1][0])]
 
 
-def match_inputs(attrs: Mapping[str, Any], x: Shape, w: Shape) -> tuple[Size, Size]:
-    """(T, N, inputs) and weights (directions, gates * hidden, inputs)."""
-    return x[2], w[2]
+def match_recurrent(attrs: Mapping[str, Any], shapes: Sequence[Shape]) -> list[tuple[Size, Size]]:
+    """(T, N, inputs), weights (directions, gates * hidden, inputs) and states (directions, N,
+    hidden), which are operands 5 and 6.
+    """
+    x, w = shapes[:2]
+    if attrs.get("layout"):
+        return [(x[2], w[2])]
+    return [(x[2], w[2]), *((x[1], state[1]) for state in shapes[5:7] if len(state) == 3)]
+
+
+def match_concat(attrs: Mapping[str, Any], shapes: Sequence[Shape]) -> list[tuple[Size, Size]]:
+    """All sizes but those of the axis."""
+    first, *others = [shape for shape in shapes if shape]
+    axis = attrs["axis"] % len(first)
+    return [
+        pair
+        for shape in others
+        for at, pair in enumerate(zip(first, shape, strict=False))
+        if at != axis
+    ]
 
 
 #: Operator -> (least rank of its first two operands, its rule).
 RULES: Mapping[str, tuple[tuple[int, int], Rule]] = {
-    "MatMul": ((1, 1), lambda attrs, x, w: (x[-1], w[max(len(w) - 2, 0)])),
+    "MatMul": ((1, 1), match_matmul),
     "Gemm": ((2, 2), match_gemm),
     "Conv": ((3, 3), match_conv),
     "ConvTranspose": ((3, 3), match_channels),
-    "LSTM": ((3, 3), match_inputs),
-    "GRU": ((3, 3), match_inputs),
-    "RNN": ((3, 3), match_inputs),
+    "LSTM": ((3, 3), match_recurrent),
+    "GRU": ((3, 3), match_recurrent),
+    "RNN": ((3, 3), match_recurrent),
     "BatchNormalization": ((2, 1), match_channels),
     "InstanceNormalization": ((3, 1), match_channels),
+    "Concat": ((1, 1), match_concat),
 }
 
 
@@ -66,7 +93,7 @@ def fix_sizes(
     inputs: list[onnx.ValueInfoProto],
     opset: int,
 ) -> list[onnx.ValueInfoProto]:
-    """Return the inputs with the sizes that operators fix.
+    """Return the inputs with the sizes that operators fix. Two names of one size become one.
 
     Args:
         nodes: The graph's nodes, in order.
@@ -145,25 +172,31 @@ def find_fixed(
     weights: Sequence[onnx.TensorProto],
     inputs: Sequence[onnx.ValueInfoProto],
     opset: int,
-) -> dict[str, int]:
-    """Find symbolic sizes of the inputs that an operator fixes: name -> size."""
-    free = {size for info in inputs for size in read_shape(info) or () if isinstance(size, str)}
+) -> Mapping[str, int | str]:
+    """Find symbolic sizes of the inputs that an operator fixes: name -> size. Those that must equal
+    a size of another name, name -> the first such name, if none is fixed.
+    """
+    sizes = [size for info in inputs for size in read_shape(info) or () if isinstance(size, str)]
+    free = {name: at for at, name in reversed([*enumerate(sizes)])}  # where it is used first
     ruled = [node for node in nodes if node.op_type in RULES and node.domain in STANDARD]
     if not (free and ruled):
         return {}
     shapes = infer_shapes(nodes, weights, inputs, opset)
-    found: dict[str, set[int]] = {}
+    fixed: dict[str, set[int]] = {}
+    renamed: dict[str, str] = {}
     for node in ruled:
         ranks, rule = RULES[node.op_type]
-        x, w = (shapes.get(name) or () for name in node.input[:2])
-        if len(x) < ranks[0] or len(w) < ranks[1]:
+        operands = [shapes.get(name) or () for name in node.input]
+        if any(len(shape) < rank for shape, rank in zip(operands, ranks, strict=False)):
             continue
         attrs = {each.name: helper.get_attribute_value(each) for each in node.attribute}
-        pair = rule(attrs, x, w)
-        for name, size in (pair, pair[::-1]):
-            if name in free and isinstance(size, int):
-                found.setdefault(str(name), set()).add(size)
-    return {name: min(sizes) for name, sizes in found.items() if len(sizes) == 1}
+        for pair in rule(attrs, operands):
+            for name, size in (pair, pair[::-1]):
+                if name in free and isinstance(size, int):
+                    fixed.setdefault(str(name), set()).add(size)
+                elif name in free and size in free and free[name] > free[size]:
+                    renamed[str(name)] = str(size)
+    return {name: min(sizes) for name, sizes in fixed.items() if len(sizes) == 1} or renamed
 
 
 def infer_shapes(
