@@ -226,6 +226,13 @@ def store_vector(buffer: Buffer, value: Expr, offset: Expr, lanes: int, width: i
         done += piece
 
 
+def emit_unknown(number: Expr) -> Expr:
+    """Return a positive int32 number of which LLVM does not know the range."""
+    name = "llvm.arithmetic.fence.f32"
+    bits = T.reinterpret("float32", T.Cast("int32", number))
+    return T.reinterpret("int32", T.call_llvm_pure_intrin(name, bits, dtype="float32"))
+
+
 def emit_prefetch(buffer: Buffer, offset: Expr, level: int, write: bool = False) -> None:
     """Fetch the cache line of an element into the cache of this level. Changes no value.
 

@@ -20,14 +20,17 @@ multiplied by zero weights, or the ends of several runs are joined to words in r
 while the next panel is fetched. Threads split the panels, or the pixels if there are few weights.
 - Padding, a flip of the sign bit, and slack for the last word are one copy into a workspace, made
 only if needed.
+- Where a reduction is short, the results of a tile are converted and stored between the products of
+the next one, if the core does not do so by itself.
 - Small groups are merged until a vector of output channels is filled; the weights between groups
 are zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -47,8 +50,10 @@ from relayquant.codegen.kernels.emit import (
     ceil_div,
     constant,
     emit_prefetch,
+    emit_unknown,
     load_vector,
     loop_over,
+    split_index,
     store_vector,
 )
 from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, pack_constants
@@ -65,7 +70,7 @@ from relayquant.codegen.kernels.integer.operands import (
     locate_panel,
 )
 from relayquant.codegen.kernels.integer.plan_choice import choose_plan
-from relayquant.codegen.kernels.integer.saturating_pack import PACKED
+from relayquant.codegen.kernels.integer.saturating_pack import count_packed
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, PackedWeights
 from relayquant.codegen.kernels.integer.tiled import emit_tiled, mark_stores_once
 from relayquant.codegen.kernels.integer.tiled_plan import TiledPlan
@@ -86,6 +91,10 @@ LONG_LOOP = 4
 #: Threads split the pixels up to this many weights per input value. Weights are read in order and
 #: fetched ahead, while data that another core wrote has to be waited for.
 WEIGHTS_PER_INPUT = 4
+
+#: Tiles of a run whose results are stored during the next products: at most, and at least where
+#: threads share fewer than `PARTS` runs.
+MOST_RUN, FEWEST_RUN, PARTS = 64, 4, 16
 
 #: Loops over tiles: all panels of weights for each tile of pixels, or all pixels for each panel.
 PIXEL_ORDER = "n row col group panel"
@@ -177,12 +186,33 @@ def emit_convolution(
     axes, halved = order.split(), find_halved_axis(plan, order, sizes) if threads else None
     if halved is not None:
         axes, sizes = ["half", *axes], {**sizes, "half": 2, halved: sizes[halved] // 2}
-    tiles = sizes["n"] * sizes["row"] * sizes["col"]
-    with loop_over(tuple(sizes[axis] for axis in axes), threads) as indices:
+    extents = tuple(sizes[axis] for axis in axes)
+
+    def name_indices(indices: list[Expr]) -> dict[str, Expr]:
         index = dict(zip(axes, indices, strict=True))
-        tile = (index["n"] * sizes["row"] + index["row"]) * sizes["col"] + index["col"]
         if halved is not None:
             index[halved] = index[halved] + index.pop("half") * sizes[halved]
+        return index
+
+    if plan.is_delayed:
+        assert store is None
+        emit_delayed(
+            plan,
+            image,
+            operands,
+            prod(extents),
+            lambda tile: locate_tile(
+                plan, image, placement, **name_indices(split_index(tile, extents))
+            ),
+            threads,
+        )
+        return
+    tiles = sizes["n"] * sizes["row"] * sizes["col"]
+    with loop_over(extents, threads) as indices:
+        # of the half, if there are two
+        within = dict(zip(axes, indices, strict=True))
+        tile = (within["n"] * sizes["row"] + within["row"]) * sizes["col"] + within["col"]
+        index = name_indices(indices)
         at = locate_tile(plan, image, placement, **index)
         ahead = None
         if order == PANEL_ORDER and tiles <= PREFETCH_TILES:
@@ -195,6 +225,73 @@ def emit_convolution(
         chains = emit_start(plan, operands, at)
         emit_reduction(plan, image, operands, at, chains, ahead, following)
         (store or store_integers)(plan, operands, at, add_chains(plan, chains))
+
+
+def emit_delayed(
+    plan: ConvPlan,
+    image: Image,
+    operands: Operands,
+    tiles: int,
+    locate: Callable[[Expr], TilePosition],
+    threads: bool,
+) -> None:
+    """Emit so many tiles in runs, each of which stores results during the products of the next.
+
+    `locate` finds a tile by its number. The last run is moved back. Each run ends with stores
+    alone.
+    """
+    lanes = plan.isa.lanes
+    run = ceil_div(tiles, max(ceil_div(tiles, MOST_RUN), min(PARTS, tiles // FEWEST_RUN)))
+    with loop_over((ceil_div(tiles, run),), threads) as (part,):
+        first = T.min(part * run, tiles - run) if tiles % run else part * run
+        kept = alloc_vectors(plan.tile.pixels * plan.tile.blocks, lanes)
+        unknown = emit_unknown(first + 1)
+
+        def find(tile: Expr) -> TilePosition:
+            # LLVM does not know that this is 0. It would load before the loop what is the same for
+            # all tiles, and keep it on the stack.
+            at, zero = locate(first + tile), (unknown + tile) >> 31
+            return replace(at, origin=at.origin + zero, first_vector=at.first_vector + zero)
+
+        def emit_products(tile: Expr, stores: Sequence[Callable[[], None]] = ()) -> None:
+            at = find(tile)
+            emit_residual_prefetch(plan, operands, at)
+            (sums,) = emit_start(plan, operands, at)
+            emit_mixed(plan, image, operands, at, sums, stores)
+            for old, new in zip(kept, sums, strict=True):
+                store_vector(old, load_vector(new, 0, lanes), 0, lanes)
+
+        def list_stores(tile: Expr) -> list[Callable[[], None]]:
+            at, totals = find(tile), [load_vector(each, 0, lanes) for each in kept]
+            targets = [pixel + at.out_channels[0] for pixel in at.out_pixels]
+            return [
+                partial(store_packed, plan, operands, targets, at.constants, totals, number)
+                for number in range(0, len(totals), count_packed(plan.tile.blocks))
+            ]
+
+        emit_products(T.int32(0))
+        with T.serial(run - 1) as i:
+            emit_products(i + 1, list_stores(i))
+        for emit in list_stores(T.int32(run - 1)):
+            emit()
+
+
+def emit_mixed(
+    plan: ConvPlan,
+    image: Image,
+    operands: Operands,
+    at: TilePosition,
+    sums: list[Buffer],
+    stores: Sequence[Callable[[], None]],
+) -> None:
+    """Emit all words of a tile one by one, and `stores` between them, evenly."""
+    done = 0
+    for word in range(plan.words):
+        emit_words(plan, image, operands, at, [sums], word * plan.isa.products, word, 1)
+        due = ceil_div((word + 1) * len(stores), plan.words)
+        for store in stores[done:due]:
+            store()
+        done = due
 
 
 def pick_order(plan: ConvPlan) -> str:
@@ -369,36 +466,19 @@ def emit_reduction(
     this order makes LLVM spill (`Isa.blocks_first`).
     """
     spec, isa, blocks = plan.spec, plan.isa, plan.tile.blocks
-    width = isa.accumulator_lanes
     dilation_h, dilation_w = spec.dilation
 
     def steps(tap_h: Expr, tap_w: Expr, word: Expr, count: int) -> None:
         """Emit `count` words from `word` on, distributed over the chains."""
         tap = (tap_h * dilation_h * image.width + tap_w * dilation_w) * spec.in_channels
-        first = at.origin + tap + word * isa.products
+        offset = tap + word * isa.products
         index = (tap_h * plan.taps[1] + tap_w) * plan.words + word
         for share, buffer, level in ((ahead, operands.weight, 2), (following, image.data, 1)):
             if share is not None:
                 line = CACHE_LINE // np.dtype(buffer.dtype).itemsize
                 for element in range(0, count * share.step, line):
                     emit_prefetch(buffer, share.start + index * share.step + element, level)
-        pixels = [
-            isa.load_activations(image.data, first + start, count) for start in at.pixel_starts
-        ]
-        loads = [
-            [isa.join_words(list(words)) for words in zip(*members, strict=True)]
-            for members in group_pixels(pixels, isa)
-        ]
-        for i in range(count):
-            vectors = at.first_vector + (index + i) * blocks
-            sums = list(enumerate(chains[i % len(chains)]))
-            if isa.blocks_first:
-                sums.sort(key=lambda each: each[0] % blocks)
-            for slot, acc in sums:
-                members, block = divmod(slot, blocks)
-                weights = isa.load_weights(operands.weight, vectors + block)
-                value = isa.dot(load_vector(acc, 0, width), loads[members][i], weights)
-                store_vector(acc, value, 0, width)
+        emit_words(plan, image, operands, at, chains, offset, index, count)
 
     unrolled = ceil_div(len(chains), isa.words_per_load) * isa.words_per_load
     times = isa.count_steps(plan.tile.pixels, blocks, plan.tile.pixels * blocks * len(chains))
@@ -413,6 +493,41 @@ def emit_reduction(
             steps(tap_h, tap_w, T.int32(whole * unrolled), rest)
     for end_word in range(plan.end_words):
         emit_end_word(plan, image, operands, at, chains[end_word % len(chains)], end_word)
+
+
+def emit_words(
+    plan: ConvPlan,
+    image: Image,
+    operands: Operands,
+    at: TilePosition,
+    chains: list[list[Buffer]],
+    offset: Expr | int,
+    index: Expr | int,
+    count: int,
+) -> None:
+    """Emit the dot products of `count` words from number `index` on, distributed over the chains.
+
+    Their activations are at `offset` from those of the first word of a pixel.
+    """
+    isa, blocks, width = plan.isa, plan.tile.blocks, plan.isa.accumulator_lanes
+    pixels = [
+        isa.load_activations(image.data, at.origin + offset + start, count)
+        for start in at.pixel_starts
+    ]
+    loads = [
+        [isa.join_words(list(words)) for words in zip(*members, strict=True)]
+        for members in group_pixels(pixels, isa)
+    ]
+    for i in range(count):
+        vectors = at.first_vector + (index + i) * blocks
+        sums = list(enumerate(chains[i % len(chains)]))
+        if isa.blocks_first:
+            sums.sort(key=lambda each: each[0] % blocks)
+        for slot, acc in sums:
+            members, block = divmod(slot, blocks)
+            weights = isa.load_weights(operands.weight, vectors + block)
+            value = isa.dot(load_vector(acc, 0, width), loads[members][i], weights)
+            store_vector(acc, value, 0, width)
 
 
 def emit_end_word(
@@ -459,7 +574,7 @@ def store_integers(
     plan: ConvPlan, operands: Operands, at: TilePosition, totals: list[Expr]
 ) -> None:
     """Store the sums of a tile through the epilogue."""
-    isa, epilogue, blocks, lanes = plan.isa, plan.spec.epilogue, plan.tile.blocks, plan.isa.lanes
+    epilogue, blocks, lanes = plan.spec.epilogue, plan.tile.blocks, plan.isa.lanes
     if not plan.is_narrow:
         for slot, total in enumerate(totals):
             pixel, block = divmod(slot, blocks)
@@ -468,12 +583,28 @@ def store_integers(
             emit_store(operands, epilogue, total, target, first, lanes, plan.store_width)
         return
     targets = [pixel + at.out_channels[0] for pixel in at.out_pixels]
-    for first in range(0, len(totals), PACKED):
-        values = totals[first : first + PACKED]
-        pixels = targets[first // blocks : (first + len(values)) // blocks]
-        emit_narrow_vectors(
-            isa, epilogue, operands, values, pixels, at.constants, blocks, plan.store_width
-        )
+    for first in range(0, len(totals), count_packed(blocks)):
+        store_packed(plan, operands, targets, at.constants, totals, first)
+
+
+def store_packed(
+    plan: ConvPlan,
+    operands: Operands,
+    targets: list[Expr],
+    constants: Expr,
+    totals: list[Expr],
+    first: int,
+) -> None:
+    """Store the sums from number `first` on that are packed to one vector of bytes.
+
+    `targets` are the offsets of all pixels of the tile in y.
+    """
+    isa, epilogue, blocks = plan.isa, plan.spec.epilogue, plan.tile.blocks
+    values = totals[first : first + count_packed(blocks)]
+    pixels = targets[first // blocks : (first + len(values)) // blocks]
+    emit_narrow_vectors(
+        isa, epilogue, operands, values, pixels, constants, blocks, plan.store_width
+    )
 
 
 def build_conv2d(

@@ -75,12 +75,14 @@ def rank_tiles(
                 if registers > isa.registers and not isa.may_spill:
                     continue
                 time += stack_cost * (registers > most_registers)
-                steps = words * taps + end_words
-                time = time * steps + isa.timing.tiles.time_stores(dots, blocks, blocks in narrow)
+                steps, tile = words * taps + end_words, Tile(rows, cols, blocks, chains)
+                is_delayed = blocks in narrow and steps == words and can_delay(tile, words, isa)
+                store = isa.timing.tiles.time_stores(dots, blocks, blocks in narrow, is_delayed)
+                time = time * steps + store
                 time = max(time, ((pixels + blocks) * steps + dots) * isa.timing.tiles.load)
                 tiles = ceil_div(height, rows) * ceil_div(width, cols) * ceil_div(vectors, blocks)
                 cost = tiles * time * (1 + 0.01 * (rows > 1)) - 0.001 * pixels
-                found.append((cost, Tile(rows, cols, blocks, chains)))
+                found.append((cost, tile))
     assert found  # sizes are at least 1, with enough pixels for one accumulator
     found.sort(key=lambda each: each[0])  # stable: of equal tiles the first wins
     return [tile for _, tile in found]
@@ -89,6 +91,17 @@ def rank_tiles(
 def count_chains(dots: int, words: int, isa: Isa) -> int:
     """Count the partial sums per result that hide the latency of `dots` dot products per word."""
     return max(min(ceil_div(isa.dots_in_flight, dots), isa.accumulators // dots, words), 1)
+
+
+def can_delay(tile: Tile, words: int, isa: Isa) -> bool:
+    """Whether the sums of a tile stay in registers until the products of the next have been made.
+
+    All `words` of a tile are unrolled, with the stores of the tile before between them.
+    """
+    sums = 2 * tile.pixels * tile.blocks
+    registers = isa.count_registers(tile.pixels, tile.blocks, sums) + isa.early_loads
+    fits = registers <= isa.registers and tile.chains == isa.pixels == 1
+    return fits and words <= isa.timing.tiles.delayed_words
 
 
 def merge_groups(spec: Conv2d, isa: Isa) -> int:
@@ -203,7 +216,7 @@ class ConvPlan:
         is_whole = self.group_out % NARROW_PIECE == 0
         return tuple(
             blocks
-            for blocks in (1, 2, 4)
+            for blocks, _ in self.isa.timing.tiles.narrow_store
             if self.group_out >= blocks * self.isa.lanes
             or (is_whole and self.vectors > blocks // 2)
         )
@@ -240,6 +253,12 @@ class ConvPlan:
     def is_narrow(self) -> bool:
         """Whether results are stored as packed bytes, four vectors at a time."""
         return self.tile.blocks in self.narrow_blocks
+
+    @cached_property
+    def is_delayed(self) -> bool:
+        """Whether the results of a tile are stored between the products of the next."""
+        is_single = prod(self.taps) == 1 and not self.end_words
+        return is_single and self.is_narrow and can_delay(self.tile, self.words, self.isa)
 
     @cached_property
     def panel_channels(self) -> int:

@@ -31,6 +31,7 @@ from relayquant.codegen.kernels.emit import (
     broadcast,
     concat_vectors,
     constant,
+    emit_unknown,
     load_vector,
     store_vector,
     vector,
@@ -166,13 +167,6 @@ def emit_mask(tests: list[Expr | None], lanes: int) -> Expr:
     name = f"llvm.arithmetic.fence.v{lanes}f32"
     mask = T.call_llvm_pure_intrin(name, mask, dtype=vector("float32", lanes))
     return T.reinterpret(vector("int32", lanes), mask)
-
-
-def emit_unknown(number: Expr) -> Expr:
-    """Return a positive int32 number of which LLVM does not know the range."""
-    name = "llvm.arithmetic.fence.f32"
-    bits = T.reinterpret("float32", T.Cast("int32", number))
-    return T.reinterpret("int32", T.call_llvm_pure_intrin(name, bits, dtype="float32"))
 
 
 def emit_column(

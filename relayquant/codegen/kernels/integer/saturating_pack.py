@@ -43,17 +43,22 @@ def can_narrow(isa: Isa, epilogue: Epilogue) -> bool:
 
 
 def channel_order(lanes: int, blocks: int) -> NDArray[np.int64]:
-    """Return [block, lane] -> channel within a panel of `blocks` (1, 2 or 4) vectors."""
+    """Return [block, lane] -> channel within a panel of `blocks` (1 to 4) vectors."""
     part, element = np.divmod(np.arange(lanes), PART)
     block = np.arange(blocks)[:, None]
     return part * (PART * blocks) + block * PART + element
 
 
+def count_packed(blocks: int) -> int:
+    """Count the vectors of whole pixels, of `blocks` each, that are packed together."""
+    return PACKED // blocks * blocks
+
+
 def word_order(lanes: int, blocks: int) -> NDArray[np.int64]:
     """Return the positions of words of pixels, [pixel][part][block], in a packed vector."""
-    pixels, parts = PACKED // blocks, lanes // PART
-    packed = np.arange(PACKED * parts).reshape(parts, pixels, blocks)
-    return packed.transpose(1, 0, 2).reshape(-1)
+    parts = lanes // PART
+    packed = np.arange(PACKED * parts).reshape(parts, PACKED)[:, : count_packed(blocks)]
+    return packed.reshape(parts, -1, blocks).transpose(1, 0, 2).reshape(-1)
 
 
 def emit_word_shuffle(words: list[Expr], order: NDArray[np.int64]) -> Expr:
@@ -85,9 +90,12 @@ def emit_narrow_residuals(
         return [T.Cast(vector("int32", lanes), pixel) for pixel in pixels]
     packed = pixels[0]
     if blocks < PACKED:
-        pixels += pixels[:1] * (PACKED // blocks - len(pixels))
+        # A shuffle has no more results than operands.
+        pixels += pixels[:1] * (ceil_div(PACKED, blocks) - len(pixels))
         words = [T.reinterpret(vector("float32", count // 4), pixel) for pixel in pixels]
-        packed = emit_word_shuffle(words, np.argsort(word_order(lanes, blocks)))
+        order, positions = np.zeros(lanes, "int64"), word_order(lanes, blocks)
+        order[positions] = np.arange(positions.size)
+        packed = emit_word_shuffle(words, order)
         packed = T.reinterpret(vector("uint8", PACKED * lanes), packed)
     return emit_spread(packed, lanes)[: len(offsets) * blocks]
 
@@ -141,9 +149,9 @@ def emit_narrow_store(
         store_vector(buffer, packed, offsets[0], PACKED * lanes, width)
         return
     # Gather the words of each pixel once. Storing them one by one costs as much as four vectors.
-    order = word_order(lanes, blocks)
+    order, count = word_order(lanes, blocks), lanes * blocks // PACKED
+    order = np.resize(order, lanes)
     words = emit_word_shuffle([T.reinterpret(vector("float32", lanes), packed)], order)
-    count = order.size * blocks // PACKED
     for pixel, offset in enumerate(offsets):
         own = T.Shuffle([words], [T.int32(pixel * count + i) for i in range(count)])
         own = T.reinterpret(vector(epilogue.dtype, count * 4), own)

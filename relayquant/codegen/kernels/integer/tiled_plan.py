@@ -280,7 +280,7 @@ class TiledPlan(ConvPlan):
             time += sums * self.tile_rows * PADDED_STORE_CYCLES
         return time + sums * unit.store_cycles + BLOCK_CYCLES
 
-    @property
+    @cached_property
     def is_delayed(self) -> bool:
         """Whether the sums of a block are converted and stored during the products of the next."""
         return self.steps >= DELAYED_STEPS

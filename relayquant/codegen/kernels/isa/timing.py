@@ -40,13 +40,23 @@ class TileTiming:
     #: product, and what is late once stays late. The time is for one chain of sums
     looped: float = 0.0
     plain_store: float = 7.0  #: of one vector of results, stored alone
-    #: of one vector of results that is stored as packed bytes, in tiles of 1, 2 and 4 blocks
+    #: of one vector of results that is stored as packed bytes, for the numbers of blocks of tiles
+    #: that may be stored so
     narrow_store: tuple[tuple[int, float], ...] = ((1, 6.0), (2, 5.5), (4, 4.75))
+    #: most words of a sum whose results are stored between or behind the products of the next tile,
+    #: and the time of one vector, as in `narrow_store`. A core that begins the next tile early
+    #: enough by itself gains nothing
+    delayed_words: int = 0
+    delayed_store: tuple[tuple[int, float], ...] = ()
     ahead: int = 32
     behind: float = 0.0
 
-    def time_stores(self, results: int, blocks: int, is_narrow: bool) -> float:
+    def time_stores(
+        self, results: int, blocks: int, is_narrow: bool, is_delayed: bool = False
+    ) -> float:
         """Return the time to store `results` vectors of a tile of `blocks` vectors."""
+        if is_delayed:
+            return results * dict(self.delayed_store)[blocks]
         one = dict(self.narrow_store).get(blocks, self.plain_store)
         one = one if is_narrow else self.plain_store
         return results * one + self.behind * max(results - self.ahead, 0)
@@ -127,7 +137,9 @@ ZEN5 = Timing(
         dots_in_flight=6,
         looped=8.8,
         plain_store=2.8,
-        narrow_store=((1, 2.2), (2, 1.7), (4, 1.3)),
+        narrow_store=((1, 2.2), (2, 1.7), (3, 1.9), (4, 1.3)),
+        delayed_words=8,
+        delayed_store=((1, 1.9), (2, 1.4), (3, 1.45), (4, 1.15)),
         ahead=10,
         behind=0.7,
     ),
