@@ -17,6 +17,7 @@ from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Stor
 from relayquant.codegen.kernels.integer.specs import Conv2d
 from relayquant.codegen.kernels.isa.arm import NEON, SDOT, SMMLA
 from relayquant.codegen.kernels.isa.base import PORTABLE
+from relayquant.codegen.kernels.isa.timing import ZEN5
 from relayquant.codegen.kernels.isa.x86 import VNNI512, X86_ISAS
 
 
@@ -72,6 +73,8 @@ CASES = {
     "3x3/2, 144 channels, 8 rows": depthwise(
         1, 16, 10, 144, (3, 3), (2, 2), (0, 1, 1, 0), in_zero_point=200
     ),
+    "3x3, 64 channels, 2 columns": depthwise(1, 5, 2, 64, (3, 3), (1, 1), SAME, in_zero_point=9),
+    "3x3, 64 channels, no padding, 1 column": depthwise(2, 4, 3, 64, (3, 3), (1, 1)),
     "1x3/2, 64 channels, no padding": depthwise(1, 1, 9, 64, (1, 3), (1, 2), in_zero_point=3),
     "3x3/2, 1 column": depthwise(1, 5, 1, 64, (3, 3), (2, 2), SAME, in_zero_point=255),
     "4x4/3, dilation": depthwise(
@@ -95,11 +98,25 @@ CASES = {
 }  # fmt: skip
 
 
+ON_ZEN5 = VNNI512.with_timing(ZEN5)
+
+
+def has_blocks(spec: Conv2d) -> bool:
+    return DepthwisePlan(spec, ON_ZEN5.for_convolution(spec.in_dtype)).has_blocks
+
+
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("case", CASES)
 @every_isa_in_samples
 def test_build_depthwise__equals_numpy(isa, case):
     check_conv2d(CASES[case], isa, runnable_target(isa))
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("case", [case for case in CASES if has_blocks(CASES[case])])
+def test_build_depthwise__rows_stored_after_the_products_of_the_next(case):
+    assert DepthwisePlan(CASES[case], ON_ZEN5).is_delayed
+    check_conv2d(CASES[case], ON_ZEN5, runnable_target(VNNI512))
 
 
 @pytest.mark.parametrize("isa", [*X86_ISAS, PORTABLE, NEON, SDOT, SMMLA], ids=lambda isa: isa.name)

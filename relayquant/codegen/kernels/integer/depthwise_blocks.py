@@ -102,10 +102,18 @@ def emit_block(plan: DepthwisePlan, operands: Operands, at: BlockPosition) -> No
         for buffer, word in zip(window[slot], words, strict=True):
             store_vector(buffer, word, 0, lanes)
 
+    last = LastRow(plan, operands, at, alloc_vectors(PACKED, lanes))
+
     def emit(column: Expr | int) -> None:
         for slot in range(plan.kept, plan.span):
             load_column(slot, column * stride + (slot - left))
-        emit_column(plan, operands, at, window, column, (unknown + column) >> 31)
+        zero = (unknown + column) >> 31
+        for row in range(plan.out_rows):
+            sums = emit_sums(plan, operands, at, window, row, zero)
+            if plan.is_delayed:
+                last.exchange(row, column, sums)
+            else:
+                store_results(plan, operands, at, row, column, sums)
         for slot, v in product(range(plan.kept), range(PACKED)):
             moved = load_vector(window[slot + stride][v], 0, lanes)
             store_vector(window[slot][v], moved, 0, lanes)
@@ -113,6 +121,8 @@ def emit_block(plan: DepthwisePlan, operands: Operands, at: BlockPosition) -> No
     for slot in range(plan.kept):
         load_column(slot, slot - left)
     before, behind = plan.inside_columns
+    if plan.is_delayed:  # the first column has none before it
+        before, behind = max(before, 1), max(behind, 1)
     for column in range(before):
         emit(column)
     if behind > before:
@@ -120,6 +130,38 @@ def emit_block(plan: DepthwisePlan, operands: Operands, at: BlockPosition) -> No
             emit(i + before)
     for column in range(behind, spec.out_size[1]):
         emit(column)
+    if plan.is_delayed:
+        last.store(plan.out_rows, spec.out_size[1] - 1)
+
+
+@dataclass(frozen=True)
+class LastRow:
+    """The sums of the last output row that was computed. They are stored after those of the next.
+
+    So a core that looks ahead a limited number of instructions finds products between conversions.
+    """
+
+    plan: DepthwisePlan
+    operands: Operands
+    at: BlockPosition
+    sums: list[Buffer]
+
+    def exchange(self, row: int, column: Expr | int, sums: list[Expr]) -> None:
+        """Emit the sums of a row, then the stores of the row before, if there is one."""
+        lanes = self.plan.isa.lanes
+        fresh = alloc_vectors(PACKED, lanes)
+        for buffer, value in zip(fresh, sums, strict=True):
+            store_vector(buffer, value, 0, lanes)
+        if row or not isinstance(column, int) or column:
+            self.store(row, column)
+        for old, new in zip(self.sums, fresh, strict=True):
+            store_vector(old, load_vector(new, 0, lanes), 0, lanes)
+
+    def store(self, row: int, column: Expr | int) -> None:
+        """Emit the stores of the row before `row` of a column."""
+        before = (row - 1, column) if row else (self.plan.out_rows - 1, column - 1)
+        sums = [load_vector(each, 0, self.plan.isa.lanes) for each in self.sums]
+        store_results(self.plan, self.operands, self.at, *before, sums)
 
 
 def locate_rows(plan: DepthwisePlan, at: BlockPosition) -> list[InputRow | None]:
@@ -169,40 +211,55 @@ def emit_mask(tests: list[Expr | None], lanes: int) -> Expr:
     return T.reinterpret(vector("int32", lanes), mask)
 
 
-def emit_column(
+def emit_sums(
     plan: DepthwisePlan,
     operands: Operands,
     at: BlockPosition,
     window: list[list[Buffer]],
-    column: Expr | int,
+    row: int,
     zero: Expr,
-) -> None:
-    """Emit sums and results of a block at one output column, from the words of the window.
+) -> list[Expr]:
+    """Emit the sums of output row number `row` of a block, from the words of the window.
 
     `zero` is added to the numbers of weights. It depends on the column, and LLVM does not know that
     it is 0. Otherwise it would load all weights before the loop, and keep most on the stack.
     """
     spec, isa, lanes, taps = plan.spec, plan.isa, plan.isa.lanes, plan.spec.kernel[1]
+    sums = []
+    for v in range(PACKED):
+        number = at.vector + v
+        acc = load_vector(operands.bias, number * lanes, lanes)
+        for tap in range(taps):
+            word = load_vector(window[tap * spec.dilation[1]][v], 0, lanes)
+            index = number * plan.vector_weights + (row * taps + tap) + zero
+            weights = isa.load_weights(operands.weight, index)
+            acc = isa.dot(acc, isa.as_activation(word), weights)
+        sums.append(acc)
+    return sums
+
+
+def store_results(
+    plan: DepthwisePlan,
+    operands: Operands,
+    at: BlockPosition,
+    row: int,
+    column: Expr | int,
+    sums: list[Expr],
+) -> None:
+    """Emit the stores of output row number `row` of a block at one output column."""
+    spec, isa, lanes = plan.spec, plan.isa, plan.isa.lanes
     _, height, width, channels = spec.out_shape
-    for r in range(plan.out_rows):
-        reals = []
-        for v in range(PACKED):
-            number = at.vector + v
-            acc = load_vector(operands.bias, number * lanes, lanes)
-            for tap in range(taps):
-                word = load_vector(window[tap * spec.dilation[1]][v], 0, lanes)
-                index = number * plan.vector_weights + (r * taps + tap) + zero
-                weights = isa.load_weights(operands.weight, index)
-                acc = isa.dot(acc, isa.as_activation(word), weights)
-            factor = load_multiplier(operands, number * lanes, lanes)
-            reals.append(spec.epilogue.emit_real(acc, factor, None, lanes))
-        packed = emit_packed(isa, spec.epilogue, reals)
-        for group in range(at.groups):
-            row = at.image * height + at.row + (group * plan.out_rows + r)
-            target = (row * width + column) * channels + at.channel
-            own = [T.int32(group * at.width + i) for i in range(at.width)]
-            part = packed if at.groups == 1 else T.Shuffle([packed], own)
-            store_vector(operands.out, part, target, at.width)
+    reals = []
+    for v, acc in enumerate(sums):
+        factor = load_multiplier(operands, (at.vector + v) * lanes, lanes)
+        reals.append(spec.epilogue.emit_real(acc, factor, None, lanes))
+    packed = emit_packed(isa, spec.epilogue, reals)
+    for group in range(at.groups):
+        y = at.image * height + at.row + (group * plan.out_rows + row)
+        target = (y * width + column) * channels + at.channel
+        own = [T.int32(group * at.width + i) for i in range(at.width)]
+        part = packed if at.groups == 1 else T.Shuffle([packed], own)
+        store_vector(operands.out, part, target, at.width)
 
 
 def emit_words(

@@ -121,6 +121,11 @@ class DepthwisePlan:
         return registers <= self.isa.registers and separate <= SEPARATE_COLUMNS
 
     @cached_property
+    def is_delayed(self) -> bool:
+        """Whether the results of a row of a block are stored after the products of the next."""
+        return self.spec.kernel[1] * self.words <= self.isa.timing.tiles.delayed_words
+
+    @cached_property
     def is_narrow(self) -> bool:
         """Whether results are stored as packed bytes, four vectors at a time."""
         columns = PACKED // math.gcd(PACKED, self.out_rows)
