@@ -14,7 +14,7 @@ import tvm
 from tvm import relax
 from tvm.target import Target
 
-from relayquant.codegen.grouped_bf16 import counts_many_rows
+from relayquant.codegen.grouped_results import counts_many_rows
 from relayquant.codegen.kernels.floating.attention import Attention, make_attention
 from relayquant.codegen.kernels.floating.attention_bf16 import make_attention_bf16, takes_tiles
 from relayquant.codegen.kernels.floating.attention_blocks import make_attention_blocks

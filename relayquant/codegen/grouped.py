@@ -16,17 +16,28 @@ from tvm import relax
 from tvm.ir import Call
 from tvm.target import Target
 
-from relayquant.codegen.grouped_bf16 import counts_many_rows, find_wide_rows, read_bf16_product
-from relayquant.codegen.kernels.floating.grouped_bf16 import make_grouped_bf16
+from relayquant.codegen.grouped_results import (
+    counts_many_rows,
+    find_wide_rows,
+    follow_product,
+    follow_sum,
+)
+from relayquant.codegen.kernels.floating.grouped_bf16 import GroupedBf16, make_grouped_bf16
 from relayquant.codegen.kernels.integer.grouped import (
     FEWEST_TILE_ROWS,
     GroupedTake,
     build_grouped_dense,
     build_grouped_take,
 )
-from relayquant.codegen.kernels.integer.grouped_plan import LARGEST_SUM, GroupedDense, pack_grouped
+from relayquant.codegen.kernels.integer.grouped_plan import (
+    LARGEST_SUM,
+    GroupedDense,
+    pack_grouped,
+    plan_grouped,
+)
 from relayquant.codegen.kernels.integer.row_quantize import RowQuantize, build_quantize_rows
 from relayquant.codegen.kernels.isa.base import Isa
+from relayquant.codegen.kernels.isa.bf16 import TILES_BF16
 from relayquant.codegen.kernels.isa.select import has_bf16_tiles, select_isa
 from relayquant.codegen.lowering import BlockView, Kernel, KernelRule, Lowered, lower_functions
 from relayquant.ir.dialect.legality import iterate_bindings
@@ -96,10 +107,7 @@ class GroupedBlock:
         def make() -> list[np.ndarray]:
             return pack_grouped(spec, self.isa, *(expr.value.numpy() for expr in weight)).arrays
 
-        key = (
-            replace(spec, leading=(), group_scales=False),
-            *(expr.value.data_ptr() for expr in weight),
-        )
+        key = spec.weight, *(expr.value.data_ptr() for expr in weight)
         return self.block.table.pack(key, make)
 
 
@@ -134,15 +142,19 @@ def lower_dense(context: GroupedBlock, var: relax.Var) -> Lowered | Skip:
     spec = replace(spec, leading=read_leading(shape[:-1]), group_scales=has_group_scales)
     wide = find_rounded_rows(context, data, data_scale)
     if wide is not None:
-        found = read_bf16_product(context.block, var, spec)
-        kernel = Kernel(
-            "grouped_bf16", found.spec, lambda: make_grouped_bf16(found.spec, context.isa)
-        )
+        can_gate = spec.units % (2 * TILES_BF16.lanes) == 0
+        found = follow_sum(context.block, follow_product(context.block, var, spec, can_gate))
+        rounded = GroupedBf16(found.spec, bool(found.residual))
+        kernel = Kernel("grouped_bf16", rounded, lambda: make_grouped_bf16(rounded, context.isa))
         operands = (wide, *context.pack(spec, weight), *found.residual)
         return Lowered(found.vars, kernel, operands)
-    kernel = Kernel("grouped_dense", spec, lambda: build_grouped_dense(spec, context.isa))
+    can_gate = plan_grouped(spec, context.isa).can_gate
+    found = follow_product(context.block, var, spec, can_gate)
+    kernel = Kernel(
+        "grouped_dense", found.spec, lambda: build_grouped_dense(found.spec, context.isa)
+    )
     rows = (data,) if is_float else (data, data_scale)
-    return Lowered((var,), kernel, (*rows, *context.pack(spec, weight)))
+    return Lowered(found.vars, kernel, (*rows, *context.pack(spec, weight)))
 
 
 def find_rounded_rows(

@@ -84,6 +84,35 @@ def test_lower_grouped__gate_and_sum_are_in_the_kernels_of_bfloat16():
     assert [name.rstrip("0123456789") for name in names] == ["grouped_bf"] * 2
 
 
+@pytest.mark.parametrize(("target", "is_inside"), [(ZEN, True), (VECTORS, False)])
+@pytest.mark.parametrize("rows", ["many", "one"])
+def test_lower_grouped__gate_is_in_the_kernel_where_a_tile_has_both_halves(rows, target, is_inside):
+    mod = make_network() if rows == "many" else bind_rows(make_network(), 1)
+    lowered = lower_grouped(mod, resolve_target(target))
+    names = {call_name(call) for call in list_calls(lowered["main"])}
+    assert ("relax.nn.silu" not in names) == is_inside
+    assert ("relax.strided_slice" not in names) == is_inside
+    assert "relax.add" in names  # the sum is faster alone
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_compile__gate_as_the_reference(rows):
+    """As this machine's kernels have it."""
+    mod, x = (
+        make_network(),
+        np.random.default_rng(4).normal(size=(1, rows, WIDTH)).astype("float32"),
+    )
+    machine = relax.VirtualMachine(rq.compile(mod), tvm.cpu())
+    found = machine["main"](tvm.runtime.tensor(x)).numpy()
+    (expected,) = rq.reference.run(mod, [x])
+    # float differences may move a row by one step of its integers
+    assert np.abs(found - expected).max() < 0.02 * np.abs(expected).max()
+
+
+def bind_rows(mod, rows):
+    return relax.transform.BindSymbolicVars({"rows": rows})(mod)
+
+
 def test_lower_grouped__sum_of_two_products_is_in_the_kernel_of_one():
     """As in language models whose attention and network read the same rows."""
 

@@ -49,8 +49,9 @@ def test_grouped_bf16__as_numpy(isa, case):
     if not (has_isa(isa, resolve_target(None)) and has_isa(AMX, resolve_target(None))):
         pytest.skip("this machine has no products of bfloat16")
     rng, groups = np.random.default_rng(0), (units, count_groups(features, size))
-    dense = GroupedDense((1, None), units, features, bits, size, False, zeros_dtype, scale_dtype)
-    spec = GroupedBf16(dense, has_residual, is_gated)
+    form = units, features, bits, size, False, zeros_dtype, scale_dtype
+    dense = GroupedDense((1, None), *form, is_gated=is_gated)
+    spec = GroupedBf16(dense, has_residual)
     codes = rng.integers(0, 2**bits, (units, features))
     zeros = np.array(2 ** (bits - 1), "uint8")
     if dense.has_zeros:
@@ -65,7 +66,7 @@ def test_grouped_bf16__as_numpy(isa, case):
     values = qnn.grouped_dense(identity, 1.0, *weight, **form).astype("float64")
     for count in counts:
         x = rng.normal(size=(1, count, features)).astype("float32")
-        residual = rng.normal(size=(1, count, spec.outputs)).astype("float32")
+        residual = rng.normal(size=(1, count, dense.outputs)).astype("float32")
         expected, bound = x[0] @ values, 2.0**-8 * (np.abs(x[0]) @ np.abs(values))
         if is_gated:
             (a, b), (da, db) = np.split(expected, 2, 1), np.split(bound, 2, 1)

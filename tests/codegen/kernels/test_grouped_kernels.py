@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -120,6 +121,47 @@ def test_grouped_dense__rows_with_a_scale_for_each_group(isa):
 def test_grouped_dense__all_numbers_of_rows_by_tiles_of_two_panels(case):
     """Tiles of four heights, and a single row by one panel."""
     check_case(VNNI512.with_timing(ZEN5), (range(1, 20), *case[1:]))
+
+
+#: As CASES, with a gate: rows of many numbers, two groups, a short group, offsets.
+GATED_CASES = [
+    ((*range(1, 15), 150), 64, 84, 4, 32, False, "", "float32"),
+    ((1, 2, 7), 32, 60, 8, 20, False, "float32", "float16"),
+    ((1, 50), 96, 192, 2, 96, False, "uint8", "float32"),
+]
+
+
+@pytest.mark.parametrize("group_scales", [False, True])
+@pytest.mark.parametrize("case", GATED_CASES, ids=lambda case: f"{case[3]}x{case[4]}{case[6]}")
+def test_grouped_dense__gate(case, group_scales):
+    """silu(first half of y) * second half, of the y that the product without a gate has."""
+    isa, rng = VNNI512.with_timing(ZEN5), np.random.default_rng(0)
+    for rows in (None, 1):
+        spec = replace(make_spec(case, rows, group_scales), is_gated=True)
+        assert plan_grouped(spec, isa).can_gate
+        weight = draw_weight(rng, spec)
+        kernel = compile_kernel(build_grouped_dense(spec, isa), find_target(isa))
+        for count in case[0] if rows is None else (1,):
+            codes, scale = draw_rows(rng, count, spec)
+            scale /= qnn.grouped_dense(codes, scale, *weight, **form_of(spec)).std() / 8
+            data = codes, scale
+            product = qnn.grouped_dense(*data, *weight, **form_of(spec)).astype("float64")
+            gate, up = np.split(product, 2, axis=1)
+            expected = gate / (1 + np.exp(-gate)) * up
+            y = tvm.runtime.tensor(np.full((count, spec.outputs), 77, "float32"))
+            kernel(*map(tvm.runtime.tensor, [*data, *list_constants(spec, isa, weight)]), y)
+            np.testing.assert_allclose(y.numpy(), expected, rtol=1e-6, atol=1e-30)
+
+
+def test_plan__gates_need_tiles_with_a_panel_of_each_half():
+    isa = VNNI512.with_timing(ZEN5)
+    form = 64, 4, 32
+    assert plan_grouped(GroupedDense((None,), 64, *form), isa).can_gate
+    assert not plan_grouped(GroupedDense((None,), 48, *form), isa).can_gate  # three panels
+    assert not plan_grouped(GroupedDense((None,), 60, *form), isa).can_gate  # the last overlaps
+    assert not plan_grouped(GroupedDense((None,), 64, *form), VNNI512.with_timing(COMMON)).can_gate
+    assert not plan_grouped(GroupedDense((None,), 64, *form, is_float=True), isa).can_gate
+    assert not plan_grouped(GroupedDense((None,), 64, *form), AMX.with_timing(ZEN5)).can_gate
 
 
 def check_case(isa, case, group_scales=False):

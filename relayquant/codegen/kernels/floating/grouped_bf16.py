@@ -2,9 +2,9 @@
 
     y[m, n] = sum over k of bf16(x[m, k]) * bf16(s_w[n, g] * (c[n, k] - z))  (+ residual[m, n])
 
-or silu of the first half of the results times the second half. The sums are float32. Rows are
-rounded to nearest even, weights with ties away from zero, which is less work. Weights stay packed
-as `integer.grouped_plan` says, so that products of integer rows read the same memory.
+or, with a gate, silu of the first half of the results times the second half. The sums are float32.
+Rows are rounded to nearest even, weights with ties away from zero, which is less work. Weights stay
+packed as `integer.grouped_plan` says, so that products of integer rows read the same memory.
 
     A   16 rows x 32 values, from a copy of the rows in bfloat16 with one tile after the other
     B   16 pairs of values x 16 outputs, unpacked from a panel
@@ -44,7 +44,7 @@ from relayquant.codegen.kernels.emit import (
     load_vector,
     store_vector,
 )
-from relayquant.codegen.kernels.floating.softmax import emit_exp
+from relayquant.codegen.kernels.floating.silu import emit_silu
 from relayquant.codegen.kernels.integer.grouped_dot import WORD, multiply_add
 from relayquant.codegen.kernels.integer.grouped_plan import (
     GroupedDense,
@@ -74,17 +74,11 @@ MoveTile = Callable[[int, Buffer, Expr, int], None]
 class GroupedBf16:
     """A product of float32 rows (..., features) with a grouped weight, whose form `dense` has.
 
-    `has_residual`: a tensor like the result is added. `is_gated`: the result has half as many
-    outputs, silu(first half) * second half.
+    `has_residual`: a tensor like the result is added.
     """
 
     dense: GroupedDense
     has_residual: bool = False
-    is_gated: bool = False
-
-    @property
-    def outputs(self) -> int:
-        return self.dense.units // 2 if self.is_gated else self.dense.units
 
 
 def make_grouped_bf16(
@@ -102,7 +96,8 @@ class TiledBf16:
 
     def __init__(self, spec: GroupedBf16, plan: GroupedPlan, isa: Bf16Isa) -> None:
         assert isa.unit is not None
-        self.spec, self.plan, self.isa, self.unit = spec, plan, isa, isa.unit
+        self.has_residual, self.spec = spec.has_residual, spec.dense
+        self.plan, self.isa, self.unit = plan, isa, isa.unit
         self.rows_of_tile, self.lanes = self.unit.rows, plan.dot.lanes
         self.tile = self.rows_of_tile * self.lanes  #: sums of a tile
         self.chunk_tiles = CHUNK_ROWS // self.rows_of_tile
@@ -138,14 +133,14 @@ class TiledBf16:
         self.declare()
         import_code(self.isa.code)
         self.may_use = ask_permission(self.unit)
-        rows, size, dense = self.rows, CHUNK_ROWS, self.spec.dense
+        rows, size, spec = self.rows, CHUNK_ROWS, self.spec
         block_rows = self.chunk_tiles * self.rows_of_tile
         self.copy = alloc_workspace(block_rows * self.steps * STEP, BF16_BITS)
         self.totals = None
         if self.blocks > 1:
             count = ceil_div(self.chunk_tiles, SIDE) * self.bands * SIDE * self.panels
             self.totals = alloc_workspace(count * self.tile, "float32")
-        is_shared = rows * (dense.units * dense.features) >= PARALLEL_THRESHOLD
+        is_shared = rows * (spec.units * spec.features) >= PARALLEL_THRESHOLD
         with T.serial(T.floordiv(rows + (size - 1), size)) as chunk:
             self.first = T.bind(chunk * size)
             count = T.bind(T.min(rows - self.first, size))
@@ -158,17 +153,16 @@ class TiledBf16:
     def declare(self) -> None:
         """Declare the arguments."""
         spec, plan = self.spec, self.plan
-        dense = spec.dense
-        extents = [T.int64() if extent is None else extent for extent in dense.leading]
+        extents = [T.int64() if extent is None else extent for extent in spec.leading]
         self.rows = prod(extents)
         count = plan.panels * plan.groups * self.lanes
-        data = declare_argument("x", [*extents, dense.features], "float32")
+        data = declare_argument("x", [*extents, spec.features], "float32")
         codes = declare_argument("codes", [count * plan.vectors * WORD], "uint8")
         scale = declare_argument("scale", [count], plan.scale_dtype)
         zeros = residual = None
-        if dense.zeros_dtype:
+        if spec.zeros_dtype:
             zeros = declare_argument("zeros", [count], plan.zeros_dtype)
-        if spec.has_residual:
+        if self.has_residual:
             residual = declare_argument("residual", [*extents, spec.outputs], "float32")
         out = declare_argument("y", [*extents, spec.outputs], "float32")
         self.data, self.out = flat_view(data), flat_view(out)
@@ -179,8 +173,8 @@ class TiledBf16:
 
     def emit_copy(self, tile: Expr) -> None:
         """Round the rows of a tile, for a block of columns."""
-        plan, dense = self.plan, self.spec.dense
-        last = dense.features - (plan.groups - 1) * dense.group_size
+        plan, spec = self.plan, self.spec
+        last = spec.features - (plan.groups - 1) * spec.group_size
         groups = T.min(plan.groups - self.start, self.groups)
         base = tile * (self.steps * self.rows_of_tile * STEP)
         lanes = gcd(self.isa.rounded_lanes, plan.stride)  # no vector is in two steps
@@ -196,7 +190,7 @@ class TiledBf16:
                     T.buffer_store(self.copy, T.uint16(0), [place(column + at)])
 
             def copy_group(group: Expr, length: int) -> None:
-                origin = number * dense.features + (self.start + group) * dense.group_size
+                origin = number * spec.features + (self.start + group) * spec.group_size
                 column = group * plan.stride
 
                 def move(at: Expr, lanes: int) -> None:
@@ -210,10 +204,10 @@ class TiledBf16:
                 if length < plan.stride:
                     fill(column + length, plan.stride - length)
 
-            is_short = last != dense.group_size
+            is_short = last != spec.group_size
             end = T.min(plan.groups - 1 - self.start, groups) if is_short else groups
             with T.serial(end) as group:
-                copy_group(group, dense.group_size)
+                copy_group(group, spec.group_size)
             if is_short:
                 with T.If(end < groups), T.Then():
                     copy_group(end, last)
@@ -229,10 +223,10 @@ class TiledBf16:
             at = T.bind(panel * plan.groups + self.start + group)
             scale = T.bind(T.Cast(dtype, load_vector(self.scale, at * lanes, lanes)))
             if self.zeros is None:
-                offset = scale * constant("float32", -common_zero(self.spec.dense), lanes)
+                offset = scale * constant("float32", -common_zero(self.spec), lanes)
             else:
                 offset = T.Cast(dtype, load_vector(self.zeros, at * lanes, lanes))
-                if self.spec.dense.has_zeros:
+                if self.spec.has_zeros:
                     offset = scale * -offset
             offset = T.bind(offset)
             # A code is multiplied where it stands in its word, without a shift.
@@ -430,10 +424,3 @@ class TiledBf16:
                 if self.residual is not None:
                     value = value + load_partial(self.residual, at, lanes, width)
                 store_vector(self.out, value, at, lanes, width)
-
-
-def emit_silu(x: Expr, lanes: int) -> Expr:
-    """Emit x / (1 + e^-x)."""
-    x, zero, one = T.bind(x), constant("float32", 0, lanes), constant("float32", 1, lanes)
-    power = T.bind(emit_exp(-T.abs(x), lanes))
-    return x * T.Select(x < zero, power, one) / (one + power)

@@ -10,6 +10,9 @@ or, with offsets o,
 
 With a scale s_x[m, g] for each group of a row, it multiplies s_w[n, g] and the sum of x instead.
 
+With a gate, the result is silu of the first half of y times the second half. A tile has panels of
+both halves then.
+
 The integer sums of a group are exact. They become float32, and the groups are added from the first
 to the last, with fused multiply-adds if the target has them. `grouped_plan` says how weights are
 stored.
@@ -46,6 +49,8 @@ from relayquant.codegen.kernels.emit import (
     store_vector,
     vector,
 )
+from relayquant.codegen.kernels.floating.row_norm import fence
+from relayquant.codegen.kernels.floating.silu import emit_silu
 from relayquant.codegen.kernels.integer.grouped_dot import WORD, PairsDot, PartsDot, multiply_add
 from relayquant.codegen.kernels.integer.grouped_plan import (
     Arguments,
@@ -74,7 +79,7 @@ def build_grouped_dense(spec: GroupedDense, isa: Isa, name: str = "grouped_dense
     """Make PrimFunc(x (*leading, K)[, x_scale (*leading, 1 or G)], codes, scale[, zeros], y
     (*leading, N)).
 
-    The constants come from `pack_grouped`.
+    The constants come from `pack_grouped`. A gate needs a plan that `can_gate`.
     """
 
     def body() -> None:
@@ -137,7 +142,7 @@ def emit_rows(
 def emit_vector_rows(plan: GroupedPlan, arguments: Arguments, threads: bool) -> None:
     """Emit all rows on vectors. A single row has separate code that uses several panels at once."""
     rows = arguments.rows
-    if isinstance(rows, int) or plan.streams.count == plan.tile_panels:
+    if isinstance(rows, int) or plan.row_panels == plan.tile_panels:
         is_one = isinstance(rows, int) and rows == 1
         (emit_one_row if is_one else emit_many_rows)(plan, arguments, threads)
         return
@@ -150,11 +155,24 @@ def emit_vector_rows(plan: GroupedPlan, arguments: Arguments, threads: bool) -> 
 
 def emit_one_row(plan: GroupedPlan, arguments: Arguments, threads: bool) -> None:
     """Emit one row, by several panels at once. The last of them overlap their neighbours."""
-    side, row = plan.streams.count, T.int64(0)
+    side, row = plan.row_panels, T.int64(0)
     prepared = emit_preparation(plan, arguments, row, T.int64(1), 1)
     with (T.parallel if threads else T.serial)(ceil_div(plan.panels, side)) as band:
-        first = T.bind(T.min(band * side, plan.panels - side))
-        emit_tile(plan, arguments, prepared, [row], [first + i for i in range(side)])
+        first = locate_band(plan, band, side)
+        emit_tile(plan, arguments, prepared, [row], list_panels(plan, first, side))
+
+
+def locate_band(plan: GroupedPlan, band: Expr, side: int) -> Expr:
+    """Return the first of the `side` panels of a band. The last band may overlap the one before."""
+    parts = 2 if plan.spec.is_gated else 1
+    size, step = plan.panels // parts, side // parts
+    return band if step == 1 else T.bind(T.min(band * step, size - step))
+
+
+def list_panels(plan: GroupedPlan, first: Expr, side: int) -> list[Expr]:
+    """Return `side` panels from the first on: neighbours, or as many of each half of a gate."""
+    starts = (0, plan.panels // 2) if plan.spec.is_gated else (0,)
+    return [first + (start + i) for start in starts for i in range(side // len(starts))]
 
 
 def emit_many_rows(plan: GroupedPlan, arguments: Arguments, threads: bool) -> None:
@@ -167,10 +185,10 @@ def emit_many_rows(plan: GroupedPlan, arguments: Arguments, threads: bool) -> No
         prepared = emit_preparation(plan, arguments, first, count, size)
 
         def emit(kind: int, members: list[Expr], panel: Expr, index: Expr) -> None:
-            emit_tile(plan, arguments, prepared, members, [panel + i for i in range(side)])
+            emit_tile(plan, arguments, prepared, members, list_panels(plan, panel, side))
 
         with (T.parallel if threads else T.serial)(ceil_div(plan.panels, side)) as band:
-            panel = band if side == 1 else T.bind(T.min(band * side, plan.panels - side))
+            panel = locate_band(plan, band, side)
             emit_chunk(rows, plan.heights, first, size, panel, emit)
 
 
@@ -261,15 +279,35 @@ def emit_tile(
                     own = broadcast(prepared.sums[number], lanes)
                     value = multiply_add(dot.has_fma, own, offset, value, lanes)
                 store_vector(total, value, 0, lanes)
-    units = plan.spec.units
-    width = min(lanes, units)
-    for panel, row_totals in zip(panels, totals, strict=True):
-        channel = T.min(panel * lanes, units - width)
-        for total, row in zip(row_totals, members, strict=True):
-            value = load_vector(total, 0, lanes)
-            if arguments.row_scale is not None:
-                value = value * broadcast(arguments.row_scale[row], lanes)
-            store_vector(arguments.out, value, row * units + channel, lanes, width)
+    emit_results(plan, arguments, members, panels, totals)
+
+
+def emit_results(
+    plan: GroupedPlan,
+    arguments: Arguments,
+    members: Sequence[Expr],
+    panels: Sequence[Expr],
+    totals: Sequence[Sequence[Buffer]],
+) -> None:
+    """Store the results of some panels for some rows. A gate reads rounded products."""
+    spec, lanes = plan.spec, plan.dot.lanes
+    width = min(lanes, spec.outputs)
+    count = len(panels) // 2 if spec.is_gated else len(panels)
+
+    def finish(total: Buffer, row: Expr) -> Expr:
+        value = load_vector(total, 0, lanes)
+        if arguments.row_scale is not None:
+            value = value * broadcast(arguments.row_scale[row], lanes)
+        return fence(value, lanes) if spec.is_gated else value
+
+    for number, panel in enumerate(panels[:count]):
+        channel = T.min(panel * lanes, spec.outputs - width)
+        for place, row in enumerate(members):
+            value = finish(totals[number][place], row)
+            if spec.is_gated:
+                other = finish(totals[count + number][place], row)
+                value = emit_silu(value, lanes) * other
+            store_vector(arguments.out, value, row * spec.outputs + channel, lanes, width)
 
 
 def emit_group(

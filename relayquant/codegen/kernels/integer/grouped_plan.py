@@ -63,7 +63,8 @@ class GroupedDense:
     `is_float`: rows are float32, else int8 with one scale per row, or with one for each of several
     groups of a row if `group_scales`. `zeros_dtype`: uint8 if each
     group has its own zero point, a float dtype if it has an offset, "" if the middle of the codes
-    is the zero point of all.
+    is the zero point of all. `is_gated`: the result has half as many outputs, silu(first half) *
+    second half.
     """
 
     leading: tuple[int | None, ...]
@@ -75,6 +76,17 @@ class GroupedDense:
     zeros_dtype: str = ""
     scale_dtype: str = "float32"
     group_scales: bool = False
+    is_gated: bool = False
+
+    @property
+    def outputs(self) -> int:
+        """Results of a row."""
+        return self.units // 2 if self.is_gated else self.units
+
+    @property
+    def weight(self) -> GroupedDense:
+        """What the packed constants depend on: the same for all products with the weight."""
+        return replace(self, leading=(), group_scales=False, is_gated=False)
 
     @property
     def has_zeros(self) -> bool:
@@ -145,6 +157,17 @@ class GroupedPlan:
         streams = self.timing.streams if is_short else COMMON.grouped.streams
         count = min(streams.count, self.panels) if self.dot.lanes >= STREAM_LANES else 1
         return replace(streams, count=count)
+
+    @property
+    def row_panels(self) -> int:
+        """Panels that a single row is multiplied with at a time: with a gate, of both halves."""
+        return max(self.streams.count // 2, 1) * 2 if self.spec.is_gated else self.streams.count
+
+    @property
+    def can_gate(self) -> bool:
+        """Whether a tile has a panel of each half of the outputs."""
+        halves = self.panels * self.dot.lanes == self.spec.units and self.panels % 2 == 0
+        return halves and self.tile_panels == 2 and self.unit is None
 
     @property
     def tile_panels(self) -> int:
@@ -324,7 +347,7 @@ def declare_grouped(plan: GroupedPlan) -> Arguments:
     codes = declare_constant("codes", count * plan.vectors * WORD, "uint8")
     scale = declare_constant("scale", count, plan.scale_dtype)
     zeros = declare_constant("zeros", count, plan.zeros_dtype) if spec.zeros_dtype else None
-    out = declare("y", spec.units, "float32")
+    out = declare("y", spec.outputs, "float32")
     data_scale = None if declared is None else view(declared)
     return Arguments(
         rows, view(data), None if spec.group_scales else data_scale,

@@ -1,19 +1,20 @@
-"""Products of rounded rows with grouped weights -> the same of float rows, with what follows them.
+"""Products with grouped weights -> what their kernels compute with them; part of `grouped`.
 
-    q, s = quantize_rows(x); y = grouped_dense(q, s, w); z = y + r    ->    z = kernel(x, w, r)
+    y = grouped_dense(x, w); z = y + r                       ->    z = kernel(x, w, r)
+    y = grouped_dense(x, w); z = silu(y[: n]) * y[n :]       ->    z = kernel(x, w)
 
-`grouped` calls it where rows may be rounded to bfloat16 instead.
+Rows that a function lets be rounded to bfloat16 are read as floats:
+
+    q, s = quantize_rows(x); y = grouped_dense(q, s, w)      ->    y = kernel(x, w)
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm import relax
 
-from relayquant.codegen.kernels.floating.grouped_bf16 import GroupedBf16
 from relayquant.codegen.kernels.integer.grouped_plan import GroupedDense
-from relayquant.codegen.kernels.isa.bf16 import TILES_BF16
 from relayquant.codegen.lowering import BlockView
 from relayquant.codegen.rules.joined_slices import read_cut, skip_reshapes
 from relayquant.ir.float_precision import BF16_ROWS_ATTR
@@ -24,7 +25,7 @@ RESHAPE = "relax.reshape"
 
 
 @dataclass(frozen=True, eq=False)
-class Bf16Product:
+class GroupedProduct:
     """A product with what its kernel computes of its results.
 
     Attributes:
@@ -33,7 +34,7 @@ class Bf16Product:
     """
 
     vars: tuple[relax.Var, ...]
-    spec: GroupedBf16
+    spec: GroupedDense
     residual: tuple[relax.Expr, ...] = ()
 
 
@@ -69,21 +70,27 @@ def find_wide_rows(block: BlockView, rows: relax.Expr, scales: relax.Expr) -> re
     return wide if tensor_shape(wide) == shape else None
 
 
-def read_bf16_product(block: BlockView, var: relax.Var, dense: GroupedDense) -> Bf16Product:
-    """Return the product with the gate or the sum that alone reads its results."""
-    alone = Bf16Product((var,), GroupedBf16(dense))
+def follow_sum(block: BlockView, product: GroupedProduct) -> GroupedProduct:
+    """Return the product with the sum that alone reads its results."""
+    var = product.vars[-1]
     user = block.only_user(var)
     # The sum of two products is in the kernel of the first one.
-    if user is not None and op_name(block.values[user]) == "relax.add" and block.is_free(user):
-        others = [each for each in block.values[user].args if not each.same_as(var)]
-        if len(others) == 1 and same_type(others[0], var) and same_type(user, var):
-            spec = GroupedBf16(dense, has_residual=True)
-            return Bf16Product((var, user), spec, (others[0],))
-        return alone
-    if dense.units % (2 * TILES_BF16.lanes):
-        return alone
-    gated = follow_gate(block, var, dense.units // 2)
-    return alone if gated is None else Bf16Product(gated, GroupedBf16(dense, is_gated=True))
+    if user is None or op_name(block.values[user]) != "relax.add" or not block.is_free(user):
+        return product
+    others = [each for each in block.values[user].args if not each.same_as(var)]
+    if len(others) != 1 or not same_type(others[0], var) or not same_type(user, var):
+        return product
+    return replace(product, vars=(*product.vars, user), residual=(others[0],))
+
+
+def follow_product(
+    block: BlockView, var: relax.Var, spec: GroupedDense, can_gate: bool
+) -> GroupedProduct:
+    """Return the product with the gate that alone reads its results, if its kernel `can_gate`."""
+    gated = follow_gate(block, var, spec.units // 2) if can_gate else None
+    if gated is None:
+        return GroupedProduct((var,), spec)
+    return GroupedProduct(gated, replace(spec, is_gated=True))
 
 
 def follow_gate(block: BlockView, var: relax.Var, half: int) -> tuple[relax.Var, ...] | None:
