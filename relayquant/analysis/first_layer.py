@@ -16,6 +16,7 @@ from tvm import relax
 from relayquant.analysis.finding import Finding, Severity
 from relayquant.analysis.input_summary import InputSummary, is_between
 from relayquant.analysis.normalization import PixelForm, find_form, list_forms
+from relayquant.base.axes import shape_along
 from relayquant.ir.reference import run as run_reference
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
@@ -280,8 +281,7 @@ def check_order(
         return []
     if (found.lows >= found.highs).any():
         return []
-    shape = [1] * batches[0].ndim
-    shape[channel] = 3
+    shape = shape_along(channel, batches[0].ndim)
     low = found.lows.reshape(shape)
     width = found.highs.reshape(shape) - low
     # Scaled to pixels of 0 to 1, because each channel has different constants.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from relayquant.base.axes import shape_along
 from relayquant.data.images import PRESETS, ChannelOrder, Preprocessing
 
 #: allowed distance of the extremes from the values of pixels 0 and 255, as a share of their range
@@ -57,8 +58,7 @@ class PixelForm:
 
     def convert(self, array: np.ndarray, axis: int, target: PixelForm) -> np.ndarray:
         """Convert an input in this form, with channels on `axis`, to another form."""
-        shape = [1] * array.ndim
-        shape[axis] = -1
+        shape = shape_along(axis, array.ndim)
         pixels = (array - self.offset.reshape(shape)) / self.gain.reshape(shape)
         if self.is_reversed != target.is_reversed:
             pixels = np.flip(pixels, axis)

@@ -16,6 +16,7 @@ from tvm import relax
 from tvm.ir import Call
 from tvm.relax.dpl import is_op, wildcard
 
+from relayquant.base.axes import shape_along
 from relayquant.base.qtypes import INTEGER_LIMITS
 from relayquant.ir.rewrite import Emitter, Match, Pattern, Rule, Skip, apply_rules
 from relayquant.ir.rewrite.graph import constant_value
@@ -67,7 +68,7 @@ def _subtract_zero_point(op: str, layout: Layout) -> Rule:
         if not zero.any() and weight.dtype == np.int8:
             return Skip("the zero point is 0")
         axis = layout.weight_axis(call)
-        shape = [-1 if at == axis else 1 for at in range(weight.ndim)]
+        shape = shape_along(axis, weight.ndim)
         centred = weight.astype("int32") - (zero.reshape(shape) if zero.size > 1 else zero)
 
         def multiply(integers: np.ndarray) -> relax.Expr:
@@ -95,8 +96,8 @@ def _subtract_zero_point(op: str, layout: Layout) -> Rule:
         dtype = str(call.attrs.out_dtype)
         factor = (zero - shift).astype(dtype)
         if factor.size > 1:
-            rank, at = match.root.ty.ndim, layout.result_axis(call)
-            factor = factor.reshape([-1 if i == at else 1 for i in range(rank)])
+            axis = layout.result_axis(call)
+            factor = factor.reshape(shape_along(axis, match.root.ty.ndim))
         excess = relax.op.multiply(window, relax.const(factor, dtype))
         return relax.op.subtract(product, emitter.emit(excess, f"{match.name}.excess"))
 

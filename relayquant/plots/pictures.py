@@ -18,6 +18,7 @@ from relayquant.analysis.compare import CompareReport
 from relayquant.analysis.latency import Latency
 from relayquant.analysis.sensitivity import SensitivityReport
 from relayquant.base.arguments import check_arguments
+from relayquant.base.axes import shape_along
 from relayquant.base.storage.files import write_whole
 from relayquant.codegen.eager import EagerModule
 from relayquant.data import open_dataset, take_samples
@@ -254,7 +255,7 @@ def collect_ranges(
         low, high = (np.array(limit, "float64") for limit in group.info.spec.limits)
         zero_point, array, unit = qparams.zero_point, values[group.key], "steps"
         if qparams.scale.ndim and qparams.axis is not None:
-            shape = [-1 if i == qparams.axis else 1 for i in range(array.ndim)]
+            shape = shape_along(qparams.axis, array.ndim)
             array = array / qparams.scale.reshape(shape)
             ends = float((low - zero_point).min()), float((high - zero_point).max())
         else:

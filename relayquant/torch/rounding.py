@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from relayquant.base.axes import shape_along
 from relayquant.base.qtypes import QParams, QSpec, check_qparams, choose_qparams, conform_scale
 from relayquant.config import Ranges
 from relayquant.config.observers import Fixed
@@ -27,9 +28,7 @@ WATCHED = 10
 
 def align_channels(values: torch.Tensor, like: torch.Tensor, axis: int) -> torch.Tensor:
     """Reshape one value per channel to broadcast."""
-    shape = [1] * like.ndim
-    shape[axis] = -1
-    return values.reshape(shape)
+    return values.reshape(shape_along(axis, like.ndim))
 
 
 class RoundTrip(torch.autograd.Function):
@@ -219,7 +218,7 @@ class FakeQuantize(nn.Module):
                     f"and {format_count(len(self.scale), 'scale')}.",
                     code="RQ206",
                 )
-            shape[axis] = -1
+            shape = shape_along(axis, x.ndim)
         given = (
             x,
             scale.reshape(shape),

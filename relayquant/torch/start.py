@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from relayquant.base.axes import shape_along
 from relayquant.base.qtypes import QParams, Role
 from relayquant.errors import ConfigError
 from relayquant.stages.prepared import PreparedModel
@@ -65,6 +66,4 @@ def reshape_scale(qparams: QParams, ndim: int) -> np.ndarray:
     """Reshape a scale to broadcast."""
     if qparams.axis is None:
         return qparams.scale
-    shape = [1] * ndim
-    shape[qparams.axis] = -1
-    return qparams.scale.reshape(shape)
+    return qparams.scale.reshape(shape_along(qparams.axis, ndim))

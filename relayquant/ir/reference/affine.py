@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from relayquant.base.axes import shape_along
 from relayquant.base.qtypes import INTEGER_LIMITS, Arithmetic, Rounding
 from relayquant.errors import QnnError, format_count, warn_user
 from relayquant.ir.reference.fixed_point import (
@@ -46,9 +47,7 @@ def align_parameter(values: Any, dtype: str, data: Array, axis: int) -> Array:
             f"{axis}; allowed: shape () or one value per index of that axis.",
             code="RQ601",
         )
-    shape = [1] * data.ndim
-    shape[axis] = array.size
-    return array.reshape(shape)
+    return array.reshape(shape_along(axis, data.ndim))
 
 
 def cycle_parameter(values: Any, data: Array, axis: int) -> Array:
@@ -62,9 +61,8 @@ def cycle_parameter(values: Any, data: Array, axis: int) -> Array:
         return array[0]
     if not -data.ndim <= axis < data.ndim:
         raise QnnError(f"axis {axis} is outside data of shape {data.shape}.", code="RQ601")
-    shape = [1] * data.ndim
-    shape[axis] = data.shape[axis]
-    return array[np.arange(data.shape[axis]) % array.size].reshape(shape)
+    cycled = array[np.arange(data.shape[axis]) % array.size]
+    return cycled.reshape(shape_along(axis, data.ndim))
 
 
 def pick_limits(codes: Array, end: int) -> Array:

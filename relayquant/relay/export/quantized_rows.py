@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from relayquant.base.axes import shape_along
 from relayquant.base.qtypes import Arithmetic, Rounding
 from relayquant.errors import ModelError
 from relayquant.ir.dialect import OPERATORS
@@ -82,9 +83,7 @@ def spread(array: np.ndarray, axis: int, ndim: int) -> np.ndarray:
     """Reshape per-channel values so that they broadcast along `axis`."""
     if array.size == 1:
         return array.reshape(())
-    shape = [1] * ndim
-    shape[axis % ndim] = array.size
-    return array.reshape(shape)
+    return array.reshape(shape_along(axis, ndim))
 
 
 def subtract_zero_point(site: ExportSite, index: int, zero_point: np.ndarray) -> syntax.Expr:

@@ -9,6 +9,7 @@ from operator import attrgetter
 import numpy as np
 from tvm import relax
 
+from relayquant.base.axes import shape_along
 from relayquant.errors import ModelError, format_count
 from relayquant.ir.reference.unary import RELAX_UNARY
 from relayquant.ir.rewrite.graph import tensor_dtype
@@ -133,15 +134,15 @@ def convert_bias_add(site: Site) -> relax.Expr:
     ndim = site.ndim(x)
     axis = site.axis(site.attrs["axis"], ndim)
     (channels,) = site.shape(bias)
-    shape = [1] * ndim
-    shape[axis] = channels
     if site.dims(x)[axis] != channels:
         raise ModelError(
             f"the bias has {format_count(channels, 'value')}; allowed: {site.dims(x)[axis]}, the "
             f"size of axis {axis}.",
             code="RQ202",
         )
-    return op.add(x, bias if axis == ndim - 1 else site.reshape(bias, shape))
+    return op.add(
+        x, bias if axis == ndim - 1 else site.reshape(bias, shape_along(axis, ndim, channels))
+    )
 
 
 def convert_where(site: Site) -> relax.Expr:

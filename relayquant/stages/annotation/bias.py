@@ -22,6 +22,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
+from relayquant.base.axes import shape_along
 from relayquant.base.qtypes import Role
 from relayquant.config import BackendConfig, QConfigMapping
 from relayquant.ir.ops import Kind
@@ -148,7 +149,7 @@ def find_missing_bias(
     channels, rank = int(shape[axis]), len(shape)
     # The bias gets the rank of the result, as importers write it: any other form that broadcasts
     # keeps its layout.
-    shape = [channels if i == axis else 1 for i in range(rank)] if axis < rank - 1 else [channels]
+    shape = shape_along(axis, rank, channels) if axis < rank - 1 else [channels]
     return linear.name, np.zeros(shape, "float32")
 
 

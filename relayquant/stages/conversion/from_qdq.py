@@ -17,6 +17,7 @@ import tvm
 from tvm import relax
 from tvm.relax.dpl import is_op, wildcard
 
+from relayquant.base.axes import shape_along
 from relayquant.base.qtypes import QParams, Rounding
 from relayquant.config import BackendConfig
 from relayquant.ir.dialect import qnn
@@ -175,11 +176,11 @@ def quantize_bias(emitter: Emitter, match: Match) -> relax.Expr | Skip:
     return relax.op.add(emitter.get(linear), emitter.emit(value, f"{match.name}.bias"))
 
 
-def units_shape(units: QParams, rank: int) -> tuple[int, ...]:
+def units_shape(units: QParams, rank: int) -> list[int]:
     """Return the shape in which one scale per channel broadcasts against a tensor of this rank."""
     if units.axis is None or not units.is_per_channel:
-        return ()
-    return tuple(-1 if at == units.axis else 1 for at in range(rank))
+        return []
+    return shape_along(units.axis, rank)
 
 
 def add_ledger(

@@ -14,6 +14,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
+from relayquant.base.axes import shape_along
 from relayquant.base.qtypes import (
     INTEGER_LIMITS,
     QParams,
@@ -221,7 +222,7 @@ class _ReferenceBuilder:
         weight = quantize_constant(find_constant(self.constants, match, "weight"), qparams)
         zero = qparams.zero_point
         if qparams.axis is not None and zero.ndim:
-            zero = zero.reshape([-1 if at == qparams.axis else 1 for at in range(weight.ndim)])
+            zero = zero.reshape(shape_along(qparams.axis, weight.ndim))
         axis = operand.axis(match) if operand.axis is not None else None
         return find_extent(weight.astype("int64") - zero, axis) == 0
 

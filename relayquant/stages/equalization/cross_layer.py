@@ -34,6 +34,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
+from relayquant.base.axes import shape_along
 from relayquant.errors import ModelError
 from relayquant.ir.rewrite import Emitter, Graph, rewrite_main
 from relayquant.ir.rewrite.expressions import with_operands
@@ -410,7 +411,7 @@ def scale_pair(pair: LayerPair, arrays: dict[relax.Var, np.ndarray], exponents: 
     """Move factors of two, one per channel, from the first layer of a pair to the second."""
     scales = np.exp2(exponents).astype("float32")
     first, second = arrays[pair.first], arrays[pair.second]
-    arrays[pair.first] = first / spread(scales, pair.first_axis, first.ndim)
+    arrays[pair.first] = first / scales.reshape(shape_along(pair.first_axis, first.ndim))
     arrays[pair.second] = pair.reads.scale(second, scales)
     if pair.bias is not None:
         bias = arrays[pair.bias]
@@ -431,10 +432,3 @@ def channel_ranges(weight: np.ndarray, axis: int) -> np.ndarray:
     """Return the largest magnitude of each channel along `axis`, float64."""
     others = tuple(i for i in range(weight.ndim) if i != axis)
     return np.abs(weight).max(axis=others).astype("float64")
-
-
-def spread(values: np.ndarray, axis: int, rank: int) -> np.ndarray:
-    """Reshape (C,) to broadcast along one axis of an array of this rank."""
-    shape = [1] * rank
-    shape[axis] = -1
-    return values.reshape(shape)

@@ -13,6 +13,7 @@ import numpy as np
 from tvm import relax
 from tvm.ir import Call
 
+from relayquant.base.axes import shape_along
 from relayquant.ir.rewrite.attributes import find_constructor, read_attributes
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
@@ -153,8 +154,7 @@ def canonicalize_batch_norm(editor: Editor, var: relax.Var) -> relax.Expr | Skip
     call, axis, scale, shift = norm
     data = call.args[0]
     dtype = tensor_dtype(var)
-    shape = [1] * data.ty.ndim
-    shape[axis] = scale.size
+    shape = shape_along(axis, data.ty.ndim)
     if not (_fits(scale, dtype) and _fits(shift, dtype)):
         return decline("a factor is infinite")
     scaled = editor.define(
@@ -396,17 +396,14 @@ def _scale_weight(product: Product, scale: np.ndarray) -> np.ndarray:
         factors = scale.reshape(groups, 1, -1, *[1] * (grouped.ndim - 3))
         scaled = (grouped * factors).reshape(moved.shape)
         return np.moveaxis(scaled, (0, 1), (in_axis, out_axis))
-    shape = [1] * weight.ndim
-    shape[out_axis] = scale.size
-    return weight * scale.reshape(shape)
+    return weight * scale.reshape(shape_along(out_axis, weight.ndim))
 
 
 def _bias_const(values: np.ndarray, product: Product, dtype: str) -> relax.Expr:
     """Return the canonical bias: [1, C, 1, 1] (NCHW), [1, 1, 1, C] (NHWC), (N,) behind matmul."""
     if product.call.op.name == MATMUL:
         return make_const(values, dtype)
-    shape = [1] * product.var.ty.ndim
-    shape[product.axis] = product.channels
+    shape = shape_along(product.axis, product.var.ty.ndim)
     return make_const(values.reshape(shape), dtype)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
+from relayquant.base.axes import shape_along
 from relayquant.formats.readers.indices import count_from_start
 from relayquant.formats.readers.onnx.sizes import emit_item, known_shape, read_sizes
 from relayquant.formats.readers.refusal import NotConstant
@@ -147,8 +148,8 @@ def convert_one_hot(
     axis = int(attrs.get("axis", -1)) % rank
     whole = bb.emit(relax.op.astype(indices, "int64"))
     whole = count_from_start(bb, whole, count)
-    form = [count if at == axis else 1 for at in range(rank)]
-    ramp = relax.const(np.arange(count, dtype="int64").reshape(form), "int64")
+    places = np.arange(count, dtype="int64").reshape(shape_along(axis, rank))
+    ramp = relax.const(places, "int64")
     is_hot = bb.emit(relax.op.equal(bb.emit(relax.op.expand_dims(whole, axis)), ramp))
     off, on = (emit_item(bb, values, at) for at in (0, 1))
     return relax.op.where(is_hot, on, off)
