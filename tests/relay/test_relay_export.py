@@ -24,7 +24,8 @@ from relayquant.ir.dialect.legality import LEGAL_STAGES, Stage
 from relayquant.ir.dialect.qnn.attention import ATTENTION_OPERATORS
 from relayquant.relay import from_text, to_text
 from relayquant.relay.export import EXPORTS
-from relayquant.relay.export.quantized_rows import export_as_table, sum_rounds_once
+from relayquant.relay.export.quantized_rows import export_as_table
+from relayquant.relay.export.sums import sum_rounds_once
 from relayquant.relay.operators import OPERATORS
 from relayquant.relay.printer import has_literal, print_module
 from relayquant.relay.text_reader import METADATA, parse_text

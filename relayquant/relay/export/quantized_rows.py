@@ -1,157 +1,34 @@
-"""Relay writer, rows: the operators of `relayquant.ir.dialect`.
-
-Relay has UPWARD and TONEAREST (half away from zero), but not this package's half-to-even rounding.
-With `exact`, an operator with half-to-even rounding becomes float32 arithmetic with the same bits:
-
-    t = float32(x - z_in) * m; t = clip(t, qmin - z_out, qmax - z_out)
-    q = int8(int32(t + 1.5 * 2^23) + (z_out - 1.5 * 2^23))
-
-The sum with 1.5 * 2^23 rounds to an integer, half to even, because float32 has 24 bits. The
-constant is subtracted from the integer, because TVM's simplifier turns the float32 expression `(t +
-c) - c` into `t`.
-
-Otherwise it becomes Relay's own operator, which differs by one step for values halfway between two
-integers.
-"""
+"""Relay writer, rows: the operators of `relayquant.ir.dialect`; `affine` has how they round."""
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import numpy as np
 
-from relayquant.base.axes import shape_along
-from relayquant.base.qtypes import Arithmetic, Rounding
+from relayquant.base.qtypes import Rounding
 from relayquant.errors import ModelError
 from relayquant.ir.dialect import OPERATORS
-from relayquant.ir.dialect.accumulator_range import choose_product_dtype, choose_total_dtype
 from relayquant.ir.reference.interpreter import evaluate_qnn
 from relayquant.relay import syntax
-from relayquant.relay.export.base import Export, Exports, ExportSite, ints
-from relayquant.relay.export.float_rows import (
-    conv_kernel,
-    known_size,
-    pool_attrs,
-    transposed_kernel,
+from relayquant.relay.export.affine import (
+    check_default,
+    check_register,
+    divide_scales,
+    is_relay_mode,
+    output,
+    requantize,
+    round_off,
+    scale_by,
+    spread,
+    subtract_zero_point,
+    without_zero_point,
 )
-from relayquant.relay.export.releases import has_attribute
-
-#: 1.5 * 2^23: adding it in float32 rounds |t| < 2^22 to an integer, half to even.
-ROUNDING_MAGIC = 12582912
-#: Widest clip bounds for this rounding.
-MAX_MAGIC = 2**22
-
-#: Bits of the range of a result when accumulators need not be added exactly: a byte in steps of
-#: 1/4096, which a float32 holds, with the same headroom on both sides in an int32.
-SUM_BITS = 20
+from relayquant.relay.export.averages import export_avg_pool2d, export_mean
+from relayquant.relay.export.base import Exports, ExportSite, ints
+from relayquant.relay.export.float_rows import conv_kernel, transposed_kernel
+from relayquant.relay.export.sums import add_exactly, binary, multiply_exactly, sum_nearly
 
 #: dtypes of data that QNN's matrix products support in all releases
 BYTES = ("int8", "uint8")
-
-#: bits of a float64 and a float32
-DOUBLE_BITS, FLOAT_BITS = 53, 24
-
-
-def has_mode(site: ExportSite, rounding: Rounding, arithmetic: Arithmetic) -> bool:
-    attrs = site.attrs
-    return (str(attrs.rounding), str(attrs.compute_dtype)) == (rounding.value, arithmetic.value)
-
-
-def is_default(site: ExportSite) -> bool:
-    """Return whether the mode is half to even in float32."""
-    return has_mode(site, Rounding.TONEAREST_EVEN, Arithmetic.FLOAT32)
-
-
-def check_default(site: ExportSite) -> None:
-    """Raise unless the operator has this package's default mode.
-
-    Raises:
-        ModelError: it has another mode, which Relay lacks for this operator.
-    """
-    if not is_default(site):
-        attrs = site.attrs
-        raise ModelError(
-            f"Relay has no mode {attrs.rounding} in {attrs.compute_dtype} for it", code="RQ203"
-        )
-
-
-# -- exact arithmetic ------------------------------------------------------------------------------
-
-
-def spread(array: np.ndarray, axis: int, ndim: int) -> np.ndarray:
-    """Reshape per-channel values so that they broadcast along `axis`."""
-    if array.size == 1:
-        return array.reshape(())
-    return array.reshape(shape_along(axis, ndim))
-
-
-def subtract_zero_point(site: ExportSite, index: int, zero_point: np.ndarray) -> syntax.Expr:
-    """Emit int32(operand `index`) - zero_point."""
-    return without_zero_point(site, site.args[index], site.dtype(index), zero_point)
-
-
-def without_zero_point(
-    site: ExportSite, value: syntax.Expr, dtype: str, zero_point: np.ndarray
-) -> syntax.Expr:
-    wide = value if dtype == "int32" else site.op("cast", value, dtype="int32")
-    if not zero_point.any():
-        return wide
-    return site.op("subtract", wide, site.constant(zero_point.astype("int32"), "zero_point"))
-
-
-def scale_by(site: ExportSite, value: syntax.Expr, multiplier: np.ndarray) -> syntax.Expr:
-    """Emit float32(value) * multiplier."""
-    real = site.op("cast", value, dtype="float32")
-    return site.op("multiply", real, site.constant(multiplier.astype("float32"), "multiplier"))
-
-
-def round_off(site: ExportSite, real: syntax.Expr, zero_point: int, dtype: str) -> syntax.Expr:
-    """Round a float32 value to the nearest integer, half to even, in the affine space of the
-    output.
-    """
-    info = np.iinfo(dtype)
-    low, high = info.min - zero_point, info.max - zero_point
-    if max(-low, high) > MAX_MAGIC:
-        raise ModelError(
-            f"a result of dtype {dtype} cannot be rounded half to even in Relay", code="RQ203"
-        )
-    clipped = site.op("clip", real, a_min=float(low), a_max=float(high))
-    shifted = site.op("add", clipped, site.number(ROUNDING_MAGIC, "float32"))
-    whole = site.op("cast", shifted, dtype="int32")
-    number = site.op("add", whole, site.number(zero_point - ROUNDING_MAGIC, "int32"))
-    return site.op("cast", number, dtype=dtype)
-
-
-def requantize(
-    site: ExportSite, value: syntax.Expr, given: tuple[syntax.Expr, ...], axis: int, dtype: str
-) -> syntax.Expr:
-    """Emit Relay's own requantize with the rounding closest to half to even.
-
-    `given` are the scale and zero point of `value` and of the result.
-    """
-    arithmetic = {"compute_dtype": Arithmetic.FLOAT32.value}
-    if not has_attribute(site.release, "qnn.requantize", "compute_dtype"):
-        arithmetic = {}
-    return site.op(
-        "qnn.requantize",
-        value,
-        *given,
-        axis=axis,
-        rounding=Rounding.TONEAREST.value,
-        **arithmetic,
-        out_dtype=dtype,
-    )
-
-
-def divide_scales(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
-    """Return the float32 multiplier of two scales, as requantize computes it."""
-    return (numerator.astype("float64") / denominator.astype("float64")).astype("float32")
-
-
-def output(site: ExportSite, scale: int) -> tuple[np.ndarray, int]:
-    """Return (scale, zero point) of the output. Both must be scalars."""
-    return site.array(scale).reshape(()), int(site.array(scale + 1).item())
 
 
 # -- between real and affine space -----------------------------------------------------------------
@@ -233,21 +110,6 @@ def export_requantize(site: ExportSite) -> syntax.Expr:
 
 
 # -- convolutions and products ---------------------------------------------------------------------
-
-
-def check_register(dtype: str) -> str:
-    """Check the dtype of sums or products.
-
-    Raises:
-        ModelError: it is int64, which cannot be written in Relay.
-    """
-    if dtype != "int32":
-        raise ModelError(
-            f"its sums or products do not fit int32, and Relay has no form for {dtype}; keep it in "
-            "float, or take activations of 8 bits",
-            code="RQ203",
-        )
-    return dtype
 
 
 def sum_dtype(site: ExportSite) -> str:
@@ -336,166 +198,6 @@ def export_batch_matmul(site: ExportSite) -> syntax.Expr:
 # -- elementwise -----------------------------------------------------------------------------------
 
 
-def is_relay_mode(site: ExportSite) -> bool:
-    """Return whether the operator has Relay's mode: UPWARD in int64.
-
-    Raises:
-        ModelError: it has neither Relay's mode nor this package's default.
-    """
-    if has_mode(site, Rounding.UPWARD, Arithmetic.INT64):
-        return True
-    check_default(site)
-    return False
-
-
-def binary_dtype(site: ExportSite) -> str:
-    return str(site.attrs.out_dtype) or site.dtype(0)
-
-
-def is_narrow(site: ExportSite) -> bool:
-    """Return whether operands and result have one dtype and per-tensor scales, which Relay's
-    operator supports in all releases.
-    """
-    dtypes = {site.dtype(0), site.dtype(1), binary_dtype(site)}
-    return len(dtypes) == 1 and all(site.array(index).size == 1 for index in (2, 3, 4, 5))
-
-
-def binary(name: str, exactly: Export, nearly: Export | None = None) -> Export:
-    """Write Relay's operator if it computes the same, or nearly the same.
-
-    `nearly` writes it for dtypes or scales that Relay's operator lacks.
-    """
-
-    def export(site: ExportSite) -> syntax.Expr:
-        attrs = site.attrs
-        if is_relay_mode(site):
-            if len({site.dtype(0), site.dtype(1), binary_dtype(site)}) > 1:
-                raise ModelError("its operands and result differ in dtype", code="RQ203")
-            axes = {"lhs_axis": int(attrs.lhs_axis), "rhs_axis": int(attrs.rhs_axis)}
-            return site.op(name, *site.args, **axes)
-        if not site.exact and is_narrow(site):
-            return site.op(name, *site.args)
-        if site.exact or nearly is None or binary_dtype(site) == "uint16":
-            return exactly(site)
-        return nearly(site)
-
-    return export
-
-
-def sum_nearly(name: str) -> Export:
-    """Write the sum of an accumulator and a byte as Relay's operator in int32, in fractions of the
-    result's step.
-
-    So nothing saturates before the sum, and only one rounding matters.
-
-        qnn.add(acc, byte)  ->  qnn.requantize(qnn.add(qnn.requantize(acc), cast(byte)))
-    """
-
-    def export(site: ExportSite) -> syntax.Expr:
-        operands: list[syntax.Expr] = []
-        given: list[syntax.Expr] = []
-        scale, _ = output(site, 6)
-        steps = 2 ** (SUM_BITS - np.iinfo(binary_dtype(site)).bits)
-        fine = (site.number(scale / np.float32(steps), "float32"), site.number(0, "int32"))
-        for index, axis in enumerate((int(site.attrs.lhs_axis), int(site.attrs.rhs_axis))):
-            value, own = site.args[index], site.args[2 + 2 * index : 4 + 2 * index]
-            if site.dtype(index) != "int32":
-                value = site.op("cast", value, dtype="int32")
-            if site.dtype(index) == "int32" or site.array(2 + 2 * index).size > 1:
-                value = requantize(site, value, (*own, *fine), axis, "int32")
-                own = fine
-            operands.append(value)
-            given += own
-        total = site.op(name, *operands, *given, *fine)
-        return requantize(site, total, (*fine, *site.args[6:8]), -1, binary_dtype(site))
-
-    return export
-
-
-def sides(site: ExportSite) -> list[tuple[syntax.Expr, np.ndarray]]:
-    """Return (value - zero point, scale) of both operands, with scales in shapes that broadcast."""
-    found = []
-    for index, axis in enumerate((int(site.attrs.lhs_axis), int(site.attrs.rhs_axis))):
-        ndim = len(site.in_dims(index))
-        scale, zero = (spread(site.array(2 + 2 * index + i), axis, ndim) for i in (0, 1))
-        found.append((subtract_zero_point(site, index, zero), scale))
-    return found
-
-
-def add_exactly(sign: int) -> Export:
-    """Write t = fma(r, m_r, l * m_l). The fma is a sum in float64."""
-
-    def export(site: ExportSite) -> syntax.Expr:
-        (left, left_scale), (right, right_scale) = sides(site)
-        out_scale, zero_point = output(site, 6)
-        first = divide_scales(left_scale, out_scale)
-        second = divide_scales(right_scale, out_scale) * np.float32(sign)
-        info = np.iinfo(binary_dtype(site))
-        limit = max(zero_point - info.min, info.max - zero_point) + 1
-        if not sum_rounds_once(first, second, list_summands(site, 1), limit):
-            raise ModelError(
-                "the scales of its operands are too far apart to add exactly; exact=False adds "
-                "them",
-                code="RQ203",
-            )
-        t = site.op("cast", scale_by(site, left, first), dtype="float64")
-        factor = site.constant(second.astype("float64"), "multiplier")
-        product = site.op("multiply", site.op("cast", right, dtype="float64"), factor)
-        total = site.op("cast", site.op("add", t, product), dtype="float32")
-        return round_off(site, total, zero_point, binary_dtype(site))
-
-    return export
-
-
-def list_summands(site: ExportSite, index: int) -> np.ndarray | None:
-    """Return all values (q - zero point) of an operand of a sum. None if they are too many."""
-    info, zero_point = np.iinfo(site.dtype(index)), site.array(3 + 2 * index)
-    if info.bits > 16:
-        return None
-    low, high = info.min - int(zero_point.max()), info.max - int(zero_point.min())
-    return np.arange(low, high + 1)
-
-
-def sum_rounds_once(
-    first: np.ndarray, second: np.ndarray, values: np.ndarray | None, limit: int
-) -> bool:
-    """Return whether double rounding gives the same integer, within +-limit, for all integers l and
-    r.
-
-    The sum is `float32(l * first) + r * second`. It is rounded to float64 and then to float32,
-    instead of directly to float32. A summand of at least `least` has no bit below the last bit of a
-    float64 of the size of the sum. A smaller float32 may be cut off. This matters only if the other
-    summand is equally close to a threshold at which float32 values round to another integer. A
-    threshold is half a unit of float32 next to a half.
-
-    Args:
-        values: All values of r. None if they are too many to try.
-    """
-    bits = math.ceil(math.log2(limit))
-    least = 2.0 ** (bits - (DOUBLE_BITS - FLOAT_BITS) - 1)
-    if np.any((np.abs(second) < least) & (second != 0)):
-        return False
-    cut = (np.abs(first) < least) & (first != 0)
-    if not cut.any():
-        return True
-    if values is None:
-        return False
-    products = values * np.unique(second.astype("float64"))[:, None]
-    distance = np.abs(products - np.floor(products) - 0.5)
-    return bool((distance > least + 2.0 ** (bits - FLOAT_BITS)).all())
-
-
-def multiply_exactly(site: ExportSite) -> syntax.Expr:
-    """Emit (l - z_l) * (r - z_r) in int32, requantized."""
-    (left, left_scale), (right, right_scale) = sides(site)
-    out_scale, zero_point = output(site, 6)
-    real = left_scale.astype("float64") * right_scale.astype("float64")
-    multiplier = (real / out_scale.astype("float64")).astype("float32")
-    check_register(choose_product_dtype(site.call))
-    product = site.op("multiply", left, right)
-    return round_off(site, scale_by(site, product, multiplier), zero_point, binary_dtype(site))
-
-
 def export_concatenate(site: ExportSite) -> syntax.Expr:
     attrs = site.attrs
     parts, scales, zeros = site.args[:3]
@@ -549,90 +251,7 @@ def bend_negatives(site: ExportSite, slopes: np.ndarray) -> syntax.Expr:
     return round_off(site, chosen, out_zero, site.dtype(0))
 
 
-# -- averages --------------------------------------------------------------------------------------
-
-
-def average(site: ExportSite, total: syntax.Expr, count: int, dtype: str) -> syntax.Expr:
-    """Divide a sum of integers without zero points by its count, in the output's affine space: m' =
-    m / float32(count).
-    """
-    scale, (out_scale, out_zero) = site.array(1).reshape(()), output(site, 3)
-    if not site.exact and dtype != "uint16":
-        mean_scale = site.constant(scale / np.float32(count), "scale")
-        given = (mean_scale, site.number(0, "int32"), *site.args[3:5])
-        return requantize(site, total, given, -1, dtype)
-    multiplier = divide_scales(scale, out_scale) / np.float32(count)
-    return round_off(site, scale_by(site, total, multiplier), out_zero, dtype)
-
-
-def keeps_space(site: ExportSite, dtype: str) -> bool:
-    """Return whether the result has the dtype, scale and zero point of operand 1."""
-    return dtype == site.dtype(0) and all(
-        site.array(index).item() == site.array(index + 2).item() for index in (1, 2)
-    )
-
-
-def pool_integers(site: ExportSite, dtype: str, **attrs: Any) -> syntax.Expr:
-    """Emit cast, nn.avg_pool2d, cast, as TVM's TFLite frontend does. It truncates."""
-    wide = site.op("cast", site.args[0], dtype="int32")
-    return site.op("cast", site.op("nn.avg_pool2d", wide, **attrs), dtype=dtype)
-
-
-#: axes over which a mean is an average pool -> data layout
-POOLED_AXES = {(1, 2): "NHWC", (2, 3): "NCHW"}
-
-
-def export_mean(site: ExportSite) -> syntax.Expr:
-    check_default(site)
-    shape = site.in_dims(0)
-    axes = tuple(axis % len(shape) for axis in ints(site.attrs.axes)) or tuple(range(len(shape)))
-    dtype = str(site.attrs.out_dtype) or site.dtype(0)
-    layout = POOLED_AXES.get(tuple(sorted(axes))) if len(shape) == 4 else None
-    if layout is not None and not site.exact and keeps_space(site, dtype):
-        window = tuple(known_size(shape[layout.index(axis)]) for axis in "HW")
-        found = pool_integers(site, dtype, pool_size=window, layout=layout)
-        return found if site.attrs.keepdims else site.reshape(found, site.out_dims())
-    moved = subtract_zero_point(site, 0, site.array(2).reshape(()))
-    total = site.op("sum", moved, axis=axes, keepdims=bool(site.attrs.keepdims))
-    count = int(np.prod([known_size(shape[axis]) for axis in axes]))
-    check_register(choose_total_dtype(site.dtype(0), site.call.args[2], count))
-    return average(site, total, count, dtype)
-
-
-def export_avg_pool2d(site: ExportSite) -> syntax.Expr:
-    """Write an average pool: the sum of each window is a convolution with ones."""
-    attrs = site.attrs
-    included = bool(attrs.count_include_pad)
-    if has_mode(site, Rounding.UPWARD, Arithmetic.INT64):
-        common = pool_attrs(site)
-        return site.op("qnn.avg_pool2d", *site.args, **common, count_include_pad=included)
-    check_default(site)
-    pads = any(ints(attrs.padding))
-    if not site.exact and keeps_space(site, site.dtype(0)) and not (pads and included):
-        return pool_integers(site, site.dtype(0), **pool_attrs(site))
-    if attrs.ceil_mode or (pads and not included):
-        raise ModelError("it averages over windows of different sizes", code="RQ203")
-    layout, window = str(attrs.layout), ints(attrs.pool_size)
-    check_register(choose_total_dtype(site.dtype(0), site.call.args[2], int(np.prod(window))))
-    channels = known_size(site.in_dims(0)[layout.index("C")])
-    is_last = layout.endswith("C")
-    kernel = (*window, channels, 1) if is_last else (channels, 1, *window)
-    moved = subtract_zero_point(site, 0, site.array(2).reshape(()))
-    total = site.op(
-        "nn.conv2d",
-        moved,
-        site.constant(np.ones(kernel, "int32"), "ones"),
-        strides=ints(attrs.strides),
-        padding=ints(attrs.padding),
-        dilation=ints(attrs.dilation),
-        groups=channels,
-        channels=channels,
-        kernel_size=window,
-        data_layout=layout,
-        kernel_layout="HWOI" if is_last else "OIHW",
-        out_dtype="int32",
-    )
-    return average(site, total, window[0] * window[1], site.dtype(0))
+# -- tables ----------------------------------------------------------------------------------------
 
 
 def export_lookup(site: ExportSite) -> syntax.Expr:
