@@ -20,7 +20,8 @@ from xml.etree import ElementTree
 import pytest
 
 import relayquant as rq
-from relayquant.cli.parsers import COMMANDS, parse_words
+from relayquant.cli.grammar import COMMANDS
+from relayquant.cli.parsers import parse_words
 from relayquant.stages.backends import BACKENDS
 
 ROOT = Path(__file__).resolve().parents[1]

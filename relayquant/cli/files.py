@@ -19,7 +19,7 @@ from relayquant.base.storage.files import (
     write_whole,
 )
 from relayquant.base.storage.module_file import WHAT, read_module
-from relayquant.cli.parsers import LIBRARIES
+from relayquant.cli.grammar import LIBRARIES
 from relayquant.config import Precision
 from relayquant.errors import ConfigError, ModelError
 from relayquant.formats.load import FORMATS, is_folder_config

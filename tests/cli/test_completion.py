@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from relayquant import cli
+from relayquant.cli.grammar import COMMANDS
 from relayquant.cli.output import ExitCode
-from relayquant.cli.parsers import COMMANDS
 
 
 def complete(script: str, words: list[str], folder: Path) -> set[str]:

@@ -16,8 +16,8 @@ import pytest
 from llama_files import draw_weights, write_folder, write_tokenizer
 
 from relayquant import cli
+from relayquant.cli.grammar import COMMANDS as ALL_COMMANDS
 from relayquant.cli.output import MEANINGS, SCHEMA, CommandOutput, ExitCode, make_plain
-from relayquant.cli.parsers import COMMANDS as ALL_COMMANDS
 from relayquant.demo import load_digits
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "commands.md").read_text("utf-8")

@@ -15,10 +15,10 @@ import pytest
 from relayquant import cli
 from relayquant.analysis.other_engines import OTHER_ENGINES
 from relayquant.base.qtypes import Scheme
-from relayquant.cli import arguments, commands, parsers
+from relayquant.cli import arguments, commands, grammar, parsers
 from relayquant.cli.data import METRICS
 from relayquant.cli.output import ExitCode
-from relayquant.cli.parsers import OTHER_VERBS
+from relayquant.cli.verbs import OTHER_VERBS
 from relayquant.config import ModelType
 from relayquant.config.observers import OBSERVERS
 from relayquant.data.images import PRESETS
@@ -26,7 +26,7 @@ from relayquant.errors import ModelError
 from relayquant.flow.settings import Guard
 from relayquant.stages.effort import Effort
 
-COMMANDS = [command.name for command in parsers.COMMANDS]
+COMMANDS = [command.name for command in grammar.COMMANDS]
 DATA = ["--data", "data.npz"]
 FILES = ["a.onnx", "b.json", *DATA]
 #: what help and mistakes do without
@@ -217,12 +217,12 @@ def test_commands__are_modules_of_their_names() -> None:
 
 def test_parsers__choices_are_those_of_what_takes_them() -> None:
     assert set(arguments.EFFORTS) == {level.value for level in Effort}
-    assert set(parsers.GUARDS) == {action.value for action in Guard}
-    assert set(parsers.MODEL_TYPES) == {kind.value for kind in ModelType}
-    assert set(parsers.SCHEMES) == {scheme.value for scheme in Scheme}
-    assert set(parsers.OBSERVERS) == set(OBSERVERS)
-    assert set(parsers.METRICS) == set(METRICS)
-    assert set(parsers.ENGINES) == set(OTHER_ENGINES)
+    assert set(grammar.GUARDS) == {action.value for action in Guard}
+    assert set(grammar.MODEL_TYPES) == {kind.value for kind in ModelType}
+    assert set(grammar.SCHEMES) == {scheme.value for scheme in Scheme}
+    assert set(grammar.OBSERVERS) == set(OBSERVERS)
+    assert set(grammar.METRICS) == set(METRICS)
+    assert set(grammar.ENGINES) == set(OTHER_ENGINES)
     assert set(arguments.PRESETS) == set(PRESETS)
 
 

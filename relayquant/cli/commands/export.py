@@ -7,9 +7,9 @@ import argparse
 import relayquant as rq
 from relayquant.base.storage.files import check_folder
 from relayquant.cli.files import check_ending, load_options, write_module
+from relayquant.cli.grammar import LIBRARIES
 from relayquant.cli.options import check_options
 from relayquant.cli.output import CommandOutput, ExitCode
-from relayquant.cli.parsers import LIBRARIES
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.config import Precision
 from relayquant.errors import ConfigError

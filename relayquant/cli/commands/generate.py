@@ -18,9 +18,9 @@ from relayquant.base.cores import count_cores
 from relayquant.base.events import StageEvent
 from relayquant.base.language import DECODE
 from relayquant.base.storage.files import ARCHIVE_SUFFIX, check_file, reading, write_whole
+from relayquant.cli.grammar import LIBRARIES
 from relayquant.cli.options import check_options
 from relayquant.cli.output import CommandOutput, ExitCode
-from relayquant.cli.parsers import LIBRARIES
 from relayquant.cli.threads import use_threads
 from relayquant.errors import ConfigError, ModelError, format_count
 from relayquant.flow.generation import Piece
