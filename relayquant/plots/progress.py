@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, replace
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import (
@@ -101,12 +100,7 @@ class ProgressReport(Callback):
     def __enter__(self) -> ProgressReport:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for name in list(self._running):
             self._finish(name)
 

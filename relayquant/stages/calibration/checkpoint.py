@@ -250,16 +250,27 @@ def check_fingerprint(
     bound = header.get("binding")
     if header.get("format") != FORMAT or not isinstance(bound, dict):
         raise DataError(f"{path / HEADER} is not of format {FORMAT!r}.", code="RQ502")
+    check_binding(path, bound, fingerprint, work)
+
+
+def check_binding(
+    path: Path, bound: Mapping[str, Any], binding: Mapping[str, str], work: str
+) -> None:
+    """Check that a checkpoint of what `bound` says belongs to the work that `binding` describes.
+
+    Raises:
+        ConfigError: it does not; names what differs.
+    """
     different = []
-    for aspect in sorted({*bound, *fingerprint}):
-        before, now = bound.get(aspect), fingerprint.get(aspect)
+    for aspect in sorted({*bound, *binding}):
+        before, now = bound.get(aspect), binding.get(aspect)
         if before != now:
             is_digest = str(before).startswith("sha256:")
             different.append(aspect if is_digest else f"{aspect} (was {before}, is {now})")
     if different:
         raise ConfigError(
             f"checkpoint={str(path)!r} belongs to another {work}; what differs: "
-            f"{', '.join(different)}. Pass the same arguments to continue, choose another folder, "
+            f"{', '.join(different)}. Pass the same arguments to continue, choose another path, "
             "or delete it to start again.",
             code="RQ502",
         )

@@ -23,7 +23,6 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -93,12 +92,7 @@ class ValueWriter:
             self._offset += write_all(self._file, [header, content, padding])
         return offset
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         with writing(self._path):
             os.close(self._file)
             if error is None:

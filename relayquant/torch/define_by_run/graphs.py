@@ -6,7 +6,7 @@ user's modules.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch  # pyright: ignore[reportMissingImports]
@@ -61,14 +61,9 @@ class RegionModule(torch.nn.Module):
         steps, outputs, paths = self.relayquant_run
         values: dict[int, torch.Tensor] = {}
         for step, module in zip(steps, self.get_submodule(_STEPS), strict=True):
-            tensors = []
-            for source in step.sources:
-                if isinstance(source, Input):
-                    tensors.append(inputs[source.number])
-                elif isinstance(source, Inside):
-                    tensors.append(values[source.number])
-                else:
-                    tensors.append(find_constant(self, paths[source.number]))
+            tensors = read_sources(
+                step, inputs, values, lambda number: find_constant(self, paths[number])
+            )
             values.update(zip(step.results, module(*tensors), strict=True))
         return tuple(values[number] for number in outputs)
 
@@ -160,6 +155,24 @@ def find_refused(
     return found
 
 
+def read_sources(
+    step: RegionStep,
+    inputs: Sequence[Any],
+    values: Mapping[int, torch.Tensor],
+    read_constant: Callable[[int], Any],
+) -> list[Any]:
+    """Return the operands of a step: inputs of the region, results of earlier steps, constants."""
+    tensors = []
+    for source in step.sources:
+        if isinstance(source, Input):
+            tensors.append(inputs[source.number])
+        elif isinstance(source, Inside):
+            tensors.append(values[source.number])
+        else:
+            tensors.append(read_constant(source.number))
+    return tensors
+
+
 def run_steps(
     steps: Sequence[RegionStep],
     constants: ModelConstants,
@@ -169,14 +182,7 @@ def run_steps(
     """Run steps in PyTorch with their operands. Fills `values`."""
     values = {} if values is None else values
     for step in steps:
-        tensors = []
-        for source in step.sources:
-            if isinstance(source, Input):
-                tensors.append(inputs[source.number])
-            elif isinstance(source, Inside):
-                tensors.append(values[source.number])
-            else:
-                tensors.append(constants.tensors[source.number])
+        tensors = read_sources(step, inputs, values, constants.tensors.__getitem__)
         with torch.no_grad():
             read = read_result(step.call.run(tensors))
         values.update(zip(step.results, read[1] if read else (), strict=True))

@@ -22,7 +22,7 @@ from relayquant.base.storage.archive import Archive, read_archive, write_archive
 from relayquant.data import open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError, DataError, format_count
-from relayquant.stages.calibration.checkpoint import digest_batch, digest_text
+from relayquant.stages.calibration.checkpoint import check_binding, digest_batch, digest_text
 from relayquant.torch.finetuning.jackknife import Batches, estimate_error
 from relayquant.torch.finetuning.losses import match_outputs, measure_distance
 from relayquant.torch.finetuning.reconstruction import reconstruct
@@ -412,15 +412,7 @@ class _Training:
             return
         found = read_archive(self.path, FORMAT, "checkpoint of a training")
         header, arrays = found.header, found.arrays
-        bound, binding = header["binding"], self.binding
-        different = [name for name in binding if bound.get(name) != binding[name]]
-        if different:
-            raise ConfigError(
-                f"checkpoint={str(self.path)!r} belongs to another training; different: "
-                f"{', '.join(different)}. Pass the same arguments to resume, pass another file, "
-                "or delete it to start again.",
-                code="RQ502",
-            )
+        check_binding(self.path, header["binding"], self.binding, "training")
         write_state(self.student, take_part(arrays, "now:"))
         self.progress = Progress(
             int(header["step"]),

@@ -106,7 +106,7 @@ def test_checkpoint__same_bits_after_resuming(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         tune(path, Watch(stop_at=5))
     kept = path.read_bytes()
-    with pytest.raises(ConfigError, match=r"another training; different: settings"):
+    with pytest.raises(ConfigError, match=r"another training; what differs: settings"):
         tune(path, lr=0.5)
     same, changed = (draw_batches(residual_model(), 3) for _ in range(2))
     changed[1] = {"x": changed[1]["x"] + 1}
