@@ -50,6 +50,7 @@ WIDE_TYPES: dict[str, dict[str, str]] = {
     "relax.max": TRUTHS,
     "relax.mean": MEANS,
     "relax.min": TRUTHS,
+    "relax.nn.batch_norm": WIDE_SUMS,
     "relax.nn.group_norm": WIDE_SUMS,
     "relax.nn.instance_norm": WIDE_SUMS,
     "relax.nn.layer_norm": WIDE_SUMS,

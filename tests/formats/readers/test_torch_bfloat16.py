@@ -33,6 +33,9 @@ FUNCTIONS = {
     "variance": lambda x, y: x.var(-1),
     "norm": lambda x, y: x.norm(dim=-1),
     "elu": lambda x, y: F.elu(x),
+    "group norm": lambda x, y: F.group_norm(x.reshape(2, 8, 16), 4, y[0, :8], y[1, :8]),
+    "group norm without weights": lambda x, y: F.group_norm(x.reshape(2, 8, 16), 2),
+    "batch norm": lambda x, y: F.batch_norm(x, y[0], y[1].abs(), y[2], y[3]),
     "average pool": lambda x, y: F.avg_pool2d(x.reshape(1, 4, 8, 8), 2),
 }
 

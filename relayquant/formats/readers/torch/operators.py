@@ -175,8 +175,10 @@ def read_as_result(node: Any, importer: Any) -> relax.Expr:
 
 
 def result_dtype(node: Any) -> str:
-    """Return the dtype that PyTorch gives the result of a node."""
-    return str(node.meta["val"].dtype).removeprefix("torch.")
+    """Return the dtype that PyTorch gives the result of a node, or the first of several results."""
+    value = node.meta["val"]
+    first = value[0] if isinstance(value, list | tuple) else value
+    return str(first.dtype).removeprefix("torch.")
 
 
 def convert_shift(node: Any, importer: Any) -> relax.Expr:

@@ -53,6 +53,7 @@ COMPUTED_WIDE = frozenset(
         "var.correction",
         "linalg_vector_norm.default",
         "elu.default",
+        "native_group_norm.default",
     )
 )
 NARROW = ("bfloat16", "float16")
