@@ -17,7 +17,7 @@ from tvm.ir import Call
 
 from relayquant.ir.rewrite.graph import call_name, tensor_dtype
 
-#: TVM rounds sums of bfloat16 after each addition.
+#: TVM rounds sums of bfloat16 after each addition, and computes no power of it.
 WIDE_SUMS = {"bfloat16": "float32"}
 HALVES = {"float16": "float32", "bfloat16": "float32"}
 TRUTHS = {"bool": "int8"}
@@ -55,6 +55,7 @@ WIDE_TYPES: dict[str, dict[str, str]] = {
     "relax.nn.instance_norm": WIDE_SUMS,
     "relax.nn.layer_norm": WIDE_SUMS,
     "relax.nn.rms_norm": WIDE_SUMS,
+    "relax.power": WIDE_SUMS,
     "relax.prod": WIDE_SUMS,
     "relax.std": MEANS,
     "relax.sum": WIDE_SUMS,

@@ -17,6 +17,7 @@ FUNCTIONS = {
     "add": lambda x, y: x + y,
     "chain": lambda x, y: (x + y) * x - y,
     "divide": lambda x, y: x / y,
+    "power": lambda x, y: x.abs() ** 1.5 + y,
     "sigmoid twice read": lambda x, y: F.silu(x),
     "gate": lambda x, y: F.silu(x) * y,
     "exp": lambda x, y: torch.exp(x),
