@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -18,10 +18,15 @@ import tvm
 
 import relayquant as rq
 from relayquant.analysis.engines import Candidate, Engine, measure_engines
-from relayquant.analysis.latency import measure_latency
-from relayquant.analysis.other_engines import OTHER_ENGINES, list_versions, prepare_candidates
+from relayquant.analysis.latency import Latency, measure_latency
+from relayquant.analysis.other_engines import (
+    OTHER_ENGINES,
+    OtherEngine,
+    list_versions,
+    prepare_candidates,
+)
 from relayquant.analysis.peak import measure_peak
-from relayquant.analysis.profile import compile_with_sites, profile_executable
+from relayquant.analysis.profile import KernelSite, compile_with_sites, profile_executable
 from relayquant.base.cores import count_cores
 from relayquant.base.runtime import Machine
 from relayquant.base.storage.files import TEMPORARY, open_temporary_folder, writing
@@ -54,6 +59,15 @@ BATCHES = 4
 QUICK_FIT = FitSettings(rounding=WeightRounding.NEAREST, bias=BiasCorrection.NONE)
 
 
+@dataclass(frozen=True, eq=False)
+class Built:
+    """A module, compiled for this machine, with where its kernels stand."""
+
+    mod: tvm.IRModule
+    executable: Any
+    sites: Sequence[KernelSite]
+
+
 def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     threads = count_cores() if options.threads is None else options.threads
     counts = {"--threads": threads, "--batch": options.batch}
@@ -63,21 +77,8 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
         check_picture(options.plot)
     if options.operators < 0:
         raise ConfigError(f"--operators is {options.operators}; allowed: 0 or more.", code="RQ102")
-    others = [OTHER_ENGINES[name] for name in dict.fromkeys(options.against)]
-    names = " and ".join(other.engine.value for other in others)
-    if others and options.model.suffix != ".onnx":
-        raise ConfigError(
-            f"--against {names}: .onnx files are compared, but MODEL is {options.model}.",
-            code="RQ102",
-        )
-    if others and options.input:
-        raise ConfigError(
-            f"--input: {names} would run the file with all of its inputs.", code="RQ102"
-        )
-    for other in others:
-        other.check()  # fails before anything takes time
-    with ExitStack() as stack:
-        stack.enter_context(use_threads(threads))
+    others = choose_engines(options)
+    with use_threads(threads):
         mod = name_main(bind_model(output.run("read model", load_options, options)))
         is_quantized = find_ledger(mod) is not None
         if is_quantized and options.qmodel is not None:
@@ -100,45 +101,13 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
             qmod = output.run("quantize", quantize_quickly, mod, batches, backend)
             output.print(f"quantized in {time.perf_counter() - start:.1f} s")
             modules = {INT8: qmod, FLOAT: mod}
-        precision = Precision(options.precision or Precision.FLOAT32)
-        compile_module = partial(
-            rq.compile, tune=options.tune, precision=precision if options.precision else None
-        )
-        executables, sites = {}, {}
-        for name, module in modules.items():
-            start = time.perf_counter()
-            executables[name], sites[name] = output.run(
-                f"compile {name}", compile_with_sites, module, compile_module
-            )
-            output.print(f"{name}: compiled in {time.perf_counter() - start:.1f} s")
+        built = {name: build(options, output, name, mod) for name, mod in modules.items()}
         if others:
-            folder = stack.enter_context(open_temporary_folder())
-            models = output.run(
-                "quantize with other engines",
-                prepare_candidates,
-                others,
-                options.model,
-                modules[INT8],
-                batches,
-                folder,
-                precision,
-            )
-            candidates = {**export_own(executables, folder), **models.candidates}
-            comparison = output.run(
-                "time engines",
-                measure_engines,
-                candidates,
-                batches[0],
-                threads=threads,
-                rounds=options.repeat,
-            )
-            for name, reason in {**models.failures, **comparison.failures}.items():
-                output.print(f"{name} is left out: {reason}")
-            latencies = comparison.latencies
-            if INT8 not in latencies:
-                raise ModelError(f"{INT8}: {comparison.failures[INT8]}", code="RQ504")
+            latencies = time_engines(options, output, others, built, batches, threads)
         else:
-            runs = {name: bind_run(Machine(each), inputs) for name, each in executables.items()}
+            runs = {
+                name: bind_run(Machine(each.executable), inputs) for name, each in built.items()
+            }
             latencies = output.run("time", measure_latency, runs, options.repeat)
         output.print(f"{name_cpu()}; {', '.join(list_versions(others))}")
         output.print(describe_products(resolve_target(None)))
@@ -152,39 +121,118 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
             plot_latency(latencies, options.plot)
             output.add_file(options.plot)
         if options.operators:
-            peak = measure_peak(resolve_target(None)) * threads
-            output.print(f"integer peak of {format_count(threads, 'core')}: {peak:.0f} GOP/s")
-            output.add_values(peak_gops=peak)
-            calls: list[dict[str, Any]] = []
-            for name, module in modules.items():
-                profile = output.run(
-                    f"profile {name}",
-                    profile_executable,
-                    executables[name],
-                    sites[name],
-                    module,
-                    inputs,
-                )
-                output.print(kernel_table(profile, peak, f"{name}: kinds of kernels"))
-                calls += [{"module": name, **make_plain(row)} for row in profile.operators]
-                rows = None if output.show_all else options.operators
-                table = operator_table(profile, peak, rows, f"{name}: slowest calls")
-                output.print(table)
-                output.print(
-                    f"outside kernels: {profile.outside * 1e6:.0f} us of "
-                    f"{profile.total * 1e6:.0f} us, {format_count(profile.machine_calls, 'call')}"
-                )
-            output.add_table("kernels", calls)
+            show_kernels(options, output, built, inputs, threads)
     return ExitCode.OK
 
 
-def export_own(executables: Mapping[str, Any], folder: Path) -> dict[str, Candidate]:
+def choose_engines(options: argparse.Namespace) -> list[OtherEngine]:
+    """Return the engines of --against.
+
+    Raises:
+        ConfigError: they cannot run the model as it is given.
+        MissingDependencyError: one is not installed.
+    """
+    others = [OTHER_ENGINES[name] for name in dict.fromkeys(options.against)]
+    names = " and ".join(other.engine.value for other in others)
+    if others and options.model.suffix != ".onnx":
+        raise ConfigError(
+            f"--against {names}: .onnx files are compared, but MODEL is {options.model}.",
+            code="RQ102",
+        )
+    if others and options.input:
+        raise ConfigError(
+            f"--input: {names} would run the file with all of its inputs.", code="RQ102"
+        )
+    for other in others:
+        other.check()  # fails before anything takes time
+    return others
+
+
+def build(
+    options: argparse.Namespace, output: CommandOutput, name: str, mod: tvm.IRModule
+) -> Built:
+    """Compile a module with --tune and --precision, and say how long it took."""
+    precision = Precision(options.precision) if options.precision else None
+    compile_module = partial(rq.compile, tune=options.tune, precision=precision)
+    start = time.perf_counter()
+    executable, sites = output.run(f"compile {name}", compile_with_sites, mod, compile_module)
+    output.print(f"{name}: compiled in {time.perf_counter() - start:.1f} s")
+    return Built(mod, executable, sites)
+
+
+def time_engines(
+    options: argparse.Namespace,
+    output: CommandOutput,
+    others: Sequence[OtherEngine],
+    built: Mapping[str, Built],
+    batches: Sequence[Batch],
+    threads: int,
+) -> Mapping[str, Latency]:
+    """Time our modules beside other engines' float and int8 models, each in its own process.
+
+    Raises:
+        ModelError: our int8 module does not run.
+    """
+    with open_temporary_folder() as folder:
+        models = output.run(
+            "quantize with other engines",
+            prepare_candidates,
+            others,
+            options.model,
+            built[INT8].mod,
+            batches,
+            folder,
+            Precision(options.precision or Precision.FLOAT32),
+        )
+        comparison = output.run(
+            "time engines",
+            measure_engines,
+            {**export_own(built, folder), **models.candidates},
+            batches[0],
+            threads=threads,
+            rounds=options.repeat,
+        )
+    for name, reason in {**models.failures, **comparison.failures}.items():
+        output.print(f"{name} is left out: {reason}")
+    if INT8 not in comparison.latencies:
+        raise ModelError(f"{INT8}: {comparison.failures[INT8]}", code="RQ504")
+    return comparison.latencies
+
+
+def show_kernels(
+    options: argparse.Namespace,
+    output: CommandOutput,
+    built: Mapping[str, Built],
+    inputs: Sequence[np.ndarray],
+    threads: int,
+) -> None:
+    """Measure the kernels of each module and show them beside the peak of `threads` cores."""
+    peak = measure_peak(resolve_target(None)) * threads
+    output.print(f"integer peak of {format_count(threads, 'core')}: {peak:.0f} GOP/s")
+    output.add_values(peak_gops=peak)
+    calls: list[dict[str, Any]] = []
+    for name, each in built.items():
+        profile = output.run(
+            f"profile {name}", profile_executable, each.executable, each.sites, each.mod, inputs
+        )
+        output.print(kernel_table(profile, peak, f"{name}: kinds of kernels"))
+        calls += [{"module": name, **make_plain(row)} for row in profile.operators]
+        rows = None if output.show_all else options.operators
+        output.print(operator_table(profile, peak, rows, f"{name}: slowest calls"))
+        output.print(
+            f"outside kernels: {profile.outside * 1e6:.0f} us of "
+            f"{profile.total * 1e6:.0f} us, {format_count(profile.machine_calls, 'call')}"
+        )
+    output.add_table("kernels", calls)
+
+
+def export_own(built: Mapping[str, Built], folder: Path) -> dict[str, Candidate]:
     """Write executables as libraries into `folder`, so that other processes can load them."""
     candidates = {}
-    for number, (name, executable) in enumerate(executables.items()):
+    for number, (name, each) in enumerate(built.items()):
         path = folder / f"own{number}.so"
         with writing(path, TEMPORARY):
-            executable.export_library(str(path))
+            each.executable.export_library(str(path))
         candidates[name] = Candidate(Engine.RELAYQUANT, path)
     return candidates
 
