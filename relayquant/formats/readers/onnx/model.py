@@ -30,6 +30,8 @@ from relayquant.formats.readers.onnx.control_flow import CONTROL_FLOW
 from relayquant.formats.readers.onnx.file import check_model, find_fault, fix_shapes, read_model
 from relayquant.formats.readers.onnx.fixed_sizes import fix_sizes, name_squeezed_axes
 from relayquant.formats.readers.onnx.fold import find_array, fold_node, settle_sizes
+from relayquant.formats.readers.onnx.foreign import FOREIGN
+from relayquant.formats.readers.onnx.frontend import FRONTEND
 from relayquant.formats.readers.onnx.functions import MAX_NODES, check_expansion
 from relayquant.formats.readers.onnx.halves import widen_halves
 from relayquant.formats.readers.onnx.inference import (
@@ -41,14 +43,12 @@ from relayquant.formats.readers.onnx.inference import (
     settle_shape,
 )
 from relayquant.formats.readers.onnx.inputs import Inputs, fix_inputs
-from relayquant.formats.readers.onnx.operators import FOREIGN, OPERATORS
+from relayquant.formats.readers.onnx.operators import OPERATORS
 from relayquant.formats.readers.onnx.positions import check_positions
 from relayquant.formats.readers.onnx.rewrite import WIDENED, rewrite_integer_nodes
 from relayquant.formats.readers.onnx.symbolic import emit_tensor, find_tensors, fold_sizes, is_sizes
 from relayquant.formats.readers.refusal import Refusal, describe_failure
 from relayquant.ir.rewrite.graph import tensor_dtype
-
-_FRONTEND = _tvm.load_onnx_frontend()
 
 #: ONNX operators that TVM confuses with operators of another domain.
 EXPANDED = (("", "Attention"),)
@@ -147,7 +147,7 @@ class _Failed(BaseException):
         self.cause = cause
 
 
-class _Importer(_FRONTEND.ONNXGraphImporter):
+class _Importer(FRONTEND.ONNXGraphImporter):
     """TVM's importer, with exact names, one error per model and relayquant's own conversions.
 
     Attributes:
@@ -181,7 +181,7 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
         """Raise ModelError with the names of all unsupported operators. Bodies are checked when
         they are built.
         """
-        standard = {*_FRONTEND._get_convert_map(), *OPERATORS, *CONTROL_FLOW, "Constant"}
+        standard = {*FRONTEND._get_convert_map(), *OPERATORS, *CONTROL_FLOW, "Constant"}
         missing: dict[str, list[str]] = {}
         for node in nodes:
             known = standard if node.domain in STANDARD else FOREIGN.get(node.domain, {})
@@ -301,7 +301,7 @@ class _Importer(_FRONTEND.ONNXGraphImporter):
         """
         if node.domain not in STANDARD or node.op_type in OPERATORS:
             return False
-        is_missing = node.op_type not in _FRONTEND._get_convert_map()
+        is_missing = node.op_type not in FRONTEND._get_convert_map()
         return is_missing or (node.domain, node.op_type) in EXPANDED
 
     def _construct_body(self, node: onnx.NodeProto, body: Body) -> None:

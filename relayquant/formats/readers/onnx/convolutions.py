@@ -1,0 +1,155 @@
+"""ONNX reader: convolutions. TVM turns auto_pad into anonymous loops and ignores output_shape.
+
+Each function is a `Convert` as described in `relayquant.formats.readers.onnx.operators`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tvm import relax
+
+from relayquant.formats.readers.onnx.activations import find_activation
+from relayquant.formats.readers.onnx.frontend import run_frontend, sum_in_float32
+from relayquant.formats.readers.onnx.sizes import known_shape
+from relayquant.formats.readers.refusal import Refusal
+from relayquant.ir.rewrite.graph import constant_value
+
+
+def resolve_auto_pad(
+    attrs: Mapping[str, Any],
+    sizes: Sequence[int | str],
+    kernel: Sequence[int],
+) -> list[int] | None:
+    """Return explicit pads (all begins, then all ends) for attribute auto_pad. None if it defines
+    none.
+
+    SAME_* pads so that the output has ceil(size / stride) elements (ONNX, operator Conv).
+
+    Raises:
+        ValueError: a symbolic size has a stride, so the padding depends on the size.
+    """
+    mode = attrs.get("auto_pad", b"NOTSET")
+    mode = mode.decode() if isinstance(mode, bytes) else str(mode)
+    if mode == "NOTSET":
+        return None
+    if mode == "VALID":
+        return [0] * (2 * len(kernel))
+    if mode not in ("SAME_UPPER", "SAME_LOWER"):
+        raise Refusal(f"auto_pad is {mode!r}; allowed: NOTSET, VALID, SAME_UPPER, SAME_LOWER")
+    strides = attrs.get("strides", [1] * len(kernel))
+    dilations = attrs.get("dilations", [1] * len(kernel))
+    begins, ends = [], []
+    for size, extent, stride, dilation in zip(sizes, kernel, strides, dilations, strict=True):
+        window = (extent - 1) * dilation + 1
+        if isinstance(size, str):
+            if stride != 1:
+                raise Refusal(
+                    f"auto_pad={mode} with stride {stride} over the symbolic dimension {size!r} "
+                    "has no "
+                    "fixed padding; fix that dimension with shapes="
+                )
+            total = window - 1
+        else:
+            total = max(0, (-(-size // stride) - 1) * stride + window - size)
+        small, large = total // 2, total - total // 2
+        begins.append(small if mode == "SAME_UPPER" else large)
+        ends.append(large if mode == "SAME_UPPER" else small)
+    return begins + ends
+
+
+def add_bias(bb: relax.BlockBuilder, value: relax.Expr, bias: relax.Expr | None) -> relax.Expr:
+    """Emit value + bias over axis 1. A constant bias becomes a constant of shape [1, C, 1, ...]."""
+    if bias is None:
+        return value
+    value = bb.normalize(value)
+    ones = [1] * (value.ty.ndim - 2)
+    array = constant_value(bias)
+    if array is not None:
+        bias = relax.const(array.reshape([1, -1, *ones]), str(array.dtype))
+    else:
+        bias = relax.op.reshape(bias, [1, -1, *ones])
+    return relax.op.add(bb.emit(value), bias)
+
+
+def read_kernel_shape(weight: relax.Expr) -> list[int]:
+    sizes = known_shape(weight, "weight")[2:]
+    if any(isinstance(size, str) for size in sizes):
+        raise Refusal(f"its kernel has a symbolic size {sizes}")
+    return [int(size) for size in sizes]
+
+
+def convert_conv(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """Convert Conv: auto_pad becomes explicit padding, and a constant bias is reshaped at once."""
+    kernel = attrs.get("kernel_shape") or read_kernel_shape(inputs[1])
+    if "auto_pad" in attrs:
+        pads = resolve_auto_pad(attrs, known_shape(inputs[0], "input")[2:], kernel)
+        attrs.pop("auto_pad")
+        if pads is not None:
+            attrs["pads"] = pads
+    return add_bias(bb, sum_in_float32("Conv", bb, inputs[:2], attrs, opset), inputs[2])
+
+
+def convert_fused_conv(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """Convert com.microsoft.FusedConv(x, w, b, z) -> activation(Conv(x, w, b) + z).
+
+    ONNX Runtime writes it into optimized models. activation_params are the activation's attributes
+    in their own order.
+
+    Raises:
+        Refusal: the activation is unknown.
+    """
+    name = attrs.pop("activation", b"").decode()
+    given = [float(value) for value in attrs.pop("activation_params", ())]
+    data, weight, bias, other = (*inputs, None, None)[:4]
+    value = bb.emit(convert_conv(bb, [data, weight, bias], attrs, opset))
+    if other is not None:
+        value = bb.emit(relax.op.add(value, other))
+    if not name:
+        return value
+    if name == "Clip":
+        low, high = (*given, math.inf)[:2] if given else (-math.inf, math.inf)
+        return relax.op.clip(value, low, high)
+    activation = find_activation(name)
+    parameters = activation.choose_parameters({"alpha": given[:1], "beta": given[1:2]})
+    return activation.apply(bb, value, *parameters)
+
+
+def convert_conv_transpose(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """Convert ConvTranspose: output_shape, which TVM ignores, becomes explicit padding (ONNX,
+    operator ConvTranspose).
+    """
+    if "output_shape" in attrs:
+        sizes = known_shape(inputs[0], "input")[2:]
+        kernel = attrs.get("kernel_shape") or read_kernel_shape(inputs[1])
+        rank = len(kernel)
+        strides = attrs.get("strides", [1] * rank)
+        dilations = attrs.get("dilations", [1] * rank)
+        extra = list(attrs.get("output_padding", [0] * rank))
+        mode = attrs.pop("auto_pad", b"NOTSET")
+        begins, ends = [], []
+        for i, (size, wanted) in enumerate(
+            zip(sizes, attrs.pop("output_shape")[-rank:], strict=True)
+        ):
+            if isinstance(size, str):
+                raise Refusal(f"output_shape over the symbolic dimension {size!r}")
+            full = strides[i] * (size - 1) + extra[i] + (kernel[i] - 1) * dilations[i] + 1
+            total = full - wanted
+            if total < 0:
+                # The output reaches beyond the last product: it is padded at the end.
+                extra[i] -= total
+                total = 0
+            small, large = total // 2, total - total // 2
+            begins.append(small if mode == b"SAME_UPPER" else large)
+            ends.append(large if mode == b"SAME_UPPER" else small)
+        attrs.update(pads=begins + ends, output_padding=extra)
+    value = run_frontend("ConvTranspose", bb, inputs[:2], attrs, opset)
+    return add_bias(bb, value, inputs[2])

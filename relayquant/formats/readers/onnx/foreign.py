@@ -1,0 +1,133 @@
+"""ONNX reader: operators of other domains that are known, and their attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from relayquant.errors import format_count
+from relayquant.formats.readers.onnx.contrib import (
+    convert_dynamic_quantize_lstm,
+    convert_dynamic_quantize_matmul,
+    convert_matmul_integer_to_float,
+    convert_qattention,
+    convert_qembed_layer_normalization,
+    convert_qlinear_where,
+)
+from relayquant.formats.readers.onnx.convolutions import convert_fused_conv
+from relayquant.formats.readers.onnx.grouped import convert_matmul_nbits
+from relayquant.formats.readers.onnx.normalization import (
+    convert_embed_layer_normalization,
+    convert_skip_layer_normalization,
+)
+from relayquant.formats.readers.onnx.operators import Convert
+from relayquant.formats.readers.onnx.quantized import (
+    convert_dequantize_linear,
+    convert_quantize_linear,
+)
+from relayquant.formats.readers.refusal import Refusal
+
+#: Key that TVM's frontend adds to the attributes of every node.
+OF_FRONTEND = "tvm_custom"
+
+
+@dataclass(frozen=True)
+class ForeignOperator:
+    """An operator of another domain, which `onnx.checker` does not check.
+
+    Attributes:
+        convert: Its conversion here. None if TVM converts it.
+        known: Attributes that the conversion reads, and hints that change no result.
+        required: Attributes in `known` that a node must have.
+        neutral: Attributes that are not read -> the only value with which they change nothing.
+        outputs: How many of its outputs the conversion computes.
+    """
+
+    convert: Convert | None = None
+    known: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+    neutral: Mapping[str, Any] = field(default_factory=dict)
+    outputs: int = 1
+
+    def select_attributes(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the attributes that the conversion may read.
+
+        Raises:
+            Refusal: a required attribute is missing, an unknown attribute is set, or the node has
+                more outputs than are computed.
+        """
+        count = attrs[OF_FRONTEND]["num_outputs"]
+        if count > self.outputs:
+            raise Refusal(
+                f"it has {format_count(count, 'output')}; supported: the first {self.outputs}"
+            )
+        missing = [name for name in self.required if name not in attrs]
+        if missing:
+            raise Refusal(f"it has no attribute {', '.join(missing)}; required: all of them")
+        for name, value in attrs.items():
+            is_neutral = name in self.neutral and value == self.neutral[name]
+            if is_neutral or name in self.known or name == OF_FRONTEND:
+                continue
+            allowed = f"{self.neutral[name]}" if name in self.neutral else "none of that name"
+            raise Refusal(f"its attribute {name} is {value!r}; supported: {allowed}")
+        return {name: value for name, value in attrs.items() if name not in self.neutral}
+
+
+_ATTENTION = dict.fromkeys(
+    ("do_rotary", "past_present_share_buffer", "rotary_embedding_dim", "unidirectional"), 0
+)
+_CONV = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
+_RECURRENT = (
+    *("activation_alpha", "activation_beta", "activations"),
+    *("clip", "direction", "hidden_size", "input_forget"),
+)
+_QUANTIZED = ("axis", "block_size", "output_dtype", "precision", "saturate")
+#: Known operators of other domains, by domain and type.
+FOREIGN: dict[str, dict[str, ForeignOperator]] = {
+    "com.microsoft": {
+        "Attention": ForeignOperator(
+            known=("mask_filter_value", "num_heads", "qkv_hidden_sizes"),
+            required=("num_heads",),
+            neutral=_ATTENTION,
+        ),
+        "BiasGelu": ForeignOperator(),
+        "DequantizeLinear": ForeignOperator(convert_dequantize_linear, _QUANTIZED),
+        "DynamicQuantizeLSTM": ForeignOperator(
+            convert_dynamic_quantize_lstm, _RECURRENT, outputs=3
+        ),
+        "DynamicQuantizeMatMul": ForeignOperator(convert_dynamic_quantize_matmul),
+        "EmbedLayerNormalization": ForeignOperator(
+            convert_embed_layer_normalization, ("epsilon", "mask_index_type"), outputs=3
+        ),
+        "FastGelu": ForeignOperator(),
+        "FusedConv": ForeignOperator(
+            convert_fused_conv, ("activation", "activation_params", *_CONV)
+        ),
+        "Gelu": ForeignOperator(),
+        "MatMulInteger16": ForeignOperator(),
+        "MatMulIntegerToFloat": ForeignOperator(convert_matmul_integer_to_float),
+        "MatMulNBits": ForeignOperator(
+            convert_matmul_nbits,
+            ("K", "N", "accuracy_level", "bits", "block_size"),
+            required=("K", "N", "block_size"),
+            # Any other value means a byte layout for one kind of GPU.
+            neutral={"weight_prepacked": 0},
+        ),
+        "QAttention": ForeignOperator(
+            convert_qattention,
+            ("mask_filter_value", "num_heads", "scale", "unidirectional"),
+            required=("num_heads",),
+            neutral={"do_rotary": 0, "past_present_share_buffer": 0},
+            outputs=2,
+        ),
+        "QEmbedLayerNormalization": ForeignOperator(
+            convert_qembed_layer_normalization, ("epsilon",), outputs=2
+        ),
+        "QLinearWhere": ForeignOperator(convert_qlinear_where),
+        "QuantizeLinear": ForeignOperator(convert_quantize_linear, _QUANTIZED),
+        "SkipLayerNormalization": ForeignOperator(
+            convert_skip_layer_normalization, ("epsilon",), outputs=4
+        ),
+    }
+}

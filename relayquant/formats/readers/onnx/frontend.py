@@ -1,0 +1,39 @@
+"""ONNX reader: TVM's frontend, as the conversions here call it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tvm import relax
+
+from relayquant.base import _tvm
+from relayquant.formats.readers.onnx.grouped import GROUPED_PRODUCTS
+
+FRONTEND = _tvm.load_onnx_frontend()
+
+
+def run_frontend(
+    name: str, bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    converter = FRONTEND._get_convert_map()[name].get_converter(opset)
+    return converter(bb, FRONTEND.onnx_input(inputs), attrs, [{}, {}])
+
+
+def sum_in_float32(
+    op: str, bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """Convert with TVM's frontend, and compute float16 in float32.
+
+    The sum is rounded once. TVM's float16 kernels round each partial sum. A product with rows of a
+    grouped weight reads the codes.
+    """
+    multiply = GROUPED_PRODUCTS.get(op)
+    grouped = multiply(bb, inputs, attrs) if multiply is not None else None
+    if grouped is not None:
+        return grouped
+    if str(inputs[0].ty.dtype) != "float16":
+        return run_frontend(op, bb, list(inputs), attrs, opset)
+    wide = [each if each is None else bb.emit(relax.op.astype(each, "float32")) for each in inputs]
+    value = bb.emit(run_frontend(op, bb, wide, attrs, opset))
+    return bb.emit(relax.op.astype(value, "float16"))

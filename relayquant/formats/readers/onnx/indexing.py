@@ -1,0 +1,95 @@
+"""ONNX reader: gathers, scatters and slices.
+
+Each function is a `Convert` as described in `relayquant.formats.readers.onnx.operators`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from tvm import relax
+from tvm.ir import GenericConst
+
+from relayquant.formats.readers.indices import count_from_start, gather_elements, scatter_elements
+from relayquant.formats.readers.onnx.broadcast import is_same, list_sizes
+from relayquant.formats.readers.onnx.grouped import gather_rows
+from relayquant.formats.readers.onnx.sizes import emit_item, emit_sizes, known_shape, slice_value
+from relayquant.formats.readers.refusal import Refusal
+from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
+
+
+def convert_gather(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr | None:
+    """Convert Gather with constant indices to R.take. Negative indices are counted from the end
+    here, not at run time. For rows of a grouped weight, only these rows are read.
+    """
+    grouped = gather_rows(bb, inputs, attrs)
+    if grouped is not None:
+        return grouped
+    data, indices = inputs[0], constant_value(inputs[1])
+    if indices is None or isinstance(data, GenericConst | relax.ShapeExpr):
+        return None
+    shape = known_shape(data)
+    axis = int(attrs.get("axis", 0)) % len(shape)
+    size = shape[axis]
+    if isinstance(size, str):
+        if (indices < 0).any():
+            return None
+    elif ((indices < -size) | (indices >= size)).any():
+        raise Refusal(f"indices {indices.tolist()} leave axis {axis} of size {size}")
+    else:
+        indices = np.where(indices < 0, indices + size, indices)
+    return relax.op.take(data, relax.const(indices.astype("int64"), "int64"), axis)
+
+
+def convert_slice(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """Convert Slice. Below opset 10, where bounds are attributes, they become inputs."""
+    if opset >= 10:
+        return slice_value(bb, inputs)
+    axes = attrs.get("axes", range(len(attrs["starts"])))
+    rows = (attrs["starts"], attrs["ends"], axes)
+    bounds = (relax.const(np.array(list(row), "int64"), "int64") for row in rows)
+    return slice_value(bb, [inputs[0], *bounds])
+
+
+def convert_gather_elements(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """Convert GatherElements. Its index may be smaller than the data along the other axes."""
+    data, index = inputs
+    axis = int(attrs.get("axis", 0)) % data.ty.ndim
+    return gather_elements(bb, data, count_along(bb, data, index, axis), axis)
+
+
+def convert_scatter_elements(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr | None:
+    """Convert ScatterElements with fewer indices than elements along another axis, where TVM writes
+    to wrong places. Equal sizes are left to TVM.
+    """
+    data, index, updates = inputs
+    axis = int(attrs.get("axis", 0)) % data.ty.ndim
+    sizes = list_sizes(index)
+    pairs = enumerate(zip(list_sizes(data), sizes, strict=True))
+    if all(is_same(*pair) for at, pair in pairs if at != axis):
+        return None
+    kind = attrs.get("reduction", b"none").decode()
+    index = count_along(bb, data, index, axis)
+    reduction = "update" if kind == "none" else kind
+    return scatter_elements(bb, data, index, sizes, updates, axis, reduction)
+
+
+def count_along(
+    bb: relax.BlockBuilder, data: relax.Expr, index: relax.Expr, axis: int
+) -> relax.Expr:
+    """Count an index from the start of an axis of the data, also of symbolic size."""
+    size = list_sizes(data)[axis]
+    if not isinstance(size, int):
+        dtype = tensor_dtype(index)
+        size = bb.emit(relax.op.astype(emit_item(bb, emit_sizes(bb, data), axis), dtype))
+    return count_from_start(bb, index, size)

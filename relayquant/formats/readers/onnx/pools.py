@@ -1,0 +1,64 @@
+"""ONNX reader: pools, as windows that all readers emit.
+
+Each function is a `Convert` as described in `relayquant.formats.readers.onnx.operators`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tvm import relax
+
+from relayquant.formats.readers.onnx.convolutions import resolve_auto_pad
+from relayquant.formats.readers.onnx.sizes import known_shape
+from relayquant.formats.readers.pooling import Windows, emit_pool, emit_window_sum
+from relayquant.formats.readers.refusal import Refusal
+
+
+def read_windows(data: relax.Expr, attrs: Mapping[str, Any]) -> Windows:
+    """Read the windows of a pool over this data."""
+    kernel = list(attrs["kernel_shape"])
+    pads = resolve_auto_pad(attrs, known_shape(data, "input")[2:], kernel)
+    return Windows(
+        kernel,
+        list(attrs.get("strides") or [1] * len(kernel)),
+        list(attrs.get("dilations") or [1] * len(kernel)),
+        pads or list(attrs.get("pads") or [0] * 2 * len(kernel)),
+        bool(attrs.get("ceil_mode", 0)),
+    )
+
+
+def convert_average_pool(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """Convert AveragePool, see `emit_pool`."""
+    counts = bool(attrs.get("count_include_pad", 0))
+    return emit_pool(bb, "average", inputs[0], read_windows(inputs[0], attrs), counts)
+
+
+def convert_max_pool(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """Convert MaxPool, see `emit_pool`. TVM lacks its second output, the indices of the maxima.
+
+    Raises:
+        Refusal: the indices are used.
+    """
+    if attrs["tvm_custom"]["num_outputs"] > 1:
+        raise Refusal("its second output, the indices, is used; supported: only the maxima")
+    return emit_pool(bb, "maximum", inputs[0], read_windows(inputs[0], attrs))
+
+
+def convert_lp_pool(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """Convert LpPool: the sum of |x| ** p of each window, to the power of 1 / p.
+
+    TVM multiplies an average by the kernel size, although fewer elements count with ceil_mode.
+    """
+    data, order = inputs[0], float(attrs.get("p", 2))
+    exponents = [relax.const(number, str(data.ty.dtype)) for number in (order, 1 / order)]
+    powers = bb.emit(relax.op.power(bb.emit(relax.op.abs(data)), exponents[0]))
+    total = emit_window_sum(bb, powers, read_windows(data, attrs))
+    return relax.op.power(total, exponents[1])
