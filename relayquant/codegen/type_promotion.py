@@ -17,7 +17,8 @@ from tvm.ir import Call
 
 from relayquant.ir.rewrite.graph import call_name, tensor_dtype
 
-#: TVM rounds sums of bfloat16 after each addition, and computes no power of it.
+#: TVM rounds sums of bfloat16 after each addition. Its powers are wrong, and it has no code for
+#: rests and for constants that are spread.
 WIDE_SUMS = {"bfloat16": "float32"}
 HALVES = {"float16": "float32", "bfloat16": "float32"}
 TRUTHS = {"bool": "int8"}
@@ -43,6 +44,10 @@ WIDE_TYPES: dict[str, dict[str, str]] = {
     "relax.atan": HALVES,
     "relax.atan2": HALVES,
     **dict.fromkeys(SORTS, SORTED),
+    "relax.broadcast_to": WIDE_SUMS,
+    "relax.floor_mod": WIDE_SUMS,
+    "relax.image.grid_sample": WIDE_SUMS,
+    "relax.mod": WIDE_SUMS,
     "relax.argmax": TRUTHS,
     "relax.argmin": TRUTHS,
     "relax.cumprod": {**TRUTHS, **WIDE_SUMS},
@@ -87,7 +92,10 @@ class Widening(relax.PyExprMutator):
         if wide is None:
             return self.sort_keys(visited) if has_keys(visited) else visited
         emit = self.builder_.emit
-        operands = [emit(relax.op.astype(each, wide)) for each in visited.args]
+        operands = [
+            emit(relax.op.astype(each, wide)) if isinstance(each.ty, relax.TensorType) else each
+            for each in visited.args
+        ]
         widened = Call(visited.op, operands, visited.attrs, visited.ty_args)
         result = self.sort_keys(widened) if has_keys(widened) else widened
         return self.cast(emit(result), visited.ty)

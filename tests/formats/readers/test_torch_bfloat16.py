@@ -37,6 +37,8 @@ FUNCTIONS = {
     "group norm": lambda x, y: F.group_norm(x.reshape(2, 8, 16), 4, y[0, :8], y[1, :8]),
     "group norm without weights": lambda x, y: F.group_norm(x.reshape(2, 8, 16), 2),
     "batch norm": lambda x, y: F.batch_norm(x, y[0], y[1].abs(), y[2], y[3]),
+    "rest of a division": lambda x, y: torch.fmod(x, y),
+    "cosine": lambda x, y: F.cosine_similarity(x, y),
     "average pool": lambda x, y: F.avg_pool2d(x.reshape(1, 4, 8, 8), 2),
 }
 
