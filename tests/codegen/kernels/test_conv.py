@@ -145,30 +145,34 @@ def test_build_conv2d__equals_numpy(isa, case):
     check_conv2d(CASES[case], isa, runnable_target(isa))
 
 
-#: Reductions of few words, whose results are stored between the products of the next tile. The
-#: tiles leave pixels and channels over, or have one pixel and vector; runs do not divide evenly.
+#: Reductions whose results are stored between the products of the next tile. The tiles leave
+#: pixels and channels over, and threads do not share them evenly.
 DELAYED_CASES = {
     "3 blocks, int8 residual": Conv2d(
-        1, 9, 13, 24, 144, (1, 1), in_zero_point=9, tile=Tile(1, 4, 3),
+        1, 27, 13, 24, 144, (1, 1), in_zero_point=9, tile=Tile(1, 4, 3),
         epilogue=Epilogue(dtype="int8", zero_point=-3, residual=Residual("int8", 3, 0.6)),
     ),
     "3 blocks, 40 channels in pieces, residual": Conv2d(
-        1, 3, 7, 8, 40, (1, 1), tile=Tile(1, 3, 3),
+        1, 13, 17, 8, 40, (1, 1), tile=Tile(1, 3, 3),
         epilogue=Epilogue(zero_point=1, low=1, residual=Residual("uint8", 3, 0.6)),
     ),
     "2 blocks, odd channels, batch 2": Conv2d(
-        2, 5, 7, 19, 88, (1, 1), in_dtype="int8", in_zero_point=-9, tile=Tile(1, 6, 2),
+        2, 15, 17, 19, 88, (1, 1), in_dtype="int8", in_zero_point=-9, tile=Tile(1, 6, 2),
         epilogue=Epilogue(zero_point=77, high=201),
     ),
     "4 blocks, 1 panel, stride": Conv2d(
-        2, 14, 11, 32, 64, (1, 1), (2, 1), in_zero_point=3, tile=Tile(2, 1, 4)
+        2, 14, 21, 32, 64, (1, 1), (2, 1), in_zero_point=3, tile=Tile(2, 1, 4)
     ),
     "1 block, threads": Conv2d(1, 61, 67, 32, 16, (1, 1), in_zero_point=3, tile=Tile(1, 8, 1)),
     "columns, groups": Conv2d(
-        1, 4, 5, 48, 96, (1, 1), groups=3, columns=(7, 120), tile=Tile(1, 5, 2)
+        1, 14, 25, 48, 96, (1, 1), groups=3, columns=(7, 120), tile=Tile(1, 5, 2)
     ),
-    "1 tile": Conv2d(1, 1, 3, 12, 16, (1, 1), in_zero_point=200, tile=Tile(1, 3, 1)),
-    "int16 in": Conv2d(1, 5, 7, 12, 40, (1, 1), in_dtype="int16", tile=Tile(1, 2, 2)),
+    "int16 in": Conv2d(1, 21, 17, 12, 40, (1, 1), in_dtype="int16", tile=Tile(1, 2, 2)),
+    "10 words": Conv2d(1, 9, 24, 40, 96, (1, 1), in_zero_point=9, tile=Tile(1, 3, 4)),
+    "a loop of words, int8 residual": Conv2d(
+        1, 11, 19, 127, 96, (1, 1), tile=Tile(1, 3, 2),
+        epilogue=Epilogue(zero_point=1, low=1, residual=Residual("int8", 3, 0.6)),
+    ),
 }  # fmt: skip
 
 
@@ -188,15 +192,16 @@ def test_build_conv2d__results_stored_between_products(isa, case):
 @pytest.mark.parametrize(
     ("timing", "delayed"), [(Timing(), False), (ZEN4, False), (ZEN5, True)], ids=("any", "4", "5")
 )
-def test_conv_plan__stores_results_between_products_of_short_reductions_on_zen5(timing, delayed):
+def test_conv_plan__stores_results_between_products_on_zen5(timing, delayed):
     isa = VNNI512.with_timing(timing)
-    for size, channels, results in ((112, 16, 96), (56, 24, 144), (112, 32, 64), (27, 32, 128)):
+    for size, channels, results in ((112, 16, 96), (56, 24, 144), (27, 32, 128), (28, 128, 512)):
         plan = ConvPlan(Conv2d(1, size, size, channels, results, (1, 1)), isa)
         assert plan.is_delayed == delayed
         sums = plan.tile.pixels * plan.tile.blocks
         assert (1 + delayed) * sums + plan.tile.blocks < isa.registers
     for spec in (
-        Conv2d(1, 14, 14, 64, 384, (1, 1)),  # a loop of words
+        Conv2d(1, 56, 56, 256, 64, (1, 1)),  # long sums
+        Conv2d(1, 7, 7, 32, 384, (1, 1)),  # few tiles, which fetch weights
         Conv2d(1, 224, 224, 3, 32, (3, 3), (2, 2)),  # several runs of words
         Conv2d(1, 14, 14, 16, 96, (1, 1), epilogue=RAW),
         Dense(1, 32, 64).as_conv2d(),  # one pixel, several chains
@@ -421,10 +426,10 @@ def test_rank_tiles__long_reductions_are_not_bound_by_loads_on_zen5():
 
 def test_rank_tiles__sums_wait_for_their_last_product_in_loops_on_zen5():
     """Eight sums take as long as a dot product of each: a loop that waits once stays late."""
-    isa, late = VNNI512.with_timing(ZEN5), on_zen5(looped=0.0)
+    isa, late = (on_zen5(delayed_words=0, **changes) for changes in ({}, {"looped": 0.0}))
     tiles = [rank_tiles((1, 196), 24, 16, each, (1, 2, 4))[0] for each in (isa, late)]
     assert [tile.pixels * tile.blocks * tile.chains for tile in tiles] == [16, 8]
-    unrolled = rank_tiles((1, 784), 12, 6, on_zen5(delayed_words=0), (1, 2, 4))[0]
+    unrolled = rank_tiles((1, 784), 12, 6, isa, (1, 2, 4))[0]
     assert unrolled.pixels * unrolled.blocks == 8
 
 

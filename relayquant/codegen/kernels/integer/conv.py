@@ -56,7 +56,12 @@ from relayquant.codegen.kernels.emit import (
     split_index,
     store_vector,
 )
-from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, pack_constants
+from relayquant.codegen.kernels.integer.conv_plan import (
+    PREFETCH_TILES,
+    UNROLLED_WORDS,
+    ConvPlan,
+    pack_constants,
+)
 from relayquant.codegen.kernels.integer.depthwise import build_depthwise
 from relayquant.codegen.kernels.integer.depthwise_plan import pack_depthwise
 from relayquant.codegen.kernels.integer.operands import (
@@ -82,9 +87,6 @@ SMALL_WEIGHT_BYTES = 20 * 1024
 #: do.
 LARGE_IMAGE_BYTES = 1024 * 1024
 CACHED_WEIGHT_BYTES = 300 * 1024
-#: Most tiles for which fetching the next panel is shared. With more, its first read hardly counts.
-PREFETCH_TILES = 64
-
 #: Least iterations of a loop that is unrolled. With two, LLVM makes slow code.
 LONG_LOOP = 4
 
@@ -92,9 +94,11 @@ LONG_LOOP = 4
 #: fetched ahead, while data that another core wrote has to be waited for.
 WEIGHTS_PER_INPUT = 4
 
-#: Tiles of a run whose results are stored during the next products: at most, and at least where
-#: threads share fewer than `PARTS` runs.
-MOST_RUN, FEWEST_RUN, PARTS = 64, 4, 16
+#: Most runs of tiles that threads share, whose results are stored during the next products, and
+#: the fewest tiles of a run. Their number is a power of two, so that most threads share evenly.
+PARTS, FEWEST_RUN = 64, 4
+#: Words of a long reduction between which results are stored.
+MIXED_WORDS = 8
 
 #: Loops over tiles: all panels of weights for each tile of pixels, or all pixels for each panel.
 PIXEL_ORDER = "n row col group panel"
@@ -237,13 +241,12 @@ def emit_delayed(
 ) -> None:
     """Emit so many tiles in runs, each of which stores results during the products of the next.
 
-    `locate` finds a tile by its number. The last run is moved back. Each run ends with stores
-    alone.
+    `locate` finds a tile by its number. Each run ends with stores alone.
     """
-    lanes = plan.isa.lanes
-    run = ceil_div(tiles, max(ceil_div(tiles, MOST_RUN), min(PARTS, tiles // FEWEST_RUN)))
-    with loop_over((ceil_div(tiles, run),), threads) as (part,):
-        first = T.min(part * run, tiles - run) if tiles % run else part * run
+    lanes, most = plan.isa.lanes, min(PARTS, tiles // FEWEST_RUN) if threads else 1
+    parts = 1 << max(most, 1).bit_length() - 1
+    with loop_over((parts,), threads) as (part,):
+        first, end = (T.floordiv((part + i) * tiles, parts) for i in (0, 1))
         kept = alloc_vectors(plan.tile.pixels * plan.tile.blocks, lanes)
         unknown = emit_unknown(first + 1)
 
@@ -270,9 +273,9 @@ def emit_delayed(
             ]
 
         emit_products(T.int32(0))
-        with T.serial(run - 1) as i:
+        with T.serial(end - first - 1) as i:
             emit_products(i + 1, list_stores(i))
-        for emit in list_stores(T.int32(run - 1)):
+        for emit in list_stores(end - first - 1):
             emit()
 
 
@@ -284,14 +287,22 @@ def emit_mixed(
     sums: list[Buffer],
     stores: Sequence[Callable[[], None]],
 ) -> None:
-    """Emit all words of a tile one by one, and `stores` between them, evenly."""
-    done = 0
-    for word in range(plan.words):
+    """Emit all words of a tile, and `stores` evenly between the first ones."""
+    is_long = plan.words > MIXED_WORDS + UNROLLED_WORDS  # LLVM makes a loop of the other words
+    count, done = MIXED_WORDS if is_long else plan.words, 0
+
+    def emit(word: Expr | int) -> None:
         emit_words(plan, image, operands, at, [sums], word * plan.isa.products, word, 1)
-        due = ceil_div((word + 1) * len(stores), plan.words)
+
+    for word in range(count):
+        emit(word)
+        due = ceil_div((word + 1) * len(stores), count)
         for store in stores[done:due]:
             store()
         done = due
+    if count < plan.words:
+        with T.serial(plan.words - count) as i:
+            emit(i + count)
 
 
 def pick_order(plan: ConvPlan) -> str:

@@ -26,6 +26,8 @@ NEAR_WORDS = 2
 #: Share of the registers that a tile may use before joined words. LLVM unrolls the short loops
 #: before them, and loads the next values early.
 JOINING_SHARE = 0.7
+#: Most tiles for which fetching the next panel is shared. With more, its first read hardly counts.
+PREFETCH_TILES = 64
 #: A packed panel that is not full is stored in pieces of at least this size.
 NARROW_PIECE = 8
 
@@ -76,12 +78,14 @@ def rank_tiles(
                     continue
                 time += stack_cost * (registers > most_registers)
                 steps, tile = words * taps + end_words, Tile(rows, cols, blocks, chains)
-                is_delayed = blocks in narrow and steps == words and can_delay(tile, words, isa)
+                tiles = ceil_div(height, rows) * ceil_div(width, cols)
+                is_single = blocks in narrow and steps == words
+                is_delayed = is_single and can_delay(tile, words, tiles, isa)
                 store = isa.timing.tiles.time_stores(dots, blocks, blocks in narrow, is_delayed)
                 time = time * steps + store
                 time = max(time, ((pixels + blocks) * steps + dots) * isa.timing.tiles.load)
-                tiles = ceil_div(height, rows) * ceil_div(width, cols) * ceil_div(vectors, blocks)
-                cost = tiles * time * (1 + 0.01 * (rows > 1)) - 0.001 * pixels
+                cost = tiles * ceil_div(vectors, blocks) * time
+                cost = cost * (1 + 0.01 * (rows > 1)) - 0.001 * pixels
                 found.append((cost, tile))
     assert found  # sizes are at least 1, with enough pixels for one accumulator
     found.sort(key=lambda each: each[0])  # stable: of equal tiles the first wins
@@ -93,15 +97,15 @@ def count_chains(dots: int, words: int, isa: Isa) -> int:
     return max(min(ceil_div(isa.dots_in_flight, dots), isa.accumulators // dots, words), 1)
 
 
-def can_delay(tile: Tile, words: int, isa: Isa) -> bool:
-    """Whether the sums of a tile stay in registers until the products of the next have been made.
+def can_delay(tile: Tile, words: int, tiles: int, isa: Isa) -> bool:
+    """Whether the results of a tile are stored between the products of the next of `tiles`.
 
-    All `words` of a tile are unrolled, with the stores of the tile before between them.
+    Its sums stay in registers until then. Fewer tiles fetch the weights of the next panel.
     """
     sums = 2 * tile.pixels * tile.blocks
     registers = isa.count_registers(tile.pixels, tile.blocks, sums) + isa.early_loads
     fits = registers <= isa.registers and tile.chains == isa.pixels == 1
-    return fits and words <= isa.timing.tiles.delayed_words
+    return fits and words <= isa.timing.tiles.delayed_words and tiles > PREFETCH_TILES
 
 
 def merge_groups(spec: Conv2d, isa: Isa) -> int:
@@ -257,8 +261,10 @@ class ConvPlan:
     @cached_property
     def is_delayed(self) -> bool:
         """Whether the results of a tile are stored between the products of the next."""
-        is_single = prod(self.taps) == 1 and not self.end_words
-        return is_single and self.is_narrow and can_delay(self.tile, self.words, self.isa)
+        tile, (_, rows, cols) = self.tile, self.pixel_grid
+        tiles = ceil_div(rows, tile.rows) * ceil_div(cols, tile.cols)
+        is_single = self.is_narrow and prod(self.taps) == 1 and not self.end_words
+        return is_single and can_delay(tile, self.words, tiles, self.isa)
 
     @cached_property
     def panel_channels(self) -> int:

@@ -45,7 +45,7 @@ class TileTiming:
     narrow_store: tuple[tuple[int, float], ...] = ((1, 6.0), (2, 5.5), (4, 4.75))
     #: most words of a sum whose results are stored between or behind the products of the next tile,
     #: and the time of one vector, as in `narrow_store`. A core that begins the next tile early
-    #: enough by itself gains nothing
+    #: enough by itself gains nothing, and longer sums gain less than larger tiles do
     delayed_words: int = 0
     delayed_store: tuple[tuple[int, float], ...] = ()
     ahead: int = 32
@@ -135,10 +135,10 @@ ZEN5 = Timing(
         activation=0.5,
         load=1.1,
         dots_in_flight=6,
-        looped=8.8,
+        looped=9.5,
         plain_store=2.8,
-        narrow_store=((1, 2.2), (2, 1.7), (3, 1.9), (4, 1.3)),
-        delayed_words=8,
+        narrow_store=((1, 2.2), (2, 1.7), (3, 2.3), (4, 1.3)),
+        delayed_words=32,
         delayed_store=((1, 1.9), (2, 1.4), (3, 1.45), (4, 1.15)),
         ahead=10,
         behind=0.7,
