@@ -33,21 +33,23 @@ from relayquant_runtime.tiles import may_use_tiles
 WEIGHTS = 8
 #: Symmetric 8-bit weights, as layers have them by default.
 SYMMETRIC = np.array([-127, 127], "int8")
+#: How long the peak is measured.
+SECONDS = 0.2
 #: Dot products per call: long enough that the call overhead does not count.
 ITERATIONS = 20_000
 #: Tiles of sums of a matrix unit that are multiplied in turns.
 TILE_SUMS = 4
 
 
-def measure_peak(target: Target, seconds: float = 0.2) -> float:
+def measure_peak(target: Target) -> float:
     """Measure 10^9 integer operations per second of one core: dot products in registers only.
 
     A multiply-add is two operations. This machine must be able to run `target`. Returns the best of
-    many runs within `seconds` by CPU time, so a busy machine matters little.
+    many runs within `SECONDS` by CPU time, so a busy machine matters little.
     """
     call, operations = compile_peak(target)
     call()
-    best, deadline = float("inf"), time.perf_counter() + seconds
+    best, deadline = float("inf"), time.perf_counter() + SECONDS
     while time.perf_counter() < deadline:
         start = time.thread_time()
         call()

@@ -195,14 +195,13 @@ def transform_tile(
     transform: Callable[[list[Expr]], list[Expr]],
     count: int,
     lanes: int,
-    dtype: str,
 ) -> Iterator[list[Expr]]:
-    """Yield M v M' of a 6x6 tile v of vectors, row by row.
+    """Yield M v M' of a 6x6 tile v of float32 vectors, row by row.
 
     `transform` multiplies M, which has `count` rows, by a column. load(i, j) is an element of v.
     """
     # All columns of a row, one after the other.
-    rows = [view_buffer(buffer) for buffer in alloc_vectors(count, IN * lanes, dtype)]
+    rows = [view_buffer(buffer) for buffer in alloc_vectors(count, IN * lanes, "float32")]
     with T.unroll(IN) as j:
         column = [T.bind(load(i, j)) for i in range(IN)]
         for row, value in zip(rows, transform(column), strict=True):

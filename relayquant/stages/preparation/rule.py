@@ -12,6 +12,8 @@ from tvm.ir import Call, GenericConst, Op
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.rule import OnSkip, Rule, fire_first, log_skip, select_rules
 
+#: edits of one value in a row that two rules may make before they are said to undo each other
+MOST_EDITS = 100
 #: kinds of values that are not operator calls
 ALIAS, PROJECTION, CAST = "alias", "projection", "match_cast"
 
@@ -38,14 +40,13 @@ def apply_phase(
     editor: Editor,
     rules: Sequence[CanonicalRule],
     *,
-    max_edits: int = 100,
     on_skip: OnSkip = log_skip,
 ) -> None:
     """Apply rules in topological order until none fires. At each value the first of `rules` that
     fires wins.
 
     Raises:
-        RuntimeError: a value was edited `max_edits` times in a row, so two rules undo each other.
+        RuntimeError: a value was edited `MOST_EDITS` times in a row, so two rules undo each other.
     """
     of_kind: dict[str, list[CanonicalRule]] = {}
     changed = True
@@ -65,7 +66,7 @@ def apply_phase(
                 put(editor, var, value)
                 changed = True
                 fired.append(rule.name)
-                if len(fired) > max_edits:
+                if len(fired) > MOST_EDITS:
                     raise RuntimeError(
                         f"Canonicalization does not settle at {editor.names[var]!r}: "
                         f"{sorted(set(fired[-4:]))} undo one another."

@@ -258,7 +258,7 @@ def emit_inputs(
         def load(i: int, j: Expr) -> Expr:
             return load_vector(image, source + (i * width + j) * channels, lanes)
 
-        rows = transform_tile(load, lambda d: transform_inputs(d, lanes), IN, lanes, "float32")
+        rows = transform_tile(load, lambda d: transform_inputs(d, lanes), IN, lanes)
         for i, row in enumerate(rows):
             for j, value in enumerate(row):
                 store_vector(inputs, value, first + (i * IN + j) * plan.input_stride, lanes)
@@ -378,7 +378,7 @@ def emit_results(
             return load_vector(sums, source + (i * IN + j) * plan.sum_stride, lanes)
 
         added = T.bind(start_with(bias, [first], lanes)(0))
-        rows = transform_tile(load, lambda m: transform_sums(m, lanes), OUT, lanes, "float32")
+        rows = transform_tile(load, lambda m: transform_sums(m, lanes), OUT, lanes)
         for i, row in enumerate(rows):
             targets = [start + (i * width + j) * pitch for j in range(OUT)]
             finish = finish_into(y, residual, spec.epilogue, targets, [first], lanes)

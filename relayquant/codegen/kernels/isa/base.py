@@ -279,15 +279,15 @@ class Wrapping(enum.Enum):
     SHIFT_RIGHT = "ashr"  #: arithmetic
 
 
-def emit_wrapping(operation: Wrapping, a: Expr, b: Expr, lanes: int, dtype: str = "int32") -> Expr:
-    """Combine a and b modulo 2**32, or 2**16 for dtype int16.
+def emit_wrapping(operation: Wrapping, a: Expr, b: Expr, lanes: int) -> Expr:
+    """Combine int32 vectors a and b modulo 2**32.
 
     TVM's own int32 operations tell LLVM that nothing overflows, which LLVM may rely on. Masked
     vector operations do not say so. Here their mask selects all lanes.
     """
-    name = f"llvm.vp.{operation.value}.v{lanes}i{np.dtype(dtype).itemsize * 8}"
+    name = f"llvm.vp.{operation.value}.v{lanes}i32"
     every = T.broadcast(T.bool(True), lanes)
-    return T.call_llvm_pure_intrin(name, a, b, every, T.int32(lanes), dtype=f"{dtype}x{lanes}")
+    return T.call_llvm_pure_intrin(name, a, b, every, T.int32(lanes), dtype=f"int32x{lanes}")
 
 
 def load_word(buffer: Buffer, offset: Expr, lanes: int) -> Expr:
