@@ -51,9 +51,9 @@ def measure_sqnr(want: np.ndarray, got: np.ndarray) -> float:
     return float(10 * np.log10(np.square(want).sum() / np.square(want - got).sum()))
 
 
-def calibrate_fx(module, data, config):
+def calibrate_fx(module, data, config, mapping=None):
     """FX's quantized module of PyTorch."""
-    mapping = get_default_qconfig_mapping("x86")
+    mapping = mapping or get_default_qconfig_mapping("x86")
     prepared = prepare_fx(module, mapping, (data[0],), prepare_custom_config=config)
     for batch in data:
         prepared(batch)
@@ -315,11 +315,7 @@ def test_set_input_quantized_indexes__main_takes_and_gives_integers_as_in_fx():
     assert count_calls(qmod)["quantize"] == count_calls(qmod)["dequantize"] == 0
     assert not any("float" in str(b.var.ty.dtype) for b in graph.bindings)
     theirs = TheirConfig().set_input_quantized_indexes([0]).set_output_quantized_indexes([0])
-    mapping = get_default_qconfig_mapping("x86")
-    prepared = prepare_fx(net, mapping, (data[0],), prepare_custom_config=theirs)
-    for batch in data:
-        prepared(batch)
-    converted = convert_fx(prepared)
+    converted = calibrate_fx(net, data, theirs)
     (scale,), (zero_point,) = taken.scale, taken.zero_point
     integers = torch.quantize_per_tensor(data[0], scale, zero_point, torch.quint8)
     peer = converted(integers)
@@ -417,10 +413,7 @@ def convert_fx_with(net, data, grids):
         )
         mapping.set_module_name(name, QConfig(observer, weight))
     theirs = TheirConfig().set_input_quantized_indexes([0]).set_output_quantized_indexes([0])
-    prepared = prepare_fx(net, mapping, (data[0],), prepare_custom_config=theirs)
-    for batch in data:
-        prepared(batch)
-    return convert_fx(prepared)
+    return calibrate_fx(net, data, theirs, mapping)
 
 
 @pytest.mark.parametrize("function", ["prepare", "prepare_qat"])
