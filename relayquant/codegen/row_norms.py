@@ -1,6 +1,7 @@
 """lower_row_norms: layer norms and RMS norms along rows -> one kernel each.
 
-If a product quantizes the rows, the kernel writes the integers too. Runs before `grouped`, which
+If a product quantizes the rows, the kernel writes the integers too. A sum of two tensors before the
+norm is in its kernel, unless the kernel of a product computes it. Runs before `grouped`, which
 would lower the quantization of rows to another kernel.
 """
 
@@ -16,6 +17,7 @@ from tvm.target import Target
 
 from relayquant.codegen.grouped import read_leading
 from relayquant.codegen.kernels.floating.row_norm import RowNorm, make_row_norm
+from relayquant.codegen.kernels.isa.select import has_bf16_tiles
 from relayquant.codegen.lowering import BlockView, Kernel, KernelRule, Lowered, lower_functions
 from relayquant.ir.rewrite.expressions import (
     is_float32,
@@ -31,6 +33,23 @@ from relayquant.ir.rewrite.rule import OnSkip, Skip, decline, log_skip, make_rul
 
 QUANTIZE_ROWS = "relax.qnn.quantize_rows"
 NO_ROWS = decline("not of float32 rows of known length")
+
+
+#: Float products, whose kernels add a residual.
+PRODUCTS = frozenset({"relax.matmul", *(f"relax.nn.conv{n}d" for n in (1, 2, 3))})
+#: Operators after a product that its kernel computes too.
+FOLLOWERS = frozenset({"relax.add", "relax.reshape", "relax.permute_dims"})
+
+
+@dataclass(frozen=True, eq=False)
+class NormBlock:
+    """Context of the rules.
+
+    `products`: operators whose kernels add a residual to their results.
+    """
+
+    block: BlockView
+    products: frozenset[str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,44 +73,83 @@ def lower_row_norms(mod: IRModule, target: Target, on_skip: OnSkip = log_skip) -
     """
     if target.kind.name != "llvm":
         return mod
-    return lower_functions(mod, NORM_RULES, lambda block: block, on_skip=on_skip)
+    # Rows that may be rounded to bfloat16 are multiplied by a kernel that adds a residual.
+    grouped = {"relax.qnn.grouped_dense"} if has_bf16_tiles(target) else set()
+    products = PRODUCTS | grouped
+    return lower_functions(
+        mod, NORM_RULES, lambda block: NormBlock(block, products), on_skip=on_skip
+    )
 
 
 def call_norm(
-    block: BlockView, vars_: tuple[relax.Var, ...], spec: RowNorm, operands: tuple[relax.Expr, ...]
+    context: NormBlock,
+    vars_: tuple[relax.Var, ...],
+    spec: RowNorm,
+    operands: tuple[relax.Expr, ...],
 ) -> Lowered:
-    """Call a norm kernel: y = norm(x); t = quantize_rows(y)  ->  t = kernel(x)
+    """Call a norm kernel: x = a + b; y = norm(x); t = quantize_rows(y)  ->  t = kernel(a, b)
 
-    If others read y too: k = kernel(x); y = k[0]; t = (k[1], k[2]).
+    If others read x and y too: k = kernel(a, b); x = k[0]; y = k[1]; t = (k[2], k[3]).
     """
-    found, results = find_quantized(block, vars_[-1]), ()
+    block, results = context.block, [vars_[-1]]
+    found = find_quantized(block, vars_[-1])
     if found is not None:
         pair = found.vars[-1]
         rows = list_leading(block.values[pair].args[0])
         spec = replace(spec, rows=rows, keeps_result=found.keeps_result)
-        results = (vars_[-1], pair) if found.keeps_result else ()
-        vars_ = (*vars_, *found.vars)
-    return Lowered(vars_, Kernel("row_norm", spec, lambda: make_row_norm(spec)), operands, results)
+        results = [vars_[-1], pair] if found.keeps_result else [pair]
+    data, *factors = operands
+    if isinstance(data, relax.Var) and (addends := find_addends(context, data)) is not None:
+        inside = sum(user in vars_ for user in block.users_of(data))
+        keeps_sum = inside < block.graph.count_uses(data)
+        # The call stands where the sum is bound, before what the block computes later.
+        if not (keeps_sum and any(factor in block.values for factor in factors)):
+            spec = replace(spec, is_sum=True, keeps_sum=keeps_sum)
+            operands, vars_ = (*addends, *factors), (data, *vars_)
+            results = [data, *results] if keeps_sum else results
+    vars_ = vars_ if found is None else (*vars_, *found.vars)
+    kernel = Kernel("row_norm", spec, lambda: make_row_norm(spec))
+    return Lowered(vars_, kernel, operands, tuple(results) if len(results) > 1 else ())
 
 
-def lower_layer_norm(block: BlockView, var: relax.Var) -> Lowered | Skip:
+def find_addends(context: NormBlock, data: relax.Var) -> tuple[relax.Expr, ...] | None:
+    """Return a and b of a sum a + b of this block, if no other kernel computes it."""
+    block = context.block
+    call = block.call_of(data) if data in block.values else None
+    if call is None or op_name(call) != "relax.add" or not block.is_free(data):
+        return None
+    if not all(same_type(arg, data) for arg in call.args):
+        return None
+    return None if any(ends_product(context, arg) for arg in call.args) else tuple(call.args)
+
+
+def ends_product(context: NormBlock, expr: relax.Expr) -> bool:
+    """Whether a value is the result of a product, or of what its kernel may compute behind it."""
+    call = context.block.call_of(expr)
+    while call is not None and op_name(call) in FOLLOWERS:
+        others = [arg for arg in call.args[:2] if not isinstance(arg, GenericConst)]
+        call = context.block.call_of(others[0]) if len(others) == 1 else None
+    return call is not None and op_name(call) in context.products
+
+
+def lower_layer_norm(context: NormBlock, var: relax.Var) -> Lowered | Skip:
     """Lower nn.layer_norm along the last axis."""
-    call = block.values[var]
+    call = context.block.values[var]
     if not (call.attrs.center and call.attrs.scale):
         return decline("scale or offset is missing; preparation adds it")
-    return lower_norm(block, var, call.args[1:], is_centred=True)
+    return lower_norm(context, var, call.args[1:], is_centred=True)
 
 
-def lower_rms_norm(block: BlockView, var: relax.Var) -> Lowered | Skip:
+def lower_rms_norm(context: NormBlock, var: relax.Var) -> Lowered | Skip:
     """Lower nn.rms_norm along the last axis."""
-    return lower_norm(block, var, block.values[var].args[1:], is_centred=False)
+    return lower_norm(context, var, context.block.values[var].args[1:], is_centred=False)
 
 
 def lower_norm(
-    block: BlockView, var: relax.Var, factors: Sequence[relax.Expr], is_centred: bool
+    context: NormBlock, var: relax.Var, factors: Sequence[relax.Expr], is_centred: bool
 ) -> Lowered | Skip:
     """Lower a norm operator with the attributes that both operators share."""
-    call = block.values[var]
+    call = context.block.values[var]
     spec = read_rows(call.args[0], float(call.attrs.epsilon))
     if spec is None:
         return NO_ROWS
@@ -102,11 +160,12 @@ def lower_norm(
     if len(vectors) != len(factors):
         return decline("scale or offset is not a float32 vector")
     spec = replace(spec, is_centred=is_centred, bias=is_centred)
-    return call_norm(block, (var,), spec, (call.args[0], *vectors))
+    return call_norm(context, (var,), spec, (call.args[0], *vectors))
 
 
-def lower_root_mean_square(block: BlockView, var: relax.Var) -> Lowered | Skip:
+def lower_root_mean_square(context: NormBlock, var: relax.Var) -> Lowered | Skip:
     """Lower x / sqrt(mean(x * x) + e) [* w], or x * rsqrt(...), from the mean `var` on."""
+    block = context.block
     mean = block.values[var]
     square = mean.args[0]
     data = read_square(block, square)
@@ -136,7 +195,7 @@ def lower_root_mean_square(block: BlockView, var: relax.Var) -> Lowered | Skip:
         return decline("epsilon has more axes than the rows")
     spec = replace(spec, epsilon=epsilon, divides=divides, weight=weight is not None)
     operands = (data,) if weight is None else (data, weight)
-    return call_norm(block, tuple(vars_), spec, operands)
+    return call_norm(context, tuple(vars_), spec, operands)
 
 
 def follow(block: BlockView, vars_: list[relax.Var], *names: str) -> Call | None:
@@ -234,7 +293,7 @@ def find_quantized(block: BlockView, result: relax.Var) -> QuantizedRows | None:
     return None
 
 
-NORM_RULES: tuple[KernelRule[BlockView], ...] = (
+NORM_RULES: tuple[KernelRule[NormBlock], ...] = (
     make_rule(lower_layer_norm, "relax.nn.layer_norm"),
     make_rule(lower_rms_norm, "relax.nn.rms_norm"),
     make_rule(lower_root_mean_square, "relax.mean"),

@@ -202,6 +202,74 @@ def layer_norm_of_row(emit, x):
     return emit(op.nn.layer_norm(x, relax.const(WEIGHT), relax.const(BIAS), [-1], EPSILON))
 
 
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("keeps", [True, False])
+def test_lower_row_norms__a_sum_is_in_the_kernel(name, keeps):
+    """Whether anything else reads the sum or not. The same bits as alone."""
+    for parts in (1, 2):
+
+        def body(emit, x, parts=parts):
+            total = emit(op.add(emit(op.negative(x)), emit(op.multiply(x, x))))
+            y = NORMS[name](emit, total)
+            results = [y] if parts == 1 else quantize(emit, y, False, False)
+            return [*results, total] if keeps else results
+
+        mod = make_module(body)
+        lowered, _ = lower(mod)
+        assert list_names(lowered) == ["relax.negative", "relax.multiply", "row_norm"]
+        x = np.random.default_rng(2).normal(0.2, 2, (2, 5, WIDTH)).astype("float32")
+        found, expected = run(mod, x), rq.reference.run(mod, [x])
+        for array, wanted in zip(found[-parts - keeps :], expected, strict=True):
+            if array.dtype == np.int8 or parts == 2:
+                np.testing.assert_array_equal(array, wanted)
+            np.testing.assert_allclose(array, wanted, rtol=1e-5, atol=1e-6)
+        if keeps:
+            np.testing.assert_array_equal(found[-1], x * x - x)
+
+
+def behind_a_product(emit, x):
+    weight = relax.const(RNG.normal(size=(WIDTH, WIDTH)).astype("float32"))
+    product = emit(op.add(emit(op.matmul(x, weight)), relax.const(BIAS)))
+    return [rms_norm(emit, emit(op.add(product, x)))]
+
+
+def of_more_rows(emit, x):
+    return [rms_norm(emit, emit(op.add(x, relax.const(BIAS))))]
+
+
+def of_late_weights(emit, x):
+    """They are computed after the sum, which another value reads."""
+    total = emit(op.add(emit(op.negative(x)), x))
+    weight = emit(op.multiply(relax.const(WEIGHT), relax.const(BIAS)))
+    return [emit(op.nn.rms_norm(total, weight, [-1], EPSILON)), total]
+
+
+@pytest.mark.parametrize("body", [behind_a_product, of_more_rows, of_late_weights])
+def test_lower_row_norms__a_sum_that_stays(body):
+    """What the kernel of a float product adds, vectors, and sums that are needed before."""
+    mod = make_module(body)
+    names = list_names(lower(mod)[0])
+    assert "relax.add" in names
+    assert names[-1] == "row_norm"
+    x = np.random.default_rng(2).normal(0.2, 2, (2, 5, WIDTH)).astype("float32")
+    for array, wanted in zip(run(mod, x), rq.reference.run(mod, [x]), strict=True):
+        np.testing.assert_allclose(array, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "is_inside"), [("sapphirerapids", False), ("cascadelake", True), ("znver5", True)]
+)
+def test_lower_row_norms__sum_behind_a_product_of_grouped_weights(cpu, is_inside):
+    """Products in bfloat16 on tiles add it themselves."""
+    compressed = rq.compress_weights(*make_llama(), bits=4, group_size=16, activation=ROWS)
+    lowered = lower_row_norms(compressed, resolve_target(f"llvm -mcpu={cpu}"))
+    before, behind = (
+        [call_name(call) for call in list_calls(mod["prefill"])].count("relax.add")
+        for mod in (compressed, lowered)
+    )
+    assert before - behind == (2 if is_inside else 0)  # others turn the positions
+
+
 def read_twice(emit, x):
     """The root is a result of its own."""
     root = root_mean_square(emit, x)

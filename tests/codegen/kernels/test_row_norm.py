@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tvm
@@ -30,15 +32,15 @@ def draw(width, spec):
     return x.astype("float32"), factors[: spec.weight + spec.bias]
 
 
-def run(spec, target, x, factors):
+def run(spec, target, x, factors, addends=()):
     """What a kernel stores."""
-    shapes = [(x.shape, "float32")] if spec.keeps_result else []
+    shapes = [(x.shape, "float32")] * (spec.keeps_sum + spec.keeps_result)
     if spec.rows is not None:
         rows = (6,) if len(spec.rows) == 1 else x.shape[:-1]
         shapes += [((*rows, x.shape[-1]), "int8"), ((*rows, 1), "float32")]
     outputs = [tvm.runtime.tensor(np.full(shape, 7, dtype)) for shape, dtype in shapes]
     kernel = compile_kernel(make_row_norm(spec), target)
-    kernel(*map(tvm.runtime.tensor, [x, *factors]), *outputs)
+    kernel(*map(tvm.runtime.tensor, [*(addends or [x]), *factors]), *outputs)
     return [output.numpy() for output in outputs]
 
 
@@ -53,8 +55,13 @@ def compute_exactly(spec, x, factors):
 
 
 def check(spec, target):
-    x, factors = draw(spec.features, spec)
-    found = run(spec, target, x, factors)
+    (x, factors), addends = draw(spec.features, spec), ()
+    if spec.is_sum:
+        addends = x, np.random.default_rng(5).permutation(x, axis=1)
+        x = addends[0] + addends[1]
+    found = run(spec, target, x, factors, addends)
+    if spec.keeps_sum:
+        np.testing.assert_array_equal(found.pop(0), x)
     expected = state_row_norm(spec, x, factors)
     assert expected.dtype == np.float32
     if spec.keeps_result:
@@ -73,6 +80,16 @@ def test_row_norm__as_stated_with_integers_and_without(form):
     for keeps, rows in ((True, None), (True, (None,)), (False, (2, None)), (False, (6,))):
         shape = RowNorm(spec.leading, 100, EPSILON, **FORMS[form], keeps_result=keeps, rows=rows)
         check(shape, target)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("keeps", [True, False])
+def test_row_norm__of_a_sum(form, keeps):
+    """Its bits are those of the sum that is computed before."""
+    target = runnable_target(best_isa())
+    for width, rows, result in ((100, None, True), (48, (None,), False), (33, (2, None), True)):
+        spec = RowNorm((2, None), width, EPSILON, **FORMS[form], is_sum=True, keeps_sum=keeps)
+        check(replace(spec, rows=rows, keeps_result=result), target)
 
 
 @every_isa

@@ -3,7 +3,8 @@
     root mean square   y = x * (1 / sqrt(mean(x * x) + epsilon)) * weight
     layer norm         y = c * (1 / sqrt(mean(c * c) + epsilon)) * weight + bias,  c = x - mean(x)
 
-With `divides` it is c / sqrt(...), as in the model. q and the scale are defined in
+x may be the sum of two tensors, which is stored if others read it too. With `divides` it is
+c / sqrt(...), as in the model. q and the scale are defined in
 `integer.row_quantize`. The floats determine the integers, so their arithmetic is specified exactly.
 Each operation is rounded separately: products are fenced, or LLVM would contract them on some
 targets. A sum along a row has the same order on all targets, the order of
@@ -62,6 +63,8 @@ class RowNorm:
         divides: Whether to divide by the root instead of multiplying by its inverse.
         weight: Whether results are multiplied by a weight (features,).
         bias: Whether a bias (features,) is added.
+        is_sum: Whether x is the sum of two tensors.
+        keeps_sum: Whether this sum is stored.
         keeps_result: Whether the floats are stored.
         rows: The leading extents of the integers, if rows are quantized. The number of rows is the
             same as in x.
@@ -74,6 +77,8 @@ class RowNorm:
     divides: bool = False
     weight: bool = True
     bias: bool = False
+    is_sum: bool = False
+    keeps_sum: bool = False
     keeps_result: bool = True
     rows: tuple[int | None, ...] | None = None
 
@@ -84,8 +89,8 @@ class RowNorm:
 
 
 def make_row_norm(spec: RowNorm, name: str = "row_norm") -> PrimFunc:
-    """Make PrimFunc(x (*leading, K)[, weight (K,)][, bias (K,)][, y (*leading, K)][, q int8 (*rows,
-    K), scale float32 (*rows, 1)]).
+    """Make PrimFunc(x (*leading, K)[, addend (*leading, K)][, weight (K,)][, bias (K,)][, sum
+    (*leading, K)][, y (*leading, K)][, q int8 (*rows, K), scale float32 (*rows, 1)]).
 
     Arguments that the specification does not have are left out.
     """
@@ -105,10 +110,14 @@ def make_row_norm(spec: RowNorm, name: str = "row_norm") -> PrimFunc:
             buffer, size = declared
             return T.decl_buffer((size,), buffer.dtype, data=buffer.data)
 
-        data = declare("x", [*extents, width], count * width)
+        def declare_rows(name: str, is_there: bool) -> tuple[Buffer, Expr] | None:
+            return declare(name, [*extents, width], count * width) if is_there else None
+
+        data, addend = declare_rows("x", True), declare_rows("addend", spec.is_sum)
         weight = declare("weight", [width], width) if spec.weight else None
         bias = declare("bias", [width], width) if spec.bias else None
-        result = declare("y", [*extents, width], count * width) if spec.keeps_result else None
+        total = declare_rows("sum", spec.keeps_sum)
+        result = declare_rows("y", spec.keeps_result)
         codes = scale = None
         if spec.rows is not None:
             outer = extents
@@ -116,7 +125,7 @@ def make_row_norm(spec: RowNorm, name: str = "row_norm") -> PrimFunc:
                 outer = [T.int64() if extent is None else extent for extent in spec.rows]
             codes = declare("q", [*outer, width], count * width, "int8")
             scale = declare("scale", [*outer, 1], count)
-        rows = Rows(spec, *map(view, (data, weight, bias, result, codes, scale)))
+        rows = Rows(spec, *map(view, (data, addend, weight, bias, total, result, codes, scale)))
         block = spec.block_rows
 
         def emit(index: Expr) -> None:
@@ -135,8 +144,10 @@ class Rows:
 
     spec: RowNorm
     x: Buffer
+    addend: Buffer | None
     weight: Buffer | None
     bias: Buffer | None
+    sum: Buffer | None
     y: Buffer | None
     q: Buffer | None
     scale: Buffer | None
@@ -151,12 +162,24 @@ class Rows:
         width, lanes = spec.features, choose_lanes(spec.features)
         centres, factors, steps = alloc_vectors(3, size, "float32")
 
+        def read_first(row: Expr, at: Expr, count: int) -> Expr:
+            start = (first + row) * width + at
+            value = load_vector(self.x, start, count)
+            if self.addend is not None:
+                value = T.bind(value + load_vector(self.addend, start, count))
+            if self.sum is not None:
+                store_vector(self.sum, value, start, count)
+            return value
+
         def read(row: Expr, at: Expr, count: int) -> Expr:
-            value = load_vector(self.x, (first + row) * width + at, count)
+            if self.sum is None:
+                value = read_first(row, at, count)
+            else:
+                value = load_vector(self.sum, (first + row) * width + at, count)
             return value - broadcast(centres[row], count) if spec.is_centred else value
 
         def read_square(row: Expr, at: Expr, count: int) -> Expr:
-            value = read(row, at, count)
+            value = (read if spec.is_centred else read_first)(row, at, count)
             return fence(value * value, count)
 
         def compute(row: Expr, at: Expr, count: int) -> Expr:
@@ -175,8 +198,7 @@ class Rows:
 
         if spec.is_centred:
             with T.serial(count) as row:
-                T.buffer_store(centres, T.float32(0), [row])
-                T.buffer_store(centres, emit_mean(partial(read, row), width), [row])
+                T.buffer_store(centres, emit_mean(partial(read_first, row), width), [row])
         with T.serial(count) as row:
             square = emit_mean(partial(read_square, row), width)
             root = T.bind(T.sqrt(square + T.float32(spec.epsilon)))
