@@ -360,10 +360,10 @@ def format_greedy(rows: Mapping[str, Any]) -> list[str]:
 
 
 def format_table(results: Mapping[str, Any]) -> str:
-    """Tables of each model in Markdown."""
+    """Tables of each model and text in Markdown."""
     lines: list[str] = []
     for model, entry in results.items():
-        lines += [f"**{model}**, {entry['text']}:", ""]
+        lines += [*([""] if lines else []), f"**{model}**, {entry['text']}:", ""]
         lines += head_table(["weights", "size (MB)", "perplexity", "above float (%)"])
         exact = entry["rows"]["float"]["perplexity"]
         for name, found in entry["rows"].items():
@@ -402,12 +402,12 @@ def main() -> None:
         write_float(model, job.model)
     results = read_results(RESULTS)
     title = (
-        f"perplexity of the first {options.tokens:,} tokens of {name}, rows with data fitted to "
-        f"{used:,} tokens of other parts"
+        f"perplexity of the first {options.tokens:,} tokens, rows with data fitted to {used:,} "
+        "tokens of other parts"
     )
-    entry = results.get(model.stem)
+    entry = results.get(key := f"{model.stem}, {name}")
     if entry is None or entry["text"] != title:
-        entry = results[model.stem] = {"text": title, "rows": {}}
+        entry = results[key] = {"text": title, "rows": {}}
     for name in options.rows:
         started = time.process_time()
         score, size = ROWS[name](job)

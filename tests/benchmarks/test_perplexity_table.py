@@ -32,6 +32,12 @@ def test_format_table__size_and_distance_from_float():
     assert lines.splitlines()[7].startswith("Not measured yet: relayquant, 8 bits; relayquant, 8")
 
 
+def test_format_table__texts_are_paragraphs_of_their_own():
+    entry = {"text": "a book", "rows": {"float": {"size": 270.9, "perplexity": 20.0}}}
+    lines = perplexity_table.format_table({"one": entry, "two": entry}).splitlines()
+    assert lines[lines.index("**two**, a book:") - 1] == ""
+
+
 def test_format_table__greedy_texts():
     rows = {
         "float": {"size": 270.9, "perplexity": 20.0},
