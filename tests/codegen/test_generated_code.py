@@ -172,6 +172,9 @@ EXCEPTIONS = {
     ("znver4", "1x1, added"): Bound(0.0, 0.05, 0.75),
     ("znver4", "1x1, short"): Bound(0.0, 0.25, 0.9),
     ("znver4", "first"): Bound(0.0, 0.05, 0.75),
+    # Sums are kept while the next are computed. Moves take no time of Zen 5's units.
+    ("znver5", "1x1, short"): Bound(0.0, 0.5, 0.8),
+    ("znver5", "1x1, added"): Bound(0.05, 0.1, 0.7),
     ("vnni512", "1x1, short"): Bound(0.0, 0.25, 0.85),
     ("vnni512", "1x1, odd"): Bound(0.0, 0.2, 0.7),
     ("vnni512", "one row"): Bound(0.0, 0.05, 1.3),
@@ -262,13 +265,24 @@ REPRESENTATIVE = {select_isa(Target(config)).name: name for name, config in TARG
 
 
 def find_innermost_loops(text: str, syntax: Syntax) -> list[list[str]]:
-    """Lines from a label to a jump back to it, without a smaller such range inside."""
-    lines, labels, loops = text.splitlines(), {}, []
+    """Lines from a label to a jump back to it, without a smaller such range inside.
+
+    A range that other lines enter below its first is a part of a larger loop.
+    """
+    lines, labels, jumps, loops = text.splitlines(), {}, [], []
     for number, line in enumerate(lines):
         if match := syntax.label.match(line):
             labels[match.group(1)] = number
-        elif (match := syntax.jump.match(line)) and match.group(1) in labels:
-            loops.append((labels[match.group(1)], number))
+        elif match := syntax.jump.match(line):
+            jumps.append((number, match.group(1)))
+            if match.group(1) in labels:
+                loops.append((labels[match.group(1)], number))
+    entries = [(number, labels[label]) for number, label in jumps if label in labels]
+    loops = [
+        (first, last)
+        for first, last in loops
+        if not any(first < to <= last and not first <= at <= last for at, to in entries)
+    ]
     inner = [
         (first, last)
         for first, last in loops
@@ -354,18 +368,16 @@ def test_innermost_loops__stores_are_between_products_on_zen5(spec):
     target = resolve_target(TARGETS["znver5"])
     text = compile_kernel(build_conv2d(spec, select_isa(target), "layer"), target)
     syntax, store = SYNTAX[Architecture.X86], re.compile(r"\s+vmov\w+\s+%[xyz]mm\d+, [^%]*\(%r")
-    loops = [
+    (loop,) = (
         lines
         for lines in find_innermost_loops(text, syntax)
         if any(map(syntax.product.match, lines))
-    ]
-    assert loops
-    for loop in loops:  # one, or another one for the tiles that are moved back
-        stores = [i for i, line in enumerate(loop) if store.match(line)]
-        products = [i for i, line in enumerate(loop) if syntax.product.match(line)]
-        assert products[0] < stores[0] < stores[-1] < products[-1]
-        before = sum(stores[0] < i for i in products) / len(products)
-        assert 0.25 <= before <= 0.95
+    )
+    stores = [i for i, line in enumerate(loop) if store.match(line)]
+    products = [i for i, line in enumerate(loop) if syntax.product.match(line)]
+    assert products[0] < stores[0] < stores[-1] < products[-1]
+    before = sum(stores[0] < i for i in products) / len(products)
+    assert 0.25 <= before <= 0.95
 
 
 @pytest.mark.sample(4)

@@ -244,9 +244,10 @@ def emit_delayed(
     `locate` finds a tile by its number. Each run ends with stores alone.
     """
     lanes, most = plan.isa.lanes, min(PARTS, tiles // FEWEST_RUN) if threads else 1
-    parts = 1 << max(most, 1).bit_length() - 1
+    parts = 1 << most.bit_length() - 1
     with loop_over((parts,), threads) as (part,):
         first, end = (T.floordiv((part + i) * tiles, parts) for i in (0, 1))
+        count = end - first
         kept = alloc_vectors(plan.tile.pixels * plan.tile.blocks, lanes)
         unknown = emit_unknown(first + 1)
 
@@ -273,9 +274,9 @@ def emit_delayed(
             ]
 
         emit_products(T.int32(0))
-        with T.serial(end - first - 1) as i:
+        with T.serial(count - 1) as i:
             emit_products(i + 1, list_stores(i))
-        for emit in list_stores(end - first - 1):
+        for emit in list_stores(count - 1):
             emit()
 
 
