@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
+from onnx_runtime import run_onnxruntime
 
 #: ONNX Runtime's own version of the file format
 IR_VERSION = 10
@@ -41,16 +42,6 @@ class Node:
     inputs: tuple[str | np.ndarray | None, ...]
     attrs: dict[str, Any] = field(default_factory=dict)
     outputs: int = 1
-
-
-def run(model: onnx.ModelProto, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """The outputs of a model by ONNX Runtime, without its rewrites."""
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1
-    session = ort.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
-    return session.run(None, inputs)
 
 
 def make_model(nodes, inputs, outputs, constants, opset: int) -> onnx.ModelProto:
@@ -165,7 +156,7 @@ class GraphDrawer:
         inputs = [describe(name, array) for name, array in feeds.items()]
         try:
             model = make_model([proto], inputs, unknown, constants.values(), self.opset)
-            results = run(model, feeds)
+            results = run_onnxruntime(model, feeds, rewrites=False)
         except REFUSALS:
             return None
         usable = all(
@@ -781,13 +772,13 @@ def draw_graph(seed: int) -> tuple[onnx.ModelProto, list[dict[str, np.ndarray]]]
         g.add(g.pick(*kinds)(g))
     model = g.finish(None)
     try:
-        run(model, g.inputs)
+        run_onnxruntime(model, g.inputs, rewrites=False)
     except REFUSALS:  # nodes that are valid alone, not together
         return draw_graph(seed + AGAIN)
     if g.chance(0.5):
         symbolic, larger = g.finish("batch"), g.draw_larger()
         try:
-            results = run(symbolic, larger)
+            results = run_onnxruntime(symbolic, larger, rewrites=False)
         except REFUSALS:
             return model, [g.inputs]
         if all(result.size and np.isfinite(result).all() for result in results):

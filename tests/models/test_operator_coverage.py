@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import onnx
 import pytest
+from onnx_runtime import run_onnxruntime
 from operator_cases import FAMILIES, SHAPE, Case, Outcome, build_model
 
 import relayquant as rq
@@ -33,7 +33,6 @@ def find_outcome(case: Case, rows: list[LedgerRow]) -> Outcome:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_operators__quantize_pass_or_say_why_not(family, tmp_path):
-    ort = pytest.importorskip("onnxruntime")
     cases = FAMILIES[family]
     model = build_model(cases)
     mod, params = import_onnx(model)
@@ -51,12 +50,9 @@ def test_operators__quantize_pass_or_say_why_not(family, tmp_path):
         assert all(reasons), case.name
         assert any(case.reason in reason for reason in reasons) == bool(case.reason), case.name
 
-    def run_onnxruntime(model: onnx.ModelProto) -> list[np.ndarray]:
-        session = ort.InferenceSession(model.SerializeToString())
-        return session.run(None, {"x": data[0]})
-
-    expected = run_onnxruntime(model)
-    exported = run_onnxruntime(onnx.load(str(rq.export_onnx(qmod, tmp_path / "model.onnx"))))
+    expected = run_onnxruntime(model, {"x": data[0]})
+    path = rq.export_onnx(qmod, tmp_path / "model.onnx")
+    exported = run_onnxruntime(path, {"x": data[0]})
     floats = rq.reference.run(mod, [data[0]])
     integers = rq.reference.run(qmod, [data[0]])
     results = zip(cases, expected, floats, integers, exported, strict=True)

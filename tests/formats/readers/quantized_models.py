@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-import pytest
 from onnx import helper, numpy_helper
 
 ELEMENT = {
@@ -83,12 +82,3 @@ class GraphBuilder:
         )
         opsets = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
         return helper.make_model(graph, opset_imports=opsets, ir_version=9)
-
-
-def run_onnxruntime(model: onnx.ModelProto, inputs: dict) -> list[np.ndarray]:
-    """What ONNX Runtime computes, without rewriting the model first."""
-    runtime = pytest.importorskip("onnxruntime")
-    options = runtime.SessionOptions()
-    options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = runtime.InferenceSession(model.SerializeToString(), options)
-    return session.run(None, inputs)

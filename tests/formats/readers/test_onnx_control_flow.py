@@ -9,6 +9,7 @@ import onnx
 import pytest
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
+from onnx_runtime import run_onnxruntime
 from test_onnx import bindings_of, operators_of
 
 import relayquant as rq
@@ -27,12 +28,6 @@ def parse(text: str, opset: int = 15) -> onnx.ModelProto:
 
 def evaluate(model, feeds):
     return ReferenceEvaluator(model).run(None, feeds)
-
-
-def run_onnxruntime(model, feeds):
-    ort = pytest.importorskip("onnxruntime")
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(None, feeds)
 
 
 def check(model, feeds, *, inputs=None, shapes=None, run=evaluate):

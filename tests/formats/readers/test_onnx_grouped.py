@@ -9,6 +9,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
+from onnx_runtime import run_onnxruntime
 from tvm import relax
 
 import relayquant as rq
@@ -19,7 +20,7 @@ from relayquant.formats.readers.onnx.foreign import FOREIGN, OF_FRONTEND
 from relayquant.ir.dialect import qnn
 from relayquant.ir.rewrite import Graph
 
-runtime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxruntime")
 MICROSOFT = "com.microsoft"
 GROUPS = rq.QSpec(
     "int8", rq.config.Scheme.SYMMETRIC, rq.config.Granularity.PER_GROUP, is_dynamic=True
@@ -49,10 +50,7 @@ def draw(shape, seed=1):
 
 
 def run_file(path, x):
-    options = runtime.SessionOptions()
-    options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    return session.run(None, {"x": x})[0]
+    return run_onnxruntime(path, {"x": x}, rewrites=False)[0]
 
 
 def list_operators(mod):

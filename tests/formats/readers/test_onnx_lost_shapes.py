@@ -8,11 +8,11 @@ import itertools
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import tvm
 from onnx import helper, numpy_helper
 from onnx_node_cases import TARGET
+from onnx_runtime import run_onnxruntime
 from tvm import relax
 
 import relayquant as rq
@@ -48,12 +48,6 @@ def make_model(nodes, inputs, opset, weights=None, domains=()) -> onnx.ModelProt
     return onnx.shape_inference.infer_shapes(model)
 
 
-def run_onnxruntime(model, feeds) -> np.ndarray:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    return onnxruntime.InferenceSession(model.SerializeToString(), options).run(None, feeds)[0]
-
-
 class Compiled:
     """A model that was loaded and compiled once, for inputs of any size."""
 
@@ -64,7 +58,7 @@ class Compiled:
 
     def check(self, feeds: dict[str, np.ndarray]) -> None:
         """Compiled code and numpy as ONNX Runtime."""
-        want = run_onnxruntime(self.model, feeds)
+        (want,) = run_onnxruntime(self.model, feeds)
         given = [tvm.runtime.tensor(feeds[param.name]) for param in self.mod["main"].params]
         for found in (self.machine["main"](*given).numpy(), rq.reference.run(self.mod, feeds)[0]):
             assert (found.dtype, found.shape) == (want.dtype, want.shape)

@@ -7,6 +7,7 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
+from onnx_runtime import run_onnxruntime
 from test_onnx import check_against_onnxruntime
 
 import relayquant as rq
@@ -129,10 +130,8 @@ def check(expected, model, feeds, **options):
 
 @pytest.mark.parametrize(("op", "settings"), CASES)
 def test_recurrent__as_onnxruntime(op, settings):
-    ort = pytest.importorskip("onnxruntime")
     model, feeds = make_case(op, **settings)
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    check(session.run(None, feeds), model, feeds)
+    check(run_onnxruntime(model, feeds), model, feeds)
 
 
 def test_recurrent__compiled():
@@ -293,9 +292,8 @@ def test_recurrent__layers_of_symbolic_steps_are_quantized(op):
     samples = [draw(STEPS + at, 1, INPUTS) for at in range(4)]
     mod, params = import_onnx(model)
     exe = rq.Executor(rq.compile(rq.quantize(mod, params, samples, effort="fast")))
-    session = pytest.importorskip("onnxruntime").InferenceSession(model.SerializeToString())
     for x in (draw(1, 1, INPUTS), draw(9, 1, INPUTS)):
-        (want,) = session.run(None, {"X": x})
+        (want,) = run_onnxruntime(model, {"X": x})
         (got,) = exe.run("main", [x])
         assert got.shape == want.shape
         assert np.square(want).sum() > 30 * np.square(got - want).sum()  # 15 dB

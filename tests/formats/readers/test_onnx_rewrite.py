@@ -7,7 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 from onnx import TensorProto, helper
-from quantized_models import GraphBuilder, run_onnxruntime
+from onnx_runtime import run_onnxruntime
+from quantized_models import GraphBuilder
 
 import relayquant as rq
 from relayquant.base.runtime import Executor
@@ -44,7 +45,7 @@ def check(
     model = b.model({"x": (x_dtype, shape)}, {y: (y_dtype, None)}, opset)
     limits = np.iinfo(x_dtype)
     data = np.random.default_rng(1).integers(limits.min, limits.max + 1, shape).astype(x_dtype)
-    (expected,) = run_onnxruntime(model, {"x": data})
+    (expected,) = run_onnxruntime(model, {"x": data}, rewrites=False)
     qmod = rq.lower(import_onnx(model)[0])
     (got,) = rq.reference.run(qmod, [data])
     assert got.dtype == expected.dtype
@@ -172,7 +173,7 @@ def test_dynamic_quantize_and_matmul_integer(weight):
     assert operators(qmod)["qnn.dense"] == 1
     for data in (np.random.default_rng(0).normal(0, 1, (3, 16)), np.zeros((3, 16))):
         data = data.astype("float32")
-        (expected,) = run_onnxruntime(model, {"x": data})
+        (expected,) = run_onnxruntime(model, {"x": data}, rewrites=False)
         np.testing.assert_allclose(
             rq.reference.run(qmod, [data])[0], expected, rtol=1e-5, atol=1e-5
         )
@@ -185,7 +186,7 @@ def test_matmul_integer__of_two_values():
     y = b.node("MatMulInteger", "x", b.node("Transpose", "x", perm=[0, 2, 1]))
     model = b.model({"x": ("uint8", (2, 3, 4))}, {y: ("int32", (2, 3, 3))})
     data = np.random.default_rng(0).integers(0, 256, (2, 3, 4)).astype("uint8")
-    (expected,) = run_onnxruntime(model, {"x": data})
+    (expected,) = run_onnxruntime(model, {"x": data}, rewrites=False)
     (got,) = rq.reference.run(rq.lower(import_onnx(model)[0]), [data])
     np.testing.assert_array_equal(got, expected)
 
@@ -221,7 +222,7 @@ def test_conv_integer__pads_with_the_zero_point():
     y = b.node("ConvInteger", "x", b.constant(w), b.constant(np.uint8(77)), pads=[1, 1, 1, 1])
     model = b.model({"x": ("uint8", SHAPE)}, {y: ("int32", (2, 8, 8, 8))})
     data = np.random.default_rng(0).integers(0, 256, SHAPE).astype("uint8")
-    (expected,) = run_onnxruntime(model, {"x": data})
+    (expected,) = run_onnxruntime(model, {"x": data}, rewrites=False)
     (got,) = rq.reference.run(rq.lower(import_onnx(model)[0]), [data])
     np.testing.assert_array_equal(got, expected)
 
@@ -241,7 +242,7 @@ def test_dynamic_quantize_and_conv_integer(weight, zero, groups, pads):
     qmod = rq.lower(import_onnx(model)[0])
     assert operators(qmod)["qnn.conv2d"] == 1
     data = np.random.default_rng(0).normal(0, 1, SHAPE).astype("float32")
-    (expected,) = run_onnxruntime(model, {"x": data})
+    (expected,) = run_onnxruntime(model, {"x": data}, rewrites=False)
     (computed,) = rq.reference.run(qmod, [data])
     np.testing.assert_allclose(computed, expected, rtol=1e-5, atol=1e-5)
     (got,) = Executor(rq.compile(qmod)).run("main", [data])
@@ -283,4 +284,6 @@ def test_quantize__to_4_bits_is_clipped():
     model = b.model({"x": ("float32", (50,))}, {y: ("float32", (50,))}, opset=21)
     data = np.linspace(-2, 2, 50).astype("float32")
     (got,) = rq.reference.run(import_onnx(model)[0], [data])
-    np.testing.assert_allclose(got, run_onnxruntime(model, {"x": data})[0], atol=1e-6)
+    np.testing.assert_allclose(
+        got, run_onnxruntime(model, {"x": data}, rewrites=False)[0], atol=1e-6
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
+from onnx_runtime import run_onnxruntime
 from tvm import relax, tirx
 
 import relayquant as rq
@@ -69,9 +70,7 @@ def build(kind: str, settings: dict, is_integer: bool, *, has_sizes: bool = True
 
 
 def run(path, x) -> np.ndarray:
-    ort = pytest.importorskip("onnxruntime")
-    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    return session.run(None, {"x": x})[0]
+    return run_onnxruntime(path, {"x": x})[0]
 
 
 def list_kinds(path) -> set[str]:

@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper, numpy_helper
+from onnx_runtime import run_onnxruntime
 
 import relayquant as rq
 
@@ -46,9 +47,7 @@ def measure_sqnr(expected, found):
 
 
 def run_session(model, sample):
-    ort = pytest.importorskip("onnxruntime")
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(None, {"X": sample})[0]
+    return run_onnxruntime(model, {"X": sample})[0]
 
 
 @pytest.mark.parametrize("op", GATES)

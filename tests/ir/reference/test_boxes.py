@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import product
 
 import numpy as np
-import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onnx_runtime import run_onnxruntime
 
 import relayquant as rq
 from relayquant.base.runtime import Executor
@@ -55,7 +55,7 @@ def check_file(limits, center: int, opset: int, *, is_compiled: bool = False) ->
         "scores": rng.uniform(-0.5, 1, (BATCH, CLASSES, BOXES)).astype("float32"),
     }
     model = make_file(limits, center, opset)
-    wanted = onnxruntime.InferenceSession(model.SerializeToString()).run(None, inputs)[0]
+    wanted = run_onnxruntime(model, inputs)[0]
     mod, _ = rq.load(model)
     np.testing.assert_array_equal(rq.reference.run(mod, inputs)[0], wanted)
     if is_compiled:

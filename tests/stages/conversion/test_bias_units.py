@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onnx_runtime import run_onnxruntime
 
 import relayquant as rq
 from relayquant.base.qtypes import QParams
@@ -49,14 +49,6 @@ def make_file(nodes, shape, constants) -> onnx.ModelProto:
     return onnx.shape_inference.infer_shapes(model)
 
 
-def run_file(model: onnx.ModelProto, x: np.ndarray) -> np.ndarray:
-    """What ONNX Runtime computes, without rewriting the model."""
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options)
-    return np.asarray(session.run(None, {"x": x})[0])
-
-
 def make_layer(layer: str, weight, bias, *, is_followed: bool) -> onnx.ModelProto:
     op, attrs, _, _, shape = LAYERS[layer]
     out = "t" if is_followed else "y"
@@ -95,7 +87,7 @@ def check_layer(layer: str, sizes, *, is_whole: bool = False, is_followed=False,
     bias = (rng.standard_normal(6) * bias_size).astype("float32")
     x = (rng.standard_normal(shape) * data_size).astype("float32")
     model = make_layer(layer, weight, bias, is_followed=is_followed)
-    wanted = run_file(model, x)
+    wanted = run_onnxruntime(model, {"x": x}, rewrites=False)[0]
     channels = wanted.ndim - 1 if len(shape) < 4 and not layer.startswith("conv") else 1
     wanted = np.moveaxis(wanted, channels, 0)
     # Products of weights that are not zero are rounded as all others are.
@@ -156,7 +148,7 @@ def test_bias_smaller_than_a_step_of_its_sums__keeps_the_operator_in_float(bias_
     bias = (rng.standard_normal(6) * bias_size).astype("float32")
     model = make_layer("conv2d", weight, bias, is_followed=is_followed)
     x = np.zeros((1, 4, 6, 6), "float32")
-    wanted = run_file(model, x)
+    wanted = run_onnxruntime(model, {"x": x}, rewrites=False)[0]
     step = (wanted.max() - wanted.min()) / 255
     reference, module = quantize_in_steps(model, x)
     for each in (reference, module):
@@ -216,7 +208,7 @@ def test_biases_of_other_tools__are_what_onnx_runtime_adds(kind, is_per_channel,
         nodes.append(helper.make_node("DequantizeLinear", ["yq", "ys", "yz"], ["y"]))
     model = make_file(nodes, (1, 4, 6, 6), constants)
     x = rng.standard_normal((1, 4, 6, 6)).astype("float32")
-    wanted = run_file(model, x)
+    wanted = run_onnxruntime(model, {"x": x}, rewrites=False)[0]
     mod, _ = rq.load(model)
     found = rq.reference.run(rq.lower(mod), {"x": x})[0]
     bound = 2.0**-8 * np.abs(wanted).max() if step is None else step

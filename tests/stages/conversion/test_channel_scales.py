@@ -6,9 +6,9 @@ from itertools import product
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onnx_runtime import run_onnxruntime
 
 import relayquant as rq
 
@@ -117,9 +117,7 @@ class Builder:
 
 
 def compute_expected(model, feed) -> np.ndarray:
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return onnxruntime.InferenceSession(model.SerializeToString(), options).run(None, feed)[0]
+    return run_onnxruntime(model, feed, rewrites=False)[0]
 
 
 def check(name: str, axis: int, *, shifted: bool, closed: bool, bias: bool) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onnx_runtime import run_onnxruntime
 
 import relayquant as rq
 
@@ -70,13 +70,6 @@ def make_file(nodes, constants) -> onnx.ModelProto:
     return onnx.shape_inference.infer_shapes(model)
 
 
-def run_file(model: onnx.ModelProto, x: np.ndarray) -> np.ndarray:
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options)
-    return np.asarray(session.run(None, {"x": x})[0])
-
-
 def make_operator(name: str, value: float):
     """(node from "d" to "t", its constants)."""
     op, inputs, attrs, constants = OPERATORS[name]
@@ -106,7 +99,7 @@ def check_quantized_file(name: str, value: float, grid: str, *, is_followed: boo
         nodes.insert(3, helper.make_node("Conv", ["t", "w"], ["conv"]))
     model = make_file(nodes, constants)
     x = (np.random.default_rng(0).standard_normal(SHAPE) * 1.5).astype("float32")
-    wanted = run_file(model, x)
+    wanted = run_onnxruntime(model, {"x": x}, rewrites=False)[0]
     mod, _ = rq.load(model)
     found = rq.reference.run(rq.lower(mod), {"x": x})[0]
     off = np.abs(found - wanted) / scale
@@ -144,7 +137,7 @@ def test_calibrated_model__has_the_constants_in_its_ranges(name, value):
     tail = helper.make_node("Concat", ["t", "t"], ["y"], axis=0)
     model = make_file([helper.make_node("Conv", ["x", "w"], ["d"]), node, tail], constants)
     x = np.random.default_rng(0).standard_normal(SHAPE).astype("float32")
-    wanted = run_file(model, x)
+    wanted = run_onnxruntime(model, {"x": x}, rewrites=False)[0]
     mod, params = rq.load(model)
     prepared = rq.calibrate(rq.prepare(mod, params), [{"x": x}], observer=rq.observers.MinMax())
     reference = rq.convert_to_reference(prepared)
