@@ -27,7 +27,7 @@ from relayquant.relay.operators.base import (
     make_scalar,
     text,
 )
-from relayquant.relay.operators.shape import check_shape
+from relayquant.relay.operators.reshape import check_shape
 
 op = relax.op
 

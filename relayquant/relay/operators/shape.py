@@ -1,14 +1,13 @@
-"""Relay reader, rows: shapes, layouts, joining and cutting, padding, resizing."""
+"""Relay reader, rows: shapes, layouts, joining and cutting, padding, resizing.
+
+The longer conversions are in `reshape`, `padding` and `resize`.
+"""
 
 from __future__ import annotations
 
-from math import prod
-
-import numpy as np
 from tvm import relax
 
 from relayquant.errors import ModelError, format_count
-from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 from relayquant.relay.attributes import Attr, AttributeKind
 from relayquant.relay.operators.base import (
     OPTIONAL_INTEGERS,
@@ -16,178 +15,32 @@ from relayquant.relay.operators.base import (
     Site,
     Value,
     boxed,
-    check_made_up,
     check_positive,
     dtype,
     flag,
     integer,
     integers,
-    make_const,
     real,
     text,
 )
-from relayquant.relay.operators.linear import check_layout
+from relayquant.relay.operators.padding import convert_mirror_pad, convert_pad
+from relayquant.relay.operators.reshape import (
+    convert_batch_flatten,
+    convert_broadcast_to,
+    convert_broadcast_to_like,
+    convert_expand_dims,
+    convert_reshape,
+    convert_reshape_like,
+    convert_squeeze,
+)
+from relayquant.relay.operators.resize import convert_resize2d, convert_upsampling
 
 op = relax.op
-
 #: Largest number of parts of a split. Each part becomes a value.
 MAX_SECTIONS = 4096
 
-#: Largest number of elements of a tensor. Larger sizes overflow in TVM.
-MAX_ELEMENTS = 2**48
 
-
-def check_shape(shape: tuple[int, ...]) -> list[int]:
-    """Check a literal shape.
-
-    Raises:
-        ModelError: a dimension is negative, or the shape has too many elements.
-    """
-    if any(dim < 0 for dim in shape) or prod(shape) > MAX_ELEMENTS:
-        raise ModelError(
-            f"shape {list(shape)} is not allowed; allowed: dimensions from 0.", code="RQ202"
-        )
-    return list(shape)
-
-
-# -- reshape ---------------------------------------------------------------------------------------
-
-
-def resolve_shape(old: tuple[int | str, ...], wanted: tuple[int, ...]) -> list[int | str]:
-    """Resolve Relay's codes in a shape.
-
-    Code 0 keeps a dimension, -2 keeps all remaining ones, -3 joins two, and -4 splits one into the
-    two numbers after it. -1 is left to Relax.
-
-    Raises:
-        ModelError: a code has no dimension to work on.
-    """
-    new: list[int | str] = []
-    source = list(old)
-    codes = list(wanted)
-    while codes:
-        code = codes.pop(0)
-        needs = {0: 1, -3: 2, -4: 1}.get(code, 0)
-        if len(source) < needs or (code == -4 and len(codes) < 2):
-            raise ModelError(
-                f"newshape {list(wanted)} does not fit a tensor of shape {list(old)}.", code="RQ202"
-            )
-        if code == -2:
-            new += source
-            source = []
-        elif code in (0, -3, -4):
-            taken = [source.pop(0) for _ in range(needs)]
-            if code == 0:
-                new += taken
-                continue
-            if not all(isinstance(dim, int) for dim in taken):
-                raise ModelError(
-                    "newshape joins or splits a dimension known at run time only.", code="RQ202"
-                )
-            sizes = [dim for dim in taken if isinstance(dim, int)]
-            if code == -3:
-                new.append(sizes[0] * sizes[1])
-            else:
-                new += split_dim(sizes[0], codes.pop(0), codes.pop(0))
-        elif code == -1 or code > 0:
-            new.append(code)
-            if source:
-                source.pop(0)
-        else:
-            raise ModelError(f"newshape holds {code}; allowed: -4 to -1, and sizes.", code="RQ202")
-    return new
-
-
-def split_dim(size: int, first: int, second: int) -> list[int]:
-    """Return (first, second) with one -1 resolved."""
-    if first == -1 and second > 0:
-        first = size // second
-    elif second == -1 and first > 0:
-        second = size // first
-    if first < 1 or second < 1 or first * second != size:
-        raise ModelError(
-            f"newshape splits {size} into {first} and {second}; allowed: two sizes with that "
-            "product.",
-            code="RQ202",
-        )
-    return [first, second]
-
-
-def convert_reshape(site: Site) -> relax.Expr:
-    data = site.tensor(0)
-    old, wanted = site.dims(data), site.attrs["newshape"]
-    if site.attrs["reverse"]:  # attribute of TVM 0.7: codes are processed from the right
-        if min(wanted) < -1:
-            raise ModelError(
-                f"reverse with newshape {list(wanted)} is not supported; allowed: -1.", code="RQ202"
-            )
-        fixed = resolve_shape(old[::-1], wanted[::-1])[::-1]
-        wanted = tuple(size if isinstance(size, int) else 0 for size in fixed)
-    if site.attrs["allowzero"] and 0 in wanted:
-        raise ModelError("allowzero with a dimension 0 is not supported.", code="RQ202")
-    new = resolve_shape(old, wanted)
-    if all(isinstance(dim, int) for dim in old):
-        count = prod(dim for dim in old if isinstance(dim, int))
-        sizes = [dim for dim in new if isinstance(dim, int)]
-        if sizes.count(-1) == 1:
-            rest = -prod(sizes)
-            if rest == 0 or count % rest:
-                raise ModelError(f"shape {list(old)} cannot become {list(wanted)}.", code="RQ202")
-            sizes[sizes.index(-1)] = count // rest
-        if prod(sizes) != count or -1 in sizes:
-            raise ModelError(f"shape {list(old)} cannot become {list(wanted)}.", code="RQ202")
-        return site.reshape(data, sizes)
-    names = {str(dim): value for dim, value in zip(old, data.ty.shape.values, strict=True)}
-    if -1 not in new and not any(isinstance(dim, str) for dim in new):
-        raise ModelError(
-            f"shape {list(old)} cannot become {list(wanted)} for every size.", code="RQ202"
-        )
-    return op.reshape(data, [names[dim] if isinstance(dim, str) else dim for dim in new])
-
-
-def convert_reshape_like(site: Site) -> relax.Expr:
-    """Convert reshape_like: the axes lhs_begin to lhs_end are replaced by the other tensor's axes
-    rhs_begin to rhs_end.
-    """
-    data, sizes = site.tensor(0), [site.shape(site.tensor(i)) for i in (0, 1)]
-    spans: list[tuple[int, int]] = []
-    for side, shape in zip(("lhs", "rhs"), sizes, strict=True):
-        begin, end = site.attrs[f"{side}_begin"], site.attrs[f"{side}_end"]
-        start = site.axis(begin, len(shape) + 1) if begin >= 0 else site.axis(begin, len(shape))
-        stop = len(shape) if end is None else end if end >= 0 else end + len(shape)
-        if not start <= stop <= len(shape):
-            raise ModelError(
-                f"{side}_begin is {begin} and {side}_end {end}; allowed: a range within "
-                f"{format_count(len(shape), 'axis')}.",
-                code="RQ202",
-            )
-        spans.append((start, stop))
-    (left, right), (first, last) = spans
-    new = [*sizes[0][:left], *sizes[1][first:last], *sizes[0][right:]]
-    if prod(new) != prod(sizes[0]):
-        raise ModelError(f"shape {list(sizes[0])} cannot become {new}.", code="RQ202")
-    return site.reshape(data, new)
-
-
-def convert_batch_flatten(site: Site) -> relax.Expr:
-    return op.nn.batch_flatten(site.tensor(0))
-
-
-def convert_squeeze(site: Site) -> relax.Expr:
-    data, axes = site.tensor(0), site.attrs["axis"]
-    return op.squeeze(data, None if axes is None else list(axes))
-
-
-def convert_expand_dims(site: Site) -> relax.Expr:
-    data, count = site.tensor(0), site.attrs["num_newaxis"]
-    if not 0 <= count <= 16:
-        raise ModelError(f"num_newaxis is {count}; allowed: 0 to 16.", code="RQ202")
-    start = site.axis(site.attrs["axis"], site.ndim(data) + 1)
-    shape = tensor_shape(data)
-    if constant_value(data) is not None and shape is not None:
-        sizes = [dim for dim in shape if isinstance(dim, int)]
-        return site.reshape(data, [*sizes[:start], *[1] * count, *sizes[start:]])
-    return op.expand_dims(data, list(range(start, start + count)))
+# -- layouts ---------------------------------------------------------------------------------------
 
 
 def convert_transpose(site: Site) -> relax.Expr:
@@ -340,69 +193,6 @@ def convert_strided_slice(site: Site) -> relax.Expr:
     return op.strided_slice(data, axes, starts, stops, list(strides))
 
 
-def convert_pad(site: Site) -> relax.Expr:
-    data, widths = site.tensor(0), site.attrs["pad_width"]
-    ndim = site.ndim(data)
-    if len(widths) != ndim or any(len(pair) != 2 or min(pair) < 0 for pair in widths):
-        raise ModelError(
-            f"pad_width is {widths}; allowed: a pair from 0 for each of "
-            f"{format_count(ndim, 'axis')}.",
-            code="RQ202",
-        )
-    mode = site.attrs["pad_mode"]
-    if mode not in PAD_MODES:
-        raise ModelError(f"pad_mode is {mode!r}; allowed: {', '.join(PAD_MODES)}.", code="RQ202")
-    value = site.attrs["pad_value"]  # attribute of TVM 0.7, later an argument
-    if mode == "constant" and len(site.args) > 1:
-        array = site.constant(1)
-        if array.size != 1:
-            raise ModelError(f"the pad value has shape {array.shape}; allowed: ().", code="RQ202")
-        value = float(array.item())
-    flat = [width for pair in widths for width in pair]
-    if mode == "edge":
-        return pad_edge(site, data, widths)
-    return op.nn.pad(data, flat, PAD_MODES[mode], value)
-
-
-def pad_edge(site: Site, data: relax.Expr, widths: tuple[tuple[int, int], ...]) -> relax.Expr:
-    """Repeat the first and last entry of each axis: take(x, [0, 0, 0, 1, ..., n - 1, n - 1])."""
-    for axis, (before, after) in enumerate(widths):
-        if before or after:
-            size = site.shape(data)[axis]
-            check_made_up(size + before + after)
-            index = np.clip(np.arange(-before, size + after), 0, size - 1).astype("int64")
-            data = site.emit(op.take(data, make_const(index), axis, mode="fast"))
-    return data
-
-
-def convert_mirror_pad(site: Site) -> relax.Expr:
-    """Convert mirror_pad to a take of mirrored indices on each axis. SYMMETRIC repeats the border,
-    REFLECT does not.
-    """
-    data, mode = site.tensor(0), site.attrs["mode"].upper()
-    widths = site.attrs["pad_width"]
-    shape = site.shape(data)
-    if mode not in ("SYMMETRIC", "REFLECT") or len(widths) != len(shape):
-        raise ModelError(
-            f"mode is {mode!r} and pad_width {widths}; allowed: SYMMETRIC or REFLECT, and a pair "
-            f"of widths for each of {format_count(len(shape), 'axis')}.",
-            code="RQ202",
-        )
-    for axis, pair in enumerate(widths):
-        most = shape[axis] - (mode == "REFLECT")
-        if len(pair) != 2 or not 0 <= min(pair) <= max(pair) <= most:
-            raise ModelError(
-                f"pad_width {pair} does not fit an axis of {format_count(shape[axis], 'entry')}.",
-                code="RQ202",
-            )
-        if any(pair):
-            check_made_up(3 * shape[axis])
-            name = "reflect" if mode == "REFLECT" else "symmetric"
-            index = np.pad(np.arange(shape[axis], dtype="int64"), pair, name)
-            data = site.emit(op.take(data, make_const(index), axis, mode="fast"))
-    return data
-
-
 def convert_tile(site: Site) -> relax.Expr:
     check_positive("reps", site.attrs["reps"])
     return op.tile(site.tensor(0), list(site.attrs["reps"]))
@@ -421,14 +211,6 @@ def convert_reverse(site: Site) -> relax.Expr:
     return op.flip(data, site.axis(site.attrs["axis"] or 0, site.ndim(data)))
 
 
-def convert_broadcast_to(site: Site) -> relax.Expr:
-    return op.broadcast_to(site.tensor(0), check_shape(site.attrs["shape"]))
-
-
-def convert_broadcast_to_like(site: Site) -> relax.Expr:
-    return op.broadcast_to(site.tensor(0), list(site.shape(site.tensor(1))))
-
-
 def convert_slice_like(site: Site) -> relax.Expr:
     data, wanted = site.tensor(0), site.shape(site.tensor(1))
     axes = site.attrs["axes"] or range(site.ndim(data))
@@ -439,98 +221,6 @@ def convert_slice_like(site: Site) -> relax.Expr:
 
 # -- images ----------------------------------------------------------------------------------------
 
-
-def convert_resize2d(site: Site) -> relax.Expr:
-    data, attrs = site.tensor(0), site.attrs
-    layout, coordinates = attrs["layout"], attrs["coordinate_transformation_mode"]
-    check_layout("layout", layout, "NCHW")
-    check_positive("size", attrs["size"])
-    size = list(attrs["size"]) * (3 - len(attrs["size"]))
-    if coordinates == "tf_crop_and_resize":
-        raise ModelError(
-            "tf_crop_and_resize, which takes a region of interest (roi), is not supported.",
-            code="RQ202",
-        )
-
-    wanted, kind = attrs["out_dtype"] or tensor_dtype(data), tensor_dtype(data)
-    if wanted != kind:  # TVM's Relax compiler ignores out_dtype
-        if not wanted.startswith("float"):
-            raise ModelError(
-                f"out_dtype is {wanted!r}; allowed: {kind!r}, the dtype of the data, or a float.",
-                code="RQ202",
-            )
-        data = site.emit(op.astype(data, wanted))
-
-    def resize(data: relax.Expr, size: list[int], rounding: str) -> relax.Expr:
-        return op.image.resize2d(
-            data,
-            size,
-            layout=layout,
-            method=attrs["method"],
-            coordinate_transformation_mode=coordinates,
-            rounding_method=rounding,
-            cubic_alpha=attrs["cubic_alpha"],
-            cubic_exclude=attrs["cubic_exclude"],
-            extrapolation_value=attrs["extrapolation_value"],
-        )
-
-    if attrs["method"] != "nearest_neighbor":
-        return resize(data, size, attrs["rounding_method"])
-    old = [site.shape(data)[layout.index(axis)] for axis in "HW"]
-    height, width = (
-        find_rounding(attrs["rounding_method"], coordinates, *sizes)
-        for sizes in zip(old, size, strict=True)
-    )
-    if height == width:
-        return resize(data, size, height)
-    return resize(site.emit(resize(data, [size[0], old[1]], height)), size, width)
-
-
-def find_rounding(method: str, coordinates: str, old: int, new: int) -> str:
-    """Return the rounding that Relay computes along one axis.
-
-    "round" goes half away from zero. An asymmetric resize to a multiple is an integer division,
-    whatever the attribute says.
-    """
-    if coordinates == "asymmetric" and new % old == 0:
-        return "floor"
-    if not method:
-        method = "round" if coordinates == "align_corners" else "floor"
-    return "round_prefer_ceil" if method == "round" else method
-
-
-def convert_upsampling(site: Site) -> relax.Expr:
-    """Convert upsampling to resize2d with the scaled size. "nearest_neighbor" and "bilinear" start
-    at the corner.
-    """
-    data, attrs = site.tensor(0), site.attrs
-    layout = attrs["layout"]
-    check_layout("layout", layout, "NCHW")
-    sizes = [site.shape(data)[layout.index(axis)] for axis in "HW"]
-    scaled = [
-        round(size * scale)
-        for size, scale in zip(sizes, (attrs["scale_h"], attrs["scale_w"]), strict=True)
-    ]
-    check_positive("size", scaled)
-    methods = {"nearest_neighbor": "nearest_neighbor", "bilinear": "linear", "bicubic": "cubic"}
-    if attrs["method"] not in methods:
-        raise ModelError(
-            f"method is {attrs['method']!r}; allowed: {', '.join(methods)}.", code="RQ202"
-        )
-    is_aligned = attrs["align_corners"]
-    return op.image.resize2d(
-        data,
-        scaled,
-        layout=layout,
-        method=methods[attrs["method"]],
-        coordinate_transformation_mode="align_corners" if is_aligned else "asymmetric",
-        rounding_method="round_prefer_ceil" if is_aligned else "floor",
-        cubic_alpha=-0.5,
-    )
-
-
-#: mode in Relay -> mode in Relax
-PAD_MODES = {"constant": "constant", "reflect": "reflect", "edge": "edge"}
 
 _BLOCK = {"block_size": integer(1), "layout": text("NCHW"), "mode": text("DCR")}
 _PAIRS = Attr(AttributeKind.NESTED, required=True)
