@@ -7,6 +7,7 @@ comes from functions of `relayquant.analysis`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import tvm
@@ -165,16 +166,12 @@ def recalibrate(
 ) -> PreparedModel:
     """Calibrate the model again with effort "fast" and the same operators in float."""
     mapping = default_mapping(backend, Effort.FAST)
-    prepared = prepare(
-        mod, params, data, qconfig_mapping=mapping, backend=backend, effort=Effort.FAST
-    )
+    build = partial(prepare, mod, params, data, backend=backend, effort=Effort.FAST)
+    prepared = build(qconfig_mapping=mapping)
     floating = {row.name for row in ledger.floating}
     names = [op.name for op in prepared.plan.operators if op.quantized and op.name in floating]
     if names:
-        mapping = add_lines(prepared, dict.fromkeys(names), mapping)
-        prepared = prepare(
-            mod, params, data, qconfig_mapping=mapping, backend=backend, effort=Effort.FAST
-        )
+        prepared = build(qconfig_mapping=add_lines(prepared, dict.fromkeys(names), mapping))
     return calibrate(prepared, data)
 
 
