@@ -199,6 +199,36 @@ def test_dynamic_quantize_lstm__in_every_form(form):
     make_lstm(**form).check(3, **select_lstm_attributes(form))
 
 
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(
+    "form", [form for form in LSTM_FORMS if "activations" not in form], ids=str
+)
+def test_dynamic_quantize_lstm__of_a_length_of_the_run(form):
+    """It is the LSTM of the numbers that the weights stand for, as ONNX Runtime computes it."""
+    n = make_lstm(**form)
+    n.shapes[n.names[0]] = ("t", *np.shape(n.inputs[n.names[0]])[1:])
+    quantized = n.model(3, **select_lstm_attributes(form))
+    arrays = {each.name: numpy_helper.to_array(each) for each in n.tensors}
+    names = [*n.names]
+    for at in (1, 2):
+        weight, scale, zero = (arrays.pop(names[place]) for place in (at, 6 + 2 * at, 7 + 2 * at))
+        columns = [part.reshape(len(weight), 1, -1).astype("float32") for part in (zero, scale)]
+        arrays[names[at]] = ((weight - columns[0]) * columns[1]).swapaxes(1, 2).copy()
+    n.tensors = [numpy_helper.from_array(array, name) for name, array in arrays.items()]
+    n.names[8:], n.op = [], "LSTM"
+    real = n.model(3, **select_lstm_attributes(form))
+    real.graph.node[0].domain = ""
+    mod, _ = rq.load(quantized)
+    for steps in (1, 4):
+        given = dict(n.inputs) | {names[0]: n.inputs[names[0]][:steps]}
+        if form.get("lengths"):
+            given[names[4]] = np.minimum(given[names[4]], steps)
+        wanted = run_onnxruntime(real, given)
+        assert not find_deviation(
+            Executor(rq.compile(mod)).run("main", list(given.values())), wanted
+        )
+
+
 def select_lstm_attributes(form) -> dict:
     known: tuple[str, ...] = (
         "direction",

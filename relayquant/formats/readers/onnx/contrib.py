@@ -25,12 +25,13 @@ from relayquant.formats.readers.onnx.quantized import (
 from relayquant.formats.readers.onnx.recurrent import (
     LSTM,
     check_shapes,
+    convert_recurrent,
     read_directions,
     unroll_steps,
 )
 from relayquant.formats.readers.refusal import NotConstant, Refusal
 from relayquant.ir.ops.dynamic import quantize_at_run_time
-from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.graph import constant_value, static_size, tensor_dtype, tensor_shape
 
 #: Added to the scores of masked keys, unless attribute mask_filter_value gives another number.
 HIDDEN = -10000.0
@@ -128,7 +129,9 @@ def convert_dynamic_quantize_lstm(
     quantized by their own range.
 
     W and R are (directions, inputs, 4 * hidden). A scale and a zero point per direction, or per
-    column of a direction.
+    column of a direction. If the length is known at run time only, the steps are not unrolled: it
+    becomes an LSTM of the numbers that the weights stand for, whose inputs and state are not
+    rounded.
 
     Raises:
         Refusal: a weight is computed at run time, or shapes do not fit.
@@ -140,11 +143,15 @@ def convert_dynamic_quantize_lstm(
     directions = len(read_directions(attrs))
     swapped = [array.swapaxes(1, 2).shape if array.ndim == 3 else None for array in arrays[:2]]  # pyright: ignore[reportOptionalMemberAccess]
     hidden = check_shapes(LSTM, [tensor_shape(data), *swapped], attrs, directions)
+    triples = [read_rows(arrays[at], *arrays[2 + 2 * at : 4 + 2 * at]) for at in (0, 1)]  # pyright: ignore[reportArgumentType]
+    if static_size(data.ty.shape.values[0]) is None:
+        real = [
+            relax.const(((np.float32(w) - zero) * scale).swapaxes(1, 2).copy(), "float32")
+            for w, scale, zero in triples
+        ]
+        return convert_recurrent(LSTM, bb, [data, *real, *others], attrs, opset)
     products = [
-        tuple(
-            read_product(bb, opset, arrays[at], arrays[2 + 2 * at], arrays[3 + 2 * at], number)  # pyright: ignore[reportArgumentType]
-            for at in (0, 1)
-        )
+        tuple(read_product(bb, opset, triple, number) for triple in triples)
         for number in range(directions)
     ]
     return unroll_steps(
@@ -152,32 +159,40 @@ def convert_dynamic_quantize_lstm(
     )
 
 
-def read_product(
-    bb: relax.BlockBuilder,
-    opset: int,
-    weight: np.ndarray,
-    scale: np.ndarray,
-    zero: np.ndarray,
-    number: int,
-) -> functools.partial[relax.Expr]:
-    """Return the product with the weight of one direction.
+def read_rows(
+    weight: np.ndarray, scale: np.ndarray, zero: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the weight (directions, inputs, columns), and its scales and zero points as
+    (directions, 1, 1) or (directions, 1, columns).
 
     Raises:
         Refusal: the parameters are neither per direction nor per column.
     """
-    columns = weight.shape[2]
+    directions, _, columns = weight.shape
     parts = []
     for array in (scale, zero):
-        rows = array.reshape(len(weight), -1) if array.size % len(weight) == 0 else array[None]
-        if len(rows) != len(weight) or rows.shape[1] not in (1, columns):
+        if array.size not in (directions, directions * columns):
             raise Refusal(
                 f"its weight has {format_count(array.size, 'parameter')} of one kind; allowed: "
-                f"{len(weight)}, one for each direction, or {len(weight) * columns}"
+                f"{directions}, one for each direction, or {directions * columns}"
             )
-        row = rows[number]
-        parts.append(relax.const(row if row.size > 1 else row.reshape(()), str(array.dtype)))
-    matrix = relax.const(np.ascontiguousarray(weight[number]), str(weight.dtype))
-    return functools.partial(multiply_dynamic, bb, opset, matrix, *parts)
+        parts.append(array.reshape(directions, 1, -1))
+    return (weight, *parts)
+
+
+def read_product(
+    bb: relax.BlockBuilder,
+    opset: int,
+    triple: tuple[np.ndarray, np.ndarray, np.ndarray],
+    number: int,
+) -> functools.partial[relax.Expr]:
+    """Return the product with the weight of one direction, given what `read_rows` returns."""
+    weight, *parts = (array[number] for array in triple)
+    rows = [part[0] if part.size > 1 else part.reshape(()) for part in parts]
+    constants = [
+        relax.const(np.ascontiguousarray(array), str(array.dtype)) for array in (weight, *rows)
+    ]
+    return functools.partial(multiply_dynamic, bb, opset, *constants)
 
 
 # -- transformers ----------------------------------------------------------------------------------
