@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onnx_runtime import run_onnxruntime
 
 import relayquant as rq
 from relayquant.formats.readers.onnx.fixed_sizes import fix_sizes, read_shape
@@ -34,8 +35,7 @@ def read_input(mod) -> tuple[int | str, ...] | None:
 
 
 def check_run(model: onnx.ModelProto, mod, x: np.ndarray) -> None:
-    ort = pytest.importorskip("onnxruntime")
-    (want,) = ort.InferenceSession(model.SerializeToString()).run(None, {"x": x})
+    (want,) = run_onnxruntime(model, {"x": x})
     (got,) = rq.Executor(rq.compile(mod)).run("main", [x])
     assert got.shape == want.shape
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
@@ -113,7 +113,6 @@ def test_fix_sizes__that_contradict_stay():
 )
 def test_fix_sizes__that_have_different_names(op, attrs, shapes, expected):
     """Converters name the batch of each input for itself. Sizes that must be equal are one."""
-    ort = pytest.importorskip("onnxruntime")
     inputs = {f"x{at}": shape for at, shape in enumerate(shapes)}
     nodes = [helper.make_node("Relu", [name], [f"{name}_positive"]) for name in inputs]
     node = helper.make_node(op, [f"{name}_positive" for name in inputs], ["y"], **attrs)
@@ -123,7 +122,7 @@ def test_fix_sizes__that_have_different_names(op, attrs, shapes, expected):
     sizes = {"n": 2, "k": 3, "m": 5, "t": 6}
     arrays = [draw(*(sizes.get(str(size), size) for size in shape)) for shape in expected]
     given = dict(zip(inputs, arrays, strict=True))
-    (want,) = ort.InferenceSession(model.SerializeToString()).run(None, given)
+    (want,) = run_onnxruntime(model, given)
     executor = rq.Executor(rq.compile(mod))
     np.testing.assert_allclose(executor.run("main", arrays)[0], want, rtol=1e-5, atol=1e-6)
     arrays[1] = np.concatenate([arrays[1]] * 2, axis=1 if op == "Gemm" or "m" in expected[1] else 0)

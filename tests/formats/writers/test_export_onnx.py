@@ -12,6 +12,7 @@ import pytest
 import tvm
 from float_models import MAP, build_model, draw_batches, residual_model
 from onnx.reference import ReferenceEvaluator
+from onnx_runtime import run_onnxruntime
 from tvm import relax
 
 import relayquant as rq
@@ -21,11 +22,7 @@ from relayquant.ir.dialect.legality import LEGAL_STAGES, Stage
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import constant_value
 
-runtime = pytest.importorskip("onnxruntime")
-
-
-def run_file(path, inputs: dict) -> list[np.ndarray]:
-    return runtime.InferenceSession(str(path)).run(None, inputs)
+pytest.importorskip("onnxruntime")
 
 
 def quantize_steps(mod: tvm.IRModule, backend="x86", **settings):
@@ -52,7 +49,7 @@ def check(mod: tvm.IRModule, path, *, backend="x86", steps: float = 2.0):
     expected = rq.reference.run(qmod, batch)
     for written in (reference, qmod):
         model = onnx.load(str(rq.export_onnx(written, path)))
-        got = run_file(path, batch)
+        got = run_onnxruntime(path, batch)
         assert len(got) == len(expected)
         for one, two in zip(got, expected, strict=True):
             np.testing.assert_allclose(one, two, atol=steps * output_step(qmod), rtol=1e-4)
@@ -148,7 +145,7 @@ def test_int16__has_opset_21(tmp_path):
     assert onnx.load(str(path)).opset_import[0].version == 21
     batch = draw_batches(mod, 1)[0]
     (expected,) = rq.reference.run(reference, batch)
-    np.testing.assert_allclose(run_file(path, batch)[0], expected, atol=1e-3)
+    np.testing.assert_allclose(run_onnxruntime(path, batch)[0], expected, atol=1e-3)
 
 
 def test_symbolic_batch__stays(tmp_path):
@@ -205,7 +202,9 @@ def test_symbolic_sizes__are_computed_from_shapes(tmp_path, body):
         (expected,) = rq.reference.run(mod, [x])
         (theirs,) = ReferenceEvaluator(str(path)).run(None, {"x": x})
         np.testing.assert_allclose(theirs, expected, rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(run_file(path, {"x": x})[0], expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            run_onnxruntime(path, {"x": x})[0], expected, rtol=1e-5, atol=1e-5
+        )
 
 
 def test_symbolic_sizes__computed_otherwise_are_refused(tmp_path):
@@ -256,4 +255,4 @@ def test_float_operators__with_their_attributes(tmp_path):
     y = np.where(x > 0, x, x * slopes)
     scale = np.linspace(0.5, 2, 6)
     y = (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + 0.75) * scale + scale
-    np.testing.assert_allclose(run_file(path, {"x": x})[0], y, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(run_onnxruntime(path, {"x": x})[0], y, rtol=1e-4, atol=1e-5)

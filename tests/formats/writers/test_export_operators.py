@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from float_models import build_model
 from onnx_node_cases import as_array, find_difference, list_cases
+from onnx_runtime import run_onnxruntime
 from tvm import relax, tirx
 
 import relayquant as rq
@@ -167,10 +168,6 @@ CASES = {
 }
 
 
-def run_file(path, x):
-    return runtime.InferenceSession(str(path)).run(None, {"x": x})[0]
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_operator__as_numpy_computes_it(name, tmp_path):
     case = CASES[name]
@@ -179,7 +176,7 @@ def test_operator__as_numpy_computes_it(name, tmp_path):
     for n in (3, 5):
         x = RNG.normal(size=(n, *case.rest)).astype("float32")
         expected = np.asarray(case.expected(x))
-        got = run_file(path, x)
+        (got,) = run_onnxruntime(path, {"x": x})
         assert (got.shape, got.dtype.kind) == (expected.shape, expected.dtype.kind)
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
@@ -203,7 +200,7 @@ def test_sizes__that_integers_of_the_run_give(tmp_path):
     for n in (1, 3):
         data = RNG.normal(size=(n, 4)).astype("float32")
         expected = np.cumsum(np.tile([[1, 2]], ((data > 0).sum(), 1)), 0)
-        np.testing.assert_array_equal(run_file(path, data), expected)
+        np.testing.assert_array_equal(run_onnxruntime(path, {"x": data})[0], expected)
 
 
 #: two steps of float16 apart, see test_onnx_node_cases.py
