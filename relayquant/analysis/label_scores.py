@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,9 @@ FEWEST_SAMPLES = 30
 CLEAR_ERRORS = 3.0
 #: multiply-adds that `find_better_score` may spend
 REVIEW_WORK = 3e11
+
+#: Batch -> the class that the model finds for each sample.
+Answer = Callable[[Batch], np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,64 +102,77 @@ def check_labels(prepared: tvm.IRModule, dataset: Any, labels: Any) -> list[Find
             "sample.",
             code="RQ302",
         )
-    labels = labels.astype("int64")
     inputs, model = describe_inputs(prepared), EagerModule(prepared)
-    names = [info.name for info in inputs]
-    kept: list[Batch] = []
-    answers: list[np.ndarray] = []
-    for batch in open_dataset(dataset, inputs):
-        if sum(map(len, answers)) < MOST_SAMPLES:
-            answers.append(find_answers(model, names, batch))
-            kept.append({name: array.copy() for name, array in batch.items()})
-        else:
-            answers.append(np.full(count_samples(batch), -1))
-    samples = sum(map(len, answers))
+    answer = partial(find_answers, model, [info.name for info in inputs])
+    kept, given, samples = answer_first(answer, open_dataset(dataset, inputs))
     if len(labels) != samples:
         raise DataError(
             f"lint got {format_count(len(labels), 'label')} for "
             f"{format_count(samples, 'sample')}; allowed: one for each sample, in the same order.",
             code="RQ302",
         )
-    scored = sum(map(count_samples, kept))
-    labels, given = labels[:scored], np.concatenate(answers)[:scored]
+    labels = labels.astype("int64")[: len(given)]
     right = given == labels
     what = (
-        f"the float model is right on {int(right.sum())} of {format_count(scored, 'sample')} "
+        f"the float model is right on {int(right.sum())} of {format_count(len(right), 'sample')} "
         f"({right.mean():.1%})."
     )
-    score = Finding(
-        Severity.INFO,
-        "labels",
-        "",
-        what,
-        "Compare with the accuracy that the model's authors publish.",
-    )
-    picture = find_picture_input(inputs, kept)
     for shift in (1, -1):
         if is_clearly_better(given == labels + shift, right):
             what = f"{what[:-1]}, and of {np.mean(given == labels + shift):.1%} with {shift:+d}."
             advice = "Count the classes as the model does: with or without one for background."
             return [Finding(Severity.WARNING, "labels", "", what, advice)]
-    if picture is None:
-        return [score]
+    advice = "Compare with the accuracy that the model's authors publish."
+    score = Finding(Severity.INFO, "labels", "", what, advice)
+    picture = find_picture_input(inputs, kept)
+    return [score] if picture is None else check_forms(picture, answer, kept, labels, right, score)
+
+
+def answer_first(answer: Answer, dataset: Dataset) -> tuple[list[Batch], np.ndarray, int]:
+    """Return (copies of the first batches with `MOST_SAMPLES` samples, answers to them, samples of
+    all batches).
+    """
+    kept: list[Batch] = []
+    answers: list[np.ndarray] = []
+    samples = 0
+    for batch in dataset:
+        if samples < MOST_SAMPLES:
+            answers.append(answer(batch))
+            kept.append({name: array.copy() for name, array in batch.items()})
+        samples += count_samples(batch)
+    return kept, np.concatenate(answers), samples
+
+
+def check_forms(
+    picture: PictureInput,
+    answer: Answer,
+    batches: Sequence[Batch],
+    labels: np.ndarray,
+    right: np.ndarray,
+    score: Finding,
+) -> list[Finding]:
+    """Return `score` with the accuracy of other preprocessings, and whether one is clearly better.
+
+    Args:
+        labels, right: The class of each sample of `batches`, and whether the model finds it.
+    """
 
     def find_right(form: PixelForm, batches: Sequence[Batch]) -> np.ndarray:
-        found = [find_answers(model, names, picture.convert(batch, form)) for batch in batches]
-        answers = np.concatenate(found)
+        answers = np.concatenate([answer(picture.convert(batch, form)) for batch in batches])
         return answers == labels[: len(answers)]
 
-    few = list(take_batches(kept, FIRST_SAMPLES))
+    few = list(take_batches(batches, FIRST_SAMPLES))
     first = {form.text: find_right(form, few) for form in picture.forms}
     ranked = sorted(picture.forms, key=lambda form: -first[form.text].sum())
     score = replace(score, what=f"{score.what} {describe_scores(first)}")
-    tried = [(form, find_right(form, kept)) for form in ranked[:FINALISTS]]
+    tried = [(form, find_right(form, batches)) for form in ranked[:FINALISTS]]
     form, better = max(tried, key=lambda row: row[1].sum())
     if not is_clearly_better(better, right):
         return [score]
     seen = f" (which look prepared as {picture.given.text!r})" if picture.given.text else ""
     what = (
-        f"the float model is right on {right.mean():.1%} of {format_count(scored, 'sample')} as "
-        f"given{seen}, and on {better.mean():.1%} prepared as {form.text!r}."
+        f"the float model is right on {right.mean():.1%} of {format_count(len(right), 'sample')} "
+        f"as given{seen}, and on {better.mean():.1%} prepared as {form.text!r}."
     )
     advice = f"Preprocess as in training: --preprocess {form.text}."
     return [score, Finding(Severity.WARNING, "normalization", picture.name, what, advice)]
