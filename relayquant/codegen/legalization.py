@@ -15,6 +15,7 @@ from tvm.ir import Call
 
 from relayquant.codegen.divisions import DIVISION_LEGALIZATIONS
 from relayquant.codegen.kernels.floating.softmax import Softmax, make_softmax
+from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.permutation import Permutation, make_permutation
 from relayquant.codegen.logical_and_bitwise import BITS, legalize_as_tvm
 from relayquant.codegen.lowering import mark_kernel
@@ -134,7 +135,8 @@ def legalize_softmax(builder: relax.BlockBuilder, call: Call) -> Any:
     if not is_cpu_target() or not shape or 0 in shape or tensor_dtype(data) != "float32":
         return legalize_as_tvm(builder, call)
     extents = tuple(None if isinstance(extent, str) else int(extent) for extent in shape)
-    func = make_softmax(Softmax(extents, int(call.attrs.axis) % len(extents)))
+    spec = Softmax(extents, int(call.attrs.axis) % len(extents))
+    func = make_softmax(spec, isa_lanes=select_isa(tvm.target.Target.current()).lanes)
     return relax.call_tir(builder.add_func(mark_kernel(func, macs=0), "softmax"), data, call.ty)
 
 

@@ -171,7 +171,8 @@ def lower_softmax(context: KernelContext, var: relax.Var) -> Lowered | Skip:
     found = Skip("") if codes is None or extents[-1] is None else read_quantize(context, codes)
     if not isinstance(found, Skip):
         vars_, spec = (*vars_, *found[0]), replace(spec, quantized=found[1])
-    return call_built(vars_, make_softmax(spec), (data,))
+    func = make_softmax(spec, isa_lanes=context.isa.lanes)
+    return call_built(vars_, func, (data,))
 
 
 def is_image_transpose(call: Call, shape: tuple[int, ...]) -> bool:

@@ -29,10 +29,10 @@ def draw(shape, axis):
     return np.ascontiguousarray(np.moveaxis(lines.reshape(moved), -1, axis))
 
 
-def run(spec, target, x):
+def run(spec, target, x, isa_lanes=1):
     dtype = "float32" if spec.quantized is None else spec.quantized.out.dtype
     y = tvm.runtime.tensor(np.full(x.shape, 7, dtype))
-    kernel = compile_kernel(make_softmax(spec), target)
+    kernel = compile_kernel(make_softmax(spec, isa_lanes=isa_lanes), target)
     kernel(tvm.runtime.tensor(x), y)
     return y.numpy()
 
@@ -44,7 +44,7 @@ def compute_exactly(x, axis):
     return powers / powers.sum(axis, keepdims=True)
 
 
-def check(spec, target, shape):
+def check(spec, target, shape, isa_lanes=1):
     """The stated bits; within 1e-6 of the exact numbers."""
     x = draw(shape, spec.axis)
     factor = np.float32(1 if spec.factor is None else spec.factor)
@@ -52,7 +52,7 @@ def check(spec, target, shape):
     np.testing.assert_allclose(expected, exact, rtol=1e-6, atol=1e-12)
     if spec.quantized is not None:
         expected = qnn.quantize(expected, SCALE, 0, out_dtype="uint8")
-    np.testing.assert_array_equal(run(spec, target, x), expected)
+    np.testing.assert_array_equal(run(spec, target, x, isa_lanes), expected)
 
 
 def quantize(has_fma):
@@ -68,6 +68,26 @@ def test_softmax__the_same_bits_on_every_instruction_set(isa, factor):
     check(Softmax(shape, 2, factor), target, shape)
     check(Softmax(shape, 2, factor, quantize(isa.has_fma)), target, shape)
     check(Softmax((2, 72, 21), 1), target, (2, 72, 21))
+
+
+@every_isa
+def test_softmax__powers_of_several_registers(isa):
+    """The same bits: rows that four registers divide, two, and none."""
+    target = runnable_target(isa)
+    for width in (128, 96, 72):
+        spec = Softmax((2, 3, width), 2, 0.3, quantize(isa.has_fma))
+        check(spec, target, spec.shape, isa.lanes)
+
+
+@pytest.mark.parametrize(
+    ("width", "isa_lanes", "together"),
+    [(128, 16, 64), (96, 16, 32), (197, 16, 16), (128, 8, 32), (128, 4, 16), (8, 16, 8)],
+)
+def test_make_softmax__powers_at_once(width, isa_lanes, together):
+    """Of four registers, if that divides a row: no power is computed twice for it."""
+    text = make_softmax(Softmax((2, width), 1), isa_lanes=isa_lanes).script()
+    assert f'"int32x{together}"' in text
+    assert f'"int32x{2 * together}"' not in text
 
 
 @every_isa

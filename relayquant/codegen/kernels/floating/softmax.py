@@ -56,6 +56,9 @@ MANTISSA_BITS = 23
 
 #: Elements that are processed at once. LLVM splits them if registers are narrower.
 LANES = 16
+#: Registers of powers that are computed at once. One waits some 50 cycles for its own steps, and
+#: steps that wait fill the processor's queue: in the order of registers it would hold few of them.
+POWER_REGISTERS = 4
 #: Most rows that are processed together, and most elements of them; number of rows of unknown
 #: length.
 MOST_ROWS, BLOCK_ELEMENTS, ROWS_OF_ANY_LENGTH = 16, 1024, 4
@@ -96,8 +99,11 @@ class Softmax:
             )
 
 
-def make_softmax(spec: Softmax, name: str = "softmax") -> PrimFunc:
-    """Make PrimFunc(x float32, y), both of the shape. y is float32, or integers if quantized."""
+def make_softmax(spec: Softmax, name: str = "softmax", isa_lanes: int = 1) -> PrimFunc:
+    """Make PrimFunc(x float32, y), both of the shape. y is float32, or integers if quantized.
+
+    `isa_lanes`: float32 numbers of a register of the target. It changes no result.
+    """
 
     def body() -> None:
         extents = [T.int64() if extent is None else extent for extent in spec.shape]
@@ -112,7 +118,7 @@ def make_softmax(spec: Softmax, name: str = "softmax") -> PrimFunc:
         inner = prod(extents[spec.axis + 1 :])
         is_worth = count * ELEMENT_COST >= PARALLEL_THRESHOLD
         if isinstance(inner, int) and inner == 1:
-            SoftmaxRows(spec, x, y, width).emit(outer, is_worth)
+            SoftmaxRows(spec, x, y, width, isa_lanes).emit(outer, is_worth)
         else:
             SoftmaxColumns(spec, x, y, width, inner).emit(outer, is_worth)
 
@@ -121,12 +127,16 @@ def make_softmax(spec: Softmax, name: str = "softmax") -> PrimFunc:
 
 @dataclass(frozen=True, eq=False)
 class SoftmaxRows:
-    """A softmax along rows of `width`, in flat views of the arguments."""
+    """A softmax along rows of `width`, in flat views of the arguments.
+
+    `isa_lanes`: see `make_softmax`.
+    """
 
     spec: Softmax
     x: Buffer
     y: Buffer
     width: Expr
+    isa_lanes: int
 
     def emit(self, count: Expr, is_worth: Expr) -> None:
         """Emit the softmax of `count` rows."""
@@ -161,7 +171,7 @@ class SoftmaxRows:
                 power = emit_exp(value - broadcast(largest[row], lanes), lanes)
                 store_vector(powers, power, start + row * width + at, lanes)
 
-            emit_loop(width, lanes, compute)
+            emit_loop(width, self.count_powers(lanes), compute)
             total = emit_positive_sum(powers, start + row * width, width)
             T.buffer_store(factors, T.float32(1) / total, [row])
         with T.serial(count) as row:
@@ -174,6 +184,15 @@ class SoftmaxRows:
                 store_vector(self.y, value, (first + row) * width + at, lanes)
 
             emit_loop(width, lanes, normalize, overlaps=quantized is not None)
+
+    def count_powers(self, lanes: int) -> int:
+        """Count the powers that are computed at once: more than `lanes` if they divide a row."""
+        width = self.width
+        while isinstance(width, int) and lanes < POWER_REGISTERS * self.isa_lanes:
+            if width % (2 * lanes):
+                break
+            lanes *= 2
+        return lanes
 
     def read(self, at: Expr, lanes: int) -> Expr:
         value = load_vector(self.x, at, lanes)
