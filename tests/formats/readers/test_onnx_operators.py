@@ -393,3 +393,33 @@ def test_sizes__are_operands_of_any_operator(op):
         ):
             assert (got.dtype, got.shape) == (want.dtype, want.shape)
             np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("opset", [10, 16])
+@pytest.mark.parametrize("place", [None, "half_pixel", "output_half_pixel"])
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_roi_align__regions_are_scaled_then_moved(scale, place, opset):
+    """From opset 16 on, half_pixel is the default."""
+    runtime = pytest.importorskip("onnxruntime")
+    if opset < 16 and place:
+        pytest.skip("the attribute came with opset 16")
+    inputs = {
+        "x": draw(2, 3, 8, 7),
+        "r": np.array([[2, 4, 21, 25], [1, 0.5, 3, 2], [-3, 0, 40, 30]], "float32"),
+        "b": np.array([0, 1, 1]),
+    }
+    node = helper.make_node(
+        "RoiAlign",
+        ["x", "r", "b"],
+        ["y"],
+        output_height=2,
+        output_width=3,
+        sampling_ratio=2,
+        spatial_scale=scale,
+        **({"coordinate_transformation_mode": place} if place else {}),
+    )
+    model = make_mixed_model(node, inputs, opset)
+    model.graph.output[0].type.tensor_type.elem_type = TensorProto.FLOAT
+    (expected,) = runtime.InferenceSession(model.SerializeToString()).run(None, inputs)
+    (found,) = rq.reference.run(import_onnx(model)[0], inputs)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)

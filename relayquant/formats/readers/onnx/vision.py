@@ -38,8 +38,10 @@ def convert_space_to_depth(
 
 def convert_roi_align(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
-) -> None:
-    """Check RoiAlign. With averages it is left to TVM.
+) -> relax.Expr:
+    """Convert RoiAlign(x, regions, images) to R.vision.roi_align, whose `aligned` only allows
+    regions of less than a pixel. "half_pixel" also moves them by half a pixel of x; TVM's frontend
+    moves them before they are scaled.
 
     Raises:
         Refusal: mode is max. ONNX takes the maximum of the weighted neighbours of a sample, TVM the
@@ -48,6 +50,27 @@ def convert_roi_align(
     mode = attrs.get("mode", b"avg")
     if mode != b"avg":
         raise Refusal(f"mode is {mode.decode()!r}; supported: avg")
+    data, regions, images = inputs
+    scale, dtype = float(attrs.get("spatial_scale", 1.0)), str(regions.ty.dtype)
+    default = b"half_pixel" if opset >= 16 else b"output_half_pixel"
+    place = attrs.get("coordinate_transformation_mode", default)
+    if place not in (b"half_pixel", b"output_half_pixel"):
+        raise Refusal(
+            f"coordinate_transformation_mode is {place.decode()!r}; allowed: half_pixel, "
+            "output_half_pixel"
+        )
+    is_moved = place == b"half_pixel"
+    if is_moved:
+        regions = bb.emit(relax.op.subtract(regions, relax.const(0.5 / scale, dtype)))
+    images = bb.emit(relax.op.astype(bb.emit(relax.op.expand_dims(images, 1)), dtype))
+    return relax.op.vision.roi_align(
+        data,
+        bb.emit(relax.op.concat([images, regions], 1)),
+        (int(attrs.get("output_height", 1)), int(attrs.get("output_width", 1))),
+        scale,
+        int(attrs.get("sampling_ratio", 0)),
+        aligned=is_moved,
+    )
 
 
 def convert_non_max_suppression(
