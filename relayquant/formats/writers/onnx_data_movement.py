@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 from tvm import relax
@@ -333,6 +334,77 @@ def write_resize(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     return in_channels_first(builder, var, builder.tensor(call.args[0], var.name), layout, emit)
 
 
+def write_eye(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Write EyeLike."""
+    data, offset = builder.tensor(call.args[0], var.name), int(call.args[1].value)
+    return builder.emit("EyeLike", [data], var.name, k=offset, dtype=ELEMENT[tensor_dtype(var)])
+
+
+def write_nonzero(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Write NonZero. Its result is (rank, number of values that are not 0), int64."""
+    return builder.emit("NonZero", [builder.tensor(call.args[0], var.name)], var.name)
+
+
+def write_unique(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Write Unique, of which the values alone are read."""
+    data, is_sorted, *_ = call.args
+    axis = {"axis": int(call.args[5].value)} if len(call.args) > 5 else {}
+    inputs = [builder.tensor(data, var.name)]
+    return builder.emit("Unique", inputs, var.name, sorted=int(is_sorted.value), **axis)
+
+
+#: method -> mode of GridSample before opset 20, and from then on
+GRID_MODES = {
+    "bilinear": ("bilinear", "linear"),
+    "nearest": ("nearest", "nearest"),
+    "bicubic": ("bicubic", "cubic"),
+}
+
+
+def write_grid_sample(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Write GridSample, whose grid has the coordinates last, not on axis 1."""
+    attrs = call.attrs
+    data, grid = (builder.tensor(arg, var.name) for arg in call.args)
+    last = builder.step("Transpose", [grid], f"{var.name}.grid", perm=[0, 2, 3, 1])
+    return builder.emit(
+        "GridSample",
+        [data, last],
+        var.name,
+        mode=GRID_MODES[str(attrs.method)][builder.opset >= 20],
+        padding_mode=str(attrs.padding_mode),
+        align_corners=int(attrs.align_corners),
+    )
+
+
+def write_roi_align(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Write RoiAlign. The first number of a region is the index of its image."""
+    attrs, (data, regions) = call.attrs, (builder.tensor(arg, var.name) for arg in call.args)
+    bounds = [
+        builder.constant(np.array([each], "int64"), f"{var.name}.bound") for each in (0, 1, 5)
+    ]
+    index, corners = (
+        builder.step("Slice", [regions, *pair, bounds[1]], f"{var.name}.part")
+        for pair in pairwise(bounds)
+    )
+    index = builder.step("Squeeze", [index, bounds[1]], f"{var.name}.index")
+    index = builder.step("Cast", [index], f"{var.name}.image", to=ELEMENT["int64"])
+    if attrs.aligned:  # ONNX then moves regions by half a pixel, TVM does not
+        half = np.float32(0.5 / float(attrs.spatial_scale))
+        step = builder.constant(half.astype(tensor_dtype(call.args[1])), f"{var.name}.half")
+        corners = builder.step("Add", [corners, step], f"{var.name}.moved")
+    height, width = (int(size) for size in attrs.pooled_size)
+    return builder.emit(
+        "RoiAlign",
+        [data, corners, index],
+        var.name,
+        output_height=height,
+        output_width=width,
+        spatial_scale=float(attrs.spatial_scale),
+        sampling_ratio=max(int(attrs.sample_ratio), 0),
+        coordinate_transformation_mode="half_pixel" if attrs.aligned else "output_half_pixel",
+    )
+
+
 def write_expand(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     """Write Expand. A symbolic dimension that the data also has is written as 1, which keeps it."""
     shape, before = tensor_shape(var) or (), tensor_shape(call.args[0]) or ()
@@ -347,6 +419,11 @@ def write_expand(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 
 #: data movement operators
 DATA_MOVEMENT_WRITERS: dict[str, Writer] = {
+    "relax.eye_like": write_eye,
+    "relax.nonzero": write_nonzero,
+    "relax.unique": write_unique,
+    "relax.image.grid_sample": write_grid_sample,
+    "relax.vision.roi_align": write_roi_align,
     "relax.reshape": write_reshape,
     "relax.flatten": write_reshape,
     "relax.squeeze": write_reshape,
@@ -372,6 +449,9 @@ DATA_MOVEMENT_WRITERS: dict[str, Writer] = {
 
 #: Attributes that the writers of DATA_MOVEMENT_WRITERS write. All others must have their defaults.
 DATA_MOVEMENT_ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    "relax.eye_like": ("dtype",),
+    "relax.image.grid_sample": ("method", "padding_mode", "align_corners"),
+    "relax.vision.roi_align": ("pooled_size", "spatial_scale", "sample_ratio", "aligned"),
     "relax.squeeze": ("axis",),
     "relax.expand_dims": ("axis",),
     "relax.permute_dims": ("axes",),

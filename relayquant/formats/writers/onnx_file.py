@@ -218,7 +218,10 @@ def describe(builder: OnnxBuilder, expr: relax.Expr) -> onnx.ValueInfoProto:
             f"export_onnx: output {name!r} is an accumulator without quantization parameters.",
             code="RQ203",
         )
-    return helper.make_tensor_value_info(name, ELEMENT[dtype], tensor_shape(expr))
+    shape = tensor_shape(expr)
+    if shape is None and expr.ty.ndim >= 0:
+        shape = [None] * expr.ty.ndim
+    return helper.make_tensor_value_info(name, ELEMENT[dtype], shape)
 
 
 def keep_needed(

@@ -29,6 +29,23 @@ def write_bitwise(word: str, builder: OnnxBuilder, var: relax.Var, call: Call) -
     return builder.emit(f"{prefix}{word}", inputs, var.name)
 
 
+def write_shift(direction: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Write BitShift.
+
+    Raises:
+        ModelError: the integers are signed, which BitShift takes in much newer opsets only.
+    """
+    dtype = tensor_dtype(var)
+    if not dtype.startswith("uint"):
+        raise ModelError(
+            f"export_onnx: {var.name!r} shifts {dtype}; in the opset that is written, BitShift "
+            "takes unsigned integers only. Multiply or divide by a power of two instead.",
+            code="RQ203",
+        )
+    inputs = [builder.tensor(arg, var.name) for arg in call.args]
+    return builder.emit("BitShift", inputs, var.name, direction=direction)
+
+
 def write_is_finite(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     """Write not (x is infinite or x is NaN)."""
     data = builder.tensor(call.args[0], var.name)
@@ -161,6 +178,8 @@ FORMULA_WRITERS: dict[str, Writer] = {
         f"relax.bitwise_{word.lower()}": functools.partial(write_bitwise, word)
         for word in ("And", "Or", "Xor", "Not")
     },
+    "relax.left_shift": functools.partial(write_shift, "LEFT"),
+    "relax.right_shift": functools.partial(write_shift, "RIGHT"),
     "relax.isfinite": write_is_finite,
     "relax.floor_divide": write_floor_divide,
     "relax.floor_mod": write_remainder,

@@ -420,8 +420,10 @@ FLOAT_WRITERS: dict[str, Writer] = {
     },
     "relax.nn.conv1d": functools.partial(write_conv, "Conv"),
     "relax.nn.conv2d": functools.partial(write_conv, "Conv"),
+    "relax.nn.conv3d": functools.partial(write_conv, "Conv"),
     "relax.nn.conv1d_transpose": functools.partial(write_conv, "ConvTranspose"),
     "relax.nn.conv2d_transpose": functools.partial(write_conv, "ConvTranspose"),
+    "relax.nn.conv3d_transpose": functools.partial(write_conv, "ConvTranspose"),
     "relax.matmul": write_matmul,
     **{
         f"relax.nn.{kind}_pool{rank}d": functools.partial(write_pool, op)
@@ -451,10 +453,8 @@ _REDUCE = ("axis", "keepdims")
 
 #: Attributes that the writers of FLOAT_WRITERS write. All others must have their defaults.
 FLOAT_ATTRIBUTES: dict[str, tuple[str, ...]] = {
-    "relax.nn.conv1d": _CONV,
-    "relax.nn.conv2d": _CONV,
-    "relax.nn.conv1d_transpose": (*_CONV, "output_padding"),
-    "relax.nn.conv2d_transpose": (*_CONV, "output_padding"),
+    **{f"relax.nn.conv{rank}d": _CONV for rank in (1, 2, 3)},
+    **{f"relax.nn.conv{rank}d_transpose": (*_CONV, "output_padding") for rank in (1, 2, 3)},
     **{f"relax.nn.{kind}_pool{rank}d": _POOL for kind in POOLS for rank in (1, 2, 3)},
     **{f"relax.{name}": _REDUCE for name in ("mean", "max", "min", "sum", "argmax", "argmin")},
     "relax.astype": ("dtype",),

@@ -168,6 +168,101 @@ CASES = {
 }
 
 
+#: No place is halfway between two, where ONNX Runtime's nearest one is not PyTorch's.
+GRID = np.clip(RNG.normal(size=(3, 2, 5, 6)), -1.45, 1.45).astype("float32")
+REGIONS = np.array([[0, 1, 1, 6, 5], [2, 0.5, 2.25, 3, 7.5], [1, -1, 0, 9, 4]], "float32")
+MAPS, VOLUMES = (3, 2, 8, 7), (2, 4, 3, 4, 5)
+KERNEL = RNG.normal(size=(4, 2, 2, 3, 2)).astype("float32")
+
+
+def as_bytes(x):
+    return op.astype(op.multiply(op.abs(x), floats(60)), "uint8")
+
+
+#: shape of x, and an operator on it. The reference has it from numpy and PyTorch's formulas.
+AS_REFERENCE = {
+    **{
+        f"{name}_of_{dtype}": (
+            (4, 3),
+            lambda x, f=f, dtype=dtype: f(op.astype(as_bytes(x), dtype), relax.const(3, dtype)),
+        )
+        for name, f in (("left_shift", op.left_shift), ("right_shift", op.right_shift))
+        for dtype in ("uint8", "uint32", "uint64")
+    },
+    **{
+        f"grid_sample_{method}_{padding}_{aligned}": (
+            MAPS,
+            lambda x, method=method, padding=padding, aligned=aligned: op.image.grid_sample(
+                x, floats(GRID), method, "NCHW", padding, aligned
+            ),
+        )
+        for method in ("bilinear", "nearest", "bicubic")
+        for padding in ("zeros", "border", "reflection")
+        for aligned in (True, False)
+    },
+    **{
+        f"roi_align_{ratio}_{aligned}": (
+            MAPS,
+            lambda x, ratio=ratio, aligned=aligned: op.vision.roi_align(
+                x, floats(REGIONS), (2, 3), 0.5, ratio, aligned
+            ),
+        )
+        for ratio in (-1, 2)
+        for aligned in (True, False)
+    },
+    "eye_like": ((3, 5), lambda x: op.eye_like(x, 1, "int32")),
+    "eye_like_below": ((4, 4), lambda x: op.eye_like(x, -2)),
+    "nonzero": ((4, 3), lambda x: op.nonzero(op.astype(x, "int32"))),
+    "unique": ((4, 3), lambda x: op.unique(op.astype(x, "int64"))),
+    "unique_rows": ((4, 3), lambda x: op.unique(op.astype(op.sign(x), "int64"), axis=0)),
+    "conv3d": (
+        VOLUMES,
+        lambda x: op.nn.conv3d(x, floats(KERNEL), (1, 2, 1), (0, 1, 1, 1, 0, 0), groups=2),
+    ),
+    "conv3d_transpose": (
+        VOLUMES,
+        lambda x: op.nn.conv3d_transpose(
+            x, floats(KERNEL), (2, 1, 2), (0, 1, 0, 1, 1, 0), (1, 0, 0), (1, 1, 2), groups=2
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AS_REFERENCE)
+def test_operator__as_the_reference_computes_it(name, tmp_path):
+    shape, make = AS_REFERENCE[name]
+    mod = build_model(lambda emit, x: emit("y", make(x)), shape)
+    path = rq.export_onnx(mod, tmp_path / "m.onnx")
+    x = (RNG.normal(size=shape) * 2).astype("float32")
+    (expected,) = rq.reference.run(mod, [x])
+    (got,) = run_onnxruntime(path, {"x": x})
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda x: op.left_shift(op.astype(x, "int32"), relax.const(1)),
+            "shifts int32; in",
+        ),
+        (
+            lambda x: op.vision.roi_align(x, floats(REGIONS), (2, 2), 1.0, mode="max"),
+            "roi_align with mode='max'",
+        ),
+        (
+            lambda x: op.image.grid_sample(x, floats(GRID), layout="NHWC"),
+            "grid_sample with layout='NHWC'",
+        ),
+    ],
+)
+def test_operator__refused_by_name(make, message, tmp_path):
+    mod = build_model(lambda emit, x: emit("y", make(x)), MAPS)
+    with pytest.raises(ModelError, match=message):
+        rq.export_onnx(mod, tmp_path / "m.onnx")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_operator__as_numpy_computes_it(name, tmp_path):
     case = CASES[name]
