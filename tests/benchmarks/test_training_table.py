@@ -51,6 +51,8 @@ def test_rows__trained_and_tested_on_different_samples(shared_data):
         known = {row.tobytes() for row in samples.train}
         validation, test = (np.concatenate(part) for part in (samples.validation, samples.test))
         assert not known & {row.tobytes() for row in validation}
+        calibration = {row.tobytes() for row in np.concatenate(samples.calibration)}
+        assert not calibration & {row.tobytes() for row in validation}
         # Of the keywords one recording is there twice.
         assert len(known & {row.tobytes() for row in test}) <= 1
 
