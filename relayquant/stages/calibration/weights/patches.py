@@ -115,6 +115,9 @@ class LinearView:
             found = found & (place >= 0) & (place < sizes[axis])
             inside &= found
             at.append(np.where(found, place, 0))
+        if self.groups == moved[0].shape[-1] and inside.size >= images * math.prod(sizes):
+            place = np.ravel_multi_index((position[0][:, None], *at), (images, *sizes))
+            return gather_channels(moved, np.where(inside, place, -1), rounding)
         windows = gather_rows(moved, position[0], at)
         if rounding:
             windows = rounding(windows)
@@ -183,6 +186,23 @@ def gather_rows(
         found.append(array[at])
     rows = found[0] if len(found) == 1 else np.concatenate(found)
     return rows.astype("float32", copy=False)
+
+
+def gather_channels(
+    arrays: Sequence[NDArray],
+    places: NDArray[np.int64],
+    rounding: Callable[[FloatArray], FloatArray] | None = None,
+) -> FloatArray:
+    """Return the values of each channel at `places` (n, m), rounded: (channels, n, m) float32.
+
+    The arrays are joined along their first axis, and their last is the channel. A place counts all
+    other axes; -1 gives zero. Each value is rounded once, wherever it goes.
+    """
+    parts = [np.moveaxis(array, -1, 0).reshape(array.shape[-1], -1) for array in arrays]
+    joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+    values = joined.astype("float32", copy=False)
+    known = rounding(values) if rounding else values
+    return np.take(np.pad(known, ((0, 0), (0, 1))), places, axis=1)
 
 
 def make_linear_view(match: Match) -> LinearView | None:

@@ -81,7 +81,7 @@ class InputStatistics:
         observed.
         """
         found = [np.asarray(array, "float32") for array in arrays]
-        same = copy.deepcopy(rng)
+        same = copy.deepcopy(rng) if self.real_total is not None else rng
         x = view.sample_rows(found, rows, rng, rounding)
         result = replace(
             self,
