@@ -401,6 +401,8 @@ def build_function(
 
     function = define_function(builder, params, emit, attrs={"global_symbol": "subgraph"})
     symbols = list(relax.analysis.free_symbolic_vars(function))
+    if not symbols and not relax.analysis.defined_symbolic_vars(function):
+        return function, ()
     if symbols:
         shape = relax.Var("symbols", relax.ShapeType(symbols))
         function = relax.Function(
