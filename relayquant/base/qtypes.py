@@ -282,6 +282,10 @@ class QSpec(PlainSettings):
         """The specification of the stored integers: int4 is stored in int8, within -8..7."""
         return replace(self, dtype="int8") if self.dtype == "int4" else self
 
+    def with_granularity(self, granularity: Granularity) -> QSpec:
+        """Return the specification with this granularity."""
+        return self if self.granularity is granularity else replace(self, granularity=granularity)
+
     def with_reduced_range(self) -> QSpec:
         """Return the specification with one bit less if it uses all of `dtype`. For instruction
         sets that add products in 16 bits.

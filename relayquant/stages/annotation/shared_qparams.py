@@ -155,7 +155,7 @@ def group_values(
         info = ValueInfo(
             key,
             Role.ACTIVATION,
-            replace(spec, granularity=Granularity.PER_TENSOR),
+            spec.with_granularity(Granularity.PER_TENSOR),
             tensor_shape(points[0]) or (),
             consumers=tuple(user.name for var in members for user in graph.users[var]),
         )
@@ -466,7 +466,7 @@ def weight_group(matched: OperatorMatch, name: str, expr: relax.Expr, operand) -
     axis = run_axis(matched.pattern, operand, matched.match)
     spec = config.spec.stored
     if axis is None or not spec.is_per_channel:
-        spec, axis = replace(spec, granularity=Granularity.PER_TENSOR), None
+        spec, axis = spec.with_granularity(Granularity.PER_TENSOR), None
     key = f"{matched.root.name}:{name}"
     shape = tensor_shape(expr) or ()
     info = ValueInfo(key, operand.role, spec, shape, axis, (matched.root.name,))
