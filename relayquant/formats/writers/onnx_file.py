@@ -57,8 +57,8 @@ ATTRIBUTES = {
 #: Largest protobuf file.
 MAX_BYTES = 2**31 - 1
 
-#: Dtypes of accumulators, which have no integer tensor in a QDQ file.
-ACCUMULATORS = ("int32",)
+#: Operators whose results are places, also those of accumulators of the same dtype.
+PLACES = ("relax.argmax", "relax.argmin")
 
 
 @check_arguments
@@ -157,10 +157,12 @@ def build_model(
 
 
 def store(builder: OnnxBuilder, var: relax.Var, name: str) -> None:
-    """Remember a tensor. For an accumulator, it holds the real values."""
+    """Remember a tensor. For an accumulator (int32 or int64), it holds the real values, as there is
+    no integer tensor of it in a QDQ file.
+    """
     operands = getattr(builder.graph.values.get(var), "args", ())
-    is_accumulator = any(builder.is_accumulator(arg) for arg in operands) and (
-        tensor_dtype(var) in ACCUMULATORS
+    is_accumulator = builder.graph.op_name(var) not in PLACES and any(
+        builder.is_accumulator(arg) and tensor_dtype(arg) == tensor_dtype(var) for arg in operands
     )
     if tensor_dtype(var).startswith("float") or is_accumulator:
         builder.real[var] = name

@@ -308,7 +308,8 @@ def write_clip(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
         value = float(arg.value)
         is_bound = np.isfinite(value)
         if is_accumulator:
-            dtype, is_bound = "float32", value not in INTEGER_LIMITS["int32"]
+            limits = map(float, INTEGER_LIMITS[tensor_dtype(call.args[0])])
+            dtype, is_bound = "float32", value not in limits
             if is_bound and value != 0:
                 raise ModelError(
                     f"export_onnx: accumulator {var.name!r} is clipped at {value}.", code="RQ203"

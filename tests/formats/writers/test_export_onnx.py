@@ -13,7 +13,7 @@ import tvm
 from float_models import MAP, build_model, draw_batches, residual_model
 from onnx.reference import ReferenceEvaluator
 from onnx_runtime import run_onnxruntime
-from tvm import relax
+from tvm import relax, tirx
 
 import relayquant as rq
 from relayquant.errors import ModelError
@@ -226,6 +226,35 @@ def test_round_trip__reads_back_to_the_same_integers(tmp_path):
         rq.reference.run(again, batch)[0], rq.reference.run(qmod, batch)[0]
     )
     assert not rq.ledger(again).floating
+
+
+@pytest.mark.parametrize("name", ["relu", "max", "min_of_relu", "argmax"])
+def test_sums_of_64_bits__are_real_values_behind_other_operators(tmp_path, name):
+    """A product of unknown inner size is exact in int64. A place in it is a number itself."""
+    n, k = tirx.Var("n", "int64"), tirx.Var("k", "int64")
+    bb = relax.BlockBuilder()
+    a, b = (
+        relax.Var(name, relax.TensorType(shape, "float32"))
+        for name, shape in (("a", (n, 4, k)), ("b", (n, k, 6)))
+    )
+    with bb.function("main", [a, b]):
+        with bb.dataflow():
+            value = bb.emit(relax.op.matmul(a, b))
+            if name in ("relu", "min_of_relu"):
+                value = bb.emit(relax.op.nn.relu(value))
+            if name != "relu":
+                reduced = {"max": relax.op.max, "argmax": relax.op.argmax}.get(name, relax.op.min)
+                value = bb.emit(reduced(value, -1))
+            result = bb.emit_output(value)
+        bb.emit_func_output(result)
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=size).astype("float32") for size in ((3, 4, 9), (3, 9, 6))]
+    batch = dict(zip("ab", arrays, strict=True))
+    qmod = rq.quantize(bb.get(), None, [batch], effort="fast")
+    assert 'dtype="int64"' in qmod["main"].script()
+    (got,) = run_onnxruntime(rq.export_onnx(qmod, tmp_path / "m.onnx"), batch)
+    (wanted,) = rq.reference.run(qmod, arrays)
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_unsupported__all_listed_and_no_file_left(tmp_path):
