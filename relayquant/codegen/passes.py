@@ -13,6 +13,7 @@ from relayquant.codegen.attention import lower_attention
 from relayquant.codegen.dynamic_shapes import KEEP_SIZED_CALLS
 from relayquant.codegen.floating import lower_float
 from relayquant.codegen.grouped import lower_grouped
+from relayquant.codegen.inner_sizes import settle_inner_sizes
 from relayquant.codegen.input_checks import create_input_checks
 from relayquant.codegen.integer import has_integer_main, lower_integer
 from relayquant.codegen.kernels.isa.bf16 import Bf16Isa
@@ -63,6 +64,7 @@ def make_pipeline(
 
     def run(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         bf16 = select(find_float_precision(mod)) if precision is None else chosen
+        mod = settle_inner_sizes(mod)
         if has_integer_main(mod):
             mod = split_int64_sums(subtract_zero_points(mod))
         mod = lower_integer(convert_layout(mod), target, choose_schedule)

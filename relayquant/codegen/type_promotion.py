@@ -1,7 +1,5 @@
 """Relax operators on types that TVM cannot compute or sort -> the same in wider types.
 
-This is the first step of `passes`.
-
 This includes operators whose result in TVM has another type than declared. The results are cast
 back.
 """
