@@ -336,3 +336,27 @@ def test_program__that_changes_its_own_values_only_is_taken():
     mod, _ = rq.load(export(module))
     for got, expected in zip(rq.reference.run(mod, [x]), module(torch.from_numpy(x)), strict=True):
         np.testing.assert_array_equal(got, expected.detach().numpy())
+
+
+@pytest.mark.parametrize("is_clone", [False, True])
+def test_buffers__two_copies_of_one_value(is_clone):
+    """PyTorch cannot decompose them without a clone."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("first", torch.zeros(4))
+            self.register_buffer("second", torch.zeros(4))
+
+        def forward(self, x):
+            total = self.first + x
+            self.first.copy_(total)
+            self.second.copy_(total.clone() if is_clone else total)
+            return total * 2
+
+    program = torch.export.export(Model().eval(), (torch.ones(4),))
+    if is_clone:
+        assert len(rq.get_state(rq.load(program)[0])) == 2
+        return
+    with pytest.raises(ModelError, match=r"'first' and 'second' are written.*value\.clone\(\)"):
+        rq.load(program)

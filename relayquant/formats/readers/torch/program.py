@@ -159,6 +159,14 @@ def _import_program(
     except ModelError:
         raise
     except Exception as error:
+        copies = find_shared_copies(program)
+        if copies:
+            raise ModelError(
+                f"Cannot convert the program: {copies} are written with the same value, which "
+                f"PyTorch cannot decompose ({type(error).__name__}). Copy a clone to all but one: "
+                "buffer.copy_(value.clone()).",
+                code="RQ202",
+            ) from error
         raise ModelError(
             f"Cannot convert the program: {type(error).__name__}: {error}. Export the model in "
             "evaluation mode (model.eval()) and without data-dependent control flow.",
@@ -246,6 +254,16 @@ def convert_widened(importer: Any, convert: Callable[..., Any], node: Any, *more
     finally:
         importer.env.update(kept)
     return emit(relax.op.astype(value, result_dtype(node)))
+
+
+def find_shared_copies(program: Any) -> str:
+    """Name the tensors that `copy_` writes with the same value. "" if there are none."""
+    targets: dict[Any, list[str]] = {}
+    for node in program.graph.nodes:
+        if str(node.target) == "aten.copy_.default":
+            target, source = node.args[:2]
+            targets.setdefault(source, []).append(repr(target.name.removeprefix("b_")))
+    return next((" and ".join(names) for names in targets.values() if len(names) > 1), "")
 
 
 def find_constants(program: Any) -> dict[str, Any]:
