@@ -173,6 +173,7 @@ def time_engines(
     Raises:
         ModelError: our int8 module does not run.
     """
+    executables = {name: each.executable for name, each in built.items()}
     with open_temporary_folder() as folder:
         models = output.run(
             "quantize with other engines",
@@ -187,7 +188,7 @@ def time_engines(
         comparison = output.run(
             "time engines",
             measure_engines,
-            {**export_own(built, folder), **models.candidates},
+            {**export_own(executables, folder), **models.candidates},
             batches[0],
             threads=threads,
             rounds=options.repeat,
@@ -226,13 +227,13 @@ def show_kernels(
     output.add_table("kernels", calls)
 
 
-def export_own(built: Mapping[str, Built], folder: Path) -> dict[str, Candidate]:
+def export_own(executables: Mapping[str, Any], folder: Path) -> dict[str, Candidate]:
     """Write executables as libraries into `folder`, so that other processes can load them."""
     candidates = {}
-    for number, (name, each) in enumerate(built.items()):
+    for number, (name, executable) in enumerate(executables.items()):
         path = folder / f"own{number}.so"
         with writing(path, TEMPORARY):
-            each.executable.export_library(str(path))
+            executable.export_library(str(path))
         candidates[name] = Candidate(Engine.RELAYQUANT, path)
     return candidates
 
