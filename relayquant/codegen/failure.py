@@ -13,6 +13,7 @@ import tvm_ffi
 from tvm import relax, tirx
 from tvm.ir import Call, GenericConst
 
+from relayquant.codegen.inner_sizes import describe_conflict
 from relayquant.errors import ModelError
 from relayquant.ir.rewrite.expressions import list_bindings
 from relayquant.ir.rewrite.function import make_main
@@ -26,9 +27,12 @@ def explain_failure(
 ) -> ModelError | None:
     """Find the first call of a module that `compile_alone` cannot compile, and return its error.
 
-    If each call compiles, the error names the first value whose size is computed when the model
-    runs. None if there is no such value either: only the combination of the calls does not compile.
+    Before that, products that contradict each other are named. If each call compiles, the error
+    names the first value whose size is computed when the model runs. None if there is no such value
+    either: only the combination of the calls does not compile.
     """
+    if conflict := describe_conflict(mod):
+        return ModelError(conflict, code="RQ206")
     for name, call in find_calls(mod):
         try:
             compile_alone(isolate_call(call))

@@ -6,6 +6,7 @@ TVM cannot compile them. This is the first step of `passes`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import tvm
@@ -17,21 +18,44 @@ from relayquant.ir.rewrite.graph import call_name
 from relayquant.ir.rewrite.inline import list_dimensions
 
 
+@dataclass(frozen=True, eq=False)
+class InnerSize:
+    """A symbolic inner size of an input, and the number that a product needs there."""
+
+    param: relax.Var
+    size: tirx.Var
+    number: int
+    product: str  #: the name of its value
+
+
 def settle_inner_sizes(mod: tvm.IRModule) -> tvm.IRModule:
     """Give symbolic sizes of inputs the numbers of the products that need them."""
     settled = tvm.IRModule(dict(mod.functions_items()), attrs=mod.attrs)
     for var, func in mod.functions_items():
-        if not isinstance(func, relax.Function):
-            continue
-        given = {size for param in func.params for size in list_dimensions(param.ty)}
-        sizes = {size: number for size, number in list_inner_sizes(func) if size in given}
-        if sizes:
-            settled[var] = func.bind_symbolic_vars(sizes)
+        if isinstance(func, relax.Function) and (found := list(list_inner_sizes(func))):
+            numbers = {each.size: tirx.const(each.number, "int64") for each in found}
+            settled[var] = func.bind_symbolic_vars(numbers)
     return settled
 
 
-def list_inner_sizes(func: relax.Function) -> Iterator[tuple[tirx.Var, tirx.IntImm]]:
-    """List the symbolic inner sizes of products with the number of the other side."""
+def describe_conflict(mod: tvm.IRModule) -> str:
+    """Describe two products that need different numbers for a size. "" if there are none."""
+    for _, func in mod.functions_items():
+        found: dict[tirx.Var, InnerSize] = {}
+        for each in list_inner_sizes(func) if isinstance(func, relax.Function) else ():
+            first = found.setdefault(each.size, each)
+            if first.number != each.number:
+                return (
+                    f"Input {each.param.name!r}: its size {each.size.name!r} must be "
+                    f"{first.number} for the product {first.product!r} and {each.number} for "
+                    f"{each.product!r}. No input fits both: check the shapes of their weights."
+                )
+    return ""
+
+
+def list_inner_sizes(func: relax.Function) -> Iterator[InnerSize]:
+    """List the symbolic inner sizes of products whose other side has a number there."""
+    given = {size: param for param in func.params for size in list_dimensions(param.ty)}
     for binding in list_bindings(func):
         call = binding.value
         if not isinstance(call, Call) or call_name(call) != "relax.matmul":
@@ -41,5 +65,5 @@ def list_inner_sizes(func: relax.Function) -> Iterator[tuple[tirx.Var, tirx.IntI
             continue
         pair = shapes[0][-1], shapes[1][-2 if len(shapes[1]) > 1 else -1]
         for size, number in (pair, pair[::-1]):
-            if isinstance(size, tirx.Var) and isinstance(number, tirx.IntImm):
-                yield size, number
+            if isinstance(number, tirx.IntImm) and isinstance(size, tirx.Var) and size in given:
+                yield InnerSize(given[size], size, int(number), binding.var.name)

@@ -7,7 +7,7 @@ import pytest
 from tvm import relax, tirx
 
 import relayquant as rq
-from relayquant.errors import DataError
+from relayquant.errors import DataError, ModelError
 
 RNG = np.random.default_rng(0)
 WEIGHT = RNG.standard_normal((8, 3)).astype("float32")
@@ -37,3 +37,21 @@ def test_product__inner_size_of_the_other_side(is_left):
         np.testing.assert_allclose(got, x @ WEIGHT if is_left else WEIGHT.T @ x, 1e-5, 1e-5)
     with pytest.raises(DataError, match="8"):
         exe.run("main", [np.ones((7, 7), "float32")])
+
+
+def test_products__that_need_two_sizes_are_named():
+    size = tirx.Var("k", "int64")
+    x = relax.Var("x", relax.TensorType((2, size), "float32"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            sums = [
+                builder.emit(relax.op.matmul(x, relax.const(np.ones((rows, 4), "float32"))), name)
+                for rows, name in ((3, "first"), (5, "second"))
+            ]
+            y = builder.emit_output(relax.op.add(*sums))
+        builder.emit_func_output(y)
+    with pytest.raises(
+        ModelError, match=r"'x': its size 'k' must be 3 for .*'first' and 5 for 'second'.*RQ206"
+    ):
+        rq.compile(builder.get())
