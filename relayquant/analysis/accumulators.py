@@ -114,9 +114,8 @@ class AccumulatorReport(PlainFields):
             lines.append(
                 f"{row.name}: {row.accumulator.description} ({low}..{high}), overflow in "
                 f"{len(row.channels)} of {format_count(len(row.overflows), 'channel')}, "
-                f"{sum(row.overflows)} "
-                f"of {format_count(row.elements, 'sum')}, worst {row.worst}; any input "
-                f"{min(row.bound_low, default=0)}..{max(row.bound_high, default=0)}"
+                f"{sum(row.overflows)} of {format_count(row.elements, 'sum')}, worst {row.worst}; "
+                f"any input {min(row.bound_low, default=0)}..{max(row.bound_high, default=0)}"
             )
         return "\n".join(lines) or "no quantized operator sums products"
 

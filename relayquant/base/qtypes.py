@@ -164,8 +164,7 @@ class QSpec(PlainSettings):
         if not 0 <= lowest <= largest or largest == 0:
             raise ConfigError(
                 f"QSpec scale_min={self.scale_min}, scale_max={self.scale_max} is not a range of "
-                "scales; "
-                "allowed: 0 < scale_min <= scale_max.",
+                "scales; allowed: 0 < scale_min <= scale_max.",
                 code="RQ101",
             )
         if self.power_of_two and find_power_of_two(largest) < lowest:
@@ -543,8 +542,7 @@ def check_qparams(qparams: object, info: ValueInfo, source: str) -> QParams:
         kind = "powers of two" if spec.power_of_two else "scales"
         raise ConfigError(
             f"{where} with scale {qparams.scale[wrong][:1] if wrong.ndim else qparams.scale}; the "
-            "plan "
-            f"allows {kind} from {lowest:.4g} to {largest:.4g}. Pass the scale through "
+            f"plan allows {kind} from {lowest:.4g} to {largest:.4g}. Pass the scale through "
             "conform_scale(scale, info.spec).",
             code="RQ101",
         )

@@ -151,8 +151,7 @@ class FitSettings:
         ):
             raise ConfigError(
                 f"FitSettings.rounding is {self.rounding!r} and bias {self.bias!r}; allowed: "
-                "members of "
-                "WeightRounding and BiasCorrection.",
+                "members of WeightRounding and BiasCorrection.",
                 code="RQ101",
             )
         for name in ("scale_factors", "tensor_factors"):

@@ -116,9 +116,9 @@ class TensorConfig(PlainSettings):
         if not isinstance(self.observer, NamedSettings):
             name = getattr(self.observer, "__qualname__", type(self.observer).__name__)
             raise ConfigError(
-                f"TensorConfig.observer is {name}, which cannot be written as plain data; use "
-                "an observer, "
-                "for instance MinMax(), or pass the callable as quantize(..., observer=...).",
+                f"TensorConfig.observer is {name}, which cannot be written as plain data; use an "
+                "observer, for instance MinMax(), or pass the callable as quantize(..., "
+                "observer=...).",
                 code="RQ101",
             )
         return {"spec": self.spec.to_dict(), "observer": self.observer.to_dict()}
@@ -254,8 +254,7 @@ class QConfig(PlainSettings):
             if self.bias is None:
                 raise ConfigError(
                     "This QConfig has no bias configuration: a bias is int32, its scale is input "
-                    "scale x "
-                    "weight scale. Set QConfig(bias=...) to round it to a grid of its own.",
+                    "scale x weight scale. Set QConfig(bias=...) to round it to a grid of its own.",
                     code="RQ101",
                 )
             return self.bias

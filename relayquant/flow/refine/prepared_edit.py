@@ -134,8 +134,8 @@ def check_operator(
     if conflicts and all(conflicts):
         raise ConfigError(
             f"Backend {backend.name!r} cannot run operator {operator.name!r} ({operator.pattern}) "
-            "with the edited "
-            f"plan: {conflicts[0]}. Allowed: {'; '.join(d.description for d in row.dtypes)}.",
+            f"with the edited plan: {conflicts[0]}. Allowed: "
+            f"{'; '.join(d.description for d in row.dtypes)}.",
             code="RQ104",
         )
 
@@ -176,20 +176,16 @@ def merge_statistics(first: PreparedModel, *others: PreparedModel) -> PreparedMo
         if model.plan.to_dict() != first.plan.to_dict():
             raise ConfigError(
                 f"merge_statistics: model {i} has another plan than model 0. Prepare them alike, "
-                "or load both from "
-                "one file that save_prepared wrote.",
+                "or load both from one file that save_prepared wrote.",
                 code="RQ105",
             )
         missing = [group.key for group in needed if group.key not in model.statistics]
         if missing:
             raise ConfigError(
                 f"merge_statistics: model {i} has no statistics of "
-                f"{format_count(len(missing), 'value')}, the "
-                "first is "
-                f"{missing[0]!r}. Calibrate it with order=Order.PARALLEL and observers: statistics "
-                "of the "
-                "topological order depend on each process's own parameters, and callables keep "
-                "none.",
+                f"{format_count(len(missing), 'value')}, the first is {missing[0]!r}. Calibrate it "
+                "with order=Order.PARALLEL and observers: statistics of the topological order "
+                "depend on each process's own parameters, and callables keep none.",
                 code="RQ105",
             )
     for model in others:

@@ -118,8 +118,7 @@ def check_pattern(
             if not report.is_equal:
                 raise PatternMismatch(
                     f"Pattern {row.name!r}, example {example}, inputs times {factor:g}: compiled "
-                    "code and numpy "
-                    f"differ first in {report.first}.",
+                    f"code and numpy differ first in {report.first}.",
                     code="RQ106",
                 )
     if not used:

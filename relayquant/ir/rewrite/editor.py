@@ -75,8 +75,7 @@ class Editor:
         if isinstance(value, relax.If | relax.Function | relax.SeqExpr):
             raise ModelError(
                 f"Value {var.name!r} of main is control flow ({type(value).__name__}), which is "
-                "not "
-                "supported. Export the model for one fixed path.",
+                "not supported. Export the model for one fixed path.",
                 code="RQ204",
             )
         callee = value.op if isinstance(value, Call) else None

@@ -143,6 +143,5 @@ def apply_rules(
         mod = tidy_module(rebuilt)
     raise RuntimeError(
         f"Rewrite rules did not settle after {max_rounds} rounds; last fired: "
-        f"{sorted(set(fired))}. "
-        "Two rules undo one another; make one of them decline."
+        f"{sorted(set(fired))}. Two rules undo one another; make one of them decline."
     )

@@ -230,8 +230,8 @@ def replace_outputs(
         if quantized is None or quantized.qparams.is_per_channel:
             raise ConfigError(
                 f"output_dtypes: output {row.name!r} has no integer form with one scale: what "
-                "computes it stays in "
-                "float. The ledger says why; leave the output out, or quantize its operator.",
+                "computes it stays in float. The ledger says why; leave the output out, or "
+                "quantize its operator.",
                 code="RQ103",
             )
         qparams = shift_qparams(quantized.qparams, row.requested, f"output {row.name!r}")

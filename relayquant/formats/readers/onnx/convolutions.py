@@ -48,8 +48,7 @@ def resolve_auto_pad(
             if stride != 1:
                 raise Refusal(
                     f"auto_pad={mode} with stride {stride} over the symbolic dimension {size!r} "
-                    "has no "
-                    "fixed padding; fix that dimension with shapes="
+                    "has no fixed padding; fix that dimension with shapes="
                 )
             total = window - 1
         else:

@@ -121,8 +121,7 @@ def check_model(model: onnx.ModelProto) -> int:
         if uses_external_data(tensor):
             raise ModelError(
                 f"Tensor {name!r} has its data in another file. Pass the path of the model instead "
-                "of the "
-                "ModelProto, or load it with onnx.load(path).",
+                "of the ModelProto, or load it with onnx.load(path).",
                 code="RQ502",
             )
     check_names(model.graph)

@@ -177,8 +177,7 @@ class RelativeMSE(Observer[RowState]):
         if info.spec.is_per_channel:
             raise ConfigError(
                 f"RelativeMSE picks one range per tensor, but value {info.name!r} is to be "
-                "quantized per channel; "
-                "use MinMax() or MSE().",
+                "quantized per channel; use MinMax() or MSE().",
                 code="RQ102",
             )
         end, count = np.asarray(math.inf), np.zeros((), "int64")
