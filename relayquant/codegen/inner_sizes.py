@@ -30,12 +30,15 @@ class InnerSize:
 
 def settle_inner_sizes(mod: tvm.IRModule) -> tvm.IRModule:
     """Give symbolic sizes of inputs the numbers of the products that need them."""
-    settled = tvm.IRModule(dict(mod.functions_items()), attrs=mod.attrs)
+    settled: dict[Any, Any] = {}
     for var, func in mod.functions_items():
         if isinstance(func, relax.Function) and (found := list(list_inner_sizes(func))):
             numbers = {each.size: tirx.const(each.number, "int64") for each in found}
             settled[var] = func.bind_symbolic_vars(numbers)
-    return settled
+    if not settled:
+        return mod
+    functions = {**dict(mod.functions_items()), **settled}
+    return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
 
 
 def describe_conflict(mod: tvm.IRModule) -> str:

@@ -152,7 +152,8 @@ def add_pool(mod: tvm.IRModule, target: Target) -> tvm.IRModule:
         pool = {tvm.ir.GlobalVar(str(func.attrs["global_symbol"])): func for func in functions}
     if not marked:
         return mod
-    return tvm.IRModule({**dict(mod.functions_items()), **marked, **pool}, attrs=mod.attrs)
+    functions = {**dict(mod.functions_items()), **marked, **pool}
+    return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
 
 
 def find_pause(target: Target, mod: tvm.IRModule) -> tuple[str, str] | None:
