@@ -37,8 +37,6 @@ NO_ROWS = decline("not of float32 rows of known length")
 
 #: Float products, whose kernels add a residual.
 PRODUCTS = frozenset({"relax.matmul", *(f"relax.nn.conv{n}d" for n in (1, 2, 3))})
-#: Operators after a product that its kernel computes too.
-FOLLOWERS = frozenset({"relax.add", "relax.reshape", "relax.permute_dims"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,11 +97,11 @@ def call_norm(
         spec = replace(spec, rows=rows, keeps_result=found.keeps_result)
         results = [vars_[-1], pair] if found.keeps_result else [pair]
     data, *factors = operands
-    if isinstance(data, relax.Var) and (addends := find_addends(context, data)) is not None:
+    addends = find_addends(context, data)
+    if addends is not None and not any(factor.same_as(data) for factor in factors):
         inside = sum(user in vars_ for user in block.users_of(data))
         keeps_sum = inside < block.graph.count_uses(data)
-        # The call stands where the sum is bound, before what the block computes later.
-        if not (keeps_sum and any(factor in block.values for factor in factors)):
+        if not keeps_sum or can_precede(block, factors):
             spec = replace(spec, is_sum=True, keeps_sum=keeps_sum)
             operands, vars_ = (*addends, *factors), (data, *vars_)
             results = [data, *results] if keeps_sum else results
@@ -112,10 +110,21 @@ def call_norm(
     return Lowered(vars_, kernel, operands, tuple(results) if len(results) > 1 else ())
 
 
-def find_addends(context: NormBlock, data: relax.Var) -> tuple[relax.Expr, ...] | None:
+def can_precede(block: BlockView, factors: Sequence[relax.Expr]) -> bool:
+    """Whether a norm can be computed where its sum is bound, before what the block binds later.
+
+    That are values, and sizes of matched shapes.
+    """
+    has_sizes = any(isinstance(binding, relax.MatchCast) for binding in block.bindings)
+    return not has_sizes and not any(factor in block.values for factor in factors)
+
+
+def find_addends(context: NormBlock, data: relax.Expr) -> tuple[relax.Expr, ...] | None:
     """Return a and b of a sum a + b of this block, if no other kernel computes it."""
     block = context.block
-    call = block.call_of(data) if data in block.values else None
+    if not (isinstance(data, relax.Var) and data in block.values):
+        return None
+    call = block.call_of(data)
     if call is None or op_name(call) != "relax.add" or not block.is_free(data):
         return None
     if not all(same_type(arg, data) for arg in call.args):
@@ -124,10 +133,10 @@ def find_addends(context: NormBlock, data: relax.Var) -> tuple[relax.Expr, ...] 
 
 
 def ends_product(context: NormBlock, expr: relax.Expr) -> bool:
-    """Whether a value is the result of a product, or of what its kernel may compute behind it."""
+    """Whether a value is the result of a product, or of its sum with constants."""
     call = context.block.call_of(expr)
-    while call is not None and op_name(call) in FOLLOWERS:
-        others = [arg for arg in call.args[:2] if not isinstance(arg, GenericConst)]
+    while call is not None and op_name(call) == "relax.add":
+        others = [arg for arg in call.args if not isinstance(arg, GenericConst)]
         call = context.block.call_of(others[0]) if len(others) == 1 else None
     return call is not None and op_name(call) in context.products
 

@@ -322,3 +322,65 @@ def test_lower_row_norms__of_every_function_of_a_language_model():
         assert "relax.nn.rms_norm" not in names
         # of attention and of what the gate gives: no norm is before them
         assert names.count("relax.qnn.quantize_rows") == 2
+
+
+def make_inputs_module(shapes, body):
+    """main(x0, x1, ...) of what `body(builder, *x)` gives: a list of values."""
+    xs = [
+        relax.Var(
+            f"x{i}",
+            relax.TensorType(shape, "float32")
+            if shape
+            else relax.TensorType(dtype="float32", ndim=1),
+        )
+        for i, shape in enumerate(shapes)
+    ]
+    builder = relax.BlockBuilder()
+    with builder.function("main", xs):
+        with builder.dataflow():
+            out = builder.emit_output(relax.Tuple(body(builder, *xs)))
+        builder.emit_func_output(out)
+    return builder.finalize()
+
+
+def scaled_by_itself(builder, a, b):
+    """The norm's weight is the sum."""
+    total = builder.emit(op.add(a, b))
+    return [builder.emit(op.nn.rms_norm(total, total, [-1], EPSILON))]
+
+
+def of_matched_weights(builder, a, b, w):
+    """The size of the weights is known after the sum, which is a result."""
+    total = builder.emit(op.add(a, b))
+    weight = builder.match_cast(w, relax.TensorType((WIDTH,), "float32"))
+    return [builder.emit(op.nn.rms_norm(total, weight, [-1], EPSILON)), total]
+
+
+@pytest.mark.parametrize(
+    ("body", "shapes"),
+    [(scaled_by_itself, [(WIDTH,)] * 2), (of_matched_weights, [(3, WIDTH)] * 2 + [None])],
+)
+def test_lower_row_norms__a_sum_that_is_needed_elsewhere_stays(body, shapes):
+    mod = make_inputs_module(shapes, body)
+    assert "relax.add" in list_names(lower(mod)[0])
+    xs = [RNG.normal(0.2, 2, shape or (WIDTH,)).astype("float32") for shape in shapes]
+    machine = relax.VirtualMachine(rq.compile(mod), tvm.cpu())
+    found = machine["main"](*map(tvm.runtime.tensor, xs))
+    total = xs[0] + xs[1]
+    weight = total if len(xs) == 2 else xs[2]
+    root = np.sqrt((total.astype("float64") ** 2).mean(-1, keepdims=True) + EPSILON)
+    np.testing.assert_allclose(found[0].numpy(), total / root * weight, rtol=1e-5, atol=1e-6)
+
+
+def test_lower_row_norms__a_sum_behind_a_moved_product_is_in_the_kernel():
+    """No kernel of a product computes it."""
+    weight = relax.const(RNG.normal(size=(WIDTH, WIDTH)).astype("float32"))
+
+    def body(builder, a, b):
+        product = builder.emit(op.permute_dims(builder.emit(op.matmul(a, weight)), (1, 0, 2)))
+        return [rms_norm(builder.emit, builder.emit(op.add(product, b)))]
+
+    mod = make_inputs_module([(2, 3, WIDTH), (3, 2, WIDTH)], body)
+    names = list_names(lower(mod)[0])
+    assert "relax.add" not in names
+    assert names[-1] == "row_norm"

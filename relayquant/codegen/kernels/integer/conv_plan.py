@@ -255,7 +255,7 @@ class ConvPlan:
 
     @cached_property
     def is_narrow(self) -> bool:
-        """Whether results are stored as packed bytes, four vectors at a time."""
+        """Whether results are stored as packed bytes."""
         return self.tile.blocks in self.narrow_blocks
 
     @cached_property
