@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
+import relayquant as rq
 from relayquant.codegen.kernels.emit import LEAST_EXTENT
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.passes import make_pipeline
@@ -401,3 +403,26 @@ def test_schedule_functions__a_border_of_whole_vectors_is_written_once(
     got, _ = run_both(mod, x)
     np.testing.assert_array_equal(got, np.pad(x, np.reshape(widths, (-1, 2))))
     assert scheduled_text(mod).count("T.sblock(") == 1 + blocks  # and the root
+
+
+@pytest.mark.parametrize("name", ["sum", "prod", "mean"])
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [(("n", 4, "k"), None), (("n", 4, "k"), (0,)), ((4, "n"), (1,)), (("n", "k"), (1,))],
+)
+def test_schedule_functions__reductions_of_nothing_are_their_start(name, shape, axes):
+    """Sizes of 0 that are known at run time only, after a run with others."""
+    sizes = {each: tirx.Var(each, "int64") for each in shape if isinstance(each, str)}
+    extents = [sizes.get(each, each) for each in shape]
+    x, builder = relax.Var("x", relax.TensorType(extents, "float32")), relax.BlockBuilder()
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            y = builder.emit_output(getattr(relax.op, name)(x, axes and [*axes]))
+        builder.emit_func_output(y)
+    machine = rq.Executor(rq.compile(builder.finalize()))
+    for size in (5, 0, 5, 0):
+        data = np.full([size if isinstance(e, str) else e for e in shape], 3.0, "float32")
+        (got,) = machine.run("main", [data])
+        with np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # numpy warns of the mean of nothing
+            np.testing.assert_allclose(got, getattr(np, name)(data, axes), rtol=1e-5)

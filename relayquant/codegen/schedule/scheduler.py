@@ -263,7 +263,12 @@ class FunctionScheduler:
         name = self.sch.get(block).name_hint
         if not (info.simple and self.split_lanes(block, info)):
             loops = self.sch.get_loops(block)
-            self.parallelize(loops[: leading_spatial(self.sch, block)], info)
+            outer = leading_spatial(self.sch, block)
+            self.parallelize(loops[:outer], info)
+            has_sizes = any(constant(axis.dom.extent) is None for axis in info.reduced)
+            if has_sizes and outer + len(info.reduced) == len(loops):
+                # Without iterations the start of the sums would not be stored.
+                self.sch.decompose_reduction(block, loops[outer])
         return {name}
 
     def fits_tile(self, info: BlockInfo, var: tirx.Var) -> bool:
