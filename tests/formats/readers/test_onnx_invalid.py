@@ -156,3 +156,28 @@ def test_large__refused_before_memory_is_asked_for(name):
 
 def test_large__pads_that_fit():
     assert rq.load(make_model("Pad", [ints(0, 0, 0, 2**20)]))[0]
+
+
+@pytest.mark.parametrize(
+    ("op", "names", "attributes", "says"),
+    [
+        ("Concat", ["a", "b"], {}, "'axis'"),
+        ("Concat", ["a", "b"], {"axis": "x"}, "axis"),
+        ("MatMul", ["a"], {}, "min"),
+        ("Conv", ["a"], {}, "min"),
+        ("Concat", ["a", "", "b"], {"axis": 0}, "its operand 1 is left out; allowed"),
+        ("Sum", ["a", ""], {}, "its operand 1 is left out; allowed"),
+        ("Max", ["", "a"], {}, "its operand 0 is left out; allowed"),
+        ("Add", ["a", ""], {}, "input 1 is marked single"),
+    ],
+)
+def test_invalid__operands_and_attributes_beside_symbolic_sizes(op, names, attributes, says):
+    infos = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ("n", 3, 4))
+        for name in sorted({*names} - {""})
+    ]
+    node = helper.make_node(op, names, ["y"], "here", **attributes)
+    graph = helper.make_graph([node], "one", infos, [onnx.ValueInfoProto(name="y")])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    with pytest.raises(ModelError, match=rf"Node 'here'.*{says}.*RQ202"):
+        rq.load(model)

@@ -8,6 +8,7 @@ Squeeze without axes where T stays, as the declared result says.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -63,7 +64,10 @@ def match_recurrent(attrs: Mapping[str, Any], shapes: Sequence[Shape]) -> list[t
 def match_concat(attrs: Mapping[str, Any], shapes: Sequence[Shape]) -> list[tuple[Size, Size]]:
     """All sizes but those of the axis."""
     first, *others = [shape for shape in shapes if shape]
-    axis = attrs["axis"] % len(first)
+    axis = attrs.get("axis")
+    if not isinstance(axis, int):
+        return []  # The node is invalid. Its conversion says so.
+    axis %= len(first)
     return [
         pair
         for shape in others
@@ -187,7 +191,8 @@ def find_fixed(
     for node in ruled:
         ranks, rule = RULES[node.op_type]
         operands = [shapes.get(name) or () for name in node.input]
-        if any(len(shape) < rank for shape, rank in zip(operands, ranks, strict=False)):
+        lengths = [len(shape) for shape in operands[: len(ranks)]]
+        if len(lengths) < len(ranks) or any(map(operator.lt, lengths, ranks)):
             continue
         attrs = {each.name: helper.get_attribute_value(each) for each in node.attribute}
         for pair in rule(attrs, operands):

@@ -114,12 +114,21 @@ def check_node(node: onnx.NodeProto, opset: int) -> None:
 
     Raises:
         Refusal: this version of the operator lacks an attribute or expects another attribute type,
-            the number of inputs or outputs is wrong, or this version of ONNX lacks the operator.
+            the number of inputs or outputs is wrong, one of any number of inputs is left out, or
+            this version of ONNX lacks the operator.
     """
+    version = min(opset, onnx.defs.onnx_opset_version())
     try:
-        onnx.checker.check_node(node, make_context(min(opset, onnx.defs.onnx_opset_version())))
+        onnx.checker.check_node(node, make_context(version))
     except ValidationError as error:
         raise refuse(error) from error
+    if "" not in node.input or not onnx.defs.has(node.op_type):
+        return
+    formal = onnx.defs.get_schema(node.op_type, version).inputs
+    if formal[-1].option == onnx.defs.OpSchema.FormalParameterOption.Variadic:
+        for number, name in enumerate(node.input[len(formal) - 1 :], len(formal) - 1):
+            if not name:
+                raise Refusal(f"its operand {number} is left out; allowed: names of values", REPAIR)
 
 
 def infer_outputs(
