@@ -20,7 +20,7 @@ import relayquant as rq
 from relayquant.data import open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.ir.rewrite import Graph
-from relayquant.plots import collect
+from relayquant.plots import collect, times
 from relayquant.plots.collect import suggest_float
 from relayquant.plots.operator_views import find_sources
 from relayquant.plots.page import encode_image
@@ -264,13 +264,13 @@ def test_make_report__compiles_for_this_machine_once(hostile, monkeypatch):
     mod, batches = hostile
     qmod = rq.quantize(mod, None, batches, effort="fast", guard=rq.config.Guard.OFF)
     built = []
-    real = collect.compile
+    real = times.compile
 
     def count(module, *args):
         built.append(len(module.functions))
         return real(module, *args)
 
-    monkeypatch.setattr(collect, "compile", count)
+    monkeypatch.setattr(times, "compile", count)
     monkeypatch.setattr(collect, "compile_draft", lambda module: pytest.fail("compiled again"))
     found = rq.report(
         mod, None, qmod, batches, metric=lambda a, b: 0.0, latency=True, rank=False

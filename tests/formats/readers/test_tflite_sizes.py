@@ -111,3 +111,42 @@ def test_open_sizes__each_sample_of_a_network_is_as_alone(file, shared_data):
     for size in (3, "N"):
         mod, _ = rq.load(path, shapes={param.name: (size, 32, 32, 3)})
         np.testing.assert_allclose(rq.reference.run(mod, [x])[0], want, rtol=1e-5, atol=1e-5)
+
+
+def write_sum(path):
+    """A sum of a and b (N, 4) whose N are open."""
+    tensors = [Tensor(name, (1, 4), signature=(-1, 4)) for name in "aby"]
+    add = Operator("ADD", ["a", "b"], ["y"], "AddOptions", {"FusedActivationFunction": 0})
+    return write_model(path / "m.tflite", tensors, [add], ["a", "b"], ["y"])
+
+
+def test_open_sizes__of_an_input_that_shapes_lacks_are_1_with_a_warning(tmp_path):
+    path = write_sum(tmp_path)
+    for shapes, names in (({"a": (3, 4)}, "'b'"), ({}, "'a'")):
+        with pytest.warns(UserWarning, match=rf"read as 1: {names} \(-1, 4\).*--shape"):
+            rq.load(path, shapes=shapes)
+
+
+def test_open_sizes__every_name_is_tried_with_every_number(tmp_path):
+    """The third of three names, too: a window of 2 with a stride of 4 pads some sizes alone."""
+    weight = np.ones((2, 1, 2, 1), "float32")
+    tensors = [
+        Tensor("x", (1, 1, 1, 1), signature=(-1, -1, -1, 1)),
+        Tensor("w", weight.shape, values=weight),
+        Tensor("y", (1, 1, 1, 2), signature=(-1, -1, -1, 2)),
+    ]
+    fields = {"Padding": SAME, "StrideH": 1, "StrideW": 4}
+    fields |= {"DilationHFactor": 1, "DilationWFactor": 1}
+    conv = Operator("CONV_2D", ["x", "w"], ["y"], "Conv2DOptions", fields)
+    path = write_model(tmp_path / "m.tflite", tensors, [conv], ["x"], ["y"])
+    with pytest.raises(ModelError, match=r"CONV_2D \(output 'y'\) is another one for each size"):
+        rq.load(path, shapes={"x": ("A", "B", "C", 1)})
+
+
+def test_open_sizes__more_names_than_orders_are_refused(tmp_path):
+    tensors = [Tensor(name, (1,) * 7, signature=(-1,) * 7) for name in "ay"]
+    relu = Operator("RELU", ["a"], ["y"])
+    path = write_model(tmp_path / "m.tflite", tensors, [relu], ["a"], ["y"])
+    with pytest.raises(ModelError, match=r"has 7 names of sizes \(a, b, .*allowed .*: 6"):
+        rq.load(path, shapes={"a": tuple("abcdefg")})
+    assert tensor_shape(rq.load(path, shapes={"a": (*"abcdef", 2)})[0]["main"].params[0])[5] == "f"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,9 @@ from relayquant.formats.readers.refusal import FIX_SIZES, Refusal
 from relayquant.ir.reference.frame import Frame
 
 #: Numbers in place of a symbolic size. Of two neighbours one is no multiple of any stride; 1 is
-#: repeated by operators; and windows fit into the last.
+#: repeated by operators; and windows fit into the last. Each size has all of them in another order.
 TRIED = (1, 2, 1000)
+ORDERS = tuple(permutations(TRIED))
 
 ShapesOf = Mapping[str, Sequence[int | str]]
 
@@ -108,13 +110,13 @@ def list_inputs(model: Any) -> dict[str, list[int]]:
 def choose_sizes(model: Any, shapes: ShapesOf | None) -> list[OpenSizes]:
     """Return the sizes of each conversion: one, or more if `shapes` has names.
 
-    Without `shapes`, a warning names the inputs whose open sizes are read as 1.
+    A warning names the inputs that `shapes` lacks and whose open sizes are read as 1.
 
     Raises:
         ModelError: `shapes` contradicts the file.
     """
     inputs = list_inputs(model)
-    if shapes is None:
+    if not shapes:
         warn_of_open_sizes(inputs)
         return [OpenSizes()]
     for name in shapes:
@@ -126,15 +128,22 @@ def choose_sizes(model: Any, shapes: ShapesOf | None) -> list[OpenSizes]:
             )
     for name, wanted in shapes.items():
         check_shape(name, wanted, inputs[name])
-    names = {size for wanted in shapes.values() for size in wanted if isinstance(size, str)}
+    warn_of_open_sizes({name: each for name, each in inputs.items() if name not in shapes})
+    names = sorted({size for each in shapes.values() for size in each if isinstance(size, str)})
+    if len(names) > len(ORDERS):
+        raise ModelError(
+            f"shapes= has {len(names)} names of sizes ({', '.join(names)}); allowed for TensorFlow "
+            f"Lite: {len(ORDERS)}. Give the others numbers.",
+            code="RQ101",
+        )
     made = []
-    for number in TRIED if names else TRIED[:1]:
-        sizes = {name: tirx.Var(name, "int64") for name in sorted(names)}
+    for at in range(len(TRIED) if names else 1):
+        sizes = {name: tirx.Var(name, "int64") for name in names}
         full = {
             name: tuple(sizes.get(size, size) if isinstance(size, str) else size for size in each)
             for name, each in shapes.items()
         }
-        numbers = {size: number + at for at, size in enumerate(sizes.values())}
+        numbers = {sizes[name]: order[at] for name, order in zip(names, ORDERS, strict=False)}
         made.append(OpenSizes(full, numbers))
     return made
 
@@ -150,7 +159,8 @@ def warn_of_open_sizes(inputs: Mapping[str, Sequence[int]]) -> None:
     warn_user(
         f"The file leaves sizes of inputs open, which are read as 1: "
         f"{', '.join(f'{name!r} {sizes}' for name, sizes in found.items())}. For others: "
-        f"shapes={{{name!r}: {fixed}}}, or a name for any size: {{{name!r}: {named}}}.",
+        f"shapes={{{name!r}: {fixed}}} (--shape {name}={','.join(map(str, fixed))} in a shell), or "
+        f"a name for any size: {{{name!r}: {named}}}.",
         code="RQ202",
     )
 
