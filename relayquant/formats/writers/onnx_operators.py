@@ -59,6 +59,28 @@ def write_plain(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> st
     return builder.emit(op, inputs, var.name)
 
 
+def write_where(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Write Where, of a wider type where ONNX Runtime has no kernel for the type."""
+    condition, *values = call.args
+    names = [builder.tensor(arg, var.name) for arg in values]
+    dtype, is_real = tensor_dtype(var), not builder.units.isdisjoint(values)
+    wide = "float32" if is_real else WIDE_WHERE.get(dtype)
+    if wide is not None:
+        names = [
+            name
+            if arg in builder.units
+            else builder.step("Cast", [name], f"{var.name}.wide", to=ELEMENT[wide])
+            for arg, name in zip(values, names, strict=True)
+        ]
+    inputs = [builder.tensor(condition, var.name), *names]
+    if is_real:
+        builder.units.add(var)
+    if wide is None or is_real:
+        return builder.emit("Where", inputs, var.name)
+    chosen = builder.step("Where", inputs, f"{var.name}.chosen")
+    return builder.emit("Cast", [chosen], var.name, to=ELEMENT[dtype])
+
+
 def integers(values: object) -> list[int]:
     """Return attribute values as a list of ints."""
     return [int(value) for value in values]  # pyright: ignore[reportGeneralTypeIssues]
@@ -401,11 +423,17 @@ def write_formula(formula: str, builder: OnnxBuilder, var: relax.Var, call: Call
 #: Relax operator -> ONNX operator with the same operands
 PLAIN = {
     "relax.add": "Add", "relax.subtract": "Sub", "relax.multiply": "Mul", "relax.divide": "Div",
-    "relax.power": "Pow", "relax.maximum": "Max", "relax.minimum": "Min", "relax.where": "Where",
+    "relax.power": "Pow", "relax.maximum": "Max", "relax.minimum": "Min",
     "relax.equal": "Equal", "relax.less": "Less", "relax.greater": "Greater",
     "relax.less_equal": "LessOrEqual", "relax.greater_equal": "GreaterOrEqual",
     "relax.logical_and": "And", "relax.logical_or": "Or", "relax.logical_xor": "Xor",
     **{op: row.onnx for op, row in RELAX_UNARY.items() if row.onnx},
+}  # fmt: skip
+
+#: Type -> a wider one for which ONNX Runtime has a kernel of Where. Casts keep the values.
+WIDE_WHERE = {
+    "bool": "uint8", "int8": "int32", "int16": "int32", "uint16": "int32", "uint32": "int64",
+    "uint64": "int64", "float16": "float32", "bfloat16": "float32",
 }  # fmt: skip
 
 #: kind of pool in Relax -> operator in ONNX
@@ -419,6 +447,7 @@ FLOAT_WRITERS: dict[str, Writer] = {
         for op, row in RELAX_UNARY.items()
         if row.formula
     },
+    "relax.where": write_where,
     "relax.nn.conv1d": functools.partial(write_conv, "Conv"),
     "relax.nn.conv2d": functools.partial(write_conv, "Conv"),
     "relax.nn.conv3d": functools.partial(write_conv, "Conv"),

@@ -333,3 +333,28 @@ def test_node_cases__are_written_right_or_refused(part, tmp_path):
     ]
     faults = {case.name: write_and_run(case, tmp_path / "m.onnx") for case in cases}
     assert not {name: fault for name, fault in faults.items() if fault}
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bool", "int8", "int16", "int64", "uint8", "uint16", "uint32", "uint64", "float16"]
+)
+def test_where__of_every_type(dtype, tmp_path):
+    """ONNX Runtime has a kernel for some of them only. The largest and least numbers stay."""
+    types = [relax.TensorType(shape, t) for shape, t in (((3,), "bool"), ((2, 3), dtype))]
+    c, a = (relax.Var(name, ty) for name, ty in zip("ca", types, strict=True))
+    if dtype == "bool":
+        low, high = False, True
+    else:
+        info = np.finfo(dtype) if dtype.startswith("float") else np.iinfo(dtype)
+        low, high = info.min, info.max
+    other = np.array([high, low, 0], dtype)
+    builder = relax.BlockBuilder()
+    with builder.function("main", [c, a]):
+        with builder.dataflow():
+            y = builder.emit_output(op.where(c, a, relax.const(other, dtype)))
+        builder.emit_func_output(y)
+    path = rq.export_onnx(builder.get(), tmp_path / "m.onnx")
+    given = {"c": np.array([True, False, True]), "a": np.array([[low, 1, high]] * 2, dtype)}
+    (got,) = run_onnxruntime(path, given)
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(got, np.where(given["c"], given["a"], other))
