@@ -1,4 +1,4 @@
-"""The command line. `parsers` has the grammar, `commands` has one module for each command.
+"""The command line. `grammar` says what commands take, `commands` has one module for each command.
 
 A user's mistake is one line on standard error and exit code 2. `--debug` shows the traceback.
 """

@@ -265,17 +265,17 @@ def test_layer__what_the_dialect_does_not_have(layer, extra, message, tmp_path):
 ROWS = np.array([[3, -2, 0], [0, 1, -1], [2, 0, 5]], "int8")
 
 
-def write_rnn(path: Path, names: str) -> Path:
+def write_rnn(path: Path, names: str, signature: tuple[int, ...] = ()) -> Path:
     """Write a simple recurrent layer of the operands with these letters."""
     tensors = [
-        Tensor("x", (2, 1, 3)),
+        Tensor("x", (2, 1, 3), signature=signature),
         Tensor("q", (2, 1, 3), "int8", scale=(0.1, 0)),
         Tensor("w", (3, 3), "int8", ROWS, scale=(0.1, 0)),
         Tensor("f", (3, 3), "float32", ROWS * np.float32(0.1)),
         Tensor("b", (3,), "float32", np.zeros(3)),
         Tensor("h", (1, 3), variable=True),
         Tensor("c", (1, 3)),
-        Tensor("y", (2, 1, 3)),
+        Tensor("y", (2, 1, 3), signature=signature),
     ]
     fields = {"FusedActivationFunction": TANH, "TimeMajor": True}
     kind = f"{UNI}RNN"
@@ -303,3 +303,12 @@ def test_layer__with_weights_of_integers(tmp_path):
     found, expected = reference.run(integers, inputs), reference.run(floats, inputs)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+@pytest.mark.parametrize("batch", [4, "N"])
+def test_layer__whose_state_fixes_the_batch(batch, tmp_path):
+    path = write_rnn(tmp_path, "xffbh", (-1, -1, 3))
+    says = rf"its state has 1 sample and its input {batch}; supported: equal .*shapes=, here 1"
+    with pytest.raises(ModelError, match=says):
+        rq.load(path, shapes={"x": (5, batch, 3)})
+    assert rq.load(path, shapes={"x": (5, 1, 3)})[0]

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
+from relayquant.errors import format_count
 from relayquant.formats.readers.recurrent_layer import emit_layer
 from relayquant.formats.readers.refusal import Refusal
 from relayquant.formats.readers.tflite.control_flow import find_variable_tensor
@@ -190,11 +191,24 @@ def multiply(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 def emit_direction(
     converter: Any, op: Any, data: relax.Expr, weights: Weights, places: Places, is_reversed: bool
 ) -> relax.Expr:
-    """Emit one direction, and assign its states. Returns the hidden state of each step."""
+    """Emit one direction, and assign its states. Returns the hidden state of each step.
+
+    Raises:
+        Refusal: the file's states are of another batch than the input.
+    """
     bb, layer = converter.bb, qnn.lstm if len(places.states) == 2 else qnn.rnn
     keys = [find_variable_tensor(converter, find_index(op, at)) for at in places.states]
     values = converter.conversion_state["resource_values"]
     given = {name: values[key] for name, key in zip(("hidden", "cell"), keys, strict=False)}
+    batch = tensor_shape(bb.normalize(data))[1]
+    for value in given.values():
+        rows = tensor_shape(value)[0]
+        if rows != batch:
+            raise Refusal(
+                f"its state has {format_count(rows, 'sample')} and its input {batch}; supported: "
+                "equal batches",
+                f"Only this batch is in the file: pass it in shapes=, here {rows}",
+            )
     own, state, bias = (
         relax.const(np.ascontiguousarray(each), "float32")
         for each in (weights.own, weights.state, weights.bias)

@@ -163,8 +163,8 @@ def _import_program(
         if copies:
             raise ModelError(
                 f"Cannot convert the program: {copies} are written with the same value, which "
-                f"PyTorch cannot decompose ({type(error).__name__}). Copy a clone to all but one: "
-                "buffer.copy_(value.clone()).",
+                "PyTorch cannot decompose. Copy a clone to all but one: "
+                f"buffer.copy_(value.clone()). PyTorch says: {type(error).__name__}: {error}",
                 code="RQ202",
             ) from error
         raise ModelError(
