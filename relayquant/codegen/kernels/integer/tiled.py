@@ -192,19 +192,19 @@ def emit_tiled(
                     emit_step(plan, image, operands, tiles[0], block, step)
 
                 emit_if(may_use, multiply)
-                if plan.is_delayed:
+                if plan.overlaps_stores:
                     emit_stores(plan, operands, place, kept, sums, storing, step, is_due)
             emit_if(
                 may_use,
                 lambda: emit_end(plan, tiles[0], block, sums),
                 lambda: emit_vector_products(plan, image, operands, block, sums),
             )
-            if plan.is_delayed:
+            if plan.overlaps_stores:
                 kept.keep(block)
             else:
                 emit_results(plan, operands, place, block, sums, storing)
         emit_if(may_use, lambda: tiles[0].release())
-        if plan.is_delayed:
+        if plan.overlaps_stores:
             emit_last_stores(plan, operands, place, kept, sums, storing)
 
 

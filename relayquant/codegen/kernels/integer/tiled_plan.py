@@ -275,13 +275,13 @@ class TiledPlan(ConvPlan):
         products = self.steps * max(sums * unit.product_cycles, loads)
         one = STORE_CYCLES[tile.blocks] if tile.blocks in self.narrow_blocks else PLAIN_STORE_CYCLES
         store = sums * self.tile_rows * one
-        time = max(products, store) if self.is_delayed else products + store
+        time = max(products, store) if self.overlaps_stores else products + store
         if self.rows is TileRows.PADDED:
             time += sums * self.tile_rows * PADDED_STORE_CYCLES
         return time + sums * unit.store_cycles + BLOCK_CYCLES
 
     @cached_property
-    def is_delayed(self) -> bool:
+    def overlaps_stores(self) -> bool:
         """Whether the sums of a block are converted and stored during the products of the next."""
         return self.steps >= DELAYED_STEPS
 
