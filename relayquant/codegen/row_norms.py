@@ -97,8 +97,8 @@ def call_norm(
         spec = replace(spec, rows=rows, keeps_result=found.keeps_result)
         results = [vars_[-1], pair] if found.keeps_result else [pair]
     data, *factors = operands
-    addends = find_addends(context, data)
-    if addends is not None and not any(factor.same_as(data) for factor in factors):
+    is_apart = not any(factor.same_as(data) for factor in factors)
+    if isinstance(data, relax.Var) and is_apart and (addends := find_addends(context, data)):
         inside = sum(user in vars_ for user in block.users_of(data))
         keeps_sum = inside < block.graph.count_uses(data)
         if not keeps_sum or can_precede(block, factors):
@@ -119,12 +119,10 @@ def can_precede(block: BlockView, factors: Sequence[relax.Expr]) -> bool:
     return not has_sizes and not any(factor in block.values for factor in factors)
 
 
-def find_addends(context: NormBlock, data: relax.Expr) -> tuple[relax.Expr, ...] | None:
+def find_addends(context: NormBlock, data: relax.Var) -> tuple[relax.Expr, ...] | None:
     """Return a and b of a sum a + b of this block, if no other kernel computes it."""
     block = context.block
-    if not (isinstance(data, relax.Var) and data in block.values):
-        return None
-    call = block.call_of(data)
+    call = block.call_of(data) if data in block.values else None
     if call is None or op_name(call) != "relax.add" or not block.is_free(data):
         return None
     if not all(same_type(arg, data) for arg in call.args):

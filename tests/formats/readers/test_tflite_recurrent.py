@@ -308,7 +308,7 @@ def test_layer__with_weights_of_integers(tmp_path):
 @pytest.mark.parametrize("batch", [4, "N"])
 def test_layer__whose_state_fixes_the_batch(batch, tmp_path):
     path = write_rnn(tmp_path, "xffbh", (-1, -1, 3))
-    says = rf"its state has 1 sample and its input {batch}; supported: equal .*shapes=, here 1"
+    says = rf"its state has the batch 1 and its input {batch}; supported: equal .*shapes=, here 1"
     with pytest.raises(ModelError, match=says):
         rq.load(path, shapes={"x": (5, batch, 3)})
     assert rq.load(path, shapes={"x": (5, 1, 3)})[0]

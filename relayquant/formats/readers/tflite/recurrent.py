@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
-from relayquant.errors import format_count
 from relayquant.formats.readers.recurrent_layer import emit_layer
 from relayquant.formats.readers.refusal import Refusal
 from relayquant.formats.readers.tflite.control_flow import find_variable_tensor
@@ -200,14 +199,14 @@ def emit_direction(
     keys = [find_variable_tensor(converter, find_index(op, at)) for at in places.states]
     values = converter.conversion_state["resource_values"]
     given = {name: values[key] for name, key in zip(("hidden", "cell"), keys, strict=False)}
-    batch = tensor_shape(bb.normalize(data))[1]
+    sizes = tensor_shape(bb.normalize(data))
     for value in given.values():
-        rows = tensor_shape(value)[0]
-        if rows != batch:
+        rows = tensor_shape(value)
+        if sizes is not None and rows is not None and rows[0] != sizes[1]:
             raise Refusal(
-                f"its state has {format_count(rows, 'sample')} and its input {batch}; supported: "
-                "equal batches",
-                f"Only this batch is in the file: pass it in shapes=, here {rows}",
+                f"its state has the batch {rows[0]} and its input {sizes[1]}; supported: equal "
+                "batches",
+                f"Only one batch is in the file: pass it in shapes=, here {rows[0]}",
             )
     own, state, bias = (
         relax.const(np.ascontiguousarray(each), "float32")
