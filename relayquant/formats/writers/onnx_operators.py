@@ -47,38 +47,40 @@ def write_plain(op: str, builder: OnnxBuilder, var: relax.Var, call: Call) -> st
     """Write the ONNX operator with the same operands. Integers beside an accumulator become float,
     as its tensor is.
     """
-    inputs = [builder.tensor(arg, var.name) for arg in call.args]
-    if not builder.units.isdisjoint(call.args):
-        inputs = [
-            name
-            if arg in builder.units
-            else builder.step("Cast", [name], f"{var.name}.float", to=ELEMENT["float32"])
-            for arg, name in zip(call.args, inputs, strict=True)
-        ]
-        builder.units.add(var)
-    return builder.emit(op, inputs, var.name)
+    if builder.units.isdisjoint(call.args):
+        return builder.emit(op, [builder.tensor(arg, var.name) for arg in call.args], var.name)
+    builder.units.add(var)
+    return builder.emit(op, cast_operands(builder, var, call.args, "float32"), var.name)
+
+
+def cast_operands(
+    builder: OnnxBuilder, var: relax.Var, operands: Sequence[relax.Expr], dtype: str
+) -> list[str]:
+    """Write casts of the operands, but not of accumulators, whose tensors are float."""
+    return [
+        builder.tensor(operand, var.name)
+        if operand in builder.units
+        else builder.step(
+            "Cast", [builder.tensor(operand, var.name)], f"{var.name}.{dtype}", to=ELEMENT[dtype]
+        )
+        for operand in operands
+    ]
 
 
 def write_where(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     """Write Where, of a wider type where ONNX Runtime has no kernel for the type."""
     condition, *values = call.args
-    names = [builder.tensor(arg, var.name) for arg in values]
-    dtype, is_real = tensor_dtype(var), not builder.units.isdisjoint(values)
-    wide = "float32" if is_real else WIDE_WHERE.get(dtype)
-    if wide is not None:
-        names = [
-            name
-            if arg in builder.units
-            else builder.step("Cast", [name], f"{var.name}.wide", to=ELEMENT[wide])
-            for arg, name in zip(values, names, strict=True)
-        ]
-    inputs = [builder.tensor(condition, var.name), *names]
-    if is_real:
+    dtype, chosen = tensor_dtype(var), builder.tensor(condition, var.name)
+    if not builder.units.isdisjoint(values):
         builder.units.add(var)
-    if wide is None or is_real:
-        return builder.emit("Where", inputs, var.name)
-    chosen = builder.step("Where", inputs, f"{var.name}.chosen")
-    return builder.emit("Cast", [chosen], var.name, to=ELEMENT[dtype])
+        reals = cast_operands(builder, var, values, "float32")
+        return builder.emit("Where", [chosen, *reals], var.name)
+    if dtype not in WIDE_WHERE:
+        names = [builder.tensor(value, var.name) for value in values]
+        return builder.emit("Where", [chosen, *names], var.name)
+    wide = cast_operands(builder, var, values, WIDE_WHERE[dtype])
+    result = builder.step("Where", [chosen, *wide], f"{var.name}.chosen")
+    return builder.emit("Cast", [result], var.name, to=ELEMENT[dtype])
 
 
 def integers(values: object) -> list[int]:

@@ -13,7 +13,8 @@ import onnx.inliner
 from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
 from relayquant.base.storage.files import PathLike, check_file, reading
-from relayquant.errors import ModelError, format_count, suggest_name
+from relayquant.errors import ModelError, format_count
+from relayquant.formats.readers.given_shapes import check_given_names, check_given_shape
 
 #: Oldest opset whose broadcasting works as in numpy. Older models have axis attributes that TVM
 #: ignores.
@@ -223,13 +224,7 @@ def fix_shapes(
     weights = {*constants, *(tensor.name for tensor in graph.initializer)}
     inputs = [info for info in graph.input if info.name not in weights]
     names = [info.name for info in inputs]
-    for name in shapes:
-        if name not in names:
-            raise ModelError(
-                f"shapes= names {name!r}, which is not an input of the model. "
-                f"{suggest_name(name, names)}",
-                code="RQ103",
-            )
+    check_given_names(shapes, names)
     return [fix_shape(info, shapes.get(info.name)) for info in inputs]
 
 
@@ -260,50 +255,19 @@ def fix_shape(info: onnx.ValueInfoProto, wanted: Sequence[int | str] | None) -> 
         if dim.dim_value == -1:
             dim.ClearField("value")
     if wanted is not None:
-        if has_shape and len(shape.dim) != len(wanted):
-            raise ModelError(
-                f"shapes= gives input {info.name!r} the shape {tuple(wanted)}; allowed: "
-                f"{format_count(len(shape.dim), 'size')}, one for each dimension of the input.",
-                code="RQ101",
-            )
+        known = [dim.dim_value or None for dim in shape.dim] if has_shape else None
+        check_given_shape(info.name, wanted, known)
         while len(shape.dim) < len(wanted):
             shape.dim.add()
         for dim, size in zip(shape.dim, wanted, strict=True):
-            fix_size(dim, size, info.name)
+            if isinstance(size, str):
+                dim.dim_param = size
+            else:
+                dim.dim_value = size
     for i, dim in enumerate(shape.dim):
         if not dim.dim_value and not dim.dim_param.strip():
             dim.dim_param = f"{info.name}_dim{i}"
     return copy
-
-
-def fix_size(dim: onnx.TensorShapeProto.Dimension, size: int | str, name: str) -> None:
-    """Give a dimension of input `name` a size, or a name.
-
-    Raises:
-        ModelError: the model contradicts it, or it is not a size.
-    """
-    if isinstance(size, str):
-        if dim.dim_value:
-            raise ModelError(
-                f"shapes= gives a dimension of input {name!r} the name {size!r}, but the model "
-                f"fixes it to {dim.dim_value}. Write {dim.dim_value} there.",
-                code="RQ101",
-            )
-        dim.dim_param = size
-    elif size <= 0:
-        raise ModelError(
-            f"shapes= gives input {name!r} the dimension {size}; allowed: positive integers and "
-            "names.",
-            code="RQ101",
-        )
-    elif dim.dim_value not in (0, size):
-        raise ModelError(
-            f"shapes= gives a dimension of input {name!r} the size {size}, but the model fixes it "
-            f"to {dim.dim_value}. Write {dim.dim_value} there.",
-            code="RQ101",
-        )
-    else:
-        dim.dim_value = size
 
 
 # -- conversion ------------------------------------------------------------------------------------

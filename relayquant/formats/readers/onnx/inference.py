@@ -117,14 +117,14 @@ def check_node(node: onnx.NodeProto, opset: int) -> None:
             the number of inputs or outputs is wrong, one of any number of inputs is left out, or
             this version of ONNX lacks the operator.
     """
-    version = min(opset, onnx.defs.onnx_opset_version())
     try:
-        onnx.checker.check_node(node, make_context(version))
+        onnx.checker.check_node(node, make_context(min(opset, onnx.defs.onnx_opset_version())))
     except ValidationError as error:
         raise refuse(error) from error
-    if "" not in node.input or not onnx.defs.has(node.op_type):
+    schema = find_schema(node, opset) if "" in node.input else None
+    if schema is None:
         return
-    formal = onnx.defs.get_schema(node.op_type, version).inputs
+    formal = schema.inputs
     if formal[-1].option == onnx.defs.OpSchema.FormalParameterOption.Variadic:
         for number, name in enumerate(node.input[len(formal) - 1 :], len(formal) - 1):
             if not name:

@@ -14,12 +14,13 @@ from relayquant.base import _tvm
 from relayquant.base.arguments import check_arguments
 from relayquant.base.storage.files import DEFAULT_MAX_BYTES, PathLike, check_file, reading
 from relayquant.errors import MissingDependencyError, ModelError, RelayQuantError, format_count
+from relayquant.formats.readers.given_shapes import GivenShapes
 from relayquant.formats.readers.names import SourceNode, name_values
 from relayquant.formats.readers.refusal import OTHERWISE
 from relayquant.formats.readers.state import StatePair, hold_state
 from relayquant.formats.readers.tflite.converter import VariableTable, make_converter
 from relayquant.formats.readers.tflite.options import read_options
-from relayquant.formats.readers.tflite.sizes import OpenSizes, ShapesOf, check_same, choose_sizes
+from relayquant.formats.readers.tflite.sizes import OpenSizes, check_same, choose_sizes
 from relayquant.formats.readers.tflite.tables import check_tables, list_codes, open_model
 
 #: Bytes 4 to 8 of every TFLite file.
@@ -30,7 +31,7 @@ FILE_IDENTIFIER = b"TFL3"
 def import_tflite(
     path: PathLike,
     *,
-    shapes: ShapesOf | None = None,
+    shapes: GivenShapes | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
     """Import a .tflite file with weights bound as constants.
@@ -86,7 +87,7 @@ def read_file(path: Path, tflite: Any) -> Any:
     return model
 
 
-def convert_model(model: Any, shapes: ShapesOf | None = None) -> tvm.IRModule:
+def convert_model(model: Any, shapes: GivenShapes | None = None) -> tvm.IRModule:
     """Convert a model with valid tables to a module."""
     sources: dict[str, SourceNode] = {}
     mods = [convert_once(model, sizes, sources) for sizes in choose_sizes(model, shapes)]

@@ -18,7 +18,12 @@ from tvm import relax, tirx
 from tvm_ffi import structural_equal
 
 from relayquant.base import _tvm
-from relayquant.errors import ModelError, format_count, suggest_name, warn_user
+from relayquant.errors import ModelError, warn_user
+from relayquant.formats.readers.given_shapes import (
+    GivenShapes,
+    check_given_names,
+    check_given_shape,
+)
 from relayquant.formats.readers.names import SourceNode
 from relayquant.formats.readers.refusal import FIX_SIZES, Refusal
 from relayquant.ir.reference.frame import Frame
@@ -27,8 +32,6 @@ from relayquant.ir.reference.frame import Frame
 #: repeated by operators; and windows fit into the last. Each size has all of them in another order.
 TRIED = (1, 2, 1000)
 ORDERS = tuple(permutations(TRIED))
-
-ShapesOf = Mapping[str, Sequence[int | str]]
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ def list_inputs(model: Any) -> dict[str, list[int]]:
     return {name(graph, index): read_signature(graph.Tensors(index)) for index in indices}
 
 
-def choose_sizes(model: Any, shapes: ShapesOf | None) -> list[OpenSizes]:
+def choose_sizes(model: Any, shapes: GivenShapes | None) -> list[OpenSizes]:
     """Return the sizes of each conversion: one, or more if `shapes` has names.
 
     A warning names the inputs that `shapes` lacks and whose open sizes are read as 1.
@@ -119,15 +122,10 @@ def choose_sizes(model: Any, shapes: ShapesOf | None) -> list[OpenSizes]:
     if not shapes:
         warn_of_open_sizes(inputs)
         return [OpenSizes()]
-    for name in shapes:
-        if name not in inputs:
-            raise ModelError(
-                f"shapes= names {name!r}, which is not an input of the model. "
-                f"{suggest_name(name, inputs)}",
-                code="RQ103",
-            )
+    check_given_names(shapes, inputs)
     for name, wanted in shapes.items():
-        check_shape(name, wanted, inputs[name])
+        known = [None if size == -1 else size for size in inputs[name]]
+        check_given_shape(name, wanted, known)
     warn_of_open_sizes({name: each for name, each in inputs.items() if name not in shapes})
     names = sorted({size for each in shapes.values() for size in each if isinstance(size, str)})
     if len(names) > len(ORDERS):
@@ -163,29 +161,6 @@ def warn_of_open_sizes(inputs: Mapping[str, Sequence[int]]) -> None:
         f"a name for any size: {{{name!r}: {named}}}.",
         code="RQ202",
     )
-
-
-def check_shape(name: str, wanted: Sequence[int | str], signature: Sequence[int]) -> None:
-    """Raise ModelError if the wanted shape of an input contradicts the file."""
-    if len(wanted) != len(signature):
-        raise ModelError(
-            f"shapes= gives input {name!r} the shape {tuple(wanted)}; allowed: "
-            f"{format_count(len(signature), 'size')}, one for each dimension of the input.",
-            code="RQ101",
-        )
-    for size, known in zip(wanted, signature, strict=True):
-        if not isinstance(size, str) and size <= 0:
-            raise ModelError(
-                f"shapes= gives input {name!r} the dimension {size}; allowed: positive integers "
-                "and names.",
-                code="RQ101",
-            )
-        if known not in (-1, size):
-            raise ModelError(
-                f"shapes= gives a dimension of input {name!r} the size {size!r}, but the model "
-                f"fixes it to {known}. Write {known} there.",
-                code="RQ101",
-            )
 
 
 def check_same(mods: Sequence[tvm.IRModule], sources: Mapping[str, SourceNode]) -> None:
