@@ -186,8 +186,8 @@ def make_check(
                 tirx.AssertStmt(T.isnullptr(rest), StringImm("ValueError"), [StringImm(message)])
             )
         for reshape in reshapes:
-            fits = reshape.compare_counts(sizes)
-            message = f"inputs of {function!r}: their sizes do not fit {reshape}"
+            message = f"inputs of {function!r}: their sizes do not fit {reshape.text}"
+            fits = reshape.test(sizes)
             T.add_to_parent(tirx.AssertStmt(fits, StringImm("ValueError"), [StringImm(message)]))
     func: Any = builder.get()
     return func

@@ -31,28 +31,18 @@ class SizedReshape:
     """A reshape whose operand has as many elements as its result for some sizes of inputs only.
 
     Attributes:
-        name: Of its value.
-        operand, result: The shapes.
-        places: Each variable of the shapes, with where an input has it.
+        text: Its value and both shapes, for a message.
+        fits: Whether both have the same number of elements.
+        places: Each variable of `fits`, with where an input has it.
     """
 
-    name: str
-    operand: tuple[Any, ...]
-    result: tuple[Any, ...]
+    text: str
+    fits: Any
     places: Mapping[tirx.Var, Place]
 
-    def __str__(self) -> str:
-        shapes = (
-            f"({', '.join(str(getattr(size, 'value', size)) for size in shape)})"
-            for shape in (self.operand, self.result)
-        )
-        return f"{self.name!r}, which makes {' into '.join(shapes)}"
-
-    def compare_counts(self, sizes: Mapping[Place, Any]) -> Any:
-        """Return whether both have the same number of elements, given the sizes of the inputs."""
-        given = {size: sizes[place] for size, place in self.places.items()}
-        before, after = (substitute(count_elements(s), given) for s in (self.operand, self.result))
-        return tirx.EQ(before, after)
+    def test(self, sizes: Mapping[Place, Any]) -> Any:
+        """Return `fits` for these sizes of the inputs."""
+        return substitute(self.fits, {size: sizes[at] for size, at in self.places.items()})
 
 
 def find_sized_reshapes(mod: tvm.IRModule) -> Mapping[str, Sequence[SizedReshape]]:
@@ -79,14 +69,17 @@ def list_sized_reshapes(func: relax.Function) -> Iterator[SizedReshape]:
         types = [each.ty for each in (call.args[0], call)]
         if not all(isinstance(ty.shape, relax.ShapeExpr) for ty in types):
             continue
-        shapes = [tuple(list_dimensions(ty)) for ty in types]
-        counts = [count_elements(shape) for shape in shapes]
+        shapes = [list_dimensions(ty) for ty in types]
+        counts = [prod(shape, start=tirx.const(1, "int64")) for shape in shapes]
         if analyzer.can_prove_equal(*counts):
             continue
-        sizes = tirx.analysis.undefined_vars(tirx.Evaluate(tirx.EQ(*counts)), [])
+        fits = tirx.EQ(*counts)
+        sizes = tirx.analysis.undefined_vars(tirx.Evaluate(fits), [])
         if all(size in places for size in sizes):
-            yield SizedReshape(binding.var.name, *shapes, {size: places[size] for size in sizes})
+            before, after = map(format_shape, shapes)
+            text = f"{binding.var.name!r}, which makes {before} into {after}"
+            yield SizedReshape(text, fits, {size: places[size] for size in sizes})
 
 
-def count_elements(shape: Sequence[Any]) -> Any:
-    return prod(shape, start=tirx.const(1, "int64"))
+def format_shape(shape: Sequence[Any]) -> str:
+    return f"({', '.join(str(getattr(size, 'value', size)) for size in shape)})"
