@@ -42,7 +42,7 @@ def settle_inner_sizes(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def describe_conflict(mod: tvm.IRModule) -> str:
-    """Describe two products that need different numbers for a size. "" if there are none."""
+    """Describe two products that need different numbers for one size. Return "" without any."""
     for _, func in mod.functions_items():
         found: dict[tirx.Var, InnerSize] = {}
         for each in list_inner_sizes(func) if isinstance(func, relax.Function) else ():

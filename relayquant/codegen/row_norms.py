@@ -111,9 +111,9 @@ def call_norm(
 
 
 def can_precede(block: BlockView, factors: Sequence[relax.Expr]) -> bool:
-    """Whether a norm can be computed where its sum is bound, before what the block binds later.
+    """Whether a norm can be computed where its sum is bound.
 
-    That are values, and sizes of matched shapes.
+    The block may bind a factor, or match a size that the norm's rows have, only later.
     """
     has_sizes = any(isinstance(binding, relax.MatchCast) for binding in block.bindings)
     return not has_sizes and not any(factor in block.values for factor in factors)

@@ -519,7 +519,7 @@ def emit_words(
 ) -> None:
     """Emit the dot products of `count` words from number `index` on, distributed over the chains.
 
-    Their activations are at `offset` from those of the first word of a pixel.
+    `offset` counts activations from the first one that a pixel reads to word number `index`.
     """
     isa, blocks, width = plan.isa, plan.tile.blocks, plan.isa.accumulator_lanes
     pixels = [

@@ -121,7 +121,7 @@ def emit_block(plan: DepthwisePlan, operands: Operands, at: BlockPosition) -> No
     for slot in range(plan.kept):
         load_column(slot, slot - left)
     before, behind = plan.inside_columns
-    if plan.is_delayed:  # the first column has none before it
+    if plan.is_delayed:  # before the first column there are no results to store
         before, behind = max(before, 1), max(behind, 1)
     for column in range(before):
         emit(column)
@@ -136,7 +136,7 @@ def emit_block(plan: DepthwisePlan, operands: Operands, at: BlockPosition) -> No
 
 @dataclass(frozen=True)
 class LastRow:
-    """The sums of the last output row that was computed. They are stored after those of the next.
+    """The sums of an output row, kept until the products of the next row stand in the code.
 
     So a core that looks ahead a limited number of instructions finds products between conversions.
     """

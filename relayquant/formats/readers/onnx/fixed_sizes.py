@@ -62,7 +62,7 @@ def match_recurrent(attrs: Mapping[str, Any], shapes: Sequence[Shape]) -> list[t
 
 
 def match_concat(attrs: Mapping[str, Any], shapes: Sequence[Shape]) -> list[tuple[Size, Size]]:
-    """All sizes but those of the axis."""
+    """Operands have equal sizes, except along the axis."""
     first, *others = [shape for shape in shapes if shape]
     axis = attrs.get("axis")
     if not isinstance(axis, int):

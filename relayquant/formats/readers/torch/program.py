@@ -257,7 +257,7 @@ def convert_widened(importer: Any, convert: Callable[..., Any], node: Any, *more
 
 
 def find_shared_copies(program: Any) -> str:
-    """Name the tensors that `copy_` writes with the same value. "" if there are none."""
+    """Name tensors that `copy_` writes with the same value. Return "" without any."""
     targets: dict[Any, list[str]] = {}
     for node in program.graph.nodes:
         if str(node.target) == "aten.copy_.default":
