@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 
 import relayquant as rq
 from relayquant.errors import ModelError
+from relayquant.formats.readers.causal_lm.architectures import read_config
+from relayquant.formats.readers.causal_lm.fields import Fields
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -71,19 +74,53 @@ CASES = {
         {**WINDOW, "head_dim": 32, "query_pre_attn_scalar": 20, "num_hidden_layers": 7},
     ),
     "starcoder2": ("Starcoder2Config", {}),
+    "starcoder2, windows": ("Starcoder2Config", WINDOW),
+    "ministral": ("MinistralConfig", {**WINDOW, "head_dim": 16, **scale("default")}),
+    "qwen2, windows in late layers": (
+        "Qwen2Config",
+        {**WINDOW, "use_sliding_window": True, "max_window_layers": 1},
+    ),
+    "smollm3, windows": (
+        "SmolLM3Config",
+        {**WINDOW, "num_hidden_layers": 4, "use_sliding_window": True},
+    ),
+    "gemma3, a cap that it does not read": (
+        "Gemma3TextConfig",
+        {"head_dim": 32, "attn_logit_softcapping": 0.3},
+    ),
     "gpt2": ("GPT2Config", {}),
+    "gpt2, not tied": ("GPT2Config", {"tie_word_embeddings": False}),
 }
+#: class of the config -> a setting that must be false
+REFUSED = {
+    "PhiConfig": "qk_layernorm",
+    "GemmaConfig": "use_bidirectional_attention",
+    "Gemma2Config": "use_bidirectional_attention",
+    "Gemma3TextConfig": "use_bidirectional_attention",
+    "GPT2Config": "scale_attn_by_inverse_layer_idx",
+}
+KINDS = sorted({kind for kind, _ in CASES.values()})
+#: Settings without a default of their own: sizes, which shapes of tensors show.
+NEEDED = {
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "n_embd", "n_layer",
+    "n_head", "n_positions", "max_position_embeddings", "intermediate_size", "num_key_value_heads",
+    "head_dim", "model_type",
+}  # fmt: skip
 
 
-def make_model(kind, more):
-    """A model with random weights: also norms and biases, which are ones and zeros at first."""
-    torch.manual_seed(0)
+def make_config(kind, more):
     sizes = SIZES
     if kind == "GPT2Config":  # It has its own names, and others have no effect.
         known = {**transformers.GPT2Config.attribute_map, "intermediate_size": "n_inner"}
         sizes = {known.get(name, name): value for name, value in SIZES.items()}
         del sizes["num_key_value_heads"]
-    config = getattr(transformers, kind)(**{**sizes, **more})
+    return getattr(transformers, kind)(**{**sizes, **more})
+
+
+def make_model(kind, more):
+    """A model with random weights: also norms and biases, which are ones and zeros at first."""
+    torch.manual_seed(0)
+    config = make_config(kind, more)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for value in model.parameters():
@@ -104,6 +141,63 @@ def test_load_causal_lm__scores_are_those_of_the_model(case):
     pair = rq.torch.load_causal_lm(model, options)
     found = run_chunks(*pair, tokens, (9, 8, 1, 1, 4, 1))
     np.testing.assert_allclose(found, want, rtol=0, atol=1e-4 * np.abs(want).max())
+
+
+def read(values):
+    """The description of a model with a classifier of its own, in a cache of 32."""
+    return read_config(Fields(values), lambda most: min(most, 32), {"lm_head.weight"})[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_read_config__settings_that_are_missing_have_the_values_of_transformers(kind):
+    config = make_config(kind, {})
+    values = config.to_dict()
+    for name in values.keys() - NEEDED:
+        given = {key: value for key, value in values.items() if key != name}
+        whole = type(config).from_dict(copy.deepcopy(given)).to_dict()
+        assert read(given) == read(whole), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_read_config__files_of_version_4(kind):
+    """They have "rope_theta" and "rope_scaling", and no types of layers."""
+    config = make_config(kind, {})
+    later = ("layer_types", "rope_parameters", "no_rope_layers")
+    values = {key: value for key, value in config.to_dict().items() if key not in later}
+    for more in (
+        {"rope_theta": 77.0},
+        {"rope_theta": 77.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"partial_rotary_factor": 0.25} if kind.startswith("Phi") else {},
+        {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1},
+    ):
+        if kind == "Phi3Config" and "rope_scaling" in more:
+            continue  # transformers refuses it.
+        given = {**values, **more}
+        whole = type(config).from_dict(copy.deepcopy(given)).to_dict()
+        assert read(given) == read(whole), more
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_read_config__settings_of_other_architectures_are_not_read(kind):
+    config = make_config(kind, {})
+    values = config.to_dict()
+    foreign = {
+        "attn_logit_softcapping": 0.3, "final_logit_softcapping": 0.3, "sliding_window": 4,
+        "no_rope_layers": [0, 0], "no_rope_layer_interval": 2, "rope_local_base_freq": 5.0,
+        "sliding_window_pattern": 2, "norm_epsilon": 0.5, "layer_norm_epsilon": 0.5,
+        "layer_norm_eps": 0.5, "rms_norm_eps": 0.5, "query_pre_attn_scalar": 5,
+    }  # fmt: skip
+    own = {*values, *(["sliding_window_pattern"] if kind == "Gemma3TextConfig" else [])}
+    # Version 5 has "rope_parameters" instead, which count.
+    foreign = {key: value for key, value in foreign.items() if key not in own}
+    assert read({**values, **foreign}) == read(values)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_read_config__settings_that_must_be_false(kind):
+    values = make_config(kind, {}).to_dict() | {REFUSED[kind]: True}
+    with pytest.raises(ModelError, match=f"has '{REFUSED[kind]}', which is not supported"):
+        read(values)
 
 
 def test_load__what_save_pretrained_wrote(tmp_path):

@@ -6,7 +6,7 @@ An architecture is one row of `ARCHITECTURES`. All begin as Llama, and a row say
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +38,8 @@ LAYER_TYPES = {"full_attention": False, "sliding_attention": True}
 
 #: Changes the Llama that metadata describes to another network.
 Adjust = Callable[[Fields, CausalLMConfig], CausalLMConfig]
+#: (metadata, number of layers) -> types of layers, if metadata has no "layer_types".
+ListTypes = Callable[[Fields, int], list[str]]
 
 
 @dataclass(frozen=True)
@@ -46,16 +48,36 @@ class ModelRow:
 
     Attributes:
         names: Names of its tensors.
+        settings: Settings that not every architecture has -> the value if config.json lacks one,
+            that of its class in `transformers`. A setting of other rows only is not read.
         adjust: What differs from Llama.
-        partial: Share of a head that is turned, if metadata does not say.
-        pattern: Where "sliding_window" without "layer_types" holds. 0: in no layer. 1: in all. N:
-            in all but each N-th.
+        windows: Which layers have the window if metadata has no "layer_types".
+        refused: Settings that must be false.
     """
 
     names: TensorNames
+    settings: Mapping[str, Any]
     adjust: Adjust = lambda _fields, config: config
-    partial: float = 1.0
-    pattern: int = 0
+    windows: ListTypes = lambda _fields, count: list_types(0, count)
+    refused: tuple[str, ...] = ()
+
+    def choose(self, fields: Fields) -> Fields:
+        """Return what a model of this architecture reads.
+
+        Raises:
+            ModelError: a setting must be false and is not.
+        """
+        for name in self.refused:
+            if fields.flag(name):
+                raise ModelError(
+                    f"The model has {name!r}, which is not supported.",
+                    code="RQ202",
+                )
+        others = {name for row in ARCHITECTURES.values() for name in row.settings}
+        own = {name: value for name, value in fields.values.items() if name not in others}
+        return Fields(
+            own | {name: fields.values.get(name, value) for name, value in self.settings.items()}
+        )
 
 
 def read_config(
@@ -86,6 +108,8 @@ def read_config(
             code="RQ202",
         )
     row = ARCHITECTURES[kind]
+    says_tied = fields.get("tie_word_embeddings") is not None
+    fields = row.choose(fields)
     count = fields.integer("num_hidden_layers", "n_layer")
     if not 1 <= count <= MOST_LAYERS:
         raise fields.refuse(("num_hidden_layers",), count, f"1 to {MOST_LAYERS}")
@@ -120,14 +144,14 @@ def read_config(
         max_length=most,
         layers=read_layers(fields, row, count, head, length(most)),
         epsilon=fields.number(
-            "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", default=1e-5
+            "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"
         ),
         activation=ACTIVATIONS[activation],
         biases=frozenset(biases),
         query_scale=1 / math.sqrt(max(head, 1)),
         attention_cap=fields.number("attn_logit_softcapping", default=0.0),
         score_cap=fields.number("final_logit_softcapping", default=0.0),
-        is_tied=fields.flag("tie_word_embeddings", default=classifier not in tensors),
+        is_tied=fields.flag("tie_word_embeddings") or not (says_tied or classifier in tensors),
     )
     return row.adjust(fields, config), row.names
 
@@ -136,14 +160,13 @@ def read_layers(
     fields: Fields, row: ModelRow, count: int, head: int, length: int
 ) -> tuple[LayerConfig, ...]:
     """Read windows and rotary positions of all layers."""
-    types = fields.items(count, "layer_types")
     window = fields.integer("sliding_window", default=0)
     if not fields.flag("use_sliding_window", default=True):
         window = 0
-    pattern = fields.integer("sliding_window_pattern", default=row.pattern)
+    types = fields.items(count, "layer_types")
     if types is None:
-        types = list_types(pattern if window else 0, count)
-    turned = fields.items(count, "no_rope_layers") or [1] * count
+        types = row.windows(fields, count) if window else list_types(0, count)
+    turned = list_turned(fields, count)
     layers = []
     rotaries: dict[str, Rotary] = {}
     for kind, is_turned in zip(types, turned, strict=True):
@@ -163,11 +186,46 @@ def read_layers(
 
 
 def list_types(pattern: int, count: int) -> list[str]:
-    """Return the types of all layers for a pattern of windows, see `ModelRow`."""
-    if pattern < 1:
-        return ["full_attention"] * count
-    is_full = [pattern > 1 and (i + 1) % pattern == 0 for i in range(count)]
+    """Return the types of all layers for a pattern of windows. 0: in no layer. 1: in all. N: in all
+    but each N-th.
+    """
+    return name_types(
+        [pattern < 1 or (pattern > 1 and i % pattern == 0) for i in range(1, count + 1)]
+    )
+
+
+def name_types(is_full: Sequence[bool]) -> list[str]:
     return ["full_attention" if full else "sliding_attention" for full in is_full]
+
+
+def list_late(fields: Fields, count: int) -> list[str]:
+    """Windows from a layer on."""
+    first = fields.integer("max_window_layers")
+    return name_types([i < first for i in range(count)])
+
+
+def list_unturned(fields: Fields, count: int) -> list[str]:
+    """Windows in layers without rotary positions."""
+    return name_types([bool(each) for each in list_turned(fields, count)])
+
+
+def list_by_pattern(fields: Fields, count: int) -> list[str]:
+    """Windows in a pattern that metadata has."""
+    return list_types(fields.integer("sliding_window_pattern"), count)
+
+
+def in_pattern(pattern: int) -> ListTypes:
+    """Windows in a pattern, see `list_types`."""
+    return lambda _fields, count: list_types(pattern, count)
+
+
+def list_turned(fields: Fields, count: int) -> list[Any]:
+    """Return for each layer whether it has rotary positions."""
+    turned = fields.items(count, "no_rope_layers")
+    if turned is None:
+        period = fields.integer("no_rope_layer_interval", default=0)
+        return [period < 1 or (i + 1) % period != 0 for i in range(count)]
+    return turned
 
 
 def read_rotary(fields: Fields, row: ModelRow, kind: str, head: int, length: int) -> Rotary:
@@ -176,7 +234,7 @@ def read_rotary(fields: Fields, row: ModelRow, kind: str, head: int, length: int
     Since version 5 "rope_parameters" has them all, perhaps by type of layer. Before, "rope_theta"
     and "rope_scaling" had them.
     """
-    values = fields.get("rope_parameters", "rope_scaling") or {}
+    values = fields.get("rope_scaling", "rope_parameters") or {}
     if isinstance(values, dict) and isinstance(values.get(kind), dict):
         values = values[kind]
     elif LAYER_TYPES[kind] and fields.get("rope_local_base_freq") is not None:
@@ -184,17 +242,20 @@ def read_rotary(fields: Fields, row: ModelRow, kind: str, head: int, length: int
     if not isinstance(values, dict):
         raise fields.refuse(("rope_parameters",), values, "a table")
     known = {
-        "original_max_position_embeddings": fields.get(
-            "original_max_position_embeddings", "max_position_embeddings"
-        ),
+        "original_max_position_embeddings": fields.get("max_position_embeddings"),
         "max_position_embeddings": fields.get("max_position_embeddings"),
         "rope_theta": fields.get("rope_theta"),
         "partial_rotary_factor": fields.get("partial_rotary_factor"),
     }
-    scaling = Fields(known | {name: value for name, value in values.items() if value is not None})
-    share = scaling.number("partial_rotary_factor", default=row.partial)
-    base = scaling.number("rope_theta", default=10000.0)
-    return make_rotary(base, int(head * share), scaling, length)
+    known |= {name: value for name, value in values.items() if value is not None}
+    original = fields.get("original_max_position_embeddings")
+    scaling = Fields(
+        known if original is None else known | {"original_max_position_embeddings": original}
+    )
+    # Other architectures turn whole heads, whatever their metadata says.
+    is_partial = "partial_rotary_factor" in row.settings
+    share = scaling.number("partial_rotary_factor", default=1.0) if is_partial else 1.0
+    return make_rotary(scaling.number("rope_theta"), int(head * share), scaling, length)
 
 
 # --- What differs from Llama --------------------------------------------------------------------
@@ -238,9 +299,7 @@ def adjust_granite(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
     )
 
 
-def adjust_phi(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
-    if fields.flag("qk_layernorm"):
-        raise fields.refuse(("qk_layernorm",), True, "false")
+def adjust_phi(_fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
     return replace(
         config,
         norm=NormKind.LAYER,
@@ -257,12 +316,6 @@ def adjust_starcoder2(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
 
 
 def adjust_gpt2(fields: Fields, config: CausalLMConfig) -> CausalLMConfig:
-    if fields.flag("scale_attn_by_inverse_layer_idx") or fields.flag("add_cross_attention"):
-        raise ModelError(
-            "The model has scale_attn_by_inverse_layer_idx or add_cross_attention, which are not "
-            "supported.",
-            code="RQ202",
-        )
     return replace(
         config,
         norm=NormKind.LAYER,
@@ -338,20 +391,69 @@ GPT2 = TensorNames(
     is_transposed=True,
 )
 
+# --- Settings -----------------------------------------------------------------------------------
+
+SHARED: dict[str, Any] = {"tie_word_embeddings": False, "rope_theta": 10000.0}
+SILU: dict[str, Any] = {**SHARED, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
+BIASES = {"attention_bias": False, "mlp_bias": False}
+ALL_LAYERS = {**SILU, "sliding_window": 4096}
+LATE_LAYERS = {
+    **ALL_LAYERS, "use_sliding_window": False, "max_window_layers": 28, "layer_types": None,
+}  # fmt: skip
+GEMMA = {**SHARED, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "attention_bias": False}
+GEMMA1_SETTINGS = {**GEMMA, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": None}
+GEMMA2_SETTINGS = {
+    **GEMMA, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096,
+    "layer_types": None, "query_pre_attn_scalar": 256, "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+}  # fmt: skip
+GEMMA3_SETTINGS = {
+    **GEMMA, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096,
+    "layer_types": None, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256,
+    "final_logit_softcapping": None, "rope_theta": 1e6, "rope_local_base_freq": 10000.0,
+}  # fmt: skip
+SMOLLM3_SETTINGS = {
+    **SILU, **BIASES, "tie_word_embeddings": True, "rope_theta": 2e6, "sliding_window": None,
+    "use_sliding_window": False, "layer_types": None, "no_rope_layers": None,
+    "no_rope_layer_interval": 4,
+}  # fmt: skip
+PHI_SETTINGS = {
+    **SHARED, "layer_norm_eps": 1e-5, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5,
+}  # fmt: skip
+PHI3_SETTINGS = {
+    **SILU, "rms_norm_eps": 1e-5, "sliding_window": None, "partial_rotary_factor": 1.0,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+STARCODER2_SETTINGS = {
+    **SHARED, "norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True, "sliding_window": None,
+}  # fmt: skip
+GPT2_SETTINGS = {
+    **SHARED, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
+    "tie_word_embeddings": True,
+}  # fmt: skip
+BOTH_WAYS = ("use_bidirectional_attention",)
+
+
 #: "model_type" in config.json -> architecture.
 ARCHITECTURES: dict[str, ModelRow] = {
-    "llama": ModelRow(LLAMA),
-    "smollm3": ModelRow(LLAMA),
-    "mistral": ModelRow(LLAMA, pattern=1),
-    "ministral": ModelRow(LLAMA, pattern=1),
-    "qwen2": ModelRow(LLAMA, adjust_qwen2),
-    "qwen3": ModelRow(LLAMA, adjust_qwen3),
-    "granite": ModelRow(LLAMA, adjust_granite),
-    "phi": ModelRow(PHI, adjust_phi, partial=0.5),
-    "phi3": ModelRow(PHI3, pattern=1),
-    "gemma": ModelRow(LLAMA, adjust_gemma),
-    "gemma2": ModelRow(GEMMA2, adjust_gemma2, pattern=2),
-    "gemma3_text": ModelRow(GEMMA2, adjust_gemma3, pattern=6),
-    "starcoder2": ModelRow(STARCODER2, adjust_starcoder2, pattern=1),
-    "gpt2": ModelRow(GPT2, adjust_gpt2),
-}
+    "llama": ModelRow(LLAMA, {**SILU, **BIASES}),
+    "smollm3": ModelRow(LLAMA, SMOLLM3_SETTINGS, windows=list_unturned),
+    "mistral": ModelRow(LLAMA, ALL_LAYERS, windows=in_pattern(1)),
+    "ministral": ModelRow(LLAMA, {**ALL_LAYERS, "layer_types": None}, windows=in_pattern(1)),
+    "qwen2": ModelRow(LLAMA, LATE_LAYERS, adjust_qwen2, list_late),
+    "qwen3": ModelRow(LLAMA, {**LATE_LAYERS, "attention_bias": False}, adjust_qwen3, list_late),
+    "granite": ModelRow(LLAMA, {**SILU, **BIASES}, adjust_granite),
+    "phi": ModelRow(PHI, PHI_SETTINGS, adjust_phi, refused=("qk_layernorm",)),
+    "phi3": ModelRow(PHI3, PHI3_SETTINGS, windows=in_pattern(1)),
+    "gemma": ModelRow(LLAMA, GEMMA1_SETTINGS, adjust_gemma, refused=BOTH_WAYS),
+    "gemma2": ModelRow(
+        GEMMA2, GEMMA2_SETTINGS, adjust_gemma2, in_pattern(2), BOTH_WAYS
+    ),
+    "gemma3_text": ModelRow(GEMMA2, GEMMA3_SETTINGS, adjust_gemma3, list_by_pattern, BOTH_WAYS),
+    "starcoder2": ModelRow(STARCODER2, STARCODER2_SETTINGS, adjust_starcoder2, in_pattern(1)),
+    "gpt2": ModelRow(
+        GPT2, GPT2_SETTINGS, adjust_gpt2,
+        refused=("scale_attn_by_inverse_layer_idx", "add_cross_attention"),
+    ),
+}  # fmt: skip

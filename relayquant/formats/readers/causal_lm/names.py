@@ -37,8 +37,8 @@ class TensorNames:
     is_paired: bool = False
 
 
-#: Parts that are neither products nor biases of products.
-TABLES = ("embedding", "positions")
+#: Matrices that every source stores as (vocabulary or positions, width).
+TABLES = ("embedding", "positions", "classifier")
 
 
 def translate_tensors(
