@@ -100,6 +100,7 @@ class OnnxBuilder:
         real: Value -> tensor of its real values.
         integers: Value -> tensor of its integers.
         rows: Integers of rows, or the pair with their scales -> tensor that they are computed from.
+        parts: Tuple -> the tensors of its parts.
         grouped: How products with grouped weights are written.
         recurrent: How recurrent layers with integer weights are written.
         units: Accumulators whose real values are their integers: the scale comes later, because it
@@ -121,6 +122,7 @@ class OnnxBuilder:
         self.real: dict[relax.Var, str] = {}
         self.integers: dict[relax.Var, str] = {}
         self.rows: dict[relax.Expr, str] = {}
+        self.parts: dict[relax.Expr, Sequence[str]] = {}
         self.units: set[relax.Expr] = set()
         self.sizes: dict[tvm.tirx.Var, str] = {}
         self.merged: set[relax.Var] = set()

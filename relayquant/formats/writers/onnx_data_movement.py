@@ -288,11 +288,11 @@ def lies_halfway(before: int, after: int, transformation: str) -> bool:
 
 
 def write_resize(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Write Resize to a known height and width.
+    """Write Resize.
 
     Raises:
-        ModelError: the layout is packed, the method is another one, height or width are symbolic,
-            or values halfway between two are rounded to even, which ONNX lacks.
+        ModelError: the layout is packed, the method is another one, or values halfway between two
+            are rounded to even, which ONNX lacks.
     """
     attrs, layout = call.attrs, str(call.attrs.layout)
     method, rounding = str(attrs.method), str(attrs.rounding_method)
@@ -303,13 +303,10 @@ def write_resize(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
         else []
         for shape in shapes
     )
-    sizes = [size for size in after if isinstance(size, int)]
-    is_known = sizes[-2:] == after[-2:] != []
-    if mode is None or not is_known or (mode == "nearest" and rounding not in NEAREST_MODES):
+    if mode is None or not after or (mode == "nearest" and rounding not in NEAREST_MODES):
         raise ModelError(
             f"export_onnx: resize {var.name!r} ({method}, {layout}, {rounding or 'no'} rounding) "
-            "has no form in ONNX; allowed: nearest_neighbor and linear in NCHW or NHWC, to a "
-            "known height and width.",
+            "has no form in ONNX; allowed: nearest_neighbor and linear in NCHW or NHWC.",
             code="RQ203",
         )
     given: dict[str, object] = (
@@ -318,7 +315,10 @@ def write_resize(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     transformation = str(attrs.coordinate_transformation_mode)
     if rounding == "round" and mode == "nearest":
         pairs = list(zip(before, after, strict=True))[2:]
-        if any(isinstance(a, str) or lies_halfway(a, b, transformation) for a, b in pairs):
+        if any(
+            isinstance(a, str) or isinstance(b, str) or lies_halfway(a, b, transformation)
+            for a, b in pairs
+        ):
             raise ModelError(
                 f"export_onnx: resize {var.name!r} rounds coordinates halfway between two values "
                 "to even, which ONNX does not have; use another rounding_method.",

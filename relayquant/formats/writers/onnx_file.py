@@ -28,6 +28,8 @@ from relayquant.formats.writers.onnx_operators import (
     FLOAT_WRITERS,
     Writer,
 )
+from relayquant.formats.writers.onnx_order import ORDER_ATTRIBUTES, ORDER_WRITERS
+from relayquant.formats.writers.onnx_places import PLACE_ATTRIBUTES, PLACE_WRITERS
 from relayquant.formats.writers.onnx_qnn import QNN_WRITERS
 from relayquant.formats.writers.onnx_recurrent import RECURRENT_WRITERS
 from relayquant.formats.writers.onnx_sizes import SIZE_ATTRIBUTES, SIZE_WRITERS, define_sizes
@@ -35,6 +37,8 @@ from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.attributes import find_unmodelled
 from relayquant.ir.rewrite.bind import Model, bind_model
 from relayquant.ir.rewrite.graph import call_name, tensor_dtype, tensor_shape
+from relayquant.stages.conversion.partial import has_quantized_values
+from relayquant.stages.preparation import prepare_module
 
 #: Operator -> its writer
 DIALECT_WRITERS: dict[str, Writer] = {**QNN_WRITERS, **RECURRENT_WRITERS}
@@ -42,6 +46,8 @@ WRITERS: dict[str, Writer] = {
     **FLOAT_WRITERS,
     **FORMULA_WRITERS,
     **DATA_MOVEMENT_WRITERS,
+    **ORDER_WRITERS,
+    **PLACE_WRITERS,
     **SIZE_WRITERS,
     **DIALECT_WRITERS,
 }
@@ -51,6 +57,8 @@ ATTRIBUTES = {
     **FLOAT_ATTRIBUTES,
     **FORMULA_ATTRIBUTES,
     **DATA_MOVEMENT_ATTRIBUTES,
+    **ORDER_ATTRIBUTES,
+    **PLACE_ATTRIBUTES,
     **SIZE_ATTRIBUTES,
 }
 
@@ -58,7 +66,9 @@ ATTRIBUTES = {
 MAX_BYTES = 2**31 - 1
 
 #: Operators whose results are places, also those of accumulators of the same dtype.
-PLACES = ("relax.argmax", "relax.argmin")
+PLACES = ("relax.argmax", "relax.argmin", "relax.argsort", "relax.topk", "relax.median")
+#: Operators whose writers give a tensor for each part of a tuple.
+IN_PARTS = ("relax.topk", "relax.median", "relax.nn.batch_norm")
 
 
 @check_arguments
@@ -72,8 +82,7 @@ def export_onnx(
     """Write a quantized model as ONNX with QuantizeLinear and DequantizeLinear.
 
     Args:
-        mod: Result of `convert_to_reference`, `quantize` or `lower`, or a float module in canonical
-            form.
+        mod: Result of `convert_to_reference`, `quantize` or `lower`, or a float module.
         path: The file. It is written completely or not at all.
         grouped: How products with grouped weights are written.
         recurrent: How recurrent layers with integer weights are written.
@@ -92,7 +101,7 @@ def export_onnx(
             than 2 GB.
     """
     path = Path(path)
-    model = build_model(bind_model(mod), grouped, recurrent)
+    model = build_model(bring_to_form(bind_model(mod)), grouped, recurrent)
     size = model.ByteSize()
     if size > MAX_BYTES:
         raise ModelError(
@@ -132,8 +141,12 @@ def build_model(
         if isinstance(var.ty, relax.ShapeType) and isinstance(value, relax.Var):
             define_sizes(builder, var, value)
             continue
-        if isinstance(value, relax.TupleGetItem):  # a value of rows: other tuples were refused
-            builder.rows[var] = builder.rows[value.tuple_value]
+        if isinstance(value, relax.TupleGetItem):  # other tuples were refused
+            parts = builder.parts.get(value.tuple_value)
+            if parts is None:
+                builder.rows[var] = builder.rows[value.tuple_value]
+            else:
+                store(builder, var, builder.emit("Identity", [parts[value.index]], var.name))
             continue
         if isinstance(value, relax.Var):
             source = builder.tensor(value, var.name)
@@ -144,7 +157,8 @@ def build_model(
             store(builder, var, builder.emit("Identity", [array], var.name))
             continue
         name = WRITERS[call_name(value)](builder, var, value)
-        if var not in builder.real and not builder.merged & set(graph.users[var]):
+        is_stored = var in builder.real or isinstance(var.ty, relax.TupleType)
+        if not is_stored and not builder.merged & set(graph.users[var]):
             store(builder, var, name)
     outputs = [describe(builder, expr) for expr in list_results(graph)]
     nodes, constants = keep_needed(builder, [info.name for info in outputs])
@@ -170,12 +184,22 @@ def store(builder: OnnxBuilder, var: relax.Var, name: str) -> None:
         builder.integers[var] = name
 
 
-def check_operators(graph: Graph) -> None:
-    """Raise one ModelError for all operators that ONNX cannot express."""
+def bring_to_form(mod: tvm.IRModule) -> tvm.IRModule:
+    """Return the canonical form of a float module with operators that only this form has no more.
+    Other modules stay as they are.
+    """
+    graph = Graph(mod)
+    if not find_missing(graph) or has_quantized_values(mod):
+        return mod
+    return prepare_module(mod)
+
+
+def find_missing(graph: Graph) -> dict[str, list[str]]:
+    """Find the operators that ONNX cannot express: what each is, and the values that it gives."""
     missing: dict[str, list[str]] = {}
     for binding in graph.bindings:
         value = binding.value
-        if isinstance(value, relax.TupleGetItem) and not is_of_rows(graph, value):
+        if isinstance(value, relax.TupleGetItem) and not has_parts(graph, value):
             missing.setdefault("a part of a tuple", []).append(binding.var.name)
             continue
         if not isinstance(value, Call):
@@ -186,7 +210,12 @@ def check_operators(graph: Graph) -> None:
         if op not in WRITERS or found is not None:
             what = op if found is None else f"{op} with {found.name}={found.value!r}"
             missing.setdefault(what, []).append(binding.var.name)
-    if missing:
+    return missing
+
+
+def check_operators(graph: Graph) -> None:
+    """Raise one ModelError for all operators that ONNX cannot express."""
+    if missing := find_missing(graph):
         lines = [f"{op} ({', '.join(map(repr, at))})" for op, at in missing.items()]
         raise ModelError(
             f"export_onnx has no ONNX form for "
@@ -196,9 +225,9 @@ def check_operators(graph: Graph) -> None:
         )
 
 
-def is_of_rows(graph: Graph, value: relax.TupleGetItem) -> bool:
-    """Return whether a value is a part of the result of `qnn.quantize_rows`."""
-    return graph.op_name(value.tuple_value) == "relax.qnn.quantize_rows"
+def has_parts(graph: Graph, value: relax.TupleGetItem) -> bool:
+    """Return whether a value is a part of what a writer gives in parts."""
+    return graph.op_name(value.tuple_value) in ("relax.qnn.quantize_rows", *IN_PARTS)
 
 
 def list_results(graph: Graph) -> list[relax.Expr]:

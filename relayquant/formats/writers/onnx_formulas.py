@@ -171,6 +171,26 @@ def write_group_norm(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     return value
 
 
+def write_batch_norm(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
+    """Write BatchNormalization. Its statistics stay as they are.
+
+    Raises:
+        ModelError: it is in training, has no scale or bias, or channels are not axis 1.
+    """
+    attrs, rank = call.attrs, call.args[0].ty.ndim
+    is_whole = attrs.scale and attrs.center and not attrs.training
+    if not is_whole or int(attrs.axis) % rank != 1:
+        raise ModelError(
+            f"export_onnx: the norm {var.name!r} is in training, has no scale or bias, or has its "
+            f"channels on axis {attrs.axis}; ONNX has them on axis 1.",
+            code="RQ203",
+        )
+    inputs, name = [builder.tensor(arg, var.name) for arg in call.args], f"{var.name}.norm"
+    found = builder.step("BatchNormalization", inputs, name, epsilon=float(attrs.epsilon))
+    builder.parts[var] = [found, *inputs[3:]]
+    return var.name
+
+
 #: operators that take several nodes
 FORMULA_WRITERS: dict[str, Writer] = {
     "relax.not_equal": write_not_equal,
@@ -188,6 +208,7 @@ FORMULA_WRITERS: dict[str, Writer] = {
     "relax.variance": functools.partial(write_variance, False),
     "relax.std": functools.partial(write_variance, True),
     "relax.nn.rms_norm": write_rms_norm,
+    "relax.nn.batch_norm": write_batch_norm,
     "relax.nn.group_norm": write_group_norm,
     "relax.nn.instance_norm": write_group_norm,
 }
@@ -196,6 +217,7 @@ FORMULA_WRITERS: dict[str, Writer] = {
 FORMULA_ATTRIBUTES: dict[str, tuple[str, ...]] = {
     **{f"relax.{name}": ("axis", "keepdims") for name in ("prod", "variance", "std")},
     "relax.nn.rms_norm": ("axes", "epsilon"),
+    "relax.nn.batch_norm": ("axis", "epsilon", "center", "scale", "training", "momentum"),
     "relax.nn.group_norm": (
         "num_groups", "channel_axis", "axes", "epsilon", "center", "scale",
     ),

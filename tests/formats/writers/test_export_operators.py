@@ -74,6 +74,10 @@ def float32(value):
     return tirx.FloatImm("float32", value)
 
 
+def as_bytes(x):
+    return op.astype(op.multiply(op.abs(x), floats(60)), "uint8")
+
+
 @dataclass(frozen=True)
 class Case:
     """An operator on x of shape (n, *rest), with a symbolic n, and its form in numpy."""
@@ -161,6 +165,55 @@ CASES = {
         lambda x: np.full((len(x), 3), 0.5, "float32"),
     ),
     "zeros_like": Case(lambda x: op.zeros_like(x, "int32"), lambda x: np.zeros(x.shape, "int32")),
+    "sort": Case(lambda x: op.sort(x, 0), lambda x: np.sort(x, 0)),
+    "sort_down": Case(
+        lambda x: op.sort(as_bytes(x), -1, True),
+        lambda x: np.sort((abs(x) * 60).astype("uint8"), -1)[:, ::-1],
+    ),
+    "argsort_of_ties": Case(
+        lambda x: op.argsort(op.sign(x), -2), lambda x: np.argsort(np.sign(x), 0, kind="stable")
+    ),
+    "argsort_down_of_ties": Case(
+        lambda x: op.argsort(op.astype(op.sign(x), "int8"), 1, True, "int64"),
+        lambda x: np.argsort(-np.sign(x), 1, kind="stable"),
+    ),
+    "topk_values": Case(lambda x: op.topk(x, 3, -1, "values"), lambda x: -np.sort(-x, -1)[:, :3]),
+    "topk_indices": Case(
+        lambda x: op.topk(x, 2, 0, "indices", False), lambda x: np.argsort(x, 0)[:2]
+    ),
+    "topk_of_all": Case(
+        lambda x: op.topk(x, -1, 0, "indices", True, "int64"), lambda x: np.argsort(-x, 0)
+    ),
+    "topk_both": Case(
+        lambda x: op.add(op.topk(x, 2)[0], op.astype(op.topk(x, 2)[1], "float32")),
+        lambda x: -np.sort(-x)[:, :2] + np.argsort(-x)[:, :2],
+    ),
+    "median": Case(lambda x: op.median(x, [0])[0], lambda x: np.sort(x, 0)[(len(x) - 1) // 2]),
+    "median_index": Case(
+        lambda x: op.median(x, [-1], True)[1], lambda x: np.argsort(x, -1)[:, 1:2]
+    ),
+    "median_of_all": Case(lambda x: op.median(x), lambda x: np.sort(x.ravel())[x.size // 2 - 1]),
+    "cumprod": Case(lambda x: op.cumprod(x, 0), lambda x: x.cumprod(0)),
+    "cumprod_exclusive": Case(
+        lambda x: op.cumprod(x, -1, exclusive=True),
+        lambda x: np.c_[np.ones(len(x)), x.cumprod(-1)[:, :-1]].astype("float32"),
+    ),
+    "cumprod_of_all": Case(lambda x: op.cumprod(x), lambda x: x.cumprod()),
+    "cumprod_of_bytes": Case(
+        lambda x: op.cumprod(as_bytes(x), 1, "int32"),
+        lambda x: (abs(x) * 60).astype("uint8").cumprod(1, dtype="int32"),
+    ),
+    "repeat": Case(lambda x: op.repeat(x, 3, 0), lambda x: x.repeat(3, 0)),
+    "repeat_columns": Case(lambda x: op.repeat(x, 2, -1), lambda x: x.repeat(2, -1)),
+    "repeat_of_all": Case(lambda x: op.repeat(x, 2), lambda x: x.repeat(2)),
+    "einsum": Case(lambda x: op.einsum((x, x), "ni,nj->ij"), lambda x: x.T @ x),
+    "index_tensor": Case(
+        lambda x: op.index_tensor(x, (integers([[0], [-1]]), integers([1, 3, 1]))),
+        lambda x: x[[[0], [-1]], [1, 3, 1]],
+    ),
+    "index_tensor_rows": Case(
+        lambda x: op.index_tensor(x, (integers([[0, 1, -1]]),)), lambda x: x[[[0, 1, -1]]]
+    ),
     "shape_to_tensor": Case(
         lambda x: op.shape_to_tensor(relax.ShapeExpr(x.ty.shape.values)),
         lambda x: np.array(x.shape),
@@ -173,10 +226,6 @@ GRID = np.clip(RNG.normal(size=(3, 2, 5, 6)), -1.45, 1.45).astype("float32")
 REGIONS = np.array([[0, 1, 1, 6, 5], [2, 0.5, 2.25, 3, 7.5], [1, -1, 0, 9, 4]], "float32")
 MAPS, VOLUMES = (3, 2, 8, 7), (2, 4, 3, 4, 5)
 KERNEL = RNG.normal(size=(4, 2, 2, 3, 2)).astype("float32")
-
-
-def as_bytes(x):
-    return op.astype(op.multiply(op.abs(x), floats(60)), "uint8")
 
 
 #: shape of x, and an operator on it. The reference has it from numpy and PyTorch's formulas.
@@ -210,6 +259,7 @@ AS_REFERENCE = {
         for ratio in (-1, 2)
         for aligned in (True, False)
     },
+    "pixel_shuffle": ((2, 8, 3, 4), lambda x: op.nn.pixel_shuffle(x, 2)),
     "eye_like": ((3, 5), lambda x: op.eye_like(x, 1, "int32")),
     "eye_like_below": ((4, 4), lambda x: op.eye_like(x, -2)),
     "nonzero": ((4, 3), lambda x: op.nonzero(op.astype(x, "int32"))),
@@ -226,6 +276,66 @@ AS_REFERENCE = {
         ),
     ),
 }
+
+
+def test_float_module__as_a_reader_gives_it(tmp_path):
+    """Operators that only the canonical form is without: split, batch norm, stack, flatten."""
+    ones = floats(np.ones(2))
+
+    def body(emit, x):
+        halves = emit("halves", op.split(x, 2, 1))
+        normed = emit(
+            "both", op.nn.batch_norm(halves[0], ones, ones, ones, ones, 1, training=False)
+        )
+        summed = emit("sum", op.nn.conv2d(normed[0], floats(np.ones((2, 2, 1, 1)))))
+        return emit("y", op.nn.batch_flatten(op.stack([summed, halves[1]], 1)))
+
+    mod = build_model(body, (3, 4, 2, 2))
+    x = RNG.normal(size=(3, 4, 2, 2)).astype("float32")
+    (got,) = run_onnxruntime(rq.export_onnx(mod, tmp_path / "m.onnx"), {"x": x})
+    np.testing.assert_allclose(got, rq.reference.run(mod, [x])[0], rtol=1e-4, atol=1e-5)
+
+
+#: rank, result of an adaptive pool, layout
+ADAPTIVE = [(1, [5], "NCW"), (2, [3, 2], "NCHW"), (2, [3, 11], "NHWC"), (3, [2, 1, 3], "NCDHW")]
+
+
+@pytest.mark.parametrize("is_symbolic", [False, True])
+@pytest.mark.parametrize(("rank", "result", "layout"), ADAPTIVE)
+def test_adaptive_pool__as_pytorch_averages(rank, result, layout, is_symbolic, tmp_path):
+    torch = pytest.importorskip("torch")
+    make = getattr(op.nn, f"adaptive_avg_pool{rank}d")
+    shape, symbols = (2, *((7, 6, 5)[:rank]), 3), ("n", *(("h", "w", "d")[:rank]), 3)
+    order = [*range(rank + 2)]
+    if layout[1] == "C":
+        order = [0, rank + 1, *range(1, rank + 1)]
+    given = [(symbols if is_symbolic else shape)[at] for at in order]
+    mod = build_model(lambda emit, x: emit("y", make(x, result, layout)), tuple(given))
+    path = rq.export_onnx(mod, tmp_path / "m.onnx")
+    for size in {shape, (3, *((12, 3, 4)[:rank]), 3) if is_symbolic else shape}:
+        x = RNG.normal(size=size).astype("float32")
+        first = torch.from_numpy(np.moveaxis(x, -1, 1))
+        wanted = getattr(torch.nn.functional, f"adaptive_avg_pool{rank}d")(first, result).numpy()
+        (got,) = run_onnxruntime(path, {"x": np.ascontiguousarray(np.transpose(x, order))})
+        got = got if layout[1] == "C" else np.moveaxis(got, -1, 1)
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["linear", "nearest_neighbor"])
+def test_resize__to_sizes_of_the_input(method, tmp_path):
+    def make(x):
+        _, _, height, width = x.ty.shape.values
+        rounding = "floor" if method == "nearest_neighbor" else ""
+        return op.image.resize2d(
+            x, (height * 2, width + 3), None, "NCHW", method, "half_pixel", rounding
+        )
+
+    mod = build_model(lambda emit, x: emit("y", make(x)), ("n", 2, "h", "w"))
+    path = rq.export_onnx(mod, tmp_path / "m.onnx")
+    for sizes in ((3, 4), (5, 2)):
+        x = RNG.normal(size=(2, 2, *sizes)).astype("float32")
+        (expected,) = rq.reference.run(mod, [x])
+        np.testing.assert_allclose(run_onnxruntime(path, {"x": x})[0], expected, 1e-4, 1e-5)
 
 
 @pytest.mark.parametrize("name", AS_REFERENCE)
