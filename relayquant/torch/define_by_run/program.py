@@ -107,8 +107,16 @@ class Uncopied:
         Raises:
             ConfigError: always.
         """
-        raise ConfigError(
-            f"A {type(self).__name__} cannot be copied or pickled: it refers to the modules and "
+        raise self.refuse("cannot be copied or pickled")
+
+    def state_dict(self) -> Any:
+        """Refuse. Errors as for `__reduce__`."""
+        raise self.refuse("has no state_dict")
+
+    def refuse(self, what: str) -> ConfigError:
+        """Return the error for an attempt to keep the object. It says what can be kept."""
+        return ConfigError(
+            f"A {type(self).__name__} {what}: it refers to the modules and "
             "code of one model, and to compiled code. Prepare and convert a copy of the float "
             "model instead. Integer modules of a converted model (.modules) can be saved: "
             "relayquant.torch.as_module makes a torch.nn.Module of each, which can be copied, "

@@ -243,3 +243,5 @@ def test_copy__says_what_to_do_instead(models):
         for make in (copy.deepcopy, copy.copy, pickle.dumps):
             with pytest.raises(rq.ConfigError, match=rf"A {type(each).__name__} cannot be copied"):
                 make(each)
+        with pytest.raises(rq.ConfigError, match=r"has no state_dict: .*as_module makes"):
+            each.state_dict()
