@@ -50,10 +50,10 @@ print(f"calibrated: {measure(calibrated):.1%} of the answers of float")
 # One call
 # --------
 # ``finetune`` starts from calibration and trains weights, biases and scales until the outputs are
-# those of the float model again. It needs no labels. With ``validation_dataset`` the best state
+# those of the float model again. It needs no labels. The best state on ``validation_dataset``
 # counts, of which the calibrated one is the first: data that is not trained on, where there is more
-# than these 128 images. ``checkpoint="file"`` makes it resumable. Few bits want a large rate: a
-# weight has to move half a step to become another.
+# than these 128 images. Without it, a tenth of the items is held back. ``checkpoint="file"`` makes
+# it resumable. Few bits want a large rate: a weight has to move half a step to become another.
 
 
 class Report(rq.Callback):

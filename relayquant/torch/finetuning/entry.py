@@ -47,6 +47,7 @@ def finetune(
     weight_ranges: Ranges | str | None = None,
     calibration_dataset: Any = None,
     validation_dataset: Any = None,
+    hold_back: bool = True,
     metric: Metric | None = None,
     evaluate_every: int | None = None,
     patience: int | None = None,
@@ -59,12 +60,13 @@ def finetune(
     weights, biases and, by default, scales with Adam. The rate falls to 0 along half a cosine. The
     result is the average of the parameters over about the last tenth of the steps taken.
 
-    With `validation_dataset`, the best average of all evaluations is returned. The calibrated state
-    is the first candidate. The state after `reconstruction` is the second. Both count as step 0.
-    The calibrated state is returned if the best loss is not lower by two of its standard errors. So
-    the result is never worse on that data, nor different by chance. If the reconstruction is worse
-    than the calibrated state, training starts from the calibrated state. Without
-    `validation_dataset`, the reconstructed and trained state is returned.
+    The best average of all evaluations on validation data is returned. This is
+    `validation_dataset` or, by default, a tenth of `dataset` that is neither calibrated nor trained
+    on. The calibrated state is the first candidate. The state after `reconstruction` is the second.
+    Both count as step 0. The calibrated state is returned if the best loss is not lower by two of
+    its standard errors. So the result is never worse on that data, nor different by chance. If the
+    reconstruction is worse than the calibrated state, training starts from the calibrated state.
+    Without validation data, the reconstructed and trained state is returned.
 
     Args:
         mod, params: The float module; or a calibrated model from `calibrate`, and None.
@@ -93,7 +95,11 @@ def finetune(
         ranges, weight_ranges: How ranges change. See `relayquant.config.Ranges`.
         calibration_dataset: Data set for the first ranges. `dataset` if None.
         validation_dataset: Data set that is not used for training, to choose the best state. With
-            more samples it can tell smaller gains from chance.
+            more samples it can tell smaller gains from chance. None: see `hold_back`.
+        hold_back: Whether to hold back every tenth item of `dataset` as validation data, if there
+            is no `validation_dataset`. Of 4 to 9 items it is the last one, of fewer none. Pass a
+            `validation_dataset` if items are shuffled or augmented views of the same samples: the
+            training would see what is held back.
         metric: `(float outputs, quantized outputs) -> float` on the validation data, higher is
             better, as for `quantize`. None: the loss, or the default loss if `loss` takes the item.
             Any higher value of a metric counts as a gain, without a test for chance.
@@ -130,6 +136,7 @@ def finetune(
         weight_ranges=weight_ranges,
         calibration_dataset=calibration_dataset,
         validation_dataset=validation_dataset,
+        hold_back=hold_back,
         metric=metric,
         evaluate_every=evaluate_every,
         patience=patience,
@@ -152,7 +159,12 @@ def finetune(
     # For a module this comes first, so that an operator that cannot be trained is reported before
     # the work.
     known = mod if isinstance(mod, PreparedModel) else from_relax(mod, params).source.prepared
-    data = TrainingData(dataset, describe_inputs(known.mod))
+    is_holding = settings.hold_back and settings.validation_dataset is None
+    most = settings.most_items if is_holding else None
+    data = TrainingData(dataset, describe_inputs(known.mod), most)
+    settings.check_validation(data.held)
+    if data.held:
+        settings = replace(settings, validation_dataset=data.held)
     given = settings.calibration_dataset
     student = run(
         "calibrate",

@@ -5,7 +5,8 @@ Nothing here needs PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from relayquant.stages.effort import resolve_effort
 
 #: (outputs, outputs of the float model) -> loss; a third parameter gets the item of the data set
 Loss = Callable[..., Any]
+#: one of so many items is held back; of fewer items the last one, if there are at least so many
+HELD_BACK, FEWEST_ITEMS = 10, 4
 
 
 @check_fields
@@ -47,6 +50,7 @@ class FinetuneSettings(RunSettings):
     weight_ranges: Ranges | None = None
     calibration_dataset: Any = None
     validation_dataset: Any = None
+    hold_back: bool = True
     metric: Metric | None = None
     evaluate_every: int | None = None
     patience: int | None = None
@@ -83,38 +87,70 @@ class FinetuneSettings(RunSettings):
                 )
         if self.metric is not None:
             check_metric(self.metric)
-        if self.validation_dataset is None and (
-            self.metric is not None or self.patience is not None
-        ):
-            raise ConfigError(
-                "finetune got a metric or patience but no validation data to measure on.  Pass "
-                "validation_dataset=, a data set that is not used for training.",
-                code="RQ102",
-            )
 
     @property
     def interval(self) -> int:
         """Steps between two evaluations. By default a tenth of all steps."""
         return self.evaluate_every or max(1, self.steps // 10)
 
+    @property
+    def most_items(self) -> int:
+        """Number of items that one pass of the training reads at most."""
+        return max(self.steps, self.reconstruction)
+
+    def check_validation(self, held: Sequence[Any]) -> None:
+        """Check that there is validation data for what needs it. `held`: items held back.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        needed = self.metric is not None or self.patience is not None
+        if needed and self.validation_dataset is None and not held:
+            raise ConfigError(
+                "finetune got a metric or patience but no validation data to measure on. Pass "
+                "validation_dataset=, a data set that is not used for training; or at least "
+                f"{FEWEST_ITEMS} items with hold_back=True.",
+                code="RQ102",
+            )
+
 
 class TrainingData:
     """A data set to train on: checked inputs, and separately the other contents of its items.
 
     Attributes:
-        dataset: The inputs only.
+        dataset: The inputs only, without what is held back.
+        held: Inputs of the items that are held back from training, to choose the best state.
     """
 
-    def __init__(self, batches: Any, inputs: Sequence[InputInfo]) -> None:
+    def __init__(
+        self, batches: Any, inputs: Sequence[InputInfo], hold_back: int | None = None
+    ) -> None:
+        """Open the data.
+
+        Args:
+            batches, inputs: As for `open_dataset`.
+            hold_back: Hold back of the first so many items. None: nothing.
+        """
         self.names = {info.name for info in inputs}
         self.extras: dict[str, Any] = {}
         is_plain = isinstance(batches, str | Path | Mapping | Dataset) or is_array(batches)
-        self.open = None if is_plain else open_iterable(batches)
-        self.dataset = open_dataset(batches if self.open is None else self.split, inputs)
+        plain = open_dataset(batches, inputs) if is_plain else None
+        self.open = open_iterable(batches) if plain is None else plain.__iter__
+        self.places: frozenset[int] = frozenset()
+        self.dataset = plain or open_dataset(self.split, inputs)
+        self.held: list[dict[str, np.ndarray]] = []
+        if hold_back is None:
+            return
+        found = choose_held(itertools.islice(self.dataset, hold_back))
+        self.places, self.held = frozenset(found), list(found.values())
+        if found:
+            self.dataset = open_dataset(self.split, inputs)
 
     def split(self) -> Iterator[Any]:
         """Yield the items reduced to inputs. The rest is kept in `extras`."""
-        for item in self.open() if self.open is not None else ():
+        for place, item in enumerate(self.open()):
+            if place in self.places:
+                continue
             self.extras = {}
             if isinstance(item, Mapping):
                 self.extras = {k: v for k, v in item.items() if k not in self.names}
@@ -126,3 +162,15 @@ class TrainingData:
         while True:
             for batch in self.dataset:
                 yield batch, {**batch, **self.extras}
+
+
+def choose_held(items: Iterable[Any]) -> dict[int, Any]:
+    """Return every tenth item, by place; of 4 to 9 items the last one, of fewer none.
+
+    Spread over the data, because it may be sorted.
+    """
+    found, place, item = {}, -1, None
+    for place, item in enumerate(items):
+        if place % HELD_BACK == HELD_BACK - 1:
+            found[place] = item
+    return {place: item} if not found and place + 1 >= FEWEST_ITEMS else found

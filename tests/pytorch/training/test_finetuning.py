@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -11,7 +12,7 @@ from float_models import draw_batches, residual_model
 
 import relayquant as rq
 from relayquant.base.events import TrainingEvent
-from relayquant.data.item import describe_inputs
+from relayquant.data.item import InputInfo, describe_inputs
 from relayquant.demo import load_digits
 from relayquant.errors import ConfigError, DataError, FileError
 from relayquant.ir.reference import run
@@ -134,6 +135,37 @@ def test_validation__never_worse_and_patience_ends():
     np.testing.assert_array_equal(run(got, batch)[0], run(expected, batch)[0])
     assert [event.step for event in watch.events] == [0, 2, 4]
     assert "4 steps, the best as calibrated" in rq.ledger(got).to_dict()["choices"]["training"]
+
+
+def test_hold_back__never_worse_without_validation_data():
+    """A rate that ruins the model: what was held back chooses the calibrated state."""
+    mod, watch = residual_model(), Watch()
+    data = draw_batches(mod, 12)
+    options = {"effort": "fast", "backend": "x86"}
+    got = rq.torch.finetune(mod, None, data, steps=12, lr=3.0, callbacks=watch, **options)
+    kept = data[:9] + data[10:]
+    expected = rq.quantize(mod, None, kept, guard=rq.config.Guard.OFF, **options)
+    np.testing.assert_array_equal(run(got, data[0])[0], run(expected, data[0])[0])
+    assert "12 steps, the best as calibrated" in rq.ledger(got).to_dict()["choices"]["training"]
+    assert watch.events[0].score > max(event.score for event in watch.events[1:])
+    ruined = rq.torch.finetune(mod, None, data, steps=12, lr=3.0, hold_back=False, **options)
+    assert not np.array_equal(run(ruined, data[0])[0], run(expected, data[0])[0])
+
+
+@pytest.mark.parametrize(
+    ("count", "most", "places"),
+    [(3, 99, []), (4, 99, [3]), (9, 99, [8]), (19, 99, [9]), (20, 99, [9, 19]), (50, 20, [9, 19])],
+)
+@pytest.mark.parametrize("kind", [list, np.concatenate])
+def test_hold_back__places(count, most, places, kind):
+    from relayquant.torch.finetuning.settings import TrainingData
+
+    items = [np.full((1, 2), i, "float32") for i in range(count)]
+    data = TrainingData(kind(items), (InputInfo("x", (1, 2), "float32"),), most)
+    assert [int(batch["x"][0, 0]) for batch in data.held] == places
+    seen = [int(batch["x"][0, 0]) for batch, _ in itertools.islice(data, 2 * count)]
+    once = [i for i in range(count) if i not in places]
+    assert seen == (once * 3)[: 2 * count]
 
 
 @pytest.mark.parametrize(
