@@ -43,7 +43,7 @@ from relayquant.base.version import __version__
 from relayquant.codegen.kernels.isa.target import name_host
 from relayquant.errors import ConfigError, DataError, format_count
 from relayquant.stages.calibration.parameters import CallableCalibration, resolve_observer
-from relayquant.stages.calibration.store import BEGIN_ANEW, Shard, ValueStore
+from relayquant.stages.calibration.store import BEGIN_ANEW, Shard, ValueMemory, ValueStore
 from relayquant.stages.prepared import PreparedModel
 
 FORMAT = "relayquant.checkpoint.2"
@@ -78,21 +78,24 @@ class DataRecord:
 
 @dataclass(frozen=True)
 class Workspace:
-    """The folder of one calibration. `is_kept` is true for a checkpoint."""
+    """The folder of one calibration. `is_kept` is true for a checkpoint. `memory` holds values that
+    need no file.
+    """
 
     path: Path
     is_kept: bool = False
     folders: tuple[str, ...] = field(default=FOLDERS)
+    memory: ValueMemory | None = None
 
     @property
     def values(self) -> ValueStore:
         """The folder for values."""
-        return ValueStore(self.path / "values")
+        return ValueStore(self.path / "values", memory=self.memory)
 
     @property
     def part(self) -> ValueStore:
         """The folder for values of a part of the batches."""
-        return ValueStore(self.path / "part")
+        return ValueStore(self.path / "part", memory=self.memory)
 
     def states(self, step: int, shard: Shard) -> Path:
         """Return the file for the states of one shard."""
@@ -169,10 +172,12 @@ class Workspace:
 
 
 @contextmanager
-def open_temporary() -> Iterator[Workspace]:
-    """Open a folder that is deleted at the end of the `with` block."""
+def open_temporary(memory: ValueMemory | None = None) -> Iterator[Workspace]:
+    """Open a folder that is deleted at the end of the `with` block. A `memory` is for one process
+    alone: others see the files.
+    """
     with open_temporary_folder() as path:
-        workspace = Workspace(path)
+        workspace = Workspace(path, memory=memory)
         workspace.make_folders()
         yield workspace
 

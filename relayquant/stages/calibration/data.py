@@ -221,7 +221,8 @@ class StoredData:
             for shard in self.shards:
                 readers = [self.values.read(name, shard) for name in group.points]
                 if len(readers) == 1:
-                    yield from readers[0]
+                    # A callable may write into its arrays.
+                    yield from (array.copy() for array in readers[0])
                     continue
                 for arrays in zip(*readers, strict=True):
                     yield np.concatenate([array.reshape(-1) for array in arrays])

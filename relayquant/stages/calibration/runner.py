@@ -68,6 +68,7 @@ from relayquant.stages.calibration.shard import (
     StepArguments,
     name_real,
 )
+from relayquant.stages.calibration.store import MOST_KEPT_BYTES, ValueMemory
 from relayquant.stages.calibration.subgraphs import Subgraph
 from relayquant.stages.calibration.weights.curves import Slopes, ValueCurve, find_curves
 from relayquant.stages.calibration.weights.fit import fit_operator, round_bias
@@ -156,7 +157,8 @@ def pick_parameters(
     judge = OutputJudge(prepared.graph, load_module) if is_judged else None
     with limit_blas(), ExitStack() as stack:
         if checkpoint is None:
-            workspace = stack.enter_context(open_temporary())
+            memory = ValueMemory(MOST_KEPT_BYTES) if pool is None else None
+            workspace = stack.enter_context(open_temporary(memory))
         else:
             fingerprint = describe_fingerprint(prepared, order.value, override, fit)
             workspace = stack.enter_context(open_checkpoint(checkpoint, fingerprint))
@@ -300,7 +302,8 @@ class _Run:
                 # A later pass reads the model's inputs again.
                 if is_last or name not in self.data.record.starts:
                     self.data.values.drop(name, shards)
-                    self.data.values.drop(name_real(name), shards)
+                    if self.runs_real:
+                        self.data.values.drop(name_real(name), shards)
         if self.shards.writes_states:
             for shard in shards:
                 self.workspace.states(index, shard).unlink(missing_ok=True)

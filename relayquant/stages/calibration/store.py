@@ -1,5 +1,5 @@
-"""Store for the values of all batches on disk, between subgraphs. Memory does not grow with the
-data.
+"""Store for the values of all batches, between subgraphs: on disk, but for what a `ValueMemory` has
+room for. Memory does not grow with the data.
 
 The data is split into shards of consecutive batches. A computed value has one file per shard. An
 input of the model has one file for all shards, because it is written before the number of batches
@@ -20,19 +20,22 @@ import math
 import mmap
 import os
 import secrets
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from relayquant.base.runtime import ALIGNMENT, find_memory_axes
+from relayquant.base.runtime import ALIGNMENT, align_array, find_memory_axes, invert_axes
 from relayquant.base.storage.files import writing
 from relayquant.errors import DataError
 
 #: Largest number of shards. Every observer can merge this many states, and it is enough to keep as
 #: many workers busy.
 MOST_SHARDS = 32
+#: bytes of computed values that need no file
+MOST_KEPT_BYTES = 1 << 27
 #: advice for a damaged checkpoint
 BEGIN_ANEW = "Delete the checkpoint to start again."
 #: size limit of a record's header
@@ -118,40 +121,116 @@ def write_all(file: int, parts: Sequence[bytes | memoryview]) -> int:
     return sum(map(len, parts))
 
 
+class ValueMemory:
+    """Computed values of one process that need no file, at most `most` bytes. By the path that the
+    file would have. Any thread may call.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._values: dict[Path, list[np.ndarray]] = {}
+        self._room = most
+        self._lock = threading.Lock()
+
+    def reserve(self, size: int) -> bool:
+        """Whether there is room for so many bytes, which are taken then. Negative: give back."""
+        with self._lock:
+            if size > self._room:
+                return False
+            self._room -= size
+            return True
+
+    def put(self, path: Path, arrays: list[np.ndarray]) -> None:
+        """Store arrays that `reserve` took room for."""
+        self._values[path] = arrays
+
+    def find(self, path: Path) -> list[np.ndarray] | None:
+        """Return the arrays stored under a path; None if there are none."""
+        return self._values.get(path)
+
+    def drop(self, path: Path) -> bool:
+        """Forget what is stored under a path. Return whether there was anything."""
+        arrays = self._values.pop(path, None)
+        self.reserve(-sum(array.nbytes for array in arrays or ()))
+        return arrays is not None
+
+
+class KeptWriter:
+    """Keeps a value's shard in memory while there is room, and writes it to its file if not."""
+
+    def __init__(self, path: Path, memory: ValueMemory) -> None:
+        self._path, self._memory = path, memory
+        self._arrays: list[np.ndarray] = []
+        self._file: ValueWriter | None = None
+
+    def __enter__(self) -> KeptWriter:
+        return self
+
+    def append(self, array: np.ndarray) -> None:
+        """Add the next batch, whose memory nobody writes to any more."""
+        if self._file is None and self._memory.reserve(array.nbytes):
+            axes = find_memory_axes(array)
+            self._arrays.append(align_array(array.transpose(axes)).transpose(invert_axes(axes)))
+            return
+        if self._file is None:
+            self._file = ValueWriter(self._path)
+            for kept in self._arrays:
+                self._file.append(kept)
+            self._forget()
+        self._file.append(array)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._file is not None:
+            self._file.__exit__(kind, error, trace)
+        elif error is None:
+            self._memory.put(self._path, self._arrays)
+        else:
+            self._forget()
+
+    def _forget(self) -> None:
+        self._memory.reserve(-sum(array.nbytes for array in self._arrays))
+        self._arrays = []
+
+
 @dataclass(frozen=True)
 class ValueStore:
-    """Values by name and shard in a folder. It is plain data, so other processes can use it.
+    """Values by name and shard in a folder. Without a memory it is plain data, so other processes
+    can use it.
 
     Attributes:
         folder: The folder with the files.
         starts: For each input of the model: offset of each shard in its file.
+        memory: Holds computed values that are not in files.
     """
 
     folder: Path
     starts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    memory: ValueMemory | None = None
 
     def path(self, name: str, shard: Shard | None) -> Path:
         """Return the file of a value's shard, or of an input if the shard is None."""
-        stem = hashlib.sha256(name.encode()).hexdigest()[:24]
-        return self.folder / (stem if shard is None else f"{stem}.{shard.index}")
+        return make_path(self.folder, name, None if shard is None else shard.index)
 
     def write_input(self, name: str) -> ValueWriter:
         """Return a writer for all batches of an input."""
         return ValueWriter(self.path(name, None))
 
-    def write(self, name: str, shard: Shard) -> ValueWriter:
+    def write(self, name: str, shard: Shard) -> ValueWriter | KeptWriter:
         """Return a writer for one shard of a computed value."""
-        return ValueWriter(self.path(name, shard))
+        path = self.path(name, shard)
+        return ValueWriter(path) if self.memory is None else KeptWriter(path, self.memory)
 
     def read(self, name: str, shard: Shard) -> Iterator[np.ndarray]:
-        """Return the batches of one shard of a value, in order. Writing into them does not change
-        the file.
+        """Return the batches of one shard of a value, in order. Do not write into them.
 
         Raises:
             DataError: the file is missing or truncated.
         """
         is_input = name in self.starts
         path = self.path(name, None if is_input else shard)
+        kept = None if self.memory is None else self.memory.find(path)
+        if kept is not None:
+            yield from kept
+            return
         try:
             with open(path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
@@ -168,9 +247,18 @@ class ValueStore:
             ) from error
 
     def drop(self, name: str, shards: tuple[Shard, ...]) -> None:
-        """Delete a value and free its disk space. Unknown names are ignored."""
+        """Delete a value and free its space. Unknown names are ignored."""
         for shard in (None, *shards):
-            self.path(name, shard).unlink(missing_ok=True)
+            path = self.path(name, shard)
+            if self.memory is None or not self.memory.drop(path):
+                path.unlink(missing_ok=True)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def make_path(folder: Path, name: str, index: int | None) -> Path:
+    """Return the path of a value's shard with this index, or of an input if it is None."""
+    stem = hashlib.sha256(name.encode()).hexdigest()[:24]
+    return folder / (stem if index is None else f"{stem}.{index}")
 
 
 def read_record(file: int, offset: int, size: int) -> tuple[np.ndarray, int]:

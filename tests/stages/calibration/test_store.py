@@ -8,13 +8,21 @@ import os
 import pickle
 import tracemalloc
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import relayquant as rq
-from relayquant.stages.calibration.store import MOST_SHARDS, Shard, ValueStore, cut_shards
+from relayquant.base.runtime import ALIGNMENT
+from relayquant.stages.calibration.store import (
+    MOST_SHARDS,
+    Shard,
+    ValueMemory,
+    ValueStore,
+    cut_shards,
+)
 
 ONE = Shard(0, 0, 3)
 
@@ -103,6 +111,53 @@ def test_store__drop_frees_the_disk(tmp_path):
     assert len(files(tmp_path)) == 2
     with pytest.raises(rq.DataError, match=r"Value 'a' of batches 0\.\.2 cannot be read"):
         list(store.read("a", ONE))
+
+
+def write_twelve(store: ValueStore, name: str, shard: Shard = ONE) -> None:
+    """Three batches of 4 bytes each."""
+    with store.write(name, shard) as writer:
+        for i in range(3):
+            writer.append(np.full(1, i, "float32"))
+
+
+def test_store__what_memory_has_no_room_for_is_in_files(tmp_path):
+    store = ValueStore(tmp_path, memory=ValueMemory(20))
+    for name in "ab":  # of b, two batches have room before the third has none
+        write_twelve(store, name)
+    assert files(tmp_path) == [store.path("b", ONE)]
+    for name in "ab":
+        assert [float(a[0]) for a in store.read(name, ONE)] == [0, 1, 2]
+    store.drop("a", (ONE,))
+    write_twelve(store, "c")
+    assert files(tmp_path) == [store.path("b", ONE)]
+    with pytest.raises(rq.DataError, match=r"Value 'a' of batches 0\.\.2 cannot be read"):
+        list(store.read("a", ONE))
+
+
+def test_store__a_writer_that_fails_gives_its_room_back(tmp_path):
+    store = ValueStore(tmp_path, memory=ValueMemory(12))
+
+    def fail() -> None:
+        with store.write("a", ONE) as writer:
+            writer.append(np.ones(3, "float32"))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    write_twelve(store, "b")
+    assert files(tmp_path) == []
+
+
+def test_store__arrays_in_memory_are_laid_out_as_those_of_files(tmp_path):
+    array = np.arange(24, dtype="float32").reshape(4, 6)[::2, ::3].T
+    for memory in (None, ValueMemory(1 << 10)):
+        store = ValueStore(tmp_path, memory=memory)
+        with store.write("a", ONE) as writer:
+            writer.append(array)
+        (found,) = islice(store.read("a", ONE), 1)
+        np.testing.assert_array_equal(found, array)
+        assert found.strides == (4, 8)
+        assert found.ctypes.data % ALIGNMENT == 0
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b"x" + b[1:], lambda b: b""])
