@@ -10,6 +10,7 @@ from tvm import relax
 import relayquant as rq
 from relayquant.flow.refine.prepared_edit import replace_plan
 from relayquant.stages.calibration.weights.curves import Slopes, ValueCurve, find_curves
+from relayquant.stages.calibration.weights.ranges import order_values
 
 op = relax.op
 DATA = [
@@ -39,6 +40,14 @@ def test_find_curves__of_the_value_that_only_a_function_reads(function, kind):
     (curve,) = find_curves(make(function=function)).values()
     assert isinstance(curve, kind)
     assert not find_curves(make(function=function, is_read_twice=True))
+
+
+def test_value_curve__has_the_same_bits_in_any_order():
+    (curve,) = find_curves(make()).values()
+    rows = 4 * np.random.default_rng(1).standard_normal((50, 32)).astype("float32")
+    rows[::3], rows[1, :2], rows[2, 0] = 0, (-0.0, 1e5), -1e-7
+    found = curve(rows, order_values(rows.reshape(-1)))
+    np.testing.assert_array_equal(found, np.interp(rows, curve.places, curve.results))
 
 
 def test_calibrate__a_value_before_a_function_has_a_range_for_its_result():

@@ -19,6 +19,7 @@ from relayquant.stages.calibration.weights.ranges import (
     RowState,
     RunningSums,
     SampledRows,
+    order_values,
     search_relative_range,
     sort_floats,
     weighted_error,
@@ -131,14 +132,16 @@ def test_running_sums__equal_the_error_value_by_value(
     values = rng.choice([0.0, 1e-3, 1.0, 3.0], 400) * rng.standard_normal(400)
     values, weights = values.astype("float32"), rng.random(400).astype("float32")
     lows, highs = np.array([low, low / 2, 0.0]), np.array([high, high * 2, high])
-    found = RunningSums.of(values, weights).errors(choose_qparams(lows, highs, spec, 0), spec)
+    sums = RunningSums.of(values, weights, order_values(values))
+    found = sums.errors(choose_qparams(lows, highs, spec, 0), spec)
     for error, ends in zip(found, zip(lows, highs, strict=True), strict=True):
         expected = weighted_error(values, weights, choose_qparams(*ends, spec), spec)
         assert error == pytest.approx(expected, rel=1e-4, abs=1e-9)
 
 
 def test_running_sums__of_nothing_but_zeros() -> None:
-    sums = RunningSums.of(np.zeros(9, "float32"), np.ones(9, "float32"))
+    zeros = np.zeros(9, "float32")
+    sums = RunningSums.of(zeros, np.ones(9, "float32"), order_values(zeros))
     np.testing.assert_array_equal(sums.errors(choose_qparams([-1.0], [1.0], SPEC, 0), SPEC), [0])
 
 
@@ -237,7 +240,7 @@ def test_running_sums__with_a_function_equal_the_error_of_its_results() -> None:
     values, weights = rng.normal(-1, 3, 300).astype("float32"), rng.random(300).astype("float32")
     curve, ends = tabulate("reader", silu), (-4.0, 6.0)
     qparams = choose_qparams([ends[0]], [ends[1]], SPEC, 0)
-    (found,) = RunningSums.of(values, weights, curve).errors(qparams, SPEC)
+    (found,) = RunningSums.of(values, weights, order_values(values), curve).errors(qparams, SPEC)
     error = silu(round_by_numpy(values, *ends)) - silu(values)
     assert found == pytest.approx(float((weights * np.square(error)).sum()), rel=1e-3)
 

@@ -337,7 +337,9 @@ def search_relative_range(
     """
     if channels is None:
         channels = np.full(rows.shape[0], rows.shape[1])
-    exact = rows if curve is None else curve(rows)
+    flat = rows.reshape(-1)
+    order = order_values(flat)
+    exact = rows if curve is None else curve(rows, order)
     results = exact.astype("float32", copy=False)
     factors, unit = np.zeros(rows.shape, "float32"), max(-low, high, 0.0) ** 2
     for count in np.unique(channels):
@@ -349,9 +351,9 @@ def search_relative_range(
     if isinstance(curve, Slopes):  # rounding keeps signs, so errors are scaled by one slope
         factors *= np.square(curve.find_slopes(rows))
         curve = None
-    flat, factors = rows.reshape(-1), factors.reshape(-1)
+    factors = factors.reshape(-1)
     is_narrow = spec.limits[1] - spec.limits[0] < MOST_LEVELS
-    sums = RunningSums.of(flat, factors, curve, exact.reshape(-1)) if is_narrow else None
+    sums = RunningSums.of(flat, factors, order, curve, exact.reshape(-1)) if is_narrow else None
 
     def errors(lows: Float64Array, highs: Float64Array) -> Float64Array:
         if sums is not None:
@@ -403,14 +405,14 @@ class RunningSums:
     def of(
         values: NDArray[np.float32],
         weights: NDArray[np.float32],
+        order: NDArray[np.int64],
         curve: ValueCurve | None = None,
         results: NDArray | None = None,
     ) -> RunningSums:
-        """Make the sums from values and weights (n,), and the curve's `results` if they are known.
-        Zeros are left out: every quantizer keeps them exact.
+        """Make the sums from values and weights (n,), the `order` of the values (see
+        `order_values`), and the curve's `results` if they are known. Zeros are left out: every
+        quantizer keeps them exact.
         """
-        used = np.flatnonzero(values)
-        order = used[sort_floats(values[used])]
         x, term = values[order].astype("float64"), weights[order].astype("float64")
         y = x
         if curve is not None:
@@ -439,6 +441,12 @@ class RunningSums:
         if self.curve is not None:
             real = np.where(weight > 0, self.curve(real).clip(*self.ends), 0)
         return (second + real * (real * weight - 2 * first)).sum(axis=1)
+
+
+def order_values(values: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Return the indices of the values (n,) that are not 0, in the rising order of the values."""
+    used = np.flatnonzero(values)
+    return used[sort_floats(values[used])]
 
 
 def sort_floats(values: NDArray[np.float32]) -> NDArray[np.int64]:
