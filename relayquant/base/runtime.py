@@ -79,6 +79,9 @@ def map_on_threads(function: Callable[[S], T], items: Iterable[S]) -> Iterator[T
     The calling thread reads the iterator. Only about as many items as threads wait at any time.
     """
     threads = count_threads()
+    if threads == 1:
+        yield from map(function, items)
+        return
     with futures.ThreadPoolExecutor(threads, thread_name_prefix="relayquant") as pool:
         running: deque[futures.Future[T]] = deque()
         try:
@@ -359,9 +362,14 @@ def view_tensor(array: np.ndarray) -> Any:
     """Return a TVM tensor that shares the memory of an `empty_aligned` array. Any other array, or a
     read-only one, is copied.
     """
-    flags = array.flags
-    is_aligned = array.ctypes.data % ALIGNMENT == 0
-    if array.size and flags.c_contiguous and flags.writeable and is_aligned:
+    if array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0:
+        return view_aligned(array)
+    return as_tensor(array)
+
+
+def view_aligned(array: np.ndarray) -> Any:
+    """As `view_tensor`, of an array that `empty_aligned` or `align_array` returned."""
+    if array.size and array.flags.writeable:
         return tvm.runtime.from_dlpack(array)
     return as_tensor(array)
 

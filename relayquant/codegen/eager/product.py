@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 from tvm import relax
 from tvm.ir import Call, GenericConst
 
-from relayquant.base.runtime import align_array, empty_aligned, view_tensor
+from relayquant.base.runtime import align_array, empty_aligned, view_aligned
 from relayquant.codegen.eager.kernel_cache import KernelCache, KernelKey
 from relayquant.codegen.eager.operand import Operand
 from relayquant.codegen.eager.windows import find_windows, pad_images
@@ -229,6 +229,11 @@ class ProductRunner:
         #: shape of data -> kernel calls
         self.calls: dict[tuple[int, ...], ProductCall] = {}
 
+    @cached_property
+    def kernel(self) -> Callable[..., None]:
+        """The compiled kernel."""
+        return self.kernels.get(self.key)
+
     def pack(self, rows: np.ndarray) -> Any:
         """Return a weight (groups, outputs of a group, K) as the tensor that the kernel reads."""
         return view_flat(self.panels.pack(rows))
@@ -245,7 +250,7 @@ class ProductRunner:
         y = empty_aligned(call.out_shape, "float32")
         if not y.size or not x.size:
             return y
-        kernel, result = self.kernels.get(self.key), view_flat(y)
+        kernel, result = self.kernel, view_aligned(y.reshape(-1))
         data = view_flat(pad_images(x.reshape(call.data_view), call.spec))
         bias = self.no_bias if bias is None else bias
         added = result if residual is None else view_flat(residual)
@@ -368,4 +373,4 @@ class IntegerProductStep:
 
 def view_flat(array: np.ndarray) -> Any:
     """Return a flat tensor of an array in C order; it shares the memory where it can."""
-    return view_tensor(align_array(array).reshape(-1))
+    return view_aligned(align_array(array).reshape(-1))

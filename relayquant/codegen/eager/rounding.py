@@ -7,8 +7,9 @@ This is simulated_quantize and then simulated_dequantize, in float32, rounding h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from relayquant.base.runtime import (
     empty_aligned,
     find_memory_axes,
     invert_axes,
-    view_tensor,
+    view_aligned,
 )
 from relayquant.codegen.eager.kernel_cache import KernelCache, KernelKey
 from relayquant.codegen.eager.operand import Operand, Variable
@@ -91,6 +92,11 @@ class RoundingStep:
         #: (operands, the kernel's parameters) of the last call
         self.known: tuple[list[Any], Any] | None = None
 
+    @cached_property
+    def kernel(self) -> Callable[..., None]:
+        """The compiled kernel."""
+        return self.kernels.get(ROUND)
+
     def run(self, frame: Frame) -> None:
         """Compute the rounded value."""
         data, parameters = self.data.read(frame), self.find_parameters(frame)
@@ -101,8 +107,8 @@ class RoundingStep:
         flat = align_array(data.transpose(axes))
         rounded = empty_aligned(flat.shape, "float32")
         if flat.size:
-            x, y = view_tensor(flat.reshape(-1)), view_tensor(rounded.reshape(-1))
-            self.kernels.get(ROUND)(x, parameters, y)
+            x, y = view_aligned(flat.reshape(-1)), view_aligned(rounded.reshape(-1))
+            self.kernel(x, parameters, y)
         frame.values[self.result] = rounded.transpose(invert_axes(axes))
 
     def find_parameters(self, frame: Frame) -> Any:
@@ -128,4 +134,4 @@ def make_parameters(code: Any, scale: Any, zero_point: Any, *bounds: Any) -> Any
         low, high = np.maximum(low, bounds[0]), np.minimum(high, bounds[1])
     parameters = empty_aligned((4,), "float32")
     parameters[:] = scale.reshape(()), zero_point.reshape(()), low, high
-    return view_tensor(parameters)
+    return view_aligned(parameters)

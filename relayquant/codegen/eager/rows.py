@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from relayquant.base.runtime import (
     empty_aligned,
     find_memory_axes,
     invert_axes,
-    view_tensor,
+    view_aligned,
 )
 from relayquant.codegen.eager.kernel_cache import KernelCache, KernelKey
 from relayquant.codegen.eager.operand import Operand
@@ -121,7 +122,12 @@ class RowStep:
     ) -> None:
         self.key, self.width, self.data = key, width, data
         self.result, self.kernels = result, kernels
-        self.factors = [view_tensor(align_array(factor)) for factor in factors]
+        self.factors = [view_aligned(align_array(factor)) for factor in factors]
+
+    @cached_property
+    def kernel(self) -> Callable[..., None]:
+        """The compiled kernel."""
+        return self.kernels.get(self.key)
 
     def run(self, frame: Frame) -> None:
         """Compute the result."""
@@ -130,8 +136,8 @@ class RowStep:
         data = align_array(data.transpose(axes))
         result = empty_aligned(data.shape, "float32")
         if result.size:
-            self.kernels.get(self.key)(self.view(data), *self.factors, self.view(result))
+            self.kernel(self.view(data), *self.factors, self.view(result))
         frame.values[self.result] = result.transpose(invert_axes(axes))
 
     def view(self, array: np.ndarray) -> Any:
-        return view_tensor(array.reshape(-1, self.width))
+        return view_aligned(array.reshape(-1, self.width))
