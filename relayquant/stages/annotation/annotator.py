@@ -136,7 +136,7 @@ def describe_neighbours(
     """
     if matched.root in sums:
         return "it moves sums of products to float operators or outputs, and they stay exact"
-    if not integers.isdisjoint([*matched.inputs(), *graph.users[matched.root]]):
+    if not integers.isdisjoint([*matched.inputs, *graph.users[matched.root]]):
         return "it computes no products, and an operator next to it runs in float"
     return "neither its input nor its result is quantized"
 
@@ -254,7 +254,7 @@ def decide_quantized(
         removed = [
             root
             for root, matched in quantized.items()
-            if not is_worthwhile(matched, [var in below for var in matched.inputs()], root in above)
+            if not is_worthwhile(matched, [var in below for var in matched.inputs], root in above)
             or (matched.kind is Kind.CONNECTOR and not all(readers(root)))
             or (root in moved and not any(readers(root)))
         ]
@@ -321,7 +321,7 @@ def find_moved_sums(graph: Graph, matches: Sequence[OperatorMatch]) -> set[relax
         if matched.kind is Kind.ANCHOR and not matched.has_float_data:
             if moves.issuperset(graph.users[matched.root]):
                 moved.add(matched.root)
-        elif matched.root in moves and not moved.isdisjoint(matched.inputs()):
+        elif matched.root in moves and not moved.isdisjoint(matched.inputs):
             moved.add(matched.root)
     return moved & moves
 
@@ -333,7 +333,7 @@ def reach_down(quantized: Iterable[OperatorMatch], given: Iterable[relax.Var]) -
     """
     reached = set(given)
     for matched in quantized:  # in topological order
-        if matched.kind is Kind.ANCHOR or any(var in reached for var in matched.inputs()):
+        if matched.kind is Kind.ANCHOR or any(var in reached for var in matched.inputs):
             reached.add(matched.root)
     return reached
 
@@ -345,5 +345,5 @@ def reach_up(quantized: Iterable[OperatorMatch], wanted: Collection[str] = ()) -
     reached = {matched.root for matched in quantized if matched.root.name in wanted}
     for matched in reversed(list(quantized)):
         if matched.kind is Kind.ANCHOR or matched.root in reached:
-            reached.update(matched.inputs())
+            reached.update(matched.inputs)
     return reached

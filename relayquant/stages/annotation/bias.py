@@ -242,7 +242,7 @@ def refine_operator(
         operator,
         values=tuple(var.name for var in matched.vars),
         pattern=matched.pattern.name if matched.pattern is not None else "",
-        operands=tuple((name, keys[name]) for name, *_ in matched.operands() if name in keys),
+        operands=tuple((name, keys[name]) for name, *_ in matched.operands if name in keys),
         sources=matched.sources,
         accumulator=matched.accumulator,
         passed_over=matched.passed_over,
@@ -253,7 +253,7 @@ def group_bias(matched: OperatorMatch) -> list[SharedQParams]:
     """Return the group of the bias if the bias has its own parameters."""
     if matched.qconfig is None or not matched.qconfig.has_own_bias:
         return []
-    rows = [row for row in matched.operands() if row[2].role is Role.BIAS]
+    rows = [row for row in matched.operands if row[2].role is Role.BIAS]
     return [weight_group(matched, name, expr, operand) for name, expr, operand in rows]
 
 

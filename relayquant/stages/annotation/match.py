@@ -4,7 +4,7 @@ first pattern that accepts it, or kept in float with a reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -155,25 +155,29 @@ class OperatorMatch:
         """
         return self.pattern is not None and self.pattern.output is Output.SHARED
 
-    def operands(self) -> Iterator[tuple[str, relax.Expr, Operand]]:
-        """Yield (name, expression, row) for every quantized operand. A tuple is split into
-        name.0, name.1.
+    @cached_property
+    def operands(self) -> tuple[tuple[str, relax.Expr, Operand], ...]:
+        """(name, expression, row) of every quantized operand. A tuple is split into name.0,
+        name.1.
         """
         if self.pattern is None or self.match is None:
-            return
+            return ()
+        found: list[tuple[str, relax.Expr, Operand]] = []
         for operand in self.pattern.operands:
             expr = self.match.parts[operand.name]
             if isinstance(expr, relax.Tuple):
-                for i, part in enumerate(expr.fields):
-                    yield f"{operand.name}.{i}", part, operand
+                parts = enumerate(expr.fields)
+                found += [(f"{operand.name}.{i}", part, operand) for i, part in parts]
             else:
-                yield operand.name, expr, operand
+                found.append((operand.name, expr, operand))
+        return tuple(found)
 
+    @cached_property
     def inputs(self) -> list[relax.Var]:
-        """Return the operands that are computed values."""
+        """The operands that are computed values."""
         return [
             expr
-            for _, expr, operand in self.operands()
+            for _, expr, operand in self.operands
             if operand.role is Role.ACTIVATION and isinstance(expr, relax.Var)
         ]
 

@@ -182,7 +182,7 @@ def group_operands(
         return (), []
     rows: list[tuple[str, str]] = []
     constants: list[SharedQParams] = []
-    for name, expr, operand in matched.operands():
+    for name, expr, operand in matched.operands:
         if operand.role is Role.BIAS and not matched.require_qconfig().has_own_bias:
             continue
         if operand.role in (Role.WEIGHT, Role.BIAS):
@@ -213,7 +213,7 @@ def seed_nodes(active: Sequence[OperatorMatch], wanted: Collection[str] = ()) ->
             nodes.append((matched.root, matched.result_spec))
         if matched.kind is Kind.SHARING:
             continue
-        nodes += [(var, matched.data_spec) for var in matched.inputs()]
+        nodes += [(var, matched.data_spec) for var in matched.inputs]
         if matched.has_own_output:
             nodes.append((matched.root, matched.result_spec))
     return nodes
@@ -224,7 +224,7 @@ def spread_sharing(active: Sequence[OperatorMatch], partition: Partition) -> Non
     neighbours: dict[relax.Var, list[relax.Var]] = {}
     for matched in active:
         if matched.kind is Kind.SHARING:
-            for source in matched.inputs():
+            for source in matched.inputs:
                 neighbours.setdefault(source, []).append(matched.root)
                 neighbours.setdefault(matched.root, []).append(source)
     queue = [node for nodes in partition.sets() for node in nodes]
@@ -251,7 +251,7 @@ def join_concat_inputs(graph: Graph, active: Sequence[OperatorMatch], partition:
         if matched.pattern is None or matched.pattern.op != "relax.concat":
             continue
         node = (matched.root, matched.result_spec)
-        for var in matched.inputs():
+        for var in matched.inputs:
             part = (var, matched.data_spec)
             if part[1] != node[1] or partition.is_joined(part, node):
                 continue
@@ -391,10 +391,10 @@ def is_moved(
     if matched is None or matched.pattern is None or matched.match is None:
         return False
     moves = var in shared or matched.pattern.op == "relax.concat"
-    sources = matched.inputs()
+    sources = matched.inputs
     if not moves or not sources or not all(v in inside and v in settled for v in sources):
         return False
-    if len(sources) < sum(1 for _ in matched.operands()):
+    if len(sources) < sum(1 for _ in matched.operands):
         return False  # constants among the operands get another range
     if matched.pattern.op == "relax.nn.pad":
         return float(matched.match.call("relax.nn.pad").attrs.pad_value) == 0.0
@@ -407,7 +407,7 @@ def find_consumers(
     """Map each value to the operators that compute with it and their indices in `active`."""
     found: dict[relax.Var, list[tuple[int, OperatorMatch]]] = {}
     for place, matched in enumerate(active):
-        for var in matched.inputs() if matched.kind is not Kind.SHARING else ():
+        for var in matched.inputs if matched.kind is not Kind.SHARING else ():
             found.setdefault(var, []).append((place, matched))
     return found
 

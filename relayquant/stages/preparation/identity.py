@@ -124,7 +124,8 @@ def merge_equal(editor: Editor, var: relax.Var) -> relax.Expr | Skip:
     if editor.is_output(var) or not isinstance(call.args[0], relax.Var):
         return decline("main returns it, or its operand is a constant")
     users = editor.users(call.args[0])
-    for other in sorted(users, key=editor.order().index):
+    # The order of all bindings is sought where there is a choice.
+    for other in sorted(users, key=editor.order().index) if len(users) > 1 else ():
         if other.same_as(var):
             break
         is_alike = editor.op_name(other) == editor.op_name(var) and same_type(other, var)
