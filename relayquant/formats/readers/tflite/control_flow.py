@@ -153,7 +153,7 @@ def convert_read_variable(converter: Any, op: Any) -> relax.Expr:
         Refusal: the variable has no value.
     """
     key = find_variable(converter, converter.get_input_tensors(op)[0])
-    if converter.assigns_variables:
+    if converter.found.is_changed:
         find_state(converter, key)
     return find_variable_value(converter, key)
 
@@ -257,6 +257,9 @@ def build_graph(
     try:
         table = converter.frontend.ExprTable()
         inner = type(converter)(
+            converter.sources,
+            converter.found,
+            converter.sizes,
             converter.model,
             graph,
             table,

@@ -17,6 +17,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
+from relayquant.base import _tvm
 from relayquant.errors import ModelError, RelayQuantError, format_count
 from relayquant.formats.readers.names import MARK, SourceNode
 from relayquant.formats.readers.refusal import OTHERWISE, NotConstant, Refusal, describe_failure
@@ -27,12 +28,9 @@ from relayquant.formats.readers.tflite.sizes import OpenSizes, read_signature
 from relayquant.formats.readers.tflite.tables import SIZES
 from relayquant.ir.reference.frame import Frame
 from relayquant.ir.reference.interpreter import evaluate
-from relayquant.ir.rewrite.graph import (
-    constant_value,
-    free_vars,
-    tensor_dtype,
-    tensor_shape,
-)
+from relayquant.ir.rewrite.graph import constant_value, free_vars, tensor_dtype, tensor_shape
+
+FRONTEND = _tvm.load_tflite_frontend()
 
 #: Data movement operators: they do the same for integers and floats. TVM converts most of them for
 #: floats only.
@@ -83,12 +81,13 @@ MAX_FOLDED = 4096
 class FloatTensor:
     """A quantized tensor as a float operator sees it."""
 
-    def __init__(self, tensor: Any, float_type: int) -> None:
+    def __init__(self, tensor: Any) -> None:
         self.tensor = tensor
-        self.float_type = float_type
 
     def Type(self) -> int:
-        return self.float_type
+        from tflite import TensorType
+
+        return TensorType.FLOAT32
 
     def Quantization(self) -> None:
         return None
@@ -112,303 +111,304 @@ class VariableTable:
     news: dict[tuple[str, str], relax.Var] = field(default_factory=dict)
 
 
-def make_converter(
-    frontend: Any, sources: dict[str, SourceNode], found: VariableTable, sizes: OpenSizes
-) -> type[Any]:
-    """Make the class of a converter that records in `sources` which operator made which value, and
-    in `found` the variables that change. Operands have the shapes that `sizes` says.
+class Converter(FRONTEND.OperatorConverter):
+    """TVM's converter of one graph, with relayquant's own conversions.
+
+    Attributes:
+        sources: Value -> the operator that makes it.
+        found: The variables that change.
+        sizes: The shapes of operands.
+        prefix: Stands before the names of values of a graph that another graph calls.
+        kind: The operator that is being converted.
+        in_float: Whether it reads its quantized operands as floats.
     """
-    from tflite import TensorType
 
-    types = {getattr(TensorType, name) for name in SIZES}
+    def __init__(
+        self,
+        sources: dict[str, SourceNode],
+        found: VariableTable,
+        sizes: OpenSizes,
+        *args: Any,
+        prefix: str = "",
+    ) -> None:
+        from tflite import TensorType
 
-    class Converter(frontend.OperatorConverter):
-        def __init__(self, *args: Any, prefix: str = "") -> None:
-            super().__init__(*args)
-            self.frontend = frontend
-            self.prefix = prefix
-            self.kind = ""
-            self.in_float = False
-            self.variables, self.assigns_variables = found.variables, found.is_changed
-            table = OPERATORS | FLOW | dict.fromkeys(LAYERS, convert_layer)
-            self.convert_map |= {kind: partial(f, self) for kind, f in table.items()}
+        super().__init__(*args)
+        self.sources, self.found, self.sizes, self.prefix = sources, found, sizes, prefix
+        self.frontend, self.variables = FRONTEND, found.variables
+        self.kind = ""
+        self.in_float = False
+        self.number_types = {getattr(TensorType, name) for name in SIZES}
+        table = OPERATORS | FLOW | dict.fromkeys(LAYERS, convert_layer)
+        self.convert_map |= {kind: partial(f, self) for kind, f in table.items()}
 
-        # -- operands: a constant may stand wherever a value of the run time may ------------------
+    # -- operands: a constant may stand wherever a value of the run time may -----------------------
 
-        def get_tensors(self, tensors_idx_list: Any) -> list[Any]:
-            tensors = super().get_tensors(tensors_idx_list)
-            for tensor in tensors:
-                at = tensor.tensor_idx
-                if at >= 0:
-                    tensor.tensor = sizes.see(
-                        tensor.tensor, self.find_name(at), self.find_value(at)
-                    )
-            for tensor in tensors if self.in_float else ():
-                if tensor.qnn_params is not None:
-                    tensor.qnn_params = None
-                    tensor.tensor = FloatTensor(tensor.tensor, TensorType.FLOAT32)
-            return tensors
+    def get_tensors(self, tensors_idx_list: Any) -> list[Any]:
+        tensors = super().get_tensors(tensors_idx_list)
+        for tensor in tensors:
+            at = tensor.tensor_idx
+            if at >= 0:
+                value = self.find_value(at)
+                tensor.tensor = self.sizes.see(tensor.tensor, self.find_name(at), value)
+        for tensor in tensors if self.in_float else ():
+            if tensor.qnn_params is not None:
+                tensor.qnn_params = None
+                tensor.tensor = FloatTensor(tensor.tensor)
+        return tensors
 
-        def find_name(self, index: int) -> str:
-            """Return the name of a tensor of the graph."""
-            return frontend.get_tensor_name(self.subgraph, index)
+    def find_name(self, index: int) -> str:
+        """Return the name of a tensor of the graph."""
+        return FRONTEND.get_tensor_name(self.subgraph, index)
 
-        def find_value(self, index: int) -> relax.Expr | None:
-            """Return the value that an operator or an input assigned to a tensor. None for a tensor
-            stored in the file.
-            """
-            return None if index < 0 else self.exp_tab.exprs.get(self.find_name(index))
+    def find_value(self, index: int) -> relax.Expr | None:
+        """Return the value that an operator or an input assigned to a tensor. None for a tensor
+        stored in the file.
+        """
+        return None if index < 0 else self.exp_tab.exprs.get(self.find_name(index))
 
-        def has_expr(self, input_tensor_idx: int) -> bool:
-            """Return whether a value is known at run time only. TVM asks this before it reads a
-            constant.
-            """
-            value = self.find_value(input_tensor_idx)
-            return value is not None and constant_value(value) is None
+    def has_expr(self, input_tensor_idx: int) -> bool:
+        """Return whether a value is known at run time only. TVM asks this before it reads a
+        constant.
+        """
+        value = self.find_value(input_tensor_idx)
+        return value is not None and constant_value(value) is None
 
-        def get_expr(self, input_tensor_idx: int) -> relax.Expr:
-            value = self.find_value(input_tensor_idx)
-            if value is not None:
-                return value
-            (tensor,) = self.get_tensors([input_tensor_idx])
-            return self.get_tensor_expr(tensor)
+    def get_expr(self, input_tensor_idx: int) -> relax.Expr:
+        value = self.find_value(input_tensor_idx)
+        if value is not None:
+            return value
+        (tensor,) = self.get_tensors([input_tensor_idx])
+        return self.get_tensor_expr(tensor)
 
-        def get_tensor_value(self, tensor_wrapper: Any, is_sparse: bool = False) -> np.ndarray:
-            index = tensor_wrapper.tensor_idx
-            if index < 0:
-                raise Refusal("it lacks an operand that it needs")
-            name = self.find_name(index)
-            value = self.find_value(index)
-            if value is not None:
-                array = constant_value(value)
-                if array is None:
-                    raise NotConstant(f"operand {name!r}")
-                return array
-            if self.is_prefetched(index):
-                return self.get_prefetched_node(index)
-            if tensor_wrapper.tensor.Type() not in types:
-                raise Refusal(f"its operand {name!r} holds no numbers")
-            if tensor_wrapper.buffer.DataLength():
-                return super().get_tensor_value(tensor_wrapper, is_sparse)
-            shape = self._get_tensor_shape_tuple(tensor_wrapper)
-            if 0 not in shape:
-                raise Refusal(f"its operand {name!r} is neither computed before nor constant")
-            return np.zeros(shape, self.get_tensor_type_as_numpy(tensor_wrapper))
+    def get_tensor_value(self, tensor_wrapper: Any, is_sparse: bool = False) -> np.ndarray:
+        index = tensor_wrapper.tensor_idx
+        if index < 0:
+            raise Refusal("it lacks an operand that it needs")
+        name = self.find_name(index)
+        value = self.find_value(index)
+        if value is not None:
+            array = constant_value(value)
+            if array is None:
+                raise NotConstant(f"operand {name!r}")
+            return array
+        if self.is_prefetched(index):
+            return self.get_prefetched_node(index)
+        if tensor_wrapper.tensor.Type() not in self.number_types:
+            raise Refusal(f"its operand {name!r} holds no numbers")
+        if tensor_wrapper.buffer.DataLength():
+            return super().get_tensor_value(tensor_wrapper, is_sparse)
+        shape = self._get_tensor_shape_tuple(tensor_wrapper)
+        if 0 not in shape:
+            raise Refusal(f"its operand {name!r} is neither computed before nor constant")
+        return np.zeros(shape, self.get_tensor_type_as_numpy(tensor_wrapper))
 
-        # -- operators -----------------------------------------------------------------------------
+    # -- operators ---------------------------------------------------------------------------------
 
-        def check_unsupported_ops(self) -> None:
-            operators = [*self.list_operators()]
-            unknown = Counter(kind for _, kind in operators if kind not in self.convert_map)
-            if unknown:
-                calls = (f"{kind} ({format_count(n, 'call')})" for kind, n in unknown.items())
-                raise ModelError(
-                    f"Not supported, {format_count(len(unknown), 'operator')} of the model: "
-                    f"{', '.join(calls)}. {OTHERWISE}.",
-                    code="RQ202",
-                )
+    def check_unsupported_ops(self) -> None:
+        operators = [*self.list_operators()]
+        unknown = Counter(kind for _, kind in operators if kind not in self.convert_map)
+        if unknown:
+            calls = (f"{kind} ({format_count(n, 'call')})" for kind, n in unknown.items())
+            raise ModelError(
+                f"Not supported, {format_count(len(unknown), 'operator')} of the model: "
+                f"{', '.join(calls)}. {OTHERWISE}.",
+                code="RQ202",
+            )
 
-        def list_operators(self) -> Iterator[tuple[Any, str]]:
-            for index in range(self.subgraph.OperatorsLength()):
-                op = self.subgraph.Operators(index)
-                yield op, self.get_op_code_str(op)
+    def list_operators(self) -> Iterator[tuple[Any, str]]:
+        for index in range(self.subgraph.OperatorsLength()):
+            op = self.subgraph.Operators(index)
+            yield op, self.get_op_code_str(op)
 
-        def convert_op_to_relax(self) -> None:
-            for index, (op, kind) in enumerate(self.list_operators()):
-                outputs = [self.find_name(i) for i in as_list(op.OutputsAsNumpy())]
-                try:
-                    self.convert(op, kind, outputs)
-                except RelayQuantError:
-                    raise
-                except Exception as error:
-                    first = outputs[0] if outputs else ""
-                    raise ModelError(
-                        f"Operator {kind} (number {index}, output {first!r}) cannot be converted: "
-                        f"{describe_failure(error, self.list_operands(op))}.",
-                        code="RQ202",
-                    ) from error
-            if not self.prefix:
-                values = self.conversion_state["resource_values"]
-                for key in self.variables:
-                    found.news[key] = self.bb.emit_output(values[key])
-
-        def name_call(self, op: Any) -> str:
-            """Return an operator's name: its first output, or its type if it has no output."""
-            return self.find_name(op.Outputs(0)) if op.OutputsLength() else self.get_op_code_str(op)
-
-        def list_operands(self, op: Any) -> dict[str, relax.Expr | None]:
-            """Return the operands of an operator by name. Constants of the file are included with
-            their type.
-            """
-            operands: dict[str, relax.Expr | None] = {}
-            for tensor in super().get_tensors(as_list(op.InputsAsNumpy())):
-                if tensor.tensor_idx < 0:
-                    continue
-                value = self.find_value(tensor.tensor_idx)
-                if value is None and tensor.tensor.Type() in types:
-                    value = self._get_tensor_param(tensor)
-                operands[self.find_name(tensor.tensor_idx)] = value
-            return operands
-
-        def convert(self, op: Any, kind: str, outputs: list[str]) -> None:
-            """Convert an operator. Its results get the names of its outputs."""
-            self.kind = kind
-            self.check_state(op, kind)
-            convert = partial(self.convert_map[kind], op=op)
-            quantized = self.is_quantized_call(op, kind)
-            value = self.convert_in_float(op, convert) if quantized else convert()
-            if value is None:
-                return
-            value = self.bb.normalize(value)
-            if isinstance(value.ty, relax.TupleType):
-                fields = [value[i] for i in range(len(value.ty.fields))]
-            else:
-                fields = [value]
-            if len(fields) != len(outputs):
-                raise Refusal(
-                    f"it has {format_count(len(outputs), 'output')} instead of {len(fields)}"
-                )
-            for tensor, name, each in zip(
-                self.get_output_tensors(op), outputs, fields, strict=True
-            ):
-                each = self.bb.normalize(each)
-                self.check_result(tensor, name, each)
-                folded = self.fold(op, kind, each)
-                given = self.name_value(name, each, outputs[0], kind) if folded is None else folded
-                self.exp_tab.set_expr(name, given, force_override=True)
-
-        def convert_fused_activation_function(
-            self, in_expr: relax.Expr, fused_activation_fn: int
-        ) -> relax.Expr:
-            """Apply the fused activation. Refusal for one that TFLite's kernels ignore."""
-            names = self.activation_fn_type
-            name = names.get(fused_activation_fn, str(fused_activation_fn))
-            if name not in CLAMPS:
-                raise Refusal(f"its fused activation is {name}; supported: {', '.join(CLAMPS)}")
-            return super().convert_fused_activation_function(in_expr, fused_activation_fn)
-
-        def check_state(self, op: Any, kind: str) -> None:
-            """Raise Refusal for an operator that writes one of its operands and is no layer of
-            floats.
-            """
-            if kind in LAYERS:
-                check_floats(self, op)
-                return
-            tensors = [t for t in self.get_input_tensors(op) if t.tensor_idx >= 0]
-            names = [self.find_name(t.tensor_idx) for t in tensors if t.tensor.IsVariable()]
-            if names or kind == "SVDF":
-                where = f" in {', '.join(map(repr, names))}" if names else ""
-                raise Refusal(f"it keeps its state from run to run{where}", STATE)
-
-        def check_result(self, tensor: Any, name: str, value: relax.Expr) -> None:
-            """Raise Refusal for a result whose type differs from the file: then TVM's operator
-            differs from TFLite's.
-            """
-            made = tensor_shape(value)
-            stored = self.subgraph.Tensors(tensor.tensor_idx)
-            shape = tuple(self._get_relax_tensor_shape(stored))
-            fixed = [size >= 0 for size in read_signature(stored)]
-            fixed += [True] * (len(shape) - len(fixed))
-            is_open = not shape and not (tensor.tensor.HasRank() or made == ())
-            if made is not None and not is_open:
-                same = len(made) == len(shape) and all(
-                    not is_fixed or not isinstance(a, int) or a == b
-                    for a, b, is_fixed in zip(made, shape, fixed, strict=False)
-                )
-                if not same:
-                    raise Refusal(f"its result {name!r} has shape {made}, the file says {shape}")
-            dtype = self._get_relax_tensor_dtype(tensor)
-            if tensor_dtype(value) != dtype:
-                raise Refusal(
-                    f"its result {name!r} is {tensor_dtype(value)}, the file says {dtype}"
-                )
-
-        def name_value(self, name: str, value: relax.Expr, node: str, kind: str) -> relax.Expr:
-            if constant_value(value) is not None or not isinstance(value.ty, relax.TensorType):
-                return value
-            name = self.prefix + name
-            sources[name] = SourceNode(self.prefix + node, kind)
-            var = relax.DataflowVar(MARK + name, value.ty)
-            self.bb.emit_normalized(relax.VarBinding(var, value))
-            return var
-
-        def fold(self, op: Any, kind: str, value: relax.Expr) -> relax.Expr | None:
-            """Compute a small result of small constants. None for any other result.
-
-            Files compute sizes this way, and TVM needs their values. Quantized values stay
-            quantized.
-            """
-            tensors = [*self.get_input_tensors(op), *self.get_output_tensors(op)]
-            if any(tensor.qnn_params for tensor in tensors) or kind.startswith("RANDOM"):
-                return None
-            shape = tensor_shape(value)
-            if shape is None or any(isinstance(size, str) for size in shape):
-                return None
-            if np.prod(shape, dtype=float) > MAX_FOLDED or kind in ("RFFT2D", "REAL", "IMAG"):
-                return None
-            array = compute(self.bb, value)
-            return None if array is None else relax.const(array, tensor_dtype(value))
-
-        # -- integers ------------------------------------------------------------------------------
-
-        def is_quantized_call(self, op: Any, kind: str) -> bool:
-            """Return whether an operator with integers is converted as a float operator between
-            dequantize and quantize.
-
-            TVM does this itself for some operators of integers. A float operator with weights of
-            integers (dynamic range quantization) reads the numbers that these stand for, and
-            its data as it is; TFLite's kernels round the data to 8 bits.
-            """
-            operands = [t for t in self.get_input_tensors(op) if t.tensor_idx >= 0]
-            results = self.get_output_tensors(op)
-            quantized = [t for t in [*operands, *results] if t.qnn_params is not None]
-            if not quantized or kind in ORDER_OR_SHAPE or kind in FLOW:
-                return False
-            if not any(t.qnn_params for t in (operands[0], *results)):
-                return True
-            if kind in DATA_MOVEMENT:
-                return not all(self.has_same_qnn_params(quantized[0], t) for t in quantized)
-            return kind not in self._SUPPORTED_QUANTIZED_OPS or kind == "AVERAGE_POOL_2D"
-
-        @contextmanager
-        def replaced(self, tensor: Any, value: relax.Expr) -> Iterator[None]:
-            """Replace the value of a tensor inside the `with` block."""
-            name = self.find_name(tensor.tensor_idx)
-            kept = self.exp_tab.exprs.get(name)
-            self.exp_tab.exprs[name] = value
+    def convert_op_to_relax(self) -> None:
+        for index, (op, kind) in enumerate(self.list_operators()):
+            outputs = [self.find_name(i) for i in as_list(op.OutputsAsNumpy())]
             try:
-                yield
-            finally:
-                del self.exp_tab.exprs[name]
-                if kept is not None:
-                    self.exp_tab.exprs[name] = kept
+                self.convert(op, kind, outputs)
+            except RelayQuantError:
+                raise
+            except Exception as error:
+                first = outputs[0] if outputs else ""
+                raise ModelError(
+                    f"Operator {kind} (number {index}, output {first!r}) cannot be converted: "
+                    f"{describe_failure(error, self.list_operands(op))}.",
+                    code="RQ202",
+                ) from error
+        if not self.prefix:
+            values = self.conversion_state["resource_values"]
+            for key in self.variables:
+                self.found.news[key] = self.bb.emit_output(values[key])
 
-        def convert_in_float(self, op: Any, convert: Any) -> relax.Expr:
-            """Convert an integer operator to quantize(f(dequantize(x), ...))."""
-            results = self.get_output_tensors(op)
-            with ExitStack() as stack:
-                # An operator may read a tensor twice.
-                for tensor in {t.tensor_idx: t for t in self.get_input_tensors(op)}.values():
-                    if tensor.qnn_params is not None:
-                        real = self.bb.emit(self.dequantize(self.get_tensor_expr(tensor), tensor))
-                        must_fold = is_small(real) or self.kind in LAYERS
-                        array = compute(self.bb, real) if must_fold else None
-                        real = real if array is None else relax.const(array, "float32")
-                        stack.enter_context(self.replaced(tensor, real))
-                self.in_float = True
-                stack.callback(setattr, self, "in_float", False)
-                value = self.bb.normalize(convert())
-            is_tuple = isinstance(value.ty, relax.TupleType)
-            fields = [value[i] for i in range(len(value.ty.fields))] if is_tuple else [value]
-            fields = [
-                field
-                if tensor.qnn_params is None
-                else self.bb.emit(self.quantize(self.bb.emit(field), tensor))
-                for field, tensor in zip(fields, results, strict=True)
-            ]
-            return relax.Tuple(fields) if is_tuple else fields[0]
+    def name_call(self, op: Any) -> str:
+        """Return an operator's name: its first output, or its type if it has no output."""
+        return self.find_name(op.Outputs(0)) if op.OutputsLength() else self.get_op_code_str(op)
 
-    return Converter
+    def list_operands(self, op: Any) -> dict[str, relax.Expr | None]:
+        """Return the operands of an operator by name. Constants of the file are included with
+        their type.
+        """
+        operands: dict[str, relax.Expr | None] = {}
+        for tensor in super().get_tensors(as_list(op.InputsAsNumpy())):
+            if tensor.tensor_idx < 0:
+                continue
+            value = self.find_value(tensor.tensor_idx)
+            if value is None and tensor.tensor.Type() in self.number_types:
+                value = self._get_tensor_param(tensor)
+            operands[self.find_name(tensor.tensor_idx)] = value
+        return operands
+
+    def convert(self, op: Any, kind: str, outputs: list[str]) -> None:
+        """Convert an operator. Its results get the names of its outputs."""
+        self.kind = kind
+        self.check_state(op, kind)
+        convert = partial(self.convert_map[kind], op=op)
+        quantized = self.is_quantized_call(op, kind)
+        value = self.convert_in_float(op, convert) if quantized else convert()
+        if value is None:
+            return
+        value = self.bb.normalize(value)
+        if isinstance(value.ty, relax.TupleType):
+            fields = [value[i] for i in range(len(value.ty.fields))]
+        else:
+            fields = [value]
+        if len(fields) != len(outputs):
+            raise Refusal(f"it has {format_count(len(outputs), 'output')} instead of {len(fields)}")
+        for tensor, name, each in zip(self.get_output_tensors(op), outputs, fields, strict=True):
+            each = self.bb.normalize(each)
+            self.check_result(tensor, name, each)
+            folded = self.fold(op, kind, each)
+            given = self.name_value(name, each, outputs[0], kind) if folded is None else folded
+            self.exp_tab.set_expr(name, given, force_override=True)
+
+    def convert_fused_activation_function(
+        self, in_expr: relax.Expr, fused_activation_fn: int
+    ) -> relax.Expr:
+        """Apply the fused activation. Refusal for one that TFLite's kernels ignore."""
+        names = self.activation_fn_type
+        name = names.get(fused_activation_fn, str(fused_activation_fn))
+        if name not in CLAMPS:
+            raise Refusal(f"its fused activation is {name}; supported: {', '.join(CLAMPS)}")
+        return super().convert_fused_activation_function(in_expr, fused_activation_fn)
+
+    def check_state(self, op: Any, kind: str) -> None:
+        """Raise Refusal for an operator that writes one of its operands and is no layer of
+        floats.
+        """
+        if kind in LAYERS:
+            check_floats(self, op)
+            return
+        tensors = [t for t in self.get_input_tensors(op) if t.tensor_idx >= 0]
+        names = [self.find_name(t.tensor_idx) for t in tensors if t.tensor.IsVariable()]
+        if names or kind == "SVDF":
+            where = f" in {', '.join(map(repr, names))}" if names else ""
+            raise Refusal(f"it keeps its state from run to run{where}", STATE)
+
+    def check_result(self, tensor: Any, name: str, value: relax.Expr) -> None:
+        """Raise Refusal for a result whose type differs from the file: then TVM's operator
+        differs from TFLite's.
+        """
+        made = tensor_shape(value)
+        stored = self.subgraph.Tensors(tensor.tensor_idx)
+        shape = tuple(self._get_relax_tensor_shape(stored))
+        fixed = [size >= 0 for size in read_signature(stored)]
+        fixed += [True] * (len(shape) - len(fixed))
+        is_open = not shape and not (tensor.tensor.HasRank() or made == ())
+        if made is not None and not is_open:
+            same = len(made) == len(shape) and all(
+                not is_fixed or not isinstance(a, int) or a == b
+                for a, b, is_fixed in zip(made, shape, fixed, strict=False)
+            )
+            if not same:
+                raise Refusal(f"its result {name!r} has shape {made}, the file says {shape}")
+        dtype = self._get_relax_tensor_dtype(tensor)
+        if tensor_dtype(value) != dtype:
+            raise Refusal(f"its result {name!r} is {tensor_dtype(value)}, the file says {dtype}")
+
+    def name_value(self, name: str, value: relax.Expr, node: str, kind: str) -> relax.Expr:
+        if constant_value(value) is not None or not isinstance(value.ty, relax.TensorType):
+            return value
+        name = self.prefix + name
+        self.sources[name] = SourceNode(self.prefix + node, kind)
+        var = relax.DataflowVar(MARK + name, value.ty)
+        self.bb.emit_normalized(relax.VarBinding(var, value))
+        return var
+
+    def fold(self, op: Any, kind: str, value: relax.Expr) -> relax.Expr | None:
+        """Compute a small result of small constants. None for any other result.
+
+        Files compute sizes this way, and TVM needs their values. Quantized values stay
+        quantized.
+        """
+        tensors = [*self.get_input_tensors(op), *self.get_output_tensors(op)]
+        if any(tensor.qnn_params for tensor in tensors) or kind.startswith("RANDOM"):
+            return None
+        shape = tensor_shape(value)
+        if shape is None or any(isinstance(size, str) for size in shape):
+            return None
+        if np.prod(shape, dtype=float) > MAX_FOLDED or kind in ("RFFT2D", "REAL", "IMAG"):
+            return None
+        array = compute(self.bb, value)
+        return None if array is None else relax.const(array, tensor_dtype(value))
+
+    # -- integers ----------------------------------------------------------------------------------
+
+    def is_quantized_call(self, op: Any, kind: str) -> bool:
+        """Return whether an operator with integers is converted as a float operator between
+        dequantize and quantize.
+
+        TVM does this itself for some operators of integers. A float operator with weights of
+        integers (dynamic range quantization) reads the numbers that these stand for, and
+        its data as it is; TFLite's kernels round the data to 8 bits.
+        """
+        operands = [t for t in self.get_input_tensors(op) if t.tensor_idx >= 0]
+        results = self.get_output_tensors(op)
+        quantized = [t for t in [*operands, *results] if t.qnn_params is not None]
+        if not quantized or kind in ORDER_OR_SHAPE or kind in FLOW:
+            return False
+        if not any(t.qnn_params for t in (operands[0], *results)):
+            return True
+        if kind in DATA_MOVEMENT:
+            return not all(self.has_same_qnn_params(quantized[0], t) for t in quantized)
+        return kind not in self._SUPPORTED_QUANTIZED_OPS or kind == "AVERAGE_POOL_2D"
+
+    @contextmanager
+    def replaced(self, tensor: Any, value: relax.Expr) -> Iterator[None]:
+        """Replace the value of a tensor inside the `with` block."""
+        name = self.find_name(tensor.tensor_idx)
+        kept = self.exp_tab.exprs.get(name)
+        self.exp_tab.exprs[name] = value
+        try:
+            yield
+        finally:
+            del self.exp_tab.exprs[name]
+            if kept is not None:
+                self.exp_tab.exprs[name] = kept
+
+    def convert_in_float(self, op: Any, convert: Any) -> relax.Expr:
+        """Convert an integer operator to quantize(f(dequantize(x), ...))."""
+        results = self.get_output_tensors(op)
+        with ExitStack() as stack:
+            # An operator may read a tensor twice.
+            for tensor in {t.tensor_idx: t for t in self.get_input_tensors(op)}.values():
+                if tensor.qnn_params is not None:
+                    real = self.bb.emit(self.dequantize(self.get_tensor_expr(tensor), tensor))
+                    must_fold = is_small(real) or self.kind in LAYERS
+                    array = compute(self.bb, real) if must_fold else None
+                    real = real if array is None else relax.const(array, "float32")
+                    stack.enter_context(self.replaced(tensor, real))
+            self.in_float = True
+            stack.callback(setattr, self, "in_float", False)
+            value = self.bb.normalize(convert())
+        is_tuple = isinstance(value.ty, relax.TupleType)
+        fields = [value[i] for i in range(len(value.ty.fields))] if is_tuple else [value]
+        fields = [
+            field
+            if tensor.qnn_params is None
+            else self.bb.emit(self.quantize(self.bb.emit(field), tensor))
+            for field, tensor in zip(fields, results, strict=True)
+        ]
+        return relax.Tuple(fields) if is_tuple else fields[0]
 
 
 def as_list(indices: Any) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from relayquant.formats.readers.given_shapes import GivenShapes
 from relayquant.formats.readers.names import SourceNode, name_values
 from relayquant.formats.readers.refusal import OTHERWISE
 from relayquant.formats.readers.state import StatePair, hold_state
-from relayquant.formats.readers.tflite.converter import VariableTable, make_converter
+from relayquant.formats.readers.tflite.converter import FRONTEND, Converter, VariableTable
 from relayquant.formats.readers.tflite.options import read_options
 from relayquant.formats.readers.tflite.sizes import OpenSizes, check_same, choose_sizes
 from relayquant.formats.readers.tflite.tables import check_tables, list_codes, open_model
@@ -97,12 +98,11 @@ def convert_model(model: Any, shapes: GivenShapes | None = None) -> tvm.IRModule
 
 def convert_once(model: Any, sizes: OpenSizes, sources: dict[str, SourceNode]) -> tvm.IRModule:
     """Convert a model with these sizes. `sources` gets the operators of its values."""
-    frontend = _tvm.load_tflite_frontend()
     found = VariableTable(assigns_variables(model))
     try:
         with _tvm.FRONTEND_LOCK:
-            converter = make_converter(frontend, sources, found, sizes)
-            mod = frontend.from_tflite(model, {**sizes.shapes}, op_converter=converter)
+            converter = partial(Converter, sources, found, sizes)
+            mod = FRONTEND.from_tflite(model, {**sizes.shapes}, op_converter=converter)
         # The frontend attaches the weights that it has already bound.
         mod["main"] = mod["main"].without_attr("params")
         mod, pairs = add_variables(mod, found)
