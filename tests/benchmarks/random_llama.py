@@ -65,6 +65,7 @@ def write_random(path: Path, tokenizer: Path, kind: str, sizes: LlamaSizes) -> N
     writer.add_rope_freq_base(500_000.0)
     writer.add_rope_dimension_count(sizes.head)
     writer.add_vocab_size(sizes.vocabulary)
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])  # OpenVINO GenAI needs it.
     add_tokenizer(writer, tokenizer, sizes.vocabulary)
     rng = np.random.default_rng(0)
     for name, (outputs, inputs) in list_matrices(sizes).items():
