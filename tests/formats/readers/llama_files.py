@@ -109,7 +109,7 @@ def write_gguf(
     path: Path,
     kinds: dict[str, str] | None = None,
     extra: dict[str, tuple[np.ndarray, Any]] | None = None,
-    **metadata: int,
+    **metadata: float,
 ) -> GgufFile:
     """Write the model as GGUF.
 
@@ -128,7 +128,8 @@ def write_gguf(
         "attention.head_count_kv": GROUPS, "rope.dimension_count": HEAD, **metadata,
     }  # fmt: skip
     for key, number in numbers.items():
-        writer.add_uint32(key if key.startswith("split") else f"llama.{key}", number)
+        adders = {bool: writer.add_bool, float: writer.add_float32, int: writer.add_uint32}
+        adders[type(number)](key if key.startswith("split") else f"llama.{key}", number)
     writer.add_float32("llama.rope.freq_base", BASE)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", EPSILON)
     for name, short in NAMES.items():

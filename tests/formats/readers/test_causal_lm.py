@@ -222,6 +222,8 @@ def test_folder__metadata_that_is_wrong(folder, tmp_path, config, message):
         ({"rope.dimension_count": 2**31 - 2}, "elements"),
         ({"expert_count": 8}, "experts"),
         ({"context_length": 0}, "max_length is 0"),
+        ({"attention.causal": False}, "causal' of the model is False; needed: true"),
+        ({"rope.scaling.yarn_ext_factor": 0.5}, "has 'llama.rope.scaling.yarn_ext_factor'"),
         ({"split.count": 3}, "part 1 of 3 files.*llama-gguf-split --merge"),
     ],
 )

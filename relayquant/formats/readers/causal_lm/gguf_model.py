@@ -57,6 +57,11 @@ NAMES: dict[str, str] = {
 #: Divisors of the frequencies of rotary positions: read with the config.
 FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+#: Settings that are read of those whose names begin with "rope.scaling.". The last says nothing.
+SCALING = (
+    "type", "factor", "original_context_length", "attn_factor", "yarn_beta_fast", "yarn_beta_slow",
+    "finetuned",
+)  # fmt: skip
 UNREAD = r"rope_(freqs|factors_long|factors_short)\.weight|.*\.attn_rot_embd"
 
 PLAIN = TensorNames(NAMES, UNREAD)
@@ -116,6 +121,9 @@ def read_gguf_config(
     row, fields = GGUF_ARCHITECTURES[kind], Fields(header.metadata, f"{kind}.")
     if fields.integer("expert_count", default=0):
         raise ModelError("The model has experts, which are not supported.", code="RQ202")
+    if not fields.flag("attention.causal", default=True):
+        raise fields.refuse(("attention.causal",), False, "true. It is an encoder")
+    check_scaling(header.metadata, f"{kind}.rope.scaling.")
     count = fields.integer("block_count")
     if not 1 <= count <= MOST_LAYERS:
         raise fields.refuse(("block_count",), count, f"1 to {MOST_LAYERS}")
@@ -154,6 +162,17 @@ def read_gguf_config(
     return row.adjust(fields, replace(config, **row.changes)), row.names  # pyright: ignore[reportArgumentType]
 
 
+def check_scaling(metadata: Mapping[str, object], prefix: str) -> None:
+    """Refuse settings of rotary positions that would not be used."""
+    for name in metadata:
+        if name.startswith(prefix) and name.removeprefix(prefix) not in SCALING:
+            raise ModelError(
+                f"The model has {name[:60]!r}, which is not supported. Settings of scaled rotary "
+                f"positions that are: {', '.join(SCALING)}.",
+                code="RQ202",
+            )
+
+
 def read_gguf_layers(
     fields: Fields,
     row: GgufModelRow,
@@ -175,6 +194,8 @@ def read_gguf_layers(
         "rope_type": "default" if kind == "none" else kind,
         "factor": factor,
         "original_max_position_embeddings": original,
+        "beta_fast": fields.get("rope.scaling.yarn_beta_fast"),
+        "beta_slow": fields.get("rope.scaling.yarn_beta_slow"),
     }
     factors = None
     if FACTORS in tensors:
