@@ -11,7 +11,7 @@ import inspect
 import itertools
 import math
 import reprlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from relayquant.analysis.error_statistics import ErrorSums
 from relayquant.base.events import CallbackList, ProgressEvent
+from relayquant.base.qtypes import QParams
 from relayquant.base.runtime import limit_blas, map_on_threads
 from relayquant.base.tables import format_csv, format_html
 from relayquant.codegen.eager import (
@@ -339,11 +340,27 @@ class Simulation:
             got = list(self.run(quantized))
         return apply_metric(self.metric, self.expected, got)
 
+    def run_each(
+        self, quantized: Collection[OperatorPlan], own: Sequence[Mapping[str, QParams]]
+    ) -> Iterator[list[np.ndarray]]:
+        """As `run`, with parameters of its `own` for each batch, by group key, where `run` has
+        none.
+        """
+        graph, changes = self.prepared.graph, self.find_changes(quantized)
+        for known, pair in zip(own, self.pair_batches(), strict=True):
+            arguments = [graph.group_arguments(key, qparams) for key, qparams in known.items()]
+            merged = {**dict(item for part in arguments for item in part.items()), **changes}
+            yield self.incremental.run(self.incremental.plan_update(merged, self.recorded), *pair)
+
     def sqnr(self, quantized: Collection[OperatorPlan]) -> float:
         """Return the SQNR in dB of the worst output, whatever the metric is."""
+        return self.compare(self.run(quantized))
+
+    def compare(self, results: Iterable[Sequence[np.ndarray]]) -> float:
+        """Return the SQNR in dB of the worst output of these results, one list per batch."""
         sums: list[ErrorSums] = []
         with limit_blas():
-            for expected, got in zip(self.expected, self.run(quantized), strict=True):
+            for expected, got in zip(self.expected, results, strict=True):
                 sums = sums or [ErrorSums()] * len(expected)
                 sums = [s.update(x, y) for s, x, y in zip(sums, expected, got, strict=True)]
         return min((s.sqnr for s in sums), default=math.inf)

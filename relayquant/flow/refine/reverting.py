@@ -44,7 +44,11 @@ from relayquant.flow.refine.look import (
     pick_typical,
 )
 from relayquant.flow.refine.prepared_edit import Changes, split_changes
-from relayquant.flow.refine.run_time_ranges import bound_sqnr, find_run_time_qconfigs
+from relayquant.flow.refine.run_time_ranges import (
+    find_run_time_qconfigs,
+    forecast_sqnr,
+    measure_ranges,
+)
 from relayquant.flow.refine.search import rank_operators, search_simulated
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.ledger import (
@@ -98,7 +102,8 @@ class Suspects:
         settings: When outputs deviate.
         order: All operators, the most sensitive first.
         first: What to begin with.
-        milder: What may suffice without products in float; see `list_milder`.
+        milder: What may suffice without products in float; see `list_milder`. A module takes long
+            to build: what the calibration graph expects to fall short is left out.
         is_arithmetic: Whether the simulated model has the SQNR that the integer module lacks.
         bad: Samples that the operators are sought on.
         judged: Samples that decide.
@@ -171,6 +176,8 @@ def find_suspects(
     bad = pick_bad(prepared, batches, gaps, max(int(guarding.search_work / each), 1))
     simulation = Simulation(prepared, open_dataset(bad, describe_inputs(prepared.mod)))
     judged = pick_typical(prepared, batches, gaps, plan_looks(prepared, guarding)[0])
+    ranged = find_run_time_qconfigs(prepared)
+    ranges = measure_ranges(simulation, ranged)
     order = rank_operators(simulation, settings.events, math.inf)
     target = guarding.target_sqnr
     is_arithmetic = simulation.sqnr(operators) >= target > min(gap.sqnr for gap in gaps)
@@ -179,26 +186,23 @@ def find_suspects(
     else:
         found = search_simulated(simulation, mapping, order, target, math.inf, settings.events)
         first = found or order[:1]
-        milder = list_milder(simulation, first, target)
+        milder = [
+            changes
+            for changes in list_milder(ranged, first)
+            if forecast_sqnr(simulation, changes, ranges) >= target
+        ]
     return Suspects(
         prepared, guarding, order, first, milder, is_arithmetic, bad, judged, settings.events
     )
 
 
-def list_milder(simulation: Simulation, first: Sequence[str], target: float) -> list[Changes]:
+def list_milder(ranged: Changes, first: Sequence[str]) -> list[Changes]:
     """What may suffice without products in float: the first suspects, then all products, read
     their data's range at run time. Suspects that cannot do so go to float, as they would.
-
-    A module takes long to build. So what the rounded weights alone keep from the target, in dB, is
-    left out.
     """
-    ranged = find_run_time_qconfigs(simulation.prepared)
-    if not ranged:
-        return []
     few = {name: ranged.get(name) for name in first}
     trials = [few] if any(few.values()) else []
-    trials.append({**dict.fromkeys(first), **ranged})
-    return [changes for changes in trials if bound_sqnr(simulation, changes) >= target]
+    return [*trials, {**dict.fromkeys(first), **ranged}] if ranged else []
 
 
 def revert_operators(suspects: Suspects, build: Callable[[Changes], tvm.IRModule]) -> Attempt:

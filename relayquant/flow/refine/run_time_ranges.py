@@ -7,8 +7,10 @@ runs on integers. The guard and `drift` try this before they put operators back 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from relayquant.analysis.sensitivity import Simulation, add_lines
-from relayquant.base.qtypes import Granularity, QSpec, Role
+from relayquant.base.qtypes import Granularity, QParams, QSpec, Role, choose_qparams
 from relayquant.config import PatternConfig, QConfig, QConfigMapping, TensorConfig
 from relayquant.flow.refine.prepared_edit import Changes
 from relayquant.ir.plan import OperatorPlan
@@ -42,14 +44,52 @@ def find_run_time_qconfigs(prepared: PreparedModel) -> dict[str, QConfig]:
     return {name: qconfig for name, qconfig in found.items() if name in served}
 
 
-def bound_sqnr(simulation: Simulation, changes: Changes) -> float:
-    """Return the worst output's SQNR in dB with these changes, but for the rounding of data with
-    ranges of the run time: on the calibration graph, such a product rounds only its weights.
+def measure_ranges(
+    simulation: Simulation, qconfigs: Mapping[str, QConfig]
+) -> list[dict[str, QParams]]:
+    """Return for each batch, by group key, the parameters that operators with these QConfigs would
+    compute of their data. To be called while the simulation holds the values of the float model.
+
+    A group is left out where the calibration graph cannot round its values so: with a range for
+    each row, in another dtype, or where its values were not kept.
+    """
+    prepared = simulation.prepared
+    points = {point.operator: point for point in prepared.graph.fits}
+    found: list[dict[str, QParams]] = []
+    for recording in simulation.recordings:
+        values, known = {var.name: value for var, value in recording.values.items()}, {}
+        for name, qconfig in qconfigs.items():
+            spec, point = qconfig.data.spec, points.get(name)
+            if point is None or len(point.roundings) != 1 or point.source not in values:
+                continue
+            (key,), data = point.roundings, values[point.source]
+            is_same = prepared.plan.group(key).info.spec.dtype == spec.dtype
+            if is_same and spec.granularity is Granularity.PER_TENSOR:
+                known[key] = choose_qparams(float(data.min()), float(data.max()), spec)
+        found.append(known)
+    return found
+
+
+def forecast_sqnr(
+    simulation: Simulation, changes: Changes, ranges: Sequence[Mapping[str, QParams]]
+) -> float:
+    """Return the worst output's SQNR in dB with these changes, on the calibration graph. Data with
+    ranges of the run time is rounded by `ranges` (see `measure_ranges`), and not at all where these
+    lack, or where an operator without such a range reads it too.
     """
     prepared = simulation.prepared
     mapping = add_lines(prepared, changes, prepared.mapping or QConfigMapping())
     plan = annotate(prepared.source, prepared.backend, mapping)
-    return simulation.sqnr([operator for operator in plan.operators if operator.quantized])
+    dynamic = {operator.name for operator in plan.operators if operator.dynamic is not None}
+    others = {
+        key
+        for operator in prepared.plan.operators
+        if operator.name not in dynamic
+        for _, key in operator.operands
+    }
+    own = [{key: known[key] for key in known.keys() - others} for known in ranges]
+    quantized = [operator for operator in plan.operators if operator.quantized]
+    return simulation.compare(simulation.run_each(quantized, own))
 
 
 def find_weight(prepared: PreparedModel, operator: OperatorPlan) -> TensorConfig | None:

@@ -12,7 +12,11 @@ from tvm import relax
 import relayquant as rq
 from relayquant.analysis.sensitivity import Simulation
 from relayquant.config import Granularity
-from relayquant.flow.refine.run_time_ranges import bound_sqnr, find_run_time_qconfigs
+from relayquant.flow.refine.run_time_ranges import (
+    find_run_time_qconfigs,
+    forecast_sqnr,
+    measure_ranges,
+)
 
 RNG = np.random.default_rng(3)
 
@@ -44,7 +48,7 @@ def test_find_run_time_qconfigs__a_sample_never_sees_its_neighbours(backend):
     ]
 
 
-def test_bound_sqnr__only_weights_are_rounded():
+def test_forecast_sqnr__of_ranges_for_each_row_only_weights_are_rounded():
     """Of a product with a range of the run time; nothing of one in float. numpy says how much."""
     rng = np.random.default_rng(4)
     weight = rng.standard_normal((64, 4)).astype("float32")
@@ -59,9 +63,49 @@ def test_bound_sqnr__only_weights_are_rounded():
     noise = np.concatenate(data) @ rounded - exact
     decibels = 10 * np.log10(np.sum(np.square(exact)) / np.sum(np.square(noise)))
     ranged = find_run_time_qconfigs(prepared)
-    assert bound_sqnr(simulation, ranged) == pytest.approx(decibels, abs=0.01)
-    assert bound_sqnr(simulation, {}) < decibels - 0.1
-    assert bound_sqnr(simulation, {"dense": None}) > 100
+    ranges = measure_ranges(simulation, ranged)
+    assert forecast_sqnr(simulation, ranged, ranges) == pytest.approx(decibels, abs=0.01)
+    assert forecast_sqnr(simulation, {}, ranges) < decibels - 0.1
+    assert forecast_sqnr(simulation, {"dense": None}, ranges) > 100
+
+
+def round_to_own_range(data: np.ndarray) -> np.ndarray:
+    """256 steps from the least to the largest value of one sample."""
+    scale = np.float32((data.max() - data.min()) / 255)
+    zero_point = np.rint(-data.min() / scale)
+    return (np.clip(np.rint(data / scale) + zero_point, 0, 255) - zero_point) * scale
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_forecast_sqnr__each_sample_has_its_own_range(is_shared):
+    """A convolution's data is rounded by the sample's range, unless an operator in float reads it
+    too. numpy says how much.
+    """
+    rng = np.random.default_rng(5)
+    weights = rng.standard_normal((2, 4, 8, 1, 1)).astype("float32")
+
+    def body(emit, x):
+        first, second = (relax.op.nn.conv2d(x, relax.const(weight)) for weight in weights)
+        return emit("both", relax.op.concat([emit("a", first), emit("b", second)], 1))
+
+    data = [(10.0**-i * rng.uniform(-1, 1, (1, 8, 4, 4))).astype("float32") for i in range(3)]
+    prepared = rq.calibrate(rq.prepare(build_model(body, (1, 8, 4, 4)), effort="fast"), data)
+    simulation = Simulation(prepared, [{"x": batch} for batch in data])
+    qconfigs = find_run_time_qconfigs(prepared)
+    ranges = measure_ranges(simulation, qconfigs)
+    signal = noise = 0.0
+    for batch in data:
+        read = batch if is_shared else round_to_own_range(batch)
+        for name, weight in zip("ab", weights, strict=True):
+            scale = prepared.parameters[f"{name}:weight"].scale.reshape(-1, 1)
+            exact, rounded = weight[..., 0, 0], np.rint(weight[..., 0, 0] / scale) * scale
+            if is_shared and name == "b":
+                rounded = exact
+            want, got = (w @ x.reshape(8, 16) for w, x in ((exact, batch), (rounded, read)))
+            signal, noise = signal + np.sum(want**2), noise + np.sum((got - want) ** 2)
+    changes = {**qconfigs, "b": None} if is_shared else qconfigs
+    found = forecast_sqnr(simulation, changes, ranges)
+    assert found == pytest.approx(10 * np.log10(signal / noise), abs=0.02)
 
 
 def test_guard__loud_and_quiet_samples():
