@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import numpy as np
@@ -42,6 +43,18 @@ class Chain:
 
     def dense(self, name: str, x: relax.Expr, units: int) -> relax.Var:
         return self(name, relax.op.matmul(x, self.constant(int(x.ty.shape.values[-1]), units)))
+
+
+def as_main(body: Callable[..., relax.Expr]) -> tvm.IRModule:
+    """Decorator: the module whose main is `body`, one dataflow block; annotations are its types."""
+    types = inspect.get_annotations(body, eval_str=True)
+    params = [relax.Var(name, of.as_ty()) for name, of in types.items()]
+    builder = relax.BlockBuilder()
+    with builder.function("main", params):
+        with builder.dataflow():
+            out = builder.emit_output(body(*params))
+        builder.emit_func_output(out)
+    return builder.finalize()
 
 
 def build_model(

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import tvm
-from float_models import MAP, build_model, draw_batches
+from float_models import MAP, as_main, build_model, draw_batches
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
@@ -65,98 +65,58 @@ def check(before: tvm.IRModule, expected: tvm.IRModule, seed: int = 0) -> None:
 
 
 def test_dequantize_through_relu__becomes_clip():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(q: R.Tensor((1, 3, 4, 4), "uint8")):
-            with R.dataflow():
-                d = dequantize(q)
-                out = R.nn.relu(d)
-                R.output(out)
-            return out
+    @as_main
+    def before(q: R.Tensor((1, 3, 4, 4), "uint8")):
+        d = dequantize(q)
+        return R.nn.relu(d)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(q: R.Tensor((1, 3, 4, 4), "uint8")):
-            with R.dataflow():
-                a = R.clip(q, T.uint8(10), T.uint8(255))
-                out = dequantize(a)
-                R.output(out)
-            return out
+    @as_main
+    def expected(q: R.Tensor((1, 3, 4, 4), "uint8")):
+        a = R.clip(q, T.uint8(10), T.uint8(255))
+        return dequantize(a)
 
-    check(Before, Expected)
+    check(before, expected)
 
 
 def test_dequantize_through_relu__nothing_to_clip():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(q: R.Tensor((1, 3, 4, 4), "uint8")):
-            with R.dataflow():
-                d = dequantize(q, 0.5, 0)
-                out = R.nn.relu(d)
-                R.output(out)
-            return out
+    @as_main
+    def before(q: R.Tensor((1, 3, 4, 4), "uint8")):
+        d = dequantize(q, 0.5, 0)
+        return R.nn.relu(d)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(q: R.Tensor((1, 3, 4, 4), "uint8")):
-            with R.dataflow():
-                out = dequantize(q, 0.5, 0)
-                R.output(out)
-            return out
+    @as_main
+    def expected(q: R.Tensor((1, 3, 4, 4), "uint8")):
+        return dequantize(q, 0.5, 0)
 
-    check(Before, Expected)
+    check(before, expected)
 
 
 def test_dequantize_through_relu__accumulator_per_channel():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(q: R.Tensor((1, 3, 4, 4), "int32")):
-            with R.dataflow():
-                d = dequantize_channels(q)
-                out = R.nn.relu(d)
-                R.output(out)
-            return out
+    @as_main
+    def before(q: R.Tensor((1, 3, 4, 4), "int32")):
+        d = dequantize_channels(q)
+        return R.nn.relu(d)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(q: R.Tensor((1, 3, 4, 4), "int32")):
-            with R.dataflow():
-                a = R.clip(q, T.int32(0), T.int32(2147483647))
-                out = dequantize_channels(a)
-                R.output(out)
-            return out
+    @as_main
+    def expected(q: R.Tensor((1, 3, 4, 4), "int32")):
+        a = R.clip(q, T.int32(0), T.int32(2147483647))
+        return dequantize_channels(a)
 
-    check(Before, Expected)
+    check(before, expected)
 
 
 def test_dequantize_through_clip__bounds_on_the_grid():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(q: R.Tensor((1, 3, 4, 4), "uint8")):
-            with R.dataflow():
-                d = dequantize(q)
-                out = R.clip(d, -2.0, 6.5)
-                R.output(out)
-            return out
+    @as_main
+    def before(q: R.Tensor((1, 3, 4, 4), "uint8")):
+        d = dequantize(q)
+        return R.clip(d, -2.0, 6.5)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(q: R.Tensor((1, 3, 4, 4), "uint8")):
-            with R.dataflow():
-                a = R.clip(q, T.uint8(6), T.uint8(23))
-                out = dequantize(a)
-                R.output(out)
-            return out
+    @as_main
+    def expected(q: R.Tensor((1, 3, 4, 4), "uint8")):
+        a = R.clip(q, T.uint8(6), T.uint8(23))
+        return dequantize(a)
 
-    check(Before, Expected)
+    check(before, expected)
 
 
 @pytest.mark.parametrize(
@@ -184,124 +144,84 @@ def test_dequantize_through_clip__bounds_are_rounded_and_saturated(low, high, ex
 
 
 def test_dequantize_through_pad__value_in_affine_space():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(q: R.Tensor((1, 3, 4, 4), "uint8")):
-            with R.dataflow():
-                d = dequantize(q)
-                out = R.nn.pad(d, pad_width=[0, 0, 0, 0, 1, 0, 0, 2], pad_value=1.5)
-                R.output(out)
-            return out
+    @as_main
+    def before(q: R.Tensor((1, 3, 4, 4), "uint8")):
+        d = dequantize(q)
+        return R.nn.pad(d, pad_width=[0, 0, 0, 0, 1, 0, 0, 2], pad_value=1.5)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(q: R.Tensor((1, 3, 4, 4), "uint8")):
-            with R.dataflow():
-                a = R.nn.pad(q, pad_width=[0, 0, 0, 0, 1, 0, 0, 2], pad_value=13.0)
-                out = dequantize(a)
-                R.output(out)
-            return out
+    @as_main
+    def expected(q: R.Tensor((1, 3, 4, 4), "uint8")):
+        a = R.nn.pad(q, pad_width=[0, 0, 0, 0, 1, 0, 0, 2], pad_value=13.0)
+        return dequantize(a)
 
-    check(Before, Expected)
+    check(before, expected)
 
 
 def test_dequantize_through_moves__per_tensor():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(q: R.Tensor((1, 4, 6, 6), "uint8"), i: R.Tensor((2,), "int32")):
-            with R.dataflow():
-                d = dequantize(q)
-                a = R.nn.max_pool2d(d, pool_size=[2, 2], strides=[2, 2], padding=[1, 1, 1, 1])
-                b = R.permute_dims(a, axes=[0, 2, 3, 1])
-                c = R.strided_slice(b, [1], [0], [3], [2])
-                e = R.reshape(c, R.shape([2, 4, 4]))
-                f = R.expand_dims(e, [0])
-                g = R.squeeze(f, [0])
-                h = R.broadcast_to(g, R.shape([2, 4, 4]))
-                k = R.max(h, axis=[1])
-                out = R.min(k, axis=[0], keepdims=True)
-                R.output(out)
-            return out
+    @as_main
+    def before(q: R.Tensor((1, 4, 6, 6), "uint8"), i: R.Tensor((2,), "int32")):
+        d = dequantize(q)
+        a = R.nn.max_pool2d(d, pool_size=[2, 2], strides=[2, 2], padding=[1, 1, 1, 1])
+        b = R.permute_dims(a, axes=[0, 2, 3, 1])
+        c = R.strided_slice(b, [1], [0], [3], [2])
+        e = R.reshape(c, R.shape([2, 4, 4]))
+        f = R.expand_dims(e, [0])
+        g = R.squeeze(f, [0])
+        h = R.broadcast_to(g, R.shape([2, 4, 4]))
+        k = R.max(h, axis=[1])
+        return R.min(k, axis=[0], keepdims=True)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(q: R.Tensor((1, 4, 6, 6), "uint8"), i: R.Tensor((2,), "int32")):
-            with R.dataflow():
-                a = R.nn.max_pool2d(q, pool_size=[2, 2], strides=[2, 2], padding=[1, 1, 1, 1])
-                b = R.permute_dims(a, axes=[0, 2, 3, 1])
-                c = R.strided_slice(b, [1], [0], [3], [2])
-                e = R.reshape(c, R.shape([2, 4, 4]))
-                f = R.expand_dims(e, [0])
-                g = R.squeeze(f, [0])
-                h = R.broadcast_to(g, R.shape([2, 4, 4]))
-                k = R.max(h, axis=[1])
-                out_int = R.min(k, axis=[0], keepdims=True)
-                out = dequantize(out_int)
-                R.output(out)
-            return out
+    @as_main
+    def expected(q: R.Tensor((1, 4, 6, 6), "uint8"), i: R.Tensor((2,), "int32")):
+        a = R.nn.max_pool2d(q, pool_size=[2, 2], strides=[2, 2], padding=[1, 1, 1, 1])
+        b = R.permute_dims(a, axes=[0, 2, 3, 1])
+        c = R.strided_slice(b, [1], [0], [3], [2])
+        e = R.reshape(c, R.shape([2, 4, 4]))
+        f = R.expand_dims(e, [0])
+        g = R.squeeze(f, [0])
+        h = R.broadcast_to(g, R.shape([2, 4, 4]))
+        k = R.max(h, axis=[1])
+        out_int = R.min(k, axis=[0], keepdims=True)
+        return dequantize(out_int)
 
-    check(Before, Expected)
+    check(before, expected)
 
 
 def test_dequantize_through_take():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(q: R.Tensor((120, 3), "uint8"), i: R.Tensor((5,), "uint8")):
-            with R.dataflow():
-                d = dequantize(q)
-                j = R.astype(R.zeros_like(i), "int32")
-                out = R.take(d, j, axis=0)
-                R.output(out)
-            return out
+    @as_main
+    def before(q: R.Tensor((120, 3), "uint8"), i: R.Tensor((5,), "uint8")):
+        d = dequantize(q)
+        j = R.astype(R.zeros_like(i), "int32")
+        return R.take(d, j, axis=0)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(q: R.Tensor((120, 3), "uint8"), i: R.Tensor((5,), "uint8")):
-            with R.dataflow():
-                z = R.zeros_like(i)
-                j = R.astype(z, "int32")
-                a = R.take(q, j, axis=0)
-                out = dequantize(a)
-                R.output(out)
-            return out
+    @as_main
+    def expected(q: R.Tensor((120, 3), "uint8"), i: R.Tensor((5,), "uint8")):
+        z = R.zeros_like(i)
+        j = R.astype(z, "int32")
+        a = R.take(q, j, axis=0)
+        return dequantize(a)
 
-    check(Before, Expected)
+    check(before, expected)
 
 
 def test_dequantize_per_channel__axis_moves_with_the_channels():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(q: R.Tensor((2, 3, 4, 4), "int32")):
-            with R.dataflow():
-                d = dequantize_channels(q, 1)
-                a = R.nn.max_pool2d(d, pool_size=[2, 2], strides=[2, 2])
-                b = R.reshape(a, R.shape([2, 3, 4]))
-                c = R.permute_dims(b, axes=[1, 2, 0])
-                out = R.permute_dims(c)
-                R.output(out)
-            return out
+    @as_main
+    def before(q: R.Tensor((2, 3, 4, 4), "int32")):
+        d = dequantize_channels(q, 1)
+        a = R.nn.max_pool2d(d, pool_size=[2, 2], strides=[2, 2])
+        b = R.reshape(a, R.shape([2, 3, 4]))
+        c = R.permute_dims(b, axes=[1, 2, 0])
+        return R.permute_dims(c)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(q: R.Tensor((2, 3, 4, 4), "int32")):
-            with R.dataflow():
-                a = R.nn.max_pool2d(q, pool_size=[2, 2], strides=[2, 2])
-                b = R.reshape(a, R.shape([2, 3, 4]))
-                c = R.permute_dims(b, axes=[1, 2, 0])
-                out_int = R.permute_dims(c)
-                out = dequantize_channels(out_int, 2)
-                R.output(out)
-            return out
+    @as_main
+    def expected(q: R.Tensor((2, 3, 4, 4), "int32")):
+        a = R.nn.max_pool2d(q, pool_size=[2, 2], strides=[2, 2])
+        b = R.reshape(a, R.shape([2, 3, 4]))
+        c = R.permute_dims(b, axes=[1, 2, 0])
+        out_int = R.permute_dims(c)
+        return dequantize_channels(out_int, 2)
 
-    check(Before, Expected)
+    check(before, expected)
 
 
 @pytest.mark.parametrize(
@@ -367,66 +287,41 @@ def test_dequantize__parameters_of_one_channel_outlive_its_axis():
 
 
 def test_quantize_over_relu__becomes_clip():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((1, 3, 4, 4), "float32")):
-            with R.dataflow():
-                r = R.nn.relu(x)
-                out = quantize(r)
-                R.output(out)
-            return out
+    @as_main
+    def before(x: R.Tensor((1, 3, 4, 4), "float32")):
+        r = R.nn.relu(x)
+        return quantize(r)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((1, 3, 4, 4), "float32")):
-            with R.dataflow():
-                q = quantize(x)
-                out = R.clip(q, T.uint8(10), T.uint8(255))
-                R.output(out)
-            return out
+    @as_main
+    def expected(x: R.Tensor((1, 3, 4, 4), "float32")):
+        q = quantize(x)
+        return R.clip(q, T.uint8(10), T.uint8(255))
 
-    check(Before, Expected)
+    check(before, expected)
 
 
 def test_quantize_over_clip__becomes_clip():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((1, 3, 4, 4), "float32")):
-            with R.dataflow():
-                r = R.clip(x, -1.3, 6.1)
-                out = quantize(r, 0.5, -20, "int8")
-                R.output(out)
-            return out
+    @as_main
+    def before(x: R.Tensor((1, 3, 4, 4), "float32")):
+        r = R.clip(x, -1.3, 6.1)
+        return quantize(r, 0.5, -20, "int8")
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((1, 3, 4, 4), "float32")):
-            with R.dataflow():
-                q = quantize(x, 0.5, -20, "int8")
-                out = R.clip(q, T.int8(-23), T.int8(-8))
-                R.output(out)
-            return out
+    @as_main
+    def expected(x: R.Tensor((1, 3, 4, 4), "float32")):
+        q = quantize(x, 0.5, -20, "int8")
+        return R.clip(q, T.int8(-23), T.int8(-8))
 
-    check(Before, Expected)
+    check(before, expected)
 
 
 def test_quantize_over_relu__not_where_the_float_value_is_needed():
-    @I.ir_module
-    class Module:
-        @R.function
-        def main(x: R.Tensor((1, 3, 4, 4), "float32")):
-            with R.dataflow():
-                r = R.nn.relu(x)
-                q = quantize(r)
-                out = (q, r)
-                R.output(out)
-            return out
+    @as_main
+    def module(x: R.Tensor((1, 3, 4, 4), "float32")):
+        r = R.nn.relu(x)
+        q = quantize(r)
+        return (q, r)
 
-    assert expand_affine(Module, X86).same_as(Module)
+    assert expand_affine(module, X86).same_as(module)
 
 
 def test_rule_of_the_user__comes_first():

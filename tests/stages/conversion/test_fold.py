@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
+from float_models import as_main
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
@@ -61,29 +62,19 @@ def check(before: tvm.IRModule, expected: tvm.IRModule) -> None:
 
 
 def test_quantize_of_dequantize__same_parameters_vanish():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(q: R.Tensor((2, 3), "uint8")):
-            with R.dataflow():
-                r = R.nn.relu(q)
-                d = dequantize(r)
-                p = quantize(d)
-                out = R.clip(p, T.uint8(3), T.uint8(9))
-                R.output(out)
-            return out
+    @as_main
+    def before(q: R.Tensor((2, 3), "uint8")):
+        r = R.nn.relu(q)
+        d = dequantize(r)
+        p = quantize(d)
+        return R.clip(p, T.uint8(3), T.uint8(9))
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(q: R.Tensor((2, 3), "uint8")):
-            with R.dataflow():
-                r = R.nn.relu(q)
-                out = R.clip(r, T.uint8(3), T.uint8(9))
-                R.output(out)
-            return out
+    @as_main
+    def expected(q: R.Tensor((2, 3), "uint8")):
+        r = R.nn.relu(q)
+        return R.clip(r, T.uint8(3), T.uint8(9))
 
-    check(Before, Expected)
+    check(before, expected)
 
 
 @pytest.mark.parametrize("rounding", Rounding)
@@ -110,88 +101,53 @@ def test_quantize_of_dequantize__keeps_the_rounding(rounding):
 
 
 def test_quantize_of_dequantize__other_parameters_become_requantize():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(q: R.Tensor((2, 3), "uint8")):
-            with R.dataflow():
-                d = dequantize(q)
-                out = quantize(d, 0.25, -3, "int8")
-                R.output(out)
-            return out
+    @as_main
+    def before(q: R.Tensor((2, 3), "uint8")):
+        d = dequantize(q)
+        return quantize(d, 0.25, -3, "int8")
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(q: R.Tensor((2, 3), "uint8")):
-            with R.dataflow():
-                out = requantize(q, 0.25, -3, "int8")
-                R.output(out)
-            return out
+    @as_main
+    def expected(q: R.Tensor((2, 3), "uint8")):
+        return requantize(q, 0.25, -3, "int8")
 
-    check(Before, Expected)
+    check(before, expected)
     values = np.arange(6, dtype="uint8").reshape(2, 3) * 40
-    np.testing.assert_array_equal(run(fold_qnn(Before), values)[0], run(Before, values)[0])
+    np.testing.assert_array_equal(run(fold_qnn(before), values)[0], run(before, values)[0])
 
 
 def test_quantize_of_dequantize__same_numbers_of_another_dtype_are_converted():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(q: R.Tensor((2, 3), "uint8")):
-            with R.dataflow():
-                d = dequantize(q)
-                out = quantize(d, 0.5, 10, "int8")
-                R.output(out)
-            return out
+    @as_main
+    def before(q: R.Tensor((2, 3), "uint8")):
+        d = dequantize(q)
+        return quantize(d, 0.5, 10, "int8")
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(q: R.Tensor((2, 3), "uint8")):
-            with R.dataflow():
-                out = requantize(q, 0.5, 10, "int8")
-                R.output(out)
-            return out
+    @as_main
+    def expected(q: R.Tensor((2, 3), "uint8")):
+        return requantize(q, 0.5, 10, "int8")
 
-    check(Before, Expected)
+    check(before, expected)
 
 
 def test_quantize_of_dequantize__accumulator_per_channel():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(q: R.Tensor((2, 3, 4), "int32")):
-            with R.dataflow():
-                d = dequantize_channels(q)
-                out = quantize(d, 1.5, 7)
-                R.output(out)
-            return out
+    @as_main
+    def before(q: R.Tensor((2, 3, 4), "int32")):
+        d = dequantize_channels(q)
+        return quantize(d, 1.5, 7)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(q: R.Tensor((2, 3, 4), "int32")):
-            with R.dataflow():
-                out = requantize_channels(q)
-                R.output(out)
-            return out
+    @as_main
+    def expected(q: R.Tensor((2, 3, 4), "int32")):
+        return requantize_channels(q)
 
-    check(Before, Expected)
+    check(before, expected)
 
 
 def test_quantize_of_dequantize__the_float_value_stays_for_its_other_readers():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(q: R.Tensor((2, 3), "uint8")):
-            with R.dataflow():
-                d = dequantize(q)
-                p = quantize(d, 0.25, -3, "int8")
-                s = R.nn.softmax(d)
-                out = (p, s)
-                R.output(out)
-            return out
+    @as_main
+    def before(q: R.Tensor((2, 3), "uint8")):
+        d = dequantize(q)
+        p = quantize(d, 0.25, -3, "int8")
+        s = R.nn.softmax(d)
+        return (p, s)
 
     @I.ir_module
     class Expected:
@@ -205,90 +161,60 @@ def test_quantize_of_dequantize__the_float_value_stays_for_its_other_readers():
                 R.output(out)
             return out
 
-    check(Before, Expected)
+    check(before, Expected)
 
 
 def test_quantize_of_dequantize__parameters_that_are_variables_stay():
-    @I.ir_module
-    class Module:
-        @R.function
-        def main(q: R.Tensor((2, 3), "uint8"), s: R.Tensor((), "float32")):
-            with R.dataflow():
-                d = R.qnn.dequantize(q, s, R.const(10, "int32"))
-                out = quantize(d)
-                R.output(out)
-            return out
+    @as_main
+    def module(q: R.Tensor((2, 3), "uint8"), s: R.Tensor((), "float32")):
+        d = R.qnn.dequantize(q, s, R.const(10, "int32"))
+        return quantize(d)
 
-    check(Module, Module)
+    check(module, module)
 
 
 def test_quantize_of_dequantize__per_channel_output_stays():
     """requantize has one scale for its output."""
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(q: R.Tensor((2, 3), "uint8")):
-            with R.dataflow():
-                d = dequantize(q)
-                out = quantize_channels(d)
-                R.output(out)
-            return out
+    @as_main
+    def before(q: R.Tensor((2, 3), "uint8")):
+        d = dequantize(q)
+        return quantize_channels(d)
 
-    check(Before, Before)
+    check(before, before)
 
 
 def test_constants__integer_constants_are_computed():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(q: R.Tensor((4, 4), "uint8")):
-            with R.dataflow():
-                w = R.permute_dims(R.const(WEIGHT), axes=[1, 0])
-                out = R.qnn.dense(
-                    q, w, R.const(10, "int32"), R.const(0, "int32"),
-                    R.const(0.5, "float32"), R.const(0.25, "float32"),
-                )  # fmt: skip
-                R.output(out)
-            return out
+    @as_main
+    def before(q: R.Tensor((4, 4), "uint8")):
+        w = R.permute_dims(R.const(WEIGHT), axes=[1, 0])
+        return R.qnn.dense(
+            q, w, R.const(10, "int32"), R.const(0, "int32"),
+            R.const(0.5, "float32"), R.const(0.25, "float32"),
+        )  # fmt: skip
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(q: R.Tensor((4, 4), "uint8")):
-            with R.dataflow():
-                out = R.qnn.dense(
-                    q, R.const(np.ascontiguousarray(WEIGHT.T)), R.const(10, "int32"),
-                    R.const(0, "int32"), R.const(0.5, "float32"), R.const(0.25, "float32"),
-                )  # fmt: skip
-                R.output(out)
-            return out
+    @as_main
+    def expected(q: R.Tensor((4, 4), "uint8")):
+        return R.qnn.dense(
+            q, R.const(np.ascontiguousarray(WEIGHT.T)), R.const(10, "int32"),
+            R.const(0, "int32"), R.const(0.5, "float32"), R.const(0.25, "float32"),
+        )  # fmt: skip
 
-    check(Before, Expected)
+    check(before, expected)
 
 
 def test_clip_of_clip__bounds_intersect():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(q: R.Tensor((4,), "uint8")):
-            with R.dataflow():
-                a = R.clip(q, T.uint8(3), T.uint8(90))
-                b = R.clip(a, T.uint8(0), T.uint8(255))
-                out = R.clip(b, T.uint8(10), T.uint8(200))
-                R.output(out)
-            return out
+    @as_main
+    def before(q: R.Tensor((4,), "uint8")):
+        a = R.clip(q, T.uint8(3), T.uint8(90))
+        b = R.clip(a, T.uint8(0), T.uint8(255))
+        return R.clip(b, T.uint8(10), T.uint8(200))
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(q: R.Tensor((4,), "uint8")):
-            with R.dataflow():
-                out = R.clip(q, T.uint8(10), T.uint8(90))
-                R.output(out)
-            return out
+    @as_main
+    def expected(q: R.Tensor((4,), "uint8")):
+        return R.clip(q, T.uint8(10), T.uint8(90))
 
-    check(Before, Expected)
+    check(before, expected)
 
 
 def test_clip_of_clip__intervals_that_do_not_meet():
@@ -312,14 +238,9 @@ def test_clip_of_clip__intervals_that_do_not_meet():
 
 
 def test_clip__float_clips_are_left_alone():
-    @I.ir_module
-    class Module:
-        @R.function
-        def main(x: R.Tensor((4,), "float32")):
-            with R.dataflow():
-                a = R.clip(x, 0.0, 5.0)
-                out = R.clip(a, 1.0, 6.0)
-                R.output(out)
-            return out
+    @as_main
+    def module(x: R.Tensor((4,), "float32")):
+        a = R.clip(x, 0.0, 5.0)
+        return R.clip(a, 1.0, 6.0)
 
-    check(Module, Module)
+    check(module, module)

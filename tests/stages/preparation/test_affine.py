@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tvm
 from drawing import count_examples
+from float_models import as_main
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tvm import relax
@@ -104,33 +105,23 @@ def test_batch_norm_behind_pad__shift_stays_behind(check_prepared, check_same_nu
     scaled_bias = const((BIAS * SCALE).reshape(NCHW))
     shift = const(SHIFT.reshape(NCHW))
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 3, 8, 8), "float32")):
-            with R.dataflow():
-                c = R.nn.conv2d(x, W)
-                b = R.add(c, bias)
-                p = R.nn.pad(b, pad_width=[0, 0, 0, 0, 1, 1, 1, 1], pad_value=0.0)
-                n = R.nn.batch_norm(p, G, B, M, V, axis=1, epsilon=1e-5, training=False)
-                y = n[0]
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((2, 3, 8, 8), "float32")):
+        c = R.nn.conv2d(x, W)
+        b = R.add(c, bias)
+        p = R.nn.pad(b, pad_width=[0, 0, 0, 0, 1, 1, 1, 1], pad_value=0.0)
+        n = R.nn.batch_norm(p, G, B, M, V, axis=1, epsilon=1e-5, training=False)
+        return n[0]
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((2, 3, 8, 8), "float32")):
-            with R.dataflow():
-                c = R.nn.conv2d(x, FOLDED)
-                b = R.add(c, scaled_bias)
-                p = R.nn.pad(b, pad_width=[0, 0, 0, 0, 1, 1, 1, 1], pad_value=0.0)
-                y = R.add(p, shift)
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor((2, 3, 8, 8), "float32")):
+        c = R.nn.conv2d(x, FOLDED)
+        b = R.add(c, scaled_bias)
+        p = R.nn.pad(b, pad_width=[0, 0, 0, 0, 1, 1, 1, 1], pad_value=0.0)
+        return R.add(p, shift)
 
-    check_prepared(Before, Expected)
-    check_same_numbers(Before, draw(2, 3, 8, 8))
+    check_prepared(before, expected)
+    check_same_numbers(before, draw(2, 3, 8, 8))
 
 
 @pytest.mark.slow
@@ -139,20 +130,15 @@ def test_unfused_batch_norm__folded(check_prepared, check_same_numbers):
     mean, gamma, beta = (const(a.reshape(NCHW)) for a in (MEAN, GAMMA, BETA))
     deviation = const(np.sqrt(VARIANCE.astype("float64") + 1e-5).reshape(NCHW))
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((1, 3, 8, 8), "float32")):
-            with R.dataflow():
-                c = R.nn.conv2d(x, W)
-                a = R.subtract(c, mean)
-                b = R.divide(a, deviation)
-                d = R.multiply(gamma, b)
-                y = R.add(d, beta)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((1, 3, 8, 8), "float32")):
+        c = R.nn.conv2d(x, W)
+        a = R.subtract(c, mean)
+        b = R.divide(a, deviation)
+        d = R.multiply(gamma, b)
+        return R.add(d, beta)
 
-    prepared = check_same_numbers(Before, draw(1, 3, 8, 8))
+    prepared = check_same_numbers(before, draw(1, 3, 8, 8))
     ops = [call_name(b.value) for b in prepared["main"].body.blocks[0].bindings]
     assert ops == ["relax.nn.conv2d", "relax.add"]
     weight = prepared["main"].body.blocks[0].bindings[0].value.args[1].value.numpy()
@@ -162,17 +148,12 @@ def test_unfused_batch_norm__folded(check_prepared, check_same_numbers):
 def test_subtract_from_constant__negates(check_same_numbers):
     one = const(np.ones(NCHW))
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((1, 3, 8, 8), "float32")):
-            with R.dataflow():
-                c = R.nn.conv2d(x, W)
-                y = R.subtract(one, c)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((1, 3, 8, 8), "float32")):
+        c = R.nn.conv2d(x, W)
+        return R.subtract(one, c)
 
-    prepared = check_same_numbers(Before, draw(1, 3, 8, 8))
+    prepared = check_same_numbers(before, draw(1, 3, 8, 8))
     ops = [call_name(b.value) for b in prepared["main"].body.blocks[0].bindings]
     assert ops == ["relax.nn.conv2d", "relax.add"]
 
@@ -212,31 +193,21 @@ def test_batch_norm_alone__multiply_add(check_prepared, check_same_numbers):
 def test_conv_used_twice__batch_norm_beside_it(check_prepared):
     scale, shift = const(SCALE.reshape(NCHW)), const(SHIFT.reshape(NCHW))
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((1, 3, 8, 8), "float32")):
-            with R.dataflow():
-                c = R.nn.conv2d(x, W)
-                n = R.nn.batch_norm(c, G, B, M, V, axis=1, epsilon=1e-5, training=False)
-                m = n[0]
-                y = R.add(m, c)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((1, 3, 8, 8), "float32")):
+        c = R.nn.conv2d(x, W)
+        n = R.nn.batch_norm(c, G, B, M, V, axis=1, epsilon=1e-5, training=False)
+        m = n[0]
+        return R.add(m, c)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((1, 3, 8, 8), "float32")):
-            with R.dataflow():
-                c = R.nn.conv2d(x, W)
-                s = R.multiply(c, scale)
-                m = R.add(s, shift)
-                y = R.add(m, c)
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor((1, 3, 8, 8), "float32")):
+        c = R.nn.conv2d(x, W)
+        s = R.multiply(c, scale)
+        m = R.add(s, shift)
+        return R.add(m, c)
 
-    check_prepared(Before, Expected)
+    check_prepared(before, expected)
 
 
 @pytest.mark.slow
@@ -258,124 +229,84 @@ def test_conv_returned__batch_norm_beside_it(check_same_numbers):
 
 
 def test_training_batch_norm__stays(check_prepared):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((1, 3, 8, 8), "float32")):
-            with R.dataflow():
-                c = R.nn.conv2d(x, W)
-                n = R.nn.batch_norm(c, G, B, M, V, axis=1, epsilon=1e-5, training=True)
-                y = n[0]
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((1, 3, 8, 8), "float32")):
+        c = R.nn.conv2d(x, W)
+        n = R.nn.batch_norm(c, G, B, M, V, axis=1, epsilon=1e-5, training=True)
+        return n[0]
 
-    check_prepared(Before, Before)
+    check_prepared(before, before)
 
 
 def test_weight_from_a_parameter__stays(check_prepared):
     scale, shift = const(SCALE.reshape(NCHW)), const(SHIFT.reshape(NCHW))
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((1, 3, 8, 8), "float32"), w: R.Tensor((4, 3, 3, 3), "float32")):
-            with R.dataflow():
-                c = R.nn.conv2d(x, w)
-                s = R.multiply(c, scale)
-                y = R.add(s, shift)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((1, 3, 8, 8), "float32"), w: R.Tensor((4, 3, 3, 3), "float32")):
+        c = R.nn.conv2d(x, w)
+        s = R.multiply(c, scale)
+        return R.add(s, shift)
 
-    check_prepared(Before, Before)
+    check_prepared(before, before)
 
 
 def test_shared_weight__only_one_copy_scaled(check_prepared):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((1, 3, 8, 8), "float32")):
-            with R.dataflow():
-                plain = R.nn.conv2d(x, W)
-                c = R.nn.conv2d(x, W)
-                n = R.nn.batch_norm(c, G, B, M, V, axis=1, epsilon=1e-5, training=False)
-                m = n[0]
-                y = R.add(plain, m)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((1, 3, 8, 8), "float32")):
+        plain = R.nn.conv2d(x, W)
+        c = R.nn.conv2d(x, W)
+        n = R.nn.batch_norm(c, G, B, M, V, axis=1, epsilon=1e-5, training=False)
+        m = n[0]
+        return R.add(plain, m)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((1, 3, 8, 8), "float32")):
-            with R.dataflow():
-                plain = R.nn.conv2d(x, W)
-                c = R.nn.conv2d(x, FOLDED)
-                m = R.add(c, const(SHIFT.reshape(NCHW)))
-                y = R.add(plain, m)
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor((1, 3, 8, 8), "float32")):
+        plain = R.nn.conv2d(x, W)
+        c = R.nn.conv2d(x, FOLDED)
+        m = R.add(c, const(SHIFT.reshape(NCHW)))
+        return R.add(plain, m)
 
-    check_prepared(Before, Expected)
+    check_prepared(before, expected)
 
 
 def test_bias__second_one_shape_merged(check_prepared):
     first, second = const(BIAS.reshape(4, 1, 1)), const(2.0)
     total = const((BIAS.astype("float64") + 2.0).reshape(NCHW))
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((1, 3, 8, 8), "float32")):
-            with R.dataflow():
-                c = R.nn.conv2d(x, W)
-                b = R.add(first, c)
-                y = R.add(b, second)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((1, 3, 8, 8), "float32")):
+        c = R.nn.conv2d(x, W)
+        b = R.add(first, c)
+        return R.add(b, second)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((1, 3, 8, 8), "float32")):
-            with R.dataflow():
-                c = R.nn.conv2d(x, W)
-                y = R.add(c, total)
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor((1, 3, 8, 8), "float32")):
+        c = R.nn.conv2d(x, W)
+        return R.add(c, total)
 
-    check_prepared(Before, Expected)
+    check_prepared(before, expected)
 
 
 def test_bias_over_space__stays(check_prepared):
     bias = const(draw(1, 4, 6, 6))
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((1, 3, 8, 8), "float32")):
-            with R.dataflow():
-                c = R.nn.conv2d(x, W)
-                y = R.add(c, bias)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((1, 3, 8, 8), "float32")):
+        c = R.nn.conv2d(x, W)
+        return R.add(c, bias)
 
-    check_prepared(Before, Before)
+    check_prepared(before, before)
 
 
 def test_bias_that_broadcasts_the_conv__stays(check_prepared):
     weight, bias = const(draw(1, 3, 3, 3)), const(draw(1, 4, 1, 1))
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((1, 3, 8, 8), "float32")):
-            with R.dataflow():
-                c = R.nn.conv2d(x, weight)
-                y = R.add(c, bias)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((1, 3, 8, 8), "float32")):
+        c = R.nn.conv2d(x, weight)
+        return R.add(c, bias)
 
-    check_prepared(Before, Before)
+    check_prepared(before, before)
 
 
 def test_matmul__bias_scale_and_alpha(check_prepared):
@@ -409,17 +340,12 @@ def test_matmul__bias_scale_and_alpha(check_prepared):
 
 
 def test_matmul_of_activations__stays(check_prepared):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 5, 3), "float32"), z: R.Tensor((2, 3, 4), "float32")):
-            with R.dataflow():
-                m = R.matmul(x, z)
-                y = R.multiply(m, R.const(0.5, "float32"))
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((2, 5, 3), "float32"), z: R.Tensor((2, 3, 4), "float32")):
+        m = R.matmul(x, z)
+        return R.multiply(m, R.const(0.5, "float32"))
 
-    check_prepared(Before, Before)
+    check_prepared(before, before)
 
 
 def test_constant_adds__merged(check_prepared):
@@ -451,17 +377,12 @@ def test_constant_adds__merged(check_prepared):
 def test_constant_adds_with_larger_sum__stay(check_prepared):
     row, column = const(draw(1, 3)), const(draw(2, 1))
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32")):
-            with R.dataflow():
-                a = R.add(x, row)
-                y = R.add(a, column)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((2, 3), "float32")):
+        a = R.add(x, row)
+        return R.add(a, column)
 
-    check_prepared(Before, Before)
+    check_prepared(before, before)
 
 
 # -- any convolution -------------------------------------------------------------------------------
@@ -560,18 +481,13 @@ def test_batch_norm__any_conv_same_numbers(check_same_numbers, drawn):
 def test_overflowing_fold__declined():
     huge = const(np.full(4, 3e38))
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((1, 3, 8, 8), "float32")):
-            with R.dataflow():
-                c = R.nn.conv2d(x, const(WEIGHT * 100))
-                y = R.multiply(c, const(huge.value.numpy().reshape(NCHW)))
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((1, 3, 8, 8), "float32")):
+        c = R.nn.conv2d(x, const(WEIGHT * 100))
+        return R.multiply(c, const(huge.value.numpy().reshape(NCHW)))
 
-    prepared = prepare_module(Before)
-    tvm.ir.assert_structural_equal(prepared["main"], Before["main"])
+    prepared = prepare_module(before)
+    tvm.ir.assert_structural_equal(prepared["main"], before["main"])
 
 
 @pytest.mark.parametrize("broken", ["zero variance", "axis"])

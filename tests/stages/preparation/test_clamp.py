@@ -3,119 +3,75 @@
 from __future__ import annotations
 
 import numpy as np
+from float_models import as_main
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
 
 
 def test_maximum_zero__relu(check_prepared):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32")):
-            with R.dataflow():
-                y = R.maximum(R.const(0.0, "float32"), x)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((2, 3), "float32")):
+        return R.maximum(R.const(0.0, "float32"), x)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32")):
-            with R.dataflow():
-                y = R.nn.relu(x)
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor((2, 3), "float32")):
+        return R.nn.relu(x)
 
-    check_prepared(Before, Expected)
+    check_prepared(before, expected)
 
 
 def test_minimum_of_maximum__clip(check_prepared, check_same_numbers):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32")):
-            with R.dataflow():
-                low = R.maximum(x, R.const(-1.5, "float32"))
-                y = R.minimum(low, R.const(2.0, "float32"))
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((2, 3), "float32")):
+        low = R.maximum(x, R.const(-1.5, "float32"))
+        return R.minimum(low, R.const(2.0, "float32"))
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32")):
-            with R.dataflow():
-                y = R.clip(x, -1.5, 2.0)
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor((2, 3), "float32")):
+        return R.clip(x, -1.5, 2.0)
 
-    check_prepared(Before, Expected)
-    check_same_numbers(Before, np.linspace(-4, 4, 6, dtype="float32").reshape(2, 3))
+    check_prepared(before, expected)
+    check_same_numbers(before, np.linspace(-4, 4, 6, dtype="float32").reshape(2, 3))
 
 
 def test_relu_chain__one_clip(check_prepared, check_same_numbers):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32")):
-            with R.dataflow():
-                a = R.clip(x, -3.0, 8.0)
-                b = R.nn.relu(a)
-                c = R.minimum(b, R.const(6.0, "float32"))
-                y = R.nn.relu(c)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((2, 3), "float32")):
+        a = R.clip(x, -3.0, 8.0)
+        b = R.nn.relu(a)
+        c = R.minimum(b, R.const(6.0, "float32"))
+        return R.nn.relu(c)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32")):
-            with R.dataflow():
-                y = R.clip(x, 0.0, 6.0)
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor((2, 3), "float32")):
+        return R.clip(x, 0.0, 6.0)
 
-    check_prepared(Before, Expected)
-    check_same_numbers(Before, np.linspace(-9, 9, 6, dtype="float32").reshape(2, 3))
+    check_prepared(before, expected)
+    check_same_numbers(before, np.linspace(-9, 9, 6, dtype="float32").reshape(2, 3))
 
 
 def test_disjoint_clamps__constant_range(check_prepared):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32")):
-            with R.dataflow():
-                a = R.clip(x, 4.0, 5.0)
-                y = R.clip(a, 0.0, 1.0)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((2, 3), "float32")):
+        a = R.clip(x, 4.0, 5.0)
+        return R.clip(a, 0.0, 1.0)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32")):
-            with R.dataflow():
-                y = R.clip(x, 1.0, 1.0)
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor((2, 3), "float32")):
+        return R.clip(x, 1.0, 1.0)
 
-    check_prepared(Before, Expected)
+    check_prepared(before, expected)
 
 
 def test_inner_clamp_used_twice__stays(check_prepared):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32")):
-            with R.dataflow():
-                a = R.nn.relu(x)
-                b = R.clip(a, 0.0, 6.0)
-                y = R.add(a, b)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((2, 3), "float32")):
+        a = R.nn.relu(x)
+        b = R.clip(a, 0.0, 6.0)
+        return R.add(a, b)
 
-    check_prepared(Before, Before)
+    check_prepared(before, before)
 
 
 def test_inner_clamp_returned__stays(check_prepared):
@@ -133,44 +89,29 @@ def test_inner_clamp_returned__stays(check_prepared):
 
 
 def test_lone_maximum__stays(check_prepared):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32")):
-            with R.dataflow():
-                y = R.maximum(x, R.const(1e-12, "float32"))
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((2, 3), "float32")):
+        return R.maximum(x, R.const(1e-12, "float32"))
 
-    check_prepared(Before, Before)
+    check_prepared(before, before)
 
 
 def test_integers__stay(check_prepared):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 3), "int32")):
-            with R.dataflow():
-                a = R.maximum(x, R.const(0, "int32"))
-                y = R.minimum(a, R.const(6, "int32"))
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((2, 3), "int32")):
+        a = R.maximum(x, R.const(0, "int32"))
+        return R.minimum(a, R.const(6, "int32"))
 
-    check_prepared(Before, Before)
+    check_prepared(before, before)
 
 
 def test_broadcasting_maximum__stays(check_prepared):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((3,), "float32"), z: R.Tensor((2, 3), "float32")):
-            with R.dataflow():
-                a = R.maximum(x, z)
-                y = R.minimum(a, R.const(6.0, "float32"))
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((3,), "float32"), z: R.Tensor((2, 3), "float32")):
+        a = R.maximum(x, z)
+        return R.minimum(a, R.const(6.0, "float32"))
 
-    check_prepared(Before, Before)
+    check_prepared(before, before)
 
 
 SLOPE = relax.const(np.full(3, 0.25, "float32"))
@@ -178,75 +119,50 @@ SLOPES = relax.const(np.array([0.25, 0.5, 0.25], "float32"))
 
 
 def test_prelu__leaky_relu_where_all_slopes_are_one(check_prepared, check_same_numbers):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32")):
-            with R.dataflow():
-                a = R.nn.prelu(x, SLOPE, axis=1)
-                y = R.nn.prelu(a, SLOPES, axis=1)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((2, 3), "float32")):
+        a = R.nn.prelu(x, SLOPE, axis=1)
+        return R.nn.prelu(a, SLOPES, axis=1)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32")):
-            with R.dataflow():
-                a = R.nn.leakyrelu(x, alpha=0.25)
-                y = R.nn.prelu(a, SLOPES, axis=1)
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor((2, 3), "float32")):
+        a = R.nn.leakyrelu(x, alpha=0.25)
+        return R.nn.prelu(a, SLOPES, axis=1)
 
-    check_prepared(Before, Expected)
-    check_same_numbers(Before, np.linspace(-2, 2, 6, dtype="float32").reshape(2, 3))
+    check_prepared(before, expected)
+    check_same_numbers(before, np.linspace(-2, 2, 6, dtype="float32").reshape(2, 3))
 
 
 def test_where__a_prelu_spelled_out(check_prepared, check_same_numbers):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32")):
-            with R.dataflow():
-                positive = R.greater(x, R.const(0.0, "float32"))
-                scaled = R.multiply(R.const([[0.25]], "float32"), x)
-                a = R.where(positive, x, scaled)
-                also = R.greater(a, R.const(0.0, "float32"))
-                by_channel = R.multiply(a, SLOPES)
-                y = R.where(also, a, by_channel)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((2, 3), "float32")):
+        positive = R.greater(x, R.const(0.0, "float32"))
+        scaled = R.multiply(R.const([[0.25]], "float32"), x)
+        a = R.where(positive, x, scaled)
+        also = R.greater(a, R.const(0.0, "float32"))
+        by_channel = R.multiply(a, SLOPES)
+        return R.where(also, a, by_channel)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32")):
-            with R.dataflow():
-                a = R.nn.leakyrelu(x, alpha=0.25)
-                y = R.nn.prelu(a, SLOPES, axis=1)
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor((2, 3), "float32")):
+        a = R.nn.leakyrelu(x, alpha=0.25)
+        return R.nn.prelu(a, SLOPES, axis=1)
 
-    check_prepared(Before, Expected)
-    check_same_numbers(Before, np.linspace(-2, 2, 6, dtype="float32").reshape(2, 3))
+    check_prepared(before, expected)
+    check_same_numbers(before, np.linspace(-2, 2, 6, dtype="float32").reshape(2, 3))
 
 
 def test_where__another_bound_or_value_is_no_prelu(check_prepared):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32"), z: R.Tensor((2, 3), "float32")):
-            with R.dataflow():
-                above = R.greater(x, R.const(1.0, "float32"))
-                scaled = R.multiply(x, SLOPES)
-                a = R.where(above, x, scaled)
-                positive = R.greater(x, R.const(0.0, "float32"))
-                other = R.multiply(z, SLOPES)
-                b = R.where(positive, x, other)
-                c = R.where(positive, z, scaled)
-                gv = (a, b, c)
-                R.output(gv)
-            return gv
+    @as_main
+    def before(x: R.Tensor((2, 3), "float32"), z: R.Tensor((2, 3), "float32")):
+        above = R.greater(x, R.const(1.0, "float32"))
+        scaled = R.multiply(x, SLOPES)
+        a = R.where(above, x, scaled)
+        positive = R.greater(x, R.const(0.0, "float32"))
+        other = R.multiply(z, SLOPES)
+        b = R.where(positive, x, other)
+        c = R.where(positive, z, scaled)
+        return (a, b, c)
 
     @I.ir_module
     class Expected:
@@ -263,4 +179,4 @@ def test_where__another_bound_or_value_is_no_prelu(check_prepared):
                 R.output(a, b, c)
             return (a, b, c)
 
-    check_prepared(Before, Expected)
+    check_prepared(before, Expected)

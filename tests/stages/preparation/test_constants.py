@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from float_models import as_main
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
@@ -40,17 +41,12 @@ def test_constant_chain__folded(check_prepared):
     four = relax.const(np.array([4.0, 9.0], "float32"))
     expected = relax.const(np.array([5.0, 7.0], "float32"))
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2,), "float32")):
-            with R.dataflow():
-                root = R.sqrt(four)
-                double = R.add(root, root)
-                shifted = R.add(double, R.const(1.0, "float32"))
-                y = R.multiply(x, shifted)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((2,), "float32")):
+        root = R.sqrt(four)
+        double = R.add(root, root)
+        shifted = R.add(double, R.const(1.0, "float32"))
+        return R.multiply(x, shifted)
 
     @I.ir_module
     class Expected:
@@ -61,23 +57,18 @@ def test_constant_chain__folded(check_prepared):
                 R.output(y)
             return y
 
-    check_prepared(Before, Expected)
+    check_prepared(before, Expected)
 
 
 def test_arange__folded(check_prepared):
     """Without operands, and with what is computed from it."""
     expected = relax.const(np.array([0.0, 1.0, 4.0], "float32"))
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32")):
-            with R.dataflow():
-                places = R.arange(0, 3, 1, dtype="float32")
-                squares = R.multiply(places, places)
-                y = R.multiply(x, squares)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((2, 3), "float32")):
+        places = R.arange(0, 3, 1, dtype="float32")
+        squares = R.multiply(places, places)
+        return R.multiply(x, squares)
 
     @I.ir_module
     class Expected:
@@ -88,7 +79,7 @@ def test_arange__folded(check_prepared):
                 R.output(y)
             return y
 
-    check_prepared(Before, Expected)
+    check_prepared(before, Expected)
 
 
 def test_calls_of_libraries__folded(check_prepared):
@@ -96,16 +87,11 @@ def test_calls_of_libraries__folded(check_prepared):
     counts = relax.const(np.array([3.0, 1.0, 2.0], "float32"))
     expected = relax.const(np.array([1.0, 3.0, 6.0], "float32"))
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32")):
-            with R.dataflow():
-                ordered = R.sort(counts, axis=0)
-                sums = R.cumsum(ordered, axis=0)
-                y = R.multiply(x, sums)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((2, 3), "float32")):
+        ordered = R.sort(counts, axis=0)
+        sums = R.cumsum(ordered, axis=0)
+        return R.multiply(x, sums)
 
     @I.ir_module
     class Expected:
@@ -116,33 +102,23 @@ def test_calls_of_libraries__folded(check_prepared):
                 R.output(y)
             return y
 
-    check_prepared(Before, Expected)
+    check_prepared(before, Expected)
 
 
 def test_dequantize_of_constant__stays(check_prepared):
     weight = relax.const(RNG.integers(-5, 5, (3, 3)).astype("int8"))
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32")):
-            with R.dataflow():
-                w = R.dequantize(weight, R.const(0.5, "float32"), R.const(0, "int8"), axis=-1)
-                y = R.matmul(x, w)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((2, 3), "float32")):
+        w = R.dequantize(weight, R.const(0.5, "float32"), R.const(0, "int8"), axis=-1)
+        return R.matmul(x, w)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32")):
-            with R.dataflow():
-                w = R.qnn.dequantize(weight, R.const(0.5, "float32"), R.const(0, "int32"))
-                y = R.matmul(x, w)
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor((2, 3), "float32")):
+        w = R.qnn.dequantize(weight, R.const(0.5, "float32"), R.const(0, "int32"))
+        return R.matmul(x, w)
 
-    check_prepared(Before, Expected)
+    check_prepared(before, expected)
 
 
 def test_shape_arithmetic__folded(check_prepared):
@@ -193,17 +169,12 @@ def test_symbolic_size__stays_computed(check_same_numbers):
 
 
 def test_large_fill__stays(check_prepared):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((1,), "float32")):
-            with R.dataflow():
-                zeros = R.zeros(R.shape([2048, 1024]), "float32")
-                y = R.add(x, zeros)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((1,), "float32")):
+        zeros = R.zeros(R.shape([2048, 1024]), "float32")
+        return R.add(x, zeros)
 
-    check_prepared(Before, Before)
+    check_prepared(before, before)
 
 
 def test_constant_output__keeps_its_name(check_same_numbers):

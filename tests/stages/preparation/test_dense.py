@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from float_models import as_main
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
@@ -233,41 +234,26 @@ REPEATED = relax.const(np.repeat(W.value.numpy()[None], 5, axis=0))
 def test_repeated_weight__once(check_prepared, check_same_numbers):
     """PyTorch repeats a weight for each sample."""
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((5, 2, 3), "float32")):
-            with R.dataflow():
-                y = R.matmul(x, REPEATED)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((5, 2, 3), "float32")):
+        return R.matmul(x, REPEATED)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((5, 2, 3), "float32")):
-            with R.dataflow():
-                y = R.matmul(x, W)
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor((5, 2, 3), "float32")):
+        return R.matmul(x, W)
 
-    check_prepared(Before, Expected)
-    check_same_numbers(Before, draw(5, 2, 3))
+    check_prepared(before, expected)
+    check_same_numbers(before, draw(5, 2, 3))
 
 
 def test_repeated_weight__stays_where_it_makes_products():
     """One matrix of data and five equal weights are five products."""
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((1, 2, 3), "float32")):
-            with R.dataflow():
-                y = R.matmul(x, REPEATED)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((1, 2, 3), "float32")):
+        return R.matmul(x, REPEATED)
 
-    assert tuple(prepare_module(Before)["main"].ret_ty.shape.values) == (5, 2, 4)
+    assert tuple(prepare_module(before)["main"].ret_ty.shape.values) == (5, 2, 4)
 
 
 @pytest.mark.slow
@@ -305,18 +291,13 @@ def test_weight_on_the_left__comes_second(check_prepared, check_same_numbers):
 def test_bias_behind_a_transpose__stays_where_it_is_none_per_unit(check_prepared):
     along = relax.const(RNG.standard_normal(5).astype("float32"))
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 5, 3), "float32")):
-            with R.dataflow():
-                m = R.matmul(x, W)
-                turned = R.permute_dims(m, axes=[0, 2, 1])
-                y = R.add(turned, along)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((2, 5, 3), "float32")):
+        m = R.matmul(x, W)
+        turned = R.permute_dims(m, axes=[0, 2, 1])
+        return R.add(turned, along)
 
-    check_prepared(Before, Before)
+    check_prepared(before, before)
 
 
 @pytest.mark.slow

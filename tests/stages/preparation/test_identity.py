@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from float_models import build_model
+from float_models import as_main, build_model
 from tvm import relax
 from tvm.relax import op
 from tvm.script import ir as I
@@ -31,17 +31,12 @@ def test_aliases_tuples_dead_code__removed(check_prepared):
                 R.output(gv)
             return gv
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32")):
-            with R.dataflow():
-                a = R.nn.relu(x)
-                y = R.tanh(a)
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor((2, 3), "float32")):
+        a = R.nn.relu(x)
+        return R.tanh(a)
 
-    check_prepared(Before, Expected)
+    check_prepared(Before, expected)
 
 
 def test_no_ops__removed(check_prepared):
@@ -78,49 +73,34 @@ def test_no_ops__removed(check_prepared):
 
 
 def test_what_reorders_or_changes__stays(check_prepared):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((3, 3), "float32")):
-            with R.dataflow():
-                a = R.permute_dims(x, axes=[1, 0])
-                b = R.strided_slice(a, axes=[0], begin=[2], end=[-4], strides=[-1])
-                c = R.add(b, R.const([[0.0, 0.0, 1e-3]], "float32"))
-                d = R.reshape(c, R.shape([9]))
-                y = R.astype(d, "float16")
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((3, 3), "float32")):
+        a = R.permute_dims(x, axes=[1, 0])
+        b = R.strided_slice(a, axes=[0], begin=[2], end=[-4], strides=[-1])
+        c = R.add(b, R.const([[0.0, 0.0, 1e-3]], "float32"))
+        d = R.reshape(c, R.shape([9]))
+        return R.astype(d, "float16")
 
-    check_prepared(Before, Before)
+    check_prepared(before, before)
 
 
 def test_broadcasting_zero__stays(check_prepared):
     zeros = R.const(np.zeros((2, 3), "float32"))
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((1, 3), "float32")):
-            with R.dataflow():
-                y = R.add(x, zeros)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((1, 3), "float32")):
+        return R.add(x, zeros)
 
-    check_prepared(Before, Before)
+    check_prepared(before, before)
 
 
 def test_dropout_mask_used__stays(check_prepared):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32")):
-            with R.dataflow():
-                f = R.nn.dropout(x, rate=0.3)
-                y = f[1]
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((2, 3), "float32")):
+        f = R.nn.dropout(x, rate=0.3)
+        return f[1]
 
-    check_prepared(Before, Before)
+    check_prepared(before, before)
 
 
 @pytest.mark.parametrize("returned", [1, 2])
@@ -165,31 +145,21 @@ def test_identity_output__keeps_the_output_name(check_prepared):
 
 
 def test_split__slices_where_the_axis_is_known(check_prepared, check_same_numbers):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 7), "float32")):
-            with R.dataflow():
-                parts = R.split(x, [2, 5], axis=-1)
-                a = parts[0]
-                b = parts[2]
-                y = R.add(a, b)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((2, 7), "float32")):
+        parts = R.split(x, [2, 5], axis=-1)
+        a = parts[0]
+        b = parts[2]
+        return R.add(a, b)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((2, 7), "float32")):
-            with R.dataflow():
-                a = R.strided_slice(x, axes=[1], begin=[0], end=[2])
-                b = R.strided_slice(x, axes=[1], begin=[5], end=[7])
-                y = R.add(a, b)
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor((2, 7), "float32")):
+        a = R.strided_slice(x, axes=[1], begin=[0], end=[2])
+        b = R.strided_slice(x, axes=[1], begin=[5], end=[7])
+        return R.add(a, b)
 
-    check_prepared(Before, Expected)
-    check_same_numbers(Before, np.arange(14, dtype="float32").reshape(2, 7))
+    check_prepared(before, expected)
+    check_same_numbers(before, np.arange(14, dtype="float32").reshape(2, 7))
 
 
 def test_split__symbolic_axis_stays():
@@ -208,25 +178,15 @@ def test_split__symbolic_axis_stays():
 
 
 def test_squeeze__axes_from_the_front(check_prepared):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 1, 3), "float32")):
-            with R.dataflow():
-                y = R.squeeze(x, axis=[-2])
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((2, 1, 3), "float32")):
+        return R.squeeze(x, axis=[-2])
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((2, 1, 3), "float32")):
-            with R.dataflow():
-                y = R.squeeze(x, axis=[1])
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor((2, 1, 3), "float32")):
+        return R.squeeze(x, axis=[1])
 
-    check_prepared(Before, Expected)
+    check_prepared(before, expected)
 
 
 def test_dequantized_constant_comes_second(check_prepared):

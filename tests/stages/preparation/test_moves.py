@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
+from float_models import as_main
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
@@ -15,16 +16,11 @@ from relayquant.stages.preparation import prepare_module
 
 
 def test_take_of_constants__counts_from_the_front(check_prepared):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 5, 3), "float32")):
-            with R.dataflow():
-                y = R.take(x, R.const(-1, "int64"), axis=1, mode="fast")
-                z = R.take(x, R.const([1, -2], "int64"), axis=-1, mode="fast")
-                gv = (y, z)
-                R.output(gv)
-            return gv
+    @as_main
+    def before(x: R.Tensor((2, 5, 3), "float32")):
+        y = R.take(x, R.const(-1, "int64"), axis=1, mode="fast")
+        z = R.take(x, R.const([1, -2], "int64"), axis=-1, mode="fast")
+        return (y, z)
 
     @I.ir_module
     class Expected:
@@ -36,7 +32,7 @@ def test_take_of_constants__counts_from_the_front(check_prepared):
                 R.output(y, z)
             return (y, z)
 
-    check_prepared(Before, Expected)
+    check_prepared(before, Expected)
 
 
 def test_take_of_what_is_computed__wraps(check_prepared):
@@ -99,24 +95,14 @@ def test_take__the_last_row_and_no_memory_beyond():
 
 
 def test_stack__is_a_concat(check_prepared):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32"), y: R.Tensor((2, 3), "float32")):
-            with R.dataflow():
-                z = R.stack((x, y), axis=-1)
-                R.output(z)
-            return z
+    @as_main
+    def before(x: R.Tensor((2, 3), "float32"), y: R.Tensor((2, 3), "float32")):
+        return R.stack((x, y), axis=-1)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32"), y: R.Tensor((2, 3), "float32")):
-            with R.dataflow():
-                z_0 = R.expand_dims(x, axis=2)
-                z_1 = R.expand_dims(y, axis=2)
-                z = R.concat((z_0, z_1), axis=2)
-                R.output(z)
-            return z
+    @as_main
+    def expected(x: R.Tensor((2, 3), "float32"), y: R.Tensor((2, 3), "float32")):
+        z_0 = R.expand_dims(x, axis=2)
+        z_1 = R.expand_dims(y, axis=2)
+        return R.concat((z_0, z_1), axis=2)
 
-    check_prepared(Before, Expected)
+    check_prepared(before, expected)

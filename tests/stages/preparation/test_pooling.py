@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from float_models import as_main
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
@@ -20,50 +21,30 @@ def draw(*shape: int) -> np.ndarray:
 
 
 def test_pad_before_conv2d__folded(check_prepared, check_same_numbers):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((1, 3, 8, 8), "float32")):
-            with R.dataflow():
-                p = R.nn.pad(x, pad_width=[0, 0, 0, 0, 0, 1, 2, 3], pad_value=0.0)
-                y = R.nn.conv2d(p, W, padding=[1, 1, 0, 0], strides=[2, 2])
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((1, 3, 8, 8), "float32")):
+        p = R.nn.pad(x, pad_width=[0, 0, 0, 0, 0, 1, 2, 3], pad_value=0.0)
+        return R.nn.conv2d(p, W, padding=[1, 1, 0, 0], strides=[2, 2])
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((1, 3, 8, 8), "float32")):
-            with R.dataflow():
-                y = R.nn.conv2d(x, W, padding=[1, 3, 1, 3], strides=[2, 2])
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor((1, 3, 8, 8), "float32")):
+        return R.nn.conv2d(x, W, padding=[1, 3, 1, 3], strides=[2, 2])
 
-    check_prepared(Before, Expected)
-    check_same_numbers(Before, draw(1, 3, 8, 8))
+    check_prepared(before, expected)
+    check_same_numbers(before, draw(1, 3, 8, 8))
 
 
 def test_pad_before_conv1d__folded(check_prepared):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((1, 3, 8), "float32")):
-            with R.dataflow():
-                p = R.nn.pad(x, pad_width=[0, 0, 0, 0, 2, 0], pad_value=0.0)
-                y = R.nn.conv1d(p, W1)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((1, 3, 8), "float32")):
+        p = R.nn.pad(x, pad_width=[0, 0, 0, 0, 2, 0], pad_value=0.0)
+        return R.nn.conv1d(p, W1)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((1, 3, 8), "float32")):
-            with R.dataflow():
-                y = R.nn.conv1d(x, W1, padding=[2, 0])
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor((1, 3, 8), "float32")):
+        return R.nn.conv1d(x, W1, padding=[2, 0])
 
-    check_prepared(Before, Expected)
+    check_prepared(before, expected)
 
 
 def test_pad_with_other_value_or_channels__stays(check_prepared):
@@ -102,70 +83,43 @@ def test_pad_used_twice__stays(check_prepared):
 
 @pytest.mark.slow
 def test_pad_before_avg_pool__counts_pads(check_prepared, check_same_numbers):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((1, 3, 8, 8), "float32")):
-            with R.dataflow():
-                p = R.nn.pad(x, pad_width=[0, 0, 0, 0, 1, 1, 1, 1], pad_value=0.0)
-                y = R.nn.avg_pool2d(p, pool_size=[3, 3])
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((1, 3, 8, 8), "float32")):
+        p = R.nn.pad(x, pad_width=[0, 0, 0, 0, 1, 1, 1, 1], pad_value=0.0)
+        return R.nn.avg_pool2d(p, pool_size=[3, 3])
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((1, 3, 8, 8), "float32")):
-            with R.dataflow():
-                y = R.nn.avg_pool2d(
-                    x, pool_size=[3, 3], padding=[1, 1, 1, 1], count_include_pad=True
-                )
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor((1, 3, 8, 8), "float32")):
+        return R.nn.avg_pool2d(x, pool_size=[3, 3], padding=[1, 1, 1, 1], count_include_pad=True)
 
-    check_prepared(Before, Expected)
-    check_same_numbers(Before, draw(1, 3, 8, 8))
+    check_prepared(before, expected)
+    check_same_numbers(before, draw(1, 3, 8, 8))
 
 
 def test_pad_before_avg_pool_with_uncounted_padding__stays(check_prepared):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((1, 3, 8, 8), "float32")):
-            with R.dataflow():
-                p = R.nn.pad(x, pad_width=[0, 0, 0, 0, 1, 1, 1, 1], pad_value=0.0)
-                y = R.nn.avg_pool2d(p, pool_size=[3, 3], padding=[1, 1, 1, 1])
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((1, 3, 8, 8), "float32")):
+        p = R.nn.pad(x, pad_width=[0, 0, 0, 0, 1, 1, 1, 1], pad_value=0.0)
+        return R.nn.avg_pool2d(p, pool_size=[3, 3], padding=[1, 1, 1, 1])
 
-    check_prepared(Before, Before)
+    check_prepared(before, before)
 
 
 @pytest.mark.slow
 def test_pad_before_max_pool__folded_on_non_negative_data(check_prepared, check_same_numbers):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((1, 3, 8, 8), "float32")):
-            with R.dataflow():
-                r = R.nn.relu(x)
-                p = R.nn.pad(r, pad_width=[0, 0, 0, 0, 1, 1, 1, 1], pad_value=0.0)
-                y = R.nn.max_pool2d(p, pool_size=[3, 3], strides=[2, 2])
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((1, 3, 8, 8), "float32")):
+        r = R.nn.relu(x)
+        p = R.nn.pad(r, pad_width=[0, 0, 0, 0, 1, 1, 1, 1], pad_value=0.0)
+        return R.nn.max_pool2d(p, pool_size=[3, 3], strides=[2, 2])
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((1, 3, 8, 8), "float32")):
-            with R.dataflow():
-                r = R.nn.relu(x)
-                y = R.nn.max_pool2d(r, pool_size=[3, 3], strides=[2, 2], padding=[1, 1, 1, 1])
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor((1, 3, 8, 8), "float32")):
+        r = R.nn.relu(x)
+        return R.nn.max_pool2d(r, pool_size=[3, 3], strides=[2, 2], padding=[1, 1, 1, 1])
 
-    check_prepared(Before, Expected)
-    check_same_numbers(Before, draw(1, 3, 8, 8))
+    check_prepared(before, expected)
+    check_same_numbers(before, draw(1, 3, 8, 8))
 
 
 def test_pad_before_max_pool__minus_infinity_folded(check_same_numbers):

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import tvm
+from float_models import as_main
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
@@ -138,18 +139,13 @@ def test_several_blocks__merged(check_prepared):
                 R.output(y)
             return y
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32")):
-            with R.dataflow():
-                a = R.exp(x)
-                b = R.tanh(a)
-                y = R.nn.relu(b)
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor((2, 3), "float32")):
+        a = R.exp(x)
+        b = R.tanh(a)
+        return R.nn.relu(b)
 
-    check_prepared(Before, Expected)
+    check_prepared(Before, expected)
 
 
 def test_match_cast__survives(check_same_numbers):

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from drawing import count_examples
-from float_models import ask_for, build_model
+from float_models import as_main, ask_for, build_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
@@ -31,15 +31,10 @@ def operators(mod) -> list[str]:
 
 
 def test_conv3d__of_one_slice_is_conv2d(check_prepared):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((1, 2, 3, 4, 5), "float32"), w: R.Tensor((6, 2, 1, 3, 3), "float32")):
-            with R.dataflow():
-                y = R.nn.conv3d(x, w, strides=(1, 2, 1), padding=(0, 1, 0, 0, 1, 0))
-                z = R.nn.relu(y)
-                R.output(z)
-            return z
+    @as_main
+    def before(x: R.Tensor((1, 2, 3, 4, 5), "float32"), w: R.Tensor((6, 2, 1, 3, 3), "float32")):
+        y = R.nn.conv3d(x, w, strides=(1, 2, 1), padding=(0, 1, 0, 0, 1, 0))
+        return R.nn.relu(y)
 
     @I.ir_module
     class Expected:
@@ -60,21 +55,16 @@ def test_conv3d__of_one_slice_is_conv2d(check_prepared):
                 R.output(z)
             return z
 
-    check_prepared(Before, Expected)
+    check_prepared(before, Expected)
 
 
 def test_conv3d__of_several_slices_reads_them_as_channels(check_prepared):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 3, 4, 5, 6), "float32"), w: R.Tensor((2, 2, 3, 6, 6), "float32")):
-            with R.dataflow():
-                y = R.nn.conv3d(
-                    x, w, strides=(2, 1, 1), padding=(1, 1, 1, 0, 1, 1),
-                    data_layout="NDHWC", kernel_layout="DHWIO",
-                )  # fmt: skip
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((2, 3, 4, 5, 6), "float32"), w: R.Tensor((2, 2, 3, 6, 6), "float32")):
+        return R.nn.conv3d(
+            x, w, strides=(2, 1, 1), padding=(1, 1, 1, 0, 1, 1),
+            data_layout="NDHWC", kernel_layout="DHWIO",
+        )  # fmt: skip
 
     @I.ir_module
     class Expected:
@@ -95,35 +85,25 @@ def test_conv3d__of_several_slices_reads_them_as_channels(check_prepared):
                 R.output(y)
             return y
 
-    check_prepared(Before, Expected)
+    check_prepared(before, Expected)
 
 
 def test_max_pool3d__over_images_then_over_the_depth(check_prepared):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((1, 8, 6, 6, 3), "float32")):
-            with R.dataflow():
-                y = R.nn.max_pool3d(x, pool_size=(3, 2, 2), strides=(2, 2, 2),
-                                    padding=(1, 0, 0, 0, 0, 0), layout="NDHWC")  # fmt: skip
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor((1, 8, 6, 6, 3), "float32")):
+        return R.nn.max_pool3d(x, pool_size=(3, 2, 2), strides=(2, 2, 2),
+                            padding=(1, 0, 0, 0, 0, 0), layout="NDHWC")  # fmt: skip
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((1, 8, 6, 6, 3), "float32")):
-            with R.dataflow():
-                images = R.reshape(x, R.shape([8, 6, 6, 3]))
-                a = R.nn.max_pool2d(images, pool_size=(2, 2), strides=(2, 2), layout="NHWC")
-                rows = R.reshape(a, R.shape([1, 8, 9, 3]))
-                b = R.nn.max_pool2d(rows, pool_size=(3, 1), strides=(2, 1), padding=(1, 0, 0, 0),
-                                    layout="NHWC")  # fmt: skip
-                y = R.reshape(b, R.shape([1, 4, 3, 3, 3]))
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor((1, 8, 6, 6, 3), "float32")):
+        images = R.reshape(x, R.shape([8, 6, 6, 3]))
+        a = R.nn.max_pool2d(images, pool_size=(2, 2), strides=(2, 2), layout="NHWC")
+        rows = R.reshape(a, R.shape([1, 8, 9, 3]))
+        b = R.nn.max_pool2d(rows, pool_size=(3, 1), strides=(2, 1), padding=(1, 0, 0, 0),
+                            layout="NHWC")  # fmt: skip
+        return R.reshape(b, R.shape([1, 4, 3, 3, 3]))
 
-    check_prepared(Before, Expected)
+    check_prepared(before, expected)
 
 
 def block(emit, x, name, channels=4):
