@@ -67,6 +67,8 @@ def add_lint(parser: argparse.ArgumentParser) -> None:
     the accuracy of the float model is measured for each preset of preprocessing.
 
     The exit code is 1 if something looks wrong.
+
+        relayquant lint model.onnx --data photos/ --preprocess imagenet
     """
     add_model(parser)
     group = parser.add_argument_group("data")
@@ -91,6 +93,8 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
     exit code is 1 if that is not possible. --save-config writes the configuration that was found.
 
     Ctrl-C leaves a checkpoint. The same command resumes from it.
+
+        relayquant quantize model.onnx --data inputs.npz -o model.int8.rqm
     """
     add_model(parser)
     group = parser.add_argument_group("data")
@@ -168,6 +172,8 @@ def add_compress(parser: argparse.ArgumentParser) -> None:
     This is usual for language models. No data is needed. With data, weights are rounded so that the
     results change least. The ending of -o selects the format, as for quantize. Ctrl-C leaves a
     checkpoint. The same command resumes from it.
+
+        relayquant compress model.onnx --bits 4 -o model.int4.rqm
     """
     add_model(parser)
     group = parser.add_argument_group("data")
@@ -212,7 +218,10 @@ def add_compress(parser: argparse.ArgumentParser) -> None:
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
-    """Compare the outputs of a float model and its quantized module."""
+    """Compare the outputs of a float model and its quantized module.
+
+    relayquant compare model.onnx model.int8.rqm --data inputs.npz --values
+    """
     add_model(parser, "float model")
     add_qmodel(parser)
     group = parser.add_argument_group("data")
@@ -232,6 +241,9 @@ def add_sensitivity(parser: argparse.ArgumentParser) -> None:
 
     With --keep, write a configuration that leaves the most sensitive ones in float, for quantize
     --config.
+
+        relayquant sensitivity model.onnx --data inputs.npz --keep 2 -o kept.json
+        relayquant quantize model.onnx --data inputs.npz --config kept.json
     """
     add_model(parser)
     group = parser.add_argument_group("data")
@@ -257,6 +269,8 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
     """Check that a compiled module computes the same as the numpy reference, bit for bit.
 
     The exit code is 1 if it does not.
+
+        relayquant verify model.int8.rqm --data inputs.npz
     """
     add_qmodel(parser)
     group = parser.add_argument_group("data")
@@ -272,6 +286,8 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     """Write a page on what quantization did to a model, for a browser.
 
     Without QMODEL the model is quantized first, as `relayquant quantize` does it.
+
+        relayquant report model.onnx model.int8.rqm --data inputs.npz --latency
     """
     add_model(parser, "float model")
     add_qmodel(parser, required=False, text=" (default: quantize MODEL)")
@@ -314,6 +330,8 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     20 microseconds after a kernel, ONNX Runtime's spin during a run, OpenVINO's have the latency
     hint. Float models run in float32, also in OpenVINO; with --precision bf16 ours and OpenVINO's
     run in bfloat16, ONNX Runtime's stays float32.
+
+        relayquant bench model.onnx model.int8.rqm --threads 1
     """
     add_model(parser, "float model, or a quantized module")
     add_qmodel(parser, required=False, text=" of a float MODEL (default: quantize MODEL)")
@@ -364,6 +382,8 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     .onnx               ONNX with QuantizeLinear and DequantizeLinear
     .rqm, .json         the module; .json as text
     .relay              Relay text, with its parameters in .params
+
+        relayquant export model.int8.rqm -o model.so
     """
     add_model(parser, "float model, or a quantized module's .rqm or .json")
     group = parser.add_argument_group("output")
@@ -461,7 +481,10 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def add_demo(parser: argparse.ArgumentParser) -> None:
-    """Quantize the built-in digits model and measure accuracy and speed."""
+    """Quantize the built-in digits model and measure accuracy and speed.
+
+    relayquant demo
+    """
     group = parser.add_argument_group("what is timed")
     add_backend(group)
     group.add_argument(

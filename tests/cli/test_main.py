@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import warnings
@@ -47,6 +48,17 @@ def test_main__every_command_has_help(
     assert max(map(len, text.splitlines())) <= 80
     options = text.partition("\noptions:\n")[2].partition("\n\n")[0]
     assert options.count("--") <= 2, "an option belongs to a group with a name"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_main__every_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    lines = re.findall(rf"^ *relayquant ({command}\b.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert lines
+    for line in lines:
+        words = shlex.split(re.split("  +", line)[0])
+        assert parsers.parse_words(words).command == command
 
 
 def test_main__no_command(capsys: pytest.CaptureFixture[str]) -> None:
