@@ -50,19 +50,22 @@ FORM_SAMPLES = 24
 ORDER_SAMPLES = 16
 #: samples that the first layer is computed on
 PROBE_SAMPLES = 64
+#: Operators with constants that prepare pictures within a graph.
+NORMALIZING = ("relax.add", "relax.subtract", "relax.multiply", "relax.divide")
 #: what Caffe subtracts from pixels of 0 to 255, without a division; blue first
 CAFFE_MEAN = (103.939, 116.779, 123.68)
 
 
 @dataclass(frozen=True)
 class FirstLayer:
-    """A convolution or matmul with a constant bias that reads an input directly.
+    """A convolution or matmul with a constant bias that reads an input, directly or behind the
+    `NORMALIZING` operators of the graph.
 
     Attributes:
         name: Name of the value that it computes.
         bias: (C,).
         axis: Channel axis of its result.
-        layout: Data layout of a 2-D convolution, else "".
+        layout: Layout of the input of a 2-D convolution, else "".
         mod: Function main from the input to the result before the bias.
         result: Name of the value with the bias.
         channel: Axis of the input's channels. None for a matrix product.
@@ -386,24 +389,43 @@ def find_first_layers(mod: tvm.IRModule) -> dict[str, FirstLayer]:
     graph = Graph(mod)
     found = {}
     for param in graph.func.params:
-        for var in graph.users[param]:
-            layer = read_first_layer(graph, param, var)
+        read, axes = skip_normalization(graph, param)
+        for var in graph.users[read]:
+            layer = read_first_layer(graph, param, read, axes, var)
             if layer is not None:
                 found[param.name] = layer
                 break
     return found
 
 
-def read_first_layer(graph: Graph, param: relax.Var, var: relax.Var) -> FirstLayer | None:
-    """Return the layer that computes `var`, if it is a layer with a bias."""
+def skip_normalization(graph: Graph, param: relax.Var) -> tuple[relax.Var, tuple[int, ...]]:
+    """Return the value behind the operators that normalize or transpose an input, and for each of
+    its axes the axis of the input.
+    """
+    value, axes = param, tuple(range(len(tensor_shape(param) or ())))
+    while len(graph.users[value]) == 1:
+        (user,) = graph.users[value]
+        call, op = graph.call_of(user), graph.op_name(user)
+        if call is None or len(tensor_shape(user) or ()) != len(axes):
+            break
+        if op == "relax.permute_dims":
+            order = call.attrs.axes or reversed(range(len(axes)))
+            axes = tuple(axes[int(axis)] for axis in order)
+        elif op not in NORMALIZING or all(constant_value(arg) is None for arg in call.args):
+            break
+        value = user
+    return value, axes
+
+
+def read_first_layer(
+    graph: Graph, param: relax.Var, read: relax.Var, axes: tuple[int, ...], var: relax.Var
+) -> FirstLayer | None:
+    """Return the layer that computes `var` from `read`, the normalized `param`, if it is a layer
+    with a bias.
+    """
     call, op = graph.call_of(var), graph.op_name(var)
     is_layer = op in ("relax.nn.conv1d", "relax.nn.conv2d", "relax.matmul")
-    if (
-        not is_layer
-        or call is None
-        or call.args[0] != param
-        or constant_value(call.args[1]) is None
-    ):
+    if not is_layer or call is None or call.args[0] != read or constant_value(call.args[1]) is None:
         return None
     if tensor_dtype(param) != "float32" or len(graph.users[var]) != 1:
         return None
@@ -413,9 +435,11 @@ def read_first_layer(graph: Graph, param: relax.Var, var: relax.Var) -> FirstLay
     biases = [value for arg in add.args if (value := constant_value(arg)) is not None]
     axis, layout, channel = -1, "", None
     if op != "relax.matmul":
-        channel = str(call.attrs.data_layout).index("C")
+        data_layout = str(call.attrs.data_layout)
+        channel = axes[data_layout.index("C")]
         axis = str(call.attrs.out_layout or call.attrs.data_layout).index("C")
-        layout = str(call.attrs.data_layout) if op == "relax.nn.conv2d" else ""
+        letters = (data_layout[axes.index(at)] for at in range(len(axes)))
+        layout = "".join(letters) if op == "relax.nn.conv2d" else ""
     needed = collect_ancestors(graph, [var], set())
     function, symbols = build_function(graph, needed, [param], [var])
     if len(biases) != 1 or symbols:

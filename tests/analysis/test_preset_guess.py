@@ -18,6 +18,8 @@ PIXELS = [
     np.random.default_rng(i).integers(0, 256, (1, 3, 16, 16)).astype("float32") for i in range(24)
 ]
 SHAPE = (1, 3, 16, 16)
+#: what lint says of pictures that were prepared in another way than in training
+WRONG_PIXELS = {"scale", "layout", "order", "normalization"}
 
 
 def build_first_layer(preset: str | None, bias: float = 0.0) -> tuple:
@@ -60,6 +62,46 @@ def test_guess_preset__without_a_batch_norm_the_usual_one_whose_scale_fits():
     assert "usual for the layout NCHW; no batch norm confirms it" in found.reason
     mod = build_first_layer(None, bias=60.0)  # of pixels that are not divided
     assert guess_preset(mod, None, describe_inputs(mod)[0], PIXELS).text == RAW
+
+
+def build_normalizing_model() -> tuple:
+    """A model as Keras exports it: pixels, channels last, normalized and transposed in the graph,
+    then a convolution and a batch norm that saw pictures of `imagenet`.
+    """
+    form, weight = PixelForm.of("imagenet", 3), np.ones((4, 3, 1, 1), "float32")
+    weight += np.random.default_rng(0).normal(size=weight.shape).astype("float32")
+    seen = np.concatenate([PixelForm.of(RAW, 3).convert(x, 1, form) for x in PIXELS])
+    values = np.einsum("nchw,oc->nohw", seen, weight[:, :, 0, 0])
+    numbers = [np.ones(4), np.zeros(4), values.mean((0, 2, 3)), values.var((0, 2, 3))]
+
+    def body(emit, x):
+        scaled = emit("mul", op.multiply(x, relax.const(form.gain.astype("float32"))))
+        moved = emit("add", op.add(scaled, relax.const(form.offset.astype("float32"))))
+        turned = emit("turned", op.permute_dims(moved, [0, 3, 1, 2]))
+        result = emit("conv", op.nn.conv2d(turned, relax.const(weight)))
+        constants = [relax.const(np.asarray(n, "float32")) for n in numbers]
+        normed = op.nn.batch_norm(result, *constants, axis=1, training=False)
+        return emit("out", relax.TupleGetItem(emit("norm", normed), 0))
+
+    return build_model(body, (1, 16, 16, 3))
+
+
+def test_guess_preset__the_graph_normalizes():
+    mod = build_normalizing_model()
+    pixels = [x.transpose(0, 2, 3, 1) for x in PIXELS]
+    found = guess_preset(mod, None, describe_inputs(mod)[0], pixels)
+    assert found.text == RAW
+    assert "batch norm stores" in found.reason
+
+
+def test_lint__the_graph_normalizes():
+    mod = build_normalizing_model()
+    pixels = [np.ascontiguousarray(x.transpose(0, 2, 3, 1)) for x in PIXELS]
+    assert {each.check for each in rq.lint(mod, None, pixels)}.isdisjoint(WRONG_PIXELS)
+    divided = [x / 255 for x in pixels]
+    assert [each.check for each in rq.lint(mod, None, divided) if each.check in WRONG_PIXELS] == [
+        "scale"
+    ]
 
 
 def test_guess_preset__built_in_example():
