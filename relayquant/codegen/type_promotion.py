@@ -43,8 +43,10 @@ WIDE_TYPES: dict[str, dict[str, str]] = {
     "relax.atan2": HALVES,
     **dict.fromkeys(SORTS, SORTED),
     "relax.broadcast_to": WIDE_SUMS,
+    "relax.collapse_sum_to": WIDE_SUMS,
     "relax.floor_mod": WIDE_SUMS,
     "relax.image.grid_sample": WIDE_SUMS,
+    "relax.index_put": WIDE_SUMS,
     "relax.mod": WIDE_SUMS,
     "relax.argmax": TRUTHS,
     "relax.argmin": TRUTHS,
@@ -60,6 +62,8 @@ WIDE_TYPES: dict[str, dict[str, str]] = {
     "relax.nn.rms_norm": WIDE_SUMS,
     "relax.power": WIDE_SUMS,
     "relax.prod": WIDE_SUMS,
+    "relax.scatter_elements": WIDE_SUMS,
+    "relax.scatter_nd": WIDE_SUMS,
     "relax.std": MEANS,
     "relax.sum": WIDE_SUMS,
     "relax.variance": MEANS,
@@ -90,8 +94,9 @@ class Widening(relax.PyExprMutator):
         if wide is None:
             return self.sort_keys(visited) if has_keys(visited) else visited
         emit = self.builder_.emit
+        narrow = tensor_dtype(visited.args[0])
         operands = [
-            emit(relax.op.astype(each, wide)) if isinstance(each.ty, relax.TensorType) else each
+            emit(relax.op.astype(each, wide)) if tensor_dtype(each) == narrow else each
             for each in visited.args
         ]
         widened = Call(visited.op, operands, visited.attrs, visited.ty_args)
@@ -143,6 +148,10 @@ def find_wide_type(call: Any) -> str | None:
     """Return the type to compute a call in, None if it is the operands' own type."""
     if not isinstance(call, Call) or not isinstance(call.op, tvm.ir.Op) or not call.args:
         return None
+    if getattr(call.attrs, "reduction", "") == "update" or not getattr(
+        call.attrs, "accumulate", True
+    ):
+        return None  # values are written as they are
     types = WIDE_TYPES.get(call_name(call))
     return None if types is None else types.get(tensor_dtype(call.args[0]))
 

@@ -12,6 +12,8 @@ import relayquant as rq
 torch = pytest.importorskip("torch")
 F = torch.nn.functional
 
+#: Several values go to the same place.
+PLACES = torch.arange(16) % 5
 #: Functions of two tensors (16, 16).
 FUNCTIONS = {
     "add": lambda x, y: x + y,
@@ -31,6 +33,12 @@ FUNCTIONS = {
     "linear": lambda x, y: F.linear(x, y, x[0]),
     "batches of products": lambda x, y: torch.bmm(x.reshape(2, 8, 16), y.reshape(2, 16, 8)),
     "convolution": lambda x, y: F.conv2d(x.reshape(1, 4, 8, 8), y.reshape(4, 4, 4, 4)),
+    "logarithm of a sum": lambda x, y: torch.log1p(x.abs()),
+    "power less one": lambda x, y: torch.expm1(x),
+    "softplus": lambda x, y: F.softplus(x),
+    "mish": lambda x, y: F.mish(x),
+    "added at indices": lambda x, y: torch.zeros_like(x).index_add(0, PLACES, y),
+    "scattered sums": lambda x, y: torch.zeros_like(x).scatter_add(1, PLACES.repeat(16, 1), y),
     "variance": lambda x, y: x.var(-1),
     "norm": lambda x, y: x.norm(dim=-1),
     "elu": lambda x, y: F.elu(x),

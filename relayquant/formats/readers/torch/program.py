@@ -38,22 +38,23 @@ from relayquant.formats.readers.torch.signature import (
     take_state,
 )
 from relayquant.ir.rewrite.editor import Editor
-from relayquant.ir.rewrite.graph import call_name
+from relayquant.ir.rewrite.graph import call_name, tensor_dtype
 
-#: Operators that become several, each of which would round, and products, whose result TVM's
-#: frontend makes float32.
+#: Products, whose result TVM's frontend makes float32, and a norm that has several results.
 COMPUTED_WIDE = frozenset(
-    f"aten.{name}"
+    f"aten.{name}.default"
+    for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "native_group_norm")
+)
+#: Operators of Relax that do not round: a result is one of the operands' values.
+UNROUNDED = frozenset(
+    f"relax.{name}"
     for name in (
-        "mm.default",
-        "addmm.default",
-        "bmm.default",
-        "baddbmm.default",
-        "convolution.default",
-        "var.correction",
-        "linalg_vector_norm.default",
-        "elu.default",
-        "native_group_norm.default",
+        *("reshape", "flatten", "squeeze", "expand_dims", "permute_dims", "strided_slice"),
+        *("concat", "split", "stack", "take", "tile", "repeat", "broadcast_to", "flip", "where"),
+        *("gather_elements", "gather_nd", "index_tensor", "maximum", "minimum", "clip"),
+        *("max", "min", "sort", "topk", "nn.pad", "tril", "triu"),
+        *("nn.max_pool1d", "nn.max_pool2d", "nn.max_pool3d"),
+        *("full", "full_like", "zeros", "zeros_like", "ones", "ones_like", "astype"),
     )
 )
 NARROW = ("bfloat16", "float16")
@@ -228,9 +229,13 @@ def convert_node(importer: Any, convert: Callable[..., Any], node: Any, *more: A
         ModelError: the conversion fails. Names the node and its module.
     """
     try:
-        if str(node.target) in COMPUTED_WIDE and result_dtype(node) in NARROW:
+        is_narrow = has_narrow_result(node)
+        if is_narrow and str(node.target) in COMPUTED_WIDE:
             return convert_widened(importer, convert, node, *more)
-        return convert(node, *more)
+        value = convert(node, *more)
+        if is_narrow and rounds_often(importer, node, value):
+            return convert_widened(importer, convert, node, *more)
+        return value
     except ModelError:
         raise  # an error of a node in a branch
     except Exception as error:
@@ -241,13 +246,49 @@ def convert_node(importer: Any, convert: Callable[..., Any], node: Any, *more: A
         ) from error
 
 
+def has_narrow_result(node: Any) -> bool:
+    """Whether the result of a node is one tensor of narrow floats, or a tuple that begins with
+    one. A node that only checks something has none.
+    """
+    value = node.meta.get("val")
+    first = next(iter(value), None) if isinstance(value, list | tuple) else value
+    return str(getattr(first, "dtype", "")).removeprefix("torch.") in NARROW
+
+
+def rounds_often(importer: Any, node: Any, value: Any) -> bool:
+    """Whether a node became several operators that round: PyTorch rounds its result alone."""
+    if not isinstance(value, relax.Expr) or not isinstance(value.ty, relax.TensorType):
+        return False
+    seen = {importer.env[each] for each in node.all_input_nodes}
+    pending, count = [value], 0
+    while pending:
+        expr = pending.pop()
+        if isinstance(expr, relax.Var):
+            if expr in seen:
+                continue
+            seen.add(expr)
+            expr = importer.block_builder.lookup_binding(expr)
+        if isinstance(expr, Call):
+            count += call_name(expr) not in UNROUNDED
+            pending.extend(expr.args)
+        elif isinstance(expr, relax.Tuple):
+            pending.extend(expr.fields)
+        elif isinstance(expr, relax.TupleGetItem):
+            pending.append(expr.tuple_value)
+    return count > 1
+
+
 def convert_widened(importer: Any, convert: Callable[..., Any], node: Any, *more: Any) -> Any:
     """Convert an operator on narrow floats as PyTorch computes it: in float32, and the result is
     rounded once.
     """
     emit = importer.block_builder.emit
     kept = {each: importer.env[each] for each in node.all_input_nodes}
-    wide = {each: emit(relax.op.astype(value, "float32")) for each, value in kept.items()}
+    wide = {
+        each: emit(relax.op.astype(value, "float32"))
+        for each, value in kept.items()
+        if isinstance(value, relax.Expr) and tensor_dtype(value) in NARROW
+    }
     importer.env.update(wide)
     try:
         value = convert(node, *more)
