@@ -166,7 +166,7 @@ def check_type(value: object, hint: Any, where: str) -> None:
     Elements of tuples, lists and dicts are checked. Elements of iterators are not, because an
     iterator can be read only once.
     """
-    if has_type(value, hint):
+    if find_test(hint)(value):
         return
     allowed = describe_type(hint)
     raised = ModelError if any(name in allowed for name in MODELS) else ConfigError
@@ -247,11 +247,6 @@ def describe_value(value: object) -> str:
     if type(value).__repr__ is object.__repr__ or callable(value):
         return f"a {type(value).__name__}"
     return reprlib.repr(value)
-
-
-def has_type(value: object, hint: Any) -> bool:
-    """Return whether a value is of an annotated type, without reading iterators."""
-    return find_test(hint)(value)
 
 
 @functools.cache

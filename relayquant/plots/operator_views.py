@@ -45,7 +45,7 @@ def view_operators(
         OperatorView(
             row,
             inputs,
-            count_row_macs(graph, row),
+            sum(map(count_macs, row_calls(graph, row))),
             errors.get(row.name),
             sampler.build_histogram(row),
             find_weight_ranges(graph, row),
@@ -144,10 +144,6 @@ def row_calls(graph: Graph, row: LedgerRow) -> Iterable[Any]:
     """Calls of the float model inside an operator."""
     calls = (graph.call_of(graph.vars[name]) for name in row_names(graph, row))
     return [call for call in calls if call is not None]
-
-
-def count_row_macs(graph: Graph, row: LedgerRow) -> int:
-    return sum(map(count_macs, row_calls(graph, row)))
 
 
 def find_weight_ranges(graph: Graph, row: LedgerRow) -> WeightRanges | None:

@@ -13,7 +13,7 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from html import escape
 from importlib import import_module, resources
@@ -423,12 +423,8 @@ def describe_report(data: ReportData) -> Mapping[str, str]:
         times = {name: f"{row.best * 1e3:.3g} ms" for name, row in data.latencies.items()}
         lines["time"] = ", ".join(f"{name} {time}" for name, time in times.items())
     if data.suggestion is not None:
-        lines["suggestion"] = describe_suggestion(data.suggestion.names)
+        lines["suggestion"] = f"keep {', '.join(data.suggestion.names)} in float"
     bad = [seen.text for seen in verdict.observations if seen.grade is not Grade.GOOD]
     lines |= {"because": " ".join(bad)} if bad else {}
     lines["next"] = " && ".join(verdict.commands)
     return lines
-
-
-def describe_suggestion(names: Sequence[str]) -> str:
-    return f"keep {', '.join(names)} in float"

@@ -309,9 +309,9 @@ def finite(decibels: float | None) -> float:
     return float(decibels) if decibels is not None and np.isfinite(decibels) else float("nan")
 
 
-def shorten(name: str, length: int = 40) -> str:
-    """Shorten a long name to its end, which is the most specific part."""
-    return name if len(name) <= length else "..." + name[3 - length :]
+def shorten(name: str) -> str:
+    """Shorten a name of over 40 characters to its end, which is the most specific part."""
+    return name if len(name) <= 40 else "..." + name[-37:]
 
 
 @contextmanager

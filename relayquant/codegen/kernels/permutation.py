@@ -94,15 +94,15 @@ class Permutation:
         return all(axis.size >= tile for axis in axes if axis.source == 1 or axis.target == 1)
 
 
-def make_permutation(spec: Permutation, name: str = "permutation") -> PrimFunc:
+def make_permutation(spec: Permutation) -> PrimFunc:
     """Make PrimFunc(x, y) of a permutation that has a kernel.
 
     The last tile of an axis overlaps its neighbour if the axis is no multiple of a tile.
     """
-    return (make_tiled if spec.fits_tiles else make_interleaving)(spec, name)
+    return (make_tiled if spec.fits_tiles else make_interleaving)(spec)
 
 
-def make_interleaving(spec: Permutation, name: str) -> PrimFunc:
+def make_interleaving(spec: Permutation) -> PrimFunc:
     """Make the kernel of a permutation that interleaves a few channels."""
     *others, pixels, channels = spec.list_axes()
     lanes, count = INTERLEAVED_LANES, channels.size
@@ -121,10 +121,10 @@ def make_interleaving(spec: Permutation, name: str) -> PrimFunc:
             ]
             store_vector(y, T.Shuffle(rows, order), target + pixel * count, lanes * count)
 
-    return build_kernel(name, body)
+    return build_kernel("permutation", body)
 
 
-def make_tiled(spec: Permutation, name: str) -> PrimFunc:
+def make_tiled(spec: Permutation) -> PrimFunc:
     """Make the kernel of a permutation that fits tiles."""
     *outer, last = spec.list_axes()
     first = next(axis for axis in outer if axis.source == 1)
@@ -156,7 +156,7 @@ def make_tiled(spec: Permutation, name: str) -> PrimFunc:
                     target + column * first.target + row,
                 )
 
-    return build_kernel(name, body)
+    return build_kernel("permutation", body)
 
 
 def transpose_vectors(rows: list[Expr], size: int) -> list[Expr]:

@@ -58,7 +58,6 @@ from relayquant.codegen.rules.kernel_call import (
     KernelContext,
     build_for_batch,
     call_built,
-    element_count,
     find_known,
     is_activation,
     is_byte,
@@ -109,7 +108,7 @@ def has_few_values(graph: Graph, var: relax.Var) -> bool:
     shape = tensor_shape(var) if graph.op_name(var) in FUSED_OPERATORS else None
     if shape is None or any(isinstance(dim, str) for dim in shape):
         return False
-    return element_count([int(dim) for dim in shape]) <= FEW_VALUES
+    return prod(int(dim) for dim in shape) <= FEW_VALUES
 
 
 def lower_quantize(context: KernelContext, var: relax.Var) -> Lowered | Skip:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from math import prod
 
 import numpy as np
 from tvm import relax
@@ -135,8 +134,3 @@ def is_byte(expr: relax.Expr) -> bool:
 def is_activation(expr: relax.Expr) -> bool:
     """Whether the dtype is uint8, int8 or int16, which convolutions and dense layers take."""
     return tensor_dtype(expr) in ("uint8", "int8", "int16")
-
-
-def element_count(shape: Sequence[int]) -> int:
-    """Return the product of the dimensions."""
-    return prod(shape)

@@ -113,7 +113,7 @@ def add_exactly(sign: int) -> Export:
         second = divide_scales(right_scale, out_scale) * np.float32(sign)
         info = np.iinfo(binary_dtype(site))
         limit = max(zero_point - info.min, info.max - zero_point) + 1
-        if not sum_rounds_once(first, second, list_summands(site, 1), limit):
+        if not sum_rounds_once(first, second, list_summands(site), limit):
             raise ModelError(
                 "the scales of its operands are too far apart to add exactly; exact=False adds "
                 "them",
@@ -128,9 +128,9 @@ def add_exactly(sign: int) -> Export:
     return export
 
 
-def list_summands(site: ExportSite, index: int) -> np.ndarray | None:
-    """Return all values (q - zero point) of an operand of a sum. None if they are too many."""
-    info, zero_point = np.iinfo(site.dtype(index)), site.array(3 + 2 * index)
+def list_summands(site: ExportSite) -> np.ndarray | None:
+    """Return all values (q - zero point) of a sum's second operand. None if they are too many."""
+    info, zero_point = np.iinfo(site.dtype(1)), site.array(5)
     if info.bits > 16:
         return None
     low, high = info.min - int(zero_point.max()), info.max - int(zero_point.min())

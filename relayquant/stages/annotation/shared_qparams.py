@@ -149,7 +149,8 @@ def group_values(
         members = [var for var, _ in nodes]
         first = members[0]
         is_primary = primary[first] == spec
-        key = first.name if is_primary else unique_key(f"{first.name}:{spec.dtype}", groups)
+        taken = {group.key for group in groups}
+        key = first.name if is_primary else find_free_name(f"{first.name}:{spec.dtype}", taken)
         points, clamped = find_points(graph, members, shared, by_root)
         fixed = find_fixed_calibration(nodes, by_root)
         info = ValueInfo(
@@ -329,12 +330,6 @@ def primary_key(
     """Return the key of the group that holds the value in its primary specification."""
     members = [member for member, _ in partition.members((var, primary[var]))]
     return min(members, key=graph.order.__getitem__).name
-
-
-def unique_key(key: str, groups: Sequence[SharedQParams]) -> str:
-    """Return `key`, or `key.1`, `key.2`, ... if a group already has the key."""
-    taken = {group.key for group in groups}
-    return find_free_name(key, taken)
 
 
 def find_points(

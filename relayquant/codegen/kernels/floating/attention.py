@@ -167,9 +167,9 @@ def add_up(vectors: list[Expr], levels: list[tuple[list[int], list[int]]]) -> li
     return vectors
 
 
-def make_attention(spec: Attention, isa: FloatIsa, name: str = "attention") -> PrimFunc:
+def make_attention(spec: Attention, isa: FloatIsa) -> PrimFunc:
     """Make PrimFunc(query, keys[, key_scale], values[, value_scale], positions, result), R = 1."""
-    return build_kernel(name, lambda: RowAttention(spec, isa).emit())
+    return build_kernel("attention", lambda: RowAttention(spec, isa).emit())
 
 
 class RowAttention:

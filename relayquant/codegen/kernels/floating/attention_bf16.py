@@ -65,9 +65,7 @@ def takes_tiles(spec: Attention) -> bool:
     return spec.width % SIDE == 0 and not spec.soft_cap
 
 
-def make_attention_bf16(
-    spec: Attention, isa: FloatIsa, bf16: Bf16Isa = TILES_BF16, name: str = "attention_bf16"
-) -> PrimFunc:
+def make_attention_bf16(spec: Attention, isa: FloatIsa, bf16: Bf16Isa = TILES_BF16) -> PrimFunc:
     """Make PrimFunc(query, keys[, key_scale], values[, value_scale], positions, result).
 
     `spec` is one that `takes_tiles`. `isa` has vectors of 16.
@@ -84,7 +82,7 @@ def make_attention_bf16(
         else:
             emit_if(ask_permission(bf16.unit), rounded.emit, plain.emit)
 
-    return build_kernel(name, body)
+    return build_kernel("attention_bf16", body)
 
 
 class RoundedAttention(BlockAttention):

@@ -49,11 +49,11 @@ BLOCK = 64
 TILE = 6
 
 
-def make_attention_blocks(
-    spec: Attention, isa: FloatIsa, name: str = "attention_blocks"
-) -> PrimFunc:
+def make_attention_blocks(spec: Attention, isa: FloatIsa) -> PrimFunc:
     """Make PrimFunc(query, keys[, key_scale], values[, value_scale], positions, result)."""
-    return build_kernel(name, lambda: BlockAttention(declare_attention(spec), isa).emit())
+    return build_kernel(
+        "attention_blocks", lambda: BlockAttention(declare_attention(spec), isa).emit()
+    )
 
 
 @dataclass(frozen=True)

@@ -81,14 +81,14 @@ class GroupedBf16:
     has_residual: bool = False
 
 
-def make_grouped_bf16(
-    spec: GroupedBf16, isa: Isa, bf16: Bf16Isa = TILES_BF16, name: str = "grouped_bf16"
-) -> PrimFunc:
+def make_grouped_bf16(spec: GroupedBf16, isa: Isa, bf16: Bf16Isa = TILES_BF16) -> PrimFunc:
     """Make PrimFunc(x (*leading, K), codes, scale[, zeros][, residual (*leading, N)], y).
 
     The constants come from `pack_grouped` for `isa`, the instruction set of products of integers.
     """
-    return build_kernel(name, lambda: TiledBf16(spec, plan_grouped(spec.dense, isa), bf16).emit())
+    return build_kernel(
+        "grouped_bf16", lambda: TiledBf16(spec, plan_grouped(spec.dense, isa), bf16).emit()
+    )
 
 
 class TiledBf16:

@@ -59,7 +59,7 @@ def name_extents(extents: tuple[int | None, ...]) -> list[Any]:
     return [T.int64() if extent is None else extent for extent in extents]
 
 
-def make_rotate(spec: Rotate, isa: FloatIsa, name: str = "rotate") -> PrimFunc:
+def make_rotate(spec: Rotate, isa: FloatIsa) -> PrimFunc:
     """Make PrimFunc(x (B, R, H, D), cos (L, half), sin (L, half), positions (B,), y as x)."""
 
     def body() -> None:
@@ -87,7 +87,7 @@ def make_rotate(spec: Rotate, isa: FloatIsa, name: str = "rotate") -> PrimFunc:
         is_worth = batch * rows * (heads * width * 4) >= PARALLEL_BYTES
         emit_shared_loop(batch * rows, is_worth, emit_row)
 
-    return build_kernel(name, body)
+    return build_kernel("rotate", body)
 
 
 def place_row(positions: Buffer, index: Expr, rows: Expr) -> Expr:
@@ -128,7 +128,7 @@ def emit_rotation(
         emit_vector_loop(half, isa.lanes, rotate)
 
 
-def make_update_cache(spec: UpdateCache, isa: FloatIsa, name: str = "update_cache") -> PrimFunc:
+def make_update_cache(spec: UpdateCache, isa: FloatIsa) -> PrimFunc:
     """Make PrimFunc(rows, positions, cache), or PrimFunc(rows, positions, cache, y).
 
     The last argument (B, heads, L, D) gets the rows. Without `in_place` it gets the cache before.
@@ -167,7 +167,7 @@ def make_update_cache(spec: UpdateCache, isa: FloatIsa, name: str = "update_cach
         is_worth = batch * rows * (heads * width * 4) >= PARALLEL_BYTES
         emit_shared_loop(batch * rows, is_worth, emit_row)
 
-    return build_kernel(name, body)
+    return build_kernel("update_cache", body)
 
 
 def emit_stores(

@@ -146,9 +146,9 @@ def check_size(operand: CheckedOperand, axis: int, size: Any, reason: str) -> No
         )
 
 
-def check_rows(operand: CheckedOperand, positions: CheckedOperand, layout: str) -> None:
+def check_rows(operand: CheckedOperand, positions: CheckedOperand) -> None:
     """Check the rank of new rows, and one position for each sequence."""
-    operand.check_rank(4, layout)
+    operand.check_rank(4, "sequences, rows, heads, width")
     positions.check_dtype(("int32",), "Cast it first.")
     positions.check_rank(1, "sequences")
     batch = operand.dimension(0)
@@ -167,7 +167,7 @@ def infer_rotate(call: Call, _builder: Any) -> Any:
     """Infer float32 (B, R, H, D) -> float32 (B, R, H, D)."""
     x, cos, sin, positions = get_operands(call, ROTATE_OPERANDS)
     x.check_dtype(("float32",), "Cast it first.")
-    check_rows(x, positions, "sequences, rows, heads, width")
+    check_rows(x, positions)
     for table in (cos, sin):
         table.check_dtype(("float32",), "Cast it first.")
         table.check_rank(2, "positions, half of the rotated width")
@@ -193,7 +193,7 @@ def infer_update_cache(call: Call, _builder: Any) -> Any:
         else "Cast them first.",
     )
     cache.check_rank(4, "sequences, heads, length, width")
-    check_rows(rows, positions, "sequences, rows, heads, width")
+    check_rows(rows, positions)
     for axis, other in ((0, 0), (1, 2), (3, 3)):
         size = cache.dimension(axis)
         if size is not None:
@@ -212,7 +212,7 @@ def infer_cached_attention(call: Call, _builder: Any) -> Any:
             code="RQ601",
         )
     query.check_dtype(("float32",), "Cast it first.")
-    check_rows(query, positions, "sequences, rows, heads, width")
+    check_rows(query, positions)
     for cache, scale in ((keys, key_scale), (values, value_scale)):
         cache.check_dtype(CACHES)
         cache.check_rank(4, "sequences, heads, length, width")
