@@ -20,6 +20,7 @@ from relayquant.ir.dialect import qnn
 from relayquant.ir.dialect.qnn.quantization import QUANTIZE
 from relayquant.ir.ledger import (
     InterfaceValue,
+    LedgerRow,
     find_ledger,
     ledger_attrs,
     read_ledger,
@@ -113,7 +114,8 @@ def set_interface(mod: tvm.IRModule) -> tvm.IRModule:
     if ledger is None or not any(v.is_integer for v in (*ledger.inputs, *ledger.outputs)):
         return mod
     graph = Graph(mod)
-    inputs = {value.name: read_input(graph, value) for value in ledger.inputs if value.is_integer}
+    asked = [value for value in ledger.inputs if value.is_integer]
+    inputs = {value.name: read_input(graph, value, ledger.rows) for value in asked}
     rewritten = replace_inputs(graph, inputs)
     rewritten, outputs = replace_outputs(rewritten, ledger.outputs)
     ledger = replace(
@@ -124,9 +126,13 @@ def set_interface(mod: tvm.IRModule) -> tvm.IRModule:
     return rewrite_main(rewritten, lambda e, b: e.get(b.value), attrs=ledger_attrs(ledger))
 
 
-def read_input(graph: Graph, value: InterfaceValue) -> QParams:
+def read_input(graph: Graph, value: InterfaceValue, rows: Sequence[LedgerRow]) -> QParams:
     """Return the parameters of an input in the requested dtype: the parameters of its first
     quantize, shifted.
+
+    Raises:
+        ConfigError: no operator reads it as integers. The message has the reasons of its readers'
+            rows.
     """
     param = graph.vars[value.name]
     for user in graph.users[param]:
@@ -135,9 +141,15 @@ def read_input(graph: Graph, value: InterfaceValue) -> QParams:
             qparams = read_qparams(call, str(call.attrs.out_dtype))
             if qparams is not None and not qparams.is_per_channel:
                 return shift_qparams(qparams, value.requested, f"input {value.name!r}")
+    readers = {user.name for user in graph.users[param]}
+    reasons = [
+        f" {row.name!r} ({row.op}): {row.reason}."
+        for row in rows
+        if not row.quantized and readers.intersection(row.values)
+    ]
     raise ConfigError(
         f"input_dtypes: input {value.name!r} is not quantized, since what reads it stays in float; "
-        "allowed: leave it out. The ledger says why its readers stay in float.",
+        f"allowed: leave it out.{''.join(reasons)}",
         code="RQ103",
     )
 

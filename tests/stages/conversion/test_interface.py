@@ -169,3 +169,22 @@ def test_ledger__rows_tell_scheme_rule_and_support():
     assert rows["mean"].rule == "module_name 'mean'"
     assert rows["mean"].support == "not asked"
     assert (rows["mean"].scale, rows["mean"].scheme) == ((), "")
+
+
+def test_interface__a_refusal_says_why_the_reader_is_in_float():
+    """Asked for an integer input whose only reader stays in float: the ledger is lost, its row is
+    said.
+    """
+    mod = residual_model()
+    data = draw_batches(mod, 2)
+    first = rq.ledger(quantize(mod, data, effort="fast")).rows[0].name
+    default = rq.get_backend_config("x86").default_qconfig
+    keep = rq.QConfigMapping().set_global(default).set_module_name(first, None)
+    row = next(
+        row
+        for row in rq.ledger(quantize(mod, data, effort="fast", qconfig_mapping=keep)).rows
+        if row.name == first
+    )
+    with pytest.raises(rq.errors.ConfigError) as caught:
+        quantize(mod, data, effort="fast", qconfig_mapping=keep, input_dtypes={"x": "uint8"})
+    assert f"{row.name!r} ({row.op}): {row.reason}" in str(caught.value)
