@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from tvm.support import cc
 from tvm.target import Target
 
+from relayquant.base.storage.files import REMEDIES
 from relayquant.codegen.kernels.isa.target import read_triple
 from relayquant.errors import MissingDependencyError, ModelError
 
@@ -101,13 +103,36 @@ def run_linker(command: Sequence[str], output: str, objects: Sequence[str]) -> N
     """Run a linker.
 
     Raises:
-        ModelError: it failed.
+        OSError: there is no space for the file.
+        ModelError: it failed for another reason.
     """
     words = [*command, "-o", output, *map(os.fspath, objects)]
     done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split())[-MESSAGE_LENGTH:]
+        refuse_space(output, said := done.stderr or done.stdout)
+        said = " ".join(said.split())[-MESSAGE_LENGTH:]
         raise ModelError(
             f"{command[0]} did not link {output} (exit code {done.returncode}): {said}",
             code="RQ503",
         )
+
+
+@contextmanager
+def linking(file_name: str) -> Iterator[None]:
+    """Turn what TVM raises where this machine's compiler cannot write a library into an OSError.
+
+    Raises:
+        OSError: there is no space for the file.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        refuse_space(file_name, str(error))
+        raise
+
+
+def refuse_space(output: str, said: str) -> None:
+    """Raise the system's error that a linker's message names, if it is one of `REMEDIES`."""
+    for number in REMEDIES:
+        if os.strerror(number) in said:
+            raise OSError(number, os.strerror(number), output)

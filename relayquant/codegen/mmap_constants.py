@@ -45,7 +45,7 @@ from relayquant.codegen.kernels.isa.target import (
     read_triple,
     resolve_target,
 )
-from relayquant.codegen.linking import choose_linker
+from relayquant.codegen.linking import choose_linker, linking
 from relayquant.codegen.llvm_text import escape, quote
 from relayquant.errors import ConfigError
 
@@ -128,7 +128,8 @@ class MappedExecutable(relax.VMExecutable):
                 text = json.dumps(self.describe_interface())
                 addons.append(str(write_description(text, self.target, folder)))
             mapped = self.map_constants(addons, folder)
-            return mapped.export_library(file_name, addons=addons, **options)
+            with linking(str(file_name)):
+                return mapped.export_library(file_name, addons=addons, **options)
 
     def map_constants(self, addons: list[str], folder: Path) -> relax.VMExecutable:
         """Return an executable whose large constants are in an object file, which is added to

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from float_models import build_model
+from tvm.relax import op
 from tvm.target import Target
 
 import relayquant as rq
@@ -77,6 +79,19 @@ def test_export_library__without_a_linker_says_what_to_install(tools):
         str(tools / "m.so"), fcompile=lambda out, files, **_: objects.extend(files)
     )
     assert objects
+
+
+@pytest.mark.parametrize("target", [None, ARM])
+def test_export_library__on_a_full_disk_says_so(target, tmp_path, monkeypatch):
+    """Of a linker for another system, and of this machine's compiler, which TVM runs."""
+    add_tool(tmp_path, "full", 'echo "final link failed: No space left on device" >&2\nexit 1')
+    full = str(tmp_path / "full")
+    monkeypatch.setattr(linking, "list_linkers", lambda name: iter([[full, "-shared"]]))
+    monkeypatch.setattr(linking.cc, "get_cc", lambda: full)
+    mod = build_model(lambda emit, x: emit("y", op.nn.relu(x)), (1, 4))
+    with pytest.raises(rq.errors.FileError, match=r"left on device\. Free space") as caught:
+        rq.compile(mod, target).export_library(str(tmp_path / "m.so"))
+    assert caught.value.errno == errno.ENOSPC
 
 
 def test_choose_linker__leaves_this_machine_to_tvm():
