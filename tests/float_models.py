@@ -48,7 +48,12 @@ class Chain:
 def as_main(body: Callable[..., relax.Expr]) -> tvm.IRModule:
     """Decorator: the module whose main is `body`, one dataflow block; annotations are its types."""
     types = inspect.get_annotations(body, eval_str=True)
-    params = [relax.Var(name, of.as_ty()) for name, of in types.items()]
+    sizes = {
+        size: tvm.tirx.Var(size, "int64")
+        for of in types.values()
+        for size in of.get_symbolic_vars()
+    }
+    params = [relax.Var(name, of.as_ty(sizes)) for name, of in types.items()]
     builder = relax.BlockBuilder()
     with builder.function("main", params):
         with builder.dataflow():

@@ -74,29 +74,19 @@ def test_batch_norm_behind_bias__folded(check_prepared):
     bias = const(BIAS.reshape(NCHW))
     total = const((BIAS.astype("float64") * SCALE + SHIFT).reshape(NCHW))
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor(("n", 3, 8, 8), "float32")):
-            with R.dataflow():
-                c = R.nn.conv2d(x, W)
-                b = R.add(c, bias)
-                n = R.nn.batch_norm(b, G, B, M, V, axis=1, epsilon=1e-5, training=False)
-                y = n[0]
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor(("n", 3, 8, 8), "float32")):
+        c = R.nn.conv2d(x, W)
+        b = R.add(c, bias)
+        n = R.nn.batch_norm(b, G, B, M, V, axis=1, epsilon=1e-5, training=False)
+        return n[0]
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor(("n", 3, 8, 8), "float32")):
-            with R.dataflow():
-                c = R.nn.conv2d(x, FOLDED)
-                y = R.add(c, total)
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor(("n", 3, 8, 8), "float32")):
+        c = R.nn.conv2d(x, FOLDED)
+        return R.add(c, total)
 
-    check_prepared(Before, Expected)
+    check_prepared(before, expected)
 
 
 @pytest.mark.slow
@@ -315,28 +305,18 @@ def test_matmul__bias_scale_and_alpha(check_prepared):
     folded = const(weight.astype("float64") * 0.5)
     total = const(bias.astype("float64").ravel() * 0.5)
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor(("n", 5, 3), "float32")):
-            with R.dataflow():
-                m = R.matmul(x, w)
-                a = R.add(b, m)
-                y = R.multiply(a, R.const(0.5, "float32"))
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor(("n", 5, 3), "float32")):
+        m = R.matmul(x, w)
+        a = R.add(b, m)
+        return R.multiply(a, R.const(0.5, "float32"))
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor(("n", 5, 3), "float32")):
-            with R.dataflow():
-                m = R.matmul(x, folded)
-                y = R.add(m, total)
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor(("n", 5, 3), "float32")):
+        m = R.matmul(x, folded)
+        return R.add(m, total)
 
-    check_prepared(Before, Expected)
+    check_prepared(before, expected)
 
 
 def test_matmul_of_activations__stays(check_prepared):

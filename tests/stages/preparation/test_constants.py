@@ -15,26 +15,16 @@ def test_weight_transpose__folded(check_prepared):
     array = RNG.standard_normal((4, 3)).astype("float32")
     weight, turned = relax.const(array), relax.const(np.ascontiguousarray(array.T))
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor(("n", 3), "float32")):
-            with R.dataflow():
-                w = R.permute_dims(weight)
-                y = R.matmul(x, w)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor(("n", 3), "float32")):
+        w = R.permute_dims(weight)
+        return R.matmul(x, w)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor(("n", 3), "float32")):
-            with R.dataflow():
-                y = R.matmul(x, turned)
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor(("n", 3), "float32")):
+        return R.matmul(x, turned)
 
-    check_prepared(Before, Expected)
+    check_prepared(before, expected)
 
 
 def test_constant_chain__folded(check_prepared):
@@ -124,48 +114,33 @@ def test_dequantize_of_constant__stays(check_prepared):
 def test_shape_arithmetic__folded(check_prepared):
     index = relax.const(np.array(1), "int64")
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor(("n", 3), "float32")):
-            with R.dataflow():
-                s = R.shape_of(x)
-                t = R.shape_to_tensor(s)
-                d = R.take(t, index, axis=0)
-                f = R.astype(d, "float32")
-                y = R.divide(x, f)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor(("n", 3), "float32")):
+        s = R.shape_of(x)
+        t = R.shape_to_tensor(s)
+        d = R.take(t, index, axis=0)
+        f = R.astype(d, "float32")
+        return R.divide(x, f)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor(("n", 3), "float32")):
-            with R.dataflow():
-                y = R.divide(x, R.const(3.0, "float32"))
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor(("n", 3), "float32")):
+        return R.divide(x, R.const(3.0, "float32"))
 
-    check_prepared(Before, Expected)
+    check_prepared(before, expected)
 
 
 def test_symbolic_size__stays_computed(check_same_numbers):
     index = relax.const(np.array(0), "int64")
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor(("n", 3), "float32")):
-            with R.dataflow():
-                s = R.shape_of(x)
-                t = R.shape_to_tensor(s)
-                d = R.take(t, index, axis=0)
-                f = R.astype(d, "float32")
-                y = R.divide(x, f)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor(("n", 3), "float32")):
+        s = R.shape_of(x)
+        t = R.shape_to_tensor(s)
+        d = R.take(t, index, axis=0)
+        f = R.astype(d, "float32")
+        return R.divide(x, f)
 
-    check_same_numbers(Before, np.ones((5, 3), "float32"))
+    check_same_numbers(before, np.ones((5, 3), "float32"))
 
 
 def test_large_fill__stays(check_prepared):

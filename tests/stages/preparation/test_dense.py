@@ -167,16 +167,11 @@ def test_stack_of_weights__stays_where_the_data_has_any_number(check_prepared):
     """Of matrices: how many products there are is known when it runs."""
     stack = relax.const(draw(3, 4, 6))
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor(("n", 5, 4), "float32")):
-            with R.dataflow():
-                y = R.matmul(x, stack)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor(("n", 5, 4), "float32")):
+        return R.matmul(x, stack)
 
-    check_prepared(Before, Before)
+    check_prepared(before, before)
 
 
 @pytest.mark.slow

@@ -60,16 +60,11 @@ def test_no_ops__removed(check_prepared):
                 R.output(y)
             return y
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor(("n", 3, 4), "float32")):
-            with R.dataflow():
-                y = R.tanh(x)
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor(("n", 3, 4), "float32")):
+        return R.tanh(x)
 
-    check_prepared(Before, Expected)
+    check_prepared(Before, expected)
 
 
 def test_what_reorders_or_changes__stays(check_prepared):
@@ -163,17 +158,12 @@ def test_split__slices_where_the_axis_is_known(check_prepared, check_same_number
 
 
 def test_split__symbolic_axis_stays():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor(("n", 4), "float32")):
-            with R.dataflow():
-                parts = R.split(x, 2, axis=0)
-                y = parts[0]
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor(("n", 4), "float32")):
+        parts = R.split(x, 2, axis=0)
+        return parts[0]
 
-    prepared = prepare_module(Before)
+    prepared = prepare_module(before)
     assert "R.split" in prepared.script()
 
 

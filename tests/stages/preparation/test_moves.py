@@ -36,16 +36,11 @@ def test_take_of_constants__counts_from_the_front(check_prepared):
 
 
 def test_take_of_what_is_computed__wraps(check_prepared):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((5, 3), "float32"), i: R.Tensor(("n",), "int64")):
-            with R.dataflow():
-                y = R.take(x, i, axis=0, mode="fast")
-                z = R.take(x, i, axis=0, mode="clip")
-                gv = (y, z)
-                R.output(gv)
-            return gv
+    @as_main
+    def before(x: R.Tensor((5, 3), "float32"), i: R.Tensor(("n",), "int64")):
+        y = R.take(x, i, axis=0, mode="fast")
+        z = R.take(x, i, axis=0, mode="clip")
+        return (y, z)
 
     @I.ir_module
     class Expected:
@@ -57,7 +52,7 @@ def test_take_of_what_is_computed__wraps(check_prepared):
                 R.output(y, z)
             return (y, z)
 
-    check_prepared(Before, Expected)
+    check_prepared(before, Expected)
 
 
 @pytest.mark.parametrize("index", [5, -6])

@@ -112,17 +112,12 @@ def test_several_inputs_and_outputs__diamond(check_prepared, check_same_numbers)
 
 
 def test_float64__stays(check_prepared):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor(("n", 3), "float64")):
-            with R.dataflow():
-                a = R.exp(x)
-                y = R.add(a, R.const(1.0, "float64"))
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor(("n", 3), "float64")):
+        a = R.exp(x)
+        return R.add(a, R.const(1.0, "float64"))
 
-    check_prepared(Before, Before)
+    check_prepared(before, before)
 
 
 def test_several_blocks__merged(check_prepared):
