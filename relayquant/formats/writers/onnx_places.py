@@ -13,7 +13,7 @@ import numpy as np
 from tvm import relax
 from tvm.ir import Call
 
-from relayquant.errors import ModelError
+from relayquant.errors import ModelError, format_count
 from relayquant.formats.writers.onnx_builder import OnnxBuilder
 from relayquant.formats.writers.onnx_data_movement import long_indices
 from relayquant.formats.writers.onnx_operators import ELEMENT, Writer, in_channels_first
@@ -113,7 +113,8 @@ def write_pixel_shuffle(builder: OnnxBuilder, var: relax.Var, call: Call) -> str
     """
     if var.ty.ndim != 4:
         raise ModelError(
-            f"export_onnx: the pixel shuffle {var.name!r} has {var.ty.ndim} axes; allowed: 4.",
+            f"export_onnx: the pixel shuffle {var.name!r} has {format_count(var.ty.ndim, 'axis')}; "
+            "allowed: 4.",
             code="RQ203",
         )
     data, factor = builder.tensor(call.args[0], var.name), int(call.attrs.upscale_factor)
