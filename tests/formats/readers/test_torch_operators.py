@@ -441,6 +441,15 @@ def test_types__are_promoted_as_in_torch(name):
     check_as_torch(*PROMOTION[name])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["expm1", "log1p", "atanh"])
+def test_near_zero__digits_are_kept(name, dtype):
+    """exp(x) - 1 and log(1 + x) are 0 for x = 1e-20, and atanh of TVM is."""
+    sizes = torch.cat([10 ** torch.linspace(-30, -0.05, 99, dtype=dtype), torch.tensor([0.0, 1.0])])
+    data = torch.cat([sizes, -sizes, torch.tensor([torch.nan, torch.inf, -torch.inf])]).to(dtype)
+    check_as_torch(getattr(torch, name), (data,), rtol=32 * torch.finfo(dtype).eps, atol=0)
+
+
 SQUARE = torch.linspace(-1.7, 2.2, 9).reshape(3, 3)
 BATCH = torch.linspace(-2, 2, 24).reshape(2, 3, 4)
 SIGNS = torch.tensor([[0.0, -0.0, -3.0], [1.0, -1.0, 0.0]])
@@ -587,7 +596,7 @@ def load_program(function, parts):
     return torch.export.export(Module(), parts)
 
 
-def check_as_torch(function, parts):
+def check_as_torch(function, parts, rtol=2e-5, atol=1e-6):
     """Reference and compiled code give PyTorch's type and values."""
     mod, _ = import_torch(load_program(function, parts))
     arrays = [part.numpy() for part in parts]
@@ -597,4 +606,4 @@ def check_as_torch(function, parts):
     compiled = machine["main"](*map(tvm.runtime.tensor, arrays)).numpy()
     for got in (found, compiled):
         assert got.dtype == expected.dtype
-        np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-6)
+        np.testing.assert_allclose(got, expected, rtol=rtol, atol=atol)

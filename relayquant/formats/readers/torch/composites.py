@@ -20,6 +20,15 @@ from scipy import special
 ERFC_PLACE = 4.0
 ERFC_DEGREE = 20
 
+#: Up to which x, and with which factors c of x, x^2, ..., `write_near_zero` writes a function as
+#: its Taylor series. The first term left out is less than 2^-53 of the sum.
+LARGEST_SMALL = 1 / 16
+NEAR_ZERO = {
+    "expm1": tuple(1 / math.factorial(k) for k in range(1, 15)),
+    "log1p": tuple((-1) ** (k + 1) / k for k in range(1, 15)),
+    "atanh": tuple(k % 2 / k for k in range(1, 15)),
+}
+
 Composite = Callable[..., Any]
 
 
@@ -94,6 +103,27 @@ def find_erfc_series() -> tuple[float, ...]:
 def write_exp2(data: Any) -> Any:
     """Write exp2(x) as 2 ** x."""
     return 2.0**data
+
+
+def write_near_zero(name: str, data: Any) -> Any:
+    """Write expm1, log1p or atanh of small x as the sum of c[k] x^(k + 1) (see `NEAR_ZERO`), and as
+    exp(x) - 1, log(1 + x) or log((1 + x) / (1 - x)) / 2 elsewhere, where the difference from 1 has
+    digits enough.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    dtype = data.dtype if data.is_floating_point() else torch.get_default_dtype()
+    x = data.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    series = torch.zeros_like(x)
+    for coefficient in reversed(NEAR_ZERO[name]):
+        series = (series + coefficient) * x
+    if name == "expm1":
+        direct = x.exp() - 1
+    elif name == "log1p":
+        direct = (x + 1).log()
+    else:
+        direct = ((1 + x) / (1 - x)).log() / 2
+    return torch.where(x.abs() < LARGEST_SMALL, series, direct).to(dtype)
 
 
 def write_fmax(first: Any, second: Any) -> Any:
@@ -338,6 +368,7 @@ COMPOSITES: dict[str, Composite] = {
     "copysign.Scalar": write_copysign,
     "erfc.default": write_erfc,
     "exp2.default": write_exp2,
+    **{f"{name}.default": functools.partial(write_near_zero, name) for name in NEAR_ZERO},
     "fmax.default": write_fmax,
     "fmin.default": write_fmin,
     "hypot.default": write_hypot,
