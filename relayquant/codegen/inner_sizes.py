@@ -5,7 +5,7 @@ TVM cannot compile them. This is the first step of `passes`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,12 @@ def list_inner_sizes(func: relax.Function) -> Iterator[InnerSize]:
         shapes: list[list[Any]] = [list_dimensions(operand.ty) for operand in call.args]
         if not all(shapes):
             continue
-        pair = shapes[0][-1], shapes[1][-2 if len(shapes[1]) > 1 else -1]
+        pair = pair_inner_sizes(*shapes)
         for size, number in (pair, pair[::-1]):
             if isinstance(number, tirx.IntImm) and isinstance(size, tirx.Var) and size in given:
                 yield InnerSize(given[size], size, int(number), binding.var.name)
+
+
+def pair_inner_sizes(left: Sequence[Any], right: Sequence[Any]) -> tuple[Any, Any]:
+    """Return the sizes of the axis that a product of two shapes sums over."""
+    return left[-1], right[-2 if len(right) > 1 else -1]

@@ -5,13 +5,13 @@
 TVM's virtual machine compares types and shapes. It leaves to each kernel to check that a tensor is
 compact. These checks are half of the code that LLVM has to translate for a small kernel. Nobody
 checks that the data begin at an aligned address, as vector code needs, so a slice of a PyTorch
-tensor would end the process, and that reshapes fit (`sized_reshapes`). Kernels that only read
-checked inputs, constants and results of the module need no checks.
+tensor would end the process. Kernels that only read checked inputs, constants and results of the
+module need no checks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import tvm
@@ -25,33 +25,25 @@ from tvm.target import Target
 
 from relayquant.base.runtime import ALIGNMENT
 from relayquant.codegen.kernels.isa.target import ARCHITECTURES_64, read_triple
-from relayquant.codegen.sized_reshapes import Place, SizedReshape
 from relayquant.ir.rewrite.expressions import list_bindings, op_name
 from relayquant.ir.rewrite.inline import substitute
 
 #: Marks a PrimFunc whose arguments are all known to be valid.
 IS_INNER = "relayquant.is_inner"
-#: Of all functions: none.
-NO_RESHAPES: Mapping[str, Sequence[SizedReshape]] = {}
 #: Operators whose result uses the memory of their first argument.
 VIEWS = frozenset(["relax.reshape", "relax.memory.view", "relax.memory.ensure_zero_offset"])
 
 
-def create_input_checks(target: Target, reshapes: Mapping[str, Sequence[SizedReshape]]) -> Any:
-    """Make the rewrite as a pass, between LegalizeOps and CallTIRRewrite.
-
-    `reshapes`: of each function, as it was before.
-    """
+def create_input_checks(target: Target) -> Any:
+    """Make the rewrite as a pass, between LegalizeOps and CallTIRRewrite."""
 
     def run(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        return check_inputs(mod, target, reshapes) if target.kind.name == "llvm" else mod
+        return check_inputs(mod, target) if target.kind.name == "llvm" else mod
 
     return tvm.transform.module_pass(run, opt_level=0, name="relayquant.check_inputs")
 
 
-def check_inputs(
-    mod: tvm.IRModule, target: Target, reshapes: Mapping[str, Sequence[SizedReshape]] = NO_RESHAPES
-) -> tvm.IRModule:
+def check_inputs(mod: tvm.IRModule, target: Target) -> tvm.IRModule:
     """Add a check to every public Relax function, and mark kernels without checks as `IS_INNER`."""
     mask = "int64" if read_triple(target).split("-")[0] in ARCHITECTURES_64 else "int32"
     builder, given = relax.BlockBuilder(mod), dict[GlobalVar, bool]()
@@ -59,14 +51,14 @@ def check_inputs(
         if not isinstance(func, relax.Function):
             continue
         is_public = "global_symbol" in (func.attrs or {})
-        numbered = enumerate(func.params)
-        checked = {i: p for i, p in numbered if is_public and is_known_tensor(p.ty)}
-        for kernel, is_inner in list_kernel_calls(mod, func, [*checked.values()]):
+        checked = [p for p in func.params if is_public and is_known_tensor(p.ty)]
+        for kernel, is_inner in list_kernel_calls(mod, func, checked):
             given[kernel] = given.get(kernel, True) and is_inner
         if checked:
-            check = make_check(gv.name_hint, checked, mask, reshapes.get(gv.name_hint, ()))
-            kernel = builder.add_func(check, f"{gv.name_hint}_inputs")
-            builder.update_func(gv, call_first(func, kernel, [*checked.values()]))
+            kernel = builder.add_func(
+                make_check(gv.name_hint, checked, mask), f"{gv.name_hint}_inputs"
+            )
+            builder.update_func(gv, call_first(func, kernel, checked))
     for gv, func in mod.functions_items():
         is_own = "global_symbol" not in (func.attrs or {})  # others may call it by name
         if given.get(gv) and is_own and not has_asserts(func):
@@ -154,27 +146,17 @@ def has_asserts(func: Any) -> bool:
     return bool(found)
 
 
-def make_check(
-    function: str, params: Mapping[int, relax.Var], mask: str, reshapes: Sequence[SizedReshape]
-) -> tirx.PrimFunc:
-    """Make a PrimFunc that fails unless the inputs of a function are compact and aligned, and their
-    sizes fit the reshapes.
+def make_check(function: str, params: list[relax.Var], mask: str) -> tirx.PrimFunc:
+    """Make a PrimFunc that fails unless the inputs of a function are compact and aligned.
 
-    TVM adds the check that they are compact. `params` are numbered as in the function. `mask` is
-    the dtype of addresses.
+    TVM adds the check that they are compact. `mask` is the dtype of addresses.
     """
     with IRBuilder() as builder, T.prim_func():
         T.func_name(function)
         T.func_attr({"tirx.noalias": True})
         # no alignment is declared, or LLVM would assume it and drop the check
-        sizes: dict[Place, Any] = {}
-        buffers = {
-            number: T.arg(param.name, T.Buffer(*declare_tensor(param.ty), align=1))
-            for number, param in params.items()
-        }
-        for number, buffer in buffers.items():
-            param = params[number]
-            sizes |= {(number, axis): size for axis, size in enumerate(buffer.shape)}
+        buffers = [T.arg(p.name, T.Buffer(*declare_tensor(p.ty), align=1)) for p in params]
+        for param, buffer in zip(params, buffers, strict=True):
             low = tirx.const(ALIGNMENT - 1, mask)
             rest = T.call_llvm_pure_intrin("handle", "llvm.ptrmask", buffer.data, low)
             message = (
@@ -185,10 +167,6 @@ def make_check(
             T.add_to_parent(
                 tirx.AssertStmt(T.isnullptr(rest), StringImm("ValueError"), [StringImm(message)])
             )
-        for reshape in reshapes:
-            message = f"inputs of {function!r}: their sizes do not fit {reshape.text}"
-            fits = reshape.test(sizes)
-            T.add_to_parent(tirx.AssertStmt(fits, StringImm("ValueError"), [StringImm(message)]))
     func: Any = builder.get()
     return func
 

@@ -25,7 +25,7 @@ from relayquant.codegen.row_norms import lower_row_norms
 from relayquant.codegen.schedule.reduction_init import create_reduction_init_pass
 from relayquant.codegen.schedule.schedule_pass import create_schedule_pass
 from relayquant.codegen.schedule.vector_math import create_math_pass
-from relayquant.codegen.sized_reshapes import find_sized_reshapes
+from relayquant.codegen.shape_checks import create_shape_checks, find_shape_checks
 from relayquant.codegen.split_int64_accumulation import split_int64_sums
 from relayquant.codegen.stored_results import KEEP_STORED
 from relayquant.codegen.threads import add_pool
@@ -66,7 +66,7 @@ def make_pipeline(
     def run(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         bf16 = select(find_float_precision(mod)) if precision is None else chosen
         mod = settle_inner_sizes(mod)
-        reshapes = find_sized_reshapes(mod)
+        checks = find_shape_checks(mod)
         if has_integer_main(mod):
             mod = split_int64_sums(subtract_zero_points(mod))
         mod = lower_integer(convert_layout(mod), target, choose_schedule)
@@ -97,7 +97,8 @@ def make_pipeline(
                     relax.transform.RewriteDataflowReshape(),
                     relax.transform.ToNonDataflow(),
                     relax.transform.RemovePurityChecking(),
-                    create_input_checks(target, reshapes),
+                    create_shape_checks(checks),
+                    create_input_checks(target),
                     relax.transform.CallTIRRewrite(),
                     relax.transform.StaticPlanBlockMemory(),
                     relax.transform.LowerAllocTensor(),
