@@ -383,10 +383,10 @@ def search_simulated(
     """
 
     trials, prepared = itertools.count(1), simulation.prepared
-    find_plan = plan_without(prepared.source, prepared.backend, base)
+    find_remaining = plan_without(prepared.source, prepared.backend, base)
 
     def suffices(names: Sequence[str]) -> bool:
-        remaining = [op for op in find_plan(names).operators if op.quantized]
+        remaining = find_remaining(names)
         is_met = simulation.score(remaining) >= bound
         events.on_progress(ProgressEvent("find operators", next(trials), None, unit="trial"))
         if is_met:  # what is tried next differs little from it

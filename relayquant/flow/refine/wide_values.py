@@ -9,7 +9,7 @@ anything is quantized, by the error that each one adds by itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from relayquant.flow.refine.prepared_edit import change_operators
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.dialect.cost import count_macs, static_dims
 from relayquant.ir.ledger import WIDE_ORIGIN
-from relayquant.ir.plan import Plan
+from relayquant.ir.plan import OperatorPlan
 from relayquant.stages.annotation import plan_without
 from relayquant.stages.prepared import PreparedModel
 
@@ -69,10 +69,10 @@ def find_wide(
     if not poor:
         return {}
     mapping = prepared.mapping or QConfigMapping()
-    find_plan = plan_without(prepared.source, prepared.backend, mapping)
+    find_remaining = plan_without(prepared.source, prepared.backend, mapping)
     found: dict[str, str] = {}
     for error in sorted(poor, key=lambda error: error.rounded):
-        if may_move(prepared, find_plan({*found, error.name})):
+        if may_move(prepared, find_remaining({*found, error.name})):
             found[error.name] = describe(error)
     return found
 
@@ -83,13 +83,13 @@ def describe(error: OwnError) -> str:
     return f"{WIDE_ORIGIN}: its result has {error.rounded:.1f} dB on integers{exact}"
 
 
-def may_move(prepared: PreparedModel, changed: Plan) -> bool:
-    """Whether the operators that only the other plan has in float take little time there, and the
-    user asked for none of them by type or name.
+def may_move(prepared: PreparedModel, remaining: Sequence[OperatorPlan]) -> bool:
+    """Whether the operators that do not remain on integers take little time in float, and the user
+    asked for none of them by type or name.
     """
     graph = prepared.source
-    remaining = {operator.name for operator in changed.operators if operator.quantized}
-    moved = [op for op in prepared.plan.operators if op.quantized and op.name not in remaining]
+    names = {operator.name for operator in remaining}
+    moved = [op for op in prepared.plan.operators if op.quantized and op.name not in names]
     if any(operator.is_explicit for operator in moved):
         return False
     elements = sum(math.prod(static_dims(graph.vars[op.name].ty)) for op in moved)

@@ -30,7 +30,7 @@ from relayquant.ir.plan import OperatorPlan, Plan
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import constant_value
 from relayquant.stages.annotation.match import OperatorMatch, Sites, match_operators
-from relayquant.stages.annotation.shared_qparams import build_groups
+from relayquant.stages.annotation.shared_qparams import NamedSets, build_groups
 
 
 def annotate(
@@ -59,9 +59,10 @@ def annotate(
 
 def plan_without(
     graph: Graph, backend: BackendConfig, mapping: QConfigMapping
-) -> Callable[[Collection[str]], Plan]:
-    """Return a function from the names of operators that go to float to the plan, which says what
-    still runs on integers then. Operators are matched once for all its calls.
+) -> Callable[[Collection[str]], list[OperatorPlan]]:
+    """Return a function from the names of operators that go to float to the rows of a plan for what
+    still runs on integers then. Operators are matched once for all its calls, and nothing is said
+    of groups but their keys.
     """
     matches = match_operators(graph, backend, mapping)
 
@@ -69,8 +70,15 @@ def plan_without(
         rule = MappingRule(Selector.MODULE_NAME, matched.root.name, None)
         return replace(matched, qconfig=None, rule=rule)
 
-    def find(names: Collection[str]) -> Plan:
-        return make_plan(graph, [revert(m) if m.root.name in names else m for m in matches])
+    def find(names: Collection[str]) -> list[OperatorPlan]:
+        left = [revert(m) if m.root.name in names else m for m in matches]
+        quantized = decide_quantized(graph, left)
+        found = NamedSets.of(graph, left, quantized)
+        return [
+            plan_integers(m, found.operands(m), found.output(m))
+            for m in left
+            if m.root in quantized
+        ]
 
     return find
 
@@ -89,40 +97,56 @@ def make_plan(
     integers = {var for matched in matches if matched.root in quantized for var in matched.vars}
     sums = find_moved_sums(graph, matches)
     for matched in matches:
-        row = OperatorPlan(
-            name=matched.root.name,
-            op=matched.op,
-            values=tuple(var.name for var in matched.vars),
-            pattern=matched.pattern.name if matched.pattern is not None and matched.match else "",
-            sources=matched.sources,
-            support=matched.support,
-            rule=matched.rule.description if matched.rule is not None else "",
-            is_explicit=matched.rule is not None and matched.rule.kind is not Selector.GLOBAL,
-            passed_over=matched.passed_over,
-        )
         if matched.root in quantized:
             name = matched.root.name
-            row = replace(
-                row,
-                quantized=True,
-                operands=found.operands[name],
-                output=found.outputs.get(name),
-                accumulator=matched.accumulator,
-                dynamic=matched.dynamic,
-                grouped=matched.grouped,
-                has_constants_only=matched.has_constants_only,
-            )
+            row = plan_integers(matched, found.operands[name], found.outputs.get(name))
         else:
             skip = matched.skip
             neighbours = describe_neighbours(graph, matched, integers, sums)
             row = replace(
-                row,
+                describe_operator(matched),
                 reason=skip.reason if skip else neighbours,
                 advice=skip.advice if skip else "",
                 compute=matched.compute,
             )
         operators.append(row)
     return Plan(tuple(operators), found.groups, found.value_groups)
+
+
+def plan_integers(
+    matched: OperatorMatch, operands: tuple[tuple[str, str], ...], output: str | None
+) -> OperatorPlan:
+    """The row of an operator that runs on integers.
+
+    Args:
+        operands: (operand, group key) for each quantized operand.
+        output: Group key of its result.
+    """
+    return replace(
+        describe_operator(matched),
+        quantized=True,
+        operands=operands,
+        output=output,
+        accumulator=matched.accumulator,
+        dynamic=matched.dynamic,
+        grouped=matched.grouped,
+        has_constants_only=matched.has_constants_only,
+    )
+
+
+def describe_operator(matched: OperatorMatch) -> OperatorPlan:
+    """What the row of an operator says wherever it runs."""
+    return OperatorPlan(
+        name=matched.root.name,
+        op=matched.op,
+        values=tuple(var.name for var in matched.vars),
+        pattern=matched.pattern.name if matched.pattern is not None and matched.match else "",
+        sources=matched.sources,
+        support=matched.support,
+        rule=matched.rule.description if matched.rule is not None else "",
+        is_explicit=matched.rule is not None and matched.rule.kind is not Selector.GLOBAL,
+        passed_over=matched.passed_over,
+    )
 
 
 def describe_neighbours(

@@ -17,6 +17,7 @@ from tvm import relax
 from relayquant.base.qtypes import Granularity, QSpec, Role, ValueInfo
 from relayquant.config import TensorConfig
 from relayquant.ir.ops import Kind
+from relayquant.ir.ops.base import Operand
 from relayquant.ir.ops.callbacks import run_axis
 from relayquant.ir.ops.shape import CLAMPING
 from relayquant.ir.plan import SharedQParams
@@ -27,6 +28,8 @@ from relayquant.stages.annotation.match import OperatorMatch
 
 #: a value together with the specification it is quantized by
 Node = tuple[relax.Var, QSpec]
+#: roles of operands that are constants
+CONSTANT = frozenset({Role.WEIGHT, Role.BIAS})
 
 
 class Partition:
@@ -98,59 +101,100 @@ def build_groups(
     always have a group. Values that are `tied` have one group where both have one.
     """
     planned = [matched for matched in matches if matched.root in quantized]
-    # An operator with dynamic parameters reads and returns float values, so only its weight has a
-    # group. A weight in groups has no entry here, because it has many sets of parameters.
-    active = [matched for matched in planned if not matched.has_float_data]
-    partition = Partition()
-    for node in seed_nodes(active, wanted):
-        partition.add(node)
-    spread_sharing(active, partition)
-    join_concat_inputs(graph, active, partition)
-    add_supported_outputs(active, partition)
-    join_tied(graph, active, partition, tied)
-
-    primary = choose_primary(active, partition)
-    groups, key_of = group_values(graph, active, partition, primary)
-    operands: dict[str, tuple[tuple[str, str], ...]] = {}
-    outputs: dict[str, str] = {}
+    names = NamedSets.of(graph, matches, quantized, wanted, tied)
+    groups = group_values(graph, names)
     for matched in planned:
-        name = matched.root.name
-        operands[name], constants = group_operands(matched, primary, key_of)
-        groups += constants
-        if matched.root in primary and not matched.has_float_data:
-            outputs[name] = key_of[matched.root, primary[matched.root]]
-
+        groups += [weight_group(matched, *constant) for constant in find_constants(matched)]
     value_groups: dict[str, list[str]] = {}
-    for (var, spec), key in key_of.items():
+    for (var, spec), key in names.key_of.items():
         keys = value_groups.setdefault(var.name, [])
-        keys.insert(0 if primary[var] == spec else len(keys), key)
+        keys.insert(0 if names.primary[var] == spec else len(keys), key)
     order = {name: graph.order[var] for name, var in graph.vars.items()}
     groups.sort(key=lambda g: max(order[n] for n in g.points) if g.points else -len(order) - 1)
     return ValueGroups(
-        tuple(groups), operands, outputs, {name: tuple(keys) for name, keys in value_groups.items()}
+        tuple(groups),
+        {matched.root.name: names.operands(matched) for matched in planned},
+        {matched.root.name: key for matched in planned if (key := names.output(matched))},
+        {name: tuple(keys) for name, keys in value_groups.items()},
     )
 
 
-def group_values(
-    graph: Graph,
-    active: Sequence[OperatorMatch],
-    partition: Partition,
-    primary: Mapping[relax.Var, QSpec],
-) -> tuple[list[SharedQParams], dict[Node, str]]:
-    """Return (a group for each set of computed values, the group key of each node)."""
+@dataclass(frozen=True, eq=False)
+class NamedSets:
+    """Which values share parameters, and by which key: what a search asks of many plans.
+
+    Attributes:
+        active: The operators on integers that read and return rounded values.
+        partition: The sets of values.
+        primary: Value -> the specification that all its consumers read.
+        key_of: Value and specification -> group key, sets in order of appearance.
+    """
+
+    active: Sequence[OperatorMatch]
+    partition: Partition
+    primary: Mapping[relax.Var, QSpec]
+    key_of: Mapping[Node, str]
+
+    @staticmethod
+    def of(
+        graph: Graph,
+        matches: Sequence[OperatorMatch],
+        quantized: frozenset[relax.Var],
+        wanted: Collection[str] = (),
+        tied: Sequence[tuple[str, str]] = (),
+    ) -> NamedSets:
+        """Join the values of the `quantized` operators; arguments as of `build_groups`."""
+        # An operator with dynamic parameters reads and returns float values, so only its weight has
+        # a group. A weight in groups has no entry here, because it has many sets of parameters.
+        active = [m for m in matches if m.root in quantized and not m.has_float_data]
+        partition = Partition()
+        for node in seed_nodes(active, wanted):
+            partition.add(node)
+        spread_sharing(active, partition)
+        join_concat_inputs(graph, active, partition)
+        add_supported_outputs(active, partition)
+        join_tied(graph, active, partition, tied)
+        primary = choose_primary(active, partition)
+        key_of: dict[Node, str] = {}
+        taken: set[str] = set()
+        for nodes in partition.sets():
+            first, spec = min(nodes, key=lambda node: graph.order[node[0]])
+            name = first.name
+            key = name if primary[first] == spec else find_free_name(f"{name}:{spec.dtype}", taken)
+            taken.add(key)
+            key_of.update(dict.fromkeys(nodes, key))
+        return NamedSets(active, partition, primary, key_of)
+
+    def operands(self, matched: OperatorMatch) -> tuple[tuple[str, str], ...]:
+        """Return (operand, group key) for each quantized operand."""
+        keys = {name: weight_key(matched, name) for name, _, _ in find_constants(matched)}
+        if not matched.has_float_data:
+            spec = operand_spec(matched, self.primary)
+            for name, expr, operand in matched.operands:
+                if operand.role not in CONSTANT and (expr, spec) in self.key_of:
+                    keys[name] = self.key_of[expr, spec]
+        return tuple((name, keys[name]) for name, _, _ in matched.operands if name in keys)
+
+    def output(self, matched: OperatorMatch) -> str | None:
+        """Return the group key of an operator's result; None if it has none."""
+        if matched.has_float_data or matched.root not in self.primary:
+            return None
+        return self.key_of[matched.root, self.primary[matched.root]]
+
+
+def group_values(graph: Graph, names: NamedSets) -> list[SharedQParams]:
+    """Return a group for each set of computed values."""
+    active, partition, primary = names.active, names.partition, names.primary
     shared = {matched.root: matched for matched in active if matched.kind is Kind.SHARING}
     by_root = {matched.root: matched for matched in active}
     consumers = find_consumers(active)
     groups: list[SharedQParams] = []
-    key_of: dict[Node, str] = {}
     for nodes in partition.sets():
         nodes = sorted(nodes, key=lambda node: graph.order[node[0]])
         spec = nodes[0][1]
         members = [var for var, _ in nodes]
         first = members[0]
-        is_primary = primary[first] == spec
-        taken = {group.key for group in groups}
-        key = first.name if is_primary else find_free_name(f"{first.name}:{spec.dtype}", taken)
+        is_primary, key = primary[first] == spec, names.key_of[nodes[0]]
         points, clamped = find_points(graph, members, shared, by_root)
         fixed = find_fixed_calibration(nodes, by_root)
         info = ValueInfo(
@@ -171,28 +215,22 @@ def group_values(
                 clamped=tuple(var.name for var in clamped),
             )
         )
-        key_of.update(dict.fromkeys(nodes, key))
-    return groups, key_of
+    return groups
 
 
-def group_operands(
-    matched: OperatorMatch, primary: Mapping[relax.Var, QSpec], key_of: Mapping[Node, str]
-) -> tuple[tuple[tuple[str, str], ...], list[SharedQParams]]:
-    """Return ((operand, group key) for each quantized operand, groups of the constants)."""
+def find_constants(matched: OperatorMatch) -> list[tuple[str, relax.Expr, Operand]]:
+    """Return the operands that are constants with parameters of their own: weights, and a bias
+    where the QConfig has one for it. None of a weight in groups.
+    """
     if matched.grouped is not None:
-        return (), []
-    rows: list[tuple[str, str]] = []
-    constants: list[SharedQParams] = []
-    for name, expr, operand in matched.operands:
-        if operand.role is Role.BIAS and not matched.require_qconfig().has_own_bias:
-            continue
-        if operand.role in (Role.WEIGHT, Role.BIAS):
-            group = weight_group(matched, name, expr, operand)
-            constants.append(group)
-            rows.append((name, group.key))
-        elif not matched.has_float_data and (expr, operand_spec(matched, primary)) in key_of:
-            rows.append((name, key_of[expr, operand_spec(matched, primary)]))
-    return tuple(rows), constants
+        return []
+    roles = CONSTANT if matched.require_qconfig().has_own_bias else {Role.WEIGHT}
+    return [row for row in matched.operands if row[2].role in roles]
+
+
+def weight_key(matched: OperatorMatch, name: str) -> str:
+    """Return the group key of one constant operand."""
+    return f"{matched.root.name}:{name}"
 
 
 def operand_spec(matched: OperatorMatch, primary: Mapping[relax.Var, QSpec]) -> QSpec:
@@ -462,7 +500,7 @@ def weight_group(matched: OperatorMatch, name: str, expr: relax.Expr, operand) -
     spec = config.spec.stored
     if axis is None or not spec.is_per_channel:
         spec, axis = spec.with_granularity(Granularity.PER_TENSOR), None
-    key = f"{matched.root.name}:{name}"
+    key = weight_key(matched, name)
     shape = tensor_shape(expr) or ()
     info = ValueInfo(key, operand.role, spec, shape, axis, (matched.root.name,))
     return SharedQParams(info, (), (), config.observer, constant=(matched.root.name, name))

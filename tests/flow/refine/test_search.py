@@ -358,8 +358,7 @@ def simulate(monkeypatch):
 
         def plan_without(*_):
             def find(names):
-                rows = [SimpleNamespace(name=each, quantized=each not in names) for each in order]
-                return SimpleNamespace(operators=rows)
+                return [SimpleNamespace(name=each) for each in order if each not in names]
 
             return find
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,8 @@ import relayquant as rq
 from relayquant.base.qtypes import QSpec, Role, Scheme
 from relayquant.config import QConfigMapping, TensorConfig
 from relayquant.ir.plan import Plan
-from relayquant.stages.annotation import annotate
+from relayquant.ir.rewrite import Graph
+from relayquant.stages.annotation import annotate, plan_without
 from relayquant.stages.backends import GENERIC, X86
 from relayquant.stages.preparation import prepare_module
 
@@ -296,3 +298,35 @@ def test_group__first_consumer_picks_the_observer(first_reads):
     mapping = DEFAULT.set_module_name("one", first)
     plan = plan_of(body, mapping=mapping)
     assert plan.group(plan.value_groups["a"][0]).observer == rq.observers.Percentile(99.0)
+
+
+def test_plan_without__rows_of_the_whole_plan():
+    """What remains on integers has the keys that a plan with the same operators in float gives."""
+
+    def body(emit, x):
+        a, b, c = (emit.conv(name, x) for name in "abc")
+        joined = emit("s", op.add(emit("ra", op.nn.relu(a)), b))
+        both = emit("cat", op.concat([joined, c, x], axis=1))
+        return emit("out", op.nn.max_pool2d(both, (2, 2)))
+
+    mod = prepare_module(build_model(body, MAP))
+    names = [row.name for row in annotate(mod, X86, DEFAULT).operators]
+    find = plan_without(Graph(mod), X86, DEFAULT)
+    for count in range(3):
+        for floats in itertools.combinations(names, count):
+            mapping = keep_float(floats)
+            plan = annotate(mod, X86, mapping)
+            expected = [row for row in plan.operators if row.quantized]
+            found = find(floats)
+            assert [(row.name, row.operands, row.output) for row in found] == [
+                (row.name, row.operands, row.output) for row in expected
+            ]
+            known = {group.key for group in plan.groups}
+            assert known >= {key for row in found for _, key in row.operands}
+
+
+def keep_float(names) -> QConfigMapping:
+    mapping = DEFAULT
+    for name in names:
+        mapping = mapping.set_module_name(name, None)
+    return mapping
