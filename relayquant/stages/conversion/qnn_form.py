@@ -295,11 +295,11 @@ def read_qparams(call: Call, dtype: str) -> QParams | None:
     if scale.ndim or zero_point.ndim:
         axis = int(call.attrs.axis) % call.args[0].ty.ndim
         length = max(scale.size, zero_point.size)
-        scale, zero_point = (np_broadcast(v, length) for v in (scale, zero_point))
+        scale, zero_point = (make_vector(v, length) for v in (scale, zero_point))
     return QParams(scale, zero_point, dtype, axis)
 
 
-def np_broadcast(array, length: int):
+def make_vector(array, length: int):
     """Return a scalar or vector parameter as a vector."""
     return array.reshape(-1).repeat(length) if array.size == 1 else array
 
