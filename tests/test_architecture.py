@@ -258,14 +258,11 @@ def test_pipeline__is_one_page_of_functions():
 
 
 def makes_settings(node: ast.FunctionDef) -> bool:
-    """Whether the first thing that a function does with its settings is to make one value of them,
-    each under its own name.
+    """Whether the first thing that a function does with its settings is to make one value of all of
+    them. `tests/flow/test_settings.py` compares its arguments with the fields.
     """
     first = next((each for each in node.body if isinstance(each, ast.Assign)), None)
-    call = first.value if first else None
-    if not isinstance(call, ast.Call) or not dotted_name(call.func).endswith("Settings"):
-        return False
-    return all(isinstance(k.value, ast.Name) and k.value.id == k.arg for k in call.keywords)
+    return bool(first and ast.unparse(first.value).endswith("Settings.read_call(locals())"))
 
 
 def test_settings__are_listed_where_users_read_them():

@@ -142,28 +142,7 @@ def quantize(
     Raises:
         ModelError, DataError, ConfigError: the model, the data or the configuration is wrong.
     """
-    settings = QuantizeSettings(
-        backend=backend,
-        qconfig_mapping=qconfig_mapping,
-        observer=observer,
-        effort=effort,
-        model_type=model_type,
-        input_dtypes=input_dtypes,
-        output_dtypes=output_dtypes,
-        qparams=qparams,
-        strict=strict,
-        guard=guard,
-        metric=metric,
-        max_drop=max_drop,
-        budget=budget,
-        validation_dataset=validation_dataset,
-        search_state=search_state,
-        only_if_faster=only_if_faster,
-        float_precision=float_precision,
-        workers=workers,
-        checkpoint=checkpoint,
-        callbacks=callbacks,
-    )
+    settings = QuantizeSettings.read_call(locals())
     if settings.only_if_faster and dataset is None:
         raise ConfigError(
             "quantize(only_if_faster=True) runs the model on its data: dataset=None does not go "

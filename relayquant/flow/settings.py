@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from concurrent import futures
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from relayquant.analysis.sensitivity import Metric, check_metric
 from relayquant.base.events import Callback, CallbackList, SummaryLine
@@ -32,6 +32,7 @@ from relayquant.errors import ConfigError
 from relayquant.stages.calibration.dispatch import WORKER_TIMEOUT
 from relayquant.stages.effort import resolve_effort
 
+SettingsT = TypeVar("SettingsT", bound="RunSettings")
 #: default for how far a metric may fall: one percentage point of accuracy
 MAX_DROP = 0.01
 #: what `quantize` calls if the user names nothing: one line at the end
@@ -50,6 +51,13 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "callbacks", CallbackList.of(self.callbacks))  # read once
+
+    @classmethod
+    def read_call(cls: type[SettingsT], arguments: Mapping[str, Any]) -> SettingsT:
+        """Return the settings among the arguments of a public function, its `locals()` at the
+        start. The function has an argument for each field.
+        """
+        return cls(**{field.name: arguments[field.name] for field in fields(cls)})
 
     @property
     def events(self) -> CallbackList:

@@ -61,15 +61,7 @@ def prepare(
             something the backend cannot do, has a line without effect, or quantizes nothing.
             Without `strict` these are warnings.
     """
-    settings = PrepareSettings(
-        effort=effort,
-        model_type=model_type,
-        input_dtypes=input_dtypes,
-        output_dtypes=output_dtypes,
-        qparams=qparams,
-        strict=strict,
-        callbacks=callbacks,
-    )
+    settings = PrepareSettings.read_call(locals())
     mod, params = split_model(mod, params)
     dataset = open_streams(mod, params, dataset)
     prepared = prepare_model(
@@ -131,15 +123,7 @@ def calibrate(
             folder belongs to another calibration (the message says what differs).
         WorkerError: workers died, hang, or failed repeatedly; names the batches.
     """
-    settings = CalibrateSettings(
-        observer=observer,
-        order=order,
-        fit=fit,
-        workers=workers,
-        worker_timeout=worker_timeout,
-        checkpoint=checkpoint,
-        callbacks=callbacks,
-    )
+    settings = CalibrateSettings.read_call(locals())
     return calibrate_model(prepared, open_streams(prepared.mod, None, dataset), settings)
 
 

@@ -134,22 +134,7 @@ def compress_weights(
         DataError: the data does not fit the function.
         WorkerError: the executor's workers fail, or hang.
     """
-    settings = CompressSettings(
-        bits=bits,
-        group_size=group_size,
-        is_symmetric=is_symmetric,
-        scale_dtype=scale_dtype,
-        activation=activation,
-        embedding_bits=embedding_bits,
-        effort=effort,
-        function=function,
-        max_loss=max_loss,
-        max_size=max_size,
-        max_bits=max_bits,
-        checkpoint=checkpoint,
-        workers=workers,
-        callbacks=callbacks,
-    )
+    settings = CompressSettings.read_call(locals())
     mod, params = split_model(mod, params)
     given = params if isinstance(params, Mapping) or params is None else dict(params)
     if given:

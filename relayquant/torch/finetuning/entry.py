@@ -123,26 +123,7 @@ def finetune(
     """
     if not isinstance(mod, PreparedModel):
         mod, params = split_model(mod, params)
-    settings = FinetuneSettings(
-        steps=steps,
-        lr=lr,
-        scale_lr=scale_lr,
-        hidden_weight=hidden_weight,
-        reconstruction=reconstruction,
-        backend=backend,
-        qconfig_mapping=qconfig_mapping,
-        effort=effort,
-        ranges=ranges,
-        weight_ranges=weight_ranges,
-        calibration_dataset=calibration_dataset,
-        validation_dataset=validation_dataset,
-        hold_back=hold_back,
-        metric=metric,
-        evaluate_every=evaluate_every,
-        patience=patience,
-        checkpoint=checkpoint,
-        callbacks=callbacks,
-    )
+    settings = FinetuneSettings.read_call(locals())
     import_trainable()
     from relayquant.torch.finetuning.loop import train
 
