@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import tvm
@@ -30,6 +31,8 @@ from relayquant.ir.rewrite.graph import constant_value, tensor_dtype
 TOTALS = ("biased", "acc")
 #: last part of the names of an accumulator in a narrow register, and of its intermediate value
 NARROW, SHIFTED = "narrow", "shifted"
+#: why an operator whose result is rounded stays in float
+NO_PARAMETERS = "the result has no parameters, since no quantized operator consumes it"
 
 
 class Kind(enum.Enum):
@@ -78,10 +81,15 @@ class Quantized:
     def zero_point(self) -> relax.Expr:
         return relax.const(self.qparams.zero_point, "int32")
 
+    @property
+    def parameters(self) -> tuple[relax.Expr, relax.Expr]:
+        """Scale and zero point, as most operators of the dialect take them."""
+        return self.scale, self.zero_point
+
     def dequantize(self) -> relax.Expr:
         """Return the real value, float32."""
         axis = -1 if self.qparams.axis is None else self.qparams.axis
-        return qnn.dequantize(self.value, self.scale, self.zero_point, axis=axis)
+        return qnn.dequantize(self.value, *self.parameters, axis=axis)
 
 
 @dataclass(frozen=True, eq=False)
@@ -381,18 +389,27 @@ def change_dtype(context: RealizeContext, operand: Quantized, to: QParams, name:
 
     The conversion is exact, but saturates if the new dtype is narrower.
     """
+    value = convert_dtype(operand, to)
+    return operand if value is operand.value else Quantized(context.emit(value, name), to)
+
+
+def convert_dtype(operand: Quantized, to: QParams) -> relax.Expr:
+    """Return the integers of `operand` as integers of `to`, unchanged if the dtypes are equal."""
     if operand.qparams.dtype == to.dtype:
-        return operand
-    moved = Quantized(operand.value, to)
-    value = qnn.requantize(
-        operand.value,
-        operand.scale,
-        operand.zero_point,
-        moved.scale,
-        moved.zero_point,
-        out_dtype=to.dtype,
+        return operand.value
+    parameters = *operand.parameters, *Quantized(operand.value, to).parameters
+    return qnn.requantize(operand.value, *parameters, out_dtype=to.dtype)
+
+
+def make_product(
+    operator: Callable[..., relax.Expr], lhs: Quantized, rhs: Quantized, **attributes: Any
+) -> Callable[[str], relax.Expr]:
+    """Return a function from the dtype of the sums to a convolution or matrix product."""
+    return lambda dtype: operator(
+        *(lhs.value, rhs.value, lhs.zero_point, rhs.zero_point, lhs.scale, rhs.scale),
+        **attributes,
+        out_dtype=dtype,
     )
-    return Quantized(context.emit(value, name), to)
 
 
 def count_values(dtype: str) -> int:
@@ -405,7 +422,7 @@ def compute_in_one_dtype(
     context: RealizeContext,
     operands: Sequence[Quantized],
     compute: Callable[[Sequence[Quantized], Quantized], relax.Expr],
-) -> relax.Expr:
+) -> relax.Expr | Skip:
     """Run an integer operator that needs one dtype for operands and result, and dequantize.
 
     Operands and result are computed in the wider of both dtypes. Operands are widened to it, or the
@@ -413,7 +430,7 @@ def compute_in_one_dtype(
     """
     out = context.output
     if out is None:
-        raise ValueError(f"no output parameters for the value {context.match.name!r}")
+        return Skip(NO_PARAMETERS)
     data = operands[0].qparams.dtype
     dtype = out.dtype if count_values(out.dtype) >= count_values(data) else data
     operands = [

@@ -23,6 +23,7 @@ from relayquant.ir.ops.base import (
     QuantOp,
     RealizeContext,
     accumulator_qparams,
+    make_product,
     repeat_activation,
 )
 from relayquant.ir.ops.build import (
@@ -105,19 +106,7 @@ def realize_accumulator(context: RealizeContext) -> Quantized:
     """Emit the accumulator of conv(x, w) [+ b], with scale = data scale x weight scale."""
     data, weight = context.operands["data"], context.operands["weight"]
     family, attrs = read_form(context.match)
-
-    def convolve(dtype: str) -> relax.Expr:
-        return getattr(qnn, family.name)(
-            data.value,
-            weight.value,
-            data.zero_point,
-            weight.zero_point,
-            data.scale,
-            weight.scale,
-            **attrs,
-            out_dtype=dtype,
-        )
-
+    convolve = make_product(getattr(qnn, family.name), data, weight, **attrs)
     qparams = accumulator_qparams(data.qparams, weight.qparams, output_axis(context.match))
     return Quantized(context.accumulate(convolve), qparams)
 
@@ -168,12 +157,9 @@ def add_residual(context: RealizeContext, accumulator: Quantized) -> Quantized:
     total = qnn.add(
         accumulator.value,
         residual.value,
-        accumulator.scale,
-        accumulator.zero_point,
-        residual.scale,
-        residual.zero_point,
-        result.scale,
-        result.zero_point,
+        *accumulator.parameters,
+        *residual.parameters,
+        *result.parameters,
         lhs_axis=-1 if accumulator.qparams.axis is None else accumulator.qparams.axis,
         out_dtype=out.dtype,
     )

@@ -9,6 +9,8 @@ matmul(x, y) -> dequantize(qnn.batch_matmul(x, y^T)).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tvm import relax
 from tvm.relax.dpl import is_op, wildcard
 
@@ -24,6 +26,7 @@ from relayquant.ir.ops.base import (
     QuantOp,
     RealizeContext,
     accumulator_qparams,
+    make_product,
     repeat_activation,
 )
 from relayquant.ir.ops.build import (
@@ -58,18 +61,7 @@ def realize_dense(context: RealizeContext) -> relax.Expr:
     """
     data, weight = context.operands["data"], context.operands["weight"]
     transposed = context.emit(relax.op.permute_dims(weight.value, [1, 0]), "weight")
-
-    def multiply(dtype: str) -> relax.Expr:
-        return qnn.dense(
-            data.value,
-            transposed,
-            data.zero_point,
-            weight.zero_point,
-            data.scale,
-            weight.scale,
-            out_dtype=dtype,
-        )
-
+    multiply = make_product(qnn.dense, data, replace(weight, value=transposed))
     array = constant_value(weight.value)
     total = context.accumulate(multiply, None if array is None else array.T)
     qparams = accumulator_qparams(data.qparams, weight.qparams, output_axis(context.match))
@@ -124,18 +116,7 @@ def realize_batch_matmul(context: RealizeContext) -> relax.Expr:
     rank = rhs.value.ty.ndim
     axes = [*range(rank - 2), rank - 1, rank - 2]
     transposed = context.emit(relax.op.permute_dims(rhs.value, axes), "rhs")
-
-    def multiply(dtype: str) -> relax.Expr:
-        return qnn.batch_matmul(
-            lhs.value,
-            transposed,
-            lhs.zero_point,
-            rhs.zero_point,
-            lhs.scale,
-            rhs.scale,
-            out_dtype=dtype,
-        )
-
+    multiply = make_product(qnn.batch_matmul, lhs, replace(rhs, value=transposed))
     qparams = accumulator_qparams(lhs.qparams, rhs.qparams, None)
     return Quantized(context.accumulate(multiply), qparams).dequantize()
 

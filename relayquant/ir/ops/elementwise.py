@@ -11,6 +11,7 @@ from tvm import relax
 from relayquant.base.qtypes import Role
 from relayquant.ir.dialect import qnn
 from relayquant.ir.ops.base import (
+    NO_PARAMETERS,
     Kind,
     Operand,
     Output,
@@ -41,19 +42,16 @@ KINDS = {
 def realize_binary(context: RealizeContext) -> relax.Expr | Skip:
     """Emit dequantize(qnn.op(lhs, rhs)) with the output's parameters, then the activation."""
     if context.output is None:
-        return Skip("the result has no parameters, since no quantized operator consumes it")
+        return Skip(NO_PARAMETERS)
     lhs, rhs, out = context.operands["lhs"], context.operands["rhs"], context.output
     name = next(BINARY[op] for op in BINARY if context.match.find_call(op) is not None)
     result = Quantized(lhs.value, out)
     value = getattr(qnn, name)(
         lhs.value,
         rhs.value,
-        lhs.scale,
-        lhs.zero_point,
-        rhs.scale,
-        rhs.zero_point,
-        result.scale,
-        result.zero_point,
+        *lhs.parameters,
+        *rhs.parameters,
+        *result.parameters,
         out_dtype=out.dtype,
     )
     value = context.emit(value, "int")

@@ -6,15 +6,16 @@ leaky_relu(x) -> dequantize(qnn.leaky_relu(x)); prelu(x, a) -> dequantize(qnn.pr
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from tvm import relax
 
-from relayquant.base.qtypes import Rounding
+from relayquant.base.qtypes import QParams, Rounding
 from relayquant.ir.dialect import qnn
 from relayquant.ir.ops.base import (
+    NO_PARAMETERS,
     Kind,
     Operand,
     Output,
@@ -34,21 +35,33 @@ from relayquant.ir.rewrite.graph import constant_value
 PRELU = "relax.nn.prelu"
 
 
+def look_up(
+    context: RealizeContext, build: Callable[[QParams, QParams], np.ndarray]
+) -> relax.Expr | Skip:
+    """Emit dequantize(qnn.lookup(x, table)). `build` makes the table from the parameters of x and
+    of the result.
+    """
+    if context.output is None:
+        return Skip(NO_PARAMETERS)
+    data = context.operands["data"]
+    if data.qparams.dtype not in ("int8", "uint8"):
+        return Skip(f"a table needs 8-bit data, the input is {data.qparams.dtype}")
+    table = build(data.qparams, context.output)
+    value = context.emit(qnn.lookup(data.value, relax.const(table, str(table.dtype))), "int")
+    return Quantized(value, context.output).dequantize()
+
+
 def realize_lookup(context: RealizeContext) -> relax.Expr | Skip:
     """Emit dequantize(qnn.lookup(x, table)). The table follows from the parameters of x and the
     result.
     """
-    if context.output is None:
-        return Skip("the result has no parameters, since no quantized operator consumes it")
-    data = context.operands["data"]
-    if data.qparams.dtype not in ("int8", "uint8"):
-        return Skip(f"a table needs 8-bit data, the input is {data.qparams.dtype}")
     call = context.match.graph.values[context.match.root]
-    attributes = read_attributes(call)
-    function = functools.partial(RELAX_UNARY[call.op.name].tabulate, **attributes)
-    table = build_table(function, data.qparams, context.output, Rounding.TONEAREST_EVEN)
-    value = context.emit(qnn.lookup(data.value, relax.const(table, str(table.dtype))), "int")
-    return Quantized(value, context.output).dequantize()
+
+    def build(data: QParams, output: QParams) -> np.ndarray:
+        function = partial(RELAX_UNARY[call.op.name].tabulate, **read_attributes(call))
+        return build_table(function, data, output, Rounding.TONEAREST_EVEN)
+
+    return look_up(context, build)
 
 
 def check_leaky_relu(match: Match) -> Skip | None:
@@ -61,18 +74,14 @@ def check_leaky_relu(match: Match) -> Skip | None:
 
 def realize_leaky_relu(context: RealizeContext) -> relax.Expr | Skip:
     """Emit dequantize(qnn.leaky_relu(x)) with the parameters of the result."""
-    if context.output is None:
-        return Skip("the result has no parameters, since no quantized operator consumes it")
     alpha = float(context.match.call("relax.nn.leakyrelu").attrs.alpha)
 
     def compute(operands: Sequence[Quantized], result: Quantized) -> relax.Expr:
         (data,) = operands
         return qnn.leaky_relu(
             data.value,
-            data.scale,
-            data.zero_point,
-            result.scale,
-            result.zero_point,
+            *data.parameters,
+            *result.parameters,
             alpha=alpha,
         )
 
@@ -89,32 +98,19 @@ def check_prelu(match: Match) -> Skip | None:
 
 def realize_prelu(context: RealizeContext) -> relax.Expr | Skip:
     """Emit dequantize(qnn.prelu(x, slopes)) with the parameters of the result."""
-    if context.output is None:
-        return Skip("the result has no parameters, since no quantized operator consumes it")
     call = context.match.call(PRELU)
     slopes, axis = constant_value(call.args[1]), int(call.attrs.axis)
 
     def compute(operands: Sequence[Quantized], result: Quantized) -> relax.Expr:
         (data,) = operands
-        return qnn.prelu(
-            *(data.value, data.scale, data.zero_point, result.scale, result.zero_point),
-            slopes=slopes,
-            axis=axis,
-        )
+        return qnn.prelu(data.value, *data.parameters, *result.parameters, slopes=slopes, axis=axis)
 
     return compute_in_one_dtype(context, [context.operands["data"]], compute)
 
 
 def realize_chain(context: RealizeContext) -> relax.Expr | Skip:
     """Emit dequantize(qnn.lookup(x, table)). The table is computed by evaluating the chain."""
-    if context.output is None:
-        return Skip("the result has no parameters, since no quantized operator consumes it")
-    data = context.operands["data"]
-    if data.qparams.dtype not in ("int8", "uint8"):
-        return Skip(f"a table needs 8-bit data, the input is {data.qparams.dtype}")
-    table = build_chain_table(context.match, data.qparams, context.output)
-    value = context.emit(qnn.lookup(data.value, relax.const(table, str(table.dtype))), "int")
-    return Quantized(value, context.output).dequantize()
+    return look_up(context, partial(build_chain_table, context.match))
 
 
 #: comes before all rows of single elementwise operators, so that the longest chain is one table

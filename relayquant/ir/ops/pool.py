@@ -34,10 +34,8 @@ def realize_mean(context: RealizeContext) -> relax.Expr | Skip:
     axes = range(rank) if attrs.axis is None else attrs.axis
     value = qnn.mean(
         data.value,
-        data.scale,
-        data.zero_point,
-        result.scale,
-        result.zero_point,
+        *data.parameters,
+        *result.parameters,
         axes=[int(axis) % rank for axis in axes],
         keepdims=bool(attrs.keepdims),
         out_dtype=context.output.dtype,
@@ -55,10 +53,8 @@ def realize_avg_pool2d(context: RealizeContext) -> relax.Expr | Skip:
         (data,) = operands
         return qnn.avg_pool2d(
             data.value,
-            data.scale,
-            data.zero_point,
-            result.scale,
-            result.zero_point,
+            *data.parameters,
+            *result.parameters,
             pool_size=[int(i) for i in attrs.pool_size],
             strides=[int(i) for i in attrs.strides],
             dilation=[int(i) for i in attrs.dilation],

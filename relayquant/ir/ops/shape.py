@@ -142,8 +142,6 @@ def check_concat(match: Match) -> Skip | None:
 
 def realize_concat(context: RealizeContext) -> relax.Expr | Skip:
     """Emit dequantize(qnn.concatenate(...)). Operands with other parameters are requantized."""
-    if context.output is None:
-        return Skip("the result has no parameters, since no quantized operator consumes it")
     call = context.match.call("relax.concat")
     parts = [context.operands[f"data.{i}"] for i in range(len(call.args[0].fields))]
 
@@ -152,8 +150,7 @@ def realize_concat(context: RealizeContext) -> relax.Expr | Skip:
             relax.Tuple([part.value for part in operands]),
             relax.Tuple([part.scale for part in operands]),
             relax.Tuple([part.zero_point for part in operands]),
-            result.scale,
-            result.zero_point,
+            *result.parameters,
             axis=int(call.attrs.axis),
         )
 

@@ -16,7 +16,6 @@ from tvm import relax
 
 from relayquant.base.qtypes import INTEGER_LIMITS, QParams
 from relayquant.errors import ConfigError, suggest_name
-from relayquant.ir.dialect import qnn
 from relayquant.ir.dialect.qnn.quantization import QUANTIZE
 from relayquant.ir.ledger import (
     InterfaceValue,
@@ -27,6 +26,7 @@ from relayquant.ir.ledger import (
     write_ledger,
 )
 from relayquant.ir.ops import Quantized
+from relayquant.ir.ops.base import convert_dtype
 from relayquant.ir.rewrite import Emitter, Graph, rewrite_main
 from relayquant.ir.rewrite.graph import iterate_results, result_expr, tensor_dtype
 from relayquant.stages.conversion.qnn_form import read_dequantize, read_qparams
@@ -173,21 +173,6 @@ def shift_qparams(qparams: QParams, dtype: str, where: str) -> QParams:
     return QParams(qparams.scale, qparams.zero_point + (want[0] - have[0]), dtype, qparams.axis)
 
 
-def convert_dtype(value: relax.Expr, have: QParams, want: QParams) -> relax.Expr:
-    """Convert integers to `want`'s dtype with the same scale. This is exact."""
-    if have.dtype == want.dtype:
-        return value
-    source, target = Quantized(value, have), Quantized(value, want)
-    return qnn.requantize(
-        value,
-        source.scale,
-        source.zero_point,
-        target.scale,
-        target.zero_point,
-        out_dtype=want.dtype,
-    )
-
-
 def replace_inputs(graph: Graph, inputs: Mapping[str, QParams]) -> tvm.IRModule:
     """Give main integer inputs. Each reader gets the integers or their real values."""
     if not inputs:
@@ -211,7 +196,7 @@ def replace_inputs(graph: Graph, inputs: Mapping[str, QParams]) -> tvm.IRModule:
             name = source.name if isinstance(source, relax.Var) else ""
             qparams = read_qparams(call, str(call.attrs.out_dtype))
             if name in inputs and qparams is not None and has_scale(qparams, inputs[name]):
-                return convert_dtype(new[name], inputs[name], qparams)
+                return convert_dtype(Quantized(new[name], inputs[name]), qparams)
         return emitter.get(binding.value)
 
     params = [new.get(param.name, param) for param in graph.func.params]
@@ -248,7 +233,7 @@ def replace_outputs(
             )
         qparams = shift_qparams(quantized.qparams, row.requested, f"output {row.name!r}")
         found[row.name] = qparams
-        value = convert_dtype(emitter.get(quantized.value), quantized.qparams, qparams)
+        value = convert_dtype(Quantized(emitter.get(quantized.value), quantized.qparams), qparams)
         return emitter.emit(value, f"{row.name}.out")
 
     def result(emitter: Emitter, out: relax.Expr) -> relax.Expr:
