@@ -82,3 +82,22 @@ def _count_along(bb: relax.BlockBuilder, sizes: Sequence[Any], axis: int, dtype:
     others = [at for at in range(len(sizes)) if at != axis]
     column = bb.emit(relax.op.expand_dims(ramp, others)) if others else ramp
     return bb.emit(relax.op.broadcast_to(column, relax.ShapeExpr(list(sizes))))
+
+
+def take_largest(
+    bb: relax.BlockBuilder,
+    data: relax.Expr,
+    count: int,
+    axis: int,
+    *,
+    largest: bool = True,
+    dtype: str = "int64",
+) -> relax.Expr:
+    """Emit the `count` largest or smallest values along an axis, sorted, and where they are.
+
+    R.topk takes all for a count of 0.
+    """
+    if count:
+        return relax.op.topk(data, count, axis, "both", largest, dtype)
+    nothing = bb.emit(relax.op.strided_slice(data, [axis], [0], [0], [1], assume_inbound=True))
+    return relax.Tuple([nothing, bb.emit(relax.op.astype(nothing, dtype))])

@@ -352,6 +352,30 @@ def names_of(rows) -> list[str]:
     return [f"{at}-{row.op}" for at, row in enumerate(rows)]
 
 
+#: Where one value decides: fractions as attributes of integers, and nothing at all to take.
+EDGES = [
+    row("Shrink", {"input": ints(-3, -1, 0, 2, 100)}, lambd=[1.5], bias=[0.5, 3.0]),
+    row("Shrink", {"input": np.array([0, 1, 2, 200], "uint8")}, lambd=[1.0, 1.5], bias=[3.0]),
+    *(
+        row(
+            "Gemm",
+            {"A": ints([3, -2], [-9, 1]).astype(dtype)},
+            B=[ints([2, 3], [5, -4]).astype(dtype)],
+            C=[ints(1, -3).astype(dtype)],
+            alpha=[0.5, 1.5],
+            beta=[None, 0.5],
+        )
+        for dtype in ("int32", "int64")
+    ),
+    row("TopK", {"X": TABLE}, K=[ints(0)], axis=[None, 1], largest=[None, 0], outputs=2),
+]
+
+
+@pytest.mark.parametrize("row", EDGES, ids=names_of(EDGES))
+def test_versions__edges(row):
+    check(row, 2)
+
+
 @pytest.mark.sample(18)
 @pytest.mark.parametrize("row", ROWS, ids=names_of(ROWS))
 def test_versions__as_the_reference_evaluator(row):

@@ -51,6 +51,18 @@ def test_operator__computes_what_torch_computes(name):
     np.testing.assert_allclose(got, function(x).numpy(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("count", [0, 2])
+def test_topk__takes_as_many_as_torch(count):
+    x = torch.from_numpy(np.random.default_rng(0).normal(size=(3, 6)).astype("float32"))
+
+    def take(x):
+        return (*x.topk(count), x.topk(count, 0, largest=False).values)
+
+    found = rq.Executor(rq.compile(load(take, x))).run("main", [x.numpy()])
+    for got, want in zip(found, take(x), strict=True):
+        np.testing.assert_array_equal(got, want.numpy())
+
+
 def resize(**kwargs):
     return lambda x: functional.interpolate(x, **kwargs)
 

@@ -560,14 +560,15 @@ def shape_cases() -> Iterator[Case]:
         "DepthToSpaceOptions",
         {"BlockSize": 2},
     )
-    yield Case(
-        "TOPK_V2",
-        [X, ints(2)],
-        lambda x, k: (
-            -np.sort(-x, -1)[..., :2],
-            np.argsort(-x, -1, kind="stable")[..., :2].astype("int32"),
-        ),
-    )
+    for count in (2, 0):
+        yield Case(
+            "TOPK_V2",
+            [X, ints(count)],
+            lambda x, k, count=count: (
+                -np.sort(-x, -1)[..., :count],
+                np.argsort(-x, -1, kind="stable")[..., :count].astype("int32"),
+            ),
+        )
     yield Case(
         "UNIQUE",
         [ints(3, 1, 3, 2, 1)],

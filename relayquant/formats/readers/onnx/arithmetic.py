@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
+from relayquant.formats.readers.onnx.frontend import run_widened
 from relayquant.formats.readers.refusal import Refusal
 from relayquant.ir.rewrite.graph import constant_value
 
@@ -46,6 +47,15 @@ def convert_mod(
     is_rest = bb.emit(relax.op.not_equal(rest, zero))
     moved = bb.emit(relax.op.add(rest, right))
     return relax.op.where(bb.emit(relax.op.logical_and(differs, is_rest)), moved, rest)
+
+
+def convert_shrink(
+    bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr | None:
+    """Convert Shrink of integers in float64. TVM makes integers of lambd, -lambd and bias."""
+    if dtype_of(inputs[0]).startswith("float"):
+        return None
+    return run_widened("float64", "Shrink", bb, inputs, attrs, opset)
 
 
 def convert_bit_shift(

@@ -33,7 +33,33 @@ def sum_in_float32(
     if grouped is not None:
         return grouped
     if str(inputs[0].ty.dtype) != "float16":
-        return run_frontend(op, bb, list(inputs), attrs, opset)
-    wide = [each if each is None else bb.emit(relax.op.astype(each, "float32")) for each in inputs]
+        return keep_fractions(op, bb, inputs, attrs, opset)
+    return run_widened("float32", op, bb, inputs, attrs, opset)
+
+
+def keep_fractions(
+    op: str, bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
+) -> relax.Expr:
+    """Convert with TVM's frontend, and compute integers in float64 if an attribute is a fraction.
+
+    The result is rounded towards zero. TVM's frontend makes integers of the attributes.
+    """
+    is_integer = str(inputs[0].ty.dtype).startswith(("int", "uint"))
+    fractions = [each for each in attrs.values() if isinstance(each, float) and each % 1]
+    if is_integer and fractions:
+        return run_widened("float64", op, bb, inputs, attrs, opset)
+    return run_frontend(op, bb, list(inputs), attrs, opset)
+
+
+def run_widened(
+    dtype: str,
+    op: str,
+    bb: relax.BlockBuilder,
+    inputs: Sequence[Any],
+    attrs: dict[str, Any],
+    opset: int,
+) -> relax.Expr:
+    """Convert with TVM's frontend in a wider dtype than that of the data and the result."""
+    wide = [each if each is None else bb.emit(relax.op.astype(each, dtype)) for each in inputs]
     value = bb.emit(run_frontend(op, bb, wide, attrs, opset))
-    return bb.emit(relax.op.astype(value, "float16"))
+    return bb.emit(relax.op.astype(value, str(inputs[0].ty.dtype)))

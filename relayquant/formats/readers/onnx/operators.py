@@ -29,6 +29,7 @@ from relayquant.formats.readers.onnx.arithmetic import (
     convert_is_inf,
     convert_mod,
     convert_pow,
+    convert_shrink,
     convert_sinh,
 )
 from relayquant.formats.readers.onnx.broadcast import convert_expand, list_sizes
@@ -268,6 +269,7 @@ OPERATORS: dict[str, Convert] = {
     "Reshape": convert_reshape,
     "Resize": convert_resize,
     "RoiAlign": convert_roi_align,
+    "Shrink": convert_shrink,
     "Sinh": convert_sinh,
     "SpaceToDepth": convert_space_to_depth,
     "Squeeze": convert_squeeze,

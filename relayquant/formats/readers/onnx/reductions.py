@@ -13,7 +13,7 @@ import numpy as np
 from tvm import relax
 
 from relayquant.base.axes import shape_along
-from relayquant.formats.readers.indices import count_from_start
+from relayquant.formats.readers.indices import count_from_start, take_largest
 from relayquant.formats.readers.onnx.sizes import emit_item, known_shape, read_sizes
 from relayquant.formats.readers.refusal import NotConstant
 from relayquant.ir.rewrite.graph import constant_value, tensor_shape
@@ -119,14 +119,8 @@ def convert_top_k(
     count = attrs["k"] if opset < 10 else constant_value(inputs[1])
     if count is None:
         raise NotConstant("k")
-    return relax.op.topk(
-        data,
-        int(np.asarray(count).item()),
-        int(attrs.get("axis", -1)),
-        ret_type="both",
-        largest=bool(attrs.get("largest", 1)),
-        dtype="int64",
-    )
+    count, axis = int(np.asarray(count).item()), int(attrs.get("axis", -1))
+    return take_largest(bb, data, count, axis, largest=bool(attrs.get("largest", 1)))
 
 
 def convert_one_hot(

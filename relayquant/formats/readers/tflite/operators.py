@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
+from relayquant.formats.readers.indices import take_largest
 from relayquant.formats.readers.refusal import FIX_SIZES, Refusal
 from relayquant.formats.readers.tflite.options import read_options
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
@@ -336,7 +337,8 @@ def convert_reverse(converter: Any, op: Any) -> relax.Expr:
 def convert_topk(converter: Any, op: Any) -> relax.Expr:
     """Convert TOPK_V2(x, k) to values and indices along the last axis."""
     data = converter.get_tensor_expr(converter.get_input_tensors(op)[0])
-    return relax.op.topk(data, int(read_constant(converter, op, 1).item()))
+    count = int(read_constant(converter, op, 1).item())
+    return take_largest(converter.bb, data, count, -1, dtype="int32")
 
 
 def convert_sparse_to_dense(converter: Any, op: Any) -> relax.Expr:

@@ -12,6 +12,7 @@ import numpy as np
 from tvm import relax
 
 from relayquant.formats.readers.elu import emit_elu, scalar
+from relayquant.formats.readers.indices import take_largest
 from relayquant.formats.readers.refusal import Refusal
 from relayquant.formats.readers.resize import Axis, Sampling, emit_resize
 from relayquant.formats.readers.torch.arguments import Convert, read_arguments
@@ -49,6 +50,15 @@ def convert_extreme_of_axis(node: Any, importer: Any) -> relax.Expr:
     is_max = "max" in str(node.target)
     functions = (relax.op.max, relax.op.argmax) if is_max else (relax.op.min, relax.op.argmin)
     return relax.Tuple([emit(reduce(data, int(dim), bool(keepdims))) for reduce in functions])
+
+
+def convert_topk(node: Any, importer: Any) -> relax.Expr:
+    """Convert topk(x, k, dim, largest, sorted) to R.topk. The result is sorted even if it need not
+    be.
+    """
+    operand, count, dim, largest = read_arguments(node, "self", "k", "dim", "largest")
+    data, bb = importer.env[operand], importer.block_builder
+    return bb.emit(take_largest(bb, data, int(count), int(dim), largest=bool(largest)))
 
 
 def convert_elu(node: Any, importer: Any) -> relax.Expr:
@@ -287,6 +297,7 @@ OPERATORS: dict[str, Convert] = {
     "max.dim": convert_extreme_of_axis,
     "min.dim": convert_extreme_of_axis,
     "elu.default": convert_elu,
+    "topk.default": convert_topk,
     "adaptive_max_pool2d.default": convert_adaptive_max_pool,
     "adaptive_max_pool3d.default": convert_adaptive_max_pool,
     "_embedding_bag_forward_only.default": convert_embedding_bag,
