@@ -301,6 +301,29 @@ def test_shapes__fix_and_name_dimensions():
 
 
 @pytest.mark.parametrize(
+    ("name", "shown", "size"),
+    [
+        ("batch-size", "batch_size", 4),
+        ("N/2", "N_2", 4),
+        ("unk*1//b", "unk_1_b", 4),
+        ("-1", "_1", 4),
+        ("1", "size_1", 4),
+        ("past+2*seq", "past_2_seq.1", 8),
+        ("past_2_seq + 2", "past_2_seq + T.int64(2)", 7),
+        ("seq*past + 1", "seq * past + T.int64(1)", 7),
+    ],
+)
+def test_names_of_sizes__are_computed_if_all_sizes_are_inputs(name, shown, size):
+    """ONNX gives a name no meaning, so any size is right but where inputs have all of its parts."""
+    nodes = [helper.make_node("Relu", [each], [f"{each}_out"]) for each in "xyzw"]
+    data = {"x": draw(size, 3), "y": draw(2), "z": draw(3), "w": draw(5)}
+    shapes = {"x": [name, 3], "y": ["past"], "z": ["seq"], "w": ["past_2_seq"]}
+    model = make_model(nodes, shapes, [f"{each}_out" for each in "xyzw"])
+    mod = check_against_onnxruntime(model, data)
+    assert str(tensor_shape(mod["main"].params[0])[0]) == shown
+
+
+@pytest.mark.parametrize(
     ("shapes", "message"),
     [
         ({"X": (1, 2, 3)}, "'X', which is not an input.*(Did you mean|Known:) 'x'"),

@@ -5,7 +5,8 @@ caller gives.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import onnx
@@ -15,6 +16,7 @@ from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 from relayquant.base.storage.files import PathLike, check_file, reading
 from relayquant.errors import ModelError, format_count
 from relayquant.formats.readers.given_shapes import check_given_names, check_given_shape
+from relayquant.ir.rewrite.function import find_free_name
 
 #: Oldest opset whose broadcasting works as in numpy. Older models have axis attributes that TVM
 #: ignores.
@@ -22,6 +24,9 @@ MIN_OPSET = 7
 
 #: Largest plausible input or weight, in elements.
 MAX_ELEMENTS = 2**40
+
+#: What TVM's frontend takes as an operator in the name of a size.
+OPERATOR = re.compile(r"//|[-+*/]")
 
 
 def read_model(path: PathLike, max_bytes: int) -> onnx.ModelProto:
@@ -268,6 +273,39 @@ def fix_shape(info: onnx.ValueInfoProto, wanted: Sequence[int | str] | None) -> 
         if not dim.dim_value and not dim.dim_param.strip():
             dim.dim_param = f"{info.name}_dim{i}"
     return copy
+
+
+def name_sizes(inputs: Sequence[onnx.ValueInfoProto]) -> list[onnx.ValueInfoProto]:
+    """Copy inputs with plain names of symbolic sizes: "batch-size" -> "batch_size".
+
+    ONNX gives a name no meaning. TVM's frontend computes it, from left to right, and fails for
+    names that no size has. A sum or product of sizes that inputs have stays one: "past + 1".
+    """
+    copies = [onnx.ValueInfoProto() for _ in inputs]
+    for copy, info in zip(copies, inputs, strict=True):
+        copy.CopyFrom(info)
+    dims = [dim for info in copies for dim in info.type.tensor_type.shape.dim if not dim.dim_value]
+    taken = {dim.dim_param for dim in dims}
+    plain = {name for name in taken if not OPERATOR.search(name) and not name.strip().isdigit()}
+    chosen: dict[str, str] = {}
+    for name in sorted(taken - plain):
+        if not is_computed(name, plain):
+            base = OPERATOR.sub("_", name) if OPERATOR.search(name) else f"size_{name.strip()}"
+            chosen[name] = find_free_name(base, taken)
+            taken.add(chosen[name])
+    for dim in dims:
+        dim.dim_param = chosen.get(dim.dim_param, dim.dim_param)
+    return copies
+
+
+def is_computed(name: str, plain: Collection[str]) -> bool:
+    """Return whether the name of a size is a term of plain names and numbers that has the same
+    value when computed from left to right.
+    """
+    operators = "".join(OPERATOR.findall(name)).replace("//", "/")
+    parts = [part.strip() for part in OPERATOR.split(name)]
+    is_known = all(part in plain or part.isdigit() for part in parts)
+    return is_known and bool(plain.intersection(parts)) and not re.search(r"[-+].*[*/]", operators)
 
 
 # -- conversion ------------------------------------------------------------------------------------

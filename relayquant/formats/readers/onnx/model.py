@@ -27,7 +27,13 @@ from relayquant.formats.readers.names import MARK, SourceNode, name_values
 from relayquant.formats.readers.onnx.bodies import Body, find_body, has_body
 from relayquant.formats.readers.onnx.broadcast import spread_operands
 from relayquant.formats.readers.onnx.control_flow import CONTROL_FLOW
-from relayquant.formats.readers.onnx.file import check_model, find_fault, fix_shapes, read_model
+from relayquant.formats.readers.onnx.file import (
+    check_model,
+    find_fault,
+    fix_shapes,
+    name_sizes,
+    read_model,
+)
 from relayquant.formats.readers.onnx.fixed_sizes import fix_sizes, name_squeezed_axes
 from relayquant.formats.readers.onnx.fold import find_array, fold_node, settle_sizes
 from relayquant.formats.readers.onnx.foreign import FOREIGN
@@ -110,7 +116,8 @@ def _import_model(
         ) from error
     fixed = fix_inputs(model.graph, inputs)
     weights = [*constants, *fixed]
-    sized = fix_sizes(nodes, weights, fix_shapes(model.graph, shapes, inputs), opset)
+    given = fix_shapes(model.graph, shapes, inputs)
+    sized = name_sizes(fix_sizes(nodes, weights, given, opset))
     declared = [*model.graph.output, *model.graph.value_info]
     nodes = name_squeezed_axes(nodes, weights, sized, declared, opset)
     graph = _GraphView(nodes, weights, sized, model.graph.output)
