@@ -66,6 +66,11 @@ class Operand:
     axis: Callable[[Match], int | None] | None = None
 
 
+def make_parameters(qparams: QParams) -> tuple[relax.Expr, relax.Expr]:
+    """Return scale and zero point as constants, float32 and int32."""
+    return relax.const(qparams.scale, "float32"), relax.const(qparams.zero_point, "int32")
+
+
 @dataclass(frozen=True, eq=False)
 class Quantized:
     """An operand in affine space: an integer expression and its parameters."""
@@ -75,16 +80,16 @@ class Quantized:
 
     @property
     def scale(self) -> relax.Expr:
-        return relax.const(self.qparams.scale, "float32")
+        return self.parameters[0]
 
     @property
     def zero_point(self) -> relax.Expr:
-        return relax.const(self.qparams.zero_point, "int32")
+        return self.parameters[1]
 
     @property
     def parameters(self) -> tuple[relax.Expr, relax.Expr]:
         """Scale and zero point, as most operators of the dialect take them."""
-        return self.scale, self.zero_point
+        return make_parameters(self.qparams)
 
     def dequantize(self) -> relax.Expr:
         """Return the real value, float32."""

@@ -10,6 +10,7 @@ from tvm.relax.dpl import is_op, wildcard
 
 from relayquant.base.qtypes import INTEGER_LIMITS, Rounding
 from relayquant.ir.dialect import qnn
+from relayquant.ir.ops.base import make_parameters
 from relayquant.ir.reference import run as run_numpy
 from relayquant.ir.rewrite import Emitter, Match, Pattern, Rule, Skip, apply_rules
 from relayquant.ir.rewrite.constants import share_constants
@@ -52,10 +53,8 @@ def _quantize_of_dequantize() -> Rule:
         axis = -1 if inner.qparams.axis is None else inner.qparams.axis
         return qnn.requantize(
             value,
-            relax.const(inner.qparams.scale, "float32"),
-            relax.const(inner.qparams.zero_point, "int32"),
-            relax.const(outer.scale, "float32"),
-            relax.const(outer.zero_point, "int32"),
+            *make_parameters(inner.qparams),
+            *make_parameters(outer),
             axis=axis,
             out_dtype=outer.dtype,
             rounding=Rounding(str(call.attrs.rounding)),

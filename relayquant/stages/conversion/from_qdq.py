@@ -25,7 +25,7 @@ from relayquant.ir.dialect.legality import is_integer_operator
 from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE
 from relayquant.ir.ledger import Ledger, LedgerRow, ledger_attrs
 from relayquant.ir.ops import QuantOp
-from relayquant.ir.ops.base import accumulator_qparams
+from relayquant.ir.ops.base import accumulator_qparams, make_parameters
 from relayquant.ir.ops.callbacks import run_check, run_match
 from relayquant.ir.ops.conv import CONV_FAMILIES
 from relayquant.ir.ops.conv import output_axis as conv_output_axis
@@ -105,8 +105,7 @@ def hoist_mover(op: str) -> Rule:
             return Skip("the value is dequantized; its dequantize is sunk instead")
         integers = qnn.quantize(
             emitter.get(source),
-            relax.const(qparams.scale, "float32"),
-            relax.const(qparams.zero_point, "int32"),
+            *make_parameters(qparams),
             out_dtype=qparams.dtype,
             rounding=Rounding(str(quantize.attrs.rounding)),
         )

@@ -15,6 +15,7 @@ from tvm.relax.dpl import is_op, wildcard
 
 from relayquant.base.qtypes import Rounding
 from relayquant.ir.dialect import qnn
+from relayquant.ir.ops.base import make_parameters
 from relayquant.ir.rewrite import Emitter, Graph, Match, Pattern, Rule, Skip
 from relayquant.ir.rewrite.expressions import with_operands
 from relayquant.ir.rewrite.graph import tensor_shape
@@ -44,7 +45,7 @@ def quantize_before_joining() -> Rule:
         (source,) = sources
         if count_known(quantize.args[0]) < count_known(source):
             return Skip("less is joined than what it is cut out of")
-        pair = relax.const(qparams.scale, "float32"), relax.const(qparams.zero_point, "int32")
+        pair = make_parameters(qparams)
         rounding = Rounding(str(quantize.attrs.rounding))
         value = qnn.quantize(emitter.get(source), *pair, out_dtype=qparams.dtype, rounding=rounding)
         whole = emitter.emit(value, f"{match.name}.whole")

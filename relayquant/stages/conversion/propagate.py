@@ -27,6 +27,7 @@ from relayquant.ir.dialect import qnn
 from relayquant.ir.dialect.qnn.recurrent import has_integer_weight
 from relayquant.ir.ledger import Ledger, find_ledger, ledger_attrs
 from relayquant.ir.ops import Kind, Operand, Output, Quantized, QuantOp
+from relayquant.ir.ops.base import make_parameters
 from relayquant.ir.ops.build import unary_pattern
 from relayquant.ir.ops.callbacks import call_user, describe, describe_tensor, has_shape_of
 from relayquant.ir.ops.shape import (
@@ -422,8 +423,7 @@ def hoist_quantize(
             return Skip("the parameters are variables, or per channel")
         value = qnn.quantize(
             emitter.get(match.parts["data"]),
-            relax.const(qparams.scale, "float32"),
-            relax.const(qparams.zero_point, "int32"),
+            *make_parameters(qparams),
             axis=int(quantize.attrs.axis),
             out_dtype=qparams.dtype,
             rounding=Rounding(str(quantize.attrs.rounding)),

@@ -35,6 +35,7 @@ from relayquant.ir.ops.base import (
     IntegerRows,
     accumulator_qparams,
     group_weight,
+    make_parameters,
     narrow_integer,
     repeat_match,
 )
@@ -124,14 +125,12 @@ class _ReferenceBuilder:
         """Return dequantize(quantize(value)), with a clip between if not the whole dtype is
         used.
         """
-        axis = -1 if qparams.axis is None else qparams.axis
-        scale = relax.const(qparams.scale, "float32")
-        zero_point = relax.const(qparams.zero_point, "int32")
-        quantized = qnn.quantize(value, scale, zero_point, axis=axis, out_dtype=qparams.dtype)
+        axis, pair = -1 if qparams.axis is None else qparams.axis, make_parameters(qparams)
+        quantized = qnn.quantize(value, *pair, axis=axis, out_dtype=qparams.dtype)
         if limits != INTEGER_LIMITS[qparams.dtype]:
             quantized = clip_integer(emitter.emit(quantized, f"{name}.unclipped"), *limits)
         quantized = emitter.emit(quantized, f"{name}.q")
-        return emitter.emit(qnn.dequantize(quantized, scale, zero_point, axis=axis), f"{name}.dq")
+        return emitter.emit(qnn.dequantize(quantized, *pair, axis=axis), f"{name}.dq")
 
     def visit(self, emitter: Emitter, binding: relax.VarBinding) -> relax.Expr | None:
         name = binding.var.name
@@ -273,9 +272,7 @@ class _ReferenceBuilder:
             if accumulator is None:
                 return value
             real = emitter.emit(value, f"{match.name}.real")
-            scale = relax.const(qparams.scale, "float32")
-            zero_point = relax.const(qparams.zero_point, "int32")
-            wide = qnn.quantize(real, scale, zero_point, axis=axis, out_dtype="int32")
+            wide = qnn.quantize(real, *make_parameters(qparams), axis=axis, out_dtype="int32")
             wide = emitter.emit(wide, f"{match.name}.wide")
 
             def emit(expr: relax.Expr, suffix: str) -> relax.Expr:
@@ -336,13 +333,7 @@ class _ReferenceBuilder:
         values = quantize_constant(array, qparams)
         if limits is not None:
             values = np.clip(values, *limits)
-        axis = -1 if qparams.axis is None else qparams.axis
-        expr = qnn.dequantize(
-            relax.const(values, qparams.dtype),
-            relax.const(qparams.scale, "float32"),
-            relax.const(qparams.zero_point, "int32"),
-            axis=axis,
-        )
+        expr = Quantized(relax.const(values, qparams.dtype), qparams).dequantize()
         return emitter.emit(expr, f"{match.name}.{operand}")
 
 

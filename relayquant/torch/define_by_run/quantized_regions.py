@@ -25,6 +25,7 @@ from relayquant.flow.quantizer import quantize
 from relayquant.flow.settings import PrepareSettings, QuantizeSettings
 from relayquant.ir.dialect import qnn
 from relayquant.ir.ledger import Ledger, LedgerRow, ledger_attrs, read_ledger
+from relayquant.ir.ops.base import make_parameters
 from relayquant.ir.rewrite import Emitter, Graph, rewrite_main
 from relayquant.ir.rewrite.graph import iterate_results, result_expr
 from relayquant.stages.compilation import compile
@@ -299,12 +300,8 @@ def add_integer_outputs(mod: tvm.IRModule, qparams_of: Mapping[int, QParams]) ->
     def give_both(emitter: Emitter, out: relax.Expr) -> relax.Expr:
         integers = []
         for k, qparams in qparams_of.items():
-            scale, zero = (
-                relax.const(qparams.scale, "float32"),
-                relax.const(qparams.zero_point, "int32"),
-            )
-            real = emitter.get(results[k])
-            value = qnn.quantize(real, scale, zero, out_dtype=qparams.dtype)
+            real, pair = emitter.get(results[k]), make_parameters(qparams)
+            value = qnn.quantize(real, *pair, out_dtype=qparams.dtype)
             integers.append(emitter.emit(value, f"{ledger.outputs[k].name}.boundary"))
         return relax.Tuple([*map(emitter.get, results), *integers])
 
