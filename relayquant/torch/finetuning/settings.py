@@ -164,13 +164,16 @@ class TrainingData:
                 yield batch, {**batch, **self.extras}
 
 
-def choose_held(items: Iterable[Any]) -> dict[int, Any]:
+def choose_held(items: Iterable[dict[str, np.ndarray]]) -> dict[int, dict[str, np.ndarray]]:
     """Return every tenth item, by place; of 4 to 9 items the last one, of fewer none.
 
-    Spread over the data, because it may be sorted.
+    Spread over the data, because it may be sorted. Copied, because a loader may fill the same
+    arrays again.
     """
-    found, place, item = {}, -1, None
+    found: dict[int, dict[str, np.ndarray]] = {}
+    place, last = -1, {}
     for place, item in enumerate(items):
+        last = {name: array.copy() for name, array in item.items()}
         if place % HELD_BACK == HELD_BACK - 1:
-            found[place] = item
-    return {place: item} if not found and place + 1 >= FEWEST_ITEMS else found
+            found[place] = last
+    return {place: last} if not found and place + 1 >= FEWEST_ITEMS else found

@@ -168,6 +168,19 @@ def test_hold_back__places(count, most, places, kind):
     assert seen == (once * 3)[: 2 * count]
 
 
+def test_hold_back__a_loader_that_fills_one_array_again():
+    from relayquant.torch.finetuning.settings import TrainingData
+
+    def load():
+        array = np.empty((1, 2), "float32")
+        for number in range(20):
+            array[:] = number
+            yield {"x": array}
+
+    data = TrainingData(load, (InputInfo("x", (1, 2), "float32"),), 99)
+    assert [int(batch["x"][0, 0]) for batch in data.held] == [9, 19]
+
+
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))]
 )
