@@ -13,7 +13,14 @@ from tvm.ir import Call
 
 from relayquant.errors import ModelError
 from relayquant.formats.writers.onnx_builder import OnnxBuilder
-from relayquant.formats.writers.onnx_operators import ELEMENT, Writer, in_channels_first, integers
+from relayquant.formats.writers.onnx_operators import (
+    ELEMENT,
+    Writer,
+    in_channels_first,
+    integers,
+    list_operands,
+    write_flat,
+)
 from relayquant.formats.writers.onnx_sizes import write_scalar, write_sizes
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
 
@@ -51,11 +58,7 @@ def write_permute(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 
 def write_concat(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     """Write Concat of a literal tuple."""
-    fields = getattr(call.args[0], "fields", None)
-    if fields is None:
-        raise ModelError(
-            f"export_onnx: the operands of {var.name!r} are not a literal tuple.", code="RQ203"
-        )
+    fields = list_operands(builder, var, call.args[0])
     inputs = [builder.tensor(field, var.name) for field in fields]
     return builder.emit("Concat", inputs, var.name, axis=int(call.attrs.axis))
 
@@ -109,8 +112,7 @@ def write_cumsum(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     """Write CumSum in the dtype of the result. Without an axis it sums all elements in order."""
     data, axis = builder.tensor(call.args[0], var.name), call.attrs.axis
     if axis is None:
-        flat = builder.constant(np.array([-1], "int64"), f"{var.name}.flat")
-        data = builder.step("Reshape", [data, flat], f"{var.name}.elements")
+        data = write_flat(builder, data, var.name)
     if tensor_dtype(call.args[0]) != tensor_dtype(var):
         data = builder.step("Cast", [data], f"{var.name}.cast", to=ELEMENT[tensor_dtype(var)])
     given = builder.constant(
@@ -177,8 +179,7 @@ def write_take(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     source = builder.tensor(data, var.name)
     shape = tensor_shape(data) or ()
     if axis is None and len(shape) != 1:
-        flat = builder.constant(np.array([-1], "int64"), f"{var.name}.flat")
-        source = builder.step("Reshape", [source, flat], f"{var.name}.elements")
+        source = write_flat(builder, source, var.name)
     where = write_indices(builder, var, call, mode)
     return builder.emit("Gather", [source, where], var.name, axis=0 if axis is None else int(axis))
 

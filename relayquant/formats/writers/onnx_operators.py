@@ -88,6 +88,26 @@ def integers(values: object) -> list[int]:
     return [int(value) for value in values]  # pyright: ignore[reportGeneralTypeIssues]
 
 
+def write_flat(builder: OnnxBuilder, source: str, base: str) -> str:
+    """Write a Reshape of a tensor to one axis with all elements in order."""
+    one = builder.constant(np.array([-1], "int64"), f"{base}.flat")
+    return builder.step("Reshape", [source, one], f"{base}.elements")
+
+
+def list_operands(builder: OnnxBuilder, var: relax.Var, expr: relax.Expr) -> list[relax.Expr]:
+    """List the operands that an operator takes as one tuple.
+
+    Raises:
+        ModelError: it is no literal tuple.
+    """
+    value = builder.graph.values.get(expr, expr) if isinstance(expr, relax.Var) else expr
+    if not isinstance(value, relax.Tuple):
+        raise ModelError(
+            f"export_onnx: the operands of {var.name!r} are not a literal tuple.", code="RQ203"
+        )
+    return list(value.fields)
+
+
 def in_channels_first(
     builder: OnnxBuilder, var: relax.Var, data: str, layout: str, write: Callable[[str, str], str]
 ) -> str:

@@ -18,7 +18,7 @@ from tvm.sym import Analyzer
 
 from relayquant.errors import ModelError
 from relayquant.formats.writers.onnx_builder import OnnxBuilder
-from relayquant.formats.writers.onnx_operators import ELEMENT, Writer, integers
+from relayquant.formats.writers.onnx_operators import ELEMENT, Writer, integers, write_flat
 from relayquant.formats.writers.onnx_sizes import write_sizes
 from relayquant.ir.rewrite.graph import call_name, tensor_dtype
 
@@ -124,8 +124,7 @@ def write_median(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     axis, source = axes[0] if axes else 0, builder.tensor(data, var.name)
     count = data.ty.shape.values[axis]
     if not axes:
-        flat = builder.constant(np.array([-1], "int64"), f"{var.name}.flat")
-        source = builder.step("Reshape", [source, flat], f"{var.name}.elements")
+        source = write_flat(builder, source, var.name)
         count = prod(data.ty.shape.values, start=tirx.const(1, "int64"))
     count = Analyzer().simplify((count - 1) // 2 + 1)
     tops = [builder.unique_name(f"{var.name}.{each}") for each in ("lower", "places")]
@@ -148,8 +147,7 @@ def write_cumprod(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     data = builder.tensor(call.args[0], name)
     axis = 0 if attrs.axis is None else int(attrs.axis) % var.ty.ndim
     if attrs.axis is None:
-        flat = builder.constant(np.array([-1], "int64"), f"{name}.flat")
-        data = builder.step("Reshape", [data, flat], f"{name}.elements")
+        data = write_flat(builder, data, name)
     if tensor_dtype(call.args[0]) != dtype:
         data = builder.step("Cast", [data], f"{name}.cast", to=ELEMENT[dtype])
     rest = [size for at, size in enumerate(var.ty.shape.values) if at != axis]

@@ -16,7 +16,13 @@ from tvm.ir import Call
 from relayquant.errors import ModelError, format_count
 from relayquant.formats.writers.onnx_builder import OnnxBuilder
 from relayquant.formats.writers.onnx_data_movement import long_indices
-from relayquant.formats.writers.onnx_operators import ELEMENT, Writer, in_channels_first
+from relayquant.formats.writers.onnx_operators import (
+    ELEMENT,
+    Writer,
+    in_channels_first,
+    list_operands,
+    write_flat,
+)
 from relayquant.formats.writers.onnx_sizes import write_scalar, write_sizes
 from relayquant.ir.rewrite.graph import static_size, tensor_dtype
 
@@ -25,16 +31,12 @@ def list_indices(builder: OnnxBuilder, var: relax.Var, expr: relax.Expr) -> list
     """List the index arrays of an operator, one for each of the first axes.
 
     Raises:
-        ModelError: they are not a literal tuple, or are bool.
+        ModelError: they are no literal tuple, or are bool.
     """
-    value = builder.graph.values.get(expr, expr) if isinstance(expr, relax.Var) else expr
-    fields = list(getattr(value, "fields", [expr]))
-    if isinstance(expr.ty, relax.TupleType) and not hasattr(value, "fields"):
-        fields = []
-    if not fields or any(tensor_dtype(each) == "bool" for each in fields):
+    fields = list_operands(builder, var, expr)
+    if any(tensor_dtype(each) == "bool" for each in fields):
         raise ModelError(
-            f"export_onnx: the indices of {var.name!r} have no form in ONNX; allowed: a literal "
-            "tuple of integers.",
+            f"export_onnx: the indices of {var.name!r} have no form in ONNX; allowed: integers.",
             code="RQ203",
         )
     return fields
@@ -70,8 +72,7 @@ def write_repeat(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     """Write each element several times: Unsqueeze, Tile, Reshape."""
     data, times, axis = builder.tensor(call.args[0], var.name), int(call.attrs.repeats), 0
     if call.attrs.axis is None:
-        flat = builder.constant(np.array([-1], "int64"), f"{var.name}.flat")
-        data = builder.step("Reshape", [data, flat], f"{var.name}.elements")
+        data = write_flat(builder, data, var.name)
     else:
         axis = int(call.attrs.axis) % var.ty.ndim
     behind = builder.constant(np.array([axis + 1], "int64"), f"{var.name}.axis")
@@ -89,20 +90,6 @@ def write_einsum(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     fields = list_operands(builder, var, call.args[0])
     inputs = [builder.tensor(field, var.name) for field in fields]
     return builder.emit("Einsum", inputs, var.name, equation=str(call.attrs.subscripts))
-
-
-def list_operands(builder: OnnxBuilder, var: relax.Var, expr: relax.Expr) -> list[relax.Expr]:
-    """List the operands of a literal tuple.
-
-    Raises:
-        ModelError: it is another tuple.
-    """
-    value = builder.graph.values.get(expr, expr) if isinstance(expr, relax.Var) else expr
-    if not isinstance(value, relax.Tuple):
-        raise ModelError(
-            f"export_onnx: the operands of {var.name!r} are not a literal tuple.", code="RQ203"
-        )
-    return list(value.fields)
 
 
 def write_pixel_shuffle(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
