@@ -178,11 +178,12 @@ def write_batch_norm(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
         ModelError: it is in training, has no scale or bias, or channels are not axis 1.
     """
     attrs, rank = call.attrs, call.args[0].ty.ndim
-    is_whole = attrs.scale and attrs.center and not attrs.training
-    if not is_whole or int(attrs.axis) % rank != 1:
+    axis, is_whole = int(attrs.axis) % rank, attrs.scale and attrs.center
+    if attrs.training or not is_whole or axis != 1:
+        kind = "is in training" if attrs.training else f"has its channels on axis {axis}"
         raise ModelError(
-            f"export_onnx: the norm {var.name!r} is in training, has no scale or bias, or has its "
-            f"channels on axis {attrs.axis}; ONNX has them on axis 1.",
+            f"export_onnx: the norm {var.name!r} {kind if is_whole else 'has no scale or bias'}; "
+            "allowed: inference, with scale and bias, and channels on axis 1.",
             code="RQ203",
         )
     inputs, name = [builder.tensor(arg, var.name) for arg in call.args], f"{var.name}.norm"

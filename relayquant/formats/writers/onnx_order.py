@@ -117,7 +117,8 @@ def write_median(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     data, axes, keeps = call.args[0], integers(call.attrs.axis or ()), bool(call.attrs.keepdims)
     if len(axes) > 1 or (not axes and keeps):
         raise ModelError(
-            f"export_onnx: the median {var.name!r} is over the axes {axes}; allowed: one axis, or "
+            f"export_onnx: the median {var.name!r} is over "
+            f"{f'the axes {axes}' if axes else 'all axes with keepdims'}; allowed: one axis, or "
             "all of them without keepdims.",
             code="RQ203",
         )

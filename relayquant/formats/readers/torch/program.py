@@ -39,6 +39,7 @@ from relayquant.formats.readers.torch.signature import (
 )
 from relayquant.ir.rewrite.editor import Editor
 from relayquant.ir.rewrite.graph import call_name, tensor_dtype
+from relayquant.ir.rewrite.moves import MOVES
 
 #: Products, whose result TVM's frontend makes float32, and a norm that has several results.
 COMPUTED_WIDE = frozenset(
@@ -46,15 +47,14 @@ COMPUTED_WIDE = frozenset(
     for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "native_group_norm")
 )
 #: Operators of Relax that do not round: a result is one of the operands' values.
-UNROUNDED = frozenset(
+UNROUNDED = frozenset(MOVES).union(
     f"relax.{name}"
     for name in (
-        *("reshape", "flatten", "squeeze", "expand_dims", "permute_dims", "strided_slice"),
-        *("concat", "split", "stack", "take", "tile", "repeat", "broadcast_to", "flip", "where"),
-        *("gather_elements", "gather_nd", "index_tensor", "maximum", "minimum", "clip"),
-        *("max", "min", "sort", "topk", "nn.pad", "tril", "triu"),
+        *("strided_slice", "concat", "split", "stack", "take", "tile", "repeat", "flip", "where"),
+        *("broadcast_to", "gather_elements", "gather_nd", "index_tensor", "nn.pad", "tril", "triu"),
+        *("maximum", "minimum", "clip", "max", "min", "sort", "topk", "astype"),
         *("nn.max_pool1d", "nn.max_pool2d", "nn.max_pool3d"),
-        *("full", "full_like", "zeros", "zeros_like", "ones", "ones_like", "astype"),
+        *("full", "full_like", "zeros", "zeros_like", "ones", "ones_like"),
     )
 )
 NARROW = ("bfloat16", "float16")
