@@ -427,6 +427,8 @@ def read_first_layer(
     is_layer = op in ("relax.nn.conv1d", "relax.nn.conv2d", "relax.matmul")
     if not is_layer or call is None or call.args[0] != read or constant_value(call.args[1]) is None:
         return None
+    if tensor_shape(param) is None or tensor_shape(var) is None:
+        return None
     if tensor_dtype(param) != "float32" or len(graph.users[var]) != 1:
         return None
     add = graph.call_of(graph.users[var][0])

@@ -190,6 +190,16 @@ def test_read_norm_statistics__are_those_of_the_results(digits):
     np.testing.assert_allclose(moments.spread(), norm.deviation, rtol=0.2)
 
 
+def test_find_first_layers__declines_an_input_of_unknown_sizes():
+    builder, x = relax.BlockBuilder(), relax.Var("x", relax.TensorType(ndim=4, dtype="float32"))
+    with builder.function("main", [x]):
+        weight = relax.const(np.ones((4, 3, 3, 3), "float32"))
+        sums = builder.emit(relax.op.nn.conv2d(x, weight))
+        bias = relax.const(np.ones((1, 4, 1, 1), "float32"))
+        builder.emit_func_output(builder.emit(relax.op.add(sums, bias)))
+    assert find_first_layers(builder.get()) == {}
+
+
 @pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("part", range(3))

@@ -64,7 +64,7 @@ def measure_ranges(
                 continue
             (key,), data = point.roundings, values[point.source]
             is_same = prepared.plan.group(key).info.spec.dtype == spec.dtype
-            if is_same and spec.granularity is Granularity.PER_TENSOR:
+            if is_same and spec.granularity is Granularity.PER_TENSOR and data.size:
                 known[key] = choose_qparams(float(data.min()), float(data.max()), spec)
         found.append(known)
     return found

@@ -121,9 +121,9 @@ def finetune(
         ConfigError: a setting is wrong, or the checkpoint belongs to another training.
         DataError: the data does not fit the model, or differs from the checkpoint's data.
     """
+    settings = FinetuneSettings.read_call(locals())
     if not isinstance(mod, PreparedModel):
         mod, params = split_model(mod, params)
-    settings = FinetuneSettings.read_call(locals())
     import_trainable()
     from relayquant.torch.finetuning.loop import train
 
