@@ -220,7 +220,9 @@ def add_compress(parser: argparse.ArgumentParser) -> None:
 def add_compare(parser: argparse.ArgumentParser) -> None:
     """Compare the outputs of a float model and its quantized module.
 
-    relayquant compare model.onnx model.int8.rqm --data inputs.npz --values
+    With --values, also the values inside the model, in order.
+
+        relayquant compare model.onnx model.int8.rqm --data inputs.npz --values
     """
     add_model(parser, "float model")
     add_qmodel(parser)
@@ -483,7 +485,9 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 def add_demo(parser: argparse.ArgumentParser) -> None:
     """Quantize the built-in digits model and measure accuracy and speed.
 
-    relayquant demo
+    The package has the model and its data.
+
+        relayquant demo
     """
     group = parser.add_argument_group("what is timed")
     add_backend(group)
