@@ -215,6 +215,23 @@ def test_folder__metadata_that_is_wrong(folder, tmp_path, config, message):
 
 
 @pytest.mark.parametrize(
+    "metadata",
+    [{"rope.scaling.factor": 4.0}, {"rope.scale_linear": 4.0}],
+    ids=lambda metadata: next(iter(metadata)),
+)
+def test_gguf__positions_are_scaled_without_a_type(tmp_path, metadata):
+    """As by llama.cpp, whose scores were compared."""
+    pytest.importorskip("gguf")
+    path = write_gguf(tmp_path / "m.gguf", **metadata).path
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    folder = write_folder(tmp_path, draw_weights(), rope_scaling=scaling)
+    found, expected = (
+        run_chunks(*rq.load(each, causal_lm=FLOAT), TOKENS, CHUNKS) for each in (path, folder)
+    )
+    check_scores(found[0], expected[0], 1e-5)
+
+
+@pytest.mark.parametrize(
     ("metadata", "message"),
     [
         ({"block_count": 3}, "no tensor 'blk.2.attn_q.weight'"),

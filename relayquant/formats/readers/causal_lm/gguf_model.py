@@ -76,8 +76,9 @@ class GgufModelRow:
     Attributes:
         names: Names of its tensors.
         changes: Fields of `CausalLMConfig` that differ from Llama.
-        pattern: Where the window holds, see `architectures.ModelRow`.
-        local_base: Base of rotary positions in layers with a window. 0: as in the others.
+        pattern: Where the window holds, see `architectures.list_types`.
+        local_base: Base of rotary positions in layers with a window, if metadata has none. 0: as
+            in the others.
         unturned: Each `unturned`-th layer has no rotary positions. 0: all have. 1: none has.
         adjust: What depends on other metadata.
     """
@@ -188,8 +189,9 @@ def read_gguf_layers(
     original = fields.integer(
         "rope.scaling.original_context_length", default=fields.integer("context_length")
     )
-    kind = fields.text("rope.scaling.type", default="none")
-    factor = fields.number("rope.scaling.factor", default=1.0)
+    # As llama.cpp reads them, also the older name of the factor.
+    kind = fields.text("rope.scaling.type", default="linear")
+    factor = fields.number("rope.scaling.factor", "rope.scale_linear", default=1.0) or 1.0
     values = {
         "rope_type": "default" if kind == "none" else kind,
         "factor": factor,
@@ -211,8 +213,14 @@ def read_gguf_layers(
     rotary = make_rotary(base, size, Fields(values), length, numbers)
     magnitude = fields.number("rope.scaling.attn_factor", default=1.0)
     rotary = replace(rotary, magnitude=rotary.magnitude * magnitude)
-    local = make_rotary(row.local_base, size, Fields({}), length) if row.local_base else rotary
+    local = rotary
+    if row.local_base:
+        local_base = fields.number("rope.freq_base_swa", default=row.local_base)
+        local = make_rotary(local_base, size, Fields({}), length)
     is_windowed = [kind != "full_attention" for kind in list_types(row.pattern, count)]
+    pattern = fields.get("attention.sliding_window_pattern")
+    if window and pattern not in (None, row.pattern, is_windowed):
+        raise fields.refuse(("attention.sliding_window_pattern",), pattern, str(row.pattern))
     return tuple(
         LayerConfig(
             None
