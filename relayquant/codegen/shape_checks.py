@@ -3,18 +3,20 @@
     x (n, 2, 2); y (1, 4) = reshape(x)   ->   y_fits(n): n * 2 * 2 == 4; y = reshape(x)
 
 TVM takes two sizes as equal where it cannot tell. It makes a view of memory of a reshape, and its
-loop nests read as many elements as one of the operands or the result has. So elements would be
-dropped in silence, or foreign memory read. Sizes are those of inputs, and those that R.match_cast
-reads at run time.
+loop nests read as many elements as one of the operands or the result has. So elements would be left
+out in silence, or read from memory of others.
 
-These are two steps of `passes`: operators are found before they are fused. Checks are added after
-that, each one where the last of its sizes becomes known.
+Inputs have sizes, and R.match_cast reads some at run time. These are two steps of `passes`:
+operators are found before they are fused. Checks are added after that, each one where the last of
+its sizes becomes known. Operators inside branches are not checked.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -29,22 +31,24 @@ from relayquant.codegen.inner_sizes import pair_inner_sizes
 from relayquant.ir.rewrite.expressions import list_bindings
 from relayquant.ir.rewrite.graph import call_name
 from relayquant.ir.rewrite.inline import list_dimensions, substitute
+from relayquant.ir.rewrite.moves import RESHAPES
 
 Shape = Sequence[Any]
-#: Two sizes that have to be equal.
-Pair = tuple[Any, Any]
 
 
-def count_elements(before: Shape, after: Shape) -> list[Pair]:
-    """Return the pair of a reshape: the numbers of elements."""
-    one = tirx.const(1, "int64")
-    return [(prod(before, start=one), prod(after, start=one))]
+@dataclass(frozen=True)
+class Shapes:
+    """The shapes of a call.
 
+    Attributes:
+        attrs: Its attributes.
+        operands: Shapes of its tensors, those of tuples included.
+        result: Shape of its result. None of a tuple, or if it is not known.
+    """
 
-def pair_axes(before: Shape, after: Shape) -> list[Pair]:
-    """Return the pairs of a broadcast: sizes of the same axis, but for a known 1."""
-    pairs = zip(reversed(before), reversed(after), strict=False)
-    return [pair for pair in pairs if not (isinstance(pair[0], tirx.IntImm) and int(pair[0]) == 1)]
+    attrs: Any
+    operands: Sequence[Shape]
+    result: Shape | None
 
 
 @dataclass(frozen=True)
@@ -52,23 +56,153 @@ class ShapeRule:
     """What an operator wants of shapes.
 
     Attributes:
-        list_pairs: Two shapes -> sizes that have to be equal.
+        list_conditions: Shapes -> what has to hold, expressions of sizes.
         text: How the value comes from the shapes, for a message.
-        reads_result: Whether the second shape is that of the result, not of the second operand.
     """
 
-    list_pairs: Callable[[Shape, Shape], list[Pair]]
-    text: str
-    reads_result: bool
+    list_conditions: Callable[[Shapes], Iterable[Any]]
+    text: Callable[[Shapes], str]
 
 
-#: Operators whose result has a shape also where sizes may differ. TVM does not compile others.
+def describe_change(shapes: Shapes) -> str:
+    return (
+        f"which makes {format_shape(shapes.operands[0])} into {format_shape(shapes.result or ())}"
+    )
+
+
+def describe_product(shapes: Shapes) -> str:
+    left, right = map(format_shape, shapes.operands[:2])
+    return f"which multiplies {left} by {right}"
+
+
+def describe_operands(shapes: Shapes) -> str:
+    return f"which is computed from {', '.join(map(format_shape, shapes.operands))}"
+
+
+def keep_count(shapes: Shapes) -> Iterator[Any]:
+    """A reshape has as many elements as its operand."""
+    if shapes.result is not None:
+        one = tirx.const(1, "int64")
+        yield tirx.EQ(prod(shapes.operands[0], start=one), prod(shapes.result, start=one))
+
+
+def match_axes(before: Shape, after: Shape) -> Iterator[Any]:
+    """Sizes of the same axis are equal, counted from the last one, but for a known 1."""
+    for pair in zip(reversed(before), reversed(after), strict=False):
+        if not (isinstance(pair[0], tirx.IntImm) and int(pair[0]) == 1):
+            yield tirx.EQ(*pair)
+
+
+def spread(shapes: Shapes) -> Iterator[Any]:
+    """A broadcast repeats what has the size 1."""
+    return match_axes(shapes.operands[0], shapes.result or ())
+
+
+def match_inner(shapes: Shapes) -> Iterator[Any]:
+    """A product sums over one size."""
+    yield tirx.EQ(*pair_inner_sizes(*shapes.operands))
+
+
+def match_rows(shapes: Shapes) -> Iterator[Any]:
+    """A product of (..., M, K) and (..., N, K) sums over K. A matrix fits any number of others."""
+    left, right, *_ = shapes.operands
+    yield tirx.EQ(left[-1], right[-1])
+    yield from match_axes(right[:-2], left[:-2])
+
+
+def match_channels(shapes: Shapes, *, is_transposed: bool) -> Iterator[Any]:
+    """A convolution's weight has the channels of the data, or of a group."""
+    attrs, (data, weight, *_) = shapes.attrs, shapes.operands
+    layouts = str(attrs.data_layout), str(attrs.kernel_layout)
+    if "".join(layouts).isupper():  # not packed
+        groups = 1 if is_transposed else int(attrs.groups)
+        yield tirx.EQ(data[layouts[0].index("C")], weight[layouts[1].index("I")] * groups)
+
+
+def match_letters(shapes: Shapes) -> Iterator[Any]:
+    """Axes of an einsum with the same letter have the same size."""
+    terms = str(shapes.attrs.subscripts).replace(" ", "").split("->")[0].split(",")
+    first: dict[str, Any] = {}
+    for term, shape in zip(terms, shapes.operands, strict=True):
+        left, _, right = term.partition("...")
+        lettered = [*zip(left, shape, strict=False), *zip(right[::-1], shape[::-1], strict=False)]
+        for letter, size in lettered:
+            yield tirx.EQ(first.setdefault(letter, size), size)
+
+
+def match_keys(shapes: Shapes) -> Iterator[Any]:
+    """Attention of (B, S, H, D) to keys (B, L, H, D) and values (B, L, H, V), with a bias that
+    broadcasts to (B, H, S, L).
+    """
+    query, keys, values, *bias = shapes.operands
+    yield from (tirx.EQ(query[axis], keys[axis]) for axis in (0, 2, 3))
+    yield from (tirx.EQ(keys[axis], values[axis]) for axis in (0, 1, 2))
+    for each in bias:
+        yield from match_axes(each, (query[0], query[2], query[1], keys[1]))
+
+
+def match_parameters(name: str, shapes: Shapes) -> Iterator[Any]:
+    """Vectors have the size of the axis that an attribute names."""
+    data, *vectors = shapes.operands
+    size = data[int(getattr(shapes.attrs, name))]
+    for vector in vectors:
+        yield from match_axes(vector, (size,))
+
+
+def stay_inside(data: Shape, indices: Shape, axis: int) -> Iterator[Any]:
+    """Indices along an axis stay where they are along the others."""
+    for at, (size, count) in enumerate(zip(data, indices, strict=True)):
+        if at != axis % len(data):
+            yield tirx.LE(count, size)
+
+
+def gather(shapes: Shapes) -> Iterator[Any]:
+    """See `stay_inside`."""
+    return stay_inside(*shapes.operands, int(shapes.attrs.axis))
+
+
+def scatter(shapes: Shapes) -> Iterator[Any]:
+    """See `stay_inside`. Each index has its value."""
+    data, indices, values = shapes.operands
+    yield from stay_inside(data, indices, int(shapes.attrs.axis))
+    yield from (tirx.EQ(*pair) for pair in zip(indices, values, strict=True))
+
+
+def take_largest(shapes: Shapes) -> Iterator[Any]:
+    """An axis has as many values as are taken."""
+    count = tirx.const(int(shapes.attrs.k), "int64")
+    yield tirx.LE(count, shapes.operands[0][int(shapes.attrs.axis)])
+
+
+CONVOLUTIONS = tuple(f"relax.nn.conv{rank}d" for rank in (1, 2, 3))
+#: Operators that TVM compiles also where it cannot tell whether their sizes fit.
 RULES = {
-    "relax.reshape": ShapeRule(count_elements, "which makes {} into {}", True),
-    "relax.broadcast_to": ShapeRule(pair_axes, "which makes {} into {}", True),
-    "relax.matmul": ShapeRule(
-        lambda *shapes: [pair_inner_sizes(*shapes)], "which multiplies {} by {}", False
+    **dict.fromkeys(RESHAPES, ShapeRule(keep_count, describe_change)),
+    "relax.broadcast_to": ShapeRule(spread, describe_change),
+    "relax.matmul": ShapeRule(match_inner, describe_product),
+    **dict.fromkeys(
+        (*CONVOLUTIONS, "relax.qnn.conv1d", "relax.qnn.conv2d"),
+        ShapeRule(partial(match_channels, is_transposed=False), describe_product),
     ),
+    **dict.fromkeys(
+        (*(f"{name}_transpose" for name in CONVOLUTIONS), "relax.qnn.conv2d_transpose"),
+        ShapeRule(partial(match_channels, is_transposed=True), describe_product),
+    ),
+    "relax.qnn.dense": ShapeRule(match_rows, describe_product),
+    "relax.qnn.batch_matmul": ShapeRule(match_rows, describe_product),
+    "relax.einsum": ShapeRule(match_letters, describe_operands),
+    "relax.nn.attention": ShapeRule(match_keys, describe_operands),
+    "relax.nn.attention_bias": ShapeRule(match_keys, describe_operands),
+    "relax.nn.prelu": ShapeRule(partial(match_parameters, "axis"), describe_operands),
+    **{
+        f"relax.nn.{kind}_norm": ShapeRule(
+            partial(match_parameters, "channel_axis"), describe_operands
+        )
+        for kind in ("group", "instance")
+    },
+    "relax.gather_elements": ShapeRule(gather, describe_operands),
+    "relax.scatter_elements": ShapeRule(scatter, describe_operands),
+    "relax.topk": ShapeRule(take_largest, describe_operands),
 }
 
 
@@ -103,22 +237,45 @@ def list_shape_checks(func: relax.Function) -> Iterator[ShapeCheck]:
     for binding in list_bindings(func):
         call = binding.value
         rule = RULES.get(call_name(call)) if isinstance(call, Call) else None
-        if rule is None:
+        shapes = None if rule is None else read_shapes(call)
+        if rule is None or shapes is None:
             continue
-        types = [each.ty for each in (call.args[0], call if rule.reads_result else call.args[1])]
-        if not all(isinstance(ty.shape, relax.ShapeExpr) for ty in types):
-            continue
-        shapes = [list_dimensions(ty) for ty in types]
-        pairs = [pair for pair in rule.list_pairs(*shapes) if not analyzer.can_prove_equal(*pair)]
-        if pairs:
-            fits = tirx.all(*(tirx.EQ(*pair) for pair in pairs))
-            text = f"{binding.var.name!r}, {rule.text.format(*map(format_shape, shapes))}"
-            sizes = tuple(tirx.analysis.undefined_vars(tirx.Evaluate(fits), []))
-            yield ShapeCheck(binding.var.name, text, fits, sizes)
+        conditions = [
+            each
+            for each in rule.list_conditions(shapes)
+            # TVM compares numbers itself.
+            if find_sizes(each) and not analyzer.can_prove(each)
+        ]
+        if conditions:
+            fits = tirx.all(*conditions)
+            text = f"{binding.var.name!r}, {rule.text(shapes)}"
+            yield ShapeCheck(binding.var.name, text, fits, find_sizes(fits))
+
+
+def find_sizes(condition: Any) -> tuple[tirx.Var, ...]:
+    """Return the symbolic sizes that a condition reads."""
+    return tuple(tirx.analysis.undefined_vars(tirx.Evaluate(condition), []))
+
+
+def read_shapes(call: Call) -> Shapes | None:
+    """Return the shapes of a call. None if one of an operand is not known."""
+    types = [
+        ty
+        for arg in call.args
+        for ty in (arg.ty.fields if isinstance(arg.ty, relax.TupleType) else [arg.ty])
+        if isinstance(ty, relax.TensorType)
+    ]
+    if not all(isinstance(ty.shape, relax.ShapeExpr) for ty in types):
+        return None
+    is_known = isinstance(getattr(call.ty, "shape", None), relax.ShapeExpr)
+    result = list_dimensions(call.ty) if is_known else None
+    return Shapes(call.attrs, [list_dimensions(ty) for ty in types], result)
 
 
 def format_shape(shape: Shape) -> str:
-    return f"({', '.join(str(getattr(size, 'value', size)) for size in shape)})"
+    """Write a shape without TVM's marks of types."""
+    sizes = ", ".join(str(getattr(size, "value", size)) for size in shape)
+    return f"({re.sub(r'T[.]int64[(](-?[0-9]+)[)]', lambda found: found[1], sizes)})"
 
 
 def create_shape_checks(checks: Mapping[str, Sequence[ShapeCheck]]) -> Any:
@@ -131,7 +288,7 @@ def create_shape_checks(checks: Mapping[str, Sequence[ShapeCheck]]) -> Any:
 
 
 def add_shape_checks(mod: tvm.IRModule, checks: Mapping[str, Sequence[ShapeCheck]]) -> tvm.IRModule:
-    """Add the checks. An operator that is gone, and a size of it with it, has none."""
+    """Add the checks. One whose sizes no value has any more is left out: its operator is gone."""
     builder = relax.BlockBuilder(mod)
 
     def call_checks(function: str, ready: Iterable[ShapeCheck]) -> list[relax.Binding]:

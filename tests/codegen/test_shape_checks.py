@@ -9,6 +9,8 @@ from tvm import relax, tirx
 import relayquant as rq
 from relayquant.codegen.shape_checks import find_shape_checks
 
+op = relax.op
+
 
 def make_reshape(shape, target, *, has_kernel: bool):
     """main(x): y = reshape(exp(x) or x); sizes are numbers and names."""
@@ -147,6 +149,145 @@ MATCHED = {
         [((4,), (5, 3, 2))],
     ),
 }
+
+
+WEIGHT = np.random.default_rng(1).standard_normal((4, 3, 3, 3)).astype("float32")
+SLOPES = np.float32([0.1, 0.5, 0.2])
+#: As MATCHED. What right inputs give is tested elsewhere.
+OPERATORS = {
+    "conv2d": (
+        [(1, "n", 5, 5)],
+        lambda x: op.nn.conv2d(x, relax.const(WEIGHT)),
+        [(1, 3, 5, 5)],
+        [[(1, 2, 5, 5)], [(1, 6, 5, 5)]],
+    ),
+    "conv2d of two inputs": (
+        [(1, "n", 5, 5), (4, "m", 3, 3)],
+        op.nn.conv2d,
+        [(1, 2, 5, 5), (4, 2, 3, 3)],
+        [[(1, 2, 5, 5), (4, 3, 3, 3)], [(1, 3, 5, 5), (4, 2, 3, 3)]],
+    ),
+    "conv2d in groups, channels last": (
+        [(1, 5, 5, "n")],
+        lambda x: op.nn.conv2d(x, relax.const(WEIGHT), groups=2, data_layout="NHWC"),
+        [(1, 5, 5, 6)],
+        [[(1, 5, 5, 3)], [(1, 5, 5, 8)]],
+    ),
+    "conv1d_transpose": (
+        [(1, "n", 5)],
+        lambda x: op.nn.conv1d_transpose(x, relax.const(WEIGHT[..., 0])),
+        [(1, 4, 5)],
+        [[(1, 3, 5)], [(1, 8, 5)]],
+    ),
+    "einsum": (
+        [("n", "k"), ("m", 2)],
+        lambda x, y: op.einsum((x, y), "...j,jk->...k"),
+        [(4, 3), (3, 2)],
+        [[(4, 5), (3, 2)], [(4, 3), (5, 2)]],
+    ),
+    "attention": (
+        [(1, "n", 2, 8), (1, "m", 2, 8), (1, "k", 2, 8)],
+        op.nn.attention,
+        [(1, 3, 2, 8), (1, 5, 2, 8), (1, 5, 2, 8)],
+        [[(1, 3, 2, 8), (1, 9, 2, 8), (1, 5, 2, 8)]],
+    ),
+    "attention with a bias": (
+        [(1, "n", 2, 8), (1, "m", 2, 8), (1, "m", 2, 8), (1, 1, "a", "b")],
+        op.nn.attention,
+        [(1, 3, 2, 8), (1, 5, 2, 8), (1, 5, 2, 8), (1, 1, 3, 5)],
+        [
+            [(1, 3, 2, 8), (1, 5, 2, 8), (1, 5, 2, 8), (1, 1, 9, 2)],
+            [(1, 3, 2, 8), (1, 5, 2, 8), (1, 5, 2, 8), (1, 1, 3, 4)],
+        ],
+    ),
+    "group_norm": (
+        [(1, "n", 4)],
+        lambda x: op.nn.group_norm(x, *[relax.const(SLOPES)] * 2, 1, 1, [2]),
+        [(1, 3, 4)],
+        [[(1, 6, 4)], [(1, 2, 4)]],
+    ),
+    "squeeze": (
+        [("n", 4)],
+        lambda x: op.squeeze(x, [0]),
+        [(1, 4)],
+        [[(3, 4)], [(0, 4)]],
+    ),
+    "gather_elements": (
+        [("n", 3), ("m", 3)],
+        lambda x, y: op.gather_elements(x, op.astype(y, "int64"), 1),
+        [(5, 3), (2, 3)],
+        [[(2, 3), (5, 3)]],
+    ),
+    "scatter_elements": (
+        [("n", 3), ("m", 3), ("k", 3)],
+        lambda x, y, z: op.scatter_elements(x, op.astype(y, "int64"), z, 1),
+        [(5, 3), (2, 3), (2, 3)],
+        [[(5, 3), (2, 3), (1, 3)], [(1, 3), (2, 3), (2, 3)]],
+    ),
+    "topk": (
+        [("n", 3)],
+        lambda x: op.topk(x, 4, 0, "values"),
+        [(4, 3)],
+        [[(3, 3)]],
+    ),
+}
+#: Those that have an integer form, which has its own sizes.
+QUANTIZED = {
+    **{name: OPERATORS[name] for name in ("conv2d", "conv2d in groups, channels last")},
+    "dense": (
+        [(2, "n")],
+        lambda x: op.matmul(x, relax.const(WEIGHT[0, 0])),
+        [(2, 3)],
+        [[(2, 2)], [(2, 8)]],
+    ),
+    "product": (
+        [("a", 3, "n"), ("b", "m", 5)],
+        op.matmul,
+        [(2, 3, 4), (2, 4, 5)],
+        [[(2, 3, 4), (2, 8, 5)], [(2, 3, 8), (2, 4, 5)], [(2, 3, 4), (4, 4, 5)]],
+    ),
+}
+
+
+def check_sizes(exe, right, wrong):
+    exe.run("main", [np.zeros(shape, "float32") for shape in right])
+    for shapes in wrong:
+        with pytest.raises(ValueError, match=r"sizes do not fit '.*', which "):
+            exe.run("main", [np.zeros(shape, "float32") for shape in shapes])
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("case", OPERATORS)
+def test_operators__fit_or_are_refused(case):
+    """Before, they read memory of others, or left elements out."""
+    arguments, compute, right, wrong = OPERATORS[case]
+    mod = make_module(arguments, lambda _builder, params, _names: compute(*params))
+    check_sizes(rq.Executor(rq.compile(mod)), right, wrong)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("case", QUANTIZED)
+def test_quantized__fit_or_are_refused(case):
+    arguments, compute, right, wrong = QUANTIZED[case]
+    mod = make_module(arguments, lambda _builder, params, _names: compute(*params))
+    rng = np.random.default_rng(0)
+    data = [[rng.standard_normal(shape).astype("float32") for shape in right] for _ in range(2)]
+    samples = [{f"x{at}": x for at, x in enumerate(arrays)} for arrays in data]
+    check_sizes(rq.Executor(rq.compile(rq.quantize(mod, None, samples, guard="off"))), right, wrong)
+
+
+def test_shape_checks__a_batch_of_one_fits_all():
+    """TVM compares numbers itself: only symbolic sizes are left."""
+    mod = make_module([(1, 3, "n"), (2, "n", 5)], multiply)
+    assert find_shape_checks(mod) == {"main": ()}
+
+
+def test_shape_checks__of_packed_layouts_are_none():
+    def convolve(builder, params, names):
+        return op.nn.conv2d(*params, data_layout="NCHW4c", kernel_layout="OIHW4o")
+
+    mod = make_module([(1, "n", 5, 5, 4), (1, "m", 3, 3, 4)], convolve)
+    assert find_shape_checks(mod) == {"main": ()}
 
 
 def draw_inputs(given):
