@@ -288,7 +288,7 @@ def create_shape_checks(checks: Mapping[str, Sequence[ShapeCheck]]) -> Any:
 
 
 def add_shape_checks(mod: tvm.IRModule, checks: Mapping[str, Sequence[ShapeCheck]]) -> tvm.IRModule:
-    """Add the checks. One whose sizes no value has any more is left out: its operator is gone."""
+    """Add the checks. If no value has the sizes of a check any more, its operator is gone too."""
     builder = relax.BlockBuilder(mod)
 
     def call_checks(function: str, ready: Iterable[ShapeCheck]) -> list[relax.Binding]:

@@ -410,10 +410,9 @@ def make_product(
     operator: Callable[..., relax.Expr], lhs: Quantized, rhs: Quantized, **attributes: Any
 ) -> Callable[[str], relax.Expr]:
     """Return a function from the dtype of the sums to a convolution or matrix product."""
+    scales, zero_points = zip(lhs.parameters, rhs.parameters, strict=True)
     return lambda dtype: operator(
-        *(lhs.value, rhs.value, lhs.zero_point, rhs.zero_point, lhs.scale, rhs.scale),
-        **attributes,
-        out_dtype=dtype,
+        lhs.value, rhs.value, *zero_points, *scales, **attributes, out_dtype=dtype
     )
 
 

@@ -176,7 +176,7 @@ class NamedSets:
         return tuple((name, keys[name]) for name, _, _ in matched.operands if name in keys)
 
     def output(self, matched: OperatorMatch) -> str | None:
-        """Return the group key of an operator's result; None if it has none."""
+        """Return the group key of an operator's result; None if the result is not rounded."""
         if matched.has_float_data or matched.root not in self.primary:
             return None
         return self.key_of[matched.root, self.primary[matched.root]]
@@ -219,8 +219,8 @@ def group_values(graph: Graph, names: NamedSets) -> list[SharedQParams]:
 
 
 def find_constants(matched: OperatorMatch) -> list[tuple[str, relax.Expr, Operand]]:
-    """Return the operands that are constants with parameters of their own: weights, and a bias
-    where the QConfig has one for it. None of a weight in groups.
+    """Return the constants that are rounded by parameters of their own: weights, and a bias if the
+    QConfig rounds it. A weight in groups has many sets of parameters, and is left out.
     """
     if matched.grouped is not None:
         return []

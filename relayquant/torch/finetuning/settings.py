@@ -25,7 +25,7 @@ from relayquant.stages.effort import resolve_effort
 
 #: (outputs, outputs of the float model) -> loss; a third parameter gets the item of the data set
 Loss = Callable[..., Any]
-#: one of so many items is held back; of fewer items the last one, if there are at least so many
+#: Each HELD_BACK-th item is held back. Of fewer items the last one is, if there are FEWEST_ITEMS.
 HELD_BACK, FEWEST_ITEMS = 10, 4
 
 
@@ -122,14 +122,12 @@ class TrainingData:
         held: Inputs of the items that are held back from training, to choose the best state.
     """
 
-    def __init__(
-        self, batches: Any, inputs: Sequence[InputInfo], hold_back: int | None = None
-    ) -> None:
+    def __init__(self, batches: Any, inputs: Sequence[InputInfo], most: int | None = None) -> None:
         """Open the data.
 
         Args:
             batches, inputs: As for `open_dataset`.
-            hold_back: Hold back of the first so many items. None: nothing.
+            most: Of so many first items some are held back. None: no item is.
         """
         self.names = {info.name for info in inputs}
         self.extras: dict[str, Any] = {}
@@ -139,9 +137,9 @@ class TrainingData:
         self.places: frozenset[int] = frozenset()
         self.dataset = plain or open_dataset(self.split, inputs)
         self.held: list[dict[str, np.ndarray]] = []
-        if hold_back is None:
+        if most is None:
             return
-        found = choose_held(itertools.islice(self.dataset, hold_back))
+        found = choose_held(itertools.islice(self.dataset, most))
         self.places, self.held = frozenset(found), list(found.values())
         if found:
             self.dataset = open_dataset(self.split, inputs)
@@ -173,7 +171,9 @@ def choose_held(items: Iterable[dict[str, np.ndarray]]) -> dict[int, dict[str, n
     found: dict[int, dict[str, np.ndarray]] = {}
     place, last = -1, {}
     for place, item in enumerate(items):
-        last = {name: array.copy() for name, array in item.items()}
-        if place % HELD_BACK == HELD_BACK - 1:
+        is_chosen = place % HELD_BACK == HELD_BACK - 1
+        if is_chosen or not found:
+            last = {name: array.copy() for name, array in item.items()}
+        if is_chosen:
             found[place] = last
     return {place: last} if not found and place + 1 >= FEWEST_ITEMS else found

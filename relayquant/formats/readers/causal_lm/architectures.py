@@ -49,7 +49,7 @@ class ModelRow:
     Attributes:
         names: Names of its tensors.
         settings: Settings that not every architecture has -> the value if config.json lacks one,
-            that of its class in `transformers`. A setting of other rows only is not read.
+            that of its class in `transformers`. Settings that only other rows have are not read.
         adjust: What differs from Llama.
         windows: Which layers have the window if metadata has no "layer_types".
         refused: Settings that must be false.

@@ -57,7 +57,7 @@ NAMES: dict[str, str] = {
 #: Divisors of the frequencies of rotary positions: read with the config.
 FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
-#: Settings that are read of those whose names begin with "rope.scaling.". The last says nothing.
+#: The settings "rope.scaling.*" that are supported. "finetuned" has no effect.
 SCALING = (
     "type", "factor", "original_context_length", "attn_factor", "yarn_beta_fast", "yarn_beta_slow",
     "finetuned",

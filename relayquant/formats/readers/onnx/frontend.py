@@ -59,7 +59,7 @@ def run_widened(
     attrs: dict[str, Any],
     opset: int,
 ) -> relax.Expr:
-    """Convert with TVM's frontend in a wider dtype than that of the data and the result."""
+    """Convert with TVM's frontend in a wider dtype. The result has the dtype of the data."""
     wide = [each if each is None else bb.emit(relax.op.astype(each, dtype)) for each in inputs]
     value = bb.emit(run_frontend(op, bb, wide, attrs, opset))
     return bb.emit(relax.op.astype(value, str(inputs[0].ty.dtype)))

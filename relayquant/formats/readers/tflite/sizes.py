@@ -39,7 +39,7 @@ class OpenSizes:
     """The sizes of one conversion.
 
     Attributes:
-        shapes: Input -> its shape. If there are none, all sizes come from the file.
+        shapes: Input -> its shape. Empty if all sizes come from the file.
         numbers: Symbolic size -> the number that operators see.
     """
 

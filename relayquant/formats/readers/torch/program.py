@@ -247,8 +247,8 @@ def convert_node(importer: Any, convert: Callable[..., Any], node: Any, *more: A
 
 
 def has_narrow_result(node: Any) -> bool:
-    """Whether the result of a node is one tensor of narrow floats, or a tuple that begins with
-    one. A node that only checks something has none.
+    """Whether a node gives a tensor of narrow floats, or a tuple that begins with one. Nodes that
+    only check something give nothing.
     """
     value = node.meta.get("val")
     first = next(iter(value), None) if isinstance(value, list | tuple) else value
