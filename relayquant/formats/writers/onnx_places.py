@@ -109,7 +109,8 @@ def write_pixel_shuffle(builder: OnnxBuilder, var: relax.Var, call: Call) -> str
 
 
 def write_adaptive_pool(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Write a product with the windows of each axis, one axis after the other.
+    """Write a product with the windows of each axis, one axis after the other. Of an infinite value
+    or NaN, all windows of its axes get NaN.
 
     Raises:
         ModelError: the layout is packed, or a size of the result is not known.

@@ -215,9 +215,12 @@ class ValueStore:
         return ValueWriter(self.path(name, None))
 
     def write(self, name: str, shard: Shard) -> ValueWriter | KeptWriter:
-        """Return a writer for one shard of a computed value."""
+        """Return a writer for one shard of a computed value, which takes the place of another."""
         path = self.path(name, shard)
-        return ValueWriter(path) if self.memory is None else KeptWriter(path, self.memory)
+        if self.memory is None:
+            return ValueWriter(path)
+        self.memory.drop(path)
+        return KeptWriter(path, self.memory)
 
     def read(self, name: str, shard: Shard) -> Iterator[np.ndarray]:
         """Return the batches of one shard of a value, in order. Do not write into them.

@@ -134,6 +134,19 @@ def test_store__what_memory_has_no_room_for_is_in_files(tmp_path):
         list(store.read("a", ONE))
 
 
+def test_store__what_is_written_again_takes_the_place_of_the_first(tmp_path):
+    """In memory or, where that has no room, in a file."""
+    memory, one = ValueMemory(100), Shard(0, 0, 1)
+    store = ValueStore(tmp_path, memory=memory)
+    for size in (10, 20, 60, 5):
+        with store.write("a", one) as writer:
+            writer.append(np.full(size, size, "float32"))
+        (found,) = store.read("a", one)
+        np.testing.assert_array_equal(found, np.full(size, size, "float32"))
+    store.drop("a", (one,))
+    assert memory.reserve(100)
+
+
 def test_store__a_writer_that_fails_gives_its_room_back(tmp_path):
     store = ValueStore(tmp_path, memory=ValueMemory(12))
 
