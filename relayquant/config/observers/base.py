@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from relayquant.base.arguments import describe_not_finite
 from relayquant.base.plain_data import NamedSettings
-from relayquant.base.qtypes import QParams, Role, ValueInfo
-from relayquant.errors import ConfigError, DataError
+from relayquant.base.qtypes import QParams, Role, ValueInfo, check_qparams
+from relayquant.errors import ConfigError, DataError, RelayQuantError
 
 Float64Array = NDArray[np.float64]
 
@@ -134,6 +134,43 @@ class Observer(NamedSettings, ABC, Generic[StateT]):
         for array in arrays:
             state = self.update(state, array)
         return self.qparams(state, info)
+
+
+def call_observer(method: Callable[..., Any], info: ValueInfo, *args: Any) -> Any:
+    """Return what a method of an observer gives for a value. Users write observers too.
+
+    Raises:
+        ConfigError: it raised an exception, or the result is neither a State nor a QParams that
+            fits `info`; names the observer and the value.
+    """
+    source = f"Observer {method.__self__.name}"
+    result = call_for_value(f"{source}: {method.__name__}", info, lambda: method(*args))
+    if isinstance(result, State):
+        return result
+    if isinstance(result, QParams):
+        return check_qparams(result, info, source)
+    raise ConfigError(
+        f"{source}: {method.__name__} returned {type(result).__name__} for value {info.name!r}; "
+        "allowed: a QParams from `qparams`, a State from the other methods.",
+        code="RQ106",
+    )
+
+
+def call_for_value(source: str, info: ValueInfo, function: Callable[[], Any]) -> Any:
+    """Return the result of a user's function. `source` names it for the message.
+
+    Raises:
+        ConfigError: it raised an exception that is not from this package; names the value.
+    """
+    try:
+        return function()
+    except RelayQuantError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{source} raised {type(error).__name__} for value {info.name!r}: {error}",
+            code="RQ106",
+        ) from error
 
 
 #: Any observer, with any state.

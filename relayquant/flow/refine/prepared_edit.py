@@ -25,6 +25,7 @@ from relayquant.base.storage.files import reading
 from relayquant.base.storage.module_file import parse_module
 from relayquant.config import BackendConfig, DTypeConfig, QConfig, QConfigMapping
 from relayquant.config.observers import Observer
+from relayquant.config.observers.base import call_observer
 from relayquant.errors import ConfigError, DataError, format_count
 from relayquant.ir.ledger import InterfaceValue
 from relayquant.ir.plan import OperatorPlan, Plan, SharedQParams
@@ -118,7 +119,7 @@ def pick_range(
     observer = seen.observer
     if isinstance(observer, RelativeMSE):  # files hold no curves
         observer = replace(observer, curve=find().get(group.key))
-    return observer.qparams(seen.state, group.info)
+    return call_observer(observer.qparams, group.info, seen.state, group.info)
 
 
 def check_operator(
@@ -198,7 +199,8 @@ def merge_statistics(first: PreparedModel, *others: PreparedModel) -> PreparedMo
                     f"{seen.observer.name}; use one observer.",
                     code="RQ105",
                 )
-            state = before.observer.merge(before.state, seen.state)
+            info = before.state.info
+            state = call_observer(before.observer.merge, info, before.state, seen.state)
             statistics[key] = GroupStatistics(before.observer, state)
     parameters, curves = pick_weight_parameters(first), cache(partial(find_curves, first))
     for group in needed:

@@ -16,6 +16,7 @@ import tvm
 from relayquant.base.qtypes import QSpec
 from relayquant.config import BackendConfig, Effort, QConfig, QConfigMapping, TensorConfig
 from relayquant.config.observers import MinMax, Observer
+from relayquant.config.observers.base import call_observer
 from relayquant.errors import ConfigError, RelayQuantError, format_count
 from relayquant.flow.evaluation import compile_to_verify, ledger
 from relayquant.flow.steps import convert_to_reference, lower, prepare
@@ -172,7 +173,7 @@ def observe_parameters(
     for group in prepared.plan.activations:
         seen = [batch[name] for batch in batches for name in group.points]
         observer = group.observer if isinstance(group.observer, Observer) else MinMax()
-        parameters[group.key] = observer.observe(group.info, seen)
+        parameters[group.key] = call_observer(observer.observe, group.info, group.info, seen)
     return replace(prepared, parameters=parameters)
 
 

@@ -14,8 +14,8 @@ from relayquant.base.arguments import takes_arguments
 from relayquant.base.events import CallbackList, ParametersEvent
 from relayquant.base.qtypes import QParams, ValueInfo, check_qparams, conform_scale
 from relayquant.config.observers import Observer
-from relayquant.config.observers.base import AnyObserver
-from relayquant.errors import ConfigError, RelayQuantError, format_count
+from relayquant.config.observers.base import AnyObserver, call_for_value, call_observer
+from relayquant.errors import ConfigError, format_count
 from relayquant.ir import reference
 from relayquant.ir.plan import Plan, SharedQParams
 from relayquant.stages.calibration.result import CalibrationResult
@@ -117,15 +117,7 @@ class CallableCalibration:
             named["context"] = context
         elif not takes_arguments(self.function, 2):
             args.append(context)
-        try:
-            picked = self.function(*args, **named)
-        except RelayQuantError:
-            raise
-        except Exception as error:
-            raise ConfigError(
-                f"{source} raised {type(error).__name__} for value {info.name!r}: {error}",
-                code="RQ106",
-            ) from error
+        picked = call_for_value(source, info, lambda: self.function(*args, **named))
         return check_qparams(picked, info, source)
 
 
@@ -210,7 +202,8 @@ def pick_given(
     """
     parameters, names = dict(weights), dict[str, str]()
     for group, observer in zip(plan.activations, observers, strict=True):
-        picked = observer.qparams(observer.start(group.info), group.info)
+        state = call_observer(observer.start, group.info, group.info)
+        picked = call_observer(observer.qparams, group.info, state, group.info)
         if group.key in min_scales:
             picked = raise_scale(picked, group, min_scales)
         parameters[group.key], names[group.key] = picked, observer.name

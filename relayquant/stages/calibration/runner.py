@@ -24,7 +24,7 @@ from relayquant.base.runtime import LoadModule, limit_blas
 from relayquant.config import FitSettings, Order, WeightRounding
 from relayquant.config.fitting import DEFAULT_FIT
 from relayquant.config.observers import MinMax, Observer
-from relayquant.config.observers.base import NotFiniteError
+from relayquant.config.observers.base import NotFiniteError, call_observer
 from relayquant.data import Dataset, open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.errors import DataError
@@ -365,9 +365,10 @@ class _Run:
         result = CalibrationResult({}, {})
         with futures.ThreadPoolExecutor(count_threads()) as pool:
             found = {
-                key: pool.submit(observer.qparams, states.groups[key], self.plan.group(key).info)
+                key: pool.submit(call_observer, observer.qparams, info, states.groups[key], info)
                 for key, observer in observers.items()
                 if isinstance(observer, Observer)
+                for info in (self.plan.group(key).info,)
             }
         for key, observer in observers.items():
             result.parameters[key] = (

@@ -24,6 +24,7 @@ from relayquant.base.storage.archive import Archive, read_archive, write_archive
 from relayquant.base.storage.files import reading
 from relayquant.base.storage.module_file import parse_module
 from relayquant.config.observers import Observer
+from relayquant.config.observers.base import call_observer
 from relayquant.stages.calibration.store import BEGIN_ANEW, Shard, ValueStore
 from relayquant.stages.calibration.subgraphs import Subgraph
 from relayquant.stages.calibration.weights.patches import LinearView
@@ -177,7 +178,10 @@ class ShardStates:
     def start(task: ShardTask) -> ShardStates:
         """Return the states before any data."""
         return ShardStates(
-            {key: seen.observer.start(seen.info) for key, seen in task.groups.items()},
+            {
+                key: call_observer(seen.observer.start, seen.info, seen.info)
+                for key, seen in task.groups.items()
+            },
             {name: seen.start() for name, seen in task.fits.items()},
         )
 
@@ -188,7 +192,9 @@ class ShardStates:
         """
         return ShardStates(
             {
-                key: seen.observer.merge(first.groups[key], second.groups[key])
+                key: call_observer(
+                    seen.observer.merge, seen.info, first.groups[key], second.groups[key]
+                )
                 for key, seen in task.groups.items()
             },
             {name: first.fits[name].merge(second.fits[name]) for name in task.fits},
@@ -355,7 +361,9 @@ class Watch:
         """Show a group's arrays to its observer."""
         self.waiting_bytes -= self.seen_later[key].bytes
         arrays, _ = self.seen_later[key].take()
-        self.groups[key] = self.task.groups[key].observer.update_all(self.groups[key], arrays)
+        seen = self.task.groups[key]
+        state = call_observer(seen.observer.update_all, seen.info, self.groups[key], arrays)
+        self.groups[key] = state
 
     def observe_all(self) -> None:
         """Show all waiting arrays to their observers."""

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 import tvm
 from tvm import relax
-from tvm.ir import Call
+from tvm.ir import Call, Op
 from tvm.relax.dpl import is_op, wildcard
 
 from relayquant.base.arguments import check_fields
@@ -78,6 +78,14 @@ class AffineRule:
     rewrite: Callable[[Call, Quantized], Quantized | Skip]
     attributes: tuple[str, ...] = ()
     shares_parameters: bool = True
+
+    def __post_init__(self) -> None:
+        if self.op not in Op.list_op_names():
+            raise ConfigError(
+                f"AffineRule: op is {self.op!r}, which TVM does not have; allowed: the full name "
+                "of an operator, such as 'relax.flip'.",
+                code="RQ106",
+            )
 
     @cached_property
     def pattern(self) -> QuantOp:

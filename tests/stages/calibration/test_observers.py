@@ -33,6 +33,7 @@ from relayquant.config.observers import (
     MovingAverageMinMax,
     Percentile,
 )
+from relayquant.config.observers.base import call_observer
 from relayquant.config.observers.search import (
     expected_squared_errors,
     search_kl_range,
@@ -708,6 +709,44 @@ def test_callable__that_raises_is_named_with_the_value():
 
     with pytest.raises(ConfigError, match=r"rule raised ZeroDivisionError for value 'relu_1': "):
         resolve_observer(rule).qparams(Samples(SYMMETRIC, []))
+
+
+class Faulty(MinMax):
+    """An observer of a user, with one method that is wrong."""
+
+    def start(self, info):
+        return 1 // 0
+
+    def update_all(self, state, arrays):
+        return None
+
+    def qparams(self, state, info):
+        return QParams(1.0, 0, "uint8")
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("start", r"Observer Faulty: start raised ZeroDivisionError for value 'relu_1'"),
+        (
+            "update_all",
+            r"Observer Faulty: update_all returned NoneType for value 'relu_1'; ",
+        ),
+        ("qparams", r"Observer Faulty picked parameters for value 'relu_1' of dtype uint8; the"),
+    ],
+)
+def test_call_observer__names_the_observer_and_the_value(method, message):
+    observer, state = Faulty(), MinMax().start(SYMMETRIC)
+    arguments = {"start": (SYMMETRIC,), "update_all": (state, []), "qparams": (state, SYMMETRIC)}
+    with pytest.raises(ConfigError, match=message):
+        call_observer(getattr(observer, method), SYMMETRIC, *arguments[method])
+
+
+def test_call_observer__errors_of_this_package_stay():
+    with pytest.raises(DataError, match="NaN"):
+        call_observer(
+            MinMax().update, SYMMETRIC, MinMax().start(SYMMETRIC), np.full(3, np.nan, "float32")
+        )
 
 
 @pytest.mark.parametrize(

@@ -216,3 +216,8 @@ def test_rule_of_the_user__its_skip_wins_over_that_of_a_built_in_rule():
     row = rq.ledger(qmod).row("m")
     assert row is not None
     assert (row.quantized, row.reason) == (False, "mine")
+
+
+def test_affine_rule__of_an_unknown_operator():
+    with pytest.raises(rq.ConfigError, match=r"op is 'relax.flipp', which TVM does not have"):
+        rq.extend.AffineRule("relax.flipp", lambda call, operand: operand)

@@ -10,6 +10,7 @@ from types import MappingProxyType
 import numpy as np
 
 from relayquant.base.qtypes import QParams
+from relayquant.config.observers.base import call_observer
 from relayquant.ir.ops.find import match_operator, operand_constant
 from relayquant.ir.plan import SharedQParams
 from relayquant.ir.rewrite import Graph
@@ -75,5 +76,5 @@ def pick_weight_parameters(prepared: PreparedModel) -> dict[str, QParams]:
             )
             parameters[group.key] = observer.qparams(samples, context)
         else:
-            parameters[group.key] = observer.observe(group.info, [array])
+            parameters[group.key] = call_observer(observer.observe, group.info, group.info, [array])
     return parameters
