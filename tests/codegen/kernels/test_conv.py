@@ -17,22 +17,23 @@ from tvm import relax
 
 from relayquant.base.qtypes import INTEGER_LIMITS
 from relayquant.codegen.kernels.integer.conv import (
-    PANEL_ORDER,
-    PIXEL_ORDER,
-    Placement,
     build_conv2d,
     build_dense,
-    find_halved_axis,
-    locate_tile,
     pack_conv2d,
     pack_dense,
+)
+from relayquant.codegen.kernels.integer.conv_order import (
+    PANEL_ORDER,
+    PIXEL_ORDER,
+    find_halved_axis,
     pick_order,
     plan_pixel_prefetch,
     plan_prefetch,
 )
 from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, merge_groups, rank_tiles
+from relayquant.codegen.kernels.integer.conv_tile import locate_tile
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
-from relayquant.codegen.kernels.integer.operands import Image
+from relayquant.codegen.kernels.integer.operands import Image, Placement
 from relayquant.codegen.kernels.integer.saturating_pack import channel_order
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, Tile
 from relayquant.codegen.kernels.isa.timing import ZEN4, ZEN5, Timing

@@ -43,8 +43,9 @@ from relayquant.codegen.kernels.floating.conv import FloatConv2d
 from relayquant.codegen.kernels.floating.gemm import FloatDense
 from relayquant.codegen.kernels.floating.stored import Stored, store_floats, widen_bits
 from relayquant.codegen.kernels.floating.tile import static
-from relayquant.codegen.kernels.integer.conv import TilePosition, emit_convolution
+from relayquant.codegen.kernels.integer.conv import emit_convolution
 from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, pack_panels
+from relayquant.codegen.kernels.integer.conv_tile import TilePosition
 from relayquant.codegen.kernels.integer.operands import (
     Image,
     Operands,

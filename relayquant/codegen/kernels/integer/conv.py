@@ -29,7 +29,7 @@ are zero.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -40,27 +40,42 @@ from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
 from relayquant.codegen.kernels.emit import (
-    CACHE_LINE,
     PARALLEL_THRESHOLD,
     STORE_COST,
     WEIGHT_COST,
     alloc_vectors,
-    broadcast,
     build_kernel,
     ceil_div,
-    constant,
-    emit_prefetch,
     emit_unknown,
     load_vector,
     loop_over,
     split_index,
     store_vector,
 )
+from relayquant.codegen.kernels.integer.conv_order import (
+    LARGE_IMAGE_BYTES,
+    PANEL_ORDER,
+    emit_residual_prefetch,
+    find_halved_axis,
+    pick_order,
+    plan_pixel_prefetch,
+    plan_prefetch,
+)
 from relayquant.codegen.kernels.integer.conv_plan import (
     PREFETCH_TILES,
     UNROLLED_WORDS,
     ConvPlan,
     pack_constants,
+)
+from relayquant.codegen.kernels.integer.conv_tile import (
+    TilePosition,
+    add_chains,
+    emit_reduction,
+    emit_start,
+    emit_words,
+    locate_tile,
+    store_integers,
+    store_packed,
 )
 from relayquant.codegen.kernels.integer.depthwise import build_depthwise
 from relayquant.codegen.kernels.integer.depthwise_plan import pack_depthwise
@@ -69,10 +84,7 @@ from relayquant.codegen.kernels.integer.operands import (
     Operands,
     Placement,
     declare_operands,
-    emit_narrow_vectors,
     emit_prepared_image,
-    emit_store,
-    locate_panel,
 )
 from relayquant.codegen.kernels.integer.plan_choice import choose_plan
 from relayquant.codegen.kernels.integer.saturating_pack import count_packed
@@ -81,28 +93,11 @@ from relayquant.codegen.kernels.integer.tiled import emit_tiled, mark_stores_onc
 from relayquant.codegen.kernels.integer.tiled_plan import TiledPlan
 from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
 
-#: Packed weights of up to this many bytes stay in the first-level cache during all pixels.
-SMALL_WEIGHT_BYTES = 20 * 1024
-#: A larger image (in bytes) does not stay in the second-level cache; weights up to the second size
-#: do.
-LARGE_IMAGE_BYTES = 1024 * 1024
-CACHED_WEIGHT_BYTES = 300 * 1024
-#: Least iterations of a loop that is unrolled. With two, LLVM makes slow code.
-LONG_LOOP = 4
-
-#: Threads split the pixels up to this many weights per input value. Weights are read in order and
-#: fetched ahead, while data that another core wrote has to be waited for.
-WEIGHTS_PER_INPUT = 4
-
 #: Most runs of tiles that threads share, whose results are stored during the next products, and
 #: the fewest tiles of a run. Their number is a power of two, so that most threads share evenly.
 PARTS, FEWEST_RUN = 64, 4
 #: Words of a long reduction between which results are stored.
 MIXED_WORDS = 8
-
-#: Loops over tiles: all panels of weights for each tile of pixels, or all pixels for each panel.
-PIXEL_ORDER = "n row col group panel"
-PANEL_ORDER = "group panel n row col"
 
 
 def build_general_conv2d(
@@ -138,22 +133,6 @@ def build_planned(
         emit_convolution(plan, image, operands, threads)
 
     return mark_stores_once(build_kernel(name, body), plan)
-
-
-@dataclass(frozen=True)
-class TilePosition:
-    """One register tile: offsets of the data it reads and writes, and of its constants."""
-
-    origin: Expr  #: of the first activation in the image
-    pixel_starts: list[int]  #: of every pixel of the tile, from `origin`
-    out_pixels: list[Expr]  #: of the first channel of every pixel in y
-    out_channels: list[
-        Expr
-    ]  #: of every block in a pixel of y; all the same when results are packed
-    pixel_numbers: list[Expr]  #: of every pixel in `Operands.row_term`
-    constants: Expr  #: in the multipliers
-    bias: Expr
-    first_vector: Expr  #: number of the first weight vector
 
 
 #: Stores the sums of a tile: (plan, operands, position of the tile, result of `add_chains`).
@@ -304,319 +283,6 @@ def emit_mixed(
     if count < plan.words:
         with T.serial(plan.words - count) as i:
             emit(i + count)
-
-
-def pick_order(plan: ConvPlan) -> str:
-    """Choose the axes of the loop over tiles, outermost first.
-
-    What changes last stays in the caches.
-    """
-    if plan.weight_bytes <= SMALL_WEIGHT_BYTES:
-        return PIXEL_ORDER
-    if plan.image_bytes > LARGE_IMAGE_BYTES and plan.weight_bytes <= CACHED_WEIGHT_BYTES:
-        return PIXEL_ORDER
-    return "n group panel row col" if plan.weights_per_image else PANEL_ORDER
-
-
-def find_halved_axis(plan: ConvPlan, order: str, sizes: dict[str, int]) -> str | None:
-    """Find the axis of pixels to split in two first. None: threads split the panels.
-
-    A thread with part of the pixels finds them in its own cache, from the kernel before. A thread
-    with part of the panels reads all pixels, also those that other threads wrote, but fewer
-    weights.
-    """
-    if order != PANEL_ORDER or plan.weight_size > WEIGHTS_PER_INPUT * prod(plan.spec.in_shape):
-        return None
-    return next((axis for axis in ("n", "row", "col") if sizes[axis] % 2 == 0), None)
-
-
-@dataclass(frozen=True)
-class Prefetch:
-    """A tile's share in fetching the weights of the next panel.
-
-    Large weights come from far away: the last-level cache or memory. Without prefetching, the first
-    tile of a panel would wait for every line, and the others find them in the cache. So the tiles
-    of one panel together fetch the lines of the next panel, a few with each word, while their dot
-    products go on.
-    """
-
-    start: Expr  #: first element of packed weights, or of the pixels
-    step: int  #: elements per word
-
-
-def plan_prefetch(
-    plan: ConvPlan, place: Placement, panel: Expr, tile: Expr, tiles: int
-) -> Prefetch:
-    """Plan what tile number `tile` of `tiles` fetches during a panel.
-
-    Shares are rounded up, and the last shares moved back, so no address is beyond the weights.
-    """
-    size = plan.isa.weight_vector
-    words = plan.panel_vectors // plan.tile.blocks
-    step = ceil_div(plan.tile.blocks * size, tiles)
-    following = T.min(panel + 1, plan.groups * plan.panels - 1)
-    first = (following * plan.panel_vectors + place.first_weight) * size
-    start = T.min(tile * (words * step), plan.panel_vectors * size - words * step)
-    return Prefetch(first + start, step)
-
-
-def plan_pixel_prefetch(plan: ConvPlan, at: TilePosition, order: str, panel: Expr) -> Prefetch:
-    """Plan what a tile of a matrix fetches of the pixels of the next tile, which follow in memory.
-
-    If the pixels exceed the second-level cache, each line would be waited for: hardware sees only a
-    run of a few lines in every pixel, too short to predict the next. With all panels of weights for
-    a tile of pixels, each panel fetches a share.
-    """
-    size, sharing = plan.tile.cols * plan.spec.in_channels, 1
-    if order == PIXEL_ORDER:
-        sharing = plan.panels
-    step = ceil_div(size, plan.words * sharing)
-    start = at.origin + size
-    return Prefetch(start + panel * (plan.words * step) if sharing > 1 else start, step)
-
-
-def emit_residual_prefetch(plan: ConvPlan, operands: Operands, at: TilePosition) -> None:
-    """Fetch the residual and the results that a tile will overwrite, while its dot products go on.
-
-    The residual was computed some kernels ago, and its pixels are far apart. Without prefetching,
-    every line of it would be waited for, and every line of y next to it.
-    """
-    if operands.residual is None:
-        return
-    for buffer, write in ((operands.residual, False), (operands.out, True)):
-        line = CACHE_LINE // np.dtype(buffer.dtype).itemsize
-        for pixel in at.out_pixels:
-            for channel in range(0, min(plan.panel_channels, plan.group_out), line):
-                emit_prefetch(buffer, pixel + at.out_channels[0] + channel, level=1, write=write)
-
-
-def locate_tile(
-    plan: ConvPlan,
-    image: Image,
-    place: Placement,
-    n: Expr,
-    row: Expr,
-    col: Expr,
-    group: Expr,
-    panel: Expr,
-) -> TilePosition:
-    """Compute the offsets of the tile with these indices.
-
-    The last tile of an axis is moved back.
-    """
-    spec, tile = plan.spec, plan.tile
-    _, n_rows, n_cols = plan.pixel_grid
-    stride_h, stride_w = spec.strides
-    oy, ox = row * tile.rows, col * tile.cols
-    if n_rows % tile.rows:
-        oy = T.min(oy, n_rows - tile.rows)
-    if n_cols % tile.cols:
-        ox = T.min(ox, n_cols - tile.cols)
-    y, x = oy * stride_h + place.origin[0], ox * stride_w + place.origin[1]
-    origin = ((n * image.height + y) * image.width + x) * spec.in_channels
-    starts, numbers, targets = [], [], []
-    for r, c in np.ndindex(tile.rows, tile.cols):
-        starts.append((r * stride_h * image.width + c * stride_w) * spec.in_channels)
-        numbers.append((n * n_rows + oy + r) * n_cols + ox + c)
-        y = (oy + r) * place.stride[0] + place.offset[0]
-        x = (ox + c) * place.stride[1] + place.offset[1]
-        targets.append(((n * place.size[0] + y) * place.size[1] + x) * plan.result_pitch)
-
-    own = locate_panel(plan, place, n, group, panel)
-    return TilePosition(
-        origin=origin + group * plan.group_in,
-        pixel_starts=starts,
-        out_pixels=targets,
-        out_channels=own.channels,
-        pixel_numbers=numbers,
-        constants=own.constants,
-        bias=own.bias,
-        first_vector=own.first_vector,
-    )
-
-
-def emit_start(plan: ConvPlan, operands: Operands, at: TilePosition) -> list[list[Buffer]]:
-    """Emit accumulators [chain][set * blocks + block]. A set is `Isa.pixels` pixels of the tile.
-
-    The first chain starts with the bias, others with 0.
-    """
-    tile, isa, lanes = plan.tile, plan.isa, plan.isa.lanes
-    width, slots = isa.accumulator_lanes, tile.pixels // isa.pixels * tile.blocks
-    chains = [alloc_vectors(slots, width, isa.sum_dtype) for _ in range(tile.chains)]
-    for slot, acc in enumerate(chains[0]):
-        first, block = divmod(slot, tile.blocks)
-        sums = []
-        for number in group_pixels(at.pixel_numbers, isa)[first]:
-            value = load_vector(operands.bias, at.bias + block * lanes, lanes)
-            if operands.row_term is not None:
-                value = value + broadcast(operands.row_term.vload([number]), lanes)
-            sums.append(value)
-        store_vector(acc, isa.join_sums(sums), 0, width)
-    for acc in (acc for accs in chains[1:] for acc in accs):
-        store_vector(acc, constant(isa.sum_dtype, 0, width), 0, width)
-    return chains
-
-
-def group_pixels(values: list[Any], isa: Isa) -> list[list[Any]]:
-    """Group values of a tile's pixels by the sets of pixels that share accumulators."""
-    return [values[i : i + isa.pixels] for i in range(0, len(values), isa.pixels)]
-
-
-def emit_reduction(
-    plan: ConvPlan,
-    image: Image,
-    operands: Operands,
-    at: TilePosition,
-    chains: list[list[Buffer]],
-    ahead: Prefetch | None,
-    following: Prefetch | None = None,
-) -> None:
-    """Emit the dot products of a tile, in loops over kernel positions and words.
-
-    The loops also fetch the weights `ahead` and the `following` pixels. Pixels and blocks are
-    unrolled. On x86 pixels are the outer loop, since the swapped order makes LLVM spill. On Arm
-    this order makes LLVM spill (`Isa.blocks_first`).
-    """
-    spec, isa, blocks = plan.spec, plan.isa, plan.tile.blocks
-    dilation_h, dilation_w = spec.dilation
-
-    def steps(tap_h: Expr, tap_w: Expr, word: Expr, count: int) -> None:
-        """Emit `count` words from `word` on, distributed over the chains."""
-        tap = (tap_h * dilation_h * image.width + tap_w * dilation_w) * spec.in_channels
-        offset = tap + word * isa.products
-        index = (tap_h * plan.taps[1] + tap_w) * plan.words + word
-        for share, buffer, level in ((ahead, operands.weight, 2), (following, image.data, 1)):
-            if share is not None:
-                line = CACHE_LINE // np.dtype(buffer.dtype).itemsize
-                for element in range(0, count * share.step, line):
-                    emit_prefetch(buffer, share.start + index * share.step + element, level)
-        emit_words(plan, image, operands, at, chains, offset, index, count)
-
-    unrolled = ceil_div(len(chains), isa.words_per_load) * isa.words_per_load
-    times = isa.count_steps(plan.tile.pixels, blocks, plan.tile.pixels * blocks * len(chains))
-    if plan.words >= LONG_LOOP * times * unrolled:
-        unrolled *= times
-    whole, rest = divmod(plan.words, unrolled)
-    with T.grid(*plan.taps) as (tap_h, tap_w):
-        if whole:
-            with T.serial(whole) as i:
-                steps(tap_h, tap_w, i * unrolled, unrolled)
-        if rest:
-            steps(tap_h, tap_w, T.int32(whole * unrolled), rest)
-    for end_word in range(plan.end_words):
-        emit_end_word(plan, image, operands, at, chains[end_word % len(chains)], end_word)
-
-
-def emit_words(
-    plan: ConvPlan,
-    image: Image,
-    operands: Operands,
-    at: TilePosition,
-    chains: list[list[Buffer]],
-    offset: Expr | int,
-    index: Expr | int,
-    count: int,
-) -> None:
-    """Emit the dot products of `count` words from number `index` on, distributed over the chains.
-
-    `offset` counts activations from the first one that a pixel reads to word number `index`.
-    """
-    isa, blocks, width = plan.isa, plan.tile.blocks, plan.isa.accumulator_lanes
-    pixels = [
-        isa.load_activations(image.data, at.origin + offset + start, count)
-        for start in at.pixel_starts
-    ]
-    loads = [
-        [isa.join_words(list(words)) for words in zip(*members, strict=True)]
-        for members in group_pixels(pixels, isa)
-    ]
-    for i in range(count):
-        vectors = at.first_vector + (index + i) * blocks
-        sums = list(enumerate(chains[i % len(chains)]))
-        if isa.blocks_first:
-            sums.sort(key=lambda each: each[0] % blocks)
-        for slot, acc in sums:
-            members, block = divmod(slot, blocks)
-            weights = isa.load_weights(operands.weight, vectors + block)
-            value = isa.dot(load_vector(acc, 0, width), loads[members][i], weights)
-            store_vector(acc, value, 0, width)
-
-
-def emit_end_word(
-    plan: ConvPlan,
-    image: Image,
-    operands: Operands,
-    at: TilePosition,
-    accs: list[Buffer],
-    number: int,
-) -> None:
-    """Emit the dot products of one word that joins the ends of several kernel rows."""
-    spec, isa, blocks = plan.spec, plan.isa, plan.tile.blocks
-    pieces = isa.products // plan.end
-    rows = range(number * pieces, min((number + 1) * pieces, plan.taps[0]))
-    row = spec.dilation[0] * image.width * spec.in_channels
-    ends = [row * r + plan.words * isa.products for r in rows]
-    words = [
-        isa.load_joined(image.data, [at.origin + start + end for end in ends], plan.end)
-        for start in at.pixel_starts
-    ]
-    index = prod(plan.taps) * plan.words + number
-    for slot, acc in enumerate(accs):
-        pixel, block = divmod(slot, blocks)
-        weights = isa.load_weights(operands.weight, at.first_vector + index * blocks + block)
-        value = isa.dot(load_vector(acc, 0, isa.lanes), words[pixel], weights)
-        store_vector(acc, value, 0, isa.lanes)
-
-
-def add_chains(plan: ConvPlan, chains: list[list[Buffer]]) -> list[Expr]:
-    """Add up the chains of a tile. Returns vectors of sums, [pixel * blocks + block]."""
-    isa, blocks = plan.isa, plan.tile.blocks
-    totals: list[Expr] = [None] * (plan.tile.pixels * blocks)
-    for slot, accs in enumerate(zip(*chains, strict=True)):
-        total = load_vector(accs[0], 0, isa.accumulator_lanes)
-        for acc in accs[1:]:
-            total = total + load_vector(acc, 0, isa.accumulator_lanes)
-        first, block = divmod(slot, blocks)
-        for member, sums in enumerate(isa.split_sums(total)):
-            totals[(first * isa.pixels + member) * blocks + block] = sums
-    return totals
-
-
-def store_integers(
-    plan: ConvPlan, operands: Operands, at: TilePosition, totals: list[Expr]
-) -> None:
-    """Store the sums of a tile through the epilogue."""
-    epilogue, blocks, lanes = plan.spec.epilogue, plan.tile.blocks, plan.isa.lanes
-    if not plan.is_narrow:
-        for slot, total in enumerate(totals):
-            pixel, block = divmod(slot, blocks)
-            target = at.out_pixels[pixel] + at.out_channels[block]
-            first = at.constants + block * lanes
-            emit_store(operands, epilogue, total, target, first, lanes, plan.store_width)
-        return
-    targets = [pixel + at.out_channels[0] for pixel in at.out_pixels]
-    for first in range(0, len(totals), count_packed(blocks)):
-        store_packed(plan, operands, targets, at.constants, totals, first)
-
-
-def store_packed(
-    plan: ConvPlan,
-    operands: Operands,
-    targets: list[Expr],
-    constants: Expr,
-    totals: list[Expr],
-    first: int,
-) -> None:
-    """Store the sums from number `first` on that are packed to one vector of bytes.
-
-    `targets` are the offsets of all pixels of the tile in y.
-    """
-    isa, epilogue, blocks = plan.isa, plan.spec.epilogue, plan.tile.blocks
-    values = totals[first : first + count_packed(blocks)]
-    pixels = targets[first // blocks : (first + len(values)) // blocks]
-    emit_narrow_vectors(
-        isa, epilogue, operands, values, pixels, constants, blocks, plan.store_width
-    )
 
 
 def build_conv2d(

@@ -27,20 +27,22 @@ from relayquant.codegen.kernels.emit import (
     build_kernel,
     flat_view,
 )
-from relayquant.codegen.kernels.integer.conv import (
+from relayquant.codegen.kernels.integer.conv_order import (
     SMALL_WEIGHT_BYTES,
-    add_chains,
-    emit_reduction,
     emit_residual_prefetch,
-    emit_start,
-    locate_tile,
     plan_prefetch,
-    store_integers,
 )
 from relayquant.codegen.kernels.integer.conv_plan import (
     ConvPlan,
     count_chains,
     pack_constants,
+)
+from relayquant.codegen.kernels.integer.conv_tile import (
+    add_chains,
+    emit_reduction,
+    emit_start,
+    locate_tile,
+    store_integers,
 )
 from relayquant.codegen.kernels.integer.operands import (
     Image,

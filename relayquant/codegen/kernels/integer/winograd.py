@@ -57,8 +57,8 @@ from relayquant.codegen.kernels.emit import (
     vector,
 )
 from relayquant.codegen.kernels.expansion import Expanded, Expansion
-from relayquant.codegen.kernels.integer.conv import Prefetch, emit_reduction, locate_tile
 from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, pack_panels
+from relayquant.codegen.kernels.integer.conv_tile import Prefetch, emit_reduction, locate_tile
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Store
 from relayquant.codegen.kernels.integer.operands import (
     Image,
