@@ -183,7 +183,8 @@ def test_depthwise_plan__blocks_and_vectors_hold_every_channel(strides):
         (48, 28, 1, None),
         (48, 28, 2, (2, 7)),
         (144, 56, 1, None),  # one vector takes less time than half a block
-        (144, 56, 2, (1, 14)),
+        (144, 56, 2, None),
+        (96, 112, 2, (1, 28)),
         (32, 3, 1, None),  # fewer rows than two groups have
         (128, 28, 1, None),
     ],

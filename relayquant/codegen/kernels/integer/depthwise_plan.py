@@ -30,8 +30,8 @@ SEPARATE_COLUMNS = 2
 TOGETHER = 3
 #: Groups of output rows of a block that is split. With four, loads take more time than they save.
 GROUPS = 2
-#: In times of a block: of a vector for each column that it interleaves; added by groups of rows.
-VECTOR_TIME, GROUP_TIME = 0.35, 0.06
+#: In times of a block: of a vector, of each column that it interleaves; added by groups of rows.
+VECTOR_TIME, COLUMN_TIME, GROUP_TIME = 0.27, 0.08, 0.06
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class DepthwisePlan:
         count, units = ceil_div(rest, width), ceil_div(height, rows)
         split = Blocks(GROUPS, width, count, units, self.blocks.count)
         vectors = ceil_div(rest, self.isa.lanes) * self.blocks.row_units
-        time = vectors * (self.span - self.kept) * VECTOR_TIME
+        time = vectors * (VECTOR_TIME + (self.span - self.kept) * COLUMN_TIME)
         return split if split.units * (1 + GROUP_TIME) < time else None
 
     @cached_property
