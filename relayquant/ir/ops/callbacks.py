@@ -168,7 +168,7 @@ def check_value(
             "the float operator computes.",
             code="RQ106",
         )
-    found = call_user(where, lambda: emitter.builder.normalize(value))
+    found = call_user(where, lambda: emitter.normalize(value, root.name))
     if tensor_dtype(found) != tensor_dtype(root) or not has_shape_of(found, root):
         raise ConfigError(
             f"{where} returned {describe_tensor(found)}; allowed: {allowed} of {wanted}, which is "

@@ -15,7 +15,7 @@ from tvm.ir import Call
 
 from relayquant.ir.rewrite.expressions import with_operands
 from relayquant.ir.rewrite.function import define_function, find_free_name
-from relayquant.ir.rewrite.graph import Graph, free_vars
+from relayquant.ir.rewrite.graph import Graph, call_name, free_vars
 
 #: Returns the new value of a binding, which keeps its name, or None to drop the binding.
 Visitor = Callable[["Emitter", relax.VarBinding], "relax.Expr | None"]
@@ -36,10 +36,38 @@ class Emitter:
         """Bind `expr` to a new variable `name` (made unique). Variables and constants are returned
         as they are.
         """
-        expr = self.builder.normalize(expr)
+        expr = self.normalize(expr, name)
         if not isinstance(expr, Call | relax.Tuple | relax.TupleGetItem):
             return expr
         return self._bind(expr, self.unique_name(name))
+
+    def normalize(self, expr: relax.Expr, name: str) -> relax.Expr:
+        """Infer the type of `expr`. Each call inside it is bound to a new variable, named after
+        `name` and the call's operator. The builder alone would name it lv, and so may the model.
+        """
+        bound: dict[relax.Expr, relax.Expr] = {}
+
+        def flatten(operand: relax.Expr, name: str) -> relax.Expr:
+            if isinstance(operand, relax.Tuple):
+                return open_up(operand, name)
+            if operand not in bound:
+                operator = call_name(operand) if isinstance(operand, Call) else "field"
+                name = f"{name}.{operator.rpartition('.')[-1]}"
+                bound[operand] = self.emit(open_up(operand, name), name)
+            return bound[operand]
+
+        def open_up(expr: relax.Expr, name: str) -> relax.Expr:
+            operands = list_operands(expr)
+            if not any(map(is_nested, operands)):
+                return expr
+            new = [flatten(each, name) if is_nested(each) else each for each in operands]
+            if isinstance(expr, relax.Tuple):
+                return relax.Tuple(new)
+            if isinstance(expr, relax.TupleGetItem):
+                return relax.TupleGetItem(new[0], expr.index)
+            return Call(expr.op, new, expr.attrs, expr.ty_args)
+
+        return self.builder.normalize(open_up(expr, name))
 
     def _bind(self, expr: relax.Expr, name: str) -> relax.Var:
         var = relax.DataflowVar(name, expr.ty)
@@ -84,7 +112,7 @@ class Emitter:
 
     def bind(self, old: relax.Var, expr: relax.Expr) -> relax.Expr:
         """Bind `expr` to the name of `old`. From now on, it replaces `old`."""
-        expr = self.builder.normalize(expr)
+        expr = self.normalize(expr, old.name)
         if old in self._casts:
             self._casts.remove(old)
             var = relax.DataflowVar(old.name, old.ty)
@@ -98,6 +126,22 @@ class Emitter:
     def replace(self, old: relax.Var, expr: relax.Expr) -> None:
         """Replace `old` by `expr`, which is already emitted, from now on."""
         self._new[old] = expr
+
+
+def list_operands(expr: relax.Expr) -> list[relax.Expr]:
+    """Return the operands of a call, the fields of a tuple, or the tuple of a projection."""
+    if isinstance(expr, Call):
+        return list(expr.args[:])
+    if isinstance(expr, relax.TupleGetItem):
+        return [expr.tuple_value]
+    return list(expr.fields) if isinstance(expr, relax.Tuple) else []
+
+
+def is_nested(operand: relax.Expr) -> bool:
+    """Whether an operand is a call or a projection, or a tuple that holds one."""
+    if isinstance(operand, relax.Tuple):
+        return any(map(is_nested, operand.fields))
+    return isinstance(operand, Call | relax.TupleGetItem)
 
 
 def rewrite_main(

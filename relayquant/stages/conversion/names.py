@@ -6,7 +6,7 @@ still there in float. Accumulators keep their names, because they are not in uni
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 
 import tvm
 from tvm import relax
@@ -26,7 +26,7 @@ def name_integers(mod: tvm.IRModule) -> tvm.IRModule:
     if ledger is None:
         return mod
     graph = Graph(mod)
-    names = find_names(graph, {value for row in ledger.rows for value in row.values})
+    names = find_names(graph, {value: row.dtype for row in ledger.rows for value in row.values})
     if not names:
         return mod
 
@@ -39,19 +39,18 @@ def name_integers(mod: tvm.IRModule) -> tvm.IRModule:
     return rewrite_main(mod, visit)
 
 
-def find_names(graph: Graph, values: Set[str]) -> dict[relax.Var, str]:
+def find_names(graph: Graph, values: Mapping[str, str]) -> dict[relax.Var, str]:
     """Map variables to new names: each value that is no longer bound gives its name to the last
-    integers made for it.
+    integers made for it. `values`: value -> the dtype of its integers. A callback of a row may make
+    others on the way.
     """
     last: dict[str, relax.Var] = {}
     for binding in graph.bindings:
-        owner = find_owner(binding.var.name, values)
-        if owner not in graph.vars and tensor_dtype(binding.var).startswith(("int", "uint")):
+        owner = find_owner(binding.var.name, values.keys())
+        if owner not in graph.vars and tensor_dtype(binding.var) == values.get(owner):
             last[owner] = binding.var
     return {
-        var: owner
-        for owner, var in last.items()
-        if owner and var.name.rsplit(".", 1)[-1] not in ACCUMULATORS
+        var: owner for owner, var in last.items() if var.name.rsplit(".", 1)[-1] not in ACCUMULATORS
     }
 
 

@@ -325,8 +325,12 @@ def has_same_grid(a: QParams, b: QParams) -> bool:
     return same and a.dtype == b.dtype
 
 
-def check_affine(emitter: Emitter, outcome: object, root: relax.Var, where: str) -> None:
-    """Raise ConfigError if a rule did not return the operator's value in affine space."""
+def check_affine(emitter: Emitter, outcome: object, root: relax.Var, where: str) -> Quantized:
+    """Return a rule's value in affine space, with its type.
+
+    Raises:
+        ConfigError: It is none, or has another shape, or another dtype than its parameters.
+    """
     is_quantized = isinstance(outcome, Quantized) and isinstance(outcome.qparams, QParams)
     if not is_quantized or not isinstance(outcome.value, relax.Expr):
         raise ConfigError(
@@ -334,7 +338,7 @@ def check_affine(emitter: Emitter, outcome: object, root: relax.Var, where: str)
             "Quantized(expression, QParams).",
             code="RQ106",
         )
-    value = call_user(where, lambda: emitter.builder.normalize(outcome.value))
+    value = call_user(where, lambda: emitter.normalize(outcome.value, root.name))
     if not has_shape_of(value, root) or tensor_dtype(value) != outcome.qparams.dtype:
         raise ConfigError(
             f"{where} returned {describe_tensor(value)} with parameters of "
@@ -342,6 +346,7 @@ def check_affine(emitter: Emitter, outcome: object, root: relax.Var, where: str)
             f"of the float result, {describe_tensor(root)}.",
             code="RQ106",
         )
+    return Quantized(value, outcome.qparams)
 
 
 def sink_dequantize(
@@ -373,7 +378,7 @@ def sink_dequantize(
         outcome = call_user(where, lambda: affine.rewrite(call, operand))
         if isinstance(outcome, Skip):
             return outcome
-        check_affine(emitter, outcome, match.root, where)
+        outcome = check_affine(emitter, outcome, match.root, where)
         if is_shared and not has_same_grid(outcome.qparams, operand.qparams):
             raise ConfigError(
                 f"{where} returned other parameters than those of the operand, which the plan "

@@ -367,3 +367,34 @@ def test_rewrite__what_reads_something_new_is_bound_anew():
     first, second, last = Graph(new).bindings
     assert second.value.args[0].same_as(first.var)
     assert last.value.args[0].same_as(second.var)
+
+
+def test_rewrite__calls_inside_a_replacement_get_names_of_their_own():
+    """A model whose values are named as TVM's builder names what it binds: lv, lv1."""
+    x = relax.Var("x", relax.TensorType((4, 8), "float32"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            first = builder.emit(relax.op.tanh(x), "lv")
+            out = builder.emit_output(relax.op.exp(first), "lv1")
+        builder.emit_func_output(out)
+
+    def nest(emitter, binding):
+        if binding.var.name != "lv":
+            return emitter.get(binding.value)
+        shared = relax.op.sin(x)
+        half = relax.op.split(relax.op.cos(x), 2, axis=0)[1]
+        joined = relax.op.concat([half, relax.op.negative(half)])
+        return relax.op.multiply(shared, relax.op.add(shared, joined))
+
+    assert names(rewrite_main(builder.finalize(), nest)) == [
+        "lv.sin",
+        "lv.add.concat.field.split.cos",
+        "lv.add.concat.field.split",
+        "lv.add.concat.field",
+        "lv.add.concat.negative",
+        "lv.add.concat",
+        "lv.add",
+        "lv",
+        "lv1",
+    ]

@@ -7,8 +7,10 @@ import pytest
 from float_models import MAP, build_model, draw_batches, residual_model
 from tvm import relax
 from tvm.relax import op
+from tvm.relax.dpl import is_op, wildcard
 
 import relayquant as rq
+from relayquant.extend import Operand, Pattern, Quantized, QuantOp, check_pattern, qnn
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.graph import tensor_dtype
 from relayquant.stages.conversion.names import find_owner, name_integers
@@ -77,6 +79,44 @@ def test_names__transposed_operand_is_no_stand_in():
     assert names["m.acc"] == "int32"
     assert names["m.rhs"] == "uint8"
     assert names["m"] == "float32"  # its sums, which only the output reads
+
+
+def normalized_row() -> QuantOp:
+    """x / sqrt(sum(x * x)) with integer sums: its callback makes int32 values on the way, and
+    leaves calls inside calls.
+    """
+    data = wildcard()
+    sums = is_op("relax.sum")(is_op("relax.multiply")(data, data))
+
+    def realize(context):
+        operand, output = context.operands["data"], context.output
+        centred = op.subtract(op.astype(operand.value, "int32"), operand.zero_point)
+        centred = context.emit(centred, "centred")
+        squares = op.sum(op.multiply(centred, centred), axis=-1, keepdims=True)
+        total = context.emit(op.astype(squares, "float32"), "total")
+        value = op.divide(op.astype(centred, "float32"), op.sqrt(total))
+        integers = qnn.quantize(value, output.scale, output.zero_point, out_dtype=output.dtype)
+        return Quantized(integers, output).dequantize()
+
+    return QuantOp(
+        name="normalized",
+        op="relax.divide",
+        pattern=Pattern(is_op("relax.divide")(data, is_op("relax.sqrt")(sums)), {"data": data}),
+        operands=(Operand("data"),),
+        realize=realize,
+        attributes=("axis", "keepdims"),
+    )
+
+
+def build_normalized(b):
+    x = b.activation(2, b.draw(4, 8))
+    squares = b.emit(op.sum(b.emit(op.multiply(x, x)), axis=-1, keepdims=True))
+    return op.divide(x, b.emit(op.sqrt(squares)))
+
+
+def test_names__values_that_a_callback_makes_on_the_way_do_not_stand_for_its_result():
+    report = check_pattern(normalized_row(), build_normalized, examples=2, compiled=False)
+    assert report.differing == 0
 
 
 def test_names__are_unique_and_second_run_changes_nothing():
