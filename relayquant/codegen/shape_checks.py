@@ -8,7 +8,7 @@ out in silence, or read from memory of others.
 
 Inputs have sizes, and R.match_cast reads some at run time. These are two steps of `passes`:
 operators are found before they are fused. Checks are added after that, each one where the last of
-its sizes becomes known. Operators inside branches are not checked.
+its sizes becomes known: in the function, or in the branch that has the operator.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
 from relayquant.codegen.inner_sizes import pair_inner_sizes
-from relayquant.ir.rewrite.expressions import list_bindings
 from relayquant.ir.rewrite.graph import call_name
 from relayquant.ir.rewrite.inline import list_dimensions, substitute
 from relayquant.ir.rewrite.moves import RESHAPES
@@ -206,6 +205,11 @@ RULES = {
 }
 
 
+#: Where a sequence of bindings stands: the name of its function, then the value of each If around
+#: it, with the branch that is taken.
+Place = tuple[str | bool, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class ShapeCheck:
     """What has to hold for the shapes of an operator.
@@ -223,33 +227,47 @@ class ShapeCheck:
     sizes: Sequence[tirx.Var]
 
 
-def find_shape_checks(mod: tvm.IRModule) -> Mapping[str, Sequence[ShapeCheck]]:
-    """Find the checks that each function needs."""
-    return {
-        gv.name_hint: tuple(list_shape_checks(func))
-        for gv, func in mod.functions_items()
-        if isinstance(func, relax.Function)
-    }
+def find_shape_checks(mod: tvm.IRModule) -> Mapping[Place, Sequence[ShapeCheck]]:
+    """Find the checks that each function, and each branch of an If, needs."""
+    found: dict[Place, list[ShapeCheck]] = {}
+    for gv, func in mod.functions_items():
+        if isinstance(func, relax.Function) and isinstance(func.body, relax.SeqExpr):
+            for place, binding in list_places((gv.name_hint,), func.body):
+                check = find_shape_check(binding)
+                if check is not None:
+                    found.setdefault(place, []).append(check)
+    return found
 
 
-def list_shape_checks(func: relax.Function) -> Iterator[ShapeCheck]:
+def list_places(place: Place, body: relax.SeqExpr) -> Iterator[tuple[Place, Any]]:
+    """List the bindings of a sequence and of the branches inside it, with where they stand."""
+    for binding in (binding for block in body.blocks for binding in block.bindings):
+        yield place, binding
+        value = binding.value
+        if isinstance(value, relax.If):
+            for taken, branch in ((True, value.true_branch), (False, value.false_branch)):
+                yield from list_places((*place, binding.var.name, taken), branch)
+
+
+def find_shape_check(binding: relax.Binding) -> ShapeCheck | None:
+    """Return what has to hold at run time for the shapes of a call. None: nothing."""
+    call = binding.value
+    rule = RULES.get(call_name(call)) if isinstance(call, Call) else None
+    shapes = None if rule is None else read_shapes(call)
+    if rule is None or shapes is None:
+        return None
     analyzer = Analyzer()
-    for binding in list_bindings(func):
-        call = binding.value
-        rule = RULES.get(call_name(call)) if isinstance(call, Call) else None
-        shapes = None if rule is None else read_shapes(call)
-        if rule is None or shapes is None:
-            continue
-        conditions = [
-            each
-            for each in rule.list_conditions(shapes)
-            # TVM compares numbers itself.
-            if find_sizes(each) and not analyzer.can_prove(each)
-        ]
-        if conditions:
-            fits = tirx.all(*conditions)
-            text = f"{binding.var.name!r}, {rule.text(shapes)}"
-            yield ShapeCheck(binding.var.name, text, fits, find_sizes(fits))
+    conditions = [
+        each
+        for each in rule.list_conditions(shapes)
+        # TVM compares numbers itself.
+        if find_sizes(each) and not analyzer.can_prove(each)
+    ]
+    if not conditions:
+        return None
+    fits = tirx.all(*conditions)
+    text = f"{binding.var.name!r}, {rule.text(shapes)}"
+    return ShapeCheck(binding.var.name, text, fits, find_sizes(fits))
 
 
 def find_sizes(condition: Any) -> tuple[tirx.Var, ...]:
@@ -278,8 +296,8 @@ def format_shape(shape: Shape) -> str:
     return f"({re.sub(r'T[.]int64[(](-?[0-9]+)[)]', lambda found: found[1], sizes)})"
 
 
-def create_shape_checks(checks: Mapping[str, Sequence[ShapeCheck]]) -> Any:
-    """Make the pass that adds the checks. `checks`: of each function, as it was before."""
+def create_shape_checks(checks: Mapping[Place, Sequence[ShapeCheck]]) -> Any:
+    """Make the pass that adds the checks. `checks`: of each place, as it was before."""
 
     def run(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         return add_shape_checks(mod, checks)
@@ -287,7 +305,9 @@ def create_shape_checks(checks: Mapping[str, Sequence[ShapeCheck]]) -> Any:
     return tvm.transform.module_pass(run, opt_level=0, name="relayquant.add_shape_checks")
 
 
-def add_shape_checks(mod: tvm.IRModule, checks: Mapping[str, Sequence[ShapeCheck]]) -> tvm.IRModule:
+def add_shape_checks(
+    mod: tvm.IRModule, checks: Mapping[Place, Sequence[ShapeCheck]]
+) -> tvm.IRModule:
     """Add the checks. If no value has the sizes of a check any more, its operator is gone too."""
     builder = relax.BlockBuilder(mod)
 
@@ -302,25 +322,41 @@ def add_shape_checks(mod: tvm.IRModule, checks: Mapping[str, Sequence[ShapeCheck
             for kernel, sizes in kernels
         ]
 
-    for gv, func in mod.functions_items():
-        waiting = [*checks.get(gv.name_hint, ())]
-        if not waiting:
-            continue
-        known = {size for param in func.params for size in list_sizes(param.ty)}
-        ready, waiting = split_checks(waiting, known)
-        blocks = [relax.BindingBlock(call_checks(gv.name_hint, ready))]
-        for block in func.body.blocks:
+    def add_to(place: Place, body: relax.SeqExpr, known: set[tirx.Var]) -> relax.SeqExpr:
+        ready, waiting = split_checks(checks.get(place, ()), known)
+        blocks = [relax.BindingBlock(call_checks(str(place[0]), ready))]
+        for block in body.blocks:
             bindings: list[relax.Binding] = []
             for binding in block.bindings:
-                bindings.append(binding)
+                bindings.append(add_to_branches(place, binding, known))
                 if isinstance(binding, relax.MatchCast):
-                    known.update(list_sizes(binding.ty))
+                    known = known.union(list_sizes(binding.ty))
                     ready, waiting = split_checks(waiting, known)
-                    bindings.extend(call_checks(gv.name_hint, ready))
+                    bindings.extend(call_checks(str(place[0]), ready))
             blocks.append(relax.BindingBlock(bindings))
-        body = relax.SeqExpr(blocks, func.body.body)
-        checked = relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs)
-        builder.update_func(gv, checked)
+        return relax.SeqExpr(blocks, body.body)
+
+    def add_to_branches(
+        place: Place, binding: relax.Binding, known: set[tirx.Var]
+    ) -> relax.Binding:
+        value = binding.value
+        if not isinstance(value, relax.If):
+            return binding
+        inner = (*place, binding.var.name)
+        branches = [
+            add_to((*inner, taken), branch, known)
+            for taken, branch in ((True, value.true_branch), (False, value.false_branch))
+        ]
+        choice = builder.normalize(relax.If(value.cond, *branches))
+        return relax.VarBinding(binding.var, choice)
+
+    changed = {place[0] for place in checks}
+    for gv, func in mod.functions_items():
+        if gv.name_hint in changed:
+            known = {size for param in func.params for size in list_sizes(param.ty)}
+            body = add_to((gv.name_hint,), func.body, known)
+            checked = relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs)
+            builder.update_func(gv, checked)
     return builder.get()
 
 

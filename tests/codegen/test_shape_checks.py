@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from tvm import relax, tirx
+from tvm.script import ir as I
+from tvm.script import relax as R
 
 import relayquant as rq
 from relayquant.codegen.shape_checks import find_shape_checks
@@ -55,7 +57,7 @@ def test_reshape__drops_no_element(case, has_kernel):
 
 def test_shape_checks__of_sizes_that_always_fit_are_none():
     mod = make_reshape(("n", 2, 2), ("n", 4), has_kernel=False)
-    assert find_shape_checks(mod) == {"main": ()}
+    assert find_shape_checks(mod) == {}
 
 
 def make_module(arguments, compute):
@@ -279,7 +281,7 @@ def test_quantized__fit_or_are_refused(case):
 def test_shape_checks__a_batch_of_one_fits_all():
     """TVM compares numbers itself: only symbolic sizes are left."""
     mod = make_module([(1, 3, "n"), (2, "n", 5)], multiply)
-    assert find_shape_checks(mod) == {"main": ()}
+    assert find_shape_checks(mod) == {}
 
 
 def test_shape_checks__of_packed_layouts_are_none():
@@ -287,7 +289,7 @@ def test_shape_checks__of_packed_layouts_are_none():
         return op.nn.conv2d(*params, data_layout="NCHW4c", kernel_layout="OIHW4o")
 
     mod = make_module([(1, "n", 5, 5, 4), (1, "m", 3, 3, 4)], convolve)
-    assert find_shape_checks(mod) == {"main": ()}
+    assert find_shape_checks(mod) == {}
 
 
 def draw_inputs(given):
@@ -311,3 +313,51 @@ def test_shapes__fit_or_are_refused(case):
     for given in wrong:
         with pytest.raises(ValueError, match=r"sizes do not fit 'y.*', which "):
             exe.run("main", list(draw_inputs(given)))
+
+
+@I.ir_module
+class Branches:
+    @R.function
+    def main(
+        first: R.Tensor((), "bool"),
+        second: R.Tensor((), "bool"),
+        x: R.Tensor(("n", "m"), "float32"),
+        w: R.Tensor(("k", 2), "float32"),
+    ) -> R.Tensor(ndim=2, dtype="float32"):
+        if first:
+            grown = R.exp(x)
+            y = R.reshape(grown, R.shape([2, 2]))
+        else:
+            if second:
+                product = R.matmul(x, w)
+                z = R.reshape(product, R.shape([2, 2]))
+            else:
+                z = R.reshape(w, R.shape([2, 2]))
+            y = R.negative(z)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("taken", "shapes", "wrong"),
+    [
+        ((True, True), ((1, 4), (7, 2)), None),
+        ((True, False), ((3, 2), (2, 2)), r"'y_then', which makes \(n, m\)"),
+        ((False, True), ((2, 5), (5, 2)), None),
+        ((False, True), ((2, 2), (5, 2)), r"'product', which multiplies \(n, m\) by \(k, 2\)"),
+        ((False, True), ((3, 5), (5, 2)), r"'z_then', which makes \(n, 2\)"),
+        ((False, False), ((7, 9), (2, 2)), None),
+        ((False, False), ((2, 2), (3, 2)), r"'z_else', which makes \(k, 2\)"),
+    ],
+)
+def test_branches__are_checked_when_taken(taken, shapes, wrong):
+    """Before, a branch read memory of others. The one that is not taken is not checked."""
+    exe = rq.Executor(rq.compile(Branches))
+    x, w = draw_inputs(shapes)
+    inputs = [*map(np.array, taken), x, w]
+    if wrong:
+        with pytest.raises(ValueError, match=f"sizes do not fit {wrong}"):
+            exe.run("main", inputs)
+    else:
+        (got,) = exe.run("main", inputs)
+        chosen = np.exp(x) if taken[0] else -(x @ w) if taken[1] else -w
+        np.testing.assert_allclose(got, chosen.reshape(2, 2), 1e-5)
