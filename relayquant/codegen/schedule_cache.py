@@ -1,7 +1,7 @@
 """Schedules timed on a machine, kept in a file between runs; `tuning` reads and writes it.
 
-    {"format": "relayquant.forms", "version": 2, "made_by": "0.27.0",
-     "forms": {layer: {"tile": {"rows": 1, "cols": 7, "blocks": 4, "chains": 1},
+    {"format": "relayquant.forms", "version": 3, "made_by": "0.27.0",
+     "forms": {layer: {"tile": {"rows": 1, "cols": 7, "blocks": 4, "chains": 1, "sharing": 1},
                        "transforms": false},
                layer of float32: {"blocks": 2, "rows": 14, "by_panels": true}}}
 
@@ -30,7 +30,7 @@ from relayquant.errors import ConfigError
 
 AnySchedule = KernelSchedule | FloatSchedule
 FORMAT = "relayquant.forms"
-VERSION = 2
+VERSION = 3
 #: Larger files are not caches of schedules: a layer takes some 200 bytes.
 MAX_BYTES = 2**24
 ADVICE = "Delete it, or name another file."

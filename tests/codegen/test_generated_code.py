@@ -141,6 +141,12 @@ BLOCK_LAYER = Conv2d(1, 14, 14, 64, 64, (3, 3), (2, 2), SAME, groups=64, epilogu
 SPLIT_LAYER = Conv2d(1, 16, 14, 32, 32, (3, 3), (2, 2), SAME, groups=32, epilogue=SMALL)
 #: of an odd number of vectors of channels
 ODD_LAYER = Conv2d(1, 56, 56, 24, 144, (1, 1), epilogue=SMALL)
+#: of channels that leave half a vector empty: two pixels share each
+HALVED_LAYERS = {
+    "1x1, halved": Conv2d(1, 56, 56, 96, 24, (1, 1), epilogue=SMALL),
+    "1x1, halved, added": Conv2d(1, 56, 56, 144, 24, (1, 1), epilogue=ADDED),
+    "3x3, halved": Conv2d(1, 28, 28, 64, 24, (3, 3), padding=SAME, epilogue=SMALL),
+}
 BLOCK_CPUS = ("znver4", "znver5", "sapphirerapids", "cascadelake", "skylake-avx512")
 
 #: those that differ most there: a map of few pixels, few channels, many of both
@@ -175,6 +181,10 @@ EXCEPTIONS = {
     # Sums are kept while the next are computed. Moves take no time of Zen 5's units.
     ("znver5", "1x1, short"): Bound(0.0, 0.5, 0.8),
     ("znver5", "1x1, added"): Bound(0.05, 0.1, 0.7),
+    # Three vectors of weights, and two words for three products.
+    ("znver5", "1x1, halved"): Bound(0.0, 0.0, 0.95),
+    ("znver5", "1x1, halved, added"): Bound(0.0, 0.0, 0.95),
+    ("znver5", "3x3, halved"): Bound(0.0, 0.0, 0.85),
     ("vnni512", "1x1, short"): Bound(0.0, 0.25, 0.85),
     ("vnni512", "1x1, odd"): Bound(0.0, 0.2, 0.7),
     ("vnni512", "one row"): Bound(0.0, 0.05, 1.3),
@@ -342,6 +352,7 @@ ROWS = [
         for layer in ARM_LAYERS
     ),
     ("znver5", TARGETS["znver5"], "1x1, odd", ODD_LAYER),
+    *(("znver5", TARGETS["znver5"], layer, spec) for layer, spec in HALVED_LAYERS.items()),
     *((name, TARGETS[name], "depthwise/2", BLOCK_LAYER) for name in BLOCK_CPUS),
     *((name, TARGETS[name], "depthwise/2, split", SPLIT_LAYER) for name in BLOCK_CPUS),
     *(
@@ -378,6 +389,27 @@ def test_innermost_loops__stores_are_between_products_on_zen5(spec):
     assert products[0] < stores[0] < stores[-1] < products[-1]
     before = sum(stores[0] < i for i in products) / len(products)
     assert 0.25 <= before <= 0.95
+
+
+@pytest.mark.parametrize("layer", HALVED_LAYERS)
+def test_innermost_loops__words_of_two_pixels_are_joined_by_one_instruction(layer):
+    target, syntax = resolve_target(TARGETS["znver5"]), SYNTAX[Architecture.X86]
+    text = compile_kernel(build_conv2d(HALVED_LAYERS[layer], select_isa(target), "layer"), target)
+    shuffle = re.compile(r"\s+v(?:insert|perm|shuf|pblend|blend|unpck|punpck|align|palign)")
+    for lines in find_innermost_loops(text, syntax):
+        products = sum(bool(syntax.product.match(line)) for line in lines)
+        if products:
+            shuffles = [line.split()[0] for line in lines if shuffle.match(line)]
+            assert shuffles == ["vinserti64x4"] * (products // 3)
+
+
+@pytest.mark.parametrize("name", [*TARGETS, *ARM_TARGETS])
+def test_isa__pixels_share_vectors_only_where_it_was_timed(name):
+    """Elsewhere there is nothing to choose from."""
+    isa = select_isa(resolve_target({**TARGETS, **ARM_TARGETS}[name]))
+    for each in (isa, isa.companion, isa.for_convolution("uint8"), isa.for_activations("int16")):
+        is_timed = name == "znver5" and each.activation == "uint8"
+        assert [form.sharing for form in each.forms] == [1, 2][: 1 + is_timed]
 
 
 @pytest.mark.sample(4)

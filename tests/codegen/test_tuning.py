@@ -278,9 +278,11 @@ def test_describe_layer__is_the_same_for_other_numbers():
     assert describe_layer(other, ISA, False) == describe_layer(LAYER, ISA, False)
 
 
-FORM = '{"tile": {"rows": 1, "cols": 2, "blocks": 3, "chains": 1}, "transforms": false}'
+FORM = (
+    '{"tile": {"rows": 1, "cols": 2, "blocks": 3, "chains": 1, "sharing": 1}, "transforms": false}'
+)
 FLOAT_FORM = '{"blocks": 2, "rows": 14, "by_panels": true}'
-GOOD = '{"format": "relayquant.forms", "version": 2, "made_by": "%s", "forms": {"a": FORM}}'
+GOOD = '{"format": "relayquant.forms", "version": 3, "made_by": "%s", "forms": {"a": FORM}}'
 
 
 @pytest.mark.parametrize(

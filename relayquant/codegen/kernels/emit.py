@@ -17,7 +17,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
-from relayquant.codegen.kernels.isa.base import Buffer, Expr
+from relayquant.codegen.kernels.isa.base import Buffer, Expr, fence
 
 #: Marks a PrimFunc whose loops are final: it needs no schedule.
 IS_SCHEDULED = "tirx.is_scheduled"
@@ -228,9 +228,7 @@ def store_vector(buffer: Buffer, value: Expr, offset: Expr, lanes: int, width: i
 
 def emit_unknown(number: Expr) -> Expr:
     """Return a positive int32 number of which LLVM does not know the range."""
-    name = "llvm.arithmetic.fence.f32"
-    bits = T.reinterpret("float32", T.Cast("int32", number))
-    return T.reinterpret("int32", T.call_llvm_pure_intrin(name, bits, dtype="float32"))
+    return T.reinterpret("int32", fence(T.reinterpret("float32", T.Cast("int32", number)), 1))
 
 
 def emit_prefetch(buffer: Buffer, offset: Expr, level: int, write: bool = False) -> None:

@@ -34,6 +34,7 @@ from relayquant.codegen.kernels.integer.conv_plan import ConvPlan, merge_groups,
 from relayquant.codegen.kernels.integer.conv_tile import locate_tile
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Residual, Store
 from relayquant.codegen.kernels.integer.operands import Image, Placement
+from relayquant.codegen.kernels.integer.plan_choice import choose_plan
 from relayquant.codegen.kernels.integer.saturating_pack import channel_order
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, Tile
 from relayquant.codegen.kernels.isa.timing import ZEN4, ZEN5, Timing
@@ -210,6 +211,98 @@ def test_conv_plan__stores_results_between_products_on_zen5(timing, delayed):
         assert not ConvPlan(spec, isa).is_delayed
 
 
+#: Channels that leave half a vector empty: two pixels share each. Of an odd number of pixels the
+#: last tile overlaps its neighbour by one.
+HALVED_CASES = {
+    "24 channels, odd pixels, delayed": Conv2d(
+        1, 27, 23, 24, 24, (1, 1), in_zero_point=9, tile=Tile(1, 8, 3, 1, 2)
+    ),
+    "24 channels, int8 residual, delayed": Conv2d(
+        1, 25, 25, 20, 24, (1, 1), in_zero_point=9, tile=Tile(1, 6, 3, 1, 2),
+        epilogue=Epilogue(dtype="int8", zero_point=-3, residual=Residual("int8", 3, 0.6)),
+    ),
+    "24 channels, few pixels, residual": Conv2d(
+        1, 3, 7, 36, 24, (1, 1), tile=Tile(1, 14, 3, 1, 2),
+        epilogue=Epilogue(zero_point=1, low=1, residual=Residual("uint8", 3, 0.6)),
+    ),
+    "8 channels, a pixel left over": Conv2d(
+        1, 3, 11, 17, 8, (1, 1), in_dtype="int8", in_zero_point=-9, tile=Tile(1, 32, 1, 1, 2),
+        epilogue=Epilogue(high=90, residual=Residual("int8", -3, 0.6)),
+    ),
+    "3x3/2, padding, batch 3": Conv2d(
+        3, 13, 15, 16, 24, (3, 3), (2, 2), (1, 1, 1, 1), in_zero_point=7, tile=Tile(1, 6, 3, 1, 2)
+    ),
+    "pixels of two rows": Conv2d(
+        1, 9, 7, 12, 24, (3, 3), padding=(1, 1, 1, 1), tile=Tile(2, 3, 3, 1, 2),
+        epilogue=Epilogue(residual=Residual("uint8", 3, 0.6)),
+    ),
+    "ends of three rows": Conv2d(
+        1, 19, 18, 3, 24, (3, 3), (2, 2), in_zero_point=5, tile=Tile(1, 8, 3, 1, 2)
+    ),
+    "two chains, two pixels": Conv2d(1, 1, 2, 64, 24, (1, 1), tile=Tile(1, 2, 3, 2, 2)),
+    "40 channels in overlapping panels, residual": Conv2d(
+        1, 5, 9, 20, 40, (1, 1), tile=Tile(1, 10, 3, 1, 2),
+        epilogue=Epilogue(residual=Residual("int8", 3, 0.6)),
+    ),
+    "56 channels in four blocks": Conv2d(2, 5, 5, 20, 56, (1, 1), tile=Tile(1, 10, 4, 1, 2)),
+    "72 channels, residual, clip": Conv2d(
+        2, 7, 7, 20, 72, (1, 1), tile=Tile(1, 14, 3, 1, 2),
+        epilogue=Epilogue(zero_point=7, low=20, high=200, residual=Residual("uint8", 3, 0.6)),
+    ),
+    "2 blocks of 16 channels": Conv2d(1, 5, 5, 20, 16, (1, 1), tile=Tile(1, 10, 2, 1, 2)),
+    "groups": Conv2d(1, 6, 7, 32, 48, (3, 3), groups=2, tile=Tile(1, 4, 3, 1, 2)),
+    "odd channels": Conv2d(1, 5, 7, 19, 21, (1, 1), tile=Tile(1, 8, 3, 1, 2)),
+    "columns": Conv2d(1, 5, 7, 20, 24, (1, 1), columns=(7, 40), tile=Tile(1, 8, 3, 1, 2)),
+    "sums": Conv2d(1, 5, 7, 20, 24, (1, 1), epilogue=RAW, tile=Tile(1, 8, 3, 1, 2)),
+    "float output": Conv2d(
+        1, 5, 7, 20, 24, (1, 1), tile=Tile(1, 8, 3, 1, 2),
+        epilogue=Epilogue(Store.DEQUANTIZE, "float32"),
+    ),
+    "int16 output, residual": Conv2d(
+        1, 5, 7, 20, 24, (1, 1), tile=Tile(1, 8, 3, 1, 2),
+        epilogue=Epilogue(dtype="int16", zero_point=99, residual=Residual("int16", -400, 0.37)),
+    ),
+    "threads, delayed": Conv2d(1, 61, 67, 96, 24, (1, 1), tile=Tile(1, 8, 3, 1, 2)),
+    "threads, panels of 3x3": Conv2d(
+        1, 30, 30, 64, 72, (3, 3), padding=(1, 1, 1, 1), tile=Tile(1, 14, 3, 1, 2)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("case", HALVED_CASES)
+def test_build_conv2d__pixels_share_vectors(case):
+    isa, spec = VNNI512.with_timing(ZEN5), HALVED_CASES[case]
+    plan = choose_plan(spec, isa)
+    assert plan.isa.sharing == 2
+    assert plan.is_delayed == ("delayed" in case)
+    check_conv2d(spec, isa, runnable_target(isa))
+
+
+@pytest.mark.parametrize(
+    ("timing", "shares"), [(Timing(), False), (ZEN4, False), (ZEN5, True)], ids=("any", "4", "5")
+)
+def test_choose_plan__pixels_share_vectors_on_zen5(timing, shares):
+    """Where half a vector would be empty otherwise, unless storing pixels apart takes as long."""
+    isa = VNNI512.with_timing(timing)
+    layers = {
+        Conv2d(1, 56, 56, 96, 24, (1, 1)): shares,
+        Conv2d(1, 28, 28, 64, 24, (3, 3), padding=(1, 1, 1, 1)): shares,
+        Conv2d(1, 112, 112, 32, 8, (1, 1)): shares,
+        Conv2d(1, 28, 28, 240, 72, (1, 1)): shares,
+        Conv2d(1, 28, 28, 16, 72, (1, 1)): False,
+        Conv2d(1, 28, 28, 240, 40, (1, 1)): False,
+        Conv2d(1, 56, 56, 96, 32, (1, 1)): False,
+        Conv2d(1, 56, 56, 96, 24, (1, 1), in_dtype="int16"): False,
+        Dense(1, 512, 24).as_conv2d(): False,
+    }
+    for spec, wanted in layers.items():
+        plan = choose_plan(spec, isa)
+        assert (plan.isa.sharing == 2) == wanted, spec
+        asked = replace(spec, tile=plan.tile)
+        assert choose_plan(asked, isa) == replace(plan, spec=asked)
+
+
 @pytest.mark.slow
 def test_build_conv2d__large_enough_for_threads_and_panel_order():
     for spec in (
@@ -321,14 +414,14 @@ def test_build_dense__runs_from_relax():
 
 
 def test_rank_tiles__divides_small_maps_evenly():
-    tile = rank_tiles((7, 7), 32, 1152, VNNI512)[0]
+    tile = rank_tiles((7, 7), 32, 1152, VNNI512)[0].tile
     assert 7 % tile.rows == 0
     assert 7 % tile.cols == 0
     assert tile.pixels * tile.blocks <= VNNI512.accumulators
 
 
 def test_rank_tiles__splits_a_vector_product_into_chains():
-    tile = rank_tiles((1, 1), 4, 512, VNNI512)[0]
+    tile = rank_tiles((1, 1), 4, 512, VNNI512)[0].tile
     assert tile.blocks * tile.chains >= VNNI512.dots_in_flight
     assert tile.blocks * tile.chains <= VNNI512.accumulators
 
@@ -392,7 +485,7 @@ def test_conv_plan__packs_panels_that_are_not_full():
 def test_rank_tiles__every_timing_keeps_sums_in_registers(timing, words):
     isa = VNNI512.with_timing(timing)
     for vectors in (1, 2, 3, 4, 7, 16):
-        tile = rank_tiles((14, 14), vectors, words, isa, (1, 2, 4))[0]
+        tile = rank_tiles((14, 14), vectors, words, isa, (1, 2, 4))[0].tile
         sums = tile.pixels * tile.blocks * tile.chains
         assert isa.dots_in_flight <= sums <= isa.accumulators
 
@@ -401,8 +494,8 @@ def test_rank_tiles__every_timing_keeps_sums_in_registers(timing, words):
 def test_rank_tiles__short_reductions_get_small_tiles_on_zen(timing):
     """Results of a large tile are stored while no dot product is near enough to begin."""
     isa = VNNI512.with_timing(timing)
-    short = rank_tiles((112, 112), 6, 4, isa, (1, 2, 4))[0]
-    long = rank_tiles((14, 14), 16, 256, isa, (1, 2, 4))[0]
+    short = rank_tiles((112, 112), 6, 4, isa, (1, 2, 4))[0].tile
+    long = rank_tiles((14, 14), 16, 256, isa, (1, 2, 4))[0].tile
     assert short.pixels * short.blocks <= timing.tiles.ahead < long.pixels * long.blocks
 
 
@@ -417,20 +510,20 @@ def test_rank_tiles__long_reductions_are_not_bound_by_loads_on_zen5():
     Where products are few, the conversion of results takes longer than that.
     """
     isa = VNNI512.with_timing(ZEN5)
-    assert rank_tiles((1, 3136), 9, 6, isa, (1, 2, 4))[0].blocks == 1
-    assert rank_tiles((1, 169), 63, 128, isa, (1, 2, 4))[0].blocks == 2
-    assert rank_tiles((1, 169), 63, 128, on_zen5(load=0.0))[0].blocks == 1
+    assert rank_tiles((1, 3136), 9, 6, isa, (1, 2, 4))[0].tile.blocks == 1
+    assert rank_tiles((1, 169), 63, 128, isa, (1, 2, 4))[0].tile.blocks == 2
+    assert rank_tiles((1, 169), 63, 128, on_zen5(load=0.0))[0].tile.blocks == 1
     wide = isa.for_activations("int16")
-    assert rank_tiles((1, 28), 4, 32, wide)[0].blocks == 2  # of transforms, 64 channels
-    assert rank_tiles((1, 256), 2, 16, wide)[0].blocks == 2
+    assert rank_tiles((1, 28), 4, 32, wide)[0].tile.blocks == 2  # of transforms, 64 channels
+    assert rank_tiles((1, 256), 2, 16, wide)[0].tile.blocks == 2
 
 
 def test_rank_tiles__sums_wait_for_their_last_product_in_loops_on_zen5():
     """Eight sums take as long as a dot product of each: a loop that waits once stays late."""
     isa, late = (on_zen5(delayed_words=0, **changes) for changes in ({}, {"looped": 0.0}))
-    tiles = [rank_tiles((1, 196), 24, 16, each, (1, 2, 4))[0] for each in (isa, late)]
+    tiles = [rank_tiles((1, 196), 24, 16, each, (1, 2, 4))[0].tile for each in (isa, late)]
     assert [tile.pixels * tile.blocks * tile.chains for tile in tiles] == [16, 8]
-    unrolled = rank_tiles((1, 784), 12, 6, isa, (1, 2, 4))[0]
+    unrolled = rank_tiles((1, 784), 12, 6, isa, (1, 2, 4))[0].tile
     assert unrolled.pixels * unrolled.blocks == 8
 
 

@@ -22,6 +22,7 @@ while the next panel is fetched. Threads split the panels, or the pixels if ther
 only if needed.
 - Where a reduction is short, the results of a tile are converted and stored between the products of
 the next one, if the core does not do so by itself.
+- Where channels leave half of a vector empty, two pixels may share each (`Isa.forms`).
 - Small groups are merged until a vector of output channels is filled; the weights between groups
 are zero.
 """
@@ -30,7 +31,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -73,9 +73,10 @@ from relayquant.codegen.kernels.integer.conv_tile import (
     emit_reduction,
     emit_start,
     emit_words,
+    list_packed,
     locate_tile,
+    split_pixels,
     store_integers,
-    store_packed,
 )
 from relayquant.codegen.kernels.integer.depthwise import build_depthwise
 from relayquant.codegen.kernels.integer.depthwise_plan import pack_depthwise
@@ -87,7 +88,6 @@ from relayquant.codegen.kernels.integer.operands import (
     emit_prepared_image,
 )
 from relayquant.codegen.kernels.integer.plan_choice import choose_plan
-from relayquant.codegen.kernels.integer.saturating_pack import count_packed
 from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, PackedWeights
 from relayquant.codegen.kernels.integer.tiled import emit_tiled, mark_stores_once
 from relayquant.codegen.kernels.integer.tiled_plan import TiledPlan
@@ -135,7 +135,7 @@ def build_planned(
     return mark_stores_once(build_kernel(name, body), plan)
 
 
-#: Stores the sums of a tile: (plan, operands, position of the tile, result of `add_chains`).
+#: Stores the sums of a tile: (plan, operands, position of the tile, result of `split_pixels`).
 StoreSums = Callable[[Any, Operands, TilePosition, list[Expr]], None]
 
 
@@ -207,7 +207,10 @@ def emit_convolution(
         emit_residual_prefetch(plan, operands, at)
         chains = emit_start(plan, operands, at)
         emit_reduction(plan, image, operands, at, chains, ahead, following)
-        (store or store_integers)(plan, operands, at, add_chains(plan, chains))
+        if store is None:
+            store_integers(plan, operands, at, chains)
+        else:
+            store(plan, operands, at, split_pixels(plan, add_chains(plan, chains)))
 
 
 def emit_delayed(
@@ -222,12 +225,12 @@ def emit_delayed(
 
     `locate` finds a tile by its number. Each run ends with stores alone.
     """
-    lanes, most = plan.isa.lanes, min(PARTS, tiles // FEWEST_RUN) if threads else 1
+    lanes, most = plan.isa.accumulator_lanes, min(PARTS, tiles // FEWEST_RUN) if threads else 1
     parts = 1 << most.bit_length() - 1
     with loop_over((parts,), threads) as (part,):
         first, end = (T.floordiv((part + i) * tiles, parts) for i in (0, 1))
         count = end - first
-        kept = alloc_vectors(plan.tile.pixels * plan.tile.blocks, lanes)
+        kept = alloc_vectors(plan.accumulators, lanes)
         unknown = emit_unknown(first + 1)
 
         def find(tile: Expr) -> TilePosition:
@@ -245,12 +248,8 @@ def emit_delayed(
                 store_vector(old, load_vector(new, 0, lanes), 0, lanes)
 
         def list_stores(tile: Expr) -> list[Callable[[], None]]:
-            at, totals = find(tile), [load_vector(each, 0, lanes) for each in kept]
-            targets = [pixel + at.out_channels[0] for pixel in at.out_pixels]
-            return [
-                partial(store_packed, plan, operands, targets, at.constants, totals, number)
-                for number in range(0, len(totals), count_packed(plan.tile.blocks))
-            ]
+            totals = [load_vector(each, 0, lanes) for each in kept]
+            return list_packed(plan, operands, find(tile), totals)
 
         emit_products(T.int32(0))
         with T.serial(count - 1) as i:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
-from math import gcd, prod
-from typing import Any
+from math import gcd, inf, prod
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,13 @@ PREFETCH_TILES = 64
 NARROW_PIECE = 8
 
 
+class TimedTile(NamedTuple):
+    """A tile, and the time that all tiles of an output are estimated to take, in dot products."""
+
+    time: float
+    tile: Tile
+
+
 def rank_tiles(
     out_size: tuple[int, int],
     vectors: int,
@@ -41,7 +48,8 @@ def rank_tiles(
     taps: int = 1,
     end_words: int = 0,
     repeat: int = 0,
-) -> list[Tile]:
+    joined: int = 0,
+) -> list[TimedTile]:
     """List tiles for an output of `out_size` x `vectors`, smallest estimated time first.
 
     The reduction has `taps` loops over `words` words, followed by `end_words` words. Results of
@@ -49,9 +57,9 @@ def rank_tiles(
     dot products, is `Isa.time_word`, and more if an accumulator goes to the stack
     (`Isa.count_registers`). A tile takes at least the time of its loads (`TileTiming.load`).
     Overlapping tiles count as work, so sizes that divide evenly win. A tile consists of whole
-    accumulators; the output must have at least `isa.pixels` pixels. Pixels `repeat` columns
+    accumulators; an output of fewer than `isa.pixels` pixels has none. Pixels `repeat` columns
     apart read the same words (0: none do). LLVM keeps these in registers if it unrolls the loop
-    over words.
+    over words. `joined` blocks hold all results of a pixel (0: no number does; `joins_results`).
     """
     height, width = out_size
     stack_cost, most_registers = STACK_COST, isa.registers
@@ -60,15 +68,15 @@ def rank_tiles(
         stack_cost, most_registers = UNROLLED_STACK_COST, isa.registers - isa.early_loads
         latency = isa.dots_in_flight
     most_registers = isa.registers * JOINING_SHARE if end_words else most_registers
-    found: list[tuple[float, Tile]] = []
+    found: list[TimedTile] = []
     for blocks in range(1, min(vectors, isa.max_blocks) + 1):
-        limit = min(max(isa.accumulators // blocks, 1), isa.max_pixels)
+        limit = min(max(isa.accumulators * isa.sharing // blocks, 1), isa.max_pixels)
         for rows in range(1, min(height, limit) + 1):
             for cols in range(1, min(width, limit // rows) + 1):
                 pixels = rows * cols
                 if pixels % isa.pixels:
                     continue
-                dots = pixels * blocks
+                dots = pixels * blocks // isa.sharing
                 chains = count_chains(dots, words, isa)
                 time = isa.time_word(pixels, blocks, latency / chains)
                 registers = isa.count_registers(pixels, blocks, dots * chains)
@@ -77,19 +85,20 @@ def rank_tiles(
                 if registers > isa.registers and not isa.may_spill:
                     continue
                 time += stack_cost * (registers > most_registers)
-                steps, tile = words * taps + end_words, Tile(rows, cols, blocks, chains)
+                steps = words * taps + end_words
+                tile = Tile(rows, cols, blocks, chains, isa.sharing)
                 tiles = ceil_div(height, rows) * ceil_div(width, cols)
-                is_single = blocks in narrow and steps == words
+                is_narrow, is_joined = blocks in narrow, joins_results(tile, joined)
+                results = dots if is_narrow and is_joined else pixels * blocks
+                is_single = is_narrow and is_joined and steps == words
                 is_delayed = is_single and can_delay(tile, words, tiles, isa)
-                store = isa.timing.tiles.time_stores(dots, blocks, blocks in narrow, is_delayed)
+                store = isa.timing.tiles.time_stores(results, blocks, is_narrow, is_delayed)
                 time = time * steps + store
                 time = max(time, ((pixels + blocks) * steps + dots) * isa.timing.tiles.load)
                 cost = tiles * ceil_div(vectors, blocks) * time
                 cost = cost * (1 + 0.01 * (rows > 1)) - 0.001 * pixels
-                found.append((cost, tile))
-    assert found  # sizes are at least 1, with enough pixels for one accumulator
-    found.sort(key=lambda each: each[0])  # stable: of equal tiles the first wins
-    return [tile for _, tile in found]
+                found.append(TimedTile(cost, tile))
+    return sorted(found, key=lambda each: each.time)  # stable: of equal tiles the first wins
 
 
 def count_chains(dots: int, words: int, isa: Isa) -> int:
@@ -97,14 +106,21 @@ def count_chains(dots: int, words: int, isa: Isa) -> int:
     return max(min(ceil_div(isa.dots_in_flight, dots), isa.accumulators // dots, words), 1)
 
 
+def joins_results(tile: Tile, joined: int) -> bool:
+    """Whether packed results of all pixels that share a vector of sums follow each other.
+
+    It takes a row of pixels, and the `joined` blocks of a whole one.
+    """
+    return tile.sharing == 1 or (tile.blocks == joined and tile.cols % tile.sharing == 0)
+
+
 def can_delay(tile: Tile, words: int, tiles: int, isa: Isa) -> bool:
     """Whether the results of a tile are stored between the products of the next of `tiles`.
 
     Its sums stay in registers until then. Fewer tiles fetch the weights of the next panel.
     """
-    sums = 2 * tile.pixels * tile.blocks
-    registers = isa.count_registers(tile.pixels, tile.blocks, sums) + isa.early_loads
-    fits = registers <= isa.registers and tile.chains == isa.pixels == 1
+    registers = isa.count_registers(tile.pixels, tile.blocks, 2 * tile.sums) + isa.early_loads
+    fits = registers <= isa.registers and isa.pixels == isa.sharing and tile.chains == 1
     return fits and words <= isa.timing.tiles.delayed_words and tiles > PREFETCH_TILES
 
 
@@ -236,8 +252,8 @@ class ConvPlan:
         return columns if NEAR_WORDS * products < columns * step < self.run else 0
 
     @cached_property
-    def ranked_tiles(self) -> list[Tile]:
-        """All possible tiles, smallest estimated time first."""
+    def timed_tiles(self) -> list[TimedTile]:
+        """All possible tiles of an image and group, smallest estimated time first."""
         return rank_tiles(
             self.pixel_grid[1:],
             self.vectors,
@@ -247,7 +263,18 @@ class ConvPlan:
             prod(self.taps),
             self.end_words,
             self.repeat,
+            self.joined_blocks,
         )
+
+    @cached_property
+    def ranked_tiles(self) -> list[Tile]:
+        """All possible tiles, smallest estimated time first."""
+        return [each.tile for each in self.timed_tiles]
+
+    @property
+    def time(self) -> float:
+        """Estimated time of the tiles of an image, in dot products. Infinite without any tile."""
+        return self.groups * self.timed_tiles[0].time if self.timed_tiles else inf
 
     @cached_property
     def tile(self) -> Tile:
@@ -264,6 +291,7 @@ class ConvPlan:
         tile, (_, rows, cols) = self.tile, self.pixel_grid
         tiles = ceil_div(rows, tile.rows) * ceil_div(cols, tile.cols)
         is_single = self.is_narrow and prod(self.taps) == 1 and not self.end_words
+        is_single = is_single and self.joins_results
         return is_single and can_delay(tile, self.words, tiles, self.isa)
 
     @cached_property
@@ -314,7 +342,7 @@ class ConvPlan:
         tile, isa = self.tile, self.isa
         _, rows, cols = self.pixel_grid
         tiles = ceil_div(rows, tile.rows) * ceil_div(cols, tile.cols) * self.pixel_grid[0]
-        sums, words = tile.pixels * tile.blocks, self.panel_words
+        sums, words = tile.sums, self.panel_words
         weights = tile.blocks * isa.weight_vector * np.dtype(isa.weight_dtype).itemsize / 16
         step = sums * isa.dot_cost + tile.pixels * isa.word_cost + weights
         apart = sums * (isa.pixels - 1)
@@ -335,6 +363,22 @@ class ConvPlan:
     def store_width(self) -> int:
         """Channels that are stored together: of a vector, or of a panel as packed bytes."""
         return min(self.group_out, self.panel_channels if self.is_narrow else self.isa.lanes)
+
+    @property
+    def accumulators(self) -> int:
+        """Accumulators of a tile, each with the sums of `Isa.pixels` pixels."""
+        return self.tile.pixels // self.isa.pixels * self.tile.blocks
+
+    @property
+    def joined_blocks(self) -> int:
+        """Blocks of a tile that hold all results of a pixel, next to those of others; or 0."""
+        is_whole = self.result_pitch == self.group_out == self.vectors * self.isa.lanes
+        return self.vectors if is_whole and not self.is_part else 0
+
+    @property
+    def joins_results(self) -> bool:
+        """Whether packed results are stored together; see `joins_results`."""
+        return joins_results(self.tile, self.joined_blocks)
 
     @cached_property
     def shift(self) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -116,8 +118,8 @@ def emit_start(plan: ConvPlan, operands: Operands, at: TilePosition) -> list[lis
     The first chain starts with the bias, others with 0.
     """
     tile, isa, lanes = plan.tile, plan.isa, plan.isa.lanes
-    width, slots = isa.accumulator_lanes, tile.pixels // isa.pixels * tile.blocks
-    chains = [alloc_vectors(slots, width, isa.sum_dtype) for _ in range(tile.chains)]
+    width = isa.accumulator_lanes
+    chains = [alloc_vectors(plan.accumulators, width, isa.sum_dtype) for _ in range(tile.chains)]
     for slot, acc in enumerate(chains[0]):
         first, block = divmod(slot, tile.blocks)
         sums = []
@@ -226,69 +228,87 @@ def emit_end_word(
     number: int,
 ) -> None:
     """Emit the dot products of one word that joins the ends of several kernel rows."""
-    spec, isa, blocks = plan.spec, plan.isa, plan.tile.blocks
+    spec, isa, blocks, width = plan.spec, plan.isa, plan.tile.blocks, plan.isa.accumulator_lanes
     pieces = isa.products // plan.end
     rows = range(number * pieces, min((number + 1) * pieces, plan.taps[0]))
     row = spec.dilation[0] * image.width * spec.in_channels
     ends = [row * r + plan.words * isa.products for r in rows]
-    words = [
+    pixels = [
         isa.load_joined(image.data, [at.origin + start + end for end in ends], plan.end)
         for start in at.pixel_starts
     ]
+    words = [isa.join_words(members) for members in group_pixels(pixels, isa)]
     index = prod(plan.taps) * plan.words + number
     for slot, acc in enumerate(accs):
-        pixel, block = divmod(slot, blocks)
+        members, block = divmod(slot, blocks)
         weights = isa.load_weights(operands.weight, at.first_vector + index * blocks + block)
-        value = isa.dot(load_vector(acc, 0, isa.lanes), words[pixel], weights)
-        store_vector(acc, value, 0, isa.lanes)
+        value = isa.dot(load_vector(acc, 0, width), words[members], weights)
+        store_vector(acc, value, 0, width)
 
 
 def add_chains(plan: ConvPlan, chains: list[list[Buffer]]) -> list[Expr]:
-    """Add up the chains of a tile. Returns vectors of sums, [pixel * blocks + block]."""
-    isa, blocks = plan.isa, plan.tile.blocks
-    totals: list[Expr] = [None] * (plan.tile.pixels * blocks)
-    for slot, accs in enumerate(zip(*chains, strict=True)):
-        total = load_vector(accs[0], 0, isa.accumulator_lanes)
+    """Add up the chains of a tile. Returns accumulators, in the order of `emit_start`."""
+    width, totals = plan.isa.accumulator_lanes, []
+    for accs in zip(*chains, strict=True):
+        total = load_vector(accs[0], 0, width)
         for acc in accs[1:]:
-            total = total + load_vector(acc, 0, isa.accumulator_lanes)
-        first, block = divmod(slot, blocks)
-        for member, sums in enumerate(isa.split_sums(total)):
-            totals[(first * isa.pixels + member) * blocks + block] = sums
+            total = total + load_vector(acc, 0, width)
+        totals.append(total)
     return totals
 
 
+def split_pixels(plan: ConvPlan, totals: list[Expr]) -> list[Expr]:
+    """Split the accumulators of a tile into vectors of sums, [pixel * blocks + block]."""
+    isa, blocks = plan.isa, plan.tile.blocks
+    vectors: list[Expr] = [None] * (plan.tile.pixels * blocks)
+    for slot, total in enumerate(totals):
+        first, block = divmod(slot, blocks)
+        for member, sums in enumerate(isa.split_sums(total)):
+            vectors[(first * isa.pixels + member) * blocks + block] = sums
+    return vectors
+
+
 def store_integers(
-    plan: ConvPlan, operands: Operands, at: TilePosition, totals: list[Expr]
+    plan: ConvPlan, operands: Operands, at: TilePosition, chains: list[list[Buffer]]
 ) -> None:
     """Store the sums of a tile through the epilogue."""
     epilogue, blocks, lanes = plan.spec.epilogue, plan.tile.blocks, plan.isa.lanes
-    if not plan.is_narrow:
-        for slot, total in enumerate(totals):
-            pixel, block = divmod(slot, blocks)
-            target = at.out_pixels[pixel] + at.out_channels[block]
-            first = at.constants + block * lanes
-            emit_store(operands, epilogue, total, target, first, lanes, plan.store_width)
+    totals = add_chains(plan, chains)
+    if plan.is_narrow:
+        for store in list_packed(plan, operands, at, totals):
+            store()
         return
-    targets = [pixel + at.out_channels[0] for pixel in at.out_pixels]
-    for first in range(0, len(totals), count_packed(blocks)):
-        store_packed(plan, operands, targets, at.constants, totals, first)
+    for slot, total in enumerate(split_pixels(plan, totals)):
+        pixel, block = divmod(slot, blocks)
+        target = at.out_pixels[pixel] + at.out_channels[block]
+        first = at.constants + block * lanes
+        emit_store(operands, epilogue, total, target, first, lanes, plan.store_width)
 
 
-def store_packed(
-    plan: ConvPlan,
-    operands: Operands,
-    targets: list[Expr],
-    constants: Expr,
-    totals: list[Expr],
-    first: int,
-) -> None:
-    """Store the sums from number `first` on that are packed to one vector of bytes.
+def list_packed(
+    plan: ConvPlan, operands: Operands, at: TilePosition, totals: list[Expr]
+) -> list[Callable[[], None]]:
+    """List the stores of a tile, each of the accumulators that are packed to one vector of bytes.
 
-    `targets` are the offsets of all pixels of the tile in y.
+    Where the results of an accumulator's pixels follow each other, they are stored as one pixel's.
     """
-    isa, epilogue, blocks = plan.isa, plan.spec.epilogue, plan.tile.blocks
-    values = totals[first : first + count_packed(blocks)]
-    pixels = targets[first // blocks : (first + len(values)) // blocks]
-    emit_narrow_vectors(
-        isa, epilogue, operands, values, pixels, constants, blocks, plan.store_width
-    )
+    blocks, width = plan.tile.blocks, plan.store_width
+    targets = [pixel + at.out_channels[0] for pixel in at.out_pixels]
+    if plan.joins_results:
+        targets, width = targets[:: plan.tile.sharing], width * plan.tile.sharing
+    count = count_packed(blocks)
+    share = count * len(targets) // len(totals)
+
+    def store(number: int) -> None:
+        emit_narrow_vectors(
+            plan.isa,
+            plan.spec.epilogue,
+            operands,
+            totals[number * count : (number + 1) * count],
+            targets[number * share : (number + 1) * share],
+            at.constants,
+            blocks,
+            width,
+        )
+
+    return [partial(store, number) for number in range(ceil_div(len(totals), count))]

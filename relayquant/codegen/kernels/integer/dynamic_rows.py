@@ -38,7 +38,6 @@ from relayquant.codegen.kernels.integer.conv_plan import (
     pack_constants,
 )
 from relayquant.codegen.kernels.integer.conv_tile import (
-    add_chains,
     emit_reduction,
     emit_start,
     locate_tile,
@@ -264,4 +263,4 @@ def emit_tile(
     emit_residual_prefetch(plan, operands, at)
     chains = emit_start(plan, operands, at)
     emit_reduction(plan, image, operands, at, chains, ahead)
-    store_integers(plan, operands, at, add_chains(plan, chains))
+    store_integers(plan, operands, at, chains)

@@ -24,12 +24,11 @@ from relayquant.codegen.kernels.emit import (
 from relayquant.codegen.kernels.integer.conv_plan import ConvPlan
 from relayquant.codegen.kernels.integer.epilogue import Epilogue
 from relayquant.codegen.kernels.integer.saturating_pack import (
-    PACKED,
     emit_narrow_residuals,
     emit_narrow_store,
 )
 from relayquant.codegen.kernels.integer.specs import Conv2d
-from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa
+from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa, join
 
 
 @dataclass(frozen=True)
@@ -247,20 +246,23 @@ def emit_narrow_vectors(
     blocks: int,
     width: int,
 ) -> None:
-    """Store up to four accumulator vectors as packed bytes; see `saturating_pack`.
+    """Store up to four accumulators as packed bytes; see `saturating_pack`.
 
-    `accs` are the `blocks` vectors of each pixel, one pixel after the other. `targets` are the
-    offsets of the pixels in y, each of `width` channels. The multipliers of a pixel are at `first`.
+    `accs` are the `blocks` accumulators of each pixel, or set of pixels, one after the other.
+    `targets` are the offsets of the pixels in y, each of `width` channels; or of the sets, if
+    `width` counts all their channels. The multipliers of a pixel are at `first`.
     """
-    lanes, reals = isa.lanes, []
+    lanes, reals = isa.accumulator_lanes, []
     residuals, moved = [None] * len(accs), 0
     if operands.residual is not None:
-        residuals = emit_narrow_residuals(operands.residual, targets, lanes, blocks, width)
+        residuals = emit_narrow_residuals(
+            operands.residual, targets, lanes, len(accs), blocks, width
+        )
         moved = 128 if operands.residual.dtype == "int8" else 0
     for i, (acc, residual) in enumerate(zip(accs, residuals, strict=True)):
-        factor = load_multiplier(operands, first + i % blocks * lanes, lanes)
+        factor = load_multiplier(operands, first + i % blocks * isa.lanes, isa.lanes)
+        factor = join([factor] * isa.pixels, lanes)
         reals.append(epilogue.emit_real(acc, factor, residual, lanes, moved))
-    reals += reals[:1] * (PACKED - len(reals))
     emit_narrow_store(isa, epilogue, reals, operands.out, targets, blocks, width)
 
 

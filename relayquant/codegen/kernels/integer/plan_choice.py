@@ -25,17 +25,33 @@ class RankedPlan(Protocol):
 
 PlanT = TypeVar("PlanT", bound=RankedPlan)
 
+#: Another form than the first must take less than this share of its estimated time.
+FORM_GAIN = 0.98
+
 
 def choose_plan(spec: Conv2d, isa: Isa) -> ConvPlan:
     """Choose the plan of `spec` for generator and packer, for `isa` or its companion.
 
     The instruction set is the one for activations of this dtype. Its companion is used if it needs
-    no more instructions, or if there are fewer pixels than a dot product takes. A tile that `spec`
-    asks for changes nothing of this.
+    no more instructions, or if there are fewer pixels than a dot product takes. Of a tile that
+    `spec` asks for, only `Tile.sharing` changes this.
     """
-    plain = replace(spec, tile=None)
     isa = isa.for_convolution(spec.in_dtype)
-    return replace(choose_instructions(lambda isa: make_plan(plain, isa), isa), spec=spec)
+    return replace(choose_instructions(lambda isa: choose_form(spec, isa), isa), spec=spec)
+
+
+def choose_form(spec: Conv2d, isa: Isa) -> ConvPlan:
+    """Make the plan of one of `Isa.forms`: of the tile that `spec` asks for, or the fastest.
+
+    The plan itself has no tile that was asked for. The phases of a transposed convolution, which
+    share the packed weights, and matrix products take the first form.
+    """
+    plain, tile = replace(spec, tile=None), spec.tile
+    if tile is not None:
+        return make_plan(plain, next(each for each in isa.forms if each.sharing == tile.sharing))
+    first, *others = (make_plan(plain, each) for each in isa.forms)
+    faster = [each for each in others if each.time < FORM_GAIN * first.time]
+    return min(faster, key=lambda plan: plan.time, default=first)
 
 
 def make_plan(

@@ -22,7 +22,7 @@ from relayquant.codegen.kernels.emit import (
     vector,
 )
 from relayquant.codegen.kernels.integer.epilogue import Epilogue, Store
-from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa, Narrowing
+from relayquant.codegen.kernels.isa.base import Buffer, Expr, Isa, Narrowing, fence
 
 #: Allowed dtypes of results and residuals.
 BYTES = ("uint8", "int8")
@@ -68,36 +68,33 @@ def emit_word_shuffle(words: list[Expr], order: NDArray[np.int64]) -> Expr:
     words, and some shuffles of bytes within 128-bit blocks, take one instruction each; merged they
     take several.
     """
-    lanes = order.size
-    shuffled = T.Shuffle(words, [T.int32(int(i)) for i in order])
-    name = f"llvm.arithmetic.fence.v{lanes}f32"
-    return T.call_llvm_pure_intrin(name, shuffled, dtype=vector("float32", lanes))
+    return fence(T.Shuffle(words, [T.int32(int(i)) for i in order]), order.size)
 
 
 def emit_narrow_residuals(
-    buffer: Buffer, offsets: list[Expr], lanes: int, blocks: int, width: int
+    buffer: Buffer, offsets: list[Expr], lanes: int, vectors: int, blocks: int, width: int
 ) -> list[Expr]:
-    """Load bytes of pixels as int32 vectors: the `blocks` vectors of each pixel, pixel by pixel.
+    """Load bytes of pixels as `vectors` int32 vectors, of which `blocks` are from the same pixels.
 
     The reverse of `emit_narrow_store` with the same `offsets`. int8 bytes become uint8 + 128.
     """
-    count = lanes * blocks
+    count = lanes * vectors // len(offsets)
     pixels = [
         flip_sign_bit(load_pieces(buffer, at, count, width), buffer.dtype, "uint8", count)
         for at in offsets
     ]
-    if blocks == 1:
+    if len(offsets) == vectors:
         return [T.Cast(vector("int32", lanes), pixel) for pixel in pixels]
     packed = pixels[0]
-    if blocks < PACKED:
+    if count < PACKED * lanes:
         # A shuffle has no more results than operands.
-        pixels += pixels[:1] * (ceil_div(PACKED, blocks) - len(pixels))
+        pixels += pixels[:1] * (ceil_div(PACKED * lanes, count) - len(pixels))
         words = [T.reinterpret(vector("float32", count // 4), pixel) for pixel in pixels]
         order, positions = np.zeros(lanes, "int64"), word_order(lanes, blocks)
         order[positions] = np.arange(positions.size)
         packed = emit_word_shuffle(words, order)
         packed = T.reinterpret(vector("uint8", PACKED * lanes), packed)
-    return emit_spread(packed, lanes)[: len(offsets) * blocks]
+    return emit_spread(packed, lanes)[:vectors]
 
 
 def emit_spread(packed: Expr, lanes: int) -> list[Expr]:
@@ -141,16 +138,17 @@ def emit_narrow_store(
 ) -> None:
     """Round, clamp and store four float32 vectors, none NaN, in channel order.
 
-    `reals` are the `blocks` vectors of each pixel, pixel by pixel. `offsets` are the targets of the
-    pixels, of which `width` channels exist. Vectors without a pixel are not stored.
+    `reals` are the `blocks` vectors of each pixel, pixel by pixel; or of each set of pixels.
+    `offsets` are the targets of the pixels, or of the sets, of which `width` channels exist.
+    Vectors without a pixel are not stored.
     """
-    lanes, packed = isa.lanes, emit_packed(isa, epilogue, reals)
-    if blocks == PACKED:
+    lanes, count = isa.accumulator_lanes, len(reals) * isa.accumulator_lanes // len(offsets) // 4
+    packed = emit_packed(isa, epilogue, reals + reals[:1] * (PACKED - len(reals)))
+    if blocks == PACKED and len(offsets) == 1:
         store_vector(buffer, packed, offsets[0], PACKED * lanes, width)
         return
     # Gather the words of each pixel once. Storing them one by one costs as much as four vectors.
-    order, count = word_order(lanes, blocks), lanes * blocks // PACKED
-    order = np.resize(order, lanes)
+    order = np.resize(word_order(lanes, blocks), lanes)
     words = emit_word_shuffle([T.reinterpret(vector("float32", lanes), packed)], order)
     for pixel, offset in enumerate(offsets):
         own = T.Shuffle([words], [T.int32(pixel * count + i) for i in range(count)])
@@ -160,7 +158,7 @@ def emit_narrow_store(
 
 def emit_packed(isa: Isa, epilogue: Epilogue, reals: list[Expr]) -> Expr:
     """Round, clamp and pack four float32 vectors, none NaN, to bytes in channel order."""
-    lanes, narrowing = isa.lanes, isa.narrowing
+    lanes, narrowing = isa.accumulator_lanes, isa.narrowing
     assert isinstance(narrowing, Narrowing)
     low, high = epilogue.bounds
     zero_point = epilogue.zero_point

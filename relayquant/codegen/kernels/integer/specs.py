@@ -21,10 +21,16 @@ class Tile:
     cols: int
     blocks: int
     chains: int = 1
+    sharing: int = 1  #: pixels whose sums share a vector
 
     @property
     def pixels(self) -> int:
         return self.rows * self.cols
+
+    @property
+    def sums(self) -> int:
+        """Vectors of sums, of one chain."""
+        return self.pixels * self.blocks // self.sharing
 
 
 @dataclass(frozen=True)

@@ -244,7 +244,7 @@ def saves_time(spec: Conv2d, isa: Isa) -> bool:
     direct = choose_plan(spec, isa)
     if direct.isa.unit is not None:
         return False  # a matrix unit multiplies bytes only, ten times as fast
-    dots = prod(spec.out_size) * direct.vectors * direct.panel_words
+    dots = prod(spec.out_size) * direct.vectors * direct.panel_words / direct.isa.sharing
     return WinogradPlan(spec, isa).cost < WORTH * dots
 
 

@@ -62,29 +62,16 @@ from relayquant.codegen.kernels.isa.base import (
     Isa,
     PackedIsa,
     find_largest,
+    join,
     load_word,
+    split,
+    take,
 )
 
 #: int32 lanes of a 128-bit register.
 PART = 4
 #: Up to this magnitude of weights, two products with int8 fit int16: 2 * 128 * 127 = 32,512.
 LARGEST_PAIRED = 127
-
-
-def take(value: Expr, first: int, count: int) -> Expr:
-    """Take `count` lanes of a vector from `first` on."""
-    return T.Shuffle([value], [T.int32(first + i) for i in range(count)])
-
-
-def split(value: Expr, lanes: int, count: int) -> list[Expr]:
-    """Split a vector of `lanes` into `count` vectors of equal length."""
-    size = lanes // count
-    return [value] if count == 1 else [take(value, i * size, size) for i in range(count)]
-
-
-def join(values: list[Expr], lanes: int) -> Expr:
-    """Join vectors to the vector of `lanes` that `split` took apart."""
-    return values[0] if len(values) == 1 else T.Shuffle(values, [T.int32(i) for i in range(lanes)])
 
 
 def repeat(value: Expr, lanes: int, lane: int, count: int) -> Expr:

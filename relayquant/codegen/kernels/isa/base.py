@@ -83,6 +83,7 @@ class Isa(ABC):
     max_blocks: int = 4  #: vectors of weights a register tile may keep besides the accumulators
     words_per_load: int = 1  #: best number of consecutive words for `load_activations`
     pixels: int = 1  #: pixels of one accumulator: the rows of a matrix unit
+    sharing: int = 1  #: pixels whose sums share a vector register
     word_cost: float = 1.0  #: instructions that load one word of one pixel for the dot product
     dot_cost: float = 1.0  #: instructions of the dot product, per vector of sums
     registers: int = 32  #: number of vector registers
@@ -167,7 +168,11 @@ class Isa(ABC):
         block, and at least the `latency` of a dot product.
         """
         loads = pixels * self.timing.tiles.activation + blocks
-        return max(pixels * blocks, loads, latency) + self.timing.tiles.word
+        return max(self.time_dots(pixels, blocks), loads, latency) + self.timing.tiles.word
+
+    def time_dots(self, pixels: int, blocks: int) -> float:
+        """Return the time for which one word of a tile keeps the units of the dot products busy."""
+        return pixels * blocks
 
     def with_timing(self: IsaT, timing: Timing) -> IsaT:
         """Return the same, and all related instruction sets, for a core with this timing."""
@@ -199,6 +204,14 @@ class Isa(ABC):
     def for_wrapping_sums(self) -> Isa:
         """Return the same for sums that may exceed the range of int32: they wrap modulo 2**32."""
         return self
+
+    @property
+    def forms(self) -> tuple[Isa, ...]:
+        """This instruction set, and others of the same CPUs with the same `activation`.
+
+        The estimated time of a convolution decides, where it is known for all of them.
+        """
+        return (self,)
 
     @property
     def companion(self) -> Isa:
@@ -295,6 +308,29 @@ def load_word(buffer: Buffer, offset: Expr, lanes: int) -> Expr:
     count = BYTES_PER_WORD // np.dtype(buffer.dtype).itemsize
     word = buffer.vload([offset], f"{buffer.dtype}x{count}")
     return T.broadcast(T.reinterpret("int32", word), lanes)
+
+
+def take(value: Expr, first: int, count: int) -> Expr:
+    """Take `count` lanes of a vector from `first` on."""
+    return T.Shuffle([value], [T.int32(first + i) for i in range(count)])
+
+
+def split(value: Expr, lanes: int, count: int) -> list[Expr]:
+    """Split a vector of `lanes` into `count` vectors of equal length."""
+    size = lanes // count
+    return [value] if count == 1 else [take(value, i * size, size) for i in range(count)]
+
+
+def join(values: list[Expr], lanes: int) -> Expr:
+    """Join vectors to the vector of `lanes` that `split` took apart."""
+    return values[0] if len(values) == 1 else T.Shuffle(values, [T.int32(i) for i in range(lanes)])
+
+
+def fence(value: Expr, lanes: int) -> Expr:
+    """Return a float32 vector that LLVM takes as it is: nothing before is merged with its users."""
+    dtype = f"float32x{lanes}" if lanes > 1 else "float32"
+    name = f"llvm.arithmetic.fence.{'' if lanes == 1 else f'v{lanes}'}f32"
+    return T.call_llvm_pure_intrin(name, value, dtype=dtype)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ Cores with the same instructions differ in timing.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,9 @@ class TileTiming:
 
     word: float = 1.0  #: of the loop over words, without the dot products
     activation: float = 1.0  #: of loading one word of one pixel; one vector of weights takes 1
+    #: of joining the words of two pixels to one vector, by the units of the dot products. Infinite:
+    #: not measured, so pixels do not share vectors
+    join: float = inf
     #: of any load, where loads go on while results are converted and stored: then only all loads of
     #: a tile together, one for each result besides, can take longer than the rest. 0: they never do
     load: float = 0.0
@@ -133,6 +137,7 @@ ZEN5 = Timing(
     TileTiming(
         word=0.2,
         activation=0.5,
+        join=0.4,
         load=1.1,
         dots_in_flight=6,
         looped=9.5,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from math import isinf
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,10 @@ from relayquant.codegen.kernels.isa.base import (
     PackedIsa,
     Wrapping,
     emit_wrapping,
+    fence,
     find_largest,
+    join,
+    split,
 )
 from relayquant.codegen.kernels.isa.matrix_unit import AMX_INT8, Buffer, Expr
 
@@ -29,6 +33,13 @@ class VnniIsa(PackedIsa):
     """
 
     intrinsic: str = ""
+    halved: HalvedIsa | None = None  #: for channels that leave half a vector empty
+
+    @property
+    def forms(self) -> tuple[Isa, ...]:
+        if self.halved is None or isinf(self.timing.tiles.join):
+            return (self,)
+        return self, self.halved
 
     @property
     def companion(self) -> Isa:
@@ -58,8 +69,37 @@ class VnniIsa(PackedIsa):
         return self.as_activation(T.broadcast(T.reinterpret("int32", word), self.lanes))
 
     def dot(self, acc: Expr, activation: Expr, weights: Expr) -> Expr:
-        dtype = f"int32x{self.lanes}"
+        dtype = f"int32x{self.accumulator_lanes}"
         return T.call_llvm_pure_intrin(self.intrinsic, acc, activation, weights, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class HalvedIsa(VnniIsa):
+    """The same on vectors whose halves belong to two pixels, each with half of the lanes.
+
+    24 channels of two pixels are three vectors, where each pixel alone takes two. Weights are
+    loaded to both halves; the words of two pixels take one instruction more.
+    """
+
+    def time_dots(self, pixels: int, blocks: int) -> float:
+        return pixels / self.sharing * (blocks + self.timing.tiles.join)
+
+    def as_activation(self, words: Expr) -> Expr:
+        # Otherwise LLVM permutes two words that it loads alone, which takes longer.
+        fenced = fence(T.reinterpret(f"float32x{self.lanes}", words), self.lanes)
+        return super().as_activation(fenced)
+
+    def join_words(self, words: list[Expr]) -> Expr:
+        return join(words, self.accumulator_lanes * self.products)
+
+    def join_sums(self, sums: list[Expr]) -> Expr:
+        return join(sums, self.accumulator_lanes)
+
+    def split_sums(self, acc: Expr) -> list[Expr]:
+        return split(acc, self.accumulator_lanes, self.pixels)
+
+    def load_weights(self, buffer: Buffer, index: Expr) -> Expr:
+        return self.join_words([super().load_weights(buffer, index)] * self.pixels)
 
 
 @dataclass(frozen=True)
@@ -198,6 +238,13 @@ def on_small_weights(wide: PairIsa, name: str, pairs: str, accumulators: int) ->
     return SmallWeightIsa(**{**shared, **changed})
 
 
+def halve(whole: VnniIsa) -> HalvedIsa:
+    """Make the instruction set with two pixels in each vector of `whole`."""
+    shared = {field.name: getattr(whole, field.name) for field in fields(whole)}
+    changed = {"name": f"{whole.name} halved", "lanes": whole.lanes // 2}
+    return HalvedIsa(**{**shared, **changed, "pixels": 2, "sharing": 2})
+
+
 NARROWING_512 = Narrowing(
     to_int32="llvm.x86.avx512.mask.cvtps2dq.512",
     to_int16="llvm.x86.avx512.packssdw.512",
@@ -233,7 +280,7 @@ VNNI512_WIDE = VnniIsa(
     intrinsic="llvm.x86.avx512.vpdpwssd.512",
 )
 
-VNNI512 = replace(
+VNNI512_WHOLE = replace(
     VNNI512_WIDE,
     name="vnni512",
     products=4,
@@ -243,8 +290,10 @@ VNNI512 = replace(
     wide=VNNI512_WIDE,
 )
 
+VNNI512 = replace(VNNI512_WHOLE, halved=halve(VNNI512_WHOLE))
+
 AMX = replace(
-    VNNI512, name="amx", features=(*VNNI512.features, "amx-tile", "amx-int8"), unit=AMX_INT8
+    VNNI512_WHOLE, name="amx", features=(*VNNI512.features, "amx-tile", "amx-int8"), unit=AMX_INT8
 )
 
 VNNI256_WIDE = VnniIsa(
