@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
-from tvm.script import ir as I
+from float_models import as_main
 from tvm.script import relax as R
 
 import relayquant as rq
@@ -13,14 +13,9 @@ from relayquant.errors import DataError, suggest_sizes
 from relayquant_runtime import Library
 
 
-@I.ir_module
-class Fixed:
-    @R.function
-    def main(x: R.Tensor((8, 4), "float32"), y: R.Tensor(("n", 4), "float32")):
-        with R.dataflow():
-            z = R.matmul(x, R.permute_dims(y))
-            R.output(z)
-        return z
+@as_main
+def fixed(x: R.Tensor((8, 4), "float32"), y: R.Tensor(("n", 4), "float32")):
+    return R.matmul(x, R.permute_dims(y))
 
 
 RNG = np.random.default_rng(0)
@@ -33,15 +28,15 @@ ADVICE = (
 
 
 def quantize_fixed():
-    return rq.quantize(Fixed, None, [(EIGHT, EIGHT)])
+    return rq.quantize(fixed, None, [(EIGHT, EIGHT)])
 
 
 def compile_with_relayquant():
-    return rq.Executor(rq.compile(Fixed))
+    return rq.Executor(rq.compile(fixed))
 
 
 def compile_with_tvm():
-    return rq.Executor(tvm.compile(Fixed, "llvm"))
+    return rq.Executor(tvm.compile(fixed, "llvm"))
 
 
 @pytest.fixture(scope="module", params=[compile_with_relayquant, compile_with_tvm])
@@ -82,30 +77,25 @@ def test_executor__no_such_function(executor):
 
 
 def test_executor__sizes_of_one_name():
-    @I.ir_module
-    class Same:
-        @R.function
-        def main(x: R.Tensor(("n", 4), "float32"), y: R.Tensor(("n", 4), "float32")):
-            with R.dataflow():
-                z = R.add(x, y)
-                R.output(z)
-            return z
+    @as_main
+    def same(x: R.Tensor(("n", 4), "float32"), y: R.Tensor(("n", 4), "float32")):
+        return R.add(x, y)
 
     with pytest.raises(
         DataError, match=r"'y' .*\(3, 4\); .*\(n, 4\)\. Sizes with the same name must"
     ):
-        rq.Executor(rq.compile(Same)).run("main", [EIGHT, THREE])
+        rq.Executor(rq.compile(same)).run("main", [EIGHT, THREE])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     "run",
     [
-        lambda inputs: rq.reference.run(Fixed, inputs),
-        lambda inputs: rq.verify(Fixed, inputs, None),
-        lambda inputs: rq.quantize(Fixed, None, [tuple(inputs)]),
-        lambda inputs: rq.calibrate(rq.prepare(Fixed), [tuple(inputs)]),
-        lambda inputs: rq.compare(Fixed, None, quantize_fixed(), [tuple(inputs)]),
+        lambda inputs: rq.reference.run(fixed, inputs),
+        lambda inputs: rq.verify(fixed, inputs, None),
+        lambda inputs: rq.quantize(fixed, None, [tuple(inputs)]),
+        lambda inputs: rq.calibrate(rq.prepare(fixed), [tuple(inputs)]),
+        lambda inputs: rq.compare(fixed, None, quantize_fixed(), [tuple(inputs)]),
     ],
     ids=["reference", "verify", "quantize", "calibrate", "compare"],
 )
@@ -115,7 +105,7 @@ def test_run__names_the_input(run):
 
 
 def test_library__names_the_input(tmp_path):
-    rq.compile(Fixed).export_library(str(tmp_path / "fixed.so"))
+    rq.compile(fixed).export_library(str(tmp_path / "fixed.so"))
     library = Library(tmp_path / "fixed.so")
     message = (
         r"^input 'x' of 'main' is float32 of shape \(3, 4\); fixed\.so takes R\.Tensor\(\(8, 4\), "

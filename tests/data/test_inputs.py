@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import pytest
 import tvm
+from float_models import as_main
 from tvm import relax
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ModelError
 
 
-@I.ir_module
-class TwoInputs:
-    @R.function
-    def main(left: R.Tensor((2, 3), "float32"), right: R.Tensor(("n", 4), "int32")):
-        with R.dataflow():
-            y = R.add(left, left)
-            R.output(y)
-        return y
+@as_main
+def two_inputs(left: R.Tensor((2, 3), "float32"), right: R.Tensor(("n", 4), "int32")):
+    return R.add(left, left)
 
 
 def build_identity(ty: relax.Type) -> tvm.IRModule:
@@ -34,7 +29,7 @@ def build_identity(ty: relax.Type) -> tvm.IRModule:
 
 
 def test_describe_inputs__names_shapes_dtypes():
-    left, right = describe_inputs(TwoInputs)
+    left, right = describe_inputs(two_inputs)
     assert (left.name, left.shape, left.dtype) == ("left", (2, 3), "float32")
     assert (right.name, right.shape, right.dtype) == ("right", ("n", 4), "int32")
 

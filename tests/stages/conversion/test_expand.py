@@ -10,7 +10,6 @@ import pytest
 import tvm
 from float_models import MAP, as_main, build_model, draw_batches
 from tvm import relax
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
@@ -334,36 +333,26 @@ def test_rule_of_the_user__comes_first():
 
     backend = GENERIC.with_affine_rule(AffineRule("relax.negative", negate))
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(q: R.Tensor((3,), "int8"), r: R.Tensor((3,), "uint8")):
-            with R.dataflow():
-                d = dequantize(q, 0.5, 0)
-                e = dequantize(r, 0.5, 3)
-                a = R.negative(d)
-                b = R.negative(e)
-                out = (a, b)
-                R.output(out)
-            return out
+    @as_main
+    def before(q: R.Tensor((3,), "int8"), r: R.Tensor((3,), "uint8")):
+        d = dequantize(q, 0.5, 0)
+        e = dequantize(r, 0.5, 3)
+        a = R.negative(d)
+        b = R.negative(e)
+        return (a, b)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(q: R.Tensor((3,), "int8"), r: R.Tensor((3,), "uint8")):
-            with R.dataflow():
-                e = dequantize(r, 0.5, 3)
-                n = R.negative(q)
-                a = dequantize(n, 0.5, 0)
-                b = R.negative(e)
-                out = (a, b)
-                R.output(out)
-            return out
+    @as_main
+    def expected(q: R.Tensor((3,), "int8"), r: R.Tensor((3,), "uint8")):
+        e = dequantize(r, 0.5, 3)
+        n = R.negative(q)
+        a = dequantize(n, 0.5, 0)
+        b = R.negative(e)
+        return (a, b)
 
     tvm.ir.assert_structural_equal(
-        expand_affine(Before, backend)["main"], Expected["main"], map_free_vars=True
+        expand_affine(before, backend)["main"], expected["main"], map_free_vars=True
     )
-    assert expand_affine(Before, GENERIC).same_as(Before)
+    assert expand_affine(before, GENERIC).same_as(before)
 
 
 @pytest.mark.parametrize("before", SHAPES, ids=str)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
+from float_models import as_main
 from tvm import relax
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relayquant as rq
@@ -23,16 +23,11 @@ W = (RNG.standard_normal((12, 8)) / RANGES[:, None]).astype("float32")
 def product_model(weight: np.ndarray = W) -> tvm.IRModule:
     constant = relax.const(weight)
 
-    @I.ir_module
-    class Model:
-        @R.function
-        def main(x: R.Tensor((20, 12), "float32")):
-            with R.dataflow():
-                y = R.matmul(x, constant)
-                R.output(y)
-            return y
+    @as_main
+    def model(x: R.Tensor((20, 12), "float32")):
+        return R.matmul(x, constant)
 
-    return Model
+    return model
 
 
 def draw_batches(count: int, ranges: np.ndarray = RANGES) -> list[np.ndarray]:

@@ -29,7 +29,7 @@ def test_weight_transpose__folded(check_prepared):
 
 def test_constant_chain__folded(check_prepared):
     four = relax.const(np.array([4.0, 9.0], "float32"))
-    expected = relax.const(np.array([5.0, 7.0], "float32"))
+    folded = relax.const(np.array([5.0, 7.0], "float32"))
 
     @as_main
     def before(x: R.Tensor((2,), "float32")):
@@ -38,21 +38,16 @@ def test_constant_chain__folded(check_prepared):
         shifted = R.add(double, R.const(1.0, "float32"))
         return R.multiply(x, shifted)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((2,), "float32")):
-            with R.dataflow():
-                y = R.multiply(x, expected)
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor((2,), "float32")):
+        return R.multiply(x, folded)
 
-    check_prepared(before, Expected)
+    check_prepared(before, expected)
 
 
 def test_arange__folded(check_prepared):
     """Without operands, and with what is computed from it."""
-    expected = relax.const(np.array([0.0, 1.0, 4.0], "float32"))
+    folded = relax.const(np.array([0.0, 1.0, 4.0], "float32"))
 
     @as_main
     def before(x: R.Tensor((2, 3), "float32")):
@@ -60,22 +55,17 @@ def test_arange__folded(check_prepared):
         squares = R.multiply(places, places)
         return R.multiply(x, squares)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32")):
-            with R.dataflow():
-                y = R.multiply(x, expected)
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor((2, 3), "float32")):
+        return R.multiply(x, folded)
 
-    check_prepared(before, Expected)
+    check_prepared(before, expected)
 
 
 def test_calls_of_libraries__folded(check_prepared):
     """What TVM's own folding leaves: running sums, sorted values."""
     counts = relax.const(np.array([3.0, 1.0, 2.0], "float32"))
-    expected = relax.const(np.array([1.0, 3.0, 6.0], "float32"))
+    folded = relax.const(np.array([1.0, 3.0, 6.0], "float32"))
 
     @as_main
     def before(x: R.Tensor((2, 3), "float32")):
@@ -83,16 +73,11 @@ def test_calls_of_libraries__folded(check_prepared):
         sums = R.cumsum(ordered, axis=0)
         return R.multiply(x, sums)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32")):
-            with R.dataflow():
-                y = R.multiply(x, expected)
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor((2, 3), "float32")):
+        return R.multiply(x, folded)
 
-    check_prepared(before, Expected)
+    check_prepared(before, expected)
 
 
 def test_dequantize_of_constant__stays(check_prepared):

@@ -180,30 +180,20 @@ def test_bias_behind_squeeze__moves_to_the_convolution(check_prepared, check_sam
     inside = relax.const(bias[..., None])
     outside = relax.const(bias)
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor(("n", 3, 9, 1), "float32")):
-            with R.dataflow():
-                c = R.nn.conv2d(x, kernel)
-                s = R.squeeze(c, axis=[-1])
-                y = R.add(outside, s)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor(("n", 3, 9, 1), "float32")):
+        c = R.nn.conv2d(x, kernel)
+        s = R.squeeze(c, axis=[-1])
+        return R.add(outside, s)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor(("n", 3, 9, 1), "float32")):
-            with R.dataflow():
-                c = R.nn.conv2d(x, kernel)
-                b = R.add(c, inside)
-                y = R.squeeze(b, axis=[3])
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor(("n", 3, 9, 1), "float32")):
+        c = R.nn.conv2d(x, kernel)
+        b = R.add(c, inside)
+        return R.squeeze(b, axis=[3])
 
-    check_prepared(Before, Expected)
-    check_same_numbers(Before, draw(2, 3, 9, 1))
+    check_prepared(before, expected)
+    check_same_numbers(before, draw(2, 3, 9, 1))
 
 
 def test_bias_behind_squeeze__stays_when_the_convolution_is_read_twice(check_prepared):
@@ -257,30 +247,20 @@ def test_weight_on_the_left__comes_second(check_prepared, check_same_numbers):
     turned = relax.const(np.ascontiguousarray(W.value.numpy().T))
     row = relax.const(column.value.numpy().ravel())
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor(("n", 4, 5), "float32")):
-            with R.dataflow():
-                m = R.matmul(W, x)
-                y = R.add(m, column)
-                R.output(y)
-            return y
+    @as_main
+    def before(x: R.Tensor(("n", 4, 5), "float32")):
+        m = R.matmul(W, x)
+        return R.add(m, column)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor(("n", 4, 5), "float32")):
-            with R.dataflow():
-                data = R.permute_dims(x, axes=[0, 2, 1])
-                m = R.matmul(data, turned)
-                biased = R.add(m, row)
-                y = R.permute_dims(biased, axes=[0, 2, 1])
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor(("n", 4, 5), "float32")):
+        data = R.permute_dims(x, axes=[0, 2, 1])
+        m = R.matmul(data, turned)
+        biased = R.add(m, row)
+        return R.permute_dims(biased, axes=[0, 2, 1])
 
-    check_prepared(Before, Expected)
-    check_same_numbers(Before, draw(2, 4, 5))
+    check_prepared(before, expected)
+    check_same_numbers(before, draw(2, 4, 5))
 
 
 def test_bias_behind_a_transpose__stays_where_it_is_none_per_unit(check_prepared):

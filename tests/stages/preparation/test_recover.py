@@ -7,10 +7,10 @@ import warnings
 import numpy as np
 import onnx
 import pytest
+from float_models import as_main
 from onnx import TensorProto, helper
 from tvm import relax, te, tirx, topi
 from tvm.relax.frontend.onnx import from_onnx
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 from relayquant.stages.preparation import prepare_module
@@ -131,13 +131,8 @@ def test_maximum_of_two_tensors__recovered(check_prepared):
             out = builder.emit_output(builder.emit_te(topi.maximum, x, z))
         builder.emit_func_output(out)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((4, 4), "float32"), z: R.Tensor((4,), "float32")):
-            with R.dataflow():
-                y = R.maximum(x, z)
-                R.output(y)
-            return y
+    @as_main
+    def expected(x: R.Tensor((4, 4), "float32"), z: R.Tensor((4,), "float32")):
+        return R.maximum(x, z)
 
-    check_prepared(builder.finalize(), Expected)
+    check_prepared(builder.finalize(), expected)
