@@ -6,9 +6,12 @@ A user's mistake is one line on standard error and exit code 2. `--debug` shows 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 
 from relayquant.cli.output import CommandOutput, ExitCode
@@ -38,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             options = parse_words(words)
             output.command = options.command
             # Imported late: help and mistakes are answered without TVM.
-            command = import_module(f"relayquant.cli.commands.{options.command}")
+            with holding_interrupts():
+                command = import_module(f"relayquant.cli.commands.{options.command}")
             code = command.run(options, output)
         output.finish(code)
         sys.stdout.flush()
@@ -56,6 +60,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         kind = f"internal error: {type(error).__name__}: "
         return fail(output, ExitCode.INTERNAL_ERROR, error, kind, " (--debug shows where)")
     return code
+
+
+@contextmanager
+def holding_interrupts() -> Iterator[None]:
+    """Let modules be imported whole: Ctrl-C comes at the end, and a second one ends the process.
+
+    Extensions in C that are interrupted while they are imported end the process by a signal, or
+    leave half a numpy behind, whose errors name something else.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    pressed: list[int] = []
+
+    def hold(number: int, _: object) -> None:
+        pressed.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if pressed:
+        signal.raise_signal(signal.SIGINT)
 
 
 def fail(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import warnings
@@ -220,6 +221,22 @@ def test_main__interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("relayquant.cli.commands.inspect.run", interrupt)
     assert cli.main(["inspect", "model.onnx"]) == ExitCode.INTERRUPTED
+
+
+def test_interrupt__modules_are_imported_whole(monkeypatch, capsys):
+    """An extension in C that is interrupted while it is imported ends the process by a signal."""
+    whole = []
+
+    def import_and_interrupt(name):
+        signal.raise_signal(signal.SIGINT)
+        whole.append(name)
+
+    monkeypatch.setattr(cli, "import_module", import_and_interrupt)
+    handler = signal.getsignal(signal.SIGINT)
+    assert cli.main(["inspect", "model.onnx"]) == ExitCode.INTERRUPTED
+    assert whole == ["relayquant.cli.commands.inspect"]
+    assert capsys.readouterr().err == "relayquant: interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_commands__are_modules_of_their_names() -> None:
