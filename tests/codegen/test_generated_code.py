@@ -19,6 +19,11 @@ from tvm.tirx import PrimFunc
 from relayquant.analysis.peak import build_peak, choose_peak_isa, count_sums
 from relayquant.codegen.kernels.floating.bf16 import make_bf16_conv2d, read_bf16_conv2d
 from relayquant.codegen.kernels.floating.conv import FloatConv2d, make_conv2d
+from relayquant.codegen.kernels.floating.gathered import (
+    MOST_VECTORS,
+    GatheredProduct,
+    make_product,
+)
 from relayquant.codegen.kernels.floating.row_norm import RowNorm, make_row_norm
 from relayquant.codegen.kernels.floating.tile import FloatEpilogue, choose_float_isa
 from relayquant.codegen.kernels.floating.winograd import make_winograd
@@ -515,6 +520,25 @@ def test_innermost_loops__of_floats(name, layer):
     assert found.loads <= bound.loads
     fetches = [line for line in text.splitlines() if re.match(r"\s+(?:prefetch|prfm)", line)]
     assert len(fetches) >= 14  # a line of results and of the residual for each row of 6, and more
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("vectors", range(1, MOST_VECTORS + 1))
+@pytest.mark.parametrize("name", ["haswell", "sapphirerapids", "znver5", "neoverse-n1"])
+def test_innermost_loops__of_gathered_floats(name, vectors):
+    """Sums and the addresses of the rows stay in registers."""
+    target = resolve_target({**TARGETS, **ARM_TARGETS}[name])
+    isa, architecture = choose_float_isa(target), find_architecture(target)
+    syntax = replace(SYNTAX[architecture], product=FLOAT_PRODUCT)
+    func = make_product(GatheredProduct(isa.lanes, vectors), isa, "product")
+    loops = find_innermost_loops(compile_kernel(func, target), syntax)
+
+    def count(loop: list[str]) -> int:
+        return sum(bool(syntax.product.match(line)) for line in loop)
+
+    tile = max(loops, key=count)
+    assert count(tile) >= 10
+    assert not [line for line in tile if "(%rsp" in line or "[sp" in line]
 
 
 @pytest.mark.parametrize("layer", FLOAT_LAYERS)

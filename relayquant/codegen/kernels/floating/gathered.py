@@ -25,8 +25,9 @@ from relayquant.codegen.kernels.floating.tile import Buffer, Expr, FloatIsa, emi
 
 #: Rows that all panels are computed for before the next rows, so that they stay in a cache.
 BLOCK_ROWS = 240
-#: Most rows of a tile. Each needs a register for its address.
-MOST_TILE_ROWS = 12
+#: Most rows of a tile. Each needs a register for its address, of which x86 has 16 in all: two rows
+#: more take twice as long.
+MOST_TILE_ROWS = 10
 #: Most vectors of a panel.
 MOST_VECTORS = 4
 
