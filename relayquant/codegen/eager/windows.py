@@ -14,6 +14,8 @@ from relayquant.codegen.kernels.floating.gathered import Extents, Table
 
 #: Rows of a table, if an image has fewer. More would only take memory.
 TABLE_ROWS = 4096
+#: Below this many channels, planes are copied one by one to where channels are last.
+FEW_CHANNELS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,5 +76,10 @@ def pad_images(images: np.ndarray, spec: FloatConv2d) -> np.ndarray:
     below, right = top + spec.height, left + spec.width
     padded[:, :top], padded[:, below:] = 0, 0
     padded[:, top:below, :left], padded[:, top:below, right:] = 0, 0
-    padded[:, top:below, left:right] = images
+    inside = padded[:, top:below, left:right]
+    if spec.in_channels < FEW_CHANNELS and images.strides[-1] > images.strides[-2]:
+        for channel in range(spec.in_channels):  # planes: numpy would copy a few numbers at a time
+            inside[..., channel] = images[..., channel]
+    else:
+        inside[...] = images
     return padded
