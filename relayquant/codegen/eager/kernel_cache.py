@@ -20,6 +20,7 @@ from tvm import tirx
 from tvm.target import Target
 
 from relayquant.base.cores import count_threads
+from relayquant.base.runtime import keep_freed_memory
 from relayquant.codegen.eager.kernel_files import KernelFiles, open_kernel_files
 from relayquant.codegen.host_functions import lower_prescheduled
 from relayquant.codegen.kernels.emit import IS_SCHEDULED
@@ -117,6 +118,7 @@ def host_kernels() -> KernelCache:
 
     They use LLVM at level 1, since registers and vectors are laid out before LLVM sees a kernel.
     """
+    keep_freed_memory()
     target = resolve_target({**host_config(), "opt-level": 1})
     return KernelCache(target, open_kernel_files(target))
 
