@@ -25,6 +25,7 @@ from relayquant.codegen.kernels.floating.gathered import (
     make_product,
 )
 from relayquant.codegen.kernels.floating.row_norm import RowNorm, make_row_norm
+from relayquant.codegen.kernels.floating.softmax import Softmax, make_softmax
 from relayquant.codegen.kernels.floating.tile import FloatEpilogue, choose_float_isa
 from relayquant.codegen.kernels.floating.winograd import make_winograd
 from relayquant.codegen.kernels.integer.conv import build_conv2d
@@ -622,6 +623,17 @@ def test_innermost_loops__of_row_norms(name, form):
     lines = [line for loop in loops for line in loop]
     assert not any(map(FLOAT_SCALAR.match, lines))
     assert not any(map(syntax.stack.match, lines))
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("name", ["znver5", "sapphirerapids", "cascadelake", "haswell"])
+def test_softmax__passes_on_whole_vectors(name, width):
+    """From powers to their sum no vector is taken apart, which takes 16 instructions or more."""
+    target = resolve_target(TARGETS[name])
+    func = make_softmax(Softmax((96, width), 1), isa_lanes=select_isa(target).lanes)
+    single = re.compile(r"\s+v?(?:pextr|pinsr|insertps|extractps|movq?\s+%xmm\d+, %r)")
+    found = sum(bool(single.match(line)) for line in compile_kernel(func, target).splitlines())
+    assert found <= 5
 
 
 @pytest.mark.parametrize("name", REPRESENTATIVE.values(), ids=REPRESENTATIVE)

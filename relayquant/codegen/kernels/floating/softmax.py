@@ -168,8 +168,14 @@ class SoftmaxRows:
 
             def compute(at: Expr, lanes: int) -> None:
                 value = self.read((first + row) * width + at, lanes)
-                power = emit_exp(value - broadcast(largest[row], lanes), lanes)
-                store_vector(powers, power, start + row * width + at, lanes)
+                power = T.bind(emit_exp(value - broadcast(largest[row], lanes), lanes))
+                # As the sum reads them. Of a larger vector LLVM would pass on number by number.
+                for done in range(0, lanes, SUM_LANES):
+                    piece = min(lanes - done, SUM_LANES)
+                    part = power
+                    if piece < lanes:
+                        part = T.Shuffle([power], [T.int32(done + i) for i in range(piece)])
+                    store_vector(powers, part, start + row * width + at + done, piece)
 
             emit_loop(width, self.count_powers(lanes), compute)
             total = emit_positive_sum(powers, start + row * width, width)
