@@ -173,6 +173,16 @@ def take_largest(shapes: Shapes) -> Iterator[Any]:
     yield tirx.LE(count, shapes.operands[0][int(shapes.attrs.axis)])
 
 
+def reach_cuts(shapes: Shapes) -> Iterator[Any]:
+    """A split begins its last part inside the axis. Sections are equal but for the last one."""
+    attrs, (data,) = shapes.attrs, shapes.operands
+    size, cuts = data[int(attrs.axis)], attrs.indices_or_sections
+    if isinstance(cuts, int | tirx.IntImm):
+        yield tirx.LE((int(cuts) - 1) * ((size + int(cuts) - 1) // int(cuts)), size)
+    else:
+        yield from (tirx.LE(tirx.const(int(cut), "int64"), size) for cut in cuts)
+
+
 CONVOLUTIONS = tuple(f"relax.nn.conv{rank}d" for rank in (1, 2, 3))
 #: Operators that TVM compiles also where it cannot tell whether their sizes fit.
 RULES = {
@@ -201,6 +211,7 @@ RULES = {
     },
     "relax.gather_elements": ShapeRule(gather, describe_operands),
     "relax.scatter_elements": ShapeRule(scatter, describe_operands),
+    "relax.split": ShapeRule(reach_cuts, describe_operands),
     "relax.topk": ShapeRule(take_largest, describe_operands),
 }
 

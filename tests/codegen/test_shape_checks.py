@@ -226,6 +226,18 @@ OPERATORS = {
         [(5, 3), (2, 3), (2, 3)],
         [[(5, 3), (2, 3), (1, 3)], [(1, 3), (2, 3), (2, 3)]],
     ),
+    "split into sections": (
+        [(2, "n")],
+        lambda x: op.split(x, 3, 1),
+        [(2, 5)],
+        [[(2, 1)]],
+    ),
+    "split at indices": (
+        [("n", 2)],
+        lambda x: op.split(x, [2, 5], 0),
+        [(5, 2)],
+        [[(4, 2)], [(1, 2)]],
+    ),
     "topk": (
         [("n", 3)],
         lambda x: op.topk(x, 4, 0, "values"),

@@ -238,6 +238,10 @@ def test_split__of_the_run_time():
         found = run_imported(mod, {"x": x, "n": np.array(sizes)})
         for have, want in zip(found, np.split(x, np.cumsum(sizes)[:-1], 1), strict=True):
             np.testing.assert_array_equal(have, want)
+    executor = rq.Executor(rq.compile(mod))
+    for sizes in ([2, 4, 3], [1, 1, 1]):
+        with pytest.raises(ValueError, match="sizes do not fit"):
+            executor.run("main", [x, np.array(sizes)])
 
 
 @pytest.mark.slow

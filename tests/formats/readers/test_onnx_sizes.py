@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tvm
 from onnx import TensorProto, helper, numpy_helper
 from onnx_runtime import run_onnxruntime
 from test_onnx_lost_shapes import Compiled, make_model
@@ -317,6 +318,27 @@ def test_split__into_parts_without_elements(parts, opset):
     compiled = Compiled(helper.make_model(graph, opset_imports=opsets, ir_version=8))
     for size in (2, 0):
         compiled.check({"x": RNG.standard_normal((size, 3)).astype("float32")})
+
+
+@pytest.mark.parametrize(
+    ("opset", "sizes", "right", "wrong"),
+    [(11, (2, 3), [5], [6, 4, 0]), (17, (2, 3), [5], [6, 4, 0]), (13, None, [4, 0], [5, 1])],
+)
+def test_split__of_a_symbolic_axis(opset, sizes, right, wrong):
+    """ONNX Runtime refuses what does not fit, too."""
+    given = {"split": [*sizes]} if sizes and opset < 13 else {}
+    parts = [] if given or not sizes else ["parts"]
+    calls = [
+        helper.make_node("Constant", [], ["parts"], value_ints=sizes or [0]),
+        helper.make_node("Split", ["x", *parts], ["a", "b"], axis=-1, **given),
+        helper.make_node("Concat", ["b", "a"], ["y"], axis=-1),
+    ]
+    compiled = Compiled(make_model(calls[not parts :], {"x": ("float32", [2, "n"])}, opset))
+    for size in right:
+        compiled.check({"x": RNG.standard_normal((2, size)).astype("float32")})
+    for size in wrong:
+        with pytest.raises(ValueError, match=r"sizes do not fit '.*', which makes \(2, n\)"):
+            compiled.machine["main"](tvm.runtime.tensor(np.zeros((2, size), "float32")))
 
 
 @pytest.mark.parametrize("op", ["Softmax", "LogSoftmax"])

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import onnx
 from tvm import relax, tirx
 from tvm.ir import GenericConst
+from tvm.sym import Analyzer
 
 from relayquant.formats.readers.indices import count_from_start
 from relayquant.formats.readers.onnx.symbolic import (
@@ -27,7 +29,8 @@ from relayquant.formats.readers.onnx.symbolic import (
     smaller,
 )
 from relayquant.formats.readers.refusal import NotConstant, Refusal
-from relayquant.ir.rewrite.graph import constant_value, tensor_shape
+from relayquant.ir.rewrite.graph import constant_value, static_size, tensor_shape
+from relayquant.ir.rewrite.inline import list_dimensions
 
 #: Largest constant that is computed during the import, in elements.
 MAX_CONSTANT = 2**28
@@ -269,29 +272,36 @@ def slice_by_sizes(
 def convert_split(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr | None:
-    """Convert Split into parts of run-time sizes to one R.take per part, with the indices begin +
-    (0 ... size - 1). Constants are left to TVM, except parts without elements, which it refuses.
+    """Convert Split of an axis or into parts whose sizes TVM does not compare, or does not take.
+
+    Parts of 2, n and 1 of (k, 4)   ->   reshape to (n + 3, 4), then strided_slice [0 : 2],
+                                         [2 : n + 2], [n + 2 : n + 3]
+
+    A reshape is checked at run time if its sizes are not known to fit. Known sizes are left to TVM,
+    except parts without elements. So are the unequal parts that opset 18 allows.
     """
     data, parts = (*inputs, None)[:2]
-    known = attrs.get("split") if parts is None else read_sizes(parts)
-    if known is not None and all(isinstance(size, int) for size in known) and 0 in known:
-        ends = [int(end) for end in np.cumsum(known)]
-        begins, axis = [0, *ends[:-1]], int(attrs.get("axis", 0))
-        pairs = zip(begins, ends, strict=True)
-        cut = [relax.op.strided_slice(data, [axis], [begin], [end]) for begin, end in pairs]
-        return relax.Tuple([bb.emit(part) for part in cut]) if len(cut) > 1 else cut[0]
-    if parts is None or known is not None:
+    shape, axis = list_dimensions(data.ty), int(attrs.get("axis", 0)) % data.ty.ndim
+    is_known = not shape or static_size(shape[axis]) is not None
+    given = attrs.get("split") if parts is None else read_sizes(parts)
+    if given is None and parts is None:
+        count = attrs["tvm_custom"]["num_outputs"]
+        if is_known or opset >= 18:
+            return None
+        given = [shape[axis] // count] * count
+    elif given is None:
+        given = emit_shape(bb, parts, count_sizes(parts)).values
+    elif is_known and 0 not in given and all(isinstance(size, int) for size in given):
         return None
-    count = count_sizes(parts)
-    ends = bb.emit(relax.op.cumsum(parts, 0))
-    begins = bb.emit(relax.op.subtract(ends, parts))
-    taken = []
-    for at, size in enumerate(emit_shape(bb, parts, count).values):
-        begin = emit_item(bb, begins, at)
-        ramp = bb.emit(relax.op.arange(0, size, 1, "int64"))
-        indices = bb.emit(relax.op.add(ramp, begin))
-        taken.append(bb.emit(relax.op.take(data, indices, int(attrs.get("axis", 0)))))
-    return relax.Tuple(taken) if count > 1 else taken[0]
+    ends = list(accumulate(given))
+    if shape and not Analyzer().can_prove_equal(shape[axis], ends[-1]):
+        shape[axis] = ends[-1]
+        data = bb.emit(relax.op.reshape(data, shape))
+    cut = [
+        bb.emit(relax.op.strided_slice(data, [axis], [begin], [end], assume_inbound=True))
+        for begin, end in zip([0, *ends[:-1]], ends, strict=True)
+    ]
+    return relax.Tuple(cut) if len(cut) > 1 else cut[0]
 
 
 def pad_at_run_time(bb: relax.BlockBuilder, inputs: Sequence[Any], mode: bytes) -> relax.Expr:
