@@ -34,10 +34,9 @@ from relayquant.codegen.kernels.floating.bf16_matmul import (
     make_bf16_matmul,
     read_bf16_matmul,
 )
-from relayquant.codegen.kernels.floating.conv import (
+from relayquant.codegen.kernels.floating.conv import make_conv2d, make_conv2d_packing
+from relayquant.codegen.kernels.floating.conv_plan import (
     FloatConv2d,
-    make_conv2d,
-    make_conv2d_packing,
     pack_conv2d,
     packed_conv2d_size,
 )

@@ -27,11 +27,11 @@ from tvm.target import Target
 from relayquant.base.cores import count_threads
 from relayquant.base.storage.files import check_writable
 from relayquant.codegen.kernels.emit import ceil_div
-from relayquant.codegen.kernels.floating.conv import (
+from relayquant.codegen.kernels.floating.conv import make_conv2d
+from relayquant.codegen.kernels.floating.conv_plan import (
     FloatConv2d,
     count_macs,
     list_conv2d_schedules,
-    make_conv2d,
     pack_conv2d,
 )
 from relayquant.codegen.kernels.floating.gemm import (

@@ -18,7 +18,8 @@ from tvm.tirx import PrimFunc
 
 from relayquant.analysis.peak import build_peak, choose_peak_isa, count_sums
 from relayquant.codegen.kernels.floating.bf16 import make_bf16_conv2d, read_bf16_conv2d
-from relayquant.codegen.kernels.floating.conv import FloatConv2d, make_conv2d
+from relayquant.codegen.kernels.floating.conv import make_conv2d
+from relayquant.codegen.kernels.floating.conv_plan import FloatConv2d
 from relayquant.codegen.kernels.floating.gathered import (
     MOST_VECTORS,
     GatheredProduct,

@@ -17,7 +17,7 @@ from tvm import relax
 
 import relayquant as rq
 from relayquant.codegen import schedule_cache, tuning
-from relayquant.codegen.kernels.floating.conv import (
+from relayquant.codegen.kernels.floating.conv_plan import (
     FloatConv2d,
     list_conv2d_schedules,
     pack_conv2d,

@@ -34,7 +34,8 @@ from relayquant.codegen.kernels.floating.bf16 import (
     read_bf16_conv2d,
     read_bf16_dense,
 )
-from relayquant.codegen.kernels.floating.conv import FloatConv2d, make_conv2d, pack_conv2d
+from relayquant.codegen.kernels.floating.conv import make_conv2d
+from relayquant.codegen.kernels.floating.conv_plan import FloatConv2d, pack_conv2d
 from relayquant.codegen.kernels.floating.curve import Curve, CurveStep, Operation
 from relayquant.codegen.kernels.floating.gemm import FloatDense
 from relayquant.codegen.kernels.floating.stored import Stored, widen_bits

@@ -17,10 +17,9 @@ from tvm import tirx
 from tvm.target import Target
 
 from relayquant.codegen.kernels.conv_shape import JoinedSlices
-from relayquant.codegen.kernels.floating.conv import (
+from relayquant.codegen.kernels.floating.conv import make_conv2d, make_conv2d_packing
+from relayquant.codegen.kernels.floating.conv_plan import (
     FloatConv2d,
-    make_conv2d,
-    make_conv2d_packing,
     pack_conv2d,
     packed_conv2d_size,
     plan_conv2d,

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm import tirx
 
-from relayquant.codegen.kernels.floating.conv import FloatConv2d, make_conv2d, pack_conv2d
+from relayquant.codegen.kernels.floating.conv import make_conv2d
+from relayquant.codegen.kernels.floating.conv_plan import FloatConv2d, pack_conv2d
 from relayquant.codegen.kernels.floating.tile import FloatEpilogue, FloatIsa
 from relayquant.codegen.kernels.floating.winograd import (
     FloatWinogradPlan,

@@ -17,7 +17,7 @@ from relayquant.codegen.kernels.floating.bf16 import (
     pack_bf16,
     read_bf16_conv2d,
 )
-from relayquant.codegen.kernels.floating.conv import FloatConv2d
+from relayquant.codegen.kernels.floating.conv_plan import FloatConv2d
 from relayquant.codegen.kernels.floating.stored import Stored
 from relayquant.codegen.kernels.floating.tile import FloatEpilogue
 from relayquant.codegen.kernels.in_place import can_overwrite, overwrite_operand

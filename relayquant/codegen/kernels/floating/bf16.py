@@ -39,7 +39,7 @@ from relayquant.codegen.kernels.emit import (
     repeat_over_batch,
     store_vector,
 )
-from relayquant.codegen.kernels.floating.conv import FloatConv2d
+from relayquant.codegen.kernels.floating.conv_plan import FloatConv2d
 from relayquant.codegen.kernels.floating.gemm import FloatDense
 from relayquant.codegen.kernels.floating.stored import Stored, store_floats, widen_bits
 from relayquant.codegen.kernels.floating.tile import static

@@ -39,7 +39,7 @@ from relayquant.codegen.kernels.floating.bf16 import (
     emit_bf16_products,
     emit_rounded_image,
 )
-from relayquant.codegen.kernels.floating.conv import FloatConv2d
+from relayquant.codegen.kernels.floating.conv_plan import FloatConv2d
 from relayquant.codegen.kernels.floating.curve import Curve
 from relayquant.codegen.kernels.floating.gemm import FloatMatmul
 from relayquant.codegen.kernels.floating.tile import FloatEpilogue, static

@@ -11,7 +11,7 @@ One axis is shown. The batch may be symbolic; everything else is static.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,15 +20,19 @@ from tvm.tirx import PrimFunc
 
 from relayquant.codegen.kernels.emit import build_kernel
 from relayquant.codegen.kernels.floating.conv import (
-    FloatConv2d,
+    ConvTiles,
     FloatPlacement,
-    count_macs,
     emit_padding,
     emit_tiles,
+)
+from relayquant.codegen.kernels.floating.conv_plan import (
+    FloatConv2d,
+    count_macs,
     pack_conv2d,
     packed_conv2d_size,
     plan_conv2d,
 )
+from relayquant.codegen.kernels.floating.operands import FloatOperands
 from relayquant.codegen.kernels.floating.tile import (
     PARALLEL_MACS,
     FloatEpilogue,
@@ -82,7 +86,7 @@ def make_conv2d_transpose(
     sizes = [packed_conv2d_size(part, isa) for part in parts]
 
     def body() -> None:
-        x, weight, bias, residual, y = declare_arguments(
+        declared = declare_arguments(
             ("x", spec.in_shape),
             ("w", (sum(sizes),)),
             ("bias", (spec.out_channels,)) if spec.epilogue.bias else None,
@@ -90,7 +94,10 @@ def make_conv2d_transpose(
             ("y", spec.out_shape),
         )
         threads = sum(map(count_macs, parts)) >= PARALLEL_MACS
-        image = emit_padding(spec.image, isa, x, threads) if any(spec.image.padding) else x
+        operands = FloatOperands(*declared)
+        if any(spec.image.padding):
+            image = emit_padding(spec.image, isa, operands.data, threads)
+            operands = replace(operands, data=image)
         top, left, _, _ = spec.image.padding
         first_weight = 0
         for part, size, (rows, cols) in zip(parts, sizes, spec.phases, strict=True):
@@ -103,7 +110,7 @@ def make_conv2d_transpose(
                 first_weight=first_weight,
             )
             narrow, panels = plan_conv2d(part, isa)
-            emit_tiles(part, narrow, panels, image, weight, bias, residual, y, threads, placement)
+            emit_tiles(ConvTiles(part, narrow, panels, operands, placement), threads)
             first_weight += size
 
     return build_kernel(name, body)

@@ -38,11 +38,8 @@ from relayquant.codegen.kernels.emit import (
     store_vector,
 )
 from relayquant.codegen.kernels.expansion import Expanded, Expansion
-from relayquant.codegen.kernels.floating.conv import (
-    FloatConv2d,
-    count_macs,
-    emit_padding,
-)
+from relayquant.codegen.kernels.floating.conv import emit_padding
+from relayquant.codegen.kernels.floating.conv_plan import FloatConv2d, count_macs
 from relayquant.codegen.kernels.floating.gemm import finish_into, start_with
 from relayquant.codegen.kernels.floating.tile import (
     PARALLEL_MACS,
