@@ -44,7 +44,8 @@ from relayquant.ir.ledger import Ledger, LedgerRow, attach_ledger
 from relayquant.ir.ops.base import IntegerRows
 from relayquant.ir.ops.dynamic import Emit, multiply_groups, quantize_rows_at_run_time
 from relayquant.ir.rewrite.bind import Model, split_model
-from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_shape
+from relayquant.ir.rewrite.graph import call_name, constant_value, static_size, tensor_shape
+from relayquant.ir.rewrite.inline import list_dimensions
 
 #: number of operators that an error names
 SHOWN_REFUSALS = 3
@@ -237,15 +238,20 @@ class Replacement(relax.PyExprMutator):
         super().__init__()
         self.uses, self.weights, self.constants = uses, weights, constants
         self.activation = activation
+        self.begin_block()
+
+    def begin_block(self) -> None:
+        """Forget what was bound: a block must not use the bindings of another block."""
         self.rows: dict[tuple[Any, int | None], IntegerRows] = {}
         self.smoothed: dict[tuple[Any, int], relax.Expr] = {}
+        self.sized: dict[tuple[Any, int], relax.Expr] = {}
 
     def visit_dataflow_block_(self, block: relax.DataflowBlock) -> relax.BindingBlock:
-        self.rows, self.smoothed = {}, {}  # a block must not use the bindings of another block
+        self.begin_block()
         return super().visit_dataflow_block_(block)
 
     def visit_binding_block_(self, block: relax.BindingBlock) -> relax.BindingBlock:
-        self.rows, self.smoothed = {}, {}
+        self.begin_block()
         return super().visit_binding_block_(block)
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
@@ -281,11 +287,27 @@ class Replacement(relax.PyExprMutator):
                 data = self.builder_.emit(relax.op.clip(data, 0, len(weight.codes) - 1))
             form = (weight.format.bits, weight.group_size, weight.features)
             return qnn.grouped_take(data, *constants, *form)
+        data = self.size_rows(data, weight.features)
         if use.smoothing is not None:
             data = self.smooth(data, use.smoothing)
         if self.activation is not None:
             data = self.quantize_rows(data, self.activation, weight)
         return multiply_groups(self.emitter(use.name), data, weight, constants)
+
+    def size_rows(self, data: relax.Expr, features: int) -> relax.Expr:
+        """Return rows of a symbolic size as rows of a weight's size, bound once for all weights.
+        Compiled code compares the two.
+
+            x (3, n) for a weight (64, 48)  ->  reshape(x, (3, 64))
+        """
+        *lead, size = list_dimensions(data.ty)
+        if static_size(size) is not None:
+            return data
+        if (data, features) not in self.sized:
+            sized = relax.op.reshape(data, [*lead, features])
+            name = getattr(data, "name", "data")
+            self.sized[data, features] = self.builder_.emit(sized, f"{name}.sized")
+        return self.sized[data, features]
 
     def smooth(self, data: relax.Expr, factors: np.ndarray) -> relax.Expr:
         """Return data divided by factors, bound once for all weights that have them. The constants

@@ -19,7 +19,7 @@ from tiny_llama import (
     select_calls,
     take_function,
 )
-from tvm import relax
+from tvm import relax, tirx
 
 import relayquant as rq
 from relayquant.base.grouping import GroupFormat, quantize_groups
@@ -339,3 +339,34 @@ def test_sizes__what_asks_for_those_of_a_table_does_not_keep_it():
     at = np.array([0, -1, 63, -64, 5])
     found = rq.reference.run(q, {"i": at})[0]
     np.testing.assert_allclose(found, table.value.numpy()[at], atol=0.05)
+
+
+def make_joined_product(size):
+    """y = concat([x, x], 1) @ w, for a weight of 64 rows and x (3, size)."""
+    weight = np.random.default_rng(0).normal(size=(64, 48)).astype("float32")
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType([3, size], "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            both = builder.emit(relax.op.concat([x, x], 1))
+            y = builder.emit_output(relax.op.matmul(both, relax.const(weight)), "y")
+        builder.emit_func_output(y)
+    return builder.finalize()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "activation", [None, GROUPS, ROWS, AFFINE_ROWS], ids=["float", "groups", "rows", "affine"]
+)
+def test_compress__rows_of_a_symbolic_size(activation):
+    """They have the size of the weight's, or the run is refused. Before: a TypeError."""
+    sizes = tirx.Var("n", "int64"), 32
+    free, fixed = (
+        rq.Executor(rq.compile(rq.compress_weights(make_joined_product(n), activation=activation)))
+        for n in sizes
+    )
+    x = np.random.default_rng(1).normal(size=(3, 33)).astype("float32")
+    inputs = [np.ascontiguousarray(x[:, :32])]
+    np.testing.assert_array_equal(free.run("main", inputs)[0], fixed.run("main", inputs)[0])
+    with pytest.raises(ValueError, match=r"which makes \(3, n \* 2\) into \(3, 64\)"):
+        free.run("main", [x])
