@@ -378,10 +378,9 @@ def search_simulated(
     """Few operators, in this order, without which the simulated model scores at least `bound`.
 
     First the shortest prefix, by doubling and bisection; then members are tried as quantized
-    again, the least sensitive first. All of `order` when nothing else suffices. Ends early at the
-    deadline with what it has.
+    again, the least sensitive first, twice as many at a time after each success. All of `order`
+    when nothing else suffices. Ends early at the deadline with what it has.
     """
-
     trials, prepared = itertools.count(1), simulation.prepared
     find_remaining = plan_without(prepared.source, prepared.backend, base)
 
@@ -403,13 +402,16 @@ def search_simulated(
     if high == len(order) and time.monotonic() >= deadline:
         return list(order[: max(low, 1)])  # not enough, but the nearest that was seen
     names = list(order[:high])
-    size = max(len(names) // 2, 1)
-    while size:
-        for end in range(len(names) - 1, 0, -size):
-            fewer = [*names[: max(end - size, 0)], *names[end:]]
-            if time.monotonic() < deadline and suffices(fewer):
-                names = fewer
-        size //= 2
+    end, size = high - 1, 1  # without the last one, it is a prefix that does not suffice
+    while end > 0 and time.monotonic() < deadline:
+        start = max(end - size, 0)
+        if suffices([*names[:start], *names[end:]]):
+            del names[start:end]
+            end, size = start, 2 * size
+        elif size > 1:
+            size = 1
+        else:
+            end = start
     return names
 
 

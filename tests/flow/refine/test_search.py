@@ -383,14 +383,20 @@ def test_search_simulated__nothing_is_put_back_that_need_not_be(needed, simulate
     assert found == list(needed or (0,))
 
 
-def test_search_simulated__few_of_many_are_found_by_doubling_and_halving(simulate):
+def test_search_simulated__few_of_many_are_found_by_doubling(simulate):
     found, measured = simulate(64, (63,))
     assert found == [63]
     assert measured[:7] == [1, 2, 4, 8, 16, 32, 63]
-    assert measured[7:] == [32, 1]  # 63 of 64 do not suffice: half of them go, then the rest
+    assert measured[7:] == [63, 61, 57, 49, 33, 1]  # 63 do not suffice; ever more of them go
     found, measured = simulate(64, (20,))
     assert measured[:10] == [1, 2, 4, 8, 16, 32, 24, 20, 22, 21]
     assert found == [20]
+
+
+def test_search_simulated__where_all_are_needed_each_is_tried_once(simulate):
+    found, measured = simulate(64, range(16))
+    assert len(found) == 16
+    assert measured[-15:] == [15] * 15
 
 
 def test_search_simulated__ends_at_the_deadline_with_what_it_has(simulate):
