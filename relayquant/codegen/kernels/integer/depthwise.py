@@ -11,8 +11,9 @@ columns, they also serve every kernel column. So interleaving is cheap compared 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import product
 
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
@@ -147,122 +148,184 @@ def emit_vector(plan: DepthwisePlan, operands: Operands, n: Expr, oy: Expr, v: E
     others read without tests.
     """
     spec, (top, _, bottom, _) = plan.spec, plan.spec.padding
+
+    def emit(border: bool) -> None:
+        window = [
+            alloc_vectors(plan.words, plan.isa.lanes, plan.isa.row_dtype) for _ in range(plan.span)
+        ]
+        VectorRows(plan, operands, n, oy, v, border, window).emit()
+
     if not top and not bottom:
-        emit_row(plan, operands, n, oy, v, border=False)
+        emit(border=False)
         return
     first = oy * spec.strides[0] - top
     below = first + (plan.out_rows - 1) * spec.strides[0]
     below = below + (spec.kernel[0] - 1) * spec.dilation[0]
     with T.If(T.And(first >= 0, below < spec.height)):
         with T.Then():
-            emit_row(plan, operands, n, oy, v, border=False)
+            emit(border=False)
         with T.Else():
-            emit_row(plan, operands, n, oy, v, border=True)
+            emit(border=True)
 
 
-def emit_row(
-    plan: DepthwisePlan, operands: Operands, n: Expr, oy: Expr, v: Expr, border: bool
-) -> None:
-    """Emit output rows oy .. oy + out_rows of image n for channel vector v."""
-    spec, isa = plan.spec, plan.isa
-    lanes, channels, span = isa.lanes, spec.out_channels, plan.span
-    (_, out_width), (kh, kw) = spec.out_size, spec.kernel
-    (stride_h, stride_w), (dilation_h, dilation_w) = spec.strides, spec.dilation
-    top, left, _, right = spec.padding
-    channel = T.min(v * lanes, max(channels - lanes, 0)) if channels % lanes else v * lanes
-    width = min(channels, lanes)
-    kept = plan.kept
-    flip = 0 if spec.in_dtype == isa.activation else 128
-    unsigned = "uint16" if isa.activation == "int16" else "uint8"
-    padding = (spec.in_zero_point + plan.shift) % (INTEGER_LIMITS[unsigned][1] + 1)
+@dataclass(frozen=True)
+class SourceRow:
+    """An input row: where the channels of its first pixel begin."""
 
-    row_starts, inside = [], []
-    for i in range(plan.words * isa.products):
-        y = oy * stride_h + (i * dilation_h - top)
-        needed = i <= (plan.out_rows - 1) * stride_h + kh - 1
-        inside.append(T.And(y >= 0, y < spec.height) if border and needed else None)
-        if border or not needed:  # rows that are not needed have zero weights
-            y = T.max(T.min(y, spec.height - 1), 0)
-        row_starts.append(spec.find_row(n, y) * spec.width * channels + channel)
-    window = [alloc_vectors(plan.words, lanes, isa.row_dtype) for _ in range(span)]
+    start: Expr
+    inside: Expr | None  #: whether it lies in the image; None: it does, or nobody needs it
 
-    def load_row(i: int, column: Expr) -> Expr:
-        bits = load_vector(operands.data, row_starts[i] + column * channels, lanes)
-        bits = T.reinterpret(vector(unsigned, lanes), bits)
-        if inside[i] is not None:
-            outside = constant(unsigned, padding ^ flip, lanes)
-            bits = T.Select(broadcast(inside[i], lanes), bits, outside)
-        return bits
 
-    def load_column(column: Expr, slot: int) -> None:
-        """Fill a slot of the window with an input column, or with padding outside the image."""
+@dataclass(frozen=True)
+class VectorRows:
+    """Output rows of one vector of channels, and the window of words under the kernel.
 
-        def fill(load: Callable[[int], Expr], mask: int) -> None:
-            for word in range(plan.words):
-                rows = range(word * isa.products, (word + 1) * isa.products)
-                bits = isa.interleave([load(i) for i in rows])
-                if mask:
-                    flips = FLIP_BITS[isa.products, isa.row_dtype]
-                    bits = T.bitwise_xor(bits, constant(isa.row_dtype, flips, lanes))
-                store_vector(window[slot][word], bits, 0, lanes)
+    A slot of the window holds a column of the input. As the window moves on, most slots stay:
 
-        if not left and not right:
-            fill(lambda i: load_row(i, column), flip)
-            return
-        with T.If(T.And(column >= 0, column < spec.width)):
-            with T.Then():
-                fill(lambda i: load_row(i, column), flip)
-            with T.Else():
-                fill(lambda i: constant(unsigned, padding, lanes), 0)
+        kernel of 3 columns, stride 1       input column    0 1 2 3 4
+                                            first result   [a b c]
+        b and c move, d is loaded           next result      [b c d]
+    """
 
-    def emit_column(ox: Expr, accs: list[Buffer]) -> None:
-        """Emit accumulators of the output rows at one column, then move the window."""
-        for slot in range(kept, span):
-            if plan.reads_slot(slot):
-                load_column(ox * stride_w + (slot - left), slot)
-        for r in range(plan.out_rows):
-            acc = load_vector(operands.bias, v * lanes, lanes)
-            for tap in range(kw):
-                for word in range(plan.words):
-                    words = load_vector(window[tap * dilation_w][word], 0, lanes)
-                    index = (r * kw + tap) * plan.words + word + v * plan.vector_weights
-                    weights = isa.load_weights(operands.weight, index)
-                    acc = isa.dot(acc, isa.as_activation(words), weights)
-                    if isa.repeats_sums:  # otherwise every product doubles the code
-                        store_vector(accs[r], acc, 0, lanes)
-                        acc = load_vector(accs[r], 0, lanes)
-            store_vector(accs[r], acc, 0, lanes)
-        for slot in range(kept):
-            for word in range(plan.words):
-                moved = load_vector(window[slot + stride_w][word], 0, lanes)
-                store_vector(window[slot][word], moved, 0, lanes)
+    plan: DepthwisePlan
+    operands: Operands
+    image: Expr
+    row: Expr  #: the first output row, of `DepthwisePlan.out_rows`
+    vector: Expr  #: number of the vector
+    border: bool  #: whether input rows may lie outside the image
+    window: list[list[Buffer]]  #: words of each slot
 
-    def emit_columns(ox: Expr, count: int, narrow: bool) -> None:
-        """Emit `count` neighbouring output columns."""
-        accs = alloc_vectors(count * plan.out_rows, lanes)
-        offsets = []
+    @property
+    def channel(self) -> Expr:
+        """The first channel. The last vector is moved back."""
+        channels, lanes = self.plan.spec.out_channels, self.plan.isa.lanes
+        first = self.vector * lanes
+        return T.min(first, max(channels - lanes, 0)) if channels % lanes else first
+
+    @property
+    def unsigned(self) -> str:
+        """Dtype of an activation's bits."""
+        return "uint16" if self.plan.isa.activation == "int16" else "uint8"
+
+    @property
+    def flip(self) -> int:
+        """What turns stored bits into those of an activation, by exclusive or."""
+        return 0 if self.plan.spec.in_dtype == self.plan.isa.activation else 128
+
+    @property
+    def padding(self) -> int:
+        """The zero point, as bits of an activation."""
+        return (self.plan.spec.in_zero_point + self.plan.shift) % (
+            INTEGER_LIMITS[self.unsigned][1] + 1
+        )
+
+    @cached_property
+    def sources(self) -> list[SourceRow]:
+        """The input rows of all words, from the top. Those not needed have zero weights."""
+        plan, spec = self.plan, self.plan.spec
+        (stride, _), (dilation, _), rows = spec.strides, spec.dilation, []
+        for i in range(plan.words * plan.isa.products):
+            y = self.row * stride + (i * dilation - spec.padding[0])
+            needed = i <= (plan.out_rows - 1) * stride + spec.kernel[0] - 1
+            inside = T.And(y >= 0, y < spec.height) if self.border and needed else None
+            if self.border or not needed:
+                y = T.max(T.min(y, spec.height - 1), 0)
+            start = spec.find_row(self.image, y) * spec.width * spec.out_channels + self.channel
+            rows.append(SourceRow(start, inside))
+        return rows
+
+    def emit(self) -> None:
+        """Emit all columns: neighbours whose results are packed together, then what is left."""
+        plan, width = self.plan, self.plan.spec.out_size[1]
+        for slot in range(plan.kept):
+            self.load_column(T.int32(slot - plan.spec.padding[1]), slot)
+        together = 1 if self.border else plan.columns
+        with T.serial(width // together) as i:
+            self.emit_columns(i * together, together, plan.is_narrow and not self.border)
+        for ox in range(width - width % together, width):
+            self.emit_columns(T.int32(ox), 1, False)
+
+    def emit_columns(self, ox: Expr, count: int, narrow: bool) -> None:
+        """Emit `count` neighbouring output columns: their sums, then their results."""
+        plan, spec, lanes = self.plan, self.plan.spec, self.plan.isa.lanes
+        (height, width), rows = spec.out_size, plan.out_rows
+        accs, offsets = alloc_vectors(count * rows, lanes), []
         for column in range(count):
-            emit_column(ox + column, accs[column * plan.out_rows :][: plan.out_rows])
-            for r in range(plan.out_rows):
-                row = (n * spec.out_size[0] + oy + r) * out_width
-                offsets.append((row + ox + column) * channels + channel)
+            self.emit_sums(ox + column, accs[column * rows :][:rows])
+            for r in range(rows):
+                row = (self.image * height + self.row + r) * width
+                offsets.append((row + ox + column) * spec.out_channels + self.channel)
         totals = [load_vector(acc, 0, lanes) for acc in accs]
+        constants = self.vector * lanes
         for first in range(0, len(accs), PACKED):
-            targets = offsets[first : first + PACKED]
-            values = totals[first : first + PACKED]
+            targets, values = offsets[first : first + PACKED], totals[first : first + PACKED]
             if narrow:
                 emit_narrow_vectors(
-                    isa, spec.epilogue, operands, values, targets, v * lanes, 1, lanes
+                    plan.isa, spec.epilogue, self.operands, values, targets, constants, 1, lanes
                 )
                 continue
+            width = min(spec.out_channels, lanes)
             for value, at in zip(values, targets, strict=True):
-                emit_store(operands, spec.epilogue, value, at, v * lanes, lanes, width)
+                emit_store(self.operands, spec.epilogue, value, at, constants, lanes, width)
 
-    for slot in range(kept):
-        load_column(T.int32(slot - left), slot)
-    together = 1 if border else plan.columns
-    narrow = plan.is_narrow and not border
-    with T.serial(out_width // together) as i:
-        emit_columns(i * together, together, narrow)
-    for ox in range(out_width - out_width % together, out_width):
-        emit_columns(T.int32(ox), 1, False)
+    def emit_sums(self, ox: Expr, accs: list[Buffer]) -> None:
+        """Emit the sums of the output rows at one column, then move the window."""
+        plan, spec, isa = self.plan, self.plan.spec, self.plan.isa
+        stride, left = spec.strides[1], spec.padding[1]
+        for slot in range(plan.kept, plan.span):
+            if plan.reads_slot(slot):
+                self.load_column(ox * stride + (slot - left), slot)
+        for r, total in enumerate(accs):
+            acc = load_vector(self.operands.bias, self.vector * isa.lanes, isa.lanes)
+            for tap, word in product(range(spec.kernel[1]), range(plan.words)):
+                words = load_vector(self.window[tap * spec.dilation[1]][word], 0, isa.lanes)
+                index = (r * spec.kernel[1] + tap) * plan.words + word
+                index = index + self.vector * plan.vector_weights
+                weights = isa.load_weights(self.operands.weight, index)
+                acc = isa.dot(acc, isa.as_activation(words), weights)
+                if isa.repeats_sums:  # otherwise every product doubles the code
+                    store_vector(total, acc, 0, isa.lanes)
+                    acc = load_vector(total, 0, isa.lanes)
+            store_vector(total, acc, 0, isa.lanes)
+        for slot, word in product(range(plan.kept), range(plan.words)):
+            moved = load_vector(self.window[slot + stride][word], 0, isa.lanes)
+            store_vector(self.window[slot][word], moved, 0, isa.lanes)
+
+    def load_column(self, column: Expr, slot: int) -> None:
+        """Fill a slot of the window with an input column, or with padding outside the image."""
+        _, left, _, right = self.plan.spec.padding
+
+        def load() -> None:
+            self.fill(slot, [self.load_row(row, column) for row in self.sources], self.flip)
+
+        if not left and not right:
+            load()
+            return
+        with T.If(T.And(column >= 0, column < self.plan.spec.width)):
+            with T.Then():
+                load()
+            with T.Else():
+                outside = constant(self.unsigned, self.padding, self.plan.isa.lanes)
+                self.fill(slot, [outside] * len(self.sources), 0)
+
+    def load_row(self, row: SourceRow, column: Expr) -> Expr:
+        """Load the stored bits of a row at one column; those of padding outside the image."""
+        lanes = self.plan.isa.lanes
+        at = row.start + column * self.plan.spec.out_channels
+        bits = T.reinterpret(
+            vector(self.unsigned, lanes), load_vector(self.operands.data, at, lanes)
+        )
+        if row.inside is None:
+            return bits
+        outside = constant(self.unsigned, self.padding ^ self.flip, lanes)
+        return T.Select(broadcast(row.inside, lanes), bits, outside)
+
+    def fill(self, slot: int, rows: list[Expr], flip: int) -> None:
+        """Interleave rows to the words of a slot."""
+        isa = self.plan.isa
+        for word, buffer in enumerate(self.window[slot]):
+            bits = isa.interleave(rows[word * isa.products : (word + 1) * isa.products])
+            if flip:
+                flips = FLIP_BITS[isa.products, isa.row_dtype]
+                bits = T.bitwise_xor(bits, constant(isa.row_dtype, flips, isa.lanes))
+            store_vector(buffer, bits, 0, isa.lanes)
