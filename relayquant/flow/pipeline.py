@@ -30,14 +30,14 @@ from relayquant.config import (
 )
 from relayquant.config.observers import Fixed
 from relayquant.config.observers.base import NotFiniteError
-from relayquant.data import CalibrationShare, SpreadSample, StreamedDataset, open_share
+from relayquant.data import SpreadSample, StreamedDataset, open_share
 from relayquant.data.item import describe_inputs
 from relayquant.flow.mapping_choice import choose_mapping
 from relayquant.flow.refine.drift import follow_streams
 from relayquant.flow.refine.guard import find_promise, judge_look, warn_of_deviation
 from relayquant.flow.refine.kept_samples import (
+    choose_share,
     finish_watching,
-    holds_back,
     pick_few,
     start_watching,
 )
@@ -103,7 +103,7 @@ def quantize_model(
     Arguments and errors as for `relayquant.quantize`.
     """
     backend, run = resolve_backend(settings.backend), settings.events.run_stage
-    shown = CalibrationShare(dataset) if dataset is not None and holds_back(settings) else dataset
+    shown = choose_share(dataset, settings)
     prepared = prepare_model(mod, params, shown, settings.qconfig_mapping, backend, settings)
     review_prepared(prepared, settings.strict)
     watched, sample = start_watching(prepared, dataset, settings)
@@ -200,15 +200,15 @@ def guard_module(
 def rebuild(
     calibrated: PreparedModel, changes: Changes, dataset: Any, settings: QuantizeSettings
 ) -> tuple[PreparedModel, tvm.IRModule]:
-    """(calibrated model, integer module) with other QConfigs; parameters stay as they are."""
+    """(calibrated model, integer module) with other QConfigs; see `change_operators`."""
     changed = change_operators(calibrated, changes, recalibrate(dataset, settings))
     return changed, lower_prepared(changed)
 
 
 def recalibrate(dataset: Any, settings: QuantizeSettings) -> Callable[..., PreparedModel]:
     """What picks the parameters of a changed model anew, where they cannot stay as they are."""
-    again = CalibrateSettings(observer=settings.observer)
-    return lambda bare: calibrate_model(bare, dataset, again)
+    again, shown = CalibrateSettings(observer=settings.observer), choose_share(dataset, settings)
+    return lambda bare: calibrate_model(bare, open_share(shown, describe_inputs(bare.mod)), again)
 
 
 def search_module(

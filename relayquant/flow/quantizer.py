@@ -102,16 +102,17 @@ def quantize(
             keeping them in float.
         checkpoint, workers: See `calibrate`.
         guard: What happens if the integer model deviates from the float model on samples of the
-            data. None: operators that cause it read their data's range at run time or, if that is
-            not enough, are reverted to float, with a warning. With effort
-            "fast", or if the model deviates only slightly, there is only the warning. See `Guard`,
-            `GuardSettings`.
+            data. None: operators that cause it read their data's range at run time, or get weights
+            of 8 bits instead of fewer; if neither is enough, they are reverted to float. There is a
+            warning. With effort "fast", or if the model deviates only slightly, there is only the
+            warning. See `Guard`, `GuardSettings`.
         metric: `(float outputs, quantized outputs) -> float`, higher is better. Both are lists with
             one array for each output of the model, samples along axis 0 in the order of
             `validation_dataset`. For an accuracy, close over the labels: `lambda expected, got:
             (got[0].argmax(1) == labels).mean()`. The search reverts the fewest operators to int16
             or float that keep the metric within `max_drop` of the float model compared with itself.
-            With a metric, the guard is off. `ledger(qmod).search` has the result, and its `mapping`
+            If it is enough, they have weights of 8 bits instead of fewer. With a metric, the guard
+            is off. `ledger(qmod).search` has the result, and its `mapping`
             makes the same module again.
         max_drop: How far the metric may fall below the metric of the float model compared with
             itself.

@@ -141,6 +141,7 @@ class GuardResult(PlainFields):
         operator: First operator with a wrong result. "" if the outputs did not deviate.
         reverted: Operators that were reverted to float.
         ranged: Operators on integers that read their data's range at run time instead.
+        widened: Operators on integers whose weights of few bits have all bits instead.
         sqnr_before, disagreement_before: The same numbers before operators were reverted.
         worst: SQNR of the worst sample alone in dB, within -999 and 999. None in ledgers of older
             versions.
@@ -183,6 +184,7 @@ class GuardResult(PlainFields):
     answers: int = 0
     equal: int | None = None
     ranged: tuple[str, ...] = ()
+    widened: tuple[str, ...] = ()
 
     @property
     def agreement(self) -> Agreement:
@@ -206,7 +208,7 @@ class GuardResult(PlainFields):
 
     def describe_changes(self) -> list[str]:
         """Describe what was done about outputs that deviated, as parts of a sentence."""
-        changes = list_changes(self.reverted, self.ranged)
+        changes = list_changes(self.reverted, self.ranged, self.widened)
         return [f"{what}: {', '.join(names)}" for what, names in changes]
 
     def describe(self) -> str:
@@ -228,9 +230,15 @@ class GuardResult(PlainFields):
         return "; ".join([str(self.agreement), *notes])
 
 
-def list_changes(reverted: Sequence[str], ranged: Sequence[str]) -> list[tuple[str, Sequence[str]]]:
+def list_changes(
+    reverted: Sequence[str], ranged: Sequence[str], widened: Sequence[str]
+) -> list[tuple[str, Sequence[str]]]:
     """List what the guard changed, in words, with the operators; see `GuardResult`."""
-    changes = (("back in float", reverted), ("with ranges computed at run time", ranged))
+    changes = (
+        ("back in float", reverted),
+        ("with ranges computed at run time", ranged),
+        ("with weights of more bits", widened),
+    )
     return [(what, names) for what, names in changes if names]
 
 
@@ -243,7 +251,8 @@ class SearchResult(PlainFields):
         float_score: The metric for the float model, compared with itself.
         is_met: Whether the score is within the bound.
         trials: Number of measured modules.
-        reverted, dtype: Operators that were reverted, and their float dtype.
+        reverted, dtype: Operators that were reverted, and their dtype: "float32", "int16", or
+            "int8" where only their weights of few bits have more.
         mapping: The QConfigMapping that makes the module, for `QConfigMapping.from_dict`. None if
             it holds a callable.
     """

@@ -24,6 +24,7 @@ from relayquant.flow.refine.look import clip_decibels
 from relayquant.flow.refine.prepared_edit import Changes, split_changes
 from relayquant.flow.refine.reverting import describe_changes
 from relayquant.flow.refine.run_time_ranges import find_run_time_qconfigs
+from relayquant.flow.refine.wider_weights import find_wider_weights
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.ledger import GuardResult, read_ledger, write_ledger
 from relayquant.ir.state import get_state
@@ -121,7 +122,12 @@ def follow_streams(
         return qmod
     seen, wanted = meter.measure(qmod), guarding.target_sqnr
     ranged = find_run_time_qconfigs(calibrated)
-    before: Changes = {name: ranged[name] for name in guard.ranged} | dict.fromkeys(guard.reverted)
+    wider = find_wider_weights(calibrated) if guard.widened else {}
+    before: Changes = {
+        **{name: ranged[name] for name in guard.ranged},
+        **{name: wider[name] for name in guard.widened},
+        **dict.fromkeys(guard.reverted),
+    }
     promise, found, chosen, best = find_promise(calibrated, settings), qmod, before, seen
     if seen < wanted and not promise:
         for changes in propose_changes(meter, build, calibrated, before, ranged):
@@ -144,11 +150,11 @@ def follow_streams(
             code="RQ401",
         )
     ledger = replace(read_ledger(found), speed=read_ledger(qmod).speed)
-    reverted, kept = split_changes(chosen)
+    reverted, kept, widened = split_changes(chosen)
     if found is not qmod:
         now, was = look(found), guard
         guard = replace(now, sqnr_before=was.sqnr, disagreement_before=was.disagreement)
-    guard = replace(guard, reverted=reverted, ranged=kept, stream_sqnr=best)
+    guard = replace(guard, reverted=reverted, ranged=kept, widened=widened, stream_sqnr=best)
     ledger = replace(ledger, guard=guard)
     for name in reverted if found is not qmod else ():
         ledger = ledger.with_refusal(
@@ -170,11 +176,11 @@ def propose_changes(
     """Yield ranges of the run time for all products, then ever more operators in float with that,
     those first that give most alone.
     """
-    start = {**ranged, **dict.fromkeys(split_changes(before)[0])}
+    floating, _, widened = split_changes(before)
+    start = {**ranged, **{name: before[name] for name in widened}, **dict.fromkeys(floating)}
     if start != before:
         yield start
     operators = [operator.name for operator in find_rounding_operators(calibrated)]
-    floating, _ = split_changes(start)
     names = [name for name in operators if name not in floating][:TRIED]
     alone = {name: meter.measure(build({**start, name: None})) for name in names}
     order = sorted(names, key=lambda name: -alone[name])

@@ -12,6 +12,7 @@ import numpy as np
 from relayquant.config import Guard, GuardSettings
 from relayquant.data import (
     Batch,
+    CalibrationShare,
     SpreadSample,
     has_free_batch,
     open_dataset,
@@ -55,6 +56,12 @@ def holds_back(settings: QuantizeSettings) -> bool:
     """Whether calibration leaves out a part of the data, to measure the result on it."""
     is_off = settings.guarding.find_action(settings.level.value) is Guard.OFF
     return not is_off and settings.validation_dataset is None and settings.metric is None
+
+
+def choose_share(dataset: Any, settings: QuantizeSettings) -> Any:
+    """What calibration sees of the data: without what is held back, if anything is."""
+    is_shared = dataset is not None and holds_back(settings)
+    return CalibrationShare(dataset) if is_shared else dataset
 
 
 def is_on(prepared: PreparedModel, settings: QuantizeSettings) -> bool:

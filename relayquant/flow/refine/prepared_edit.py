@@ -323,7 +323,9 @@ def change_operators(
     `origins` gives reasons for the ledger (`MappingRule.origin`).
 
     A value of a new group takes the parameters that its former group had in the same format. Only
-    where there were none, which no built-in pattern brings about, `calibrate` picks all anew.
+    where there were none, which no built-in pattern brings about, `calibrate` picks all anew. So it
+    does where weights get more bits: they are fitted, and those behind them made up for the error
+    of the few bits.
     """
     if prepared.mapping is None:
         raise ConfigError(
@@ -333,6 +335,8 @@ def change_operators(
     wanted = {value.name for value in prepared.outputs if value.is_integer}
     plan = annotate(prepared.source, prepared.backend, mapping, wanted)
     changed = replace(replace_plan(prepared, plan), mapping=mapping)
+    if split_changes(changes)[2]:
+        return calibrate(changed)
     parameters, observers = dict(changed.parameters), dict(changed.observers)
     for group in plan.activations:
         if group.key in parameters:
@@ -350,10 +354,19 @@ def change_operators(
     return replace(changed, parameters=parameters, observers=observers)
 
 
-def split_changes(changes: Changes) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of operators that go back to float, and of those with a new QConfig."""
-    floating = tuple(name for name, qconfig in changes.items() if qconfig is None)
-    return floating, tuple(name for name in changes if name not in floating)
+def split_changes(
+    changes: Changes,
+) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """Return the names of operators that go back to float, of those that read their data's range at
+    run time, and of those with weights of more bits.
+    """
+    floating, ranged, widened = [], [], []
+    for name, qconfig in changes.items():
+        if qconfig is None:
+            floating.append(name)
+        else:
+            (ranged if qconfig.data.spec.is_dynamic else widened).append(name)
+    return tuple(floating), tuple(ranged), tuple(widened)
 
 
 def describe_mapping(mapping: QConfigMapping) -> dict[str, Any] | None:

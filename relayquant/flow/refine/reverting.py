@@ -1,6 +1,6 @@
 """Behind the guard: an integer module that deviates -> one whose outputs follow the float model.
 
-As few operators as do are in float, or have ranges of the run time.
+As few operators as do are in float, have ranges of the run time, or weights of all bits.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from relayquant.flow.refine.run_time_ranges import (
     measure_ranges,
 )
 from relayquant.flow.refine.search import rank_operators, search_simulated
+from relayquant.flow.refine.wider_weights import find_wider_weights
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.ledger import (
     GuardResult,
@@ -191,23 +192,25 @@ def find_suspects(
             for changes in list_milder(ranged, first)
             if forecast_sqnr(simulation, changes, ranges) >= target
         ]
+        milder += list_milder(find_wider_weights(prepared), first)
     return Suspects(
         prepared, guarding, order, first, milder, is_arithmetic, bad, judged, settings.events
     )
 
 
-def list_milder(ranged: Changes, first: Sequence[str]) -> list[Changes]:
+def list_milder(qconfigs: Changes, first: Sequence[str]) -> list[Changes]:
     """What may suffice without products in float: the first suspects, then all products, read
-    their data's range at run time. Suspects that cannot do so go to float, as they would.
+    their data's range at run time, or have weights of all bits. Suspects that cannot do so go to
+    float, as they would.
     """
-    few = {name: ranged.get(name) for name in first}
+    few = {name: qconfigs.get(name) for name in first}
     trials = [few] if any(few.values()) else []
-    return [*trials, {**dict.fromkeys(first), **ranged}] if ranged else []
+    return [*trials, {**dict.fromkeys(first), **qconfigs}] if qconfigs else []
 
 
 def revert_operators(suspects: Suspects, build: Callable[[Changes], tvm.IRModule]) -> Attempt:
-    """What brings the outputs back: ranges of the run time, where these suffice, else as few
-    suspects in float as do, more until they follow, then fewer.
+    """What brings the outputs back: ranges of the run time or weights of all bits, where these
+    suffice, else as few suspects in float as do, more until they follow, then fewer.
 
     Args:
         suspects: What to try.
@@ -253,13 +256,14 @@ def write_reverted(
         suspects: Where it was chosen from.
         speed: What was measured before.
     """
-    reverted, ranged = split_changes(found.changes)
+    reverted, ranged, widened = split_changes(found.changes)
     guard = replace(
         wide.summarize(),
         deviates=True,
         operator=seen.operator,
         reverted=reverted,
         ranged=ranged,
+        widened=widened,
         sqnr_before=seen.sqnr,
         disagreement_before=seen.disagreement,
     )

@@ -1,6 +1,6 @@
 """In place of the guard, if a metric is given: what was measured so far -> which operators to put
-back next, to find the fewest in float or int16 that keep the metric within its bound. `pipeline`
-builds what is measured.
+back next, to find the fewest in float or int16, or with weights of 8 bits instead of fewer, that
+keep the metric within its bound. `pipeline` builds what is measured.
 """
 
 from __future__ import annotations
@@ -34,8 +34,16 @@ from relayquant.data import Dataset, open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError, DataWarning, warn_user
 from relayquant.flow.refine.prepared_edit import describe_mapping
-from relayquant.flow.refine.search_result import FLOAT, WIDE, SearchOutcome, Trial, describe_best
+from relayquant.flow.refine.search_result import (
+    FLOAT,
+    WIDE,
+    WIDER_WEIGHTS,
+    SearchOutcome,
+    Trial,
+    describe_best,
+)
 from relayquant.flow.refine.search_state import SearchState, make_fingerprint, trial_key
+from relayquant.flow.refine.wider_weights import find_wider_weights
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.dialect.cost import count_macs
 from relayquant.ir.ledger import SearchResult, read_ledger, write_ledger
@@ -168,8 +176,11 @@ class ModuleSearch:
     def find_mapping(self, names: Sequence[str], dtype: str) -> QConfigMapping:
         """The mapping that puts these operators back to a dtype."""
         prepared = self.simulation.prepared
-        wide = make_wide(prepared) if dtype == WIDE else None
-        return add_lines(prepared, dict.fromkeys(names, wide), self.base)
+        choices = dict.fromkeys(names, make_wide(prepared) if dtype == WIDE else None)
+        if dtype == WIDER_WEIGHTS:
+            wider = find_wider_weights(prepared)
+            choices = {name: wider.get(name) for name in names}
+        return add_lines(prepared, choices, self.base)
 
     def propose(self) -> Iterator[Choice]:
         """What to measure next, as long as few operators are not enough and there is time.
@@ -179,7 +190,8 @@ class ModuleSearch:
         enough is found on the calibration graph, whose operators are switched without compiling
         anything, and thinned out there. Then modules are proposed, with more operators in float as
         long as the integers fall short of the simulation, and with fewer as long as the bound is
-        met. Last, the operators in int16, where the backend runs all of them so.
+        met. Last, the same operators on integers: those with weights of few bits with all bits, or
+        else all in int16, where the backend runs all of them so.
         """
         yield (), FLOAT
         if self.best.is_met or self.is_over:
@@ -191,8 +203,11 @@ class ModuleSearch:
         )
         for proposed in propose_integers(self.done, order, names, self.deadline):
             yield proposed, FLOAT
+        found, wider = self.best, find_wider_weights(simulation.prepared)
+        if found.is_met and not self.is_over and wider.keys() & set(found.names):
+            yield found.names, WIDER_WEIGHTS
         found = self.best
-        if found.is_met and not self.is_over:
+        if found.is_met and found.dtype == FLOAT and not self.is_over:
             prepared, mapping = simulation.prepared, self.find_mapping(found.names, WIDE)
             plan = annotate(prepared.source, prepared.backend, mapping)
             if all(plan.operator(name).quantized for name in found.names):

@@ -11,7 +11,7 @@ from relayquant.config import QConfigMapping
 from relayquant.flow.refine.prepared_edit import describe_mapping
 
 #: what an operator is put back to
-FLOAT, WIDE = "float32", "int16"
+FLOAT, WIDE, WIDER_WEIGHTS = "float32", "int16", "int8"
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class SearchOutcome:
         mod: The quantized module.
         mapping: The QConfigMapping that makes it, for `quantize(..., qconfig_mapping=...)`.
         reverted: Names of the operators that were put back, the most sensitive first.
-        dtype: What they were put back to: "float32", or "int16" where that was enough.
+        dtype: What they were put back to: "float32", or where that was enough "int16", or "int8",
+            if only their weights of few bits have more.
         score: The metric of `mod`.
         float_score: The metric of the float model against itself.
         is_met: Whether score >= float_score - max_drop.

@@ -413,6 +413,7 @@ RANGED = rq.QConfig(
     rq.TensorConfig(rq.QSpec("uint8", is_dynamic=True)),
     rq.get_backend_config().default_qconfig.weight,
 )
+WIDER = rq.get_backend_config().default_qconfig
 #: Operators by their damage, the worst first.
 ORDER = tuple(f"o{i}" for i in range(12))
 
@@ -423,7 +424,7 @@ def revert(monkeypatch):
     of the outputs. Returns what it returns, and all that was tried.
     """
 
-    def run(gap, simulated=("o8",), off=(), ranged=(), bound=99.0):
+    def run(gap, simulated=("o8",), off=(), ranged=(), bound=99.0, wider=()):
         tried: list[tuple[str, ...]] = []
         others = iter([*off, *[""] * 20])
 
@@ -442,6 +443,7 @@ def revert(monkeypatch):
             ),
             "find_rounding_operators": lambda *_: [],
             "find_run_time_qconfigs": lambda _: dict.fromkeys(ranged, RANGED),
+            "find_wider_weights": lambda _: dict.fromkeys(wider, WIDER),
             "measure_ranges": lambda *_: [],
             "forecast_sqnr": lambda *_: bound,
             "count_all_macs": lambda *_: 0,
@@ -515,6 +517,19 @@ def test_revert__ranges_at_run_time_come_first_where_weights_leave_room(revert, 
     milder = [{"o7": RANGED}, {"o7": RANGED, "o6": RANGED}]
     assert tried == [*milder[:built], ("o7",)]
     assert names == ("o7",)
+
+
+@pytest.mark.parametrize("needed", [{"o7"}, {"o6", "o7"}, {"o7", "o8"}])
+def test_revert__weights_of_all_bits_come_before_float(revert, needed):
+    """First of the suspects, then of all that have few bits; float where that is not enough."""
+    names, tried = revert(
+        lambda names: OutputGap(40.0 if needed <= names else 0.0), ("o7",), wider=("o6", "o7")
+    )
+    milder = [{"o7": WIDER}, {"o7": WIDER, "o6": WIDER}]
+    count = 1 + (needed != {"o7"})
+    assert tried[:count] == milder[:count]
+    assert (names == ()) == ("o8" not in needed)
+    assert (len(tried) == count) == ("o8" not in needed)
 
 
 def test_revert__where_integers_are_wrong_the_next_that_is_off_goes_too(revert):

@@ -1,0 +1,142 @@
+"""Weights of few bits that get all bits, as a step before float."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import tvm
+from float_models import build_model
+from tvm import relax
+
+import relayquant as rq
+from relayquant.config import Granularity, Guard
+from relayquant.data.sampling import is_held_back
+from relayquant.flow.pipeline import recalibrate
+from relayquant.flow.refine.wider_weights import find_wider_weights
+from relayquant.flow.settings import QuantizeSettings
+
+DEFAULT = rq.get_backend_config("x86").default_qconfig
+
+
+def draw_model(seed: int = 3):
+    """Two products. The first has a large weight in each column, for data that is nearly 0: few
+    bits leave few levels to the others.
+    """
+    rng = np.random.default_rng(seed)
+    first, second = (rng.standard_normal((64, n)).astype("float32") for n in (64, 8))
+    first[0] = 12.0
+    second /= 8
+
+    def body(emit, x):
+        y = emit("first", relax.op.matmul(x, relax.const(first)))
+        return emit("second", relax.op.matmul(y, relax.const(second)))
+
+    data = rng.standard_normal((128, 1, 64)).astype("float32")
+    data[..., 0] *= 1e-3
+    return build_model(body, (1, 64)), [*data[:64]], Other([*data[64:]], (first, second))
+
+
+@dataclass(frozen=True, eq=False)
+class Other:
+    """Data that calibrated nothing, and the weights: numpy computes the outputs."""
+
+    data: list[np.ndarray]
+    weights: tuple[np.ndarray, np.ndarray]
+
+    def measure(self, qmod: tvm.IRModule) -> float:
+        """SQNR of a module's outputs in dB."""
+        run = rq.Executor(rq.compile(qmod))
+        got = np.concatenate([run.run("main", [batch])[0] for batch in self.data])
+        want = np.concatenate(self.data) @ self.weights[0] @ self.weights[1]
+        return float(10 * np.log10(np.sum(want**2) / np.sum((got - want) ** 2)))
+
+
+def use_bits(bits: int, wide: tuple[str, ...] = ()) -> rq.QConfigMapping:
+    """Weights of so many bits, with one scale for each tensor; those of `wide` by default."""
+    spec = replace(
+        DEFAULT.weight.spec,
+        granularity=Granularity.PER_TENSOR,
+        quant_min=-(2 ** (bits - 1)),
+        quant_max=2 ** (bits - 1) - 1,
+    )
+    few = replace(DEFAULT, weight=rq.TensorConfig(spec, rq.observers.MinMax()))
+    mapping = rq.QConfigMapping().set_global(few)
+    for name in wide:
+        mapping = mapping.set_module_name(name, DEFAULT)
+    return mapping
+
+
+@pytest.mark.parametrize("bits", [2, 4, 7])
+def test_find_wider_weights__own_qconfig_with_all_bits(bits):
+    mod, data, _ = draw_model()
+    mapping = use_bits(bits, ("second",))
+    prepared = rq.prepare(mod, None, data, qconfig_mapping=mapping, backend="x86")
+    ((name, found),) = find_wider_weights(prepared).items()
+    own = mapping.rules[0].qconfig
+    assert name == "first"
+    assert found.weight.spec.limits == DEFAULT.weight.spec.limits
+    assert found == replace(own, weight=replace(own.weight, spec=found.weight.spec))
+    assert found.weight.spec.granularity is Granularity.PER_TENSOR
+
+
+def test_find_wider_weights__nothing_by_default():
+    mod, data, _ = draw_model()
+    assert find_wider_weights(rq.prepare(mod, None, data, backend="x86")) == {}
+
+
+def test_guard__weights_of_few_bits_get_all_and_stay_on_integers():
+    mod, data, other = draw_model()
+    few = {"qconfig_mapping": use_bits(3), "backend": "x86", "callbacks": ()}
+    before = other.measure(rq.quantize(mod, None, data, guard="off", **few))
+    with pytest.warns(
+        rq.AccuracyWarning, match="With weights of more bits, .* operators?: .*first"
+    ):
+        qmod = rq.quantize(mod, None, data, **few)
+    ledger = rq.ledger(qmod)
+    assert "first" in ledger.guard.widened
+    assert (ledger.guard.reverted, ledger.guard.ranged) == ((), ())
+    assert [row.name for row in ledger.quantized if row.macs] == ["first", "second"]
+    assert before < 15
+    assert other.measure(qmod) > 20
+    assert "with weights of more bits: " in str(ledger.guard)
+    assert type(ledger.guard).from_dict(ledger.guard.to_dict()) == ledger.guard
+
+
+def test_search__weights_of_few_bits_get_all_and_stay_on_integers():
+    """The bound is met without float; the mapping makes the same module again."""
+    mod, data, other = draw_model()
+
+    def decibels(expected, got):
+        noise = np.sum((expected[0] - got[0]) ** 2)
+        return min(10 * np.log10(np.sum(expected[0] ** 2) / max(noise, 1e-30)), 100.0)
+
+    settings = {"backend": "x86", "callbacks": ()}
+    qmod = rq.quantize(
+        mod, None, data, qconfig_mapping=use_bits(3), metric=decibels, max_drop=80.0, **settings
+    )
+    ledger = rq.ledger(qmod)
+    assert (ledger.search.dtype, ledger.search.is_met) == ("int8", True)
+    assert "first" in ledger.search.reverted
+    assert [row.name for row in ledger.quantized if row.macs] == ["first", "second"]
+    assert other.measure(qmod) > 20
+    again = rq.QConfigMapping.from_dict(ledger.search.mapping)
+    same = rq.quantize(mod, None, data, qconfig_mapping=again, guard="off", **settings)
+    assert other.measure(same) == other.measure(qmod)
+
+
+@pytest.mark.parametrize("guard", ["revert", "off"])
+def test_recalibrate__does_not_see_what_is_held_back(guard):
+    """What was held back still says how the mended module does on other data."""
+    mod, data, _ = draw_model()
+    prepared = rq.prepare(mod, None, data, backend="x86")
+    found = recalibrate(data, QuantizeSettings(guard=Guard(guard)))(prepared)
+    shown = [batch for i, batch in enumerate(data) if guard == "off" or not is_held_back(i)]
+    assert (len(shown) < len(data)) == (guard != "off")
+    wanted = rq.calibrate(prepared, shown)
+    assert found.parameters.keys() == wanted.parameters.keys()
+    assert all(
+        found.parameters[key].scale.tolist() == qparams.scale.tolist()
+        for key, qparams in wanted.parameters.items()
+    )
