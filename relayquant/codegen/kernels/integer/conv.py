@@ -225,7 +225,7 @@ def emit_delayed(
 
     `locate` finds a tile by its number. Each run ends with stores alone.
     """
-    lanes, most = plan.isa.accumulator_lanes, min(PARTS, tiles // FEWEST_RUN) if threads else 1
+    lanes, most = plan.isa.lanes, min(PARTS, tiles // FEWEST_RUN) if threads else 1
     parts = 1 << most.bit_length() - 1
     with loop_over((parts,), threads) as (part,):
         first, end = (T.floordiv((part + i) * tiles, parts) for i in (0, 1))

@@ -88,10 +88,10 @@ def rank_tiles(
                 steps = words * taps + end_words
                 tile = Tile(rows, cols, blocks, chains, isa.sharing)
                 tiles = ceil_div(height, rows) * ceil_div(width, cols)
-                is_narrow, is_joined = blocks in narrow, joins_results(tile, joined)
-                results = dots if is_narrow and is_joined else pixels * blocks
-                is_single = is_narrow and is_joined and steps == words
-                is_delayed = is_single and can_delay(tile, words, tiles, isa)
+                is_narrow = blocks in narrow
+                is_joined = is_narrow and joins_results(tile, joined)
+                results = dots if is_joined else pixels * blocks
+                is_delayed = is_narrow and steps == words and can_delay(tile, words, tiles, isa)
                 store = isa.timing.tiles.time_stores(results, blocks, is_narrow, is_delayed)
                 time = time * steps + store
                 time = max(time, ((pixels + blocks) * steps + dots) * isa.timing.tiles.load)
@@ -117,10 +117,11 @@ def joins_results(tile: Tile, joined: int) -> bool:
 def can_delay(tile: Tile, words: int, tiles: int, isa: Isa) -> bool:
     """Whether the results of a tile are stored between the products of the next of `tiles`.
 
-    Its sums stay in registers until then. Fewer tiles fetch the weights of the next panel.
+    Its sums stay in registers until then. Fewer tiles fetch the weights of the next panel. Where
+    pixels share vectors, a tile of more pixels takes less time.
     """
     registers = isa.count_registers(tile.pixels, tile.blocks, 2 * tile.sums) + isa.early_loads
-    fits = registers <= isa.registers and isa.pixels == isa.sharing and tile.chains == 1
+    fits = registers <= isa.registers and tile.chains == isa.pixels == 1
     return fits and words <= isa.timing.tiles.delayed_words and tiles > PREFETCH_TILES
 
 
@@ -291,7 +292,6 @@ class ConvPlan:
         tile, (_, rows, cols) = self.tile, self.pixel_grid
         tiles = ceil_div(rows, tile.rows) * ceil_div(cols, tile.cols)
         is_single = self.is_narrow and prod(self.taps) == 1 and not self.end_words
-        is_single = is_single and self.joins_results
         return is_single and can_delay(tile, self.words, tiles, self.isa)
 
     @cached_property

@@ -33,8 +33,8 @@ class TileTiming:
 
     word: float = 1.0  #: of the loop over words, without the dot products
     activation: float = 1.0  #: of loading one word of one pixel; one vector of weights takes 1
-    #: of joining the words of two pixels to one vector, by the units of the dot products. Infinite:
-    #: not measured, so pixels do not share vectors
+    #: of the first of the dot products of a word, which waits until two pixels' words are joined to
+    #: a vector. Infinite: not measured, so pixels do not share vectors
     join: float = inf
     #: of any load, where loads go on while results are converted and stored: then only all loads of
     #: a tile together, one for each result besides, can take longer than the rest. 0: they never do
@@ -137,7 +137,7 @@ ZEN5 = Timing(
     TileTiming(
         word=0.2,
         activation=0.5,
-        join=0.4,
+        join=1.3,
         load=1.1,
         dots_in_flight=6,
         looped=9.5,

@@ -82,7 +82,7 @@ class HalvedIsa(VnniIsa):
     """
 
     def time_dots(self, pixels: int, blocks: int) -> float:
-        return pixels / self.sharing * (blocks + self.timing.tiles.join)
+        return super().time_dots(pixels, blocks) / self.sharing + self.timing.tiles.join
 
     def as_activation(self, words: Expr) -> Expr:
         # Otherwise LLVM permutes two words that it loads alone, which takes longer.
@@ -238,11 +238,15 @@ def on_small_weights(wide: PairIsa, name: str, pairs: str, accumulators: int) ->
     return SmallWeightIsa(**{**shared, **changed})
 
 
-def halve(whole: VnniIsa) -> HalvedIsa:
-    """Make the instruction set with two pixels in each vector of `whole`."""
+def halve(whole: VnniIsa, accumulators: int) -> HalvedIsa:
+    """Make the instruction set with two pixels in each vector of `whole`.
+
+    Words that are joined take a few registers, which `accumulators` must leave free.
+    """
     shared = {field.name: getattr(whole, field.name) for field in fields(whole)}
     changed = {"name": f"{whole.name} halved", "lanes": whole.lanes // 2}
-    return HalvedIsa(**{**shared, **changed, "pixels": 2, "sharing": 2})
+    changed |= {"accumulators": accumulators, "pixels": 2, "sharing": 2}
+    return HalvedIsa(**{**shared, **changed})
 
 
 NARROWING_512 = Narrowing(
@@ -290,7 +294,7 @@ VNNI512_WHOLE = replace(
     wide=VNNI512_WIDE,
 )
 
-VNNI512 = replace(VNNI512_WHOLE, halved=halve(VNNI512_WHOLE))
+VNNI512 = replace(VNNI512_WHOLE, halved=halve(VNNI512_WHOLE, accumulators=24))
 
 AMX = replace(
     VNNI512_WHOLE, name="amx", features=(*VNNI512.features, "amx-tile", "amx-int8"), unit=AMX_INT8
