@@ -22,6 +22,7 @@ from relayquant.base.events import CallbackList, ProgressEvent
 from relayquant.base.qtypes import QParams
 from relayquant.base.runtime import limit_blas, map_on_threads
 from relayquant.base.tables import format_csv, format_html
+from relayquant.base.user_calls import noting
 from relayquant.codegen.eager import (
     EagerModule,
     IncrementalFunction,
@@ -393,13 +394,25 @@ def name_metric(metric: Metric) -> str:
     return getattr(metric, "__name__", type(metric).__name__)
 
 
+#: What a metric raises by mistake. Other exceptions may be meant to stop a run, and stay.
+MISTAKES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NameError,
+    TypeError,
+    ValueError,
+)
+
+
 def apply_metric(
     metric: Metric, expected: Sequence[list[np.ndarray]], got: Sequence[list[np.ndarray]]
 ) -> float:
     """Apply the metric to all batches.
 
     Raises:
-        ConfigError: it returns no number, or raises an error that points to other arguments.
+        ConfigError: it returns no number, or raises one of `MISTAKES`.
     """
     first, second = join_batches(expected), join_batches(got)
     contract = (
@@ -408,8 +421,9 @@ def apply_metric(
     )
     name = name_metric(metric)
     try:
-        value = metric(first, second)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        with noting(f"relayquant: raised by the metric {name}. {contract}"):
+            value = metric(first, second)
+    except MISTAKES as error:
         raise ConfigError(
             f"The metric {name} failed ({type(error).__name__}: {error}). {contract}", code="RQ106"
         ) from error

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 from relayquant.base.qtypes import QParams, ValueInfo
+from relayquant.base.user_calls import noting
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -111,28 +112,31 @@ class CallbackList(Callback):
         return CallbackList(tuple(callbacks))
 
     def on_stage_start(self, event: StageEvent) -> None:
-        for callback in self.callbacks:
-            callback.on_stage_start(event)
+        self._send("on_stage_start", event)
 
     def on_stage_end(self, event: StageEvent) -> None:
-        for callback in self.callbacks:
-            callback.on_stage_end(event)
+        self._send("on_stage_end", event)
 
     def on_progress(self, event: ProgressEvent) -> None:
-        for callback in self.callbacks:
-            callback.on_progress(event)
+        self._send("on_progress", event)
 
     def on_parameters(self, event: ParametersEvent) -> None:
-        for callback in self.callbacks:
-            callback.on_parameters(event)
+        self._send("on_parameters", event)
 
     def on_training(self, event: TrainingEvent) -> None:
-        for callback in self.callbacks:
-            callback.on_training(event)
+        self._send("on_training", event)
 
     def on_summary(self, event: SummaryEvent) -> None:
+        self._send("on_summary", event)
+
+    def _send(self, method: str, event: object) -> None:
+        """Pass an event on. A callback may raise to stop the run, so its exception stays as it is;
+        a note names the callback and the event.
+        """
         for callback in self.callbacks:
-            callback.on_summary(event)
+            name = f"{type(callback).__name__}.{method}"
+            with noting(f"relayquant: raised by the callback {name}, called with {event}"):
+                getattr(callback, method)(event)
 
     def follow(self, task: str, items: Iterable[T], total: int | None, unit: str) -> Iterator[T]:
         """Yield the items, and report each as progress of a task when the next one is asked for."""

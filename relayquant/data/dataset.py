@@ -18,7 +18,7 @@ from relayquant.data.item import (
     list_names,
     to_array,
 )
-from relayquant.data.iterable import find_length, is_sequence, open_iterable
+from relayquant.data.iterable import find_length, is_sequence, open_iterable, read_by_index
 from relayquant.errors import ConfigError, DataError
 
 
@@ -142,7 +142,7 @@ def open_dataset(
             "batch_size applies to arrays and .npz files; an iterable yields batches as they are.",
             code="RQ301",
         )
-    read_item = dataset.__getitem__ if is_sequence(dataset) else None
+    read_item = read_by_index(dataset) if is_sequence(dataset) else None
     return Dataset(inputs, find_length(dataset), open_iterable(dataset), read_item=read_item)
 
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-from relayquant.data.item import (
-    is_array,
-)
-from relayquant.errors import DataError
+from relayquant.base.user_calls import call_user
+from relayquant.data.item import is_array
+from relayquant.errors import DataError, RelayQuantError
+
+T = TypeVar("T")
 
 
 def find_length(dataset: object) -> int | None:
     if not hasattr(dataset, "__len__"):
         return None
     try:
-        return len(dataset)  # pyright: ignore[reportArgumentType]
+        return ask(dataset, lambda: len(dataset), (TypeError, NotImplementedError))  # pyright: ignore[reportArgumentType]
     except (TypeError, NotImplementedError):
         return None  # a loader of an iterable without a length, a reader of ONNX Runtime
 
@@ -34,18 +36,58 @@ def open_iterable(dataset: Any) -> Callable[[], Iterator[Any]]:
     is_class = isinstance(dataset, type)
     if hasattr(dataset, "__iter__") and not is_class:
         _refuse_one_shot(dataset)
-        return lambda: iter(dataset)
+        return lambda: read_items(dataset, ask(dataset, lambda: iter(dataset)))
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not is_class:
-        return lambda: (dataset[i] for i in range(len(dataset)))
+        read = read_by_index(dataset)
+        return lambda: (read(i) for i in range(ask(dataset, lambda: len(dataset))))
     if callable(dataset):
         _check_callable(dataset)
-        return lambda: _call_source(dataset)
+        return lambda: read_items(dataset, _call_source(dataset))
     raise DataError(
         f"The data set is of type {type(dataset).__name__}; allowed: a list or other re-iterable "
         "of dicts, tuples or arrays, a dict of arrays, an array, a path to an .npz, or a function "
         "that returns an iterator.",
         code="RQ302",
     )
+
+
+def ask(dataset: Any, function: Callable[[], T], passed: tuple[type[Exception], ...] = ()) -> T:
+    """Return what a method of a data set gives.
+
+    Raises:
+        DataError: it raised an exception that is not passed on; names the data set.
+    """
+    where, passed = f"The data set {name_source(dataset)}", (*passed, RelayQuantError)
+    return call_user(where, function, passed, kind=DataError, code="RQ302")
+
+
+def name_source(dataset: Any) -> str:
+    """Name a function by its name, anything else by its type."""
+    return getattr(dataset, "__qualname__", type(dataset).__name__)
+
+
+def read_items(dataset: Any, items: Iterator[Any], first: int = 0) -> Iterator[Any]:
+    """Yield the items of a data set. `first` is the number of the first one, for messages.
+
+    Raises:
+        DataError: the data set raised an exception; names the sample.
+    """
+    end = object()
+    for index in itertools.count(first):
+        item = _read(dataset, index, lambda: next(items, end))
+        if item is end:
+            return
+        yield item
+
+
+def read_by_index(dataset: Any) -> Callable[[int], Any]:
+    """Return a function that gives an item by its index, with the errors of `read_items`."""
+    return lambda index: _read(dataset, index, lambda: dataset[index])
+
+
+def _read(dataset: Any, index: int, function: Callable[[], Any]) -> Any:
+    where = f"Sample {index}: the data set {name_source(dataset)}"
+    return call_user(where, function, (RelayQuantError,), kind=DataError, code="RQ302")
 
 
 def _refuse_one_shot(dataset: Any) -> None:
@@ -79,7 +121,7 @@ def _check_callable(source: Callable[..., Any]) -> None:
 
 
 def _call_source(source: Callable[[], Any]) -> Iterator[Any]:
-    items = source()
+    items = ask(source, source)
     if isinstance(items, (str, bytes, Mapping)) or is_array(items):
         raise DataError(
             f"The data set's function returned a {type(items).__name__}; it must return an "
@@ -87,7 +129,7 @@ def _call_source(source: Callable[[], Any]) -> Iterator[Any]:
             code="RQ302",
         )
     try:
-        return iter(items)
+        return ask(source, lambda: iter(items), (TypeError,))
     except TypeError:
         raise DataError(
             f"The data set's function returned {type(items).__name__}, which is not iterable; it "

@@ -15,6 +15,7 @@ import numpy as np
 from relayquant.data.archive import list_arrays
 from relayquant.data.dataset import Dataset, open_dataset
 from relayquant.data.item import Batch, InputInfo, convert_item, is_array
+from relayquant.data.iterable import read_items
 from relayquant.errors import DataError
 
 #: (inputs by name) -> the new values of the state by name
@@ -90,7 +91,9 @@ def open_sequences(
                 yield index, [{info.name: batch[info.name] for info in given}], batch
                 index += 1
                 continue
-            samples = list(item.samples) if isinstance(item, SampleSequence) else [item]
+            samples = [item]
+            if isinstance(item, SampleSequence):
+                samples = list(read_items(item.samples, iter(item.samples), index))
             if not samples:
                 raise DataError(
                     f"The sequence at sample {index} is empty. Give it samples.", code="RQ303"

@@ -129,6 +129,7 @@ def test_sensitivity__metric_without_a_number_is_an_error(prepared, data):
         (lambda a, b: (a.argmax(1) == b.argmax(1)).mean(), "no attribute 'argmax'.*two lists"),
         (lambda a, b: a[0] + np.zeros(999), r"failed \(ValueError.*of shape \(\d+, 3\)"),
         (lambda a, b: a[1].mean(), "failed .IndexError"),
+        (lambda a, b: 1 // 0, "failed .ZeroDivisionError"),
     ],
 )
 def test_sensitivity__wrong_metric_is_explained(prepared, data, metric, message):
@@ -140,8 +141,9 @@ def test_sensitivity__what_a_metric_raises_on_purpose_is_passed_on(prepared, dat
     def stop(expected, got):
         raise RuntimeError("mine")
 
-    with pytest.raises(RuntimeError, match="mine"):
+    with pytest.raises(RuntimeError, match="mine") as caught:
         rq.sensitivity(prepared, data, stop)
+    assert "raised by the metric stop. It gets two lists" in caught.value.__notes__[0]
 
 
 def test_simulation__data_that_is_shuffled_is_an_error(prepared, data):

@@ -13,7 +13,7 @@ from drawing import count_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relayquant.data import Dataset, InputInfo, open_dataset
+from relayquant.data import Dataset, InputInfo, SampleSequence, open_dataset, open_sequences
 from relayquant.errors import ConfigError, DataError, DataWarning, format_count
 
 IMAGE = (InputInfo("image", ("n", 3, 4), "float32"),)
@@ -310,6 +310,66 @@ def test_function__that_needs_arguments():
 
     with pytest.raises(DataError, match=r"read_samples.*missing a required argument: 'folder'"):
         open_dataset(read_samples, IMAGE)
+
+
+class Broken:
+    """A data set that cannot read its sample 2."""
+
+    def __init__(self, length=6):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, i):
+        if i == 2:
+            raise OSError("no picture 2.png")
+        return DATA[i]
+
+
+class BrokenLoader(Broken):
+    def __iter__(self):
+        return (self[i] for i in range(len(self)))
+
+
+class Unopened:
+    def __iter__(self):
+        raise RuntimeError("no worker")
+
+
+def draw_broken():
+    yield DATA[0]
+    yield {}["label"]
+
+
+@pytest.mark.parametrize(
+    ("source", "message", "cause"),
+    [
+        (Broken(), "Sample 2: the data set Broken raised OSError: no picture 2.png", OSError),
+        (BrokenLoader(), "Sample 2: the data set BrokenLoader raised OSError: no pic", OSError),
+        (draw_broken, "Sample 1: the data set draw_broken raised KeyError: 'label'", KeyError),
+        (lambda: 1 // 0, "The data set .*lambda> raised ZeroDivisionError", ZeroDivisionError),
+        (Unopened(), "The data set Unopened raised RuntimeError: no worker", RuntimeError),
+    ],
+)
+def test_data_set_that_raises__is_named_with_the_sample(source, message, cause):
+    with pytest.raises(DataError, match=message) as caught:
+        list(open_dataset(source, IMAGE))
+    assert isinstance(caught.value.__cause__, cause)
+
+
+def test_data_set_that_raises__in_any_order_and_of_its_length():
+    with pytest.raises(DataError, match="Sample 2: the data set Broken raised OSError"):
+        open_dataset(Broken(), IMAGE).pick(3)
+    with pytest.raises(DataError, match="The data set Broken raised ValueError"):
+        open_dataset(Broken(-1), IMAGE)
+
+
+def test_sequence_that_raises__is_named_with_the_sample():
+    given = [DATA[:1], SampleSequence(BrokenLoader())]
+    data = open_sequences(given, IMAGE, {}, lambda batch: {})
+    with pytest.raises(DataError, match="Sample 3: the data set BrokenLoader raised OSError"):
+        list(data)
 
 
 def test_class__is_called_each_time():

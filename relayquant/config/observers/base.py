@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from relayquant.base.arguments import describe_not_finite
 from relayquant.base.plain_data import NamedSettings
 from relayquant.base.qtypes import QParams, Role, ValueInfo, check_qparams
+from relayquant.base.user_calls import call_user
 from relayquant.errors import ConfigError, DataError, RelayQuantError
 
 Float64Array = NDArray[np.float64]
@@ -162,15 +163,8 @@ def call_for_value(source: str, info: ValueInfo, function: Callable[[], Any]) ->
     Raises:
         ConfigError: it raised an exception that is not from this package; names the value.
     """
-    try:
-        return function()
-    except RelayQuantError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"{source} raised {type(error).__name__} for value {info.name!r}: {error}",
-            code="RQ106",
-        ) from error
+    at = f" for value {info.name!r}"
+    return call_user(source, function, (RelayQuantError,), at=at)
 
 
 #: Any observer, with any state.

@@ -7,11 +7,12 @@ callback.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from tvm import relax
 
 from relayquant.base.qtypes import Role
+from relayquant.base.user_calls import call_user
 from relayquant.errors import ConfigError, QnnError
 from relayquant.ir.ops.base import (
     DynamicContext,
@@ -23,8 +24,6 @@ from relayquant.ir.ops.base import (
 )
 from relayquant.ir.rewrite import Emitter, Graph, Match, Skip
 from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
-
-T = TypeVar("T")
 
 
 def run_match(row: QuantOp, graph: Graph, var: relax.Var) -> Match | None:
@@ -135,22 +134,6 @@ def _realize(
         return value
     allowed = "a Skip(reason), or an expression (usually a dequantize)"
     return check_value(context.emitter, value, context.match.root, where, allowed)
-
-
-def call_user(where: str, function: Callable[[], T], passed: tuple[type[Exception], ...] = ()) -> T:
-    """Call a callback and return its result.
-
-    Raises:
-        ConfigError: It raised an exception that is not passed on.
-    """
-    try:
-        return function()
-    except passed:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"{where} raised {type(error).__name__}: {error}", code="RQ106"
-        ) from error
 
 
 def check_value(

@@ -21,6 +21,7 @@ from tvm.relax.dpl import is_op, wildcard
 
 from relayquant.base.arguments import check_fields
 from relayquant.base.qtypes import INTEGER_LIMITS, QParams, Rounding
+from relayquant.base.user_calls import call_user
 from relayquant.config import BackendConfig
 from relayquant.errors import ConfigError
 from relayquant.ir.dialect import qnn
@@ -29,7 +30,7 @@ from relayquant.ir.ledger import Ledger, find_ledger, ledger_attrs
 from relayquant.ir.ops import Kind, Operand, Output, Quantized, QuantOp
 from relayquant.ir.ops.base import make_parameters
 from relayquant.ir.ops.build import unary_pattern
-from relayquant.ir.ops.callbacks import call_user, describe, describe_tensor, has_shape_of
+from relayquant.ir.ops.callbacks import describe, describe_tensor, has_shape_of
 from relayquant.ir.ops.shape import (
     ATTRIBUTES,
     check_indices,

@@ -13,9 +13,10 @@ from typing import Any
 import tvm
 from tvm import relax
 
+from relayquant.base.user_calls import call_user
 from relayquant.errors import ConfigError
 from relayquant.ir.dialect.qnn.quantization import DEQUANTIZE
-from relayquant.ir.ops.callbacks import call_user, check_value
+from relayquant.ir.ops.callbacks import check_value
 from relayquant.ir.rewrite import Emitter, Match, Rule, Skip, apply_rules
 from relayquant.ir.rewrite.bind import bind_params, describe_weights
 from relayquant.ir.rewrite.constants import share_constants

@@ -19,6 +19,7 @@ from relayquant.analysis.sensitivity import apply_metric
 from relayquant.base.arguments import takes_arguments
 from relayquant.base.events import ProgressEvent, TrainingEvent
 from relayquant.base.storage.archive import Archive, read_archive, write_archive
+from relayquant.base.user_calls import call_user
 from relayquant.data import open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError, DataError, format_count
@@ -267,7 +268,8 @@ class _Training:
         item: Mapping[str, Any] | None = None,
     ) -> torch.Tensor:
         """Compute the loss of one batch. A loss that takes the item needs `item`."""
-        value = self.loss(outputs, expected, *([item] if self.takes_item else []))
+        args = [outputs, expected, *([item] if self.takes_item else [])]
+        value = call_user("finetune: loss", lambda: self.loss(*args), at=self.describe(outputs))
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             raise ConfigError(
                 f"finetune: loss returned a {type(value).__name__}; allowed: a tensor of one "
@@ -275,6 +277,11 @@ class _Training:
                 code="RQ106",
             )
         return value
+
+    def describe(self, outputs: list[torch.Tensor]) -> str:
+        """Describe a call of the loss for messages."""
+        shapes = ", ".join(str(tuple(value.shape)) for value in outputs)
+        return f" after {format_count(self.progress.step, 'step')}, for outputs of shape {shapes}"
 
     def evaluate(self) -> bool:
         """Evaluate the average, and keep it if it is the best.

@@ -256,6 +256,10 @@ def test_loss_and_metric__of_the_user():
         ({"loss": lambda: 0}, "loss cannot be called with"),
         ({"loss": lambda outputs, expected: 1.0}, "loss returned a float; allowed: a tensor"),
         (
+            {"loss": lambda outputs, expected: outputs[1] - expected[1]},
+            r"loss raised IndexError after 0 steps, for outputs of shape \(\d+, ",
+        ),
+        (
             {"loss": lambda a, b: a[0].sum() * float("nan")},
             "The loss is nan on validation data",
         ),

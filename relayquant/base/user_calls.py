@@ -1,0 +1,52 @@
+"""Calls of functions that a user wrote, from every stage: what one raises is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from relayquant.errors import ConfigError, RelayQuantError
+
+T = TypeVar("T")
+
+
+def call_user(
+    where: str,
+    function: Callable[[], T],
+    passed: tuple[type[Exception], ...] = (),
+    *,
+    at: str = "",
+    kind: type[RelayQuantError] = ConfigError,
+    code: str = "RQ106",
+) -> T:
+    """Call a function and return its result.
+
+    Args:
+        where: Names the function, for the message.
+        passed: Exceptions that are passed on.
+        at: What it was called for, as " for value 'relu'".
+
+    Raises:
+        kind: It raised an exception that is not passed on.
+    """
+    try:
+        return function()
+    except passed:
+        raise
+    except Exception as error:
+        text = f"{where} raised {type(error).__name__}{at}: {error}"
+        raise kind(text.removesuffix(": "), code=code) from error
+
+
+@contextmanager
+def noting(note: str) -> Iterator[None]:
+    """Pass exceptions on, with a note that Python 3.11 and newer show below the traceback. For
+    functions that may raise on purpose, to stop a run.
+    """
+    try:
+        yield
+    except Exception as error:
+        notes = getattr(error, "__notes__", [])
+        error.__notes__ = [*notes, note]  # pyright: ignore[reportAttributeAccessIssue]
+        raise
