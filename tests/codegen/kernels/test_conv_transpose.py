@@ -11,8 +11,12 @@ from machines import every_isa_in_samples, runnable_target
 from relayquant.codegen.kernels.integer.conv_transpose import (
     Conv2dTranspose,
     build_conv2d_transpose,
+    choose_transpose_plan,
     pack_conv2d_transpose,
 )
+from relayquant.codegen.kernels.integer.plan_choice import choose_plan
+from relayquant.codegen.kernels.isa.timing import ZEN5
+from relayquant.codegen.kernels.isa.x86 import VNNI512
 
 CASES = {
     "4x4/2": Conv2dTranspose(1, 4, 5, 16, 32, (4, 4), (2, 2), (1, 1, 1, 1), in_zero_point=5),
@@ -47,6 +51,15 @@ def test_build_conv2d_transpose__equals_numpy(isa, case):
     )  # fmt: skip
     expected = finish(conv2d_transpose_accumulators(x, w, bias, spec), spec.epilogue, multiplier)
     np.testing.assert_array_equal(got, expected)
+
+
+def test_choose_transpose_plan__phases_have_one_form():
+    """They share the packed weights. Each phase alone would take the form of two pixels."""
+    isa = VNNI512.with_timing(ZEN5)
+    spec = Conv2dTranspose(1, 28, 28, 96, 24, (4, 4), (2, 2), (1, 1, 1, 1))
+    plan = choose_transpose_plan(spec, isa)
+    assert {part.isa for part in plan.parts} == {isa}
+    assert {choose_plan(part.spec, isa).isa.sharing for part in plan.parts} == {2}
 
 
 def test_conv2d_transpose__padding_takes_everything():
