@@ -46,7 +46,7 @@ from speed_table import head_table, read_results, replace_table, write_results
 import relayquant as rq
 from relayquant.base.storage.files import open_temporary_folder, write_whole
 from relayquant.codegen.kernels.isa.target import name_cpu
-from relayquant.formats.readers.gguf_header import read_header
+from relayquant.formats.readers.gguf.header import read_header
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "docs/generation.json", ROOT / "docs/how_to/language_models.md"

@@ -42,7 +42,7 @@ from tvm.ir import Call, GenericConst
 
 import relayquant as rq
 from relayquant.base.storage.files import write_whole
-from relayquant.formats.readers.gguf_header import read_header
+from relayquant.formats.readers.gguf.header import read_header
 from relayquant.ir.dialect.legality import iterate_bindings
 from relayquant.ir.rewrite.graph import call_name
 

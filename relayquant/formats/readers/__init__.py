@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from relayquant.base import lazy
 
 if TYPE_CHECKING:
-    from relayquant.formats.readers.gguf import load_gguf
+    from relayquant.formats.readers.gguf.parameters import load_gguf
     from relayquant.formats.readers.onnx.model import import_onnx
     from relayquant.formats.readers.tflite import import_tflite
     from relayquant.formats.readers.torch.program import import_torch
@@ -17,7 +17,7 @@ __all__ = ["import_onnx", "import_tflite", "import_torch", "load_gguf"]
 __getattr__, __dir__ = lazy.gather(
     __name__,
     {
-        "relayquant.formats.readers.gguf": "load_gguf",
+        "relayquant.formats.readers.gguf.parameters": "load_gguf",
         "relayquant.formats.readers.onnx.model": "import_onnx",
         "relayquant.formats.readers.tflite": "import_tflite",
         "relayquant.formats.readers.torch.program": "import_torch",

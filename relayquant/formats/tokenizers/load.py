@@ -16,7 +16,7 @@ from relayquant.base.storage.files import (
     reading,
 )
 from relayquant.errors import MissingDependencyError, ModelError
-from relayquant.formats.readers.gguf_header import read_header
+from relayquant.formats.readers.gguf.header import read_header
 from relayquant.formats.tokenizers.gguf import make_tokenizer
 from relayquant.formats.tokenizers.tokenizer import Tokenizer
 

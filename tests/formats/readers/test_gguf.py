@@ -11,8 +11,8 @@ import pytest
 
 import relayquant as rq
 from relayquant.errors import ModelError
-from relayquant.formats.readers.gguf_header import KINDS as HEADER_KINDS
-from relayquant.formats.readers.gguf_header import read_header
+from relayquant.formats.readers.gguf.header import KINDS as HEADER_KINDS
+from relayquant.formats.readers.gguf.header import read_header
 
 gguf = pytest.importorskip("gguf")
 KINDS = gguf.GGMLQuantizationType

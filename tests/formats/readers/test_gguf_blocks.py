@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from relayquant.errors import ModelError
-from relayquant.formats.readers import gguf_blocks
-from relayquant.formats.readers.gguf_blocks import BLOCK_KINDS, read_blocks
+from relayquant.formats.readers.gguf import blocks
+from relayquant.formats.readers.gguf.blocks import BLOCK_KINDS, read_blocks
 
 gguf = pytest.importorskip("gguf")
 #: Where the float16 numbers of a block begin.
@@ -28,7 +28,7 @@ def draw_blocks(form, rows, features, seed=0):
 
 @pytest.mark.parametrize("kind", BLOCK_KINDS, ids=lambda kind: BLOCK_KINDS[kind].name)
 def test_read_blocks__values_are_those_of_the_package(kind, monkeypatch):
-    monkeypatch.setattr(gguf_blocks, "CHUNK", 1024)  # several chunks of rows
+    monkeypatch.setattr(blocks, "CHUNK", 1024)  # several chunks of rows
     form, shape = BLOCK_KINDS[kind], (5, 512)
     own = gguf.GGMLQuantizationType[form.name]
     assert (int(own), gguf.GGML_QUANT_SIZES[own]) == (kind, (form.weights, form.nbytes))

@@ -28,8 +28,8 @@ from relayquant.formats.readers.causal_lm.fields import Fields
 from relayquant.formats.readers.causal_lm.names import TensorNames
 from relayquant.formats.readers.causal_lm.rotary import make_rotary
 from relayquant.formats.readers.causal_lm.tensors import FLOATS, StoredTensor, Weight
-from relayquant.formats.readers.gguf_blocks import BLOCK_KINDS, read_blocks
-from relayquant.formats.readers.gguf_header import KINDS, GgufHeader, GgufPlace
+from relayquant.formats.readers.gguf.blocks import BLOCK_KINDS, read_blocks
+from relayquant.formats.readers.gguf.header import KINDS, GgufHeader, GgufPlace
 
 #: Name of a kind of floats -> dtype of its bytes.
 FLOAT_KINDS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}

@@ -18,7 +18,7 @@ from relayquant.formats.readers.causal_lm.names import TensorNames, translate_te
 from relayquant.formats.readers.causal_lm.network import build_network
 from relayquant.formats.readers.causal_lm.options import CausalLMOptions
 from relayquant.formats.readers.causal_lm.tensors import FLOATS, CausalLMParams, StoredTensor
-from relayquant.formats.readers.gguf_header import read_header
+from relayquant.formats.readers.gguf.header import read_header
 from relayquant.formats.readers.safetensors_file import list_safetensors
 
 #: Name of the file that describes a model of `transformers`, and its largest size in bytes.

@@ -15,7 +15,7 @@ import numpy as np
 from relayquant.base.arguments import check_arguments
 from relayquant.base.storage.files import DEFAULT_MAX_BYTES, PathLike, reading
 from relayquant.errors import MissingDependencyError, ModelError, format_count
-from relayquant.formats.readers.gguf_header import KINDS, GgufPlace, read_header
+from relayquant.formats.readers.gguf.header import KINDS, GgufPlace, read_header
 
 
 @check_arguments

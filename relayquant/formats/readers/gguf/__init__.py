@@ -1,0 +1,1 @@
+"""GGUF file -> its parameters in float32 (`parameters`), or its blocks as they are (`blocks`)."""
