@@ -14,6 +14,7 @@ from relayquant.formats.readers import import_torch
 from relayquant.ir.rewrite import Graph
 
 torch = pytest.importorskip("torch", reason="pip install torch")
+onnxruntime = pytest.importorskip("onnxruntime", reason="pip install onnxruntime")
 
 functional = torch.nn.functional
 
@@ -619,3 +620,48 @@ def check_as_torch(function, parts, rtol=2e-5, atol=1e-6):
     for got in (found, compiled):
         assert got.dtype == expected.dtype
         np.testing.assert_allclose(got, expected, rtol=rtol, atol=atol)
+
+
+#: what x[key] = values writes into x of shape (batch, 5, 4)
+WRITES = {
+    "x[:, i]": ((slice(None), torch.tensor([1, 3, -1])), lambda x: x[:, :3] * 2),
+    "x[:, :, i]": ((slice(None), slice(None), torch.tensor([0, 2])), lambda x: x[..., :2] * 2),
+    "x[:, i, j]": (
+        (slice(None), torch.tensor([1, 3]), torch.tensor([[0], [2]])),
+        lambda x: torch.tensor(7.0),
+    ),
+    "x[i, :, j]": (
+        (torch.tensor([0]), slice(None), torch.tensor([2])),
+        lambda x: torch.tensor(7.0),
+    ),
+    "x[i]": ((torch.tensor([0, -1]),), lambda x: x[:2] * 2),
+    "x[:, 2]": ((slice(None), 2), lambda x: x[:, 1] * 2),
+    "x[:]": ((slice(None),), lambda x: x * 2),
+    "x[..., 2:]": ((..., slice(2, None)), lambda x: x[..., :2] * 2),
+    "x[..., 1:3]": ((..., slice(1, 3)), lambda x: x[..., :2] * 2),
+    "x[:, 3:1]": ((slice(None), slice(3, 1)), lambda x: x[:, :0]),
+    "x[:, ::2]": ((slice(None), slice(None, None, 2)), lambda x: x[:, :3] * 2),
+}
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+@pytest.mark.parametrize("name", WRITES)
+def test_writes__of_parts_also_with_a_batch_of_any_size_and_in_onnx(name, is_dynamic, tmp_path):
+    key, make = WRITES[name]
+
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            written = x.clone()
+            written[key] = make(x)
+            return written
+
+    batch = {0: torch.export.Dim("batch", min=2, max=9)}
+    example = torch.zeros(4, 5, 4)
+    sizes = (batch,) if is_dynamic else None
+    mod, _ = import_torch(torch.export.export(Module(), (example,), dynamic_shapes=sizes))
+    x = torch.linspace(-2, 2, 80).reshape(4, 5, 4)[: 3 if is_dynamic else 4]
+    expected = Module()(x).numpy()
+    np.testing.assert_array_equal(rq.reference.run(mod, [x.numpy()])[0], expected)
+    session = onnxruntime.InferenceSession(rq.export_onnx(mod, tmp_path / "written.onnx"))
+    (given,) = session.get_inputs()
+    np.testing.assert_array_equal(session.run(None, {given.name: x.numpy()})[0], expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -52,11 +53,19 @@ def convert_index(node: Any, importer: Any) -> relax.Expr:
 
 
 def convert_slice(node: Any, importer: Any) -> relax.Expr:
-    """Convert x[:, :n] of a run-time n that the program knows to be at most the axis' size.
+    """Convert x[:, :n] of a run-time n that the program knows to be at most the axis' size, and
+    x[:, 3:1], which is empty.
 
-    TVM's frontend makes it min(n, size), which no other tensor's size equals.
+    TVM's frontend makes the one min(n, size), which no other tensor's size equals, and the other a
+    tensor of -2 elements.
     """
     operand, dim, start, end, step = read_arguments(node, "self", "dim", "start", "end", "step")
+    size = find_size(importer.env[operand], dim)
+    if size is not None and isinstance(start, int) and isinstance(end, int):
+        low, high, _ = slice(start, end).indices(size)
+        if low > high:
+            none = relax.op.strided_slice(importer.env[operand], [dim], [low], [low], [1])
+            return importer.block_builder.emit(none)
     count = importer.env.get(end) if hasattr(end, "meta") else None
     if start or step != 1 or not tvm.ir.is_prim_expr(count):
         return importer._slice(node)
@@ -70,14 +79,45 @@ def convert_slice(node: Any, importer: Any) -> relax.Expr:
     return importer.block_builder.emit(kept)
 
 
+def convert_slice_scatter(node: Any, importer: Any) -> relax.Expr:
+    """Convert x[:, a:b] = values to R.concat of what is before, the values, and what is behind:
+    integers pass through it. With a step it is R.scatter_nd.
+
+    Bounds that are known at run time only, and those of a symbolic size, are left to TVM.
+    """
+    operand, source, dim, start, end, step = read_arguments(
+        node, "self", "src", "dim", "start", "end", "step"
+    )
+    data, values, emit = importer.env[operand], importer.env[source], importer.block_builder.emit
+    axis, size = dim % data.ty.ndim, find_size(data, dim)
+    bounds = (start or 0, sys.maxsize if end is None else end, step)
+    is_known = all(isinstance(bound, int) for bound in bounds)
+    if is_known and bounds == (0, sys.maxsize, 1):
+        return values
+    if not is_known or size is None:
+        return importer._slice_scatter(node)
+    low, high, step = slice(*bounds).indices(size)
+    if step > 1:
+        places = np.arange(low, high, step)[:, None]
+        order = [axis, *(other for other in range(data.ty.ndim) if other != axis)]
+        moved, updates = (emit(relax.op.permute_dims(each, order)) for each in (data, values))
+        value = emit(relax.op.scatter_nd(moved, relax.const(places), updates, "update"))
+        return emit(relax.op.permute_dims(value, np.argsort(order).tolist()))
+    before, behind = (
+        [emit(relax.op.strided_slice(data, [axis], [first], [last], [1]))] if first < last else []
+        for first, last in ((0, low), (max(low, high), size))
+    )
+    return emit(relax.op.concat([*before, values, *behind], axis))
+
+
 def convert_index_put(node: Any, importer: Any) -> relax.Expr:
     """Convert x[i, :, j] = values to R.scatter_nd, and x[mask] = number to R.where.
 
-    The indexed axes are moved to the front and back. With accumulate, values are added. Data of
-    symbolic sizes is left to TVM.
+    The indexed axes are moved to the front and back. With accumulate, values are added. An index of
+    symbolic size is left to TVM.
 
     Raises:
-        Refusal: a mask with several values or with other indices, or an index of symbolic size.
+        Refusal: a mask with several values or with other indices.
     """
     operand, indices, values, adds = read_arguments(node, "self", "indices", "values", "accumulate")
     data, updates, emit = importer.env[operand], importer.env[values], importer.block_builder.emit
@@ -90,10 +130,10 @@ def convert_index_put(node: Any, importer: Any) -> relax.Expr:
         after = data.ty.ndim - first - mask.ty.ndim
         mask = emit(relax.op.expand_dims(mask, [*range(-after, 0)])) if after else mask
         return emit(relax.op.where(mask, updates, data))
-    if any(isinstance(size, str) for size in tensor_shape(data) or ()):
+    shapes = [find_static_shape(index) for index in given]
+    if tensor_shape(data) is None or None in shapes:
         return importer._index_put(node)
-    sizes = find_sizes(data, "data")
-    shapes = [find_sizes(index, "indices") for index in given]
+    sizes = list(data.ty.shape.values)
     points = np.broadcast_shapes(*shapes)
     given = [
         emit(relax.op.broadcast_to(count_from_start(importer.block_builder, index, size), points))
@@ -183,14 +223,26 @@ def find_neutral(kind: str, dtype: str) -> float:
     return np.iinfo(dtype).max if sign > 0 else np.iinfo(dtype).min
 
 
+def find_static_shape(value: relax.Expr) -> tuple[int, ...] | None:
+    """Return the shape of a tensor, or None if a size is symbolic or unknown."""
+    shape = tensor_shape(value)
+    sizes = [size for size in shape or () if isinstance(size, int)]
+    return None if shape is None or len(sizes) < len(shape) else tuple(sizes)
+
+
+def find_size(value: relax.Expr, axis: int) -> int | None:
+    """Return the size of an axis, or None if it is symbolic or unknown."""
+    shape = tensor_shape(value)
+    return None if shape is None or isinstance(shape[axis], str) else int(shape[axis])
+
+
 def find_sizes(value: relax.Expr, what: str) -> tuple[int, ...]:
     """Return the shape of a tensor.
 
     Raises:
         Refusal: a size is symbolic.
     """
-    shape = tensor_shape(value)
-    sizes = tuple(size for size in shape or () if isinstance(size, int))
-    if shape is None or len(sizes) < len(shape):
+    shape = find_static_shape(value)
+    if shape is None:
         raise Refusal(f"its {what} has a symbolic size; supported: fixed sizes")
-    return sizes
+    return shape

@@ -22,6 +22,7 @@ from relayquant.formats.readers.torch.indexing import (
     convert_index_put,
     convert_scatter,
     convert_slice,
+    convert_slice_scatter,
 )
 from relayquant.formats.readers.torch.pooling import (
     convert_adaptive_max_pool,
@@ -318,6 +319,7 @@ OPERATORS: dict[str, Convert] = {
     },
     "gather.default": convert_gather,
     "slice.Tensor": convert_slice,
+    "slice_scatter.default": convert_slice_scatter,
     "index.Tensor": convert_index,
     "index_put.default": convert_index_put,
     "scatter.src": convert_scatter,
