@@ -1,6 +1,16 @@
-"""Operators that only move elements, as lists: what rules of every stage look through."""
+"""Operators that only move elements, as lists: what rules of every stage look through; and where
+an axis of one value is in another.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+from tvm import relax
+from tvm.ir import Call
+
+from relayquant.ir.rewrite.graph import Graph, tensor_shape
 
 #: same elements in the same order, other shape
 RESHAPES = (
@@ -12,3 +22,62 @@ RESHAPES = (
 )
 #: same elements, each once
 MOVES = (*RESHAPES, "relax.permute_dims")
+
+
+def same_axis(before: Sequence[int | str], after: Sequence[int | str], axis: int) -> int | None:
+    """Return the axis of the shape `after` that holds the elements of `axis` of `before` in the
+    same order; None if a reshape between them splits or merges the axis.
+    """
+    for i, size in enumerate(after):
+        if size == before[axis] and measure_volume(after[:i]) == measure_volume(before[:axis]):
+            return i
+    return None
+
+
+def measure_volume(sizes: Sequence[int | str]) -> tuple[int, list[str]]:
+    """Return the number of elements in some dimensions: the product of the known sizes, and the
+    names of the others.
+    """
+    known = [size for size in sizes if isinstance(size, int)]
+    return math.prod(known), sorted(size for size in sizes if isinstance(size, str))
+
+
+def list_permutation(call: Call) -> list[int]:
+    """Return the operand's axes in the order of the result of permute_dims. Without axes the
+    permutation reverses them.
+    """
+    rank = call.args[0].ty.ndim
+    axes = call.attrs.axes
+    return [*range(rank)][::-1] if axes is None else [int(a) % rank for a in axes]
+
+
+def axis_in_sources(graph: Graph, sources: Collection[str], name: str, axis: int) -> int | None:
+    """Return the axis of the values `sources` that becomes `axis` of value `name`, which is
+    computed from them by moves and by operators that keep the axes.
+
+    None if a reshape splits or merges the axis, or if the sources have different ranks.
+    """
+    var = graph.vars[name]
+    axis %= var.ty.ndim
+    ranks = {graph.vars[source].ty.ndim for source in sources}
+    while var.name not in sources:
+        call = graph.values.get(var)
+        if not isinstance(call, Call) or not call.args:
+            return None
+        operand = call.args[0]
+        if isinstance(operand, relax.Tuple):  # the parts of a concatenation have the same axes
+            operand = operand.fields[0]
+        if not isinstance(operand, relax.Var):
+            return None
+        if graph.op_name(var) in RESHAPES:
+            after, before = tensor_shape(var), tensor_shape(operand)
+            known = after is not None and before is not None
+            found = same_axis(after, before, axis) if known else None
+        elif graph.op_name(var) == "relax.permute_dims":
+            found = list_permutation(call)[axis]
+        else:
+            found = axis if operand.ty.ndim == var.ty.ndim else None
+        if found is None:
+            return None
+        var, axis = operand, found
+    return axis if ranks == {var.ty.ndim} else None

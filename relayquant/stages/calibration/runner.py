@@ -30,6 +30,8 @@ from relayquant.data.item import describe_inputs
 from relayquant.errors import DataError
 from relayquant.ir.ops.base import group_weight
 from relayquant.ir.plan import SharedQParams
+from relayquant.ir.rewrite.graph import Graph
+from relayquant.ir.rewrite.moves import axis_in_sources
 from relayquant.stages.calibration.checkpoint import (
     describe_fingerprint,
     open_checkpoint,
@@ -206,6 +208,7 @@ class _Run:
         judge: OutputJudge | None,
     ) -> None:
         self.prepared, self.plan, self.passes = prepared, prepared.plan, passes
+        self.graph = Graph(prepared.graph.mod)
         self.shards, self.workspace = shards, shards.workspace
         self.parameters, self.constants, self.override = parameters, constants, override
         self.callbacks = callbacks
@@ -460,10 +463,15 @@ class _Run:
             return self.find_behind(group, observer, self.curves[key])
         if not readers:
             return MinMax()
+        first = readers[0]
+        source, read = first.point.source, first.view.channel_axis
+        axis = axis_in_sources(self.graph, group.points, source, read)
+        if axis is None:  # no axis of the observed values is the one that the weights weigh
+            return observer
         importance = tuple(
             tuple(fit.view.channel_importance(fit.weight).tolist()) for fit in readers
         )
-        return replace(observer, axis=readers[0].view.channel_axis, importance=importance)
+        return replace(observer, axis=axis, importance=importance)
 
     def find_behind(
         self, group: SharedQParams, observer: RelativeMSE, curve: ValueCurve | Slopes

@@ -8,8 +8,7 @@ monotonic.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -52,6 +51,7 @@ from relayquant.ir.rewrite import (
 )
 from relayquant.ir.rewrite.expressions import with_operands
 from relayquant.ir.rewrite.graph import tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.moves import list_permutation, same_axis
 from relayquant.stages.conversion.joined_input import quantize_before_joining
 from relayquant.stages.conversion.qnn_form import read_dequantize, read_qparams
 
@@ -159,12 +159,8 @@ def move_axis(find_axis: Callable[[Call, int], int | None]) -> Callable:
 
 
 def axis_after_permute(call: Call, axis: int) -> int | None:
-    """Return the position of `axis` in the permutation. Without axes the permutation reverses
-    them.
-    """
-    rank = call.args[0].ty.ndim
-    axes = [int(a) % rank for a in call.attrs.axes] if call.attrs.axes is not None else None
-    return (axes or list(reversed(range(rank)))).index(axis)
+    """Return the position of `axis` in the permutation."""
+    return list_permutation(call).index(axis)
 
 
 def axis_after_reshape(call: Call, axis: int) -> int | None:
@@ -172,20 +168,7 @@ def axis_after_reshape(call: Call, axis: int) -> int | None:
     axis is split or merged.
     """
     before, after = tensor_shape(call.args[0]), tensor_shape(call)
-    if before is None or after is None:
-        return None
-    for i, size in enumerate(after):
-        if size == before[axis] and measure_volume(after[:i]) == measure_volume(before[:axis]):
-            return i
-    return None
-
-
-def measure_volume(sizes: Sequence[int | str]) -> tuple[int, list[str]]:
-    """Return the number of elements in some dimensions: the product of the known sizes, and the
-    names of the others.
-    """
-    known = [size for size in sizes if isinstance(size, int)]
-    return math.prod(known), sorted(size for size in sizes if isinstance(size, str))
+    return None if before is None or after is None else same_axis(before, after, axis)
 
 
 def relu_to_clip(call: Call, operand: Quantized) -> Quantized | Skip:

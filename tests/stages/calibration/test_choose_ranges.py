@@ -224,6 +224,57 @@ def test_calibrate__an_observer_that_the_user_names_is_taken_as_it_is():
     assert prepared.observers["a"] == RELATIVE  # in this order there are no outputs to look at
 
 
+#: how an input becomes the (1, 8, 6, 6) of a convolution, and the same in numpy, backwards
+LAYOUTS = {
+    "as it is": (lambda x: x, lambda a: a),
+    "permuted": (
+        lambda x: op.permute_dims(x, [0, 3, 1, 2]),
+        lambda a: a.transpose(0, 2, 3, 1),
+    ),
+    "reshaped": (lambda x: op.reshape(x, (1, 8, 6, 6)), lambda a: a.reshape(8, 36)),
+    "permuted, reshaped": (
+        lambda x: op.reshape(op.permute_dims(x, [1, 0]), (1, 8, 6, 6)),
+        lambda a: a.reshape(8, 36).T,
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_calibrate__a_range_is_chosen_by_channels_whatever_moves_them(layout):
+    forward, back = LAYOUTS[layout]
+    rng = np.random.default_rng(0)
+    # Rare large channels: which numbers share a row, and what the weights make of it, counts.
+    data = [np.float32(rng.standard_t(2, (1, 8, 6, 6)) * 2.0 ** np.arange(8)[:, None, None])] * 4
+    moved = [np.ascontiguousarray(back(a)) for a in data]
+
+    def body(emit, x):
+        return emit.conv("last", emit("read", forward(x)), 4)
+
+    def choose(shape, arrays):
+        observer = rq.observers.RelativeMSE()
+        prepared = rq.calibrate(rq.prepare(build_model(body, shape)), arrays, observer=observer)
+        return prepared.parameters["x"]
+
+    expected = rq.calibrate(
+        rq.prepare(build_model(lambda emit, x: emit.conv("last", x, 4), (1, 8, 6, 6))),
+        data,
+        observer=rq.observers.RelativeMSE(),
+    ).parameters["x"]
+    assert choose(moved[0].shape, moved) == expected
+
+
+def test_calibrate__a_value_whose_channels_a_reshape_splits_is_observed_too():
+    def body(emit, x):
+        rows, weight = emit("rows", op.reshape(x, (2, 8, 6, 4))), emit.constant(4, 4, 3, 3)
+        layouts = {"data_layout": "NHWC", "kernel_layout": "OIHW"}
+        return emit("last", op.nn.conv2d(rows, weight, **layouts))
+
+    mod = build_model(body, (2, 192))  # no axis of x is the channels' axis, 3
+    data = [batch["x"] for batch in draw_batches(mod, 8)]
+    qmod = rq.quantize(mod, None, data, callbacks=())
+    assert rq.ledger(qmod).guard.sqnr > 30
+
+
 @pytest.mark.slow
 def test_calibrate__the_choice_is_the_same_however_the_run_is_cut(tmp_path, monkeypatch):
     mod, data = two_heads(), draw_rare(64)
