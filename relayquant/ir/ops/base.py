@@ -321,7 +321,13 @@ class QuantOp:
                 f"pattern. {suggest_name(missing[0], named or ())}",
                 code="RQ106",
             )
-
+        allowed = self.pattern.op_names if isinstance(self.pattern, Pattern) else ()
+        if allowed and self.op not in allowed:  # code, and wildcards alone, may match any
+            raise ConfigError(
+                f"QuantOp {self.name!r}: op is {self.op!r}, an operator that its pattern does not "
+                f"have. {suggest_name(self.op, allowed)}",
+                code="RQ106",
+            )
         if self.realize is None and self.kind is not Kind.SHARING and not self.has_affine_rule:
             raise ConfigError(
                 f"QuantOp {self.name!r}: realize=None is allowed only for Kind.SHARING and for an "

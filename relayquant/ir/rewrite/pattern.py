@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 from tvm import relax
 from tvm.ir import Call
-from tvm.relax.dpl import CallPattern, ExprPattern, TupleGetItemPattern, TuplePattern
+from tvm.relax.dpl import CallPattern, DFPattern, ExprPattern, TupleGetItemPattern, TuplePattern
 
 from relayquant.ir.rewrite.graph import Graph, free_vars
 
 #: nodes of a dpl pattern for an operator or a tuple, as opposed to wildcards
 STRUCTURE = (CallPattern, TuplePattern, TupleGetItemPattern)
+
+#: fields of a dpl pattern that hold patterns
+INNER_PATTERNS = ("op", "args", "fields", "tuple", "left", "right", "pattern")
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +81,17 @@ def may_match(matcher: Any, op_name: str) -> bool:
     return not isinstance(matcher, Pattern) or matcher.op_name in ("", op_name)
 
 
+def list_op_names(node: Any) -> Iterator[str]:
+    """List the operators of a dpl pattern, with repetitions."""
+    if isinstance(node, ExprPattern):
+        yield str(getattr(node.expr, "name", ""))
+    elif isinstance(node, DFPattern):
+        for field in INNER_PATTERNS:
+            inner = getattr(node, field, None)
+            for each in [inner] if isinstance(inner, DFPattern) else inner or ():
+                yield from list_op_names(each)
+
+
 @dataclass(frozen=True, eq=False)
 class Pattern:
     """A dpl pattern and names for some of its nodes.
@@ -98,6 +112,11 @@ class Pattern:
         """Operator of the root, "" for any operator. It alone rules out most bindings."""
         callee = getattr(self.root, "op", None)
         return str(callee.expr.name) if isinstance(callee, ExprPattern) else ""
+
+    @cached_property
+    def op_names(self) -> frozenset[str]:
+        """Operators that a match may have."""
+        return frozenset(list_op_names(self.root))
 
     def match(self, graph: Graph, var: relax.Var) -> Match | None:
         """Find the match with its result bound to `var`, or None."""

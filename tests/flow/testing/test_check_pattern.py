@@ -96,8 +96,7 @@ def test_own_pattern__declined():
 
 
 def test_own_pattern__needs_a_build_function():
-    row = replace(
-        doubled_op(2.0), pattern=Pattern(is_op("relax.flip")(wildcard()), {"data": wildcard()})
-    )
+    flip = Pattern(is_op("relax.flip")(wildcard()), {"data": wildcard()})
+    row = replace(doubled_op(2.0), op="relax.flip", pattern=flip)
     with pytest.raises(rq.ConfigError, match=r"build=\.\.\. for 'doubled'.*relax\.flip"):
         check_pattern(row)

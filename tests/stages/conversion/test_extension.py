@@ -221,3 +221,17 @@ def test_rule_of_the_user__its_skip_wins_over_that_of_a_built_in_rule():
 def test_affine_rule__of_an_unknown_operator():
     with pytest.raises(rq.ConfigError, match=r"op is 'relax.flipp', which TVM does not have"):
         rq.extend.AffineRule("relax.flipp", lambda call, operand: operand)
+
+
+def test_quant_op__names_an_operator_of_its_pattern():
+    """A mapping that selects the other name would decide nothing, and no match be counted."""
+    data = wildcard()
+    pattern = rq.extend.Pattern(is_op("relax.exp")(is_op("relax.abs")(data)), {"data": data})
+    operands = (rq.extend.Operand("data"),)
+
+    def make(name):
+        return rq.extend.QuantOp("mine", name, pattern, operands, rq.extend.Kind.SHARING)
+
+    assert make("relax.abs").pattern.op_names == {"relax.exp", "relax.abs"}
+    with pytest.raises(rq.ConfigError, match=r"op is 'relax.expp'.* not have.*'relax.exp'"):
+        make("relax.expp")
