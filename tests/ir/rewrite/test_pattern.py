@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
+import tvm
+from float_models import Chain, build_model
 from tvm import relax
+from tvm.relax import op
 from tvm.relax.dpl import is_op, wildcard
 from tvm.script import ir as I
 from tvm.script import relax as R
@@ -21,62 +26,32 @@ def conv_bias_relu() -> Pattern:
     return Pattern(root, {"data": data, "weight": weight, "bias": bias})
 
 
-@I.ir_module
-class Plain:
-    @R.function
-    def main(x: R.Tensor((1, 3, 2, 2), "float32")):
-        with R.dataflow():
-            before = R.sigmoid(x)
-            conv = R.nn.conv2d(before, W)
-            biased = R.add(conv, B)
-            out = R.nn.relu(biased)
-            R.output(out)
-        return out
+def build(finish: Callable[..., relax.Expr], is_swapped: bool = False) -> tvm.IRModule:
+    """relu(conv2d(sigmoid(x)) + bias) by steps; `finish` of the last three gives the result."""
+
+    def body(emit: Chain, x: relax.Var) -> relax.Expr:
+        conv = emit("conv", op.nn.conv2d(emit("before", op.sigmoid(x)), W))
+        biased = emit("biased", op.add(B, conv) if is_swapped else op.add(conv, B))
+        return finish(emit, conv, biased, emit("out", op.nn.relu(biased)))
+
+    return build_model(body, (1, 3, 2, 2))
 
 
-@I.ir_module
-class Swapped:
-    @R.function
-    def main(x: R.Tensor((1, 3, 2, 2), "float32")):
-        with R.dataflow():
-            before = R.sigmoid(x)
-            conv = R.nn.conv2d(before, W)
-            biased = R.add(B, conv)
-            out = R.nn.relu(biased)
-            R.output(out)
-        return out
+def add_to_itself(emit: Chain, x: relax.Var) -> relax.Var:
+    a = emit("a", op.nn.relu(x))
+    return emit("out", op.add(a, a))
 
 
-@I.ir_module
-class UsedElsewhere:
-    @R.function
-    def main(x: R.Tensor((1, 3, 2, 2), "float32")):
-        with R.dataflow():
-            before = R.sigmoid(x)
-            conv = R.nn.conv2d(before, W)
-            biased = R.add(conv, B)
-            out = R.nn.relu(biased)
-            other = R.tanh(conv)
-            pair = (out, other)
-            R.output(pair)
-        return pair
+PLAIN = build(lambda emit, conv, biased, out: out)
+SWAPPED = build(lambda emit, conv, biased, out: out, is_swapped=True)
+USED_ELSEWHERE = build(
+    lambda emit, conv, biased, out: relax.Tuple([out, emit("other", op.tanh(conv))])
+)
+INNER_RETURNED = build(lambda emit, conv, biased, out: relax.Tuple([out, biased]))
+TWICE = build_model(add_to_itself, (2, 3))
 
 
-@I.ir_module
-class InnerReturned:
-    @R.function
-    def main(x: R.Tensor((1, 3, 2, 2), "float32")):
-        with R.dataflow():
-            before = R.sigmoid(x)
-            conv = R.nn.conv2d(before, W)
-            biased = R.add(conv, B)
-            out = R.nn.relu(biased)
-            pair = (out, biased)
-            R.output(pair)
-        return pair
-
-
-@pytest.mark.parametrize("module", [Plain, Swapped])
+@pytest.mark.parametrize("module", [PLAIN, SWAPPED])
 def test_match__parts_and_inner_values(module):
     graph = Graph(module)
     match = conv_bias_relu().match(graph, graph.vars["out"])
@@ -92,14 +67,14 @@ def test_match__parts_and_inner_values(module):
         match.call("relax.sigmoid")
 
 
-@pytest.mark.parametrize("module", [UsedElsewhere, InnerReturned])
+@pytest.mark.parametrize("module", [USED_ELSEWHERE, INNER_RETURNED])
 def test_match__refused_when_an_inner_value_is_needed_elsewhere(module):
     graph = Graph(module)
     assert conv_bias_relu().match(graph, graph.vars["out"]) is None
 
 
 def test_match__other_roots_are_refused():
-    graph = Graph(Plain)
+    graph = Graph(PLAIN)
     assert all(
         conv_bias_relu().match(graph, graph.vars[name]) is None
         for name in ("before", "conv", "biased")
@@ -140,7 +115,7 @@ def test_match__operands_that_the_pattern_does_not_spell_out_are_outside():
 def test_match__a_named_operator_ends_the_match():
     conv = is_op("relax.nn.conv2d")(wildcard(), wildcard())
     pattern = Pattern(is_op("relax.add")(conv, wildcard()), {"conv": conv})
-    graph = Graph(Plain)
+    graph = Graph(PLAIN)
     match = pattern.match(graph, graph.vars["biased"])
     assert match is not None
     assert match.parts["conv"].same_as(graph.vars["conv"])
@@ -148,19 +123,9 @@ def test_match__a_named_operator_ends_the_match():
 
 
 def test_match__same_value_twice():
-    @I.ir_module
-    class Module:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32")):
-            with R.dataflow():
-                a = R.nn.relu(x)
-                out = R.add(a, a)
-                R.output(out)
-            return out
-
     lhs, rhs = wildcard(), wildcard()
     pattern = Pattern(is_op("relax.add")(lhs, rhs), {"lhs": lhs, "rhs": rhs})
-    graph = Graph(Module)
+    graph = Graph(TWICE)
     match = pattern.match(graph, graph.vars["out"])
     assert match is not None
     assert match.parts["lhs"].same_as(match.parts["rhs"])
@@ -174,20 +139,9 @@ def test_pattern__names_the_operator_of_its_root():
 
 def test_match__refused_when_a_value_is_inside_and_outside():
     """f(x) + f(x) is not f(x) with another value added."""
-
-    @I.ir_module
-    class Module:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32")):
-            with R.dataflow():
-                a = R.nn.relu(x)
-                out = R.add(a, a)
-                R.output(out)
-            return out
-
     data, other = wildcard(), wildcard()
     pattern = Pattern(
         is_op("relax.add")(is_op("relax.nn.relu")(data), other), {"data": data, "other": other}
     )
-    graph = Graph(Module)
+    graph = Graph(TWICE)
     assert pattern.match(graph, graph.vars["out"]) is None
