@@ -138,87 +138,143 @@ def make_group_improvement(
             ("moved", (columns, STRIP), spec.dtype),
             ("work", (columns, STRIP), spec.dtype),
         )
-        hessian, gradient, starts, group, order, zero, most, *others = declared
-        weight, scale, levels, left, moved, work = others
         strip = Strip(spec, isa)
-        lanes, zeros = strip.lanes, constant(spec.dtype, 0, strip.lanes)
-        slope, curve = (strip.allocate() for _ in range(2))
-
-        def emit_scale(index: Expr, start: Expr) -> None:
-            first, end = (T.bind(T.Cast("int64", starts[index + i])) for i in (0, 1))
-            for lane in strip.offsets:
-                store_vector(slope, zeros, lane, lanes)
-                store_vector(curve, zeros, lane, lanes)
-            with T.serial(end - first) as i:
-                j = T.bind(first + i)
-                sums = strip.emit_dots(hessian, j * columns, moved, 0, first)
-                for lane, total in zip(strip.offsets, sums, strict=True):
-                    own = strip.load(gradient, j * rows + start + lane) - total
-                    level = strip.load(work, j * STRIP + lane)
-                    value = strip.load(slope, lane) + own * level
-                    store_vector(slope, value, lane, lanes)
-                sums = strip.emit_dots(hessian, j * columns, work, first, end - first)
-                for lane, total in zip(strip.offsets, sums, strict=True):
-                    level = strip.load(work, j * STRIP + lane)
-                    value = strip.load(curve, lane) + total * level
-                    store_vector(curve, value, lane, lanes)
-            for lane in strip.offsets:
-                at = index * rows + start + lane
-                old = T.bind(strip.load_scale(scale, at))
-                bent = T.bind(strip.load(curve, lane))
-                best = strip.load(slope, lane) / bent
-                wanted = old + T.Select(bent > zeros, best, zeros)
-                found = T.bind(T.Cast(vector(spec.scale_dtype, lanes), wanted))
-                value = T.bind(T.Cast(vector(spec.dtype, lanes), found))
-                size = T.bind(T.abs(value))
-                most_of = float(np.finfo(spec.scale_dtype).max)
-                is_fit = T.bitwise_and(
-                    size > constant(spec.dtype, SMALLEST_SCALE, lanes),
-                    size <= constant(spec.dtype, most_of, lanes),
-                )
-                value = T.bind(T.Select(is_fit, value, old))
-                store_vector(scale, T.Cast(vector(spec.scale_dtype, lanes), value), at, lanes)
-                store_vector(slope, value - old, lane, lanes)
-            with T.serial(end - first) as i:
-                at = T.bind((first + i) * STRIP)
-                for lane in strip.offsets:
-                    value = strip.load(work, at + lane) * strip.load(slope, lane)
-                    store_vector(moved, value, at + lane, lanes)
-
-        def emit_code(j: Expr, start: Expr) -> None:
-            sums = strip.emit_dots(hessian, j * columns, moved, 0, columns)
-            base = T.bind(T.Cast("int64", group[j]) * rows + start)
-            bend = T.bind(hessian[j * columns + j])
-            for lane, total in zip(strip.offsets, sums, strict=True):
-                own, at = strip.load(gradient, j * rows + start + lane) - total, j * STRIP + lane
-                step = T.bind(strip.load_scale(scale, base + lane))
-                level = T.bind(strip.load(work, at))
-                found = own / (broadcast(bend, lanes) * step) + level
-                found = T.bind(strip.round(found, strip.load(zero, base + lane), most))
-                store_vector(work, found, at, lanes)
-                value = strip.load(moved, at) + (found - level) * step
-                store_vector(moved, value, at, lanes)
-
+        slope, curve = strip.allocate(), strip.allocate()
+        improvement = GroupImprovement(strip, columns, rows, slope, curve, *declared)
         with T.serial(T.floordiv(rows, STRIP)) as index:
             start = T.bind(index * STRIP)
             with T.serial(columns) as j:
                 for lane in strip.offsets:
-                    value = strip.load(levels, j * rows + start + lane)
-                    store_vector(work, value, j * STRIP + lane, lanes)
+                    value = strip.load(improvement.levels, j * rows + start + lane)
+                    store_vector(improvement.work, value, j * STRIP + lane, strip.lanes)
             with T.serial(groups) as g:
-                emit_scale(g, start)
+                improvement.emit_scale(g, start)
             with T.serial(columns) as i:
-                emit_code(T.bind(T.Cast("int64", order[i])), start)
+                improvement.emit_code(T.bind(T.Cast("int64", improvement.order[i])), start)
             with T.serial(columns) as j:
-                base = T.bind(T.Cast("int64", group[j]) * rows + start)
-                for lane in strip.offsets:
-                    at = j * rows + start + lane
-                    level = T.bind(strip.load(work, j * STRIP + lane))
-                    store_vector(levels, level, at, lanes)
-                    rest = strip.load(weight, at) - level * strip.load_scale(scale, base + lane)
-                    store_vector(left, rest, at, lanes)
+                improvement.emit_results(j, start)
 
     return build_kernel(name, body)
+
+
+@dataclass(frozen=True)
+class GroupImprovement:
+    """The steps of `make_group_improvement` for one strip of rows, from `start` on.
+
+        levels -> work | of each group: scale, moved | of each column: work, moved | -> levels, left
+
+    `work` holds the codes of the strip and `moved` how far codes and scales have moved the weight.
+    """
+
+    strip: Strip
+    columns: Expr
+    rows: Expr
+    slope: Buffer  #: of the error along a scale; then how far the scale moves
+    curve: Buffer  #: of the error along a scale
+    hessian: Buffer
+    gradient: Buffer
+    starts: Buffer
+    group: Buffer
+    order: Buffer
+    zero: Buffer
+    most: Buffer
+    weight: Buffer
+    scale: Buffer
+    levels: Buffer
+    left: Buffer
+    moved: Buffer
+    work: Buffer
+
+    def emit_scale(self, index: Expr, start: Expr) -> None:
+        """Emit the best scale of a group, given its codes, and what it moves."""
+        strip, lanes = self.strip, self.strip.lanes
+        first, end = (T.bind(T.Cast("int64", self.starts[index + i])) for i in (0, 1))
+        self.emit_slope_and_curve(first, end, start)
+        for lane in strip.offsets:
+            self.emit_scale_step(index * self.rows + start + lane, lane)
+        with T.serial(end - first) as i:
+            at = T.bind((first + i) * STRIP)
+            for lane in strip.offsets:
+                value = strip.load(self.work, at + lane) * strip.load(self.slope, lane)
+                store_vector(self.moved, value, at + lane, lanes)
+
+    def emit_slope_and_curve(self, first: Expr, end: Expr, start: Expr) -> None:
+        """Emit the derivatives of the error along the scale of columns first .. end."""
+        strip, lanes = self.strip, self.strip.lanes
+        for lane in strip.offsets:
+            for total in (self.slope, self.curve):
+                store_vector(total, strip.zeros, lane, lanes)
+        with T.serial(end - first) as i:
+            j = T.bind(first + i)
+
+            def add(total: Buffer, values: list[Expr]) -> None:
+                for lane, value in zip(strip.offsets, values, strict=True):
+                    level = strip.load(self.work, j * STRIP + lane)
+                    store_vector(total, strip.load(total, lane) + value * level, lane, lanes)
+
+            add(self.slope, self.emit_gradient(j, start, first))
+            add(
+                self.curve,
+                strip.emit_dots(self.hessian, j * self.columns, self.work, first, end - first),
+            )
+
+    def emit_gradient(self, j: Expr, start: Expr, known: Expr) -> list[Expr]:
+        """Emit the current gradient of column j, if the first `known` columns have moved."""
+        sums = self.strip.emit_dots(self.hessian, j * self.columns, self.moved, 0, known)
+        at = j * self.rows + start
+        return [
+            self.strip.load(self.gradient, at + lane) - total
+            for lane, total in zip(self.strip.offsets, sums, strict=True)
+        ]
+
+    def emit_scale_step(self, at: Expr, lane: int) -> None:
+        """Emit a vector of new scales, rounded to their dtype; `slope` is then how far each moves.
+
+        A scale stays if the new one would not be finite or would have no inverse.
+        """
+        spec, strip, lanes = self.strip.spec, self.strip, self.strip.lanes
+        old = T.bind(strip.load_scale(self.scale, at))
+        bent = T.bind(strip.load(self.curve, lane))
+        best = strip.load(self.slope, lane) / bent
+        wanted = old + T.Select(bent > strip.zeros, best, strip.zeros)
+        found = T.bind(T.Cast(vector(spec.scale_dtype, lanes), wanted))
+        value = T.bind(T.Cast(vector(spec.dtype, lanes), found))
+        size = T.bind(T.abs(value))
+        largest = float(np.finfo(spec.scale_dtype).max)
+        is_fit = T.bitwise_and(
+            size > constant(spec.dtype, SMALLEST_SCALE, lanes),
+            size <= constant(spec.dtype, largest, lanes),
+        )
+        value = T.bind(T.Select(is_fit, value, old))
+        store_vector(self.scale, T.Cast(vector(spec.scale_dtype, lanes), value), at, lanes)
+        store_vector(self.slope, value - old, lane, lanes)
+
+    def emit_code(self, j: Expr, start: Expr) -> None:
+        """Emit the best codes of column j, given all others, and what they move."""
+        strip, lanes = self.strip, self.strip.lanes
+        slopes = self.emit_gradient(j, start, self.columns)
+        base = T.bind(T.Cast("int64", self.group[j]) * self.rows + start)
+        bend = T.bind(self.hessian[j * self.columns + j])
+        for lane, own in zip(strip.offsets, slopes, strict=True):
+            at = j * STRIP + lane
+            step = T.bind(strip.load_scale(self.scale, base + lane))
+            level = T.bind(strip.load(self.work, at))
+            found = own / (broadcast(bend, lanes) * step) + level
+            found = T.bind(strip.round(found, strip.load(self.zero, base + lane), self.most))
+            store_vector(self.work, found, at, lanes)
+            value = strip.load(self.moved, at) + (found - level) * step
+            store_vector(self.moved, value, at, lanes)
+
+    def emit_results(self, j: Expr, start: Expr) -> None:
+        """Emit the codes of column j and what they leave of its weight."""
+        strip, lanes = self.strip, self.strip.lanes
+        base = T.bind(T.Cast("int64", self.group[j]) * self.rows + start)
+        for lane in strip.offsets:
+            at = j * self.rows + start + lane
+            level = T.bind(strip.load(self.work, j * STRIP + lane))
+            store_vector(self.levels, level, at, lanes)
+            value = level * strip.load_scale(self.scale, base + lane)
+            store_vector(self.left, strip.load(self.weight, at) - value, at, lanes)
 
 
 class Strip:
@@ -227,6 +283,7 @@ class Strip:
     def __init__(self, spec: GroupFitSpec, isa: FloatIsa) -> None:
         self.spec = spec
         self.lanes = isa.lanes if spec.dtype == "float32" else max(isa.lanes // 2, 1)
+        self.zeros = constant(spec.dtype, 0, self.lanes)
         #: Start of each vector.
         self.offsets = range(0, STRIP, self.lanes)
         self.turns = max(CHAINS // len(self.offsets), 1)
@@ -251,7 +308,7 @@ class Strip:
     def round(self, value: Expr, zero_point: Expr, most: Buffer) -> Expr:
         """Round to integers that codes can represent: clip(rint(v), -z, most - z)."""
         zero_point = T.bind(zero_point)
-        low = constant(self.spec.dtype, 0, self.lanes) - zero_point
+        low = self.zeros - zero_point
         high = broadcast(most[0], self.lanes) - zero_point
         return T.min(T.max(T.nearbyint(value), low), high)
 
@@ -263,10 +320,10 @@ class Strip:
         Returns:
             One vector of sums for each of `offsets`.
         """
-        lanes, zeros = self.lanes, constant(self.spec.dtype, 0, self.lanes)
+        lanes = self.lanes
         for chain in self.sums:
             for total in chain:
-                store_vector(total, zeros, 0, lanes)
+                store_vector(total, self.zeros, 0, lanes)
 
         def emit(k: Expr, chain: list[Buffer]) -> None:
             factor = T.bind(broadcast(matrix[row + k], lanes))
