@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,37 +13,20 @@ BLOCK = 1 << 13
 
 
 @dataclass(frozen=True)
-class ErrorSums:
-    """Running sums of one value over all batches, in float64."""
+class NoiseSums:
+    """Running sums of one value over all batches, in float64: those that its SQNR needs."""
 
-    count: int = 0
     signal: float = 0.0  #: sum of x^2
     noise: float = 0.0  #: sum of (y - x)^2
-    dot: float = 0.0  #: sum of x y
-    energy: float = 0.0  #: sum of y^2
-    absolute: float = 0.0  #: sum of |y - x|
-    largest: float = 0.0  #: max of |y - x|
 
-    def update(self, expected: np.ndarray, got: np.ndarray) -> ErrorSums:
+    def update(self, expected: np.ndarray, got: np.ndarray) -> NoiseSums:
         """Return the sums with one more pair of arrays of equal shape."""
-        x, y = expected.reshape(-1), got.reshape(-1)
-        sums = np.zeros(5)
-        largest = self.largest
-        for start in range(0, x.size, BLOCK):
-            a, b = (array[start : start + BLOCK].astype("float64") for array in (x, y))
-            error = np.abs(b - a)
-            sums += a @ a, error @ error, a @ b, b @ b, error.sum()
-            largest = max(largest, float(error.max()))
-        signal, noise, dot, energy, absolute = sums.tolist()
-        return ErrorSums(
-            self.count + x.size,
-            self.signal + signal,
-            self.noise + noise,
-            self.dot + dot,
-            self.energy + energy,
-            self.absolute + absolute,
-            largest,
-        )
+        sums = np.zeros(2)
+        for x, y in iterate_blocks(expected, got):
+            error = y - x
+            sums += x @ x, error @ error
+        signal, noise = sums.tolist()
+        return NoiseSums(self.signal + signal, self.noise + noise)
 
     @property
     def sqnr(self) -> float:
@@ -50,6 +34,35 @@ class ErrorSums:
         if self.noise == 0:
             return float("inf")
         return float(10 * np.log10(max(self.signal, 1e-300) / self.noise))
+
+
+@dataclass(frozen=True)
+class ErrorSums(NoiseSums):
+    """All running sums of one value."""
+
+    count: int = 0
+    dot: float = 0.0  #: sum of x y
+    energy: float = 0.0  #: sum of y^2
+    absolute: float = 0.0  #: sum of |y - x|
+    largest: float = 0.0  #: max of |y - x|
+
+    def update(self, expected: np.ndarray, got: np.ndarray) -> ErrorSums:
+        """Return the sums with one more pair of arrays of equal shape."""
+        sums, largest = np.zeros(5), self.largest
+        for x, y in iterate_blocks(expected, got):
+            error = np.abs(y - x)
+            sums += x @ x, error @ error, x @ y, y @ y, error.sum()
+            largest = max(largest, float(error.max()))
+        signal, noise, dot, energy, absolute = sums.tolist()
+        return ErrorSums(
+            self.signal + signal,
+            self.noise + noise,
+            self.count + expected.size,
+            self.dot + dot,
+            self.energy + energy,
+            self.absolute + absolute,
+            largest,
+        )
 
     @property
     def cosine(self) -> float:
@@ -61,3 +74,12 @@ class ErrorSums:
     def mean(self) -> float:
         """The mean absolute error."""
         return self.absolute / max(self.count, 1)
+
+
+def iterate_blocks(
+    expected: np.ndarray, got: np.ndarray
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Iterate over both arrays in float64, `BLOCK` elements at a time."""
+    x, y = expected.reshape(-1), got.reshape(-1)
+    for start in range(0, x.size, BLOCK):
+        yield x[start : start + BLOCK].astype("float64"), y[start : start + BLOCK].astype("float64")

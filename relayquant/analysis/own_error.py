@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from tvm import relax
 
-from relayquant.analysis.error_statistics import ErrorSums
+from relayquant.analysis.error_statistics import NoiseSums
 from relayquant.analysis.sensitivity import find_groups, find_rounding_operators
 from relayquant.base.runtime import limit_blas
 from relayquant.codegen.eager import EagerModule
@@ -123,7 +123,7 @@ class _Meter:
             part = self.find_part(operator, known)
             self.parts.setdefault(part.view, []).append(part)
         #: operator -> (operands and result rounded, result rounded)
-        self.sums = {operator.name: (ErrorSums(), ErrorSums()) for operator in operators}
+        self.sums = {operator.name: (NoiseSums(), NoiseSums()) for operator in operators}
         reads = ((*step.reads, *self.list_reads(step.var)) for step in self.program.steps)
         pairs = zip(reads, self.program.steps, strict=True)
         self.dead = find_ends(((*read, step.var) for read, step in pairs), set())

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from relayquant.analysis.error_statistics import ErrorSums
+from relayquant.analysis.error_statistics import NoiseSums
 from relayquant.base.events import CallbackList, ProgressEvent
 from relayquant.base.qtypes import QParams
 from relayquant.base.runtime import limit_blas, map_on_threads
@@ -359,10 +359,10 @@ class Simulation:
 
     def compare(self, results: Iterable[Sequence[np.ndarray]]) -> float:
         """Return the SQNR in dB of the worst output of these results, one list per batch."""
-        sums: list[ErrorSums] = []
+        sums: list[NoiseSums] = []
         with limit_blas():
             for expected, got in zip(self.expected, results, strict=True):
-                sums = sums or [ErrorSums()] * len(expected)
+                sums = sums or [NoiseSums()] * len(expected)
                 sums = [s.update(x, y) for s, x, y in zip(sums, expected, got, strict=True)]
         return min((s.sqnr for s in sums), default=math.inf)
 

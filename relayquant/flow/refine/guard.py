@@ -16,7 +16,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from relayquant.analysis.error_statistics import ErrorSums
+from relayquant.analysis.error_statistics import NoiseSums
 from relayquant.analysis.lint import lint_samples
 from relayquant.analysis.outputs import (
     Interface,
@@ -103,7 +103,7 @@ def find_first_off(
     interface = Interface.of(qmod)
     rows = {row.name: row for row in read_ledger(qmod).quantized}
     run_float, run_integer = (make_run(mod, rows) for mod in (prepared.mod, qmod))
-    sums: dict[str, ErrorSums] = {}
+    sums: dict[str, NoiseSums] = {}
     for batch in batches:
         expected, got = run_float(batch), run_integer(interface.to_inputs(batch))
         for name in expected:
@@ -115,7 +115,7 @@ def find_first_off(
             if got[name].dtype.kind != "f":
                 y = (y - row.zero_point[0]) * row.scale[0]
             if x.shape == y.shape:
-                sums[name] = sums.get(name, ErrorSums()).update(x, y)
+                sums[name] = sums.get(name, NoiseSums()).update(x, y)
     off = [name for name, total in sums.items() if total.sqnr < decibels]
     if off:
         return off[0]
