@@ -116,8 +116,9 @@ class LinearView:
             inside &= found
             at.append(np.where(found, place, 0))
         if self.groups == moved[0].shape[-1] and inside.size >= images * math.prod(sizes):
-            place = np.ravel_multi_index((position[0][:, None], *at), (images, *sizes))
-            return gather_channels(moved, np.where(inside, place, -1), rounding)
+            shape = images, *sizes
+            place = np.ravel_multi_index((position[0][:, None], *at), shape)
+            return gather_channels(moved, np.where(inside, place, math.prod(shape)), rounding)
         windows = gather_rows(moved, position[0], at)
         if rounding:
             windows = rounding(windows)
@@ -196,13 +197,15 @@ def gather_channels(
     """Return the values of each channel at `places` (n, m), rounded: (channels, n, m) float32.
 
     The arrays are joined along their first axis, and their last is the channel. A place counts all
-    other axes; -1 gives zero. Each value is rounded once, wherever it goes.
+    other axes; the one behind the last gives zero. Each value is rounded once, wherever it goes.
     """
     parts = [np.moveaxis(array, -1, 0).reshape(array.shape[-1], -1) for array in arrays]
     joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
     values = joined.astype("float32", copy=False)
     known = rounding(values) if rounding else values
-    return np.take(np.pad(known, ((0, 0), (0, 1))), places, axis=1)
+    filled = np.zeros((len(known), known.shape[1] + 1), "float32")
+    filled[:, :-1] = known
+    return np.take(filled, places, axis=1, mode="clip")  # without a look at each place beforehand
 
 
 def make_linear_view(match: Match) -> LinearView | None:
