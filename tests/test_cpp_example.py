@@ -175,7 +175,7 @@ def test_example__says_what_is_wrong(program, tmp_path):
             "input 'x' has 20 bytes; the model takes 12",
         ),
         ([tmp_path / "text"], ""),
-        ([wrong], "model.so"),
+        ([wrong], f"{wrong}/model.so cannot be loaded: it is for another CPU"),
     ):
         done = program.run(*words)
         assert done.returncode == 1, (words, done)

@@ -162,11 +162,25 @@ class Model {
     setenv("TVM_THREAD_POOL_SPIN_COUNT", "0", 0);
     if (!std::filesystem::is_regular_file(path)) throw std::runtime_error("There is no file " + path);
     const std::string version = spell_version(path);
-    ffi::Module library = ffi::Module::LoadFromFile(version);
+    ffi::Module library = open_library(path, version);
     check_instructions(path, version);
     ffi::Optional<ffi::Function> load = library->GetFunction("vm_load_executable");
     if (!load.has_value()) throw std::runtime_error(path + " is no library that export_library wrote");
     return (*load)().cast<ffi::Module>();
+  }
+
+  // The system's loader says "No such file" of a library for another CPU.
+  static ffi::Module open_library(const std::string& path, const std::string& version) {
+    try {
+      return ffi::Module::LoadFromFile(version);
+    } catch (const std::exception& error) {
+      std::string text = error.what();
+      for (size_t at; (at = text.find(version)) != std::string::npos;) {
+        text.replace(at, version.size(), path);
+      }
+      throw std::runtime_error(path + " cannot be loaded: it is for another CPU, is damaged, or " +
+                               "needs a library that is not there. " + text);
+    }
   }
 
   // Throws if the library may use instructions that this machine lacks: its first kernel would end
