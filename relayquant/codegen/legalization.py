@@ -19,9 +19,10 @@ from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.permutation import Permutation, make_permutation
 from relayquant.codegen.logical_and_bitwise import BITS, legalize_as_tvm
 from relayquant.codegen.lowering import mark_kernel
+from relayquant.codegen.reductions import REDUCTION_LEGALIZATIONS
 from relayquant.codegen.rules.kernel_call import build_for_batch, split_batch
 from relayquant.ir.rewrite.expressions import same_type, shape_of, static_sizes
-from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype, tensor_shape
 
 
 def legalize_power(builder: relax.BlockBuilder, call: Call) -> Any:
@@ -106,6 +107,22 @@ def legalize_as_declared(builder: relax.BlockBuilder, call: Call) -> Any:
     if dtype.startswith("float"):
         return result
     return relax.op.astype(builder.emit(result), dtype)
+
+
+def legalize_sign(builder: relax.BlockBuilder, call: Call) -> Any:
+    """Legalize sign(x) or -x. TVM compares unsigned integers with -1, or multiplies by it: their
+    sign is 0 or 1, and -x wraps around.
+    """
+    (data,) = call.args
+    if not tensor_dtype(data).startswith("uint"):
+        return legalize_as_tvm(builder, call)
+
+    def compute(x: Any) -> Any:
+        if call_name(call) == "relax.negative":  # TVM simplifies 0 - x to 0
+            return topi.add(topi.bitwise_not(x), tirx.const(1, x.dtype))
+        return topi.cast(topi.greater(x, tirx.const(0, x.dtype)), x.dtype)
+
+    return builder.call_te(compute, data, primfunc_name_hint=call_name(call)[6:])
 
 
 def legalize_cosh(builder: relax.BlockBuilder, call: Call) -> Any:
@@ -308,17 +325,16 @@ def bound_indices(indices: te.Tensor, extents: Sequence[Any]) -> Any:
     return te.compute(indices.shape, bound, name="indices")
 
 
-AVERAGES = [
-    *("relax.mean", "relax.std", "relax.variance"),
-    *(f"relax.nn.{kind}avg_pool{n}d" for kind in ("", "adaptive_") for n in (1, 2, 3)),
-]
+AVERAGES = [f"relax.nn.{kind}avg_pool{n}d" for kind in ("", "adaptive_") for n in (1, 2, 3)]
 
 #: Legalizations for `relax.transform.LegalizeOps`.
 LEGALIZATIONS = {
     "relax.power": legalize_power,
     **BITS,
     **DIVISION_LEGALIZATIONS,
+    **REDUCTION_LEGALIZATIONS,
     **dict.fromkeys(AVERAGES, legalize_as_declared),
+    **dict.fromkeys(("relax.sign", "relax.negative"), legalize_sign),
     "relax.sinh": legalize_sinh,
     "relax.cosh": legalize_cosh,
     "relax.nn.softmax": legalize_softmax,

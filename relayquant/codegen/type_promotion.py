@@ -13,6 +13,7 @@ import tvm
 from tvm import relax, tirx, topi
 from tvm.ir import Call
 
+from relayquant.codegen.reductions import REDUCTION_LEGALIZATIONS, is_over_nothing
 from relayquant.ir.rewrite.graph import call_name, tensor_dtype
 
 #: TVM rounds sums of bfloat16 after each addition. Its powers are wrong, and it has no code for
@@ -52,9 +53,9 @@ WIDE_TYPES: dict[str, dict[str, str]] = {
     "relax.argmin": TRUTHS,
     "relax.cumprod": {**TRUTHS, **WIDE_SUMS},
     "relax.cumsum": SUMS,
-    "relax.max": TRUTHS,
+    "relax.max": {"bool": "uint8"},  # whose lowest and highest value are false and true
     "relax.mean": MEANS,
-    "relax.min": TRUTHS,
+    "relax.min": {"bool": "uint8"},
     "relax.nn.batch_norm": WIDE_SUMS,
     "relax.nn.group_norm": WIDE_SUMS,
     "relax.nn.instance_norm": WIDE_SUMS,
@@ -152,6 +153,8 @@ def find_wide_type(call: Any) -> str | None:
         call.attrs, "accumulate", True
     ):
         return None  # values are written as they are
+    if call_name(call) in REDUCTION_LEGALIZATIONS and is_over_nothing(call):
+        return None  # nothing is computed
     types = WIDE_TYPES.get(call_name(call))
     return None if types is None else types.get(tensor_dtype(call.args[0]))
 

@@ -7,6 +7,7 @@ rows and softmax therefore have a fixed order of operations.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,18 @@ from relayquant.ir.reference.row_arithmetic import mean_along, softmax_along
 from relayquant.ir.reference.unary import Unary
 
 Array = np.ndarray[Any, Any]
+
+
+def find_limits(dtype: str) -> tuple[Any, Any]:
+    """Return the lowest and the highest value of a dtype; infinities for floats. They are the
+    maximum and the minimum of nothing.
+    """
+    if dtype == "bool":
+        return False, True
+    if "float" in dtype:
+        return -math.inf, math.inf
+    info = np.iinfo(dtype)
+    return int(info.min), int(info.max)
 
 
 class Numpy:
@@ -151,11 +164,13 @@ class Numpy:
 
     @staticmethod
     def max(data: Array, axes: Any, keepdims: bool) -> Any:
-        return np.max(data, axis=axes, keepdims=keepdims)
+        start = {} if data.size else {"initial": find_limits(data.dtype.name)[0]}
+        return np.max(data, axis=axes, keepdims=keepdims, **start)
 
     @staticmethod
     def min(data: Array, axes: Any, keepdims: bool) -> Any:
-        return np.min(data, axis=axes, keepdims=keepdims)
+        start = {} if data.size else {"initial": find_limits(data.dtype.name)[1]}
+        return np.min(data, axis=axes, keepdims=keepdims, **start)
 
     @staticmethod
     def mean(data: Array, axes: Any, keepdims: bool) -> Any:
