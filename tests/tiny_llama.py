@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 import tvm
-from tvm.ir import Call
-
-import relayquant as rq
-from relayquant.demo.llama import (
+from llama_program import (
     LlamaSizes,
     compute_angles,
     draw_weights,
     export_llama,
     make_mask,
 )
+from tvm.ir import Call
+
+import relayquant as rq
 from relayquant.flow.compression.sources import bind_params, open_params
 from relayquant.ir.dialect.legality import iterate_bindings
 from relayquant.ir.rewrite.graph import call_name

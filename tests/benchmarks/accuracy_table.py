@@ -29,12 +29,12 @@ from typing import Any
 
 import numpy as np
 import tvm
+from llama_program import compute_angles, export_llama, make_mask, read_weights
 from scipy.special import log_softmax
 from scipy.stats import spearmanr
 from tvm import relax
 
 import relayquant as rq
-from relayquant.demo.llama import compute_angles, export_llama, make_mask, read_weights
 from relayquant.flow.compression.sources import bind_params, open_params
 
 ROOT = Path(__file__).resolve().parents[2]

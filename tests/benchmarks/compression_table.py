@@ -22,8 +22,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from llama_program import LlamaSizes, compute_angles, export_llama, make_mask
 
-from relayquant.demo.llama import LlamaSizes, compute_angles, export_llama, make_mask
 from relayquant.flow.compression import compress_weights
 
 VOCABULARY = 8192

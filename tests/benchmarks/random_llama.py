@@ -17,9 +17,9 @@ from pathlib import Path
 import gguf
 import numpy as np
 from generation_table import find_model
+from llama_program import LlamaSizes
 
 from relayquant.base.storage.files import write_whole
-from relayquant.demo.llama import LlamaSizes
 
 #: Rows that are drawn for a matrix. It repeats them, since drawing and rounding take minutes.
 ROWS = 512

@@ -9,8 +9,7 @@ import json
 import accuracy_table as table
 import numpy as np
 import pytest
-
-from relayquant.demo.llama import LlamaSizes, draw_weights
+from llama_program import LlamaSizes, draw_weights
 
 SIZES = LlamaSizes(width=32, hidden=48, layers=1, heads=2, groups=1, vocabulary=40, length=32)
 

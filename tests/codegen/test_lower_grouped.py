@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
+from llama_program import compute_angles
 from tiny_llama import (
     ROWS,
     SIZES,
@@ -19,7 +20,6 @@ from tvm import relax
 import relayquant as rq
 from relayquant.codegen.grouped import lower_grouped
 from relayquant.codegen.kernels.isa.target import resolve_target
-from relayquant.demo.llama import compute_angles
 from relayquant.ir.rewrite.graph import call_name
 
 

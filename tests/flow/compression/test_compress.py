@@ -7,6 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import tvm
+from llama_program import compute_angles
 from tiny_llama import (
     AFFINE_ROWS,
     GROUPS,
@@ -24,7 +25,6 @@ from tvm import relax, tirx
 import relayquant as rq
 from relayquant.base.grouping import GroupFormat, quantize_groups
 from relayquant.base.packing import CODE_BITS
-from relayquant.demo.llama import compute_angles
 from relayquant.errors import ConfigError, ModelError
 
 

@@ -10,18 +10,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
-from scipy.special import log_softmax
-from tiny_llama import bind_weights, take_function
-from tvm import relax
-
-import relayquant as rq
-from relayquant.demo.llama import (
+from llama_program import (
     LlamaSizes,
     compute_angles,
     export_llama,
     make_mask,
     read_weights,
 )
+from scipy.special import log_softmax
+from tiny_llama import bind_weights, take_function
+from tvm import relax
+
+import relayquant as rq
 
 #: The likeliest tokens behind token 1, as the program run.c of llama2.c prints them for the copy as
 #: it is.

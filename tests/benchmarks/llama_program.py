@@ -1,7 +1,7 @@
 """A small Llama as a `relax.frontend.nn` module: prefill and decode, with an explicit key-value
 cache.
 
-For the tutorial on language models, and for tests.
+For tests and benchmarks of language models.
 """
 
 from __future__ import annotations
