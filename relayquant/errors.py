@@ -164,10 +164,16 @@ def suggest_sizes(name: str, wanted: Sequence[object], given: Sequence[int]) -> 
     )
 
 
+#: names that an error lists; a backend has 158 patterns, a model thousands of values
+LISTED = 40
+
+
 def suggest_name(wrong: str, known: Iterable[str]) -> str:
     """Suggest the member of `known` that is nearest to `wrong`, or list the known ones."""
     known = sorted(set(known))
     near = difflib.get_close_matches(wrong, known, n=1)
     if near:
         return f"Did you mean {near[0]!r}?"
+    if len(known) > LISTED:
+        return f"Known: {', '.join(map(repr, known[:LISTED]))}, ... ({len(known)} in all)."
     return f"Known: {', '.join(map(repr, known))}." if known else "None is known."

@@ -304,7 +304,8 @@ class BackendConfig:
                 return row
         known = [row.pattern.name for row in self.patterns]
         raise ConfigError(
-            f"Backend {self.name!r} has no pattern {name!r}. {suggest_name(name, known)}",
+            f"Backend {self.name!r} has no pattern {name!r}. If it is a row of yours, pass the "
+            f"backend that has it as backend=. {suggest_name(name, known)}",
             code="RQ101",
         )
 

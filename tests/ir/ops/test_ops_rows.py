@@ -93,6 +93,16 @@ def test_find_pattern__unknown():
         find_pattern(X86, "conv2")
 
 
+def test_find_pattern__row_of_the_user():
+    count = len(X86.patterns)
+    told = (
+        rf"pass the backend that has it as backend=\. Known: 'abs', .*, \.\.\. \({count} in all\)"
+    )
+    with pytest.raises(rq.ConfigError, match=told) as caught:
+        find_pattern(X86, "zzz")
+    assert len(str(caught.value)) < 1_000
+
+
 def test_accumulator__scale_is_the_product():
     data = rq.QParams(np.float32(0.1), np.int32(3), "uint8")
     weight = rq.QParams(np.array([0.5, 0.25], "float32"), np.zeros(2, "int32"), "int8", 0)
