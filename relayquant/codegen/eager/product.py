@@ -82,9 +82,8 @@ class Convolution:
             1, 0, 0, inputs[0], weight["O"], taps, flat.strides, flat.padding, flat.dilation,
             flat.groups,
         )  # fmt: skip
-        few = min(spec.group_out, spec.out_channels) < FEWEST_CHANNELS
-        if (few and not spec.is_depthwise) or min(spec.padding) < 0:
-            return decline("too few channels, or the padding is negative")
+        if min(spec.padding) < 0:
+            return decline("the padding is negative")
         return Convolution(
             data.index("C"),
             weight["O"],

@@ -62,6 +62,8 @@ CHANNELS_LAST = {"data_layout": "NHWC", "kernel_layout": "OHWI"}
         (("n", 24, 6, 5), (40, 24, 1, 1), {"strides": 2}),
         (("n", 7, 7, 6), (6, 3, 3, 2), {"groups": 3, **CHANNELS_LAST}),
         ((2, 3, 8, 8), (1, 3, 3, 3), {}),
+        (("n", 6, 8, 8), (2, 3, 3, 3), {"groups": 2, "padding": 1}),
+        (("n", 1, 1, 99), (1, 1, 1, 32), {"strides": (1, 2)}),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("n", [1, 3])
@@ -119,9 +121,9 @@ def heard_of(mod: tvm.IRModule) -> dict[str, set[str]]:
     ("build", "rule", "reason"),
     [
         (
-            lambda e, x: e("y", op.nn.conv2d(x, e.constant(2, 3, 3, 3), groups=2)),
+            lambda e, x: e("y", op.nn.conv2d(x, e.constant(8, 6, 3, 3), padding=(-1, 0, 0, 0))),
             "plan_convolution",
-            "too few channels, or the padding is negative",
+            "the padding is negative",
         ),
         (
             lambda e, x: e("y", op.nn.conv2d(x, e("w", op.exp(e.constant(8, 6, 3, 3))))),
