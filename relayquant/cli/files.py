@@ -16,7 +16,6 @@ from relayquant.base.storage.files import (
     read_text,
     reading,
     write_text,
-    write_whole,
 )
 from relayquant.base.storage.module_file import WHAT, read_module
 from relayquant.cli.grammar import LIBRARIES
@@ -170,7 +169,7 @@ def write_module(
         rq.export_onnx(mod, path)
     elif path.suffix in LIBRARIES:
         executable = rq.compile(mod, target, tune=tune, precision=precision)
-        write_whole(path, lambda file: executable.export_library(str(file)))
+        executable.export_library(str(path))
     elif path.suffix == ".relay":
         text, params = rq.relay.to_text(mod)
         write_text(path, text)

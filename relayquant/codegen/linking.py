@@ -66,7 +66,8 @@ def choose_linker(target: Target, file_name: str) -> Link | None:
         )
 
     def link(output: Any, objects: Any, **_: Any) -> None:
-        run_linker(command, str(output), [objects] if isinstance(objects, str) else objects)
+        objects = [objects] if isinstance(objects, str) else objects
+        run_linker([*command, "-o", str(output), *map(os.fspath, objects)], file_name)
 
     return link
 
@@ -99,20 +100,19 @@ def list_linkers(name: str) -> Iterator[list[str]]:
         yield [sys.executable, "-m", "ziglang", *options]
 
 
-def run_linker(command: Sequence[str], output: str, objects: Sequence[str]) -> None:
-    """Run a linker.
+def run_linker(words: Sequence[str], file_name: str) -> None:
+    """Run a linker. Errors name `file_name`, as the user knows the file.
 
     Raises:
         OSError: there is no space for the file.
         ModelError: it failed for another reason.
     """
-    words = [*command, "-o", output, *map(os.fspath, objects)]
     done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
-        refuse_space(output, said := done.stderr or done.stdout)
+        refuse_space(file_name, said := done.stderr or done.stdout)
         said = " ".join(said.split())[-MESSAGE_LENGTH:]
         raise ModelError(
-            f"{command[0]} did not link {output} (exit code {done.returncode}): {said}",
+            f"{words[0]} did not link {file_name} (exit code {done.returncode}): {said}",
             code="RQ503",
         )
 

@@ -32,7 +32,13 @@ from tvm.target import Target
 
 from relayquant.base._tvm import build_bytecode
 from relayquant.base.runtime import ALIGNMENT, view_constant
-from relayquant.base.storage.files import TEMPORARY, open_temporary_folder, write_text, writing
+from relayquant.base.storage.files import (
+    TEMPORARY,
+    open_temporary_folder,
+    write_text,
+    write_whole,
+    writing,
+)
 from relayquant.codegen.description import describe_module, write_description
 from relayquant.codegen.expanded_weights import expand_weights, read_expansion
 from relayquant.codegen.kernels.expansion import Expanded
@@ -114,6 +120,8 @@ class MappedExecutable(relax.VMExecutable):
         """Write a shared library. The arguments are the same as for `tvm.runtime.Executable`.
 
         The linker of another system, such as aarch64-linux-gnu-g++, is found if it is installed.
+        The library is written beside `file_name` and renamed, so a process that has loaded the old
+        one keeps it, and no incomplete file stays.
 
         Raises:
             FileError: the file cannot be written.
@@ -123,13 +131,17 @@ class MappedExecutable(relax.VMExecutable):
         if options.get("fcompile") is None:
             options["fcompile"] = choose_linker(self.target, str(file_name))
         addons = [*(addons or [])]
-        with writing(file_name), open_temporary_folder() as folder:
+
+        def write(temporary: Path) -> None:
+            with linking(str(file_name)):
+                mapped.export_library(str(temporary), addons=addons, **options)
+
+        with open_temporary_folder() as folder:
             if can_describe(self._lowered, self.target):
                 text = json.dumps(self.describe_interface())
                 addons.append(str(write_description(text, self.target, folder)))
             mapped = self.map_constants(addons, folder)
-            with linking(str(file_name)):
-                return mapped.export_library(file_name, addons=addons, **options)
+            write_whole(Path(file_name), write)
 
     def map_constants(self, addons: list[str], folder: Path) -> relax.VMExecutable:
         """Return an executable whose large constants are in an object file, which is added to

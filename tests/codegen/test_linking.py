@@ -82,6 +82,29 @@ def test_export_library__without_a_linker_says_what_to_install(tools):
 
 
 @pytest.mark.parametrize("target", [None, ARM])
+def test_export_library__names_the_file_as_the_user_does(target, tmp_path, monkeypatch):
+    """Not the temporary file beside it. An old library stays until the new one is whole."""
+    executable = rq.compile(build_identity(), target)
+    add_tool(tmp_path, "linker", 'while [ "$1" != "-o" ]; do shift; done; echo new > "$2"')
+    linker = str(tmp_path / "linker")
+    monkeypatch.setattr(linking, "list_linkers", lambda name: iter([[linker, "-shared"]]))
+    monkeypatch.setattr(linking.cc, "get_cc", lambda: linker)
+    for place in (tmp_path / "none" / "m.so", tmp_path, tmp_path / "linker" / "m.so"):
+        with pytest.raises(rq.errors.FileError, match=rf"^Cannot write {place}: (?!.*m-)"):
+            executable.export_library(place)
+    place = tmp_path / "m.so"
+    place.write_text("old")
+    old = place.open()
+    executable.export_library(place)
+    assert (old.read(), place.read_text()) == ("old", "new\n")
+    add_tool(tmp_path, "linker", "echo bad flag >&2; exit 1")
+    with pytest.raises((RuntimeError, rq.ModelError), match="bad flag") as caught:
+        executable.export_library(place)
+    assert (place.read_text(), target is None or str(place) in str(caught.value)) == ("new\n", True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["linker", "m.so"]
+
+
+@pytest.mark.parametrize("target", [None, ARM])
 def test_export_library__on_a_full_disk_says_so(target, tmp_path, monkeypatch):
     """Of a linker for another system, and of this machine's compiler, which TVM runs."""
     add_tool(tmp_path, "full", 'echo "final link failed: No space left on device" >&2\nexit 1')

@@ -165,13 +165,19 @@ def check_place(path: Path) -> None:
 
 def check_parent(path: Path) -> None:
     """Raise FileError if the folder of `path` does not exist."""
-    if not path.parent.is_dir():
+    if path.parent.is_dir():
+        return
+    if path.parent.exists():
         raise FileError(
-            f"Cannot write {path}: there is no folder {path.parent}. Make it, or name another "
-            "place.",
-            errno.ENOENT,
+            f"Cannot write {path}: {path.parent} is no folder. Name a place that can be written.",
+            errno.ENOTDIR,
             code="RQ501",
         )
+    raise FileError(
+        f"Cannot write {path}: there is no folder {path.parent}. Make it, or name another place.",
+        errno.ENOENT,
+        code="RQ501",
+    )
 
 
 def follow_link(path: Path) -> Path:

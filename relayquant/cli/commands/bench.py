@@ -29,7 +29,7 @@ from relayquant.analysis.peak import measure_peak
 from relayquant.analysis.profile import KernelSite, compile_with_sites, profile_executable
 from relayquant.base.cores import count_cores
 from relayquant.base.runtime import Machine
-from relayquant.base.storage.files import TEMPORARY, open_temporary_folder, writing
+from relayquant.base.storage.files import open_temporary_folder
 from relayquant.cli.data import open_data
 from relayquant.cli.files import load_module, load_options
 from relayquant.cli.measure import bind_run
@@ -232,8 +232,7 @@ def export_own(executables: Mapping[str, Any], folder: Path) -> dict[str, Candid
     candidates = {}
     for number, (name, executable) in enumerate(executables.items()):
         path = folder / f"own{number}.so"
-        with writing(path, TEMPORARY):
-            executable.export_library(str(path))
+        executable.export_library(str(path))
         candidates[name] = Candidate(Engine.RELAYQUANT, path)
     return candidates
 

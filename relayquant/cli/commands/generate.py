@@ -17,7 +17,7 @@ import relayquant as rq
 from relayquant.base.cores import count_cores
 from relayquant.base.events import StageEvent
 from relayquant.base.language import DECODE
-from relayquant.base.storage.files import ARCHIVE_SUFFIX, check_file, reading, write_whole
+from relayquant.base.storage.files import ARCHIVE_SUFFIX, check_file, reading
 from relayquant.cli.grammar import LIBRARIES
 from relayquant.cli.options import check_options
 from relayquant.cli.output import CommandOutput, ExitCode
@@ -145,7 +145,7 @@ def build(options: argparse.Namespace, prompt: list[int], progress: ProgressRepo
     with show_stage(progress, "compile"):
         executable = rq.compile((mod, params))
         if options.save is not None:
-            write_whole(options.save, lambda file: executable.export_library(str(file)))
+            executable.export_library(str(options.save))
     return rq.Executor(executable)
 
 
