@@ -118,8 +118,8 @@ def legalize_sign(builder: relax.BlockBuilder, call: Call) -> Any:
         return legalize_as_tvm(builder, call)
 
     def compute(x: Any) -> Any:
-        if call_name(call) == "relax.negative":  # TVM simplifies 0 - x to 0
-            return topi.add(topi.bitwise_not(x), tirx.const(1, x.dtype))
+        if call_name(call) == "relax.negative":
+            return topi.subtract(topi.full_like(x, 0), x)
         return topi.cast(topi.greater(x, tirx.const(0, x.dtype)), x.dtype)
 
     return builder.call_te(compute, data, primfunc_name_hint=call_name(call)[6:])

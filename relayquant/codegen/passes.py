@@ -25,6 +25,7 @@ from relayquant.codegen.row_norms import lower_row_norms
 from relayquant.codegen.schedule.reduction_init import create_reduction_init_pass
 from relayquant.codegen.schedule.schedule_pass import create_schedule_pass
 from relayquant.codegen.schedule.vector_math import create_math_pass
+from relayquant.codegen.schedule.wrapping import create_wrapping_pass
 from relayquant.codegen.shape_checks import create_shape_checks, find_shape_checks
 from relayquant.codegen.split_int64_accumulation import split_int64_sums
 from relayquant.codegen.stored_results import KEEP_STORED
@@ -94,6 +95,7 @@ def make_pipeline(
                     create_schedule_pass(target),
                     create_reduction_init_pass(),
                     create_math_pass(target),
+                    create_wrapping_pass(target),
                     relax.transform.RewriteDataflowReshape(),
                     relax.transform.ToNonDataflow(),
                     relax.transform.RemovePurityChecking(),
