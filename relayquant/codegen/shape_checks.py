@@ -173,6 +173,13 @@ def take_largest(shapes: Shapes) -> Iterator[Any]:
     yield tirx.LE(count, shapes.operands[0][int(shapes.attrs.axis)])
 
 
+def read_one(shapes: Shapes) -> Iterator[Any]:
+    """The place of an extreme value is one on the axis, or on all axes."""
+    axis, (data,) = shapes.attrs.axis, shapes.operands
+    sizes = data if axis is None else [data[int(axis)]]
+    return (tirx.LE(tirx.const(1, "int64"), size) for size in sizes)
+
+
 def reach_cuts(shapes: Shapes) -> Iterator[Any]:
     """A split begins its last part inside the axis. Sections are equal but for the last one."""
     attrs, (data,) = shapes.attrs, shapes.operands
@@ -212,6 +219,7 @@ RULES = {
     "relax.gather_elements": ShapeRule(gather, describe_operands),
     "relax.scatter_elements": ShapeRule(scatter, describe_operands),
     "relax.split": ShapeRule(reach_cuts, describe_operands),
+    **dict.fromkeys(("relax.argmax", "relax.argmin"), ShapeRule(read_one, describe_operands)),
     "relax.topk": ShapeRule(take_largest, describe_operands),
 }
 

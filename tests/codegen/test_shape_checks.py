@@ -244,6 +244,18 @@ OPERATORS = {
         [(4, 3)],
         [[(3, 3)]],
     ),
+    "argmax": (
+        [(2, "n")],
+        lambda x: op.argmax(x, -1),
+        [(2, 1)],
+        [[(2, 0)]],
+    ),
+    "argmin of all": (
+        [("m", "n", 2)],
+        lambda x: op.argmin(x),
+        [(1, 3, 2)],
+        [[(0, 3, 2)], [(1, 0, 2)]],
+    ),
 }
 #: Those that have an integer form, which has its own sizes.
 QUANTIZED = {
