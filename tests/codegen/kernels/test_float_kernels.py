@@ -120,6 +120,28 @@ def test_make_conv2d__follows_numpy(spec, isa):
     check_conv2d(spec, isa)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        FloatConv2d(1, 5, 5, 96, 24, (1, 1), epilogue=FloatEpilogue(bias=True)),
+        FloatConv2d(1, 6, 6, 24, 16, (3, 3), epilogue=FloatEpilogue(bias=True)),
+        FloatConv2d(1, 9, 9, 16, 16, (7, 7), groups=16, epilogue=FloatEpilogue(bias=True)),
+    ],
+    ids=["dense", "tiles", "depthwise"],
+)
+def test_make_conv2d__a_large_bias_is_rounded_once(spec, isa):
+    """A sum that starts with it loses the last bits of each product."""
+    rng = np.random.default_rng(3)
+    x = draw(rng, *spec.stored_shape)
+    w = draw(rng, spec.out_channels, *spec.kernel, spec.group_in) / 16
+    bias = draw(rng, spec.out_channels) / 64 + np.float32(800)
+    out = np.zeros(spec.out_shape, "float32")
+    exact = convolve(x, w, spec) + bias
+    got = run_kernel(make_conv2d(spec, isa), x, pack_conv2d(w, spec, isa), bias, out)
+    assert np.abs(got - exact).max() < 0.6 * np.spacing(np.float32(800))
+
+
 @pytest.mark.parametrize("groups", [1, 2, 16])
 @pytest.mark.parametrize("kernel", [1, 3])
 def test_make_conv2d__symbolic_batch(groups, kernel):

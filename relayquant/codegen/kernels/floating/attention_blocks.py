@@ -241,7 +241,6 @@ class BlockAttention:
         finish: Callable[[int, int, Expr], None],
     ) -> None:
         """Emit a register tile that starts at 0."""
-        zero = constant("float32", 0, self.isa.lanes)
         emit_tile(
             self.isa,
             rows,
@@ -249,7 +248,6 @@ class BlockAttention:
             image,
             columns,
             reduce,
-            lambda _: zero,
             finish,
             prefetch=False,
         )

@@ -41,7 +41,6 @@ from relayquant.codegen.kernels.floating.depthwise import emit_depthwise
 from relayquant.codegen.kernels.floating.gemm import (
     finish_into,
     make_dense,
-    start_with,
     touch_results,
 )
 from relayquant.codegen.kernels.floating.operands import FloatOperands
@@ -279,8 +278,7 @@ class ConvTiles:
                 )
 
         absolute = [group * spec.group_out + start for start in starts]
-        results = operands.result, operands.residual, spec.epilogue
-        results = *results, self.list_targets(pixel), absolute
+        results = operands.residual, spec.epilogue, self.list_targets(pixel), absolute
         emit_tile(
             self.isa,
             self.list_sources(pixel, group),
@@ -288,9 +286,8 @@ class ConvTiles:
             operands.data,
             operands.weight,
             reduce,
-            start_with(operands.bias, absolute, lanes),
-            finish_into(*results, lanes),
-            touch=touch_results(*results),
+            finish_into(operands.result, operands.bias, *results, lanes),
+            touch=touch_results(operands.result, *results),
         )
 
 

@@ -16,12 +16,13 @@ from tvm.script.ir_builder import tirx as T
 
 from relayquant.codegen.kernels.emit import (
     alloc_vectors,
+    broadcast,
     import_code,
     load_vector,
     store_vector,
 )
 from relayquant.codegen.kernels.floating.conv_plan import FloatConv2d, count_macs
-from relayquant.codegen.kernels.floating.gemm import finish_into, start_with
+from relayquant.codegen.kernels.floating.gemm import finish_into
 from relayquant.codegen.kernels.floating.operands import FloatOperands
 from relayquant.codegen.kernels.floating.stored import load_floats
 from relayquant.codegen.kernels.floating.tile import PARALLEL_MACS, Expr, FloatIsa
@@ -74,9 +75,8 @@ def emit_row(
     def emit_columns(ox: Expr, count: int) -> None:
         """Emit neighbouring results. A column that is known reads only the taps in the image."""
         accumulators = alloc_vectors(count, lanes, "float32")
-        start = start_with(operands.bias, [channel], lanes)
         for acc in accumulators:
-            store_vector(acc, start(0), 0, lanes)
+            store_vector(acc, broadcast(T.float32(0), lanes), 0, lanes)
 
         def add_row(ky: Expr, row: Expr) -> None:
             source = spec.find_row(n, row) * (spec.width * channels) + channel
@@ -97,6 +97,7 @@ def emit_row(
         targets = [out + c * pitch for c in range(count)]
         finish = finish_into(
             operands.result,
+            operands.bias,
             operands.residual,
             spec.epilogue,
             targets,

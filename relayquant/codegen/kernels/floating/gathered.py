@@ -152,8 +152,9 @@ class _Arguments:
         """Read an entry of a table."""
         return T.Cast("int64", self[name][index])
 
-    def finish(self, value: Expr, at: Expr, lanes: int) -> None:
-        """Add the residual, clip and store, as `FloatEpilogue` says."""
+    def finish(self, value: Expr, channel: Expr, row: Expr, lanes: int) -> None:
+        """Add bias and residual, clip and store, as `finish_into` says."""
+        value, at = T.bind(value + load_vector(self["bias"], channel, lanes)), row + channel
         low, high = (broadcast(self["limits"][i], lanes) for i in range(2))
 
         def store(total: Expr) -> None:
@@ -199,8 +200,7 @@ def make_product(spec: GatheredProduct, isa: FloatIsa, name: str) -> PrimFunc:
                 a["x"],
                 a["w"],
                 reduce,
-                lambda b: load_vector(a["bias"], starts[b], lanes),
-                lambda r, b, value: a.finish(value, results[r] + starts[b], lanes),
+                lambda r, b, value: a.finish(value, starts[b], results[r], lanes),
             )
 
         emit_loops(a, height, tile)
@@ -220,7 +220,7 @@ def make_depthwise(spec: GatheredDepthwise, isa: FloatIsa, name: str) -> PrimFun
             channel = T.bind(a.read("starts", panel))
             sums = [T.alloc_buffer((lanes,), "float32") for _ in rows]
             for each in sums:
-                store_vector(each, load_vector(a["bias"], channel, lanes), 0, lanes)
+                store_vector(each, broadcast(T.float32(0), lanes), 0, lanes)
             with T.serial(a.count["steps"]) as k:
                 offset = T.bind(a.read("steps", k))
                 tap = load_vector(a["w"], k * a.size("pitch") + channel, lanes)
@@ -228,7 +228,7 @@ def make_depthwise(spec: GatheredDepthwise, isa: FloatIsa, name: str) -> PrimFun
                     product = load_vector(a["x"], row + offset, lanes) * tap
                     store_vector(each, load_vector(each, 0, lanes) + product, 0, lanes)
             for each, result in zip(sums, results, strict=True):
-                a.finish(load_vector(each, 0, lanes), result + channel, lanes)
+                a.finish(load_vector(each, 0, lanes), channel, result, lanes)
 
         emit_loops(a, height, tile)
 

@@ -160,8 +160,7 @@ def make_dense(spec: FloatDense, isa: FloatIsa, name: str = "float_dense") -> Pr
                 x,
                 weight,
                 reduce,
-                start_with(bias, starts, isa.lanes),
-                finish_into(y, residual, epilogue, targets, starts, isa.lanes),
+                finish_into(y, bias, residual, epilogue, targets, starts, isa.lanes),
                 touch=touch_results(y, residual, epilogue, targets, starts),
                 ahead=fetch_next,
             )
@@ -245,19 +244,9 @@ def emit_symbolic_rows(spec: FloatDense, panels: Panels, tile: GemmTile) -> None
             all_tiles(threads=False)
 
 
-def start_with(bias: Buffer | None, channels: list[Expr], lanes: int) -> Callable[[int], Expr]:
-    """Return the initial accumulators: the bias of each block's channels, or zero."""
-
-    def start(block: int) -> Expr:
-        if bias is None:
-            return T.float32(0) if lanes == 1 else T.broadcast(T.float32(0), lanes)
-        return load_vector(bias, channels[block], lanes)
-
-    return start
-
-
 def finish_into(
     y: Buffer,
+    bias: Buffer | None,
     residual: Buffer | None,
     epilogue: FloatEpilogue,
     rows: list[Expr],
@@ -269,10 +258,15 @@ def finish_into(
 
     rows[i] is the offset of a row in `y` and `residual`. `bf16` rounds results that are stored as
     bfloat16.
+
+    The bias is added to the finished sum. In a sum that starts with a large bias, each step would
+    round to the bias's last bit.
     """
 
     def finish(row: int, block: int, value: Expr) -> None:
         at = rows[row] + channels[block] + epilogue.first
+        if bias is not None:
+            value = value + load_vector(bias, channels[block], lanes)
         added = load_floats(residual, at, lanes) if residual is not None else None
         store_floats(y, epilogue.finish(value, added, lanes), at, lanes, bf16)
 
@@ -347,9 +341,9 @@ def make_batch_matmul(
                 x,
                 weight,
                 reduce,
-                start_with(None, starts, isa.lanes),
                 finish_into(
                     y,
+                    None,
                     None,
                     FloatEpilogue(),
                     [(batch * rows + row) * outputs for row in members],

@@ -382,13 +382,12 @@ def emit_tile(
     image: Buffer,
     weight: Buffer,
     reduce: Callable[[Callable[[Expr, Callable[[int], Expr]], None]], None],
-    start: Callable[[int], Expr],
     finish: Callable[[int, int, Expr], None],
     prefetch: bool = True,
     touch: Callable[[int, int], None] | None = None,
     ahead: Callable[[Expr], None] | None = None,
 ) -> None:
-    """Emit one register tile.
+    """Emit one register tile, whose sums start at 0.
 
     Args:
         rows: Offset of each row in `image`.
@@ -398,7 +397,6 @@ def emit_tile(
         reduce: reduce(step) emits the loops and calls step(offset, weights). `offset` is the
             distance from a row's offset to the activation. weights(block) is the offset of a weight
             vector.
-        start: start(block) is the initial vector.
         finish: finish(row, block, value) stores a result.
         prefetch: Whether weights are read in memory order. Then they are fetched ahead, because
             large ones come from memory, at its latency.
@@ -409,8 +407,8 @@ def emit_tile(
     # Rows outer, blocks inner: the swapped order makes LLVM spill accumulators.
     slots = [(r, b) for r in range(len(rows)) for b in range(blocks)]
     accumulators = alloc_vectors(len(slots), lanes, "float32")
-    for acc, (_, b) in zip(accumulators, slots, strict=True):
-        store_vector(acc, start(b), 0, lanes)
+    for acc in accumulators:
+        store_vector(acc, broadcast(T.float32(0), lanes), 0, lanes)
     if touch is not None:
         for r, b in slots:
             if b * lanes * FLOAT_BYTES % CACHE_LINE == 0:

@@ -40,7 +40,7 @@ from relayquant.codegen.kernels.emit import (
 from relayquant.codegen.kernels.expansion import Expanded, Expansion
 from relayquant.codegen.kernels.floating.conv import emit_padding
 from relayquant.codegen.kernels.floating.conv_plan import FloatConv2d, count_macs
-from relayquant.codegen.kernels.floating.gemm import finish_into, start_with
+from relayquant.codegen.kernels.floating.gemm import finish_into
 from relayquant.codegen.kernels.floating.tile import (
     PARALLEL_MACS,
     Buffer,
@@ -328,7 +328,6 @@ def emit_products(
             inputs,
             weight,
             reduce,
-            start_with(None, [], lanes),
             finish,
         )
 
@@ -374,13 +373,13 @@ def emit_results(
         def load(i: int, j: Expr) -> Expr:
             return load_vector(sums, source + (i * IN + j) * plan.sum_stride, lanes)
 
-        added = T.bind(start_with(bias, [first], lanes)(0))
+        added = T.bind(load_vector(bias, first, lanes)) if bias is not None else None
         rows = transform_tile(load, lambda m: transform_sums(m, lanes), OUT, lanes)
         for i, row in enumerate(rows):
             targets = [start + (i * width + j) * pitch for j in range(OUT)]
-            finish = finish_into(y, residual, spec.epilogue, targets, [first], lanes)
+            finish = finish_into(y, None, residual, spec.epilogue, targets, [first], lanes)
             for j, value in enumerate(row):
-                finish(j, 0, value + added)
+                finish(j, 0, value if added is None else value + added)
 
 
 def transform_sums(m: list[Expr], lanes: int) -> list[Expr]:
