@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from tvm import relax
 from tvm.ir import Call, GenericConst
 
-from relayquant.base.runtime import view_constant
+from relayquant.base.runtime import align_array, view_constant
 from relayquant.codegen.eager.call import CallStep
 from relayquant.codegen.eager.chains import LINKS, find_chain, make_chain
 from relayquant.codegen.eager.kernel_cache import KernelCache, KernelKey
-from relayquant.codegen.eager.operand import Operand, Variable, is_operand, make_operand
+from relayquant.codegen.eager.operand import (
+    ConstantOperand,
+    Operand,
+    Variable,
+    is_operand,
+    make_operand,
+)
 from relayquant.codegen.eager.product import (
     CONVOLUTIONS,
     INTEGER_CONVOLUTIONS,
@@ -23,10 +29,15 @@ from relayquant.codegen.eager.product import (
     Matmul,
     ProductStep,
 )
+from relayquant.codegen.eager.recurrent import RecurrentStep
 from relayquant.codegen.eager.rounding import ROUND, RoundingStep
 from relayquant.codegen.eager.rows import EACH, RowStep, make_norm, make_softmax
 from relayquant.codegen.kernels.floating.row_norm import RowNorm
 from relayquant.codegen.kernels.floating.softmax import Softmax
+from relayquant.codegen.kernels.isa.select import select_isa
+from relayquant.codegen.kernels.recurrent import pack_recurrence, plan_recurrence
+from relayquant.codegen.recurrent import RecurrentCall
+from relayquant.ir.dialect.qnn.recurrent import RECURRENT_OPERATORS
 from relayquant.ir.reference.affine import center_factors
 from relayquant.ir.reference.frame import Frame
 from relayquant.ir.reference.interpreter import execute_binding
@@ -301,6 +312,34 @@ class Planner:
         """Whether no step found so far computes `var`."""
         return var not in self.claimed
 
+    # ---- recurrent layers ----
+
+    def plan_recurrence(self, root: relax.Var) -> Step | Skip:
+        """Plan the step of lstm, gru or rnn."""
+        layer = RecurrentCall.of(self.values[root])
+        if isinstance(layer, Skip):
+            return layer
+        operands = (layer.data, layer.weight, *layer.others.values())
+        if not all(map(is_operand, operands)):
+            return decline("an operand is neither a variable nor a constant")
+        isa = select_isa(self.kernels.target)
+        spec = replace(layer.spec, steps=None, batch=None)
+        weights: list[Operand] = [self.operand(layer.weight)]
+        if layer.constants is not None:
+            packed = pack_recurrence(spec, isa, *layer.constants)
+            weights = [ConstantOperand(align_array(array)) for array in packed]
+        step = RecurrentStep(
+            plan_recurrence(spec, isa),
+            self.operand(layer.data),
+            weights,
+            {name: self.operand(operand) for name, operand in layer.others.items()},
+            self.find_object(root),
+            self.kernels,
+        )
+        self.claimed.add(root)
+        reads = [expr for expr in operands if isinstance(expr, relax.Var)]
+        return self.make_step(root, reads, step.run, step.key)
+
     # ---- simulated quantization ----
 
     def plan_rounding(self, first: relax.Var) -> Step | Skip:
@@ -358,6 +397,7 @@ EAGER_RULES: tuple[Rule[Planner, relax.Var, Step], ...] = (
     make_rule(Planner.plan_softmax, "relax.nn.softmax"),
     make_rule(Planner.plan_layer_norm, "relax.nn.layer_norm"),
     make_rule(Planner.plan_each, *EACH),
+    make_rule(Planner.plan_recurrence, *RECURRENT_OPERATORS),
     make_rule(Planner.plan_chain, *LINKS),
 )
 

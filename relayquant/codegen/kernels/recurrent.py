@@ -158,7 +158,12 @@ def build_recurrence(spec: Recurrence, isa: Isa, name: str) -> PrimFunc:
     x is float32 (T, B, G * H). The weights are float32 (H, G * H), or what `pack_recurrence`
     returns. y is float32 (states + T, B, H), the last states first.
     """
-    return build_kernel(name, lambda: RecurrenceKernel(plan_recurrence(spec, isa)).emit())
+    return build_planned(plan_recurrence(spec, isa), name)
+
+
+def build_planned(plan: RecurrencePlan, name: str) -> PrimFunc:
+    """Make the kernel of a plan; see `build_recurrence`."""
+    return build_kernel(name, lambda: RecurrenceKernel(plan).emit())
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,71 @@
+"""lstm, gru and rnn -> steps that run the kernel of compiled models, for any number of steps and
+samples.
+
+With an int8 weight, the bits are numpy's. With a float32 weight, the order of sums is another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from tvm import relax
+from tvm.tirx import PrimFunc
+
+from relayquant.base.runtime import align_array, empty_aligned, view_aligned
+from relayquant.codegen.eager.kernel_cache import KernelCache, KernelKey
+from relayquant.codegen.eager.operand import Operand
+from relayquant.codegen.kernels.floating.tile import FloatIsa
+from relayquant.codegen.kernels.recurrent import RecurrencePlan, build_planned
+from relayquant.ir.reference.frame import Frame
+
+
+def make_recurrence(plan: RecurrencePlan, isa: FloatIsa, name: str) -> PrimFunc:
+    """Make the PrimFunc of `build_recurrence`. The plan has the instructions for integers."""
+    return build_planned(plan, name)
+
+
+class RecurrentStep:
+    """A recurrent layer. `weights` are those of the kernel. `others` are by name."""
+
+    def __init__(
+        self,
+        plan: RecurrencePlan,
+        data: Operand,
+        weights: Sequence[Operand],
+        others: Mapping[str, Operand],
+        result: relax.Var,
+        kernels: KernelCache,
+    ) -> None:
+        self.plan, self.data, self.weights, self.others = plan, data, weights, others
+        self.key, self.result, self.kernels = KernelKey(make_recurrence, plan), result, kernels
+
+    @cached_property
+    def kernel(self) -> Any:
+        """The compiled kernel."""
+        return self.kernels.get(self.key)
+
+    def run(self, frame: Frame) -> None:
+        """Compute the result."""
+        data, units = self.data.read(frame), self.plan.spec.units
+        steps, batch, _ = data.shape
+        result = empty_aligned((self.plan.spec.states + steps, batch, units), "float32")
+        shapes = {
+            "hidden": (batch, units),
+            "cell": (batch, units),
+            "peepholes": (3, units),
+            "hidden_bias": (units,),
+            "lengths": (batch,),
+        }
+        given = [
+            np.broadcast_to(operand.read(frame), shapes[name])
+            for name, operand in self.others.items()
+        ]
+        arrays = [data, *(weight.read(frame) for weight in self.weights), *given]
+        if result.size:
+            self.kernel(
+                *(view_aligned(align_array(array)) for array in arrays), view_aligned(result)
+            )
+        frame.values[self.result] = result
