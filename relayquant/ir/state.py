@@ -18,7 +18,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from relayquant.base.arguments import check_arguments
+from relayquant.base.arguments import check_arguments, check_fields
 from relayquant.errors import ModelError, format_count
 from relayquant.ir.rewrite import Graph
 from relayquant.ir.rewrite.entry import attach_attrs, find_attrs
@@ -28,6 +28,7 @@ from relayquant.ir.rewrite.graph import iterate_results, result_expr
 STATE_ATTR = "relayquant.state"
 
 
+@check_fields
 @dataclass(frozen=True, eq=False)
 class StateValue:
     """A value that lives from call to call.
@@ -37,6 +38,10 @@ class StateValue:
         shape: Its sizes. They are known, because the first call needs a value.
         dtype: Its dtype, such as "float32".
         initial: What the first call takes, an array of this shape and dtype. None: zeros.
+
+    Raises:
+        ConfigError: an attribute is of another type.
+        ModelError: `initial` has another shape or dtype.
     """
 
     name: str
@@ -46,8 +51,10 @@ class StateValue:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
-        object.__setattr__(self, "dtype", str(self.dtype))
-        given = self.initial
+        name = self.dtype.__name__ if isinstance(self.dtype, type) else str(self.dtype)
+        object.__setattr__(self, "dtype", name)
+        given = np.asarray(self.initial) if isinstance(self.initial, np.generic) else self.initial
+        object.__setattr__(self, "initial", given)
         if given is None:
             return
         if tuple(given.shape) != self.shape or str(given.dtype) != self.dtype:

@@ -13,7 +13,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relayquant as rq
-from relayquant.errors import DataError, ModelError
+from relayquant.errors import ConfigError, DataError, ModelError
 from relayquant.ir.rewrite.entry import attach_attrs
 from relayquant.ir.state import STATE_ATTR
 from relayquant_runtime import Library
@@ -250,6 +250,26 @@ def test_state_value__negative_zero_is_kept():
 def test_state_value__initial_value_has_its_type():
     with pytest.raises(ModelError, match=r"'h': its initial value is float32 of shape \(1, 3\)"):
         rq.StateValue("h", (3,), "float32", START)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"shape": 2}, "StateValue.shape is 2"),
+        ({"shape": "ab"}, "StateValue.shape is 'ab'"),
+        ({"name": None}, "StateValue.name is None"),
+        ({"initial": [0.0, 1.0]}, "StateValue.initial is"),
+    ],
+)
+def test_state_value__of_wrong_types(given, message):
+    with pytest.raises(ConfigError, match=message):
+        rq.StateValue(**{"name": "h", "shape": (2,), "dtype": "float32", **given})
+
+
+@pytest.mark.parametrize("dtype", ["float32", np.float32, np.dtype("float32")])
+def test_state_value__dtypes_of_numpy(dtype):
+    value = rq.StateValue("h", [1, 3], dtype, START)  # pyright: ignore[reportArgumentType]
+    assert (value.shape, value.dtype) == ((1, 3), "float32")
 
 
 def test_get_state__damaged():
