@@ -425,7 +425,13 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
         "--save wrote",
     )
     group = parser.add_argument_group("text")
-    group.add_argument("-p", "--prompt", required=True, metavar="TEXT", help="what comes before")
+    group.add_argument(
+        "-p",
+        "--prompt",
+        required=True,
+        metavar="TEXT",
+        help="what comes before; -: it is read from standard input",
+    )
     group.add_argument(
         "--chat", action="store_true", help="the prompt is a message, which the model answers"
     )
@@ -453,15 +459,23 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="0: the likeliest token (default); 1: as likely as the model says",
     )
-    group.add_argument("--top-k", type=int, default=0, metavar="N", help="among the N likeliest")
+    group.add_argument(
+        "--top-k", type=int, default=0, metavar="N", help="among the N likeliest (default: 0, all)"
+    )
     group.add_argument(
         "--top-p",
         type=float,
         default=1.0,
         metavar="X",
-        help="among the likeliest ones whose probabilities add up to X",
+        help="among the likeliest ones whose probabilities add up to X (default: 1, all)",
     )
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    group.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the same seed draws the same text, at a temperature above 0 (default: 0)",
+    )
     group = parser.add_argument_group("how the model runs")
     group.add_argument("--threads", type=int, metavar="N", help="default: all cores")
     group.add_argument(

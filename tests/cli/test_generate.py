@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -109,6 +110,20 @@ def test_generate__a_prompt_that_does_not_fit_is_told_before_it_compiles(
     words = ["generate", str(folder), "-p", "hello", "--max-length"]
     assert cli.main([*words, "4"]) == 2
     assert "Prompt 0 has 5 tokens; allowed: at most 4." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (b"hello\n", "Prompt 0 has 5 tokens; allowed: at most 4."),
+        ("größe".encode("latin-1"), "Standard input is no UTF-8 text"),
+    ],
+)
+def test_generate__the_prompt_is_standard_input(given, message, folder, monkeypatch, capsys):
+    """In any locale it is UTF-8. The end of the last line, which `echo` adds, is no token."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given), "ascii"))
+    assert cli.main(["generate", str(folder), "-p", "-", "--max-length", "4"]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
         options.temperature, options.top_k, options.top_p, seed=options.seed
     )
     tokenizer = rq.load_tokenizer(options.tokenizer or options.model)
-    prompt = options.prompt
+    prompt = read_input() if options.prompt == "-" else options.prompt
     if options.chat:
         text = tokenizer.apply_chat([{"role": "user", "content": prompt}])
         prompt = tokenizer.encode(text, add_special=False)
@@ -73,6 +73,12 @@ def run(options: argparse.Namespace, output: CommandOutput) -> ExitCode:
     if options.save is not None:
         output.files.append(options.save)
     return ExitCode.OK
+
+
+def read_input() -> str:
+    """Read a prompt from standard input, without the end of its last line."""
+    with reading("Standard input", "UTF-8 text"):
+        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
 
 
 def check_library(options: argparse.Namespace) -> None:
