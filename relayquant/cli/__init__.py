@@ -5,6 +5,7 @@ A user's mistake is one line on standard error and exit code 2. `--debug` shows 
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -34,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_line(f"warning: {message}")
 
     code = ExitCode.INTERNAL_ERROR
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # As on standard error: a name that the terminal's encoding lacks ends no command.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with warnings.catch_warnings():
             if not is_debug:

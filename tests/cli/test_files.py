@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import tvm
 from tvm.script import ir as I
 from tvm.script import relax as R
 
-from relayquant.base.storage.files import write_whole
+from relayquant.base.storage.files import write_text, write_whole
 from relayquant.cli.files import load_mapping, load_model, load_module
 from relayquant.errors import ConfigError, FileError, ModelError
 
@@ -158,3 +159,10 @@ def test_load_mapping__not_a_configuration(tmp_path: Path, text: str, message: s
 def test_load_mapping__no_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no configuration file .*missing\.json"):
         load_mapping(tmp_path / "missing.json")
+
+
+def test_write_text__a_name_that_is_no_unicode(tmp_path):
+    """Reports and tables name the user's files."""
+    path = tmp_path / "report.html"
+    write_text(path, "größe " + os.fsdecode(b"\xe4.onnx"))
+    assert path.read_bytes() == "größe \\udce4.onnx".encode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shlex
@@ -24,6 +25,7 @@ from relayquant.cli.verbs import OTHER_VERBS
 from relayquant.config import ModelType
 from relayquant.config.observers import OBSERVERS
 from relayquant.data.images import PRESETS
+from relayquant.demo import load_digits
 from relayquant.errors import ModelError
 from relayquant.flow.settings import Guard
 from relayquant.stages.effort import Effort
@@ -213,6 +215,22 @@ def test_main__what_nobody_thought_of_is_one_line(
     assert capsys.readouterr().err == text
     with pytest.raises(KeyError):
         cli.main(["inspect", "model.onnx", "--debug"])
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_main__names_that_the_output_cannot_spell(encoding, tmp_path, monkeypatch, capsys) -> None:
+    """A name in Greek, and one that is no text in any encoding."""
+    names = [tmp_path / "λ.onnx", tmp_path / os.fsdecode(b"\xe4.onnx")]
+    for name in names:
+        name.write_bytes(load_digits().model_path.read_bytes())
+        output = io.TextIOWrapper(io.BytesIO(), encoding)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", output)
+            code = cli.main(["inspect", str(name)])
+        assert code == 0, capsys.readouterr().err
+        shown = name.name.encode(encoding, "backslashreplace")
+        output.seek(0)
+        assert output.buffer.read().startswith(str(tmp_path).encode() + b"/" + shown), name
 
 
 def test_main__interrupted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,8 +97,9 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 text file with `write_whole`."""
-    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    """Write a UTF-8 text file with `write_whole`. A name that is no Unicode is escaped."""
+    data = text.encode("utf-8", errors="backslashreplace")
+    write_whole(path, lambda temporary: temporary.write_bytes(data))
 
 
 def replace_folder(path: Path, mark: str, write: Callable[[Path], object]) -> None:
