@@ -22,7 +22,7 @@ from relayquant.base.events import CallbackList, ProgressEvent
 from relayquant.base.qtypes import QParams
 from relayquant.base.runtime import limit_blas, map_on_threads
 from relayquant.base.tables import format_csv, format_html
-from relayquant.base.user_calls import noting
+from relayquant.base.user_calls import note_error
 from relayquant.codegen.eager import (
     EagerModule,
     IncrementalFunction,
@@ -421,12 +421,14 @@ def apply_metric(
     )
     name = name_metric(metric)
     try:
-        with noting(f"relayquant: raised by the metric {name}. {contract}"):
-            value = metric(first, second)
+        value = metric(first, second)
     except MISTAKES as error:
         raise ConfigError(
             f"The metric {name} failed ({type(error).__name__}: {error}). {contract}", code="RQ106"
         ) from error
+    except Exception as error:
+        note_error(error, f"relayquant: raised by the metric {name}. {contract}")
+        raise
     try:
         score = float(value) + 0.0  # -0.0 becomes 0.0
     except (TypeError, ValueError):

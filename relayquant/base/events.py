@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 from relayquant.base.qtypes import QParams, ValueInfo
-from relayquant.base.user_calls import noting
+from relayquant.base.user_calls import note_error
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -107,6 +107,8 @@ class CallbackList(Callback):
 
     @staticmethod
     def of(callbacks: Iterable[Callback] | Callback) -> CallbackList:
+        if isinstance(callbacks, CallbackList):
+            return callbacks
         if isinstance(callbacks, Callback):
             return CallbackList((callbacks,))
         return CallbackList(tuple(callbacks))
@@ -134,9 +136,12 @@ class CallbackList(Callback):
         a note names the callback and the event.
         """
         for callback in self.callbacks:
-            name = f"{type(callback).__name__}.{method}"
-            with noting(f"relayquant: raised by the callback {name}, called with {event}"):
+            try:
                 getattr(callback, method)(event)
+            except Exception as error:
+                name = f"{type(callback).__name__}.{method}"
+                note_error(error, f"relayquant: raised by the callback {name}, called with {event}")
+                raise
 
     def follow(self, task: str, items: Iterable[T], total: int | None, unit: str) -> Iterator[T]:
         """Yield the items, and report each as progress of a task when the next one is asked for."""

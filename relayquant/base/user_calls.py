@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TypeVar
 
 from relayquant.errors import ConfigError, RelayQuantError
@@ -39,14 +38,12 @@ def call_user(
         raise kind(text.removesuffix(": "), code=code) from error
 
 
-@contextmanager
-def noting(note: str) -> Iterator[None]:
-    """Pass exceptions on, with a note that Python 3.11 and newer show below the traceback. For
-    functions that may raise on purpose, to stop a run.
+def note_error(error: Exception, note: str) -> None:
+    """Add a note that Python 3.11 and newer show below the traceback. For functions that may raise
+    on purpose, to stop a run: the error stays as the user made it.
     """
-    try:
-        yield
-    except Exception as error:
-        notes = getattr(error, "__notes__", [])
-        error.__notes__ = [*notes, note]  # pyright: ignore[reportAttributeAccessIssue]
-        raise
+    if not hasattr(type(error), "__notes__"):  # a property of the user's class
+        # Not set as an attribute: a class may forbid it, such as a frozen dataclass.
+        notes = vars(error).setdefault("__notes__", [])
+        if isinstance(notes, list):
+            notes.append(note)

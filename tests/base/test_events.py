@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from dataclasses import dataclass
 
 import pytest
 
@@ -35,3 +36,59 @@ def test_callback_that_raises__note_is_shown():
     shown = "".join(traceback.format_exception(caught.value))
     if hasattr(caught.value, "add_note"):
         assert "StopAtTwo.on_progress" in shown.splitlines()[-1]
+
+
+@dataclass(frozen=True)
+class FrozenStop(Exception):
+    why: str
+
+
+class StopWithText(Exception):
+    def __init__(self):
+        self.__notes__ = "of the user"
+
+
+class StopWithProperty(Exception):
+    @property
+    def __notes__(self):
+        return "of the user"
+
+
+@dataclass(frozen=True, eq=False)
+class Raising(Callback):
+    error: Exception
+
+    def on_progress(self, event):
+        raise self.error
+
+
+def stop_with(error):
+    """Return the notes of an error that a callback raises, after it came through as it is."""
+    with pytest.raises(type(error)) as caught:
+        CallbackList.of(Raising(error)).on_progress(ProgressEvent("calibrate", 2, 3))
+    assert caught.value is error
+    return caught.value.__notes__
+
+
+def test_callback_that_raises__exception_that_cannot_be_set_has_the_note():
+    (note,) = stop_with(FrozenStop("enough"))
+    assert "raised by the callback Raising.on_progress" in note
+
+
+@pytest.mark.parametrize("kind", [StopWithText, StopWithProperty])
+def test_callback_that_raises__notes_of_another_kind_stay(kind):
+    assert stop_with(kind()) == "of the user"
+
+
+def test_callback_that_raises__note_of_the_exception_stays_first():
+    error = Stopped()
+    error.__notes__ = ["of the user"]
+    first, second = stop_with(error)
+    assert first == "of the user"
+    assert "Raising.on_progress" in second
+
+
+def test_list_of_a_list__is_the_same_list():
+    """So an event names the callback alone, however many stages pass it on."""
+    listeners = CallbackList.of(StopAtTwo())
+    assert CallbackList.of(listeners) is listeners
