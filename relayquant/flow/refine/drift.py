@@ -141,7 +141,7 @@ def follow_streams(
         done = f"Nothing is done about it{f': {promise}' if promise else ''}."
         if found is not qmod:
             new = {k: v for k, v in chosen.items() if k not in before or before[k] != v}
-            done = f"{describe_changes(new)} Now: {best:.1f} dB."
+            done = f"{describe_changes(calibrated, new)} Now: {best:.1f} dB."
         warn_user(
             "The integer model goes on from its own state and does not follow the float model to "
             f"the end of the sequences: {seen:.1f} dB SQNR in their last halves. {done} Longer "
@@ -150,7 +150,7 @@ def follow_streams(
             code="RQ401",
         )
     ledger = replace(read_ledger(found), speed=read_ledger(qmod).speed)
-    reverted, kept, widened = split_changes(chosen)
+    reverted, kept, widened = split_changes(calibrated, chosen)
     if found is not qmod:
         now, was = look(found), guard
         guard = replace(now, sqnr_before=was.sqnr, disagreement_before=was.disagreement)
@@ -176,7 +176,7 @@ def propose_changes(
     """Yield ranges of the run time for all products, then ever more operators in float with that,
     those first that give most alone.
     """
-    floating, _, widened = split_changes(before)
+    floating, _, widened = split_changes(calibrated, before)
     start = {**ranged, **{name: before[name] for name in widened}, **dict.fromkeys(floating)}
     if start != before:
         yield start

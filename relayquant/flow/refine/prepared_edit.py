@@ -27,6 +27,7 @@ from relayquant.config import BackendConfig, DTypeConfig, QConfig, QConfigMappin
 from relayquant.config.observers import Observer
 from relayquant.config.observers.base import call_observer
 from relayquant.errors import ConfigError, DataError, format_count
+from relayquant.flow.refine.wider_weights import has_wider_weight
 from relayquant.ir.ledger import InterfaceValue
 from relayquant.ir.plan import OperatorPlan, Plan, SharedQParams
 from relayquant.stages.annotation import annotate, review_plan
@@ -335,7 +336,7 @@ def change_operators(
     wanted = {value.name for value in prepared.outputs if value.is_integer}
     plan = annotate(prepared.source, prepared.backend, mapping, wanted)
     changed = replace(replace_plan(prepared, plan), mapping=mapping)
-    if split_changes(changes)[2]:
+    if split_changes(prepared, changes)[2]:
         return calibrate(changed)
     parameters, observers = dict(changed.parameters), dict(changed.observers)
     for group in plan.activations:
@@ -355,17 +356,19 @@ def change_operators(
 
 
 def split_changes(
-    changes: Changes,
+    prepared: PreparedModel, changes: Changes
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """Return the names of operators that go back to float, of those that read their data's range at
-    run time, and of those with weights of more bits.
+    run time, and of those with weights of more bits than in the prepared model.
     """
     floating, ranged, widened = [], [], []
     for name, qconfig in changes.items():
         if qconfig is None:
             floating.append(name)
         else:
-            (ranged if qconfig.data.spec.is_dynamic else widened).append(name)
+            # A range of the run time may be the user's own: the weight tells.
+            is_wider = has_wider_weight(prepared, name, qconfig)
+            (widened if is_wider else ranged).append(name)
     return tuple(floating), tuple(ranged), tuple(widened)
 
 

@@ -82,7 +82,7 @@ class Attempt:
     @property
     def names(self) -> tuple[str, ...]:
         """The operators in float."""
-        return split_changes(self.changes)[0]
+        return tuple(name for name, qconfig in self.changes.items() if qconfig is None)
 
     def without(self, name: str) -> list[str]:
         """The operators but for one."""
@@ -256,7 +256,7 @@ def write_reverted(
         suspects: Where it was chosen from.
         speed: What was measured before.
     """
-    reverted, ranged, widened = split_changes(found.changes)
+    reverted, ranged, widened = split_changes(suspects.prepared, found.changes)
     guard = replace(
         wide.summarize(),
         deviates=True,
@@ -275,7 +275,7 @@ def write_reverted(
             "relayquant.analysis.accumulator_report. guard=Guard.OFF silences this."
         )
     warn_user(
-        f"{describe_deviation(seen)} {describe_changes(found.changes)} Now: "
+        f"{describe_deviation(seen)} {describe_changes(suspects.prepared, found.changes)} Now: "
         f"{guard.describe()}. {advice}",
         AccuracyWarning,
         code="RQ401",
@@ -291,9 +291,9 @@ def write_reverted(
     return write_ledger(found.module, ledger)
 
 
-def describe_changes(changes: Changes) -> str:
+def describe_changes(prepared: PreparedModel, changes: Changes) -> str:
     """What was done about outputs that deviate, as sentences."""
     return " ".join(
         f"{what[0].upper()}{what[1:]}, {format_count(len(names), 'operator')}: {', '.join(names)}."
-        for what, names in list_changes(*split_changes(changes))
+        for what, names in list_changes(*split_changes(prepared, changes))
     )

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from relayquant.base.qtypes import QSpec, Role
 from relayquant.config import QConfig
+from relayquant.ir.plan import OperatorPlan
 from relayquant.stages.annotation.match import find_sites
 from relayquant.stages.prepared import PreparedModel
 
@@ -24,8 +25,7 @@ def find_wider_weights(prepared: PreparedModel) -> dict[str, QConfig]:
         return {}
     sites, found = find_sites(prepared.source, prepared.plan), {}
     for operator in prepared.plan.operators:
-        groups = [prepared.plan.group(key) for _, key in operator.operands]
-        specs = [group.info.spec for group in groups if group.info.role is Role.WEIGHT]
+        specs = list_weights(prepared, operator)
         rule = mapping.find_rule(sites[operator.name]) if operator.quantized and specs else None
         if rule is None or not isinstance(rule.qconfig, QConfig):
             continue
@@ -35,6 +35,18 @@ def find_wider_weights(prepared: PreparedModel) -> dict[str, QConfig]:
             spec = replace(weight.spec, quant_min=wide.quant_min, quant_max=wide.quant_max)
             found[operator.name] = replace(rule.qconfig, weight=replace(weight, spec=spec))
     return found
+
+
+def has_wider_weight(prepared: PreparedModel, name: str, qconfig: QConfig) -> bool:
+    """Whether a QConfig gives the weight of an operator more bits than the plan does."""
+    specs = list_weights(prepared, prepared.plan.operator(name))
+    return any(has_fewer_bits(spec, qconfig.weight.spec) for spec in specs)
+
+
+def list_weights(prepared: PreparedModel, operator: OperatorPlan) -> list[QSpec]:
+    """How the plan quantizes an operator's weights."""
+    groups = [prepared.plan.group(key) for _, key in operator.operands]
+    return [group.info.spec for group in groups if group.info.role is Role.WEIGHT]
 
 
 def has_fewer_bits(spec: QSpec, default: QSpec) -> bool:

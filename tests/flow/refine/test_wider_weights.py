@@ -104,6 +104,57 @@ def test_guard__weights_of_few_bits_get_all_and_stay_on_integers():
     assert type(ledger.guard).from_dict(ledger.guard.to_dict()) == ledger.guard
 
 
+def use_run_time_ranges(bits: int) -> rq.QConfigMapping:
+    """As `use_bits`, of operators that the user lets compute their data's range at run time."""
+    few = use_bits(bits).rules[0].qconfig
+    data = replace(DEFAULT.data.spec, is_dynamic=True, granularity=Granularity.PER_TENSOR)
+    return rq.QConfigMapping().set_global(rq.QConfig(rq.TensorConfig(data), few.weight))
+
+
+def test_guard__weights_are_widened_behind_ranges_that_the_user_computes_at_run_time():
+    """Both are in the QConfig: the weight is what the guard changed, and is fitted anew."""
+    mod, data, other = draw_model()
+    few = {"qconfig_mapping": use_run_time_ranges(2), "backend": "x86", "callbacks": ()}
+    with pytest.warns(rq.AccuracyWarning, match="With weights of more bits, .*: .*first"):
+        qmod = rq.quantize(mod, None, data, **few)
+    guard = rq.ledger(qmod).guard
+    assert "first" in guard.widened
+    assert (guard.reverted, guard.ranged) == ((), ())
+    assert other.measure(qmod) > 20
+
+
+@pytest.mark.parametrize(
+    "use", [pytest.param(use_bits, marks=pytest.mark.slow), use_run_time_ranges]
+)
+def test_streams__weights_of_few_bits_get_all(use):
+    """A model with state whose weights the guard widened: what is done about drift begins there."""
+    rng = np.random.default_rng(3)
+    weight = rng.standard_normal((16, 16)).astype("float32")
+    weight[0] = 12.0
+    back = (rng.standard_normal((16, 16)) / 10).astype("float32")
+
+    def body(emit, x, h):
+        y = emit("first", relax.op.matmul(x, relax.const(weight)))
+        z = emit("back", relax.op.matmul(h, relax.const(back)))
+        new = emit("new", relax.op.tanh(emit("sum", relax.op.add(y, z))))
+        return relax.Tuple([emit("out", relax.op.matmul(new, relax.const(weight))), new])
+
+    mod = rq.with_state(
+        build_model(body, (1, 16), (1, 16)), [rq.StateValue("y", (1, 16), "float32")]
+    )
+    data = rng.standard_normal((4, 12, 1, 16)).astype("float32")
+    data[..., 0] *= 1e-3
+    sequences = [rq.SampleSequence([*steps]) for steps in data]
+    with pytest.warns(rq.AccuracyWarning, match="With weights of more bits"):
+        qmod = rq.quantize(
+            mod, None, sequences, qconfig_mapping=use(2), backend="x86", callbacks=()
+        )
+    guard = rq.ledger(qmod).guard
+    assert "first" in guard.widened
+    assert guard.ranged == ()
+    assert guard.stream_sqnr > 20
+
+
 def test_search__weights_of_few_bits_get_all_and_stay_on_integers():
     """The bound is met without float; the mapping makes the same module again."""
     mod, data, other = draw_model()
