@@ -133,8 +133,9 @@ def split_graph(
     done: set[relax.Var] = set()
     for target in targets:
         needed = [var for var in collect_ancestors(view, target, done) if var in data]
-        # A function cannot return shapes, so each subgraph computes the shapes that it needs.
-        done.update(var for var in needed if not is_shape(var))
+        needed = add_fields(view, needed)
+        # A function returns tensors only. A subgraph computes shapes and whole tuples again.
+        done.update(var for var in needed if is_tensor(var))
         inside = set(needed)
         reads = [arg for var in needed for arg in read_values(view, var) if arg not in inside]
         wanted.append((needed, list(dict.fromkeys(reads))))
@@ -148,7 +149,7 @@ def split_graph(
     kept: list[list[relax.Var]] = []
     for i, (needed, _) in enumerate(wanted):
         dropped = set(ends[i]) - set(targets[i])
-        kept.append([var for var in needed if var not in dropped and not is_shape(var)])
+        kept.append([var for var in needed if var not in dropped and is_tensor(var)])
     waiting = {*view.func.params, *(var for vars_ in kept for var in vars_)}
     subgraphs = []
     for i, (needed, reads) in enumerate(wanted):
@@ -250,11 +251,12 @@ def list_parts(view: Graph, result: relax.Var) -> list[relax.Var]:
 
 def read_values(view: Graph, var: relax.Var) -> Iterator[relax.Var]:
     """Return the values that a variable is computed from: its operands, and the casts that
-    define its sizes. Sizes that no cast defines are known from the shapes of the inputs.
+    define its sizes and theirs. Sizes that no cast defines are known from the shapes of the inputs.
     """
     value = view.values[var]
-    yield from (arg for arg in free_vars(value) if arg in view.order)
-    for ty in (var.ty, *list_sizes(value)):
+    operands = [arg for arg in free_vars(value) if arg in view.order]
+    yield from operands
+    for ty in (var.ty, *(arg.ty for arg in operands), *list_sizes(value)):
         for symbol in relax.analysis.tir_vars_in_type(ty):
             cast = view.size_casts.get(symbol)
             if cast is not None and cast is not var:
@@ -262,14 +264,32 @@ def read_values(view: Graph, var: relax.Var) -> Iterator[relax.Var]:
 
 
 def list_sizes(value: relax.Expr) -> Iterator[tvm.ir.Type]:
-    """Return the types of the shapes that are arguments of an operator. A single size counts as
-    a shape.
+    """Return the types of the shapes that are arguments of an operator. A single size, alone or in
+    a tuple, counts as a shape.
     """
     for arg in getattr(value, "args", ()):
         if isinstance(arg, relax.ShapeExpr):
             yield arg.ty
-        elif isinstance(arg.ty, tvm.ir.PrimType) and str(arg.ty.dtype) == "int64":
-            yield relax.ShapeType([arg])
+        for each in arg.fields if isinstance(arg, relax.Tuple) else (arg,):
+            if isinstance(each.ty, tvm.ir.PrimType) and str(each.ty.dtype) == "int64":
+                yield relax.ShapeType([each])
+
+
+def add_fields(view: Graph, needed: Sequence[relax.Var]) -> list[relax.Var]:
+    """Return values with all parts of the tuples among them, in topological order."""
+    parts = {
+        user
+        for var in needed
+        if isinstance(var.ty, relax.TupleType)
+        for user in view.users[var]
+        if isinstance(view.values[user], relax.TupleGetItem)
+    }
+    return sorted({*needed, *parts}, key=view.order.__getitem__) if parts else [*needed]
+
+
+def is_tensor(var: relax.Var) -> bool:
+    """Whether a value is neither a shape nor a tuple."""
+    return isinstance(var.ty, relax.TensorType)
 
 
 def is_shape(var: relax.Var) -> bool:
@@ -362,6 +382,22 @@ def make_constants(
     return subgraph, build_function(view, needed, inputs, outputs)[0]
 
 
+def find_waiting(view: Graph, inputs: Sequence[relax.Var]) -> dict[relax.Var, relax.Var]:
+    """Return the inputs whose shapes have sizes that no input defines, each one with the last of
+    the casts that define them.
+    """
+    known = {
+        symbol for var in inputs for symbol in relax.analysis.definable_tir_vars_in_type(var.ty)
+    }
+    found: dict[relax.Var, relax.Var] = {}
+    for var in inputs:
+        symbols = set(relax.analysis.tir_vars_in_type(var.ty)) - known
+        casts = [view.size_casts[symbol] for symbol in symbols if symbol in view.size_casts]
+        if casts:
+            found[var] = max(casts, key=view.order.__getitem__)
+    return found
+
+
 def build_function(
     view: Graph,
     needed: Sequence[relax.Var],
@@ -370,8 +406,14 @@ def build_function(
 ) -> tuple[relax.Function, tuple[str, ...]]:
     """Return a separate function of some bindings of main, which returns a tuple, and its
     `Subgraph.symbols`.
+
+    If an input has the shape (n + k, 4), and a cast defines n and k, then the input is declared
+    without sizes, and gets them after that cast.
     """
     new: dict[relax.Var, relax.Var] = {var: relax.Var(var.name, var.ty) for var in inputs}
+    waiting = find_waiting(view, inputs)
+    for var in waiting:
+        new[var] = relax.Var(var.name, relax.TensorType(dtype=var.ty.dtype, ndim=var.ty.ndim))
 
     def translate(expr: relax.Expr) -> relax.Expr:
         if isinstance(expr, relax.Var):
@@ -388,12 +430,18 @@ def build_function(
     builder = relax.BlockBuilder()
     params = [new[var] for var in inputs]
 
+    def cast(var: relax.Var, value: relax.Expr) -> None:
+        new[var] = relax.DataflowVar(var.name, var.ty)
+        builder.emit_normalized(relax.MatchCast(new[var], value, var.ty))
+
     def emit() -> relax.Expr:
         for var in needed:
             value = builder.normalize(translate(view.values[var]))
             if var in view.casts:
-                new[var] = relax.DataflowVar(var.name, var.ty)
-                builder.emit_normalized(relax.MatchCast(new[var], value, var.ty))
+                cast(var, value)
+                for each, last in waiting.items():
+                    if last is var:
+                        cast(each, new[each])
                 continue
             new[var] = relax.DataflowVar(var.name, value.ty)
             builder.emit_normalized(relax.VarBinding(new[var], value))
