@@ -26,7 +26,7 @@ def legalize_of_truths(builder: relax.BlockBuilder, call: Call) -> Any:
     if name in REFLEXIVE and "float" in dtype and call.args[0].same_as(call.args[1]):
 
         def test_numbers(numbers: Any) -> Any:
-            found = topi.isnan(numbers)
+            found = topi.isnan(topi.cast(numbers, "float32") if dtype == "bfloat16" else numbers)
             return found if is_negated else negate_truth(found)
 
         return builder.call_te(test_numbers, call.args[0], primfunc_name_hint=name[6:])

@@ -20,6 +20,7 @@ from relayquant.codegen.kernels.isa.bf16 import Bf16Isa
 from relayquant.codegen.kernels.isa.select import select_bf16
 from relayquant.codegen.layout import convert_layout
 from relayquant.codegen.legalization import LEGALIZATIONS
+from relayquant.codegen.order import order_values
 from relayquant.codegen.recurrent import lower_recurrent
 from relayquant.codegen.row_norms import lower_row_norms
 from relayquant.codegen.schedule.reduction_init import create_reduction_init_pass
@@ -78,7 +79,9 @@ def make_pipeline(
             rounds_floats=bf16 is not None,
         )
         mod = lower_recurrent(lower_attention(mod, target, keeps_rows=keeps_rows), target)
-        mod = lower_float(widen_types(mod), target, bf16=bf16, choose_schedule=choose_float)
+        mod = lower_float(
+            widen_types(order_values(mod)), target, bf16=bf16, choose_schedule=choose_float
+        )
         with target:
             lowered = tvm.transform.Sequential(
                 [

@@ -35,13 +35,22 @@ def legalize_place_of_extreme(builder: relax.BlockBuilder, call: Call) -> Any:
     Raises:
         ModelError: the axis has size 0, so there is no place.
     """
+    refuse_nothing(call, "extreme value")
+    return legalize_as_tvm(builder, call)
+
+
+def refuse_nothing(call: Call, sought: str) -> None:
+    """Raise an error if something is sought among no values.
+
+    Raises:
+        ModelError: an axis that is reduced has size 0.
+    """
     if is_over_nothing(call):
         raise ModelError(
-            f"Operator {call_name(call)} reads an axis of size 0, which has no extreme value. "
+            f"Operator {call_name(call)} reads an axis of size 0, which has no {sought}. "
             "Give the axis a size of 1 or more.",
             code="RQ206",
         )
-    return legalize_as_tvm(builder, call)
 
 
 def legalize_average(builder: relax.BlockBuilder, call: Call) -> Any:

@@ -28,6 +28,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
 from relayquant.codegen.inner_sizes import pair_inner_sizes
+from relayquant.ir.reference.relax.row import to_axes
 from relayquant.ir.rewrite.graph import call_name
 from relayquant.ir.rewrite.inline import list_dimensions, substitute
 from relayquant.ir.rewrite.moves import RESHAPES
@@ -174,10 +175,10 @@ def take_largest(shapes: Shapes) -> Iterator[Any]:
 
 
 def read_one(shapes: Shapes) -> Iterator[Any]:
-    """The place of an extreme value is one on the axis, or on all axes."""
+    """A place is found among one value or more, on some axes or on all."""
     axis, (data,) = shapes.attrs.axis, shapes.operands
-    sizes = data if axis is None else [data[int(axis)]]
-    return (tirx.LE(tirx.const(1, "int64"), size) for size in sizes)
+    axes = to_axes(axis) if axis is not None else range(len(data))
+    return (tirx.LE(tirx.const(1, "int64"), data[each]) for each in axes or ())
 
 
 def reach_cuts(shapes: Shapes) -> Iterator[Any]:
@@ -219,7 +220,9 @@ RULES = {
     "relax.gather_elements": ShapeRule(gather, describe_operands),
     "relax.scatter_elements": ShapeRule(scatter, describe_operands),
     "relax.split": ShapeRule(reach_cuts, describe_operands),
-    **dict.fromkeys(("relax.argmax", "relax.argmin"), ShapeRule(read_one, describe_operands)),
+    **dict.fromkeys(
+        ("relax.argmax", "relax.argmin", "relax.median"), ShapeRule(read_one, describe_operands)
+    ),
     "relax.topk": ShapeRule(take_largest, describe_operands),
 }
 

@@ -53,6 +53,7 @@ WIDE_TYPES: dict[str, dict[str, str]] = {
     "relax.argmin": TRUTHS,
     "relax.cumprod": {**TRUTHS, **WIDE_SUMS},
     "relax.cumsum": SUMS,
+    **dict.fromkeys(("relax.isfinite", "relax.isinf", "relax.isnan"), WIDE_SUMS),
     "relax.max": {"bool": "uint8"},  # whose lowest and highest value are false and true
     "relax.mean": MEANS,
     "relax.min": {"bool": "uint8"},
@@ -171,12 +172,15 @@ def make_keys(numbers: Any) -> Any:
         return flip_sign(topi.reinterpret(numbers, KEYS[str(numbers.dtype)]))
     dtype = KEYS[str(numbers.dtype)]
     most = tirx.const(np.iinfo(dtype).max, dtype)
-    infinity = tirx.const(int(np.array(np.inf, str(numbers.dtype)).view(dtype)), dtype)
+    infinity, nan = (
+        tirx.const(int(np.array(each, str(numbers.dtype)).view(dtype)), dtype)
+        for each in (np.inf, np.nan)  # a NaN of other bits may become 0 when cast to bfloat16
+    )
     bits = topi.reinterpret(numbers, dtype)
     size = topi.bitwise_and(bits, most)
     is_negative = topi.less(bits, tirx.const(0, dtype))
     keys = topi.where(is_negative, topi.negative(size), bits)
-    return topi.where(topi.greater(size, infinity), topi.full_like(keys, most), keys)
+    return topi.where(topi.greater(size, infinity), topi.full_like(keys, nan), keys)
 
 
 def read_keys(keys: Any, dtype: str) -> Any:

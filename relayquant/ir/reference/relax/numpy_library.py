@@ -75,7 +75,9 @@ class Numpy:
 
     @staticmethod
     def find_order(data: Array, axis: int, descending: bool) -> Array:
-        """Return the indices that sort the data. Equal elements keep their order."""
+        """Return the indices that sort the data, NaN last. Equal elements keep their order."""
+        if data.dtype.name == "bfloat16":
+            data = widen(data)  # numpy knows no NaN among its numbers
         if not descending:
             return np.argsort(data, axis=axis, kind="stable")
         backwards = np.argsort(np.flip(data, axis), axis=axis, kind="stable")

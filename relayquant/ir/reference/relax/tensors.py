@@ -6,6 +6,7 @@ TVM infers.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from relayquant.errors import DataError
@@ -64,6 +65,29 @@ def topk(xp: Any, args: list[Any], attrs: Any) -> Any:
     values = xp.take_along(data, order, axis)
     indices = xp.cast(order, xp.find_dtype(attrs.dtype, "int32"))
     return {"both": (values, indices), "values": values, "indices": indices}[str(attrs.ret_type)]
+
+
+def median(xp: Any, args: list[Any], attrs: Any) -> Any:
+    """Return the last value of the smaller half, or the first NaN if there is one.
+
+    Along one axis: with its index.
+    """
+    (data,), axes = args, to_axes(attrs.axis)
+    chosen = range(data.ndim) if axes is None else [axis % data.ndim for axis in axes]
+    kept = [axis for axis in range(data.ndim) if axis not in chosen]
+    shape = [1 if axis in chosen else size for axis, size in enumerate(data.shape)]
+    if not attrs.keepdims:
+        shape = [data.shape[axis] for axis in kept]
+    sizes = [*(data.shape[axis] for axis in kept), math.prod(data.shape[axis] for axis in chosen)]
+    rows = xp.permute(data, [*kept, *chosen]).reshape(sizes)
+    is_nan = rows != rows
+    first = xp.argmax(is_nan, axis=-1, keepdims=True)  # an error of no values
+    middle = (sizes[-1] - 1) // 2
+    index = cut(xp.find_order(rows, -1, False), -1, middle, middle + 1)
+    index = xp.where(is_nan.any(-1, keepdims=True), first, index)
+    value = xp.take_along(rows, index, -1).reshape(shape)
+    is_indexed = axes is not None and len(axes) == 1
+    return (value, index.reshape(shape)) if is_indexed else value
 
 
 def accumulate(function: str) -> Meaning:
@@ -270,6 +294,7 @@ ROWS: tuple[Row, ...] = (
     Row("cumsum", accumulate("cumsum"), ("axis", "dtype", "exclusive")),
     Row("max", reduce("max"), REDUCED),
     Row("mean", reduce("mean"), REDUCED),
+    Row("median", median, REDUCED, is_reference_only=True),
     Row("min", reduce("min"), REDUCED),
     Row("prod", reduce("prod"), REDUCED),
     Row("sort", sort, ("axis", "descending")),
