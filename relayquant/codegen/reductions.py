@@ -58,6 +58,9 @@ def legalize_average(builder: relax.BlockBuilder, call: Call) -> Any:
 
     Over nothing it is NaN, of integers 0. An integer result has its declared type; TVM leaves the
     sums in a wider type.
+
+    A sum of uint64 is divided as uint64: from 2^63 on, int64 has no form for it. So is a sum of
+    squares of any type. Modulo 2^64 a square does not depend on the sign of its root.
     """
     dtype, name = tensor_dtype(call), call_name(call)
     if is_over_nothing(call):
@@ -68,18 +71,21 @@ def legalize_average(builder: relax.BlockBuilder, call: Call) -> Any:
     axes, keepdims = list_axes(call), bool(call.attrs.keepdims)
 
     def average(x: Any, keepdims: bool) -> Any:
-        count: Any = tirx.const(1, "int64")
+        wide = "uint64" if x.dtype == "uint64" else "int64"
+        count: Any = tirx.const(1, wide)
         for axis in axes:
-            count = count * tirx.Cast("int64", x.shape[axis])
-        total = topi.cast(topi.sum(x, axes, keepdims), "int64")
-        return topi.divide(total, tirx.max(count, tirx.const(1, "int64")))
+            count = count * tirx.Cast(wide, x.shape[axis])
+        total = topi.cast(topi.sum(x, axes, keepdims), wide)
+        return topi.divide(total, tirx.max(count, tirx.const(1, wide)))
 
     def compute(x: Any) -> Any:
         if name == "relax.mean":
             return average(x, keepdims)
-        centred = topi.subtract(x, average(x, True))
+        centred = topi.cast(topi.subtract(x, average(x, True)), "uint64")
         variance = average(topi.multiply(centred, centred), keepdims)
-        return variance if name == "relax.variance" else topi.sqrt(variance)
+        if name == "relax.variance":
+            return variance
+        return topi.cast(topi.sqrt(topi.cast(variance, "float64")), "int64")
 
     result = builder.call_te(compute, call.args[0], primfunc_name_hint=name[6:])
     return relax.op.astype(builder.emit(result), dtype)

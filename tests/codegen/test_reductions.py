@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import numpy as np
@@ -97,6 +98,39 @@ def test_average__of_integers_is_truncated(dtype):
         exact = np.trunc(data.astype("int64").sum(-1) / 300).astype(dtype)
         np.testing.assert_array_equal(got, exact, strict=True)
         np.testing.assert_array_equal(want, exact, strict=True)
+
+
+def average_exactly(name, row):
+    """A mean, variance or standard deviation of Python integers, each division rounded to 0."""
+
+    def divide(total):
+        return abs(total) // len(row) * (1 if total > 0 else -1)
+
+    mean = divide(sum(row))
+    variance = divide(sum((each - mean) ** 2 for each in row))
+    return {"mean": mean, "variance": variance, "std": math.isqrt(variance)}[name] % 2**64
+
+
+#: dtype -> rows whose sums have a form in it, and whose squares have a sum of up to 2^64
+LARGE = {
+    "uint64": [[2**32 + 2**28, 0, 7, 0], [2**32 - 1, 2**31, 1, 0], [3, 0, 1, 9]],
+    "uint32": [[2**32 - 1, 0, 0, 0], [0, 2**32 - 9, 3, 2], [3, 0, 1, 9]],
+    "int64": [[-(2**31), 2**31, -(2**31), 2**31 - 5], [-(2**32), 0, 1, 0], [-9, 0, 1, 3]],
+    "int32": [[-(2**31), 2**31 - 1, -(2**31), 2**31 - 1], [-9, 0, 1, 3]],
+}
+#: Sums of 2^63 and more. Their squares have no form in any type.
+LARGEST = [[2**63, 0, 0, 0], [2**63 + 8, 6, 0, 9], [2**64 - 1, 0, 0, 0], [2**62] * 3 + [5]]
+
+
+@pytest.mark.parametrize("size", [4, "n"])
+@pytest.mark.parametrize("dtype", LARGE)
+@pytest.mark.parametrize("name", ["mean", "variance", "std"])
+def test_average__of_large_integers_is_exact(name, dtype, size):
+    """Also from 2^63 on, where int64 has no form for a sum of uint64, or of any squares."""
+    rows = LARGE[dtype] + (LARGEST if (name, dtype) == ("mean", "uint64") else [])
+    want = np.array([average_exactly(name, row) for row in rows], "uint64").astype(dtype)
+    for found in run_all(build(name, (len(rows), size), dtype), np.array(rows, dtype)):
+        np.testing.assert_array_equal(found, want, strict=True)
 
 
 @pytest.mark.parametrize("name", ["argmax", "argmin"])

@@ -188,19 +188,25 @@ class Numpy:
             return result if keepdims else np.squeeze(result, axes)
         total = Numpy.sum(data, axes, keepdims)
         count = data.size // max(np.asarray(total).size, 1)
-        return truncate_divide(np.asarray(total).astype("int64"), np.int64(count))
+        wide = np.dtype("uint64" if data.dtype == "uint64" else "int64").type
+        return truncate_divide(np.asarray(total).astype(wide), wide(count))
 
     @staticmethod
     def variance(data: Array, axes: Any, keepdims: bool) -> Any:
-        """Compute the population variance of floats."""
-        if data.dtype.kind in "iu":
-            return NotImplemented
-        return np.var(data, axis=axes, keepdims=keepdims)
+        """Compute the population variance. For integers, it is the mean of squares, in uint64, of
+        the distances from the truncated mean.
+        """
+        if data.dtype.kind not in "iu":
+            return np.var(data, axis=axes, keepdims=keepdims)
+        mean = Numpy.mean(data, axes, True)
+        centred = (data.astype(mean.dtype) - mean).astype("uint64")
+        return Numpy.mean(centred * centred, axes, keepdims)
 
     @staticmethod
     def std(data: Array, axes: Any, keepdims: bool) -> Any:
-        result = Numpy.variance(data, axes, keepdims)
-        return result if result is NotImplemented else np.sqrt(result)
+        """Compute the square root of the variance; for integers in float64, rounded down."""
+        root = np.sqrt(Numpy.variance(data, axes, keepdims))
+        return root if data.dtype.kind not in "iu" else root.astype("int64")
 
     # ---- shape, indices, creation ----
 
