@@ -47,6 +47,7 @@ from relayquant.codegen.kernels.isa.x86 import (
     VNNI256,
     VNNI512,
 )
+from relayquant.codegen.tuning import list_schedules
 
 RAW = Epilogue(Store.ACCUMULATOR, "int32")
 CASES = {
@@ -249,6 +250,10 @@ HALVED_CASES = {
         2, 7, 7, 20, 72, (1, 1), tile=Tile(1, 14, 3, 1, 2),
         epilogue=Epilogue(zero_point=7, low=20, high=200, residual=Residual("uint8", 3, 0.6)),
     ),
+    "2 blocks of 16 channels, residual": Conv2d(
+        1, 11, 12, 24, 72, (3, 3), tile=Tile(1, 10, 2, 1, 2),
+        epilogue=Epilogue(residual=Residual("uint8", 3, 0.6)),
+    ),
     "2 blocks of 16 channels": Conv2d(1, 5, 5, 20, 16, (1, 1), tile=Tile(1, 10, 2, 1, 2)),
     "groups": Conv2d(1, 6, 7, 32, 48, (3, 3), groups=2, tile=Tile(1, 4, 3, 1, 2)),
     "odd channels": Conv2d(1, 5, 7, 19, 21, (1, 1), tile=Tile(1, 8, 3, 1, 2)),
@@ -301,6 +306,16 @@ def test_choose_plan__pixels_share_vectors_on_zen5(timing, shares):
         assert (plan.isa.sharing == 2) == wanted, spec
         asked = replace(spec, tile=plan.tile)
         assert choose_plan(asked, isa) == replace(plan, spec=asked)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("residual", [None, Residual("uint8", 3, 0.6)], ids=["plain", "residual"])
+@pytest.mark.parametrize("channels", [8, 24, 40, 72])
+def test_build_conv2d__every_tile_that_tuning_times(channels, residual):
+    isa = VNNI512.with_timing(ZEN5)
+    spec = Conv2d(1, 5, 9, 24, channels, (3, 3), epilogue=Epilogue(residual=residual))
+    for schedule in list_schedules(spec, isa, can_winograd=False):
+        check_conv2d(replace(spec, tile=schedule.tile), isa, runnable_target(isa))
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ def emit_narrow_residuals(
         flip_sign_bit(load_pieces(buffer, at, count, width), buffer.dtype, "uint8", count)
         for at in offsets
     ]
-    if len(offsets) == vectors:
+    if blocks == 1 and len(offsets) == vectors:
         return [T.Cast(vector("int32", lanes), pixel) for pixel in pixels]
     packed = pixels[0]
     if count < PACKED * lanes:
