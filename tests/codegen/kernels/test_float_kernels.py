@@ -424,4 +424,4 @@ def test_find_caches__of_the_target(cpu, set_lines, near_bytes):
 
 def test_choose_float_isa__arm():
     target = Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mattr": ["+neon"]})
-    assert choose_float_isa(target) == FloatIsa(4, 24, half=True)
+    assert choose_float_isa(target) == FloatIsa(4, 24, half=True, addresses=12)

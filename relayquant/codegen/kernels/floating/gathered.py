@@ -25,9 +25,6 @@ from relayquant.codegen.kernels.floating.tile import Buffer, Expr, FloatIsa, emi
 
 #: Rows that all panels are computed for before the next rows, so that they stay in a cache.
 BLOCK_ROWS = 240
-#: Most rows of a tile. Each needs a register for its address, of which x86 has 16 in all: two rows
-#: more take twice as long.
-MOST_TILE_ROWS = 10
 #: Most vectors of a panel.
 MOST_VECTORS = 4
 
@@ -179,7 +176,7 @@ def make_product(spec: GatheredProduct, isa: FloatIsa, name: str) -> PrimFunc:
     """
     lanes, vectors = spec.lanes, spec.vectors
     # Registers also hold a vector of weights for each column, and an activation.
-    height = min((isa.accumulators + 3 - vectors) // vectors, MOST_TILE_ROWS)
+    height = min((isa.accumulators + 3 - vectors) // vectors, isa.addresses)
 
     def body() -> None:
         a = _Arguments()
@@ -211,7 +208,7 @@ def make_product(spec: GatheredProduct, isa: FloatIsa, name: str) -> PrimFunc:
 def make_depthwise(spec: GatheredDepthwise, isa: FloatIsa, name: str) -> PrimFunc:
     """Make the PrimFunc of a depthwise product, with the arguments of `make_product`."""
     lanes = spec.lanes
-    height = min(isa.accumulators // 3, MOST_TILE_ROWS)
+    height = min(isa.accumulators // 3, isa.addresses)
 
     def body() -> None:
         a = _Arguments()

@@ -74,6 +74,8 @@ class FloatIsa:
 
     `bf16` has the instruction that rounds results to bfloat16, if the target has one. `half`:
     whether there are instructions between float16 and float32. `caches`: the core's caches.
+    `addresses`: rows of a tile for whose addresses there are registers. x86 has 16 in all: with 12
+    rows, kernels take up to 2.5 times as long.
     """
 
     lanes: int
@@ -81,6 +83,7 @@ class FloatIsa:
     bf16: Bf16Isa | None = None
     half: bool = False
     caches: Caches = COMMON_CACHES
+    addresses: int = 10
 
     def narrow(self, channels: int) -> FloatIsa:
         """Return the same with vectors short enough for `channels`: a power of two."""
@@ -99,7 +102,7 @@ def choose_float_isa(target: Target) -> FloatIsa:
         if llvm_cpu_has_features("avx2", target) or llvm_cpu_has_features("avx", target):
             return FloatIsa(8, 12, half=half)
         if llvm_cpu_has_features("neon", target):
-            return FloatIsa(4, 24, half=half)
+            return FloatIsa(4, 24, half=half, addresses=12)
     return FloatIsa(4, 12)
 
 
