@@ -14,6 +14,7 @@ its sizes becomes known: in the function, or in the branch that has the operator
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -228,8 +229,8 @@ RULES = {
 
 
 #: Where a sequence of bindings stands: the name of its function, then the value of each If around
-#: it, with the branch that is taken.
-Place = tuple[str | bool, ...]
+#: it, how many times the sequence had the name before, and the branch that is taken.
+Place = tuple[str | int | bool, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,12 +264,28 @@ def find_shape_checks(mod: tvm.IRModule) -> Mapping[Place, Sequence[ShapeCheck]]
 
 def list_places(place: Place, body: relax.SeqExpr) -> Iterator[tuple[Place, Any]]:
     """List the bindings of a sequence and of the branches inside it, with where they stand."""
+    choices = name_choices(place, body)
     for binding in (binding for block in body.blocks for binding in block.bindings):
         yield place, binding
-        value = binding.value
-        if isinstance(value, relax.If):
-            for taken, branch in ((True, value.true_branch), (False, value.false_branch)):
-                yield from list_places((*place, binding.var.name, taken), branch)
+        if binding.var in choices:
+            inner, value = choices[binding.var], binding.value
+            yield from list_places((*inner, True), value.true_branch)
+            yield from list_places((*inner, False), value.false_branch)
+
+
+def name_choices(place: Place, body: relax.SeqExpr) -> dict[relax.Var, Place]:
+    """Return where the branches of each If in a sequence stand, without the branch.
+
+    Passes keep the names of values and the order of those that have the same name.
+    """
+    count: Counter[str] = Counter()
+    found = {}
+    for binding in (binding for block in body.blocks for binding in block.bindings):
+        if isinstance(binding.value, relax.If):
+            name = binding.var.name
+            found[binding.var] = (*place, name, count[name])
+            count[name] += 1
+    return found
 
 
 def find_shape_check(binding: relax.Binding) -> ShapeCheck | None:
@@ -347,10 +364,12 @@ def add_shape_checks(
     def add_to(place: Place, body: relax.SeqExpr, known: set[tirx.Var]) -> relax.SeqExpr:
         ready, waiting = split_checks(checks.get(place, ()), known)
         blocks = [relax.BindingBlock(call_checks(str(place[0]), ready))]
+        choices = name_choices(place, body)
         for block in body.blocks:
             bindings: list[relax.Binding] = []
             for binding in block.bindings:
-                bindings.append(add_to_branches(place, binding, known))
+                inner = choices.get(binding.var)
+                bindings.append(binding if inner is None else add_to_choice(inner, binding, known))
                 if isinstance(binding, relax.MatchCast):
                     known = known.union(list_sizes(binding.ty))
                     ready, waiting = split_checks(waiting, known)
@@ -358,15 +377,10 @@ def add_shape_checks(
             blocks.append(relax.BindingBlock(bindings))
         return relax.SeqExpr(blocks, body.body)
 
-    def add_to_branches(
-        place: Place, binding: relax.Binding, known: set[tirx.Var]
-    ) -> relax.Binding:
+    def add_to_choice(place: Place, binding: Any, known: set[tirx.Var]) -> relax.Binding:
         value = binding.value
-        if not isinstance(value, relax.If):
-            return binding
-        inner = (*place, binding.var.name)
         branches = [
-            add_to((*inner, taken), branch, known)
+            add_to((*place, taken), branch, known)
             for taken, branch in ((True, value.true_branch), (False, value.false_branch))
         ]
         choice = builder.normalize(relax.If(value.cond, *branches))

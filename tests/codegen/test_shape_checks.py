@@ -385,3 +385,33 @@ def test_branches__are_checked_when_taken(taken, shapes, wrong):
         (got,) = exe.run("main", inputs)
         chosen = np.exp(x) if taken[0] else -(x @ w) if taken[1] else -w
         np.testing.assert_allclose(got, chosen.reshape(2, 2), 1e-5)
+
+
+@I.ir_module
+class SameNames:
+    @R.function
+    def main(
+        c: R.Tensor((), "bool"), x: R.Tensor(("n", 2), "float32"), w: R.Tensor(("k", 2), "float32")
+    ) -> R.Tensor(ndim=2, dtype="float32"):
+        if c:
+            a = R.exp(x)
+            y = R.reshape(a, R.shape([2, 2]))
+        else:
+            y = R.ones(R.shape([2, 2]), "float32")
+        if R.logical_not(c):
+            b = R.exp(w)
+            y = R.reshape(b, R.shape([2, 2]))
+        else:
+            y = R.negative(y)
+        return y
+
+
+def test_branches__of_choices_with_one_name_are_told_apart():
+    """Before, the sizes of a branch of the second were compared in a branch of the first."""
+    exe = rq.Executor(rq.compile(SameNames))
+    right, wrong = np.ones((2, 2), "float32"), np.ones((3, 2), "float32")
+    np.testing.assert_allclose(exe.run("main", [np.array(True), right, wrong])[0], -np.exp(right))
+    np.testing.assert_allclose(exe.run("main", [np.array(False), wrong, right])[0], np.exp(right))
+    for given in ([np.array(True), wrong, right], [np.array(False), right, wrong]):
+        with pytest.raises(ValueError, match="sizes do not fit 'y_"):
+            exe.run("main", given)
