@@ -20,6 +20,7 @@ from relayquant.codegen.kernels.isa.bf16 import Bf16Isa
 from relayquant.codegen.kernels.isa.select import select_bf16
 from relayquant.codegen.layout import convert_layout
 from relayquant.codegen.legalization import LEGALIZATIONS
+from relayquant.codegen.memory import PLAN_MEMORY
 from relayquant.codegen.order import order_values
 from relayquant.codegen.recurrent import lower_recurrent
 from relayquant.codegen.row_norms import lower_row_norms
@@ -105,7 +106,7 @@ def make_pipeline(
                     create_shape_checks(checks),
                     create_input_checks(target),
                     relax.transform.CallTIRRewrite(),
-                    relax.transform.StaticPlanBlockMemory(),
+                    PLAN_MEMORY,
                     relax.transform.LowerAllocTensor(),
                     relax.transform.KillAfterLastUse(),
                     relax.transform.LowerRuntimeBuiltin(),
