@@ -741,3 +741,9 @@ def test_small_weights__larger_ones_are_refused(isa, small, weight):
 def test_small_weights__other_instructions_do_not_care():
     weight = np.zeros((8, 1, 1, 4), "int8")
     assert VNNI512.for_weights(weight) is VNNI512
+
+
+def test_choose_plan__of_a_form_that_there_is_not():
+    spec = Conv2d(1, 5, 7, 20, 24, (1, 1), tile=Tile(1, 8, 3, 1, 2))
+    with pytest.raises(ValueError, match="no form has 2 pixels in a vector"):
+        choose_plan(spec, VNNI512)

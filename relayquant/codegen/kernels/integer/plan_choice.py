@@ -48,7 +48,10 @@ def choose_form(spec: Conv2d, isa: Isa) -> ConvPlan:
     """
     plain, tile = replace(spec, tile=None), spec.tile
     if tile is not None:
-        return make_plan(plain, next(each for each in isa.forms if each.sharing == tile.sharing))
+        form = next((each for each in isa.forms if each.sharing == tile.sharing), None)
+        if form is None:
+            raise ValueError(f"{tile} of {isa.name}: no form has {tile.sharing} pixels in a vector")
+        return make_plan(plain, form)
     first, *others = (make_plan(plain, each) for each in isa.forms)
     faster = [each for each in others if each.time < FORM_GAIN * first.time]
     return min(faster, key=lambda plan: plan.time, default=first)
