@@ -103,8 +103,11 @@ class Suspects:
         settings: When outputs deviate.
         order: All operators, the most sensitive first.
         first: What to begin with.
-        milder: What may suffice without products in float; see `list_milder`. A module takes long
-            to build: what the calibration graph expects to fall short is left out.
+        milder: What may suffice without products in float: ranges of the run time (see
+            `list_milder`), then weights of all bits for those to begin with that have fewer. A
+            module takes long to build: what the calibration graph expects to fall short is left
+            out.
+        widest: Weights of all bits for all operators that have fewer, where that is new.
         is_arithmetic: Whether the simulated model has the SQNR that the integer module lacks.
         bad: Samples that the operators are sought on.
         judged: Samples that decide.
@@ -116,6 +119,7 @@ class Suspects:
     order: Sequence[str]
     first: Sequence[str]
     milder: Sequence[Changes]
+    widest: Changes
     is_arithmetic: bool
     bad: Batches
     judged: Batches
@@ -183,7 +187,7 @@ def find_suspects(
     target = guarding.target_sqnr
     is_arithmetic = simulation.sqnr(operators) >= target > min(gap.sqnr for gap in gaps)
     if is_arithmetic:
-        first, milder = [find_first_off(prepared, qmod, bad)], []
+        first, milder, widest = [find_first_off(prepared, qmod, bad)], [], {}
     else:
         found = search_simulated(simulation, mapping, order, target, math.inf, settings.events)
         first = found or order[:1]
@@ -192,25 +196,44 @@ def find_suspects(
             for changes in list_milder(ranged, first)
             if forecast_sqnr(simulation, changes, ranges) >= target
         ]
-        milder += list_milder(find_wider_weights(prepared), first)
+        wider = find_wider_weights(prepared)
+        trials, every = change_first(wider, first), {**dict.fromkeys(first), **wider}
+        milder += trials
+        # Few bits stay the user's where no suspect has them.
+        widest = every if trials and every not in trials else {}
     return Suspects(
-        prepared, guarding, order, first, milder, is_arithmetic, bad, judged, settings.events
+        prepared,
+        guarding,
+        order,
+        first,
+        milder,
+        widest,
+        is_arithmetic,
+        bad,
+        judged,
+        settings.events,
     )
 
 
-def list_milder(qconfigs: Changes, first: Sequence[str]) -> list[Changes]:
+def list_milder(ranged: Changes, first: Sequence[str]) -> list[Changes]:
     """What may suffice without products in float: the first suspects, then all products, read
-    their data's range at run time, or have weights of all bits. Suspects that cannot do so go to
-    float, as they would.
+    their data's range at run time. Suspects that cannot do so go to float, as they would.
+    """
+    return [*change_first(ranged, first), {**dict.fromkeys(first), **ranged}] if ranged else []
+
+
+def change_first(qconfigs: Changes, first: Sequence[str]) -> list[Changes]:
+    """The first suspects with these QConfigs, and in float those without; nothing where none has
+    one.
     """
     few = {name: qconfigs.get(name) for name in first}
-    trials = [few] if any(few.values()) else []
-    return [*trials, {**dict.fromkeys(first), **qconfigs}] if qconfigs else []
+    return [few] if any(few.values()) else []
 
 
 def revert_operators(suspects: Suspects, build: Callable[[Changes], tvm.IRModule]) -> Attempt:
-    """What brings the outputs back: ranges of the run time or weights of all bits, where these
-    suffice, else as few suspects in float as do, more until they follow, then fewer.
+    """What brings the outputs back: ranges of the run time or weights of all bits for the first
+    suspects, where these suffice, else these in float. Where that is not enough either, all weights
+    get all bits, or more suspects go to float until the outputs follow, then fewer.
 
     Args:
         suspects: What to try.
@@ -228,6 +251,10 @@ def revert_operators(suspects: Suspects, build: Callable[[Changes], tvm.IRModule
         if suspects.follows(found := attempt(changes)):
             return found
     found = attempt(dict.fromkeys(suspects.first))
+    if suspects.widest and deviates(suspects.settings, found.gaps):
+        widest = attempt(suspects.widest)
+        if suspects.follows(widest):
+            return widest
     while more := suspects.add_more(found):
         found = attempt(dict.fromkeys(more))
     for name in suspects.list_spare(found):

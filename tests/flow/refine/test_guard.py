@@ -521,15 +521,33 @@ def test_revert__ranges_at_run_time_come_first_where_weights_leave_room(revert, 
 
 @pytest.mark.parametrize("needed", [{"o7"}, {"o6", "o7"}, {"o7", "o8"}])
 def test_revert__weights_of_all_bits_come_before_float(revert, needed):
-    """First of the suspects, then of all that have few bits; float where that is not enough."""
+    """First of the suspects; these in float come before all that have few bits."""
     names, tried = revert(
         lambda names: OutputGap(40.0 if needed <= names else 0.0), ("o7",), wider=("o6", "o7")
     )
-    milder = [{"o7": WIDER}, {"o7": WIDER, "o6": WIDER}]
-    count = 1 + (needed != {"o7"})
+    milder = [{"o7": WIDER}, ("o7",), {"o7": WIDER, "o6": WIDER}]
+    count = 1 if needed == {"o7"} else 3
     assert tried[:count] == milder[:count]
     assert (names == ()) == ("o8" not in needed)
     assert (len(tried) == count) == ("o8" not in needed)
+
+
+def test_revert__weights_of_few_bits_stay_where_no_suspect_has_them(revert):
+    """Nothing but the suspect is to blame: others keep the bits that the user gave them."""
+    for enough in (1, 4, 99):
+        names, tried = revert(
+            lambda names, enough=enough: OutputGap(40.0 if len(names) >= enough else 0.0),
+            wider=("o6", "o7"),
+        )
+        assert tried[:2] == [("o8",), ("o0", "o1", "o2", "o8")][: 1 + (enough > 1)]
+        assert {"o6", "o7"} <= set(names) or enough < 99
+
+
+def test_revert__weights_of_few_bits_stay_where_suspects_in_float_are_enough(revert):
+    """The outputs do not deviate any more, though they do not reach the target."""
+    names, tried = revert(lambda _: OutputGap(17.0), ("o7",), wider=("o6", "o7"))
+    assert tried == [{"o7": WIDER}, ("o7",)]
+    assert names == ("o7",)
 
 
 def test_revert__where_integers_are_wrong_the_next_that_is_off_goes_too(revert):

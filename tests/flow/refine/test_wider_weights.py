@@ -123,6 +123,31 @@ def test_guard__weights_are_widened_behind_ranges_that_the_user_computes_at_run_
     assert other.measure(qmod) > 20
 
 
+@pytest.mark.slow
+def test_guard__weights_of_few_bits_that_do_no_damage_stay():
+    """A convolution with few steps for its data is the cause: the others keep their bits."""
+    rng = np.random.default_rng(3)
+    weights = [rng.standard_normal((16, 16, n, n)).astype("float32") / 12 for n in (3, 3, 1)]
+
+    def body(emit, x, y):
+        first, third, second = (relax.const(weight) for weight in weights)
+        x = emit("third", relax.op.nn.conv2d(emit("first", relax.op.nn.conv2d(x, first)), third))
+        y = emit("second", relax.op.nn.conv2d(emit("tanh", relax.op.tanh(y)), second))
+        return relax.Tuple([x, y])
+
+    mod = build_model(body, (2, 16, 8, 8), (2, 16, 8, 8))
+    spec = replace(DEFAULT.weight.spec, quant_min=-16, quant_max=15)
+    few = replace(DEFAULT, weight=rq.TensorConfig(spec, rq.observers.MSE()))
+    spec = replace(DEFAULT.activation.spec, quant_min=0, quant_max=2)
+    coarse = replace(DEFAULT, activation=rq.TensorConfig(spec, rq.observers.MinMax()))
+    mapping = rq.QConfigMapping().set_global(few).set_module_name("second", coarse)
+    data = [tuple(rng.standard_normal((2, 2, 16, 8, 8)).astype("float32")) for _ in range(32)]
+    with pytest.warns(rq.AccuracyWarning, match="Back in float, 1 operator: second"):
+        qmod = rq.quantize(mod, None, data, qconfig_mapping=mapping, backend="x86", callbacks=())
+    guard = rq.ledger(qmod).guard
+    assert (guard.reverted, guard.ranged, guard.widened) == (("second",), (), ())
+
+
 @pytest.mark.parametrize(
     "use", [pytest.param(use_bits, marks=pytest.mark.slow), use_run_time_ranges]
 )
