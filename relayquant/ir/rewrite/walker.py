@@ -20,6 +20,9 @@ from relayquant.ir.rewrite.graph import Graph, call_name, free_vars
 #: Returns the new value of a binding, which keeps its name, or None to drop the binding.
 Visitor = Callable[["Emitter", relax.VarBinding], "relax.Expr | None"]
 
+#: Expressions that have operands.
+COMPOSED = Call | relax.Tuple | relax.TupleGetItem
+
 
 class Emitter:
     """Builder of the new function, for one rewrite."""
@@ -36,38 +39,22 @@ class Emitter:
         """Bind `expr` to a new variable `name` (made unique). Variables and constants are returned
         as they are.
         """
-        expr = self.normalize(expr, name)
-        if not isinstance(expr, Call | relax.Tuple | relax.TupleGetItem):
-            return expr
-        return self._bind(expr, self.unique_name(name))
+        return self._bind_new(self.normalize(expr, name), name)
 
     def normalize(self, expr: relax.Expr, name: str) -> relax.Expr:
         """Infer the type of `expr`. Each call inside it is bound to a new variable, named after
         `name` and the call's operator. The builder alone would name it lv, and so may the model.
         """
-        bound: dict[relax.Expr, relax.Expr] = {}
+        new: dict[relax.Expr, relax.Expr] = {}
+        for inner, inner_name in list_inner(expr, name):
+            opened = replace_operands(inner, new)
+            if not isinstance(inner, relax.Tuple):
+                opened = self._bind_new(self.builder.normalize(opened), inner_name)
+            new[inner] = opened
+        return self.builder.normalize(replace_operands(expr, new))
 
-        def flatten(operand: relax.Expr, name: str) -> relax.Expr:
-            if isinstance(operand, relax.Tuple):
-                return open_up(operand, name)
-            if operand not in bound:
-                operator = call_name(operand) if isinstance(operand, Call) else "field"
-                name = f"{name}.{operator.rpartition('.')[-1]}"
-                bound[operand] = self.emit(open_up(operand, name), name)
-            return bound[operand]
-
-        def open_up(expr: relax.Expr, name: str) -> relax.Expr:
-            operands = list_operands(expr)
-            if not any(map(is_nested, operands)):
-                return expr
-            new = [flatten(each, name) if is_nested(each) else each for each in operands]
-            if isinstance(expr, relax.Tuple):
-                return relax.Tuple(new)
-            if isinstance(expr, relax.TupleGetItem):
-                return relax.TupleGetItem(new[0], expr.index)
-            return Call(expr.op, new, expr.attrs, expr.ty_args)
-
-        return self.builder.normalize(open_up(expr, name))
+    def _bind_new(self, expr: relax.Expr, name: str) -> relax.Expr:
+        return self._bind(expr, self.unique_name(name)) if isinstance(expr, COMPOSED) else expr
 
     def _bind(self, expr: relax.Expr, name: str) -> relax.Var:
         var = relax.DataflowVar(name, expr.ty)
@@ -118,7 +105,7 @@ class Emitter:
             var = relax.DataflowVar(old.name, old.ty)
             self.builder.emit_normalized(relax.MatchCast(var, expr, old.ty))
             expr = var
-        elif isinstance(expr, Call | relax.Tuple | relax.TupleGetItem):
+        elif isinstance(expr, COMPOSED):
             expr = self._bind(expr, old.name)
         self._new[old] = expr
         return expr
@@ -137,11 +124,44 @@ def list_operands(expr: relax.Expr) -> list[relax.Expr]:
     return list(expr.fields) if isinstance(expr, relax.Tuple) else []
 
 
-def is_nested(operand: relax.Expr) -> bool:
-    """Whether an operand is a call or a projection, or a tuple that holds one."""
+def list_inner(expr: relax.Expr, name: str) -> list[tuple[relax.Expr, str]]:
+    """List what is composed inside `expr`, each once behind its operands, with a name that says
+    where it is. Without recursion: a callback may return thousands of nested calls.
+    """
+    found: list[tuple[relax.Expr, str]] = []
+    seen: set[relax.Expr] = set()
+    waiting = [(expr, name, False)]
+    while waiting:
+        each, own, is_done = waiting.pop()
+        if is_done:
+            found.append((each, own))
+        elif each not in seen:
+            seen.add(each)
+            waiting.append((each, own, True))
+            inner = [operand for operand in list_operands(each) if isinstance(operand, COMPOSED)]
+            waiting += [(operand, name_inner(operand, own), False) for operand in inner[::-1]]
+    return found[:-1]
+
+
+def name_inner(operand: relax.Expr, name: str) -> str:
+    """Return the name of a call or projection inside a value. A tuple has that of its value."""
     if isinstance(operand, relax.Tuple):
-        return any(map(is_nested, operand.fields))
-    return isinstance(operand, Call | relax.TupleGetItem)
+        return name
+    operator = call_name(operand) if isinstance(operand, Call) else "field"
+    return f"{name}.{operator.rpartition('.')[-1]}"
+
+
+def replace_operands(expr: relax.Expr, new: Mapping[relax.Expr, relax.Expr]) -> relax.Expr:
+    """Return an expression with new operands instead of those in `new`."""
+    operands = list_operands(expr) if new else []
+    replaced = [new[each] if isinstance(each, COMPOSED) else each for each in operands]
+    if all(a.same_as(b) for a, b in zip(operands, replaced, strict=True)):
+        return expr
+    if isinstance(expr, relax.Tuple):
+        return relax.Tuple(replaced)
+    if isinstance(expr, relax.TupleGetItem):
+        return relax.TupleGetItem(replaced[0], expr.index)
+    return Call(expr.op, replaced, expr.attrs, expr.ty_args)
 
 
 def rewrite_main(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import tvm
 from tvm import relax
@@ -398,3 +400,32 @@ def test_rewrite__calls_inside_a_replacement_get_names_of_their_own():
         "lv",
         "lv1",
     ]
+
+
+def test_rewrite__result_of_thousands_of_nested_calls():
+    """Each call becomes a binding, behind the one that it reads."""
+
+    def visit(emitter, binding):
+        value = emitter.get(binding.value)
+        for _ in range(3000):
+            value = relax.op.nn.relu(value)
+        return value
+
+    graph = Graph(rewrite_main(dotted_module(), visit))
+    assert len(graph.bindings) == 2 * 3001
+    operators = [binding.value.op.name for binding in graph.bindings]
+    (place,) = (at for at, name in enumerate(operators) if name == "relax.sigmoid")
+    assert place == 3001
+    for before, binding in pairwise(graph.bindings):
+        assert binding.value.args[0].same_as(before.var)
+
+
+def test_rewrite__shared_operand_in_tuples_is_bound_once():
+    def visit(emitter, binding):
+        value = emitter.get(binding.value)
+        twice = relax.Tuple([value, relax.Tuple([value, value])])
+        return relax.op.add(relax.TupleGetItem(twice, 0), value)
+
+    graph = Graph(rewrite_main(dotted_module(), visit))
+    operators = [getattr(getattr(b.value, "op", None), "name", "") for b in graph.bindings]
+    assert operators.count("relax.sigmoid") == operators.count("relax.nn.relu") == 1
