@@ -22,7 +22,7 @@ from relayquant.base.events import CallbackList, ProgressEvent
 from relayquant.base.qtypes import QParams
 from relayquant.base.runtime import limit_blas, map_on_threads
 from relayquant.base.tables import format_csv, format_html
-from relayquant.base.user_calls import note_error
+from relayquant.base.user_calls import is_mistake, note_error
 from relayquant.codegen.eager import (
     EagerModule,
     IncrementalFunction,
@@ -394,25 +394,13 @@ def name_metric(metric: Metric) -> str:
     return getattr(metric, "__name__", type(metric).__name__)
 
 
-#: What a metric raises by mistake. Other exceptions may be meant to stop a run, and stay.
-MISTAKES = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    NameError,
-    TypeError,
-    ValueError,
-)
-
-
 def apply_metric(
     metric: Metric, expected: Sequence[list[np.ndarray]], got: Sequence[list[np.ndarray]]
 ) -> float:
     """Apply the metric to all batches.
 
     Raises:
-        ConfigError: it returns no number, or raises one of `MISTAKES`.
+        ConfigError: it returns no number, or makes a mistake.
     """
     first, second = join_batches(expected), join_batches(got)
     contract = (
@@ -422,11 +410,12 @@ def apply_metric(
     name = name_metric(metric)
     try:
         value = metric(first, second)
-    except MISTAKES as error:
-        raise ConfigError(
-            f"The metric {name} failed ({type(error).__name__}: {error}). {contract}", code="RQ106"
-        ) from error
     except Exception as error:
+        if is_mistake(error):
+            raise ConfigError(
+                f"The metric {name} failed ({type(error).__name__}: {error}). {contract}",
+                code="RQ106",
+            ) from error
         note_error(error, f"relayquant: raised by the metric {name}. {contract}")
         raise
     try:

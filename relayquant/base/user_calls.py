@@ -9,6 +9,17 @@ from relayquant.errors import ConfigError, RelayQuantError
 
 T = TypeVar("T")
 
+#: What a function raises by mistake. Other exceptions may be meant to stop a run, and stay.
+MISTAKES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NameError,
+    TypeError,
+    ValueError,
+)
+
 
 def call_user(
     where: str,
@@ -36,6 +47,13 @@ def call_user(
     except Exception as error:
         text = f"{where} raised {type(error).__name__}{at}: {error}"
         raise kind(text.removesuffix(": "), code=code) from error
+
+
+def is_mistake(error: Exception) -> bool:
+    """Whether an exception shows a mistake in the function that raised it. An error of relayquant
+    says itself what is wrong.
+    """
+    return isinstance(error, MISTAKES) and not isinstance(error, RelayQuantError)
 
 
 def note_error(error: Exception, note: str) -> None:

@@ -137,13 +137,15 @@ def test_sensitivity__wrong_metric_is_explained(prepared, data, metric, message)
         rq.sensitivity(prepared, data, metric)
 
 
-def test_sensitivity__what_a_metric_raises_on_purpose_is_passed_on(prepared, data):
+@pytest.mark.parametrize("error", [RuntimeError("mine"), rq.DataError("no label", code="RQ301")])
+def test_sensitivity__what_a_metric_raises_on_purpose_is_passed_on(prepared, data, error):
     def stop(expected, got):
-        raise RuntimeError("mine")
+        raise error
 
-    with pytest.raises(RuntimeError, match="mine") as caught:
+    with pytest.raises(type(error)) as caught:
         rq.sensitivity(prepared, data, stop)
-    assert "raised by the metric stop. It gets two lists" in caught.value.__notes__[0]
+    assert caught.value is error
+    assert "raised by the metric stop. It gets two lists" in error.__notes__[0]
 
 
 def test_simulation__data_that_is_shuffled_is_an_error(prepared, data):

@@ -19,7 +19,7 @@ from relayquant.analysis.sensitivity import apply_metric
 from relayquant.base.arguments import takes_arguments
 from relayquant.base.events import ProgressEvent, TrainingEvent
 from relayquant.base.storage.archive import Archive, read_archive, write_archive
-from relayquant.base.user_calls import call_user
+from relayquant.base.user_calls import is_mistake, note_error
 from relayquant.data import open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError, DataError, format_count
@@ -267,9 +267,21 @@ class _Training:
         expected: list[torch.Tensor],
         item: Mapping[str, Any] | None = None,
     ) -> torch.Tensor:
-        """Compute the loss of one batch. A loss that takes the item needs `item`."""
+        """Compute the loss of one batch. A loss that takes the item needs `item`.
+
+        Raises:
+            ConfigError: It makes a mistake, or returns no number. What it raises else is passed on.
+        """
         args = [outputs, expected, *([item] if self.takes_item else [])]
-        value = call_user("finetune: loss", lambda: self.loss(*args), at=self.describe(outputs))
+        try:
+            value = self.loss(*args)
+        except Exception as error:
+            at = self.describe(outputs)
+            if is_mistake(error):
+                text = f"finetune: loss raised {type(error).__name__}{at}: {error}"
+                raise ConfigError(text, code="RQ106") from error
+            note_error(error, f"relayquant: raised by the loss of finetune{at}")
+            raise
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             raise ConfigError(
                 f"finetune: loss returned a {type(value).__name__}; allowed: a tensor of one "

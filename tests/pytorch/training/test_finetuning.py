@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from fractions import Fraction
 
 import numpy as np
@@ -272,6 +273,29 @@ def test_loss_and_metric__of_the_user():
 def test_finetune__wrong_settings_named(options, message):
     with pytest.raises(ConfigError, match=message):
         tune(**options)
+
+
+class EnoughTraining(Exception):
+    """An exception of the user, which ends the training."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        EnoughTraining("the loss is small"),
+        torch.OutOfMemoryError("tried to allocate 2 GiB"),
+        rq.DataError("item 3 has no label", code="RQ301"),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_finetune__what_a_loss_raises_on_purpose_is_passed_on(error):
+    def loss(outputs, expected):
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        tune(loss=loss)
+    assert caught.value is error
+    assert re.search(r"the loss of finetune after 0 steps, for outputs of", error.__notes__[0])
 
 
 def train_student(loss=None, **options):
