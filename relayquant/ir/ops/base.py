@@ -322,7 +322,7 @@ class QuantOp:
                 code="RQ106",
             )
         allowed = self.pattern.op_names if isinstance(self.pattern, Pattern) else ()
-        if allowed and self.op not in allowed:  # code, and wildcards alone, may match any
+        if allowed and self.op not in allowed:  # code, and open patterns, may match any operator
             raise ConfigError(
                 f"QuantOp {self.name!r}: op is {self.op!r}, an operator that its pattern does not "
                 f"have. {suggest_name(self.op, allowed)}",

@@ -8,8 +8,18 @@ from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 from tvm import relax
-from tvm.ir import Call
-from tvm.relax.dpl import CallPattern, DFPattern, ExprPattern, TupleGetItemPattern, TuplePattern
+from tvm.ir import Call, Op
+from tvm.relax.dpl import (
+    AndPattern,
+    CallPattern,
+    DFPattern,
+    ExprPattern,
+    NotPattern,
+    OrPattern,
+    TupleGetItemPattern,
+    TuplePattern,
+    WildcardPattern,
+)
 
 from relayquant.ir.rewrite.graph import Graph, free_vars
 
@@ -81,15 +91,26 @@ def may_match(matcher: Any, op_name: str) -> bool:
     return not isinstance(matcher, Pattern) or matcher.op_name in ("", op_name)
 
 
-def list_op_names(node: Any) -> Iterator[str]:
-    """List the operators of a dpl pattern, with repetitions."""
-    if isinstance(node, ExprPattern):
-        yield str(getattr(node.expr, "name", ""))
-    elif isinstance(node, DFPattern):
-        for field in INNER_PATTERNS:
-            inner = getattr(node, field, None)
-            for each in [inner] if isinstance(inner, DFPattern) else inner or ():
-                yield from list_op_names(each)
+def list_nodes(node: DFPattern) -> Iterator[DFPattern]:
+    """List the nodes of a dpl pattern, with repetitions."""
+    yield node
+    for field in INNER_PATTERNS:
+        inner = getattr(node, field, None)
+        for each in [inner] if isinstance(inner, DFPattern) else inner or ():
+            yield from list_nodes(each)
+
+
+def is_open(node: Any) -> bool:
+    """Whether a node in the place of an operator, or of its result, may be any operator."""
+    if isinstance(node, OrPattern):
+        return is_open(node.left) or is_open(node.right)
+    if isinstance(node, AndPattern):
+        return is_open(node.left) and is_open(node.right)
+    if isinstance(node, TupleGetItemPattern):
+        return is_open(node.tuple)
+    if hasattr(node, "pattern"):  # with a condition: a dtype, a shape, an attribute
+        return is_open(node.pattern)
+    return isinstance(node, WildcardPattern | NotPattern)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,8 +136,13 @@ class Pattern:
 
     @cached_property
     def op_names(self) -> frozenset[str]:
-        """Operators that a match may have."""
-        return frozenset(list_op_names(self.root))
+        """Operators that a match may have. Empty: the pattern leaves open which."""
+        nodes = list(list_nodes(self.root))
+        callees = [node.op for node in nodes if isinstance(node, CallPattern)]
+        if any(map(is_open, [self.root, *callees])):
+            return frozenset()
+        exprs = [node.expr for node in nodes if isinstance(node, ExprPattern)]
+        return frozenset(str(expr.name) for expr in exprs if isinstance(expr, Op))
 
     def match(self, graph: Graph, var: relax.Var) -> Match | None:
         """Find the match with its result bound to `var`, or None."""

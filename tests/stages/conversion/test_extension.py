@@ -9,7 +9,14 @@ import pytest
 from float_models import MAP, build_model, draw_batches
 from tvm import relax
 from tvm.relax import op
-from tvm.relax.dpl import is_op, wildcard
+from tvm.relax.dpl import (
+    CallPattern,
+    ExprPattern,
+    is_const,
+    is_op,
+    is_tuple_get_item,
+    wildcard,
+)
 
 import relayquant as rq
 from relayquant.ir.dialect import qnn
@@ -235,3 +242,42 @@ def test_quant_op__names_an_operator_of_its_pattern():
     assert make("relax.abs").pattern.op_names == {"relax.exp", "relax.abs"}
     with pytest.raises(rq.ConfigError, match=r"op is 'relax.expp'.* not have.*'relax.exp'"):
         make("relax.expp")
+
+
+DATA, SCALE = wildcard(), relax.Var("scale", relax.TensorType((), "float32"))
+ABS = is_op("relax.abs")(DATA)
+
+
+@pytest.mark.parametrize(
+    "root",
+    [
+        CallPattern(wildcard(), [ABS]),
+        is_op("relax.abs")(CallPattern(wildcard(), [DATA])),
+        wildcard() | ABS,
+        (ABS | wildcard()).has_dtype("float32"),
+        is_tuple_get_item(wildcard() | ABS, 0),
+        ~ABS,
+    ],
+)
+def test_quant_op__pattern_that_leaves_the_operator_open(root):
+    pattern = rq.extend.Pattern(root, {"data": DATA})
+    kind = rq.extend.Kind.SHARING
+    row = rq.extend.QuantOp("mine", "relax.exp", pattern, (rq.extend.Operand("data"),), kind)
+    assert row.op == "relax.exp"
+
+
+@pytest.mark.parametrize(
+    ("root", "names"),
+    [
+        (wildcard() & ABS, {"relax.abs"}),
+        (ABS & ~is_op("relax.exp")(wildcard()), {"relax.abs"}),
+        (
+            (is_op("relax.add") | is_op("relax.subtract"))(ABS, is_const()),
+            {"relax.add", "relax.subtract", "relax.abs"},
+        ),
+        (is_op("relax.add")(ABS | wildcard(), ExprPattern(SCALE)), {"relax.add", "relax.abs"}),
+        (is_op("relax.add")(ABS, ExprPattern(relax.const(1.0))), {"relax.add", "relax.abs"}),
+    ],
+)
+def test_quant_op__operators_that_a_pattern_has(root, names):
+    assert rq.extend.Pattern(root, {"data": DATA}).op_names == names
