@@ -24,6 +24,8 @@ from relayquant.codegen.rules.kernel_call import build_for_batch, split_batch
 from relayquant.ir.rewrite.expressions import same_type, shape_of, static_sizes
 from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype, tensor_shape
 
+SELU_ALPHA, SELU_SCALE = 1.6732632423543772, 1.0507009873554805
+
 
 def legalize_power(builder: relax.BlockBuilder, call: Call) -> Any:
     """Legalize power(x, 3) as x * x * x, and power(x, 4) alike.
@@ -143,6 +145,27 @@ def compute_cosh(x: Any) -> Any:
     power, half = topi.exp(x), tirx.FloatImm(str(x.dtype), 0.5)
     one = tirx.FloatImm(str(x.dtype), 1)
     return topi.multiply(topi.add(power, topi.divide(one, power)), half)
+
+
+def legalize_selu(builder: relax.BlockBuilder, call: Call) -> Any:
+    """Legalize selu(x) with e^x - 1 as tanh(x / 2) * (e^x + 1), which keeps its digits near 0.
+
+    Narrow floats are computed in float32 and rounded once.
+    """
+    dtype = tensor_dtype(call)
+    wide = "float64" if dtype == "float64" else "float32"
+
+    def compute_selu(data: Any) -> Any:
+        x, (half, one, alpha, scale) = (
+            topi.cast(data, wide),
+            (tirx.FloatImm(wide, value) for value in (0.5, 1, SELU_ALPHA, SELU_SCALE)),
+        )
+        below = topi.multiply(topi.tanh(topi.multiply(x, half)), topi.add(topi.exp(x), one))
+        is_above = topi.greater(x, tirx.FloatImm(wide, 0))
+        chosen = topi.where(is_above, x, topi.multiply(below, alpha))
+        return topi.cast(topi.multiply(chosen, scale), dtype)
+
+    return builder.call_te(compute_selu, *call.args, primfunc_name_hint="selu")
 
 
 def legalize_softmax(builder: relax.BlockBuilder, call: Call) -> Any:
@@ -337,6 +360,7 @@ LEGALIZATIONS = {
     **dict.fromkeys(("relax.sign", "relax.negative"), legalize_sign),
     "relax.sinh": legalize_sinh,
     "relax.cosh": legalize_cosh,
+    "relax.nn.selu": legalize_selu,
     "relax.nn.softmax": legalize_softmax,
     "relax.nn.pad": legalize_pad,
     "relax.permute_dims": legalize_permute_dims,

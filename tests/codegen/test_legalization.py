@@ -286,3 +286,27 @@ def test_pad__wider_than_its_axis_reads_nothing_beyond(mode, widths, is_known):
         found = machine["main"](tvm.runtime.tensor(data)).numpy()
         name = {"replicate": "edge", "circular": "wrap"}.get(mode, mode)
         np.testing.assert_array_equal(found, np.pad(data, np.reshape(widths, (-1, 2)), name))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_selu__keeps_its_digits_near_zero(dtype):
+    """1 ulp or a few: e^x - 1 of two rounded numbers has no digit of x = -1e-10."""
+    torch = pytest.importorskip("torch")
+    sizes = np.geomspace(1e-7 if dtype == "float16" else 1e-30, 50, 300)
+    data = np.concatenate([-sizes, sizes, [0, np.inf, -np.inf, np.nan]]).astype(dtype)
+    expected = torch.selu(torch.tensor(data).double()).numpy()
+    tolerance = {"float16": 1e-3, "float32": 1e-6, "float64": 1e-14}[dtype]
+    least = 6e-8 if dtype == "float16" else 0  # the smallest number
+    for found in run_compiled(relax.op.nn.selu, data):
+        np.testing.assert_allclose(found, expected, tolerance, least)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("name", "function"), [("tanh", np.tanh), ("atanh", np.arctanh)])
+def test_hyperbolic_tangent__keeps_its_digits_near_zero(name, function, dtype):
+    """TVM's forms are a difference from 1 and the logarithm of one: 0 for x = 1e-20."""
+    sizes = np.geomspace(1e-30, 0.9, 300)
+    data = np.concatenate([-sizes, sizes]).astype(dtype)
+    tolerance = 1e-6 if dtype == "float32" else 1e-14
+    for found in run_compiled(getattr(relax.op, name), data):
+        np.testing.assert_allclose(found, function(data.astype("float64")), tolerance)

@@ -153,6 +153,12 @@ VECTOR_FORMS: dict[str, Callable[[Expr], Expr]] = {
     "tirx.nearbyint": round_even,
     "tirx.rsqrt": invert_root,
 }
+#: Functions and types for which TVM's form has no digits near 0 -> the C library's function.
+C_FUNCTIONS = {
+    ("tirx.tanh", "float64"): "tanh",
+    ("tirx.atanh", "float64"): "atanh",
+    ("tirx.atanh", "float32"): "atanhf",
+}
 FLOATS = ("float32", "float64")
 
 
@@ -173,7 +179,8 @@ def may_bind(value: Expr) -> bool:
 
 
 def expand_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Expand the float32 calls of functions in `EXPANSIONS`, and rewrite those in `VECTOR_FORMS`.
+    """Expand the float32 calls of functions in `EXPANSIONS`, and rewrite those in `VECTOR_FORMS`
+    and `C_FUNCTIONS`.
 
     A call whose argument contains an expanded call or bfloat16 stays a call. TVM's LLVM generator
     replaces bound variables by their values when it simplifies. Here a variable is read some
@@ -185,6 +192,9 @@ def expand_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
         name = str(getattr(call.op, "name", ""))
         if name in VECTOR_FORMS and str(call.ty) in FLOATS:
             return VECTOR_FORMS[name](call.args[0])
+        function = C_FUNCTIONS.get((name, str(call.ty)))
+        if function is not None:
+            return tirx.call_pure_extern(str(call.ty), function, call.args[0])
         make = EXPANSIONS.get(name)
         if make is None or str(call.ty) != "float32" or not may_bind(call.args[0]):
             return call
