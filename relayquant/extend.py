@@ -15,6 +15,9 @@ from relayquant.flow.testing.draw import ModelBuilder
 from relayquant.ir.dialect import qnn
 from relayquant.ir.ops import (
     BUILTIN_OPS,
+    DynamicContext,
+    GroupedContext,
+    IntegerRows,
     Kind,
     Operand,
     Output,
@@ -30,7 +33,10 @@ from relayquant.stages.conversion import AffineRule
 __all__ = [
     "BUILTIN_OPS",
     "AffineRule",
+    "DynamicContext",
     "Emitter",
+    "GroupedContext",
+    "IntegerRows",
     "Kind",
     "Match",
     "ModelBuilder",

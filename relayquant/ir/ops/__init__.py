@@ -3,6 +3,9 @@ longest patterns come first.
 """
 
 from relayquant.ir.ops.base import (
+    DynamicContext,
+    GroupedContext,
+    IntegerRows,
     Kind,
     Operand,
     Output,
@@ -27,6 +30,9 @@ BUILTIN_OPS: tuple[QuantOp, ...] = (
 
 __all__ = [
     "BUILTIN_OPS",
+    "DynamicContext",
+    "GroupedContext",
+    "IntegerRows",
     "Kind",
     "Operand",
     "Output",

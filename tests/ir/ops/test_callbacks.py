@@ -4,6 +4,8 @@ callback.
 
 from __future__ import annotations
 
+import collections.abc
+import typing
 from dataclasses import replace
 
 import numpy as np
@@ -14,9 +16,10 @@ from tvm.relax import op
 from tvm.relax.dpl import is_op, wildcard
 
 import relayquant as rq
+from relayquant import extend
 from relayquant.base.qtypes import QParams
 from relayquant.ir.dialect import qnn
-from relayquant.ir.ops import Kind, Operand, Output, Quantized, QuantOp
+from relayquant.ir.ops import Kind, Operand, Output, Quantized, QuantOp, base
 from relayquant.ir.ops.find import find_pattern
 from relayquant.ir.rewrite import Pattern
 
@@ -226,3 +229,16 @@ def test_rule__may_return_other_parameters_where_it_says_so():
     row = rq.ledger(run_rule(double, shares_parameters=False)).row("f")
     assert row is not None
     assert row.quantized
+
+
+def test_extend__has_what_the_callbacks_of_a_row_take():
+    hints = typing.get_type_hints(QuantOp, vars(base))
+    taken = [
+        argument
+        for hint in hints.values()
+        for form in (hint, *typing.get_args(hint))
+        if typing.get_origin(form) is collections.abc.Callable
+        for argument in typing.get_args(form)[0]
+    ]
+    assert {each.__name__ for each in taken} >= {"RealizeContext", "DynamicContext"}
+    assert {each for each in taken if getattr(extend, each.__name__, None) is not each} == set()
