@@ -46,6 +46,7 @@ TORCH_CALLS = {
     "compare": "compare(module, qmod, dataset)",
     "quantize": "quantize(module, example_inputs, dataset)",
     "prepare": "prepare(module, example_inputs)",
+    "finetune": "prepare_qat(module, example_inputs), and a training loop of your own",
 }
 
 

@@ -97,9 +97,10 @@ def finetune(
         validation_dataset: Data set that is not used for training, to choose the best state. With
             more samples it can tell smaller gains from chance. None: see `hold_back`.
         hold_back: Whether to hold back every tenth item of `dataset` as validation data, if there
-            is no `validation_dataset`. Of 4 to 9 items it is the last one, of fewer none. Pass a
-            `validation_dataset` if items are shuffled or augmented views of the same samples: the
-            training would see what is held back.
+            is no `validation_dataset`. Of 4 to 9 items it is the last one, of fewer none. Items
+            behind the first `steps` do not count. Pass a `validation_dataset` if items are
+            shuffled or augmented views of the same samples: the training would see what is held
+            back.
         metric: `(float outputs, quantized outputs) -> float` on the validation data, higher is
             better, as for `quantize`. None: the loss, or the default loss if `loss` takes the item.
             Any higher value of a metric counts as a gain, without a test for chance.

@@ -200,6 +200,12 @@ class _Training:
                 quantizer.sharpness = begin * (end / begin) ** (step / settings.steps)
         outputs, found = self.student.compute(inputs, self.hidden)
         loss = self.measure(as_list(outputs), as_list(expected), item)
+        if not loss.requires_grad:
+            raise ConfigError(
+                "finetune: loss returned a tensor without a gradient; allowed: a tensor that torch "
+                "computes from the outputs, without detach(), no_grad() or argmax().",
+                code="RQ106",
+            )
         if self.hidden:
             distances = [measure_distance(found[name], inside[name]) for name in self.hidden]
             loss = loss + settings.hidden_weight * torch.stack(distances).mean()
@@ -209,11 +215,12 @@ class _Training:
         self.follow_average(step + 1)
         value = loss.item()
         if not math.isfinite(value):
-            raise ConfigError(
-                f"The loss is {value} in step {step}: training diverged. Lower lr "
-                f"({settings.lr:g}).",
-                code="RQ101",
+            cause = (
+                f"training diverged. Lower lr ({settings.lr:g})."
+                if step
+                else "nothing is trained yet. Check the loss and the data."
             )
+            raise ConfigError(f"The loss is {value} in step {step}: {cause}", code="RQ101")
         self.losses.append(value)
 
     @torch.no_grad()

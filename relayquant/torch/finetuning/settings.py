@@ -109,7 +109,7 @@ class FinetuneSettings(RunSettings):
             raise ConfigError(
                 "finetune got a metric or patience but no validation data to measure on. Pass "
                 "validation_dataset=, a data set that is not used for training; or at least "
-                f"{FEWEST_ITEMS} items with hold_back=True.",
+                f"{FEWEST_ITEMS} items, and as many steps that read them, with hold_back=True.",
                 code="RQ102",
             )
 

@@ -257,6 +257,14 @@ def test_loss_and_metric__of_the_user():
         ({"loss": lambda: 0}, "loss cannot be called with"),
         ({"loss": lambda outputs, expected: 1.0}, "loss returned a float; allowed: a tensor"),
         (
+            {"loss": lambda outputs, expected: (outputs[0] - expected[0]).detach().sum()},
+            "loss returned a tensor without a gradient",
+        ),
+        (
+            {"metric": lambda a, b: 1.0, "steps": 3, "validation_dataset": None},
+            "at least 4 items, and as many steps that read them, with hold_back=True",
+        ),
+        (
             {"loss": lambda outputs, expected: outputs[1] - expected[1]},
             r"loss raised IndexError after 0 steps, for outputs of shape \(\d+, ",
         ),
@@ -266,7 +274,7 @@ def test_loss_and_metric__of_the_user():
         ),
         (
             {"loss": lambda a, b: a[0].sum() * float("nan"), "validation_dataset": None},
-            "The loss is nan in step 0",
+            "The loss is nan in step 0: nothing is trained yet. Check the loss",
         ),
     ],
 )
