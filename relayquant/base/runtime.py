@@ -114,11 +114,12 @@ def stop_spinning() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let arrays that are freed leave their memory to the next ones; called once in a process.
+    """Let arrays of up to 32 MB that are freed leave their memory to the next ones.
 
-    The allocator of Linux asks the system for each large array, and the system clears its pages
-    each time: up to a tenth of a calibration. It no longer does so once an array of that size was
-    freed.
+    glibc asks the system for each array that is larger than any freed so far, and the system clears
+    its pages each time: up to a tenth of a calibration. So an array of the largest size that glibc
+    keeps is freed here. Larger ones are still asked for each time. Free memory goes back to the
+    system above 64 MB only, twice that size. A second call changes nothing.
     """
     np.empty(MOST_REUSED_BYTES, "uint8")  # nothing is written, so this takes no memory
 

@@ -188,7 +188,7 @@ def find_large_constants(mod: tvm.IRModule) -> dict[int, Large]:
     def visit(expr: relax.Expr) -> None:
         expansion = read_expansion(expr)
         if expansion is not None and expansion.byte_count >= LEAST_BYTES:
-            found[find_address(expr.args[0])] = expansion
+            found[find_constant_address(expr.args[0])] = expansion
         elif is_kernel_call(mod, expr):
             found.update({key: arg for arg in expr.args if (key := find_key(arg)) is not None})
 
@@ -217,10 +217,10 @@ def find_key(expr: relax.Expr) -> int | None:
         return None
     tensor = expr.value
     size = np.prod(tensor.shape, dtype="int64") * tensor.dtype.itemsize
-    return find_address(expr) if size >= LEAST_BYTES else None
+    return find_constant_address(expr) if size >= LEAST_BYTES else None
 
 
-def find_address(constant: GenericConst) -> int:
+def find_constant_address(constant: GenericConst) -> int:
     """Return the address of a constant's values."""
     return constant.value.data_ptr()
 
@@ -252,7 +252,7 @@ class ProviderCalls(relax.PyExprMutator):
 
     def visit_call_(self, op: Call) -> relax.Expr:
         if read_expansion(op) is not None:
-            call = self.ask(find_address(op.args[0]), op.ty)
+            call = self.ask(find_constant_address(op.args[0]), op.ty)
             return op if call is None else call
         if not is_kernel_call(self.mod, op):
             return super().visit_call_(op)

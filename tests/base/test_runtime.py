@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import ctypes
 import os
 import platform
 import subprocess
 import sys
 
+import ml_dtypes
 import numpy as np
 import pytest
 import tvm
@@ -19,6 +22,7 @@ from relayquant.base.runtime import (
     Executor,
     as_tensor,
     empty_aligned,
+    find_address,
     map_on_threads,
     stop_spinning,
     view_tensor,
@@ -134,3 +138,62 @@ def test_fork__error_where_the_threads_were_left_behind(threads, has_run, code):
     )
     assert run.stdout.splitlines()[-1:] == [str(code)], run.stderr
     assert ("get_context('spawn')" in run.stdout) == (code == 3)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.zeros((3, 4), "float32"),
+        np.zeros(8, "int64")[3:],
+        np.zeros(3, "bool"),
+        np.zeros(3, "float16"),
+        np.zeros(3, ml_dtypes.bfloat16),
+        np.zeros((0, 4), "float32"),
+        np.zeros((), "float64"),
+        np.broadcast_to(np.float32(1), (1, 1)),  # read-only
+    ],
+    ids=lambda each: f"{each.dtype}{each.shape}",
+)
+def test_find_address__is_numpys(array):
+    assert find_address(array) == array.__array_interface__["data"][0]
+
+
+#: Prints of each step how many arrays glibc asked the system for, and how many MB more it keeps.
+COUNT_MAPPED = """
+import ctypes
+import numpy as np
+from relayquant.base.runtime import keep_freed_memory
+
+names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+Counts = type("Counts", (ctypes.Structure,), {"_fields_": [(n, ctypes.c_size_t) for n in names]})
+count = ctypes.CDLL(None).mallinfo2
+count.restype = Counts
+
+def allocate(*sizes):
+    before = count()
+    arrays = [np.empty(int(size * 2**20), "uint8") for size in sizes]
+    mapped = count().hblks - before.hblks
+    del arrays
+    return mapped, (count().arena - before.arena) >> 20
+
+found = [allocate(1)]
+keep_freed_memory()
+found += [allocate(size) for size in (8, 20, 31.9, 33)]
+keep_freed_memory()
+print(*found, allocate(20, 20, 20, 20), sep=";")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="counted by glibc 2.33")
+def test_keep_freed_memory__arrays_of_up_to_32_mb_are_not_asked_of_the_system():
+    run = subprocess.run(
+        [sys.executable, "-c", COUNT_MAPPED], capture_output=True, text=True, check=True
+    )
+    before, *kept, larger, many = map(ast.literal_eval, run.stdout.split(";"))
+    assert before == (1, 0)
+    assert [mapped for mapped, _ in kept] == [0, 0, 0]
+    assert sum(growth for _, growth in kept) >= 20  # freed, but not given back
+    assert larger == (1, 0)
+    mapped, growth = many
+    assert (mapped, growth < 0) == (0, True)  # free memory above 64 MB goes back
