@@ -9,7 +9,7 @@ input. Loops go back: `refine` proposes and judges, and what is built for it is 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -47,7 +47,7 @@ from relayquant.flow.refine.loudness import follow_loudness
 from relayquant.flow.refine.prepared_edit import Changes, change_operators, review_prepared
 from relayquant.flow.refine.reverting import find_suspects, revert_operators, write_reverted
 from relayquant.flow.refine.search import open_search, start_search
-from relayquant.flow.refine.search_result import SearchOutcome
+from relayquant.flow.refine.search_result import Choice, SearchOutcome
 from relayquant.flow.refine.speed import (
     Stopwatch,
     find_faster_parts,
@@ -228,16 +228,16 @@ def search_module(
     calibrated = calibrate_model(prepared, dataset, settings.calibrating)
     search = start_search(calibrated, basis, metric, settings)
 
-    def build(names: Sequence[str], dtype: str) -> tuple[PreparedModel, tvm.IRModule]:
-        if not names:
+    def build(choice: Choice) -> tuple[PreparedModel, tvm.IRModule]:
+        if choice == Choice():
             return calibrated, lower_prepared(calibrated)
-        mapping = search.find_mapping(names, dtype)
+        mapping = search.find_mapping(choice)
         changed = prepare_model(mod, params, dataset, mapping, backend, settings)
         changed = calibrate_model(changed, dataset, settings.calibrating)
         return changed, lower_prepared(changed)
 
-    for names, dtype in search.propose():
-        search.measure(names, dtype, build)
+    for choice in search.propose():
+        search.measure(choice, build)
     changed, module = search.take_best(build)
     if settings.only_if_faster:
         stopwatch = start_stopwatch(basis.data, calibrated)

@@ -34,6 +34,8 @@ LEDGER_ATTR = "relayquant.ledger"
 WIDE_ORIGIN = "the range of its values"
 WIDE_REASON = f"kept in float by {WIDE_ORIGIN}"
 RECOGNIZED_REASON = f"kept in float by {RECOGNIZED}"
+#: what `GuardResult.widened` and `SearchResult.widened` are said to be
+MORE_BITS = "with weights of more bits"
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,7 @@ def list_changes(
     changes = (
         ("back in float", reverted),
         ("with ranges computed at run time", ranged),
-        ("with weights of more bits", widened),
+        (MORE_BITS, widened),
     )
     return [(what, names) for what, names in changes if names]
 
@@ -251,10 +253,10 @@ class SearchResult(PlainFields):
         float_score: The metric for the float model, compared with itself.
         is_met: Whether the score is within the bound.
         trials: Number of measured modules.
-        reverted, dtype: Operators that were reverted, and their dtype: "float32", "int16", or
-            "int8" where only their weights of few bits have more.
+        reverted, dtype: Operators that were reverted, and their dtype: "float32" or "int16".
         mapping: The QConfigMapping that makes the module, for `QConfigMapping.from_dict`. None if
             it holds a callable.
+        widened: Operators on integers whose weights of few bits have all bits instead.
     """
 
     score: float
@@ -264,6 +266,7 @@ class SearchResult(PlainFields):
     reverted: tuple[str, ...] = ()
     dtype: str = "float32"
     mapping: Mapping[str, Any] | None = None
+    widened: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """One line."""
@@ -272,8 +275,9 @@ class SearchResult(PlainFields):
             f"search: score {self.score:.6g}, float {self.float_score:.6g}, {met} the bound after "
             f"{format_count(self.trials, 'trial')}"
         )
-        names = ", ".join(self.reverted)
-        return f"{seen}; for that, back in {self.dtype}: {names}" if names else seen
+        changes = ((f"back in {self.dtype}", self.reverted), (MORE_BITS, self.widened))
+        done = "; ".join(f"{what}: {', '.join(names)}" for what, names in changes if names)
+        return f"{seen}; for that, {done}" if done else seen
 
 
 @dataclass(frozen=True)

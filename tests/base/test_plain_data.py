@@ -51,7 +51,7 @@ OPERATOR = plan.OperatorPlan(
     dynamic=rq.QSpec("uint8", is_dynamic=True),
 )
 ROW = LedgerRow("conv", "nn.conv2d", True, "conv2d", "int8", values=("a",), scale=(0.1,))
-FOUND = SearchResult(0.5, 1.0, True, 3, ("a",), "int16", rq.QConfigMapping().to_dict())
+FOUND = SearchResult(0.5, 1.0, True, 3, ("a",), "int16", rq.QConfigMapping().to_dict(), ("b",))
 
 #: One value of each class, with as many fields as may be other than their defaults.
 VALUES = [

@@ -35,9 +35,8 @@ from relayquant.data.item import describe_inputs
 from relayquant.errors import ConfigError, DataWarning, warn_user
 from relayquant.flow.refine.prepared_edit import describe_mapping
 from relayquant.flow.refine.search_result import (
-    FLOAT,
     WIDE,
-    WIDER_WEIGHTS,
+    Choice,
     SearchOutcome,
     Trial,
     describe_best,
@@ -119,10 +118,8 @@ def start_search(
     return ModuleSearch(simulation, metric, float_score, basis, settings)
 
 
-#: (operators that are put back, what to)
-Choice = tuple[Sequence[str], str]
-#: Such a choice -> (calibrated model, integer module)
-Build = Callable[[Sequence[str], str], tuple[PreparedModel, tvm.IRModule]]
+#: what is put back -> (calibrated model, integer module)
+Build = Callable[[Choice], tuple[PreparedModel, tvm.IRModule]]
 
 
 class ModuleSearch:
@@ -173,14 +170,13 @@ class ModuleSearch:
         """Whether no further trial may begin."""
         return time.monotonic() >= self.deadline
 
-    def find_mapping(self, names: Sequence[str], dtype: str) -> QConfigMapping:
-        """The mapping that puts these operators back to a dtype."""
+    def find_mapping(self, choice: Choice) -> QConfigMapping:
+        """The mapping that puts these operators back."""
         prepared = self.simulation.prepared
-        choices = dict.fromkeys(names, make_wide(prepared) if dtype == WIDE else None)
-        if dtype == WIDER_WEIGHTS:
-            wider = find_wider_weights(prepared)
-            choices = {name: wider.get(name) for name in names}
-        return add_lines(prepared, choices, self.base)
+        back = make_wide(prepared) if choice.dtype == WIDE else None
+        wider = find_wider_weights(prepared) if choice.widened else {}
+        changes = {name: wider[name] for name in choice.widened}
+        return add_lines(prepared, {**dict.fromkeys(choice.reverted, back), **changes}, self.base)
 
     def propose(self) -> Iterator[Choice]:
         """What to measure next, as long as few operators are not enough and there is time.
@@ -190,10 +186,10 @@ class ModuleSearch:
         enough is found on the calibration graph, whose operators are switched without compiling
         anything, and thinned out there. Then modules are proposed, with more operators in float as
         long as the integers fall short of the simulation, and with fewer as long as the bound is
-        met. Last, the same operators on integers: those with weights of few bits with all bits, or
-        else all in int16, where the backend runs all of them so.
+        met. Last, the same operators on integers: those with weights of few bits with all bits,
+        then those that are left in float in int16, where the backend runs all of them so.
         """
-        yield (), FLOAT
+        yield Choice()
         if self.best.is_met or self.is_over:
             return
         simulation = self.simulation
@@ -202,44 +198,45 @@ class ModuleSearch:
             simulation, self.base, order, self.bound, self.deadline, self.events
         )
         for proposed in propose_integers(self.done, order, names, self.deadline):
-            yield proposed, FLOAT
-        found, wider = self.best, find_wider_weights(simulation.prepared)
-        if found.is_met and not self.is_over and wider.keys() & set(found.names):
-            yield found.names, WIDER_WEIGHTS
-        found = self.best
-        if found.is_met and found.dtype == FLOAT and not self.is_over:
-            prepared, mapping = simulation.prepared, self.find_mapping(found.names, WIDE)
+            yield Choice(tuple(proposed))
+        found, wider = self.best.choice.reverted, find_wider_weights(simulation.prepared)
+        widened = tuple(name for name in found if name in wider)
+        if widened and self.best.is_met and not self.is_over:
+            yield Choice(tuple(name for name in found if name not in wider), widened=widened)
+        choice = replace(self.best.choice, dtype=WIDE)
+        if choice.reverted and self.best.is_met and not self.is_over:
+            prepared, mapping = simulation.prepared, self.find_mapping(choice)
             plan = annotate(prepared.source, prepared.backend, mapping)
-            if all(plan.operator(name).quantized for name in found.names):
-                yield found.names, WIDE
+            if all(plan.operator(name).quantized for name in choice.reverted):
+                yield choice
 
     def score(self, module: tvm.IRModule) -> float:
         """The metric of an integer module."""
         found = run_all(self.simulation, module)
         return apply_metric(self.metric, self.simulation.expected, found)
 
-    def measure(self, names: Sequence[str], dtype: str, build: Build) -> Trial:
+    def measure(self, choice: Choice, build: Build) -> Trial:
         """Try the integer module with these operators put back; it is built unless its score is
         known.
         """
-        key = trial_key(names, dtype)
+        key = trial_key(choice.reverted, choice.dtype, choice.widened)
         pair = None
         if key not in self.state.trials:
-            pair = build(names, dtype)
+            pair = build(choice)
             self.state.trials[key] = self.score(pair[1])
         score = self.state.trials[key]
-        trial = Trial(tuple(names), dtype, score, score >= self.bound)
+        trial = Trial(choice, score, score >= self.bound)
         self.done.append(trial)
         if trial is self.best:
             self._built = pair
-            self.state.best = describe_best(trial, self.find_mapping(names, dtype))
+            self.state.best = describe_best(trial, self.find_mapping(choice))
         self.state.save()
         self.events.on_progress(ProgressEvent("search", len(self.done), None, unit="module"))
         return trial
 
     def take_best(self, build: Build) -> tuple[PreparedModel, tvm.IRModule]:
         """What the best trial measured, built now where its score was known."""
-        return self._built or build(self.best.names, self.best.dtype)
+        return self._built or build(self.best.choice)
 
     def accept_faster(self, module: tvm.IRModule) -> bool:
         """Whether a faster module is within the bound, or no worse than the best trial."""
@@ -255,8 +252,8 @@ class ModuleSearch:
         Args:
             changed, module: What `take_best` gave, or the last that `accept_faster` accepted.
         """
-        best = self.best
-        mapping, score = self.find_mapping(best.names, best.dtype), best.score
+        best, score = self.best.choice, self.best.score
+        mapping = self.find_mapping(best)
         if self._faster_score is not None:
             mapping, score = changed.mapping or mapping, self._faster_score
         is_met, trials = score >= self.bound, len(self.done)
@@ -265,19 +262,21 @@ class ModuleSearch:
             self.float_score,
             is_met,
             trials,
-            best.names,
+            best.reverted,
             best.dtype,
             describe_mapping(mapping),
+            best.widened,
         )
         return SearchOutcome(
             write_ledger(module, replace(read_ledger(module), search=seen)),
             mapping,
-            best.names,
+            best.reverted,
             score,
             self.float_score,
             is_met,
             trials,
             best.dtype,
+            best.widened,
         )
 
 

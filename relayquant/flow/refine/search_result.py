@@ -11,7 +11,22 @@ from relayquant.config import QConfigMapping
 from relayquant.flow.refine.prepared_edit import describe_mapping
 
 #: what an operator is put back to
-FLOAT, WIDE, WIDER_WEIGHTS = "float32", "int16", "int8"
+FLOAT, WIDE = "float32", "int16"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What an integer module is built with.
+
+    Attributes:
+        reverted: Operators that are put back.
+        dtype: What they are put back to.
+        widened: Operators on integers whose weights of few bits have all bits instead.
+    """
+
+    reverted: tuple[str, ...] = ()
+    dtype: str = FLOAT
+    widened: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -22,8 +37,8 @@ class SearchOutcome:
         mod: The quantized module.
         mapping: The QConfigMapping that makes it, for `quantize(..., qconfig_mapping=...)`.
         reverted: Names of the operators that were put back, the most sensitive first.
-        dtype: What they were put back to: "float32", or where that was enough "int16", or "int8",
-            if only their weights of few bits have more.
+        dtype: What they were put back to: "float32", or where that was enough "int16".
+        widened: Names of the operators on integers whose weights of few bits have 8 instead.
         score: The metric of `mod`.
         float_score: The metric of the float model against itself.
         is_met: Whether score >= float_score - max_drop.
@@ -38,25 +53,27 @@ class SearchOutcome:
     is_met: bool
     trials: int
     dtype: str = FLOAT
+    widened: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Trial:
     """One choice of operators that are put back, and the metric of its integer module."""
 
-    names: tuple[str, ...]
-    dtype: str
+    choice: Choice
     score: float
     is_met: bool
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """Higher is better: within the bound with few operators in float, or put back at all; else
+        """Higher is better: within the bound with few operators in float, or changed at all; else
         near it.
         """
         if not self.is_met:
             return (0, self.score)
-        return (1, -len(self.names) if self.dtype == FLOAT else 0, -len(self.names))
+        count = len(self.choice.reverted)
+        in_float = count if self.choice.dtype == FLOAT else 0
+        return (1, -in_float, -count - len(self.choice.widened))
 
 
 def describe_best(trial: Trial, mapping: QConfigMapping) -> dict[str, Any]:
@@ -64,8 +81,9 @@ def describe_best(trial: Trial, mapping: QConfigMapping) -> dict[str, Any]:
     where the mapping holds a callable.
     """
     return {
-        "reverted": list(trial.names),
-        "dtype": trial.dtype,
+        "reverted": list(trial.choice.reverted),
+        "dtype": trial.choice.dtype,
+        "widened": list(trial.choice.widened),
         "score": trial.score,
         "is_met": trial.is_met,
         "mapping": describe_mapping(mapping),

@@ -103,9 +103,12 @@ class SearchState:
         write_text(self.path, text)
 
 
-def trial_key(names: Collection[str], dtype: str) -> str:
-    """One text for the operators that are put back and what they are put back to."""
-    return json.dumps([dtype, *sorted(names)]) if names else "[]"
+def trial_key(names: Collection[str], dtype: str, widened: Collection[str] = ()) -> str:
+    """One text for the operators that are put back, what they are put back to, and those whose
+    weights get all bits.
+    """
+    parts = [dtype, *sorted(names)] if names else []
+    return json.dumps([*parts, sorted(widened)] if widened else parts)
 
 
 def make_fingerprint(mod: tvm.IRModule, settings: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ from relayquant.flow.refine.search import (
     rank_operators,
     search_simulated,
 )
-from relayquant.flow.refine.search_result import Trial
+from relayquant.flow.refine.search_result import Choice, Trial
 from relayquant.flow.refine.search_state import SearchState, trial_key
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.ledger import Ledger, SearchResult
@@ -121,6 +121,8 @@ def test_search_state__goes_on_where_it_stopped(tmp_path):
     assert (again.ranking, again.trials, again.best) == (state.ranking, state.trials, state.best)
     assert again.trials[trial_key(["a", "b"], "int16")] == 0.5
     assert trial_key([], "int16") == trial_key([], "float32")
+    keys = {trial_key(*names) for names in (("ab", "x"), ("a", "x", "b"), ("", "x", "ab"))}
+    assert len(keys) == 3
     assert [file.name for file in tmp_path.iterdir()] == ["search.json"]
     with pytest.raises(rq.ConfigError, match="search with another model"):
         SearchState.open(path, "other")
@@ -208,10 +210,14 @@ def test_order_alike__scores_a_little_apart_are_alike_wherever_they_lie():
 
 
 def test_trial__int16_before_float_and_few_before_many():
-    def rank(names, dtype, is_met, score=0.0):
-        return Trial(tuple(names), dtype, score, is_met).rank
+    def rank(names, dtype, is_met, score=0.0, widened=""):
+        return Trial(Choice(tuple(names), dtype, tuple(widened)), score, is_met).rank
 
     assert rank("ab", "int16", True) > rank("a", "float32", True) > rank("ab", "float32", True)
+    few = [rank("a" * n, "float32", True, widened="b" * (3 - n)) for n in range(4)]
+    assert few == sorted(few, reverse=True), "weights of all bits before float"
+    assert rank("a", "float32", True, widened="b") < rank("a", "int16", True, widened="b")
+    assert rank("a", "float32", True, widened="b") < rank("a", "float32", True)
     assert rank("abc", "float32", True) > rank("a", "int16", False, 0.9)
     assert rank("a", "float32", False, 0.9) > rank("", "float32", False, 0.1)
 
@@ -220,11 +226,11 @@ def test_propose_integers__more_if_short_of_the_bound_fewer_if_within():
     def search(needed, names):
         done = []
         for tried in propose_integers(done, list("abcdefgh"), names, math.inf):
-            done.append(Trial(tuple(tried), "float32", 0.0, needed <= set(tried)))
+            done.append(Trial(Choice(tuple(tried)), 0.0, needed <= set(tried)))
         return max(done, key=lambda trial: trial.rank)
 
-    assert search({"a", "b"}, ["a"]).names == ("a", "b")
-    assert search({"a"}, list("abcd")).names == ("a",)
+    assert search({"a", "b"}, ["a"]).choice.reverted == ("a", "b")
+    assert search({"a"}, list("abcd")).choice.reverted == ("a",)
     assert not search({"x"}, ["a"]).is_met
 
 
@@ -323,6 +329,9 @@ def test_ledger__search_in_one_line():
         "search: score 0.98, float 1, not within the bound after 5 trials"
     )
     assert str(found) in list_findings(Ledger((), search=found))
+    found = replace(found, dtype="float32", widened=("c",))
+    assert str(found).endswith("; for that, back in float32: a, b; with weights of more bits: c")
+    assert str(replace(found, reverted=())).endswith("; for that, with weights of more bits: c")
 
 
 def test_quantize__search_settings_without_a_metric_are_an_error(digits, tmp_path):

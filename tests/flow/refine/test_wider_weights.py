@@ -193,13 +193,51 @@ def test_search__weights_of_few_bits_get_all_and_stay_on_integers():
         mod, None, data, qconfig_mapping=use_bits(3), metric=decibels, max_drop=80.0, **settings
     )
     ledger = rq.ledger(qmod)
-    assert (ledger.search.dtype, ledger.search.is_met) == ("int8", True)
-    assert "first" in ledger.search.reverted
+    assert (ledger.search.reverted, ledger.search.is_met) == ((), True)
+    assert "first" in ledger.search.widened
     assert [row.name for row in ledger.quantized if row.macs] == ["first", "second"]
     assert other.measure(qmod) > 20
     again = rq.QConfigMapping.from_dict(ledger.search.mapping)
     same = rq.quantize(mod, None, data, qconfig_mapping=again, guard="off", **settings)
     assert other.measure(same) == other.measure(qmod)
+
+
+@pytest.mark.slow
+def test_search__what_has_no_weight_of_few_bits_is_not_said_to_have_more():
+    """One operator gets 8 bits for its weight, the other, whose data is at fault, is in float."""
+    rng = np.random.default_rng(3)
+    weights = [rng.standard_normal((64, 64)).astype("float32") for _ in range(2)]
+
+    def body(emit, x, y):
+        first, second = (relax.const(weight) for weight in weights)
+        first = emit("first", relax.op.matmul(x, first))
+        return relax.Tuple([first, emit("second", relax.op.matmul(y, second))])
+
+    def rows_in_decibels(expected, got):
+        """Of the worst output, for its median row, at most 100."""
+        pairs = zip(expected, got, strict=True)
+        ratios = [np.sum((a - b) ** 2, 1) / np.sum(a**2, 1) for a, b in pairs]
+        return min(-10 * np.log10(max(np.median(ratio), 1e-10)) for ratio in ratios)
+
+    mapping = use_bits(2, ("second",))
+    draw = rng.standard_normal, lambda size: rng.standard_t(1.2, size)
+    data = [tuple(of((1, 64)).astype("float32") for of in draw) for _ in range(64)]
+    qmod = rq.quantize(
+        build_model(body, (1, 64), (1, 64)),
+        None,
+        data,
+        qconfig_mapping=mapping,
+        metric=rows_in_decibels,
+        max_drop=64.0,
+        backend="x86",
+        callbacks=(),
+    )
+    ledger = rq.ledger(qmod)
+    assert ledger.search.is_met
+    assert (ledger.search.widened, ledger.search.reverted) == (("first",), ("second",))
+    row = ledger.row("second")
+    assert ledger.search.dtype == ("int16" if row.quantized else "float32")
+    assert ledger.row("first").quantized
 
 
 @pytest.mark.parametrize("guard", ["revert", "off"])
