@@ -641,6 +641,9 @@ WRITES = {
     "x[..., 1:3]": ((..., slice(1, 3)), lambda x: x[..., :2] * 2),
     "x[:, 3:1]": ((slice(None), slice(3, 1)), lambda x: x[:, :0]),
     "x[:, ::2]": ((slice(None), slice(None, None, 2)), lambda x: x[:, :3] * 2),
+    "x[:, 4:1:2]": ((slice(None), slice(4, 1, 2)), lambda x: x[:, :0]),
+    "x[:, 5::2]": ((slice(None), slice(5, None, 2)), lambda x: x[:, :0]),
+    "x[:, no i]": ((slice(None), torch.zeros(0, dtype=torch.int64)), lambda x: x[:, :0]),
 }
 
 
@@ -662,6 +665,8 @@ def test_writes__of_parts_also_with_a_batch_of_any_size_and_in_onnx(name, is_dyn
     x = torch.linspace(-2, 2, 80).reshape(4, 5, 4)[: 3 if is_dynamic else 4]
     expected = Module()(x).numpy()
     np.testing.assert_array_equal(rq.reference.run(mod, [x.numpy()])[0], expected)
+    (compiled,) = rq.Executor(rq.compile(mod)).run("main", [x.numpy()])
+    np.testing.assert_array_equal(compiled, expected)
     session = onnxruntime.InferenceSession(rq.export_onnx(mod, tmp_path / "written.onnx"))
     (given,) = session.get_inputs()
     np.testing.assert_array_equal(session.run(None, {given.name: x.numpy()})[0], expected)

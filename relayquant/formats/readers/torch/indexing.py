@@ -97,6 +97,8 @@ def convert_slice_scatter(node: Any, importer: Any) -> relax.Expr:
     if not is_known or size is None:
         return importer._slice_scatter(node)
     low, high, step = slice(*bounds).indices(size)
+    if low >= high:
+        return data
     if step > 1:
         places = np.arange(low, high, step)[:, None]
         order = [axis, *(other for other in range(data.ty.ndim) if other != axis)]
@@ -105,7 +107,7 @@ def convert_slice_scatter(node: Any, importer: Any) -> relax.Expr:
         return emit(relax.op.permute_dims(value, np.argsort(order).tolist()))
     before, behind = (
         [emit(relax.op.strided_slice(data, [axis], [first], [last], [1]))] if first < last else []
-        for first, last in ((0, low), (max(low, high), size))
+        for first, last in ((0, low), (high, size))
     )
     return emit(relax.op.concat([*before, values, *behind], axis))
 
@@ -135,6 +137,8 @@ def convert_index_put(node: Any, importer: Any) -> relax.Expr:
         return importer._index_put(node)
     sizes = list(data.ty.shape.values)
     points = np.broadcast_shapes(*shapes)
+    if 0 in points:  # TVM compiles no R.scatter_nd of no values
+        return data
     given = [
         emit(relax.op.broadcast_to(count_from_start(importer.block_builder, index, size), points))
         for index, size in zip(given, (sizes[axis] for axis in axes), strict=True)
