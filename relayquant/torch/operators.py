@@ -327,6 +327,11 @@ class Torch:
         return F.leaky_relu(args[0], float(attrs.alpha))
 
     @staticmethod
+    def scale_negatives(x: Tensor, slope: Tensor) -> Tensor:
+        """Compute x where it is positive, and x * slope elsewhere."""
+        return torch.where(x > 0, x, x * slope)
+
+    @staticmethod
     def softmax(args: list[Any], attrs: Any) -> Tensor:
         return torch.softmax(args[0], int(attrs.axis))
 

@@ -13,7 +13,7 @@ from relayquant.ir.reference.relax.row import Row, align, own, to_ints
 def prelu(xp: Any, args: list[Any], attrs: Any) -> Any:
     data, slope = args
     slope = align(xp, slope.reshape(-1), [int(attrs.axis)], data.ndim)
-    return xp.where(data > 0, data, data * slope)
+    return xp.scale_negatives(data, slope)
 
 
 # Normalization ---------------------------------------------------------------------------------
