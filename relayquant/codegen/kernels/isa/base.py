@@ -82,8 +82,10 @@ class Isa(ABC):
     narrowing: Narrowing | None = None  #: saturating packs, if there are any
     max_blocks: int = 4  #: vectors of weights a register tile may keep besides the accumulators
     words_per_load: int = 1  #: best number of consecutive words for `load_activations`
-    pixels: int = 1  #: pixels of one accumulator: the rows of a matrix unit
-    sharing: int = 1  #: pixels whose sums share a vector register
+    #: pixels of one accumulator: one `dot` multiplies a word of each by the same weights
+    pixels: int = 1
+    #: pixels whose sums share one vector register; an accumulator is `pixels / sharing` registers
+    sharing: int = 1
     word_cost: float = 1.0  #: instructions that load one word of one pixel for the dot product
     dot_cost: float = 1.0  #: instructions of the dot product, per vector of sums
     registers: int = 32  #: number of vector registers

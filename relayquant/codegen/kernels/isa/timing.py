@@ -33,8 +33,8 @@ class TileTiming:
 
     word: float = 1.0  #: of the loop over words, without the dot products
     activation: float = 1.0  #: of loading one word of one pixel; one vector of weights takes 1
-    #: of the first of the dot products of a word, which waits until two pixels' words are joined to
-    #: a vector. Infinite: not measured, so pixels do not share vectors
+    #: added to the dot products of a word where the words of two pixels are joined: the first one
+    #: waits. Infinite: not measured, so pixels do not share vectors
     join: float = inf
     #: of any load, where loads go on while results are converted and stored: then only all loads of
     #: a tile together, one for each result besides, can take longer than the rest. 0: they never do
