@@ -8,8 +8,9 @@ from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
-from tvm import relax
+from tvm import relax, tirx
 from tvm.ir import Call
+from tvm.sym import Analyzer
 
 from relayquant.errors import ModelError
 from relayquant.formats.writers.onnx_builder import OnnxBuilder
@@ -23,11 +24,16 @@ from relayquant.formats.writers.onnx_operators import (
 )
 from relayquant.formats.writers.onnx_sizes import write_scalar, write_sizes
 from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.inline import list_dimensions
+
+#: the number of elements of a scalar
+ONE = tirx.const(1, "int64")
 
 
 def write_reshape(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Write Reshape, also for flatten, squeeze and expand_dims. One dimension may be -1. If several
-    are known at run time only, each one is computed.
+    """Write Reshape, also for flatten, squeeze and expand_dims. One dimension may be -1 if all
+    sizes fit. Else, or if several are known at run time only, each one is computed: a runtime
+    refuses what does not fit, where -1 would take it.
     """
     if call.args[0] in builder.rows:  # of integers that their readers write
         builder.rows[var] = builder.rows[call.args[0]]
@@ -40,10 +46,12 @@ def write_reshape(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
     sizes = [
         size if isinstance(size, int) else (0 if same[i] else -1) for i, size in enumerate(shape)
     ]
-    is_exact = sizes.count(-1) > 1 or 0 in shape  # else a size of 0 would copy the data's own
-    given = write_sizes(
-        builder, list(var.ty.shape.values) if is_exact else sizes, f"{var.name}.shape"
-    )
+    dims = list_dimensions(var.ty)
+    volumes = [math.prod(each, start=ONE) for each in (list_dimensions(call.args[0].ty), dims)]
+    fits = -1 not in sizes or Analyzer().can_prove_equal(*volumes)
+    # A size of 0 would copy the data's own.
+    is_exact = sizes.count(-1) > 1 or 0 in shape or not fits
+    given = write_sizes(builder, dims if is_exact else sizes, f"{var.name}.shape")
     inputs = [builder.tensor(call.args[0], var.name), given]
     return builder.emit("Reshape", inputs, var.name, **({"allowzero": 1} if is_exact else {}))
 

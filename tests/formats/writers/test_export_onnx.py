@@ -207,6 +207,20 @@ def test_symbolic_sizes__are_computed_from_shapes(tmp_path, body):
         )
 
 
+def test_symbolic_sizes__that_do_not_fit_are_refused(tmp_path):
+    """A reshape to half as many pairs, of an odd number. With -1 it would take any number."""
+
+    def body(emit, x):
+        n = x.ty.shape[0]
+        return emit("y", relax.op.reshape(x, (n // 2 + n // 2, 6)))
+
+    path = rq.export_onnx(build_model(body, ("n", 6)), tmp_path / "m.onnx")
+    x = np.random.default_rng(0).normal(size=(5, 6)).astype("float32")
+    np.testing.assert_array_equal(run_onnxruntime(path, {"x": x[:4]})[0], x[:4])
+    with pytest.raises(Exception, match="cannot be reshaped"):
+        run_onnxruntime(path, {"x": x})
+
+
 def test_symbolic_sizes__computed_otherwise_are_refused(tmp_path):
     def body(emit, x):
         n = x.ty.shape[0]
