@@ -34,6 +34,9 @@ from relayquant.ir.rewrite.graph import call_name
 from relayquant.ir.rewrite.inline import list_dimensions, substitute
 from relayquant.ir.rewrite.moves import RESHAPES
 
+#: No axis is as long.
+MOST = 2**48
+
 Shape = Sequence[Any]
 
 
@@ -80,8 +83,14 @@ def describe_operands(shapes: Shapes) -> str:
     return f"which is computed from {', '.join(map(format_shape, shapes.operands))}"
 
 
+def have_sizes(shapes: Shapes) -> Iterator[Any]:
+    """Sizes, which may be values of an input, are at least 0."""
+    return (tirx.GE(size, tirx.const(0, "int64")) for size in shapes.result or ())
+
+
 def keep_count(shapes: Shapes) -> Iterator[Any]:
     """A reshape has as many elements as its operand."""
+    yield from have_sizes(shapes)
     if shapes.result is not None:
         one = tirx.const(1, "int64")
         yield tirx.EQ(prod(shapes.operands[0], start=one), prod(shapes.result, start=one))
@@ -96,7 +105,8 @@ def match_axes(before: Shape, after: Shape) -> Iterator[Any]:
 
 def spread(shapes: Shapes) -> Iterator[Any]:
     """A broadcast repeats what has the size 1."""
-    return match_axes(shapes.operands[0], shapes.result or ())
+    yield from have_sizes(shapes)
+    yield from match_axes(shapes.operands[0], shapes.result or ())
 
 
 def match_inner(shapes: Shapes) -> Iterator[Any]:
@@ -197,6 +207,7 @@ CONVOLUTIONS = tuple(f"relax.nn.conv{rank}d" for rank in (1, 2, 3))
 RULES = {
     **dict.fromkeys(RESHAPES, ShapeRule(keep_count, describe_change)),
     "relax.broadcast_to": ShapeRule(spread, describe_change),
+    "relax.strided_slice": ShapeRule(have_sizes, describe_change),
     "relax.matmul": ShapeRule(match_inner, describe_product),
     **dict.fromkeys(
         (*CONVOLUTIONS, "relax.qnn.conv1d", "relax.qnn.conv2d"),
@@ -255,8 +266,9 @@ def find_shape_checks(mod: tvm.IRModule) -> Mapping[Place, Sequence[ShapeCheck]]
     found: dict[Place, list[ShapeCheck]] = {}
     for gv, func in mod.functions_items():
         if isinstance(func, relax.Function) and isinstance(func.body, relax.SeqExpr):
+            analyzer = assume_sizes(func)
             for place, binding in list_places((gv.name_hint,), func.body):
-                check = find_shape_check(binding)
+                check = find_shape_check(binding, analyzer)
                 if check is not None:
                     found.setdefault(place, []).append(check)
     return found
@@ -288,14 +300,24 @@ def name_choices(place: Place, body: relax.SeqExpr) -> dict[relax.Var, Place]:
     return found
 
 
-def find_shape_check(binding: relax.Binding) -> ShapeCheck | None:
-    """Return what has to hold at run time for the shapes of a call. None: nothing."""
+def assume_sizes(func: relax.Function) -> Analyzer:
+    """Return what is known of sizes: those of a function's tensors are at least 0."""
+    analyzer = Analyzer()
+    for param in func.params:
+        for size in list_sizes(param.ty) if isinstance(param.ty, relax.TensorType) else ():
+            analyzer.bind(size, tvm.ir.Range.from_min_extent(0, tirx.IntImm("int64", MOST)))
+    return analyzer
+
+
+def find_shape_check(binding: relax.Binding, analyzer: Analyzer) -> ShapeCheck | None:
+    """Return what has to hold at run time for the shapes of a call, and is not known. None:
+    nothing.
+    """
     call = binding.value
     rule = RULES.get(call_name(call)) if isinstance(call, Call) else None
     shapes = None if rule is None else read_shapes(call)
     if rule is None or shapes is None:
         return None
-    analyzer = Analyzer()
     conditions = [
         each
         for each in rule.list_conditions(shapes)

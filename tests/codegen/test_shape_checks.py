@@ -93,6 +93,11 @@ def reshape_unique(builder, params, names):
     )
 
 
+def slice_by_sizes(builder, params, names):
+    data = builder.emit(relax.op.exp(params[0]))
+    return relax.op.strided_slice(data, [0], [names["a"]], [names["b"]], assume_inbound=True)
+
+
 def broadcast_to_sizes(builder, params, names):
     return relax.op.broadcast_to(params[0], [names["a"], names["b"]])
 
@@ -113,7 +118,7 @@ MATCHED = {
         reshape_as_sizes,
         lambda x, sizes: np.exp(x).reshape(sizes),
         [((2, 3), [3, 2]), ((2, 3), [1, 6]), ((0, 3), [0, 7])],
-        [((2, 3), [2, 2]), ((2, 3), [20, 2]), ((2, 3), [0, 6])],
+        [((2, 3), [2, 2]), ((2, 3), [20, 2]), ((2, 3), [0, 6]), ((2, 3), [-2, -3])],
     ),
     "reshape of a count": (
         [("n", "m")],
@@ -127,7 +132,14 @@ MATCHED = {
         broadcast_to_sizes,
         np.broadcast_to,
         [((3,), [2, 3]), ((1,), [2, 1])],
-        [((3,), [2, 2]), ((3,), [2, 9]), ((1,), [2, 9])],
+        [((3,), [2, 2]), ((3,), [2, 9]), ((1,), [2, 9]), ((3,), [-2, 3])],
+    ),
+    "slice between sizes": (
+        [(5, "n"), "sizes"],
+        slice_by_sizes,
+        lambda x, sizes: np.exp(x)[sizes[0] : sizes[1]],
+        [((5, 2), [1, 4]), ((5, 2), [0, 5]), ((5, 2), [3, 3])],
+        [((5, 2), [4, 3]), ((5, 2), [5, 0])],
     ),
     "broadcast to a number": (
         [("n",)],

@@ -239,7 +239,7 @@ def test_split__of_the_run_time():
         for have, want in zip(found, np.split(x, np.cumsum(sizes)[:-1], 1), strict=True):
             np.testing.assert_array_equal(have, want)
     executor = rq.Executor(rq.compile(mod))
-    for sizes in ([2, 4, 3], [1, 1, 1]):
+    for sizes in ([2, 4, 3], [1, 1, 1], [4, -1, 4], [8, -1, 0], [-1, 0, 8]):
         with pytest.raises(ValueError, match="sizes do not fit"):
             executor.run("main", [x, np.array(sizes)])
 

@@ -341,6 +341,39 @@ def test_split__of_a_symbolic_axis(opset, sizes, right, wrong):
             compiled.machine["main"](tvm.runtime.tensor(np.zeros((2, size), "float32")))
 
 
+@pytest.mark.parametrize("size", [5, "n"])
+@pytest.mark.parametrize("parts", [(-1, 6), (3, -1, 3), (6, -1)])
+@pytest.mark.parametrize("opset", [11, 17])
+def test_split__into_parts_below_zero_is_refused(size, parts, opset):
+    """ONNX Runtime refuses them, too."""
+    given = {"split": [*parts]} if opset < 13 else {}
+    names = [f"part{i}" for i in range(len(parts))]
+    calls = [
+        helper.make_node("Constant", [], ["parts"], value_ints=parts),
+        helper.make_node("Split", ["x"] + ["parts"] * (not given), names, axis=1, **given),
+        helper.make_node("Concat", names, ["y"], axis=1),
+    ]
+    model = make_model(calls[bool(given) :], {"x": ("float32", [2, size])}, opset)
+    with pytest.raises(rq.RelayQuantError, match="sizes of at least 0"):
+        rq.load(model)
+    with pytest.raises(Exception, match=r"[Ss]plit|Negative dimension"):
+        run_onnxruntime(model, {"x": np.zeros((2, 5), "float32")})
+
+
+def test_split__into_more_sections_than_fit_is_refused():
+    """4 sections of 2 begin behind 5 elements, and the last one of 6 has no element."""
+    names = ["a", "b", "c", "d"]
+    calls = [
+        helper.make_node("Split", ["x"], names, axis=0, num_outputs=4),
+        helper.make_node("Concat", names[::-1], ["y"], axis=0),
+    ]
+    with pytest.raises(rq.RelayQuantError, match="cuts 5 elements into 4 parts of 2"):
+        rq.load(make_model(calls, {"x": ("float32", [5])}, 18))
+    for size in (6, 7):
+        compiled = Compiled(make_model(calls, {"x": ("float32", [size])}, 18))
+        compiled.check({"x": RNG.standard_normal(size).astype("float32")})
+
+
 @pytest.mark.parametrize("op", ["Softmax", "LogSoftmax"])
 def test_softmax__of_nothing(op):
     call = helper.make_node(op, ["x"], ["y"], axis=-1)

@@ -269,6 +269,15 @@ def slice_by_sizes(
     return relax.op.strided_slice(data, *cut, assume_inbound=not is_known)
 
 
+def check_sections(size: int | None, count: int) -> None:
+    """Refuse sections of equal size, but for a smaller last one, that do not fit in an axis."""
+    if size is not None and (count - 1) * -(-size // count) > size:
+        raise Refusal(
+            f"it cuts {size} elements into {count} parts of {-(-size // count)}; allowed: a last "
+            "part of at least 0"
+        )
+
+
 def convert_split(
     bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict[str, Any], opset: int
 ) -> relax.Expr | None:
@@ -286,11 +295,15 @@ def convert_split(
     given = attrs.get("split") if parts is None else read_sizes(parts)
     if given is None and parts is None:
         count = attrs["tvm_custom"]["num_outputs"]
+        if is_known:
+            check_sections(static_size(shape[axis]) if shape else None, count)
         if is_known or opset >= 18:
             return None
         given = [shape[axis] // count] * count
     elif given is None:
         given = emit_shape(bb, parts, count_sizes(parts)).values
+    elif any(isinstance(size, int) and size < 0 for size in given):
+        raise Refusal(f"its parts have the sizes {[*given]}; allowed: sizes of at least 0")
     elif is_known and 0 not in given and all(isinstance(size, int) for size in given):
         return None
     ends = list(accumulate(given))
