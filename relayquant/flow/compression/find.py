@@ -31,6 +31,9 @@ TRANSPOSE = "relax.permute_dims"
 BOUNDED_MODES = frozenset({"fast", "wrap", "clip"})
 
 
+#: why a product stays in float whose rows are of any size
+UNKNOWN_SHAPE = "the shape of its data is not known"
+
 #: returns the tensor behind a constant or a parameter, if there is one
 FindSource: TypeAlias = Callable[[relax.Expr], WeightSource | None]
 
@@ -83,6 +86,8 @@ class WeightUse:
                 "Compute it with relax.op.matmul by a stack of matrices, one for each expert, or "
                 "by those that relax.op.take gathers."
             )
+        if self.reason == UNKNOWN_SHAPE:
+            return "Give its data sizes, symbolic ones by R.match_cast if a run alone knows them."
         if self.reason and self.reason == explain_numbers(self.source):
             key = self.source.key
             name = key if isinstance(key, str) else next(iter(self.constants), "")
@@ -234,8 +239,8 @@ def explain_matmul(call: Call, source: WeightSource) -> str:
         return f"its weight has {format_count(len(source.shape), 'dimension')}, not 2"
     if {str(call.ty.dtype), str(call.args[0].ty.dtype), source.dtype} != {"float32"}:
         return "it does not compute in float32"
-    if call.args[0].ty.ndim < 1:
-        return "the rank of its data is not known"
+    if not isinstance(call.args[0].ty.shape, relax.ShapeExpr):
+        return UNKNOWN_SHAPE
     return explain_values(source)
 
 

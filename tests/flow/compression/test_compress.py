@@ -370,3 +370,40 @@ def test_compress__rows_of_a_symbolic_size(activation):
     np.testing.assert_array_equal(free.run("main", inputs)[0], fixed.run("main", inputs)[0])
     with pytest.raises(ValueError, match=r"which makes \(3, n \* 2\) into \(3, 64\)"):
         free.run("main", [x])
+
+
+def make_products_of_any_shape(rank, *, has_known):
+    """y = x @ w for x of any shape, and if it `has_known` sizes, z = (x cast to (m, 64)) @ w."""
+    weight = relax.const(np.random.default_rng(0).normal(size=(64, 48)).astype("float32"))
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType(dtype="float32", ndim=rank))
+    rows = relax.TensorType([tirx.Var("m", "int64"), 64], "float32")
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            values = [builder.emit(relax.op.matmul(x, weight), "y")]
+            if has_known:
+                known = builder.match_cast(x, rows, "known")
+                values.append(builder.emit(relax.op.matmul(known, weight), "z"))
+            out = builder.emit_output(relax.Tuple(values))
+        builder.emit_func_output(out)
+    return builder.finalize()
+
+
+@pytest.mark.parametrize("rank", [-1, 1, 2])
+def test_compress__rows_of_unknown_shape_are_refused(rank):
+    mod = make_products_of_any_shape(rank, has_known=False)
+    with pytest.raises(rq.ModelError, match=r"'y' of 'main': the shape of its data.*match_cast"):
+        rq.compress_weights(mod)
+
+
+def test_compress__rows_of_unknown_shape_stay_in_float_beside_others():
+    q = rq.compress_weights(make_products_of_any_shape(2, has_known=True), bits=8)
+    first, second = rq.ledger(q).rows
+    assert (first.name, first.quantized, first.reason) == (
+        "y", False, "the shape of its data is not known",
+    )  # fmt: skip
+    assert "match_cast" in first.advice
+    assert (second.name, second.quantized) == ("z", True)
+    x = np.random.default_rng(1).normal(size=(3, 64)).astype("float32")
+    y, z = rq.reference.run(q, [x])
+    np.testing.assert_allclose(y, z, atol=0.3)
