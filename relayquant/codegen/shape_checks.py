@@ -83,6 +83,33 @@ def describe_operands(shapes: Shapes) -> str:
     return f"which is computed from {', '.join(map(format_shape, shapes.operands))}"
 
 
+def describe_split(shapes: Shapes) -> str:
+    (data,), cuts = shapes.operands, shapes.attrs.indices_or_sections
+    if isinstance(cuts, int | tirx.IntImm):
+        parts = f"into {int(cuts)} sections"
+    else:
+        parts = f"at {', '.join(str(int(cut)) for cut in cuts)}"
+    return f"which splits {format_shape(data)} {parts} along {format_axes(shapes)}"
+
+
+def describe_taking(shapes: Shapes) -> str:
+    (data,), count = shapes.operands, int(shapes.attrs.k)
+    return f"which takes {count} values of {format_shape(data)} along {format_axes(shapes)}"
+
+
+def describe_reading(shapes: Shapes) -> str:
+    (data,) = shapes.operands
+    return f"which reads 1 value or more of {format_shape(data)} along {format_axes(shapes)}"
+
+
+def format_axes(shapes: Shapes) -> str:
+    """Write the axes that an attribute names, counted from 0."""
+    axis, rank = shapes.attrs.axis, len(shapes.operands[0])
+    if axis is None:
+        return "all axes"
+    return f"axis {', '.join(str(each % rank) for each in to_axes(axis) or ())}"
+
+
 def have_sizes(shapes: Shapes) -> Iterator[Any]:
     """Sizes, which may be values of an input, are at least 0."""
     return (tirx.GE(size, tirx.const(0, "int64")) for size in shapes.result or ())
@@ -231,11 +258,11 @@ RULES = {
     },
     "relax.gather_elements": ShapeRule(gather, describe_operands),
     "relax.scatter_elements": ShapeRule(scatter, describe_operands),
-    "relax.split": ShapeRule(reach_cuts, describe_operands),
+    "relax.split": ShapeRule(reach_cuts, describe_split),
     **dict.fromkeys(
-        ("relax.argmax", "relax.argmin", "relax.median"), ShapeRule(read_one, describe_operands)
+        ("relax.argmax", "relax.argmin", "relax.median"), ShapeRule(read_one, describe_reading)
     ),
-    "relax.topk": ShapeRule(take_largest, describe_operands),
+    "relax.topk": ShapeRule(take_largest, describe_taking),
 }
 
 

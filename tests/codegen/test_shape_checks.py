@@ -303,6 +303,24 @@ def test_operators__fit_or_are_refused(case):
     check_sizes(rq.Executor(rq.compile(mod)), right, wrong)
 
 
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("split into sections", "splits (2, n) into 3 sections along axis 1"),
+        ("split at indices", "splits (n, 2) at 2, 5 along axis 0"),
+        ("topk", "takes 4 values of (n, 3) along axis 0"),
+        ("argmax", "reads 1 value or more of (2, n) along axis 1"),
+        ("argmin of all", "reads 1 value or more of (m, n, 2) along all axes"),
+    ],
+)
+def test_shape_checks__say_what_the_sizes_do_not_fit(case, text):
+    """Also the numbers that are attributes."""
+    arguments, compute, *_ = OPERATORS[case]
+    mod = make_module(arguments, lambda _builder, params, _names: compute(*params))
+    (check,) = find_shape_checks(mod)["main",]
+    assert check.text == f"{check.name!r}, which {text}"
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("case", QUANTIZED)
 def test_quantized__fit_or_are_refused(case):
