@@ -53,7 +53,7 @@ class Dataset:
             return
         for index, item in enumerate(self.open_items()):
             found = True
-            yield convert_item(item, self.inputs, index)
+            yield convert_item(item, self.inputs, f"Sample {index}")
             if self.limit is not None and index + 1 >= self.limit:
                 break
         if not found:
@@ -72,7 +72,7 @@ class Dataset:
             return list(self.head(count))
         count = min(count, self.length)
         numbers = [i * self.length // count for i in range(count)]
-        return [convert_item(self.read_item(i), self.inputs, i) for i in numbers]
+        return [convert_item(self.read_item(i), self.inputs, f"Sample {i}") for i in numbers]
 
     def head(self, count: int) -> Dataset:
         """Return the first `count` batches, or all if there are fewer.

@@ -50,13 +50,12 @@ def count_samples(batch: Mapping[str, NDArray[Any]]) -> int:
     return len(first) if first.ndim else 1
 
 
-def convert_item(item: object, inputs: tuple[InputInfo, ...], index: int) -> Batch:
-    """Convert one item of a data set to `{input: array}`. `index` is its number, for messages.
+def convert_item(item: object, inputs: tuple[InputInfo, ...], where: str) -> Batch:
+    """Convert one item of a data set to `{input: array}`. `where` names it in messages: "Sample 3".
 
     Raises:
         DataError: names, rank, shape, dtype or values do not fit.
     """
-    where = f"Sample {index}"
     if isinstance(item, Mapping):
         check_names(set(item), inputs, where)
         values = [item[info.name] for info in inputs]

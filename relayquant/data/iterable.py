@@ -66,15 +66,15 @@ def name_source(dataset: Any) -> str:
     return getattr(dataset, "__qualname__", type(dataset).__name__)
 
 
-def read_items(dataset: Any, items: Iterator[Any], first: int = 0) -> Iterator[Any]:
-    """Yield the items of a data set. `first` is the number of the first one, for messages.
+def read_items(dataset: Any, items: Iterator[Any], counted: str = "Sample") -> Iterator[Any]:
+    """Yield the items of a data set. `counted` is what is numbered, for messages.
 
     Raises:
         DataError: the data set raised an exception; names the sample.
     """
     end = object()
-    for index in itertools.count(first):
-        item = _read(dataset, index, lambda: next(items, end))
+    for index in itertools.count():
+        item = read_one(dataset, f"{counted} {index}", lambda: next(items, end))
         if item is end:
             return
         yield item
@@ -82,11 +82,16 @@ def read_items(dataset: Any, items: Iterator[Any], first: int = 0) -> Iterator[A
 
 def read_by_index(dataset: Any) -> Callable[[int], Any]:
     """Return a function that gives an item by its index, with the errors of `read_items`."""
-    return lambda index: _read(dataset, index, lambda: dataset[index])
+    return lambda index: read_one(dataset, f"Sample {index}", lambda: dataset[index])
 
 
-def _read(dataset: Any, index: int, function: Callable[[], Any]) -> Any:
-    where = f"Sample {index}: the data set {name_source(dataset)}"
+def read_one(dataset: Any, place: str, function: Callable[[], T]) -> T:
+    """Return what a data set gives at a place.
+
+    Raises:
+        DataError: it raised an exception; names the place and the data set.
+    """
+    where = f"{place}: the data set {name_source(dataset)}"
     return call_user(where, function, (RelayQuantError,), kind=DataError, code="RQ302")
 
 

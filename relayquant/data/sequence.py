@@ -15,7 +15,7 @@ import numpy as np
 from relayquant.data.archive import list_arrays
 from relayquant.data.dataset import Dataset, open_dataset
 from relayquant.data.item import Batch, InputInfo, convert_item, is_array
-from relayquant.data.iterable import read_items
+from relayquant.data.iterable import read_items, read_one
 from relayquant.errors import DataError
 
 #: (inputs by name) -> the new values of the state by name
@@ -64,7 +64,7 @@ def open_sequences(
 
     An array, a dict of arrays or an .npz is one sequence, with its steps along axis 0. An item of a
     list that is no `SampleSequence` is a sequence of one step. Data that has the state too stays as
-    it is.
+    it is. Messages count the items, and the steps in one: "Sample 1, step 2".
 
     Args:
         inputs: All inputs, state included.
@@ -83,30 +83,29 @@ def open_sequences(
         dataset = [dataset]
     whole = open_dataset(dataset, given)
 
-    def read_sequences() -> Iterator[tuple[int, list[Batch], Mapping[str, np.ndarray] | None]]:
-        index = 0
-        for item in whole.open_items():
+    def read_sequences() -> Iterator[tuple[list[Batch], Mapping[str, np.ndarray] | None]]:
+        for index, item in enumerate(whole.open_items()):
             if isinstance(item, Mapping) and initial.keys() <= item.keys():
-                batch = convert_item(item, tuple(inputs), index)
-                yield index, [{info.name: batch[info.name] for info in given}], batch
-                index += 1
-                continue
-            samples = [item]
-            if isinstance(item, SampleSequence):
-                samples = list(read_items(item.samples, iter(item.samples), index))
-            if not samples:
-                raise DataError(
-                    f"The sequence at sample {index} is empty. Give it samples.", code="RQ303"
-                )
-            yield (
-                index,
-                [convert_item(each, given, index + at) for at, each in enumerate(samples)],
-                None,
+                batch = convert_item(item, tuple(inputs), f"Sample {index}")
+                yield [{info.name: batch[info.name] for info in given}], batch
+            elif isinstance(item, SampleSequence):
+                yield read_samples(item.samples, index), None
+            else:
+                yield [convert_item(item, given, f"Sample {index}")], None
+
+    def read_samples(samples: Iterable[Any], index: int) -> list[Batch]:
+        where = f"Sample {index}"
+        opened = read_one(samples, where, lambda: iter(samples))
+        items = enumerate(read_items(samples, opened, f"{where}, step"))
+        steps = [convert_item(item, given, f"{where}, step {at}") for at, item in items]
+        if not steps:
+            raise DataError(
+                f"The sequence at sample {index} is empty. Give it samples.", code="RQ303"
             )
-            index += len(samples)
+        return steps
 
     def read_steps() -> Iterator[Batch]:
-        for _, steps, complete in read_sequences():
+        for steps, complete in read_sequences():
             if complete is not None:
                 yield dict(complete)
                 continue
@@ -121,7 +120,7 @@ def open_sequences(
         tuple(inputs),
         None,
         read_steps,
-        sequences=lambda: (steps for _, steps, complete in read_sequences() if complete is None),
+        sequences=lambda: (steps for steps, complete in read_sequences() if complete is None),
     )
 
 

@@ -365,11 +365,43 @@ def test_data_set_that_raises__in_any_order_and_of_its_length():
         open_dataset(Broken(-1), IMAGE)
 
 
-def test_sequence_that_raises__is_named_with_the_sample():
-    given = [DATA[:1], SampleSequence(BrokenLoader())]
-    data = open_sequences(given, IMAGE, {}, lambda batch: {})
-    with pytest.raises(DataError, match="Sample 3: the data set BrokenLoader raised OSError"):
+def draw_broken_sequences():
+    yield SampleSequence([DATA[:1]] * 5)
+    raise OSError("no file 1")
+
+
+@pytest.mark.parametrize(
+    ("source", "message", "cause"),
+    [
+        (
+            [DATA[:1], SampleSequence(BrokenLoader())],
+            "Sample 1, step 2: the data set BrokenLoader raised OSError: no picture 2.png",
+            OSError,
+        ),
+        (
+            [DATA[:1], SampleSequence([DATA[:1], DATA[:0]])],
+            "Sample 1, step 1: input 'image'",
+            type(None),
+        ),
+        (
+            SampleSequence(Unopened()),
+            "Sample 0: the data set Unopened raised RuntimeError: no worker",
+            RuntimeError,
+        ),
+        (draw_broken_sequences, "Sample 1: the data set draw_broken_sequences raised", OSError),
+        (
+            [SampleSequence([DATA[:1]] * 5), DATA[0, 0]],
+            "Sample 1: input 'image'",
+            type(None),
+        ),
+        ([DATA[:1], SampleSequence([])], "sequence at sample 1 is empty", type(None)),
+    ],
+)
+def test_sequence_that_raises__is_counted_as_a_sample_with_its_steps(source, message, cause):
+    data = open_sequences(source, IMAGE, {}, lambda batch: {})
+    with pytest.raises(DataError, match=message) as caught:
         list(data)
+    assert isinstance(caught.value.__cause__, cause)
 
 
 def test_class__is_called_each_time():

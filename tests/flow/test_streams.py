@@ -89,7 +89,7 @@ def test_open_sequences__says_what_is_wrong():
 
     with pytest.raises(DataError, match="sequence at sample 0 is empty"):
         read()
-    with pytest.raises(DataError, match=r"Sample 1: input 'x' does not fit.*\(1, 2, 1\)"):
+    with pytest.raises(DataError, match=r"Sample 0, step 1: input 'x' does not fit.*\(1, 2, 1\)"):
         read(np.zeros((1, 2, 1), "float32"), np.zeros((1, 3, 1), "float32"))
 
 
