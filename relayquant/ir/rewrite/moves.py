@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from tvm import relax
 from tvm.ir import Call
 
-from relayquant.ir.rewrite.graph import Graph, tensor_shape
+from relayquant.ir.rewrite.graph import Graph, static_size, tensor_shape
 
 #: same elements in the same order, other shape
 RESHAPES = (
@@ -20,6 +20,8 @@ RESHAPES = (
     "relax.squeeze",
     "relax.expand_dims",
 )
+#: other order along the attribute `axis`
+REORDERS = ("relax.flip", "relax.take", "relax.gather_elements", "relax.sort")
 #: same elements, each once
 MOVES = (*RESHAPES, "relax.permute_dims")
 
@@ -55,7 +57,8 @@ def axis_in_sources(graph: Graph, sources: Collection[str], name: str, axis: int
     """Return the axis of the values `sources` that becomes `axis` of value `name`, which is
     computed from them by moves and by operators that keep the axes.
 
-    None if a reshape splits or merges the axis, or if the sources have different ranks.
+    None if a reshape splits or merges the axis, an operator reorders it, or the sources have
+    different ranks.
     """
     var = graph.vars[name]
     axis %= var.ty.ndim
@@ -76,8 +79,26 @@ def axis_in_sources(graph: Graph, sources: Collection[str], name: str, axis: int
         elif graph.op_name(var) == "relax.permute_dims":
             found = list_permutation(call)[axis]
         else:
-            found = axis if operand.ty.ndim == var.ty.ndim else None
+            is_kept = operand.ty.ndim == var.ty.ndim and not is_reordered(graph, var, axis)
+            found = axis if is_kept else None
         if found is None:
             return None
         var, axis = operand, found
     return axis if ranks == {var.ty.ndim} else None
+
+
+def is_reordered(graph: Graph, var: relax.Var, axis: int) -> bool:
+    """Whether a value has as many elements along an axis as its operand, in another order."""
+    call = graph.values[var]
+    if graph.op_name(var) == "relax.strided_slice":
+        steps = call.args[4].fields if len(call.args) > 4 else ()
+        pairs = zip(call.args[1].fields, steps, strict=False)
+        return any(
+            int(at) % var.ty.ndim == axis and (static_size(step) or 1) < 0 for at, step in pairs
+        )
+    if graph.op_name(var) not in REORDERS:
+        return False
+    along, after, before = call.attrs.axis, tensor_shape(var), tensor_shape(call.args[0])
+    if along is not None and int(along) % var.ty.ndim != axis:
+        return False
+    return after is None or before is None or after[axis] == before[axis]

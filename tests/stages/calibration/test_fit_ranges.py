@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from drawing import count_examples
+from float_models import build_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tvm import relax
+from tvm.relax import op
 
+import relayquant as rq
 from relayquant.base.qtypes import Granularity, QSpec, Role, ValueInfo, choose_qparams
 from relayquant.config.observers import MinMax
 from relayquant.errors import ConfigError, DataError
@@ -282,3 +288,36 @@ def test_slopes__errors_below_zero_count_as_much_as_they_reach_the_result() -> N
         return float(np.square(difference[0] - difference[1]).sum())
 
     assert 10 * np.log10(noise(None) / noise(Slopes("reader", slopes))) > 2
+
+
+#: name -> x (64, 8) with its channels in reverse order
+REVERSALS = {
+    "flip": lambda x: op.flip(x, 1),
+    "indices": lambda x: op.take(x, relax.const(np.arange(8)[::-1].copy(), "int64"), 1),
+    "steps": lambda x: op.strided_slice(x, [1], [7], [-9], [-1]),
+}
+
+
+@pytest.mark.parametrize("name", REVERSALS)
+def test_relative_mse__of_channels_in_another_order_than_their_reader_has(name) -> None:
+    """The large channel is the first one; the reader hardly weighs its own first one, which is the
+    last.
+    """
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((8, 16)).astype("float32")
+    weight[0] *= 1e-3
+    batch = rng.standard_normal((64, 8)).astype("float32")
+    batch[:, 0] *= 50
+
+    def body(emit, x):
+        return emit("y", op.matmul(emit("r", REVERSALS[name](x)), relax.const(weight)))
+
+    qconfig = rq.get_backend_config("generic").default_qconfig
+    spec = rq.TensorConfig(rq.QSpec("int8"), RelativeMSE())
+    mapping = rq.QConfigMapping().set_global(replace(qconfig, activation=spec))
+    prepared = rq.prepare(
+        build_model(body, (64, 8)), None, qconfig_mapping=mapping, backend="generic"
+    )
+    parameters = rq.calibrate(prepared, [(batch,)]).parameters
+    (found,) = (parameters[key] for key in ("x", "r") if key in parameters)
+    assert float(found.scale.max()) * 255 > 0.9 * np.ptp(batch)
