@@ -287,16 +287,16 @@ class Replacement(relax.PyExprMutator):
                 data = self.builder_.emit(relax.op.clip(data, 0, len(weight.codes) - 1))
             form = (weight.format.bits, weight.group_size, weight.features)
             return qnn.grouped_take(data, *constants, *form)
-        data = self.size_rows(data, weight.features)
+        data = self.size_rows(data, weight.features, use.name)
         if use.smoothing is not None:
             data = self.smooth(data, use.smoothing)
         if self.activation is not None:
             data = self.quantize_rows(data, self.activation, weight)
         return multiply_groups(self.emitter(use.name), data, weight, constants)
 
-    def size_rows(self, data: relax.Expr, features: int) -> relax.Expr:
+    def size_rows(self, data: relax.Expr, features: int, product: str) -> relax.Expr:
         """Return rows of a symbolic size as rows of a weight's size, bound once for all weights.
-        Compiled code compares the two.
+        Compiled code compares the two, and its error says the name: that of the first product.
 
             x (3, n) for a weight (64, 48)  ->  reshape(x, (3, 64))
         """
@@ -305,8 +305,7 @@ class Replacement(relax.PyExprMutator):
             return data
         if (data, features) not in self.sized:
             sized = relax.op.reshape(data, [*lead, features])
-            name = getattr(data, "name", "data")
-            self.sized[data, features] = self.builder_.emit(sized, f"{name}.sized")
+            self.sized[data, features] = self.builder_.emit(sized, f"{product}.rows")
         return self.sized[data, features]
 
     def smooth(self, data: relax.Expr, factors: np.ndarray) -> relax.Expr:

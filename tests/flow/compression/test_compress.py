@@ -368,7 +368,9 @@ def test_compress__rows_of_a_symbolic_size(activation):
     x = np.random.default_rng(1).normal(size=(3, 33)).astype("float32")
     inputs = [np.ascontiguousarray(x[:, :32])]
     np.testing.assert_array_equal(free.run("main", inputs)[0], fixed.run("main", inputs)[0])
-    with pytest.raises(ValueError, match=r"which makes \(3, n \* 2\) into \(3, 64\)"):
+    with pytest.raises(
+        ValueError, match=r"not fit 'y_rows', which makes \(3, n \* 2\) into \(3, 64\)"
+    ):
         free.run("main", [x])
 
 
