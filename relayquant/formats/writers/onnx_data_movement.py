@@ -23,7 +23,7 @@ from relayquant.formats.writers.onnx_operators import (
     write_flat,
 )
 from relayquant.formats.writers.onnx_sizes import write_scalar, write_sizes
-from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.graph import constant_value, static_size, tensor_dtype, tensor_shape
 from relayquant.ir.rewrite.inline import list_dimensions
 
 #: the number of elements of a scalar
@@ -97,10 +97,25 @@ def write_pad(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
 
 
 def write_slice(builder: OnnxBuilder, var: relax.Var, call: Call) -> str:
-    """Write Slice. Axes, begins, ends and strides are literal tuples of sizes."""
+    """Write Slice. Axes, begins, ends and strides are literal tuples of sizes.
+
+    A cut by sizes of the run is the second of three parts of Split, which refuses sizes below 0,
+    where Slice would count from the end.
+    """
     lists = [list(arg.fields) for arg in call.args[1:]]
     axes, begins, ends = lists[:3]
     strides = lists[3] if len(lists) > 3 else [1] * len(axes)
+    read = {size for each in (*begins, *ends) for size in tirx.analysis.undefined_vars(each)}
+    is_cut = len(axes) == 1 and [*map(static_size, strides)] == [1]
+    if is_cut and call.attrs.assume_inbound and read & builder.graph.size_casts.keys():
+        axis, data = int(axes[0]), builder.tensor(call.args[0], var.name)
+        size = list_dimensions(call.args[0].ty)[axis]
+        parts = [begins[0], ends[0] - begins[0], size - ends[0]]
+        given = write_sizes(builder, parts, f"{var.name}.parts")
+        around = [builder.unique_name(f"{var.name}.{side}") for side in ("before", "after")]
+        outputs = [around[0], var.name, around[1]]
+        builder.add_node("Split", [data, given], outputs, f"{var.name}/Split", axis=axis)
+        return var.name
     given = [
         write_sizes(builder, sizes, f"{var.name}.slice") for sizes in (begins, ends, axes, strides)
     ]

@@ -221,6 +221,34 @@ def test_symbolic_sizes__that_do_not_fit_are_refused(tmp_path):
         run_onnxruntime(path, {"x": x})
 
 
+def test_symbolic_sizes__of_parts_below_zero_are_refused(tmp_path):
+    """As ONNX Runtime does it with the Split that was read."""
+    graph = onnx.helper.make_graph(
+        [
+            onnx.helper.make_node("Split", ["x", "parts"], ["a", "b"], axis=0),
+            onnx.helper.make_node("Concat", ["b", "a"], ["y"], axis=0),
+        ],
+        "parts",
+        [
+            onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", 3]),
+            onnx.helper.make_tensor_value_info("parts", onnx.TensorProto.INT64, [2]),
+        ],
+        [onnx.ValueInfoProto(name="y")],
+    )
+    opsets = [onnx.helper.make_opsetid("", 13)]
+    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    path = rq.export_onnx(rq.load(model)[0], tmp_path / "m.onnx")
+    x = np.random.default_rng(0).normal(size=(5, 3)).astype("float32")
+    for parts in ([1, 4], [0, 5], [5, 0]):
+        feeds = {"x": x, "parts": np.array(parts)}
+        (want,) = run_onnxruntime(model, feeds)
+        np.testing.assert_array_equal(run_onnxruntime(path, feeds)[0], want)
+    for parts in ([1, 3], [2, 4], [-1, 6], [7, -2]):
+        for each in (model, path):
+            with pytest.raises(Exception, match=r"Split|cannot be reshaped"):
+                run_onnxruntime(each, {"x": x, "parts": np.array(parts)})
+
+
 def test_symbolic_sizes__computed_otherwise_are_refused(tmp_path):
     def body(emit, x):
         n = x.ty.shape[0]
