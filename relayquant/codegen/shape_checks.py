@@ -29,6 +29,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
 from relayquant.codegen.inner_sizes import pair_inner_sizes
+from relayquant.errors import format_count
 from relayquant.ir.reference.relax.row import to_axes
 from relayquant.ir.rewrite.graph import call_name
 from relayquant.ir.rewrite.inline import list_dimensions, substitute
@@ -86,15 +87,15 @@ def describe_operands(shapes: Shapes) -> str:
 def describe_split(shapes: Shapes) -> str:
     (data,), cuts = shapes.operands, shapes.attrs.indices_or_sections
     if isinstance(cuts, int | tirx.IntImm):
-        parts = f"into {int(cuts)} sections"
+        parts = f"into {format_count(int(cuts), 'section')}"
     else:
         parts = f"at {', '.join(str(int(cut)) for cut in cuts)}"
     return f"which splits {format_shape(data)} {parts} along {format_axes(shapes)}"
 
 
 def describe_taking(shapes: Shapes) -> str:
-    (data,), count = shapes.operands, int(shapes.attrs.k)
-    return f"which takes {count} values of {format_shape(data)} along {format_axes(shapes)}"
+    (data,), taken = shapes.operands, format_count(int(shapes.attrs.k), "value")
+    return f"which takes {taken} of {format_shape(data)} along {format_axes(shapes)}"
 
 
 def describe_reading(shapes: Shapes) -> str:

@@ -10,6 +10,7 @@ from relayquant.codegen.kernels.integer.conv_plan import ConvPlan
 from relayquant.codegen.kernels.integer.specs import Conv2d
 from relayquant.codegen.kernels.integer.tiled_plan import FEWEST_PIXELS, plan_tiles
 from relayquant.codegen.kernels.isa.base import Isa
+from relayquant.errors import format_count
 
 
 class RankedPlan(Protocol):
@@ -50,7 +51,8 @@ def choose_form(spec: Conv2d, isa: Isa) -> ConvPlan:
     if tile is not None:
         form = next((each for each in isa.forms if each.sharing == tile.sharing), None)
         if form is None:
-            raise ValueError(f"{tile} of {isa.name}: no form has {tile.sharing} pixels in a vector")
+            pixels = format_count(tile.sharing, "pixel")
+            raise ValueError(f"{tile} of {isa.name}: no form has {pixels} in a vector")
         return make_plan(plain, form)
     first, *others = (make_plan(plain, each) for each in isa.forms)
     faster = [each for each in others if each.time < FORM_GAIN * first.time]

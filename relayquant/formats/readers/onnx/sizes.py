@@ -18,6 +18,7 @@ from tvm import relax, tirx
 from tvm.ir import GenericConst
 from tvm.sym import Analyzer
 
+from relayquant.errors import format_count
 from relayquant.formats.readers.indices import count_from_start
 from relayquant.formats.readers.onnx.symbolic import (
     LARGEST,
@@ -273,8 +274,8 @@ def check_sections(size: int | None, count: int) -> None:
     """Refuse sections of equal size, but for a smaller last one, that do not fit in an axis."""
     if size is not None and (count - 1) * -(-size // count) > size:
         raise Refusal(
-            f"it cuts {size} elements into {count} parts of {-(-size // count)}; allowed: a last "
-            "part of at least 0"
+            f"it cuts {format_count(size, 'element')} into {format_count(count, 'part')} of "
+            f"{-(-size // count)}; allowed: a last part of at least 0"
         )
 
 
