@@ -374,6 +374,22 @@ def test_split__into_more_sections_than_fit_is_refused():
         compiled.check({"x": RNG.standard_normal(size).astype("float32")})
 
 
+@pytest.mark.parametrize(("right", "wrong"), [([3, 8], [5, 8]), ([2, 3, 8], [2, 5, 8])])
+def test_expand__to_sizes_that_do_not_fit_is_refused(right, wrong):
+    """Rows are repeated if there is one; ONNX Runtime refuses other numbers, too."""
+    call = helper.make_node("Expand", ["x", "sizes"], ["y"])
+    infos = {"x": ("float32", ["n", 8]), "sizes": ("int64", [len(right)])}
+    compiled = Compiled(make_model([call], infos, 17))
+    for rows in (1, 3):
+        x = RNG.standard_normal((rows, 8)).astype("float32")
+        compiled.check({"x": x, "sizes": np.array(right)})
+    inputs = {"x": np.zeros((3, 8), "float32"), "sizes": np.array(wrong)}
+    with pytest.raises(ValueError, match="sizes do not fit"):
+        compiled.machine["main"](*map(tvm.runtime.tensor, inputs.values()))
+    with pytest.raises(Exception, match=r"Expand|invalid"):
+        run_onnxruntime(compiled.model, inputs)
+
+
 @pytest.mark.parametrize("op", ["Softmax", "LogSoftmax"])
 def test_softmax__of_nothing(op):
     call = helper.make_node(op, ["x"], ["y"], axis=-1)

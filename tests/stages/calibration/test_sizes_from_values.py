@@ -87,6 +87,7 @@ CUTS = {
     "split": (13, ("Split", ["c", "n"], ["t", "u"]), [20, 12]),
     "split into halves": (13, ("Split", ["c"], ["t", "u"]), None),
     "split into near halves": (18, ("Split", ["c"], ["t", "u"]), None),
+    "expand": (17, ("Expand", ["c", "n"], ["t"]), [32, 8]),
     "slice": (17, ("Slice", ["c", "n", "end", "zero"], ["t"]), [5]),
     "tile": (17, ("Tile", ["c", "n"], ["t"]), [2, 1]),
     "pad": (17, ("Pad", ["c", "n"], ["t"]), [3, 0, 2, 0]),

@@ -3,7 +3,7 @@
 A symbolic size N broadcasts with another size, symbolic or for instance 4, if N is 1 or equals the
 other size. Relax loses the shape of such a result, and kernels of R.broadcast_to read beyond the
 data if N is 1. So an axis of this kind is taken with the indices min(0 ... size - 1, N - 1)
-instead, and a match_cast rejects every other N at run time.
+instead, and a reshape rejects every other N at run time.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def spread_axes(bb: relax.BlockBuilder, data: relax.Expr, wanted: Sequence[Size]
         last = bb.emit(relax.op.subtract(have, one))
         taken = bb.emit(relax.op.take(data, bb.emit(relax.op.minimum(ramp, last)), axis))
         sizes[axis] = want
-        data = bb.match_cast(taken, relax.TensorType(sizes, data.ty.dtype))
+        data = bb.emit(relax.op.reshape(taken, sizes))
     return data
 
 
