@@ -35,8 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_line(f"warning: {message}")
 
     code = ExitCode.INTERNAL_ERROR
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # As on standard error: a name that the terminal's encoding lacks ends no command.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # As on standard error: a name that the terminal's encoding lacks ends no command. In the
+        # locale "C", Python prints the bytes of a name as they are.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with warnings.catch_warnings():

@@ -67,7 +67,7 @@ def test_quantize__goes_on_after_a_signal(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["quantize", "digits.onnx", "--data", "data.npz", "--effort", "fast", "-o", "q.json"]
-    said = interrupt(folder, words, "calibrate", 40)
+    said = interrupt(folder, words, "calibrate", 20)
     (kept,) = folder.glob("q.json.checkpoint-*")
     assert said.endswith(f"the work so far is in {kept.name}. Run the same command again to resume")
     assert (kept / "checkpoint.json").is_file()
