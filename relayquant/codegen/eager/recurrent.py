@@ -52,13 +52,7 @@ class RecurrentStep:
         data, units = self.data.read(frame), self.plan.spec.units
         steps, batch, _ = data.shape
         result = empty_aligned((self.plan.spec.states + steps, batch, units), "float32")
-        shapes = {
-            "hidden": (batch, units),
-            "cell": (batch, units),
-            "peepholes": (3, units),
-            "hidden_bias": (units,),
-            "lengths": (batch,),
-        }
+        shapes = self.plan.spec.shape_optional(batch)
         given = [
             np.broadcast_to(operand.read(frame), shapes[name])
             for name, operand in self.others.items()

@@ -92,6 +92,16 @@ class Recurrence:
     def states(self) -> int:
         return 2 if self.cell == "lstm" else 1
 
+    def shape_optional(self, batch: Any) -> dict[str, tuple[Any, ...]]:
+        """Return the shapes of optional operands, for so many samples."""
+        return {
+            "hidden": (batch, self.units),
+            "cell": (batch, self.units),
+            "peepholes": (3, self.units),
+            "hidden_bias": (self.units,),
+            "lengths": (batch,),
+        }
+
     @property
     def padded(self) -> int:
         """Units with padding: whole vectors."""
@@ -189,13 +199,7 @@ class RecurrenceKernel:
             shapes |= {"start": ((padded,), "int32"), "scale": ((padded,), "float32")}
         else:
             shapes["weight"] = ((units, width), "float32")
-        optional = {
-            "hidden": (batch, units),
-            "cell": (batch, units),
-            "peepholes": (3, units),
-            "hidden_bias": (units,),
-            "lengths": (batch,),
-        }
+        optional = spec.shape_optional(batch)
         for name in spec.given:
             shapes[name] = (optional[name], "int32" if name == "lengths" else "float32")
         shapes["y"] = ((spec.states + steps, batch, units), "float32")
