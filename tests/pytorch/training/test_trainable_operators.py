@@ -31,6 +31,7 @@ MISSING = {
     "index_put",
     "index_tensor",
     "left_shift",
+    "median",
     "one_hot",
     "quantize",
     "right_shift",
