@@ -111,9 +111,9 @@ def quantize(
             `validation_dataset`. For an accuracy, close over the labels: `lambda expected, got:
             (got[0].argmax(1) == labels).mean()`. The search reverts the fewest operators to int16
             or float that keep the metric within `max_drop` of the float model compared with itself.
-            If it is enough, they have weights of 8 bits instead of fewer. With a metric, the guard
-            is off. `ledger(qmod).search` has the result, and its `mapping`
-            makes the same module again.
+            Operators whose weights have fewer than 8 bits get weights of 8 bits instead, where that
+            is enough. With a metric, the guard is off. `ledger(qmod).search` has the result, and
+            its `mapping` makes the same module again.
         max_drop: How far the metric may fall below the metric of the float model compared with
             itself.
         budget: Seconds after which the search starts no further trial. The best mapping so far is

@@ -28,7 +28,11 @@ def make_recurrence(plan: RecurrencePlan, isa: FloatIsa, name: str) -> PrimFunc:
 
 
 class RecurrentStep:
-    """A recurrent layer. `weights` are those of the kernel. `others` are by name."""
+    """A recurrent layer: reads the operands, and calls the kernel.
+
+    `weights` are what the kernel takes for the weight: the packed arrays of an int8 weight, or the
+    float32 weight. `others` are the optional operands that are given, by name.
+    """
 
     def __init__(
         self,

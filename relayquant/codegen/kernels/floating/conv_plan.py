@@ -38,8 +38,8 @@ from relayquant.codegen.kernels.floating.tile import (
 class FloatConv2d(Conv2dShape):
     """A float convolution and its epilogue.
 
-    `stored` says what is bfloat16 in memory. Only depthwise kernels and those of module `bf16` read
-    and write it; all others are for float32.
+    `stored` says which tensors are bfloat16 in memory. Depthwise kernels and the kernels of module
+    `bf16` support it; all others read and write float32 only.
     """
 
     epilogue: FloatEpilogue = field(default_factory=FloatEpilogue)

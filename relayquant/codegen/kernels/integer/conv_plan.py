@@ -57,9 +57,10 @@ def rank_tiles(
     dot products, is `Isa.time_word`, and more if an accumulator goes to the stack
     (`Isa.count_registers`). A tile takes at least the time of its loads (`TileTiming.load`).
     Overlapping tiles count as work, so sizes that divide evenly win. A tile consists of whole
-    accumulators; an output of fewer than `isa.pixels` pixels has none. Pixels `repeat` columns
-    apart read the same words (0: none do). LLVM keeps these in registers if it unrolls the loop
-    over words. `joined` blocks hold all results of a pixel (0: no number does; `joins_results`).
+    accumulators, so an output of fewer than `isa.pixels` pixels has no tile. Pixels `repeat`
+    columns apart read the same words (0: no pixels do). LLVM keeps these in registers if it unrolls
+    the loop over words. `joined` blocks hold all results of a pixel (0: no number does;
+    `joins_results`).
     """
     height, width = out_size
     stack_cost, most_registers = STACK_COST, isa.registers
@@ -371,7 +372,9 @@ class ConvPlan:
 
     @property
     def joined_blocks(self) -> int:
-        """Blocks of a tile that hold all results of a pixel, next to those of others; or 0."""
+        """Number of blocks with which a tile has all results of its pixels, so that these are next
+        to each other in memory; 0 if no number does.
+        """
         is_whole = self.result_pitch == self.group_out == self.vectors * self.isa.lanes
         return self.vectors if is_whole and not self.is_part else 0
 

@@ -209,7 +209,7 @@ class VectorRows:
 
     @property
     def flip(self) -> int:
-        """What turns stored bits into those of an activation, by exclusive or."""
+        """The number that makes activations of stored values, by exclusive or of the bits."""
         return 0 if self.plan.spec.in_dtype == self.plan.isa.activation else 128
 
     @property
@@ -309,7 +309,7 @@ class VectorRows:
                 self.fill(slot, [outside] * len(self.sources), 0)
 
     def load_row(self, row: SourceRow, column: Expr) -> Expr:
-        """Load the stored bits of a row at one column; those of padding outside the image."""
+        """Load the stored bits of a row at one column. Outside the image they are the padding's."""
         lanes = self.plan.isa.lanes
         at = row.start + column * self.plan.spec.out_channels
         bits = T.reinterpret(
