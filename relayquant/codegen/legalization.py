@@ -21,10 +21,9 @@ from relayquant.codegen.logical_and_bitwise import BITS, legalize_as_tvm
 from relayquant.codegen.lowering import mark_kernel
 from relayquant.codegen.reductions import REDUCTION_LEGALIZATIONS
 from relayquant.codegen.rules.kernel_call import build_for_batch, split_batch
+from relayquant.ir.reference.unary import SELU_ALPHA, SELU_SCALE
 from relayquant.ir.rewrite.expressions import same_type, shape_of, static_sizes
 from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype, tensor_shape
-
-SELU_ALPHA, SELU_SCALE = 1.6732632423543772, 1.0507009873554805
 
 
 def legalize_power(builder: relax.BlockBuilder, call: Call) -> Any:

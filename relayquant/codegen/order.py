@@ -12,7 +12,7 @@ import tvm
 from tvm import relax, te, tirx
 from tvm.ir import Call
 
-from relayquant.codegen.reductions import list_axes, refuse_nothing
+from relayquant.codegen.reductions import find_axes, refuse_nothing
 from relayquant.ir.rewrite.expressions import shape_of
 from relayquant.ir.rewrite.graph import call_name, tensor_dtype
 
@@ -56,7 +56,7 @@ class Ordering(relax.PyExprMutator):
         """
         refuse_nothing(call, "median")
         emit, builder = self.builder_.emit, self.builder_
-        (data,), axes = call.args, list_axes(call)
+        (data,), axes = call.args, find_axes(call)
         extents = shape_of(data)
         kept = [axis for axis in range(len(extents)) if axis not in axes]
         count: Any = tirx.const(1, "int64")

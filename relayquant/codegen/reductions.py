@@ -16,6 +16,7 @@ from tvm.ir import Call
 from relayquant.codegen.logical_and_bitwise import legalize_as_tvm
 from relayquant.errors import ModelError
 from relayquant.ir.reference.relax.numpy_library import find_limits
+from relayquant.ir.reference.relax.row import list_axes
 from relayquant.ir.rewrite.expressions import shape_of
 from relayquant.ir.rewrite.graph import call_name, tensor_dtype
 
@@ -68,7 +69,7 @@ def legalize_average(builder: relax.BlockBuilder, call: Call) -> Any:
         return fill(builder, call, nothing)
     if "float" in dtype or not shape_of(call.args[0]):
         return legalize_as_tvm(builder, call)
-    axes, keepdims = list_axes(call), bool(call.attrs.keepdims)
+    axes, keepdims = find_axes(call), bool(call.attrs.keepdims)
 
     def average(x: Any, keepdims: bool) -> Any:
         wide = "uint64" if x.dtype == "uint64" else "int64"
@@ -91,13 +92,9 @@ def legalize_average(builder: relax.BlockBuilder, call: Call) -> Any:
     return relax.op.astype(builder.emit(result), dtype)
 
 
-def list_axes(call: Call) -> list[int]:
+def find_axes(call: Call) -> list[int]:
     """Return the axes that a call reduces, counted from 0."""
-    axis, rank = call.attrs.axis, len(shape_of(call.args[0]))
-    if axis is None:
-        return [*range(rank)]
-    given = [axis] if isinstance(axis, int | tirx.IntImm) else axis
-    return [int(each) % rank for each in given]
+    return list_axes(call.attrs.axis, len(shape_of(call.args[0])))
 
 
 def is_over_nothing(call: Call) -> bool:
@@ -105,7 +102,7 @@ def is_over_nothing(call: Call) -> bool:
     extents: Sequence[Any] = shape_of(call.args[0])
     return bool(extents) and any(
         isinstance(extents[axis], int | tirx.IntImm) and int(extents[axis]) == 0
-        for axis in list_axes(call)
+        for axis in find_axes(call)
     )
 
 

@@ -30,13 +30,11 @@ from tvm.sym import Analyzer
 
 from relayquant.codegen.inner_sizes import pair_inner_sizes
 from relayquant.errors import format_count
-from relayquant.ir.reference.relax.row import to_axes
+from relayquant.ir.reference.relax.row import list_axes
+from relayquant.ir.rewrite.expressions import assume_sizes
 from relayquant.ir.rewrite.graph import call_name
 from relayquant.ir.rewrite.inline import list_dimensions, substitute
 from relayquant.ir.rewrite.moves import RESHAPES
-
-#: No axis is as long.
-MOST = 2**48
 
 Shape = Sequence[Any]
 
@@ -105,10 +103,10 @@ def describe_reading(shapes: Shapes) -> str:
 
 def format_axes(shapes: Shapes) -> str:
     """Write the axes that an attribute names, counted from 0."""
-    axis, rank = shapes.attrs.axis, len(shapes.operands[0])
-    if axis is None:
+    if shapes.attrs.axis is None:
         return "all axes"
-    return f"axis {', '.join(str(each % rank) for each in to_axes(axis) or ())}"
+    axes = list_axes(shapes.attrs.axis, len(shapes.operands[0]))
+    return f"axis {', '.join(map(str, axes))}"
 
 
 def have_sizes(shapes: Shapes) -> Iterator[Any]:
@@ -215,9 +213,9 @@ def take_largest(shapes: Shapes) -> Iterator[Any]:
 
 def read_one(shapes: Shapes) -> Iterator[Any]:
     """A place is found among one value or more, on some axes or on all."""
-    axis, (data,) = shapes.attrs.axis, shapes.operands
-    axes = to_axes(axis) if axis is not None else range(len(data))
-    return (tirx.LE(tirx.const(1, "int64"), data[each]) for each in axes or ())
+    (data,) = shapes.operands
+    axes = list_axes(shapes.attrs.axis, len(data))
+    return (tirx.LE(tirx.const(1, "int64"), data[axis]) for axis in axes)
 
 
 def reach_cuts(shapes: Shapes) -> Iterator[Any]:
@@ -294,7 +292,7 @@ def find_shape_checks(mod: tvm.IRModule) -> Mapping[Place, Sequence[ShapeCheck]]
     found: dict[Place, list[ShapeCheck]] = {}
     for gv, func in mod.functions_items():
         if isinstance(func, relax.Function) and isinstance(func.body, relax.SeqExpr):
-            analyzer = assume_sizes(func)
+            analyzer = assume_sizes(list_input_sizes(func))
             for place, binding in list_places((gv.name_hint,), func.body):
                 check = find_shape_check(binding, analyzer)
                 if check is not None:
@@ -314,9 +312,9 @@ def list_places(place: Place, body: relax.SeqExpr) -> Iterator[tuple[Place, Any]
 
 
 def name_choices(place: Place, body: relax.SeqExpr) -> dict[relax.Var, Place]:
-    """Return where the branches of each If in a sequence stand, without the branch.
+    """Return the place of each If in a sequence: that of its branches, up to which one is taken.
 
-    Passes keep the names of values and the order of those that have the same name.
+    Several Ifs may have one name. Passes keep the names, and the order of these Ifs.
     """
     count: Counter[str] = Counter()
     found = {}
@@ -328,13 +326,10 @@ def name_choices(place: Place, body: relax.SeqExpr) -> dict[relax.Var, Place]:
     return found
 
 
-def assume_sizes(func: relax.Function) -> Analyzer:
-    """Return what is known of sizes: those of a function's tensors are at least 0."""
-    analyzer = Analyzer()
-    for param in func.params:
-        for size in list_sizes(param.ty) if isinstance(param.ty, relax.TensorType) else ():
-            analyzer.bind(size, tvm.ir.Range.from_min_extent(0, tirx.IntImm("int64", MOST)))
-    return analyzer
+def list_input_sizes(func: relax.Function) -> list[tirx.Var]:
+    """List the symbolic sizes of a function's tensors. Those of its shapes may be any numbers."""
+    tensors = [param.ty for param in func.params if isinstance(param.ty, relax.TensorType)]
+    return [size for ty in tensors for size in list_sizes(ty)]
 
 
 def find_shape_check(binding: relax.Binding, analyzer: Analyzer) -> ShapeCheck | None:

@@ -16,6 +16,9 @@ from scipy import special
 Array = np.ndarray[Any, Any]
 UnaryFunction = Callable[..., Array]
 
+#: Klambauer et al. 2017, https://arxiv.org/abs/1706.02515
+SELU_ALPHA, SELU_SCALE = 1.6732632423543772, 1.0507009873554805
+
 
 @dataclass(frozen=True)
 class Unary:
@@ -77,7 +80,7 @@ def elu(x: Array) -> Array:
 
 
 def selu(x: Array) -> Array:
-    return 1.0507009873554805 * np.where(x > 0, x, 1.6732632423543772 * np.expm1(np.minimum(x, 0)))
+    return SELU_SCALE * np.where(x > 0, x, SELU_ALPHA * np.expm1(np.minimum(x, 0)))
 
 
 def softplus(x: Array, beta: float = 1.0, threshold: float = 20.0) -> Array:

@@ -6,12 +6,17 @@ Works on functions of any form. `graph.Graph` is the view of a main with one dat
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import tvm
 import tvm_ffi
 from tvm import relax, tirx
 from tvm.ir import Call, GenericConst, Op
+from tvm.sym import Analyzer
+
+#: Upper bound of every size. Sizes are at least 0.
+LARGEST = 2**48
 
 
 class FunctionGraph:
@@ -95,6 +100,14 @@ def is_float32(expr: relax.Expr) -> bool:
         and str(expr.ty.dtype) == "float32"
         and bool(shape_of(expr))
     )
+
+
+def assume_sizes(symbols: Iterable[tirx.Var]) -> Analyzer:
+    """Return an analyzer that knows that these variables are sizes: 0 to `LARGEST`."""
+    analyzer = Analyzer()
+    for symbol in symbols:
+        analyzer.bind(symbol, tvm.ir.Range.from_min_extent(0, tirx.IntImm("int64", LARGEST)))
+    return analyzer
 
 
 def static_sizes(extents: list[Any]) -> list[int] | None:

@@ -21,7 +21,6 @@ from tvm.sym import Analyzer
 from relayquant.errors import format_count
 from relayquant.formats.readers.indices import count_from_start
 from relayquant.formats.readers.onnx.symbolic import (
-    LARGEST,
     emit_tensor,
     find_bounds,
     is_sizes,
@@ -30,6 +29,7 @@ from relayquant.formats.readers.onnx.symbolic import (
     smaller,
 )
 from relayquant.formats.readers.refusal import NotConstant, Refusal
+from relayquant.ir.rewrite.expressions import LARGEST
 from relayquant.ir.rewrite.graph import constant_value, static_size, tensor_shape
 from relayquant.ir.rewrite.inline import list_dimensions
 
@@ -292,12 +292,12 @@ def convert_split(
     """
     data, parts = (*inputs, None)[:2]
     shape, axis = list_dimensions(data.ty), int(attrs.get("axis", 0)) % data.ty.ndim
-    is_known = not shape or static_size(shape[axis]) is not None
+    size = static_size(shape[axis]) if shape else None
+    is_known = size is not None or not shape
     given = attrs.get("split") if parts is None else read_sizes(parts)
     if given is None and parts is None:
         count = attrs["tvm_custom"]["num_outputs"]
-        if is_known:
-            check_sections(static_size(shape[axis]) if shape else None, count)
+        check_sections(size, count)
         if is_known or opset >= 18:
             return None
         given = [shape[axis] // count] * count

@@ -21,13 +21,11 @@ from tvm.sym import Analyzer
 from relayquant.formats.readers.onnx.fold import evaluate, find_array
 from relayquant.formats.readers.onnx.inference import STANDARD
 from relayquant.formats.readers.refusal import Refusal
+from relayquant.ir.rewrite.expressions import assume_sizes
 from relayquant.ir.rewrite.graph import static_size
 
 #: Largest number of elements of a value that is computed here.
 MAX_ELEMENTS = 256
-
-#: Upper bound of every size. Sizes are at least 0.
-LARGEST = 2**48
 
 #: An element: an integer, or an expression of symbolic sizes.
 Element = Any
@@ -85,10 +83,7 @@ def find_bounds(element: Element) -> tuple[int, int]:
 
 
 def _analyze(element: tirx.Expr) -> Analyzer:
-    analyzer = Analyzer()
-    for size in tirx.analysis.undefined_vars(element):
-        analyzer.bind(size, tvm.ir.Range.from_min_extent(0, tirx.IntImm("int64", LARGEST)))
-    return analyzer
+    return assume_sizes(tirx.analysis.undefined_vars(element))
 
 
 def larger(one: Element, other: Element) -> Element:

@@ -81,6 +81,12 @@ def to_axes(values: Any) -> tuple[int, ...] | None:
     return to_ints(values) if hasattr(values, "__len__") else (int(values),)
 
 
+def list_axes(values: Any, rank: int) -> list[int]:
+    """Return the axes that an attribute names, counted from 0. None names all."""
+    axes = to_axes(values)
+    return [*range(rank)] if axes is None else [axis % rank for axis in axes]
+
+
 def to_axis(value: Any) -> int | None:
     """Convert an axis attribute that is one integer or None."""
     return None if value is None else int(value)

@@ -10,7 +10,16 @@ import math
 from typing import Any
 
 from relayquant.errors import DataError
-from relayquant.ir.reference.relax.row import Meaning, Row, call, own, to_axes, to_axis, to_ints
+from relayquant.ir.reference.relax.row import (
+    Meaning,
+    Row,
+    call,
+    list_axes,
+    own,
+    to_axes,
+    to_axis,
+    to_ints,
+)
 from relayquant.ir.reference.unary import RELAX_UNARY, Unary
 
 
@@ -72,8 +81,8 @@ def median(xp: Any, args: list[Any], attrs: Any) -> Any:
 
     Along one axis: with its index.
     """
-    (data,), axes = args, to_axes(attrs.axis)
-    chosen = range(data.ndim) if axes is None else [axis % data.ndim for axis in axes]
+    (data,) = args
+    chosen = list_axes(attrs.axis, data.ndim)
     kept = [axis for axis in range(data.ndim) if axis not in chosen]
     shape = [1 if axis in chosen else size for axis, size in enumerate(data.shape)]
     if not attrs.keepdims:
@@ -86,7 +95,7 @@ def median(xp: Any, args: list[Any], attrs: Any) -> Any:
     index = cut(xp.find_order(rows, -1, False), -1, middle, middle + 1)
     index = xp.where(is_nan.any(-1, keepdims=True), first, index)
     value = xp.take_along(rows, index, -1).reshape(shape)
-    is_indexed = axes is not None and len(axes) == 1
+    is_indexed = attrs.axis is not None and len(chosen) == 1
     return (value, index.reshape(shape)) if is_indexed else value
 
 
@@ -118,8 +127,8 @@ def cut(data: Any, axis: int, start: int, stop: int, step: int = 1) -> Any:
 
 def squeeze(xp: Any, args: list[Any], attrs: Any) -> Any:
     """Remove axes of length 1. Other axes stay, as in TVM."""
-    (data,), axes = args, to_axes(attrs.axis)
-    chosen = set(range(data.ndim)) if axes is None else {axis % data.ndim for axis in axes}
+    (data,) = args
+    chosen = list_axes(attrs.axis, data.ndim)
     return data.reshape([n for i, n in enumerate(data.shape) if n != 1 or i not in chosen])
 
 
