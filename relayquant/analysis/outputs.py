@@ -119,13 +119,16 @@ class GapMeter:
 
     def measure(
         self, batch: Mapping[str, np.ndarray], expected: Sequence[np.ndarray] | None = None
-    ) -> None:
-        """Measure one more batch, whose float results may be known."""
+    ) -> list[np.ndarray]:
+        """Measure one more batch, whose float results may be known. Return the quantized module's
+        results in real units.
+        """
         if expected is None:
             expected = self.first.run("main", order_inputs(self.float_mod, batch))
         inputs = order_inputs(self.quantized, self.interface.to_inputs(batch))
         got = self.interface.to_real(self.second.run("main", inputs))
         self.sums.update(expected, got, count_samples(batch))
+        return got
 
     @property
     def gaps(self) -> list[OutputGap]:

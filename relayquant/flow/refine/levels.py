@@ -4,24 +4,30 @@ whether the higher level follows the float model at least as well.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import tvm
+from numpy.typing import NDArray
 
-from relayquant.analysis.outputs import OutputGap, compute_results, measure_gaps
+from relayquant.analysis.outputs import GapMeter, compute_results
 from relayquant.config import Effort, Guard, GuardSettings
-from relayquant.data import Batch, SpreadSample
+from relayquant.data import Batch, SpreadSample, count_samples
 from relayquant.flow.refine.kept_samples import count_samples_for
 from relayquant.flow.settings import QuantizeSettings
+from relayquant.ir.rewrite import Graph
+from relayquant.ir.rewrite.graph import iterate_results, result_expr
+from relayquant.stages.calibration.observer_selection import (
+    find_probabilities,
+    is_as_near,
+    measure_noise,
+    take_logarithms,
+)
 from relayquant.stages.prepared import PreparedModel
 
 #: fewest and most samples that levels are compared on
 FEWEST, MOST = 4, 32
-#: dB that an output may be worse with the higher level
-TOLERANCE = 0.2
 
 
 def keep_nearer(
@@ -47,11 +53,10 @@ def keep_nearer(
     note = f"{below.value}, which follows the float model better on samples of the data"
     other = replace(other, effort=calibrated.effort, choices={"level": note, **other.choices})
     module = lower(other)
-    expected = compute_results(calibrated.mod, batches)
-    higher, lesser = (
-        measure_gaps(calibrated.mod, each, batches, expected) for each in (qmod, module)
-    )
-    return (calibrated, qmod) if is_as_near(higher, lesser) else (other, module)
+    measure = make_meter(calibrated, batches)
+    (differing, noise), (other_differing, base) = measure(qmod), measure(module)
+    is_kept = differing <= other_differing and is_as_near(noise, base)
+    return (calibrated, qmod) if is_kept else (other, module)
 
 
 def pick_compared(
@@ -67,12 +72,26 @@ def pick_compared(
     return [part.batch for part in sample.parts(count, held if is_enough else sample.kept)]
 
 
-def is_as_near(higher: Sequence[OutputGap], lower: Sequence[OutputGap]) -> bool:
-    """Whether the outputs of the higher level are as near to the float model's: not farther on
-    average, none by more than `TOLERANCE`, and no more clearly different answers.
+def make_meter(
+    calibrated: PreparedModel, batches: Sequence[Batch]
+) -> Callable[[tvm.IRModule], tuple[int, NDArray[np.float64]]]:
+    """Return a function: integer module -> (clearly different answers of all outputs, noise of each
+    output on each sample). A softmax is judged by its logarithm, unless it is an integer output.
     """
-    pairs = list(zip(higher, lower, strict=True))
-    gains = [0.0 if a.sqnr == b.sqnr else a.sqnr - b.sqnr for a, b in pairs]
-    if any(a.differing > b.differing for a, b in pairs):
-        return False
-    return not gains or (math.fsum(gains) >= 0 and min(gains) >= -TOLERANCE)
+    expected = compute_results(calibrated.mod, batches)
+    view = Graph(calibrated.mod)
+    found = find_probabilities(view, iterate_results(result_expr(view)))
+    is_log = [
+        each and not value.is_integer for each, value in zip(found, calibrated.outputs, strict=True)
+    ]
+
+    def measure(qmod: tvm.IRModule) -> tuple[int, NDArray[np.float64]]:
+        meter, parts = GapMeter(calibrated.mod, qmod), []
+        for batch, real in zip(batches, expected, strict=True):
+            got = meter.measure(batch, real)
+            pair = (take_logarithms(each, is_log) for each in (real, got))
+            parts.append(measure_noise(*pair, count_samples(batch)))
+        differing = sum(gap.differing for gap in meter.gaps)
+        return differing, np.concatenate(parts, axis=1)
+
+    return measure

@@ -7,20 +7,22 @@ A calibrated range fits the loudest sample. A signal of a hundredth of its size 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import tvm
 
+from relayquant.analysis.outputs import OutputGap
 from relayquant.data import SpreadSample
 from relayquant.flow.refine.guard import find_promise
-from relayquant.flow.refine.levels import is_as_near
 from relayquant.flow.refine.look import Look, deviates, look_at_samples
 from relayquant.flow.refine.prepared_edit import Changes
 from relayquant.flow.refine.run_time_ranges import find_run_time_qconfigs
 from relayquant.flow.settings import QuantizeSettings
 from relayquant.ir.ledger import read_ledger, write_ledger
+from relayquant.stages.calibration.observer_selection import TOLERANCE
 from relayquant.stages.prepared import PreparedModel
 
 #: A sample is quiet if it is smaller than the loudest one by this factor: half of 8 bits are left.
@@ -58,10 +60,21 @@ def follow_loudness(
     module = build(ranged)
     found = look_at_samples(calibrated, module, sample, settings, len(look.numbers))
     gain = min(gap.sqnr for gap in found.gaps) - worst
-    if gain < LEAST_GAIN or not is_as_near(found.gaps, look.gaps):
+    if gain < LEAST_GAIN or not loses_nothing(found.gaps, look.gaps):
         return qmod, look
     module = write_ledger(module, replace(read_ledger(module), speed=read_ledger(qmod).speed))
     return module, replace(found, ranged=tuple(ranged))
+
+
+def loses_nothing(found: Sequence[OutputGap], before: Sequence[OutputGap]) -> bool:
+    """Whether the outputs are not farther from the float model's on average, none by more than
+    `TOLERANCE`, and no more answers are clearly different.
+    """
+    pairs = list(zip(found, before, strict=True))
+    gains = [0.0 if a.sqnr == b.sqnr else a.sqnr - b.sqnr for a, b in pairs]
+    if any(a.differing > b.differing for a, b in pairs):
+        return False
+    return not gains or (math.fsum(gains) >= 0 and min(gains) >= -TOLERANCE)
 
 
 def is_uneven(batches: Sequence[Mapping[str, np.ndarray]]) -> bool:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,16 +115,25 @@ def find_sections(
     return sorted(sections, key=lambda section: -len(section.outputs))
 
 
-def find_probabilities(graph: CalibrationGraph, results: Sequence[str]) -> list[bool]:
+def find_probabilities(view: Graph, results: Iterable[relax.Expr]) -> list[bool]:
     """Return for each of the `results` whether a softmax computes it."""
-    view = Graph(graph.mod)
 
-    def is_softmax(var: relax.Var) -> bool:
-        while view.op_name(var) in MOVES:
-            var = view.values[var].args[0]
-        return view.op_name(var) == "relax.nn.softmax"
+    def is_softmax(expr: relax.Expr) -> bool:
+        while view.op_name(expr) in MOVES:
+            expr = view.values[expr].args[0]  # pyright: ignore[reportArgumentType]
+        return view.op_name(expr) == "relax.nn.softmax"
 
-    return [is_softmax(view.vars[name]) for name in results]
+    return [is_softmax(result) for result in results]
+
+
+def take_logarithms(
+    results: Iterable[np.ndarray], is_probability: Iterable[bool]
+) -> list[np.ndarray]:
+    """Return the results as they are judged: probabilities by their logarithms."""
+    return [
+        np.log(np.maximum(result, LEAST_PROBABILITY)) if is_log else result
+        for result, is_log in zip(results, is_probability, strict=True)
+    ]
 
 
 def plan_rounds(sections: Sequence[Section]) -> Iterator[list[Section]]:
@@ -167,18 +176,13 @@ def choose_candidates(
     base = noise = measure(chosen)
 
     def worsen(noise: Float64Array, outputs: Collection[int]) -> tuple[float, float]:
-        """Return how many dB the noise is above the noise with MinMax at some outputs: the mean,
-        and the upper bound including the standard error.
-        """
-        found = [compare_noise(noise[i], base[i]) for i in sorted(outputs)]
-        ratios, errors = np.array(found).T
-        return float(ratios.mean()), float((ratios + errors).max())
+        index = sorted(outputs)
+        return compare_outputs(noise[index], base[index])
 
     others = [name for name in CANDIDATES if name != MINMAX]
     for name in others:
         trial = measure(name_all(name))
-        mean, most = worsen(trial, range(len(base)))
-        if mean <= 0 and most <= TOLERANCE:
+        if is_as_near(trial, base):
             chosen, noise = name_all(name), trial
             break
     start = next(iter(chosen.values()))
@@ -197,6 +201,22 @@ def choose_candidates(
                     noise = noise.copy()
                     noise[index] = trial[index]
     return chosen
+
+
+def is_as_near(noise: Float64Array, base: Float64Array) -> bool:
+    """Whether the outputs are as near to the float model's as with the noise `base`, (outputs,
+    samples): no farther on average, and none by more than `TOLERANCE`.
+    """
+    mean, most = compare_outputs(noise, base)
+    return mean <= 0 and most <= TOLERANCE
+
+
+def compare_outputs(noise: Float64Array, base: Float64Array) -> tuple[float, float]:
+    """Return how many dB the noise is above the base noise, both (outputs, samples): the mean over
+    outputs, and the upper bound of the worst output including its standard error.
+    """
+    ratios, errors = np.array([*map(compare_noise, noise, base)]).T
+    return float(ratios.mean()), float((ratios + errors).max())
 
 
 def compare_noise(noise: Float64Array, base: Float64Array) -> tuple[float, float]:
@@ -266,7 +286,8 @@ class OutputJudge:
         functions = self.load_module(self.split.mod)
         fixed = self.split.compute_constants(self.graph.arguments())
         subgraph = self.subgraph
-        is_softmax = find_probabilities(self.graph, subgraph.observed)
+        view = Graph(self.graph.mod)
+        is_softmax = find_probabilities(view, (view.vars[name] for name in subgraph.observed))
         found: dict[tuple[str, str], QParams] = {}
 
         def find_all(names: Mapping[str, str]) -> dict[str, QParams]:
@@ -282,10 +303,7 @@ class OutputJudge:
                     args.append(as_shape(batch.symbols[name] for name in subgraph.symbols))
                 results = functions.run(subgraph.function, args)
                 named = dict(zip(subgraph.outputs, results, strict=True))
-                return [
-                    np.log(np.maximum(named[name], LEAST_PROBABILITY)) if is_log else named[name]
-                    for name, is_log in zip(subgraph.observed, is_softmax, strict=True)
-                ]
+                return take_logarithms((named[name] for name in subgraph.observed), is_softmax)
 
             return list(map_on_threads(run_batch, batches))
 

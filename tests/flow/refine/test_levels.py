@@ -5,32 +5,40 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from float_models import build_model
+from tvm import relax
+from tvm.relax import op
 
 import relayquant as rq
-from relayquant.analysis.outputs import OutputGap
+from relayquant.analysis.outputs import count_differing
 from relayquant.config import GuardSettings
 from relayquant.data import SpreadSample, open_dataset
 from relayquant.data.item import describe_inputs
 from relayquant.flow.refine import levels
-from relayquant.flow.refine.levels import is_as_near, pick_compared
+from relayquant.flow.refine.levels import make_meter, pick_compared
 
 
-@pytest.mark.parametrize(
-    ("higher", "lower", "expected"),
-    [
-        ([22.0, 32.8], [21.0, 32.9], True),
-        ([22.8, 32.1], [21.3, 32.9], False),  # one output loses, whatever the other gains
-        ([20.9, 32.9], [21.0, 32.9], False),
-        ([np.inf, 30.0], [np.inf, 30.0], True),
-        ([-np.inf], [20.0], False),
-    ],
-)
-def test_is_as_near__no_output_loses(higher, lower, expected):
-    assert is_as_near([*map(OutputGap, higher)], [*map(OutputGap, lower)]) is expected
+def test_make_meter__a_softmax_is_judged_by_its_logarithm():
+    def body(emit, x):
+        first = emit.dense("first", x, 4)
+        return relax.Tuple([emit("scores", op.nn.softmax(first)), first])
 
-
-def test_is_as_near__clearly_other_answers_decide():
-    assert not is_as_near([OutputGap(40.0, 1, 32)], [OutputGap(20.0, 0, 32)])
+    mod = build_model(body, (2, 25))
+    rng = np.random.default_rng(0)
+    data = [{"x": rng.normal(size=(2, 25)).astype("float32")} for _ in range(3)]
+    prepared = rq.calibrate(rq.prepare(mod, None), data)
+    qmod = rq.lower(rq.convert_to_reference(prepared))
+    differing, noise = make_meter(prepared, data)(qmod)
+    runs = [[rq.reference.run(each, batch) for batch in data] for each in (mod, qmod)]
+    (real, real_first), (got, got_first) = (
+        (np.stack(each).astype("float64") for each in zip(*run, strict=True)) for run in runs
+    )
+    expected = [(np.log(got) - np.log(real)) ** 2, (got_first - real_first) ** 2]
+    np.testing.assert_allclose(noise, [x.sum(-1).ravel() for x in expected], rtol=1e-3)
+    assert differing == sum(
+        count_differing(x, y)[0]
+        for run in zip(*runs, strict=True)
+        for x, y in zip(*run, strict=True)
+    )
 
 
 @pytest.mark.parametrize("is_near", [True, False])

@@ -10,7 +10,8 @@ from float_models import build_model
 from tvm import relax
 
 import relayquant as rq
-from relayquant.flow.refine.loudness import is_uneven
+from relayquant.analysis.outputs import OutputGap
+from relayquant.flow.refine.loudness import is_uneven, loses_nothing
 
 RNG = np.random.default_rng(5)
 SHAPE = 1, 3, 8, 8
@@ -80,3 +81,21 @@ def test_is_uneven__half_of_the_samples_are_below_a_sixteenth_of_the_largest():
     assert not is_uneven([batch(17, 17), batch(17, 1)])
     assert not is_uneven([batch(1, 1, 17, dtype="int32")])
     assert not is_uneven([{"x": np.float32(1)}])
+
+
+@pytest.mark.parametrize(
+    ("found", "before", "expected"),
+    [
+        ([22.0, 32.8], [21.0, 32.9], True),
+        ([22.8, 32.1], [21.3, 32.9], False),  # one output loses, whatever the other gains
+        ([20.9, 32.9], [21.0, 32.9], False),
+        ([np.inf, 30.0], [np.inf, 30.0], True),
+        ([-np.inf], [20.0], False),
+    ],
+)
+def test_loses_nothing__no_output_loses(found, before, expected):
+    assert loses_nothing([*map(OutputGap, found)], [*map(OutputGap, before)]) is expected
+
+
+def test_loses_nothing__clearly_other_answers_decide():
+    assert not loses_nothing([OutputGap(40.0, 1, 32)], [OutputGap(20.0, 0, 32)])

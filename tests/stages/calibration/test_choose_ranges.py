@@ -15,6 +15,7 @@ from tvm import relax
 from tvm.relax import op
 
 import relayquant as rq
+from relayquant.ir.rewrite import Graph
 from relayquant.stages.calibration.observer_selection import (
     CANDIDATES,
     MINMAX,
@@ -25,6 +26,7 @@ from relayquant.stages.calibration.observer_selection import (
     compare_noise,
     find_probabilities,
     find_sections,
+    is_as_near,
     measure_noise,
 )
 
@@ -89,6 +91,31 @@ def test_choose__never_worse_than_minmax_at_any_output(table):
     chosen = choose_candidates(SECTIONS, costs)
     found, base = (costs(picks).sum(axis=1) for picks in (chosen, dict.fromkeys("abcd", MINMAX)))
     assert (10 * np.log10(found / base) <= TOLERANCE + 1e-9).all()
+
+
+@pytest.mark.parametrize(
+    ("decibels", "base", "expected"),
+    [
+        ([22.0, 32.8], [21.0, 32.9], True),
+        ([22.8, 32.1], [21.3, 32.9], False),  # one output loses, whatever the other gains
+        ([20.9, 32.9], [21.0, 32.9], False),
+        ([np.inf, 30.0], [np.inf, 30.0], True),
+        ([-np.inf], [20.0], False),
+    ],
+)
+def test_is_as_near__no_output_loses(decibels, base, expected):
+    tiny = np.finfo("float64").tiny
+    noise, other = (
+        np.outer(10 ** (-np.array(x) / 10) + tiny, np.ones(6)) for x in (decibels, base)
+    )
+    assert is_as_near(noise, other) is expected
+
+
+def test_is_as_near__a_gain_within_its_standard_error_is_chance():
+    base, noise = np.ones((1, 6)), np.full((1, 6), 0.98)
+    assert is_as_near(noise, base)
+    noise[0, :2] = 0.4, 1.56  # the same sum
+    assert not is_as_near(noise, base)
 
 
 def test_compare_noise__standard_error_is_that_of_the_jackknife():
@@ -158,8 +185,9 @@ def test_find_probabilities__a_softmax_also_behind_a_reshape():
         first = emit.dense("first", x, 4)
         return relax.Tuple([first, emit("b", op.reshape(emit("a", op.nn.softmax(first)), (4, 2)))])
 
-    graph = rq.prepare(build_model(body, (2, 8))).graph
-    assert find_probabilities(graph, ("first", "a", "b")) == [False, True, True]
+    view = Graph(rq.prepare(build_model(body, (2, 8))).graph.mod)
+    results = (view.vars[name] for name in ("first", "a", "b"))
+    assert find_probabilities(view, results) == [False, True, True]
 
 
 def hardswish_between(*, has_other_reader: bool):
