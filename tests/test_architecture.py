@@ -55,7 +55,7 @@ MUTABLE_DATACLASSES: dict[str, str] = {
 UNARY_TABLE = "relayquant.ir.reference.unary"
 #: Module that names several of them -> why that is no second table.
 NAMES_UNARY: dict[str, str] = {
-    "relayquant.codegen.type_promotion": "those that TVM compiles of some types only",
+    "relayquant.codegen.rewrites.type_promotion": "those that TVM compiles of some types only",
     "relayquant.codegen.schedule.block_analysis": "functions of TIR, not operators",
     "relayquant.config.onnx_names": "operators of another format by their names there",
     "relayquant.ir.ops.narrow_float": "those of all operators whose results are rounded once",

@@ -42,7 +42,7 @@ _VIEWED = frozenset(
 #: Types of one input or of named ones, that are easily given instead of a list.
 ONE_VALUE = (np.ndarray, tvm.runtime.Tensor, str, bytes, dict)
 
-#: Functions that compiled modules with state have, see `codegen.state_functions`.
+#: Functions that compiled modules with state have, see `codegen.library.state_functions`.
 DESCRIPTION, INITIAL_STATE = "relayquant_state", "relayquant_initial_state"
 
 S = TypeVar("S")

@@ -9,38 +9,38 @@ import tvm
 from tvm import relax
 from tvm.target import Target
 
-from relayquant.codegen.attention import lower_attention
-from relayquant.codegen.dynamic_shapes import KEEP_SIZED_CALLS
-from relayquant.codegen.floating import lower_float
-from relayquant.codegen.grouped import lower_grouped
-from relayquant.codegen.inner_sizes import settle_inner_sizes
-from relayquant.codegen.input_checks import create_input_checks
-from relayquant.codegen.integer import has_integer_main, lower_integer
+from relayquant.codegen.checks.inputs import create_input_checks
+from relayquant.codegen.checks.shapes import create_shape_checks, find_shape_checks
 from relayquant.codegen.kernels.isa.bf16 import Bf16Isa
 from relayquant.codegen.kernels.isa.select import select_bf16
-from relayquant.codegen.layout import convert_layout
-from relayquant.codegen.legalization import LEGALIZATIONS
-from relayquant.codegen.memory import PLAN_MEMORY
-from relayquant.codegen.order import order_values
-from relayquant.codegen.recurrent import lower_recurrent
-from relayquant.codegen.row_norms import lower_row_norms
+from relayquant.codegen.legalization.table import LEGALIZATIONS
+from relayquant.codegen.lowering.attention import lower_attention
+from relayquant.codegen.lowering.floating import lower_float
+from relayquant.codegen.lowering.grouped import lower_grouped
+from relayquant.codegen.lowering.integer.lower import has_integer_main, lower_integer
+from relayquant.codegen.lowering.recurrent import lower_recurrent
+from relayquant.codegen.lowering.row_norms import lower_row_norms
+from relayquant.codegen.rewrites.inner_sizes import settle_inner_sizes
+from relayquant.codegen.rewrites.layout import convert_layout
+from relayquant.codegen.rewrites.order import order_values
+from relayquant.codegen.rewrites.split_int64_accumulation import split_int64_sums
+from relayquant.codegen.rewrites.type_promotion import widen_types
+from relayquant.codegen.rewrites.zero_point_correction import subtract_zero_points
+from relayquant.codegen.schedule.dynamic_shapes import KEEP_SIZED_CALLS
+from relayquant.codegen.schedule.memory import PLAN_MEMORY
 from relayquant.codegen.schedule.reduction_init import create_reduction_init_pass
 from relayquant.codegen.schedule.schedule_pass import create_schedule_pass
+from relayquant.codegen.schedule.stored_results import KEEP_STORED
 from relayquant.codegen.schedule.vector_math import create_math_pass
+from relayquant.codegen.schedule.views import KEEP_VIEWS
 from relayquant.codegen.schedule.wrapping import create_wrapping_pass
-from relayquant.codegen.shape_checks import create_shape_checks, find_shape_checks
-from relayquant.codegen.split_int64_accumulation import split_int64_sums
-from relayquant.codegen.stored_results import KEEP_STORED
 from relayquant.codegen.threads import add_pool
-from relayquant.codegen.tuning import (
+from relayquant.codegen.tuning.tuner import (
     ChooseFloatSchedule,
     ChooseSchedule,
     keep_estimate,
     keep_float_estimate,
 )
-from relayquant.codegen.type_promotion import widen_types
-from relayquant.codegen.views import KEEP_VIEWS
-from relayquant.codegen.zero_point_correction import subtract_zero_points
 from relayquant.config import Precision
 from relayquant.ir.float_precision import find_float_precision
 

@@ -15,12 +15,16 @@ from tvm.target import Target
 from relayquant.base.arguments import check_arguments
 from relayquant.base.runtime import stop_spinning
 from relayquant.codegen import make_pipeline, open_tuner
-from relayquant.codegen.expanded_weights import EXPAND_WEIGHTS, add_expanders, expand_weights
-from relayquant.codegen.failure import explain_failure
-from relayquant.codegen.host_functions import name_kernel_pipeline
+from relayquant.codegen.checks.failure import explain_failure
 from relayquant.codegen.kernels.isa.target import host_config, read_triple, resolve_target
-from relayquant.codegen.mmap_constants import MappedExecutable, can_map
-from relayquant.codegen.state_functions import add_state_functions
+from relayquant.codegen.library.expanded_weights import (
+    EXPAND_WEIGHTS,
+    add_expanders,
+    expand_weights,
+)
+from relayquant.codegen.library.host_functions import name_kernel_pipeline
+from relayquant.codegen.library.mmap_constants import MappedExecutable, can_map
+from relayquant.codegen.library.state_functions import add_state_functions
 from relayquant.config import Precision
 from relayquant.errors import RelayQuantError, warn_user
 from relayquant.ir.dialect.legality import is_integer_operator
@@ -149,7 +153,7 @@ def warn_other_backend(mod: tvm.IRModule, target: Target) -> None:
 def build(mod: tvm.IRModule, target: Target, lowering: tvm.transform.Pass) -> MappedExecutable:
     """Run `tvm.compile` on a module and return the executable and the lowered module.
 
-    The module from `lowering` has calls that expand weights.
+    The module from `codegen.lowering` has calls that expand weights.
     """
     lowered = []
 

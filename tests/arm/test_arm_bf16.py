@@ -21,7 +21,6 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 
 import relayquant as rq
-from relayquant.codegen.host_functions import name_kernel_pipeline
 from relayquant.codegen.kernels.floating.bf16 import (
     Bf16Plan,
     make_bf16_conv2d,
@@ -38,6 +37,7 @@ from relayquant.codegen.kernels.floating.stored import Stored
 from relayquant.codegen.kernels.floating.tile import FloatEpilogue, choose_float_isa
 from relayquant.codegen.kernels.isa.arm_bf16 import BFMMLA
 from relayquant.codegen.kernels.isa.matrix_unit import BF16_BITS
+from relayquant.codegen.library.host_functions import name_kernel_pipeline
 
 #: Of all that the emulated CPU "max" has, bf16 only.
 TARGET = {"kind": "llvm", "mtriple": TRIPLE, "mcpu": "cortex-a76", "mattr": ["+bf16"]}

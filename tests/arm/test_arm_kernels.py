@@ -22,12 +22,12 @@ from kernel_cases import (
     Case,
 )
 
-from relayquant.codegen.host_functions import name_kernel_pipeline
 from relayquant.codegen.kernels.integer.conv_transpose import choose_transpose_plan
 from relayquant.codegen.kernels.integer.plan_choice import choose_plan
 from relayquant.codegen.kernels.isa.arm import NEON, NEON_BYTES, NEON_PAIRS, SDOT, SMMLA
 from relayquant.codegen.kernels.isa.base import Isa
 from relayquant.codegen.kernels.isa.select import select_isa
+from relayquant.codegen.library.host_functions import name_kernel_pipeline
 
 MakeCase = Callable[[], Case]
 

@@ -1,12 +1,23 @@
-"""One call of an operator, compiled by relayquant and in the reference."""
+"""One call of an operator: its module, and what it gives compiled and in the reference."""
 
 from __future__ import annotations
 
 import numpy as np
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 
 import relayquant as rq
+
+
+def build_reduction(name, shape, dtype, **options):
+    """A module of one operator on its last axis. Sizes that are texts are symbolic."""
+    extents = [tirx.Var(each, "int64") if isinstance(each, str) else each for each in shape]
+    x, builder = relax.Var("x", relax.TensorType(extents, dtype)), relax.BlockBuilder()
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            y = builder.emit_output(getattr(relax.op, name)(x, -1, **options))
+        builder.emit_func_output(y)
+    return builder.finalize()
 
 
 def run_compiled(compute, *arrays):

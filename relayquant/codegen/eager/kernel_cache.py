@@ -22,10 +22,10 @@ from tvm.target import Target
 from relayquant.base.cores import count_threads
 from relayquant.base.runtime import keep_freed_memory
 from relayquant.codegen.eager.kernel_files import KernelFiles, open_kernel_files
-from relayquant.codegen.host_functions import lower_prescheduled
 from relayquant.codegen.kernels.emit import IS_SCHEDULED
 from relayquant.codegen.kernels.floating.tile import FloatIsa, choose_float_isa
 from relayquant.codegen.kernels.isa.target import host_config, resolve_target
+from relayquant.codegen.library.host_functions import lower_prescheduled
 
 #: Steps pass valid arguments. Checking each argument again would be half of a kernel's code.
 CONFIG = {"tirx.disable_assert": True}

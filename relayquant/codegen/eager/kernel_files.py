@@ -22,7 +22,7 @@ import tvm_ffi
 from tvm.target import Target
 
 from relayquant.base.storage.files import write_whole, writing
-from relayquant.codegen.schedule_cache import find_cache_folder
+from relayquant.codegen.tuning.schedule_cache import find_cache_folder
 from relayquant.errors import FileError
 
 #: Number of files that are kept. A network has about five kernels of 25 KB.

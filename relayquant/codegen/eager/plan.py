@@ -36,7 +36,7 @@ from relayquant.codegen.kernels.floating.row_norm import RowNorm
 from relayquant.codegen.kernels.floating.softmax import Softmax
 from relayquant.codegen.kernels.isa.select import select_isa
 from relayquant.codegen.kernels.recurrent import pack_recurrence, plan_recurrence
-from relayquant.codegen.recurrent import RecurrentCall
+from relayquant.codegen.lowering.recurrent import RecurrentCall
 from relayquant.ir.dialect.qnn.recurrent import RECURRENT_OPERATORS
 from relayquant.ir.reference.affine import center_factors
 from relayquant.ir.reference.frame import Frame

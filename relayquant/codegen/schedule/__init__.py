@@ -1,1 +1,1 @@
-"""TIR functions without a kernel -> scheduled loops, with math functions as polynomials."""
+"""Operators without a kernel -> fused and scheduled loops, with math functions as polynomials."""

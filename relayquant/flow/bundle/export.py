@@ -24,7 +24,7 @@ import relayquant_runtime
 from relayquant.base.arguments import check_arguments
 from relayquant.base.storage.files import check_folder, replace_folder, writing
 from relayquant.codegen.kernels.isa.target import resolve_target
-from relayquant.codegen.mmap_constants import MappedExecutable
+from relayquant.codegen.library.mmap_constants import MappedExecutable
 from relayquant.data.images import Preprocessing
 from relayquant.data.item import InputInfo
 from relayquant.errors import ConfigError, format_count, warn_user

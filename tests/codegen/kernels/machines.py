@@ -11,11 +11,11 @@ import tvm
 from tvm import tirx
 from tvm.target import Target
 
-from relayquant.codegen.host_functions import name_kernel_pipeline
 from relayquant.codegen.kernels.isa.base import PORTABLE, Isa
 from relayquant.codegen.kernels.isa.select import has_isa
 from relayquant.codegen.kernels.isa.target import resolve_target
 from relayquant.codegen.kernels.isa.x86 import X86_ISAS
+from relayquant.codegen.library.host_functions import name_kernel_pipeline
 from relayquant.ir.dialect.cost import MACS_ATTR
 
 #: A CPU that has the instruction set and no better one.

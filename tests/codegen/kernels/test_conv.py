@@ -47,7 +47,7 @@ from relayquant.codegen.kernels.isa.x86 import (
     VNNI256,
     VNNI512,
 )
-from relayquant.codegen.tuning import list_schedules
+from relayquant.codegen.tuning.tuner import list_schedules
 
 RAW = Epilogue(Store.ACCUMULATOR, "int32")
 CASES = {

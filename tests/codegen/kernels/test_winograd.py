@@ -34,7 +34,7 @@ from relayquant.codegen.kernels.isa.base import PORTABLE
 from relayquant.codegen.kernels.isa.timing import COMMON, ZEN4, ZEN5
 from relayquant.codegen.kernels.isa.x86 import AVX2, VNNI512, X86_ISAS
 from relayquant.codegen.kernels.winograd import PanelRange
-from relayquant.codegen.tuning import keep_estimate
+from relayquant.codegen.tuning.tuner import keep_estimate
 
 SAME, RAW = (1, 1, 1, 1), Epilogue(Store.ACCUMULATOR, "int32")
 LAYER = Conv2d(1, 28, 28, 64, 64, (3, 3), padding=SAME, epilogue=Epilogue(is_small=True))

@@ -278,7 +278,7 @@ def test_export_bundle__for_another_cpu_says_what_to_get(tmp_path, monkeypatch):
     executable = rq.compile(COUNTER, ARM)
     # Whatever this machine has to link with.
     monkeypatch.setattr(
-        "relayquant.codegen.mmap_constants.choose_linker",
+        "relayquant.codegen.library.mmap_constants.choose_linker",
         lambda *_: lambda output, objects, **_: Path(output).write_bytes(b"code"),
     )
     with pytest.warns(UserWarning, match=r"no runtime of TVM.*manylinux_2_28_aarch64.*'wheels'"):

@@ -20,7 +20,7 @@ from tvm.relax import op
 
 import relayquant as rq
 from relayquant.base.qtypes import INTEGER_LIMITS
-from relayquant.codegen.split_int64_accumulation import split_int64_sums
+from relayquant.codegen.rewrites.split_int64_accumulation import split_int64_sums
 from relayquant.flow.testing.check import observe_parameters
 from relayquant.ir.dialect import qnn
 from relayquant.ir.dialect.accumulator_range import bound_sums, choose_accumulator_dtype

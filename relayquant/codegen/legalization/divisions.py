@@ -1,0 +1,104 @@
+"""Relax divisions and remainders -> loop nests that are safe on every CPU; part of `table`.
+
+No division ends the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from tvm import relax, tirx, topi
+from tvm.ir import Call
+
+from relayquant.codegen.legalization.logical_and_bitwise import legalize_as_tvm
+from relayquant.ir.rewrite.graph import call_name, constant_value, tensor_dtype
+
+
+def legalize_division(builder: relax.BlockBuilder, call: Call) -> Any:
+    """Legalize a / b, or a remainder, by TVM's own code where that is exact.
+
+    Other cases go to `divide_by_zero`, `divide_integers` or `divide_floats`.
+    """
+    name, dtype = call_name(call), tensor_dtype(call.args[0])
+    is_float, divisor = dtype.startswith("float"), constant_value(call.args[1])
+    if name == "relax.divide" and is_float and divisor is not None and not divisor.any():
+        return divide_by_zero(builder, call, divisor)
+    kept = is_float and name in ("relax.divide", "relax.mod")
+    if kept or dtype == "bool" or is_harmless(divisor, is_float):
+        return legalize_as_tvm(builder, call)
+    divide = divide_floats if is_float else divide_integers
+
+    def compute(a: Any, b: Any) -> Any:
+        return divide(name, dtype, a, b)
+
+    return builder.call_te(compute, *call.args, primfunc_name_hint=name[6:])
+
+
+def divide_by_zero(builder: relax.BlockBuilder, call: Call, divisor: np.ndarray[Any, Any]) -> Any:
+    """Legalize a / 0 as a * infinity. TVM does not compile a division by a constant 0."""
+    factor = relax.const(np.copysign(np.inf, divisor).astype(divisor.dtype))
+    return builder.call_te(topi.multiply, call.args[0], factor, primfunc_name_hint="divide")
+
+
+def is_harmless(divisor: np.ndarray[Any, Any] | None, is_float: bool) -> bool:
+    """Whether TVM's division by these constant divisors is right for all dividends.
+
+    Integers: no divisor is 0 or -1. Floats: every divisor is a power of 2, so quotients are exact.
+    """
+    if divisor is None:
+        return False
+    if is_float:
+        return bool((np.abs(np.frexp(divisor)[0]) == 0.5).all())
+    return bool(((divisor != 0) & (divisor != np.array(-1).astype(divisor.dtype))).all())
+
+
+def divide_integers(name: str, dtype: str, a: Any, b: Any) -> Any:
+    """Compute the quotient or remainder of integers.
+
+    Division by 0 gives 0; division by -1 wraps around.
+
+    numpy and Arm's instruction do the same. The x86 instruction ends the process for a divisor of
+    0, and for the smallest integer divided by -1.
+    """
+    by_zero = topi.equal(b, tirx.const(0, dtype))
+    is_signed = dtype.startswith("int")
+    by_minus_one = topi.equal(b, tirx.const(-1, dtype)) if is_signed else by_zero
+    divisor = topi.where(topi.logical_or(by_zero, by_minus_one), topi.full_like(b, 1), b)
+    result = DIVISIONS[name](a, divisor)  # a remainder by 1 is 0
+    if name in REMAINDERS:
+        return result
+    if is_signed:
+        result = topi.where(by_minus_one, topi.negative(result), result)
+    return topi.where(by_zero, topi.full_like(result, 0), result)
+
+
+def divide_floats(name: str, dtype: str, a: Any, b: Any) -> Any:
+    """Compute floor(a / b) or a - b * floor(a / b) as if exactly, rounded once.
+
+    Python, numpy and PyTorch do the same: 1 // 0.1 is 9, though 1 / 0.1 is 10. The result follows
+    from the exact remainder of C's fmod, which has the sign of a (see Python's `float_divmod`).
+    """
+    remainder = topi.mod(a, b)
+    zero = tirx.const(0, dtype)
+    differs = topi.bitwise_xor(topi.less(remainder, zero), topi.less(b, zero))
+    is_below = topi.logical_and(topi.not_equal(remainder, zero), differs)
+    if name in REMAINDERS:
+        return topi.where(is_below, topi.add(remainder, b), remainder)
+    whole = topi.round(topi.divide(topi.subtract(a, remainder), b))
+    lower = topi.where(is_below, topi.subtract(whole, tirx.const(1, dtype)), whole)
+    return topi.where(topi.equal(b, zero), topi.divide(a, b), lower)
+
+
+#: operator -> its plain computation
+DIVISIONS: dict[str, Callable[..., Any]] = {
+    "relax.divide": topi.divide,
+    "relax.floor_divide": topi.floor_divide,
+    "relax.floor_mod": topi.floor_mod,
+    "relax.mod": topi.mod,
+}
+REMAINDERS = ("relax.floor_mod", "relax.mod")
+
+#: Legalizations for `relax.transform.LegalizeOps`.
+DIVISION_LEGALIZATIONS = dict.fromkeys(DIVISIONS, legalize_division)

@@ -1,0 +1,1 @@
+"""Lowered or compiled module -> what a shared library holds: constants, a description, states."""

@@ -1,0 +1,391 @@
+"""Convolutions and matrix products -> calls of integer kernels with epilogues."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+
+import numpy as np
+from tvm import relax
+from tvm.ir import Call
+from tvm.tirx import PrimFunc
+
+from relayquant.codegen.kernels.integer.conv_transpose import Conv2dTranspose
+from relayquant.codegen.kernels.integer.dynamic_matmul import DynamicMatmul, build_dynamic_matmul
+from relayquant.codegen.kernels.integer.matmul import BatchMatmul, build_batch_matmul
+from relayquant.codegen.kernels.integer.product import DIRECT, choose_product
+from relayquant.codegen.kernels.integer.specs import Conv2d, Dense, PackedWeights
+from relayquant.codegen.kernels.integer.winograd import can_winograd
+from relayquant.codegen.lowering.engine import Lowered
+from relayquant.codegen.lowering.integer.concat import find_columns
+from relayquant.codegen.lowering.integer.epilogue import (
+    PLAIN_TAKES,
+    UNBIASED_TAKES,
+    IntegerEpilogueChain,
+    follow_product,
+)
+from relayquant.codegen.lowering.joined_slices import read_joined_slices
+from relayquant.codegen.lowering.kernel_call import (
+    IntegerRule,
+    KernelContext,
+    build_for_batch,
+    call_built,
+    find_known,
+    is_activation,
+    is_byte,
+    scalar,
+    split_batch,
+    split_rows,
+)
+from relayquant.ir.rewrite import Skip
+from relayquant.ir.rewrite.conv_view import ConvView
+from relayquant.ir.rewrite.graph import constant_value, tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.rule import make_rule
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """Operands of a convolution or dense layer for kernels: constant int8 weights."""
+
+    call: Call
+    weight: np.ndarray
+    zero_point: int
+    is_symbolic: bool  #: whether the batch (dense: the number of rows) is known only at run time
+    shape: tuple[int, ...]  #: 1 for dimensions known only at run time
+
+    @property
+    def data(self) -> relax.Expr:
+        """The operand that is not constant."""
+        return self.call.args[0]
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the data: uint8, int8 or int16."""
+        return tensor_dtype(self.data)
+
+
+def read_linear(
+    context: KernelContext,
+    var: relax.Var,
+    layouts: tuple[tuple[str, str], ...] = (),
+    split: Callable[[relax.Expr], tuple[bool, tuple[int, ...]] | None] = split_batch,
+) -> Linear | Skip:
+    """Read the operands of a linear operator in one of the (data, weight) layouts.
+
+    () allows any layout.
+
+    `split` tells which dimensions may be symbolic.
+    """
+    call = context.call(var)
+    if layouts:
+        layout = (str(call.attrs.data_layout), str(call.attrs.kernel_layout))
+        if layout not in layouts:
+            return Skip(f"layout {'/'.join(layout)}")
+    weight, kernel_zero = constant_value(call.args[1]), constant_value(call.args[3])
+    zero_point, shape = scalar(call.args[2]), split(call.args[0])
+    if weight is None or weight.dtype != np.int8:
+        return Skip("the weight is not an int8 constant")
+    if zero_point is None or kernel_zero is None or kernel_zero.any():
+        return Skip("a zero point is a variable, or the weight zero point is not 0")
+    if not is_activation(call.args[0]):
+        return Skip(f"the data is {tensor_dtype(call.args[0])}")
+    if tensor_dtype(var) != "int32":
+        return Skip(f"the sums are {tensor_dtype(var)}")
+    if shape is None:
+        return Skip("a dimension that the kernel needs is symbolic")
+    return Linear(call, weight, int(zero_point), *shape)
+
+
+def make_call(
+    linear: Linear,
+    data: relax.Expr,
+    chain: IntegerEpilogueChain,
+    packed: PackedWeights,
+    build: Callable[[], PrimFunc],
+) -> Lowered:
+    """Make the kernel call of a linear operator: data, packed constants, residual."""
+    operands = (data, *packed.operands(), *chain.residuals)
+    # The data, the residual and the result have a batch; constants have none.
+    batched = [0, *range(len(operands) - len(chain.residuals), len(operands) + 1)]
+    return call_built(chain.vars, build_for_batch(build, linear.is_symbolic, batched), operands)
+
+
+def lower_conv2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
+    """Lower qnn.conv2d in NHWC with constant OHWI weights.
+
+    Also qnn.conv1d in NWC with constant OWI weights, as a convolution of height 1.
+    """
+    linear = read_linear(context, var, (("NHWC", "OHWI"), ("NWC", "OWI")))
+    if isinstance(linear, Skip):
+        return linear
+    view = ConvView.of(linear.call).as_2d()
+    weight, shape, name = linear.weight, linear.shape, "qnn_conv2d"
+    if len(shape) == 3:
+        name, shape, weight = "qnn_conv1d", (shape[0], 1, *shape[1:]), weight[:, None]
+    batch, height, width, channels = shape
+    outputs, *taps, _ = weight.shape
+    chain = follow_product(context, var, outputs)
+    data, joined = linear.data, None
+    if view.groups == channels == outputs > 1 and not linear.is_symbolic:
+        data, joined = read_joined_slices(context.graph.call_of, data)
+    spec = Conv2d(
+        batch=batch,
+        height=height,
+        width=width,
+        in_channels=channels,
+        out_channels=outputs,
+        kernel=(taps[0], taps[1]),
+        strides=view.strides,
+        padding=view.padding,
+        dilation=view.dilation,
+        groups=view.groups,
+        in_dtype=linear.dtype,
+        in_zero_point=linear.zero_point,
+        epilogue=chain.epilogue,
+        joined=joined,
+    )
+    isa = context.isa.for_weights(weight)
+    schedule = context.choose_schedule(spec, isa, can_winograd(spec, isa, weight))
+    concat = None
+    if not (spec.is_depthwise or chain.residuals):
+        concat, columns = find_columns(context.graph, chain.vars[-1]) or (None, None)
+        spec = replace(spec, columns=columns)
+    product = choose_product(spec, isa, schedule)
+    packed = product.pack(weight, chain.offsets, chain.multiplier)
+    sizes = (batch, *spec.out_size, spec.result_channels)
+    out_shape = sizes if len(linear.shape) == 4 else (batch, *sizes[2:])
+    in_shape = linear.shape if joined is None else spec.stored_shape
+    call = make_call(linear, data, chain, packed, partial(product.build, name, in_shape, out_shape))
+    return replace(call, concat=concat)
+
+
+def lower_conv2d_transpose(context: KernelContext, var: relax.Var) -> Lowered | Skip:
+    """Lower qnn.conv2d_transpose in NHWC with constant weights."""
+    layouts = tuple(("NHWC", kernel) for kernel in ("OHWI", "IHWO", "IOHW", "HWIO", "HWOI"))
+    linear = read_linear(context, var, layouts)
+    if isinstance(linear, Skip):
+        return linear
+    view = ConvView.of(linear.call)
+    numbers = view.as_2d()
+    weight = order_transposed_weight(linear.weight, view.kernel_layout, view.groups)
+    chain = follow_product(context, var, weight.shape[0])
+    batch, height, width, channels = linear.shape
+    spec = Conv2dTranspose(
+        batch=batch,
+        height=height,
+        width=width,
+        in_channels=channels,
+        out_channels=weight.shape[0],
+        kernel=(weight.shape[1], weight.shape[2]),
+        strides=numbers.strides,
+        padding=numbers.padding,
+        output_padding=numbers.output_padding,
+        dilation=numbers.dilation,
+        groups=numbers.groups,
+        in_dtype=linear.dtype,
+        in_zero_point=linear.zero_point,
+        epilogue=chain.epilogue,
+    )
+    product = choose_product(spec, context.isa.for_weights(weight))
+    packed = product.pack(weight, chain.offsets, chain.multiplier)
+    build = partial(product.build, "qnn_conv2d_transpose")
+    return make_call(linear, linear.data, chain, packed, build)
+
+
+def order_transposed_weight(weight: np.ndarray, layout: str, groups: int) -> np.ndarray:
+    """Reorder weights (I, ..., O/groups) of a transposed convolution to (O, KH, KW, I/groups)."""
+    iohw = weight.transpose([layout.index(letter) for letter in "IOHW"])
+    inputs, per_group, kh, kw = iohw.shape
+    grouped = iohw.reshape(groups, inputs // groups, per_group, kh, kw)
+    return np.ascontiguousarray(
+        grouped.transpose(0, 2, 3, 4, 1).reshape(groups * per_group, kh, kw, inputs // groups)
+    )
+
+
+def lower_dense(context: KernelContext, var: relax.Var) -> Lowered | Skip:
+    """Lower qnn.dense with constant weights.
+
+    All leading dimensions are rows, static or symbolic.
+    """
+    linear = read_linear(context, var, split=split_rows)
+    if isinstance(linear, Skip):
+        return linear
+    units = linear.weight.shape[0]
+    chain = follow_product(context, var, units)
+    spec = Dense(
+        rows=prod(linear.shape[:-1]),
+        in_features=linear.shape[-1],
+        out_features=units,
+        in_dtype=linear.dtype,
+        in_zero_point=linear.zero_point,
+        epilogue=chain.epilogue,
+    )
+    isa, schedule = context.isa.for_weights(linear.weight), DIRECT
+    if not linear.is_symbolic:
+        schedule = context.choose_schedule(spec.as_conv2d(), isa, False)
+    product = choose_product(spec, isa, schedule, any_rows=linear.is_symbolic)
+    packed = product.pack(linear.weight, chain.offsets, chain.multiplier)
+    operands = (linear.call.args[0], *packed.arguments(), *chain.residuals)
+    if linear.is_symbolic:
+        leading = [None if isinstance(n, str) else n for n in tensor_shape(operands[0]) or ()][:-1]
+        func = product.build("qnn_dense", leading)
+    else:
+        out_shape = (*linear.shape[:-1], units)
+        func = product.build("qnn_dense", linear.shape, out_shape)
+    return call_built(chain.vars, func, operands)
+
+
+def lower_batch_matmul(context: KernelContext, var: relax.Var) -> Lowered | Skip:
+    """Lower qnn.batch_matmul of two computed operands with equal batch dimensions, of any sizes.
+
+    The second operand may be transposed, see `read_transposed`.
+    """
+    call = context.call(var)
+    shapes = [tensor_shape(call.args[i]) for i in (0, 1)]
+    zeros = [scalar(arg) for arg in call.args[2:4]]
+    if None in shapes or None in zeros:
+        return Skip("a shape is unknown, or a zero point not constant")
+    if not (is_byte(call.args[0]) and is_byte(call.args[1])):
+        return Skip("operands are not 8 bit")
+    x_shape, y_shape = shapes
+    if x_shape[:-2] != y_shape[:-2]:  # pyright: ignore[reportOptionalSubscript]
+        return Skip("batch dimensions are broadcast")
+    second, heads = read_transposed(context, call.args[1])
+    product = ComputedProduct(
+        context=context,
+        var=var,
+        operands=(call.args[0], second),
+        zeros=(int(zeros[0]), int(zeros[1])),  # pyright: ignore[reportArgumentType]
+        x_shape=x_shape,  # pyright: ignore[reportArgumentType]
+        cols=y_shape[-2],  # pyright: ignore[reportOptionalSubscript]
+        w_heads=heads,
+    )
+    x, y = split_batch(call.args[0]), split_batch(call.args[1])
+    if x is None or y is None or (x[0] and len(x[1]) < 3):
+        return lower_dynamic_product(product)
+    return lower_static_product(product, *x)
+
+
+@dataclass(frozen=True, eq=False)
+class ComputedProduct:
+    """Operands of a product of two computed matrices, as the kernels read them."""
+
+    context: KernelContext
+    var: relax.Var
+    operands: tuple[relax.Expr, relax.Expr]
+    zeros: tuple[int, int]
+    x_shape: tuple[int | str, ...]
+    cols: int | str
+    w_heads: int | None
+
+    @property
+    def dtypes(self) -> tuple[str, str]:
+        """Dtypes of the operands: uint8 or int8."""
+        return tensor_dtype(self.operands[0]), tensor_dtype(self.operands[1])
+
+
+def lower_static_product(
+    product: ComputedProduct, is_symbolic: bool, x_shape: tuple[int, ...]
+) -> Lowered | Skip:
+    """Lower a product whose sizes are known but for the batch, which counts as 1 in `x_shape`."""
+    if tensor_dtype(product.var) != "int32":
+        return Skip(f"the sums are {tensor_dtype(product.var)}")
+    chain = follow_product(product.context, product.var, 1, takes=UNBIASED_TAKES)
+    spec = BatchMatmul(
+        batch=prod(x_shape[:-2]),
+        rows=x_shape[-2],
+        cols=int(product.cols),
+        inner=x_shape[-1],
+        x_dtype=product.dtypes[0],
+        x_zero_point=product.zeros[0],
+        w_dtype=product.dtypes[1],
+        w_zero_point=product.zeros[1],
+        multiplier=read_multiplier(chain),
+        epilogue=chain.epilogue,
+        w_heads=product.w_heads,
+    )
+    stored = split_batch(product.operands[1])
+    if stored is None:
+        return Skip("a size of the second operand is unknown")
+    func = build_for_batch(
+        lambda: build_batch_matmul(
+            spec,
+            product.context.isa,
+            "qnn_batch_matmul",
+            x_shape,
+            stored[1],
+            (*x_shape[:-1], spec.cols),
+        ),
+        is_symbolic,
+        range(3 + len(chain.residuals)),
+    )
+    return call_built(chain.vars, func, (*product.operands, *chain.residuals))
+
+
+def lower_dynamic_product(product: ComputedProduct) -> Lowered | Skip:
+    """Lower a product with sizes that are known only at run time."""
+    chain = follow_product(product.context, product.var, 1, takes=PLAIN_TAKES)
+    if chain.is_sums and tensor_dtype(product.var) != "int32":
+        return Skip(f"the sums are {tensor_dtype(product.var)} and are stored")
+    x_shape = find_known(product.x_shape)
+    spec = DynamicMatmul(
+        *find_known((product.cols, product.x_shape[-1])),
+        x_dtype=product.dtypes[0],
+        x_zero_point=product.zeros[0],
+        w_dtype=product.dtypes[1],
+        w_zero_point=product.zeros[1],
+        multiplier=read_multiplier(chain),
+        epilogue=chain.epilogue,
+        w_heads=product.w_heads,
+        sum_dtype=tensor_dtype(product.var),
+    )
+    stored = tensor_shape(product.operands[1])
+    if stored is None:
+        return Skip("a size of the second operand is unknown")
+    func = build_dynamic_matmul(
+        spec,
+        product.context.isa,
+        "qnn_batch_matmul",
+        x_shape,
+        find_known(stored),
+        (*x_shape[:-1], spec.cols),
+    )
+    return call_built(chain.vars, func, product.operands)
+
+
+def read_multiplier(chain: IntegerEpilogueChain) -> float:
+    """Return the multiplier of sums that have one scale; 1 if they are stored."""
+    return 1.0 if chain.multiplier is None else float(chain.multiplier.reshape(-1)[0])
+
+
+def read_transposed(context: KernelContext, expr: relax.Expr) -> tuple[relax.Expr, int | None]:
+    """Read the second operand of a batch_matmul, without the transposition that the kernel can do.
+
+    Returns:
+        The transposed value and its `BatchMatmul.w_heads`; or the operand itself and None.
+
+    permute_dims(x, [..., 3, 2])      ->  x, 1
+    permute_dims(x, [0, 2, 3, 1])     ->  x, its third dimension
+    """
+    call = context.graph.call_of(expr)
+    if call is None or context.graph.op_name(expr) != "relax.permute_dims":
+        return expr, None
+    shape, axes = tensor_shape(call.args[0]), [int(axis) for axis in call.attrs.axes or ()]
+    if shape is None:
+        return expr, None
+    rank = len(axes)
+    if rank > 2 and axes == [*range(rank - 2), rank - 1, rank - 2]:
+        return call.args[0], 1
+    if axes == [0, 2, 3, 1] and isinstance(shape[2], int):
+        return call.args[0], shape[2]
+    return expr, None
+
+
+LINEAR_RULES: tuple[IntegerRule, ...] = (
+    make_rule(lower_conv2d, "relax.qnn.conv2d", "relax.qnn.conv1d"),
+    make_rule(lower_conv2d_transpose, "relax.qnn.conv2d_transpose"),
+    make_rule(lower_dense, "relax.qnn.dense"),
+    make_rule(lower_batch_matmul, "relax.qnn.batch_matmul"),
+)

@@ -1,0 +1,1 @@
+"""Module -> the same in forms that kernels and loop nests are made for: layout, types, sizes."""

@@ -1,0 +1,230 @@
+"""Module -> the same module with convolutions, and operators between them, in the kernels' layout.
+
+Transposes remain only at the inputs and outputs of the model. ConvertLayout does the work, and
+`layout_exceptions` corrects it. Operators it cannot see through (pad, reshape of unit axes,
+constants) are tidied here.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from tvm import relax
+from tvm.ir import Call, IRModule
+from tvm.relax.dpl import is_op, wildcard
+
+from relayquant.codegen.lowering.floating import CONV_LAYOUT, CONV_TRANSPOSE_LAYOUT
+from relayquant.codegen.rewrites.layout_exceptions import convert_with_exceptions
+from relayquant.codegen.rewrites.moved_quantization import MOVED_QUANTIZATION, read_axes
+from relayquant.ir.rewrite import Emitter, Match, Pattern, Rule, Skip, apply_rules
+from relayquant.ir.rewrite.expressions import list_bindings, op_name
+from relayquant.ir.rewrite.graph import constant_value, free_vars, tensor_dtype, tensor_shape
+from relayquant.ir.rewrite.walker import tidy_module
+
+#: Layouts of data and weight that the kernels take.
+KERNEL_LAYOUTS = {
+    "relax.nn.conv2d": list(CONV_LAYOUT),
+    "relax.nn.conv2d_transpose": list(CONV_TRANSPOSE_LAYOUT),
+    "relax.qnn.conv1d": ["NWC", "OWI"],
+    "relax.qnn.conv2d": list(CONV_LAYOUT),
+    "relax.qnn.conv2d_transpose": list(CONV_LAYOUT),
+}
+
+#: Operators after which FoldConstant leaves calls of kernels that the module does not have.
+UNFOLDED = frozenset({"relax.dynamic_strided_slice"})
+#: Operators that read only the shape of their operand.
+SHAPE_READERS = frozenset(
+    f"relax.{name}" for name in ("eye_like", "full_like", "ones_like", "shape_of", "zeros_like")
+)
+
+
+def convert_layout(mod: IRModule) -> IRModule:
+    """Convert convolutions to NHWC and OHWI, and the operators between them to NHWC.
+
+    Constants are folded here, before there is any kernel. TVM evaluates calls of constants on plain
+    x86, where a kernel for another instruction set would end the process.
+    """
+    functions = [func for _, func in mod.functions_items() if isinstance(func, relax.Function)]
+    bindings = [binding for func in functions for binding in list_bindings(func)]
+    has_conv = any(op_name(binding.value) in KERNEL_LAYOUTS for binding in bindings)
+    if has_conv:
+        mod = convert_with_exceptions(mod, KERNEL_LAYOUTS)
+    mod = relax.transform.Normalize()(mod)
+    if has_conv and is_one_block(mod):
+        # In numpy: FoldConstant would compile a kernel for each weight, which takes as long as
+        # compiling all of the module. Most modules hold no other constants to fold.
+        mod = apply_rules(mod, [TRANSPOSE_OF_CONSTANT])
+    if not any(op_name(binding.value) in UNFOLDED for binding in bindings) and has_constants(mod):
+        mod = relax.transform.FoldConstant()(mod)
+    mod = relax.transform.CanonicalizeBindings()(mod)
+    if not is_one_block(mod):
+        return mod
+    return tidy_module(apply_rules(mod, TRANSPOSE_RULES))
+
+
+def has_constants(mod: IRModule) -> bool:
+    """Whether FoldConstant may find a value that does not depend on the data.
+
+    FoldConstant itself makes a loop nest of every operator: a quarter of a second for MobileNetV2.
+    """
+    functions = [func for _, func in mod.functions_items() if isinstance(func, relax.Function)]
+    for func in functions:
+        if not isinstance(func.body, relax.SeqExpr):
+            return True
+        for block in func.body.blocks:
+            if not all(depends_on_data(binding.value) for binding in block.bindings):
+                return True
+    return False
+
+
+def depends_on_data(value: relax.Expr) -> bool:
+    """Whether a bound value reads the elements of a variable tensor, or only names other values."""
+    if isinstance(value, relax.Var | relax.Tuple | relax.TupleGetItem):
+        return True
+    if not isinstance(value, Call) or op_name(value) in SHAPE_READERS:
+        return False
+    return any(isinstance(var.ty, relax.TensorType | relax.TupleType) for var in free_vars(value))
+
+
+def is_one_block(mod: IRModule) -> bool:
+    """Whether main is one dataflow block, as rules require."""
+    names = [gv.name_hint for gv in mod.get_global_vars()]
+    if "main" not in names or not isinstance(mod["main"], relax.Function):
+        return False
+    body = mod["main"].body
+    if not isinstance(body, relax.SeqExpr) or len(body.blocks) != 1:
+        return False
+    return isinstance(body.blocks[0], relax.DataflowBlock)
+
+
+def find_axes(match: Match, expr: relax.Expr) -> list[int]:
+    """Return the axes of the permute_dims bound to `expr`, non-negative."""
+    call = match.graph.call_of(expr)
+    if call is None:
+        raise ValueError(f"no permute_dims at {match.name!r}")
+    return read_axes(call)
+
+
+def _transpose_of_constant() -> Rule:
+    """Fold permute_dims(constant) -> constant."""
+    data = wildcard()
+    pattern = Pattern(is_op("relax.permute_dims")(data), {"data": data})
+
+    def rewrite(emitter: Emitter, match: Match) -> relax.Expr | Skip:
+        value = constant_value(match.parts["data"])
+        if value is None:
+            return Skip("the operand is not a constant")
+        permuted = np.ascontiguousarray(value.transpose(find_axes(match, match.root)))
+        return relax.const(permuted, tensor_dtype(match.root))
+
+    return Rule("transpose of constant", pattern, rewrite)
+
+
+def _transpose_of_transpose() -> Rule:
+    """Merge permute_dims(permute_dims(x)) -> permute_dims(x), or x."""
+    data = wildcard()
+    inner = is_op("relax.permute_dims")(data)
+    pattern = Pattern(is_op("relax.permute_dims")(inner), {"inner": inner})
+
+    def rewrite(emitter: Emitter, match: Match) -> relax.Expr | Skip:
+        outer_axes = find_axes(match, match.root)
+        call = match.graph.call_of(match.parts["inner"])
+        if call is None:
+            return Skip("the operand is not bound")
+        inner_axes = find_axes(match, match.parts["inner"])
+        axes = [inner_axes[axis] for axis in outer_axes]
+        value = emitter.get(call.args[0])
+        if axes == list(range(len(axes))):
+            return value
+        return relax.op.permute_dims(value, axes)
+
+    return Rule("transpose of transpose", pattern, rewrite)
+
+
+def _pad_of_transpose() -> Rule:
+    """Move pad(permute_dims(x)) -> permute_dims(pad(x)): the transpose may meet its inverse."""
+    data = wildcard()
+    inner = is_op("relax.permute_dims")(data)
+    pattern = Pattern(is_op("relax.nn.pad")(inner), {"inner": inner})
+
+    def rewrite(emitter: Emitter, match: Match) -> relax.Expr | Skip:
+        pad, call = match.graph.values[match.root], match.graph.call_of(match.parts["inner"])
+        if call is None:
+            return Skip("the operand is not bound")
+        axes = find_axes(match, match.parts["inner"])
+        widths = [int(width) for width in pad.attrs.pad_width]
+        moved = [0] * len(widths)
+        for position, axis in enumerate(axes):
+            moved[2 * axis : 2 * axis + 2] = widths[2 * position : 2 * position + 2]
+        padded = relax.op.nn.pad(
+            emitter.get(call.args[0]), moved, str(pad.attrs.pad_mode), pad.attrs.pad_value
+        )
+        return relax.op.permute_dims(emitter.emit(padded, f"{match.name}.nhwc"), axes)
+
+    return Rule("pad of transpose", pattern, rewrite)
+
+
+def _clip_of_transpose() -> Rule:
+    """Move clip(permute_dims(x)) -> permute_dims(clip(x)).
+
+    ConvertLayout knows no layout for clip. After a transpose, an integer clip could not be part of
+    the kernel before it.
+    """
+    data = wildcard()
+    inner = is_op("relax.permute_dims")(data)
+    pattern = Pattern(is_op("relax.clip")(inner, wildcard(), wildcard()), {"inner": inner})
+
+    def rewrite(emitter: Emitter, match: Match) -> relax.Expr | Skip:
+        clip, call = match.graph.values[match.root], match.graph.call_of(match.parts["inner"])
+        if call is None:
+            return Skip("the operand is not bound")
+        clipped = relax.op.clip(emitter.get(call.args[0]), *clip.args[1:])
+        axes = find_axes(match, match.parts["inner"])
+        return relax.op.permute_dims(emitter.emit(clipped, f"{match.name}.nhwc"), axes)
+
+    return Rule("clip of transpose", pattern, rewrite)
+
+
+def _transpose_of_unit_axes() -> Rule:
+    """Replace a permute_dims(x) that moves only axes of size 1 by reshape(x), which is free."""
+    data = wildcard()
+    pattern = Pattern(is_op("relax.permute_dims")(data), {"data": data})
+
+    def rewrite(emitter: Emitter, match: Match) -> relax.Expr | Skip:
+        shape = tensor_shape(match.parts["data"])
+        if shape is None:
+            return Skip("the shape is unknown")
+        axes = find_axes(match, match.root)
+        order = [axis for axis in axes if shape[axis] != 1]
+        if order != sorted(order):
+            return Skip("axes longer than 1 change places")
+        return relax.op.reshape(emitter.get(match.parts["data"]), match.root.ty.shape)
+
+    return Rule("transpose of unit axes", pattern, rewrite)
+
+
+def _reshape_of_reshape() -> Rule:
+    """Merge reshape(reshape(x)) -> reshape(x)."""
+    data, inner_shape, shape = wildcard(), wildcard(), wildcard()
+    inner = is_op("relax.reshape")(data, inner_shape)
+    pattern = Pattern(is_op("relax.reshape")(inner, shape), {"inner": inner, "shape": shape})
+
+    def rewrite(emitter: Emitter, match: Match) -> relax.Expr | Skip:
+        call = match.graph.call_of(match.parts["inner"])
+        if call is None:
+            return Skip("the operand is not bound")
+        return relax.op.reshape(emitter.get(call.args[0]), match.root.ty.shape)
+
+    return Rule("reshape of reshape", pattern, rewrite)
+
+
+TRANSPOSE_OF_CONSTANT = _transpose_of_constant()
+
+TRANSPOSE_RULES: tuple[Rule, ...] = (
+    TRANSPOSE_OF_CONSTANT,
+    _transpose_of_transpose(),
+    _transpose_of_unit_axes(),
+    _pad_of_transpose(),
+    _clip_of_transpose(),
+    _reshape_of_reshape(),
+    *MOVED_QUANTIZATION,
+)

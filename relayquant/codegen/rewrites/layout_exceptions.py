@@ -1,0 +1,206 @@
+"""TVM's ConvertLayout, corrected for operators that it gets wrong; the first step of `layout`.
+
+The pass reads operator properties from a registry that the whole process shares, also with other
+threads and with passes of the user. So the registry stays as it is, and the bindings are rewritten
+before and after the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from tvm import relax, tirx
+from tvm.ir import Call, IRModule, Op, Type
+
+from relayquant.codegen.lowering.floating import read_conv2d_transpose
+from relayquant.ir.rewrite.expressions import is_float32, op_name, read_scalar
+from relayquant.ir.rewrite.rule import Skip
+
+#: binding -> its replacements, in order; the last one binds the same variable
+Rewrite = Callable[[relax.Binding], Sequence[relax.Binding]]
+
+CALL_PACKED = "relax.call_pure_packed"
+#: prefix of the names under which calls are hidden
+HIDDEN = "relayquant.hidden."
+#: Operators legalized in one layout only, or whose result (a tuple or of another rank) fails the
+#: pass.
+ONE_LAYOUT = (
+    "relax.nn.conv1d_transpose",
+    "relax.nn.conv3d",
+    "relax.nn.conv3d_transpose",
+    "relax.nn.rms_norm",
+    "relax.nn.dropout",
+    "relax.image.resize3d",
+    "relax.stack",
+)
+#: layouts for which resize2d has a legalization
+RESIZE_LAYOUTS = ("NCHW", "NHWC")
+
+
+def convert_with_exceptions(mod: IRModule, layouts: Mapping[str, Sequence[str]]) -> IRModule:
+    """Apply `relax.transform.ConvertLayout(layouts)` to a module without changing its results.
+
+    The pass gives the operands of unknown calls their original layout back. So a call that has to
+    keep its layout is hidden: y = f(x) -> y = call_pure_packed("relayquant.hidden.0", x) -> (after
+    the pass) y = f(x). match_cast is hidden too, since the pass forgets to replace its operand.
+    """
+    hidden: list[Call | relax.MatchCast] = []
+
+    def hide(binding: relax.Binding) -> Sequence[relax.Binding]:
+        call, is_cast = binding.value, isinstance(binding, relax.MatchCast)
+        if not is_cast and not keeps_layout(call):
+            return split_clip(binding)
+        name = relax.ExternFunc(f"{HIDDEN}{len(hidden)}")
+        hidden.append(binding if is_cast else call)
+        args, ty = ([call], binding.ty) if is_cast else (call.args, call.ty)
+        packed = Call(Op.get(CALL_PACKED), [name, *args], None, [ty])
+        return [relax.VarBinding(binding.var, packed)]
+
+    def show(binding: relax.Binding) -> Sequence[relax.Binding]:
+        call = binding.value
+        callee = call.args[0] if op_name(call) == CALL_PACKED else None
+        name = callee.global_symbol if isinstance(callee, relax.ExternFunc) else ""
+        if not name.startswith(HIDDEN):
+            return turn_resize(binding)
+        old = hidden[int(name.removeprefix(HIDDEN))]
+        if isinstance(old, relax.MatchCast):
+            return [relax.MatchCast(binding.var, call.args[1], old.ty)]
+        return [rebind(binding, Call(old.op, call.args[1:], old.attrs, old.ty_args))]
+
+    hiding = rewrite_bindings(rewrite_bindings(mod, pin_output), hide)
+    converted = relax.transform.ConvertLayout(dict(layouts))(hiding)
+    return rewrite_bindings(converted, show)
+
+
+def keeps_layout(call: relax.Expr) -> bool:
+    """Whether a call has to keep its layout, though ConvertLayout would change it.
+
+    These are the operators of `ONE_LAYOUT` and
+    - a transposed convolution without a kernel
+    - a normalization over several axes: the pass does not reorder the axes of scale and offset
+    - repeat without an axis, which flattens its operand
+    - an operator with only scalar operands: the pass looks for a dimension.
+    """
+    name = op_name(call)
+    if name in ONE_LAYOUT or (name == "relax.nn.layer_norm" and len(call.attrs.axes) > 1):
+        return True
+    if name == "relax.nn.conv2d_transpose":
+        return isinstance(read_conv2d_transpose(call), Skip)
+    if name == "relax.repeat" and call.attrs.axis is None:
+        return True
+    types = [arg.ty for arg in call.args] if name.startswith("relax.") else []
+    return bool(types) and all(isinstance(ty, relax.TensorType) and ty.ndim == 0 for ty in types)
+
+
+def pin_output(binding: relax.Binding) -> Sequence[relax.Binding]:
+    """Pin the type of an output that has a computed size.
+
+    y = f(x) -> y_pinned = f(x); y = match_cast(y_pinned, type of y). Elements of a tuple are
+    treated alike. The pass infers types again without knowing that sizes are not negative. It turns
+    min(5, n) into min(5, n) - min(0, n), and must not change the type of an output.
+    """
+    var, value = binding.var, binding.value
+    if isinstance(var, relax.DataflowVar) or isinstance(binding, relax.MatchCast):
+        return [binding]
+    if not isinstance(value, relax.Tuple):
+        if not has_computed_size(var.ty):
+            return [binding]
+        inner = relax.DataflowVar(f"{var.name}_pinned", var.ty)
+        return [relax.VarBinding(inner, value), relax.MatchCast(var, inner, var.ty)]
+    pinned: list[relax.Binding] = []
+    fields = list(value.fields)
+    for index, part in enumerate(fields):
+        if isinstance(part, relax.Var) and has_computed_size(part.ty):
+            fields[index] = relax.DataflowVar(f"{part.name}_pinned", part.ty)
+            pinned.append(relax.MatchCast(fields[index], part, part.ty))
+    return [*pinned, relax.VarBinding(var, relax.Tuple(fields))]
+
+
+def has_computed_size(ty: Type) -> bool:
+    """Whether a size of a tensor, or of a tensor in a tuple, is neither a number nor a variable."""
+    if isinstance(ty, relax.TupleType):
+        return any(map(has_computed_size, ty.fields))
+    if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr):
+        return False
+    return any(not isinstance(size, tirx.Var | tirx.IntImm) for size in ty.shape.values)
+
+
+def split_clip(binding: relax.Binding) -> Sequence[relax.Binding]:
+    """Split clip(x, a, b) -> minimum(maximum(x, a), b) on float32.
+
+    ConvertLayout knows no layout for clip and would put a transpose before and after each.
+    """
+    call = binding.value
+    if op_name(call) != "relax.clip" or not is_float32(binding.var):
+        return [binding]
+    low, high = (read_scalar(arg) for arg in call.args[1:3])
+    if low is None or high is None:
+        return [binding]
+    name = f"{binding.var.name}_low"
+    raised = bind_inner(name, relax.op.maximum(call.args[0], relax.const(low, "float32")))
+    lowered = relax.op.minimum(raised.var, relax.const(high, "float32"))
+    return [raised, rebind(binding, lowered)]
+
+
+def turn_resize(binding: relax.Binding) -> Sequence[relax.Binding]:
+    """Convert a resize2d(x) in another layout to permute_dims(resize2d(permute_dims(x))) in NHWC.
+
+    Other layouts occur when a sequence became an image of one row.
+    """
+    call = binding.value
+    if op_name(call) != "relax.image.resize2d" or str(call.attrs.layout) in RESIZE_LAYOUTS:
+        return [binding]
+    data, size = call.args[:2]
+    attrs, layout, name = call.attrs, str(call.attrs.layout), binding.var.name
+    turned = bind_inner(
+        f"{name}_nhwc", relax.op.permute_dims(data, [layout.index(axis) for axis in "NHWC"])
+    )
+    resized = bind_inner(
+        f"{name}_resized",
+        relax.op.image.resize2d(
+            turned.var,
+            size,
+            roi=[float(bound) for bound in attrs.roi],
+            layout="NHWC",
+            method=attrs.method,
+            coordinate_transformation_mode=attrs.coordinate_transformation_mode,
+            rounding_method=attrs.rounding_method,
+            cubic_alpha=attrs.cubic_alpha,
+            cubic_exclude=attrs.cubic_exclude,
+            extrapolation_value=attrs.extrapolation_value,
+            out_dtype=attrs.out_dtype,
+        ),
+    )
+    back = relax.op.permute_dims(resized.var, ["NHWC".index(axis) for axis in layout])
+    return [turned, resized, rebind(binding, back)]
+
+
+def rewrite_bindings(mod: IRModule, rewrite: Rewrite) -> IRModule:
+    """Replace every binding in a dataflow block by the bindings that `rewrite` returns."""
+    functions = {}
+    for gvar, func in mod.functions_items():
+        if isinstance(func, relax.Function) and isinstance(func.body, relax.SeqExpr):
+            blocks = [
+                relax.DataflowBlock([new for old in block.bindings for new in rewrite(old)])
+                if isinstance(block, relax.DataflowBlock)
+                else block
+                for block in func.body.blocks
+            ]
+            body = relax.SeqExpr(blocks, func.body.body)
+            func = relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs)
+        functions[gvar] = func
+    rewritten = IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+    return relax.transform.Normalize()(rewritten)
+
+
+def rebind(binding: relax.Binding, value: relax.Expr) -> relax.Binding:
+    """Bind the same variable to another value, by a binding of the same kind."""
+    if isinstance(binding, relax.MatchCast):
+        return relax.MatchCast(binding.var, value, binding.ty)
+    return relax.VarBinding(binding.var, value)
+
+
+def bind_inner(name: str, value: relax.Expr) -> relax.VarBinding:
+    """Bind a new variable `name` with the type of `value`."""
+    value = relax.BlockBuilder().normalize(value)
+    return relax.VarBinding(relax.DataflowVar(name, value.ty), value)

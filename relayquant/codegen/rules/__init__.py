@@ -1,1 +1,0 @@
-"""Operators -> calls of integer kernels that include an epilogue."""

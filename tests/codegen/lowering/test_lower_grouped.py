@@ -1,0 +1,85 @@
+"""Modules with grouped weights through `rq.compile`: kernels in every function, constants once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+from llama_program import compute_angles
+from tiny_llama import (
+    ROWS,
+    SIZES,
+    TOKENS,
+    list_calls,
+    make_llama,
+    make_prefill,
+    take_function,
+)
+from tvm import relax
+
+import relayquant as rq
+from relayquant.codegen.kernels.isa.target import resolve_target
+from relayquant.codegen.lowering.grouped import lower_grouped
+from relayquant.ir.rewrite.graph import call_name
+
+
+@pytest.fixture(scope="module")
+def compressed():
+    return rq.compress_weights(*make_llama(), bits=4, group_size=16, activation=ROWS)
+
+
+def test_lower_grouped__every_operator_of_every_function(compressed):
+    lowered = lower_grouped(compressed, resolve_target(None))
+    functions = [f for f in lowered.functions.values() if isinstance(f, relax.Function)]
+    assert len(functions) == 2
+    names = {call_name(call) for func in functions for call in list_calls(func)}
+    assert not [name for name in names if name.startswith("relax.qnn.")]
+    constants = {}
+    for func in functions:
+        for call in list_calls(func):
+            for operand in call.args[1].fields if call_name(call) == "relax.call_tir" else ():
+                if isinstance(operand, tvm.ir.GenericConst) and str(operand.value.dtype) == "uint8":
+                    constants.setdefault(int(operand.value.data_ptr()), []).append(call)
+    # five of the layer in both functions, the table in products and gathers of both
+    assert sorted(map(len, constants.values())) == [2, 2, 2, 2, 2, 4]
+
+
+@pytest.mark.slow
+def test_compile__prefill_and_decode_as_the_reference(compressed):
+    machine = relax.VirtualMachine(rq.compile(compressed), tvm.cpu())
+
+    def tensors(arrays):
+        return [tvm.runtime.tensor(np.ascontiguousarray(a)) for a in arrays]
+
+    def run_prefill(tokens):
+        out = machine["prefill"](*tensors(make_prefill(tokens)))
+        return out[0].numpy(), list(out[1])
+
+    prefill = take_function(compressed, "prefill")
+    expected = rq.reference.run(prefill, make_prefill(TOKENS))[0]
+    found, _ = run_prefill(TOKENS)
+    # float differences may move a row by one step of its integers
+    assert np.abs(found - expected).max() < 0.03 * np.abs(expected).max()
+    _, cache = run_prefill(TOKENS[:3])
+    token = [np.array([[TOKENS[3]]], "int32"), *compute_angles(SIZES, 3, 1)]
+    last = machine["decode"](*tensors(token), tuple(cache))[0].numpy()
+    assert np.abs(last[0, 0] - found[0, 3]).max() < 0.03 * np.abs(expected).max()
+
+
+def test_lower_grouped__what_no_kernel_takes_stays(compressed):
+    """A weight that is an input: the reason is told, and it compiles all the same."""
+    builder = relax.BlockBuilder()
+    shapes = [((2, 32), "float32"), ((3, 16), "uint8"), ((3, 1), "float32")]
+    x, codes, scale = (
+        relax.Var(n, relax.TensorType(*s)) for n, s in zip("xcs", shapes, strict=True)
+    )
+    with builder.function("main", [x, codes, scale]):
+        with builder.dataflow():
+            zero = relax.const(np.uint8(8), "uint8")
+            call = rq.extend.qnn.grouped_dense(x, 1.0, codes, scale, zero, 4, 32, 32)
+            y = builder.emit_output(builder.emit(call))
+        builder.emit_func_output(y)
+    mod, reasons = builder.finalize(), []
+    lowered = lower_grouped(mod, resolve_target(None), lambda *told: reasons.append(told[2].reason))
+    assert reasons == ["the weight is not a constant"]
+    assert "grouped_dense" in lowered.script()

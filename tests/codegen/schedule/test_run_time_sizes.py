@@ -1,0 +1,86 @@
+"""Fused kernels do not come before the sizes that they need."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+from tvm import relax, tirx
+from tvm.script import relax as R
+
+import relayquant as rq
+from relayquant.codegen.schedule.dynamic_shapes import list_symbols
+
+
+def test_chain_of_run_time_size__runs():
+    # FuseOps puts exp(start) and the chain that reads it into one kernel, at the place of exp.
+    builder = relax.BlockBuilder()
+    start = relax.Var("start", R.Tensor((), "float32"))
+    count = relax.Var("count", R.Tensor((1,), "int64"))
+    size = tirx.Var("size", "int64")
+    with builder.function("main", [start, count]):
+        with builder.dataflow():
+            first = builder.emit(R.exp(start))
+            shape = builder.emit(R.tensor_to_shape(count))
+            builder.match_cast(shape, relax.ShapeType([size]))
+            ramp = builder.emit(R.astype(builder.emit(R.arange(0, size, 1, "int64")), "float32"))
+            result = builder.emit_output(R.cos(builder.emit(R.multiply(ramp, first))))
+        builder.emit_func_output(result)
+    machine = relax.VirtualMachine(rq.compile(builder.get(), "llvm"), tvm.cpu())
+    arrays = [np.array(0.5, "float32"), np.array([7], "int64")]
+    found = machine["main"](*map(tvm.runtime.tensor, arrays)).numpy()
+    expected = np.cos(np.arange(7, dtype="float32") * np.exp(np.float32(0.5)))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_slice_of_run_time_bounds__compiles():
+    # FoldConstant leaves calls of a kernel behind that the module does not have.
+    builder = relax.BlockBuilder()
+    data = relax.Var("data", R.Tensor((8, 4), "float32"))
+    bounds = [relax.Var(name, R.Tensor((2,), "int64")) for name in ("begin", "end", "strides")]
+    with builder.function("main", [data, *bounds]):
+        with builder.dataflow():
+            part = builder.emit(R.dynamic_strided_slice(data, *bounds))
+            result = builder.emit_output(R.tanh(part))
+        builder.emit_func_output(result)
+    machine = relax.VirtualMachine(rq.compile(builder.get(), "llvm"), tvm.cpu())
+    values = np.arange(32, dtype="float32").reshape(8, 4) / 32
+    arrays = [values, np.array([1, 0]), np.array([5, 3]), np.array([2, 1])]
+    found = machine["main"](*map(tvm.runtime.tensor, arrays)).numpy()
+    np.testing.assert_allclose(found, np.tanh(values[1:5:2, 0:3]), rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("begins", "ends", "steps"),
+    [([1], [None], [1]), ([-2, 1], [None, 4], [1, 1]), ([0, -3], [5, -1], [2, 1])],
+    ids=str,
+)
+def test_slice_of_symbolic_rows__is_fused(begins, ends, steps):
+    # Extents that TVM's loop nest counts anew have a choice, whose type FuseOps cannot infer.
+    size, builder = tirx.Var("size", "int64"), relax.BlockBuilder()
+    data = relax.Var("data", R.Tensor((size, 4), "float32"))
+    last = [size + 1 if end is None else end for end in ends]
+    with builder.function("main", [data]):
+        with builder.dataflow():
+            more = builder.emit(R.nn.pad(builder.emit(R.exp(data)), [1, 0, 0, 0]))
+            part = builder.emit(R.strided_slice(more, [*range(len(begins))], begins, last, steps))
+            both = builder.emit(R.concat([part, builder.emit(R.negative(part))], 1))
+            result = builder.emit_output(builder.emit(R.sqrt(builder.emit(R.abs(both)))))
+        builder.emit_func_output(result)
+    machine = relax.VirtualMachine(rq.compile(builder.get(), "llvm"), tvm.cpu())
+    for count in (1, 2, 7):
+        values = np.random.default_rng(count).standard_normal((count, 4)).astype("float32")
+        cut = tuple(map(slice, begins, ends, steps))
+        rows = np.sqrt(np.pad(np.exp(values), ((1, 0), (0, 0)))[cut])
+        found = machine["main"](tvm.runtime.tensor(values)).numpy()
+        np.testing.assert_allclose(found, np.concatenate([rows, rows], 1), rtol=1e-5)
+
+
+def test_list_symbols__of_every_type():
+    size, other = tirx.Var("size", "int64"), tirx.Var("other", "int64")
+    tensor = relax.TensorType([size * 2, tirx.IntImm("int64", 3)], "float32")
+    assert [var.name for var in list_symbols(tensor)] == ["size"]
+    both = relax.TupleType([tensor, relax.ShapeType([other])])
+    assert [var.name for var in list_symbols(both)] == ["size", "other"]
+    assert list_symbols(relax.TensorType(dtype="float32", ndim=2)) == []
