@@ -138,7 +138,6 @@ def test_winograd__sums_as_large_as_they_get(isa, largest, signs, zero_point):
     if signs == "by point":  # of 1, -1, 1: what the transforms add up
         checks = (-1) ** np.add.outer(np.arange(3), np.arange(3))
         weight = np.where(checks[None, :, :, None] > 0, weight, 127).astype("int8")
-    assert 0.97 * LARGEST_SUM < find_largest_sum(weight) < LARGEST_SUM
     value = 127 if largest else -128
     x = np.full(spec.in_shape, value, "int8")
     if signs == "by point":
@@ -146,6 +145,7 @@ def test_winograd__sums_as_large_as_they_get(isa, largest, signs, zero_point):
         x = np.where(odd[None, :, :, None], x, -1 - x).astype("int8")
     x = (x + np.int16(zero_point)).astype(dtype)
     bias = np.arange(16, dtype="int32")
+    assert 0.97 * LARGEST_SUM < find_largest_sum(spec, weight, bias) < LARGEST_SUM
     inputs = [x, *pack_winograd(spec, isa, weight, bias, None).arguments()]
     got = call_kernel(
         build_winograd(spec, isa), runnable_target(isa), inputs, spec.out_shape, "int32"
@@ -155,13 +155,35 @@ def test_winograd__sums_as_large_as_they_get(isa, largest, signs, zero_point):
     np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.parametrize("epilogue", [Epilogue(dtype="int16", is_small=True), RAW])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_winograd__bias_as_large_as_it_gets(sign, epilogue):
+    """The bias is most of the sums next to the bound, which the direct form takes, too."""
+    isa, spec = best_isa(), Conv2d(1, 8, 8, 16, 16, (3, 3), in_zero_point=3, epilogue=epilogue)
+    rng = np.random.default_rng(0)
+    weight = rng.integers(-128, 128, spec.weight_shape).astype("int8")
+    x = rng.integers(0, 256, spec.in_shape).astype("uint8")
+    left = LARGEST_SUM - 1 - find_largest_sum(spec, weight, np.zeros(16, "int32"))
+    bias = np.full(16, sign * left, "int32")
+    assert can_winograd(spec, isa, weight, bias)
+    assert not can_winograd(spec, isa, weight, bias + sign * 2**20)
+    multiplier = np.float32(sign * 9e-4) if epilogue.has_multiplier else None
+    inputs = [x, *pack_winograd(spec, isa, weight, bias, multiplier).arguments()]
+    got = call_kernel(
+        build_winograd(spec, isa), runnable_target(isa), inputs, spec.out_shape, epilogue.dtype
+    )
+    expected = finish(conv2d_accumulators(x, weight, bias, spec), epilogue, multiplier)
+    assert np.unique(expected).size > 5
+    np.testing.assert_array_equal(got, expected)
+
+
 def test_winograd__sums_that_are_too_large_are_refused():
-    spec = replace(LAYER, in_channels=240)
+    spec, bias = replace(LAYER, in_channels=120), np.full(64, 7, "int32")
     weight = np.full(spec.weight_shape, 127, "int8")
-    assert not can_winograd(spec, VNNI512, weight)
-    multiplier = np.float32(1e-6)
-    with pytest.raises(ValueError, match=f"reach {128 * 127 * 9 * 240}; allowed: below 33554432"):
-        pack_winograd(spec, VNNI512, weight, np.zeros(64, "int32"), multiplier)
+    assert not can_winograd(spec, VNNI512, weight, bias)
+    multiplier, largest = np.float32(1e-6), 255 * 127 * 9 * 120 + 7
+    with pytest.raises(ValueError, match=f"reach {largest}; allowed: below 33554432"):
+        pack_winograd(spec, VNNI512, weight, bias, multiplier)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +225,7 @@ def test_winograd__sums_that_are_too_large_are_refused():
 )
 def test_winograd__where_it_can_and_pays(changes, isa, expected):
     spec = replace(LAYER, **changes)
-    able = can_winograd(spec, isa, np.ones(spec.weight_shape, "int8"))
+    able = can_winograd(spec, isa, np.ones(spec.weight_shape, "int8"), np.zeros(spec.out_channels))
     assert keep_estimate(spec, isa, able) == KernelSchedule(transforms=expected)
 
 

@@ -205,7 +205,8 @@ def test_open_tuner__times_for_real(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "SECONDS", 0.002)
     spec = replace(LAYER, epilogue=Epilogue(residual=Residual("int8", 3, 0.5), is_small=True))
     with open_tuner(TARGET, tmp_path / "forms.json") as tuner:
-        for able in {False, can_winograd(spec, ISA, np.ones(spec.weight_shape, "int8"))}:
+        weight, bias = np.ones(spec.weight_shape, "int8"), np.zeros(spec.out_channels, "int32")
+        for able in {False, can_winograd(spec, ISA, weight, bias)}:
             assert tuner.choose(spec, ISA, able) in list_schedules(spec, ISA, able)
 
 

@@ -10,8 +10,11 @@ products instead of 144. With the matrices below everything is an integer:
 - For activations within -128..127, B d B' is at most 100 * 128 = 12,800, which fits int16.
 - For int8 weights, G w G' is at most 144 * 128 = 18,432, which fits int16.
 - Sums of products exceed the range of int32. They wrap modulo 2**32, and so do the results of A.
-These are 576 y modulo 2**32. Times the inverse of 9 this is 64 y, and a shift right by 6 bits gives
-y, if y is at least -2**25 and below 2**25 (`LARGEST_SUM`).
+These are 576 y modulo 2**32. Times the inverse of 9 this is 64 y, if y is at least -2**25 and below
+2**25 (`LARGEST_SUM`). A shift right by 6 bits gives y. To requantize, the multiplier is 64 times
+smaller instead.
+- y includes the bias. One of the 36 elements is in each of the 16 results, with the factor 1. So
+the packed bias is 576 times as large, and is added to this element.
 
 So results are equal to the direct form, bit for bit. A product of int16 takes twice as long as one
 of bytes with VNNI: half of the time remains, plus the transforms; a quarter without VNNI.
@@ -42,6 +45,7 @@ from numpy.typing import NDArray
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc
 
+from relayquant.base.qtypes import INTEGER_LIMITS
 from relayquant.codegen.kernels.emit import (
     PARALLEL_THRESHOLD,
     STORE_COST,
@@ -92,9 +96,11 @@ WEIGHT_TRANSFORM = np.array(
 )
 #: G w G'.
 EXPANSION = Expansion(np.kron(WEIGHT_TRANSFORM, WEIGHT_TRANSFORM), "int8", "int16", "int16")
-#: Results are multiplied by 9 * 2**6.
-INVERSE_OF_9, SHIFT = pow(9, -1, 2**32), 6
-#: Sums of weights times activations minus 128 must be smaller in magnitude.
+#: Results are multiplied by FACTOR = 9 * 2**SHIFT.
+FACTOR, INVERSE_OF_9, SHIFT = 576, pow(9, -1, 2**32), 6
+#: Of six sums, the one that is in all four results, with the factor -1.
+BIASED = 1
+#: Sums with the bias must be smaller in magnitude.
 LARGEST_SUM = 2**25
 #: Largest size of the transformed weights, which have eight times the bytes. A last-level cache
 #: holds some weights of this size.
@@ -193,6 +199,14 @@ class WinogradPlan:
         """Distance between elements of the products."""
         return self.grid.most_tiles * self.sum_channels + self.isa.lanes
 
+    @property
+    def scales_results(self) -> bool:
+        """Whether sums stay 2**`SHIFT` times too large, and multipliers are as many times smaller.
+
+        Both are exact in float32, so the products are the same.
+        """
+        return self.spec.epilogue.output is Store.REQUANTIZE
+
     @cached_property
     def weight_size(self) -> int:
         return POINTS * self.product.weight_size
@@ -222,8 +236,8 @@ class WinogradPlan:
         return dots + transforms / unit + max(fetches - hidden, 0)
 
 
-def can_winograd(spec: Conv2d, isa: Isa, weight: NDArray[np.int8]) -> bool:
-    """Whether `build_winograd` can compute a convolution with these weights (OHWI).
+def can_winograd(spec: Conv2d, isa: Isa, weight: NDArray[np.int8], bias: NDArray[np.int32]) -> bool:
+    """Whether `build_winograd` can compute a convolution with weights (OHWI) and bias (O,).
 
     The transformed weights must also be small enough for a cache.
     """
@@ -231,7 +245,7 @@ def can_winograd(spec: Conv2d, isa: Isa, weight: NDArray[np.int8]) -> bool:
     pairs = isa.narrowing is not None and isa.for_activations("int16").products == 2
     if not (can_transform(spec, isa.lanes) and pairs and spec.in_dtype in ("uint8", "int8")):
         return False
-    if find_largest_sum(weight) >= LARGEST_SUM:
+    if find_largest_sum(spec, weight, bias) >= LARGEST_SUM:
         return False
     return WinogradPlan(spec, isa).weight_bytes <= MOST_WEIGHT_BYTES
 
@@ -248,10 +262,13 @@ def saves_time(spec: Conv2d, isa: Isa) -> bool:
     return WinogradPlan(spec, isa).cost < WORTH * dots
 
 
-def find_largest_sum(weight: NDArray[np.int8]) -> int:
-    """Return a bound of the magnitude of sums of weights times activations from -128 to 127."""
-    sums = np.abs(weight.astype("int64")).reshape(len(weight), -1).sum(axis=1)
-    return 128 * int(sums.max(initial=0))
+def find_largest_sum(spec: Conv2d, weight: NDArray[np.int8], bias: NDArray[np.int32]) -> int:
+    """Return the largest magnitude of a sum, with its bias, for any activations."""
+    low, high = (limit - spec.in_zero_point for limit in INTEGER_LIMITS[spec.in_dtype])
+    flat = weight.astype("int64").reshape(len(weight), -1)
+    above, below = flat.clip(min=0).sum(axis=1), flat.clip(max=0).sum(axis=1)
+    ends = np.stack([above * high + below * low, above * low + below * high]) + bias
+    return int(np.abs(ends).max(initial=0))
 
 
 def build_winograd(
@@ -446,11 +463,13 @@ def emit_results(
         bias = T.bind(load_vector(operands.bias, first, lanes))
         for i, column in enumerate(columns):
             row = [T.bind(load_vector(column, j * lanes, lanes)) for j in range(IN)]
+            row[BIASED] = T.bind(emit_wrapping(Wrapping.SUBTRACT, row[BIASED], bias, lanes))
             totals = []
             for value in transform_sums(row, lanes):
                 value = emit_wrapping(Wrapping.MULTIPLY, value, inverse, lanes)
-                value = shift(Wrapping.SHIFT_RIGHT, value, SHIFT, lanes)
-                totals.append(emit_wrapping(Wrapping.ADD, value, bias, lanes))
+                if not plan.scales_results:
+                    value = shift(Wrapping.SHIFT_RIGHT, value, SHIFT, lanes)
+                totals.append(value)
             targets = [target + (i * width + j) * spec.result_channels for j in range(OUT)]
             if can_narrow(isa, spec.epilogue):
                 emit_narrow_vectors(isa, spec.epilogue, operands, totals, targets, first, 1, lanes)
@@ -506,12 +525,16 @@ def pack_winograd(
     centre = with_signed_activations(isa).zero_point_shift(spec.in_dtype)
     order = np.arange(spec.out_channels)
     folded, factors = pack_channels(spec, weight, bias, multiplier, centre, order)
-    if find_largest_sum(weight) >= LARGEST_SUM:
+    largest = find_largest_sum(spec, weight, bias)
+    if largest >= LARGEST_SUM:
         raise ValueError(
-            f"pack_winograd: sums with these weights reach {find_largest_sum(weight)}; allowed: "
-            f"below {LARGEST_SUM}. Use build_conv2d and pack_conv2d.",
+            f"pack_winograd: sums with these weights reach {largest}; allowed: below "
+            f"{LARGEST_SUM}. Use build_conv2d and pack_conv2d.",
         )
     plan = WinogradPlan(spec, isa)
+    folded = (folded.astype("int64") * FACTOR).astype("uint32").view("int32")
+    if plan.scales_results and factors is not None:
+        factors = np.ldexp(factors, -SHIFT)
     taps = weight.reshape(spec.out_channels, -1, 1, 1, spec.in_channels).swapaxes(0, 1)
     packed = np.stack([pack_panels(plan.product, tap) for tap in taps]).astype("int8")
     return PackedWeights(Expanded(EXPANSION, packed), folded, factors)

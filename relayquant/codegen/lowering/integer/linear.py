@@ -147,7 +147,7 @@ def lower_conv2d(context: KernelContext, var: relax.Var) -> Lowered | Skip:
         joined=joined,
     )
     isa = context.isa.for_weights(weight)
-    schedule = context.choose_schedule(spec, isa, can_winograd(spec, isa, weight))
+    schedule = context.choose_schedule(spec, isa, can_winograd(spec, isa, weight, chain.offsets))
     concat = None
     if not (spec.is_depthwise or chain.residuals):
         concat, columns = find_columns(context.graph, chain.vars[-1]) or (None, None)
