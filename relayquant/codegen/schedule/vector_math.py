@@ -156,6 +156,7 @@ VECTOR_FORMS: dict[str, Callable[[Expr], Expr]] = {
 #: Functions and types for which TVM's form has no digits near 0 -> the C library's function.
 C_FUNCTIONS = {
     ("tirx.tanh", "float64"): "tanh",
+    ("tirx.tanh", "float32"): "tanhf",  # where it is not expanded
     ("tirx.atanh", "float64"): "atanh",
     ("tirx.atanh", "float32"): "atanhf",
 }
@@ -182,23 +183,23 @@ def expand_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """Expand the float32 calls of functions in `EXPANSIONS`, and rewrite those in `VECTOR_FORMS`
     and `C_FUNCTIONS`.
 
-    A call whose argument contains an expanded call or bfloat16 stays a call. TVM's LLVM generator
-    replaces bound variables by their values when it simplifies. Here a variable is read some
-    hundred times, so chains would grow by that factor at each step. The schedule gives each step a
-    separate block.
+    A call whose argument contains an expanded call or bfloat16 is not expanded. TVM's LLVM
+    generator replaces bound variables by their values when it simplifies. Here a variable is read
+    some hundred times, so chains would grow by that factor at each step. The schedule gives each
+    step a separate block.
     """
 
     def expand(call: Call) -> Expr:
         name = str(getattr(call.op, "name", ""))
         if name in VECTOR_FORMS and str(call.ty) in FLOATS:
             return VECTOR_FORMS[name](call.args[0])
+        make = EXPANSIONS.get(name)
+        if make is not None and str(call.ty) == "float32" and may_bind(call.args[0]):
+            return bind(call.args[0], make)
         function = C_FUNCTIONS.get((name, str(call.ty)))
         if function is not None:
             return tirx.call_pure_extern(str(call.ty), function, call.args[0])
-        make = EXPANSIONS.get(name)
-        if make is None or str(call.ty) != "float32" or not may_bind(call.args[0]):
-            return call
-        return bind(call.args[0], make)
+        return call
 
     return func.with_body(tvm_ffi.structural_map(func.body, (Call, expand)))
 
