@@ -22,7 +22,7 @@ def legalize_division(builder: relax.BlockBuilder, call: Call) -> Any:
     Other cases go to `divide_by_zero`, `divide_integers` or `divide_floats`.
     """
     name, dtype = call_name(call), tensor_dtype(call.args[0])
-    is_float, divisor = dtype.startswith("float"), constant_value(call.args[1])
+    is_float, divisor = "float" in dtype, constant_value(call.args[1])  # bfloat16, too
     if name == "relax.divide" and is_float and divisor is not None and not divisor.any():
         return divide_by_zero(builder, call, divisor)
     kept = is_float and name in ("relax.divide", "relax.mod")
